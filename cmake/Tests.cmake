@@ -27,12 +27,13 @@ function(xd_test name)
   endif()
 endfunction()
 
-# xd_rank_test(<name> LABEL <label> RANKS <n>... [KINDS processes|threads...] [TIMEOUT <seconds>]
-#   COMMAND <target> <argument>...): one launch per number of ranks and kind, <name>.<kind>.<n>.
+# xd_rank_test(<name> LABEL <label> [RANKS <n>...] [HOSTS <hosts>...] [KINDS processes|threads...]
+#   [TIMEOUT <seconds>] COMMAND <target> <argument>...): one launch per kind and number of ranks,
+# <name>.<kind>.<n>, or hosts as crossdock-run takes them, <name>.<kind>.<hosts>.
 # More ranks than cores is normal; a launch takes all cores it can use, so that its limit holds.
 # ThreadSanitizer sees one process only, so its ranks are threads.
 function(xd_rank_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "RANKS;KINDS;COMMAND")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "RANKS;HOSTS;KINDS;COMMAND")
   xd_default(arg_TIMEOUT 60)
   xd_default(arg_KINDS processes threads)
   if(CROSSDOCK_SANITIZE STREQUAL "thread")
@@ -45,13 +46,19 @@ function(xd_rank_test name)
     if(kind STREQUAL "threads")
       set(option --threads)
     endif()
-    foreach(ranks ${arg_RANKS})
-      set(cores ${ranks})
+    foreach(launch ${arg_RANKS} ${arg_HOSTS})
+      string(REPLACE "," "-" launch_name ${launch})
+      set(size -n ${launch})
+      set(cores ${launch})
+      if(launch IN_LIST arg_HOSTS)
+        set(size --hosts ${launch})
+        set(cores ${xd_cores})
+      endif()
       if(xd_cores AND cores GREATER xd_cores)
         set(cores ${xd_cores})
       endif()
-      xd_test(${name}.${kind}.${ranks} LABEL ${arg_LABEL} TIMEOUT ${arg_TIMEOUT} CORES ${cores}
-        COMMAND crossdock-run -n ${ranks} ${option} --timeout ${limit}
+      xd_test(${name}.${kind}.${launch_name} LABEL ${arg_LABEL} TIMEOUT ${arg_TIMEOUT}
+        CORES ${cores} COMMAND crossdock-run ${size} ${option} --timeout ${limit}
           -- $<TARGET_FILE:${program}> ${arg_COMMAND})
     endforeach()
   endforeach()

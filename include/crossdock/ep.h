@@ -32,15 +32,13 @@
  * address that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process, as in
  * memcpy.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
- * float8_e5m2 (12), float8_e8m0fnu (14), whether or not the DLPack header at hand has a name for
- * them.
+ * float8_e5m2 (12), float8_e8m0fnu (14), also where the DLPack header at hand has no name for them.
  *
  * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
  * nothing. Every operation of a rank first tells every peer what it is about to do; if anything
  * disagrees, or a peer's arguments are bad, no row moves, all ranks get an error at once, and the
  * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
- * an error is undefined.
- * Waits are bounded by the communicator's timeout.
+ * an error is undefined. Waits are bounded by the communicator's timeout.
  * On CUDA a call fails as if it had not been made, and peers do not hear of it, if its stream takes
  * no work because a capture of it has been invalidated, or because another capture forbids it.
  *
@@ -63,13 +61,15 @@
  * grad_recv_*, expert_out, grad_expert_out and the weights beside them are receive tensors.
  *
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
- * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank in
- * float32, rounded once. A weight multiplies its row in float32 (product rounded, then added).
- * Rounding is to nearest, ties to even, and denormal numbers count, whatever floating-point modes
- * the calling thread is in. A NaN that a sum or a product gives is the quiet one without sign and
- * payload; a sum of one row without a weight keeps its NaNs, made quiet. Elements that are only
- * moved (dispatch's rows, scales and weights, combine_bwd's rows without weights and their scales,
- * the gradients of weights in dispatch_bwd) keep every bit, also of a signalling NaN.
+ * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank,
+ * likewise. Where ranks have named hosts (xd_comm_config.host) the latter are sums of each host's
+ * ranks, and those of the hosts follow by ascending host, likewise. A weight multiplies its row in
+ * float32 (product rounded, then added). Rounding is to nearest, ties to even, and denormal numbers
+ * count, whatever floating-point modes the calling thread is in. A NaN that a sum or a product
+ * gives is the quiet one without sign and payload; a sum of one row without a weight keeps its
+ * NaNs, made quiet. Elements that are only moved (dispatch's rows, scales and weights,
+ * combine_bwd's rows without weights and their scales, the gradients of weights in dispatch_bwd)
+ * keep every bit, also of a signalling NaN.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_

@@ -40,7 +40,8 @@
  * while another operation of its kind is between its halves, which it would overtake.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
- * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once.
+ * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once;
+ * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
  * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
  *

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/math.h"
 #include "mesh/rails.h"
 
@@ -57,6 +59,8 @@ class HostMap {
       const int peer = (machines.rank() + i) % num_ranks;
       if (machines.is_near(peer)) peers_.push_back(NearRank(peer));
     }
+    by_host_ = near_;
+    std::ranges::stable_sort(by_host_, {}, [&](NearRank r) { return host_of_[at(r)]; });
   }
   static HostMap of_names(int rank, int num_ranks, std::span<const std::string> names) {
     return HostMap(Rails(rank, std::vector<int>(at(num_ranks), 0)), names);
@@ -69,6 +73,11 @@ class HostMap {
   std::span<const int> host_of() const { return host_of_; }
   // This rank's host.
   int host() const { return host_of(self_); }
+  // Tells this map from others; 0 = one host.
+  std::uint64_t fingerprint() const {
+    if (num_hosts_ == 1) return 0;
+    return hash_bytes(at(num_hosts_), host_of_.data(), host_of_.size() * sizeof(host_of_[0]));
+  }
 
   bool is_near(int rank) const { return std::ranges::find(near_, rank) != near_.end(); }
   bool all_are_near() const { return near_.size() == host_of_.size(); }
@@ -77,6 +86,8 @@ class HostMap {
   NearRank self() const { return self_; }
   // By ascending rank, this one among them.
   const NearRanks& near() const { return near_; }
+  // Those by ascending host, and on each host by ascending rank: the order of sums.
+  const NearRanks& by_host() const { return by_host_; }
   // All near ranks but this one. The next rank comes first, so that not all ranks begin with the
   // same peer.
   const NearRanks& peers() const { return peers_; }
@@ -94,7 +105,7 @@ class HostMap {
   std::vector<int> host_of_;  // by rank
   int num_hosts_;
   NearRank self_;
-  NearRanks near_, peers_;
+  NearRanks near_, peers_, by_host_;
 };
 
 }  // namespace xd

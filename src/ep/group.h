@@ -67,12 +67,16 @@ class Group : public turn::Sequence<Family> {
   // The ranks whose memory this rank reads and writes in operations, itself included.
   const NearRanks& near() const { return comm().hosts().near(); }
   NearRank self() const { return comm().hosts().self(); }
+  // Whether sums are made by host, as they are where ranks have named several.
+  bool sums_by_host() const { return comm().hosts().num_hosts() > 1; }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
   CallContext call_context() const { return {&config_, comm().device()}; }
   // A number that tells this group from others, equal on all ranks.
   std::uint64_t nonce() const { return nonce_; }
-  PlanBinding plan_binding() const { return {rank(), &config_, capacities_hash_}; }
+  PlanBinding plan_binding() const {
+    return {rank(), &config_, capacities_hash_, comm().hosts().fingerprint()};
+  }
 
   // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
   // Throws INVALID_ARGUMENT where there is no memory for that.

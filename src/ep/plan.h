@@ -17,9 +17,10 @@
 //   slot[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
 //                   ascending rank, of those that hold rows of the token
 //
-// A plan is bound to its rank and to the sizes and expert map of its group, and to nothing else: it
-// holds no pointer and no identity of the group. Tokens, top-k and alignment are its own, up to the
-// group's bounds. A checksum covers header and zones; codes are bounds-checked when they are used.
+// A plan is bound to its rank, to the sizes and expert map of its group and to the hosts of its
+// ranks, and to nothing else: it holds no pointer and no identity of the group. Tokens, top-k and
+// alignment are its own, up to the group's bounds. A checksum covers header and zones; codes are
+// bounds-checked when they are used.
 #pragma once
 
 #include <algorithm>
@@ -64,13 +65,14 @@ struct PlanHeader {
   std::int64_t overflow_capacity;  // on overflow_rank
   std::uint64_t capacities;        // hash of all ranks' capacities
   std::uint64_t expert_ranks;      // hash of the expert map
+  std::uint64_t hosts;             // HostMap::fingerprint(): sums are made by host
   std::int64_t capacity;           // this rank's, as configured: room of the parts below
   std::uint64_t fingerprint;
   std::uint64_t epoch;
   std::uint64_t bytes;     // bytes of the whole plan
   std::uint64_t checksum;  // checksum of all fields before it, and of the zones
 };
-static_assert(sizeof(PlanHeader) == 168);
+static_assert(sizeof(PlanHeader) == 176);
 
 struct PlanMap {
   std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end,
@@ -240,6 +242,7 @@ struct PlanBinding {
   int rank;
   const Config* config;
   std::uint64_t capacities;
+  std::uint64_t hosts = 0;  // HostMap::fingerprint()
 };
 
 // The header of a plan of any layout. Throws INVALID_ARGUMENT unless the bytes are a whole plan of
@@ -283,6 +286,7 @@ void seal_ll_plan(std::byte* plan);
 struct Batch {
   std::uint64_t counts;      // sum of hash_entry() over the count table [W][CountLayout]
   std::uint64_t capacities;  // hash of all ranks' capacities
+  std::uint64_t hosts;       // HostMap::fingerprint()
   int topk, alignment, group;
   std::uint64_t epoch;  // number of its prepare
 };
@@ -291,6 +295,7 @@ struct Batch {
 // of equal sizes.
 constexpr std::uint64_t plan_fingerprint(const Batch& batch) {
   std::uint64_t hash = hash_combine(batch.counts, batch.capacities);
+  hash = hash_combine(hash, batch.hosts);
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.topk));
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.alignment));
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.group));

@@ -19,7 +19,8 @@ PlanTerms terms_of(const PlanBinding& binding) {
           .capacity = c.capacity,
           .capacities = binding.capacities,
           .local_experts = c.local_experts,
-          .expert_ranks = c.expert_tables.hash()};
+          .expert_ranks = c.expert_tables.hash(),
+          .hosts = binding.hosts};
 }
 
 std::string text_of(const Fault& fault, const PlanTerms& terms) {
@@ -49,6 +50,8 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
       return "plan: made for other receive capacities of the peers than this group's";
     case PlanFault::expert_ranks:
       return "plan: made for other expert_ranks than this group's";
+    case PlanFault::hosts:
+      return "plan: made for ranks on other hosts than this communicator's (config.host)";
     case PlanFault::too_large:
       return concat("plan: made for ", fault.got, " tokens and top-", fault.expected,
                     ", the group's bounds are ", terms.max_tokens, " and ", terms.max_topk);

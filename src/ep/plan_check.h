@@ -26,6 +26,7 @@ enum class PlanFault : std::int32_t {
   binding,       // made for kBindingNames[which] = got, used with expected
   capacities,    // made for other capacities of the peers
   expert_ranks,  // made for another expert map
+  hosts,         // made for ranks on other hosts
   too_large,     // got tokens, expected top-k: beyond the group's bounds
   alignment,     // got, expected at most
   tensor_rows,   // `name` has got rows, expected at least
@@ -51,6 +52,7 @@ struct PlanTerms {
   std::uint64_t capacities;  // hash of all ranks'
   std::int32_t local_experts;
   std::uint64_t expert_ranks;  // hash of the expert map
+  std::uint64_t hosts;         // HostMap::fingerprint()
 };
 PlanTerms terms_of(const PlanBinding& binding);
 
@@ -105,6 +107,7 @@ constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
       (h.expert_ranks != t.expert_ranks || h.local_experts != t.local_experts)) {
     return {.kind = PlanFault::expert_ranks};
   }
+  if (same_ranks_and_experts && h.hosts != t.hosts) return {.kind = PlanFault::hosts};
   const std::int64_t pairs[][2] = {
       {h.rank, t.rank},         {h.ranks, t.ranks},           {h.experts, t.experts},
       {h.layout, t.layout},     {h.keeps_list, t.keeps_list}, {h.keeps_items, t.keeps_items},

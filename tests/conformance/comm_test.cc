@@ -23,35 +23,32 @@ TEST(Communicator, KnowsItsRanks) {
   });
 }
 
-// The communicator of a body's ranks where rank r names its host `name(r)`.
-template <class Name>
-Comm comm_on_hosts(const Rank& rank, const std::string& comm_name, Name name) {
-  const std::string host = name(rank.rank);
-  xd_comm_config config = XD_COMM_CONFIG_INIT;
-  config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
-  config.rank = rank.rank;
-  config.num_ranks = rank.num_ranks;
-  config.device = rank.memory->device();
-  config.timeout_ms = Rank::kTimeoutMs;
-  config.name = comm_name.c_str();
-  config.host = host.c_str();
-  return make_comm(config);
+void expect_hosts(xd_comm* comm, int num_hosts, int host) {
+  xd_comm_info info = XD_COMM_INFO_INIT;
+  ok(xd_comm_get_info(comm, &info));
+  EXPECT_EQ(info.num_hosts, num_hosts);
+  EXPECT_EQ(info.host, host);
 }
 
 TEST(Communicator, NumbersHostsByTheirLowestRanks) {
   on_every_rank([](Rank& rank) {
-    const auto expect = [&](const Comm& comm, int num_hosts, int host) {
-      xd_comm_info info = XD_COMM_INFO_INIT;
-      ok(xd_comm_get_info(comm.get(), &info));
-      EXPECT_EQ(info.num_hosts, num_hosts);
-      EXPECT_EQ(info.host, host);
-    };
-    const std::string run = rank.run_name + ".";
-    const auto one = [](int) { return std::string("one"); };
-    expect(comm_on_hosts(rank, run + "one", one), 1, 0);
-    // Host z has ranks 0, 3, 6; host y has 1, 4, 7; host x has the others.
-    const auto turns = [](int r) { return std::string(1, static_cast<char>('z' - r % 3)); };
-    expect(comm_on_hosts(rank, run + "turns", turns), std::min(rank.num_ranks, 3), rank.rank % 3);
+    Hosts one, turns;  // names whose numbers fall where those of hosts rise
+    for (int r = 0; r < rank.num_ranks; ++r) {
+      one.push_back(7);
+      turns.push_back(9 - r % 3);
+    }
+    expect_hosts(rank.comm_on(one, "one", 0).get(), 1, 0);
+    expect_hosts(rank.comm_on(turns, "turns", 0).get(), std::min(rank.num_ranks, 3), rank.rank % 3);
+  });
+}
+
+// Processes of crossdock-run --hosts have XD_HOST_ID; one that holds all ranks does not.
+TEST(Communicator, TakesTheHostOfXdHostIdWhereTheConfigNamesNone) {
+  on_every_rank([](Rank& rank) {
+    const Comm unnamed = rank.comm_on({}, "unnamed", 0);
+    if (rank.hosts.empty() || rank.threads) return expect_hosts(unnamed.get(), 1, 0);
+    expect_hosts(unnamed.get(), rank.hosts.back() + 1,
+                 rank.hosts[static_cast<std::size_t>(rank.rank)]);
   });
 }
 

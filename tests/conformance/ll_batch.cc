@@ -486,12 +486,12 @@ void LlBatch::expect_combined(const Outcome& outcome) {
   const ResultRow result = [&](int expert, std::int64_t slot) { return result_row(expert, slot); };
   Strided& out = *field(XD_EP_LL_COMBINE, "out").tensor;
   for (int t = 0; t < choices_.tokens; ++t) {
-    out.set_row(
-        t, 0,
-        bytes_of(
-            combined_row(routing_, rank_.rank, t, static_cast<std::size_t>(combine_columns_),
-                         format_of(case_.combine_dtype), result, weighted() ? &weight_of : nullptr),
-            case_.combine_dtype));
+    out.set_row(t, 0,
+                bytes_of(combined_row(routing_, rank_.hosts, rank_.rank, t,
+                                      static_cast<std::size_t>(combine_columns_),
+                                      format_of(case_.combine_dtype), result,
+                                      weighted() ? &weight_of : nullptr),
+                         case_.combine_dtype));
   }
   out.expect("out");
   if (case_.extras) {

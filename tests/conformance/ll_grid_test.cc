@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/case.h"
+#include "conformance/host_maps.h"
 #include "conformance/ll_batch.h"
 #include "support/gtest_main.h"
 
@@ -93,6 +94,14 @@ TEST_P(LlGrid, EveryByteOfEveryOutputIsRight) {
   on_every_rank([&](Rank& rank) {
     SCOPED_TRACE("rank " + std::to_string(rank.rank) + ", " + c.description());
     CaseRun(rank, c).run();
+  });
+}
+
+// The reference has the hosts, so every byte of every sum is compared.
+TEST(LlHosts, EveryByteOfEveryOutputIsRightOnEveryMap) {
+  on_every_rank([](Rank& rank) {
+    spread_over_maps(rank, all_ll_cases(rank.num_ranks), 12,
+                     [](const Rank& there, const LlCase& c) { CaseRun(there, c).run(); });
   });
 }
 

@@ -96,33 +96,41 @@ std::int64_t SlotRouting::rows_of(int rank) const {
   return total;
 }
 
-std::vector<std::uint32_t> combined_row(const SlotRouting& routing, int source, int token,
-                                        std::size_t columns, Format format, const ResultRow& result,
-                                        const ChoiceWeight* weight) {
+std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
+                                        int token, std::size_t columns, Format format,
+                                        const ResultRow& result, const ChoiceWeight* weight) {
   const Choices& choices = routing.choices(source);
-  std::vector<float> sum;
-  for (int rank = 0; rank < routing.num_ranks(); ++rank) {
-    std::vector<float> partial;
+  // Sums are empty as long as nothing has been added.
+  const auto sum_of_rank = [&](int rank) {
+    std::vector<float> sum;
     for (int k = 0; k < choices.topk; ++k) {
       const std::int64_t id = choices.id(token, k);
       if (id < 0 || routing.owner(id) != rank) continue;
       const std::vector<std::uint32_t> codes =
           result(static_cast<int>(id), routing.slot(source, token, k));
-      const bool first = partial.empty();
-      partial.resize(columns);
+      const bool first = sum.empty();
+      sum.resize(columns);
       for (std::size_t c = 0; c < columns; ++c) {
         float term = value_of(codes[c], format);
         if (weight) term = (*weight)(token, k) * term;
-        partial[c] = first ? term : partial[c] + term;
+        sum[c] = first ? term : sum[c] + term;
       }
     }
-    if (partial.empty()) continue;
+    return sum;
+  };
+  const auto add_rounded = [&](std::vector<float>& sum, const std::vector<float>& part) {
     const bool first = sum.empty();
-    sum.resize(columns);
-    for (std::size_t c = 0; c < columns; ++c) {
-      const float rounded = value_of(code_of(partial[c], format), format);
+    if (!part.empty()) sum.resize(columns);
+    for (std::size_t c = 0; c < part.size(); ++c) {
+      const float rounded = value_of(code_of(part[c], format), format);
       sum[c] = first ? rounded : sum[c] + rounded;
     }
+  };
+  std::vector<float> sum;
+  for (const std::vector<int>& ranks : ranks_by_host(hosts, routing.num_ranks())) {
+    std::vector<float> of_host;
+    for (const int rank : ranks) add_rounded(of_host, sum_of_rank(rank));
+    add_rounded(sum, of_host);
   }
   std::vector<std::uint32_t> codes(columns, 0);
   for (std::size_t c = 0; c < sum.size(); ++c) codes[c] = code_of(sum[c], format);

@@ -12,6 +12,7 @@
 
 #include "conformance/numeric.h"
 #include "conformance/routing.h"
+#include "support/hosts.h"
 
 namespace xd::test {
 
@@ -66,9 +67,10 @@ using ResultRow = std::function<std::vector<std::uint32_t>(int expert, std::int6
 using ChoiceWeight = std::function<float(int token, int k)>;
 
 // The row of `out` for a token of `source`, as codes of `format`: on each rank the sum over its
-// rows by ascending k, rounded; then the sum over the ranks, rounded.
-std::vector<std::uint32_t> combined_row(const SlotRouting& routing, int source, int token,
-                                        std::size_t columns, Format format, const ResultRow& result,
-                                        const ChoiceWeight* weight);
+// rows by ascending k, rounded; then the sum over the ranks of each host, rounded where there are
+// several; then the sum over the hosts, rounded.
+std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
+                                        int token, std::size_t columns, Format format,
+                                        const ResultRow& result, const ChoiceWeight* weight);
 
 }  // namespace xd::test

@@ -166,12 +166,12 @@ std::int64_t Routed::rows_between(int source, int destination) const {
                                [&](const Row& row) { return row.source == source; });
 }
 
-std::uint32_t combined(const Routed& routed, const TokenOf& of, std::int64_t column, Format format,
-                       const ElementAt& element, const WeightAt* weight) {
+std::uint32_t combined(const Routed& routed, const Hosts& hosts, const TokenOf& of,
+                       std::int64_t column, Format format, const ElementAt& element,
+                       const WeightAt* weight) {
   const Choices& choices = routed.choices(of.source);
-  std::optional<float> sum;
-  for (int rank = 0; rank < routed.placement().num_ranks; ++rank) {
-    std::optional<float> partial;
+  const auto sum_of_rank = [&](int rank) {
+    std::optional<float> sum;
     std::optional<std::int64_t> last;  // RANK_MAJOR: one row stands for several choices
     for (int k = 0; k < choices.topk; ++k) {
       const std::int64_t id = choices.id(of.token, k);
@@ -181,11 +181,20 @@ std::uint32_t combined(const Routed& routed, const TokenOf& of, std::int64_t col
       last = row;
       float term = element(rank, *row, column);
       if (weight) term = (*weight)(rank, *row) * term;
-      partial = partial ? *partial + term : term;
+      sum = sum ? *sum + term : term;
     }
-    if (!partial) continue;
-    const float rounded = decode(encode(*partial, format), format);
+    return sum;
+  };
+  const auto add_rounded = [&](std::optional<float>& sum, const std::optional<float>& part) {
+    if (!part) return;
+    const float rounded = decode(encode(*part, format), format);
     sum = sum ? *sum + rounded : rounded;
+  };
+  std::optional<float> sum;
+  for (const std::vector<int>& ranks : ranks_by_host(hosts, routed.placement().num_ranks)) {
+    std::optional<float> of_host;
+    for (const int rank : ranks) add_rounded(of_host, sum_of_rank(rank));
+    add_rounded(sum, of_host);
   }
   return sum ? encode(*sum, format) : 0;
 }

@@ -12,6 +12,7 @@
 
 #include "conformance/numeric.h"
 #include "conformance/routing.h"
+#include "support/hosts.h"
 
 namespace xd::test {
 
@@ -105,8 +106,10 @@ struct TokenOf {
 };
 
 // One element of combine (and, without weights, of dispatch_bwd's grad_tokens): the sum over the
-// rows of a token, rounded on each rank and once more at its source. A code of `format`.
-std::uint32_t combined(const Routed& routed, const TokenOf& of, std::int64_t column, Format format,
-                       const ElementAt& element, const WeightAt* weight);
+// rows of a token, rounded on each rank, for each host where there are several, and once more at
+// its source. A code of `format`.
+std::uint32_t combined(const Routed& routed, const Hosts& hosts, const TokenOf& of,
+                       std::int64_t column, Format format, const ElementAt& element,
+                       const WeightAt* weight);
 
 }  // namespace xd::test

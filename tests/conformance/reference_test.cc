@@ -97,13 +97,15 @@ TEST(Reference, SumsAreRoundedOnEachRankFirst) {
   const ElementAt element = [](int rank, std::int64_t row, std::int64_t) {
     return rank == 0 && row == 0 ? 256.0f : 1.0f;
   };
-  EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16),
+  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16),
             256.0f);
-  EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatF32, element, nullptr), kFormatF32), 258.0f);
+  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatF32, element, nullptr), kFormatF32),
+            258.0f);
   const WeightAt weight = [](int rank, std::int64_t row) {
     return rank == 0 && row == 0 ? 0.5f : 2.0f;
   };
-  EXPECT_EQ(decode(combined(routed, {0, 0}, 0, kFormatF32, element, &weight), kFormatF32), 132.0f);
+  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatF32, element, &weight), kFormatF32),
+            132.0f);
 }
 
 }  // namespace

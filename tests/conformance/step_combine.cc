@@ -33,7 +33,7 @@ void Step::combine() {
   };
   const WeightAt weight_of = [&](int rank, std::int64_t r) { return weight_at(rank, r); };
   expect_tokens("out", out, [&](auto t, auto column) {
-    return combined(routed_, {me, static_cast<int>(t)}, column, format, value,
+    return combined(routed_, rank_.hosts, {me, static_cast<int>(t)}, column, format, value,
                     weighted ? &weight_of : nullptr);
   });
 }

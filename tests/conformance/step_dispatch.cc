@@ -180,7 +180,8 @@ void Step::dispatch_bwd() {
       return decode(grad(rank, r, column), format);
     };
     expect_tokens("grad_tokens", grad_tokens, [&](auto t, auto column) {
-      return combined(routed_, {me, static_cast<int>(t)}, column, format, value, nullptr);
+      return combined(routed_, rank_.hosts, {me, static_cast<int>(t)}, column, format, value,
+                      nullptr);
     });
   }
   if (!with_weights) return;

@@ -7,6 +7,6 @@
 namespace xd::test {
 
 // Of the header, to its last byte: any wrong bit in it is found.
-inline constexpr std::size_t kPlanHeaderBytes = 168;
+inline constexpr std::size_t kPlanHeaderBytes = 176;
 
 }  // namespace xd::test

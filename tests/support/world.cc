@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 
@@ -30,7 +31,26 @@ int int_variable(const char* name) {
   return value;
 }
 
+// The list of ranks per host that crossdock-run --hosts has made, as the host of each rank.
+Hosts read_hosts() {
+  const char* const list = std::getenv("XD_RUN_HOSTS");
+  Hosts hosts;
+  if (list == nullptr) return hosts;
+  std::istringstream numbers(list);
+  int host = 0;
+  for (std::string ranks; std::getline(numbers, ranks, ','); ++host) {
+    hosts.insert(hosts.end(), std::stoul(ranks), host);
+  }
+  return hosts;
+}
+
 }  // namespace
+
+Comm Rank::comm_on(const Hosts& other, const std::string& name, std::size_t heap_bytes) const {
+  Rank there = *this;
+  there.hosts = other;
+  return there.another_comm(name, heap_bytes);
+}
 
 Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
                         std::int32_t timeout_ms) const {
@@ -43,6 +63,8 @@ Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
   config.heap_bytes = heap_bytes;
   config.timeout_ms = timeout_ms;
   config.name = full_name.c_str();
+  const std::string host = hosts.empty() ? "" : host_name(hosts[static_cast<std::size_t>(rank)]);
+  if (!hosts.empty()) config.host = host.c_str();
   return make_comm(config);
 }
 
@@ -59,6 +81,7 @@ World::World(const std::string& executor) {
   }
   threads_ = kind == "threads";
   num_ranks_ = int_variable("WORLD_SIZE");
+  hosts_ = read_hosts();
   first_rank_ = threads_ ? 0 : int_variable("RANK");
   // Processes that share a device take turns on it, so a wait would last until the others' turns.
   if (!threads_ && num_ranks_ > device_count(executor)) {
@@ -74,8 +97,8 @@ World::World(const std::string& executor) {
 void World::run_rank(int local, const std::function<void(Rank&)>& body) {
   Comm& comm = comms_[static_cast<std::size_t>(local)];
   Memory* const memory = memories_[static_cast<std::size_t>(local)].get();
-  Rank rank{first_rank_ + local,          num_ranks_, threads_, nullptr, memory,
-            "run" + std::to_string(runs_)};
+  Rank rank{first_rank_ + local,           num_ranks_, threads_, nullptr, memory,
+            "run" + std::to_string(runs_), hosts_};
   try {
     if (!comm) comm = rank.another_comm("shared", kHeapBytes);
     rank.comm = comm.get();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "support/handles.h"
+#include "support/hosts.h"
 #include "support/memory.h"
 
 namespace xd::test {
@@ -25,6 +26,7 @@ struct Rank {
   xd_comm* comm;
   Memory* memory;        // and the stream for operations
   std::string run_name;  // the same on all ranks, different in every run
+  Hosts hosts;           // as the ranks of `comm` have named them
 
   xd_stream stream() const { return memory->stream(); }
   // True if calls of operations return before the operations have ended: see support/outcome.h.
@@ -32,10 +34,12 @@ struct Rank {
   // The same rank, enqueueing on another stream.
   Rank on(Memory& other) const;
 
-  // Makes another communicator of the same ranks. Collective. `name` tells apart the communicators
-  // of one body.
+  // Makes another communicator of the same ranks, on the same hosts. Collective. `name` tells apart
+  // the communicators of one body.
   Comm another_comm(const std::string& name, std::size_t heap_bytes,
                     std::int32_t timeout_ms = kTimeoutMs) const;
+  // Likewise on other hosts.
+  Comm comm_on(const Hosts& other, const std::string& name, std::size_t heap_bytes) const;
 
   static constexpr std::int32_t kTimeoutMs = 20000;
 };
@@ -69,6 +73,7 @@ class World {
 
   bool threads_ = false;
   int num_ranks_ = 0;
+  Hosts hosts_;                                    // as crossdock-run --hosts tells them
   int first_rank_ = 0;                             // this process's first
   std::vector<std::unique_ptr<Memory>> memories_;  // one per rank of this process
   std::vector<Comm> comms_;                        // likewise

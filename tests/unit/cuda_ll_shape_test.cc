@@ -257,6 +257,7 @@ PlanTerms some_terms() {
   t.rank = 1, t.ranks = 4, t.experts = 256, t.layout = 2, t.keeps_list = 1, t.keeps_items = 8;
   t.overflow = 1, t.local_experts = 64, t.capacity = 512;
   t.capacities = 0x0123456789ABCDEF, t.expert_ranks = 0xFEDCBA9876543210;
+  t.hosts = 0x1122334455667788;
   return t;
 }
 
@@ -266,7 +267,7 @@ PlanHeader plan_head(const PlanTerms& t, std::uint64_t bytes) {
   h.rank = t.rank, h.ranks = t.ranks, h.experts = t.experts, h.local_experts = t.local_experts;
   h.layout = t.layout, h.overflow = t.overflow, h.keeps_list = t.keeps_list;
   h.keeps_items = t.keeps_items, h.capacities = t.capacities, h.capacity = t.capacity;
-  h.expert_ranks = t.expert_ranks, h.bytes = bytes;
+  h.expert_ranks = t.expert_ranks, h.hosts = t.hosts, h.bytes = bytes;
   return h;
 }
 
@@ -307,6 +308,7 @@ TEST(LlPlanHead, HasTheWordsThatAllPlansOfAGroupShare) {
   EXPECT_TRUE(differs(&PlanHeader::local_experts));
   EXPECT_TRUE(differs(&PlanHeader::capacities));
   EXPECT_TRUE(differs(&PlanHeader::expert_ranks));
+  EXPECT_TRUE(differs(&PlanHeader::hosts));
   EXPECT_TRUE(differs(&PlanHeader::capacity));
   EXPECT_TRUE(differs(&PlanHeader::bytes));
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -61,6 +62,26 @@ TEST(Hosts, RanksThatDeclareSeveralAreAllNear) {
   const HostMap hosts = HostMap::of_names(1, 4, names);
   EXPECT_EQ(numbers(hosts.near()), (std::vector{0, 1, 2, 3}));
   EXPECT_EQ(numbers(hosts.peers()), (std::vector{2, 3, 0}));
+  EXPECT_EQ(numbers(hosts.by_host()), (std::vector{0, 2, 1, 3}));
+}
+
+// Names do not matter, and neither does the rank that asks; the partition does.
+TEST(Hosts, TheFingerprintTellsPartitionsApart) {
+  const auto of = [](int rank, std::vector<std::string> names) {
+    return HostMap::of_names(rank, 4, names).fingerprint();
+  };
+  EXPECT_EQ(HostMap(2, 4).fingerprint(), 0u);
+  EXPECT_EQ(of(1, {"a", "a", "a", "a"}), 0u);
+  const std::uint64_t pairs = of(0, {"a", "a", "b", "b"});
+  EXPECT_NE(pairs, 0u);
+  EXPECT_EQ(of(3, {"y", "y", "x", "x"}), pairs);
+  const std::set<std::uint64_t> all{0u,
+                                    pairs,
+                                    of(0, {"a", "b", "a", "b"}),
+                                    of(0, {"a", "b", "b", "b"}),
+                                    of(0, {"a", "a", "a", "b"}),
+                                    of(0, {"a", "b", "c", "d"})};
+  EXPECT_EQ(all.size(), 6u);
 }
 
 TEST(NearMemory, ATableHasEachRanksOwnMemoryAndNoneForARankWithoutASegment) {

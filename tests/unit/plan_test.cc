@@ -143,6 +143,8 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   const std::array<std::int32_t, 4> swapped{1, 1, 0, 0};
   other.expert_tables = ExpertTables::read(swapped.data(), 4, 2, "");
   EXPECT_EQ(refusal({1, &other, 99}), "plan: made for other expert_ranks than this group's");
+  EXPECT_EQ(refusal({1, &config_, 99, 5}),
+            "plan: made for ranks on other hosts than this communicator's (config.host)");
   other = config_;
   other.overflow = XD_EP_OVERFLOW_DROP;
   EXPECT_NE(refusal({1, &other, 99}).find("overflow policy"), std::string::npos);

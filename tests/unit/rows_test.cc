@@ -186,11 +186,14 @@ TEST_P(RowsOnTarget, SumsMatchTheDefinitionBitForBit) {
     const Payload& p = kPayloads[round % 3];
     const std::size_t n = p.granule() * (1 + random() % 40);
     const bool weighted = random() % 2 != 0;
-    std::vector<int> ends;
+    std::vector<int> ends, host_ends;
     int rows = 0;
-    for (std::size_t i = 0, count = 1 + random() % 4; i < count; ++i) {
+    const std::size_t partials = 1 + random() % 5;
+    for (std::size_t i = 1; i <= partials; ++i) {
       ends.push_back(rows += 1 + static_cast<int>(random() % 4));
+      if (i == partials || random() % 2 != 0) host_ends.push_back(static_cast<int>(i));
     }
+    const bool by_host = random() % 2 != 0;
     std::vector<Row> inputs;
     std::vector<const void*> pointers;
     std::vector<float> weights;
@@ -202,20 +205,29 @@ TEST_P(RowsOnTarget, SumsMatchTheDefinitionBitForBit) {
     }
     Row out(n * p.bytes());
     xd::rows::sum(p.type, out.data(),
-                  {pointers.data(), weighted ? weights.data() : nullptr, ends.data(),
-                   static_cast<int>(ends.size())},
+                  {.rows = pointers.data(),
+                   .weights = weighted ? weights.data() : nullptr,
+                   .partial_ends = ends.data(),
+                   .num_partials = static_cast<int>(ends.size()),
+                   .host_ends = by_host ? host_ends.data() : nullptr,
+                   .num_hosts = by_host ? static_cast<int>(host_ends.size()) : 0},
                   n, kStores[random() % 2]);
     xd::rows::flush();
     EXPECT_TRUE(out.guards_intact());
+    if (!by_host) host_ends = {static_cast<int>(ends.size())};
     for (std::size_t i = 0; i < n; ++i) {
-      std::vector<std::vector<ref::Term>> partials;
-      for (std::size_t r = 0, q = 0; q < ends.size(); ++q) {
-        partials.emplace_back();
-        for (; r < static_cast<std::size_t>(ends[q]); ++r) {
-          partials.back().push_back({inputs[r].code(p, i), weights[r]});
+      std::vector<std::vector<ref::Term>> hosts;  // a term each: the sum of the host
+      for (std::size_t r = 0, q = 0, h = 0; h < host_ends.size(); ++h) {
+        std::vector<std::vector<ref::Term>> partials_of_host;
+        for (; q < static_cast<std::size_t>(host_ends[h]); ++q) {
+          partials_of_host.emplace_back();
+          for (; r < static_cast<std::size_t>(ends[q]); ++r) {
+            partials_of_host.back().push_back({inputs[r].code(p, i), weights[r]});
+          }
         }
+        hosts.push_back({{ref::sum(p.format, partials_of_host, weighted), 1.0f}});
       }
-      ASSERT_EQ(out.code(p, i), ref::sum(p.format, partials, weighted))
+      ASSERT_EQ(out.code(p, i), ref::sum(p.format, hosts, false))
           << p.name << " round " << round << " element " << i;
     }
   }

@@ -16,15 +16,21 @@ struct TokenTerms {
   std::array<const void*, kMaxTopk> rows;
   std::array<float, kMaxTopk> weights;
   std::array<int, kMaxTopk> ends;
+  std::array<int, kMaxTopk> host_ends;
   int num_rows = 0;
   int num_partials = 0;
+  int num_hosts = 0;  // 0: sums are not made by host
 
   void collect(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
                std::int64_t token) {
     TokenRows places;
     places.gather(context, plan, token);
+    const bool by_host = context.group.sums_by_host();
+    const HostMap& hosts = context.group.comm().hosts();
+    if (by_host) places.order_by_host(hosts);
     num_rows = 0;
     num_partials = 0;
+    num_hosts = 0;
     for (int i = 0; i < places.count; ++i) {
       const RowRef& ref = places.list[at(i)].ref;
       const RankTensors& from = context.scratch.ranks[at(ref.rank)];
@@ -40,6 +46,11 @@ struct TokenTerms {
       if (!first) --num_partials;
       ++num_rows;
       ends[at(num_partials++)] = num_rows;
+      if (!by_host) continue;
+      if (i > 0 && hosts.host_of(places.list[at(i - 1)].ref.rank) == hosts.host_of(ref.rank)) {
+        --num_hosts;
+      }
+      host_ends[at(num_hosts++)] = num_partials;
     }
   }
 };
@@ -69,6 +80,8 @@ void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, b
                .weights = weighted ? now.weights.data() : nullptr,
                .partial_ends = now.ends.data(),
                .num_partials = now.num_partials,
+               .host_ends = now.num_hosts > 0 ? now.host_ends.data() : nullptr,
+               .num_hosts = now.num_hosts,
                .next_rows = {next.rows.data(), at(next.num_rows)}},
               static_cast<std::size_t>(out.cols), store);
   }

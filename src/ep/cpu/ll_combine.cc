@@ -15,16 +15,27 @@ struct LlCombine::Terms {
   static constexpr std::size_t kMost = kMaxTopk + XD_EP_LL_MAX_RANKS;
   std::array<const void*, kMost> rows;
   std::array<float, kMost> weights;
-  std::array<int, XD_EP_LL_MAX_RANKS> ends;
+  std::array<int, XD_EP_LL_MAX_RANKS> ends, host_ends;
   int num_rows = 0;
   int num_partials = 0;
+  int num_hosts = 0;  // 0: the sum is not made by host
+  int last_host = -1;
 
   void add(const void* row, float weight) {
     rows[at(num_rows)] = row;
     weights[at(num_rows++)] = weight;
   }
-  void clear() { num_rows = num_partials = 0; }
+  void clear() {
+    num_rows = num_partials = num_hosts = 0;
+    last_host = -1;
+  }
   void end_partial() { ends[at(num_partials++)] = num_rows; }
+  // The partial that has ended last is one of `host`. Hosts come by number.
+  void end_host(int host) {
+    if (host != last_host) ++num_hosts;
+    last_host = host;
+    host_ends[at(num_hosts - 1)] = num_partials;
+  }
   // Meanwhile the rows of the sum after it are fetched.
   void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next) const {
     rows::sum(row_type(type), out,
@@ -32,6 +43,8 @@ struct LlCombine::Terms {
                .weights = weighted ? weights.data() : nullptr,
                .partial_ends = ends.data(),
                .num_partials = num_partials,
+               .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
+               .num_hosts = num_hosts,
                .next_rows = {next.rows.data(), at(next.num_rows)}},
               cols, rows::Store::cached);
   }
@@ -232,14 +245,18 @@ void LlCombine::sum_tokens() {
 // Makes the terms of a token's sum; returns whether they have weights.
 bool LlCombine::collect_token(std::int64_t token, Terms& terms) {
   const RankBits& home = plan_.home(token);
+  const HostMap& hosts = context_.group.comm().hosts();
   bool weighs = false;
-  for (const NearRank rank : context_.group.near()) {
+  for (const NearRank rank : hosts.by_host()) {
     if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
+    const int before = terms.num_partials;
     if (int{rank} != context_.self() || own_staged_) {
       add_partial(home, rank, token, terms);
     } else if (const LlItem* item = own_item(token)) {
       weighs = collect(*item, terms) > 0 && weighted();
     }
+    const bool by_host = context_.group.sums_by_host();
+    if (by_host && terms.num_partials > before) terms.end_host(hosts.host_of(rank));
   }
   return weighs;
 }

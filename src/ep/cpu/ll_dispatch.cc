@@ -257,6 +257,7 @@ PlanHeader LlDispatch::header() const {
   header.overflow_rank = -1;
   header.capacities = context_.group.plan_binding().capacities;
   header.expert_ranks = config().expert_tables.hash();
+  header.hosts = context_.group.plan_binding().hosts;
   header.capacity = config().capacity;
   header.epoch = context_.lane.next();
   header.fingerprint = ll_fingerprint(context_.group.nonce(), header.epoch);

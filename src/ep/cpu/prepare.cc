@@ -86,6 +86,7 @@ std::uint64_t PrepareOp::fingerprint_of(const CountTable& counts) const {
   for (std::size_t i = 0; i < counts.values.size(); ++i) hash += hash_entry(i, counts.values[i]);
   return plan_fingerprint({.counts = hash,
                            .capacities = context_.group.plan_binding().capacities,
+                           .hosts = context_.group.plan_binding().hosts,
                            .topk = topk_,
                            .alignment = call_.alignment,
                            .group = context_.group.number(),
@@ -184,6 +185,7 @@ void PrepareOp::write_header() const {
   header.experts = config().experts;
   header.local_experts = config().local_experts;
   header.expert_ranks = config().expert_tables.hash();
+  header.hosts = context_.group.plan_binding().hosts;
   header.tokens = tokens_;
   header.topk = topk_;
   header.layout = config().layout.id;

@@ -99,21 +99,47 @@ HWY_INLINE Floats<D> with_canonical_nan(D d, Floats<D> v) {
   return floats(d, hn::IfThenElse(is_nan(d, v), hn::Set(d, 0x7fc00000u), bits(d, v)));
 }
 
-// Computes words [at, at + lanes) of the sum.
-template <class Codec, bool kWeighted, class D>
-HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
-  auto even = hn::Zero(FloatTag<D>()), odd = even;
-  sum_partial<Codec, kWeighted>(d, terms, 0, terms.partial_ends[0], at, even, odd);
-  if (terms.num_partials > 1) {
+// Adds the numbers of `count` parts, each rounded; load(part, even, odd) brings one part's. The
+// result is not rounded.
+template <class Codec, class D, class Load>
+HWY_INLINE void sum_rounded(D d, int count, Floats<D>& even, Floats<D>& odd, const Load& load) {
+  load(0, even, odd);
+  if (count > 1) {
     even = Codec::round(d, even);
     if constexpr (Codec::kPerWord == 2) odd = Codec::round(d, odd);
   }
-  for (int p = 1; p < terms.num_partials; ++p) {
+  for (int part = 1; part < count; ++part) {
     auto next_even = even, next_odd = odd;
-    sum_partial<Codec, kWeighted>(d, terms, terms.partial_ends[p - 1], terms.partial_ends[p], at,
-                                  next_even, next_odd);
+    load(part, next_even, next_odd);
     even = hn::Add(even, Codec::round(d, next_even));
     if constexpr (Codec::kPerWord == 2) odd = hn::Add(odd, Codec::round(d, next_odd));
+  }
+}
+
+// Likewise for partials [begin, end).
+template <class Codec, bool kWeighted, class D>
+HWY_INLINE void sum_partials(D d, const Terms& terms, int begin, int end, std::size_t at,
+                             Floats<D>& even, Floats<D>& odd) {
+  const auto load = [&](int part, Floats<D>& to_even, Floats<D>& to_odd) HWY_ATTR {
+    const int p = begin + part;
+    sum_partial<Codec, kWeighted>(d, terms, p == 0 ? 0 : terms.partial_ends[p - 1],
+                                  terms.partial_ends[p], at, to_even, to_odd);
+  };
+  sum_rounded<Codec>(d, end - begin, even, odd, load);
+}
+
+// Computes words [at, at + lanes) of the sum.
+template <class Codec, bool kWeighted, bool kByHost, class D>
+HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
+  auto even = hn::Zero(FloatTag<D>()), odd = even;
+  if constexpr (kByHost) {
+    const auto load = [&](int host, Floats<D>& to_even, Floats<D>& to_odd) HWY_ATTR {
+      sum_partials<Codec, kWeighted>(d, terms, host == 0 ? 0 : terms.host_ends[host - 1],
+                                     terms.host_ends[host], at, to_even, to_odd);
+    };
+    sum_rounded<Codec>(d, terms.num_hosts, even, odd, load);
+  } else {
+    sum_partials<Codec, kWeighted>(d, terms, 0, terms.num_partials, at, even, odd);
   }
   if (kWeighted || terms.partial_ends[terms.num_partials - 1] > 1) {
     even = with_canonical_nan(d, even);
@@ -122,24 +148,27 @@ HWY_INLINE Words<D> sum_piece(D d, const Terms& terms, std::size_t at) {
   return Codec::pack(d, even, odd);
 }
 
-template <class Codec, bool kWeighted>
+template <class Codec, bool kWeighted, bool kByHost>
 HWY_INLINE void sum_pieces(void* out, const Terms& terms, std::size_t n, Store store) {
   auto* const to = static_cast<std::uint32_t*>(out);
   const auto put_piece = [&](auto d, std::size_t i) HWY_ATTR {
     for (const void* next : terms.next_rows) {
       hwy::Prefetch(static_cast<const std::uint32_t*>(next) + i);
     }
-    put(d, sum_piece<Codec, kWeighted>(d, terms, i), to + i, store);
+    put(d, sum_piece<Codec, kWeighted, kByHost>(d, terms, i), to + i, store);
   };
   for_each_piece(to, n / Codec::kPerWord, store, put_piece);
 }
 
 template <class Codec>
 void sum_as(void* out, const Terms& terms, std::size_t n, Store store) {
-  if (terms.weights != nullptr) {
-    sum_pieces<Codec, true>(out, terms, n, store);
+  const bool weighted = terms.weights != nullptr;
+  if (terms.host_ends == nullptr) {
+    weighted ? sum_pieces<Codec, true, false>(out, terms, n, store)
+             : sum_pieces<Codec, false, false>(out, terms, n, store);
   } else {
-    sum_pieces<Codec, false>(out, terms, n, store);
+    weighted ? sum_pieces<Codec, true, true>(out, terms, n, store)
+             : sum_pieces<Codec, false, true>(out, terms, n, store);
   }
 }
 

@@ -41,19 +41,24 @@ void flush();
 
 // The terms of a sum: rows in order, divided into partial sums of at least one row each. Partial p
 // has rows [partial_ends[p - 1], partial_ends[p]), the first one starts at 0; num_partials >= 1.
+// Partials may in turn be divided into sums of hosts: host h has partials [host_ends[h - 1],
+// host_ends[h]), likewise.
 struct Terms {
   const void* const* rows;
   const float* weights;  // one per row; nullptr: unweighted
   const int* partial_ends;
   int num_partials;
+  const int* host_ends = nullptr;  // nullptr: partials are added to one another
+  int num_hosts = 0;
   // The rows of the next sum, which are brought into the cache meanwhile. May be empty.
   std::span<const void* const> next_rows{};
 };
 
 // out[i] = the sum over partials, in order, of round(sum over the partial's rows, in order), in
-// float32, rounded once to `type`. A weight multiplies its element first; that product is rounded
-// to float32 before it is added. The first term starts a sum (nothing is added to a zero), so that
-// a sum of one -0 is -0. `out` may be one of the rows.
+// float32, rounded once to `type`; with hosts the sum over hosts, in order, of such sums over each
+// host's partials, in float32, rounded once. A weight multiplies its element first; that product is
+// rounded to float32 before it is added. The first term starts a sum (nothing is added to a zero),
+// so that a sum of one -0 is -0. `out` may be one of the rows.
 void sum(Type type, void* out, const Terms& terms, std::size_t n, Store store);
 
 // out[i] = weight * row[i], rounded. `out` may be `row`.

@@ -1,5 +1,8 @@
 #include "ep/cpu/transfer.h"
 
+#include <algorithm>
+#include <tuple>
+
 #include "base/error.h"
 #include "base/math.h"
 #include "ep/cpu/strided.h"
@@ -186,6 +189,12 @@ void TokenRows::gather(const Context& context, const PlanView& plan, std::int64_
     list[at(place)] = row;
     ++count;
   }
+}
+
+void TokenRows::order_by_host(const HostMap& hosts) {
+  std::ranges::sort(std::span(list).first(at(count)), {}, [&](const Row& row) {
+    return std::tuple(hosts.host_of(row.ref.rank), row.ref.rank, row.k);
+  });
 }
 
 }  // namespace xd::ep::cpu

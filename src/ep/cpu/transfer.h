@@ -193,6 +193,8 @@ struct TokenRows {
 
   // Gathers only rows that the peers' tensors have.
   void gather(const Context& context, const PlanView& plan, std::int64_t token);
+  // From ascending rank to ascending host, and on each host ascending rank.
+  void order_by_host(const HostMap& hosts);
 };
 
 inline rows::Type row_type(DType type) {

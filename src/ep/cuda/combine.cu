@@ -14,6 +14,7 @@
 // Pushers wait for entry records only; summers wait for chunk flags, which pushers raise without
 // waiting for peers. Where a peer's rows can be read, they are not pushed: the peer's entry record
 // says that they are there, and this rank's done flag says that it reads them no more.
+#include "ep/cuda/hosts.cuh"
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/rows.cuh"
@@ -79,7 +80,8 @@ class Pusher {
 
 // ---- At the tokens' rank -----------------------------------------------------------------------
 
-template <class T>
+// `kByHost`: the ranks have named several hosts.
+template <class T, bool kByHost>
 class Summer {
  public:
   __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
@@ -138,26 +140,32 @@ class Summer {
     const Choice c = choice_of(token);
     int count = 0;
     const int order = order_of(c, count);
+    HostPlace place{order, 0};
+    if constexpr (kByHost) place = place_by_host(c, p_.host_keys);
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
       const PeerTensors& peer = turn_.peer(c.rank);
       const bool own = c.rank == turn_.rank() && !turn_.group().layout.row_per_expert;
       if (peer.rows != nullptr || own) {
-        terms_.row[order] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
+        terms_.row[place.index] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {
         here = turn_.wait_chunk(c.rank, flag);
         const std::uint64_t slot =
             static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
             order;
-        terms_.row[order] =
+        terms_.row[place.index] =
             turn_.area(turn_.rank()).base + turn_.group().map.partials() + slot * p_.row_bytes;
       }
     }
     if (!__all_sync(kAllLanes, here)) return false;
     __syncwarp();  // passes the acquires on to all lanes, and the terms
-    add_up<T>(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes, ring_, terms_, count,
-              false, columns.first, columns.last);
+    std::byte* out = p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes;
+    if (kByHost && place.needs_hosts(count)) {
+      sum_by_host<T>(out, ring_, terms_, count, place.ends, columns.first, columns.last);
+    } else {
+      add_up<T>(out, ring_, terms_, count, false, columns.first, columns.last);
+    }
     return true;
   }
 
@@ -181,7 +189,7 @@ __device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
   }
 }
 
-template <class T>
+template <class T, bool kByHost>
 __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
@@ -213,7 +221,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
     if (pushes) Pusher<T>(p, turn, plan, terms, ring).push_all();
     if (moves) {
-      Summer<T> summer(p, turn, shared, plan, terms, ring);
+      Summer<T, kByHost> summer(p, turn, shared, plan, terms, ring);
       bool good = true;
       if (p.sums) good = summer.sum_all();
       if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
@@ -223,20 +231,28 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   turn.leave_and_end();
 }
 
+using CombineKernel = void (*)(CombineParams);
+
+template <bool kByHost>
+CombineKernel kernel_for(DType type) {
+  return type == DType::bf16  ? combine_kernel<Bf16, kByHost>
+         : type == DType::f16 ? combine_kernel<F16, kByHost>
+                              : combine_kernel<F32, kByHost>;
+}
+
 }  // namespace
 
 void launch(const CombineParams& params, DType type, const LaunchShape& shape,
             cudaStream_t stream) {
-  launch_cooperative(type == DType::bf16  ? combine_kernel<Bf16>
-                     : type == DType::f16 ? combine_kernel<F16>
-                                          : combine_kernel<F32>,
+  launch_cooperative(params.host_keys != nullptr ? kernel_for<true>(type) : kernel_for<false>(type),
                      params, shape, stream);
 }
 
 void load_combine(std::size_t shared_bytes) {
-  load_kernel(combine_kernel<Bf16>, shared_bytes);
-  load_kernel(combine_kernel<F16>, shared_bytes);
-  load_kernel(combine_kernel<F32>, shared_bytes);
+  for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
+    load_kernel(kernel_for<false>(type), shared_bytes);
+    load_kernel(kernel_for<true>(type), shared_bytes);
+  }
 }
 
 }  // namespace xd::ep::cuda

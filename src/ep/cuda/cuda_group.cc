@@ -141,7 +141,8 @@ class CudaGroup final : public Group {
   Segments segments_;
   xd::cuda::DeviceBuffer scratch_, tables_;
   GroupDevice device_{};
-  ExpertMap experts_;  // with tables in device memory
+  ExpertMap experts_;                         // with tables in device memory
+  const std::uint32_t* host_keys_ = nullptr;  // CombineParams::host_keys
   LossCounter losses_;
   Runner runner_{*this, config().fatal_errors,
                  [this](const Report& report) { return setback_of(report, *this); },
@@ -256,10 +257,11 @@ void CudaGroup::describe_ranks() {
   const ExpertMap& map = config().map();
   const GroupTables tables = GroupTables::make(map);
   std::vector<HeapRange> areas;
-  std::vector<std::uint32_t> base{0};
+  std::vector<std::uint32_t> base{0}, keys;
   for (int r = 0; r < config().ranks; ++r) {
     areas.push_back({segment_base(r), segments_[at(r)]->bytes()});
     base.push_back(base.back() + static_cast<std::uint32_t>(capacities()[at(r)]));
+    keys.push_back(host_key(comm().hosts().host_of(r), r));
     if (config_of(r).keeps.items) {
       device_.keeps_items_mask[r / 64] |= std::uint64_t{1} << (r % 64);
     }
@@ -267,8 +269,12 @@ void CudaGroup::describe_ranks() {
   tables_ = xd::cuda::DeviceBuffer(comm().device().device_id, tables.end, "a group's tables");
   tables_.write(tables.areas, areas.data(), std::span(areas).size_bytes());
   tables_.write(tables.base, base.data(), std::span(base).size_bytes());
+  tables_.write(tables.host_keys, keys.data(), std::span(keys).size_bytes());
   device_.areas = reinterpret_cast<const HeapRange*>(tables_.data() + tables.areas);
   device_.base = reinterpret_cast<const std::uint32_t*>(tables_.data() + tables.base);
+  if (sums_by_host()) {
+    host_keys_ = reinterpret_cast<const std::uint32_t*>(tables_.data() + tables.host_keys);
+  }
   experts_ = map;
   if (!map.has_tables()) return;
   const auto copy = [&](std::uint64_t offset, const std::uint32_t* from, int words) {
@@ -329,6 +335,7 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   const LaunchShape shape = combine_shape(traffic, config().num_sms, budget, limits_);
   params.turn.launch = runner_.next_launch();
   params.push_blocks = shape.first_blocks;
+  params.host_keys = host_keys_;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
   launch(params, start.type, shape, stream);
 }

@@ -76,6 +76,8 @@ struct CombineParams {
   // dispatch_bwd:
   ReceiveRows grad_recv_weights;
   float* grad_topk_weights;
+  // By rank, in device memory, where sums are made by host; else nullptr.
+  const std::uint32_t* host_keys;
 };
 
 // The words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.

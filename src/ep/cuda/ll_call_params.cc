@@ -99,6 +99,7 @@ bool is_quick(LlCombineParams& p, const SlotTensor& rows) {
   };
   const std::int64_t experts = p.expert_out.expert_stride, slots = p.expert_out.slot_stride;
   if (!p.step.send || !p.step.receive || g.masks || g.ranks() > kLlFewRanks) return false;
+  if (g.num_hosts > 1) return false;
   if (2 + 2 * g.max_topk > 32 || p.route.vectors > kLlMoverThreads) return false;
   if (!fits(experts, rows.experts) || !fits(slots, rows.slots)) return false;
   p.route.expert_stride = static_cast<std::int32_t>(experts / 16);

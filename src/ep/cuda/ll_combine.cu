@@ -6,7 +6,7 @@
 // something is unusual, the first sends the record. See docs/internals/low_latency.md.
 //
 // Launches of LlQuickMover have a kernel of their own, so that what others need takes no registers
-// from them.
+// from them; so have those that sum by host.
 //
 // With few tokens the time of an operation is that of its longest chain of loads and instructions.
 // So all that is loaded once is loaded before the block's first barrier, each by a warp that has
@@ -229,14 +229,14 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
 // ---- The kernel --------------------------------------------------------------------------------
 
 // What movers do behind the block's first barrier, in all launches.
-template <class T>
+template <class T, bool kByHost>
 __device__ inline void move_all(LlPusher<T>& pusher, const LlCombineParams& p, LlCombineTurn& turn,
                                 LlCombineShared& s, const LlPlanParts& parts) {
   const LlCourse& c = s.turn.course;
   uint4 sum{};
   if (c.rows) pusher.push_all(c.send_epoch, sum);
   if (!c.receives || c.leaves) return;
-  LlSummer<T>(p, turn, s, parts, pusher, false).sum_all(c.take_epoch, c.rows, sum);
+  LlSummer<T, kByHost>(p, turn, s, parts, pusher, false).sum_all(c.take_epoch, c.rows, sum);
 }
 
 // Where a launch of LlQuickMover meets something unusual: a warp of movers.
@@ -246,17 +246,23 @@ __device__ __noinline__ void go_on(const LlCombineParams& p, LlCombineShared& s,
   if (lane_id() == 0) atomicExch(&s.unusual, 1u);
   __syncwarp();
   if (rest.judged) {
-    return ll_sum_rest<T>(p, s, c.take_epoch, rest.token, true, false, uint4{});
+    return ll_sum_rest<T, false>(p, s, c.take_epoch, rest.token, true, false, uint4{});
   }
   LlCombineTurn turn(p, s.turn, kLlCombine);
   const LlPlanParts parts(p);
   LlPusher<T> pusher(p, turn, s, parts);
   if (c.rows) pusher.load_first(rest.unit);
-  move_all(pusher, p, turn, s, parts);
+  move_all<T, false>(pusher, p, turn, s, parts);
 }
 
-// `kQuick`: a launch of LlQuickMover.
-template <class T, bool kQuick>
+// The ways of movers through a launch, each in a kernel of its own.
+enum class LlWay {
+  quick,    // LlQuickMover
+  any,      // of all launches that do not sum by host
+  by_host,  // ranks have named several hosts
+};
+
+template <class T, LlWay kWay>
 class CombineBlock {
  public:
   __device__ CombineBlock(const LlCombineParams& params, LlCombineShared& shared)
@@ -286,6 +292,8 @@ class CombineBlock {
   }
 
  private:
+  static constexpr bool kQuick = kWay == LlWay::quick;
+
   // The start of all warps but that which begins the turn. True if nothing is unusual.
   __device__ bool meet(bool good) const {
     const bool met = ll_meet_first(good);
@@ -312,8 +320,8 @@ class CombineBlock {
   const LlPlanParts parts_;
 };
 
-template <class T, bool kQuick>
-__device__ inline bool CombineBlock<T, kQuick>::move() {
+template <class T, LlWay kWay>
+__device__ inline bool CombineBlock<T, kWay>::move() {
   if constexpr (kQuick) {
     LlQuickMover<T> mover(p_, s_);
     mover.load_first();
@@ -330,27 +338,27 @@ __device__ inline bool CombineBlock<T, kQuick>::move() {
     LlPusher<T> pusher(p_, turn_, s_, parts_);
     if (p_.step.send && !p_.step.failed) pusher.load_first(LlPushBlocks::of(p_).first());
     meet(true);
-    if (is_on()) move_all(pusher, p_, turn_, s_, parts_);
+    if (is_on()) move_all<T, kWay == LlWay::by_host>(pusher, p_, turn_, s_, parts_);
     return false;
   }
 }
 
-template <class T, bool kQuick>
+template <class T, LlWay kWay>
 __global__ void __launch_bounds__(kLlCombineThreads, 1)
     ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
   __shared__ LlCombineShared shared;
   if (p.route.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
-  CombineBlock<T, kQuick>(p, shared).run();
+  CombineBlock<T, kWay>(p, shared).run();
 }
 
 using CombineKernel = void (*)(LlCombineParams);
 
-template <bool kQuick>
+template <LlWay kWay>
 CombineKernel kernel_for(DType type) {
-  return type == DType::bf16  ? ll_combine_kernel<Bf16, kQuick>
-         : type == DType::f16 ? ll_combine_kernel<F16, kQuick>
-                              : ll_combine_kernel<F32, kQuick>;
+  return type == DType::bf16  ? ll_combine_kernel<Bf16, kWay>
+         : type == DType::f16 ? ll_combine_kernel<F16, kWay>
+                              : ll_combine_kernel<F32, kWay>;
 }
 
 }  // namespace
@@ -359,14 +367,17 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
   LlCombineParams given = params;
   given.route.dependent = params.group.dependent;
   const auto type = static_cast<DType>(params.type);
-  launch_dependent(params.route.quick ? kernel_for<true>(type) : kernel_for<false>(type), given,
-                   shape, params.group.dependent, stream);
+  const CombineKernel kernel = params.route.quick           ? kernel_for<LlWay::quick>(type)
+                               : params.group.num_hosts > 1 ? kernel_for<LlWay::by_host>(type)
+                                                            : kernel_for<LlWay::any>(type);
+  launch_dependent(kernel, given, shape, params.group.dependent, stream);
 }
 
 void load_ll_combine(const LaunchShape& shape) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    load_dependent(kernel_for<true>(type), shape, 0);
-    load_dependent(kernel_for<false>(type), shape, 0);
+    load_dependent(kernel_for<LlWay::quick>(type), shape, 0);
+    load_dependent(kernel_for<LlWay::any>(type), shape, 0);
+    load_dependent(kernel_for<LlWay::by_host>(type), shape, 0);
   }
 }
 

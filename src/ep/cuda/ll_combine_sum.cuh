@@ -1,4 +1,5 @@
-// The receive half of a combine: the partial sums of this rank's tokens, added by ascending rank.
+// The receive half of a combine: the partial sums of this rank's tokens, added by ascending rank,
+// or by host where ranks have named several.
 //
 //   memory                    written by             read by
 //   partials[slot][t][order]  the ranks with rows    the movers of the token's block, each its 16
@@ -21,6 +22,12 @@ __device__ inline int order_of(const RankBits& ranks, int rank) {
                    : __popcll(ranks.word[0]) + __popcll(ranks.word[1] & below);
 }
 
+// The lowest rank of a set that is not empty.
+__device__ inline int lowest_of(const RankBits& ranks) {
+  return ranks.word[0] != 0 ? __ffsll(static_cast<long long>(ranks.word[0])) - 1
+                            : 63 + __ffsll(static_cast<long long>(ranks.word[1]));
+}
+
 // sum += vector.
 template <class T>
 __device__ void add_vector(float* sum, const uint4& vector) {
@@ -37,12 +44,12 @@ __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0
 // A block's tokens from one on that sum_all() leaves: those that have to be waited for, that have
 // many sums, or that need this rank's own part. It is no part of sum_all(): it would take registers
 // of that.
-template <class T>
+template <class T, bool kByHost>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,
                                          uint4 sum);
 
-template <class T>
+template <class T, bool kByHost>
 class LlSummer {
  public:
   static constexpr int kAtOnce = 4;  // partial sums of a token that are waited for together
@@ -98,6 +105,13 @@ class LlSummer {
   __device__ uint4 sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
                           const uint4& own) const;
   __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
+  __device__ void add_by_host(const Token& t, std::uint64_t epoch, const uint4& own);
+  __device__ bool take_one(const Token& t, std::uint64_t epoch, int place, const uint4& own,
+                           uint4& taken, bool& all_good);
+  __device__ void put(const Token& t, const uint4& sum) const {
+    ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,
+                      sum);
+  }
   __device__ int rank_of(const Token& t, int order) const;
 
   const LlCombineParams& p_;
@@ -110,9 +124,9 @@ class LlSummer {
   bool go_;  // the verdict that this warp has met last
 };
 
-#define XD_LL_SUMMER(type) \
-  template <class T>       \
-  __device__ inline type LlSummer<T>
+#define XD_LL_SUMMER(type)         \
+  template <class T, bool kByHost> \
+  __device__ inline type LlSummer<T, kByHost>
 
 XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
   auto unit = static_cast<int>(blockIdx.x);
@@ -120,7 +134,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
   // The part that push_all() has left belongs to the first token's first piece.
   bool has_sum = own && pieces_ == 1;
 #pragma unroll 1
-  for (; unit < units() && !g_.masks; unit += static_cast<int>(gridDim.x)) {
+  for (; !kByHost && unit < units() && !g_.masks; unit += static_cast<int>(gridDim.x)) {
     const Token t = look_at(unit, own, first);
     if (t.count > kAtOnce || (own && !has_sum)) break;
     const bool done = add_few(t, epoch, sum, first);
@@ -130,7 +144,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
     has_sum = false;
   }
   if (first) await_verdict();
-  if (unit < units() && go_) ll_sum_rest<T>(p_, s_, epoch, unit, own, has_sum, sum);
+  if (unit < units() && go_) ll_sum_rest<T, kByHost>(p_, s_, epoch, unit, own, has_sum, sum);
 }
 
 XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum) {
@@ -142,7 +156,11 @@ XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_s
       sum = pusher_.add_up(epoch);
     }
     has_sum = false;
-    if (t.count > kAtOnce || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
+    if constexpr (kByHost) {
+      add_by_host(t, epoch, sum);
+    } else {
+      if (t.count > kAtOnce || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
+    }
     if (!go_) return;
   }
 }
@@ -164,12 +182,16 @@ XD_LL_SUMMER(void)::sum_whole_rows(std::uint64_t epoch, int token, bool own, boo
         sum = pusher_.add_up(epoch);
       }
       has_sum = false;
-      add(t, epoch, sum);
+      if constexpr (kByHost) {
+        add_by_host(t, epoch, sum);
+      } else {
+        add(t, epoch, sum);
+      }
     }
   }
 }
 
-template <class T>
+template <class T, bool kByHost>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,
                                          uint4 sum) {
@@ -177,7 +199,7 @@ __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShar
   const LlPlanParts parts(p);
   LlPusher<T> pusher(p, turn, s, parts);
   pusher.look_at_facts();
-  LlSummer<T> summer(p, turn, s, parts, pusher, true);
+  LlSummer<T, kByHost> summer(p, turn, s, parts, pusher, true);
   if (p.group.masks) return summer.sum_whole_rows(epoch, unit, own, has_sum, sum);
   summer.sum_from(epoch, unit, own, has_sum, sum);
 }
@@ -360,8 +382,56 @@ XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
   if (!active || !all_good) return;
   if (added > 1) only = pack<T>(sum);
   if (added == 1) only = quiet<T>(only);
-  ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,
-                    only);
+  put(t, only);
+}
+
+// Takes the partial sum at one place of a token. False: none lies there, or it has not come.
+XD_LL_SUMMER(bool)::take_one(const Token& t, std::uint64_t epoch, int place, const uint4& own,
+                             uint4& taken, bool& all_good) {
+  const bool active = t.vector < vectors_, mine = place == t.own;
+  unsigned here = places_from(t, place) & 1u;
+  unsigned wanted = active && !mine ? here : 0;
+  ulonglong2 words[kAtOnce];
+  const bool good = wait_words(epoch, t, place, wanted, words);
+  if (g_.masks) here &= ~lost_places(t, place);
+  all_good &= good;
+  if (!good || !active || here == 0) return false;
+  taken = mine ? own : vector_of(words[0]);
+  if (!mine) put_back_pair(g_.own_area + place_of(t.token, place, epoch) + t.vector * 16);
+  return true;
+}
+
+// A token's partial sums by host. They are waited for one after another: all movers of a block go
+// the same way through hosts and ranks.
+XD_LL_SUMMER(void)::add_by_host(const Token& t, std::uint64_t epoch, const uint4& own) {
+  const RankBits home = parts_.home(t.token);
+  float total[T::kPerVector], of_host[T::kPerVector];
+#pragma unroll
+  for (int n = 0; n < T::kPerVector; ++n) total[n] = -0.0f;
+  int added = 0;
+  uint4 only = make_uint4(0, 0, 0, 0);
+  bool all_good = true;
+#pragma unroll 1
+  for (int h = 0; h < g_.num_hosts; ++h) {
+#pragma unroll
+    for (int n = 0; n < T::kPerVector; ++n) of_host[n] = -0.0f;
+    const int before = added;
+    RankBits left = home & g_.hosts[h];
+#pragma unroll 1
+    while (!left.empty()) {
+      const int rank = lowest_of(left);
+      left.remove(rank);
+      const int place = g_.masks ? rank : order_of(home, rank);
+      if (place >= t.count || !take_one(t, epoch, place, own, only, all_good)) continue;
+      ++added;
+      add_vector<T>(of_host, only);
+    }
+    if (added > before) add_vector<T>(total, pack<T>(of_host));
+  }
+  if (t.vector >= vectors_ || !all_good) return;
+  if (added > 1) only = pack<T>(total);
+  if (added == 1) only = quiet<T>(only);
+  put(t, only);
 }
 
 // Of four places of a token, those of ranks that have been lost. All columns of a token go without

@@ -81,6 +81,7 @@ XD_LL_HEAD(void)::prepare() {
   h.overflow_rank = -1;
   h.capacities = g_.terms.capacities;
   h.expert_ranks = g_.terms.expert_ranks;
+  h.hosts = g_.terms.hosts;
   h.capacity = g_.slots_per_expert();
   h.bytes = g_.plan.end;
 }

@@ -41,7 +41,7 @@ LlSizes sizes_of(const Config& c) {
 
 // Tables of a group in device memory, as byte offsets.
 struct LlTables {
-  std::uint64_t areas, places, order, counts[2], end;
+  std::uint64_t areas, places, order, counts[2], hosts, end;
 
   static LlTables make(const Config& c, int blocks) {
     LayoutCursor cursor;
@@ -50,6 +50,7 @@ struct LlTables {
     tables.places = cursor.add<std::uint32_t>(at(c.experts));
     tables.order = cursor.add<std::uint32_t>(at(c.ranks) * at(c.max_tokens));
     for (std::uint64_t& counts : tables.counts) counts = cursor.add<turn::LaneCount>(at(blocks));
+    tables.hosts = cursor.add<RankBits>(at(c.ranks));
     tables.end = cursor.at;
     return tables;
   }
@@ -259,10 +260,16 @@ void CudaSlotsGroup::describe_tables() {
   tables_.write(tables.areas, areas.data(), std::span(areas).size_bytes());
   tables_.write(tables.places, places.data(), std::span(places).size_bytes());
   tables_.write(tables.order, order.data(), std::span(order).size_bytes());
+  const HostMap& hosts = comm().hosts();
+  std::vector<RankBits> of_host(at(hosts.num_hosts()));
+  for (int r = 0; r < c.ranks; ++r) of_host[at(hosts.host_of(r))].add(r);
+  tables_.write(tables.hosts, of_host.data(), std::span(of_host).size_bytes());
   std::byte* const base = tables_.data();
   device_.areas = reinterpret_cast<const HeapRange*>(base + tables.areas);
   device_.places = reinterpret_cast<const std::uint32_t*>(base + tables.places);
   device_.order = reinterpret_cast<const std::uint32_t*>(base + tables.order);
+  device_.num_hosts = hosts.num_hosts();
+  device_.hosts = reinterpret_cast<const RankBits*>(base + tables.hosts);
   for (int lane = 0; lane < 2; ++lane) {
     device_.counts[lane] = reinterpret_cast<turn::LaneCount*>(base + tables.counts[lane]);
   }

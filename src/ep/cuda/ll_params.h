@@ -96,6 +96,8 @@ struct LlDevice {
   // The parts of this group's plans, which have room for all that may come.
   LlPlanMap plan;
   std::uint64_t nonce;
+  int num_hosts;          // 1: sums are not made by host
+  const RankBits* hosts;  // [num_hosts] the ranks of each, in device memory
 
   constexpr int rank() const { return comm.rank; }
   constexpr int ranks() const { return comm.num_ranks; }
@@ -240,6 +242,7 @@ struct LlPlanHead {
     head.word[offsetof(PlanHeader, overflow_rank) / 8] = pair(0, t.local_experts);
     head.word[offsetof(PlanHeader, capacities) / 8] = t.capacities;
     head.word[offsetof(PlanHeader, expert_ranks) / 8] = t.expert_ranks;
+    head.word[offsetof(PlanHeader, hosts) / 8] = t.hosts;
     head.word[offsetof(PlanHeader, capacity) / 8] = static_cast<std::uint64_t>(t.capacity);
     head.word[offsetof(PlanHeader, bytes) / 8] = bytes;
     return head;
@@ -251,8 +254,8 @@ struct LlPlanHead {
         bit(offsetof(PlanHeader, magic)) | bit(offsetof(PlanHeader, version)) |
         bit(offsetof(PlanHeader, ranks)) | bit(offsetof(PlanHeader, layout)) |
         bit(offsetof(PlanHeader, overflow)) | bit(offsetof(PlanHeader, capacities)) |
-        bit(offsetof(PlanHeader, expert_ranks)) | bit(offsetof(PlanHeader, capacity)) |
-        bit(offsetof(PlanHeader, bytes));
+        bit(offsetof(PlanHeader, expert_ranks)) | bit(offsetof(PlanHeader, hosts)) |
+        bit(offsetof(PlanHeader, capacity)) | bit(offsetof(PlanHeader, bytes));
     if ((kWhole >> word & 1) != 0) return ~std::uint64_t{0};
     if (word == offsetof(PlanHeader, keeps_items) / 8) return 0xFFFFFFFFu;
     return word == offsetof(PlanHeader, overflow_rank) / 8 ? ~std::uint64_t{0xFFFFFFFFu} : 0;

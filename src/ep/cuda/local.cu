@@ -54,7 +54,7 @@ struct RowExpertsParams {
 __device__ bool is_plan_of(const PlanHeader& h, const RowExpertsParams& p) {
   const PlanTerms& t = p.terms;
   return !header_fault(h, p.plan_bytes) && h.rank == t.rank && h.ranks == t.ranks &&
-         h.experts == t.experts && h.expert_ranks == t.expert_ranks &&
+         h.experts == t.experts && h.expert_ranks == t.expert_ranks && h.hosts == t.hosts &&
          h.local_experts == t.local_experts && h.layout == t.layout;
 }
 

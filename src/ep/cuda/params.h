@@ -32,10 +32,18 @@ struct Report : turn::DeviceReport<Record, Findings> {
   std::uint64_t total_bad_ids, total_dropped_rows;
 };
 
+// A number by which ranks come in the order of sums: by ascending host, then by ascending rank.
+constexpr std::uint32_t host_key(int host, int rank) {
+  static_assert(kMaxRanks <= 1 << 16);
+  return static_cast<std::uint32_t>(host) << 16 | static_cast<std::uint32_t>(rank);
+}
+constexpr std::uint32_t host_of_key(std::uint32_t key) { return key >> 16; }
+
 // A group's tables in device memory: byte offsets.
 struct GroupTables {
   std::uint64_t areas;                      // [W] HeapRange
   std::uint64_t base;                       // [W+1] uint32_t, of RowCodec
+  std::uint64_t host_keys;                  // [W] uint32_t: host_key()
   std::uint64_t seats, seat_ranks, firsts;  // uint32_t, of ExpertMap, where it has tables
   std::uint64_t end;
 
@@ -46,6 +54,7 @@ struct GroupTables {
     GroupTables tables{};
     tables.areas = cursor.add<HeapRange>(ranks);
     tables.base = cursor.add<std::uint32_t>(ranks + 1);
+    tables.host_keys = cursor.add<std::uint32_t>(ranks);
     if (map.has_tables()) {
       tables.seats = cursor.add<std::uint32_t>(experts);
       tables.seat_ranks = cursor.add<std::uint32_t>(experts + 1);
