@@ -99,13 +99,18 @@ class Comm:
             the communicator. ``"mask"``: the rank is only remembered, see `lost`; a collective call
             raises PeerLost and finishes nothing, but an operation that needs all ranks cannot go
             on, and does. Equal on all ranks.
+        host: the host that this rank counts to: ranks that give equal names, of up to 63 bytes, are
+            on one. It decides the order of sums of expert parallelism and nothing else; the ranks
+            are on one machine all the same. All ranks name their hosts, or none does;
+            None = XD_HOST_ID, else one host of all ranks.
 
     Raises:
         TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
             argument of a wrong kind, of which nobody hears.
         InvalidArgument; Timeout naming the ranks that did not come; Mismatch (another num_ranks,
-        another kind of device or on_peer_loss, a rank taken twice, a peer that failed); PeerLost;
-        Unsupported (no such device here, ranks on different hosts); OutOfMemory; SystemFailure.
+        another kind of device or on_peer_loss, a host on some ranks only, a rank taken twice, a
+        peer that failed); PeerLost; Unsupported (no such device here, ranks on different machines);
+        OutOfMemory; SystemFailure.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Comm:
         timeout: float | None = None,
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
+        host: str | None = None,
     ) -> None:
         self._join(
             bootstrap="unique_id",
@@ -130,6 +136,7 @@ class Comm:
             timeout=timeout,
             name=name,
             on_peer_loss=on_peer_loss,
+            host=host,
         )
 
     @classmethod
@@ -141,6 +148,7 @@ class Comm:
         timeout: float | None = None,
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
+        host: str | None = None,
     ) -> Comm:
         """Joins through the environment variables of a launcher.
 
@@ -155,6 +163,7 @@ class Comm:
             timeout=timeout,
             name=name,
             on_peer_loss=on_peer_loss,
+            host=host,
         )
 
     @classmethod
@@ -169,6 +178,7 @@ class Comm:
         timeout: float | None = None,
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
+        host: str | None = None,
     ) -> Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
@@ -188,6 +198,7 @@ class Comm:
             timeout=timeout,
             name=name,
             on_peer_loss=on_peer_loss,
+            host=host,
         )
 
     @classmethod
@@ -200,6 +211,7 @@ class Comm:
         timeout: float | None = None,
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
+        host: str | None = None,
     ) -> Comm:
         """Joins through a communicator of NCCL's, which says rank and number of ranks.
 
@@ -220,6 +232,7 @@ class Comm:
             timeout=timeout,
             name=name,
             on_peer_loss=on_peer_loss,
+            host=host,
         )
 
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
@@ -258,6 +271,16 @@ class Comm:
     def local_ranks(self) -> int:
         """Ranks of the communicator that live in this process."""
         return self._core.local_ranks
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the ranks have named; 1 where they have named none."""
+        return self._core.num_hosts
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host. Hosts are numbered by their lowest ranks."""
+        return self._core.host
 
     @property
     def closed(self) -> bool:
@@ -436,7 +459,7 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
 
     Raises:
-        TypeError, ValueError: as `_byte_count`; a rank, number of ranks or name that is none.
+        TypeError, ValueError: as `_byte_count`; a rank, number of ranks, name or host that is none.
         CrossdockError: as ``xd_comm_create``.
     """
     for argument in ("rank", "num_ranks"):
@@ -446,6 +469,11 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     name = options.get("name", "")
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {name!r}")
+    host = options.get("host")
+    if not isinstance(host, str | None):
+        raise TypeError(f"host: expected a str or None, got {host!r}")
+    if host is not None and "\0" in host:
+        raise ValueError(f"host: expected a text without NUL, got {host!r}")
     try:
         wanted = _byte_count("heap_bytes", heap_bytes)
     except (TypeError, ValueError):

@@ -1,5 +1,6 @@
 #include "comm.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <cstring>
@@ -131,6 +132,7 @@ Comm::Comm(const Options& options) {
   config.timeout_ms = options.timeout_ms;
   config.name = options.name.c_str();
   config.on_peer_loss = static_cast<xd_comm_peer_loss>(options.on_peer_loss);
+  if (options.host) config.host = options.host->c_str();
 
   const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
   if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
@@ -274,16 +276,17 @@ void bind_comm(nb::module_& module) {
           "__init__",
           [](Comm* self, std::string bootstrap, int rank, int num_ranks, nb::object unique_id,
              nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
-             std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss) {
+             std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss,
+             std::optional<std::string> host) {
             new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
                              std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
-                             timeout_ms, std::move(name), on_peer_loss});
+                             timeout_ms, std::move(name), on_peer_loss, std::move(host)});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
           nb::arg("nccl_comm") = 0, nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0,
           nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "",
-          nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL))
+          nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL), nb::arg("host") = nb::none())
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)
@@ -296,6 +299,8 @@ void bind_comm(nb::module_& module) {
       .def_prop_ro("device_id", [](const Comm& c) { return c.info().device.device_id; })
       .def_prop_ro("timeout_ms", [](const Comm& c) { return c.info().timeout_ms; })
       .def_prop_ro("local_ranks", [](const Comm& c) { return c.info().local_ranks; })
+      .def_prop_ro("num_hosts", [](const Comm& c) { return c.info().num_hosts; })
+      .def_prop_ro("host", [](const Comm& c) { return c.info().host; })
       .def("mem_alloc", &Comm::allocate, nb::arg("bytes"))
       .def("mem_free", &Comm::free, nb::arg("ptr"))
       .def("mem_grow", &Comm::grow, nb::arg("bytes"))

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "errors.h"
@@ -28,6 +29,7 @@ class Comm {
     int timeout_ms = 0;
     std::string name;
     int on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
+    std::optional<std::string> host;
   };
 
   // Blocks until all ranks have come.

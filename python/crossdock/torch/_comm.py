@@ -215,6 +215,7 @@ def init(
     timeout: float | timedelta | None = None,
     name: str = "",
     on_peer_loss: PeerLoss = "fatal",
+    host: str | None = None,
 ) -> Comm:
     """Joins a communicator. Collective, blocking.
 
@@ -233,7 +234,7 @@ def init(
             environment's ``XD_TIMEOUT_MS``, else 10 minutes.
         name: shown in logs; needed where several communicators meet through the environment at the
             same time. Equal on all ranks.
-        on_peer_loss: as of ``crossdock.Comm``.
+        on_peer_loss, host: as of ``crossdock.Comm``.
 
     Raises:
         TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
@@ -251,6 +252,7 @@ def init(
         "timeout_ms": _milliseconds(timeout),
         "name": name,
         "on_peer_loss": on_peer_loss,
+        "host": host,
     }
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_group is None and distributed:

@@ -428,3 +428,36 @@ def test_a_rank_that_dies_is_remembered_where_losses_are_masked() -> None:
 def test_words_for_the_loss_of_a_peer_are_checked() -> None:
     with pytest.raises(ValueError, match="on_peer_loss: expected 'fatal' or 'mask', got 'no'"):
         alone(on_peer_loss="no")
+
+
+def hosts_of(me: Rank, hosts: list[str | None]) -> tuple[int, int]:
+    with me.comm(host=hosts[me.rank]) as comm:
+        return comm.num_hosts, comm.host
+
+
+def test_ranks_name_the_hosts_that_they_count_to() -> None:
+    assert support.run_threads(3, lambda me: hosts_of(me, [None] * 3)) == [(1, 0)] * 3
+    named = support.run_threads(4, lambda me: hosts_of(me, ["west", "east", "west", "east"]))
+    assert named == [(2, 0), (2, 1), (2, 0), (2, 1)]
+
+
+def partly_named(me: Rank) -> str:
+    with pytest.raises(crossdock.Mismatch) as caught:
+        hosts_of(me, ["west", None, "east"])
+    return str(caught.value)
+
+
+def test_all_ranks_name_their_hosts_or_none() -> None:
+    for text in support.run_threads(3, partly_named):
+        assert "config.host = 'west' on rank 0 and not given on rank 1" in text
+
+
+def test_names_of_hosts_are_checked() -> None:
+    with pytest.raises(TypeError, match="host: expected a str or None, got 3"):
+        alone(host=3)
+    with pytest.raises(ValueError, match="host: expected a text without NUL"):
+        alone(host="a\0b")
+    with pytest.raises(crossdock.InvalidArgument, match="expected 1 to 63 bytes"):
+        alone(host="h" * 64)
+    with pytest.raises(crossdock.InvalidArgument, match="expected 1 to 63 bytes"):
+        alone(host="")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock import launch
-from crossdock.errors import Mismatch
+from crossdock.errors import InvalidArgument, Mismatch
 from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged
 
@@ -147,6 +147,12 @@ def _bad_heap(me: Rank) -> None:
         xd.init(heap_bytes=-1 if bad else 1 << 16)
     with xd.init(heap_bytes=1 << 16) as comm:
         comm.barrier()
+
+
+def test_the_name_of_a_host_reaches_the_communicator():
+    with pytest.raises(InvalidArgument, match="config.host = 'h+' of 64 bytes"):
+        xd.init(device="cpu", host="h" * 64)
+    xd.init(device="cpu", host="east").close()
 
 
 def test_heap_of_no_size_is_told_to_the_others():
