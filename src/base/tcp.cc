@@ -235,9 +235,10 @@ void set_silence(int fd, int silence_ms) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);
 }
 
+bool is_passing(int error) { return error == ENOMEM || error == ENOBUFS; }
+
 bool is_silence(int error) {
-  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH || error == ENETDOWN ||
-         error == EHOSTDOWN;
+  return error != 0 && error != ECONNRESET && error != EPIPE && !is_passing(error);
 }
 
 bool all_acknowledged(int fd) {

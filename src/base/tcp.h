@@ -64,7 +64,10 @@ TcpAddress peer_address(int fd);
 // that long; 0 = it never does. A process at the other end that is stopped or busy is no silence.
 // What is sent goes out at once. Throws SYSTEM.
 void set_silence(int fd, int silence_ms);
-// True for the errors with which the system ends a connection for silence.
+// True for errors that say nothing of the connection: this system had no memory just now.
+bool is_passing(int error);
+// True for the errors with which the system ends a connection for silence. It then tells the last
+// of many things that it has heard of the way there, so these are all but the other end's own.
 bool is_silence(int error);
 // True if the other end's system has all that was sent, or the connection is over.
 bool all_acknowledged(int fd);

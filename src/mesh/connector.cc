@@ -37,7 +37,7 @@ MeshConnector::MeshConnector(const MetRanks& ranks, MeshListeners listeners,
       listeners_(std::move(listeners)),
       reserve_(std::move(reserve)),
       silence_ms_(silence_ms),
-      reach_by_(Deadline::after_ms(silence_ms)),
+      reach_by_(at(ranks.num_ranks()), Deadline::after_ms(silence_ms)),
       dial_again_(Deadline::after_ms(0)),
       links_(at(ranks.num_ranks())),
       closed_(at(ranks.num_ranks())) {
@@ -182,6 +182,7 @@ void MeshConnector::answered(Call& call) {
     return;
   }
   set_silence(call.fd.get(), silence_ms_);
+  reach_by_[at(call.rank)] = Deadline::after_ms(silence_ms_);
   advance(call);
 }
 
@@ -193,7 +194,7 @@ void MeshConnector::cannot_reach(int rank, int error) {
     fail(XD_ERROR_PEER_LOST, ranks_.names.of(rank),
          " has gone while the ranks were connecting, or a firewall refuses ", address);
   dial_again_ = Deadline::after_ms(kRedialFarMs);
-  if (silence_ms_ <= 0 || !reach_by_.passed()) return;
+  if (silence_ms_ <= 0 || !reach_by_[at(rank)].passed()) return;
   fail(XD_ERROR_TIMEOUT, ranks_.names.of(rank_), " cannot reach ", ranks_.names.of(rank), " at ",
        address, " from ", control_address(introductions[at(rank_)]).host(), " within ", silence_ms_,
        " ms: ", std::strerror(error), " (errno ", error, ")");
@@ -220,9 +221,12 @@ void MeshConnector::wait(const Deadline& deadline) {
   }
   for (std::size_t i = 0; i < of_call.size(); ++i) {
     Call& call = *calls_[i];
-    if (call.is_connecting && silence_ms_ > 0 && reach_by_.passed())
-      cannot_reach(call.rank, ETIMEDOUT);
-    if (!items.has_news(of_call[i])) continue;
+    if (!items.has_news(of_call[i])) {
+      // This process may have stood still itself, so what has come is looked at first.
+      if (call.is_connecting && silence_ms_ > 0 && reach_by_[at(call.rank)].passed())
+        cannot_reach(call.rank, ETIMEDOUT);
+      continue;
+    }
     if (call.is_connecting)
       answered(call);
     else
@@ -248,7 +252,8 @@ Deadline MeshConnector::next_look(const Deadline& deadline) const {
     when = std::min(when, (near ? Deadline::after_ms(kRedialMs) : dial_again_).when());
   }
   for (const auto& call : calls_) {
-    if (call->is_connecting && silence_ms_ > 0) when = std::min(when, reach_by_.when());
+    if (call->is_connecting && silence_ms_ > 0)
+      when = std::min(when, reach_by_[at(call->rank)].when());
     if (call->rank < 0 && call->over_tcp) when = std::min(when, call->limit.when());
   }
   return Deadline(when);
@@ -372,6 +377,7 @@ void MeshConnector::hung_up(Call& call) {
     fail_gone(called_here ? static_cast<int>(call.handshake.peer_sender()) : call.rank);
   call.fd.reset();
   dial_again_ = Deadline::after_ms(kRedialFarMs);
+  reach_by_[at(call.rank)] = Deadline::after_ms(silence_ms_);
   to_dial_.push_back(call.rank);
 }
 

@@ -85,7 +85,8 @@ class MeshConnector {
   MeshListeners listeners_;
   DescriptorReserve reserve_;
   const int silence_ms_;
-  Deadline reach_by_;  // other hosts, if silence_ms_ > 0
+  // Other hosts, by rank, if silence_ms_ > 0: from the last time that they have answered on.
+  std::vector<Deadline> reach_by_;
   Deadline dial_again_;
   std::vector<int> to_dial_;
   std::vector<std::unique_ptr<Call>> calls_;

@@ -38,9 +38,9 @@ PacketStream::PacketStream()
 
 // The system tells the error that has ended a connection once, to whichever call is first.
 bool PacketStream::over(int error) noexcept {
-  const bool ended = error == EPIPE || error == ECONNRESET || is_silence(error);
-  if (ended && send_error_ == 0) send_error_ = error;
-  return ended;
+  if (is_passing(error)) return false;
+  if (send_error_ == 0) send_error_ = error;
+  return true;
 }
 
 // Sends of what waits; false = the connection is over. The caller holds mutex_.
@@ -49,8 +49,9 @@ bool PacketStream::push(int fd) noexcept {
     iovec part{out_.get(), unsent_};
     const ssize_t count = send_now(fd, {&part, 1});
     if (count < 0) {
-      if (is_full(errno)) return true;
-      over(errno);
+      if (is_full(errno) || !over(errno)) return true;
+      // Nothing may follow a part of a frame.
+      ::shutdown(fd, SHUT_RDWR);
       unsent_ = 0;
       return false;
     }
@@ -123,7 +124,7 @@ Packet PacketStream::receive(int fd) {
     begin_ = 0;
     const ssize_t count = ::recv(fd, in_.get() + end_, kMaxFrame - end_, MSG_DONTWAIT);
     if (count == 0) return end(0);
-    if (count < 0 && is_full(errno)) return packet;
+    if (count < 0 && (is_full(errno) || is_passing(errno))) return packet;
     if (count < 0 && errno != EINTR) return end(errno);
     if (count > 0) end_ += static_cast<std::size_t>(count);
   }
@@ -131,8 +132,6 @@ Packet PacketStream::receive(int fd) {
 }
 
 Packet PacketStream::end(int error) {
-  if (error != 0 && error != ECONNRESET && error != EPIPE && !is_silence(error))
-    fail_errno("recv from a peer on another host", error);
   const std::lock_guard lock(mutex_);
   Packet packet;
   packet.kind = Packet::Kind::end;

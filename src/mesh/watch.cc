@@ -62,7 +62,9 @@ void MeshWatch::wait_and_serve(int wake, const std::atomic<bool>& leaving) {
     if (!sources_.has_news(place_of_rank_[at(r)])) continue;
     send_posts(r);
     const End end = drain(r);
-    if (end != End::none) lose(r, end == End::silent ? from_.silence_ms : 0);
+    // Without a bound the system gives a connection up itself at last; that says nothing of others.
+    const bool silent = end == End::silent && from_.silence_ms > 0;
+    if (end != End::none) lose(r, silent ? from_.silence_ms : 0);
   }
   for (std::size_t p = 0; p < ended_.size(); ++p) {
     if (!sources_.has_news(place_of_process_[p]) || ended_[p]) continue;

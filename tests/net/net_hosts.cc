@@ -5,6 +5,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <regex>
 #include <sstream>
 #include <stdexcept>
 
@@ -24,8 +25,9 @@ bool succeeds(const std::string& command) {
 
 // The process that has made a namespace of these tests; 0 if they have not made it.
 pid_t maker_of(const std::string& name) {
-  if (!name.starts_with("xd") || name.find('h') == std::string::npos) return 0;
-  return static_cast<pid_t>(std::atol(name.c_str() + 2));
+  static const std::regex ours("xd([0-9]+)h([0-9]+|probe)");
+  std::smatch parts;
+  return std::regex_match(name, parts, ours) ? static_cast<pid_t>(std::stol(parts[1])) : 0;
 }
 
 void remove_leftovers() {
@@ -50,8 +52,12 @@ std::string NetHosts::why_not() {
   if (!succeeds("ip -V") || !succeeds("nft -v")) return "the programs ip and nft are not there";
   const std::string probe = "xd" + std::to_string(::getpid()) + "hprobe";
   if (!succeeds("ip netns add " + probe)) return "ip netns add is refused here";
+  const bool has_links = succeeds("ip -n " + probe + " link add bridge type bridge") &&
+                         succeeds("ip -n " + probe + " link add eth0 type veth peer name port0");
+  const bool has_rules = succeeds("ip netns exec " + probe + " nft add table inet xd");
   succeeds("ip netns del " + probe);
-  return {};
+  if (!has_links) return "the kernel has no bridge or no veth";
+  return has_rules ? "" : "the kernel has no nf_tables";
 }
 
 NetHosts::NetHosts(int count) : prefix_("xd" + std::to_string(::getpid()) + "h"), count_(count) {

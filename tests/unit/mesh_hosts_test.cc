@@ -142,7 +142,7 @@ TEST_P(HostMeshes, ALetterBeforeAGoodbyeCounts) {
 TEST(HostMesh, TheLateRankIsNamedWithItsHostAndNotThoseBehindIt) {
   std::vector<Member> members = hosts_mesh({0, 0, 1, 1});
   const auto errors = on_threads(4, [&](int rank) {
-    if (rank != 3) members[at(rank)].gather("", -1, 300);
+    if (rank != 3) members[at(rank)].gather("", -1, 3000);
   });
   for (const std::size_t r : {0U, 1U, 2U})
     expect_error(errors[r], XD_ERROR_TIMEOUT, "waited too long for rank 3 of host 1 (");
