@@ -193,16 +193,15 @@ typedef struct xd_ep_config {
   /* [E] rank of each expert, equal on all ranks; NULL = E / W each, in order. A rank's local
    * experts are its own in ascending order of expert: local index = order among the rank's. A rank
    * may hold none (its tensors [L] are empty), or all. Experts count physically: replicas of an
-   * expert are experts of their own, among which the caller's router chooses. Read during the call
-   * only. */
+   * expert are experts of their own, chosen by the caller's router. Read during the call only. */
   const int32_t* expert_ranks;
   /* From here on: 0 but in EXPERT_SLOTS, in which recv_capacity, max_scale_bytes, zero_tail,
    * overflow and staging have their defaults, and alignment is 0 or 1. */
   /* The most operations of a kind between their halves: 2 to 4; 0 = 2. */
   int32_t in_flight;
   xd_ep_peer_loss on_peer_loss;
-  /* Longest wait of an operation, or of one half of it; 0 = the communicator's. With
-   * on_peer_loss = MASK, twice that for a peer to free a place, as it may itself wait for a rank. */
+  /* Longest wait of an operation, or of one half of it (with MASK twice that for a peer to free a
+   * place, as it may wait itself); 0 = the communicator's. */
   int32_t wait_timeout_ms;
 } xd_ep_config;
 /* clang-format off */

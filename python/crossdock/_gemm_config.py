@@ -88,8 +88,9 @@ class GemmMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmConfig:
-    """Bounds of what a `GemmContext` is used for. Equal on all ranks, but for num_comm_sms where
-    algo does not name cuBLASMp.
+    """Bounds of what a `GemmContext` is used for.
+
+    They are equal on all ranks, but for num_comm_sms where algo does not name cuBLASMp.
 
     Attributes:
         max_tokens: largest number of tokens of a rank.

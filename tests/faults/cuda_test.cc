@@ -122,7 +122,7 @@ TEST_F(CudaWait, OfAGroupThatIsDestroyedMeanwhileIsBoundedAndKeepsItsMemory) {
     step.load(1);
     // The next user has all the memory that has been given back.
     const std::unique_ptr<Memory> memory = rank.memory->another_stream();
-    Rank alone{0, 1, true, nullptr, memory.get(), ""};
+    Rank alone{0, 1, true, nullptr, memory.get(), "", {}};
     FixedStep other(alone, FixedShape{});
     if (rank.rank == 1) {
       for (int i = 0; i < 2000 && !destroyed.try_wait(); ++i) {

@@ -43,7 +43,7 @@ class RankRun {
   RankRun(const RankProgram& program, int rank)
       : program_(program),
         memory_(make_memory(executor(), rank)),
-        rank_{rank, program.num_ranks, false, nullptr, memory_.get(), ""} {}
+        rank_{rank, program.num_ranks, false, nullptr, memory_.get(), "", {}} {}
 
   void run() {
     xd_comm_config config = XD_COMM_CONFIG_INIT;

@@ -26,7 +26,7 @@ void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Ran
       config.device = memory->device();
       config.heap_bytes = std::size_t{1} << 20;
       Comm comm = make_comm(config);
-      Rank rank{number, num_ranks, true, comm.get(), memory.get(), ""};
+      Rank rank{number, num_ranks, true, comm.get(), memory.get(), "", {}};
       try {
         body(rank, comm);
       } catch (...) {

@@ -113,8 +113,8 @@ Bytes seed(unsigned char reader, std::span<const std::byte> input) {
 
 std::vector<Bytes> seeds() {
   const xd_unique_id id = encode_unique_id({"127.0.0.1", 4711, Secret{}});
-  const MeshHeader exchange{MeshMessageType::exchange, 0, 5},
-      goodbye{MeshMessageType::goodbye, 0, 0};
+  const MeshHeader exchange{MeshMessageType::exchange, 0, 5, 1},
+      goodbye{MeshMessageType::goodbye, 0, 0, 1};
   Bytes forged = Handshake(Side::client, Secret{}).take_output();
   forged.resize(forged.size() + sizeof(Proof));
   Handshake server(Side::server, Secret{});

@@ -101,8 +101,10 @@ class TpContext(Membership):
         nccl_comm: int | None = None,
         comm: Comm | None = None,
     ) -> None:
-        """Makes the context. Collective, blocking. Equal on all ranks, but for `num_comm_sms` in
-        contexts that are not made for cuBLASMp, and `nccl_comm`, which all ranks give or none.
+        """Makes the context. Collective, blocking.
+
+        Arguments are equal on all ranks, but for `num_comm_sms` in contexts that are not made for
+        cuBLASMp, and `nccl_comm`, which all ranks give or none.
 
         Args:
             max_tokens: largest number of tokens of a rank.
