@@ -115,7 +115,7 @@ class SlotsVictim final : public Victim {
 class OneRank {
  public:
   OneRank() : comm_(comm_of_one()), memory_(make_memory("cpu", 0)) {
-    rank_ = {0, 1, true, comm_.get(), memory_.get(), ""};
+    rank_ = {0, 1, true, comm_.get(), memory_.get(), "", {}};
     for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
       for (const Place place : {Place::ordinary, Place::symmetric}) {
         victims_.push_back(std::make_unique<RowsVictim>(rank_, layout, place));
