@@ -30,11 +30,11 @@ TEST(GemmBlockScales, HaveRoomForTheProductsOfAllRowsAndOfTheRest) {
   struct Area {
     std::uint64_t begin, bytes;
   };
-  const std::array<Area, 5> areas = {{{map.whole_scales, 4 * 32 * sizeof(float)},
-                                      {map.rest_scales, 4 * 16 * sizeof(float)},
-                                      {map.b_scales, 4 * 4 * sizeof(float)},
-                                      {map.rest_a, 16 * 400},
-                                      {map.rest_d, 16 * 390 * sizeof(float)}}};
+  const std::array<Area, 5> areas = {{{map.whole_scales, sizeof(float) * 4 * 32},
+                                      {map.rest_scales, sizeof(float) * 4 * 16},
+                                      {map.b_scales, sizeof(float) * 4 * 4},
+                                      {map.rest_a, 16ULL * 400},
+                                      {map.rest_d, sizeof(float) * 16 * 390}}};
   std::uint64_t end = 0;
   for (const Area& area : areas) {
     EXPECT_GE(area.begin, end);
