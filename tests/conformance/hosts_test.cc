@@ -48,7 +48,7 @@ class FourRanks {
       rows.insert(rows.end(), kHidden, first[me]);
       rows.insert(rows.end(), kHidden, second[me]);
     }
-    Tensor expert_out(rank_, kBf16, {4 * kTokens, kHidden});
+    Tensor expert_out(rank_, kBf16, {std::int64_t{4} * kTokens, kHidden});
     expert_out.write(rows);
     Tensor out(rank_, kBf16, {kTokens, kHidden});
     xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;

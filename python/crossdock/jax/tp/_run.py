@@ -38,7 +38,7 @@ __all__ = [
     "way_of",
 ]
 
-_MOST_PROGRAMS = 1024  # of a context
+_MOST_PROGRAMS = 1000  # of a context
 _FP8 = tuple(name for name in OPERANDS if name not in SUMMABLE)
 _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activation)}
 
