@@ -34,7 +34,7 @@ std::string setting(const char* name, const char* otherwise = "") {
 }
 int number(const char* name, int otherwise) {
   const std::string text = setting(name);
-  return text.empty() ? otherwise : std::atoi(text.c_str());
+  return text.empty() ? otherwise : std::stoi(text);
 }
 
 std::string hex(const xd_unique_id& id) {
@@ -244,7 +244,7 @@ bool run_if_rank_process() {
   if (setting("XD_TEST_NET_RANK").empty()) return false;
   RankMain rank;
   for (std::string order; std::getline(std::cin, order);) {
-    std::cout << rank.obey(order) << std::endl;
+    std::cout << rank.obey(order) << "\n" << std::flush;
   }
   return true;
 }
