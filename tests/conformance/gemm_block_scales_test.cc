@@ -163,7 +163,8 @@ TEST(BlockScales, OfAProductBesideATransferAreItsOwn) {
 // max_k and max_n tell of: it says so on every rank, and what to do.
 TEST(BlockScales, OfLongerSumsThanTheContextWasMadeForAreMultipliedOrRefused) {
   on_every_rank([](Rank& rank) {
-    const GemmCase c = block_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER, {128, std::int64_t{128} * 64, 37});
+    const GemmCase c =
+        block_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER, {128, std::int64_t{128} * 64, 37});
     xd_gemm_config config = c.config();
     GemmContext context = make_context(rank.comm, config);
     call_and_check(rank, context.get(), c, 0, XD_GEMM_ALGO_AUTO);
