@@ -200,7 +200,7 @@ class EpGroup(Membership):
         self.order_leaf = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
         ranks = (self.comm.rank, self.comm.num_ranks)
-        self.handle = new_handle(ranks, self.rows, sorted(config.items()))
+        self.handle = new_handle(ranks, self.rows, self.plan_bytes, sorted(config.items()))
         _groups[self.handle] = self
 
     def _create(self, config: dict[str, Any]) -> None:

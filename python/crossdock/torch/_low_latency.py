@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,13 +19,13 @@ from crossdock.errors import InvalidArgument
 from ._calls import E8M0, current_stream, spec
 from ._comm import Comm, default_comm
 from ._config import read_config
+from ._handles import new_handle
 from ._membership import Membership
 
 __all__ = ["LowLatencyGroup", "SlotPlan", "Slots", "low_latency_group_of"]
 
 _PACKED = 4  # scales in an int32
 
-_handles = itertools.count(1)
 _groups: weakref.WeakValueDictionary[int, LowLatencyGroup] = weakref.WeakValueDictionary()
 
 
@@ -183,7 +182,9 @@ class LowLatencyGroup(Membership):
         self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
         self.dispatch_halves = OpenHalves(in_flight)
         self.combine_halves = OpenHalves(in_flight)
-        self.handle: int = next(_handles)
+        shapes = (self.num_slots, self.plan_bytes, self.num_local_experts)
+        ranks = (self.comm.rank, self.comm.num_ranks)
+        self.handle: int = new_handle(ranks, shapes, sorted(config.items()))
         _groups[self.handle] = self
 
     def slots(

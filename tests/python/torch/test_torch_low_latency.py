@@ -427,3 +427,16 @@ def _late(me: Rank) -> None:
 
 def test_group_goes_on_without_a_late_rank_which_comes_back():
     run_ranks(2, _late)
+
+
+def _tell_shapes(me: Rank) -> None:
+    with xd.init():
+        groups = [make_group(dtype=torch.float32), make_group(dtype=torch.float32)]
+        groups.append(make_group(dtype=torch.float32, expert_ranks=(0,) * EXPERTS, hidden=48))
+        shapes = [group.handle >> 32 for group in groups]
+        assert shapes[0] == shapes[1] != shapes[2]
+        assert groups[0].handle != groups[1].handle
+
+
+def test_handles_tell_torchs_persistent_caches_of_the_shapes():
+    run_ranks(1, _tell_shapes)
