@@ -25,8 +25,10 @@ void check_names(std::span<const Introduction> introductions, const RankNames& n
     if (rank.host_name[0] == '\0') continue;
     const std::size_t other = first.emplace(rank.host_name, r).first->second;
     if (introductions[other].host == rank.host) continue;
-    fail(XD_ERROR_MISMATCH, "config.host = '", rank.host_name.data(), "' on ",
-         names.of(static_cast<int>(other)), " and ", names.of(static_cast<int>(r)),
+    const std::string_view name(rank.host_name.data(),
+                                ::strnlen(rank.host_name.data(), rank.host_name.size()));
+    fail(XD_ERROR_MISMATCH, "config.host = '", name, "' on ", names.of(static_cast<int>(other)),
+         " and ", names.of(static_cast<int>(r)),
          ", which are two machines or network namespaces, expected a name for each");
   }
 }

@@ -88,9 +88,10 @@ void read_introduction(std::span<const std::byte> input) {
   static const Introduction own = make_introduction(kNumRanks);
   try {
     check_peer(0, own, 1, *introduction);
-    expect(introduction->version == own.version && introduction->host == own.host);
+    expect(introduction->version == own.version && introduction->num_ranks == own.num_ranks);
+    expect(failure_of(*introduction).empty() || introduction->failure_is_of_address != 0);
   } catch (const Error& error) {
-    expect(error.status() == XD_ERROR_MISMATCH || error.status() == XD_ERROR_UNSUPPORTED);
+    expect(error.status() == XD_ERROR_MISMATCH);
   }
 }
 
