@@ -34,7 +34,7 @@ __device__ inline bool post(DeviceBoard* board, int rank, const FatalError& erro
 }
 
 // Takes the board's error to the host, once.
-__device__ inline void tell_host(const DeviceComm& comm) {
+__device__ __noinline__ inline void tell_host(const DeviceComm& comm) {
   DeviceBoard* own = comm.own_board;
   const std::uint32_t first = ptx::ld_acquire_sys(&own->first);
   if (first == 0 || first > static_cast<std::uint32_t>(comm.num_ranks)) return;
@@ -47,7 +47,8 @@ using xd::Spread;
 
 // Records a fatal error of this rank's kernels. Only the first one is recorded: a slot has one
 // writer, which writes it once.
-__device__ inline void raise(const DeviceComm& comm, const FatalError& error, Spread spread) {
+__device__ __noinline__ inline void raise(const DeviceComm& comm, const FatalError& error,
+                                          Spread spread) {
   DeviceBoard* own = comm.own_board;
   if (ptx::cas_acq_rel_sys(&own->claimed, 0, 1) != 0) return;
   post(own, comm.rank, error);
@@ -118,8 +119,41 @@ __device__ inline int missing(const DeviceComm& comm, int peer) {
   return holds(comm.host->lost, peer) ? peer : -1;
 }
 
+// What a wait that has become long finds when it looks around.
+struct Around {
+  enum : int { nothing, host_calls, peer_lost, late } what;
+  int rank;  // the lost one
+};
+
+// `host_calls` has been raised when it returns; the others are for give_up().
+__device__ __noinline__ inline Around look_around(const DeviceComm& comm, const KernelWait& site,
+                                                  int peer, std::uint64_t now,
+                                                  std::uint64_t deadline) {
+  if (host_calls(comm, now)) {
+    take_from_host(comm, site);
+    return {Around::host_calls, peer};
+  }
+  const int lost = missing(comm, peer);
+  if (lost >= 0) return {Around::peer_lost, lost};
+  return {now >= deadline ? Around::late : Around::nothing, peer};
+}
+
+__device__ __noinline__ inline void give_up(const DeviceComm& comm, const KernelWait& site,
+                                            const Around& around, std::uint64_t seen_epoch) {
+  if (around.what == Around::peer_lost) {
+    FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, around.rank);
+    error.left = holds(comm.host->left, around.rank) ? 1 : 0;
+    raise(comm, error, Spread::here);
+  } else {
+    FatalError error = error_at(comm, site, XD_ERROR_TIMEOUT, around.rank);
+    error.seen_epoch = seen_epoch;
+    raise(comm, error, Spread::everywhere);
+  }
+}
+
 // Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
-// epoch last seen of it. False = the communicator has failed. Called by single threads.
+// epoch last seen of it. False = the communicator has failed. Called by single threads. A kernel has
+// many copies of this function, and runs through its own code only once: what is rare is called.
 template <class Ready, class Seen>
 __device__ bool wait_until(const DeviceComm& comm, const KernelWait& site, int peer, Ready ready,
                            Seen seen) {
@@ -136,24 +170,13 @@ __device__ bool wait_until(const DeviceComm& comm, const KernelWait& site, int p
     const std::uint64_t now = ptx::global_timer_ns();
     if (now < next_look) continue;
     next_look = now + kHostWordNs / 4;
-    if (host_calls(comm, now)) {
-      take_from_host(comm, site);
-      break;
-    }
+    const Around around = look_around(comm, site, peer, now, deadline);
+    if (around.what == Around::nothing) continue;
+    if (around.what == Around::host_calls) break;
     // A rank's end comes after its last flag, so the flags are looked at once more.
-    const int lost = missing(comm, peer);
-    if (lost >= 0 && !ready()) {
-      FatalError error = error_at(comm, site, XD_ERROR_PEER_LOST, lost);
-      error.left = holds(comm.host->left, lost) ? 1 : 0;
-      raise(comm, error, Spread::here);
-      break;
-    }
-    if (now >= deadline) {
-      FatalError error = error_at(comm, site, XD_ERROR_TIMEOUT, peer);
-      error.seen_epoch = seen();
-      raise(comm, error, Spread::everywhere);
-      break;
-    }
+    if (ready()) return true;
+    give_up(comm, site, around, seen());
+    break;
   }
   tell_host(comm);
   return false;

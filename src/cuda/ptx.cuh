@@ -319,6 +319,22 @@ __device__ inline std::uint32_t pack_f16(float low, float high) {
   return v;
 }
 
+// The larger magnitudes of two pairs of bfloat16, in both halves; `b` has no signs. A NaN wins.
+__device__ inline std::uint32_t max_magnitudes_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t v;
+  asm("{ .reg .b32 m;\n abs.bf16x2 m, %1;\n max.NaN.bf16x2 %0, m, %2; }"
+      : "=r"(v)
+      : "r"(a), "r"(b));
+  return v;
+}
+
+// 1 / x to within one unit in the last place, for numbers and results that are not subnormal.
+__device__ inline float approximate_reciprocal(float x) {
+  float v;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
+
 // Rounds two float32 to float8 e4m3fn, to nearest, ties to even, limited to +-448.
 __device__ inline std::uint16_t pack_e4m3(float low, float high) {
   std::uint16_t v;

@@ -89,8 +89,9 @@ class DeviceTurn {
   __device__ DeviceTurn(const Params& params, Shared& shared) : p_(params), s_(shared) {}
 
   __device__ bool begin();
-  // Called by one warp of block 0, which has fenced in begin(). `staged`: this kernel has written
-  // memory that peers read once they have seen the record, and a grid barrier lies between.
+  // Called by one warp of the last block, which has fenced in begin(): in several kernels the first
+  // blocks are those whose work others wait for. `staged`: this kernel has written memory that
+  // peers read once they have seen the record, and a grid barrier lies between.
   __device__ void enter(bool staged = false);
   // One thread calls take(peer, record), which finds the memory that a rank's record offers; false
   // if it is not there. Returns false after a fatal error.
@@ -153,6 +154,7 @@ class DeviceTurn {
   __device__ static void load_table(unsigned back, const T* from, int count, T* to) {
     const unsigned warps = blockDim.x / 32;
     if (threadIdx.x / 32 != (warps > back ? warps - 1 - back : 0)) return;
+#pragma unroll 1
     for (int i = thread() % 32; i < count; i += 32) to[i] = from[i];
   }
 
@@ -186,14 +188,15 @@ class DeviceTurn {
   __device__ Derived& self() { return static_cast<Derived&>(*this); }
   __device__ const Derived& self() const { return static_cast<const Derived&>(*this); }
   __device__ static bool sends_records() {
-    return blockIdx.x == 0 && threadIdx.x / 32 == blockDim.x / 32 - 1;
+    return blockIdx.x == gridDim.x - 1 && threadIdx.x / 32 == blockDim.x / 32 - 1;
   }
   __device__ void judge_start();
-  __device__ static std::uint64_t epoch_of(const std::uint64_t* entry);
-  __device__ bool wait_entry(int peer) const;
+  __device__ static std::uint64_t look_at(const std::uint64_t* entry, RecordWords& words);
+  __device__ bool wait_entry(int peer, RecordWords& words) const;
+  __device__ static Record record_of(const RecordWords& words);
   __device__ Record read_record(int from) const;
   template <class Take>
-  __device__ bool take_record(int peer, Take&& take);
+  __device__ bool take_record(int peer, const Record& theirs, Take&& take);
   __device__ bool is_last_block(std::uint32_t* counter);
   __device__ void raise_done();
   __device__ void end_launch(bool awaits_flags);
@@ -264,6 +267,7 @@ XD_TURN_MEMBER(void)::enter(bool staged) {
   if (!sends_records()) return;
   if (staged) ptx::fence_acq_rel_sys();
   const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
+#pragma unroll 1
   for (int i = 1 + thread() % 32; i < ranks(); i += 32) {
     const int peer = (rank() + i) % ranks();
     std::uint64_t* to = entry_at(peer, rank(), s_.epoch);
@@ -272,46 +276,53 @@ XD_TURN_MEMBER(void)::enter(bool staged) {
   }
 }
 
-XD_TURN_MEMBER(std::uint64_t)::epoch_of(const std::uint64_t* entry) {
-  RecordWords words;
+// Loads an entry's words. Returns the epoch of their record, if they are words of one.
+XD_TURN_MEMBER(std::uint64_t)::look_at(const std::uint64_t* entry, RecordWords& words) {
 #pragma unroll
   for (int w = 0; w <= kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(entry + w);
   return words[kRecordWords] - hash_of(words);
 }
 
-XD_TURN_MEMBER(bool)::wait_entry(int peer) const {
+// `words`: the peer's record of this operation. No later look is needed, since they are one record.
+XD_TURN_MEMBER(bool)::wait_entry(int peer, RecordWords& words) const {
   const std::uint64_t* entry = entry_at(rank(), peer, s_.epoch);
   const std::uint64_t* before = entry_at(rank(), peer, s_.epoch - 1);
   const std::uint64_t expected = s_.epoch;
   const bool here = device::wait_until(
-      p_.group.comm, site(XD_PHASE_ENTRY), peer, [=] { return epoch_of(entry) == expected; },
-      [=] { return epoch_of(before) == expected - 1 ? expected - 1 : 0; });
+      p_.group.comm, site(XD_PHASE_ENTRY), peer,
+      [=, &words] { return look_at(entry, words) == expected; },
+      [=] {
+        RecordWords earlier;
+        return look_at(before, earlier) == expected - 1 ? expected - 1 : 0;
+      });
   // Acquire: of all that the peer's fence has covered.
   ptx::ld_acquire_sys(entry + kRecordWords);
   return here;
 }
 
+XD_TURN_MEMBER(auto)::record_of(const RecordWords& words) -> Record {
+  struct Words {
+    std::uint64_t word[kRecordWords];
+  } record;
+#pragma unroll
+  for (int w = 0; w < kRecordWords; ++w) record.word[w] = words[w];
+  return std::bit_cast<Record>(record);
+}
+
 // A rank's record of this operation, after the wait for it. Its words were stored one by one, so
 // they are loaded as in wait_entry(): never by a weak load, which might miss them.
 XD_TURN_MEMBER(auto)::read_record(int from) const -> Record {
-  struct Words {
-    std::uint64_t word[kRecordWords];
-  } words;
-  const auto* own = reinterpret_cast<const std::uint64_t*>(&s_.own);
-  const std::uint64_t* sent = entry_at(rank(), from, s_.epoch);
-#pragma unroll
-  for (int w = 0; w < kRecordWords; ++w) {
-    words.word[w] = from == rank() ? own[w] : ptx::ld_relaxed_sys(sent + w);
-  }
-  return std::bit_cast<Record>(words);
+  if (from == rank()) return s_.own;
+  RecordWords words;
+  look_at(entry_at(rank(), from, s_.epoch), words);
+  return record_of(words);
 }
 
-// Reads a rank's record and finds the memory that it offers; false if some of it does not exist.
+// Compares a rank's record with this rank's, and finds the memory that it offers; false if some of it does not exist.
 template <class Derived, class Family, class Params, class Shared>
 template <class Take>
-__device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::take_record(int peer,
-                                                                                Take&& take) {
-  const Record theirs = read_record(peer);
+__device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::take_record(
+    int peer, const Record& theirs, Take&& take) {
   const bool same = theirs.call.status == XD_SUCCESS && s_.own.call.status == XD_SUCCESS &&
                     theirs.call.operation == s_.own.call.operation &&
                     Family::same_operation(theirs, s_.own);
@@ -326,12 +337,18 @@ template <class Derived, class Family, class Params, class Shared>
 template <class Take>
 __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&& take) {
   bool failed = false, missing = false;
+#pragma unroll 1
   for (int peer = thread(); peer < ranks(); peer += static_cast<int>(blockDim.x)) {
-    if (peer != rank() && !wait_entry(peer)) {
+    if (peer == rank()) {
+      missing |= !take_record(peer, s_.own, take);
+      continue;
+    }
+    RecordWords words;
+    if (!wait_entry(peer, words)) {
       failed = true;
       break;
     }
-    missing |= !take_record(peer, take);
+    missing |= !take_record(peer, record_of(words), take);
   }
   if (any_failed(failed)) return false;
   // The status is read before the barrier: a compiler may let all threads read a word that thread 0
@@ -417,6 +434,7 @@ XD_TURN_MEMBER(void)::raise_done() {
   // Another block may have skipped its work after a fatal error, which it wrote down before it was
   // counted.
   if (verdict() == Verdict::fatal || device::failed(p_.group.comm)) return;
+#pragma unroll 1
   for (int i = thread(); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
     // Release: a rank that sees this epoch also sees all that was written there, and nothing is
@@ -473,6 +491,7 @@ XD_TURN_MEMBER(void)::write_report() {
   to->rank = lowest_concerned();
   self().report(to->findings);
   if (s_.status == XD_ERROR_MISMATCH) {
+#pragma unroll 1
     for (int r = 0; r < ranks(); ++r) to->record[r] = read_record(r);
   }
   ptx::st_release_sys(&to->written, written + 1);
@@ -481,6 +500,7 @@ XD_TURN_MEMBER(void)::write_report() {
 // Called by the launch's last block, which reports and moves the epoch on.
 XD_TURN_MEMBER(void)::end_launch(bool awaits_flags) {
   bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
+#pragma unroll 1
   for (int peer = awaits_flags ? thread() : ranks(); peer < ranks() && !failed;
        peer += static_cast<int>(blockDim.x)) {
     std::uint64_t flag = 0;

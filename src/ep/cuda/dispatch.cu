@@ -63,6 +63,7 @@ class Sender {
     const Team team{0, p_.send_blocks};
     for_each_unit(turn_, 0, team, sent_chunks().count(tokens), [&](int chunk) {
       const int last = min((chunk + 1) * each, tokens);
+#pragma unroll 1
       for (int t = chunk * each; moves && t < last; ++t) send_token(t);
       if (any_receiver()) {
         mover_.landed();
@@ -81,6 +82,7 @@ class Sender {
   }
   __device__ bool any_receiver() const {
     bool any = false;
+#pragma unroll 1
     for (int d = lane_id(); d < turn_.ranks(); d += 32) any |= receives(d);
     return __any_sync(kAllLanes, any);
   }
@@ -118,6 +120,7 @@ class Sender {
   // Sends scales that no stage can hold.
   __device__ void send_scales(const std::byte* from, const MoverTarget& to) const {
     unsigned wanting = __ballot_sync(kAllLanes, to.row != nullptr);
+#pragma unroll 1
     while (wanting != 0) {
       const int lane = __ffs(static_cast<int>(wanting)) - 1;
       wanting &= wanting - 1;
@@ -165,6 +168,7 @@ class Sender {
   template <class Body>
   __device__ void for_each_leader(const Choice& c, Body&& body) const {
     unsigned leaders = __ballot_sync(kAllLanes, c.leader);
+#pragma unroll 1
     while (leaders != 0) {
       const int lane = __ffs(static_cast<int>(leaders)) - 1;
       leaders &= leaders - 1;
@@ -254,6 +258,7 @@ class Receiver {
 
   __device__ void copy_rows(const ReceiveRows& tensor, const ItemRows& rows, std::uint32_t first) {
     if (tensor.data == nullptr) return;
+#pragma unroll 1
     for (int i = tensor.staged != nullptr ? 0 : 1; i < rows.count; ++i) {
       const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
       copy_bytes(tensor.data + row * tensor.row_bytes, arrived(tensor, first), tensor.row_bytes);
@@ -272,6 +277,7 @@ class Receiver {
   __device__ void scale(const ItemRows& rows, std::uint32_t first) {
     const ReceiveRows& tensor = p_.recv_tokens;
     const auto vectors = static_cast<std::uint32_t>(tensor.row_bytes / 16);
+#pragma unroll 1
     for (int i = rows.count - 1; i >= 0; --i) {
       const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
       const std::byte* other =
@@ -324,6 +330,7 @@ __device__ Besides besides(const StridedRows& scales) {
 __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   const bool moves = turn.verdict() == Verdict::go;
   bool failed = false;
+#pragma unroll 1
   for (int peer = static_cast<int>(threadIdx.x); peer < turn.ranks() && moves && !failed;
        peer += static_cast<int>(blockDim.x)) {
     // The flag is not looked at: a tensor that is missing somewhere makes the content undefined.
@@ -333,6 +340,7 @@ __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   if (turn.any_failed(failed)) return;
   // This rank's own receivers have also put rows there.
   if (p.receives && !turn.barrier(1)) return;
+#pragma unroll 1
   for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
 }
 

@@ -46,6 +46,7 @@ class LateCopier {
   __device__ void copy_packed() const {
     constexpr std::int64_t kPiece = 4096;
     const std::int64_t bytes = received_ * static_cast<std::int64_t>(c_.row_bytes);
+#pragma unroll 1
     for (std::int64_t at = warp_ * kPiece; at < bytes; at += warps_ * kPiece) {
       copy_bytes(c_.to + at, c_.from + at, static_cast<std::uint64_t>(min(kPiece, bytes - at)));
     }
@@ -58,12 +59,14 @@ class LateCopier {
   template <class Element>
   __device__ void copy_strided(std::int64_t columns) const {
     const std::int64_t end = c_.tail == LateCopy::left ? received_ : c_.rows;
+#pragma unroll 1
     for (std::int64_t first = warp_ * kTile; first < end; first += warps_ * kTile) {
       const std::int64_t row = first + lane_id();
       if (row < received_) {
         copy_row<Element>(row, columns);
       } else if (row < end) {
         const auto value = static_cast<Element>(c_.tail == LateCopy::ones ? ~std::uint64_t{0} : 0);
+#pragma unroll 1
         for (std::int64_t c = 0; c < columns; ++c) *element_at<Element>(row, c) = value;
       }
     }
@@ -89,6 +92,7 @@ class LateCopier {
 #pragma unroll
       for (int i = 0; i < kOfVector; ++i) *element_at<Element>(row, v * kOfVector + i) = parts[i];
     }
+#pragma unroll 1
     for (std::int64_t c = vectors * kOfVector; c < columns; ++c) {
       *element_at<Element>(row, c) = reinterpret_cast<const volatile Element*>(from)[c];
     }

@@ -18,9 +18,9 @@ inline constexpr int kLanesPerScale = 8;
 // The larger magnitude of a block, in either half; `far` = this lane has numbers that are not
 // finite, which do not count.
 __device__ inline std::uint32_t most_of_block(const uint4& a, const uint4& b, bool& finite) {
-  std::uint32_t most = __vmaxu2(most_of(a, magnitudes), most_of(b, magnitudes));
+  std::uint32_t most = most_of(a, most_of(b, 0));
   finite = !__any_sync(kAllLanes, not_finite(most) != 0);
-  if (!finite) most = __vmaxu2(most_of(a, finite_magnitudes), most_of(b, finite_magnitudes));
+  if (!finite) most = finite_most_of(a, finite_most_of(b, 0));
 #pragma unroll
   for (int step = kLanesPerScale / 2; step > 0; step /= 2) {
     most = __vmaxu2(most, __shfl_xor_sync(kAllLanes, most, step));
@@ -43,7 +43,7 @@ __device__ LlQuantised quantise_columns(const uint4& a, const uint4& b,
   const std::uint32_t most = most_of_block(a, b, finite);
   if constexpr (Quantiser::kFloatScales) {
     const float scale = scale_of(bf16_low(most));
-    return {e4m3_of_both(a, b, __frcp_rn(scale), finite), __float_as_uint(scale)};
+    return {e4m3_of_both(a, b, inverse_of(scale), finite), __float_as_uint(scale)};
   } else {
     const bool bytes = format.scale_bytes == 1;
     const int exponent = bytes ? power_of(most, 0) : most == 0 ? 127 : power_of(most, 1);

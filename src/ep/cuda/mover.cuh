@@ -89,6 +89,7 @@ class Mover {
   // Moves a row to every lane that wants it; when quantising, with its scales. The source must not
   // change until landed().
   __device__ void move(const MoverSource& from, const MoverTarget& to) {
+#pragma unroll 1
     for (std::uint32_t i = 0; i < cut_.pieces; ++i) {
       const bool with_beside = i == 0 && cut_.beside_bytes != 0 && from.beside != nullptr;
       load(from, i, with_beside);
@@ -174,6 +175,7 @@ class Mover {
     const bool by_bulk = (place | cut_.beside_bytes) % 16 == 0;
     if (to.row != nullptr && by_bulk) ptx::bulk_store(to.beside, from, cut_.beside_bytes);
     unsigned others = __ballot_sync(0xFFFFFFFFu, to.row != nullptr && !by_bulk);
+#pragma unroll 1
     while (others != 0) {
       const int other = __ffs(static_cast<int>(others)) - 1;
       others &= others - 1;
@@ -205,6 +207,7 @@ class Mover {
     const std::uint32_t first =
         previous_.piece * Quantiser::scale_bytes(cut_.piece_bytes / 2, cut_.format);
     unsigned wanting = __ballot_sync(0xFFFFFFFFu, to.row != nullptr);
+#pragma unroll 1
     while (wanting != 0) {
       const int other = __ffs(static_cast<int>(wanting)) - 1;
       wanting &= wanting - 1;
@@ -213,11 +216,13 @@ class Mover {
                     first;
       if (Quantiser::kFloatScales ||
           (reinterpret_cast<unsigned long long>(there) | bytes) % 4 == 0) {
+#pragma unroll 1
         for (std::uint32_t i = lane(); i < bytes / 4; i += 32) {
           reinterpret_cast<std::uint32_t*>(there)[i] =
               reinterpret_cast<const std::uint32_t*>(scales)[i];
         }
       } else {
+#pragma unroll 1
         for (std::uint32_t i = lane(); i < bytes; i += 32) there[i] = scales[i];
       }
     }

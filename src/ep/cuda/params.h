@@ -88,6 +88,9 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   constexpr bool keeps_items_at(int rank) const {
     return (keeps_items_mask[rank / 64] >> (rank % 64) & 1) != 0;
   }
+  constexpr bool some_keep_items() const {
+    return (keeps_items_mask[0] | keeps_items_mask[1]) != 0;
+  }
 };
 
 // Parameters are copied with every launch, and every block fetches them: tables are none.

@@ -9,12 +9,14 @@
 //   plan                   this rank's blocks                later operations
 //
 //   1  every warp counts its tokens' choices; the block's sums go to block_counts    grid barrier 1
-//   2  column threads: sums over blocks; counts to and from all peers; their hash    grid barrier 2
+//   2  column threads: sums over blocks; counts to all peers. Then all wait for the peers' records,
+//      and column threads for their counts, which they hash and add up               grid barrier 2
 //   3  every block: zones, overflow, its own first rows in every zone
 //   4  every warp numbers its tokens' rows, in (token, k) order, and tells every owner its items
 //      (EXPERT_MAJOR with drops: after another count and grid barrier 3). Meanwhile the last block,
 //      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
-//   5  done flags; every block copies what it was told into the plan
+//   5  done flags; every block copies what it was told into the plan. Where no rank keeps items,
+//      and nothing is dropped, the counts are all that peers store, and there are no done flags
 //
 // Each step is a class, and its file says which of this memory it touches and which flags it
 // trusts: Choices and Counters step 1, Exchange 2, Zones 3, Numbering 4, PlanWriter the head and 5.
@@ -51,10 +53,12 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     writer.invalidate();
     numbering.clear();
     counters.count(choices);
-    good = turn.await({0, 0, 0, 0, 0}) && turn.barrier(1);
+    good = turn.barrier(1);
+    if (good) exchange.send();
+    good = good && turn.await({0, 0, 0, 0, 0});
   }
   if (good && turn.verdict() == Verdict::go) {
-    good = !turn.any_failed(!exchange.run()) && turn.barrier(2);
+    good = !turn.any_failed(!exchange.receive()) && turn.barrier(2);
     if (good) {
       zones.place();
       writer.write_early();
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     }
     if (good && !writer.needs_sources()) {
       writer.finish();
-      return turn.leave_and_end();
+      return turn.end_without_flags();
     }
     if (good) {
       turn.leave();

@@ -20,11 +20,6 @@ struct Pick {
   int token;       // token of this rank
   int first_lane;  // the token's first lane
   int seat, rank;  // the expert's seat (ExpertMap) and its rank; valid for good choices
-
-  // A key that a token's good choices of one rank share.
-  __device__ unsigned token_at_rank() const {
-    return static_cast<unsigned>(first_lane) << 16 | static_cast<unsigned>(rank);
-  }
 };
 
 class Choices {
@@ -39,6 +34,15 @@ class Choices {
   // a time as the lanes hold. All lanes call it.
   template <class Body>
   __device__ void for_each(Body&& body) const;
+  // The lanes that have those of the token's choices at the same rank for which `counts` is true
+  // (only where they are good), as a mask. All lanes call it.
+  __device__ unsigned equal_ranks(const Pick& c, bool counts) const {
+    return equal_in_group(static_cast<unsigned>(c.rank), counts, c.first_lane, p_.topk);
+  }
+  // True if this lane's is the first of them.
+  __device__ bool is_first_at_rank(const Pick& c, bool counts) const {
+    return counts && (equal_ranks(c, counts) & lower_lanes()) == 0;
+  }
 
  private:
   __device__ std::int64_t id_at(std::int64_t token, std::int64_t end) const;
@@ -60,6 +64,7 @@ __device__ void Choices::for_each(Body&& body) const {
   const int step = 32 / p_.topk;
   const int of_step = lane_id() / p_.topk;
   std::int64_t next = of_step < step ? id_at(begin + of_step, end) : -1;
+#pragma unroll 1
   for (std::int64_t t = begin; t < end; t += step) {
     const std::int64_t id = next;
     if (of_step < step) next = id_at(t + step + of_step, end);
@@ -81,8 +86,8 @@ __device__ inline Pick Choices::pick(std::int64_t token, bool active, std::int64
   const int of_step = lane_id() / p_.topk;
   Pick c{active, false, false, static_cast<int>(token), of_step * p_.topk, -1, -1};
   const bool inside = id >= 0 && id < g_.experts;
-  c.good =
-      first_of_equals(static_cast<unsigned>(of_step) << 16 | static_cast<unsigned>(id), inside);
+  const unsigned named = equal_in_group(static_cast<unsigned>(id), inside, c.first_lane, p_.topk);
+  c.good = inside && (named & lower_lanes()) == 0;
   const bool repeated = inside && !c.good;
   c.bad = active && id != -1 && !c.good && !(repeated && g_.collapse);
   if (c.good) {

@@ -85,13 +85,14 @@ class Counters {
 };
 
 __device__ inline void Counters::count(const Choices& choices) {
+#pragma unroll 1
   for (int i = thread_in_block(); i < warps_per_block() * columns_; i += threads_per_block()) {
     values_[i] = 0;
   }
   if (thread_in_block() == 0) s_.bad_ids = 0;
   __syncthreads();
   choices.for_each([&](const Pick& c) {
-    const bool first_there = first_of_equals(c.token_at_rank(), c.good);
+    const bool first_there = choices.is_first_at_rank(c, c.good);
     if (c.good) {
       add(c.seat);
       add(column_of_choices(c.rank));
@@ -109,6 +110,7 @@ __device__ inline void Counters::count(const Choices& choices) {
 }
 
 __device__ inline void Counters::clear_ranks() const {
+#pragma unroll 1
   for (int c = experts_ + lane_id(); c < columns_; c += 32) mine()[c] = 0;
   __syncwarp();
 }
@@ -116,8 +118,10 @@ __device__ inline void Counters::clear_ranks() const {
 __device__ inline void Counters::publish(int from) const {
   __syncthreads();
   std::uint32_t* to = counts_of(static_cast<int>(blockIdx.x));
+#pragma unroll 1
   for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
     std::uint32_t sum = 0;
+#pragma unroll 4
     for (int w = 0; w < warps_per_block(); ++w) sum += of_warp(w)[c];
     to[c] = sum;
   }
@@ -125,8 +129,10 @@ __device__ inline void Counters::publish(int from) const {
 
 template <class First>
 __device__ void Counters::open(int from, First&& first) const {
+#pragma unroll 1
   for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
     std::uint64_t next = first(c);
+#pragma unroll 1
     for (int w = 0; w < warps_per_block(); ++w) {
       const std::uint32_t count = of_warp(w)[c];
       of_warp(w)[c] = saturate(next);

@@ -81,6 +81,7 @@ class Numbering {
 
 __device__ inline void Numbering::clear() const {
   if (blockIdx.x != 0) return;
+#pragma unroll 1
   for (int e = thread_in_block(); e < g_.experts; e += threads_per_block()) surviving_[e] = 0;
 }
 
@@ -96,7 +97,7 @@ __device__ inline bool Numbering::run() const {
     if (!again) tell_owner(c, place);
   });
   if (zones_.drops() && !recount()) return false;
-  tell_lengths();
+  if (g_.some_keep_items()) tell_lengths();
   return true;
 }
 
@@ -114,13 +115,13 @@ __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const 
   if (g_.layout.row_per_expert) {
     place.row = counters_.take(c.good, c.seat);
   } else {
-    const unsigned same = equal_lanes(c.token_at_rank(), c.good);
+    const unsigned same = choices_.equal_ranks(c, c.good);
     const bool first = c.good && (same & lower_lanes()) == 0;
     place.row = counters_.take(first, counters_.column_of_tokens(c.good ? c.rank : 0));
     place.row = __shfl_sync(kAllLanes, place.row, __ffs(static_cast<int>(same)) - 1);
   }
   place.kept = c.good && place.row < zones_.capacity_of(c.rank);
-  place.leader = first_of_equals(c.token_at_rank(), place.kept);
+  place.leader = choices_.is_first_at_rank(c, place.kept);
   return place;
 }
 
@@ -129,6 +130,7 @@ __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const 
 __device__ inline int Numbering::lower_ranks(const Pick& c, const Place& place) const {
   const int leading = place.leader ? c.rank : INT32_MAX;
   int lower = 0;
+#pragma unroll 1
   for (int k = 0; k < p_.topk; ++k) {
     const int lane = min(c.first_lane + k, 31);
     lower += __shfl_sync(kAllLanes, leading, lane) < c.rank ? 1 : 0;
@@ -138,6 +140,7 @@ __device__ inline int Numbering::lower_ranks(const Pick& c, const Place& place) 
 
 // Writes the items and rows of these choices into the memory of their owners. All lanes call it.
 __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) const {
+  if (!g_.some_keep_items()) return;
   const int rank = place.kept ? c.rank : 0;
   const int order = lower_ranks(c, place);
   std::uint32_t item = 0, entry = 0;
@@ -145,7 +148,7 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
     item = counters_.take(place.leader, counters_.column_of_tokens(rank));
     entry = counters_.take(place.kept, counters_.column_of_choices(rank));
   } else if (place.leader) {
-    item = place.row - static_cast<std::uint32_t>(exchange_.tokens_before(g_.rank(), rank));
+    item = place.row - static_cast<std::uint32_t>(zones_.tokens_before(rank));
   }
   if (!place.kept || !g_.keeps_items_at(rank)) return;
   if (g_.layout.row_per_expert) {
@@ -178,6 +181,7 @@ __device__ inline bool Numbering::recount() const {
   }
   counters_.open(g_.experts, [&](int c) {
     std::uint64_t first = 0;
+#pragma unroll 1
     for (int b = 0; b < static_cast<int>(blockIdx.x); ++b) first += counters_.counts_of(b)[c];
     return first;
   });
@@ -194,7 +198,7 @@ __device__ inline void Numbering::tell_again() const {
       place.kept = global != RowCodec::kNone;
       if (place.kept) place.row = global - base_[c.rank];
     }
-    place.leader = first_of_equals(c.token_at_rank(), place.kept);
+    place.leader = choices_.is_first_at_rank(c, place.kept);
     tell_owner(c, place);
   });
 }
@@ -202,7 +206,7 @@ __device__ inline void Numbering::tell_again() const {
 // The numbers of items and rows that all blocks have written to an owner.
 __device__ inline ListedWord Numbering::told(int owner) const {
   if (!g_.layout.row_per_expert) {
-    const std::uint64_t before = exchange_.tokens_before(g_.rank(), owner);
+    const std::uint64_t before = zones_.tokens_before(owner);
     const auto kept = static_cast<std::uint32_t>(
         kept_rows(before, exchange_.tokens_for(g_.rank(), owner), zones_.capacity_of(owner)));
     return {kept, kept};
@@ -213,6 +217,7 @@ __device__ inline ListedWord Numbering::told(int owner) const {
   ListedWord sum{0, 0};
   if (!zones_.drops())
     sum = {counters_.counts_before(last)[tokens], counters_.counts_before(last)[choices]};
+#pragma unroll 1
   for (int b = zones_.drops() ? 0 : last; b <= last; ++b) {
     sum.items += counters_.counts_of(b)[tokens];
     sum.rows += counters_.counts_of(b)[choices];
@@ -232,6 +237,7 @@ __device__ inline void Numbering::tell_lengths() const {
 // Block 0 calls it.
 __device__ inline void Numbering::send_kept() const {
   if (blockIdx.x != 0) return;
+#pragma unroll 1
   for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
     const int d = p_.experts.rank_at(seat);
     if (zones_.total(d) <= zones_.capacity_of(d)) continue;

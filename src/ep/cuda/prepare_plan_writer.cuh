@@ -44,8 +44,8 @@ class PlanWriter {
   // Without drops: writes all that follows from the counts alone. All threads call it, when zones
   // are placed.
   __device__ void write_early() const;
-  // True if the plan needs more from the sources than their counts.
-  __device__ bool needs_sources() const { return g_.keeps_items || zones_.drops(); }
+  // True if some rank's plan needs more from the sources than their counts: all ranks say the same.
+  __device__ bool needs_sources() const { return g_.some_keep_items() || zones_.drops(); }
   // Returns when the items of all ranks for this one are there. All threads call it. False after a
   // fatal error.
   __device__ bool wait_for_sources() const;
@@ -66,6 +66,12 @@ class PlanWriter {
   template <class Word>
   __device__ const Word* told_here(std::uint64_t offset) const {
     return reinterpret_cast<const Word*>(turn_.area(g_.rank()).base + offset);
+  }
+  // Adds all threads' values to a number in shared memory, where two threads that add 64 bits at
+  // once wait for one another. All threads call it.
+  __device__ static void add_up(unsigned long long* to, std::uint64_t value) {
+    const std::uint64_t sum = warp_sum(value);
+    if (lane_id() == 0 && sum != 0) atomicAdd(to, static_cast<unsigned long long>(sum));
   }
   __device__ void derive_told() const;
   __device__ void read_told() const;
@@ -116,6 +122,7 @@ __device__ inline void PlanWriter::write_early() const {
 __device__ inline bool PlanWriter::wait_for_sources() const {
   bool good = true;
   std::uint64_t flag = 0;  // not looked at: prepare has no tensors that could be missing
+#pragma unroll 1
   for (int s = thread_in_block(); s < g_.ranks() && good; s += threads_per_block()) {
     good = turn_.wait_done(s, flag);
   }
@@ -135,8 +142,10 @@ __device__ inline void PlanWriter::finish() const {
 
 // Without drops, the numbers of items and rows that every source has here follow from its counts.
 __device__ inline void PlanWriter::derive_told() const {
+#pragma unroll 1
   for (int s = warp_in_block(); s < g_.ranks(); s += warps_per_block()) {
     std::uint32_t rows = 0;
+#pragma unroll 1
     for (int e = lane_id(); e < g_.local_experts; e += 32) {
       rows += exchange_.choices(s, seat_here(e));
     }
@@ -158,6 +167,7 @@ __device__ inline void PlanWriter::find_begins() const {
   __syncthreads();
   if (thread_in_block() == 0) {
     std::int64_t items = 0, rows = 0;
+#pragma unroll 1
     for (int s = 0; s <= g_.ranks(); ++s) {
       s_.item_begin[s] = static_cast<std::int32_t>(items);
       s_.row_begin[s] = static_cast<std::int32_t>(rows);
@@ -187,6 +197,7 @@ __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   }
   const auto* kept = told_here<std::uint32_t>(g_.map.kept);
   std::uint64_t pairs = 0;
+#pragma unroll 1
   for (int s = 0; s < g_.ranks(); ++s) {
     pairs +=
         ptx::ld_relaxed_sys(kept + static_cast<std::uint64_t>(s) * g_.kept_stride + local_expert);
@@ -204,6 +215,7 @@ __device__ inline void PlanWriter::write_zones() const {
     return g_.layout.row_per_expert ? exchange_.expert_total(seat_here(e)) : pairs_of(e);
   };
   const auto padded = [&](int e) { return zones_.padded(rows(e)); };
+  std::uint64_t dropped = 0;  // of the experts that this thread looks at
   scan_block(s_.partial, g_.local_experts, padded, [&](int e, std::uint64_t zone) {
     const std::uint64_t offset = min(zone, limit);
     offsets[e] = static_cast<std::int32_t>(min(offset, std::uint64_t{INT32_MAX}));
@@ -214,8 +226,9 @@ __device__ inline void PlanWriter::write_zones() const {
     write_number(p_.counts, e, static_cast<std::int64_t>(kept));
     write_number(p_.padded_counts, e,
                  static_cast<std::int64_t>(min(zone + padded(e), limit) - offset));
-    atomicAdd(&s_.dropped_rows, static_cast<unsigned long long>(rows(e) - kept));
+    dropped += rows(e) - kept;
   });
+  add_up(&s_.dropped_rows, dropped);
   if (thread_in_block() == 0) {
     write_number(p_.total, 0, static_cast<std::int64_t>(zones_.total(g_.rank())));
   }
@@ -268,12 +281,14 @@ __device__ inline void PlanWriter::write_header() const {
   if (g_.keeps_items) {
     auto* tokens = part<std::int32_t>(map_.tokens);
     auto* begin = part<std::int32_t>(map_.item_begin);
+#pragma unroll 1
     for (int s = thread_in_block(); s <= g_.ranks(); s += threads_per_block()) {
       begin[s] = s_.item_begin[s];
       if (s < g_.ranks()) tokens[s] = static_cast<std::int32_t>(exchange_.tokens(s));
     }
   }
-  // Zeroes the gap before the codes, so that equal plans have equal checksums.
+// Zeroes the gap before the codes, so that equal plans have equal checksums.
+#pragma unroll 1
   for (std::uint64_t i = map_.zones_end + threadIdx.x; i < map_.code; i += threads_per_block()) {
     p_.plan[i] = std::byte{0};
   }
@@ -287,12 +302,13 @@ __device__ inline void PlanWriter::seal() const {
   const auto* header = reinterpret_cast<const std::uint64_t*>(&header_);
   auto* words = part<std::uint64_t>(0);
   std::uint64_t sum = 0;
+#pragma unroll 1
   for (std::uint64_t i = threadIdx.x; i < map_.code / sizeof(std::uint64_t);
        i += threads_per_block()) {
     if (i < kHeaderWords) words[i] = header[i];
     if (i != kChecksumWord) sum += hash_entry(i, i < kHeaderWords ? header[i] : words[i]);
   }
-  atomicAdd(&s_.checksum, static_cast<unsigned long long>(sum));
+  add_up(&s_.checksum, sum);
   __syncthreads();
   if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
 }
@@ -325,8 +341,10 @@ __device__ inline void PlanWriter::copy_items() const {
   const auto* lists = told_here<std::uint32_t>(g_.map.lists);
   const int first = static_cast<int>(blockIdx.x) * threads_per_block() + thread_in_block();
   const int stride = static_cast<int>(gridDim.x) * threads_per_block();
+#pragma unroll 1
   for (int s = 0; s < g_.ranks(); ++s) {
     const int count = min(s_.item_begin[s + 1] - s_.item_begin[s], g_.max_tokens);
+#pragma unroll 1
     for (int i = first; i < count; i += stride) {
       const std::uint64_t word =
           ptx::ld_relaxed_sys(items + static_cast<std::uint64_t>(s) * g_.max_tokens + i);
@@ -337,6 +355,7 @@ __device__ inline void PlanWriter::copy_items() const {
     }
     if (!g_.layout.row_per_expert) continue;
     const int rows = s_.row_begin[s + 1] - s_.row_begin[s];
+#pragma unroll 1
     for (int i = first; i < rows; i += stride) {
       list[s_.row_begin[s] + i] = ptx::ld_relaxed_sys(lists + s * g_.lists_stride + 1 + i);
     }
@@ -356,8 +375,10 @@ __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, i
   }
   std::uint64_t rows = 0;
   const int end = p_.experts.first(rank + 1);
+#pragma unroll 1
   for (int seat = p_.experts.first(rank) + lane; seat < end; seat += 32) {
     std::uint64_t first = zones_.first_row(seat);
+#pragma unroll 1
     for (int s = 0; s < source; ++s) first += exchange_.choices(s, seat);
     rows += kept_rows(first, exchange_.choices(source, seat), limit);
   }
@@ -369,6 +390,7 @@ __device__ inline void PlanWriter::write_rank_rows() const {
   if (p_.rank_rows.data == nullptr) return;
   const int warps = static_cast<int>(gridDim.x) * warps_per_block();
   const int ranks = g_.ranks();
+#pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x) * warps_per_block() + warp_in_block();
        i < ranks * ranks; i += warps) {
     const std::uint64_t rows = warp_sum(rows_between(i / ranks, i % ranks, lane_id()));

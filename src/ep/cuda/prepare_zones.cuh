@@ -21,6 +21,8 @@ class Zones {
     std::uint64_t partial[kMostPrepareWarps];   // for scan_block()
     unsigned long long total[kMaxDeviceRanks];  // padded rows each rank needs
     std::uint64_t start[kMaxDeviceRanks + 1];   // padded rows of all lower ranks
+    std::uint64_t tokens[kMaxDeviceRanks];      // tokens that each rank gets
+    std::uint64_t before[kMaxDeviceRanks];      // of them, those of the ranks before this one
     int overflow_rank, bad_id_rank;             // the lowest; INT32_MAX = none
     unsigned long long bad_ids;
     int drops;
@@ -52,6 +54,8 @@ class Zones {
   __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
   __device__ int bad_id_rank() const { return or_none(s_.bad_id_rank); }
   __device__ std::uint64_t bad_ids() const { return s_.bad_ids; }
+  // Tokens that the ranks before this one have for a rank: in RANK_MAJOR the first row there.
+  __device__ std::uint64_t tokens_before(int rank) const { return s_.before[rank]; }
 
   // The rows that a rank can receive under this plan.
   __device__ std::uint32_t capacity_of(int rank) const {
@@ -62,13 +66,23 @@ class Zones {
     return g_.drop ? capacity_of(rank) : ~std::uint64_t{0};
   }
   __device__ std::uint64_t padded(std::uint64_t rows) const {
-    const auto alignment = static_cast<std::uint64_t>(p_.alignment);
-    return (rows + alignment - 1) / alignment * alignment;
+    const auto alignment = static_cast<std::uint32_t>(p_.alignment);
+    const auto few = static_cast<std::uint32_t>(rows);  // a division of 64 bits is a long one
+    const std::uint64_t whole = few == rows ? few / alignment : rows / alignment;
+    return whole * alignment + (whole * alignment < rows ? alignment : 0);
   }
 
  private:
+  // What all ranks say about one of them.
+  struct OfRank {
+    std::uint64_t tokens, before;
+    std::uint32_t bad_ids;
+  };
+
   __device__ static int or_none(int rank) { return rank == INT32_MAX ? -1 : rank; }
   __device__ void fetch() const;
+  __device__ OfRank of_rank(int rank) const;
+  __device__ void note(int rank, const OfRank& counts) const;
   __device__ void lay_out() const;
   __device__ void find_overflow() const;
   __device__ void open_counters() const;
@@ -92,7 +106,12 @@ __device__ inline void Zones::place() const {
 
 // Loads the numbers that lie in device memory, once for all steps.
 __device__ inline void Zones::fetch() const {
+  // The last threads have no columns if others can have them.
+  const int d = threads_per_block() - 1 - thread_in_block();
+  OfRank of_mine{};
+  if (d < g_.ranks()) of_mine = of_rank(d);
   const std::uint32_t* before = counters_.counts_before(static_cast<int>(blockIdx.x));
+#pragma unroll 1
   for (int c = thread_in_block(); c < counters_.columns(); c += threads_per_block()) {
     next_[c] = before[c];
     if (c >= g_.experts) continue;
@@ -104,6 +123,29 @@ __device__ inline void Zones::fetch() const {
     s_.bad_ids = 0;
   }
   __syncthreads();
+  if (d < g_.ranks()) note(d, of_mine);
+  __syncthreads();
+}
+
+// One thread.
+__device__ inline Zones::OfRank Zones::of_rank(int rank) const {
+  OfRank counts{0, 0, exchange_.bad_ids(rank)};
+#pragma unroll 4
+  for (int s = 0; s < g_.ranks(); ++s) {
+    const std::uint32_t tokens = exchange_.tokens_for(s, rank);
+    if (s < g_.rank()) counts.before += tokens;
+    counts.tokens += tokens;
+  }
+  return counts;
+}
+
+// One thread.
+__device__ inline void Zones::note(int rank, const OfRank& counts) const {
+  s_.before[rank] = counts.before;
+  s_.tokens[rank] = counts.tokens;
+  if (counts.bad_ids == 0) return;
+  atomicMin(&s_.bad_id_rank, rank);
+  atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(counts.bad_ids));
 }
 
 // Turns totals into first rows.
@@ -113,11 +155,13 @@ __device__ inline void Zones::lay_out() const {
   scan_block(
       s_.partial, g_.experts, [&](int seat) { return padded(first_row_[seat]); },
       [&](int seat, std::uint64_t sum) {
+#pragma unroll 1
         for (int d = p_.experts.rank_at(seat); d >= 0 && p_.experts.first(d) == seat; --d) {
           s_.start[d] = sum;
         }
         if (seat < g_.experts) first_row_[seat] = static_cast<std::uint32_t>(sum);
       });
+#pragma unroll 1
   for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
     const int d = p_.experts.rank_at(seat);
     const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
@@ -129,12 +173,8 @@ __device__ inline void Zones::lay_out() const {
 __device__ inline void Zones::find_overflow() const {
   const int d = thread_in_block();
   if (d < g_.ranks()) {
-    const std::uint32_t bad = exchange_.bad_ids(d);
-    s_.total[d] = g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d]
-                                           : exchange_.tokens_before(g_.ranks(), d);
+    s_.total[d] = g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d] : s_.tokens[d];
     if (s_.total[d] > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
-    if (bad > 0) atomicMin(&s_.bad_id_rank, d);
-    atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(bad));
   }
   __syncthreads();
   if (thread_in_block() == 0) s_.drops = g_.drop && s_.overflow_rank != INT32_MAX ? 1 : 0;
@@ -147,7 +187,7 @@ __device__ inline void Zones::open_counters() const {
     if (c < g_.experts) {
       first += first_row_[c];
     } else if (!g_.layout.row_per_expert && c < g_.experts + g_.ranks()) {
-      first += exchange_.tokens_before(g_.rank(), c - g_.experts);
+      first += tokens_before(c - g_.experts);
     }
     return first;
   });

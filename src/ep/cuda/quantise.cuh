@@ -28,10 +28,19 @@ __device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
   return magnitudes(pair) & ~((not_finite(magnitudes(pair)) >> 15) * 0xFFFFu);
 }
 
-// The larger halves of all four words, after each word is mapped.
-template <class Map>
-__device__ std::uint32_t most_of(const uint4& x, Map map) {
-  return __vmaxu2(__vmaxu2(map(x.x), map(x.y)), __vmaxu2(map(x.z), map(x.w)));
+// The larger halves of `most` and the magnitudes of four words. Where some number is not finite, nor
+// are they.
+__device__ inline std::uint32_t most_of(const uint4& x, std::uint32_t most) {
+  most = ptx::max_magnitudes_bf16x2(x.x, ptx::max_magnitudes_bf16x2(x.y, most));
+  return ptx::max_magnitudes_bf16x2(x.z, ptx::max_magnitudes_bf16x2(x.w, most));
+}
+// The same without numbers that are not finite.
+__device__ inline std::uint32_t finite_most_of(const uint4& x, std::uint32_t most) {
+  const auto larger = [&](std::uint32_t pair) { return __vmaxu2(finite_magnitudes(pair), most); };
+  most = larger(x.x);
+  most = larger(x.y);
+  most = larger(x.z);
+  return larger(x.w);
 }
 
 // Converts two finite numbers; the conversion limits to +-448.
@@ -46,41 +55,29 @@ __device__ inline std::uint32_t e4m3_of_any(std::uint32_t pair, float inverse) {
 
 template <class Convert>
 __device__ uint2 e4m3_of(const uint4& x, float inverse, Convert convert) {
-  return make_uint2(convert(x.x, inverse) | convert(x.y, inverse) << 16,
-                    convert(x.z, inverse) | convert(x.w, inverse) << 16);
+  constexpr unsigned kLowHalves = 0x5410;
+  return make_uint2(__byte_perm(convert(x.x, inverse), convert(x.y, inverse), kLowHalves),
+                    __byte_perm(convert(x.z, inverse), convert(x.w, inverse), kLowHalves));
 }
 
-// The scale of a block whose largest finite magnitude is `most`.
+// The scale of a block whose largest finite magnitude is `most`, a bfloat16: most / 448, rounded as
+// a division rounds, and at least 2^-126. The remainder of the first quotient corrects it; that all
+// bfloat16 come out right has been tried.
 __device__ inline float scale_of(float most) {
-  constexpr float kLeastScale = 1.17549435e-38f;  // 2^-126
-  return most == 0.0f ? 1.0f : fmaxf(__fdiv_rn(most, 448.0f), kLeastScale);
+  constexpr float kLeastScale = 1.17549435e-38f, kInverse = 1.0f / 448.0f;
+  const float quotient = __fmul_rn(most, kInverse);
+  const float rest = __fmaf_rn(-quotient, 448.0f, most);
+  return most == 0.0f ? 1.0f : fmaxf(__fmaf_rn(rest, kInverse, quotient), kLeastScale);
+}
+
+// 1 / scale, rounded to nearest, for every scale that scale_of() gives: likewise.
+__device__ inline float inverse_of(float scale) {
+  const float near = ptx::approximate_reciprocal(scale);
+  return __fmaf_rn(near, __fmaf_rn(-scale, near, 1.0f), near);
 }
 
 constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
-constexpr int kVectorsAtOnce = 4;  // of each lane
 constexpr std::uint32_t kColumnsPerVector = 8;
-
-// Loads a lane's vectors: `load` gives one by its number. `most` are the largest magnitudes in
-// each, for even and for odd columns. Returns whether all numbers of the warp's vectors are finite.
-// All lanes of the warp call it, and have loaded theirs when one of them returns.
-template <class Load>
-__device__ __forceinline__ bool load_vectors(uint4 (&x)[kVectorsAtOnce],
-                                             std::uint32_t (&most)[kVectorsAtOnce], Load&& load) {
-  std::uint32_t far = 0;
-#pragma unroll
-  for (int i = 0; i < kVectorsAtOnce; ++i) {
-    x[i] = load(i);
-    most[i] = most_of(x[i], magnitudes);
-    far |= not_finite(most[i]);
-  }
-  const bool finite = !__any_sync(kWholeWarp, far != 0);
-  if (!finite) {
-#pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i) most[i] = most_of(x[i], finite_magnitudes);
-  }
-  __syncwarp();
-  return finite;
-}
 
 __device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool finite) {
   return finite ? e4m3_of(x, inverse, e4m3_of_finite) : e4m3_of(x, inverse, e4m3_of_any);
@@ -88,41 +85,46 @@ __device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool f
 
 // Quantises by FP8_BLOCK128, in place: byte c of the piece becomes column c. All lanes of a warp
 // call it, with `columns` a multiple of 128 and all pointers in shared memory, the piece at a
-// multiple of 128. Four lanes share a block, so a warp has eight blocks at a time. These
+// multiple of 128. Two lanes share a block, so a warp has sixteen blocks at a time. These
 // instructions keep a multiprocessor busy, so the code for numbers that are not finite runs only
 // where there are some.
 __device__ inline void quantise_by_quotients(std::byte* piece, float* scales,
                                              std::uint32_t columns) {
-  constexpr std::uint32_t kLanesPerBlock = 4, kBlocksAtOnce = 32 / kLanesPerBlock;
-  static_assert(kVectorsAtOnce * kLanesPerBlock * kColumnsPerVector == 128);
+  constexpr int kVectors = 8;  // of each lane
+  constexpr std::uint32_t kLanesPerBlock = 2, kBlocksAtOnce = 32 / kLanesPerBlock;
+  static_assert(kVectors * kLanesPerBlock * kColumnsPerVector == 128);
   const std::uint32_t lane = threadIdx.x % 32, own = lane / kLanesPerBlock;
   const std::uint32_t blocks = columns / 128;
   // Neighbouring blocks take their vectors in different orders, and so lanes use different banks.
-  const auto column_of = [&](std::uint32_t block, int i) {
-    const std::uint32_t vector =
-        (i ^ own % kVectorsAtOnce) * kLanesPerBlock + lane % kLanesPerBlock;
-    return block * 128 + vector * kColumnsPerVector;
+  const auto column_of = [&](int i) {
+    return ((i ^ own % kVectors) * kLanesPerBlock + lane % kLanesPerBlock) * kColumnsPerVector;
   };
 #pragma unroll 1
   for (std::uint32_t first = 0; first < blocks; first += kBlocksAtOnce) {
     const std::uint32_t block = first + own;
-    uint4 x[kVectorsAtOnce];
-    std::uint32_t most[kVectorsAtOnce];
-    const bool finite = load_vectors(x, most, [&](int i) {
-      return block < blocks ? *reinterpret_cast<const uint4*>(piece + column_of(block, i) * 2)
-                            : uint4{0, 0, 0, 0};
-    });
-    std::uint32_t largest = __vmaxu2(__vmaxu2(most[0], most[1]), __vmaxu2(most[2], most[3]));
+    const std::byte* from = piece + min(block, blocks - 1) * 256;
+    uint4 x[kVectors];
+    std::uint32_t most = 0;
 #pragma unroll
-    for (std::uint32_t step = kLanesPerBlock / 2; step > 0; step /= 2) {
-      largest = __vmaxu2(largest, __shfl_xor_sync(kWholeWarp, largest, step));
+    for (int i = 0; i < kVectors; ++i) {
+      x[i] = *reinterpret_cast<const uint4*>(from + column_of(i) * 2);
+      most = most_of(x[i], most);
     }
-    const float scale = scale_of(bf16_low(max(largest & 0xFFFFu, largest >> 16)));
-    const float inverse = __frcp_rn(scale);
-    if (block >= blocks) continue;
+    const bool finite = !__any_sync(kWholeWarp, not_finite(most) != 0);
+    if (!finite) {
+      most = 0;
 #pragma unroll
-    for (int i = 0; i < kVectorsAtOnce; ++i) {
-      *reinterpret_cast<uint2*>(piece + column_of(block, i)) = quantised(x[i], inverse, finite);
+      for (int i = 0; i < kVectors; ++i) most = finite_most_of(x[i], most);
+    }
+    most = __vmaxu2(most, __shfl_xor_sync(kWholeWarp, most, 1));
+    __syncwarp();  // all lanes have loaded theirs
+    const float scale = scale_of(bf16_low(max(most & 0xFFFFu, most >> 16)));
+    const float inverse = inverse_of(scale);
+    if (block >= blocks) continue;
+    std::byte* to = piece + block * 128;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      *reinterpret_cast<uint2*>(to + column_of(i)) = quantised(x[i], inverse, finite);
     }
     if (lane % kLanesPerBlock == 0) scales[block] = scale;
   }
@@ -144,18 +146,28 @@ __device__ inline int block_bits(const QuantiseFormat& format) {
 // quantise_by_quotients(), but a block has eight columns for each of 2, 4, 8 or 16 lanes.
 __device__ inline void quantise_by_powers(std::byte* piece, std::byte* scales,
                                           std::uint32_t columns, const QuantiseFormat& format) {
+  constexpr int kVectorsAtOnce = 4;  // of each lane
   constexpr std::uint32_t kColumnsPerWarp = 32 * kColumnsPerVector;
   const std::uint32_t own_column = threadIdx.x % 32 * kColumnsPerVector;
   const bool bytes = format.scale_bytes == 1;
   for (std::uint32_t first = own_column; first - own_column < columns;
        first += kVectorsAtOnce * kColumnsPerWarp) {
     uint4 x[kVectorsAtOnce];
-    std::uint32_t most[kVectorsAtOnce];
-    const bool finite = load_vectors(x, most, [&](int i) {
+    std::uint32_t most[kVectorsAtOnce], far = 0;
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
       const std::byte* at = piece + column * 2;
-      return column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
-    });
+      x[i] = column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
+      most[i] = most_of(x[i], 0);
+      far |= not_finite(most[i]);
+    }
+    const bool finite = !__any_sync(kWholeWarp, far != 0);
+    if (!finite) {
+#pragma unroll
+      for (int i = 0; i < kVectorsAtOnce; ++i) most[i] = finite_most_of(x[i], 0);
+    }
+    __syncwarp();  // all lanes have loaded theirs
     for (std::uint32_t step = format.block / kColumnsPerVector / 2; step > 0; step /= 2) {
 #pragma unroll
       for (int i = 0; i < kVectorsAtOnce; ++i) {

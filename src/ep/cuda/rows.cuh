@@ -40,11 +40,14 @@ __device__ inline void fill_bytes(std::byte* to, std::uint64_t bytes, unsigned c
   const std::uint32_t word = value * 0x01010101u;
   const std::uint64_t head = min((16 - reinterpret_cast<std::uint64_t>(to) % 16) % 16, bytes);
   const std::uint64_t body = (bytes - head) / 16 * 16;
+#pragma unroll 1
   for (std::uint64_t i = (warp * 32 + lane_id()) * 16; i < body; i += warps * 512) {
     ptx::st_streaming(to + head + i, make_uint4(word, word, word, word));
   }
   if (warp != 0) return;
+#pragma unroll 1
   for (std::uint64_t i = lane_id(); i < head; i += 32) to[i] = std::byte{value};
+#pragma unroll 1
   for (std::uint64_t i = head + body + lane_id(); i < bytes; i += 32) to[i] = std::byte{value};
 }
 
@@ -61,6 +64,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
     // warp takes several.
     const auto experts = static_cast<std::uint64_t>(g.local_experts);
     const std::uint64_t parts = max(warps / experts, std::uint64_t{1});
+#pragma unroll 1
     for (std::uint64_t i = warp; i < experts * parts; i += warps) {
       const std::uint64_t e = i / parts;
       const std::int64_t end = std::int64_t{plan.offset[e]} + plan.count[e];

@@ -15,8 +15,10 @@ __device__ void scan_block(std::uint64_t* partial, int count, Value&& value, Sto
   const int each = (count + threads_per_block() - 1) / threads_per_block();
   const int begin = min(thread_in_block() * each, count), end = min(begin + each, count);
   std::uint64_t own = 0;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) own += value(i);
   std::uint64_t before = own;
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const std::uint64_t other = __shfl_up_sync(kAllLanes, before, step);
     if (lane_id() >= step) before += other;
@@ -25,7 +27,8 @@ __device__ void scan_block(std::uint64_t* partial, int count, Value&& value, Sto
   if (lane_id() == 31) partial[warp_in_block()] = before;
   __syncthreads();
   before -= own;
-  for (int w = 0; w < warp_in_block(); ++w) before += partial[w];
+  before += warp_sum(lane_id() < warp_in_block() ? partial[lane_id()] : 0);
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
     const std::uint64_t own_value = value(i);
     store(i, before);

@@ -63,6 +63,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   template <class Wanted>
   __device__ void release_chunk(int chunk, Wanted wanted) const {
     __syncwarp();
+#pragma unroll 1
     for (int d = static_cast<int>(threadIdx.x % 32); d < ranks(); d += 32) {
       if (wanted(d)) ptx::st_release_sys(chunk_at(d, rank(), chunk), s_.epoch);
     }
@@ -132,6 +133,7 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
   const std::uint64_t end = min(p_.group.plan_head_bytes, p_.plan_bytes) / sizeof(std::uint64_t);
   HeadLook look{0, false};
+#pragma unroll 1
   for (std::uint64_t i = threadIdx.x; i < end; i += blockDim.x) {
     const std::uint64_t word = words[i];
     if (i < kHeaderWords) reinterpret_cast<std::uint64_t*>(&s_.plan)[i] = word;
@@ -141,6 +143,7 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
   const int local = p_.group.local_experts;
   const auto* count = reinterpret_cast<const std::int32_t*>(p_.plan + sizeof(PlanHeader));
   const std::int32_t* offset = count + local;
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < local; e += static_cast<int>(blockDim.x)) {
     look.damaged |= zone_is_damaged(count[e], offset[e], offset[e + 1]);
   }
@@ -154,8 +157,12 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
 // All threads call it. Every block comes to the same verdict, since it looks at the same bytes.
 __device__ inline void Turn::check_plan(const HeadLook& look) {
   std::uint64_t sum = look.sum;
+#pragma unroll 1
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-  if (threadIdx.x % 32 == 0) atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
+  // Most warps have no word, and 64 bits are added in shared memory one after another.
+  if (threadIdx.x % 32 == 0 && sum != 0) {
+    atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
+  }
   const bool damaged = __syncthreads_or(look.damaged ? 1 : 0) != 0;
   if (thread() == 0) s_.fault = plan_fault(damaged);
 }
@@ -170,6 +177,7 @@ __device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
     if (const Fault fault = checksum_fault(h, s_.sum)) return fault;
   }
   if (const Fault fault = binding_fault(h, p_.group.terms)) return fault;
+#pragma unroll 1
   for (int i = 0; i < p_.num_checks; ++i) {
     if (const Fault fault = tensor_fault(h, p_.checks[i])) return fault;
   }

@@ -51,6 +51,7 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
   const int ranks = turn.ranks();
   if (code != RowCodec::kNone && global < shared.base[ranks]) {
     int low = 0, high = ranks;  // base[low] <= global < base[high]
+#pragma unroll 1
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (shared.base[middle] <= global) {
@@ -74,6 +75,7 @@ __device__ inline int order_of(const Choice& c, int& count) {
   unsigned leaders = __ballot_sync(kAllLanes, c.leader);
   count = __popc(leaders);
   int lower = 0;
+#pragma unroll 1
   while (leaders != 0) {
     const int other = __ffs(static_cast<int>(leaders)) - 1;
     leaders &= leaders - 1;
@@ -111,6 +113,7 @@ __device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, i
   };
   int unit = first_unit(team);
   if (unit < 0) unit = end <= warps ? end : take();
+#pragma unroll 1
   while (unit < end) {
     if (!body(unit)) return false;
     if (end <= warps) break;
@@ -137,6 +140,7 @@ __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, in
   const std::uint64_t wanted =
       static_cast<std::uint64_t>(token + (half == 0 ? 0 : tokens)) * per_token;
   int low = begin, high = end;  // the answer lies in [low, high]
+#pragma unroll 1
   while (__any_sync(kAllLanes, low < high)) {
     // The lanes look at sixteen items, evenly spread, with the last of [low, high) among them.
     const int size = high - low;
@@ -182,6 +186,7 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
     return ItemRows{static_cast<int>(rows), !mine ? 0 : listed ? plan.list[first + lane] : first};
   };
   ItemRows next = count > 0 ? rows_at(0) : ItemRows{0, 0};
+#pragma unroll 1
   for (int i = 0; i < count; ++i) {
     ItemRows rows = next;
     if (i + 1 < count) next = rows_at(i + 1);
@@ -218,6 +223,7 @@ __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const 
                                  Body&& body) {
   const int ranks = turn.ranks();
   int most = 0;
+#pragma unroll 1
   for (int s = 0; s < ranks; ++s) {
     const int tokens = max(plan.tokens[s], 0);
     most = max(most, chunks.count(tokens) * chunks.parts(tokens, cut_bytes));
