@@ -87,10 +87,17 @@ class Builder {
 std::vector<Case> budget(const Options& options, const Limits& limits) {
   Builder b(options, limits);
   const Step prepare{.operation = Operation::prepare, .target_us = 20};
-  b.add({}, {prepare, {kDispatch, 12, 510}, {kCombine, 16, 510}});
+  // A gradient's way back is that of the rows: combine_bwd sends as dispatch does.
+  const auto combine_bwd = Operation::combine_bwd, dispatch_bwd = Operation::dispatch_bwd;
+  b.add({}, {prepare,
+             {kDispatch, 12, 510},
+             {kCombine, 16, 510},
+             {combine_bwd, 12, 510},
+             {dispatch_bwd, 16, 510}});
   b.add({.element = Element::fp8}, {{kDispatch, 12, 290}});
   b.add({.element = Element::bf16_to_fp8}, {{kDispatch, 12}});
-  b.add({.layout = Layout::expert}, {{kDispatch, 24, 600}, {kCombine, 32, 600}});
+  b.add({.layout = Layout::expert},
+        {{kDispatch, 24, 600}, {kCombine, 32, 600}, {combine_bwd, 24}, {dispatch_bwd, 32}});
   b.add({.layout = Layout::expert, .element = Element::fp8}, {{kDispatch, 24}});
   b.add({.tokens = 128}, {{Operation::prepare}, {kDispatch, 0, 19}, {kCombine, 0, 22}});
   b.add({.tokens = 128, .element = Element::fp8}, {{kDispatch, 0, 15}});

@@ -104,7 +104,12 @@ TEST(LaunchShapeTest, MoreCopiesPerTokenGetMoreMultiprocessors) {
   EXPECT_EQ(dispatch, 12) << "as many as fill the links of four ranks";
   EXPECT_EQ(combine, 11);
   const RowPieces quantised = RowPieces::make(14336, kBlock128);
-  EXPECT_GT(dispatch_shape(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch);
+  EXPECT_EQ(dispatch_shape(traffic, quantised, row, 0, 128, kHopper).blocks, dispatch)
+      << "half the bytes cross, and the same are read";
+  traffic.ranks = 2;
+  EXPECT_GT(dispatch_shape(traffic, quantised, row, 0, 128, kHopper).blocks,
+            dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks);
+  traffic.ranks = 4;
   traffic.receives = true;  // by rank, staged
   EXPECT_GT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, dispatch);
   EXPECT_GT(combine_shape(traffic, 0, 128, kHopper).blocks, combine);

@@ -41,7 +41,8 @@ class Choices {
   }
   // True if this lane's is the first of them.
   __device__ bool is_first_at_rank(const Pick& c, bool counts) const {
-    return counts && (equal_ranks(c, counts) & lower_lanes()) == 0;
+    const unsigned same = equal_ranks(c, counts);  // all lanes take part
+    return counts && (same & lower_lanes()) == 0;
   }
 
  private:
