@@ -37,7 +37,8 @@ struct LlCombine::Terms {
     host_ends[at(num_hosts - 1)] = num_partials;
   }
   // Meanwhile the rows of the sum after it are fetched.
-  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next) const {
+  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next,
+           rows::Store store) const {
     rows::sum(row_type(type), out,
               {.rows = rows.data(),
                .weights = weighted ? weights.data() : nullptr,
@@ -46,7 +47,7 @@ struct LlCombine::Terms {
                .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
                .num_hosts = num_hosts,
                .next_rows = {next.rows.data(), at(next.num_rows)}},
-              cols, rows::Store::cached);
+              cols, store);
   }
 };
 
@@ -163,8 +164,9 @@ void LlCombine::send_partials() {
     Sum& next = sums[1 - now];
     more = find_next(next);
     sums[now].terms.sum(send_.expert_out.type, sums[now].out, at(send_.expert_out.cols), weighted(),
-                        next.terms);
+                        next.terms, kForPeers);
   }
+  rows::flush();
 }
 
 // The weights of an item's choices; null = there are none.
@@ -237,7 +239,8 @@ void LlCombine::sum_tokens() {
     if (terms[now].num_partials == 0) {
       rows::zero(out, bytes, rows::Store::cached);
     } else {
-      terms[now].sum(receive_.out.type, out, at(receive_.out.cols), weighs[now], terms[next]);
+      terms[now].sum(receive_.out.type, out, at(receive_.out.cols), weighs[now], terms[next],
+                     rows::Store::cached);
     }
   }
 }

@@ -58,6 +58,7 @@ void LlDispatch::send(bool stage_own) {
   LlRecord record = this->record();
   record.bad_ids = choices.counts[CountLayout{config().experts, config().ranks}.bad_ids()];
   record.mask = context_.masks.masked();
+  rows::flush();
   lane.enter(record);
   lane.ring_peers();
 }
@@ -105,9 +106,11 @@ void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
   std::byte* const staged = context_.memory.row(context_.self(), context_.lane.sent(), token);
   if (format) {
     const std::uint64_t columns = at(send_.tokens.cols);
-    rows::quantise_e4m3(format, staged, staged + columns, row, columns);
+    std::byte* const quantised = context_.scratch.quantised.data();
+    rows::quantise_e4m3(format, quantised, quantised + columns, row, columns);
+    rows::copy(staged, quantised, columns + format.scale_row_bytes(columns), kForPeers);
   } else {
-    rows::copy(staged, row, bytes, rows::Store::cached);
+    rows::copy(staged, row, bytes, kForPeers);
   }
 }
 

@@ -12,6 +12,7 @@
 #include "ep/group.h"
 #include "ep/ll_map.h"
 #include "ep/ll_plan.h"
+#include "ep/quantise.h"
 #include "turn/shared_memory.h"
 
 namespace xd::ep::cpu {
@@ -84,6 +85,7 @@ struct LlScratch {
   std::vector<std::uint64_t> listed;  // [W] items that this rank has sent to each rank
   std::vector<std::int64_t> next;     // [L] the next free slot
   std::vector<std::int64_t> first;    // [L] the first slot of the current source
+  std::vector<std::byte> quantised;   // a row and its scales
 
   // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
@@ -93,6 +95,7 @@ struct LlScratch {
     visit(listed, at(config.ranks));
     visit(next, at(config.local_experts));
     visit(first, at(config.local_experts));
+    visit(quantised, config.max_row_bytes / 2 + quantised_scale_bytes(config.max_row_bytes));
   }
   void reserve(const Config& config) {
     for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });

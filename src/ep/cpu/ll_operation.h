@@ -6,12 +6,18 @@
 #include <utility>
 
 #include "ep/cpu/ll_memory.h"
+#include "ep/cpu/rows.h"
 #include "ep/ll_record.h"
 #include "turn/host_lane.h"
 
 namespace xd::ep::cpu {
 
 using Lane = turn::HostLane<LlRecord>;
+
+// The way in which rows are stored that a peer reads next. A cached store would first take each
+// line from the caches of the peer, which has read what was there before: line after line, for
+// several times as long as the copy itself takes. rows::flush() comes before the flag.
+constexpr rows::Store kForPeers = rows::Store::streaming;
 
 struct LlContext {
   Group& group;
