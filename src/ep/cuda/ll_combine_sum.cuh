@@ -93,6 +93,8 @@ class LlSummer {
                              static_cast<std::uint32_t>(token * g_.partials_per_token() + order));
   }
   __device__ Token look_at(int unit, bool own, bool first) const;
+  // Behind the verdict: looks at a unit, and makes this rank's part of it unless `has_sum`.
+  __device__ Token begin(std::uint64_t epoch, int unit, bool own, bool& has_sum, uint4& sum);
   __device__ bool wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                              ulonglong2 (&words)[kAtOnce]);
   __device__ void wait_all_words(std::uint64_t epoch, const Token& t);
@@ -104,7 +106,14 @@ class LlSummer {
   __device__ bool add_few(const Token& t, std::uint64_t epoch, const uint4& own, bool first);
   __device__ uint4 sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
                           const uint4& own) const;
-  __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own);
+  __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own) {
+    if constexpr (kByHost) {
+      add_by_host(t, epoch, own);
+    } else {
+      add_by_rank(t, epoch, own);
+    }
+  }
+  __device__ void add_by_rank(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ void add_by_host(const Token& t, std::uint64_t epoch, const uint4& own);
   __device__ bool take_one(const Token& t, std::uint64_t epoch, int place, const uint4& own,
                            uint4& taken, bool& all_good);
@@ -150,17 +159,9 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
 XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum) {
 #pragma unroll 1
   for (; unit < units(); unit += static_cast<int>(gridDim.x)) {
-    const Token t = look_at(unit, own, false);
-    if (own && !has_sum) {
-      pusher_.load_own(t.token, t.vector);
-      sum = pusher_.add_up(epoch);
-    }
-    has_sum = false;
-    if constexpr (kByHost) {
-      add_by_host(t, epoch, sum);
-    } else {
-      if (t.count > kAtOnce || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
-    }
+    const Token t = begin(epoch, unit, own, has_sum, sum);
+    const bool few = !kByHost && t.count <= kAtOnce;
+    if (!few || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
     if (!go_) return;
   }
 }
@@ -176,17 +177,8 @@ XD_LL_SUMMER(void)::sum_whole_rows(std::uint64_t epoch, int token, bool own, boo
     }
 #pragma unroll 1
     for (int unit = token * pieces; unit < (token + 1) * pieces; ++unit) {
-      const Token t = look_at(unit, own, false);
-      if (own && !has_sum) {
-        pusher_.load_own(t.token, t.vector);
-        sum = pusher_.add_up(epoch);
-      }
-      has_sum = false;
-      if constexpr (kByHost) {
-        add_by_host(t, epoch, sum);
-      } else {
-        add(t, epoch, sum);
-      }
+      const Token t = begin(epoch, unit, own, has_sum, sum);
+      add(t, epoch, sum);
     }
   }
 }
@@ -221,6 +213,17 @@ XD_LL_SUMMER(auto)::look_at(int unit, bool own, bool first) const -> Token {
     t.count = min(__popcll(home.word[0]) + __popcll(home.word[1]), g_.partials_per_token());
     if (own && home.has(g_.rank())) t.own = order_of(home, g_.rank());
   }
+  return t;
+}
+
+XD_LL_SUMMER(auto)::begin(std::uint64_t epoch, int unit, bool own, bool& has_sum, uint4& sum)
+    -> Token {
+  const Token t = look_at(unit, own, false);
+  if (own && !has_sum) {
+    pusher_.load_own(t.token, t.vector);
+    sum = pusher_.add_up(epoch);
+  }
+  has_sum = false;
   return t;
 }
 
@@ -350,7 +353,7 @@ XD_LL_SUMMER(uint4)::sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
   return pack<T>(sum);
 }
 
-XD_LL_SUMMER(void)::add(const Token& t, std::uint64_t epoch, const uint4& own) {
+XD_LL_SUMMER(void)::add_by_rank(const Token& t, std::uint64_t epoch, const uint4& own) {
   const bool active = t.vector < vectors_;
   float sum[T::kPerVector];
 #pragma unroll
