@@ -106,6 +106,8 @@ Json row_of(const GemmCase& one, const GemmWay& way) {
   if (ours) {
     row["algo"] = way.algo;
     row["products"] = way.products;
+    row["comm_sms"] = way.comm_sms;
+    row["memory_bytes"] = one.results.memory.symmetric_bytes + one.results.memory.private_bytes;
     set_number(row, "estimate_us", way.estimate_us, 3);
   }
   set_number(row, "host_us", way.host_us, 1);
@@ -149,6 +151,7 @@ void print(const GemmReport& report) {
                               {"peer_ratio", "times faster", 13, 2}};
   const bool cuda = report.options.device == Device::cuda;
   if (cuda) {
+    columns.push_back({"comm_sms", "SMs", 5});
     columns.push_back({"estimate_us", "estimate", 9, 1});
     columns.push_back({"host_us", "host us", 8, 1});
   }
@@ -172,7 +175,8 @@ void print(const GemmReport& report) {
   if (cuda) {
     std::printf(
         "The product alone is cuBLASLt's, by the fastest of its algorithms; the transfer is "
-        "NCCL's.\nhost us: p50 of what the call takes on the host of rank 0.\n");
+        "NCCL's.\nSMs: multiprocessors that the transfer takes from products. host us: p50 of what "
+        "the call\ntakes on the host of rank 0.\n");
   }
 }
 
