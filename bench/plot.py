@@ -13,11 +13,7 @@ import json
 import pathlib
 import sys
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of what draws)
-from matplotlib import ticker  # noqa: E402
+from figures import finish_times, plt, save
 
 COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "prepare": "tab:gray"}
 LINES = {"bf16": "-", "fp8": "--", "bf16-fp8": "-."}
@@ -58,18 +54,7 @@ def draw_panel(axes, rows, x):
         for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
             if operation == "dispatch":
                 axes.plot(xs, ys, LINES[dtype], color=color, linewidth=1, label=f"{name} {dtype}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted({row[x] for row in rows}), labels=sorted({row[x] for row in rows}))
-    axes.tick_params(axis="x", rotation=45)
-    axes.minorticks_off()
-    # Numbers also where an axis spans less than a decade.
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.set_xlabel(LABELS[x])
-    axes.set_ylabel("microseconds, p50 of the slowest rank")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    finish_times(axes, sorted({row[x] for row in rows}), LABELS[x])
 
 
 def draw(head, rows, part, x, path):
@@ -88,10 +73,7 @@ def draw(head, rows, part, x, path):
         f"E={first['experts']}",
         fontsize=10,
     )
-    figure.tight_layout()
-    # Without the date: equal input gives equal files.
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    print(path)
+    save(figure, path)
 
 
 def main():
@@ -102,7 +84,6 @@ def main():
     arguments = parser.parse_args()
     head, rows = read(arguments.files)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    plt.rcParams["svg.hashsalt"] = "crossdock"
     draw(head, rows, "tokens", "tokens", arguments.out / f"ep-tokens.{arguments.format}")
     draw(head, rows, "sms", "sms_allowed", arguments.out / f"ep-sms.{arguments.format}")
 

@@ -11,12 +11,8 @@ import argparse
 import math
 import pathlib
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of what draws)
-
-from gemm_tables import ALGORITHMS, APART, AUTO, PRODUCT, read  # noqa: E402
+from figures import finish, plt, save
+from gemm_tables import ALGORITHMS, APART, AUTO, PRODUCT, read
 
 LINES = {APART: ("NCCL and product", "s--", "tab:green"), AUTO: ("AUTO", "o-", "black")}
 COLORS = ("tab:blue", "tab:orange", "tab:red", "tab:purple")
@@ -37,16 +33,10 @@ def draw_panel(axes, points):
             markersize=4,
             label=label,
         )
-    tokens = sorted({point.tokens for point in points})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, labels=tokens, rotation=45)
-    axes.minorticks_off()
     axes.axhline(1, color="gray", linewidth=1)
     axes.set_title(points[0].shape)
-    axes.set_xlabel("tokens of all ranks")
-    axes.set_ylabel("p50 / product alone")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    tokens = sorted({point.tokens for point in points})
+    finish(axes, tokens, "tokens of all ranks", "p50 / product alone")
 
 
 def main():
@@ -56,7 +46,6 @@ def main():
     arguments = parser.parse_args()
     reports, points = read(arguments.files)
     layers = list(dict.fromkeys(point.shape for point in points))
-    plt.rcParams["svg.hashsalt"] = "crossdock"
     lines = math.ceil(len(layers) / COLUMNS)
     figure, panels = plt.subplots(
         lines, min(len(layers), COLUMNS), figsize=(13, 4.2 * lines), squeeze=False
@@ -66,11 +55,7 @@ def main():
     for axes in panels.flat[len(layers) :]:
         axes.remove()
     figure.suptitle(f"{reports[0]['ranks']} ranks, {reports[0]['dtype']}", fontsize=10)
-    figure.tight_layout()
-    # Without the date: equal input gives equal files.
-    svg = arguments.out.suffix == ".svg"
-    figure.savefig(arguments.out, metadata={"Date": None} if svg else None)
-    print(arguments.out)
+    save(figure, arguments.out)
 
 
 if __name__ == "__main__":

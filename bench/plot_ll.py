@@ -11,11 +11,7 @@ import argparse
 import json
 import pathlib
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of what draws)
-from matplotlib import ticker  # noqa: E402
+from figures import finish_times, plt, save
 
 COLORS = {
     "dispatch": "tab:blue",
@@ -43,17 +39,7 @@ def draw_panel(axes, rows):
                 markersize=3,
                 label=f"{name} {kind}",
             )
-    tokens = sorted({row["tokens"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(tokens, labels=tokens)
-    axes.set_yscale("log")
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.set_xlabel("tokens per rank")
-    axes.set_ylabel("microseconds, p50 of the slowest rank")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    finish_times(axes, sorted({row["tokens"] for row in rows}), "tokens per rank")
 
 
 def main():
@@ -62,7 +48,6 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default="docs/figures/ll-tokens.svg")
     arguments = parser.parse_args()
     report = json.loads(arguments.file.read_text())
-    plt.rcParams["svg.hashsalt"] = "crossdock"
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
     for axes, clock, title in zip(
         panels, ("events", "graph, dependent"), ("by events", "each of 20 in a CUDA graph")
@@ -74,11 +59,7 @@ def main():
         f"E={report['experts']}",
         fontsize=10,
     )
-    figure.tight_layout()
-    # Without the date: equal input gives equal files.
-    svg = arguments.out.suffix == ".svg"
-    figure.savefig(arguments.out, metadata={"Date": None} if svg else None)
-    print(arguments.out)
+    save(figure, arguments.out)
 
 
 if __name__ == "__main__":
