@@ -28,6 +28,27 @@ void make_ready(std::deque<LlBatch>& batches, const Rank& rank, const LlCase& c,
   }
 }
 
+// The same without a tensor that it needs.
+void fail(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase phase) {
+  const bool receives = phase == kReceive;
+  const char* const name = kind == XD_EP_LL_DISPATCH ? (receives ? "recv_tokens" : "tokens")
+                                                     : (receives ? "out" : "expert_out");
+  LlBatch::Field& field = batch.field(kind, name);
+  const DLTensor* const good = *field.slot;
+  *field.slot = nullptr;
+  const Outcome outcome = batch.call(group, kind, phase);
+  *field.slot = good;
+  EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
+  EXPECT_EQ(batch.written(kind), "");
+}
+
+// What it ends with where a peer's send has failed.
+void expect_mismatch(const Outcome& outcome, int guilty) {
+  EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+  EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+}
+
 class LlHalves : public testing::TestWithParam<xd_ep_operation> {
  protected:
   LlHalves() : c(plain_ll_case(world().num_ranks())) { c.tokens = Tokens::differ; }
@@ -118,15 +139,7 @@ TEST_P(LlHalves, AReceiveWithBadArgumentsEndsTheOperationHereAndNowhereElse) {
       run(a, group.get(), GetParam(), kSend);
       run(b, group.get(), GetParam(), kSend);
       if (rank.rank == guilty) {
-        const char* name = GetParam() == XD_EP_LL_DISPATCH ? "recv_tokens" : "out";
-        LlBatch::Field& field = a.field(GetParam(), name);
-        const DLTensor* const good = *field.slot;
-        *field.slot = nullptr;
-        const Outcome outcome = a.call(group.get(), GetParam(), kReceive);
-        *field.slot = good;
-        EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-        EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
-        EXPECT_EQ(a.written(GetParam()), "");
+        fail(a, group.get(), GetParam(), kReceive);
       } else {
         run(a, group.get(), GetParam(), kReceive);
       }
@@ -146,7 +159,6 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
     const Group group = make_group(rank, c);
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, 4, group.get(), GetParam());
-    const char* name = GetParam() == XD_EP_LL_DISPATCH ? "tokens" : "expert_out";
     int turn = 0;
     for (const bool older : {false, true}) {
       for (const bool younger : {false, true}) {
@@ -156,29 +168,16 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
           SCOPED_TRACE(std::to_string(guilty) + (older ? " older" : "") +
                        (younger ? " younger" : "") + (whole ? " whole" : " half"));
           LlBatch &a = batches[0], &b = batches[1], &d = batches[2];
-          const auto fail = [&](LlBatch& batch) {
-            LlBatch::Field& field = batch.field(GetParam(), name);
-            const DLTensor* const good = *field.slot;
-            *field.slot = nullptr;
-            const Outcome outcome =
-                batch.call(group.get(), GetParam(), whole ? XD_EP_PHASE_BOTH : kSend);
-            *field.slot = good;
-            EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-            EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
-            EXPECT_EQ(batch.written(GetParam()), "");
-          };
           if (older) run(a, group.get(), GetParam(), kSend);
           if (rank.rank == guilty) {
-            fail(b);
+            fail(b, group.get(), GetParam(), whole ? XD_EP_PHASE_BOTH : kSend);
           } else {
             run(b, group.get(), GetParam(), kSend);
           }
           if (younger) run(d, group.get(), GetParam(), kSend);
           if (older) run(a, group.get(), GetParam(), kReceive);
           if (rank.rank != guilty) {
-            const Outcome outcome = b.call(group.get(), GetParam(), kReceive);
-            EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-            EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+            expect_mismatch(b.call(group.get(), GetParam(), kReceive), guilty);
           }
           if (younger) run(d, group.get(), GetParam(), kReceive);
           // The older one's plan is whole, also that of the rank whose send has failed since.
@@ -209,16 +208,12 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
       make_ready(batches, rank, c, 3, group.get(), GetParam());
       LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
       if (dispatches) between.dispatch(group.get());
-      LlBatch::Field& field = vain.field(GetParam(), dispatches ? "tokens" : "expert_out");
-      const DLTensor* const tensor = *field.slot;
       for (int turn = 0; turn < 3 * in_flight; ++turn) {
         const int guilty = turn % rank.num_ranks;
         vain.reset_tensors(GetParam());
         between.reset_tensors(dispatches ? XD_EP_LL_COMBINE : XD_EP_LL_DISPATCH);
         if (rank.rank == guilty) {
-          *field.slot = nullptr;
-          EXPECT_EQ(vain.call(group.get(), GetParam(), kSend), XD_ERROR_INVALID_ARGUMENT);
-          *field.slot = tensor;
+          fail(vain, group.get(), GetParam(), kSend);
         } else {
           run(vain, group.get(), GetParam(), kSend);
         }
@@ -228,9 +223,7 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
           between.dispatch(group.get());
         }
         if (rank.rank != guilty) {
-          const Outcome outcome = vain.call(group.get(), GetParam(), kReceive);
-          EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-          EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
+          expect_mismatch(vain.call(group.get(), GetParam(), kReceive), guilty);
         }
         for (int i = 0; i < turn % 3; ++i) {
           run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
@@ -261,15 +254,13 @@ TEST_P(LlHalves, BehindOneThatFailedRanksMayOrderKindsDifferently) {
       make_ready(batches, rank, c, 3, group.get(), GetParam());
       LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
       if (other == XD_EP_LL_COMBINE) between.dispatch(group.get());
-      const char* const name = GetParam() == XD_EP_LL_DISPATCH ? "tokens" : "expert_out";
-      LlBatch::Field& field = vain.field(GetParam(), name);
-      const DLTensor* const tensor = *field.slot;
       for (int turn = 0; turn < 2 * in_flight; ++turn) {
         const int guilty = turn % rank.num_ranks;
-        if (rank.rank == guilty) *field.slot = nullptr;
-        EXPECT_EQ(vain.call(group.get(), GetParam(), XD_EP_PHASE_BOTH),
-                  rank.rank == guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
-        *field.slot = tensor;
+        if (rank.rank == guilty) {
+          fail(vain, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+        } else {
+          expect_mismatch(vain.call(group.get(), GetParam(), XD_EP_PHASE_BOTH), guilty);
+        }
         for (int i = 1; i < in_flight; ++i) {
           run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
           good.reset_tensors(GetParam());
