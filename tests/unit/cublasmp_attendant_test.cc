@@ -80,6 +80,18 @@ class CublasMpAttendant : public CublasMpEngine {
   void enqueue(Attendant& attendant) {
     attendant.enqueue(kTurn, description(), operands_of(call(), nullptr, false), nullptr);
   }
+  bool is_revoked() {
+    return eventually([&] { return fake_.has_called("CommRevoke 77;"); });
+  }
+  // Ends the engine, which takes at least so long, and returns what is logged of it.
+  std::vector<std::string> end(std::unique_ptr<Attendant>& attendant, int at_least_ms) {
+    const auto start = Clock::now();
+    test::LogCapture log;
+    attendant.reset();
+    EXPECT_GE(ms_since(start), at_least_ms);
+    EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
+    return log.end();
+  }
   const FatalError* fatal(int rank = 0) { return comm(rank).errors().fatal_error(); }
   bool frees_anything() const {
     const std::string text = fake_.text();
@@ -113,7 +125,7 @@ TEST_F(CublasMpAttendant, EndsAProductThatTakesLongerThanTheTimeoutOnAllRanks) {
               "rank 0 waited 300 ms in xd_gemm_reduce_scatter of group 0, epoch 7 for ranks that "
               "did not bring their rows");
   }
-  EXPECT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
+  EXPECT_TRUE(is_revoked());
   EXPECT_FALSE(frees_anything()) << fake_.text();
   stream.behind_product = true;
 }
@@ -209,7 +221,7 @@ TEST_F(CublasMpAttendant, LooksAfterAProductThatCouldNotBeEnqueued) {
   fake_.begin("Matmul");
   expect_error(error_of([&] { enqueue(*attendant); }), XD_ERROR_INTERNAL, "cublasMpMatmul");
   EXPECT_EQ(stream.ends, 1);
-  EXPECT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
+  EXPECT_TRUE(is_revoked());
   stream.behind_product = true;
 }
 
@@ -249,12 +261,7 @@ TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatDoesNotEnd) {
   auto* const stream = new ImaginedStream;  // what is kept refers to it for good
   auto attendant = attend(*stream);
   enqueue(*attendant);
-  const auto start = Clock::now();
-  test::LogCapture log;
-  attendant.reset();
-  EXPECT_GE(ms_since(start), kPatienceMs);
-  EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
-  const std::vector<std::string> lines = log.end();
+  const std::vector<std::string> lines = end(attendant, kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("a product by cuBLASMp is under way [rank 0 of 1]"), std::string::npos)
       << lines[0];
@@ -271,12 +278,10 @@ TEST_F(CublasMpAttendant, BoundsAProductThatOutlivesItsContext) {
   auto* const stream = new ImaginedStream;
   auto attendant = attend(*stream);
   enqueue(*attendant);
-  test::LogCapture log;
-  attendant.reset();
-  log.end();
+  end(attendant, kPatienceMs);
   comms_.clear();
   EXPECT_FALSE(fake_.has_called("CommRevoke"));
-  EXPECT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
+  EXPECT_TRUE(is_revoked());
   EXPECT_FALSE(frees_anything()) << fake_.text();
 }
 
@@ -286,7 +291,7 @@ TEST_F(CublasMpAttendant, GivesNcclsCommunicatorBackWhenAProductThatWasStoppedHa
   ImaginedStream stream;
   auto attendant = attend(stream);
   enqueue(*attendant);
-  ASSERT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
+  ASSERT_TRUE(is_revoked());
   stream.behind_product = true;
   fake_.begin();
   attendant.reset();
@@ -298,12 +303,8 @@ TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatCannotBeStopped) {
   auto* const stream = new ImaginedStream;
   auto attendant = attend(*stream);
   enqueue(*attendant);
-  ASSERT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
-  const auto start = Clock::now();
-  test::LogCapture log;
-  attendant.reset();
-  EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
-  EXPECT_EQ(log.end().size(), 1u);
+  ASSERT_TRUE(is_revoked());
+  EXPECT_EQ(end(attendant, 0).size(), 1u);
   EXPECT_FALSE(frees_anything()) << fake_.text();
 }
 
@@ -314,13 +315,9 @@ TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughNcclDoesNotReturn) {
   auto attendant = attend(*stream);
   fake_.let_wait("CommRevoke");
   enqueue(*attendant);
-  ASSERT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }));
+  ASSERT_TRUE(is_revoked());
   stream->behind_product = true;
-  const auto start = Clock::now();
-  test::LogCapture log;
-  attendant.reset();
-  EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
-  EXPECT_EQ(log.end().size(), 1u);
+  EXPECT_EQ(end(attendant, 0).size(), 1u);
   EXPECT_FALSE(frees_anything()) << fake_.text();
   fake_.end_waits();
   std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the thread leaves the library
@@ -331,12 +328,7 @@ TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughAPeerDoesNotEndItsEngine) {
   ImaginedStream stream;
   auto attendant = attend(stream);
   fake_.let_wait("GridDestroy");
-  const auto start = Clock::now();
-  test::LogCapture log;
-  attendant.reset();
-  EXPECT_GE(ms_since(start), kPatienceMs);
-  EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
-  const std::vector<std::string> lines = log.end();
+  const std::vector<std::string> lines = end(attendant, kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("ranks that have not destroyed their contexts"), std::string::npos);
   fake_.end_waits();
