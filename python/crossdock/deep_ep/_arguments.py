@@ -97,6 +97,8 @@ class Checks:
     def experts(self, num_experts: Any, name: str) -> int:
         """Experts of all ranks."""
         self.at_least(num_experts, name, 1)
+        if num_experts > constants.MAX_EXPERTS:
+            self.fail(name, f"at most {constants.MAX_EXPERTS}", num_experts)
         if num_experts % self.num_ranks != 0:
             self.fail(name, f"a multiple of the {self.num_ranks} ranks", num_experts)
         return num_experts

@@ -317,8 +317,7 @@ def _read_shape(checks: Checks, x: Any, topk_idx: Any, sizes: tuple[Any, Any]) -
     max_tokens = checks.at_least(sizes[0], _MOST, 1)
     if max_tokens > constants.LL_MAX_TOKENS:
         checks.fail(_MOST, f"at most {constants.LL_MAX_TOKENS}", max_tokens)
-    experts = checks.at_least(sizes[1], "num_experts", 1)
-    checks.experts(experts, "num_experts")
+    experts = checks.experts(sizes[1], "num_experts")
     checks.tensor(x, "x", ("T", "H"), (torch.bfloat16,))
     checks.topk_idx(topk_idx, len(x))
     unit = constants.ROW_ALIGNMENT // x.element_size()

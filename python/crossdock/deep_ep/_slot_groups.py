@@ -184,7 +184,7 @@ class SlotGroups:
         self._mask = mask
         self._groups: dict[Shape, SlotGroup] = {}
         self._latest: SlotGroup | None = None
-        self._masked: set[int] = set()  # by the caller, before there was a group
+        self._masked: set[int] = set()  # by the caller: what groups to come begin with
 
     def of(self, shape: Shape) -> SlotGroup:
         """The group that serves the shape. Collective, blocking, if it has to be made.
@@ -229,8 +229,7 @@ class SlotGroups:
         """Leaves out a rank in all groups, those to come included; or no longer."""
         for group in self._groups.values():
             group.set_mask(rank, masked)
-        if not self._groups:
-            (self._masked.add if masked else self._masked.discard)(rank)
+        (self._masked.add if masked else self._masked.discard)(rank)
 
     def read_mask(self, status: torch.Tensor) -> None:
         """status, [W] int32, = 1 for each rank that some group leaves out."""

@@ -40,6 +40,33 @@ def test_a_rank_is_left_out_and_comes_back() -> None:
     run_ranks(3, run_cases, ["left_out", "plain"], SEED, {"enable_shrink": True})
 
 
+def run_masks_of_groups_to_come(me: Any) -> None:
+    """What the caller has said last of a rank holds for sizes that come after it."""
+    with cases.low_latency_buffer(me, enable_shrink=True) as buffer:
+        other = 1 - me.rank
+        status = torch.zeros(2, dtype=torch.int32)
+        for hidden, masked in ((128, True), (256, False), (384, True)):
+            if masked:
+                buffer.low_latency_update_mask_buffer(other, True)
+            else:
+                buffer.low_latency_clean_mask_buffer()
+            batch = cases.Batch(SEED, buffer, hidden)
+            _, _, handle, _, _ = batch.dispatch(buffer)
+            rows = handle[1] & 0xFFFFFFFF
+            want = batch.routing.source_ranges(me.rank) & 0xFFFFFFFF
+            if masked:
+                want[:, other] = 0
+            np.testing.assert_array_equal(rows.numpy(), want)
+            buffer.low_latency_query_mask_buffer(status)
+            assert status[other] == masked
+            # A rank that is still in an operation would answer a mask with one of its own.
+            torch.distributed.barrier()
+
+
+def test_masks_hold_for_sizes_to_come() -> None:
+    run_ranks(2, run_masks_of_groups_to_come)
+
+
 def run_lost(me: Any, name: str) -> None:
     """The last rank misses a call: the others leave it out by themselves, and say nothing."""
     last = me.num_ranks - 1
@@ -121,6 +148,7 @@ def run_mistakes(me: Any) -> None:
                 "x: expected at most",
                 lambda: call(x.repeat(9, 1), topk_idx.repeat(9, 1), 8, experts),
             ),
+            ("num_experts: expected at most 65536", lambda: call(x, topk_idx, 8, 2**40)),
         ]
         if me.rank == 0:
             for text, mistake in wrong:
