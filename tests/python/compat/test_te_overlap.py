@@ -23,6 +23,7 @@ from support import Rank, run_ranks
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "transformer_engine.md"
 AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
+FP8 = te.UserBufferQuantizationMode.FP8
 TOKENS, HIDDEN, COLUMNS = 6, 16, 8  # tokens of a rank, columns of a rank
 
 
@@ -142,7 +143,128 @@ def bulk(me: Rank) -> None:
         same("summed", out, sum(rows)[own(me)])
 
 
-@pytest.mark.parametrize("body", [gathers, gelu, scatters, bulk], ids=lambda body: body.__name__)
+# ---- fp8 -----------------------------------------------------------------------------------------
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class Named:
+    """A dtype as TransformerEngine's C++ module names it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def in_fp8(x: torch.Tensor, scale: float, kind: Any = E4M3, both: bool = False) -> te.Float8Tensor:
+    """Whole numbers, which fp8 has; what they stand for is `scale` times as much."""
+    dtype = kind if isinstance(kind, torch.dtype) else E4M3
+    data = x.to(dtype).view(torch.uint8)
+    return te.Float8Tensor(
+        data=data,
+        fp8_scale_inv=torch.full((1,), scale),
+        fp8_dtype=kind,
+        data_transpose=data.t().contiguous() if both else None,
+    )
+
+
+K8 = 32  # columns of a buffer of fp8, whose rows have whole 16 bytes
+
+
+@contextmanager
+def fp8_buffers(me: Rank, **options: Any) -> Iterator[None]:
+    tokens = 16 * me.num_ranks
+    te.initialize_ub([tokens, K8], me.num_ranks, dtype=torch.bfloat16, **options)
+    try:
+        yield
+    finally:
+        te.destroy_ub()
+
+
+def fp8_gathers(me: Rank) -> None:
+    x = whole(1, 16 * me.num_ranks, K8)
+    mine = x[16 * me.rank :][:16].contiguous()
+    weight, bias = whole(10 + me.rank, 16, K8), whole(20 + me.rank, 16)
+    weights = in_fp8(weight, 0.5, E5M2)
+    cases = (
+        {"quantization_modes": [te.UserBufferQuantizationMode.NONE, FP8]},
+        {"use_fp8": True, "ub_cfgs": {"qkv_fprop": {"aggregate": True}}},
+    )
+    for options in cases:
+        with fp8_buffers(me, **options):
+            ub = te.get_ub("qkv_fprop", use_fp8=True)
+            assert ub.is_fp8_ubuf() and ub.get_buffer().dtype == torch.uint8
+            assert not te.get_ub("proj_fprop", use_fp8=True).is_fp8_ubuf()
+            local = in_fp8(mine, 4.0, Named("kFloat8E4M3"))
+            ub.copy_into_buffer(local._data, local_chunk=True)
+            # As TransformerEngine does: the buffer's rows, and the scale of this rank's.
+            rows = te.Float8Tensor(
+                data=ub.get_buffer(), fp8_scale_inv=local._scale_inv, fp8_dtype=E4M3
+            )
+            for split in (True, False):
+                y, *rest = te.general_gemm(
+                    weights,
+                    rows,
+                    ub=ub,
+                    ub_type=AG,
+                    out_dtype=torch.float32,
+                    use_split_accumulator=split,
+                    bias=bias,
+                )
+                assert rest == [None, None, None]
+                same("y", y, 2 * F.linear(x, weight) + bias)
+            same("the buffer", ub.get_buffer().view(E4M3).float(), x)
+            y, *_ = te.general_gemm(weights, local, ub=ub, ub_type=AG)
+            assert y.dtype == torch.bfloat16
+            same("y of other rows", y.float(), 2 * F.linear(x, weight))
+
+
+def fp8_scatters(me: Rank) -> None:
+    tokens = 16 * me.num_ranks
+    x = [whole(40 + r, tokens, K8) for r in range(me.num_ranks)]
+    weights = [whole(50 + r, 16, K8) for r in range(me.num_ranks)]
+    # Each rank's scales are its own.
+    total = sum(2.0**r * F.linear(a, w) for r, (a, w) in enumerate(zip(x, weights)))
+    mine = total[16 * me.rank :][:16]
+    with fp8_buffers(me, use_fp8=True):
+        common = {"ub": te.get_ub("fc2_fprop", use_fp8=True), "ub_type": RS}
+        a, b = in_fp8(x[me.rank], 2.0**me.rank), in_fp8(weights[me.rank], 1.0)
+        out = torch.empty(16, 16, dtype=torch.bfloat16)
+        y, _, _, extra = te.general_gemm(b, a, extra_output=out, **common)
+        assert y is out and extra is out
+        same("sum", out, mine.bfloat16())
+
+
+def fp8_bulk(me: Rank) -> None:
+    """Products of the backward pass: stored both ways, as GPUs multiply fp8."""
+    rows = whole(60, 16 * me.num_ranks, K8)
+    mine = rows[16 * me.rank :][:16].contiguous()
+    x, grad = whole(70 + me.rank, 32, K8), whole(80 + me.rank, 32, 16)
+    weight = whole(90, 32, 16)  # [K, N]
+    with fp8_buffers(me, use_fp8=True):
+        ub = te.get_ub("fc1_dgrad", use_fp8=True)
+        ub.copy_into_buffer(in_fp8(mine, 1.0)._data, local_chunk=True)
+        common = {"ub": ub, "ub_type": AG, "bulk_overlap": True, "out_dtype": torch.float32}
+        product, *_ = te.general_gemm(
+            in_fp8(x, 0.5, both=True),
+            in_fp8(grad, 2.0, E5M2, both=True),
+            layout="NT",
+            grad=True,
+            **common,
+        )
+        same("product", product, grad.t() @ x)
+        same("gathered", ub.get_buffer().view(E4M3).float(), rows)
+        product, *_ = te.general_gemm(
+            in_fp8(weight, 0.5, both=True), in_fp8(x, 4.0), layout="NN", **common
+        )
+        same("other product", product, 2 * x @ weight)
+
+
+FP8_BODIES = [fp8_gathers, fp8_scatters, fp8_bulk]
+
+
+@pytest.mark.parametrize(
+    "body", [gathers, gelu, scatters, bulk, *FP8_BODIES], ids=lambda body: body.__name__
+)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_products_are_those_of_one_process(ranks, body):
     run_ranks(ranks, body)
@@ -155,11 +277,22 @@ def program(me: Rank, text: str) -> None:
     y, rows = page["column_parallel"](x[own(me)].contiguous(), weight, me.num_ranks)
     same("y", y, F.linear(x, weight))
     same("rows", rows, x)
+    x, weight = whole(3, 16 * me.num_ranks, K8), whole(4 + me.rank, 16, K8)
+    with fp8_buffers(me, use_fp8=True):
+        mine = in_fp8(x[16 * me.rank :][:16], 0.5)
+        y = page["column_parallel_fp8"](
+            mine._data.view(E4M3),
+            mine._scale_inv,
+            in_fp8(weight, 1.0),
+            te.get_ub("fc1_fprop", use_fp8=True),
+        )
+        same("y of fp8", y.float(), F.linear(x, weight) / 2)
 
 
-def test_program_on_the_page_runs():
-    (text,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    run_ranks(4, program, text)
+def test_programs_on_the_page_run():
+    texts = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(texts) == 2
+    run_ranks(4, program, "\n".join(texts))
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------
@@ -230,6 +363,25 @@ def mistake(me: Rank) -> None:
             else:
                 with pytest.raises(Mismatch, match="rank 0"):
                     te.general_gemm(weight, x[own(me)], **common)
+
+        class Blocks(torch.Tensor):
+            _rowwise_data = None
+
+        tensors: list[tuple[type[Exception], str, Any]] = [
+            (TypeError, "B: expected a plain tensor, or a Float8Tensor.*got Blocks", Blocks()),
+            (TypeError, "A, B: expected both in fp8, or none", in_fp8(x[own(me)], 1.0)),
+            (TypeError, "B: expected float8_e4m3fn or float8", in_fp8(x, 1.0, Named("kFloat8"))),
+        ]
+        many = in_fp8(x[own(me)], 1.0)
+        many._scale_inv = torch.ones(2)
+        tensors.append((ValueError, r"B: expected one scale of .*shape \(2,\)", many))
+        for kind, text, given in tensors:
+            if me.rank == 0:
+                with pytest.raises(kind, match=f"all_gather: {text}"):
+                    te.general_gemm(weight, given, **common)
+            else:
+                with pytest.raises(Mismatch, match="rank 0"):
+                    te.general_gemm(weight, x[own(me)], **common)
         y, *_ = te.general_gemm(weight, x[own(me)], **common)
         same("y", y, F.linear(x, weight))
         with pytest.raises(ValueError, match="quantization_params: expected None"):
@@ -252,7 +404,7 @@ def life(me: Rank) -> None:
                 te.initialize_ub([8, HIDDEN], me.num_ranks)
             with pytest.raises(ValueError, match="name: expected one of qkv_fprop.*got 'fc3'"):
                 te.get_ub("fc3")
-            with pytest.raises(ValueError, match="use_fp8 = True: buffers hold no fp8"):
+            with pytest.raises(ValueError, match="use_fp8 = True: expected .*FP8 among the quant"):
                 te.get_ub("qkv_fprop", use_fp8=True)
             ub = te.get_ub("qkv_fprop")
             with pytest.raises(ValueError, match="shape = .3, 3.: expected"):
@@ -263,21 +415,21 @@ def test_buffers_are_made_once_until_they_are_destroyed():
     run_ranks(4, life)
 
 
-FP8 = te.UserBufferQuantizationMode.FP8
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"use_fp8": True}, "use_fp8 = True: buffers hold no fp8"),
-        ({"quantization_modes": [FP8]}, "quantization_modes = .*FP8.*: buffers hold no fp8"),
+        ({"quantization_modes": [FP8, FP8]}, "quantization_modes = .*: expected each mode once"),
+        (
+            {"use_fp8": True, "ub_cfgs": {"fc2_fprop": {"fp8_buf": True}}},
+            r"\['fc2_fprop'\]\['fp8_buf'\] = True: no sums travel in fp8",
+        ),
         ({"with_cublasmp": True}, "with_cublasmp = True: cuBLASMp gives no gathered"),
         ({"ub_cfgs": {"fc3_fprop": {}}}, "ub_cfgs: expected layers of .*; got 'fc3_fprop'"),
         ({"ub_cfgs": {"fc1_fprop": {"sms": 1}}}, r"ub_cfgs\['fc1_fprop'\]: .*; got 'sms'"),
         ({"ub_cfgs": {"fc1_fprop": {"method": "p2p"}}}, r"\['method'\]: expected .*; got 'p2p'"),
-        ({"ub_cfgs": {"fc1_fprop": {"fp8_buf": True}}}, r"\['fp8_buf'\] = True: buffers hold"),
+        ({"ub_cfgs": {"fc1_fprop": {"fp8_buf": True}}}, r"\['fp8_buf'\] = True: expected quant"),
         ({"ub_cfgs": {"fc1_fprop": {"use_ce": False}}}, "use_ce = False: expected True"),
-        ({"ub_cfgs": [{}, {}]}, "ub_cfgs = .*: expected one dictionary"),
+        ({"ub_cfgs": [{}, {}]}, "ub_cfgs = .*: expected 1 dictionaries, as of q"),
         (
             {"ub_cfgs": {"fc1_dgrad": {"method": "pipeline"}, "fc1_wgrad": {}}},
             r"ub_cfgs\['fc1_wgrad'\]: expected none, as fc1_dgrad",
@@ -300,6 +452,9 @@ def test_cublasmp_and_unknown_arguments_are_refused(made):
             made(*common, comm_type=AG, use_cublasmp=True)
         with pytest.raises(TypeError, match="sms"):
             made(*common, comm_type=AG, sms=1)
+        if made is te.CommOverlap:
+            with pytest.raises(ValueError, match="buffer_dtype = torch.uint8: .* no sums travel"):
+                made([8, HIDDEN], torch.uint8, *common[2:], comm_type=RS)
         with pytest.raises(ValueError, match=r"buffer_shape\[0\]|not a valid"):
             made(*common, comm_type=5)
 
@@ -334,6 +489,10 @@ def test_layers_and_defaults_are_transformer_engines():
     assert (ring["num_sm"], ring["cga_size"], ring["num_splits"]) == (1, 1, 4)
     assert (pipeline["num_sm"], pipeline["cga_size"], pipeline["num_splits"]) == (16, 2, 4)
     assert pipeline["set_sm_margin"] and not ring["set_sm_margin"]
+    quantised = layer_configs({}, 4, FP8)
+    assert {n for n, c in quantised.items() if c["fp8_buf"]} == {
+        n for n, c in configs.items() if not c["is_reduce_scatter"]
+    }
     own_rows = layer_configs({"qkv_dgrad": {"method": "ring_exchange"}}, 2)
     assert own_rows["qkv_dgrad"]["is_reduce_scatter"] and "qkv_wgrad" not in own_rows
 

@@ -13,6 +13,7 @@ The names, their arguments and their defaults are TransformerEngine's (2.20). Th
 option whether it is honoured, ignored or refused.
 """
 
+from ._fp8 import Float8Tensor
 from ._gemm import general_gemm
 from ._layers import destroy_ub, get_ub, initialize_ub
 from ._options import CommOverlapAlgo, CommOverlapType, UserBufferQuantizationMode
@@ -24,6 +25,7 @@ __all__ = [
     "CommOverlapHelper",
     "CommOverlapP2P",
     "CommOverlapType",
+    "Float8Tensor",
     "UserBufferQuantizationMode",
     "destroy_ub",
     "general_gemm",

@@ -11,6 +11,7 @@ from crossdock._core import constants
 from crossdock.torch._calls import current_stream, spec
 from crossdock.torch.tp import TpContext
 
+from ._fp8 import BYTES, Float8Tensor, Matrix, matrix_of
 from ._options import CommOverlapType
 from ._overlap import CommOverlapCore
 
@@ -21,8 +22,8 @@ _Result = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 
 
 def general_gemm(
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
+    A: Tensor | Float8Tensor,  # noqa: N803
+    B: Tensor | Float8Tensor,  # noqa: N803
     out_dtype: torch.dtype | None = None,
     quantization_params: None = None,
     gelu: bool = False,
@@ -47,7 +48,9 @@ def general_gemm(
         B: "N": rows of tokens ``[.., K]``; "T": ``[K, ..]``. For AG without `bulk_overlap` this
             rank's rows, or ``ub.get_buffer()``: then those that were copied into its local chunk,
             and the buffer gets the rows of all ranks.
-        out_dtype: of a new `out`; None = that of B.
+            Both may be in fp8, each with one scale: TransformerEngine's Float8Tensor, or the one of
+            this package. The buffer's part of one is its data.
+        out_dtype: of a new `out`; None = that of B, of fp8 bfloat16.
         quantization_params: None.
         gelu: without `grad` GELU is applied, and what it was applied to returned; with `grad` the
             result is multiplied by GELU's derivative at `gelu_in`.
@@ -56,8 +59,7 @@ def general_gemm(
         layout: of A and B: "TN", "NN", and for `bulk_overlap` "NT".
         out: the result; None = a new tensor. For RS that is `extra_output`, if it is given.
         bias: ``[N]``, added; with `grad`, its gradient is returned.
-        use_split_accumulator: whether sums of fp8 leave the tensor cores' narrower accumulators:
-            without fp8 it has no effect.
+        use_split_accumulator: whether sums of fp8 leave the tensor cores' narrower accumulators.
         ub, ub_type: the buffer, and whether rows are gathered (AG) or summed and scattered (RS).
         extra_output: AG: gets the gathered rows. RS: gets the result; with `bulk_overlap` this
             rank's rows of the sum of ``ub.get_buffer()``.
@@ -77,6 +79,7 @@ def general_gemm(
     product = _Product(A, B, layout, ub, CommOverlapType(ub_type), bulk_overlap)
     try:
         product.check(gelu, gelu_in, bias, grad, out, accumulate)
+        product.read_operands(use_split_accumulator)
         product.set_result(out, out_dtype, extra_output)
         if accumulate:
             product.args |= {"c": product.args["d"], "beta": 1.0 if beta is None else float(beta)}
@@ -99,22 +102,28 @@ class _Product:
 
     def __init__(
         self,
-        A: Tensor,  # noqa: N803
-        B: Tensor,  # noqa: N803
+        A: Tensor | Float8Tensor,  # noqa: N803
+        B: Tensor | Float8Tensor,  # noqa: N803
         layout: str,
         ub: CommOverlapCore,
         ub_type: CommOverlapType,
         bulk: bool,
     ) -> None:
-        self.weights, self.layout, self.ub, self.bulk = A, layout, ub, bulk
+        self.layout, self.ub, self.bulk = layout, ub, bulk
         self.gathers = ub_type == CommOverlapType.AG
         word = "all_gather" if self.gathers else "reduce_scatter"
         self.operation = _OPERATIONS["bulk" if bulk else word]
-        self.columns = A.shape[0 if layout[:1] == "T" else -1]
+        try:
+            self.a, self.b = matrix_of("B", B), matrix_of("A", A)
+        except (TypeError, ValueError) as error:
+            ub.context(0).refuse(self.operation, type(error), str(error))
+        self.columns = self.b.rows.shape[0 if layout[:1] == "T" else -1]
         self.context = ub.context(0 if bulk else self.columns)
-        self.takes_buffer = not bulk and self.gathers and ub.owns(B)
-        self.tokens = ub.get_buffer(local_chunk=True) if self.takes_buffer else B
-        self.stream = current_stream(B.device)
+        self.takes_buffer = not bulk and self.gathers and ub.owns(self.a.rows)
+        if self.takes_buffer:
+            own = ub.get_buffer(local_chunk=True)
+            self.a = self.a._replace(rows=own.view(self.a.rows.dtype), transposed=None)
+        self.stream = current_stream(self.a.rows.device)
         self.kept: list[Tensor] = []
         self.args: dict[str, Any] = {}
 
@@ -136,6 +145,25 @@ class _Product:
             raise ValueError("bias: expected None with grad, but with gelu or layout 'NT'")
         if accumulate and out is None:
             raise ValueError("out: expected a tensor to accumulate into, got None")
+        if (self.a.scale is None) != (self.b.scale is None):
+            raise TypeError("A, B: expected both in fp8, or none")
+        if bias is not None and grad and not gelu and self.a.scale is not None:
+            raise ValueError("bias: expected None with grad and a B of fp8, as rows are rounded")
+
+    def read_operands(self, use_split_accumulator: bool) -> None:
+        """Those of fp8 as GPUs multiply them, where they are stored so, too."""
+        self.transpose_a, self.transpose_b = self.layout[1] == "T", self.layout[0] == "T"
+        if self.a.scale is None or self.b.scale is None:
+            a, b = self.a.rows, self.b.rows
+        else:
+            a, self.transpose_a = _stored(self.a, self.transpose_a, wanted=False)
+            b, self.transpose_b = _stored(self.b, self.transpose_b, wanted=True)
+            self.args["a_scale"], self.args["b_scale"] = spec(self.a.scale), spec(self.b.scale)
+            self.args["fast_accumulate"] = int(not use_split_accumulator)
+        self.rows = self.matrix("B", a)
+        self.args |= {"a": spec(self.rows), "b": spec(self.matrix("A", b))}
+        self.args |= {"transpose_a": int(self.transpose_a), "transpose_b": int(self.transpose_b)}
+        self.args["algo"] = 0 if self.bulk else constants.GEMM_ALGOS[self.ub.algo]
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1])
@@ -147,27 +175,22 @@ class _Product:
     def set_result(
         self, out: Tensor | None, out_dtype: torch.dtype | None, extra_output: Tensor | None
     ) -> None:
-        a, b = self.matrix("B", self.tokens), self.matrix("A", self.weights)
-        transpose_a, transpose_b = self.layout[1] == "T", self.layout[0] == "T"
-        self.args = {
-            "a": spec(a),
-            "b": spec(b),
-            "transpose_a": int(transpose_a),
-            "transpose_b": int(transpose_b),
-            "algo": 0 if self.bulk else constants.GEMM_ALGOS[self.ub.algo],
-        }
-        rows = a.shape[1 if transpose_a else 0]
+        a = self.rows
+        rows = a.shape[1 if self.transpose_a else 0]
         if not self.bulk:
             ranks = self.context.num_ranks
             rows = rows * ranks if self.gathers else rows // ranks
             if not self.gathers and extra_output is not None:
                 out = extra_output
         if out is None:
-            out = a.new_empty((rows, self.columns), dtype=out_dtype or a.dtype)
+            usual = torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype
+            out = a.new_empty((rows, self.columns), dtype=out_dtype or usual)
         self.d = out
         self.args["d"] = spec(self.matrix("out", out))
         if self.gathers and not self.bulk and (extra_output is not None or self.takes_buffer):
             gathered = self.ub.get_buffer() if extra_output is None else extra_output
+            if gathered.dtype == BYTES:
+                gathered = gathered.view(a.dtype)
             self.args["gathered"] = spec(self.matrix("extra_output", gathered))
 
     def set_gelu(self, gelu: bool, gelu_in: Tensor | None, grad: bool) -> Tensor | None:
@@ -185,7 +208,7 @@ class _Product:
             self.args["bias"] = spec(bias)
             return None
         if not gelu:  # of a gradient of weights: B has the rows' gradients
-            return self.tokens.reshape(-1, self.tokens.shape[-1]).sum(0, dtype=torch.float32)
+            return self.rows.sum(0, dtype=torch.float32)
         sums = torch.empty(self.columns, dtype=torch.float32, device=self.d.device)
         self.args["bias_grad"] = spec(sums)
         return sums
@@ -201,3 +224,10 @@ class _Product:
             moved = (moved[0], self.matrix("extra_output", extra_output))
         collective = _OPERATIONS["all_gather" if self.gathers else "reduce_scatter"]
         core.bulk(collective, spec(moved[0]), spec(moved[1]), None, self.args, stream=self.stream)
+
+
+def _stored(matrix: Matrix, transposed: bool, wanted: bool) -> tuple[Tensor, bool]:
+    """A matrix stored as `wanted` says where it is stored both ways, and how it is stored."""
+    if transposed == wanted or matrix.transposed is None:
+        return matrix.rows, transposed
+    return matrix.transposed, wanted

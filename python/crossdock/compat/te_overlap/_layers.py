@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 
+from ._fp8 import BYTES
 from ._options import CommOverlapType, UserBufferQuantizationMode, layer_configs, refuse
 from ._overlap import (
     CommOverlap,
@@ -22,7 +23,8 @@ from ._overlap import (
 __all__ = ["destroy_ub", "get_ub", "initialize_ub"]
 
 _helper: CommOverlapHelper | None = None
-_buffers: dict[str, CommOverlapCore] = {}
+_Mode = UserBufferQuantizationMode
+_buffers: dict[tuple[str, _Mode], CommOverlapCore] = {}
 
 
 def initialize_ub(
@@ -43,10 +45,11 @@ def initialize_ub(
         shape: ``[tokens, hidden]``, tokens of all ranks that have a layer together.
         tp_size: their number: so many ranks in a row of torch.distributed's default group, or all
             ranks as `crossdock.torch.init` finds them.
-        use_fp8, quantization_modes: no fp8: see the page.
+        use_fp8: whether gathers have buffers of fp8, where `quantization_modes` is not given.
+        quantization_modes: for each of them there are buffers; None = one, as `use_fp8` says.
         dtype: of activations.
         ub_cfgs: options per layer and pass, such as ``{"fc1_fprop": {"aggregate": True}}``; or a
-            list with one such dictionary.
+            list with such a dictionary for each of `quantization_modes`.
         bootstrap_backend: backend of the groups through which the ranks meet; None = that of the
             default group.
         with_cublasmp: False.
@@ -61,16 +64,16 @@ def initialize_ub(
     global _helper
     if _helper is not None:
         raise RuntimeError("initialize_ub: there are buffers already: call destroy_ub() first")
-    _refuse_fp8(use_fp8, quantization_modes)
     refuse_cublasmp("with_cublasmp", with_cublasmp)
-    configs = layer_configs(_single(ub_cfgs), tp_size)
-    for name, config in configs.items():
-        if config["fp8_buf"]:
-            refuse(f"ub_cfgs[{name!r}]['fp8_buf']", True, _NO_FP8)
+    modes = _modes(use_fp8, quantization_modes)
+    given = zip(modes, _each(ub_cfgs, len(modes)))
+    configs = {mode: layer_configs(layers, tp_size, mode) for mode, layers in given}
     helper = CommOverlapHelper(_ranks_in_a_row(tp_size, bootstrap_backend, comm), comm=comm)
     try:
-        for name, config in configs.items():
-            _buffers[name] = _make_buffer(list(shape), dtype, helper, tp_size, config)
+        for mode, layers in configs.items():
+            for name, config in layers.items():
+                kind = BYTES if config["fp8_buf"] else dtype
+                _buffers[name, mode] = _make_buffer(list(shape), kind, helper, tp_size, config)
     except BaseException:
         _buffers.clear()
         helper.close()
@@ -81,17 +84,22 @@ def initialize_ub(
 def get_ub(name: str, use_fp8: bool = False) -> CommOverlapCore:
     """The buffer of a layer and pass, such as "fc1_fprop".
 
+    Args:
+        use_fp8: whether it is that of the mode FP8.
+
     Raises:
         RuntimeError: there are none: call initialize_ub first.
-        ValueError: there is none of that name; `use_fp8`.
+        ValueError: there is none of that name, or none of that mode.
     """
     if not _buffers:
         raise RuntimeError("get_ub: there are no buffers: call initialize_ub() first")
-    if use_fp8:
-        refuse("use_fp8", use_fp8, _NO_FP8)
-    if name not in _buffers:
-        raise ValueError(f"name: expected one of {', '.join(_buffers)}; got {name!r}")
-    return _buffers[name]
+    mode = _Mode.FP8 if use_fp8 else _Mode.NONE
+    names = [one for one, of in _buffers if of == mode]
+    if not names:
+        refuse("use_fp8", use_fp8, f"expected {mode} among the quantization_modes")
+    if name not in names:
+        raise ValueError(f"name: expected one of {', '.join(names)}; got {name!r}")
+    return _buffers[name, mode]
 
 
 def destroy_ub() -> None:
@@ -103,28 +111,28 @@ def destroy_ub() -> None:
     _helper = None
 
 
-_NO_FP8 = "buffers hold no fp8; crossdock.torch.tp has products of fp8. Expected none"
+def _modes(use_fp8: bool, modes: Any) -> list[_Mode]:
+    """What buffers there are to be."""
+    if not modes:
+        return [_Mode.FP8 if use_fp8 else _Mode.NONE]
+    for mode in modes:
+        if not isinstance(mode, _Mode):
+            raise TypeError(f"quantization_modes: expected {_Mode.__name__}s, got {mode!r}")
+    if len(set(modes)) != len(modes):
+        refuse("quantization_modes", modes, "expected each mode once")
+    return list(modes)
 
 
-def _refuse_fp8(use_fp8: bool, modes: Sequence[UserBufferQuantizationMode] | None) -> None:
-    if use_fp8:
-        refuse("use_fp8", use_fp8, _NO_FP8)
-    for mode in modes or ():
-        if mode != UserBufferQuantizationMode.NONE:
-            refuse("quantization_modes", mode, _NO_FP8)
-
-
-def _single(configs: Any) -> Mapping[str, Mapping[str, Any]]:
-    """One dictionary of layers: a list has one for each quantisation mode."""
-    if configs is None:
-        return {}
-    if isinstance(configs, Sequence) and not isinstance(configs, str):
-        if len(configs) != 1:
-            refuse("ub_cfgs", configs, "expected one dictionary, as for quantization_modes")
-        configs = configs[0]
-    if not isinstance(configs, Mapping):
-        raise TypeError(f"ub_cfgs: expected a dictionary, got {configs!r}")
-    return configs
+def _each(configs: Any, modes: int) -> list[Mapping[str, Mapping[str, Any]]]:
+    """The options of layers for each mode: a list has a dictionary for each."""
+    if not isinstance(configs, Sequence) or isinstance(configs, str):
+        configs = [configs] * modes
+    if len(configs) != modes:
+        refuse("ub_cfgs", configs, f"expected {modes} dictionaries, as of quantization_modes")
+    for one in configs:
+        if one is not None and not isinstance(one, Mapping):
+            raise TypeError(f"ub_cfgs: expected a dictionary, got {one!r}")
+    return [one or {} for one in configs]
 
 
 def _ranks_in_a_row(tp_size: int, backend: str | None, comm: xd.Comm | None) -> Any:

@@ -71,7 +71,11 @@ def refuse(option: str, value: Any, why: str) -> None:
     raise ValueError(f"{option} = {value!r}: {why}")
 
 
-def layer_configs(given: Mapping[str, Mapping[str, Any]], tp_size: int) -> dict[str, dict]:
+def layer_configs(
+    given: Mapping[str, Mapping[str, Any]],
+    tp_size: int,
+    mode: UserBufferQuantizationMode = UserBufferQuantizationMode.NONE,
+) -> dict[str, dict]:
     """The options of every layer that has a buffer.
 
     Raises:
@@ -87,8 +91,18 @@ def layer_configs(given: Mapping[str, Mapping[str, Any]], tp_size: int) -> dict[
     for name in LAYERS:
         if name in configs or not _has_buffer(name, given):
             continue
-        configs[name] = _layer_config(name, given.get(name, {}), tp_size)
+        configs[name] = config = _layer_config(name, given.get(name, {}), tp_size)
+        _set_fp8_buf(name, config, mode == UserBufferQuantizationMode.FP8)
     return configs
+
+
+def _set_fp8_buf(name: str, config: dict[str, Any], quantised: bool) -> None:
+    """As there, gathers of fp8 alone have buffers of it, whatever their option says."""
+    if quantised and not config["is_reduce_scatter"]:
+        config["fp8_buf"] = True
+    elif config["fp8_buf"]:
+        why = "no sums travel in fp8" if quantised else "expected quantization_modes=[FP8]"
+        refuse(f"ub_cfgs[{name!r}]['fp8_buf']", True, why)
 
 
 def _has_buffer(name: str, given: Mapping[str, Mapping[str, Any]]) -> bool:

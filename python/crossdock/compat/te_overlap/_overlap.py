@@ -14,6 +14,7 @@ import crossdock.torch as xd
 from crossdock.torch.tp import TpContext
 from crossdock.torch.tp._context import shared_context
 
+from ._fp8 import BYTES
 from ._options import CommOverlapType, refuse
 
 __all__ = [
@@ -87,6 +88,8 @@ class CommOverlapCore:
             refuse("buffer_shape[0]", tokens, f"expected a multiple of {tp_size} ranks")
         self._tokens = tokens
         self._dtype = buffer_dtype
+        if buffer_dtype == BYTES and comm_type != CommOverlapType.AG:
+            refuse("buffer_dtype", buffer_dtype, "expected a wider one, as no sums travel in fp8")
         self._atomic = bool(atomic_gemm)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self.comm_type = CommOverlapType(comm_type)
@@ -99,7 +102,9 @@ class CommOverlapCore:
         """The context of products with so many columns; collective where none has room."""
         tokens = max(1, self._tokens // self.comm.num_ranks)
         most = max(columns, self._hidden)
-        return shared_context(self.comm, tokens, self._hidden, most, self._dtype)
+        # Rows of fp8 are shorter than what the context has room for.
+        dtype = torch.bfloat16 if self.is_fp8_ubuf() else self._dtype
+        return shared_context(self.comm, tokens, self._hidden, most, dtype)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether it is `get_buffer()`, in any shape."""
@@ -152,7 +157,7 @@ class CommOverlapCore:
         return self._is_p2p
 
     def is_fp8_ubuf(self) -> bool:
-        return False
+        return self._dtype == BYTES
 
     def with_cublasmp(self) -> bool:
         return False

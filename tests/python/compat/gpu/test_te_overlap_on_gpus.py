@@ -29,7 +29,9 @@ def on_gpu(me: Rank, body) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [cases.gathers, cases.gelu, cases.scatters, cases.bulk], ids=lambda body: body.__name__
+    "body",
+    [cases.gathers, cases.gelu, cases.scatters, cases.bulk, *cases.FP8_BODIES],
+    ids=lambda body: body.__name__,
 )
 def test_products_are_those_of_one_process(body):
     run_ranks(RANKS, on_gpu, body, timeout=120)
