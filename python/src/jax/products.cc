@@ -57,8 +57,10 @@ xd_gemm_args args_of(const Products::Numbers& numbers, const Operands& operands)
 xd_status all_gather(const Products::Numbers& numbers, xd_gemm_args args, xd_gemm_context* context,
                      const Operands& operands, xd_stream stream) {
   const Tokens a(args.a, numbers, operands);
-  // One scale of b is one of a, and one for each column of b is one for each row of a.
-  const bool of_rows = args.b_scale != nullptr && args.b_scale->shape[0] > 1;
+  // One scale of b is one of a; one for each column of b, or for 128, is one for each row of a, or
+  // several.
+  const bool of_rows =
+      args.b_scale != nullptr && (args.b_scale->ndim > 1 || args.b_scale->shape[0] > 1);
   const Tokens a_scale(of_rows ? args.a_scale : nullptr, numbers, operands);
   args.a = a.get();
   if (of_rows) args.a_scale = a_scale.get();

@@ -287,25 +287,37 @@ def test_ranks_may_have_different_numbers_of_tokens(where, spelling):
     run(where, unequal, spelling)
 
 
-def returned(world: World, spelling: str, save_gathered: bool) -> None:
+def returned(
+    world: World,
+    spelling: str,
+    save_gathered: bool,
+    counts: tuple[int, ...] | None = None,
+    fp8: bool = False,
+) -> None:
     """The gathered rows, and the gradients of what is made of them beside the product."""
     world.ep.close()
-    layer = Layer("all_gather_matmul", (2, 2 * RANKS), 1, bias="float32", activation="relu")
+    tokens = ((2, 2 * RANKS), 1) if counts is None else ((sum(counts), 2), 0)
+    layer = Layer("all_gather_matmul", *tokens, bias="float32", activation="relu")
     specs, spec = layer.specs()
     (arrays, grad), (out, grads) = layer.arrays(), layer.expected()
     # Inside of a map each rank has a copy of the rows, and a gradient of its own.
     copies = RANKS if spelling == "shard_map" else 1
     rng = np.random.default_rng(SEED)
-    of_rows = rng.integers(-2, 3, (copies, *arrays["a"].shape)).astype(np.float32)
+    rows = arrays["a"]
+    of_rows = rng.integers(-2, 3, (copies, *rows.shape)).astype(np.float32)
     grads["a"] = grads["a"] + of_rows.sum(0)
+    if counts is not None:
+        arrays["a"], grads["a"] = padded(counts, rows, np.nan), padded(counts, grads["a"], 0)
 
     def function(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = tp.all_gather_matmul(
             **dict(zip(specs, given)),
-            gather_dim=1,
+            gather_dim=layer.dim,
             activation="relu",
             save_gathered=save_gathered,
             return_gathered=True,
+            tokens_per_rank=counts,
+            fp8=fp8,
         )
         return found.out, found.gathered[None]
 
@@ -318,11 +330,13 @@ def returned(world: World, spelling: str, save_gathered: bool) -> None:
             )
         step = jax.jit(lambda grads, *args: jax.vjp(gather, *args)[1](grads))
         args = [place(mesh.mesh, arrays[name], specs[name]) for name in specs]
-        found, rows = jax.jit(gather)(*args)
+        found, gathered = jax.jit(gather)(*args)
         same("out", found, out)
-        same("gathered", rows, np.broadcast_to(arrays["a"], of_rows.shape))
+        same("gathered", gathered, np.broadcast_to(rows, of_rows.shape))
         given = place(mesh.mesh, grad, spec), place(mesh.mesh, of_rows, whole)
-        for name, array in zip(specs, step(given, *args)):
+        compiled = step.lower(given, *args).compile()
+        assert COLLECTIVES.findall(compiled.as_text()) == []
+        for name, array in zip(specs, compiled(given, *args)):
             same(f"gradient of {name}", array, grads[name])
 
 
@@ -330,6 +344,14 @@ def returned(world: World, spelling: str, save_gathered: bool) -> None:
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
 def test_gathered_rows_are_returned_and_have_gradients(spelling, save_gathered):
     run("devices", returned, spelling, save_gathered)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["wide", "fp8"])
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+def test_gathered_rows_of_ranks_with_different_numbers_of_tokens(spelling, fp8):
+    """Whole numbers are exact in fp8, too."""
+    for save_gathered in (True, False):
+        run("devices", returned, spelling, save_gathered, (3, 0, 5, 1)[:RANKS], fp8)
 
 
 def test_one_rank_is_a_plain_product():

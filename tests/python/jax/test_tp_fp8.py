@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossdock.jax import tp
-from jax_support import RANKS, World, everywhere, run
+from jax_support import ON_GPUS, RANKS, World, everywhere, run
 from test_hlo import COLLECTIVES
 from test_tp import joined, padded, place, same, with_gradients
 
@@ -147,6 +147,86 @@ def test_ranks_may_have_different_numbers_of_tokens(where):
     run(where, unequal)
 
 
+def of_blocks(
+    name: str, transpose_b: bool, counts: tuple[int, ...] | None
+) -> tuple[list[np.ndarray], np.ndarray, list[P], P]:
+    """-> a, b and their scales per 128 columns, their product, and how they lie."""
+    gathers = name.startswith("all_gather")
+    blocks = 2 * RANKS if gathers else 3 * RANKS  # of N; of K
+    k, n = (384, 128 * blocks) if gathers else (128 * blocks, 160)
+    tokens = TOKENS if counts is None else sum(counts)
+    rng = np.random.default_rng(SEED)
+
+    def powers(*shape: int) -> np.ndarray:
+        return (2.0 ** rng.integers(-2, 2, shape)).astype(np.float32)
+
+    a = rng.integers(-2, 3, (tokens, k)).astype(E4M3)
+    b = rng.integers(-2, 3, (k, n)).astype(E5M2)
+    of_a, of_b = powers(tokens, k // 128), powers(k // 128, -(-n // 128))
+    wide_b = b.astype(np.float64) * of_b.repeat(128, 0)[:k].repeat(128, 1)[:, :n]
+    wanted = (a.astype(np.float64) * of_a.repeat(128, 1)) @ wide_b
+    given, tokens_spec = [a, b, of_a, of_b], P("tp") if gathers else P(None, "tp")
+    of_out = P(None, "tp") if gathers else P("tp") if "scatter" in name else P()
+    if counts is not None and gathers:
+        given[0], given[2] = padded(counts, a, np.nan), padded(counts, of_a, np.nan)
+    elif counts is not None:
+        wanted = padded(counts, wanted, 0)
+    if transpose_b:
+        given[1], given[3] = given[1].T, given[3].T
+    of_weights = P("tp") if gathers == transpose_b else P(None, "tp")
+    return given, wanted, [tokens_spec, of_weights] * 2, of_out
+
+
+def block_scales(world: World, spelling: str) -> None:
+    world.ep.close()
+    unequal = (3, 0, 5, 1)[:RANKS]
+    with joined() as mesh:
+        for name, counts in [(name, None) for name in PRODUCTS] + [
+            ("all_gather_scaled_matmul", unequal),
+            ("scaled_matmul_reduce_scatter", unequal),
+        ]:
+            for transpose_b in (True,) if ON_GPUS else (True, False):
+                given, wanted, specs, of_out = of_blocks(name, transpose_b, counts)
+                options: dict[str, Any] = {"out_dtype": np.float32, "transpose_b": transpose_b}
+                if counts is not None:
+                    options["tokens_per_rank"] = counts
+
+                def product(*given: jax.Array, name: str = name, options=options) -> jax.Array:
+                    return getattr(tp, name)(*given, **options).out
+
+                program: Any = product
+                if spelling == "shard_map":
+                    program = jax.shard_map(
+                        product, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=of_out
+                    )
+                args = [place(mesh.mesh, *pair) for pair in zip(given, specs)]
+                same(f"{name} {counts}", jax.jit(program)(*args), wanted.astype(np.float32))
+
+
+@everywhere
+@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
+def test_products_with_scales_of_blocks_are_exact(where, spelling):
+    run(where, block_scales, spelling)
+
+
+def test_blocks_of_two_ranks_are_refused_and_of_one_are_not():
+    """Inside of a map each rank's last block may be smaller."""
+    one = np.ones((), np.float32)
+    a, b = np.ones((4 * RANKS, 160), E4M3), np.ones((160, 16 * RANKS), E4M3)
+    of_a, of_b = np.full((4 * RANKS, 2), one), np.full((2, 1), one)
+    with joined() as mesh:
+        with pytest.raises(ValueError, match="b_scale: expected columns of b .* of 128 on each"):
+            tp.all_gather_scaled_matmul(a, b, of_a, of_b)
+        specs = P("tp"), P(None, "tp"), P("tp"), P()
+        mapped = jax.shard_map(
+            lambda *given: tp.all_gather_scaled_matmul(*given, out_dtype=np.float32).out,
+            mesh=mesh.mesh,
+            in_specs=specs,
+            out_specs=P(None, "tp"),
+        )
+        np.testing.assert_array_equal(jax.jit(mapped)(a, b, of_a, of_b), 160)
+
+
 @pytest.mark.parametrize(
     "changes, error, text",
     [
@@ -154,7 +234,11 @@ def test_ranks_may_have_different_numbers_of_tokens(where):
         ({"b": np.ones((K, N), np.float16)}, TypeError, "b: expected float8.*, got float16"),
         ({"out_dtype": E4M3}, TypeError, "out_dtype: expected float32, .*got float8_e4m3fn"),
         ({"a_scale": np.ones(2, np.float32)}, ValueError, r"a_scale, b_.*one number.* got \(2,\)"),
-        ({"b_scale": np.ones(N, np.float32)}, ValueError, r"\(4,\) and \(64,\); got \(\) and \(64"),
+        (
+            {"b_scale": np.ones(N, np.float32)},
+            ValueError,
+            r"\(4,\) and \(64,\),.*got \(\) and \(64",
+        ),
         ({"b_scale": np.ones(1, np.int32)}, ValueError, "b_scale: expected float32, got int32"),
         ({"bias": np.ones(N, np.float16)}, TypeError, "bias: expected bfloat16 or float32, got fl"),
         ({"b": np.ones((K, 8 * RANKS), E4M3)}, ValueError, "16 bytes .* N = 8 of 1 bytes"),
@@ -290,7 +374,7 @@ def test_operands_are_rounded_once():
             bad[1, 2] = value
             out = np.asarray(tp.all_gather_matmul(bad, b, fp8=True).out)
             assert np.isnan(out[:4]).all() and np.isfinite(out[4:]).all(), value
-        with pytest.raises(ValueError, match="return_gathered: expected False with fp8, got True"):
-            tp.all_gather_matmul(a, b, fp8=True, return_gathered=True)
+        found = tp.all_gather_matmul(a, b, fp8=True, return_gathered=True)
+        np.testing.assert_array_equal(found.gathered, np.concatenate(parts[0]))
         with pytest.raises(ValueError, match="16 bytes on a rank, got K = 8 of 1 bytes"):
             tp.all_gather_matmul(a[:, :8], b[:8], fp8=True)

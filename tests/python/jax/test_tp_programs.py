@@ -334,12 +334,6 @@ ONES = np.ones
         (GATHER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected 5 .*the most of"),
         (SCATTER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected .*the sum of"),
         (
-            GATHER,
-            {"tokens_per_rank": (4,) * RANKS, "return_gathered": True},
-            ValueError,
-            "return_gathered: expected False with tokens_per_rank",
-        ),
-        (
             Layer("all_gather_matmul", (2, 4 * RANKS), 1),
             {"tokens_per_rank": (4,) * RANKS, "gather_dim": 1},
             ValueError,

@@ -106,16 +106,16 @@ def all_gather_matmul_and_rows(
         alike: whether that is one array which all ranks have, and so is its gradient. Otherwise
             each rank has a copy of its own, and gradients of the copies are summed.
     """
-    d, rows, _, done = _calls.all_gather(way, a, b, bias, order, gathered=True, activation=False)
+    d, rows, _, done = _gather(way, a, b, bias, order, gathered=True, activation=False)
+    rows = _wide(way, rows, a.dtype)
     return d, rows if alike else uniform(rows, d)[0], done
 
 
 def _and_rows_fwd(way, alike, a, b, bias, order):
     active = way.activation is not None
-    d, rows, before, done = _calls.all_gather(
-        way, a, b, bias, order, gathered=True, activation=active
-    )
-    saved = rows if way.save_gathered else a, b, bias, before, kept(done, order)
+    d, kept_rows, before, done = _gather(way, a, b, bias, order, gathered=True, activation=active)
+    rows = _wide(way, kept_rows, a.dtype)
+    saved = kept_rows if way.save_gathered else a, b, bias, before, kept(done, order)
     return (d, rows if alike else uniform(rows, d)[0], done), saved
 
 
@@ -123,10 +123,10 @@ def _and_rows_bwd(way, alike, saved, grads):
     of_d, of_rows, of_order = grads
     if alike:
         grad_a, *others = _all_gather_bwd(way, saved, (of_d, of_order))
-        own = jax.lax.axis_index(way.context.place.axes) * len(grad_a)
-        of_rows, own = uniform(of_rows, own, grad_a)[:2]
-        return grad_a + jax.lax.dynamic_slice_in_dim(of_rows, own, len(grad_a)), *others
+        of_rows, grad_a = uniform(_own_part(way, of_rows, len(grad_a)), grad_a)
+        return grad_a + of_rows, *others
     rows, b, bias, before, order = saved
+    rows = _wide(way, rows, b.dtype)
     grad, order = _before_activation(way, of_d, before), of_order + order
     if way.save_gathered:
         parts = _product(way, grad, b, (1,), (0 if way.transpose_b else 1,), grad.dtype)
@@ -137,6 +137,18 @@ def _and_rows_bwd(way, alike, saved, grads):
 
 
 all_gather_matmul_and_rows.defvjp(_and_rows_fwd, _and_rows_bwd)
+
+
+def _own_part(way: Way, rows: Array, own: int) -> Array:
+    """This rank's rows of those of all ranks; with `own` of them, what is behind is anything."""
+    rank = jax.lax.axis_index(way.context.place.axes)
+    if way.tokens is None:
+        first = rank * own
+    else:
+        first = jnp.array([sum(way.tokens[:r]) for r in range(len(way.tokens))])[rank]
+        rows = jnp.pad(rows, ((0, own), (0, 0)))  # a slice that goes too far would begin elsewhere
+    rows, first = uniform(rows, first)
+    return jax.lax.dynamic_slice_in_dim(rows, first, own)
 
 
 # ---- Row-parallel --------------------------------------------------------------------------------

@@ -79,6 +79,8 @@ def all_gather_matmul(
     gather_dim: int = 0,
     save_gathered: bool = True,
     return_gathered: Literal[True],
+    tokens_per_rank: Sequence[int] | None = None,
+    fp8: bool = False,
     allow_tf32: bool = False,
     algo: Algo = "auto",
     config: GemmConfig | None = None,
@@ -123,15 +125,15 @@ def all_gather_matmul(
             rank has; otherwise it is gathered again there, beside a product.
         return_gathered: whether the gathered `a` is returned, too, for other products with it.
             Inside ``shard_map`` each rank has a copy of its own, and the gradients of the copies
-            are summed over the ranks beside that of `b`. Outside it is one array on all ranks. Not
-            with `tokens_per_rank`.
+            are summed over the ranks beside that of `b`. Outside it is one array on all ranks. With
+            `fp8` these rows are as they have travelled, in the dtype of `a` again.
         tokens_per_rank: sizes of `gather_dim` on the ranks, where they differ; equal on all ranks.
             Arrays have as many on each rank as the rank with the most: what lies behind its own
             counts for nothing, and has a gradient of zeros. The result has those of all ranks, one
             behind the other. No dimension of more than one element comes before `gather_dim`.
         fp8: make `a` and `b` float8_e4m3fn on the way, each rank with a scale for each, a power of
             two. Tokens travel, and are kept, as fp8; the products of the backward pass are in the
-            dtype of `a`. Not with `return_gathered`.
+            dtype of `a`.
         allow_tf32: whether GPUs may compute products of float32 in TF32.
         algo: how transfer and product are interleaved; "auto" = as `config` says. The gradient is
             always made as that says.
@@ -153,9 +155,6 @@ def all_gather_matmul(
             where ranks disagree, UNIMPLEMENTED for what cannot be done, with the reason. On GPUs
             `TpMesh.check` raises these.
     """
-    for name, given in (("tokens_per_rank", tokens_per_rank is not None), ("fp8", fp8)):
-        if return_gathered and given:
-            raise ValueError(f"return_gathered: expected False with {name}, got True")
     options = _run.Options(
         transpose_b,
         activation,

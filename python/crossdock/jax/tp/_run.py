@@ -108,7 +108,7 @@ def product(
         arrays["bias"] = jnp.asarray(bias)
     check_kinds(**arrays, out_dtype=options.out_dtype)
     if scales is not None:
-        arrays |= _scales(options, arrays["a"], arrays["b"], *map(jnp.asarray, scales))
+        arrays |= _scales(kind, place, options, arrays, *map(jnp.asarray, scales))
     ndim = arrays["a"].ndim
     dim = _dimension(kind, dim, arrays["a"].shape)
     specs = {
@@ -117,7 +117,7 @@ def product(
         "bias": PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec(),
         "after": PartitionSpec(place.batch_axes),
     }
-    specs |= _of_scales(kind, place, arrays, specs["a"])
+    specs |= _of_scales(kind, place, arrays, specs)
     order = _first_order(place) if after is None else _order_of(place, after)
     given = {name: (array, specs[name]) for name, array in (arrays | {"after": order}).items()}
     if inside(place):
@@ -245,14 +245,22 @@ def _scaled(
 ) -> tuple[Array, Array]:
     """A product of fp8, which has no derivative."""
     given = dict(zip(names, arrays))
-    a, a_scale, bias = given["a"], given["a_scale"], given.get("bias")
+    a, b, bias = given["a"], given["b"], given.get("bias")
+    a_scale, b_scale = given["a_scale"], given["b_scale"]
+    blocks = b_scale.ndim == 2
+    if blocks and not way.transpose_b:
+        b_scale = b_scale.T
     leading, rows = list(a.shape[:-1]), a.reshape(-1, a.shape[-1])
+    if blocks or a_scale.shape == a.shape[:-1]:
+        a_scale = a_scale if blocks else a_scale[..., None]
+        if kind is REDUCE_SCATTER:
+            a_scale = _dealt_out(way, dim, a_scale)[1]
+        a_scale = a_scale.reshape(-1, a_scale.shape[-1])
+    if not blocks:
+        a_scale = a_scale.reshape(-1)
     if kind is REDUCE_SCATTER:
         leading, rows = _dealt_out(way, dim, a)
-        if a_scale.shape == a.shape[:-1]:
-            a_scale = _dealt_out(way, dim, a_scale[..., None])[1]
-    a_scale = a_scale.reshape(-1)
-    varied = uniform(rows, given["b"], given["after"], a_scale, given["b_scale"])
+    varied = uniform(rows, b, given["after"], a_scale, b_scale)
     rows, b, order = varied[:3]
     scales = Scales(*varied[3:])
     if kind is ALL_GATHER:
@@ -371,32 +379,56 @@ def tokens_of(given: Any) -> tuple[int, ...] | None:
     return tuple(operator.index(number) for number in given)
 
 
+_BLOCK = 128  # columns of K, and of N, that a scale may be for
+
+
 def _scales(
-    options: Options, a: Array, b: Array, a_scale: Array, b_scale: Array
+    kind: Kind,
+    place: Place,
+    options: Options,
+    arrays: dict[str, Array],
+    a_scale: Array,
+    b_scale: Array,
 ) -> dict[str, Array]:
-    """Scales of fp8, checked: ``[1]`` each, or one for each row of tokens and each column of b."""
-    tokens, columns = a.shape[:-1], (b.shape[0 if options.transpose_b else 1],)
+    """Scales of fp8, checked: ``[1]`` each, or of rows and columns, or of blocks of both."""
+    tokens, k = arrays["a"].shape[:-1], arrays["a"].shape[-1]
+    stored = arrays["b"].shape
+    columns = (stored[0 if options.transpose_b else 1],)
     for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         if scale.dtype != np.float32:
             raise ValueError(f"{name}: expected float32, got {scale.dtype}")
-    if a_scale.size == b_scale.size == 1:
+    if a_scale.size == b_scale.size == 1 and a_scale.ndim < 2 and b_scale.ndim < 2:
         return {"a_scale": a_scale.reshape(1), "b_scale": b_scale.reshape(1)}
-    if (a_scale.shape, b_scale.shape) != (tokens, columns):
+    shapes = a_scale.shape, b_scale.shape
+    of_rows = tokens, columns
+    blocks = (*tokens, -(-k // _BLOCK)), tuple(-(-size // _BLOCK) for size in stored)
+    if shapes not in (of_rows, blocks):
         raise ValueError(
             "a_scale, b_scale: expected one number each, or one for each token and column, of "
-            f"shapes {tokens} and {columns}; got {a_scale.shape} and {b_scale.shape}"
+            f"shapes {tokens} and {columns}, or for {_BLOCK} columns of a token and {_BLOCK} x "
+            f"{_BLOCK} elements of b, of shapes {blocks[0]} and {blocks[1]}; got {shapes[0]} and "
+            f"{shapes[1]}"
+        )
+    split = columns[0] if kind.splits_columns else k
+    if shapes == blocks and not inside(place) and split % (place.num_ranks * _BLOCK):
+        name = "columns" if kind.splits_columns else "rows"
+        raise ValueError(
+            f"b_scale: expected {name} of b that are a multiple of {_BLOCK} on each of "
+            f"{place.num_ranks} ranks, lest a block be of two; got {split} of all ranks"
         )
     return {"a_scale": a_scale, "b_scale": b_scale}
 
 
 def _of_scales(
-    kind: Kind, place: Place, arrays: dict[str, Array], of_a: PartitionSpec
+    kind: Kind, place: Place, arrays: dict[str, Array], specs: dict[str, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
-    """How scales lie on the mesh: as rows of a, and columns of b, do; single ones are equal."""
+    """How scales lie on the mesh: as a and b do, or their rows and columns; single ones nowhere."""
     if "b_scale" not in arrays or arrays["b_scale"].shape == (1,):
         return dict.fromkeys(("a_scale", "b_scale"), PartitionSpec())
+    if arrays["b_scale"].ndim == 2:
+        return {"a_scale": specs["a"], "b_scale": specs["b"]}
     columns = PartitionSpec(place.axes) if kind.splits_columns else PartitionSpec()
-    return {"a_scale": PartitionSpec(*tuple(of_a)[:-1]), "b_scale": columns}
+    return {"a_scale": PartitionSpec(*tuple(specs["a"])[:-1]), "b_scale": columns}
 
 
 def _dimension(kind: Kind, given: Any, shape: tuple[int, ...]) -> int:

@@ -50,10 +50,12 @@ def all_gather_scaled_matmul(
         a: ``[..., K]`` float8_e4m3fn or float8_e5m2, this rank's tokens.
         b: ``[K, N]`` of either, this rank's columns of the layer; with `transpose_b` stored as
             ``[N, K]``, as GPUs need it.
-        a_scale, b_scale: float32: a number each, or one for each token, of shape ``a.shape[:-1]``,
-            and one for each column, ``[N]``. Outside ``shard_map`` a single number is that of all
-            ranks, others lie on the mesh as tokens of `a` and columns of `b` do. Inside, each rank
-            may have its own.
+        a_scale, b_scale: float32: a number each; or one for each token, of shape ``a.shape[:-1]``,
+            and one for each column, ``[N]``; or one for 128 columns of a token, ``[..., K / 128]``,
+            and one for 128 x 128 elements of b, ``[K / 128, N / 128]``, with `transpose_b` the
+            other way round, both rounded up. Outside ``shard_map`` a single number is that of all
+            ranks, others lie on the mesh as `a` and `b` do, and no block is of two ranks. Inside,
+            each rank may have its own.
         bias: ``[N]`` of the dtype of the result, or float32.
         out_dtype: of the result: bfloat16, float16 or float32.
         activation, gather_dim, tokens_per_rank, algo, config, after, mesh: as of

@@ -234,7 +234,9 @@ def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
 
 @everywhere
 @pytest.mark.parametrize(
-    "body", [tp_fp8.products, tp_fp8.made_fp8, tp.unequal], ids=lambda body: body.__name__
+    "body",
+    [tp_fp8.products, tp_fp8.made_fp8, tp_fp8.block_scales, tp.unequal],
+    ids=lambda body: body.__name__,
 )
 def test_products_of_fp8_and_of_unequal_ranks(where, body):
     run(where, body, "shard_map")
