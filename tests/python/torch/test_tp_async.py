@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -257,3 +258,111 @@ def compiled(me: Rank) -> None:
 
 def test_collectives_of_compiled_programs_become_products():
     run_ranks(2, compiled, timeout=400)
+
+
+FP8 = torch.float8_e4m3fn
+# By their names of today, and of torch before 2.13.
+gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
+def scaled_block(dim: int, as_bytes: bool):
+    """Rows of fp8 that are gathered, two products of them, and a product that is scattered."""
+
+    def multiply(rows, w, scale, of_w, bias=None):
+        flat = torch._scaled_mm(
+            rows.reshape(-1, rows.shape[-1]), w, scale, of_w, bias=bias, out_dtype=torch.float32
+        )
+        return flat.view(*rows.shape[:-1], -1)
+
+    def block(x, scale, w_in, w_gate, of_w, bias, w_out):
+        group = dist.group.WORLD
+        if as_bytes:
+            rows = gather(x.view(torch.uint8), dim, group).view(FP8)
+        else:
+            rows = gather(x, dim, group)
+        inner = multiply(rows, w_in, scale, of_w) + multiply(rows, w_gate, scale, of_w, bias)
+        half = inner.clamp(-2, 2).to(FP8)
+        product = multiply(half, w_out, scale, of_w)
+        out = scatter(product, "sum", dim, group)
+        return out, rows.view(torch.uint8)[..., :1]
+
+    return block
+
+
+def compiled_scaled(me: Rank) -> None:
+    """_scaled_mm in compiled programs, with scales of tensors and of rows."""
+    from torch._inductor.utils import run_and_get_code
+
+    k, ranks = 32, me.num_ranks
+    with in_distributed(me):
+        tp.enable_async_tp()
+        try:
+            for shape, dim, of_rows, as_bytes in (
+                ((4 * ranks, k), 0, True, True),
+                ((2 * ranks, 8 * ranks, k), 1, False, True),
+                ((2 * ranks, 8 * ranks, k), 1, True, False),
+            ):
+                torch._dynamo.reset()
+                full = whole(1, *shape)
+                part = full.chunk(ranks, dim)[me.rank].contiguous().to(FP8)
+                scale, of_w = torch.full((), 2.0), torch.full((), 0.5)
+                if of_rows:
+                    scale = torch.exp2(whole(5, math.prod(shape[:-1]), 1))
+                    of_w = torch.exp2(whole(6, 1, k))
+                scale, of_w = scale.to(full.device), of_w.to(full.device)
+                mats = [whole(7 + me.rank + n, k, k).to(FP8).t() for n in (0, 10, 20)]
+                bias = whole(9, k)
+                given = (part, scale, mats[0], mats[1], of_w, bias, mats[2])
+                # Bytes are gathered where torch.distributed has no fp8.
+                want = scaled_block(dim, True)(*given)
+                call = torch.compile(scaled_block(dim, as_bytes), fullgraph=True)
+                got, code = run_and_get_code(call, *given)
+                text = "\n".join(code)
+                assert "crossdock.fused_all_gather_scaled_matmul" in text
+                assert "crossdock.fused_scaled_matmul_reduce_scatter" in text
+                for other in ("all_gather_into_tensor", "reduce_scatter_tensor", "_scaled_mm"):
+                    assert other not in text
+                name = f"{shape}, scales of rows {of_rows}, bytes {as_bytes}"
+                equal(f"out, {name}", got[0], want[0])
+                equal(f"rows, {name}", got[1], want[1])
+        finally:
+            tp.disable_async_tp()
+
+
+def test_scaled_products_of_compiled_programs_hide_their_collectives():
+    run_ranks(2, compiled_scaled, timeout=400)
+
+
+def left_alone(me: Rank) -> None:
+    """What the operators do not compute stays as it is: scales of blocks, sums in fp8, a bias."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    with in_distributed(me):
+        x, w = whole(1, 32, 32).to(FP8), whole(2, 32, 32).to(FP8).t()
+        one = torch.ones((), device=x.device)
+        bias = whole(3, 32, dtype=torch.bfloat16)
+
+        def with_bias(x, w, one, bias):
+            product = torch._scaled_mm(x, w, one, one, bias=bias, out_dtype=torch.bfloat16)
+            return scatter(product.float(), "sum", 0, dist.group.WORLD)
+
+        def other_scales(x, w, one, bias):
+            rows = gather(x.view(torch.uint8), 0, dist.group.WORLD).view(FP8)
+            # The scale follows from what is gathered.
+            most = rows.to(torch.float32).abs().amax()
+            return torch._scaled_mm(rows, w, most, one, out_dtype=torch.float32)
+
+        tp.enable_async_tp()
+        try:
+            for block in (with_bias, other_scales):
+                got, code = run_and_get_code(torch.compile(block, fullgraph=True), x, w, one, bias)
+                assert "crossdock." not in "\n".join(code), block.__name__
+                equal(block.__name__, got, block(x, w, one, bias))
+        finally:
+            tp.disable_async_tp()
+
+
+def test_what_the_operators_do_not_compute_is_left_alone():
+    run_ranks(2, left_alone, timeout=400)

@@ -6,7 +6,8 @@ knows what ``torch.distributed._functional_collectives`` and DTensors leave ther
     all_gather_into_tensor, wait_tensor, perhaps split and cat for a dimension, mm of the result
     mm, perhaps split and cat for a dimension, reduce_scatter_tensor, wait_tensor
 
-with a product of two dimensions, or one between two reshapes; also addmm behind an all-gather.
+with a product of two dimensions, or one between two reshapes; also addmm behind an all-gather, and
+_scaled_mm, whose rows of fp8 may be gathered as bytes (view to uint8, all_gather, view back).
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import hashlib
 import operator
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 
 from . import _torch_names  # noqa: F401  (registers the operators)
+from ._async_products import RESHAPES, Product, argument, product_that_made, products_of, value
 from ._groups import comm_of_group, name_of_group
 
 if TYPE_CHECKING:
@@ -32,8 +34,6 @@ __all__ = ["disable_async_tp", "enable_async_tp"]
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 _SPLITS = (_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default)
-_RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
-_OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
 
 # Names of process groups whose collectives are rewritten.
 _groups: set[str] = set()
@@ -121,9 +121,9 @@ def rewrite(graph: Graph) -> None:
         if node.target is not _c10d.wait_tensor.default:
             continue
         source = node.args[0]
-        if not isinstance(source, Node) or len(source.users) != 1:
+        if not isinstance(source, Node) or not _only_waited_for(source, node):
             continue
-        if source.target is _c10d.all_gather_into_tensor.default:
+        if source.target is _c10d.all_gather_into_tensor.default and len(source.users) == 1:
             done = _rewrite_all_gather(graph, source, node)
         elif source.target is _c10d.reduce_scatter_tensor.default:
             done = _rewrite_reduce_scatter(graph, source, node)
@@ -143,74 +143,9 @@ def rewrite(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _value(node: Node) -> torch.Tensor:
-    return node.meta["val"]
-
-
-def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-# ---- Products ------------------------------------------------------------------------------------
-
-
-class _Product(NamedTuple):
-    """A product ``a @ b``, and perhaps a bias, whose result is `result`."""
-
-    mm: Node
-    result: Node  # the product, or its reshape to the dimensions of a
-    a: Node  # of any number of dimensions
-    b: Node
-    bias: Any
-
-
-def _factors(mm: Node) -> tuple[Any, Any, Any] | None:
-    """a, b and bias of a product without other factors."""
-    if mm.target is _aten.mm.default:
-        return mm.args[0], mm.args[1], None
-    if mm.target is _aten.addmm.default:
-        factors = (mm.kwargs.get("alpha", 1), mm.kwargs.get("beta", 1))
-        return (mm.args[1], mm.args[2], mm.args[0]) if factors == (1, 1) else None
-    return None
-
-
-def _products_of(a: Node) -> list[_Product]:
-    """The products with this left operand."""
-    found = []
-    for user in a.users:
-        factors = _factors(user)
-        if factors is not None and factors[0] is a and factors[1] is not a:
-            found.append(_Product(user, user, a, factors[1], factors[2]))
-        elif user.target in _RESHAPES and user.args[0] is a:
-            found += _reshaped_products(a, user)
-    return found
-
-
-def _reshaped_products(a: Node, flat: Node) -> list[_Product]:
-    """Those of a whose leading dimensions are made one, and of the result several again."""
-    found = []
-    for mm in flat.users:
-        factors = _factors(mm)
-        if factors is None or factors[0] is not flat:
-            continue
-        shape = [*_value(a).shape[:-1], _value(factors[1]).shape[-1]]
-        results = [
-            user
-            for user in mm.users
-            if user.target in _RESHAPES and list(_value(user).shape) == shape
-        ]
-        if results and len(results) == len(mm.users):
-            found.append(_Product(mm, results[0], a, factors[1], factors[2]))
-    return found
-
-
-def _suits(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in _OPERANDS and tensor.dim() >= 2
-
-
-def _whole_rows(columns: Any, dtype: torch.dtype) -> bool:
-    """Whether rows of so many columns are of whole 16 bytes, as the library takes them."""
-    return isinstance(columns, int) and columns * dtype.itemsize % 16 == 0
+def _only_waited_for(collective: Node, wait: Node) -> bool:
+    """Whether nothing else reads it; a graph's output may, for a backward pass that waits again."""
+    return all(user is wait or user.op == "output" for user in collective.users)
 
 
 # ---- All-gather, then products -------------------------------------------------------------------
@@ -228,6 +163,12 @@ def _cut_from(piece: Any) -> Node | None:
     return source if isinstance(source, Node) else None
 
 
+def _as_bytes(node: Node) -> Node:
+    """What a node is for its only user, which may take its bytes for those of another type."""
+    (user, *others) = node.users or (node,)
+    return user if user.target is _aten.view.dtype and not others else node
+
+
 def _gathered_along(wait: Node, ranks: int) -> tuple[Node, int]:
     """The node with the gathered tensor, and the dimension along which ranks follow one another."""
     cats: set[Node] = set()
@@ -235,28 +176,30 @@ def _gathered_along(wait: Node, ranks: int) -> tuple[Node, int]:
         parts = user.users if user.target in _SPLITS else [user]
         for part in parts:
             if part.target is operator.getitem or part.target is _aten.slice.Tensor:
-                cats.update(part.users)
+                cats.update(_as_bytes(part).users)
     if len(cats) == 1:
         (cat,) = cats
         pieces = cat.args[0] if cat.target is _aten.cat.default else None
         if isinstance(pieces, (list, tuple)) and len(pieces) == ranks:
             if _are_shares(pieces, wait, 0, ranks):
-                return cat, _argument(cat, 1, "dim", 0) % _value(cat).dim()
+                return cat, argument(cat, 1, "dim", 0) % value(cat).dim()
     return wait, 0
 
 
 def _are_shares(pieces: Sequence[Any], source: Node, dim: int, ranks: int) -> bool:
     """Whether the pieces are all shares of the source along a dimension, in order."""
-    size = _value(source).shape[dim]
+    size = value(source).shape[dim]
     share = size // ranks
     for number, piece in enumerate(pieces):
+        if isinstance(piece, Node) and piece.target is _aten.view.dtype:
+            piece = piece.args[0]
         if not isinstance(piece, Node):
             return False
         if piece.target is operator.getitem:
             split: Any = piece.args[0]
             if not isinstance(split, Node) or split.target not in _SPLITS:
                 return False
-            along = _argument(split, 2, "dim", 0)
+            along = argument(split, 2, "dim", 0)
             sizes = split.args[1]
             even = (
                 sizes == share
@@ -265,8 +208,8 @@ def _are_shares(pieces: Sequence[Any], source: Node, dim: int, ranks: int) -> bo
             if split.args[0] is not source or along != dim or not even or piece.args[1] != number:
                 return False
         elif piece.target is _aten.slice.Tensor:
-            place = (_argument(piece, 1, "dim", 0), _argument(piece, 2, "start"))
-            end = _argument(piece, 3, "end")
+            place = (argument(piece, 1, "dim", 0), argument(piece, 2, "start"))
+            end = argument(piece, 3, "end")
             last = number == ranks - 1 and isinstance(end, int) and end >= size
             if piece.args[0] is not source or place != (dim, number * share):
                 return False
@@ -281,17 +224,14 @@ def _rewrite_all_gather(graph: Graph, gather: Node, wait: Node) -> bool:
     shard, ranks, name = gather.args[:3]
     if name not in _groups or not isinstance(shard, Node) or not isinstance(ranks, int):
         return False
-    if not _suits(_value(shard)) or not _whole_rows(_value(shard).shape[-1], _value(shard).dtype):
-        return False
-    gathered, dim = _gathered_along(wait, ranks)
-    if dim == _value(shard).dim() - 1:
+    found, dim = _gathered_along(wait, ranks)
+    gathered = found
+    if value(found).dtype == torch.uint8:  # perhaps the bytes of others
+        views = [user for user in found.users if user.target is _aten.view.dtype]
+        gathered = views[0] if len(views) == 1 else found
+    if value(gathered).dim() < 2 or dim == value(gathered).dim() - 1:
         return False  # nothing to hide it behind
-    products = [
-        one
-        for one in _products_of(gathered)
-        if _whole_rows(_value(one.b).shape[-1], _value(one.b).dtype)
-        and not _depends_on(one.b, gathered)
-    ]
+    products = _one_kind(products_of(gathered), gathered)
     if not products:
         return False
     multiplied = {one.mm for one in products}
@@ -299,24 +239,76 @@ def _rewrite_all_gather(graph: Graph, gather: Node, wait: Node) -> bool:
         user
         for user in gathered.users
         if user not in multiplied
-        and not (user.target in _RESHAPES and multiplied.issuperset(user.users))
+        and not (user.target in RESHAPES and multiplied.issuperset(user.users))
     }
+    if gathered is not found:
+        others |= set(found.users) - {gathered}
     with graph.inserting_before(gather):
-        fused = _call(
-            graph,
-            torch.ops.crossdock.fused_all_gather_matmul.default,
-            (shard, [one.b for one in products], dim, name),
-            {"return_A": bool(others)},
-        )
+        shard = _typed(graph, shard, value(gathered).dtype)
+        fused = _gathering(graph, shard, products, dim, name, bool(others))
         outputs = _call(graph, operator.getitem, (fused, 1))
         for number, one in enumerate(products):
             out = _call(graph, operator.getitem, (outputs, number))
-            if one.bias is not None:
+            if one.bias is not None and one.scale_a is None:
                 out = _call(graph, _aten.add.Tensor, (out, one.bias))
             one.result.replace_all_uses_with(out)
         if others:
-            gathered.replace_all_uses_with(_call(graph, operator.getitem, (fused, 0)))
+            rows = _call(graph, operator.getitem, (fused, 0))
+            gathered.replace_all_uses_with(rows)
+            if gathered is not found:  # its bytes may be read as well
+                rows = _call(graph, _aten.view.dtype, (rows, value(found).dtype))
+                found.replace_all_uses_with(rows, lambda user: user is not gathered)
     return True
+
+
+def _one_kind(products: list[Product], gathered: Node) -> list[Product]:
+    """Those that one operation makes: plain, or of fp8 by the same scale of its rows."""
+    kept: list[Product] = []
+    for one in products:
+        made_of = [one.b]
+        if one.scale_a is not None:
+            given = (one.scale_a, one.scale_b, one.bias, one.scale_result)
+            made_of += [node for node in given if node is not None]
+        if any(_depends_on(node, gathered) for node in made_of):
+            continue
+        if not kept or one.scale_a is kept[0].scale_a:
+            kept.append(one)
+    return kept
+
+
+def _typed(graph: Graph, shard: Node, dtype: torch.dtype) -> Node:
+    """This rank's part as what it stands for, if its bytes are gathered."""
+    if value(shard).dtype == dtype:
+        return shard
+    source = shard.args[0] if shard.target is _aten.view.dtype else None
+    if isinstance(source, Node) and value(source).dtype == dtype:
+        return source
+    return _call(graph, _aten.view.dtype, (shard, dtype))
+
+
+def _gathering(
+    graph: Graph, shard: Node, products: list[Product], dim: int, name: str, return_a: bool
+) -> Node:
+    """The operation in the place of a gather and its products."""
+    matrices = [one.b for one in products]
+    scale = products[0].scale_a
+    if scale is None:
+        target = torch.ops.crossdock.fused_all_gather_matmul.default
+        return _call(graph, target, (shard, matrices, dim, name), {"return_A": return_a})
+    if value(scale).numel() > 1:  # of all ranks' rows: laid out as these are
+        leading = list(value(products[0].result).shape[:-1])
+        scale = _call(graph, _aten.reshape.default, (scale, [*leading, 1]))
+    beside = (
+        [one.bias for one in products],
+        [one.scale_result for one in products],
+        [one.out_dtype for one in products],
+        [one.fast for one in products],
+    )
+    return _call(
+        graph,
+        torch.ops.crossdock.fused_all_gather_scaled_matmul.default,
+        (shard, matrices, scale, [one.scale_b for one in products], dim, name, *beside),
+    )
 
 
 def _depends_on(node: Node, other: Node) -> bool:
@@ -356,54 +348,49 @@ def _rewrite_reduce_scatter(graph: Graph, scatter: Node, wait: Node) -> bool:
     if not isinstance(ranks, int):
         return False
     dim, result = 0, source
-    if source.target is _aten.cat.default and _argument(source, 1, "dim", 0) == 0:
+    if source.target is _aten.cat.default and argument(source, 1, "dim", 0) == 0:
         pieces = source.args[0]
         whole = _cut_from(pieces[0]) if isinstance(pieces, (list, tuple)) and pieces else None
         if whole is None or not isinstance(pieces, (list, tuple)) or len(pieces) != ranks:
             return False
         result = whole
-        dims = range(1, _value(result).dim())
+        dims = range(1, value(result).dim())
         along = [one for one in dims if _are_shares(pieces, result, one, ranks)]
         if len(along) != 1:
             return False
         dim = along[0]
-    product = _product_that_made(result)
-    if product is None or dim == _value(result).dim() - 1:
+    product = product_that_made(result)
+    if product is None or dim == value(result).dim() - 1:
         return False
-    a, b = _value(product.a), _value(product.b)
-    if not _suits(a) or not _whole_rows(b.shape[-1], b.dtype) or not _only_for(result, scatter):
+    if value(product.a).dim() < 2 or not _only_for(result, scatter):
         return False
-    if not _whole_rows(a.shape[-1], a.dtype):
-        return False
+    if product.scale_a is not None and (
+        product.scale_result is not None or value(product.mm).dtype.itemsize == 1
+    ):
+        return False  # the program sums what has been rounded to fp8
     with graph.inserting_before(wait):
-        fused = _call(
-            graph,
-            torch.ops.crossdock.fused_matmul_reduce_scatter.default,
-            (product.a, product.b, reduce_op, dim, name),
-        )
+        fused = _scattering(graph, product, reduce_op, dim, name)
     wait.replace_all_uses_with(fused)
+    for user in list(scatter.users):
+        if user.op == "output":  # kept for the backward pass
+            user.replace_input_with(scatter, fused)
     return True
 
 
-def _product_that_made(result: Node) -> _Product | None:
-    """The product, without a bias, of which this is the result."""
-    mm, a_shape = result, None
-    if result.target in _RESHAPES and isinstance(result.args[0], Node):
-        mm = result.args[0]
-        a_shape = list(_value(result).shape[:-1])
-    if mm.target is not _aten.mm.default:
-        return None
-    a, b = mm.args
-    if not isinstance(a, Node) or not isinstance(b, Node):
-        return None
-    if a_shape is None:
-        return _Product(mm, result, a, b, None)
-    if a.target not in _RESHAPES or not isinstance(a.args[0], Node):
-        return None
-    source = a.args[0]
-    if [*a_shape, _value(a).shape[-1]] != list(_value(source).shape):
-        return None
-    return _Product(mm, result, source, b, None)
+def _scattering(graph: Graph, product: Product, reduce_op: str, dim: int, name: str) -> Node:
+    """The operation in the place of a product and its reduce-scatter."""
+    operands = (product.a, product.b)
+    if product.scale_a is None:
+        target = torch.ops.crossdock.fused_matmul_reduce_scatter.default
+        return _call(graph, target, (*operands, reduce_op, dim, name))
+    shape = list(value(product.result).shape)
+    scales = (product.scale_a, product.scale_b)
+    beside = (None, None, product.out_dtype, product.fast)
+    return _call(
+        graph,
+        torch.ops.crossdock.fused_scaled_matmul_reduce_scatter.default,
+        (*operands, *scales, reduce_op, dim, dim, name, shape, *beside),
+    )
 
 
 def _only_for(result: Node, scatter: Node) -> bool:
@@ -424,5 +411,5 @@ def _only_for(result: Node, scatter: Node) -> bool:
                 return False
             seen.add(user)
             todo.append(user)
-    mm = result.args[0] if result.target in _RESHAPES else result
+    mm = result.args[0] if result.target in RESHAPES else result
     return isinstance(mm, Node) and len(mm.users) == 1 or mm is result
