@@ -1,4 +1,4 @@
-"""The cases of the CPU on GPUs, each as one process per GPU and as one process with all of them.
+"""Expert parallelism's cases of the CPU on GPUs: one process per GPU, and one with all.
 
 As many ranks as there are GPUs, 4 or 2. XLA puts operations into command buffers. Tests of the CPU
 that take its devices in their own process run in another one here.
@@ -6,71 +6,29 @@ that take its devices in their own process run in another one here.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import importlib.util
-import os
-import pathlib
-import subprocess
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from gpu_jax import MARKS, elsewhere  # isort: skip (before JAX is imported)
 
-def gpus() -> int:
-    """GPUs of this host, counted without JAX, which would take their memory."""
-    count = ctypes.c_int()
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    driver.cuInit(0)
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    return count.value
+import jax
+import numpy as np
 
+import crossdock.jax as xd
+import test_hlo as hlo
+import test_jax_fp8 as fp8
+import test_jax_gradients as gradients
+import test_jax_life as life
+import test_jax_low_latency as low_latency
+import test_jax_ops as ops
+import test_jax_order as order
+import test_moe as moe
+import test_sharding as sharding
+from crossdock import _jax, errors
+from jax_support import RANKS, World, equal, everywhere, routing, run, whole
 
-# For this process's children; before jax_support is imported.
-if gpus() > 1:
-    os.environ["XD_JAX_GPUS"] = str(4 if gpus() >= 4 else 2)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(int(os.environ["XD_JAX_GPUS"]))))
-    os.environ["JAX_PLATFORMS"] = "cuda"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.1"
-    os.environ["XD_GEMM_TUNE"] = "0"  # contexts of tests are many, and do not live long
-    os.environ["XLA_FLAGS"] = (
-        "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-    )
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-pytest.importorskip("crossdock.jax", exc_type=ImportError)
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-
-import crossdock.jax as xd  # noqa: E402
-import test_hlo as hlo  # noqa: E402
-import test_jax_fp8 as fp8  # noqa: E402
-import test_jax_gradients as gradients  # noqa: E402
-import test_jax_life as life  # noqa: E402
-import test_jax_low_latency as low_latency  # noqa: E402
-import test_jax_ops as ops  # noqa: E402
-import test_jax_order as order  # noqa: E402
-import test_moe as moe  # noqa: E402
-import test_sharding as sharding  # noqa: E402
-import test_tp as tp  # noqa: E402
-import test_tp_fp8 as tp_fp8  # noqa: E402
-import test_tp_programs as tp_programs  # noqa: E402
-import test_train as train  # noqa: E402
-from crossdock import _jax, errors  # noqa: E402
-from jax_support import RANKS, World, equal, everywhere, routing, run, whole  # noqa: E402
-
-jax_for_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(gpus() < 2, reason="needs two GPUs"),
-    pytest.mark.skipif(not jax_for_cuda, reason="needs JAX for CUDA: pip install 'jax[cuda13]'"),
-]
+pytestmark = MARKS
 
 
 @everywhere
@@ -154,13 +112,6 @@ def test_two_programs_back_to_back(where):
     run(where, order.two_programs)
 
 
-def elsewhere(world: World, test: Callable[..., None], *args: Any) -> None:
-    """A test that makes ranks of its own, in a process that may take GPUs."""
-    world.ep.close()
-    with jax.default_matmul_precision("float32"):  # not TF32, in what is compared with
-        test(*args)
-
-
 @pytest.mark.parametrize(
     "mesh, spelling, layout",
     [
@@ -226,72 +177,6 @@ def test_layers_side_by_side_are_chained():
     run("devices", elsewhere, moe.test_layers_side_by_side_are_chained, True)
 
 
-@everywhere
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
-    run(where, tp.layers, spelling, 1)
-
-
-@everywhere
-@pytest.mark.parametrize(
-    "body",
-    [tp_fp8.products, tp_fp8.made_fp8, tp_fp8.block_scales, tp.unequal],
-    ids=lambda body: body.__name__,
-)
-def test_products_of_fp8_and_of_unequal_ranks(where, body):
-    run(where, body, "shard_map")
-
-
-@everywhere
-def test_products_of_fp8_of_unequal_ranks(where):
-    run(where, tp_fp8.unequal)
-
-
-@everywhere
-def test_products_in_a_scan_with_remat(where):
-    run(where, tp.blocks, "order")
-
-
-@everywhere
-def test_products_and_experts_are_one_chain(where):
-    run(where, tp_programs.experts_too)
-
-
-@pytest.mark.parametrize("layer", tp.LAYERS[::2], ids=lambda layer: layer.operation)
-def test_no_collective_beside_products(layer):
-    run(
-        "devices",
-        elsewhere,
-        tp_programs.test_no_collective_but_ours_forward_and_backward,
-        layer,
-        "automatic",
-    )
-
-
-def products_again(world: World) -> None:
-    """A program that runs often calls the handlers seldom, and its values stay right."""
-    world.ep.close()
-    before, runs = _jax.calls(), 30
-    with tp.joined() as mesh:
-        layer = tp.LAYERS[0]
-        step, args = tp.trained(mesh, layer, "shard_map")
-        wanted, wanted_grads = layer.expected()
-        for _ in range(runs):
-            out, grads = step(*args)
-            tp.same("out", out, wanted)
-            for name, grad in grads.items():
-                tp.same(name, grad, wanted_grads[name])
-        made, run = _jax.calls() - before, 2 * runs * len(mesh.devices)
-        print(f"{made} calls of handlers for {run} operations")
-        assert made < run / 2
-        mesh.check()
-
-
-@everywhere
-def test_command_buffers_replay_products(where):
-    run(where, products_again)
-
-
 def layouts() -> None:
     """Wrong ones are refused, eagerly and when XLA compiles; arrays that are nowhere are split."""
     mesh = sharding.make_mesh()
@@ -307,39 +192,6 @@ def layouts() -> None:
 
 def test_layouts():
     run("devices", elsewhere, layouts)
-
-
-@pytest.mark.parametrize(
-    "where",
-    [[], ["--processes"], ["--tensor-parallel"], ["--tensor-parallel", "--processes"]],
-    ids=["devices", "processes", "devices-product", "processes-product"],
-)
-def test_training_agrees_with_one_device(where, tmp_path):
-    command = [
-        str(train.EXAMPLES / "train_moe.py"),
-        "--check",
-        "--device",
-        "gpu",
-        "--data",
-        "1",
-        "--experts-axis",
-        str(RANKS),
-        *train.SMALL,
-        *where,
-        "--folder",
-        str(tmp_path),
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    ended = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
-    text = ended.stdout + ended.stderr
-    assert ended.returncode == 0 and " agrees" in text and "DISAGREES" not in text, text
 
 
 CONFIG = xd.EpConfig(

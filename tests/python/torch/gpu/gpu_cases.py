@@ -1,7 +1,8 @@
 """The CPU's tests on GPUs: all that are not left out below, as they stand, with their parameters.
 
 Torch's default device says where a test computes: in each rank's process its own GPU, in this one
-the first. A test of four ranks runs with as many as there are GPUs: 4, 2 or 1.
+the first. A test of four ranks runs with as many as there are GPUs: 4, 2 or 1. Files beside this
+one take the tests of some modules each, no more than run in two minutes.
 """
 
 from __future__ import annotations
@@ -41,13 +42,7 @@ import test_tp_layers as tp_layers  # noqa: E402
 import test_tp_ops as tp_ops  # noqa: E402
 import test_tp_training as tp_training  # noqa: E402
 import test_training_alike as training_alike  # noqa: E402
-from test_torch_opcheck import prepared  # noqa: E402, F401  (a fixture)
-from test_torch_pool import comm  # noqa: E402, F401  (a fixture)
-from test_tp_compile import alone  # noqa: E402, F401  (a fixture)
 
-pytestmark = pytest.mark.gpu
-
-# Compilers last, and inductor at the end: they take longest.
 MODULES = {
     "ops": ops,
     "gradients": gradients,
@@ -84,6 +79,9 @@ LEFT_OUT = {
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
 }
+
+# Of these modules' tests.
+FIXTURES = ("alone", "comm", "prepared")
 
 # Those of any number of ranks but one.
 ABOUT_PEERS = (
@@ -129,19 +127,13 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_bad_input_of_a_layer_is_named() -> None:
-    run_on_gpus(1, moe_layer.check_bad_inputs)
-
-
-def test_a_mistake_inside_compiled_code_is_named() -> None:
-    run_on_gpus(1, compiled._mistake_inside)
-
-
-globals().update(
-    {
-        name.replace("test_", f"test_{subject}_", 1): test
-        for subject, module in MODULES.items()
-        for name, test in vars(module).items()
-        if name.startswith("test_") and test not in LEFT_OUT
-    }
-)
+def cases_of(*subjects: str) -> dict[str, Any]:
+    """What a file has that runs the tests of these modules: they, and their fixtures."""
+    found: dict[str, Any] = {"on_gpus": on_gpus, "pytestmark": pytest.mark.gpu}
+    for subject in subjects:
+        for name, item in vars(MODULES[subject]).items():
+            if name in FIXTURES:
+                found[name] = item
+            elif name.startswith("test_") and item not in LEFT_OUT:
+                found[name.replace("test_", f"test_{subject}_", 1)] = item
+    return found

@@ -1,0 +1,11 @@
+"""Expert parallelism under torch.compile, as on the CPU: see gpu_cases.py."""
+
+from __future__ import annotations
+
+from gpu_cases import cases_of, compiled, run_on_gpus
+
+globals().update(cases_of("compile"))
+
+
+def test_a_mistake_inside_compiled_code_is_named() -> None:
+    run_on_gpus(1, compiled._mistake_inside)

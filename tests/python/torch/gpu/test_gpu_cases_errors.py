@@ -1,0 +1,7 @@
+"""Errors, torch's own checks, and low latency, as on the CPU: see gpu_cases.py."""
+
+from __future__ import annotations
+
+from gpu_cases import cases_of
+
+globals().update(cases_of("errors", "opcheck", "low_latency"))

@@ -1,0 +1,13 @@
+"""Layers of experts, and tools of training, as on the CPU: see gpu_cases.py."""
+
+from __future__ import annotations
+
+from gpu_cases import cases_of, moe_layer, run_on_gpus
+
+globals().update(
+    cases_of("moe_grouped", "moe_layer", "tools", "training_alike", "checkpoint_parts")
+)
+
+
+def test_a_bad_input_of_a_layer_is_named() -> None:
+    run_on_gpus(1, moe_layer.check_bad_inputs)

@@ -1,0 +1,7 @@
+"""Operations of expert parallelism, as on the CPU: see gpu_cases.py."""
+
+from __future__ import annotations
+
+from gpu_cases import cases_of
+
+globals().update(cases_of("ops", "gradients", "plans", "fp8", "pool"))

@@ -1,0 +1,7 @@
+"""Layers of spread matrices, and their training, as on the CPU: see gpu_cases.py."""
+
+from __future__ import annotations
+
+from gpu_cases import cases_of
+
+globals().update(cases_of("tp_layers", "tp_dtensor", "tp_training"))
