@@ -2,6 +2,7 @@
 // every company. (The grid checks ordinary numbers in all circumstances.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
@@ -50,13 +51,27 @@ std::vector<std::uint16_t> codes_of(const Rank& rank, std::size_t block, std::ui
   return codes;
 }
 
+// A block for every finite magnitude that is the largest of its block, beside it some of those that
+// are smaller.
+std::vector<std::uint16_t> codes_of_all_largest(const Rank& rank, std::size_t block) {
+  std::vector<std::uint16_t> codes;
+  for (std::uint32_t most = 1; most < 0x7f80; ++most) {
+    const auto sign = static_cast<std::uint32_t>(rank.rank) << 15;
+    codes.push_back(static_cast<std::uint16_t>(most | (sign & 0x8000)));
+    for (std::uint32_t i = 1; i < block; ++i) {
+      codes.push_back(static_cast<std::uint16_t>(i * 0x9e37 % (most + 1) | (i % 2) << 15));
+    }
+  }
+  return codes;
+}
+
 // One expert per rank, to which its left neighbour sends all tokens: rows arrive in their order.
 class Ring {
  public:
   Ring(const Rank& rank, const QuantisedWay& way)
       : rank_(rank), way_(way), hidden_(way.block * (way.block == 128 ? 17 : 67)) {
-    const std::int64_t most_codes =
-        255 * (0x10000 / code_step(rank.num_ranks) * 34 / 32 + 2 * way.block);
+    const std::int64_t most_codes = std::max(
+        255 * (0x10000 / code_step(rank.num_ranks) * 34 / 32 + 2 * way.block), 0x7f80 * way.block);
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_experts = rank.num_ranks;
     config.max_topk = 1;
@@ -70,10 +85,27 @@ class Ring {
 
   // `mode`: the calling thread's, if it is not the usual one.
   void expect_quantised(std::uint32_t mantissa, std::optional<FloatMode> mode = {}) {
-    const auto here = padded(codes_of(rank_, static_cast<std::size_t>(way_.block), mantissa));
+    expect_codes(
+        [&](const Rank& rank) {
+          return codes_of(rank, static_cast<std::size_t>(way_.block), mantissa);
+        },
+        mode);
+  }
+  void expect_all_largest_quantised() {
+    expect_codes(
+        [&](const Rank& rank) {
+          return codes_of_all_largest(rank, static_cast<std::size_t>(way_.block));
+        },
+        {});
+  }
+
+ private:
+  template <class Codes>
+  void expect_codes(Codes&& codes_of_rank, std::optional<FloatMode> mode) {
+    const auto here = padded(codes_of_rank(rank_));
     Rank left = rank_;
     left.rank = (rank_.rank + rank_.num_ranks - 1) % rank_.num_ranks;
-    const auto sent = padded(codes_of(left, static_cast<std::size_t>(way_.block), mantissa));
+    const auto sent = padded(codes_of_rank(left));
     const auto rows = static_cast<std::int64_t>(sent.size()) / hidden_;
     prepare(static_cast<std::int64_t>(here.size()) / hidden_);
 
@@ -91,7 +123,6 @@ class Ring {
     expect_blocks(sent, recv_tokens, recv_scales);
   }
 
- private:
   xd_status call(const xd_ep_dispatch_args& args, std::optional<FloatMode> mode) const {
     if (!mode) return xd_ep_dispatch(group_.get(), &args, rank_.stream());
     const InFloatMode scope(*mode);
@@ -155,6 +186,11 @@ TEST_P(EveryWay, GivesTheBitsOfTheDefinitionForEveryNumberBesideEveryLargestOne)
       ring.expect_quantised(mantissa);
     }
   });
+}
+
+TEST_P(EveryWay, GivesTheScaleOfEveryLargestNumber) {
+  const QuantisedWay way = quantised_way(GetParam());
+  on_every_rank([&](Rank& rank) { Ring(rank, way).expect_all_largest_quantised(); });
 }
 
 TEST_P(EveryWay, GivesThemInEveryModeOfTheCallingThread) {
