@@ -35,6 +35,7 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   app.add_option("--operations", driver.operations)->delimiter(',');
   app.add_option("--sms", driver.sms)->delimiter(',')->check(CLI::Range(0, 1024));
   app.add_flag("--graph", driver.graph);
+  app.add_flag("--overlap", driver.overlap);
   app.add_flag("--staged", driver.staged);
   app.add_flag("--zero-copy", driver.zero_copy);
   app.add_flag("--no-peer", driver.no_peer);
@@ -119,6 +120,8 @@ With --device cuda ranks are threads, one per GPU, or those of crossdock-run:
   --ranks N          how many threads        --ranks-per-gpu N  that share one (1)
   --sms N,N,...      budgets to try, 0 = the library's choice (0)
   --graph            time each operation as a captured graph
+  --overlap          also beside a product of all ranks' tokens, [W*T,H] times [H,H],
+                     on the multiprocessors that are left: the times of both
   --operations O,O   of prepare, dispatch, combine, dispatch_bwd, combine_bwd
   --preset budget    the operations that have a target, in one table
   --preset sweep     a table for each of tokens, topk, experts, skew, gpus, sms;

@@ -51,8 +51,9 @@ struct DriverOptions {
   int ranks = 0;          // CUDA without a launcher: threads of this process; 0 = one per device
   int ranks_per_gpu = 0;  // 0 = as few as possible
   std::vector<int> sms{
-      0};              // CUDA: budgets of the group, one after another; 0 = the library's choice
-  bool graph = false;  // CUDA: each operation is a captured graph
+      0};                // CUDA: budgets of the group, one after another; 0 = the library's choice
+  bool graph = false;    // CUDA: each operation is a captured graph
+  bool overlap = false;  // CUDA: also beside a product
   std::vector<std::string> operations;  // CUDA; empty: all that the dtype allows
   bool staged = false;
   bool zero_copy = false;

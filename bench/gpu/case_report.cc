@@ -113,7 +113,22 @@ Json json_line(const Run& run, const Case& one, const StepResult& step, const Ca
     set_number(row, "nccl_us", p50(result.nccl) * 1e6, 3);
   }
   set_number(row, "target_us", step.step.target_us, 1);
+  set_number(row, "beside_product_us", p50(step.overlap.operation_beside) * 1e6, 3);
+  set_number(row, "product_beside_us", p50(step.overlap.product_beside) * 1e6, 3);
+  set_number(row, "product_us", p50(step.overlap.product) * 1e6, 3);
   return row;
+}
+
+// Lines of a case's table: an operation, and what it and a product do to one another.
+void add_lines(std::vector<Json>& rows, const StepResult& step, const Bytes& bytes,
+               const CaseResult& result) {
+  const std::string name = name_of(step.step.operation), sms = sms_text(step);
+  rows.push_back(line(name, sms, step.seconds, bytes, result, moves_rows(step)));
+  const OverlapTimes& times = step.overlap;
+  if (times.product.empty()) return;
+  rows.push_back(line("  beside a product", sms, times.operation_beside, bytes, result, false));
+  rows.push_back(line("  that product", "-", times.product_beside, bytes, result, false));
+  rows.push_back(line("  that product, alone", "-", times.product, bytes, result, false));
 }
 
 }  // namespace
@@ -151,10 +166,7 @@ void print_case(const Run& run, const Case& one, const CaseResult& result) {
       static_cast<double>(result.group_memory.symmetric_bytes) * 1e-6,
       static_cast<double>(result.group_memory.private_bytes) * 1e-6);
   std::vector<Json> rows;
-  for (const StepResult& step : result.steps) {
-    rows.push_back(line(name_of(step.step.operation), sms_text(step), step.seconds, bytes, result,
-                        moves_rows(step)));
-  }
+  for (const StepResult& step : result.steps) add_lines(rows, step, bytes, result);
   if (!result.floor.seconds.empty()) {
     rows.push_back(line("floor: " + result.floor.by, "-", result.floor.seconds, bytes, result));
     rows.push_back(line(result.copy_engine.by, "-", result.copy_engine.seconds, bytes, result));

@@ -12,25 +12,31 @@ namespace {
 
 constexpr int kTimeoutMs = 20000;
 
-std::vector<double> measure_step(const RankContext& at, EpRank& ep, const Case& one,
-                                 Operation operation) {
+void measure_step(const RankContext& at, EpRank& ep, const Case& one, Overlap* overlap,
+                  StepResult& result) {
+  const Operation operation = result.step.operation;
   std::optional<Captured> graphs;
   if (one.graph) graphs.emplace(ep, operation, at.stream);
-  flush_cache(at.stream, at.device);
-  at.barrier();
-  const std::vector<double> mine = at.watch.measure(at.iterations(), [&](int i) {
+  const auto enqueue = [&](int i) {
     if (graphs) {
       graphs->launch(i);
     } else {
       ep.enqueue(operation, i);
     }
-  });
+  };
+  flush_cache(at.stream, at.device);
+  at.barrier();
+  result.seconds = at.board.slowest(at.watch.measure(at.iterations(), enqueue));
   ep.check_left_by(operation, at.iterations().all() - 1);
-  return at.board.slowest(mine);
+  if (overlap == nullptr) return;
+  result.overlap = overlap->measure(enqueue);
+  ep.check_left_by(operation, at.iterations().all() - 1);
 }
 
 void measure_steps(const RankContext& at, const Case& one, CaseResult& result) {
   EpRank ep(at, one.staged);
+  std::optional<Overlap> overlap;
+  if (one.overlap) overlap.emplace(at);
   std::optional<int> open_with;
   for (const Step& step : one.steps) {
     if (open_with != step.sms) ep.open(step.sms);
@@ -39,8 +45,9 @@ void measure_steps(const RankContext& at, const Case& one, CaseResult& result) {
     ep.check(step.operation);
     const int blocks = blocks_of(
         name_of(step.operation), [&] { ep.enqueue(step.operation, 0); }, at.stream);
-    std::vector<double> seconds = measure_step(at, ep, one, step.operation);
-    if (at.rank == 0) result.steps.push_back({step, blocks, std::move(seconds)});
+    StepResult measured{.step = step, .blocks = blocks, .seconds = {}, .overlap = {}};
+    measure_step(at, ep, one, overlap ? &*overlap : nullptr, measured);
+    if (at.rank == 0) result.steps.push_back(std::move(measured));
   }
   at.settle("the end of a case");
 }

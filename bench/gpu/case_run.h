@@ -6,6 +6,7 @@
 
 #include "../report.h"
 #include "cases.h"
+#include "overlap.h"
 #include "wire_floor.h"
 
 namespace bench::gpu {
@@ -14,6 +15,7 @@ struct StepResult {
   Step step;
   int blocks;                   // on rank 0, of which a multiprocessor has one; 0 = not known
   std::vector<double> seconds;  // the maximum over the ranks, of every iteration
+  OverlapTimes overlap;         // empty: not measured
 };
 
 // Complete on rank 0.

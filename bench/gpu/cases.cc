@@ -67,6 +67,7 @@ class Builder {
                       .workload = workload,
                       .staged = staged,
                       .graph = options_.driver.graph,
+                      .overlap = options_.driver.overlap,
                       .baseline = !options_.driver.no_peer,
                       .steps = std::move(steps)});
   }
@@ -198,6 +199,7 @@ std::vector<Case> from_command_line(const Options& options, int ranks) {
              .workload = w,
              .staged = staged,
              .graph = options.driver.graph,
+             .overlap = options.driver.overlap,
              .baseline = !options.driver.no_peer,
              .steps = {}};
     for (const int sms : options.driver.sms) {

@@ -21,6 +21,7 @@ struct Case {
   Workload workload;
   bool staged = false;
   bool graph = false;
+  bool overlap = false;
   bool baseline = true;
   std::vector<Step> steps;
 };
