@@ -18,8 +18,8 @@ struct OverlapTimes {
 
 class Overlap {
  public:
-  // [W * T, H] times [H, H], bf16, about what a rank's experts would begin with, by cuBLASLt's first
-  // choice for the whole device. It is on a stream of its own.
+  // [W * T, H] times [H, H], bf16, about what a rank's experts would begin with, by cuBLASLt's
+  // first choice for the whole device. It is on a stream of its own.
   explicit Overlap(const RankContext& context);
   ~Overlap();
   Overlap(const Overlap&) = delete;

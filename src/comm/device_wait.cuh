@@ -152,8 +152,9 @@ __device__ __noinline__ inline void give_up(const DeviceComm& comm, const Kernel
 }
 
 // Returns true when ready() holds: a look at flags of `peer` with acquire loads. `seen()` gives the
-// epoch last seen of it. False = the communicator has failed. Called by single threads. A kernel has
-// many copies of this function, and runs through its own code only once: what is rare is called.
+// epoch last seen of it. False = the communicator has failed. Called by single threads. A kernel
+// has many copies of this function, and runs through its own code only once: what is rare is
+// called.
 template <class Ready, class Seen>
 __device__ bool wait_until(const DeviceComm& comm, const KernelWait& site, int peer, Ready ready,
                            Seen seen) {

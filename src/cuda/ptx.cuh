@@ -342,6 +342,16 @@ __device__ inline std::uint16_t pack_e4m3(float low, float high) {
   return v;
 }
 
+// The same of four, the first in the lowest byte.
+__device__ inline std::uint32_t pack_e4m3_four(float a, float b, float c, float d) {
+  std::uint32_t v;
+  asm("{ .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n mov.b32 %0, {low, high}; }"
+      : "=r"(v)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return v;
+}
+
 // Rounds two float32 to float8 e5m2, to nearest, ties to even, limited to +-57344.
 __device__ inline std::uint16_t pack_e5m2(float low, float high) {
   std::uint16_t v;

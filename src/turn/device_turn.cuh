@@ -318,7 +318,8 @@ XD_TURN_MEMBER(auto)::read_record(int from) const -> Record {
   return record_of(words);
 }
 
-// Compares a rank's record with this rank's, and finds the memory that it offers; false if some of it does not exist.
+// Compares a rank's record with this rank's, and finds the memory that it offers; false if some of
+// it does not exist.
 template <class Derived, class Family, class Params, class Shared>
 template <class Take>
 __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::take_record(

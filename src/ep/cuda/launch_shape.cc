@@ -18,7 +18,7 @@ constexpr int kMostChosen = 64;
 // of blocks only.
 constexpr double kStoreRate = 45.0, kSumRate = 60.0, kLinkRate = 360.0;
 // Rows that one multiprocessor quantises, in bytes read.
-constexpr double kQuantiseRate = 26.0;
+constexpr double kQuantiseRate = 28.0;
 
 // Numbers per token, if choices fall on all ranks alike.
 struct RowsPerToken {

@@ -29,9 +29,7 @@ __device__ inline std::uint32_t most_of_block(const uint4& a, const uint4& b, bo
 }
 
 __device__ inline uint4 e4m3_of_both(const uint4& a, const uint4& b, float inverse, bool finite) {
-  const uint2 low = finite ? e4m3_of(a, inverse, e4m3_of_finite) : e4m3_of(a, inverse, e4m3_of_any);
-  const uint2 high =
-      finite ? e4m3_of(b, inverse, e4m3_of_finite) : e4m3_of(b, inverse, e4m3_of_any);
+  const uint2 low = quantised(a, inverse, finite), high = quantised(b, inverse, finite);
   return make_uint4(low.x, low.y, high.x, high.y);
 }
 

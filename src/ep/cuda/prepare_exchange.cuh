@@ -155,8 +155,8 @@ __device__ inline bool Exchange::receive() const {
   return good;
 }
 
-// Waits for one word of every rank, and adds them up where they are an expert's. False after a fatal
-// error.
+// Waits for one word of every rank, and adds them up where they are an expert's. False after a
+// fatal error.
 __device__ inline bool Exchange::receive_word(int word, std::uint64_t& hash) const {
   std::uint32_t total = 0, before = 0;
   const bool good = for_each_count(word, [&](int source, std::uint32_t count) {

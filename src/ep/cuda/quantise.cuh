@@ -28,8 +28,8 @@ __device__ inline std::uint32_t finite_magnitudes(std::uint32_t pair) {
   return magnitudes(pair) & ~((not_finite(magnitudes(pair)) >> 15) * 0xFFFFu);
 }
 
-// The larger halves of `most` and the magnitudes of four words. Where some number is not finite, nor
-// are they.
+// The larger halves of `most` and the magnitudes of four words. Where some number is not finite,
+// nor are they.
 __device__ inline std::uint32_t most_of(const uint4& x, std::uint32_t most) {
   most = ptx::max_magnitudes_bf16x2(x.x, ptx::max_magnitudes_bf16x2(x.y, most));
   return ptx::max_magnitudes_bf16x2(x.z, ptx::max_magnitudes_bf16x2(x.w, most));
@@ -43,21 +43,18 @@ __device__ inline std::uint32_t finite_most_of(const uint4& x, std::uint32_t mos
   return larger(x.w);
 }
 
-// Converts two finite numbers; the conversion limits to +-448.
-__device__ inline std::uint32_t e4m3_of_finite(std::uint32_t pair, float inverse) {
-  return ptx::pack_e4m3(__fmul_rn(bf16_low(pair), inverse), __fmul_rn(bf16_high(pair), inverse));
-}
-
-// Converts any two numbers. NaN keeps its sign, which the conversion alone would drop.
-__device__ inline std::uint32_t e4m3_of_any(std::uint32_t pair, float inverse) {
-  return e4m3_of_finite(pair, inverse) | (pair >> 8 & 0x80u) | (pair >> 16 & 0x8000u);
-}
-
-template <class Convert>
-__device__ uint2 e4m3_of(const uint4& x, float inverse, Convert convert) {
-  constexpr unsigned kLowHalves = 0x5410;
-  return make_uint2(__byte_perm(convert(x.x, inverse), convert(x.y, inverse), kLowHalves),
-                    __byte_perm(convert(x.z, inverse), convert(x.w, inverse), kLowHalves));
+// Converts a vector of eight numbers; the conversion limits to +-448. A NaN keeps its sign, which
+// the conversion alone would drop.
+template <bool kFinite>
+__device__ __forceinline__ uint2 e4m3_of(const uint4& x, float inverse) {
+  const auto four = [&](std::uint32_t a, std::uint32_t b) {
+    const std::uint32_t bytes =
+        ptx::pack_e4m3_four(__fmul_rn(bf16_low(a), inverse), __fmul_rn(bf16_high(a), inverse),
+                            __fmul_rn(bf16_low(b), inverse), __fmul_rn(bf16_high(b), inverse));
+    constexpr unsigned kUpperBytes = 0x7531;  // of the four numbers
+    return kFinite ? bytes : bytes | (__byte_perm(a, b, kUpperBytes) & 0x80808080u);
+  };
+  return make_uint2(four(x.x, x.y), four(x.z, x.w));
 }
 
 // The scale of a block whose largest finite magnitude is `most`, a bfloat16: most / 448, rounded as
@@ -80,7 +77,7 @@ constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 constexpr std::uint32_t kColumnsPerVector = 8;
 
 __device__ __forceinline__ uint2 quantised(const uint4& x, float inverse, bool finite) {
-  return finite ? e4m3_of(x, inverse, e4m3_of_finite) : e4m3_of(x, inverse, e4m3_of_any);
+  return finite ? e4m3_of<true>(x, inverse) : e4m3_of<false>(x, inverse);
 }
 
 // Quantises by FP8_BLOCK128, in place: byte c of the piece becomes column c. All lanes of a warp
@@ -122,9 +119,16 @@ __device__ inline void quantise_by_quotients(std::byte* piece, float* scales,
     const float inverse = inverse_of(scale);
     if (block >= blocks) continue;
     std::byte* to = piece + block * 128;
+    if (finite) {  // here alone, so that the instructions of all vectors mix
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      *reinterpret_cast<uint2*>(to + column_of(i)) = quantised(x[i], inverse, finite);
+      for (int i = 0; i < kVectors; ++i) {
+        *reinterpret_cast<uint2*>(to + column_of(i)) = e4m3_of<true>(x[i], inverse);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        *reinterpret_cast<uint2*>(to + column_of(i)) = e4m3_of<false>(x[i], inverse);
+      }
     }
     if (lane % kLanesPerBlock == 0) scales[block] = scale;
   }
