@@ -22,7 +22,7 @@
 // releases the done flag (sys): causality order is transitive over these.
 //
 // A rank sends its record before it waits for anything. Its stores into peers' memory wait for
-// records alone, and its done flags for these stores. Only work that no peer waits for (completing
+// records at most, and its done flags for these stores. Only work that no peer waits for (completing
 // its own outputs, ending) waits for the peers' stores. All blocks of a launch are resident
 // (cooperative launch), so a block that is waited for always runs.
 //

@@ -6,7 +6,8 @@
 //
 //   begin()  the next epoch; on the device also: this launch owns the sequence
 //   enter()  tells every peer what this rank is about to do; from here on they may touch its memory
-//   await()  returns when every peer has entered: from here on this rank may touch theirs
+//   await()  returns when every peer has entered: from here on this rank may touch theirs (earlier
+//            only words in slots by epoch that carry their epoch, as a family's counts do)
 //   leave()  tells every peer that this rank touches its memory no more; waits for nobody
 //   end()    returns when every peer has left: this rank's memory is its own again
 //
@@ -24,7 +25,8 @@
 //
 // So operations need their done flags for nothing but their own end. One in which a rank waits for
 // everything that peers store into its memory, as it comes, ends without them on all ranks: then
-// nothing is stored there any more.
+// nothing is stored there any more. (But words of records that are equal to what is there: they may
+// land later, in a cell that one rank alone writes. So this memory lives as long as the sequence.)
 //
 // Operations whose halves are calls of their own take these words in lanes (turn/host_lane.h): a
 // lane has more slots, and its done flags are looked at when a slot comes round, not at the end.

@@ -110,8 +110,9 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
   const std::size_t columns = counter_columns(experts, ranks);
   const std::size_t room = (device.shared_bytes - kStaticSharedBytes) / sizeof(std::uint32_t);
   const auto fitting = static_cast<std::int64_t>(room) - experts - static_cast<int>(columns);
-  const auto warps = static_cast<int>(
-      std::clamp<std::int64_t>(fitting / static_cast<std::int64_t>(columns), 1, kMostPrepareWarps));
+  const int fewest = (ranks + 31) / 32;  // some steps have a thread for each rank
+  const auto warps = static_cast<int>(std::clamp<std::int64_t>(
+      fitting / static_cast<std::int64_t>(columns), fewest, kMostPrepareWarps));
   // A warp numbers its tokens one step after another, which speaks for many warps. But every block
   // sums up all zones, and waits for all other blocks.
   constexpr int kMost = 32, kTokensPerWarp = 8;

@@ -287,7 +287,7 @@ __device__ inline void PlanWriter::write_header() const {
       if (s < g_.ranks()) tokens[s] = static_cast<std::int32_t>(exchange_.tokens(s));
     }
   }
-// Zeroes the gap before the codes, so that equal plans have equal checksums.
+  // Zeroes the gap before the codes, so that equal plans have equal checksums.
 #pragma unroll 1
   for (std::uint64_t i = map_.zones_end + threadIdx.x; i < map_.code; i += threads_per_block()) {
     p_.plan[i] = std::byte{0};
