@@ -104,12 +104,14 @@ Setback lost_peers(const LostPeers& peers) {
           .facts = {.masked = peers.masked, .masked_by = peers.masked_by}};
 }
 
-Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts) {
+Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, const Config& config) {
   return {.status = XD_ERROR_INVALID_ARGUMENT,
-          .text = concat(
-              "topk_idx: ", bad_ids, " expert ids over all ranks (the lowest rank with some is ",
-              lowest_rank, ") are out of range or repeated in a row, expected -1 or 0 to ",
-              experts - 1, " and each expert once; they count as -1 and the plan is usable"),
+          .text = concat("topk_idx: ", bad_ids,
+                         " expert ids over all ranks (the lowest rank with some is ", lowest_rank,
+                         ") are out of range", config.collapse ? "" : " or repeated in a row",
+                         ", expected -1 or 0 to ", config.experts - 1,
+                         config.collapse ? "" : " and each expert once",
+                         "; they count as -1 and the plan is usable"),
           .rank = lowest_rank,
           .facts = {.bad_ids = bad_ids},
           .met_by_all = true};

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "base/rank_bits.h"
+#include "ep/config.h"
 #include "ep/ll_record.h"
 #include "ep/wire.h"
 #include "turn/setback.h"
@@ -79,6 +80,6 @@ struct LostPeers {
 };
 Setback lost_peers(const LostPeers& peers);
 
-Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, int experts);
+Setback bad_expert_ids(std::int64_t bad_ids, int lowest_rank, const Config& config);
 
 }  // namespace xd::ep

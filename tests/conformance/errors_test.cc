@@ -92,6 +92,7 @@ TEST(BadIds, DoNotCountDuplicatesWhereTheGroupCollapsesThem) {
       SCOPED_TRACE("ids " + testing::PrintToString(bad.last_rank));
       const auto [outcome, info] = prepare_with(rank, c, group.get(), bad);
       EXPECT_EQ(outcome, bad.count > 0 ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS);
+      EXPECT_FALSE(outcome.mentions("once")) << outcome.text;
       EXPECT_EQ(outcome.group.bad_ids, bad.count);
       EXPECT_EQ(info.bad_ids, bad.count);
     }

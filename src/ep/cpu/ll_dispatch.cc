@@ -317,7 +317,7 @@ Setback LlDispatch::report() const {
   }
   if (bad_ids == 0) return {};
   context_.group.count_losses(bad_ids, 0);
-  return bad_expert_ids(bad_ids, lowest, config().experts);
+  return bad_expert_ids(bad_ids, lowest, config());
 }
 
 }  // namespace xd::ep::cpu

@@ -225,7 +225,7 @@ Setback PrepareOp::report() const {
   const PlanView plan = PlanView::open(call_.plan, plan_size(config()));
   if (Setback found = overflow_of(plan)) return found;
   if (p.bad_ids == 0) return {};
-  return bad_expert_ids(p.bad_ids, p.bad_id_rank, config().experts);
+  return bad_expert_ids(p.bad_ids, p.bad_id_rank, config());
 }
 
 }  // namespace xd::ep::cpu

@@ -64,7 +64,7 @@ Setback setback_of(const LlReport& report, const Group& group) {
     }
     default:
       if (report.findings.kind == LlFault::none) {
-        return bad_expert_ids(report.findings.bad_ids, report.rank, group.config().experts);
+        return bad_expert_ids(report.findings.bad_ids, report.rank, group.config());
       }
       return {
           .status = status, .text = text_of_fault(report.findings, group), .rank = group.rank()};

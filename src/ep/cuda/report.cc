@@ -18,7 +18,7 @@ Setback setback_of(const Report& report, const Group& group) {
                        .capacity_rows = report.findings.capacity_rows});
     case XD_ERROR_INVALID_ARGUMENT:
       if (!report.findings.fault) {
-        return bad_expert_ids(report.findings.bad_ids, report.rank, config.experts);
+        return bad_expert_ids(report.findings.bad_ids, report.rank, config);
       }
       return {.status = XD_ERROR_INVALID_ARGUMENT,
               .text = text_of(report.findings.fault, terms_of(group.plan_binding())),
