@@ -100,7 +100,7 @@ void World::run_rank(int local, const std::function<void(Rank&)>& body) {
   Rank rank{first_rank_ + local,           num_ranks_, threads_, nullptr, memory,
             "run" + std::to_string(runs_), hosts_};
   try {
-    if (!comm) comm = rank.another_comm("shared", kHeapBytes);
+    if (!comm) comm = rank.another_comm("shared", heap_bytes());
     rank.comm = comm.get();
     body(rank);
     // No rank starts the next body, or gives up the communicator, while a peer is still in this

@@ -67,6 +67,8 @@ class World {
   std::vector<RankFailure> run(const std::function<void(Rank&)>& body);
 
   static constexpr std::size_t kHeapBytes = std::size_t{48} << 20;
+  // Of the shared communicator: of more ranks than most tests have, each has less.
+  std::size_t heap_bytes() const { return kHeapBytes / (num_ranks_ > 8 ? 16 : 1); }
 
  private:
   void run_rank(int local, const std::function<void(Rank&)>& body);
