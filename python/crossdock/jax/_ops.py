@@ -21,7 +21,7 @@ from ._mesh import EpMesh, current_mesh
 from ._order import kept
 from ._plan import Dispatched, EpPlan
 from ._quantised import ELEMENT, QuantisedRows
-from ._where import check_layout, local_shape, on_ranks
+from ._where import check_layout, laid, local_shape, on_ranks
 
 __all__ = [
     "check_payload",
@@ -340,10 +340,7 @@ def first_order(group: EpGroup, shape: tuple[int, ...], topk_idx: Array) -> Arra
     """
     parts = topk_idx.shape[0] // shape[0] if shape[0] else 1
     order = jnp.zeros((parts,), np.float32)
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit in kinds:  # where layouts are part of types
-        order = jax.sharding.reshard(order, PartitionSpec(group.place.batch_axes))
-    return order
+    return laid(group.place, order, PartitionSpec(group.place.batch_axes))
 
 
 # Rows that have gradients, and others.

@@ -19,6 +19,7 @@ __all__ = [
     "check_varies",
     "checks_varying",
     "inside",
+    "laid",
     "local_shape",
     "on_each_rank",
     "on_ranks",
@@ -50,6 +51,17 @@ def inside(place: Place) -> bool:
                 f"got {dict(mesh.shape)}"
             )
     return True
+
+
+def laid(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """An array of the library's own, as one that lies so.
+
+    It has to be said only where layouts are part of types, which is up to the mesh, not to the
+    mesh that is current. Else XLA finds the place.
+    """
+    if jax.sharding.AxisType.Explicit not in place.mesh.axis_types or inside(place):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(place.mesh, spec))
 
 
 def local_shape(place: Place, argument: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -205,9 +206,12 @@ def test_arrays_that_the_program_says_are_split_otherwise():
 
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
     try:
-        with jax.set_mesh(mesh):
-            out = trip(place(ids, P("ep")), place(x, P("ep")))
+        # With the mesh as the current one, and without.
+        for current in (jax.set_mesh(mesh), contextlib.nullcontext()):
+            with current:
+                out = trip(place(ids, P("ep")), place(x, P("ep")))
             np.testing.assert_array_equal(np.asarray(out), x * (ids >= 0).sum(1, keepdims=True))
+        with jax.set_mesh(mesh):
             with pytest.raises(ValueError, match="in_specs passed to shard_map: .* not match"):
                 trip(place(ids, P("ep")), place(x, P(None, "ep")))
     finally:

@@ -373,6 +373,24 @@ def test_arrays_that_are_nowhere_yet_and_no_jit():
                 same(f"{layer} gradient of {name}", found, wanted_grads[name])
 
 
+def test_a_mesh_of_explicit_axes():
+    """As ``jax.make_mesh`` makes it unless it is told otherwise; current or not."""
+    mesh = tp.init(jax.make_mesh((RANKS,), ("tp",)), "tp")
+    assert mesh.mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    try:
+        for layer in LAYERS[3:6:2]:
+            arrays, (specs, out) = layer.arrays()[0], layer.specs()
+            args = {name: place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()}
+            for current in (jax.set_mesh(mesh.mesh), contextlib.nullcontext()):
+                for run in (layer.run, jax.jit(lambda layer=layer, **given: layer.run(**given))):
+                    with current:
+                        found = run(**args)
+                    same("out", found, layer.expected()[0])
+                    assert found.sharding.spec == out
+    finally:
+        mesh.close()
+
+
 def gelu(world: World) -> None:
     """Near JAX's in float32, which adds in another order."""
     world.ep.close()

@@ -20,7 +20,7 @@ from crossdock._gemm_config import Algo, GemmOperation, gemm_word
 
 from .._calls import uniform, varying
 from .._group import Place, programs_of
-from .._where import check_split, check_varies, inside, parts_along
+from .._where import check_split, check_varies, inside, laid, parts_along
 from . import _calls, _ops
 from ._calls import Activation, Array, Scales, Way, own_rows
 from ._mesh import TpMesh, current_mesh
@@ -319,10 +319,7 @@ def _weights(place: Place, columns: bool) -> PartitionSpec:
 def _first_order(place: Place) -> Array:
     """The order that nothing comes before: one element for each rank."""
     order = jnp.zeros(_order_shape(place), np.float32)
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    if jax.sharding.AxisType.Explicit in kinds and not inside(place):
-        order = jax.sharding.reshard(order, PartitionSpec(place.batch_axes))
-    return order
+    return laid(place, order, PartitionSpec(place.batch_axes))
 
 
 def _order_shape(place: Place) -> tuple[int]:
