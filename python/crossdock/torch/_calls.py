@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -67,6 +68,15 @@ def current_stream(device: torch.device) -> int:
         index = device.index
         return _raw_stream(torch.cuda.current_device() if index is None else index)
     return torch.cuda.current_stream(device).cuda_stream
+
+
+def stream_source(device: torch.device) -> Callable[[], int]:
+    """`current_stream` of this device, for callers that ask often."""
+    if device.type != "cuda":
+        return int
+    if _raw_stream is None or device.index is None:
+        return functools.partial(current_stream, device)
+    return functools.partial(_raw_stream, device.index)
 
 
 def is_capturing(device: torch.device) -> bool:

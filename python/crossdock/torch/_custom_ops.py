@@ -3,7 +3,7 @@
 They are functional, so that compilers may handle them like any other: each takes the group as an
 integer, and takes and returns a small tensor `order`. Order tensors make the operations of one plan
 a chain of data dependencies, and their gradients a chain in the other direction; their value is 0.
-Outputs that were not asked for are tensors without elements. Derivatives: _derivatives.py.
+Outputs that were not asked for are None. Derivatives: _derivatives.py.
 
 Receive tensors come from the symmetric pool, others from torch's allocator, on the current stream.
 Arguments are checked where an operation runs, so also inside compiled graphs: what the library
@@ -28,6 +28,7 @@ from crossdock.errors import CrossdockError, InvalidArgument
 from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._group import EpGroup, group_of, keep_prepared
+from ._unseen import unseen
 
 __all__ = ["LIBRARY", "as_packed", "as_rows"]
 
@@ -59,8 +60,7 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
 
         LIBRARY.define(schema, tags=_TAGS)
         for key in ("CPU", "CUDA"):
-            # Compilers look at the operator, never into it.
-            LIBRARY.impl(name, torch._disable_dynamo(run), key)
+            LIBRARY.impl(name, unseen(run), key)
         return kernel
 
     return define
@@ -210,7 +210,7 @@ def _local(schema: str) -> Callable[[Callable[..., object]], Callable[..., objec
     def define(kernel: Callable[..., object]) -> Callable[..., object]:
         LIBRARY.define(schema, tags=_TAGS)
         for key in ("CPU", "CUDA"):
-            LIBRARY.impl(schema.partition("(")[0], torch._disable_dynamo(kernel), key)
+            LIBRARY.impl(schema.partition("(")[0], unseen(kernel), key)
         return kernel
 
     return define
@@ -264,7 +264,7 @@ def _routing_layout_shapes(topk_idx, group):
 @_operator(
     "dispatch(Tensor plan, Tensor tokens, Tensor? topk_weights, Tensor? scales, Tensor order, "
     "int group, SymInt num_tokens, SymInt topk, int quantise) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?, Tensor)"
 )
 def _dispatch(
     plan: Tensor,
@@ -276,7 +276,7 @@ def _dispatch(
     num_tokens: int,
     topk: int,
     quantise: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """-> recv_tokens, recv_weights, recv_topk_idx, recv_scales, link, order."""
     ep, way = group_of(group), _WAYS.get(quantise)
     operation = constants.DISPATCH
@@ -294,8 +294,8 @@ def _dispatch(
         _check_scales(ep, scales)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
     made = _outputs.make(outputs, ep.comm.pool, order)
-    link = made.pop("link")
-    order = torch.zeros_like(order)
+    results = (*made.values(), torch.zeros_like(order))
+    del made["link"]
     _calls.dispatch(
         ep.core,
         plan,
@@ -305,7 +305,7 @@ def _dispatch(
         quantise=quantise,
         **made,
     )
-    return _outputs.results(made | {"link": link}, order)
+    return results
 
 
 @_shapes("dispatch")
@@ -317,7 +317,7 @@ def _dispatch_shapes(plan, tokens, topk_weights, scales, order, group, num_token
 
 @_operator(
     "dispatch_bwd(Tensor plan, Tensor? grad_recv_tokens, Tensor? grad_recv_weights, "
-    "Tensor order, int group, SymInt num_tokens, SymInt topk) -> (Tensor, Tensor, Tensor)"
+    "Tensor order, int group, SymInt num_tokens, SymInt topk) -> (Tensor?, Tensor?, Tensor)"
 )
 def _dispatch_bwd(
     plan: Tensor,
@@ -327,7 +327,7 @@ def _dispatch_bwd(
     group: int,
     num_tokens: int,
     topk: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """-> grad_tokens, grad_topk_weights, order."""
     ep = group_of(group)
     outputs = _outputs.dispatch_bwd(grad_recv_tokens, grad_recv_weights, num_tokens, topk)
@@ -340,7 +340,7 @@ def _dispatch_bwd(
         grad_recv_weights=as_packed(grad_recv_weights),
         **made,
     )
-    return _outputs.results(made, order)
+    return (*made.values(), order)
 
 
 @_shapes("dispatch_bwd")
@@ -363,7 +363,7 @@ def _combine(
     order: Tensor,
     group: int,
     num_tokens: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """-> out, order."""
     ep = group_of(group)
     if weights is not None and ep.layout == "rank_major":
@@ -375,7 +375,7 @@ def _combine(
     made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, order)
     order = torch.zeros_like(order)
     _calls.combine(ep.core, plan, as_rows(expert_out), weights=as_packed(weights), **made)
-    return _outputs.results(made, order)
+    return (*made.values(), order)
 
 
 @_shapes("combine")
@@ -385,7 +385,7 @@ def _combine_shapes(plan, expert_out, weights, order, group, num_tokens):
 
 @_operator(
     "combine_bwd(Tensor plan, Tensor grad_out, Tensor? expert_out, Tensor? weights, Tensor order, "
-    "int group, SymInt rows) -> (Tensor, Tensor, Tensor)"
+    "int group, SymInt rows) -> (Tensor, Tensor?, Tensor)"
 )
 def _combine_bwd(
     plan: Tensor,
@@ -395,7 +395,7 @@ def _combine_bwd(
     order: Tensor,
     group: int,
     rows: int,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """-> grad_expert_out, grad_weights (given expert_out and weights), order."""
     ep = group_of(group)
     outputs = _outputs.combine_bwd(grad_out, expert_out, weights, rows)
@@ -409,7 +409,7 @@ def _combine_bwd(
         weights=as_packed(weights),
         **made,
     )
-    return _outputs.results(made, order)
+    return (*made.values(), order)
 
 
 @_shapes("combine_bwd")

@@ -7,14 +7,16 @@ There are no second derivatives: asking for them raises an error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ._custom_ops import LIBRARY
 from ._group import group_of
+from ._unseen import unseen
 
-__all__ = ["differentiated"]
+__all__ = ["call", "differentiated", "register", "requires_grad"]
 
 _DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,7 +76,7 @@ class _Dispatch(torch.autograd.Function):
         fixed += [] if plain else [tokens]
         fixed += [] if quantise else [link]
         fixed += [weights] if topk_weights is None else []
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
         return outputs
 
     @staticmethod
@@ -140,20 +142,40 @@ class _Combine(torch.autograd.Function):
         return None, grad_expert_out, grad_weights if weights_need else None, order, None, None
 
 
-def _register(name: str, function: type[torch.autograd.Function]) -> None:
+def register(name: str, function: type[torch.autograd.Function]) -> None:
+    """Gives an operator a derivative."""
     operator = getattr(_OPS, name).default
 
     def differentiable(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
-        ):
+        if requires_grad(args):
             return function.apply(*args)
         with _below_autograd():
             return operator(*args)
 
-    LIBRARY.impl(name, torch._disable_dynamo(differentiable), "Autograd")
+    LIBRARY.impl(name, unseen(differentiable), "Autograd")
 
 
-_register("prepare", _Prepare)
-_register("dispatch", _Dispatch)
-_register("combine", _Combine)
+def requires_grad(given: Iterable[Any]) -> bool:
+    """Whether an operator of these arguments is recorded for a backward pass."""
+    if torch.is_grad_enabled():
+        for one in given:
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                return True
+    return False
+
+
+def call(operator: Any, recorded: bool, *args: Any) -> Any:
+    """Runs an operator; unless it is recorded, past its derivative, which takes time.
+
+    Args:
+        recorded: what `requires_grad` says of the arguments.
+    """
+    if recorded or torch.compiler.is_compiling():
+        return operator(*args)
+    with _below_autograd():
+        return operator(*args)
+
+
+register("prepare", _Prepare)
+register("dispatch", _Dispatch)
+register("combine", _Combine)

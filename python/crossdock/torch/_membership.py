@@ -100,6 +100,18 @@ class Membership:
         else:
             self.close()
 
+    def has(self, value: object) -> bool:
+        """Whether it is a dense tensor on this device."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.device == self.comm.device
+            and value.layout is torch.strided
+        )
+
+    def has_or_none(self, value: object) -> bool:
+        """Whether it is such a tensor, or none."""
+        return value is None or self.has(value)
+
     def require_tensors(self, operation: int | None, **values: object) -> None:
         """Checks that the first value is a dense tensor on this device; others may also be None.
 

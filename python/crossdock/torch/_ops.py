@@ -9,11 +9,14 @@ import torch
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
 
-from . import _derivatives  # noqa: F401  (registers the operators)
 from ._calls import is_capturing
+from ._derivatives import call, requires_grad
 from ._group import EpGroup, Plan
 
 __all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
+
+_DISPATCH = torch.ops.crossdock.dispatch.default
+_COMBINE = torch.ops.crossdock.combine.default
 
 
 class Dispatched(NamedTuple):
@@ -73,24 +76,19 @@ def dispatch(
             raised by `EpGroup.check` or by a later call.
     """
     group = _group_of(plan)
-    given = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
-    group.require_tensors(constants.DISPATCH, **given)
+    if not (group.has(tokens) and group.has_or_none(topk_weights) and group.has_or_none(scales)):
+        named = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
+        group.require_tensors(constants.DISPATCH, **named)
     way = _quantise_way(group, quantise)
     if exact:
         _require_host(plan)
     order = _incoming_order(plan, tokens, topk_weights)
-    routing = (group.handle, plan.num_tokens, plan.topk)
-    rows, weights, topk_idx, recv_scales, link, order = torch.ops.crossdock.dispatch.default(
-        plan.data, tokens, topk_weights, scales, order, *routing, 0 if way is None else way.code
-    )
+    recorded = requires_grad((tokens, topk_weights, order))
+    routing = (group.handle, plan.num_tokens, plan.topk, 0 if way is None else way.code)
+    given = (plan.data, tokens, topk_weights, scales, order, *routing)
+    *made, order = call(_DISPATCH, recorded, *given)
     _leave_order(plan, order)
-    received = Dispatched(
-        rows,
-        None if topk_weights is None else weights,
-        topk_idx if group.layout == "rank_major" else None,
-        None if scales is None and way is None else recv_scales,
-        None if way is None else link,
-    )
+    received = Dispatched(*made)
     return _trimmed(received, plan) if exact else received
 
 
@@ -116,10 +114,11 @@ def combine(
         As `dispatch`.
     """
     group = _group_of(plan)
-    group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
-    out, order = torch.ops.crossdock.combine.default(
-        plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens
-    )
+    if not (group.has(expert_out) and group.has_or_none(weights)):
+        group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
+    recorded = requires_grad((expert_out, weights, plan.order))
+    given = (plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens)
+    out, order = call(_COMBINE, recorded, *given)
     _leave_order(plan, order)
     return out
 

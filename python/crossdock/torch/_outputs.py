@@ -19,7 +19,7 @@ from ._pool import SymmetricPool
 __all__: list[str] = []
 
 # The results of one call of an operator, in their order but for the order tensor: shape and dtype
-# by name; None = not asked for, which is returned as a tensor without elements.
+# by name; None = not asked for.
 Outputs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
 
 # Receive tensors, which come from the pool of symmetric memory.
@@ -49,23 +49,17 @@ def make(outputs: Outputs, pool: SymmetricPool, like: Tensor) -> dict[str, Any]:
     return made
 
 
-def traced(outputs: Outputs, like: Tensor, ordered: bool = True) -> tuple[Tensor, ...]:
+def traced(outputs: Outputs, like: Tensor, ordered: bool = True) -> tuple[Tensor | None, ...]:
     """The results of the operator where only shapes and dtypes are known.
 
     Args:
         like: the order, or another tensor of the device.
         ordered: whether the order is among the results.
     """
-    plain: dict[str, Any] = {
-        name: None if output is None else _plain(name, output, like)
-        for name, output in outputs.items()
-    }
-    return results(plain, torch.empty_like(like)) if ordered else tuple(plain.values())
-
-
-def results(made: dict[str, Any], order: Tensor) -> tuple[Tensor, ...]:
-    """The results of the operator: tensors from `make`, and the order."""
-    return (*[order.new_empty(0) if part is None else part for part in made.values()], order)
+    plain = [
+        None if output is None else _plain(name, output, like) for name, output in outputs.items()
+    ]
+    return (*plain, torch.empty_like(like)) if ordered else tuple(plain)
 
 
 def _plain(name: str, output: tuple[tuple[int, ...], torch.dtype], like: Tensor) -> Tensor:

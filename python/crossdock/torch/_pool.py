@@ -26,7 +26,7 @@ from crossdock import _core
 from crossdock._comm import grow
 from crossdock.errors import OutOfMemory
 
-from ._calls import DTYPE_CODES, capture_id, current_stream, is_capturing
+from ._calls import DTYPE_CODES, capture_id, is_capturing, stream_source
 
 __all__ = ["SymmetricPool", "block_bytes"]
 
@@ -79,6 +79,8 @@ class SymmetricPool:
     def __init__(self, comm: _core.Comm, device: torch.device) -> None:
         self._comm = comm
         self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._current_stream = stream_source(device)
         self._lock = threading.RLock()  # a tensor may die, and close the pool, inside it
         # By (capture, stream, size): blocks that may be used by that stream without waiting.
         self._free: defaultdict[tuple[int, int, int], list[_Block]] = defaultdict(list)
@@ -164,7 +166,7 @@ class SymmetricPool:
             self._may_unmap()
 
     def _give_back(self, block: _Block) -> None:
-        current = current_stream(self._device)
+        current = self._current_stream()
         if current != block.stream:
             block.other_streams.add(current)
         self._returned.append(block)
@@ -172,9 +174,9 @@ class SymmetricPool:
             self._close_if_unused()
 
     def _take(self, size: int) -> _Block | None:
-        stream = current_stream(self._device)
+        stream = self._current_stream()
         with self._lock:
-            capture = capture_id(self._device, stream)
+            capture = capture_id(self._device, stream) if self._is_cuda else 0
             self._sort_returned(capture)
             fitting = self._free.get((capture, stream, size))
             block = fitting.pop() if fitting else self._allocate(size, stream, capture)

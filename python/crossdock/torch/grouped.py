@@ -13,6 +13,7 @@ import torch
 
 from ._custom_ops import LIBRARY
 from ._group import pool_of
+from ._unseen import unseen
 
 _GROUPED_MM: Callable[..., torch.Tensor] | None = getattr(
     torch.nn.functional, "grouped_mm", None
@@ -76,8 +77,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None
 def _operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        # Compilers look at the operator, never into it.
-        LIBRARY.impl(schema.partition("(")[0], torch._disable_dynamo(kernel), key)
+        LIBRARY.impl(schema.partition("(")[0], unseen(kernel), key)
 
 
 def _grouped_mm(

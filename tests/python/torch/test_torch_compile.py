@@ -10,8 +10,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
+from crossdock.torch import tp
 from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, reported
+from torch_support import Batch, assert_equal, layer, reported, settle
 
 SEED = 17
 CASE = ((6, 0), 8, 3, 32)
@@ -244,3 +245,37 @@ def _constant_loss(me: Rank) -> None:
 
 def test_inductor_leaves_out_nothing_on_a_rank_without_tokens():
     run_ranks(2, _constant_loss, timeout=400)
+
+
+def _called_eagerly(me: Rank) -> None:
+    """Operators that eager code calls while a compiler watches, which must not look into them."""
+    torch._dynamo.reset()
+    batch = Batch(SEED, CASE)
+    with xd.init(), torch.no_grad():
+        group, context = batch.group(), tp.TpContext(max_tokens=16, max_k=32, max_n=32)
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        order, sizes = plan.order, (plan.num_tokens, plan.topk)
+        matrix = torch.eye(32, dtype=torch.bfloat16)
+
+        def inner(x):
+            try:  # the compiler leaves the whole function to Python
+                torch._dynamo.graph_break()
+            finally:
+                rows = torch.ops.crossdock.dispatch.default(
+                    plan.data, x, weights, None, order, group.handle, *sizes, 0
+                )
+                context_args = (context.order, context.handle, None, 0, 0, False, 0)
+                product = torch.ops.crossdock.tp_matmul_all_reduce.default(
+                    matrix, matrix, None, None, *context_args
+                )
+            return rows[0], product[0]
+
+        want = inner(x)
+        for got, one in zip(torch.compile(inner, backend="eager")(x), want):
+            assert torch.equal(got, one)
+        settle(group)
+
+
+def test_operators_called_eagerly_are_not_looked_into():
+    run_ranks(2, _called_eagerly, timeout=200)

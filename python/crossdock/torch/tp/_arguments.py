@@ -46,11 +46,11 @@ class Fold:
         self.dim = dim % a.dim()
         moved = a if self.dim == 0 else a.movedim(self.dim, 0)
         self.between = moved.shape[1:-1]
-        self.rows = moved.reshape(-1, a.shape[-1])
-        tokens = read_tokens(context, operation, tokens_per_rank)
-        self.size = rows_of_d(context, operation, moved.shape[0], tokens)
-        self.tokens = None
-        if tokens is not None:
+        self.rows = moved.reshape(-1, a.shape[-1]) if most else a
+        self.tokens = tokens = read_tokens(context, operation, tokens_per_rank)
+        if most:
+            self.size = rows_of_d(context, operation, moved.shape[0], tokens)
+        if most and tokens is not None:
             self.tokens = [count * math.prod(self.between) for count in tokens]
 
     def back(self, d: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,9 @@ def require(
     """Refuses what is no context, no tensor of its device, or no matrix."""
     if not isinstance(context, TpContext):
         raise TypeError(f"context: expected a TpContext, got {type(context).__name__}")
-    context.require_tensors(operation, **{names[0]: a})
-    context.require_tensors(operation, **{names[1]: b, "bias": bias})
+    if not (context.has(a) and context.has(b) and context.has_or_none(bias)):
+        context.require_tensors(operation, **{names[0]: a})
+        context.require_tensors(operation, **{names[1]: b, "bias": bias})
     if b.dim() != 2:
         problem = f"{names[1]}: expected 2 dimensions, got shape {tuple(b.shape)}"
         context.refuse(operation, ValueError, problem)

@@ -98,7 +98,7 @@ def product_that_made(result: Node) -> Product | None:
 def _factors(mm: Node) -> _Factors | None:
     """Those of a product without other factors, which the library can make."""
     if mm.target is _aten.mm.default:
-        found = _Factors(*mm.args)
+        found = _Factors(mm.args[0], mm.args[1])
     elif mm.target is _aten.addmm.default:
         if (mm.kwargs.get("alpha", 1), mm.kwargs.get("beta", 1)) != (1, 1):
             return None

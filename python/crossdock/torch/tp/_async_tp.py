@@ -143,6 +143,11 @@ def rewrite(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
+def _all_of(collective: Node) -> tuple[Any, ...]:
+    """Its arguments, of any types."""
+    return collective.args
+
+
 def _only_waited_for(collective: Node, wait: Node) -> bool:
     """Whether nothing else reads it; a graph's output may, for a backward pass that waits again."""
     return all(user is wait or user.op == "output" for user in collective.users)
@@ -221,7 +226,7 @@ def _are_shares(pieces: Sequence[Any], source: Node, dim: int, ranks: int) -> bo
 
 
 def _rewrite_all_gather(graph: Graph, gather: Node, wait: Node) -> bool:
-    shard, ranks, name = gather.args[:3]
+    shard, ranks, name = _all_of(gather)[:3]
     if name not in _groups or not isinstance(shard, Node) or not isinstance(ranks, int):
         return False
     found, dim = _gathered_along(wait, ranks)
@@ -342,7 +347,7 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) 
 
 
 def _rewrite_reduce_scatter(graph: Graph, scatter: Node, wait: Node) -> bool:
-    source, reduce_op, ranks, name = scatter.args[:4]
+    source, reduce_op, ranks, name = _all_of(scatter)[:4]
     if name not in _groups or reduce_op not in ("sum", "avg") or not isinstance(source, Node):
         return False
     if not isinstance(ranks, int):

@@ -21,11 +21,12 @@ from torch import Tensor
 from crossdock._core import constants
 
 from .._custom_ops import LIBRARY
-from .._derivatives import differentiated
+from .._derivatives import differentiated, register, requires_grad
+from .._unseen import unseen
 from ._context import context_of
 from ._operators import is_transposed
 
-__all__ = ["Saved", "gathered_grads", "refuse_gradients", "register", "scattered_grads"]
+__all__ = ["Saved", "gathered_grads", "refuse_gradients", "scattered_grads"]
 
 _OPS = torch.ops.crossdock
 _EPILOGUES = {number: word for word, number in constants.GEMM_EPILOGUES.items()}
@@ -279,29 +280,12 @@ class _ReplicatedMatmul(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def register(name: str, function: type[torch.autograd.Function]) -> None:
-    """Gives an operator a derivative."""
-    operator = getattr(_OPS, name).default
-
-    def differentiable(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(arg, Tensor) and arg.requires_grad for arg in args
-        ):
-            return function.apply(*args)
-        with _below_autograd():
-            return operator(*args)
-
-    LIBRARY.impl(name, torch._disable_dynamo(differentiable), "Autograd")
-
-
 def refuse_gradients(name: str) -> None:
     """Lets an operator without a derivative say so."""
     operator = getattr(_OPS, name).default
 
     def plain(*args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(arg, Tensor) and arg.requires_grad for arg in args
-        ):
+        if requires_grad(args):
             raise RuntimeError(
                 f"{name}: expected tensors that require no gradient, as the operation has none; "
                 "use torch.no_grad()"
@@ -309,7 +293,7 @@ def refuse_gradients(name: str) -> None:
         with _below_autograd():
             return operator(*args, **options)
 
-    LIBRARY.impl(name, torch._disable_dynamo(plain), "Autograd")
+    LIBRARY.impl(name, unseen(plain), "Autograd")
 
 
 register("tp_all_gather_matmul", _AllGatherMatmul)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._derivatives import register
 from ._context import context_of
-from ._derivatives import Saved, gathered_grads, register, scattered_grads
+from ._derivatives import Saved, gathered_grads, scattered_grads
 from ._operators import ALL_GATHER, REDUCE_SCATTER, define, rows_of_d, scaled_matmul, shapes_of
 
 __all__: list[str] = []

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
+from .._derivatives import call
 from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
 from ._arguments import (
     Fold,
@@ -206,11 +207,8 @@ def replicated_matmul(
     fold = Fold(context, ALL_REDUCE, "dim", a, 0, None)
     require_main_grad(context, ALL_REDUCE, main_grad, b)
     needs = needs_of(fold.rows, b, bias)
-    return fold.back(
-        _OPS.tp_replicated_matmul.default(
-            *(fold.rows, b, bias, main_grad, context.order, context.handle), needs
-        )
-    )
+    given = (fold.rows, b, bias, main_grad, context.order, context.handle, needs)
+    return fold.back(call(_OPS.tp_replicated_matmul.default, needs > 0, *given))
 
 
 def fp8_matmul(
@@ -238,9 +236,11 @@ def fp8_matmul(
     needs = needs_of(fold.rows, b, bias)
     given = (fold.rows, b, bias, main_grad, context.order, context.handle, fold.tokens, number)
     if not gathers:
-        return fold.back(_OPS.tp_fp8_matmul_reduce_scatter.default(*given, needs)[0])
+        operator = _OPS.tp_fp8_matmul_reduce_scatter.default
+        return fold.back(call(operator, needs > 0, *given, needs)[0])
     keep = save_gathered and torch.is_grad_enabled() and b.requires_grad
-    return fold.back(_OPS.tp_fp8_all_gather_matmul.default(*given, keep, needs)[0])
+    operator = _OPS.tp_fp8_all_gather_matmul.default
+    return fold.back(call(operator, needs > 0, *given, keep, needs)[0])
 
 
 def all_gather_scaled_matmul(
@@ -405,9 +405,13 @@ def _product(
         epilogue = word_number(context, operation, "activation", activation, _ACTIVATIONS)
     number = word_number(context, operation, "algo", algo, constants.GEMM_ALGOS)
     require_main_grad(context, operation, main_grad, b)
-    tensors = (fold.rows, b, bias)
-    return _PRODUCTS[operation](
-        *tensors,
+    needs = needs_of(fold.rows, b, bias)
+    return call(
+        _PRODUCTS[operation],
+        needs > 0,
+        fold.rows,
+        b,
+        bias,
         main_grad,
         context.order,
         context.handle,
@@ -415,7 +419,7 @@ def _product(
         epilogue,
         number,
         keep_gathered,
-        needs_of(*tensors),
+        needs,
     )
 
 

@@ -4,8 +4,8 @@ Each takes its context as an integer, and changes `order`, a tensor of the conte
 says: so compilers keep all operations of a context, in their order, also on a rank whose results
 have no elements. A matrix b is ``[K, N]`` of any strides: the transposed view of a weight
 ``[N, K]`` is multiplied where it lies. Outputs that were not asked for are tensors without
-elements. Arguments are checked where an operator runs, so also inside compiled graphs: most of
-them by the library.
+elements: compilers take no None from operators that change something. Arguments are checked where
+an operator runs, so also inside compiled graphs: most of them by the library.
 
 The operators are defined by schema rather than by ``torch.library.custom_op``, whose wrappers cost
 up to 60 microseconds a call.
@@ -24,6 +24,7 @@ from crossdock.errors import CrossdockError
 
 from .._calls import current_stream, spec
 from .._custom_ops import LIBRARY, as_rows
+from .._unseen import unseen
 from ._context import TpContext, context_of
 
 __all__ = [
@@ -71,8 +72,7 @@ def define(
 
         LIBRARY.define(schema, tags=_TAGS)
         for key in ("CPU", "CUDA"):
-            # Compilers look at the operator, never into it.
-            LIBRARY.impl(name, torch._disable_dynamo(run), key)
+            LIBRARY.impl(name, unseen(run), key)
         return kernel
 
     return decorate
@@ -106,12 +106,13 @@ class Operands:
             if matrix.dim() != 2:
                 raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(matrix.shape)}")
         # The same bytes are a row or a column; the library takes rows of whole 16 bytes.
-        column = a.shape[1] == 1 and a.is_contiguous()
+        column = own and a.shape[1] == 1 and a.is_contiguous()
         self.transpose_a = own and (column or is_transposed(a))
         # The library multiplies no two transposed matrices.
-        self.transpose_b = is_transposed(b) and not self.transpose_a
+        other = None if self.transpose_a or b.is_contiguous() else b.t()
+        self.transpose_b = other is not None and other.is_contiguous()
         self.a = as_rows(a.t() if self.transpose_a else a)
-        self.b = as_rows(b.t() if self.transpose_b else b)
+        self.b = as_rows(other if self.transpose_b else b)
 
     def options(self) -> dict[str, Any]:
         """As the extension takes them, while this object lives."""
