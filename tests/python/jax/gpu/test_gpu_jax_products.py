@@ -14,7 +14,7 @@ import test_tp as tp
 import test_tp_fp8 as tp_fp8
 import test_tp_programs as tp_programs
 from crossdock import _jax
-from jax_support import World, everywhere, run
+from jax_support import RANKS, World, everywhere, run
 
 pytestmark = MARKS
 
@@ -38,6 +38,12 @@ def test_products_of_fp8_and_of_unequal_ranks(where, body):
 @everywhere
 def test_products_of_fp8_of_unequal_ranks(where):
     run(where, tp_fp8.unequal)
+
+
+@everywhere
+@pytest.mark.parametrize("counts, fp8", [(None, False), ((3, 0, 5, 1)[:RANKS], True)])
+def test_gathered_rows_are_returned_and_have_gradients(where, counts, fp8):
+    run(where, tp.returned, "shard_map", True, counts, fp8)
 
 
 @everywhere
