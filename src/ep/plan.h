@@ -38,7 +38,8 @@ namespace xd::ep {
 
 struct PlanHeader {
   static constexpr std::uint64_t kMagic = 0x314E4C5044585858;  // "XXXDPLN1"
-  static constexpr std::uint32_t kVersion = 1;
+  // Raised whenever a plan's bytes change; the fields up to this one never do. 2: `hosts`.
+  static constexpr std::uint32_t kVersion = 2;
   static constexpr std::uint32_t kFirstOfToken = 0x80000000;
 
   std::uint64_t magic;

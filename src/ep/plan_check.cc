@@ -30,7 +30,8 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::no_plan:
       return "plan: these bytes are no plan (or were never prepared)";
     case PlanFault::version:
-      return concat("plan has format version ", fault.got, ", expected ", fault.expected);
+      return concat("plan: has format version ", fault.got, ", expected ", fault.expected,
+                    ": another version of the library has made it");
     case PlanFault::header:
       return "plan: its header is damaged";
     case PlanFault::cut_short:

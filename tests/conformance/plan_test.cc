@@ -306,6 +306,28 @@ TEST_P(Plan, WithADamagedHeaderByteIsRefused) {
   });
 }
 
+// A header of another version may be read by nothing but its version.
+TEST_P(Plan, OfAnotherVersionIsRefusedByItsVersion) {
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    std::vector<std::byte> plan = batch.plan().read();
+    for (const std::uint32_t version : {kPlanVersion - 1, kPlanVersion + 1}) {
+      std::memcpy(plan.data() + kPlanVersionAt, &version, sizeof(version));
+      xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+      EXPECT_EQ(xd_ep_plan_get_info(plan.data(), plan.size(), &info), XD_ERROR_INVALID_ARGUMENT);
+      const std::string text = "plan: has format version " + std::to_string(version) +
+                               ", expected " + std::to_string(kPlanVersion);
+      EXPECT_NE(std::string(xd_last_error()).find(text), std::string::npos) << xd_last_error();
+      if (rank.rank == 0) batch.plan().write(plan);
+      EXPECT_EQ(batch.call(group.get(), kUsers[0]),
+                rank.rank == 0 ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
+    }
+    Step(rank, c, group.get(), 1).run_all();
+  });
+}
+
 // Damage past the header may give wrong values; it never reaches outside the tensors, and never
 // harms the group.
 TEST_P(Plan, WithADamagedBodyStaysInsideTheTensors) {

@@ -3,10 +3,14 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace xd::test {
 
 // Of the header, to its last byte: any wrong bit in it is found.
 inline constexpr std::size_t kPlanHeaderBytes = 176;
+// A 32-bit number that tells how to read the others.
+inline constexpr std::size_t kPlanVersionAt = 8;
+inline constexpr std::uint32_t kPlanVersion = 2;
 
 }  // namespace xd::test

@@ -15,7 +15,10 @@
 namespace xd::ep {
 namespace {
 
-static_assert(sizeof(PlanHeader) == test::kPlanHeaderBytes);
+// The version is raised with every change of the header.
+static_assert(sizeof(PlanHeader) == test::kPlanHeaderBytes &&
+              PlanHeader::kVersion == test::kPlanVersion &&
+              offsetof(PlanHeader, version) == test::kPlanVersionAt);
 
 constexpr std::array<std::int64_t, 4> kCapacities = {7, 0, 1, 100};
 
@@ -119,6 +122,14 @@ TEST_F(PlanTest, EveryChangedBitOfHeaderAndZonesIsNoticed) {
     }
   }
   EXPECT_EQ(open_error(size()), "");
+}
+
+// Its header was 8 bytes shorter, so nothing behind the version can be read.
+TEST_F(PlanTest, APlanOfAnOlderVersionIsRefusedByItsVersion) {
+  constexpr std::uint32_t kOlder = 1;
+  std::memcpy(data() + offsetof(PlanHeader, version), &kOlder, sizeof(kOlder));
+  EXPECT_EQ(open_error(size()),
+            "plan: has format version 1, expected 2: another version of the library has made it");
 }
 
 TEST_F(PlanTest, EveryTruncationIsNoticed) {
