@@ -9,6 +9,7 @@
  *   low_latency.h  expert parallelism for few tokens: serving, decode
  *   gemm.h         products of matrices that are spread over the ranks: tensor and sequence
  *                  parallelism
+ *   stats.h        what groups have done so far, for people who look
  *   tensor.h       helpers for callers: tensors in one line, names of element types
  *
  * Conventions that hold for all of them:
@@ -30,6 +31,7 @@
 #include <crossdock/ep.h>
 #include <crossdock/gemm.h>
 #include <crossdock/low_latency.h>
+#include <crossdock/stats.h>
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>
 #include <crossdock/version.h>

@@ -29,6 +29,7 @@ from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
 from crossdock._membership import EpStatus
 from crossdock._plan import Plan, SlotPlan
+from crossdock._stats import GroupStats
 from crossdock.errors import (
     Aborted,
     Busy,
@@ -80,6 +81,7 @@ __all__ = [
     "GemmPlan",
     "GemmStatus",
     "GroupMemory",
+    "GroupStats",
     "Internal",
     "InvalidArgument",
     "LowLatencyGroup",

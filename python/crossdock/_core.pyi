@@ -201,6 +201,10 @@ class Group:
     def errors(self) -> int:
         """The word of xd_ep_group_watch: the number of operations that ended with an error."""
 
+    def stats(self) -> dict[str, Any]:
+        """xd_stats by its fields, and wait_ns."""
+
+    def set_name(self, name: str) -> None: ...
     def prepare(
         self,
         topk_idx: _Spec,
@@ -332,6 +336,10 @@ class GemmContext:
     def errors(self) -> int:
         """The word of xd_gemm_context_watch: the number of operations that ended with an error."""
 
+    def stats(self) -> dict[str, Any]:
+        """xd_stats by its fields, and wait_ns."""
+
+    def set_name(self, name: str) -> None: ...
     def gathered(self) -> dict[str, int]:
         """xd_gemm_view: ptr, rows, columns, pitch_bytes, dtype."""
 
@@ -360,3 +368,10 @@ class GemmContext:
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
     def explain(self, operation: int, **args: Any) -> dict[str, Any]:
         """xd_gemm_plan_info by its fields."""
+
+class Monitor:
+    """xd_monitor."""
+
+    def __init__(self, pid: int) -> None: ...
+    def read(self) -> list[dict[str, Any]]:
+        """The places in use: the fields of xd_stats_source and xd_stats, place, and wait_ns."""

@@ -15,6 +15,7 @@ from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, fail_group
+from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     CrossdockError,
     OutOfMemory,
@@ -50,6 +51,7 @@ class Member:
     """This rank's part of a group or of a context. A context manager."""
 
     _core: Any  # the one of the raw layer
+    _IS_CONTEXT = False
 
     def __init__(self, comm: Comm) -> None:
         of_kind("comm", comm, Comm)
@@ -70,6 +72,17 @@ class Member:
     def errors(self) -> int:
         """How many operations of this rank have ended with a non-fatal error; any thread."""
         return self._core.errors()
+
+    def stats(self) -> GroupStats:
+        """What it has done so far; any thread, never blocks."""
+        return group_stats(self._core.stats(), is_context=self._IS_CONTEXT)
+
+    def set_name(self, name: str) -> None:
+        """Names it for those who look: in ``crossdock top`` and in ``XD_LOG=stats``. Local.
+
+        What is over 63 bytes is cut off.
+        """
+        self._core.set_name(name)
 
     def close(self) -> None:
         """Frees its memory. Local; before or after the communicator's close().

@@ -9,6 +9,7 @@
 
 #include "arguments.h"
 #include "gemm_args.h"
+#include "stats.h"
 
 namespace xdpy {
 
@@ -30,6 +31,14 @@ nb::dict GemmContext::status() const {
   xd_gemm_status status XD_GEMM_STATUS_INIT;
   check(xd_gemm_context_status(usable(), &status), comm_.failure());
   return fields_of(status);
+}
+
+nb::dict GemmContext::stats() const {
+  return stats_of(usable(), comm_.info(), comm_.failure(), &xd_gemm_context_stats);
+}
+
+void GemmContext::set_name(const std::string& name) const {
+  check(xd_gemm_context_set_name(usable(), name.c_str()), comm_.failure());
 }
 
 std::uint64_t GemmContext::errors() const {
@@ -158,6 +167,8 @@ void bind_gemm(nb::module_& module) {
       .def_prop_ro("comm", &GemmContext::comm)
       .def("status", &GemmContext::status)
       .def("errors", &GemmContext::errors)
+      .def("stats", &GemmContext::stats)
+      .def("set_name", &GemmContext::set_name, "name"_a)
       .def("gathered", &GemmContext::gathered)
       .def("all_gather", &product<XD_GEMM_ALL_GATHER, xd_gemm_all_gather>)
       .def("reduce_scatter", &product<XD_GEMM_REDUCE_SCATTER, xd_gemm_reduce_scatter>)

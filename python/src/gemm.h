@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <string>
 
 #include "member.h"
 
@@ -16,6 +17,10 @@ class GemmContext : public Member<xd_gemm_context, xd_gemm_context_destroy> {
 
   // Reads and clears the state of non-fatal errors.
   [[nodiscard]] nb::dict status() const;
+
+  // What the context has done so far.
+  [[nodiscard]] nb::dict stats() const;
+  void set_name(const std::string& name) const;
 
   // The number of operations that have ended with a non-fatal error.
   [[nodiscard]] std::uint64_t errors() const;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "arguments.h"
+#include "stats.h"
 
 namespace xdpy {
 
@@ -31,6 +32,14 @@ nb::dict Group::status() const {
   xd_ep_status status XD_EP_STATUS_INIT;
   check(xd_ep_group_status(usable(), &status), comm_.failure());
   return fields_of(status);
+}
+
+nb::dict Group::stats() const {
+  return stats_of(usable(), comm_.info(), comm_.failure(), &xd_ep_group_stats);
+}
+
+void Group::set_name(const std::string& name) const {
+  check(xd_ep_group_set_name(usable(), name.c_str()), comm_.failure());
 }
 
 std::uint64_t Group::errors() const {
@@ -188,6 +197,8 @@ void bind_group(nb::module_& module) {
       .def_prop_ro("comm", &Group::comm)
       .def("status", &Group::status)
       .def("errors", &Group::errors)
+      .def("stats", &Group::stats)
+      .def("set_name", &Group::set_name, "name"_a)
       .def("prepare", &prepare, "topk_idx"_a, "plan_ptr"_a, "plan_bytes"_a, "counts"_a = nb::none(),
            "padded_counts"_a = nb::none(), "offsets"_a = nb::none(), "total"_a = nb::none(),
            "rank_rows"_a = nb::none(), "stream"_a = 0, "alignment"_a = 0)

@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <string>
 
 #include "errors.h"
 #include "member.h"
@@ -17,6 +18,10 @@ class Group : public Member<xd_ep_group, xd_ep_group_destroy> {
 
   // Reads and clears the state of non-fatal errors.
   [[nodiscard]] nb::dict status() const;
+
+  // What the group has done so far.
+  [[nodiscard]] nb::dict stats() const;
+  void set_name(const std::string& name) const;
 
   // The number of operations that have ended with a non-fatal error.
   [[nodiscard]] std::uint64_t errors() const;

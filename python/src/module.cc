@@ -22,6 +22,7 @@
 #include "gemm.h"
 #include "group.h"
 #include "segments.h"
+#include "stats.h"
 
 namespace xdpy {
 namespace {
@@ -147,6 +148,7 @@ NB_MODULE(_core, module) {
   bind_group(module);
   bind_gemm(module);
   bind_constants(module);
+  bind_stats(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);
   module.def("local_experts", &local_experts, "rank"_a, "options"_a);

@@ -33,7 +33,7 @@ int read(const char* variable, int default_value, int least) {
 
 // Keeps the topics of a comma list that exist.
 std::string known_topics(const std::string& list) {
-  constexpr std::array<std::string_view, 3> kTopics{"comm", "plan", "all"};
+  constexpr std::array<std::string_view, 4> kTopics{"comm", "plan", "stats", "all"};
   std::string known;
   for (std::size_t at = 0; at < list.size();) {
     const std::size_t comma = std::min(list.find(',', at), list.size());
@@ -42,7 +42,7 @@ std::string known_topics(const std::string& list) {
     if (std::find(kTopics.begin(), kTopics.end(), topic) != kTopics.end())
       known += (known.empty() ? "" : ",") + topic;
     else if (!topic.empty())
-      log_warning("XD_LOG=", topic, " is ignored: expected comm, plan or all");
+      log_warning("XD_LOG=", topic, " is ignored: expected comm, plan, stats or all");
   }
   return known;
 }

@@ -4,6 +4,7 @@
 #include "capi/boundary.h"
 #include "ep/executors.h"
 
+using xd::count_tokens;
 using xd::guarded;
 using xd::guarded_on;
 using xd::operate;
@@ -86,39 +87,46 @@ xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) 
 }
 
 xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_stream stream) {
-  return operate("xd_ep_prepare", group, [&](xd::ep::Group& g) { g.prepare(args, stream); });
+  return operate("xd_ep_prepare", group, XD_EP_PREPARE,
+                 [&](xd::ep::Group& g) { g.prepare(args, stream); });
 }
 
 xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream) {
-  return operate("xd_ep_dispatch", group, [&](xd::ep::Group& g) { g.dispatch(args, stream); });
+  const xd_status status = operate("xd_ep_dispatch", group, XD_EP_DISPATCH,
+                                   [&](xd::ep::Group& g) { g.dispatch(args, stream); });
+  return count_tokens(status, group, status == XD_SUCCESS ? args->tokens : nullptr);
 }
 
 xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args, xd_stream stream) {
-  return operate("xd_ep_combine", group, [&](xd::ep::Group& g) { g.combine(args, stream); });
+  const xd_status status = operate("xd_ep_combine", group, XD_EP_COMBINE,
+                                   [&](xd::ep::Group& g) { g.combine(args, stream); });
+  return count_tokens(status, group, status == XD_SUCCESS ? args->out : nullptr);
 }
 
 xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
                              xd_stream stream) {
-  return operate("xd_ep_dispatch_bwd", group,
-                 [&](xd::ep::Group& g) { g.dispatch_bwd(args, stream); });
+  const xd_status status = operate("xd_ep_dispatch_bwd", group, XD_EP_DISPATCH_BWD,
+                                   [&](xd::ep::Group& g) { g.dispatch_bwd(args, stream); });
+  return count_tokens(status, group, status == XD_SUCCESS ? args->grad_tokens : nullptr);
 }
 
 xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
                             xd_stream stream) {
-  return operate("xd_ep_combine_bwd", group,
-                 [&](xd::ep::Group& g) { g.combine_bwd(args, stream); });
+  const xd_status status = operate("xd_ep_combine_bwd", group, XD_EP_COMBINE_BWD,
+                                   [&](xd::ep::Group& g) { g.combine_bwd(args, stream); });
+  return count_tokens(status, group, status == XD_SUCCESS ? args->grad_out : nullptr);
 }
 
 xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                             xd_stream stream) {
-  return operate("xd_ep_join_failed", group, [&](xd::ep::Group& g) {
+  return operate("xd_ep_join_failed", group, xd::raw_enum(operation), [&](xd::ep::Group& g) {
     g.join_failed_operation(xd::raw_enum(operation), text, stream);
   });
 }
 
 xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
                                  xd_stream stream) {
-  return operate("xd_ep_plan_row_experts", group,
+  return operate("xd_ep_plan_row_experts", group, xd::kNoOperation,
                  [&](xd::ep::Group& g) { g.row_experts(args, stream); });
 }
 

@@ -1,4 +1,5 @@
 #include <crossdock/gemm.h>
+#include <crossdock/stats.h>
 
 #include "base/options.h"
 #include "capi/boundary.h"
@@ -14,13 +15,11 @@ struct xd_gemm_context {
 
 namespace {
 
-// Every operation of a context enters in this way: `call` is given the context.
 template <class Call>
-xd_status operate(const char* function, xd_gemm_context* context, Call&& call) {
+xd_status operate(const char* function, xd_gemm_context* context, std::int32_t operation,
+                  Call&& call) {
   XD_REQUIRE_GIVEN(function, context);
-  Context& c = *context->context;
-  Context::forget_last_error();
-  return guarded_on(function, c.comm(), [&] { std::forward<Call>(call)(c); });
+  return xd::operate_on(function, *context->context, operation, std::forward<Call>(call));
 }
 
 // A call that only asks.
@@ -92,33 +91,33 @@ xd_status xd_gemm_context_watch(xd_gemm_context* context, const volatile uint64_
 }
 
 xd_status xd_gemm_all_gather(xd_gemm_context* context, const xd_gemm_args* args, xd_stream stream) {
-  return operate("xd_gemm_all_gather", context,
+  return operate("xd_gemm_all_gather", context, XD_GEMM_ALL_GATHER,
                  [&](Context& c) { c.product(XD_GEMM_ALL_GATHER, args, stream); });
 }
 
 xd_status xd_gemm_reduce_scatter(xd_gemm_context* context, const xd_gemm_args* args,
                                  xd_stream stream) {
-  return operate("xd_gemm_reduce_scatter", context,
+  return operate("xd_gemm_reduce_scatter", context, XD_GEMM_REDUCE_SCATTER,
                  [&](Context& c) { c.product(XD_GEMM_REDUCE_SCATTER, args, stream); });
 }
 
 xd_status xd_gemm_all_reduce(xd_gemm_context* context, const xd_gemm_args* args, xd_stream stream) {
-  return operate("xd_gemm_all_reduce", context,
+  return operate("xd_gemm_all_reduce", context, XD_GEMM_ALL_REDUCE,
                  [&](Context& c) { c.product(XD_GEMM_ALL_REDUCE, args, stream); });
 }
 
 xd_status xd_gemm_bulk(xd_gemm_context* context, const xd_gemm_bulk_args* args, xd_stream stream) {
-  return operate("xd_gemm_bulk", context, [&](Context& c) { c.bulk(args, stream); });
+  return operate("xd_gemm_bulk", context, XD_GEMM_BULK, [&](Context& c) { c.bulk(args, stream); });
 }
 
 xd_status xd_gemm_start_all_gather(xd_gemm_context* context, const xd_gemm_gather_args* args,
                                    xd_stream stream) {
-  return operate("xd_gemm_start_all_gather", context,
+  return operate("xd_gemm_start_all_gather", context, XD_GEMM_START_ALL_GATHER,
                  [&](Context& c) { c.start_all_gather(args, stream); });
 }
 
 xd_status xd_gemm_wait(xd_gemm_context* context, xd_stream stream) {
-  return operate("xd_gemm_wait", context, [&](Context& c) { c.wait(stream); });
+  return operate("xd_gemm_wait", context, xd::kNoOperation, [&](Context& c) { c.wait(stream); });
 }
 
 xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows) {
@@ -129,7 +128,7 @@ xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows) {
 
 xd_status xd_gemm_join_failed(xd_gemm_context* context, xd_gemm_operation operation,
                               const char* text, xd_stream stream) {
-  return operate("xd_gemm_join_failed", context,
+  return operate("xd_gemm_join_failed", context, xd::raw_enum(operation),
                  [&](Context& c) { c.join_failed(xd::raw_enum(operation), text, stream); });
 }
 
@@ -139,4 +138,15 @@ xd_status xd_gemm_explain(xd_gemm_context* context, xd_gemm_operation operation,
   return ask("xd_gemm_explain", context, [&](Context& c) {
     xd::write_struct("info", info, c.explain(xd::raw_enum(operation), args));
   });
+}
+
+xd_status xd_gemm_context_stats(xd_gemm_context* context, xd_stats* stats, int64_t* wait_ns) {
+  return ask("xd_gemm_context_stats", context,
+             [&](Context& c) { xd::tell_stats(c.subject(), stats, wait_ns); });
+}
+
+xd_status xd_gemm_context_set_name(xd_gemm_context* context, const char* name) {
+  XD_REQUIRE_GIVEN("xd_gemm_context_set_name", name);
+  return ask("xd_gemm_context_set_name", context,
+             [&](Context& c) { c.subject().counters().name.set(name); });
 }

@@ -146,6 +146,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   Parts parts{
       .rank = bootstrap->rank(),
       .num_ranks = bootstrap->num_ranks(),
+      .name = config.name != nullptr ? config.name : "",
       .device = device,
       .timeout_ms = timeout_ms,
       .on_peer_loss = on_peer_loss,
@@ -170,15 +171,16 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
     mesh.send_failure();
     throw;
   }
-  log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '",
-            config.name != nullptr ? config.name : "", "', ", comm->local_ranks_,
-            " in this process, host ", comm->hosts_.host(), " of ", comm->hosts_.num_hosts());
+  log_topic("comm", "rank ", comm->rank_, " of ", comm->num_ranks_, " joined '", comm->name_, "', ",
+            comm->local_ranks_, " in this process, host ", comm->hosts_.host(), " of ",
+            comm->hosts_.num_hosts());
   return comm;
 }
 
 Comm::Comm(Parts&& parts)
     : rank_(parts.rank),
       num_ranks_(parts.num_ranks),
+      name_(std::move(parts.name)),
       hosts_(parts.mesh->rails(), parts.mesh->host_names()),
       device_(parts.device),
       timeout_ms_(parts.timeout_ms),

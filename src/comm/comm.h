@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -57,6 +58,7 @@ class Comm final {
   struct Parts {
     int rank;
     int num_ranks;
+    std::string name;
     DLDevice device;
     int timeout_ms;
     xd_comm_peer_loss on_peer_loss;
@@ -75,6 +77,7 @@ class Comm final {
 
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
+  const std::string& name() const { return name_; }
   const HostMap& hosts() const { return hosts_; }
   DLDevice device() const { return device_; }
   int timeout_ms() const { return timeout_ms_; }
@@ -160,6 +163,7 @@ class Comm final {
 
   const int rank_;
   const int num_ranks_;
+  const std::string name_;
   const HostMap hosts_;
   const DLDevice device_;
   const int timeout_ms_;

@@ -127,6 +127,8 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.most_local_experts());
+  subject().describe(concat(config_.layout.name, ", E=", config_.experts, " K<=", config_.max_topk,
+                            " T<=", config_.max_tokens, " row<=", config_.max_row_bytes, " B"));
 }
 
 Segments Group::share_memory() const {

@@ -86,8 +86,18 @@ class Group : public turn::Sequence<Family> {
   // segments by rank.
   Segments share_memory() const;
 
-  // Bad ids and dropped rows of all plans, for the group's status.
+  // Rows of this rank's receive tensors, which an operation has gone through.
+  void count_rows(std::int64_t rows, std::uint64_t row_bytes) {
+    subject().counters().rows.add(at(rows));
+    subject().counters().row_bytes.add(at(rows) * row_bytes);
+  }
+  // Brings the losses that kernels have reported here.
+  virtual void collect_losses() {}
+
+  // Bad ids and dropped rows of all plans, for the group's status and its numbers.
   void count_losses(std::int64_t bad_ids, std::int64_t dropped_rows) {
+    subject().counters().bad_ids.add(static_cast<std::uint64_t>(bad_ids));
+    subject().counters().dropped_rows.add(static_cast<std::uint64_t>(dropped_rows));
     add_to_status([=](xd_ep_status& status) {
       status.bad_ids += bad_ids;
       status.dropped_rows += dropped_rows;

@@ -58,6 +58,8 @@ Context::Context(std::shared_ptr<Comm> comm, const xd_gemm_config* config)
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
+  subject().describe(
+      concat("products, T<=", config_.max_tokens, " K<=", config_.max_k, " N<=", config_.max_n));
 }
 
 xd_gemm_plan_info Context::explain(std::int32_t operation, const xd_gemm_args* args) const {

@@ -11,6 +11,7 @@
 
 #include "base/math.h"
 #include "base/rank_bits.h"
+#include "observe/subject.h"
 #include "turn/host_cells.h"
 #include "turn/peer_masks.h"
 
@@ -56,10 +57,8 @@ class HostLane : public HostCells<Record> {
   std::uint64_t next() const { return taken_ + 1; }
   const Record& own_record() const { return held(next()).own; }
   const RankBits& awaited() const { return held(next()).company; }
-  // Returns when every peer of its company has entered it, or has been lost. `look` is called each
-  // time that this rank looks whether they have.
-  template <class Look>
-  void await(Look&& look);
+  // Returns when every peer of its company has entered it, or has been lost.
+  void await(observe::WaitTimes& times);
   // The ranks whose records have come, this one among them, and the records by rank.
   const RankBits& here() const { return here_; }
   const std::vector<Record>& records() const { return records_; }
@@ -156,8 +155,8 @@ void HostLane<Record>::enter(const Record& record) {
 }
 
 template <class Record>
-template <class Look>
-void HostLane<Record>::await(Look&& look) {
+void HostLane<Record>::await(observe::WaitTimes& times) {
+  const auto is_here = [this](int peer) { return has_entered(peer, next()); };
   deadline_ = masks_.deadline();
   here_ = {};
   here_.add(this->self());
@@ -167,8 +166,9 @@ void HostLane<Record>::await(Look&& look) {
     const bool came = masks_.wait(
         peer, site(XD_PHASE_ENTRY, next()),
         [&] {
-          look();
-          return has_entered(peer, next());
+          const bool here = is_here(peer);
+          times.look(peer, here, peers(), is_here);
+          return here;
         },
         [&] { return this->entered(peer, next()); });
     if (!came) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "observe/subject.h"
 #include "turn/host_cells.h"
 
 namespace xd::turn {
@@ -18,10 +19,13 @@ class HostTurn : public HostCells<Record> {
  public:
   using HostCells<Record>::peers, HostCells<Record>::ring_peers;
 
-  // As for HostCells.
-  HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas)
+  // As for HostCells. `subject` is told of waits for the peers' entries.
+  HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas, observe::Subject& subject)
       : HostCells<Record>(comm, number, map, std::move(areas), kSlots),
-        records_(at(comm.num_ranks())) {}
+        subject_(subject),
+        records_(at(comm.num_ranks())) {
+    subject.counters().measures_waits.set(1);
+  }
 
   void begin(std::int32_t operation) {
     operation_ = operation;
@@ -54,6 +58,7 @@ class HostTurn : public HostCells<Record> {
   }
 
  private:
+  observe::Subject& subject_;
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
@@ -69,9 +74,16 @@ void HostTurn<Record>::enter(const Record& record) {
 template <class Record>
 void HostTurn<Record>::await() {
   const HostWait site = this->site(XD_PHASE_ENTRY);
+  const auto has_entered = [this](int peer) { return this->entered(peer, epoch_) == epoch_; };
+  observe::WaitTimes times(subject_);
   for (const NearRank peer : peers()) {
     this->comm().wait_for(
-        peer, site, [&] { return this->entered(peer, epoch_) == epoch_; },
+        peer, site,
+        [&] {
+          const bool here = has_entered(peer);
+          times.look(peer, here, peers(), has_entered);
+          return here;
+        },
         [&] { return last_entered(peer); });
     records_[at(peer)] = this->posted_by(peer, epoch_);
   }

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "comm/comm.h"
+#include "observe/subject.h"
 #include "turn/setback.h"
 
 namespace xd::turn {
@@ -30,6 +31,8 @@ class Sequence {
   Comm& comm() const { return *comm_; }
   int rank() const { return comm_->rank(); }
   int number() const { return number_; }
+  // This sequence, for people who look.
+  observe::Subject& subject() const { return subject_; }
 
   // Takes this rank's turn with a failure, for a caller that found a mistake before it could make
   // its call, so that the peers learn of it at once. `operation`: the caller's number of an
@@ -59,7 +62,10 @@ class Sequence {
 
  protected:
   explicit Sequence(std::shared_ptr<Comm> comm)
-      : comm_(std::move(comm)), number_(comm_->group_number()) {
+      : comm_(std::move(comm)),
+        number_(comm_->group_number()),
+        subject_({comm_->rank(), comm_->num_ranks(), number_, comm_->device().device_type},
+                 Family::kOperations, comm_->name()) {
     comm_->errors().name_operations(Family::kOperations);
   }
 
@@ -80,6 +86,7 @@ class Sequence {
 
   std::shared_ptr<Comm> comm_;
   const int number_;
+  mutable observe::Subject subject_;
   std::mutex mutex_;
   Status status_ = Family::no_error();
 };

@@ -26,6 +26,8 @@ static const xd_gemm_bulk_args gemm_bulk_args = XD_GEMM_BULK_ARGS_INIT;
 static const xd_gemm_gather_args gemm_gather_args = XD_GEMM_GATHER_ARGS_INIT;
 static const xd_gemm_view gemm_view = XD_GEMM_VIEW_INIT;
 static const xd_gemm_plan_info gemm_plan_info = XD_GEMM_PLAN_INFO_INIT;
+static const xd_stats stats = XD_STATS_INIT;
+static const xd_stats_source stats_source = XD_STATS_SOURCE_INIT;
 
 /* Number of initialisers whose struct_size is not the struct's. */
 int wrong_initialisers_in_c(void);
@@ -53,5 +55,7 @@ int wrong_initialisers_in_c(void) {
          (gemm_bulk_args.struct_size != sizeof(xd_gemm_bulk_args)) +
          (gemm_gather_args.struct_size != sizeof(xd_gemm_gather_args)) +
          (gemm_view.struct_size != sizeof(xd_gemm_view)) +
-         (gemm_plan_info.struct_size != sizeof(xd_gemm_plan_info));
+         (gemm_plan_info.struct_size != sizeof(xd_gemm_plan_info)) +
+         (stats.struct_size != sizeof(xd_stats)) +
+         (stats_source.struct_size != sizeof(xd_stats_source));
 }

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "ep/family.h"
 #include "ep/ll_record.h"
 #include "turn/host_lane.h"
 #include "turn/host_reset.h"
@@ -40,7 +41,8 @@ class End {
   }
   // The sum of the numbers of all that take part.
   std::uint64_t receive() {
-    lane.await([] {});
+    observe::WaitTimes times(subject_);
+    lane.await(times);
     std::uint64_t sum = 0;
     for (int r = 0; r < kRanks; ++r) {
       if (lane.here().has(r)) sum += lane.records()[at(r)].fingerprint;
@@ -69,6 +71,7 @@ class End {
   std::shared_ptr<Comm> comm_;
   Segments segments_;
   NearTable areas_;
+  observe::Subject subject_{{comm_->rank(), kRanks, 0, kDLCPU}, ep::Family::kOperations, ""};
 
  public:
   turn::PeerMasks masks;

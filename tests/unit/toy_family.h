@@ -73,7 +73,7 @@ class HostToy final : public turn::Sequence<Family> {
         map_(Map::make(comm->num_ranks())),
         segments_(comm->share(CollectiveCall{"toy_create"}, map_.end)),
         areas_(segments_),
-        turn_(*comm, number(), map_.turn, areas_) {}
+        turn_(*comm, number(), map_.turn, areas_, subject()) {}
 
   // Gives `number` times `factor` to the next rank, and returns what the lower neighbour gave.
   std::uint64_t pass(std::uint64_t number, std::uint64_t factor) {

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from crossdock import __version__
-from crossdock.cli import _bench, _demo, _doctor
-from crossdock.cli._usage import FAILED, INTERRUPTED, CommandError
+from crossdock.cli import _bench, _demo, _doctor, _top
+from crossdock.cli._usage import FAILED, INTERRUPTED, OK, CommandError
 
 _EPILOG = """exit codes: 0 done, 1 failed, 2 the command line makes no sense here, 130 Ctrl-C"""
 
@@ -22,8 +22,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"crossdock {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (_doctor, _bench, _demo):
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for module in (_doctor, _bench, _top, _demo):
         module.add_command(commands)
     return parser
 
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             example = f"'demo -- {unknown[0]} ...'"
             hint = f": options of the training program go behind --, as in {example}"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return OK
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()  # here, where a reader that is gone is understood

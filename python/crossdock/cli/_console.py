@@ -58,12 +58,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 
     if not console:
         print(_plain_table(header, rows, right))
         return
-    grid = Table(box=None, header_style="bold", pad_edge=False)
+    console.print(grid(header, rows, right=right), markup=False, highlight=False)
+
+
+def grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> Table:
+    """The same as rich draws it, which must be installed."""
+    drawn = Table(box=None, header_style="bold", pad_edge=False)
     for column, name in enumerate(header):
-        grid.add_column(name, justify="right" if column >= len(header) - right else "left")
+        drawn.add_column(name, justify="right" if column >= len(header) - right else "left")
     for row in rows:
-        grid.add_row(*row)
-    console.print(grid, markup=False, highlight=False)
+        drawn.add_row(*row)
+    return drawn
 
 
 _MARKS = {True: ("ok", "green"), False: ("no", "red"), None: ("", "dim")}

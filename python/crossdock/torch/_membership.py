@@ -8,6 +8,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from crossdock import _core
+from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     InvalidArgument,
     from_details,
@@ -52,6 +54,17 @@ class Membership:
     def errors(self) -> int:
         """How many operations of this rank have ended with a non-fatal error; any thread."""
         return self.core.errors()
+
+    def stats(self) -> GroupStats:
+        """What this rank's part has done so far; any thread, never blocks."""
+        return group_stats(self.core.stats(), is_context=isinstance(self.core, _core.GemmContext))
+
+    def set_name(self, name: str) -> None:
+        """Names it for those who look: in ``crossdock top`` and in ``XD_LOG=stats``. Local.
+
+        What is over 63 bytes is cut off.
+        """
+        self.core.set_name(name)
 
     def check(self) -> None:
         """Raises what operations met since the last look, if anything; never blocks.

@@ -19,6 +19,7 @@ class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
       : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
+    subject().counters().counts_rows.set(1);
     this->comm().collective().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());
       return Collective::Contribution{};
@@ -57,9 +58,13 @@ class CpuGroup final : public Group {
   void run(xd_ep_operation operation, Call (*read)(const Args*, const CallContext&),
            const Args* args) {
     const StandardFloatModes modes;
+    Record record;
     runner_.run(operation, [&] {
-      return Operation(Context{*this, lockstep_, scratch_}, read(args, call_context()));
+      Operation made(Context{*this, lockstep_, scratch_}, read(args, call_context()));
+      record = made.record();
+      return made;
     });
+    if (operation != XD_EP_PREPARE) count_rows(record.rows, record.row_bytes);
   }
 
   Lockstep lockstep_;

@@ -95,6 +95,7 @@ void LlCombine::send(bool stage_own) {
   // The owners of this rank's rows wait for its weights.
   if (send_.topk_weights) lane.ring_peers();
   send_partials();
+  context_.group.count_rows(plan_.header().recv_rows, send_.expert_out.row_bytes());
   for (const NearRank peer : lane.peers()) {
     if (!lane.company().has(peer)) continue;
     // A rank that sees this also sees the partial sums.
@@ -203,8 +204,8 @@ int LlCombine::collect(const LlItem& item, Terms& terms) const {
 Setback LlCombine::receive(bool own_staged) {
   own_staged_ = own_staged;
   Lane& lane = context_.lane;
-  WaitTimes times(context_, receive_.wait_ns);
-  lane.await([&] { times.look(); });
+  observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
+  lane.await(times);
   if (Setback found = verdict(lane, context_.self())) return found;
   await_partials();
   sum_tokens();

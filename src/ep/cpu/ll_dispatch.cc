@@ -122,8 +122,8 @@ Setback LlDispatch::receive(bool own_staged) {
   sent_ = lane.own_record();
   // Whatever these bytes were, they are no plan from now on.
   std::memset(receive_.plan, 0, sizeof(PlanHeader));
-  WaitTimes times(context_, receive_.wait_ns);
-  lane.await([&] { times.look(); });
+  observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
+  lane.await(times);
   if (Setback found = verdict(lane, context_.self())) return found;
   begin_delivery();
   std::byte* const items = receive_.plan + plan_map().items;
@@ -277,6 +277,7 @@ void LlDispatch::write_plan(std::int64_t items) const {
   header.list_rows = items;
   for (const std::int64_t count : context_.scratch.next) header.recv_rows += count;
   header.total_rows = header.recv_rows;
+  context_.group.count_rows(header.recv_rows, receive_.recv_tokens.row_bytes());
   auto* tokens = reinterpret_cast<std::int32_t*>(receive_.plan + map.tokens);
   for (int r = config().ranks - 1; r >= 0; --r) {
     const LlRecord& record = lane.records()[at(r)];

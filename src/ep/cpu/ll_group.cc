@@ -14,6 +14,8 @@ class LlGroup final : public Group {
  public:
   LlGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
       : Group(std::move(comm), config, [](const Config&) { return Keeps{}; }), memory_(*this) {
+    subject().counters().measures_waits.set(1);
+    subject().counters().counts_rows.set(1);
     this->comm().collective().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());
       return Collective::Contribution{};

@@ -2,12 +2,13 @@
 // between the verbs of their lane.
 #pragma once
 
-#include <chrono>
+#include <cstdint>
 #include <utility>
 
 #include "ep/cpu/ll_memory.h"
 #include "ep/cpu/rows.h"
 #include "ep/ll_record.h"
+#include "observe/subject.h"
 #include "turn/host_lane.h"
 
 namespace xd::ep::cpu {
@@ -30,31 +31,12 @@ struct LlContext {
   NearRank self() const { return group.self(); }
 };
 
-// Measures how long a receive half waits for each source, where the caller wants to know.
-class WaitTimes {
- public:
-  WaitTimes(const LlContext& context, const Tensor& out)
-      : context_(context), out_(out), start_(out ? Clock::now() : Clock::time_point{}) {}
-
-  // Looks which peers have entered since the last look.
-  void look() {
-    if (!out_) return;
-    for (const NearRank peer : context_.lane.peers()) {
-      if (seen_.has(peer) || !context_.lane.has_entered(peer, context_.lane.next())) continue;
-      seen_.add(peer);
-      out_.as<std::int64_t>()[int{peer}] +=
-          std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start_).count();
-    }
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-
-  const LlContext& context_;
-  const Tensor& out_;
-  const Clock::time_point start_;
-  RankBits seen_{};
-};
+// Measures how long a receive half waits for each source: for the group, and for a caller who wants
+// to know.
+inline observe::WaitTimes wait_times(const LlContext& context, const Tensor& of_caller) {
+  return observe::WaitTimes(context.group.subject(),
+                            of_caller ? of_caller.as<std::int64_t>() : nullptr);
+}
 
 // The verdict about an operation whose records have come: all ranks see the same records, and judge
 // alike.

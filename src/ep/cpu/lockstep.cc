@@ -13,7 +13,8 @@ GroupMemory::GroupMemory(const Group& group) : shared_(group.share_memory()) {
 
 Lockstep::Lockstep(const Group& group)
     : GroupMemory(group),
-      HostTurn(group.comm(), group.number(), map_of(group.self()).turn, shared().areas()),
+      HostTurn(group.comm(), group.number(), map_of(group.self()).turn, shared().areas(),
+               group.subject()),
       comm_(group.comm()),
       count_layout_{group.config().experts, group.config().ranks} {}
 

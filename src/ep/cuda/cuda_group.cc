@@ -61,9 +61,10 @@ class CudaGroup final : public Group {
     start_row_experts(call, plan_binding(), stream);
   }
 
+  void collect_losses() override { losses_.collect(*runner_.report(), *this); }
   xd_ep_status take_status() override {
     runner_.collect();
-    losses_.collect(*runner_.report(), *this);
+    collect_losses();
     return Group::take_status();
   }
 
@@ -183,6 +184,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
 }
 
 CudaGroup::~CudaGroup() {
+  collect_losses();  // for XD_LOG=stats
   if (!runner_.end()) keep_for_good();
 }
 

@@ -18,7 +18,7 @@ ContextMemory::ContextMemory(const Context& context)
 
 Lockstep::Lockstep(const Context& context)
     : ContextMemory(context),
-      HostTurn(context.comm(), context.number(), map().turn, shared().areas()),
+      HostTurn(context.comm(), context.number(), map().turn, shared().areas(), context.subject()),
       comm_(context.comm()) {}
 
 void Lockstep::post(NearRank peer, std::uint64_t area, std::uint64_t word) const {

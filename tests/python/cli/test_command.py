@@ -32,7 +32,6 @@ def test_version_is_the_package_s():
 
 
 MISTAKES = {
-    "no command": ([], "COMMAND"),
     "unknown command": (["repair"], "repair"),
     "no benchmark": (["bench"], "BENCHMARK"),
     "unknown option": (["doctor", "--all"], "--all"),
@@ -114,3 +113,8 @@ def test_results_are_shown_even_where_they_cannot_be_written():
     assert "\ndispatch_bwd " in ended.stdout
     assert ended.stderr.startswith("crossdock: --json /proc/version: ")
     assert ended.stderr.count("\n") == 1
+
+
+def test_alone_it_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "commands:" in capsys.readouterr().out

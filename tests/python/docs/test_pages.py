@@ -50,6 +50,7 @@ def test_every_example_is_run_here():
         "numpy_round_trip.py",
         "numpy_lost_rank.py",
         "numpy_products.py",
+        "numpy_stats.py",
         "errors.py",
         "torch_round_trip.py",
         "torch_moe_layer.py",
@@ -69,6 +70,13 @@ def test_numpy_round_trip():
 
 def test_numpy_products():
     assert run(sys.executable, str(EXAMPLES / "numpy_products.py")).count("as expected") == 2
+
+
+def test_numpy_stats():
+    said = run(sys.executable, str(EXAMPLES / "numpy_stats.py"))
+    assert said.count("20 calls of prepare") == 2
+    waited = float(re.search(r"rank 0 waited (\d+\.\d) s for rank 1", said)[1])
+    assert waited >= 0.1  # the late rank sleeps for twice that
 
 
 def test_numpy_lost_rank():

@@ -1,0 +1,142 @@
+"""What groups and contexts have done so far, of this process and of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from crossdock import _core
+from crossdock._core import constants
+from crossdock.errors import InvalidArgument
+
+__all__ = ["GroupStats", "SeenGroup", "group_stats", "processes", "seen_groups"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStats:
+    """What this rank's part of a group, or of a context, has done since it was made.
+
+    Numbers only grow. On CUDA a call is counted when it has been enqueued, and replays of graphs
+    are not.
+    """
+
+    calls: dict[str, int]  # by operation, those that failed among them; a half is a call
+    call_ns: dict[str, int]  # how long they lasted: on CUDA, how long they took to enqueue
+    failed_calls: int
+    tokens: int  # groups: [T, H] of operations that move rows
+    token_bytes: int  # without scales and weights
+    rows: int | None  # groups on the CPU: rows of receive tensors in these; None = not counted
+    row_bytes: int | None
+    bad_ids: int  # in all plans, over all ranks
+    dropped_rows: int
+    wait_ns: tuple[int, ...] | None  # by rank: how long it was waited for; None = not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenGroup:
+    """A group or context of any process, and what it is doing."""
+
+    pid: int
+    place: int  # tells it from the others of the process
+    rank: int
+    num_ranks: int
+    is_context: bool
+    number: int  # in its communicator
+    device: str
+    comm: str
+    name: str
+    detail: str  # layout and sizes
+    operation: str | None  # whose call has begun and not returned
+    operation_ns: int  # for how long
+    waits_for: int | None  # the rank that it waits for
+    stats: GroupStats
+
+
+def _operations(is_context: bool) -> tuple[str, ...]:
+    return tuple(constants.GEMM_OPERATIONS) if is_context else constants.OPERATIONS
+
+
+def group_stats(fields: dict[str, Any], *, is_context: bool) -> GroupStats:
+    """The numbers that the raw layer gives by their fields."""
+    words = _operations(is_context)
+    counted = fields["counts_rows"]
+    return GroupStats(
+        calls={word: n for word, n in zip(words, fields["calls"]) if n},
+        call_ns={word: ns for word, ns in zip(words, fields["call_ns"]) if ns},
+        rows=fields["rows"] if counted else None,
+        row_bytes=fields["row_bytes"] if counted else None,
+        wait_ns=fields["wait_ns"] if fields["measures_waits"] else None,
+        **{
+            name: fields[name]
+            for name in ("failed_calls", "tokens", "token_bytes", "bad_ids", "dropped_rows")
+        },
+    )
+
+
+def _seen(pid: int, fields: dict[str, Any]) -> SeenGroup:
+    is_context = fields["is_context"]
+    first = min(constants.GEMM_OPERATIONS.values()) if is_context else 0
+    operation = fields["operation"]
+    words = {number: word for word, number in constants.DEVICE_TYPES.items()}
+    return SeenGroup(
+        pid=pid,
+        device=words.get(fields["device_type"], "?"),
+        operation=None if operation < 0 else _operations(is_context)[operation - first],
+        waits_for=None if fields["waits_for"] < 0 else fields["waits_for"],
+        stats=group_stats(fields, is_context=is_context),
+        **{
+            name: fields[name]
+            for name in (
+                "place",
+                "rank",
+                "num_ranks",
+                "is_context",
+                "number",
+                "comm",
+                "name",
+                "detail",
+                "operation_ns",
+            )
+        },
+    )
+
+
+def processes() -> list[int]:
+    """The processes of this user that have groups or contexts, by what the system tells of them."""
+    return sorted(
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and _has_board(entry / "fd")
+    )
+
+
+def _has_board(descriptors: Path) -> bool:
+    try:
+        entries = list(descriptors.iterdir())
+    except OSError:  # the process has ended, or is none of ours
+        return False
+    for entry in entries:
+        try:
+            if os.readlink(entry).startswith("/memfd:crossdock-board"):
+                return True
+        except OSError:  # it has been closed meanwhile
+            continue
+    return False
+
+
+def seen_groups(pids: list[int]) -> list[SeenGroup]:
+    """The groups and contexts of these processes, as they are now; none of those that have ended.
+
+    Raises:
+        Unsupported: a process uses another version of the library.
+    """
+    found = []
+    for pid in pids:
+        try:
+            fields = _core.Monitor(pid).read()
+        except InvalidArgument:
+            continue
+        found += [_seen(pid, one) for one in fields]
+    return sorted(found, key=lambda seen: (seen.comm, seen.number, seen.rank, seen.pid))

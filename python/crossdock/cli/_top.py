@@ -1,0 +1,173 @@
+"""``crossdock top``: what the ranks of this machine's jobs are doing, while they do it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from crossdock import _stats
+from crossdock._stats import SeenGroup
+from crossdock.cli import _console
+from crossdock.cli._usage import OK, CommandError, UsageError, number
+from crossdock.errors import CrossdockError
+
+_HEADER = ("rank", "pid", "group", "now", "calls/s", "tokens/s", "B/s", "waited")
+_RIGHT = 4  # columns of numbers
+_WIDTH = 80  # of a table whose groups have their least width
+_GROUP_WIDTH, _NOW_WIDTH = 12, 17
+_SHOWN_AFTER_NS = 1_000_000  # shorter calls come and go between two looks
+
+Rows = list[tuple[str, ...]]
+"""Cells of a table under _HEADER."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``top`` to the commands."""
+    parser = commands.add_parser(
+        "top",
+        help="watch the groups of running jobs",
+        description="Shows the groups and contexts of this user's processes on this machine: what "
+        "each rank is doing and whom it waits for, and what it has done per second since the last "
+        "look. 'dispatch 3.2s>3': that call has lasted 3.2 seconds, and waits for rank 3. '50%>3': "
+        "half of the time it has waited for rank 3, longer than for any other. The processes need "
+        "no preparation and do not notice. Waits are measured on the CPU alone.",
+    )
+    parser.add_argument(
+        "pids",
+        nargs="*",
+        type=number(1),
+        metavar="PID",
+        help="processes to look at (default: all that have groups)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="look for one interval, print a table, and end (default without a terminal)",
+    )
+    parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.01 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.01 to 3600, got {text!r}")
+    return seconds
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _duration(ns: int) -> str:
+    return f"{ns / 1e9:.1f}s" if ns >= 1_000_000_000 else f"{ns / 1e6:.0f}ms"
+
+
+def _count(number: float) -> str:
+    """In at most 5 characters."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.0f}{unit}" if not unit or number >= 99.95 else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
+
+
+def _what_now(seen: SeenGroup) -> str:
+    if seen.operation is None or seen.operation_ns < _SHOWN_AFTER_NS:
+        return "-"
+    who = "" if seen.waits_for is None else f">{seen.waits_for}"
+    return _cut(f"{seen.operation} {_duration(seen.operation_ns)}{who}", _NOW_WIDTH)
+
+
+def _waited(seen: SeenGroup, before: SeenGroup, ns: float) -> str:
+    if seen.stats.wait_ns is None or before.stats.wait_ns is None:
+        return "?"
+    waits = [new - old for new, old in zip(seen.stats.wait_ns, before.stats.wait_ns)]
+    longest = max(range(len(waits)), key=waits.__getitem__)
+    return f"{waits[longest] / ns:.0%}>{longest}" if waits[longest] else "-"
+
+
+def rows(
+    before: Sequence[SeenGroup], now: Sequence[SeenGroup], seconds: float, columns: int = _WIDTH
+) -> Rows:
+    """A row for each group that was there at both looks, `seconds` apart, for so many columns."""
+    width = _GROUP_WIDTH + max(0, columns - _WIDTH)
+    known = {(seen.pid, seen.place, seen.rank, seen.number): seen for seen in before}
+    found: Rows = []
+    for seen in now:
+        old = known.get((seen.pid, seen.place, seen.rank, seen.number))
+        if old is None:
+            continue
+        calls = sum(seen.stats.calls.values()) - sum(old.stats.calls.values())
+        name = seen.name or f"{seen.comm or 'comm'}#{seen.number} {seen.detail.split(',')[0]}"
+        found.append(
+            (
+                f"{seen.rank}/{seen.num_ranks}",
+                str(seen.pid),
+                _cut(name, width),
+                _what_now(seen),
+                _count(calls / seconds),
+                _count((seen.stats.tokens - old.stats.tokens) / seconds),
+                _count((seen.stats.token_bytes - old.stats.token_bytes) / seconds),
+                _waited(seen, old, seconds * 1e9),
+            )
+        )
+    return found
+
+
+def _looks(pids: Sequence[int], interval: float) -> Iterator[Rows]:
+    """A table after each interval, for ever."""
+    before = _stats.seen_groups(list(pids) or _stats.processes())
+    begun = time.monotonic()
+    while True:
+        time.sleep(interval)
+        now = _stats.seen_groups(list(pids) or _stats.processes())
+        ended = time.monotonic()
+        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
+        yield rows(before, now, ended - begun, columns)
+        before, begun = now, ended
+
+
+def _watch(pids: Sequence[int], interval: float) -> None:
+    """Redraws the table until Ctrl-C."""
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        raise UsageError("top: needs rich on a terminal (pip install rich), or --once") from None
+    with Live(Text("looking ..."), screen=True, auto_refresh=False) as live:
+        for found in _looks(pids, interval):
+            shown = _console.grid(_HEADER, found, right=_RIGHT) if found else Text(_nobody(pids))
+            live.update(shown, refresh=True)
+
+
+def _nobody(pids: Sequence[int]) -> str:
+    of_whom = "none of these processes has" if pids else "no process of this user has"
+    return f"{of_whom} groups or contexts"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs ``crossdock top``."""
+    try:
+        if not arguments.once and sys.stdout.isatty():
+            _watch(arguments.pids, arguments.interval)
+            return OK
+        found = next(_looks(arguments.pids, arguments.interval))
+    except CrossdockError as error:
+        raise CommandError(f"top: {error}") from None
+    if not found:
+        raise CommandError(f"top: {_nobody(arguments.pids)}")
+    _console.table(_HEADER, found, right=_RIGHT)
+    return OK

@@ -1,0 +1,112 @@
+"""`crossdock top`: what it shows of ranks that work, and of ranks that wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import numpy as np
+
+import crossdock
+from commands import run
+from crossdock import _stats
+from crossdock.cli import _top
+from support import Rank, run_threads
+
+
+def _seen(**changes) -> _stats.SeenGroup:
+    stats = crossdock.GroupStats(
+        calls={"prepare": 10, "dispatch": 10},
+        call_ns={"prepare": 1, "dispatch": 1},
+        failed_calls=0,
+        tokens=100,
+        token_bytes=1_000_000,
+        rows=None,
+        row_bytes=None,
+        bad_ids=0,
+        dropped_rows=0,
+        wait_ns=(0, 0, 0, 0),
+    )
+    seen = _stats.SeenGroup(
+        pid=7,
+        place=0,
+        rank=1,
+        num_ranks=4,
+        is_context=False,
+        number=2,
+        device="cpu",
+        comm="ep",
+        name="",
+        detail="EXPERT_MAJOR, E=8",
+        operation=None,
+        operation_ns=0,
+        waits_for=None,
+        stats=stats,
+    )
+    return dataclasses.replace(seen, **changes)
+
+
+def test_rows_tell_rates_between_two_looks():
+    before = _seen()
+    stats = dataclasses.replace(
+        before.stats,
+        calls={"prepare": 20, "dispatch": 20},
+        tokens=4100,
+        token_bytes=9_000_000,
+        wait_ns=(500_000_000, 0, 0, 1_000_000_000),
+    )
+    now = _seen(stats=stats, operation="dispatch", operation_ns=3_200_000_000, waits_for=3)
+    assert _top.rows([before], [now], 2.0) == [
+        ("1/4", "7", "ep#2 EXPERT…", "dispatch 3.2s>3", "10", "2.0k", "4.0M", "50%>3")
+    ]
+    wide = _top.rows([before], [now], 2.0, 100)[0]
+    assert wide[2] == "ep#2 EXPERT_MAJOR"
+    assert _top.rows([], [now], 2.0) == []  # it came meanwhile
+
+
+def test_a_name_is_shown_and_waits_that_are_not_measured_are_not():
+    gpu = _seen(name="layer 3 of a model with many", device="cuda")
+    gpu = dataclasses.replace(gpu, stats=dataclasses.replace(gpu.stats, wait_ns=None))
+    row = _top.rows([gpu], [gpu], 1.0)[0]
+    assert row[2] == "layer 3 of …" and row[-1] == "?"
+
+
+def test_without_processes_it_says_so():
+    ended = run("top", "--once", "--interval", "0.01", str(os.getppid()))
+    assert ended.returncode == 1
+    assert ended.stderr == "crossdock: top: none of these processes has groups or contexts\n"
+
+
+def test_bad_intervals_are_refused():
+    for interval in ("0", "nan", "often"):
+        ended = run("top", "--once", "--interval", interval)
+        assert ended.returncode == 2 and "expected seconds" in ended.stderr
+
+
+def _late(me: Rank) -> str:
+    config = crossdock.EpConfig(
+        num_experts=2, max_topk=1, max_tokens_per_rank=1, hidden=4, dtype="float32"
+    )
+    shown = ""
+    with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
+        group.set_name(f"of rank {me.rank}")
+        if me.rank == 0:
+            deadline = time.monotonic() + 10
+            while not any(one.waits_for == 0 for one in _stats.seen_groups([os.getpid()])):
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+            ended = run("top", "--once", "--interval", "0.1", str(os.getpid()))
+            assert ended.returncode == 0, ended.stderr
+            shown = ended.stdout
+        group.prepare(np.zeros((1, 1), np.int64))
+    return shown
+
+
+def test_it_shows_of_another_process_who_waits_for_whom():
+    header, *lines = run_threads(2, _late)[0].splitlines()
+    assert len(lines) == 2
+    assert header.split() == ["rank", "pid", "group", "now", *_top._HEADER[4:]]
+    waiting = next(line for line in lines if "of rank 1" in line)
+    assert waiting.startswith("1/2 ") and "prepare" in waiting and ">0" in waiting
+    assert all(len(line) <= 80 for line in lines)
