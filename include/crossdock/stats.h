@@ -66,8 +66,9 @@ XD_API xd_status xd_ep_group_stats(xd_ep_group* group, xd_stats* stats, int64_t*
 /* The same of a context. */
 XD_API xd_status xd_gemm_context_stats(xd_gemm_context* context, xd_stats* stats, int64_t* wait_ns);
 
-/* Names a group, or a context, for people who look: in `crossdock top` and in XD_LOG=stats. Local,
- * any thread; a name longer than XD_STATS_TEXT_BYTES - 1 bytes is cut. */
+/* Names a group, or a context, for people who look: in `crossdock top`, in XD_LOG=stats, in traces
+ * (XD_TRACE) and in the ranges that profilers show. Local, any thread; a name longer than
+ * XD_STATS_TEXT_BYTES - 1 bytes is cut. */
 XD_API xd_status xd_ep_group_set_name(xd_ep_group* group, const char* name);
 XD_API xd_status xd_gemm_context_set_name(xd_gemm_context* context, const char* name);
 

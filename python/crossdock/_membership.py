@@ -78,7 +78,7 @@ class Member:
         return group_stats(self._core.stats(), is_context=self._IS_CONTEXT)
 
     def set_name(self, name: str) -> None:
-        """Names it for those who look: in ``crossdock top`` and in ``XD_LOG=stats``. Local.
+        """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.
 
         What is over 63 bytes is cut off.
         """

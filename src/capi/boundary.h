@@ -54,7 +54,7 @@ template <class Sequence, class Call>
 xd_status operate_on(const char* function, Sequence& sequence, std::int32_t operation,
                      Call&& call) {
   Sequence::forget_last_error();
-  observe::Call watched(sequence.subject(), operation);
+  observe::Call watched(function, sequence.subject(), operation);
   return watched.end(
       guarded_on(function, sequence.comm(), [&] { std::forward<Call>(call)(sequence); }));
 }

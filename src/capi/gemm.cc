@@ -147,6 +147,5 @@ xd_status xd_gemm_context_stats(xd_gemm_context* context, xd_stats* stats, int64
 
 xd_status xd_gemm_context_set_name(xd_gemm_context* context, const char* name) {
   XD_REQUIRE_GIVEN("xd_gemm_context_set_name", name);
-  return ask("xd_gemm_context_set_name", context,
-             [&](Context& c) { c.subject().counters().name.set(name); });
+  return ask("xd_gemm_context_set_name", context, [&](Context& c) { c.subject().set_name(name); });
 }

@@ -35,7 +35,7 @@ xd_status xd_ep_group_set_name(xd_ep_group* group, const char* name) {
   xd::ep::Group& g = *group->group;
   return guarded_on("xd_ep_group_set_name", g.comm(), [&] {
     g.comm().errors().check_process();
-    g.subject().counters().name.set(name);
+    g.subject().set_name(name);
   });
 }
 

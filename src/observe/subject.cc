@@ -26,12 +26,28 @@ std::string milliseconds(std::uint64_t ns) {
 Subject::Subject(const Identity& identity, const Operations& operations, std::string_view comm)
     : operations_(operations),
       place_(with_operations(identity, operations)),
-      seen_(static_cast<std::size_t>(identity.num_ranks)) {
+      seen_(static_cast<std::size_t>(identity.num_ranks)),
+      track_(identity) {
   counters().comm.set(comm);
 }
 
 Subject::~Subject() {
   if (log_enabled("stats")) log();
+  Track::flush();
+}
+
+// The line of a trace: one for each group of a rank.
+void Subject::set_title() const noexcept {
+  if (!track_.on()) return;
+  try {
+    const Counters& c = counters();
+    const Text::Bytes name = c.name.get();
+    const std::string number = concat("group ", c.identity.number);
+    track_.set_title(concat("rank ", c.identity.rank, ": ",
+                            name[0] != 0 ? name.data() : number.c_str(), " (",
+                            c.detail.get().data(), ")"));
+  } catch (...) {  // no memory: the title is what it was
+  }
 }
 
 // One line, of what is not zero.

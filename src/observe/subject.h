@@ -10,8 +10,11 @@
 #include <string_view>
 #include <vector>
 
+#include "base/error.h"
 #include "comm/operations.h"
 #include "observe/board.h"
+#include "observe/profiler.h"
+#include "observe/trace.h"
 
 namespace xd::observe {
 
@@ -32,22 +35,50 @@ class Subject {
   // By rank; of the operation that is under way.
   std::vector<char>& seen() { return seen_; }
   // The kind and sizes of the sequence.
-  void describe(std::string_view detail) { counters().detail.set(detail); }
+  void describe(std::string_view detail) {
+    counters().detail.set(detail);
+    set_title();
+  }
+  void set_name(std::string_view name) {
+    counters().name.set(name);
+    set_title();
+  }
+  const Track& track() const { return track_; }
 
  private:
   void log() const noexcept;
+  void set_title() const noexcept;
 
   const Operations& operations_;
   const Place place_;
   std::vector<char> seen_;
+  const Track track_;
+};
+
+// A part of an operation, from here to the end of the scope, in the trace.
+class Span {
+ public:
+  Span(const Subject& subject, const char* name)
+      : track_(subject.track()), name_(name), begun_(track_.on() ? now_ns() : 0) {}
+  ~Span() {
+    if (track_.on()) track_.span(name_, begun_, now_ns(), nullptr);
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+ private:
+  const Track& track_;
+  const char* const name_;
+  const std::uint64_t begun_;
 };
 
 // A call of the C API into a subject, from its beginning to end().
 class Call {
  public:
   // A call of another number than the subject's operations have is not counted.
-  Call(Subject& subject, std::int32_t operation)
-      : subject_(subject),
+  Call(const char* function, Subject& subject, std::int32_t operation)
+      : range_(function, subject.counters().name),
+        subject_(subject),
         operation_(operation),
         counts_(subject.operations().contains(operation)) {
     if (!counts_) return;
@@ -61,8 +92,13 @@ class Call {
     Counters& counters = subject_.counters();
     counters.operation.set(0);
     counters.calls[index()].add(1);
-    counters.call_ns[index()].add(now_ns() - begun_);
+    const std::uint64_t ended = now_ns();
+    counters.call_ns[index()].add(ended - begun_);
     if (status != XD_SUCCESS) counters.failed_calls.add(1);
+    if (subject_.track().on()) {
+      const char* const failed = status != XD_SUCCESS ? status_name(status) : nullptr;
+      subject_.track().span(subject_.operations().name(operation_), begun_, ended, failed);
+    }
     return status;
   }
 
@@ -71,6 +107,7 @@ class Call {
     return static_cast<std::size_t>(operation_ - subject_.operations().first);
   }
 
+  const ProfilerRange range_;
   Subject& subject_;
   const std::int32_t operation_;
   const bool counts_;
@@ -89,6 +126,7 @@ class WaitTimes {
   WaitTimes(const WaitTimes&) = delete;
   WaitTimes& operator=(const WaitTimes&) = delete;
 
+  const Subject& subject() const { return subject_; }
   // Called each time that this rank looks whether `peer` is `here`: looks which of all `peers` have
   // come since the last look.
   template <class Peers, class IsHere>

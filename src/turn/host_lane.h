@@ -157,6 +157,7 @@ void HostLane<Record>::enter(const Record& record) {
 template <class Record>
 void HostLane<Record>::await(observe::WaitTimes& times) {
   const auto is_here = [this](int peer) { return has_entered(peer, next()); };
+  const observe::Span span(times.subject(), "wait for entries");
   deadline_ = masks_.deadline();
   here_ = {};
   here_.add(this->self());

@@ -136,6 +136,7 @@ Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<
     setback.met_by_all = true;  // the peers learn of it from this rank's record
   }
   turn_.begin(operation);
+  const observe::Span span(sequence_.subject(), "stage");
   if (op) {
     op->stage_in();
     turn_.enter(op->record());
@@ -151,10 +152,16 @@ Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<
 template <class Family>
 template <HostOperation<Family> Op>
 Setback<Family> HostRunner<Family>::leave(std::optional<Op>& op, Setback<Family> setback) {
-  turn_.await();
+  {
+    const observe::Span span(sequence_.subject(), "wait for entries");
+    turn_.await();
+  }
   if (!setback) setback = move(*op);
-  turn_.leave();
-  turn_.end();
+  {
+    const observe::Span span(sequence_.subject(), "wait for ends");
+    turn_.leave();
+    turn_.end();
+  }
   if (!setback) setback = complete(*op);
   return setback;
 }
@@ -167,6 +174,7 @@ Setback<Family> HostRunner<Family>::move(Op& op) {
   try {
     if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
     if (auto found = op.obstacle()) return found;
+    const observe::Span span(sequence_.subject(), "move");
     op.move();
     return {};
   } catch (...) {
@@ -179,6 +187,7 @@ template <class Family>
 template <HostOperation<Family> Op>
 Setback<Family> HostRunner<Family>::complete(Op& op) {
   try {
+    const observe::Span span(sequence_.subject(), "complete");
     return op.complete();
   } catch (...) {
     return current_setback<Family>(sequence_.rank());

@@ -60,7 +60,7 @@ class Membership:
         return group_stats(self.core.stats(), is_context=isinstance(self.core, _core.GemmContext))
 
     def set_name(self, name: str) -> None:
-        """Names it for those who look: in ``crossdock top`` and in ``XD_LOG=stats``. Local.
+        """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.
 
         What is over 63 bytes is cut off.
         """
