@@ -17,6 +17,7 @@ from crossdock._quantise import QuantiseWay, quantise_way
 from . import _calls
 from ._config import EpConfig
 from ._group import EpGroup
+from ._limits import refuse_forward_mode, refuse_vmap
 from ._mesh import EpMesh, current_mesh
 from ._order import kept
 from ._plan import Dispatched, EpPlan
@@ -87,6 +88,7 @@ def ep_prepare(
     topk_idx = jnp.asarray(topk_idx)
     if topk_idx.dtype not in (np.int32, np.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
+    refuse_vmap("ep_prepare", topk_idx)
     check_layout(group.place, "topk_idx", topk_idx)
     if topk_idx.ndim < 2 or not 1 <= topk_idx.shape[-1] <= config.max_topk:
         raise ValueError(
@@ -157,6 +159,7 @@ def ep_dispatch(
     scales = jnp.asarray(tokens.scales) if isinstance(tokens, QuantisedRows) else None
     tokens = jnp.asarray(tokens.elements if isinstance(tokens, QuantisedRows) else tokens)
     check_payload("tokens", tokens, site.group.config, _NARROW)
+    refuse_vmap("ep_dispatch", tokens, topk_weights)
     _check_batch(site, "tokens", tokens, None)
     if way is not None and (tokens.dtype != jnp.bfloat16 or tokens.shape[-1] % way.block):
         raise ValueError(
@@ -176,7 +179,8 @@ def ep_dispatch(
         check_weights("topk_weights", topk_weights)
         _check_batch(site, "topk_weights", topk_weights, site.topk)
     arrays = _calls.uniform(plan.data, tokens, scales, topk_weights, plan.order)
-    received, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
+    with refuse_forward_mode("ep_dispatch"):
+        received, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
     rows = received if scales is None else QuantisedRows(received, scales, link)
     return Dispatched(rows, weights, topk_idx, plan.after(order))
 
@@ -206,6 +210,7 @@ def ep_combine(
     config, place = site.group.config, site.group.place
     expert_out = jnp.asarray(expert_out)
     check_payload("expert_out", expert_out, config)
+    refuse_vmap("ep_combine", expert_out, weights)
     check_layout(place, "expert_out", expert_out)
     rows = local_shape(place, "expert_out", expert_out.shape[:1])
     if expert_out.ndim != 2 or rows != (site.group.rows,):
@@ -223,7 +228,8 @@ def ep_combine(
                 f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
             )
     arrays = _calls.uniform(plan.data, expert_out, weights, plan.order)
-    out, order = _combine(site, *arrays)
+    with refuse_forward_mode("ep_combine"):
+        out, order = _combine(site, *arrays)
     return out, plan.after(order)
 
 
