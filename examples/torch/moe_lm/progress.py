@@ -12,6 +12,7 @@ except ImportError:  # lines, then
     RichProgress = None
 
 _LINES = 10  # of a whole run
+_WIDE = 120  # columns
 
 
 class Progress:
@@ -46,10 +47,9 @@ class Progress:
         seconds = time.perf_counter() - self._start
         rate = (self._done - self._first) * record["tokens"] / seconds
         busiest = max(max(load) * len(load) for load in record["load"])
-        text = (
-            f"step {self._done}/{self._steps}  loss {record['loss']:.4f}  {rate:,.0f} tokens/s  "
-            f"busiest expert {busiest:.1f}x its share"
-        )
+        text = f"step {self._done}/{self._steps}  loss {record['loss']:.4f}"
+        if self._bar is None or self._bar.console.width >= _WIDE:  # room for a bar beside the rest
+            text += f"  {rate:,.0f} tokens/s  busiest expert {busiest:.1f}x its share"
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, text=text)
         elif self._done % max(self._steps // _LINES, 1) == 0 or self._done in (1, self._steps):

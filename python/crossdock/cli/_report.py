@@ -167,12 +167,14 @@ def panels(path: pathlib.Path, count: int, height: float) -> Iterator[list[Any]]
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    from crossdock import plot
+
     width = 8 if count == 1 else 6 * count
     whole, axes = plt.subplots(1, count, figsize=(width, height), squeeze=False)
     try:
         yield list(axes[0])
         whole.tight_layout()
-        whole.savefig(path)
+        plot.save(whole, path)
     except OSError as error:
         raise CommandError(f"--plot {path}: {error.strerror}") from None
     finally:
