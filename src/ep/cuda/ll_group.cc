@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <span>
 
 #include "base/env.h"
@@ -71,13 +72,17 @@ class CudaSlotsGroup final : public Group {
   void ll_mask_get(const DLTensor* mask, xd_stream stream) override;
   void ll_reset(xd_stream stream) override;
 
-  xd_ep_status take_status() override {
-    runner_.collect();
-    const LlReport& report = *runner_.report();
+  void collect_losses() override {
+    const std::lock_guard lock(losses_mutex_);
     const std::uint64_t bad =
         std::atomic_ref(runner_.report()->total_bad_ids).load(std::memory_order_relaxed);
     count_losses(static_cast<std::int64_t>(bad - bad_ids_), 0);
     bad_ids_ = bad;
+  }
+  xd_ep_status take_status() override {
+    runner_.collect();
+    collect_losses();
+    const LlReport& report = *runner_.report();
     xd_ep_status status = Group::take_status();
     Family::tell_masks(report.masked, report.masked_by, status);
     return status;
@@ -147,7 +152,8 @@ class CudaSlotsGroup final : public Group {
   Segments segments_;
   xd::cuda::DeviceBuffer tables_;
   LlDevice device_{};
-  std::uint64_t bad_ids_ = 0;
+  std::mutex losses_mutex_;
+  std::uint64_t bad_ids_ = 0;  // those that the group has been told of
   Runner runner_{*this, config().fatal_errors,
                  [this](const LlReport& report) { return setback_of(report, *this); },
                  [this](const turn::Call& call, std::uint32_t number, xd_stream stream) {
