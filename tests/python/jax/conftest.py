@@ -12,3 +12,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+
+@pytest.fixture
+def world():
+    """All ranks, as the devices of this process."""
+    import jax  # when JAX knows its devices
+
+    from jax_support import World
+
+    made = World()
+    yield made
+    made.ep.close()
+    jax.clear_caches()

@@ -21,14 +21,6 @@ CONFIG = xd.EpConfig(
 )
 
 
-@pytest.fixture
-def world():
-    made = World()
-    yield made
-    made.ep.close()
-    jax.clear_caches()
-
-
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Global topk_idx, x, topk_weights."""
     rng = np.random.default_rng(101)

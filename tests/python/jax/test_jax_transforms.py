@@ -20,14 +20,6 @@ CONFIG = xd.EpConfig(
 )
 
 
-@pytest.fixture
-def world():
-    made = World()
-    yield made
-    made.ep.close()
-    jax.clear_caches()
-
-
 def batch() -> list[np.ndarray]:
     """Global topk_idx, tokens, topk_weights."""
     rng = np.random.default_rng(5)
