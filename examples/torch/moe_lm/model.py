@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.experts = layers.experts()
         with torch.no_grad():  # so that a block changes little at first
             self.attention.out.weight.mul_(0.1)
-            self.experts.experts_out.mul_(0.1)
+            self.experts.experts.w_out.mul_(0.1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, auxiliary loss, load of the experts."""

@@ -32,19 +32,22 @@ class PlainMoE(nn.Module):
             experts_in.append(drawn(generator, hidden, 2 * ffn))
             experts_out.append(drawn(generator, ffn, hidden))
         generator = torch.Generator().manual_seed(seed + num_experts)
-        self.router = nn.Parameter(drawn(generator, hidden, num_experts).t().contiguous())
-        self.experts_in = nn.Parameter(torch.stack(experts_in))
-        self.experts_out = nn.Parameter(torch.stack(experts_out))
+        self.router = nn.utils.skip_init(nn.Linear, hidden, num_experts, bias=False)
+        self.router.weight = nn.Parameter(drawn(generator, hidden, num_experts).t().contiguous())
+        self.experts = nn.ParameterDict(
+            {"w_in": torch.stack(experts_in), "w_out": torch.stack(experts_out)}
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output like ``x`` ``[..., H]``, auxiliary loss, and load ``[E]`` of the experts."""
         tokens = x.reshape(-1, x.shape[-1])
-        probabilities = torch.softmax(tokens @ self.router.t(), dim=-1)
+        probabilities = torch.softmax(self.router(tokens), dim=-1)
         weights, chosen = probabilities.topk(self.topk, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(tokens)
         rows = []
-        for expert, (w_in, w_out) in enumerate(zip(self.experts_in, self.experts_out)):
+        pairs = zip(self.experts["w_in"], self.experts["w_out"])
+        for expert, (w_in, w_out) in enumerate(pairs):
             token, k = torch.where(chosen == expert)
             gate, up = (tokens[token] @ w_in).chunk(2, dim=-1)
             result = (F.silu(gate) * up) @ w_out

@@ -21,6 +21,8 @@ except ImportError as error:
         "crossdock.torch needs PyTorch 2.6 or newer: pip install torch, or 'crossdock[torch]'"
     ) from error
 
+from crossdock._router import RouterOptions
+
 from ._comm import Comm, default_comm, empty_symmetric, init
 from ._group import EpGroup, Plan, RoutingLayout
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots
@@ -37,6 +39,10 @@ from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
 from .grouped import grouped_mm
 from .moe import MoELayer, MoEOutput, expert_parameters
+from .moe_balance import update_router_bias
+from .moe_experts import GroupedExperts, SharedExperts
+from .moe_models import load_pretrained, model_layer
+from .moe_router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
 from .training import (
     assert_replicated,
     average_gradients,
@@ -49,23 +55,30 @@ __all__ = [
     "Comm",
     "Dispatched",
     "EpGroup",
+    "GroupedExperts",
     "LowLatencyGroup",
     "MoELayer",
     "MoEOutput",
     "Plan",
+    "Router",
+    "RouterOptions",
+    "Routing",
     "RoutingLayout",
     "SentCombine",
     "SentDispatch",
+    "SharedExperts",
     "SlotPlan",
     "Slots",
     "assert_replicated",
     "average_gradients",
+    "balance_loss",
     "clip_grad_norm_",
     "combine",
     "data_parallel",
     "default_comm",
     "dequantise",
     "dispatch",
+    "drop_over_capacity",
     "empty_symmetric",
     "expert_parameters",
     "grouped_mm",
@@ -75,7 +88,12 @@ __all__ = [
     "ll_dispatch",
     "ll_dispatch_send",
     "load_checkpoint",
+    "load_pretrained",
     "local_tensor",
+    "model_layer",
     "parameter_groups",
+    "route",
     "save_checkpoint",
+    "update_router_bias",
+    "z_loss",
 ]

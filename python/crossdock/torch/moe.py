@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from crossdock._config import Overflow
 from crossdock._core import constants
+from crossdock._router import RouterOptions, capacity_of, capacity_rows
 
-from ._comm import Comm
+from ._beside import Beside
+from ._comm import Comm, default_comm
 from ._group import EpGroup, Plan
 from ._ops import combine, dispatch
-from ._sharding import as_share, convert_loaded, is_share, local_tensor
-from .grouped import grouped_mm
-from .moe_router import balance_loss, expert_load, route
+from ._sharding import as_share, convert_loaded
+from .moe_experts import GroupedExperts, SharedExperts, fill
+from .moe_router import Router, Routing, balance_loss, drop_over_capacity, expert_load
 
 
 class MoEOutput(NamedTuple):
     """The result of `MoELayer`."""
 
     hidden: torch.Tensor  # shape and dtype of the input
-    aux_loss: torch.Tensor  # [] float32, times aux_loss_weight: add it to the loss
+    aux_loss: torch.Tensor  # [] float32, the losses times their weights: add it to the loss
     load: torch.Tensor  # [E] float32: share of all choices that went to each expert; no gradient
     order: torch.Tensor  # [1] float32, 0: stands for the layer's operations; see `after` of forward
 
 
 class MoELayer(nn.Module):
-    """Router, ``num_experts`` SwiGLU experts of which each token uses ``topk``, and shared experts.
+    """Router, ``num_experts`` experts of which each token uses ``topk``, and shared experts.
 
-    Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W) of the parameters
-    ``experts_in`` ``[E, H, 2F]`` and ``experts_out`` ``[E, F, H]``. Where torch.distributed stands
-    behind the communicator, these are DTensors, ``Shard(0)`` over `Comm.mesh`, so that
+    Rank d of W holds experts ``d * L .. d * L + L - 1`` (L = E / W): `experts` is a module of L
+    experts, whose parameters ``[L, ...]`` have a slice for each. Where torch.distributed stands
+    behind the communicator, they are DTensors ``[E, ...]``, ``Shard(0)`` over `Comm.mesh`, so that
     torch's own tools know that ranks hold different experts; `local_tensor` gives this rank's
     slices. Elsewhere, and on one rank, they are plain tensors ``[L, ...]``. Router and shared
     experts are plain tensors, equal on every rank.
@@ -44,11 +44,20 @@ class MoELayer(nn.Module):
     per rank may differ. After backward call `average_gradients`.
 
     Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
-    bit for bit, on any number of ranks: each expert has a seed of its own.
+    bit for bit, on any number of ranks: each expert has a seed of its own. A module of the
+    caller's keeps the parameters that it comes with.
 
     In eager mode on the CPU the receive tensor is trimmed to its true rows. Elsewhere it has the
     group's capacity, so that nothing waits for the host and CUDA graphs can capture the layer
-    (bfloat16, see `grouped_mm`).
+    (bfloat16, see `grouped_mm`). On GPUs shared experts run in a stream beside dispatch and
+    combine.
+
+    Attributes:
+        router: `Router`, or what the caller gave.
+        experts: `GroupedExperts`, or the caller's module.
+        shared: `SharedExperts`, or the caller's module; None = no shared experts.
+        group: its ``EpGroup``.
+        first_expert, num_local_experts: this rank's experts.
     """
 
     def __init__(
@@ -63,9 +72,12 @@ class MoELayer(nn.Module):
         max_tokens_per_rank: int | None = None,
         recv_capacity: int = 0,
         overflow: Overflow = "error",
-        shared_experts: int = 0,
+        router: RouterOptions | Callable[[torch.Tensor], Routing] | None = None,
+        experts: nn.Module | None = None,
+        shared_experts: int | nn.Module = 0,
+        capacity_factor: float | None = None,
         aux_loss_weight: float = 0.01,
-        normalize_weights: bool = True,
+        z_loss_weight: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Makes the layer on the communicator's device. Collective if it makes its own group.
@@ -81,9 +93,21 @@ class MoELayer(nn.Module):
             max_tokens_per_rank: largest number of tokens per rank and call.
             recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
             overflow: "error" or "drop", what happens when more arrive than fit.
-            shared_experts: S; every token also passes one dense expert of ``S * ffn`` columns.
+            router: how experts are chosen; None = ``RouterOptions()``. Or a module or function
+                that takes tokens ``[T, H]`` and gives a `Routing`, on every rank from equal
+                parameters.
+            experts: a module called with rows ``[R, H]`` of the group's dtype, grouped by expert,
+                and their `Plan` (``offsets``, ``row_experts()``), that gives ``[R, H]``. Each of
+                its parameters ``[L, ...]`` has a slice per expert; the layer makes shares of
+                them, of which the module computes with `local_tensor`. None = SwiGLU.
+            shared_experts: S; every token also passes one dense expert of ``S * ffn`` columns. Or
+                a module that takes tokens ``[T, H]`` of the group's dtype and gives as many; it
+                runs in another stream, so it may not communicate.
+            capacity_factor: an expert takes at most that many times its even share
+                ``T * K / E`` of a rank's tokens, those with the largest weights (see
+                `drop_over_capacity`); bounds the rows of the receive tensor, too. None = no limit.
             aux_loss_weight: factor of the load-balancing loss; 0 = no such loss.
-            normalize_weights: whether a token's K weights are scaled to sum to 1.
+            z_loss_weight: factor of `z_loss`, of the built-in router.
             dtype: of tokens, experts and shared experts; None = the group's, or torch's default.
                 The router computes in float32.
 
@@ -91,53 +115,59 @@ class MoELayer(nn.Module):
             ValueError: sizes do not fit each other or the group.
         """
         super().__init__()
-        if group is None:
-            group = _make_group(
-                hidden, num_experts, topk, comm, max_tokens_per_rank, recv_capacity, overflow, dtype
+        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+            raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
+        sizes = _Sizes(hidden, num_experts, topk)
+        if router is None or isinstance(router, RouterOptions):
+            router = RouterOptions() if router is None else router
+            router.check(num_experts, topk)
+        elif z_loss_weight:
+            raise ValueError(
+                "z_loss_weight: expected 0 beside a router of the caller's, whose losses are its "
+                f"Routing.loss; got {z_loss_weight}"
             )
+        if group is None:
+            comm = default_comm() if comm is None else comm
+            dtype = dtype or torch.get_default_dtype()
+            limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
+            group = _make_group(sizes, comm, dtype, *limits)
         _check_group(group, hidden, num_experts, topk, dtype)
         self.group = group
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
-        self.aux_loss_weight, self.normalize_weights = aux_loss_weight, normalize_weights
+        self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
         self.num_local_experts = num_experts // group.comm.num_ranks
         self.first_expert = group.comm.rank * self.num_local_experts
 
-        self.router = self._empty(num_experts, hidden, dtype=torch.float32)
-        self.experts_in = self._empty_experts(hidden, 2 * ffn)
-        self.experts_out = self._empty_experts(ffn, hidden)
-        self._shares = is_share(self.experts_in)
-        shared = shared_experts * ffn
-        self.shared_in = self._empty(hidden, 2 * shared) if shared else None
-        self.shared_out = self._empty(shared, hidden) if shared else None
+        place: Any = {"dtype": group.dtype, "device": group.comm.device}
+        if isinstance(router, RouterOptions):
+            router = Router(*sizes, router, z_loss_weight=z_loss_weight, device=place["device"])
+        self.router: Callable[[torch.Tensor], Routing] = router
+        if experts is None:
+            experts = GroupedExperts(self.num_local_experts, hidden, ffn, **place)
+        self.experts = experts
+        self.shared: nn.Module | None
+        if isinstance(shared_experts, nn.Module):
+            self.shared = shared_experts
+        else:
+            columns = shared_experts * ffn
+            self.shared = SharedExperts(hidden, columns, **place) if columns else None
         self.reset_parameters()
+        self._expert_names = _make_shares(experts, self.num_local_experts, group.comm)
         self.register_load_state_dict_pre_hook(_convert_loaded)
-
-    def _empty_experts(self, *shape: int) -> nn.Parameter:
-        """A parameter with one slice per expert, of which this rank has its own."""
-        local = self._empty(self.num_local_experts, *shape).detach()
-        return nn.Parameter(as_share(local, self.group.comm))
-
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A parameter on the communicator's device, of the group's dtype unless told otherwise."""
-        device = self.group.comm.device
-        return nn.Parameter(torch.empty(shape, device=device, dtype=dtype or self.group.dtype))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new parameters; torch's default CPU generator decides which."""
+        """Draws new parameters of the built-in parts; torch's CPU generator decides which."""
         base = int(torch.randint(2**62, (), device="cpu"))
-        matrices = zip(local_tensor(self.experts_in), local_tensor(self.experts_out))
-        for expert, (w_in, w_out) in enumerate(matrices):
-            generator = torch.Generator("cpu").manual_seed(base + self.first_expert + expert)
-            _fill(w_in, generator)
-            _fill(w_out, generator)
+        if isinstance(self.experts, GroupedExperts):
+            self.experts.draw(base + self.first_expert)
         # Experts do not draw from torch's generator, which moves on equally far on every rank, by
         # one draw.
         generator = torch.Generator("cpu").manual_seed(base + self.num_experts)
-        _fill(self.router.t(), generator)
-        for shared in (self.shared_in, self.shared_out):
-            if shared is not None:
-                _fill(shared, generator)
+        if isinstance(self.router, Router):
+            fill(self.router.weight.t(), generator)
+        if isinstance(self.shared, SharedExperts):
+            self.shared.draw(generator)
 
     if TYPE_CHECKING:  # what a call returns; for torch's stubs it is Any
 
@@ -167,25 +197,49 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: torch.Tensor, after: Plan | torch.Tensor | None) -> MoEOutput:
         tokens = x.reshape(-1, self.hidden).contiguous()
-        logits = F.linear(tokens.float(), self.router.float())
-        routing = route(logits, self.topk, normalize=self.normalize_weights)
+        routing = self._route(tokens)
+        chosen = routing.topk_idx
+        if self.capacity_factor is not None:
+            sizes = (tokens.shape[0], self.topk, self.num_experts)
+            capacity = capacity_of(self.capacity_factor, *sizes)
+            routing = drop_over_capacity(routing, self.num_experts, capacity)
+        rows = tokens.to(self.group.dtype)
+        shared = None if self.shared is None else Beside(self.shared, rows)
         plan = self.group.prepare(routing.topk_idx, after=after)
         # Counted over ranks, so not before prepare has told whether all ranks are here.
-        load = expert_load(routing.topk_idx, self.num_experts, self.group.comm.process_group)
+        load = expert_load(chosen, self.num_experts, self.group.comm.process_group)
         received = dispatch(
             plan,
-            tokens.to(self.group.dtype),
+            rows,
             routing.topk_weights,
             exact=tokens.device.type == "cpu" and not torch.compiler.is_compiling(),
         )
-        out = combine(plan, self._experts(received.tokens, plan.offsets), received.weights)
-        if self.shared_in is not None and self.shared_out is not None:
-            out = out + swiglu(tokens.to(out.dtype) @ self.shared_in) @ self.shared_out
-        if self.aux_loss_weight:
-            aux_loss = self.aux_loss_weight * balance_loss(routing.probabilities, load)
-        else:
-            aux_loss = torch.zeros_like(load[0])
+        out = combine(plan, self.experts(received.tokens, plan), received.weights)
+        if shared is not None:
+            out = out + shared.result()
+        if isinstance(self.router, Router):
+            self.router.note_load(load)
+        aux_loss = self._aux_loss(routing, load)
         return MoEOutput(out.to(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
+
+    def _route(self, tokens: torch.Tensor) -> Routing:
+        """The router's choice. A failure of it is one that the peers hear of."""
+        if torch.compiler.is_compiling():
+            return self.router(tokens)
+        try:
+            return self.router(tokens)
+        except Exception as error:
+            text = f"router: {type(error).__name__}: {error}"
+            try:
+                self.group.refuse(constants.PREPARE, RuntimeError, text)
+            except RuntimeError:
+                raise error from None
+
+    def _aux_loss(self, routing: Routing, load: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros_like(load[0]) if routing.loss is None else routing.loss
+        if self.aux_loss_weight and routing.probabilities is not None:
+            loss = loss + self.aux_loss_weight * balance_loss(routing.probabilities, load)
+        return loss
 
     def _check_input(self, x: torch.Tensor) -> None:
         """Refuses an x that is no batch of tokens, before anything is sent."""
@@ -203,38 +257,28 @@ class MoELayer(nn.Module):
     def _check_experts(self) -> None:
         """Refuses parameters that a wrapper has taken away, and parameters of another dtype.
 
-        No optimiser would see the first; the second must be of the group's dtype.
+        No optimiser would see the first; the built-in experts must be of the group's dtype.
         """
-        for name in ("experts_in", "experts_out"):
-            parameter = self._parameters.get(name)
-            if parameter is not None and parameter.dtype != self.group.dtype:
+        parameters = dict(self.experts.named_parameters())
+        for name in self._expert_names:
+            parameter = parameters.get(name)
+            if parameter is None:
                 problem = (
-                    f"{name}: expected the group's dtype {self.group.dtype}, got "
+                    f"experts.{name}: expected a parameter of the layer, got none: what wraps the "
+                    "model, such as DistributedDataParallel(device_mesh=...), has taken it away; "
+                    "use crossdock.torch.data_parallel"
+                )
+                self.group.refuse(constants.PREPARE, RuntimeError, problem)
+            if isinstance(self.experts, GroupedExperts) and parameter.dtype != self.group.dtype:
+                problem = (
+                    f"experts.{name}: expected the group's dtype {self.group.dtype}, got "
                     f"{parameter.dtype}: it is fixed when the layer is made, by MoELayer(dtype=...)"
                 )
                 self.group.refuse(constants.PREPARE, TypeError, problem)
-            if parameter is None:
-                problem = (
-                    f"{name}: expected a parameter of the layer, got none: what wraps the model, "
-                    "such as DistributedDataParallel(device_mesh=...), has taken it away; use "
-                    "crossdock.torch.data_parallel"
-                )
-                self.group.refuse(constants.PREPARE, RuntimeError, problem)
-
-    def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """``[R, H]``, grouped by expert, through the experts that this rank holds."""
-        handle = self.group.handle
-        w_in: Any = self.experts_in
-        w_out: Any = self.experts_out
-        if self._shares:
-            w_in, w_out = w_in.to_local(), w_out.to_local()
-        inner = grouped_mm(rows, w_in, offsets, grad_group=handle)
-        return grouped_mm(swiglu(inner), w_out, offsets, out_group=handle)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of which ranks hold different slices, one slice per expert."""
-        yield self.experts_in
-        yield self.experts_out
+        yield from self.experts.parameters()
 
     def extra_repr(self) -> str:
         """Sizes, for ``print(model)``."""
@@ -243,12 +287,6 @@ class MoELayer(nn.Module):
             f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
             f"topk={self.topk}, experts {self.first_expert} to {last} here"
         )
-
-
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """``[..., 2F]`` to ``[..., F]``: the first half gates the second."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
@@ -261,45 +299,68 @@ def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
     }
 
 
+def _make_shares(experts: nn.Module, num_local_experts: int, comm: Comm) -> list[str]:
+    """Makes parameters ``[L, ...]`` this rank's share of all ranks'; gives their names.
+
+    Raises:
+        ValueError: a parameter that has no slice for each expert.
+    """
+    names = []
+    for name, parameter in list(experts.named_parameters()):
+        if parameter.dim() == 0 or parameter.shape[0] != num_local_experts:
+            raise ValueError(
+                f"experts.{name}: expected a slice for each of the {num_local_experts} experts of "
+                f"this rank, got shape {tuple(parameter.shape)}"
+            )
+        share = nn.Parameter(as_share(parameter.detach(), comm), parameter.requires_grad)
+        path, _, last = name.rpartition(".")
+        setattr(experts.get_submodule(path), last, share)
+        names.append(name)
+    return names
+
+
 def _convert_loaded(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a state dict is loaded: plain tensors of experts become as the parameters are."""
-    for name in ("experts_in", "experts_out"):
-        if prefix + name in state:
-            value, parameter = state[prefix + name], layer._parameters[name]
-            state[prefix + name] = convert_loaded(value, parameter, layer.first_expert)
+    for name, parameter in layer.experts.named_parameters():
+        key = f"{prefix}experts.{name}"
+        if key in state:
+            state[key] = convert_loaded(state[key], parameter, layer.first_expert)
 
 
-def _fill(matrix: torch.Tensor, generator: torch.Generator) -> None:
-    """Normal values with variance 1 / rows; drawn on the CPU, so equal on every device."""
-    values = torch.randn(matrix.shape, generator=generator, dtype=torch.float32, device="cpu")
-    values /= math.sqrt(matrix.shape[0])
-    matrix.copy_(values)
+class _Sizes(NamedTuple):
+    hidden: int
+    num_experts: int
+    topk: int
 
 
 def _make_group(
-    hidden: int,
-    num_experts: int,
-    topk: int,
-    comm: Comm | None,
+    sizes: _Sizes,
+    comm: Comm,
+    dtype: torch.dtype,
     max_tokens_per_rank: int | None,
     recv_capacity: int,
     overflow: Overflow,
-    dtype: torch.dtype | None,
+    capacity_factor: float | None,
 ) -> EpGroup:
     if max_tokens_per_rank is None:
         raise ValueError("max_tokens_per_rank: expected a number, as no group is given; got None")
-    dtype = dtype or torch.get_default_dtype()
+    experts, topk, ranks = sizes.num_experts, sizes.topk, comm.num_ranks
+    # Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what is
+    # summed over.
+    alignment = 8 if dtype == torch.bfloat16 else 1
+    if capacity_factor is not None and not recv_capacity:
+        recv_capacity = capacity_rows(
+            capacity_factor, max_tokens_per_rank, topk, experts, ranks, alignment
+        )
     return EpGroup(
-        num_experts=num_experts,
-        hidden=hidden,
+        num_experts=experts,
+        hidden=sizes.hidden,
         max_topk=topk,
         max_tokens_per_rank=max_tokens_per_rank,
         dtype=dtype,
         recv_capacity=recv_capacity,
         overflow=overflow,
-        # Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what
-        # is summed over.
-        alignment=8 if dtype == torch.bfloat16 else 1,
+        alignment=alignment,
         comm=comm,
     )
 

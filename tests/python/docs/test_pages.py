@@ -54,6 +54,7 @@ def test_every_example_is_run_here():
         "errors.py",
         "torch_round_trip.py",
         "torch_moe_layer.py",
+        "torch_moe_model.py",
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
@@ -116,6 +117,7 @@ def test_decode_moe():
     [
         ("torch_round_trip.py", [], "sums as expected"),
         ("torch_moe_layer.py", [], "at last"),
+        ("torch_moe_model.py", [], "at last"),
         ("torch_async_tp.py", [], "as expected"),
         ("torch_tensor_parallel.py", [], "gradient as expected"),
         ("torch_tensor_parallel_layers.py", [], "agree with plain layers"),

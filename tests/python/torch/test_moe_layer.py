@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import pathlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from support import Rank, run_ranks
-from torch_support import reported, where
+from torch_support import joined, reported, where
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
 
@@ -28,21 +25,6 @@ HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
 
 DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
-
-
-@contextmanager
-def joined() -> Iterator[xd.Comm]:
-    """This rank in torch.distributed and in a communicator of the same device."""
-    if where().type == "cuda":
-        dist.init_process_group("nccl", device_id=where())
-    else:
-        dist.init_process_group("gloo")
-    try:
-        with xd.init(device=where()) as comm:
-            yield comm
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
 
 
 def make_layer(comm: xd.Comm, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
@@ -83,9 +65,9 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
     with joined() as comm:
         layer, plain = make_layer(comm), make_plain()
         here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
-        assert torch.equal(layer.router, plain.router)
-        assert torch.equal(xd.local_tensor(layer.experts_in), plain.experts_in[here])
-        assert torch.equal(xd.local_tensor(layer.experts_out), plain.experts_out[here])
+        assert torch.equal(layer.router.weight, plain.router.weight)
+        assert torch.equal(xd.local_tensor(layer.experts.w_in), plain.experts["w_in"][here])
+        assert torch.equal(xd.local_tensor(layer.experts.w_out), plain.experts["w_out"][here])
 
         x, grad = batch(tokens_of_ranks)
         whole = x.clone().requires_grad_()
@@ -103,10 +85,10 @@ def check_against_plain(me: Rank, tokens_of_ranks: tuple[int, ...], aux: bool) -
         close(output.hidden, mine(me, expected, tokens_of_ranks))
         close(output.load, expected_load.nan_to_num())  # 0 / 0 where no rank has tokens
         close(part.grad, mine(me, whole.grad, tokens_of_ranks))
-        close(xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here])
-        close(xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here])
-        dist.all_reduce(layer.router.grad)
-        close(layer.router.grad, plain.router.grad)
+        close(xd.local_tensor(layer.experts.w_in.grad), plain.experts["w_in"].grad[here])
+        close(xd.local_tensor(layer.experts.w_out.grad), plain.experts["w_out"].grad[here])
+        dist.all_reduce(layer.router.weight.grad)
+        close(layer.router.weight.grad, plain.router.weight.grad)
         mean_aux = output.aux_loss.detach().clone()
         dist.all_reduce(mean_aux)
         if aux:
@@ -276,11 +258,11 @@ def check_average(me: Rank) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), make_layer(comm))
         unused, used = model[0].bias, model[0].weight
         used.grad = torch.full_like(used, float(me.rank))
-        model[1].experts_in.grad = torch.full_like(model[1].experts_in, 8.0)
+        model[1].experts.w_in.grad = torch.full_like(model[1].experts.w_in, 8.0)
         xd.average_gradients(model)
         assert torch.equal(used.grad, torch.full_like(used, (me.num_ranks - 1) / 2))
         assert torch.equal(unused.grad, torch.zeros_like(unused))
-        experts = xd.local_tensor(model[1].experts_in.grad)
+        experts = xd.local_tensor(model[1].experts.w_in.grad)
         assert torch.equal(experts, torch.full_like(experts, 8.0 / me.num_ranks))
 
 

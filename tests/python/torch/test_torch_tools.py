@@ -238,7 +238,7 @@ def check_nan_in_experts(me: Rank) -> None:
             loss_of(model, batch(0, me.num_ranks)[comm.rank]).backward()
             xd.average_gradients(model)
             if comm.rank == holder:
-                xd.local_tensor(model.experts.experts_in.grad)[0, 0, 0] = torch.nan
+                xd.local_tensor(model.experts.experts.w_in.grad)[0, 0, 0] = torch.nan
             for order in (1.0, 2.0, torch.inf):
                 expected = f"norm of order {order} is nan, expected a finite one"
                 with pytest.raises(RuntimeError, match=expected):
@@ -269,7 +269,7 @@ def check_wrappers(me: Rank) -> None:
         for parameter, values in zip(model.parameters(), before):
             assert torch.equal(whole(parameter.detach()), values)
         taken = DDP(make_model(comm), device_mesh=mesh["data"])
-        with pytest.raises(RuntimeError, match="experts_in: expected a parameter of the layer"):
+        with pytest.raises(RuntimeError, match="experts.w_in: expected a parameter of the layer"):
             taken(batch(0, me.num_ranks)[me.rank])
 
 
@@ -297,7 +297,7 @@ def check_replicated(me: Rank) -> None:
         differs("module.head.weight", model.module.head.weight, 1)
         differs("module.scale", model.module.scale, 3)
         if me.num_ranks == 4:  # it has a replica
-            differs("module.experts.experts_out", layer.experts_out.to_local(), 2)
+            differs("module.experts.experts.w_out", layer.experts.w_out.to_local(), 2)
         bias = model.module.head.bias.requires_grad_(me.rank != 1)
         found = "head.bias.requires_grad: expected equal values on ranks"
         with pytest.raises(RuntimeError, match=found if me.rank == 1 else "differ|equal"):
@@ -410,7 +410,7 @@ def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
             momentum = whole(optimizer.state[parameter]["momentum_buffer"])
             for got, wanted in ((values, expected), (momentum, 100 + expected)):
                 assert torch.equal(got, wanted[:, None, None].expand_as(got))
-        for name in ("first.weight", "head.bias", "experts.router"):
+        for name in ("first.weight", "head.bias", "experts.router.weight"):
             got = whole(model.get_parameter(name).detach())
             assert torch.equal(got, make_plain().get_parameter(name).detach()), name
 
@@ -444,8 +444,8 @@ def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
             model.load_state_dict(state)
             for parameter, values in zip(model.parameters(), expected):
                 assert torch.equal(whole(parameter.detach()), values)
-        wrong = {**share, "experts.experts_in": torch.zeros(3, 2)}
-        with pytest.raises((RuntimeError, ValueError), match="experts.experts_in"):
+        wrong = {**share, "experts.experts.w_in": torch.zeros(3, 2)}
+        with pytest.raises((RuntimeError, ValueError), match="experts.experts.w_in"):
             model.load_state_dict(wrong)
 
 

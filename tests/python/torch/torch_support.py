@@ -5,12 +5,14 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import crossdock.torch as xd
 from reference import Routing
@@ -35,6 +37,21 @@ def settle(group: xd.EpGroup) -> None:
     if group.comm.device.type == "cuda":
         torch.cuda.synchronize()
         group.check()
+
+
+@contextmanager
+def joined() -> Iterator[xd.Comm]:
+    """This rank in torch.distributed and in a communicator of the same device."""
+    if where().type == "cuda":
+        dist.init_process_group("nccl", device_id=where())
+    else:
+        dist.init_process_group("gloo")
+    try:
+        with xd.init(device=where()) as comm:
+            yield comm
+    finally:
+        gc.collect()  # NCCL waits below until no graph holds one of its operations
+        dist.destroy_process_group()
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def change_first_step(folder: pathlib.Path, name: str) -> None:
 
 def change_gradient(folder: pathlib.Path) -> None:
     """The gradient of one expert's matrix."""
-    change_first_step(folder, "blocks.1.experts.experts_in")
+    change_first_step(folder, "blocks.1.experts.experts.w_in")
 
 
 def change_logits(folder: pathlib.Path) -> None:

@@ -117,8 +117,8 @@ def save_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path, **options) -> Non
         model.scale.fill_(1.5)
         for local in range(model.layer.num_local_experts):
             number = model.layer.first_expert + local
-            xd.local_tensor(model.layer.experts_in)[local] = number
-            xd.local_tensor(model.layer.experts_out)[local] = 10 + number
+            xd.local_tensor(model.layer.experts.w_in)[local] = number
+            xd.local_tensor(model.layer.experts.w_out)[local] = 10 + number
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
     xd.save_checkpoint(
@@ -135,8 +135,8 @@ def load_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     assert (model.seen == 7).all() and (model.scale == 1.5).all()
     for local in range(model.layer.num_local_experts):
         number = model.layer.first_expert + local
-        assert (xd.local_tensor(model.layer.experts_in)[local] == number).all()
-        assert (xd.local_tensor(model.layer.experts_out)[local] == 10 + number).all()
+        assert (xd.local_tensor(model.layer.experts.w_in)[local] == number).all()
+        assert (xd.local_tensor(model.layer.experts.w_out)[local] == 10 + number).all()
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         expected = 100 + xd.local_tensor(parameter.detach())
@@ -165,7 +165,7 @@ def means(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     layer = model.layer
     return {
         f"{name} {key}": (value, layer.first_expert if len(local) < 8 else 0)
-        for name, parameter in (("in", layer.experts_in), ("out", layer.experts_out))
+        for name, parameter in (("in", layer.experts.w_in), ("out", layer.experts.w_out))
         for key, value in optimizer.state[parameter].items()
         if key != "step"
         for local in [xd.local_tensor(value)]
@@ -211,21 +211,21 @@ def save_codes(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     """State of which nothing says how experts divide it, and a number that all have in common."""
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    optimizer.state[model.layer.experts_in] = {"codes": torch.arange(3), "step": torch.ones(1)}
+    optimizer.state[model.layer.experts.w_in] = {"codes": torch.arange(3), "step": torch.ones(1)}
     xd.save_checkpoint(path, model, optimizer)
 
 
 def load_codes(me: Rank, comm: xd.Comm, path: pathlib.Path, refused: bool) -> None:
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = xd.local_tensor(model.layer.experts_in).clone()
+    before = xd.local_tensor(model.layer.experts.w_in).clone()
     if refused:
-        with pytest.raises(ValueError, match=r"'codes' of layer.experts_in has shape \(3,\)"):
+        with pytest.raises(ValueError, match=r"'codes' of layer.experts.w_in has shape \(3,\)"):
             xd.load_checkpoint(path, model, optimizer)
-        assert torch.equal(before, xd.local_tensor(model.layer.experts_in))
+        assert torch.equal(before, xd.local_tensor(model.layer.experts.w_in))
     else:
         xd.load_checkpoint(path, model, optimizer)
-        assert optimizer.state[model.layer.experts_in]["codes"].tolist() == [0, 1, 2]
+        assert optimizer.state[model.layer.experts.w_in]["codes"].tolist() == [0, 1, 2]
 
 
 def test_state_that_cannot_be_divided_is_named_on_another_number_of_ranks(
@@ -298,26 +298,26 @@ def state_of(part: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
 
 # What happened to a file of a checkpoint, by name, and what loading it says behind its name.
 DAMAGE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("experts-0-4.pt", lambda part: part["model"].pop("layer.experts_in"), "layer.experts_in"),
-    ("experts-4-8.pt", lambda part: part["model"].pop("layer.experts_in"), "layer.experts_in"),
+    ("experts-0-4.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
+    ("experts-4-8.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
     (
         "experts-4-8.pt",
-        lambda part: part["model"].update({"layer.experts_in": torch.ones(2, 16, 16)}),
+        lambda part: part["model"].update({"layer.experts.w_in": torch.ones(2, 16, 16)}),
         r"has \(2, 16, 16\)",
     ),
     ("experts-0-4.pt", lambda part: part.update(model=3), "expected tensors by name"),
     ("experts-0-4.pt", lambda part: part.update(first=1), "is of other experts: 1 to 3"),
     ("experts-4-8.pt", lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
-    ("experts-0-4.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts_in"),
-    ("experts-4-8.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts_in"),
+    ("experts-0-4.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
+    ("experts-4-8.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
     (
         "experts-4-8.pt",
-        lambda part: state_of(part, "layer.experts_in").clear(),
+        lambda part: state_of(part, "layer.experts.w_in").clear(),
         "lacks .'momentum_buffer'",
     ),
     (
         "experts-0-4.pt",
-        lambda part: state_of(part, "layer.experts_in").update(momentum_buffer=torch.ones(7)),
+        lambda part: state_of(part, "layer.experts.w_in").update(momentum_buffer=torch.ones(7)),
         r"got .'momentum_buffer': \[7\]",
     ),
     (
@@ -357,7 +357,7 @@ def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         torch.save(part, path / name)
         refuse(name, text)
         (path / name).write_bytes(whole[path / name])
-    with pytest.raises(ValueError, match=r"it lacks \['other.experts_in', .*'layer.experts_in'"):
+    with pytest.raises(ValueError, match=r"it lacks \['other.experts_in', .*'layer.experts.w_in'"):
         xd.load_checkpoint(path, renamed_layer(comm))
     with pytest.raises(FileNotFoundError, match="expected the folder of a checkpoint"):
         xd.load_checkpoint(common, model)

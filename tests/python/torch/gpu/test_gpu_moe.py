@@ -103,8 +103,8 @@ def check_layer(me: Rank) -> None:
         for got, wanted in (
             (output.hidden, expected[me.rank]),
             (output.load, load),
-            (xd.local_tensor(layer.experts_in.grad), plain.experts_in.grad[here]),
-            (xd.local_tensor(layer.experts_out.grad), plain.experts_out.grad[here]),
+            (xd.local_tensor(layer.experts.w_in.grad), plain.experts["w_in"].grad[here]),
+            (xd.local_tensor(layer.experts.w_out.grad), plain.experts["w_out"].grad[here]),
         ):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
         check_graphs(me, comm)
