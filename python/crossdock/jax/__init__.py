@@ -27,6 +27,8 @@ except ImportError as error:
         "folder, pip install --no-build-isolation ."
     ) from error
 
+from crossdock._router import RouterOptions, capacity_rows
+
 from ._config import EpConfig
 from ._low_latency import (
     SentCombine,
@@ -45,6 +47,7 @@ from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
 from ._quantised import QuantisedRows
 from .moe import MoEOutput, MoEParams, moe_layer
+from .moe_router import Routing, drop_over_capacity, route, update_router_bias, z_loss
 
 __all__ = [
     "Dispatched",
@@ -54,10 +57,14 @@ __all__ = [
     "MoEOutput",
     "MoEParams",
     "QuantisedRows",
+    "RouterOptions",
+    "Routing",
     "SentCombine",
     "SentDispatch",
     "SlotPlan",
     "Slots",
+    "capacity_rows",
+    "drop_over_capacity",
     "ep_combine",
     "ep_dispatch",
     "ep_prepare",
@@ -69,4 +76,7 @@ __all__ = [
     "ll_dispatch_receive",
     "ll_dispatch_send",
     "moe_layer",
+    "route",
+    "update_router_bias",
+    "z_loss",
 ]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from crossdock._router import RouterOptions, capacity_of
+
 from ._config import EpConfig
 from ._group import Place
 from ._mesh import EpMesh, current_mesh
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._where import on_each_rank
+from .moe_router import Routing, drop_over_capacity, route, z_loss
 
 __all__ = ["MoEOutput", "MoEParams", "moe_layer"]
 
@@ -25,11 +29,18 @@ class MoEParams(NamedTuple):
         router: ``[H, E]`` on every rank, inside ``shard_map``, too.
         experts_in: ``[E, H, 2F]`` along the expert axes; gate and up projection side by side.
         experts_out: ``[E, F, H]`` along the expert axes.
+        router_bias: ``[E]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
+            gets no gradient: see `update_router_bias`.
     """
 
     router: jax.Array
     experts_in: jax.Array
     experts_out: jax.Array
+    router_bias: jax.Array | None = None
+
+
+Router = Callable[[jax.Array], Routing]
+"""A router of the caller's, from logits ``[T, E]`` float32."""
 
 
 class MoEOutput(NamedTuple):
@@ -38,7 +49,8 @@ class MoEOutput(NamedTuple):
     Attributes:
         hidden: shape and dtype of its ``x``.
         aux_loss: ``[]`` float32, 1 if all experts are used alike, more if not: the load-balancing
-            loss of the whole batch. Add it to the loss with a factor such as 0.01.
+            loss of the whole batch, plus the weighted z-loss. Add it to the loss with a factor such
+            as 0.01.
         load: ``[E]`` float32: share of all choices that went to each expert; no gradient.
         order: stands for the layer's operations, for the ``after`` of a layer beside it.
     """
@@ -54,7 +66,9 @@ def moe_layer(
     params: MoEParams,
     x: jax.Array,
     *,
-    normalize_weights: bool = True,
+    router: RouterOptions | Router | None = None,
+    capacity_factor: float | None = None,
+    z_loss_weight: float = 0.0,
     after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
@@ -69,7 +83,13 @@ def moe_layer(
             router computes in float32.
         params: see `MoEParams`.
         x: ``[..., H]``, the first dimension along the mesh's data and expert axes.
-        normalize_weights: whether a token's K weights are scaled to sum to 1.
+        router: how experts are chosen; None = ``RouterOptions()``. Or a function that takes logits
+            ``[T, E]`` float32 of a rank's tokens and gives a `Routing`.
+        capacity_factor: an expert takes at most that many times its even share of a rank's tokens:
+            see `drop_over_capacity`. ``EpConfig(recv_capacity=capacity_rows(...))`` has room for
+            what is left. None = no limit.
+        z_loss_weight: factor of `z_loss` in `MoEOutput.aux_loss`, beside the load-balancing loss,
+            whose factor there is 1.
         after: the order of a layer whose operations come before these, forward, and after these,
             backward. Needed where neither layer's input depends on the other's output.
         mesh: from `init`; None = the last one.
@@ -81,6 +101,9 @@ def moe_layer(
     place = (current_mesh() if mesh is None else mesh).group(config).place
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
+    if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+        raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
+    choose = _chooser(config, RouterOptions() if router is None else router, params.router_bias)
     experts, batch = PartitionSpec(place.axes), PartitionSpec(place.batch_axes)
     arrays = {
         "params.router": (params.router, PartitionSpec()),
@@ -88,45 +111,81 @@ def moe_layer(
         "params.experts_out": (params.experts_out, experts),
         "x": (x, batch),
     }
+    if params.router_bias is not None:
+        arrays["params.router_bias"] = (params.router_bias, PartitionSpec())
     if after is not None:
         arrays["after"] = (after, batch)
     return on_each_rank(
         place,
-        functools.partial(_layer_of_rank, config, place, mesh, normalize_weights),
+        functools.partial(
+            _layer_of_rank,
+            config,
+            place,
+            mesh,
+            choose,
+            capacity_factor,
+            z_loss_weight,
+            params.router_bias is not None,
+        ),
         arrays,
         out_specs=MoEOutput._make((batch, PartitionSpec(), PartitionSpec(), batch)),
     )
+
+
+_Choice = Callable[[jax.Array, jax.Array | None], Routing]
+
+
+def _chooser(config: EpConfig, router: RouterOptions | Router, bias: jax.Array | None) -> _Choice:
+    """The router as a function of logits and bias."""
+    if not isinstance(router, RouterOptions):
+        if bias is not None:
+            raise ValueError("params.router_bias: expected None beside a router of the caller's")
+        return lambda logits, _: router(logits)
+    router.check(config.num_experts, config.max_topk)
+    if router.bias != (bias is not None):
+        expected = "an array, as RouterOptions.bias is set" if router.bias else "None"
+        raise ValueError(f"params.router_bias: expected {expected}, got {bias}")
+    return lambda logits, bias: route(logits, config.max_topk, router, bias)
 
 
 def _layer_of_rank(
     config: EpConfig,
     place: Place,
     mesh: EpMesh | None,
-    normalize_weights: bool,
+    choose: _Choice,
+    capacity_factor: float | None,
+    z_loss_weight: float,
+    with_bias: bool,
     router: jax.Array,
     experts_in: jax.Array,
     experts_out: jax.Array,
     x: jax.Array,
-    after: jax.Array | None = None,
+    *more: jax.Array,
 ) -> MoEOutput:
-    params = MoEParams(router, experts_in, experts_out)
+    beside = list(more)
+    bias = beside.pop(0) if with_bias else None
+    after = beside.pop(0) if beside else None
+    params = MoEParams(router, experts_in, experts_out, bias)
     _check_shapes(config, place, params, x)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
-    probabilities = jax.nn.softmax(logits)
-    weights, topk_idx = jax.lax.top_k(probabilities, config.max_topk)
-    if normalize_weights:
-        weights = weights / weights.sum(-1, keepdims=True)
-    chosen = topk_idx[..., None] == jnp.arange(config.num_experts)
+    routing = choose(logits, bias)
+    chosen = routing.topk_idx[..., None] == jnp.arange(config.num_experts)
+    if capacity_factor is not None:
+        sizes = (tokens.shape[0], config.max_topk, config.num_experts)
+        capacity = capacity_of(capacity_factor, *sizes)
+        routing = drop_over_capacity(routing, config.num_experts, capacity)
     # Means over all ranks, which have equally many tokens.
     load = jax.lax.pmean(chosen.mean((0, 1), dtype=jnp.float32), place.batch_axes)
-    mean = jax.lax.pmean(probabilities.mean(0), place.batch_axes)
+    mean = jax.lax.pmean(routing.probabilities.mean(0), place.batch_axes)
+    aux_loss = config.num_experts * load @ mean
+    if z_loss_weight:
+        aux_loss += z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
 
-    plan = ep_prepare(config, topk_idx, after=after, mesh=mesh)
-    received = ep_dispatch(plan, tokens.astype(config.dtype), weights)
+    plan = ep_prepare(config, routing.topk_idx, after=after, mesh=mesh)
+    received = ep_dispatch(plan, tokens.astype(config.dtype), routing.topk_weights)
     rows = _experts(config, params, received.tokens, plan.padded_counts)
     out, plan = ep_combine(received.plan, rows, received.weights)
-    aux_loss = config.num_experts * load @ mean
     return MoEOutput(out.astype(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
 
 
@@ -152,7 +211,13 @@ def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Arra
         )
     hidden, local = x.shape[-1], config.num_experts // place.num_ranks
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
-    expected = ((hidden, config.num_experts), (local, hidden, 2 * ffn), (local, ffn, hidden))
-    for name, array, shape in zip(MoEParams._fields, params, expected):
-        if array.shape != shape:
+    expected = {
+        "router": (hidden, config.num_experts),
+        "experts_in": (local, hidden, 2 * ffn),
+        "experts_out": (local, ffn, hidden),
+        "router_bias": (config.num_experts,),
+    }
+    for name, shape in expected.items():
+        array = getattr(params, name)
+        if array is not None and array.shape != shape:
             raise ValueError(f"params.{name}: expected shape {shape} on a rank, got {array.shape}")

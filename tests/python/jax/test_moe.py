@@ -218,12 +218,13 @@ def test_weights_as_the_router_gives_them():
     params, x, grad = values(TOKENS)
     ep = make_mesh(*MESHES[0])
     config = make_config(TOKENS // RANKS)
+    as_they_are = xd.RouterOptions(normalize=False)
     (got, _, _), _ = on_mesh(
         ep,
         params,
         x,
         grad,
-        lambda params, x: xd.moe_layer(config, params, x, normalize_weights=False),
+        lambda params, x: xd.moe_layer(config, params, x, router=as_they_are),
     )
     odds = jax.nn.softmax(x @ params["router"])
     kept = jax.lax.top_k(odds, TOPK)[0].sum(-1, keepdims=True)

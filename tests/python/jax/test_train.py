@@ -53,7 +53,8 @@ def test_disagreement_is_an_exit_code(tmp_path):
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import functools\n"
         "import train_moe, crossdock.jax.moe as moe\n"
         "import crossdock.jax as xd\n"
-        "xd.moe_layer = functools.partial(moe.moe_layer, normalize_weights=False)\n"
+        "router = xd.RouterOptions(normalize=False)\n"
+        "xd.moe_layer = functools.partial(moe.moe_layer, router=router)\n"
         "sys.exit(train_moe.main(sys.argv[1:]))\n"
     )
     text = run("-c", program, *SMALL, "--check", "--folder", str(tmp_path), code=1)
