@@ -1,0 +1,504 @@
+"""ElasticBuffer: expert parallelism through the interface of DeepEP 2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdock._quantise import widest_scale_bytes
+
+from ._call import Call
+from ._combine import operations_of
+from ._config import Config, require_sms
+from ._elastic_handle import EPHandle
+from ._expand import (
+    Expansion,
+    counts_of,
+    expand_rows,
+    expand_weights,
+    expansion_of,
+    reduce_rows,
+    worst_rows,
+)
+from ._runtime import Runtime
+from .buffer import Buffer
+from .utils import EventHandle, EventOverlap
+
+__all__ = ["ElasticBuffer"]
+
+_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
+_TMA_UNIT = 4  # scales of 4 bytes in the 16 that a TMA descriptor's stride is a multiple of
+_DEFAULT_TOPK = 32  # where a Buffer is sized for any
+
+
+class ElasticBuffer:
+    """Dispatches tokens to the ranks of their experts, and combines the results. One interface.
+
+    All ranks make the same calls in the same order, also with T = 0 tokens, and give the same
+    numbers (``num_experts``, ``num_max_tokens_per_rank``, ``num_sms``, ``do_cpu_sync``). R ranks, E
+    experts, L = E / R of them on each, T tokens of this rank, K choices each, H columns. Received
+    rows come by source rank, then token, always in the same order. Streams, errors and memory are
+    as `Buffer` has them, which does the work.
+
+    Args:
+        group: torch.distributed group; any backend.
+        num_bytes: symmetric memory to begin with; None = as the next numbers need.
+        num_cpu_bytes: ignored: no memory of the host is used.
+        num_max_tokens_per_rank: largest T of any rank, also of calls that do not say it.
+        hidden, num_topk, use_fp8_dispatch: of the batches, for the memory to begin with.
+        deterministic: ignored: the order of rows always is.
+        allow_hybrid_mode, sl_idx, num_allocated_qps: ignored: there is no network.
+        allow_multiple_reduction: whether a token's rows by expert are added up and rounded on the
+            rank that has them before they travel; else sums travel as float32.
+        prefer_overlap_with_compute: ignored: see `get_theoretical_num_sms`.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: ignored: XD_TIMEOUT_MS bounds all waits.
+        explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
+
+    Raises:
+        ValueError: neither bytes nor numbers are given, or a negative one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        sizes = (num_max_tokens_per_rank, hidden, num_topk)
+        if min(sizes) < 0:
+            raise ValueError(
+                "num_max_tokens_per_rank, hidden, num_topk: expected at least 0, got {}, {}, {}"
+                "".format(*sizes)
+            )
+        if num_bytes is None:
+            if not num_max_tokens_per_rank or not hidden:
+                raise ValueError(
+                    "num_bytes: expected a number, or num_max_tokens_per_rank and hidden, got None "
+                    f"beside {num_max_tokens_per_rank} and {hidden}"
+                )
+            num_bytes = self.get_buffer_size_hint(group, *sizes, use_fp8_dispatch)
+        self._buffer = Buffer(group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
+        self.group = group
+        self.rank, self.group_size = self._buffer.rank, self._buffer.group_size
+        self.num_bytes = num_bytes
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.explicitly_destroy = explicitly_destroy
+
+    def destroy(self) -> None:
+        """Waits for this rank's operations and leaves. Peers that need this rank later fail.
+
+        Raises:
+            ValueError: made without ``explicitly_destroy``, or destroyed already.
+        """
+        if not self.explicitly_destroy:
+            raise ValueError("explicitly_destroy: expected True for destroy(), got False")
+        self._buffer.destroy()
+
+    # ---- Facts -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of received tensors of one dispatch: rows, scales, weights and indices."""
+        topk = num_topk or _DEFAULT_TOPK
+        row = hidden + widest_scale_bytes(hidden) if use_fp8_dispatch else 2 * hidden
+        return group.size() * num_max_tokens_per_rank * (row + (4 + 8) * topk)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event at this point of the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that operations run on; on the CPU a stand-in."""
+        return self._buffer.get_comm_stream()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(hosts, ranks of each): one host."""
+        return 1, self.group_size
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(ranks to scale out, ranks to scale up): one host."""
+        return 1, self.group_size
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
+        """Multiprocessors for an operation: `Buffer.num_sms`, for any sizes."""
+        return Buffer.num_sms
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: there is no network."""
+        return 0
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Waits on the host until all ranks are here, and their work so far on both streams ends.
+
+        More than is asked, whatever the arguments say. Collective.
+        """
+        runtime = self._runtime()
+        if runtime.device.type == "cuda":
+            torch.cuda.current_stream(runtime.device).synchronize()
+        runtime.lane.synchronize()
+        runtime.exchange.all_gather(b"\0")
+
+    # ---- Operations ------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: _Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event_before_epilogue: EventOverlap | EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Sends each token's row to every rank that has one of its experts. Collective.
+
+        Args:
+            x: [T,H] as of `Buffer.dispatch`: rows, or a pair of bytes and scales.
+            topk_idx: [T,K] int64; -1 = none. Needed without `handle`.
+            topk_weights: [T,K] float32, with `topk_idx`; None = 1 for each choice.
+            cumulative_local_expert_recv_stats: [L] int32: this batch's counts are added to it.
+                Ignored with `handle`.
+            num_experts: E. Needed without `handle`.
+            num_max_tokens_per_rank: largest T of any rank; None = the Buffer's.
+            expert_alignment: what rows of an expert are padded to a multiple of; None = 1.
+            num_sms: multiprocessors; 0 = `Buffer.num_sms`.
+            num_qps: ignored.
+            previous_event: what to wait for; None = all work of the current stream so far.
+            previous_event_before_epilogue: waited for beside it, before anything is sent.
+            async_with_compute_stream: the current stream does not wait; the event does that.
+            allocate_on_comm_stream: ignored: with `previous_event` results belong to the Buffer's
+                stream.
+            handle: an earlier batch's: rows of x go the same way. `topk_idx` and `topk_weights` are
+                None then.
+            do_handle_copy: whether the handle has a copy of `topk_idx`.
+            do_cpu_sync: whether the host waits for the number of rows. Else there are
+                ``R * num_max_tokens_per_rank`` of them, or as many as can ever be needed by expert.
+                None = True. Ignored with `handle`.
+            do_expand: a row for each (token, local expert), grouped by expert.
+            do_zero_padding: with `do_expand`, padding rows are zero.
+            use_tma_aligned_col_major_sf: received scales lie column by column, each column at a
+                multiple of 16 bytes.
+
+        Returns:
+            Received rows; [N,K] local experts, -1 elsewhere (None with `do_expand`); their weights
+            [N,K], or one per row with `do_expand`; handle; event. Both in the middle are None with
+            `handle`.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        waits = (previous_event, previous_event_before_epilogue, async_with_compute_stream)
+        if handle is not None:
+            return self._dispatch_again(
+                x,
+                handle,
+                (topk_idx, topk_weights),
+                waits,
+                do_zero_padding,
+                use_tma_aligned_col_major_sf,
+            )
+        runtime, most = self._runtime(), self.num_max_tokens_per_rank
+        if num_max_tokens_per_rank is not None:
+            most = num_max_tokens_per_rank
+        worst = 0 if do_cpu_sync or do_cpu_sync is None else self.group_size * most
+        alignment = 1 if expert_alignment is None else expert_alignment
+        try:
+            config = self._check(runtime, topk_idx, num_experts, most, alignment, num_sms)
+            assert topk_idx is not None and num_experts is not None
+            local = num_experts // self.group_size
+            stats = cumulative_local_expert_recv_stats
+            if stats is not None:
+                name = "cumulative_local_expert_recv_stats"
+                runtime.checks.tensor(stats, name, (local,), (torch.int32,))
+            event = self._after(*waits[:2])
+            runtime.checks.events(event, async_with_compute_stream, False)
+        except Exception as error:
+            runtime.refuse(worst, str(error))
+            raise
+        if topk_weights is None:
+            # Made by the current stream, for which an operation with an event does not wait.
+            event = self._after(event, EventOverlap())
+            topk_weights = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            topk_idx, num_experts, event
+        )
+        rows, recv_idx, recv_weights, counted, inner, _ = self._buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            expert_alignment=alignment,
+            num_worst_tokens=worst,
+            config=config,
+            previous_event=event,
+            async_finish=async_with_compute_stream,
+        )
+        assert recv_idx is not None and recv_weights is not None
+        with self._epilogue(async_with_compute_stream) as done:
+            counts = counts_of(recv_idx, local)
+            if stats is not None:
+                stats += counts
+            expansion = None
+            if do_expand:
+                rows_by_expert = sum(counted)
+                if worst:
+                    rows_by_expert = worst_rows(worst, topk_idx.shape[1], local, alignment)
+                expansion = expansion_of(recv_idx, counts, alignment, rows_by_expert)
+                recv_weights = expand_weights(expansion, recv_weights)
+            rows = _expanded(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
+            aligned = (counts + (alignment - 1)) // alignment * alignment
+            found = EPHandle(
+                do_expand=do_expand,
+                num_experts=num_experts,
+                expert_alignment=alignment,
+                num_max_tokens_per_rank=most,
+                num_sms=num_sms or Buffer.num_sms,
+                topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
+                num_recv_tokens=recv_idx.shape[0],
+                num_expanded_tokens=0 if expansion is None else expansion.num_rows,
+                num_recv_tokens_per_expert_list=counted,
+                num_unaligned_recv_tokens_per_expert=counts,
+                psum_num_recv_tokens_per_expert=(
+                    torch.cumsum(aligned, 0, dtype=torch.int32)
+                    if expansion is None
+                    else expansion.ends
+                ),
+                psum_num_recv_tokens_per_scaleup_rank=inner[0][:, self.rank].contiguous(),
+                inner=inner,
+                expansion=expansion,
+            )
+        self._hand_over(
+            async_with_compute_stream,
+            *_parts(rows),
+            recv_weights,
+            found.topk_idx,
+            found.num_unaligned_recv_tokens_per_expert,
+            found.psum_num_recv_tokens_per_expert,
+            found.psum_num_recv_tokens_per_scaleup_rank,
+        )
+        return rows, None if do_expand else recv_idx, recv_weights, found, done
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: _Bias = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventOverlap | EventHandle | None = None,
+        previous_event_before_epilogue: EventOverlap | EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sums each token's rows, unweighted. Collective; nothing waits for the host.
+
+        Args:
+            x: [N,H] or, with ``do_expand``, rows by expert; as of `Buffer.combine`. Padding may
+                hold anything.
+            handle: from dispatch.
+            topk_weights: [N,K] float32, summed like the rows. Ignored with ``do_expand``.
+            bias: [T,H] of the type of x, or a pair, added before the one rounding.
+            num_sms, num_qps, allocate_on_comm_stream: ignored: see dispatch.
+            previous_event, previous_event_before_epilogue, async_with_compute_stream: as there.
+
+        Returns:
+            [T,H]; [T,K] summed weights, or None; event.
+
+        Raises:
+            ValueError: a bad argument.
+        """
+        inner = handle.inner if isinstance(handle, EPHandle) else handle
+        event = self._after(previous_event, previous_event_before_epilogue)
+        expansion = handle.expansion if isinstance(handle, EPHandle) else None
+        if expansion is None:
+            return self._buffer.combine(
+                x, inner, topk_weights, bias, None, event, async_with_compute_stream
+            )
+        wide = not self.allow_multiple_reduction
+        self._check_rows(x, handle, expansion, wide)
+        dtype = x.dtype
+        event = self._after(event, EventOverlap())  # sums are the current stream's work
+        sums = reduce_rows(expansion, x, torch.float32 if wide else dtype)
+        if wide and bias is not None:
+            pair = bias if isinstance(bias, tuple) else (bias, None)
+            bias = (_float(pair[0]), _float(pair[1]))
+        out, _, done = self._buffer.combine(
+            sums, inner, None, bias, None, event, async_with_compute_stream
+        )
+        if out.dtype != dtype:
+            with self._epilogue(async_with_compute_stream) as done:
+                out = out.to(dtype)
+            self._hand_over(async_with_compute_stream, out)
+        return out, None, done
+
+    def _runtime(self) -> Runtime:
+        return self._buffer._live()
+
+    def _check_rows(self, x: Any, handle: EPHandle, expansion: Expansion, wide: bool) -> None:
+        """Refuses what is no tensor of rows by expert, for a combine that the peers hear of."""
+        kinds = (torch.bfloat16, torch.float16, torch.float32)
+        runtime, lease = self._runtime(), handle.inner.routing.lease
+        turns = operations_of(2 if wide else 1, 0)
+        try:
+            with Call(lease, *turns):
+                runtime.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
+        except ValueError:
+            runtime.weight_columns_of_first(0)  # as peers count calls
+            raise
+
+    def _check(
+        self,
+        runtime: Runtime,
+        topk_idx: Any,
+        num_experts: Any,
+        most: Any,
+        alignment: Any,
+        num_sms: Any,
+    ) -> Config:
+        """Checks the arguments that `Buffer.dispatch` does not have."""
+        checks = runtime.checks
+        if topk_idx is None or num_experts is None:
+            given = f"topk_idx={type(topk_idx).__name__}, num_experts={num_experts}"
+            checks.fail("topk_idx, num_experts", "both, as no handle is given", given)
+        checks.topk_idx(topk_idx)
+        checks.experts(num_experts, "num_experts")
+        checks.at_least(most, "num_max_tokens_per_rank", max(1, topk_idx.shape[0]))
+        checks.at_least(alignment, "expert_alignment", 1)
+        require_sms(num_sms, "num_sms")
+        return Config(num_sms or Buffer.num_sms)
+
+    def _dispatch_again(
+        self,
+        x: _Rows,
+        handle: EPHandle,
+        choices: tuple[Any, Any],
+        waits: tuple[Any, Any, bool],
+        zero_padding: bool,
+        column_major: bool,
+    ) -> tuple[_Rows, None, None, EPHandle, EventOverlap]:
+        """Dispatch along a handle."""
+        if not isinstance(handle, EPHandle):
+            self._runtime().checks.fail("handle", "what dispatch returned", type(handle).__name__)
+        event = self._after(*waits[:2])
+        rows, *_ = self._buffer.dispatch(
+            x,
+            handle.inner,
+            topk_idx=choices[0],
+            topk_weights=choices[1],
+            previous_event=event,
+            async_finish=waits[2],
+        )
+        with self._epilogue(waits[2]) as done:
+            rows = _expanded(handle.expansion, rows, zero_padding, column_major)
+        self._hand_over(waits[2], *_parts(rows))
+        return rows, None, None, handle, done
+
+    @staticmethod
+    def _after(first: Any, second: Any) -> EventOverlap | None:
+        """What an operation waits for: an event, or None for all work of the current stream.
+
+        That waits itself for two events, or one without a first one.
+        """
+        given = [
+            EventOverlap(one) if isinstance(one, EventHandle) else one for one in (first, second)
+        ]
+        wrong = [one for one in given if one is not None and not isinstance(one, EventOverlap)]
+        if wrong or given[1] is None:
+            return wrong[0] if wrong else given[0]  # a wrong one is for the operation to refuse
+        for event in given:
+            if event is not None and event.event is not None:
+                event.current_stream_wait()
+        return None
+
+    @contextlib.contextmanager
+    def _epilogue(self, asynchronous: bool) -> Iterator[EventOverlap]:
+        """Local work behind an operation; the event stands for both where it is asynchronous."""
+        done, lane = EventOverlap(), self._runtime().lane
+        on_lane = torch.cuda.stream(lane.stream) if asynchronous and lane.cuda else None
+        with on_lane or contextlib.nullcontext():
+            yield done
+            if asynchronous:
+                done.event = EventHandle()
+
+    def _hand_over(self, asynchronous: bool, *tensors: torch.Tensor | None) -> None:
+        """What an epilogue has made is for the current stream."""
+        lane = self._runtime().lane
+        if asynchronous and lane.cuda:
+            current = torch.cuda.current_stream(lane.device)
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(current)
+
+
+def _parts(rows: _Rows) -> tuple[torch.Tensor, ...]:
+    return rows if isinstance(rows, tuple) else (rows,)
+
+
+def _expanded(
+    expansion: Expansion | None, rows: _Rows, zero_padding: bool, column_major: bool
+) -> _Rows:
+    """Received rows and scales in the form that was asked for."""
+    if isinstance(rows, tuple):
+        values, scales = rows
+        if expansion is not None:
+            values = expand_rows(expansion, values, zero_padding)
+            scales = expand_rows(expansion, scales, zero_padding)
+        return values, _column_major(scales) if column_major else scales
+    return rows if expansion is None else expand_rows(expansion, rows, zero_padding)
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """[N,S] with strides (1, N rounded up to 16 bytes)."""
+    rows = -(-scales.shape[0] // _TMA_UNIT) * _TMA_UNIT
+    columns = scales.new_empty(scales.shape[1], rows)
+    out = columns.t()[: scales.shape[0]]
+    return out.copy_(scales)
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return bias if bias is None else bias.float()
