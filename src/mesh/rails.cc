@@ -26,7 +26,6 @@ bool Rails::are_linked(int a, int b) const {
   return at(place_[at(a)]) % smaller == at(place_[at(b)]) % smaller;
 }
 
-// The lowest rank of `host` that is connected to `rank`, which is on another one.
 int Rails::gateway(int host, int rank) const {
   const std::span<const int> ranks = ranks_of(host);
   const std::size_t smaller = std::min(ranks.size(), ranks_of(host_of(rank)).size());

@@ -39,12 +39,13 @@ class Rails {
 
   // The rank from which this rank gets the messages of `rank`: that rank itself, or a gateway.
   int source_of(int rank) const { return source_of_[at(rank)]; }
+  // The lowest rank of `host` that is connected to `rank`, which is on another one.
+  int gateway(int host, int rank) const;
   // The near ranks to which this rank, a gateway, passes the messages of `rank` on.
   std::vector<int> followers_of(int rank) const;
 
  private:
   bool are_linked(int a, int b) const;
-  int gateway(int host, int rank) const;
 
   int rank_;
   std::vector<int> host_of_;                // by rank

@@ -112,11 +112,13 @@ void Links::accept(int partner, std::span<const std::byte> offer) {
   whom.accepted = true;
 }
 
-std::optional<Links::Slot> Links::take(int partner) {
+std::optional<Links::Slot> Links::take(int partner, Range range) {
   check();
   auto& sending = partners_.at(at(partner)).sending;
-  const auto free = std::ranges::find(sending, false, &Sending::taken);
-  if (free == sending.end()) return std::nullopt;
+  const auto first = sending.begin() + range.first;
+  const auto end = sending.begin() + std::min(range.end, config_.slots);
+  const auto free = std::ranges::find(first, end, false, &Sending::taken);
+  if (free == end) return std::nullopt;
   *free = {.generation = free->generation + 1, .taken = true};
   ++slots_in_use_;
   const auto slot = static_cast<unsigned>(free - sending.begin());

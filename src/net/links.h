@@ -65,8 +65,13 @@ class Links final {
     unsigned slot, generation;
     std::span<std::byte> bytes;  // slot_bytes of them, to be filled; multiples of 16 in address
   };
-  // A slot that may be filled; none = all are under way.
-  std::optional<Slot> take(int partner);
+  // A slot that may be filled; none = all are under way. Users that must never wait for one kind of
+  // chunk because of another take them out of disjoint ranges.
+  struct Range {
+    int first = 0, end = kMaxLinkSlots;
+  };
+  std::optional<Slot> take(int partner) { return take(partner, Range{}); }
+  std::optional<Slot> take(int partner, Range range);
   // Sends the first `bytes` of a slot that take() has returned; once.
   void send(const Slot& slot, std::size_t bytes);
 
