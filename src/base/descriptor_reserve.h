@@ -28,6 +28,7 @@ class DescriptorReserve {
     }
   }
 
+  std::size_t size() const { return held_.size(); }
   void shrink_to(std::size_t count) {
     while (held_.size() > count) held_.pop_back();
   }

@@ -20,14 +20,19 @@ namespace xd {
 namespace {
 
 constexpr int kProbesInSilence = 5;
+constexpr int kLongestProbePause = 32767;  // seconds; the system takes no more
 
 sockaddr* as_sockaddr(sockaddr_storage& storage) { return reinterpret_cast<sockaddr*>(&storage); }
 const sockaddr* as_sockaddr(const sockaddr_storage& storage) {
   return reinterpret_cast<const sockaddr*>(&storage);
 }
 
-UniqueFd tcp_socket(int family) {
-  return UniqueFd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP));
+UniqueFd tcp_socket(int family, int receive_room) {
+  UniqueFd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP));
+  // Without it things work, too.
+  if (fd && receive_room > 0)
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVBUF, &receive_room, sizeof(receive_room));
+  return fd;
 }
 
 Io wait_for(int fd, short events, const Deadline& deadline) {
@@ -158,8 +163,8 @@ TcpAddress from_sockaddr(const sockaddr& address) {
   return result;
 }
 
-UniqueFd tcp_listen(const TcpAddress& address) {
-  UniqueFd fd = tcp_socket(address.storage.ss_family);
+UniqueFd tcp_listen(const TcpAddress& address, int receive_room) {
+  UniqueFd fd = tcp_socket(address.storage.ss_family, receive_room);
   if (!fd) return fd;
   // Closed connections of an earlier meeting linger on the port for a minute; they are no obstacle.
   // A socket that listens there still is one.
@@ -174,8 +179,8 @@ UniqueFd tcp_listen(const TcpAddress& address) {
   return fd;
 }
 
-UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from) {
-  UniqueFd fd = tcp_socket(address.storage.ss_family);
+UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from, int receive_room) {
+  UniqueFd fd = tcp_socket(address.storage.ss_family, receive_room);
   if (!fd) return fd;
   const TcpAddress here = from != nullptr ? from->with_port(0) : TcpAddress{};
   const bool bound = from == nullptr || ::bind(fd.get(), as_sockaddr(here.storage), here.size) == 0;
@@ -205,19 +210,17 @@ UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline) {
   return fd;
 }
 
+UniqueFd tcp_accept(int listener, TcpAddress& from) {
+  from.size = sizeof(from.storage);
+  return UniqueFd(
+      ::accept4(listener, as_sockaddr(from.storage), &from.size, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
 TcpAddress local_address(int fd) {
   TcpAddress address;
   address.size = sizeof(address.storage);
   if (::getsockname(fd, as_sockaddr(address.storage), &address.size) != 0)
     fail_errno("getsockname", errno);
-  return address;
-}
-
-TcpAddress peer_address(int fd) {
-  TcpAddress address;
-  address.size = sizeof(address.storage);
-  if (::getpeername(fd, as_sockaddr(address.storage), &address.size) != 0)
-    fail_errno("getpeername", errno);
   return address;
 }
 
@@ -227,7 +230,7 @@ void set_silence(int fd, int silence_ms) {
   };
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   if (silence_ms <= 0) return;
-  const int seconds = std::max(1, silence_ms / (1000 * kProbesInSilence));
+  const int seconds = std::clamp(silence_ms / (1000 * kProbesInSilence), 1, kLongestProbePause);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
   set(IPPROTO_TCP, TCP_KEEPIDLE, seconds);
   set(IPPROTO_TCP, TCP_KEEPINTVL, seconds);

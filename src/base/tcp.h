@@ -43,25 +43,33 @@ std::optional<TcpAddress> numeric_address(const std::string& text);
 // The address in the form in which the system hands it out. Its size follows from its family.
 TcpAddress from_sockaddr(const sockaddr& address);
 
+// `receive_room`, here and below: the bytes that this system takes for a connection while nobody
+// reads them, if it may have so many (net.core.rmem_max); 0 = as the system decides.
+
 // Listens on exactly this address; port 0 = any free one. Returns no descriptor and sets errno if
 // that is impossible.
-UniqueFd tcp_listen(const TcpAddress& address);
+UniqueFd tcp_listen(const TcpAddress& address, int receive_room = 0);
 
 // Begins to connect. Once the socket is writable, connect_error() is 0 or the reason of the
 // failure. Returns no descriptor and sets errno if it has failed already. The connection comes from
 // the host of `from`, if given.
-UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from = nullptr);
+UniqueFd tcp_begin_connect(const TcpAddress& address, const TcpAddress* from = nullptr,
+                           int receive_room = 0);
 int connect_error(int fd);
 
 // Connects. Throws SYSTEM (refused, unreachable) or TIMEOUT.
 UniqueFd tcp_connect(const TcpAddress& address, const Deadline& deadline);
 
+// Accepts a connection, and tells where it comes from: a connection that has been reset since knows
+// that no more. Returns no descriptor and sets errno if there is none.
+UniqueFd tcp_accept(int listener, TcpAddress& from);
+
 TcpAddress local_address(int fd);
-TcpAddress peer_address(int fd);
 
 // Makes the system watch a connection: it asks the other end's system for a sign of life several
 // times in `silence_ms`, which is at least 1000, and ends the connection when nothing has come for
-// that long; 0 = it never does. A process at the other end that is stopped or busy is no silence.
+// that long; 0 = it never does. A process at the other end that is stopped or busy is no silence,
+// as long as its system has room for what it is sent.
 // What is sent goes out at once. Throws SYSTEM.
 void set_silence(int fd, int silence_ms);
 // True for errors that say nothing of the connection: this system had no memory just now.

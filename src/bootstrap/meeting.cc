@@ -67,7 +67,7 @@ void Meeting::run() noexcept {
 // Called inside a catch block; allocates nothing. Ranks that have joined are told; others find the
 // connection, or the port, closed.
 void Meeting::give_up() noexcept {
-  std::array<char, 256> text;
+  std::array<char, 1024> text;
   caught(text);
   log_warning("meeting point: ", text.data());
   listener_.reset();
@@ -155,9 +155,7 @@ bool Meeting::wait_and_serve(const Deadline& until) {
 void Meeting::accept_guests() {
   for (int i = 0; i < kAcceptBatch; ++i) {
     TcpAddress peer;
-    peer.size = sizeof(peer.storage);
-    UniqueFd fd(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&peer.storage), &peer.size,
-                          SOCK_CLOEXEC | SOCK_NONBLOCK));
+    UniqueFd fd = tcp_accept(listener_.get(), peer);
     if (fd) {
       if (num_strangers() >= max_strangers_) evict_stranger();
       guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_));

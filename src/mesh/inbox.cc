@@ -44,10 +44,10 @@ void MeshInbox::mark_left(int rank) {
   changed_.notify_all();
 }
 
-void MeshInbox::mark_failed(int rank, std::string_view text) {
+void MeshInbox::mark_failed(int rank, xd_status status, std::string_view text) {
   const std::lock_guard lock(mutex_);
   peers_[at(rank)].left = peers_[at(rank)].failed = true;
-  keep_failure(rank, XD_ERROR_MISMATCH, text);
+  keep_failure(rank, status, text);
   changed_.notify_all();
 }
 

@@ -55,8 +55,8 @@ class MeshInbox {
   bool expects(int rank, std::uint64_t round);  // what deliver() would return
   void mark_lost(const Loss& loss);
   void mark_left(int rank);
-  // The peer has left, and said why.
-  void mark_failed(int rank, std::string_view text);
+  // The peer has left, and said why; `status` is for those who need it.
+  void mark_failed(int rank, xd_status status, std::string_view text);
   void mark_aborted(int rank);
   // The watch thread itself cannot go on: every wait ends with this error from now on.
   void close(xd_status status, std::string_view text) noexcept;

@@ -64,18 +64,16 @@ Proof prove_job(std::string_view job_secret, const Nonce& nonce) {
 
 // Fails on an older kernel, in a sandbox, or for a process whose pid means something else here. The
 // process's end is then noticed by its connection alone.
-UniqueFd open_pidfd(const Introduction& own, const PeerProcess& process,
-                    const ProcessIdentity& identity, int& shortage) {
-  if (identity.pid_namespace != own.process.pid_namespace) return UniqueFd();
+void watch(PeerProcess& process, const Introduction& own, const ProcessIdentity& identity,
+           int& shortage) {
+  if (identity.pid_namespace != own.process.pid_namespace) return;
 #ifdef SYS_pidfd_open
-  UniqueFd fd(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(identity.pid), 0)));
+  process.pidfd =
+      UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(identity.pid), 0)));
+  if (process.pidfd) return;
   // Should the pid have been given to another process meanwhile, the peer's connection will fail.
-  if (!fd && errno == ESRCH)
-    fail(XD_ERROR_PEER_LOST, rank_list(process.ranks), ": process ", identity.pid, " has ended");
-  if (!fd && (errno == EMFILE || errno == ENFILE)) shortage = errno;
-  return fd;
-#else
-  return UniqueFd();
+  process.has_ended = errno == ESRCH;
+  if (errno == EMFILE || errno == ENFILE) shortage = errno;
 #endif
 }
 
@@ -200,8 +198,7 @@ PeerProcesses find_processes(int rank, std::span<const Introduction> introductio
   for (PeerProcess& process : result.processes) {
     const auto& identity = introductions[static_cast<std::size_t>(process.ranks[0])].process;
     const bool is_here = introductions[static_cast<std::size_t>(process.ranks[0])].host == own.host;
-    if (is_here && !(identity == own.process))
-      process.pidfd = open_pidfd(own, process, identity, result.shortage);
+    if (is_here && !(identity == own.process)) watch(process, own, identity, result.shortage);
   }
   return result;
 }

@@ -95,6 +95,7 @@ Secret mesh_secret(std::span<const Introduction> introductions, std::string_view
 struct PeerProcess {
   std::vector<int> ranks;  // ascending
   UniqueFd pidfd;          // readable once the process has ended; empty where the system has none
+  bool has_ended = false;  // it was gone already
 };
 
 struct PeerProcesses {
@@ -105,8 +106,7 @@ struct PeerProcesses {
 };
 
 // Groups the ranks by process. Ranks of the calling process are one "process" each: they cannot
-// die, only leave. Processes of other hosts have no pidfd. Throws PEER_LOST if a process is gone
-// already.
+// die, only leave. Processes of other hosts have no pidfd.
 PeerProcesses find_processes(int rank, std::span<const Introduction> introductions);
 
 }  // namespace xd

@@ -34,9 +34,8 @@ bool is_over(int fd) {
 
 }  // namespace
 
-void tell_all(std::span<const MeshLink> links, int source, MeshMessageType type,
-              std::string_view text, const Deadline& deadline) noexcept {
-  const MeshHeader header{type, 0, 0, source};
+void tell_all(std::span<const MeshLink> links, const MeshHeader& header, std::string_view text,
+              const Deadline& deadline) noexcept {
   for (const MeshLink& link : links) {
     while (link && link.send(bytes_of(header), std::as_bytes(std::span(text))) == Sent::full &&
            !deadline.passed()) {
@@ -46,10 +45,10 @@ void tell_all(std::span<const MeshLink> links, int source, MeshMessageType type,
   }
 }
 
-void tell_failure(std::span<const MeshLink> links, int source) noexcept {
-  std::array<char, kMaxFailureText> text;
-  caught(text);
-  tell_all(links, source, MeshMessageType::failure, text.data());
+FailureWords::FailureWords() noexcept : error_(caught(text_)) {}
+
+void FailureWords::tell(std::span<const MeshLink> links, int source) const noexcept {
+  tell_all(links, {MeshMessageType::failure, 0, 0, source, error_.status}, text());
 }
 
 void finish_saying(std::span<const MeshLink> links, const Deadline& deadline) noexcept {

@@ -2,6 +2,7 @@
 // descriptors, else TCP.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/fd.h"
 #include "mesh/packet.h"
 #include "mesh/packet_stream.h"
@@ -50,15 +52,29 @@ class MeshLink {
   std::unique_ptr<PacketStream> stream_;  // TCP only
 };
 
-// Sends every peer a message of the mesh from rank `source`. A peer that has gone needs no message;
-// one whose connection is full gets it if there is room before the deadline, which is one for all.
-// Allocates nothing.
-void tell_all(std::span<const MeshLink> links, int source, MeshMessageType type,
-              std::string_view text = {},
+// The time that a rank that gives up takes to tell other hosts.
+inline constexpr int kFarewellMs = 500;
+
+// Sends every peer a message of the mesh. A peer that has gone needs no message; one whose
+// connection is full gets it if there is room before the deadline, which is one for all. Allocates
+// nothing.
+void tell_all(std::span<const MeshLink> links, const MeshHeader& header, std::string_view text = {},
               const Deadline& deadline = Deadline::after_ms(0)) noexcept;
-// Tells the exception in flight as the reason why this rank cannot go on. Call it inside a catch
-// block only.
-void tell_failure(std::span<const MeshLink> links, int source) noexcept;
+
+// The reason why a rank cannot go on.
+class FailureWords {
+ public:
+  FailureWords() noexcept;  // of the exception in flight: inside a catch block only
+  xd_status status() const { return error_.status; }
+  int error_number() const { return error_.error_number; }
+  const char* text() const { return text_.data(); }
+  // Sends them from rank `source`.
+  void tell(std::span<const MeshLink> links, int source) const noexcept;
+
+ private:
+  std::array<char, kMaxFailureText> text_;
+  Caught error_;
+};
 
 // Ends what this rank says over TCP, and waits until the peers' systems have all of it: a
 // connection that is closed sooner, with messages of the peer unread, takes what is on its way

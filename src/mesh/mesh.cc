@@ -110,7 +110,8 @@ class Preparation {
       parts.ranks = std::move(ranks);
       return std::make_unique<Mesh>(std::move(parts));
     } catch (...) {
-      tell_failure(parts.links, rank);
+      FailureWords().tell(parts.links, rank);
+      finish_saying(parts.links, Deadline::after_ms(kFarewellMs));
       throw;
     }
   }
@@ -133,7 +134,7 @@ class Preparation {
     try {
       const TcpAddress address =
           choose_address(interface_addresses(), options_.net_interface, towards_meeting);
-      listeners_.far = tcp_listen(address.with_port(0));
+      listeners_.far = tcp_listen(address.with_port(0), kStreamRoom);
       if (!listeners_.far) fail_errno(concat("listen on ", address.host()), errno);
       introduce_address(own_, local_address(listeners_.far.get()));
     } catch (...) {
@@ -202,7 +203,7 @@ Mesh::~Mesh() {
   const Deadline deadline = Deadline::after_ms(kGoodbyeMs);
   // What this rank passes on comes before its goodbye, after which nothing of it counts.
   while (watch_ && watch_->has_posts() && !deadline.passed()) ::poll(nullptr, 0, 1);
-  tell_all(parts_.links, rank(), MeshMessageType::goodbye, {}, deadline);
+  tell_all(parts_.links, {MeshMessageType::goodbye, 0, 0, rank()}, {}, deadline);
   leaving_.store(true, std::memory_order_release);
   call_watch();
   if (thread_.joinable()) thread_.join();
@@ -257,7 +258,7 @@ void Mesh::all_gather(std::span<const std::byte> blob, int fd, const Deadline& d
 
 void Mesh::send_abort() noexcept {
   tell_deafness();  // the cause comes first
-  tell_all(parts_.links, rank(), MeshMessageType::abort);
+  tell_all(parts_.links, {MeshMessageType::abort, 0, 0, rank()});
   look_after_unsent();
 }
 
@@ -269,7 +270,7 @@ void Mesh::send_report(std::span<const std::byte> report) noexcept {
 }
 
 void Mesh::send_failure() noexcept {
-  tell_failure(parts_.links, rank());
+  FailureWords().tell(parts_.links, rank());
   look_after_unsent();
 }
 
@@ -279,11 +280,11 @@ void Mesh::watch(MeshEvents& events) noexcept {
   try {
     watch_->run(parts_.wake.get(), leaving_);
   } catch (...) {
-    const Caught error = caught(deaf_by_);
-    const char* text = deaf_by_.data();
+    deaf_by_.emplace();
+    const char* text = deaf_by_->text();
     deaf_.store(true, std::memory_order_release);
-    events.on_end(error.status, error.error_number);
-    inbox_.close(error.status, text);
+    events.on_end(deaf_by_->status(), deaf_by_->error_number());
+    inbox_.close(deaf_by_->status(), text);
     tell_deafness();
     std::array<char, kMaxFailureText + 128> line;
     const int size =
@@ -294,8 +295,7 @@ void Mesh::watch(MeshEvents& events) noexcept {
 }
 
 void Mesh::tell_deafness() noexcept {
-  if (deaf_.load(std::memory_order_acquire))
-    tell_all(parts_.links, rank(), MeshMessageType::failure, deaf_by_.data());
+  if (deaf_.load(std::memory_order_acquire)) deaf_by_->tell(parts_.links, rank());
 }
 
 void Mesh::wait_for_room(int peer, std::uint64_t round, const Deadline& deadline) {

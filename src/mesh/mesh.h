@@ -120,7 +120,7 @@ class Mesh {
   std::optional<MeshWatch> watch_;
   std::atomic<bool> leaving_{false};
   // The reason why the watch thread has ended; deaf_ is set after it.
-  std::array<char, kMaxFailureText> deaf_by_{};
+  std::optional<FailureWords> deaf_by_;
   std::atomic<bool> deaf_{false};
   std::thread thread_;
 };

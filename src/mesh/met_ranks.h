@@ -13,7 +13,7 @@
 namespace xd {
 
 struct MetRanks {
-  // Throws what host_names(), check_several_hosts() and find_processes() throw.
+  // Throws what host_names() and check_several_hosts() throw.
   static MetRanks of(int rank, std::vector<Introduction> introductions,
                      std::string_view job_secret = {});
 

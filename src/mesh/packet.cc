@@ -39,9 +39,7 @@ LinkAddress address_of(const Tag& name) {
 }
 
 UniqueFd link_socket() {
-  UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) fail_errno("socket", errno);
-  return fd;
+  return UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
 // Takes all descriptors out of a received message, so that none is left open unnoticed.
@@ -81,6 +79,7 @@ ssize_t receive_now(int fd, msghdr& message, int flags) {
 
 UniqueFd listen_for_links(const Tag& name, int backlog) {
   UniqueFd fd = link_socket();
+  if (!fd) fail_errno("socket", errno);
   const LinkAddress address = address_of(name);
   if (::bind(fd.get(), address.get(), address.size) != 0)
     fail_errno("bind of an abstract Unix socket", errno);
@@ -90,6 +89,7 @@ UniqueFd listen_for_links(const Tag& name, int backlog) {
 
 UniqueFd connect_link(const Tag& name) {
   UniqueFd fd = link_socket();
+  if (!fd) return fd;
   const LinkAddress address = address_of(name);
   if (::connect(fd.get(), address.get(), address.size) == 0) return fd;
   const int error = errno;
@@ -181,7 +181,11 @@ std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
   const MeshHeader& header = message.header;
   if (!in.ok() || message.blob.size() > kMaxMeshBlob) return std::nullopt;
   if (header.has_descriptor != (has_descriptor ? 1U : 0U)) return std::nullopt;
-  if (header.source < 0 || header.unused != 0) return std::nullopt;
+  if (header.source < 0) return std::nullopt;
+  const bool failed = header.type == MeshMessageType::failure;
+  if (failed ? header.status <= XD_SUCCESS || header.status > XD_ERROR_INTERNAL
+             : header.status != XD_SUCCESS)
+    return std::nullopt;
   if (header.type == MeshMessageType::exchange) return message;
   if (has_descriptor || (header.round != 0 && header.type != MeshMessageType::lost))
     return std::nullopt;

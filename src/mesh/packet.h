@@ -3,10 +3,13 @@
 // left in the file system), non-blocking, close-on-exec.
 #pragma once
 
+#include <crossdock/status.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string_view>
 
 #include "base/fd.h"
 #include "base/wire.h"
@@ -20,7 +23,7 @@ enum class MeshMessageType : std::uint32_t {
   exchange = 1,
   goodbye = 2,
   abort = 3,
-  failure = 4,  // a goodbye with its reason, the blob: this rank cannot go on
+  failure = 4,  // a goodbye with its reason, status and blob: this rank cannot go on
   // Between hosts only:
   report = 5,  // bytes for MeshEvents::on_report()
   lost = 6     // `source` is lost, and its process or host with it
@@ -35,8 +38,8 @@ struct MeshHeader {
   // exchange: which all_gather, counted from 0; lost: the silence in milliseconds after which its
   // host was given up, 0 = its process has ended.
   std::uint64_t round;
-  std::int32_t source;  // the rank that says it; a gateway passes it on unchanged
-  std::uint32_t unused = 0;
+  std::int32_t source;               // the rank that says it; a gateway passes it on unchanged
+  std::int32_t status = XD_SUCCESS;  // failure: of the reason
 };
 
 inline constexpr std::size_t kMaxMeshPacket = sizeof(MeshHeader) + kMaxMeshBlob;
@@ -44,7 +47,16 @@ inline constexpr std::size_t kMaxMeshPacket = sizeof(MeshHeader) + kMaxMeshBlob;
 struct MeshMessage {
   MeshHeader header;
   std::span<const std::byte> blob;  // inside the packet
+
+  std::string_view text() const {
+    return {reinterpret_cast<const char*>(blob.data()), blob.size()};
+  }
 };
+
+// The status of a rank that has to give up for a peer's failure.
+inline xd_status status_after(const MeshHeader& failure) {
+  return failure.status == XD_ERROR_PEER_LOST ? XD_ERROR_PEER_LOST : XD_ERROR_MISMATCH;
+}
 
 inline std::span<const std::byte> bytes_of(const MeshHeader& header) {
   return std::as_bytes(std::span(&header, 1));
@@ -60,7 +72,7 @@ std::optional<MeshMessage> decode_mesh_packet(std::span<const std::byte> packet,
 UniqueFd listen_for_links(const Tag& name, int backlog);
 
 // Connects. Returns no descriptor, with errno set, if the listener has no room at the moment
-// (EAGAIN) or is not there.
+// (EAGAIN) or is not there, or this process has no descriptor.
 UniqueFd connect_link(const Tag& name);
 
 // True if the kernel vouches that the process at the other end runs as this user, or as root.

@@ -92,6 +92,9 @@ TcpAddress control_address(const Introduction& introduction) {
   const std::string host(place.host.data(), ::strnlen(place.host.data(), place.host.size()));
   const auto address = numeric_address(host);
   if (!address) fail(XD_ERROR_MISMATCH, "a rank's address is '", host, "', expected numbers");
+  if (const char* flaw = address->flaw())
+    fail(XD_ERROR_MISMATCH, "a rank's address is ", flaw, " address, ", host,
+         ", expected one of its own");
   return address->with_port(place.port);
 }
 

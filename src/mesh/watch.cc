@@ -2,13 +2,22 @@
 
 #include <sys/eventfd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/tcp.h"
 
 namespace xd {
+namespace {
+
+// The time until a post is tried again for which the system had no memory: its connection has room,
+// so that is no news.
+constexpr int kNoMemoryPauseMs = 20;
+
+}  // namespace
 
 MeshWatch::MeshWatch(const Sources& sources)
     : from_(sources),
@@ -34,7 +43,8 @@ int MeshWatch::list_sources(int wake) {
   for (int r = 0; r < static_cast<int>(states_.size()); ++r) {
     const MeshLink& link = from_.links[at(r)];
     if (!is_heard(r)) forget_posts(r);
-    const bool sends = link.has_unsent() || (!posts_.empty() && !posts_[at(r)].empty());
+    const bool posts = !posts_.empty() && !posts_[at(r)].empty();
+    const bool sends = !short_of_memory_ && (link.has_unsent() || posts);
     place_of_rank_[at(r)] = sources_.add(is_heard(r) ? link.get() : -1,
                                          static_cast<short>(sends ? POLLIN | POLLOUT : POLLIN));
   }
@@ -47,7 +57,9 @@ int MeshWatch::list_sources(int wake) {
 void MeshWatch::wait_and_serve(int wake, const std::atomic<bool>& leaving) {
   const int woken = list_sources(wake);
   const int tick_ms = from_.events.tick_ms();
-  if (sources_.wait(tick_ms) < 0) {
+  const bool short_of_memory = std::exchange(short_of_memory_, false);
+  const int pause_ms = tick_ms < 0 ? kNoMemoryPauseMs : std::min(tick_ms, kNoMemoryPauseMs);
+  if (sources_.wait(short_of_memory ? pause_ms : tick_ms) < 0) {
     if (errno != EINTR) fail_errno("poll", errno);
     return;
   }
@@ -59,6 +71,7 @@ void MeshWatch::wait_and_serve(int wake, const std::atomic<bool>& leaving) {
     stopped_ = leaving.load(std::memory_order_acquire);
   }
   for (int r = 0; r < static_cast<int>(states_.size()); ++r) {
+    if (short_of_memory && is_heard(r)) send_posts(r);
     if (!sources_.has_news(place_of_rank_[at(r)])) continue;
     send_posts(r);
     const End end = drain(r);
@@ -141,8 +154,7 @@ bool MeshWatch::take(const MeshMessage& message, Packet packet) {
       if (!is_here(rank)) return true;  // it has said goodbye before
       states_[at(rank)] = State::failed;
       from_.events.on_left(rank);
-      from_.inbox.mark_failed(
-          rank, {reinterpret_cast<const char*>(message.blob.data()), message.blob.size()});
+      from_.inbox.mark_failed(rank, status_after(message.header), message.text());
       return true;
     case MeshMessageType::abort:
       if (!aborted_[at(rank)]) from_.events.on_abort(rank);
@@ -219,7 +231,13 @@ void MeshWatch::send_posts(int to) {
   link.flush();
   if (posts_.empty()) return;
   auto& posts = posts_[at(to)];
-  while (!posts.empty() && link.send(*posts.front()) != Sent::full) {
+  while (!posts.empty()) {
+    const Sent sent = link.send(*posts.front());
+    if (sent == Sent::full) return;
+    if (sent == Sent::refused && is_passing(errno)) {
+      short_of_memory_ = true;
+      return;
+    }
     posts.pop_front();
     // Release: a thread that sees none left and sends over the same link comes behind them.
     waiting_posts_.fetch_sub(1, std::memory_order_release);

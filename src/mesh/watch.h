@@ -98,6 +98,7 @@ class MeshWatch {
   // By rank, the packets that it has yet to be sent by this thread, in order.
   std::vector<std::deque<std::shared_ptr<const Bytes>>> posts_;
   std::atomic<int> waiting_posts_{0};
+  bool short_of_memory_ = false;  // the system's, for a post
   bool stopped_ = false;
 };
 

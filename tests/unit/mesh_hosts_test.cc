@@ -2,7 +2,11 @@
 // and talk over TCP on the loopback interface.
 #include <sys/socket.h>
 
+#include <array>
+#include <functional>
+
 #include "base/math.h"
+#include "mesh/connector.h"
 #include "mesh/met_ranks.h"
 #include "mesh/several_hosts.h"
 #include "unit/mesh_support.h"
@@ -51,6 +55,16 @@ TEST(SeveralHosts, NeedAddressesThatReachOneAnother) {
   introductions[0].host.boot_id[0] = '!';
   expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
                "has the address 127.0.0.1, which rank 0");
+}
+
+// A rank that would be called at such an address would call all hosts, or itself.
+TEST(SeveralHosts, NeedAddressesOfTheirOwn) {
+  for (const auto* const host : {"0.0.0.0", "255.255.255.255", "224.0.0.1"}) {
+    auto introductions = introductions_of({"s", "s"});
+    introduce_address(introductions[1], numeric_address(host).value().with_port(1));
+    expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
+                 std::string("address, ") + host + ", expected one of its own");
+  }
 }
 
 TEST(SeveralHosts, HaveNamesOfTheirOwn) {
@@ -163,6 +177,131 @@ TEST(HostMesh, AFailureIsToldToEveryRank) {
     expect_error(errors[r], XD_ERROR_MISMATCH, "failed: no luck");
   }
 }
+
+// Its system goes on taking what it is sent, and answers for it.
+TEST(HostMesh, ARankThatStandsStillIsNotLost) {
+  std::vector<Member> members(2);
+  const xd_unique_id id = new_id();
+  expect_no_errors(on_threads(
+      2, [&](int rank) { members[at(rank)].connect(id, rank, 2, 20000, part(rank, 1000)); }));
+  Member& zero = members[0];
+  zero.mesh->start(zero.diary);
+  const std::string letter(Mesh::kMaxBlob, 'x');
+  for (int i = 0; i < 4; ++i)
+    expect_error(error_of([&] { zero.gather(letter, -1, 50); }), XD_ERROR_TIMEOUT, "rank 1");
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  EXPECT_TRUE(zero.diary.entries().empty()) << zero.diary.entries()[0];
+}
+
+// ---- A rank that follows the protocol as far as the test likes ----
+
+// Rank 1 of two hosts with a rank each. It has met the other, and is not connected.
+struct FarRank {
+  explicit FarRank(const xd_unique_id& id) : own(make_introduction(2, {}, "a secret")) {
+    const TcpAddress here = numeric_address("127.0.0.1").value();
+    own.host.part = 1;
+    near = listen_for_links(own.socket_name, 2);
+    far = tcp_listen(here.with_port(0));
+    introduce_address(own, local_address(far.get()));
+    const auto bootstrap = make_bootstrap(id_config(id, 1, 2));
+    std::vector<Introduction> all;
+    for (const Bytes& blob : all_gather(*bootstrap, encode(own), Deadline::after_ms(20000)))
+      all.push_back(decode_introduction(blob).value());
+    ranks = std::make_unique<MetRanks>(MetRanks::of(1, all, "a secret"));
+  }
+  UniqueFd call() const {
+    return tcp_connect(control_address(ranks->introductions[0]), Deadline::after_ms(5000));
+  }
+  std::vector<MeshLink> connect() {
+    MeshConnector connector(*ranks, {.near = std::move(near), .far = std::move(far)}, {}, 3000);
+    return connector.run(Deadline::after_ms(20000));
+  }
+  void pass_time(int ms) const { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+  Introduction own;
+  UniqueFd near, far;
+  std::unique_ptr<MetRanks> ranks;
+};
+
+// Two ranks as threads; the first's outcome. It connects, and then does what it is to do.
+std::optional<Error> with_far_rank(
+    const std::function<void(FarRank&)>& body,
+    const std::function<void(Member&)>& then = [](Member&) {}) {
+  const xd_unique_id id = new_id();
+  Member zero;
+  return on_threads(2, [&](int rank) {
+    if (rank == 0) {
+      zero.join(id, 0, 2, part(0));
+      return then(zero);
+    }
+    FarRank far(id);
+    body(far);
+  })[0];
+}
+
+TEST(HostConnector, ARankThatHasNotCalledAndIsGoneIsNoticedAtOnce) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto error = with_far_rank([](FarRank&) {});
+  expect_error(error, XD_ERROR_PEER_LOST, "has gone while the ranks were connecting");
+  expect_error(error, XD_ERROR_PEER_LOST, "rank 1 of host 1 (");
+  EXPECT_LT(ms_since(start), 3000);
+}
+
+TEST(HostConnector, ARankThatIsSlowToCallIsNotLost) {
+  EXPECT_FALSE(with_far_rank([](FarRank& far) {
+    far.pass_time(1500);
+    const auto links = far.connect();
+    far.pass_time(100);
+  }));
+}
+
+TEST(HostConnector, ARankThatGivesUpBeforeItHasCalledIsHeard) {
+  const auto give_up = [](FarRank& far) {
+    far.ranks->processes.processes[0].has_ended = true;  // or so it believes
+    EXPECT_TRUE(error_of([&] { far.connect(); }));
+  };
+  const auto error = with_far_rank(give_up, [](Member& zero) { zero.gather(""); });
+  expect_error(error, XD_ERROR_PEER_LOST, "failed: rank 0");
+  expect_error(error, XD_ERROR_PEER_LOST, "the process ended while the ranks were connecting");
+}
+
+// Who has seen a rank's hello may send it, too.
+TEST(HostConnector, AHelloWithoutAProofEndsNothing) {
+  LogCapture log;
+  EXPECT_FALSE(with_far_rank([](FarRank& far) {
+    for (int i = 0; i < 200; ++i) {
+      const UniqueFd stranger = far.call();
+      std::size_t sent = 0;
+      send_some(stranger.get(), Handshake(Side::client, far.ranks->secret, 1).take_output(), sent);
+    }
+    const auto links = far.connect();
+    far.pass_time(100);
+  }));
+  EXPECT_GT(log.end().size(), 0U);
+}
+
+TEST(HostConnector, ARankThatIsResetBehindItsProofIsLost) {
+  const auto reset = [](FarRank& far) {
+    const UniqueFd fd = far.call();
+    Handshake talk(Side::client, far.ranks->secret, 1);
+    std::size_t count = 0;
+    while (!talk.proven()) {
+      send_some(fd.get(), talk.take_output(), count);
+      std::array<std::byte, sizeof(Hello)> bytes;
+      ASSERT_TRUE(receive_some(fd.get(), std::span(bytes).first(talk.wanted()), count));
+      talk.receive(std::span<const std::byte>(bytes).first(count));
+      if (talk.peer_greeted()) break;  // the proof is in the output
+    }
+    const Bytes proof = talk.take_output();
+    const linger at_once{.l_onoff = 1, .l_linger = 0};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+    send_some(fd.get(), proof, count);
+  };
+  const auto error = with_far_rank(reset, [](Member& zero) { zero.gather(""); });
+  expect_error(error, XD_ERROR_PEER_LOST, "rank 1 of host 1 (");
+}
+
+// ----
 
 TEST(HostMesh, OneHostOpensNoPort) {
   const std::size_t before = open_descriptors();

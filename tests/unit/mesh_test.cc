@@ -384,7 +384,7 @@ TEST(Mesh, OnlyMeetingRanksCanBePeers) {
     return error_of([&] { check_peer(0, own, 1, theirs); });
   };
   expect_error(error_with([](auto& i) { i.version = 9; }), XD_ERROR_MISMATCH,
-               "rank 1 speaks protocol version 9, expected 2");
+               concat("rank 1 speaks protocol version 9, expected ", kProtocolVersion).c_str());
   expect_error(error_with([](auto& i) { i.num_ranks = 5; }), XD_ERROR_MISMATCH, "num_ranks = 5");
 }
 
