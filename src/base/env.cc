@@ -47,6 +47,22 @@ std::string known_topics(const std::string& list) {
   return known;
 }
 
+struct Defaults {
+#define XD_ENV_TEXT(field, variable, default_value, meaning)
+#define XD_ENV_NUMBER(field, variable, default_value, least, meaning) \
+  static constexpr int field = default_value;
+#include "base/env.def"
+#undef XD_ENV_TEXT
+#undef XD_ENV_NUMBER
+};
+
+int known_silence(int silence_ms) {
+  if (silence_ms == -1 || silence_ms >= kLeastSilenceMs) return silence_ms;
+  log_warning("XD_SILENCE_MS=", silence_ms, " is ignored: expected -1 or at least ",
+              kLeastSilenceMs, "; using ", Defaults::silence_ms);
+  return Defaults::silence_ms;
+}
+
 }  // namespace
 
 const Env& env() {
@@ -64,6 +80,7 @@ Env read_env() {
 #undef XD_ENV_NUMBER
   };
   values.log = known_topics(values.log);
+  values.silence_ms = known_silence(values.silence_ms);
   return values;
 }
 

@@ -13,6 +13,9 @@ struct Env {
 #undef XD_ENV_NUMBER
 };
 
+// The least time, beside -1, after which a machine may be taken for lost.
+inline constexpr int kLeastSilenceMs = 1000;
+
 // The variables' values in this process.
 const Env& env();
 

@@ -16,8 +16,6 @@
 namespace xd {
 namespace {
 
-constexpr int kLeastSilenceMs = 1000;
-
 // Spinning pays while every rank has a core of its own; with fewer cores it only keeps the awaited
 // peer from running.
 std::chrono::nanoseconds spin_time(int ranks_on_host) {
@@ -46,11 +44,11 @@ std::string read_host(const xd_comm_config& config) {
 }
 
 int read_silence(const xd_comm_config& config) {
-  const int silence_ms = config.silence_ms != 0 ? config.silence_ms : env().silence_ms;
-  XD_REQUIRE(silence_ms == -1 || silence_ms >= kLeastSilenceMs,
-             config.silence_ms != 0 ? "config.silence_ms = " : "XD_SILENCE_MS = ", silence_ms,
-             ", expected -1 or at least ", kLeastSilenceMs);
-  return silence_ms;
+  if (config.silence_ms == 0) return env().silence_ms;
+  XD_REQUIRE(config.silence_ms == -1 || config.silence_ms >= kLeastSilenceMs,
+             "config.silence_ms = ", config.silence_ms, ", expected -1, 0 or at least ",
+             kLeastSilenceMs);
+  return config.silence_ms;
 }
 
 // What ranks tell one another before they share memory.

@@ -17,7 +17,8 @@ struct Value {
 class EnvValues : public testing::TestWithParam<Value> {
  protected:
   EnvValues() {
-    for (const char* name : {"XD_LOG", "XD_TIMEOUT_MS", "XD_SPIN_US"}) ::unsetenv(name);
+    for (const char* name : {"XD_LOG", "XD_TIMEOUT_MS", "XD_SPIN_US", "XD_SILENCE_MS"})
+      ::unsetenv(name);
   }
 };
 INSTANTIATE_TEST_SUITE_P(
@@ -27,8 +28,11 @@ INSTANTIATE_TEST_SUITE_P(
                     Value{"XD_TIMEOUT_MS", "9999999999", false},
                     Value{"XD_TIMEOUT_MS", "10s", false}, Value{"XD_SPIN_US", "0", true},
                     Value{"XD_SPIN_US", "-1", true}, Value{"XD_SPIN_US", "-2", false},
-                    Value{"XD_SPIN_US", "much", false}, Value{"XD_LOG", "comm,plan", true},
-                    Value{"XD_LOG", "all", true}, Value{"XD_LOG", "everything", false}));
+                    Value{"XD_SPIN_US", "much", false}, Value{"XD_SILENCE_MS", "1000", true},
+                    Value{"XD_SILENCE_MS", "-1", true}, Value{"XD_SILENCE_MS", "0", false},
+                    Value{"XD_SILENCE_MS", "999", false}, Value{"XD_SILENCE_MS", "-2", false},
+                    Value{"XD_LOG", "comm,plan", true}, Value{"XD_LOG", "all", true},
+                    Value{"XD_LOG", "everything", false}));
 
 TEST_P(EnvValues, BadOnesAreIgnoredWithOneWarning) {
   const auto [variable, text, good] = GetParam();
@@ -48,6 +52,7 @@ TEST_P(EnvValues, BadOnesAreIgnoredWithOneWarning) {
       << lines[0];
   EXPECT_EQ(values.timeout_ms, defaults.timeout_ms);
   EXPECT_EQ(values.spin_us, defaults.spin_us);
+  EXPECT_EQ(values.silence_ms, defaults.silence_ms);
   EXPECT_EQ(values.log, defaults.log);
 }
 
