@@ -103,6 +103,11 @@ class Comm:
             on one. It decides the order of sums of expert parallelism and nothing else; the ranks
             are on one machine all the same. All ranks name their hosts, or none does;
             None = XD_HOST_ID, else one host of all ranks.
+        net_interface: several machines only: the interface, such as ``"eth0"``, or the address at
+            which other machines reach this rank; None = XD_NET_IFACE, else the address from which
+            it reaches the meeting point, or with an all-gather the machine's only address.
+        silence_ms: several machines only: milliseconds, at least 1000, after which the ranks of a
+            machine that does not answer are lost; 0 = XD_SILENCE_MS, else 10000; -1 = never.
 
     Raises:
         TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
@@ -125,6 +130,8 @@ class Comm:
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
         host: str | None = None,
+        net_interface: str | None = None,
+        silence_ms: int = 0,
     ) -> None:
         self._join(
             bootstrap="unique_id",
@@ -137,6 +144,8 @@ class Comm:
             name=name,
             on_peer_loss=on_peer_loss,
             host=host,
+            net_interface=net_interface,
+            silence_ms=silence_ms,
         )
 
     @classmethod
@@ -149,6 +158,8 @@ class Comm:
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
         host: str | None = None,
+        net_interface: str | None = None,
+        silence_ms: int = 0,
     ) -> Comm:
         """Joins through the environment variables of a launcher.
 
@@ -164,6 +175,8 @@ class Comm:
             name=name,
             on_peer_loss=on_peer_loss,
             host=host,
+            net_interface=net_interface,
+            silence_ms=silence_ms,
         )
 
     @classmethod
@@ -179,6 +192,8 @@ class Comm:
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
         host: str | None = None,
+        net_interface: str | None = None,
+        silence_ms: int = 0,
     ) -> Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
@@ -199,6 +214,8 @@ class Comm:
             name=name,
             on_peer_loss=on_peer_loss,
             host=host,
+            net_interface=net_interface,
+            silence_ms=silence_ms,
         )
 
     @classmethod
@@ -212,6 +229,8 @@ class Comm:
         name: str = "",
         on_peer_loss: PeerLoss = "fatal",
         host: str | None = None,
+        net_interface: str | None = None,
+        silence_ms: int = 0,
     ) -> Comm:
         """Joins through a communicator of NCCL's, which says rank and number of ranks.
 
@@ -233,6 +252,8 @@ class Comm:
             name=name,
             on_peer_loss=on_peer_loss,
             host=host,
+            net_interface=net_interface,
+            silence_ms=silence_ms,
         )
 
     def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
@@ -459,21 +480,23 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
 
     Raises:
-        TypeError, ValueError: as `_byte_count`; a rank, number of ranks, name or host that is none.
+        TypeError, ValueError: as `_byte_count`; a rank, number of ranks, name, host, interface or
+            number of milliseconds that is none.
         CrossdockError: as ``xd_comm_create``.
     """
-    for argument in ("rank", "num_ranks"):
+    for argument in ("rank", "num_ranks", "silence_ms"):
         if argument in options:
             options[argument] = number_of_32_bits(argument, options[argument])
     options["on_peer_loss"] = _peer_loss(options.get("on_peer_loss", "fatal"))
     name = options.get("name", "")
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {name!r}")
-    host = options.get("host")
-    if not isinstance(host, str | None):
-        raise TypeError(f"host: expected a str or None, got {host!r}")
-    if host is not None and "\0" in host:
-        raise ValueError(f"host: expected a text without NUL, got {host!r}")
+    for argument in ("host", "net_interface"):
+        text = options.get(argument)
+        if not isinstance(text, str | None):
+            raise TypeError(f"{argument}: expected a str or None, got {text!r}")
+        if text is not None and "\0" in text:
+            raise ValueError(f"{argument}: expected a text without NUL, got {text!r}")
     try:
         wanted = _byte_count("heap_bytes", heap_bytes)
     except (TypeError, ValueError):

@@ -114,6 +114,8 @@ class Comm:
         name: str = "",
         on_peer_loss: int = 0,
         host: str | None = None,
+        net_interface: str | None = None,
+        silence_ms: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

@@ -133,6 +133,8 @@ Comm::Comm(const Options& options) {
   config.name = options.name.c_str();
   config.on_peer_loss = static_cast<xd_comm_peer_loss>(options.on_peer_loss);
   if (options.host) config.host = options.host->c_str();
+  if (options.net_interface) config.net_interface = options.net_interface->c_str();
+  config.silence_ms = options.silence_ms;
 
   const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
   if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
@@ -277,16 +279,19 @@ void bind_comm(nb::module_& module) {
           [](Comm* self, std::string bootstrap, int rank, int num_ranks, nb::object unique_id,
              nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
              std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss,
-             std::optional<std::string> host) {
+             std::optional<std::string> host, std::optional<std::string> net_interface,
+             int silence_ms) {
             new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
                              std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
-                             timeout_ms, std::move(name), on_peer_loss, std::move(host)});
+                             timeout_ms, std::move(name), on_peer_loss, std::move(host),
+                             std::move(net_interface), silence_ms});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
           nb::arg("nccl_comm") = 0, nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0,
           nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "",
-          nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL), nb::arg("host") = nb::none())
+          nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL), nb::arg("host") = nb::none(),
+          nb::arg("net_interface") = nb::none(), nb::arg("silence_ms") = 0)
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)

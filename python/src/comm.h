@@ -30,6 +30,8 @@ class Comm {
     std::string name;
     int on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
     std::optional<std::string> host;
+    std::optional<std::string> net_interface;
+    int silence_ms = 0;
   };
 
   // Blocks until all ranks have come.

@@ -216,6 +216,8 @@ def init(
     name: str = "",
     on_peer_loss: PeerLoss = "fatal",
     host: str | None = None,
+    net_interface: str | None = None,
+    silence_ms: int = 0,
 ) -> Comm:
     """Joins a communicator. Collective, blocking.
 
@@ -234,7 +236,7 @@ def init(
             environment's ``XD_TIMEOUT_MS``, else 10 minutes.
         name: shown in logs; needed where several communicators meet through the environment at the
             same time. Equal on all ranks.
-        on_peer_loss, host: as of ``crossdock.Comm``.
+        on_peer_loss, host, net_interface, silence_ms: as of ``crossdock.Comm``.
 
     Raises:
         TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
@@ -253,6 +255,8 @@ def init(
         "name": name,
         "on_peer_loss": on_peer_loss,
         "host": host,
+        "net_interface": net_interface,
+        "silence_ms": silence_ms,
     }
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_group is None and distributed:

@@ -461,3 +461,23 @@ def test_names_of_hosts_are_checked() -> None:
         alone(host="h" * 64)
     with pytest.raises(crossdock.InvalidArgument, match="expected 1 to 63 bytes"):
         alone(host="")
+
+
+def test_settings_of_the_network_are_checked() -> None:
+    for value in (1, 999, -2):
+        with pytest.raises(crossdock.InvalidArgument, match=f"config.silence_ms = {value}, expect"):
+            alone(silence_ms=value)
+    with pytest.raises(TypeError, match="silence_ms: expected a whole number, got 2.5"):
+        alone(silence_ms=2.5)
+    with pytest.raises(ValueError, match="silence_ms: expected a number of 32 bits"):
+        alone(silence_ms=1 << 40)
+    with pytest.raises(TypeError, match="net_interface: expected a str or None, got 3"):
+        alone(net_interface=3)
+    with pytest.raises(ValueError, match="net_interface: expected a text without NUL"):
+        alone(net_interface="e\0")
+
+
+def test_settings_of_the_network_matter_between_machines_only() -> None:
+    for value in (0, -1, 1000, 2**31 - 1):
+        with alone(net_interface="none", silence_ms=value) as comm:
+            comm.barrier()

@@ -155,6 +155,14 @@ def test_the_name_of_a_host_reaches_the_communicator():
     xd.init(device="cpu", host="east").close()
 
 
+def test_what_the_network_needs_reaches_the_communicator():
+    with pytest.raises(
+        InvalidArgument, match=r"config\.silence_ms = 7, expected -1, 0 or at least"
+    ):
+        xd.init(device="cpu", silence_ms=7)
+    xd.init(device="cpu", net_interface="eth0", silence_ms=-1).close()  # one machine
+
+
 def test_heap_of_no_size_is_told_to_the_others():
     run_ranks(2, _bad_heap)
 
