@@ -30,7 +30,7 @@ def gathered(outcomes: list[Outcome]) -> dict[str, np.ndarray]:
     """All parameters, with experts put together from all ranks."""
     return {
         name: np.concatenate([outcome.parameters[name] for outcome in outcomes])
-        if "experts_" in name
+        if ".w_" in name
         else value
         for name, value in outcomes[0].parameters.items()
     }
@@ -357,7 +357,9 @@ def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         torch.save(part, path / name)
         refuse(name, text)
         (path / name).write_bytes(whole[path / name])
-    with pytest.raises(ValueError, match=r"it lacks \['other.experts_in', .*'layer.experts.w_in'"):
+    with pytest.raises(
+        ValueError, match=r"it lacks \['other.experts.w_in', .*'layer.experts.w_in'"
+    ):
         xd.load_checkpoint(path, renamed_layer(comm))
     with pytest.raises(FileNotFoundError, match="expected the folder of a checkpoint"):
         xd.load_checkpoint(common, model)
