@@ -37,7 +37,7 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
 test:  ## build everything and run the test suite, but for what needs a GPU
-	@tools/setup.sh test torch jax python net
+	@tools/setup.sh test torch jax python net frameworks alone
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
 	@$(CTEST) --test-dir $(RELEASE) -LE gpu; code=$$?; \
 	  tests/python/closing-lines.sh $(RELEASE); exit $$code

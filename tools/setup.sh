@@ -77,11 +77,13 @@ virtual_environment() {
 
 # One list after another, so that a list that changed leaves the packages of the others.
 python_packages() {
-  local requirements=tools/requirements-$1.txt stamp
+  local requirements=tools/requirements-$1.txt stamp options=()
+  if [[ $1 == alone ]]; then options=(--no-deps); fi
   stamp=.venv/$1-$(sha256sum "$requirements" | cut -c1-16).stamp
   [[ -e $stamp ]] && return 0
   echo "setup: installing $(grep -v '^#' "$requirements" | paste -s -d ' ') into .venv"
-  .venv/bin/pip install --disable-pip-version-check -r "$requirements" </dev/null >>"$log" 2>&1 ||
+  .venv/bin/pip install --disable-pip-version-check "${options[@]}" -r "$requirements" \
+    </dev/null >>"$log" 2>&1 ||
     { tail -n 20 "$log" >&2; exit 1; }
   touch "$stamp"
 }
