@@ -28,12 +28,14 @@ function(xd_test name)
 endfunction()
 
 # xd_rank_test(<name> LABEL <label> [RANKS <n>...] [HOSTS <hosts>...] [KINDS processes|threads...]
-#   [TIMEOUT <seconds>] COMMAND <target> <argument>...): one launch per kind and number of ranks,
-# <name>.<kind>.<n>, or hosts as crossdock-run takes them, <name>.<kind>.<hosts>.
+#   [TIMEOUT <seconds>] [ENVIRONMENT <variable=value>...] COMMAND <target> <argument>...): one
+# launch per kind and number of ranks, <name>.<kind>.<n>, or hosts as crossdock-run takes them,
+# <name>.<kind>.<hosts>.
 # More ranks than cores is normal; a launch takes all cores it can use, so that its limit holds.
 # ThreadSanitizer sees one process only, so its ranks are threads.
 function(xd_rank_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT" "RANKS;HOSTS;KINDS;COMMAND")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT"
+    "RANKS;HOSTS;KINDS;ENVIRONMENT;COMMAND")
   xd_default(arg_TIMEOUT 60)
   xd_default(arg_KINDS processes threads)
   if(CROSSDOCK_SANITIZE STREQUAL "thread")
@@ -60,6 +62,8 @@ function(xd_rank_test name)
       xd_test(${name}.${kind}.${launch_name} LABEL ${arg_LABEL} TIMEOUT ${arg_TIMEOUT}
         CORES ${cores} COMMAND crossdock-run ${size} ${option} --timeout ${limit}
           -- $<TARGET_FILE:${program}> ${arg_COMMAND})
+      set_tests_properties(${name}.${kind}.${launch_name} PROPERTIES
+        ENVIRONMENT "${arg_ENVIRONMENT}")
     endforeach()
   endforeach()
 endfunction()

@@ -29,6 +29,15 @@
 
 namespace xd {
 
+// Work for other ranks that a thread goes on with while it waits, because no other thread does it.
+class Progress {
+ public:
+  virtual void poll() = 0;
+
+ protected:
+  ~Progress() = default;
+};
+
 // A wait of the host: its place, for error texts, and its deadline, which is one for all peers of a
 // phase.
 struct HostWait {
@@ -40,6 +49,7 @@ struct HostWait {
   int timeout_ms = 0;  // the time that ends at the deadline; 0 = the communicator's
   // Whether the death of any rank ends the wait, since the operation cannot end without that rank.
   bool needs_all_ranks = false;
+  Progress* progress = nullptr;  // outlives the wait
 };
 
 // How a wait for a peer has ended, where it has not thrown.
@@ -79,6 +89,10 @@ class Comm final {
   int num_ranks() const { return num_ranks_; }
   const std::string& name() const { return name_; }
   const HostMap& hosts() const { return hosts_; }
+  // The machines of the ranks, until close(). In that room each of them is a host.
+  const Rails& machines() const { return mesh_->rails(); }
+  // The address of this rank's machine; with several machines, until close().
+  std::string address() const { return mesh_->own_address(); }
   DLDevice device() const { return device_; }
   int timeout_ms() const { return timeout_ms_; }
   int local_ranks() const { return local_ranks_; }
@@ -139,13 +153,14 @@ class Comm final {
     Interruption interruption;
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
+      if (site.progress != nullptr) site.progress->poll();
       if (ready()) return Waited::ready;
       if (errors_.ends_wait(site.group, site.operation, site.epoch)) errors_.throw_if_failed();
       // A rank's end comes after its last flag, so the flags are looked at once more.
       if (missing(peer, site) >= 0 && !ready()) return Waited::lost;
       if (site.deadline.passed()) return Waited::late;
       if (spin.passed()) {
-        bell.sleep(rings, interruption.next(site.deadline));
+        bell.sleep(rings, interruption.next(wake_up(site)));
         if (interruption.requested()) errors_.abort();
       } else {
         relax();
@@ -154,6 +169,14 @@ class Comm final {
   }
 
  private:
+  // The end of a sleep: nothing rings the bell for what comes over a network.
+  static Deadline wake_up(const HostWait& site) {
+    if (site.progress == nullptr) return site.deadline;
+    const Deadline nap(Deadline::Clock::now() + kNap);
+    return nap.when() < site.deadline.when() ? nap : site.deadline;
+  }
+  static constexpr std::chrono::microseconds kNap{50};
+
   FatalError error_at(const HostWait& site, xd_status status, int peer) const;
   // The rank that a wait for `peer` would wait in vain for, or -1.
   int missing(int peer, const HostWait& site) const;

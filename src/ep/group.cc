@@ -120,9 +120,13 @@ xd_ep_memory shared_memory_of(const Config& config, KeepsOf keeps_of) {
   return memory;
 }
 
-Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of)
+Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of,
+             Machines machines)
     : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
-  Sequence::comm().require_all_near("expert parallelism");
+  if (machines == Machines::one) {
+    Sequence::comm().require_all_near(asks_for_slots(config) ? "expert parallelism in EXPERT_SLOTS"
+                                                             : "expert parallelism on this device");
+  }
   agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);

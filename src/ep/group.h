@@ -105,9 +105,14 @@ class Group : public turn::Sequence<Family> {
   }
 
  protected:
+  // The machines that a group's ranks may be on.
+  enum class Machines { one, several };
+
   // Collective: validates this rank's config, and checks that the ranks agree. Throws
-  // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere.
-  Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of);
+  // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere; UNSUPPORTED where ranks are on
+  // several machines and the group must be on one.
+  Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of,
+        Machines machines = Machines::one);
 
   // Throws INVALID_ARGUMENT unless the group may leave ranks out.
   void require_masks() const;

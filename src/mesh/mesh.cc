@@ -294,6 +294,10 @@ void Mesh::watch(MeshEvents& events) noexcept {
   }
 }
 
+std::string Mesh::own_address() const {
+  return control_address(ranks().introductions[at(rank())]).host();
+}
+
 void Mesh::tell_deafness() noexcept {
   if (deaf_.load(std::memory_order_acquire)) deaf_by_->tell(parts_.links, rank());
 }

@@ -99,6 +99,9 @@ class Mesh {
   // The names that ranks have given their hosts, by rank; empty where none has.
   const std::vector<std::string>& host_names() const { return ranks().host_names; }
 
+  // The numeric address at which ranks on other hosts reach this rank; with several hosts only.
+  std::string own_address() const;
+
   // Ranks of this communicator that live in this process, itself included.
   int local_ranks() const { return ranks().processes.local_ranks; }
   const Rails& rails() const { return ranks().rails; }

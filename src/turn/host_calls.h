@@ -42,6 +42,9 @@ class HostCalls {
     sequence_.remember(setback, operation, epoch);
   }
 
+  // Makes a setback fatal. Peers that meet an error of the operation do so without this rank.
+  void finish_comm(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+
   const volatile std::uint64_t* watch() const { return &errors_; }
 
  private:
@@ -53,7 +56,6 @@ class HostCalls {
     // Release, as in kernels, although no thread has to find anything here.
     std::atomic_ref(errors_).fetch_add(1, std::memory_order_release);
   }
-  void finish_comm(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
 
   Sequence<Family>& sequence_;
   const bool fatal_errors_;
@@ -71,7 +73,6 @@ void HostCalls<Family>::settle(const Setback<Family>& setback, std::int32_t oper
   sequence_.give_back(setback, operation, epoch);
 }
 
-// The operation has ended, so peers that meet an error of it do so without this rank.
 template <class Family>
 void HostCalls<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation,
                                     std::uint64_t epoch) {

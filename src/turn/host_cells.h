@@ -35,7 +35,11 @@ class HostCells {
   // Tells a peer that this rank has entered an operation. A rank that sees the epoch also sees the
   // record, and all that was stored before.
   void post_entry(NearRank peer, std::uint64_t epoch, const Record& record) const {
-    const NearMemory theirs = entry(peer, rank_, epoch);
+    post_entry_of(rank_, peer, epoch, record);
+  }
+  // The same for another rank, which cannot reach the peer's memory. `peer` may be this rank.
+  void post_entry_of(int source, NearRank peer, std::uint64_t epoch, const Record& record) const {
+    const NearMemory theirs = entry(peer, source, epoch);
     *theirs.array<Record>() = record;
     theirs.from(kEntryEpoch).signal(epoch);
   }

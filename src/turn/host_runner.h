@@ -82,9 +82,9 @@ class HostRunner {
   template <HostOperation<Family> Op, class Make>
   Setback<Family> enter(std::int32_t operation, std::optional<Op>& op, Make&& make);
   template <HostOperation<Family> Op>
-  Setback<Family> leave(std::optional<Op>& op, Setback<Family> setback);
+  Setback<Family> leave(std::int32_t operation, std::optional<Op>& op, Setback<Family> setback);
   template <HostOperation<Family> Op>
-  Setback<Family> move(Op& op);
+  Setback<Family> move(std::int32_t operation, Op& op);
   template <HostOperation<Family> Op>
   Setback<Family> complete(Op& op);
 
@@ -99,7 +99,7 @@ void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
   std::optional<decltype(make())> op;
   Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
-  setback = leave(op, std::move(setback));
+  setback = leave(operation, op, std::move(setback));
   calls_.settle(setback, operation, turn_.epoch());
 }
 
@@ -116,7 +116,7 @@ template <class Family>
 template <HostOperation<Family> Op>
 Setback<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional<Op>& op) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
-  if (op) return leave(op, {});
+  if (op) return leave(operation, op, {});
   turn_.await();  // start() has thrown this rank's setback already
   turn_.leave();
   turn_.end();
@@ -151,12 +151,13 @@ Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<
 
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::leave(std::optional<Op>& op, Setback<Family> setback) {
+Setback<Family> HostRunner<Family>::leave(std::int32_t operation, std::optional<Op>& op,
+                                          Setback<Family> setback) {
   {
     const observe::Span span(sequence_.subject(), "wait for entries");
     turn_.await();
   }
-  if (!setback) setback = move(*op);
+  if (!setback) setback = move(operation, *op);
   {
     const observe::Span span(sequence_.subject(), "wait for ends");
     turn_.leave();
@@ -170,7 +171,7 @@ Setback<Family> HostRunner<Family>::leave(std::optional<Op>& op, Setback<Family>
 // memory of its own) is this rank's setback alone, and the rank still leaves with the others.
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::move(Op& op) {
+Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
   try {
     if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
     if (auto found = op.obstacle()) return found;
@@ -179,7 +180,10 @@ Setback<Family> HostRunner<Family>::move(Op& op) {
     return {};
   } catch (...) {
     if (sequence_.comm().errors().fatal_error() != nullptr) throw;
-    return current_setback<Family>(sequence_.rank());
+    const auto found = current_setback<Family>(sequence_.rank());
+    // Ranks on other machines wait for what this one has not sent.
+    if (turn_.reaches_far()) calls_.finish_comm(found, operation, turn_.epoch());
+    return found;
   }
 }
 

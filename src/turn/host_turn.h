@@ -10,6 +10,7 @@
 
 #include "base/math.h"
 #include "observe/subject.h"
+#include "turn/far_side.h"
 #include "turn/host_cells.h"
 
 namespace xd::turn {
@@ -26,6 +27,10 @@ class HostTurn : public HostCells<Record> {
         records_(at(comm.num_ranks())) {
     subject.counters().measures_waits.set(1);
   }
+
+  // From now on ranks on other machines take part as well. Outlives the turns.
+  void reach(FarSide<Record>& far) { far_ = &far; }
+  bool reaches_far() const { return far_ != nullptr; }
 
   void begin(std::int32_t operation) {
     operation_ = operation;
@@ -49,7 +54,8 @@ class HostTurn : public HostCells<Record> {
             .operation = operation_,
             .epoch = epoch_,
             .deadline = this->comm().deadline(),
-            .needs_all_ranks = true};
+            .needs_all_ranks = true,
+            .progress = far_};
   }
   // The last operation that a peer has entered, for error texts, out of those that the slots can
   // hold.
@@ -58,10 +64,15 @@ class HostTurn : public HostCells<Record> {
   }
 
  private:
+  // Waits for the entries of these ranks.
+  template <class Ranks>
+  void await_from(const Ranks& ranks, observe::WaitTimes& times);
+
   observe::Subject& subject_;
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
+  FarSide<Record>* far_ = nullptr;  // none: all ranks are near
 };
 
 template <class Record>
@@ -69,19 +80,28 @@ void HostTurn<Record>::enter(const Record& record) {
   records_[at(this->self())] = record;
   for (const NearRank peer : peers()) this->post_entry(peer, epoch_, record);
   ring_peers();
+  if (far_ != nullptr) far_->enter(epoch_, record);
 }
 
 template <class Record>
 void HostTurn<Record>::await() {
+  observe::WaitTimes times(subject_);
+  await_from(peers(), times);
+  if (far_ != nullptr) await_from(far_->ranks(), times);
+}
+
+template <class Record>
+template <class Ranks>
+void HostTurn<Record>::await_from(const Ranks& ranks, observe::WaitTimes& times) {
   const HostWait site = this->site(XD_PHASE_ENTRY);
   const auto has_entered = [this](int peer) { return this->entered(peer, epoch_) == epoch_; };
-  observe::WaitTimes times(subject_);
-  for (const NearRank peer : peers()) {
+  for (const auto& rank : ranks) {
+    const int peer = rank;
     this->comm().wait_for(
         peer, site,
         [&] {
           const bool here = has_entered(peer);
-          times.look(peer, here, peers(), has_entered);
+          times.look(peer, here, ranks, has_entered);
           return here;
         },
         [&] { return last_entered(peer); });
@@ -102,6 +122,11 @@ void HostTurn<Record>::end() {
     this->comm().wait_for(
         peer, site, [&] { return this->done_by(peer, epoch_) == epoch_; },
         [&] { return std::max(this->done_by(peer, epoch_), this->done_by(peer, epoch_ - 1)); });
+  }
+  // A partner may end first, and leave before this rank hears that it has read everything.
+  if (far_ != nullptr) {
+    this->comm().wait_for(
+        this->self(), site, [&] { return far_->at_rest(); }, [&] { return epoch_ - 1; });
   }
 }
 

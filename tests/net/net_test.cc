@@ -110,7 +110,7 @@ INSTANTIATE_TEST_SUITE_P(, NetFamily, testing::Values(Family::ipv4, Family::ipv6
                            return param.param == Family::ipv4 ? "IPv4" : "IPv6";
                          });
 
-TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForGroups) {
+TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForSlotsAndProducts) {
   NetHosts hosts(2);
   Job job(hosts, {0, 0, 1, 1}, GetParam());
   job.all_fine("create");

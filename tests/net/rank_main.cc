@@ -203,7 +203,7 @@ class RankMain {
     config.max_topk = 2;
     config.hidden = 64;
     config.max_tokens_per_rank = 8;
-    config.recv_capacity = 256;
+    config.layout = XD_EP_EXPERT_SLOTS;
     xd_ep_group* made = nullptr;
     const xd_status status = xd_ep_group_create(comm_, &config, &made);
     xd_ep_group_destroy(made);

@@ -1,91 +1,61 @@
 // combine and dispatch_bwd: every rank reads its tokens' rows from the peers' tensors and sums
-// them.
+// them. Sums of other machines' rows are made there (ep/cpu/far_sums.h).
 //
 // Reading a peer's memory costs as much as reading its own, so the partial sums of tensors that are
 // used in place are formed by the rank that needs them. Where rows are staged, and so copied
 // anyway, their owner forms the partial sums while it copies. Order and roundings are the same.
+#include <array>
+
 #include "base/math.h"
 #include "ep/cpu/operations.h"
 
 namespace xd::ep::cpu {
 
-namespace {
-
-// The terms of one token's sum.
-struct TokenTerms {
-  std::array<const void*, kMaxTopk> rows;
-  std::array<float, kMaxTopk> weights;
-  std::array<int, kMaxTopk> ends;
-  std::array<int, kMaxTopk> host_ends;
-  int num_rows = 0;
-  int num_partials = 0;
-  int num_hosts = 0;  // 0: sums are not made by host
-
-  void collect(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
-               std::int64_t token) {
-    TokenRows places;
-    places.gather(context, plan, token);
-    const bool by_host = context.group.sums_by_host();
-    const HostMap& hosts = context.group.comm().hosts();
-    if (by_host) places.order_by_host(hosts);
-    num_rows = 0;
-    num_partials = 0;
-    num_hosts = 0;
-    for (int i = 0; i < places.count; ++i) {
-      const RowRef& ref = places.list[at(i)].ref;
-      const RankTensors& from = context.scratch.ranks[at(ref.rank)];
-      const bool first = places.first_of_rank(i);
-      // The owner has added up the token's rows, weighted, in the place of the first.
-      if (from.one_row_per_token && !first) continue;
-      rows[at(num_rows)] = from.rows.address(at(ref.row) * out.row_bytes());
-      if (weighted) {
-        weights[at(num_rows)] =
-            from.one_row_per_token ? 1.0f : from.weights.array<float>()[ref.row];
-      }
-      // A rank's rows follow one another and form one partial sum.
-      if (!first) --num_partials;
-      ++num_rows;
-      ends[at(num_partials++)] = num_rows;
-      if (!by_host) continue;
-      if (i > 0 && hosts.host_of(places.list[at(i - 1)].ref.rank) == hosts.host_of(ref.rank)) {
-        --num_hosts;
-      }
-      host_ends[at(num_hosts++)] = num_partials;
-    }
-  }
-};
-
-}  // namespace
-
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted) {
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
+              FarSums* far) {
   const std::uint64_t bytes = out.row_bytes();
   const rows::Store store = store_for(out.bytes());
   const std::int64_t tokens = plan.header().tokens;
+  const auto collect = [&](TokenTerms& terms, std::int64_t t) {
+    const TokenTerms::Source source{.codes = plan.codes(t),
+                                    .topk = plan.header().topk,
+                                    .row_bytes = bytes,
+                                    .weighted = weighted};
+    if (far == nullptr) return terms.collect(context, source);
+    const FarTerms elsewhere = far->terms_of(t);
+    terms.collect(context, source, TokenTerms::kAllHosts, &elsewhere);
+  };
   // A token's rows lie anywhere in the peers' memory: while one token is summed, the next one's
   // rows are fetched.
   std::array<TokenTerms, 2> terms;
-  if (tokens > 0) terms[0].collect(context, plan, out, weighted, 0);
+  if (tokens > 0) collect(terms[0], 0);
   for (std::int64_t t = 0; t < tokens; ++t) {
-    const TokenTerms& now = terms[at(t % 2)];
     TokenTerms& next = terms[at((t + 1) % 2)];
     next.num_rows = 0;
-    if (t + 1 < tokens) next.collect(context, plan, out, weighted, t + 1);
-    std::byte* sum = out.data + at(t) * bytes;
-    if (now.num_partials == 0) {
-      rows::zero(sum, bytes, store);
-      continue;
-    }
-    rows::sum(row_type(out.type), sum,
-              {.rows = now.rows.data(),
-               .weights = weighted ? now.weights.data() : nullptr,
-               .partial_ends = now.ends.data(),
-               .num_partials = now.num_partials,
-               .host_ends = now.num_hosts > 0 ? now.host_ends.data() : nullptr,
-               .num_hosts = now.num_hosts,
-               .next_rows = {next.rows.data(), at(next.num_rows)}},
-              static_cast<std::size_t>(out.cols), store);
+    if (t + 1 < tokens) collect(next, t + 1);
+    terms[at(t % 2)].sum(out, weighted, out.data + at(t) * bytes, store,
+                         {next.rows.data(), at(next.num_rows)});
   }
   rows::flush();
+}
+
+float weight_gradient(const Context& context, const std::uint32_t* codes, int topk, int k) {
+  RowRef ref{};
+  if (!context.group.codec().decode(codes[k], ref)) return 0.0f;
+  const RankTensors& from = context.scratch.ranks[at(ref.rank)];
+  if (ref.row >= from.num_rows) return 0.0f;
+  const bool by_choice = context.group.config().layout.choices_beside_rows;
+  return from.weights.array<float>()[by_choice ? ref.row * topk + k : ref.row];
+}
+
+void SumOperation::sum(const FarSums::Wish& wish) const {
+  if (context_.lockstep.far() == nullptr) {
+    if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted, nullptr);
+    return;
+  }
+  FarSums far(context_, plan_, wish);
+  far.run();
+  if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted, &far);
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)
@@ -96,7 +66,7 @@ CombineOp::CombineOp(const Context& context, const CombineCall& call)
 
 void CombineOp::move() {
   resolve_tensors(context_, {.row = call_.out.row_bytes(), .weights = call_.weights.row_bytes()});
-  sum_rows(context_, plan_, call_.out, static_cast<bool>(call_.weights));
+  sum({.sums = call_.out, .weighted = static_cast<bool>(call_.weights), .gradients = {}});
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
@@ -111,28 +81,18 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
 void DispatchBwdOp::move() {
   resolve_tensors(context_, {.row = call_.grad_tokens.row_bytes(),
                              .weights = call_.grad_recv_weights.row_bytes()});
-  if (call_.grad_tokens) sum_rows(context_, plan_, call_.grad_tokens, false);
   if (call_.grad_topk_weights) read_weights();
+  sum({.sums = call_.grad_tokens, .weighted = false, .gradients = call_.grad_topk_weights});
 }
 
 // Each choice's gradient comes from its own row (and in RANK_MAJOR from its own k there); choices
-// without a row have none.
+// without a row have none, and those on other machines none yet.
 void DispatchBwdOp::read_weights() const {
   const int topk = plan_.header().topk;
-  const bool by_choice = config().layout.choices_beside_rows;
   float* out = call_.grad_topk_weights.as<float>();
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
-    const std::uint32_t* codes = plan_.codes(t);
-    for (int k = 0; k < topk; ++k) {
-      RowRef ref{};
-      float& grad = out[t * topk + k];
-      grad = 0.0f;
-      if (!context_.group.codec().decode(codes[k], ref)) continue;
-      const RankTensors& from = tensors(ref.rank);
-      if (ref.row >= from.num_rows) continue;
-      const std::int64_t at = by_choice ? ref.row * topk + k : ref.row;
-      grad = from.weights.array<float>()[at];
-    }
+    for (int k = 0; k < topk; ++k)
+      out[t * topk + k] = weight_gradient(context_, plan_.codes(t), topk, k);
   }
 }
 

@@ -45,19 +45,26 @@ void CombineBwdOp::move() {
            call_.expert_out ? kRowAlignment : dtype_bytes(call_.grad_expert_out_scales.type)});
   store_ =
       store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) * call_.grad_out.row_bytes());
-  const std::uint64_t bytes = call_.grad_out.row_bytes();
-  TokenRows rows;
-  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
-    rows.gather(context_, plan_, t);
-    const std::byte* grad = call_.grad_out.data + at(t) * bytes;
-    if (call_.weights) {
-      send_scaled(grad, rows);
-    } else {
-      store_row(rows, grad, bytes, store_, [&](int r) { return row_target(r); });
-      send_scales(call_.grad_out_scales, t, rows);
-    }
-  }
-  rows::flush();
+  // The scales of a weighted sum are not there: weights are the rows' owner's.
+  const RowsLayout layout{.topk = plan_.header().topk,
+                          .weights = false,
+                          .row_bytes = call_.grad_out.row_bytes(),
+                          .scale_bytes = call_.grad_out_scales.row_bytes()};
+  spread(
+      layout,
+      [&](std::int64_t t) {
+        return TokenData{.codes = plan_.codes(t),
+                         .row = call_.grad_out.data + at(t) * layout.row_bytes,
+                         .scales = read_scales(call_.grad_out_scales, t)};
+      },
+      [&](const TokenData& token, const TokenRows& rows) { deliver(token, rows); });
+}
+
+void CombineBwdOp::deliver(const TokenData& token, const TokenRows& rows) const {
+  if (call_.weights) return send_scaled(token.row, rows);
+  store_row(rows, token.row, call_.grad_out.row_bytes(), store_,
+            [&](int r) { return row_target(r); });
+  store_scales(token.scales, call_.grad_out_scales.row_bytes(), rows);
 }
 
 void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) const {

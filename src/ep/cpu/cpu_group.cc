@@ -18,7 +18,8 @@ Keeps keeps_of(const Config& config) {
 class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
-      : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
+      : Group(std::move(comm), config, keeps_of, Machines::several), lockstep_(*this) {
+    lockstep_.reach_machines(*this);
     subject().counters().counts_rows.set(1);
     this->comm().collective().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());

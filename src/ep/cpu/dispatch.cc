@@ -40,71 +40,68 @@ void DispatchOp::move() {
                  .scale_alignment = dtype_bytes(call_.recv_scales.type)});
   store_ = store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) *
                      call_.recv_tokens.row_bytes());
-  TokenRows rows;
-  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
-    rows.gather(context_, plan_, t);
-    if (rows.count == 0) continue;
-    if (call_.quantise != XD_EP_QUANTISE_NONE) {
-      send_quantised(t, rows);
-    } else {
-      send_row(t, rows);
-    }
-    if (config().layout.choices_beside_rows) {
-      send_choices(t, rows);
-    } else {
-      send_weights(t, rows);
-    }
+  const RowsLayout layout{.topk = plan_.header().topk,
+                          .weights = static_cast<bool>(call_.topk_weights),
+                          .row_bytes = call_.recv_tokens.row_bytes(),
+                          .scale_bytes = call_.recv_scales.row_bytes()};
+  spread(
+      layout, [&](std::int64_t t) { return read(t); },
+      [&](const TokenData& token, const TokenRows& rows) { deliver(token, rows); });
+}
+
+// Quantised rows are made here, once.
+TokenData DispatchOp::read(std::int64_t t) const {
+  TokenData token{.codes = plan_.codes(t),
+                  .row = call_.tokens.data + at(t) * call_.tokens.row_bytes()};
+  if (call_.topk_weights) {
+    token.weights = call_.topk_weights.as<float>() + t * call_.topk_weights.cols;
   }
-  rows::flush();
-}
-
-void DispatchOp::send_row(std::int64_t token, const TokenRows& rows) const {
-  const auto t = static_cast<std::uint64_t>(token);
-  const std::uint64_t bytes = call_.tokens.row_bytes();
-  store_row(rows, call_.tokens.data + t * bytes, bytes, store_,
-            [&](int r) { return row_target(r); });
-  send_scales(call_.scales, token, rows);
-}
-
-void DispatchOp::send_quantised(std::int64_t token, const TokenRows& rows) const {
+  if (call_.quantise == XD_EP_QUANTISE_NONE) {
+    token.scales = read_scales(call_.scales, t);
+    return token;
+  }
   Scratch& scratch = context_.scratch;
-  const auto columns = static_cast<std::uint64_t>(call_.tokens.cols);
-  const std::byte* row =
-      call_.tokens.data + static_cast<std::uint64_t>(token) * call_.tokens.row_bytes();
   rows::quantise_e4m3(quantise_format(call_.quantise), scratch.quantised.data(),
-                      scratch.quantised_scales.data(), row, columns);
-  store_row(rows, scratch.quantised.data(), columns, store_, [&](int r) { return row_target(r); });
-  store_row(rows, scratch.quantised_scales.data(), call_.recv_scales.row_bytes(),
-            rows::Store::cached, [&](int r) { return scale_target(r); });
+                      scratch.quantised_scales.data(), token.row, at(call_.tokens.cols));
+  token.row = scratch.quantised.data();
+  token.scales = scratch.quantised_scales.data();
+  return token;
+}
+
+void DispatchOp::deliver(const TokenData& token, const TokenRows& rows) const {
+  store_row(rows, token.row, call_.recv_tokens.row_bytes(), store_,
+            [&](int r) { return row_target(r); });
+  store_scales(token.scales, call_.recv_scales.row_bytes(), rows);
+  if (config().layout.choices_beside_rows) {
+    store_choices(token, rows);
+  } else {
+    store_weights(token, rows);
+  }
 }
 
 // EXPERT_MAJOR: one weight per row.
-void DispatchOp::send_weights(std::int64_t token, const TokenRows& rows) const {
-  if (!call_.topk_weights) return;
-  const float* weights = call_.topk_weights.as<float>() + token * call_.topk_weights.cols;
+void DispatchOp::store_weights(const TokenData& token, const TokenRows& rows) const {
+  if (token.weights == nullptr) return;
   for (int i = 0; i < rows.count; ++i) {
     const auto& [ref, k] = rows.list[static_cast<std::size_t>(i)];
-    tensors(ref.rank).weights.array<float>()[ref.row] = weights[k];
+    tensors(ref.rank).weights.array<float>()[ref.row] = token.weights[k];
   }
 }
 
 // RANK_MAJOR: per row, local expert and weight of each k that the row's rank holds.
-void DispatchOp::send_choices(std::int64_t token, const TokenRows& rows) const {
-  if (!call_.topk_weights && !call_.recv_topk_idx) return;
+void DispatchOp::store_choices(const TokenData& token, const TokenRows& rows) const {
+  if (token.weights == nullptr && !call_.recv_topk_idx) return;
   const int topk = plan_.header().topk;
-  const std::uint32_t* codes = plan_.codes(token);
-  const float* weights =
-      call_.topk_weights ? call_.topk_weights.as<float>() + token * topk : nullptr;
   for (int i = 0; i < rows.count; ++i) {
     const RowRef& row = rows.list[static_cast<std::size_t>(i)].ref;
     const RankTensors& to = tensors(row.rank);
     for (int k = 0; k < topk; ++k) {
       RowRef choice{};
-      const bool here = context_.group.codec().decode(codes[k], choice) &&
+      const bool here = context_.group.codec().decode(token.codes[k], choice) &&
                         choice.rank == row.rank && choice.row == row.row;
       const std::int64_t at = row.row * topk + k;
-      if (weights != nullptr) {
-        to.weights.array<float>()[at] = here ? weights[k] : 0.0f;
+      if (token.weights != nullptr) {
+        to.weights.array<float>()[at] = here ? token.weights[k] : 0.0f;
       }
       const int expert = here ? choice.expert : -1;
       if (!to.extra) continue;

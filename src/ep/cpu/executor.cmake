@@ -7,6 +7,9 @@ xd_layer(xd_ep_cpu
     ep/cpu/combine_bwd.cc
     ep/cpu/cpu_group.cc
     ep/cpu/dispatch.cc
+    ep/cpu/far_side.cc
+    ep/cpu/far_stream.cc
+    ep/cpu/far_sums.cc
     ep/cpu/ll_combine.cc
     ep/cpu/ll_dispatch.cc
     ep/cpu/ll_group.cc
@@ -16,6 +19,7 @@ xd_layer(xd_ep_cpu
     ep/cpu/prepare.cc
     ep/cpu/rows.cc
     ep/cpu/strided.cc
+    ep/cpu/token_terms.cc
     ep/cpu/transfer.cc
   DEPENDS
     xd_ep

@@ -1,9 +1,11 @@
 // A group's turns on the host (turn/host_turn.h), in group memory, and prepare's exchange of
-// counts.
+// counts. Words of ranks on other machines come through FarSide (ep/cpu/far_side.h), which writes
+// them into the memory of near ranks in those ranks' place.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -15,6 +17,8 @@
 #include "turn/shared_memory.h"
 
 namespace xd::ep::cpu {
+
+class FarSide;
 
 // The group memory of the near ranks.
 class GroupMemory {
@@ -40,8 +44,18 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
  public:
   // Collective.
   explicit Lockstep(const Group& group);
+  ~Lockstep();
 
   using GroupMemory::area_of, GroupMemory::map_of;
+
+  // Collective: from now on the group reaches ranks on other machines, if it has some.
+  void reach_machines(const Group& group);
+  // nullptr = all ranks are near.
+  FarSide* far() const { return far_.get(); }
+
+  // The words of a rank on another machine, which come here for all near ranks.
+  void bring_entry(int source, std::uint64_t epoch, const Record& record) const;
+  void bring_counts(int source, std::uint64_t epoch, std::span<const std::uint32_t> counts) const;
 
   // prepare sends this rank's row of the count table to every peer, and awaits the rows of all.
   void send_counts(std::span<const std::uint32_t> counts);
@@ -54,10 +68,14 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
   }
 
  private:
-  std::atomic<std::uint64_t>* counts(NearRank owner, int source) const;
+  void post_counts(NearRank owner, int source, std::uint64_t epoch,
+                   std::span<const std::uint32_t> values) const;
+  void await_counts_of(int source, const HostWait& site, std::span<std::uint32_t> table);
+  std::atomic<std::uint64_t>* counts(NearRank owner, int source, std::uint64_t epoch) const;
 
   Comm& comm_;
   const CountLayout count_layout_;
+  std::unique_ptr<FarSide> far_;
 };
 
 }  // namespace xd::ep::cpu

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <array>
+#include <cstring>
+#include <span>
 
 #include "base/math.h"
+#include "ep/cpu/far_stream.h"
 #include "ep/cpu/strided.h"
 #include "ep/cpu/transfer.h"
 #include "ep/records.h"
@@ -30,6 +33,29 @@ void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows
   rows::copy_to_many(places.data(), count, row, bytes, store);
 }
 
+// What a token brings to its rows: of this rank, or of one on another machine.
+struct TokenData {
+  const std::uint32_t* codes = nullptr;
+  const std::byte* row = nullptr;
+  const std::byte* scales = nullptr;  // packed; null = none
+  const float* weights = nullptr;     // one per choice; null = none
+
+  void pack(const RowsLayout& layout, std::byte* item) const {
+    std::memcpy(item, codes, layout.weights_at());
+    if (layout.weights)
+      std::memcpy(item + layout.weights_at(), weights, at(layout.topk) * sizeof(float));
+    std::memcpy(item + layout.row_at(), row, layout.row_bytes);
+    if (layout.scale_bytes > 0) std::memcpy(item + layout.scales_at(), scales, layout.scale_bytes);
+  }
+  static TokenData unpack(const RowsLayout& layout, const std::byte* item) {
+    return {.codes = reinterpret_cast<const std::uint32_t*>(item),
+            .row = item + layout.row_at(),
+            .scales = layout.scale_bytes > 0 ? item + layout.scales_at() : nullptr,
+            .weights = layout.weights ? reinterpret_cast<const float*>(item + layout.weights_at())
+                                      : nullptr};
+  }
+};
+
 // The parts that operations on a plan have in common.
 class PlanOperation {
  public:
@@ -48,16 +74,29 @@ class PlanOperation {
   RowTarget scale_target(int rank) const {
     return {tensors(rank).scales, tensors(rank).one_scale_per_token};
   }
-  // Sends a token's row of scales, if there are scales, to all its places.
-  void send_scales(const Tensor& scales, std::int64_t token, const TokenRows& rows) const {
-    if (!scales) return;
-    const std::byte* row = scales.data + at(token) * scales.row_bytes();
-    if (!scales.packed()) {
-      gather_row(scales, token, context_.scratch.scales.data());
-      row = context_.scratch.scales.data();
+  // A token's row of scales, packed; null if there are no scales.
+  const std::byte* read_scales(const Tensor& scales, std::int64_t token) const {
+    if (!scales) return nullptr;
+    if (scales.packed()) return scales.data + at(token) * scales.row_bytes();
+    gather_row(scales, token, context_.scratch.scales.data());
+    return context_.scratch.scales.data();
+  }
+  void store_scales(const std::byte* scales, std::uint64_t bytes, const TokenRows& rows) const {
+    if (scales == nullptr) return;
+    store_row(rows, scales, bytes, rows::Store::cached, [&](int r) { return scale_target(r); });
+  }
+
+  // Brings every token's data to its rows: `read` gives a token's data, and deliver(data, rows)
+  // stores them in near ranks' memory, also for tokens of other machines whose gateway this is.
+  template <class Read, class Deliver>
+  void spread(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+    if (context_.lockstep.far() != nullptr) return spread_far(layout, read, deliver);
+    TokenRows rows;
+    for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+      rows.gather(context_, plan_.codes(t), plan_.header().topk);
+      if (rows.count > 0) deliver(read(t), rows);
     }
-    store_row(rows, row, scales.row_bytes(), rows::Store::cached,
-              [&](int r) { return scale_target(r); });
+    rows::flush();
   }
   const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.self()); }
   ReceiveTensor receive_rows(const Tensor& tensor) const {
@@ -76,6 +115,39 @@ class PlanOperation {
 
   Context context_;
   PlanView plan_;
+
+ private:
+  template <class Read, class Deliver>
+  void spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const;
 };
+
+template <class Read, class Deliver>
+void PlanOperation::spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+  FarSide& side = *context_.lockstep.far();
+  const int topk = plan_.header().topk;
+  FarRows far(side, FarKind::rows, [&](const FarHeader& header, std::span<const std::byte> items) {
+    XD_CHECK(items.size() == header.items * layout.item_bytes());
+    TokenRows rows;
+    for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
+      const TokenData data = TokenData::unpack(layout, items.data() + i);
+      rows.gather(context_, data.codes, topk);
+      if (rows.count > 0) deliver(data, rows);
+    }
+  });
+  TokenRows rows;
+  FarPlaces machines;
+  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+    const std::uint32_t* const codes = plan_.codes(t);
+    rows.gather(context_, codes, topk);
+    machines.find(context_, codes, topk, [&](int r) { return side.routes().machine_of(r); });
+    if (rows.count == 0 && machines.count == 0) continue;
+    const TokenData data = read(t);
+    if (rows.count > 0) deliver(data, rows);
+    for (int i = 0; i < machines.count; ++i)
+      data.pack(layout, far.add(machines.list[at(i)], layout.item_bytes()));
+  }
+  far.finish();
+  rows::flush();
+}
 
 }  // namespace xd::ep::cpu

@@ -1,6 +1,7 @@
 // The five operations of the CPU executor; the steps are described at turn::HostOperation.
 #pragma once
 
+#include "ep/cpu/far_sums.h"
 #include "ep/cpu/operation.h"
 
 namespace xd::ep::cpu {
@@ -21,6 +22,8 @@ class PrepareOp {
   std::uint64_t fingerprint_of(const CountTable& counts) const;
   Numbering begin_numbering() const;
   void send_kept(std::span<const std::uint32_t> kept) const;
+  void send_far(FarSide& side, std::span<const std::uint32_t> kept) const;
+  void bring_words(int source, std::span<const std::byte> items) const;
   void collect_kept();
   std::int64_t collect_lists() const;
   std::uint32_t* kept_of(NearRank owner, int source) const;
@@ -53,10 +56,10 @@ class DispatchOp : public PlanOperation {
   Setback complete();
 
  private:
-  void send_row(std::int64_t token, const TokenRows& rows) const;
-  void send_quantised(std::int64_t token, const TokenRows& rows) const;
-  void send_weights(std::int64_t token, const TokenRows& rows) const;
-  void send_choices(std::int64_t token, const TokenRows& rows) const;
+  TokenData read(std::int64_t token) const;
+  void deliver(const TokenData& token, const TokenRows& rows) const;
+  void store_weights(const TokenData& token, const TokenRows& rows) const;
+  void store_choices(const TokenData& token, const TokenRows& rows) const;
   void end_choices() const;
 
   DispatchCall call_;
@@ -87,6 +90,7 @@ class SumOperation : public PlanOperation {
     rows_.add_up(plan_, config(), factors);
     weights_.copy_in(plan_, config());
   }
+  void sum(const FarSums::Wish& wish) const;
 
  private:
   ReceiveTensor rows_, weights_;
@@ -135,6 +139,7 @@ class CombineBwdOp : public PlanOperation {
   bool finishes_here() const {
     return call_.weights && config().layout.row_per_expert && grad_expert_out_.staged();
   }
+  void deliver(const TokenData& token, const TokenRows& rows) const;
   void send_scaled(const std::byte* grad, const TokenRows& rows) const;
   void finish_row(const std::byte* grad, const WeightedRow& row) const;
   void finish_rows() const;
@@ -145,7 +150,8 @@ class CombineBwdOp : public PlanOperation {
 };
 
 // Computes out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted`
-// multiplies each row by its weight there.
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
+// multiplies each row by its weight there. `far`: sums of other machines; nullptr = there are none.
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
+              FarSums* far);
 
 }  // namespace xd::ep::cpu

@@ -13,6 +13,7 @@
 
 #include "base/hash.h"
 #include "base/math.h"
+#include "ep/cpu/far_stream.h"
 #include "ep/cpu/operations.h"
 #include "ep/family.h"
 
@@ -69,7 +70,64 @@ void PrepareOp::move() {
                                    {context_.group.rank(), call_.alignment});
   Numbering numbering = begin_numbering();
   numbering.number(choices_, reinterpret_cast<std::uint32_t*>(call_.plan + plan_map().code));
-  if (!config().layout.row_per_expert && drops()) send_kept(numbering.kept());
+  const bool tells_kept = !config().layout.row_per_expert && drops();
+  if (tells_kept) send_kept(numbering.kept());
+  if (FarSide* const far = context_.lockstep.far()) {
+    send_far(*far, tells_kept ? numbering.kept() : std::span<const std::uint32_t>());
+  }
+}
+
+// The same for ranks on other machines: their gateways write it into those ranks' memory.
+void PrepareOp::send_far(FarSide& side, std::span<const std::uint32_t> kept) const {
+  FarRows far(side, FarKind::words, [&](const FarHeader& header, std::span<const std::byte> items) {
+    bring_words(header.source, items);
+  });
+  const std::size_t room = side.chunk_room() / 2 / sizeof(std::uint32_t);
+  const auto send = [&](FarWords area, int owner, std::span<const std::uint32_t> words) {
+    for (std::size_t first = 0; first < words.size();) {
+      const std::size_t count = std::min(room, words.size() - first);
+      std::byte* const item = far.add(side.routes().machine_of(owner),
+                                      sizeof(WordsItem) + far_size(count * sizeof(words[0])));
+      const WordsItem head{.area = area,
+                           .owner = owner,
+                           .first = static_cast<std::uint32_t>(first),
+                           .count = static_cast<std::uint32_t>(count)};
+      std::memcpy(item, &head, sizeof(head));
+      std::memcpy(item + sizeof(head), &words[first], count * sizeof(words[0]));
+      first += count;
+    }
+  };
+  const ExpertMap& map = config().map();
+  for (const int d : side.ranks()) {
+    if (context_.group.config_of(d).keeps.lists) {
+      const std::span<const std::uint32_t> list = side.list_for(d);
+      send(FarWords::list, d, list.first(at(std::int64_t{1} + list[0])));
+    }
+    if (!kept.empty() && placement().total[at(d)] > capacity_of(d))
+      send(FarWords::kept, d, kept.subspan(at(map.first(d)), at(map.local_experts(d))));
+  }
+  far.finish();
+}
+
+void PrepareOp::bring_words(int source, std::span<const std::byte> items) const {
+  while (!items.empty()) {
+    WordsItem head{};
+    XD_CHECK(items.size() >= sizeof(head));
+    std::memcpy(&head, items.data(), sizeof(head));
+    const std::size_t size = sizeof(head) + far_size(head.count * sizeof(std::uint32_t));
+    const std::uint64_t room = head.area == FarWords::list
+                                   ? GroupMap::list_words(config())
+                                   : static_cast<std::uint64_t>(config().most_local_experts());
+    XD_CHECK(items.size() >= size && std::uint64_t{head.first} + head.count <= room);
+    const auto owner =
+        std::ranges::find(context_.group.near(), head.owner, [](NearRank r) { return int{r}; });
+    XD_CHECK(owner != context_.group.near().end());
+    std::uint32_t* const to = head.area == FarWords::list
+                                  ? list_of(*owner, source).array<std::uint32_t>()
+                                  : kept_of(*owner, source);
+    std::memcpy(to + head.first, items.data() + sizeof(head), head.count * sizeof(std::uint32_t));
+    items = items.subspan(size);
+  }
 }
 
 CountTable PrepareOp::gather_counts() const {
@@ -103,6 +161,10 @@ Numbering PrepareOp::begin_numbering() const {
   for (const NearRank d : context_.group.near()) {
     if (!context_.group.config_of(d).keeps.lists) continue;
     numbering.open_list(d, list_of(d, context_.group.rank()).array<std::uint32_t>());
+  }
+  if (FarSide* const far = context_.lockstep.far()) {
+    for (const int d : far->ranks())
+      if (context_.group.config_of(d).keeps.lists) numbering.open_list(d, far->list_for(d).data());
   }
   return numbering;
 }

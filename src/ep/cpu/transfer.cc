@@ -174,11 +174,10 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
   }
 }
 
-void TokenRows::gather(const Context& context, const PlanView& plan, std::int64_t token) {
+void TokenRows::gather(const Context& context, const std::uint32_t* codes, int topk) {
   count = 0;
   const bool one_per_rank = !context.group.config().layout.row_per_expert;
-  const std::uint32_t* codes = plan.codes(token);
-  for (int k = 0; k < plan.header().topk; ++k) {
+  for (int k = 0; k < topk; ++k) {
     Row row{.ref = {}, .k = k};
     if (!context.group.codec().decode(codes[k], row.ref)) continue;
     if (row.ref.row >= context.scratch.ranks[at(row.ref.rank)].num_rows) continue;

@@ -191,8 +191,9 @@ struct TokenRows {
     return i == 0 || list[n - 1].ref.rank != list[n].ref.rank;
   }
 
-  // Gathers only rows that the peers' tensors have.
-  void gather(const Context& context, const PlanView& plan, std::int64_t token);
+  // Gathers only rows that near ranks' tensors have: other ranks' have none here. `codes` are those
+  // of the token's choices.
+  void gather(const Context& context, const std::uint32_t* codes, int topk);
   // From ascending rank to ascending host, and on each host ascending rank.
   void order_by_host(const HostMap& hosts);
 };

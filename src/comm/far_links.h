@@ -1,0 +1,38 @@
+// Links to a rank's partners on other machines (comm/far_routes.h), with the engine below them.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "comm/comm.h"
+#include "comm/far_routes.h"
+#include "net/links.h"
+
+namespace xd {
+
+class FarLinks {
+ public:
+  // Collective: opens an engine, which all ranks agree on, and connects to the partners. Throws
+  // UNSUPPORTED where a rank has no libfabric, and MISMATCH where ranks have no provider in common.
+  // `slots` of `slot_bytes` are the same on all ranks.
+  FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes);
+
+  // Ends nothing: the connections are those of the process that this one is a fork of.
+  void leave_behind() {
+    [[maybe_unused]] const net::Links* links = links_.release();
+    [[maybe_unused]] const net::Engine* engine = engine_.release();
+  }
+
+  net::Links& links() { return *links_; }
+  const net::Links& links() const { return *links_; }
+  const FarRoutes& routes() const { return routes_; }
+
+ private:
+  void connect(Comm& comm, CollectiveCall call);
+
+  const FarRoutes routes_;
+  std::unique_ptr<net::Engine> engine_;  // outlives the links
+  std::unique_ptr<net::Links> links_;
+};
+
+}  // namespace xd

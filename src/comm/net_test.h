@@ -1,0 +1,21 @@
+// What tests of the library ask of communicators between machines: XD_NET_TEST.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+namespace xd {
+
+struct NetTest {
+  bool apart = false;  // declared hosts of one machine share no memory
+  // Ranks, which are threads of one process, reach one another through the chaos engine with this
+  // seed, over memory.
+  std::optional<std::uint64_t> chaos;
+  std::size_t slot_bytes = 0;  // of links; 0 = chosen by the user of the links
+};
+
+// Read once. Throws INVALID_ARGUMENT.
+const NetTest& net_test();
+
+}  // namespace xd

@@ -1,0 +1,96 @@
+// What ranks of a group send to ranks on other machines: chunks of the links (net/links.h), each
+// with a header and items behind it. docs/internals/machines.md has the protocol.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "base/math.h"
+#include "ep/config.h"
+#include "ep/wire.h"
+
+namespace xd::ep::cpu {
+
+enum class FarKind : std::uint32_t {
+  entry = 1,    // one item: the source's Record
+  counts = 2,   // items are the source's counts, 32 bits each
+  words = 3,    // items: WordsItem
+  rows = 4,     // items: see RowsLayout
+  request = 5,  // items: RequestItem and codes
+  answer = 6,   // items: see AnswerLayout
+};
+
+// Rows, requests and words of an operation are the chunks that a source numbers: its last one to a
+// gateway says how many there were, since chunks arrive in any order. There is always one.
+struct FarHeader {
+  std::uint64_t epoch;
+  FarKind kind;
+  std::int32_t source;  // the rank that has sent it
+  std::uint32_t items;
+  std::uint32_t chunks;  // 0: not the last
+  std::uint64_t unused;
+};
+static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
+
+inline constexpr std::size_t kFarAlignment = 16;  // of items
+constexpr std::size_t far_size(std::size_t bytes) { return round_up(bytes, kFarAlignment); }
+
+// A source's words for one rank of the gateway's machine, which go into a part of its group memory.
+enum class FarWords : std::uint32_t { list = 0, kept = 1 };
+struct WordsItem {
+  FarWords area;
+  std::int32_t owner;
+  std::uint32_t first, count;  // of 32 bits each; they follow
+};
+
+// A token's row: the codes of all its choices, as its plan has them, weights, row and scales. The
+// gateway decodes them as the source does, and takes those of its own machine's ranks.
+struct RowsLayout {
+  int topk;
+  bool weights;
+  std::size_t row_bytes, scale_bytes;
+
+  constexpr std::size_t weights_at() const { return at(topk) * sizeof(std::uint32_t); }
+  constexpr std::size_t row_at() const {
+    return far_size(weights_at() + (weights ? at(topk) * sizeof(float) : 0));
+  }
+  constexpr std::size_t scales_at() const { return row_at() + row_bytes; }
+  constexpr std::size_t item_bytes() const { return far_size(scales_at() + scale_bytes); }
+};
+
+// Asks for the sum over a token's rows on one declared host of the gateway's machine. The codes of
+// its choices follow.
+struct RequestItem {
+  std::uint32_t token, place;  // both come back in the answer; place: see FarSums
+  std::int32_t host;
+  std::uint32_t unused;
+};
+constexpr std::size_t request_bytes(int topk) {
+  return sizeof(RequestItem) + far_size(at(topk) * sizeof(std::uint32_t));
+}
+
+// The request, gradients of the choices' weights, and the sum.
+struct AnswerLayout {
+  int topk;  // 0: no gradients
+  std::size_t row_bytes;
+
+  constexpr std::size_t row_at() const {
+    return sizeof(RequestItem) + far_size(at(topk) * sizeof(float));
+  }
+  constexpr std::size_t item_bytes() const { return row_at() + row_bytes; }
+};
+
+// The longest item of a group; the counts of a rank are one item here.
+inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
+  const RowsLayout rows{.topk = config.max_topk,
+                        .weights = true,
+                        .row_bytes = config.max_row_bytes,
+                        .scale_bytes = config.scale_room()};
+  const AnswerLayout answer{.topk = config.max_topk, .row_bytes = config.max_row_bytes};
+  return std::max({rows.item_bytes(), answer.item_bytes(), request_bytes(config.max_topk),
+                   far_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
+}
+
+}  // namespace xd::ep::cpu

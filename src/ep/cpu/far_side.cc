@@ -1,0 +1,213 @@
+#include "ep/cpu/far_side.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/net_test.h"
+#include "ep/cpu/lockstep.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+// Slots of a partner and direction. An entry and counts are sent before anything is awaited, so
+// there are two at least; answers have slots of their own.
+constexpr int kSlots = 4, kToGateway = 2;
+constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
+
+// The time in which the watch may name a rank whose end an engine has noticed first.
+constexpr int kVerdictMs = 1000;
+
+std::size_t slot_bytes_for(const Config& config) {
+  const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
+  const std::size_t wish = net_test().slot_bytes != 0 ? net_test().slot_bytes : kSlotBytes;
+  return far_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
+}
+
+}  // namespace
+
+FarSide::FarSide(const Group& group, Lockstep& lockstep)
+    : group_(group),
+      lockstep_(lockstep),
+      comm_(group.comm()),
+      slot_bytes_(slot_bytes_for(group.config())),
+      links_(comm_, kCreateGroup, kSlots, slot_bytes_),
+      lists_(at(group.config().ranks)) {
+  comm_.collective().agree(kCreateGroup, [this] {
+    chunks_.reserve(at(kSlots) * routes().partners().size());
+    counts_seen_.resize(routes().partners().size());
+    for (const int rank : ranks()) {
+      if (!group_.config_of(rank).keeps.lists) continue;
+      lists_[at(rank)].resize(GroupMap::list_words(group_.config()));
+    }
+    return Collective::Contribution{};
+  });
+}
+
+FarSide::~FarSide() {
+  if (comm_.errors().in_fork()) links_.leave_behind();
+}
+
+// The entry of an operation finds its slots free, since this rank has ended the operation before,
+// where it was at rest.
+void FarSide::enter(std::uint64_t, const Record& record) {
+  with_links([&] {
+    for (const int machine : routes().far_machines()) {
+      const auto slot = take_slot(routes().gateway(machine), Lane::to_gateway);
+      XD_CHECK(slot.has_value());
+      std::memcpy(items_of(*slot), &record, sizeof(record));
+      send(*slot, FarKind::entry, 1, 0, sizeof(record));
+    }
+  });
+}
+
+void FarSide::send_counts(std::uint64_t, std::span<const std::uint32_t> counts) {
+  with_links([&] {
+    for (const int machine : routes().far_machines()) {
+      const auto slot = take_slot(routes().gateway(machine), Lane::to_gateway);
+      XD_CHECK(slot.has_value());
+      std::memcpy(items_of(*slot), counts.data(), counts.size_bytes());
+      send(*slot, FarKind::counts, static_cast<std::uint32_t>(counts.size()), 0,
+           counts.size_bytes());
+    }
+  });
+}
+
+// A rank whose prepare is good sends its counts, whether or not others agree.
+bool FarSide::at_rest() const {
+  const auto is_here = [&](int source) {
+    const turn::Call& call = lockstep_.record_of(routes().partners()[at(source)]).call;
+    const bool counts = call.operation == XD_EP_PREPARE && call.status == XD_SUCCESS;
+    return !counts || counts_seen_[at(source)] >= lockstep_.epoch();
+  };
+  return links_.links().at_rest() && std::ranges::all_of(routes().sources(), is_here);
+}
+
+std::optional<net::Links::Slot> FarSide::take_slot(int partner, Lane lane) {
+  std::optional<net::Links::Slot> slot;
+  with_links([&] {
+    slot = lane == Lane::to_gateway
+               ? links_.links().take(partner, {.first = 0, .end = kToGateway})
+               : links_.links().take(partner, {.first = kToGateway, .end = kSlots});
+  });
+  return slot;
+}
+
+void FarSide::send(const net::Links::Slot& slot, FarKind kind, std::uint32_t items,
+                   std::uint32_t chunks, std::size_t used) {
+  const FarHeader header{.epoch = lockstep_.epoch(),
+                         .kind = kind,
+                         .source = comm_.rank(),
+                         .items = items,
+                         .chunks = chunks,
+                         .unused = 0};
+  std::memcpy(slot.bytes.data(), &header, sizeof(header));
+  with_links([&] { links_.links().send(slot, sizeof(header) + used); });
+}
+
+void FarSide::begin(FarWork& work) {
+  site_ = lockstep_.site(XD_PHASE_ROWS);
+  work_ = &work;
+}
+
+void FarSide::poll() {
+  with_links([&] {
+    net::Links& links = links_.links();
+    links.poll();
+    for (int p = 0; p < static_cast<int>(routes().partners().size()); ++p)
+      while (const auto chunk = links.next(p)) take_in(*chunk);
+    if (work_ != nullptr) serve();
+  });
+}
+
+// Entries and counts go into slots of their epoch, which near ranks have done with: their rank
+// entered this operation after it had seen the entries of all ranks to the one before.
+void FarSide::take_in(const net::Links::Chunk& chunk) {
+  const FarHeader header = check(chunk);
+  const auto items = chunk.bytes.subspan(sizeof(header));
+  if (header.kind == FarKind::entry && items.size() == sizeof(Record)) {
+    Record record;
+    std::memcpy(&record, items.data(), sizeof(record));
+    lockstep_.bring_entry(header.source, header.epoch, record);
+  } else if (header.kind == FarKind::counts) {
+    const CountLayout layout{group_.config().experts, group_.config().ranks};
+    XD_CHECK(items.size() == layout.size() * sizeof(std::uint32_t));
+    lockstep_.bring_counts(header.source, header.epoch,
+                           {reinterpret_cast<const std::uint32_t*>(items.data()), layout.size()});
+    counts_seen_[at(chunk.partner)] = header.epoch;
+  } else {
+    chunks_.push_back({.chunk = chunk, .header = header});
+    return;
+  }
+  links_.links().give_back(chunk);
+}
+
+// A partner may be one operation ahead, but has sent no rows of it then: it has not seen this
+// rank's entry.
+FarHeader FarSide::check(const net::Links::Chunk& chunk) const {
+  FarHeader header{};
+  if (chunk.bytes.size() >= sizeof(header)) {
+    std::memcpy(&header, chunk.bytes.data(), sizeof(header));
+  }
+  const std::uint64_t epoch = lockstep_.epoch();
+  const bool early = header.kind == FarKind::entry || header.kind == FarKind::counts;
+  const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
+  const int from = routes().partners()[at(chunk.partner)];
+  if (in_step && header.source == from && header.kind <= FarKind::answer) return header;
+  fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a chunk of ", chunk.bytes.size(),
+       " bytes: kind ", static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ",
+       header.epoch, "; expected epoch ", epoch);
+}
+
+void FarSide::serve() {
+  std::erase_if(chunks_, [&](FarChunk& chunk) {
+    if (!work_->take(chunk)) return false;
+    links_.links().give_back(chunk.chunk);
+    return true;
+  });
+}
+
+template <class Body>
+void FarSide::with_links(Body&& body) {
+  try {
+    body();
+  } catch (const std::bad_alloc&) {
+    give_up(Error(XD_ERROR_OUT_OF_MEMORY, "no memory for a message"));
+  } catch (const Error& error) {
+    give_up(error);
+  }
+}
+
+// An engine may notice first that a partner has ended. Then the watch names it with its process or
+// host, for all ranks alike, and that is what ends the operation here.
+void FarSide::give_up(const Error& error) {
+  comm_.errors().throw_if_failed();
+  HostWait site = lockstep_.site(XD_PHASE_ROWS);
+  const int peer = error.peer() >= 0 ? error.peer() : comm_.rank();
+  if (error.status() == XD_ERROR_SYSTEM) {
+    site.progress = nullptr;
+    site.timeout_ms = std::min(kVerdictMs, comm_.timeout_ms());
+    site.deadline = Deadline::after_ms(site.timeout_ms);
+    const Waited ended = comm_.wait(peer, site, [] { return false; });
+    if (ended == Waited::lost)
+      comm_.wait_for(
+          peer, site, [] { return false; }, [] { return 0; });
+  }
+  Cause cause{.peer = peer, .text = {}};
+  std::snprintf(cause.text.data(), cause.text.size(), "%s", error.text().c_str());
+  comm_.errors().raise_cause({.status = error.status(),
+                              .phase = XD_PHASE_ROWS,
+                              .rank = comm_.rank(),
+                              .peer = peer,
+                              .group = site.group,
+                              .operation = site.operation,
+                              .expected_epoch = site.epoch},
+                             cause);
+  comm_.errors().throw_if_failed();
+  throw Error(error);
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,59 @@
+// Sums of a token's rows on other machines, and gradients of its weights there. A source asks its
+// gateways for one sum for each of a token's hosts there; a gateway adds up the rows, which its
+// machine's ranks hold, and answers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ep/cpu/far_stream.h"
+#include "ep/cpu/operation.h"
+#include "ep/cpu/token_terms.h"
+
+namespace xd::ep::cpu {
+
+// The gradient of the weight of a token's choice k, in near ranks' memory; 0 = it has no row there.
+float weight_gradient(const Context& context, const std::uint32_t* codes, int topk, int k);
+
+class FarSums final : public FarWork {
+ public:
+  struct Wish {
+    Tensor sums;       // shape and type of the sums; none = no sums
+    bool weighted;     // rows are multiplied by their weights
+    Tensor gradients;  // of the weights, by token and choice: answers are written here
+  };
+  FarSums(const Context& context, const PlanView& plan, const Wish& wish);
+  ~FarSums() { side_.end(); }
+  FarSums(const FarSums&) = delete;
+  FarSums& operator=(const FarSums&) = delete;
+
+  // Asks, and answers others; returns when all answers are here and all others have theirs.
+  void run();
+  // The sums of a token, which follows the one of the call before.
+  FarTerms terms_of(std::int64_t token);
+
+  bool take(FarChunk& chunk) override;
+
+ private:
+  FarPlaces hosts_of(std::int64_t token) const;
+  bool answer(FarChunk& chunk);
+  void answer_item(const std::byte* request, std::byte* item) const;
+  void receive(const FarChunk& chunk);
+  void keep_gradients(const RequestItem& request, const float* gradients);
+  std::byte* sum_at(std::uint32_t place) { return sums_.data() + place * answer_.row_bytes; }
+
+  const Context context_;
+  const PlanView& plan_;
+  const Wish wish_;
+  FarSide& side_;
+  const int topk_;
+  const AnswerLayout answer_;
+  FarStream requests_;
+  FarArrivals arrivals_;
+  std::span<std::byte> sums_;           // by place: (token, host) in the order of requests
+  std::vector<std::uint32_t> awaited_;  // answers, by partner
+  std::uint32_t asked_ = 0;
+  std::uint32_t next_place_ = 0;
+};
+
+}  // namespace xd::ep::cpu
