@@ -15,7 +15,7 @@ export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench gpu-test gpu-bench gpu-package format check sanitize \
+.PHONY: help demo test bench wheel gpu-test gpu-bench gpu-package format check sanitize \
   sanitize-quick clean
 
 help:  ## show this list
@@ -47,6 +47,10 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),bench/all crossdock-run)
 	@bench/all.sh $(RELEASE)
+
+wheel:  ## wheels that carry what they need, and the sources: dist/cpu, dist/cuda13 if nvcc is there
+	@tools/setup.sh wheel jax python wheel
+	@tools/wheel.sh
 
 # On a machine with GPUs. With BUILD=folder, that of a prebuilt package, nothing is installed, and
 # nothing compiled but the Python extension. A build of its own: its programs may move.

@@ -1,6 +1,8 @@
 # Decides whether the CUDA executor is built: XD_CUDA. The runtime is linked statically and the
 # driver is looked up at run time, so that the library also starts on machines without a driver.
 
+include(${CMAKE_CURRENT_LIST_DIR}/CudaVersion.cmake)
+
 set(XD_CUDA OFF)
 if(NOT CROSSDOCK_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "CROSSDOCK_CUDA = ${CROSSDOCK_CUDA}, expected AUTO, ON or OFF")
@@ -10,10 +12,20 @@ if(CROSSDOCK_CUDA STREQUAL "ON")
 elseif(CROSSDOCK_CUDA STREQUAL "AUTO" AND NOT CROSSDOCK_SANITIZE)  # sanitizers look at host code
   include(CheckLanguage)
   check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    set(XD_CUDA ON)
+  # An old one often does not get along with a new C++ compiler: it is named all the same.
+  set(xd_nvcc ${CMAKE_CUDA_COMPILER})
+  if(NOT xd_nvcc)
+    find_program(XD_NVCC NAMES $ENV{CUDACXX} nvcc PATHS /usr/local/cuda/bin)
+    set(xd_nvcc ${XD_NVCC})
+  endif()
+  xd_cuda_obstacle("${xd_nvcc}" xd_cuda_obstacle)
+  if(NOT xd_cuda_obstacle AND NOT CMAKE_CUDA_COMPILER)
+    set(xd_cuda_obstacle "${xd_nvcc} cannot compile with this C++ compiler")
+  endif()
+  if(xd_cuda_obstacle)
+    message(STATUS "${xd_cuda_obstacle}: not built is the CUDA executor")
   else()
-    message(STATUS "nvcc not found: the CUDA executor is not built")
+    set(XD_CUDA ON)
   endif()
 endif()
 
@@ -23,5 +35,5 @@ if(XD_CUDA)
   endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # CUDA::cudart_static, where it is needed
   enable_language(CUDA)
-  find_package(CUDAToolkit 12.5 REQUIRED)
+  find_package(CUDAToolkit ${XD_CUDA_LEAST} REQUIRED)
 endif()

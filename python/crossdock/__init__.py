@@ -20,7 +20,15 @@ wait for a peer releases the GIL, is bounded by the communicator's timeout, and 
 
 from __future__ import annotations
 
-from crossdock import _core
+try:
+    import crossdock._core as _core
+except ImportError as error:
+    raise ImportError(
+        f"crossdock's extension cannot be loaded: {error}. If a library is missing, such as "
+        "libsodium or libhwy: the system's packages bring it (Debian: libsodium23, libhwy1), and "
+        "wheels of 'make wheel' contain it. If crossdock._core is missing, it was built for "
+        "another version of Python, or not at all: pip install ."
+    ) from error
 from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
 from crossdock._config import EpConfig, GroupMemory
 from crossdock._gemm import GemmArgs, GemmContext, GemmPlan, GemmStatus, gemm_local_size

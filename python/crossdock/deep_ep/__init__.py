@@ -9,6 +9,8 @@ Where it is a framework that imports ``deep_ep``, `install` lets that name be th
 See ``docs/deep_ep.md`` for what is honoured, ignored and refused.
 """
 
+import crossdock.torch  # noqa: F401 - first, since it says it if PyTorch is missing
+
 from ._arguments import topk_idx_t
 from ._config import Config
 from ._elastic_handle import EPHandle

@@ -13,6 +13,8 @@ The names, their arguments and their defaults are TransformerEngine's (2.20). Th
 option whether it is honoured, ignored or refused.
 """
 
+import crossdock.torch  # noqa: F401 - first, since it says it if PyTorch is missing
+
 from ._fp8 import Float8Tensor
 from ._gemm import general_gemm
 from ._layers import destroy_ub, get_ub, initialize_ub

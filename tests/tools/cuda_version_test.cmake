@@ -1,0 +1,24 @@
+# Which CUDA compilers are good enough: cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
+include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/CudaVersion.cmake)
+
+function(expect_obstacle release pattern)
+  set(nvcc ${FOLDER}/nvcc-${release})
+  file(WRITE ${nvcc}
+    "#!/bin/sh\necho 'Cuda compilation tools, release ${release}, V${release}.1'\n")
+  file(CHMOD ${nvcc} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+  xd_cuda_obstacle(${nvcc} obstacle)
+  if(NOT obstacle MATCHES "^${pattern}$")
+    message(FATAL_ERROR "nvcc ${release}: '${obstacle}', expected '${pattern}'")
+  endif()
+endfunction()
+
+expect_obstacle(11.8 "nvcc 11.8 is older than 12.5")
+expect_obstacle(12.4 "nvcc 12.4 is older than 12.5")
+expect_obstacle(12.5 "")
+expect_obstacle(12.10 "")
+expect_obstacle(13.0 "")
+expect_obstacle(none ".*nvcc-none does not tell its version")
+xd_cuda_obstacle("" obstacle)
+if(NOT obstacle STREQUAL "nvcc not found")
+  message(FATAL_ERROR "no nvcc: '${obstacle}'")
+endif()
