@@ -170,9 +170,10 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
     comm = set_up(parts);
     comm->memory_.add(Collective::kCreate, config.heap_bytes);
   } catch (const Error& error) {
-    // Every rank notices and names a peer that is gone or has failed.
+    // On one host every rank notices and names a peer that is gone or has failed. On others ranks
+    // may still be connecting, and see this one end.
     const bool known = error.status() == XD_ERROR_PEER_LOST || error.status() == XD_ERROR_MISMATCH;
-    if (!known) mesh.send_failure();
+    if (!known || mesh.rails().num_hosts() > 1) mesh.send_failure();
     throw;
   } catch (...) {
     mesh.send_failure();

@@ -98,9 +98,12 @@ void MeshConnector::say_farewell() noexcept {
   finish_saying(vigils_, end);
 }
 
+// A lower rank listens to its vigil until this rank has called it; one that refuses that call may
+// keep a vigil yet.
 bool MeshConnector::has_untold() const {
   for (int r = 0; r < ranks_.num_ranks(); ++r) {
-    const bool told = connected(r) || vigils_[at(r)] || refused_.contains(r);
+    const bool refuses = refused_.contains(r), has_vigil = static_cast<bool>(vigils_[at(r)]);
+    const bool told = connected(r) || (r < rank_ ? refuses && has_vigil : refuses || has_vigil);
     if (ranks_.rails.is_rail(r) && !told) return true;
   }
   return false;
