@@ -113,10 +113,31 @@ void NetHosts::lose(int host, int percent) {
       "chain out { type filter hook output priority 0; oifname " + rule + "}\nEND");
 }
 
-void NetHosts::admit_ports(int host, int first, int last) {
-  run("ip netns exec " + name(host) + " nft -f - <<END\ntable inet xd {\n" +
+void NetHosts::admit_ports(int host, int first, int last, const std::string& otherwise) {
+  run("ip netns exec " + name(host) + " nft -f - <<END\nflush ruleset\ntable inet xd {\n" +
       "chain in { type filter hook input priority 0; iifname eth0 tcp flags & (syn | ack) == syn " +
-      "tcp dport != " + std::to_string(first) + "-" + std::to_string(last) + " drop; }\n}\nEND");
+      "tcp dport != " + std::to_string(first) + "-" + std::to_string(last) + " " + otherwise +
+      "; }\n}\nEND");
+}
+
+void NetHosts::refuse(int host, const std::string& with) {
+  run("ip netns exec " + name(host) + " nft -f - <<END\ntable inet xd {\n" +
+      "chain in { type filter hook input priority 0; iifname eth0 meta l4proto tcp reject with " +
+      with + "; }\n}\nEND");
+}
+
+void NetHosts::translate(int host, int first, int last) {
+  const std::string other = "10.97.0." + std::to_string(host + 101);
+  run("ip -n " + name(host) + " addr add " + other + "/24 dev eth0\nip netns exec " + name(host) +
+      " nft -f - <<END\ntable ip xd {\n" +
+      "chain out { type nat hook postrouting priority 100; oifname eth0 tcp dport != " +
+      std::to_string(first) + "-" + std::to_string(last) + " snat to " + other + "; }\n}\nEND");
+}
+
+void NetHosts::set_mtu(int host, int bytes) {
+  const std::string mtu = " mtu " + std::to_string(bytes);
+  run("ip -n " + name(host) + " link set eth0" + mtu + "\nip -n " + name(count_) +
+      " link set port" + std::to_string(host) + mtu);
 }
 
 void NetHosts::add_dead_interface(int host) {

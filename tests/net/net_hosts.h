@@ -30,8 +30,14 @@ class NetHosts {
   enum class Way { in, out, both };
   void drop(int host, Way way);
   void lose(int host, int percent);  // of what comes in and goes out
-  // A firewall that drops new connections to other ports than these.
-  void admit_ports(int host, int first, int last);
+  // A firewall that drops new connections to other ports than these, or in the words of nft does
+  // something else to them.
+  void admit_ports(int host, int first, int last, const std::string& otherwise = "drop");
+  // A firewall that refuses all that comes in, in these words of nft.
+  void refuse(int host, const std::string& with);
+  // What the host sends to other ports than these comes from another address than the host's.
+  void translate(int host, int first, int last);
+  void set_mtu(int host, int bytes);  // at both ends of its link
   // A second interface, with an address that leads nowhere.
   void add_dead_interface(int host);
 

@@ -1,108 +1,14 @@
 // Communicators whose ranks are on several hosts: network namespaces of this machine.
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
-#include <fcntl.h>
-
-#include <chrono>
-#include <filesystem>
-#include <fstream>
-#include <memory>
-#include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "base/tcp.h"
-#include "net/net_hosts.h"
-#include "net/rank_process.h"
+#include "net/job.h"
 
 namespace xd::test {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-using Settings = RankProcess::Settings;
-
-constexpr int kPort = 29400;
-constexpr int kSilenceMs = 2000;  // as rank_main.cc has it
-
-int ms_since(Clock::time_point start) {
-  return static_cast<int>(
-      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count());
-}
-
-void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-bool has(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-// The ranks of a job, each a process on its host.
-class Job {
- public:
-  // Rank r is on host host_of[r]; the ranks meet at rank 0's host unless the settings say
-  // otherwise.
-  Job(const NetHosts& hosts, const std::vector<int>& host_of, Family family = Family::ipv4,
-      const Settings& more = {}) {
-    for (std::size_t r = 0; r < host_of.size(); ++r) {
-      Settings settings{{"RANK", std::to_string(r)},
-                        {"WORLD_SIZE", std::to_string(host_of.size())},
-                        {"MASTER_ADDR", hosts.address(host_of[0], family)},
-                        {"MASTER_PORT", std::to_string(kPort)},
-                        {"XD_JOB_SECRET", "a secret of the test"}};
-      for (const auto& [name, value] : more) settings[name] = value;
-      const auto of_rank = more.find("rank " + std::to_string(r));
-      if (of_rank != more.end()) {
-        const auto sign = of_rank->second.find('=');
-        settings[of_rank->second.substr(0, sign)] = of_rank->second.substr(sign + 1);
-      }
-      ranks_.push_back(std::make_unique<RankProcess>(hosts, host_of[r], settings));
-    }
-  }
-
-  int size() const { return static_cast<int>(ranks_.size()); }
-  RankProcess& rank(int r) { return *ranks_[static_cast<std::size_t>(r)]; }
-
-  // What every rank answers to an order that all get at once, but for `without`.
-  std::vector<std::string> all(const std::string& order, int without = -1) {
-    for (int r = 0; r < size(); ++r)
-      if (r != without) rank(r).tell(order);
-    std::vector<std::string> answers;
-    for (int r = 0; r < size(); ++r) answers.push_back(r != without ? rank(r).answer(40000) : "");
-    return answers;
-  }
-  void all_fine(const std::string& order) {
-    const std::vector<std::string> answers = all(order);
-    for (int r = 0; r < size(); ++r)
-      EXPECT_EQ(answers[static_cast<std::size_t>(r)], "fine") << order << " of rank " << r;
-  }
-  // Asks until the answer has `part`; fails after `within_ms`.
-  std::string ask_until(int r, const std::string& order, const std::string& part, int within_ms) {
-    const auto start = Clock::now();
-    std::string answer;
-    do {
-      answer = rank(r).ask(order);
-      if (has(answer, part)) return answer;
-      sleep_ms(5);
-    } while (ms_since(start) < within_ms);
-    ADD_FAILURE() << "rank " << r << " says within " << within_ms << " ms to " << order << ": "
-                  << answer << "\nexpected: " << part;
-    return answer;
-  }
-
- private:
-  std::vector<std::unique_ptr<RankProcess>> ranks_;
-};
-
-class Net : public testing::Test {
- protected:
-  void SetUp() override {
-    static const std::string why_not = NetHosts::why_not();
-    if (!why_not.empty()) GTEST_SKIP() << why_not;
-  }
-};
 
 class NetFamily : public Net, public testing::WithParamInterface<Family> {};
 INSTANTIATE_TEST_SUITE_P(, NetFamily, testing::Values(Family::ipv4, Family::ipv6),
@@ -265,105 +171,41 @@ TEST_F(Net, MaskedLossesAreRememberedAndFinishNothing) {
   }
 }
 
-TEST_F(Net, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
-  NetHosts hosts(2);
-  Job none(hosts, {0, 1}, Family::ipv4, {{"XD_JOB_SECRET", ""}});
-  for (const std::string& answer : none.all("create")) {
-    EXPECT_TRUE(has(answer, "XD_JOB_SECRET is not set")) << answer;
-  }
-  Job first(hosts, {0});
-  Settings other{{"XD_TEST_TIMEOUT_MS", "5000"}, {"rank 1", "XD_JOB_SECRET=another"}};
-  Job by_environment(hosts, {0, 1}, Family::ipv4, other);
-  const auto refused = by_environment.all("create");
-  EXPECT_TRUE(has(refused[0], "XD_ERROR_TIMEOUT")) << refused[0];
-  EXPECT_TRUE(has(refused[1], "refused this rank: it knows another secret")) << refused[1];
-  other["XD_TEST_ID"] = first.rank(0).ask("id");
-  Job by_id(hosts, {0, 1}, Family::ipv4, other);
-  for (const std::string& answer : by_id.all("create")) {
-    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
-    EXPECT_TRUE(has(answer, "has another XD_JOB_SECRET than")) << answer;
-  }
+// Without a bound only the end of a connection says that a rank is lost.
+TEST_F(Net, WithoutABoundAHostIsNeverGivenUpAndADeathIsNoticed) {
+  NetHosts hosts(3);
+  Job job(hosts, {0, 1, 2}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "-1"}});
+  job.all_fine("create");
+  hosts.set_link(1, false);
+  job.rank(0).tell("barrier");
+  sleep_ms(2 * kSilenceMs);
+  EXPECT_EQ(job.rank(1).ask("lost"), "none");
+  EXPECT_EQ(job.rank(2).ask("lost"), "none");
+  job.rank(2).kill();
+  EXPECT_TRUE(has(job.rank(0).answer(), "rank 2 of host 2 ("));
 }
 
-TEST_F(Net, RanksMeetByAUniqueIdAndByTheCallersAllGather) {
+TEST_F(Net, AFirewallThatRefusesLaterIsASilence) {
   NetHosts hosts(2);
-  Job first(hosts, {0});
-  Job by_id(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_ID", first.rank(0).ask("id")}});
-  by_id.all_fine("create");
-  by_id.all_fine("barrier");
-  const auto folder = std::filesystem::temp_directory_path() / ("xd-" + std::to_string(::getpid()));
-  std::filesystem::create_directory(folder);
-  Job by_files(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder}});
-  by_files.all_fine("create");
-  by_files.all_fine("barrier");
-  std::filesystem::remove_all(folder);
-}
-
-TEST_F(Net, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsIt) {
-  NetHosts hosts(2);
-  hosts.add_dead_interface(1);
-  const auto folder = std::filesystem::temp_directory_path() / ("xd-" + std::to_string(::getpid()));
-  std::filesystem::create_directory(folder);
-  Job meets(hosts, {0, 1});
-  meets.all_fine("create");
-  {
-    Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder}});
-    const auto answers = job.all("create");
-    for (const std::string& answer : answers)
-      EXPECT_TRUE(has(answer, "(eth0 10.97.0.2, eth1 10.98.0.2")) << answer;
-    EXPECT_TRUE(has(answers[0], "XD_ERROR_MISMATCH")) << answers[0];
-    EXPECT_TRUE(has(answers[1], "XD_ERROR_INVALID_ARGUMENT")) << answers[1];
-  }
-  std::filesystem::remove_all(folder);
-  std::filesystem::create_directory(folder);
-  {
-    Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder}, {"XD_NET_IFACE", "eth0"}});
-    job.all_fine("create");
-    job.all_fine("barrier");
-  }
-  std::filesystem::remove_all(folder);
-  // The dead one: no packet comes through, and the error names both ends.
-  Job dead(hosts, {0, 1}, Family::ipv4,
-           {{"XD_TEST_TIMEOUT_MS", "6000"}, {"rank 1", "XD_NET_IFACE=eth1"}});
-  const auto answers = dead.all("create");
-  EXPECT_TRUE(has(answers[1], "cannot reach rank 0 of host 0 (")) << answers[1];
-  EXPECT_TRUE(has(answers[1], "at 10.97.0.1:")) << answers[1];
-  EXPECT_TRUE(has(answers[1], "from 10.98.0.2 within 2000 ms")) << answers[1];
-}
-
-TEST_F(Net, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
-  NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "5000"}});
-  for (const int r : {0, 1, 3}) job.rank(r).tell("create");
-  sleep_ms(300);
-  job.rank(3).kill();
-  job.rank(2).tell("create");
-  for (const int r : {0, 1, 2}) {
-    const std::string answer = job.rank(r).answer();
-    EXPECT_TRUE(has(answer, "XD_ERROR_TIMEOUT")) << answer;
-    EXPECT_TRUE(has(answer, "rank 3 of 4 did not come in time")) << answer;
+  Job job(hosts, {0, 1});
+  job.all_fine("create");
+  hosts.refuse(1, "icmpx admin-prohibited");
+  for (int r = 0; r < 2; ++r) {
+    const std::string error = job.ask_until(r, "error", "XD_ERROR_PEER_LOST", 3 * kSilenceMs);
+    EXPECT_TRUE(has(error, "the host has not answered for 2000 ms") ||
+                has(error, "or its host hears nothing from this one"))
+        << error;
   }
 }
 
-TEST_F(Net, AFirewallOfTheControlPortIsNamedInTime) {
+TEST_F(Net, SmallPacketsAreEnough) {
   NetHosts hosts(2);
-  hosts.admit_ports(0, kPort, kPort + 15);
-  Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
-  const auto start = Clock::now();
-  const auto answers = job.all("create");
-  EXPECT_TRUE(has(answers[2], "XD_ERROR_TIMEOUT")) << answers[2];
-  EXPECT_TRUE(has(answers[2], "cannot reach rank 0 of host 0 (")) << answers[2];
-  for (const int r : {0, 1}) EXPECT_TRUE(has(answers[static_cast<std::size_t>(r)], "rank 2"));
-  EXPECT_LT(ms_since(start), 9000);
-}
-
-TEST_F(Net, AMeetingPointOnLoopbackIsNotFoundFromAnotherHost) {
-  NetHosts hosts(2);
-  Job job(hosts, {0, 1}, Family::ipv4,
-          {{"MASTER_ADDR", "127.0.0.1"}, {"XD_TEST_TIMEOUT_MS", "1000"}});
-  const auto answers = job.all("create");
-  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
-  EXPECT_TRUE(has(answers[1], "rank 0 did not come, is on another host")) << answers[1];
+  hosts.set_mtu(1, 576);
+  Job job(hosts, {0, 0, 1, 1});
+  job.all_fine("create");
+  job.all_fine("memory");
+  for (int i = 0; i < 5; ++i) job.all_fine("barrier");
+  job.all_fine("destroy");
 }
 
 TEST_F(Net, OneNameIsOfOneHost) {
@@ -399,60 +241,6 @@ TEST_F(Net, FiftyCommunicatorsLeaveNothingBehind) {
   job.all_fine("cycle 50");
   sleep_ms(100);
   EXPECT_EQ(job.all("open"), before);
-}
-
-// ---- Strangers ----
-
-// The TCP ports on which a process listens, but for one.
-std::vector<int> listening_ports(pid_t pid, int but) {
-  std::ifstream table("/proc/" + std::to_string(pid) + "/net/tcp");
-  std::vector<int> ports;
-  std::string line;
-  std::getline(table, line);
-  while (std::getline(table, line)) {
-    std::istringstream words(line);
-    std::string number, local, remote, state;
-    words >> number >> local >> remote >> state;
-    const int port = std::stoi(local.substr(local.find(':') + 1), nullptr, 16);
-    if (state == "0A" && port != but) ports.push_back(port);
-  }
-  return ports;
-}
-
-TEST_F(Net, StrangersAtTheControlPortsKeepNobodyOut) {
-  constexpr int kStrangers = 100;
-  NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1});
-  job.rank(0).tell("create");
-  job.rank(1).tell("create");
-  std::vector<int> ports;  // ranks listen before they meet
-  for (int tries = 0; ports.size() < 2 && tries < 2000; ++tries) {
-    sleep_ms(10);
-    ports = listening_ports(job.rank(0).pid(), kPort);
-  }
-  ASSERT_EQ(ports.size(), 2U);
-  std::vector<UniqueFd> strangers;
-  std::thread([&] {  // a thread may be on another host than its process
-    const UniqueFd there(::open(("/run/netns/" + hosts.name(1)).c_str(), O_RDONLY | O_CLOEXEC));
-    ASSERT_EQ(::setns(there.get(), CLONE_NEWNET), 0);
-    const TcpAddress rank_0 = numeric_address(hosts.address(0, Family::ipv4)).value();
-    for (const int port : ports) {
-      for (int i = 0; i < kStrangers; ++i) {
-        UniqueFd fd = tcp_connect(rank_0.with_port(static_cast<std::uint16_t>(port)),
-                                  Deadline::after_ms(5000));
-        if (i % 2 == 0) {
-          std::size_t sent = 0;
-          send_some(fd.get(), std::as_bytes(std::span("GET / HTTP/1.1\r\n\r\n")), sent);
-        }
-        strangers.push_back(std::move(fd));
-      }
-    }
-  })
-      .join();
-  EXPECT_EQ(job.rank(2).ask("create"), "fine");
-  for (const int r : {0, 1}) EXPECT_EQ(job.rank(r).answer(), "fine");
-  job.all_fine("barrier");
-  EXPECT_TRUE(listening_ports(job.rank(0).pid(), 0).empty()) << "when all are connected";
 }
 
 }  // namespace

@@ -2,9 +2,11 @@
 //   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as for any communicator by environment
 //   XD_TEST_ID       a unique id in hexadecimal digits: the ranks meet there instead
 //   XD_TEST_FOLDER   the ranks meet by an all-gather over files in this folder instead
+//   XD_TEST_WHEN_MET  die, or wait for half a second, between that and connecting
 //   XD_TEST_TIMEOUT_MS, XD_TEST_SILENCE_MS, XD_TEST_HOST, XD_TEST_MASK (1: losses are masked)
 #include <crossdock/ep.h>
 #include <crossdock/gemm.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -80,8 +82,15 @@ class FileGather {
       std::ifstream(file).read(recv + static_cast<std::size_t>(rank) * bytes,
                                static_cast<std::streamsize>(bytes));
     }
-    ++round_;
+    // With several hosts the ranks gather twice before they connect.
+    if (++round_ == 2) when_met();
     return 0;
+  }
+
+  static void when_met() {
+    if (setting("XD_TEST_WHEN_MET") == "die") ::raise(SIGKILL);
+    if (setting("XD_TEST_WHEN_MET") == "wait")
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
   }
 
   int round_ = 0;

@@ -2,14 +2,11 @@
 // standard input, a word a line, and answers each by a line (rank_main.cc).
 #pragma once
 
-#include <sys/types.h>
-
-#include <chrono>
 #include <map>
 #include <string>
 
-#include "base/fd.h"
 #include "net/net_hosts.h"
+#include "support/child_process.h"
 
 namespace xd::test {
 
@@ -18,26 +15,27 @@ class RankProcess {
   using Settings = std::map<std::string, std::string>;  // environment variables
 
   RankProcess(const NetHosts& hosts, int host, const Settings& settings);
-  ~RankProcess();  // kills the process
+  // Lets the process end by itself, unless it was killed, and fails the test if it ends badly: a
+  // sanitizer speaks last.
+  ~RankProcess();
   RankProcess(const RankProcess&) = delete;
   RankProcess& operator=(const RankProcess&) = delete;
 
-  void tell(const std::string& order) const;
+  void tell(const std::string& order) const { child_.tell(order); }
   // The next line; throws std::runtime_error if none comes in time.
   std::string answer(int within_ms = 20000);
   std::string ask(const std::string& order, int within_ms = 20000) {
     tell(order);
     return answer(within_ms);
   }
+  void dismiss() { child_.close_input(); }  // it ends when it has answered
 
-  void signal(int number) const;
-  void kill();  // and returns when it is gone
-  pid_t pid() const { return pid_; }
+  void signal(int number) const { child_.signal(number); }
+  void kill() { child_.kill(); }  // and returns when it is gone
+  pid_t pid() const { return child_.pid(); }
 
  private:
-  pid_t pid_ = -1;
-  UniqueFd input_, output_;
-  std::string received_;
+  ChildProcess child_;
 };
 
 // Does a rank's work, if this process is one, and returns true.

@@ -1,0 +1,277 @@
+// How ranks on several hosts meet and connect, and what may keep them from it.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <span>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/tcp.h"
+#include "net/job.h"
+
+namespace xd::test {
+namespace {
+
+using NetConnect = Net;
+
+// A folder for ranks that meet over files.
+class Folder {
+ public:
+  Folder() : path_(std::filesystem::temp_directory_path() / ("xd-" + std::to_string(::getpid()))) {
+    std::filesystem::create_directory(path_);
+  }
+  ~Folder() { std::filesystem::remove_all(path_); }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::string path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+TEST_F(NetConnect, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
+  NetHosts hosts(2);
+  Job none(hosts, {0, 1}, Family::ipv4, {{"XD_JOB_SECRET", ""}});
+  for (const std::string& answer : none.all("create")) {
+    EXPECT_TRUE(has(answer, "XD_JOB_SECRET is not set")) << answer;
+  }
+  Job first(hosts, {0});
+  Settings other{{"XD_TEST_TIMEOUT_MS", "5000"}, {"rank 1", "XD_JOB_SECRET=another"}};
+  Job by_environment(hosts, {0, 1}, Family::ipv4, other);
+  const auto refused = by_environment.all("create");
+  EXPECT_TRUE(has(refused[0], "XD_ERROR_TIMEOUT")) << refused[0];
+  EXPECT_TRUE(has(refused[1], "refused this rank: it knows another secret")) << refused[1];
+  other["XD_TEST_ID"] = first.rank(0).ask("id");
+  Job by_id(hosts, {0, 1}, Family::ipv4, other);
+  for (const std::string& answer : by_id.all("create")) {
+    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
+    EXPECT_TRUE(has(answer, "has another XD_JOB_SECRET than")) << answer;
+  }
+}
+
+TEST_F(NetConnect, RanksMeetByAUniqueIdAndByTheCallersAllGather) {
+  NetHosts hosts(2);
+  Job first(hosts, {0});
+  Job by_id(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_ID", first.rank(0).ask("id")}});
+  by_id.all_fine("create");
+  by_id.all_fine("barrier");
+  const Folder folder;
+  Job by_files(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
+  by_files.all_fine("create");
+  by_files.all_fine("barrier");
+}
+
+TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsIt) {
+  NetHosts hosts(2);
+  hosts.add_dead_interface(1);
+  Job meets(hosts, {0, 1});
+  meets.all_fine("create");
+  {
+    const Folder folder;
+    Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
+    const auto answers = job.all("create");
+    for (const std::string& answer : answers)
+      EXPECT_TRUE(has(answer, "(eth0 10.97.0.2, eth1 10.98.0.2")) << answer;
+    EXPECT_TRUE(has(answers[0], "XD_ERROR_MISMATCH")) << answers[0];
+    EXPECT_TRUE(has(answers[1], "XD_ERROR_INVALID_ARGUMENT")) << answers[1];
+  }
+  {
+    const Folder folder;
+    Job job(hosts, {0, 1}, Family::ipv4,
+            {{"XD_TEST_FOLDER", folder.path()}, {"XD_NET_IFACE", "eth0"}});
+    job.all_fine("create");
+    job.all_fine("barrier");
+  }
+  // The dead one: no packet comes through, and the error names both ends.
+  Job dead(hosts, {0, 1}, Family::ipv4,
+           {{"XD_TEST_TIMEOUT_MS", "6000"}, {"rank 1", "XD_NET_IFACE=eth1"}});
+  const auto answers = dead.all("create");
+  EXPECT_TRUE(has(answers[1], "cannot reach rank 0 of host 0 (")) << answers[1];
+  EXPECT_TRUE(has(answers[1], "at 10.97.0.1:")) << answers[1];
+  EXPECT_TRUE(has(answers[1], "from 10.98.0.2 within 2000 ms")) << answers[1];
+}
+
+TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "5000"}});
+  for (const int r : {0, 1, 3}) job.rank(r).tell("create");
+  sleep_ms(300);
+  job.rank(3).kill();
+  job.rank(2).tell("create");
+  for (const int r : {0, 1, 2}) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_TIMEOUT")) << answer;
+    EXPECT_TRUE(has(answer, "rank 3 of 4 did not come in time")) << answer;
+  }
+}
+
+TEST_F(NetConnect, AFirewallOfTheControlPortIsNamedInTime) {
+  NetHosts hosts(2);
+  hosts.admit_ports(0, kPort, kPort + 15);
+  Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
+  const auto start = Clock::now();
+  const auto answers = job.all("create");
+  EXPECT_TRUE(has(answers[2], "XD_ERROR_TIMEOUT")) << answers[2];
+  EXPECT_TRUE(has(answers[2], "cannot reach rank 0 of host 0 (")) << answers[2];
+  // The others can reach it, and hear from it.
+  for (const int r : {0, 1}) {
+    const std::string& answer = answers[static_cast<std::size_t>(r)];
+    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
+    EXPECT_TRUE(has(answer, "cannot reach rank 0 of host 0 (")) << answer;
+  }
+  EXPECT_LT(ms_since(start), 5500);
+}
+
+TEST_F(NetConnect, AMeetingPointOnLoopbackIsNotFoundFromAnotherHost) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 1}, Family::ipv4,
+          {{"MASTER_ADDR", "127.0.0.1"}, {"XD_TEST_TIMEOUT_MS", "1000"}});
+  const auto answers = job.all("create");
+  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
+  EXPECT_TRUE(has(answers[1], "rank 0 did not come, is on another host")) << answers[1];
+}
+
+TEST_F(NetConnect, AFirewallThatRefusesIsNamedAtOnceOrInTime) {
+  NetHosts hosts(2);
+  // What the system makes of it depends on the firewall's words.
+  hosts.admit_ports(0, kPort, kPort + 15, "reject with icmpx port-unreachable");
+  {
+    Job job(hosts, {0, 1});
+    const auto start = Clock::now();
+    const auto answers = job.all("create");
+    for (const std::string& answer : answers) {
+      EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
+      EXPECT_TRUE(has(answer, "rank 0 of host 0 (")) << answer;
+      EXPECT_TRUE(has(answer, "or a firewall refuses 10.97.0.1:")) << answer;
+    }
+    EXPECT_LT(ms_since(start), 4000);
+  }
+  hosts.admit_ports(0, kPort, kPort + 15, "reject with icmpx admin-prohibited");
+  Job job(hosts, {0, 1});
+  const auto answers = job.all("create");
+  EXPECT_TRUE(has(answers[1], "XD_ERROR_TIMEOUT")) << answers[1];
+  for (const std::string& answer : answers)
+    EXPECT_TRUE(has(answer, "cannot reach rank 0 of host 0 (")) << answer;
+}
+
+TEST_F(NetConnect, AddressesThatAreTranslatedAreRefused) {
+  NetHosts hosts(2);
+  hosts.translate(1, kPort, kPort + 15);
+  Job job(hosts, {0, 1});
+  for (const std::string& answer : job.all("create")) {
+    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
+    EXPECT_TRUE(has(answer, "has the address 10.97.0.2 and reaches rank 0 of host 0 (")) << answer;
+    EXPECT_TRUE(has(answer, "addresses must not be translated between hosts (NAT)")) << answer;
+  }
+}
+
+TEST_F(NetConnect, ARankThatIsKilledBetweenMeetingAndCallingIsNamedByAllAtOnce) {
+  NetHosts hosts(2);
+  const Folder folder;
+  const Settings dies{{"XD_TEST_FOLDER", folder.path()}, {"rank 3", "XD_TEST_WHEN_MET=die"}};
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, dies);
+  const auto start = Clock::now();
+  for (int r = 0; r < 4; ++r) job.rank(r).tell("create");
+  for (const int r : {0, 1, 2}) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
+    EXPECT_TRUE(has(answer, "rank 3 of host 1 (")) << answer;
+  }
+  EXPECT_LT(ms_since(start), 5000);
+  job.rank(3).kill();
+}
+
+// No other rank of its host is there to notice it.
+TEST_F(NetConnect, ALoneRankThatIsKilledBetweenMeetingAndCallingIsNamedAtOnce) {
+  NetHosts hosts(2);
+  const Folder folder;
+  const Settings dies{{"XD_TEST_FOLDER", folder.path()}, {"rank 1", "XD_TEST_WHEN_MET=die"}};
+  Job job(hosts, {0, 1}, Family::ipv4, dies);
+  const auto start = Clock::now();
+  for (int r = 0; r < 2; ++r) job.rank(r).tell("create");
+  const std::string answer = job.rank(0).answer();
+  EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
+  EXPECT_TRUE(has(answer, "rank 1 of host 1 (")) << answer;
+  EXPECT_LT(ms_since(start), 5000);
+  job.rank(1).kill();
+}
+
+// Rank 2 comes when rank 3 is gone already, and all others wait for rank 2.
+TEST_F(NetConnect, ARankThatFindsAnotherGoneTellsOtherHosts) {
+  NetHosts hosts(2);
+  const Folder folder;
+  const Settings dies{{"XD_TEST_FOLDER", folder.path()},
+                      {"rank 2", "XD_TEST_WHEN_MET=wait"},
+                      {"rank 3", "XD_TEST_WHEN_MET=die"}};
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, dies);
+  for (int r = 0; r < 4; ++r) job.rank(r).tell("create");
+  for (const int r : {0, 1, 2}) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
+    EXPECT_TRUE(has(answer, "rank 3 of host 1 (")) << answer;
+  }
+  job.rank(3).kill();
+}
+
+// ---- Strangers ----
+
+// The TCP ports on which a process listens, but for one.
+std::vector<int> listening_ports(pid_t pid, int but) {
+  std::ifstream table("/proc/" + std::to_string(pid) + "/net/tcp");
+  std::vector<int> ports;
+  std::string line;
+  std::getline(table, line);
+  while (std::getline(table, line)) {
+    std::istringstream words(line);
+    std::string number, local, remote, state;
+    words >> number >> local >> remote >> state;
+    const int port = std::stoi(local.substr(local.find(':') + 1), nullptr, 16);
+    if (state == "0A" && port != but) ports.push_back(port);
+  }
+  return ports;
+}
+
+TEST_F(NetConnect, StrangersAtTheControlPortsKeepNobodyOut) {
+  constexpr int kStrangers = 100;
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1});
+  job.rank(0).tell("create");
+  job.rank(1).tell("create");
+  std::vector<int> ports;  // ranks listen before they meet
+  for (int tries = 0; ports.size() < 2 && tries < 2000; ++tries) {
+    sleep_ms(10);
+    ports = listening_ports(job.rank(0).pid(), kPort);
+  }
+  ASSERT_EQ(ports.size(), 2U);
+  std::vector<UniqueFd> strangers;
+  std::thread([&] {  // a thread may be on another host than its process
+    const UniqueFd there(::open(("/run/netns/" + hosts.name(1)).c_str(), O_RDONLY | O_CLOEXEC));
+    ASSERT_EQ(::setns(there.get(), CLONE_NEWNET), 0);
+    const TcpAddress rank_0 = numeric_address(hosts.address(0, Family::ipv4)).value();
+    for (const int port : ports) {
+      for (int i = 0; i < kStrangers; ++i) {
+        UniqueFd fd = tcp_connect(rank_0.with_port(static_cast<std::uint16_t>(port)),
+                                  Deadline::after_ms(5000));
+        if (i % 2 == 0) {
+          std::size_t sent = 0;
+          send_some(fd.get(), std::as_bytes(std::span("GET / HTTP/1.1\r\n\r\n")), sent);
+        }
+        strangers.push_back(std::move(fd));
+      }
+    }
+  })
+      .join();
+  EXPECT_EQ(job.rank(2).ask("create"), "fine");
+  for (const int r : {0, 1}) EXPECT_EQ(job.rank(r).answer(), "fine");
+  job.all_fine("barrier");
+  EXPECT_TRUE(listening_ports(job.rank(0).pid(), 0).empty()) << "when all are connected";
+}
+
+}  // namespace
+}  // namespace xd::test

@@ -1,0 +1,105 @@
+// The ranks of a test, on hosts that are network namespaces.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "net/net_hosts.h"
+#include "net/rank_process.h"
+
+namespace xd::test {
+
+using Clock = std::chrono::steady_clock;
+using Settings = RankProcess::Settings;
+
+inline constexpr int kPort = 29400;
+inline constexpr int kSilenceMs = 2000;  // as rank_main.cc has it
+
+inline int ms_since(Clock::time_point start) {
+  return static_cast<int>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start).count());
+}
+
+inline void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+inline bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// The ranks of a job, each a process on its host.
+class Job {
+ public:
+  // Rank r is on host host_of[r]; the ranks meet at rank 0's host unless the settings say
+  // otherwise.
+  Job(const NetHosts& hosts, const std::vector<int>& host_of, Family family = Family::ipv4,
+      const Settings& more = {}) {
+    for (std::size_t r = 0; r < host_of.size(); ++r) {
+      Settings settings{{"RANK", std::to_string(r)},
+                        {"WORLD_SIZE", std::to_string(host_of.size())},
+                        {"MASTER_ADDR", hosts.address(host_of[0], family)},
+                        {"MASTER_PORT", std::to_string(kPort)},
+                        {"XD_JOB_SECRET", "a secret of the test"}};
+      for (const auto& [name, value] : more) settings[name] = value;
+      const auto of_rank = more.find("rank " + std::to_string(r));
+      if (of_rank != more.end()) {
+        const auto sign = of_rank->second.find('=');
+        settings[of_rank->second.substr(0, sign)] = of_rank->second.substr(sign + 1);
+      }
+      ranks_.push_back(std::make_unique<RankProcess>(hosts, host_of[r], settings));
+    }
+  }
+
+  ~Job() {
+    for (const auto& rank : ranks_) rank->dismiss();
+  }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  int size() const { return static_cast<int>(ranks_.size()); }
+  RankProcess& rank(int r) { return *ranks_[static_cast<std::size_t>(r)]; }
+
+  // What every rank answers to an order that all get at once, but for `without`.
+  std::vector<std::string> all(const std::string& order, int without = -1) {
+    for (int r = 0; r < size(); ++r)
+      if (r != without) rank(r).tell(order);
+    std::vector<std::string> answers;
+    for (int r = 0; r < size(); ++r) answers.push_back(r != without ? rank(r).answer(40000) : "");
+    return answers;
+  }
+  void all_fine(const std::string& order) {
+    const std::vector<std::string> answers = all(order);
+    for (int r = 0; r < size(); ++r)
+      EXPECT_EQ(answers[static_cast<std::size_t>(r)], "fine") << order << " of rank " << r;
+  }
+  // Asks until the answer has `part`; fails after `within_ms`.
+  std::string ask_until(int r, const std::string& order, const std::string& part, int within_ms) {
+    const auto start = Clock::now();
+    std::string answer;
+    do {
+      answer = rank(r).ask(order);
+      if (has(answer, part)) return answer;
+      sleep_ms(5);
+    } while (ms_since(start) < within_ms);
+    ADD_FAILURE() << "rank " << r << " says within " << within_ms << " ms to " << order << ": "
+                  << answer << "\nexpected: " << part;
+    return answer;
+  }
+
+ private:
+  std::vector<std::unique_ptr<RankProcess>> ranks_;
+};
+
+class Net : public testing::Test {
+ protected:
+  void SetUp() override {
+    static const std::string why_not = NetHosts::why_not();
+    if (!why_not.empty()) GTEST_SKIP() << why_not;
+  }
+};
+
+}  // namespace xd::test
