@@ -6,16 +6,17 @@
 #include <chrono>
 #include <deque>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "base/fd.h"
 #include "faults/rank_program.h"
+#include "support/child_process.h"
 
 namespace xd::test {
 
-using Clock = std::chrono::steady_clock;
+using Clock = ChildProcess::Clock;
 
 struct Result {
   xd_status status;
@@ -36,9 +37,6 @@ class Processes {
  public:
   // processes[i] = the ranks of process i. All ranks run `program`.
   Processes(RankProgram program, const std::vector<std::vector<int>>& processes);
-  ~Processes();  // ends and reaps the processes that are left
-  Processes(const Processes&) = delete;
-  Processes& operator=(const Processes&) = delete;
 
   // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
@@ -48,7 +46,7 @@ class Processes {
   void wait_for_progress(int rank);
 
   void go(int rank);
-  pid_t pid(int rank) { return process_of(rank).pid; }
+  pid_t pid(int rank) { return child_of(rank).pid(); }
   bool lives(int rank);
   // Names of shared memory that the rank's process has mapped, and that would outlive the process.
   std::vector<std::string> named_shared_memory(int rank);
@@ -62,21 +60,14 @@ class Processes {
 
  private:
   struct Process {
-    pid_t pid = -1;
     std::vector<int> ranks;
-    UniqueFd input, output;
-    std::string partial;  // beginning of a line
+    std::unique_ptr<ChildProcess> child;
   };
-  struct Line {
-    std::string text;
-    Clock::time_point when;
-  };
+  using Line = ChildProcess::Line;
 
-  void start(const RankProgram& program);
-  Process& process_of(int rank);
+  ChildProcess& child_of(int rank);
   Line wait_for(int rank, const std::string& word);
   bool read_some(std::chrono::milliseconds patience);
-  void read_from(Process& process);
 
   std::vector<Process> processes_;
   std::map<int, std::deque<Line>> lines_;  // by rank, without the rank
