@@ -1,0 +1,133 @@
+"""Megatron's layers with Crossdock's token dispatcher, against its all-to-all: equal losses."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import Rank, run_ranks
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+HIDDEN, EXPERTS, TOPK, TOKENS = 32, 8, 2, 10
+
+
+class NoStream:
+    """Stands for a CUDA stream, and for an event in one, where there is no CUDA."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record_event(self) -> NoStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def splits_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What Megatron's method does on a GPU: numbers of rows are the host's."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if isinstance(value := getattr(dispatcher, name, None), torch.Tensor):
+            setattr(dispatcher, name, value.tolist())
+    return tokens_per_expert
+
+
+def without_cuda(patch: pytest.MonkeyPatch) -> None:
+    """Lets Megatron, which expects a GPU, compute on the CPU."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    stream = NoStream()
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    patch.setattr(
+        token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", splits_as_lists
+    )
+    # A name that is not there without TransformerEngine.
+    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
+
+def make_layer(me: Rank, kind: str, **options: Any) -> Any:
+    """One MoE layer: of the same numbers for any dispatcher."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.01,
+        expert_model_parallel_size=me.num_ranks,
+        moe_token_dispatcher_type=kind,
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        **options,
+    )
+    layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+    local = EXPERTS // me.num_ranks
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            seed, first = sum(map(ord, name)), 0
+            if "local_experts" in name:
+                number = int(name.split(".local_experts.")[1].split(".")[0])
+                first = me.rank * local + number
+                seed = sum(map(ord, name.replace(f".{number}.", ".")))
+            generator = torch.Generator().manual_seed(1000 * first + seed)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / HIDDEN**0.5)
+    return layer
+
+
+def losses(me: Rank, kind: str, **options: Any) -> list[float]:
+    """Of a few steps, whose last bits differ if anything does."""
+    layer = make_layer(me, kind, **options)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    generator = torch.Generator().manual_seed(2 + me.rank)
+    found = []
+    for _ in range(4):
+        x = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator)
+        out, _ = layer(x)
+        loss = (out - x.flip(-1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(layer.router.weight.grad)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def check_losses(me: Rank) -> None:
+    dist.init_process_group("gloo")
+    patch = pytest.MonkeyPatch()
+    without_cuda(patch)
+    from megatron.core import parallel_state
+
+    from crossdock.compat import megatron
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=me.num_ranks)
+    try:
+        for options in ({}, {"moe_expert_capacity_factor": 0.75}):
+            megatron.install(max_tokens_per_rank=TOKENS)
+            got = losses(me, "flex", **options)
+            megatron.uninstall()
+            expected = losses(me, "alltoall", **options)
+            assert got == pytest.approx(expected, rel=1e-5), (got, expected, options)
+        with pytest.raises(ValueError, match="max_tokens_per_rank: expected at least 1, got 0"):
+            megatron.install(0)
+    finally:
+        megatron.uninstall()
+        patch.undo()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def test_losses_are_those_of_the_all_to_all_dispatcher() -> None:
+    run_ranks(2, check_losses, timeout=200)
