@@ -28,7 +28,7 @@ TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForSlotsAndProducts) {
   EXPECT_EQ(job.rank(0).ask("import 2"),
             "XD_ERROR_UNSUPPORTED xd_mem_import: handle.rank = 2 is on another machine, whose "
             "memory has no address here [rank 0 of 4]");
-  for (const std::string order : {"group", "context"}) {
+  for (const std::string order : {"slots", "context"}) {
     for (const std::string& answer : job.all(order)) {
       EXPECT_TRUE(has(answer, "XD_ERROR_UNSUPPORTED")) << answer;
       EXPECT_TRUE(has(answer,
@@ -39,6 +39,72 @@ TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForSlotsAndProducts) {
   }
   job.all_fine("barrier");
   job.all_fine("destroy");
+}
+
+// Two, one and two ranks on three hosts: gateways serve one rank, two or none.
+TEST_P(NetFamily, StepsOfExpertParallelismAreRight) {
+  NetHosts hosts(3);
+  Job job(hosts, {0, 0, 1, 2, 2}, GetParam());
+  job.all_fine("create");
+  job.all_fine("steps 40");
+  job.all_fine("steps 3");  // another group, as the first one is gone
+  job.all_fine("destroy");
+}
+
+TEST_F(Net, LostPacketsCostStepsTimeAlone) {
+  NetHosts hosts(2);
+  for (int h = 0; h < 2; ++h) hosts.lose(h, 1);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
+  job.all_fine("create");
+  job.all_fine("steps 10");
+}
+
+TEST_F(Net, ARankKilledInAStepIsNamedByAll) {
+  NetHosts hosts(2);
+  for (int killed = 0; killed < 4; killed += 3) {
+    Job job(hosts, {0, 0, 1, 1});
+    job.all_fine("create");
+    for (int r = 0; r < 4; ++r) job.rank(r).tell("steps 1000000");
+    sleep_ms(700);
+    const auto start = Clock::now();
+    job.rank(killed).kill();
+    for (int r = 0; r < 4; ++r) {
+      if (r == killed) continue;
+      const std::string answer = job.rank(r).answer();
+      EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST") &&
+                  has(answer, "rank " + std::to_string(killed) + " of host"))
+          << "rank " << r << ": " << answer;
+    }
+    EXPECT_LT(ms_since(start), 3000);
+  }
+}
+
+TEST_F(Net, ARankStoppedInAStepIsATimeoutOnAll) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "4000"}});
+  job.all_fine("create");
+  for (int r = 0; r < 4; ++r) job.rank(r).tell("steps 1000000");
+  sleep_ms(700);
+  job.rank(2).signal(SIGSTOP);
+  for (const int r : {0, 1, 3}) {
+    const std::string answer = job.rank(r).answer(20000);
+    EXPECT_TRUE(has(answer, "XD_ERROR_TIMEOUT")) << "rank " << r << ": " << answer;
+  }
+  job.rank(2).signal(SIGCONT);
+  EXPECT_TRUE(has(job.rank(2).answer(20000), "XD_ERROR_TIMEOUT"));
+}
+
+TEST_F(Net, AnAbortEndsStepsOnAllHosts) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1});
+  job.all_fine("create");
+  for (int r = 0; r < 3; ++r) job.rank(r).tell("steps 1000000");
+  sleep_ms(300);
+  EXPECT_EQ(job.rank(3).ask("abort"), "fine");
+  for (int r = 0; r < 3; ++r) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_ABORTED")) << "rank " << r << ": " << answer;
+  }
 }
 
 TEST_P(NetFamily, AKilledRankIsNamedWithItsHostByAllAtOnce) {

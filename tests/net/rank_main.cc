@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "net/rank_process.h"
+#include "net/rank_steps.h"
 
 namespace xd::test {
 namespace {
@@ -115,7 +116,8 @@ class RankMain {
     if (verb == "info") return info();
     if (verb == "memory") return memory();
     if (verb == "import") return import_of(count);
-    if (verb == "group") return group();
+    if (verb == "slots") return slots();
+    if (verb == "steps") return steps(count);
     if (verb == "context") return context();
     if (verb == "cycle") return cycle(count);
     if (verb == "open") return std::to_string(open_descriptors());
@@ -205,7 +207,11 @@ class RankMain {
     return outcome(xd_mem_import(comm_, &handle, &there));
   }
 
-  std::string group() {
+  std::string steps(int count) {
+    return make_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
+  }
+
+  std::string slots() {
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_ranks = number("WORLD_SIZE", 1);
     config.num_experts = 8 * config.num_ranks;
