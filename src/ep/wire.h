@@ -20,8 +20,8 @@
 //                                        memory as `rows`, as no operation uses both
 //
 // Nothing is ever cleared: every flag and word holds the epoch that it belongs to. Counts have
-// slots as the turns have (turn::slot_of); all else is written again only when this rank's record of
-// the next operation is there, which says that it has ended the one before.
+// slots as the turns have (turn::slot_of); all else is written again only when this rank's record
+// of the next operation is there, which says that it has ended the one before.
 //
 // Order, for every flag: its writer stores what it announces, then the flag with release; a reader
 // loads the flag with acquire, then reads. Count words need no order: each is whole by itself.

@@ -22,9 +22,9 @@
 // releases the done flag (sys): causality order is transitive over these.
 //
 // A rank sends its record before it waits for anything. Its stores into peers' memory wait for
-// records at most, and its done flags for these stores. Only work that no peer waits for (completing
-// its own outputs, ending) waits for the peers' stores. All blocks of a launch are resident
-// (cooperative launch), so a block that is waited for always runs.
+// records at most, and its done flags for these stores. Only work that no peer waits for
+// (completing its own outputs, ending) waits for the peers' stores. All blocks of a launch are
+// resident (cooperative launch), so a block that is waited for always runs.
 //
 // All ranks, and all blocks of each, come to the same verdict, since they look at the same records.
 // There is one exception: the addresses of peers' memory are in a table that a rank's host may be
