@@ -10,7 +10,7 @@
 
 #include "base/math.h"
 #include "observe/subject.h"
-#include "turn/far_side.h"
+#include "turn/far_turn.h"
 #include "turn/host_cells.h"
 
 namespace xd::turn {
@@ -29,7 +29,7 @@ class HostTurn : public HostCells<Record> {
   }
 
   // From now on ranks on other machines take part as well. Outlives the turns.
-  void reach(FarSide<Record>& far) { far_ = &far; }
+  void reach(FarTurn<Record>& far) { far_ = &far; }
   bool reaches_far() const { return far_ != nullptr; }
 
   void begin(std::int32_t operation) {
@@ -72,7 +72,7 @@ class HostTurn : public HostCells<Record> {
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
-  FarSide<Record>* far_ = nullptr;  // none: all ranks are near
+  FarTurn<Record>* far_ = nullptr;  // none: all ranks are near
 };
 
 template <class Record>

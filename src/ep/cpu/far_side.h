@@ -13,7 +13,7 @@
 #include "comm/far_links.h"
 #include "ep/cpu/far_chunk.h"
 #include "ep/group.h"
-#include "turn/far_side.h"
+#include "turn/far_turn.h"
 
 namespace xd::ep::cpu {
 
@@ -40,7 +40,7 @@ class FarWork {
   ~FarWork() = default;
 };
 
-class FarSide final : public turn::FarSide<Record> {
+class FarSide final : public turn::FarTurn<Record> {
  public:
   // Collective.
   FarSide(const Group& group, Lockstep& lockstep);

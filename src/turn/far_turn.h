@@ -15,7 +15,7 @@
 namespace xd::turn {
 
 template <class Record>
-class FarSide : public Progress {
+class FarTurn : public Progress {
  public:
   virtual const std::vector<int>& ranks() const = 0;  // all far ranks
   // Tells them what this rank is about to do. Waits for nobody.
@@ -24,7 +24,7 @@ class FarSide : public Progress {
   virtual bool at_rest() const = 0;
 
  protected:
-  ~FarSide() = default;
+  ~FarTurn() = default;
 };
 
 }  // namespace xd::turn
