@@ -82,6 +82,8 @@ def test_package_has_the_names_that_callers_import() -> None:
     assert set(deep_ep.__all__) == {
         "Buffer",
         "Config",
+        "EPHandle",
+        "ElasticBuffer",
         "EventHandle",
         "EventOverlap",
         "install",
