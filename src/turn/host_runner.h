@@ -181,9 +181,12 @@ Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
   } catch (...) {
     if (sequence_.comm().errors().fatal_error() != nullptr) throw;
     const auto found = current_setback<Family>(sequence_.rank());
-    // Ranks on other machines wait for what this one has not sent.
-    if (turn_.reaches_far()) calls_.finish_comm(found, operation, turn_.epoch());
-    return found;
+    if (!turn_.reaches_far()) return found;
+    // Ranks on other machines wait for what this one has not sent, and near ones must not take its
+    // done flag for all that it brings them from there.
+    calls_.finish_comm(found, operation, turn_.epoch());
+    sequence_.comm().errors().throw_if_failed();
+    throw;
   }
 }
 

@@ -21,7 +21,10 @@ DLTensor tensor_of(void* data, DLDataType type, std::int64_t* shape, int ndim) {
 class Steps {
  public:
   Steps(xd_comm* comm, int rank, int num_ranks)
-      : comm_(comm), rank_(rank), num_ranks_(num_ranks), rows_(num_ranks * kMostTokens * kTopk) {}
+      : comm_(comm),
+        rank_(rank),
+        num_ranks_(num_ranks),
+        rows_(std::int64_t{num_ranks} * kMostTokens * kTopk) {}
   ~Steps() { xd_ep_group_destroy(group_); }
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
@@ -36,6 +39,9 @@ class Steps {
   }
 
  private:
+  static std::size_t element(int token, int column) {
+    return static_cast<std::size_t>(token) * kHidden + static_cast<std::size_t>(column);
+  }
   bool good(const std::string& text) {
     failure_ = text;
     return text.empty();
@@ -76,8 +82,7 @@ class Steps {
       const int first = (step + rank_ + 3 * t) % (2 * num_ranks_);
       ids.push_back(first);
       ids.push_back((first + 1 + t % (2 * num_ranks_ - 1)) % (2 * num_ranks_));
-      for (int c = 0; c < kHidden; ++c)
-        in_[static_cast<std::size_t>(t * kHidden + c)] = value(step, t, c);
+      for (int c = 0; c < kHidden; ++c) in_[element(t, c)] = value(step, t, c);
     }
     std::int64_t ids_shape[] = {count, kTopk};
     const DLTensor topk_idx = tensor_of(ids.data(), {kDLInt, 32, 1}, ids_shape, 2);
@@ -129,7 +134,7 @@ class Steps {
   std::string check(int step, const std::vector<float>& sums) const {
     for (int t = 0; t < tokens(step); ++t)
       for (int c = 0; c < kHidden; ++c) {
-        const float got = sums[static_cast<std::size_t>(t * kHidden + c)];
+        const float got = sums[element(t, c)];
         if (got == 2 * value(step, t, c)) continue;
         return "token " + std::to_string(t) + " column " + std::to_string(c) + " is " +
                std::to_string(got) + ", expected " + std::to_string(2 * value(step, t, c));

@@ -151,7 +151,7 @@ const Stranger kStrangers[] = {
        do_handshake(fd, handshake);
        EXPECT_EQ(handshake.refusal(), Refusal::version);
      },
-     "speaks protocol version 8, expected 2"},
+     "speaks protocol version 9, expected 3"},
     {"WrongSecret",
      [](const UniqueFd& fd, const MeetingPoint&) {
        Handshake handshake(Side::client, make_random<Secret>());

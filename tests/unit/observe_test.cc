@@ -53,7 +53,7 @@ TEST(Board, HasAsManyPlacesAsItSays) {
 
 TEST(Board, IsGoneWithTheLastPlaceAndComesBackEmpty) {
   { const Place place(kRank); }
-  EXPECT_THROW(BoardReader(::getpid()), Error);
+  EXPECT_THROW(BoardReader{::getpid()}, Error);
   Place place(kRank);
   place.counters().tokens.set(1);
   const BoardReader reader(::getpid());

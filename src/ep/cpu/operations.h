@@ -34,6 +34,8 @@ class PrepareOp {
   Setback report() const;
   const Placement& placement() const { return context_.scratch.placement; }
   bool drops() const { return config().overflow == XD_EP_OVERFLOW_DROP; }
+  // Sources tell owners how many of their pairs have been kept.
+  bool tells_kept() const { return !config().layout.row_per_expert && drops(); }
   const Config& config() const { return context_.group.config(); }
   std::int64_t capacity_of(int rank) const {
     return whole_rows(context_.group.capacities()[at(rank)], call_.alignment);

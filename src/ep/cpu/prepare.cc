@@ -70,10 +70,9 @@ void PrepareOp::move() {
                                    {context_.group.rank(), call_.alignment});
   Numbering numbering = begin_numbering();
   numbering.number(choices_, reinterpret_cast<std::uint32_t*>(call_.plan + plan_map().code));
-  const bool tells_kept = !config().layout.row_per_expert && drops();
-  if (tells_kept) send_kept(numbering.kept());
+  if (tells_kept()) send_kept(numbering.kept());
   if (FarSide* const far = context_.lockstep.far()) {
-    send_far(*far, tells_kept ? numbering.kept() : std::span<const std::uint32_t>());
+    send_far(*far, tells_kept() ? numbering.kept() : std::span<const std::uint32_t>());
   }
 }
 
@@ -115,16 +114,18 @@ void PrepareOp::bring_words(int source, std::span<const std::byte> items) const 
     XD_CHECK(items.size() >= sizeof(head));
     std::memcpy(&head, items.data(), sizeof(head));
     const std::size_t size = sizeof(head) + far_size(head.count * sizeof(std::uint32_t));
-    const std::uint64_t room = head.area == FarWords::list
-                                   ? GroupMap::list_words(config())
-                                   : static_cast<std::uint64_t>(config().most_local_experts());
-    XD_CHECK(items.size() >= size && std::uint64_t{head.first} + head.count <= room);
     const auto owner =
         std::ranges::find(context_.group.near(), head.owner, [](NearRank r) { return int{r}; });
-    XD_CHECK(owner != context_.group.near().end());
-    std::uint32_t* const to = head.area == FarWords::list
-                                  ? list_of(*owner, source).array<std::uint32_t>()
-                                  : kept_of(*owner, source);
+    XD_CHECK(items.size() >= size && owner != context_.group.near().end());
+    const bool lists = head.area == FarWords::list;
+    // What an owner does not keep has no bytes there (GroupMap).
+    XD_CHECK(lists ? context_.group.config_of(*owner).keeps.lists
+                   : head.area == FarWords::kept && tells_kept());
+    const std::uint64_t room = lists ? GroupMap::list_words(config())
+                                     : static_cast<std::uint64_t>(config().most_local_experts());
+    XD_CHECK(std::uint64_t{head.first} + head.count <= room);
+    std::uint32_t* const to =
+        lists ? list_of(*owner, source).array<std::uint32_t>() : kept_of(*owner, source);
     std::memcpy(to + head.first, items.data() + sizeof(head), head.count * sizeof(std::uint32_t));
     items = items.subspan(size);
   }
@@ -219,7 +220,7 @@ void PrepareOp::collect_kept() {
 }
 
 Setback PrepareOp::complete() {
-  if (!config().layout.row_per_expert && drops() && placement().dropped_rows > 0) collect_kept();
+  if (tells_kept() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();
   write_outputs();

@@ -46,6 +46,8 @@ OTHER_THINGS = {
     ("jax/_platform.py", 1024): "elements of a sample",
     ("cli/_bench.py", 1024): "tokens by default",
     ("cli/_doctor.py", 128): "columns of a test",
+    ("cli/_trace.py", 128): "what shells add to signals",
+    ("jax/tp/_run.py", 128): "columns of a product's scale",
 }
 
 
