@@ -71,9 +71,10 @@ class RouterOptions:
                 f"experts, got {self.num_groups}"
             )
         if not 1 <= topk <= self.topk_groups * size:
+            groups = f" of {self.topk_groups} of {self.num_groups} groups"
             raise ValueError(
-                f"topk: expected 1 to {self.topk_groups * size}, the experts of {self.topk_groups} "
-                f"of {self.num_groups} groups, got {topk}"
+                f"topk: expected 1 to {self.topk_groups * size}, the experts"
+                f"{groups if self.num_groups > 1 else ''}, got {topk}"
             )
 
 

@@ -62,8 +62,10 @@ def make_model(kind: str) -> Any:
 
 
 def check_layer(
-    me: Rank, config: dict[str, Any], states: dict[str, dict], x: torch.Tensor, want: torch.Tensor
+    me: Rank, config: dict[str, Any], arrays: dict[str, dict], rows: Any, expected: Any
 ) -> None:
+    x, want = torch.from_numpy(rows), torch.from_numpy(expected)
+    states = {p: {n: torch.from_numpy(v) for n, v in state.items()} for p, state in arrays.items()}
     with joined() as comm:
         options: Any = {"comm": comm, "max_tokens_per_rank": TOKENS, "dtype": torch.float32}
         for prefix, state in states.items():
@@ -90,4 +92,6 @@ def test_weights_of_files_and_of_modules_load(kind: str, tmp_path: pathlib.Path)
     assert any(name.startswith(f"{of_files}experts.1.") for name in in_files)
     assert "experts.gate_up_proj" in in_modules
     states = {of_files: in_files, "": in_modules}
-    run_ranks(2, check_layer, model.config.to_dict(), states, x, expected)
+    # As arrays: a tensor's memory is handed to one process only.
+    arrays = {p: {n: v.numpy() for n, v in state.items()} for p, state in states.items()}
+    run_ranks(2, check_layer, model.config.to_dict(), arrays, x.numpy(), expected.numpy())
