@@ -138,9 +138,14 @@ class Comm final {
   // the peer's last epoch for the error text. Throws the fatal error that ends the wait.
   template <class Ready, class Seen>
   void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen) {
+    wait_for(peer, site, ready, seen, [peer] { return peer; });
+  }
+  // Likewise; `late()` gives the rank that a timeout names, -1 where none is known.
+  template <class Ready, class Seen, class Late>
+  void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen, Late&& late) {
     const Waited ended = wait(peer, site, ready);
     if (ended == Waited::lost) fail_lost(missing(peer, site), site);
-    if (ended == Waited::late) fail_timeout(peer, site, seen());
+    if (ended == Waited::late) fail_timeout(late(), site, seen());
   }
 
   // Likewise, but leaves it to the caller what becomes of a peer that does not come. A fatal error

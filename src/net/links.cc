@@ -222,23 +222,24 @@ void Links::break_off(xd_status status, int partner, const std::string& text) {
   throw Error(*failure_);
 }
 
+std::ptrdiff_t Links::unread(int partner) const {
+  return std::ranges::count_if(partners_.at(at(partner)).sending,
+                               [](const Sending& slot) { return slot.posted && !slot.credited; });
+}
+
+int Links::first_unread() const {
+  for (int p = 0; p < static_cast<int>(partners_.size()); ++p)
+    if (unread(p) > 0) return p;
+  return -1;
+}
+
 void Links::fail_for_time(int partner, const char* what) const {
-  const auto unread_of = [](const Partner& whom) {
-    return std::ranges::count_if(whom.sending,
-                                 [](const Sending& slot) { return slot.posted && !slot.credited; });
-  };
-  if (partner < 0) {
-    const auto first =
-        std::ranges::find_if(partners_, [&](const Partner& p) { return unread_of(p) > 0; });
-    if (first == partners_.end()) fail(XD_ERROR_TIMEOUT, "timed out waiting for ", what);
-    partner = static_cast<int>(first - partners_.begin());
-  }
-  const Partner& whom = partners_.at(at(partner));
-  const auto unread = unread_of(whom);
+  if (partner < 0) partner = first_unread();
+  if (partner < 0) fail(XD_ERROR_TIMEOUT, "timed out waiting for ", what);
   throw Error(XD_ERROR_TIMEOUT,
               concat("timed out waiting for ", what, " of ", name_of(partner), "; it has not read ",
-                     unread, " of the ", config_.slots, " slots to it"),
-              whom.name.rank);
+                     unread(partner), " of the ", config_.slots, " slots to it"),
+              partners_.at(at(partner)).name.rank);
 }
 
 void Links::sleep_until(const Deadline& deadline) {

@@ -94,6 +94,8 @@ class Links final {
   // All slots of this rank are free again and the engine holds nothing of it: everything that it
   // has sent was read, and its memory may go once its partners are at rest, too.
   bool at_rest() const { return slots_in_use_ == 0 && credits_unsent_ == 0 && outbox_.empty(); }
+  // The first partner that has not read everything; -1 = there is none.
+  int first_unread() const;
   // Polls, and sleeps where there is nothing to do, until done() returns true. Throws TIMEOUT with
   // `what` and whom it was expected of, and ABORTED if the caller's thread is interrupted; neither
   // is a failure of the links. Partner -1 = of nobody in particular: the text names the first that
@@ -147,6 +149,7 @@ class Links final {
   void check() const;
   [[noreturn]] void break_off(xd_status status, int partner, const std::string& text);
   [[noreturn]] void fail_for_time(int partner, const char* what) const;
+  std::ptrdiff_t unread(int partner) const;  // slots
   void sleep_until(const Deadline& deadline);
   void post(const Put& put);
   void flush();

@@ -19,9 +19,11 @@ class FarTurn : public Progress {
  public:
   virtual const std::vector<int>& ranks() const = 0;  // all far ranks
   // Tells them what this rank is about to do. Waits for nobody.
-  virtual void enter(std::uint64_t epoch, const Record& record) = 0;
+  virtual void enter(const Record& record) = 0;
   // Everything that this rank has sent was read.
   virtual bool at_rest() const = 0;
+  // The rank that keeps this one from its rest; -1 = not known.
+  virtual int late() const = 0;
 
  protected:
   ~FarTurn() = default;

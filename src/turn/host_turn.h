@@ -80,7 +80,7 @@ void HostTurn<Record>::enter(const Record& record) {
   records_[at(this->self())] = record;
   for (const NearRank peer : peers()) this->post_entry(peer, epoch_, record);
   ring_peers();
-  if (far_ != nullptr) far_->enter(epoch_, record);
+  if (far_ != nullptr) far_->enter(record);
 }
 
 template <class Record>
@@ -126,7 +126,8 @@ void HostTurn<Record>::end() {
   // A partner may end first, and leave before this rank hears that it has read everything.
   if (far_ != nullptr) {
     this->comm().wait_for(
-        this->self(), site, [&] { return far_->at_rest(); }, [&] { return epoch_ - 1; });
+        this->self(), site, [&] { return far_->at_rest(); }, [&] { return epoch_ - 1; },
+        [&] { return far_->late(); });
   }
 }
 

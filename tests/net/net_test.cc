@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <regex>
 #include <string>
 #include <vector>
 
@@ -89,6 +90,8 @@ TEST_F(Net, ARankStoppedInAStepIsATimeoutOnAll) {
   for (const int r : {0, 1, 3}) {
     const std::string answer = job.rank(r).answer(20000);
     EXPECT_TRUE(has(answer, "XD_ERROR_TIMEOUT")) << "rank " << r << ": " << answer;
+    const std::regex itself("rank ([0-9]+)[^0-9].* for rank \\1[^0-9]");
+    EXPECT_FALSE(std::regex_search(answer, itself)) << "rank " << r << ": " << answer;
   }
   job.rank(2).signal(SIGCONT);
   EXPECT_TRUE(has(job.rank(2).answer(20000), "XD_ERROR_TIMEOUT"));

@@ -114,7 +114,9 @@ TEST(Links, AWaitOfNobodyInParticularNamesTheFirstThatHasNotRead) {
   EXPECT_EQ(error->text(), "timed out waiting for credits");
   EXPECT_EQ(error->peer(), -1);
   ASSERT_TRUE(links.take(0));  // not sent, so rank 1 has nothing to read
+  EXPECT_EQ(links.first_unread(), -1);
   links.send(*links.take(1), 1);
+  EXPECT_EQ(links.first_unread(), 1);
   error = wait();
   expect_error(error, XD_ERROR_TIMEOUT, "of rank 2 on host host1; it has not read 1 of the 2");
   EXPECT_EQ(error->peer(), 2);

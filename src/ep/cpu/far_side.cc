@@ -51,39 +51,45 @@ FarSide::~FarSide() {
   if (comm_.errors().in_fork()) links_.leave_behind();
 }
 
-// The entry of an operation finds its slots free, since this rank has ended the operation before,
-// where it was at rest.
-void FarSide::enter(std::uint64_t, const Record& record) {
-  with_links([&] {
-    for (const int machine : routes().far_machines()) {
-      const auto slot = take_slot(routes().gateway(machine), Lane::to_gateway);
-      XD_CHECK(slot.has_value());
-      std::memcpy(items_of(*slot), &record, sizeof(record));
-      send(*slot, FarKind::entry, 1, 0, sizeof(record));
-    }
-  });
+void FarSide::enter(const Record& record) {
+  announce(FarKind::entry, 1, std::as_bytes(std::span(&record, 1)));
 }
 
-void FarSide::send_counts(std::uint64_t, std::span<const std::uint32_t> counts) {
+void FarSide::send_counts(std::span<const std::uint32_t> counts) {
+  announce(FarKind::counts, static_cast<std::uint32_t>(counts.size()), std::as_bytes(counts));
+}
+
+// What an operation announces finds its slots free, since this rank has ended the operation before,
+// where it was at rest.
+void FarSide::announce(FarKind kind, std::uint32_t items, std::span<const std::byte> bytes) {
   with_links([&] {
     for (const int machine : routes().far_machines()) {
       const auto slot = take_slot(routes().gateway(machine), Lane::to_gateway);
       XD_CHECK(slot.has_value());
-      std::memcpy(items_of(*slot), counts.data(), counts.size_bytes());
-      send(*slot, FarKind::counts, static_cast<std::uint32_t>(counts.size()), 0,
-           counts.size_bytes());
+      std::memcpy(items_of(*slot), bytes.data(), bytes.size());
+      send(*slot, kind, items, 0, bytes.size());
     }
   });
 }
 
 // A rank whose prepare is good sends its counts, whether or not others agree.
+bool FarSide::lacks_counts(int source) const {
+  const turn::Call& call = lockstep_.record_of(routes().partners()[at(source)]).call;
+  const bool sends = call.operation == XD_EP_PREPARE && call.status == XD_SUCCESS;
+  return sends && counts_seen_[at(source)] < lockstep_.epoch();
+}
+
 bool FarSide::at_rest() const {
-  const auto is_here = [&](int source) {
-    const turn::Call& call = lockstep_.record_of(routes().partners()[at(source)]).call;
-    const bool counts = call.operation == XD_EP_PREPARE && call.status == XD_SUCCESS;
-    return !counts || counts_seen_[at(source)] >= lockstep_.epoch();
-  };
-  return links_.links().at_rest() && std::ranges::all_of(routes().sources(), is_here);
+  return links_.links().at_rest() && std::ranges::none_of(routes().sources(), [this](int source) {
+           return lacks_counts(source);
+         });
+}
+
+int FarSide::late() const {
+  int partner = links_.links().first_unread();
+  for (const int source : routes().sources())
+    if (partner < 0 && lacks_counts(source)) partner = source;
+  return partner < 0 ? -1 : routes().partners()[at(partner)];
 }
 
 std::optional<net::Links::Slot> FarSide::take_slot(int partner, Lane lane) {
@@ -128,8 +134,9 @@ void FarSide::poll() {
 void FarSide::take_in(const net::Links::Chunk& chunk) {
   const FarHeader header = check(chunk);
   const auto items = chunk.bytes.subspan(sizeof(header));
-  if (header.kind == FarKind::entry && items.size() == sizeof(Record)) {
+  if (header.kind == FarKind::entry) {
     Record record;
+    XD_CHECK(items.size() == sizeof(record));
     std::memcpy(&record, items.data(), sizeof(record));
     lockstep_.bring_entry(header.source, header.epoch, record);
   } else if (header.kind == FarKind::counts) {
@@ -156,18 +163,24 @@ FarHeader FarSide::check(const net::Links::Chunk& chunk) const {
   const bool early = header.kind == FarKind::entry || header.kind == FarKind::counts;
   const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
   const int from = routes().partners()[at(chunk.partner)];
-  if (in_step && header.source == from && header.kind <= FarKind::answer) return header;
+  const bool known = header.kind >= FarKind::entry && header.kind <= FarKind::answer;
+  if (in_step && header.source == from && known) return header;
   fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a chunk of ", chunk.bytes.size(),
        " bytes: kind ", static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ",
        header.epoch, "; expected epoch ", epoch);
 }
 
 void FarSide::serve() {
-  std::erase_if(chunks_, [&](FarChunk& chunk) {
-    if (!work_->take(chunk)) return false;
+  for (std::size_t i = 0; i < chunks_.size();) {
+    FarChunk& chunk = chunks_[i];
+    XD_CHECK(chunk.header.epoch == lockstep_.epoch());  // none is left by an operation
+    if (!work_->take(chunk)) {
+      ++i;
+      continue;
+    }
     links_.links().give_back(chunk.chunk);
-    return true;
-  });
+    chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
 }
 
 template <class Body>

@@ -54,13 +54,14 @@ class FarSide final : public turn::FarTurn<Record> {
   // ---- For turns ----
 
   const std::vector<int>& ranks() const override { return routes().far_ranks(); }
-  void enter(std::uint64_t epoch, const Record& record) override;
+  void enter(const Record& record) override;
   // Also: everything that others announce to this rank has come, so that they are at rest, too,
   // without this rank's next operation.
   bool at_rest() const override;
+  int late() const override;
   void poll() override;
 
-  void send_counts(std::uint64_t epoch, std::span<const std::uint32_t> counts);
+  void send_counts(std::span<const std::uint32_t> counts);
 
   // ---- For operations ----
 
@@ -98,6 +99,8 @@ class FarSide final : public turn::FarTurn<Record> {
   template <class Body>
   void with_links(Body&& body);
   [[noreturn]] void give_up(const Error& error);
+  void announce(FarKind kind, std::uint32_t items, std::span<const std::byte> bytes);
+  bool lacks_counts(int source) const;
   void take_in(const net::Links::Chunk& chunk);
   void serve();
   FarHeader check(const net::Links::Chunk& chunk) const;

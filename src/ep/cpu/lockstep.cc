@@ -41,7 +41,7 @@ void Lockstep::bring_counts(int source, std::uint64_t epoch,
 void Lockstep::send_counts(std::span<const std::uint32_t> values) {
   for (const NearRank peer : peers()) post_counts(peer, comm_.rank(), epoch(), values);
   ring_peers();
-  if (far_) far_->send_counts(epoch(), values);
+  if (far_) far_->send_counts(values);
 }
 
 void Lockstep::post_counts(NearRank owner, int source, std::uint64_t epoch,
