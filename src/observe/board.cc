@@ -73,9 +73,12 @@ class Board {
   Counters* counters(std::size_t i) const {
     return reinterpret_cast<Counters*>(base_ + BoardMap::place(i));
   }
+  // Release: who sees a place in use finds its counters made. The fence: who sees counters of the
+  // next use, and looks behind an acquire fence, finds that this one is over.
   void next_generation(std::size_t i) {
     auto& header = *reinterpret_cast<BoardHeader*>(base_);
     header.generation[i].fetch_add(1, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_release);
   }
 
   bool open() noexcept {
