@@ -171,35 +171,32 @@ TEST_F(NetConnect, AddressesThatAreTranslatedAreRefused) {
   }
 }
 
-TEST_F(NetConnect, ARankThatIsKilledBetweenMeetingAndCallingIsNamedByAllAtOnce) {
+// A rank, the only or the last one of host 1, ends between the meeting and its calls.
+void expect_named_by_all_at_once(const std::vector<int>& host_of) {
   NetHosts hosts(2);
   const Folder folder;
-  const Settings dies{{"XD_TEST_FOLDER", folder.path()}, {"rank 3", "XD_TEST_WHEN_MET=die"}};
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, dies);
+  const int dead = static_cast<int>(host_of.size()) - 1;
+  const std::string name = "rank " + std::to_string(dead);
+  Job job(hosts, host_of, Family::ipv4,
+          {{"XD_TEST_FOLDER", folder.path()}, {name, "XD_TEST_WHEN_MET=die"}});
   const auto start = Clock::now();
-  for (int r = 0; r < 4; ++r) job.rank(r).tell("create");
-  for (const int r : {0, 1, 2}) {
+  for (int r = 0; r <= dead; ++r) job.rank(r).tell("create");
+  for (int r = 0; r < dead; ++r) {
     const std::string answer = job.rank(r).answer();
     EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-    EXPECT_TRUE(has(answer, "rank 3 of host 1 (")) << answer;
+    EXPECT_TRUE(has(answer, name + " of host 1 (")) << answer;
   }
   EXPECT_LT(ms_since(start), 5000);
-  job.rank(3).kill();
+  job.rank(dead).kill();
+}
+
+TEST_F(NetConnect, ARankThatIsKilledBetweenMeetingAndCallingIsNamedByAllAtOnce) {
+  expect_named_by_all_at_once({0, 0, 1, 1});
 }
 
 // No other rank of its host is there to notice it.
 TEST_F(NetConnect, ALoneRankThatIsKilledBetweenMeetingAndCallingIsNamedAtOnce) {
-  NetHosts hosts(2);
-  const Folder folder;
-  const Settings dies{{"XD_TEST_FOLDER", folder.path()}, {"rank 1", "XD_TEST_WHEN_MET=die"}};
-  Job job(hosts, {0, 1}, Family::ipv4, dies);
-  const auto start = Clock::now();
-  for (int r = 0; r < 2; ++r) job.rank(r).tell("create");
-  const std::string answer = job.rank(0).answer();
-  EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-  EXPECT_TRUE(has(answer, "rank 1 of host 1 (")) << answer;
-  EXPECT_LT(ms_since(start), 5000);
-  job.rank(1).kill();
+  expect_named_by_all_at_once({0, 1});
 }
 
 // Rank 2 comes when rank 3 is gone already, and all others wait for rank 2.

@@ -147,11 +147,7 @@ __device__ inline bool Exchange::receive() const {
     return good;
   });
   __syncwarp();
-  hash = warp_sum(hash);
-  if (lane_id() == 0 && hash != 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&g_.control->counts_hash),
-              static_cast<unsigned long long>(hash));
-  }
+  add_of_warp(reinterpret_cast<unsigned long long*>(&g_.control->counts_hash), hash);
   return good;
 }
 

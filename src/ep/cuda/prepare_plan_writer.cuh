@@ -67,12 +67,6 @@ class PlanWriter {
   __device__ const Word* told_here(std::uint64_t offset) const {
     return reinterpret_cast<const Word*>(turn_.area(g_.rank()).base + offset);
   }
-  // Adds all threads' values to a number in shared memory, where two threads that add 64 bits at
-  // once wait for one another. All threads call it.
-  __device__ static void add_up(unsigned long long* to, std::uint64_t value) {
-    const std::uint64_t sum = warp_sum(value);
-    if (lane_id() == 0 && sum != 0) atomicAdd(to, static_cast<unsigned long long>(sum));
-  }
   __device__ void derive_told() const;
   __device__ void read_told() const;
   __device__ void find_begins() const;
@@ -228,7 +222,7 @@ __device__ inline void PlanWriter::write_zones() const {
                  static_cast<std::int64_t>(min(zone + padded(e), limit) - offset));
     dropped += rows(e) - kept;
   });
-  add_up(&s_.dropped_rows, dropped);
+  add_of_warp(&s_.dropped_rows, dropped);
   if (thread_in_block() == 0) {
     write_number(p_.total, 0, static_cast<std::int64_t>(zones_.total(g_.rank())));
   }
@@ -308,7 +302,7 @@ __device__ inline void PlanWriter::seal() const {
     if (i < kHeaderWords) words[i] = header[i];
     if (i != kChecksumWord) sum += hash_entry(i, i < kHeaderWords ? header[i] : words[i]);
   }
-  add_up(&s_.checksum, sum);
+  add_of_warp(&s_.checksum, sum);
   __syncthreads();
   if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
 }

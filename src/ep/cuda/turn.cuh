@@ -4,6 +4,7 @@
 
 #include "base/hash.h"
 #include "ep/cuda/params.h"
+#include "ep/cuda/warp.cuh"
 #include "ep/family.h"
 #include "turn/device_turn.cuh"
 
@@ -156,13 +157,7 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
 
 // All threads call it. Every block comes to the same verdict, since it looks at the same bytes.
 __device__ inline void Turn::check_plan(const HeadLook& look) {
-  std::uint64_t sum = look.sum;
-#pragma unroll 1
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-  // Most warps have no word, and 64 bits are added in shared memory one after another.
-  if (threadIdx.x % 32 == 0 && sum != 0) {
-    atomicAdd(&s_.sum, static_cast<unsigned long long>(sum));
-  }
+  add_of_warp(&s_.sum, look.sum);
   const bool damaged = __syncthreads_or(look.damaged ? 1 : 0) != 0;
   if (thread() == 0) s_.fault = plan_fault(damaged);
 }

@@ -18,15 +18,14 @@ __device__ inline int threads_per_block() { return static_cast<int>(blockDim.x);
 __device__ inline unsigned lower_lanes() { return (1u << lane_id()) - 1; }
 
 // The active lanes whose key equals this lane's, as a mask; a lane that is not active equals itself
-// alone. Keys are below 2^31. All lanes. It takes the longer the more different keys there are: up
-// to 370 cycles.
+// alone. Keys are below 2^31. All lanes. It takes the longer the more different keys there are.
 __device__ inline unsigned equal_lanes(unsigned key, bool active) {
   const unsigned same = __match_any_sync(kAllLanes, active ? key : 0x80000000u);
   return active ? same : 1u << lane_id();
 }
 
-// The same among `count` lanes that begin with `first`, this lane's group, in 90 cycles for up to
-// eight of them. `count` is equal in all lanes. All lanes.
+// The same among `count` lanes that begin with `first`, this lane's group, in a time that does not
+// depend on the keys. `count` is equal in all lanes. All lanes.
 __device__ inline unsigned equal_in_group(unsigned key, bool active, int first, int count) {
   constexpr int kAtOnce = 8;
   const unsigned mine = active ? key : 0x80000000u | lane_id();
@@ -53,6 +52,13 @@ template <class Number>
 __device__ Number warp_sum(Number value) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
   return value;
+}
+
+// Adds all lanes' values to a number to which many warps add, in shared or global memory. Additions
+// of 64 bits in shared memory wait for one another, so most warps leave them out. All lanes.
+__device__ inline void add_of_warp(unsigned long long* to, std::uint64_t value) {
+  const std::uint64_t sum = warp_sum(value);
+  if (lane_id() == 0 && sum != 0) atomicAdd(to, static_cast<unsigned long long>(sum));
 }
 
 }  // namespace xd::ep::cuda

@@ -64,20 +64,19 @@ def plain(x: torch.Tensor, router: ByHash, matrix: torch.Tensor, bias: torch.Ten
     return out
 
 
+def make_layer(comm: Any, **parts: Any) -> xd.MoELayer:
+    options: Any = {"max_tokens_per_rank": TOKENS, "dtype": torch.float32}
+    return xd.MoELayer(HIDDEN, FFN, E, K, comm=comm, **options, **parts)
+
+
 def check_own_parts(me: Rank) -> None:
     with joined() as comm:
         count = E // me.num_ranks
         shared = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, device=where()), nn.Sigmoid())
         for parameter in shared.parameters():
             parameter.detach().copy_(drawn(3, *parameter.shape))
-        layer = xd.MoELayer(
-            HIDDEN,
-            FFN,
-            E,
-            K,
-            comm=comm,
-            max_tokens_per_rank=TOKENS,
-            dtype=torch.float32,
+        layer = make_layer(
+            comm,
             router=ByHash(),
             experts=Biased(me.rank * count, count),
             shared_experts=shared,
@@ -136,14 +135,8 @@ def check_own_experts(me: Rank) -> None:
             experts = xd.GroupedExperts(
                 E // me.num_ranks, HIDDEN, FFN, activation=name, gated=gated, bias=bias, **place
             )
-            layer = xd.MoELayer(
-                HIDDEN,
-                FFN,
-                E,
-                K,
-                comm=comm,
-                max_tokens_per_rank=TOKENS,
-                dtype=torch.float32,
+            layer = make_layer(
+                comm,
                 router=(router := ByHash()),
                 experts=experts,
             )
@@ -241,14 +234,8 @@ def test_a_router_that_fails_is_heard_of_by_the_peers() -> None:
 def check_compiled(me: Rank) -> None:
     with joined() as comm:
         torch.manual_seed(9)
-        layer = xd.MoELayer(
-            HIDDEN,
-            FFN,
-            E,
-            K,
-            comm=comm,
-            max_tokens_per_rank=TOKENS,
-            dtype=torch.float32,
+        layer = make_layer(
+            comm,
             router=xd.RouterOptions("sigmoid", num_groups=4, topk_groups=2, bias=True),
             experts=xd.GroupedExperts(
                 E // me.num_ranks, HIDDEN, FFN, bias=True, dtype=torch.float32
