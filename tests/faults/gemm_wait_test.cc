@@ -31,16 +31,15 @@ void expect_finished(const Rank& rank, xd_gemm_context* context, xd_status statu
   EXPECT_EQ(another, nullptr);
 }
 
-class GemmWait : public testing::TestWithParam<xd_gemm_operation> {
- protected:
-  // A context after one good operation.
-  static GemmContext begin(const Rank& rank, GemmCall& call) {
-    GemmContext context = make_context(rank.comm, gemm_fault_config(rank.num_ranks));
-    ok(call.call(context.get()));
-    call.check(context.get());
-    return context;
-  }
-};
+// A context after one good operation.
+GemmContext begin(const Rank& rank, GemmCall& call) {
+  GemmContext context = make_context(rank.comm, gemm_fault_config(rank.num_ranks));
+  ok(call.call(context.get()));
+  call.check(context.get());
+  return context;
+}
+
+class GemmWait : public testing::TestWithParam<xd_gemm_operation> {};
 
 TEST_P(GemmWait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
   std::latch timed_out(1);
@@ -155,6 +154,9 @@ TEST_P(GemmWait, ForAPeerThatHasLeftEndsAtOnce) {
 }
 
 TEST_P(GemmWait, InAContextThatIsBusyIsRefusedAndNotACorruption) {
+  if (GetParam() == XD_GEMM_START_ALL_GATHER && executor() != "cpu") {
+    GTEST_SKIP() << "the next operation comes behind a started gather on any stream";
+  }
   std::latch refused(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     GemmCall call(rank, GetParam());
@@ -178,6 +180,26 @@ TEST_P(GemmWait, InAContextThatIsBusyIsRefusedAndNotACorruption) {
 
 INSTANTIATE_TEST_SUITE_P(Operations, GemmWait, testing::ValuesIn(kGemmOperations),
                          [](const auto& instance) { return name_of(instance.param); });
+
+TEST(GemmWaits, OfAStartedGatherHoldTheNextOneOnAnotherStreamToo) {
+  if (executor() == "cpu") GTEST_SKIP() << "a thread waits there: a second one is BUSY";
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    GemmCall call(rank, XD_GEMM_START_ALL_GATHER);
+    const GemmContext context = begin(rank, call);
+    if (rank.rank == 1) {
+      std::this_thread::sleep_for(4 * kMoment);
+      for (int i = 0; i < 2; ++i) ok(call.call(context.get()));
+      return;
+    }
+    const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+    GemmCall other(rank.on(*memory), XD_GEMM_START_ALL_GATHER);
+    std::thread first([&] { EXPECT_EQ(call.call(context.get()), XD_SUCCESS); });
+    std::this_thread::sleep_for(kMoment);
+    EXPECT_EQ(other.call(context.get()), XD_SUCCESS);
+    first.join();
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+  });
+}
 
 TEST(GemmWaits, OfRanksThatCallContextsInDifferentOrderEndWithTheContextsNumber) {
   on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
