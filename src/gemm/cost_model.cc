@@ -92,11 +92,17 @@ Option Estimate::gather(bool doubling) const {
 
 Option Estimate::sequential_gather() const {
   Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL, .products = 1, .gemm_us = whole_};
-  const double copies = m_.open_us + m_.first_copy_us + peers_ * (copy(gather_bytes_) + m_.flag_us);
+  const double copies = m_.open_us + m_.first_copy_us +
+                        peers_ * (copy(gather_bytes_) + m_.flag_us) + m_.wait_us + m_.join_us;
   const double pushed = m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us;
-  o.mover = pushed < copies ? Mover::push : Mover::copies;
-  o.transfer_us = std::min(copies, pushed);
-  o.us = o.transfer_us + whole_ + (o.mover == Mover::copies ? m_.wait_us + m_.join_us : 0);
+  const bool fits = gather_bytes_ <= static_cast<double>(room_.gather_word_bytes);
+  const double worded =
+      fits ? m_.gather_words_us + peers_ * gather_bytes_ / m_.words_bytes_us : pushed;
+  o.transfer_us = std::min({copies, pushed, worded});
+  o.mover = copies <= o.transfer_us   ? Mover::copies
+            : pushed <= o.transfer_us ? Mover::push
+                                      : Mover::words;
+  o.us = o.transfer_us + whole_;
   return o;
 }
 
@@ -145,7 +151,7 @@ Option Estimate::direct() const {
   if (p_.far_times.count > 0) {
     o.gemm_us = p_.far_times.us(p_.tokens);
     o.transfer_us = link;
-    o.us = o.gemm_us + m_.meet_us + sum(share_bytes_);
+    o.us = o.gemm_us + m_.far_us + m_.meet_us + sum(share_bytes_);
     return o;
   }
   const double loss =

@@ -27,14 +27,16 @@ struct Machine {
   double flag_us = 1.5;            // of the copy of a flag behind rows
   double wait_us = 1.5;            // of a kernel that finds its flags raised
   double boundary_us = 1;          // between two products
-  double wait_boundary_us = 3.5;   // between two products with a wait between
-  double join_us = 2;              // two streams become one
+  double wait_boundary_us = 2;     // between two products with a wait between
+  double join_us = 1;              // two streams become one
   double meet_us = 9;              // all ranks tell one another that they are done
+  double far_us = 8;               // behind a product that has stored far away, until it is there
   double sum_us = 3;               // of a sum, beside its traffic
   double sum_bytes_us = 3.9e6;
   double push_us = 16;  // rows pushed by a kernel, and waited for
   double push_bytes_us = 330e3;
-  double words_us = 14;  // partial sums pushed as words, and summed
+  double gather_words_us = 13;  // rows pushed as words, and taken
+  double words_us = 14;         // partial sums pushed as words, and summed
   double words_bytes_us = 340e3;
   double one_shot_us = 11.5;  // all_reduce by words in one step
   double one_shot_bytes_us = 302e3;
@@ -89,12 +91,13 @@ struct Problem {
 
 // What a context has memory for.
 struct Room {
-  std::uint64_t slot_bytes = 0;   // stitched: of the slot of one source at one owner
-  std::uint64_t slot_unit = 0;    // slots begin at multiples of it, 0 = there are none
-  std::uint64_t word_bytes = 0;   // words from one source
-  std::uint64_t chunk_bytes = 0;  // partial sums from one source; 0 = there is no such memory
-  bool two_steps = true;          // all_reduce: sums may travel as they are stored
-  bool exact_sums = false;        // all_reduce by copies: they travel as float32
+  std::uint64_t slot_bytes = 0;         // stitched: of the slot of one source at one owner
+  std::uint64_t slot_unit = 0;          // slots begin at multiples of it, 0 = there are none
+  std::uint64_t word_bytes = 0;         // partial sums as words from one source
+  std::uint64_t gather_word_bytes = 0;  // likewise rows
+  std::uint64_t chunk_bytes = 0;        // partial sums from one source; 0 = there is no such memory
+  bool two_steps = true;                // all_reduce: sums may travel as they are stored
+  bool exact_sums = false;              // all_reduce by copies: they travel as float32
 };
 
 // Why an algorithm cannot run.

@@ -19,6 +19,7 @@ Room ample() {
   return {.slot_bytes = 1024 * kMiB,
           .slot_unit = 2 * kMiB,
           .word_bytes = 32 * kMiB,
+          .gather_word_bytes = kMiB / 4,
           .chunk_bytes = 1024 * kMiB};
 }
 
@@ -229,13 +230,28 @@ TEST(GemmCostModel, TakesMeasuredTimesOfProductsThatStoreFarAway) {
   EXPECT_DOUBLE_EQ(direct() - near, 40);
 }
 
-// What crossdock-bench gemm measured on two H200, microseconds as graphs, with the products' times
-// that contexts measured there.
+// Rows that are as long as words may be, and longer ones.
+TEST(GemmCostModel, GathersFewRowsAsWords) {
+  const auto mover = [](std::int64_t tokens, const Room& room) {
+    return options_of({}, problem_of(kAg, 2, tokens, 5120, 8192), room).find(kSeq)->mover;
+  };
+  Room room = ample();
+  EXPECT_EQ(mover(2, room), Mover::words);
+  EXPECT_EQ(mover(32, room), Mover::words);
+  EXPECT_EQ(mover(64, room), Mover::push);
+  EXPECT_EQ(mover(16384, room), Mover::copies);
+  room.gather_word_bytes = 0;
+  EXPECT_EQ(mover(2, room), Mover::push);
+}
+
+// What crossdock-bench gemm measured on two H200, and at last two H100, microseconds as graphs,
+// with the products' times that contexts measured there.
 struct MeasuredCall {
   xd_gemm_operation operation;
   std::int64_t n, k, tokens;
   ProductTimes times;
   std::vector<std::pair<xd_gemm_algo, double>> us;
+  ProductTimes far_times{};
 };
 
 std::vector<MeasuredCall> measured_calls() {
@@ -246,6 +262,34 @@ std::vector<MeasuredCall> measured_calls() {
       {kAg, 14336, 8192, 2048, times_of({{1024, 287}, {2048, 644}}), {{kSeq, 775}, {kRing, 665}}},
       {kRs, 8192, 4096, 2048, times_of({{1024, 88}, {2048, 171}}), {{kSeq, 261}, {kRing, 209}}},
       {kRs, 8192, 14336, 2048, times_of({{1024, 311}, {2048, 628}}), {{kSeq, 750}, {kRing, 697}}},
+      {kRs,
+       8192,
+       4096,
+       256,
+       times_of({{128, 30}, {256, 33.2}}),
+       {{kSeq, 52}, {kDirect, 59.2}},
+       times_of({{256, 37.9}})},
+      {kRs,
+       8192,
+       4096,
+       512,
+       times_of({{256, 33.2}, {512, 48.7}}),
+       {{kSeq, 75.2}, {kDirect, 77.9}},
+       times_of({{512, 53.4}})},
+      {kRs,
+       8192,
+       14336,
+       256,
+       times_of({{128, 88}, {256, 96.5}}),
+       {{kSeq, 115}, {kDirect, 121}},
+       times_of({{256, 98.5}})},
+      {kRs,
+       8192,
+       14336,
+       512,
+       times_of({{256, 96.5}, {512, 151.6}}),
+       {{kSeq, 180}, {kDirect, 184}},
+       times_of({{512, 158.8}})},
   };
 }
 
@@ -253,6 +297,7 @@ TEST(GemmCostModel, ChoosesNearlyTheBestOfWhatBothExecutorAndProductsWereMeasure
   for (const MeasuredCall& call : measured_calls()) {
     Problem problem = problem_of(call.operation, 2, call.tokens, call.n, call.k);
     problem.times = call.times;
+    problem.far_times = call.far_times;
     const xd_gemm_algo chosen = options_of({}, problem, ample()).best()->algo;
     double best = call.us.front().second, got = 0;
     for (const auto& [algo, us] : call.us) {

@@ -71,6 +71,7 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
   Room room{.slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
             .slot_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
             .word_bytes = map.word_bytes,
+            .gather_word_bytes = std::min(map.word_bytes, ContextMap::kMostGatherWordBytes),
             .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;
   if (!map.copies_all) room.chunk_bytes = 0;

@@ -174,10 +174,9 @@ void CudaContext::fill_ones(int device) {
 // No word has arrived yet. Peers push words only after this step.
 void CudaContext::empty_words() const {
   const ContextMap map = map_of(config());
-  const std::uint64_t begin = map.words != 0 ? map.words : map.columns;
   const xd::cuda::Stream stream(comm().device().device_id);
   std::byte* const own = memory_->segments[at(rank())]->base();
-  XD_CUDA_CHECK(cudaMemsetAsync(own + begin, 0xFF, map.end - begin, stream.get()));
+  XD_CUDA_CHECK(cudaMemsetAsync(own + map.words, 0xFF, map.end - map.words, stream.get()));
   stream.synchronize();
 }
 
@@ -418,9 +417,9 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
   const auto taken = [&](Option option) {
-    // The kernel pushes rows of tokens alone.
-    if ((call.transpose_a || call.a_scale) && option.mover == Mover::push)
-      option.mover = Mover::copies;
+    // Kernels gather rows of tokens alone.
+    const bool rows_alone = !call.transpose_a && !call.a_scale;
+    if (call.operation == XD_GEMM_ALL_GATHER && !rows_alone) option.mover = Mover::copies;
     return option;
   };
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);

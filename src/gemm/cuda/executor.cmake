@@ -12,6 +12,7 @@ xd_layer(xd_gemm_cuda
     gemm/cuda/columns.cu
     gemm/cuda/cuda_context.cc
     gemm/cuda/finish.cu
+    gemm/cuda/gather_words.cu
     gemm/cuda/kernel_loader.cc
     gemm/cuda/meeting.cc
     gemm/cuda/opening.cu

@@ -31,6 +31,7 @@ void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream
 void launch_part_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream);
 // Whole operations.
 void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream);
+void launch_gather_words(const GatherWordsParams& params, int multiprocessors, cudaStream_t stream);
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);
 // Work of this rank alone.
 void launch_finish(const FinishParams& params, int multiprocessors, cudaStream_t stream);

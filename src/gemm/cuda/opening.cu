@@ -23,6 +23,7 @@ namespace xd::gemm::cuda {
 void load_sum();
 void load_words();
 void load_push();
+void load_gather_words();
 void load_finish();
 void load_columns();
 void load_block_scales();
@@ -125,6 +126,7 @@ void load_kernels() {
   load_sum();
   load_words();
   load_push();
+  load_gather_words();
   load_finish();
   load_columns();
   load_block_scales();

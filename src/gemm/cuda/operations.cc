@@ -92,7 +92,13 @@ void Operation::clear_amax() const {
 // ---- all_gather --------------------------------------------------------------------------------
 
 void Operation::all_gather() const {
-  option_.mover == Mover::push ? gather_by_push() : gather_by_copies();
+  if (option_.mover == Mover::copies) {
+    gather_by_copies();
+  } else {
+    option_.mover == Mover::words ? gather_by_words() : gather_by_push();
+    turn_.note_entered();
+    gathered_products({0, ranks()});
+  }
   return_gathered();
   if (is_plain(call_)) return;
   finish_products(reinterpret_cast<float*>(w_.scratch), 0, call_.shares.all());
@@ -105,8 +111,15 @@ void Operation::gather_by_push() const {
                .bytes = bytes_of(call_.a_rows, row),
                .offset = bytes_of(call_.shares.start(rank()), row)},
               comm_multiprocessors(), s_);
-  turn_.note_entered();
-  gathered_products({0, ranks()});
+}
+
+void Operation::gather_by_words() const {
+  GatherWordsParams params{.turn = turn_.params(), .rows = call_.a.data, .starts = {}};
+  const auto vectors = static_cast<std::int64_t>(row_bytes_of_a() / 16);
+  for (int r = 0; r <= ranks(); ++r) {
+    params.starts[r] = (r < ranks() ? call_.shares.start(r) : call_.shares.all()) * vectors;
+  }
+  launch_gather_words(params, comm_multiprocessors(), s_);
 }
 
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
@@ -354,6 +367,7 @@ void Operation::reduce_by_words() const {
                      .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                      .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                      .one_step = option_.mover == Mover::one_shot,
+                     .dependent = may_depend(),
                      .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
@@ -431,6 +445,7 @@ void Operation::sum_slots(std::int64_t pitch) const {
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = pitch,
+              .dependent = option_.mover == Mover::product && may_depend(),
               .epilogue = epilogue},
              call_.wide_type(), most_sum_blocks(w_, s_), s_);
   sum_columns(exact, call_.shares.rows(rank()));

@@ -19,8 +19,8 @@
 //
 //   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
 //
-// In all_gather by a kernel (push), and where sums travel as words, the operation is one launch on
-// s, in front of the product or behind it.
+// In all_gather by a kernel (push, words), and where sums travel as words, the operation is one
+// launch on s, in front of the product or behind it.
 #pragma once
 
 #include <algorithm>
@@ -143,6 +143,7 @@ class Operation {
 
   void all_gather() const;
   void gather_by_push() const;
+  void gather_by_words() const;
   void gather_by_copies() const;
   void send_rows() const;
   void take_steps() const;
@@ -198,6 +199,9 @@ class Operation {
 
   int multiprocessors() const { return multiprocessors_of(w_, s_); }
   int comm_multiprocessors() const { return comm_multiprocessors_of(w_, s_); }
+  // Whether a launch may take multiprocessors while the product before it still runs. Where ranks
+  // share the device, products of a late one may need them.
+  bool may_depend() const { return !w_.shares_device; }
   int rank() const { return w_.group.rank(); }
   int ranks() const { return w_.group.ranks(); }
   cudaStream_t c() const { return w_.side->get(); }

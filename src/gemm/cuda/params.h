@@ -38,7 +38,7 @@ struct ContextMap {
   std::uint64_t scales;
   std::uint64_t sums;     // all_reduce: finished rows of all ranks
   std::uint64_t slots;    // [W] partial sums of each source for rows of this rank
-  std::uint64_t words;    // [2 parities][steps][W] partial sums and sums that arrive as words
+  std::uint64_t words;    // [2 parities][steps][W] rows, partial sums and sums that arrive as words
   std::uint64_t columns;  // [2 parities][W] column sums that arrive as words
   std::uint64_t slot_bytes, sum_bytes, word_bytes, column_bytes;  // of one source
   std::uint64_t word_steps;                                       // 2 where sums go to all ranks
@@ -47,6 +47,7 @@ struct ContextMap {
 
   // Words are for small tensors: for longer ones other ways are faster.
   static constexpr std::uint64_t kMostWordBytes = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kMostGatherWordBytes = std::uint64_t{256} << 10;
   static constexpr std::uint64_t kFlagStride = 64;
   static constexpr std::uint64_t kScaleStride = 16;  // cuBLASLt's alignment of scales
 
@@ -60,10 +61,14 @@ struct ContextMap {
     map.landed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
     map.summed = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
     map.spread = cursor.add<std::byte>(ranks * kFlagStride, kFlagStride);
+    map.word_steps = config.has(XD_GEMM_ALL_REDUCE) ? 2 : 1;
     if (config.gathers()) {
       const auto row = static_cast<std::uint64_t>(config.max_k) * config.gathered_bytes();
       map.gathered = cursor.add<std::byte>(ranks * tokens * row, kRowStart);
       const auto row_scales = static_cast<std::uint64_t>(scale_blocks(config.max_k));
+      if (config.has(XD_GEMM_ALL_GATHER)) {
+        map.word_bytes = std::min(round_up(tokens * row, kRowStart), kMostGatherWordBytes);
+      }
       map.scales = cursor.add<std::byte>(
           ranks * std::max<std::uint64_t>(tokens * row_scales * sizeof(float), kScaleStride),
           kRowStart);
@@ -74,9 +79,7 @@ struct ContextMap {
       if (!separate_slots) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
       // In one step of all_reduce a rank sends all its rows to everybody.
       const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
-      map.word_bytes = most < kMostWordBytes ? most : kMostWordBytes;
-      map.word_steps = config.has(XD_GEMM_ALL_REDUCE) ? 2 : 1;
-      map.words = cursor.add<std::byte>(2 * map.word_steps * ranks * map.word_bytes, kRowStart);
+      map.word_bytes = std::max(map.word_bytes, std::min(most, kMostWordBytes));
       // Where words have room for all there is, copies are not needed.
       map.copies_all = config.has(XD_GEMM_ALL_REDUCE) && most > kMostWordBytes;
       // Finished rows of all ranks; or of each rank the first half of the float32 sums of its rows,
@@ -86,6 +89,7 @@ struct ContextMap {
           std::max(map.slot_bytes, round_up(static_cast<std::uint64_t>(half), kRowStart));
       if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.sum_bytes, kRowStart);
     }
+    map.words = cursor.add<std::byte>(2 * map.word_steps * ranks * map.word_bytes, kRowStart);
     const auto columns = static_cast<std::uint64_t>(config.max_n) * sizeof(float);
     map.column_bytes = round_up(columns, kRowStart);
     map.columns = cursor.add<std::byte>(2 * ranks * map.column_bytes, kRowStart);
@@ -155,6 +159,7 @@ struct SumParams {
   const std::byte* partials;
   std::uint64_t stride;
   std::int64_t rows, columns, pitch;
+  bool dependent;  // the launch may begin while the product before it still runs
   Epilogue epilogue;
 };
 
@@ -168,7 +173,17 @@ struct WordsParams {
   std::int64_t row_vectors;  // of a row
   bool gathers;              // all_reduce: sums go to everybody
   bool one_step;             // all_reduce: the products go to everybody
+  bool dependent;            // the launch may begin while the product before it still runs
   Epilogue epilogue;
+};
+
+// Pushes this rank's rows as words, and takes those of all ranks into the gathered rows.
+struct GatherWordsParams {
+  TurnParams turn;
+  const std::byte* rows;
+  // The rows of each rank among the gathered ones in vectors of 16 bytes: the first one, and behind
+  // the last rank's their number.
+  std::int64_t starts[kMaxDeviceRanks + 1];
 };
 
 // Pushes this rank's rows into the gathered rows of all ranks.

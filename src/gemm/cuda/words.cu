@@ -134,6 +134,7 @@ __device__ bool Words<kType>::take_sums() const {
 template <DType kType>
 __global__ void __launch_bounds__(kThreads, 1) words_kernel(const __grid_constant__ WordsParams p) {
   __shared__ TurnShared shared;
+  ptx::wait_for_kernel_before();
   Turn turn(p.turn, shared);
   Words<kType> words(p, turn);
   if (turn.begin()) {
@@ -174,7 +175,7 @@ void launch_words(const WordsParams& params, DType type, int multiprocessors, cu
   }
   with_kernel(type, [&](auto* kernel) {
     launch_cooperative(kernel, params, blocks_for(most, kThreads, multiprocessors), kThreads,
-                       stream);
+                       stream, params.dependent ? Begin::dependent : Begin::behind);
   });
 }
 

@@ -1,5 +1,5 @@
-// Sums of few rows behind one another, with nothing between them that waits for all ranks: none
-// takes what belongs to another, and each ends when it has what it needs.
+// Sums and gathers of few rows behind one another, with nothing between them that waits for all
+// ranks: none takes what belongs to another, and each ends when it has what it needs.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -16,22 +16,22 @@
 namespace xd::test {
 namespace {
 
-xd_gemm_config config_of_sums() {
+xd_gemm_config config_of_few_rows() {
   xd_gemm_config config = XD_GEMM_CONFIG_INIT;
   config.operations = XD_GEMM_BIT(XD_GEMM_ALL_GATHER) | XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER) |
                       XD_GEMM_BIT(XD_GEMM_ALL_REDUCE);
-  config.max_tokens = 64;
+  config.max_tokens = 256;
   config.max_k = config.max_n = 640;
   config.dtype = kF32;
   return config;
 }
 
-// Of other sizes each: with rows on all ranks, on some, or on none, and rarely a gather between.
+constexpr xd_gemm_operation kOperations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
+                                             XD_GEMM_ALL_REDUCE};
+
+// Of other sizes each: with rows on all ranks, on some, or on none.
 GemmCase small_case(int num_ranks, Random& chance) {
-  const bool gathers = chance.one_in(6);
-  GemmCase c = plain_gemm_case(num_ranks, gathers            ? XD_GEMM_ALL_GATHER
-                                          : chance.one_in(2) ? XD_GEMM_REDUCE_SCATTER
-                                                             : XD_GEMM_ALL_REDUCE);
+  GemmCase c = plain_gemm_case(num_ranks, kOperations[chance.below(std::size(kOperations))]);
   constexpr TokenCounts kTokens[] = {TokenCounts::uneven, TokenCounts::holes, TokenCounts::one,
                                      TokenCounts::most,   TokenCounts::few,   TokenCounts::none};
   c.seed = chance.next();
@@ -49,9 +49,9 @@ void delay(Random& random) {
   }
 }
 
-TEST(SmallSums, FollowOneAnotherWhateverDelaysARank) {
+TEST(FewRows, FollowOneAnotherWhateverDelaysARank) {
   on_every_rank([](Rank& rank) {
-    const GemmContext context = make_context(rank.comm, config_of_sums());
+    const GemmContext context = make_context(rank.comm, config_of_few_rows());
     Random chance(mix(test_seed(), 0x5311)),
         delays(mix(test_seed(), 0x5312, static_cast<std::uint64_t>(rank.rank)));
     for (int round = 0; round < 12; ++round) {
@@ -70,13 +70,12 @@ TEST(SmallSums, FollowOneAnotherWhateverDelaysARank) {
   });
 }
 
-// Words that nobody reads are taken away, and the sums around are none the worse.
-TEST(SmallSums, GoOnAroundOneThatARankGivesUp) {
+// Words that nobody reads are taken away, and the operations around are none the worse.
+TEST(FewRows, GoOnAroundOneThatARankGivesUp) {
   on_every_rank([](Rank& rank) {
-    const GemmContext context = make_context(rank.comm, config_of_sums());
+    const GemmContext context = make_context(rank.comm, config_of_few_rows());
     for (int round = 0; round < 12; ++round) {
-      const xd_gemm_operation operation =
-          round % 2 == 0 ? XD_GEMM_REDUCE_SCATTER : XD_GEMM_ALL_REDUCE;
+      const xd_gemm_operation operation = kOperations[round % 3];
       GemmBatch before(rank, plain_gemm_case(rank.num_ranks, operation), round),
           given_up(rank, plain_gemm_case(rank.num_ranks, operation), round),
           after(rank, plain_gemm_case(rank.num_ranks, operation), round + 1);
@@ -102,15 +101,14 @@ TEST(SmallSums, GoOnAroundOneThatARankGivesUp) {
 }
 
 // It has what it came for: its peers need nothing more of it than it has sent.
-TEST(SmallSums, LetARankGoAtOnce) {
+TEST(FewRows, LetARankGoAtOnce) {
   on_every_rank([](Rank& rank) {
-    for (int round = 0; round < 8; ++round) {
-      const xd_gemm_operation operation =
-          round % 2 == 0 ? XD_GEMM_REDUCE_SCATTER : XD_GEMM_ALL_REDUCE;
+    for (int round = 0; round < 9; ++round) {
+      const xd_gemm_operation operation = kOperations[round % 3];
       Comm own = rank.another_comm("brief" + std::to_string(round), std::size_t{8} << 20);
       Rank there = rank;
       there.comm = own.get();
-      GemmContext context = make_context(own.get(), config_of_sums());
+      GemmContext context = make_context(own.get(), config_of_few_rows());
       GemmBatch first(there, plain_gemm_case(rank.num_ranks, operation), round),
           last(there, plain_gemm_case(rank.num_ranks, operation), round + 1);
       const bool leaves = rank.rank == round % rank.num_ranks;
@@ -123,6 +121,22 @@ TEST(SmallSums, LetARankGoAtOnce) {
       last.check(context.get());
       context.reset();
       own.reset();
+    }
+  });
+}
+
+// Rows of about 300 KB on each rank go another way than few do, and in the same context.
+TEST(FewRows, FollowMoreRows) {
+  on_every_rank([](Rank& rank) {
+    const GemmContext context = make_context(rank.comm, config_of_few_rows());
+    for (int round = 0; round < 6; ++round) {
+      GemmCase c = plain_gemm_case(rank.num_ranks);
+      c.tokens = TokenCounts::most;
+      c.k_units = 80;
+      c.token_units = round % 2 == 0 ? 240 : 8;
+      GemmBatch batch(rank, c, round);
+      ok(finish(rank, context.get(), batch.enqueue(context.get())));
+      batch.check(context.get());
     }
   });
 }
