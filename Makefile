@@ -15,7 +15,7 @@ export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench wheel gpu-test gpu-bench gpu-package format check sanitize \
+.PHONY: help demo test bench docs wheel gpu-test gpu-bench gpu-package format check sanitize \
   sanitize-quick clean
 
 help:  ## show this list
@@ -47,6 +47,12 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),bench/all crossdock-run)
 	@bench/all.sh $(RELEASE)
+
+# Its packages are in an environment of their own: only this target needs them.
+docs:  ## the documentation as a site, with references of C and Python: build/site/index.html
+	@VENV=build/docs-venv tools/setup.sh docs docs
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet
+	@echo "docs: build/site/index.html"
 
 wheel:  ## wheels that carry what they need, and the sources: dist/cpu, dist/cuda13 if nvcc is there
 	@tools/setup.sh wheel jax python wheel

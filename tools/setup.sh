@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Brings this machine to where `make TARGET` can run: system packages through apt, Python packages
-# of tools/requirements-LIST.txt into .venv. Prints nothing where all is there already.
-#   tools/setup.sh TARGET [LIST...]
+# of tools/requirements-LIST.txt into .venv, or into the folder VENV. Prints nothing where all is
+# there already.
+#   [VENV=FOLDER] tools/setup.sh TARGET [LIST...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 target=${1:?usage: tools/setup.sh TARGET [LIST...]}
 shift
+venv=${VENV:-.venv}
 log=build/setup.log
 mkdir -p build
 
@@ -66,23 +68,23 @@ system_packages() {
 }
 
 virtual_environment() {
-  .venv/bin/python -c '' 2>/dev/null && return 0
+  "$venv/bin/python" -c '' 2>/dev/null && return 0
   python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>>"$log" || {
     echo "setup: python3 is older than 3.10 or has no venv (see $log)" >&2
     exit 1
   }
-  rm -rf .venv
-  python3 -m venv .venv
+  rm -rf "$venv"
+  python3 -m venv "$venv"
 }
 
 # One list after another, so that a list that changed leaves the packages of the others.
 python_packages() {
   local requirements=tools/requirements-$1.txt stamp options=()
   if [[ $1 == alone ]]; then options=(--no-deps); fi
-  stamp=.venv/$1-$(sha256sum "$requirements" | cut -c1-16).stamp
+  stamp=$venv/$1-$(sha256sum "$requirements" | cut -c1-16).stamp
   [[ -e $stamp ]] && return 0
-  echo "setup: installing $(grep -v '^#' "$requirements" | paste -s -d ' ') into .venv"
-  .venv/bin/pip install --disable-pip-version-check "${options[@]}" -r "$requirements" \
+  echo "setup: installing $(grep -v '^#' "$requirements" | paste -s -d ' ') into $venv"
+  "$venv/bin/pip" install --disable-pip-version-check "${options[@]}" -r "$requirements" \
     </dev/null >>"$log" 2>&1 ||
     { tail -n 20 "$log" >&2; exit 1; }
   touch "$stamp"

@@ -1,6 +1,6 @@
 """A token dispatcher for Megatron-LM's mixture-of-experts layers.
 
-One line, before the model is built::
+One line, before the model is built:
 
     from crossdock.compat import megatron
 

@@ -1,6 +1,6 @@
 """A token dispatcher for torchtitan's mixture-of-experts layers.
 
-One line on the command line (or in ``OverrideConfig(imports=[...])``)::
+One line on the command line (or in ``OverrideConfig(imports=[...])``):
 
     --override.imports 'crossdock.compat.torchtitan.use_crossdock={"max_tokens_per_rank": 4096}'
 

@@ -1,6 +1,6 @@
 """The interfaces of DeepEP 1.2, `Buffer`, and of DeepEP 2, `ElasticBuffer`.
 
-Code written against it changes one import::
+Code written against it changes one import:
 
     from crossdock import deep_ep          # was: import deep_ep
     buffer = deep_ep.Buffer(group)

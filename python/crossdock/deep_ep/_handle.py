@@ -37,7 +37,7 @@ class Routing:
 class Handle(tuple[torch.Tensor, ...]):
     """Six tensors, as DeepEP's handle, and the routing that operations go by. W = ranks, N = rows.
 
-    The tensors are::
+    The tensors are:
 
         rank_prefix_matrix         [W,W]  rows for rank d (column) from all sources up to s (line)
         channel_prefix_matrix      [W,1]  tokens of this rank for each rank

@@ -34,7 +34,7 @@ class EventOverlap:
     """An event, and tensors that shall live until it is dropped.
 
     As a context manager it lets the current stream wait when the block ends, so that what the block
-    enqueues overlaps with the operation::
+    enqueues overlaps with the operation:
 
         with event:
             other_work()
