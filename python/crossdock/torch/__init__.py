@@ -38,6 +38,7 @@ from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
 from .grouped import grouped_mm
+from .grouped_fp8 import grouped_mm_fp8
 from .moe import MoELayer, MoEOutput, expert_parameters
 from .moe_balance import update_router_bias
 from .moe_experts import GroupedExperts, SharedExperts
@@ -82,6 +83,7 @@ __all__ = [
     "empty_symmetric",
     "expert_parameters",
     "grouped_mm",
+    "grouped_mm_fp8",
     "init",
     "ll_combine",
     "ll_combine_send",

@@ -53,11 +53,12 @@ def grouped_mm(
         TypeError: a dtype is wrong.
         ValueError: shapes do not fit each other.
     """
-    _check(x, weight, offsets)
+    check_operands(x, weight, offsets)
     return torch.ops.crossdock.grouped_mm(x, weight, offsets, False, out_group, grad_group)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None:
+def check_operands(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Refuses operands that do not fit each other."""
     if weight.dtype != x.dtype:
         raise TypeError(f"weight: expected dtype {x.dtype} as x has, got {weight.dtype}")
     if offsets.dtype != torch.int32:
@@ -74,7 +75,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None
         )
 
 
-def _operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:
+def define_operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:
+    """Defines an operator of these modules, which has one kernel for all devices."""
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(schema.partition("(")[0], unseen(kernel), key)
@@ -92,15 +94,15 @@ def _grouped_mm(
     if _GROUPED_MM is not None and _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
-        return _GROUPED_MM(x, matrices, offs=_ends(x, offsets))
+        return _GROUPED_MM(x, matrices, offs=ends_inside(x, offsets))
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
-    for expert, rows in _zones(offsets):
+    for expert, rows in zones_of(offsets):
         torch.mm(x[rows], matrices[expert], out=out[rows])
     return out
 
 
-_operator(
+define_operator(
     "grouped_mm(Tensor x, Tensor weight, Tensor offsets, bool transpose, int out_group, "
     "int grad_group) -> Tensor",
     _grouped_mm,
@@ -115,16 +117,16 @@ def _(x, weight, offsets, transpose, out_group, grad_group):
 def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
     if _GROUPED_MM is not None and _one_kernel(x, y):
-        out = _GROUPED_MM(x.t(), y, offs=_ends(x, offsets))
+        out = _GROUPED_MM(x.t(), y, offs=ends_inside(x, offsets))
         # Whether the kernel writes a group without rows differs between torch releases.
         return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
-    for expert, rows in _zones(offsets):
+    for expert, rows in zones_of(offsets):
         torch.mm(x[rows].t(), y[rows], out=out[expert])
     return out
 
 
-_operator("grouped_outer(Tensor x, Tensor y, Tensor offsets) -> Tensor", _grouped_outer)
+define_operator("grouped_outer(Tensor x, Tensor y, Tensor offsets) -> Tensor", _grouped_outer)
 
 
 @torch.library.register_fake("crossdock::grouped_outer", lib=LIBRARY)
@@ -168,12 +170,12 @@ def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _ends(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def ends_inside(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Where zones end, inside x: those of a plan that overflows go on behind it."""
     return offsets[1:].clamp(max=x.shape[0])
 
 
-def _zones(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def zones_of(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """(expert, its rows), from offsets that the host reads."""
     if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

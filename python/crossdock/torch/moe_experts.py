@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from ._group import Plan
 from ._sharding import local_tensor
 from .grouped import grouped_mm
+from .grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
 
 __all__ = ["ACTIVATIONS", "Activation", "GroupedExperts", "SharedExperts"]
 
@@ -76,7 +78,12 @@ class GroupedExperts(_FeedForward):
         activation: a name of `ACTIVATIONS`, or a function of each element.
         gated: whether half of w_in's columns gate the others.
         bias: whether there are biases. They begin as zeros.
+        fp8: whether both products round their operands to fp8 on the way (`grouped_mm_fp8`), with a
+            scale for each row and each column; bfloat16 only, H and F multiples of 16.
         dtype, device: of all.
+
+    Raises:
+        ValueError: an unknown activation; sizes, a dtype or a device that ``fp8`` has not.
     """
 
     def __init__(
@@ -88,11 +95,15 @@ class GroupedExperts(_FeedForward):
         activation: Activation = "silu",
         gated: bool = True,
         bias: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(activation, gated)
         inner = 2 * ffn if gated else ffn
+        self.fp8 = fp8
+        if fp8:
+            _check_fp8(hidden, ffn, dtype, device)
         shapes: dict[str, tuple[int, ...] | None] = {
             "w_in": (hidden, inner),
             "w_out": (ffn, hidden),
@@ -109,15 +120,26 @@ class GroupedExperts(_FeedForward):
     def forward(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
         """``[R, H]`` to ``[R, H]``; rows past the last zone give anything."""
         handle = plan.group.handle
-        inner = grouped_mm(rows, local_tensor(self.w_in), plan.offsets, grad_group=handle)
+        inner = self._product(rows, self.w_in, plan, grad_group=handle)
         if self.b_in is not None:
             inner = inner + _of_each_row(local_tensor(self.b_in), inner, plan.offsets)
-        out = grouped_mm(
-            self.activate(inner), local_tensor(self.w_out), plan.offsets, out_group=handle
-        )
+        out = self._product(self.activate(inner), self.w_out, plan, out_group=handle)
         if self.b_out is not None:
             out = out + _of_each_row(local_tensor(self.b_out), out, plan.offsets)
         return out
+
+    def _product(
+        self,
+        rows: torch.Tensor,
+        weight: Any,
+        plan: Plan,
+        out_group: int = 0,
+        grad_group: int = 0,
+    ) -> torch.Tensor:
+        matrices = local_tensor(weight)
+        if self.fp8:  # torch's kernel makes its result by itself
+            return grouped_mm_fp8(rows, matrices, plan.offsets, grad_group=grad_group)
+        return grouped_mm(rows, matrices, plan.offsets, out_group=out_group, grad_group=grad_group)
 
     @torch.no_grad()
     def draw(self, first_seed: int) -> None:
@@ -166,6 +188,22 @@ class SharedExperts(_FeedForward):
         """Draws both matrices."""
         for matrix in (self.w_in, self.w_out):
             fill(matrix, generator)
+
+
+def _check_fp8(
+    hidden: int, ffn: int, dtype: torch.dtype | None, device: torch.device | str | None
+) -> None:
+    """Refuses what `grouped_mm_fp8` would, before any rank waits for the experts of this one."""
+    dtype = dtype or torch.get_default_dtype()
+    if dtype != torch.bfloat16:
+        raise ValueError(f"fp8: expected dtype torch.bfloat16, got {dtype}")
+    if hidden % FP8_UNIT or ffn % FP8_UNIT:
+        raise ValueError(
+            f"fp8: expected hidden and ffn in multiples of {FP8_UNIT}, got {hidden} and {ffn}"
+        )
+    obstacle = fp8_obstacle(torch.device(device or torch.get_default_device()))
+    if obstacle:
+        raise ValueError(f"fp8: {obstacle}")
 
 
 def fill(matrix: torch.Tensor, generator: torch.Generator) -> None:

@@ -79,13 +79,40 @@ def test_grouped_kernel_asks_no_host_and_reads_no_tail() -> None:
     run_ranks(1, check_grouped_kernel, timeout=120)
 
 
+def check_grouped_fp8_kernel(me: Rank) -> None:
+    """As on the CPU, where elements are rounded alike; also zones that begin at odd rows."""
+    torch.cuda.set_device(me.rank)
+    for counts in (COUNTS, (3, 0, 25, 16)):
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(sum(counts) + TAIL, 64, generator=generator).bfloat16()
+        weight = torch.randn(len(counts), 64, 48, generator=generator).bfloat16()
+        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        x[-TAIL:] = torch.nan
+        wanted = xd.grouped_mm_fp8(x, weight, offsets)[:-TAIL]
+        ours = [tensor.cuda() for tensor in (x, weight, offsets)]
+        xd.grouped_mm_fp8(*ours)  # whatever is set up in a first call
+        torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
+        try:
+            got = xd.grouped_mm_fp8(*ours)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got[:-TAIL].cpu(), wanted, rtol=2**-7, atol=1e-2)
+
+
+def test_grouped_fp8_kernel_is_the_cpus_arithmetic() -> None:
+    run_ranks(1, check_grouped_fp8_kernel, timeout=120)
+
+
+def make_layer(comm: xd.Comm, **options) -> xd.MoELayer:
+    sizes = {"max_tokens_per_rank": TOKENS}
+    return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, **sizes, **options)
+
+
 def check_layer(me: Rank) -> None:
     """float32 against one process; the bfloat16 layer, eager against graphs."""
     with joined(me) as comm:
         torch.manual_seed(5)
-        layer = xd.MoELayer(
-            HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=TOKENS, dtype=torch.float32
-        )
+        layer = make_layer(comm, dtype=torch.float32)
         torch.manual_seed(5)
         plain = PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.01).cuda()
         x = torch.randn(
@@ -107,7 +134,42 @@ def check_layer(me: Rank) -> None:
             (xd.local_tensor(layer.experts.w_out.grad), plain.experts["w_out"].grad[here]),
         ):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-        check_graphs(me, comm)
+        for fp8 in (False, True):
+            check_graphs(me, comm, fp8)
+
+
+class Watched(torch.autograd.Function):
+    """The identity, which notes the streams of its forward and its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, streams):
+        ctx.streams = streams
+        streams.append(torch.cuda.current_stream(x.device))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.streams.append(torch.cuda.current_stream(grad.device))
+        return grad, None
+
+
+def check_beside(me: Rank) -> None:
+    with joined(me) as comm:
+        streams: list[torch.cuda.Stream] = []
+
+        class Shared(torch.nn.Module):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return Watched.apply(tokens, streams)
+
+        layer = make_layer(comm, shared_experts=Shared(), dtype=torch.float32)
+        x = torch.randn(TOKENS, HIDDEN, device="cuda").requires_grad_()
+        layer(x).hidden.sum().backward()
+        forward, backward = streams
+        assert forward == backward != torch.cuda.current_stream()
+
+
+def test_shared_experts_run_in_a_stream_of_their_own() -> None:
+    run_ranks(all_gpus(), check_beside, timeout=120)
 
 
 def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
@@ -120,14 +182,11 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
 
 
-def check_graphs(me: Rank, comm: xd.Comm) -> None:
-    layer = xd.MoELayer(
-        HIDDEN,
-        FFN,
-        EXPERTS,
-        TOPK,
-        comm=comm,
-        max_tokens_per_rank=TOKENS,
+def check_graphs(me: Rank, comm: xd.Comm, fp8: bool) -> None:
+    place = {"dtype": torch.bfloat16, "device": comm.device}
+    layer = make_layer(
+        comm,
+        experts=xd.GroupedExperts(EXPERTS // me.num_ranks, HIDDEN, FFN, fp8=fp8, **place),
         shared_experts=1,
         aux_loss_weight=0.1,
         dtype=torch.bfloat16,

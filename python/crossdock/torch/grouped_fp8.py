@@ -1,0 +1,143 @@
+"""Products over the zones of a receive tensor, of operands that are made fp8 on the way.
+
+Each row of ``x``, and each column of each matrix, has a scale of its own: a power of two, as large
+as its largest element allows, so nothing is rounded but the elements themselves. Gradients are
+those of `grouped_mm`, of the operands as they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._custom_ops import LIBRARY
+from .grouped import check_operands, define_operator, ends_inside, zones_of
+
+__all__ = ["FP8_UNIT", "fp8_obstacle", "grouped_mm_fp8"]
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST = 448.0  # of _FP8
+FP8_UNIT = 16  # rows of fp8 are multiples of 16 bytes in torch's kernel
+_SCALED_GROUPED_MM: Callable[..., torch.Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
+
+
+def grouped_mm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *, grad_group: int = 0
+) -> torch.Tensor:
+    """Multiplies the rows of each zone by that expert's matrix, both in float8_e4m3fn.
+
+    As `grouped_mm`, for bfloat16 with columns in multiples of 16. On a GPU it is one grouped kernel
+    of torch's (compute capability 9.0 or 10.0), which CUDA graphs can capture; on the CPU the
+    elements are rounded alike and multiplied in float32. Matrices are rounded anew in each call.
+
+    Args:
+        x: ``[R, N]`` bfloat16, rows grouped by expert.
+        weight: ``[L, N, M]`` bfloat16; any strides.
+        offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
+        grad_group: as of `grouped_mm`.
+
+    Returns:
+        ``[R, M]`` bfloat16.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: shapes do not fit each other, or the kernel.
+        RuntimeError: there is no such kernel here (see `fp8_obstacle`).
+    """
+    check_operands(x, weight, offsets)
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"x: expected dtype torch.bfloat16, got {x.dtype}")
+    if x.shape[1] % FP8_UNIT or weight.shape[2] % FP8_UNIT:
+        shape = tuple(weight.shape)
+        raise ValueError(
+            f"weight: expected rows and columns in multiples of {FP8_UNIT}, got {shape}"
+        )
+    obstacle = fp8_obstacle(x.device)
+    if obstacle:
+        raise RuntimeError(f"grouped_mm_fp8: {obstacle}")
+    return torch.ops.crossdock.grouped_mm_fp8(x, weight, offsets, grad_group)
+
+
+def fp8_obstacle(device: torch.device) -> str:
+    """Why `grouped_mm_fp8` cannot run on a device; empty where it can."""
+    if device.type != "cuda":
+        return ""
+    if _SCALED_GROUPED_MM is None:
+        return f"expected a torch with _scaled_grouped_mm, got torch {torch.__version__}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in ((9, 0), (10, 0)):
+        return f"expected compute capability 9.0 or 10.0, got {capability[0]}.{capability[1]}"
+    return ""
+
+
+def _rows_in_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x in fp8, and for each row the number by which its elements are multiplied to give x."""
+    wide = x.float()
+    most = wide.abs().amax(-1)
+    # Without elements but zeros any scale will do. Beside an infinite element, or NaN, none will:
+    # the scale and all elements of the row become NaN.
+    exponent = torch.floor(torch.log2(_LARGEST / most)).clamp_(-64, 64) + (most - most)
+    scaled = wide * torch.exp2(exponent)[..., None]
+    return scaled.clamp_(-_LARGEST, _LARGEST).to(_FP8), torch.exp2(-exponent)
+
+
+def in_fp8(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Both operands as torch's kernel takes them, and their scales ``[R]`` and ``[L, M]``."""
+    rows, row_scales = _rows_in_fp8(x.contiguous())
+    columns, column_scales = _rows_in_fp8(weight.transpose(1, 2).contiguous())
+    return rows, columns.transpose(1, 2), row_scales, column_scales
+
+
+def _grouped_mm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad_group: int
+) -> torch.Tensor:
+    rows, matrices, row_scales, column_scales = in_fp8(x, weight)
+    if x.is_cuda and x.shape[0]:
+        assert _SCALED_GROUPED_MM is not None
+        return _SCALED_GROUPED_MM(
+            rows,
+            matrices,
+            row_scales,
+            column_scales,
+            offs=ends_inside(x, offsets),
+            out_dtype=x.dtype,
+        )
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for expert, zone in zones_of(offsets) if x.shape[0] else ():
+        product = rows[zone].float() @ matrices[expert].float()
+        out[zone] = (product * row_scales[zone, None] * column_scales[expert]).to(x.dtype)
+    return out
+
+
+define_operator(
+    "grouped_mm_fp8(Tensor x, Tensor weight, Tensor offsets, int grad_group) -> Tensor",
+    _grouped_mm_fp8,
+)
+
+
+@torch.library.register_fake("crossdock::grouped_mm_fp8", lib=LIBRARY)
+def _(x, weight, offsets, grad_group):
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, offsets, ctx.grad_group = inputs
+    ctx.save_for_backward(x, weight, offsets)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    grad, operators = grad.contiguous(), torch.ops.crossdock
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = operators.grouped_mm(grad, weight, offsets, True, ctx.grad_group, 0)
+    if ctx.needs_input_grad[1]:
+        grad_weight = operators.grouped_outer(x, grad, offsets)
+    return grad_x, grad_weight, None, None
+
+
+torch.library.register_autograd(
+    "crossdock::grouped_mm_fp8", _backward, setup_context=_setup_context, lib=LIBRARY
+)
