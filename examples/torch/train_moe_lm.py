@@ -46,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _run(options, settings)
     except ValueError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     except RankFailed as error:
-        print(f"train_moe_lm.py: a rank failed: {error}", file=sys.stderr)
+        print(f"{parser.prog}: a rank failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -77,8 +77,16 @@ def _run(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
+class _Called(argparse.Action):
+    """A program that runs this one gives its own name, for help and mistakes."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.prog = values
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
+    parser.add_argument("--called", action=_Called, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (4)")
     parser.add_argument(
         "--folder", type=Path, default=Path("moe-lm"), help="log, checkpoints, figure (moe-lm)"

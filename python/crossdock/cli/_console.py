@@ -71,6 +71,19 @@ def grid(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0
     return drawn
 
 
+_PAPER = 80  # columns of a narrow terminal, and of what people paste into reports
+
+
+def paragraph(text: str) -> None:
+    """Prints text that is wrapped."""
+    print(textwrap.fill(text, _PAPER))
+
+
+def fact(name: str, text: str) -> None:
+    """Prints a name and what is known, wrapped behind it."""
+    print(textwrap.fill(text, _PAPER, initial_indent=f"{name:<9}", subsequent_indent=" " * 9))
+
+
 _MARKS = {True: ("ok", "green"), False: ("no", "red"), None: ("", "dim")}
 
 

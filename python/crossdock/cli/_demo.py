@@ -68,7 +68,15 @@ def run(arguments: argparse.Namespace) -> NoReturn:
             f"demo --ranks {arguments.ranks} -- --sequences {4 * arguments.ranks} "
             f"--experts {2 * arguments.ranks}'"
         )
-    options = ["--demo", "--ranks", str(arguments.ranks), "--folder", arguments.folder]
+    options = [
+        "--called",
+        "crossdock demo",
+        "--demo",
+        "--ranks",
+        str(arguments.ranks),
+        "--folder",
+        arguments.folder,
+    ]
     command = [sys.executable, str(program()), *options, *arguments.options]
     # The program imports the crossdock that runs here, wherever that lies.
     paths = [str(_host.installed_at().parent), os.environ.get("PYTHONPATH", "")]

@@ -16,10 +16,11 @@ from crossdock.cli._usage import CommandError
 from crossdock.cli._workload import Workload, volume
 
 FLOOR = "copy"
-_EXPLAINED = """
-Times of the slowest rank, iteration by iteration. GB/s per rank: wire counts the rows that leave
-it, once per destination rank; rows also those that stay. x copy: p50 over that of copy, in which
-all ranks at once copy as many bytes as cross the wire ({where})."""
+_EXPLAINED = (
+    "Times of the slowest rank, iteration by iteration. GB/s per rank: wire counts the rows that "
+    "leave it, once per destination rank; rows also those that stay. x copy: p50 over that of "
+    "copy, in which all ranks at once copy as many bytes as cross the wire ({where})."
+)
 _WHERE = {"cpu": "within their own memory", "cuda": "to the next GPU, by its copy engine"}
 
 
@@ -88,23 +89,24 @@ def make_report(workload: Workload, results: list[dict[str, Any]]) -> Report:
 
 def show_head(title: str, versions: dict[str, str], doubts: list[str]) -> None:
     """Prints all that is needed to judge a table."""
-    print(title)
-    print(f"machine  {_host.processor()}")
-    print("versions " + ", ".join(f"{name} {text}" for name, text in versions.items()))
+    _console.paragraph(title)
+    _console.fact("machine", _host.processor())
+    _console.fact("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))
     for doubt in doubts:
-        print(f"DOUBT    {doubt}")
+        _console.fact("DOUBT", doubt)
 
 
 def show(report: Report) -> None:
     """Prints the table."""
     show_head(report.workload.title(), report.versions, report.doubts)
-    print(
-        f"volume   a rank sends {report.wire_bytes * 1e-6:.2f} MB to others "
-        f"(with its own: {report.rows_bytes * 1e-6:.2f} MB)\n"
-    )
+    sent, all_rows = report.wire_bytes * 1e-6, report.rows_bytes * 1e-6
+    said = f"a rank sends {sent:.2f} MB to others (with its own: {all_rows:.2f} MB)"
+    _console.fact("volume", said)
+    print()
     header = ("operation", "p50 us", "p99 us", "wire GB/s", "rows GB/s", "x copy")
     _console.table(header, [_cells(row) for row in report.rows], right=5)
-    print(_EXPLAINED.format(where=_WHERE[report.workload.device]))
+    print()
+    _console.paragraph(_EXPLAINED.format(where=_WHERE[report.workload.device]))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ def test_the_training_program_is_found():
 def test_options_and_exit_codes_are_the_program_s():
     ended = run("demo", "--ranks", "2", "--", "--help")
     assert ended.returncode == 0
-    assert ended.stdout.startswith("usage: train_moe_lm.py")
+    assert ended.stdout.startswith("usage: crossdock demo ")
     ended = run("demo", "--", "--steps", "many")
     assert ended.returncode == 2
-    assert "argument --steps: invalid int value: 'many'" in ended.stderr
+    assert "crossdock demo: error: argument --steps: invalid int value: 'many'" in ended.stderr
 
 
 def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
@@ -51,7 +51,7 @@ def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
 def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(folder: str, said: str):
     ended = run("demo", "--folder", folder, "--", "--device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines()[-1] == f"train_moe_lm.py: error: --folder: {said}"
+    assert ended.stderr == f"crossdock demo: error: --folder: {said}\n"
 
 
 @pytest.mark.parametrize("mine", ["plain/thesis.tex", "2-ranks/step-000100/common.pt"])
@@ -64,7 +64,7 @@ def test_files_of_the_user_stay(mine: str, tmp_path: pathlib.Path):
     assert (ended.returncode, ended.stdout) == (2, "")
     run_folder, name, *_ = pathlib.Path(mine).parts
     assert ended.stderr.splitlines()[-1] == (
-        f"train_moe_lm.py: error: --folder: {tmp_path / run_folder}: expected files of an earlier "
+        f"crossdock demo: error: --folder: {tmp_path / run_folder}: expected files of an earlier "
         f"comparison only, to overwrite; got {name}"
     )
     assert all(file.read_text() == "weeks of work" for file in (*logs, tmp_path / mine))

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import pathlib
 import pty
+import re
 import subprocess
+import sys
 
 import pytest
 
-from commands import COMMAND, SMALL
+from commands import COMMAND, SMALL, run
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples/torch"
 
 
-def on_terminal(*arguments: str, environment: dict[str, str]) -> str:
+def on_terminal(*arguments: str, environment: dict[str, str], command: list[str] = COMMAND) -> str:
     """All that the command writes to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     settings = {"TERM": "xterm", "COLUMNS": "100"} | environment
     running = subprocess.Popen(
-        [*COMMAND, *arguments],
+        [*command, *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -66,3 +70,48 @@ def test_without_rich_there_is_text_only(without_rich):
 def test_doctor_colours_what_is_missing():
     pytest.importorskip("rich")
     assert "\x1b[31mno" in on_terminal("doctor", "--no-trial", environment={})
+
+
+COMMANDS = ["", "doctor", "bench", "bench ep", "bench ll", "bench gemm", "top", "trace", "demo"]
+
+
+@pytest.mark.parametrize("arguments", [*(f"{name} --help" for name in COMMANDS), "doctor"])
+def test_lines_fit_a_narrow_terminal(arguments):
+    said = run(*arguments.split(), environment={"COLUMNS": "80"}).stdout
+    assert [line for line in said.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize(
+    "benchmark",
+    [
+        ["ep", *SMALL, "--layout", "expert_major"],
+        ["ll", *SMALL, "--hidden", "128", "--tokens", "1024"],
+    ],
+    ids=["ep", "ll"],
+)
+def test_reports_fit_a_narrow_terminal(benchmark):
+    said = run("bench", *benchmark, "--through", "numpy", "--dtype", "fp32", "--iters", "2").stdout
+    assert [line for line in said.splitlines() if len(line) > 80] == []
+
+
+SHOW = """
+from moe_lm.progress import Progress
+
+with Progress("4 ranks, Crossdock", 200, 0) as progress:
+    progress.show({"step": 198, "tokens": 4096, "loss": 2.0407, "load": [[0.5, 0.5]]})
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_step_of_the_demo_is_one_line_with_a_bar(columns):
+    pytest.importorskip("rich")
+    shown = on_terminal(
+        "-c",
+        SHOW,
+        command=[sys.executable],
+        environment={"COLUMNS": str(columns), "PYTHONPATH": str(EXAMPLES)},
+    )
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    line = next(line for line in re.split(r"[\r\n]+", plain) if "199/200" in line)
+    assert "4 ranks, Crossdock" in line and "loss 2.0407" in line and "━" in line
+    assert len(line.rstrip()) <= columns and "…" not in line
