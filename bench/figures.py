@@ -1,5 +1,7 @@
 """What the scripts that draw measurements have in common. Needs matplotlib."""
 
+import importlib.util
+import math
 import pathlib
 
 import matplotlib
@@ -10,16 +12,31 @@ from matplotlib import ticker  # noqa: E402
 
 __all__ = ["finish", "finish_times", "plt", "save"]
 
+# The package's own module by its file: the package would want its extension, which no figure needs.
+_PLOT = pathlib.Path(__file__).resolve().parents[1] / "python/crossdock/plot.py"
+_spec = importlib.util.spec_from_file_location("crossdock_plot", _PLOT)
+_plot = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_plot)
+
+_MOST_LABELS = 20  # of an axis
+
+
+def _readable(marks: list[int]) -> list[str]:
+    """Labels of marks on a logarithmic axis: none where the next one would touch it."""
+    room = math.log2(marks[-1] / marks[0]) / _MOST_LABELS
+    gaps = [math.log2(after / mark) for mark, after in zip(marks, marks[1:])]
+    return [str(mark) if gap >= room else "" for mark, gap in zip(marks, [*gaps, math.inf])]
+
 
 def finish(axes: plt.Axes, marks: list[int], x: str, y: str) -> None:
     """Names the axes; x is logarithmic, and marked where something was measured."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(marks, labels=[str(mark) for mark in marks], rotation=45)
+    axes.set_xticks(marks, labels=_readable(marks), rotation=45)
     axes.minorticks_off()
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def finish_times(axes: plt.Axes, marks: list[int], x: str) -> None:
@@ -32,8 +49,14 @@ def finish_times(axes: plt.Axes, marks: list[int], x: str) -> None:
 
 
 def save(figure: plt.Figure, path: pathlib.Path) -> None:
-    """Writes a figure and says where; equal figures give equal files, so without the date."""
-    plt.rcParams["svg.hashsalt"] = "crossdock"
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    """Puts one legend below all panels, writes the figure and says where."""
+    lines = {}
+    for axes in figure.axes:
+        for line, label in zip(*axes.get_legend_handles_labels()):
+            lines.setdefault(label, line)
+    figure.set_layout_engine("constrained")
+    columns = min(len(lines), 5)
+    place = "outside lower center"
+    figure.legend(lines.values(), lines, loc=place, ncols=columns, frameon=False, fontsize=9)
+    _plot.save(figure, path)
     print(path)

@@ -50,7 +50,8 @@ def draw_panel(axes, rows, x):
             xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3, label=label
         )
     # Floor and baseline depend on the bytes alone, so dispatch's stand for all operations.
-    for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", "NCCL", "tab:green")]:
+    nccl = "NCCL's all-to-all" + (" (takes what it wants)" if x == "sms_allowed" else "")
+    for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", nccl, "tab:green")]:
         for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
             if operation == "dispatch":
                 axes.plot(xs, ys, LINES[dtype], color=color, linewidth=1, label=f"{name} {dtype}")
@@ -62,15 +63,19 @@ def draw(head, rows, part, x, path):
     if not rows:
         return
     layouts = sorted({row["layout"] for row in rows}, reverse=True)
-    figure, panels = plt.subplots(1, len(layouts), figsize=(6 * len(layouts), 5), squeeze=False)
+    size = (5 * len(layouts), 5)
+    figure, panels = plt.subplots(1, len(layouts), figsize=size, sharey=True, squeeze=False)
     for axes, layout in zip(panels[0], layouts):
-        draw_panel(axes, [row for row in rows if row["layout"] == layout], x)
-        axes.set_title(f"{layout}-major")
-    first = rows[0]
+        # prepare is the same for both layouts, and measured with one.
+        shown = [row for row in rows if layout == row["layout"] or row["operation"] == "prepare"]
+        draw_panel(axes, shown, x)
+        axes.set_title(f"rows by {layout}")
+    first = rows[-1]
+    tokens = "" if x == "tokens" else f"T={first['tokens']} tokens of a rank, "
     figure.suptitle(
         f"{first['ranks']} ranks on {first['gpus']} of {head['machine']['count']} "
-        f"{head['machine']['name']}, H={first['hidden']} K={first['topk']} "
-        f"E={first['experts']}",
+        f"{head['machine']['name']}: {tokens}rows of H={first['hidden']}, "
+        f"K={first['topk']} of E={first['experts']} experts",
         fontsize=10,
     )
     save(figure, path)

@@ -48,7 +48,7 @@ def main():
     layers = list(dict.fromkeys(point.shape for point in points))
     lines = math.ceil(len(layers) / COLUMNS)
     figure, panels = plt.subplots(
-        lines, min(len(layers), COLUMNS), figsize=(13, 4.2 * lines), squeeze=False
+        lines, min(len(layers), COLUMNS), figsize=(11, 3.6 * lines), squeeze=False
     )
     for axes, layer in zip(panels.flat, layers):
         draw_panel(axes, [point for point in points if point.shape == layer])

@@ -48,15 +48,15 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default="docs/figures/ll-tokens.svg")
     arguments = parser.parse_args()
     report = json.loads(arguments.file.read_text())
-    figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5), sharey=True)
     for axes, clock, title in zip(
         panels, ("events", "graph, dependent"), ("by events", "each of 20 in a CUDA graph")
     ):
         draw_panel(axes, [row for row in report["rows"] if row["clock"] == clock])
         axes.set_title(title)
     figure.suptitle(
-        f"low latency, {report['ranks']} ranks, H={report['hidden']} K={report['topk']} "
-        f"E={report['experts']}",
+        f"low latency, {report['ranks']} ranks: rows of H={report['hidden']}, "
+        f"K={report['topk']} of E={report['experts']} experts",
         fontsize=10,
     )
     save(figure, arguments.out)

@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend has been chosen)
+from matplotlib.axes import Axes  # noqa: E402
 
 _REFERENCE, _OTHER, _GREY = "#9aa5b1", "#c2410c", "#52606d"
 
@@ -29,28 +30,34 @@ def draw(path: Path, runs: dict[str, list[dict[str, Any]]]) -> None:
     left.set(xlabel="step", ylabel="loss per byte (nats)", title="Loss of each step's batch")
     left.legend(frameon=False)
 
-    other = list(runs.values())[-1]
-    steps = [record["step"] + 1 for record in other]
-    experts = len(other[0]["load"][0])
-    colours = matplotlib.colormaps["viridis"]
-    for expert in range(experts):
-        share = [
-            sum(layer[expert] for layer in record["load"]) / len(record["load"]) for record in other
-        ]
-        right.plot(steps, _smooth(share), color=colours(expert / max(experts - 1, 1)), linewidth=1)
-    right.axhline(1 / experts, color=_GREY, linestyle="--", linewidth=1)
-    right.set(
-        xlabel="step",
-        ylabel="share of all choices",
-        ylim=(0, None),
-        title=f"Use of each of the {experts} experts (dashed: all alike)",
-    )
+    _draw_use(right, list(runs.values())[-1])
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _draw_use(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """How much the experts between the least and the most used one of each step have to do."""
+    steps = [record["step"] + 1 for record in records]
+    experts = len(records[0]["load"][0])
+    uses = [
+        sorted(experts * sum(shares) / len(record["load"]) for shares in zip(*record["load"]))
+        for record in records
+    ]
+    least, most = (_smooth([use[place] for use in uses]) for place in (0, -1))
+    axes.fill_between(steps, least, most, color=_OTHER, alpha=0.15, label="all experts")
+    axes.plot(steps, most, color=_OTHER, linewidth=1.3, label="the busiest")
+    axes.plot(steps, least, color=_REFERENCE, linewidth=1.3, label="the idlest")
+    axes.axhline(1, color=_GREY, linestyle="--", linewidth=1)
+    axes.set(
+        xlabel="step",
+        ylabel="tokens, as a multiple of an even share",
+        title=f"Use of the {experts} experts (dashed: all alike)",
+    )
+    axes.legend(frameon=False)
 
 
 def _smooth(values: list[float], window: int = 9) -> list[float]:

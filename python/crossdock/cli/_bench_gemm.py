@@ -127,19 +127,22 @@ def run(arguments: argparse.Namespace) -> int:
 def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     """Draws p50 against the number of tokens, a panel for each shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
+    ways = list(dict.fromkeys(row["way"] for row in report["rows"]))
+    colours = {way: f"C{number}" for number, way in enumerate(ways)}
     with _report.panels(path, len(shapes), 5) as panels:
         for axes, shape in zip(panels, shapes):
-            _draw_shape(axes, [row for row in report["rows"] if row["shape"] == shape])
-            axes.set_title(f"{shape}\n{report['title']}", fontsize=7)
+            _draw_shape(axes, [row for row in report["rows"] if row["shape"] == shape], colours)
+            axes.set_title(f"{shape}\n{report['title']}", fontsize=8)
 
 
-def _draw_shape(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _draw_shape(axes: Any, rows: list[dict[str, Any]], colours: dict[str, str]) -> None:
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
         axes.plot(
             [row["tokens"] for row in own],
             [row["p50_us"] for row in own],
             "o-" if "algo" in own[0] else "s--",
+            color=colours[way],
             markersize=4,
             label=way,
         )
@@ -151,4 +154,4 @@ def _draw_shape(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_xlabel("tokens of all ranks")
     axes.set_ylabel("microseconds, p50 of the slowest rank")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
