@@ -31,6 +31,8 @@ class GroupStats:
     row_bytes: int | None
     bad_ids: int  # in all plans, over all ranks
     dropped_rows: int
+    net_puts: int  # into memory of other machines, on the CPU
+    net_bytes: int  # of these puts
     wait_ns: tuple[int, ...] | None  # by rank: how long it was waited for; None = not measured
 
 
@@ -70,7 +72,15 @@ def group_stats(fields: dict[str, Any], *, is_context: bool) -> GroupStats:
         wait_ns=fields["wait_ns"] if fields["measures_waits"] else None,
         **{
             name: fields[name]
-            for name in ("failed_calls", "tokens", "token_bytes", "bad_ids", "dropped_rows")
+            for name in (
+                "failed_calls",
+                "tokens",
+                "token_bytes",
+                "bad_ids",
+                "dropped_rows",
+                "net_puts",
+                "net_bytes",
+            )
         },
     )
 

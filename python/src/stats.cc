@@ -76,6 +76,8 @@ nb::dict fields_of(const xd_stats& stats, const std::vector<std::int64_t>& wait_
   fields["dropped_rows"] = stats.dropped_rows;
   fields["counts_rows"] = stats.counts_rows != 0;
   fields["measures_waits"] = stats.measures_waits != 0;
+  fields["net_puts"] = stats.net_puts;
+  fields["net_bytes"] = stats.net_bytes;
   fields["wait_ns"] = tuple_of(wait_ns);
   return fields;
 }

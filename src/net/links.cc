@@ -248,6 +248,8 @@ void Links::sleep_until(const Deadline& deadline) {
 }
 
 void Links::post(const Put& put) {
+  ++sent_.puts;
+  sent_.bytes += put.bytes;
   outbox_.push_back(put);
   flush();
 }

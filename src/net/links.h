@@ -96,6 +96,12 @@ class Links final {
   bool at_rest() const { return slots_in_use_ == 0 && credits_unsent_ == 0 && outbox_.empty(); }
   // The first partner that has not read everything; -1 = there is none.
   int first_unread() const;
+  // What this rank has sent since the links were made: chunks with their headers, and credits,
+  // which have no bytes.
+  struct Sent {
+    std::uint64_t puts = 0, bytes = 0;
+  };
+  const Sent& sent() const { return sent_; }
   // Polls, and sleeps where there is nothing to do, until done() returns true. Throws TIMEOUT with
   // `what` and whom it was expected of, and ABORTED if the caller's thread is interrupted; neither
   // is a failure of the links. Partner -1 = of nobody in particular: the text names the first that
@@ -171,6 +177,7 @@ class Links final {
   std::unique_ptr<Room> room_;  // of memory_: what is to be sent, then what arrives
   std::vector<Put> outbox_;     // that the engine has not taken yet
   std::size_t slots_in_use_ = 0, credits_unsent_ = 0;
+  Sent sent_;
   std::optional<Error> failure_;
   Events events_;
 };

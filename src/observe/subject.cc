@@ -71,6 +71,8 @@ void Subject::log() const noexcept {
     tell(c.token_bytes, "bytes of tokens");
     tell(c.rows, "rows");
     tell(c.row_bytes, "bytes of rows");
+    tell(c.net_puts, "puts to other machines");
+    tell(c.net_bytes, "bytes of puts");
     tell(c.failed_calls, "failed calls");
     tell(c.bad_ids, "bad ids");
     tell(c.dropped_rows, "dropped rows");

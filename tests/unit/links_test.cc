@@ -74,6 +74,19 @@ TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
   EXPECT_TRUE(fleet.links[1]->at_rest());
 }
 
+TEST(Links, PutsAndTheirBytesAreCountedWithHeadersAndCredits) {
+  Fleet fleet(net::make_in_process_engines(2), config_of(2, 64));
+  EXPECT_EQ(fleet.links[0]->sent().puts, 0u);
+  send_text(fleet, "one");
+  send_text(fleet, "three");
+  fleet.links[1]->poll();
+  while (const auto chunk = fleet.links[1]->next(0)) fleet.links[1]->give_back(*chunk);
+  EXPECT_EQ(fleet.links[0]->sent().puts, 2u);
+  EXPECT_EQ(fleet.links[0]->sent().bytes, 2 * 16 + 3 + 5u);
+  EXPECT_EQ(fleet.links[1]->sent().puts, 2u);
+  EXPECT_EQ(fleet.links[1]->sent().bytes, 0u);
+}
+
 TEST(Links, ASlotIsUsedMoreThan256Times) {
   Fleet fleet(net::make_in_process_engines(2), config_of(1, 64));
   for (int use = 0; use < 600; ++use) {

@@ -126,6 +126,9 @@ void FarSide::poll() {
     for (int p = 0; p < static_cast<int>(routes().partners().size()); ++p)
       while (const auto chunk = links.next(p)) take_in(*chunk);
     if (work_ != nullptr) serve();
+    // Nothing is put between the last look of an operation and its end.
+    group_.subject().counters().net_puts.set(links.sent().puts);
+    group_.subject().counters().net_bytes.set(links.sent().bytes);
   });
 }
 

@@ -26,6 +26,8 @@ def _seen(**changes) -> _stats.SeenGroup:
         row_bytes=None,
         bad_ids=0,
         dropped_rows=0,
+        net_puts=0,
+        net_bytes=0,
         wait_ns=(0, 0, 0, 0),
     )
     seen = _stats.SeenGroup(
