@@ -15,8 +15,8 @@ export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs wheel gpu-test gpu-bench gpu-package format check sanitize \
-  sanitize-quick clean
+.PHONY: help demo test bench bench-net docs wheel gpu-test gpu-bench gpu-package format check \
+  sanitize sanitize-quick clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,11 @@ docs:  ## the documentation as a site, with references of C and Python: build/si
 	@VENV=build/docs-venv tools/setup.sh docs docs
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet
 	@echo "docs: build/site/index.html"
+
+bench-net:  ## measure between two network namespaces, beside MPI, gloo and TCP; as root
+	@tools/setup.sh bench torch
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS),bench/all crossdock-run)
+	@.venv/bin/python bench/net/run.py --build $(RELEASE) --json $(RELEASE)/bench/net.json
 
 wheel:  ## wheels that carry what they need, and the sources: dist/cpu, dist/cuda13 if nvcc is there
 	@tools/setup.sh wheel jax python wheel

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -247,23 +248,35 @@ class Peer {
   std::vector<int> ends_;
 };
 
-// Times one operation; rank 0 prints the maximum over ranks of every iteration.
+double processor_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
+
+void print_line(const char* key, const char* name, const std::vector<double>& numbers) {
+  std::printf("%s %s", key, name);
+  for (const double number : numbers) std::printf(" %.9f", number);
+  std::printf("\n");
+}
+
+// Times one operation; rank 0 prints the maximum over ranks of every iteration, and the seconds of
+// processor of all ranks together.
 void measure(const Workload& w, int rank, const char* name, const std::function<void()>& body) {
-  std::vector<double> seconds;
+  std::vector<double> seconds, processor;
   for (int i = 0; i < w.warmup + w.iters; ++i) {
     MPI_Barrier(MPI_COMM_WORLD);
     std::int64_t start = choose_start();
     MPI_Bcast(&start, 1, MPI_INT64_T, 0, MPI_COMM_WORLD);
     wait_for_start(start);
+    const double begun = processor_seconds();
     body();
-    if (i >= w.warmup) seconds.push_back(seconds_since(start));
+    if (i < w.warmup) continue;
+    seconds.push_back(seconds_since(start));
+    processor.push_back(processor_seconds() - begun);
   }
-  std::vector<double> slowest(seconds.size());
+  std::vector<double> slowest(seconds.size()), all(seconds.size());
   MPI_Reduce(seconds.data(), slowest.data(), w.iters, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);
+  MPI_Reduce(processor.data(), all.data(), w.iters, MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD);
   if (rank != 0) return;
-  std::printf("time %s", name);
-  for (const double s : slowest) std::printf(" %.9f", s);
-  std::printf("\n");
+  print_line("time", name, slowest);
+  print_line("cpu", name, all);
 }
 
 void print_facts(const Peer& peer, int rank, int ranks) {

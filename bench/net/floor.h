@@ -1,0 +1,38 @@
+// What the network alone gives: bytes between each rank and one rank on another host, both ways at
+// once, by puts of the library's links or over one TCP connection; and how long a smallest message
+// takes one way.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "net/board.h"
+
+namespace bench::net {
+
+struct FloorConfig {
+  std::string address;     // of this rank's host, numeric
+  std::string peer;        // of the other rank's host
+  std::size_t bytes = 0;   // that this rank sends
+  std::size_t coming = 0;  // that the other rank sends
+};
+
+class Floor {
+ public:
+  virtual ~Floor() = default;
+  // Sends and receives all bytes.
+  virtual void stream() = 0;
+  // A smallest message there and back, `turns` times; the rank with the lower number begins.
+  virtual void ping(int turns) = 0;
+};
+
+// Collective over the board: the other rank is half of the ranks away.
+std::unique_ptr<Floor> make_links_floor(Board& board, const FloorConfig& config);
+std::unique_ptr<Floor> make_tcp_floor(Board& board, const FloorConfig& config);
+
+inline int other_rank(const Board& board) {
+  return (board.rank() + board.ranks() / 2) % board.ranks();
+}
+
+}  // namespace bench::net
