@@ -29,14 +29,11 @@ struct Terms {
 
 }  // namespace
 
-// In front of a chunk, in the same put.
-struct Links::Header {
-  std::uint32_t generation, bytes;
-  std::uint64_t digest;  // of the bytes, starting from the generation; 0 without digests
-};
-
 Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> partners)
-    : engine_(engine), config_(config), pitch_(round_up(sizeof(Header) + config.slot_bytes, 64)) {
+    : engine_(engine),
+      config_(config),
+      map_{
+          .partners = partners.size(), .slots = at(config.slots), .slot_bytes = config.slot_bytes} {
   XD_REQUIRE(config.slots >= 1 && config.slots <= kMaxLinkSlots, "slots = ", config.slots,
              ", expected 1 to ", kMaxLinkSlots);
   XD_REQUIRE(config.slot_bytes >= 1 && config.slot_bytes < UINT32_MAX,
@@ -46,14 +43,16 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> 
              " less than the engine's longest put of ", engine.max_put(), " bytes");
   XD_REQUIRE(partners.size() <= kMaxLinkPartners, partners.size(), " partners, expected at most ",
              kMaxLinkPartners);
-  const std::size_t slots = at(config.slots) * partners.size();
+  const std::size_t slots = map_.num_slots();
   for (LinkPartner& name : partners) {
     Partner& partner = partners_.emplace_back();
     partner.name = std::move(name);
     partner.sending.resize(at(config.slots));
     partner.receiving.resize(at(config.slots));
   }
-  memory_.resize(2 * slots * pitch_);
+  if (config.memory.empty()) own_memory_.resize(map_.bytes());
+  memory_ = config.memory.empty() ? std::span(own_memory_) : config.memory;
+  XD_CHECK(memory_.size() == map_.bytes());
   room_ = engine.expose(memory_);
   // A chunk or its credit, of each slot of either direction.
   outbox_.reserve(2 * slots);
@@ -71,7 +70,7 @@ Bytes Links::offer(int partner) const {
                    .slot_bytes = config_.slot_bytes,
                    .digests = config_.digests,
                    .room = room_->remote(),
-                   .first_slot = place(true, partner, 0),
+                   .first_slot = map_.place(true, partner, 0),
                    .channel = at(partner)});
   writer.put_bytes(engine_.address());
   return writer.take();
@@ -100,10 +99,11 @@ void Links::accept(int partner, std::span<const std::byte> offer) {
            config_.digests);
   }
   if (terms.channel >= kMaxLinkPartners || terms.first_slot > terms.room.bytes ||
-      at(config_.slots) * pitch_ > terms.room.bytes - terms.first_slot) {
+      at(config_.slots) * map_.pitch() > terms.room.bytes - terms.first_slot) {
     refuse(" offers channel ", terms.channel, " and slots from byte ", terms.first_slot,
            " of a room of ", terms.room.bytes, " bytes, expected a channel below ",
-           kMaxLinkPartners, " and ", at(config_.slots) * pitch_, " bytes of slots in the room");
+           kMaxLinkPartners, " and ", at(config_.slots) * map_.pitch(),
+           " bytes of slots in the room");
   }
   engine_.connect(whom.name.rank, reader.rest());
   whom.room = terms.room;
@@ -122,7 +122,7 @@ std::optional<Links::Slot> Links::take(int partner, Range range) {
   *free = {.generation = free->generation + 1, .taken = true};
   ++slots_in_use_;
   const auto slot = static_cast<unsigned>(free - sending.begin());
-  std::byte* const begin = memory_.data() + place(false, partner, slot) + sizeof(Header);
+  std::byte* const begin = memory_.data() + map_.place(false, partner, slot) + sizeof(Header);
   return Slot{partner, slot, free->generation, {begin, config_.slot_bytes}};
 }
 
@@ -137,14 +137,14 @@ void Links::send(const Slot& slot, std::size_t bytes) {
       .generation = sending.generation,
       .bytes = static_cast<std::uint32_t>(bytes),
       .digest = config_.digests ? hash_bytes(sending.generation, slot.bytes.data(), bytes) : 0};
-  const std::size_t from = place(false, slot.partner, slot.slot);
+  const std::size_t from = map_.place(false, slot.partner, slot.slot);
   std::memcpy(memory_.data() + from, &header, sizeof(header));
   const bool stale = config_.mutant == Mutant::stale_generation && sending.generation == 2;
   post({.peer = to.name.rank,
         .from = room_.get(),
         .from_offset = from,
         .to = to.room,
-        .to_offset = to.first_slot + slot.slot * pitch_,
+        .to_offset = to.first_slot + slot.slot * map_.pitch(),
         .bytes = sizeof(Header) + bytes,
         .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation - stale, to.channel}.word(),
         .id = chunk_id(slot.partner, slot.slot, sending.generation)});
@@ -200,12 +200,6 @@ void Links::lose(int partner, const std::string& why) {
 std::string Links::name_of(int partner) const {
   const LinkPartner& name = partners_.at(at(partner)).name;
   return concat("rank ", name.rank, " on host ", name.host);
-}
-
-// In the room: the slots that are sent from, by partner, then those that partners fill.
-std::size_t Links::place(bool incoming, int partner, unsigned slot) const {
-  const std::size_t row = at(partner) + (incoming ? partners_.size() : 0);
-  return (row * at(config_.slots) + slot) * pitch_;
 }
 
 Links::Sending& Links::slot_of(int partner, unsigned slot) {
@@ -364,7 +358,7 @@ void Links::free_if_done(Sending& slot) {
 // The bytes of a chunk that has arrived.
 std::span<const std::byte> Links::open(int partner, unsigned slot) {
   const unsigned generation = partners_[at(partner)].receiving[slot].generation;
-  const std::byte* const begin = memory_.data() + place(true, partner, slot);
+  const std::byte* const begin = memory_.data() + map_.place(true, partner, slot);
   Header header;
   std::memcpy(&header, begin, sizeof(header));
   if (header.generation != generation || header.bytes > config_.slot_bytes) {

@@ -19,6 +19,7 @@
 #include "base/interrupt.h"
 #include "base/wire.h"
 #include "net/engine.h"
+#include "net/link_map.h"
 #include "net/link_tag.h"
 #include "net/mutant.h"
 
@@ -29,6 +30,8 @@ struct LinkConfig {
   int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
   bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
+  // The caller's memory for slots, LinkMap::bytes() of it; it outlives the links. Empty = their own.
+  std::span<std::byte> memory;
   Mutant mutant = Mutant::none;
 };
 
@@ -54,6 +57,7 @@ class Links final {
 
   // What a partner needs to reach this rank. The caller carries it over while ranks meet.
   Bytes offer(int partner) const;
+  const LinkMap& map() const { return map_; }
   // Connects to a partner by its offer; once for each, before anything is sent to it. Nobody sends
   // before all of its partners have connected to it. Throws MISMATCH if the offer is not that of
   // the partner to this rank, or of other slots; the links are as before then.
@@ -72,6 +76,10 @@ class Links final {
   };
   std::optional<Slot> take(int partner) { return take(partner, Range{}); }
   std::optional<Slot> take(int partner, Range range);
+  // Whether take() would find this slot.
+  bool is_free(int partner, unsigned slot) const {
+    return !partners_.at(at(partner)).sending.at(slot).taken;
+  }
   // Sends the first `bytes` of a slot that take() has returned; once.
   void send(const Slot& slot, std::size_t bytes);
 
@@ -125,7 +133,7 @@ class Links final {
   void lose(int partner, const std::string& why);
 
  private:
-  struct Header;
+  using Header = LinkHeader;
   struct Sending {
     unsigned generation = 0;
     bool taken = false;     // by take(), until it is free again
@@ -150,7 +158,6 @@ class Links final {
   };
 
   std::string name_of(int partner) const;
-  std::size_t place(bool incoming, int partner, unsigned slot) const;
   Sending& slot_of(int partner, unsigned slot);
   void check() const;
   [[noreturn]] void break_off(xd_status status, int partner, const std::string& text);
@@ -172,9 +179,10 @@ class Links final {
   Engine& engine_;
   const LinkConfig config_;
   std::vector<Partner> partners_;
-  const std::size_t pitch_;  // bytes from slot to slot
-  std::vector<std::byte> memory_;
-  std::unique_ptr<Room> room_;  // of memory_: what is to be sent, then what arrives
+  const LinkMap map_;
+  std::vector<std::byte> own_memory_;
+  std::span<std::byte> memory_;
+  std::unique_ptr<Room> room_;  // of memory_
   std::vector<Put> outbox_;     // that the engine has not taken yet
   std::size_t slots_in_use_ = 0, credits_unsent_ = 0;
   Sent sent_;
