@@ -1,0 +1,151 @@
+#include "net/proxy.h"
+
+#include <poll.h>
+
+#include <array>
+#include <ctime>
+
+#include "base/math.h"
+
+namespace xd::net {
+namespace {
+
+// After its last work the proxy looks all the time, then often, then seldom. While it sleeps, what
+// comes over the network wakes it, if the engine has a descriptor; kernels ring no bell.
+constexpr std::chrono::microseconds kSpin{500}, kOften{50}, kSeldom{1000};
+constexpr std::chrono::milliseconds kLively{20};
+
+std::uint64_t seen(std::uint64_t& word) {
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+}
+void tell(std::uint64_t& word, std::uint64_t value) {
+  std::atomic_ref(word).store(value, std::memory_order_release);
+}
+
+}  // namespace
+
+Courier::Courier(Links& links, const SlotWords& words)
+    : links_(links),
+      words_(words),
+      slots_(links.map().slots),
+      outgoing_(links.map().num_slots()),
+      incoming_(links.map().num_slots()) {}
+
+bool Courier::step() {
+  bool news = false;
+  for (std::size_t s = 0; s < outgoing_.size(); ++s) {
+    news |= send(s);
+    news |= give_back(s);
+  }
+  news |= links_.poll();
+  for (std::size_t p = 0; p < links_.map().partners; ++p) news |= take_in(static_cast<int>(p));
+  for (std::size_t s = 0; s < outgoing_.size(); ++s) news |= free(s);
+  return news;
+}
+
+bool Courier::at_rest() const {
+  for (std::size_t s = 0; s < outgoing_.size(); ++s) {
+    if (use_of(seen(words_.filled[s])) != outgoing_[s].use) return false;
+    if (incoming_[s].chunk && use_of(seen(words_.read[s])) == incoming_[s].use) return false;
+  }
+  return links_.at_rest();
+}
+
+bool Courier::send(std::size_t slot) {
+  Outgoing& mine = outgoing_[slot];
+  const std::uint64_t word = seen(words_.filled[slot]);
+  if (use_of(word) == mine.use) return false;
+  const int place = static_cast<int>(place_of(slot));
+  const auto taken = links_.take(partner_of(slot), {.first = place, .end = place + 1});
+  if (!taken || use_of(word) != mine.use + 1 || bytes_of(word) > taken->bytes.size()) {
+    fail(XD_ERROR_INTERNAL, "a kernel sends ", bytes_of(word), " bytes by use ", use_of(word),
+         " of slot ", place, " to partner ", partner_of(slot), ", expected at most ",
+         links_.map().slot_bytes, " bytes by use ", mine.use + 1,
+         taken ? "" : ", and not before it is free");
+  }
+  links_.send(*taken, bytes_of(word));
+  mine = {.use = use_of(word), .under_way = true};
+  return true;
+}
+
+bool Courier::free(std::size_t slot) {
+  Outgoing& mine = outgoing_[slot];
+  if (!mine.under_way || !links_.is_free(partner_of(slot), place_of(slot))) return false;
+  mine.under_way = false;
+  tell(words_.freed[slot], slot_word(mine.use, 0));
+  return true;
+}
+
+bool Courier::take_in(int partner) {
+  bool news = false;
+  while (const auto chunk = links_.next(partner)) {
+    const std::size_t slot = at(partner) * slots_ + chunk->slot;
+    Incoming& mine = incoming_[slot];
+    ++mine.use;
+    mine.chunk = chunk;
+    tell(words_.landed[slot], slot_word(mine.use, static_cast<std::uint32_t>(chunk->bytes.size())));
+    news = true;
+  }
+  return news;
+}
+
+bool Courier::give_back(std::size_t slot) {
+  Incoming& mine = incoming_[slot];
+  if (!mine.chunk || use_of(seen(words_.read[slot])) != mine.use) return false;
+  links_.give_back(*mine.chunk);
+  mine.chunk.reset();
+  return true;
+}
+
+Proxy::Proxy(Links& links, const SlotWords& words, Failed failed)
+    : links_(links),
+      courier_(links, words),
+      failed_(std::move(failed)),
+      thread_([this] { run(); }) {}
+
+Proxy::~Proxy() {
+  ends_.store(true, std::memory_order_release);
+  thread_.join();
+}
+
+void Proxy::run() noexcept {
+  try {
+    try {
+      work();
+    } catch (const Error& error) {
+      failed_(error);
+    } catch (...) {
+      std::array<char, 512> text;
+      const Caught error = caught(text);
+      failed_(Error(error.status, error_text(text.data()), -1, error.error_number));
+    }
+  } catch (...) {  // there is no memory for words: kernels wait until their deadlines
+  }
+}
+
+void Proxy::work() {
+  Clock::time_point last_work = Clock::now();
+  Clock::time_point end = Clock::time_point::max();
+  for (;;) {
+    const bool ends = ends_.load(std::memory_order_acquire);  // before the look at the words
+    const bool worked = courier_.step();
+    const Clock::time_point now = Clock::now();
+    if (worked) last_work = now;
+    if (ends && end == Clock::time_point::max()) end = now + std::chrono::milliseconds(kPatienceMs);
+    if (ends && (courier_.at_rest() || now >= end)) return;
+    if (!worked) sleep(now - last_work);
+  }
+}
+
+void Proxy::sleep(Clock::duration idle) {
+  if (idle < kSpin) {
+    std::this_thread::yield();
+    return;
+  }
+  const auto nap = idle < kLively ? kOften : kSeldom;
+  const timespec limit{.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(nap).count()};
+  pollfd one{.fd = links_.sleep_on(), .events = POLLIN, .revents = 0};
+  ::ppoll(&one, one.fd >= 0 ? 1 : 0, &limit, nullptr);
+}
+
+}  // namespace xd::net

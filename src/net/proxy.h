@@ -1,0 +1,80 @@
+// Links for kernels, which cannot call them: a thread does it for them, as they command by the
+// words of net/commands.h.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "net/commands.h"
+#include "net/links.h"
+
+namespace xd::net {
+
+// What the thread does, step by step. The links are its own; one thread at a time.
+class Courier {
+ public:
+  // `words` are those of links.map().num_slots() slots. No slot has been used yet.
+  Courier(Links& links, const SlotWords& words);
+
+  // Does all that can be done now. True = something was. Throws what links throw, and INTERNAL if a
+  // word makes no sense.
+  bool step();
+  // Nothing is left to be done of what has been commanded so far.
+  bool at_rest() const;
+
+ private:
+  bool send(std::size_t slot);
+  bool give_back(std::size_t slot);
+  bool take_in(int partner);
+  bool free(std::size_t slot);
+  int partner_of(std::size_t slot) const { return static_cast<int>(slot / slots_); }
+  unsigned place_of(std::size_t slot) const { return static_cast<unsigned>(slot % slots_); }
+
+  struct Outgoing {
+    std::uint32_t use = 0;
+    bool under_way = false;
+  };
+  struct Incoming {
+    std::uint32_t use = 0;
+    std::optional<Links::Chunk> chunk;
+  };
+
+  Links& links_;
+  const SlotWords words_;
+  const std::size_t slots_;  // of a partner
+  std::vector<Outgoing> outgoing_;
+  std::vector<Incoming> incoming_;
+};
+
+class Proxy {
+ public:
+  // Called once, on the proxy's thread, with what has ended its work.
+  using Failed = std::function<void(const Error&)>;
+  Proxy(Links& links, const SlotWords& words, Failed failed);
+  // Does what has been commanded before, for at most kPatienceMs, and ends.
+  ~Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  static constexpr int kPatienceMs = 1000;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void run() noexcept;
+  void work();
+  void sleep(Clock::duration idle);
+
+  Links& links_;
+  Courier courier_;
+  const Failed failed_;
+  std::atomic<bool> ends_{false};
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace xd::net

@@ -1,0 +1,237 @@
+// Kernels' way to links, where threads stand in for kernels: they fill slots in the links' memory
+// and command by words, as kernels do.
+#include "net/proxy.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/math.h"
+#include "net/in_process.h"
+#include "support/random.h"
+#include "unit/link_support.h"
+#include "unit/net_support.h"
+
+namespace xd::test {
+namespace {
+
+using net::Proxy;
+using net::SlotWords;
+
+constexpr std::size_t kSlotBytes = 200;
+
+// Links of one rank, and the memory that its kernels and its proxy share.
+struct Station {
+  Station(net::Links& links_of_rank, std::span<std::byte> slots)
+      : links(links_of_rank),
+        memory(slots),
+        shared(SlotWords::words(links.map().num_slots())),
+        words(SlotWords::in(shared.data(), links.map().num_slots())) {}
+
+  void start() {
+    proxy = std::make_unique<Proxy>(links, words, [this](const Error& error) {
+      complaint = error.text();
+      failed.store(true, std::memory_order_release);
+    });
+  }
+  std::span<std::byte> chunk(bool incoming, std::size_t slot) const {
+    const net::LinkMap& map = links.map();
+    const std::size_t place = map.place(incoming, static_cast<int>(slot / map.slots),
+                                        static_cast<unsigned>(slot % map.slots));
+    return memory.subspan(place + sizeof(net::LinkHeader), map.slot_bytes);
+  }
+
+  net::Links& links;
+  const std::span<std::byte> memory;
+  std::vector<std::uint64_t> shared;
+  const SlotWords words;
+  std::string complaint;
+  std::atomic<bool> failed{false};
+  std::unique_ptr<Proxy> proxy;
+};
+
+// Links between all ranks, each with a proxy.
+struct Stations {
+  Stations(Engines of_ranks, net::LinkConfig config) : engines(std::move(of_ranks)) {
+    const int ranks = static_cast<int>(engines.size());
+    for (int r = 0; r < ranks; ++r) {
+      std::vector<net::LinkPartner> partners;
+      for (int p = 0; p < ranks - 1; ++p) partners.push_back({rank_of_partner(r, p), "host"});
+      const net::LinkMap map{partners.size(), at(config.slots), config.slot_bytes};
+      memory.push_back(std::make_unique<std::vector<std::byte>>(map.bytes()));
+      config.rank = r;
+      config.memory = *memory.back();
+      links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(partners)));
+    }
+    for (int r = 0; r < ranks; ++r)
+      for (int p = 0; p < ranks - 1; ++p) {
+        const int other = rank_of_partner(r, p);
+        links[at(r)]->accept(p, links[at(other)]->offer(partner_of_rank(other, r)));
+      }
+    for (int r = 0; r < ranks; ++r) {
+      of_rank.push_back(std::make_unique<Station>(*links[at(r)], *memory[at(r)]));
+      of_rank.back()->start();
+    }
+  }
+
+  Engines engines;
+  std::vector<std::unique_ptr<std::vector<std::byte>>> memory;
+  std::vector<std::unique_ptr<net::Links>> links;
+  std::vector<std::unique_ptr<Station>> of_rank;
+};
+
+std::uint64_t load(std::uint64_t& word) {
+  return std::atomic_ref(word).load(std::memory_order_acquire);
+}
+void store(std::uint64_t& word, std::uint64_t value) {
+  std::atomic_ref(word).store(value, std::memory_order_release);
+}
+
+// What use `use` of a slot of a pair carries.
+struct Message {
+  std::uint64_t seed;
+  std::size_t bytes;
+
+  Message(int from, int to, std::size_t slot, std::uint32_t use)
+      : seed(((at(from) * 64 + at(to)) * 64 + slot) * 100003 + use), bytes(seed % kSlotBytes) {}
+  std::byte at_place(std::size_t i) const {
+    return static_cast<std::byte>((seed * 31 + i * 7) & 0xff);
+  }
+};
+
+// What kernels of a rank do: fill every slot `uses` times, in any order, and read what lands.
+void run_kernel(Station& station, int rank, int uses) {
+  const net::LinkMap& map = station.links.map();
+  const std::size_t slots = map.num_slots();
+  std::vector<std::uint32_t> filled(slots), read(slots);
+  const Deadline deadline = Deadline::after_ms(kGenerousMs);
+  const auto all = static_cast<std::uint32_t>(uses);
+  std::size_t open = 2 * slots;
+  while (open > 0 && !station.failed.load(std::memory_order_acquire)) {
+    if (deadline.passed()) fail(XD_ERROR_TIMEOUT, "rank ", rank, ": ", open, " slots are not done");
+    bool worked = false;
+    for (std::size_t s = 0; s < slots; ++s) {
+      const int partner = static_cast<int>(s / map.slots);
+      const int other = rank_of_partner(rank, partner);
+      if (filled[s] < all && net::use_of(load(station.words.freed[s])) == filled[s]) {
+        const Message message(rank, other, s % map.slots, ++filled[s]);
+        const auto chunk = station.chunk(false, s);
+        for (std::size_t i = 0; i < message.bytes; ++i) chunk[i] = message.at_place(i);
+        store(station.words.filled[s],
+              net::slot_word(filled[s], static_cast<std::uint32_t>(message.bytes)));
+        worked = true;
+        if (filled[s] == all) --open;
+      }
+      const std::uint64_t landed = load(station.words.landed[s]);
+      if (read[s] < all && net::use_of(landed) == read[s] + 1) {
+        const Message message(other, rank, s % map.slots, ++read[s]);
+        const auto chunk = station.chunk(true, s);
+        XD_REQUIRE(net::bytes_of(landed) == message.bytes, "length");
+        for (std::size_t i = 0; i < message.bytes; ++i)
+          XD_REQUIRE(chunk[i] == message.at_place(i), "byte ", i, " of ", message.bytes);
+        store(station.words.read[s], net::slot_word(read[s], 0));
+        worked = true;
+        if (read[s] == all) --open;
+      }
+    }
+    if (!worked) std::this_thread::yield();
+  }
+}
+
+net::LinkConfig short_slots(int slots) { return config_of(slots, kSlotBytes); }
+
+void expect_no_complaints(const Stations& stations) {
+  for (const auto& station : stations.of_rank)
+    EXPECT_FALSE(station->failed.load()) << station->complaint;
+}
+
+TEST(Proxy, CarriesWhatKernelsCommand) {
+  for (const int slots : {1, 4}) {
+    Stations stations(net::make_in_process_engines(3), short_slots(slots));
+    expect_no_errors(on_threads(3, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 100); }));
+    expect_no_complaints(stations);
+  }
+}
+
+TEST(Proxy, CarriesItThroughChaos) {
+  for (std::uint64_t seed = 1; seed <= 12; ++seed) {
+    net::ChaosConfig chaos;
+    chaos.seed = seed;
+    const int ranks = 2 + static_cast<int>(seed % 2);
+    Stations stations(chaos_engines(ranks, chaos), short_slots(1 + static_cast<int>(seed % 4)));
+    expect_no_errors(on_threads(ranks, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 8); }));
+    expect_no_complaints(stations);
+  }
+}
+
+TEST(Proxy, SleepsAndWakesUp) {
+  Stations stations(net::make_in_process_engines(2), short_slots(2));
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));  // naps are long by now
+  expect_no_errors(on_threads(2, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 3); }));
+  expect_no_complaints(stations);
+}
+
+TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
+  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Station& from = *stations.of_rank[0];
+  from.chunk(false, 0)[0] = std::byte{7};
+  store(from.words.filled[0], net::slot_word(1, 1));
+  std::thread reader([&] {
+    Station& to = *stations.of_rank[1];
+    ASSERT_TRUE(eventually([&] { return load(to.words.landed[0]) == net::slot_word(1, 1); }));
+    EXPECT_EQ(to.chunk(true, 0)[0], std::byte{7});
+    store(to.words.read[0], net::slot_word(1, 0));
+  });
+  from.proxy.reset();
+  reader.join();
+  EXPECT_EQ(load(from.words.freed[0]), net::slot_word(1, 0));
+}
+
+TEST(Proxy, EndsInTimeIfNobodyReads) {
+  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Station& from = *stations.of_rank[0];
+  store(from.words.filled[0], net::slot_word(1, 1));
+  const auto start = std::chrono::steady_clock::now();
+  from.proxy.reset();
+  EXPECT_GE(ms_since(start), Proxy::kPatienceMs);
+  EXPECT_LT(ms_since(start), kGenerousMs);
+}
+
+TEST(Proxy, TellsOfAFailedPutOnce) {
+  net::ChaosConfig chaos;
+  chaos.seed = 5;
+  chaos.failed_put = 3;
+  Stations stations(chaos_engines(2, chaos), short_slots(1));
+  std::vector<std::thread> kernels;
+  for (int r = 0; r < 2; ++r) {
+    kernels.emplace_back([&, r] { run_kernel(*stations.of_rank[at(r)], r, 1000); });
+  }
+  const auto& of_rank = stations.of_rank;
+  const bool told = eventually([&] {
+    return of_rank[0]->failed.load(std::memory_order_acquire) ||
+           of_rank[1]->failed.load(std::memory_order_acquire);
+  });
+  // Nobody tells the other one, as a communicator would.
+  for (const auto& station : of_rank) station->failed.store(true, std::memory_order_release);
+  for (std::thread& kernel : kernels) kernel.join();
+  EXPECT_TRUE(told);
+}
+
+TEST(Proxy, RefusesWordsThatMakeNoSense) {
+  struct Bad {
+    std::uint64_t word;
+    const char* why;
+  };
+  for (const Bad& bad : {Bad{net::slot_word(2, 8), "by use 2 of slot 0"},
+                         Bad{net::slot_word(1, kSlotBytes + 1), "sends 201 bytes"}}) {
+    Stations stations(net::make_in_process_engines(2), short_slots(1));
+    Station& station = *stations.of_rank[0];
+    store(station.words.filled[0], bad.word);
+    ASSERT_TRUE(eventually([&] { return station.failed.load(std::memory_order_acquire); }));
+    EXPECT_NE(station.complaint.find(bad.why), std::string::npos) << station.complaint;
+  }
+}
+
+}  // namespace
+}  // namespace xd::test
