@@ -109,7 +109,8 @@ void FarSide::send(const net::Links::Slot& slot, FarKind kind, std::uint32_t ite
                          .source = comm_.rank(),
                          .items = items,
                          .chunks = chunks,
-                         .unused = 0};
+                         .tokens = 0,
+                         .found_missing = 0};
   std::memcpy(slot.bytes.data(), &header, sizeof(header));
   with_links([&] { links_.links().send(slot, sizeof(header) + used); });
 }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "comm/far_links.h"
-#include "ep/cpu/far_chunk.h"
+#include "ep/far_chunk.h"
 #include "ep/group.h"
 #include "turn/far_turn.h"
 

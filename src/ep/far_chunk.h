@@ -11,7 +11,7 @@
 #include "ep/config.h"
 #include "ep/wire.h"
 
-namespace xd::ep::cpu {
+namespace xd::ep {
 
 enum class FarKind : std::uint32_t {
   entry = 1,    // one item: the source's Record
@@ -30,7 +30,8 @@ struct FarHeader {
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
   std::uint32_t chunks;  // 0: not the last
-  std::uint64_t unused;
+  std::uint32_t tokens;  // of the source; CUDA: of the last chunk
+  std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
 };
 static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
 
@@ -93,4 +94,4 @@ inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
                    far_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }
 
-}  // namespace xd::ep::cpu
+}  // namespace xd::ep
