@@ -31,7 +31,7 @@ struct LinkConfig {
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
   bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
   // The caller's memory for slots, LinkMap::bytes() of it; it outlives the links. Empty = their own.
-  std::span<std::byte> memory;
+  std::span<std::byte> memory{};
   Mutant mutant = Mutant::none;
 };
 
