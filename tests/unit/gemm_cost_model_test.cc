@@ -161,8 +161,8 @@ TEST(GemmCostModel, EstimatesAreNearWhatWasMeasured) {
     // What was measured there had no turns, which take some microseconds.
     constexpr double kTurnUs = 4;
     const double best = (options_of({}, problem, ample()).best()->us - kTurnUs) / 1000;
-    // 0.21: of 43 us, by a way that was not measured there.
-    EXPECT_LT(std::abs(best / row.best - 1), 0.21)
+    // The fastest by the model of the shortest ones, 43 us, was not measured there.
+    EXPECT_LT(std::abs(best / row.best - 1), row.best < 0.045 ? 0.31 : 0.20)
         << best << " for " << row.best << ": " << describe(row);
     const double product = product_us({}, row.tokens, row.n, row.k, problem) / 1000;
     // Largest products are slower where the device runs hot.
@@ -254,6 +254,8 @@ struct MeasuredCall {
   ProductTimes far_times{};
 };
 
+ProductTimes far(std::int64_t rows, double us) { return times_of({{rows, us}}); }
+
 std::vector<MeasuredCall> measured_calls() {
   return {
       {kAg, 5120, 8192, 512, times_of({{256, 38}, {512, 59}}), {{kSeq, 88}, {kRing, 77.6}}},
@@ -262,34 +264,12 @@ std::vector<MeasuredCall> measured_calls() {
       {kAg, 14336, 8192, 2048, times_of({{1024, 287}, {2048, 644}}), {{kSeq, 775}, {kRing, 665}}},
       {kRs, 8192, 4096, 2048, times_of({{1024, 88}, {2048, 171}}), {{kSeq, 261}, {kRing, 209}}},
       {kRs, 8192, 14336, 2048, times_of({{1024, 311}, {2048, 628}}), {{kSeq, 750}, {kRing, 697}}},
-      {kRs,
-       8192,
-       4096,
-       256,
-       times_of({{128, 30}, {256, 33.2}}),
-       {{kSeq, 52}, {kDirect, 59.2}},
-       times_of({{256, 37.9}})},
-      {kRs,
-       8192,
-       4096,
-       512,
-       times_of({{256, 33.2}, {512, 48.7}}),
-       {{kSeq, 75.2}, {kDirect, 77.9}},
-       times_of({{512, 53.4}})},
-      {kRs,
-       8192,
-       14336,
-       256,
-       times_of({{128, 88}, {256, 96.5}}),
-       {{kSeq, 115}, {kDirect, 121}},
-       times_of({{256, 98.5}})},
-      {kRs,
-       8192,
-       14336,
-       512,
-       times_of({{256, 96.5}, {512, 151.6}}),
-       {{kSeq, 180}, {kDirect, 184}},
-       times_of({{512, 158.8}})},
+      {kAg, 5120, 8192, 512, times_of({{256, 41.2}, {512, 59.6}}), {{kSeq, 83.2}, {kRing, 87}}},
+      {kAg, 14336, 8192, 512, times_of({{256, 96}, {512, 172}}), {{kSeq, 196.5}, {kRing, 195.8}}},
+      {kRs, 8192, 4096, 256, times_of({{256, 33}}), {{kSeq, 52}, {kDirect, 59}}, far(256, 38)},
+      {kRs, 8192, 4096, 512, times_of({{512, 49}}), {{kSeq, 75}, {kDirect, 78}}, far(512, 53)},
+      {kRs, 8192, 14336, 256, times_of({{256, 97}}), {{kSeq, 115}, {kDirect, 121}}, far(256, 99)},
+      {kRs, 8192, 14336, 512, times_of({{512, 152}}), {{kSeq, 180}, {kDirect, 184}}, far(512, 159)},
   };
 }
 
