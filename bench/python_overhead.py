@@ -16,7 +16,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -84,19 +84,21 @@ _empty_matmul.register_autograd(lambda ctx, *grads: (None,) * 11, setup_context=
 
 
 def microseconds(
-    call: Callable[[], object],
+    calls: Iterable[Callable[[], object]],
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Mean time of a call in the fastest of some batches of calls."""
-    best = float("inf")
+) -> list[float]:
+    """Of each the mean time in its fastest batch of calls; they take batches in turn."""
+    calls = list(calls)
+    best = [float("inf")] * len(calls)
     for _ in range(BATCHES + 1):  # the first warms up
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = clock()
-        for _ in range(CALLS):
-            call()
-        best = min(best, (clock() - began) / CALLS * 1e6)
+        for i, call in enumerate(calls):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = clock()
+            for _ in range(CALLS):
+                call()
+            best[i] = min(best[i], (clock() - began) / CALLS * 1e6)
     return best
 
 
@@ -149,7 +151,7 @@ def _row(
 ) -> dict[str, object]:
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
-    ours, least = microseconds(call, device, clock), microseconds(empty, device, clock)
+    ours, least = microseconds((call, empty), device, clock)
     times = {"call_us": ours, "empty_us": least, "beyond_us": ours - least}
     return {"op": name, "grad": grad, **times}
 

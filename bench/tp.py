@@ -186,7 +186,7 @@ def host_of_jax(device: Any) -> Iterator[dict[str, Any]]:
             calls = tp_jax.host_calls(Problem("", operation, 64, 64, 4, 1, "fp32"))
             if device.type == "cpu":
                 calls = [lambda call=call: jax.block_until_ready(call()) for call in calls]
-            ours, empty = (python_overhead.microseconds(call, device) for call in calls)
+            ours, empty = python_overhead.microseconds(calls, device)
             times = {"call_us": ours, "empty_us": empty, "beyond_us": ours - empty}
             yield {"op": f"jax {function.__name__}", "grad": False, **times}
     finally:
@@ -228,7 +228,6 @@ def main() -> None:
         for i, p in enumerate(options.problems)
         for row in rows_of(p, [rank["cases"][i] for rank in ranks], options.device)
     ]
-    host = launch.run(1, run_host, options)[0]
     title = (
         f"bench/tp.py: {options.ranks} processes, {options.device}, {options.dtype}, "
         f"{options.iters} samples of {options.calls} calls"
@@ -236,6 +235,7 @@ def main() -> None:
     _report.show_head(title, ranks[0]["versions"], doubts)
     print()
     show(COLUMNS, rows, 4)
+    host = launch.run(1, run_host, options)[0]
     print(
         "\nThe host's time for a call of one rank with a handful of tokens, beside an empty one:\n"
     )

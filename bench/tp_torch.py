@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,10 +22,12 @@ PRODUCT = "product alone"
 APART = "one after the other"
 
 
+@functools.lru_cache(maxsize=1)
 def operands(p: Problem, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's ``a`` and its weight ``[N, K]``, on the CPU: ordinary numbers, small enough to sum.
 
-    Zeros or whole numbers would let a GPU run at a higher clock than a model's data do.
+    Zeros or whole numbers would let a GPU run at a higher clock than a model's data do. Each way of
+    a problem asks for them, and nobody writes into them.
     """
     generator = torch.Generator("cpu").manual_seed(p.n + p.k + rank)
 
