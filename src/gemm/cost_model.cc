@@ -38,12 +38,12 @@ class Estimate {
   double copy(double bytes) const { return m_.copy_us + bytes / m_.link_bytes_us; }
   double sum(double bytes) const { return m_.sum_us + (p_.ranks + 1) * bytes / m_.sum_bytes_us; }
   bool reduces_all() const { return p_.operation == XD_GEMM_ALL_REDUCE; }
-  // After the sum all_reduce also stores rows at all ranks, and meets them once more; twice where
+  // After the sum all_reduce also stores rows at all peers, and meets them once more; twice where
   // rows are float32, since half of them wait for the peers' sums.
   double spread() const {
     if (!reduces_all()) return 0;
     const double bytes = share_bytes_ * (room_.exact_sums ? 4.0 / p_.partial_bytes : 1);
-    return p_.ranks * bytes / m_.push_bytes_us + (room_.exact_sums ? 2 : 1) * m_.meet_us;
+    return peers_ * bytes / m_.push_bytes_us + (room_.exact_sums ? 2 : 1) * m_.meet_us;
   }
   bool fits_words(double bytes) const {
     return room_.word_bytes > 0 && bytes <= static_cast<double>(room_.word_bytes);
@@ -94,7 +94,7 @@ Option Estimate::sequential_gather() const {
   Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL, .products = 1, .gemm_us = whole_};
   const double copies = m_.open_us + m_.first_copy_us +
                         peers_ * (copy(gather_bytes_) + m_.flag_us) + m_.wait_us + m_.join_us;
-  const double pushed = m_.push_us + p_.ranks * gather_bytes_ / m_.push_bytes_us;
+  const double pushed = m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us;
   const bool fits = gather_bytes_ <= static_cast<double>(room_.gather_word_bytes);
   const double worded =
       fits ? m_.gather_words_us + peers_ * gather_bytes_ / m_.words_bytes_us : pushed;

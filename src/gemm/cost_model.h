@@ -22,7 +22,7 @@ struct Machine {
   double memory_us = 2;            // of every product that is bound by memory
   double link_bytes_us = 393e3;    // a copy engine's, to one peer
   double copy_us = 4;              // of every copy
-  double open_us = 4;              // until copies may begin, if nothing hides it
+  double open_us = 7;              // until copies may begin, if nothing hides it
   double first_copy_us = 4;        // of the first copy on a stream, in addition
   double flag_us = 1.5;            // of the copy of a flag behind rows
   double wait_us = 1.5;            // of a kernel that finds its flags raised
@@ -33,8 +33,8 @@ struct Machine {
   double far_us = 8;               // behind a product that has stored far away, until it is there
   double sum_us = 3;               // of a sum, beside its traffic
   double sum_bytes_us = 3.9e6;
-  double push_us = 9;            // rows pushed by a kernel, and waited for
-  double push_bytes_us = 400e3;  // to all ranks, this one included
+  double push_us = 10.5;  // rows pushed by a kernel, and waited for
+  double push_bytes_us = 310e3;
   double gather_words_us = 8.5;  // rows pushed as words, and taken
   double words_us = 9.5;         // partial sums pushed as words, and summed
   double words_bytes_us = 250e3;
