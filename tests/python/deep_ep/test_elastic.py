@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.deep_ep import ElasticBuffer, EPHandle, EventOverlap
+from crossdock.deep_ep import Buffer, ElasticBuffer, EPHandle, EventOverlap
 from crossdock.errors import Mismatch
 from deep_ep_cases import process_group, same
 from deep_ep_reference import Batch
@@ -288,3 +288,28 @@ def check_facts(me: Rank) -> None:
 
 def test_facts_and_mistakes() -> None:
     run_ranks(2, check_facts, timeout=120)
+
+
+def check_beside_low_latency(me: Rank) -> None:
+    batch = drawn(me)
+    x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
+    with elastic(me) as prefill:
+        options = {"low_latency_mode": True, "explicitly_destroy": True}
+        decode = Buffer(dist.group.WORLD, **options)
+        for _ in range(2):  # in turn, without any cleaning between
+            rows, _, _, handle, _ = prefill.dispatch(x, idx, weights, num_experts=EXPERTS)
+            same("rows", rows, batch.received(me.rank, batch.x))
+            combined, _, _ = prefill.combine(rows, handle)
+            ranks = torch.tensor([len(batch.ranks_of(me.rank, t)) for t in range(len(x))])
+            same("combined", combined, (x.float() * ranks[:, None]).to(x.dtype))
+            slots, _, slot_handle, _, _ = decode.low_latency_dispatch(
+                x, idx, MOST, EXPERTS, use_fp8=False
+            )
+            decoded, _, _ = decode.low_latency_combine(slots, idx, weights, slot_handle)
+            wanted = (weights * (idx >= 0)).sum(1, keepdim=True) * x.float()
+            same("decoded", decoded, wanted.to(x.dtype))
+        decode.destroy()
+
+
+def test_few_tokens_have_a_buffer_of_their_own_beside_it() -> None:
+    run_ranks(2, check_beside_low_latency)
