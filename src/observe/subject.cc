@@ -36,16 +36,17 @@ Subject::~Subject() {
   Track::flush();
 }
 
-// The line of a trace: one for each group of a rank.
+// The lines of a trace: one for each group of a rank, and one for its device.
 void Subject::set_title() const noexcept {
   if (!track_.on()) return;
   try {
     const Counters& c = counters();
     const Text::Bytes name = c.name.get();
     const std::string number = concat("group ", c.identity.number);
-    track_.set_title(concat("rank ", c.identity.rank, ": ",
-                            name[0] != 0 ? name.data() : number.c_str(), " (",
-                            c.detail.get().data(), ")"));
+    const std::string title =
+        concat("rank ", c.identity.rank, ": ", name[0] != 0 ? name.data() : number.c_str());
+    track_.set_title(concat(title, " (", c.detail.get().data(), ")"));
+    device_track_.set_title(concat(title, ", on the device"));
   } catch (...) {  // no memory: the title is what it was
   }
 }

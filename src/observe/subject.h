@@ -44,6 +44,12 @@ class Subject {
     set_title();
   }
   const Track& track() const { return track_; }
+  // A second line of the trace, for what runs on a device. Called before there are operations.
+  void add_device_line() {
+    device_track_ = Track(counters().identity);
+    set_title();
+  }
+  const Track& device_track() const { return device_track_; }
 
  private:
   void log() const noexcept;
@@ -53,6 +59,7 @@ class Subject {
   const Place place_;
   std::vector<char> seen_;
   const Track track_;
+  Track device_track_;
 };
 
 // A part of an operation, from here to the end of the scope, in the trace.

@@ -8,16 +8,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <type_traits>
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/env.h"
 #include "cuda/device.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "turn/device_group.h"
+#include "turn/device_times.h"
 #include "turn/failed_calls.h"
 #include "turn/sequence.h"
 
@@ -54,6 +57,10 @@ class DeviceRunner {
         cuda::DeviceBuffer(device, sizeof(Control), "the control block of a sequence");
     memory_.report = cuda::PinnedBlock(device, sizeof(Report));
     memory_.last_look = cuda::PinnedBlock(device, sizeof(DeviceControl::owner));
+    if (observe::tracing() && env().trace_device != 0) {
+      const cuda::DeviceGuard guard(device);
+      times_ = std::make_unique<DeviceTimes>(device, sequence_.subject());
+    }
   }
   // Called when the sequence is made: from now on the communicator asks here for the cause of a
   // fatal error in the sequence.
@@ -112,13 +119,17 @@ class DeviceRunner {
   Memory memory_;
   std::atomic<std::uint32_t> launches_{0};
   std::mutex report_mutex_;
-  FailedCalls<Family> failed_calls_;  // where errors are fatal
+  FailedCalls<Family> failed_calls_;    // where errors are fatal
+  std::unique_ptr<DeviceTimes> times_;  // where the trace has a line for the device
 };
 
 template <class Family, class Control, class Report>
 bool DeviceRunner<Family, Control, Report>::end() {
   bool rests = true;
-  cuda::try_on_device(device_id(), [&] { rests = at_rest(); });
+  cuda::try_on_device(device_id(), [&] {
+    rests = at_rest();
+    if (times_) times_->collect();
+  });
   if (fatal_errors_) {
     static_cast<void>(sequence_.comm().errors().fatal_error());  // what it says needs this sequence
     sequence_.comm().errors().explain_by(sequence_.number(), {});
@@ -161,11 +172,14 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
     XD_REQUIRE(!cuda::is_legacy_stream(stream) || cuda::takes_work(stream),
                "stream: is the legacy default stream, as NULL is, expected another one while a "
                "blocking stream is captured");
+    if (times_) times_->begin(stream);
     if constexpr (std::is_invocable_v<Start, bool&>) {
-      return start(entered);
+      start(entered);
     } else {
-      return start();
+      start();
     }
+    if (times_) times_->end(operation, stream);
+    return;
   } catch (...) {
     setback = current_setback<Family>(sequence_.rank());
   }

@@ -24,10 +24,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Runs a command with XD_TRACE set, and joins what its processes write to one "
         "file for https://ui.perfetto.dev or chrome://tracing: a line for each group of each rank, "
         "with its operations and, on the CPU, their parts. On CUDA an operation is shown while it "
-        "is enqueued, not while it runs. Ends with the command's exit code.",
+        "is enqueued, with --device also while it runs. Ends with the command's exit code.",
     )
     parser.add_argument(
         "-o", "--output", default="trace.json", help="file to write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="on CUDA, also when operations run, by two events beside each (not in graphs)",
     )
     parser.add_argument(
         "command",
@@ -55,9 +60,10 @@ def join(files: Sequence[pathlib.Path]) -> dict[str, list[_Event]]:
     return {"traceEvents": events}
 
 
-def _run(command: Sequence[str], folder: str) -> int:
+def _run(command: Sequence[str], folder: str, device: bool) -> int:
+    wanted = {"XD_TRACE": folder} | ({"XD_TRACE_DEVICE": "1"} if device else {})
     try:
-        child = subprocess.Popen(command, env=os.environ | {"XD_TRACE": folder})
+        child = subprocess.Popen(command, env=os.environ | wanted)
     except OSError as error:
         raise CommandError(f"trace: {command[0]}: {error.strerror}") from None
     while True:
@@ -78,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = pathlib.Path(arguments.output)
     try:
         with tempfile.TemporaryDirectory(prefix=".trace-", dir=output.parent) as folder:
-            code = _run(arguments.command, str(pathlib.Path(folder).absolute()))
+            where = str(pathlib.Path(folder).absolute())
+            code = _run(arguments.command, where, arguments.device)
             files = list(pathlib.Path(folder).glob("*.trace.json"))
             if not files:
                 raise CommandError(f"trace: no process of {arguments.command[0]} has made a group")

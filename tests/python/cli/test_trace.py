@@ -51,6 +51,14 @@ def test_it_ends_with_the_commands_exit_code_and_says_what_is_missing(tmp_path):
     assert ended.returncode == 1 and "/no/such/folder" in ended.stderr
 
 
+def test_lines_of_devices_are_asked_for(tmp_path):
+    program = "import os; print(os.environ.get('XD_TRACE_DEVICE', 'none'))"
+    for options, said in (([], "none"), (["--device"], "1")):
+        place = ["-o", str(tmp_path / "trace.json")]
+        ended = run("trace", *options, *place, "--", sys.executable, "-c", program)
+        assert ended.stdout == f"{said}\n"
+
+
 def test_a_folder_that_cannot_be_written_costs_the_trace_and_nothing_else(tmp_path):
     ended = subprocess.run(
         [sys.executable, str(PROGRAM)],

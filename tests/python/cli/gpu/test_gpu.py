@@ -64,3 +64,46 @@ def test_bench_measures_low_latency_on_all_gpus(tmp_path: pathlib.Path):
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["clock"] == "events"
         assert f"\n{row['operation']} " in text
+
+
+STEPS = """
+import torch
+import crossdock.torch as xd
+
+with xd.init(device="cuda:0") as comm:
+    sizes = {"num_experts": 4, "max_topk": 2, "max_tokens_per_rank": 64, "hidden": 256}
+    group = xd.EpGroup(comm=comm, dtype=torch.float32, **sizes)
+    tokens = torch.ones(64, 256, device="cuda")
+    idx = torch.tensor([[0, 1]], device="cuda").expand(64, 2).contiguous()
+    for _ in range(300):
+        plan = group.prepare(idx)
+        received = xd.dispatch(plan, tokens, torch.ones(64, 2, device="cuda"))
+        torch.cuda._sleep(200_000)
+        xd.combine(plan, received.tokens, received.weights)
+    torch.cuda.synchronize()
+    group.check()
+"""
+
+
+def test_trace_shows_when_operations_run(tmp_path: pathlib.Path):
+    path = tmp_path / "trace.json"
+    run("trace", "--device", "-o", str(path), "--", sys.executable, "-c", STEPS)
+    events = json.loads(path.read_text())["traceEvents"]
+    titles = {
+        event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"
+    }
+    lines = {
+        where: [event for event in events if event["ph"] == "X" and event["tid"] == titles[title]]
+        for title in titles
+        for where in ("device" if title.endswith("on the device") else "host",)
+    }
+    # The host may be ahead by more than there are events; what is shown is in order.
+    assert len(lines["host"]) == 900 and len(lines["device"]) >= 200
+    end = 0.0
+    for span in lines["device"]:
+        assert span["name"] in {"prepare", "dispatch", "combine"}
+        assert 0 < span["dur"] < 10_000 and span["ts"] >= end - 0.01
+        end = span["ts"] + span["dur"]
+    enqueued = {span["name"]: span["ts"] for span in reversed(lines["host"])}
+    first = {span["name"]: span["ts"] for span in reversed(lines["device"])}
+    assert all(first[name] >= enqueued[name] for name in first)
