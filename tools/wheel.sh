@@ -29,6 +29,7 @@ wheel() {
   PATH=$PWD/.venv/bin:$PATH "$python" -m auditwheel repair --wheel-dir "$work/whole" \
     "$work"/plain/*.whl >"$work/repair.log" 2>&1 || { cat "$work/repair.log" >&2; exit 1; }
   local made=("$work"/whole/*manylinux*.whl) bytes
+  "$python" tools/wheel_licenses.py "${made[0]}"
   bytes=$(stat -c %s "${made[0]}")
   ((bytes <= most_bytes)) ||
     { echo "wheel: ${made[0]##*/} has $bytes bytes, expected at most $most_bytes" >&2; exit 1; }

@@ -1,6 +1,10 @@
 #!/usr/bin/env python3
-"""Fails where an installed crossdock has loaded libsodium or Highway from outside its wheel."""
+"""Fails where an installed crossdock has loaded libsodium or Highway from outside its wheel.
 
+Or where the wheel has them without their licences.
+"""
+
+import importlib.metadata
 import pathlib
 import sys
 
@@ -17,3 +21,7 @@ for name in ("libsodium", "libhwy"):
 foreign = [path for path in found if not path.startswith(str(site))]
 if foreign:
     sys.exit(f"wheel: libraries of the system are in use: {foreign}")
+licences = {file.name for file in importlib.metadata.files("crossdock") if "bundled" in file.parts}
+for name in ("libsodium", "libhwy", "nanobind"):
+    if name not in licences:
+        sys.exit(f"wheel: the licence of {name} is missing; there are those of {sorted(licences)}")
