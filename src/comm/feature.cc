@@ -1,8 +1,29 @@
 #include "comm/feature.h"
 
+#include <string>
+
+#include "base/error.h"
 #include "comm/device_kinds.h"
+#include "net/fabric/fabric.h"
 
 namespace xd {
+namespace {
+
+// Looked for once: what is loaded then serves all communicators of the process.
+Feature network() {
+  static const std::string obstacle = [] {
+    try {
+      static_cast<void>(net::load_fabric());
+      return std::string();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+  }();
+  if (obstacle.empty()) return {true, "available"};
+  return {false, obstacle.c_str()};
+}
+
+}  // namespace
 
 Feature feature(std::int32_t which) {
   for (const DeviceKind* kind : device_kinds()) {
@@ -10,7 +31,7 @@ Feature feature(std::int32_t which) {
   }
   switch (which) {
     case XD_FEATURE_NETWORK:
-      return {false, "not built in: this version joins ranks of one host only"};
+      return network();
     default:
       return {false, "unknown feature"};
   }

@@ -1,6 +1,7 @@
 // The devices that configs ask for, in builds and on machines that have them or not.
 #include "comm/device_kinds.h"
 
+#include "net/fabric/fabric.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -34,8 +35,14 @@ TEST(DeviceKinds, ThatAreNotThereAreUnsupportedWithTheReason) {
 }
 
 TEST(DeviceKinds, AnswerForTheirFeaturesAndForNoOthers) {
-  EXPECT_STREQ(feature(XD_FEATURE_NETWORK).reason,
-               "not built in: this version joins ranks of one host only");
+  const Feature network = feature(XD_FEATURE_NETWORK);  // where libfabric is
+  if (network.available) {
+    EXPECT_STREQ(network.reason, "available");
+    EXPECT_NO_THROW(static_cast<void>(net::load_fabric()));
+  } else {
+    expect_error(error_of([] { static_cast<void>(net::load_fabric()); }), XD_ERROR_UNSUPPORTED,
+                 network.reason);
+  }
   EXPECT_STREQ(feature(99).reason, "unknown feature");
 }
 
