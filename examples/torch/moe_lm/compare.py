@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "agrees" if self.holds else "DISAGREES"
-        return f"{self.what:<52} {self.difference:.1e}  allowed {self.allowed:.0e}  {verdict}"
+        return f"{verdict:<9} {self.difference:.1e} of {self.allowed:.0e}  {self.what}"
 
 
 def compare(reference: Path, other: Path) -> list[Check]:
@@ -63,7 +63,7 @@ def compare(reference: Path, other: Path) -> list[Check]:
     return [
         Check("logits of step 1", logits, SAME_CHOICES_TOLERANCE),
         Check(
-            f"gradients of step 1, most in {parameter}",
+            f"gradient of {parameter}",  # that differs most
             gradient,
             SAME_CHOICES_TOLERANCE,
         ),

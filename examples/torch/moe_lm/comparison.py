@@ -83,7 +83,7 @@ def _train(run: Settings, ranks: int) -> None:
 def _print(ranks: int, checks: list[Check]) -> bool:
     """Shows the checks; whether all hold."""
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    print(f"{many} against one process without Crossdock, relative differences:")
+    print(f"{many} against one process without Crossdock, differences and what is allowed:")
     for check in checks:
         print(f"    {check}")
     return all(check.holds for check in checks)

@@ -12,7 +12,8 @@ except ImportError:  # lines, then
     RichProgress = None
 
 _LINES = 10  # of a whole run
-_WIDE = 120  # columns
+_WIDE = 120  # columns of a terminal with room for a bar beside all that is known
+_PAPER = 80  # columns of lines
 
 
 class Progress:
@@ -48,9 +49,12 @@ class Progress:
         rate = (self._done - self._first) * record["tokens"] / seconds
         busiest = max(max(load) * len(load) for load in record["load"])
         text = f"step {self._done}/{self._steps}  loss {record['loss']:.4f}"
-        if self._bar is None or self._bar.console.width >= _WIDE:  # room for a bar beside the rest
-            text += f"  {rate:,.0f} tokens/s  busiest expert {busiest:.1f}x its share"
+        more = (f"  {rate:,.0f} tokens/s", f"  busiest expert {busiest:.1f}x its share")
         if self._bar is not None:
+            text += "".join(more if self._bar.console.width >= _WIDE else ())
             self._bar.update(self._task, completed=self._done, text=text)
         elif self._done % max(self._steps // _LINES, 1) == 0 or self._done in (1, self._steps):
-            print(f"{self._title}: {text}", flush=True)
+            line = f"{self._title}: {text}"
+            for part in more:
+                line += part if len(line + part) <= _PAPER else ""
+            print(line, flush=True)

@@ -25,6 +25,15 @@ def test_options_and_exit_codes_are_the_program_s():
     assert "crossdock demo: error: argument --steps: invalid int value: 'many'" in ended.stderr
 
 
+def test_lines_fit_a_narrow_terminal(tmp_path: pathlib.Path):
+    pytest.importorskip("matplotlib")
+    options = ["--steps", "2", "--sample-bytes", "20", "--device", "cpu"]
+    ended = run("demo", "--ranks", "2", "--folder", str(tmp_path), "--", *options)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.replace(str(tmp_path), "demo").splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+
+
 def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
     for ranks in (3, 16):
         ended = run("demo", "--ranks", str(ranks))
