@@ -1,6 +1,7 @@
 #include "net/chaos.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <random>
@@ -12,20 +13,60 @@
 
 namespace xd::net {
 
+// Bytes of a piece that are neither the sender's any more nor the target's yet.
+struct Parcel {
+  const void* sender;
+  std::uint64_t key;  // of the target's room
+  std::size_t offset;
+  Bytes bytes;
+  bool lost = false;
+};
+
 class ChaosWorld {
  public:
+  using Acknowledged = std::shared_ptr<std::atomic<bool>>;  // the target has polled since
+
   // Tags for the pieces of a put, one after another; the first of them.
-  std::uint32_t announce(int target, std::uint32_t tag, unsigned pieces, bool swapped) {
+  std::uint32_t announce(int target, std::uint32_t tag, unsigned pieces, bool swapped,
+                         const Acknowledged& acknowledged) {
     const std::lock_guard lock(mutex_);
-    const auto flight = std::make_shared<Flight>(Flight{target, tag, pieces});
+    const auto flight = std::make_shared<Flight>(
+        Flight{.target = target, .tag = tag, .pieces = pieces, .acknowledged = acknowledged});
     if (swapped) swap_with_another(*flight);
     const std::uint32_t first = next_;
     for (unsigned piece = 0; piece < pieces; ++piece) flights_[next_++] = flight;
     return first;
   }
 
-  // A piece has landed. The tag of its put, if that is to be reported now.
-  std::optional<std::uint32_t> land(std::uint32_t piece, bool first_counts) {
+  // The bytes of a piece, for whoever takes it in, which is the target when the time has come.
+  void carry(std::uint32_t piece, Parcel parcel) {
+    const std::lock_guard lock(mutex_);
+    parcels_.emplace(piece, std::move(parcel));
+  }
+  bool carries(std::uint32_t piece) {
+    const std::lock_guard lock(mutex_);
+    return parcels_.contains(piece);
+  }
+  std::optional<Parcel> take(std::uint32_t piece) {
+    const std::lock_guard lock(mutex_);
+    const auto at = parcels_.find(piece);
+    if (at == parcels_.end()) return std::nullopt;
+    std::optional<Parcel> parcel = std::move(at->second);
+    parcels_.erase(at);
+    return parcel;
+  }
+  void lose_parcels_of(const void* sender) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [piece, parcel] : parcels_) parcel.lost = parcel.lost || parcel.sender == sender;
+  }
+
+  // A put whose tag is to be reported.
+  struct Landed {
+    std::uint32_t tag;
+    Acknowledged acknowledged;
+  };
+  // A piece has landed. Its put, if that is to be reported now.
+  std::optional<Landed> land(std::uint32_t piece, bool first_counts) {
     const std::lock_guard lock(mutex_);
     const auto at = flights_.find(piece);
     XD_CHECK(at != flights_.end());
@@ -35,7 +76,7 @@ class ChaosWorld {
     --flight->pieces;
     if (!report) return std::nullopt;
     flight->reported = true;
-    return flight->tag;
+    return Landed{flight->tag, flight->acknowledged};
   }
 
  private:
@@ -43,6 +84,7 @@ class ChaosWorld {
     int target;
     std::uint32_t tag;
     unsigned pieces;  // that have not landed
+    Acknowledged acknowledged;
     bool reported = false;
   };
 
@@ -56,6 +98,7 @@ class ChaosWorld {
 
   std::mutex mutex_;
   std::map<std::uint32_t, std::shared_ptr<Flight>> flights_;  // by the tags of pieces
+  std::map<std::uint32_t, Parcel> parcels_;                   // likewise
   std::uint32_t next_ = 0;
 };
 
@@ -102,8 +145,11 @@ class Chaos final : public Engine {
   void connect(int peer, std::span<const std::byte> address) override {
     below_->connect(peer, address);
   }
+  std::string place_of(int peer) const override { return below_->place_of(peer); }
   std::unique_ptr<Room> expose(std::span<std::byte> memory) override {
-    return below_->expose(memory);
+    auto room = below_->expose(memory);
+    rooms_[room->remote().key] = memory;
+    return room;
   }
 
   bool put(const Put& put) override {
@@ -120,12 +166,13 @@ class Chaos final : public Engine {
   }
 
   void poll(Events& events) override {
+    for (const auto& acknowledged : unacknowledged_) acknowledged->store(true);
+    unacknowledged_.clear();
     pieces_.tick([&](const Put& piece) { return below_->put(piece); });
     below_->poll(from_below_);
-    for (const std::uint32_t piece : from_below_.arrived) {
-      if (const auto tag = world_->land(piece, config_.mutant == Mutant::arrival_before_data))
-        hold_arrival(*tag);
-    }
+    for (const std::uint32_t piece : from_below_.arrived)
+      carried_.hold(piece, world_->carries(piece) ? delay() : 0);
+    carried_.tick([&](std::uint32_t piece) { return take_in(piece), true; });
     for (const std::uint64_t number : from_below_.sent) {
       Outgoing& put = outgoing_.at(number);
       if (--put.pieces == 0) sent_.hold(number, delay());
@@ -136,13 +183,15 @@ class Chaos final : public Engine {
   }
 
   int sleep_on() override {
-    const bool holds = !pieces_.empty() || !arrivals_.empty() || !sent_.empty() ||
-                       !failures_.empty() || !repeated_.empty();
+    const bool holds = !pieces_.empty() || !carried_.empty() || !arrivals_.empty() ||
+                       !sent_.empty() || !failures_.empty() || !repeated_.empty() ||
+                       !unacknowledged_.empty();
     return holds && config_.mutant != Mutant::lost_wakeup ? -1 : below_->sleep_on();
   }
 
   void close() noexcept override {
     pieces_.clear();
+    if (config_.mutant == Mutant::closing_takes_back) world_->lose_parcels_of(this);
     below_->close();
   }
 
@@ -151,6 +200,7 @@ class Chaos final : public Engine {
     Put put;
     unsigned pieces;  // that have not been sent
     std::uint64_t hash;
+    ChaosWorld::Acknowledged acknowledged;
   };
 
   std::uint64_t below(std::uint64_t bound) { return random_() % bound; }
@@ -166,8 +216,10 @@ class Chaos final : public Engine {
     cuts.insert(put.bytes);
     const auto pieces = static_cast<unsigned>(std::max<std::size_t>(cuts.size() - 1, 1));
     const bool swapped = config_.mutant == Mutant::swapped_arrivals && one_in(4);
-    std::uint32_t tag = world_->announce(put.peer, put.tag, pieces, swapped);
-    outgoing_.emplace(number, Outgoing{put, pieces, hash_of(put)});
+    const bool carried = one_in(2);
+    const auto acknowledged = std::make_shared<std::atomic<bool>>(false);
+    std::uint32_t tag = world_->announce(put.peer, put.tag, pieces, swapped, acknowledged);
+    outgoing_.emplace(number, Outgoing{put, pieces, hash_of(put), acknowledged});
     auto end = cuts.begin();
     for (unsigned piece = 0; piece < pieces; ++piece) {
       const std::size_t begin = *end++;
@@ -177,11 +229,41 @@ class Chaos final : public Engine {
       part.bytes = (end == cuts.end() ? begin : *end) - begin;
       part.tag = tag++;
       part.id = number;
-      pieces_.hold(part, delay());
+      if (carried) {
+        hand_over(part);
+      } else {
+        pieces_.hold(part, delay());
+      }
     }
   }
 
-  void hold_arrival(std::uint32_t tag) {
+  // The piece leaves this rank at once, so that it is sent long before it arrives, and arrives
+  // though this rank does nothing more.
+  void hand_over(Put piece) {
+    const std::byte* const begin = piece.from->memory().data() + piece.from_offset;
+    world_->carry(piece.tag, {.sender = this,
+                              .key = piece.to.key,
+                              .offset = piece.to_offset,
+                              .bytes = Bytes(begin, begin + piece.bytes)});
+    piece.bytes = 0;
+    if (!below_->put(piece)) pieces_.hold(piece, 0);
+  }
+
+  void take_in(std::uint32_t piece) {
+    if (const auto parcel = world_->take(piece)) {
+      if (parcel->lost) return;
+      const std::span<std::byte> room = rooms_.at(parcel->key);
+      XD_CHECK(parcel->offset <= room.size() &&
+               parcel->bytes.size() <= room.size() - parcel->offset);
+      std::ranges::copy(parcel->bytes, room.begin() + static_cast<std::ptrdiff_t>(parcel->offset));
+    }
+    if (const auto put = world_->land(piece, config_.mutant == Mutant::arrival_before_data))
+      hold_arrival(*put);
+  }
+
+  void hold_arrival(const ChaosWorld::Landed& put) {
+    unacknowledged_.push_back(put.acknowledged);
+    const std::uint32_t tag = put.tag;
     if (config_.mutant == Mutant::lost_arrival && one_in(16)) return;
     if (config_.mutant == Mutant::repeated_arrival && one_in(8)) arrivals_.hold(tag, delay());
     arrivals_.hold(tag, delay());
@@ -193,6 +275,8 @@ class Chaos final : public Engine {
       return true;
     });
     sent_.tick([&](std::uint64_t number) {
+      if (config_.mutant == Mutant::sent_needs_target && !*outgoing_.at(number).acknowledged)
+        return false;
       const auto put = outgoing_.extract(number).mapped();
       if (hash_of(put.put) != put.hash)
         fail(XD_ERROR_INTERNAL, "the source of a put changed before it was sent");
@@ -219,8 +303,10 @@ class Chaos final : public Engine {
   std::map<std::uint64_t, Outgoing> outgoing_;  // by their numbers
   std::set<int> lost_peers_;
   Events from_below_;
+  std::map<std::uint64_t, std::span<std::byte>> rooms_;   // by their keys
+  std::vector<ChaosWorld::Acknowledged> unacknowledged_;  // puts that the next poll() confirms
   Held<Put> pieces_;
-  Held<std::uint32_t> arrivals_;
+  Held<std::uint32_t> carried_, arrivals_;
   Held<std::uint64_t> sent_, repeated_;
   Held<PeerFailure> failures_;
 };

@@ -2,12 +2,12 @@
 // forbid. It stands on any engine, and its numbers come from a seed, so that what happened once
 // happens again.
 //
-// Puts travel in up to seven pieces, which are written late and in any order, each by a put of the
-// engine below. Tags and `sent` are reported late and in any order, but no tag before the last
-// piece of its own put, and no put is taken at times. It also looks after the caller: a source that
-// changes before `sent` is an INTERNAL error. What it does not do: report `sent` sooner than the
-// engine below does (over in_process, not before the bytes are at the peer), or fail a put of which
-// a part has landed.
+// Puts travel in up to seven pieces, which are written late and in any order. The pieces of half of
+// the puts leave one by one, each by a put of the engine below. Those of the others leave at once:
+// they may be `sent` long before they arrive, and arrive though their sender closes. Tags and
+// `sent` are reported late and in any order, but no tag before the last piece of its own put,
+// and no put is taken at times. It also looks after the caller: a source that changes before `sent`
+// is an INTERNAL error. What it does not do: fail a put of which a part has landed.
 #pragma once
 
 #include <cstdint>

@@ -69,7 +69,10 @@ struct Events {
 //  - Nothing is said of the order of two puts, towards one peer or several, nor of a put's arrival
 //    and its `sent`.
 //  - A put's source stays as it is until its id is in `sent`, which the caller grants. `sent` says
-//    that the source is free, and nothing about the peer.
+//    that the source is free, and that the put needs this rank no longer: it arrives at a peer that
+//    polls, though this rank polls no more, or closes the engine. Whether it has arrived, `sent`
+//    does not say.
+//  - `sent` of a put without bytes comes by this rank's poll() alone, whatever the peer does.
 //  - A put may fail; then its peer is in `failed`, once for all puts towards it, and neither their
 //    arrival nor their `sent` is promised any more. An engine may also never notice that a peer is
 //    gone, so nobody may wait without an end.
@@ -88,6 +91,9 @@ class Engine {
   // Once per peer, before the first put to it. Throws if the address is none of this engine's.
   virtual void connect(int peer, std::span<const std::byte> address) = 0;
 
+  // Where a peer is reached, for texts; empty = not known.
+  virtual std::string place_of(int) const { return {}; }
+
   virtual std::unique_ptr<Room> expose(std::span<std::byte> memory) = 0;
 
   // False = not now: poll() first. Towards a peer that has failed it stays false.
@@ -98,8 +104,9 @@ class Engine {
   // do; -1 = there may be something already, or the engine must be polled to get on.
   virtual int sleep_on() = 0;
 
-  // Gives up whatever is under way: from now on no memory of this rank is read or written, and puts
-  // of peers towards it fail. After that, rooms and the engine may only be destroyed.
+  // Gives up whatever is under way and not `sent`: from now on no memory of this rank is read or
+  // written, and puts of peers towards it fail. After that, rooms and the engine may only be
+  // destroyed.
   virtual void close() noexcept = 0;
 };
 

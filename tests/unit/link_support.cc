@@ -39,7 +39,8 @@ class Crew {
         ranks_(2 + static_cast<int>(random_.below(3))),
         chunks_(8 + static_cast<int>(random_.below(16))),
         failing_(seed % 3 == 0),
-        fleet_{chaos_engines(ranks_, chaos(seed, mutant)), links(mutant)} {
+        fleet_{chaos_engines(ranks_, chaos(seed, mutant)), links(mutant)},
+        left_(at(ranks_)) {
     for (int r = 0; r < ranks_; ++r)
       traffic_.emplace_back(*fleet_.links[at(r)], seed, r, ranks_, chunks_);
   }
@@ -52,7 +53,8 @@ class Crew {
         step();
       }
       if (failing_ && failed_.empty()) throw std::runtime_error("nobody was told of the failure");
-      for (int r = 0; failing_ && r < ranks_; ++r) end_of_failure(r);
+      for (int r = 0; failing_ && r < ranks_; ++r)
+        if (!left_[at(r)]) end_of_failure(r);
     } catch (const std::exception& error) {
       run.complaint = error.what();
     }
@@ -75,16 +77,19 @@ class Crew {
             .mutant = mutant};
   }
 
-  bool over() const { return !failed_.empty() || std::ranges::all_of(traffic_, &Traffic::done); }
+  bool over() const {
+    return !failed_.empty() || std::ranges::all_of(left_, [](bool left) { return left; });
+  }
 
   // Takes a step of one rank that is not asleep.
   void step() {
     const auto first = static_cast<int>(random_.below(at(ranks_)));
     for (int i = 0; i < ranks_; ++i) {
       const int rank = (first + i) % ranks_;
-      if (is_asleep(rank)) continue;
+      if (left_[at(rank)] || is_asleep(rank)) continue;
       try {
         traffic_[at(rank)].step();
+        if (traffic_[at(rank)].done()) leave(rank);
       } catch (const Error& error) {
         if (!failing_ || error.status() != XD_ERROR_SYSTEM) throw;
         failed_ = error.text();
@@ -98,6 +103,12 @@ class Crew {
     if (!traffic_[at(rank)].must_wait()) return false;
     const int fd = fleet_.links[at(rank)]->sleep_on();
     return fd >= 0 && !is_readable(fd);
+  }
+
+  // A rank that is at rest does nothing any more, and may close: the others need it no longer.
+  void leave(int rank) {
+    left_[at(rank)] = true;
+    if (random_.one_in(2)) fleet_.engines[at(rank)]->close();
   }
 
   // What a rank is told after one has failed, by the engine or by the watch.
@@ -122,6 +133,7 @@ class Crew {
   const bool failing_;
   Fleet fleet_;
   std::vector<Traffic> traffic_;
+  std::vector<bool> left_;
   std::string failed_;
   int failed_rank_ = -1;
 };
