@@ -8,6 +8,7 @@
 
 #include <crossdock/comm.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -32,7 +33,10 @@ namespace xd {
 // Work for other ranks that a thread goes on with while it waits, because no other thread does it.
 class Progress {
  public:
-  virtual void poll() = 0;
+  // True = something has happened.
+  virtual bool poll() = 0;
+  // True = poll() gets on with something that has begun, so it is wanted again soon.
+  virtual bool is_busy() = 0;
 
  protected:
   ~Progress() = default;
@@ -154,18 +158,18 @@ class Comm final {
   Waited wait(int peer, const HostWait& site, Ready&& ready) {
     if (ready()) return Waited::ready;
     Doorbell& bell = errors_.bell(hosts_.self());
-    const Deadline spin = Deadline(Deadline::Clock::now() + spin_);
+    auto since = Deadline::Clock::now();
     Interruption interruption;
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
-      if (site.progress != nullptr) site.progress->poll();
+      if (site.progress != nullptr && site.progress->poll()) since = Deadline::Clock::now();
       if (ready()) return Waited::ready;
       if (errors_.ends_wait(site.group, site.operation, site.epoch)) errors_.throw_if_failed();
       // A rank's end comes after its last flag, so the flags are looked at once more.
       if (missing(peer, site) >= 0 && !ready()) return Waited::lost;
       if (site.deadline.passed()) return Waited::late;
-      if (spin.passed()) {
-        bell.sleep(rings, interruption.next(wake_up(site)));
+      if (Deadline::Clock::now() - since >= spin_) {
+        bell.sleep(rings, interruption.next(wake_up(site, since)));
         if (interruption.requested()) errors_.abort();
       } else {
         relax();
@@ -174,13 +178,18 @@ class Comm final {
   }
 
  private:
-  // The end of a sleep: nothing rings the bell for what comes over a network.
-  static Deadline wake_up(const HostWait& site) {
+  // The end of a sleep: nothing rings the bell for what comes over a network. The longer nothing
+  // has come, the longer the naps, so that what comes is seen late by a sixteenth of its time at
+  // most, and a long wait costs next to nothing.
+  static Deadline wake_up(const HostWait& site, Deadline::Clock::time_point since) {
     if (site.progress == nullptr) return site.deadline;
-    const Deadline nap(Deadline::Clock::now() + kNap);
+    const auto now = Deadline::Clock::now();
+    if (site.progress->is_busy()) since = now;
+    const Deadline nap(
+        now + std::clamp<std::chrono::nanoseconds>((now - since) / 16, kShortestNap, kLongestNap));
     return nap.when() < site.deadline.when() ? nap : site.deadline;
   }
-  static constexpr std::chrono::microseconds kNap{50};
+  static constexpr std::chrono::microseconds kShortestNap{50}, kLongestNap{5000};
 
   FatalError error_at(const HostWait& site, xd_status status, int peer) const;
   // The rank that a wait for `peer` would wait in vain for, or -1.

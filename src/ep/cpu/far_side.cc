@@ -120,10 +120,11 @@ void FarSide::begin(FarWork& work) {
   work_ = &work;
 }
 
-void FarSide::poll() {
+bool FarSide::poll() {
+  bool news = false;
   with_links([&] {
     net::Links& links = links_.links();
-    links.poll();
+    news = links.poll();
     for (int p = 0; p < static_cast<int>(routes().partners().size()); ++p)
       while (const auto chunk = links.next(p)) take_in(*chunk);
     if (work_ != nullptr) serve();
@@ -131,6 +132,13 @@ void FarSide::poll() {
     group_.subject().counters().net_puts.set(links.sent().puts);
     group_.subject().counters().net_bytes.set(links.sent().bytes);
   });
+  return news;
+}
+
+bool FarSide::is_busy() {
+  bool busy = false;
+  with_links([&] { busy = links_.links().sleep_on() < 0; });
+  return busy;
 }
 
 // Entries and counts go into slots of their epoch, which near ranks have done with: their rank

@@ -59,7 +59,8 @@ class FarSide final : public turn::FarTurn<Record> {
   // without this rank's next operation.
   bool at_rest() const override;
   int late() const override;
-  void poll() override;
+  bool poll() override;
+  bool is_busy() override;
 
   void send_counts(std::span<const std::uint32_t> counts);
 
