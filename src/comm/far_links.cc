@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -90,6 +91,41 @@ std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call
   return engine;  // rank 0's list may go: all ranks have taken theirs
 }
 
+// Links that are polled while a rank waits.
+class PolledLinks final : public Progress {
+ public:
+  explicit PolledLinks(net::Links& links) : links_(links) {}
+  bool poll() override { return links_.poll(); }
+  bool is_busy() override { return links_.sleep_on() < 0; }
+
+ private:
+  net::Links& links_;
+};
+
+// Half of the time is left for telling the others.
+constexpr int kLongestGreetingMs = 60'000;
+int greeting_ms(const Comm& comm) { return std::min(comm.timeout_ms() / 2, kLongestGreetingMs); }
+
+// The time in which the watch may name a rank whose end the engine has noticed first.
+constexpr int kVerdictMs = 1000;
+
+HostWait site_of_greeting(int ms, Progress* progress) {
+  return {.phase = XD_PHASE_HOST,
+          .group = -1,
+          .operation = 0,
+          .epoch = 0,
+          .deadline = Deadline::after_ms(ms),
+          .timeout_ms = ms,
+          .needs_all_ranks = true,
+          .progress = progress};
+}
+
+[[noreturn]] void fail_data(const Comm& comm, xd_status status, int rank, const std::string& place,
+                            const std::string& why) {
+  fail(status, "control reaches ", comm.errors().names().of(rank), ", data do not (", place,
+       "): ", why);
+}
+
 std::vector<net::LinkPartner> name_partners(const Comm& comm, const FarRoutes& routes) {
   std::vector<net::LinkPartner> partners;
   for (const int rank : routes.partners())
@@ -149,6 +185,35 @@ void FarLinks::connect(Comm& comm, CollectiveCall call) {
     }
     return Collective::Contribution{};
   });
+  comm.collective().agree(call, [&] {
+    greet(comm);
+    return Collective::Contribution{};
+  });
+}
+
+// Makes the engine's connections. Where the watch loses a rank meanwhile, this rank goes on to the
+// collective step, which fails with its name.
+void FarLinks::greet(Comm& comm) {
+  const int ms = greeting_ms(comm);
+  int silent = 0;
+  try {
+    links_->greet();
+    PolledLinks polled(*links_);
+    const auto site = site_of_greeting(ms, &polled);
+    const auto all_here = [&] { return links_->all_connected(); };
+    if (comm.wait(comm.rank(), site, all_here) != Waited::late) return;
+    silent = std::max(links_->first_ungreeted(), 0);
+  } catch (const Error& error) {
+    if (error.status() != XD_ERROR_SYSTEM || error.peer() < 0) throw;
+    const auto verdict = site_of_greeting(std::min(kVerdictMs, ms), nullptr);
+    if (comm.wait(error.peer(), verdict, [] { return false; }) == Waited::lost) return;
+    const auto& partners = routes_.partners();
+    const auto place = std::ranges::find(partners, error.peer()) - partners.begin();
+    fail_data(comm, error.status(), error.peer(), links_->place_of(static_cast<int>(place)),
+              error.text());
+  }
+  fail_data(comm, XD_ERROR_TIMEOUT, routes_.partners()[at(silent)], links_->place_of(silent),
+            concat("no greeting came within ", ms, " ms"));
 }
 
 }  // namespace xd

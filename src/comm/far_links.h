@@ -13,7 +13,8 @@ namespace xd {
 class FarLinks {
  public:
   // Collective: opens an engine, which all ranks agree on, and connects to the partners. Throws
-  // UNSUPPORTED where a rank has no libfabric, and MISMATCH where ranks have no provider in common.
+  // UNSUPPORTED where a rank has no libfabric, MISMATCH where ranks have no provider in common, and
+  // TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
   // `slots` of `slot_bytes` are the same on all ranks.
   FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes);
 
@@ -29,6 +30,7 @@ class FarLinks {
 
  private:
   void connect(Comm& comm, CollectiveCall call);
+  void greet(Comm& comm);
 
   const FarRoutes routes_;
   std::unique_ptr<net::Engine> engine_;  // outlives the links

@@ -5,9 +5,11 @@
 
 namespace xd::net {
 
+// One bit that has changed makes no other kind.
 enum class TagKind : std::uint8_t {
-  chunk = 1,   // a slot of the receiver has been filled
-  credit = 2,  // a slot of the receiver of this tag may be filled again
+  chunk = 1,     // a slot of the receiver has been filled
+  credit = 2,    // a slot of the receiver of this tag may be filled again
+  greeting = 4,  // the sender reaches the receiver
 };
 
 inline constexpr int kMaxLinkSlots = 32, kMaxLinkPartners = 1 << 16;

@@ -13,7 +13,7 @@
 namespace xd::net {
 namespace {
 
-constexpr std::uint64_t kCreditId = UINT64_MAX;
+constexpr std::uint64_t kEmptyId = UINT64_MAX;
 // Of the put of a chunk: which use of which slot. Below 2^56.
 std::uint64_t chunk_id(int partner, unsigned slot, std::uint32_t generation) {
   return at(partner) << 40 | std::uint64_t{slot} << 32 | generation;
@@ -54,7 +54,7 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> 
   memory_ = config.memory.empty() ? std::span(own_memory_) : config.memory;
   XD_CHECK(memory_.size() == map_.bytes());
   room_ = engine.expose(memory_);
-  // A chunk or its credit, of each slot of either direction.
+  // A chunk or its credit, of each slot of either direction; greetings come before these.
   outbox_.reserve(2 * slots);
   events_.arrived.reserve(2 * slots);
   events_.sent.reserve(2 * slots);
@@ -110,6 +110,17 @@ void Links::accept(int partner, std::span<const std::byte> offer) {
   whom.first_slot = terms.first_slot;
   whom.channel = static_cast<unsigned>(terms.channel);
   whom.accepted = true;
+}
+
+void Links::greet() {
+  check();
+  for (int p = 0; p < static_cast<int>(partners_.size()); ++p)
+    if (partners_[at(p)].name.rank > config_.rank) post_empty(p, TagKind::greeting, 0, 0);
+}
+
+int Links::first_ungreeted() const {
+  const auto found = std::ranges::find(partners_, false, &Partner::greeted);
+  return found == partners_.end() ? -1 : static_cast<int>(found - partners_.begin());
 }
 
 std::optional<Links::Slot> Links::take(int partner, Range range) {
@@ -202,6 +213,10 @@ std::string Links::name_of(int partner) const {
   return concat("rank ", name.rank, " on host ", name.host);
 }
 
+std::string Links::place_of(int partner) const {
+  return engine_.place_of(partners_.at(at(partner)).name.rank);
+}
+
 Links::Sending& Links::slot_of(int partner, unsigned slot) {
   return partners_.at(at(partner)).sending.at(slot);
 }
@@ -275,24 +290,30 @@ void Links::keep_failure() {
 }
 
 void Links::send_credit(const Chunk& chunk) {
-  const Partner& to = partners_.at(at(chunk.partner));
   Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
-  XD_CHECK(to.accepted && receiving.state == Receiving::State::held &&
-           receiving.generation == chunk.generation);
+  XD_CHECK(receiving.state == Receiving::State::held && receiving.generation == chunk.generation);
   receiving.state = Receiving::State::empty;
-  ++credits_unsent_;
+  post_empty(chunk.partner, TagKind::credit, chunk.slot, receiving.generation);
+}
+
+void Links::post_empty(int partner, TagKind kind, unsigned slot, unsigned generation) {
+  const Partner& to = partners_.at(at(partner));
+  XD_CHECK(to.accepted);
+  ++empty_unsent_;
   post({.peer = to.name.rank,
         .from = room_.get(),
         .to = to.room,
-        .tag = LinkTag{TagKind::credit, chunk.slot, receiving.generation, to.channel}.word(),
-        .id = kCreditId});
+        .tag = LinkTag{kind, slot, generation, to.channel}.word(),
+        .id = kEmptyId});
 }
 
 void Links::on_arrival(const LinkTag& tag) {
-  const bool known = tag.kind == TagKind::chunk || tag.kind == TagKind::credit;
+  const bool known =
+      tag.kind == TagKind::chunk || tag.kind == TagKind::credit || tag.kind == TagKind::greeting;
   const int partner = tag.channel < partners_.size() ? static_cast<int>(tag.channel) : -1;
   if (!known || partner < 0 || tag.slot >= at(config_.slots))
     break_off(XD_ERROR_INTERNAL, partner, concat("a put arrived with the tag ", tag.word()));
+  if (tag.kind == TagKind::greeting) return on_greeting(partner);
   if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
   Partner& from = partners_[tag.channel];
   if (config_.mutant == Mutant::count_for_slot) {
@@ -314,6 +335,14 @@ void Links::on_chunk(int partner, unsigned slot, unsigned generation) {
   receiving = {.generation = expected, .state = Receiving::State::arrived};
 }
 
+void Links::on_greeting(int partner) {
+  Partner& from = partners_[at(partner)];
+  if (!from.accepted || from.greeted)
+    break_off(XD_ERROR_INTERNAL, partner, from.greeted ? "it greets twice" : "it greets too early");
+  from.greeted = true;
+  if (from.name.rank < config_.rank) post_empty(partner, TagKind::greeting, 0, 0);
+}
+
 void Links::on_credit(int partner, unsigned slot, unsigned generation) {
   Sending& sending = slot_of(partner, slot);
   const bool mutated = config_.mutant == Mutant::refill_without_credit;
@@ -329,8 +358,8 @@ void Links::on_credit(int partner, unsigned slot, unsigned generation) {
 }
 
 void Links::on_sent(std::uint64_t id) {
-  if (id == kCreditId && credits_unsent_ > 0) {
-    --credits_unsent_;
+  if (id == kEmptyId && empty_unsent_ > 0) {
+    --empty_unsent_;
     return;
   }
   const std::uint64_t partner = id >> 40, slot = id >> 32 & 0xff;

@@ -63,6 +63,22 @@ class Links final {
   // the partner to this rank, or of other slots; the links are as before then.
   void accept(int partner, std::span<const std::byte> offer);
 
+  // ---- Connections ----
+  // Many engines connect with the first put, which takes long, or finds out that no data come
+  // through. So partners greet one another before they rely on it, in an order in which no two
+  // connects cross: of two ranks the lower one greets, and the other answers inside poll(). Once,
+  // after all partners have accepted this rank's offers.
+  void greet();
+  // The first partner whose greeting has not come; -1 = all have.
+  int first_ungreeted() const;
+  // All have, and this rank's were sent.
+  bool all_connected() const {
+    return first_ungreeted() < 0 && empty_unsent_ == 0 && outbox_.empty();
+  }
+  // Rank and host, and where the engine reaches it, for texts.
+  std::string name_of(int partner) const;
+  std::string place_of(int partner) const;
+
   // ---- Sender ----
   struct Slot {
     int partner;
@@ -101,7 +117,7 @@ class Links final {
   int sleep_on();
   // All slots of this rank are free again and the engine holds nothing of it: everything that it
   // has sent was read, and its memory may go once its partners are at rest, too.
-  bool at_rest() const { return slots_in_use_ == 0 && credits_unsent_ == 0 && outbox_.empty(); }
+  bool at_rest() const { return slots_in_use_ == 0 && empty_unsent_ == 0 && outbox_.empty(); }
   // The first partner that has not read everything; -1 = there is none.
   int first_unread() const;
   // What this rank has sent since the links were made: chunks with their headers, and credits,
@@ -152,12 +168,12 @@ class Links final {
     unsigned channel = 0;          // this rank, as the partner numbers its own
     std::uint64_t first_slot = 0;  // where its slots for this rank begin in its room
     bool accepted = false;
+    bool greeted = false;  // its greeting has come
     std::size_t chunks_counted = 0;
     std::vector<Sending> sending;
     std::vector<Receiving> receiving;
   };
 
-  std::string name_of(int partner) const;
   Sending& slot_of(int partner, unsigned slot);
   void check() const;
   [[noreturn]] void break_off(xd_status status, int partner, const std::string& text);
@@ -169,9 +185,11 @@ class Links final {
   void poll_engine();
   void keep_failure();
   void send_credit(const Chunk& chunk);
+  void post_empty(int partner, TagKind kind, unsigned slot, unsigned generation);
   void on_arrival(const LinkTag& tag);
   void on_chunk(int partner, unsigned slot, unsigned generation);
   void on_credit(int partner, unsigned slot, unsigned generation);
+  void on_greeting(int partner);
   void on_sent(std::uint64_t id);
   void free_if_done(Sending& slot);
   std::span<const std::byte> open(int partner, unsigned slot);
@@ -184,7 +202,7 @@ class Links final {
   std::span<std::byte> memory_;
   std::unique_ptr<Room> room_;  // of memory_
   std::vector<Put> outbox_;     // that the engine has not taken yet
-  std::size_t slots_in_use_ = 0, credits_unsent_ = 0;
+  std::size_t slots_in_use_ = 0, empty_unsent_ = 0;  // puts without bytes: credits, greetings
   Sent sent_;
   std::optional<Error> failure_;
   Events events_;

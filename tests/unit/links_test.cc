@@ -35,6 +35,44 @@ TEST(Links, CarryChunksBetweenThreadsThroughChaos) {
   }
 }
 
+bool all_connected(Fleet& fleet) {
+  bool all = true;
+  for (const auto& links : fleet.links) {
+    links->poll();
+    all = all && links->all_connected();
+  }
+  return all;
+}
+
+TEST(Links, PartnersGreetOneAnotherBeforeTheyRelyOnTheirConnections) {
+  for (const std::uint64_t seed : {1, 2, 3}) {
+    net::ChaosConfig chaos;
+    chaos.seed = seed;
+    Fleet fleet(chaos_engines(3, chaos), config_of(1, 200));
+    EXPECT_EQ(fleet.links[2]->first_ungreeted(), 0);
+    for (const auto& links : fleet.links) links->greet();
+    ASSERT_TRUE(eventually([&] { return all_connected(fleet); }, kGenerousMs));
+    for (const auto& links : fleet.links) {
+      EXPECT_EQ(links->first_ungreeted(), -1);
+      EXPECT_TRUE(links->at_rest());
+    }
+    run_on_threads(fleet, 20);
+  }
+}
+
+// Rank 1 answers rank 0, and greets nobody by itself.
+TEST(Links, OnlyTheLowerRankOfTwoGreets) {
+  Fleet fleet(net::make_in_process_engines(2), config_of(1, 64));
+  fleet.links[1]->greet();
+  for (int i = 0; i < 3; ++i) EXPECT_FALSE(all_connected(fleet));
+  EXPECT_EQ(fleet.links[0]->first_ungreeted(), 0);
+  fleet.links[0]->greet();
+  EXPECT_TRUE(eventually([&] { return all_connected(fleet); }, kGenerousMs));
+  fleet.links[0]->greet();
+  expect_error(error_of([&] { fleet.links[1]->poll(); }), XD_ERROR_INTERNAL,
+               "rank 0 on host host0: it greets twice");
+}
+
 // Sends `text` in a slot of rank 0 to rank 1.
 void send_text(Fleet& fleet, const std::string& text) {
   const auto slot = fleet.links[0]->take(0);

@@ -8,6 +8,7 @@
 #include <rdma/fi_rma.h>
 
 #include <array>
+#include <cstring>
 #include <map>
 #include <random>
 #include <utility>
@@ -58,6 +59,7 @@ class Fabric final : public Engine {
   std::size_t max_put() const override { return info_->ep_attr->max_msg_size; }
   Bytes address() const override;
   void connect(int peer, std::span<const std::byte> address) override;
+  std::string place_of(int peer) const override;
   std::unique_ptr<Room> expose(std::span<std::byte> memory) override;
   bool put(const Put& put) override;
   void poll(Events& events) override;
@@ -171,6 +173,23 @@ void Fabric::connect(int peer, std::span<const std::byte> address) {
   fi_addr_t& found = peers_[peer].address;
   if (::fi_av_insert(addresses_.get(), address.data(), 1, &found, 0, nullptr) != 1)
     fail(XD_ERROR_MISMATCH, "libfabric refuses the address of peer ", peer);
+}
+
+// libfabric writes "fi_sockaddr_in://10.0.0.3:40123".
+std::string Fabric::place_of(int peer) const {
+  Bytes raw(256);
+  std::size_t size = raw.size();
+  const auto known = peers_.find(peer);
+  if (known == peers_.end() ||
+      ::fi_av_lookup(addresses_.get(), known->second.address, raw.data(), &size) != 0)
+    return {};
+  std::array<char, 256> text{};
+  size = text.size();
+  ::fi_av_straddr(addresses_.get(), raw.data(), text.data(), &size);
+  const std::string address(text.data(), ::strnlen(text.data(), text.size()));
+  const std::size_t scheme = address.find("://");
+  return concat(info_->fabric_attr->prov_name, ", ",
+                scheme == std::string::npos ? address : address.substr(scheme + 3));
 }
 
 std::unique_ptr<Room> Fabric::expose(std::span<std::byte> memory) {
