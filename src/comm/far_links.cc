@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -65,14 +66,17 @@ struct EnginesOfThreads {
 struct WhereTheyAre {
   std::int64_t process;
   std::uint64_t address;  // of rank 0's
+  std::uint64_t number;   // of rank 0's calls: each has a seed of its own
 };
+std::atomic<std::uint64_t> chaos_calls{0};
 
 std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call,
                                                  std::uint64_t seed) {
   EnginesOfThreads made;
   const auto of_rank = comm.collective().agree_on(call, [&] {
     if (comm.rank() == 0) made.engines = net::make_in_process_engines(comm.num_ranks());
-    return WhereTheyAre{::getpid(), reinterpret_cast<std::uint64_t>(&made)};
+    return WhereTheyAre{::getpid(), reinterpret_cast<std::uint64_t>(&made),
+                        comm.rank() == 0 ? chaos_calls++ : 0};
   });
   std::unique_ptr<net::Engine> engine;
   comm.collective().agree(call, [&] {
@@ -84,10 +88,13 @@ std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call
     // NOLINTNEXTLINE(performance-no-int-to-ptr): rank 0's address, in this process
     auto& all = *reinterpret_cast<EnginesOfThreads*>(of_rank[0].address);
     net::ChaosConfig chaos;
-    chaos.seed = seed * at(comm.num_ranks()) + at(comm.rank());
+    chaos.seed = (seed + of_rank[0].number) * at(comm.num_ranks()) + at(comm.rank());
+    chaos.damaged_in = net_test().damaged_in;
     engine = net::make_chaos(std::move(all.engines[at(comm.rank())]), all.world, chaos);
     return Collective::Contribution{};
   });
+  log_topic("comm", "rank ", comm.rank(), " reaches other machines through chaos, seed ",
+            seed + of_rank[0].number);
   return engine;  // rank 0's list may go: all ranks have taken theirs
 }
 
@@ -143,7 +150,7 @@ FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_
   const net::LinkConfig config{.rank = comm.rank(),
                                .slots = slots,
                                .slot_bytes = slot_bytes,
-                               .digests = asked != 0 || chaos.has_value()};
+                               .digests = (asked != 0 || chaos) && net_test().damaged_in == 0};
   comm.collective().agree(call, [&] {
     links_ = std::make_unique<net::Links>(*engine_, config, name_partners(comm, routes_));
     return Collective::Contribution{};

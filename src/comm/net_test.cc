@@ -30,11 +30,13 @@ NetTest read() {
       test.apart = true;
     } else if (word.starts_with("chaos=")) {
       test.chaos = number_in(word, "chaos=");
+    } else if (word.starts_with("damage=")) {
+      test.damaged_in = static_cast<unsigned>(number_in(word, "damage="));
     } else if (word.starts_with("slot=")) {
       test.slot_bytes = number_in(word, "slot=");
     } else {
       fail(XD_ERROR_INVALID_ARGUMENT, "XD_NET_TEST: '", word,
-           "', expected apart, chaos=SEED or slot=BYTES");
+           "', expected apart, chaos=SEED, damage=PIECES or slot=BYTES");
     }
   }
   return test;

@@ -12,6 +12,7 @@ struct NetTest {
   // Ranks, which are threads of one process, reach one another through the chaos engine with this
   // seed, over memory.
   std::optional<std::uint64_t> chaos;
+  unsigned damaged_in = 0;     // of so many pieces of chunks one arrives with a changed bit
   std::size_t slot_bytes = 0;  // of links; 0 = chosen by the user of the links
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <type_traits>
 
 #include "base/math.h"
@@ -34,6 +35,17 @@ struct FarHeader {
   std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
 };
 static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
+
+// Throws INTERNAL, naming the sender. Whoever can write into a rank's room may have damaged a chunk,
+// so everything in it is looked at before it is used as a number of bytes or as a place.
+[[noreturn]] void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why);
+
+// The header of a chunk that `from` has sent to a rank in operation `epoch`.
+FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch);
+
+// Refuses items that are not each of `bytes_each`, or not in all what the header says.
+void require_items(const FarHeader& header, std::span<const std::byte> items,
+                   std::size_t bytes_each);
 
 inline constexpr std::size_t kFarAlignment = 16;  // of items
 constexpr std::size_t far_size(std::size_t bytes) { return round_up(bytes, kFarAlignment); }

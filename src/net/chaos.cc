@@ -250,8 +250,9 @@ class Chaos final : public Engine {
   }
 
   void take_in(std::uint32_t piece) {
-    if (const auto parcel = world_->take(piece)) {
+    if (auto parcel = world_->take(piece)) {
       if (parcel->lost) return;
+      damage(parcel->bytes);
       const std::span<std::byte> room = rooms_.at(parcel->key);
       XD_CHECK(parcel->offset <= room.size() &&
                parcel->bytes.size() <= room.size() - parcel->offset);
@@ -259,6 +260,11 @@ class Chaos final : public Engine {
     }
     if (const auto put = world_->land(piece, config_.mutant == Mutant::arrival_before_data))
       hold_arrival(*put);
+  }
+
+  void damage(Bytes& bytes) {
+    if (config_.damaged_in == 0 || bytes.empty() || !one_in(config_.damaged_in)) return;
+    bytes[below(bytes.size())] ^= std::byte{1} << below(8);
   }
 
   void hold_arrival(const ChaosWorld::Landed& put) {

@@ -27,6 +27,7 @@ struct ChaosConfig {
   std::uint64_t seed = 0;
   unsigned longest_delay = 50;              // in calls of poll()
   std::optional<std::uint64_t> failed_put;  // that of this rank, counted from 0
+  unsigned damaged_in = 0;                  // of so many pieces one arrives with a changed bit
   Mutant mutant = Mutant::none;
 };
 

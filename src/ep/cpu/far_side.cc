@@ -144,16 +144,18 @@ bool FarSide::is_busy() {
 // Entries and counts go into slots of their epoch, which near ranks have done with: their rank
 // entered this operation after it had seen the entries of all ranks to the one before.
 void FarSide::take_in(const net::Links::Chunk& chunk) {
-  const FarHeader header = check(chunk);
+  const FarHeader header =
+      read_header(chunk.bytes, routes().partners()[at(chunk.partner)], lockstep_.epoch());
   const auto items = chunk.bytes.subspan(sizeof(header));
   if (header.kind == FarKind::entry) {
     Record record;
-    XD_CHECK(items.size() == sizeof(record));
+    if (items.size() != sizeof(record)) refuse_chunk(header, items.size(), "it is no entry");
     std::memcpy(&record, items.data(), sizeof(record));
     lockstep_.bring_entry(header.source, header.epoch, record);
   } else if (header.kind == FarKind::counts) {
     const CountLayout layout{group_.config().experts, group_.config().ranks};
-    XD_CHECK(items.size() == layout.size() * sizeof(std::uint32_t));
+    if (items.size() != layout.size() * sizeof(std::uint32_t))
+      refuse_chunk(header, items.size(), "it is no row of counts");
     lockstep_.bring_counts(header.source, header.epoch,
                            {reinterpret_cast<const std::uint32_t*>(items.data()), layout.size()});
     counts_seen_[at(chunk.partner)] = header.epoch;
@@ -164,28 +166,11 @@ void FarSide::take_in(const net::Links::Chunk& chunk) {
   links_.links().give_back(chunk);
 }
 
-// A partner may be one operation ahead, but has sent no rows of it then: it has not seen this
-// rank's entry.
-FarHeader FarSide::check(const net::Links::Chunk& chunk) const {
-  FarHeader header{};
-  if (chunk.bytes.size() >= sizeof(header)) {
-    std::memcpy(&header, chunk.bytes.data(), sizeof(header));
-  }
-  const std::uint64_t epoch = lockstep_.epoch();
-  const bool early = header.kind == FarKind::entry || header.kind == FarKind::counts;
-  const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
-  const int from = routes().partners()[at(chunk.partner)];
-  const bool known = header.kind >= FarKind::entry && header.kind <= FarKind::answer;
-  if (in_step && header.source == from && known) return header;
-  fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a chunk of ", chunk.bytes.size(),
-       " bytes: kind ", static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ",
-       header.epoch, "; expected epoch ", epoch);
-}
-
 void FarSide::serve() {
   for (std::size_t i = 0; i < chunks_.size();) {
     FarChunk& chunk = chunks_[i];
-    XD_CHECK(chunk.header.epoch == lockstep_.epoch());  // none is left by an operation
+    if (chunk.header.epoch != lockstep_.epoch())
+      refuse_chunk(chunk.header, chunk.items().size(), "an operation has ended without it");
     if (!work_->take(chunk)) {
       ++i;
       continue;

@@ -104,7 +104,6 @@ class FarSide final : public turn::FarTurn<Record> {
   bool lacks_counts(int source) const;
   void take_in(const net::Links::Chunk& chunk);
   void serve();
-  FarHeader check(const net::Links::Chunk& chunk) const;
 
   const Group& group_;
   Lockstep& lockstep_;

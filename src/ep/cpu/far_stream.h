@@ -114,7 +114,8 @@ class FarRows final : public FarWork {
   }
 
   bool take(FarChunk& chunk) override {
-    XD_CHECK(chunk.header.kind == kind_);
+    if (chunk.header.kind != kind_)
+      refuse_chunk(chunk.header, chunk.items().size(), "this operation has no such kind");
     replay_(chunk.header, chunk.items());
     arrivals_.count(chunk);
     return true;

@@ -72,7 +72,8 @@ bool FarSums::take(FarChunk& chunk) {
     receive(chunk);
     return true;
   }
-  XD_CHECK(chunk.header.kind == FarKind::request);
+  if (chunk.header.kind != FarKind::request)
+    refuse_chunk(chunk.header, chunk.items().size(), "this operation has no such kind");
   if (!answer(chunk)) return false;
   arrivals_.count(chunk);
   return true;
@@ -81,7 +82,7 @@ bool FarSums::take(FarChunk& chunk) {
 // As many items as there are slots for. False = some are left.
 bool FarSums::answer(FarChunk& chunk) {
   const std::size_t size = request_bytes(topk_), items = chunk.header.items;
-  XD_CHECK(chunk.items().size() == items * size);
+  require_items(chunk.header, chunk.items(), size);
   const std::size_t room = side_.chunk_room() / answer_.item_bytes();
   while (chunk.done < items) {
     const auto slot = side_.take_slot(chunk.partner(), FarSide::Lane::to_source);
@@ -119,12 +120,14 @@ void FarSums::receive(const FarChunk& chunk) {
   const std::size_t size = answer_.item_bytes();
   const std::uint32_t items = chunk.header.items;
   std::uint32_t& awaited = awaited_[at(chunk.partner())];
-  XD_CHECK(chunk.items().size() == items * size && items <= awaited);
+  require_items(chunk.header, chunk.items(), size);
+  if (items > awaited) refuse_chunk(chunk.header, chunk.items().size(), "nobody asked for it");
   for (std::uint32_t i = 0; i < items; ++i) {
     const std::byte* const item = chunk.items().data() + i * size;
     RequestItem request;
     std::memcpy(&request, item, sizeof(request));
-    XD_CHECK(request.place < asked_ && request.token < at(plan_.header().tokens));
+    if (request.place >= asked_ || request.token >= at(plan_.header().tokens))
+      refuse_chunk(chunk.header, chunk.items().size(), "an answer to no request");
     if (wish_.gradients) {
       keep_gradients(request, reinterpret_cast<const float*>(item + sizeof(request)));
     }

@@ -126,7 +126,7 @@ void PlanOperation::spread_far(const RowsLayout& layout, Read&& read, Deliver&& 
   FarSide& side = *context_.lockstep.far();
   const int topk = plan_.header().topk;
   FarRows far(side, FarKind::rows, [&](const FarHeader& header, std::span<const std::byte> items) {
-    XD_CHECK(items.size() == header.items * layout.item_bytes());
+    require_items(header, items, layout.item_bytes());
     TokenRows rows;
     for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
       const TokenData data = TokenData::unpack(layout, items.data() + i);

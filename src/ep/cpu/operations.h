@@ -23,7 +23,7 @@ class PrepareOp {
   Numbering begin_numbering() const;
   void send_kept(std::span<const std::uint32_t> kept) const;
   void send_far(FarSide& side, std::span<const std::uint32_t> kept) const;
-  void bring_words(int source, std::span<const std::byte> items) const;
+  void bring_words(const FarHeader& header, std::span<const std::byte> items) const;
   void collect_kept();
   std::int64_t collect_lists() const;
   std::uint32_t* kept_of(NearRank owner, int source) const;

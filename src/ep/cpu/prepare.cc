@@ -79,7 +79,7 @@ void PrepareOp::move() {
 // The same for ranks on other machines: their gateways write it into those ranks' memory.
 void PrepareOp::send_far(FarSide& side, std::span<const std::uint32_t> kept) const {
   FarRows far(side, FarKind::words, [&](const FarHeader& header, std::span<const std::byte> items) {
-    bring_words(header.source, items);
+    bring_words(header, items);
   });
   const std::size_t room = side.chunk_room() / 2 / sizeof(std::uint32_t);
   const auto send = [&](FarWords area, int owner, std::span<const std::uint32_t> words) {
@@ -108,24 +108,29 @@ void PrepareOp::send_far(FarSide& side, std::span<const std::uint32_t> kept) con
   far.finish();
 }
 
-void PrepareOp::bring_words(int source, std::span<const std::byte> items) const {
+void PrepareOp::bring_words(const FarHeader& header, std::span<const std::byte> items) const {
+  const auto require = [&](bool good, const char* why) {
+    if (!good) refuse_chunk(header, items.size(), why);
+  };
   while (!items.empty()) {
     WordsItem head{};
-    XD_CHECK(items.size() >= sizeof(head));
+    require(items.size() >= sizeof(head), "its last words are cut");
     std::memcpy(&head, items.data(), sizeof(head));
     const std::size_t size = sizeof(head) + far_size(head.count * sizeof(std::uint32_t));
     const auto owner =
         std::ranges::find(context_.group.near(), head.owner, [](NearRank r) { return int{r}; });
-    XD_CHECK(items.size() >= size && owner != context_.group.near().end());
+    require(items.size() >= size, "it has fewer words than it says");
+    require(owner != context_.group.near().end(), "its words are for no rank here");
     const bool lists = head.area == FarWords::list;
     // What an owner does not keep has no bytes there (GroupMap).
-    XD_CHECK(lists ? context_.group.config_of(*owner).keeps.lists
-                   : head.area == FarWords::kept && tells_kept());
+    require(lists ? context_.group.config_of(*owner).keeps.lists
+                  : head.area == FarWords::kept && tells_kept(),
+            "their owner keeps no such words");
     const std::uint64_t room = lists ? GroupMap::list_words(config())
                                      : static_cast<std::uint64_t>(config().most_local_experts());
-    XD_CHECK(std::uint64_t{head.first} + head.count <= room);
-    std::uint32_t* const to =
-        lists ? list_of(*owner, source).array<std::uint32_t>() : kept_of(*owner, source);
+    require(std::uint64_t{head.first} + head.count <= room, "its words have no room here");
+    std::uint32_t* const to = lists ? list_of(*owner, header.source).array<std::uint32_t>()
+                                    : kept_of(*owner, header.source);
     std::memcpy(to + head.first, items.data() + sizeof(head), head.count * sizeof(std::uint32_t));
     items = items.subspan(size);
   }

@@ -1,0 +1,35 @@
+#include "ep/cpu/far_chunk.h"
+
+#include <cstring>
+
+#include "base/error.h"
+
+namespace xd::ep::cpu {
+
+void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why) {
+  fail(XD_ERROR_INTERNAL, "rank ", header.source, " has sent a chunk that cannot be: ", why,
+       " (kind ", static_cast<unsigned>(header.kind), ", ", header.items, " items in ", item_bytes,
+       " bytes, epoch ", header.epoch, ")");
+}
+
+// A partner may be one operation ahead, but has sent no rows of it then: it has not seen this
+// rank's entry.
+FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch) {
+  FarHeader header{};
+  if (chunk.size() >= sizeof(header)) std::memcpy(&header, chunk.data(), sizeof(header));
+  const bool early = header.kind == FarKind::entry || header.kind == FarKind::counts;
+  const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
+  const bool known = header.kind >= FarKind::entry && header.kind <= FarKind::answer;
+  if (in_step && header.source == from && known) return header;
+  fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a chunk of ", chunk.size(), " bytes: kind ",
+       static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ", header.epoch,
+       "; expected epoch ", epoch);
+}
+
+void require_items(const FarHeader& header, std::span<const std::byte> items,
+                   std::size_t bytes_each) {
+  if (items.size() != header.items * bytes_each)
+    refuse_chunk(header, items.size(), "its items have other sizes here");
+}
+
+}  // namespace xd::ep::cpu
