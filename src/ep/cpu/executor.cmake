@@ -7,7 +7,6 @@ xd_layer(xd_ep_cpu
     ep/cpu/combine_bwd.cc
     ep/cpu/cpu_group.cc
     ep/cpu/dispatch.cc
-    ep/cpu/far_chunk.cc
     ep/cpu/far_side.cc
     ep/cpu/far_stream.cc
     ep/cpu/far_sums.cc

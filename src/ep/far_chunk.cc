@@ -1,10 +1,10 @@
-#include "ep/cpu/far_chunk.h"
+#include "ep/far_chunk.h"
 
 #include <cstring>
 
 #include "base/error.h"
 
-namespace xd::ep::cpu {
+namespace xd::ep {
 
 void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why) {
   fail(XD_ERROR_INTERNAL, "rank ", header.source, " has sent a chunk that cannot be: ", why,
@@ -32,4 +32,4 @@ void require_items(const FarHeader& header, std::span<const std::byte> items,
     refuse_chunk(header, items.size(), "its items have other sizes here");
 }
 
-}  // namespace xd::ep::cpu
+}  // namespace xd::ep
