@@ -11,19 +11,15 @@
 
 namespace xd::ep::cpu {
 
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
-              FarSums* far) {
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted) {
   const std::uint64_t bytes = out.row_bytes();
   const rows::Store store = store_for(out.bytes());
   const std::int64_t tokens = plan.header().tokens;
   const auto collect = [&](TokenTerms& terms, std::int64_t t) {
-    const TokenTerms::Source source{.codes = plan.codes(t),
-                                    .topk = plan.header().topk,
-                                    .row_bytes = bytes,
-                                    .weighted = weighted};
-    if (far == nullptr) return terms.collect(context, source);
-    const FarTerms elsewhere = far->terms_of(t);
-    terms.collect(context, source, TokenTerms::kAllHosts, &elsewhere);
+    terms.collect(context, {.codes = plan.codes(t),
+                            .topk = plan.header().topk,
+                            .row_bytes = bytes,
+                            .weighted = weighted});
   };
   // A token's rows lie anywhere in the peers' memory: while one token is summed, the next one's
   // rows are fetched.
@@ -50,12 +46,10 @@ float weight_gradient(const Context& context, const std::uint32_t* codes, int to
 
 void SumOperation::sum(const FarSums::Wish& wish) const {
   if (context_.lockstep.far() == nullptr) {
-    if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted, nullptr);
+    if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted);
     return;
   }
-  FarSums far(context_, plan_, wish);
-  far.run();
-  if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted, &far);
+  FarSums(context_, plan_, wish).run();
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)

@@ -9,11 +9,11 @@
 namespace xd::ep::cpu {
 namespace {
 
-// Places for sums, if there are sums.
+// Places for sums that come before a token's last one, if there are sums.
 std::size_t room_for_sums(const Context& context, const PlanView& plan, std::size_t row_bytes) {
   const HostMap& hosts = context.group.comm().hosts();
   const int most = std::min(plan.header().topk, hosts.num_hosts() - 1);
-  return at(plan.header().tokens) * at(most) * row_bytes;
+  return most > 1 ? at(plan.header().tokens) * at(most) * row_bytes : 0;
 }
 
 }  // namespace
@@ -27,7 +27,9 @@ FarSums::FarSums(const Context& context, const PlanView& plan, const Wish& wish)
       answer_{.topk = wish.gradients ? topk_ : 0, .row_bytes = wish.sums.row_bytes()},
       requests_(side_, FarKind::request),
       arrivals_(side_.routes()),
+      store_(store_for(wish.sums.bytes())),
       sums_(side_.sums(room_for_sums(context, plan, answer_.row_bytes))),
+      tokens_(wish.sums ? at(plan.header().tokens) : 0),
       awaited_(side_.routes().partners().size()) {
   side_.begin(*this);
 }
@@ -41,30 +43,39 @@ FarPlaces FarSums::hosts_of(std::int64_t token) const {
 
 void FarSums::run() {
   const FarRoutes& routes = side_.routes();
-  const HostMap& hosts = context_.group.comm().hosts();
-  const auto machine_of_host = [&](int host) {
-    const auto first = std::ranges::find(hosts.host_of(), host) - hosts.host_of().begin();
-    return routes.machine_of(static_cast<int>(first));
-  };
-  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
-    const FarPlaces places = hosts_of(t);
-    for (int i = 0; i < places.count; ++i) {
-      const int host = places.list[at(i)], machine = machine_of_host(host);
-      // Waits for a slot, and answers others: what this rank has asked for is counted before.
-      ++awaited_[at(routes.gateway(machine))];
-      std::byte* const item = requests_.add(machine, request_bytes(topk_));
-      const RequestItem request{
-          .token = static_cast<std::uint32_t>(t), .place = asked_++, .host = host, .unused = 0};
-      std::memcpy(item, &request, sizeof(request));
-      std::memcpy(item + sizeof(request), plan_.codes(t), at(topk_) * sizeof(std::uint32_t));
-    }
-  }
+  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) ask(t);
   requests_.finish();
+  // Meanwhile the requests travel.
+  for (std::int64_t t = 0; t < static_cast<std::int64_t>(tokens_.size()); ++t)
+    if (hosts_of(t).count == 0) add_up(t, 0, nullptr);
   for (const int machine : routes.far_machines()) {
     const int gateway = routes.gateway(machine);
     side_.wait(gateway, [&] { return awaited_[at(gateway)] == 0; });
   }
+  rows::flush();
   await_sources(side_, arrivals_);
+}
+
+// Waits for slots, and answers others: what this rank asks for is counted before.
+void FarSums::ask(std::int64_t token) {
+  const FarRoutes& routes = side_.routes();
+  const HostMap& hosts = context_.group.comm().hosts();
+  const FarPlaces places = hosts_of(token);
+  if (wish_.sums) {
+    tokens_[at(token)] = {.first_place = asked_,
+                          .missing = static_cast<std::uint8_t>(places.count)};
+  }
+  for (int i = 0; i < places.count; ++i) {
+    const int host = places.list[at(i)];
+    const auto first = std::ranges::find(hosts.host_of(), host) - hosts.host_of().begin();
+    const int machine = routes.machine_of(static_cast<int>(first));
+    const RequestItem request{
+        .token = static_cast<std::uint32_t>(token), .place = asked_++, .host = host, .unused = 0};
+    ++awaited_[at(routes.gateway(machine))];
+    std::byte* const item = requests_.add(machine, request_bytes(topk_));
+    std::memcpy(item, &request, sizeof(request));
+    std::memcpy(item + sizeof(request), plan_.codes(token), at(topk_) * sizeof(std::uint32_t));
+  }
 }
 
 bool FarSums::take(FarChunk& chunk) {
@@ -131,7 +142,14 @@ void FarSums::receive(const FarChunk& chunk) {
     if (wish_.gradients) {
       keep_gradients(request, reinterpret_cast<const float*>(item + sizeof(request)));
     }
-    if (wish_.sums) std::memcpy(sum_at(request.place), item + answer_.row_at(), answer_.row_bytes);
+    if (!wish_.sums) continue;
+    Awaited& token = tokens_[request.token];
+    XD_CHECK(token.missing > 0);
+    if (--token.missing == 0) {
+      add_up(request.token, request.place, item + answer_.row_at());
+    } else {
+      std::memcpy(sum_at(request.place), item + answer_.row_at(), answer_.row_bytes);
+    }
   }
   awaited -= items;
 }
@@ -146,15 +164,24 @@ void FarSums::keep_gradients(const RequestItem& request, const float* gradients)
   }
 }
 
-FarTerms FarSums::terms_of(std::int64_t token) {
+void FarSums::add_up(std::int64_t token, std::uint32_t last_place, const std::byte* last) const {
   const FarPlaces hosts = hosts_of(token);
-  FarTerms terms;
-  terms.count = hosts.count;
+  FarTerms far;
+  far.count = hosts.count;
   for (int i = 0; i < hosts.count; ++i) {
-    terms.hosts[at(i)] = hosts.list[at(i)];
-    terms.rows[at(i)] = sum_at(next_place_++);
+    const std::uint32_t place = tokens_[at(token)].first_place + static_cast<std::uint32_t>(i);
+    far.hosts[at(i)] = hosts.list[at(i)];
+    far.rows[at(i)] = place == last_place ? last : sum_at(place);
   }
-  return terms;
+  TokenTerms terms;
+  terms.collect(context_,
+                {.codes = plan_.codes(token),
+                 .topk = topk_,
+                 .row_bytes = answer_.row_bytes,
+                 .weighted = wish_.weighted},
+                TokenTerms::kAllHosts, &far);
+  terms.sum(wish_.sums, wish_.weighted, wish_.sums.data + at(token) * answer_.row_bytes, store_,
+            {});
 }
 
 }  // namespace xd::ep::cpu

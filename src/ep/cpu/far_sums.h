@@ -27,20 +27,28 @@ class FarSums final : public FarWork {
   FarSums(const FarSums&) = delete;
   FarSums& operator=(const FarSums&) = delete;
 
-  // Asks, and answers others; returns when all answers are here and all others have theirs.
+  // Asks, and answers others; returns when all sums are made and all others have their answers. A
+  // token is summed when its last answer comes, so that the network goes on meanwhile.
   void run();
-  // The sums of a token, which follows the one of the call before.
-  FarTerms terms_of(std::int64_t token);
 
   bool take(FarChunk& chunk) override;
 
  private:
+  // A token's answers: the place of its first one, and how many are missing.
+  struct Awaited {
+    std::uint32_t first_place = 0;
+    std::uint8_t missing = 0;
+  };
+
   FarPlaces hosts_of(std::int64_t token) const;
+  void ask(std::int64_t token);
   bool answer(FarChunk& chunk);
   void answer_item(const std::byte* request, std::byte* item) const;
   void receive(const FarChunk& chunk);
+  // `last`: the answer that has come last, which is read where it is.
+  void add_up(std::int64_t token, std::uint32_t last_place, const std::byte* last) const;
   void keep_gradients(const RequestItem& request, const float* gradients);
-  std::byte* sum_at(std::uint32_t place) { return sums_.data() + place * answer_.row_bytes; }
+  std::byte* sum_at(std::uint32_t place) const { return sums_.data() + place * answer_.row_bytes; }
 
   const Context context_;
   const PlanView& plan_;
@@ -50,10 +58,11 @@ class FarSums final : public FarWork {
   const AnswerLayout answer_;
   FarStream requests_;
   FarArrivals arrivals_;
+  const rows::Store store_;
   std::span<std::byte> sums_;           // by place: (token, host) in the order of requests
+  std::vector<Awaited> tokens_;         // if there are sums
   std::vector<std::uint32_t> awaited_;  // answers, by partner
   std::uint32_t asked_ = 0;
-  std::uint32_t next_place_ = 0;
 };
 
 }  // namespace xd::ep::cpu

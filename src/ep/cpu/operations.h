@@ -152,8 +152,7 @@ class CombineBwdOp : public PlanOperation {
 };
 
 // Computes out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted`
-// multiplies each row by its weight there. `far`: sums of other machines; nullptr = there are none.
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted,
-              FarSums* far);
+// multiplies each row by its weight there. All ranks are near.
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
 
 }  // namespace xd::ep::cpu
