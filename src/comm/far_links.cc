@@ -142,15 +142,19 @@ std::vector<net::LinkPartner> name_partners(const Comm& comm, const FarRoutes& r
 
 }  // namespace
 
+std::unique_ptr<net::Engine> open_engine_together(Comm& comm, CollectiveCall call) {
+  const auto& chaos = net_test().chaos;
+  return chaos ? open_chaos_together(comm, call, *chaos) : open_fabric_together(comm, call);
+}
+
 FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes)
     : routes_(comm.machines()) {
-  const auto& chaos = net_test().chaos;
-  engine_ = chaos ? open_chaos_together(comm, call, *chaos) : open_fabric_together(comm, call);
+  engine_ = open_engine_together(comm, call);
   const std::size_t asked = net_test().slot_bytes;
   const net::LinkConfig config{.rank = comm.rank(),
                                .slots = slots,
                                .slot_bytes = slot_bytes,
-                               .digests = (asked != 0 || chaos) && net_test().damaged_in == 0};
+                               .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0};
   comm.collective().agree(call, [&] {
     links_ = std::make_unique<net::Links>(*engine_, config, name_partners(comm, routes_));
     return Collective::Contribution{};

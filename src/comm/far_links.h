@@ -10,11 +10,14 @@
 
 namespace xd {
 
+// Collective: opens an engine that all ranks agree on. Throws UNSUPPORTED where a rank has no
+// libfabric, and MISMATCH where ranks have no provider in common.
+std::unique_ptr<net::Engine> open_engine_together(Comm& comm, CollectiveCall call);
+
 class FarLinks {
  public:
-  // Collective: opens an engine, which all ranks agree on, and connects to the partners. Throws
-  // UNSUPPORTED where a rank has no libfabric, MISMATCH where ranks have no provider in common, and
-  // TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
+  // Collective: opens an engine, and connects to the partners; throws as open_engine_together(),
+  // and TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
   // `slots` of `slot_bytes` are the same on all ranks.
   FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes);
 

@@ -50,6 +50,7 @@ build_project() {
 build_project c
 run_on_4_ranks "$work/c/build/round_trip"
 run_on_4_ranks "$work/c/build/tensor_parallel_mlp"
+run_on_4_ranks "$work/c/build/channel_swap"
 build_project transformer_engine
 run_on_4_ranks "$work/transformer_engine/build/expert_parallel"
 run_on_4_ranks "$work/transformer_engine/build/tensor_parallel"

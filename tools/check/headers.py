@@ -25,7 +25,8 @@ def main():
     c_compiler, cxx_compiler, dlpack = sys.argv[1:]
     root = pathlib.Path(__file__).resolve().parents[2] / "include"
     compat = root / "crossdock" / "compat"
-    includes = [f"-I{compat}", f"-I{root}", "-idirafter", dlpack]
+    # With what is experimental, as well.
+    includes = ["-DXD_EXPERIMENTAL", f"-I{compat}", f"-I{root}", "-idirafter", dlpack]
     plain = [f"crossdock/{path.name}" for path in sorted((root / "crossdock").glob("*.h"))]
     compats = [f"crossdock/compat/{path.name}" for path in sorted(compat.glob("*.h"))]
     compats += [str(path.relative_to(compat)) for path in sorted(compat.glob("*/*.h"))]

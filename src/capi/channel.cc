@@ -1,0 +1,53 @@
+#define XD_EXPERIMENTAL 1
+#include <crossdock/channel.h>
+
+#include "capi/boundary.h"
+#include "comm/channel.h"
+
+struct xd_channel {
+  xd::Channel channel;
+};
+
+namespace {
+
+template <class Body>
+xd_status on_channel(const char* function, xd_channel* channel, Body&& body) {
+  XD_REQUIRE_GIVEN(function, channel);
+  return xd::guarded_on(function, channel->channel.comm(), [&] { body(channel->channel); });
+}
+
+}  // namespace
+
+xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
+                            uint32_t slots, xd_channel** channel) {
+  XD_REQUIRE_GIVEN("xd_channel_create", comm);
+  XD_REQUIRE_GIVEN("xd_channel_create", channel);
+  *channel = nullptr;
+  return xd::guarded_on("xd_channel_create", *comm->comm, [&] {
+    comm->comm->errors().check_usable();
+    // The peer writes into it: the caller's const says that this call does not.
+    auto* const memory = const_cast<std::byte*>(static_cast<const std::byte*>(symmetric));
+    *channel = new xd_channel{
+        xd::Channel(comm->comm, {.peer = peer, .memory = memory, .bytes = bytes, .slots = slots})};
+  });
+}
+
+xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from, size_t bytes,
+                         uint32_t slot) {
+  return on_channel("xd_channel_put", channel, [&](xd::Channel& c) {
+    c.put(to, static_cast<const std::byte*>(from), bytes, slot);
+  });
+}
+
+xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t count) {
+  return on_channel("xd_channel_wait", channel, [&](xd::Channel& c) { c.wait(slot, count); });
+}
+
+xd_status xd_channel_flush(xd_channel* channel) {
+  return on_channel("xd_channel_flush", channel, [](xd::Channel& c) { c.flush(); });
+}
+
+xd_status xd_channel_destroy(xd_channel* channel) {
+  if (channel == nullptr) return XD_SUCCESS;
+  return xd::guarded("xd_channel_destroy", [&] { delete channel; });
+}
