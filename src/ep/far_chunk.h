@@ -36,8 +36,8 @@ struct FarHeader {
 };
 static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
 
-// Throws INTERNAL, naming the sender. Whoever can write into a rank's room may have damaged a chunk,
-// so everything in it is looked at before it is used as a number of bytes or as a place.
+// Throws INTERNAL, naming the sender. A chunk may have been damaged by anyone who can write into a
+// rank's room, so all of it is looked at before it is used as a number of bytes or as a place.
 [[noreturn]] void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why);
 
 // The header of a chunk that `from` has sent to a rank in operation `epoch`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,7 @@ def meeting_point(devices: np.ndarray, timeout_ms: int) -> bytes:
     name = f"crossdock/{devices[0].platform}/{numbers}"
     key = f"{name}/{_meetings[name]}"
     if owner == mine:
-        unique_id = _core.unique_id(timeout_ms=timeout_ms)
+        unique_id = _core.unique_id(_own_address(), timeout_ms=timeout_ms)
         tell(key, unique_id)
     else:
         limit = timeout_ms or _core.default_timeout_ms()
@@ -93,6 +94,24 @@ def _key_value_store() -> tuple[Callable[..., Any], Callable[..., Any]]:
             f"0.10 and 0.11 have it; JAX {jax.__version__} has it elsewhere"
         ) from error
     raise RuntimeError("init: expected jax.distributed to be initialised for several processes")
+
+
+def _own_address() -> str | None:
+    """The address from which this process reaches jax.distributed's coordinator; None = unknown.
+
+    Other processes reach that coordinator as well, so they are likely to reach this address.
+    """
+    from jax._src import distributed
+
+    host, _, port = (getattr(distributed.global_state, "coordinator_address", "") or "").rpartition(
+        ":"
+    )
+    if not host:
+        return None
+    place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(place[4])  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 # CUpointer_attribute
