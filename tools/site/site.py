@@ -69,28 +69,22 @@ def targets_of(path: str, text: str) -> list[str]:
     ]
 
 
+def files_in(path: str) -> list[str]:
+    """The files of a folder, not of those below it; none of a file."""
+    place = ROOT / path
+    inside = sorted(place.iterdir()) if place.is_dir() else []
+    return [f"{path}/{one.name}" for one in inside if one.suffix and one.is_file()]
+
+
 def page_of_source(path: str) -> str:
     """A page that shows a file, or what is in a folder."""
-    place = ROOT / path
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
-    if place.is_dir():
-        names = sorted(one.name for one in place.iterdir() if one.suffix and one.is_file())
+    if (ROOT / path).is_dir():
+        names = [file.rpartition("/")[2] for file in files_in(path)]
         here = posixpath.basename(path)
         return head + "\n".join(f"- [{name}]({here}/{name}.md)" for name in names) + "\n"
-    language = LANGUAGES.get(place.suffix, "text")
-    return f"{head}````{language}\n{place.read_text()}````\n"
-
-
-def _with_folders(paths: list[str]) -> list[str]:
-    """And the files of folders among them."""
-    inside = [
-        f"{path}/{one.name}"
-        for path in paths
-        if (ROOT / path).is_dir() and path not in PLACES
-        for one in sorted((ROOT / path).iterdir())
-        if one.suffix and one.is_file()
-    ]
-    return paths + inside
+    file = ROOT / path
+    return f"{head}````{LANGUAGES.get(file.suffix, 'text')}\n{file.read_text()}````\n"
 
 
 def _add(files: Files, config: MkDocsConfig, place: str, content: str, origin: str = "") -> None:
@@ -120,10 +114,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     todo = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
     for path, text in pages.items():
         todo += targets_of(path, text)
-    seen: set[str] = set(pages)
+    seen: set[str] = set()
     while todo:
         path = todo.pop()
-        if path in seen or not (ROOT / path).exists():  # mkdocs says what is not there
+        # What is in docs/ is there already, and mkdocs says what is nowhere.
+        if path in seen or path.startswith("docs/") or not (ROOT / path).exists():
             continue
         seen.add(path)
         if path.endswith(".md"):
@@ -131,9 +126,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             todo += targets_of(path, content)
         else:
             content = page_of_source(path)
-            todo += _with_folders([path])
-        if (ROOT / path).suffix not in {".svg", ".png", ".json"}:
-            _add(files, config, place_of(path), content, path if path.endswith(".md") else "")
+            todo += files_in(path) if path not in PLACES else []
+        _add(files, config, place_of(path), content, path if path.endswith(".md") else "")
     return files
 
 
@@ -149,10 +143,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if "://" in target or target.startswith("mailto:"):
             return link[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
-        place = path.removeprefix("docs/") if not (ROOT / path).exists() else place_of(path)
-        if path.startswith("docs/") and not path.endswith(".md"):
-            place = path.removeprefix("docs/")  # a figure, or measurements
-        relative = posixpath.relpath(place, posixpath.dirname(here) or ".")
+        relative = posixpath.relpath(place_of(path), posixpath.dirname(here) or ".")
         return f"{before}{relative}{anchor or ''}{after}"
 
     parts, end = [], 0
