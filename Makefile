@@ -51,7 +51,8 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 # Its packages are in an environment of their own: only this target needs them.
 docs:  ## the documentation as a site, with references of C and Python: build/site/index.html
 	@VENV=build/docs-venv tools/setup.sh docs docs
-	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build >build/docs.log 2>&1 || \
+	  { grep -v '^INFO' build/docs.log; exit 1; }
 	@echo "docs: build/site/index.html"
 
 bench-net:  ## measure between two network namespaces, beside MPI, gloo and TCP; as root
