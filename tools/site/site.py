@@ -37,6 +37,8 @@ PYTHON = {
     "deep_ep": ("crossdock.deep_ep", "DeepEP's interface"),
     "megatron": ("crossdock.compat.megatron", "Megatron-LM"),
     "torchtitan": ("crossdock.compat.torchtitan", "torchtitan"),
+    "te_overlap": ("crossdock.compat.te_overlap", "TransformerEngine's userbuffers"),
+    "te_jax": ("crossdock.compat.te_jax", "TransformerEngine's collective GEMM in JAX"),
 }
 LANGUAGES = {".h": "c", ".cuh": "cuda", ".cu": "cuda", ".cc": "c++", ".py": "python", ".sh": "sh"}
 

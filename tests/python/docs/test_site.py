@@ -35,6 +35,19 @@ def test_every_header_is_in_the_navigation():
     assert {page for page in nav() if page.startswith("reference/c/")} == pages
 
 
+def test_every_package_has_a_reference_in_the_navigation():
+    hooks = (ROOT / "tools/site/site.py").read_text()
+    listed = re.findall(r'^    "(\w+)": \("(crossdock[\w.]*)", ', hooks, re.MULTILINE)
+    shown = [page for page in nav() if re.fullmatch(r"reference/\w+\.md", page)]
+    assert sorted(shown) == sorted(f"reference/{name}.md" for name, _ in listed)
+    packages = [
+        ".".join(path.parent.relative_to(ROOT / "python").parts)
+        for path in ROOT.glob("python/crossdock/**/__init__.py")
+    ]
+    untold = {"crossdock.cli", "crossdock.compat"}  # the command; a folder of modules
+    assert set(packages) - untold <= {package for _, package in listed}
+
+
 def test_every_function_and_struct_of_c_has_a_place():
     everything = "".join(c_reference.pages().values())
     places = set(re.findall(r'\{ #(\w+) \}|<a id="(\w+)">', everything))
