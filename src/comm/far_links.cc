@@ -151,10 +151,11 @@ FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_
     : routes_(comm.machines()) {
   engine_ = open_engine_together(comm, call);
   const std::size_t asked = net_test().slot_bytes;
-  const net::LinkConfig config{.rank = comm.rank(),
-                               .slots = slots,
-                               .slot_bytes = slot_bytes,
-                               .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0};
+  const net::LinkConfig config{
+      .rank = comm.rank(),
+      .slots = slots,
+      .slot_bytes = slot_bytes,
+      .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0};
   comm.collective().agree(call, [&] {
     links_ = std::make_unique<net::Links>(*engine_, config, name_partners(comm, routes_));
     return Collective::Contribution{};

@@ -30,7 +30,8 @@ struct LinkConfig {
   int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
   bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
-  // The caller's memory for slots, LinkMap::bytes() of it; it outlives the links. Empty = their own.
+  // The caller's memory for slots, LinkMap::bytes() of it, which outlives the links; empty = their
+  // own.
   std::span<std::byte> memory{};
   Mutant mutant = Mutant::none;
 };
@@ -200,8 +201,8 @@ class Links final {
   const LinkMap map_;
   std::vector<std::byte> own_memory_;
   std::span<std::byte> memory_;
-  std::unique_ptr<Room> room_;  // of memory_
-  std::vector<Put> outbox_;     // that the engine has not taken yet
+  std::unique_ptr<Room> room_;                       // of memory_
+  std::vector<Put> outbox_;                          // that the engine has not taken yet
   std::size_t slots_in_use_ = 0, empty_unsent_ = 0;  // puts without bytes: credits, greetings
   Sent sent_;
   std::optional<Error> failure_;
