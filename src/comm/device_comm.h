@@ -68,7 +68,7 @@ struct DeviceComm {
   HostWords* host;             // at the address that the device uses
   const HeapRange* heap;       // by heap_entry(), kMaxHeapSegments, in device memory
   DeviceBoard* own_board;      // this rank's, at which every wait looks
-  DeviceBoard* const* boards;  // one per rank, in device memory
+  DeviceBoard* const* boards;  // one per rank, in device memory; for other machines' nobody's
 };
 
 }  // namespace xd

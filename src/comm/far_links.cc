@@ -147,7 +147,8 @@ std::unique_ptr<net::Engine> open_engine_together(Comm& comm, CollectiveCall cal
   return chaos ? open_chaos_together(comm, call, *chaos) : open_fabric_together(comm, call);
 }
 
-FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes)
+FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes,
+                   std::span<std::byte> memory)
     : routes_(comm.machines()) {
   engine_ = open_engine_together(comm, call);
   const std::size_t asked = net_test().slot_bytes;
@@ -155,7 +156,8 @@ FarLinks::FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_
       .rank = comm.rank(),
       .slots = slots,
       .slot_bytes = slot_bytes,
-      .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0};
+      .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0,
+      .memory = memory};
   comm.collective().agree(call, [&] {
     links_ = std::make_unique<net::Links>(*engine_, config, name_partners(comm, routes_));
     return Collective::Contribution{};

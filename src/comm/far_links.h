@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 
 #include "comm/comm.h"
 #include "comm/far_routes.h"
@@ -18,8 +19,9 @@ class FarLinks {
  public:
   // Collective: opens an engine, and connects to the partners; throws as open_engine_together(),
   // and TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
-  // `slots` of `slot_bytes` are the same on all ranks.
-  FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes);
+  // `slots` of `slot_bytes` are the same on all ranks. `memory`: LinkConfig::memory.
+  FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes,
+           std::span<std::byte> memory = {});
 
   // Ends nothing: the connections are those of the process that this one is a fork of.
   void leave_behind() {

@@ -3,6 +3,8 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "comm/net_test.h"
+#include "ep/placement.h"
 
 namespace xd::ep {
 
@@ -30,6 +32,13 @@ void require_items(const FarHeader& header, std::span<const std::byte> items,
                    std::size_t bytes_each) {
   if (items.size() != header.items * bytes_each)
     refuse_chunk(header, items.size(), "its items have other sizes here");
+}
+
+std::size_t far_slot_bytes(const Config& config) {
+  constexpr std::size_t kUsual = std::size_t{256} << 10;
+  const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
+  const std::size_t wish = net_test().slot_bytes != 0 ? net_test().slot_bytes : kUsual;
+  return far_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
 }
 
 }  // namespace xd::ep

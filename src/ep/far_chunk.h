@@ -30,8 +30,8 @@ struct FarHeader {
   FarKind kind;
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
-  std::uint32_t chunks;  // 0: not the last
-  std::uint32_t tokens;  // of the source; CUDA: of the last chunk
+  std::uint32_t chunks;         // 0: not the last
+  std::uint32_t tokens;         // of the source; CUDA: of the last chunk
   std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
 };
 static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
@@ -51,7 +51,7 @@ inline constexpr std::size_t kFarAlignment = 16;  // of items
 constexpr std::size_t far_size(std::size_t bytes) { return round_up(bytes, kFarAlignment); }
 
 // A source's words for one rank of the gateway's machine, which go into a part of its group memory.
-enum class FarWords : std::uint32_t { list = 0, kept = 1 };
+enum class FarWords : std::uint32_t { list = 0, kept = 1, items = 2, listed = 3 };
 struct WordsItem {
   FarWords area;
   std::int32_t owner;
@@ -105,5 +105,8 @@ inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
   return std::max({rows.item_bytes(), answer.item_bytes(), request_bytes(config.max_topk),
                    far_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }
+
+// The bytes of a slot of a group's links: room for the longest item, or for many.
+std::size_t far_slot_bytes(const Config& config);
 
 }  // namespace xd::ep

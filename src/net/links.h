@@ -30,8 +30,7 @@ struct LinkConfig {
   int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
   bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
-  // The caller's memory for slots, LinkMap::bytes() of it, which outlives the links; empty = their
-  // own.
+  // The caller's memory for slots, LinkMap::bytes() of it. Outlives the links; empty = their own.
   std::span<std::byte> memory{};
   Mutant mutant = Mutant::none;
 };

@@ -78,6 +78,13 @@ class DeviceRunner {
   bool end();
   Memory take_memory() { return std::move(memory_); }
 
+  // Sets a word of the control block, before any operation.
+  template <class Word>
+  void set_control(Word Control::*member, const Word& value) const {
+    const auto* place = reinterpret_cast<const std::byte*>(&(control()->*member));
+    memory_.control.write(at(place - memory_.control.data()), &value, sizeof(value));
+  }
+
   Control* control() const { return memory_.control.template as<Control>(); }
   Report* report() const { return memory_.report.template as<Report>(); }
 

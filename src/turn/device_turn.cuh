@@ -9,6 +9,7 @@
 //   end()    every block, when it is done altogether: the last one waits for the peers' done flags,
 //            reports, and moves the epoch on
 //   leave_and_end()  both, where nothing comes between: the blocks are counted once
+//   Both take work for the last block, which it does before and behind the done flags.
 //   end_without_flags()  in the place of both, where nobody waits for done flags of this operation
 //
 // One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
@@ -41,6 +42,7 @@
 #pragma once
 
 #include <bit>
+#include <type_traits>
 
 #include <crossdock/comm.h>
 
@@ -57,6 +59,13 @@ enum class Verdict : int {
   blank,    // memory is missing here: raise all flags, move nothing
   nothing,  // a setback, known to all: take part in the turn, move nothing
   fatal,    // leave
+};
+
+// Work of the last block that leaves, which does nothing. All threads of that block call both
+// functions; where the first has met a fatal error, no flag is raised.
+struct NoWork {
+  __device__ void before_done() {}
+  __device__ void after_done() {}
 };
 
 // State of a thread block, in shared memory.
@@ -98,8 +107,12 @@ class DeviceTurn {
   template <class Take>
   __device__ bool await(Take&& take);
   __device__ void leave();
+  template <class Work>
+  __device__ void leave(Work& work);
   __device__ void end();
   __device__ void leave_and_end();
+  template <class Work>
+  __device__ void leave_and_end(Work& work);
   // Every block, when it is done altogether and has taken all that peers store into this rank's
   // memory: see turn/entry.h. All ranks end such an operation so, or none does.
   __device__ void end_without_flags();
@@ -124,6 +137,10 @@ class DeviceTurn {
     __syncthreads();
     return true;
   }
+
+  // On the last block that leaves: some block of this launch has not found memory.
+  __device__ bool some_blank() const { return s_.some_blank != 0; }
+  __device__ const Record& own_record() const { return s_.own; }
 
   // The memory that a rank shares for this sequence, at this process' addresses. After begin().
   __device__ const HeapRange& area(int owner) const { return s_.area[owner]; }
@@ -457,6 +474,27 @@ XD_TURN_MEMBER(void)::end() {
 XD_TURN_MEMBER(void)::leave_and_end() {
   if (!is_last_block(&p_.group.control->left)) return;
   raise_done();
+  end_launch(true);
+}
+
+template <class Derived, class Family, class Params, class Shared>
+template <class Work>
+__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave(Work& work) {
+  if constexpr (std::is_same_v<Work, NoWork>) return leave();
+  if (!is_last_block(&p_.group.control->left)) return;
+  work.before_done();
+  raise_done();
+  work.after_done();
+}
+
+template <class Derived, class Family, class Params, class Shared>
+template <class Work>
+__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave_and_end(Work& work) {
+  if constexpr (std::is_same_v<Work, NoWork>) return leave_and_end();
+  if (!is_last_block(&p_.group.control->left)) return;
+  work.before_done();
+  raise_done();
+  work.after_done();
   end_launch(true);
 }
 

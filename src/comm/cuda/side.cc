@@ -20,7 +20,8 @@ class CudaSide final : public DeviceSide {
         boards_(std::move(boards)),
         words_(ordinal, sizeof(HostWords)),
         table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps"),
-        board_table_(ordinal, boards_.size() * sizeof(DeviceBoard*), "table of error boards") {
+        board_table_(ordinal, boards_.size() * sizeof(DeviceBoard*), "table of error boards"),
+        no_board_(ordinal, sizeof(DeviceBoard), "an error board") {
     device_comm_.rank = seat.rank;
     device_comm_.num_ranks = seat.num_ranks;
     device_comm_.timeout_ms = seat.timeout_ms;
@@ -28,8 +29,9 @@ class CudaSide final : public DeviceSide {
     device_comm_.heap = table_.as<HeapRange>();
     std::vector<DeviceBoard*> of_rank;
     for (const auto& board : boards_) {
-      // Other hosts' ranks have none here. No kernel runs as long as there are any.
-      of_rank.push_back(board ? reinterpret_cast<DeviceBoard*>(board->base()) : nullptr);
+      // Ranks of other machines have none here: their hosts tell them of errors.
+      of_rank.push_back(board ? reinterpret_cast<DeviceBoard*>(board->base())
+                              : no_board_.as<DeviceBoard>());
     }
     board_table_.write(0, of_rank.data(), board_table_.bytes());
     device_comm_.own_board = of_rank[at(seat.rank)];
@@ -84,6 +86,7 @@ class CudaSide final : public DeviceSide {
   std::vector<std::shared_ptr<Segment>> boards_;
   cuda::PinnedBlock words_;
   cuda::DeviceBuffer table_, board_table_;
+  cuda::DeviceBuffer no_board_;  // that nobody reads
   DeviceComm device_comm_{};
 };
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/net_test.h"
 #include "ep/cpu/lockstep.h"
 
 namespace xd::ep::cpu {
@@ -16,16 +15,9 @@ namespace {
 // Slots of a partner and direction. An entry and counts are sent before anything is awaited, so
 // there are two at least; answers have slots of their own.
 constexpr int kSlots = 4, kToGateway = 2;
-constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
 
 // The time in which the watch may name a rank whose end an engine has noticed first.
 constexpr int kVerdictMs = 1000;
-
-std::size_t slot_bytes_for(const Config& config) {
-  const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
-  const std::size_t wish = net_test().slot_bytes != 0 ? net_test().slot_bytes : kSlotBytes;
-  return far_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
-}
 
 }  // namespace
 
@@ -33,7 +25,7 @@ FarSide::FarSide(const Group& group, Lockstep& lockstep)
     : group_(group),
       lockstep_(lockstep),
       comm_(group.comm()),
-      slot_bytes_(slot_bytes_for(group.config())),
+      slot_bytes_(far_slot_bytes(group.config())),
       links_(comm_, kCreateGroup, kSlots, slot_bytes_),
       lists_(at(group.config().ranks)) {
   comm_.collective().agree(kCreateGroup, [this] {

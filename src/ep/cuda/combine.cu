@@ -14,6 +14,7 @@
 // Pushers wait for entry records only; summers wait for chunk flags, which pushers raise without
 // waiting for peers. Where a peer's rows can be read, they are not pushed: the peer's entry record
 // says that they are there, and this rank's done flag says that it reads them no more.
+#include "ep/cuda/far_combine.cuh"
 #include "ep/cuda/hosts.cuh"
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
@@ -25,7 +26,8 @@ namespace {
 
 // ---- At the owner of rows ----------------------------------------------------------------------
 
-template <class T>
+// `kFar`: some ranks are on other machines.
+template <class T, bool kFar>
 class Pusher {
  public:
   __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan,
@@ -67,8 +69,13 @@ class Pusher {
       if (p_.weights != nullptr) terms_.weight[lane_id()] = p_.weights[rows.row];
     }
     __syncwarp();
-    add_up<T>(turn_.peer(source).extra + slot * p_.row_bytes, ring_, terms_, rows.count,
-              p_.weights != nullptr, columns.first, columns.last);
+    std::byte* to = turn_.peer(source).extra + slot * p_.row_bytes;
+    if constexpr (kFar) {  // gateways read it here
+      const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
+      const FarDevice& far = *turn_.group().control->far;
+      if (far.machine_of[source] != kNear) to = far_sum_at(far, turn_.rank(), first, p_.row_bytes);
+    }
+    add_up<T>(to, ring_, terms_, rows.count, p_.weights != nullptr, columns.first, columns.last);
   }
 
   const CombineParams& p_;
@@ -81,7 +88,7 @@ class Pusher {
 // ---- At the tokens' rank -----------------------------------------------------------------------
 
 // `kByHost`: the ranks have named several hosts.
-template <class T, bool kByHost>
+template <class T, bool kByHost, bool kFar>
 class Summer {
  public:
   __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
@@ -142,6 +149,8 @@ class Summer {
     const int order = order_of(c, count);
     HostPlace place{order, 0};
     if constexpr (kByHost) place = place_by_host(c, p_.host_keys);
+    int slot_of_rank = order;
+    if constexpr (kFar) slot_of_rank = order_with_far(*turn_.group().control->far, c);
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
@@ -153,7 +162,7 @@ class Summer {
         here = turn_.wait_chunk(c.rank, flag);
         const std::uint64_t slot =
             static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
-            order;
+            slot_of_rank;
         terms_.row[place.index] =
             turn_.area(turn_.rank()).base + turn_.group().map.partials() + slot * p_.row_bytes;
       }
@@ -189,7 +198,7 @@ __device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
   }
 }
 
-template <class T, bool kByHost>
+template <class T, bool kByHost, bool kFar>
 __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
@@ -197,6 +206,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   extern __shared__ __align__(128) std::byte rings[];
   fetch_params(p);
   Turn turn(p.turn, shared);
+  auto far = make_far_work<kFar, FarCombine<T>>(p, turn, shared, terms_of_warp, rings);
   bool started = turn.begin();
   const bool stages = p.grad_recv_weights.staged != nullptr;
   if (started && stages) {
@@ -207,6 +217,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   }
   if (started) {
     turn.enter(stages);
+    if constexpr (kFar) far.meet();
     turn.await({.rows = p.row_bytes,
                 .scales = 0,
                 .weights = p.grad_recv_weights.row_bytes,
@@ -219,39 +230,46 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     WarpTerms& terms = terms_of_warp[warp_in_block()];
     std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
-    if (pushes) Pusher<T>(p, turn, plan, terms, ring).push_all();
+    if (pushes) Pusher<T, kFar>(p, turn, plan, terms, ring).push_all();
     if (moves) {
-      Summer<T, kByHost> summer(p, turn, shared, plan, terms, ring);
+      Summer<T, kByHost, kFar> summer(p, turn, shared, plan, terms, ring);
       bool good = true;
       if (p.sums) good = summer.sum_all();
       if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
       turn.any_failed(!good);
     }
   }
-  turn.leave_and_end();
+  turn.leave_and_end(far);
 }
 
 using CombineKernel = void (*)(CombineParams);
 
-template <bool kByHost>
+template <bool kByHost, bool kFar = false>
 CombineKernel kernel_for(DType type) {
-  return type == DType::bf16  ? combine_kernel<Bf16, kByHost>
-         : type == DType::f16 ? combine_kernel<F16, kByHost>
-                              : combine_kernel<F32, kByHost>;
+  return type == DType::bf16  ? combine_kernel<Bf16, kByHost, kFar>
+         : type == DType::f16 ? combine_kernel<F16, kByHost, kFar>
+                              : combine_kernel<F32, kByHost, kFar>;
 }
 
 }  // namespace
 
-void launch(const CombineParams& params, DType type, const LaunchShape& shape,
+void launch(const CombineParams& params, DType type, bool far, const LaunchShape& shape,
             cudaStream_t stream) {
-  launch_cooperative(params.host_keys != nullptr ? kernel_for<true>(type) : kernel_for<false>(type),
-                     params, shape, stream);
+  // With several machines each of them is one host.
+  const auto kernel = far                           ? kernel_for<false, true>
+                      : params.host_keys != nullptr ? kernel_for<true>
+                                                    : kernel_for<false>;
+  launch_cooperative(kernel(type), params, shape, stream);
 }
 
-void load_combine(std::size_t shared_bytes) {
+void load_combine(std::size_t shared_bytes, bool far) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    load_kernel(kernel_for<false>(type), shared_bytes);
-    load_kernel(kernel_for<true>(type), shared_bytes);
+    if (far) {
+      load_kernel(kernel_for<false, true>(type), shared_bytes);
+    } else {
+      load_kernel(kernel_for<false>(type), shared_bytes);
+      load_kernel(kernel_for<true>(type), shared_bytes);
+    }
   }
 }
 

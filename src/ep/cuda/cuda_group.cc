@@ -8,10 +8,12 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/math.h"
+#include "comm/net_test.h"
 #include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "ep/cuda/call_memory.h"
+#include "ep/cuda/far_group.h"
 #include "ep/cuda/kernel_params.h"
 #include "ep/cuda/ll_group.h"
 #include "ep/cuda/local.h"
@@ -130,6 +132,7 @@ class CudaGroup final : public Group {
     std::vector<std::shared_ptr<Segment>> segments;
     xd::cuda::DeviceBuffer scratch, tables;
     Runner::Memory of_turns;
+    std::unique_ptr<FarGroup> far;
     Kept* next = nullptr;
   };
   std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
@@ -140,6 +143,7 @@ class CudaGroup final : public Group {
   std::size_t plan_bytes_ = 0;
   xd::cuda::KnownMemory& known_memory_;
   Segments segments_;
+  std::unique_ptr<FarGroup> far_;  // where some ranks are on other machines
   xd::cuda::DeviceBuffer scratch_, tables_;
   GroupDevice device_{};
   ExpertMap experts_;                         // with tables in device memory
@@ -153,11 +157,13 @@ class CudaGroup final : public Group {
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    : Group(owner, user, keeps_of),
+    // Several machines: so far in tests alone.
+    : Group(owner, user, keeps_of, net_test().apart ? Machines::several : Machines::one),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   segments_ = share_memory();
+  if (!comm().hosts().all_are_near()) far_ = std::make_unique<FarGroup>(*this);
   comm().collective().agree(kCreateGroup, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
@@ -174,9 +180,10 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     runner_.allocate();
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
-    load_kernels(limits_);
+    load_kernels(limits_, far_ != nullptr);
     describe_group();
     describe_ranks();
+    if (far_ != nullptr) runner_.set_control(&GroupState::far, far_->device());
     return Collective::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, limits_.sms - kReservedSms);
@@ -194,8 +201,8 @@ void CudaGroup::keep_for_good() noexcept {
   log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
               config().ranks, "]: its memory is kept until the process ends");
   Kept* const kept = kept_.release();
-  *kept = {std::move(keeps_comm_), std::move(segments_),  std::move(scratch_),
-           std::move(tables_),     runner_.take_memory(), all.load()};
+  *kept = {std::move(keeps_comm_), std::move(segments_), std::move(scratch_), std::move(tables_),
+           runner_.take_memory(),  std::move(far_),      all.load()};
   while (!all.compare_exchange_weak(kept->next, kept)) {
   }
 }
@@ -261,7 +268,9 @@ void CudaGroup::describe_ranks() {
   std::vector<HeapRange> areas;
   std::vector<std::uint32_t> base{0}, keys;
   for (int r = 0; r < config().ranks; ++r) {
-    areas.push_back({segment_base(r), segments_[at(r)]->bytes()});
+    areas.push_back(comm().hosts().is_near(r)
+                        ? HeapRange{segment_base(r), segments_[at(r)]->bytes()}
+                        : far_->stand_in(r));
     base.push_back(base.back() + static_cast<std::uint32_t>(capacities()[at(r)]));
     keys.push_back(host_key(comm().hosts().host_of(r), r));
     if (config_of(r).keeps.items) {
@@ -292,7 +301,8 @@ void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
                                    xd_stream stream) const {
   FailedParams params = failed_params(call, view());
   params.turn.launch = number;
-  launch(params, {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
+  launch(params, far_ != nullptr,
+         {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
 }
 
 void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
@@ -306,7 +316,7 @@ void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
       prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
   log_shape(XD_EP_PREPARE, shape,
             {.ranks = config().ranks, .tokens = params.tokens, .topk = params.topk}, budget);
-  launch(params, shape, stream);
+  launch(params, far_ != nullptr, shape, stream);
 }
 
 template <class Call>
@@ -324,7 +334,7 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   params.turn.launch = runner_.next_launch();
   params.send_blocks = shape.first_blocks;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
-  launch(params, start.tokens.type, shape, stream);
+  launch(params, start.tokens.type, far_ != nullptr, shape, stream);
 }
 
 template <class Call>
@@ -339,7 +349,7 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   params.push_blocks = shape.first_blocks;
   params.host_keys = host_keys_;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
-  launch(params, start.type, shape, stream);
+  launch(params, start.type, far_ != nullptr, shape, stream);
 }
 
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {

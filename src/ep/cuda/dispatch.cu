@@ -16,6 +16,8 @@
 // start. Senders wait for entry records only; receivers wait for chunk flags, which senders raise
 // without waiting for peers. Where the receive tensors need no work (RANK_MAJOR in symmetric
 // memory), no block receives and no chunk flag is raised: the done flags say that rows have landed.
+#include "ep/cuda/dispatch_beside.cuh"
+#include "ep/cuda/far_dispatch.cuh"
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/late.cuh"
 #include "ep/cuda/launch.cuh"
@@ -48,7 +50,8 @@ __device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
                                   : RowCodec::kNone};
 }
 
-template <class Quantiser>
+// `kFar`: some ranks are on other machines.
+template <class Quantiser, bool kFar>
 class Sender {
  public:
   __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
@@ -94,8 +97,9 @@ class Sender {
                                : k < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + k]
                                           : RowCodec::kNone;
     const Choice c = decode(turn_, shared_, code);
-    if (!__any_sync(kAllLanes, c.valid)) return;
     MoverTarget to{nullptr, nullptr};
+    if constexpr (kFar) to = far_target(p_, turn_, token, c);
+    if (!__any_sync(kAllLanes, c.valid || to.row != nullptr)) return;
     if (c.leader || (c.valid && goes_everywhere(c.rank))) {
       const PeerTensors& peer = turn_.peer(c.rank);
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
@@ -104,11 +108,7 @@ class Sender {
     const std::byte* scales = p_.scales.data != nullptr ? p_.scales.row(token) : nullptr;
     mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
     if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
-    if (turn_.group().layout.choices_beside_rows) {
-      send_choices(token, c);
-    } else {
-      send_weights(token, c);
-    }
+    store_beside(p_, turn_, c, {p_.topk_weights, token});
   }
 
   // True for rows that stay on this rank and go to all their places at once, whether or not they
@@ -128,53 +128,6 @@ class Sender {
           __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(to.beside), lane));
       copy_elements(there, p_.scales.element, from, p_.scales.col_stride, p_.scales.element,
                     static_cast<std::uint32_t>(p_.scales.row_bytes / p_.scales.element));
-    }
-  }
-
-  // EXPERT_MAJOR: sends one weight per row.
-  __device__ void send_weights(int token, const Choice& c) const {
-    if (p_.topk_weights == nullptr || !c.valid) return;
-    const std::uint64_t at = static_cast<std::uint64_t>(token) * turn_.plan().topk + lane_id();
-    reinterpret_cast<float*>(turn_.peer(c.rank).weights)[c.row] = p_.topk_weights[at];
-  }
-
-  // RANK_MAJOR: sends, per row, local expert and weight of each k that the row's rank holds.
-  __device__ void send_choices(int token, const Choice& c) const {
-    if (p_.topk_weights == nullptr && !p_.indices) return;
-    const int topk = turn_.plan().topk;
-    const int k = lane_id();
-    float weight = 0.0f;
-    if (p_.topk_weights != nullptr && k < topk) {
-      weight = p_.topk_weights[static_cast<std::uint64_t>(token) * topk + k];
-    }
-    for_each_leader(c, [&](int rank, std::uint32_t row, bool here) {
-      if (k >= topk) return;
-      const PeerTensors& peer = turn_.peer(rank);
-      const std::uint64_t at = std::uint64_t{row} * topk + k;
-      if (p_.topk_weights != nullptr) {
-        reinterpret_cast<float*>(peer.weights)[at] = here ? weight : 0.0f;
-      }
-      if (!p_.indices) return;
-      const int expert = here ? c.expert : -1;
-      if (peer.wide_indices) {
-        reinterpret_cast<std::int64_t*>(peer.extra)[at] = expert;
-      } else {
-        reinterpret_cast<std::int32_t*>(peer.extra)[at] = expert;
-      }
-    });
-  }
-
-  // Calls body(rank, row, whether this lane's choice is at that rank) for every rank of the token.
-  template <class Body>
-  __device__ void for_each_leader(const Choice& c, Body&& body) const {
-    unsigned leaders = __ballot_sync(kAllLanes, c.leader);
-#pragma unroll 1
-    while (leaders != 0) {
-      const int lane = __ffs(static_cast<int>(leaders)) - 1;
-      leaders &= leaders - 1;
-      const int rank = __shfl_sync(kAllLanes, c.rank, lane);
-      const std::uint32_t row = __shfl_sync(kAllLanes, c.row, lane);
-      body(rank, row, c.valid && c.rank == rank);
     }
   }
 
@@ -344,7 +297,7 @@ __device__ void copy_late(const DispatchParams& p, Turn& turn) {
   for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
 }
 
-template <class Scaled, class Quantiser>
+template <class Scaled, class Quantiser, bool kFar>
 __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
@@ -353,8 +306,10 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
   Turn turn(p.turn, shared);
   const bool started = turn.begin();
   FirstToken first;
+  auto far = make_far_work<kFar, FarDispatch>(p, turn, shared);
   if (started) {
     turn.enter();
+    if constexpr (kFar) far.meet();
     first = first_token(p, turn);
     turn.await({.rows = p.recv_tokens.row_bytes,
                 .scales = p.recv_scales.row_bytes,
@@ -375,11 +330,11 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
         stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
     if (static_cast<int>(blockIdx.x) < p.send_blocks) {
       Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
-      Sender<Quantiser>(p, turn, shared, plan, mover, first).send_all();
+      Sender<Quantiser, kFar>(p, turn, shared, plan, mover, first).send_all();
     }
     if (moves) fill_gaps(p, turn, plan);
     if (closes_late(p)) {
-      turn.leave();
+      turn.leave(far);
       bool failed = false;
       if (moves && p.receives) {
         Mover<Quantiser> mover(warp_stages, p.fan_out);
@@ -389,34 +344,49 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
       return turn.end();
     }
   } else if (closes_late(p)) {
-    turn.leave();
+    turn.leave(far);
     return turn.end();
   }
-  turn.leave_and_end();
+  turn.leave_and_end(far);
 }
 
 }  // namespace
 
-void launch(const DispatchParams& params, DType scaled_type, const LaunchShape& shape,
-            cudaStream_t stream) {
-  const bool scaled = params.weights != nullptr;
-  const QuantiseFormat& format = params.send.format;
-  launch_cooperative(format && format.powers      ? dispatch_kernel<NotScaled, ByPowers>
-                     : format                     ? dispatch_kernel<NotScaled, ByQuotients>
-                     : !scaled                    ? dispatch_kernel<NotScaled, NotQuantised>
-                     : scaled_type == DType::bf16 ? dispatch_kernel<Bf16, NotQuantised>
-                     : scaled_type == DType::f16  ? dispatch_kernel<F16, NotQuantised>
-                                                  : dispatch_kernel<F32, NotQuantised>,
-                     params, shape, stream);
+namespace {
+
+using DispatchKernel = void (*)(DispatchParams);
+
+template <bool kFar>
+DispatchKernel kernel_for(const QuantiseFormat& format, bool scaled, DType type) {
+  return format && format.powers ? dispatch_kernel<NotScaled, ByPowers, kFar>
+         : format                ? dispatch_kernel<NotScaled, ByQuotients, kFar>
+         : !scaled               ? dispatch_kernel<NotScaled, NotQuantised, kFar>
+         : type == DType::bf16   ? dispatch_kernel<Bf16, NotQuantised, kFar>
+         : type == DType::f16    ? dispatch_kernel<F16, NotQuantised, kFar>
+                                 : dispatch_kernel<F32, NotQuantised, kFar>;
 }
 
-void load_dispatch(std::size_t shared_bytes) {
-  load_kernel(dispatch_kernel<NotScaled, NotQuantised>, shared_bytes);
-  load_kernel(dispatch_kernel<NotScaled, ByQuotients>, shared_bytes);
-  load_kernel(dispatch_kernel<NotScaled, ByPowers>, shared_bytes);
-  load_kernel(dispatch_kernel<Bf16, NotQuantised>, shared_bytes);
-  load_kernel(dispatch_kernel<F16, NotQuantised>, shared_bytes);
-  load_kernel(dispatch_kernel<F32, NotQuantised>, shared_bytes);
+template <bool kFar>
+void load_all(std::size_t shared_bytes) {
+  load_kernel(dispatch_kernel<NotScaled, NotQuantised, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByQuotients, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByPowers, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<Bf16, NotQuantised, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<F16, NotQuantised, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<F32, NotQuantised, kFar>, shared_bytes);
+}
+
+}  // namespace
+
+void launch(const DispatchParams& params, DType scaled_type, bool far, const LaunchShape& shape,
+            cudaStream_t stream) {
+  const bool scaled = params.weights != nullptr;
+  const auto kernel = far ? kernel_for<true> : kernel_for<false>;
+  launch_cooperative(kernel(params.send.format, scaled, scaled_type), params, shape, stream);
+}
+
+void load_dispatch(std::size_t shared_bytes, bool far) {
+  (far ? load_all<true> : load_all<false>)(shared_bytes);
 }
 
 }  // namespace xd::ep::cuda

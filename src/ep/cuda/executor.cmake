@@ -10,6 +10,7 @@ xd_layer(xd_ep_cuda
     ep/cuda/cuda_group.cc
     ep/cuda/dispatch.cu
     ep/cuda/failed.cu
+    ep/cuda/far_group.cc
     ep/cuda/kernel_params.cc
     ep/cuda/launch_shape.cc
     ep/cuda/ll_call_params.cc

@@ -20,6 +20,7 @@
 //
 // Each step is a class, and its file says which of this memory it touches and which flags it
 // trusts: Choices and Counters step 1, Exchange 2, Zones 3, Numbering 4, PlanWriter the head and 5.
+#include "ep/cuda/far_prepare.cuh"
 #include "ep/cuda/kernels.h"
 #include "ep/cuda/launch.cuh"
 #include "ep/cuda/prepare_numbering.cuh"
@@ -34,6 +35,8 @@ struct PrepareShared {
   PlanWriter::Shared writer;
 };
 
+// `kFar`: some ranks are on other machines.
+template <bool kFar>
 __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     prepare_kernel(const __grid_constant__ PrepareParams p) {
   __shared__ TurnShared shared;
@@ -47,44 +50,53 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
   const Zones zones(p, shared.base, counters, exchange, state.zones);
   const Numbering numbering(p, turn, shared.base, choices, counters, exchange, zones);
   const PlanWriter writer(p, turn, shared, exchange, zones, state.writer);
+  auto far = make_far_work<kFar, FarPrepare>(p, turn, shared);
   bool good = turn.begin();
   if (good) {
     turn.enter();
+    if constexpr (kFar) far.meet();
     writer.invalidate();
     numbering.clear();
     counters.count(choices);
     good = turn.barrier(1);
     if (good) exchange.send();
+    if constexpr (kFar) {
+      if (good) far.exchange_counts();
+    }
     good = good && turn.await({0, 0, 0, 0, 0});
   }
   if (good && turn.verdict() == Verdict::go) {
     good = !turn.any_failed(!exchange.receive()) && turn.barrier(2);
     if (good) {
       zones.place();
+      if constexpr (kFar) far.set_drops(zones.drops());
       writer.write_early();
       good = numbering.run();
     }
     if (good && !writer.needs_sources()) {
       writer.finish();
+      if constexpr (kFar) static_cast<void>(far.rest());
       return turn.end_without_flags();
     }
     if (good) {
-      turn.leave();
+      turn.leave(far);
       good = !turn.any_failed(!writer.wait_for_sources());
     }
     if (good) writer.finish();
   } else {
-    turn.leave();
+    turn.leave(far);
   }
   turn.end();
 }
 
 }  // namespace
 
-void launch(const PrepareParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  launch_cooperative(prepare_kernel, params, shape, stream);
+void launch(const PrepareParams& params, bool far, const LaunchShape& shape, cudaStream_t stream) {
+  launch_cooperative(far ? prepare_kernel<true> : prepare_kernel<false>, params, shape, stream);
 }
 
-void load_prepare(std::size_t shared_bytes) { load_kernel(prepare_kernel, shared_bytes); }
+void load_prepare(std::size_t shared_bytes, bool far) {
+  load_kernel(far ? prepare_kernel<true> : prepare_kernel<false>, shared_bytes);
+}
 
 }  // namespace xd::ep::cuda

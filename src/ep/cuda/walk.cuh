@@ -43,6 +43,22 @@ struct Choice {
   int expert;  // RANK_MAJOR: local expert
 };
 
+// The rank whose receive tensor has a row, by the row's number over all ranks; there is one. Any
+// thread.
+__device__ inline int rank_of_row(const TurnShared& shared, int ranks, std::uint32_t global) {
+  int low = 0, high = ranks;  // base[low] <= global < base[high]
+#pragma unroll 1
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (shared.base[middle] <= global) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 // Decodes `code`, the code of this lane's choice. All lanes call it.
 __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std::uint32_t code) {
   const GroupDevice& g = turn.group();
@@ -50,16 +66,7 @@ __device__ inline Choice decode(const Turn& turn, const TurnShared& shared, std:
   const std::uint32_t global = g.layout.row_per_expert ? code : code / g.codec_experts;
   const int ranks = turn.ranks();
   if (code != RowCodec::kNone && global < shared.base[ranks]) {
-    int low = 0, high = ranks;  // base[low] <= global < base[high]
-#pragma unroll 1
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (shared.base[middle] <= global) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
+    const int low = rank_of_row(shared, ranks, global);
     c.rank = low;
     c.row = global - shared.base[low];
     c.expert = g.layout.row_per_expert ? 0 : static_cast<int>(code % g.codec_experts);
