@@ -148,13 +148,13 @@ void Channel::flush() {
   wait_for("sources to be free", [this] { return under_way_ == 0; });
 }
 
-void Channel::poll() {
-  if (broken_) return;
+bool Channel::poll() {
+  if (broken_) return false;
   try {
     engine_->poll(events_);
   } catch (const Error& error) {
     broken_ = error.text();
-    return;
+    return true;
   }
   for (const std::uint32_t slot : events_.arrived) {
     if (slot >= config_.slots) {
@@ -166,8 +166,12 @@ void Channel::poll() {
   }
   under_way_ -= std::min<std::uint64_t>(under_way_, events_.sent.size());
   if (!events_.failed.empty()) broken_ = events_.failed.front().text;
+  const bool news = !events_.arrived.empty() || !events_.sent.empty() || broken_;
   events_ = {};
+  return news;
 }
+
+bool Channel::is_busy() { return engine_->sleep_on() < 0; }
 
 template <class Ready>
 void Channel::wait_for(const std::string& what, Ready&& ready) {

@@ -38,7 +38,8 @@ class Channel final : public Progress {
   void flush();
 
   // Takes in what the network has brought. Used by waits.
-  void poll() override;
+  bool poll() override;
+  bool is_busy() override;
 
  private:
   // What the peer must know of this rank.

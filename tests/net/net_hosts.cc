@@ -140,6 +140,18 @@ void NetHosts::set_mtu(int host, int bytes) {
       " link set port" + std::to_string(host) + mtu);
 }
 
+void NetHosts::drop_longer(int host, int bytes) {
+  const std::string rule = "eth0 meta length > " + std::to_string(bytes) + " drop; }\n";
+  run("ip netns exec " + name(host) + " nft -f - <<END\ntable inet xd {\n" +
+      "chain in { type filter hook input priority 0; iifname " + rule +
+      "chain out { type filter hook output priority 0; oifname " + rule + "}\nEND");
+}
+
+void NetHosts::throttle(int host, int megabits) {
+  run("tc -n " + name(host) + " qdisc add dev eth0 root tbf rate " + std::to_string(megabits) +
+      "mbit burst 32kbit latency 400ms");
+}
+
 void NetHosts::add_dead_interface(int host) {
   run("ip -n " + name(host) + " link add eth1 type veth peer name nowhere\nip -n " + name(host) +
       " link set nowhere up\nip -n " + name(host) + " link set eth1 up\nip -n " + name(host) +

@@ -37,7 +37,9 @@ class NetHosts {
   void refuse(int host, const std::string& with);
   // What the host sends to other ports than these comes from another address than the host's.
   void translate(int host, int first, int last);
-  void set_mtu(int host, int bytes);  // at both ends of its link
+  void set_mtu(int host, int bytes);      // at both ends of its link
+  void drop_longer(int host, int bytes);  // packets that come in and go out, without a word
+  void throttle(int host, int megabits);  // what goes out, per second
   // A second interface, with an address that leads nowhere.
   void add_dead_interface(int host);
 

@@ -25,6 +25,7 @@
 
 #include "net/rank_process.h"
 #include "net/rank_steps.h"
+#include "support/usage.h"
 
 namespace xd::test {
 namespace {
@@ -118,6 +119,8 @@ class RankMain {
     if (verb == "import") return import_of(count);
     if (verb == "slots") return slots();
     if (verb == "steps") return steps(count);
+    if (verb == "groups") return groups(count);
+    if (verb == "held") return held();
     if (verb == "context") return context();
     if (verb == "cycle") return cycle(count);
     if (verb == "open") return std::to_string(open_descriptors());
@@ -211,6 +214,18 @@ class RankMain {
     return make_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
   }
 
+  // One group after another, each with a step.
+  std::string groups(int count) {
+    for (int i = 0; i < count; ++i)
+      if (const std::string made = steps(1); made != "fine") return made;
+    return "fine";
+  }
+
+  static std::string held() {
+    return std::to_string(open_descriptors()) + " descriptors, " + std::to_string(live_threads()) +
+           " threads, " + std::to_string(shared_bytes()) + " bytes of shared memory";
+  }
+
   std::string slots() {
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_ranks = number("WORLD_SIZE", 1);
@@ -241,12 +256,6 @@ class RankMain {
       if (failed != "fine") return failed;
     }
     return "fine";
-  }
-
-  static long open_descriptors() {
-    long count = 0;
-    for ([[maybe_unused]] const auto& entry : fs::directory_iterator("/proc/self/fd")) ++count;
-    return count;
   }
 
   xd_comm* comm_ = nullptr;
