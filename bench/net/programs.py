@@ -132,7 +132,10 @@ class Programs:
                 "XD_BENCH_ADDRESS": self.hosts.address(host),
                 "XD_BENCH_PEER": self.hosts.address((host + case.hosts // 2) % case.hosts),
             }
-            ranks.append(self.hosts.start(host, words, {**env, **place}, stdout=subprocess.PIPE))
+            # Two spinning ranks on one core would measure how its time is shared.
+            alone = case.ranks <= (os.cpu_count() or 1)
+            pinned = ["taskset", "-c", str(rank), *words] if alone else words
+            ranks.append(self.hosts.start(host, pinned, {**env, **place}, stdout=subprocess.PIPE))
         # One that fails keeps the others waiting, for a bounded time.
         stop = threading.Timer(_PATIENCE_S, lambda: [rank.kill() for rank in ranks])
         stop.start()
