@@ -1,0 +1,82 @@
+"""``crossdock net-model``: what dispatch and combine would take between machines, estimated."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from crossdock.cli import _net_model
+from crossdock.cli._usage import OK, UsageError, number
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``net-model`` to the commands."""
+    parser = commands.add_parser(
+        "net-model",
+        help="estimate dispatch and combine between machines",
+        description="Simulates both operations chunk by chunk. These are estimates: nothing is "
+        "measured. `crossdock net-check` measures what the model is told.",
+    )
+    parser.add_argument("--hosts", type=number(1), default=2)
+    parser.add_argument("--ranks-per-host", type=number(1), default=8)
+    parser.add_argument("--tokens", type=number(0), default=4096, help="of each rank")
+    parser.add_argument("--topk", type=number(1), default=8)
+    parser.add_argument("--experts", type=number(1), default=256)
+    parser.add_argument("--row-bytes", type=number(16), default=14336)
+    parser.add_argument("--routing", default="uniform", help="uniform or zipf:S")
+    parser.add_argument("--histogram", help="JSON file: how often a gate chose each expert")
+    parser.add_argument(
+        "--host-limit", type=number(0), default=0, help="hosts of a token's experts"
+    )
+    parser.add_argument("--wire-gb-per-s", type=float, default=45.0, help="of each interface")
+    parser.add_argument("--near-gb-per-s", type=float, default=340.0, help="copied by a rank")
+    parser.add_argument("--latency-us", type=float, default=12.0, help="of a smallest message")
+    parser.add_argument("--slots", type=number(1), default=4, help="chunks under way per partner")
+    parser.add_argument("--chunk-kib", type=number(1), default=512)
+    parser.add_argument("--shared-wire", action="store_true", help="a host's ranks share one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the estimates."""
+    histogram: list[float] = []
+    try:
+        if arguments.histogram:
+            with open(arguments.histogram) as file:
+                histogram = [float(weight) for weight in json.load(file)]
+        problem = _net_model.Problem(
+            hosts=arguments.hosts,
+            ranks_per_host=arguments.ranks_per_host,
+            tokens=arguments.tokens,
+            topk=arguments.topk,
+            experts=arguments.experts,
+            row_bytes=arguments.row_bytes,
+            routing=arguments.routing,
+            histogram=histogram,
+            host_limit=arguments.host_limit,
+        )
+        machines = _net_model.Machines(
+            wire=_net_model.Wire(arguments.wire_gb_per_s * 1e9, arguments.latency_us * 1e-6),
+            near_bytes_per_s=arguments.near_gb_per_s * 1e9,
+            wire_per_rank=not arguments.shared_wire,
+            slots=arguments.slots,
+            chunk_bytes=arguments.chunk_kib << 10,
+        )
+        shares = _net_model.shares_of(problem)
+    except (OSError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"net-model: {error}") from error
+    results = {
+        operation: _net_model.simulate(problem, machines, operation, shares)
+        for operation in ("dispatch", "combine")
+    }
+    if arguments.json:
+        print(json.dumps({name: dataclasses.asdict(r) for name, r in results.items()}, indent=1))
+        return OK
+    print("estimated, not measured:")
+    print(f"{'':10}{'us':>10}{'entry us':>10}{'rows us':>10}{'MB sent':>10}{'messages':>10}  bound")
+    for name, r in results.items():
+        times = "".join(f"{s * 1e6:10.0f}" for s in (r.seconds, r.entry_s, r.rows_s))
+        print(f"{name:10}{times}{r.wire_bytes * 1e-6:10.1f}{r.messages:10}  {r.bound}")
+    return OK
