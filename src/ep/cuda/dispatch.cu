@@ -108,7 +108,8 @@ class Sender {
     const std::byte* scales = p_.scales.data != nullptr ? p_.scales.row(token) : nullptr;
     mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
     if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
-    store_beside(p_, turn_, c, {p_.topk_weights, token});
+    store_beside(
+        p_, turn_, c, [&] { return p_.topk_weights; }, token);
   }
 
   // True for rows that stay on this rank and go to all their places at once, whether or not they

@@ -21,36 +21,31 @@ __device__ void for_each_leader(const Choice& c, Body&& body) {
   }
 }
 
-// The weights of tokens' choices, and the one of the tokens that is meant. nullptr = an operation
-// without weights.
-struct TokenWeights {
-  const float* of_tokens;
-  int token;
-};
-
 // EXPERT_MAJOR: stores one weight per row.
-__device__ inline void store_weights(const Turn& turn, const Choice& c,
-                                     const TokenWeights& weights) {
-  if (weights.of_tokens == nullptr || !c.valid) return;
-  const std::uint64_t at = static_cast<std::uint64_t>(weights.token) * turn.plan().topk + lane_id();
-  reinterpret_cast<float*>(turn.peer(c.rank).weights)[c.row] = weights.of_tokens[at];
+template <class Weights>
+__device__ void store_weights(const DispatchParams& p, const Turn& turn, const Choice& c,
+                              Weights&& weights, int token) {
+  if (p.topk_weights == nullptr || !c.valid) return;
+  const std::uint64_t at = static_cast<std::uint64_t>(token) * turn.plan().topk + lane_id();
+  reinterpret_cast<float*>(turn.peer(c.rank).weights)[c.row] = weights()[at];
 }
 
 // RANK_MAJOR: stores, per row, local expert and weight of each k that the row's rank holds.
-__device__ inline void store_choices(const DispatchParams& p, const Turn& turn, const Choice& c,
-                                     const TokenWeights& weights) {
-  if (weights.of_tokens == nullptr && !p.indices) return;
+template <class Weights>
+__device__ void store_choices(const DispatchParams& p, const Turn& turn, const Choice& c,
+                              Weights&& weights, int token) {
+  if (p.topk_weights == nullptr && !p.indices) return;
   const int topk = turn.plan().topk;
   const int k = lane_id();
   float weight = 0.0f;
-  if (weights.of_tokens != nullptr && k < topk) {
-    weight = weights.of_tokens[static_cast<std::uint64_t>(weights.token) * topk + k];
+  if (p.topk_weights != nullptr && k < topk) {
+    weight = weights()[static_cast<std::uint64_t>(token) * topk + k];
   }
   for_each_leader(c, [&](int rank, std::uint32_t row, bool here) {
     if (k >= topk) return;
     const PeerTensors& peer = turn.peer(rank);
     const std::uint64_t at = std::uint64_t{row} * topk + k;
-    if (weights.of_tokens != nullptr) {
+    if (p.topk_weights != nullptr) {
       reinterpret_cast<float*>(peer.weights)[at] = here ? weight : 0.0f;
     }
     if (!p.indices) return;
@@ -63,13 +58,15 @@ __device__ inline void store_choices(const DispatchParams& p, const Turn& turn, 
   });
 }
 
-// All lanes call it.
-__device__ inline void store_beside(const DispatchParams& p, const Turn& turn, const Choice& c,
-                                    const TokenWeights& weights) {
+// `weights()`: those of tokens' choices, if the operation has some; `token` is the one of these
+// tokens that is meant. All lanes call it.
+template <class Weights>
+__device__ void store_beside(const DispatchParams& p, const Turn& turn, const Choice& c,
+                             Weights&& weights, int token) {
   if (turn.group().layout.choices_beside_rows) {
-    store_choices(p, turn, c, weights);
+    store_choices(p, turn, c, weights, token);
   } else {
-    store_weights(turn, c, weights);
+    store_weights(p, turn, c, weights, token);
   }
 }
 

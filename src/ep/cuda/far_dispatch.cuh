@@ -162,7 +162,8 @@ class FarDispatch : public FarWork<FarDispatch> {
                      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(beside), lane)),
                  item + layout.scales_at(), layout.scale_bytes);
     }
-    store_beside(p_, turn_, c, {layout.weights ? weights : nullptr, 0});
+    store_beside(
+        p_, turn_, c, [=] { return weights; }, 0);
   }
 
   const DispatchParams& p_;
