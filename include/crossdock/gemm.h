@@ -292,7 +292,8 @@ typedef struct xd_gemm_args {
   /* fp32: 1 = CUDA may compute in TF32. Equal on all ranks. */
   int32_t allow_tf32;
   /* all_gather only. Out, optional: a of all ranks, stored as a is. [M,K], the rows of rank 0
-   * first; with transpose_a [K,M], the columns of rank 0 first. */
+   * first; with transpose_a [K,M], the columns of rank 0 first. On CUDA a NaN may become another
+   * one. */
   const DLTensor* gathered;
   /* all_gather of fp8 only. Out, optional: scales of `gathered`, as a_scale with M rows; where
    * a_scale is a single number: [W], those of the ranks. */

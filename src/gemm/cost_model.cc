@@ -94,14 +94,19 @@ Option Estimate::sequential_gather() const {
   Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL, .products = 1, .gemm_us = whole_};
   const double copies = m_.open_us + m_.first_copy_us +
                         peers_ * (copy(gather_bytes_) + m_.flag_us) + m_.wait_us + m_.join_us;
-  const double pushed = m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us;
-  const bool fits = gather_bytes_ <= static_cast<double>(room_.gather_word_bytes);
-  const double worded =
-      fits ? m_.gather_words_us + peers_ * gather_bytes_ / m_.words_bytes_us : pushed;
-  o.transfer_us = std::min({copies, pushed, worded});
-  o.mover = copies <= o.transfer_us   ? Mover::copies
-            : pushed <= o.transfer_us ? Mover::push
-                                      : Mover::words;
+  o.transfer_us = copies;
+  const auto consider = [&](Mover mover, double us) {
+    if (us >= o.transfer_us) return;
+    o.mover = mover;
+    o.transfer_us = us;
+  };
+  // Kernels gather rows of tokens alone.
+  if (p_.rows_of_tokens && p_.rows_alone) {
+    consider(Mover::push, m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us);
+    if (gather_bytes_ <= static_cast<double>(room_.gather_word_bytes)) {
+      consider(Mover::words, m_.gather_words_us + peers_ * gather_bytes_ / m_.words_bytes_us);
+    }
+  }
   o.us = o.transfer_us + whole_;
   return o;
 }

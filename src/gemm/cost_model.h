@@ -84,6 +84,7 @@ struct Problem {
   int partial_bytes = 2;       // of an element of a product that is summed over ranks
   double speed = 1;            // of the product's arithmetic, 1 = bf16
   bool rows_of_tokens = true;  // a's rows are tokens, so that a part of them is rows of a
+  bool rows_alone = true;      // nothing goes with them, such as scales
   bool stores_terms = true;    // products come as they are summed, and are not rounded behind that
   ProductTimes times{};        // of its product; where there are none they are estimated
   ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory

@@ -1,6 +1,7 @@
 // Numbers at the edges of their formats, and modes of arithmetic of the caller's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -57,6 +58,31 @@ TEST(NotANumber, GoesThroughProductsAndIsTheLargest) {
       }
     });
   }
+}
+
+// Rows that travel as words must not look like words that have not come.
+TEST(NotANumber, OfAllOnesIsGathered) {
+  on_every_rank([&](Rank& rank) {
+    GemmCase c = plain_gemm_case(rank.num_ranks);
+    c.gathered = Gathered::given;
+    c.tokens = TokenCounts::most;
+    const GemmContext context = make_context(rank.comm, c.config());
+    for (int call = 0; call < 3; ++call) {  // words of either parity, and again
+      GemmBatch batch(rank, c, 0);
+      Tensor& a = *batch.field("a").tensor;
+      a.write(std::vector<std::uint16_t>(a.buffer().bytes() / 2, 0xFFFF));
+      ok(batch.call(context.get()));
+      for (const char* const name : {"gathered", "d"}) {
+        const Tensor& got = *batch.field(name).tensor;
+        const Matrix values = decoded(got.read(), got.shape()[0], got.shape()[1], kBf16);
+        EXPECT_TRUE(std::ranges::all_of(values.values, [](double x) { return std::isnan(x); }))
+            << name;
+      }
+    }
+    GemmBatch after(rank, c, 0);
+    ok(after.call(context.get()));
+    after.check(context.get());
+  });
 }
 
 // As in BLAS: c may be memory that nobody has written yet.

@@ -242,6 +242,14 @@ TEST(GemmCostModel, GathersFewRowsAsWords) {
   EXPECT_EQ(mover(16384, room), Mover::copies);
   room.gather_word_bytes = 0;
   EXPECT_EQ(mover(2, room), Mover::push);
+
+  // Kernels gather rows of tokens alone, and that has its price.
+  Problem scaled = problem_of(kAg, 2, 32, 5120, 8192);
+  const double worded = options_of({}, scaled, ample()).find(kSeq)->us;
+  scaled.rows_alone = false;
+  const Options by_copies = options_of({}, scaled, ample());
+  EXPECT_EQ(by_copies.find(kSeq)->mover, Mover::copies);
+  EXPECT_GT(by_copies.find(kSeq)->us, worded);
 }
 
 // What crossdock-bench gemm measured on two H200, and at last two H100, microseconds as graphs,

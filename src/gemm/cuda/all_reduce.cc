@@ -26,7 +26,6 @@ void Operation::sum_own_rows(const Epilogue& epilogue) const {
                    .rows = owned_rows(rank()),
                    .columns = call_.n,
                    .pitch = call_.n,
-                   .dependent = false,
                    .epilogue = epilogue},
                   call_.wide_type(), most_sum_blocks(w_, s_), c());
 }

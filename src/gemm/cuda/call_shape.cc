@@ -58,6 +58,7 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   p.input_bytes = static_cast<int>(dtype_bytes(call.a.type));
   p.partial_bytes = static_cast<int>(dtype_bytes(call.wide_type()));
   p.rows_of_tokens = !call.transpose_a;
+  p.rows_alone = !call.a_scale;
   p.stores_terms = stores_terms(call);
   // By data sheet: not measured.
   p.speed = is_fp8(call.a.type)         ? 1.7

@@ -416,17 +416,11 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
   const Problem problem = this->problem(call);
   const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
-  const auto taken = [&](Option option) {
-    // Kernels gather rows of tokens alone.
-    const bool rows_alone = !call.transpose_a && !call.a_scale;
-    if (call.operation == XD_GEMM_ALL_GATHER && !rows_alone) option.mover = Mover::copies;
-    return option;
-  };
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);
   const bool runs = asked != nullptr && asked->obstacle == Obstacle::none;
-  if (runs) return taken(*asked);
+  if (runs) return *asked;
   const Option* best = options.best();
-  if (best != nullptr && config().allow_fallback) return taken(*best);
+  if (best != nullptr && config().allow_fallback) return *best;
   if (!hindered.empty()) {
     fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo), ": ", hindered);
   }

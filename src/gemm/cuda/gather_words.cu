@@ -36,11 +36,11 @@ __device__ void push_rows(const GatherWordsParams& p, const Turn& turn) {
   }
 }
 
-// Behind the pushes, which peers wait for.
+// Behind the pushes, which peers wait for. With the bits that peers have.
 __device__ void keep_own_rows(const GatherWordsParams& p, const Turn& turn) {
   std::byte* const to = gathered_at(p, turn) + p.starts[turn.rank()] * 16;
   for (std::int64_t i = Turn::first(); i < count(p, turn.rank()); i += Turn::stride()) {
-    *reinterpret_cast<uint4*>(to + i * 16) = ptx::ld_streaming(p.rows + i * 16);
+    *reinterpret_cast<ulonglong2*>(to + i * 16) = words_of(ptx::ld_streaming(p.rows + i * 16));
   }
 }
 

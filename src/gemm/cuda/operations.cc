@@ -367,7 +367,7 @@ void Operation::reduce_by_words() const {
                      .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                      .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                      .one_step = option_.mover == Mover::one_shot,
-                     .dependent = may_depend(),
+                     .dependent = may_depend() && call_.a_rows > 0,
                      .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
@@ -445,7 +445,6 @@ void Operation::sum_slots(std::int64_t pitch) const {
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = pitch,
-              .dependent = option_.mover == Mover::product && may_depend(),
               .epilogue = epilogue},
              call_.wide_type(), most_sum_blocks(w_, s_), s_);
   sum_columns(exact, call_.shares.rows(rank()));

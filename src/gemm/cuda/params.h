@@ -159,7 +159,6 @@ struct SumParams {
   const std::byte* partials;
   std::uint64_t stride;
   std::int64_t rows, columns, pitch;
-  bool dependent;  // the launch may begin while the product before it still runs
   Epilogue epilogue;
 };
 

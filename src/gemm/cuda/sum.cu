@@ -68,7 +68,6 @@ template <DType kType, int kRanks>
 __global__ void __launch_bounds__(kThreads, kSumsPerMultiprocessor)
     sum_kernel(const __grid_constant__ SumParams p) {
   __shared__ TurnShared shared;
-  ptx::wait_for_kernel_before();
   Turn turn(p.turn, shared);
   if (turn.begin()) turn.await();
   turn.leave();
@@ -127,8 +126,7 @@ int blocks_of(const SumParams& params, DType type, int most) {
 
 void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream) {
   with_kernel(type, params.turn.group.ranks(), [&](auto* kernel, auto*) {
-    launch_cooperative(kernel, params, blocks_of(params, type, most_blocks), kThreads, stream,
-                       params.dependent ? Begin::dependent : Begin::behind);
+    launch_cooperative(kernel, params, blocks_of(params, type, most_blocks), kThreads, stream);
   });
 }
 

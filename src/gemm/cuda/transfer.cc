@@ -69,7 +69,6 @@ void Transfer::sum() const {
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,
-              .dependent = false,
               .epilogue = rounding_to(call_.out.type, call_.out.data)},
              call_.in.type, most_sum_blocks(w_, s_), s_);
 }

@@ -1,20 +1,21 @@
 // The turn of an operation of products (turn/device_turn.cuh). Records carry all that ranks
 // compare; nobody looks for a peer's tensors, since rows travel through what contexts share.
 //
-// An operation is one launch that does it all (words.cu, push.cu), or several that share a launch
-// number: open_kernel begins, enters and awaits; copies and products follow, on two streams; the
-// last launch (close_kernel, or the sums) begins again, finds the turn its own and the records in
-// their place, leaves and ends.
+// An operation is one launch that does it all (words.cu, gather_words.cu, push.cu), or several that
+// share a launch number: open_kernel begins, enters and awaits; copies and products follow, on two
+// streams; the last launch (close_kernel, or the sums) begins again, finds the turn its own and the
+// records in their place, leaves and ends.
 //
 //   memory of rank r        written by                       trusted when
 //   gathered rows           copies or push_kernel of source  `landed` of it; done flag of it
+//   gathered rows           gather_words_kernel of r         its end (stream)
 //   landed[s]               a copy behind those rows          it is the epoch that was opened
 //   slots[s]                copies or products of s           done flag of s; all_reduce: `summed`
 //   summed[s]               a copy behind those sums          it is the epoch that was opened
 //   sums                    copies of all, all_reduce         `landed` of each
 //   slots[s], again         copies of s, all_reduce           `spread` of s
 //   spread[s]               a copy behind those sums          it is the epoch that was opened
-//   words[parity][step][s]  words_kernel of s                 each word, when it is not all ones
+//   words[parity][step][s]  (gather_)words_kernel of s        each word, when it is not all ones
 //   columns[parity][s]      column_meeting_kernel of s        likewise
 #pragma once
 
@@ -51,12 +52,17 @@ __device__ inline bool take_words(const DeviceComm& comm, const device::KernelWa
   return true;
 }
 
-__device__ inline void push_words(std::byte* at, const uint4& from) {
+// As words travel.
+__device__ inline ulonglong2 words_of(const uint4& from) {
   const auto word = [](std::uint32_t low, std::uint32_t high) {
     const std::uint64_t v = low | static_cast<std::uint64_t>(high) << 32;
     return v == kNoWord ? kNoWord >> 1 : v;
   };
-  ptx::st_relaxed_sys_pair(at, make_ulonglong2(word(from.x, from.y), word(from.z, from.w)));
+  return make_ulonglong2(word(from.x, from.y), word(from.z, from.w));
+}
+
+__device__ inline void push_words(std::byte* at, const uint4& from) {
+  ptx::st_relaxed_sys_pair(at, words_of(from));
 }
 
 class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
