@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import net_hosts  # noqa: E402  (of this tree)
 from programs import Case, Programs  # noqa: E402
+
+import net_hosts  # noqa: E402  (of this tree)
 
 # The package would load the library, which the model does without.
 _spec = importlib.util.spec_from_file_location(
