@@ -67,7 +67,7 @@ Crossing crossing_of(const Workload& w, const std::vector<Choices>& routing, con
     for (int t = 0; t < w.tokens; ++t) {
       std::set<int> hosts, ranks;
       for (int k = 0; k < w.topk; ++k) {
-        const int rank = choices[static_cast<std::size_t>(t * w.topk + k)] / w.local_experts();
+        const int rank = choices[static_cast<std::size_t>(t) * w.topk + k] / w.local_experts();
         if (place.host_of(rank) == place.host_of(source)) continue;
         ranks.insert(rank);
         hosts.insert(place.host_of(rank));

@@ -82,7 +82,7 @@ class DeviceRunner {
   template <class Word>
   void set_control(Word Control::*member, const Word& value) const {
     const auto* place = reinterpret_cast<const std::byte*>(&(control()->*member));
-    memory_.control.write(at(place - memory_.control.data()), &value, sizeof(value));
+    memory_.control.write(at(place - memory_.control.data()), &value, sizeof(Word));
   }
 
   Control* control() const { return memory_.control.template as<Control>(); }
