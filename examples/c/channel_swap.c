@@ -2,9 +2,10 @@
  *
  *   crossdock-run -n 4 ./channel_swap
  *
- * Ranks 2i and 2i + 1 swap what they hold, round after round: each puts its number into the other's
- * memory and waits for the count that says that the other's has come. With an odd number of ranks
- * the last one is its own peer. It works alike on one machine and on several.
+ * The first half of the ranks swaps what it holds with the second, round after round: each rank puts
+ * its number into the other's memory and waits for the count that says that the other's has come.
+ * With an odd number of ranks the last one is its own peer. It works alike on one machine and on
+ * several, between which all pairs lie if there are two.
  */
 #define XD_EXPERIMENTAL 1
 #include <crossdock/channel.h>
@@ -43,7 +44,10 @@ int main(void) {
   check(xd_comm_create(&config, &comm));
   xd_comm_info info = XD_COMM_INFO_INIT;
   check(xd_comm_get_info(comm, &info));
-  const int peer = (info.rank ^ 1) < info.num_ranks ? info.rank ^ 1 : info.rank;
+  const int half = info.num_ranks / 2;
+  const int peer = info.rank < half       ? info.rank + half
+                   : info.rank < 2 * half ? info.rank - half
+                                          : info.rank;
 
   void* memory = NULL;
   check(xd_mem_alloc(comm, sizeof(mailbox), &memory));
