@@ -45,7 +45,8 @@ MeshConnector::MeshConnector(const MetRanks& ranks, MeshListeners listeners,
       accept_again_(dial_again_),
       links_(at(ranks.num_ranks())),
       vigils_(at(ranks.num_ranks())),
-      closed_(at(ranks.num_ranks())) {
+      closed_(at(ranks.num_ranks())),
+      deaf_(at(ranks.num_ranks())) {
   for (int r = 0; r < ranks_.num_ranks(); ++r)
     if (r < rank_ ? ranks_.rails.is_linked(r) : ranks_.rails.is_rail(r)) to_dial_.push_back(r);
 }
@@ -105,8 +106,22 @@ bool MeshConnector::has_untold() const {
     const bool refuses = refused_.contains(r), has_vigil = static_cast<bool>(vigils_[at(r)]);
     const bool told = connected(r) || (r < rank_ ? refuses && has_vigil : refuses || has_vigil);
     if (ranks_.rails.is_rail(r) && !told) return true;
+    if (is_untold_neighbour(r)) return true;
   }
   return false;
+}
+
+// A rank of this host that would find this one gone, and blame it: a higher one, which will call,
+// unless it has ended or given up; a lower one that is being called.
+bool MeshConnector::is_untold_neighbour(int rank) const {
+  if (rank == rank_ || !ranks_.rails.is_near(rank) || connected(rank) || deaf_[at(rank)])
+    return false;
+  if (rank < rank_)
+    return std::ranges::any_of(calls_, [=](const auto& call) { return call->rank == rank; });
+  const auto& [processes, of_rank, local, shortage] = ranks_.processes;
+  const PeerProcess& process = processes[at(of_rank[at(rank)])];
+  pollfd end{.fd = process.pidfd.get(), .events = POLLIN, .revents = 0};
+  return !process.has_ended && ::poll(&end, 1, 0) == 0;
 }
 
 void MeshConnector::connect(const Deadline& deadline) {
@@ -428,6 +443,12 @@ void MeshConnector::check_route(const Call& call, int rank) const {
 // hello has named our meeting, so it is one of the ranks, and has failed since. A rank that was
 // called over TCP may have had no room for this caller.
 void MeshConnector::hung_up(Call& call) {
+  if (farewell_ && !call.over_tcp) {
+    const int caller =
+        call.handshake.peer_greeted() ? static_cast<int>(call.handshake.peer_sender()) : call.rank;
+    if (caller >= 0 && at(caller) < deaf_.size()) deaf_[at(caller)] = true;
+    return call.fd.reset();
+  }
   if (call.rank < 0) {
     if (!call.over_tcp && call.handshake.peer_greeted())
       fail_gone(static_cast<int>(call.handshake.peer_sender()));

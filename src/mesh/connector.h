@@ -80,6 +80,7 @@ class MeshConnector {
   void cannot_reach(int rank, int error);
   void say_farewell() noexcept;
   bool has_untold() const;
+  bool is_untold_neighbour(int rank) const;
   void wait(const Deadline& deadline);
   Places list(PollList& items) const;
   void serve_calls(const PollList& items, const std::vector<int>& places);
@@ -120,6 +121,7 @@ class MeshConnector {
   std::vector<MeshLink> vigils_;  // by rank: of this rank with higher ones, and of lower ones
   std::vector<bool> closed_;      // links that a peer has closed after saying something
   std::optional<FailureWords> farewell_;  // this rank gives up
+  std::vector<bool> deaf_;                // neighbours that have hung up since
   WarningLimit warnings_{"connections refused while the ranks connect"};
 };
 

@@ -231,7 +231,7 @@ void expect_named_by_all_at_once(const std::vector<int>& host_of) {
   for (int r = 0; r < dead; ++r) {
     const std::string answer = job.rank(r).answer();
     EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-    EXPECT_TRUE(has(answer, name + " of host 1 (")) << answer;
+    EXPECT_TRUE(has(answer, name + " of host 1 (")) << "of rank " << r << ": " << answer;
   }
   EXPECT_LT(ms_since(start), 5000);
   job.rank(dead).kill();
