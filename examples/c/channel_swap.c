@@ -2,10 +2,10 @@
  *
  *   crossdock-run -n 4 ./channel_swap
  *
- * The first half of the ranks swaps what it holds with the second, round after round: each rank puts
- * its number into the other's memory and waits for the count that says that the other's has come.
- * With an odd number of ranks the last one is its own peer. It works alike on one machine and on
- * several, between which all pairs lie if there are two.
+ * The first half of the ranks swaps what it holds with the second, round after round: each rank
+ * puts its number into the other's memory and waits for the count that says that the other's has
+ * come. With an odd number of ranks the last one is its own peer. It works alike on one machine and
+ * on several, between which all pairs lie if there are two.
  */
 #define XD_EXPERIMENTAL 1
 #include <crossdock/channel.h>

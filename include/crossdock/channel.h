@@ -5,14 +5,22 @@
  *
  * A channel is weak on purpose, as networks are, whether its peer is on this machine or on another
  * one. A count says that the bytes of the puts that it counts can be read, and nothing about any
- * other put, also one that was made before. A flush says that sources may change again, and nothing
- * about the peer. Puts between machines get on, and are taken in, in calls of the channel alone; a
- * put that was flushed needs no more calls of the rank that made it.
+ * other put, also one that was made before. Counts only grow. A flush says that sources may change
+ * again, and nothing about the peer.
+ *
+ * Puts between machines get on, and are taken in, in calls of both ends of this channel alone. So
+ * between machines put and flush may wait until the peer calls something of the channel: have no
+ * barrier, and no wait of another channel, between a put here and the peer's wait for it. A put
+ * that was flushed needs no more calls of the rank that made it. Each channel has an engine of its
+ * own there, which takes tens of MB and some ten descriptors: make few.
  *
  * Channels are there for communicators on the CPU. Calls of one channel are made by one thread at a
- * time. Their waits are bounded by the communicator's timeout, which is XD_ERROR_TIMEOUT and leaves
- * channel and communicator as they are; the loss of the peer is XD_ERROR_PEER_LOST, and finishes
- * the communicator as everywhere.
+ * time. Waits of put, wait and flush are bounded by the communicator's timeout, which is
+ * XD_ERROR_TIMEOUT and leaves channel and communicator as they are: a put that ended so has not
+ * been made, and may be repeated. Calls that wait notice the loss of the peer, as
+ * XD_ERROR_PEER_LOST, which finishes the communicator as everywhere. XD_ERROR_SYSTEM says that the
+ * network has failed between both ends, maybe for an earlier put, or that the peer has destroyed
+ * its end; the channel is of no use any more.
  */
 #ifndef CROSSDOCK_CHANNEL_H_
 #define CROSSDOCK_CHANNEL_H_
@@ -34,7 +42,8 @@ typedef struct xd_channel xd_channel;
  * rank's symmetric memory and stays allocated as long as either end is there: the peer puts into
  * it, and this rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are
  * the counts here; they begin at 0. Errors: INVALID_ARGUMENT, MISMATCH where ranks do not name one
- * another, UNSUPPORTED on CUDA and, between machines, without libfabric. */
+ * another, UNSUPPORTED on CUDA and, between machines, without libfabric; TIMEOUT where ranks do not
+ * come, which finishes the communicator. */
 XD_API xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
                                    uint32_t slots, xd_channel** channel);
 
@@ -51,8 +60,9 @@ XD_API xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t co
 /* Waits until the sources of all puts so far may change again. */
 XD_API xd_status xd_channel_flush(xd_channel* channel);
 
-/* Local. Puts that are under way may not arrive any more: ranks that have agreed that all have, by
- * counts or by a barrier, lose none. NULL is allowed. */
+/* Local. Puts towards either end that are under way may not arrive any more, flushed or not: lose
+ * none by waiting for the counts of all puts on both ends, with a barrier behind that. NULL is
+ * allowed. */
 XD_API xd_status xd_channel_destroy(xd_channel* channel);
 
 #ifdef __cplusplus

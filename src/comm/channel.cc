@@ -121,7 +121,8 @@ void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std:
                      .tag = slot};
   // It is made once, however often the wait asks.
   bool made = false;
-  wait_for("room for a put", [&] { return made = made || engine_->put(put); });
+  const std::string what = concat("rank ", config_.peer, " to take in puts: this one was not made");
+  wait_for(what, [&] { return made = made || engine_->put(put); });
   ++under_way_;
 }
 
@@ -139,13 +140,15 @@ void Channel::wait(std::uint32_t slot, std::uint64_t count) {
   comm_->errors().check_usable();
   XD_REQUIRE(slot < config_.slots, "slot = ", slot, ", expected less than ", config_.slots);
   const NearMemory counted = this->count(own_counts_, slot);
-  const std::string what = concat("count ", count, " of slot ", slot);
+  const std::string what =
+      concat("rank ", config_.peer, " to put: count ", count, " of slot ", slot, " here");
   wait_for(what, [&] { return counted.seen() >= count; });
 }
 
 void Channel::flush() {
   comm_->errors().check_usable();
-  wait_for("sources to be free", [this] { return under_way_ == 0; });
+  wait_for(concat("puts to rank ", config_.peer, ", which may have to call this channel"),
+           [this] { return under_way_ == 0; });
 }
 
 bool Channel::poll() {
@@ -189,9 +192,7 @@ void Channel::wait_for(const std::string& what, Ready&& ready) {
     comm_->wait_for(
         config_.peer, site, [] { return false; }, [] { return 0; });
   }
-  throw Error(XD_ERROR_TIMEOUT,
-              concat("waited ", comm_->timeout_ms(), " ms for ", what, " of rank ", config_.peer,
-                     ", which may still come"),
+  throw Error(XD_ERROR_TIMEOUT, concat("waited ", comm_->timeout_ms(), " ms for ", what),
               config_.peer);
 }
 
@@ -207,7 +208,10 @@ void Channel::throw_if_broken() {
     comm_->wait_for(
         config_.peer, verdict, [] { return false; }, [] { return 0; });
   }
-  throw Error(XD_ERROR_SYSTEM, concat("network: ", *broken_), config_.peer);
+  throw Error(XD_ERROR_SYSTEM,
+              concat("network towards rank ", config_.peer, ": ", *broken_,
+                     "; it may have destroyed its end of the channel"),
+              config_.peer);
 }
 
 }  // namespace xd

@@ -114,7 +114,8 @@ TEST(Channel, AWaitEndsInTimeAndTheChannelGoesOn) {
     quick.comm = comm.get();
     const End end = make_end(quick, around(quick));
     expect_error(xd_channel_wait(end.channel.get(), 0, 1), XD_ERROR_TIMEOUT,
-                 "waited 1000 ms for count 1 of slot 0 of rank " + std::to_string(around(rank)));
+                 "waited 1000 ms for rank " + std::to_string(around(rank)) +
+                     " to put: count 1 of slot 0 here");
     ok(xd_comm_barrier(rank.comm));
     ok(xd_channel_put(end.channel.get(), 0, end.source(), 8, 0));
     ok(xd_channel_wait(end.channel.get(), 0, 1));
