@@ -69,21 +69,14 @@ class NetHosts:
                     f" burst {burst} limit 4mb"
                 )
 
+    def inside(self, host: int, words: Sequence[str]) -> list[str]:
+        """A command line that runs another one on the host, under this machine's name."""
+        return ["ip", "netns", "exec", self.name(host), *words]
+
     def command(self, host: int, words: Sequence[str]) -> list[str]:
         """A command line that runs another one on the host, as a host of its own name."""
-        return [
-            "ip",
-            "netns",
-            "exec",
-            self.name(host),
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            f'hostname {self.name(host)} && exec "$@"',
-            "sh",
-            *words,
-        ]
+        script = f'hostname {self.name(host)} && exec "$@"'
+        return self.inside(host, ["unshare", "--uts", "sh", "-c", script, "sh", *words])
 
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str], **options: object

@@ -13,8 +13,6 @@ namespace {
 
 constexpr CollectiveCall kCreateChannel{"xd_channel_create"};
 constexpr std::uint32_t kMaxSlots = 65536;
-// The time in which the watch may name a peer whose end the engine has noticed first.
-constexpr int kVerdictMs = 1000;
 
 // [begin, begin + bytes) of a memory of `all` bytes.
 bool lies_in(std::size_t begin, std::size_t bytes, std::size_t all) {
@@ -50,7 +48,11 @@ Channel::Offer Channel::offer() const {
   const auto place = comm_->heap().find(config_.memory, config_.bytes);
   XD_REQUIRE(place, "symmetric: expected ", config_.bytes,
              " bytes of this rank's symmetric memory (xd_mem_alloc)");
-  return {.peer = config_.peer, .slots = config_.slots, .place = *place, .bytes = config_.bytes};
+  return {.peer = config_.peer,
+          .slots = config_.slots,
+          .segment = place->segment,
+          .offset = place->offset,
+          .bytes = config_.bytes};
 }
 
 void Channel::meet() {
@@ -75,7 +77,9 @@ void Channel::meet() {
     const auto& counts = counts_[at(config_.peer)];
     require_size(counts, theirs_.slots * sizeof(std::uint64_t), config_.peer);
     their_counts_ = NearMemory(counts->base());
-    their_memory_ = NearMemory(comm_->heap().address(config_.peer, theirs_.place, theirs_.bytes));
+    their_memory_ = NearMemory(comm_->heap().address(
+        config_.peer, {static_cast<std::uint32_t>(theirs_.segment), theirs_.offset},
+        theirs_.bytes));
     if (!their_memory_) fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " has no such memory");
     return Collective::Contribution{};
   });
@@ -176,38 +180,32 @@ bool Channel::poll() {
 
 bool Channel::is_busy() { return engine_->sleep_on() < 0; }
 
+HostWait Channel::site() {
+  return {.phase = XD_PHASE_HOST,
+          .group = -1,
+          .operation = -1,
+          .epoch = 0,
+          .deadline = comm_->deadline(),
+          .progress = is_near_ ? nullptr : this};
+}
+
 template <class Ready>
 void Channel::wait_for(const std::string& what, Ready&& ready) {
-  const HostWait site{.phase = XD_PHASE_HOST,
-                      .group = -1,
-                      .operation = -1,
-                      .epoch = 0,
-                      .deadline = comm_->deadline(),
-                      .progress = is_near_ ? nullptr : this};
+  const HostWait site = this->site();
   const Waited ended =
       comm_->wait(config_.peer, site, [&] { return ready() || broken_.has_value(); });
   if (ended == Waited::ready && (!broken_ || ready())) return;
-  throw_if_broken();
-  if (ended == Waited::lost) {
-    comm_->wait_for(
-        config_.peer, site, [] { return false; }, [] { return 0; });
-  }
+  if (broken_) throw_broken();
+  if (ended == Waited::lost) comm_->throw_lost(config_.peer, site);
   throw Error(XD_ERROR_TIMEOUT, concat("waited ", comm_->timeout_ms(), " ms for ", what),
               config_.peer);
 }
 
-// The engine may notice before the watch that the peer has ended; then the watch names it.
-void Channel::throw_if_broken() {
-  if (!broken_) return;
-  const HostWait verdict{.phase = XD_PHASE_HOST,
-                         .group = -1,
-                         .operation = -1,
-                         .epoch = 0,
-                         .deadline = Deadline::after_ms(std::min(kVerdictMs, comm_->timeout_ms()))};
-  if (comm_->wait(config_.peer, verdict, [] { return false; }) == Waited::lost) {
-    comm_->wait_for(
-        config_.peer, verdict, [] { return false; }, [] { return 0; });
-  }
+// The watch says whether the peer has ended, and is asked once.
+void Channel::throw_broken() {
+  const bool asked = std::exchange(has_verdict_, true);
+  if (!asked && comm_->is_lost_by_verdict(config_.peer, site()))
+    comm_->throw_lost(config_.peer, site());
   throw Error(XD_ERROR_SYSTEM,
               concat("network towards rank ", config_.peer, ": ", *broken_,
                      "; it may have destroyed its end of the channel"),

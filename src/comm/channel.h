@@ -46,7 +46,7 @@ class Channel final : public Progress {
   struct Offer {
     std::int32_t peer;
     std::uint32_t slots;
-    HeapAddress place;
+    std::uint64_t segment, offset;  // of its memory in the heap
     std::uint64_t bytes;
   };
 
@@ -59,7 +59,8 @@ class Channel final : public Progress {
   }
   template <class Ready>
   void wait_for(const std::string& what, Ready&& ready);
-  void throw_if_broken();
+  [[noreturn]] void throw_broken();
+  HostWait site();
 
   const std::shared_ptr<Comm> comm_;
   const Config config_;
@@ -75,6 +76,7 @@ class Channel final : public Progress {
   std::uint64_t under_way_ = 0;  // puts whose source is not free
   net::Events events_;
   std::optional<std::string> broken_;  // what the engine has said
+  bool has_verdict_ = false;           // the watch has been asked about that
 };
 
 }  // namespace xd

@@ -152,6 +152,22 @@ class Comm final {
     if (ended == Waited::late) fail_timeout(late(), site, seen());
   }
 
+  // An engine of the network may notice before the watch that a rank has ended. The watch names it
+  // with its process or host, for all ranks alike, and gets this time for it.
+  static constexpr int kVerdictMs = 1000;
+  int verdict_ms() const { return std::min(kVerdictMs, timeout_ms()); }
+  // Waits for that. True = a wait for `peer` at this place ends by a loss.
+  bool is_lost_by_verdict(int peer, HostWait site) {
+    site.progress = nullptr;
+    site.timeout_ms = verdict_ms();
+    site.deadline = Deadline::after_ms(site.timeout_ms);
+    return wait(peer, site, [] { return false; }) == Waited::lost;
+  }
+  // Throws the loss by which a wait for `peer` at this place has ended.
+  [[noreturn]] void throw_lost(int peer, const HostWait& site) {
+    fail_lost(missing(peer, site), site);
+  }
+
   // Likewise, but leaves it to the caller what becomes of a peer that does not come. A fatal error
   // of the communicator is thrown.
   template <class Ready>

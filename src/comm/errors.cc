@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -27,6 +28,12 @@ std::int64_t last_of(const Operations& operations) {
 }
 
 }  // namespace
+
+Cause cause_of(const Error& error, int rank) {
+  Cause cause{.peer = error.peer() >= 0 ? error.peer() : rank, .text = {}};
+  std::snprintf(cause.text.data(), cause.text.size(), "%s", error.text().c_str());
+  return cause;
+}
 
 Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Segment>> boards,
                DeviceSide* device_side, xd_comm_peer_loss on_peer_loss)

@@ -26,6 +26,8 @@ struct Cause {
   int peer = -1;  // the lowest rank that the error is about
   std::array<char, 256> text{};
 };
+// Of an error that names its peer, or else is about `rank`.
+Cause cause_of(const Error& error, int rank);
 
 class Errors final : public MeshEvents {
  public:

@@ -113,9 +113,6 @@ class PolledLinks final : public Progress {
 constexpr int kLongestGreetingMs = 60'000;
 int greeting_ms(const Comm& comm) { return std::min(comm.timeout_ms() / 2, kLongestGreetingMs); }
 
-// The time in which the watch may name a rank whose end the engine has noticed first.
-constexpr int kVerdictMs = 1000;
-
 HostWait site_of_greeting(int ms, Progress* progress) {
   return {.phase = XD_PHASE_HOST,
           .group = -1,
@@ -219,8 +216,7 @@ void FarLinks::greet(Comm& comm) {
     silent = std::max(links_->first_ungreeted(), 0);
   } catch (const Error& error) {
     if (error.status() != XD_ERROR_SYSTEM || error.peer() < 0) throw;
-    const auto verdict = site_of_greeting(std::min(kVerdictMs, ms), nullptr);
-    if (comm.wait(error.peer(), verdict, [] { return false; }) == Waited::lost) return;
+    if (comm.is_lost_by_verdict(error.peer(), site_of_greeting(ms, nullptr))) return;
     const auto& partners = routes_.partners();
     const auto place = std::ranges::find(partners, error.peer()) - partners.begin();
     fail_data(comm, error.status(), error.peer(), links_->place_of(static_cast<int>(place)),

@@ -118,8 +118,8 @@ bool MeshConnector::is_untold_neighbour(int rank) const {
     return false;
   if (rank < rank_)
     return std::ranges::any_of(calls_, [=](const auto& call) { return call->rank == rank; });
-  const auto& [processes, of_rank, local, shortage] = ranks_.processes;
-  const PeerProcess& process = processes[at(of_rank[at(rank)])];
+  const PeerProcesses& all = ranks_.processes;
+  const PeerProcess& process = all.processes[at(all.of_rank[at(rank)])];
   pollfd end{.fd = process.pidfd.get(), .events = POLLIN, .revents = 0};
   return !process.has_ended && ::poll(&end, 1, 0) == 0;
 }
@@ -443,7 +443,7 @@ void MeshConnector::check_route(const Call& call, int rank) const {
 // hello has named our meeting, so it is one of the ranks, and has failed since. A rank that was
 // called over TCP may have had no room for this caller.
 void MeshConnector::hung_up(Call& call) {
-  if (farewell_ && !call.over_tcp) {
+  if (farewell_ && !call.over_tcp) {  // it has given up as well
     const int caller =
         call.handshake.peer_greeted() ? static_cast<int>(call.handshake.peer_sender()) : call.rank;
     if (caller >= 0 && at(caller) < deaf_.size()) deaf_[at(caller)] = true;

@@ -16,7 +16,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "net-model",
         help="estimate dispatch and combine between machines",
         description="Simulates both operations chunk by chunk. These are estimates: nothing is "
-        "measured. `crossdock net-check` measures what the model is told.",
+        "measured.",
     )
     parser.add_argument("--hosts", type=number(1), default=2)
     parser.add_argument("--ranks-per-host", type=number(1), default=8)

@@ -16,9 +16,6 @@ namespace {
 // there are two at least; answers have slots of their own.
 constexpr int kSlots = 4, kToGateway = 2;
 
-// The time in which the watch may name a rank whose end an engine has noticed first.
-constexpr int kVerdictMs = 1000;
-
 }  // namespace
 
 FarSide::FarSide(const Group& group, Lockstep& lockstep)
@@ -187,19 +184,11 @@ void FarSide::with_links(Body&& body) {
 // host, for all ranks alike, and that is what ends the operation here.
 void FarSide::give_up(const Error& error) {
   comm_.errors().throw_if_failed();
-  HostWait site = lockstep_.site(XD_PHASE_ROWS);
+  const HostWait site = lockstep_.site(XD_PHASE_ROWS);
   const int peer = error.peer() >= 0 ? error.peer() : comm_.rank();
-  if (error.status() == XD_ERROR_SYSTEM) {
-    site.progress = nullptr;
-    site.timeout_ms = std::min(kVerdictMs, comm_.timeout_ms());
-    site.deadline = Deadline::after_ms(site.timeout_ms);
-    const Waited ended = comm_.wait(peer, site, [] { return false; });
-    if (ended == Waited::lost)
-      comm_.wait_for(
-          peer, site, [] { return false; }, [] { return 0; });
-  }
-  Cause cause{.peer = peer, .text = {}};
-  std::snprintf(cause.text.data(), cause.text.size(), "%s", error.text().c_str());
+  if (error.status() == XD_ERROR_SYSTEM && comm_.is_lost_by_verdict(peer, site))
+    comm_.throw_lost(peer, site);
+  const Cause cause = cause_of(error, comm_.rank());
   comm_.errors().raise_cause({.status = error.status(),
                               .phase = XD_PHASE_ROWS,
                               .rank = comm_.rank(),

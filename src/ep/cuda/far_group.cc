@@ -13,9 +13,6 @@
 namespace xd::ep::cuda {
 namespace {
 
-// The time in which the watch may name a rank whose end an engine has noticed first.
-constexpr int kVerdictMs = 1000;
-
 net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
   return {.partners = routes.partners().size(),
           .slots = kFarSlots,
@@ -136,18 +133,16 @@ void FarGroup::describe(const Config& config) {
 // it with its process or host, for all ranks alike, and that is what ends operations here.
 void FarGroup::give_up(const Error& error) const {
   const Errors& errors = comm_.errors();
-  const Deadline verdict = Deadline::after_ms(std::min(kVerdictMs, comm_.timeout_ms()));
+  const Deadline verdict = Deadline::after_ms(comm_.verdict_ms());
   while (error.status() == XD_ERROR_SYSTEM && !verdict.passed()) {
     if (errors.fatal_error() != nullptr) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const int peer = error.peer() >= 0 ? error.peer() : comm_.rank();
-  Cause cause{.peer = peer, .text = {}};
-  std::snprintf(cause.text.data(), cause.text.size(), "%s", error.text().c_str());
+  const Cause cause = cause_of(error, comm_.rank());
   comm_.errors().raise_cause({.status = error.status(),
                               .phase = XD_PHASE_ROWS,
                               .rank = comm_.rank(),
-                              .peer = peer,
+                              .peer = cause.peer,
                               .group = number_},
                              cause);
 }

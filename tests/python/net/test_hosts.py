@@ -1,4 +1,4 @@
-"""Ranks of NumPy, torch and JAX on two hosts: see net_hosts.py."""
+"""Ranks of NumPy, torch and JAX on two hosts: see two_hosts.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from crossdock import launch
-from net_hosts import HERE, Hosts, outputs, two_hosts
+from two_hosts import HERE, Hosts, outputs, two_hosts
 
 RANKS = 4  # two on each host
 SECONDS = 120

@@ -7,7 +7,6 @@ Declared hosts share no memory (``XD_NET_TEST=apart``) and reach one another ove
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,42 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_PREFIX = f"xd{os.getpid()}h"  # as tests/net has them, which removes those of dead processes
+sys.path.insert(0, str(HERE.parents[2] / "tools"))
 
-
-def _ip(*words: str) -> bool:
-    return subprocess.run(("ip", *words), capture_output=True, check=False).returncode == 0
-
-
-def _make_namespaces() -> bool:
-    if os.environ.get("XD_TEST_HOSTS") == "declared":
-        return False
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    first, second = _PREFIX + "0", _PREFIX + "1"
-    made = _ip("netns", "add", first) and _ip("netns", "add", second)
-    made = made and _ip(
-        *("link", "add", "eth0", "netns", first, "type", "veth"),
-        *("peer", "name", "eth0", "netns", second),
-    )
-    for number, name in enumerate((first, second), start=1):
-        made = made and _ip("-n", name, "addr", "add", f"10.96.0.{number}/24", "dev", "eth0")
-        made = made and _ip("-n", name, "link", "set", "eth0", "up")
-        made = made and _ip("-n", name, "link", "set", "lo", "up")
-    return made
+import net_hosts  # noqa: E402  (of this tree)
 
 
 class Hosts:
     """Two hosts, on which processes are started.
 
     Attributes:
-        are_namespaces: whether they are; else they are declared.
+        namespaces: they; None where they are declared.
         first_address: where the first one is reached.
     """
 
-    def __init__(self, are_namespaces: bool) -> None:
-        self.are_namespaces = are_namespaces
-        self.first_address = "10.96.0.1" if are_namespaces else "127.0.0.1"
+    def __init__(self, namespaces: net_hosts.NetHosts | None) -> None:
+        self.namespaces = namespaces
+        self.first_address = namespaces.address(0) if namespaces else "127.0.0.1"
 
     def start(
         self, host: int, arguments: list[str], settings: Mapping[str, str]
@@ -64,12 +43,12 @@ class Hosts:
             "PYTHONPATH": path,
             "XD_JOB_SECRET": "a secret of the test",
             "MASTER_ADDR": self.first_address,
-            "GLOO_SOCKET_IFNAME": "eth0" if self.are_namespaces else "lo",  # not the host's name
+            "GLOO_SOCKET_IFNAME": "eth0" if self.namespaces else "lo",  # not the host's name
             **settings,
         }
         command = [sys.executable, *arguments]
-        if self.are_namespaces:
-            command = ["ip", "netns", "exec", f"{_PREFIX}{host}", *command]
+        if self.namespaces:
+            command = self.namespaces.inside(host, command)
         else:
             environment |= {
                 "XD_NET_TEST": "apart",
@@ -88,13 +67,15 @@ class Hosts:
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
     """The hosts, which are removed afterwards."""
-    try:
-        hosts = Hosts(_make_namespaces())
-        print("hosts are", "network namespaces" if hosts.are_namespaces else "declared")
-        yield hosts
-    finally:
-        for host in range(2):
-            _ip("netns", "del", f"{_PREFIX}{host}")
+    declared = os.environ.get("XD_TEST_HOSTS") == "declared"
+    why_not = "XD_TEST_HOSTS says so" if declared else net_hosts.why_not()
+    if why_not:
+        print("hosts are declared:", why_not)
+        yield Hosts(None)
+    else:
+        print("hosts are network namespaces")
+        with net_hosts.made(2) as namespaces:
+            yield Hosts(namespaces)
 
 
 def outputs(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
