@@ -22,9 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from programs import Case, Programs, environment, median  # noqa: E402
-
 import net_hosts  # noqa: E402  (of this tree)
+from programs import Case, Programs, environment, median  # noqa: E402
 
 GIGABIT = 1e9
 WIRES: dict[str, float | None] = {"1 Gbit/s": GIGABIT, "unthrottled": None}

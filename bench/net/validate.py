@@ -17,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from programs import Case, Programs  # noqa: E402
-
 import net_hosts  # noqa: E402  (of this tree)
+from programs import Case, Programs  # noqa: E402
 
 # The package would load the library, which the model does without.
 _spec = importlib.util.spec_from_file_location(
@@ -34,7 +33,7 @@ RATES = (0.2e9, 0.5e9, 1e9)
 # Bytes of a stream in a frame of MTU 1500, which on the wire has 14 more.
 EFFICIENCY = 1448 / 1514
 TOLERANCE = 0.15
-TRIES = 8  # other programs only make times longer, so the best of some counts
+TRIES = 4  # other programs only make times longer, so the best of these counts
 
 
 def seconds_of(programs: Programs, case: Case) -> dict[str, float]:
@@ -46,12 +45,19 @@ def seconds_of(programs: Programs, case: Case) -> dict[str, float]:
     return found
 
 
-def machines_of(programs: Programs, case: Case, problem: model.Problem) -> model.Machines:
+def latency_of(build: Path) -> float:
+    """One way of an empty put. Two ranks: with more of them than cores it is the scheduler's."""
+    with net_hosts.made(2) as hosts:
+        lines = Programs(build, hosts).crossdock(Case(2, 1, 8, 20, 5), "links")
+    pings = [line for line in lines if line.get("step") == "ping"]
+    return min(pings[0]["seconds"]) / 200
+
+
+def machines_of(
+    programs: Programs, case: Case, problem: model.Problem, latency: float
+) -> model.Machines:
     """What the model is told of this machine, from links that are not throttled."""
     programs.hosts.throttle(None)
-    small = Case(case.hosts, case.ranks_per_host, 8, 20, 5)
-    pings = [line for line in programs.crossdock(small, "links") if line.get("step") == "ping"]
-    latency = min(pings[0]["seconds"]) / 200
     dispatch = min(seconds_of(programs, case)["dispatch"] for _ in range(3))
     # Each rank packs its rows, and stores those that come to it and its own; the network itself is
     # work of the processor here.
@@ -74,13 +80,14 @@ def main() -> int:
     if why:
         print(f"net-model is not compared with measurements: {why}")
         return 77
-    worst = 0.0
+    worst, build = 0.0, options.build.resolve()
+    latency = latency_of(build)
     for hosts, ranks in ((2, 2), (4, 1)):
         case = Case(hosts, ranks, 512, 3, 1)
         problem = model.Problem(hosts, ranks, case.tokens, case.topk, case.experts)
         with net_hosts.made(hosts) as made:
-            programs = Programs(options.build.resolve(), made)
-            machines = machines_of(programs, case, problem)
+            programs = Programs(build, made)
+            machines = machines_of(programs, case, problem, latency)
             print(
                 f"{hosts} hosts of {ranks}: latency {machines.wire.latency_s * 1e6:.0f} us,"
                 f" near {machines.near_bytes_per_s * 1e-9:.2f} GB/s"
@@ -97,10 +104,7 @@ def main() -> int:
                 for _ in range(TRIES):
                     now = seconds_of(programs, case)
                     measured = {s: min(now[s], measured.get(s, now[s])) for s in predicted}
-                    error = max(abs(predicted[s] / measured[s] - 1) for s in predicted)
-                    if error <= TOLERANCE:
-                        break
-                worst = max(worst, error)
+                worst = max(worst, *(abs(predicted[s] / measured[s] - 1) for s in predicted))
                 for s in predicted:
                     print(
                         f"  {rate * 1e-9:.1f} Gbit/s {s:9} predicted {predicted[s] * 1e3:7.1f} ms,"
