@@ -259,8 +259,11 @@ class _Simulation:
         self.at(done, lambda: self.give_back(flow))
 
     def give_back(self, flow: _Flow) -> None:
-        """An empty put back."""
-        self.transmit(flow.receiver, flow.sender, 0.0, lambda: self.credited(flow))
+        """An empty put back. Links go packet by packet: it does not wait for chunks of others."""
+        wire = self.m.wire
+        self.sent[self.wire_of(flow.receiver)] += 1
+        there = self.now + wire.latency_s + 1 / wire.messages_per_s
+        self.at(there, lambda: self.credited(flow))
 
     def credited(self, flow: _Flow) -> None:
         """The slot is free."""

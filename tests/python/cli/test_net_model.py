@@ -86,6 +86,13 @@ def test_one_slot_waits_for_its_credit_in_between():
     assert least < result.seconds < 1.05 * least
 
 
+def test_credits_do_not_wait_behind_chunks_for_others():
+    # With those of three others before them, a combine would take 1.13 of the wire.
+    slow = dataclasses.replace(MACHINES, wire=Wire(24e6, 20e-6), wire_per_rank=False, slots=2)
+    result = simulate(Problem(4, 1, tokens=512, experts=32), slow, "combine")
+    assert result.seconds < 1.08 * result.wire_bytes / 24e6
+
+
 def test_bytes_and_messages_are_those_of_the_routing():
     result = simulate(PROBLEM, MACHINES)
     items = round(1024 * shares_of(PROBLEM).hosts[1])
