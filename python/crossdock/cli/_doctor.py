@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     _console.facts("Versions", list(_versions()))
     _console.facts("Features", [(name, *feature(name)) for name in FEATURES])
     _console.facts("Host", list(_host_facts()))
+    _console.facts("Network", list(_network_facts()))
     _console.facts("GPUs", list(_gpu_facts(gpus, why_none)))
     if arguments.no_trial:
         usable = [name for name in ("cpu", "cuda") if feature(name)[0]]
@@ -130,6 +131,19 @@ def _host_facts() -> Iterator[Fact]:
         None,
         (f"locked memory {_host.locked_memory()}, open files {_host.open_files()}"),
     )
+
+
+def _network_facts() -> Iterator[Fact]:
+    """What ranks on several hosts would use here, if the feature `network` is available."""
+    for name, text in _host.interfaces():
+        yield name, None, text
+    yield "rdma", None, _host.rdma_devices()
+    secret = bool(os.environ.get("XD_JOB_SECRET"))
+    yield "job secret", None, "set" if secret else "XD_JOB_SECRET is not set: no ranks on two hosts"
+    chosen = os.environ.get("XD_NET_IFACE")
+    if chosen:
+        yield "chosen", None, f"XD_NET_IFACE={chosen}"
+    yield "try it", None, "crossdock net-check, as the ranks of a job"
 
 
 def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:

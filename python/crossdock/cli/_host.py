@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import pathlib
 import platform
 import resource
+import socket
 
 import crossdock
 
@@ -82,6 +85,55 @@ def huge_pages() -> str:
     chosen = text[text.find("[") + 1 : text.find("]")] if "[" in text else "unknown"
     reserved = _first("/proc/meminfo", "HugePages_Total:").split()
     return f"transparent for shared memory: {chosen}; reserved: {reserved[1] if reserved else '0'}"
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """(name, addresses and speed) of the interfaces that have addresses and reach other hosts."""
+    found = []
+    for _, name in socket.if_nameindex():
+        addresses = [*_ipv4(name), *_ipv6(name)]
+        if not addresses or name == "lo":
+            continue
+        folder = f"/sys/class/net/{name}"
+        speed = _first(f"{folder}/speed")
+        facts = [*addresses, f"MTU {_first(f'{folder}/mtu') or 'unknown'}"]
+        if speed.isdecimal():  # -1 where nobody knows
+            facts.append(f"{speed} Mbit/s")
+        if _first(f"{folder}/operstate") == "down":
+            facts.append("down")
+        found.append((name, ", ".join(facts)))
+    return found
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def _ipv4(name: str) -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        request = name.encode().ljust(256, b"\0")
+        try:
+            return [socket.inet_ntoa(fcntl.ioctl(one, _SIOCGIFADDR, request)[20:24])]
+        except OSError:  # it has none
+            return []
+
+
+def _ipv6(name: str) -> list[str]:
+    """Without those that hold on one link only."""
+    try:
+        lines = pathlib.Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return []
+    words = [line.split() for line in lines]
+    found = [ipaddress.IPv6Address(int(one[0], 16)) for one in words if one[-1] == name]
+    return [str(address) for address in found if not address.is_link_local]
+
+
+def rdma_devices() -> str:
+    """The devices of InfiniBand, RoCE and EFA."""
+    try:
+        return ", ".join(sorted(os.listdir("/sys/class/infiniband"))) or "none"
+    except OSError:
+        return "none"
 
 
 def doubts(ranks: int, device: str) -> list[str]:

@@ -11,7 +11,10 @@ from crossdock.cli import main
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["doctor"], ["bench"], ["bench", "ep"], ["bench", "ll"], ["bench", "gemm"], ["demo"]],
+    [
+        *([], ["doctor"], ["bench"], ["bench", "ep"], ["bench", "ll"], ["bench", "gemm"]),
+        *(["net-check"], ["net-model"], ["demo"]),
+    ],
     ids=lambda command: " ".join(command) or "crossdock",
 )
 def test_help_explains_every_command(command):
@@ -32,6 +35,7 @@ def test_version_is_the_package_s():
 
 
 MISTAKES = {
+    "no rank": (["net-check"], "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
     "unknown command": (["repair"], "repair"),
     "no benchmark": (["bench"], "BENCHMARK"),
     "unknown option": (["doctor", "--all"], "--all"),

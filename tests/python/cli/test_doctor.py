@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import resource
+import shutil
+import subprocess
 
 import pytest
 
 import crossdock
 from commands import run
-from crossdock.cli import _doctor, _gpus
+from crossdock.cli import _doctor, _gpus, _host
 
 # The output of nvidia-smi on a host of four GPUs of which the last hangs on the host's bridge only.
 QUERY = "".join(f"{gpu}, NVIDIA H200, 143771 MiB, 9.0, Disabled, 580.95.05\n" for gpu in range(4))
@@ -64,6 +67,31 @@ def test_says_what_the_library_says_of_every_feature():
         mark = "ok" if crossdock.feature_available(name) else "no"
         line = next(line for line in text.splitlines() if line.split()[:1] == [name])
         assert line.split(maxsplit=2) == [name, mark, crossdock.feature_reason(name)]
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="ip is not installed")
+def test_interfaces_have_the_addresses_that_ip_shows():
+    shown = subprocess.run(["ip", "-j", "address"], stdout=subprocess.PIPE, check=True).stdout
+    expected = {}
+    for one in json.loads(shown):
+        addresses = {
+            address["local"]
+            for address in one["addr_info"]
+            if address["scope"] != "link" and not address.get("secondary")
+        }
+        if addresses and one["ifname"] != "lo":
+            expected[one["ifname"]] = addresses | {f"MTU {one['mtu']}"}
+    found = {name: set(text.split(", ")) for name, text in _host.interfaces()}
+    assert found.keys() == expected.keys()
+    assert all(facts <= found[name] for name, facts in expected.items())
+
+
+def test_tells_what_ranks_on_several_hosts_need():
+    text = run("doctor", "--no-trial", environment={"XD_JOB_SECRET": "x", "XD_NET_IFACE": "eth7"})
+    assert "job secret      set\n" in text.stdout
+    assert "XD_NET_IFACE=eth7" in text.stdout
+    text = run("doctor", "--no-trial", environment={"XD_JOB_SECRET": ""})
+    assert "XD_JOB_SECRET is not set" in text.stdout
 
 
 @pytest.mark.parametrize(

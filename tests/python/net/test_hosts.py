@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +41,42 @@ def expect_hosts(text: str) -> None:
 
 def test_numpy(hosts: Hosts) -> None:
     expect_hosts(run(hosts, "numpy_rank.py"))
+
+
+def check(
+    hosts: Hosts, rank: int, port: int, timeout: str = "60", **settings: str
+) -> subprocess.Popen[str]:
+    """A rank of `crossdock net-check`."""
+    return hosts.start(
+        rank // 2,
+        [*("-m", "crossdock.cli", "net-check"), *("--tokens", "40", "--timeout", timeout)],
+        {"WORLD_SIZE": str(RANKS), "MASTER_PORT": str(port), "RANK": str(rank), **settings},
+    )
+
+
+def test_net_check(hosts: Hosts) -> None:
+    port = launch.free_port()
+    text, *others = outputs([check(hosts, rank, port) for rank in range(RANKS)], SECONDS)
+    assert text.startswith("meeting    ok  4 ranks on 2 hosts\n")
+    for tokens in (8, 40):
+        assert f"{tokens:4} tokens ok  out and back, every element right\n" in text
+    # Rows of 7168 fp16 with what goes with them, to the one other host; each token at most once.
+    sent = [float(mb) for mb in re.findall(r"sends other hosts (\S+) MB", text)]
+    assert len(sent) == 4
+    for mb, tokens in zip(sent, (8, 8, 40, 40)):
+        assert tokens / 2 < mb / 14400e-6 < tokens + 1
+    assert others == [""] * (RANKS - 1)
+
+
+def test_net_check_tells_what_failed_on_each_rank(hosts: Hosts) -> None:
+    port = launch.free_port()
+    secrets = ["one", "one", "another", "another"]
+    ranks = [check(hosts, r, port, "5", XD_JOB_SECRET=secrets[r]) for r in range(RANKS)]
+    texts = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1] * RANKS
+    for rank, text in enumerate(texts):
+        assert f"crossdock: rank {rank}: meeting: " in text
+        assert "secret" in text.lower()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
