@@ -21,7 +21,6 @@ from crossdock.cli import _engine
 from crossdock.cli._usage import OK, CommandError, UsageError, number
 from crossdock.cli._workload import Workload, choices, volume
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALONE = "all {} ranks are on one host ({}): start some of them on another one"
 _USAGE = """Start it on every host as the job is started, for instance
 
@@ -53,10 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Joins the other ranks and goes through the steps; the first rank prints them."""
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise UsageError(f"net-check is a rank, and {', '.join(missing)} not set: see --help")
-    rank = os.environ["RANK"]
+    rank = os.environ.get("RANK", "?")
     with _step(rank, "meeting"):
         comm = crossdock.Comm.from_environment(timeout=arguments.timeout, name="net-check")
     with comm:
@@ -66,8 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(_ALONE.format(comm.num_ranks, os.uname().nodename))
         say = print if comm.rank == 0 else _nothing
         say(f"meeting    ok  {comm.num_ranks} ranks on {comm.num_hosts} hosts")
-        for tokens in sorted({min(8, arguments.tokens), arguments.tokens}):
-            _check(comm, _batch(comm, tokens, arguments), say)
+        with _step(rank, "connecting"):
+            group = _connect(comm, _batch(comm, arguments.tokens, arguments))
+        with group:
+            say("connecting ok")
+            for tokens in sorted({min(8, arguments.tokens), arguments.tokens}):
+                with _step(rank, f"{tokens} tokens"):
+                    _check(comm, group, _batch(comm, tokens, arguments), say)
     return OK
 
 
@@ -76,11 +77,13 @@ def _nothing(*_: Any) -> None:
 
 
 @contextmanager
-def _step(rank: str | int, name: str) -> Iterator[None]:
+def _step(rank: str, name: str) -> Iterator[None]:
     """What goes wrong in here is told with the rank and the step."""
     try:
         yield
-    except (crossdock.CrossdockError, RuntimeError) as error:
+    except crossdock.InvalidArgument as error:
+        raise UsageError(f"rank {rank}: {name}: {error}; see net-check --help") from None
+    except RuntimeError as error:
         raise CommandError(f"rank {rank}: {name}: {error}") from None
 
 
@@ -103,10 +106,8 @@ def _batch(comm: crossdock.Comm, tokens: int, arguments: argparse.Namespace) -> 
     )
 
 
-def _check(comm: crossdock.Comm, batch: Workload, say: Callable[[str], None]) -> None:
-    """Connects a group, sends a batch there and back, and times it."""
-    ids = choices(batch, comm.rank)
-    tokens = _engine.token_values(batch, comm.rank).astype(np.float16)
+def _connect(comm: crossdock.Comm, batch: Workload) -> crossdock.EpGroup:
+    """A group that has room for the batch."""
     config = crossdock.EpConfig(
         num_experts=batch.experts,
         max_topk=batch.topk,
@@ -116,22 +117,26 @@ def _check(comm: crossdock.Comm, batch: Workload, say: Callable[[str], None]) ->
         layout=batch.layout,
         recv_capacity=max(volume(batch).received),
     )
-    with _step(comm.rank, "connecting"):
-        group = crossdock.EpGroup(comm, config)
-    with group:
-        with _step(comm.rank, f"{batch.tokens} tokens"):
-            plan = group.prepare(ids)
-            sent = group.dispatch(plan, tokens)
-            out = group.combine(plan, sent.tokens)
-            _engine.require_equal(batch, comm.rank, out.astype(np.float32))
-            comm.barrier()
-            say(f"{batch.tokens:4} tokens ok  out and back, every element right")
-            calls: dict[str, Callable[[], Any]] = {
-                "dispatch": lambda: group.dispatch(plan, tokens, out=sent),
-                "combine": lambda: group.combine(plan, sent.tokens, out=out),
-            }
-            for name, call in calls.items():
-                say(_measure(comm, group, batch, call).line(name))
+    return crossdock.EpGroup(comm, config)
+
+
+def _check(
+    comm: crossdock.Comm, group: crossdock.EpGroup, batch: Workload, say: Callable[[str], None]
+) -> None:
+    """Sends a batch there and back, and times it."""
+    tokens = _engine.token_values(batch, comm.rank).astype(np.float16)
+    plan = group.prepare(choices(batch, comm.rank))
+    sent = group.dispatch(plan, tokens)
+    out = group.combine(plan, sent.tokens)
+    _engine.require_equal(batch, comm.rank, out.astype(np.float32))
+    comm.barrier()
+    say(f"{batch.tokens:4} tokens ok  out and back, every element right")
+    calls: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: group.dispatch(plan, tokens, out=sent),
+        "combine": lambda: group.combine(plan, sent.tokens, out=out),
+    }
+    for name, call in calls.items():
+        say(_measure(comm, group, batch, call).line(name))
 
 
 @dataclasses.dataclass(frozen=True)
