@@ -97,10 +97,11 @@ bool Courier::give_back(std::size_t slot) {
   return true;
 }
 
-Proxy::Proxy(Links& links, const SlotWords& words, Failed failed)
+Proxy::Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent)
     : links_(links),
       courier_(links, words),
       failed_(std::move(failed)),
+      sent_(std::move(sent)),
       thread_([this] { run(); }) {}
 
 Proxy::~Proxy() {
@@ -130,7 +131,10 @@ void Proxy::work() {
     const bool ends = ends_.load(std::memory_order_acquire);  // before the look at the words
     const bool worked = courier_.step();
     const Clock::time_point now = Clock::now();
-    if (worked) last_work = now;
+    if (worked) {
+      last_work = now;
+      sent_(links_.sent());
+    }
     if (ends && end == Clock::time_point::max()) end = now + std::chrono::milliseconds(kPatienceMs);
     if (ends && (courier_.at_rest() || now >= end)) return;
     if (!worked) sleep(now - last_work);

@@ -54,9 +54,11 @@ class Courier {
 
 class Proxy {
  public:
-  // Called once, on the proxy's thread, with what has ended its work.
+  // Called on the proxy's thread: with what has ended its work, once; and with what the links have
+  // sent so far, when there was something to do.
   using Failed = std::function<void(const Error&)>;
-  Proxy(Links& links, const SlotWords& words, Failed failed);
+  using Sent = std::function<void(const Links::Sent&)>;
+  Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent);
   // Does what has been commanded before, for at most kPatienceMs, and ends.
   ~Proxy();
   Proxy(const Proxy&) = delete;
@@ -73,6 +75,7 @@ class Proxy {
   Links& links_;
   Courier courier_;
   const Failed failed_;
+  const Sent sent_;
   std::atomic<bool> ends_{false};
   std::thread thread_;  // last: it uses all of the above
 };

@@ -1,4 +1,5 @@
 // A peer's process dies: all others learn it within a second, name it, and go on without it.
+#include <crossdock/version.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -29,6 +30,12 @@ std::chrono::milliseconds with_set_up(int milliseconds) {
 
 constexpr int kVictim = 1;
 
+// Ranks that are apart reach one another over libfabric, on the loopback interface.
+void require_network() {
+  const char* reason = nullptr;
+  if (xd_feature_available(XD_FEATURE_NETWORK, &reason) == 0) GTEST_SKIP() << reason;
+}
+
 // Kills the process of the victim. The memory that it shared had no name, so none of it can stay
 // behind.
 Clock::time_point kill_victim(Processes& ranks) {
@@ -58,18 +65,23 @@ struct Place {
   xd_ep_operation operation;
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
+  bool apart = false;
 };
 
 void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
 
 class KillIn : public testing::TestWithParam<Place> {
  protected:
+  void SetUp() override {
+    if (GetParam().apart) require_network();
+  }
   RankProgram program() const {
     RankProgram result;
     result.program = GetParam().program;
     result.operation = GetParam().operation;
     result.on_peer_loss = GetParam().on_peer_loss;
     result.product = GetParam().product;
+    result.apart = GetParam().apart;
     return result;
   }
   int peer() const {
@@ -139,12 +151,31 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"combine", Program::operation, XD_EP_COMBINE, XD_COMM_PEER_LOSS_MASK}),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
+constexpr Place between(const char* name, xd_ep_operation operation) {
+  Place place{name, Program::operation, operation};
+  place.apart = true;
+  return place;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    BetweenMachines, KillIn,
+    testing::Values(between("prepare", XD_EP_PREPARE), between("dispatch", XD_EP_DISPATCH),
+                    between("combine", XD_EP_COMBINE), between("combine_bwd", XD_EP_COMBINE_BWD),
+                    between("dispatch_bwd", XD_EP_DISPATCH_BWD)),
+    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+
 // Any moment of a step, in microseconds: counts, rows and flags under way.
-class KillAfter : public testing::TestWithParam<std::tuple<Program, int, xd_comm_peer_loss>> {};
+class KillAfter : public testing::TestWithParam<std::tuple<Program, int, xd_comm_peer_loss, bool>> {
+ protected:
+  void SetUp() override {
+    if (std::get<bool>(GetParam())) require_network();
+  }
+};
 
 TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
-  const auto [steps, microseconds, on_peer_loss] = GetParam();
+  const auto [steps, microseconds, on_peer_loss, apart] = GetParam();
   RankProgram program;
+  program.apart = apart;
   program.program = steps;
   program.tokens = 512;
   program.on_peer_loss = on_peer_loss;
@@ -157,19 +188,26 @@ TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
   expect_lost(ranks, 2, since);
 }
 
-INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
-                         testing::Combine(testing::Values(Program::steps, Program::ll_steps),
-                                          testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100,
-                                                          50300),
-                                          testing::Values(XD_COMM_PEER_LOSS_FATAL)));
+INSTANTIATE_TEST_SUITE_P(
+    Moments, KillAfter,
+    testing::Combine(testing::Values(Program::steps, Program::ll_steps),
+                     testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300),
+                     testing::Values(XD_COMM_PEER_LOSS_FATAL), testing::Values(false)));
+INSTANTIATE_TEST_SUITE_P(MomentsBetweenMachines, KillAfter,
+                         testing::Combine(testing::Values(Program::steps),
+                                          testing::Values(0, 900, 3700, 8900, 21100, 52300),
+                                          testing::Values(XD_COMM_PEER_LOSS_FATAL),
+                                          testing::Values(true)));
 INSTANTIATE_TEST_SUITE_P(GemmMoments, KillAfter,
                          testing::Combine(testing::Values(Program::gemm_steps),
                                           testing::Values(0, 900, 3100, 8100, 24500),
-                                          testing::Values(XD_COMM_PEER_LOSS_FATAL)));
+                                          testing::Values(XD_COMM_PEER_LOSS_FATAL),
+                                          testing::Values(false)));
 INSTANTIATE_TEST_SUITE_P(MaskedMoments, KillAfter,
                          testing::Combine(testing::Values(Program::steps),
                                           testing::Values(0, 700, 3300, 7900, 31000),
-                                          testing::Values(XD_COMM_PEER_LOSS_MASK)));
+                                          testing::Values(XD_COMM_PEER_LOSS_MASK),
+                                          testing::Values(false)));
 
 // Before the ranks have met no rank can know which one died, so the meeting ends with its timeout.
 class KillInCreate : public testing::TestWithParam<int> {};

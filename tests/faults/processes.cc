@@ -28,10 +28,16 @@ Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& p
   for (const auto& ranks : processes) program.num_ranks += static_cast<int>(ranks.size());
   program.id = make_id(program);
   if (program.death.victim >= 0) program.death.id_of_rest = make_id(program);
+  std::map<std::string, std::string> settings;
+  if (program.apart) {
+    settings = {{"XD_NET_TEST", "apart"},
+                {"XD_NET_IFACE", "127.0.0.1"},
+                {"XD_JOB_SECRET", "of this test's ranks"}};
+  }
   for (const std::vector<int>& ranks : processes) {
     program.ranks = ranks;
     processes_.push_back({ranks, std::make_unique<ChildProcess>(
-                                     ChildProcess::Program{to_arguments(program), {}, {}})});
+                                     ChildProcess::Program{to_arguments(program), settings, {}})});
   }
 }
 

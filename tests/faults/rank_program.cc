@@ -53,6 +53,8 @@ class RankRun {
     config.timeout_ms = program_.timeout_ms;
     config.on_peer_loss = program_.on_peer_loss;
     config.device = memory_->device();
+    const std::string host = "host" + std::to_string(rank_.rank);
+    if (program_.apart) config.host = host.c_str();
     config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;
@@ -371,7 +373,8 @@ RankProgram from_arguments(const std::vector<std::string>& arguments) {
   program.on_peer_loss = static_cast<xd_comm_peer_loss>(std::stoi(arguments.at(15)));
   program.losses = std::stoi(arguments.at(16));
   program.product = static_cast<xd_gemm_operation>(std::stoi(arguments.at(17)));
-  for (std::size_t i = 18; i < arguments.size(); ++i)
+  program.apart = std::stoi(arguments.at(18)) != 0;
+  for (std::size_t i = 19; i < arguments.size(); ++i)
     program.ranks.push_back(std::stoi(arguments[i]));
   return program;
 }
@@ -407,7 +410,8 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
                                      std::to_string(program.wait_timeout_ms),
                                      std::to_string(program.on_peer_loss),
                                      std::to_string(program.losses),
-                                     std::to_string(program.product)};
+                                     std::to_string(program.product),
+                                     std::to_string(static_cast<int>(program.apart))};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }

@@ -69,6 +69,7 @@ struct RankProgram {
   std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   int losses = 0;           // Program::outlive: ranks that will be lost
+  bool apart = false;       // each rank is on a machine of its own, as far as the library knows
   bool registered = false;  // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};
   RankDeath death;

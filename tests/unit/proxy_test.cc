@@ -30,10 +30,13 @@ struct Station {
         words(SlotWords::in(shared.data(), links.map().num_slots())) {}
 
   void start() {
-    proxy = std::make_unique<Proxy>(links, words, [this](const Error& error) {
-      complaint = error.text();
-      failed.store(true, std::memory_order_release);
-    });
+    proxy = std::make_unique<Proxy>(
+        links, words,
+        [this](const Error& error) {
+          complaint = error.text();
+          failed.store(true, std::memory_order_release);
+        },
+        [this](const net::Links::Sent& sent) { puts.store(sent.puts, std::memory_order_relaxed); });
   }
   std::span<std::byte> chunk(bool incoming, std::size_t slot) const {
     const net::LinkMap& map = links.map();
@@ -48,6 +51,7 @@ struct Station {
   const SlotWords words;
   std::string complaint;
   std::atomic<bool> failed{false};
+  std::atomic<std::uint64_t> puts{0};  // as the proxy has told
   std::unique_ptr<Proxy> proxy;
 };
 
@@ -186,6 +190,7 @@ TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
   from.proxy.reset();
   reader.join();
   EXPECT_EQ(load(from.words.freed[0]), net::slot_word(1, 0));
+  EXPECT_EQ(from.puts.load(), 1u);
 }
 
 TEST(Proxy, EndsInTimeIfNobodyReads) {

@@ -25,7 +25,7 @@ __device__ void for_each_leader(const Choice& c, Body&& body) {
 template <class Weights>
 __device__ void store_weights(const DispatchParams& p, const Turn& turn, const Choice& c,
                               Weights&& weights, int token) {
-  if (p.topk_weights == nullptr || !c.valid) return;
+  if (!p.weighs || !c.valid) return;
   const std::uint64_t at = static_cast<std::uint64_t>(token) * turn.plan().topk + lane_id();
   reinterpret_cast<float*>(turn.peer(c.rank).weights)[c.row] = weights()[at];
 }
@@ -34,18 +34,18 @@ __device__ void store_weights(const DispatchParams& p, const Turn& turn, const C
 template <class Weights>
 __device__ void store_choices(const DispatchParams& p, const Turn& turn, const Choice& c,
                               Weights&& weights, int token) {
-  if (p.topk_weights == nullptr && !p.indices) return;
+  if (!p.weighs && !p.indices) return;
   const int topk = turn.plan().topk;
   const int k = lane_id();
   float weight = 0.0f;
-  if (p.topk_weights != nullptr && k < topk) {
+  if (p.weighs && k < topk) {
     weight = weights()[static_cast<std::uint64_t>(token) * topk + k];
   }
   for_each_leader(c, [&](int rank, std::uint32_t row, bool here) {
     if (k >= topk) return;
     const PeerTensors& peer = turn.peer(rank);
     const std::uint64_t at = std::uint64_t{row} * topk + k;
-    if (p.topk_weights != nullptr) {
+    if (p.weighs) {
       reinterpret_cast<float*>(peer.weights)[at] = here ? weight : 0.0f;
     }
     if (!p.indices) return;

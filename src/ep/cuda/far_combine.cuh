@@ -139,8 +139,7 @@ class FarCombine : public FarWork<FarCombine<T>> {
  private:
   __device__ int topk() const { return turn_.plan().topk; }
   __device__ AnswerLayout answer() const {
-    return {.topk = p_.grad_topk_weights != nullptr ? topk() : 0,
-            .row_bytes = p_.sums ? p_.row_bytes : 0};
+    return {.topk = p_.gradients ? topk() : 0, .row_bytes = p_.sums ? p_.row_bytes : 0};
   }
   // Both a request and its answer have room in so many bytes.
   __device__ std::uint64_t answer_room() const {

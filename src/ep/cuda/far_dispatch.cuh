@@ -124,7 +124,7 @@ class FarDispatch : public FarWork<FarDispatch> {
  private:
   __device__ RowsLayout item_layout() const {
     return {.topk = turn_.plan().topk,
-            .weights = p_.topk_weights != nullptr,
+            .weights = p_.weighs,
             .row_bytes = p_.recv_tokens.row_bytes,
             .scale_bytes = p_.recv_scales.row_bytes};
   }

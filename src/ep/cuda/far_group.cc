@@ -57,7 +57,11 @@ FarGroup::FarGroup(const Group& group)
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
         links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
-        [this](const Error& error) { give_up(error); });
+        [this](const Error& error) { give_up(error); },
+        [&numbers = group.subject().counters()](const net::Links::Sent& sent) {
+          numbers.net_puts.set(sent.puts);
+          numbers.net_bytes.set(sent.bytes);
+        });
     return Collective::Contribution{};
   });
 }

@@ -233,6 +233,7 @@ DispatchStart dispatch_params(const DispatchCall& call, const GroupView& view) {
   }
   p.own_rows_direct = true;
   p.indices = static_cast<bool>(call.recv_topk_idx);
+  p.weighs = static_cast<bool>(call.topk_weights);
   p.topk_weights = given<float>(call.topk_weights);
   return start;
 }
@@ -282,6 +283,7 @@ CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) 
       fill.receive_beside(call.grad_recv_weights, fill.map().weights, fill.record().weights_in);
   const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;
   start.tokens = static_cast<int>(tokens.rows);
+  start.params.gradients = static_cast<bool>(call.grad_topk_weights);
   start.params.grad_topk_weights = given<float>(call.grad_topk_weights);
   return start;
 }

@@ -47,10 +47,11 @@ struct DispatchParams {
   int send_blocks;       // blocks that begin with sending; the others begin with receiving
   bool own_rows_direct;  // this rank's own rows go to all their places at once
   bool indices;          // receive tensors have recv_topk_idx
+  bool weighs;           // tokens have topk_weights, on this rank or on others
   bool receives;         // rows are fanned out, copied out of staging or scaled here
   const std::byte* tokens;
   StridedRows scales;            // beside tokens; also none where they are made on the way
-  const float* topk_weights;     // nullptr = none
+  const float* topk_weights;     // nullptr = none, or this rank has no tokens
   unsigned scale_alignment = 1;  // alignment of all ranks' recv_scales
   ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
   int num_late;  // how many of these first come together in staging memory
@@ -75,7 +76,8 @@ struct CombineParams {
   std::uint64_t partial_bytes;  // bytes of all slots of a rank
   // dispatch_bwd:
   ReceiveRows grad_recv_weights;
-  float* grad_topk_weights;
+  bool gradients;            // of topk_weights, on this rank or on others
+  float* grad_topk_weights;  // nullptr = none, or this rank has no tokens
   // By rank, in device memory, where sums are made by host; else nullptr.
   const std::uint32_t* host_keys;
 };
