@@ -49,7 +49,7 @@ typedef struct xd_stats {
   /* 1 = waits are measured here; 0 = they are not, and stay 0. On CUDA kernels wait, and
    * low-latency calls alone measure it, where they are given wait_ns. */
   int32_t measures_waits;
-  /* Groups on the CPU with ranks on several machines: puts that this rank has made into memory of
+  /* Groups with ranks on several machines: puts that this rank has made into memory of
    * other machines, and their bytes, with all that travels beside rows but what the network adds.
    * A put without bytes says that a chunk was read. */
   uint64_t net_puts;

@@ -124,8 +124,7 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
              Machines machines)
     : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
   if (machines == Machines::one) {
-    Sequence::comm().require_all_near(asks_for_slots(config) ? "expert parallelism in EXPERT_SLOTS"
-                                                             : "expert parallelism on this device");
+    Sequence::comm().require_all_near("expert parallelism in EXPERT_SLOTS");
   }
   agree_on_config(config, keeps_of);
   for (const Config& c : configs_) capacities_.push_back(c.capacity);

@@ -71,9 +71,12 @@ class Pusher {
     __syncwarp();
     std::byte* to = turn_.peer(source).extra + slot * p_.row_bytes;
     if constexpr (kFar) {  // gateways read it here
-      const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
       const FarDevice& far = *turn_.group().control->far;
-      if (far.machine_of[source] != kNear) to = far_sum_at(far, turn_.rank(), first, p_.row_bytes);
+      if (far.machine_of[source] != kNear) {
+        if (rows.count == 0) return;  // a damaged item names no row, so no place
+        const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
+        to = far_sum_at(far, turn_.rank(), first, p_.row_bytes);
+      }
     }
     add_up<T>(to, ring_, terms_, rows.count, p_.weights != nullptr, columns.first, columns.last);
   }

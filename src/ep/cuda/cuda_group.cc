@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/math.h"
-#include "comm/net_test.h"
 #include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
@@ -157,8 +156,7 @@ class CudaGroup final : public Group {
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    // Several machines: so far in tests alone.
-    : Group(owner, user, keeps_of, net_test().apart ? Machines::several : Machines::one),
+    : Group(owner, user, keeps_of, Machines::several),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {

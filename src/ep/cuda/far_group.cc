@@ -7,7 +7,6 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
-#include "base/log.h"
 #include "base/math.h"
 
 namespace xd::ep::cuda {
@@ -44,8 +43,6 @@ FarGroup::FarGroup(const Group& group)
   const Config& config = group.config();
   comm_.collective().agree(kCreateGroup, [&] {
     require_hosts_are_machines(comm_);
-    log_warning("expert parallelism between machines has not been run on GPUs yet [rank ",
-                comm_.rank(), " of ", config.ranks, "]");
     allocate(config);
     return Collective::Contribution{};
   });
