@@ -144,6 +144,34 @@ TEST(LaunchShapeTest, BlocksAreDividedAsTheRowsThatTheyMove) {
   EXPECT_EQ(sending(), 100) << "no rows come from peers";
 }
 
+// Two ranks, top-8: a token has a row on the other rank, and of its 8 rows by expert 4 are this
+// rank's own.
+TEST(LaunchShapeTest, BlocksBeginWithRowsForPeersUntilTheseFillTheLinks) {
+  const RowPieces row = RowPieces::make(14336);
+  Traffic traffic{.ranks = 2, .tokens = 4096, .topk = 8, .row_bytes = 14336, .receives = true};
+  const auto sending = [&](int sms) {
+    return dispatch_shape(traffic, row, row, sms, 128, kHopper).first_blocks;
+  };
+  const auto pushing = [&](int sms) {
+    return combine_shape(traffic, sms, 128, kHopper).first_blocks;
+  };
+  traffic.row_per_expert = true;
+  EXPECT_EQ(sending(24), 24) << "1 of 5 rows crosses";
+  EXPECT_EQ(sending(48), 40) << "these fill the links";
+  EXPECT_EQ(sending(100), 63) << "5 rows are sent, 3 are copied";
+  EXPECT_EQ(pushing(32), 32) << "1 row crosses, 10 are read and written";
+  EXPECT_EQ(pushing(64), 60);
+  traffic.tokens = 128;
+  EXPECT_EQ(sending(24), 15) << "as the rows are";
+  EXPECT_EQ(pushing(32), 25);
+  traffic.tokens = 4096;
+  traffic.row_per_expert = false;
+  traffic.staged = true;
+  EXPECT_EQ(sending(12), 12) << "1 of 2 rows crosses";
+  EXPECT_EQ(sending(24), 16);
+  EXPECT_EQ(pushing(16), 9) << "every row that is pushed crosses";
+}
+
 TEST(LaunchShapeTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {
   const RowPieces row = RowPieces::make(14336);
   for (const bool by_expert : {false, true}) {

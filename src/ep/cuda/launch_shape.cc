@@ -43,31 +43,31 @@ int sms_for_links(double moves, double remote, double rate, double slack) {
 }
 
 // Rows that are moved per token by the blocks that begin with sending (dispatch) or with partial
-// sums (combine), and by the others. Each block moves about as many rows in the same time, so if
-// the blocks are divided as the rows are, none of them waits for the others at the end.
+// sums (combine), and by the others. `filling`: that many blocks of the former fill the links.
 struct Division {
   double first, other;
-
-  int first_of(int blocks) const {
-    if (other < 1e-6 * first || blocks == 1) return blocks;
-    const auto share = static_cast<int>(std::lround(blocks * first / (first + other)));
-    return std::clamp(share, 1, blocks - 1);
-  }
+  int filling;
 };
 
 // The sender puts this rank's own rows into all their places at once. A peer's row arrives in the
 // first of its places, and is copied from there to the others, or out of staging memory to all.
 // Rows that are scaled arrive once for each rank, and are all written at the owner.
 Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) {
-  if (!traffic.receives) return {1.0, 0.0};
-  if (traffic.scaled) return {rows.ranks, rows.delivered};
-  const double own = rows.delivered / traffic.ranks;
-  return {rows.remote + own, rows.delivered - own - (traffic.staged ? 0.0 : rows.remote)};
+  if (!traffic.receives) return {1.0, 0.0, 0};
+  const double own = traffic.scaled ? rows.ranks - rows.remote : rows.delivered / traffic.ranks;
+  const double sent = rows.remote + own;
+  const double copied =
+      traffic.scaled ? rows.delivered : rows.delivered - own - (traffic.staged ? 0.0 : rows.remote);
+  return {sent, copied, sms_for_links(sent, rows.remote, kStoreRate, 1.0)};
 }
 
-// A rank's rows are read, and their sums written for the token's rank, which reads them again.
-Division division_of_combine(const RowsPerToken& rows) {
-  return {rows.delivered + rows.ranks, rows.ranks + 1.0};
+// A rank's rows are read, and their sums written for the token's rank, which reads them again. By
+// rank a sum is a copy of one row, so fewer blocks fill the links than the division gives.
+Division division_of_combine(const RowsPerToken& rows, const Traffic& traffic) {
+  const double pushed = rows.delivered + rows.ranks;
+  const int filling =
+      traffic.row_per_expert ? sms_for_links(pushed, rows.remote, kSumRate, 1.0) : 0;
+  return {pushed, rows.ranks + 1.0, filling};
 }
 
 // How many tokens get a warp of their own: all of them up to 512, where latency dominates; fewer
@@ -79,6 +79,17 @@ int tokens_at_once(int tokens) {
 
 int blocks_for(int wanted, int num_sms, int budget) {
   return std::clamp(num_sms > 0 ? num_sms : wanted, 1, budget);
+}
+
+// How many blocks begin with the first role. A block that has none of its work left goes on with
+// the other role, but not back. So in a large batch as many begin as fill the links, even all: no
+// block waits for peers' rows while it could move its own. Beyond that, and in a small batch, where
+// a warp has a unit or two, blocks are divided as the rows are.
+int first_blocks(const Division& rows, int blocks, int tokens) {
+  if (rows.other < 1e-6 * rows.first || blocks == 1) return blocks;
+  const auto share = static_cast<int>(std::lround(blocks * rows.first / (rows.first + rows.other)));
+  const int divided = std::clamp(share, 1, blocks - 1);
+  return tokens_at_once(tokens) > 0 ? divided : std::max(divided, std::min(rows.filling, blocks));
 }
 
 // The number of warps whose parts of shared memory fit, and whose threads fit into a block.
@@ -140,7 +151,8 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
     wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));
   }
   LaunchShape shape{.blocks = blocks_for(wanted, num_sms, budget)};
-  shape.first_blocks = division_of_dispatch(rows, traffic).first_of(shape.blocks);
+  shape.first_blocks =
+      first_blocks(division_of_dispatch(rows, traffic), shape.blocks, traffic.tokens);
   shape.threads = warps * 32;
   shape.shared_bytes = at(warps) * warp_bytes;
   return shape;
@@ -156,7 +168,8 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
   const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),
                               traffic.receives ? 2 * latency : latency);
   LaunchShape shape{.blocks = std::min(blocks_for(wanted, num_sms, budget), device.sms)};
-  shape.first_blocks = division_of_combine(rows).first_of(shape.blocks);
+  shape.first_blocks =
+      first_blocks(division_of_combine(rows, traffic), shape.blocks, traffic.tokens);
   const int warps = std::min(warps_in(TermPieces::kBytes, device), kCombineWarps);
   shape.threads = warps * 32;
   shape.shared_bytes = at(warps) * TermPieces::kBytes;
