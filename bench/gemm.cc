@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iomanip>
 #include <sstream>
 #include <stdexcept>
 
@@ -140,43 +141,42 @@ std::string title(const GemmReport& report) {
 
 void print(const GemmReport& report) {
   print_head(title(report), report.machine);
-  std::vector<Column> columns{{"way", "way", -19},
-                              {"algo", "algorithm", -10},
-                              {"products", "products", 8},
-                              {"p50_us", "p50 us", 11, 1},
-                              {"p99_us", "p99 us", 11, 1},
-                              {"gflop_per_s", "Gflop/s", 9, 1},
-                              {"floor_ratio", "x product", 9, 2},
-                              {"overlap", "overlap", 8, 2},
-                              {"peer_ratio", "times faster", 13, 2}};
+  std::vector<Column> columns{
+      {"way", "way", kText},        {"algo", "algorithm", kText}, {"products", "parts"},
+      {"p50_us", "p50 us", 1},      {"p99_us", "p99 us", 1},      {"gflop_per_s", "Gflop/s", 1},
+      {"floor_ratio", "x prod", 2}, {"overlap", "overlap", 2},    {"peer_ratio", "faster", 2}};
   const bool cuda = report.options.device == Device::cuda;
   if (cuda) {
-    columns.push_back({"comm_sms", "SMs", 5});
-    columns.push_back({"estimate_us", "estimate", 9, 1});
-    columns.push_back({"host_us", "host us", 8, 1});
+    columns.push_back({"comm_sms", "SMs"});
+    columns.push_back({"estimate_us", "estimate", 1});
+    columns.push_back({"host_us", "host us", 1});
   }
   for (const GemmCase& one : report.cases) {
     const GemmProblem& p = one.problem;
     const xd_gemm_memory& memory = one.results.memory;
-    std::printf("\n%s, %s: [%lld,%lld] times [%lld,%lld]; a context takes %.1f MB per rank\n",
-                p.shape.name.c_str(), name_of(p.shape.operation), static_cast<long long>(p.tokens),
-                static_cast<long long>(p.shape.k), static_cast<long long>(p.shape.k),
-                static_cast<long long>(p.shape.n),
-                static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
-    print_table("  ", columns, rows_of(one));
+    std::ostringstream product;
+    product << p.shape.name << ", " << name_of(p.shape.operation) << ": [" << p.tokens << ","
+            << p.shape.k << "] times [" << p.shape.k << "," << p.shape.n << "]; a context takes "
+            << std::fixed << std::setprecision(1)
+            << static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6
+            << " MB per rank";
+    std::printf("\n");
+    print_text("", product.str());
+    print_table("", columns, rows_of(one));
   }
-  std::printf(
-      "\nTimes run from a common start to the end of the slowest rank; the ways take rounds in "
-      "turn.\n"
-      "x product: p50 over that of the product alone. overlap: the part of the shorter step that "
-      "is\n"
-      "hidden behind the longer one. times faster: p50 of the steps one after the other over this\n"
-      "one. Gflop/s are of one rank.\n");
+  std::printf("\n");
+  print_text(
+      "",
+      "Times run from a common start to the end of the slowest rank; the ways take rounds in "
+      "turn. x prod: p50 over that of the product alone. overlap: the part of the shorter step "
+      "that is hidden behind the longer one. faster: p50 of the steps one after the other over "
+      "this one. Gflop/s are of one rank.");
   if (cuda) {
-    std::printf(
+    print_text(
+        "",
         "The product alone is cuBLASLt's, by the fastest of its algorithms; the transfer is "
-        "NCCL's.\nSMs: multiprocessors that the transfer takes from products. host us: p50 of what "
-        "the call\ntakes on the host of rank 0.\n");
+        "NCCL's. SMs: multiprocessors that the transfer takes from products. host us: p50 of "
+        "what the call takes on the host of rank 0.");
   }
 }
 
@@ -205,9 +205,9 @@ int finish(const GemmReport& report) {
   if (!report.options.json.empty()) write_json(report);
   const bool right =
       std::ranges::all_of(report.cases, [](const GemmCase& one) { return one.results.right; });
-  std::printf("%s\n", right ? "Checked: all ways end with equal bits on every rank, and with exact "
-                              "sums where looked at."
-                            : "WRONG: see above.");
+  print_text("", right ? "Checked: all ways end with equal bits on every rank, and with exact sums "
+                         "where looked at."
+                       : "WRONG: see above.");
   return right ? 0 : 1;
 }
 

@@ -93,8 +93,8 @@ std::vector<Json> rows_of(const LlCase& one) {
     set_number(row, "p99_us", percentile(times.seconds, 0.99) * 1e6, 3);
     if (times.sms != 0) row["sms"] = times.sms;
     const bool ours = times.step.by == one.results.times.front().step.by;
-    for (const auto& [key, way] : {std::pair{"zero_copy_ratio", "expert-major, zero-copy"},
-                                   std::pair{"staged_ratio", "expert-major, staged"}}) {
+    for (const auto& [key, way] :
+         {std::pair{"zero_copy_ratio", "zero-copy"}, std::pair{"staged_ratio", "staged"}}) {
       const double theirs = ours ? median_by(one, way, times.step) : 0;
       if (theirs != 0) set_number(row, key, theirs / p50, 3);
     }
@@ -129,37 +129,42 @@ struct LlReport {
 
 void print(const LlReport& report) {
   print_head(title(report.options, report.threads), report.machine);
+  const bool cuda = report.options.device == Device::cuda;
   std::vector<Column> columns{
-      {"operation", "operation", -29}, {"by", "by", -23},           {"rows", "rows", -5},
-      {"clock", "clock", -16},         {"p50_us", "p50 us", 10, 1}, {"p99_us", "p99 us", 10, 1}};
-  if (report.options.device == Device::cuda) {
-    columns.push_back({"sms", "SMs", 5});
+      {"operation", "operation", kText}, {"by", "by", kText}, {"rows", "rows", kText}};
+  if (cuda) columns.push_back({"clock", "clock", kText});
+  columns.push_back({"p50_us", "p50 us", 1});
+  columns.push_back({"p99_us", "p99 us", 1});
+  if (cuda) {
+    columns.push_back({"sms", "SMs"});
   } else {
-    columns.push_back({"zero_copy_ratio", "x zero-copy", 12, 2});
-    columns.push_back({"staged_ratio", "x staged", 9, 2});
+    columns.push_back({"zero_copy_ratio", "zero-copy", 2});
+    columns.push_back({"staged_ratio", "staged", 2});
   }
   for (const LlCase& one : report.cases) {
     const xd_ep_memory& memory = one.results.memory;
     std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
                 static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
-    print_table("  ", columns, rows_of(one));
+    print_table("", columns, rows_of(one));
   }
-  if (report.options.device == Device::cuda) {
-    std::printf(
-        "\nTimes run from a common start to the end of the slowest rank. kernel: by the device's\n"
-        "clock, less an empty kernel in its place; graph: each of 20 operations in a CUDA graph.\n"
-        "SMs: multiprocessors that the operation's kernel holds while it runs.\n");
+  if (cuda) {
+    std::printf("\n");
+    print_text(
+        "",
+        "Times run from a common start to the end of the slowest rank. kernel: by the device's "
+        "clock, less an empty kernel in its place; graph: each of 20 operations in a CUDA graph. "
+        "SMs: multiprocessors that the operation's kernel holds while it runs.");
     return;
   }
-  std::printf(
-      "\nTimes run from a common start to the end of the slowest rank. x zero-copy, x staged: p50 "
-      "of\n"
-      "the calls of the expert-major layout that do the same over this one; with what it receives "
-      "in\n"
-      "symmetric memory, or in ordinary memory, where low latency has it. Between dispatch and\n"
-      "combine each rank reads and writes the rows that it has received, as experts do; that is "
-      "not\n"
-      "timed.\n");
+  std::printf("\n");
+  print_text(
+      "",
+      "Times run from a common start to the end of the slowest rank. By zero-copy and staged: "
+      "calls of the expert-major layout that do the same; with what it receives in symmetric "
+      "memory, "
+      "or in ordinary memory, where low latency has it. In their columns: their p50 over this one. "
+      "Between dispatch and combine each rank reads and writes the rows that it has received, as "
+      "experts do; that is not timed.");
 }
 
 void write_json(const LlReport& report) {

@@ -18,8 +18,8 @@ namespace {
 
 constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kE4m3{10, 8, 1}, kF32{kDLFloat, 32, 1};
 constexpr const char* kLowLatency = "low latency";
-constexpr const char* kZeroCopy = "expert-major, zero-copy";
-constexpr const char* kStaged = "expert-major, staged";
+constexpr const char* kZeroCopy = "zero-copy";
+constexpr const char* kStaged = "staged";
 
 enum Step : std::size_t {
   kDispatch,

@@ -82,10 +82,10 @@ double percentile(std::vector<double> values, double fraction) {
 }
 
 void print_head(const std::string& title, const Machine& machine) {
-  std::printf("%s\n", title.c_str());
-  std::printf("machine  %s\n", machine.processor.c_str());
-  std::printf("build    %s\n", machine.build.c_str());
-  for (const std::string& doubt : machine.doubts) std::printf("DOUBT    %s\n", doubt.c_str());
+  print_text("", title);
+  print_text("machine  ", machine.processor);
+  print_text("build    ", machine.build);
+  for (const std::string& doubt : machine.doubts) print_text("DOUBT    ", doubt);
 }
 
 Json head(const std::string& title, const Machine& machine) {
@@ -109,22 +109,23 @@ void print(const Report& report) {
               report.volume.sent_rows, report.volume.sent_rows * row_bytes * 1e-6,
               report.volume.all_rows);
   print_table("",
-              {{"operation", "operation", -13},
-               {"by", "by", -10},
-               {"p50_us", "p50 us", 11, 1},
-               {"p99_us", "p99 us", 11, 1},
-               {"wire_gb_per_s", "wire GB/s", 10, 2},
-               {"rows_gb_per_s", "rows GB/s", 10, 2},
-               {"floor_ratio", "x copy", 9, 2},
-               {"mpi_ratio", "MPI takes", 9, 2}},
+              {{"operation", "operation", kText},
+               {"by", "by", kText},
+               {"p50_us", "p50 us", 1},
+               {"p99_us", "p99 us", 1},
+               {"wire_gb_per_s", "wire GB/s", 2},
+               {"rows_gb_per_s", "rows GB/s", 2},
+               {"floor_ratio", "x copy", 2},
+               {"mpi_ratio", "MPI takes", 2}},
               rows_of(report));
-  std::printf(
-      "\nTimes run from a common start to the end of the slowest rank. GB/s per rank: wire counts "
-      "the\n"
-      "rows that leave it, once per destination rank; rows also those that stay. x copy: p50 over\n"
-      "that of the floor, all ranks copying their wire bytes into a neighbour's memory at once.\n"
-      "MPI takes: its p50 over this one.\n");
-  for (const std::string& note : report.notes) std::printf("%s\n", note.c_str());
+  std::printf("\n");
+  print_text(
+      "",
+      "Times run from a common start to the end of the slowest rank. GB/s per rank: wire counts "
+      "the rows that leave it, once per destination rank; rows also those that stay. x copy: p50 "
+      "over that of the floor, all ranks copying their wire bytes into a neighbour's memory at "
+      "once. MPI takes: its p50 over this one.");
+  for (const std::string& note : report.notes) print_text("", note);
   std::printf("\n");
 }
 

@@ -86,7 +86,7 @@ std::string summary_name(const Case& one, Operation operation) {
   if (one.part == "experts") varies = " E=" + std::to_string(w.experts);
   if (one.part == "skew") varies = " " + w.routing;
   if (one.part == "gpus") varies = " " + std::to_string(w.ranks) + " ranks";
-  return "T=" + std::to_string(w.tokens) + varies + " " + name_of(w.layout) + "-major " +
+  return "T=" + std::to_string(w.tokens) + varies + " " + name_of(w.layout) + " " +
          name_of(operation) + (typed ? std::string(" ") + name_of(w.element) : "") +
          (one.staged ? ", staged" : "");
 }
@@ -134,37 +134,42 @@ void add_lines(std::vector<Json>& rows, const StepResult& step, const Bytes& byt
 }  // namespace
 
 void print_head(const Run& run) {
-  std::printf("crossdock-bench ep --device cuda: %d %s", run.place.launch.num_ranks,
-              run.place.launch.threads ? "threads" : "processes");
-  if (run.place.shares_devices()) std::printf(", %d per GPU", run.place.ranks_per_gpu);
-  std::printf(", seed %llu, %d iterations after %d\n",
-              static_cast<unsigned long long>(run.options.workload.seed),
-              run.options.workload.iters, run.options.workload.warmup);
-  std::printf("gpus      %s\n", to_string(run.gpus).c_str());
-  std::printf("host      %s\n", run.machine.processor.c_str());
-  std::printf("build     %s\n", run.machine.build.c_str());
-  std::printf("baseline  %s\n", run.baseline.c_str());
-  for (const std::string& doubt : run.machine.doubts) std::printf("DOUBT     %s\n", doubt.c_str());
-  std::printf(
-      "\nA time is that of a whole operation, by events on its stream, from a start in common "
-      "(all\n"
-      "ranks have enqueued it): the maximum over the ranks, of which p50 and p99 are shown. GB/s\n"
-      "per rank: wire counts the rows that leave it, once per destination rank; rows also those\n"
-      "that stay (DeepEP's way). floor: every GPU stores the wire bytes into its peers' memory by\n"
-      "a plain kernel, the best of several. NCCL takes: an all-to-all of as many bytes, equally\n"
-      "split, over ours.\n");
+  std::ostringstream first;
+  first << "crossdock-bench ep --device cuda: " << run.place.launch.num_ranks
+        << (run.place.launch.threads ? " threads" : " processes");
+  if (run.place.shares_devices()) first << ", " << run.place.ranks_per_gpu << " per GPU";
+  first << ", seed " << run.options.workload.seed << ", " << run.options.workload.iters
+        << " iterations after " << run.options.workload.warmup;
+  print_text("", first.str());
+  print_text("gpus      ", to_string(run.gpus));
+  print_text("host      ", run.machine.processor);
+  print_text("build     ", run.machine.build);
+  print_text("baseline  ", run.baseline);
+  for (const std::string& doubt : run.machine.doubts) print_text("DOUBT     ", doubt);
+  std::printf("\n");
+  print_text(
+      "",
+      "A time is that of a whole operation, by events on its stream, from a start in common "
+      "(all ranks have enqueued it): the maximum over the ranks, of which p50 and p99 are "
+      "shown. wire: GB/s of the rows that leave a rank, once per destination rank; rows: also of "
+      "those that stay (DeepEP's way). floor: every GPU stores the wire bytes into "
+      "its peers' memory by a plain kernel, the best of several. NCCL: an all-to-all of as many "
+      "bytes, equally split, over ours.");
   std::fflush(stdout);
 }
 
 void print_case(const Run& run, const Case& one, const CaseResult& result) {
   const Bytes bytes(one.workload, result.volume);
-  std::printf("\n%s\n", title(one).c_str());
-  std::printf(
-      "  %.0f of %.0f rows leave a rank, %.2f MB; group memory %.1f MB symmetric, %.1f MB "
-      "private\n",
-      bytes.volume.sent_rows, bytes.volume.all_rows, bytes.wire() * 1e-6,
-      static_cast<double>(result.group_memory.symmetric_bytes) * 1e-6,
-      static_cast<double>(result.group_memory.private_bytes) * 1e-6);
+  std::printf("\n");
+  print_text("", title(one));
+  char volume[160];
+  std::snprintf(volume, sizeof(volume),
+                "%.0f of %.0f rows leave a rank, %.2f MB; group memory %.1f MB symmetric, %.1f MB "
+                "private",
+                bytes.volume.sent_rows, bytes.volume.all_rows, bytes.wire() * 1e-6,
+                static_cast<double>(result.group_memory.symmetric_bytes) * 1e-6,
+                static_cast<double>(result.group_memory.private_bytes) * 1e-6);
+  print_text("  ", volume);
   std::vector<Json> rows;
   for (const StepResult& step : result.steps) add_lines(rows, step, bytes, result);
   if (!result.floor.seconds.empty()) {
@@ -175,14 +180,14 @@ void print_case(const Run& run, const Case& one, const CaseResult& result) {
     rows.push_back(line(run.baseline, "-", result.nccl, bytes, result));
   }
   print_table("  ",
-              {{"operation", "operation", -32},
-               {"sms", "SMs", 5},
-               {"p50_us", "p50 us", 10, 1},
-               {"p99_us", "p99 us", 10, 1},
-               {"wire_gb_per_s", "wire GB/s", 10, 1},
-               {"rows_gb_per_s", "rows GB/s", 10, 1},
-               {"percent_of_floor", "% floor", 8, 1},
-               {"nccl_takes", "NCCL takes", 10, 2}},
+              {{"operation", "operation", kText},
+               {"sms", "SMs"},
+               {"p50_us", "p50 us", 1},
+               {"p99_us", "p99 us", 1},
+               {"wire_gb_per_s", "wire GB/s", 1},
+               {"rows_gb_per_s", "rows GB/s", 1},
+               {"percent_of_floor", "% floor", 1},
+               {"nccl_takes", "NCCL takes", 2}},
               rows);
   std::fflush(stdout);
 }
@@ -204,20 +209,20 @@ void print_summary(const std::vector<Finished>& cases) {
   }
   std::printf("\n");
   print_table("",
-              {{"operation", "operation", -44},
-               {"floor_us", "floor us", 9, 1},
-               {"p50_us", "ours us", 9, 1},
-               {"sms", "SMs", 5},
-               {"target_us", "target us", 9},
-               {"nccl_us", "NCCL us", 9, 1},
-               {"percent_of_floor", "% floor", 8, 1}},
+              {{"operation", "operation", kText},
+               {"floor_us", "floor", 1},
+               {"p50_us", "ours", 1},
+               {"sms", "SMs"},
+               {"target_us", "target"},
+               {"nccl_us", "NCCL", 1},
+               {"percent_of_floor", "% floor", 1}},
               rows);
   const bool aimed = std::any_of(cases.begin(), cases.end(), [](const Finished& finished) {
     const auto& steps = finished.one.steps;
     return std::any_of(steps.begin(), steps.end(),
                        [](const Step& step) { return step.target_us != 0; });
   });
-  if (aimed) std::printf("Targets are for 4 H200 GPUs of one NVLink host.\n");
+  std::printf("Microseconds.%s\n", aimed ? " Targets are for 4 H200 GPUs of one NVLink host." : "");
   std::fflush(stdout);
 }
 
