@@ -253,8 +253,7 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
  * communicator.
  * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
  * naming the field in which configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without
- * libfabric, or on CUDA where a machine has several named hosts; OUT_OF_MEMORY; the fatal ones. On
- * error *group is NULL. */
+ * libfabric, or on CUDA with several hosts on one; OUT_OF_MEMORY; fatal ones. *group is NULL then. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is

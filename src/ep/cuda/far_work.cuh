@@ -244,6 +244,7 @@ __device__ inline bool FarWork<Derived>::pick_tokens(int machine, const std::uin
       min(far().chunk_room / max(item_bytes, answer_bytes), std::uint64_t{FarShared::kMostItems}));
   if (warp_in_block() == 0) {
     int next = s_.next[machine], count = 0;
+    __syncwarp();  // all lanes have read it
 #pragma unroll 1
     while (next < tokens && count < most) {
       const int token = next + lane_id();

@@ -124,9 +124,9 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
   const int fewest = (ranks + 31) / 32;  // some steps have a thread for each rank
   const auto warps = static_cast<int>(std::clamp<std::int64_t>(
       fitting / static_cast<std::int64_t>(columns), fewest, kMostPrepareWarps));
-  // A warp numbers its tokens one step after another, which speaks for many warps. But every block
-  // sums up all zones, and waits for all other blocks.
-  constexpr int kMost = 32, kTokensPerWarp = 8;
+  // A warp numbers its tokens one step after another, four of top-8 in a step, which speaks for
+  // many warps. But every block sums up all zones, and waits for all other blocks.
+  constexpr int kMost = 32, kTokensPerWarp = 4;
   const int wanted = std::clamp((tokens / kTokensPerWarp + warps - 1) / warps, 1, kMost);
   return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one block for the plan's head
           .first_blocks = 0,
