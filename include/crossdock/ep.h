@@ -252,8 +252,8 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
  * memory of its own, beside the heap). Collective, blocking. Many groups may live on one
  * communicator.
  * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
- * naming the field in which configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without
- * libfabric, or on CUDA with several hosts on one; OUT_OF_MEMORY; fatal ones. *group is NULL then. */
+ * naming where configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without libfabric, or
+ * on CUDA with several hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
