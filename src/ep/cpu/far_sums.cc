@@ -29,7 +29,7 @@ FarSums::FarSums(const Context& context, const PlanView& plan, const Wish& wish)
       arrivals_(side_.routes()),
       store_(store_for(wish.sums.bytes())),
       sums_(side_.sums(room_for_sums(context, plan, answer_.row_bytes))),
-      tokens_(wish.sums ? at(plan.header().tokens) : 0),
+      answers_(plan.header().tokens),
       awaited_(side_.routes().partners().size()) {
   side_.begin(*this);
 }
@@ -46,7 +46,7 @@ void FarSums::run() {
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) ask(t);
   requests_.finish();
   // Meanwhile the requests travel.
-  for (std::int64_t t = 0; t < static_cast<std::int64_t>(tokens_.size()); ++t)
+  for (std::int64_t t = 0; wish_.sums && t < plan_.header().tokens; ++t)
     if (hosts_of(t).count == 0) add_up(t, 0, nullptr);
   for (const int machine : routes.far_machines()) {
     const int gateway = routes.gateway(machine);
@@ -61,16 +61,15 @@ void FarSums::ask(std::int64_t token) {
   const FarRoutes& routes = side_.routes();
   const HostMap& hosts = context_.group.comm().hosts();
   const FarPlaces places = hosts_of(token);
-  if (wish_.sums) {
-    tokens_[at(token)] = {.first_place = asked_,
-                          .missing = static_cast<std::uint8_t>(places.count)};
-  }
+  const std::uint32_t first_place = answers_.expect(token, places.count);
   for (int i = 0; i < places.count; ++i) {
     const int host = places.list[at(i)];
     const auto first = std::ranges::find(hosts.host_of(), host) - hosts.host_of().begin();
     const int machine = routes.machine_of(static_cast<int>(first));
-    const RequestItem request{
-        .token = static_cast<std::uint32_t>(token), .place = asked_++, .host = host, .unused = 0};
+    const RequestItem request{.token = static_cast<std::uint32_t>(token),
+                              .place = first_place + static_cast<std::uint32_t>(i),
+                              .host = host,
+                              .unused = 0};
     ++awaited_[at(routes.gateway(machine))];
     std::byte* const item = requests_.add(machine, request_bytes(topk_));
     std::memcpy(item, &request, sizeof(request));
@@ -137,15 +136,13 @@ void FarSums::receive(const FarChunk& chunk) {
     const std::byte* const item = chunk.items().data() + i * size;
     RequestItem request;
     std::memcpy(&request, item, sizeof(request));
-    if (request.place >= asked_ || request.token >= at(plan_.header().tokens))
+    if (!answers_.take(request))
       refuse_chunk(chunk.header, chunk.items().size(), "an answer to no request");
     if (wish_.gradients) {
       keep_gradients(request, reinterpret_cast<const float*>(item + sizeof(request)));
     }
     if (!wish_.sums) continue;
-    Awaited& token = tokens_[request.token];
-    XD_CHECK(token.missing > 0);
-    if (--token.missing == 0) {
+    if (answers_.has_all(request.token)) {
       add_up(request.token, request.place, item + answer_.row_at());
     } else {
       std::memcpy(sum_at(request.place), item + answer_.row_at(), answer_.row_bytes);
@@ -169,7 +166,7 @@ void FarSums::add_up(std::int64_t token, std::uint32_t last_place, const std::by
   FarTerms far;
   far.count = hosts.count;
   for (int i = 0; i < hosts.count; ++i) {
-    const std::uint32_t place = tokens_[at(token)].first_place + static_cast<std::uint32_t>(i);
+    const std::uint32_t place = answers_.first_place(token) + static_cast<std::uint32_t>(i);
     far.hosts[at(i)] = hosts.list[at(i)];
     far.rows[at(i)] = place == last_place ? last : sum_at(place);
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ep/cpu/far_answers.h"
 #include "ep/cpu/far_stream.h"
 #include "ep/cpu/operation.h"
 #include "ep/cpu/token_terms.h"
@@ -34,12 +35,6 @@ class FarSums final : public FarWork {
   bool take(FarChunk& chunk) override;
 
  private:
-  // A token's answers: the place of its first one, and how many are missing.
-  struct Awaited {
-    std::uint32_t first_place = 0;
-    std::uint8_t missing = 0;
-  };
-
   FarPlaces hosts_of(std::int64_t token) const;
   void ask(std::int64_t token);
   bool answer(FarChunk& chunk);
@@ -59,10 +54,9 @@ class FarSums final : public FarWork {
   FarStream requests_;
   FarArrivals arrivals_;
   const rows::Store store_;
-  std::span<std::byte> sums_;           // by place: (token, host) in the order of requests
-  std::vector<Awaited> tokens_;         // if there are sums
+  std::span<std::byte> sums_;  // by place: (token, host) in the order of requests
+  FarAnswers answers_;
   std::vector<std::uint32_t> awaited_;  // answers, by partner
-  std::uint32_t asked_ = 0;
 };
 
 }  // namespace xd::ep::cpu
