@@ -112,9 +112,9 @@ check:  ## format, lint, types, include directions, lengths, headers, exported s
 FIXED_ADDRESSES = $(shell setarch $(shell uname -m) -R true 2>/dev/null && echo setarch -R)
 
 sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with ranks as threads
-	@tools/setup.sh sanitize
+	@tools/setup.sh sanitize net
 	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address)
-	@XD_TEST_FULL=1 UBSAN_OPTIONS=print_stacktrace=1 $(CTEST) --test-dir build/asan -LE check
+	@XD_TEST_FULL=1 $(CTEST) --test-dir build/asan -LE check
 	$(call build,build/tsan,-DCROSSDOCK_SANITIZE=thread)
 	@XD_TEST_FULL=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan -LE check
 
@@ -125,7 +125,7 @@ sanitize-quick:  ## units, and the C API over 2 ranks as threads, under ASan + U
 	  conformance-gemm conformance-ll crossdock-run)
 	@if [ -e $(QUICK) ] && [ -z "$$(find build/asan -type f -perm -u+x -newer $(QUICK))" ]; then \
 	  echo "sanitize-quick: no program has changed since it passed"; exit; fi; \
-	rm -f $(QUICK); export UBSAN_OPTIONS=print_stacktrace=1; \
+	rm -f $(QUICK); \
 	$(CTEST) --test-dir build/asan -L unit && \
 	$(CTEST) --test-dir build/asan -R '^conformance(-gemm|-ll)?\.threads\.2$$' && touch $(QUICK)
 

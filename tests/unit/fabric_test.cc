@@ -17,12 +17,6 @@
 #include "unit/link_support.h"
 #include "unit/net_support.h"
 
-// What libraries of the system's libfabric keep when they are loaded, and the wheel's libfabric at
-// times.
-extern "C" const char* __lsan_default_suppressions() {  // NOLINT(bugprone-reserved-identifier)
-  return "leak:libpsm2\nleak:libinfinipath\nleak:libibverbs\nleak:mpich/libfabric.so\n";
-}
-
 namespace xd::test {
 namespace {
 
