@@ -203,9 +203,12 @@ typedef struct xd_comm_info {
    * rank's. Hosts are numbered from 0, by their lowest ranks. */
   int32_t num_hosts;
   int32_t host;
+  /* Ranks on this rank's machine, which share memory with it; it is one of them. All ranks may be
+   * there whatever hosts they have named. */
+  int32_t near_ranks;
 } xd_comm_info;
 #define XD_COMM_INFO_INIT \
-  { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0, 0, 0 }
+  { sizeof(xd_comm_info), 0, 0, {kDLCPU, 0}, 0, 0, 0, 0, 0 }
 
 /* Never blocks. Any thread. */
 XD_API xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info);

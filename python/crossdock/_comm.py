@@ -304,6 +304,11 @@ class Comm:
         return self._core.host
 
     @property
+    def near_ranks(self) -> int:
+        """Ranks on this rank's machine, which share memory with it; it is one of them."""
+        return self._core.near_ranks
+
+    @property
     def closed(self) -> bool:
         """Whether close() has been called."""
         return self._closed

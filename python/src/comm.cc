@@ -306,6 +306,7 @@ void bind_comm(nb::module_& module) {
       .def_prop_ro("local_ranks", [](const Comm& c) { return c.info().local_ranks; })
       .def_prop_ro("num_hosts", [](const Comm& c) { return c.info().num_hosts; })
       .def_prop_ro("host", [](const Comm& c) { return c.info().host; })
+      .def_prop_ro("near_ranks", [](const Comm& c) { return c.info().near_ranks; })
       .def("mem_alloc", &Comm::allocate, nb::arg("bytes"))
       .def("mem_free", &Comm::free, nb::arg("ptr"))
       .def("mem_grow", &Comm::grow, nb::arg("bytes"))

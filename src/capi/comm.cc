@@ -89,6 +89,7 @@ xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
     value.local_ranks = c.local_ranks();
     value.num_hosts = c.hosts().num_hosts();
     value.host = c.hosts().host();
+    value.near_ranks = static_cast<int32_t>(c.hosts().near().size());
     xd::write_struct("info", info, value);
   });
 }

@@ -65,7 +65,7 @@ FROZEN_FIELD(xd_comm_config, host, 96);
 FROZEN_FIELD(xd_comm_config, net_interface, 104);
 FROZEN_FIELD(xd_comm_config, silence_ms, 112);
 
-FROZEN_SIZE(xd_comm_info, 40);
+FROZEN_SIZE(xd_comm_info, 48);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);
 FROZEN_FIELD(xd_comm_info, rank, 8);
 FROZEN_FIELD(xd_comm_info, num_ranks, 12);
@@ -74,6 +74,7 @@ FROZEN_FIELD(xd_comm_info, timeout_ms, 24);
 FROZEN_FIELD(xd_comm_info, local_ranks, 28);
 FROZEN_FIELD(xd_comm_info, num_hosts, 32);
 FROZEN_FIELD(xd_comm_info, host, 36);
+FROZEN_FIELD(xd_comm_info, near_ranks, 40);
 
 FROZEN_SIZE(xd_error_info, 312);
 FROZEN_FIELD(xd_error_info, struct_size, 0);

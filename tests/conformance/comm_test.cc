@@ -2,12 +2,19 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "support/gtest_main.h"
 
 namespace xd::test {
 namespace {
+
+// XD_NET_TEST=apart makes machines of declared hosts.
+std::ptrdiff_t ranks_on_machine_of(const Rank& rank) {
+  if (rank.hosts.empty() || std::getenv("XD_NET_TEST") == nullptr) return rank.num_ranks;
+  return std::ranges::count(rank.hosts, rank.hosts[static_cast<std::size_t>(rank.rank)]);
+}
 
 TEST(Communicator, KnowsItsRanks) {
   on_every_rank([](Rank& rank) {
@@ -19,6 +26,7 @@ TEST(Communicator, KnowsItsRanks) {
     EXPECT_EQ(info.device.device_id, rank.memory->device().device_id);
     EXPECT_EQ(info.timeout_ms, Rank::kTimeoutMs);
     EXPECT_EQ(info.local_ranks, rank.threads ? rank.num_ranks : 1);
+    EXPECT_EQ(info.near_ranks, ranks_on_machine_of(rank));
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
   });
 }

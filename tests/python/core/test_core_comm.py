@@ -432,6 +432,7 @@ def test_words_for_the_loss_of_a_peer_are_checked() -> None:
 
 def hosts_of(me: Rank, hosts: list[str | None]) -> tuple[int, int]:
     with me.comm(host=hosts[me.rank]) as comm:
+        assert comm.near_ranks == me.num_ranks  # whatever hosts they name
         return comm.num_hosts, comm.host
 
 
