@@ -18,6 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import crossdock
+import spread
 import torch_defaults
 from crossdock import _core, launch
 
@@ -48,33 +49,38 @@ class Rank:
 
 
 def run_ranks(
-    num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, fresh: bool = False
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    fresh: bool = False,
+    apart: bool = False,
 ) -> list[Any]:
     """Runs ``fn(Rank, *args)`` in `num_ranks` processes and returns their results.
 
     The processes have torchrun's environment variables and serve later calls too; with `fresh` they
-    are new and end with this call. On a failure all of them are killed.
+    are new and end with this call. With `apart` they are on two hosts, as `spread` has them. On a
+    failure all of them are killed.
     """
-    ranks = None if fresh else _pools.pop(num_ranks, None)
+    ranks = None if fresh else _pools.pop((num_ranks, apart), None)
     if ranks is None or not ranks.alive():
         ranks = launch.Ranks(num_ranks)
     task = bytes(ForkingPickler.dumps((fn, args)))
     try:
-        results = ranks.run(
-            _call, num_ranks, _core.unique_id(), task, fresh, timeout=timeout, grace=GRACE_SECONDS
-        )
+        place = num_ranks, _core.unique_id(), apart
+        results = ranks.run(_call, *place, task, fresh, timeout=timeout, grace=GRACE_SECONDS)
     except BaseException:
         ranks.kill()
         raise
     if fresh:
         ranks.kill()
     else:
-        _pools[num_ranks] = ranks
+        _pools[num_ranks, apart] = ranks
     return results
 
 
-# Processes by their number of ranks, while no call uses them.
-_pools: dict[int, launch.Ranks] = {}
+# Processes by their number of ranks, and whether these are apart, while no call uses them.
+_pools: dict[tuple[int, bool], launch.Ranks] = {}
 _has_defaults = False
 
 
@@ -84,9 +90,13 @@ def _kill_pools() -> None:
         _pools.popitem()[1].kill()
 
 
-def _call(rank: int, num_ranks: int, unique_id: bytes, task: bytes, fresh: bool) -> Any:
+def _call(
+    rank: int, num_ranks: int, unique_id: bytes, apart: bool, task: bytes, fresh: bool
+) -> Any:
     global _has_defaults
     if not _has_defaults:
+        if apart:
+            spread.declare(rank, num_ranks)  # before the library reads its variables
         torch_defaults.apply()  # before the test's modules are imported
         _has_defaults = True
     fn, args = ForkingPickler.loads(task)

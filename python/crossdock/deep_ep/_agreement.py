@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+from collections.abc import Sequence
 
 from crossdock import _core
 from crossdock.errors import Mismatch
@@ -34,6 +35,7 @@ _EQUAL = {
     "scale_bytes": "bytes of a row of scales",
     "topk": "columns of topk_idx (0 = not given)",
     "experts": "elements of num_tokens_per_expert",
+    "worst_tokens": "num_worst_tokens",
 }
 
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
@@ -50,17 +52,32 @@ def agree(exchange: HostExchange, rank: int, request: Request) -> list[Request]:
     requests = _gather(exchange, rank, request, "")
     for field, name in _EQUAL.items():
         values = [getattr(one, field) for one in requests]
-        for peer, value in enumerate(values):
-            if value != values[0]:
-                raise Mismatch(
-                    f"dispatch: {name} = {values[0]} on rank 0 and {value} on rank {peer}, "
-                    f"expected equal values (rank {rank})",
-                    status="XD_ERROR_MISMATCH",
-                    rank=rank,
-                    peer=peer,
-                    operation="prepare",
-                )
+        require_equal("dispatch", name, values, rank, operation="prepare")
     return requests
+
+
+def require_equal(
+    call: str, name: str, values: Sequence[object], rank: int, operation: str | None = None
+) -> None:
+    """Raises Mismatch, on all ranks alike, unless all ranks' values of an argument are equal.
+
+    Args:
+        call: whose argument it is.
+        name: the argument.
+        values: by rank.
+        rank: this one.
+        operation: as of ``CrossdockError``.
+    """
+    for peer, value in enumerate(values):
+        if value != values[0]:
+            raise Mismatch(
+                f"{call}: {name} = {values[0]} on rank 0 and {value} on rank {peer}, "
+                f"expected equal values (rank {rank})",
+                status="XD_ERROR_MISMATCH",
+                rank=rank,
+                peer=peer,
+                operation=operation,
+            )
 
 
 def refuse(exchange: HostExchange, rank: int, text: str) -> None:
@@ -107,6 +124,24 @@ class EqualNumber:
         value = _core.first_value(word, self._calls, self._rank * self._NUMBERS + kept)
         first, rank = value % self._NUMBERS, value // self._NUMBERS
         return number if first == kept else first, rank
+
+
+class GatheredNumber:
+    """The same where ranks are on several machines, and share no word: all wait for all.
+
+    Args:
+        exchange: among all ranks.
+    """
+
+    _NUMBER = struct.Struct("=q")
+
+    def __init__(self, exchange: HostExchange) -> None:
+        self._exchange = exchange
+
+    def of_first(self, number: int) -> tuple[int, int]:
+        """The value that rank 0 has given, and that rank. Collective."""
+        row = self._exchange.all_gather(self._NUMBER.pack(number))[0]
+        return self._NUMBER.unpack(row)[0], 0
 
 
 def _gather(exchange: HostExchange, rank: int, request: Request, text: str) -> list[Request]:

@@ -77,7 +77,7 @@ class Config:
         return self.nvl_recv_tokens * num_ranks * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to give to Buffer as ``num_rdma_bytes``: 0, all ranks are on one host."""
+        """Bytes to give to Buffer as ``num_rdma_bytes``: 0, none need be given."""
         _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return 0
 

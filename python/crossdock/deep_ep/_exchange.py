@@ -1,4 +1,4 @@
-"""A small all-gather between the hosts of all ranks, through shared memory."""
+"""A small all-gather between the processes of all ranks, by an operation of the CPU executor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # under any de
 
 
 class HostExchange:
-    """Gathers a few bytes from every rank, in microseconds and without a GPU.
+    """Gathers a few bytes from every rank, without a GPU.
 
     Each gathering is one dispatch of a group whose plan never changes: every rank sends one row to
-    all ranks, and receives the rows of all by ascending rank.
+    all ranks, and receives the rows of all by ascending rank. That takes microseconds where all are
+    on one machine, and goes over the network where they are not.
 
     Args:
         comm: a communicator on the CPU. Making the exchange is collective.

@@ -11,15 +11,16 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
-from crossdock.errors import Mismatch
+from crossdock.errors import CrossdockError, Mismatch
 from crossdock.torch._calls import is_capturing
 
-from ._agreement import RECORD_BYTES, EqualNumber, Request, agree, refuse
+from ._agreement import RECORD_BYTES, EqualNumber, GatheredNumber, Request, agree, refuse
 from ._arguments import Checks
 from ._call import Call
 from ._exchange import HostExchange
-from ._groups import Groups, Lease
+from ._groups import Groups, Lease, require_groups
 from ._home import Home
+from ._hosts import Terms, agree_on_hosts
 from ._memory import leave_unused
 from ._slot_groups import SlotGroups
 
@@ -32,7 +33,8 @@ class Runtime:
     Attributes:
         home: communicator, memory and stream, which handles share.
         lane, memory: its stream and its memory.
-        exchange: among the hosts.
+        exchange: among the ranks' processes.
+        hosts: that the ranks are on.
         slots: the groups of low-latency operations.
 
     Args:
@@ -40,6 +42,7 @@ class Runtime:
         all_gather: gathers bytes from all ranks; used here only.
         device: what tensors are on.
         heap_bytes: symmetric memory to begin with.
+        terms: other arguments that all ranks have alike.
         shrink: whether low-latency operations go on when a rank is lost.
     """
 
@@ -50,6 +53,7 @@ class Runtime:
         all_gather: AllGather,
         device: torch.device,
         heap_bytes: int,
+        terms: Terms,
         shrink: bool = False,
     ) -> None:
         self.rank = rank
@@ -67,12 +71,25 @@ class Runtime:
         self.home = Home(comm, device)
         self.lane, self.memory = self.home.lane, self.home.memory
         self.exchange = HostExchange(self._host, RECORD_BYTES)
-        self._worst_tokens = EqualNumber(self._host, self.exchange)
-        self._weight_columns = EqualNumber(self._host, self.exchange)
         self._captured = False  # whether some combine was: its replays are not counted
         self._groups = Groups(self.home)
         self.slots = SlotGroups(self.home, shrink)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
+        try:
+            self.hosts = agree_on_hosts(self._host, self.exchange, terms, device)
+            if self.hosts.apart and self.lane.cuda:
+                require_groups(self.home)  # here, and not in the first dispatch
+        except CrossdockError:
+            self.close()
+            raise
+        self._weight_columns: EqualNumber | GatheredNumber
+        # Between machines all ranks agree in each dispatch, whatever number they give.
+        self._worst_tokens: EqualNumber | None = None
+        if self.hosts.apart:
+            self._weight_columns = GatheredNumber(self.exchange)
+        else:
+            self._worst_tokens = EqualNumber(self._host, self.exchange)
+            self._weight_columns = EqualNumber(self._host, self.exchange)
 
     def _meet(self, all_gather: AllGather, device: torch.device, heap_bytes: int) -> _core.Comm:
         return _core.Comm(
@@ -88,20 +105,23 @@ class Runtime:
         )
 
     def lease_for(self, request: Request) -> Lease:
-        """The group for an uncached dispatch. Collective, unless all ranks know it already.
+        """The group for an uncached dispatch.
+
+        Collective, unless all ranks know it already and are on one machine.
 
         Raises:
             Mismatch: ranks disagree, in ``num_worst_tokens`` say, or a peer has refused.
             CrossdockError: an operation on the GPU has failed since the last agreement; its peers
                 get Mismatch.
         """
-        first, peer = self._worst_tokens.of_first(request.worst_tokens)
-        if first != request.worst_tokens:
-            self._refuse_unequal(request, first, peer)
-        if request.worst_tokens > 0:
-            lease = self._groups.agreed_before(request)
-            if lease is not None:
-                return lease
+        if self._worst_tokens is not None:
+            first, peer = self._worst_tokens.of_first(request.worst_tokens)
+            if first != request.worst_tokens:
+                self._refuse_unequal(request, first, peer)
+            if request.worst_tokens > 0:
+                lease = self._groups.agreed_before(request)
+                if lease is not None:
+                    return lease
         failure = self._groups.failure()
         if failure is not None:
             refuse(self.exchange, self.rank, f"an earlier operation: {failure}")
@@ -125,9 +145,12 @@ class Runtime:
             worst_tokens: the argument ``num_worst_tokens``.
             text: what is bad.
         """
-        known = isinstance(worst_tokens, int) and worst_tokens >= 0
-        first, _ = self._worst_tokens.of_first(cast(int, worst_tokens) if known else 0)
-        self._fail_with_peers(self._groups.expected_by_peers(first), text)
+        lease = None
+        if self._worst_tokens is not None:
+            known = isinstance(worst_tokens, int) and worst_tokens >= 0
+            first, _ = self._worst_tokens.of_first(cast(int, worst_tokens) if known else 0)
+            lease = self._groups.expected_by_peers(first)
+        self._fail_with_peers(lease, text)
 
     def _refuse_unequal(self, request: Request, first: int, peer: int) -> NoReturn:
         """Ends a dispatch to which `peer` has come with `first` as ``num_worst_tokens``."""

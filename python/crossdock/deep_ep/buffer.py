@@ -24,6 +24,7 @@ from ._combine import (
 from ._config import Config, require_sms
 from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
 from ._handle import Handle, Routing, routing_of
+from ._hosts import Terms
 from ._lane import LaneWork
 from ._layout import empty_layout, fill_layout
 from ._low_latency_calls import LowLatencyCalls
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _X = TypeVar("_X", torch.Tensor, tuple[torch.Tensor, torch.Tensor], _Rows)
-_Layout = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]
+_Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
 _Dispatched = tuple[
     _Rows,
     torch.Tensor | None,
@@ -67,12 +68,12 @@ class Buffer(LowLatencyCalls):
     Args:
         group: torch.distributed group whose members make this Buffer; any backend.
         num_nvl_bytes: symmetric memory to begin with. More is taken when a dispatch needs it.
-        num_rdma_bytes: ignored: all ranks are on one host.
+        num_rdma_bytes: ignored, but equal on all ranks if these are on several hosts.
         low_latency_mode: whether the low-latency methods may be called; the others may as well, in
-            any order.
-        num_qps_per_rank: ignored: there is no network.
+            any order. Equal on all ranks of several hosts, and False if these are machines.
+        num_qps_per_rank: ignored: the library makes one endpoint of its own.
         allow_nvlink_for_low_latency_mode: ignored.
-        allow_mnnvl: ignored: all ranks are on one host.
+        allow_mnnvl: ignored: ranks share memory if they are on one machine.
         use_fabric: ignored: memory is shared by file descriptors.
         explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
         enable_shrink: low-latency operations go on when a rank is lost, without it.
@@ -81,12 +82,14 @@ class Buffer(LowLatencyCalls):
     Attributes:
         num_sms: of the class: multiprocessors that operations without a ``config`` may use.
         rank, group_size: the place of this rank.
+        num_rdma_ranks: hosts of the ranks.
         group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink:
             as they were given.
 
     Raises:
         ValueError: neither `group` nor `comm`, or a negative size.
-        CrossdockError: ranks could not meet, or share no memory; see ``crossdock.errors``.
+        CrossdockError: ranks could not meet, or disagree, or there is no Buffer between their
+            machines; see ``crossdock.errors``.
     """
 
     num_sms: int = 20
@@ -125,8 +128,15 @@ class Buffer(LowLatencyCalls):
         self.enable_shrink = enable_shrink
         self._local: torch.Tensor | None = None
         self._runtime = Runtime(
-            self.rank, self.group_size, gather, _device(), num_nvl_bytes, enable_shrink
+            self.rank,
+            self.group_size,
+            gather,
+            _device(),
+            num_nvl_bytes,
+            Terms(low_latency_mode, num_rdma_bytes),
+            enable_shrink,
         )
+        self.num_rdma_ranks = self._runtime.hosts.num
 
     def destroy(self) -> None:
         """Waits for this rank's operations and leaves. Peers that need this rank later fail.
@@ -247,8 +257,9 @@ class Buffer(LowLatencyCalls):
                 `previous_event` results belong to the Buffer's stream in any case.
 
         Returns:
-            ``num_tokens_per_rank`` [W] int32, None, ``num_tokens_per_expert`` [E] int32,
-            ``is_token_in_rank`` [T,W] bool, and the event (empty without `async_finish`).
+            ``num_tokens_per_rank`` [W] int32, ``num_tokens_per_rdma_rank`` [num_rdma_ranks] int32
+            (None = there is one host), ``num_tokens_per_expert`` [E] int32, ``is_token_in_rank``
+            [T,W] bool, and the event (empty without `async_finish`).
 
         Raises:
             ValueError: a bad argument.
@@ -260,12 +271,13 @@ class Buffer(LowLatencyCalls):
         checks.experts(num_experts, "num_experts")
         with LaneWork(runtime.lane, previous_event, async_finish) as work:
             with work.allocating():
-                layout = empty_layout(len(topk_idx), self.group_size, num_experts, runtime.device)
+                layout = empty_layout(
+                    len(topk_idx), self.group_size, runtime.hosts.num, num_experts, runtime.device
+                )
             with work.running():
-                fill_layout(runtime.home.comm, topk_idx, layout)
+                fill_layout(runtime.home.comm, runtime.hosts, topk_idx, layout)
             event = work.finish((topk_idx,), layout)
-        per_rank, per_expert, in_rank = layout
-        return per_rank, None, per_expert, in_rank, event
+        return (*layout, event)
 
     @overload
     def dispatch(
@@ -335,7 +347,7 @@ class Buffer(LowLatencyCalls):
                 if that is gone: its routing again. float32 rows need one that was made when rows at
                 least as long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
-            num_tokens_per_rdma_rank: ignored.
+            num_tokens_per_rdma_rank: None, or with several hosts [num_rdma_ranks] int32; not read.
             is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the
                 routing where there is no `topk_idx`.
             num_tokens_per_expert: [E] int32; needed without `handle`.
@@ -366,6 +378,7 @@ class Buffer(LowLatencyCalls):
         return self._dispatch_new(
             x,
             (*layout, topk_idx, topk_weights),
+            num_tokens_per_rdma_rank,
             (expert_alignment, num_worst_tokens, config),
             events,
         )
@@ -429,6 +442,9 @@ class Buffer(LowLatencyCalls):
                 call, x, routing, topk_weights, biases, pieces, (previous_event, async_finish)
             )
 
+    internode_dispatch = dispatch
+    internode_combine = combine
+
     def _dispatch_cached(
         self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any, events: _Events
     ) -> _Dispatched:
@@ -458,7 +474,12 @@ class Buffer(LowLatencyCalls):
         return _paired(received.rows, received.scales), None, None, None, None, event
 
     def _dispatch_new(
-        self, x: Any, routing: tuple[Any, ...], limits: tuple[Any, Any, Any], events: _Events
+        self,
+        x: Any,
+        routing: tuple[Any, ...],
+        per_host: Any,
+        limits: tuple[Any, Any, Any],
+        events: _Events,
     ) -> _Dispatched:
         """`dispatch` without a handle."""
         runtime = self._live()
@@ -467,6 +488,9 @@ class Buffer(LowLatencyCalls):
         try:
             tokens = read_tokens(checks, x)
             choices = read_choices(checks, len(tokens.rows), *routing)
+            if per_host is not None and runtime.hosts.num > 1:
+                shape = (runtime.hosts.num,)
+                checks.tensor(per_host, "num_tokens_per_rdma_rank", shape, (torch.int32,))
             checks.events(*events)
             checks.at_least(alignment, "expert_alignment", 1)
             checks.at_least(worst_tokens, "num_worst_tokens", 0)

@@ -52,7 +52,7 @@ class ElasticBuffer:
         num_max_tokens_per_rank: largest T of any rank, also of calls that do not say it.
         hidden, num_topk, use_fp8_dispatch: of the batches, for the memory to begin with.
         deterministic: ignored: the order of rows always is.
-        allow_hybrid_mode, sl_idx, num_allocated_qps: ignored: there is no network.
+        allow_hybrid_mode, sl_idx, num_allocated_qps: ignored: the library chooses its ways.
         allow_multiple_reduction: whether a token's rows by expert are added up and rounded on the
             rank that has them before they travel; else sums travel as float32.
         prefer_overlap_with_compute: ignored: see `get_theoretical_num_sms`.
@@ -140,11 +140,12 @@ class ElasticBuffer:
         return self._buffer.get_comm_stream()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """(hosts, ranks of each): one host."""
-        return 1, self.group_size
+        """(hosts, ranks of this rank's host)."""
+        hosts = self._runtime().hosts
+        return hosts.num, hosts.num_local
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(ranks to scale out, ranks to scale up): one host."""
+        """(ranks to scale out, ranks to scale up): (1, R), on any hosts, as rows are ordered."""
         return 1, self.group_size
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
@@ -152,7 +153,7 @@ class ElasticBuffer:
         return Buffer.num_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """0: there is no network."""
+        """0: none are needed."""
         return 0
 
     def barrier(
@@ -385,11 +386,11 @@ class ElasticBuffer:
         runtime, lease = self._runtime(), handle.inner.routing.lease
         turns = operations_of(2 if wide else 1, 0)
         try:
-            with Call(lease, *turns):
-                runtime.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
+            runtime.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
         except ValueError:
-            runtime.weight_columns_of_first(0)  # as peers count calls
-            raise
+            runtime.weight_columns_of_first(0)  # as the peers do first
+            with Call(lease, *turns):
+                raise
 
     def _check(
         self,

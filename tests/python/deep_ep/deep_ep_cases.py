@@ -103,7 +103,11 @@ class Caller:
             self.topk_idx, self.batch.num_experts, **self.events()
         )
         self.wait(event)
-        assert per_rdma_rank is None
+        per_host = self.batch.per_host(self.rank)
+        if per_host is None:
+            assert per_rdma_rank is None
+        else:
+            same("per host", per_rdma_rank, per_host)
         for name, got, want in zip(
             ("per rank", "per expert", "in rank"),
             (per_rank, per_expert, in_rank),
@@ -112,6 +116,7 @@ class Caller:
             same(name, got, want)
         return {
             "num_tokens_per_rank": per_rank,
+            "num_tokens_per_rdma_rank": per_rdma_rank,
             "num_tokens_per_expert": per_expert,
             "is_token_in_rank": in_rank,
         }

@@ -9,6 +9,8 @@ import dataclasses
 
 import torch
 
+import spread
+
 Place = tuple[int, int]  # source rank, token
 
 
@@ -73,6 +75,15 @@ class Batch:
         ]
         return torch.tensor(lines, dtype=torch.int32)
 
+    def per_host(self, rank: int) -> torch.Tensor | None:
+        """Tokens that go to each host, each counted once; None with one host."""
+        host_of = spread.hosts(self.num_ranks)
+        counts = torch.zeros(len(set(host_of)), dtype=torch.int32)
+        for token in range(len(self.x[rank])):
+            for host in {host_of[peer] for peer in self.ranks_of(rank, token)}:
+                counts[host] += 1
+        return counts if len(counts) > 1 else None
+
     def layout(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens per rank and per expert, and whether a token goes to a rank."""
         in_rank = torch.zeros(len(self.x[rank]), self.num_ranks, dtype=torch.bool)
@@ -85,17 +96,30 @@ class Batch:
     def combined(
         self, rank: int, outputs: list[torch.Tensor], bias: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
-        """Sums in float32 by ascending rank, then the bias; rounded once."""
-        totals = torch.zeros(len(self.x[rank]), outputs[rank].shape[1])
+        """Sums in float32 by ascending rank, then the bias; rounded once.
+
+        With several hosts: sums of each host by ascending rank, rounded to the type in which rows
+        travel; then by ascending host.
+        """
+        dtype = outputs[rank].dtype
+        travels = torch.float32 if bias else dtype
+        host_of = spread.hosts(self.num_ranks)
+        sums = [torch.zeros(len(self.x[rank]), outputs[rank].shape[1]) for _ in set(host_of)]
         row_at = [
             {place: row for row, place in enumerate(self.rows(r))} for r in range(self.num_ranks)
         ]
-        for token in range(len(totals)):
+        for token in range(len(self.x[rank])):
             for peer in self.ranks_of(rank, token):
-                totals[token] += outputs[peer][row_at[peer][rank, token]].float()
+                row = outputs[peer][row_at[peer][rank, token]]
+                sums[host_of[peer]][token] += row.float()
+        total = sums[0]
+        if len(sums) > 1:
+            total = torch.zeros_like(total)
+            for one in sums:
+                total += one.to(travels).float()
         for one in bias:
-            totals += one.float()
-        return totals.to(outputs[rank].dtype)
+            total += one.float()
+        return total.to(dtype)
 
 
 def make_batch(

@@ -81,7 +81,8 @@ def test_net_check_tells_what_failed_on_each_rank(hosts: Hosts) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_torchrun_with_two_nodes(hosts: Hosts) -> None:
+@pytest.mark.parametrize("program, named", [("torch_rank.py", False), ("deep_ep_rank.py", True)])
+def test_torchrun_with_two_nodes(hosts: Hosts, program: str, named: bool) -> None:
     port = str(launch.free_port())
     started = [
         hosts.start(
@@ -89,9 +90,9 @@ def test_torchrun_with_two_nodes(hosts: Hosts) -> None:
             [
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
                 *("--node-rank", str(node), "--master-addr", hosts.first_address),
-                *("--master-port", port, str(HERE / "torch_rank.py")),
+                *("--master-port", port, str(HERE / program)),
             ],
-            {},
+            {"XD_HOST_ID": f"host {node}"} if named else {},
         )
         for node in range(2)
     ]

@@ -36,7 +36,10 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Starts a Python program on a host; both of its streams are piped."""
         path = os.pathsep.join(
-            [*(str(HERE.parent / part) for part in ("", "torch")), os.environ["PYTHONPATH"]]
+            [
+                *(str(HERE.parent / part) for part in ("", "torch", "deep_ep")),
+                os.environ["PYTHONPATH"],
+            ]
         )
         environment = {
             **os.environ,
