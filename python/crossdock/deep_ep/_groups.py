@@ -136,24 +136,6 @@ class Lease:
         return from_status(status | {"text": in_callers_words(status["text"])}, comm.rank)
 
 
-def require_groups(home: Home) -> None:
-    """Makes and closes the smallest group. Collective, blocking.
-
-    Raises:
-        Unsupported: the library has no groups for these ranks on their devices; on all ranks.
-    """
-    ranks = home.comm.num_ranks
-    sizes = Sizes(
-        experts=ranks,
-        topk=1,
-        tokens=1,
-        row_bytes=constants.ROW_ALIGNMENT,
-        scale_bytes=0,
-        num_sms=(0,) * ranks,
-    )
-    Lease(home, sizes).close()
-
-
 def in_callers_words(text: str) -> str:
     """An error of the library, about the Buffer's argument.
 

@@ -18,7 +18,7 @@ from ._agreement import RECORD_BYTES, EqualNumber, GatheredNumber, Request, agre
 from ._arguments import Checks
 from ._call import Call
 from ._exchange import HostExchange
-from ._groups import Groups, Lease, require_groups
+from ._groups import Groups, Lease
 from ._home import Home
 from ._hosts import Terms, agree_on_hosts
 from ._memory import leave_unused
@@ -77,8 +77,6 @@ class Runtime:
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
         try:
             self.hosts = agree_on_hosts(self._host, self.exchange, terms, device)
-            if self.hosts.apart and self.lane.cuda:
-                require_groups(self.home)  # here, and not in the first dispatch
         except CrossdockError:
             self.close()
             raise

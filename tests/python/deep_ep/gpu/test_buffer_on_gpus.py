@@ -76,6 +76,19 @@ def test_modes_equal_reference_with_fewer_ranks(ranks: int) -> None:
     on_ranks(run_mode, "everything", {}, ranks=ranks)
 
 
+def run_between_hosts(me: Any, names: list[str]) -> None:
+    with on_gpu(me) as buffer:
+        assert buffer.num_rdma_ranks == 2
+        for name in names:
+            getattr(cases, name)(buffer, SEED, async_finish=True)
+
+
+@pytest.mark.skipif(RANKS == [1], reason="hosts of one rank need two GPUs")
+def test_modes_equal_reference_between_hosts() -> None:
+    print(f"seed {SEED}")
+    run_ranks(RANKS[-1], run_between_hosts, MODES, timeout=180, apart=True)
+
+
 def run_beside_work(me: Any) -> None:
     with on_gpu(me) as buffer:
         caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
