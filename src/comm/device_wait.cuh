@@ -15,6 +15,9 @@ struct KernelWait {
   int operation;
   std::uint64_t epoch;
   int timeouts = 1;  // more where the kernel waits for another wait
+  // Whether the peer's leaving ends the wait, as its death does. Not where it may come on another
+  // way than the peer's last word, and before it.
+  bool leaving_ends = true;
 };
 
 // The longest time for which kernels may miss news from their host. The host's memory is slow to
@@ -111,12 +114,12 @@ __device__ inline bool is_lost(const DeviceComm& comm, int peer) {
 }
 
 // The rank that a wait for `peer` would wait in vain for, in an operation that needs all ranks: one
-// whose process has ended, or the peer, if it has left; else -1.
-__device__ inline int missing(const DeviceComm& comm, int peer) {
+// whose process has ended, or the peer, if it has left and that counts; else -1.
+__device__ inline int missing(const DeviceComm& comm, int peer, bool leaving_ends) {
   if (peer < 0 || ptx::ld_acquire_sys(&comm.own_board->some_lost) == 0) return -1;
   const std::uint32_t dead = ptx::ld_acquire_sys(&comm.host->dead);
   if (dead != 0) return static_cast<int>(dead) - 1;
-  return holds(comm.host->lost, peer) ? peer : -1;
+  return leaving_ends && holds(comm.host->lost, peer) ? peer : -1;
 }
 
 // What a wait that has become long finds when it looks around.
@@ -133,7 +136,7 @@ __device__ __noinline__ inline Around look_around(const DeviceComm& comm, const 
     take_from_host(comm, site);
     return {Around::host_calls, peer};
   }
-  const int lost = missing(comm, peer);
+  const int lost = missing(comm, peer, site.leaving_ends);
   if (lost >= 0) return {Around::peer_lost, lost};
   return {now >= deadline ? Around::late : Around::nothing, peer};
 }

@@ -1,19 +1,26 @@
 #include "net/proxy.h"
 
 #include <poll.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <ctime>
+#include <mutex>
+#include <set>
 
 #include "base/math.h"
+#include "base/thread.h"
 
 namespace xd::net {
 namespace {
 
-// After its last work the proxy looks all the time, then often, then seldom. While it sleeps, what
-// comes over the network wakes it, if the engine has a descriptor; kernels ring no bell.
-constexpr std::chrono::microseconds kSpin{500}, kOften{50}, kSeldom{1000};
-constexpr std::chrono::milliseconds kLively{20};
+// After its last work the proxy looks all the time, then often, then seldom, then rarely. While it
+// sleeps, what comes over the network wakes it, if the engine has a descriptor; kernels ring no
+// bell, so the first chunk of a kernel after a pause may wait for as long as the proxy sleeps.
+constexpr std::chrono::microseconds kSpin{500}, kOften{50}, kSeldom{1000}, kRarely{5000};
+constexpr std::chrono::milliseconds kLively{20}, kPause{1000};
 
 std::uint64_t seen(std::uint64_t& word) {
   return std::atomic_ref(word).load(std::memory_order_acquire);
@@ -23,6 +30,37 @@ void tell(std::uint64_t& word, std::uint64_t value) {
 }
 
 }  // namespace
+
+// Its handler runs before those of libraries that were loaded earlier, as the links' engine was.
+class ProxiesOfProcess {
+ public:
+  static ProxiesOfProcess& instance() {
+    static auto* const all = new ProxiesOfProcess;  // is used while static objects go
+    return *all;
+  }
+  void add(Proxy* proxy) {
+    const std::lock_guard lock(mutex_);
+    if (process_ != ::getpid()) std::atexit([] { instance().end_all(); });
+    process_ = ::getpid();
+    living_.insert(proxy);
+  }
+  void remove(Proxy* proxy) {
+    const std::lock_guard lock(mutex_);
+    living_.erase(proxy);
+  }
+
+ private:
+  void end_all() {
+    if (process_ != ::getpid()) return;  // in a fork there are no such threads
+    const std::lock_guard lock(mutex_);
+    for (Proxy* proxy : living_) proxy->ask_to_end();
+    for (Proxy* proxy : living_) proxy->await_end();
+  }
+
+  std::mutex mutex_;
+  pid_t process_ = -1;
+  std::set<Proxy*> living_;
+};
 
 Courier::Courier(Links& links, const SlotWords& words)
     : links_(links),
@@ -102,11 +140,18 @@ Proxy::Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent)
       courier_(links, words),
       failed_(std::move(failed)),
       sent_(std::move(sent)),
-      thread_([this] { run(); }) {}
+      thread_(start_thread("xd-proxy", [this] { run(); })) {
+  ProxiesOfProcess::instance().add(this);
+}
 
 Proxy::~Proxy() {
-  ends_.store(true, std::memory_order_release);
-  thread_.join();
+  ProxiesOfProcess::instance().remove(this);
+  ask_to_end();
+  await_end();
+}
+
+void Proxy::await_end() {
+  if (thread_.joinable()) thread_.join();
 }
 
 void Proxy::run() noexcept {
@@ -146,9 +191,10 @@ void Proxy::sleep(Clock::duration idle) {
     std::this_thread::yield();
     return;
   }
-  const auto nap = idle < kLively ? kOften : kSeldom;
-  const timespec limit{.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(nap).count()};
+  auto nap = idle < kLively ? kOften : idle < kPause ? kSeldom : kRarely;
   pollfd one{.fd = links_.sleep_on(), .events = POLLIN, .revents = 0};
+  if (one.fd < 0) nap = std::min(nap, kOften);  // something may be here already, or comes unheard
+  const timespec limit{.tv_sec = 0, .tv_nsec = std::chrono::nanoseconds(nap).count()};
   ::ppoll(&one, one.fd >= 0 ? 1 : 0, &limit, nullptr);
 }
 

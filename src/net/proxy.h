@@ -59,7 +59,8 @@ class Proxy {
   using Failed = std::function<void(const Error&)>;
   using Sent = std::function<void(const Links::Sent&)>;
   Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent);
-  // Does what has been commanded before, for at most kPatienceMs, and ends.
+  // Does what has been commanded before, for at most kPatienceMs, and ends. So do those that live
+  // when the process ends, before what they use is taken down.
   ~Proxy();
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
@@ -67,7 +68,10 @@ class Proxy {
   static constexpr int kPatienceMs = 1000;
 
  private:
+  friend class ProxiesOfProcess;
   using Clock = std::chrono::steady_clock;
+  void ask_to_end() { ends_.store(true, std::memory_order_release); }
+  void await_end();
   void run() noexcept;
   void work();
   void sleep(Clock::duration idle);

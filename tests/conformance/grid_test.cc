@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/batch.h"
 #include "conformance/case.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
@@ -29,6 +30,23 @@ TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
       Step(rank, c, group.get(), number).run_all();
     }
   });
+}
+
+// What a rank keeps for staging has no meaning for what its peers keep. Odd ranks keep none.
+TEST(Staging, MayDifferBetweenRanks) {
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    Case c = plain_case(world().num_ranks());
+    c.layout = layout;
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE("rank " + std::to_string(rank.rank) + ", " + c.description());
+      Case mine = c;
+      mine.placing = rank.rank % 2 == 0 ? Placing::ordinary : Placing::unstaged;
+      const Group group = make_group(rank.comm, mine.config(rank.rank));
+      for (int number = 0; number < Case::kSteps; ++number) {
+        Step(rank, mine, group.get(), number).run_all();
+      }
+    });
+  }
 }
 
 // Outputs this large are written around the caches, with stores that need a fence of their own. Two

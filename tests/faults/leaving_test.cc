@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "conformance/batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -94,6 +95,28 @@ TEST(Leaving, WhileOthersWaitIsNoLoss) {
         EXPECT_EQ(status, rank.num_ranks == 1 ? XD_SUCCESS : XD_ERROR_PEER_LOST) << text;
         EXPECT_TRUE(status == XD_SUCCESS || text.find("has left") != std::string::npos) << text;
       }
+      comm.reset();
+      ok(xd_comm_barrier(rank.comm));
+    }
+  });
+}
+
+// Each rank leaves when its own part of the last operation has ended. Others may be in it yet.
+TEST(Leaving, AfterTheLastOperationIsNoLossToThoseWhoAreStillInIt) {
+  const Load load;
+  on_every_rank([](Rank& rank) {
+    const Case c = plain_case(rank.num_ranks);
+    for (int round = 0; round < rounds() / 2; ++round) {
+      Comm comm = rank.another_comm("done" + std::to_string(round), std::size_t{1} << 20);
+      Rank other = rank;
+      other.comm = comm.get();
+      Group group = make_group(comm.get(), c.config(rank.rank));
+      Batch batch(other, c, 0, Place::ordinary);
+      for (const xd_ep_operation operation : {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE}) {
+        const Outcome outcome = batch.call(group.get(), operation);
+        EXPECT_EQ(outcome, XD_SUCCESS) << "round " << round << ": " << outcome.text;
+      }
+      group.reset();
       comm.reset();
       ok(xd_comm_barrier(rank.comm));
     }

@@ -2,7 +2,12 @@
 // and command by words, as kernels do.
 #include "net/proxy.h"
 
+#include <unistd.h>
+
 #include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -201,6 +206,26 @@ TEST(Proxy, EndsInTimeIfNobodyReads) {
   from.proxy.reset();
   EXPECT_GE(ms_since(start), Proxy::kPatienceMs);
   EXPECT_LT(ms_since(start), kGenerousMs);
+}
+
+int threads_here() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<int>(std::distance(begin(tasks), end(tasks)));
+}
+
+// What was registered before them runs after they have ended.
+TEST(Proxy, EndsWithTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        static const int threads = threads_here();
+        std::atexit([] { ::_exit(threads_here() == threads ? 0 : 3); });
+        static const auto* const stations =
+            new Stations(net::make_in_process_engines(2), short_slots(1));
+        if (threads_here() != threads + static_cast<int>(stations->of_rank.size())) ::_exit(4);
+        std::exit(0);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(Proxy, TellsOfAFailedPutOnce) {

@@ -198,6 +198,7 @@ void CudaGroup::keep_for_good() noexcept {
   static std::atomic<Kept*> all{nullptr};  // found from here, so that it is not lost
   log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
               config().ranks, "]: its memory is kept until the process ends");
+  if (far_ != nullptr) far_->outlive_group();
   Kept* const kept = kept_.release();
   *kept = {std::move(keeps_comm_), std::move(segments_), std::move(scratch_), std::move(tables_),
            runner_.take_memory(),  std::move(far_),      all.load()};

@@ -41,7 +41,6 @@ class FarCombine : public FarWork<FarCombine<T>> {
   using Base = FarWork<FarCombine<T>>;
   using Base::far;
   using Base::far_turn_;
-  using Base::items_in;
   using Base::lanes;
   using Base::moves;
   using Base::s_;
@@ -101,12 +100,17 @@ class FarCombine : public FarWork<FarCombine<T>> {
     return last;
   }
 
+  __device__ std::uint64_t bytes_of_item(FarKind kind) const {
+    return kind == FarKind::answer ? answer().item_bytes() : request_bytes(topk());
+  }
   __device__ void take(int partner, const FarHeader& chunk) const {
     if (chunk.items == 0) return;
     FarHeader* out = lanes().next_out(partner, FarLane::to_source);
     const AnswerLayout layout = answer();
     const auto warps = static_cast<std::uint32_t>(warps_per_block());
-    const std::uint32_t items = items_in(chunk, answer_room());
+    // As many answers have room, where a chunk of requests is as it must be.
+    const auto most = static_cast<std::uint32_t>(far().chunk_room / answer_room());
+    const std::uint32_t items = min(chunk.items, most);
 #pragma unroll 1
     for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < items; i += warps) {
       answer_item(items_of(&chunk) + i * request_bytes(topk()),
@@ -124,9 +128,8 @@ class FarCombine : public FarWork<FarCombine<T>> {
     const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
     const AnswerLayout layout = answer();
     const auto warps = static_cast<std::uint32_t>(warps_per_block());
-    const std::uint32_t items = items_in(chunk, layout.item_bytes());
 #pragma unroll 1
-    for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < items; i += warps) {
+    for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < chunk.items; i += warps) {
       keep_answer(plan, machine, items_of(&chunk) + i * layout.item_bytes(), layout);
     }
   }
@@ -207,10 +210,15 @@ class FarCombine : public FarWork<FarCombine<T>> {
                               const AnswerLayout& layout) const {
     const auto* words = reinterpret_cast<const volatile std::uint32_t*>(item);
     const std::uint32_t token = words[0], place = words[1];
-    const auto tokens = static_cast<std::uint32_t>(turn_.plan().tokens);
-    if (token >= tokens || place >= tokens * far().most_answers(topk())) return;  // not ours
+    const bool known = token < static_cast<std::uint32_t>(turn_.plan().tokens);
+    const std::uint32_t code = known ? code_of(plan, token) : RowCodec::kNone;
+    const std::uint64_t machines = machines_of(code);
+    if ((machines >> machine & 1) == 0 || place != place_of(token, machine, machines)) {
+      if (lane_id() == 0) far_turn_.refuse(far().gateways[machine]);  // an answer to no request
+      return;
+    }
     const int k = lane_id();
-    if (k < layout.topk && this->machine_of_code(code_of(plan, token)) == machine) {
+    if (k < layout.topk && this->machine_of_code(code) == machine) {
       p_.grad_topk_weights[static_cast<std::uint64_t>(token) * topk() + k] =
           reinterpret_cast<const volatile float*>(item + sizeof(RequestItem))[k];
     }

@@ -99,12 +99,12 @@ class FarDispatch : public FarWork<FarDispatch> {
     return last;
   }
 
+  __device__ std::uint64_t bytes_of_item(FarKind) const { return item_layout().item_bytes(); }
   __device__ void take(int, const FarHeader& chunk) const {
     if (!moves()) return;
     const RowsLayout layout = item_layout();
-    const std::uint32_t items = items_in(chunk, layout.item_bytes());
 #pragma unroll 1
-    for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < items;
+    for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < chunk.items;
          i += static_cast<std::uint32_t>(warps_per_block())) {
       replay(layout, items_of(&chunk) + std::uint64_t{i} * layout.item_bytes());
     }

@@ -18,6 +18,21 @@ net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
           .slot_bytes = far_slot_bytes(group.config())};
 }
 
+// Each rank finds what it may store into a far rank's memory in its stand-in, at the same place, and
+// what staging memory that rank has decides how long that is.
+std::size_t longest_stand_in(const Group& group) {
+  std::uint64_t longest = 0;
+  for (int r = 0; r < group.config().ranks; ++r)
+    longest = std::max(longest, GroupMap::make(group.config_of(r)).scales);
+  return round_up(longest, 256);
+}
+
+// Of this rank: where peers read all rows themselves, nobody pushes sums.
+FarMap far_map(const Config& config) {
+  return FarMap::make(config.ranks, config.keeps.partials ? config.capacity : 0,
+                      config.max_row_bytes);
+}
+
 // Sums of a machine are made as those of one host.
 void require_hosts_are_machines(const Comm& comm) {
   const HostMap& hosts = comm.hosts();
@@ -39,15 +54,15 @@ FarGroup::FarGroup(const Group& group)
       number_(group.number()),
       routes_(comm_.machines()),
       map_(link_map(group, routes_)),
-      stand_in_bytes_(round_up(GroupMap::make(group.config()).scales, 256)) {
+      stand_in_bytes_(longest_stand_in(group)),
+      counters_(&group.subject().counters()) {
   const Config& config = group.config();
   comm_.collective().agree(kCreateGroup, [&] {
     require_hosts_are_machines(comm_);
     allocate(config);
     return Collective::Contribution{};
   });
-  areas_ = comm_.share(kCreateGroup,
-                       FarMap::make(config.ranks, config.capacity, config.max_row_bytes).end);
+  areas_ = comm_.share(kCreateGroup, far_map(config).end);
   links_ = std::make_unique<FarLinks>(comm_, kCreateGroup, kFarSlots, map_.slot_bytes,
                                       std::span(slots_.data(), map_.bytes()));
   comm_.collective().agree(kCreateGroup, [&] {
@@ -55,10 +70,7 @@ FarGroup::FarGroup(const Group& group)
     proxy_ = std::make_unique<net::Proxy>(
         links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
         [this](const Error& error) { give_up(error); },
-        [&numbers = group.subject().counters()](const net::Links::Sent& sent) {
-          numbers.net_puts.set(sent.puts);
-          numbers.net_bytes.set(sent.bytes);
-        });
+        [this](const net::Links::Sent& sent) { count(sent); });
     return Collective::Contribution{};
   });
 }
@@ -123,11 +135,24 @@ void FarGroup::describe(const Config& config) {
     d.near[d.num_near++] = rank;
     d.near_areas[int{rank}] = areas_[at(rank)]->base();
   }
-  d.map = FarMap::make(config.ranks, config.capacity, config.max_row_bytes);
+  d.map = far_map(config);
   d.rows = rows_.data();
   d.scales = scales_.data();
   d.answers = answers_.data();
   table_.write(0, &d, sizeof(d));
+}
+
+void FarGroup::outlive_group() {
+  const std::lock_guard lock(mutex_);
+  counters_ = nullptr;
+}
+
+// On the proxy's thread.
+void FarGroup::count(const net::Links::Sent& sent) {
+  const std::lock_guard lock(mutex_);
+  if (counters_ == nullptr) return;
+  counters_->net_puts.set(sent.puts);
+  counters_->net_bytes.set(sent.bytes);
 }
 
 // On the proxy's thread. An engine may notice first that a partner has ended. Then the watch names

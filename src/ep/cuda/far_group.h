@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 
 #include "comm/far_links.h"
 #include "cuda/memory.h"
@@ -25,17 +26,22 @@ class FarGroup {
   const FarDevice* device() const { return table_.as<FarDevice>(); }
   // The memory here that stands in for a far rank's.
   HeapRange stand_in(int far_rank) const;
+  // The group goes, and this stays for kernels that still run: no more puts are counted.
+  void outlive_group();
 
  private:
   void allocate(const Config& config);
   void describe(const Config& config);
   void give_up(const Error& error) const;
+  void count(const net::Links::Sent& sent);
 
   Comm& comm_;
   const int number_;  // of the group
   const FarRoutes routes_;
   const net::LinkMap map_;
   const std::size_t stand_in_bytes_;
+  std::mutex mutex_;
+  observe::Counters* counters_;  // of the group, while it lives; under mutex_
   xd::cuda::PinnedBlock slots_, words_;
   xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, table_;
   Segments areas_;  // of near ranks: FarMap

@@ -23,8 +23,9 @@ class FarLanes {
 
   // True if the next chunk may be written: its slot's last one has been read. One thread.
   __device__ bool may_fill(int partner, FarLane lane) const {
-    const std::uint32_t n = f_.state->filled[partner][at(lane)];
-    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + slot(partner, lane, n))) == uses(n);
+    const std::uint64_t n = f_.state->filled[partner][at(lane)];
+    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + slot(partner, lane, n))) ==
+           uses_before(n);
   }
   // The chunk that fill() sends.
   __device__ FarHeader* next_out(int partner, FarLane lane) const {
@@ -32,19 +33,19 @@ class FarLanes {
   }
   // Sends it. One thread, behind a barrier if others have written items.
   __device__ void fill(int partner, FarLane lane, std::uint32_t item_bytes) const {
-    std::uint32_t& n = f_.state->filled[partner][at(lane)];
-    const std::uint64_t word =
-        net::slot_word(uses(n) + 1, static_cast<std::uint32_t>(sizeof(FarHeader)) + item_bytes);
+    std::uint64_t& n = f_.state->filled[partner][at(lane)];
+    const std::uint64_t word = net::slot_word(
+        uses_before(n) + 1, static_cast<std::uint32_t>(sizeof(FarHeader)) + item_bytes);
     ptx::st_release_sys(f_.words.filled + slot(partner, lane, n), word);
     ++n;
   }
   // True if the partner has read all chunks of the lane.
   __device__ bool all_read(int partner, FarLane lane) const {
-    const std::uint32_t n = f_.state->filled[partner][at(lane)];
+    const std::uint64_t n = f_.state->filled[partner][at(lane)];
     bool all = true;
-    for (std::uint32_t next = n; next < n + kLaneSlots; ++next) {
+    for (std::uint64_t next = n; next < n + kLaneSlots; ++next) {
       const std::uint64_t* freed = f_.words.freed + slot(partner, lane, next);
-      all &= net::use_of(ptx::ld_acquire_sys(freed)) == uses(next);
+      all &= net::use_of(ptx::ld_acquire_sys(freed)) == uses_before(next);
     }
     return all;
   }
@@ -53,28 +54,34 @@ class FarLanes {
 
   // True if the lane's next chunk is here. One thread.
   __device__ bool landed(int partner, FarLane lane) const {
-    const std::uint32_t n = f_.state->read[partner][at(lane)];
+    const std::uint64_t n = f_.state->read[partner][at(lane)];
     return net::use_of(ptx::ld_acquire_sys(f_.words.landed + slot(partner, lane, n))) ==
-           uses(n) + 1;
+           uses_before(n) + 1;
+  }
+  // Bytes of items of the chunk that is here; none if it is no chunk.
+  __device__ std::uint32_t bytes_in(int partner, FarLane lane) const {
+    const std::uint64_t n = f_.state->read[partner][at(lane)];
+    const std::uint32_t bytes =
+        net::bytes_of(ptx::ld_relaxed_sys(f_.words.landed + slot(partner, lane, n)));
+    return bytes < sizeof(FarHeader) ? 0 : bytes - static_cast<std::uint32_t>(sizeof(FarHeader));
   }
   __device__ const FarHeader* next_in(int partner, FarLane lane) const {
     return chunk(true, partner, lane, f_.state->read[partner][at(lane)]);
   }
   // Gives it back. One thread, behind a barrier if others have read it.
   __device__ void give_back(int partner, FarLane lane) const {
-    std::uint32_t& n = f_.state->read[partner][at(lane)];
-    ptx::st_release_sys(f_.words.read + slot(partner, lane, n), net::slot_word(uses(n) + 1, 0));
+    std::uint64_t& n = f_.state->read[partner][at(lane)];
+    ptx::st_release_sys(f_.words.read + slot(partner, lane, n),
+                        net::slot_word(uses_before(n) + 1, 0));
     ++n;
   }
 
  private:
   __device__ static constexpr int at(FarLane lane) { return static_cast<int>(lane); }
-  // The slot of the lane's chunk n, and how often it has been used before.
-  __device__ static int slot(int partner, FarLane lane, std::uint32_t n) {
-    return partner * kFarSlots + at(lane) * kLaneSlots + static_cast<int>(n % kLaneSlots);
+  __device__ static int slot(int partner, FarLane lane, std::uint64_t n) {
+    return partner * kFarSlots + at(lane) * kLaneSlots + lane_slot_of(n);
   }
-  __device__ static std::uint32_t uses(std::uint32_t n) { return n / kLaneSlots; }
-  __device__ FarHeader* chunk(bool incoming, int partner, FarLane lane, std::uint32_t n) const {
+  __device__ FarHeader* chunk(bool incoming, int partner, FarLane lane, std::uint64_t n) const {
     const auto place = static_cast<unsigned>(slot(partner, lane, n) - partner * kFarSlots);
     return reinterpret_cast<FarHeader*>(f_.slots + f_.links.place(incoming, partner, place) +
                                         sizeof(net::LinkHeader));

@@ -27,11 +27,17 @@ inline constexpr int kFarLanes = 2, kLaneSlots = 2, kFarSlots = kFarLanes * kLan
 inline constexpr int kMaxFarMachines = 64;
 inline constexpr int kNear = -1;
 
-// How many chunks have gone through each lane: of this rank's, filled; of the partner's, read.
+// How many chunks have gone through each lane: of this rank's, filled; of the partner's, read. A
+// group may live for more than 2^32 of them; the uses of a slot are counted modulo 2^32.
 struct FarState {
-  std::uint32_t filled[kMaxDeviceRanks][kFarLanes];
-  std::uint32_t read[kMaxDeviceRanks][kFarLanes];
+  std::uint64_t filled[kMaxDeviceRanks][kFarLanes];
+  std::uint64_t read[kMaxDeviceRanks][kFarLanes];
 };
+// The slot of a lane's chunk n, and how often it has been used before.
+constexpr int lane_slot_of(std::uint64_t n) { return static_cast<int>(n % kLaneSlots); }
+constexpr std::uint32_t uses_before(std::uint64_t n) {
+  return static_cast<std::uint32_t>(n / kLaneSlots);
+}
 
 // A second area of each rank's shared memory, beside GroupMap's.
 //   added[slot][src]  src, once per combine  the sums of its rows of far tokens are in its `sums`
@@ -40,11 +46,12 @@ struct FarState {
 struct FarMap {
   std::uint64_t added, sums, end;
 
-  static constexpr FarMap make(int ranks, std::int64_t capacity, std::uint64_t row_bytes) {
+  // `rows`: those that a rank can receive, or none where no rank pushes sums.
+  static constexpr FarMap make(int ranks, std::int64_t rows, std::uint64_t row_bytes) {
     LayoutCursor cursor;
     FarMap map{};
     map.added = cursor.add<std::uint64_t>(turn::kSlots * static_cast<std::uint64_t>(ranks));
-    map.sums = cursor.add<std::byte>(static_cast<std::uint64_t>(capacity) * row_bytes, 256);
+    map.sums = cursor.add<std::byte>(static_cast<std::uint64_t>(rows) * row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
   }

@@ -63,17 +63,18 @@ class FarPrepare : public FarWork<FarPrepare> {
 
   __device__ void take(int partner, const FarHeader& chunk) const {
     const std::byte* item = items_of(&chunk);
-    const std::byte* const end = item + far().chunk_room;
+    const std::byte* const end = item + lanes().bytes_in(partner, FarLane::to_gateway);
 #pragma unroll 1
     for (std::uint32_t i = 0; i < chunk.items; ++i) {
+      if (item + item_bytes(0) > end) return refuse(partner);
       const auto* head = reinterpret_cast<const volatile WordsItem*>(item);
       const FarWords area = head->area;
       const int owner = head->owner;
       const std::uint32_t first = head->first, count = head->count;
       const bool good = owner >= 0 && owner < turn_.ranks() && far().machine_of[owner] == kNear &&
-                        std::uint64_t{first} + count <= stride_of(area) &&
+                        is_told(area, owner) && std::uint64_t{first} + count <= stride_of(area) &&
                         item + item_bytes(count) <= end;
-      if (!good) return;  // not ours
+      if (!good) return refuse(partner);
       const auto* words = reinterpret_cast<const volatile std::uint32_t*>(item + sizeof(WordsItem));
       std::uint32_t* to = words_at(owner, far().rank_of[partner], area) + first;
 #pragma unroll 1
@@ -116,6 +117,24 @@ class FarPrepare : public FarWork<FarPrepare> {
            : area == FarWords::kept  ? static_cast<std::uint64_t>(g_.kept_stride)
            : area == FarWords::items ? std::uint64_t{2} * g_.max_tokens
                                      : 2;
+  }
+  // True if sources tell the owner such words, so that it has memory for them.
+  __device__ bool is_told(FarWords area, int owner) const {
+    switch (area) {
+      case FarWords::list:
+        return g_.keeps_items_at(owner) && g_.layout.row_per_expert;
+      case FarWords::items:
+        return g_.keeps_items_at(owner);
+      case FarWords::listed:
+        return g_.some_keep_items();
+      case FarWords::kept:
+        return g_.drop && !g_.layout.row_per_expert;
+    }
+    return false;
+  }
+  // All threads come to it, or none.
+  __device__ void refuse(int partner) const {
+    if (thread_in_block() == 0) far_turn_.refuse(partner);
   }
   // The words that an owner is to get.
   __device__ std::uint32_t words_for(int owner, FarWords area) const {

@@ -192,14 +192,21 @@ __device__ inline void FarTurn::bring_counts(int source) const {
 }
 
 __device__ inline bool FarTurn::forward() const {
-  bool good = true, sends_counts = false;
-  const int t = thread_in_block();  // blocks have more threads than there are ranks
-  if (t < far_.num_sources) good = take_entry(far_.sources[t], sends_counts);
+  bool good = true;
+  const int t = thread_in_block(), threads = threads_per_block();
+  std::uint32_t counted = 0;  // of this thread's sources, those that send counts
+#pragma unroll 1
+  for (int i = 0; i * threads + t < far_.num_sources && good; ++i) {
+    bool sends_counts = false;
+    good = take_entry(far_.sources[i * threads + t], sends_counts);
+    if (sends_counts) counted |= 1u << i;
+  }
   if (turn_.any_failed(!good)) return false;
 #pragma unroll 1
   for (int s = 0; s < far_.num_sources; ++s) {
     const int source = far_.sources[s];
-    const bool comes = __syncthreads_or(t == s && sends_counts ? 1 : 0) != 0;
+    const bool mine = t == s % threads && (counted >> (s / threads) & 1) != 0;
+    const bool comes = __syncthreads_or(mine ? 1 : 0) != 0;
     if (!comes) continue;
     if (t == 0) good = wait_chunk(source, FarKind::counts, XD_PHASE_COUNTS);
     if (turn_.any_failed(!good)) return false;
@@ -224,6 +231,10 @@ __device__ inline void FarTurn::raise_done(const std::uint8_t* missing) const {
 
 __device__ inline bool FarTurn::rest() const {
   bool good = true;
+  // A gateway that has read everything may leave, and that becomes known over another connection
+  // than its last words.
+  device::KernelWait site = turn_.site(XD_PHASE_ROWS);
+  site.leaving_ends = false;
   const std::uint64_t epoch = turn_.epoch();
   const int count = far_.num_partners * kFarLanes;
 #pragma unroll 1
@@ -231,7 +242,7 @@ __device__ inline bool FarTurn::rest() const {
     const int partner = i / kFarLanes;
     const auto lane = static_cast<FarLane>(i % kFarLanes);
     good = device::wait_until(
-        turn_.group().comm, turn_.site(XD_PHASE_ROWS), far_.rank_of[partner],
+        turn_.group().comm, site, far_.rank_of[partner],
         [=, this] { return lanes_.all_read(partner, lane); }, [=] { return epoch - 1; });
   }
   return !turn_.any_failed(!good);

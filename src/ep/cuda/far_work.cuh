@@ -26,6 +26,7 @@ struct FarShared {
   std::uint8_t taken_all[kMaxDeviceRanks];
   std::uint8_t missing[kMaxDeviceRanks];  // by source: it has not found memory
   int unanswered[kMaxFarMachines];        // chunks
+  int owed[kMaxFarMachines];              // answers of all of them
   int partials_here;                      // 1 = near ranks have added up their rows
   std::uint32_t picks[kMostItems];        // tokens
 };
@@ -53,6 +54,7 @@ class FarWork {
       if (turn_.any_failed(!do_all())) return;
     }
     far_turn_.raise_done(s_.missing);
+    give_back_last();
   }
   __device__ void after_done() {
     if (turn_.verdict() != Verdict::fatal) far_turn_.rest();
@@ -61,6 +63,8 @@ class FarWork {
   // ---- What a work may hide ----
 
   __device__ void start() {}
+  // Of items of chunks of this kind; 0 = they differ, and take() looks at their lengths.
+  __device__ std::uint64_t bytes_of_item(FarKind) const { return 0; }
   __device__ bool may_take(int) { return true; }  // thread 0
   __device__ void take_answer(int, const FarHeader&) {}
   __device__ void took_all(int, const FarHeader&) {}  // the last chunk of a source has been taken
@@ -69,10 +73,6 @@ class FarWork {
  protected:
   __device__ const FarDevice& far() const { return far_turn_.far(); }
   __device__ const FarLanes& lanes() const { return far_turn_.lanes(); }
-  // The items of a chunk, which are no more than it has room for.
-  __device__ std::uint32_t items_in(const FarHeader& chunk, std::uint64_t item_bytes) const {
-    return min(chunk.items, static_cast<std::uint32_t>(far().chunk_room / item_bytes));
-  }
   __device__ bool moves() const { return turn_.verdict() == Verdict::go; }
   // The far machine of a choice's row, or kNear, also if it has none. Any thread.
   __device__ int machine_of_code(std::uint32_t code) const {
@@ -99,13 +99,15 @@ class FarWork {
   __device__ void send(int machine);
   __device__ void take(int source);
   __device__ void answer(int machine);
+  __device__ void give_back_last();
 };
 
 template <class Derived>
 __device__ inline void FarWork<Derived>::clear() {
   for (int i = thread_in_block(); i < kMaxDeviceRanks; i += threads_per_block()) {
     s_.taken_all[i] = s_.missing[i] = 0;
-    if (i < kMaxFarMachines) s_.next[i] = s_.unanswered[i] = s_.begun[i] = s_.sent_all[i] = 0;
+    if (i < kMaxFarMachines)
+      s_.next[i] = s_.unanswered[i] = s_.owed[i] = s_.begun[i] = s_.sent_all[i] = 0;
   }
   if (thread_in_block() == 0) s_.partials_here = 0;
   __syncthreads();
@@ -134,11 +136,15 @@ __device__ inline bool FarWork<Derived>::do_all() {
   }
 }
 
-// Thread 0: a chunk that is here is a job, if it is the one that is expected.
+// Thread 0: a chunk that is here is a job, if it is the one that is expected, and as long as its
+// items are.
 template <class Derived>
 __device__ inline bool FarWork<Derived>::found(int job, int which, int partner, FarLane lane,
                                                FarKind kind) {
-  const bool good = far_turn_.is_in_step(*lanes().next_in(partner, lane), kind, partner);
+  const FarHeader& chunk = *lanes().next_in(partner, lane);
+  const std::uint64_t each = self().bytes_of_item(kind);
+  const bool good = far_turn_.is_in_step(chunk, kind, partner) &&
+                    (each == 0 || chunk.items * each == lanes().bytes_in(partner, lane));
   if (!good) far_turn_.refuse(partner);
   s_.job = good ? job : FarShared::failed;
   s_.which = which;
@@ -204,6 +210,7 @@ __device__ inline void FarWork<Derived>::send(int machine) {
   if (last) s_.sent_all[machine] = 1;
   // Each chunk of requests is answered by one chunk.
   if (Derived::kAnswers && s_.items > 0) ++s_.unanswered[machine];
+  s_.owed[machine] += s_.items;
 }
 
 template <class Derived>
@@ -216,11 +223,20 @@ __device__ inline void FarWork<Derived>::take(int source) {
   if (last) self().took_all(partner, *chunk);
   __syncthreads();
   if (thread_in_block() != 0) return;
-  if (last) {
-    s_.taken_all[source] = 1;
-    s_.missing[source] = chunk->found_missing != 0 ? 1 : 0;
-  }
-  lanes().give_back(partner, FarLane::to_gateway);
+  if (!last) return lanes().give_back(partner, FarLane::to_gateway);
+  s_.taken_all[source] = 1;
+  s_.missing[source] = chunk->found_missing != 0 ? 1 : 0;
+}
+
+// Gives back the sources' last chunks, behind their done flags: a source whose slots are free has
+// ended and may leave, and near ranks must not find it gone before they find its flag.
+template <class Derived>
+__device__ inline void FarWork<Derived>::give_back_last() {
+  __syncthreads();  // covers the flags of all threads
+  if (thread_in_block() != 0) return;
+#pragma unroll 1
+  for (int s = 0; s < far().num_sources; ++s)
+    if (s_.taken_all[s] != 0) lanes().give_back(far().sources[s], FarLane::to_gateway);
 }
 
 template <class Derived>
@@ -229,7 +245,8 @@ __device__ inline void FarWork<Derived>::answer(int machine) {
   self().take_answer(machine, *lanes().next_in(gateway, FarLane::to_source));
   __syncthreads();
   if (thread_in_block() != 0) return;
-  --s_.unanswered[machine];
+  s_.owed[machine] -= static_cast<int>(lanes().next_in(gateway, FarLane::to_source)->items);
+  if (--s_.unanswered[machine] == 0 && s_.owed[machine] != 0) far_turn_.refuse(gateway);
   lanes().give_back(gateway, FarLane::to_source);
 }
 
