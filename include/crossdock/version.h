@@ -24,7 +24,7 @@ typedef enum xd_feature {
   XD_FEATURE_CPU = 0,
   /* The CUDA executor. */
   XD_FEATURE_CUDA = 1,
-  /* Expert parallelism between hosts, on the CPU, over libfabric. */
+  /* Expert parallelism between hosts, over libfabric. */
   XD_FEATURE_NETWORK = 2,
   /* Communication overlapped with GEMM. */
   XD_FEATURE_GEMM = 3,
