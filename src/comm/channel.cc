@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/wire.h"
-#include "comm/far_links.h"
+#include "comm/far_engine.h"
 
 namespace xd {
 namespace {

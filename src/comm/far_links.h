@@ -11,10 +11,6 @@
 
 namespace xd {
 
-// Collective: opens an engine that all ranks agree on. Throws UNSUPPORTED where a rank has no
-// libfabric, and MISMATCH where ranks have no provider in common.
-std::unique_ptr<net::Engine> open_engine_together(Comm& comm, CollectiveCall call);
-
 class FarLinks {
  public:
   // Collective: opens an engine, and connects to the partners; throws as open_engine_together(),
