@@ -85,10 +85,22 @@ void* SymmetricHeap::allocate(std::size_t bytes) {
 
 bool SymmetricHeap::release(void* ptr) {
   const auto place = find(ptr, 1);
-  if (!place) return false;
+  const auto in_heap = place ? zone_place(*place) : std::nullopt;
+  return in_heap && heap_.release(*in_heap);
+}
+
+std::optional<HeapAddress> SymmetricHeap::find_allocated(const void* ptr, std::size_t bytes) const {
+  const auto place = find(ptr, bytes);
+  const auto in_heap = place ? zone_place(*place) : std::nullopt;
+  return in_heap && heap_.is_allocated(*in_heap, bytes) ? place : std::nullopt;
+}
+
+// The place as heap_ counts its zones; nothing for memory that the callers own.
+std::optional<HeapAddress> SymmetricHeap::zone_place(HeapAddress place) const {
   const std::shared_lock lock(mutex_);
-  const std::int64_t zone = entries_[place->segment].zone;
-  return zone != kRegistered && heap_.release({static_cast<std::uint32_t>(zone), place->offset});
+  const std::int64_t zone = entries_[place.segment].zone;
+  if (zone == kRegistered) return std::nullopt;
+  return HeapAddress{static_cast<std::uint32_t>(zone), place.offset};
 }
 
 std::optional<HeapAddress> SymmetricHeap::find(const void* ptr, std::size_t bytes) const {

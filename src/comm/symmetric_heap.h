@@ -49,6 +49,9 @@ class SymmetricHeap {
   // The place of [ptr, ptr + bytes) in this rank's heap, if it lies there.
   std::optional<HeapAddress> find(const void* ptr, std::size_t bytes) const;
 
+  // Likewise, if it lies in one allocation that has not been released.
+  std::optional<HeapAddress> find_allocated(const void* ptr, std::size_t bytes) const;
+
   // Address of `bytes` bytes at a rank's place, or nullptr if they are not all there.
   std::byte* address(int rank, HeapAddress place, std::size_t bytes) const;
   // A rank's segment; {nullptr, 0} if it has none of that number.
@@ -73,6 +76,7 @@ class SymmetricHeap {
   static constexpr std::int64_t kRegistered = -1;
 
   void insert(OfRank&& of_rank, std::int64_t zone);
+  std::optional<HeapAddress> zone_place(HeapAddress place) const;
   const Segment* segment(std::uint32_t number, int rank) const;
   void insert_range(const Segment* own, std::uint32_t number);
   void erase_range(std::uint32_t number);

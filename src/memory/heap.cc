@@ -90,6 +90,17 @@ bool Heap::release(HeapAddress place) {
   return true;
 }
 
+bool Heap::is_allocated(HeapAddress place, std::size_t bytes) const {
+  const std::scoped_lock lock(mutex_);
+  if (place.segment >= zones_.size()) return false;
+  const Ranges& live = zones_[place.segment].live;
+  const auto behind = live.upper_bound(place.offset);
+  if (behind == live.begin()) return false;
+  const auto& [offset, size] = *std::prev(behind);
+  const std::uint64_t begin = place.offset - offset;
+  return begin < size && bytes <= size - begin;
+}
+
 Heap::Usage Heap::usage() const {
   const std::scoped_lock lock(mutex_);
   return usage_locked();

@@ -34,6 +34,9 @@ class Heap {
   // False if no live allocation starts there.
   bool release(HeapAddress place);
 
+  // Whether `bytes` bytes there lie in one live allocation, rounding included.
+  bool is_allocated(HeapAddress place, std::size_t bytes) const;
+
   struct Usage {  // bytes, rounding included
     std::size_t total, used, largest_free;
     int segments;

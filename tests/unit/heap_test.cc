@@ -30,6 +30,26 @@ std::string exhaustion(Heap& heap, std::size_t bytes) {
   }
 }
 
+TEST(Heap, KnowsWhatIsAllocated) {
+  Heap heap;
+  heap.add_segment(64 * kUnit);
+  heap.add_segment(8 * kUnit);
+  const HeapAddress first = heap.allocate(2 * kUnit), second = heap.allocate(kUnit);
+  ASSERT_EQ(second.segment, first.segment);
+  ASSERT_EQ(second.offset, first.offset + 2 * kUnit);
+  EXPECT_TRUE(heap.is_allocated(first, 0));
+  EXPECT_TRUE(heap.is_allocated(first, 2 * kUnit));
+  EXPECT_TRUE(heap.is_allocated({first.segment, first.offset + 1}, 2 * kUnit - 1));
+  EXPECT_FALSE(heap.is_allocated({first.segment, first.offset + 1}, 2 * kUnit)) << "in two";
+  EXPECT_FALSE(heap.is_allocated(first, SIZE_MAX));
+  EXPECT_FALSE(heap.is_allocated({second.segment, second.offset + kUnit}, 0)) << "behind all";
+  EXPECT_FALSE(heap.is_allocated({1 - first.segment, first.offset}, 1)) << "another segment";
+  EXPECT_FALSE(heap.is_allocated({2, 0}, 1));
+  heap.release(first);
+  EXPECT_FALSE(heap.is_allocated(first, 1));
+  EXPECT_TRUE(heap.is_allocated(second, kUnit));
+}
+
 TEST(Heap, PlacesAreAlignedAndDoNotOverlap) {
   Heap heap;
   heap.add_segment(64 * kUnit);
