@@ -8,19 +8,24 @@
  * other put, also one that was made before. Counts only grow. A flush says that sources may change
  * again, and nothing about the peer.
  *
- * Puts between machines get on, and are taken in, in calls of both ends of this channel alone. So
- * between machines put and flush may wait until the peer calls something of the channel: have no
- * barrier, and no wait of another channel, between a put here and the peer's wait for it. A put
- * that was flushed needs no more calls of the rank that made it. Each channel has an engine of its
- * own there, which takes tens of MB and some ten descriptors: make few.
+ * Between machines, channels are connected when they are made, and all those of a communicator
+ * share one engine, which takes tens of MB and some ten descriptors until the communicator is
+ * destroyed. There puts get on, and are taken in, in put, wait, test and flush of any channel of
+ * the communicator, on both ends, and in no other call. So put and flush may wait there until the
+ * peer is in one of these; have no barrier and no other collective call, xd_channel_create
+ * included, between a put and the peer's wait for it, unless the put has been flushed: then it
+ * needs no more calls of the rank that made it.
  *
  * Channels are there for communicators on the CPU. Calls of one channel are made by one thread at a
- * time. Waits of put, wait and flush are bounded by the communicator's timeout, which is
- * XD_ERROR_TIMEOUT and leaves channel and communicator as they are: a put that ended so has not
- * been made, and may be repeated. Calls that wait notice the loss of the peer, as
- * XD_ERROR_PEER_LOST, which finishes the communicator as everywhere. XD_ERROR_SYSTEM says that the
- * network has failed between both ends, maybe for an earlier put, or that the peer has destroyed
- * its end; the channel is of no use any more.
+ * time; channels may have a thread each. Waits of put, wait and flush are bounded by the
+ * communicator's timeout, which is XD_ERROR_TIMEOUT and leaves channel and communicator as they
+ * are: a put that ended so has not been made, and may be repeated. Put, wait and test notice the
+ * loss of the peer, near or far, as XD_ERROR_PEER_LOST, which finishes the communicator as
+ * everywhere; where it masks losses (XD_COMM_PEER_LOSS_MASK) it finishes nothing, and every later
+ * call that needs this peer says the same. A put may have succeeded before the loss was noticed.
+ * XD_ERROR_SYSTEM says that the network has failed between both ends, maybe for an earlier put; no
+ * channel between them is of use any more, and this communicator can make no other. Nobody tells a
+ * rank that its peer has destroyed its end.
  */
 #ifndef CROSSDOCK_CHANNEL_H_
 #define CROSSDOCK_CHANNEL_H_
@@ -37,13 +42,19 @@ extern "C" {
 
 typedef struct xd_channel xd_channel;
 
-/* Makes one end of a channel. Collective over the communicator: every rank calls it and names its
- * peer, which must name it; a rank may name itself. `symmetric`, of `bytes` bytes, lies in this
- * rank's symmetric memory and stays allocated as long as either end is there: the peer puts into
- * it, and this rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are
- * the counts here; they begin at 0. Errors: INVALID_ARGUMENT, MISMATCH where ranks do not name one
- * another, UNSUPPORTED on CUDA and, between machines, without libfabric; TIMEOUT where ranks do not
- * come, which finishes the communicator. */
+/* Makes one end of a channel, and connects it. Collective over the communicator: every rank calls
+ * it and names its peer, which must name it; a rank may name itself. `symmetric`, of `bytes` bytes,
+ * lies in one allocation of this rank's symmetric memory (which may be larger than asked for, by
+ * less than 256 bytes), and stays allocated as long as either end is there: the peer puts into it,
+ * and this rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are the
+ * counts here; they begin at 0.
+ *
+ * Errors: INVALID_ARGUMENT, which is MISMATCH on all other ranks, at once (with a `comm` that is
+ * NULL the others miss this rank); MISMATCH where ranks do not name one another; UNSUPPORTED on
+ * CUDA and, between machines, without libfabric, and where a rank has had 65535 channels to other
+ * machines; TIMEOUT or SYSTEM where the peer's machine is reached by control messages and not by
+ * data, which finishes nothing; TIMEOUT where ranks do not come, which finishes the communicator.
+ */
 XD_API xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
                                    uint32_t slots, xd_channel** channel);
 
@@ -57,12 +68,19 @@ XD_API xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from
 /* Waits until count `slot` here is at least `count`. */
 XD_API xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t count);
 
+/* Tells whether count `slot` here is at least `count`: *reached becomes 1, else 0. It never waits.
+ * Puts of this rank's channels get on and are taken in, as in a wait, so a rank that has other work
+ * may call this time and again instead. Errors are those of a wait but for TIMEOUT. */
+XD_API xd_status xd_channel_test(xd_channel* channel, uint32_t slot, uint64_t count,
+                                 int32_t* reached);
+
 /* Waits until the sources of all puts so far may change again. */
 XD_API xd_status xd_channel_flush(xd_channel* channel);
 
-/* Local. Puts towards either end that are under way may not arrive any more, flushed or not: lose
- * none by waiting for the counts of all puts on both ends, with a barrier behind that. NULL is
- * allowed. */
+/* Local. Puts of and to this end that are under way still need the memory of both ends, and need
+ * not arrive any more: to lose none, wait for the counts of all puts on both ends, with a barrier
+ * behind that. The memory of a channel may be freed, or used for something else, when all puts of
+ * either end have been waited for, or else with the communicator alone. NULL is allowed. */
 XD_API xd_status xd_channel_destroy(xd_channel* channel);
 
 #ifdef __cplusplus

@@ -1,10 +1,16 @@
 #define XD_EXPERIMENTAL 1
 #include <crossdock/channel.h>
 
+#include <memory>
+#include <utility>
+
 #include "capi/boundary.h"
 #include "comm/channel.h"
 
 struct xd_channel {
+  xd_channel(std::shared_ptr<xd::Comm> comm, const xd::Channel::Config& config)
+      : channel(std::move(comm), config) {}
+
   xd::Channel channel;
 };
 
@@ -21,14 +27,18 @@ xd_status on_channel(const char* function, xd_channel* channel, Body&& body) {
 xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
                             uint32_t slots, xd_channel** channel) {
   XD_REQUIRE_GIVEN("xd_channel_create", comm);
-  XD_REQUIRE_GIVEN("xd_channel_create", channel);
-  *channel = nullptr;
+  if (channel != nullptr) *channel = nullptr;
   return xd::guarded_on("xd_channel_create", *comm->comm, [&] {
     comm->comm->errors().check_usable();
     // The peer writes into it: the caller's const says that this call does not.
     auto* const memory = const_cast<std::byte*>(static_cast<const std::byte*>(symmetric));
-    *channel = new xd_channel{
-        xd::Channel(comm->comm, {.peer = peer, .memory = memory, .bytes = bytes, .slots = slots})};
+    const xd::Channel::Config config{
+        .peer = peer, .memory = memory, .bytes = bytes, .slots = slots};
+    // What fails here is told to all ranks.
+    comm->comm->collective().run(xd::kCreateChannel, [&] {
+      XD_REQUIRE(channel != nullptr, "channel = NULL, expected a pointer");
+      *channel = new xd_channel(comm->comm, config);
+    });
   });
 }
 
@@ -41,6 +51,13 @@ xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from, size_
 
 xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t count) {
   return on_channel("xd_channel_wait", channel, [&](xd::Channel& c) { c.wait(slot, count); });
+}
+
+xd_status xd_channel_test(xd_channel* channel, uint32_t slot, uint64_t count, int32_t* reached) {
+  XD_REQUIRE_GIVEN("xd_channel_test", reached);
+  *reached = 0;
+  return on_channel("xd_channel_test", channel,
+                    [&](xd::Channel& c) { *reached = c.test(slot, count) ? 1 : 0; });
 }
 
 xd_status xd_channel_flush(xd_channel* channel) {

@@ -2,16 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "base/error.h"
-#include "base/wire.h"
 #include "comm/far_engine.h"
 
 namespace xd {
 namespace {
 
-constexpr CollectiveCall kCreateChannel{"xd_channel_create"};
 constexpr std::uint32_t kMaxSlots = 65536;
 
 // [begin, begin + bytes) of a memory of `all` bytes.
@@ -19,22 +18,23 @@ bool lies_in(std::size_t begin, std::size_t bytes, std::size_t all) {
   return begin <= all && bytes <= all - begin;
 }
 
+NearMemory count_in(const NearMemory& counts, std::uint32_t slot) {
+  return counts.from(slot * sizeof(std::uint64_t));
+}
+
 }  // namespace
 
 Channel::Channel(std::shared_ptr<Comm> comm, const Config& config)
     : comm_(std::move(comm)), config_(config) {
-  comm_->collective().run(kCreateChannel, [this] { meet(); });
-}
-
-// Whoever closes an engine knows that nobody writes into its memory from then on.
-Channel::~Channel() {
-  if (!engine_) return;
-  if (comm_->errors().in_fork()) {  // the connections are the parent's
-    [[maybe_unused]] const net::Room* room = room_.release();
-    [[maybe_unused]] const net::Engine* engine = engine_.release();
-    return;
-  }
-  engine_->close();
+  const bool any_far = read_offers();
+  if (any_far && comm_->far_puts() == nullptr) open_far_puts();
+  counts_ = comm_->share(kCreateChannel, config_.slots * sizeof(std::uint64_t));
+  if (any_far) connect_far();
+  comm_->collective().agree(kCreateChannel, [&] {
+    if (far_) far_->greet();
+    if (!far_) connect_near();
+    return Collective::Contribution{};
+  });
 }
 
 Channel::Offer Channel::offer() const {
@@ -45,9 +45,9 @@ Channel::Offer Channel::offer() const {
              ", expected 0 to ", comm_->num_ranks() - 1);
   XD_REQUIRE(config_.slots >= 1 && config_.slots <= kMaxSlots, "slots = ", config_.slots,
              ", expected 1 to ", kMaxSlots);
-  const auto place = comm_->heap().find(config_.memory, config_.bytes);
+  const auto place = comm_->heap().find_allocated(config_.memory, config_.bytes);
   XD_REQUIRE(place, "symmetric: expected ", config_.bytes,
-             " bytes of this rank's symmetric memory (xd_mem_alloc)");
+             " bytes of this rank's symmetric memory, in one allocation (xd_mem_alloc)");
   return {.peer = config_.peer,
           .slots = config_.slots,
           .segment = place->segment,
@@ -55,53 +55,70 @@ Channel::Offer Channel::offer() const {
           .bytes = config_.bytes};
 }
 
-void Channel::meet() {
+bool Channel::read_offers() {
+  static_assert(std::has_unique_object_representations_v<Offer>, "padding must not leave");
   const auto offers = comm_->collective().agree_on(kCreateChannel, [this] { return offer(); });
-  bool all_near = true;
+  bool any_far = false;
   for (int r = 0; r < comm_->num_ranks(); ++r) {
     const int peer = offers[at(r)].peer, back = offers[at(peer)].peer;
     if (back != r) {
       fail(XD_ERROR_MISMATCH, "rank ", r, " names rank ", peer, " as its peer, which names rank ",
            back, ", expected rank ", r);
     }
-    all_near = all_near && comm_->machines().host_of(r) == comm_->machines().host_of(peer);
+    any_far = any_far || comm_->machines().host_of(r) != comm_->machines().host_of(peer);
   }
+  own_ = offers[at(comm_->rank())];
   theirs_ = offers[at(config_.peer)];
-  is_near_ = comm_->hosts().is_near(config_.peer);
-  counts_ = comm_->share(kCreateChannel, config_.slots * sizeof(std::uint64_t));
-  own_counts_ = NearMemory(counts_[at(comm_->rank())]->base());
-  // All ranks open engines where one needs one.
-  if (!all_near) open_engine();
-  comm_->collective().agree(kCreateChannel, [this] {
-    if (!is_near_) return Collective::Contribution{};
-    const auto& counts = counts_[at(config_.peer)];
-    require_size(counts, theirs_.slots * sizeof(std::uint64_t), config_.peer);
-    their_counts_ = NearMemory(counts->base());
-    their_memory_ = NearMemory(comm_->heap().address(
-        config_.peer, {static_cast<std::uint32_t>(theirs_.segment), theirs_.offset},
-        theirs_.bytes));
-    if (!their_memory_) fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " has no such memory");
+  return any_far;
+}
+
+// All ranks come to have them in the same step.
+void Channel::open_far_puts() {
+  auto engine = open_engine_together(*comm_, kCreateChannel);
+  std::shared_ptr<FarPuts> puts;
+  comm_->collective().agree(kCreateChannel, [&] {
+    puts = std::make_shared<FarPuts>(*comm_, std::move(engine));
+    return Collective::Contribution{};
+  });
+  comm_->keep_far_puts(std::move(puts));
+}
+
+void Channel::connect_far() {
+  const bool is_far = !comm_->hosts().is_near(config_.peer);
+  const auto items = comm_->collective().agree(kCreateChannel, [&] {
+    if (!is_far) return Collective::Contribution{};
+    const HeapAddress place{static_cast<std::uint32_t>(own_.segment), own_.offset};
+    far_.emplace(
+        *comm_->far_puts(),
+        FarEnd::Config{
+            .peer = config_.peer, .place = place, .counts = own_count(0), .slots = config_.slots});
+    return Collective::Contribution{.blob = far_->offer()};
+  });
+  // No rank greets before its peer knows the way back.
+  comm_->collective().agree(kCreateChannel, [&] {
+    if (is_far) far_->accept(items[at(config_.peer)].blob, theirs_.bytes);
     return Collective::Contribution{};
   });
 }
 
-void Channel::open_engine() {
-  engine_ = open_engine_together(*comm_, kCreateChannel);
-  const auto items = comm_->collective().agree(kCreateChannel, [this] {
-    room_ = engine_->expose({config_.memory, config_.bytes});
-    WireWriter writer;
-    writer.put(room_->remote());
-    writer.put_bytes(engine_->address());
-    return Collective::Contribution{.blob = writer.take()};
-  });
-  comm_->collective().agree(kCreateChannel, [&] {
-    if (is_near_) return Collective::Contribution{};
-    WireReader reader(items[at(config_.peer)].blob);
-    their_room_ = reader.take<net::RemoteRoom>();
-    if (!reader.ok()) fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " offers no memory");
-    engine_->connect(config_.peer, reader.rest());
-    return Collective::Contribution{};
-  });
+void Channel::connect_near() {
+  const auto& near = comm_->hosts().near();
+  const auto peer = std::ranges::find(near, config_.peer);
+  const auto& counts = counts_[at(config_.peer)];
+  require_size(counts, theirs_.slots * sizeof(std::uint64_t), config_.peer);
+  const HeapAddress place{static_cast<std::uint32_t>(theirs_.segment), theirs_.offset};
+  const NearMemory memory(comm_->heap().address(config_.peer, place, theirs_.bytes));
+  if (!memory) fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " has no such memory");
+  near_ = NearEnd{.rank = *peer, .counts = NearMemory(counts->base()), .memory = memory};
+}
+
+// Every call gets on with the puts of all channels, whether it waits or not.
+void Channel::get_on() {
+  if (FarPuts* const puts = comm_->far_puts()) puts->poll();
+}
+
+NearMemory Channel::own_count(std::uint32_t slot) const {
+  return count_in(NearMemory(counts_[at(comm_->rank())]->base()), slot);
 }
 
 void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot) {
@@ -110,106 +127,100 @@ void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std:
              ", the slots of rank ", config_.peer);
   XD_REQUIRE(lies_in(to, bytes, theirs_.bytes), "to = ", to, ", bytes = ", bytes,
              ": expected to lie in the ", theirs_.bytes, " bytes of rank ", config_.peer);
-  const auto offset = bytes == 0 ? 0 : static_cast<std::size_t>(from - config_.memory);
+  const std::size_t offset = bytes == 0 ? 0
+                                        : reinterpret_cast<std::uintptr_t>(from) -
+                                              reinterpret_cast<std::uintptr_t>(config_.memory);
   XD_REQUIRE(lies_in(offset, bytes, config_.bytes), "from: expected ", bytes, " bytes in the ",
              config_.bytes, " of this rank's memory of the channel");
-  if (is_near_) return put_near(to, from, bytes, slot);
-  XD_REQUIRE(bytes <= engine_->max_put(), "bytes = ", bytes, ", expected at most ",
-             engine_->max_put(), " in one put");
-  const net::Put put{.peer = config_.peer,
-                     .from = room_.get(),
-                     .from_offset = offset,
-                     .to = their_room_,
-                     .to_offset = to,
-                     .bytes = bytes,
-                     .tag = slot};
+  if (comm_->errors().lost(config_.peer)) throw_lost();
+  if (near_) {
+    put_near(to, from, bytes, slot);
+    return get_on();
+  }
+  const std::size_t most = far_->max_put();
+  XD_REQUIRE(bytes <= most, "bytes = ", bytes, ", expected at most ", most, " in one put");
   // It is made once, however often the wait asks.
   bool made = false;
-  const std::string what = concat("rank ", config_.peer, " to take in puts: this one was not made");
-  wait_for(what, [&] { return made = made || engine_->put(put); });
-  ++under_way_;
+  wait_for([&] { return made = made || far_->put(to, offset, bytes, slot); },
+           [&] { return "take in puts: this one was not made"; });
 }
 
 // The peer's count is this rank's to write, and this thread's.
 void Channel::put_near(std::size_t to, const std::byte* from, std::size_t bytes,
                        std::uint32_t slot) const {
-  if (bytes > 0) std::memmove(their_memory_.address(to), from, bytes);
-  const NearMemory counted = count(their_counts_, slot);
+  if (bytes > 0) std::memmove(near_->memory.address(to), from, bytes);
+  const NearMemory counted = count_in(near_->counts, slot);
   counted.signal(counted.seen() + 1);
-  for (const NearRank near : comm_->hosts().near())
-    if (near == config_.peer) comm_->ring(near);
+  comm_->ring(near_->rank);
 }
 
 void Channel::wait(std::uint32_t slot, std::uint64_t count) {
   comm_->errors().check_usable();
   XD_REQUIRE(slot < config_.slots, "slot = ", slot, ", expected less than ", config_.slots);
-  const NearMemory counted = this->count(own_counts_, slot);
-  const std::string what =
-      concat("rank ", config_.peer, " to put: count ", count, " of slot ", slot, " here");
-  wait_for(what, [&] { return counted.seen() >= count; });
+  const NearMemory counted = own_count(slot);
+  wait_for([&] { return counted.seen() >= count; },
+           [&] { return concat("put: count ", count, " of slot ", slot, " here"); });
+}
+
+bool Channel::test(std::uint32_t slot, std::uint64_t count) {
+  comm_->errors().check_usable();
+  XD_REQUIRE(slot < config_.slots, "slot = ", slot, ", expected less than ", config_.slots);
+  const NearMemory counted = own_count(slot);
+  get_on();
+  if (counted.seen() >= count) return true;
+  const bool is_lost = comm_->errors().lost(config_.peer);
+  const FarPuts::Failure* const failed = failure();
+  // What came before the end is there now.
+  if ((is_lost || failed != nullptr) && counted.seen() >= count) return true;
+  if (is_lost) throw_lost();
+  if (failed != nullptr && failed->verdict.passed()) throw_failure(*failed);
+  return false;
 }
 
 void Channel::flush() {
   comm_->errors().check_usable();
-  wait_for(concat("puts to rank ", config_.peer, ", which may have to call this channel"),
-           [this] { return under_way_ == 0; });
+  wait_for([this] { return !far_ || !far_->is_under_way(); },
+           [] { return "take in puts, for which it may have to call a channel"; });
 }
 
-bool Channel::poll() {
-  if (broken_) return false;
-  try {
-    engine_->poll(events_);
-  } catch (const Error& error) {
-    broken_ = error.text();
-    return true;
-  }
-  for (const std::uint32_t slot : events_.arrived) {
-    if (slot >= config_.slots) {
-      broken_ = concat("a put arrived for slot ", slot, " of ", config_.slots);
-      continue;
-    }
-    const NearMemory counted = count(own_counts_, slot);
-    counted.signal(counted.seen() + 1);
-  }
-  under_way_ -= std::min<std::uint64_t>(under_way_, events_.sent.size());
-  if (!events_.failed.empty()) broken_ = events_.failed.front().text;
-  const bool news = !events_.arrived.empty() || !events_.sent.empty() || broken_;
-  events_ = {};
-  return news;
-}
-
-bool Channel::is_busy() { return engine_->sleep_on() < 0; }
-
-HostWait Channel::site() {
+HostWait Channel::site() const {
   return {.phase = XD_PHASE_HOST,
           .group = -1,
           .operation = -1,
           .epoch = 0,
           .deadline = comm_->deadline(),
-          .progress = is_near_ ? nullptr : this};
+          .progress = comm_->far_puts()};
 }
 
-template <class Ready>
-void Channel::wait_for(const std::string& what, Ready&& ready) {
-  const HostWait site = this->site();
+template <class Ready, class ToDo>
+void Channel::wait_for(Ready&& ready, ToDo&& to_do) {
+  get_on();
   const Waited ended =
-      comm_->wait(config_.peer, site, [&] { return ready() || broken_.has_value(); });
-  if (ended == Waited::ready && (!broken_ || ready())) return;
-  if (broken_) throw_broken();
-  if (ended == Waited::lost) comm_->throw_lost(config_.peer, site);
-  throw Error(XD_ERROR_TIMEOUT, concat("waited ", comm_->timeout_ms(), " ms for ", what),
+      comm_->wait(config_.peer, site(), [&] { return ready() || failure() != nullptr; });
+  const FarPuts::Failure* const failed = failure();
+  if (ended == Waited::ready && (failed == nullptr || ready())) return;
+  if (ended == Waited::lost) throw_lost();
+  if (failed != nullptr) throw_failure(*failed);
+  throw Error(
+      XD_ERROR_TIMEOUT,
+      concat("waited ", comm_->timeout_ms(), " ms for rank ", config_.peer, " to ", to_do()),
+      config_.peer);
+}
+
+// The watch says whether the peer has ended, and has some time for it.
+void Channel::throw_failure(const FarPuts::Failure& failure) {
+  HostWait site = this->site();
+  site.deadline = failure.verdict;
+  if (comm_->wait(config_.peer, site, [] { return false; }) == Waited::lost) throw_lost();
+  throw Error(failure.status,
+              concat("network towards rank ", config_.peer, ": ", failure.text.data()),
               config_.peer);
 }
 
-// The watch says whether the peer has ended, and is asked once.
-void Channel::throw_broken() {
-  const bool asked = std::exchange(has_verdict_, true);
-  if (!asked && comm_->is_lost_by_verdict(config_.peer, site()))
-    comm_->throw_lost(config_.peer, site());
-  throw Error(XD_ERROR_SYSTEM,
-              concat("network towards rank ", config_.peer, ": ", *broken_,
-                     "; it may have destroyed its end of the channel"),
-              config_.peer);
+// Where losses are masked, this channel alone is of no use any more.
+void Channel::throw_lost() {
+  if (comm_->errors().masks_losses()) comm_->errors().throw_masked_loss(config_.peer);
+  comm_->throw_lost(config_.peer, site());
 }
 
 }  // namespace xd

@@ -6,17 +6,17 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
-#include <string>
 
 #include "comm/comm.h"
+#include "comm/far_puts.h"
 #include "comm/near_memory.h"
-#include "net/engine.h"
 
 namespace xd {
 
+inline constexpr CollectiveCall kCreateChannel{"xd_channel_create"};
+
 // One thread at a time.
-class Channel final : public Progress {
+class Channel final {
  public:
   struct Config {
     int peer;
@@ -25,9 +25,8 @@ class Channel final : public Progress {
     std::uint32_t slots;
   };
 
-  // Collective.
+  // Steps of kCreateChannel, of which nothing fails after the last.
   Channel(std::shared_ptr<Comm> comm, const Config& config);
-  ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
@@ -35,48 +34,47 @@ class Channel final : public Progress {
 
   void put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot);
   void wait(std::uint32_t slot, std::uint64_t count);
+  // Whether a wait would end now. Takes in what the network has brought; never waits.
+  bool test(std::uint32_t slot, std::uint64_t count);
   void flush();
 
-  // Takes in what the network has brought. Used by waits.
-  bool poll() override;
-  bool is_busy() override;
-
  private:
-  // What the peer must know of this rank.
+  // What all ranks must know of this one.
   struct Offer {
     std::int32_t peer;
     std::uint32_t slots;
     std::uint64_t segment, offset;  // of its memory in the heap
     std::uint64_t bytes;
   };
+  // The peer's memory, where it is near.
+  struct NearEnd {
+    NearRank rank;
+    NearMemory counts, memory;
+  };
 
   Offer offer() const;
-  void meet();
-  void open_engine();
+  // True if the channel of some rank leads to another machine.
+  bool read_offers();
+  void connect_far();
+  void connect_near();
+  void open_far_puts();
   void put_near(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot) const;
-  NearMemory count(const NearMemory& counts, std::uint32_t slot) const {
-    return counts.from(slot * sizeof(std::uint64_t));
-  }
-  template <class Ready>
-  void wait_for(const std::string& what, Ready&& ready);
-  [[noreturn]] void throw_broken();
-  HostWait site();
+  NearMemory own_count(std::uint32_t slot) const;
+  void get_on();
+  // `to_do()` says what the peer has to do, for the text of a timeout.
+  template <class Ready, class ToDo>
+  void wait_for(Ready&& ready, ToDo&& to_do);
+  const FarPuts::Failure* failure() const { return far_ ? far_->failure() : nullptr; }
+  [[noreturn]] void throw_failure(const FarPuts::Failure& failure);
+  [[noreturn]] void throw_lost();
+  HostWait site() const;
 
   const std::shared_ptr<Comm> comm_;
   const Config config_;
-  Offer theirs_{};
-  bool is_near_ = true;
-  Segments counts_;  // a word for each slot; a near peer writes here, or else poll()
-  NearMemory own_counts_, their_counts_, their_memory_;
-
-  // Between machines.
-  std::unique_ptr<net::Engine> engine_;
-  std::unique_ptr<net::Room> room_;  // of config_.memory
-  net::RemoteRoom their_room_;
-  std::uint64_t under_way_ = 0;  // puts whose source is not free
-  net::Events events_;
-  std::optional<std::string> broken_;  // what the engine has said
-  bool has_verdict_ = false;           // the watch has been asked about that
+  Offer own_{}, theirs_{};
+  Segments counts_;  // a word for each slot; a near peer writes here, or else FarPuts
+  std::optional<NearEnd> near_;
+  std::optional<FarEnd> far_;
 };
 
 }  // namespace xd

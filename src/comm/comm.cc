@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/options.h"
 #include "bootstrap/nccl.h"
+#include "comm/far_puts.h"
 #include "comm/net_test.h"
 #include "memory/host_segment.h"
 
@@ -208,15 +209,22 @@ Comm::Comm(Parts&& parts)
 void Comm::close() {
   if (errors_.in_fork()) {
     errors_.close_silently();
+    if (kept_far_puts_) kept_far_puts_->leave_behind();
     // A fork has the watch thread's state without the thread, so the state cannot be taken down,
     // and a goodbye would be the parent's.
     [[maybe_unused]] const Mesh* left_behind = mesh_.release();
     return;
   }
   if (!errors_.close()) return;
+  if (kept_far_puts_) kept_far_puts_->close();
   mesh_.reset();
   // The caller has promised that no kernel runs any more; one that does is told to go.
   if (device_side_) device_side_->set_finished();
+}
+
+void Comm::keep_far_puts(std::shared_ptr<FarPuts> puts) noexcept {
+  kept_far_puts_ = std::move(puts);
+  far_puts_.store(kept_far_puts_.get(), std::memory_order_release);
 }
 
 void Comm::require_all_near(const char* what) const {

@@ -30,6 +30,8 @@
 
 namespace xd {
 
+class FarPuts;
+
 // Work for other ranks that a thread goes on with while it waits, because no other thread does it.
 class Progress {
  public:
@@ -122,6 +124,10 @@ class Comm final {
   Segments share(CollectiveCall call, std::size_t bytes) {
     return collective_.share(*device_memory_, call, bytes);
   }
+
+  // What channels to other machines share; nullptr before the first of them.
+  FarPuts* far_puts() const { return far_puts_.load(std::memory_order_acquire); }
+  void keep_far_puts(std::shared_ptr<FarPuts> puts) noexcept;
 
   // Counts the groups: every rank counts each group that it is asked to make, also if that fails.
   void begin_group() { ++groups_; }
@@ -230,6 +236,8 @@ class Comm final {
   Errors errors_;
   Collective collective_;
   SymmetricMemory memory_;
+  std::shared_ptr<FarPuts> kept_far_puts_;
+  std::atomic<FarPuts*> far_puts_{nullptr};
   std::unique_ptr<EventRelay> events_;
   std::unique_ptr<Mesh> mesh_;  // last: its watch thread uses all of the above
 };

@@ -250,15 +250,21 @@ void Errors::require_all_ranks() const {
   for (int r = 0; r < static_cast<int>(presence_.size()); ++r) {
     if (presence(r) == wanted) gone.push_back(r);
   }
-  if (gone.empty()) return;
-  const char* what = wanted == Presence::left ? " left the communicator"
+  if (!gone.empty()) throw_gone(gone, wanted, "; all ranks are needed");
+}
+
+void Errors::throw_masked_loss(int rank) const {
+  throw_gone({&rank, 1}, presence(rank), "; the call needs it");
+}
+
+void Errors::throw_gone(std::span<const int> gone, Presence presence, const char* needed) const {
+  const char* what = presence == Presence::left ? " left the communicator"
                      : !hosts_.all_are_near()
                          ? " been lost: the process has ended or broken the protocol, or its host "
                            "has not answered"
                          : " been lost: the process has ended or broken the protocol";
   throw Error(XD_ERROR_PEER_LOST,
-              error_text(names_.of(gone), gone.size() == 1 ? " has" : " have", what,
-                         "; all ranks are needed"),
+              error_text(names_.of(gone), gone.size() == 1 ? " has" : " have", what, needed),
               gone.front());
 }
 

@@ -105,6 +105,8 @@ class Errors final : public MeshEvents {
   // Throws PEER_LOST, which finishes nothing, if losses are masked and some rank is lost. This is
   // for calls that need all ranks.
   void require_all_ranks() const;
+  // Likewise for a call that needs one rank, which is lost.
+  [[noreturn]] void throw_masked_loss(int rank) const;
 
   // ---- Events of the watch thread ----
 
@@ -119,6 +121,8 @@ class Errors final : public MeshEvents {
   enum class Presence : std::uint8_t { here, left, lost };
   Presence presence(int peer) const { return presence_[at(peer)].load(std::memory_order_acquire); }
   void set_lost(std::span<const int> ranks, Presence presence);
+  [[noreturn]] void throw_gone(std::span<const int> gone, Presence presence,
+                               const char* needed) const;
   void raise(const FatalError& error, Spread spread, const Cause* cause);
   void record(const FatalError& error) const;
   void take_over(const FatalError& met_by_kernel) const;

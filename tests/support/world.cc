@@ -52,8 +52,8 @@ Comm Rank::comm_on(const Hosts& other, const std::string& name, std::size_t heap
   return there.another_comm(name, heap_bytes);
 }
 
-Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
-                        std::int32_t timeout_ms) const {
+Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes, std::int32_t timeout_ms,
+                        xd_comm_peer_loss on_peer_loss) const {
   const std::string full_name = run_name + "." + name;
   xd_comm_config config = XD_COMM_CONFIG_INIT;
   config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
@@ -62,6 +62,7 @@ Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes,
   config.device = memory->device();
   config.heap_bytes = heap_bytes;
   config.timeout_ms = timeout_ms;
+  config.on_peer_loss = on_peer_loss;
   config.name = full_name.c_str();
   const std::string host = hosts.empty() ? "" : host_name(hosts[static_cast<std::size_t>(rank)]);
   if (!hosts.empty()) config.host = host.c_str();

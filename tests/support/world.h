@@ -37,7 +37,8 @@ struct Rank {
   // Makes another communicator of the same ranks, on the same hosts. Collective. `name` tells apart
   // the communicators of one body.
   Comm another_comm(const std::string& name, std::size_t heap_bytes,
-                    std::int32_t timeout_ms = kTimeoutMs) const;
+                    std::int32_t timeout_ms = kTimeoutMs,
+                    xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL) const;
   // Likewise on other hosts.
   Comm comm_on(const Hosts& other, const std::string& name, std::size_t heap_bytes) const;
 

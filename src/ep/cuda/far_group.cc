@@ -18,8 +18,8 @@ net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
           .slot_bytes = far_slot_bytes(group.config())};
 }
 
-// Each rank finds what it may store into a far rank's memory in its stand-in, at the same place, and
-// what staging memory that rank has decides how long that is.
+// A rank stores into a far rank's stand-in what it would store into its memory, at the same places.
+// So what that rank keeps for staging decides how long a stand-in is.
 std::size_t longest_stand_in(const Group& group) {
   std::uint64_t longest = 0;
   for (int r = 0; r < group.config().ranks; ++r)
