@@ -17,12 +17,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "net/rank_channels.h"
 #include "net/rank_process.h"
 #include "net/rank_steps.h"
 #include "support/usage.h"
@@ -100,18 +102,18 @@ class FileGather {
 
 class RankMain {
  public:
-  ~RankMain() { xd_comm_destroy(comm_); }
+  ~RankMain() { destroy(); }
 
   std::string obey(const std::string& order) {
     std::istringstream words(order);
     std::string verb;
-    int count = 0;
-    words >> verb >> count;
+    int count = 0, more = 0;
+    words >> verb >> count >> more;
     if (verb == "id") return make_id();
     if (verb == "create") return create();
     if (verb == "barrier") return outcome(xd_comm_barrier(comm_));
     if (verb == "abort") return outcome(xd_comm_abort(comm_));
-    if (verb == "destroy") return outcome(xd_comm_destroy(std::exchange(comm_, nullptr)));
+    if (verb == "destroy") return destroy();
     if (verb == "lost") return lost();
     if (verb == "error") return error();
     if (verb == "info") return info();
@@ -123,6 +125,14 @@ class RankMain {
     if (verb == "held") return held();
     if (verb == "context") return context();
     if (verb == "cycle") return cycle(count);
+    if (verb == "channels") return channels();
+    if (channels_) {
+      if (verb == "put") return in_a_line(channels_->put(count));
+      if (verb == "hear") return in_a_line(channels_->wait(count));
+      if (verb == "ask") return in_a_line(channels_->ask(count));
+      if (verb == "flush") return in_a_line(channels_->flush(count));
+      if (verb == "swap") return in_a_line(channels_->swap(count, more));
+    }
     if (verb == "open") return std::to_string(open_descriptors());
     return "no such order: " + order;
   }
@@ -132,9 +142,11 @@ class RankMain {
     return status == XD_SUCCESS ? "fine" : concat(xd_status_name(status), xd_last_error());
   }
   static std::string concat(const char* name, const char* text) {
-    std::string line = std::string(name) + " " + text;
-    std::replace(line.begin(), line.end(), '\n', ' ');
-    return line;
+    return in_a_line(std::string(name) + " " + text);
+  }
+  static std::string in_a_line(std::string text) {
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return text;
   }
 
   static std::string make_id() {
@@ -167,6 +179,17 @@ class RankMain {
     if (!host.empty()) config.host = host.c_str();
     if (number("XD_TEST_MASK", 0) != 0) config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
     return outcome(xd_comm_create(&config, &comm_));
+  }
+
+  std::string destroy() {
+    channels_.reset();
+    return outcome(xd_comm_destroy(std::exchange(comm_, nullptr)));
+  }
+
+  // Those that are there already give way to the new ones, of the same memory.
+  std::string channels() {
+    if (!channels_) channels_.emplace(comm_, number("RANK", 0), number("WORLD_SIZE", 1));
+    return in_a_line(channels_->make());
   }
 
   std::string lost() {
@@ -259,6 +282,7 @@ class RankMain {
   }
 
   xd_comm* comm_ = nullptr;
+  std::optional<RankChannels> channels_;
   FileGather files_;
 };
 

@@ -1,0 +1,171 @@
+// Channels between hosts that are network namespaces, over a network that does what networks do.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <string>
+#include <utility>
+
+#include "net/job.h"
+
+namespace xd::test {
+namespace {
+
+using NetChannel = Net;
+
+const Settings kMasking{{"XD_TEST_MASK", "1"}};
+
+void make_channels(Job& job) {
+  job.all_fine("create");
+  job.all_fine("channels");
+}
+
+TEST_F(NetChannel, EveryRankSwapsWithAll) {
+  NetHosts hosts(2);
+  for (const Family family : {Family::ipv4, Family::ipv6}) {
+    Job job(hosts, {0, 0, 1, 1}, family);
+    make_channels(job);
+    job.all_fine("swap -1 20");
+    job.all_fine("destroy");
+  }
+}
+
+TEST_F(NetChannel, FourHostsSwapAsWell) {
+  NetHosts hosts(4);
+  Job job(hosts, {0, 1, 2, 3});
+  make_channels(job);
+  job.all_fine("swap -1 20");
+}
+
+TEST_F(NetChannel, LostPacketsSmallOnesAndSlowLinksCostTimeAlone) {
+  NetHosts hosts(2);
+  hosts.set_mtu(1, 576);
+  hosts.lose(1, 1);
+  hosts.throttle(1, 100);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
+  make_channels(job);
+  job.all_fine("swap -1 3");
+}
+
+// They are connected, so the first put waits for nobody. Its flush gets on with the questions that
+// the peer asks of another channel, and from then on the put needs its rank no more.
+TEST_F(NetChannel, AFlushedPutNeedsItsRankNoMore) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 1});
+  make_channels(job);
+  EXPECT_EQ(job.rank(0).ask("put 1"), "fine");
+  job.rank(0).tell("flush 1");
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_EQ(job.rank(1).ask("ask 1"), "not yet");
+    sleep_ms(5);
+  }
+  EXPECT_EQ(job.rank(0).answer(), "fine");
+  job.rank(0).signal(SIGSTOP);
+  EXPECT_EQ(job.rank(1).ask("hear 0"), "fine");
+  EXPECT_EQ(job.rank(1).ask("ask 0"), "not yet");
+  job.rank(0).signal(SIGCONT);
+}
+
+TEST_F(NetChannel, AFirewallOfDataPortsAloneIsNamedWhenOneIsMade) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
+  job.all_fine("create");
+  hosts.admit_ports(1, kPort, kPort + 15);
+  const auto start = Clock::now();
+  const auto answers = job.all("channels");
+  EXPECT_LT(ms_since(start), 5500) << "half of the time is for telling the others";
+  for (const std::string& answer : answers) {
+    EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
+    EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
+    EXPECT_TRUE(has(answer, "no greeting came within 3000 ms")) << answer;
+  }
+  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
+  EXPECT_TRUE(has(answers[0], "rank 2 of host 1 (")) << answers[0];
+  job.all_fine("barrier");
+}
+
+// Rank 3 is near to rank 2, and far from ranks 0 and 1, which go on with rank 2 and each other over
+// the engine that rank 3 had a part of.
+TEST_F(NetChannel, AKilledRankIsLostToItsChannelsAloneWhereLossesAreMasked) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, kMasking);
+  make_channels(job);
+  job.all_fine("swap -1 2");
+  job.rank(1).tell("hear 3");
+  job.rank(2).tell("hear 3");
+  sleep_ms(100);
+  job.rank(3).kill();
+  for (const int r : {1, 2}) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST") && has(answer, "rank 3 of host 1")) << answer;
+  }
+  for (const int r : {0, 1, 2}) {
+    job.ask_until(r, "put 3", "XD_ERROR_PEER_LOST", 2000);
+    const std::string answer = job.rank(r).ask("ask 3");
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST") && has(answer, "rank 3 of host 1")) << answer;
+    EXPECT_TRUE(has(job.rank(r).ask("error"), "XD_SUCCESS"));
+  }
+  for (const auto& [a, b] : {std::pair{0, 2}, {1, 2}, {0, 1}}) {
+    for (const int r : {a, b}) job.rank(r).tell("swap " + std::to_string(a + b - r) + " 10");
+    for (const int r : {a, b}) EXPECT_EQ(job.rank(r).answer(), "fine") << a << " and " << b;
+  }
+}
+
+TEST_F(NetChannel, AKilledRankFinishesTheCommunicatorElsewhere) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1});
+  make_channels(job);
+  for (const int r : {0, 1, 2}) job.rank(r).tell("hear " + std::to_string((r + 1) % 3));
+  sleep_ms(100);
+  const auto start = Clock::now();
+  job.rank(3).kill();
+  for (const int r : {0, 1, 2}) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST") && has(answer, "rank 3 of host 1")) << answer;
+  }
+  EXPECT_LT(ms_since(start), 3000);
+}
+
+TEST_F(NetChannel, ADeadLinkEndsWaitsOnBothHalves) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1});
+  make_channels(job);
+  for (int r = 0; r < 4; ++r) job.rank(r).tell("hear " + std::to_string(3 - r));
+  sleep_ms(100);
+  const auto start = Clock::now();
+  hosts.set_link(1, false);
+  for (int r = 0; r < 4; ++r) {
+    const std::string answer = job.rank(r).answer();
+    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
+    EXPECT_TRUE(has(answer, "the host has not answered for 2000 ms")) << answer;
+  }
+  EXPECT_LT(ms_since(start), kSilenceMs + 2000);
+}
+
+// A stopped process answers still, by its system: a wait ends in time, and goes on later.
+TEST_F(NetChannel, AStoppedPeerIsLateAndNoMore) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "3000"}});
+  make_channels(job);
+  job.rank(1).signal(SIGSTOP);
+  const std::string late = job.rank(0).ask("hear 1");
+  EXPECT_TRUE(has(late, "XD_ERROR_TIMEOUT") && has(late, "waited 3000 ms for rank 1")) << late;
+  job.rank(1).signal(SIGCONT);
+  job.all_fine("swap -1 3");
+}
+
+// In the first round all is made that stays with the communicator.
+TEST_F(NetChannel, ManyLeaveNothingBehind) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1});
+  make_channels(job);
+  job.all_fine("swap -1 1");
+  const auto before = job.all("held");
+  for (int round = 0; round < 5; ++round) {
+    job.all_fine("channels");
+    job.all_fine("swap -1 1");
+  }
+  EXPECT_EQ(job.all("held"), before);
+}
+
+}  // namespace
+}  // namespace xd::test
