@@ -16,6 +16,15 @@ constexpr xd_ep_operation kSteps[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBI
                                       XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
 constexpr int kTimeoutMs = 500;  // a number of chunks that was damaged is waited for in vain
 
+// Both layouts, ranks that have room for all rows and that drop some, rows without and with scales.
+Case case_of(int run, int num_ranks) {
+  Case c = plain_case(num_ranks);
+  c.layout = run % 2 == 0 ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
+  if (run / 2 % 2 == 1) c.capacity = Capacity::dropping;
+  if (run / 4 % 2 == 1) c.cargo = Cargo::e4m3_with_floats;
+  return c;
+}
+
 // Goes through steps until one of them fails for good.
 Outcome outcome_of_steps(const Rank& rank, const Case& c) {
   const Group group = make_group(rank.comm, c.config(rank.rank));
@@ -39,12 +48,10 @@ TEST(Damage, IsAnErrorThatNamesARankAndNeverAWriteElsewhere) {
   std::atomic<int> named{0};
   on_every_rank([&](Rank& rank) {
     for (int run = 0; run < 12; ++run) {
-      Case c = plain_case(rank.num_ranks);
-      c.layout = run % 2 == 0 ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
       Rank other = rank;
       const Comm comm = rank.another_comm("run" + std::to_string(run), 1 << 20, kTimeoutMs);
       other.comm = comm.get();
-      const Outcome outcome = outcome_of_steps(other, c);
+      const Outcome outcome = outcome_of_steps(other, case_of(run, rank.num_ranks));
       if (outcome.status != XD_ERROR_INTERNAL) continue;
       EXPECT_TRUE(outcome.mentions("rank ")) << outcome.text;
       ++named;
