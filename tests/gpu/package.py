@@ -80,6 +80,11 @@ def stage_python(build, folder):
     shutil.copy(ROOT / "tests/gpu/with-python.sh", folder / "with-python")
 
 
+def command_of_rank(command):
+    """What a rank runs: behind the --, where crossdock-run starts it."""
+    return command[command.index("--") + 1 :] if "--" in command else command
+
+
 def main(build, folder):
     build = pathlib.Path(build).resolve()
     folder = pathlib.Path(folder).resolve()
@@ -88,6 +93,9 @@ def main(build, folder):
     if not tests:
         sys.exit(f"{build} has no tests that need a GPU: was it built with CUDA?")
     programs = {word for _, _, command, _ in tests for word in command if (build / word).is_file()}
+    for name, _, command, _ in tests:
+        if command[0] != "./with-python" and programs.isdisjoint(command_of_rank(command)):
+            sys.exit(f"{name}: its program was not built: {' '.join(command_of_rank(command))}")
     for program in sorted(programs.union(p for p in PROGRAMS if (build / p).is_file())):
         copy_with_libraries(build, folder, program)
     for file in {file for _, _, _, files in tests for file in files}:
