@@ -80,12 +80,12 @@ TEST(Channel, ARankMayBeItsOwnPeer) {
 TEST(Channel, AWaitEndsInTimeAndTheChannelGoesOn) {
   on_every_rank([](Rank& rank) {
     if (!has_channels(rank)) return;
-    const Comm comm = rank.another_comm("quick", End::kBytes, 1000);
+    const Comm comm = rank.another_comm("quick", End::kBytes, 3000);
     Rank quick = rank;
     quick.comm = comm.get();
     const End end = make_end(quick, around(quick));
     expect_error(xd_channel_wait(end.get(), 0, 1), XD_ERROR_TIMEOUT,
-                 "waited 1000 ms for rank " + std::to_string(around(rank)) +
+                 "waited 3000 ms for rank " + std::to_string(around(rank)) +
                      " to put: count 1 of slot 0 here");
     ok(xd_comm_barrier(rank.comm));
     ok(xd_channel_put(end.get(), 0, end.source(), 8, 0));
@@ -161,7 +161,7 @@ TEST(Channel, AskingTellsWhetherACountIsReachedAndNeverWaits) {
 TEST(Channel, TheFirstPutNeedsNothingOfThePeer) {
   on_every_rank([](Rank& rank) {
     if (!has_channels(rank)) return;
-    const Comm comm = rank.another_comm("first", End::kBytes, 2000);
+    const Comm comm = rank.another_comm("first", End::kBytes, 5000);
     Rank quick = rank;
     quick.comm = comm.get();
     const End end = make_end(quick, around(quick));

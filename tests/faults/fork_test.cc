@@ -1,4 +1,6 @@
 // A forked child has its parent's communicators and may destroy them: every other call is refused.
+#define XD_EXPERIMENTAL 1
+#include <crossdock/channel.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +14,7 @@ namespace {
 
 // In the child: the line of the first call that is not refused, or 0. Nothing of the test's that
 // allocates or prints: other threads' locks may be held for ever here.
-int first_call_not_refused(xd_comm* comm, xd_ep_group* group, void* memory) {
+int first_call_not_refused(xd_comm* comm, xd_ep_group* group, xd_channel* channel, void* memory) {
 #define XD_REFUSED(call) \
   if ((call) != XD_ERROR_INVALID_ARGUMENT) return __LINE__
   xd_error_info error = XD_ERROR_INFO_INIT;
@@ -37,6 +39,13 @@ int first_call_not_refused(xd_comm* comm, xd_ep_group* group, void* memory) {
   XD_REFUSED(xd_ep_group_create(comm, &config, &another));
   XD_REFUSED(xd_ep_group_status(group, &status));
   XD_REFUSED(xd_ep_group_watch(group, &word));
+  xd_channel* another_channel = nullptr;
+  std::int32_t reached = 0;
+  XD_REFUSED(xd_channel_create(comm, 0, memory, 64, 1, &another_channel));
+  XD_REFUSED(xd_channel_put(channel, 0, memory, 8, 0));
+  XD_REFUSED(xd_channel_wait(channel, 0, 0));
+  XD_REFUSED(xd_channel_test(channel, 0, 0, &reached));
+  XD_REFUSED(xd_channel_flush(channel));
   XD_REFUSED(xd_ep_join_failed(group, XD_EP_PREPARE, "", nullptr));
 #undef XD_REFUSED
   return 0;
@@ -48,13 +57,16 @@ TEST(ForkedChild, IsRefusedByEveryCallButDestroying) {
     void* memory = nullptr;
     ASSERT_EQ(xd_mem_grow(rank.comm, 4096), XD_SUCCESS);
     ASSERT_EQ(xd_mem_alloc(rank.comm, 64, &memory), XD_SUCCESS);
+    xd_channel* channel = nullptr;
+    ASSERT_EQ(xd_channel_create(rank.comm, 0, memory, 64, 1, &channel), XD_SUCCESS);
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
       ::alarm(20);
-      const int line = first_call_not_refused(rank.comm, group.get(), memory);
+      const int line = first_call_not_refused(rank.comm, group.get(), channel, memory);
       if (line != 0) ::_exit(line);
       ::_exit(xd_ep_group_destroy(group.get()) == XD_SUCCESS &&
+                      xd_channel_destroy(channel) == XD_SUCCESS &&
                       xd_comm_destroy(comm.get()) == XD_SUCCESS
                   ? 0
                   : 1);
@@ -64,6 +76,9 @@ TEST(ForkedChild, IsRefusedByEveryCallButDestroying) {
     ASSERT_TRUE(WIFEXITED(ended)) << "signal " << WTERMSIG(ended);
     EXPECT_EQ(WEXITSTATUS(ended), 0) << "the line of the call that was not refused; 1: destroying";
     // The parent's goes on.
+    EXPECT_EQ(xd_channel_put(channel, 8, memory, 8, 0), XD_SUCCESS);
+    EXPECT_EQ(xd_channel_wait(channel, 0, 1), XD_SUCCESS);
+    EXPECT_EQ(xd_channel_destroy(channel), XD_SUCCESS);
     EXPECT_EQ(xd_mem_free(rank.comm, memory), XD_SUCCESS);
     EXPECT_EQ(xd_comm_barrier(rank.comm), XD_SUCCESS);
   });

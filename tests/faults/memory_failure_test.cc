@@ -4,15 +4,19 @@
 // afterwards is whole.
 //
 // XD_TEST_FULL=1 tries every n; otherwise steps are larger.
+#define XD_EXPERIMENTAL 1
+#include <crossdock/channel.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "conformance/fixed_step.h"
@@ -286,6 +290,35 @@ TEST_P(MemoryFailure, InGroupCreateLeavesNoGroup) {
       step.load(static_cast<int>(trial.n));
       step.enqueue_all(group.get());
       step.check();
+    });
+  });
+}
+
+TEST_P(MemoryFailure, InChannelCreateLeavesNoChannel) {
+  if (of_meetings()) return;
+  on_every_rank([this](Rank& rank) {
+    Board board(rank);
+    OnOne comm(board, rank);
+    xd_channel* made = nullptr;
+    const auto create = [&](Rank& here) {
+      void* memory = nullptr;
+      if (const xd_status status = xd_mem_alloc(comm.get(), 64, &memory); status != XD_SUCCESS) {
+        // This rank takes part nevertheless, so that the others hear of it.
+        xd_channel_create(comm.get(), here.rank, nullptr, 64, 1, &made);
+        return status;
+      }
+      return xd_channel_create(comm.get(), here.num_ranks - 1 - here.rank, memory, 64, 1, &made);
+    };
+    for_every_allocation(rank, board, 3, create, [&](Rank&, const Trial& trial) {
+      const std::unique_ptr<xd_channel, xd_status (*)(xd_channel*)> channel(
+          std::exchange(made, nullptr), xd_channel_destroy);
+      EXPECT_EQ(channel != nullptr, trial.mine.status == XD_SUCCESS);
+      if (comm.finished()) return;
+      EXPECT_TRUE(trial.all(XD_SUCCESS) || trial.mine.status != XD_SUCCESS) << trial.mine;
+      if (!channel) return;
+      ok(xd_channel_put(channel.get(), 0, nullptr, 0, 0));
+      ok(xd_channel_wait(channel.get(), 0, 1));
+      board.meet();
     });
   });
 }
