@@ -29,8 +29,7 @@
  * or written (out). Inputs and outputs do not overlap.
  * On CUDA every new address, of tensors and plans, is looked up, and an address that this rank's
  * device cannot follow is INVALID_ARGUMENT. On the CPU the DLDevice of a tensor is believed: an
- * address that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process, as in
- * memcpy.
+ * address that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
  * float8_e5m2 (12), float8_e8m0fnu (14), also where the DLPack header at hand has no name for them.
  *
@@ -187,8 +186,7 @@ typedef struct xd_ep_config {
   /* CUDA: multiprocessors to use. 0 = the library chooses, for each call, and so few that two
    * groups fit beside one another. The CPU executor ignores it. */
   int32_t num_sms;
-  /* For xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA. xd_ep_group_create also takes 0 = the
-   * communicator's. */
+  /* For xd_ep_group_memory: kDLCPU (or 0) or kDLCUDA; otherwise also 0 = the communicator's. */
   int32_t device_type;
   /* [E] rank of each expert, equal on all ranks; NULL = E / W each, in order. A rank's local
    * experts are its own in ascending order of expert: local index = order among the rank's. A rank
@@ -203,12 +201,15 @@ typedef struct xd_ep_config {
   /* Longest wait of an operation, or of one half of it (with MASK twice that for a peer to free a
    * place, as it may wait itself); 0 = the communicator's. */
   int32_t wait_timeout_ms;
+  /* Several machines (0 in EXPERT_SLOTS): about the bytes of a rank's buffers for rows of others.
+   * Each of these has 8 equal pieces of 64 to 512 KiB, or of the longest row; 0 = of 256 KiB. */
+  int64_t net_buffer_bytes;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, XD_EP_PEER_LOSS_FATAL, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, XD_EP_PEER_LOSS_FATAL, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -249,8 +250,7 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 /* ---- Groups ---------------------------------------------------------------------------------- */
 
 /* Makes a group: allocates, maps and exchanges all that its operations will need (a group has
- * memory of its own, beside the heap). Collective, blocking. Many groups may live on one
- * communicator.
+ * memory of its own, beside the heap). Collective, blocking. A communicator may have many groups.
  * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
  * naming where configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without libfabric, or
  * on CUDA with several hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */

@@ -129,6 +129,9 @@ class EpConfig:
             communicator; ``"mask"``: the group goes on without a rank that is late, and without one
             whose process has ended if the communicator has ``on_peer_loss="mask"``, too.
         wait_timeout_ms: expert_slots: longest wait for a peer; 0 = the communicator's.
+        net_buffer_bytes: several machines, not expert_slots: about how many bytes of buffers a rank
+            has for rows to and from other machines, each of which gets eight equal pieces of 64 KiB
+            to 512 KiB, or of one row if that is longer; 0 = of 256 KiB.
 
     Raises:
         TypeError, ValueError: a dtype or a word that does not exist, or another number of ranks
@@ -154,6 +157,7 @@ class EpConfig:
     in_flight: int = 0
     on_peer_loss: PeerLoss = "fatal"
     wait_timeout_ms: int = 0
+    net_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)

@@ -193,6 +193,7 @@ class Group:
         in_flight: int = 0,
         on_peer_loss: int = 0,
         wait_timeout_ms: int = 0,
+        net_buffer_bytes: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

@@ -106,6 +106,8 @@ GroupConfig group_config(const nb::kwargs& options) {
       config.on_peer_loss = static_cast<xd_ep_peer_loss>(number());
     else if (name == "wait_timeout_ms")
       config.wait_timeout_ms = number();
+    else if (name == "net_buffer_bytes")
+      config.net_buffer_bytes = integer<std::int64_t>(value, "net_buffer_bytes");
     else if (name == "device_type")
       config.device_type = number();
     else if (name == "expert_ranks")

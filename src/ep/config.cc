@@ -93,6 +93,7 @@ void read_slots(const xd_ep_config& user, Config& config) {
   require_zero("zero_tail", user.zero_tail, kWhere);
   require_zero("overflow", raw_enum(user.overflow), kWhere);
   require_zero("staging", raw_enum(user.staging), kWhere);
+  require_zero("net_buffer_bytes", user.net_buffer_bytes, kWhere);
   require_range("alignment", user.alignment, 0, 1);
   require_range("num_ranks", config.ranks, 1, XD_EP_LL_MAX_RANKS);
   require_range("max_tokens_per_rank", config.max_tokens, 1, XD_EP_LL_MAX_TOKENS);
@@ -123,6 +124,8 @@ void read_receive(const xd_ep_config& user, Config& config) {
   require_range("zero_tail", user.zero_tail, 0, 1);
   require_range("num_sms", user.num_sms, 0, 4096);
   config.num_sms = user.num_sms;
+  require_range("net_buffer_bytes", user.net_buffer_bytes, 0, std::int64_t{1} << 62);
+  config.net_buffer_bytes = static_cast<std::uint64_t>(user.net_buffer_bytes);
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
                  std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");

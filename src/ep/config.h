@@ -58,9 +58,10 @@ struct Config {
   // True if any rank stages. Until the ranks have agreed: whether this one does.
   bool any_staging = true;
   bool zero_tail = false;
-  int device_type = 0;  // as given
-  Keeps keeps;          // as the executor says
-  int num_sms = 0;      // multiprocessors; 0 = chosen by the library
+  int device_type = 0;                 // as given
+  Keeps keeps;                         // as the executor says
+  int num_sms = 0;                     // multiprocessors; 0 = chosen by the library
+  std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual slots
   // EXPERT_SLOTS only:
   int in_flight = 0;              // operations of a kind between their halves
   bool masks_lost_peers = false;  // the loss of a rank is not fatal

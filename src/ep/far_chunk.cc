@@ -1,5 +1,6 @@
 #include "ep/far_chunk.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/error.h"
@@ -34,10 +35,14 @@ void require_items(const FarHeader& header, std::span<const std::byte> items,
     refuse_chunk(header, items.size(), "its items have other sizes here");
 }
 
-std::size_t far_slot_bytes(const Config& config) {
-  constexpr std::size_t kUsual = std::size_t{256} << 10;
+std::size_t far_slot_bytes(const Config& config, int num_machines) {
+  constexpr std::size_t kKiB = 1 << 10, kLeast = 64 * kKiB, kUsual = 256 * kKiB, kMost = 512 * kKiB;
+  const std::size_t slots = 2 * std::size_t{kFarSlots} * at(num_machines - 1);  // both directions
+  std::size_t wish = kUsual;
+  if (config.net_buffer_bytes != 0)
+    wish = std::clamp<std::size_t>(config.net_buffer_bytes / slots, kLeast, kMost);
+  if (net_test().slot_bytes != 0) wish = net_test().slot_bytes;
   const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
-  const std::size_t wish = net_test().slot_bytes != 0 ? net_test().slot_bytes : kUsual;
   return far_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
 }
 

@@ -106,7 +106,12 @@ inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
                    far_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }
 
-// The bytes of a slot of a group's links: room for the longest item, or for many.
-std::size_t far_slot_bytes(const Config& config);
+// Slots of a group's links, of each partner and direction. An entry and counts are sent before
+// anything is awaited, so there are two to gateways at least; two for answers are beside them.
+inline constexpr int kFarSlots = 4;
+
+// The bytes of such a slot: room for the longest item, or for many. Equal on all ranks, as it goes
+// by the number of machines: where these are of equal size, that of partners is one less.
+std::size_t far_slot_bytes(const Config& config, int num_machines);
 
 }  // namespace xd::ep

@@ -18,8 +18,8 @@ namespace {
 // The part of a config that ranks tell one another.
 struct Announcement {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, max_scale_bytes, layout, alignment,
-      overflow, duplicate_ids, on_error, expert_ranks, in_flight, on_peer_loss,
-      wait_timeout_ms;                        // equal on all ranks
+      overflow, duplicate_ids, on_error, expert_ranks, in_flight, on_peer_loss, wait_timeout_ms,
+      net_buffer_bytes;                       // equal on all ranks
   std::int64_t capacity, staging, zero_tail;  // may differ
   std::uint64_t nonce;                        // rank 0's becomes the group's
 };
@@ -44,6 +44,7 @@ constexpr std::array kEqualFields = {
     Field{"on_peer_loss", &Announcement::on_peer_loss,
           [](std::int64_t value) { return value != 0 ? "MASK" : "FATAL"; }},
     Field{"wait_timeout_ms", &Announcement::wait_timeout_ms},
+    Field{"net_buffer_bytes", &Announcement::net_buffer_bytes},
 };
 
 // Differs from every other that was ever made on this host, as a process makes one at a time.
@@ -73,6 +74,7 @@ Announcement announce(const Config& c) {
           .in_flight = c.in_flight,
           .on_peer_loss = c.masks_lost_peers,
           .wait_timeout_ms = c.wait_timeout_ms,
+          .net_buffer_bytes = static_cast<std::int64_t>(c.net_buffer_bytes),
           .capacity = c.capacity,
           .staging = c.staging,
           .zero_tail = c.zero_tail,

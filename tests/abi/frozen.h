@@ -120,7 +120,7 @@ FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 FROZEN_VALUE(XD_PHASE_CREDIT, 6);
 
-FROZEN_SIZE(xd_ep_config, 112);
+FROZEN_SIZE(xd_ep_config, 120);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -143,6 +143,7 @@ FROZEN_FIELD(xd_ep_config, expert_ranks, 88);
 FROZEN_FIELD(xd_ep_config, in_flight, 96);
 FROZEN_FIELD(xd_ep_config, on_peer_loss, 100);
 FROZEN_FIELD(xd_ep_config, wait_timeout_ms, 104);
+FROZEN_FIELD(xd_ep_config, net_buffer_bytes, 112);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);

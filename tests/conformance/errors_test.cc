@@ -314,6 +314,7 @@ TEST(Disagreement, OnAGroupsConfigNamesTheField) {
       {"on_error", [](xd_ep_config& config) { config.on_error = XD_EP_ON_ERROR_FATAL; }},
       {"duplicate_ids",
        [](xd_ep_config& config) { config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
+      {"net_buffer_bytes", [](xd_ep_config& config) { config.net_buffer_bytes = 1 << 20; }},
       {"expert_ranks", [&](xd_ep_config& config) { config.expert_ranks = all_on_rank_0.data(); }},
   };
   on_every_rank([&](Rank& rank) {

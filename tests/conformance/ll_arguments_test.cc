@@ -271,6 +271,7 @@ const BadConfig kBadConfigs[] = {
     {"in_flight", [](xd_ep_config& c) { c.in_flight = 5; }},
     {"in_flight", [](xd_ep_config& c) { c.in_flight = -1; }},
     {"wait_timeout_ms", [](xd_ep_config& c) { c.wait_timeout_ms = -1; }},
+    {"net_buffer_bytes", [](xd_ep_config& c) { c.net_buffer_bytes = 1; }},
     {"on_peer_loss", [](xd_ep_config& c) { force(c.on_peer_loss, 2); }},
     {"layout", [](xd_ep_config& c) { force(c.layout, 3); }},
     {"dtype", [](xd_ep_config& c) { c.dtype = kE4m3; }},

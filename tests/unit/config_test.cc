@@ -103,6 +103,8 @@ TEST(ConfigTest, NamesTheFieldThatIsWrong) {
       BadField{"config.layout = 7",
                [](xd_ep_config& c) { c.layout = static_cast<xd_ep_layout>(7); }},
       BadField{"config.zero_tail = 2", [](xd_ep_config& c) { c.zero_tail = 2; }},
+      BadField{"config.net_buffer_bytes = -1, expected 0 to 4611686018427387904",
+               [](xd_ep_config& c) { c.net_buffer_bytes = -1; }},
       BadField{"config.struct_size = 3", [](xd_ep_config& c) { c.struct_size = 3; }},
   };
   for (const BadField& field : bad) {

@@ -67,6 +67,8 @@ class EpConfig:
         on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
             communicator; ``"mask"``: the group goes on without the rank.
         wait_timeout_ms: expert_slots: longest wait for a peer; 0 = that of `init`.
+        net_buffer_bytes: several machines, not expert_slots: about how many bytes of buffers a rank
+            has for rows to and from other machines; see ``crossdock.EpConfig``.
     """
 
     num_experts: int
@@ -86,6 +88,7 @@ class EpConfig:
     in_flight: int = 0
     on_peer_loss: PeerLoss = "fatal"
     wait_timeout_ms: int = 0
+    net_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in WORDS:
@@ -149,5 +152,6 @@ class EpConfig:
             "num_sms": self.num_sms,
             "in_flight": self.in_flight,
             "wait_timeout_ms": self.wait_timeout_ms,
+            "net_buffer_bytes": self.net_buffer_bytes,
             **{field: number_of(field, getattr(self, field)) for field in WORDS},
         }

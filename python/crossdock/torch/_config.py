@@ -65,6 +65,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "in_flight": _number,
     "on_peer_loss": number_of,
     "wait_timeout_ms": _number,
+    "net_buffer_bytes": functools.partial(_number, least=0),
     _OWN: functools.partial(_number, least=0),
 }
 

@@ -121,6 +121,7 @@ class EpGroup(Membership):
         num_sms: int = 0,
         symmetric_tensors: int = 4,
         expert_ranks: Sequence[int] | None = None,
+        net_buffer_bytes: int = 0,
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -155,6 +156,8 @@ class EpGroup(Membership):
             expert_ranks: the rank of each expert; None = equally many on every rank, in order. A
                 rank's local experts are its own in ascending order; it may hold none. Replicas of
                 an expert are experts of their own, among which your router chooses.
+            net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows
+                to and from other machines; see ``crossdock.EpConfig``.
             comm: None = the default communicator.
 
         Raises:
@@ -182,6 +185,7 @@ class EpGroup(Membership):
             num_sms=num_sms,
             symmetric_tensors=symmetric_tensors,
             expert_ranks=expert_ranks,
+            net_buffer_bytes=net_buffer_bytes,
         )
         self.num_experts = num_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]

@@ -12,9 +12,7 @@
 namespace xd::ep::cpu {
 namespace {
 
-// Slots of a partner and direction. An entry and counts are sent before anything is awaited, so
-// there are two at least; answers have slots of their own.
-constexpr int kSlots = 4, kToGateway = 2;
+constexpr int kToGateway = kFarSlots / 2;  // the other slots are for answers
 
 }  // namespace
 
@@ -22,11 +20,11 @@ FarSide::FarSide(const Group& group, Lockstep& lockstep)
     : group_(group),
       lockstep_(lockstep),
       comm_(group.comm()),
-      slot_bytes_(far_slot_bytes(group.config())),
-      links_(comm_, kCreateGroup, kSlots, slot_bytes_),
+      slot_bytes_(far_slot_bytes(group.config(), comm_.machines().num_hosts())),
+      links_(comm_, kCreateGroup, kFarSlots, slot_bytes_),
       lists_(at(group.config().ranks)) {
   comm_.collective().agree(kCreateGroup, [this] {
-    chunks_.reserve(at(kSlots) * routes().partners().size());
+    chunks_.reserve(at(kFarSlots) * routes().partners().size());
     counts_seen_.resize(routes().partners().size());
     for (const int rank : ranks()) {
       if (!group_.config_of(rank).keeps.lists) continue;
@@ -86,7 +84,7 @@ std::optional<net::Links::Slot> FarSide::take_slot(int partner, Lane lane) {
   with_links([&] {
     slot = lane == Lane::to_gateway
                ? links_.links().take(partner, {.first = 0, .end = kToGateway})
-               : links_.links().take(partner, {.first = kToGateway, .end = kSlots});
+               : links_.links().take(partner, {.first = kToGateway, .end = kFarSlots});
   });
   return slot;
 }

@@ -15,7 +15,7 @@ namespace {
 net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
   return {.partners = routes.partners().size(),
           .slots = kFarSlots,
-          .slot_bytes = far_slot_bytes(group.config())};
+          .slot_bytes = far_slot_bytes(group.config(), group.comm().machines().num_hosts())};
 }
 
 // A rank stores into a far rank's stand-in what it would store into its memory, at the same places.

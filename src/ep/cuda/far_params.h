@@ -21,7 +21,7 @@ namespace xd::ep::cuda {
 // Slots of a partner and direction: two to a gateway, two back to a source. Chunks of a lane take
 // its slots in turn, so they are read in the order in which they were filled.
 enum class FarLane : int { to_gateway = 0, to_source = 1 };
-inline constexpr int kFarLanes = 2, kLaneSlots = 2, kFarSlots = kFarLanes * kLaneSlots;
+inline constexpr int kFarLanes = 2, kLaneSlots = kFarSlots / kFarLanes;
 
 // Of other machines. Sets of them are 64 bits.
 inline constexpr int kMaxFarMachines = 64;
