@@ -10,6 +10,10 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+_RANKS_PER_HOST = 8  # as DeepEP takes it
+# Of ``net_buffer_bytes`` of a group.
+_PIECES, _USUAL_PIECE = 8, 256 << 10  # for each other machine; bytes
+
 # DeepEP's own names for the positional parameters, which callers may use as keywords.
 _LONG_NAMES = {
     "num_max_nvl_chunked_send_tokens": "nvl_send_tokens",
@@ -77,9 +81,10 @@ class Config:
         return self.nvl_recv_tokens * num_ranks * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to give to Buffer as ``num_rdma_bytes``: 0, none need be given."""
+        """Bytes to give to Buffer as ``num_rdma_bytes``: what 0 stands for, on hosts of 8 ranks."""
         _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
-        return 0
+        other_hosts = (num_ranks - 1) // _RANKS_PER_HOST
+        return other_hosts * _PIECES * max(_USUAL_PIECE, hidden_bytes)
 
 
 def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:

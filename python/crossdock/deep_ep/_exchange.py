@@ -42,6 +42,7 @@ class HostExchange:
             "hidden": width,
             "dtype": _calls.DTYPE_CODES[torch.uint8],
             "layout": constants.LAYOUTS["rank_major"],
+            "net_buffer_bytes": 1,  # as few as there can be: rows are short
         }
         self._group = _core.Group(self._comm, **sizes)
         self._plan = torch.empty(_core.plan_size(num_ranks=ranks, **sizes), **_BYTES)

@@ -110,6 +110,7 @@ class Lease:
             "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
             "zero_tail": 1,
             "num_sms": sizes.num_sms[comm.rank],
+            "net_buffer_bytes": home.net_buffer_bytes,
         }
         self.sizes = sizes
         self.group = _core.Group(comm, **config)

@@ -28,10 +28,12 @@ class Home:
         memory: where results lie.
         lane: where operations run.
         leases: the groups that are alive.
+        net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
     """
 
-    def __init__(self, comm: _core.Comm, device: torch.device) -> None:
+    def __init__(self, comm: _core.Comm, device: torch.device, net_buffer_bytes: int) -> None:
         self.comm = comm
+        self.net_buffer_bytes = net_buffer_bytes
         self.device = device
         self.memory = ReceiveMemory(comm, device)
         self.lane = Lane(device)

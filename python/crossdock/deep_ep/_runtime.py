@@ -68,7 +68,8 @@ class Runtime:
         comm = self._meet(all_gather, device, heap_bytes + (shared if device == cpu else 0))
         # Ranks agree over the host, also where tensors are on GPUs.
         self._host = comm if device == cpu else self._meet(all_gather, cpu, shared)
-        self.home = Home(comm, device)
+        # Ranks of one host have not agreed on it, and need none.
+        self.home = Home(comm, device, terms.num_rdma_bytes if comm.num_hosts > 1 else 0)
         self.lane, self.memory = self.home.lane, self.home.memory
         self.exchange = HostExchange(self._host, RECORD_BYTES)
         self._captured = False  # whether some combine was: its replays are not counted

@@ -46,6 +46,7 @@ _Dispatched = tuple[
     EventOverlap,
 ]
 _Events = tuple[Any, Any, Any]  # previous_event, async_finish, allocate_on_comm_stream
+_MOST_RDMA_BYTES = 1 << 62  # that the library takes
 _Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
@@ -68,7 +69,8 @@ class Buffer(LowLatencyCalls):
     Args:
         group: torch.distributed group whose members make this Buffer; any backend.
         num_nvl_bytes: symmetric memory to begin with. More is taken when a dispatch needs it.
-        num_rdma_bytes: ignored, but equal on all ranks if these are on several hosts.
+        num_rdma_bytes: between machines, about how many bytes of buffers each group has for rows of
+            other machines; 0 = as many as the library chooses. Equal on all ranks of several hosts.
         low_latency_mode: whether the low-latency methods may be called; the others may as well, in
             any order. Equal on all ranks of several hosts, and False if these are machines.
         num_qps_per_rank: ignored: the library makes one endpoint of its own.
@@ -133,7 +135,7 @@ class Buffer(LowLatencyCalls):
             gather,
             _device(),
             num_nvl_bytes,
-            Terms(low_latency_mode, num_rdma_bytes),
+            Terms(bool(low_latency_mode), min(num_rdma_bytes, _MOST_RDMA_BYTES)),
             enable_shrink,
         )
         self.num_rdma_ranks = self._runtime.hosts.num

@@ -192,6 +192,23 @@ def test_buffers_that_ranks_want_differently_are_refused_on_all_hosts() -> None:
     run_ranks(3, want_different_things, apart=True)
 
 
+def count_puts(me: Rank, num_rdma_bytes: int) -> int:
+    with cases.buffer_of(me, num_rdma_bytes=num_rdma_bytes) as buffer:
+        caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=[120, 120], hidden=4096))
+        handle = caller.dispatch_checked()
+        return handle.routing.lease.group.stats()["net_puts"]
+
+
+def test_rdma_bytes_are_the_buffers_for_other_machines() -> None:
+    """The rows for the other rank, of 8 KiB each, are more than 800 KiB."""
+    puts = [
+        run_ranks(2, count_puts, size, apart=True)
+        for size in (1, 0, 1 << 30)  # pieces of 64, 256 and 512 KiB
+    ]
+    for few, usual, many in zip(*puts):
+        assert few > usual + 8 and usual > many, puts
+
+
 def err_in_tokens_per_host(me: Rank) -> None:
     with cases.buffer_of(me) as buffer:
         caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))

@@ -57,11 +57,12 @@ def test_buffer_runs_under_another_default_device() -> None:
 
 
 def keep_arguments(me: Any) -> None:
+    rdma_bytes = 4096 + me.rank  # of one host any number
     with cases.buffer_of(
-        me, num_nvl_bytes=1 << 20, num_rdma_bytes=4096, use_fabric=True, allow_mnnvl=True
+        me, num_nvl_bytes=1 << 20, num_rdma_bytes=rdma_bytes, use_fabric=True, allow_mnnvl=True
     ) as buffer:
         assert buffer.group is dist.group.WORLD
-        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 4096)
+        assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, rdma_bytes)
         assert buffer.explicitly_destroy and not buffer.enable_shrink
         assert buffer.low_latency_mode is False
         assert buffer.clean_low_latency_buffer(128, 7168, 256) is None

@@ -122,7 +122,9 @@ def test_config_refuses_what_cannot_be() -> None:
 
 def test_size_hints() -> None:
     assert Config(20, 6, 256).get_nvl_buffer_size_hint(14336, 4) == 256 * 4 * 14336
-    assert Config().get_rdma_buffer_size_hint(14336, 4) == 0
+    for ranks, other_hosts in ((1, 0), (4, 0), (8, 0), (9, 1), (16, 1), (64, 7)):
+        assert Config().get_rdma_buffer_size_hint(14336, ranks) == other_hosts << 21
+    assert Config().get_rdma_buffer_size_hint(1 << 20, 16) == 8 << 20
     sizes = {"hidden": 7168, "num_ranks": 4, "num_experts": 256}
     for name in ("max_tokens", "num_max_dispatch_tokens_per_rank"):
         assert Buffer.get_low_latency_rdma_size_hint(**{name: 128}, **sizes) > 0
