@@ -14,7 +14,10 @@ namespace {
 
 constexpr xd_ep_operation kSteps[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
                                       XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
-constexpr int kTimeoutMs = 500;  // a number of chunks that was damaged is waited for in vain
+
+// A number of chunks that was damaged is waited for in vain. Communicators on devices take longer
+// to make.
+int timeout_ms(const Rank& rank) { return rank.asynchronous() ? 4000 : 500; }
 
 // Both layouts, ranks that have room for all rows and that drop some, rows without and with scales.
 Case case_of(int run, int num_ranks) {
@@ -49,7 +52,7 @@ TEST(Damage, IsAnErrorThatNamesARankAndNeverAWriteElsewhere) {
   on_every_rank([&](Rank& rank) {
     for (int run = 0; run < 12; ++run) {
       Rank other = rank;
-      const Comm comm = rank.another_comm("run" + std::to_string(run), 1 << 20, kTimeoutMs);
+      const Comm comm = rank.another_comm("run" + std::to_string(run), 1 << 20, timeout_ms(rank));
       other.comm = comm.get();
       const Outcome outcome = outcome_of_steps(other, case_of(run, rank.num_ranks));
       if (outcome.status != XD_ERROR_INTERNAL) continue;
