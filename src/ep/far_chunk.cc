@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "comm/net_test.h"
 #include "ep/placement.h"
+#include "net/link_map.h"
 
 namespace xd::ep {
 
@@ -41,6 +42,7 @@ std::size_t far_slot_bytes(const Config& config, int num_machines) {
   std::size_t wish = kUsual;
   if (config.net_buffer_bytes != 0)
     wish = std::clamp<std::size_t>(config.net_buffer_bytes / slots, kLeast, kMost);
+  wish -= sizeof(net::LinkHeader);  // so that memory of slots is a round number of bytes
   if (net_test().slot_bytes != 0) wish = net_test().slot_bytes;
   const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
   return far_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));

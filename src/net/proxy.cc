@@ -40,7 +40,10 @@ class ProxiesOfProcess {
   }
   void add(Proxy* proxy) {
     const std::lock_guard lock(mutex_);
-    if (process_ != ::getpid()) std::atexit([] { instance().end_all(); });
+    if (process_ != ::getpid()) {
+      living_.clear();  // of the process that this one was forked from
+      std::atexit([] { instance().end_all(); });
+    }
     process_ = ::getpid();
     living_.insert(proxy);
   }
@@ -141,7 +144,13 @@ Proxy::Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent)
       failed_(std::move(failed)),
       sent_(std::move(sent)),
       thread_(start_thread("xd-proxy", [this] { run(); })) {
-  ProxiesOfProcess::instance().add(this);
+  try {
+    ProxiesOfProcess::instance().add(this);
+  } catch (...) {
+    ask_to_end();
+    await_end();
+    throw;
+  }
 }
 
 Proxy::~Proxy() {

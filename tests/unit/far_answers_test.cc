@@ -50,6 +50,20 @@ TEST(FarAnswers, ThatNobodyAskedForAreRefused) {
   EXPECT_FALSE(answers.take(answer(UINT32_MAX, 0)));
   EXPECT_TRUE(answers.take(answer(2, 2)));
   EXPECT_FALSE(answers.take(answer(2, 2))) << "twice";
+  EXPECT_TRUE(answers.take(answer(0, 1)));
+  EXPECT_FALSE(answers.take(answer(0, 1))) << "twice, in the place of one that is missing";
+  EXPECT_FALSE(answers.has_all(0));
+}
+
+TEST(FarAnswers, MayBeAsManyAsATokenHasChoices) {
+  FarAnswers answers(1);
+  answers.expect(0, 32);
+  for (std::uint32_t place = 0; place < 32; ++place) {
+    EXPECT_FALSE(answers.has_all(0));
+    EXPECT_TRUE(answers.take(answer(0, place)));
+  }
+  EXPECT_TRUE(answers.has_all(0));
+  EXPECT_FALSE(answers.take(answer(0, 32)));
 }
 
 }  // namespace

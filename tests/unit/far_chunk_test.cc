@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include "net/link_map.h"
+
 namespace xd::ep {
 namespace {
 
 constexpr std::size_t kKiB = 1 << 10, kMiB = 1 << 20;
 
+// Of a slot with what links put in front of its chunk.
 std::size_t slot_bytes(int num_machines, std::int64_t net_buffer_bytes, int hidden = 7168) {
   xd_ep_config user XD_EP_CONFIG_INIT;
   user.num_ranks = 64;
@@ -16,7 +19,7 @@ std::size_t slot_bytes(int num_machines, std::int64_t net_buffer_bytes, int hidd
   user.max_tokens_per_rank = 128;
   user.hidden = hidden;
   user.net_buffer_bytes = net_buffer_bytes;
-  return far_slot_bytes(read_config(&user, 0), num_machines);
+  return sizeof(net::LinkHeader) + far_slot_bytes(read_config(&user, 0), num_machines);
 }
 
 TEST(FarSlots, HaveAUsualSize) {

@@ -37,8 +37,8 @@ class Hosts:
         self.num = 1 + max(host_of)
         self.num_local = host_of.count(host_of[rank])
         self.apart = apart
-        members = [[float(host == number) for number in range(self.num)] for host in host_of]
-        self._members = torch.tensor(members, dtype=torch.float32, device=device)  # [W,N]
+        members = [[host == number for number in range(self.num)] for host in host_of]
+        self._members = torch.tensor(members, device=device)  # [W,N] bool
 
     def count_tokens(self, in_rank: torch.Tensor, out: torch.Tensor) -> None:
         """out, [N] int32, = the tokens that go to each host, each once.
@@ -46,8 +46,8 @@ class Hosts:
         Args:
             in_rank: [T,W] bool, whether a token goes to a rank.
         """
-        ranks = in_rank.to(torch.float32) @ self._members
-        torch.sum(ranks > 0, 0, dtype=torch.int32, out=out)
+        in_host = (in_rank.unsqueeze(2) & self._members).any(1)  # [T,N]
+        torch.sum(in_host, 0, dtype=torch.int32, out=out)
 
 
 def agree_on_hosts(

@@ -135,7 +135,7 @@ class Buffer(LowLatencyCalls):
             gather,
             _device(),
             num_nvl_bytes,
-            Terms(bool(low_latency_mode), min(num_rdma_bytes, _MOST_RDMA_BYTES)),
+            Terms(bool(low_latency_mode), min(int(num_rdma_bytes), _MOST_RDMA_BYTES)),
             enable_shrink,
         )
         self.num_rdma_ranks = self._runtime.hosts.num
@@ -396,7 +396,7 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sums each token's rows over the ranks. Collective; nothing waits for the host.
+        """Sums each token's rows over the ranks. Collective; no host waits on one machine.
 
         Sums are float32, by ascending rank, then the bias in the order given; rounded once. With a
         bias rows travel as float32: for 16-bit rows twice the bytes.

@@ -336,7 +336,7 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Sums each token's rows, unweighted. Collective; nothing waits for the host.
+        """Sums each token's rows, unweighted. Collective; no host waits on one machine.
 
         Args:
             x: [N,H] or, with ``do_expand``, rows by expert; as of `Buffer.combine`. Padding may

@@ -14,12 +14,11 @@ class FarAnswers {
  public:
   explicit FarAnswers(std::int64_t tokens) : tokens_(at(tokens)) {}
 
-  // Expects `count` answers of a token; returns the place of the first one.
+  // Expects `count` answers of a token, at most 32; returns the place of the first one.
   std::uint32_t expect(std::int64_t token, int count) {
     const std::uint32_t first = next_place_;
-    tokens_[at(token)] = {.first_place = first,
-                          .count = static_cast<std::uint16_t>(count),
-                          .missing = static_cast<std::uint16_t>(count)};
+    const std::uint64_t missing = (std::uint64_t{1} << count) - 1;
+    tokens_[at(token)] = {.first_place = first, .missing = static_cast<std::uint32_t>(missing)};
     next_place_ += static_cast<std::uint32_t>(count);
     return first;
   }
@@ -29,8 +28,9 @@ class FarAnswers {
     if (request.token >= tokens_.size()) return false;
     Token& token = tokens_[request.token];
     // A place before the first one becomes a large number here.
-    if (token.missing == 0 || request.place - token.first_place >= token.count) return false;
-    --token.missing;
+    const std::uint32_t answer = request.place - token.first_place;
+    if (answer >= 32 || (token.missing >> answer & 1) == 0) return false;
+    token.missing &= ~(std::uint32_t{1} << answer);
     return true;
   }
 
@@ -40,7 +40,7 @@ class FarAnswers {
  private:
   struct Token {
     std::uint32_t first_place = 0;
-    std::uint16_t count = 0, missing = 0;
+    std::uint32_t missing = 0;  // a bit for each answer, by place
   };
 
   std::vector<Token> tokens_;

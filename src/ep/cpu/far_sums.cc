@@ -136,7 +136,8 @@ void FarSums::receive(const FarChunk& chunk) {
     const std::byte* const item = chunk.items().data() + i * size;
     RequestItem request;
     std::memcpy(&request, item, sizeof(request));
-    if (!answers_.take(request))
+    const bool asked = answers_.take(request);
+    if (!asked || host_at(request) != request.host)
       refuse_chunk(chunk.header, chunk.items().size(), "an answer to no request");
     if (wish_.gradients) {
       keep_gradients(request, reinterpret_cast<const float*>(item + sizeof(request)));
@@ -149,6 +150,11 @@ void FarSums::receive(const FarChunk& chunk) {
     }
   }
   awaited -= items;
+}
+
+// The host that an answer in this place is of.
+int FarSums::host_at(const RequestItem& request) const {
+  return hosts_of(request.token).list[request.place - answers_.first_place(request.token)];
 }
 
 void FarSums::keep_gradients(const RequestItem& request, const float* gradients) {

@@ -36,6 +36,7 @@ class FarSums final : public FarWork {
 
  private:
   FarPlaces hosts_of(std::int64_t token) const;
+  int host_at(const RequestItem& request) const;
   void ask(std::int64_t token);
   bool answer(FarChunk& chunk);
   void answer_item(const std::byte* request, std::byte* item) const;

@@ -235,6 +235,7 @@ __device__ inline bool FarTurn::rest() const {
   // than its last words.
   device::KernelWait site = turn_.site(XD_PHASE_ROWS);
   site.leaving_ends = false;
+  site.timeouts = 2;  // a gateway may be late by a wait of its own
   const std::uint64_t epoch = turn_.epoch();
   const int count = far_.num_partners * kFarLanes;
 #pragma unroll 1
