@@ -66,21 +66,7 @@ TEST_F(NetChannel, AFlushedPutNeedsItsRankNoMore) {
 }
 
 TEST_F(NetChannel, AFirewallOfDataPortsAloneIsNamedWhenOneIsMade) {
-  NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
-  job.all_fine("create");
-  hosts.admit_ports(1, kPort, kPort + 15);
-  const auto start = Clock::now();
-  const auto answers = job.all("channels");
-  EXPECT_LT(ms_since(start), 5500) << "half of the time is for telling the others";
-  for (const std::string& answer : answers) {
-    EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
-    EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
-    EXPECT_TRUE(has(answer, "no greeting came within 3000 ms")) << answer;
-  }
-  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
-  EXPECT_TRUE(has(answers[0], "rank 2 of host 1 (")) << answers[0];
-  job.all_fine("barrier");
+  expect_no_data_behind_a_firewall("channels");
 }
 
 // Rank 3 is near to rank 2, and far from ranks 0 and 1, which go on with rank 2 and each other over

@@ -94,6 +94,27 @@ class Job {
   std::vector<std::unique_ptr<RankProcess>> ranks_;
 };
 
+// Control connections of a job stand; then a firewall lets no data through to the second host. The
+// step says so on all ranks, in time, and the communicator works on.
+inline void expect_no_data_behind_a_firewall(const char* step) {
+  NetHosts hosts(2);
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
+  job.all_fine("create");
+  hosts.admit_ports(1, kPort, kPort + 15);
+  const auto start = Clock::now();
+  const auto answers = job.all(step);
+  EXPECT_LT(ms_since(start), 5500) << "half of the time is for telling the others";
+  for (const std::string& answer : answers) {
+    EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
+    EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
+    EXPECT_TRUE(has(answer, "no greeting came within 3000 ms")) << answer;
+  }
+  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
+  EXPECT_TRUE(has(answers[0], "rank 2 of host 1 (")) << answers[0];
+  EXPECT_TRUE(has(answers[0], ", 10.97.0.2:")) << answers[0];
+  job.all_fine("barrier");
+}
+
 class Net : public testing::Test {
  protected:
   void SetUp() override {
