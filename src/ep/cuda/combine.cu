@@ -108,7 +108,7 @@ class Summer {
     const int pushed_parts = summed_chunks().parts(tokens, p_.row_bytes);
     int parts = pushed_parts;
     while (tokens * parts < 2 * warps && parts * 64 < vectors) parts *= 2;
-    return for_each_unit(turn_, 1, team, tokens * parts, [&](int unit) {
+    return for_each_unit(turn_, 1, team, tokens * parts, false, [&](int unit) {
       const int token = unit / parts, part = unit % parts;
       const int chunk = token / summed_chunks().tokens_per_chunk(tokens);
       const int flag = chunk * pushed_parts + part * pushed_parts / parts;

@@ -40,11 +40,19 @@ struct FirstToken {
   std::uint32_t code = RowCodec::kNone;  // code of this lane's choice
 };
 
+// The tokens that a warp sends at a time: those of a chunk, or one where nobody waits for chunks,
+// so that all warps end at the same time.
+__device__ int tokens_at_once(int tokens, bool in_chunks) {
+  return in_chunks ? sent_chunks().tokens_per_chunk(tokens) : 1;
+}
+
 __device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
   const int tokens = turn.plan().tokens, topk = turn.plan().topk;
-  const int chunk = first_unit({0, p.send_blocks});
-  if (turn.verdict() != Verdict::go || chunk < 0 || chunk >= sent_chunks().count(tokens)) return {};
-  const int token = chunk * sent_chunks().tokens_per_chunk(tokens);
+  const int unit = first_unit({0, p.send_blocks});
+  if (turn.verdict() != Verdict::go || unit < 0) return {};
+  // Where only a peer waits for chunks, it is another token.
+  const int token = unit * tokens_at_once(tokens, p.receives);
+  if (token >= tokens) return {};
   const PlanParts plan = parts_of(p.turn.plan, turn.plan());
   return {token, lane_id() < topk ? plan.code[static_cast<std::uint64_t>(token) * topk + lane_id()]
                                   : RowCodec::kNone};
@@ -62,15 +70,16 @@ class Sender {
   __device__ void send_all() {
     const bool moves = turn_.verdict() == Verdict::go;
     const int tokens = turn_.plan().tokens;
-    const int each = sent_chunks().tokens_per_chunk(tokens);
+    const bool in_chunks = any_receiver();
+    const int each = tokens_at_once(tokens, in_chunks);
     const Team team{0, p_.send_blocks};
-    for_each_unit(turn_, 0, team, sent_chunks().count(tokens), [&](int chunk) {
-      const int last = min((chunk + 1) * each, tokens);
+    for_each_unit(turn_, 0, team, (tokens + each - 1) / each, !in_chunks, [&](int unit) {
+      const int last = min((unit + 1) * each, tokens);
 #pragma unroll 1
-      for (int t = chunk * each; moves && t < last; ++t) send_token(t);
-      if (any_receiver()) {
+      for (int t = unit * each; moves && t < last; ++t) send_token(t);
+      if (in_chunks) {
         mover_.landed();
-        turn_.release_chunk(chunk, [&](int d) { return receives(d); });
+        turn_.release_chunk(unit, [&](int d) { return receives(d); });
       }
       return true;
     });

@@ -107,24 +107,27 @@ __device__ inline int first_unit(const Team& team) {
 }
 
 // Gives each of the numbers 0 .. end - 1 to one warp of the launch, lower numbers first. A
-// body(unit) that returns false ends the walk.
+// body(unit) that returns false ends the walk. `ahead`: a warp takes its next number before it works
+// on the one it has, so that it does not wait for the counter. It pays where units are small; large
+// ones should not lie with a warp that is late.
 template <class Body>
-__device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, int end,
+__device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, int end, bool ahead,
                               Body&& body) {
   std::uint32_t* next = &turn.group().control->next_unit[counter];
   const int warps = team.blocks * warps_per_block();
-  const auto take = [&] {
-    std::uint32_t taken = 0;
-    if (lane_id() == 0) taken = ptx::add_relaxed_gpu(next, 1);
-    return warps + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
+  const bool more = end > warps;  // than the fixed ones
+  const auto take = [&] { return more && lane_id() == 0 ? ptx::add_relaxed_gpu(next, 1) : 0; };
+  const auto number_of = [&](std::uint32_t taken) {
+    return more ? warps + static_cast<int>(__shfl_sync(kAllLanes, taken, 0)) : end;
   };
   int unit = first_unit(team);
-  if (unit < 0) unit = end <= warps ? end : take();
+  if (unit < 0) unit = number_of(take());
 #pragma unroll 1
   while (unit < end) {
+    std::uint32_t taken = ahead ? take() : 0;
     if (!body(unit)) return false;
-    if (end <= warps) break;
-    unit = take();
+    if (!ahead) taken = take();
+    unit = number_of(taken);
   }
   return true;
 }
@@ -236,7 +239,7 @@ __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const 
     most = max(most, chunks.count(tokens) * chunks.parts(tokens, cut_bytes));
   }
   most = min(most, turn.group().chunk_stride);
-  return for_each_unit(turn, counter, team, most * ranks, [&](int unit) {
+  return for_each_unit(turn, counter, team, most * ranks, false, [&](int unit) {
     Arrival a{};
     a.source = (turn.rank() + unit % ranks) % ranks;
     a.flag = unit / ranks;
