@@ -9,7 +9,7 @@
 //   end()    every block, when it is done altogether: the last one waits for the peers' done flags,
 //            reports, and moves the epoch on
 //   leave_and_end()  both, where nothing comes between: the blocks are counted once
-//   Both take work for the last block, which it does before and behind the done flags.
+//   All three take work for the last block, which it does before and behind the done flags.
 //   end_without_flags()  in the place of both, where nobody waits for done flags of this operation
 //
 // One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
@@ -61,11 +61,15 @@ enum class Verdict : int {
   fatal,    // leave
 };
 
-// Work of the last block that leaves, which does nothing. All threads of that block call both
-// functions; where the first has met a fatal error, no flag is raised.
+// Work of the last block that leaves, which does nothing.
 struct NoWork {
+  // All threads of that block call both; where the first has met a fatal error, no flag is raised.
   __device__ void before_done() {}
   __device__ void after_done() {}
+  // Whether a rank raises its done flag in this rank's memory itself. The flags of the others are
+  // raised by ranks that do, each before its own.
+  __device__ bool raises_done(int) const { return true; }
+  static constexpr int kDoneTimeouts = 1;  // of a wait for a done flag
 };
 
 // State of a thread block, in shared memory.
@@ -106,13 +110,21 @@ class DeviceTurn {
   // if it is not there. Returns false after a fatal error.
   template <class Take>
   __device__ bool await(Take&& take);
-  __device__ void leave();
   template <class Work>
   __device__ void leave(Work& work);
-  __device__ void end();
-  __device__ void leave_and_end();
+  template <class Work>
+  __device__ void end(const Work& work);
   template <class Work>
   __device__ void leave_and_end(Work& work);
+  __device__ void leave() {
+    NoWork none;
+    leave(none);
+  }
+  __device__ void end() { end(NoWork{}); }
+  __device__ void leave_and_end() {
+    NoWork none;
+    leave_and_end(none);
+  }
   // Every block, when it is done altogether and has taken all that peers store into this rank's
   // memory: see turn/entry.h. All ranks end such an operation so, or none does.
   __device__ void end_without_flags();
@@ -156,7 +168,11 @@ class DeviceTurn {
   }
   // Waits until `source`, which may be this rank, touches this rank's memory no more; single
   // threads. False after a fatal error. `flag` gets the done flag.
-  __device__ bool wait_done(int source, std::uint64_t& flag) const;
+  __device__ bool wait_done(int source, std::uint64_t& flag, int timeouts = 1) const;
+  // Waits until no rank touches this rank's memory any more. All threads of a block call it. False
+  // after a fatal error, which a thread may have met before.
+  template <class Work>
+  __device__ bool wait_all_done(const Work& work, bool failed = false);
   // The address of `bytes` bytes of a rank's memory, or nullptr if some of them are not there.
   __device__ std::byte* find(int rank, RemoteAddress address, std::uint64_t bytes,
                              unsigned alignment) const;
@@ -215,8 +231,14 @@ class DeviceTurn {
   template <class Take>
   __device__ bool take_record(int peer, const Record& theirs, Take&& take);
   __device__ bool is_last_block(std::uint32_t* counter);
+  __device__ bool has_failed() const {
+    return verdict() == Verdict::fatal || device::failed(p_.group.comm);
+  }
   __device__ void raise_done();
-  __device__ void end_launch(bool awaits_flags);
+  __device__ void note_finder(int peer, std::uint64_t flag) {
+    if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
+  }
+  __device__ void end_launch(bool failed);
   __device__ void write_report();
   __device__ void finish_comm() const;
   __device__ int lowest_concerned() const;
@@ -398,16 +420,41 @@ XD_TURN_MEMBER(std::byte*)::find(int rank, RemoteAddress address, std::uint64_t 
 
 // ---- Waits inside the operation ----------------------------------------------------------------
 
-XD_TURN_MEMBER(bool)::wait_done(int source, std::uint64_t& flag) const {
+XD_TURN_MEMBER(bool)::wait_done(int source, std::uint64_t& flag, int timeouts) const {
   const std::uint64_t* at = done_at(rank(), source);
   const std::uint64_t expected = s_.epoch;
+  device::KernelWait done = site(XD_PHASE_DONE);
+  done.timeouts = timeouts;
   return device::wait_until(
-      p_.group.comm, site(XD_PHASE_DONE), source,
+      p_.group.comm, done, source,
       [=, &flag] {
         flag = ptx::ld_acquire_sys(at);
         return (flag & ~kFoundMissing) == expected;
       },
       [=] { return ptx::ld_acquire_sys(at) & ~kFoundMissing; });
+}
+
+template <class Derived, class Family, class Params, class Shared>
+template <class Work>
+__device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::wait_all_done(const Work& work,
+                                                                                  bool failed) {
+#pragma unroll 1
+  for (int peer = thread(); peer < ranks() && !failed; peer += static_cast<int>(blockDim.x)) {
+    if (!work.raises_done(peer)) continue;
+    std::uint64_t flag = 0;
+    failed = !wait_done(peer, flag, Work::kDoneTimeouts);
+    note_finder(peer, flag);
+  }
+  if (any_failed(failed)) return false;
+  if constexpr (!std::is_same_v<Work, NoWork>) {
+    // The ranks that raise the other flags have raised their own behind them, and these are seen.
+#pragma unroll 1
+    for (int peer = thread(); peer < ranks(); peer += static_cast<int>(blockDim.x)) {
+      if (!work.raises_done(peer)) note_finder(peer, ptx::ld_acquire_sys(done_at(rank(), peer)));
+    }
+    __syncthreads();
+  }
+  return true;
 }
 
 XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
@@ -451,7 +498,7 @@ XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
 XD_TURN_MEMBER(void)::raise_done() {
   // Another block may have skipped its work after a fatal error, which it wrote down before it was
   // counted.
-  if (verdict() == Verdict::fatal || device::failed(p_.group.comm)) return;
+  if (has_failed()) return;
 #pragma unroll 1
   for (int i = thread(); i < ranks(); i += static_cast<int>(blockDim.x)) {
     const int peer = (rank() + 1 + i) % ranks();
@@ -462,44 +509,34 @@ XD_TURN_MEMBER(void)::raise_done() {
 }
 
 // All threads of every block call it. The threads that issued bulk stores have waited for them.
-XD_TURN_MEMBER(void)::leave() {
-  if (is_last_block(&p_.group.control->left)) raise_done();
-}
-
-// All threads of every block call it, after leave() and the work behind that.
-XD_TURN_MEMBER(void)::end() {
-  if (is_last_block(&p_.group.control->ended)) end_launch(true);
-}
-
-XD_TURN_MEMBER(void)::leave_and_end() {
-  if (!is_last_block(&p_.group.control->left)) return;
-  raise_done();
-  end_launch(true);
-}
-
 template <class Derived, class Family, class Params, class Shared>
 template <class Work>
 __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave(Work& work) {
-  if constexpr (std::is_same_v<Work, NoWork>) return leave();
   if (!is_last_block(&p_.group.control->left)) return;
   work.before_done();
   raise_done();
   work.after_done();
+}
+
+// All threads of every block call it, after leave() and the work behind that.
+template <class Derived, class Family, class Params, class Shared>
+template <class Work>
+__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::end(const Work& work) {
+  if (is_last_block(&p_.group.control->ended)) end_launch(!wait_all_done(work, has_failed()));
 }
 
 template <class Derived, class Family, class Params, class Shared>
 template <class Work>
 __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave_and_end(Work& work) {
-  if constexpr (std::is_same_v<Work, NoWork>) return leave_and_end();
   if (!is_last_block(&p_.group.control->left)) return;
   work.before_done();
   raise_done();
   work.after_done();
-  end_launch(true);
+  end_launch(!wait_all_done(work, has_failed()));
 }
 
 XD_TURN_MEMBER(void)::end_without_flags() {
-  if (is_last_block(&p_.group.control->ended)) end_launch(false);
+  if (is_last_block(&p_.group.control->ended)) end_launch(any_failed(has_failed()));
 }
 
 // The lowest rank that this rank's setback is about, as far as it knows that without the records.
@@ -536,17 +573,8 @@ XD_TURN_MEMBER(void)::write_report() {
   ptx::st_release_sys(&to->written, written + 1);
 }
 
-// Called by the launch's last block, which reports and moves the epoch on.
-XD_TURN_MEMBER(void)::end_launch(bool awaits_flags) {
-  bool failed = verdict() == Verdict::fatal || device::failed(p_.group.comm);
-#pragma unroll 1
-  for (int peer = awaits_flags ? thread() : ranks(); peer < ranks() && !failed;
-       peer += static_cast<int>(blockDim.x)) {
-    std::uint64_t flag = 0;
-    failed = !wait_done(peer, flag);
-    if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
-  }
-  failed = any_failed(failed);
+// Called by all threads of the launch's last block, which reports and moves the epoch on.
+XD_TURN_MEMBER(void)::end_launch(bool failed) {
   if (threadIdx.x != 0) return;
   if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
   auto* control = p_.group.control;

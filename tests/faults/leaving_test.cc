@@ -123,5 +123,36 @@ TEST(Leaving, AfterTheLastOperationIsNoLossToThoseWhoAreStillInIt) {
   });
 }
 
+// Makes its call, or says that it has made a mistake.
+Outcome make_or_fail(const Rank& rank, xd_ep_group* group, Batch& batch, xd_ep_operation operation,
+                     bool fails) {
+  if (!fails) return batch.call(group, operation);
+  return finish(rank, group, xd_ep_join_failed(group, operation, "on purpose", rank.stream()));
+}
+
+// Nothing moves in such an operation, and each rank says goodbye as soon as it knows that. The
+// others know it as well, or are about to: it depends on what all have said before.
+TEST(Leaving, AfterASetbackIsNoLossToThoseWhoAreStillInTheOperation) {
+  const Load load;
+  on_every_rank([](Rank& rank) {
+    const Case c = plain_case(rank.num_ranks);
+    for (int round = 0; round < rounds(); ++round) {
+      Comm comm = rank.another_comm("setback" + std::to_string(round), std::size_t{1} << 20);
+      Rank other = rank;
+      other.comm = comm.get();
+      const Group group = make_group(comm.get(), c.config(rank.rank));
+      Batch batch(other, c, 0, Place::ordinary);
+      batch.prepare(group.get());
+      const xd_ep_operation last = round % 2 == 0 ? XD_EP_DISPATCH : XD_EP_PREPARE;
+      const bool fails = round / 2 % rank.num_ranks == rank.rank;
+      const Outcome outcome = make_or_fail(other, group.get(), batch, last, fails);
+      EXPECT_EQ(outcome.status, fails ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
+          << "round " << round << ": " << outcome.text;
+      comm.reset();  // the goodbye; the group goes later
+      ok(xd_comm_barrier(rank.comm));
+    }
+  });
+}
+
 }  // namespace
 }  // namespace xd::test

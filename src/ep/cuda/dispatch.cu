@@ -290,17 +290,11 @@ __device__ Besides besides(const StridedRows& scales) {
 
 // All threads of every block call it, after leave(). A block may be the only one with a blank
 // verdict, and the others wait for it at the barrier.
-__device__ void copy_late(const DispatchParams& p, Turn& turn) {
+template <class Work>
+__device__ void copy_late(const DispatchParams& p, Turn& turn, const Work& far) {
   const bool moves = turn.verdict() == Verdict::go;
-  bool failed = false;
-#pragma unroll 1
-  for (int peer = static_cast<int>(threadIdx.x); peer < turn.ranks() && moves && !failed;
-       peer += static_cast<int>(blockDim.x)) {
-    // The flag is not looked at: a tensor that is missing somewhere makes the content undefined.
-    std::uint64_t flag = 0;
-    failed = !turn.wait_done(peer, flag);
-  }
-  if (turn.any_failed(failed)) return;
+  // A tensor that is missing somewhere makes the content undefined.
+  if (moves && !turn.wait_all_done(far)) return;
   // This rank's own receivers have also put rows there.
   if (p.receives && !turn.barrier(1)) return;
 #pragma unroll 1
@@ -350,12 +344,12 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
         Mover<Quantiser> mover(warp_stages, p.fan_out);
         failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
       }
-      if (!failed && p.num_late > 0) copy_late(p, turn);
-      return turn.end();
+      if (!failed && p.num_late > 0) copy_late(p, turn, far);
+      return turn.end(far);
     }
   } else if (closes_late(p)) {
     turn.leave(far);
-    return turn.end();
+    return turn.end(far);
   }
   turn.leave_and_end(far);
 }

@@ -12,7 +12,8 @@
 //   entry[slot][s], s far      s's gateway, before await  what s has sent, but for its tensors,
 //                                                         which nobody here can reach
 //   counts[slot][s]            likewise, in prepare       as sent
-//   done[slot][s]              s's gateway                the gateway has done all for s
+//   done[slot][s]              s's gateway, before its    whether s has found memory
+//                              own done flag
 //
 // Entries and counts of an operation are sent before anything of it is awaited. Where they are
 // taken in, nothing is awaited but them.

@@ -54,11 +54,13 @@ class FarWork {
       if (turn_.any_failed(!do_all())) return;
     }
     far_turn_.raise_done(s_.missing);
-    give_back_last();
   }
   __device__ void after_done() {
     if (turn_.verdict() != Verdict::fatal) far_turn_.rest();
   }
+  __device__ bool raises_done(int rank) const { return far().machine_of[rank] == kNear; }
+  // A near rank raises its flag behind its work for other machines, where it may wait, too.
+  static constexpr int kDoneTimeouts = 2;
 
   // ---- What a work may hide ----
 
@@ -99,7 +101,6 @@ class FarWork {
   __device__ void send(int machine);
   __device__ void take(int source);
   __device__ void answer(int machine);
-  __device__ void give_back_last();
 };
 
 template <class Derived>
@@ -223,20 +224,12 @@ __device__ inline void FarWork<Derived>::take(int source) {
   if (last) self().took_all(partner, *chunk);
   __syncthreads();
   if (thread_in_block() != 0) return;
-  if (!last) return lanes().give_back(partner, FarLane::to_gateway);
-  s_.taken_all[source] = 1;
-  s_.missing[source] = chunk->found_missing != 0 ? 1 : 0;
-}
-
-// Gives back the sources' last chunks, behind their done flags: a source whose slots are free has
-// ended and may leave, and near ranks must not find it gone before they find its flag.
-template <class Derived>
-__device__ inline void FarWork<Derived>::give_back_last() {
-  __syncthreads();  // covers the flags of all threads
-  if (thread_in_block() != 0) return;
-#pragma unroll 1
-  for (int s = 0; s < far().num_sources; ++s)
-    if (s_.taken_all[s] != 0) lanes().give_back(far().sources[s], FarLane::to_gateway);
+  if (last) {
+    s_.taken_all[source] = 1;
+    s_.missing[source] = chunk->found_missing != 0 ? 1 : 0;
+  }
+  // The source may leave now: what near ranks wait for from it, flags of chunks, is there.
+  lanes().give_back(partner, FarLane::to_gateway);
 }
 
 template <class Derived>

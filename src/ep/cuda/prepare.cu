@@ -80,13 +80,13 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     }
     if (good) {
       turn.leave(far);
-      good = !turn.any_failed(!writer.wait_for_sources());
+      good = turn.wait_all_done(far);
     }
     if (good) writer.finish();
   } else {
     turn.leave(far);
   }
-  turn.end();
+  turn.end(far);
 }
 
 }  // namespace

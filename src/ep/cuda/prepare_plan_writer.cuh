@@ -9,8 +9,8 @@
 //   GroupState, Report: totals      the head block                 later operations; the host
 //   items, lists, listed, kept   their source                   this rank, after its done flag
 //
-// The last row is group memory of this rank, and trusted when wait_for_sources() has seen the done
-// flags of all sources. Counts, zones and overflows are trusted after Zones::place().
+// The last row is group memory of this rank, and trusted behind Turn::wait_all_done(). Counts,
+// zones and overflows are trusted after Zones::place().
 #pragma once
 
 #include "ep/cuda/prepare_zones.cuh"
@@ -46,11 +46,8 @@ class PlanWriter {
   __device__ void write_early() const;
   // True if some rank's plan needs more from the sources than their counts: all ranks say the same.
   __device__ bool needs_sources() const { return g_.some_keep_items() || zones_.drops(); }
-  // Returns when the items of all ranks for this one are there. All threads call it. False after a
-  // fatal error.
-  __device__ bool wait_for_sources() const;
-  // Writes the rest; every block comes to the same verdict about the operation. All threads call
-  // it.
+  // Writes the rest, when the items of all ranks for this one are there; every block comes to the
+  // same verdict about the operation. All threads call it.
   __device__ void finish() const;
 
  private:
@@ -111,16 +108,6 @@ __device__ inline void PlanWriter::write_early() const {
   if (zones_.drops()) return;
   if (g_.keeps_items) derive_told();
   if (is_head()) write_head();
-}
-
-__device__ inline bool PlanWriter::wait_for_sources() const {
-  bool good = true;
-  std::uint64_t flag = 0;  // not looked at: prepare has no tensors that could be missing
-#pragma unroll 1
-  for (int s = thread_in_block(); s < g_.ranks() && good; s += threads_per_block()) {
-    good = turn_.wait_done(s, flag);
-  }
-  return good;
 }
 
 __device__ inline void PlanWriter::finish() const {
