@@ -209,8 +209,8 @@ __device__ inline void FarWork<Derived>::send(int machine) {
   chunk->found_missing = turn_.some_blank() ? 1 : 0;
   lanes().fill(gateway, FarLane::to_gateway, s_.bytes);
   if (last) s_.sent_all[machine] = 1;
-  // Each chunk of requests is answered by one chunk.
-  if (Derived::kAnswers && s_.items > 0) ++s_.unanswered[machine];
+  if (!Derived::kAnswers || s_.items == 0) return;
+  ++s_.unanswered[machine];  // each chunk of requests is answered by one chunk
   s_.owed[machine] += s_.items;
 }
 
