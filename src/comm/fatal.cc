@@ -12,7 +12,9 @@ namespace xd {
 namespace {
 
 std::string site(const FatalError& error, const Operations* operations) {
-  if (error.operation < 0) return "a collective host call";
+  if (error.operation < 0) {
+    return error.group < 0 ? "a collective host call" : concat("group ", error.group);
+  }
   const std::string name = operations != nullptr
                                ? concat(operations->prefix, operations->name(error.operation))
                                : concat("operation ", error.operation);
@@ -54,7 +56,17 @@ std::string lost_text(const FatalError& error, const RankNames& names) {
                     : "the process has ended or broken the protocol");
 }
 
-std::string cause(const FatalError& error) {
+// Of another rank's words: their receiver knows more, where that is a host.
+bool is_of_chunk(const FatalError& error) {
+  const bool of_words = error.phase == XD_PHASE_ENTRY || error.phase == XD_PHASE_COUNTS ||
+                        error.phase == XD_PHASE_ROWS;
+  return error.status == XD_ERROR_INTERNAL && error.met_by_all == 0 && of_words &&
+         error.peer >= 0 && error.peer != error.rank;
+}
+
+std::string cause(const FatalError& error, const RankNames& names) {
+  if (is_of_chunk(error))
+    return concat(": ", names.of(error.peer), " has sent a chunk that cannot be");
   if (error.error_number == 0) return "";
   return concat(": ", std::strerror(error.error_number), " (errno ", error.error_number, ")");
 }
@@ -92,7 +104,7 @@ std::string describe(const FatalError& error, const Operations* operations,
       return concat(
           "fatal error ", status_name(status_of(error)), " raised by ", names.of(error.rank),
           error.deaf != 0 ? ": its watch thread had to end" : " in " + site(error, operations),
-          cause(error));
+          cause(error, names));
   }
 }
 

@@ -11,9 +11,11 @@
 namespace xd::ep {
 
 void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why) {
-  fail(XD_ERROR_INTERNAL, "rank ", header.source, " has sent a chunk that cannot be: ", why,
-       " (kind ", static_cast<unsigned>(header.kind), ", ", header.items, " items in ", item_bytes,
-       " bytes, epoch ", header.epoch, ")");
+  throw Error(XD_ERROR_INTERNAL,
+              error_text("rank ", header.source, " has sent a chunk that cannot be: ", why,
+                         " (kind ", static_cast<unsigned>(header.kind), ", ", header.items,
+                         " items in ", item_bytes, " bytes, epoch ", header.epoch, ")"),
+              header.source);
 }
 
 // A partner may be one operation ahead, but has sent no rows of it then: it has not seen this
@@ -25,9 +27,11 @@ FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t 
   const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
   const bool known = header.kind >= FarKind::entry && header.kind <= FarKind::answer;
   if (in_step && header.source == from && known) return header;
-  fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a chunk of ", chunk.size(), " bytes: kind ",
-       static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ", header.epoch,
-       "; expected epoch ", epoch);
+  throw Error(XD_ERROR_INTERNAL,
+              error_text("rank ", from, " has sent a chunk of ", chunk.size(), " bytes: kind ",
+                         static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ",
+                         header.epoch, "; expected epoch ", epoch),
+              from);
 }
 
 void require_items(const FarHeader& header, std::span<const std::byte> items,

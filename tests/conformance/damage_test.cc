@@ -47,7 +47,7 @@ Outcome outcome_of_steps(const Rank& rank, const Case& c) {
   return last;
 }
 
-TEST(Damage, IsAnErrorThatNamesARankAndNeverAWriteElsewhere) {
+TEST(Damage, IsAnErrorThatNamesItsSenderAndNeverAWriteElsewhere) {
   std::atomic<int> named{0};
   on_every_rank([&](Rank& rank) {
     for (int run = 0; run < 12; ++run) {
@@ -56,7 +56,9 @@ TEST(Damage, IsAnErrorThatNamesARankAndNeverAWriteElsewhere) {
       other.comm = comm.get();
       const Outcome outcome = outcome_of_steps(other, case_of(run, rank.num_ranks));
       if (outcome.status != XD_ERROR_INTERNAL) continue;
-      EXPECT_TRUE(outcome.mentions("rank ")) << outcome.text;
+      const xd_error_info info = comm_error(comm.get());
+      EXPECT_NE(info.peer, info.rank) << outcome.text;
+      EXPECT_TRUE(outcome.mentions("rank " + std::to_string(info.peer))) << outcome.text;
       ++named;
     }
   });

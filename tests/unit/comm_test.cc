@@ -127,6 +127,19 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
   lost.timeout_ms = 3000;
   EXPECT_EQ(describe(lost, nullptr, on_hosts),
             "ranks 2, 3 of host 1 (east) were lost: the host has not answered for 3000 ms");
+  FatalError chunk = timeout;
+  chunk.status = XD_ERROR_INTERNAL;
+  chunk.phase = XD_PHASE_ENTRY;
+  EXPECT_EQ(describe(chunk, &operations, on_hosts),
+            "fatal error XD_ERROR_INTERNAL raised by rank 1 of host 0 (west) in xd_go_run of group "
+            "2, epoch 7: rank 3 of host 1 (east) has sent a chunk that cannot be");
+  chunk.operation = -1;  // met where no operation is known
+  EXPECT_EQ(describe(chunk, nullptr, {}),
+            "fatal error XD_ERROR_INTERNAL raised by rank 1 in group 2: rank 3 has sent a chunk "
+            "that cannot be");
+  chunk.peer = chunk.rank;
+  EXPECT_EQ(describe(chunk, nullptr, {}),
+            "fatal error XD_ERROR_INTERNAL raised by rank 1 in group 2");
   EXPECT_EQ(status_of({}), XD_ERROR_INTERNAL);
   EXPECT_EQ(status_of(timeout), XD_ERROR_TIMEOUT);
 }

@@ -42,7 +42,9 @@ class FarTurn {
 
   // ---- Single threads ----
 
-  __device__ bool is_in_step(const FarHeader& header, FarKind kind, int partner) const {
+  // True if the next chunk of a lane, which is here, is the one that is expected.
+  __device__ bool is_in_step(int partner, FarLane lane, FarKind kind) const {
+    const FarHeader& header = *lanes_.next_in(partner, lane);
     return header.epoch == turn_.epoch() && header.kind == kind &&
            header.source == far_.rank_of[partner];
   }
@@ -53,8 +55,9 @@ class FarTurn {
         device::error_at(comm, turn_.site(XD_PHASE_ROWS), XD_ERROR_INTERNAL, far_.rank_of[partner]),
         device::Spread::everywhere);
   }
-  // Waits for a partner's next chunk of a kind. False after a fatal error.
-  __device__ bool wait_chunk(int partner, FarKind kind, int phase) const;
+  // Waits for a partner's next chunk, of a kind, with so many bytes of items. False after a fatal
+  // error.
+  __device__ bool wait_chunk(int partner, FarKind kind, std::uint64_t item_bytes, int phase) const;
   __device__ void write_header(FarHeader* chunk, FarKind kind, std::uint32_t items) const {
     *chunk = {.epoch = turn_.epoch(),
               .kind = kind,
@@ -140,21 +143,24 @@ __device__ inline void FarTurn::send_counts() const {
   __syncthreads();
 }
 
-__device__ inline bool FarTurn::wait_chunk(int partner, FarKind kind, int phase) const {
+__device__ inline bool FarTurn::wait_chunk(int partner, FarKind kind, std::uint64_t item_bytes,
+                                           int phase) const {
   const std::uint64_t epoch = turn_.epoch();
   const bool here = device::wait_until(
       turn_.group().comm, turn_.site(phase), far_.rank_of[partner],
       [=, this] { return lanes_.landed(partner, FarLane::to_gateway); }, [=] { return epoch - 1; });
   if (!here) return false;
-  const FarHeader* chunk = lanes_.next_in(partner, FarLane::to_gateway);
-  if (is_in_step(*chunk, kind, partner)) return true;
+  if (is_in_step(partner, FarLane::to_gateway, kind) &&
+      lanes_.bytes_in(partner, FarLane::to_gateway) == item_bytes) {
+    return true;
+  }
   refuse(partner);
   return false;
 }
 
 // One thread for each source.
 __device__ inline bool FarTurn::take_entry(int source, bool& sends_counts) const {
-  if (!wait_chunk(source, FarKind::entry, XD_PHASE_ENTRY)) return false;
+  if (!wait_chunk(source, FarKind::entry, sizeof(Record), XD_PHASE_ENTRY)) return false;
   const auto* from = reinterpret_cast<const volatile std::uint64_t*>(
       items_of(lanes_.next_in(source, FarLane::to_gateway)));
   struct Words {
@@ -203,13 +209,14 @@ __device__ inline bool FarTurn::forward() const {
     if (sends_counts) counted |= 1u << i;
   }
   if (turn_.any_failed(!good)) return false;
+  const std::uint64_t count_bytes = count_layout().size() * sizeof(std::uint32_t);
 #pragma unroll 1
   for (int s = 0; s < far_.num_sources; ++s) {
     const int source = far_.sources[s];
     const bool mine = t == s % threads && (counted >> (s / threads) & 1) != 0;
     const bool comes = __syncthreads_or(mine ? 1 : 0) != 0;
     if (!comes) continue;
-    if (t == 0) good = wait_chunk(source, FarKind::counts, XD_PHASE_COUNTS);
+    if (t == 0) good = wait_chunk(source, FarKind::counts, count_bytes, XD_PHASE_COUNTS);
     if (turn_.any_failed(!good)) return false;
     bring_counts(source);
     __syncthreads();

@@ -142,10 +142,10 @@ __device__ inline bool FarWork<Derived>::do_all() {
 template <class Derived>
 __device__ inline bool FarWork<Derived>::found(int job, int which, int partner, FarLane lane,
                                                FarKind kind) {
-  const FarHeader& chunk = *lanes().next_in(partner, lane);
+  const std::uint64_t items = lanes().next_in(partner, lane)->items;
   const std::uint64_t each = self().bytes_of_item(kind);
-  const bool good = far_turn_.is_in_step(chunk, kind, partner) &&
-                    (each == 0 || chunk.items * each == lanes().bytes_in(partner, lane));
+  const bool good = far_turn_.is_in_step(partner, lane, kind) &&
+                    (each == 0 || items * each == lanes().bytes_in(partner, lane));
   if (!good) far_turn_.refuse(partner);
   s_.job = good ? job : FarShared::failed;
   s_.which = which;
