@@ -138,11 +138,10 @@ bool Courier::give_back(std::size_t slot) {
   return true;
 }
 
-Proxy::Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent)
+Proxy::Proxy(Links& links, const SlotWords& words, Calls calls)
     : links_(links),
       courier_(links, words),
-      failed_(std::move(failed)),
-      sent_(std::move(sent)),
+      calls_(std::move(calls)),
       thread_(start_thread("xd-proxy", [this] { run(); })) {
   try {
     ProxiesOfProcess::instance().add(this);
@@ -168,11 +167,11 @@ void Proxy::run() noexcept {
     try {
       work();
     } catch (const Error& error) {
-      failed_(error);
+      calls_.failed(error);
     } catch (...) {
       std::array<char, 512> text;
       const Caught error = caught(text);
-      failed_(Error(error.status, error_text(text.data()), -1, error.error_number));
+      calls_.failed(Error(error.status, error_text(text.data()), -1, error.error_number));
     }
   } catch (...) {  // there is no memory for words: kernels wait until their deadlines
   }
@@ -187,10 +186,10 @@ void Proxy::work() {
     const Clock::time_point now = Clock::now();
     if (worked) {
       last_work = now;
-      sent_(links_.sent());
+      calls_.sent(links_.sent());
     }
     if (ends && end == Clock::time_point::max()) end = now + std::chrono::milliseconds(kPatienceMs);
-    if (ends && (courier_.at_rest() || now >= end)) return;
+    if (ends && (courier_.at_rest() || calls_.is_over() || now >= end)) return;
     if (!worked) sleep(now - last_work);
   }
 }

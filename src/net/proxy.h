@@ -54,11 +54,13 @@ class Courier {
 
 class Proxy {
  public:
-  // Called on the proxy's thread: with what has ended its work, once; and with what the links have
-  // sent so far, when there was something to do.
-  using Failed = std::function<void(const Error&)>;
-  using Sent = std::function<void(const Links::Sent&)>;
-  Proxy(Links& links, const SlotWords& words, Failed failed, Sent sent);
+  // Called on the proxy's thread.
+  struct Calls {
+    std::function<void(const Error&)> failed;      // with what has ended its work, once
+    std::function<void(const Links::Sent&)> sent;  // so far, when there was something to do
+    std::function<bool()> is_over;  // asked when it is to end: whether nobody waits for the rest
+  };
+  Proxy(Links& links, const SlotWords& words, Calls calls);
   // Does what has been commanded before, for at most kPatienceMs, and ends. So do those that live
   // when the process ends, before what they use is taken down.
   ~Proxy();
@@ -78,8 +80,7 @@ class Proxy {
 
   Links& links_;
   Courier courier_;
-  const Failed failed_;
-  const Sent sent_;
+  const Calls calls_;
   std::atomic<bool> ends_{false};
   std::thread thread_;  // last: it uses all of the above
 };

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -35,13 +36,16 @@ struct Station {
         words(SlotWords::in(shared.data(), links.map().num_slots())) {}
 
   void start() {
-    proxy = std::make_unique<Proxy>(
-        links, words,
-        [this](const Error& error) {
-          complaint = error.text();
-          failed.store(true, std::memory_order_release);
-        },
-        [this](const net::Links::Sent& sent) { puts.store(sent.puts, std::memory_order_relaxed); });
+    Proxy::Calls calls;
+    calls.failed = [this](const Error& error) {
+      complaint = error.text();
+      failed.store(true, std::memory_order_release);
+    };
+    calls.sent = [this](const net::Links::Sent& sent) {
+      puts.store(sent.puts, std::memory_order_relaxed);
+    };
+    calls.is_over = [this] { return over.load(); };
+    proxy = std::make_unique<Proxy>(links, words, std::move(calls));
   }
   std::span<std::byte> chunk(bool incoming, std::size_t slot) const {
     const net::LinkMap& map = links.map();
@@ -56,6 +60,7 @@ struct Station {
   const SlotWords words;
   std::string complaint;
   std::atomic<bool> failed{false};
+  std::atomic<bool> over{false};       // nobody waits for what it is commanded
   std::atomic<std::uint64_t> puts{0};  // as the proxy has told
   std::unique_ptr<Proxy> proxy;
 };
@@ -206,6 +211,20 @@ TEST(Proxy, EndsInTimeIfNobodyReads) {
   from.proxy.reset();
   EXPECT_GE(ms_since(start), Proxy::kPatienceMs);
   EXPECT_LT(ms_since(start), kGenerousMs);
+}
+
+TEST(Proxy, EndsAtOnceIfNobodyWaitsForTheRest) {
+  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Station& from = *stations.of_rank[0];
+  store(from.words.filled[0], net::slot_word(1, 1));
+  const auto start = std::chrono::steady_clock::now();
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    from.over.store(true);  // it is waiting by now
+  });
+  from.proxy.reset();
+  EXPECT_LT(ms_since(start), Proxy::kPatienceMs / 2);
+  later.join();
 }
 
 int threads_here() {

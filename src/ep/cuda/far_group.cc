@@ -69,8 +69,9 @@ FarGroup::FarGroup(const Group& group)
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
         links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
-        [this](const Error& error) { give_up(error); },
-        [this](const net::Links::Sent& sent) { count(sent); });
+        net::Proxy::Calls{.failed = [this](const Error& error) { give_up(error); },
+                          .sent = [this](const net::Links::Sent& sent) { count(sent); },
+                          .is_over = [this] { return comm_.errors().fatal_error() != nullptr; }});
     return Collective::Contribution{};
   });
 }
