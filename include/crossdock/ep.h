@@ -251,7 +251,7 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 
 /* Makes a group: allocates, maps and exchanges all that its operations will need (a group has
  * memory of its own, beside the heap). Collective, blocking. A communicator may have many groups.
- * Errors: INVALID_ARGUMENT on the rank with the bad config and MISMATCH on the others; MISMATCH
+ * Errors: INVALID_ARGUMENT on the rank with a bad argument and MISMATCH on the others; MISMATCH
  * naming where configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without libfabric, or
  * on CUDA with several hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);

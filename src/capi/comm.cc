@@ -146,10 +146,9 @@ xd_status xd_mem_grow(xd_comm* comm, size_t bytes) {
 
 xd_status xd_mem_register(xd_comm* comm, void* ptr, size_t bytes, int32_t* registration) {
   XD_REQUIRE_GIVEN("xd_mem_register", comm);
-  XD_REQUIRE_GIVEN("xd_mem_register", registration);
-  *registration = -1;
+  if (registration != nullptr) *registration = -1;
   return take_part("xd_mem_register", comm,
-                   [&](xd::Comm& c) { *registration = c.memory().enlist(ptr, bytes); });
+                   [&](xd::Comm& c) { c.memory().enlist(ptr, bytes, registration); });
 }
 
 xd_status xd_mem_deregister(xd_comm* comm, int32_t registration) {

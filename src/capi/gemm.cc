@@ -52,12 +52,12 @@ xd_status xd_gemm_local_size(int64_t global, int32_t rank, int32_t num_ranks, in
 xd_status xd_gemm_context_create(xd_comm* comm, const xd_gemm_config* config,
                                  xd_gemm_context** context) {
   XD_REQUIRE_GIVEN("xd_gemm_context_create", comm);
-  XD_REQUIRE_GIVEN("xd_gemm_context_create", context);
-  *context = nullptr;
+  if (context != nullptr) *context = nullptr;
   return guarded_on("xd_gemm_context_create", *comm->comm, [&] {
     comm->comm->errors().check_usable();
     comm->comm->begin_group();
     comm->comm->collective().run(xd::gemm::kCreateContext, [&] {
+      XD_REQUIRE(context != nullptr, "context = NULL, expected a pointer");
       auto handle = std::make_unique<xd_gemm_context>();
       const auto& executor = xd::gemm::executor_for(comm->comm->device().device_type);
       handle->context = executor.make_context(comm->comm, config);

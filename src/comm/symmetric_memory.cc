@@ -48,11 +48,12 @@ void SymmetricMemory::require_device_memory() const {
        "xd_mem_alloc");
 }
 
-int SymmetricMemory::enlist(void* ptr, std::size_t bytes) {
+void SymmetricMemory::enlist(void* ptr, std::size_t bytes, std::int32_t* registration) {
   require_device_memory();
-  int registration = -1;
-  collective_.run(Collective::kRegister, [&] { registration = add_registered(ptr, bytes); });
-  return registration;
+  collective_.run(Collective::kRegister, [&] {
+    XD_REQUIRE(registration != nullptr, "registration = NULL, expected a pointer");
+    *registration = add_registered(ptr, bytes);
+  });
 }
 
 void SymmetricMemory::delist(int registration) {

@@ -38,9 +38,10 @@ class SymmetricMemory {
   void grow(std::size_t bytes) {
     collective_.run(Collective::kGrow, [&] { add(Collective::kGrow, bytes); });
   }
-  // Makes memory that the caller owns one more segment; bytes = 0: this rank gives none. Returns
-  // the segment's number, the same on all ranks.
-  int enlist(void* ptr, std::size_t bytes);
+  // Makes memory that the caller owns one more segment; bytes = 0: this rank gives none.
+  // *registration gets the segment's number, the same on all ranks. Collective; throws
+  // INVALID_ARGUMENT, which all ranks learn of, where `registration` is nullptr.
+  void enlist(void* ptr, std::size_t bytes, std::int32_t* registration);
   void delist(int registration);
 
  private:

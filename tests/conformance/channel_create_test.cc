@@ -1,40 +1,19 @@
 // Making the experimental channels: what is refused, on which ranks, and what they take.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
 
 #include "conformance/channel_end.h"
+#include "conformance/one_mistake.h"
 #include "support/usage.h"
 
 namespace xd::test {
 namespace {
 
-using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
-
 using Create = std::function<xd_status(xd_channel**)>;
-
-// Rank 0 makes a mistake, which is an error on all ranks at once, and finishes nothing.
-void expect_mistake(const Rank& rank, const std::string& part, const Create& wrong,
-                    const Create& right) {
-  SCOPED_TRACE(part);
-  const auto before = Clock::now();
-  xd_channel* made = nullptr;
-  if (rank.rank == 0) {
-    expect_error(wrong(&made), XD_ERROR_INVALID_ARGUMENT, part);
-  } else {
-    const xd_status status = right(&made);
-    expect_error(status, XD_ERROR_MISMATCH, "rank 0 failed: ");
-    expect_error(status, XD_ERROR_MISMATCH, part);
-  }
-  EXPECT_EQ(made, nullptr);
-  EXPECT_LT(Clock::now() - before, milliseconds(Rank::kTimeoutMs / 4));
-  EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
-}
 
 TEST(ChannelCreate, TellsAllRanksOfAMistakeOfOne) {
   on_every_rank([](Rank& rank) {
@@ -48,7 +27,7 @@ TEST(ChannelCreate, TellsAllRanksOfAMistakeOfOne) {
     };
     const Create right = [&](xd_channel** made) { return create(peer, memory, 4096, 1, made); };
     const auto expect = [&](const std::string& part, const Create& wrong) {
-      expect_mistake(rank, part, wrong, right);
+      expect_mistake<xd_channel*>(rank, part, nullptr, wrong, right);
     };
     expect("channel = NULL", [&](xd_channel**) { return create(peer, memory, 4096, 1, nullptr); });
     expect("symmetric", [&](xd_channel** made) { return create(peer, nullptr, 64, 1, made); });

@@ -11,8 +11,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <string>
 
+#include "conformance/one_mistake.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -53,11 +53,6 @@ inline End make_end(const Rank& rank, int peer) {
   ok(xd_channel_create(rank.comm, peer, end.memory, End::kBytes, End::kSlots, &made));
   end.channel.reset(made);
   return end;
-}
-
-inline void expect_error(xd_status status, xd_status expected, const std::string& part) {
-  EXPECT_EQ(status, expected) << xd_last_error();
-  EXPECT_NE(std::string(xd_last_error()).find(part), std::string::npos) << xd_last_error();
 }
 
 }  // namespace xd::test

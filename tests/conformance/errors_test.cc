@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "conformance/batch.h"
+#include "conformance/one_mistake.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
@@ -297,6 +298,17 @@ struct ConfigField {
   const char* name;
   std::function<void(xd_ep_config&)> change;
 };
+
+TEST(Disagreement, OverAPlaceForTheGroupIsToldAtOnce) {
+  on_every_rank([](Rank& rank) {
+    const xd_ep_config config = plain_case(rank.num_ranks).config(rank.rank);
+    expect_mistake<xd_ep_group*>(
+        rank, "group = NULL", nullptr,
+        [&](xd_ep_group**) { return xd_ep_group_create(rank.comm, &config, nullptr); },
+        [&](xd_ep_group** made) { return xd_ep_group_create(rank.comm, &config, made); });
+    EXPECT_NE(make_group(rank.comm, config), nullptr);
+  });
+}
 
 TEST(Disagreement, OnAGroupsConfigNamesTheField) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";

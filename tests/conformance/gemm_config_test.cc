@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "conformance/gemm_batch.h"
+#include "conformance/one_mistake.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -114,6 +115,16 @@ struct ConfigField {
   const char* name;
   std::function<void(xd_gemm_config&)> change;
 };
+
+TEST(Disagreement, OverAPlaceForTheContextIsToldAtOnce) {
+  on_every_rank([](Rank& rank) {
+    const xd_gemm_config config = good_config();
+    expect_mistake<xd_gemm_context*>(
+        rank, "context = NULL", nullptr,
+        [&](xd_gemm_context**) { return xd_gemm_context_create(rank.comm, &config, nullptr); },
+        [&](xd_gemm_context** made) { return xd_gemm_context_create(rank.comm, &config, made); });
+  });
+}
 
 TEST(Disagreement, OnAContextsConfigNamesTheField) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";

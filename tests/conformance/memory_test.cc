@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/fixed_step.h"
+#include "conformance/one_mistake.h"
 #include "support/gtest_main.h"
 #include "support/random.h"
 #include "support/tensor.h"
@@ -223,6 +224,18 @@ void use_in_place(const Rank& rank) {
 }
 
 TEST(SymmetricMemory, OfTheCallerIsUsedInPlaceOnceRegistered) { on_every_rank(use_in_place); }
+
+TEST(SymmetricMemory, TellsAllRanksOfARegistrationWithoutAPlaceForItsNumber) {
+  on_every_rank([](Rank& rank) {
+    if (rank.memory->device().device_type == kDLCPU) return;  // it is refused there
+    const auto take = [&](std::int32_t* number) {
+      return xd_mem_register(rank.comm, nullptr, 0, number);
+    };
+    expect_mistake<std::int32_t>(
+        rank, "registration = NULL", -1, [&](std::int32_t*) { return take(nullptr); }, take);
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
 
 TEST(SymmetricMemory, RegistersThousandsOfSegmentsBesideThoseInUse) {
   on_every_rank([](Rank& rank) {
