@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <span>
 #include <utility>
@@ -117,7 +118,14 @@ void HostTurn<Record>::leave() {
 
 template <class Record>
 void HostTurn<Record>::end() {
-  const HostWait site = this->site(XD_PHASE_DONE);
+  HostWait site = this->site(XD_PHASE_DONE);
+  if (far_ != nullptr) {
+    // A near rank, or one that this rank has sent something to, may itself be waiting for another
+    // machine, and is to name the rank there first.
+    site.timeout_ms = static_cast<int>(
+        std::min(std::int64_t{2} * this->comm().timeout_ms(), std::int64_t{INT_MAX}));
+    site.deadline = Deadline::after_ms(site.timeout_ms);
+  }
   for (const NearRank peer : peers()) {
     this->comm().wait_for(
         peer, site, [&] { return this->done_by(peer, epoch_) == epoch_; },
