@@ -60,8 +60,9 @@ XD_API xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symm
 
 /* Puts `bytes` bytes, maybe none, to byte `to` of the peer's memory of the channel. When they can
  * be read there, count `slot` grows by 1 there. `from` lies in this rank's memory of the channel,
- * and stays as it is until a flush. INVALID_ARGUMENT where bytes do not lie in both memories, or
- * the peer has no such slot. */
+ * and stays as it is until a flush. INVALID_ARGUMENT where bytes do not lie in both memories, the
+ * peer has no such slot, or, between machines, bytes are more than the network takes in one put;
+ * the text says how many that is. Such a put has not been made, and the channel goes on. */
 XD_API xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from, size_t bytes,
                                 uint32_t slot);
 

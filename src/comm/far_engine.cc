@@ -89,6 +89,7 @@ std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call
     net::ChaosConfig chaos;
     chaos.seed = (seed + of_rank[0].number) * at(comm.num_ranks()) + at(comm.rank());
     chaos.damaged_in = net_test().damaged_in;
+    if (net_test().longest_put != 0) chaos.longest_put = net_test().longest_put;
     engine = net::make_chaos(std::move(all.engines[at(comm.rank())]), all.world, chaos);
     return Collective::Contribution{};
   });

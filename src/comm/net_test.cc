@@ -34,9 +34,11 @@ NetTest read() {
       test.damaged_in = static_cast<unsigned>(number_in(word, "damage="));
     } else if (word.starts_with("slot=")) {
       test.slot_bytes = number_in(word, "slot=");
+    } else if (word.starts_with("put=")) {
+      test.longest_put = number_in(word, "put=");
     } else {
       fail(XD_ERROR_INVALID_ARGUMENT, "XD_NET_TEST: '", word,
-           "', expected apart, chaos=SEED, damage=PIECES or slot=BYTES");
+           "', expected apart, chaos=SEED, damage=PIECES, slot=BYTES or put=BYTES");
     }
   }
   return test;

@@ -140,7 +140,7 @@ class Chaos final : public Engine {
   Chaos(std::unique_ptr<Engine> below, std::shared_ptr<ChaosWorld> world, const ChaosConfig& config)
       : below_(std::move(below)), world_(std::move(world)), config_(config), random_(config.seed) {}
 
-  std::size_t max_put() const override { return below_->max_put(); }
+  std::size_t max_put() const override { return std::min(config_.longest_put, below_->max_put()); }
   Bytes address() const override { return below_->address(); }
   void connect(int peer, std::span<const std::byte> address) override {
     below_->connect(peer, address);

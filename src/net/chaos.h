@@ -10,6 +10,7 @@
 // is an INTERNAL error. What it does not do: fail a put of which a part has landed.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -28,6 +29,7 @@ struct ChaosConfig {
   unsigned longest_delay = 50;              // in calls of poll()
   std::optional<std::uint64_t> failed_put;  // that of this rank, counted from 0
   unsigned damaged_in = 0;                  // of so many pieces one arrives with a changed bit
+  std::size_t longest_put = SIZE_MAX;       // or that of the engine below, if it is shorter
   Mutant mutant = Mutant::none;
 };
 

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -175,6 +176,41 @@ TEST(Channel, TheFirstPutNeedsNothingOfThePeer) {
       hear(end, 0);
       say(end, 1);
     }
+    ok(xd_channel_flush(end.get()));
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
+// The number behind these words in the last error's text.
+std::size_t number_behind(const std::string& words) {
+  const std::string text = xd_last_error();
+  const std::size_t at = text.find(words);
+  return at == std::string::npos ? 0 : std::stoul(text.substr(at + words.size()));
+}
+
+// XD_NET_TEST bounds puts where this test is launched for it; the limits of networks are as long as
+// the memory of a test, or longer.
+TEST(Channel, APutThatTheNetworkDoesNotTakeIsRefusedWithTheLongestThatItTakes) {
+  const char* const net_test = std::getenv("XD_NET_TEST");
+  const bool bounded = net_test != nullptr && std::strstr(net_test, "put=") != nullptr;
+  on_every_rank([&](Rank& rank) {
+    if (!has_channels(rank)) return;
+    const End end = make_end(rank, around(rank));
+    constexpr std::size_t kHalf = End::kBytes / 2;
+    std::memset(end.source(), 9, kHalf);
+    std::size_t most = kHalf;
+    if (bounded) {
+      expect_error(xd_channel_put(end.get(), 0, end.source(), kHalf, 0), XD_ERROR_INVALID_ARGUMENT,
+                   "bytes = " + std::to_string(kHalf) + ", expected at most ");
+      most = number_behind("expected at most ");
+      EXPECT_GT(most, 0u);
+      expect_error(xd_channel_put(end.get(), 0, end.source(), most + 1, 0),
+                   XD_ERROR_INVALID_ARGUMENT, "in one put");
+    }
+    ok(xd_channel_put(end.get(), 0, end.source(), most, 0));
+    hear(end, 0);
+    EXPECT_EQ(end.memory[most - 1], std::byte{9});
+    EXPECT_EQ(end.memory[most], most < kHalf ? std::byte{0} : std::byte{9});
     ok(xd_channel_flush(end.get()));
     ok(xd_comm_barrier(rank.comm));
   });
