@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -49,6 +50,11 @@ class CudaToy {
 
   // Enqueues a turn; with a status other than SUCCESS one that has failed on the host.
   void pass(std::uint64_t number, std::uint64_t factor, xd_status status = XD_SUCCESS) {
+    pass(number, factor, status, nullptr, -1);
+  }
+  // The last two as in toy::Params.
+  void pass(std::uint64_t number, std::uint64_t factor, xd_status status, std::uint64_t* gate,
+            int speaks_for) {
     toy::Params params{};
     params.group = group_;
     params.launch = ++launches_;
@@ -56,6 +62,8 @@ class CudaToy {
     params.record.factor = factor;
     params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
     params.number = number;
+    params.gate = gate;
+    params.speaks_for = speaks_for;
     const cuda::DeviceGuard guard(kDevice);
     toy::launch(params, stream_.get());
   }
@@ -122,6 +130,24 @@ class CudaToyTurns : public testing::Test {
 
 TEST_F(CudaToyTurns, PassNumbersOnForMoreTurnsThanThereAreSlots) {
   for (std::uint64_t n = 0; n < 20; ++n) expect_passed(10 * n + 1, 2);
+  for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
+}
+
+// As gateways raise the flags of ranks on other machines: such a rank may have left by then.
+TEST_F(CudaToyTurns, EndWithoutAFlagThatAnotherRankHasRaisedAndHearWhatItSays) {
+  const cuda::PinnedBlock gate(kDevice, sizeof(std::uint64_t));
+  auto* const word = gate.as<std::uint64_t>();
+  std::atomic_ref(*word).store(0);
+  toys_[1]->pass(1, 2, XD_SUCCESS, word, -1);
+  toys_[0]->pass(2, 2, XD_SUCCESS, nullptr, 1);
+  toys_[0]->wait();  // rank 1 has not raised its flag
+  const toy::Report& report = toys_[0]->report();
+  EXPECT_EQ(report.status, XD_ERROR_MISMATCH);
+  EXPECT_EQ(report.rank, 1);
+  std::atomic_ref(*word).store(1);
+  toys_[1]->wait();
+  EXPECT_EQ(toys_[1]->report().written, 0u);
+  EXPECT_EQ(toys_[1]->received(), 4u);
   for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
 }
 

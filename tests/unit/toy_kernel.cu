@@ -32,6 +32,30 @@ class DeviceToy : public turn::DeviceTurn<DeviceToy, Family, Params, Shared> {
   }
 };
 
+// Work that says for another rank what that rank does not say itself.
+struct Speaker {
+  DeviceToy& turn;
+  const int other;
+
+  __device__ void before_done() {
+    if (threadIdx.x != 0) return;
+    ptx::st_release_sys(turn.done_at(turn.rank(), other), turn.epoch() | turn::kFoundMissing);
+  }
+  __device__ void after_done() {}
+  __device__ bool raises_done(int rank) const { return rank != other; }
+  static constexpr int kDoneTimeouts = 1;
+};
+
+__device__ void wait_for_gate(const Params& p, DeviceToy& turn) {
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    failed = !device::wait_until(
+        p.group.comm, turn.site(XD_PHASE_NONE), -1,
+        [&] { return ptx::ld_acquire_sys(p.gate) != 0; }, [] { return std::uint64_t{0}; });
+  }
+  turn.any_failed(failed);
+}
+
 __global__ void __launch_bounds__(kThreads) pass_kernel(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   DeviceToy turn(p, shared);
@@ -41,6 +65,12 @@ __global__ void __launch_bounds__(kThreads) pass_kernel(const __grid_constant__ 
   }
   if (turn.verdict() == turn::Verdict::go && blockIdx.x == 0 && threadIdx.x == 0) {
     ptx::st_relaxed_sys(shared.next_mailbox, p.number * p.record.factor);
+  }
+  if (p.gate != nullptr) wait_for_gate(p, turn);
+  if (p.speaks_for >= 0) {
+    Speaker speaker{turn, p.speaks_for};
+    turn.leave(speaker);
+    return turn.end(speaker);
   }
   turn.leave();
   turn.end();

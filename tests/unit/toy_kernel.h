@@ -14,6 +14,11 @@ using Report = turn::DeviceReport<Record, Findings>;
 using Group = turn::DeviceGroup<Control, Report, Map>;
 struct Params : turn::DeviceTurnParams<Group, Record> {
   std::uint64_t number;
+  // Not null: the kernel moves its number, and does not leave, until this word is not 0.
+  std::uint64_t* gate;
+  // A rank whose done flag this rank raises in its own memory in that rank's place, and says that
+  // the rank has not found memory; -1 = none.
+  int speaks_for;
 };
 
 // Loads the kernel, so that no launch has to wait for kernels that run.
