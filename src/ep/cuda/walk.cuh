@@ -107,9 +107,9 @@ __device__ inline int first_unit(const Team& team) {
 }
 
 // Gives each of the numbers 0 .. end - 1 to one warp of the launch, lower numbers first. A
-// body(unit) that returns false ends the walk. `ahead`: a warp takes its next number before it works
-// on the one it has, so that it does not wait for the counter. It pays where units are small; large
-// ones should not lie with a warp that is late.
+// body(unit) that returns false ends the walk. `ahead`: a warp takes its next number before it
+// works on the one it has, so that it does not wait for the counter. It pays where units are small;
+// large ones should not lie with a warp that is late.
 template <class Body>
 __device__ bool for_each_unit(const Turn& turn, int counter, const Team& team, int end, bool ahead,
                               Body&& body) {
