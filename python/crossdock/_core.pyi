@@ -70,10 +70,12 @@ def as_dlpack(
     device_type: int,
     device_id: int,
     owner: object,
+    released: Callable[[Any], object] | None = None,
 ) -> Any:
     """A DLPack capsule ("dltensor") over memory.
 
-    It keeps `owner` alive until the consumer drops it.
+    It keeps `owner` alive until the consumer drops it, on any thread; then it calls `released` with
+    the owner.
     """
 
 def segment_functions() -> tuple[int, int]:

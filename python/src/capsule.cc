@@ -14,14 +14,23 @@ namespace {
 struct Managed {
   DLManagedTensor tensor{};
   std::vector<std::int64_t> shape;
-  nb::object owner;
+  nb::object owner, released;
 };
+
+// As of a destructor: an error that is on its way through Python stays as it is.
+void tell_released(const Managed& managed) {
+  if (managed.released.is_none()) return;
+  const nb::error_scope under_way;
+  const auto result = nb::steal(PyObject_CallOneArg(managed.released.ptr(), managed.owner.ptr()));
+  if (!result.is_valid()) PyErr_WriteUnraisable(managed.released.ptr());
+}
 
 void release(DLManagedTensor* tensor) {
   // The owner of a tensor that outlives the interpreter is gone already.
   if (!nb::is_alive()) return;
   const nb::gil_scoped_acquire gil;
-  delete static_cast<Managed*>(tensor->manager_ctx);
+  const std::unique_ptr<Managed> managed(static_cast<Managed*>(tensor->manager_ctx));
+  tell_released(*managed);
 }
 
 // A consumer renames the capsule to "used_dltensor" and calls the deleter itself.
@@ -33,10 +42,11 @@ void release_unused(PyObject* capsule) {
 }  // namespace
 
 nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, int dtype,
-                     int device_type, int device_id, nb::object owner) {
+                     int device_type, int device_id, nb::object owner, nb::object released) {
   auto managed = std::make_unique<Managed>();
   managed->shape = std::move(shape);
   managed->owner = std::move(owner);
+  managed->released = std::move(released);
   DLTensor& tensor = managed->tensor.dl_tensor;
   tensor.data = pointer(address);
   tensor.device = {static_cast<DLDeviceType>(device_type), device_id};
@@ -48,7 +58,7 @@ nb::object as_dlpack(std::uintptr_t address, std::vector<std::int64_t> shape, in
   Managed* const held = managed.release();
   PyObject* capsule = PyCapsule_New(&held->tensor, "dltensor", &release_unused);
   if (capsule == nullptr) {
-    delete held;
+    release(&held->tensor);
     throw nb::python_error();
   }
   return nb::steal(capsule);

@@ -160,7 +160,7 @@ NB_MODULE(_core, module) {
   module.def(
       "feature_reason", [](const std::string& name) { return feature(name).second; }, "name"_a);
   module.def("as_dlpack", &as_dlpack, "ptr"_a, "shape"_a, "dtype"_a, "device_type"_a, "device_id"_a,
-             "owner"_a);
+             "owner"_a, "released"_a = nb::none());
   module.def("segment_functions", &segment_functions);
   module.def("offer_segment", &offer_segment, "ptr"_a, "bytes"_a);
   module.def("segment_taken", &segment_taken, "ptr"_a);

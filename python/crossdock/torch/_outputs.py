@@ -18,34 +18,23 @@ from ._pool import SymmetricPool
 
 __all__: list[str] = []
 
-# The results of one call of an operator, in their order but for the order tensor: shape and dtype
-# by name; None = not asked for.
-Outputs: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
+# Shapes and dtypes by name; None = not asked for.
+_Parts: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype] | None]
 
-# Receive tensors, which come from the pool of symmetric memory.
-_SYMMETRIC = frozenset(
-    (
-        "recv_tokens",
-        "recv_weights",
-        "recv_topk_idx",
-        "recv_scales",
-        "grad_expert_out",
-        "grad_weights",
-    )
-)
+
+# The results of one call of an operator, in their order but for the order tensor: first receive
+# tensors, which come from the pool of symmetric memory, then the others.
+Outputs: TypeAlias = tuple[_Parts, _Parts]
+
 _FLOAT32, _INT32 = torch.float32, torch.int32
 
 
 def make(outputs: Outputs, pool: SymmetricPool, like: Tensor) -> dict[str, Any]:
     """Tensors to write, on the device of `like`, with undefined content; None if absent."""
-    made: dict[str, Any] = {}
-    for name, output in outputs.items():
-        if output is None:
-            made[name] = None
-        elif name in _SYMMETRIC:
-            made[name] = pool.empty(*output)
-        else:
-            made[name] = _plain(name, output, like)
+    symmetric, plain = outputs
+    made = dict(zip(symmetric, pool.tensors(symmetric.values()))) if symmetric else {}
+    for name, output in plain.items():
+        made[name] = None if output is None else _plain(name, output, like)
     return made
 
 
@@ -56,10 +45,12 @@ def traced(outputs: Outputs, like: Tensor, ordered: bool = True) -> tuple[Tensor
         like: the order, or another tensor of the device.
         ordered: whether the order is among the results.
     """
-    plain = [
-        None if output is None else _plain(name, output, like) for name, output in outputs.items()
+    results = [
+        None if output is None else _plain(name, output, like)
+        for parts in outputs
+        for name, output in parts.items()
     ]
-    return (*plain, torch.empty_like(like)) if ordered else tuple(plain)
+    return (*results, torch.empty_like(like)) if ordered else tuple(results)
 
 
 def _plain(name: str, output: tuple[tuple[int, ...], torch.dtype], like: Tensor) -> Tensor:
@@ -75,22 +66,24 @@ def prepare(ep: EpGroup) -> Outputs:
     Offsets have memory of their own: for GPUs torch 2.11 compiles ``bucketize`` and
     ``searchsorted`` so that boundaries are read from where their memory begins.
     """
-    return {
+    plain: _Parts = {
         "plan": ((ep.plan_bytes,), torch.uint8),
         "info": ((ep.plan_parts.num_elements,), _INT32),
         "offsets": ((ep.num_local_experts + 1,), _INT32),
     }
+    return {}, plain
 
 
 def routing_layout(ep: EpGroup, num_tokens: int) -> Outputs:
     """The fields of RoutingLayout."""
     ranks = ep.comm.num_ranks
-    return {
+    plain: _Parts = {
         "rows_per_rank": ((ranks,), _INT32),
         "rows_per_expert": ((ep.num_experts,), _INT32),
         "token_in_rank": ((num_tokens, ranks), torch.bool),
         "bad_ids": ((1,), _INT32),
     }
+    return {}, plain
 
 
 def dispatch(
@@ -115,13 +108,13 @@ def dispatch(
     if rank_major:
         idx = ((rows, topk), _INT32)
     received = tokens.dtype if way is None else torch.float8_e4m3fn
-    return {
+    symmetric: _Parts = {
         "recv_tokens": ((rows, columns), received),
         "recv_weights": weights,
         "recv_topk_idx": idx,
         "recv_scales": recv_scales,
-        "link": link,
     }
+    return symmetric, {"link": link}
 
 
 def dispatch_bwd(
@@ -129,15 +122,16 @@ def dispatch_bwd(
 ) -> Outputs:
     """The gradients that those given lead to."""
     rows, weights = grad_recv_tokens, grad_recv_weights
-    return {
+    plain: _Parts = {
         "grad_tokens": None if rows is None else ((num_tokens, rows.shape[1]), rows.dtype),
         "grad_topk_weights": None if weights is None else ((num_tokens, topk), weights.dtype),
     }
+    return {}, plain
 
 
 def combine(expert_out: Tensor, num_tokens: int) -> Outputs:
     """``[T, H]``."""
-    return {"out": ((num_tokens, expert_out.shape[1]), expert_out.dtype)}
+    return {}, {"out": ((num_tokens, expert_out.shape[1]), expert_out.dtype)}
 
 
 def combine_bwd(
@@ -147,7 +141,8 @@ def combine_bwd(
     grad_weights = None
     if expert_out is not None and weights is not None:
         grad_weights = (tuple(weights.shape), _FLOAT32)
-    return {
+    symmetric: _Parts = {
         "grad_expert_out": ((rows, grad_out.shape[1]), grad_out.dtype),
         "grad_weights": grad_weights,
     }
+    return symmetric, {}

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -377,6 +378,33 @@ def test_dlpack_capsule_keeps_its_owner_until_the_consumer_lets_go() -> None:
     assert alive() is not None
     del unused
     assert alive() is None
+
+
+def test_dlpack_capsule_says_when_the_consumer_has_let_go(monkeypatch) -> None:
+    memory = (ctypes.c_float * 6)()
+    released: list[object] = []
+
+    def capsule(released: Callable[[object], object]) -> object:
+        place = ctypes.addressof(memory), (6,), 2 << 8 | 32, 1, 0
+        return _core.as_dlpack(*place, "owner", released)
+
+    kept = capsule(released.append)
+    assert not released
+    del kept
+    assert released == ["owner"]
+
+    def failing(_: object) -> None:
+        raise ValueError("not released")
+
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda seen: unraisable.append(str(seen.exc_value)))
+    with pytest.raises(KeyError, match="another"):  # an error under way goes on
+        kept = [capsule(failing)]
+        try:
+            raise KeyError("another")
+        finally:
+            kept.clear()
+    assert unraisable == ["not released"]
 
 
 def test_features_say_what_is_missing() -> None:

@@ -285,12 +285,12 @@ def _out_of_memory(me: Rank, kind: type[Exception]) -> None:
         topk_idx, x, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx)
 
-        def no_memory(shape, dtype):
-            raise kind(f"no memory for {shape}")
+        def no_memory(wanted):
+            raise kind(f"no memory for {list(wanted)}")
 
         bad = me.rank == bad_rank(batch)
         if bad:
-            patch.setattr(group.comm.pool, "empty", no_memory)
+            patch.setattr(group.comm.pool, "tensors", no_memory)
         expected, words = (kind, "no memory for") if bad else (Mismatch, "")
         with reported(group, expected, words):
             xd.dispatch(plan, x, weights)
