@@ -3,7 +3,8 @@
 They are functional, so that compilers may handle them like any other: each takes the group as an
 integer, and takes and returns a small tensor `order`. Order tensors make the operations of one plan
 a chain of data dependencies, and their gradients a chain in the other direction; their value is 0.
-Outputs that were not asked for are None. Derivatives: _derivatives.py.
+Outputs that were not asked for are None. Derivatives: _derivatives.py. Calls that nothing of torch
+has to see go to an operator's function directly: _direct.py.
 
 Receive tensors come from the symmetric pool, others from torch's allocator, on the current stream.
 Arguments are checked where an operation runs, so also inside compiled graphs: what the library
@@ -30,9 +31,13 @@ from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._group import EpGroup, group_of, keep_prepared
 from ._unseen import unseen
 
-__all__ = ["LIBRARY", "as_packed", "as_rows"]
+__all__ = ["FUNCTIONS", "LIBRARY", "as_packed", "as_rows"]
 
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
+
+# What operators run, by their names and with their arguments, without torch's dispatcher. Where no
+# order is wanted, that of dispatch and combine may be None.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 _FLOAT32 = torch.float32
 _WEIGHTS = (_FLOAT32,)
@@ -59,8 +64,9 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
                 group_of(args[group_position]).refuse(operation, type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
+        FUNCTIONS[name] = unseen(run)
         for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, unseen(run), key)
+            LIBRARY.impl(name, FUNCTIONS[name], key)
         return kernel
 
     return define
@@ -90,35 +96,37 @@ def as_packed(tensor: Tensor | None) -> Tensor | None:
 def _check(
     group: EpGroup,
     operation: int,
-    strided: tuple[str, ...] = (),
-    **tensors: tuple[Tensor | None, int, tuple[torch.dtype, ...]],
+    name: str,
+    tensor: Tensor | None,
+    dimensions: int,
+    dtypes: tuple[torch.dtype, ...],
+    strided: bool = False,
 ) -> None:
-    """Refuses tensors that are not contiguous, or of foreign dtypes or dimensions.
-
-    Args:
-        strided: arguments that need not be contiguous.
-        tensors: by argument (tensor, number of dimensions, dtypes that it may have).
-    """
+    """Refuses a tensor of foreign dtypes or dimensions, or, unless `strided`, not contiguous."""
     kind: type[Exception]
-    for name, (tensor, dimensions, dtypes) in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in dtypes:
-            kind = TypeError
-            known = ", ".join(str(dtype) for dtype in dtypes)
-            problem = f"expected a dtype of {known}; got {tensor.dtype}"
-        elif tensor.dim() != dimensions:
-            kind = ValueError
-            problem = f"expected {dimensions} dimensions, got shape {tuple(tensor.shape)}"
-        elif name not in strided and not tensor.is_contiguous():
-            kind = ValueError
-            problem = (
-                f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}: call .contiguous()"
-            )
-        else:
-            continue
-        group.refuse(operation, kind, f"{name}: {problem}")
+    if tensor is None:
+        return
+    if tensor.dtype not in dtypes:
+        kind = TypeError
+        known = ", ".join(str(dtype) for dtype in dtypes)
+        problem = f"expected a dtype of {known}; got {tensor.dtype}"
+    elif tensor.dim() != dimensions:
+        kind = ValueError
+        problem = f"expected {dimensions} dimensions, got shape {tuple(tensor.shape)}"
+    elif not strided and not tensor.is_contiguous():
+        kind = ValueError
+        problem = (
+            f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}: call .contiguous()"
+        )
+    else:
+        return
+    group.refuse(operation, kind, f"{name}: {problem}")
+
+
+def _next(order: Tensor | None) -> Tensor | None:
+    """The order that an operation leaves. Made before it: memory may be exhausted."""
+    return None if order is None else torch.zeros_like(order)
 
 
 def _check_tokens(group: EpGroup, operation: int, name: str, rows: Tensor, expected: int) -> None:
@@ -169,7 +177,7 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
 def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tuple[Tensor, ...]:
     """-> plan, info, offsets, order."""
     ep = group_of(group)
-    _check(ep, constants.PREPARE, topk_idx=(topk_idx, 2, INDICES))
+    _check(ep, constants.PREPARE, "topk_idx", topk_idx, 2, INDICES)
     made = _outputs.make(_outputs.prepare(ep), ep.comm.pool, order)
     plan, info, offsets = made.values()
     order = torch.zeros_like(order)
@@ -271,7 +279,7 @@ def _dispatch(
     tokens: Tensor,
     topk_weights: Tensor | None,
     scales: Tensor | None,
-    order: Tensor,
+    order: Tensor | None,
     group: int,
     num_tokens: int,
     topk: int,
@@ -280,21 +288,16 @@ def _dispatch(
     """-> recv_tokens, recv_weights, recv_topk_idx, recv_scales, link, order."""
     ep, way = group_of(group), _WAYS.get(quantise)
     operation = constants.DISPATCH
-    _check(
-        ep,
-        operation,
-        strided=("scales",),
-        tokens=(tokens, 2, PAYLOADS),
-        topk_weights=(topk_weights, 2, _WEIGHTS),
-        scales=(scales, 2, SCALES),
-    )
+    _check(ep, operation, "tokens", tokens, 2, PAYLOADS)
+    _check(ep, operation, "topk_weights", topk_weights, 2, _WEIGHTS)
+    _check(ep, operation, "scales", scales, 2, SCALES, strided=True)
     _check_tokens(ep, operation, "tokens", tokens, num_tokens)
     _check_rows(ep, tokens, way)
     if scales is not None:
         _check_scales(ep, scales)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
-    made = _outputs.make(outputs, ep.comm.pool, order)
-    results = (*made.values(), torch.zeros_like(order))
+    made = _outputs.make(outputs, ep.comm.pool, plan)
+    results = (*made.values(), _next(order))
     del made["link"]
     _calls.dispatch(
         ep.core,
@@ -360,7 +363,7 @@ def _combine(
     plan: Tensor,
     expert_out: Tensor,
     weights: Tensor | None,
-    order: Tensor,
+    order: Tensor | None,
     group: int,
     num_tokens: int,
 ) -> tuple[Tensor | None, ...]:
@@ -370,10 +373,10 @@ def _combine(
         expected = "expected None in rank_major, where a row stands for several experts, summed"
         problem = f"weights: {expected}; got shape {tuple(weights.shape)}"
         ep.refuse(constants.COMBINE, ValueError, problem)
-    rows, factors = (expert_out, 2, SUMMABLE), (weights, 1, _WEIGHTS)
-    _check(ep, constants.COMBINE, expert_out=rows, weights=factors)
-    made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, order)
-    order = torch.zeros_like(order)
+    _check(ep, constants.COMBINE, "expert_out", expert_out, 2, SUMMABLE)
+    _check(ep, constants.COMBINE, "weights", weights, 1, _WEIGHTS)
+    made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, plan)
+    order = _next(order)
     _calls.combine(ep.core, plan, as_rows(expert_out), weights=as_packed(weights), **made)
     return (*made.values(), order)
 

@@ -335,8 +335,9 @@ class PlanParts:
 class Plan:
     """The plan that `EpGroup.prepare` makes: the place of every row of a batch.
 
-    A plan carries the order of its operations: each one takes `order` and leaves a new one, so that
-    autograd and compilers see one chain. A caller that reads counts on a GPU waits for the device.
+    A plan carries the order of its operations: each one takes `order` and leaves a new one where
+    autograd or compilers look, so that they see one chain. A caller that reads counts on a GPU
+    waits for the device.
 
     Attributes:
         group: its EpGroup, which it keeps alive.

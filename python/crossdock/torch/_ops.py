@@ -10,7 +10,9 @@ from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
 
 from ._calls import is_capturing
+from ._custom_ops import FUNCTIONS
 from ._derivatives import call, requires_grad
+from ._direct import unobserved
 from ._group import EpGroup, Plan
 
 __all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
@@ -79,15 +81,19 @@ def dispatch(
     if not (group.has(tokens) and group.has_or_none(topk_weights) and group.has_or_none(scales)):
         named = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
         group.require_tensors(constants.DISPATCH, **named)
-    way = _quantise_way(group, quantise)
+    way = None if quantise is False else _quantise_way(group, quantise)
     if exact:
         _require_host(plan)
     order = _incoming_order(plan, tokens, topk_weights)
     recorded = requires_grad((tokens, topk_weights, order))
+    given = (plan.data, tokens, topk_weights, scales)
     routing = (group.handle, plan.num_tokens, plan.topk, 0 if way is None else way.code)
-    given = (plan.data, tokens, topk_weights, scales, order, *routing)
-    *made, order = call(_DISPATCH, recorded, *given)
-    _leave_order(plan, order)
+    if not recorded and unobserved(*given):
+        *made, _ = FUNCTIONS["dispatch"](*given, None, *routing)
+        plan.order = order.detach() if order.requires_grad else order
+    else:
+        *made, order = call(_DISPATCH, recorded, *given, order, *routing)
+        _leave_order(plan, order)
     received = Dispatched(*made)
     return _trimmed(received, plan) if exact else received
 
@@ -116,10 +122,15 @@ def combine(
     group = _group_of(plan)
     if not (group.has(expert_out) and group.has_or_none(weights)):
         group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
-    recorded = requires_grad((expert_out, weights, plan.order))
-    given = (plan.data, expert_out, weights, plan.order, group.handle, plan.num_tokens)
-    out, order = call(_COMBINE, recorded, *given)
-    _leave_order(plan, order)
+    order = plan.order
+    recorded = requires_grad((expert_out, weights, order))
+    given = (plan.data, expert_out, weights)
+    if not recorded and unobserved(*given):
+        out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens)
+        plan.order = order.detach() if order.requires_grad else order
+    else:
+        out, order = call(_COMBINE, recorded, *given, order, group.handle, plan.num_tokens)
+        _leave_order(plan, order)
     return out
 
 

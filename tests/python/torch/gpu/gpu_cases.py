@@ -24,6 +24,7 @@ import test_checkpoint_parts as checkpoint_parts  # noqa: E402
 import test_moe_grouped as moe_grouped  # noqa: E402
 import test_moe_layer as moe_layer  # noqa: E402
 import test_torch_compile as compiled  # noqa: E402
+import test_torch_direct as direct  # noqa: E402
 import test_torch_errors as errors  # noqa: E402
 import test_torch_fp8 as fp8  # noqa: E402
 import test_torch_gradients as gradients  # noqa: E402
@@ -45,6 +46,7 @@ import test_training_alike as training_alike  # noqa: E402
 
 MODULES = {
     "ops": ops,
+    "direct": direct,
     "gradients": gradients,
     "plans": plans,
     "fp8": fp8,
@@ -81,7 +83,7 @@ LEFT_OUT = {
 }
 
 # Of these modules' tests.
-FIXTURES = ("alone", "comm", "prepared")
+FIXTURES = ("alone", "comm", "dispatched", "inputs", "prepared")
 
 # Those of any number of ranks but one.
 ABOUT_PEERS = (
