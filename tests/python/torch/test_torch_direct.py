@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crossdock.torch as xd
-from crossdock.torch import _derivatives, _direct, _ops
+from crossdock.torch import _derivatives, _direct, _ops, tp
+from crossdock.torch.tp import _functions
 from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, joined, layer, where
 
@@ -36,17 +37,17 @@ def inputs() -> Iterator[tuple[xd.Plan, torch.Tensor, torch.Tensor]]:
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators of this test that have gone through the dispatcher."""
-    return watched_operators(monkeypatch)
+    return watched_operators(monkeypatch, _ops)
 
 
-def watched_operators(patch: pytest.MonkeyPatch) -> list[str]:
+def watched_operators(patch: pytest.MonkeyPatch, caller: Any) -> list[str]:
     names: list[str] = []
 
     def call(operator: Any, *args: Any) -> Any:
         names.append(str(operator))
         return _derivatives.call(operator, *args)
 
-    patch.setattr(_ops, "call", call)
+    patch.setattr(caller, "call", call)
     return names
 
 
@@ -305,7 +306,7 @@ def hooks_of_ddp(me: Rank) -> None:
     device = where()
     case = batch(*range(3, 3 + me.num_ranks))
     with joined(), usual_device(), pytest.MonkeyPatch.context() as patch:
-        names = watched_operators(patch)
+        names = watched_operators(patch, _ops)
         topk_idx, x, weights, grad_out = case.local(me.rank, device=device)
         group = case.group()
         model = DistributedDataParallel(Layer(group.prepare(topk_idx)))
@@ -331,6 +332,42 @@ def hooks_of_ddp(me: Rank) -> None:
 
 def test_hooks_of_ddp_are_as_ever():
     run_ranks(2, hooks_of_ddp)
+
+
+# ---- Products -----------------------------------------------------------------------------------
+
+
+PRODUCTS = {
+    "tp_all_gather_matmul": tp.all_gather_matmul,
+    "tp_matmul_reduce_scatter": tp.matmul_reduce_scatter,
+    "tp_matmul_all_reduce": tp.matmul_all_reduce,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_without_gradients_need_no_dispatcher(monkeypatch, name):
+    device, product = where(), PRODUCTS[name]
+    with usual_device(), xd.init(device=device):
+        operators = watched_operators(monkeypatch, _functions)
+        context = tp.TpContext(max_tokens=4, max_k=16, max_n=16, dtype=torch.float32)
+        x, weight = (torch.ones(rows, 16, device=device) for rows in (4, 8))
+        weight = torch.nn.Parameter(weight)
+
+        def multiplied(x: torch.Tensor) -> torch.Tensor:
+            return product(x, weight.t(), context, algo="sequential")
+
+        with torch.no_grad():
+            assert float(multiplied(x).sum()) == 16 * 4 * 8
+            assert not operators
+            with SeenByDispatch() as seen:
+                assert float(multiplied(x).sum()) == 16 * 4 * 8
+            assert ours(seen.names) == operators == [f"crossdock.{name}.default"]
+            with pytest.raises(TypeError, match="float64"):
+                multiplied(x.double())
+        multiplied(x).sum().backward()
+        assert operators == [f"crossdock.{name}.default"] * 2
+        assert weight.grad is not None and float(weight.grad[0, 0]) == 4
+        context.close()
 
 
 # ---- Another torch ------------------------------------------------------------------------------

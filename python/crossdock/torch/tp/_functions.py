@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
+from .._custom_ops import FUNCTIONS
 from .._derivatives import call
+from .._direct import unobserved
 from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
 from ._arguments import (
     Fold,
@@ -46,9 +48,9 @@ Activation = Literal["gelu", "relu"]
 
 _OPS = torch.ops.crossdock
 _PRODUCTS = {
-    ALL_GATHER: _OPS.tp_all_gather_matmul.default,
-    REDUCE_SCATTER: _OPS.tp_matmul_reduce_scatter.default,
-    ALL_REDUCE: _OPS.tp_matmul_all_reduce.default,
+    ALL_GATHER: "tp_all_gather_matmul",
+    REDUCE_SCATTER: "tp_matmul_reduce_scatter",
+    ALL_REDUCE: "tp_matmul_all_reduce",
 }
 
 
@@ -406,21 +408,11 @@ def _product(
     number = word_number(context, operation, "algo", algo, constants.GEMM_ALGOS)
     require_main_grad(context, operation, main_grad, b)
     needs = needs_of(fold.rows, b, bias)
-    return call(
-        _PRODUCTS[operation],
-        needs > 0,
-        fold.rows,
-        b,
-        bias,
-        main_grad,
-        context.order,
-        context.handle,
-        fold.tokens,
-        epilogue,
-        number,
-        keep_gathered,
-        needs,
-    )
+    tensors, name = (fold.rows, b, bias, main_grad), _PRODUCTS[operation]
+    given = (context.order, context.handle, fold.tokens, epilogue, number, keep_gathered, needs)
+    if not needs and unobserved(context.order, *tensors):
+        return FUNCTIONS[name](*tensors, *given)
+    return call(getattr(_OPS, name).default, needs > 0, *tensors, *given)
 
 
 def activated(x: torch.Tensor, activation: Activation | None) -> torch.Tensor:

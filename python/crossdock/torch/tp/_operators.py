@@ -23,7 +23,7 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError
 
 from .._calls import current_stream, spec
-from .._custom_ops import LIBRARY, as_rows
+from .._custom_ops import FUNCTIONS, LIBRARY, as_rows
 from .._unseen import unseen
 from ._context import TpContext, context_of
 
@@ -71,8 +71,9 @@ def define(
                 context.refuse(operation_of(*args), type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
+        FUNCTIONS[name] = unseen(run)
         for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, unseen(run), key)
+            LIBRARY.impl(name, FUNCTIONS[name], key)
         return kernel
 
     return decorate
