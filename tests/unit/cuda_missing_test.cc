@@ -69,7 +69,7 @@ class Seat {
         lent_(lend()),
         mine_(own_.data()),
         shared_(lent_) {
-    number_ = comm_->memory().enlist(lent_, 16 * kMiB);
+    comm_->memory().enlist(lent_, 16 * kMiB, &number_);
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_ranks = kRanks;
     config.num_experts = kExperts;

@@ -308,8 +308,8 @@ TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
   auto* const lent = static_cast<std::byte*>(memory) + 512;
   int number[2] = {-1, -1};
   expect_no_errors(on_threads(2, [&](int rank) {
-    number[rank] =
-        comms[at(rank)]->memory().enlist(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0);
+    comms[at(rank)]->memory().enlist(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0,
+                                     &number[rank]);
   }));
   EXPECT_EQ(number[0], number[1]);
   const auto place = comms[0]->heap().find(lent + 16, kMiB - 16);
@@ -336,7 +336,8 @@ TEST_F(CudaTest, MemoryThatCannotBeLentIsRefused) {
   auto comms = cuda_comms(2, kMiB);
   const auto refused = [&](void* ptr, std::size_t bytes, xd_status status) {
     const auto errors = on_threads(2, [&](int rank) {
-      comms[at(rank)]->memory().enlist(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0);
+      std::int32_t number = -1;
+      comms[at(rank)]->memory().enlist(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0, &number);
     });
     EXPECT_EQ(errors[0]->status(), status) << errors[0]->text();
     EXPECT_EQ(errors[1]->status(), XD_ERROR_MISMATCH) << errors[1]->text();
