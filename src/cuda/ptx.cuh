@@ -51,6 +51,10 @@ __device__ inline void st_relaxed_sys(std::uint64_t* p, std::uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
+__device__ inline void st_relaxed_gpu(std::uint64_t* p, std::uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 // Two words, each whole by itself: nothing orders one of them behind the other.
 __device__ inline ulonglong2 ld_relaxed_sys_pair(const void* p) {
   ulonglong2 v;

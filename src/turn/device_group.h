@@ -19,8 +19,8 @@ struct DeviceControl {
   std::uint64_t owner;
   std::uint64_t errors;   // DeviceReport::errors
   std::uint32_t barrier;  // arrivals at the grid barriers of this launch
-  std::uint32_t left;  // thread blocks that touch no peer's memory any more; upper half: blank ones
-  std::uint32_t ended;  // thread blocks that are done altogether; likewise
+  std::uint32_t left;     // thread blocks that touch no peer's memory any more
+  std::uint32_t ended;    // thread blocks that are done altogether
   std::uint32_t reserved;
 };
 

@@ -38,7 +38,7 @@
 //
 // Only the kernel's start says that earlier kernels of the stream have ended, and enter() tells
 // that to the peers. So these kernels must never be launched with programmatic dependent launch,
-// unless they wait for it (griddepcontrol.wait) before begin() fences.
+// unless they wait for it (griddepcontrol.wait) before the turn is made, which fences.
 #pragma once
 
 #include <bit>
@@ -81,8 +81,9 @@ struct DeviceTurnShared {
   int verdict;
   int status;      // status of a setback here
   int mismatch;    // some record differs
-  int is_last;     // 1 = of all blocks, this one was counted last
+  int is_last;     // 1 = of all blocks, this one was counted last, or came last to a barrier
   int some_blank;  // on the last block: 1 = some block of this launch has a blank verdict
+  int some_fatal;  // on the last block: 1 = some block has met a fatal error
   int finder;      // lowest rank that has not found memory; num_ranks = none
   Record own;
   HeapRange area[kMaxDeviceRanks];  // DeviceGroup::areas
@@ -99,12 +100,17 @@ class DeviceTurn {
  public:
   using Record = typename Family::Record;
 
-  __device__ DeviceTurn(const Params& params, Shared& shared) : p_(params), s_(shared) {}
+  // The first step of a kernel. The warp that will send this rank's record fences, so that a rank
+  // that sees it also sees all that earlier kernels of this stream have written. The fence takes as
+  // long as a round trip over the link: here other waits stand beside it.
+  __device__ DeviceTurn(const Params& params, Shared& shared) : p_(params), s_(shared) {
+    if (sends_records()) ptx::fence_acq_rel_sys();
+  }
 
   __device__ bool begin();
-  // Called by one warp of the last block, which has fenced in begin(): in several kernels the first
-  // blocks are those whose work others wait for. `staged`: this kernel has written memory that
-  // peers read once they have seen the record, and a grid barrier lies between.
+  // Called by one warp of the last block, which has fenced at the start: in several kernels the
+  // first blocks are those whose work others wait for. `staged`: this kernel has written memory
+  // that peers read once they have seen the record, and a grid barrier lies between.
   __device__ void enter(bool staged = false);
   // One thread calls take(peer, record), which finds the memory that a rank's record offers; false
   // if it is not there. Returns false after a fatal error.
@@ -130,7 +136,13 @@ class DeviceTurn {
   __device__ void end_without_flags();
 
   // A grid barrier; false after a fatal error. `n`: number of this barrier in the launch, from 1.
-  __device__ bool barrier(std::uint32_t n);
+  __device__ bool barrier(std::uint32_t n) {
+    arrive(n);
+    return wait_arrivals(n);
+  }
+  // Its halves; the first is true on all threads of the block that comes last.
+  __device__ bool arrive(std::uint32_t n);
+  __device__ bool wait_arrivals(std::uint32_t n);
 
   __device__ const auto& group() const { return p_.group; }
   __device__ std::uint64_t epoch() const { return s_.epoch; }
@@ -231,14 +243,17 @@ class DeviceTurn {
   template <class Take>
   __device__ bool take_record(int peer, const Record& theirs, Take&& take);
   __device__ bool is_last_block(std::uint32_t* counter);
-  __device__ bool has_failed() const {
-    return verdict() == Verdict::fatal || device::failed(p_.group.comm);
-  }
   __device__ void raise_done();
   __device__ void note_finder(int peer, std::uint64_t flag) {
     if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
   }
+  __device__ bool met_fatal() const { return verdict() == Verdict::fatal || s_.some_fatal != 0; }
+  __device__ static bool closes() { return threadIdx.x == blockDim.x - 1; }
+  template <class Work>
+  __device__ void close(const Work& work);
+  __device__ void make_ready() const;
   __device__ void end_launch(bool failed);
+  __device__ void close_with_setback();
   __device__ void write_report();
   __device__ void finish_comm() const;
   __device__ int lowest_concerned() const;
@@ -280,10 +295,6 @@ XD_TURN_MEMBER(bool)::begin() {
   if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
   load_table(1, p_.group.areas, ranks(), s_.area);
-  // A rank that sees the record also sees all that earlier kernels of this stream have written. The
-  // fence stands here, instead of a release of the record's last word, because here it runs beside
-  // other waits. (Only this kernel's start says that the earlier kernels have ended.)
-  if (sends_records()) ptx::fence_acq_rel_sys();
   const auto look = self().look();
   __syncthreads();
   if (t == 0) judge_start();
@@ -315,10 +326,12 @@ XD_TURN_MEMBER(void)::enter(bool staged) {
   }
 }
 
-// Loads an entry's words. Returns the epoch of their record, if they are words of one.
+// Loads an entry's words. Returns the epoch of their record, if they are words of one. Acquire:
+// then the thread also sees all that the fence of the record's rank has covered.
 XD_TURN_MEMBER(std::uint64_t)::look_at(const std::uint64_t* entry, RecordWords& words) {
 #pragma unroll
-  for (int w = 0; w <= kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(entry + w);
+  for (int w = 0; w < kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(entry + w);
+  words[kRecordWords] = ptx::ld_acquire_sys(entry + kRecordWords);
   return words[kRecordWords] - hash_of(words);
 }
 
@@ -327,16 +340,13 @@ XD_TURN_MEMBER(bool)::wait_entry(int peer, RecordWords& words) const {
   const std::uint64_t* entry = entry_at(rank(), peer, s_.epoch);
   const std::uint64_t* before = entry_at(rank(), peer, s_.epoch - 1);
   const std::uint64_t expected = s_.epoch;
-  const bool here = device::wait_until(
+  return device::wait_until(
       p_.group.comm, site(XD_PHASE_ENTRY), peer,
       [=, &words] { return look_at(entry, words) == expected; },
       [=] {
         RecordWords earlier;
         return look_at(before, earlier) == expected - 1 ? expected - 1 : 0;
       });
-  // Acquire: of all that the peer's fence has covered.
-  ptx::ld_acquire_sys(entry + kRecordWords);
-  return here;
 }
 
 XD_TURN_MEMBER(auto)::record_of(const RecordWords& words) -> Record {
@@ -377,8 +387,11 @@ template <class Derived, class Family, class Params, class Shared>
 template <class Take>
 __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&& take) {
   bool failed = false, missing = false;
+  // Neighbours go to different warps: threads of one warp would take records one after another.
+  const int warps = static_cast<int>(blockDim.x) / 32;
 #pragma unroll 1
-  for (int peer = thread(); peer < ranks(); peer += static_cast<int>(blockDim.x)) {
+  for (int peer = thread() % 32 * warps + thread() / 32; peer < ranks();
+       peer += static_cast<int>(blockDim.x)) {
     if (peer == rank()) {
       missing |= !take_record(peer, s_.own, take);
       continue;
@@ -457,141 +470,34 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::wait_all_don
   return true;
 }
 
-XD_TURN_MEMBER(bool)::barrier(std::uint32_t n) {
+XD_TURN_MEMBER(bool)::arrive(std::uint32_t n) {
   __syncthreads();
-  bool failed = false;
   if (threadIdx.x == 0) {
-    std::uint32_t* arrived = &p_.group.control->barrier;
-    const std::uint32_t expected = n * gridDim.x;
     // Release and acquire: all blocks see behind the barrier all that any block has stored before
-    // it.
-    if (ptx::add_acq_rel_gpu(arrived, 1) + 1 < expected) {
-      // A block that is late waits for a peer, and that wait is meant to run out first.
-      device::KernelWait blocks = site(XD_PHASE_NONE);
-      blocks.timeouts = 2;
-      failed = !device::wait_until(
-          p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= expected; },
-          [] { return std::uint64_t{0}; });
-    }
-  }
-  return !any_failed(failed);
-}
-
-// ---- The end -----------------------------------------------------------------------------------
-
-// Counts the block; true on all threads of the last one. Blank blocks are counted a second time, in
-// the upper half, so that the last block knows of them without another load.
-XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
-  constexpr std::uint32_t kBlank = 1u << 16;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const std::uint32_t mine = verdict() == Verdict::blank ? 1 + kBlank : 1;
-    // Release and acquire: the last block sees all that any block has stored before.
-    const std::uint32_t all = ptx::add_acq_rel_gpu(counter, mine) + mine;
-    s_.is_last = all % kBlank == gridDim.x ? 1 : 0;
-    s_.some_blank = all >= kBlank ? 1 : 0;
+    // it. A block that is alone has its own barrier for that.
+    std::uint32_t* arrived = &p_.group.control->barrier;
+    s_.is_last = gridDim.x == 1 || ptx::add_acq_rel_gpu(arrived, 1) + 1 == n * gridDim.x ? 1 : 0;
   }
   __syncthreads();
   return s_.is_last != 0;
 }
 
-XD_TURN_MEMBER(void)::raise_done() {
-  // Another block may have skipped its work after a fatal error, which it wrote down before it was
-  // counted.
-  if (has_failed()) return;
-#pragma unroll 1
-  for (int i = thread(); i < ranks(); i += static_cast<int>(blockDim.x)) {
-    const int peer = (rank() + 1 + i) % ranks();
-    // Release: a rank that sees this epoch also sees all that was written there, and nothing is
-    // read there any more.
-    ptx::st_release_sys(done_at(peer, rank()), s_.epoch | (s_.some_blank != 0 ? kFoundMissing : 0));
+XD_TURN_MEMBER(bool)::wait_arrivals(std::uint32_t n) {
+  const std::uint32_t* arrived = &p_.group.control->barrier;
+  bool failed = false;
+  if (threadIdx.x == 0 && s_.is_last == 0) {
+    // A block that is late waits for a peer, and that wait is meant to run out first.
+    device::KernelWait blocks = site(XD_PHASE_NONE);
+    blocks.timeouts = 2;
+    failed = !device::wait_until(
+        p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= n * gridDim.x; },
+        [] { return std::uint64_t{0}; });
   }
+  return !any_failed(failed);
 }
-
-// All threads of every block call it. The threads that issued bulk stores have waited for them.
-template <class Derived, class Family, class Params, class Shared>
-template <class Work>
-__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave(Work& work) {
-  if (!is_last_block(&p_.group.control->left)) return;
-  work.before_done();
-  raise_done();
-  work.after_done();
-}
-
-// All threads of every block call it, after leave() and the work behind that.
-template <class Derived, class Family, class Params, class Shared>
-template <class Work>
-__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::end(const Work& work) {
-  if (is_last_block(&p_.group.control->ended)) end_launch(!wait_all_done(work, has_failed()));
-}
-
-template <class Derived, class Family, class Params, class Shared>
-template <class Work>
-__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave_and_end(Work& work) {
-  if (!is_last_block(&p_.group.control->left)) return;
-  work.before_done();
-  raise_done();
-  work.after_done();
-  end_launch(!wait_all_done(work, has_failed()));
-}
-
-XD_TURN_MEMBER(void)::end_without_flags() {
-  if (is_last_block(&p_.group.control->ended)) end_launch(any_failed(has_failed()));
-}
-
-// The lowest rank that this rank's setback is about, as far as it knows that without the records.
-XD_TURN_MEMBER(int)::lowest_concerned() const {
-  if (s_.own.call.status != XD_SUCCESS) return rank();
-  if (s_.status != XD_ERROR_MISMATCH) return self().rank_concerned();
-  return s_.finder != ranks() ? s_.finder : -1;
-}
-
-// Makes the operation's setback the communicator's error: kernels behind it leave at once, and the
-// host hears of it. The peers' kernels meet a setback of this operation themselves, and need not be
-// told.
-XD_TURN_MEMBER(void)::finish_comm() const {
-  FatalError error =
-      device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, lowest_concerned());
-  error.met_by_all = 1;
-  p_.group.report->fatal_launch = p_.launch;  // raise() releases it to the host
-  device::raise(p_.group.comm, error, device::Spread::here);
-}
-
-XD_TURN_MEMBER(void)::write_report() {
-  auto* to = p_.group.report;
-  const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
-  if (written != ptx::ld_acquire_sys(&to->taken)) return;
-  to->status = s_.status;
-  to->operation = p_.record.call.operation;
-  to->epoch = s_.epoch;
-  to->rank = lowest_concerned();
-  self().report(to->findings);
-  if (s_.status == XD_ERROR_MISMATCH) {
-#pragma unroll 1
-    for (int r = 0; r < ranks(); ++r) to->record[r] = read_record(r);
-  }
-  ptx::st_release_sys(&to->written, written + 1);
-}
-
-// Called by all threads of the launch's last block, which reports and moves the epoch on.
-XD_TURN_MEMBER(void)::end_launch(bool failed) {
-  if (threadIdx.x != 0) return;
-  if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
-  auto* control = p_.group.control;
-  if (!failed && s_.status != XD_SUCCESS) {
-    // The host already knows of a failure that its own checks found.
-    if (p_.record.call.status == XD_SUCCESS) write_report();
-    ptx::st_release_sys(&p_.group.report->errors, ++control->errors);
-    if (p_.group.fatal_errors) finish_comm();
-  }
-  control->epoch = s_.epoch;
-  control->barrier = control->left = control->ended = 0;
-  self().reset();
-  // Release: the next launch finds all of this.
-  __threadfence();
-  control->owner = s_.epoch << 32;
-}
-
-#undef XD_TURN_MEMBER
 
 }  // namespace xd::turn
+
+#include "turn/device_turn_end.cuh"
+
+#undef XD_TURN_MEMBER

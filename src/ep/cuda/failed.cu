@@ -30,8 +30,8 @@ class FarNothing : public FarWork<FarNothing> {
 template <bool kFar>
 __global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ FailedParams p) {
   __shared__ TurnShared shared;
-  fetch_params(p);
   Turn turn(p.turn, shared);
+  fetch_params(p);
   auto far = make_far_work<kFar, FarNothing>(p, turn, shared);
   if (turn.begin()) {
     turn.enter();

@@ -1,4 +1,4 @@
-// Loads kernels and starts them; fetch_params() is the first step of kernels that take turns.
+// Loads kernels and starts them; fetch_params() is one of the first steps of kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -98,7 +98,9 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   }
 
   __device__ HeadLook look_at_plan();
+  static constexpr int kParts = 3;
   __device__ void check_plan(const HeadLook& look);
+  __device__ bool has_fault(int part) const;
   __device__ Fault plan_fault(bool zone_damaged) const;
   __device__ bool find_tensors(int peer, const Record& record, const OfferedSizes& sizes);
 };
@@ -156,14 +158,41 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
 }
 
 // All threads call it. Every block comes to the same verdict, since it looks at the same bytes.
+// Mostly a plan has no fault, so warps first ask only whether it has one, each about a part of it.
 __device__ inline void Turn::check_plan(const HeadLook& look) {
   add_of_warp(&s_.sum, look.sum);
+  bool faulty = look.damaged;
+  if (lane_id() == 0) {
+#pragma unroll 1
+    for (int part = warps_per_block() - 1 - warp_in_block(); part < kParts;
+         part += warps_per_block()) {
+      faulty |= has_fault(part);
+    }
+  }
+  faulty = __syncthreads_or(faulty ? 1 : 0) != 0;
+  if (!faulty && s_.sum == s_.plan.checksum) return;
   const bool damaged = __syncthreads_or(look.damaged ? 1 : 0) != 0;
   if (thread() == 0) s_.fault = plan_fault(damaged);
 }
 
+// Any thread: whether some of plan_fault()'s questions, but for checksum and damaged zones, find a
+// fault.
+__device__ inline bool Turn::has_fault(int part) const {
+  const PlanHeader& h = s_.plan;
+  if (part == 0) {
+    return header_fault(h, p_.plan_bytes) || extent_of(h).checked != p_.group.plan_head_bytes;
+  }
+  if (part == 1) return static_cast<bool>(binding_fault(h, p_.group.terms));
+  bool faulty = static_cast<bool>(zones_fault(h, {false, s_.first_zone, s_.zones_end}));
+#pragma unroll 1
+  for (int i = 0; i < p_.num_checks; ++i) {
+    faulty |= static_cast<bool>(tensor_fault(h, p_.checks[i]));
+  }
+  return faulty;
+}
+
 // Thread 0.
-__device__ inline Fault Turn::plan_fault(bool zone_damaged) const {
+__device__ __noinline__ inline Fault Turn::plan_fault(bool zone_damaged) const {
   const PlanHeader& h = s_.plan;
   if (const Fault fault = header_fault(h, p_.plan_bytes)) return fault;
   // A head of another length belongs to another group's plan.
