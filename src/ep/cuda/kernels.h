@@ -86,7 +86,7 @@ struct CombineParams {
 struct PrepareScratch {
   static constexpr int kMaxBlocks = 64;
 
-  std::uint64_t block_counts, block_base, expert_total, expert_base, kept, words;
+  std::uint64_t block_counts, block_survivors, kept, words;
 
   static constexpr PrepareScratch make(int experts, int ranks) {
     // Each block has its counters, and bad ids.
@@ -94,10 +94,8 @@ struct PrepareScratch {
     const auto all = static_cast<std::uint64_t>(experts);
     PrepareScratch s{};
     s.block_counts = 0;
-    s.block_base = table;
-    s.expert_total = 2 * table;
-    s.expert_base = s.expert_total + all;
-    s.kept = s.expert_base + all;
+    s.block_survivors = table;
+    s.kept = 2 * table;
     s.words = s.kept + all;
     return s;
   }

@@ -116,11 +116,12 @@ int sm_budget(const Config& config, const LaunchLimits& device) {
 
 LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
                           const LaunchLimits& device) {
-  // Shared memory holds every warp's counters with their initial values, and the first rows of all
-  // zones.
+  // Shared memory holds every warp's counters with the sums of the blocks before, the sums of what
+  // the ranks say, and the first rows of all zones.
   const std::size_t columns = counter_columns(experts, ranks);
   const std::size_t room = (device.shared_bytes - kStaticSharedBytes) / sizeof(std::uint32_t);
-  const auto fitting = static_cast<std::int64_t>(room) - experts - static_cast<int>(columns);
+  const std::size_t others = columns + 2 * at(experts + ranks) + at(experts);
+  const auto fitting = static_cast<std::int64_t>(room) - static_cast<std::int64_t>(others);
   const int fewest = (ranks + 31) / 32;  // some steps have a thread for each rank
   const auto warps = static_cast<int>(std::clamp<std::int64_t>(
       fitting / static_cast<std::int64_t>(columns), fewest, kMostPrepareWarps));
@@ -131,7 +132,7 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
   return {.blocks = std::min({wanted + 1, budget, device.sms}),  // one block for the plan's head
           .first_blocks = 0,
           .threads = warps * 32,
-          .shared_bytes = ((at(warps) + 1) * columns + at(experts)) * sizeof(std::uint32_t)};
+          .shared_bytes = (at(warps) * columns + others) * sizeof(std::uint32_t)};
 }
 
 LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,

@@ -16,7 +16,6 @@ struct FarDevice;  // ep/cuda/far_params.h
 // Working state of a group: see turn::DeviceControl.
 struct GroupState : turn::DeviceControl {
   std::uint32_t next_unit[2];  // next unit of work that warps take one by one
-  std::uint64_t counts_hash;   // prepare
   std::uint64_t bad_ids;       // total over all plans made
   std::uint64_t dropped_rows;  // likewise
   const FarDevice* far;        // in device memory; nullptr = all ranks are near

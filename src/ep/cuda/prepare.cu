@@ -1,19 +1,19 @@
 // prepare: counts first, then rows. See the CPU executor's prepare for the same steps.
 //
 //   memory                 written by                        read by
-//   block_counts, base     blocks; totals by column threads  all blocks, after a grid barrier
-//   counts[slot][src]      src's column threads, word by     this rank's threads, as words that
-//                          word: count and epoch             carry this epoch; then everybody
+//   counts of blocks       blocks                            all blocks, after a grid barrier
+//   counts[slot][src]      src's last block at barrier 1,    all blocks, as words that carry this
+//                          word by word: count and epoch     epoch
 //   items, lists, listed   sources (plain stores)            all blocks, after the done flags
 //   kept[src]              sources, RANK_MAJOR under DROP    the last block, likewise
 //   plan                   this rank's blocks                later operations
 //
-//   1  every warp counts its tokens' choices; the block's sums go to block_counts    grid barrier 1
-//   2  column threads: sums over blocks; counts to all peers. Then all wait for the peers' records,
-//      and column threads for their counts, which they hash and add up               grid barrier 2
+//   1  every warp counts its tokens' choices; the block's sums go to all blocks      grid barrier 1
+//   2  the last block there: sums over blocks, to all ranks. Every block: sums of the blocks before
+//      it; then it waits for the peers' records, and for the counts of all ranks, which it adds up
 //   3  every block: zones, overflow, its own first rows in every zone
 //   4  every warp numbers its tokens' rows, in (token, k) order, and tells every owner its items
-//      (EXPERT_MAJOR with drops: after another count and grid barrier 3). Meanwhile the last block,
+//      (EXPERT_MAJOR with drops: after another count and grid barrier 2). Meanwhile the last block,
 //      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
 //   5  done flags; every block copies what it was told into the plan. Where no rank keeps items,
 //      and nothing is dropped, the counts are all that peers store, and there are no done flags
@@ -31,6 +31,7 @@ namespace {
 
 struct PrepareShared {
   Counters::Shared counters;
+  Exchange::Shared exchange;
   Zones::Shared zones;
   PlanWriter::Shared writer;
 };
@@ -42,11 +43,11 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
   __shared__ TurnShared shared;
   __shared__ PrepareShared state;
   extern __shared__ __align__(16) std::uint32_t columns[];
-  fetch_params(p);
   Turn turn(p.turn, shared);
+  fetch_params(p);
   const Choices choices(p);
   Counters counters(p, state.counters, columns);
-  const Exchange exchange(p, turn, counters);
+  const Exchange exchange(p, turn, counters, state.exchange);
   const Zones zones(p, shared.base, counters, exchange, state.zones);
   const Numbering numbering(p, turn, shared.base, choices, counters, exchange, zones);
   const PlanWriter writer(p, turn, shared, exchange, zones, state.writer);
@@ -57,16 +58,18 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     if constexpr (kFar) far.meet();
     writer.invalidate();
     numbering.clear();
+    exchange.clear();
     counters.count(choices);
-    good = turn.barrier(1);
-    if (good) exchange.send();
+    if (turn.arrive(1)) exchange.send();
+    good = turn.wait_arrivals(1);
+    if (good) counters.add_up_before();
     if constexpr (kFar) {
       if (good) far.exchange_counts();
     }
     good = good && turn.await({0, 0, 0, 0, 0});
   }
   if (good && turn.verdict() == Verdict::go) {
-    good = !turn.any_failed(!exchange.receive()) && turn.barrier(2);
+    good = !turn.any_failed(!exchange.receive());
     if (good) {
       zones.place();
       if constexpr (kFar) far.set_drops(zones.drops());

@@ -1,16 +1,19 @@
 // Step 2 of prepare: every count goes to all peers and comes from all of them.
 //
 //   memory                 written by                     read by
-//   counts[slot][s]        s's column threads, into the   this rank's threads, as words that carry
-//                          memory of every rank           this epoch; all after grid barrier 2
-//   expert_total, _base    the expert's column thread     all blocks, after grid barrier 2
-//   GroupState::counts_hash   all blocks (atomics)           the plan's writer, likewise
+//   counts[slot][s]        s's last block at the grid     all blocks of this rank, as words that
+//                          barrier, into the memory of    carry this epoch
+//                          every rank
+//   Shared, totals, bases  this block, in receive()       this block, after its next barrier
 //
 // The first row is group memory. A count and the low half of its epoch are one word, stored and
 // loaded whole, so that the word is its own flag and nothing else is read because of it. The
 // blocks' counts are trusted after grid barrier 1. Counts may go out before the peers' records are
 // here: slot[epoch] is free, since every peer has entered operation epoch - 1 (turn/entry.h). In an
 // operation that comes to nothing they are left there, and carry an epoch that no other has.
+//
+// Every block waits for all words of all ranks, its own rank's as well, and keeps what it needs in
+// shared memory: so no block waits for another one of its launch behind the first grid barrier.
 #pragma once
 
 #include "ep/cuda/prepare_counters.cuh"
@@ -20,19 +23,33 @@ namespace xd::ep::cuda {
 
 class Exchange {
  public:
-  __device__ Exchange(const PrepareParams& params, const Turn& turn, const Counters& counters)
+  struct Shared {
+    unsigned long long hash;     // of all counts
+    unsigned long long bad_ids;  // of all ranks
+    int bad_id_rank;             // the lowest that has some; INT32_MAX = none
+  };
+
+  // Takes the shared memory behind the counters.
+  __device__ Exchange(const PrepareParams& params, const Turn& turn, const Counters& counters,
+                      Shared& shared)
       : p_(params),
         g_(params.turn.group),
         turn_(turn),
         counters_(counters),
         layout_{g_.experts, g_.ranks()},
-        scratch_(PrepareScratch::make(g_.experts, g_.ranks())) {}
+        s_(shared),
+        total_(counters.end()),
+        base_(total_ + g_.experts + g_.ranks()) {}
 
-  // Adds up this rank's counts over blocks and sends them. All threads of all blocks call it, after
-  // grid barrier 1.
+  __device__ std::uint32_t* end() const { return base_ + g_.experts + g_.ranks(); }
+
+  // All threads call it, before grid barrier 1.
+  __device__ void clear() const;
+  // Adds up this rank's counts over blocks and sends them. All threads of one block call it, behind
+  // the arrival of all blocks at grid barrier 1.
   __device__ void send() const;
   // Waits for all ranks' counts. All threads of all blocks call it, when the peers have entered and
-  // agree; the functions below hold after grid barrier 2. False after a fatal error.
+  // agree; the functions below hold after the block's next barrier. False after a fatal error.
   __device__ bool receive() const;
 
   // The counts of a source.
@@ -54,12 +71,16 @@ class Exchange {
     return sum;
   }
   // Choices of an expert by all ranks, and by the ranks before this one.
-  __device__ std::uint32_t expert_total(int seat) const {
-    return p_.scratch[scratch_.expert_total + seat];
-  }
-  __device__ std::uint32_t expert_base(int seat) const {
-    return p_.scratch[scratch_.expert_base + seat];
-  }
+  __device__ std::uint32_t expert_total(int seat) const { return total_[seat]; }
+  __device__ std::uint32_t expert_base(int seat) const { return base_[seat]; }
+  // Likewise tokens that have rows at a rank.
+  __device__ std::uint32_t rank_total(int rank) const { return total_[g_.experts + rank]; }
+  __device__ std::uint32_t rank_base(int rank) const { return base_[g_.experts + rank]; }
+  // A hash of all counts.
+  __device__ std::uint64_t hash() const { return s_.hash; }
+  // Bad ids of all ranks, and the lowest rank that has some; INT32_MAX = none.
+  __device__ std::uint64_t all_bad_ids() const { return s_.bad_ids; }
+  __device__ int bad_id_rank() const { return s_.bad_id_rank; }
 
  private:
   __device__ std::uint64_t* counts_at(int owner, int source) const {
@@ -69,26 +90,15 @@ class Exchange {
   __device__ std::uint32_t said(int source, std::size_t index) const {
     return count_of(ptx::ld_relaxed_sys(counts_at(g_.rank(), source) + index));
   }
-  // The columns, the bad ids, and the number of tokens.
-  __device__ int entries() const { return counters_.column_of_bad_ids() + 2; }
-  // The word in which an entry travels; -1 = it does not.
-  __device__ int word_of(int entry) const {
-    if (entry < g_.experts + g_.ranks()) return entry;
-    const int behind = entry - counters_.column_of_bad_ids();
-    return behind < 0    ? -1
-           : behind == 0 ? static_cast<int>(layout_.bad_ids())
-                         : static_cast<int>(layout_.tokens());
-  }
-  // A thread's entries come in ascending order on every rank, so no wait goes in a circle.
   template <class Body>
-  __device__ void for_each_entry(Body&& body) const {
+  __device__ void for_each_word(Body&& body) const {
 #pragma unroll 1
-    for (int i = static_cast<int>(blockIdx.x) * threads_per_block() + thread_in_block();
-         i < entries(); i += static_cast<int>(gridDim.x) * threads_per_block()) {
+    for (int i = thread_in_block(); i < static_cast<int>(layout_.size());
+         i += threads_per_block()) {
       if (!body(i)) return;
     }
   }
-  __device__ std::uint32_t sum_column(int column) const;
+  __device__ std::uint32_t own_count(int word) const;
   __device__ bool receive_word(int word, std::uint64_t& hash) const;
   template <class Body>
   __device__ bool for_each_count(int word, Body&& body) const;
@@ -99,71 +109,63 @@ class Exchange {
   const Turn& turn_;
   const Counters& counters_;
   const CountLayout layout_;
-  const PrepareScratch scratch_;
+  Shared& s_;
+  std::uint32_t* total_;  // [E + W] sums over all sources, by word
+  std::uint32_t* base_;   // [E + W] sums over the sources before this rank
 };
 
+__device__ inline void Exchange::clear() const {
+  if (thread_in_block() == 0) s_ = {0, 0, INT32_MAX};
+}
+
 __device__ inline void Exchange::send() const {
-  for_each_entry([&](int entry) {
-    const bool sums = entry <= counters_.column_of_bad_ids();
-    const std::uint32_t value = sums ? sum_column(entry) : static_cast<std::uint32_t>(p_.tokens);
-    const int word = word_of(entry);
-    if (word < 0) return true;
+  for_each_word([&](int word) {
+    const std::uint64_t value = count_word(own_count(word), turn_.epoch());
 #pragma unroll 1
     for (int i = 1; i <= g_.ranks(); ++i) {  // this rank comes last
       const int peer = (g_.rank() + i) % g_.ranks();
-      ptx::st_relaxed_sys(counts_at(peer, g_.rank()) + word, count_word(value, turn_.epoch()));
+      ptx::st_relaxed_sys(counts_at(peer, g_.rank()) + word, value);
     }
     return true;
   });
 }
 
-// The sum over all blocks; leaves the sum before each block in counts_before().
-__device__ inline std::uint32_t Exchange::sum_column(int column) const {
-  constexpr int kAtOnce = 16;
-  const int blocks = Choices::blocks();
-  std::uint32_t sum = 0;
-#pragma unroll 1
-  for (int first = 0; first < blocks; first += kAtOnce) {
-    std::uint32_t counts[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      counts[i] = first + i < blocks ? counters_.counts_of(first + i)[column] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i < blocks) counters_.counts_before(first + i)[column] = sum;
-      sum += counts[i];
-    }
-  }
-  return sum;
+// This rank's count that travels in a word.
+__device__ inline std::uint32_t Exchange::own_count(int word) const {
+  if (word == static_cast<int>(layout_.tokens())) return static_cast<std::uint32_t>(p_.tokens);
+  const bool of_ids = word == static_cast<int>(layout_.bad_ids());
+  return counters_.sum_of(counters_.counts_of(0), of_ids ? counters_.column_of_bad_ids() : word,
+                          Choices::blocks());
 }
 
 __device__ inline bool Exchange::receive() const {
   std::uint64_t hash = 0;
   bool good = true;
-  for_each_entry([&](int entry) {
-    const int word = word_of(entry);
-    good = word < 0 || receive_word(word, hash);
+  for_each_word([&](int word) {
+    good = receive_word(word, hash);
     return good;
   });
   __syncwarp();
-  add_of_warp(reinterpret_cast<unsigned long long*>(&g_.control->counts_hash), hash);
+  add_of_warp(&s_.hash, hash);
   return good;
 }
 
-// Waits for one word of every rank, and adds them up where they are an expert's. False after a
-// fatal error.
+// Waits for one word of every rank, and adds them up. False after a fatal error.
 __device__ inline bool Exchange::receive_word(int word, std::uint64_t& hash) const {
-  std::uint32_t total = 0, before = 0;
+  const bool of_ids = word == static_cast<int>(layout_.bad_ids());
+  std::uint64_t total = 0;
+  std::uint32_t before = 0;
   const bool good = for_each_count(word, [&](int source, std::uint32_t count) {
     hash += hash_entry(static_cast<std::uint64_t>(source) * layout_.size() + word, count);
+    if (of_ids && count != 0) s_.bad_id_rank = min(s_.bad_id_rank, source);
     if (source < g_.rank()) before += count;
     total += count;
   });
-  if (good && word < g_.experts) {
-    p_.scratch[scratch_.expert_total + word] = total;
-    p_.scratch[scratch_.expert_base + word] = before;
+  if (word < g_.experts + g_.ranks()) {
+    total_[word] = static_cast<std::uint32_t>(total);
+    base_[word] = before;
   }
+  if (of_ids) s_.bad_ids = total;
   return good;
 }
 

@@ -3,9 +3,9 @@
 //   memory                       written by                       read by
 //   codes, in the plan           the warp whose tokens they are   that warp; later operations
 //   items[s], lists[s]           s's warps                        the owner, after s's done flag
-//   listed[s]                    s's block 0                      likewise
+//   listed[s]                    s's last block with tokens       likewise
 //   kept[s], RANK_MAJOR, drops   s's block 0                      likewise
-//   surviving                    all blocks (atomics)             block 0, after grid barrier 3
+//   surviving                    all blocks (atomics)             block 0, after grid barrier 2
 //
 // items, lists, listed and kept are group memory of the owner, reached after its record; plain
 // stores, which the done flag covers. `surviving` lies in device memory that no peer touches, and
@@ -36,7 +36,7 @@ class Numbering {
 
   // All threads call it, before grid barrier 1.
   __device__ void clear() const;
-  // All threads call it, when zones are placed. It passes grid barrier 3 where rows are dropped.
+  // All threads call it, when zones are placed. It passes grid barrier 2 where rows are dropped.
   // False after a fatal error.
   __device__ bool run() const;
 
@@ -173,18 +173,15 @@ __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) 
 
 // With drops: the survivors of all blocks decide which items owners get. False after a fatal error.
 __device__ inline bool Numbering::recount() const {
-  if (g_.layout.row_per_expert) counters_.publish(g_.experts);
-  if (!turn_.barrier(3)) return false;
+  const int block = static_cast<int>(blockIdx.x);
+  if (g_.layout.row_per_expert) counters_.publish(g_.experts, counters_.survivors_of(block));
+  if (!turn_.barrier(2)) return false;
   if (!g_.layout.row_per_expert) {
     send_kept();
     return true;
   }
-  counters_.open(g_.experts, [&](int c) {
-    std::uint64_t first = 0;
-#pragma unroll 1
-    for (int b = 0; b < static_cast<int>(blockIdx.x); ++b) first += counters_.counts_of(b)[c];
-    return first;
-  });
+  counters_.open(g_.experts,
+                 [&](int c) { return counters_.sum_of(counters_.survivors_of(0), c, block); });
   tell_again();
   return true;
 }
@@ -203,7 +200,8 @@ __device__ inline void Numbering::tell_again() const {
   });
 }
 
-// The numbers of items and rows that all blocks have written to an owner.
+// The numbers of items and rows that all blocks have written to an owner. The last block with
+// tokens calls it.
 __device__ inline ListedWord Numbering::told(int owner) const {
   if (!g_.layout.row_per_expert) {
     const std::uint64_t before = zones_.tokens_before(owner);
@@ -213,22 +211,18 @@ __device__ inline ListedWord Numbering::told(int owner) const {
   }
   const int tokens = counters_.column_of_tokens(owner);
   const int choices = counters_.column_of_choices(owner);
-  const int last = Choices::blocks() - 1;
-  ListedWord sum{0, 0};
-  if (!zones_.drops())
-    sum = {counters_.counts_before(last)[tokens], counters_.counts_before(last)[choices]};
-#pragma unroll 1
-  for (int b = zones_.drops() ? 0 : last; b <= last; ++b) {
-    sum.items += counters_.counts_of(b)[tokens];
-    sum.rows += counters_.counts_of(b)[choices];
+  if (zones_.drops()) {
+    const auto* survivors = counters_.survivors_of(0);
+    return {counters_.sum_of(survivors, tokens, Choices::blocks()),
+            counters_.sum_of(survivors, choices, Choices::blocks())};
   }
-  return sum;
+  const auto* own = counters_.counts_of(static_cast<int>(blockIdx.x));
+  return {counters_.before(tokens) + own[tokens], counters_.before(choices) + own[choices]};
 }
 
-// Block 0 calls it.
 __device__ inline void Numbering::tell_lengths() const {
   const int d = thread_in_block();
-  if (blockIdx.x != 0 || d >= g_.ranks()) return;
+  if (static_cast<int>(blockIdx.x) != Choices::blocks() - 1 || d >= g_.ranks()) return;
   const ListedWord word = told(d);
   *at_owner<std::uint64_t>(d, g_.map.listed, 1) = std::uint64_t{word.rows} << 32 | word.items;
 }

@@ -115,8 +115,10 @@ __device__ inline void PlanWriter::finish() const {
     if (g_.keeps_items) read_told();
     if (is_head()) write_head();
   }
-  find_begins();
-  if (g_.keeps_items) copy_items();
+  if (g_.keeps_items) {
+    find_begins();
+    copy_items();
+  }
   write_rank_rows();
   judge();
 }
@@ -143,7 +145,7 @@ __device__ inline void PlanWriter::read_told() const {
   s_.told[s] = {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32)};
 }
 
-// Computes where every source's items and rows begin.
+// Computes where every source's items and rows begin, in plans that keep them.
 __device__ inline void PlanWriter::find_begins() const {
   __syncthreads();
   if (thread_in_block() == 0) {
@@ -152,7 +154,7 @@ __device__ inline void PlanWriter::find_begins() const {
     for (int s = 0; s <= g_.ranks(); ++s) {
       s_.item_begin[s] = static_cast<std::int32_t>(items);
       s_.row_begin[s] = static_cast<std::int32_t>(rows);
-      if (s == g_.ranks() || !g_.keeps_items) continue;
+      if (s == g_.ranks()) continue;
       items = min(items + s_.told[s].items, g_.capacity);
       rows = min(rows + s_.told[s].rows, g_.capacity);
     }
@@ -163,8 +165,8 @@ __device__ inline void PlanWriter::find_begins() const {
 // ---- The head block ----------------------------------------------------------------------------
 
 __device__ inline void PlanWriter::write_head() const {
-  if (thread_in_block() == 0) s_.dropped_rows = s_.checksum = 0;
-  find_begins();
+  if (thread_in_block() == 0) s_.dropped_rows = s_.checksum = 0;  // behind write_zones()' barriers
+  if (g_.keeps_items) find_begins();
   write_zones();
   write_header();
   seal();
@@ -245,7 +247,7 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
           .expert_ranks = g_.terms.expert_ranks,
           .hosts = g_.terms.hosts,
           .capacity = g_.capacity,
-          .fingerprint = plan_fingerprint({.counts = g_.control->counts_hash,
+          .fingerprint = plan_fingerprint({.counts = exchange_.hash(),
                                            .capacities = g_.capacities_hash,
                                            .hosts = g_.terms.hosts,
                                            .topk = p_.topk,

@@ -5,9 +5,9 @@
 //   Shared, first rows,    this block, in place()       this block, after place()
 //   block's first numbers
 //
-// All of it is shared memory. The results of the exchange are trusted after grid barrier 2; no flag
-// is looked at. Every block of every rank computes the same zones and overflows, since all have the
-// same counts.
+// All of it is shared memory. The results of the exchange are trusted after its receive() and a
+// barrier of the block; no flag is looked at. Every block of every rank computes the same zones and
+// overflows, since all have the same counts.
 #pragma once
 
 #include "ep/cuda/prepare_exchange.cuh"
@@ -21,14 +21,11 @@ class Zones {
     std::uint64_t partial[kMostPrepareWarps];   // for scan_block()
     unsigned long long total[kMaxDeviceRanks];  // padded rows each rank needs
     std::uint64_t start[kMaxDeviceRanks + 1];   // padded rows of all lower ranks
-    std::uint64_t tokens[kMaxDeviceRanks];      // tokens that each rank gets
-    std::uint64_t before[kMaxDeviceRanks];      // of them, those of the ranks before this one
-    int overflow_rank, bad_id_rank;             // the lowest; INT32_MAX = none
-    unsigned long long bad_ids;
+    int overflow_rank;                          // the lowest; INT32_MAX = none
     int drops;
   };
 
-  // `base`: prefix sums of all ranks' capacities. Takes the shared memory behind the counters.
+  // `base`: prefix sums of all ranks' capacities. Takes the shared memory behind the exchange's.
   __device__ Zones(const PrepareParams& params, const std::uint32_t* base, const Counters& counters,
                    const Exchange& exchange, Shared& shared)
       : p_(params),
@@ -37,11 +34,10 @@ class Zones {
         counters_(counters),
         exchange_(exchange),
         s_(shared),
-        next_(counters.end()),
-        first_row_(next_ + counters.columns()) {}
+        first_row_(exchange.end()) {}
 
-  // Places everything and opens the counters: from now on take() gives rows and numbers of items.
-  // All threads call it.
+  // Places everything and, in blocks with tokens, opens the counters: from now on take() gives rows
+  // and numbers of items. All threads call it.
   __device__ void place() const;
 
   // True if rows are dropped somewhere, so that survivors must be counted again.
@@ -52,10 +48,10 @@ class Zones {
   __device__ std::uint32_t first_row(int seat) const { return first_row_[seat]; }
   // The lowest such rank; -1 = none.
   __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
-  __device__ int bad_id_rank() const { return or_none(s_.bad_id_rank); }
-  __device__ std::uint64_t bad_ids() const { return s_.bad_ids; }
+  __device__ int bad_id_rank() const { return or_none(exchange_.bad_id_rank()); }
+  __device__ std::uint64_t bad_ids() const { return exchange_.all_bad_ids(); }
   // Tokens that the ranks before this one have for a rank: in RANK_MAJOR the first row there.
-  __device__ std::uint64_t tokens_before(int rank) const { return s_.before[rank]; }
+  __device__ std::uint64_t tokens_before(int rank) const { return exchange_.rank_base(rank); }
 
   // The rows that a rank can receive under this plan.
   __device__ std::uint32_t capacity_of(int rank) const {
@@ -73,16 +69,7 @@ class Zones {
   }
 
  private:
-  // What all ranks say about one of them.
-  struct OfRank {
-    std::uint64_t tokens, before;
-    std::uint32_t bad_ids;
-  };
-
   __device__ static int or_none(int rank) { return rank == INT32_MAX ? -1 : rank; }
-  __device__ void fetch() const;
-  __device__ OfRank of_rank(int rank) const;
-  __device__ void note(int rank, const OfRank& counts) const;
   __device__ void lay_out() const;
   __device__ void find_overflow() const;
   __device__ void open_counters() const;
@@ -93,67 +80,22 @@ class Zones {
   const Counters& counters_;
   const Exchange& exchange_;
   Shared& s_;
-  std::uint32_t* next_;       // [C] first values of this block's counters, but for zones
   std::uint32_t* first_row_;  // [E] by seat
 };
 
 __device__ inline void Zones::place() const {
-  fetch();
   lay_out();
   find_overflow();
-  open_counters();
-}
-
-// Loads the numbers that lie in device memory, once for all steps.
-__device__ inline void Zones::fetch() const {
-  // The last threads have no columns if others can have them.
-  const int d = threads_per_block() - 1 - thread_in_block();
-  OfRank of_mine{};
-  if (d < g_.ranks()) of_mine = of_rank(d);
-  const std::uint32_t* before = counters_.counts_before(static_cast<int>(blockIdx.x));
-#pragma unroll 1
-  for (int c = thread_in_block(); c < counters_.columns(); c += threads_per_block()) {
-    next_[c] = before[c];
-    if (c >= g_.experts) continue;
-    next_[c] += exchange_.expert_base(c);
-    first_row_[c] = exchange_.expert_total(c);
-  }
-  if (thread_in_block() == 0) {
-    s_.overflow_rank = s_.bad_id_rank = INT32_MAX;
-    s_.bad_ids = 0;
-  }
-  __syncthreads();
-  if (d < g_.ranks()) note(d, of_mine);
-  __syncthreads();
-}
-
-// One thread.
-__device__ inline Zones::OfRank Zones::of_rank(int rank) const {
-  OfRank counts{0, 0, exchange_.bad_ids(rank)};
-#pragma unroll 4
-  for (int s = 0; s < g_.ranks(); ++s) {
-    const std::uint32_t tokens = exchange_.tokens_for(s, rank);
-    if (s < g_.rank()) counts.before += tokens;
-    counts.tokens += tokens;
-  }
-  return counts;
-}
-
-// One thread.
-__device__ inline void Zones::note(int rank, const OfRank& counts) const {
-  s_.before[rank] = counts.before;
-  s_.tokens[rank] = counts.tokens;
-  if (counts.bad_ids == 0) return;
-  atomicMin(&s_.bad_id_rank, rank);
-  atomicAdd(&s_.bad_ids, static_cast<unsigned long long>(counts.bad_ids));
+  if (static_cast<int>(blockIdx.x) < Choices::blocks()) open_counters();
 }
 
 // Turns totals into first rows.
 __device__ inline void Zones::lay_out() const {
+  if (thread_in_block() == 0) s_.overflow_rank = INT32_MAX;  // behind scan_block()'s barriers
   // The zones of all ranks form one sequence, in which rank d begins at start[d]. Ranks that hold
   // no expert begin where the next rank does.
   scan_block(
-      s_.partial, g_.experts, [&](int seat) { return padded(first_row_[seat]); },
+      s_.partial, g_.experts, [&](int seat) { return padded(exchange_.expert_total(seat)); },
       [&](int seat, std::uint64_t sum) {
 #pragma unroll 1
         for (int d = p_.experts.rank_at(seat); d >= 0 && p_.experts.first(d) == seat; --d) {
@@ -173,7 +115,8 @@ __device__ inline void Zones::lay_out() const {
 __device__ inline void Zones::find_overflow() const {
   const int d = thread_in_block();
   if (d < g_.ranks()) {
-    s_.total[d] = g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d] : s_.tokens[d];
+    s_.total[d] =
+        g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d] : exchange_.rank_total(d);
     if (s_.total[d] > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
   }
   __syncthreads();
@@ -183,9 +126,9 @@ __device__ inline void Zones::find_overflow() const {
 
 __device__ inline void Zones::open_counters() const {
   counters_.open(0, [&](int c) {
-    std::uint64_t first = next_[c];
+    std::uint64_t first = counters_.before(c);
     if (c < g_.experts) {
-      first += first_row_[c];
+      first += std::uint64_t{exchange_.expert_base(c)} + first_row_[c];
     } else if (!g_.layout.row_per_expert && c < g_.experts + g_.ranks()) {
       first += tokens_before(c - g_.experts);
     }

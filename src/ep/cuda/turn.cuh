@@ -94,7 +94,6 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   }
   __device__ void reset() const {
     p_.group.control->next_unit[0] = p_.group.control->next_unit[1] = 0;
-    p_.group.control->counts_hash = 0;
   }
 
   __device__ HeadLook look_at_plan();
