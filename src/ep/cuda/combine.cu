@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   __shared__ TurnShared shared;
   __shared__ WarpTerms terms_of_warp[kCombineWarps];
   extern __shared__ __align__(128) std::byte rings[];
-  fetch_params(p);
   Turn turn(p.turn, shared);
+  fetch_params(p);
   auto far = make_far_work<kFar, FarCombine<T>>(p, turn, shared, terms_of_warp, rings);
   bool started = turn.begin();
   const bool stages = p.grad_recv_weights.staged != nullptr;
@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     }
     started = turn.barrier(1);
   }
+  const PlanParts plan = parts_of(p.turn.plan, turn.plan());  // of a plan that was judged
   if (started) {
     turn.enter(stages);
     if constexpr (kFar) far.meet();
@@ -229,7 +230,6 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   }
   const bool moves = turn.verdict() == Verdict::go;
   if (moves || turn.verdict() == Verdict::blank) {
-    const PlanParts plan = parts_of(p.turn.plan, turn.plan());
     WarpTerms& terms = terms_of_warp[warp_in_block()];
     std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;

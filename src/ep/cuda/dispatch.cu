@@ -34,28 +34,10 @@ struct NotScaled {};  // rows arrive in their final form
 
 // ---- Sending -----------------------------------------------------------------------------------
 
-// The codes of the token that a warp sends first, fetched while the rank waits for its peers.
-struct FirstToken {
-  int token = -1;
-  std::uint32_t code = RowCodec::kNone;  // code of this lane's choice
-};
-
 // The tokens that a warp sends at a time: those of a chunk, or one where nobody waits for chunks,
 // so that all warps end at the same time.
 __device__ int tokens_at_once(int tokens, bool in_chunks) {
   return in_chunks ? sent_chunks().tokens_per_chunk(tokens) : 1;
-}
-
-__device__ FirstToken first_token(const DispatchParams& p, const Turn& turn) {
-  const int tokens = turn.plan().tokens, topk = turn.plan().topk;
-  const int unit = first_unit({0, p.send_blocks});
-  if (turn.verdict() != Verdict::go || unit < 0) return {};
-  // Where only a peer waits for chunks, it is another token.
-  const int token = unit * tokens_at_once(tokens, p.receives);
-  if (token >= tokens) return {};
-  const PlanParts plan = parts_of(p.turn.plan, turn.plan());
-  return {token, lane_id() < topk ? plan.code[static_cast<std::uint64_t>(token) * topk + lane_id()]
-                                  : RowCodec::kNone};
 }
 
 // `kFar`: some ranks are on other machines.
@@ -63,14 +45,28 @@ template <class Quantiser, bool kFar>
 class Sender {
  public:
   __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
-                    const PlanParts& plan, Mover<Quantiser>& mover, const FirstToken& first)
-      : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover), first_(first) {}
+                    const PlanParts& plan, Mover<Quantiser>& mover)
+      : p_(params), turn_(turn), shared_(shared), plan_(plan), mover_(mover) {}
 
-  // With a blank verdict it raises flags without rows.
+  // Fetches the token that the warp sends first, while the rank waits for its peers.
+  __device__ void start() {
+    const int tokens = turn_.plan().tokens;
+    const int unit = first_unit({0, p_.send_blocks});
+    if (turn_.verdict() != Verdict::go || unit < 0) return;
+    const int token = unit * tokens_at_once(tokens, p_.receives);
+    if (token >= tokens) return;
+    first_ = token;
+    first_code_ = code_of(first_);
+    mover_.start(row_of(first_));
+  }
+
+  // With a blank verdict it raises flags without rows. The last rows have not landed when it
+  // returns.
   __device__ void send_all() {
     const bool moves = turn_.verdict() == Verdict::go;
     const int tokens = turn_.plan().tokens;
     const bool in_chunks = any_receiver();
+    if (in_chunks != p_.receives) forget_first();
     const int each = tokens_at_once(tokens, in_chunks);
     const Team team{0, p_.send_blocks};
     for_each_unit(turn_, 0, team, (tokens + each - 1) / each, !in_chunks, [&](int unit) {
@@ -83,7 +79,6 @@ class Sender {
       }
       return true;
     });
-    mover_.landed();
   }
 
  private:
@@ -99,24 +94,38 @@ class Sender {
     return __any_sync(kAllLanes, any);
   }
 
-  __device__ void send_token(int token) {
+  // Where only a peer waits for chunks, or only this rank does, the warp's first token is another
+  // one.
+  __device__ void forget_first() {
+    mover_.landed();
+    first_ = -1;
+  }
+
+  // The code of this lane's choice.
+  __device__ std::uint32_t code_of(int token) const {
     const int topk = turn_.plan().topk;
-    const int k = lane_id();
-    const std::uint32_t code = token == first_.token ? first_.code
-                               : k < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + k]
-                                          : RowCodec::kNone;
-    const Choice c = decode(turn_, shared_, code);
+    return lane_id() < topk ? plan_.code[static_cast<std::uint64_t>(token) * topk + lane_id()]
+                            : RowCodec::kNone;
+  }
+  __device__ MoverSource row_of(int token) const {
+    return {p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes,
+            p_.scales.data != nullptr ? p_.scales.row(token) : nullptr};
+  }
+
+  __device__ void send_token(int token) {
+    const Choice c = decode(turn_, shared_, token == first_ ? first_code_ : code_of(token));
     MoverTarget to{nullptr, nullptr};
     if constexpr (kFar) to = far_target(p_, turn_, token, c);
-    if (!__any_sync(kAllLanes, c.valid || to.row != nullptr)) return;
+    // A row that start() has fetched leaves the mover here, also if nobody wants it.
+    if (token != first_ && !__any_sync(kAllLanes, c.valid || to.row != nullptr)) return;
     if (c.leader || (c.valid && goes_everywhere(c.rank))) {
       const PeerTensors& peer = turn_.peer(c.rank);
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
       to.beside = peer.scales + c.row * p_.recv_scales.row_bytes;
     }
-    const std::byte* scales = p_.scales.data != nullptr ? p_.scales.row(token) : nullptr;
-    mover_.move({p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes, scales}, to);
-    if (scales != nullptr && p_.send.beside_bytes == 0) send_scales(scales, to);
+    const MoverSource from = row_of(token);
+    mover_.move(from, to);
+    if (from.beside != nullptr && p_.send.beside_bytes == 0) send_scales(from.beside, to);
     store_beside(
         p_, turn_, c, [&] { return p_.topk_weights; }, token);
   }
@@ -146,7 +155,8 @@ class Sender {
   TurnShared& shared_;
   const PlanParts& plan_;
   Mover<Quantiser>& mover_;
-  const FirstToken first_;
+  int first_ = -1;                              // the token that start() has fetched
+  std::uint32_t first_code_ = RowCodec::kNone;  // code of this lane's choice
 };
 
 // ---- Receiving ---------------------------------------------------------------------------------
@@ -258,13 +268,15 @@ class Receiver {
 };
 
 __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanParts& plan) {
-  zero_gaps(turn, plan, p.recv_tokens);
-  zero_gaps(turn, plan, p.recv_scales);
-  zero_gaps(turn, plan, p.recv_weights);
-  if (p.grad_weights != nullptr) {
-    zero_gaps(turn, plan,
-              {reinterpret_cast<std::byte*>(p.grad_weights), nullptr, p.grad_weights_rows,
-               sizeof(float)});
+  if (has_gaps(turn)) {
+    zero_gaps(turn, plan, p.recv_tokens);
+    zero_gaps(turn, plan, p.recv_scales);
+    zero_gaps(turn, plan, p.recv_weights);
+    if (p.grad_weights != nullptr) {
+      zero_gaps(turn, plan,
+                {reinterpret_cast<std::byte*>(p.grad_weights), nullptr, p.grad_weights_rows,
+                 sizeof(float)});
+    }
   }
   if (!turn.group().layout.choices_beside_rows) return;
   fill_tail(turn, p.recv_weights, 0);
@@ -301,57 +313,63 @@ __device__ void copy_late(const DispatchParams& p, Turn& turn, const Work& far) 
   for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
 }
 
+__device__ bool takes_part(const Turn& turn) {
+  return turn.verdict() == Verdict::go || turn.verdict() == Verdict::blank;
+}
+
+// All threads, before the first row is stored.
+__device__ void open_tensors(const DispatchParams& p, const Turn& turn, TurnShared& shared) {
+  if (p.own_rows_direct && threadIdx.x == 0) take_own_tensors(p, shared.peer[turn.rank()]);
+  __syncthreads();
+  // Some thread of the block has seen that every peer has entered. The fence orders the bulk stores
+  // behind that.
+  ptx::fence_proxy_async_global();
+}
+
 template <class Scaled, class Quantiser, bool kFar>
 __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
   extern __shared__ __align__(128) std::byte stages[];
-  fetch_params(p);
   Turn turn(p.turn, shared);
+  fetch_params(p);
   const bool started = turn.begin();
-  FirstToken first;
   auto far = make_far_work<kFar, FarDispatch>(p, turn, shared);
-  if (started) {
-    turn.enter();
-    if constexpr (kFar) far.meet();
-    first = first_token(p, turn);
-    turn.await({.rows = p.recv_tokens.row_bytes,
-                .scales = p.recv_scales.row_bytes,
-                .weights = p.recv_weights.row_bytes,
-                .extra = p.indices ? turn.plan().topk * sizeof(std::int32_t) : 0,
-                .partials = 0,
-                .scale_alignment = p.scale_alignment});
+  const PlanParts plan = parts_of(p.turn.plan, turn.plan());  // of a plan that was judged
+  std::byte* warp_stages = stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
+  {
+    Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
+    Sender<Quantiser, kFar> sender(p, turn, shared, plan, mover);
+    if (started) {
+      turn.enter();
+      if constexpr (kFar) far.meet();
+      sender.start();
+      turn.await({.rows = p.recv_tokens.row_bytes,
+                  .scales = p.recv_scales.row_bytes,
+                  .weights = p.recv_weights.row_bytes,
+                  .extra = p.indices ? turn.plan().topk * sizeof(std::int32_t) : 0,
+                  .partials = 0,
+                  .scale_alignment = p.scale_alignment});
+    }
+    if (takes_part(turn)) {
+      open_tensors(p, turn, shared);
+      if (static_cast<int>(blockIdx.x) < p.send_blocks) sender.send_all();
+    }
+    mover.landed();
   }
   const bool moves = turn.verdict() == Verdict::go;
-  if (moves || turn.verdict() == Verdict::blank) {
-    const PlanParts plan = parts_of(p.turn.plan, turn.plan());
-    if (p.own_rows_direct && threadIdx.x == 0) take_own_tensors(p, shared.peer[turn.rank()]);
-    __syncthreads();
-    // Some thread of the block has seen that every peer has entered. The fence orders the bulk
-    // stores behind that.
-    ptx::fence_proxy_async_global();
-    std::byte* warp_stages =
-        stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
-    if (static_cast<int>(blockIdx.x) < p.send_blocks) {
-      Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
-      Sender<Quantiser, kFar>(p, turn, shared, plan, mover, first).send_all();
+  if (moves) fill_gaps(p, turn, plan);
+  if (!closes_late(p)) return turn.leave_and_end(far);
+  turn.leave(far);
+  if (takes_part(turn)) {
+    bool failed = false;
+    if (moves && p.receives) {
+      Mover<Quantiser> mover(warp_stages, p.fan_out);
+      failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
     }
-    if (moves) fill_gaps(p, turn, plan);
-    if (closes_late(p)) {
-      turn.leave(far);
-      bool failed = false;
-      if (moves && p.receives) {
-        Mover<Quantiser> mover(warp_stages, p.fan_out);
-        failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
-      }
-      if (!failed && p.num_late > 0) copy_late(p, turn, far);
-      return turn.end(far);
-    }
-  } else if (closes_late(p)) {
-    turn.leave(far);
-    return turn.end(far);
+    if (!failed && p.num_late > 0) copy_late(p, turn, far);
   }
-  turn.leave_and_end(far);
+  turn.end(far);
 }
 
 }  // namespace

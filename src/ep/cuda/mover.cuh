@@ -86,13 +86,20 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
+  // Begins to load the row that the next move() moves.
+  __device__ void start(const MoverSource& from) {
+    load(from, 0, carries(from, 0));
+    started_ = true;
+  }
+
   // Moves a row to every lane that wants it; when quantising, with its scales. The source must not
   // change until landed().
   __device__ void move(const MoverSource& from, const MoverTarget& to) {
 #pragma unroll 1
     for (std::uint32_t i = 0; i < cut_.pieces; ++i) {
-      const bool with_beside = i == 0 && cut_.beside_bytes != 0 && from.beside != nullptr;
-      load(from, i, with_beside);
+      const bool with_beside = carries(from, i);
+      if (!started_) load(from, i, with_beside);
+      started_ = false;
       store_previous();
       previous_ = {to, i, true, with_beside};
       ++loaded_;
@@ -100,9 +107,15 @@ class Mover {
   }
 
   // Issues the outstanding stores. When it returns, all stores of this warp so far have landed.
-  // Their lanes may release them, or the warp may after __syncwarp().
+  // Their lanes may release them, or the warp may after __syncwarp(). A row that was only started
+  // goes nowhere.
   __device__ void landed() {
     store_previous();
+    if (started_) {
+      started_ = false;
+      ++loaded_;
+      wait_loaded(stored_++);
+    }
     ptx::bulk_wait_landed();
     __syncwarp();
   }
@@ -125,6 +138,15 @@ class Mover {
   }
 
   __device__ std::byte* beside(std::byte* stage) const { return stage + cut_.piece_bytes; }
+  // True if a piece of a row takes the row's scales along.
+  __device__ bool carries(const MoverSource& from, std::uint32_t piece) const {
+    return piece == 0 && cut_.beside_bytes != 0 && from.beside != nullptr;
+  }
+  // The copy reads this device's own memory, so it needs no peer and ends by itself.
+  __device__ void wait_loaded(std::uint32_t n) const {
+    while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
+    }
+  }
 
   __device__ void load(const MoverSource& from, std::uint32_t piece, bool with_beside) {
     // The last stores that were issued read from this stage: the other stage's piece is still
@@ -152,9 +174,7 @@ class Mover {
     if (!previous_.any) return;
     previous_.any = false;
     const std::uint32_t n = stored_++;
-    // The copy reads this device's own memory, so it needs no peer and ends by itself.
-    while (!ptx::mbarrier_try_wait(barriers_ + n % kStages, n / kStages % 2)) {
-    }
+    wait_loaded(n);
     std::byte* from = stage(n);
     const MoverTarget& to = previous_.to;
     if (quantises()) {
@@ -233,6 +253,7 @@ class Mover {
   std::byte* shared_;
   std::uint64_t* barriers_;
   std::uint32_t loaded_ = 0, stored_ = 0;
+  bool started_ = false;  // the next piece is being loaded already
   Previous previous_{};
 };
 

@@ -51,6 +51,16 @@ __device__ inline void fill_bytes(std::byte* to, std::uint64_t bytes, unsigned c
   for (std::uint64_t i = head + body + lane_id(); i < bytes; i += 32) to[i] = std::byte{value};
 }
 
+__device__ inline bool pads_zones(const Turn& turn) {
+  const GroupDevice& g = turn.group();
+  return g.layout.has_zones && turn.plan().alignment > 1 && g.local_experts > 0;
+}
+
+// True if zero_gaps() may have something to do.
+__device__ inline bool has_gaps(const Turn& turn) {
+  return pads_zones(turn) || turn.group().zero_tail;
+}
+
 // Rows that hold no token's row and must read as zero: padding of zones, and the tail if the group
 // zeroes it. No peer touches these rows. All warps of the launch call it.
 __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
@@ -59,7 +69,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
   const GroupDevice& g = turn.group();
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
-  if (g.layout.has_zones && turn.plan().alignment > 1 && g.local_experts > 0) {
+  if (pads_zones(turn)) {
     // With few experts gaps are long, and several warps share one; with many they are short, and a
     // warp takes several.
     const auto experts = static_cast<std::uint64_t>(g.local_experts);
