@@ -498,6 +498,6 @@ XD_TURN_MEMBER(bool)::wait_arrivals(std::uint32_t n) {
 
 }  // namespace xd::turn
 
-#include "turn/device_turn_end.cuh"
-
 #undef XD_TURN_MEMBER
+
+#include "turn/device_turn_end.cuh"

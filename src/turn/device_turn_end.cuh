@@ -2,7 +2,13 @@
 // of turn/device_turn.cuh, which includes it.
 #pragma once
 
+#include "turn/device_turn.cuh"
+
 namespace xd::turn {
+
+#define XD_TURN_MEMBER(type)                                         \
+  template <class Derived, class Family, class Params, class Shared> \
+  __device__ inline type DeviceTurn<Derived, Family, Params, Shared>
 
 // Counts the block; true on all threads of the last one. Blank blocks and those with a fatal error
 // are counted a second time, in fields of their own, so that the last block knows of them.
@@ -142,3 +148,5 @@ XD_TURN_MEMBER(void)::close_with_setback() {
 }
 
 }  // namespace xd::turn
+
+#undef XD_TURN_MEMBER
