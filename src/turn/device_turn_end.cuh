@@ -1,4 +1,4 @@
-// The end of a turn on the device: leave(), end() and what the last block does in them. It is a part
+// The end of a turn on the device: leave(), end() and what the last block does in them. It is part
 // of turn/device_turn.cuh, which includes it.
 #pragma once
 
