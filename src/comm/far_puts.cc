@@ -192,8 +192,8 @@ void FarEnd::accept(std::span<const std::byte> offer, std::size_t bytes) {
   puts_.connect(config_.peer, reader.rest());
 }
 
-// The lower rank greets, and the other one answers. A put without bytes needs nothing of the peer
-// to be sent.
+// The lower rank greets, and the other one answers. Each polls until the other's greeting is here,
+// so both greetings are sent.
 void FarEnd::greet() {
   const FirstContact contact(puts_.comm_);
   bool is_said = false;

@@ -115,6 +115,28 @@ TEST_P(Fabric, APutWithoutTheRoomsKeyDoesNotLand) {
   EXPECT_EQ(there, decltype(there){});
 }
 
+// `sent` may need the peer's polls until the put has arrived there, whatever its length, but no
+// longer: this is how ranks may part.
+TEST_P(Fabric, APutThatHasArrivedIsSentWithoutThePeer) {
+  Engines engines = open(2);
+  std::vector<std::byte> here(std::size_t{4} << 20), there(here.size());
+  const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
+  engines[0]->connect(1, engines[1]->address());
+  for (const std::size_t bytes :
+       {std::size_t{0}, std::size_t{16}, std::size_t{4096}, here.size()}) {
+    SCOPED_TRACE(bytes);
+    std::array<net::Events, 2> events;
+    const net::Put put{.peer = 1, .from = from.get(), .to = to->remote(), .bytes = bytes, .tag = 1};
+    const auto step = [&] {
+      for (std::size_t r = 0; r < engines.size(); ++r) engines[r]->poll(events[r]);
+    };
+    ASSERT_TRUE(eventually([&] { return step(), engines[0]->put(put); }, kGenerousMs));
+    ASSERT_TRUE(eventually([&] { return step(), !events[1].arrived.empty(); }, kGenerousMs));
+    EXPECT_TRUE(eventually([&] { return engines[0]->poll(events[0]), !events[0].sent.empty(); },
+                           kGenerousMs));
+  }
+}
+
 TEST_P(Fabric, AnAddressOfAnotherKindIsRefused) {
   Engines engines = open(1);
   expect_error(error_of([&] { engines[0]->connect(1, bytes_of("nowhere")); }), XD_ERROR_MISMATCH,
