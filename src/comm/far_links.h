@@ -1,23 +1,29 @@
-// Links to a rank's partners on other machines (comm/far_routes.h), with the engine below them.
+// Links to a rank's partners on other machines, with the engine below them.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <new>
 #include <span>
+#include <vector>
 
+#include "base/error.h"
 #include "comm/comm.h"
-#include "comm/far_routes.h"
 #include "net/links.h"
 
 namespace xd {
 
 class FarLinks {
  public:
+  struct Config {
+    std::vector<int> partners;      // ranks; each is a partner of its partners
+    int slots;                      // for each partner and direction; the same on all ranks
+    std::size_t slot_bytes;         // likewise
+    std::span<std::byte> memory{};  // LinkConfig::memory
+  };
   // Collective: opens an engine, and connects to the partners; throws as open_engine_together(),
   // and TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
-  // `slots` of `slot_bytes` are the same on all ranks. `memory`: LinkConfig::memory.
-  FarLinks(Comm& comm, CollectiveCall call, int slots, std::size_t slot_bytes,
-           std::span<std::byte> memory = {});
+  FarLinks(Comm& comm, CollectiveCall call, Config config);
 
   // Ends nothing: the connections are those of the process that this one is a fork of.
   void leave_behind() {
@@ -27,13 +33,26 @@ class FarLinks {
 
   net::Links& links() { return *links_; }
   const net::Links& links() const { return *links_; }
-  const FarRoutes& routes() const { return routes_; }
+
+  // Calls body(), which uses the links on the host while an operation waits at `site()`. What they
+  // throw is fatal for the communicator, as ranks on other machines wait for what is not sent.
+  template <class Site, class Body>
+  static void use(Comm& comm, Site&& site, Body&& body) {
+    try {
+      body();
+    } catch (const std::bad_alloc&) {
+      give_up(comm, site(), Error(XD_ERROR_OUT_OF_MEMORY, "no memory for a message"));
+    } catch (const Error& error) {
+      give_up(comm, site(), error);
+    }
+  }
 
  private:
+  [[noreturn]] static void give_up(Comm& comm, const HostWait& site, const Error& error);
   void connect(Comm& comm, CollectiveCall call);
   void greet(Comm& comm);
 
-  const FarRoutes routes_;
+  const std::vector<int> partners_;
   std::unique_ptr<net::Engine> engine_;  // outlives the links
   std::unique_ptr<net::Links> links_;
 };

@@ -1,9 +1,7 @@
 #include "ep/cpu/far_side.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
-#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -21,7 +19,9 @@ FarSide::FarSide(const Group& group, Lockstep& lockstep)
       lockstep_(lockstep),
       comm_(group.comm()),
       slot_bytes_(far_slot_bytes(group.config(), comm_.machines().num_hosts())),
-      links_(comm_, kCreateGroup, kFarSlots, slot_bytes_),
+      routes_(comm_.machines()),
+      links_(comm_, kCreateGroup,
+             {.partners = routes_.partners(), .slots = kFarSlots, .slot_bytes = slot_bytes_}),
       lists_(at(group.config().ranks)) {
   comm_.collective().agree(kCreateGroup, [this] {
     chunks_.reserve(at(kFarSlots) * routes().partners().size());
@@ -169,34 +169,8 @@ void FarSide::serve() {
 
 template <class Body>
 void FarSide::with_links(Body&& body) {
-  try {
-    body();
-  } catch (const std::bad_alloc&) {
-    give_up(Error(XD_ERROR_OUT_OF_MEMORY, "no memory for a message"));
-  } catch (const Error& error) {
-    give_up(error);
-  }
-}
-
-// An engine may notice first that a partner has ended. Then the watch names it with its process or
-// host, for all ranks alike, and that is what ends the operation here.
-void FarSide::give_up(const Error& error) {
-  comm_.errors().throw_if_failed();
-  const HostWait site = lockstep_.site(XD_PHASE_ROWS);
-  const int peer = error.peer() >= 0 ? error.peer() : comm_.rank();
-  if (error.status() == XD_ERROR_SYSTEM && comm_.is_lost_by_verdict(peer, site))
-    comm_.throw_lost(peer, site);
-  const Cause cause = cause_of(error, comm_.rank());
-  comm_.errors().raise_cause({.status = error.status(),
-                              .phase = XD_PHASE_ROWS,
-                              .rank = comm_.rank(),
-                              .peer = peer,
-                              .group = site.group,
-                              .operation = site.operation,
-                              .expected_epoch = site.epoch},
-                             cause);
-  comm_.errors().throw_if_failed();
-  throw Error(error);
+  FarLinks::use(
+      comm_, [this] { return lockstep_.site(XD_PHASE_ROWS); }, std::forward<Body>(body));
 }
 
 }  // namespace xd::ep::cpu

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/far_links.h"
+#include "comm/far_routes.h"
 #include "ep/far_chunk.h"
 #include "ep/group.h"
 #include "turn/far_turn.h"
@@ -48,7 +49,7 @@ class FarSide final : public turn::FarTurn<Record> {
   FarSide(const FarSide&) = delete;
   FarSide& operator=(const FarSide&) = delete;
 
-  const FarRoutes& routes() const { return links_.routes(); }
+  const FarRoutes& routes() const { return routes_; }
   std::size_t chunk_room() const { return slot_bytes_ - sizeof(FarHeader); }
 
   // ---- For turns ----
@@ -99,7 +100,6 @@ class FarSide final : public turn::FarTurn<Record> {
  private:
   template <class Body>
   void with_links(Body&& body);
-  [[noreturn]] void give_up(const Error& error);
   void announce(FarKind kind, std::uint32_t items, std::span<const std::byte> bytes);
   bool lacks_counts(int source) const;
   void take_in(const net::Links::Chunk& chunk);
@@ -109,6 +109,7 @@ class FarSide final : public turn::FarTurn<Record> {
   Lockstep& lockstep_;
   Comm& comm_;
   const std::size_t slot_bytes_;
+  const FarRoutes routes_;
   FarLinks links_;
   std::vector<FarChunk> chunks_;  // that have come and are not given back
   FarWork* work_ = nullptr;

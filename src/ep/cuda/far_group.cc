@@ -63,8 +63,12 @@ FarGroup::FarGroup(const Group& group)
     return Collective::Contribution{};
   });
   areas_ = comm_.share(kCreateGroup, far_map(config).end);
-  links_ = std::make_unique<FarLinks>(comm_, kCreateGroup, kFarSlots, map_.slot_bytes,
-                                      std::span(slots_.data(), map_.bytes()));
+  links_ = std::make_unique<FarLinks>(
+      comm_, kCreateGroup,
+      FarLinks::Config{.partners = routes_.partners(),
+                       .slots = kFarSlots,
+                       .slot_bytes = map_.slot_bytes,
+                       .memory = std::span(slots_.data(), map_.bytes())});
   comm_.collective().agree(kCreateGroup, [&] {
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(

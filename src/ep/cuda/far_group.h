@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "comm/far_links.h"
+#include "comm/far_routes.h"
 #include "cuda/memory.h"
 #include "ep/cuda/far_params.h"
 #include "ep/group.h"
