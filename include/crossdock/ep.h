@@ -252,13 +252,13 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 /* Makes a group: allocates, maps and exchanges all that its operations will need (a group has
  * memory of its own, beside the heap). Collective, blocking. A communicator may have many groups.
  * Errors: INVALID_ARGUMENT on the rank with a bad argument and MISMATCH on the others; MISMATCH
- * naming where configs differ; UNSUPPORTED between machines in EXPERT_SLOTS, without libfabric, or
- * on CUDA with several hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
+ * naming where configs differ; UNSUPPORTED between machines without libfabric, in slots with masks
+ * or on CUDA, on CUDA with hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
- * running (on CUDA the call waits at most 2 seconds for an operation that runs all the same; after
- * that the group's memory is never given back). NULL is allowed. */
+ * running (on CUDA it waits at most 2 seconds for one that runs all the same, or never gives its
+ * memory back; in slots between machines 5 seconds for peers in the last one). NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {

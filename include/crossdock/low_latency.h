@@ -39,6 +39,10 @@
  * send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with XD_EP_PHASE_BOTH
  * while another operation of its kind is between its halves, which it would overtake.
  *
+ * Between machines (on the CPU, without masks) the network moves while a rank is in a call of the
+ * group. What it has not taken when a send half ends goes on with the rank's next call; a whole
+ * call, a receive half or a call that fails ends when all that peers need of it reaches them.
+ *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
  * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once;
  * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.

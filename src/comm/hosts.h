@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -59,8 +61,11 @@ class HostMap {
       const int peer = (machines.rank() + i) % num_ranks;
       if (machines.is_near(peer)) peers_.push_back(NearRank(peer));
     }
-    by_host_ = near_;
-    std::ranges::stable_sort(by_host_, {}, [&](NearRank r) { return host_of_[at(r)]; });
+    place_.resize(at(num_ranks));
+    for (std::size_t i = 0; i < near_.size(); ++i) place_[at(near_[i])] = i + 1;
+    by_host_.resize(at(num_ranks));
+    std::iota(by_host_.begin(), by_host_.end(), 0);
+    std::ranges::stable_sort(by_host_, {}, [&](int r) { return host_of_[at(r)]; });
   }
   static HostMap of_names(int rank, int num_ranks, std::span<const std::string> names) {
     return HostMap(Rails(rank, std::vector<int>(at(num_ranks), 0)), names);
@@ -71,6 +76,9 @@ class HostMap {
   int host_of(int rank) const { return host_of_[at(rank)]; }
   // By rank.
   std::span<const int> host_of() const { return host_of_; }
+  // All ranks, also far ones, by ascending host, and on each host by ascending rank: the order of
+  // sums.
+  std::span<const int> by_host() const { return by_host_; }
   // This rank's host.
   int host() const { return host_of(self_); }
   // Tells this map from others; 0 = one host.
@@ -79,15 +87,18 @@ class HostMap {
     return hash_bytes(at(num_hosts_), host_of_.data(), host_of_.size() * sizeof(host_of_[0]));
   }
 
-  bool is_near(int rank) const { return std::ranges::find(near_, rank) != near_.end(); }
+  bool is_near(int rank) const { return place_[at(rank)] != 0; }
+  // None where the rank is far.
+  std::optional<NearRank> find_near(int rank) const {
+    const std::size_t place = place_[at(rank)];
+    return place != 0 ? std::optional(near_[place - 1]) : std::nullopt;
+  }
   bool all_are_near() const { return near_.size() == host_of_.size(); }
 
   // This rank.
   NearRank self() const { return self_; }
   // By ascending rank, this one among them.
   const NearRanks& near() const { return near_; }
-  // Those by ascending host, and on each host by ascending rank: the order of sums.
-  const NearRanks& by_host() const { return by_host_; }
   // All near ranks but this one. The next rank comes first, so that not all ranks begin with the
   // same peer.
   const NearRanks& peers() const { return peers_; }
@@ -105,7 +116,9 @@ class HostMap {
   std::vector<int> host_of_;  // by rank
   int num_hosts_;
   NearRank self_;
-  NearRanks near_, peers_, by_host_;
+  NearRanks near_, peers_;
+  std::vector<std::size_t> place_;  // by rank: in near_, counted from 1; 0 = the rank is far
+  std::vector<int> by_host_;
 };
 
 }  // namespace xd

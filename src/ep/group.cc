@@ -126,9 +126,12 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
              Machines machines)
     : Sequence(std::move(comm)), ranks_(RankSet::all(Sequence::comm().num_ranks())) {
   if (machines == Machines::one) {
-    Sequence::comm().require_all_near("expert parallelism in EXPERT_SLOTS");
+    Sequence::comm().require_all_near("expert parallelism in EXPERT_SLOTS on CUDA devices");
   }
   agree_on_config(config, keeps_of);
+  if (config_.masks_lost_peers) {
+    Sequence::comm().require_all_near("EXPERT_SLOTS with on_peer_loss = XD_EP_PEER_LOSS_MASK");
+  }
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.most_local_experts());

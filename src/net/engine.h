@@ -72,8 +72,8 @@ struct Events {
 //    that the source is free, and that the put needs this rank no longer: it arrives at a peer that
 //    polls, though this rank polls no more, or closes the engine. Whether it has arrived, `sent`
 //    does not say.
-//  - The peer may have to poll until it has reported the put's tag. From then on `sent` comes by this
-//    rank's poll() alone, whatever the peer does.
+//  - The peer may have to poll until it has reported the put's tag. From then on `sent` comes by
+//    this rank's poll() alone, whatever the peer does.
 //  - A put may fail; then its peer is in `failed`, once for all puts towards it, and neither their
 //    arrival nor their `sent` is promised any more. An engine may also never notice that a peer is
 //    gone, so nobody may wait without an end.

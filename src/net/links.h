@@ -96,6 +96,13 @@ class Links final {
   bool is_free(int partner, unsigned slot) const {
     return !partners_.at(at(partner)).sending.at(slot).taken;
   }
+  // Whether the engine needs this rank no longer for the slot's last chunk, if it had one: it
+  // arrives at a partner that polls, though this rank does nothing more. The partner may have to
+  // poll until it has arrived.
+  bool is_sent(int partner, unsigned slot) const {
+    const Sending& sending = partners_.at(at(partner)).sending.at(slot);
+    return !sending.posted || sending.sent;
+  }
   // Sends the first `bytes` of a slot that take() has returned; once.
   void send(const Slot& slot, std::size_t bytes);
 
@@ -115,9 +122,13 @@ class Links final {
   bool poll();
   // As Engine::sleep_on(), for whoever sleeps on more than this.
   int sleep_on();
+  // Some puts wait here, as the engine did not take them: they leave with a later poll().
+  bool holds_back() const { return !outbox_.empty(); }
   // All slots of this rank are free again and the engine holds nothing of it: everything that it
   // has sent was read, and its memory may go once its partners are at rest, too.
   bool at_rest() const { return slots_in_use_ == 0 && empty_unsent_ == 0 && outbox_.empty(); }
+  // Everything that this rank has sent was read.
+  bool all_read() const { return slots_in_use_ == 0; }
   // The first partner that has not read everything; -1 = there is none.
   int first_unread() const;
   // What this rank has sent since the links were made: chunks with their headers, and credits,

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/math.h"
 #include "base/rank_bits.h"
 #include "observe/subject.h"
+#include "turn/far_lane.h"
 #include "turn/host_cells.h"
 #include "turn/peer_masks.h"
 
@@ -33,7 +35,15 @@ class HostLane : public HostCells<Record> {
         operation_(operation),
         masks_(masks),
         records_(at(comm.num_ranks())),
-        held_(place.slots) {}
+        held_(place.slots),
+        others_(this->peers().begin(), this->peers().end()) {}
+
+  // From now on ranks on other machines take part as well, and are never masked. `far` outlives the
+  // lane.
+  void reach(FarLane& far) {
+    far_ = &far;
+    others_.insert(others_.end(), far.ranks().begin(), far.ranks().end());
+  }
 
   // Operations are numbered from 1. Those that have been sent here, and those that have been taken.
   std::uint64_t sent() const { return sent_; }
@@ -46,7 +56,9 @@ class HostLane : public HostCells<Record> {
   // Begins the operation sent(). Returns when every peer has taken the operation whose slot it uses
   // again: from here on this rank may write into that slot of their memory. The lane is not full.
   void begin();
+  // Tells near ranks. The family sends far ones their messages, which have the record.
   void enter(const Record& record);
+  const Record& sent_record() const { return held(sent_).own; }
   // The peers that take part in the operation sent(): those that were not masked when it began, and
   // have not been lost since.
   const RankBits& company() const { return held(sent_).company; }
@@ -62,6 +74,10 @@ class HostLane : public HostCells<Record> {
   // The ranks whose records have come, this one among them, and the records by rank.
   const RankBits& here() const { return here_; }
   const std::vector<Record>& records() const { return records_; }
+  // The entry of a far rank, which its message has brought.
+  void bring_entry(int source, std::uint64_t epoch, const Record& record) const {
+    this->post_entry_of(source, this->self(), epoch, record);
+  }
   // Gives up a rank of here() whose share of the operation does not come.
   void lose(int rank) { here_.remove(rank); }
   // The peers that were to take part and have been lost.
@@ -69,6 +85,9 @@ class HostLane : public HostCells<Record> {
   // Tells every peer that this rank has taken the operation: they may use its slot here again.
   // Waits for nobody.
   void leave();
+  // Returns when this rank's messages of the operation reach far ranks whatever it does next, or
+  // whether it does anything. Not so its credits, which may come with its next call.
+  void rest(std::uint64_t epoch);
   // Takes the operation sent() as soon as those before it have been taken, without its rows.
   void drop_sent() {
     held(sent_).dropped = true;
@@ -86,7 +105,8 @@ class HostLane : public HostCells<Record> {
             .operation = operation_,
             .epoch = epoch,
             .deadline = deadline_,
-            .timeout_ms = masks_.timeout_ms()};
+            .timeout_ms = masks_.timeout_ms(),
+            .progress = far_ != nullptr ? &far_->progress() : nullptr};
   }
   bool has_entered(int peer, std::uint64_t epoch) const {
     return this->entered(peer, epoch) == epoch;
@@ -94,11 +114,16 @@ class HostLane : public HostCells<Record> {
   const Record& record_of(int peer, std::uint64_t epoch) const {
     return this->posted_by(peer, epoch);
   }
-  // True when the peer has entered the operation, false where it has been lost.
-  bool wait_entered(NearRank peer, std::uint64_t epoch) {
-    return masks_.wait(
-        peer, site(XD_PHASE_ENTRY, epoch), [&] { return has_entered(peer, epoch); },
-        [&] { return this->entered(peer, epoch); });
+  // Waits for something that a far rank brings in the operation.
+  template <class Ready>
+  void wait_for_message(int far_rank, std::uint64_t epoch, Ready&& ready) {
+    wait_far(far_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
+  }
+  // True when the rank has entered the operation, false where it has been lost.
+  bool wait_entered(int rank, std::uint64_t epoch) {
+    return wait(
+        rank, site(XD_PHASE_ENTRY, epoch), [&] { return has_entered(rank, epoch); },
+        [&] { return this->entered(rank, epoch); });
   }
 
  private:
@@ -109,6 +134,16 @@ class HostLane : public HostCells<Record> {
     RankBits at_start{};  // the peers that were not masked when it began
     bool dropped = false;
   };
+  // Waits for a near or a far rank; false where it has been lost.
+  template <class Ready, class Seen>
+  bool wait(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
+    if (const auto near = this->comm().hosts().find_near(rank))
+      return masks_.wait(*near, site, ready, seen);
+    wait_far(rank, site, ready, seen);
+    return true;
+  }
+  template <class Ready, class Seen>
+  void wait_far(int rank, HostWait site, Ready&& ready, Seen&& seen);
   Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
   const Held& held(std::uint64_t epoch) const { return held_[slot_of(epoch, this->slots())]; }
   void take_dropped() {
@@ -123,6 +158,8 @@ class HostLane : public HostCells<Record> {
   RankBits here_{};
   Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
   std::uint64_t sent_ = 0, taken_ = 0;
+  std::vector<int> others_;  // all ranks but this one, near ones first
+  FarLane* far_ = nullptr;   // none: all ranks are near
 };
 
 template <class Record>
@@ -143,6 +180,15 @@ void HostLane<Record>::begin() {
         [&] { return this->done_by(peer, sent_); });
     if (free) op.company.add(peer);
   }
+  if (far_ != nullptr) {
+    for (const int rank : far_->ranks()) {
+      op.at_start.add(rank);
+      wait_far(
+          rank, site(XD_PHASE_CREDIT, sent_), [&] { return far_->has_place(rank, sent_); },
+          [&] { return sent_ - this->slots() - 1; });
+      op.company.add(rank);
+    }
+  }
   deadline_ = masks_.deadline();
 }
 
@@ -162,13 +208,13 @@ void HostLane<Record>::await(observe::WaitTimes& times) {
   here_ = {};
   here_.add(this->self());
   records_[at(this->self())] = own_record();
-  for (const NearRank peer : peers()) {
+  for (const int peer : others_) {
     if (!awaited().has(peer)) continue;
-    const bool came = masks_.wait(
+    const bool came = wait(
         peer, site(XD_PHASE_ENTRY, next()),
         [&] {
           const bool here = is_here(peer);
-          times.look(peer, here, peers(), is_here);
+          times.look(peer, here, others_, is_here);
           return here;
         },
         [&] { return this->entered(peer, next()); });
@@ -202,6 +248,36 @@ void HostLane<Record>::leave_one() {
   for (const NearRank peer : peers()) {
     if (company.has(peer) && this->entered(peer, last) >= last) this->comm().ring(peer);
   }
+  if (far_ != nullptr) far_->leave(taken_);
+}
+
+// A rank's goodbye may overtake what it has sent before. That comes all the same, so there is some
+// time for it.
+template <class Record>
+template <class Ready, class Seen>
+void HostLane<Record>::wait_far(int rank, HostWait site, Ready&& ready, Seen&& seen) {
+  constexpr int kBehindGoodbyeMs = 5000;
+  site.needs_all_ranks = true;
+  std::optional<Deadline> patience;
+  const auto is_gone = [&] {
+    if (!patience && this->comm().errors().left(rank))
+      patience = Deadline::after_ms(std::min(kBehindGoodbyeMs, this->comm().timeout_ms()));
+    return patience && patience->passed();
+  };
+  this->comm().wait_for(
+      this->self(), site, [&] { return ready() || is_gone(); }, seen, [rank] { return rank; });
+  if (!ready()) this->comm().throw_lost(rank, site);
+}
+
+template <class Record>
+void HostLane<Record>::rest(std::uint64_t epoch) {
+  if (far_ == nullptr) return;
+  deadline_ = masks_.deadline();
+  HostWait site = this->site(XD_PHASE_DONE, epoch);
+  site.needs_all_ranks = true;
+  this->comm().wait_for(
+      this->self(), site, [&] { return far_->unsent(epoch) < 0; }, [&] { return epoch - 1; },
+      [&] { return far_->unsent(epoch); });
 }
 
 template <class Record>

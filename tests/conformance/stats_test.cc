@@ -153,6 +153,7 @@ TEST(Stats, OfLowLatencyGroupsAreTheSame) {
     const Numbers numbers = numbers_of(rank, group.get());
     EXPECT_GE(numbers.stats.calls[XD_EP_LL_DISPATCH], 1u);
     EXPECT_GE(numbers.stats.calls[XD_EP_LL_COMBINE], 1u);
+    expect_puts_between_machines_alone(rank, numbers.stats);
     expect_the_last_is_late(rank, numbers);
   });
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/interrupt.h"
@@ -110,6 +111,32 @@ TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
   fleet.links[0]->poll();
   EXPECT_TRUE(fleet.links[0]->at_rest());
   EXPECT_TRUE(fleet.links[1]->at_rest());
+}
+
+TEST(Links, AChunkThatIsSentArrivesThoughItsSenderDoesNothingMore) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    net::ChaosConfig chaos;
+    chaos.seed = seed;
+    Fleet fleet(chaos_engines(2, chaos), config_of(1, 64));
+    Links &sender = *fleet.links[0], &receiver = *fleet.links[1];
+    EXPECT_TRUE(sender.is_sent(0, 0));
+    send_text(fleet, "one");
+    EXPECT_FALSE(sender.is_sent(0, 0));
+    for (int i = 0; i < kMany && !sender.is_sent(0, 0); ++i) fleet.links[i % 2]->poll();
+    ASSERT_TRUE(sender.is_sent(0, 0)) << seed;
+    EXPECT_FALSE(sender.holds_back());
+    std::optional<Links::Chunk> chunk;
+    for (int i = 0; i < kMany && !chunk; ++i) {
+      receiver.poll();
+      chunk = receiver.next(0);
+    }
+    ASSERT_TRUE(chunk) << seed;
+    EXPECT_EQ(text_of(chunk->bytes), "one");
+    receiver.give_back(*chunk);
+    for (int i = 0; i < kMany && !sender.at_rest(); ++i) fleet.links[i % 2]->poll();
+    EXPECT_TRUE(sender.at_rest()) << seed;
+    EXPECT_TRUE(sender.is_sent(0, 0));
+  }
 }
 
 TEST(Links, PutsAndTheirBytesAreCountedWithHeadersAndCredits) {

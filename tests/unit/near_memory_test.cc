@@ -62,7 +62,21 @@ TEST(Hosts, RanksThatDeclareSeveralAreAllNear) {
   const HostMap hosts = HostMap::of_names(1, 4, names);
   EXPECT_EQ(numbers(hosts.near()), (std::vector{0, 1, 2, 3}));
   EXPECT_EQ(numbers(hosts.peers()), (std::vector{2, 3, 0}));
-  EXPECT_EQ(numbers(hosts.by_host()), (std::vector{0, 2, 1, 3}));
+  EXPECT_EQ(std::vector(hosts.by_host().begin(), hosts.by_host().end()), (std::vector{0, 2, 1, 3}));
+}
+
+// Ranks 1 and 3 are on another machine, which this rank shares no memory with.
+TEST(Hosts, NearRanksAreThoseOfOneMachineAndTheOrderOfSumsHasAll) {
+  const HostMap hosts(Rails(2, std::vector{0, 1, 0, 1}));
+  EXPECT_FALSE(hosts.all_are_near());
+  EXPECT_EQ(numbers(hosts.near()), (std::vector{0, 2}));
+  for (int rank = 0; rank < 4; ++rank) {
+    const auto near = hosts.find_near(rank);
+    EXPECT_EQ(near.has_value(), rank % 2 == 0);
+    EXPECT_EQ(hosts.is_near(rank), rank % 2 == 0);
+    EXPECT_EQ(near ? int{*near} : rank, rank);
+  }
+  EXPECT_EQ(std::vector(hosts.by_host().begin(), hosts.by_host().end()), (std::vector{0, 2, 1, 3}));
 }
 
 // Names do not matter, and neither does the rank that asks; the partition does.

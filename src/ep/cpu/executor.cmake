@@ -12,6 +12,7 @@ xd_layer(xd_ep_cpu
     ep/cpu/far_sums.cc
     ep/cpu/ll_combine.cc
     ep/cpu/ll_dispatch.cc
+    ep/cpu/ll_far.cc
     ep/cpu/ll_group.cc
     ep/cpu/local.cc
     ep/cpu/lockstep.cc

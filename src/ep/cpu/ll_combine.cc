@@ -3,12 +3,21 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ep/cpu/ll_far.h"
 #include "ep/cpu/transfer.h"
 #include "ep/family.h"
 #include "ep/ll_placement.h"
 #include "ep/plan_check.h"
 
 namespace xd::ep::cpu {
+namespace {
+
+using Part = LlFarLane::Part;
+
+// Where a rank's sums are: behind its weights, if the call has some.
+Part sums_part(bool has_weights) { return has_weights ? Part::sums : Part::entry; }
+
+}  // namespace
 
 // The terms of one sum: rows here and partial sums. A damaged plan may name more than a good one.
 struct LlCombine::Terms {
@@ -94,6 +103,10 @@ void LlCombine::send(bool stage_own) {
   lane.enter(record);
   // The owners of this rank's rows wait for its weights.
   if (send_.topk_weights) lane.ring_peers();
+  if (context_.far != nullptr) {
+    if (send_.topk_weights) send_far_weights();
+    open_far_sums();
+  }
   send_partials();
   context_.group.count_rows(plan_.header().recv_rows, send_.expert_out.row_bytes());
   for (const NearRank peer : lane.peers()) {
@@ -102,6 +115,33 @@ void LlCombine::send(bool stage_own) {
     context_.memory.landed({peer, context_.self(), lane.sent()}).signal(lane.sent());
   }
   lane.ring_peers();
+  if (context_.far != nullptr) send_far_sums();
+}
+
+// A far rank gets those of all tokens, as the record goes to every rank.
+void LlCombine::send_far_weights() const {
+  const std::size_t bytes = at(plan_.tokens()) * at(plan_.topk()) * sizeof(float);
+  for (const int rank : context_.far->ranks()) {
+    std::memcpy(context_.far->open(rank, Part::entry), send_.topk_weights.data, bytes);
+    context_.far->send(rank, Part::entry, at(plan_.tokens()), bytes);
+  }
+}
+
+void LlCombine::open_far_sums() {
+  for (const int rank : context_.far->ranks()) {
+    context_.scratch.listed[at(rank)] = 0;
+    context_.scratch.bodies[at(rank)] =
+        context_.far->open(rank, sums_part(bool{send_.topk_weights}));
+  }
+}
+
+void LlCombine::send_far_sums() const {
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  for (const int rank : context_.far->ranks()) {
+    const std::uint64_t items = context_.scratch.listed[at(rank)];
+    context_.far->send(rank, sums_part(bool{send_.topk_weights}), items,
+                       items * layout.item_bytes());
+  }
 }
 
 void LlCombine::send_weights() const {
@@ -120,10 +160,17 @@ void LlCombine::send_weights() const {
 bool LlCombine::takes_part(int source) {
   Lane& lane = context_.lane;
   if (!lane.company().has(source)) return false;
-  const NearRank peer = context_.group.near()[at(source)];
-  if (!lane.wait_entered(peer, lane.sent())) return false;
-  const LlRecord& theirs = lane.record_of(peer, lane.sent());
-  return turn::difference<Family>(record(), theirs).empty();
+  if (!lane.wait_entered(source, lane.sent())) return false;
+  const LlRecord& theirs = lane.record_of(source, lane.sent());
+  if (!turn::difference<Family>(record(), theirs).empty()) return false;
+  if (is_far(source)) judge_weights(source);
+  return true;
+}
+
+void LlCombine::judge_weights(int source) const {
+  const LlFarMessage& weights = *context_.far->find(source, Part::entry, context_.lane.sent());
+  context_.far->judge(
+      [&] { weights.require_items(at(config().max_tokens), at(plan_.topk()) * sizeof(float)); });
 }
 
 // Where the partial sum of an item goes; null where none goes. May wait for the item's source.
@@ -137,8 +184,24 @@ std::byte* LlCombine::target_of(const LlItem& item) {
                                          : context_.lane.company().has(source_);
   }
   if (!wanted_) return nullptr;
-  return context_.memory.partial(context_.group.near()[at(source_)], context_.lane.sent(),
-                                 item.token(), static_cast<int>(item.place));
+  if (const auto near = context_.group.comm().hosts().find_near(source_)) {
+    return context_.memory.partial(*near, context_.lane.sent(), item.token(),
+                                   static_cast<int>(item.place));
+  }
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const std::uint64_t items = context_.scratch.listed[at(source_)];
+  if (items >= at(config().max_tokens)) return nullptr;
+  return context_.scratch.bodies[at(source_)] + items * layout.item_bytes() + layout.row_at();
+}
+
+// A sum goes where target_of() has said.
+void LlCombine::keep_target(const LlItem& item) {
+  if (!is_far(source_)) return;
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const std::uint64_t number = context_.scratch.listed[at(source_)]++;
+  const auto token = static_cast<std::uint32_t>(item.token());
+  std::memcpy(context_.scratch.bodies[at(source_)] + number * layout.item_bytes(), &token,
+              sizeof(token));
 }
 
 void LlCombine::send_partials() {
@@ -154,6 +217,7 @@ void LlCombine::send_partials() {
       const LlItem& item = plan_.item(i);
       sum.out = target_of(item);
       if (sum.out != nullptr && collect(item, sum.terms) > 0) {
+        keep_target(item);
         ++i;
         return true;
       }
@@ -179,6 +243,12 @@ const float* LlCombine::weights_of(const LlItem& item) const {
   if (item.source() == context_.self()) {
     if (item.token() >= plan_.tokens()) return nullptr;
     return send_.topk_weights.as<float>() + std::int64_t{item.token()} * topk;
+  }
+  if (is_far(item.source())) {
+    const LlFarMessage& theirs =
+        *context_.far->find(item.source(), Part::entry, context_.lane.sent());
+    if (at(item.token()) >= theirs.header.items) return nullptr;
+    return reinterpret_cast<const float*>(theirs.item(at(item.token()), at(topk) * sizeof(float)));
   }
   return context_.memory.weights({context_.self(), item.source(), context_.lane.sent()},
                                  item.token(), topk);
@@ -206,8 +276,10 @@ Setback LlCombine::receive(bool own_staged) {
   Lane& lane = context_.lane;
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
   lane.await(times);
+  if (context_.far != nullptr) await_far_sums();
   if (Setback found = verdict(lane, context_.self())) return found;
   await_partials();
+  if (context_.far != nullptr) read_far_sums();
   sum_tokens();
   return {};
 }
@@ -223,6 +295,30 @@ void LlCombine::await_partials() {
         peer, lane.site(XD_PHASE_ROWS, lane.next()), [&] { return landed.seen() == lane.next(); },
         [&] { return landed.seen(); });
     if (!came) lane.lose(peer);
+  }
+}
+
+// Also where ranks turn out to disagree: what a rank has sent takes place here until it has come.
+void LlCombine::await_far_sums() {
+  Lane& lane = context_.lane;
+  for (const int rank : context_.far->ranks()) {
+    const LlRecord& record = lane.records()[at(rank)];
+    const bool has_weights = (record.flags & kHasWeights) != 0;
+    if (record.call.status != XD_SUCCESS || !has_weights) continue;
+    lane.wait_for_message(rank, lane.next(), [&] {
+      return context_.far->find(rank, Part::sums, lane.next()) != nullptr;
+    });
+  }
+}
+
+void LlCombine::read_far_sums() {
+  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Lane& lane = context_.lane;
+  const Part part = sums_part((lane.own_record().flags & kHasWeights) != 0);
+  for (const int rank : context_.far->ranks()) {
+    context_.scratch.listed[at(rank)] = 0;
+    const LlFarMessage& sums = *context_.far->find(rank, part, lane.next());
+    context_.far->judge([&] { sums.require_items(at(config().max_tokens), layout.item_bytes()); });
   }
 }
 
@@ -251,10 +347,12 @@ bool LlCombine::collect_token(std::int64_t token, Terms& terms) {
   const RankBits& home = plan_.home(token);
   const HostMap& hosts = context_.group.comm().hosts();
   bool weighs = false;
-  for (const NearRank rank : hosts.by_host()) {
+  for (const int rank : hosts.by_host()) {
     if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
     const int before = terms.num_partials;
-    if (int{rank} != context_.self() || own_staged_) {
+    if (is_far(rank)) {
+      add_far_partial(rank, token, terms);
+    } else if (rank != context_.self() || own_staged_) {
       add_partial(home, rank, token, terms);
     } else if (const LlItem* item = own_item(token)) {
       weighs = collect(*item, terms) > 0 && weighted();
@@ -274,12 +372,30 @@ const LlItem* LlCombine::own_item(std::int64_t token) {
 }
 
 // A partial sum is already weighted: 1 changes nothing of it.
-void LlCombine::add_partial(const RankBits& home, NearRank rank, std::int64_t token,
+void LlCombine::add_partial(const RankBits& home, int rank, std::int64_t token,
                             Terms& terms) const {
   const int place = partial_place(rank, home, config());
   if (place >= partial_places(config())) return;
   terms.add(context_.memory.partial(context_.self(), context_.lane.next(), token, place), 1.0f);
   terms.end_partial();
+}
+
+// A far rank's sums are by ascending token, as its plan has the items that it makes them of. A rank
+// whose plan is damaged may have made fewer.
+void LlCombine::add_far_partial(int rank, std::int64_t token, Terms& terms) const {
+  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Part part = sums_part((context_.lane.own_record().flags & kHasWeights) != 0);
+  const LlFarMessage& sums = *context_.far->find(rank, part, context_.lane.next());
+  std::uint64_t& number = context_.scratch.listed[at(rank)];
+  for (; number < sums.header.items; ++number) {
+    const std::byte* const item = sums.item(number, layout.item_bytes());
+    std::uint32_t their_token = 0;
+    std::memcpy(&their_token, item, sizeof(their_token));
+    if (their_token > token) return;
+    if (their_token < token) continue;
+    terms.add(item + layout.row_at(), 1.0f);
+    return terms.end_partial();
+  }
 }
 
 }  // namespace xd::ep::cpu

@@ -4,6 +4,8 @@
 //            rows; then the sum of the rows that this rank holds of each token, to its source
 //   receive  for each token: the sum of its ranks' sums
 //
+// Far ranks get a message with the sums, or one with the weights and another with the sums.
+//
 // A rank tells its peers of the operation, and sends its weights, before it waits for theirs.
 #pragma once
 
@@ -36,16 +38,25 @@ class LlCombine {
   bool weighted() const { return send_.topk_weights || plan_.facts().weighted != 0; }
   LlPlanView open(const PlanBytes& bytes) const;
   void send_weights() const;
+  void send_far_weights() const;
+  void open_far_sums();
+  void send_far_sums() const;
+  void judge_weights(int source) const;
   bool takes_part(int source);
   std::byte* target_of(const LlItem& item);
+  void keep_target(const LlItem& item);
   void send_partials();
   const float* weights_of(const LlItem& item) const;
   int collect(const LlItem& item, Terms& terms) const;
   void await_partials();
+  void await_far_sums();
+  void read_far_sums();
   void sum_tokens();
   bool collect_token(std::int64_t token, Terms& terms);
   const LlItem* own_item(std::int64_t token);
-  void add_partial(const RankBits& home, NearRank rank, std::int64_t token, Terms& terms) const;
+  void add_partial(const RankBits& home, int rank, std::int64_t token, Terms& terms) const;
+  void add_far_partial(int rank, std::int64_t token, Terms& terms) const;
+  bool is_far(int rank) const { return !context_.group.comm().hosts().is_near(rank); }
 
   LlContext context_;
   LlCombineSend send_;

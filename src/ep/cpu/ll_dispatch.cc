@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ep/cpu/ll_far.h"
 #include "ep/family.h"
 #include "ep/ll_placement.h"
 #include "ep/plan.h"
@@ -29,10 +30,12 @@ struct LlDispatch::TokenRoute {
   struct Target {
     int rank;
     LlItem* item;
+    std::byte* row;  // beside the item, where the rank is far
   };
   std::array<Target, kMaxTopk> targets;
   int count = 0;
   RankBits home{};
+  bool has_near_peer = false;
 
   std::span<Target> all() { return {targets.data(), at(count)}; }
   std::span<const Target> all() const { return {targets.data(), at(count)}; }
@@ -44,6 +47,7 @@ void LlDispatch::send(bool stage_own) {
   Lane& lane = context_.lane;
   const Choices choices = read_choices(send_.topk_idx, config(), scratch.choices);
   std::ranges::fill(scratch.listed, 0);
+  if (context_.far != nullptr) open_messages();
   RankBits* const home = scratch.home_of(lane.sent(), config());
   for (std::int64_t t = 0; t < send_.tokens.rows; ++t) {
     const TokenRoute to = route(t, choices.experts.data() + t * choices.topk);
@@ -61,6 +65,31 @@ void LlDispatch::send(bool stage_own) {
   rows::flush();
   lane.enter(record);
   lane.ring_peers();
+  if (context_.far != nullptr) send_messages();
+}
+
+LlFarRows LlDispatch::message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise,
+                                     int topk) const {
+  if (const QuantiseFormat format = quantise_format(quantise)) {
+    const std::uint64_t columns = row_bytes / dtype_bytes(DType::bf16);
+    row_bytes = columns + format.scale_row_bytes(columns);
+  }
+  return {.topk = topk, .row_bytes = row_bytes};
+}
+
+void LlDispatch::open_messages() {
+  for (const int rank : context_.far->ranks()) {
+    context_.scratch.bodies[at(rank)] = context_.far->open(rank, LlFarLane::Part::entry);
+  }
+}
+
+void LlDispatch::send_messages() const {
+  const LlFarRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise,
+                                          static_cast<int>(send_.topk_idx.cols));
+  for (const int rank : context_.far->ranks()) {
+    const std::uint64_t items = context_.scratch.listed[at(rank)];
+    context_.far->send(rank, LlFarLane::Part::entry, items, items * layout.item_bytes());
+  }
 }
 
 // Writes the token's items.
@@ -70,6 +99,7 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
       send_.topk_weights ? send_.topk_weights.as<float>() + token * topk : nullptr;
   const int self = context_.self();
   const RankBits& company = context_.lane.company();
+  const LlFarRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise, topk);
   TokenRoute to;
   for (int k = 0; k < topk; ++k) {
     if (experts[k] == Choices::kNone) continue;
@@ -81,9 +111,16 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
     if (i == to.count) {
       ++to.count;
       to.home.add(place.rank);
-      const LlMemory::Cell cell{context_.group.near()[at(place.rank)], self, context_.lane.sent()};
       const std::uint64_t number = context_.scratch.listed[at(place.rank)]++;
-      target = {place.rank, &context_.memory.item(cell, number, topk)};
+      if (const auto near = context_.group.comm().hosts().find_near(place.rank)) {
+        const LlMemory::Cell cell{*near, self, context_.lane.sent()};
+        target = {place.rank, &context_.memory.item(cell, number, topk), nullptr};
+        to.has_near_peer = to.has_near_peer || place.rank != self;
+      } else {
+        std::byte* const item =
+            context_.scratch.bodies[at(place.rank)] + number * layout.item_bytes();
+        target = {place.rank, reinterpret_cast<LlItem*>(item), item + layout.row_at()};
+      }
       target.item->source_token = LlItem::name(self, token);
       std::fill_n(target.item->rows(), topk, -1);
     }
@@ -96,21 +133,25 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
   return to;
 }
 
+// The row goes into this rank's own memory, where near ranks read it, and beside far ranks' items.
 void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
-  const int self = context_.self();
   const QuantiseFormat format = quantise_format(send_.quantise);
-  const bool only_here = to.count == 1 && to.home.has(self);
-  if (only_here && !own_staged_ && !format) return;
-  const std::uint64_t bytes = send_.tokens.row_bytes();
+  std::uint64_t bytes = send_.tokens.row_bytes();
   const std::byte* row = send_.tokens.data + at(token) * bytes;
-  std::byte* const staged = context_.memory.row(context_.self(), context_.lane.sent(), token);
   if (format) {
     const std::uint64_t columns = at(send_.tokens.cols);
     std::byte* const quantised = context_.scratch.quantised.data();
     rows::quantise_e4m3(format, quantised, quantised + columns, row, columns);
-    rows::copy(staged, quantised, columns + format.scale_row_bytes(columns), kForPeers);
-  } else {
-    rows::copy(staged, row, bytes, kForPeers);
+    row = quantised;
+    bytes = columns + format.scale_row_bytes(columns);
+  }
+  const bool read_here = to.home.has(context_.self()) && (own_staged_ || format);
+  if (to.has_near_peer || read_here) {
+    rows::copy(context_.memory.row(context_.self(), context_.lane.sent(), token), row, bytes,
+               kForPeers);
+  }
+  for (const TokenRoute::Target& target : to.all()) {
+    if (target.row != nullptr) rows::copy(target.row, row, bytes, rows::Store::cached);
   }
 }
 
@@ -141,25 +182,11 @@ void LlDispatch::begin_delivery() { std::ranges::fill(context_.scratch.next, 0);
 // Places a source's rows, and writes its items into the plan; returns how many there are.
 std::int64_t LlDispatch::deliver(int source, std::byte* plan_items) {
   LlScratch& scratch = context_.scratch;
-  const int topk = static_cast<int>(sent_.topk);
   std::uint64_t count = 0;
   std::ranges::copy(scratch.next, scratch.first.begin());
   if (context_.lane.here().has(source)) {
-    const LlMemory::Cell cell = own_cell(source);
-    count = std::min(context_.memory.listed(cell), at(config().max_tokens));
-    for (std::uint64_t i = 0; i < count; ++i) {
-      const LlItem& item = context_.memory.item(cell, i, topk);
-      auto& kept = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
-      const turn::UnjudgedReads reads(config().masks_lost_peers);
-      place_item(item, kept, row_of(source, item));
-    }
-    // A peer that leaves this rank out may have stored other rows there meanwhile.
-    const NearRank peer = context_.group.near()[at(source)];
-    if (peer != context_.self() && !context_.masks.still_in_step(peer)) {
-      zero_rows(plan_items, count);
-      context_.masks.mask(peer);
-      context_.lane.lose(source);
-    }
+    const auto near = context_.group.comm().hosts().find_near(source);
+    count = near ? deliver_near(*near, plan_items) : deliver_far(source, plan_items);
   }
   if (receive_.source_ranges) {
     for (std::size_t e = 0; e < scratch.next.size(); ++e) {
@@ -168,6 +195,51 @@ std::int64_t LlDispatch::deliver(int source, std::byte* plan_items) {
     }
   }
   return static_cast<std::int64_t>(count);
+}
+
+std::uint64_t LlDispatch::deliver_near(NearRank source, std::byte* plan_items) {
+  const int topk = static_cast<int>(sent_.topk);
+  const LlMemory::Cell cell = own_cell(source);
+  const std::uint64_t count = std::min(context_.memory.listed(cell), at(config().max_tokens));
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const LlItem& item = context_.memory.item(cell, i, topk);
+    auto& kept = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
+    const turn::UnjudgedReads reads(config().masks_lost_peers);
+    place_item(item, kept, row_of(source, item));
+  }
+  // A peer that leaves this rank out may have stored other rows there meanwhile.
+  if (source != context_.self() && !context_.masks.still_in_step(source)) {
+    zero_rows(plan_items, count);
+    context_.masks.mask(source);
+    context_.lane.lose(source);
+  }
+  return count;
+}
+
+// The message is here: lane.await() has returned.
+std::uint64_t LlDispatch::deliver_far(int source, std::byte* plan_items) {
+  const LlRecord& record = context_.lane.records()[at(source)];
+  const int topk = static_cast<int>(sent_.topk);
+  const LlFarRows layout =
+      message_layout(sent_.row_bytes, static_cast<xd_ep_quantise>(sent_.quantise), topk);
+  const LlFarMessage& message =
+      *context_.far->find(source, LlFarLane::Part::entry, context_.lane.next());
+  const auto item_at = [&](std::uint64_t i) -> const LlItem& {
+    return *reinterpret_cast<const LlItem*>(message.item(i, layout.item_bytes()));
+  };
+  context_.far->judge([&] {
+    message.require_items(std::min<std::uint64_t>(record.tokens, at(config().max_tokens)),
+                          layout.item_bytes());
+    for (std::uint64_t i = 0; i < message.header.items; ++i) {
+      if (item_at(i).source() != source || at(item_at(i).token()) >= record.tokens)
+        message.refuse("it has a token that its sender has not");
+    }
+  });
+  for (std::uint64_t i = 0; i < message.header.items; ++i) {
+    auto& kept = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
+    place_item(item_at(i), kept, message.item(i, layout.item_bytes()) + layout.row_at());
+  }
+  return message.header.items;
 }
 
 // Copies the row of an item to the next slot of each of its experts.
@@ -220,13 +292,13 @@ void LlDispatch::write_scales(std::int64_t expert, std::int64_t slot,
   for (std::int64_t c = 0; c < out.cols; ++c) write(to + c * step, at(c) * bytes, bytes);
 }
 
-// Where the row of a source's item lies, its scales behind it.
-const std::byte* LlDispatch::row_of(int source, const LlItem& item) const {
+// Where the row of a near source's item lies, its scales behind it.
+const std::byte* LlDispatch::row_of(NearRank source, const LlItem& item) const {
   if (source == context_.self() && !own_staged_ && sent_.quantise == XD_EP_QUANTISE_NONE) {
     return send_.tokens.data + at(item.token()) * send_.tokens.row_bytes();
   }
   const int token = std::min(item.token(), config().max_tokens - 1);  // whatever a peer says
-  return context_.memory.row(context_.group.near()[at(source)], context_.lane.next(), token);
+  return context_.memory.row(source, context_.lane.next(), token);
 }
 
 // Rows of a source that have not come whole.

@@ -1,15 +1,16 @@
 // dispatch of EXPERT_SLOTS on the CPU.
 //
 //   send     for each token: its row into this rank's own memory, and an item to every rank that
-//            holds one of its experts
-//   receive  by source rank, item by item: the row, from the source's memory, to a slot of every
-//            expert that the item names
+//            holds one of its experts; for far ranks both into the message to each
+//   receive  by source rank, item by item: the row, from the source's memory or message, to a slot
+//            of every expert that the item names
 #pragma once
 
 #include <array>
 
 #include "ep/cpu/ll_operation.h"
 #include "ep/cpu/rows.h"
+#include "ep/ll_far_message.h"
 
 namespace xd::ep::cpu {
 
@@ -38,14 +39,20 @@ class LlDispatch {
   LlMemory::Cell own_cell(int source) const {
     return {context_.self(), source, context_.lane.next()};
   }
+  // Of the messages of a call for rows like these.
+  LlFarRows message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise, int topk) const;
   TokenRoute route(std::int64_t token, const std::uint32_t* experts) const;
+  void open_messages();
+  void send_messages() const;
   void send_row(std::int64_t token, const TokenRoute& route) const;
   void begin_delivery();
   std::int64_t deliver(int source, std::byte* plan_items);
+  std::uint64_t deliver_near(NearRank source, std::byte* plan_items);
+  std::uint64_t deliver_far(int source, std::byte* plan_items);
   void place_item(const LlItem& from, LlItem& to, const std::byte* row);
   void zero_rows(const std::byte* plan_items, std::uint64_t count) const;
   void write_scales(std::int64_t expert, std::int64_t slot, const std::byte* scales) const;
-  const std::byte* row_of(int source, const LlItem& item) const;
+  const std::byte* row_of(NearRank source, const LlItem& item) const;
   void write_plan(std::int64_t items) const;
   void write_counts() const;
   Setback report() const;

@@ -5,6 +5,7 @@
 #include "base/float_modes.h"
 #include "ep/cpu/ll_combine.h"
 #include "ep/cpu/ll_dispatch.h"
+#include "ep/cpu/ll_far.h"
 #include "turn/host_calls.h"
 
 namespace xd::ep::cpu {
@@ -13,20 +14,24 @@ namespace {
 class LlGroup final : public Group {
  public:
   LlGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
-      : Group(std::move(comm), config, [](const Config&) { return Keeps{}; }), memory_(*this) {
+      : Group(
+            std::move(comm), config, [](const Config&) { return Keeps{}; }, Machines::several),
+        memory_(*this) {
     subject().counters().measures_waits.set(1);
     subject().counters().counts_rows.set(1);
     this->comm().collective().agree(kCreateGroup, [this] {
       scratch_.reserve(this->config());
       return Collective::Contribution{};
     });
+    if (!this->comm().hosts().all_are_near())
+      far_ = std::make_unique<LlFar>(*this, dispatches_, combines_);
   }
 
   void ll_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream) override {
-    run<LlDispatch>(dispatches_, XD_EP_LL_DISPATCH, args);
+    run<LlDispatch>(LlKind::dispatch, XD_EP_LL_DISPATCH, args);
   }
   void ll_combine(const xd_ep_ll_combine_args* args, xd_stream) override {
-    run<LlCombine>(combines_, XD_EP_LL_COMBINE, args);
+    run<LlCombine>(LlKind::combine, XD_EP_LL_COMBINE, args);
   }
 
   void ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) override;
@@ -49,16 +54,16 @@ class LlGroup final : public Group {
     } catch (...) {
       setback = current_setback();
     }
-    Lane& lane = operation == XD_EP_LL_COMBINE ? combines_ : dispatches_;
-    require_place(lane, operation);
-    fail_send(lane, operation, std::move(setback));
+    const LlKind kind = operation == XD_EP_LL_COMBINE ? LlKind::combine : LlKind::dispatch;
+    require_place(lane_of(kind), operation);
+    fail_send(kind, operation, std::move(setback));
   }
 
  private:
   using Claim = turn::HostCalls<Family>::Claim;
 
   template <class Operation>
-  void run(Lane& lane, xd_ep_operation operation, const typename Operation::Args* args);
+  void run(LlKind kind, xd_ep_operation operation, const typename Operation::Args* args);
   template <class Operation>
   Setback receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args);
 
@@ -67,7 +72,9 @@ class LlGroup final : public Group {
   void require_turn(const Lane& lane, std::int32_t operation, const LlHalves& halves) const;
   [[noreturn]] void refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
                                 std::string text) const;
-  [[noreturn]] void fail_send(Lane& lane, std::int32_t operation, Setback setback);
+  [[noreturn]] void fail_send(LlKind kind, std::int32_t operation, Setback setback);
+  Lane& lane_of(LlKind kind) { return kind == LlKind::combine ? combines_ : dispatches_; }
+  LlFarLane* far_lane(LlKind kind) { return far_ ? &far_->lane(kind) : nullptr; }
   Setback current_setback() const { return turn::current_setback<Family>(rank()); }
 
   Lane make_lane(LlKind kind, xd_ep_operation operation) {
@@ -88,14 +95,16 @@ class LlGroup final : public Group {
   Lane combines_ = make_lane(LlKind::combine, XD_EP_LL_COMBINE);
   turn::HostCalls<Family> calls_{*this, config().fatal_errors};
   std::uint64_t resets_ = 0;
+  std::unique_ptr<LlFar> far_;  // nullptr: all ranks are near. Uses all of the above
 };
 
 // A call does its halves, and throws what it has met. A call that cannot take a turn throws before
 // it tells anybody.
 template <class Operation>
-void LlGroup::run(Lane& lane, xd_ep_operation operation, const typename Operation::Args* args) {
+void LlGroup::run(LlKind kind, xd_ep_operation operation, const typename Operation::Args* args) {
   const StandardFloatModes modes;
   const Claim claim(calls_, operation);
+  Lane& lane = lane_of(kind);
   LlArgs<typename Operation::Args> read;
   Setback setback;
   try {
@@ -105,10 +114,10 @@ void LlGroup::run(Lane& lane, xd_ep_operation operation, const typename Operatio
   }
   if (setback) {  // which halves the caller meant is not known: so it is the whole operation
     require_place(lane, operation);
-    fail_send(lane, operation, std::move(setback));
+    fail_send(kind, operation, std::move(setback));
   }
   require_turn(lane, operation, read.halves);
-  Operation op({*this, memory_, masks_, scratch_, lane});
+  Operation op({*this, memory_, masks_, scratch_, lane, far_lane(kind)});
   if (read.halves.send) {
     try {
       op.check_send(read.args);
@@ -116,14 +125,21 @@ void LlGroup::run(Lane& lane, xd_ep_operation operation, const typename Operatio
     } catch (...) {
       setback = current_setback();
     }
-    if (setback) fail_send(lane, operation, std::move(setback));
+    if (setback) fail_send(kind, operation, std::move(setback));
+    if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, lane.sent() + 1));
     lane.begin();
     op.send(!read.halves.receive);
   }
-  if (!read.halves.receive) return;
+  if (!read.halves.receive) {
+    if (far_) far_->push();
+    return;
+  }
   const std::uint64_t epoch = lane.next();
+  if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, epoch));
   setback = receive(op, lane, read);
   lane.leave();
+  lane.rest(epoch);
+  if (far_) far_->push();
   calls_.settle(setback, operation, epoch);
 }
 
@@ -154,16 +170,20 @@ RankBits LlGroup::gone() const {
 
 // Takes this rank's turn with a failure: its peers learn of it from the record, and there is no
 // receive half.
-void LlGroup::fail_send(Lane& lane, std::int32_t operation, Setback setback) {
+void LlGroup::fail_send(LlKind kind, std::int32_t operation, Setback setback) {
+  Lane& lane = lane_of(kind);
   setback.met_by_all = true;  // peers judge by the record
+  if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, lane.sent() + 1));
   lane.begin();
   LlRecord failed;
   failed.call.status = static_cast<std::uint8_t>(setback.status);
   failed.mask = masks_.masked();
   lane.enter(failed);
   lane.ring_peers();
+  if (far_) far_->lane(kind).send_record();
   const std::uint64_t epoch = lane.sent();
   lane.drop_sent();
+  lane.rest(epoch);
   calls_.settle(setback, operation, epoch);
   fail(XD_ERROR_INTERNAL, "a failed call has no error");
 }
@@ -199,7 +219,7 @@ void LlGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {
   require_masks();
   require_maskable(peer, masked, rank(), config());
   comm().errors().check_usable();
-  const NearRank near_peer = near()[at(peer)];
+  const NearRank near_peer = near()[at(peer)];  // of groups on one machine, where all are near
   if (masked != 0) {
     masks_.mask(near_peer);
   } else {

@@ -20,12 +20,15 @@ using Lane = turn::HostLane<LlRecord>;
 // several times as long as the copy itself takes. rows::flush() comes before the flag.
 constexpr rows::Store kForPeers = rows::Store::streaming;
 
+class LlFarLane;
+
 struct LlContext {
   Group& group;
   LlMemory& memory;
   turn::PeerMasks& masks;
   LlScratch& scratch;
   Lane& lane;
+  LlFarLane* far;  // nullptr: all ranks are near
 
   const Config& config() const { return group.config(); }
   NearRank self() const { return group.self(); }

@@ -1,0 +1,33 @@
+// What a lane on the host needs of ranks on other machines.
+//
+// A far rank's memory has no address here. Each far rank sends this one its part of an operation,
+// with its entry, as a message into memory of this rank; whoever takes the message in stores the
+// entry where a near rank would have stored it (HostLane::bring_entry). The memory of a message is
+// free again when its reader has left the operation.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "comm/comm.h"
+
+namespace xd::turn {
+
+class FarLane {
+ public:
+  virtual const std::vector<int>& ranks() const = 0;  // all far ranks
+  // What brings their messages, and takes this rank's to them.
+  virtual Progress& progress() = 0;
+  // The credit for operation `epoch`: the memory that its messages take in the rank is free.
+  virtual bool has_place(int rank, std::uint64_t epoch) const = 0;
+  // This rank has taken the operation, and reads no message of it any more. Waits for nobody.
+  virtual void leave(std::uint64_t epoch) = 0;
+  // The first rank whose message of the operation may not arrive if this rank does nothing more; -1
+  // = there is none. A rank that waits for its message helps it to arrive.
+  virtual int unsent(std::uint64_t epoch) const = 0;
+
+ protected:
+  ~FarLane() = default;
+};
+
+}  // namespace xd::turn
