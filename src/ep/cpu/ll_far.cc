@@ -122,7 +122,7 @@ LlFar::LlFar(const Group& group, Lane& dispatches, Lane& combines)
               .slot_bytes = longest_ll_message(group.config())}),
       lanes_{LlFarLane(*this, dispatches, LlKind::dispatch),
              LlFarLane(*this, combines, LlKind::combine)} {
-  comm_.collective().agree(kCreateGroup, [this] {
+  comm_.collective().agree(kCreateGroup, [&] {
     partner_of_.resize(at(comm_.num_ranks()), -1);
     for (std::size_t p = 0; p < ranks_.size(); ++p)
       partner_of_[at(ranks_[p])] = static_cast<int>(p);
@@ -133,10 +133,10 @@ LlFar::LlFar(const Group& group, Lane& dispatches, Lane& combines)
         lane.arrived_[part].resize(lane.slots() * ranks_.size());
       }
     }
+    dispatches.reach(lanes_[0]);
+    combines.reach(lanes_[1]);
     return Collective::Contribution{};
   });
-  dispatches.reach(lanes_[0]);
-  combines.reach(lanes_[1]);
 }
 
 // Peers may still be in the last operation, with messages or credits for this rank, so it stays a
