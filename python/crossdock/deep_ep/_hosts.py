@@ -51,13 +51,14 @@ class Hosts:
 
 
 def agree_on_hosts(
-    comm: _core.Comm, exchange: HostExchange, terms: Terms, device: torch.device
+    comm: _core.Comm, exchange: HostExchange, terms: Terms, device: torch.device, shrink: bool
 ) -> Hosts:
     """The hosts of all ranks. Collective if there are several.
 
     Raises:
         Mismatch: the terms contradict one another; on all ranks alike.
-        Unsupported: there are no low-latency operations between machines; on all ranks alike.
+        Unsupported: low-latency operations between machines are on CPUs, and leave out no rank; on
+            all ranks alike.
     """
     rank, apart = comm.rank, comm.near_ranks < comm.num_ranks
     if comm.num_hosts == 1:
@@ -66,11 +67,12 @@ def agree_on_hosts(
     host_of, modes, sizes = zip(*map(_RECORD.unpack, exchange.all_gather(mine)))
     require_equal("Buffer", "low_latency_mode", [bool(mode) for mode in modes], rank)
     require_equal("Buffer", "num_rdma_bytes", sizes, rank)
-    if apart and terms.low_latency_mode:
+    if apart and terms.low_latency_mode and (shrink or device.type != "cpu"):
+        what = "enable_shrink" if shrink else "low_latency_mode"
         raise Unsupported(
-            "Buffer: low_latency_mode = True, expected False, as the ranks are on several machines "
-            f"({comm.near_ranks} of {comm.num_ranks} on this one): low-latency operations need "
-            f"memory that all ranks share (rank {rank})",
+            f"Buffer: {what} = True, expected False, as the ranks are on several machines "
+            f"({comm.near_ranks} of {comm.num_ranks} on this one): low-latency operations between "
+            f"machines are on CPUs, and leave out no rank (rank {rank})",
             status="XD_ERROR_UNSUPPORTED",
             rank=rank,
         )

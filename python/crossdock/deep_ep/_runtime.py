@@ -77,7 +77,7 @@ class Runtime:
         self.slots = SlotGroups(self.home, shrink)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
         try:
-            self.hosts = agree_on_hosts(self._host, self.exchange, terms, device)
+            self.hosts = agree_on_hosts(self._host, self.exchange, terms, device, shrink)
         except CrossdockError:
             self.close()
             raise

@@ -72,13 +72,14 @@ class Buffer(LowLatencyCalls):
         num_rdma_bytes: between machines, about how many bytes of buffers each group has for rows of
             other machines; 0 = as many as the library chooses. Equal on all ranks of several hosts.
         low_latency_mode: whether the low-latency methods may be called; the others may as well, in
-            any order. Equal on all ranks of several hosts, and False if these are machines.
+            any order. Equal on all ranks of several hosts; False on GPUs of several machines.
         num_qps_per_rank: ignored: the library makes one endpoint of its own.
         allow_nvlink_for_low_latency_mode: ignored.
         allow_mnnvl: ignored: ranks share memory if they are on one machine.
         use_fabric: ignored: memory is shared by file descriptors.
         explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
-        enable_shrink: low-latency operations go on when a rank is lost, without it.
+        enable_shrink: low-latency operations go on when a rank is lost, without it; not between
+            machines.
         comm: mpi4py communicator, instead of `group`.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -189,6 +190,12 @@ def halves(me: Rank, case: Case) -> None:
 def test_halves_of_two_batches_interleave() -> None:
     print(f"seed {SEED}")
     run_ranks(3, halves, Case((3, 4, 2), experts=6, topk=2, hidden=16))
+
+
+@pytest.mark.parametrize("body", [everything, halves])
+def test_results_between_machines_are_those_of_one(body: Callable[[Rank, Case], None]) -> None:
+    print(f"seed {SEED}")
+    run_ranks(3, body, Case((3, 4, 2), experts=6, topk=2, hidden=16), apart=True)
 
 
 def fp8(me: Rank, case: Case) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import deep_ep_cases as cases
+import low_latency_cases
 import test_elastic
 import test_errors
 import test_handles
@@ -149,15 +150,25 @@ def test_agreements_between_hosts_cost_what_the_page_says() -> None:
 # ---- Making one ----------------------------------------------------------------------------------
 
 
-def want_low_latency(me: Rank) -> None:
+def run_low_latency(me: Rank) -> None:
+    with low_latency_cases.low_latency_buffer(me) as buffer:
+        for case in (low_latency_cases.plain, low_latency_cases.fp8, low_latency_cases.both_modes):
+            case(buffer, SEED)
+
+
+def test_low_latency_equals_the_reference_between_hosts() -> None:
+    run_ranks(3, run_low_latency, apart=True, timeout=120)
+
+
+def want_ranks_left_out(me: Rank) -> None:
     with cases.process_group(me):
         began = time.monotonic()
         text = (
-            "low_latency_mode = True, expected False, as the ranks are on several machines "
+            "enable_shrink = True, expected False, as the ranks are on several machines "
             rf"\({2 - me.rank // 2} of 3 on this one\).*\(rank {me.rank}\)"
         )
         with pytest.raises(Unsupported, match=text):
-            Buffer(dist.group.WORLD, low_latency_mode=True)
+            Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True)
         assert time.monotonic() - began < SECONDS
         with cases.buffer_of(me) as buffer:
             with pytest.raises(ValueError, match="low_latency_mode: expected True"):
@@ -166,8 +177,8 @@ def want_low_latency(me: Rank) -> None:
             cases.everything(buffer, SEED)
 
 
-def test_low_latency_between_machines_is_refused_by_the_constructor() -> None:
-    run_ranks(3, want_low_latency, apart=True)
+def test_leaving_out_ranks_between_machines_is_refused_by_the_constructor() -> None:
+    run_ranks(3, want_ranks_left_out, apart=True)
 
 
 def want_different_things(me: Rank) -> None:

@@ -135,6 +135,15 @@ def test_every_element_equals_the_reference(dtype):
         run_ranks(4, _eager, dtype, elsewhere)
 
 
+@pytest.mark.parametrize("body", ["_eager", "_halves"])
+def test_results_between_machines_are_those_of_one(body):
+    print(f"seed {SEED}")
+    if body == "_eager":
+        run_ranks(4, _eager, torch.float32, False, apart=True)
+    else:
+        run_ranks(2, _halves, apart=True)
+
+
 def _halves(me: Rank) -> None:
     with xd.init(), torch.no_grad():
         group = make_group(dtype=torch.float32)
