@@ -36,6 +36,11 @@ void require_network() {
   if (xd_feature_available(XD_FEATURE_NETWORK, &reason) == 0) GTEST_SKIP() << reason;
 }
 
+// Low latency between machines is on the CPU.
+void require_low_latency() {
+  if (executor() != "cpu") GTEST_SKIP() << "there is no low latency between machines on devices";
+}
+
 // Kills the process of the victim. The memory that it shared had no name, so none of it can stay
 // behind.
 Clock::time_point kill_victim(Processes& ranks) {
@@ -74,6 +79,7 @@ class KillIn : public testing::TestWithParam<Place> {
  protected:
   void SetUp() override {
     if (GetParam().apart) require_network();
+    if (GetParam().apart && GetParam().program == Program::ll_operation) require_low_latency();
   }
   RankProgram program() const {
     RankProgram result;
@@ -151,8 +157,9 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"combine", Program::operation, XD_EP_COMBINE, XD_COMM_PEER_LOSS_MASK}),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
-constexpr Place between(const char* name, xd_ep_operation operation) {
-  Place place{name, Program::operation, operation};
+constexpr Place between(const char* name, xd_ep_operation operation,
+                        Program program = Program::operation) {
+  Place place{name, program, operation};
   place.apart = true;
   return place;
 }
@@ -161,14 +168,18 @@ INSTANTIATE_TEST_SUITE_P(
     BetweenMachines, KillIn,
     testing::Values(between("prepare", XD_EP_PREPARE), between("dispatch", XD_EP_DISPATCH),
                     between("combine", XD_EP_COMBINE), between("combine_bwd", XD_EP_COMBINE_BWD),
-                    between("dispatch_bwd", XD_EP_DISPATCH_BWD)),
+                    between("dispatch_bwd", XD_EP_DISPATCH_BWD),
+                    between("ll_dispatch", XD_EP_LL_DISPATCH, Program::ll_operation),
+                    between("ll_combine", XD_EP_LL_COMBINE, Program::ll_operation)),
     [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
 
 // Any moment of a step, in microseconds: counts, rows and flags under way.
 class KillAfter : public testing::TestWithParam<std::tuple<Program, int, xd_comm_peer_loss, bool>> {
  protected:
   void SetUp() override {
-    if (std::get<bool>(GetParam())) require_network();
+    if (!std::get<bool>(GetParam())) return;
+    require_network();
+    if (std::get<Program>(GetParam()) == Program::ll_steps) require_low_latency();
   }
 };
 
@@ -194,7 +205,7 @@ INSTANTIATE_TEST_SUITE_P(
                      testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300),
                      testing::Values(XD_COMM_PEER_LOSS_FATAL), testing::Values(false)));
 INSTANTIATE_TEST_SUITE_P(MomentsBetweenMachines, KillAfter,
-                         testing::Combine(testing::Values(Program::steps),
+                         testing::Combine(testing::Values(Program::steps, Program::ll_steps),
                                           testing::Values(0, 900, 3700, 8900, 21100, 52300),
                                           testing::Values(XD_COMM_PEER_LOSS_FATAL),
                                           testing::Values(true)));

@@ -17,7 +17,7 @@ INSTANTIATE_TEST_SUITE_P(, NetFamily, testing::Values(Family::ipv4, Family::ipv6
                            return param.param == Family::ipv4 ? "IPv4" : "IPv6";
                          });
 
-TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForSlotsAndProducts) {
+TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForMasksAndProducts) {
   NetHosts hosts(2);
   Job job(hosts, {0, 0, 1, 1}, GetParam());
   job.all_fine("create");
@@ -29,7 +29,7 @@ TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForSlotsAndProducts) {
   EXPECT_EQ(job.rank(0).ask("import 2"),
             "XD_ERROR_UNSUPPORTED xd_mem_import: handle.rank = 2 is on another machine, whose "
             "memory has no address here [rank 0 of 4]");
-  for (const std::string order : {"slots", "context"}) {
+  for (const std::string order : {"masks", "context"}) {
     for (const std::string& answer : job.all(order)) {
       EXPECT_TRUE(has(answer, "XD_ERROR_UNSUPPORTED")) << answer;
       EXPECT_TRUE(has(answer,
@@ -49,6 +49,15 @@ TEST_P(NetFamily, StepsOfExpertParallelismAreRight) {
   job.all_fine("create");
   job.all_fine("steps 40");
   job.all_fine("steps 3");  // another group, as the first one is gone
+  job.all_fine("destroy");
+}
+
+TEST_P(NetFamily, StepsInSlotsAreRight) {
+  NetHosts hosts(3);
+  Job job(hosts, {0, 0, 1, 2, 2}, GetParam());
+  job.all_fine("create");
+  job.all_fine("slots 20");
+  job.all_fine("slot_groups 3");  // each ends right behind its only step
   job.all_fine("destroy");
 }
 

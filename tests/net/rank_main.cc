@@ -119,7 +119,9 @@ class RankMain {
     if (verb == "info") return info();
     if (verb == "memory") return memory();
     if (verb == "import") return import_of(count);
-    if (verb == "slots") return slots();
+    if (verb == "masks") return masks();
+    if (verb == "slots") return slots(count);
+    if (verb == "slot_groups") return slot_groups(count);
     if (verb == "steps") return steps(count);
     if (verb == "groups") return groups(count);
     if (verb == "held") return held();
@@ -249,7 +251,18 @@ class RankMain {
            " threads, " + std::to_string(shared_bytes()) + " bytes of shared memory";
   }
 
-  std::string slots() {
+  std::string slots(int count) {
+    return make_slot_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
+  }
+
+  std::string slot_groups(int count) {
+    for (int i = 0; i < count; ++i)
+      if (const std::string made = slots(1); made != "fine") return made;
+    return "fine";
+  }
+
+  // A group of a kind that is not there between machines.
+  std::string masks() {
     xd_ep_config config = XD_EP_CONFIG_INIT;
     config.num_ranks = number("WORLD_SIZE", 1);
     config.num_experts = 8 * config.num_ranks;
@@ -257,6 +270,7 @@ class RankMain {
     config.hidden = 64;
     config.max_tokens_per_rank = 8;
     config.layout = XD_EP_EXPERT_SLOTS;
+    config.on_peer_loss = XD_EP_PEER_LOSS_MASK;
     xd_ep_group* made = nullptr;
     const xd_status status = xd_ep_group_create(comm_, &config, &made);
     xd_ep_group_destroy(made);

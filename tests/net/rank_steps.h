@@ -11,4 +11,7 @@ namespace xd::test {
 // Returns "fine", the error of the first call that failed with its text, or what was wrong.
 std::string make_steps(xd_comm* comm, int rank, int num_ranks, int count);
 
+// The same in slots: dispatch in halves, then combine.
+std::string make_slot_steps(xd_comm* comm, int rank, int num_ranks, int count);
+
 }  // namespace xd::test

@@ -114,14 +114,26 @@ TEST_F(NetSteps, ARankKilledWhileAGroupIsMadeIsNamedByAll) {
 // It is in greetings, in steps, or between them.
 TEST_F(NetSteps, ARankKilledAtAnyMomentIsNamedByAll) {
   NetHosts hosts(2);
-  for (const int after_ms : {20, 60, 120, 250}) {
-    Job job(hosts, {0, 0, 1, 1});
-    job.all_fine("create");
-    for (int r = 0; r < 4; ++r) job.rank(r).tell("groups 1000000");
-    sleep_ms(after_ms);
-    job.rank(2).kill();
-    expect_all(job, "XD_ERROR_PEER_LOST", "rank 2 of host", 2);
+  for (const std::string order : {"groups", "slot_groups", "slots"}) {
+    for (const int after_ms : {20, 60, 120, 250}) {
+      Job job(hosts, {0, 0, 1, 1});
+      job.all_fine("create");
+      for (int r = 0; r < 4; ++r) job.rank(r).tell(order + " 1000000");
+      sleep_ms(after_ms);
+      job.rank(2).kill();
+      expect_all(job, "XD_ERROR_PEER_LOST", "rank 2 of host", 2);
+    }
   }
+}
+
+// Messages and credits are lost on their way while ranks are about to go.
+TEST_F(NetSteps, SlotsOverALinkThatLosesPacketsCostTimeAlone) {
+  NetHosts hosts(2);
+  for (int h = 0; h < 2; ++h) hosts.lose(h, 2);
+  Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
+  job.all_fine("create");
+  job.all_fine("slots 10");
+  job.all_fine("slot_groups 3");
 }
 
 // A rank that is at rest closes its engine while packets of its last credits are lost.
@@ -161,8 +173,12 @@ TEST_F(NetSteps, ManyGroupsLeaveNothingBehind) {
   Job job(hosts, {0, 1, 1});
   job.all_fine("create");
   job.all_fine("groups 2");
+  job.all_fine("slot_groups 2");
   const auto before = job.all("held");
-  for (int round = 0; round < (full ? 20 : 2); ++round) job.all_fine("groups 10");
+  for (int round = 0; round < (full ? 20 : 2); ++round) {
+    job.all_fine("groups 10");
+    job.all_fine("slot_groups 25");
+  }
   EXPECT_EQ(job.all("held"), before);
 }
 
