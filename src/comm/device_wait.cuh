@@ -81,7 +81,8 @@ __device__ inline FatalError error_at(const DeviceComm& comm, const KernelWait& 
   error.peer = peer;
   error.group = site.group;
   error.operation = site.operation;
-  error.timeout_ms = comm.timeout_ms;
+  const std::int64_t waited_ms = std::int64_t{site.timeouts} * comm.timeout_ms;
+  error.timeout_ms = static_cast<int>(waited_ms < INT32_MAX ? waited_ms : INT32_MAX);
   error.expected_epoch = site.epoch;
   return error;
 }

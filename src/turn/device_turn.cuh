@@ -34,7 +34,7 @@
 // rank's done flag: all ranks then report a mismatch, and none waits for rows that never come.
 //
 // A fatal error ends every wait on every block; blocks then skip the rest, no done flag is raised,
-// and DeviceControl may stay as it is: the communicator is finished.
+// and DeviceControl may have any state: the communicator is finished.
 //
 // Only the kernel's start says that earlier kernels of the stream have ended, and enter() tells
 // that to the peers. So these kernels must never be launched with programmatic dependent launch,
@@ -162,8 +162,10 @@ class DeviceTurn {
     return true;
   }
 
-  // On the last block that leaves: some block of this launch has not found memory.
+  // On the last block that leaves: some block of this launch has not found memory, or has met a
+  // fatal error.
   __device__ bool some_blank() const { return s_.some_blank != 0; }
+  __device__ bool met_fatal() const { return verdict() == Verdict::fatal || s_.some_fatal != 0; }
   __device__ const Record& own_record() const { return s_.own; }
 
   // The memory that a rank shares for this sequence, at this process' addresses. After begin().
@@ -244,10 +246,11 @@ class DeviceTurn {
   __device__ bool take_record(int peer, const Record& theirs, Take&& take);
   __device__ bool is_last_block(std::uint32_t* counter);
   __device__ void raise_done();
+  template <class Work>
+  __device__ void raise_all_done(Work& work);
   __device__ void note_finder(int peer, std::uint64_t flag) {
     if ((flag & kFoundMissing) != 0) atomicMin(&s_.finder, peer);
   }
-  __device__ bool met_fatal() const { return verdict() == Verdict::fatal || s_.some_fatal != 0; }
   __device__ static bool closes() { return threadIdx.x == blockDim.x - 1; }
   template <class Work>
   __device__ void close(const Work& work);
@@ -406,7 +409,7 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
   if (any_failed(failed)) return false;
   // The status is read before the barrier: a compiler may let all threads read a word that thread 0
   // writes behind it.
-  const bool undisturbed = s_.status == XD_SUCCESS;
+  const bool undisturbed = s_.status == XD_SUCCESS && verdict() != Verdict::fatal;
   const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
   if (threadIdx.x == 0 && undisturbed) {
     if (s_.mismatch != 0) {
@@ -463,7 +466,9 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::wait_all_don
     // The ranks that raise the other flags have raised their own behind them, and these are seen.
 #pragma unroll 1
     for (int peer = thread(); peer < ranks(); peer += static_cast<int>(blockDim.x)) {
-      if (!work.raises_done(peer)) note_finder(peer, ptx::ld_acquire_sys(done_at(rank(), peer)));
+      if (work.raises_done(peer)) continue;
+      const std::uint64_t flag = ptx::ld_acquire_sys(done_at(rank(), peer));
+      if ((flag & ~kFoundMissing) == s_.epoch) note_finder(peer, flag);
     }
     __syncthreads();
   }
@@ -486,9 +491,10 @@ XD_TURN_MEMBER(bool)::wait_arrivals(std::uint32_t n) {
   const std::uint32_t* arrived = &p_.group.control->barrier;
   bool failed = false;
   if (threadIdx.x == 0 && s_.is_last == 0) {
-    // A block that is late waits for a peer, and that wait is meant to run out first.
+    // A block that is late waits for a peer, for two timeouts at most, and that wait is meant to
+    // run out first.
     device::KernelWait blocks = site(XD_PHASE_NONE);
-    blocks.timeouts = 2;
+    blocks.timeouts = 3;
     failed = !device::wait_until(
         p_.group.comm, blocks, -1, [=] { return ptx::ld_acquire_gpu(arrived) >= n * gridDim.x; },
         [] { return std::uint64_t{0}; });

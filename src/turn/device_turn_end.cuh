@@ -41,14 +41,23 @@ XD_TURN_MEMBER(void)::raise_done() {
   }
 }
 
+// The flags that the work raises, and then this rank's own: a rank that sees that one sees the
+// others, whichever thread has raised them.
+template <class Derived, class Family, class Params, class Shared>
+template <class Work>
+__device__ inline void DeviceTurn<Derived, Family, Params, Shared>::raise_all_done(Work& work) {
+  work.before_done();
+  if constexpr (!std::is_same_v<Work, NoWork>) __syncthreads();
+  raise_done();
+  work.after_done();
+}
+
 // All threads of every block call it. The threads that issued bulk stores have waited for them.
 template <class Derived, class Family, class Params, class Shared>
 template <class Work>
 __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave(Work& work) {
   if (!is_last_block(&p_.group.control->left)) return;
-  work.before_done();
-  raise_done();
-  work.after_done();
+  raise_all_done(work);
 }
 
 // All threads of every block call it, after leave() and the work behind that.
@@ -62,9 +71,7 @@ template <class Derived, class Family, class Params, class Shared>
 template <class Work>
 __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::leave_and_end(Work& work) {
   if (!is_last_block(&p_.group.control->left)) return;
-  work.before_done();
-  raise_done();
-  work.after_done();
+  raise_all_done(work);
   close(work);
 }
 

@@ -75,7 +75,7 @@ FarGroup::FarGroup(const Group& group)
         links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
         net::Proxy::Calls{.failed = [this](const Error& error) { give_up(error); },
                           .sent = [this](const net::Links::Sent& sent) { count(sent); },
-                          .is_over = [this] { return comm_.errors().fatal_error() != nullptr; }});
+                          .is_over = [this] { return nobody_waits(); }});
     return Collective::Contribution{};
   });
 }
@@ -158,6 +158,13 @@ void FarGroup::count(const net::Links::Sent& sent) {
   if (counters_ == nullptr) return;
   counters_->net_puts.set(sent.puts);
   counters_->net_bytes.set(sent.bytes);
+}
+
+// What is put now has no reader any more. Not so behind a setback that has finished communicators
+// one by one: others may still be in that operation, and wait for this rank's credits.
+bool FarGroup::nobody_waits() const {
+  const FatalError* error = comm_.errors().fatal_error();
+  return error != nullptr && error->met_by_all == 0;
 }
 
 // On the proxy's thread. An engine may notice first that a partner has ended. Then the watch names

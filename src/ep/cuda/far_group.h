@@ -34,6 +34,7 @@ class FarGroup {
   void allocate(const Config& config);
   void describe(const Config& config);
   void give_up(const Error& error) const;
+  bool nobody_waits() const;
   void count(const net::Links::Sent& sent);
 
   Comm& comm_;

@@ -105,7 +105,7 @@ __device__ inline void FarTurn::send_entry(const Record& own) const {
   __syncthreads();
 }
 
-// The counts lie in every stand-in, as blocks store them word by word.
+// The counts lie in every stand-in, as they are stored word by word.
 __device__ inline void FarTurn::send_counts() const {
   const int words = static_cast<int>(count_layout().size());
   int stand_in = 0;
@@ -227,7 +227,7 @@ __device__ inline bool FarTurn::forward() const {
 }
 
 __device__ inline void FarTurn::raise_done(const std::uint8_t* missing) const {
-  if (turn_.verdict() == Verdict::fatal || device::failed(turn_.group().comm)) return;
+  if (turn_.verdict() == Verdict::fatal) return;
 #pragma unroll 1
   for (int i = thread_in_block(); i < far_.num_sources * far_.num_near; i += threads_per_block()) {
     const int s = i / far_.num_near, owner = far_.near[i % far_.num_near];

@@ -48,10 +48,13 @@ class FarWork {
 
   __device__ void before_done() {
     clear();
+    // Another block may have skipped rows that this one would send.
+    if (turn_.any_failed(turn_.met_fatal())) return;
     const Verdict verdict = turn_.verdict();
     if (verdict == Verdict::go || verdict == Verdict::blank) {
       self().start();
-      if (turn_.any_failed(!do_all())) return;
+      // What a thread refuses ends the work of others by the board alone.
+      if (turn_.any_failed(!do_all() || device::failed(turn_.group().comm))) return;
     }
     far_turn_.raise_done(s_.missing);
   }

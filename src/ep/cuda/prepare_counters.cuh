@@ -41,7 +41,6 @@ class Counters {
         scratch_(params.scratch),
         map_(PrepareScratch::make(experts_, ranks_)) {}
 
-  __device__ int columns() const { return columns_; }
   __device__ int column_of_tokens(int rank) const { return experts_ + rank; }
   __device__ int column_of_choices(int rank) const { return experts_ + ranks_ + rank; }
   __device__ int column_of_bad_ids() const { return columns_; }  // in counts_of() alone

@@ -60,7 +60,6 @@ class Exchange {
     return said(source, layout_.rank(rank));
   }
   __device__ std::uint32_t tokens(int source) const { return said(source, layout_.tokens()); }
-  __device__ std::uint32_t bad_ids(int source) const { return said(source, layout_.bad_ids()); }
 
   // Tokens that the sources before `source` have for a rank: in RANK_MAJOR its first row there.
   // Each takes a load.
