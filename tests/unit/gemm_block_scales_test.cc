@@ -130,6 +130,20 @@ TEST(GemmBlockScales, MakeAProductThatOurKernelsFinish) {
   EXPECT_FALSE(is_plain(call));
 }
 
+TEST(GemmScales, LeaveABiasOfFloat32BesideFp8ToOurKernels) {
+  std::byte some[16]{};
+  ProductCall call{.operation = XD_GEMM_ALL_GATHER};
+  call.bias.given = true;
+  call.bias.data = some;
+  for (const DType type : {DType::bf16, DType::f32}) {
+    call.d.type = call.bias.type = type;
+    call.a.type = call.b.type = DType::e4m3;
+    EXPECT_EQ(is_plain(call), type == DType::bf16);
+    call.a.type = call.b.type = type;
+    EXPECT_TRUE(is_plain(call));
+  }
+}
+
 TEST(GemmBlockScales, OfATokenFollowThoseOfTheTokenBefore) {
   ProductCall call = call_of_blocks();
   EXPECT_EQ(product_pointers(call, 5, nullptr, nullptr).a_scale, nullptr);

@@ -83,6 +83,16 @@ Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitc
 
 bool stores_terms(const ProductCall& call) { return multiplies_into(call, call.wide_type()); }
 
+namespace {
+
+// cuBLASLt adds no bias of float32 to a product of fp8, whatever D is.
+bool adds_bias(const ProductCall& call) {
+  const bool refused = is_fp8(call.a.type) && call.bias.type == DType::f32;
+  return !refused && call.bias.type == call.d.type && is_aligned(call.bias.data);
+}
+
+}  // namespace
+
 // cuBLASLt's GELU is not taken: it has errors of 5e-6, and D is to be rounded from float32's. Nor
 // is its sum with C in 16 bits: some of its kernels round the product before they add C.
 bool is_plain(const ProductCall& call) {
@@ -92,8 +102,7 @@ bool is_plain(const ProductCall& call) {
   return multiplies_into(call, call.d.type) && !call.pre_activation && !call.d_amax &&
          !call.bias_grad && !is_fp8(call.d.type) && !call.has_activation_input() &&
          call.epilogue != XD_GEMM_EPILOGUE_GELU && !(activated && call.d.type == DType::f32) &&
-         (!call.c || call.d.type == DType::f32) &&
-         (!call.bias || (call.bias.type == call.d.type && is_aligned(call.bias.data)));
+         (!call.c || call.d.type == DType::f32) && (!call.bias || adds_bias(call));
 }
 
 bool is_plain_for_cublasmp(const ProductCall& call) {
