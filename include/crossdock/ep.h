@@ -258,7 +258,7 @@ XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, x
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
  * running (on CUDA it waits at most 2 seconds for one that runs all the same, or never gives its
- * memory back; in slots between machines 5 seconds for peers in the last one). NULL is allowed. */
+ * memory back; in slots between machines 6 seconds for peers in the last one). NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {

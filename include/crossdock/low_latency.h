@@ -30,7 +30,9 @@
  * one call of another. Of the two kinds, no two ranks may each receive first what the other sends
  * only afterwards: both would wait. A send half of combine that is given weights receives as well
  * in this sense: it needs those of its peers, and waits for their send halves. Weights that are
- * given to dispatch cost no such wait.
+ * given to dispatch cost no such wait. Between machines a whole call, and a receive half, also
+ * needs its peers to come to a call of this group: a rank must not wait between its halves for a
+ * peer that makes the call whole, in a barrier or another group, say.
  *
  * A rank whose send half (or call) fails tells its peers, and their receive halves report
  * XD_ERROR_MISMATCH; there is then no receive half on this rank. A call whose phase is none, or

@@ -31,6 +31,10 @@ class FarLinks {
     [[maybe_unused]] const net::Engine* engine = engine_.release();
   }
 
+  // Closes nothing, and gives no memory back: messages may be under way to it. For groups that go
+  // while peers are still in an operation, after an error as a rule.
+  void keep_for_good() noexcept;
+
   net::Links& links() { return *links_; }
   const net::Links& links() const { return *links_; }
 

@@ -21,9 +21,11 @@ LlFarMessage LlFarMessage::read(std::span<const std::byte> chunk, int from) {
   if (chunk.size() >= sizeof(header)) std::memcpy(&header, chunk.data(), sizeof(header));
   const bool known = header.kind >= LlFarKind::dispatch && header.kind <= LlFarKind::sums;
   if (!known || header.source != from) {
-    fail(XD_ERROR_INTERNAL, "rank ", from, " has sent a message of ", chunk.size(),
-         " bytes that cannot be: kind ", static_cast<unsigned>(header.kind), " of rank ",
-         header.source);
+    throw Error(XD_ERROR_INTERNAL,
+                error_text("rank ", from, " has sent a message of ", chunk.size(),
+                           " bytes that cannot be: kind ", static_cast<unsigned>(header.kind),
+                           " of rank ", header.source),
+                from);
   }
   message.body = chunk.subspan(sizeof(header));
   return message;
@@ -35,9 +37,11 @@ void LlFarMessage::require_items(std::uint64_t most, std::size_t bytes_each) con
 }
 
 void LlFarMessage::refuse(const char* why) const {
-  fail(XD_ERROR_INTERNAL, "rank ", header.source, " has sent a message that cannot be: ", why,
-       " (kind ", static_cast<unsigned>(header.kind), ", ", header.items, " items in ", body.size(),
-       " bytes, epoch ", header.epoch, ")");
+  throw Error(XD_ERROR_INTERNAL,
+              error_text("rank ", header.source, " has sent a message that cannot be: ", why,
+                         " (kind ", static_cast<unsigned>(header.kind), ", ", header.items,
+                         " items in ", body.size(), " bytes, epoch ", header.epoch, ")"),
+              header.source);
 }
 
 }  // namespace xd::ep

@@ -22,9 +22,9 @@ class FarLane {
   virtual bool has_place(int rank, std::uint64_t epoch) const = 0;
   // This rank has taken the operation, and reads no message of it any more. Waits for nobody.
   virtual void leave(std::uint64_t epoch) = 0;
-  // The first rank whose message of the operation may not arrive if this rank does nothing more; -1
-  // = there is none. A rank that waits for its message helps it to arrive.
-  virtual int unsent(std::uint64_t epoch) const = 0;
+  // Whether the rank's message of the operation arrives also if this rank does nothing more. A rank
+  // that waits for its message helps it to arrive.
+  virtual bool has_sent(int rank, std::uint64_t epoch) const = 0;
 
  protected:
   ~FarLane() = default;

@@ -143,7 +143,9 @@ class HostLane : public HostCells<Record> {
     return true;
   }
   template <class Ready, class Seen>
-  void wait_far(int rank, HostWait site, Ready&& ready, Seen&& seen);
+  void wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
+  template <class Ready, class Seen>
+  bool wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen);
   Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
   const Held& held(std::uint64_t epoch) const { return held_[slot_of(epoch, this->slots())]; }
   void take_dropped() {
@@ -252,10 +254,10 @@ void HostLane<Record>::leave_one() {
 }
 
 // A rank's goodbye may overtake what it has sent before. That comes all the same, so there is some
-// time for it.
+// time for it. False = the rank has left, and that time is over.
 template <class Record>
 template <class Ready, class Seen>
-void HostLane<Record>::wait_far(int rank, HostWait site, Ready&& ready, Seen&& seen) {
+bool HostLane<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
   constexpr int kBehindGoodbyeMs = 5000;
   site.needs_all_ranks = true;
   std::optional<Deadline> patience;
@@ -266,18 +268,25 @@ void HostLane<Record>::wait_far(int rank, HostWait site, Ready&& ready, Seen&& s
   };
   this->comm().wait_for(
       this->self(), site, [&] { return ready() || is_gone(); }, seen, [rank] { return rank; });
-  if (!ready()) this->comm().throw_lost(rank, site);
+  return ready();
+}
+
+template <class Record>
+template <class Ready, class Seen>
+void HostLane<Record>::wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
+  if (!wait_while_here(rank, site, ready, seen)) this->comm().throw_lost(rank, site);
 }
 
 template <class Record>
 void HostLane<Record>::rest(std::uint64_t epoch) {
   if (far_ == nullptr) return;
   deadline_ = masks_.deadline();
-  HostWait site = this->site(XD_PHASE_DONE, epoch);
-  site.needs_all_ranks = true;
-  this->comm().wait_for(
-      this->self(), site, [&] { return far_->unsent(epoch) < 0; }, [&] { return epoch - 1; },
-      [&] { return far_->unsent(epoch); });
+  for (const int rank : far_->ranks()) {
+    // A rank that has left needs nothing any more.
+    wait_while_here(
+        rank, site(XD_PHASE_DONE, epoch), [&] { return far_->has_sent(rank, epoch); },
+        [&] { return epoch - 1; });
+  }
 }
 
 template <class Record>

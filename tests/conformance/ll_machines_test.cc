@@ -103,5 +103,31 @@ TEST_F(LlMachines, ARankMayGoAtOnceBehindAnOperationThatHasFailed) {
   });
 }
 
+// Connections that are closed while megabytes arrive have ended processes.
+TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
+  LlCase c = echo_case(world().num_ranks());
+  c.max_tokens = 512;
+  c.row_units = 1024;  // messages of up to 8 MiB
+  constexpr int kTimeoutMs = 1000;
+  on_every_rank([&](Rank& rank) {
+    Rank there = rank;
+    const Comm comm = rank.another_comm("timeout", std::size_t{1} << 20, kTimeoutMs);
+    there.comm = comm.get();
+    Group group = make_group(there, c, {});
+    Echo batch(there, c, 0);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 0) {
+      ok(batch.dispatch(group.get(), XD_EP_PHASE_SEND));
+    } else {
+      // Whose message is whole has no reason to wait.
+      const xd_status status = batch.dispatch(group.get());
+      EXPECT_TRUE(status == XD_ERROR_TIMEOUT || status == XD_SUCCESS) << xd_last_error();
+    }
+    ok(xd_comm_barrier(rank.comm));
+    group.reset();
+    ok(xd_comm_barrier(rank.comm));
+  });
+}
+
 }  // namespace
 }  // namespace xd::test

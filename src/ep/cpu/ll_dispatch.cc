@@ -21,6 +21,16 @@ void add_number(const Tensor& out, std::int64_t i, std::int64_t value) {
   }
 }
 
+// Each is one of so many, once, or -1.
+bool are_experts(std::span<const std::int32_t> list, std::int32_t experts) {
+  for (std::size_t k = 0; k < list.size(); ++k) {
+    const bool again =
+        std::ranges::find(list.first(k), list[k]) != list.begin() + std::ptrdiff_t(k);
+    if (list[k] < -1 || list[k] >= experts || (list[k] >= 0 && again)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // ---- Send --------------------------------------------------------------------------------------
@@ -230,9 +240,15 @@ std::uint64_t LlDispatch::deliver_far(int source, std::byte* plan_items) {
   context_.far->judge([&] {
     message.require_items(std::min<std::uint64_t>(record.tokens, at(config().max_tokens)),
                           layout.item_bytes());
+    if (record.tokens > at(config().max_tokens))
+      message.refuse("its sender has more tokens than the group allows");
     for (std::uint64_t i = 0; i < message.header.items; ++i) {
-      if (item_at(i).source() != source || at(item_at(i).token()) >= record.tokens)
+      const LlItem& item = item_at(i);
+      const bool ascends = i == 0 || item.token() > item_at(i - 1).token();
+      if (item.source() != source || at(item.token()) >= record.tokens || !ascends)
         message.refuse("it has a token that its sender has not");
+      if (!are_experts({item.rows(), at(topk)}, config().local_experts))
+        message.refuse("it has an expert that this rank has not, or one twice");
     }
   });
   for (std::uint64_t i = 0; i < message.header.items; ++i) {

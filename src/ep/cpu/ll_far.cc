@@ -34,14 +34,12 @@ bool LlFarLane::has_place(int rank, std::uint64_t epoch) const {
   return true;
 }
 
-int LlFarLane::unsent(std::uint64_t epoch) const {
+bool LlFarLane::has_sent(int rank, std::uint64_t epoch) const {
   const net::Links& links = far_.links_.links();
-  for (std::size_t p = 0; p < ranks().size(); ++p) {
-    for (std::size_t part = 0; part < parts(); ++part)
-      if (!links.is_sent(static_cast<int>(p), slot_of(static_cast<Part>(part), epoch)))
-        return ranks()[p];
-  }
-  return -1;
+  for (std::size_t part = 0; part < parts(); ++part)
+    if (!links.is_sent(far_.partner_of(rank), slot_of(static_cast<Part>(part), epoch)))
+      return false;
+  return true;
 }
 
 std::byte* LlFarLane::open(int rank, Part part) {
@@ -87,6 +85,7 @@ const LlFarMessage* LlFarLane::find(int rank, Part part, std::uint64_t epoch) co
 void LlFarLane::take_in(const net::Links::Chunk& chunk, const LlFarMessage& message) {
   const std::uint64_t epoch = message.header.epoch;
   const Part part = message.header.kind == LlFarKind::sums ? Part::sums : Part::entry;
+  if (chunk.slot != slot_of(part, epoch)) message.refuse("its slot is another operation's");
   if (part == Part::entry) ++entries_[at(chunk.partner)];
   if (epoch <= lane_.taken()) return far_.links_.links().give_back(chunk);
   Arrived& place = arrived(static_cast<std::size_t>(part), epoch, chunk.partner);
@@ -143,7 +142,7 @@ LlFar::LlFar(const Group& group, Lane& dispatches, Lane& combines)
 // while: an engine may report a rank that has gone as failed. It stays a moment more for its own
 // credits, which peers may take in much later.
 LlFar::~LlFar() {
-  constexpr int kForPeersMs = 5000, kForCreditsMs = 100;
+  constexpr int kForPeersMs = 5000, kForCreditsMs = 1000;
   if (comm_.errors().in_fork()) {
     links_.leave_behind();
     return;
@@ -152,6 +151,8 @@ LlFar::~LlFar() {
   linger(kForPeersMs,
          [&] { return links.all_read() && lanes_[0].has_all() && lanes_[1].has_all(); });
   linger(kForCreditsMs, [&] { return links.at_rest(); });
+  // libfabric's providers for TCP may crash where they are closed while a long message arrives.
+  if (!links.at_rest() || !lanes_[0].has_all() || !lanes_[1].has_all()) links_.keep_for_good();
 }
 
 template <class Done>

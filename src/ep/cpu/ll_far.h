@@ -37,7 +37,7 @@ class LlFarLane final : public turn::FarLane {
   Progress& progress() override;
   bool has_place(int rank, std::uint64_t epoch) const override;
   void leave(std::uint64_t epoch) override;
-  int unsent(std::uint64_t epoch) const override;
+  bool has_sent(int rank, std::uint64_t epoch) const override;
 
   // ---- The operation that is being sent ----
 
