@@ -32,7 +32,7 @@ std::vector<std::byte> message_of(const LlFarHeader& header, std::size_t body) {
 }
 
 TEST(LlFarMessage, TheLongestHasRoomForAllTokensWithAllTheirChoicesOrWeights) {
-  constexpr std::size_t kTokens = 128, kRow = 2 * 7168;
+  constexpr std::size_t kTokens = 128, kRow = std::size_t{2} * 7168;
   EXPECT_EQ(longest_ll_message(config_of(kTokens, 8, 7168)),
             sizeof(LlFarHeader) + kTokens * (LlFarRows{8, kRow}.item_bytes()));
   // Where rows are short, weights may be longer than they are; they lie in items as well.
