@@ -51,7 +51,7 @@ class SlotStep {
   }
 
   std::string run(xd_ep_group* group, std::vector<std::byte>& plan, std::vector<float>& slots) {
-    const auto rows = static_cast<std::int64_t>(slots.size()) / (2 * kHidden);
+    const auto rows = static_cast<std::int64_t>(slots.size()) / (std::int64_t{2} * kHidden);
     const Array ids(ids_.data(), {kDLInt, 32, 1}, {tokens_, kTopk});
     const Array in(in_.data(), kFloat, {tokens_, kHidden});
     const Array received(slots.data(), kFloat, {2, rows, kHidden});
