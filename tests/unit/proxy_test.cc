@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <iterator>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -232,13 +233,20 @@ int threads_here() {
   return static_cast<int>(std::distance(begin(tasks), end(tasks)));
 }
 
+// A thread that was joined may be listed a moment longer.
+bool come_to(int threads) {
+  const auto deadline = Deadline::after_ms(5000);
+  while (threads_here() != threads && !deadline.passed()) std::this_thread::yield();
+  return threads_here() == threads;
+}
+
 // What was registered before them runs after they have ended.
 TEST(Proxy, EndsWithTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(
       {
         static const int threads = threads_here();
-        std::atexit([] { ::_exit(threads_here() == threads ? 0 : 3); });
+        std::atexit([] { ::_exit(come_to(threads) ? 0 : 3); });
         static const auto* const stations =
             new Stations(net::make_in_process_engines(2), short_slots(1));
         if (threads_here() != threads + static_cast<int>(stations->of_rank.size())) ::_exit(4);
