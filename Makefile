@@ -36,10 +36,10 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
-test:  ## build everything and run the test suite, but for what needs a GPU
+test:  ## build everything, run the tests that need no GPU; FULL=1: also nearly equal launches
 	@tools/setup.sh test torch jax python net frameworks alone
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
-	@$(CTEST) --test-dir $(RELEASE) -LE gpu; code=$$?; \
+	@$(CTEST) --test-dir $(RELEASE) -LE 'gpu$(if $(FULL),,|full)'; code=$$?; \
 	  tests/python/closing-lines.sh $(RELEASE); exit $$code
 	@tests/gpu/left-out.sh $(RELEASE)
 

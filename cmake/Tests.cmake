@@ -68,6 +68,16 @@ function(xd_rank_test name)
   endforeach()
 endfunction()
 
+# xd_full_only(<test>...): launches of which others say nearly the same. `make test` leaves them to
+# `make test FULL=1` and `make sanitize`.
+function(xd_full_only)
+  foreach(test ${ARGN})
+    if(TEST ${test})
+      set_property(TEST ${test} APPEND PROPERTY LABELS full)
+    endif()
+  endforeach()
+endfunction()
+
 # Sets a variable of the caller that has no value yet.
 macro(xd_default variable)
   if(NOT ${variable})
