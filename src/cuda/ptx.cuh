@@ -91,6 +91,14 @@ __device__ inline std::uint32_t add_relaxed_gpu(std::uint32_t* p, std::uint32_t 
   return old;
 }
 
+// Both add to words of which nobody here needs the old value.
+__device__ inline void red_add_relaxed_gpu(std::uint64_t* p, std::uint64_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ inline void red_add_release_gpu(std::uint64_t* p, std::uint64_t v) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 __device__ inline std::uint32_t cas_acq_rel_sys(std::uint32_t* p, std::uint32_t expected,
                                                 std::uint32_t desired) {
   std::uint32_t old;

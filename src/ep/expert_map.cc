@@ -11,8 +11,12 @@ namespace xd::ep {
 
 ExpertTables ExpertTables::even(int experts, int ranks) {
   ExpertTables result;
-  result.map_ = {.experts = experts, .ranks = ranks, .each = experts / ranks};
-  result.most_local_experts_ = experts / ranks;
+  const int each = experts / ranks;
+  result.map_ = {.experts = experts,
+                 .ranks = ranks,
+                 .each = each,
+                 .each_inverse = ((std::uint64_t{1} << 32) + at(each) - 1) / at(each)};
+  result.most_local_experts_ = each;
   return result;
 }
 

@@ -17,6 +17,7 @@ namespace xd::ep {
 struct ExpertMap {
   int experts = 0, ranks = 1;
   int each = 0;                               // experts of every rank, in order; 0 = see the tables
+  std::uint64_t each_inverse = 0;             // 2^32 / each, rounded up
   const std::uint32_t* seats = nullptr;       // [E] seat of each expert
   const std::uint32_t* seat_ranks = nullptr;  // [E+1] rank of each seat, and W
   const std::uint32_t* firsts = nullptr;      // [W+1] first seat of each rank, and E
@@ -27,7 +28,10 @@ struct ExpertMap {
   }
   // For seats up to E, where it is W.
   constexpr int rank_at(int seat) const {
-    return each > 0 ? seat / each : static_cast<int>(seat_ranks[seat]);
+    // A division by a product, which takes a device a tenth of the time; exact while seat * each is
+    // below 2^32.
+    return each > 0 ? static_cast<int>(static_cast<std::uint64_t>(seat) * each_inverse >> 32)
+                    : static_cast<int>(seat_ranks[seat]);
   }
   constexpr int rank_of(int expert) const { return rank_at(seat_of(expert)); }
   // For ranks up to W, where it is E.

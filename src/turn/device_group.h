@@ -10,17 +10,26 @@
 
 namespace xd::turn {
 
+// A launch's mark in DeviceControl::owner: never 0, and more than the number of blocks that may
+// still write when an operation has ended. Launches that overlap have different marks.
+inline constexpr std::uint32_t kLeastMark = 128;
+constexpr std::uint32_t mark_of(std::uint32_t launch) {
+  constexpr std::uint32_t kMarks = UINT32_MAX / kLeastMark;  // the mark behind them would be 0
+  return (launch % kMarks + 1) * kLeastMark;
+}
+
 // Working state of a sequence, in memory of the rank's device that no peer touches. One launch at a
 // time uses it; the last thread block of a launch leaves it ready for the next.
 struct DeviceControl {
   std::uint64_t epoch;  // number of the last operation that has ended
-  // Low half: launch that is running; 0 = none. High half: the epoch's low half. So one atomic
-  // operation claims the sequence and tells which epoch it was claimed at.
+  // Low half: mark of the launch that is running, or the number of blocks that still write though
+  // their operation has ended (DeviceTurn::end_ahead); 0 = none. High half: the epoch's low half.
+  // So one atomic operation claims the sequence and tells which epoch it was claimed at.
   std::uint64_t owner;
   std::uint64_t errors;   // DeviceReport::errors
   std::uint32_t barrier;  // arrivals at the grid barriers of this launch
   std::uint32_t left;     // thread blocks that touch no peer's memory any more
-  std::uint32_t ended;    // thread blocks that are done altogether
+  std::uint32_t ended;    // thread blocks that look at nothing here any more
   std::uint32_t reserved;
 };
 

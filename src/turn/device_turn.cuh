@@ -10,7 +10,8 @@
 //            reports, and moves the epoch on
 //   leave_and_end()  both, where nothing comes between: the blocks are counted once
 //   All three take work for the last block, which it does before and behind the done flags.
-//   end_without_flags()  in the place of both, where nobody waits for done flags of this operation
+//   end_without_flags()  in the place of both, where nobody waits for done flags of this operation;
+//            or in two halves, end_ahead() and written(), with the block's last work between them
 //
 // One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
 //
@@ -134,6 +135,15 @@ class DeviceTurn {
   // Every block, when it is done altogether and has taken all that peers store into this rank's
   // memory: see turn/entry.h. All ranks end such an operation so, or none does.
   __device__ void end_without_flags();
+  // Where there is no setback: every block, behind a barrier of the block, when it has taken all
+  // that peers store and neither waits nor looks at the control block any more. The last block
+  // makes that ready for the next operation; only one thread of each block is busy with it. What a
+  // block writes behind it is for later kernels of the stream.
+  __device__ void end_ahead();
+  // Every block, when it has written that. Until all have been here the sequence stays owned, so
+  // that a kernel that overlaps is BUSY, and the host knows that this one runs. It is not waited
+  // for. All threads of the block.
+  __device__ void written();
 
   // A grid barrier; false after a fatal error. `n`: number of this barrier in the launch, from 1.
   __device__ bool barrier(std::uint32_t n) {
@@ -150,6 +160,7 @@ class DeviceTurn {
   __device__ device::KernelWait site(int phase) const {
     return {phase, p_.group.number, p_.record.call.operation, s_.epoch};
   }
+  __device__ bool has_setback() const { return s_.status != XD_SUCCESS; }  // behind a barrier
   __device__ void set_setback(int status) {  // one thread, before the block's next barrier
     s_.status = status;
     s_.verdict = static_cast<int>(Verdict::nothing);
@@ -244,6 +255,7 @@ class DeviceTurn {
   __device__ Record read_record(int from) const;
   template <class Take>
   __device__ bool take_record(int peer, const Record& theirs, Take&& take);
+  __device__ bool count_block(std::uint32_t* counter);
   __device__ bool is_last_block(std::uint32_t* counter);
   __device__ void raise_done();
   template <class Work>
@@ -281,7 +293,7 @@ XD_TURN_MEMBER(void)::judge_start() {
   // owner changed between their two looks at it.
   const auto owner = static_cast<std::uint32_t>(s_.owner);
   const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
-  if ((owner != 0 && owner != p_.launch) ||
+  if ((owner != 0 && owner != mark_of(p_.launch)) ||
       claimed_at != static_cast<std::uint32_t>(s_.epoch - 1)) {
     device::raise(p_.group.comm, device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
                   device::Spread::everywhere);
@@ -294,7 +306,7 @@ XD_TURN_MEMBER(void)::judge_start() {
 XD_TURN_MEMBER(bool)::begin() {
   const unsigned t = threadIdx.x;
   const unsigned apart = blockDim.x > 64 ? 32 : 1;
-  if (t == 0) s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, p_.launch);
+  if (t == 0) s_.owner = ptx::or_acquire_gpu(&p_.group.control->owner, mark_of(p_.launch));
   if (t == apart) s_.epoch = ptx::ld_relaxed_sys(&p_.group.control->epoch) + 1;
   if (t == 2 * apart) s_.failed = device::failed(p_.group.comm) ? 1 : 0;
   load_table(1, p_.group.areas, ranks(), s_.area);

@@ -10,22 +10,26 @@ namespace xd::turn {
   template <class Derived, class Family, class Params, class Shared> \
   __device__ inline type DeviceTurn<Derived, Family, Params, Shared>
 
-// Counts the block; true on all threads of the last one. Blank blocks and those with a fatal error
-// are counted a second time, in fields of their own, so that the last block knows of them.
-XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
+// Counts the block; true on the last one. Blank blocks and those with a fatal error are counted a
+// second time, in fields of their own, so that the last block knows of them. One thread calls it,
+// behind a barrier of the block.
+XD_TURN_MEMBER(bool)::count_block(std::uint32_t* counter) {
   constexpr std::uint32_t kBlank = 1u << 11, kFatal = 1u << 22;
+  const std::uint32_t blank = verdict() == Verdict::blank ? kBlank : 0;
+  const std::uint32_t fatal = verdict() == Verdict::fatal ? kFatal : 0;
+  const std::uint32_t mine = 1 + blank + fatal;
+  // Release and acquire: the last block sees all that any block has stored before. A block that is
+  // alone has its barrier for that.
+  const std::uint32_t all = gridDim.x > 1 ? ptx::add_acq_rel_gpu(counter, mine) + mine : mine;
+  s_.some_blank = all % kFatal >= kBlank ? 1 : 0;
+  s_.some_fatal = all >= kFatal ? 1 : 0;
+  return all % kBlank == gridDim.x;
+}
+
+// The same for all threads of the block.
+XD_TURN_MEMBER(bool)::is_last_block(std::uint32_t* counter) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const std::uint32_t blank = verdict() == Verdict::blank ? kBlank : 0;
-    const std::uint32_t fatal = verdict() == Verdict::fatal ? kFatal : 0;
-    const std::uint32_t mine = 1 + blank + fatal;
-    // Release and acquire: the last block sees all that any block has stored before. A block that
-    // is alone has its barrier for that.
-    const std::uint32_t all = gridDim.x > 1 ? ptx::add_acq_rel_gpu(counter, mine) + mine : mine;
-    s_.is_last = all % kBlank == gridDim.x ? 1 : 0;
-    s_.some_blank = all % kFatal >= kBlank ? 1 : 0;
-    s_.some_fatal = all >= kFatal ? 1 : 0;
-  }
+  if (threadIdx.x == 0) s_.is_last = count_block(counter) ? 1 : 0;
   __syncthreads();
   return s_.is_last != 0;
 }
@@ -79,6 +83,20 @@ XD_TURN_MEMBER(void)::end_without_flags() {
   if (!is_last_block(&p_.group.control->ended)) return;
   make_ready();
   end_launch(any_failed(met_fatal()));
+}
+
+XD_TURN_MEMBER(void)::end_ahead() {
+  if (!closes() || !count_block(&p_.group.control->ended) || met_fatal()) return;
+  make_ready();
+  // The launch's mark makes way for the number of blocks, some of which may have been through
+  // written() already: the low half is not 0 before all have, whichever comes first.
+  const std::uint64_t claimed_next = (std::uint64_t{1} << 32) - mark_of(p_.launch);
+  ptx::red_add_relaxed_gpu(&p_.group.control->owner, claimed_next + gridDim.x);
+}
+
+XD_TURN_MEMBER(void)::written() {
+  __syncthreads();
+  if (thread() == 0) ptx::red_add_release_gpu(&p_.group.control->owner, ~std::uint64_t{0});
 }
 
 // The lowest rank that this rank's setback is about, as far as it knows that without the records.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/deadline.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
 #include "cuda/memory.h"
@@ -64,8 +65,37 @@ class CudaToy {
     params.number = number;
     params.gate = gate;
     params.speaks_for = speaks_for;
+    launch(params, stream_);
+  }
+  // Enqueues a turn that moves nothing and ends ahead of the gate.
+  void pass_ahead(std::uint64_t* gate) {
+    toy::Params params{};
+    params.group = group_;
+    params.launch = ++launches_;
+    params.record.factor = 1;
+    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
+    params.gate = gate;
+    params.speaks_for = -1;
+    params.ends_ahead = true;
+    launch(params, stream_);
+  }
+  // Enqueues it on another stream, which is a mistake while a turn runs. Waits for it.
+  void overlap() {
+    const cuda::Stream other(kDevice);
+    toy::Params params{};
+    params.group = group_;
+    params.launch = ++launches_;
+    launch(params, other);
+    other.synchronize();
+  }
+  // A copy of DeviceControl::owner, while kernels run.
+  std::uint64_t owner() {
+    const cuda::Stream other(kDevice);
     const cuda::DeviceGuard guard(kDevice);
-    toy::launch(params, stream_.get());
+    XD_CUDA_CHECK(cudaMemcpyAsync(copied_.data(), &group_.control->owner, sizeof(std::uint64_t),
+                                  cudaMemcpyDefault, other.get()));
+    other.synchronize();
+    return *copied_.as<std::uint64_t>();
   }
   void wait() const { stream_.synchronize(); }
 
@@ -82,6 +112,10 @@ class CudaToy {
   toy::Report& report() { return *report_.as<toy::Report>(); }
 
  private:
+  static void launch(const toy::Params& params, const cuda::Stream& stream) {
+    const cuda::DeviceGuard guard(kDevice);
+    toy::launch(params, stream.get());
+  }
   std::byte* mailbox() const { return segments_[at(comm_->rank())]->base() + map_.mailbox; }
   void copy(std::byte* to, const std::byte* from) const {
     const cuda::DeviceGuard guard(kDevice);
@@ -149,6 +183,36 @@ TEST_F(CudaToyTurns, EndWithoutAFlagThatAnotherRankHasRaisedAndHearWhatItSays) {
   EXPECT_EQ(toys_[1]->report().written, 0u);
   EXPECT_EQ(toys_[1]->received(), 4u);
   for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
+}
+
+TEST_F(CudaToyTurns, ThatEndAheadOfTheirLastWorkGoOnInOrder) {
+  const cuda::PinnedBlock gate(kDevice, sizeof(std::uint64_t));
+  std::atomic_ref(*gate.as<std::uint64_t>()).store(1);
+  for (std::uint64_t n = 1; n < 10; ++n) {
+    for (int i = 0; i < 3; ++i) {
+      for (auto& toy : toys_) toy->pass_ahead(gate.as<std::uint64_t>());
+    }
+    for (auto& toy : toys_) toy->wait();
+    for (auto& toy : toys_) EXPECT_EQ(toy->owner(), (4 * n - 1) << 32);
+    expect_passed(n, 3);
+  }
+  for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
+}
+
+TEST_F(CudaToyTurns, OwnTheSequenceUntilTheirLastWorkIsDone) {
+  const cuda::PinnedBlock gate(kDevice, sizeof(std::uint64_t));
+  auto* const word = gate.as<std::uint64_t>();
+  std::atomic_ref(*word).store(0);
+  for (auto& toy : toys_) toy->pass_ahead(word);
+  const auto deadline = Deadline::after_ms(20000);
+  std::uint64_t owner = 0;
+  while ((owner = toys_[0]->owner()) >> 32 != 1) ASSERT_FALSE(deadline.passed());
+  EXPECT_EQ(static_cast<std::uint32_t>(owner), 2u) << "both blocks wait at the gate";
+  toys_[0]->overlap();
+  ASSERT_NE(comms_[0]->errors().fatal_error(), nullptr);
+  EXPECT_EQ(comms_[0]->errors().fatal_error()->status, XD_ERROR_BUSY);
+  std::atomic_ref(*word).store(1);
+  for (auto& toy : toys_) toy->wait();
 }
 
 TEST_F(CudaToyTurns, ThatDisagreeMoveNothingAndAreToldInTheFamilysWords) {

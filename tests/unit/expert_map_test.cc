@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "ep/config.h"
 
 namespace xd::ep {
 namespace {
@@ -72,6 +73,17 @@ TEST(ExpertMap, RanksWithoutExpertsHaveAPlaceInTheOrder) {
   expect_map(tables_of({2, 2, 2}, 5).map(), {2, 2, 2}, 5);
   expect_map(tables_of({4}, 5).map(), {4}, 5);
   expect_map(tables_of({0, 3, 0}, 4).map(), {0, 3, 0}, 4);
+}
+
+// The rank of a seat comes from a product; quotients change at multiples.
+TEST(ExpertMap, FindsTheRankOfEverySeatWhereRanksHoldAsMany) {
+  for (int each = 1; each <= kMaxExperts; ++each) {
+    const ExpertMap map = ExpertTables::even(each, 1).map();
+    for (int seat = each; seat <= kMaxExperts; seat += each) {
+      ASSERT_EQ(map.rank_at(seat), seat / each) << each;
+      ASSERT_EQ(map.rank_at(seat - 1), seat / each - 1) << each;
+    }
+  }
 }
 
 TEST(ExpertMap, ACopyOutlivesTheOriginal) {

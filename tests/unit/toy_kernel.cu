@@ -63,6 +63,11 @@ __global__ void __launch_bounds__(kThreads) pass_kernel(const __grid_constant__ 
     turn.enter();
     turn.await();
   }
+  if (p.ends_ahead && turn.verdict() == turn::Verdict::go) {
+    turn.end_ahead();
+    wait_for_gate(p, turn);
+    return turn.written();
+  }
   if (turn.verdict() == turn::Verdict::go && blockIdx.x == 0 && threadIdx.x == 0) {
     ptx::st_relaxed_sys(shared.next_mailbox, p.number * p.record.factor);
   }

@@ -19,6 +19,8 @@ struct Params : turn::DeviceTurnParams<Group, Record> {
   // A rank whose done flag this rank raises in its own memory in that rank's place, and says that
   // the rank has not found memory; -1 = none.
   int speaks_for;
+  // The kernel moves nothing, and ends its turn in front of the gate.
+  bool ends_ahead;
 };
 
 // Loads the kernel, so that no launch has to wait for kernels that run.

@@ -85,6 +85,7 @@ struct CombineParams {
 // The words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.
 struct PrepareScratch {
   static constexpr int kMaxBlocks = 64;
+  static_assert(kMaxBlocks < turn::kLeastMark);
 
   std::uint64_t block_counts, block_survivors, kept, words;
 

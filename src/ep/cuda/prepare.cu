@@ -15,8 +15,9 @@
 //   4  every warp numbers its tokens' rows, in (token, k) order, and tells every owner its items
 //      (EXPERT_MAJOR with drops: after another count and grid barrier 2). Meanwhile the last block,
 //      which has no tokens if there is another, writes and seals the plan's head (with drops: in 5)
-//   5  done flags; every block copies what it was told into the plan. Where no rank keeps items,
-//      and nothing is dropped, the counts are all that peers store, and there are no done flags
+//   5  done flags; every block copies what it was told into the plan, and comes to the verdict.
+//      Where no rank keeps items, and nothing is dropped, the counts are all that peers store: then
+//      there are no done flags, and the verdict and the end of the turn come before step 4
 //
 // Each step is a class, and its file says which of this memory it touches and which flags it
 // trusts: Choices and Counters step 1, Exchange 2, Zones 3, Numbering 4, PlanWriter the head and 5.
@@ -73,19 +74,27 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     if (good) {
       zones.place();
       if constexpr (kFar) far.set_drops(zones.drops());
+      const bool told_all = !writer.needs_sources();
+      if (told_all) writer.judge();
+      // Then what follows waits for nothing, and looks at nothing of the control block.
+      const bool ends_ahead = told_all && !kFar && !turn.has_setback();
+      if (ends_ahead) turn.end_ahead();
       writer.write_early();
       good = numbering.run();
-    }
-    if (good && !writer.needs_sources()) {
-      writer.finish();
-      if constexpr (kFar) static_cast<void>(far.rest());
-      return turn.end_without_flags();
+      if (good && told_all) {
+        writer.finish();
+        if constexpr (kFar) static_cast<void>(far.rest());
+        return ends_ahead ? turn.written() : turn.end_without_flags();
+      }
     }
     if (good) {
       turn.leave(far);
       good = turn.wait_all_done(far);
     }
-    if (good) writer.finish();
+    if (good) {
+      writer.finish();
+      writer.judge();
+    }
   } else {
     turn.leave(far);
   }

@@ -119,7 +119,7 @@ __device__ inline void Counters::count(const Choices& choices) {
 
 __device__ inline std::uint32_t Counters::sum_of(const std::uint32_t* first_block, int column,
                                                  int blocks) const {
-  constexpr int kAtOnce = 16;
+  constexpr int kAtOnce = 32;
   const std::uint32_t* from = first_block + column;
   std::uint32_t sum = 0;
 #pragma unroll 1
@@ -156,7 +156,7 @@ __device__ inline void Counters::publish(int from, std::uint32_t* to) const {
 #pragma unroll 1
   for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
     std::uint32_t sum = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int w = 0; w < warps_per_block(); ++w) sum += of_warp(w)[c];
     to[c] = sum;
   }
@@ -164,14 +164,22 @@ __device__ inline void Counters::publish(int from, std::uint32_t* to) const {
 
 template <class First>
 __device__ void Counters::open(int from, First&& first) const {
+  constexpr int kAtOnce = 8;
 #pragma unroll 1
   for (int c = thread_in_block() + from; c < columns_; c += threads_per_block()) {
     std::uint64_t next = first(c);
 #pragma unroll 1
-    for (int w = 0; w < warps_per_block(); ++w) {
-      const std::uint32_t count = of_warp(w)[c];
-      of_warp(w)[c] = saturate(next);
-      next += count;
+    for (int first_warp = 0; first_warp < warps_per_block(); first_warp += kAtOnce) {
+      std::uint32_t count[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        count[i] = of_warp(min(first_warp + i, warps_per_block() - 1))[c];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first_warp + i < warps_per_block()) of_warp(first_warp + i)[c] = saturate(next);
+        next += count[i];
+      }
     }
   }
   __syncthreads();

@@ -24,9 +24,9 @@ namespace xd::ep::cuda {
 class Exchange {
  public:
   struct Shared {
-    unsigned long long hash;     // of all counts
-    unsigned long long bad_ids;  // of all ranks
-    int bad_id_rank;             // the lowest that has some; INT32_MAX = none
+    std::uint64_t hash[kMostPrepareWarps];  // the head block: of the counts that each warp has seen
+    unsigned long long bad_ids;             // of all ranks
+    int bad_id_rank;                        // the lowest that has some; INT32_MAX = none
   };
 
   // Takes the shared memory behind the counters.
@@ -75,8 +75,8 @@ class Exchange {
   // Likewise tokens that have rows at a rank.
   __device__ std::uint32_t rank_total(int rank) const { return total_[g_.experts + rank]; }
   __device__ std::uint32_t rank_base(int rank) const { return base_[g_.experts + rank]; }
-  // A hash of all counts.
-  __device__ std::uint64_t hash() const { return s_.hash; }
+  // A hash of all counts, in the head block.
+  __device__ std::uint64_t hash() const { return sum_over_warps(s_.hash); }
   // Bad ids of all ranks, and the lowest rank that has some; INT32_MAX = none.
   __device__ std::uint64_t all_bad_ids() const { return s_.bad_ids; }
   __device__ int bad_id_rank() const { return s_.bad_id_rank; }
@@ -114,7 +114,9 @@ class Exchange {
 };
 
 __device__ inline void Exchange::clear() const {
-  if (thread_in_block() == 0) s_ = {0, 0, INT32_MAX};
+  if (thread_in_block() != 0) return;
+  s_.bad_ids = 0;
+  s_.bad_id_rank = INT32_MAX;
 }
 
 __device__ inline void Exchange::send() const {
@@ -145,17 +147,20 @@ __device__ inline bool Exchange::receive() const {
     return good;
   });
   __syncwarp();
-  add_of_warp(&s_.hash, hash);
+  if (Choices::is_head()) keep_sum_of_warp(s_.hash, hash);
   return good;
 }
 
-// Waits for one word of every rank, and adds them up. False after a fatal error.
+// Waits for one word of every rank, and adds them up; the head block hashes them too. False after a
+// fatal error.
 __device__ inline bool Exchange::receive_word(int word, std::uint64_t& hash) const {
   const bool of_ids = word == static_cast<int>(layout_.bad_ids());
   std::uint64_t total = 0;
   std::uint32_t before = 0;
   const bool good = for_each_count(word, [&](int source, std::uint32_t count) {
-    hash += hash_entry(static_cast<std::uint64_t>(source) * layout_.size() + word, count);
+    if (Choices::is_head()) {
+      hash += hash_entry(static_cast<std::uint64_t>(source) * layout_.size() + word, count);
+    }
     if (of_ids && count != 0) s_.bad_id_rank = min(s_.bad_id_rank, source);
     if (source < g_.rank()) before += count;
     total += count;

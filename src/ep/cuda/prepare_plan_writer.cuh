@@ -1,4 +1,4 @@
-// Step 5 of prepare: the plan except for its codes, the outputs, and the verdict about the
+// Steps 4 and 5 of prepare: the plan except for its codes, the outputs, and the verdict about the
 // operation.
 //
 //   memory                       written by                     read by
@@ -23,9 +23,9 @@ class PlanWriter {
     ListedWord told[kMaxDeviceRanks];  // numbers of items and rows that every source has here
     std::int32_t item_begin[kMaxDeviceRanks + 1];
     std::int32_t row_begin[kMaxDeviceRanks + 1];
-    unsigned long long dropped_rows;  // EXPERT_MAJOR: this rank's
-    unsigned long long checksum;
-    std::uint64_t partial[kMostPrepareWarps];  // for scan_block()
+    unsigned long long dropped_rows;            // EXPERT_MAJOR: this rank's
+    std::uint64_t checksum[kMostPrepareWarps];  // parts of the head's, by warp
+    std::uint64_t partial[kMostPrepareWarps];   // for scan_block()
   };
 
   __device__ PlanWriter(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,
@@ -46,12 +46,14 @@ class PlanWriter {
   __device__ void write_early() const;
   // True if some rank's plan needs more from the sources than their counts: all ranks say the same.
   __device__ bool needs_sources() const { return g_.some_keep_items() || zones_.drops(); }
-  // Writes the rest, when the items of all ranks for this one are there; every block comes to the
-  // same verdict about the operation. All threads call it.
+  // Writes the rest, when the items of all ranks for this one are there. All threads call it.
   __device__ void finish() const;
+  // Comes to the verdict about the operation, which is the same in every block, when zones are
+  // placed and this rank has sent all that others need. All threads call it; it ends with a barrier
+  // of the block.
+  __device__ void judge() const;
 
  private:
-  __device__ static bool is_head() { return blockIdx.x == gridDim.x - 1; }
   template <class Word>
   __device__ Word* part(std::uint64_t offset) const {
     return reinterpret_cast<Word*>(p_.plan + offset);
@@ -71,13 +73,12 @@ class PlanWriter {
   __device__ std::uint64_t pairs_of(int local_expert) const;
   __device__ void write_zones() const;
   __device__ PlanHeader make_header() const;
-  __device__ void write_header() const;
+  __device__ void write_small_parts() const;
   __device__ void seal() const;
   __device__ void report_totals() const;
   __device__ void copy_items() const;
   __device__ std::uint64_t rows_between(int source, int rank, int lane) const;
   __device__ void write_rank_rows() const;
-  __device__ void judge() const;
   __device__ static void write_number(const PrepareParams::Output& out, std::int64_t at,
                                       std::int64_t value) {
     if (out.data == nullptr) return;
@@ -107,20 +108,19 @@ __device__ inline void PlanWriter::invalidate() const {
 __device__ inline void PlanWriter::write_early() const {
   if (zones_.drops()) return;
   if (g_.keeps_items) derive_told();
-  if (is_head()) write_head();
+  if (Choices::is_head()) write_head();
 }
 
 __device__ inline void PlanWriter::finish() const {
   if (zones_.drops()) {
     if (g_.keeps_items) read_told();
-    if (is_head()) write_head();
+    if (Choices::is_head()) write_head();
   }
   if (g_.keeps_items) {
     find_begins();
     copy_items();
   }
   write_rank_rows();
-  judge();
 }
 
 // Without drops, the numbers of items and rows that every source has here follow from its counts.
@@ -165,10 +165,12 @@ __device__ inline void PlanWriter::find_begins() const {
 // ---- The head block ----------------------------------------------------------------------------
 
 __device__ inline void PlanWriter::write_head() const {
-  if (thread_in_block() == 0) s_.dropped_rows = s_.checksum = 0;  // behind write_zones()' barriers
+  if (thread_in_block() == 0) s_.dropped_rows = 0;  // behind the barriers of scan_block()
   if (g_.keeps_items) find_begins();
+  // Its long computation goes on beside the others of this block.
+  if (thread_in_block() == threads_per_block() - 1) header_ = make_header();
   write_zones();
-  write_header();
+  write_small_parts();
   seal();
   report_totals();
 }
@@ -199,7 +201,7 @@ __device__ inline void PlanWriter::write_zones() const {
   };
   const auto padded = [&](int e) { return zones_.padded(rows(e)); };
   std::uint64_t dropped = 0;  // of the experts that this thread looks at
-  scan_block(s_.partial, g_.local_experts, padded, [&](int e, std::uint64_t zone) {
+  const auto write_zone = [&](int e, std::uint64_t zone) {
     const std::uint64_t offset = min(zone, limit);
     offsets[e] = static_cast<std::int32_t>(min(offset, std::uint64_t{INT32_MAX}));
     write_number(p_.offsets, e, static_cast<std::int64_t>(offset));
@@ -210,8 +212,17 @@ __device__ inline void PlanWriter::write_zones() const {
     write_number(p_.padded_counts, e,
                  static_cast<std::int64_t>(min(zone + padded(e), limit) - offset));
     dropped += rows(e) - kept;
-  });
-  add_of_warp(&s_.dropped_rows, dropped);
+  };
+  const std::uint64_t end = zones_.end_of_zones(g_.rank());
+  if (zones_.drops() || end >= kFarRow) {
+    scan_block(s_.partial, g_.local_experts, padded, write_zone);
+    add_of_warp(&s_.dropped_rows, dropped);
+  } else {
+#pragma unroll 1
+    for (int e = thread_in_block(); e <= g_.local_experts; e += threads_per_block()) {
+      write_zone(e, e < g_.local_experts ? zones_.first_row(seat_here(e)) : end);
+    }
+  }
   if (thread_in_block() == 0) {
     write_number(p_.total, 0, static_cast<std::int64_t>(zones_.total(g_.rank())));
   }
@@ -259,8 +270,8 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
           .checksum = 0};
 }
 
-// Writes the header, and the parts that are not large.
-__device__ inline void PlanWriter::write_header() const {
+// Writes the parts that are not large. It ends with a barrier of the block.
+__device__ inline void PlanWriter::write_small_parts() const {
   if (g_.keeps_items) {
     auto* tokens = part<std::int32_t>(map_.tokens);
     auto* begin = part<std::int32_t>(map_.item_begin);
@@ -275,7 +286,6 @@ __device__ inline void PlanWriter::write_header() const {
   for (std::uint64_t i = map_.zones_end + threadIdx.x; i < map_.code; i += threads_per_block()) {
     p_.plan[i] = std::byte{0};
   }
-  if (thread_in_block() == 0) header_ = make_header();
   __syncthreads();
 }
 
@@ -291,9 +301,9 @@ __device__ inline void PlanWriter::seal() const {
     if (i < kHeaderWords) words[i] = header[i];
     if (i != kChecksumWord) sum += hash_entry(i, i < kHeaderWords ? header[i] : words[i]);
   }
-  add_of_warp(&s_.checksum, sum);
+  keep_sum_of_warp(s_.checksum, sum);
   __syncthreads();
-  if (thread_in_block() == 0) words[kChecksumWord] = s_.checksum;
+  if (thread_in_block() == 0) words[kChecksumWord] = sum_over_warps(s_.checksum);
 }
 
 // Writes the group's totals, which its host reads. It writes only totals that have changed: the
@@ -381,9 +391,7 @@ __device__ inline void PlanWriter::write_rank_rows() const {
   }
 }
 
-// Comes to the verdict about the operation, which is the same in every block.
 __device__ inline void PlanWriter::judge() const {
-  __syncthreads();
   if (thread_in_block() == 0) {
     header_.bad_ids = static_cast<std::int64_t>(zones_.bad_ids());
     header_.bad_id_rank = zones_.bad_id_rank();

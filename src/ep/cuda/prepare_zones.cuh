@@ -44,8 +44,12 @@ class Zones {
   __device__ bool drops() const { return s_.drops != 0; }
   // Padded rows that a rank needs.
   __device__ std::uint64_t total(int rank) const { return s_.total[rank]; }
-  // First row of an expert's zone, on its rank.
+  // First row of an expert's zone, on its rank; kFarRow in all zones of a rank that end there or
+  // beyond.
   __device__ std::uint32_t first_row(int seat) const { return first_row_[seat]; }
+  __device__ std::uint64_t end_of_zones(int rank) const {
+    return s_.start[rank + 1] - s_.start[rank];
+  }
   // The lowest such rank; -1 = none.
   __device__ int overflow_rank() const { return or_none(s_.overflow_rank); }
   __device__ int bad_id_rank() const { return or_none(exchange_.bad_id_rank()); }
@@ -62,10 +66,8 @@ class Zones {
     return g_.drop ? capacity_of(rank) : ~std::uint64_t{0};
   }
   __device__ std::uint64_t padded(std::uint64_t rows) const {
-    const auto alignment = static_cast<std::uint32_t>(p_.alignment);
-    const auto few = static_cast<std::uint32_t>(rows);  // a division of 64 bits is a long one
-    const std::uint64_t whole = few == rows ? few / alignment : rows / alignment;
-    return whole * alignment + (whole * alignment < rows ? alignment : 0);
+    const auto below = static_cast<std::uint64_t>(p_.alignment) - 1;  // of a power of two
+    return (rows + below) & ~below;
   }
 
  private:
@@ -106,7 +108,7 @@ __device__ inline void Zones::lay_out() const {
 #pragma unroll 1
   for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
     const int d = p_.experts.rank_at(seat);
-    const bool far = s_.start[d + 1] - s_.start[d] >= kFarRow;
+    const bool far = end_of_zones(d) >= kFarRow;
     first_row_[seat] = far ? kFarRow : first_row_[seat] - static_cast<std::uint32_t>(s_.start[d]);
   }
   __syncthreads();
@@ -115,8 +117,7 @@ __device__ inline void Zones::lay_out() const {
 __device__ inline void Zones::find_overflow() const {
   const int d = thread_in_block();
   if (d < g_.ranks()) {
-    s_.total[d] =
-        g_.layout.row_per_expert ? s_.start[d + 1] - s_.start[d] : exchange_.rank_total(d);
+    s_.total[d] = g_.layout.row_per_expert ? end_of_zones(d) : exchange_.rank_total(d);
     if (s_.total[d] > capacity_of(d)) atomicMin(&s_.overflow_rank, d);
   }
   __syncthreads();

@@ -54,6 +54,20 @@ __device__ Number warp_sum(Number value) {
   return value;
 }
 
+// Two halves of a sum over a block, without additions of 64 bits in shared memory, which wait for
+// one another: every warp keeps the sum of its lanes' values in its word of `sums`, and behind a
+// barrier of the block any thread adds those up. All lanes call the first.
+__device__ inline void keep_sum_of_warp(std::uint64_t* sums, std::uint64_t value) {
+  const std::uint64_t sum = warp_sum(value);
+  if (lane_id() == 0) sums[warp_in_block()] = sum;
+}
+__device__ inline std::uint64_t sum_over_warps(const std::uint64_t* sums) {
+  std::uint64_t sum = 0;
+#pragma unroll 4
+  for (int w = 0; w < warps_per_block(); ++w) sum += sums[w];
+  return sum;
+}
+
 // Adds all lanes' values to a number to which many warps add, in shared or global memory. Additions
 // of 64 bits in shared memory wait for one another, so most warps leave them out. All lanes.
 __device__ inline void add_of_warp(unsigned long long* to, std::uint64_t value) {
