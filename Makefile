@@ -41,7 +41,7 @@ test:  ## build everything, run the tests that need no GPU; FULL=1: also nearly 
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
 	@$(CTEST) --test-dir $(RELEASE) -LE 'gpu$(if $(FULL),,|full)'; code=$$?; \
 	  tests/python/closing-lines.sh $(RELEASE); exit $$code
-	@tests/gpu/left-out.sh $(RELEASE)
+	@tests/gpu/left-out.sh $(RELEASE) $(FULL)
 
 bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 	@tools/setup.sh bench

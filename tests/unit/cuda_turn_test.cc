@@ -56,12 +56,9 @@ class CudaToy {
   // The last two as in toy::Params.
   void pass(std::uint64_t number, std::uint64_t factor, xd_status status, std::uint64_t* gate,
             int speaks_for) {
-    toy::Params params{};
-    params.group = group_;
-    params.launch = ++launches_;
+    toy::Params params = next_params();
     params.record.call.status = static_cast<std::uint8_t>(status);
     params.record.factor = factor;
-    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
     params.number = number;
     params.gate = gate;
     params.speaks_for = speaks_for;
@@ -69,23 +66,15 @@ class CudaToy {
   }
   // Enqueues a turn that moves nothing and ends ahead of the gate.
   void pass_ahead(std::uint64_t* gate) {
-    toy::Params params{};
-    params.group = group_;
-    params.launch = ++launches_;
-    params.record.factor = 1;
-    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
+    toy::Params params = next_params();
     params.gate = gate;
-    params.speaks_for = -1;
     params.ends_ahead = true;
     launch(params, stream_);
   }
   // Enqueues it on another stream, which is a mistake while a turn runs. Waits for it.
   void overlap() {
     const cuda::Stream other(kDevice);
-    toy::Params params{};
-    params.group = group_;
-    params.launch = ++launches_;
-    launch(params, other);
+    launch(next_params(), other);
     other.synchronize();
   }
   // A copy of DeviceControl::owner, while kernels run.
@@ -112,6 +101,15 @@ class CudaToy {
   toy::Report& report() { return *report_.as<toy::Report>(); }
 
  private:
+  toy::Params next_params() {
+    toy::Params params{};
+    params.group = group_;
+    params.launch = ++launches_;
+    params.record.factor = 1;
+    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
+    params.speaks_for = -1;
+    return params;
+  }
   static void launch(const toy::Params& params, const cuda::Stream& stream) {
     const cuda::DeviceGuard guard(kDevice);
     toy::launch(params, stream.get());

@@ -37,6 +37,7 @@ class Choices {
   // The blocks that have tokens. The last block has none, if there is another: it writes the plan's
   // head meanwhile.
   __device__ static int blocks() { return gridDim.x > 1 ? static_cast<int>(gridDim.x) - 1 : 1; }
+  // Whether this block does.
   __device__ static bool is_head() { return blockIdx.x == gridDim.x - 1; }
 
   // Calls body(pick) on all lanes for the choices of the warp's tokens, in order, as many tokens at
