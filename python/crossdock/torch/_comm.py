@@ -22,6 +22,7 @@ from crossdock.errors import Unsupported
 from ._calls import DTYPE_CODES
 from ._launcher import require_no_other_launcher
 from ._pool import SymmetricPool
+from ._weak_group import WeakGroup, empty_meshes, remembered
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +45,8 @@ class Comm:
         rank: this rank.
         num_ranks: number of ranks.
         device: the torch device that this rank computes on.
-        process_group: the torch.distributed group of the same ranks; None without one.
+        process_group: the torch.distributed group of the same ranks; None without one. Reading it
+            raises RuntimeError after ``destroy_process_group``.
         mesh: the DeviceMesh of these ranks over which a layer's experts are sharded; None without a
             process group, and of one rank.
         replicas: the process group of the ranks that hold the same experts, or the same parts of
@@ -56,6 +58,9 @@ class Comm:
         core: the communicator of the extension.
     """
 
+    process_group = WeakGroup()
+    replicas = WeakGroup()
+
     def __init__(
         self,
         core: _core.Comm,
@@ -66,8 +71,8 @@ class Comm:
         self.core = core
         self.device = device
         self.process_group = process_group
-        self.replicas: ProcessGroup | None = None
-        self._mesh = mesh
+        self.replicas = None
+        self._mesh = None if mesh is None else remembered(mesh)
         self.rank: int = core.rank
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
@@ -84,7 +89,8 @@ class Comm:
         if self._mesh is None and self.process_group is not None and self.num_ranks > 1:
             from torch.distributed.device_mesh import DeviceMesh
 
-            self._mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+            mesh = DeviceMesh.from_group(self.process_group, self.device.type)
+            self._mesh = remembered(mesh)
         return self._mesh if self.num_ranks > 1 else None
 
     def empty_symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -200,11 +206,15 @@ def open_comms() -> list[Comm]:
 
 @atexit.register
 def _finish_work() -> None:
-    """Runs before the extension leaves, at exit, what is still open: no operation may run then."""
+    """Runs before the extension leaves, at exit, what is still open: no operation may run then.
+
+    Threads of groups that torch.distributed has destroyed end here, too.
+    """
     for comm in open_comms():
         if comm.device.type == "cuda":
             with suppress(RuntimeError):  # a device that is lost has nothing running
                 torch.cuda.synchronize(comm.device)
+    empty_meshes()
 
 
 def init(

@@ -55,6 +55,72 @@ def test_process_groups():
     run_ranks(4, _process_groups, launch.free_port(), fresh=True)
 
 
+def _threads_of_gloo() -> list[str]:
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+def _destroyed(me: Rank, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=url, rank=me.rank, world_size=me.num_ranks)
+    comm = xd.init()
+    comm.replicas = dist.new_group()
+    comm.barrier()
+    dist.barrier()
+    assert _threads_of_gloo() != []
+    dist.destroy_process_group()
+    assert _threads_of_gloo() == []
+    for read in (lambda: comm.process_group, lambda: comm.replicas):
+        with pytest.raises(RuntimeError, match="expected a process group, got one that has been"):
+            read()
+    comm.replicas = None
+    assert comm.replicas is None
+    comm.close()
+
+
+def test_a_communicator_keeps_no_destroyed_process_group():
+    run_ranks(2, _destroyed, launch.free_port(), fresh=True)
+
+
+# Callbacks at exit run in the opposite order, so this one comes after crossdock's.
+AT_EXIT = """
+import atexit, os, pathlib
+
+@atexit.register
+def show():
+    tasks = pathlib.Path("/proc/self/task").iterdir()
+    names = sorted((task / "comm").read_text().strip() for task in tasks)
+    os.write(1, f"at exit: {[name for name in names if 'gloo' in name]}\\n".encode())
+
+import torch, torch.distributed as dist, crossdock.torch as xd
+dist.init_process_group("gloo")
+xd.init()
+layer = xd.MoELayer(8, ffn=8, num_experts=4, topk=2, max_tokens_per_rank=4)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(4, 8)).hidden.sum().backward()
+xd.average_gradients(layer)
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_layer_keeps_no_destroyed_process_group_beyond_the_exit(tmp_path):
+    # A thread of gloo that lives on may want the interpreter's lock when there is no interpreter
+    # any more, which ends the process by SIGABRT.
+    program = tmp_path / "program.py"
+    program.write_text(AT_EXIT)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["at exit: []"] * 2
+
+
 def _environment(me: Rank) -> None:
     with xd.init(timeout=20.5) as comm:
         assert (comm.rank, comm.num_ranks) == (me.rank, 2)

@@ -49,10 +49,10 @@ def comm_of_group(given: ProcessGroup | DeviceMesh | str | None) -> Comm:
     """The communicator of a process group's ranks. Collective where there is none yet."""
     name = name_of_group(given)
     found = _by_name.get(name)
-    if found is not None and not found.core.closed:
+    if found is not None and not found.core.closed and not Comm.process_group.destroyed(found):
         return found
     for comm in open_comms():
-        group: Any = comm.process_group
+        group: Any = None if Comm.process_group.destroyed(comm) else comm.process_group
         if group is not None and group.group_name == name:
             _by_name[name] = comm
             return comm
