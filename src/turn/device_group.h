@@ -11,7 +11,8 @@
 namespace xd::turn {
 
 // A launch's mark in DeviceControl::owner: never 0, and more than the number of blocks that may
-// still write when an operation has ended. Launches that overlap have different marks.
+// still write when an operation has ended. Launches that overlap have different marks: they come
+// round after 33 million launches of the sequence.
 inline constexpr std::uint32_t kLeastMark = 128;
 constexpr std::uint32_t mark_of(std::uint32_t launch) {
   constexpr std::uint32_t kMarks = UINT32_MAX / kLeastMark;  // the mark behind them would be 0

@@ -290,11 +290,12 @@ XD_TURN_MEMBER(void)::judge_start() {
   bool fatal = s_.failed != 0;
   if (fatal) device::tell_host(p_.group.comm);
   // The launch that runs owns the sequence; blocks of another launch find it busy, also if the
-  // owner changed between their two looks at it.
+  // owner changed between their two looks at it. After a fatal error it may be owned for good.
   const auto owner = static_cast<std::uint32_t>(s_.owner);
   const auto claimed_at = static_cast<std::uint32_t>(s_.owner >> 32);
-  if ((owner != 0 && owner != mark_of(p_.launch)) ||
-      claimed_at != static_cast<std::uint32_t>(s_.epoch - 1)) {
+  const bool busy = (owner != 0 && owner != mark_of(p_.launch)) ||
+                    claimed_at != static_cast<std::uint32_t>(s_.epoch - 1);
+  if (busy && !fatal) {
     device::raise(p_.group.comm, device::error_at(p_.group.comm, here, XD_ERROR_BUSY, rank()),
                   device::Spread::everywhere);
     fatal = true;

@@ -145,11 +145,12 @@ __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::close(const 
 }
 
 // One thread, which mostly is none of those that send and await flags, reports and moves the epoch
-// on.
+// on. After a fatal error the sequence stays owned: blocks of this launch, or of one that it
+// overlaps, may have ended ahead, and still write.
 XD_TURN_MEMBER(void)::end_launch(bool failed) {
-  if (!closes()) return;
+  if (!closes() || failed) return;
   if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
-  if (!failed && s_.status != XD_SUCCESS) close_with_setback();
+  if (s_.status != XD_SUCCESS) close_with_setback();
   // Release, with the fence of make_ready(): the next launch finds the control block ready.
   ptx::st_relaxed_gpu(&p_.group.control->owner, s_.epoch << 32);
 }

@@ -209,6 +209,7 @@ TEST_F(CudaToyTurns, OwnTheSequenceUntilTheirLastWorkIsDone) {
   toys_[0]->overlap();
   ASSERT_NE(comms_[0]->errors().fatal_error(), nullptr);
   EXPECT_EQ(comms_[0]->errors().fatal_error()->status, XD_ERROR_BUSY);
+  EXPECT_NE(static_cast<std::uint32_t>(toys_[0]->owner()), 0u) << "the first launch still writes";
   std::atomic_ref(*word).store(1);
   for (auto& toy : toys_) toy->wait();
 }
