@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import itertools
 import os
 import threading
 import weakref
@@ -33,7 +34,8 @@ __all__ = ["Comm", "default_comm", "empty_symmetric", "init", "open_comms"]
 _GROWTHS_FOR_ONE = 32  # growths of symmetric memory that provide for one group
 
 _default: Comm | None = None
-_made: weakref.WeakSet[Comm] = weakref.WeakSet()
+_made: weakref.WeakValueDictionary[int, Comm] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class Comm:
@@ -45,13 +47,14 @@ class Comm:
         rank: this rank.
         num_ranks: number of ranks.
         device: the torch device that this rank computes on.
-        process_group: the torch.distributed group of the same ranks; None without one. Reading it
-            raises RuntimeError after ``destroy_process_group``.
+        process_group: the torch.distributed group of the same ranks; None without one. It is not
+            kept: when torch.distributed has destroyed it, and nobody else holds it, reading it
+            raises RuntimeError.
         mesh: the DeviceMesh of these ranks over which a layer's experts are sharded; None without a
             process group, and of one rank.
         replicas: the process group of the ranks that hold the same experts, or the same parts of
-            layers of tensor parallelism: what `data_parallel` has been told, or the caller sets;
-            else None.
+            layers of tensor parallelism: what `data_parallel` has been told, or the caller sets,
+            also by a mesh of one dimension; else None. Not kept either.
         pool: where tensors in symmetric memory come from.
         contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
         agreement: the context by which these layers agree on bounds; None before the first.
@@ -81,12 +84,12 @@ class Comm:
         self._growths = 0
         self._groups_provided = 0
         self._missing_bytes = 0
-        _made.add(self)
+        _made[next(_numbers)] = self
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """See the class."""
-        if self._mesh is None and self.process_group is not None and self.num_ranks > 1:
+        if self.num_ranks > 1 and self._mesh is None and self.process_group is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
             mesh = DeviceMesh.from_group(self.process_group, self.device.type)
@@ -200,8 +203,8 @@ class Comm:
 
 
 def open_comms() -> list[Comm]:
-    """The communicators of this process that have not been closed."""
-    return [comm for comm in _made if not comm.core.closed]
+    """The communicators of this process that have not been closed, in the order of their making."""
+    return [comm for comm in _made.values() if not comm.core.closed]
 
 
 @atexit.register

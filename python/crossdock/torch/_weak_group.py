@@ -25,7 +25,11 @@ __all__ = ["WeakGroup", "empty_meshes", "remembered"]
 
 
 class WeakGroup:
-    """An attribute: a group of torch.distributed, or None. It raises once that is destroyed."""
+    """An attribute: a group of torch.distributed, or None.
+
+    It may be set by a DeviceMesh of one dimension. Reading it raises RuntimeError once the group is
+    gone.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name, self._slot = f"{owner.__name__}.{name}", f"_weak_{name}"
@@ -47,13 +51,16 @@ class WeakGroup:
             )
         return group
 
-    def __set__(self, holder: object, group: ProcessGroup | None) -> None:
-        setattr(holder, self._slot, None if group is None else weakref.ref(group))
+    def __set__(self, holder: object, group: ProcessGroup | DeviceMesh | None) -> None:
+        given: Any = group
+        if hasattr(given, "get_group"):
+            given = given.get_group()
+        setattr(holder, self._slot, None if given is None else weakref.ref(given))
 
-    def destroyed(self, holder: object) -> bool:
-        """Whether there was a group, and torch.distributed has destroyed it."""
+    def is_group(self, holder: object, group: ProcessGroup) -> bool:
+        """Whether it is that group; False, too, where it is gone."""
         reference: Any = getattr(holder, self._slot)
-        return reference is not None and reference() is None
+        return reference is not None and reference() is group
 
 
 _meshes: list[weakref.ref[DeviceMesh]] = []

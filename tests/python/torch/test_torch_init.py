@@ -17,6 +17,7 @@ import torch.distributed as dist
 import crossdock.torch as xd
 from crossdock import launch
 from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.torch.tp._groups import comm_of_group
 from support import Rank, run_ranks
 from torch_support import Batch, assert_equal, layer, ragged
 
@@ -76,6 +77,26 @@ def _destroyed(me: Rank, port: int) -> None:
     comm.replicas = None
     assert comm.replicas is None
     comm.close()
+
+
+def _named_again(me: Rank, ports: list[int]) -> None:
+    kept, comms = [], []
+    for port in ports:
+        url = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=url, rank=me.rank, world_size=me.num_ranks)
+        if me.rank == 0:
+            kept.append(dist.group.WORLD)
+        comms.append(comm_of_group(None))
+        assert comm_of_group(None) is comms[-1]
+        comms[-1].barrier()
+        comms[-1].replicas = dist.init_device_mesh("cpu", (me.num_ranks,))
+        assert comms[-1].replicas is dist.group.WORLD
+        dist.destroy_process_group()
+    assert comms[0] is not comms[1]
+
+
+def test_groups_of_one_name_have_communicators_of_their_own():
+    run_ranks(2, _named_again, [launch.free_port(), launch.free_port()], fresh=True)
 
 
 def test_a_communicator_keeps_no_destroyed_process_group():

@@ -48,16 +48,14 @@ def process_group(name: str) -> Any:
 def comm_of_group(given: ProcessGroup | DeviceMesh | str | None) -> Comm:
     """The communicator of a process group's ranks. Collective where there is none yet."""
     name = name_of_group(given)
-    found = _by_name.get(name)
-    if found is not None and not found.core.closed and not Comm.process_group.destroyed(found):
-        return found
-    for comm in open_comms():
-        group: Any = None if Comm.process_group.destroyed(comm) else comm.process_group
-        if group is not None and group.group_name == name:
+    # Groups are compared, as a later one may have the name of one that has been destroyed. All
+    # ranks decide alike, whoever still holds that one.
+    group = process_group(name)
+    for comm in [*filter(None, [_by_name.get(name)]), *open_comms()]:
+        if not comm.core.closed and Comm.process_group.is_group(comm, group):
             _by_name[name] = comm
             return comm
-    comm = init(process_group(name))
-    _by_name[name] = comm
+    _by_name[name] = comm = init(group)
     return comm
 
 
