@@ -31,22 +31,22 @@ Setback setback_of(const Report& report, const Context& context) {
   return {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = report.rank};
 }
 
-using Claim = xd::cuda::KnownMemory::Claim;
+using xd::cuda::KnownMemory;
+using Claim = KnownMemory::Claim;
 Claim claim(const Tensor& tensor) {
   const Tensor::Extent extent = tensor.extent();
   return {tensor.name, extent.first, extent.bytes};
 }
 
-void require_memory(const ProductCall& c, int device) {
-  xd::cuda::KnownMemory::of(device).require(
-      {claim(c.a), claim(c.b), claim(c.d), claim(c.c), claim(c.bias), claim(c.pre_activation),
-       claim(c.bias_grad), claim(c.a_scale), claim(c.b_scale), claim(c.d_scale), claim(c.d_amax),
-       claim(c.gathered), claim(c.gathered_scale)});
+void require_memory(const ProductCall& c, KnownMemory& known) {
+  known.require({claim(c.a), claim(c.b), claim(c.d), claim(c.c), claim(c.bias),
+                 claim(c.pre_activation), claim(c.bias_grad), claim(c.a_scale), claim(c.b_scale),
+                 claim(c.d_scale), claim(c.d_amax), claim(c.gathered), claim(c.gathered_scale)});
 }
 
-void require_memory(const TransferCall& c, int device) {
-  xd::cuda::KnownMemory::of(device).require({claim(c.in), claim(c.out)});
-  if (c.product) require_memory(*c.product, device);
+void require_memory(const TransferCall& c, KnownMemory& known) {
+  known.require({claim(c.in), claim(c.out)});
+  if (c.product) require_memory(*c.product, known);
 }
 
 // What hinders cuBLASMp on a stream; empty if nothing does.
@@ -79,6 +79,7 @@ TunedPiece piece_of(const std::vector<TunedProduct>& all, std::size_t first) {
 
 CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user)
     : Context(owner, user),
+      known_memory_(KnownMemory::of(comm().device().device_id)),
       starts_(at(config().ranks) + 1),
       runner_(
           *this, false, [this](const Report& report) { return setback_of(report, *this); },
@@ -305,7 +306,7 @@ void CudaContext::bulk(const xd_gemm_bulk_args* args, xd_stream stream) {
   run(XD_GEMM_BULK, stream, [&](bool& entered) {
     gather_->join(stream);
     const TransferCall call = read_bulk(args, call_context(starts_));
-    require_memory(call, comm().device().device_id);
+    require_memory(call, known_memory_);
     if (call.product) require_supported(*call.product);
     const EnqueuedTurn turn = next_turn(record_of(call), entered);
     const Transfer work(shop_, call, turn, stream);
@@ -327,7 +328,7 @@ void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream st
   run(XD_GEMM_START_ALL_GATHER, stream, [&](bool& entered) {
     gather_->join(stream);
     const TransferCall call = read_gather(args, call_context(starts_));
-    require_memory(call, comm().device().device_id);
+    require_memory(call, known_memory_);
     const EnqueuedTurn turn = next_turn(record_of(call), entered);
     enqueue(turn, stream, [&] { Transfer(shop_, call, turn, stream).begin(); });
     gather_->begin(stream, *memory_->side);
@@ -432,7 +433,7 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
 }
 
 void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
-  require_memory(call, comm().device().device_id);
+  require_memory(call, known_memory_);
   const Option option = choose(call, is_cublasmp(call.algo) ? obstacle_on(stream) : "");
   if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
   Record record = record_of(call, option.algo);

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "gemm/context.h"
 #include "gemm/cublasmp/attended_engine.h"
@@ -97,6 +98,8 @@ class CudaContext final : public Context {
   }
 
   const Machine machine_{};
+  // Looked up here, since the first look of a process allocates, which no operation may.
+  xd::cuda::KnownMemory& known_memory_;
   std::unique_ptr<Memory> memory_ = std::make_unique<Memory>();
   Workshop shop_;
   std::vector<std::int64_t> starts_;
