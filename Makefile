@@ -4,15 +4,18 @@
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Not under sanitizers: the build that people run, and the Python package beside it. WERROR=ON turns
-# its warnings into errors, as make check always does.
+# its warnings into errors, as make check always does. CUDA=ON builds the CUDA executor also where no
+# device is.
 RELEASE := build/release
+WARNINGS = $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
 RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python \
-  $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
+  -DCROSSDOCK_CUDA=$(or $(CUDA),AUTO) $(WARNINGS)
 
 # The wheel, built elsewhere from the same sources, finds its objects in the compiler's cache, and
 # so does another clone.
 export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench bench-net docs wheel gpu-test gpu-bench gpu-package format check \
@@ -21,12 +24,15 @@ export CCACHE_BASEDIR := $(CURDIR)
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# What .ci/run tells the times of (tools/part.sh).
+PART := tools/part.sh
+
 # $(call build,<folder>,<CMake options>,<targets, or nothing for all>)
 define build
 	@mkdir -p $(1)
 	@cmake -S . -B $(1) -G Ninja $(2) >$(1)/configure.log 2>&1 || { cat $(1)/configure.log; exit 1; }
-	@grep -E ' not found: |: not built ' $(1)/configure.log || true
-	@cmake --build $(1) -j $(JOBS) $(if $(3),--target $(3))
+	@grep -E ' not found: | found: the CUDA |: not built ' $(1)/configure.log || true
+	@$(PART) $(notdir $(1)) cmake --build $(1) -j $(JOBS) $(if $(3),--target $(3))
 endef
 
 demo:  ## train a language model with its experts on 4 ranks, beside one process; demo/loss.png
@@ -37,9 +43,10 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
 
 test:  ## build everything, run the tests that need no GPU; FULL=1: also nearly equal launches
-	@tools/setup.sh test torch jax python net frameworks alone
+	@$(PART) setup tools/setup.sh test torch jax python net frameworks alone
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
-	@$(CTEST) --test-dir $(RELEASE) -LE 'gpu$(if $(FULL),,|full)'; code=$$?; \
+	@$(PART) tests $(CTEST) --test-dir $(RELEASE) -O $(CURDIR)/$(RELEASE)/tests.log \
+	  -LE 'gpu$(if $(FULL),,|full)'; code=$$?; \
 	  tests/python/closing-lines.sh $(RELEASE); exit $$code
 	@tests/gpu/left-out.sh $(RELEASE) $(FULL)
 
@@ -82,10 +89,6 @@ gpu-package:  ## stage what those two run in build/gpu-package, to be carried to
 	$(call build,$(GPU),$(GPU_OPTIONS),gpu-tests crossdock-bench crossdock-run)
 	@tests/gpu/package.py $(GPU) $(GPU_PACKAGE)
 
-# The build with clang-tidy beside the compiler: what has not changed is not looked at again.
-CLANG_TIDY := $(CURDIR)/.venv/bin/clang-tidy
-TIDY := -DCROSSDOCK_WERROR=ON \
-  $(foreach language,C CXX,-DCMAKE_$(language)_CLANG_TIDY="$(CLANG_TIDY);--quiet")
 FORMATTED = $(shell find include src python tests bench examples tools -name '*.h' -o -name '*.c' \
   -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
@@ -95,25 +98,26 @@ format:  ## format all C, C++ and Python files in place
 	@.venv/bin/ruff check --quiet --fix-only .
 	@.venv/bin/ruff format --quiet .
 
+check: WERROR := ON
 check:  ## format, lint, types, include directions, lengths, headers, exported symbols
-	@tools/setup.sh check check torch jax python
+	@$(PART) setup tools/setup.sh check check torch jax python
 	@tools/check/subjects.sh
-	@.venv/bin/clang-format --dry-run -Werror $(FORMATTED)
+	@$(PART) format .venv/bin/clang-format --dry-run -Werror $(FORMATTED)
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/ruff format --check --quiet .
 	@.venv/bin/shellcheck .ci/run $(shell find bench tools tests -name '*.sh')
-	@.venv/bin/mypy
-	$(call build,build/tidy,$(TIDY))
-	@.venv/bin/python tools/check/kernels.py $(CLANG_TIDY) build/tidy
-	@$(CTEST) --test-dir build/tidy -L check --verbose >build/tidy/check.log; code=$$?; \
-	  grep -E '^[0-9]+: [a-z]|tests passed|Failed' build/tidy/check.log; exit $$code
+	@$(PART) mypy .venv/bin/mypy
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
+	@$(PART) tidy .venv/bin/python tools/check/tidy.py .venv/bin/clang-tidy $(RELEASE)
+	@$(CTEST) --test-dir $(RELEASE) -L check --verbose >$(RELEASE)/check.log; code=$$?; \
+	  grep -E '^[0-9]+: [a-z]|tests passed|Failed' $(RELEASE)/check.log; exit $$code
 
 # ThreadSanitizer wants addresses that are not too random.
 FIXED_ADDRESSES = $(shell setarch $(shell uname -m) -R true 2>/dev/null && echo setarch -R)
 
 sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with ranks as threads
 	@tools/setup.sh sanitize net
-	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address)
+	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address $(WARNINGS))
 	@XD_TEST_FULL=1 $(CTEST) --test-dir build/asan -LE check
 	$(call build,build/tsan,-DCROSSDOCK_SANITIZE=thread)
 	@XD_TEST_FULL=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan -LE check
@@ -121,13 +125,14 @@ sanitize:  ## the full product of cases under ASan + UBSan, then under TSan with
 QUICK := build/asan/quick-passed
 sanitize-quick:  ## units, and the C API over 2 ranks as threads, under ASan + UBSan
 	@tools/setup.sh check
-	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address,unit-tests conformance \
+	$(call build,build/asan,-DCROSSDOCK_SANITIZE=address $(WARNINGS),unit-tests conformance \
 	  conformance-gemm conformance-ll crossdock-run)
 	@if [ -e $(QUICK) ] && [ -z "$$(find build/asan -type f -perm -u+x -newer $(QUICK))" ]; then \
 	  echo "sanitize-quick: no program has changed since it passed"; exit; fi; \
 	rm -f $(QUICK); \
-	$(CTEST) --test-dir build/asan -L unit && \
-	$(CTEST) --test-dir build/asan -R '^conformance(-gemm|-ll)?\.threads\.2$$' && touch $(QUICK)
+	$(PART) sanitized-units $(CTEST) --test-dir build/asan -L unit && \
+	$(PART) sanitized-ranks $(CTEST) --test-dir build/asan -R '^conformance(-gemm|-ll)?\.threads\.2$$' \
+	  && touch $(QUICK)
 
 clean:  ## remove what was built; installed packages stay
 	@rm -rf build .venv demo

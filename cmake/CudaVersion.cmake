@@ -27,3 +27,14 @@ function(xd_cuda_obstacle compiler variable)
   endif()
   set(${variable} "${obstacle}" PARENT_SCOPE)
 endfunction()
+
+# xd_nvidia_device(<folder of device files> <variable>): an NVIDIA device's file, such as
+# /dev/nvidia0, or WSL's door to one; empty where there is none.
+function(xd_nvidia_device folder variable)
+  file(GLOB devices ${folder}/nvidia[0-9]* ${folder}/dxg)
+  set(${variable} "" PARENT_SCOPE)
+  if(devices)
+    list(GET devices 0 device)
+    set(${variable} ${device} PARENT_SCOPE)
+  endif()
+endfunction()

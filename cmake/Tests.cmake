@@ -84,3 +84,47 @@ macro(xd_default variable)
     set(${variable} ${ARGN})
   endif()
 endmacro()
+
+# xd_quick_library(<target>...): optimised as libraries are, though it is a part of tests.
+function(xd_quick_library)
+  foreach(target ${ARGN})
+    target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:C,CXX>:-O2>")
+  endforeach()
+endfunction()
+
+# xd_see_the_api_alone(<target>...): see cmake/Targets.cmake.
+function(xd_see_the_api_alone)
+  set_target_properties(${ARGN} PROPERTIES XD_SEES_THE_API_ALONE ON)
+endfunction()
+
+# xd_share_gtest_header(): precompiles GoogleTest's header, which takes longer to read than most
+# tests, for all programs of this folder and its folders that use it.
+function(xd_share_gtest_header)
+  foreach(header xd_gtest_header xd_gtest_header_api)
+    file(CONFIGURE OUTPUT ${header}.cc CONTENT "// Carries the precompiled header.\n")
+    add_library(${header} OBJECT EXCLUDE_FROM_ALL ${CMAKE_CURRENT_BINARY_DIR}/${header}.cc)
+    target_link_libraries(${header} PRIVATE xd_build GTest::gtest)
+    target_precompile_headers(${header} PRIVATE <gtest/gtest.h>)
+    target_compile_options(${header} PRIVATE -fpch-preprocess)  # so that ccache keeps objects
+  endforeach()
+  xd_see_the_api_alone(xd_gtest_header_api)
+  get_property(folders DIRECTORY PROPERTY SUBDIRECTORIES)
+  foreach(folder . ${folders})
+    get_property(targets DIRECTORY ${folder} PROPERTY BUILDSYSTEM_TARGETS)
+    foreach(target ${targets})
+      get_target_property(type ${target} TYPE)
+      get_target_property(libraries ${target} LINK_LIBRARIES)
+      get_target_property(sources ${target} SOURCES)
+      get_target_property(api ${target} XD_SEES_THE_API_ALONE)
+      if(type STREQUAL EXECUTABLE AND libraries MATCHES "GTest::|xd_batches|xd_test_main"
+          AND NOT sources MATCHES "\\.c(;|$)")  # C has a precompiled header of its own
+        set(header xd_gtest_header)
+        if(api)
+          string(APPEND header _api)
+        endif()
+        target_precompile_headers(${target} REUSE_FROM ${header})
+        target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
+      endif()
+    endforeach()
+  endforeach()
+endfunction()

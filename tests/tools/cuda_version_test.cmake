@@ -1,4 +1,4 @@
-# Which CUDA compilers are good enough: cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
+# Which CUDA compilers are good enough, and where a device is: cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
 include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/CudaVersion.cmake)
 
 function(expect_obstacle release pattern)
@@ -22,3 +22,24 @@ xd_cuda_obstacle("" obstacle)
 if(NOT obstacle STREQUAL "nvcc not found")
   message(FATAL_ERROR "no nvcc: '${obstacle}'")
 endif()
+
+# expect_device(<its file name, or empty> <file>...): in a folder with these files.
+function(expect_device name)
+  set(devices ${FOLDER}/devices)
+  file(REMOVE_RECURSE ${devices})
+  file(MAKE_DIRECTORY ${devices})
+  foreach(file ${ARGN})
+    file(TOUCH ${devices}/${file})
+  endforeach()
+  xd_nvidia_device(${devices} device)
+  get_filename_component(found "${device}" NAME)
+  if(NOT found STREQUAL name)
+    message(FATAL_ERROR "among '${ARGN}': '${found}', expected '${name}'")
+  endif()
+endfunction()
+
+expect_device("")
+expect_device("" nvidiactl nvidia-uvm null)  # a driver without a device
+expect_device(nvidia0 nvidiactl nvidia0 nvidia1)
+expect_device(nvidia7 nvidia7)
+expect_device(dxg dxg)
