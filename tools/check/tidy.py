@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,6 +26,25 @@ ROOT = HERE.parents[1]
 OURS = ("bench", "examples", "python", "src", "tests", "tools")
 
 
+# Words of a compiler's command that say nothing about what is checked: how code is made of it, and
+# a precompiled header, which each source must do without.
+UNRELATED = re.compile(r"-[Og].*|-fpch-preprocess|-Winvalid-pch")
+
+
+def compiler_and_flags(command, source):
+    """Returns the words of a compiler's command that matter to a check."""
+    words = shlex.split(command)
+    if pathlib.Path(words[0]).name == "ccache":
+        del words[0]
+    for option in ("-o", "-include"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
+    return tuple(
+        word for word in words if word not in ("-c", source) and not UNRELATED.fullmatch(word)
+    )
+
+
 def commands(build):
     """Returns (source, compiler and flags without -c and -o), each different one once."""
     found = {}
@@ -32,14 +52,7 @@ def commands(build):
         source = pathlib.Path(entry["file"])
         if not source.is_relative_to(ROOT) or source.relative_to(ROOT).parts[0] not in OURS:
             continue  # generated, or of another project
-        words = shlex.split(entry["command"])
-        if pathlib.Path(words[0]).name == "ccache":
-            del words[0]
-        at = words.index("-o")
-        del words[at : at + 2]
-        words.remove("-c")
-        words.remove(entry["file"])
-        found[source, tuple(words)] = None
+        found[source, compiler_and_flags(entry["command"], entry["file"])] = None
     return list(found)
 
 
