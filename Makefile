@@ -60,6 +60,7 @@ docs:  ## the documentation as a site, with references of C and Python: build/si
 	@VENV=build/docs-venv tools/setup.sh docs docs
 	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build >build/docs.log 2>&1 || \
 	  { grep -v '^INFO' build/docs.log; exit 1; }
+	@python3 tools/site/check_site.py build/site
 	@echo "docs: build/site/index.html"
 
 bench-net:  ## measure between two network namespaces, beside MPI, gloo and TCP; as root

@@ -51,14 +51,18 @@ class Point:
                 yield f"{auto / other:.3f} times as long as {way}"
 
 
+def points_of(rows):
+    """The points that rows belong to, in order."""
+    points = {}
+    for row in rows:
+        points.setdefault((row["shape"], row["tokens"]), []).append(row)
+    return [Point(rows) for rows in points.values()]
+
+
 def read(paths):
     """(the reports, the points of all of them in order)."""
     reports = [json.loads(path.read_text()) for path in paths]
-    points = {}
-    for report in reports:
-        for row in report["rows"]:
-            points.setdefault((row["shape"], row["tokens"]), []).append(row)
-    return reports, [Point(rows) for rows in points.values()]
+    return reports, points_of(row for report in reports for row in report["rows"])
 
 
 def time(microseconds):

@@ -1,35 +1,59 @@
 #!/usr/bin/env python3
-"""Draws what crossdock-bench ep --device cuda --preset sweep --json FILE has measured.
+"""Draws what crossdock-bench --json FILE has measured.
 
-  plot.py FILE... [--out docs/figures] [--format svg]
+  plot.py [FILE...] [--out docs/figures] [--format svg]
 
-ep-tokens: time against the tokens of a rank, with the wire's floor and NCCL's all-to-all of as many
-bytes; ep-sms: time against the multiprocessors allowed, with the floor. Parts that the files lack
-are left out. Needs matplotlib.
+Without a FILE, all figures of the documentation, from docs/results. A figure has its file's name.
+Files of these programs have one:
+
+  ep --device cuda   of its parts "tokens" and "sms": time against the tokens of a rank, and against
+                     the multiprocessors allowed, with the wire's floor and NCCL's all-to-all
+  ll --device cuda   time against the tokens of a rank, with a plain put and NCCL's all-to-all
+  gemm               how many times as long as the product alone each way takes, against the tokens
+                     of all ranks. Ways that have been captured count by their graphs
+
+Needs matplotlib.
 """
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 
-from figures import finish_times, plt, save
+import figures
+from figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE
+from gemm_tables import APART, AUTO, PRODUCT, points_of
 
-COLORS = {"dispatch": "tab:blue", "combine": "tab:orange", "prepare": "tab:gray"}
-LINES = {"bf16": "-", "fp8": "--", "bf16-fp8": "-."}
-LABELS = {"tokens": "tokens per rank", "sms_allowed": "multiprocessors allowed"}
+DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+DRAWN = ("h100x2-tokens", "h100x2-sms", "h100x2-ll", "h100x2-gemm", "xeon2-gemm-bf16")
+
+DASHES = {"bf16": "-", "fp8": "--", "bf16-fp8": ":"}
+OPERATIONS = {
+    "prepare": {"color": GREY, "marker": "D"},
+    "dispatch": {"color": BLUE, "marker": "o"},
+    "combine": {"color": ORANGE, "marker": "s"},
+    "dispatch + combine": {"color": PURPLE, "marker": "v"},
+    "plain put": {"color": BLACK, "marker": "x"},
+    "all-to-all": {"color": GREEN, "marker": "^"},
+}
+NAMES = {"all-to-all": "NCCL's all-to-all"}
 
 
-def read(paths):
-    """(first line of the first file, all measured lines)."""
-    heads, rows = [], []
-    for path in paths:
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            (heads if "machine" in entry else rows).append(entry)
-    if not heads:
-        sys.exit("no line describes the machine: was this written by --json?")
-    return heads[0], rows
+def read(path):
+    """(the first part of a file, which says what was run; the rows that were measured)."""
+    text = path.read_text()
+    try:
+        report = json.loads(text)
+    except json.JSONDecodeError:  # an object for each line
+        head, *rows = map(json.loads, text.splitlines())
+        return head, rows
+    return report, report["rows"]
+
+
+# ---- Expert parallelism --------------------------------------------------------------------------
+
+X_LABELS = {"tokens": "tokens per rank", "sms_allowed": "multiprocessors allowed"}
 
 
 def curves(rows, x, y):
@@ -43,54 +67,145 @@ def curves(rows, x, y):
     return found
 
 
-def draw_panel(axes, rows, x):
+def draw_ep_panel(axes, rows, x):
     for (operation, dtype), (xs, ys) in curves(rows, x, "p50_us").items():
         label = operation if operation == "prepare" else f"{operation} {dtype}"
-        axes.plot(
-            xs, ys, LINES[dtype], color=COLORS[operation], marker="o", markersize=3, label=label
-        )
+        figures.plot(axes, xs, ys, label, linestyle=DASHES[dtype], **OPERATIONS[operation])
     # Floor and baseline depend on the bytes alone, so dispatch's stand for all operations.
-    nccl = "NCCL's all-to-all" + (" (takes what it wants)" if x == "sms_allowed" else "")
-    for y, name, color in [("floor_us", "wire floor", "black"), ("nccl_us", nccl, "tab:green")]:
+    nccl = NAMES["all-to-all"] + (", which takes what it wants," if x == "sms_allowed" else "")
+    others = [("floor_us", "wire floor", "plain put"), ("nccl_us", nccl, "all-to-all")]
+    for y, name, look in others:
         for (operation, dtype), (xs, ys) in curves(rows, x, y).items():
             if operation == "dispatch":
-                axes.plot(xs, ys, LINES[dtype], color=color, linewidth=1, label=f"{name} {dtype}")
-    finish_times(axes, sorted({row[x] for row in rows}), LABELS[x])
+                label, dashes = f"{name} {dtype}", DASHES[dtype]
+                figures.plot(axes, xs, ys, label, linestyle=dashes, **OPERATIONS[look])
+    figures.finish(axes, sorted({row[x] for row in rows}), X_LABELS[x])
 
 
-def draw(head, rows, part, x, path):
-    rows = [row for row in rows if row["part"] == part and row["memory"] == "zero-copy"]
-    if not rows:
-        return
+def draw_ep(head, rows, part, path):
+    """Draws a panel for each layout."""
+    x = {"tokens": "tokens", "sms": "sms_allowed"}[part]
     layouts = sorted({row["layout"] for row in rows}, reverse=True)
-    size = (5 * len(layouts), 5)
-    figure, panels = plt.subplots(1, len(layouts), figsize=size, sharey=True, squeeze=False)
-    for axes, layout in zip(panels[0], layouts):
+    figure, panels = figures.new(1, len(layouts), 4.6)
+    for axes, layout in zip(panels, layouts):
         # prepare is the same for both layouts, and measured with one.
         shown = [row for row in rows if layout == row["layout"] or row["operation"] == "prepare"]
-        draw_panel(axes, shown, x)
+        draw_ep_panel(axes, shown, x)
         axes.set_title(f"rows by {layout}")
+    figures.finish_times(panels)
     first = rows[-1]
-    tokens = "" if x == "tokens" else f"T={first['tokens']} tokens of a rank, "
-    figure.suptitle(
-        f"{first['ranks']} ranks on {first['gpus']} of {head['machine']['count']} "
-        f"{head['machine']['name']}: {tokens}rows of H={first['hidden']}, "
-        f"K={first['topk']} of E={first['experts']} experts",
-        fontsize=10,
-    )
-    save(figure, path)
+    tokens = "" if part == "tokens" else f"T={first['tokens']} tokens per rank, "
+    said = f"{first['ranks']} ranks, {tokens}rows of H={first['hidden']}, "
+    said += f"K={first['topk']} of E={first['experts']} experts"
+    figures.save(figure, said, head, path)
+
+
+# ---- Low latency ---------------------------------------------------------------------------------
+
+CLOCKS = {
+    "events": "one call, between two CUDA events",
+    "graph, dependent": "one of 20 calls in a CUDA graph",
+}
+
+
+def draw_ll(report, rows, path):
+    """Draws a panel for each of two ways to take the time."""
+    figure, panels = figures.new(1, 2, 4.4)
+    for axes, (clock, title) in zip(panels, CLOCKS.items()):
+        here = [row for row in rows if row["clock"] == clock]
+        for operation, look in OPERATIONS.items():
+            for dtype in ("bf16", "fp8"):
+                one = [row for row in here if (row["operation"], row["rows"]) == (operation, dtype)]
+                xs, ys = [row["tokens"] for row in one], [row["p50_us"] for row in one]
+                if one:
+                    label = f"{NAMES.get(operation, operation)} {dtype}"
+                    figures.plot(axes, xs, ys, label, linestyle=DASHES[dtype], **look)
+        figures.finish(axes, sorted({row["tokens"] for row in here}), X_LABELS["tokens"])
+        axes.set_title(title)
+    figures.finish_times(panels)
+    said = f"low latency: {report['ranks']} ranks, rows of H={report['hidden']}, "
+    said += f"K={report['topk']} of E={report['experts']} experts"
+    figures.save(figure, said, report, path)
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+# Several take nearly the same time: wide pale lines lie below narrow ones, and rings around all.
+WAYS = {
+    APART: {"color": GREEN, "marker": "^", "linestyle": "--"},
+    "SEQUENTIAL": {"color": PURPLE, "marker": "x", "linestyle": "-"},
+    "SPLIT": {"color": BLUE, "marker": "s", "linewidth": 4, "alpha": 0.35, "markersize": 6},
+    "SPLIT_P2P": {"color": ORANGE, "marker": ".", "linestyle": "-", "fill": ORANGE},
+    "DIRECT": {"color": BLACK, "marker": "v", "linestyle": ":"},
+    AUTO: {"color": BLACK, "marker": "o", "linestyle": "", "markersize": 8, "fill": "none"},
+}
+COLUMNS = 3
+
+
+def draw_gemm_panel(axes, points, names):
+    for way, look in WAYS.items():
+        found = [point for point in points if point.p50(way) and point.p50(PRODUCT)]
+        xs = [point.tokens for point in found]
+        ys = [point.p50(way) / point.p50(PRODUCT) for point in found]
+        if found:
+            figures.plot(axes, xs, ys, names.get(way, way), **look)
+    axes.axhline(1, color=BLACK, linewidth=1, zorder=1)
+    axes.set_title(points[0].shape)
+    tokens = sorted({point.tokens for point in points})
+    figures.finish(axes, tokens, "tokens of all ranks", most=10)
+
+
+def draw_gemm(report, rows, path):
+    """Draws a panel for each layer."""
+    points = points_of(rows)
+    layers = list(dict.fromkeys(point.shape for point in points))
+    lines = math.ceil(len(layers) / COLUMNS)
+    figure, panels = figures.new(lines, min(len(layers), COLUMNS), 2.4 * lines + 1)
+    names = {APART: "NCCL and product, one after the other"} if "gpus" in report else {}
+    for axes, layer in zip(panels, layers):
+        draw_gemm_panel(axes, [point for point in points if point.shape == layer], names)
+    for axes in panels[len(layers) :]:
+        axes.remove()
+    for axes in panels[: len(layers) : COLUMNS]:
+        axes.set_ylabel("p50 ÷ product alone")
+    said = f"products of {report['ranks']} ranks, {report['dtype']}; 1 is the product alone"
+    figures.save(figure, said, report, path)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def draw(path, folder, ending):
+    """Draws all that a file has; returns whether there was anything."""
+    head, rows = read(path)
+    place = folder / f"{path.stem}.{ending}"
+    if "clock" in rows[0]:
+        draw_ll(head, rows, place)
+    elif "way" in rows[0]:
+        draw_gemm(head, rows, place)
+    else:
+        parts = {"tokens": [], "sms": []}
+        for row in rows:
+            if row.get("part") in parts and row["memory"] == "zero-copy":
+                parts[row["part"]].append(row)
+        for part, found in parts.items():
+            name = path.stem if path.stem.endswith(part) else f"{path.stem}-{part}"
+            if found:
+                draw_ep(head, found, part, folder / f"{name}.{ending}")
+        return any(parts.values())
+    return True
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("files", nargs="+", type=pathlib.Path)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/figures"))
+    parser.add_argument("files", nargs="*", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, default=DOCS / "figures")
     parser.add_argument("--format", choices=["svg", "png"], default="svg")
     arguments = parser.parse_args()
-    head, rows = read(arguments.files)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    draw(head, rows, "tokens", "tokens", arguments.out / f"ep-tokens.{arguments.format}")
-    draw(head, rows, "sms", "sms_allowed", arguments.out / f"ep-sms.{arguments.format}")
+    for path in arguments.files or [DOCS / f"results/{name}.json" for name in DRAWN]:
+        if not draw(path, arguments.out, arguments.format):
+            sys.exit(f"{path}: nothing that this program draws")
 
 
 if __name__ == "__main__":

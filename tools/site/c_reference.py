@@ -145,7 +145,8 @@ def _with_links(text: str, places: dict[str, str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\*_\[\]<>#|])", r"\\\1", text)
+    text = re.sub(r"([\\*_\[\]#|])", r"\\\1", text)
+    return text.replace("<", "&lt;").replace(">", "&gt;")  # which a backslash does not escape
 
 
 def _page(name: str, found: list[Piece], places: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""bench/plot*.py: figures of the documentation, from the measurements beside it."""
+"""bench/plot.py: figures of the documentation, from the measurements beside it."""
 
 from __future__ import annotations
 
@@ -10,47 +10,65 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "docs/results"
+RESULTS, FIGURES = ROOT / "docs/results", ROOT / "docs/figures"
 
 pytest.importorskip("matplotlib")
 
 
-def drawn(folder: pathlib.Path, script: str, *arguments: str | pathlib.Path) -> dict[str, str]:
-    """What a script draws of measurements, by name."""
-    command = [sys.executable, ROOT / "bench" / script, *arguments]
+def draw(folder: pathlib.Path, *arguments: str | pathlib.Path) -> dict[str, str]:
+    """The figures that the script writes into a folder, by name."""
+    command = [sys.executable, ROOT / "bench/plot.py", *arguments, "--out", folder]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 def words(figure: str) -> list[str]:
-    """The texts of an .svg, which has them as outlines and as comments."""
-    return re.findall(r"<!-- (.*) -->", figure)
+    """The texts of an .svg."""
+    return re.findall(r"<text [^>]*>([^<]*)</text>", figure)
 
 
-def test_figures_of_expert_parallelism_are_readable_also_in_the_dark(tmp_path):
-    files = [RESULTS / f"h100x2-{part}.json" for part in ("tokens", "sms")]
-    figures = drawn(tmp_path, "plot.py", *files, "--out", tmp_path)
-    assert set(figures) == {"ep-tokens.svg", "ep-sms.svg"}
-    for figure in figures.values():
-        assert "prefers-color-scheme: dark" in figure
-        said = words(figure)
-        assert len([word for word in said if word.startswith("dispatch bf16")]) == 1  # one legend
-        assert "rows by rank" in said and "rows by expert" in said
-    said = words(figures["ep-sms.svg"])
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The figures of all results that have one."""
+    return draw(tmp_path_factory.mktemp("figures"))
+
+
+def test_figures_in_the_documentation_are_those_of_the_results_there(drawn):
+    shown = {path.name: words(path.read_text()) for path in FIGURES.iterdir()}
+    assert shown == {name: words(figure) for name, figure in drawn.items()}
+
+
+def test_figures_name_device_and_day_and_are_dark_where_their_readers_are(drawn):
+    for name, figure in drawn.items():
+        (title,) = [word for word in words(figure) if re.search(r", \d+ November 2026$", word)]
+        assert title.startswith("2 × NVIDIA H100" if name.startswith("h100") else "Intel Xeon")
+        assert figure.count("prefers-color-scheme: dark") == 1
+
+
+def legend(figure: str) -> list[str]:
+    """The texts of a figure's only legend."""
+    _, _, after = figure.partition('<g id="legend_1">')
+    assert after and "legend_2" not in after
+    return words(after)
+
+
+def test_a_figure_of_multiprocessors_has_a_panel_for_each_layout_and_labels_apart(drawn):
+    said = words(drawn["h100x2-sms.svg"])
+    assert "rows by rank" in said and "rows by expert" in said
     assert "132" in said and "128" not in said  # which would lie upon one another
     assert any("T=4096 tokens" in word for word in said)
-    assert "NCCL's all-to-all (takes what it wants) bf16" in said
+    assert legend(drawn["h100x2-sms.svg"])[:2] == ["dispatch bf16", "combine bf16"]
 
 
-@pytest.mark.parametrize(
-    "script, result", [("plot_ll.py", "h100x2-ll"), ("plot_gemm.py", "h100x2-gemm")]
-)
-def test_other_figures_are_drawn_likewise(script, result, tmp_path):
-    path = tmp_path / "figure.svg"
-    figures = drawn(tmp_path, script, RESULTS / f"{result}.json", "--out", path)
-    assert "prefers-color-scheme: dark" in figures["figure.svg"]
+def test_a_figure_of_products_has_every_way_and_names_the_baseline(drawn):
+    ways = ["SEQUENTIAL", "SPLIT", "SPLIT_P2P", "DIRECT", "AUTO"]
+    assert sorted(legend(drawn["xeon2-gemm-bf16.svg"])) == sorted([*ways, "one after the other"])
+    assert "NCCL and product, one after the other" in legend(drawn["h100x2-gemm.svg"])
 
 
-def test_figures_in_the_documentation_are_dark_where_their_readers_are():
-    for path in (ROOT / "docs/figures").glob("*.svg"):
-        assert "prefers-color-scheme: dark" in path.read_text(), path.name
+def test_a_sweep_has_a_figure_for_each_of_its_parts(tmp_path):
+    head, *tokens = (RESULTS / "h100x2-tokens.json").read_text().splitlines()
+    sms = (RESULTS / "h100x2-sms.json").read_text().splitlines()[1:]
+    sweep = tmp_path / "sweep.json"
+    sweep.write_text("\n".join([head, *tokens, *sms]))
+    assert set(draw(tmp_path / "out", sweep)) == {"sweep-tokens.svg", "sweep-sms.svg"}
