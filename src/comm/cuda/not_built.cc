@@ -1,4 +1,4 @@
-// In the place of device_kind.cc in builds without a CUDA compiler.
+// In the place of device_kind.cc in builds without CUDA.
 #include "comm/cuda/device_kind.h"
 
 namespace xd::devices::cuda {
@@ -10,7 +10,9 @@ const DeviceKind kDeviceKind{
     .feature = XD_FEATURE_CUDA,
     .availability =
         [] {
-          return Feature{false, "not built in: this build has no CUDA executor"};
+          return Feature{false,
+                         "not built in: this build has no CUDA executor; "
+                         "-DCROSSDOCK_CUDA=ON asks for it"};
         },
 };
 
