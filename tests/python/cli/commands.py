@@ -1,37 +1,49 @@
-"""Runs the command `crossdock` as its users do: as a process. A small batch for its parts."""
+"""Runs the command `crossdock`, as its users do or in this process. A small batch for its parts."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
+from crossdock.cli import main
 from crossdock.cli._workload import Workload
 
 COMMAND = [sys.executable, "-m", "crossdock.cli"]
-SMALL = [
-    "--device",
-    "cpu",
-    "--ranks",
-    "2",
-    "--tokens",
-    "16",
-    "--hidden",
-    "32",
-    "--topk",
-    "2",
-    "--experts",
-    "4",
-]
+SMALL = "--device cpu --ranks 2 --tokens 16 --hidden 32 --topk 2 --experts 4".split()
+QUICK = [*SMALL, *"--through numpy --dtype fp32 --iters 2".split()]
 
 
 def run(
-    *arguments: str, environment: dict[str, str] | None = None, **options: Any
+    *arguments: str, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The finished command. It may take a minute; a stack trace is a failure in any case."""
+    """The command's end and output; it runs in this process, which may not see its children's."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment or {}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = main(arguments)
+        except SystemExit as end:  # how argparse ends
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def process(
+    *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """The same as a process of its own. It may take a minute; a stack trace is a failure."""
     ended = subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -45,10 +57,26 @@ def run(
     return ended
 
 
+def report(path: pathlib.Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """What a benchmark, which must succeed, has written to that file, and what it has printed."""
+    ended = run("bench", *arguments, "--json", str(path))
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(path.read_text()), ended.stdout
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines that do not fit a terminal of 80 columns."""
+    return [line for line in text.splitlines() if len(line) > 80]
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """The running command."""
+    """The running command, which Ctrl-C interrupts also where this process ignores it."""
     return subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

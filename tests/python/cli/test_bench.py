@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,14 +9,25 @@ import signal
 import numpy as np
 import pytest
 
-from commands import SMALL, alive, children, run, start, wait_until, workload
+from commands import (
+    QUICK,
+    SMALL,
+    alive,
+    children,
+    report,
+    run,
+    start,
+    wait_until,
+    wide_lines,
+    workload,
+)
 from crossdock.cli import _engine, _rank, _report
 from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import CommandError
 from crossdock.cli._workload import choices, sum_of_copies, volume
 
 OPERATIONS = ["copy", "prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
-ENDLESS = ["bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--iters", "100000000"]
+ENDLESS = ["bench", "ep", *QUICK, "--iters", "100000000"]
 
 
 @pytest.mark.parametrize(
@@ -32,115 +42,61 @@ ENDLESS = ["bench", "ep", *SMALL, "--through", "numpy", "--dtype", "fp32", "--it
 def test_measures_every_operation(tmp_path, through, layout, dtype):
     if through == "torch":
         pytest.importorskip("torch")
-    ended = run(
-        "bench",
-        "ep",
-        *SMALL,
-        "--through",
-        through,
-        "--layout",
-        layout,
-        "--dtype",
-        dtype,
-        "--iters",
-        "3",
-        "--json",
-        str(tmp_path / "ep.json"),
-    )
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads((tmp_path / "ep.json").read_text())
-    assert [row["operation"] for row in report["rows"]] == OPERATIONS
-    for row in report["rows"]:
+    options = f"--through {through} --layout {layout} --dtype {dtype} --iters 3"
+    found, said = report(tmp_path / "ep.json", "ep", *SMALL, *options.split())
+    assert [row["operation"] for row in found["rows"]] == OPERATIONS
+    for row in found["rows"]:
         assert 0 < row["p50_us"] <= row["p99_us"]
-        assert f"\n{row['operation']} " in ended.stdout
-    given = {name: report["workload"][name] for name in ("ranks", "tokens", "through", "layout")}
+        assert f"\n{row['operation']} " in said
+    assert wide_lines(said) == []
+    given = {name: found["workload"][name] for name in ("ranks", "tokens", "through", "layout")}
     assert given == {"ranks": 2, "tokens": 16, "through": through, "layout": layout}
-    assert through in report["versions"]
+    assert through in found["versions"]
 
 
-@pytest.mark.parametrize("option", ["--layout", "--routing", "--dtype"])
-def test_every_choice_that_help_lists_runs(option):
-    listed = re.search(rf"{option} {{([^}}]+)}}", run("bench", "ep", "--help").stdout)
-    assert listed, f"{option} has no choices"
-    for choice in listed[1].split(","):
-        given = {"--through": "numpy", "--dtype": "fp32"} | {option: choice}
-        words = [word for pair in given.items() for word in pair]
-        ended = run("bench", "ep", *SMALL, *words, "--iters", "1", "--warmup", "0")
-        assert ended.returncode == 0, (choice, ended.stderr)
+def test_every_choice_that_help_lists_runs():
+    help = run("bench", "ep", "--help").stdout
+    options = ("--layout", "--routing", "--dtype")
+    choices = [re.search(rf"{option} {{([^}}]+)}}", help)[1].split(",") for option in options]
+    for number in range(max(map(len, choices))):  # each choice at least once
+        chosen = [of_one[number % len(of_one)] for of_one in choices]
+        words = [word for pair in zip(options, chosen) for word in pair]
+        ended = run("bench", "ep", *QUICK, *words, "--iters", "1", "--warmup", "0")
+        assert ended.returncode == 0, (chosen, ended.stderr)
 
 
-def test_draws_a_plot(tmp_path):
+@pytest.mark.parametrize("benchmark, options", [("ep", []), ("ll", ["--hidden", "128"])])
+def test_draws_a_plot(tmp_path, benchmark, options):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "ep.png"
-    ended = run(
-        "bench",
-        "ep",
-        *SMALL,
-        "--through",
-        "numpy",
-        "--dtype",
-        "fp32",
-        "--iters",
-        "2",
-        "--plot",
-        str(path),
-    )
+    path = tmp_path / "drawn.png"
+    ended = run("bench", benchmark, *QUICK, *options, "--plot", str(path))
     assert ended.returncode == 0, ended.stderr
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_rank_and_a_hot_expert(tmp_path):
-    ended = run(
-        "bench",
-        "ep",
-        "--ranks",
-        "1",
-        "--tokens",
-        "8",
-        "--hidden",
-        "16",
-        "--topk",
-        "2",
-        "--experts",
-        "4",
-        "--routing",
-        "hot",
-        "--through",
-        "numpy",
-        "--dtype",
-        "fp32",
-        "--iters",
-        "2",
-    )
+def test_one_rank_and_a_hot_expert():
+    ended = run("bench", "ep", *QUICK, "--ranks", "1", "--routing", "hot")
     assert ended.returncode == 0, ended.stderr
     assert "a rank sends 0.00 MB to others" in ended.stdout
 
 
-def test_ctrl_c_ends_it_quietly_and_leaves_no_rank():
+KILLED = "crossdock: rank 1: ended by SIGKILL (is memory short?)\n"
+
+
+@pytest.mark.parametrize(
+    "hit, number, end, said",
+    [
+        ("command", signal.SIGINT, 130, ""),
+        ("rank 1", signal.SIGKILL, 1, KILLED),
+    ],
+)
+def test_a_signal_ends_it_in_few_words_and_leaves_no_rank(hit, number, end, said):
     bench = start(*ENDLESS)
     wait_until(lambda: len(children(bench.pid)) == 2)
     ranks = children(bench.pid)
-    bench.send_signal(signal.SIGINT)
+    os.kill(bench.pid if hit == "command" else max(ranks), number)  # the second one started
     out, err = bench.communicate(timeout=20)
-    assert (bench.returncode, out, err) == (130, "", "")
-    wait_until(lambda: not any(map(alive, ranks)))
-
-
-def test_a_killed_rank_is_named():
-    bench = start(*ENDLESS)
-    wait_until(lambda: len(children(bench.pid)) == 2)
-    os.kill(max(children(bench.pid)), signal.SIGKILL)  # the second one started
-    out, err = bench.communicate(timeout=20)
-    assert (bench.returncode, out) == (1, "")
-    assert err == "crossdock: rank 1: ended by SIGKILL (is memory short?)\n"
-
-
-def test_ranks_end_with_the_command():
-    bench = start(*ENDLESS)
-    wait_until(lambda: len(children(bench.pid)) == 2)
-    ranks = children(bench.pid)
-    bench.kill()
-    bench.communicate()
+    assert (bench.returncode, out, err) == (end, "", said)
     wait_until(lambda: not any(map(alive, ranks)))
 
 

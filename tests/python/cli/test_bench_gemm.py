@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 
 import pytest
 
-from commands import run
+from commands import process, report, run
 
 # In place of crossdock-run: becomes one rank, and leaves its own options behind.
 LAUNCHER = """
@@ -48,7 +47,7 @@ def programs(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_starts_the_ranks_of_the_program_with_its_options(programs):
-    ended = run(
+    ended = process(
         *f"bench gemm --programs {programs} --ranks 3 --shapes 8b,all_gather:8x8".split(),
         *"--tokens 1,16 --dtype bf16 --iters 7 --warmup 0 --device cpu".split(),
     )
@@ -68,12 +67,9 @@ def test_leaves_what_it_is_not_told_to_the_program(programs):
 
 
 def test_writes_the_program_s_results(programs, tmp_path):
-    path = tmp_path / "gemm.json"
-    ended = run("bench", "gemm", "--programs", str(programs), "--json", str(path))
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(path.read_text())
-    assert report["title"] == "measured nothing"
-    assert len(report["rows"]) == 8
+    found, _ = report(tmp_path / "gemm.json", "gemm", "--programs", str(programs))
+    assert found["title"] == "measured nothing"
+    assert len(found["rows"]) == 8
 
 
 def test_draws_them(programs, tmp_path):

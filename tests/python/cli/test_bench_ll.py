@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 
-from commands import run, workload
+from commands import report, wide_lines, workload
 from crossdock.cli import _engine, _ll_report, _ll_steps, _rank
 from crossdock.cli._engine import Share, Timed
 from crossdock.cli._ll_steps import LOW_LATENCY, THREE_CALLS, Step
 
-SMALL = "--device cpu --ranks 2 --tokens 1,16 --hidden 128 --topk 2 --experts 4 --iters 3".split()
+SMALL = "--device cpu --ranks 2 --tokens 1,1024 --hidden 128 --topk 2 --experts 4 --iters 3".split()
 
 
 def steps(rows: str) -> list[Step]:
@@ -37,30 +36,19 @@ def steps(rows: str) -> list[Step]:
 @pytest.mark.parametrize("through, rows", [("numpy", "fp32"), ("numpy", "bf16"), ("torch", "bf16")])
 def test_measures_every_step_for_every_number_of_tokens(tmp_path, through, rows):
     pytest.importorskip(through if through == "torch" or rows == "fp32" else "ml_dtypes")
-    path = tmp_path / "ll.json"
-    options = ["--through", through, "--dtype", rows, "--json", str(path)]
-    ended = run("bench", "ll", *SMALL, *options)
-    assert ended.returncode == 0, ended.stderr
-    report = json.loads(path.read_text())
-    expected = [(tokens, *step) for tokens in (1, 16) for step in steps(rows)]
+    options = ["--through", through, "--dtype", rows]
+    found, said = report(tmp_path / "ll.json", "ll", *SMALL, *options)
+    expected = [(tokens, *step) for tokens in (1, 1024) for step in steps(rows)]
     fields = ("tokens", *Step._fields)
-    assert [tuple(row[field] for field in fields) for row in report["rows"]] == expected
-    for row in report["rows"]:
+    assert [tuple(row[field] for field in fields) for row in found["rows"]] == expected
+    for row in found["rows"]:
         assert 0 < row["p50_us"] <= row["p99_us"]
         assert row["clock"] == "call"
-        assert f"\n{row['operation']} " in ended.stdout
-    assert report["workload"]["tokens"] == [1, 16]
-    for tokens in (1, 16):
-        assert f"\n{tokens} tokens per rank; a group takes " in ended.stdout
-
-
-def test_draws_a_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "ll.png"
-    options = ["--through", "numpy", "--dtype", "fp32", "--plot", str(path)]
-    ended = run("bench", "ll", *SMALL, *options)
-    assert ended.returncode == 0, ended.stderr
-    assert path.read_bytes().startswith(b"\x89PNG")
+        assert f"\n{row['operation']} " in said
+    assert wide_lines(said) == []
+    assert found["workload"]["tokens"] == [1, 1024]
+    for tokens in (1, 1024):
+        assert f"\n{tokens} tokens per rank; a group takes " in said
 
 
 def test_a_step_is_compared_with_the_calls_that_do_the_same():

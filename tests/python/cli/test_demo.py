@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import pathlib
+import runpy
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 
-from commands import run
-from crossdock.cli import _demo
+from commands import process, run, wide_lines
 
 torch = pytest.importorskip("torch")
 
 
-def test_the_training_program_is_found():
-    assert _demo.program().is_file()
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The end and output of the demo, whose program takes this process's place for a while only."""
+
+    def execve(interpreter: str, command: list[str], environment: dict[str, str]) -> None:
+        program = command[1]
+        assert interpreter == sys.executable and pathlib.Path(program).is_file()
+        with (
+            mock.patch.object(sys, "argv", command[1:]),
+            mock.patch.object(sys, "path", [str(pathlib.Path(program).parent), *sys.path]),
+        ):
+            runpy.run_path(program, run_name="__main__")
+
+    with mock.patch("os.execve", execve):
+        return run("demo", *arguments)
 
 
 def test_options_and_exit_codes_are_the_program_s():
-    ended = run("demo", "--ranks", "2", "--", "--help")
+    ended = demo("--ranks", "2", "--", "--help")
     assert ended.returncode == 0
     assert ended.stdout.startswith("usage: crossdock demo ")
-    ended = run("demo", "--", "--steps", "many")
+    ended = demo("--", "--steps", "many")
     assert ended.returncode == 2
     assert "crossdock demo: error: argument --steps: invalid int value: 'many'" in ended.stderr
 
@@ -28,38 +43,31 @@ def test_options_and_exit_codes_are_the_program_s():
 def test_lines_fit_a_narrow_terminal(tmp_path: pathlib.Path):
     pytest.importorskip("matplotlib")
     options = ["--steps", "2", "--sample-bytes", "20", "--device", "cpu"]
-    ended = run("demo", "--ranks", "2", "--folder", str(tmp_path), "--", *options)
+    ended = process("demo", "--ranks", "2", "--folder", str(tmp_path), "--", *options)
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stdout.replace(str(tmp_path), "demo").splitlines()
-    assert [line for line in lines if len(line) > 80] == []
+    assert wide_lines(ended.stdout.replace(str(tmp_path), "demo")) == []
 
 
 def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():
     for ranks in (3, 16):
-        ended = run("demo", "--ranks", str(ranks))
+        ended = demo("--ranks", str(ranks))
         assert (ended.returncode, ended.stdout) == (2, "")
         said = f"crossdock: demo: --ranks {ranks}: expected one of 1, 2, 4, 8, which share 16 seq"
         assert ended.stderr.startswith(said)
-    ended = run("demo", "--steps", "5")
+    ended = demo("--steps", "5")
     assert ended.returncode == 2
     assert "go behind --, as in 'demo -- --steps ...'" in ended.stderr
-    ended = run("demo", "--ranks", "3", "--", "--sequences", "16")
+    ended = demo("--ranks", "3", "--", "--sequences", "16")
     assert ended.returncode == 2 and "--sequences 16: expected a multiple of 3" in ended.stderr
 
 
 @pytest.mark.parametrize(
-    "folder, said",
-    [
-        (
-            "/proc/nope",
-            "/proc/nope/plain: expected a folder to write to: No such file or directory",
-        ),
-        (__file__, f"{__file__}/plain: expected a folder to write to: Not a directory"),
-    ],
+    "folder, why", [("/proc/nope", "No such file or directory"), (__file__, "Not a directory")]
 )
-def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(folder: str, said: str):
-    ended = run("demo", "--folder", folder, "--", "--device", "cpu")
+def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(folder: str, why: str):
+    ended = demo("--folder", folder, "--", "--device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
+    said = f"{folder}/plain: expected a folder to write to: {why}"
     assert ended.stderr == f"crossdock demo: error: --folder: {said}\n"
 
 
@@ -69,7 +77,7 @@ def test_files_of_the_user_stay(mine: str, tmp_path: pathlib.Path):
     for file in (*logs, tmp_path / mine):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("weeks of work")
-    ended = run("demo", "--ranks", "2", "--folder", str(tmp_path), "--", "--device", "cpu")
+    ended = demo("--ranks", "2", "--folder", str(tmp_path), "--", "--device", "cpu")
     assert (ended.returncode, ended.stdout) == (2, "")
     run_folder, name, *_ = pathlib.Path(mine).parts
     assert ended.stderr.splitlines()[-1] == (

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 import crossdock
-from commands import run
+from commands import process, run, wide_lines
 from crossdock.cli import _doctor, _gpus, _host
 
 # The output of nvidia-smi on a host of four GPUs of which the last hangs on the host's bridge only.
@@ -94,21 +94,18 @@ def test_tells_what_ranks_on_several_hosts_need():
     assert "XD_JOB_SECRET is not set" in text.stdout
 
 
+NO_EXTENSION = (
+    "no crossdock.jax: crossdock was built where there was no jaxlib; in its source folder, "
+    "pip install --no-build-isolation . builds it where there is one"
+)
+
+
 @pytest.mark.parametrize(
     "version, has_extension, fact",
     [
         ("", True, (False, "not installed: no crossdock.jax")),
         ("0.9.2", True, (False, "0.9.2 is too old: crossdock.jax needs 0.10 or later")),
-        (
-            "0.10.2",
-            False,
-            (
-                False,
-                "0.10.2, but no crossdock.jax: crossdock was built where there was "
-                "no jaxlib; in its source folder, pip install "
-                "--no-build-isolation . builds it where there is one",
-            ),
-        ),
+        ("0.10.2", False, (False, f"0.10.2, but {NO_EXTENSION}")),
         ("0.10.2", True, (True, "0.10.2")),
     ],
 )
@@ -123,8 +120,8 @@ def test_jax_is_there_where_crossdock_jax_is(version, has_extension, fact, monke
 
 
 def test_ranks_exchange_tokens_on_this_machine():
-    ended = run("doctor")
-    assert ended.returncode == 0
+    ended = run("doctor", environment={"COLUMNS": "80"})
+    assert ended.returncode == 0 and wide_lines(ended.stdout) == []
     assert "2 ranks exchanged tokens, every element right" in ended.stdout
     assert "Crossdock can run here on: cpu" in ended.stdout
     assert len(ended.stdout.splitlines()) <= 40  # one screen
@@ -134,7 +131,7 @@ def test_exit_code_1_where_nothing_can_run():
     def no_shared_memory() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    ended = run("doctor", preexec_fn=no_shared_memory)
+    ended = process("doctor", preexec_fn=no_shared_memory)
     assert ended.returncode == 1
     assert "shared mem  no  allocating 1 MiB of shared memory: File too large" in ended.stdout
     assert "Nothing can run here" in ended.stdout

@@ -9,26 +9,24 @@ import time
 import numpy as np
 
 import crossdock
-from commands import run
+from commands import process, run
 from crossdock import _stats
 from crossdock.cli import _top
 from support import Rank, run_threads
 
 
 def _seen(**changes) -> _stats.SeenGroup:
+    calls = {"prepare": 10, "dispatch": 10}
+    nothing = ("failed_calls", "bad_ids", "dropped_rows", "net_puts", "net_bytes")
     stats = crossdock.GroupStats(
-        calls={"prepare": 10, "dispatch": 10},
-        call_ns={"prepare": 1, "dispatch": 1},
-        failed_calls=0,
+        calls=calls,
+        call_ns=dict.fromkeys(calls, 1),
         tokens=100,
         token_bytes=1_000_000,
         rows=None,
         row_bytes=None,
-        bad_ids=0,
-        dropped_rows=0,
-        net_puts=0,
-        net_bytes=0,
         wait_ns=(0, 0, 0, 0),
+        **dict.fromkeys(nothing, 0),
     )
     seen = _stats.SeenGroup(
         pid=7,
@@ -98,7 +96,7 @@ def _late(me: Rank) -> str:
             while not any(one.waits_for == 0 for one in _stats.seen_groups([os.getpid()])):
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-            ended = run("top", "--once", "--interval", "0.1", str(os.getpid()))
+            ended = process("top", "--once", "--interval", "0.1", str(os.getpid()))
             assert ended.returncode == 0, ended.stderr
             shown = ended.stdout
         group.prepare(np.zeros((1, 1), np.int64))

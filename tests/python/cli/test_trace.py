@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 
-from commands import run
+from commands import process, run
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "examples/python/numpy_stats.py"
@@ -55,7 +55,7 @@ def test_lines_of_devices_are_asked_for(tmp_path):
     program = "import os; print(os.environ.get('XD_TRACE_DEVICE', 'none'))"
     for options, said in (([], "none"), (["--device"], "1")):
         place = ["-o", str(tmp_path / "trace.json")]
-        ended = run("trace", *options, *place, "--", sys.executable, "-c", program)
+        ended = process("trace", *options, *place, "--", sys.executable, "-c", program)
         assert ended.stdout == f"{said}\n"
 
 

@@ -103,28 +103,9 @@ def test_words_of_types_are_those_of_the_headers() -> None:
 
 
 def test_constants_are_those_of_the_interface() -> None:
-    assert [
-        constants.OPERATIONS[number]
-        for number in (
-            constants.PREPARE,
-            constants.DISPATCH,
-            constants.COMBINE,
-            constants.DISPATCH_BWD,
-            constants.COMBINE_BWD,
-            constants.LL_DISPATCH,
-            constants.LL_COMBINE,
-            constants.LL_RESET,
-        )
-    ] == [
-        "prepare",
-        "dispatch",
-        "combine",
-        "dispatch_bwd",
-        "combine_bwd",
-        "ll_dispatch",
-        "ll_combine",
-        "ll_reset",
-    ]
+    ep = "prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd"
+    for word in (*ep, "ll_dispatch", "ll_combine", "ll_reset"):
+        assert constants.OPERATIONS[getattr(constants, word.upper())] == word
     assert constants.QUANTISE["mxfp8"] == (4, 32, "float8_e8m0fnu")
     assert constants.DTYPES["bfloat16"] == 4 << 8 | 16
     assert constants.DEVICE_TYPES == {"cpu": 1, "cuda": 2}

@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 
 import crossdock
 import support
+from core_support import config_of, on_ranks
 from crossdock import _core, launch
 from support import Rank
 
@@ -122,50 +122,6 @@ def test_a_communicator_of_nccl_is_an_address() -> None:
             crossdock.Comm.from_nccl(wrong)
 
 
-JOIN = """
-import crossdock
-try:
-    crossdock.Comm.from_environment(timeout={timeout})
-except crossdock.CrossdockError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def meet(environments: list[dict[str, str]], timeout: float) -> list[tuple[str, str]]:
-    """Runs processes that join by environment; returns their standard output and standard error."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOIN.format(timeout=timeout)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | common | {"RANK": str(rank)} | own,
-        )
-        for rank, own in enumerate(environments)
-    ]
-    return [process.communicate(timeout=60) for process in processes]
-
-
-def test_another_world_size_is_a_mismatch_at_once_on_both() -> None:
-    start = time.monotonic()
-    for out, _ in meet([{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "3"}], timeout=50):
-        assert out.startswith("Mismatch ") and "has num_ranks = " in out
-    assert time.monotonic() - start < 30
-
-
-def test_another_job_secret_is_named_on_both_sides() -> None:
-    told = meet([{"WORLD_SIZE": "2", "XD_JOB_SECRET": name} for name in ("mine", "yours")], 3)
-    (server, server_log), (client, client_log) = told
-    assert server.startswith("Timeout ") and "failed to prove that it knows the secret" in server
-    assert client.startswith("Timeout ") and "refused this rank: it knows another secret" in client
-    assert "warning: " in server_log and "failed to prove that it knows" in server_log
-    assert "warning: " in client_log and "it knows another secret" in client_log
-
-
 def test_no_error_shows_the_secret_of_a_meeting() -> None:
     given = crossdock.unique_id()
     for wrong in (given[:-1], bytearray(given + b"1"), list(given), memoryview(given)):
@@ -248,10 +204,7 @@ def test_communicator_leaves_with_its_last_reference() -> None:
 def test_group_keeps_its_communicator_alive() -> None:
     comm = alone()
     core = weakref.ref(comm.core())
-    config = crossdock.EpConfig(
-        num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32"
-    )
-    group = crossdock.EpGroup(comm, config)
+    group = crossdock.EpGroup(comm, config_of())
     del comm
     plan = group.prepare(np.array([[1]]))
     assert group.dispatch(plan, np.ones((1, 8), np.float32)).tokens.tolist() == [[1.0] * 8]
@@ -261,12 +214,7 @@ def test_group_keeps_its_communicator_alive() -> None:
 
 def test_closing_twice_and_using_after_close() -> None:
     comm = alone(heap_bytes=1 << 16)
-    group = crossdock.EpGroup(
-        comm,
-        crossdock.EpConfig(
-            num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32"
-        ),
-    )
+    group = crossdock.EpGroup(comm, config_of())
     comm.close()
     comm.close()
     assert comm.closed
@@ -282,7 +230,8 @@ def test_closing_twice_and_using_after_close() -> None:
     group.close()
 
 
-def closing_while_waiting(me: Rank) -> None:
+@on_ranks(2)
+def test_close_refuses_while_another_thread_waits(me: Rank) -> None:
     comm = me.comm()
     if me.rank == 0:
         caught: list[BaseException] = []
@@ -305,32 +254,6 @@ def closing_while_waiting(me: Rank) -> None:
         time.sleep(1)
         with pytest.raises(crossdock.Aborted):
             comm.barrier()
-    comm.close()
-
-
-def test_close_refuses_while_another_thread_waits() -> None:
-    support.run_ranks(2, closing_while_waiting)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_is_told_that_the_communicator_is_not_its_own() -> None:
-    comm = alone()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            comm.barrier()
-            text = "no error"
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    text = os.read(reader, 4096).decode()
-    os.close(reader)
-    os.waitpid(child, 0)
-    assert text.startswith("InvalidArgument") and "process" in text
-    comm.barrier()
     comm.close()
 
 
@@ -453,11 +376,6 @@ def test_a_rank_that_dies_is_remembered_where_losses_are_masked() -> None:
     assert [failure.rank for failure in caught.value.failures] == [0], caught.value
 
 
-def test_words_for_the_loss_of_a_peer_are_checked() -> None:
-    with pytest.raises(ValueError, match="on_peer_loss: expected 'fatal' or 'mask', got 'no'"):
-        alone(on_peer_loss="no")
-
-
 def hosts_of(me: Rank, hosts: list[str | None]) -> tuple[int, int]:
     with me.comm(host=hosts[me.rank]) as comm:
         assert comm.near_ranks == me.num_ranks  # whatever hosts they name
@@ -468,42 +386,6 @@ def test_ranks_name_the_hosts_that_they_count_to() -> None:
     assert support.run_threads(3, lambda me: hosts_of(me, [None] * 3)) == [(1, 0)] * 3
     named = support.run_threads(4, lambda me: hosts_of(me, ["west", "east", "west", "east"]))
     assert named == [(2, 0), (2, 1), (2, 0), (2, 1)]
-
-
-def partly_named(me: Rank) -> str:
-    with pytest.raises(crossdock.Mismatch) as caught:
-        hosts_of(me, ["west", None, "east"])
-    return str(caught.value)
-
-
-def test_all_ranks_name_their_hosts_or_none() -> None:
-    for text in support.run_threads(3, partly_named):
-        assert "config.host = 'west' on rank 0 and not given on rank 1" in text
-
-
-def test_names_of_hosts_are_checked() -> None:
-    with pytest.raises(TypeError, match="host: expected a str or None, got 3"):
-        alone(host=3)
-    with pytest.raises(ValueError, match="host: expected a text without NUL"):
-        alone(host="a\0b")
-    with pytest.raises(crossdock.InvalidArgument, match="expected 1 to 63 bytes"):
-        alone(host="h" * 64)
-    with pytest.raises(crossdock.InvalidArgument, match="expected 1 to 63 bytes"):
-        alone(host="")
-
-
-def test_settings_of_the_network_are_checked() -> None:
-    for value in (1, 999, -2):
-        with pytest.raises(crossdock.InvalidArgument, match=f"config.silence_ms = {value}, expect"):
-            alone(silence_ms=value)
-    with pytest.raises(TypeError, match="silence_ms: expected a whole number, got 2.5"):
-        alone(silence_ms=2.5)
-    with pytest.raises(ValueError, match="silence_ms: expected a number of 32 bits"):
-        alone(silence_ms=1 << 40)
-    with pytest.raises(TypeError, match="net_interface: expected a str or None, got 3"):
-        alone(net_interface=3)
-    with pytest.raises(ValueError, match="net_interface: expected a text without NUL"):
-        alone(net_interface="e\0")
 
 
 def test_settings_of_the_network_matter_between_machines_only() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pickle
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,23 +15,12 @@ import pytest
 
 import crossdock
 import support
+from core_support import config_of, on_ranks, peers_are_told, raises, rows_of
 from crossdock import _core, errors, launch
 from support import Rank
 
-CONFIG = crossdock.EpConfig(
-    num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, dtype="float32"
-)
+CONFIG = config_of()
 IDS = np.array([[0, 1], [2, 3]])
-
-
-def raises(
-    kind: type[crossdock.CrossdockError], call: Callable[[], object]
-) -> crossdock.CrossdockError:
-    """The exception of exactly `kind` that the call raises."""
-    with pytest.raises(kind) as caught:
-        call()
-    assert type(caught.value) is kind
-    return caught.value
 
 
 def still_usable(group: crossdock.EpGroup, rank: int) -> None:
@@ -41,154 +30,114 @@ def still_usable(group: crossdock.EpGroup, rank: int) -> None:
     assert np.array_equal(group.combine(plan, received.tokens), tokens * 2)
 
 
-def bad_arguments(me: Rank) -> None:
+@on_ranks(2)
+def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank) -> None:
     with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         plan = group.prepare(IDS)
-        tokens = np.ones((2, 8), np.float32)
-        mistakes = [
-            (
-                TypeError,
-                r"tokens: expected a NumPy array, got list",
-                lambda: group.dispatch(plan, tokens.tolist()),
-            ),
-            (
-                TypeError,
-                r"tokens: expected a dtype of float32, float16, bfloat16, float8_e4m3fn, "
-                r"float8_e5m2, int8, uint8, got float64",
-                lambda: group.dispatch(plan, tokens.astype(np.float64)),
-            ),
-            (
-                TypeError,
-                r"topk_weights: expected a dtype of float32, got float16",
-                lambda: group.dispatch(plan, tokens, np.ones((2, 2), np.float16)),
-            ),
-            (
-                ValueError,
-                r"scales: expected at most max_scale_bytes = 0 bytes .*, got 4",
-                lambda: group.dispatch(plan, tokens, scales=np.ones((2, 1), np.float32)),
-            ),
-            (
-                ValueError,
-                r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
-                lambda: group.dispatch(plan, np.ones((8, 2), np.float32).T),
-            ),
-            (
-                crossdock.InvalidArgument,
-                r"tokens: has 3 rows, expected 2",
-                lambda: group.dispatch(plan, np.ones((3, 8), np.float32)),
-            ),
-        ]
-        for kind, text, call in mistakes:
-            if me.rank == 1:
-                with pytest.raises(kind, match=rf"dispatch: {text}.*\[rank 1 of 2\]$"):
-                    call()
-            else:
-                start = time.monotonic()
-                error = raises(crossdock.Mismatch, lambda: group.dispatch(plan, tokens))
-                assert time.monotonic() - start < 5, "the peer was told late"
-                assert (error.peer, error.rank, error.operation) == (1, 0, "dispatch")
-                assert not error.fatal and "rank 1" in error.text
+        of_bytes = dataclasses.replace(plan, data=bytes(8))
+        tokens, rows = np.ones((2, 8), np.float32), np.ones((plan.recv_rows, 8), np.float32)
+        received = crossdock.Dispatched(rows, None, None, None)
+        right = {
+            "prepare": {"topk_idx": IDS},
+            "dispatch": {"plan": plan, "tokens": tokens},
+            "combine": {"plan": plan, "expert_out": rows},
+            "dispatch_bwd": {"plan": plan, "grad_recv_tokens": rows},
+            "combine_bwd": {"plan": plan, "grad_out": tokens},
+        }
+        half, byte = np.ones((2, 2), np.float16), np.ones((2, 1), np.float32)
+        dtypes = "float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, uint8, got float64"
+        no_plan, none = {"plan": None}, "plan: expected a Plan, got NoneType"
+        no_array = "expected a NumPy array, got"
+        table = {
+            TypeError: [
+                ("dispatch", {"tokens": tokens.tolist()}, f"tokens: {no_array} list"),
+                ("dispatch", {"tokens": tokens * np.float64(1)}, f"tokens: .* dtype of {dtypes}"),
+                ("dispatch", {"topk_weights": half}, "topk_weights: .* of float32, got float16"),
+                *((operation, no_plan, none) for operation in right if operation != "prepare"),
+                ("dispatch", no_plan | {"out": received}, none),
+                ("combine", no_plan | {"out": tokens}, none),
+                ("combine", {"plan": of_bytes, "out": tokens}, f"plan.data: {no_array} bytes"),
+                ("prepare", {"out": (1,)}, "out: expected a Plan, got tuple"),
+                ("dispatch", {"out": (1,)}, "out: expected a Dispatched, got tuple"),
+                ("prepare", {"out": of_bytes}, f"out.data: {no_array} bytes"),
+                ("prepare", {"alignment": "1"}, ".*str"),
+            ],
+            ValueError: [
+                ("dispatch", {"scales": byte}, "scales: .* max_scale_bytes = 0 bytes .*, got 4"),
+                (
+                    "dispatch",
+                    {"tokens": np.ones((8, 2), np.float32).T},
+                    r"tokens: expected a C-contiguous array, got strides \(4, 8\)",
+                ),
+            ],
+            crossdock.InvalidArgument: [
+                ("dispatch", {"tokens": np.ones((3, 8), np.float32)}, "tokens: has 3 rows, exp.* 2")
+            ],
+        }
+        for kind, operation, wrong, text in rows_of(table):
+            call = functools.partial(getattr(group, operation), **right[operation])
+            said = rf"(?s)^(xd_ep_)?{operation}: {text}.*\[rank 1 of 2\]$"
+            error = peers_are_told(me, kind, said, functools.partial(call, **wrong), call)
+            if error:
+                assert (error.peer, error.rank, error.operation) == (1, 0, operation)
                 assert group.status().status == "XD_SUCCESS"  # the call has raised it
             still_usable(group, me.rank)
 
 
-def test_bad_argument_is_named_and_peers_are_told_at_once() -> None:
-    support.run_ranks(2, bad_arguments)
+@on_ranks(2)
+def test_configs_that_are_wrong_or_differ_are_refused_and_peers_are_told_at_once(me: Rank) -> None:
+    Group, LowLatency, Context = crossdock.EpGroup, crossdock.LowLatencyGroup, crossdock.GemmContext
+    slots, no_rank = config_of(layout="expert_slots"), config_of(expert_ranks=(0, 0, 0, 2))
 
+    def product(**options: int) -> crossdock.GemmConfig:
+        return crossdock.GemmConfig(**{"max_tokens": 1, "max_k": 8, "max_n": 8} | options)
 
-def arguments_of_other_kinds(me: Rank) -> None:
-    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
-        good = group.prepare(IDS)
-        wrong = me.rank == 1
-        plan = None if wrong else good
-        tokens, rows = np.ones((2, 8), np.float32), np.ones((good.recv_rows, 8), np.float32)
-        received, out = crossdock.Dispatched(rows, None, None, None), np.ones((2, 8), np.float32)
-        of_bytes = dataclasses.replace(good, data=bytes(8)) if wrong else good
-        calls = [
-            ("plan: expected a Plan, got NoneType", lambda: group.dispatch(plan, tokens)),
-            (
-                "plan: expected a Plan, got NoneType",
-                lambda: group.dispatch(plan, tokens, out=received),
-            ),
-            ("plan: expected a Plan, got NoneType", lambda: group.combine(plan, rows)),
-            ("plan: expected a Plan, got NoneType", lambda: group.combine(plan, rows, out=out)),
-            ("plan: expected a Plan, got NoneType", lambda: group.dispatch_bwd(plan, rows)),
-            ("plan: expected a Plan, got NoneType", lambda: group.combine_bwd(plan, tokens)),
-            (
-                "plan.data: expected a NumPy array, got bytes",
-                lambda: group.combine(of_bytes, rows, out=out),
-            ),
-            (
-                "out: expected a Plan, got tuple",
-                lambda: group.prepare(IDS, out=(1,) if wrong else None),
-            ),
-            (
-                "out: expected a Dispatched, got tuple",
-                lambda: group.dispatch(good, tokens, out=(1,) if wrong else None),
-            ),
-            (
-                "out.data: expected a NumPy array, got bytes",
-                lambda: group.prepare(IDS, out=of_bytes if wrong else None),
-            ),
-            ("str", lambda: group.prepare(IDS, alignment="1" if wrong else 0)),
-        ]
-        for text, call in calls:
-            start = time.monotonic()
-            if wrong:
-                with pytest.raises(TypeError, match=text) as raised:
-                    call()
-                said = str(raised.value)
-                assert re.fullmatch(
-                    r"(prepare|dispatch|combine)(_bwd)?: .* \[rank 1 of 2\]", said, re.S
-                )
-            else:
-                assert raises(crossdock.Mismatch, call).peer == 1
-            assert time.monotonic() - start < 5, "the peer was told late"
-            still_usable(group, me.rank)
-
-
-def test_an_argument_of_another_kind_is_a_type_error_and_peers_are_told_at_once() -> None:
-    support.run_ranks(2, arguments_of_other_kinds)
+    good = {Group: CONFIG, LowLatency: slots, Context: product()}
+    with me.comm() as comm:
+        for group, wrong, kind, text in [
+            (Group, slots, ValueError, "config.layout: expected .* is for a LowLatencyGroup"),
+            (Group, None, TypeError, "config: expected an EpConfig, got NoneType"),
+            (Group, {}, TypeError, "config: expected an EpConfig, got dict"),
+            (Group, config_of(num_sms="a"), TypeError, "num_sms: expected an integer"),
+            (Group, no_rank, crossdock.InvalidArgument, r"expert_ranks\[3\] = 2"),
+            (LowLatency, CONFIG, ValueError, "config.layout: expected 'expert_slots'"),
+            (LowLatency, None, TypeError, "config: expected"),
+            (Context, {}, TypeError, "config: expected a GemmConfig, got dict"),
+            (Context, product(max_tokens=0), crossdock.InvalidArgument, "max_tokens = 0, expected"),
+            (Context, product(slots=3), crossdock.InvalidArgument, "slots = 3"),
+        ]:
+            make = functools.partial(group, comm)
+            right = functools.partial(make, good[group])
+            peers_are_told(me, kind, text, functools.partial(make, wrong), right)
+        for group, own, text in [
+            (Group, config_of(hidden=8 + 8 * me.rank), "hidden|row"),
+            (Group, config_of(expert_ranks=(me.rank,) * 4), "expert_ranks"),
+            (Context, product(max_n=8 + me.rank), "max_n"),
+        ]:
+            with pytest.raises(crossdock.Mismatch, match=text):
+                group(comm, own)
+        with pytest.raises(TypeError, match="comm: expected a Comm, got NoneType"):
+            Group(None, CONFIG)
+        with Group(comm, CONFIG) as made:
+            still_usable(made, me.rank)
+        context = Context(comm, good[Context])
+        assert context.comm is comm and context.config is good[Context]
+        context.close()
+        with pytest.raises(crossdock.InvalidArgument, match="this context has been closed"):
+            context.wait()
 
 
 def test_a_status_names_its_operation() -> None:
     found = {"status": "XD_ERROR_MISMATCH", "operation": 1}
     assert errors.in_words(found)["operation"] == "dispatch"
     assert errors.in_words(found | {"operation": 5})["operation"] == "ll_dispatch"
+    numbers = _core.constants.GEMM_OPERATIONS
+    assert errors.in_words(found | {"operation": numbers["bulk"]})["operation"] == "gemm_bulk"
+    assert errors.operation_word(max(numbers.values()) + 1) is None
 
 
-def configs_of_other_kinds(me: Rank) -> None:
-    slots = dataclasses.replace(CONFIG, layout="expert_slots")
-    of_text = dataclasses.replace(CONFIG, num_sms="a")
-    mistakes = [
-        (ValueError, "config.layout: expected", crossdock.EpGroup, slots, CONFIG),
-        (TypeError, "config: expected an EpConfig, got NoneType", crossdock.EpGroup, None, CONFIG),
-        (TypeError, "config: expected an EpConfig, got dict", crossdock.EpGroup, {}, CONFIG),
-        (TypeError, "num_sms: expected an integer", crossdock.EpGroup, of_text, CONFIG),
-        (ValueError, "config.layout: expected", crossdock.LowLatencyGroup, CONFIG, slots),
-        (TypeError, "config: expected", crossdock.LowLatencyGroup, None, slots),
-    ]
-    with me.comm() as comm:
-        for kind, text, group, bad, good in mistakes:
-            start = time.monotonic()
-            if me.rank == 1:
-                with pytest.raises(kind, match=text):
-                    group(comm, bad)
-            else:
-                error = raises(crossdock.Mismatch, lambda: group(comm, good))
-                assert "rank 1" in error.text and not error.fatal
-            assert time.monotonic() - start < 5, "the peer was told late"
-        with pytest.raises(TypeError, match="comm: expected a Comm, got NoneType"):
-            crossdock.EpGroup(None, CONFIG)
-        with crossdock.EpGroup(comm, CONFIG) as made:
-            still_usable(made, me.rank)
-
-
-def test_a_config_of_another_kind_is_refused_and_peers_are_told_at_once() -> None:
-    support.run_ranks(2, configs_of_other_kinds)
-
-
-def bad_ids(me: Rank) -> None:
+@on_ranks(2)
+def test_bad_ids_are_reported_on_every_rank_with_a_usable_plan(me: Rank) -> None:
     with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         plan = group.empty_plan()
         ids = np.array([[0, 9], [1, 1]]) if me.rank == 1 else IDS
@@ -208,11 +157,8 @@ def bad_ids(me: Rank) -> None:
         assert out[:, 0].tolist() == ([1, 1] if me.rank == 1 else [2, 2])
 
 
-def test_bad_ids_are_reported_on_every_rank_with_a_usable_plan() -> None:
-    support.run_ranks(2, bad_ids)
-
-
-def duplicates(me: Rank) -> None:
+@on_ranks(2)
+def test_repeated_ids_collapse_where_the_group_says_so(me: Rank) -> None:
     config = dataclasses.replace(CONFIG, duplicate_ids="collapse")
     with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
         plan = group.prepare(np.array([[1, 1], [0, 1]]))
@@ -224,11 +170,8 @@ def duplicates(me: Rank) -> None:
         assert group.status().bad_ids == 4
 
 
-def test_repeated_ids_collapse_where_the_group_says_so() -> None:
-    support.run_ranks(2, duplicates)
-
-
-def fatal(me: Rank) -> None:
+@on_ranks(2)
+def test_an_error_is_fatal_where_the_group_says_so(me: Rank) -> None:
     config = dataclasses.replace(CONFIG, on_error="fatal")
     comm = me.comm()
     with crossdock.EpGroup(comm, config) as group:
@@ -242,14 +185,9 @@ def fatal(me: Rank) -> None:
     comm.close()
 
 
-def test_an_error_is_fatal_where_the_group_says_so() -> None:
-    support.run_ranks(2, fatal)
-
-
-def overflow(me: Rank) -> None:
-    config = crossdock.EpConfig(
-        num_experts=2, max_topk=1, max_tokens_per_rank=4, hidden=8, dtype="float32", recv_capacity=4
-    )
+@on_ranks(2)
+def test_overflow_is_raised_on_every_rank(me: Rank) -> None:
+    config = config_of(num_experts=2, max_topk=1, recv_capacity=4)
     with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
         error = raises(crossdock.CapacityOverflow, lambda: group.prepare(np.ones((4, 1), np.int64)))
         assert (error.peer, error.status) == (1, "XD_ERROR_OVERFLOW")
@@ -260,11 +198,8 @@ def overflow(me: Rank) -> None:
         group.prepare(np.full((4, 1), me.rank))
 
 
-def test_overflow_is_raised_on_every_rank() -> None:
-    support.run_ranks(2, overflow)
-
-
-def late_peer(me: Rank) -> None:
+@on_ranks(2)
+def test_timeout_says_who_was_waited_for_and_where(me: Rank) -> None:
     comm = me.comm(timeout=0.5)
     group = crossdock.EpGroup(comm, CONFIG)
     if me.rank == 0:
@@ -279,10 +214,6 @@ def late_peer(me: Rank) -> None:
     else:
         time.sleep(1.5)
     comm.close()
-
-
-def test_timeout_says_who_was_waited_for_and_where() -> None:
-    support.run_ranks(2, late_peer)
 
 
 def killed_peer(me: Rank) -> None:
@@ -305,7 +236,8 @@ def test_killed_peer_is_named_on_all_others() -> None:
     assert str(caught.value) == "rank 1: ended by SIGKILL (is memory short?)"
 
 
-def leaving_peer(me: Rank) -> None:
+@on_ranks(2)
+def test_peer_that_left_is_named(me: Rank) -> None:
     comm = me.comm()
     if me.rank == 1:
         comm.close()
@@ -314,11 +246,8 @@ def leaving_peer(me: Rank) -> None:
     assert error.peer == 1 and "left" in error.text
 
 
-def test_peer_that_left_is_named() -> None:
-    support.run_ranks(2, leaving_peer)
-
-
-def aborting(me: Rank) -> None:
+@on_ranks(2)
+def test_abort_releases_every_rank(me: Rank) -> None:
     comm = me.comm()
     if me.rank == 1:
         comm.abort()
@@ -327,124 +256,73 @@ def aborting(me: Rank) -> None:
     comm.close()
 
 
-def test_abort_releases_every_rank() -> None:
-    support.run_ranks(2, aborting)
+BYTES, NUL = "expected 1 to 63 bytes", "expected a text without NUL"
+MISTAKES_OF_A_COMM = {
+    TypeError: [
+        ({"rank": "0"}, "rank: expected a whole number, got '0'"),
+        ({"num_ranks": 1.5}, "num_ranks: expected a whole number, got 1.5"),
+        ({"name": None}, "name: expected a str, got None"),
+        ({"timeout": "9"}, "timeout: expected seconds or None, got '9'"),
+        ({"device": 3}, "device: expected a str, got 3"),
+        ({"host": 3}, "host: expected a str or None, got 3"),
+        ({"silence_ms": 2.5}, "silence_ms: expected a whole number, got 2.5"),
+        ({"net_interface": 3}, "net_interface: expected a str or None, got 3"),
+    ],
+    ValueError: [
+        ({"rank": 1 << 40}, "rank: expected a number of 32 bits, got 1099511627776"),
+        ({"device": "gpu"}, "device: expected 'cpu'"),
+        ({"timeout": -1}, "timeout: expected seconds above 0"),
+        ({"on_peer_loss": "no"}, "on_peer_loss: expected 'fatal' or 'mask', got 'no'"),
+        ({"host": "a\0b"}, f"host: {NUL}"),
+        ({"silence_ms": 1 << 40}, "silence_ms: expected a number of 32 bits"),
+        ({"net_interface": "e\0"}, f"net_interface: {NUL}"),
+    ],
+    crossdock.InvalidArgument: [
+        ({"rank": 2, "num_ranks": 2}, "rank = 2"),
+        ({"host": "h" * 64}, BYTES),
+        ({"host": ""}, BYTES),
+        *(({"silence_ms": ms}, f"config.silence_ms = {ms}, expect") for ms in (1, 999, -2)),
+    ],
+}
 
 
-def different_configs(me: Rank) -> None:
-    with me.comm() as comm:
-        config = crossdock.EpConfig(
-            num_experts=4,
-            max_topk=2,
-            max_tokens_per_rank=4,
-            hidden=8 + 8 * me.rank,
-            dtype="float32",
-        )
-        error = raises(crossdock.Mismatch, lambda: crossdock.EpGroup(comm, config))
-        assert "hidden" in error.text or "row" in error.text
-        crossdock.EpGroup(comm, CONFIG).close()
+@pytest.mark.parametrize("kind, options, text", rows_of(MISTAKES_OF_A_COMM))
+def test_mistakes_in_arguments_of_a_communicator_are_named(
+    kind: type[Exception], options: dict[str, object], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        crossdock.Comm(crossdock.unique_id(), **{"rank": 0, "num_ranks": 1} | options)
 
 
-def different_placements(me: Rank) -> None:
-    with me.comm() as comm:
-        placed = dataclasses.replace(CONFIG, expert_ranks=(me.rank,) * CONFIG.num_experts)
-        error = raises(crossdock.Mismatch, lambda: crossdock.EpGroup(comm, placed))
-        assert "expert_ranks" in error.text
-        bad = (0,) * (CONFIG.num_experts - 1) + (2 if me.rank == 0 else 0,)
-        placed = dataclasses.replace(CONFIG, expert_ranks=bad)
-        kind = crossdock.InvalidArgument if me.rank == 0 else crossdock.Mismatch
-        error = raises(kind, lambda: crossdock.EpGroup(comm, placed))
-        assert (f"expert_ranks[{CONFIG.num_experts - 1}] = 2" if me.rank == 0 else "rank 0") in (
-            error.text
-        )
-        crossdock.EpGroup(comm, CONFIG).close()
-
-
-def test_placements_that_differ_are_a_mismatch() -> None:
-    support.run_ranks(2, different_placements)
-
-
-def test_configs_that_differ_are_a_mismatch() -> None:
-    support.run_ranks(2, different_configs)
-
-
-ALONE = {"rank": 0, "num_ranks": 1}
-KINDS_OF_COMM = [
-    ({"rank": "0"}, TypeError, "rank: expected a whole number, got '0'"),
-    ({"rank": 1 << 40}, ValueError, "rank: expected a number of 32 bits, got 1099511627776"),
-    ({"num_ranks": 1.5}, TypeError, "num_ranks: expected a whole number, got 1.5"),
-    ({"name": None}, TypeError, "name: expected a str, got None"),
-    ({"timeout": "9"}, TypeError, "timeout: expected seconds or None, got '9'"),
-    ({"device": 3}, TypeError, "device: expected a str, got 3"),
-]
+NOT_THREE = "expert_ranks: expected the ranks of num_experts = 3 experts, got 2"
+LAYOUT = "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got 'expert'"
 
 
 @pytest.mark.parametrize(
     "make, kind, text",
     [
+        (lambda: config_of(dtype="float64"), TypeError, "dtype: .*float64"),
+        (lambda: config_of(layout="expert"), ValueError, LAYOUT),
         (
-            lambda: crossdock.EpConfig(
-                num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, dtype="float64"
-            ),
-            TypeError,
-            "dtype: .*float64",
-        ),
-        (
-            lambda: crossdock.EpConfig(
-                num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=8, layout="expert"
-            ),
+            lambda: config_of(on_peer_loss="skip"),
             ValueError,
-            "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got 'expert'",
+            "on_peer_loss: expected 'fatal' or 'mask', got 'skip'",
         ),
+        (lambda: config_of(num_experts=3, expert_ranks=[0, 1]), ValueError, NOT_THREE),
         (
-            lambda: crossdock.EpConfig(
-                num_experts=3, max_topk=2, max_tokens_per_rank=4, hidden=8, expert_ranks=[0, 1]
-            ),
-            ValueError,
-            "expert_ranks: expected the ranks of num_experts = 3 experts, got 2",
-        ),
-        (
-            lambda: crossdock.EpConfig(
-                num_experts=1, max_topk=2, max_tokens_per_rank=4, hidden=8, expert_ranks=["0"]
-            ),
+            lambda: config_of(num_experts=1, expert_ranks=["0"]),
             TypeError,
             r"expert_ranks: expected a rank for each expert, got \['0'\]",
         ),
         (
             lambda: _core.recv_bound(num_ranks=2, num_experts=3, expert_ranks=[0, 1]),
             ValueError,
-            "expert_ranks: expected the ranks of num_experts = 3 experts, got 2",
+            NOT_THREE,
         ),
         (
-            lambda: crossdock.EpConfig(
-                num_experts=3, max_topk=2, max_tokens_per_rank=4, hidden=8
-            ).recv_bound(2),
+            lambda: config_of(num_experts=3).recv_bound(2),
             crossdock.InvalidArgument,
             "num_experts = 3, expected a multiple of num_ranks = 2",
-        ),
-        *(
-            (lambda wrong=wrong: crossdock.Comm(bytes(128), **{**ALONE, **wrong}), kind, text)
-            for wrong, kind, text in KINDS_OF_COMM
-        ),
-        (
-            lambda: crossdock.Comm(bytes(5), rank=0, num_ranks=1),
-            TypeError,
-            "unique_id: expected 128",
-        ),
-        (
-            lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, device="gpu"),
-            ValueError,
-            "device: expected 'cpu'",
-        ),
-        (
-            lambda: crossdock.Comm(bytes(128), rank=0, num_ranks=1, timeout=-1),
-            ValueError,
-            "timeout: expected seconds above 0",
-        ),
-        (
-            lambda: crossdock.Comm(bytes(128), rank=2, num_ranks=2),
-            crossdock.InvalidArgument,
-            "rank = 2",
         ),
         (lambda: crossdock.feature_available("gpu"), ValueError, "feature: expected 'cpu'"),
     ],

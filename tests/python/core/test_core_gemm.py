@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,8 @@ import pytest
 
 import crossdock
 import support
-from crossdock import GemmArgs, GemmConfig, GemmContext, errors
+from core_support import dtype_of, equal, on_ranks, peers_are_told, poison, rows_of
+from crossdock import GemmArgs, GemmConfig, GemmContext
 from support import Rank
 
 SEED = 1509
@@ -39,7 +40,7 @@ class Case:
 
     @property
     def type(self) -> np.dtype:
-        return np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        return dtype_of(self.dtype)
 
     @property
     def all_tokens(self) -> int:
@@ -59,19 +60,6 @@ CASES = [
 
 def stored(matrix: np.ndarray, transposed: bool) -> np.ndarray:
     return np.ascontiguousarray(matrix.T if transposed else matrix)
-
-
-def equal(name: str, got: np.ndarray, want: np.ndarray, dtype: np.dtype | None = None) -> None:
-    assert got.shape == want.shape, f"{name}: got shape {got.shape}, want {want.shape}"
-    assert dtype is None or got.dtype == dtype, name
-    np.testing.assert_array_equal(got.astype(np.float64), want.astype(np.float64), err_msg=name)
-
-
-def poison(comm: crossdock.Comm) -> None:
-    """Fills all symmetric memory with NaN, for arrays that are allocated later."""
-    size = comm.memory().largest_free_bytes
-    if size:
-        comm.empty(size // 4, np.float32).fill(np.nan)
 
 
 def products(me: Rank, case: Case) -> None:
@@ -98,32 +86,25 @@ def products(me: Rank, case: Case) -> None:
             for _ in range(2):
                 a = stored(tokens[me.rank], case.transpose_a)
                 x = np.full((rows, N), 99, case.type)
-                d = context.all_gather(
-                    a,
-                    b_here,
-                    bias=bias,
-                    epilogue="relu",
-                    pre_activation=x,
-                    **options,
-                    algo=case.algo,
-                )
+                more = {"bias": bias, "epilogue": "relu", "pre_activation": x, "algo": case.algo}
+                d = context.all_gather(a, b_here, **options, **more)
                 want = gathered @ wide[me.rank].T + bias
-                equal("pre_activation", x, want)
-                equal("all_gather", d, np.maximum(want, 0), case.type)
-                equal("gathered", context.gathered(), stored(gathered, case.transpose_a), case.type)
+                equal(x, want, "pre_activation", case.type)
+                equal(d, np.maximum(want, 0), "all_gather", case.type)
+                equal(context.gathered(), stored(gathered, case.transpose_a), "gathered", case.type)
 
                 a = stored(halves[me.rank], case.transpose_a)
                 sums = np.full(N, 99, np.float32)
                 d = context.reduce_scatter(a, b_here, bias_grad=sums, **options, algo=case.algo)
-                equal("reduce_scatter", d, summed[own], case.type)
-                equal("bias_grad", sums, summed[own].sum(0))
+                equal(d, summed[own], "reduce_scatter", case.type)
+                equal(sums, summed[own].sum(0), "bias_grad")
 
                 c = np.full((rows, N), 3, case.type)
                 d = context.all_reduce(
                     a, b_here, alpha=2, beta=-1.0, c=c, out=c, **options | {"tokens_per_rank": None}
                 )
                 assert d is c
-                equal("all_reduce", d, 2 * summed - 3, case.type)
+                equal(d, 2 * summed - 3, "all_reduce", case.type)
             assert (context.errors(), context.status().status) == (0, "XD_SUCCESS")
 
 
@@ -136,7 +117,8 @@ def test_ranks_may_be_threads_of_one_process() -> None:
     support.run_threads(3, products, CASES[1])
 
 
-def scaled(me: Rank) -> None:
+@on_ranks(2)
+def test_fp8_with_scales_of_each_kind(me: Rank) -> None:
     """fp8 with scales of each kind: powers of two, so that products are exact."""
     random = np.random.default_rng(SEED)
     rows, columns, inner = 4, 16, 256
@@ -169,19 +151,16 @@ def scaled(me: Rank) -> None:
             want = np.concatenate([widened(*pair) for pair in zip(a, a_scale)])
             want = want @ widened(b, b_scale).T
             d = context.all_gather(a[me.rank], b, **args, dtype=np.float32, d_amax=amax)
-            equal(way, d, want, np.dtype("float32"))
-            equal(f"gathered, {way}", kept, np.concatenate(a))
+            equal(d, want, way, np.dtype("float32"))
+            equal(kept, np.concatenate(a), f"gathered, {way}")
             assert amax == np.abs(want).max()
             d = context.all_gather(a[me.rank], b, **args, dtype=fp8, d_scale=out_scale)
-            equal(f"to fp8, {way}", d, (want / 4).astype(fp8), np.dtype(fp8))
+            equal(d, (want / 4).astype(fp8), f"to fp8, {way}", np.dtype(fp8))
             assert context.all_gather(a[me.rank], b, **args).dtype == ml_dtypes.bfloat16
 
 
-def test_fp8_with_scales_of_each_kind() -> None:
-    support.run_ranks(2, scaled)
-
-
-def beside_products(me: Rank) -> None:
+@on_ranks(3)
+def test_transfers_beside_a_product_and_beside_other_work(me: Rank) -> None:
     case = Case((3, 0, 4))
     arrays = case.matrices(5, *((count, 24) for count in case.tokens))
     terms = case.matrices(6, *[(7, 12)] * 3)
@@ -194,16 +173,16 @@ def beside_products(me: Rank) -> None:
         product = GemmArgs(a=grad, b=x, transpose_a=True, transpose_b=False)
         given = {"product": product, "tokens_per_rank": case.tokens}
         out, weight_grad = context.bulk("all_gather", arrays[me.rank], **given)
-        equal("gathered", out, np.concatenate(arrays))
-        equal("product", weight_grad, grad.T @ x)
+        equal(out, np.concatenate(arrays), "gathered")
+        equal(weight_grad, grad.T @ x, "product")
         grad_into = np.ones_like(weight_grad)
         product = dataclasses.replace(product, c=grad_into, out=grad_into, beta=1.0)
         out, same = context.bulk(
             "reduce_scatter", terms[me.rank], product=product, tokens_per_rank=case.tokens
         )
         assert same is grad_into
-        equal("reduced", out, sum(terms)[first : first + case.tokens[me.rank]])
-        equal("accumulated", grad_into, grad.T @ x + 1)
+        equal(out, sum(terms)[first : first + case.tokens[me.rank]], "reduced")
+        equal(grad_into, grad.T @ x + 1, "accumulated")
         with pytest.raises(crossdock.Mismatch, match="tag "):
             context.bulk("all_gather", arrays[me.rank], tokens_per_rank=case.tokens, tag=me.rank)
         raw = (np.arange(case.tokens[me.rank] * 16) + me.rank).astype(np.uint8).reshape(-1, 16)
@@ -214,15 +193,12 @@ def beside_products(me: Rank) -> None:
         with pytest.raises(crossdock.Busy):
             context.start_all_gather(arrays[me.rank], tokens_per_rank=case.tokens)
         context.wait()
-        equal("gathered beside", out, np.concatenate(arrays))
+        equal(out, np.concatenate(arrays), "gathered beside")
         context.wait()
 
 
-def test_transfers_beside_a_product_and_beside_other_work() -> None:
-    support.run_ranks(3, beside_products)
-
-
-def explained(me: Rank) -> None:
+@on_ranks(2)
+def test_explain_says_what_a_call_would_do(me: Rank) -> None:
     case = CASES[0]
     a, b = case.matrices(1, (3, K), (N, K))
     with me.comm() as comm, GemmContext(comm, case.config()) as context:
@@ -239,57 +215,39 @@ def explained(me: Rank) -> None:
             context.explain("gather", GemmArgs(a=a, b=b))
 
 
-def test_explain_says_what_a_call_would_do() -> None:
-    support.run_ranks(2, explained)
-
-
-def mistakes(me: Rank) -> None:
+@on_ranks(2)
+def test_a_mistake_is_named_and_the_peers_are_told_at_once(me: Rank) -> None:
     case = Case((3, 3))
     a, b = case.matrices(1, (3, K), (N, K))
-    nothing = np.empty(0, np.float32)
-    calls = [
-        (TypeError, "a: expected a NumPy array, got list", {"a": [1]}),
-        (TypeError, "b: expected a dtype of float32, .*, got int32", {"b": b.astype(np.int32)}),
-        (ValueError, r"a: expected 2 dimensions, got shape \(3,\)", {"a": a[:, 0].copy()}),
-        (ValueError, "a: expected a C-contiguous array", {"a": a[:, ::2]}),
-        (ValueError, "epilogue: expected one of 'none', .*, got 'tanh'", {"epilogue": "tanh"}),
-        (
-            ValueError,
-            "tokens_per_rank: expected the tokens of 2 ranks, got 1",
-            {"tokens_per_rank": (3,)},
-        ),
-        (
-            TypeError,
-            "tokens_per_rank: expected a sequence of whole numbers, got 3",
-            {"tokens_per_rank": 3},
-        ),
-        (TypeError, "tag: expected a whole number, got 'fc1'", {"tag": "fc1"}),
-        (ValueError, r"tag: expected a whole number from 0 below 2\^32, got -1", {"tag": -1}),
-        (TypeError, "unexpected keyword argument 'biass'", {"biass": nothing}),
-        (
-            crossdock.InvalidArgument,
-            "bias: has 0 elements, expected 40|bias: .*expected 40",
-            {"bias": nothing},
-        ),
-        (crossdock.InvalidArgument, r"b: has K = 20, expected 24", {"b": b[:, :20].copy()}),
-        (
-            crossdock.InvalidArgument,
-            "a: has 4 tokens, expected at most max_tokens = 3",
-            {"a": np.zeros((4, K), np.float32)},
-        ),
-    ]
+    whole = "a whole number"
+    table = {
+        TypeError: [
+            ({"a": [1]}, "a: expected a NumPy array, got list"),
+            ({"b": b.astype(np.int32)}, "b: expected a dtype of float32, .*, got int32"),
+            ({"tokens_per_rank": 3}, "tokens_per_rank: .* a sequence of whole numbers, got 3"),
+            ({"tag": "fc1"}, f"tag: expected {whole}, got 'fc1'"),
+            ({"biass": b}, "unexpected keyword argument 'biass'"),
+        ],
+        ValueError: [
+            ({"a": a[:, 0].copy()}, r"a: expected 2 dimensions, got shape \(3,\)"),
+            ({"a": a[:, ::2]}, "a: expected a C-contiguous array"),
+            ({"epilogue": "tanh"}, "epilogue: expected one of 'none', .*, got 'tanh'"),
+            ({"tokens_per_rank": (3,)}, "tokens_per_rank: expected the tokens of 2 ranks, got 1"),
+            ({"tag": -1}, rf"tag: expected {whole} from 0 below 2\^32, got -1"),
+        ],
+        crossdock.InvalidArgument: [
+            ({"bias": np.empty(0, np.float32)}, "bias: has 0 elements, exp.* 40|bias: .*exp.* 40"),
+            ({"b": b[:, :20].copy()}, "b: has K = 20, expected 24"),
+            ({"a": np.zeros((4, K), np.float32)}, "a: has 4 tokens, .* at most max_tokens = 3"),
+        ],
+    }
     with me.comm() as comm, GemmContext(comm, case.config()) as context:
-        for kind, text, changed in calls:
-            if me.rank == 1:
-                with pytest.raises(kind, match=rf"{text}.*\[rank 1 of 2\]$"):
-                    context.all_gather(**{"a": a, "b": b} | changed)
-            else:
-                start = time.monotonic()
-                with pytest.raises(crossdock.Mismatch) as raised:
-                    context.all_gather(a, b)
-                assert time.monotonic() - start < 5, "the peer was told late"
-                error = raised.value
-                assert (error.peer, error.operation, error.fatal) == (1, "gemm_all_gather", False)
+        right = functools.partial(context.all_gather, a=a, b=b)
+        for kind, wrong, text in rows_of(table):
+            said = rf"(?:{text}).*\[rank 1 of 2\]$"
+            error = peers_are_told(me, kind, said, functools.partial(right, **wrong), right)
+            if error:
+                assert (error.peer, error.operation) == (1, "gemm_all_gather")
         with pytest.raises(crossdock.Mismatch, match="K 20, here 24|K 24, here 20"):
             width = (24, 20)[me.rank]
             context.all_gather(a[:, :width].copy(), b[:, :width].copy())
@@ -301,45 +259,8 @@ def mistakes(me: Rank) -> None:
             context.bulk("all_gather", a)
         with pytest.raises(crossdock.InvalidArgument, match="keep_gathered|gathered"):
             context.gathered()
-        d = context.all_gather(a, b)  # still usable
-        equal("all_gather", d, np.concatenate([a, a]) @ b.T)
+        equal(right(), np.concatenate([a, a]) @ b.T, "all_gather")  # still usable
         assert context.errors() > 0 and context.status().operation is None
-
-
-def test_a_mistake_is_named_and_the_peers_are_told_at_once() -> None:
-    support.run_ranks(2, mistakes)
-
-
-def bad_configs(me: Rank) -> None:
-    with me.comm() as comm:
-        for kind, text, make in (
-            (TypeError, "config: expected a GemmConfig, got dict", lambda: {}),
-            (
-                crossdock.InvalidArgument,
-                "config.max_tokens = 0, expected 1 to",
-                lambda: GemmConfig(max_tokens=0, max_k=8, max_n=8),
-            ),
-            (
-                crossdock.InvalidArgument,
-                "config.slots = 3",
-                lambda: GemmConfig(max_tokens=1, max_k=8, max_n=8, slots=3),
-            ),
-        ):
-            good = GemmConfig(max_tokens=1, max_k=8, max_n=8)
-            with pytest.raises(kind if me.rank == 0 else crossdock.Mismatch) as raised:
-                GemmContext(comm, make() if me.rank == 0 else good)
-            assert me.rank == 1 or text in str(raised.value)
-        with pytest.raises(crossdock.Mismatch, match="max_n"):
-            GemmContext(comm, GemmConfig(max_tokens=1, max_k=8, max_n=8 + me.rank))
-        context = GemmContext(comm, good)
-        assert context.comm is comm and context.config is good
-        context.close()
-        with pytest.raises(crossdock.InvalidArgument, match="this context has been closed"):
-            context.wait()
-
-
-def test_a_bad_config_is_refused_on_all_ranks() -> None:
-    support.run_ranks(2, bad_configs)
 
 
 def test_a_config_knows_its_words_and_its_memory() -> None:
@@ -355,10 +276,3 @@ def test_a_config_knows_its_words_and_its_memory() -> None:
     assert [crossdock.gemm_local_size(10, rank, 4) for rank in range(4)] == [3, 3, 3, 1]
     with pytest.raises(crossdock.InvalidArgument, match="rank = 4"):
         crossdock.gemm_local_size(10, 4, 4)
-
-
-def test_a_status_names_its_operation() -> None:
-    numbers = crossdock._core.constants.GEMM_OPERATIONS
-    found = {"status": "XD_ERROR_MISMATCH", "operation": numbers["bulk"]}
-    assert errors.in_words(found)["operation"] == "gemm_bulk"
-    assert errors.operation_word(max(numbers.values()) + 1) is None

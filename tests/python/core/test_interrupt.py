@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 import crossdock
+from core_support import config_of, on_ranks
 from crossdock import launch
 from crossdock.errors import Aborted, InvalidArgument
-from support import Rank, run_ranks
+from support import Rank
 
 AFTER = 0.3  # seconds until the signal: by then the call waits
 LIMIT = 2.0  # of all: half a second is promised, and the machine may be busy
 
-CONFIG = crossdock.EpConfig(
-    num_experts=4, max_topk=2, max_tokens_per_rank=4, hidden=16, dtype="float32"
-)
+CONFIG = config_of()
 IDS = np.array([[0, 3]], np.int64)
 
 
@@ -33,6 +32,7 @@ def send_soon(number: int) -> threading.Timer:
 
 def interrupted(call: Callable[[], object]) -> None:
     """The call ends with KeyboardInterrupt soon after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     since = time.monotonic()
     send_soon(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -48,7 +48,9 @@ CALLS: dict[str, Callable[[crossdock.Comm, crossdock.EpGroup], object]] = {
 }
 
 
-def _interrupt(me: Rank, name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wait_ends_with_ctrl_c_and_the_peers_hear_of_it(me: Rank, name: str) -> None:
     with me.comm(timeout=60) as comm:
         group = crossdock.EpGroup(comm, CONFIG)
         if me.rank == 1:
@@ -60,11 +62,6 @@ def _interrupt(me: Rank, name: str) -> None:
             comm.barrier()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wait_ends_with_ctrl_c_and_the_peers_hear_of_it(name: str):
-    run_ranks(2, _interrupt, name)
-
-
 def _interrupt_meetings(me: Rank) -> None:
     interrupted(lambda: me.comm(timeout=60))
     os.environ["MASTER_PORT"] = str(launch.free_port())
@@ -73,16 +70,14 @@ def _interrupt_meetings(me: Rank) -> None:
         interrupted(lambda: crossdock.Comm.from_environment(timeout=60))
 
 
-def _meet_alone(me: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_that_wait_for_others_to_come_end_with_ctrl_c(me: Rank) -> None:
     if me.rank == 0:
         _interrupt_meetings(me)
 
 
-def test_ranks_that_wait_for_others_to_come_end_with_ctrl_c():
-    run_ranks(2, _meet_alone, fresh=True)
-
-
-def _handle(me: Rank) -> None:
+@on_ranks(2)
+def test_a_handler_runs_while_a_call_waits_and_cannot_wait_inside_it(me: Rank) -> None:
     """A handler that raises nothing runs while the call waits, and the call goes on."""
     seen: list[object] = []
     with me.comm(timeout=60) as comm:
@@ -105,7 +100,3 @@ def _handle(me: Rank) -> None:
             time.sleep(3 * AFTER)
             comm.barrier()
         group.prepare(IDS)
-
-
-def test_a_handler_runs_while_a_call_waits_and_cannot_wait_inside_it():
-    run_ranks(2, _handle)

@@ -215,6 +215,7 @@ def test_ranks_of_a_program_end_with_it(tmp_path, number):
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as parent:
         assert parent.stdout is not None
         processes = [int(word) for _ in range(2) for word in parent.stdout.readline().split()]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import crossdock
+from core_support import config_of
 from support import Rank, run_ranks
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -20,10 +21,7 @@ def _draw(me: Rank, path: str) -> list[str]:
     matplotlib.use("Agg")
     from crossdock import plot
 
-    config = crossdock.EpConfig(
-        num_experts=4, max_topk=2, max_tokens_per_rank=8, hidden=4, dtype="float32"
-    )
-    with me.comm() as comm, crossdock.EpGroup(comm, config) as group:
+    with me.comm() as comm, crossdock.EpGroup(comm, config_of(max_tokens_per_rank=8)) as group:
         plan = group.prepare(np.tile(np.array([[0, 3]], np.int64), (5 + me.rank, 1)))
         figure = plot.routing(plan)
     left, right = figure.axes

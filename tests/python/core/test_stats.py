@@ -7,16 +7,14 @@ import os
 import numpy as np
 
 import crossdock
+from core_support import config_of, on_ranks
 from crossdock import _stats
 from support import Rank, run_ranks, run_threads
 
 TOKENS, HIDDEN = 8, 16
 
 
-def _config() -> crossdock.EpConfig:
-    return crossdock.EpConfig(
-        num_experts=4, max_topk=2, max_tokens_per_rank=TOKENS, hidden=HIDDEN, dtype="float32"
-    )
+CONFIG = config_of(max_tokens_per_rank=TOKENS, hidden=HIDDEN)
 
 
 def _choices() -> np.ndarray:
@@ -24,7 +22,7 @@ def _choices() -> np.ndarray:
 
 
 def _steps(me: Rank) -> crossdock.GroupStats:
-    with me.comm() as comm, crossdock.EpGroup(comm, _config()) as group:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         assert group.stats().calls == {}
         for _ in range(3):
             plan = group.prepare(_choices())
@@ -46,7 +44,7 @@ def test_stats_count_calls_tokens_and_rows():
 
 
 def _fails(me: Rank) -> crossdock.GroupStats:
-    with me.comm() as comm, crossdock.EpGroup(comm, _config()) as group:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         try:
             group.prepare(_choices() if me.rank else _choices().astype(np.float32))
         except (TypeError, ValueError, crossdock.Mismatch):
@@ -74,7 +72,7 @@ def test_stats_of_a_context_have_its_operations():
 
 def _is_seen(me: Rank) -> None:
     name = f"rank {me.rank}: Fächer"
-    with me.comm(name="seen") as comm, crossdock.EpGroup(comm, _config()) as group:
+    with me.comm(name="seen") as comm, crossdock.EpGroup(comm, CONFIG) as group:
         group.set_name(name)
         assert os.getpid() in _stats.processes()
         group.prepare(_choices())
@@ -93,9 +91,10 @@ def test_a_process_is_seen_with_the_names_of_its_groups_while_they_live():
     run_ranks(2, _is_seen)
 
 
-def _lives_on(me: Rank) -> None:
+@on_ranks(1, fresh=True)
+def test_a_fork_has_a_board_of_its_own(me: Rank) -> None:
     """A fork that makes a group of its own leaves its parent's numbers alone."""
-    with me.comm() as comm, crossdock.EpGroup(comm, _config()) as group:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
         group.set_name("parent")
         group.prepare(_choices())
         child = os.fork()
@@ -103,7 +102,7 @@ def _lives_on(me: Rank) -> None:
             code = 1
             try:
                 with crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1) as own:
-                    with crossdock.EpGroup(own, _config()) as other:
+                    with crossdock.EpGroup(own, CONFIG) as other:
                         other.set_name("child")
                         names = [one.name for one in _stats.seen_groups([os.getpid()])]
                         code = 0 if names == ["child"] else 2
@@ -112,7 +111,3 @@ def _lives_on(me: Rank) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert [one.name for one in _stats.seen_groups([os.getpid()])] == ["parent"]
         assert group.stats().calls == {"prepare": 1}
-
-
-def test_a_fork_has_a_board_of_its_own():
-    run_ranks(1, _lives_on, fresh=True)

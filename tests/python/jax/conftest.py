@@ -11,7 +11,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Read when JAX looks for devices, which is later.
     if not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        # Most of the time here goes into compiling, and little code need be fast.
+        os.environ["XLA_FLAGS"] = (
+            "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+        )
 
 
 @pytest.fixture

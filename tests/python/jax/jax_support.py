@@ -8,7 +8,12 @@ inputs of all ranks, and looks at the results of the ranks that the process has.
 
 from __future__ import annotations
 
+import functools
 import os
+import pathlib
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +24,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import crossdock.jax as xd
+from ranked import as_test
 from support import Rank, run_ranks
 
 RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
 ON_GPUS = "XD_JAX_GPUS" in os.environ
-
-everywhere = pytest.mark.parametrize("where", ["devices", "processes"])
+EXPERTS, TOPK, HIDDEN = 8, 3, 16
 
 
 class World:
@@ -48,6 +53,10 @@ class World:
             for shard in array.addressable_shards
         }
 
+    def equal(self, array: jax.Array, expected: Callable[[int], np.ndarray]) -> None:
+        """The part of each rank of this process is exactly what is expected of it."""
+        equal(self.parts(array), expected)
+
     def on_ranks(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function of one rank's parts as a compiled one of global arrays."""
         spec = PartitionSpec("ep")
@@ -65,6 +74,26 @@ def run(where: str, case: Callable[..., Any], *args: Any) -> None:
         _run(case, args)
 
 
+def ranked(case: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a case, which has the argument `where` besides the case's."""
+    return as_test(case, lambda case, where, *args: run(where, case, *args), own=("where",))
+
+
+def everywhere(case: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a case, which runs in processes and on the devices of one."""
+    return pytest.mark.parametrize("where", ["devices", "processes"])(ranked(case))
+
+
+def on_devices(case: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a case, which runs on the devices of one process."""
+    return as_test(case, functools.partial(run, "devices"))
+
+
+def on_processes(case: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a case, which runs in processes with a device each."""
+    return as_test(case, functools.partial(run, "processes"))
+
+
 def _run(case: Callable[..., Any], args: tuple[Any, ...]) -> None:
     world = World()
     try:
@@ -78,7 +107,7 @@ def distributed(me: Rank) -> None:
     """Makes this process one of jax.distributed with one device."""
     if not jax.distributed.is_initialized():
         if not ON_GPUS:
-            os.environ["XLA_FLAGS"] = ""
+            os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         jax.distributed.initialize(
             f"127.0.0.1:{os.environ['MASTER_PORT']}",
             me.num_ranks,
@@ -112,6 +141,74 @@ def routing(seed: int, tokens: int, experts: int, topk: int, kind: str) -> list[
 def whole(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> list[np.ndarray]:
     """Per rank small whole numbers, of which sums and products are exact in any order."""
     return [rng.integers(-4, 5, shape).astype(jnp.dtype(dtype)) for _ in range(RANKS)]
+
+
+def config_of(tokens: int, **options: Any) -> xd.EpConfig:
+    """A config of so many tokens on each rank, in float32 unless `options` say otherwise."""
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "max_topk": TOPK, "dtype": np.float32}
+    return xd.EpConfig(max_tokens_per_rank=tokens, **sizes | options)
+
+
+class Batch:
+    """Inputs of all ranks; rows and weights are small whole numbers."""
+
+    def __init__(
+        self,
+        seed: int,
+        tokens: int,
+        *,
+        topk: int = TOPK,
+        hidden: int = HIDDEN,
+        kind: str = "uniform",
+        dtype: Any = np.float32,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.ids = routing(seed, tokens, EXPERTS, topk, kind)
+        self.x = whole(rng, tokens, hidden, dtype=dtype)
+        self.weights = whole(rng, tokens, topk)
+
+    def on(self, world: World) -> tuple[jax.Array, ...]:
+        """Choices, rows and weights as global arrays."""
+        return tuple(world.put(parts) for parts in (self.ids, self.x, self.weights))
+
+    def together(self) -> tuple[np.ndarray, ...]:
+        """The same, not on any device."""
+        return tuple(np.concatenate(parts) for parts in (self.ids, self.x, self.weights))
+
+    def factors(self, rank: int) -> np.ndarray:
+        """[T,1] that `round_trip` multiplies rows by: the weights of those choices that are one."""
+        kept = np.where(self.ids[rank] < 0, np.float32(0), self.weights[rank])
+        return kept.sum(1, keepdims=True)
+
+
+def round_trip(
+    config: xd.EpConfig, ids: Any, x: Any, weights: Any = None, after: Any = None
+) -> jax.Array:
+    """Rows to experts that leave them as they are, and back."""
+    plan = xd.ep_prepare(config, ids, after=after)
+    tokens, weights, _, plan = xd.ep_dispatch(plan, x, weights)
+    return xd.ep_combine(plan, tokens, weights)[0]
+
+
+def works(world: World, function: Callable[..., jax.Array], seed: int, tokens: int) -> None:
+    """The function, which is a compiled or plain `round_trip`, gives what it should."""
+    batch = Batch(seed, tokens)
+    out = function(*batch.on(world))
+    world.equal(out, lambda rank: batch.x[rank] * batch.factors(rank))
+
+
+def in_a_process(script: str) -> str:
+    """The output of a program that may import tests, in a process of its own; it must succeed."""
+    here = pathlib.Path(__file__).parent
+    paths = f"import sys; sys.path[:0] = {[str(here), str(here.parent)]}\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", paths + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def equal(got: dict[int, np.ndarray], expected: Callable[[int], np.ndarray]) -> None:

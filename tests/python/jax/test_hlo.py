@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
-from jax_support import RANKS
+from jax_support import EXPERTS, RANKS, Batch, config_of, whole
 
-TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 3
+TOKENS = 32
 COLLECTIVES = re.compile(
     r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
     r"collective-broadcast)(?:-start|-done)?)\("
@@ -24,7 +23,7 @@ MESHES = [
     ((2, RANKS // 2), ("expert", "data"), ("data",)),
     ((RANKS // 2, 2), ("tensor", "expert"), ()),
 ]
-BATCH = ("x", "topk_idx", "topk_weights", "grad")
+FORWARD, BACKWARD = ["prepare", "dispatch", "combine"], ["combine_bwd", "dispatch_bwd"]
 
 
 class World:
@@ -36,28 +35,16 @@ class World:
         self.ep = xd.init(self.mesh, "expert", data_axes=data)
         self.axes = (*data, "expert")
         parts = int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
-        self.config = xd.EpConfig(
-            num_experts=EXPERTS,
-            hidden=HIDDEN,
-            max_topk=TOPK,
-            layout=layout,
-            max_tokens_per_rank=TOKENS // parts,
-            dtype=jnp.float32,
-        )
-        rng = np.random.default_rng(3)
-        self.host = {
-            "x": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),
-            "topk_idx": np.argsort(rng.random((TOKENS, EXPERTS)))[:, :TOPK].astype(np.int32),
-            "topk_weights": rng.integers(1, 5, (TOKENS, TOPK)).astype(np.float32),
-            "grad": rng.integers(-4, 5, (TOKENS, HIDDEN)).astype(np.float32),
-        }
+        self.config = config_of(TOKENS // parts, layout=layout)
+        batch = Batch(3, TOKENS // RANKS)
+        self.ids, self.x, self.weights = batch.together()
+        self.grad = np.concatenate(whole(np.random.default_rng(4), *batch.x[0].shape))
+        self.factors = np.concatenate([batch.factors(rank) for rank in range(RANKS)])
 
-    def args(self, **specs):
-        """The four arrays of `round_trip`, split over the token axes except those in `specs`."""
-        return [
-            jax.device_put(self.host[name], NamedSharding(self.mesh, specs.get(name, P(self.axes))))
-            for name in BATCH
-        ]
+    def args(self):
+        """The arguments of `round_trip`, split over the token axes."""
+        along = NamedSharding(self.mesh, P(self.axes))
+        return jax.device_put((self.x, self.ids, self.weights, self.grad), along)
 
     def round_trip(self, x, topk_idx, topk_weights, grad):
         """A number whose gradients need every operation; experts negate their rows."""
@@ -70,10 +57,9 @@ class World:
 
     def expected(self):
         """Output, gradients of x and of topk_weights."""
-        x, grad, weights = (self.host[name] for name in ("x", "grad", "topk_weights"))
-        scale = -weights.sum(-1, keepdims=True)
-        each = -(x * grad).sum(-1, keepdims=True)
-        return x * scale, (grad * scale, np.broadcast_to(each, weights.shape))
+        each = -(self.x * self.grad).sum(-1, keepdims=True)
+        of_weights = np.where(self.ids < 0, np.float32(0), each)
+        return -self.x * self.factors, (-self.grad * self.factors, of_weights)
 
     def forward_and_backward(self, spelling):
         """A jitted function of `args`: output and gradients."""
@@ -90,16 +76,22 @@ class World:
         return jax.jit(step)
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+# Every mesh and every spelling with each layout.
+CASES = [
+    (mesh, spelling, ("expert_major", "rank_major")[(place + turn) % 2])
+    for place, mesh in enumerate(MESHES)
+    for turn, spelling in enumerate(("shard_map", "automatic"))
+]
+
+
+@pytest.mark.parametrize("mesh, spelling, layout", CASES, ids=str)
 def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
     world = World(*mesh, layout=layout)
     args = world.args()
     compiled = world.forward_and_backward(spelling).lower(*args).compile()
     text = compiled.as_text()
     assert COLLECTIVES.findall(text) == []
-    assert chain_of_calls(text) == ["prepare", "dispatch", "combine", "combine_bwd", "dispatch_bwd"]
+    assert chain_of_calls(text) == [*FORWARD, *BACKWARD]
 
     def same(got, expected):
         for shard in got.addressable_shards:  # on all ranks
@@ -131,18 +123,7 @@ def test_order_of_two_independent_branches_is_in_the_program():
         return jax.vjp(both, x, topk_weights)[1](grad)
 
     text = jax.jit(branches).lower(*world.args()).compile().as_text()
-    assert chain_of_calls(text) == [
-        "prepare",
-        "dispatch",
-        "combine",
-        "prepare",
-        "dispatch",
-        "combine",
-        "combine_bwd",
-        "dispatch_bwd",
-        "combine_bwd",
-        "dispatch_bwd",
-    ]
+    assert chain_of_calls(text) == [*FORWARD, *FORWARD, *BACKWARD, *BACKWARD]
 
 
 def chain_of_calls(text: str) -> list[str]:
@@ -211,23 +192,14 @@ ORDER_SAVED = jax.checkpoint_policies.save_only_these_names("crossdock_order")
 
 @pytest.mark.parametrize(
     "policy, again",
-    [
-        (None, ["prepare", "dispatch", "combine"]),
-        (ORDER_SAVED, ["prepare", "dispatch"]),
-    ],
+    [(None, FORWARD), (ORDER_SAVED, FORWARD[:-1])],
     ids=["nothing saved", "order saved"],
 )
 def test_remat_repeats_combine_only_for_its_order(policy, again):
     world = World(*MESHES[0])
     lowered = rematerialised(world, policy).lower(*world.args())
-    assert re.findall(r"@crossdock_ep_(\w+)", lowered.as_text()) == [
-        "prepare",
-        "dispatch",
-        "combine",
-        *again,
-        "combine_bwd",
-        "dispatch_bwd",
-    ]
+    calls = re.findall(r"@crossdock_ep_(\w+)", lowered.as_text())
+    assert calls == [*FORWARD, *again, *BACKWARD]
 
 
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
@@ -238,15 +210,7 @@ def test_saved_order_keeps_what_is_repeated_between_forward_and_backward(layout)
     # The pass that drops the barrier between them.
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     compiled = rematerialised(world, ORDER_SAVED).lower(*args).compile(options)
-    assert chain_of_calls(compiled.as_text()) == [
-        "prepare",
-        "dispatch",
-        "combine",
-        "prepare",
-        "dispatch",
-        "combine_bwd",
-        "dispatch_bwd",
-    ]
+    assert chain_of_calls(compiled.as_text()) == [*FORWARD, *FORWARD[:-1], *BACKWARD]
     jax.tree.map(np.testing.assert_array_equal, compiled(*args), world.expected())
 
 

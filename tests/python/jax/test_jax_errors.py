@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
 from crossdock import errors as xd_errors
-from jax_support import RANKS, World, everywhere, routing, run, whole
-
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
-CONFIG = xd.EpConfig(
-    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=np.float32
+from jax_support import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOPK,
+    Batch,
+    World,
+    config_of,
+    everywhere,
+    on_processes,
+    round_trip,
 )
 
+TOKENS = 11
+CONFIG = config_of(TOKENS)
 
-def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Global topk_idx, x, topk_weights."""
-    rng = np.random.default_rng(101)
-    parts = (
-        routing(101, TOKENS, EXPERTS, TOPK, "uniform"),
-        whole(rng, TOKENS, HIDDEN),
-        whole(rng, TOKENS, TOPK),
-    )
-    return tuple(np.concatenate(part) for part in parts)
+
+def inputs() -> tuple[np.ndarray, ...]:
+    """Choices, rows and weights of all ranks together."""
+    return Batch(101, TOKENS).together()
 
 
 # ---- Types and shapes ---------------------------------------------------------------------------
@@ -39,47 +43,50 @@ def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_weights_are_float32_or_refused(world, dtype):
     ids, x, weights = inputs()
     plan = xd.ep_prepare(CONFIG, ids)
-    wrong = weights.astype(dtype)
     with pytest.raises(TypeError, match=r"topk_weights: expected float32, got .*: cast with"):
-        xd.ep_dispatch(plan, x, wrong)
+        xd.ep_dispatch(plan, x, weights.astype(dtype))
     received = xd.ep_dispatch(plan, x, weights)
     with pytest.raises(TypeError, match=r"weights: expected float32, got .*: cast with"):
         xd.ep_combine(received.plan, received.tokens, received.weights.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        ({"ids": lambda a: a.astype(np.int16)}, TypeError, "topk_idx: expected int32 or int64"),
-        ({"ids": lambda a: a[:, :1].repeat(3, 1)}, ValueError, "K from 1 to 2"),
-        ({"ids": lambda a: a[:, 0]}, ValueError, "topk_idx: expected"),
-        ({"ids": lambda a: np.tile(a, (2, 1))}, ValueError, "at most 11 tokens of a rank"),
-        ({"ids": lambda a: a[:-1]}, ValueError, "a first dimension that 4 devices share evenly"),
-        ({"x": lambda a: a.astype(np.int32)}, TypeError, "tokens: expected bfloat16, float16 or"),
-        ({"x": lambda a: np.tile(a, 2)}, ValueError, "tokens: expected rows of at most 16 "),
+WRONG_INPUTS = {
+    "ids": [
+        (lambda a: a.astype(np.int16), TypeError, "topk_idx: expected int32 or int64"),
+        (lambda a: a[:, :1].repeat(4, 1), ValueError, "K from 1 to 3"),
+        (lambda a: a[:, 0], ValueError, "topk_idx: expected"),
+        (lambda a: np.tile(a, (2, 1)), ValueError, "at most 11 tokens of a rank"),
         (
-            {"x": lambda a: a[:, :3]},
+            lambda a: a[:-1],
+            ValueError,
+            r"topk_idx: expected a first dimension that 4 devices share evenly, got shape \(43,",
+        ),
+    ],
+    "x": [
+        (lambda a: a.astype(np.int32), TypeError, "tokens: expected bfloat16, float16 or"),
+        (lambda a: np.tile(a, 2), ValueError, "tokens: expected rows of at most 16 "),
+        (
+            lambda a: a[:, :3],
             ValueError,
             r"tokens: .* multiple of 16 bytes, got shape \(44, 3\) of float32, 12 bytes a row",
         ),
-        ({"x": lambda a: a[:, :0]}, ValueError, "tokens: .* positive multiple of 16 .* 0 bytes"),
-        ({"x": lambda a: a[:, :8].astype(np.int8)}, ValueError, "tokens: .* 16 bytes, .* int8, 8 "),
-        (
-            {"x": lambda a: a[:-RANKS]},
-            ValueError,
-            r"tokens: expected a rank's part with shape \(11, ",
-        ),
-        ({"w": lambda a: a[:, :1]}, ValueError, r"topk_weights: expected .* shape \(11, 2\)"),
+        (lambda a: a[:, :0], ValueError, "tokens: .* positive multiple of 16 .* 0 bytes"),
+        (lambda a: a[:, :8].astype(np.int8), ValueError, "tokens: .* 16 bytes, .* int8, 8 "),
+        (lambda a: a[:-RANKS], ValueError, r"tokens: expected a rank's part with shape \(11, "),
     ],
+    "weights": [(lambda a: a[:, :1], ValueError, r"topk_weights: expected .* shape \(11, 3\)")],
+}
+
+
+@pytest.mark.parametrize(
+    "name, change, error, text",
+    [(name, *row) for name, rows in WRONG_INPUTS.items() for row in rows],
 )
-def test_arguments_that_do_not_fit(world, change, error, text):
-    ids, x, weights = inputs()
-    ids, x, weights = (
-        change.get(name, lambda a: a)(array)
-        for name, array in (("ids", ids), ("x", x), ("w", weights))
-    )
+def test_arguments_that_do_not_fit(world, name, change, error, text):
+    given = dict(zip(("ids", "x", "weights"), inputs()))
+    given[name] = change(given[name])
     with pytest.raises(error, match=text):
-        xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
+        xd.ep_dispatch(xd.ep_prepare(CONFIG, given["ids"]), given["x"], given["weights"])
 
 
 def test_combine_refuses_other_rows(world):
@@ -136,54 +143,9 @@ def test_sizes_that_do_not_fit_the_ranks(world):
 # ---- Meshes and layouts -------------------------------------------------------------------------
 
 
-def test_init_refuses_axes_that_the_mesh_has_not(world):
-    with pytest.raises(ValueError, match=r"ep_axis: expected axes of \('ep',\), got 'experts'"):
-        xd.init(world.mesh, "experts")
-    with pytest.raises(ValueError, match="data_axes: expected axes other than"):
-        xd.init(world.mesh, "ep", data_axes="ep")
-
-
 def test_operations_need_init():
     with pytest.raises(RuntimeError, match="init.* has not been called"):
         xd.ep_prepare(CONFIG, np.zeros((4, 1), np.int32))
-
-
-def test_shard_map_over_a_part_of_the_mesh():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "ep"))
-    ep = xd.init(mesh, "ep", data_axes="data")
-    ids = inputs()[0]
-
-    def counts(ids):
-        return xd.ep_prepare(CONFIG, ids).counts
-
-    try:
-        partial = jax.shard_map(
-            counts,
-            mesh=mesh,
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-            axis_names={"ep"},
-            check_vma=False,
-        )
-        with pytest.raises(ValueError, match="shard_map: expected one over all axes of the mesh"):
-            jax.jit(partial)(ids)
-        replicated = jax.shard_map(counts, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        with pytest.raises(ValueError, match=r"replicated along \('ep',\): name them in in_specs"):
-            jax.jit(replicated)(ids)
-    finally:
-        ep.close()
-
-
-def test_shard_map_over_another_mesh(world):
-    other = Mesh(np.array(jax.devices()[:2]), ("ep",))
-    mapped = jax.shard_map(
-        lambda ids: xd.ep_prepare(CONFIG, ids).counts,
-        mesh=other,
-        in_specs=P("ep"),
-        out_specs=P("ep"),
-    )
-    with pytest.raises(ValueError, match="expected the mesh of crossdock.jax.init, {'ep': 4}"):
-        jax.jit(mapped)(inputs()[0])
 
 
 def test_arrays_that_the_program_says_are_split_otherwise():
@@ -191,11 +153,7 @@ def test_arrays_that_the_program_says_are_split_otherwise():
     ep = xd.init(mesh, "ep")
     ids, x, _ = inputs()
 
-    @jax.jit
-    def trip(ids, x):
-        plan = xd.ep_prepare(CONFIG, ids)
-        return xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)[0]
-
+    trip = jax.jit(functools.partial(round_trip, CONFIG))
     place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))  # noqa: E731
     try:
         # With the mesh as the current one, and without.
@@ -218,19 +176,31 @@ def test_memory_of_the_cpu_cannot_be_registered(world):
 # ---- At run time --------------------------------------------------------------------------------
 
 
-def fails_then_works(world: World, code: str, text: str, bad: np.ndarray, capacity: int) -> None:
-    """The program fails on every rank with the library's text, and the group stays usable."""
+NO_EXPERT, TWO_OF_RANK_0 = np.full((2, TOKENS, TOPK), -1, np.int32)
+NO_EXPERT[3, 1] = EXPERTS
+TWO_OF_RANK_0[:, :2] = 0, 1
+NAMED = "XD_ERROR_INVALID_ARGUMENT: .*lowest rank with some is 3"
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "code, text, bad, capacity",
+    [
+        ("INVALID_ARGUMENT", NAMED, NO_EXPERT, 0),
+        ("OUT_OF_RANGE", "XD_ERROR_OVERFLOW", TWO_OF_RANK_0, 16),
+    ],
+    ids=["bad expert ids", "overflow"],
+)
+def test_a_program_fails_on_every_rank_and_its_group_stays_usable(
+    world: World, code: str, text: str, bad: np.ndarray, capacity: int
+) -> None:
     config = dataclasses.replace(CONFIG, recv_capacity=capacity)
     good = [np.full((TOKENS, TOPK), -1, np.int32) for _ in range(RANKS)]
     for part in good:
         part[:2, 0] = (1, 5)
-    x = whole(np.random.default_rng(102), TOKENS, HIDDEN)
+    x = Batch(102, TOKENS).x
 
-    def trip(ids, x):
-        tokens, _, _, plan = xd.ep_dispatch(xd.ep_prepare(config, ids), x)
-        return xd.ep_combine(plan, tokens)[0]
-
-    function = world.on_ranks(trip)
+    function = world.on_ranks(functools.partial(round_trip, config))
     wrong = [*good[:-1], bad]
     assert world.ep.errors(config) == {}
     for failed in (1, 2):
@@ -241,20 +211,6 @@ def fails_then_works(world: World, code: str, text: str, bad: np.ndarray, capaci
             np.testing.assert_array_equal(part[:2], x[rank][:2])
             assert not part[2:].any()
         assert world.ep.errors(config) == {device: failed for device in world.ep.devices}
-
-
-@everywhere
-def test_bad_expert_ids(where):
-    bad = np.full((TOKENS, TOPK), -1, np.int32)
-    bad[3, 1] = EXPERTS
-    text = "XD_ERROR_INVALID_ARGUMENT: .*lowest rank with some is 3"
-    run(where, fails_then_works, "INVALID_ARGUMENT", text, bad, 0)
-
-
-@everywhere
-def test_overflow_is_an_error_by_default(where):
-    bad = np.tile(np.array([[0, 1]], np.int32), (TOKENS, 1))
-    run(where, fails_then_works, "OUT_OF_RANGE", "XD_ERROR_OVERFLOW", bad, 16)
 
 
 def test_plan_of_other_bytes(world):
@@ -271,14 +227,11 @@ def test_plan_of_other_bytes(world):
     np.testing.assert_array_equal(np.asarray(out), x * (ids >= 0).sum(1, keepdims=True))
 
 
-def wrong_size(world: World) -> None:
+@on_processes
+def test_configs_that_differ_between_processes(world: World) -> None:
     """One process's config differs: none has the group, all say why."""
     hidden = HIDDEN * (2 if jax.process_index() == 1 else 1)
     config = dataclasses.replace(CONFIG, hidden=hidden)
     with pytest.raises(xd_errors.Mismatch, match="hidden|row"):
         world.ep.create(config)
     world.ep.create(CONFIG)
-
-
-def test_configs_that_differ_between_processes():
-    run("processes", wrong_size)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import crossdock.jax as xd
-from jax_support import RANKS, World, equal, everywhere, routing, run, whole
+from jax_support import (
+    EXPERTS,
+    RANKS,
+    TOPK,
+    Batch,
+    World,
+    config_of,
+    equal,
+    everywhere,
+    ranked,
+    routing,
+    whole,
+)
 from reference import QUANTISE_WAYS, Routing, quantised as rule
 
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 256, 7
+HIDDEN, TOKENS = 256, 7
 LAYOUTS = ("expert_major", "rank_major")
 
 
@@ -21,14 +35,20 @@ def tailed(world: World, config: xd.EpConfig, rows: np.ndarray) -> np.ndarray:
     return np.pad(rows.astype(np.float32), ((0, padding), (0, 0)))
 
 
-def config_of(layout: str) -> xd.EpConfig:
-    return xd.EpConfig(
-        num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, layout=layout
-    )
+def rows_of(layout: str) -> xd.EpConfig:
+    return config_of(TOKENS, layout=layout, hidden=HIDDEN, dtype=jnp.bfloat16)
 
 
-def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
-    config = config_of(layout)
+WAYS = [
+    *itertools.product(("devices", "processes"), LAYOUTS, ["fp8_block128"]),
+    *(("devices", "expert_major", name) for name in QUANTISE_WAYS if name != "fp8_block128"),
+]
+
+
+@pytest.mark.parametrize("where, layout, name", WAYS)
+@ranked
+def test_quantised_rows_and_their_gradient(world: World, layout: str, name: str) -> None:
+    config = rows_of(layout)
     ids = routing(131, TOKENS, EXPERTS, TOPK, "skewed")
     expected = Routing(ids, EXPERTS, layout)
     rng = np.random.default_rng(132)
@@ -51,7 +71,7 @@ def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
     slope, got, beside, product = world.on_ranks(both)(*map(world.put, (ids, x, grads)))
     sent = [expected.dispatch(r, elements).astype(np.float32) for r in range(RANKS)]
     factors = [expected.dispatch(r, scales).astype(np.float32) for r in range(RANKS)]
-    equal(world.parts(got), lambda r: tailed(world, config, sent[r]))
+    world.equal(got, lambda r: tailed(world, config, sent[r]))
     scales_of = {r: part[: len(sent[r])] for r, part in world.parts(beside).items()}
     equal(scales_of, lambda r: factors[r])
     rounded = [(s * f.repeat(block, 1)).astype(jnp.bfloat16) for s, f in zip(sent, factors)]
@@ -60,23 +80,14 @@ def quantised(world: World, layout: str, name: str = "fp8_block128") -> None:
         lambda r: tailed(world, config, rounded[r]),
     )
     back = [grad[: len(s)].astype(jnp.bfloat16) for grad, s in zip(grads, sent)]
-    equal(world.parts(slope), lambda r: expected.combine(r, back))
+    world.equal(slope, lambda r: expected.combine(r, back))
 
 
 @everywhere
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_quantised_rows_and_their_gradient(where, layout):
-    run(where, quantised, layout)
-
-
-@pytest.mark.parametrize("name", [name for name in QUANTISE_WAYS if name != "fp8_block128"])
-def test_other_ways_to_quantise(name):
-    run("devices", quantised, "expert_major", name)
-
-
-def given(world: World, layout: str) -> None:
+def test_given_scales_travel_with_their_rows(world: World, layout: str) -> None:
     """Scales travel with their rows; weights have a gradient although the rows have none."""
-    config = config_of(layout)
+    config = rows_of(layout)
     ids = routing(141, TOKENS, EXPERTS, TOPK, "uniform")
     expected = Routing(ids, EXPERTS, layout)
     rng = np.random.default_rng(142)
@@ -92,101 +103,68 @@ def given(world: World, layout: str) -> None:
     gradients = world.on_ranks(jax.grad(send, 3, has_aux=True))
     slope, rows = gradients(*map(world.put, (ids, elements, scales, weights)))
     products = [e.astype(np.float32) * s.repeat(128, 1) for e, s in zip(elements, scales)]
-    equal(world.parts(rows), lambda r: tailed(world, config, expected.dispatch(r, products)))
+    world.equal(rows, lambda r: tailed(world, config, expected.dispatch(r, products)))
     kept = [expected.dispatch_weights(r, weights) for r in range(RANKS)]
-    equal(world.parts(slope), lambda r: expected.dispatch_bwd_weights(r, kept))
+    world.equal(slope, lambda r: expected.dispatch_bwd_weights(r, kept))
 
 
 @everywhere
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_scales_travel_with_their_rows(where, layout):
-    run(where, given, layout)
-
-
-def integers(world: World) -> None:
+def test_rows_of_8_bit_integers(world: World) -> None:
     """8-bit integers move as they are; a loss on their weights alone leaves them alone."""
-    config = config_of("expert_major")
-    ids = routing(151, TOKENS, EXPERTS, TOPK, "uniform")
-    expected = Routing(ids, EXPERTS)
-    x = whole(np.random.default_rng(152), TOKENS, HIDDEN, dtype=np.int8)
+    config = rows_of("expert_major")
+    batch = Batch(151, TOKENS, hidden=HIDDEN, dtype=np.int8)
+    expected = Routing(batch.ids, EXPERTS)
 
     def send(ids, x):
         return xd.ep_dispatch(xd.ep_prepare(config, ids), x).tokens
 
     for function in (world.on_ranks(send), jax.jit(send)):
-        rows = function(world.put(ids), world.put(x))
-        equal(
-            world.parts(rows),
-            lambda r: tailed(world, config, expected.dispatch(r, x)).astype(np.int8),
+        rows = function(*batch.on(world)[:2])
+        world.equal(
+            rows, lambda r: tailed(world, config, expected.dispatch(r, batch.x)).astype(np.int8)
         )
 
 
-@everywhere
-def test_rows_of_8_bit_integers(where):
-    run(where, integers)
+def narrow(x: np.ndarray, columns: int) -> np.ndarray:
+    return x[:, :columns].astype(jnp.bfloat16)
+
+
+def given_as(x: np.ndarray, scales: np.ndarray) -> xd.QuantisedRows:
+    return xd.QuantisedRows(x.astype(np.int8), scales)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "text"),
+    "tokens, quantise, error, text",
     [
+        (lambda x, s: narrow(x, 96), True, ValueError, "bfloat16 with a multiple of 128 columns"),
+        (lambda x, s: narrow(x, 48), "mxfp8", ValueError, "bfloat16 with a multiple of 32 columns"),
+        (lambda x, s: x, "fp4", ValueError, "quantise: expected .*mxfp8, got 'fp4'"),
+        (lambda x, s: x, 3, TypeError, "quantise: expected a bool or a str, got"),
+        (lambda x, s: x, True, ValueError, "to be quantised; got float16"),
+        (xd.QuantisedRows, False, TypeError, "tokens.elements: exp.* 8-bit"),
         (
-            lambda x, s: dict(tokens=x[:, :96].astype(jnp.bfloat16), quantise=True),
-            ValueError,
-            "bfloat16 with a multiple of 128 columns",
-        ),
-        (
-            lambda x, s: dict(tokens=x[:, :48].astype(jnp.bfloat16), quantise="mxfp8"),
-            ValueError,
-            "bfloat16 with a multiple of 32 columns",
-        ),
-        (
-            lambda x, s: dict(tokens=x, quantise="fp4"),
-            ValueError,
-            "quantise: expected .*mxfp8, got 'fp4'",
-        ),
-        (
-            lambda x, s: dict(tokens=x, quantise=3),
-            TypeError,
-            "quantise: expected a bool or a str, got",
-        ),
-        (lambda x, s: dict(tokens=x, quantise=True), ValueError, "to be quantised; got float16"),
-        (
-            lambda x, s: dict(tokens=xd.QuantisedRows(x, s)),
-            TypeError,
-            "tokens.elements: exp.* 8-bit",
-        ),
-        (
-            lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s.astype(np.float16))),
+            lambda x, s: given_as(x, s.astype(np.float16)),
+            False,
             TypeError,
             "tokens.scales: expected float32, float8_e8m0fnu or uint8, got float16",
         ),
         (
-            lambda x, s: dict(tokens=xd.QuantisedRows(x.astype(np.int8), s[:RANKS])),
+            lambda x, s: given_as(x, s[:RANKS]),
+            False,
             ValueError,
             "tokens.scales: expected a rank's part with shape",
         ),
     ],
-    ids=[
-        "columns",
-        "columns of mxfp8",
-        "way",
-        "way's type",
-        "type",
-        "elements",
-        "scale type",
-        "scale rows",
-    ],
 )
-def test_arguments_that_do_not_fit(change, error, text):
-    world = World()
-    try:
-        plan = xd.ep_prepare(config_of("expert_major"), np.zeros((RANKS * TOKENS, 1), np.int32))
-        rows = np.zeros((RANKS * TOKENS, HIDDEN), np.float16)
-        with pytest.raises(error, match=text):
-            xd.ep_dispatch(plan, **change(rows, np.ones((len(rows), 2), np.float32)))
-        bad = xd.QuantisedRows(jnp.zeros((2, 8), np.int8), jnp.ones((2, 3)))
-        with pytest.raises(ValueError, match="a divisor of 8 columns"):
-            bad.dequantise()
-    finally:
-        world.ep.close()
-        jax.clear_caches()
+def test_arguments_that_do_not_fit(world, tokens, quantise, error, text):
+    plan = xd.ep_prepare(rows_of("expert_major"), np.zeros((RANKS * TOKENS, 1), np.int32))
+    rows = np.zeros((RANKS * TOKENS, HIDDEN), np.float16)
+    with pytest.raises(error, match=text):
+        wrong = tokens(rows, np.ones((len(rows), 2), np.float32))
+        xd.ep_dispatch(plan, wrong, quantise=quantise)
+
+
+def test_scales_for_no_whole_number_of_columns():
+    bad = xd.QuantisedRows(jnp.zeros((2, 8), np.int8), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match="a divisor of 8 columns"):
+        bad.dequantise()

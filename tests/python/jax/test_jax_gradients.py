@@ -10,28 +10,30 @@ import numpy as np
 import pytest
 
 import crossdock.jax as xd
-from jax_support import RANKS, World, equal, everywhere, routing, run, whole
+from jax_support import (
+    EXPERTS,
+    HIDDEN,
+    RANKS,
+    TOPK,
+    Batch,
+    World,
+    config_of,
+    everywhere,
+    routing,
+    whole,
+)
 
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 16, 13
+TOKENS = 13
 
 
-def config_of(**options: Any) -> xd.EpConfig:
-    return xd.EpConfig(
-        num_experts=EXPERTS,
-        hidden=HIDDEN,
-        max_topk=TOPK,
-        max_tokens_per_rank=TOKENS,
-        **{"dtype": np.float32, **options},
-    )
-
-
-def weight_gradients(world: World, layout: str, kind: str) -> None:
+@everywhere
+@pytest.mark.parametrize("layout, kind", [("expert_major", "skewed"), ("rank_major", "uniform")])
+def test_every_choice_has_its_own_weight_gradient(world: World, layout: str, kind: str) -> None:
     """loss = sum(c * y), experts square their rows: everything is whole numbers, so exact."""
-    config = config_of(layout=layout)
-    ids = routing(51, TOKENS, EXPERTS, TOPK, kind)
-    rng = np.random.default_rng(52)
-    x, c = whole(rng, TOKENS, HIDDEN), whole(rng, TOKENS, HIDDEN)
-    weights = whole(rng, TOKENS, TOPK)
+    config = config_of(TOKENS, layout=layout)
+    batch = Batch(51, TOKENS, kind=kind)
+    ids, x = batch.ids, batch.x
+    c = whole(np.random.default_rng(52), TOKENS, HIDDEN)
 
     def layer(ids, x, weights):
         plan = xd.ep_prepare(config, ids)
@@ -44,26 +46,14 @@ def weight_gradients(world: World, layout: str, kind: str) -> None:
     def gradients(ids, x, weights, c):
         return jax.grad(lambda x, w: (layer(ids, x, w) * c).sum(), (0, 1))(x, weights)
 
-    arrays = [world.put(parts) for parts in (ids, x, weights, c)]
+    arrays = *batch.on(world), world.put(c)
     for checked in (True, False):
         grad_x, grad_weights = world.on_ranks(gradients, check_vma=checked)(*arrays)
-        kept = [np.where(part < 0, 0, w).astype(np.float32) for part, w in zip(ids, weights)]
-        equal(
-            world.parts(grad_x),
-            lambda rank: 2 * x[rank] * c[rank] * kept[rank].sum(1, keepdims=True),
-        )
+        world.equal(grad_x, lambda rank: 2 * x[rank] * c[rank] * batch.factors(rank))
         per_choice = [(x[r] ** 2 * c[r]).sum(1, keepdims=True) for r in range(RANKS)]
-        equal(
-            world.parts(grad_weights),
-            lambda rank: np.where(ids[rank] < 0, np.float32(0), per_choice[rank]),
+        world.equal(
+            grad_weights, lambda rank: np.where(ids[rank] < 0, np.float32(0), per_choice[rank])
         )
-
-
-@everywhere
-@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
-@pytest.mark.parametrize("kind", ["uniform", "skewed"])
-def test_every_choice_has_its_own_weight_gradient(where, layout, kind):
-    run(where, weight_gradients, layout, kind)
 
 
 def reference_layers(
@@ -84,8 +74,11 @@ def layer_of(config: xd.EpConfig, ids: Any, x: Any, weights: Any, scales: Any) -
     return x + xd.ep_combine(plan, rows, weights)[0]
 
 
-def layers(world: World, how: str) -> None:
-    config = config_of(alignment=4)
+@everywhere
+@pytest.mark.parametrize("how", ["loop", "scan", "remat"])
+def test_layers(world: World, how: str) -> None:
+    """Each layer has routing of its own, so a plan taken for another's shows."""
+    config = config_of(TOKENS, alignment=4)
     rng = np.random.default_rng(61)
     depth = 3
     ids = [routing(62 + layer, TOKENS, EXPERTS, TOPK, "skewed") for layer in range(depth)]
@@ -129,7 +122,7 @@ def layers(world: World, how: str) -> None:
         ys = [reference_layers([i[r] for i in ids], x[r], weights[r], scales) for r in range(RANKS)]
         return sum((y**2).sum() for y in ys), ys
 
-    (gx, gw, gs), ys = jax.grad(reference, (0, 1, 2), has_aux=True)(x, weights, jnp.array(scales))
+    (gx, gw, gs), ys = jax.jit(jax.grad(reference, (0, 1, 2), has_aux=True))(x, weights, scales)
     for got, expected in ((y, ys), (grad_x, gx), (grad_weights, gw)):
         for rank, part in world.parts(got).items():
             np.testing.assert_allclose(part, expected[rank], rtol=2e-5, atol=2e-5)
@@ -140,20 +133,12 @@ def layers(world: World, how: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("how", ["loop", "scan", "remat"])
-def test_layers(where, how):
-    """Each layer has routing of its own, so a plan taken for another's shows."""
-    run(where, layers, how)
-
-
-def plans_are_data(world: World) -> None:
+def test_plans_are_ordinary_arrays(world: World) -> None:
     """Plans through jit's boundary, donated, copied, and stacked as residuals."""
-    config = config_of()
-    ids = [routing(71 + n, TOKENS, EXPERTS, TOPK, "uniform") for n in range(2)]
-    rng = np.random.default_rng(73)
-    x, weights = whole(rng, TOKENS, HIDDEN), whole(rng, TOKENS, TOPK)
+    config = config_of(TOKENS)
+    batches = [Batch(71 + n, TOKENS) for n in range(2)]
     make = world.on_ranks(lambda ids: xd.ep_prepare(config, ids))
-    plans = [make(world.put(part)) for part in ids]
+    plans = [make(world.put(batch.ids)) for batch in batches]
     copies = jax.tree.map(lambda array: array + 0, plans)
     for array in jax.tree.leaves(plans):
         array.delete()
@@ -170,24 +155,16 @@ def plans_are_data(world: World) -> None:
         out_specs=spec,
     )
     donating = jax.jit(mapped, donate_argnums=0)
-    for plan, part in zip(reversed(copies), reversed(ids)):  # the older one last
+    for plan, batch in zip(reversed(copies), reversed(batches)):  # the older one last
         for _ in range(2):
-            grad, plan = donating(plan, world.put(x), world.put(weights))
-            sums = [np.where(i < 0, 0, w).sum(1, keepdims=True) for i, w in zip(part, weights)]
-            equal(
-                world.parts(grad),
-                lambda rank: np.float32(np.broadcast_to(sums[rank], (TOKENS, HIDDEN))),
-            )
+            grad, plan = donating(plan, *batch.on(world)[1:])
+            world.equal(grad, lambda rank: np.broadcast_to(batch.factors(rank), (TOKENS, HIDDEN)))
 
 
 @everywhere
-def test_plans_are_ordinary_arrays(where):
-    run(where, plans_are_data)
-
-
-def no_garbage(world: World) -> None:
+def test_no_tail_reaches_a_gradient(world: World) -> None:
     """Experts that turn zero rows into infinities: rows past the last one reach no gradient."""
-    config = config_of(alignment=8)
+    config = config_of(TOKENS, alignment=8)
     ids = [np.full((TOKENS, TOPK), -1, np.int32) for _ in range(RANKS)]
     for part in ids:
         part[0, 0] = 1
@@ -195,8 +172,7 @@ def no_garbage(world: World) -> None:
 
     def gradient(ids, x):
         def loss(x):
-            plan = xd.ep_prepare(config, ids)
-            tokens, _, _, plan = xd.ep_dispatch(plan, x)
+            tokens, _, _, plan = xd.ep_dispatch(xd.ep_prepare(config, ids), x)
             return xd.ep_combine(plan, 1 / tokens)[0].sum()
 
         return jax.grad(loss)(x)
@@ -204,9 +180,4 @@ def no_garbage(world: World) -> None:
     grad = world.on_ranks(gradient)(world.put(ids), world.put(x))
     expected = np.zeros((TOKENS, HIDDEN), np.float32)
     expected[0] = -1
-    equal(world.parts(grad), lambda rank: expected)
-
-
-@everywhere
-def test_no_tail_reaches_a_gradient(where):
-    run(where, no_garbage)
+    world.equal(grad, lambda rank: expected)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -15,10 +17,10 @@ from jax.sharding import Mesh
 import crossdock.jax as xd
 from crossdock import _core, _jax, errors
 from crossdock.jax import _joined, _platform
-from jax_support import RANKS, World, distributed, run
+from jax_support import RANKS, World, config_of, distributed, on_processes, round_trip, works
 from support import Rank, run_ranks
 
-CONFIG = xd.EpConfig(num_experts=8, hidden=16, max_topk=2, max_tokens_per_rank=4, dtype=np.float32)
+CONFIG = config_of(4)
 
 
 # ---- Arguments ----------------------------------------------------------------------------------
@@ -31,14 +33,15 @@ def test_timeouts_that_are_none(timeout):
         xd.init(mesh, "ep", timeout=timeout)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [None, ("ep",), jax.sharding.AbstractMesh((4,), ("ep",))],
-    ids=["None", "tuple", "abstract"],
-)
-def test_what_is_no_mesh(mesh):
-    with pytest.raises(TypeError, match=f"mesh: expected .*Mesh, got {type(mesh).__name__}"):
-        xd.init(mesh, "ep")
+def test_meshes_and_axes_that_there_are_not():
+    for wrong in (None, ("ep",), jax.sharding.AbstractMesh((4,), ("ep",))):
+        with pytest.raises(TypeError, match=f"mesh: expected .*Mesh, got {type(wrong).__name__}"):
+            xd.init(wrong, "ep")
+    mesh = Mesh(np.array(jax.devices()), ("ep",))
+    with pytest.raises(ValueError, match=r"ep_axis: expected axes of \('ep',\), got 'experts'"):
+        xd.init(mesh, "experts")
+    with pytest.raises(ValueError, match="data_axes: expected axes other than"):
+        xd.init(mesh, "ep", data_axes="ep")
 
 
 @pytest.mark.parametrize(("devices", "ordinal"), [(1, -1), (4, 2)])
@@ -53,7 +56,8 @@ def test_devices_are_counted_on_their_own_platform(monkeypatch, devices, ordinal
 # ---- Meetings -----------------------------------------------------------------------------------
 
 
-def late(world: World) -> None:
+@on_processes
+def test_init_waits_no_longer_than_its_timeout(world: World) -> None:
     """The first rank does not come in time, then all do."""
     world.ep.close()
     if jax.process_index() > 0:
@@ -73,11 +77,9 @@ def late(world: World) -> None:
     tell(f"has waited/{jax.process_index()}", b"")
     for process in range(RANKS):
         wait_for(f"has waited/{process}", 20_000)
-    _works(World())
-
-
-def test_init_waits_no_longer_than_its_timeout():
-    run("processes", late)
+    again = World()
+    works(again, again.on_ranks(functools.partial(round_trip, CONFIG)), 3, 4)
+    again.ep.close()
 
 
 def some_then_all(me: Rank) -> None:
@@ -104,26 +106,17 @@ def test_a_jax_without_the_key_value_store_is_named(monkeypatch):
         _platform._key_value_store()
 
 
-def _works(world: World) -> None:
-    ids = [np.full((4, 1), rank, np.int32) for rank in range(RANKS)]
-    counts = world.on_ranks(lambda ids: xd.ep_prepare(CONFIG, ids).counts)(world.put(ids))
-    assert sum(int(part.sum()) for part in world.parts(counts).values()) == sum(
-        int((np.concatenate(ids) // (8 // RANKS) == rank).sum()) for rank in world.parts(counts)
-    )
-    world.ep.close()
-
-
 # ---- While others are awaited -------------------------------------------------------------------
 
 
 def test_status_does_not_wait_for_a_group_that_is_being_made():
     meeting = _core.unique_id()
-    ranks: list[_jax.Ranks] = [None] * 2  # of two ranks of this process
-    on_all(
-        lambda rank: ranks.__setitem__(
-            rank, _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)
-        )
-    )
+
+    def join(rank: int) -> _jax.Ranks:
+        return _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)
+
+    with ThreadPoolExecutor(2) as pool:  # both are ranks of this process
+        ranks = list(pool.map(join, range(2)))
     first, second = (_jax.Group(each, "", **CONFIG.sizes(2)) for each in ranks)
     making = threading.Thread(target=first.create)
     making.start()
@@ -138,11 +131,3 @@ def test_status_does_not_wait_for_a_group_that_is_being_made():
     assert first.status(0)["status"] == "XD_SUCCESS"
     for each in (first, second, *ranks):
         each.close()
-
-
-def on_all(function) -> None:
-    threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

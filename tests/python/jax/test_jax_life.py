@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pathlib
-import subprocess
-import sys
-import textwrap
 import time
 
 import jax
@@ -16,12 +14,20 @@ import numpy as np
 import pytest
 
 import crossdock.jax as xd
-from jax_support import ON_GPUS, RANKS, World, equal, everywhere, routing, run, whole
-
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 11
-CONFIG = xd.EpConfig(
-    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=np.float32
+import jax_support
+from jax_support import (
+    ON_GPUS,
+    RANKS,
+    Batch,
+    World,
+    config_of,
+    everywhere,
+    in_a_process,
+    round_trip,
 )
+
+TOKENS = 11
+CONFIG = config_of(TOKENS)
 
 
 def threads(name: str) -> int:
@@ -50,20 +56,10 @@ def mappings() -> int:
 
 
 def program(world: World):
-    def trip(ids, x, weights):
-        tokens, weights, _, plan = xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
-        return xd.ep_combine(plan, tokens, weights)[0]
-
-    return world.on_ranks(trip)
+    return world.on_ranks(functools.partial(round_trip, CONFIG))
 
 
-def works(world: World, function, seed: int) -> None:
-    ids = routing(seed, TOKENS, EXPERTS, TOPK, "uniform")
-    rng = np.random.default_rng(seed)
-    x, weights = whole(rng, TOKENS, HIDDEN), whole(rng, TOKENS, TOPK)
-    out = function(world.put(ids), world.put(x), world.put(weights))
-    sums = [np.where(i < 0, np.float32(0), w).sum(1, keepdims=True) for i, w in zip(ids, weights)]
-    equal(world.parts(out), lambda rank: x[rank] * sums[rank])
+works = functools.partial(jax_support.works, tokens=TOKENS)
 
 
 def free_everything() -> None:
@@ -71,7 +67,8 @@ def free_everything() -> None:
     gc.collect()
 
 
-def again(world: World) -> None:
+@everywhere
+def test_another_init_while_an_executable_lives(world: World) -> None:
     """The old executable keeps its group, the new one has another, both run in turn."""
     before = workers()
     ranks = workers_of(len(world.ep.devices))
@@ -102,11 +99,7 @@ def again(world: World) -> None:
 
 
 @everywhere
-def test_another_init_while_an_executable_lives(where):
-    run(where, again)
-
-
-def many(world: World) -> None:
+def test_groups_that_are_dropped_leave_nothing(world: World) -> None:
     def count() -> tuple[int, int, int]:
         # Meetings of earlier tests, to which nobody came, hold a socket each until their time is
         # over, and end during this test.
@@ -114,7 +107,7 @@ def many(world: World) -> None:
 
     world.ep.close()
     counts = []
-    for seed in range(8):
+    for seed in range(4):
         other = World()
         function = program(other)
         works(other, function, seed)
@@ -135,19 +128,13 @@ def many(world: World) -> None:
     assert same(), counts
 
 
-@everywhere
-def test_groups_that_are_dropped_leave_nothing(where):
-    run(where, many)
-
-
 def test_operations_outside_of_jit_keep_nothing():
     before = workers()
     world = World()
-    ids = np.zeros((RANKS * TOKENS, 1), np.int32)
-    x = np.ones((RANKS * TOKENS, HIDDEN), np.float32)
+    ids, x, _ = Batch(98, TOKENS).together()
     plan = xd.ep_prepare(CONFIG, ids)
     out, plan = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
-    np.testing.assert_array_equal(np.asarray(out), x)
+    np.testing.assert_array_equal(np.asarray(out), x * (ids >= 0).sum(1, keepdims=True))
     assert workers() == before + workers_of(RANKS)
     world.ep.close()
     gc.collect()
@@ -156,16 +143,7 @@ def test_operations_outside_of_jit_keep_nothing():
 
 def test_what_is_closed_cannot_be_compiled():
     world = World()
-    lowered = program(world).lower(
-        *(
-            world.put(parts)
-            for parts in (
-                routing(96, TOKENS, EXPERTS, TOPK, "uniform"),
-                whole(np.random.default_rng(96), TOKENS, HIDDEN),
-                whole(np.random.default_rng(96), TOKENS, TOPK),
-            )
-        )
-    )
+    lowered = program(world).lower(*Batch(96, TOKENS).on(world))
     world.ep.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*is closed"):
         lowered.compile()
@@ -179,21 +157,18 @@ def test_another_mesh_takes_over():
     ep = xd.init(mesh, "ep", data_axes="data")
     try:
         assert (ep.num_ranks, ep.devices) == (RANKS // 2, tuple(devices))
-        ids = np.arange(RANKS * TOKENS, dtype=np.int32).reshape(-1, 1) % EXPERTS
-        x = np.arange(RANKS * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN)
+        ids, x, _ = Batch(99, TOKENS).together()
         plan = xd.ep_prepare(CONFIG, ids)
         out, _ = xd.ep_combine(plan, xd.ep_dispatch(plan, x).tokens)
-        np.testing.assert_array_equal(np.asarray(out), x)
+        np.testing.assert_array_equal(np.asarray(out), x * (ids >= 0).sum(1, keepdims=True))
         # The sets know nothing of each other: each has all experts.
         totals = np.asarray(plan.total).reshape(2, -1).sum(1)
-        np.testing.assert_array_equal(totals, 2 * [RANKS // 2 * TOKENS])
+        np.testing.assert_array_equal(totals, (ids.reshape(2, -1) >= 0).sum(1))
     finally:
         ep.close()
 
 
 EXIT = """
-    import sys
-    sys.path[:0] = PATHS
     import os
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     import test_jax_life as tests
@@ -205,26 +180,21 @@ EXIT = """
 
 
 def test_a_process_ends_with_everything_alive():
-    here = os.path.dirname(__file__)
-    script = textwrap.dedent(EXIT).replace("PATHS", repr([here, os.path.dirname(here)]))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "at the end"), done.stderr
+    assert in_a_process(EXIT).endswith("at the end\n")
+
+
+NO_EXTENSION = """
+    import sys
+    sys.modules["crossdock._jax"] = None
+    import crossdock
+    try:
+        import crossdock.jax
+    except ImportError as error:
+        print(error)
+"""
 
 
 def test_without_the_extension_the_import_says_how_to_get_it():
-    script = """if True:
-        import sys
-        sys.modules["crossdock._jax"] = None
-        import crossdock
-        try:
-            import crossdock.jax
-        except ImportError as error:
-            print(error)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert "needs the extension crossdock._jax" in done.stdout
-    assert "source folder, pip install --no-build-isolation .\n" in done.stdout
+    said = in_a_process(NO_EXTENSION)
+    assert "needs the extension crossdock._jax" in said
+    assert "source folder, pip install --no-build-isolation .\n" in said

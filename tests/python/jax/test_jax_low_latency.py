@@ -12,37 +12,29 @@ import pytest
 from jax.experimental import multihost_utils
 
 import crossdock.jax as xd
-from jax_support import RANKS, World, equal, everywhere, routing, run, whole
+import jax_support as support
+from jax_support import EXPERTS, RANKS, World, equal, everywhere, on_devices
 from reference import quantised
 from slots import SlotRouting, factors
 
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 16, 6
+TOKENS = 6
 
 
-def config_of(hidden: int = HIDDEN, **options: Any) -> xd.EpConfig:
-    return xd.EpConfig(
-        num_experts=EXPERTS,
-        hidden=hidden,
-        max_topk=TOPK,
-        max_tokens_per_rank=TOKENS,
-        layout="expert_slots",
-        **options,
-    )
+def slots_of(**options: Any) -> xd.EpConfig:
+    return support.config_of(TOKENS, layout="expert_slots", **options)
 
 
-class Batch:
-    """Inputs of all ranks."""
+class Batch(support.Batch):
+    """Inputs of all ranks, and the slots that they come to."""
 
-    def __init__(self, world: World, seed: int, dtype: Any = np.float32, hidden: int = HIDDEN):
-        rng = np.random.default_rng(seed)
-        self.ids = routing(seed, TOKENS, EXPERTS, TOPK, "uniform")
-        self.x = whole(rng, TOKENS, hidden, dtype=dtype)
-        self.weights = whole(rng, TOKENS, TOPK)
+    def __init__(self, world: World, seed: int, **options: Any) -> None:
+        super().__init__(seed, TOKENS, **options)
         self.routing = SlotRouting(self.ids, EXPERTS, TOKENS)
-        self.arrays = tuple(world.put(part) for part in (self.x, self.ids, self.weights))
+        ids, x, weights = self.on(world)
+        self.arrays = x, ids, weights  # in the order of ll_dispatch
 
     def check(self, world: World, slots: xd.Slots) -> None:
-        equal(world.parts(slots.counts), lambda rank: np.int32(self.routing.counts(rank)))
+        world.equal(slots.counts, lambda rank: np.int32(self.routing.counts(rank)))
         self.check_rows(world.parts(slots.tokens), self.x)
 
     def check_rows(self, parts: dict[int, np.ndarray], per_token: list[np.ndarray]) -> None:
@@ -51,7 +43,7 @@ class Batch:
 
     def check_sums(self, world: World, out: jax.Array, weighted: bool = True) -> None:
         weights = self.weights if weighted else None
-        equal(world.parts(out), lambda rank: self.routing.sums(rank, self.x, weights))
+        world.equal(out, lambda rank: self.routing.sums(rank, self.x, weights))
 
 
 def experts(slots: xd.Slots) -> jax.Array:
@@ -60,9 +52,11 @@ def experts(slots: xd.Slots) -> jax.Array:
     return tokens * factors(EXPERTS // RANKS).astype(tokens.dtype)
 
 
-def round_trip(world: World, dtype: str) -> None:
-    config = config_of(dtype=dtype)
-    batch = Batch(world, 61, dtype)
+@everywhere
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_element_equals_the_definition(world: World, dtype: str) -> None:
+    config = slots_of(dtype=dtype)
+    batch = Batch(world, 61, dtype=dtype)
 
     def trip(x, ids, weights):
         slots = xd.ll_dispatch(config, x, ids, weights)
@@ -80,14 +74,9 @@ def round_trip(world: World, dtype: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_element_equals_the_definition(where: str, dtype: str) -> None:
-    run(where, round_trip, dtype)
-
-
-def halves(world: World) -> None:
+def test_halves_of_two_batches_interleave(world: World) -> None:
     """Two batches, interleaved; several steps in one program."""
-    config = config_of(dtype=np.float32)
+    config = slots_of()
     batches = [Batch(world, 63), Batch(world, 64)]
 
     def step(first, second):
@@ -110,14 +99,10 @@ def halves(world: World) -> None:
             batch.check_sums(world, out)
 
 
-@everywhere
-def test_halves_of_two_batches_interleave(where: str) -> None:
-    run(where, halves)
-
-
-def global_arrays(world: World) -> None:
+@on_devices
+def test_global_arrays(world: World) -> None:
     """Outside shard_map, eagerly and jitted."""
-    config = config_of(dtype=np.float32)
+    config = slots_of()
     batch = Batch(world, 65)
 
     def trip(x, ids, weights):
@@ -136,13 +121,10 @@ def global_arrays(world: World) -> None:
     batch.check(world, slots)
 
 
-def test_global_arrays() -> None:
-    run("devices", global_arrays)
-
-
-def fp8(world: World) -> None:
-    config = config_of(256)
-    batch = Batch(world, 66, "bfloat16", 256)
+@on_devices
+def test_quantised_rows_and_scales_equal_the_definition(world: World) -> None:
+    options = {"hidden": 256, "dtype": jnp.bfloat16}
+    config, batch = slots_of(**options), Batch(world, 66, **options)
     for way in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
         slots = world.on_ranks(
             lambda *arrays, way=way: xd.ll_dispatch(config, *arrays, quantise=way)
@@ -152,12 +134,9 @@ def fp8(world: World) -> None:
         batch.check_rows(world.parts(slots.scales), list(scales))
 
 
-def test_quantised_rows_and_scales_equal_the_definition() -> None:
-    run("devices", fp8)
-
-
-def refused(world: World) -> None:
-    config = config_of(dtype=np.float32)
+@on_devices
+def test_derivatives_and_bad_arguments_are_refused_while_tracing(world: World) -> None:
+    config = slots_of()
     batch = Batch(world, 67)
     x, ids, weights = batch.arrays
 
@@ -170,9 +149,7 @@ def refused(world: World) -> None:
     with pytest.raises(TypeError, match="for inference and have no derivatives"):
         jax.jvp(loss, (x,), (x,))
     with pytest.raises(ValueError, match="config.layout: expected 'expert_slots'"):
-        xd.ll_dispatch(
-            xd.EpConfig(num_experts=8, hidden=16, max_topk=3, max_tokens_per_rank=6), x, ids
-        )
+        xd.ll_dispatch(support.config_of(TOKENS), x, ids)
     with pytest.raises(ValueError, match="config.layout: expected one with plans"):
         xd.ep_prepare(config, ids)
     with pytest.raises(ValueError, match="tokens: expected a rank's part"):
@@ -184,12 +161,9 @@ def refused(world: World) -> None:
         xd.ll_combine(slots.plan, x)
 
 
-def test_derivatives_and_bad_arguments_are_refused_while_tracing() -> None:
-    run("devices", refused)
-
-
-def bad_ids(world: World) -> None:
-    config = config_of(dtype=np.float32)
+@on_devices
+def test_bad_ids_fail_the_program_and_the_group_goes_on(world: World) -> None:
+    config = slots_of()
     batch = Batch(world, 68)
     x, _, weights = batch.arrays
     bad = [ids.copy() for ids in batch.ids]
@@ -201,13 +175,10 @@ def bad_ids(world: World) -> None:
     batch.check(world, slots)
 
 
-def test_bad_ids_fail_the_program_and_the_group_goes_on() -> None:
-    run("devices", bad_ids)
-
-
-def split(world: World, where: str) -> None:
+@everywhere
+def test_a_rank_that_is_masked_is_left_out_and_comes_back(world: World) -> None:
     """All leave the last rank out, which learns of it; then all are in step again."""
-    config = config_of(dtype=np.float32, on_peer_loss="mask")
+    config = slots_of(on_peer_loss="mask")
     last = RANKS - 1
     rank_of = dict(zip(world.mesh.devices, range(RANKS)))
     nobody, the_last = np.zeros(RANKS, np.int32), np.int32([0] * last + [1])
@@ -218,16 +189,16 @@ def split(world: World, where: str) -> None:
         def counts(rank: int) -> np.ndarray:
             return np.int32(SlotRouting(ids_for(rank), EXPERTS, TOKENS).counts(rank))
 
-        equal(world.parts(call(*batch.arrays)), counts)
+        world.equal(call(*batch.arrays), counts)
 
     def of_own_part(rank: int) -> list[np.ndarray]:
         none = np.full_like(batch.ids[0], -1)
         return [ids if (r == last) == (rank == last) else none for r, ids in enumerate(batch.ids)]
 
     check(lambda rank: batch.ids)
-    meet(where)
+    meet()
     world.ep.mask_set(config, last)
-    meet(where)
+    meet()
     for device, mask in world.ep.mask(config).items():
         np.testing.assert_array_equal(mask, nobody if rank_of[device] == last else the_last)
     if last in (rank_of[device] for device in world.ep.devices):  # it finds itself left out, now
@@ -237,37 +208,29 @@ def split(world: World, where: str) -> None:
     else:
         jax.block_until_ready(call(*batch.arrays))
     check(of_own_part)
-    meet(where)
+    meet()
     for rank in range(RANKS):
         world.ep.mask_set(config, rank, False)
-    meet(where)
+    meet()
     world.ep.reset(config)
     check(lambda rank: batch.ids)
     for mask in world.ep.mask(config).values():
         np.testing.assert_array_equal(mask, nobody)
 
 
-def meet(where: str) -> None:
+def meet() -> None:
     """Waits until all processes are here."""
-    if where == "processes":
+    if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meet")
 
 
-@everywhere
-def test_a_rank_that_is_masked_is_left_out_and_comes_back(where: str) -> None:
-    run(where, split, where)
-
-
-def masks_refused(world: World) -> None:
-    config = config_of(on_peer_loss="mask")
+@on_devices
+def test_masks_are_for_groups_that_mask(world: World) -> None:
+    config = slots_of(on_peer_loss="mask")
     for wrong in (-1, RANKS):
         with pytest.raises(ValueError, match=f"rank: expected 0 to {RANKS - 1}, got {wrong}"):
             world.ep.mask_set(config, wrong)
     calls = (world.ep.mask, world.ep.reset, lambda config: world.ep.mask_set(config, 0))
     for call in calls:
         with pytest.raises(ValueError, match="config.on_peer_loss: expected 'mask'"):
-            call(config_of())
-
-
-def test_masks_are_for_groups_that_mask() -> None:
-    run("devices", masks_refused)
+            call(slots_of())

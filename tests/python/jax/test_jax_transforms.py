@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,29 +12,17 @@ import pytest
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import crossdock.jax as xd
-from jax_support import RANKS, World, routing, whole
+from jax_support import RANKS, Batch, World, config_of, round_trip
 
-EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 5
-CONFIG = xd.EpConfig(
-    num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=TOKENS, dtype=np.float32
-)
+CONFIG = config_of(5)
 
 
-def batch() -> list[np.ndarray]:
-    """Global topk_idx, tokens, topk_weights."""
-    rng = np.random.default_rng(5)
-    parts = (
-        routing(5, TOKENS, EXPERTS, TOPK, "uniform"),
-        whole(rng, TOKENS, HIDDEN),
-        whole(rng, TOKENS, TOPK),
-    )
-    return [np.concatenate(part) for part in parts]
+def batch() -> tuple[np.ndarray, ...]:
+    """Choices, rows and weights of all ranks together."""
+    return Batch(5, 5).together()
 
 
-def layer(ids: Any, x: Any, weights: Any) -> Any:
-    received = xd.ep_dispatch(xd.ep_prepare(CONFIG, ids), x, weights)
-    return xd.ep_combine(received.plan, received.tokens, received.weights)[0]
+layer = functools.partial(round_trip, CONFIG)
 
 
 def on_shards(world: World) -> Callable[..., Any]:

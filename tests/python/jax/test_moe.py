@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +14,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
-from jax_support import ON_GPUS, RANKS
+from jax_support import EXPERTS, HIDDEN, ON_GPUS, RANKS, TOPK, config_of
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
 sys.path[:0] = [str(EXAMPLES / "jax"), str(EXAMPLES / "torch")]  # whose settings are shared
 
 from moe_model.plain_layers import plain_moe  # noqa: E402
 
-HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
+FFN = 24
 SEED = 20
 TOKENS = 28
 MESHES = [
@@ -35,13 +37,6 @@ def make_mesh(sizes: tuple[int, ...], names: tuple[str, ...], data: tuple[str, .
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
     ep_axes = tuple(name for name in names if name not in data)
     return xd.init(Mesh(devices, names), ep_axes, data_axes=data)
-
-
-def make_config(tokens: int, **options) -> xd.EpConfig:
-    options = {"dtype": jnp.float32} | options
-    return xd.EpConfig(
-        num_experts=EXPERTS, hidden=HIDDEN, max_topk=TOPK, max_tokens_per_rank=tokens, **options
-    )
 
 
 def values(*leading: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
@@ -73,6 +68,7 @@ def close(got, expected, tolerance: float = TOLERANCE) -> None:
         )
 
 
+@jax.jit
 def plain(params: dict[str, np.ndarray], x: np.ndarray, grad: np.ndarray):
     """(output, loss, load), (gradients of params, of x), of one device."""
 
@@ -80,7 +76,7 @@ def plain(params: dict[str, np.ndarray], x: np.ndarray, grad: np.ndarray):
         out, aux_loss, load = plain_moe(params, x, topk=TOPK, aux_loss_weight=0.5)
         return (out * grad).sum() + aux_loss, (out, aux_loss, load)
 
-    gradients, outputs = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(params, x)
+    gradients, outputs = jax.grad(objective, (0, 1), has_aux=True)(params, x)
     return outputs, gradients
 
 
@@ -106,12 +102,24 @@ def on_mesh(ep: xd.EpMesh, params, x, grad, layer):
     return (out.hidden, 0.5 * out.aux_loss, out.load), (of_params, gradients[1])
 
 
-@pytest.mark.parametrize("leading", [(TOKENS,), (4, 7), (4, 3, 2)], ids=str)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def in_a_map(ep: xd.EpMesh, layer: Callable[..., xd.MoEOutput]) -> Callable[..., xd.MoEOutput]:
+    """The layer inside of shard_map over axes of data and of experts."""
+    along, experts = P(("data", "expert")), P("expert")
+    return jax.shard_map(
+        layer,
+        mesh=ep.mesh,
+        in_specs=(xd.MoEParams(P(), experts, experts), along),
+        out_specs=xd.MoEOutput(along, P(), P(), along),
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh, leading", list(zip(MESHES, [(TOKENS,), (4, 7), (4, 3, 2), (TOKENS,)])), ids=str
+)
 def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading):
     batch = values(*leading)
     ep = make_mesh(*mesh)
-    config = make_config(int(np.prod(leading)) // RANKS)
+    config = config_of(int(np.prod(leading)) // RANKS)
     got = on_mesh(ep, *batch, lambda params, x: xd.moe_layer(config, params, x))
     jax.tree.map(close, got, plain(*batch))
 
@@ -119,21 +127,15 @@ def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading):
 def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[1])
-    config = make_config(TOKENS // RANKS)
-    along, experts = P(("data", "expert")), P("expert")
-    layer = jax.shard_map(
-        lambda params, x: xd.moe_layer(config, params, x),
-        mesh=ep.mesh,
-        in_specs=(xd.MoEParams(P(), experts, experts), along),
-        out_specs=xd.MoEOutput(along, P(), P(), along),
-    )
+    config = config_of(TOKENS // RANKS)
+    layer = in_a_map(ep, lambda params, x: xd.moe_layer(config, params, x))
     jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
 def test_gradients_outside_jit_of_arrays_that_are_nowhere_yet():
     params, x, grad = values(TOKENS)
     make_mesh(*MESHES[1])
-    config = make_config(TOKENS // RANKS)
+    config = config_of(TOKENS // RANKS)
 
     def objective(params, x):
         out = xd.moe_layer(config, xd.MoEParams(**params), x)
@@ -147,7 +149,7 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
     params, x, grad = values(TOKENS)
     stacked = {name: np.stack([array, array[..., ::-1]]) for name, array in params.items()}
     ep = make_mesh(*MESHES[1])
-    config = make_config(TOKENS // RANKS)
+    config = config_of(TOKENS // RANKS)
 
     def layers(layer, params, x):
         @jax.checkpoint
@@ -178,8 +180,7 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
 def test_layers_side_by_side_are_chained(mapped):
     params, x, grad = values(TOKENS)
     ep = make_mesh(*MESHES[1])
-    config = make_config(TOKENS // RANKS)
-    along, experts = P(("data", "expert")), P("expert")
+    config = config_of(TOKENS // RANKS)
 
     def both(params, x):
         first = xd.moe_layer(config, params, x)
@@ -188,16 +189,7 @@ def test_layers_side_by_side_are_chained(mapped):
             hidden=first.hidden + second.hidden, aux_loss=first.aux_loss + second.aux_loss
         )
 
-    layer = (
-        both
-        if not mapped
-        else jax.shard_map(
-            both,
-            mesh=ep.mesh,
-            in_specs=(xd.MoEParams(P(), experts, experts), along),
-            out_specs=xd.MoEOutput(along, P(), P(), along),
-        )
-    )
+    layer = in_a_map(ep, both) if mapped else both
     (out, aux_loss, _), (got, _) = on_mesh(ep, params, x, grad, layer)
     left, right = plain(params, x, grad), plain(params, -x, grad)
     close(out, left[0][0] + right[0][0])
@@ -208,7 +200,7 @@ def test_layers_side_by_side_are_chained(mapped):
 def test_bfloat16_layer_is_near_float32():
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[0])
-    config = make_config(TOKENS // RANKS, dtype=jnp.bfloat16, alignment=8)
+    config = config_of(TOKENS // RANKS, dtype=jnp.bfloat16, alignment=8)
     (out, _, _), _ = on_mesh(
         ep, *batch, lambda params, x: xd.moe_layer(config, params, x.astype(jnp.bfloat16))
     )
@@ -219,15 +211,9 @@ def test_bfloat16_layer_is_near_float32():
 def test_weights_as_the_router_gives_them():
     params, x, grad = values(TOKENS)
     ep = make_mesh(*MESHES[0])
-    config = make_config(TOKENS // RANKS)
-    as_they_are = xd.RouterOptions(normalize=False)
-    (got, _, _), _ = on_mesh(
-        ep,
-        params,
-        x,
-        grad,
-        lambda params, x: xd.moe_layer(config, params, x, router=as_they_are),
-    )
+    options = {"router": xd.RouterOptions(normalize=False)}
+    layer = functools.partial(xd.moe_layer, config_of(TOKENS // RANKS), **options)
+    (got, _, _), _ = on_mesh(ep, params, x, grad, layer)
     odds = jax.nn.softmax(x @ params["router"])
     kept = jax.lax.top_k(odds, TOPK)[0].sum(-1, keepdims=True)
     close(got, kept * plain(params, x, grad)[0][0])
@@ -237,40 +223,28 @@ def test_what_does_not_fit_is_named():
     params, x, _ = values(TOKENS)
     ep = make_mesh(*MESHES[1])
     layer = xd.MoEParams(**params)
-    config = make_config(TOKENS // RANKS)
-
-    def refused(text: str, config: xd.EpConfig, params: xd.MoEParams, x: np.ndarray) -> None:
+    config = config_of(TOKENS // RANKS)
+    by_rank = config_of(TOKENS // RANKS, layout="rank_major")
+    wrong = jax.device_put(x, NamedSharding(ep.mesh, P("expert")))
+    few, narrow = params["router"][:, :4], params["experts_in"][:, :, :24]
+    for text, given in (
+        ("layout 'expert_major', got 'rank_major'", (by_rank, layer, x)),
+        (
+            r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)",
+            (config, layer._replace(router=few), x),
+        ),
+        (
+            r"params.experts_in: expected shape \(4, 16, 48\)",
+            (config, layer._replace(experts_in=narrow), x),
+        ),
+        (
+            r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)",
+            (config, layer, x[:27]),
+        ),
+        (
+            r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'",
+            (config, layer, wrong),
+        ),
+    ):
         with pytest.raises(ValueError, match=text):
-            xd.moe_layer(config, params, x)
-
-    refused(
-        "layout 'expert_major', got 'rank_major'",
-        make_config(TOKENS // RANKS, layout="rank_major"),
-        layer,
-        x,
-    )
-    refused(
-        r"params.router: expected shape \(16, 8\) on a rank, got \(16, 4\)",
-        config,
-        layer._replace(router=params["router"][:, :4]),
-        x,
-    )
-    refused(
-        r"params.experts_in: expected shape \(4, 16, 48\)",
-        config,
-        layer._replace(experts_in=params["experts_in"][:, :, :24]),
-        x,
-    )
-    refused(
-        r"x: .*multiple of 4, the ranks along \('data', 'expert'\), got shape \(27, 16\)",
-        config,
-        layer,
-        x[:27],
-    )
-    wrong = NamedSharding(ep.mesh, P("expert"))
-    refused(
-        r"x: expected P\(\('data', 'expert'\),\), .*; got P\('expert'",
-        config,
-        layer,
-        jax.device_put(x, wrong),
-    )
+            xd.moe_layer(*given)

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
-from jax_support import RANKS
-from test_moe import EXPERTS, MESHES, TOKENS, TOPK, close, make_config, make_mesh, values
+from jax_support import EXPERTS, RANKS, TOPK, config_of
+from test_moe import MESHES, TOKENS, close, make_mesh, values
 
 GROUPS, TOPK_GROUPS, SCALE = 4, 2, 2.5
 OPTIONS = xd.RouterOptions("sigmoid", True, SCALE, GROUPS, TOPK_GROUPS, "top2", bias=True)
@@ -44,9 +44,9 @@ def deepseek_v3(params, x):
 
 @pytest.mark.parametrize("mesh", [MESHES[0], MESHES[1]], ids=str)
 def test_groups_sigmoid_and_bias_are_those_of_one_device(mesh):
-    params, x, grad = values(TOKENS)
+    params, x, grad = values(3 * RANKS)
     ep = make_mesh(*mesh)
-    config = make_config(TOKENS // RANKS)
+    config = config_of(3)
 
     def plain_objective(params, x):
         out, aux_loss, load = deepseek_v3(params, x)
@@ -99,7 +99,7 @@ def test_a_capacity_factor_leaves_out_the_lightest():
     tokens = TOKENS // RANKS
     room = xd.capacity_rows(1.0, tokens, TOPK, EXPERTS, RANKS)
     assert room < tokens * RANKS * min(TOPK, EXPERTS // RANKS)
-    config = make_config(tokens, recv_capacity=room)  # with overflow="error"
+    config = config_of(tokens, recv_capacity=room)  # with overflow="error"
     along = NamedSharding(ep.mesh, P(ep.ep_axes))
     layer = xd.MoEParams(**{k: jnp.asarray(v) for k, v in params.items()})
     limit = lambda p, x: xd.moe_layer(config, p, x, capacity_factor=1.0)  # noqa: E731
@@ -112,7 +112,7 @@ def test_a_capacity_factor_leaves_out_the_lightest():
     x = jax.device_put(x, along)
     limited, same = jax.jit(limit)(layer, x), jax.jit(own)(layer, x)
     np.testing.assert_allclose(limited.hidden, same.hidden, rtol=2e-5, atol=2e-6)
-    free = jax.jit(lambda p, x: xd.moe_layer(make_config(tokens), p, x))(layer, x)
+    free = jax.jit(lambda p, x: xd.moe_layer(config_of(tokens), p, x))(layer, x)
     assert np.abs(np.asarray(free.hidden - limited.hidden)).max() > 1e-3
     np.testing.assert_allclose(limited.load, free.load)  # before any is dropped
 
@@ -120,7 +120,7 @@ def test_a_capacity_factor_leaves_out_the_lightest():
 def test_what_does_not_fit_is_named():
     params, x, _ = values(TOKENS)
     make_mesh(*MESHES[0])
-    layer, config = xd.MoEParams(**params), make_config(TOKENS // RANKS)
+    layer, config = xd.MoEParams(**params), config_of(TOKENS // RANKS)
 
     def refused(text: str, layer: xd.MoEParams = layer, **options) -> None:
         with pytest.raises(ValueError, match=text):

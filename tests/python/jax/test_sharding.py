@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
-from jax_support import RANKS
+import jax_support as support
+from jax_support import HIDDEN, RANKS, config_of
 
-TOKENS, HIDDEN, EXPERTS, TOPK = 32, 16, 8, 4
+TOKENS, TOPK = 32, 4
 ALONG = P(("data", "expert"))
 WRONG = [P(), P(None, "expert")]
 if RANKS > 2:  # else "data" is of length 1, and ranks along "expert" are all
@@ -36,13 +37,7 @@ def mesh() -> Mesh:
     return make_mesh()
 
 
-CONFIG = xd.EpConfig(
-    num_experts=EXPERTS,
-    hidden=HIDDEN,
-    max_topk=TOPK,
-    max_tokens_per_rank=TOKENS // RANKS,
-    dtype=np.float32,
-)
+CONFIG = config_of(TOKENS // RANKS, max_topk=TOPK)
 
 
 def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
@@ -59,9 +54,7 @@ def arrays(mesh: Mesh, **specs: P) -> dict[str, jax.Array]:
 
 
 def round_trip(topk_idx, tokens, topk_weights):
-    plan = xd.ep_prepare(CONFIG, topk_idx)
-    received = xd.ep_dispatch(plan, tokens, topk_weights)
-    return xd.ep_combine(received.plan, received.tokens, received.weights)[0]
+    return support.round_trip(CONFIG, topk_idx, tokens, topk_weights)
 
 
 def refusal(name: str, spec: P) -> str:
@@ -157,34 +150,24 @@ def test_eager_derivatives_of_an_array_on_one_device_are_refused(mesh, how, erro
         jax.grad(how(lambda x: round_trip(given["topk_idx"], x, given["topk_weights"]).sum()))(x)
 
 
-@pytest.mark.parametrize(
-    "axes, text",
-    [
-        ({"expert"}, "expected one over all axes of the mesh"),
-        ({"data"}, "expected one over all axes of the mesh"),
-    ],
-    ids=str,
-)
-def test_shard_map_over_some_axes_is_refused(mesh, axes, text):
-    spec = P(tuple(axes))
-    mapped = jax.shard_map(round_trip, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
-    with pytest.raises(ValueError, match=text):
-        jax.jit(mapped)(*arrays(mesh).values())
+@pytest.mark.parametrize("axis", ["expert", "data"])
+def test_shard_map_over_some_axes_is_refused(mesh, axis):
+    for checked in (True, False):
+        options = {"axis_names": {axis}, "check_vma": checked}
+        mapped = jax.shard_map(
+            round_trip, mesh=mesh, in_specs=P(axis), out_specs=P(axis), **options
+        )
+        with pytest.raises(ValueError, match="shard_map: expected one over all axes of the mesh"):
+            jax.jit(mapped)(*arrays(mesh).values())
 
 
-def test_shard_map_over_another_mesh_is_refused(mesh):
+def test_shard_map_over_another_mesh_or_with_tokens_that_are_not_split_is_refused(mesh):
     other = Mesh(mesh.devices.reshape(4, 1), ("data", "expert"))
-    mapped = jax.shard_map(round_trip, mesh=other, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match="expected the mesh of crossdock.jax.init"):
-        mapped(*(np.asarray(array) for array in arrays(mesh).values()))
-
-
-def test_shard_map_that_replicates_tokens_over_experts_is_refused(mesh):
-    mapped = jax.shard_map(round_trip, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"replicated along \('expert',\)"):
-        mapped(*(np.asarray(array) for array in arrays(mesh).values()))
-
-
-def test_length_that_ranks_cannot_share_is_refused(mesh):
-    with pytest.raises(ValueError, match="topk_idx: .*4 devices share evenly, got shape"):
-        xd.ep_prepare(CONFIG, np.zeros((30, TOPK), np.int32))
+    for over, text in (
+        (other, "expected the mesh of crossdock.jax.init, {'data': 2, 'expert': 2}"),
+        (mesh, r"replicated along \('expert',\): name them in in_specs"),
+    ):
+        mapped = jax.shard_map(round_trip, mesh=over, in_specs=P("data"), out_specs=P("data"))
+        for function in (mapped, jax.jit(mapped)):
+            with pytest.raises(ValueError, match=text):
+                function(*map(np.asarray, arrays(mesh).values()))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossdock.compat import te_jax as te
-from jax_support import RANKS, World, run
+from jax_support import RANKS, World, ranked
 from test_hlo import COLLECTIVES
 from test_tp import place, same
 
@@ -32,7 +32,18 @@ def bootstrap(size: int = RANKS, **options):
     )
 
 
-def layers(world: World, size: int, aggregate: bool) -> None:
+@pytest.mark.parametrize(
+    "where, size, aggregate",
+    [
+        ("devices", RANKS, True),
+        ("devices", RANKS // 2, False),
+        ("processes", RANKS // 2, False),
+    ],
+)
+@ranked
+def test_layers_and_all_gradients_are_those_of_one_process(
+    world: World, size: int, aggregate: bool
+) -> None:
     """The layouts of TransformerEngine's own example, and gradients, against one process."""
     world.ep.close()
     joined = bootstrap(size, aggregate_all_gather=aggregate)
@@ -64,18 +75,6 @@ def layers(world: World, size: int, aggregate: bool) -> None:
             same("bias", grad_bias, grad.sum((0, 1)))
     finally:
         joined.close()
-
-
-@pytest.mark.parametrize(
-    "where, size, aggregate",
-    [
-        ("devices", RANKS, True),
-        ("devices", RANKS // 2, False),
-        ("processes", RANKS // 2, False),
-    ],
-)
-def test_layers_and_all_gradients_are_those_of_one_process(where, size, aggregate):
-    run(where, layers, size, aggregate)
 
 
 def test_ways_to_store_operands():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,202 +13,129 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from crossdock.jax import tp
-from jax_support import ON_GPUS, RANKS, World, everywhere, run
-from test_hlo import COLLECTIVES
-from test_tp import joined, padded, place, same, with_gradients
+from jax_support import ON_GPUS, RANKS, World, ranked
+from tp_support import AGAIN, Layer, check, joined, mapped, padded, placed, same, spelled
 
 SEED = 88
-TOKENS, K, N = 4 * RANKS, 16 * RANKS, 16 * RANKS
+K, N = 16 * RANKS, 16 * RANKS
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# How a, b and the result lie on the mesh, and what says along which dimension.
-PRODUCTS = {
-    "all_gather_scaled_matmul": (P(None, "tp"), P("tp"), P("tp"), P(None, None, "tp"), "gather"),
-    "scaled_matmul_reduce_scatter": (
-        P(None, None, "tp"), P(None, "tp"), P(), P(None, "tp"), "scatter",
-    ),
-    "scaled_matmul_all_reduce": (P(None, None, "tp"), P(None, "tp"), P(), P(), ""),
-}  # fmt: skip
+COUNTS = (3, 0, 5, 1)[:RANKS]
+PRODUCTS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter", "scaled_matmul_all_reduce"
+# test_tp.py has the other two pairs.
+both = pytest.mark.parametrize(
+    "where, spelling", [("devices", "shard_map"), ("processes", "automatic")]
+)
 
 
-def arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Small whole numbers: products, and sums of them, are exact; b is stored the other way."""
-    rng = np.random.default_rng(SEED)
-    a = rng.integers(-2, 3, (2, TOKENS, K)).astype(E4M3)
-    b = rng.integers(-2, 3, (N, K)).astype(E5M2)
-    return a, b, rng.integers(-2, 3, N).astype(np.float32)
+def powers_of_two(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return (2.0 ** rng.integers(-2, 2, shape)).astype(np.float32)
+
+
+def scales_of(
+    way: str, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, int], by_tokens: bool
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """-> scales of a and b, which have these shapes, and what they multiply elements by.
+
+    They are "one" for a matrix, of its "rows" or of "blocks" of 128 along K, or "ranks" have their
+    own: `by_tokens`, of tokens and columns, else of parts of K.
+    """
+    if way == "one":
+        both = np.float32(0.5), np.array([4], np.float32)
+        return both, both
+    if way == "rows":
+        of_rows = powers_of_two(rng, *a[:-1]), powers_of_two(rng, b[0])
+        return of_rows, tuple(one[..., None] for one in of_rows)
+    if way == "ranks":
+        of_ranks = tuple((base ** np.arange(RANKS)).astype(np.float32) for base in (2.0, 0.5))
+        sizes = [shape[-2 if by_tokens else -1] // RANKS for shape in (a, b)]
+        spread = [one.repeat(size) for one, size in zip(of_ranks, sizes)]
+        return of_ranks, tuple(one[:, None] if by_tokens else one for one in spread)
+    blocks = (
+        powers_of_two(rng, *a[:-1], a[-1] // 128),
+        powers_of_two(rng, -(-b[0] // 128), b[1] // 128),
+    )
+    wide = blocks[0].repeat(128, -1), blocks[1].repeat(128, 0)[: b[0]].repeat(128, 1)
+    return blocks, wide
 
 
 class Scaled:
-    """Scales in one of the ways in which there are some, and what the matrices stand for."""
+    """Small whole numbers with scales that are powers of two: products and sums are exact.
 
-    def __init__(self, way: str, name: str) -> None:
-        gathers = name.startswith("all_gather")
-        of_a, of_b, _, _, _ = PRODUCTS[name]
-        a, b, self.bias = arrays()
-        rng = np.random.default_rng(SEED + 1)
-        wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-        if way == "one":
-            self.scales = np.float32(0.5), np.array([4], np.float32)
-            self.specs = P(), P()
-            wide_a, wide_b = wide_a * 0.5, wide_b * 4
-        elif way == "rows":
-            powers = [2.0 ** rng.integers(-2, 2, shape) for shape in (a.shape[:-1], (N,))]
-            self.scales = tuple(one.astype(np.float32) for one in powers)
-            of_tokens = (*of_a, None, None)[: a.ndim - 1]
-            self.specs = P(*of_tokens), P("tp") if gathers else P()
-            wide_a, wide_b = wide_a * powers[0][..., None], wide_b * powers[1][:, None]
-        else:  # each rank's own
-            powers = 2.0 ** np.arange(RANKS), 0.5 ** np.arange(RANKS)
-            self.scales = tuple(one.astype(np.float32) for one in powers)
-            self.specs = P("tp"), P("tp")
-            wide_a = wide_a * _of_parts(powers[0], wide_a.shape, 1 if gathers else 2)
-            wide_b = wide_b * _of_parts(powers[1], wide_b.shape, 0 if gathers else 1)
-        self.arrays = a, b, self.bias
-        self.wanted = np.maximum(np.matmul(wide_a, wide_b.T) + self.bias, 0)
+    b is stored as [N, K]; a has a dimension before that of tokens, unless its scales or numbers of
+    tokens that differ, `counts`, want none.
+    """
+
+    def __init__(
+        self, name: str, way: str, transpose_b: bool = True, counts: tuple[int, ...] | None = None
+    ) -> None:
+        rng = np.random.default_rng(SEED)
+        gathers, blocks = name.startswith("all_gather"), way == "blocks"
+        k, n = K, N
+        if blocks:  # the last one along N is smaller, where it is no other rank's
+            k, n = (384, 256 * RANKS) if gathers else (384 * RANKS, 160)
+        tokens = (sum(counts),) if counts else (4 * RANKS,) if blocks else (2, 4 * RANKS)
+        a = rng.integers(-2, 3, (*tokens, k)).astype(E4M3)
+        b = rng.integers(-2, 3, (n, k)).astype(E5M2)
+        bias = rng.integers(-2, 3, n).astype(np.float32)
+        scales, factors = scales_of(way, rng, a.shape, b.shape, gathers)
+        wide = [matrix.astype(np.float64) * factor for matrix, factor in zip((a, b), factors)]
+        self.out = np.maximum(np.matmul(wide[0], wide[1].T) + bias, 0)
+        self.given = [a, b, bias, *scales]
+
+        dim = len(tokens) - 1
+        of_tokens, of_features = (P(*(None,) * before, "tp") for before in (dim, dim + 1))
+        of_a, of_b = (of_tokens, P("tp")) if gathers else (of_features, P(None, "tp"))
+        of_scales = {
+            "one": (P(), P()),
+            "rows": (of_tokens, P("tp")) if gathers else (P(), P()),
+            "ranks": (P("tp"), P("tp")),
+            "blocks": (of_a, of_b),
+        }[way]
+        self.specs = [of_a, of_b, P("tp") if gathers else P(), *of_scales]
+        self.of_out = of_features if gathers else of_tokens if "scatter" in name else P()
+        self.options: dict[str, Any] = {"transpose_b": transpose_b, "activation": "relu"}
+        if "all_reduce" not in name:
+            self.options |= {"gather_dim" if gathers else "scatter_dim": dim}
+            self.options["tokens_per_rank"] = counts
+        if counts and gathers:
+            for at in (0,) if way == "one" else (0, 3):
+                self.given[at] = padded(counts, self.given[at], np.nan)
+        elif counts:
+            self.out = padded(counts, self.out, 0)
+        if not transpose_b:
+            for at in (1, 4) if blocks else (1,):
+                self.given[at] = self.given[at].T
+                self.specs[at] = P(None, "tp") if gathers else P("tp")
 
 
-def _of_parts(factors: np.ndarray, shape: tuple[int, ...], dim: int) -> np.ndarray:
-    """One factor for each of equal parts along a dimension."""
-    along = [1] * len(shape)
-    along[dim] = shape[dim]
-    return np.repeat(factors, shape[dim] // RANKS).reshape(along)
+def cases(spelling: str) -> Iterator[tuple[Any, ...]]:
+    """The arguments of `Scaled`. Whole arrays know no ranks, and GPUs take b as [N, K] alone."""
+    ways = ("one", "rows", "blocks", "ranks")[: 4 if spelling == "shard_map" else 3]
+    yield from itertools.product(PRODUCTS, ways)
+    yield from itertools.product(PRODUCTS[:2], ways[:3], (True,), (COUNTS,))
+    if not ON_GPUS:
+        yield from ((name, "blocks", False) for name in PRODUCTS)
+        yield from ((name, "blocks", False, COUNTS) for name in PRODUCTS[:2])
 
 
-def products(world: World, spelling: str) -> None:
+@both
+@ranked
+def test_products_are_exact_with_scales_of_every_kind(world: World, spelling: str) -> None:
     world.ep.close()
     with joined() as mesh:
-        for name, (of_a, of_b, of_bias, of_out, dim) in PRODUCTS.items():
-            for way in ("one", "rows", "ranks")[: 3 if spelling == "shard_map" else 2]:
-                scaled = Scaled(way, name)
-                for dtype in (jnp.bfloat16, np.float32):
+        for number, case in enumerate(cases(spelling)):
+            scaled = Scaled(*case)
+            # Sums of ranks that are many are exact in float32 alone.
+            dtype = jnp.bfloat16 if number % 2 and "blocks" not in case else np.float32
 
-                    def product(
-                        *given: jax.Array, name: str = name, dim: str = dim, dtype: Any = dtype
-                    ) -> jax.Array:
-                        a, b, bias, *scales = given
-                        along = {f"{dim}_dim": 1} if dim else {}
-                        options = {"bias": bias, "out_dtype": dtype, "activation": "relu"}
-                        function = getattr(tp, name)
-                        return function(a, b, *scales, transpose_b=True, **options, **along).out
+            def product(*given: jax.Array, case=case, scaled=scaled, dtype=dtype) -> jax.Array:
+                a, b, bias, *scales = given
+                named = scaled.options | {"bias": bias, "out_dtype": dtype}
+                return getattr(tp, case[0])(a, b, *scales, **named).out
 
-                    specs = of_a, of_b, of_bias, *scaled.specs
-                    if spelling == "shard_map":
-                        product = jax.shard_map(
-                            product, mesh=mesh.mesh, in_specs=specs, out_specs=of_out
-                        )
-                    given = *scaled.arrays, *scaled.scales
-                    args = [place(mesh.mesh, *pair) for pair in zip(given, specs)]
-                    same(f"{name} {way}", jax.jit(product)(*args), scaled.wanted.astype(dtype))
-
-
-@everywhere
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-def test_products_are_exact(where, spelling):
-    run(where, products, spelling)
-
-
-def unequal(world: World) -> None:
-    """Numbers of tokens that differ between ranks, with scales of both kinds."""
-    world.ep.close()
-    counts = (3, 0, 5, 1)[:RANKS]
-    with joined() as mesh:
-        for name in ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"):
-            gathers = name.startswith("all_gather")
-            for way in ("one", "rows"):
-                scaled = Scaled(way, name)
-                a, b, bias = scaled.arrays
-                a, wanted = a[0, : sum(counts)], scaled.wanted[0, : sum(counts)]
-                of_a, of_b = scaled.scales
-                of_a = of_a[0, : sum(counts)] if way == "rows" else of_a
-                if gathers:
-                    a = padded(counts, a, np.nan)
-                    of_a = padded(counts, of_a, np.nan) if way == "rows" else of_a
-                else:
-                    wanted = padded(counts, wanted, 0)
-
-                def product(*given: jax.Array, name: str = name) -> jax.Array:
-                    a, b, bias, *scales = given
-                    options = {"bias": bias, "out_dtype": np.float32, "activation": "relu"}
-                    options |= {"transpose_b": True, "tokens_per_rank": counts}
-                    return getattr(tp, name)(a, b, *scales, **options).out
-
-                tokens, columns = P("tp") if gathers else P(None, "tp"), P("tp")
-                specs = (tokens, columns, columns) if gathers else (tokens, P(None, "tp"), P())
-                if way == "rows":
-                    specs += (columns, columns) if gathers else (P(), P())
-                else:
-                    specs += (P(), P())
-                out = P(None, "tp") if gathers else P("tp")
-                mapped = jax.shard_map(product, mesh=mesh.mesh, in_specs=specs, out_specs=out)
-                args = [place(mesh.mesh, *pair) for pair in zip((a, b, bias, of_a, of_b), specs)]
-                same(f"{name} {way}", jax.jit(mapped)(*args), wanted.astype(np.float32))
-
-
-@everywhere
-def test_ranks_may_have_different_numbers_of_tokens(where):
-    run(where, unequal)
-
-
-def of_blocks(
-    name: str, transpose_b: bool, counts: tuple[int, ...] | None
-) -> tuple[list[np.ndarray], np.ndarray, list[P], P]:
-    """-> a, b and their scales per 128 columns, their product, and how they lie."""
-    gathers = name.startswith("all_gather")
-    blocks = 2 * RANKS if gathers else 3 * RANKS  # of N; of K
-    k, n = (384, 128 * blocks) if gathers else (128 * blocks, 160)
-    tokens = TOKENS if counts is None else sum(counts)
-    rng = np.random.default_rng(SEED)
-
-    def powers(*shape: int) -> np.ndarray:
-        return (2.0 ** rng.integers(-2, 2, shape)).astype(np.float32)
-
-    a = rng.integers(-2, 3, (tokens, k)).astype(E4M3)
-    b = rng.integers(-2, 3, (k, n)).astype(E5M2)
-    of_a, of_b = powers(tokens, k // 128), powers(k // 128, -(-n // 128))
-    wide_b = b.astype(np.float64) * of_b.repeat(128, 0)[:k].repeat(128, 1)[:, :n]
-    wanted = (a.astype(np.float64) * of_a.repeat(128, 1)) @ wide_b
-    given, tokens_spec = [a, b, of_a, of_b], P("tp") if gathers else P(None, "tp")
-    of_out = P(None, "tp") if gathers else P("tp") if "scatter" in name else P()
-    if counts is not None and gathers:
-        given[0], given[2] = padded(counts, a, np.nan), padded(counts, of_a, np.nan)
-    elif counts is not None:
-        wanted = padded(counts, wanted, 0)
-    if transpose_b:
-        given[1], given[3] = given[1].T, given[3].T
-    of_weights = P("tp") if gathers == transpose_b else P(None, "tp")
-    return given, wanted, [tokens_spec, of_weights] * 2, of_out
-
-
-def block_scales(world: World, spelling: str) -> None:
-    world.ep.close()
-    unequal = (3, 0, 5, 1)[:RANKS]
-    with joined() as mesh:
-        for name, counts in [(name, None) for name in PRODUCTS] + [
-            ("all_gather_scaled_matmul", unequal),
-            ("scaled_matmul_reduce_scatter", unequal),
-        ]:
-            for transpose_b in (True,) if ON_GPUS else (True, False):
-                given, wanted, specs, of_out = of_blocks(name, transpose_b, counts)
-                options: dict[str, Any] = {"out_dtype": np.float32, "transpose_b": transpose_b}
-                if counts is not None:
-                    options["tokens_per_rank"] = counts
-
-                def product(*given: jax.Array, name: str = name, options=options) -> jax.Array:
-                    return getattr(tp, name)(*given, **options).out
-
-                program: Any = product
-                if spelling == "shard_map":
-                    program = jax.shard_map(
-                        product, mesh=mesh.mesh, in_specs=tuple(specs), out_specs=of_out
-                    )
-                args = [place(mesh.mesh, *pair) for pair in zip(given, specs)]
-                same(f"{name} {counts}", jax.jit(program)(*args), wanted.astype(np.float32))
-
-
-@everywhere
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-def test_products_with_scales_of_blocks_are_exact(where, spelling):
-    run(where, block_scales, spelling)
+            program = jax.jit(spelled(mesh, spelling, product, scaled.specs, scaled.of_out))
+            args = placed(mesh, scaled.given, scaled.specs)
+            same(str(case), program(*args), scaled.out.astype(dtype))
 
 
 def test_blocks_of_two_ranks_are_refused_and_of_one_are_not():
@@ -218,13 +147,9 @@ def test_blocks_of_two_ranks_are_refused_and_of_one_are_not():
         with pytest.raises(ValueError, match="b_scale: expected columns of b .* of 128 on each"):
             tp.all_gather_scaled_matmul(a, b, of_a, of_b)
         specs = P("tp"), P(None, "tp"), P("tp"), P()
-        mapped = jax.shard_map(
-            lambda *given: tp.all_gather_scaled_matmul(*given, out_dtype=np.float32).out,
-            mesh=mesh.mesh,
-            in_specs=specs,
-            out_specs=P(None, "tp"),
-        )
-        np.testing.assert_array_equal(jax.jit(mapped)(a, b, of_a, of_b), 160)
+        product = lambda *given: tp.all_gather_scaled_matmul(*given, out_dtype=np.float32).out  # noqa: E731
+        program = mapped(mesh, product, specs, P(None, "tp"))
+        np.testing.assert_array_equal(program(a, b, of_a, of_b), 160)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +177,11 @@ def test_arguments_that_do_not_fit(changes, error, text):
 
 
 def test_there_is_no_derivative():
-    a, b, _ = arrays()
+    a, b = np.ones((4 * RANKS, K), E4M3), np.ones((K, N), E5M2)
     with joined():
 
         def total(scale: jax.Array) -> jax.Array:
-            return tp.scaled_matmul_all_reduce(a[0], b.T, scale, scale).out.sum()
+            return tp.scaled_matmul_all_reduce(a, b, scale, scale).out.sum()
 
         with pytest.raises(
             ValueError, match="crossdock_gemm_all_reduce.* cannot be differentiated"
@@ -267,86 +192,39 @@ def test_there_is_no_derivative():
 # ---- Operands that are made fp8 on the way -------------------------------------------------------
 
 
-class Linear:
-    """A layer of small whole numbers, which are exact in fp8, of other sizes on each rank."""
-
-    def __init__(
-        self, gathers: bool, dtype: Any, transpose_b: bool, counts: tuple[int, ...] | None
-    ) -> None:
-        rng = np.random.default_rng(SEED)
-        self.counts = (4,) * RANKS if counts is None else counts
-        tokens = sum(self.counts)
-
-        def whole(*shape: int) -> np.ndarray:
-            return rng.integers(-1, 2, shape).astype(np.float64)
-
-        factors = 2.0 ** (np.arange(RANKS) - 1)
-        a, b, bias, grad = whole(tokens, K), whole(K, N), whole(N), whole(tokens, N)
-        # Scales of all ranks differ.
-        inner = np.repeat(factors, K // RANKS)
-        a *= np.repeat(factors, self.counts)[:, None] if gathers else inner
-        b *= 2 * (np.repeat(factors, N // RANKS) if gathers else inner[:, None])
-        out = a @ b + bias
-        of_sum = np.where(out > 0, grad, 0)
-        of_b = a.T @ of_sum
-        given = [a, b.T if transpose_b else b, bias]
-        grads = [of_sum @ b.T, of_b.T if transpose_b else of_b, of_sum.sum(0)]
-        out = np.maximum(out, 0)
-        if counts is not None and gathers:
-            given[0], grads[0] = padded(counts, given[0], np.nan), padded(counts, grads[0], 0)
-        elif counts is not None:
-            out, grad = padded(counts, out, 0), padded(counts, grad, np.nan)
-        self.given, self.grads = ([one.astype(dtype) for one in ones] for ones in (given, grads))
-        self.out, self.grad = out.astype(dtype), grad.astype(dtype)
-        tokens_in, columns = P("tp"), P(None, "tp")
-        self.specs = [tokens_in, columns, P("tp")] if gathers else [columns, P("tp"), P()]
-        self.of_out = columns if gathers else P("tp")
-        if transpose_b:
-            self.specs[1] = P("tp") if gathers else columns
+def made_fp8(
+    operation: str,
+    dtype: str,
+    counts: tuple[int, ...] | None = None,
+    *,
+    again: bool = False,
+    **more,
+) -> Layer:
+    """A layer of small whole numbers, which are exact in fp8; scales of all ranks differ."""
+    tokens = (4 * RANKS if counts is None else sum(counts),)
+    options = ("fp8", True), *(AGAIN if again else ())
+    more |= {"dtype": dtype, "bias": dtype, "activation": "relu", "counts": counts}
+    return Layer(operation, tokens, k=K, spread=True, options=options, **more)
 
 
-def made_fp8(world: World, spelling: str) -> None:
+MADE_FP8 = [
+    made_fp8("all_gather_matmul", "bfloat16"),
+    made_fp8("all_gather_matmul", "float32", COUNTS, again=True),
+    made_fp8("all_gather_matmul", "float16", COUNTS, transpose_b=True),
+    made_fp8("matmul_reduce_scatter", "bfloat16", transpose_b=True),
+    made_fp8("matmul_reduce_scatter", "float32", COUNTS),
+]
+
+
+@both
+@ranked
+def test_operands_made_fp8_and_all_gradients_are_exact_for_whole_numbers(
+    world: World, spelling: str
+) -> None:
     world.ep.close()
-    unequal = (3, 0, 5, 1)[:RANKS]
-    ways = [
-        (True, jnp.bfloat16, {}, None),
-        (True, np.float32, {"save_gathered": False}, unequal),
-        (True, np.float16, {"transpose_b": True}, unequal),
-        (False, jnp.bfloat16, {"transpose_b": True}, None),
-        (False, np.float32, {}, unequal),
-    ]
     with joined() as mesh:
-        for gathers, dtype, options, counts in ways:
-            layer = Linear(gathers, dtype, options.get("transpose_b", False), counts)
-            name = "all_gather_matmul" if gathers else "matmul_reduce_scatter"
-
-            def product(*given: jax.Array, name=name, options=options, counts=counts) -> jax.Array:
-                a, b, bias = given
-                named = options | {"bias": bias, "activation": "relu", "tokens_per_rank": counts}
-                return getattr(tp, name)(a, b, fp8=True, **named).out
-
-            program: Any = product
-            if spelling == "shard_map":
-                specs = tuple(layer.specs)
-                program = jax.shard_map(
-                    product, mesh=mesh.mesh, in_specs=specs, out_specs=layer.of_out
-                )
-
-            args = [place(mesh.mesh, layer.grad, layer.of_out)]
-            args += [place(mesh.mesh, *pair) for pair in zip(layer.given, layer.specs)]
-            compiled = with_gradients(program, ("a", "b", "bias")).lower(*args).compile()
-            text = compiled.as_text()
-            assert COLLECTIVES.findall(text) == [] and "f8e4m3fn" in text
-            out, grads = compiled(*args)
-            same(f"{name} {options} out", out, layer.out)
-            for (which, got), wanted in zip(grads.items(), layer.grads):
-                same(f"{name} {options} gradient of {which}", got, wanted)
-
-
-@everywhere
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-def test_operands_made_fp8_and_all_gradients_are_exact_for_whole_numbers(where, spelling):
-    run(where, made_fp8, spelling)
+        for layer in MADE_FP8:
+            check(mesh, layer, spelling)
 
 
 def test_operands_are_rounded_once():

@@ -19,30 +19,26 @@ from crossdock import GemmConfig, errors
 from crossdock.jax import tp
 from crossdock.jax._group import programs_of
 from crossdock.jax.tp import _run
-from jax_support import RANKS, World, everywhere, run
+from jax_support import RANKS, World, config_of, everywhere, on_processes
 from test_hlo import COLLECTIVES, chain_of_calls
 from test_jax_life import workers
-from test_tp import AGAIN, LAYERS, K, Layer, N, check, joined, place, same, trained
-
-CHAINS = {
-    "all_gather_matmul": ["all_gather", "reduce_scatter"],
-    "matmul_reduce_scatter": ["reduce_scatter", "all_gather"],
-    "matmul_all_reduce": ["all_reduce"],
-}
-
+from tp_support import (
+    CHAINS,
+    LAYERS,
+    K,
+    Layer,
+    N,
+    check,
+    joined,
+    mapped,
+    place,
+    placed,
+    same,
+    spelled,
+    trained,
+)
 
 # ---- What XLA makes of them ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.operation)
-def test_no_collective_but_ours_forward_and_backward(layer, spelling):
-    with joined() as mesh:
-        step, args = trained(mesh, layer, spelling)
-        text = step.lower(*args).compile().as_text()
-    assert COLLECTIVES.findall(text) == []
-    chain = ["all_gather", "bulk", "bulk"] if layer.options == AGAIN else CHAINS[layer.operation]
-    assert chain_of_calls(text) == chain
 
 
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
@@ -73,18 +69,13 @@ def test_order_of_branches_is_in_the_program():
         specs, out = layer.specs()
         arrays, grad = layer.arrays()
         args = [place(mesh.mesh, arrays[name], specs[name]) for name in ("a", "b", "b")]
-        step = jax.jit(lambda grad, *args: jax.vjp(gated, *args)[1](grad))
-        compiled = step.lower(place(mesh.mesh, grad, out), *args).compile()
-        assert chain_of_calls(compiled.as_text()) == [
-            "all_gather",
-            "all_gather",
-            "reduce_scatter",
-            "reduce_scatter",
-        ]
+        args = [place(mesh.mesh, grad, out), *args]
+        program = jax.jit(lambda grad, *args: jax.vjp(gated, *args)[1](grad)).lower(*args).compile()
+        chain = ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
+        assert chain_of_calls(program.as_text()) == chain
         a, b = (arrays[name].astype(np.float64) for name in ("a", "b"))
         wanted = 2 * (grad * (a @ b)) @ b.T
-        found = compiled(place(mesh.mesh, grad, out), *args)
-        same("gradient of a", found[0], wanted.astype(np.float32))
+        same("gradient of a", program(*args)[0], wanted.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -111,20 +102,11 @@ def test_backward_products_come_behind_all_that_is_repeated(policy, again):
 
     with joined() as mesh:
         saved = getattr(policies, policy, policies.save_only_these_names(policy))
-        specs = [(*layer.specs()[0].values(),) for layer in layers]
+        specs = [spec for layer in layers for spec in layer.specs()[0].values()]
         outs = tuple(layer.specs()[1] for layer in layers)
-        remat = jax.shard_map(
-            jax.checkpoint(both, policy=saved),
-            mesh=mesh.mesh,
-            in_specs=(*specs[0], *specs[1]),
-            out_specs=outs,
-        )
-        grads = tuple(place(mesh.mesh, layer.arrays()[1], out) for layer, out in zip(layers, outs))
-        args = [
-            place(mesh.mesh, array, spec)
-            for layer in layers
-            for array, spec in zip(layer.arrays()[0].values(), layer.specs()[0].values())
-        ]
+        remat = spelled(mesh, "shard_map", jax.checkpoint(both, policy=saved), specs, outs)
+        grads = tuple(placed(mesh, (layer.arrays()[1] for layer in layers), outs))
+        args = placed(mesh, (a for layer in layers for a in layer.arrays()[0].values()), specs)
         # The pass that drops the barrier before what is repeated.
         options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
         compiled = jax.jit(step).lower(grads, *args).compile(options)
@@ -138,6 +120,22 @@ def test_backward_products_come_behind_all_that_is_repeated(policy, again):
             same("gradient", found, right)
 
 
+# ---- Tags, by which ranks see that they call the same product ------------------------------------
+
+GATHER, SCATTER, REDUCE = (Layer(operation) for operation in CHAINS)
+
+
+def tags_of(mesh: tp.TpMesh, function: Callable[..., Any], backward: bool = False) -> list[int]:
+    """The tags of a function of a rank's rows and weights, or of it and of its gradient."""
+    (specs, out), (arrays, grad) = GATHER.specs(), GATHER.arrays()
+    program, args = mapped(mesh, function, tuple(specs.values()), out), arrays.values()
+    if backward:
+        forward = program
+        program = jax.jit(lambda grad, *args: jax.vjp(forward, *args)[1](grad))
+        args = grad, *args
+    return [int(tag) for tag in re.findall(r"\btag = (\d+)", program.lower(*args).as_text())]
+
+
 def test_tags_are_of_the_line_and_its_turn_in_every_trace():
     """So they are the same in another process, and of a product that is repeated."""
 
@@ -148,22 +146,13 @@ def test_tags_are_of_the_line_and_its_turn_in_every_trace():
             total += out
         return total * tp.all_gather_matmul(a, b, after=order).out
 
-    layer = Layer("all_gather_matmul")
-    (specs, out), (arrays, grad) = layer.specs(), layer.arrays()
     with joined() as mesh:
-
-        def tags() -> list[int]:
-            forward = mapped(mesh, twice, tuple(specs.values()), out)
-            step = jax.jit(lambda grad, *args: jax.vjp(forward, *args)[1](grad))
-            text = step.lower(grad, *arrays.values()).as_text()
-            return [int(tag) for tag in re.findall(r"\btag = (\d+)", text)]
-
-        found = tags()
+        found = tags_of(mesh, twice, backward=True)
         assert len(found) == len(set(found)) == 6
         assert all(tag % 2 == 0 for tag in found[:3])
         assert found[3:] == [tag + 1 for tag in reversed(found[:3])]  # the backward products
         jax.clear_caches()
-        assert tags() == found
+        assert tags_of(mesh, twice, backward=True) == found
 
 
 SOURCE = """
@@ -175,28 +164,16 @@ def product(tp, a, b):
 
 
 def test_tags_are_of_the_source_and_not_of_what_an_interpreter_makes_of_it():
-    layer = Layer("all_gather_matmul")
-    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
     found = []
     with joined() as mesh:
         for optimize in (0, 2):
             names: dict[str, Any] = {}
             exec(compile(SOURCE, "program.py", "exec", optimize=optimize), names)
-            function = functools.partial(names["product"], tp)
-            program = mapped(mesh, function, tuple(specs.values()), out)
-            found.append(tags_of(program, *arrays.values()))
+            found.append(tags_of(mesh, functools.partial(names["product"], tp)))
     assert len(found[0]) == 1 and found[0] == found[1]
 
 
-def tags_of(program: Callable[..., Any], *args: Any) -> list[int]:
-    text = jax.jit(program).lower(*args).as_text()
-    return [int(tag) for tag in re.findall(r"\btag = (\d+)", text)]
-
-
 def test_a_function_that_traces_many_others_is_not_forgotten():
-    layer = Layer("all_gather_matmul")
-    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
-
     def function(a: jax.Array, b: jax.Array) -> jax.Array:
         order, total = None, 0.0
         for _ in range(2):
@@ -207,14 +184,13 @@ def test_a_function_that_traces_many_others_is_not_forgotten():
         return total
 
     with joined() as mesh:
-        found = tags_of(mapped(mesh, function, tuple(specs.values()), out), *arrays.values())
+        found = tags_of(mesh, function)
     assert len(found) == len(set(found)) == 2
 
 
 def test_programs_of_unrolled_loops_do_not_stay_for_ever(monkeypatch):
     monkeypatch.setattr(_run, "_MOST_PROGRAMS", 4)
     layer = Layer("matmul_all_reduce", (7,))
-    arrays, _ = layer.arrays()
 
     def function(a: jax.Array, b: jax.Array) -> jax.Array:
         order, total = None, 0.0
@@ -227,19 +203,18 @@ def test_programs_of_unrolled_loops_do_not_stay_for_ever(monkeypatch):
         config = GemmConfig(
             max_tokens=2, max_k=K // RANKS, max_n=N, dtype=np.float32, operations=("all_reduce",)
         )
-        specs, _ = layer.specs()
-        args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
+        args = placed(mesh, layer.arrays()[0].values(), layer.specs()[0].values())
         for _ in range(2):
             same("out", jax.jit(function)(*args), 6 * layer.expected()[0])
             jax.clear_caches()
         assert len(programs_of(mesh.context(config))) == 4
 
 
-def swapped(world: World) -> None:
+@on_processes
+def test_ranks_that_call_products_in_different_orders(world: World) -> None:
     """Two products of equal sizes, which one process may call in the other order."""
     world.ep.close()
-    layer = Layer("all_gather_matmul")
-    (specs, out), (arrays, _) = layer.specs(), layer.arrays()
+    specs, out = GATHER.specs()
     with joined() as mesh:
 
         def both(a: jax.Array, b: jax.Array, first: int) -> tuple[jax.Array, jax.Array]:
@@ -252,7 +227,7 @@ def swapped(world: World) -> None:
             products[1 - first] = calls[1 - first](products[first])
             return products[0].out, products[1].out
 
-        args = [place(mesh.mesh, arrays[name], spec) for name, spec in specs.items()]
+        args = placed(mesh, GATHER.arrays()[0].values(), specs.values())
         for differs in (False, True, False):
             first = int(differs and jax.process_index() == 1)
             program = mapped(
@@ -265,16 +240,13 @@ def swapped(world: World) -> None:
                     jax.block_until_ready(program(*args))
             else:
                 for factor, found in enumerate(program(*args), 1):
-                    same("out", found, factor * layer.expected()[0])
+                    same("out", found, factor * GATHER.expected()[0])
 
 
-def test_ranks_that_call_products_in_different_orders():
-    run("processes", swapped)
-
-
-def experts_too(world: World) -> None:
+@everywhere
+def test_products_and_experts_are_one_chain(world: World) -> None:
     """Operations of both kinds on one mesh, in one chain."""
-    config = xd.EpConfig(num_experts=8, hidden=K, max_topk=1, max_tokens_per_rank=4, dtype="f4")
+    config = config_of(4, hidden=K, max_topk=1)
     mesh = tp.init(world.mesh, "ep")
     rng = np.random.default_rng(7)
     ids = rng.integers(0, 8, (4 * RANKS, 1)).astype(np.int32)
@@ -289,98 +261,77 @@ def experts_too(world: World) -> None:
 
     try:
         specs = P("ep"), P("ep"), P(None, "ep")
-        mapped = jax.shard_map(
-            both, mesh=world.mesh, in_specs=specs, out_specs=(P(None, "ep"), P("ep"))
-        )
-        args = [place(world.mesh, array, spec) for array, spec in zip((ids, x, b), specs)]
-        compiled = jax.jit(mapped).lower(*args).compile()
+        args = placed(mesh, (ids, x, b), specs)
+        program = mapped(mesh, both, specs, (P(None, "ep"), P("ep"))).lower(*args).compile()
         chain = ["prepare", "all_gather", "prepare", "dispatch", "combine"]
-        assert chain_of_calls(compiled.as_text()) == chain
-        out, again = compiled(*args)
+        assert chain_of_calls(program.as_text()) == chain
+        out, again = program(*args)
         same("product", out, x @ b)
         same("round trip", again, x)
     finally:
         mesh.close()
 
 
-@everywhere
-def test_products_and_experts_are_one_chain(where):
-    run(where, experts_too)
-
-
 # ---- Mistakes ------------------------------------------------------------------------------------
 
 
-def changed(layer: Layer, **changes: Any) -> Any:
-    """The layer with other arrays or arguments, on whole arrays."""
-    given: dict[str, Any] = layer.arrays()[0] | changes
-    return getattr(tp, layer.operation)(**given)
-
-
-GATHER, SCATTER, REDUCE = (Layer(operation) for operation in CHAINS)
 ONES = np.ones
-
-
-@pytest.mark.parametrize(
-    "layer, changes, error, text",
-    [
-        (GATHER, {"a": ONES((16, K), np.int32)}, TypeError, "a: expected bfloat16, float16 or fl"),
-        (GATHER, {"a": ONES(K, "f4")}, ValueError, r"a: expected \[..., K\] with tokens .*\(32,\)"),
-        (GATHER, {"b": ONES((K, N), "f2")}, TypeError, "b: .* of a, float32, got float16"),
-        (GATHER, {"b": ONES((K, N, 1), "f4")}, ValueError, "b: expected 2 dimensions, got shape"),
-        (GATHER, {"tokens_per_rank": (4,)}, ValueError, f"tokens_per_rank: expected {RANKS} num"),
-        (GATHER, {"tokens_per_rank": (-1, 4) + (4,) * (RANKS - 2)}, ValueError, "from 0, .*-1"),
-        (GATHER, {"tokens_per_rank": (0,) * RANKS}, ValueError, "one of them above it, got"),
-        (GATHER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected 5 .*the most of"),
-        (SCATTER, {"tokens_per_rank": (5,) * RANKS}, ValueError, r"a: expected .*the sum of"),
-        (
-            Layer("all_gather_matmul", (2, 4 * RANKS), 1),
-            {"tokens_per_rank": (4,) * RANKS, "gather_dim": 1},
-            ValueError,
-            "gather_dim: expected a dimension with none of more than one element before it",
-        ),
-        (GATHER, {"b": ONES((N, 2 * K), "f4")}, ValueError, r"b: .*\[K, N\] with K = 32 as of a"),
+EVEN, MIDDLE = (4,) * RANKS, Layer("all_gather_matmul", (2, 4 * RANKS), 1)
+SMALL = GemmConfig(max_tokens=2, max_k=K, max_n=K, dtype="float32")
+MISTAKES = {
+    TypeError: [
+        (GATHER, {"a": ONES((16, K), np.int32)}, "a: expected bfloat16, float16 or fl"),
+        (GATHER, {"b": ONES((K, N), "f2")}, "b: .* of a, float32, got float16"),
+        (GATHER, {"bias": ONES(N, "f2")}, "bias: expected float32 or float32, got"),
+        (GATHER, {"config": 3}, "config: expected a GemmConfig, got int"),
+    ],
+    ValueError: [
+        (GATHER, {"a": ONES(K, "f4")}, r"a: expected \[..., K\] with tokens .*\(32,\)"),
+        (GATHER, {"a": ONES((18, K), "f4")}, "a: .* dimension 0 .* multiple of 4, the"),
+        (SCATTER, {"a": ONES((18, K), "f4")}, "multiple of the 4 ranks along scatter_d"),
+        (REDUCE, {"a": ONES((0, K), "f4")}, r"a: .* one token .* \(0, 8\) on a rank"),
+        (GATHER, {"b": ONES((K, N, 1), "f4")}, "b: expected 2 dimensions, got shape"),
+        (GATHER, {"b": ONES((N, 2 * K), "f4")}, r"b: .*\[K, N\] with K = 32 as of a"),
+        (GATHER, {"b": ONES((K, 8), "f4")}, "multiple of 16 bytes .* N = 2 of 4 bytes"),
         (
             GATHER,
             {"transpose_b": True},
-            ValueError,
             rf"b: expected \[N, K\] with K = 32 as of a, \(4, 32\) on a rank; got .*{N}",
         ),
-        (GATHER, {"b": ONES((K, 8), "f4")}, ValueError, "multiple of 16 bytes .* N = 2 of 4 bytes"),
-        (GATHER, {"a": ONES((18, K), "f4")}, ValueError, "a: .* dimension 0 .* multiple of 4, the"),
-        (REDUCE, {"a": ONES((0, K), "f4")}, ValueError, r"a: .* one token .* \(0, 8\) on a rank"),
-        (GATHER, {"bias": ONES(N, "f2")}, TypeError, "bias: expected float32 or float32, got"),
-        (GATHER, {"bias": ONES((N, 1), "f4")}, ValueError, r"bias: expected \[N\], got shape"),
-        (GATHER, {"bias": ONES(4, "f4")}, ValueError, r"bias: .* N = 16 as of b, got \(1,\) on a"),
+        (GATHER, {"bias": ONES((N, 1), "f4")}, r"bias: expected \[N\], got shape"),
+        (GATHER, {"bias": ONES(4, "f4")}, r"bias: .* N = 16 as of b, got \(1,\) on a"),
+        (GATHER, {"tokens_per_rank": (4,)}, f"tokens_per_rank: expected {RANKS} num"),
+        (GATHER, {"tokens_per_rank": (-1, 4, *EVEN[2:])}, "from 0, .*-1"),
+        (GATHER, {"tokens_per_rank": (0,) * RANKS}, "one of them above it, got"),
+        (GATHER, {"tokens_per_rank": (5,) * RANKS}, r"a: expected 5 .*the most of"),
+        (SCATTER, {"tokens_per_rank": (5,) * RANKS}, r"a: expected .*the sum of"),
+        (
+            MIDDLE,
+            {"tokens_per_rank": EVEN, "gather_dim": 1},
+            "gather_dim: expected a dimension with none of more than one element before it",
+        ),
+        (GATHER, {"gather_dim": 1}, "gather_dim: .* before its last one, 0 to 0, got 1"),
+        (SCATTER, {"scatter_dim": -3}, "scatter_dim: .* got -3 for shape"),
+        (GATHER, {"activation": "dgelu"}, "activation: expected one of .*'relu', got"),
+        (REDUCE, {"algo": "ring"}, "algo: expected .*'sequential', .*got 'ring'"),
+        (GATHER, {"algo": "cublasmp"}, "algo: .*'sequential', got 'cublasmp'"),
         (
             GATHER,
-            {"gather_dim": 1},
-            ValueError,
-            "gather_dim: .* before its last one, 0 to 0, got 1",
+            {"config": SMALL},
+            "config.max_tokens: exp.* at least 4 for .* gradient, got 2",
         ),
-        (SCATTER, {"scatter_dim": -3}, ValueError, "scatter_dim: .* got -3 for shape"),
-        (
-            SCATTER,
-            {"a": ONES((18, K), "f4")},
-            ValueError,
-            "multiple of the 4 ranks along scatter_d",
-        ),
-        (GATHER, {"activation": "dgelu"}, ValueError, "activation: expected one of .*'relu', got"),
-        (REDUCE, {"algo": "ring"}, ValueError, "algo: expected .*'sequential', .*got 'ring'"),
-        (GATHER, {"algo": "cublasmp"}, ValueError, "algo: .*'sequential', got 'cublasmp'"),
-        (GATHER, {"config": 3}, TypeError, "config: expected a GemmConfig, got int"),
-        (
-            GATHER,
-            {"config": GemmConfig(max_tokens=2, max_k=K, max_n=K, dtype="float32")},
-            ValueError,
-            "config.max_tokens: expected at least 4 for this operation or its gradient, got 2",
-        ),
-        (GATHER, {"after": ONES(3, "f4")}, ValueError, r"after: .* shape \(4,\) here; got float32"),
+        (GATHER, {"after": ONES(3, "f4")}, r"after: .* shape \(4,\) here; got float32"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    "error, layer, changes, text",
+    [(error, *row) for error, rows in MISTAKES.items() for row in rows],
 )
-def test_arguments_that_do_not_fit(layer, changes, error, text):
+def test_arguments_that_do_not_fit(error, layer, changes, text):
     with joined(), pytest.raises(error, match=text):
-        changed(layer, **changes)
+        getattr(tp, layer.operation)(**layer.arrays()[0] | changes)
 
 
 def test_bounds_of_the_gradient_are_checked_where_it_is_asked_for():
@@ -404,12 +355,6 @@ def test_layouts_that_are_others_are_refused():
             jax.jit(lambda a, b: tp.all_gather_matmul(a, b).out)(
                 place(mesh.mesh, a, P("tp")), wrong
             )
-
-
-def mapped(mesh: tp.TpMesh, function: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, **options)
-    )
 
 
 def test_parts_that_have_to_differ_and_parts_that_must_not():
@@ -443,7 +388,8 @@ def test_operations_need_init():
         tp.init(jax.make_mesh((RANKS,), ("x",)), "tp")
 
 
-def refused(world: World) -> None:
+@everywhere
+def test_what_a_context_cannot_do(world: World) -> None:
     """What a context cannot do fails on every rank with the reason, and the next call works."""
     world.ep.close()
     with joined() as mesh:
@@ -458,31 +404,18 @@ def refused(world: World) -> None:
                 match="XD_ERROR_UNSUPPORTED: .*reduce_scatter",
             ):
                 jax.block_until_ready(step(*args))
-            forward = jax.jit(layer.run)
-            names, specs = zip(*layer.specs()[0].items())
-            arrays = [
-                place(mesh.mesh, layer.arrays()[0][name], layer.specs()[0][name]) for name in names
-            ]
-            same("out", forward(**dict(zip(names, arrays))), layer.expected()[0])
+            same("out", jax.jit(lambda a, b: layer.run(a=a, b=b))(*args[1:]), layer.expected()[0])
             assert mesh.errors(config) == {device: failed for device in mesh.devices}
 
 
-@everywhere
-def test_what_a_context_cannot_do(where):
-    run(where, refused)
-
-
-def differing(world: World) -> None:
+@on_processes
+def test_configs_that_differ_between_processes(world: World) -> None:
     """One process's config differs: none has the context, all say why."""
     world.ep.close()
     with joined() as mesh:
         with pytest.raises(errors.Mismatch, match="max_k"):
             mesh.create(GemmConfig(max_tokens=4, max_k=64 if jax.process_index() else 32, max_n=32))
         check(mesh, LAYERS[2], "shard_map")
-
-
-def test_configs_that_differ_between_processes():
-    run("processes", differing)
 
 
 # ---- What is left behind -------------------------------------------------------------------------

@@ -12,6 +12,10 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples" / "jax"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "torch")]  # whose settings are shared
+
+import train_moe  # noqa: E402
+
 SMALL = ["--steps", "3", "--context", "16", "--hidden", "16", "--ffn", "32", "--sequences", "8"]
 
 
@@ -55,6 +59,8 @@ def test_disagreement_is_an_exit_code(tmp_path):
         "import crossdock.jax as xd\n"
         "router = xd.RouterOptions(normalize=False)\n"
         "xd.moe_layer = functools.partial(moe.moe_layer, router=router)\n"
+        "from moe_model.trainer import Trainer\n"
+        "Trainer.train = train_moe._draw = lambda *_, **__: None\n"  # it has been compared
         "sys.exit(train_moe.main(sys.argv[1:]))\n"
     )
     text = run("-c", program, *SMALL, "--check", "--folder", str(tmp_path), code=1)
@@ -64,7 +70,6 @@ def test_disagreement_is_an_exit_code(tmp_path):
 MISTAKES = {
     "heads": (["--heads", "0"], "--heads 0: expected at least 1"),
     "sequences": (["--sequences", "6"], "--sequences 6: expected a multiple of 4, the ranks"),
-    "GPUs": (["--device", "gpu"], "--device gpu: expected 4 devices for the mesh, found none: "),
     "heads of a rank": (
         ["--tensor-parallel", "--heads", "1"],
         '--heads 1: expected a multiple of 2, the ranks along "expert", for --tensor-parallel',
@@ -75,26 +80,38 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments, said", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_named(arguments, said, tmp_path, monkeypatch):
+def test_mistakes_are_named(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_moe.py"])
+    with pytest.raises(SystemExit, match="2"):
+        train_moe.main(arguments)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"train_moe.py: error: {said}")
+
+
+def test_gpus_that_are_not_there_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    text = run(str(EXAMPLES / "train_moe.py"), *arguments, code=2)
-    assert said in text and "Traceback" not in text
-    assert text.splitlines()[-1].startswith("train_moe.py: error: ")
+    options = ["--device", "gpu", "--folder", str(tmp_path)]
+    text = run(str(EXAMPLES / "train_moe.py"), *options, code=2)
+    said = "--device gpu: expected 4 devices for the mesh, found none: "
+    assert text.splitlines()[-1].startswith(f"train_moe.py: error: {said}")
+    assert "Traceback" not in text
 
 
-def test_operations_of_the_documentation():
-    assert "gradients as expected" in run(str(EXAMPLES / "operations.py"))
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("operations.py", "gradients as expected"),
+        ("decode.py", "three steps as expected"),
+    ],
+)
+def test_programs_of_the_documentation(program, said):
+    assert said in run(str(EXAMPLES / program))
 
 
 def test_tensor_parallelism_of_the_documentation():
     said = run(str(EXAMPLES / "tensor_parallel.py"))
     first, last = re.findall(r"loss (\S+) at first, (\S+) at last; agrees with plain JAX", said)[0]
     assert float(last) < 0.8 * float(first)
-
-
-def test_decode() -> None:
-    assert "three steps as expected" in run(str(EXAMPLES / "decode.py"))
 
 
 def test_program_of_the_documentation_learns():

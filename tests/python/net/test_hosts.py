@@ -1,4 +1,4 @@
-"""Ranks of NumPy, torch and JAX on two hosts: see two_hosts.py."""
+"""Ranks of the command, torch and JAX on two hosts: see two_hosts.py."""
 
 from __future__ import annotations
 
@@ -31,16 +31,6 @@ def run(hosts: Hosts, program: str) -> str:
         for rank in range(RANKS)
     ]
     return "".join(outputs(started, SECONDS))
-
-
-def expect_hosts(text: str) -> None:
-    """Each rank has said where it is."""
-    for rank in range(RANKS):
-        assert f"rank {rank}: host {rank // 2} of 2" in text
-
-
-def test_numpy(hosts: Hosts) -> None:
-    expect_hosts(run(hosts, "numpy_rank.py"))
 
 
 def check(
@@ -80,9 +70,13 @@ def test_net_check_tells_what_failed_on_each_rank(hosts: Hosts) -> None:
         assert "secret" in told.lower()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-@pytest.mark.parametrize("program, named", [("torch_rank.py", False), ("deep_ep_rank.py", True)])
-def test_torchrun_with_two_nodes(hosts: Hosts, program: str, named: bool) -> None:
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+@needs("torch")
+def test_torchrun_with_two_nodes(hosts: Hosts) -> None:
     port = str(launch.free_port())
     started = [
         hosts.start(
@@ -90,16 +84,19 @@ def test_torchrun_with_two_nodes(hosts: Hosts, program: str, named: bool) -> Non
             [
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
                 *("--node-rank", str(node), "--master-addr", hosts.first_address),
-                *("--master-port", port, str(HERE / program)),
+                *("--master-port", port, str(HERE / "torch_rank.py")),
             ],
-            {"XD_HOST_ID": f"host {node}"} if named else {},
+            {"XD_HOST_ID": f"host {node}"},
         )
         for node in range(2)
     ]
-    expect_hosts("".join(outputs(started, SECONDS)))
+    text = "".join(outputs(started, SECONDS))
+    for rank in range(RANKS):
+        assert f"rank {rank}: host {rank // 2} of 2" in text
+        assert f"rank {rank}: a Buffer on host {rank // 2} of 2" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
+@needs("jax")
 def test_jax_distributed(hosts: Hosts) -> None:
     text = run(hosts, "jax_rank.py")
     assert all(f"rank {rank}: done" in text for rank in range(RANKS))

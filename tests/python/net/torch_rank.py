@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
+import deep_ep_cases as cases
+from crossdock.deep_ep import Buffer
 from torch_support import Batch, assert_equal, layer
 
 
@@ -26,7 +28,18 @@ def main() -> None:
                 assert_equal(f"{layout}: {name}", mine, wanted)
         comm.barrier()
         print(f"rank {comm.rank}: host {comm.core.host} of {comm.core.num_hosts}", flush=True)
+    deep_ep()
     dist.destroy_process_group()
+
+
+def deep_ep() -> None:
+    """Compares every mode of a Buffer of all ranks with the reference."""
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    cases.everything(buffer, 7)
+    cases.worst_case(buffer, 7)
+    host = buffer._live().home.comm.host
+    print(f"rank {buffer.rank}: a Buffer on host {host} of {buffer.num_rdma_ranks}", flush=True)
+    buffer.destroy()
 
 
 torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -13,11 +14,14 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
+PIP = [sys.executable, "-m", "pip"]
 
 
 def run(*command: str | pathlib.Path) -> str:
     """Runs the command, in an environment without the build's package, and returns its output."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    # As in Makefile: the wheel finds the objects of the build in the compiler's cache.
+    environment = {"CCACHE_NOHASHDIR": "1", "CCACHE_BASEDIR": str(ROOT)} | environment
     done = subprocess.run(
         [str(word) for word in command],
         env=environment,
@@ -34,19 +38,12 @@ def run(*command: str | pathlib.Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ROOT,
-        "--no-build-isolation",
-        "--no-deps",
-        "--wheel-dir",
-        folder,
-        "-C",
-        "cmake.define.CROSSDOCK_CUDA=OFF",
-    )
+    # A new folder as far below the sources as that of the build, so that both have the same
+    # relative paths, by which the compiler's cache knows objects.
+    build = ROOT / "build" / "wheel"
+    shutil.rmtree(build, ignore_errors=True)
+    options = "--no-build-isolation --no-deps -C cmake.define.CROSSDOCK_CUDA=OFF -C"
+    run(*PIP, "wheel", ROOT, *options.split(), f"build-dir={build}", "--wheel-dir", folder)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -55,9 +52,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def python(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The interpreter of a new environment with the wheel and what it depends on."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "install", wheel)
+    run(*PIP, "--python", python, "install", wheel)
     return python
 
 
@@ -92,6 +89,6 @@ def test_installed_package_is_imported_and_moves_tokens(python: pathlib.Path) ->
 
 
 def test_environment_has_no_torch_and_the_command_runs(python: pathlib.Path) -> None:
-    installed = run(python, "-m", "pip", "list", "--format=freeze")
+    installed = run(*PIP, "--python", python, "list", "--format=freeze")
     assert {line.split("==")[0] for line in installed.split()} & {"torch", "rich"} == set()
     assert "doctor" in run(python.parent / "crossdock", "--help")

@@ -32,20 +32,8 @@ def test_doctor_lets_gpus_exchange_tokens():
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
 def test_bench_measures_on_all_gpus(tmp_path: pathlib.Path, layout: str):
     path = tmp_path / "ep.json"
-    text = run(
-        "bench",
-        "ep",
-        "--device",
-        "cuda",
-        "--layout",
-        layout,
-        "--tokens",
-        "512",
-        "--iters",
-        "10",
-        "--json",
-        str(path),
-    )
+    options = f"--device cuda --layout {layout} --tokens 512 --iters 10 --json"
+    text = run("bench", "ep", *options.split(), str(path))
     report = json.loads(path.read_text())
     assert "GPU" in report["versions"]
     for row in report["rows"]:

@@ -9,29 +9,26 @@ import sys
 import pytest
 import torch
 
-EXAMPLES = pathlib.Path(__file__).resolve().parents[4] / "examples/python"
+EXAMPLES = pathlib.Path(__file__).resolve().parents[4] / "examples"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "program, said",
+    "program, arguments, said",
     [
-        ("torch_graph.py", "replays agree"),
-        ("torch_round_trip.py", "sums as expected"),
-        ("torch_compile.py", "gradients agree"),
+        ("python/torch_graph.py", [], "replays agree"),
+        ("python/torch_round_trip.py", [], "sums as expected"),
+        ("python/torch_compile.py", [], "gradients agree"),
+        ("torch/decode_moe.py", [], "steps agree with one process"),
+        ("torch/decode_moe.py", ["--graph"], "steps agree with one process"),
     ],
+    ids=str,
 )
-def test_example(program: str, said: str):
+def test_example(program: str, arguments: list[str], said: str):
     ranks = torch.cuda.device_count()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            str(ranks),
-            str(EXAMPLES / program),
-        ],
+        [*torchrun, str(EXAMPLES / program), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -39,21 +36,3 @@ def test_example(program: str, said: str):
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count(said) == ranks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [[], ["--graph"]], ids=" ".join)
-def test_decode_moe(arguments: list[str]):
-    ranks = torch.cuda.device_count()
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-            *(str(EXAMPLES.parent / "torch/decode_moe.py"), *arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("steps agree with one process") == ranks

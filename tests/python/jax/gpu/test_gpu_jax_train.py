@@ -22,20 +22,8 @@ pytestmark = MARKS
     ids=["devices", "processes", "devices-product", "processes-product"],
 )
 def test_training_agrees_with_one_device(where, tmp_path):
-    command = [
-        str(train.EXAMPLES / "train_moe.py"),
-        "--check",
-        "--device",
-        "gpu",
-        "--data",
-        "1",
-        "--experts-axis",
-        str(RANKS),
-        *train.SMALL,
-        *where,
-        "--folder",
-        str(tmp_path),
-    ]
+    options = f"--check --device gpu --data 1 --experts-axis {RANKS} --folder {tmp_path}".split()
+    command = [str(train.EXAMPLES / "train_moe.py"), *options, *train.SMALL, *where]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     ended = subprocess.run(
         [sys.executable, *command],
