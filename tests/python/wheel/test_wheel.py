@@ -39,10 +39,14 @@ def run(*command: str | pathlib.Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("wheel")
     # A new folder as far below the sources as that of the build, so that both have the same
-    # relative paths, by which the compiler's cache knows objects.
+    # relative paths, and the same treatment of warnings: by these the compiler's cache knows objects.
     build = ROOT / "build" / "wheel"
     shutil.rmtree(build, ignore_errors=True)
-    options = "--no-build-isolation --no-deps -C cmake.define.CROSSDOCK_CUDA=OFF -C"
+    werror = os.environ.get("WERROR", "OFF")
+    options = (
+        "--no-build-isolation --no-deps -C cmake.define.CROSSDOCK_CUDA=OFF"
+        f" -C cmake.define.CROSSDOCK_WERROR={werror} -C"
+    )
     run(*PIP, "wheel", ROOT, *options.split(), f"build-dir={build}", "--wheel-dir", folder)
     (built,) = folder.glob("*.whl")
     return built
