@@ -39,7 +39,7 @@ def run(*command: str | pathlib.Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("wheel")
     # A new folder as far below the sources as that of the build, so that both have the same
-    # relative paths, and the same treatment of warnings: by these the compiler's cache knows objects.
+    # relative paths, and warnings treated alike: by these the compiler's cache knows objects.
     build = ROOT / "build" / "wheel"
     shutil.rmtree(build, ignore_errors=True)
     werror = os.environ.get("WERROR", "OFF")
