@@ -12,6 +12,7 @@
 #include "table.h"
 #ifdef XD_CUDA
 #include "gpu/ll_cuda.h"
+#include "gpu/machine.h"
 #endif
 
 namespace bench {
@@ -170,6 +171,9 @@ void print(const LlReport& report) {
 void write_json(const LlReport& report) {
   const Workload& w = report.options.workload;
   Json json = head(title(report.options, report.threads), report.machine);
+#ifdef XD_CUDA
+  if (report.options.device == Device::cuda) json["gpus"] = gpu::to_json(gpu::describe_gpus());
+#endif
   json.update({{"ranks", w.ranks},
                {"threads", report.threads},
                {"hidden", w.hidden},

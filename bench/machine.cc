@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <fstream>
 #include <memory>
 
@@ -53,6 +54,15 @@ std::string commit() {
   return std::string(line).substr(0, std::string(line).find('\n'));
 }
 
+std::string today() {
+  const std::time_t now = std::time(nullptr);
+  std::tm fields{};
+  ::gmtime_r(&now, &fields);
+  char text[16] = {};
+  std::strftime(text, sizeof(text), "%Y-%m-%d", &fields);
+  return text;
+}
+
 std::vector<std::string> doubts(int ranks) {
   std::vector<std::string> result;
 #ifndef __OPTIMIZE__
@@ -83,6 +93,7 @@ Machine describe_machine(int ranks) {
   return {.processor = processor_name() + ", " + std::to_string(usable_cores()) + " cores, " +
                        system.sysname + " " + system.release,
           .build = "commit " + commit() + ", " CROSSDOCK_BUILD_TYPE ", compiler " __VERSION__,
+          .date = today(),
           .doubts = doubts(ranks)};
 }
 

@@ -9,6 +9,7 @@ namespace bench {
 struct Machine {
   std::string processor;  // name, cores that this process may use, system
   std::string build;      // commit, build type, compiler
+  std::string date;       // today, like "2026-11-25", in UTC
   std::vector<std::string> doubts;
 };
 

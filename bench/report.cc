@@ -7,6 +7,7 @@
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "routing.h"
 #include "table.h"
@@ -92,12 +93,24 @@ Json head(const std::string& title, const Machine& machine) {
   return {{"title", title},
           {"machine", machine.processor},
           {"build", machine.build},
+          {"date", machine.date},
           {"doubts", machine.doubts}};
 }
 
 void write_file(const Json& json, const std::string& path) {
   std::ofstream file(path);
-  file << json.dump(1) << "\n";
+  const char* before = "{\n";
+  for (const auto& [key, value] : json.items()) {
+    file << std::exchange(before, ",\n") << Json(key) << ':';
+    if (!value.is_array() || value.empty() || !value.front().is_object()) {
+      file << value;
+      continue;
+    }
+    const char* before_row = "[\n";
+    for (const Json& row : value) file << std::exchange(before_row, ",\n") << row;
+    file << "\n]";
+  }
+  file << "\n}\n";
   file.close();
   if (!file) throw std::runtime_error("--json " + path + ": cannot be written");
 }

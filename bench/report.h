@@ -32,7 +32,8 @@ struct TableRow {
 void print_head(const std::string& title, const Machine& machine);
 Json head(const std::string& title, const Machine& machine);
 
-// Throws std::runtime_error naming --json.
+// Writes an object with a line for each field, and in a list of rows for each row. Throws
+// std::runtime_error naming --json.
 void write_file(const Json& json, const std::string& path);
 
 // The workload's fields in files of results.

@@ -14,6 +14,7 @@ The C API's own program, with all algorithms: crossdock-bench gemm.
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import pathlib
 import time
@@ -249,8 +250,8 @@ def main() -> None:
     )
     if options.json:
         head = {"title": title, "machine": _host.processor(), "doubts": doubts}
-        versions = {"versions": ranks[0]["versions"]}
-        _report.write_json({**head, **versions, "rows": rows, "host": host}, options.json)
+        head |= {"date": datetime.date.today().isoformat(), "versions": ranks[0]["versions"]}
+        _report.write_json({**head, "rows": rows, "host": host}, options.json)
 
 
 if __name__ == "__main__":

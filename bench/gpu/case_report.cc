@@ -230,6 +230,7 @@ JsonLines::JsonLines(const std::string& path, const Run& run) : path_(path), fil
   write({{"machine", to_json(run.gpus)},
          {"host", run.machine.processor},
          {"build", run.machine.build},
+         {"date", run.machine.date},
          {"baseline", run.baseline},
          {"doubts", run.machine.doubts},
          {"preset", run.options.driver.preset},

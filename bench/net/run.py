@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import importlib.util
 import json
 import sys
@@ -236,9 +237,10 @@ def main() -> int:
     print(f"bench-net: {title}\nmachine  {machine}")
     show(rows, targets, findings.notes)
     if options.json:
-        everything = {"title": title, "machine": machine, "rounds": options.rounds}
-        everything |= {"targets": targets, "notes": findings.notes, "rows": rows}
-        options.json.write_text(json.dumps(everything, indent=1) + "\n")
+        head = {"title": title, "machine": machine, "date": datetime.date.today().isoformat()}
+        head |= {"rounds": options.rounds, "notes": findings.notes}
+        lines = [head, *targets, *rows]
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 

@@ -145,9 +145,15 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def write_json(content: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes one JSON object."""
+    """Writes one JSON object with a line for each field, and in a list of rows for each row."""
+    fields = []
+    for name, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+        fields.append(f"{json.dumps(name)}: {text}")
     try:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
     except OSError as error:
         raise CommandError(f"--json {path}: {error.strerror}") from None
 
