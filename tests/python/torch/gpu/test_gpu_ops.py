@@ -173,26 +173,3 @@ def _graph(me: Rank, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graph_of_a_layer_replays_with_other_routing(layout):
     run(_graph, layout)
-
-
-def _graphed_callable(me: Rank) -> None:
-    batches = [Batch(SEED + 20 + i, case(me.num_ranks, even=True)) for i in range(3)]
-    with join(me):
-        group = batches[0].group(DTYPE, symmetric_tensors=12)
-
-        def block(topk_idx: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return layer(group.prepare(topk_idx), x, weights)
-
-        sample = batches[0].local(me.rank, DTYPE, "cuda")[:3]
-        graphed = torch.cuda.make_graphed_callables(block, sample)
-        for batch in batches:
-            topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
-            out = graphed(topk_idx, x, weights)
-            out.backward(grad_out)
-            batch.check(me.rank, out, x, weights)
-        torch.cuda.synchronize()
-        group.check()
-
-
-def test_graphed_callable():
-    run(_graphed_callable)
