@@ -10,16 +10,14 @@ import torch
 import crossdock.torch as xd
 from crossdock.torch import grouped_fp8
 from support import Rank, on_ranks
-from torch_support import joined, where
+from torch_support import joined, normal, where
 
 COUNTS, TAIL = (3, 0, 5, 8), 4  # rows of each of four zones; rows of nobody
 INNER, OUTER = 32, 48
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return values.to(where(), torch.bfloat16)
+    return normal(seed, *shape, dtype=torch.bfloat16)
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

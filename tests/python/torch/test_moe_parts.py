@@ -13,15 +13,13 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from support import Rank, on_ranks
-from torch_support import joined, reported, where
+from torch_support import joined, normal, reported, where
 
 HIDDEN, FFN, E, K, TOKENS = 16, 24, 8, 2, 12
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return (values / shape[-1] ** 0.5).to(where())
+    return normal(seed, *shape) / shape[-1] ** 0.5
 
 
 class ByHash(nn.Module):

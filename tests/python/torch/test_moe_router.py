@@ -11,7 +11,7 @@ import torch.distributed as dist
 import crossdock.torch as xd
 from crossdock._router import capacity_of, capacity_rows
 from support import Rank, on_ranks
-from torch_support import joined, where
+from torch_support import joined, normal
 
 E, K, HIDDEN = 8, 2, 16
 
@@ -100,9 +100,7 @@ def make_layer(comm: xd.Comm, **options: Any) -> xd.MoELayer:
 
 
 def tokens(me: Rank, count: int = 16) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(100 + me.rank)
-    drawn = torch.randn(count, HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn.to(where())
+    return normal(100 + me.rank, count, HIDDEN)
 
 
 class Given(torch.nn.Module):

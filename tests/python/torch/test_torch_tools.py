@@ -25,13 +25,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import crossdock.torch as xd
 from moe_lm.plain_moe import PlainMoE
 from support import Rank, on_ranks, run_ranks
-from torch_support import in_mesh, where, whole
+from torch_support import in_mesh, normal, where, whole
 
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 16, 24, 8, 3, 6  # tokens: of each rank
 SEED = 30
 BATCHES = 2
 
-DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
+DRAWN = torch.device("cpu")  # parameters are drawn here, also in tests on GPUs
 
 
 class Model(nn.Module):
@@ -71,10 +71,7 @@ def make_plain() -> Model:
 
 def batch(step: int, ranks: int) -> torch.Tensor:
     """[ranks, TOKENS, HIDDEN]."""
-    with DRAWN:
-        generator = torch.Generator().manual_seed(SEED + 1 + step)
-        drawn = torch.randn(ranks, TOKENS, HIDDEN, generator=generator)
-    return drawn.to(where())
+    return normal(SEED + 1 + step, ranks, TOKENS, HIDDEN)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

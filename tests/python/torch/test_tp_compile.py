@@ -198,21 +198,8 @@ def test_opcheck_of_fp8(alone):
     torch.library.opcheck(
         OPS.tp_scaled_matmul.default,
         (
-            a,
-            b,
-            numbers,
-            numbers,
-            None,
-            None,
-            alone.order,
-            alone.handle,
-            None,
-            16,
-            0,
-            0,
-            True,
-            torch.bfloat16,
-            False,
+            *(a, b, numbers, numbers, None, None, alone.order, alone.handle),
+            *(None, 16, 0, 0, True, torch.bfloat16, False),
         ),
         # torch compares no values in fp8, which the others do.
         test_utils=("test_autograd_registration", "test_faketensor"),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.torch import tp
 from support import Rank, on_ranks, run_ranks
-from torch_support import in_mesh, where, whole
+from torch_support import in_mesh, normal, where, whole
 
 HIDDEN, HEADS, EXPERTS, TOKENS = 16, 4, 4, 6  # tokens: of each rank
 SEED = 90
@@ -71,9 +71,7 @@ def plain_loss(model: Model, values: dict[str, torch.Tensor], x: torch.Tensor) -
 
 def tokens(ranks: int, step: int = 0) -> torch.Tensor:
     """``[1, tokens of all ranks, hidden]``."""
-    generator = torch.Generator("cpu").manual_seed(SEED + 1 + step)
-    shape = (1, TOKENS * ranks, HIDDEN)
-    return torch.randn(shape, generator=generator, device="cpu").to(where())
+    return normal(SEED + 1 + step, 1, TOKENS * ranks, HIDDEN)
 
 
 def own(me: Rank, x: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
@@ -93,6 +91,13 @@ def reported(
 def integers(seed: int, *shape: int) -> np.ndarray:
     """float32 whole numbers from -4 to 4."""
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normally distributed numbers, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn.to(where(), dtype)
 
 
 class Batch:
@@ -212,6 +217,8 @@ def recording(chains: list[list[str]]) -> Any:
 
     Each operation must depend on the one before by the data that they take.
     """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     def compiled(graph_module: torch.fx.GraphModule, _: Any) -> Any:
         calls = [
