@@ -12,12 +12,12 @@ import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from moe_lm.plain_moe import PlainMoE
 from support import Rank, on_ranks
-from torch_support import joined, recording, reported, where
+from torch_support import joined, normal, recording, reported, where
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
 
-DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
+DRAWN = torch.device("cpu")  # parameters are drawn here, also in tests on GPUs
 
 
 def make_layer(comm: xd.Comm, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
@@ -37,10 +37,7 @@ def make_plain() -> PlainMoE:
 
 def batch(tokens_of_ranks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks' tokens, and the gradient of all outputs."""
-    generator = torch.Generator().manual_seed(SEED + 1)
-    with DRAWN:
-        drawn = [torch.randn(sum(tokens_of_ranks), HIDDEN, generator=generator) for _ in range(2)]
-    return tuple(tensor.to(where()) for tensor in drawn)
+    return tuple(normal(SEED + 1 + part, sum(tokens_of_ranks), HIDDEN) for part in range(2))
 
 
 def mine(me: Rank, whole: torch.Tensor, tokens_of_ranks: tuple[int, ...]) -> torch.Tensor:
