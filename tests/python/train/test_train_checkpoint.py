@@ -273,36 +273,26 @@ def state_of(part: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     return part["optimizer"]["state"][name]
 
 
+FIRST, SECOND, COMMON, W_IN = "experts-0-4.pt", "experts-4-8.pt", "common.pt", "layer.experts.w_in"
+OTHER = {"momentum_buffer": torch.ones(7)}
 # What happened to a file of a checkpoint, by name, and what loading it says behind its name.
 DAMAGE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("experts-0-4.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
-    ("experts-4-8.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
+    (FIRST, lambda part: part["model"].pop(W_IN), W_IN),
+    (SECOND, lambda part: part["model"].pop(W_IN), W_IN),
     (
-        "experts-4-8.pt",
-        lambda part: part["model"].update({"layer.experts.w_in": torch.ones(2, 16, 16)}),
+        SECOND,
+        lambda part: part["model"].update({W_IN: torch.ones(2, 16, 16)}),
         r"has \(2, 16, 16\)",
     ),
-    ("experts-0-4.pt", lambda part: part.update(model=3), "expected tensors by name"),
-    ("experts-0-4.pt", lambda part: part.update(first=1), "is of other experts: 1 to 3"),
-    ("experts-4-8.pt", lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
-    ("experts-0-4.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
-    ("experts-4-8.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
-    (
-        "experts-4-8.pt",
-        lambda part: state_of(part, "layer.experts.w_in").clear(),
-        "lacks .'momentum_buffer'",
-    ),
-    (
-        "experts-0-4.pt",
-        lambda part: state_of(part, "layer.experts.w_in").update(momentum_buffer=torch.ones(7)),
-        r"got .'momentum_buffer': \[7\]",
-    ),
-    (
-        "common.pt",
-        lambda part: state_of(part, "scale").update(momentum_buffer=torch.ones(7)),
-        r"got .'momentum_buffer': \[7\]",
-    ),
-    ("common.pt", lambda part: part.pop("extra"), "lacks .'extra'"),
+    (FIRST, lambda part: part.update(model=3), "expected tensors by name"),
+    (FIRST, lambda part: part.update(first=1), "is of other experts: 1 to 3"),
+    (SECOND, lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
+    (FIRST, lambda part: part["optimizer"]["state"].clear(), W_IN),
+    (SECOND, lambda part: part["optimizer"]["state"].clear(), W_IN),
+    (SECOND, lambda part: state_of(part, W_IN).clear(), "lacks .'momentum_buffer'"),
+    (FIRST, lambda part: state_of(part, W_IN).update(OTHER), r"got .'momentum_buffer': \[7\]"),
+    (COMMON, lambda part: state_of(part, "scale").update(OTHER), r"got .*_buffer': \[7\]"),
+    (COMMON, lambda part: part.pop("extra"), "lacks .'extra'"),
 ]
 
 
@@ -315,7 +305,7 @@ def refuse_damaged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         with pytest.raises(ValueError, match=f"{re.escape(str(path / file))}.*{text}"):
             xd.load_checkpoint(path, model, optimizer)
 
-    common, experts = path / "common.pt", path / "experts-0-4.pt"
+    common, experts = path / COMMON, path / FIRST
     whole = {file: file.read_bytes() for file in path.iterdir()}
     torch.save([1, 2, 3], no_part := io.BytesIO())
     for file, damaged, text in (
