@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
+import inspect
 import sys
 import threading
 import time
@@ -16,6 +18,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import pytest
 
 import crossdock
 import spread
@@ -77,6 +81,40 @@ def run_ranks(
     else:
         _pools[num_ranks, apart] = ranks
     return results
+
+
+def on_ranks(
+    *num_ranks: int, timeout: float = 60, fresh: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function for ranks a test, which `run_ranks` runs: once on each number of ranks.
+
+    The arguments of the function behind its Rank are parameters and fixtures of the test. A call
+    with a Rank is the function's own, so that other tests may use it. The test prints the SEED of
+    its module, if there is one.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        _, *arguments = inspect.signature(fn).parameters.values()
+
+        @functools.wraps(fn)
+        def test(*args: Any, **given: Any) -> None:
+            if args:
+                return fn(*args, **given)
+            ranks = given.pop("num_ranks") if len(num_ranks) > 1 else num_ranks[0]
+            if "SEED" in fn.__globals__:
+                print(f"seed {fn.__globals__['SEED']}")
+            args = tuple(given[argument.name] for argument in arguments)
+            run_ranks(ranks, test, *args, timeout=timeout, fresh=fresh)
+
+        wanted = list(arguments)
+        if len(num_ranks) > 1:
+            wanted.append(inspect.Parameter("num_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD))
+            test = pytest.mark.parametrize("num_ranks", num_ranks)(test)
+        del test.__wrapped__  # whose `me` pytest would take for a fixture
+        test.__signature__ = inspect.Signature(wanted)
+        return test
+
+    return decorate
 
 
 # Processes by their number of ranks, and whether these are apart, while no call uses them.

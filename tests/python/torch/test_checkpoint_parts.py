@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import crossdock.torch as xd
-from support import Rank, run_ranks
-from test_tp_training import Model, data_times_tensor, in_distributed, whole
+from support import Rank, on_ranks, run_ranks
+from test_tp_training import Model, data_times_tensor, in_distributed
+from torch_support import whole
 
 
 def parts_of(model: nn.Module) -> dict[str, Any]:
@@ -66,7 +67,8 @@ def test_plain_state_of_every_ranks_part_is_kept(tmp_path: pathlib.Path) -> None
     run_ranks(1, load_own, tmp_path)
 
 
-def refused(me: Rank, folder: pathlib.Path) -> None:
+@on_ranks(2)
+def test_state_that_cannot_be_put_together_is_refused(me: Rank, tmp_path: pathlib.Path) -> None:
     """State of which nothing says how ranks share it."""
     with in_distributed(me) as (mesh, comm):
         model = Model(comm, experts=True)
@@ -75,12 +77,8 @@ def refused(me: Rank, folder: pathlib.Path) -> None:
         for value in (torch.ones(3), torch.ones(1, weight.shape[1]), torch.ones(2, 2)):
             optimizer.state[weight] = {"codes": value}
             with pytest.raises(ValueError, match="'codes' of attention.linear_qkv.weight to be"):
-                xd.save_checkpoint(folder / "saved", model, optimizer)
-        assert not list(folder.iterdir())
-
-
-def test_state_that_cannot_be_put_together_is_refused(tmp_path: pathlib.Path) -> None:
-    run_ranks(2, refused, tmp_path)
+                xd.save_checkpoint(tmp_path / "saved", model, optimizer)
+        assert not list(tmp_path.iterdir())
 
 
 def disagreeing(me: Rank, folder: pathlib.Path) -> None:

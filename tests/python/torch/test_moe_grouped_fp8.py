@@ -9,17 +9,15 @@ import torch
 
 import crossdock.torch as xd
 from crossdock.torch import grouped_fp8
-from support import Rank, run_ranks
-from torch_support import joined, where
+from support import Rank, on_ranks
+from torch_support import joined, normal, where
 
 COUNTS, TAIL = (3, 0, 5, 8), 4  # rows of each of four zones; rows of nobody
 INNER, OUTER = 32, 48
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return values.to(where(), torch.bfloat16)
+    return normal(seed, *shape, dtype=torch.bfloat16)
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,7 +125,8 @@ def test_experts_refuse_it_when_they_are_made(sizes: Any, dtype: torch.dtype, te
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 32, 48, 4, 2, 24
 
 
-def check_layer(me: Rank) -> None:
+@on_ranks(1, 2)
+def test_a_layer_with_fp8_experts_is_near_to_one_without(me: Rank) -> None:
     """The layer learns alike with both kinds of products."""
     with joined() as comm:
         layers = []
@@ -148,8 +147,3 @@ def check_layer(me: Rank) -> None:
         for one, other in zip(*(layer.experts.parameters() for layer in layers)):
             one, other = (xd.local_tensor(tensor.grad).float() for tensor in (one, other))
             assert (other - one).norm() < 0.15 * one.norm()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_layer_with_fp8_experts_is_near_to_one_without(num_ranks: int) -> None:
-    run_ranks(num_ranks, check_layer)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from moe_formulas import CONFIGS, EXPERTS, FORMULAS, HIDDEN, PROJECTIONS, draw_weights
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import joined, where
 
 TOKENS = 12  # of all ranks
@@ -43,7 +43,9 @@ def in_names_of_model(model: str, layer: xd.MoELayer, what: str) -> dict[str, to
     return found
 
 
-def check_formula(me: Rank, model: str) -> None:
+@pytest.mark.parametrize("model", CONFIGS)
+@on_ranks(1, 2, 4)
+def test_layers_are_their_formulas(me: Rank, model: str) -> None:
     weights = {name: value.requires_grad_() for name, value in draw_weights(model).items()}
     x, grad = batch()
     whole = x.clone().requires_grad_()
@@ -81,13 +83,8 @@ def check_formula(me: Rank, model: str) -> None:
             close(gradient, weights[name].grad, name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("model", CONFIGS)
-def test_layers_are_their_formulas(model: str, num_ranks: int) -> None:
-    run_ranks(num_ranks, check_formula, model)
-
-
-def check_refusals(me: Rank) -> None:
+@on_ranks(1)
+def test_configs_and_weights_that_do_not_fit_are_named(me: Rank) -> None:
     with joined() as comm:
         options: Any = {"comm": comm, "max_tokens_per_rank": 4, "dtype": torch.float32}
         with pytest.raises(ValueError, match="config.model_type: expected one of .* got 'gpt2'"):
@@ -105,7 +102,3 @@ def check_refusals(me: Rank) -> None:
             xd.load_pretrained(layer, wrong, "", "mixtral")
         with pytest.raises(KeyError, match="experts.0.w1.weight"):
             xd.load_pretrained(layer, {"gate.weight": weights["gate.weight"]}, "", "mixtral")
-
-
-def test_configs_and_weights_that_do_not_fit_are_named() -> None:
-    run_ranks(1, check_refusals)

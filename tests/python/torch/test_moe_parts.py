@@ -12,16 +12,14 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
-from support import Rank, run_ranks
-from torch_support import joined, reported, where
+from support import Rank, on_ranks
+from torch_support import joined, normal, reported, where
 
 HIDDEN, FFN, E, K, TOKENS = 16, 24, 8, 2, 12
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    return (values / shape[-1] ** 0.5).to(where())
+    return normal(seed, *shape) / shape[-1] ** 0.5
 
 
 class ByHash(nn.Module):
@@ -69,7 +67,8 @@ def make_layer(comm: Any, **parts: Any) -> xd.MoELayer:
     return xd.MoELayer(HIDDEN, FFN, E, K, comm=comm, **options, **parts)
 
 
-def check_own_parts(me: Rank) -> None:
+@on_ranks(1, 4)
+def test_parts_of_the_callers_are_as_in_one_process(me: Rank) -> None:
     with joined() as comm:
         count = E // me.num_ranks
         shared = nn.Sequential(nn.Linear(HIDDEN, HIDDEN, device=where()), nn.Sigmoid())
@@ -113,11 +112,6 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_parts_of_the_callers_are_as_in_one_process(num_ranks: int) -> None:
-    run_ranks(num_ranks, check_own_parts)
-
-
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -127,7 +121,8 @@ ACTIVATIONS = {
 }
 
 
-def check_own_experts(me: Rank) -> None:
+@on_ranks(1, 2)
+def test_activations_and_biases_are_as_in_one_process(me: Rank) -> None:
     with joined() as comm:
         for number, (name, function) in enumerate(ACTIVATIONS.items()):
             gated, bias = number % 2 == 0, number > 0
@@ -184,12 +179,8 @@ def plain_experts(x: torch.Tensor, router: ByHash, w: dict, function: Any, gated
     return out
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_activations_and_biases_are_as_in_one_process(num_ranks: int) -> None:
-    run_ranks(num_ranks, check_own_experts)
-
-
-def check_failures(me: Rank) -> None:
+@on_ranks(2)
+def test_a_router_that_fails_is_heard_of_by_the_peers(me: Rank) -> None:
     with joined() as comm:
         options: Any = {"comm": comm, "max_tokens_per_rank": TOKENS, "dtype": torch.float32}
         layer = xd.MoELayer(HIDDEN, FFN, E, K, router=ByHash(), **options)
@@ -227,11 +218,8 @@ def check_failures(me: Rank) -> None:
             xd.MoELayer(HIDDEN, FFN, E, K, capacity_factor=0, **options)
 
 
-def test_a_router_that_fails_is_heard_of_by_the_peers() -> None:
-    run_ranks(2, check_failures)
-
-
-def check_compiled(me: Rank) -> None:
+@on_ranks(2, timeout=120)
+def test_all_choices_compile_into_one_graph(me: Rank) -> None:
     with joined() as comm:
         torch.manual_seed(9)
         layer = make_layer(
@@ -255,7 +243,3 @@ def check_compiled(me: Rank) -> None:
         for eager, compiled in zip(*results):
             close(compiled, eager)
         close(layer.router.load, 2 * results[0][1])
-
-
-def test_all_choices_compile_into_one_graph() -> None:
-    run_ranks(2, check_compiled, timeout=120)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock._router import capacity_of, capacity_rows
-from support import Rank, run_ranks
-from torch_support import joined, where
+from support import Rank, on_ranks
+from torch_support import joined, normal
 
 E, K, HIDDEN = 8, 2, 16
 
@@ -100,9 +100,7 @@ def make_layer(comm: xd.Comm, **options: Any) -> xd.MoELayer:
 
 
 def tokens(me: Rank, count: int = 16) -> torch.Tensor:
-    generator = torch.Generator("cpu").manual_seed(100 + me.rank)
-    drawn = torch.randn(count, HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn.to(where())
+    return normal(100 + me.rank, count, HIDDEN)
 
 
 class Given(torch.nn.Module):
@@ -116,7 +114,8 @@ class Given(torch.nn.Module):
         return self.routing
 
 
-def check_capacity(me: Rank) -> None:
+@on_ranks(2)
+def test_a_capacity_factor_bounds_experts_and_memory(me: Rank) -> None:
     with joined() as comm:
         layer = make_layer(comm, capacity_factor=1.0)
         free = make_layer(comm)
@@ -138,11 +137,8 @@ def check_capacity(me: Rank) -> None:
         torch.testing.assert_close(output.load, chosen / chosen.sum())  # before any was dropped
 
 
-def test_a_capacity_factor_bounds_experts_and_memory() -> None:
-    run_ranks(2, check_capacity)
-
-
-def check_bias(me: Rank) -> None:
+@on_ranks(2)
+def test_a_bias_evens_out_the_load_alike_on_all_ranks(me: Rank) -> None:
     with joined() as comm:
         layer = make_layer(comm, router=xd.RouterOptions("sigmoid", bias=True))
         assert "router.bias" in layer.state_dict() and "router.load" not in layer.state_dict()
@@ -169,11 +165,8 @@ def check_bias(me: Rank) -> None:
             xd.update_router_bias(make_layer(comm))
 
 
-def test_a_bias_evens_out_the_load_alike_on_all_ranks() -> None:
-    run_ranks(2, check_bias)
-
-
-def check_losses(me: Rank) -> None:
+@on_ranks(2)
+def test_the_layer_adds_its_losses(me: Rank) -> None:
     with joined() as comm:
         x = tokens(me)
         layer = make_layer(comm, aux_loss_weight=0.5, z_loss_weight=0.25)
@@ -185,7 +178,3 @@ def check_losses(me: Rank) -> None:
         assert layer.router.weight.grad.abs().sum() > 0
         with pytest.raises(ValueError, match="z_loss_weight: expected 0 beside a router"):
             make_layer(comm, router=lambda x: None, z_loss_weight=1.0)
-
-
-def test_the_layer_adds_its_losses() -> None:
-    run_ranks(2, check_losses)

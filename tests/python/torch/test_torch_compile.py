@@ -5,36 +5,30 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from crossdock.torch import tp
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, reported, settle
+from support import Rank, on_ranks
+from torch_support import Batch, assert_equal, layer, recording, reported, settle
 
 SEED = 17
 CASE = ((6, 0), 8, 3, 32)
 
 
-def _check(batch: Batch, rank: int, out, x, weights) -> None:
-    expected = batch.expected(rank)
-    for name, got, want in zip(("out", "x", "weights"), (out, x.grad, weights.grad), expected):
-        assert_equal(name, got, want)
+# 0 and 1 are special to the compiler, and a second number makes it compile for any.
+STEPS = [(5, 0), (4, 3), (1, 7), (0, 1), (6, 9)]
 
 
-def _block(me: Rank, layout: str, steps: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@on_ranks(2, timeout=200)
+def test_block_compiles_for_any_tokens(me: Rank, layout: str) -> None:
     torch._dynamo.reset()
+    batches = [
+        Batch(SEED + number, (tokens, 8, 3, 32), layout) for number, tokens in enumerate(STEPS)
+    ]
     with xd.init() as comm:
-        group = xd.EpGroup(
-            num_experts=8,
-            hidden=32,
-            max_topk=3,
-            max_tokens_per_rank=16,
-            layout=layout,
-            dtype=torch.float32,
-        )
+        group = batches[0].group(max_tokens_per_rank=16)
 
         @torch.compile(fullgraph=True, backend="aot_eager")
         def block(topk_idx, x, weights):
@@ -42,8 +36,7 @@ def _block(me: Rank, layout: str, steps: list[tuple[int, ...]]) -> None:
             # Arithmetic around the operations, for the compiler to move if it could.
             return layer(plan, x * 2, weights) + x
 
-        for number, tokens in enumerate(steps):
-            batch = Batch(SEED + number, (tokens, 8, 3, 32), layout)
+        for batch in batches:
             topk_idx, x, weights, grad_out = batch.local(me.rank)
             got = block(topk_idx, x, weights)
             got.backward(grad_out)
@@ -54,82 +47,32 @@ def _block(me: Rank, layout: str, steps: list[tuple[int, ...]]) -> None:
         comm.barrier()
 
 
-# 0 and 1 are special to the compiler, and a second number makes it compile for any.
-STEPS = [(5, 0), (4, 3), (1, 7), (0, 1), (6, 9)]
-
-
-@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
-def test_block_compiles_for_any_tokens(layout):
-    run_ranks(2, _block, layout, STEPS, timeout=200)
-
-
-def _branches(me: Rank) -> None:
-    torch._dynamo.reset()
-    first, second = Batch(SEED + 20, CASE), Batch(SEED + 21, CASE)
-    with xd.init():
-        group = first.group()
-
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def block(one, other):
-            plan = group.prepare(one[0])
-            out = layer(plan, one[1], one[2])
-            later = group.prepare(other[0], after=plan)
-            return out, layer(later, other[1], other[2])
-
-        inputs = [batch.local(me.rank) for batch in (first, second)]
-        outs = block(inputs[0][:3], inputs[1][:3])
-        torch.autograd.backward(outs, [local[3] for local in inputs])
-        for batch, out, (_, x, weights, _) in zip((first, second), outs, inputs):
-            _check(batch, me.rank, out, x, weights)
-
-
-def test_independent_branches_are_ordered():
-    run_ranks(2, _branches, timeout=200)
-
-
-def test_operations_of_a_graph_are_one_chain():
+@on_ranks(2, timeout=200)
+def test_operations_of_a_graph_are_one_chain(me: Rank) -> None:
     """Also between branches, and in the backward pass: by data, not by their place in the graph."""
-    first, second = (Batch(SEED + number, ((6,), 8, 3, 32)) for number in (70, 71))
-    chains: list[list[str]] = []
-
-    def record(graph_module: torch.fx.GraphModule, _):
-        calls = [
-            node for node in graph_module.graph.nodes if str(node.target).startswith("crossdock.")
-        ]
-        # row_experts is no operation: it takes no turn.
-        operations = [node for node in calls if "row_experts" not in str(node.target)]
-        for earlier, later in zip(operations, operations[1:]):
-            assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"
-        chains.append([str(node.target).split(".")[1] for node in operations])
-        return make_boxed_func(graph_module.forward)
-
     torch._dynamo.reset()
+    chains: list[list[str]] = []
+    batches = Batch(SEED + 20, CASE), Batch(SEED + 21, CASE)
     with xd.init():
-        group = first.group()
+        group = batches[0].group()
 
-        @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+        @torch.compile(fullgraph=True, backend=recording(chains))
         def block(one, other):
             plan = group.prepare(one[0])
             out = layer(plan, one[1], one[2])
             later = group.prepare(other[0], after=plan)
             return out, layer(later, other[1], other[2])
 
-        inputs = [batch.local(0) for batch in (first, second)]
+        inputs = [batch.local(me.rank) for batch in batches]
         outs = block(inputs[0][:3], inputs[1][:3])
         torch.autograd.backward(outs, [local[3] for local in inputs])
+        for batch, out, (_, x, weights, _) in zip(batches, outs, inputs):
+            batch.check(me.rank, out, x, weights)
     assert chains == [["prepare", "dispatch", "combine"] * 2, ["combine_bwd", "dispatch_bwd"] * 2]
 
 
-def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
-    found, todo = set(), [node]
-    while todo:
-        new = set(todo.pop().all_input_nodes) - found
-        found |= new
-        todo += new
-    return found
-
-
-def _quantised(me: Rank) -> None:
+@on_ranks(2, timeout=200)
+def test_quantised_rows_and_their_gradient(me: Rank) -> None:
     torch._dynamo.reset()
     batch = Batch(SEED + 60, ((6, 0), 8, 3, 128))
     with xd.init():
@@ -149,11 +92,8 @@ def _quantised(me: Rank) -> None:
         assert me.rank == 1 or float(got.abs().sum()) > 0
 
 
-def test_quantised_rows_and_their_gradient():
-    run_ranks(2, _quantised, timeout=200)
-
-
-def _plan_outside(me: Rank) -> None:
+@on_ranks(2, timeout=200)
+def test_plan_from_outside(me: Rank) -> None:
     """A plan made outside, used and moved on inside a compiled function."""
     torch._dynamo.reset()
     batch = Batch(SEED + 30, CASE)
@@ -164,11 +104,7 @@ def _plan_outside(me: Rank) -> None:
         out = torch.compile(layer, fullgraph=True, backend="aot_eager")(plan, x, weights)
         assert plan.order is not before
         out.backward(grad_out)
-        _check(batch, me.rank, out, x, weights)
-
-
-def test_plan_from_outside():
-    run_ranks(2, _plan_outside, timeout=200)
+        batch.check(me.rank, out, x, weights)
 
 
 def test_exact_shapes_are_refused():
@@ -186,7 +122,8 @@ def test_exact_shapes_are_refused():
             block(x)
 
 
-def _mistake_inside(me: Rank) -> None:
+@on_ranks(2, timeout=200)
+def test_mistakes_inside_compiled_code_reach_the_peers(me: Rank) -> None:
     """Checks run where operations run, so that peers hear of mistakes inside compiled code too."""
     torch._dynamo.reset()
     tokens, *sizes = CASE
@@ -207,11 +144,8 @@ def _mistake_inside(me: Rank) -> None:
         assert_equal("out", block(topk_idx, x, weights), batch.expected(me.rank)[0])
 
 
-def test_mistakes_inside_compiled_code_reach_the_peers():
-    run_ranks(2, _mistake_inside, timeout=200)
-
-
-def _constant_loss(me: Rank) -> None:
+@on_ranks(2, timeout=400)
+def test_inductor_leaves_out_nothing_on_a_rank_without_tokens(me: Rank) -> None:
     """A rank without tokens has a constant loss, and gradients that are always zero."""
     torch._dynamo.reset()
     batch = Batch(SEED + 10, CASE)
@@ -243,11 +177,8 @@ def _constant_loss(me: Rank) -> None:
         assert_equal("gradient of weights", weights.grad, dots)
 
 
-def test_inductor_leaves_out_nothing_on_a_rank_without_tokens():
-    run_ranks(2, _constant_loss, timeout=400)
-
-
-def _called_eagerly(me: Rank) -> None:
+@on_ranks(2, timeout=200)
+def test_operators_called_eagerly_are_not_looked_into(me: Rank) -> None:
     """Operators that eager code calls while a compiler watches, which must not look into them."""
     torch._dynamo.reset()
     batch = Batch(SEED, CASE)
@@ -275,7 +206,3 @@ def _called_eagerly(me: Rank) -> None:
         for got, one in zip(torch.compile(inner, backend="eager")(x), want):
             assert torch.equal(got, one)
         settle(group)
-
-
-def test_operators_called_eagerly_are_not_looked_into():
-    run_ranks(2, _called_eagerly, timeout=200)

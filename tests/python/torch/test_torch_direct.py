@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import crossdock.torch as xd
 from crossdock.torch import _derivatives, _direct, _ops, tp
 from crossdock.torch.tp import _functions
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, joined, layer, where
 
 OPERATORS = ["crossdock.dispatch.default", "crossdock.combine.default"]
@@ -302,7 +302,8 @@ class Layer(torch.nn.Module):
         return layer(self.plan.detach(), x * self.scale, weights)
 
 
-def hooks_of_ddp(me: Rank) -> None:
+@on_ranks(2)
+def test_hooks_of_ddp_are_as_ever(me: Rank) -> None:
     device = where()
     case = batch(*range(3, 3 + me.num_ranks))
     with joined(), usual_device(), pytest.MonkeyPatch.context() as patch:
@@ -328,10 +329,6 @@ def hooks_of_ddp(me: Rank) -> None:
         assert_equal("out", out.detach(), expected)
         assert_equal("gradient", x.grad, grad_x)
         assert names == OPERATORS and hooked == [0]
-
-
-def test_hooks_of_ddp_are_as_ever():
-    run_ranks(2, hooks_of_ddp)
 
 
 # ---- Products -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from crossdock.errors import (
     PeerLost,
     Unsupported,
 )
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, layer, ragged, reported, settle
 
 SEED = 4711
@@ -34,157 +34,104 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-# The bad rank's call, the error that it gets, and words that the text must have.
-MISTAKES = {
-    "x is not contiguous": (
-        lambda plan, x, w: xd.dispatch(plan, _narrow(x), w),
-        ValueError,
-        r"dispatch: tokens: expected a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)",
-    ),
-    "x is float64": (
-        lambda plan, x, w: xd.dispatch(plan, x.double(), w),
-        TypeError,
-        r"dispatch: tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32, "
-        r"torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64",
-    ),
-    "x is no tensor": (
-        lambda plan, x, w: xd.dispatch(plan, x.tolist()[:0], w),
-        TypeError,
-        r"dispatch: tokens: expected a tensor, got list \[\]",
-    ),
-    "x has another number of tokens": (
-        lambda plan, x, w: xd.dispatch(plan, x[1:], w),
-        ValueError,
-        r"dispatch: tokens: expected the plan's 9 tokens, got shape \(8, 32\)",
-    ),
-    "x has one dimension": (
-        lambda plan, x, w: xd.dispatch(plan, x[:, 0].contiguous(), w),
-        ValueError,
-        r"dispatch: tokens: expected 2 dimensions, got shape \(9,\)",
-    ),
-    "weights are bfloat16": (
-        lambda plan, x, w: xd.dispatch(plan, x, w.bfloat16()),
-        TypeError,
-        r"dispatch: topk_weights: expected a dtype of torch.float32; got torch.bfloat16",
-    ),
-    "weights are not contiguous": (
-        lambda plan, x, w: xd.dispatch(plan, x, _narrow(w)),
-        ValueError,
-        r"dispatch: topk_weights: expected a contiguous tensor",
-    ),
-    "rows to be quantised are float32": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 128), w, quantise=True),
-        ValueError,
-        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.float32 .*\(9, 128\)",
-    ),
-    "rows to be quantised have 32 columns": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise=True),
-        ValueError,
-        r"dispatch: tokens: expected bfloat16 .* 128 columns.*; got torch.bfloat16 .*\(9, 32\)",
-    ),
-    "no such way to quantise": (
-        lambda plan, x, w: xd.dispatch(plan, x.bfloat16(), w, quantise="fp4"),
-        ValueError,
-        r"dispatch: quantise: expected a bool or one of fp8_block128, .*mxfp8, got 'fp4'",
-    ),
-    "rows to be quantised to mxfp8 have 24 columns": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 24).bfloat16(), quantise="mxfp8"),
-        ValueError,
-        r"dispatch: tokens: expected bfloat16 with .* 32 columns.*; got .*\(9, 24\)",
-    ),
-    "rows are longer than the group's": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 36), w),
-        ValueError,
-        r"dispatch: tokens: expected rows of .* at most the group's 128, got 144: .*\(9, 36\)",
-    ),
-    "rows are no multiple of 16 bytes": (
-        lambda plan, x, w: xd.dispatch(plan, torch.zeros(9, 3), w),
-        ValueError,
-        r"dispatch: tokens: expected rows of a positive multiple of 16 .*, got 12: .*\(9, 3\)",
-    ),
-    "x is on the meta device": (
-        lambda plan, x, w: xd.dispatch(plan, x.to("meta"), w),
-        ValueError,
-        r"dispatch: tokens: expected a tensor on (cpu|cuda:\d), got one on meta",
-    ),
-    "x is sparse": (
-        lambda plan, x, w: xd.dispatch(plan, x.to_sparse(), w),
-        ValueError,
-        r"dispatch: tokens: expected a dense tensor, got one of layout torch.sparse_coo",
-    ),
-    "weights are sparse rows": (
-        lambda plan, x, w: xd.dispatch(plan, x, w.to_sparse_csr()),
-        ValueError,
-        r"dispatch: topk_weights: expected a dense tensor, got one of layout torch.sparse_csr",
-    ),
-    "scales are float16": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 1).half()),
-        TypeError,
-        r"dispatch: scales: expected a dtype of torch.float32, [^;]*torch.uint8; got "
-        r"torch.float16",
-    ),
-    "scales have too many columns": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 2)),
-        ValueError,
-        r"dispatch: scales: expected rows of 1 to 4 bytes, got 8: torch.float32 .* \(9, 2\)",
-    ),
-    "scales have no columns": (
-        lambda plan, x, w: xd.dispatch(plan, x, w, scales=torch.zeros(9, 0)),
-        ValueError,
-        r"dispatch: scales: expected rows of 1 to 4 bytes, got 0: torch.float32 .* \(9, 0\)",
-    ),
-}
+def mistakes_of_dispatch(x: torch.Tensor, w: torch.Tensor) -> dict[type, list[tuple]]:
+    """By the error of the bad rank: what it gives instead of x or w, and what was expected."""
+    return {
+        TypeError: [
+            (
+                "tokens",
+                x.double(),
+                "a dtype of torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, "
+                "torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64",
+            ),
+            ("tokens", [], r"a tensor, got list \[\]"),
+            ("topk_weights", w.bfloat16(), "a dtype of torch.float32; got torch.bfloat16"),
+            ("scales", torch.zeros(9, 1).half(), "a dtype of .*32, [^;]*uint8; got torch.float16"),
+        ],
+        ValueError: [
+            ("tokens", _narrow(x), r"a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)"),
+            ("tokens", x[1:], r"the plan's 9 tokens, got shape \(8, 32\)"),
+            ("tokens", x[:, 0].contiguous(), r"2 dimensions, got shape \(9,\)"),
+            ("tokens", torch.zeros(9, 36), r"rows of .* the group's 128, got 144: .*\(9, 36\)"),
+            ("tokens", torch.zeros(9, 3), r"rows of a positive multiple of 16 .*, got 12: .*3\)"),
+            ("tokens", x.to("meta"), r"a tensor on (cpu|cuda:\d), got one on meta"),
+            ("tokens", x.to_sparse(), "a dense tensor, got one of layout torch.sparse_coo"),
+            ("topk_weights", _narrow(w), "a contiguous tensor"),
+            ("topk_weights", w.to_sparse_csr(), "a dense tensor, got one of .* torch.sparse_csr"),
+            ("scales", torch.zeros(9, 2), r"rows of 1 to 4 bytes, got 8: .*float32 .* \(9, 2\)"),
+            ("scales", torch.zeros(9, 0), r"rows of 1 to 4 bytes, got 0: .*float32 .* \(9, 0\)"),
+        ],
+    }
 
 
-def _dispatch_mistake(me: Rank, name: str) -> None:
+def mistakes_of_quantising(x: torch.Tensor) -> list[tuple]:
+    """Tokens, the way to quantise them, and the text of the error."""
+    columns = "tokens: expected bfloat16 .* {} columns.*; got .*{}"
+    return [
+        (torch.zeros(9, 128), True, columns.format(128, r"torch.float32 .*\(9, 128\)")),
+        (x.bfloat16(), True, columns.format(128, r"torch.bfloat16 .*\(9, 32\)")),
+        (torch.zeros(9, 24).bfloat16(), "mxfp8", columns.format(32, r"\(9, 24\)")),
+        (x.bfloat16(), "fp4", "quantise: expected .* one of fp8_block128, .*mxfp8, got 'fp4'"),
+    ]
+
+
+def mistakes_of_others(ids: torch.Tensor, rows: torch.Tensor) -> list[tuple]:
+    """Operation, error, wrong argument, and what was expected."""
+    floats = "a dtype of torch.bfloat16, torch.float16, torch.float32; got torch.int8"
+    return [
+        ("prepare", TypeError, "topk_idx", ids.double(), "a dtype"),
+        # int8 is a dtype of tokens: what is suggested for ids must do for ids.
+        ("prepare", TypeError, "topk_idx", ids.char(), "a .* of torch.int32, torch.int64; got .*8"),
+        ("combine", ValueError, "expert_out", rows.t().contiguous().t(), "a contiguous"),
+        ("combine", TypeError, "expert_out", rows.char(), floats),
+    ]
+
+
+def all_mistakes(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor):
+    """Operation, error, wrong arguments, and the text of the error behind the operation's name."""
+    for kind, mistakes in mistakes_of_dispatch(x, w).items():
+        for name, value, text in mistakes:
+            yield "dispatch", kind, {name: value}, f"{name}: expected {text}"
+    for tokens, way, text in mistakes_of_quantising(x):
+        yield "dispatch", ValueError, {"tokens": tokens, "quantise": way}, text
+    for operation, kind, name, value, text in mistakes_of_others(ids, rows):
+        yield operation, kind, {name: value}, f"{name}: expected {text}"
+
+
+@on_ranks(4)
+def test_bad_arguments_are_named_and_told_to_the_peers(me: Rank) -> None:
     batch = Batch(SEED, ragged(me))
-    wrong, kind, words = MISTAKES[name]
     with xd.init(), torch.no_grad():
         group = batch.group()
         topk_idx, x, weights, _ = batch.local(me.rank)
-        plan = group.prepare(topk_idx)
-        began, bad = time.monotonic(), bad_rank(batch)
-        if me.rank == bad:
-            with reported(group, kind, words) as raised:
-                wrong(plan, x, weights)
-            assert re.search(rf"rank {bad} of {me.num_ranks}", str(raised.value)), raised.value
-        else:
-            with reported(group, Mismatch) as raised:
-                xd.dispatch(plan, x, weights)
-            assert raised.value.peer == bad or f"rank {bad}" in str(raised.value)
-        assert time.monotonic() - began < 10
-        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_bad_argument_of_dispatch(name):
-    run_ranks(4, _dispatch_mistake, name)
-
-
-def _other_mistakes(me: Rank) -> None:
-    batch = Batch(SEED + 1, ragged(me))
-    with xd.init(), torch.no_grad():
-        group = batch.group()
-        topk_idx, x, weights, _ = batch.local(me.rank)
-        bad = me.rank == bad_rank(batch)
-        kind, words = (TypeError, "prepare: topk_idx: expected a dtype") if bad else (Mismatch, "")
-        with reported(group, kind, words):
-            group.prepare(topk_idx.double() if bad else topk_idx)
         plan = group.prepare(topk_idx)
         received = xd.dispatch(plan, x, weights)
-        rows = received.tokens.t().contiguous().t() if bad else received.tokens
-        words = "combine: expert_out: expected a contiguous" if bad else ""
-        kind = ValueError if bad else Mismatch
-        with reported(group, kind, words):
-            xd.combine(plan, rows, received.weights)
-        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
+        calls = {
+            "prepare": (group.prepare, {"topk_idx": topk_idx}),
+            "dispatch": (xd.dispatch, {"plan": plan, "tokens": x, "topk_weights": weights}),
+            "combine": (
+                xd.combine,
+                {"plan": plan, "expert_out": received.tokens, "weights": received.weights},
+            ),
+        }
+        bad = bad_rank(batch)
+        for name, kind, wrong, words in all_mistakes(x, weights, topk_idx, received.tokens):
+            call, arguments = calls[name]
+            began = time.monotonic()
+            if me.rank == bad:
+                with reported(group, kind, f"{name}: {words}") as raised:
+                    call(**arguments | wrong)
+                assert f"rank {bad} of {me.num_ranks}" in str(raised.value)
+            else:
+                with reported(group, Mismatch) as raised:
+                    call(**arguments)
+                assert raised.value.peer == bad or f"rank {bad}" in str(raised.value)
+            assert time.monotonic() - began < 10
+            assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
 
 
-def test_bad_arguments_of_prepare_and_combine():
-    run_ranks(4, _other_mistakes)
-
-
-def _rank_major_weights(me: Rank) -> None:
+@on_ranks(4)
+def test_rank_major_rows_take_no_weights(me: Rank) -> None:
     batch = Batch(SEED + 2, ragged(me), "rank_major")
     with xd.init(), torch.no_grad():
         group = batch.group()
@@ -198,11 +145,8 @@ def _rank_major_weights(me: Rank) -> None:
                 xd.combine(plan, received.tokens, wrong)
 
 
-def test_rank_major_rows_take_no_weights():
-    run_ranks(4, _rank_major_weights)
-
-
-def _bad_ids(me: Rank) -> None:
+@on_ranks(4)
+def test_expert_ids_out_of_range_are_reported_everywhere(me: Rank) -> None:
     batch = Batch(SEED + 3, ragged(me))
     with xd.init(), torch.no_grad():
         group = batch.group()
@@ -225,11 +169,8 @@ def _bad_ids(me: Rank) -> None:
         assert_equal("out", layer(group.prepare(topk_idx), x, weights), batch.expected(me.rank)[0])
 
 
-def test_expert_ids_out_of_range_are_reported_everywhere():
-    run_ranks(4, _bad_ids)
-
-
-def _overflow(me: Rank) -> None:
+@on_ranks(4)
+def test_more_rows_than_the_capacity(me: Rank) -> None:
     batch = Batch(SEED + 4, ragged(me))
     with xd.init(), torch.no_grad():
         group = batch.group(recv_capacity=2)
@@ -238,47 +179,72 @@ def _overflow(me: Rank) -> None:
             group.prepare(topk_idx)
 
 
-def test_more_rows_than_the_capacity():
-    run_ranks(4, _overflow)
+SIZES = {"num_experts": 8, "hidden": 32, "max_topk": 3, "max_tokens_per_rank": 16}
+# An argument of a group that is wrong, its error, the text of that, and what the peers are told.
+BAD_SIZES = [
+    ("max_topk", 33, InvalidArgument, " = 33, expected 1 to 32", "config.max_topk"),
+    ("max_topk", None, TypeError, "expected a whole number, got None", "config.max_topk"),
+    ("num_experts", "8", TypeError, "expected a whole number, got '8'", "config.num_experts"),
+    ("hidden", 32.0, TypeError, "expected a whole number, got 32.0", "config.hidden"),
+    (
+        "max_tokens_per_rank",
+        2**40,
+        ValueError,
+        "expected .*, got 1099511627776",
+        "config.max_tokens_per_rank",
+    ),
+    (
+        "dtype",
+        torch.int32,
+        ValueError,
+        r"expected one of \[torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, "
+        r"torch.float8_e5m2, torch.int8, torch.uint8\], got torch.int32",
+        "config.dtype",
+    ),
+    ("staging", True, ValueError, "expected 'auto' or 'none', got True", "config.staging"),
+    ("layout", "rows", ValueError, "expected 'expert_major' or .*, got 'rows'", "config.layout"),
+    ("recv_capacity", -1, ValueError, "expected .* from 0 .*, got -1", ""),
+    ("alignment", 1.5, TypeError, "", ""),
+    ("symmetric_tensors", -1, ValueError, "expected a whole number from 0 .*, got -1", ""),
+    ("symmetric_tensors", "4", TypeError, "expected a whole number, got '4'", ""),
+    ("symmetric_tensors", 2**30, OutOfMemory, "", ""),
+]
 
 
-def _configs(me: Rank) -> None:
-    with xd.init():
-        if me.rank == 1:
-            with pytest.raises(InvalidArgument, match="max_topk"):
-                xd.EpGroup(num_experts=8, hidden=32, max_topk=33, max_tokens_per_rank=16)
-        else:
-            with pytest.raises(Mismatch, match="rank 1"):
-                xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
+@on_ranks(2)
+def test_bad_sizes_of_a_group_are_named_on_every_rank(me: Rank) -> None:
+    bad = me.rank == 1
+    with xd.init() as comm:
+        for name, value, kind, words, told in BAD_SIZES:
+            began = time.monotonic()
+            words = f"{name}.*{words}" if words else ""
+            with pytest.raises(
+                kind if bad else Mismatch, match=words if bad else f"rank 1 failed: .*{told}"
+            ):
+                xd.EpGroup(**(SIZES | {name: value} if bad else SIZES))
+            assert time.monotonic() - began < 10
+            comm.barrier()
+            xd.EpGroup(**SIZES)  # which finds memory also where the one before has found none
         with pytest.raises(Mismatch, match="hidden|row"):
-            xd.EpGroup(
-                num_experts=8,
-                hidden=32 + 16 * (me.rank == me.num_ranks - 1),
-                max_topk=3,
-                max_tokens_per_rank=16,
-            )
-        for name, value, kind, text in (
-            ("layout", "rows", ValueError, "layout: expected 'expert_major' or .*, got 'rows'"),
-            ("recv_capacity", -1, ValueError, "recv_capacity: expected .* from 0 .*, got -1"),
-            ("alignment", 1.5, TypeError, ""),
-        ):  # found before the library is asked, and the peers know at once
-            bad = me.rank == 1
-            with pytest.raises(kind if bad else Mismatch, match=text if bad else "rank 1"):
-                xd.EpGroup(
-                    num_experts=8,
-                    hidden=32,
-                    max_topk=3,
-                    max_tokens_per_rank=16,
-                    **({name: value} if bad else {}),
-                )
-        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
+            xd.EpGroup(**SIZES | {"hidden": 48 if bad else 32})
+        xd.EpGroup(**SIZES)
+        total = comm.core.mem_info()["total_bytes"]
+        for value, kind, words in (
+            (-5, ValueError, "num_bytes: expected 0 to .*, got -5"),
+            (4.5, TypeError, "num_bytes: expected a whole .*, got 4.5"),
+        ):
+            began = time.monotonic()
+            with pytest.raises(kind if bad else Mismatch, match=words if bad else "rank 1 failed"):
+                comm.reserve(value if bad else 4096)
+            assert time.monotonic() - began < 10
+        assert comm.core.mem_info()["total_bytes"] == total
+        comm.reserve(4096)
+        assert comm.core.mem_info()["total_bytes"] >= total + 4096
 
 
-def test_group_of_bad_or_different_sizes():
-    run_ranks(4, _configs)
-
-
-def _out_of_memory(me: Rank, kind: type[Exception]) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])  # GPUs; the CPU
+@on_ranks(4)
+def test_rank_without_memory_for_its_rows_tells_its_peers(me: Rank, kind: type[Exception]) -> None:
     batch = Batch(SEED + 7, ragged(me))
     with xd.init(), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         group = batch.group()
@@ -298,12 +264,8 @@ def _out_of_memory(me: Rank, kind: type[Exception]) -> None:
         assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])  # GPUs; the CPU
-def test_rank_without_memory_for_its_rows_tells_its_peers(kind):
-    run_ranks(4, _out_of_memory, kind)
-
-
-def _left(me: Rank) -> None:
+@on_ranks(2)
+def test_rank_that_left_is_missed_in_the_backward_pass(me: Rank) -> None:
     batch = Batch(SEED + 6, ((5, 2), 8, 3, 32))
     with xd.init() as comm:
         topk_idx, x, weights, grad_out = batch.local(me.rank)
@@ -321,11 +283,8 @@ def _left(me: Rank) -> None:
             batch.group()
 
 
-def test_rank_that_left_is_missed_in_the_backward_pass():
-    run_ranks(2, _left)
-
-
-def _gone(me: Rank) -> None:
+@on_ranks(2)
+def test_groups_are_freed_when_nobody_refers_to_them(me: Rank) -> None:
     batch = Batch(SEED + 5, ((5, 2), 8, 3, 32))
     with xd.init():
         group = batch.group()
@@ -349,13 +308,9 @@ def _gone(me: Rank) -> None:
             xd.dispatch(plan, x)
 
 
-def test_groups_are_freed_when_nobody_refers_to_them():
-    run_ranks(2, _gone)
-
-
 def test_no_communicator():
     with pytest.raises(RuntimeError, match="call crossdock.torch.init"):
-        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
+        xd.EpGroup(**SIZES)
 
 
 @pytest.mark.parametrize(
@@ -368,119 +323,6 @@ def test_no_communicator():
 def test_bad_arguments_of_init(options, words):
     with pytest.raises(ValueError, match=words):
         xd.init(**options)
-
-
-def _bad_sizes_of_groups(me: Rank, name: str, value: object, words: str, told: str) -> None:
-    bad = me.rank == 1
-    sizes = {"num_experts": 8, "hidden": 32, "max_topk": 3, "max_tokens_per_rank": 16}
-    with xd.init() as comm:
-        began = time.monotonic()
-        expected = (TypeError, ValueError) if bad else Mismatch
-        with pytest.raises(expected, match=words if bad else f"rank 1 failed: .*{told}"):
-            xd.EpGroup(**(sizes | {name: value} if bad else sizes))
-        assert time.monotonic() - began < 10
-        comm.barrier()
-        xd.EpGroup(**sizes)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words", "told"),
-    [
-        (
-            "symmetric_tensors",
-            -1,
-            "symmetric_tensors: expected a whole number from 0 .*, got -1",
-            "",
-        ),
-        ("symmetric_tensors", "4", "symmetric_tensors: expected a whole number, got '4'", ""),
-        ("num_experts", "8", "num_experts: expected a whole number, got '8'", "config.num_experts"),
-        ("hidden", 32.0, "hidden: expected a whole number, got 32.0", "config.hidden"),
-        (
-            "max_tokens_per_rank",
-            2**40,
-            "max_tokens_per_rank: expected .*, got 1099511627776",
-            "config.max_tokens_per_rank",
-        ),
-        ("max_topk", None, "max_topk: expected a whole number, got None", "config.max_topk"),
-        (
-            "dtype",
-            torch.int32,
-            r"dtype: expected one of \[torch.bfloat16, torch.float16, "
-            r"torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8\], "
-            "got torch.int32",
-            "config.dtype",
-        ),
-        ("staging", True, "staging: expected 'auto' or 'none', got True", "config.staging"),
-        ("layout", "rows", "layout: expected 'expert_major' or .*, got 'rows'", "config.layout"),
-    ],
-)
-def test_bad_sizes_of_a_group_are_named_on_every_rank(name, value, words, told):
-    run_ranks(2, _bad_sizes_of_groups, name, value, words, told)
-
-
-def _bad_growths(me: Rank) -> None:
-    with xd.init() as comm:
-        total = comm.core.mem_info()["total_bytes"]
-        for value, kind, words in (
-            (-5, ValueError, "num_bytes: expected 0 to .*, got -5"),
-            (4.5, TypeError, "num_bytes: expected a whole .*, got 4.5"),
-        ):
-            began = time.monotonic()
-            bad = me.rank == 1
-            with pytest.raises(kind if bad else Mismatch, match=words if bad else "rank 1 failed"):
-                comm.reserve(value if bad else 4096)
-            assert time.monotonic() - began < 10
-        assert comm.core.mem_info()["total_bytes"] == total
-        comm.reserve(4096)
-        assert comm.core.mem_info()["total_bytes"] >= total + 4096
-
-
-def test_bad_growth_of_memory_is_named_on_every_rank():
-    run_ranks(2, _bad_growths)
-
-
-def _growths_that_fail(me: Rank) -> None:
-    with xd.init():
-        bad = me.rank == 1
-        with pytest.raises(OutOfMemory if bad else Mismatch):
-            xd.EpGroup(
-                num_experts=8,
-                hidden=32,
-                max_topk=3,
-                max_tokens_per_rank=16,
-                symmetric_tensors=2**30 if bad else 4,
-            )
-        xd.EpGroup(num_experts=8, hidden=32, max_topk=3, max_tokens_per_rank=16)
-
-
-def test_group_that_found_no_memory_is_not_provided_for_later():
-    run_ranks(2, _growths_that_fail)
-
-
-def _foreign_dtypes(me: Rank) -> None:
-    batch = Batch(SEED + 8, ragged(me))
-    bad = me.rank == bad_rank(batch)
-    with xd.init(), torch.no_grad():
-        group = batch.group()
-        topk_idx, x, weights, _ = batch.local(me.rank)
-        # int8 is a dtype of tokens: what is suggested for ids must do for ids.
-        words = "prepare: topk_idx: expected a dtype of torch.int32, torch.int64; got torch.int8"
-        with reported(group, TypeError if bad else Mismatch, words if bad else ""):
-            group.prepare(topk_idx.to(torch.int8) if bad else topk_idx)
-        plan = group.prepare(topk_idx)
-        received = xd.dispatch(plan, x, weights)
-        rows = received.tokens.to(torch.int8) if bad else received.tokens
-        words = (
-            "combine: expert_out: expected a dtype of torch.bfloat16, torch.float16, "
-            "torch.float32; got torch.int8"
-        )
-        with reported(group, TypeError if bad else Mismatch, words if bad else ""):
-            xd.combine(plan, rows, received.weights)
-        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])
-
-
-def test_dtypes_that_are_suggested_are_those_of_the_argument():
-    run_ranks(4, _foreign_dtypes)
 
 
 def test_no_cuda_device(monkeypatch):
@@ -499,9 +341,7 @@ def test_local_rank_of_the_environment(monkeypatch):
 def test_more_choices_than_experts():
     with xd.init():
         for topk in (0, 9):
-            group = xd.EpGroup(
-                num_experts=8, hidden=32, max_topk=16, max_tokens_per_rank=4, dtype=torch.float32
-            )
+            group = xd.EpGroup(**SIZES | {"max_topk": 16}, dtype=torch.float32)
             with pytest.raises(ValueError, match=f"topk: expected 1 to 8, the experts, got {topk}"):
                 xd.MoELayer(32, 16, 8, topk, group=group)
 

@@ -8,7 +8,7 @@ import torch
 
 import crossdock.torch as xd
 from reference import QUANTISE_WAYS, quantised
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, ragged, where
 
 SEED = 70
@@ -28,7 +28,19 @@ def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
     return batch.routing.dispatch(rank, [value.float().numpy() for value in values])
 
 
-def _quantise(me: Rank, layout: str, name: str) -> None:
+@pytest.mark.representative
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("expert_major", "fp8_block128"),
+        ("rank_major", "fp8_block128"),
+        ("expert_major", "fp8_block128_pow2"),
+        ("rank_major", "fp8_block128_e8m0"),
+        ("expert_major", "mxfp8"),
+    ],
+)
+@on_ranks(4)
+def test_quantised_rows_and_their_gradient(me: Rank, layout: str, name: str) -> None:
     batch = Batch(SEED, ragged(me, HIDDEN), layout)
     inputs = []
     for rank in range(me.num_ranks):
@@ -69,21 +81,9 @@ def _quantise(me: Rank, layout: str, name: str) -> None:
 
 
 @pytest.mark.representative
-@pytest.mark.parametrize(
-    ("layout", "name"),
-    [
-        ("expert_major", "fp8_block128"),
-        ("rank_major", "fp8_block128"),
-        ("expert_major", "fp8_block128_pow2"),
-        ("rank_major", "fp8_block128_e8m0"),
-        ("expert_major", "mxfp8"),
-    ],
-)
-def test_quantised_rows_and_their_gradient(layout, name):
-    run_ranks(4, _quantise, layout, name)
-
-
-def _given(me: Rank, layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_given_scales_travel_with_their_rows(me: Rank, layout: str) -> None:
     batch = Batch(SEED + 1, ragged(me, HIDDEN), layout)
     pairs = [rule(torch.from_numpy(x).bfloat16()) for x in batch.x]
     tokens, scales = (_placed(batch, me.rank, values) for values in zip(*pairs))
@@ -113,9 +113,3 @@ def _given(me: Rank, layout: str) -> None:
             weights.grad,
             batch.routing.dispatch_bwd_weights(me.rank, ones),
         )
-
-
-@pytest.mark.representative
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_scales_travel_with_their_rows(layout):
-    run_ranks(4, _given, layout)

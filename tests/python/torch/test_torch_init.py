@@ -18,8 +18,8 @@ import crossdock.torch as xd
 from crossdock import launch
 from crossdock.errors import InvalidArgument, Mismatch
 from crossdock.torch.tp._groups import comm_of_group
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, ragged
+from support import Rank, on_ranks
+from torch_support import Batch, assert_equal, distributed, layer, ragged
 
 SEED = 8
 
@@ -30,11 +30,9 @@ def _round_trip(rank: int, comm: xd.Comm, batch: Batch) -> None:
     assert_equal("out", out, batch.expected(rank)[0])
 
 
-def _process_groups(me: Rank, port: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.num_ranks
-    )
-    try:
+@on_ranks(4)
+def test_process_groups(me: Rank) -> None:
+    with distributed():
         with xd.init(timeout=timedelta(seconds=30)) as comm:
             assert (comm.rank, comm.num_ranks) == (me.rank, 4)
             assert comm.process_group is dist.group.WORLD
@@ -48,12 +46,6 @@ def _process_groups(me: Rank, port: int) -> None:
                     assert part.rank == dist.get_rank(odd)
                     _round_trip(part.rank, part, Batch(SEED + 1, ((5, 3), 8, 3, 32)))
             comm.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_process_groups():
-    run_ranks(4, _process_groups, launch.free_port(), fresh=True)
 
 
 def _threads_of_gloo() -> list[str]:
@@ -61,9 +53,10 @@ def _threads_of_gloo() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-def _destroyed(me: Rank, port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=url, rank=me.rank, world_size=me.num_ranks)
+def _keep_no_destroyed_group(me: Rank, meeting: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=me.rank, world_size=me.num_ranks
+    )
     comm = xd.init()
     comm.replicas = dist.new_group()
     comm.barrier()
@@ -79,11 +72,12 @@ def _destroyed(me: Rank, port: int) -> None:
     comm.close()
 
 
-def _named_again(me: Rank, ports: list[int]) -> None:
+def _have_communicators_of_their_own(me: Rank, meetings: list[Path]) -> None:
     kept, comms = [], []
-    for port in ports:
-        url = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=url, rank=me.rank, world_size=me.num_ranks)
+    for meeting in meetings:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=me.rank, world_size=me.num_ranks
+        )
         if me.rank == 0:
             kept.append(dist.group.WORLD)
         comms.append(comm_of_group(None))
@@ -95,16 +89,39 @@ def _named_again(me: Rank, ports: list[int]) -> None:
     assert comms[0] is not comms[1]
 
 
-def test_groups_of_one_name_have_communicators_of_their_own():
-    run_ranks(2, _named_again, [launch.free_port(), launch.free_port()], fresh=True)
+def _interrupt_a_meeting(me: Rank) -> None:
+    dist.init_process_group("gloo")
+    if me.rank == 0:
+        return  # and does not come
+    # A shell has jobs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    since = time.monotonic()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        xd.init(timeout=60)
+    assert time.monotonic() - since < 3
 
 
-def test_a_communicator_keeps_no_destroyed_process_group():
-    run_ranks(2, _destroyed, launch.free_port(), fresh=True)
+@on_ranks(2, fresh=True)
+def test_process_groups_that_end_leave_nothing_and_ctrl_c_ends_a_meeting(
+    me: Rank, tmp_path: Path
+) -> None:
+    """Communicators keep no destroyed group, and groups of one name have each their own."""
+    _keep_no_destroyed_group(me, tmp_path / "destroyed")
+    _have_communicators_of_their_own(me, [tmp_path / "first", tmp_path / "second"])
+    _interrupt_a_meeting(me)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 # Callbacks at exit run in the opposite order, so this one comes after crossdock's.
-AT_EXIT = """
+PROGRAM = """
 import atexit, os, pathlib
 
 @atexit.register
@@ -114,6 +131,17 @@ def show():
     os.write(1, f"at exit: {[name for name in names if 'gloo' in name]}\\n".encode())
 
 import torch, torch.distributed as dist, crossdock.torch as xd
+
+with xd.init() as comm:
+    group = xd.EpGroup(
+        num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8, dtype=torch.float32
+    )
+    plan = group.prepare(torch.tensor([[0, 3], [1, 2]]))
+    x = torch.full((2, 32), float(comm.rank + 1))
+    out = xd.combine(plan, xd.dispatch(plan, x).tokens)
+    # In one piece: the ranks write to the same pipe.
+    os.write(1, f"rank {comm.rank} of {comm.num_ranks} has {out.unique().tolist()}\\n".encode())
+
 dist.init_process_group("gloo")
 xd.init()
 layer = xd.MoELayer(8, ffn=8, num_experts=4, topk=2, max_tokens_per_rank=4)
@@ -125,88 +153,33 @@ dist.destroy_process_group()
 """
 
 
-def test_a_layer_keeps_no_destroyed_process_group_beyond_the_exit(tmp_path):
+def test_torchrun_starts_it_and_no_destroyed_process_group_lives_beyond_the_exit(tmp_path):
     # A thread of gloo that lives on may want the interpreter's lock when there is no interpreter
     # any more, which ends the process by SIGABRT.
     program = tmp_path / "program.py"
-    program.write_text(AT_EXIT)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    program.write_text(PROGRAM)
+    ended = _run(
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={launch.free_port()}",
+        str(program),
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["at exit: []"] * 2
+    assert sorted(ended.stdout.splitlines()) == [
+        *["at exit: []"] * 2,
+        "rank 0 of 2 has [2.0]",
+        "rank 1 of 2 has [4.0]",
+    ]
 
 
-def _environment(me: Rank) -> None:
+@on_ranks(2)
+def test_environment_without_torch_distributed(me: Rank) -> None:
     with xd.init(timeout=20.5) as comm:
         assert (comm.rank, comm.num_ranks) == (me.rank, 2)
         assert comm.process_group is None
         assert comm.core.timeout_ms == 20500
         _round_trip(me.rank, comm, Batch(SEED + 2, ((5, 3), 8, 3, 32)))
-
-
-def test_environment_without_torch_distributed():
-    run_ranks(2, _environment)
-
-
-SCRIPT = """
-import sys
-import pytest
-import torch
-import crossdock.torch as xd
-
-comm = xd.init()
-group = xd.EpGroup(
-    num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8, dtype=torch.float32
-)
-plan = group.prepare(torch.tensor([[0, 3], [1, 2]]))
-x = torch.full((2, 32), float(comm.rank + 1))
-out = xd.combine(plan, xd.dispatch(plan, x).tokens)
-# In one piece: the ranks write to the same pipe.
-sys.stdout.write(f"rank {comm.rank} of {comm.num_ranks} has {out.unique().tolist()}\\n")
-"""
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=120
-    )
-
-
-def test_torchrun_starts_it(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = _run(
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={launch.free_port()}",
-        str(script),
-    )
-    assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert lines == ["rank 0 of 2 has [2.0]", "rank 1 of 2 has [4.0]"]
-
-
-def test_leaving_at_the_end_of_the_process():
-    """Nothing is closed by hand, and tensors are alive: no crash, no message."""
-    code = (
-        "import torch, crossdock.torch as xd\n"
-        "comm = xd.init(heap_bytes=1 << 20)\n"
-        "sizes = dict(num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8)\n"
-        "group = xd.EpGroup(**sizes, dtype=torch.float32)\n"
-        "plan = group.prepare(torch.tensor([[0, 3]]))\n"
-        "received = xd.dispatch(plan, torch.zeros(1, 32, requires_grad=True))\n"
-    )
-    done = _run("-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_small_groups_after_many_large_ones():
@@ -227,7 +200,8 @@ def test_heap_of_no_size(value):
         xd.init(heap_bytes=value)
 
 
-def _bad_heap(me: Rank) -> None:
+@on_ranks(2)
+def test_heap_of_no_size_is_told_to_the_others(me: Rank) -> None:
     bad = me.rank == 1
     kind, words = (ValueError, "heap_bytes: expected") if bad else (Mismatch, "rank 1")
     with pytest.raises(kind, match=words):
@@ -248,10 +222,6 @@ def test_what_the_network_needs_reaches_the_communicator():
     ):
         xd.init(device="cpu", silence_ms=7)
     xd.init(device="cpu", net_interface="eth0", silence_ms=-1).close()  # one machine
-
-
-def test_heap_of_no_size_is_told_to_the_others():
-    run_ranks(2, _bad_heap)
 
 
 LAUNCHERS = {
@@ -303,8 +273,11 @@ def test_one_process_of_a_launcher_is_one_rank(place, monkeypatch):
         assert comm.num_ranks == 1
 
 
-def test_no_operation_imports_torchs_compiler():
-    """The import takes seconds on a slow disk, and peers would wait for it inside an operation."""
+def test_no_operation_imports_torchs_compiler_and_a_process_may_just_end():
+    """The import takes seconds on a slow disk, and peers would wait for it inside an operation.
+
+    At the end nothing is closed by hand, and tensors are alive: no crash, no message.
+    """
     code = (
         "import sys, torch, crossdock.torch as xd\n"
         "from crossdock.torch import _comm\n"
@@ -314,35 +287,19 @@ def test_no_operation_imports_torchs_compiler():
         "    return join(**options)\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "_comm.join = meet\n"
-        "comm = xd.init()\n"
+        "comm = xd.init(heap_bytes=1 << 20)\n"
         "sizes = dict(num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=8)\n"
         "group = xd.EpGroup(**sizes, dtype=torch.float32)\n"
         "before = set(sys.modules)\n"
         "plan = group.prepare(torch.tensor([[0, 3]]))\n"
         "x = torch.ones(1, 32, requires_grad=True)\n"
-        "xd.combine(plan, xd.dispatch(plan, x).tokens).sum().backward()\n"
+        "received = xd.dispatch(plan, x)\n"
+        "xd.combine(plan, received.tokens).sum().backward()\n"
         "late = [name for name in set(sys.modules) - before if name.startswith('torch')]\n"
         "assert not late, late\n"
     )
     done = _run("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def _interrupted_meeting(me: Rank, port: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me.rank, world_size=me.num_ranks
-    )
-    if me.rank == 0:
-        return  # and does not come
-    since = time.monotonic()
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        xd.init(timeout=60)
-    assert time.monotonic() - since < 3
-
-
-def test_ctrl_c_ends_a_meeting_through_a_process_group():
-    run_ranks(2, _interrupted_meeting, launch.free_port(), fresh=True)
 
 
 def test_without_torch_the_import_says_what_to_install():

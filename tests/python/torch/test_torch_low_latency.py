@@ -10,7 +10,7 @@ import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch, PeerLost
 from reference import quantised
 from slots import SlotRouting, choices, factors
-from support import Rank, run_ranks
+from support import Rank, on_ranks, run_ranks
 from torch_support import integers, reported, settle, where
 
 SEED = 83
@@ -84,7 +84,11 @@ def make_group(hidden: int = 32, **options) -> xd.LowLatencyGroup:
 ELSEWHERE = {1: (0,) * 8, 2: (1, 0, 1, 1, 1, 0, 1, 1), 4: (3, 0, 2, 2, 0, 2, 3, 2)}
 
 
-def _eager(me: Rank, dtype: torch.dtype, elsewhere: bool) -> None:
+@pytest.mark.representative
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("elsewhere", [False, True])
+@on_ranks(4)
+def test_every_element_equals_the_reference(me: Rank, dtype: torch.dtype, elsewhere: bool) -> None:
     expert_ranks = ELSEWHERE[me.num_ranks] if elsewhere else None
     with xd.init(), torch.no_grad():
         group = make_group(dtype=dtype, expert_ranks=expert_ranks)
@@ -127,24 +131,8 @@ def _eager(me: Rank, dtype: torch.dtype, elsewhere: bool) -> None:
         settle(group)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.representative
-def test_every_element_equals_the_reference(dtype):
-    print(f"seed {SEED}")
-    for elsewhere in (False, True):
-        run_ranks(4, _eager, dtype, elsewhere)
-
-
-@pytest.mark.parametrize("body", ["_eager", "_halves"])
-def test_results_between_machines_are_those_of_one(body):
-    print(f"seed {SEED}")
-    if body == "_eager":
-        run_ranks(4, _eager, torch.float32, False, apart=True)
-    else:
-        run_ranks(2, _halves, apart=True)
-
-
-def _halves(me: Rank) -> None:
+@on_ranks(2)
+def test_halves_of_two_batches_interleave(me: Rank) -> None:
     with xd.init(), torch.no_grad():
         group = make_group(dtype=torch.float32)
         for number in range(3):
@@ -166,12 +154,14 @@ def _halves(me: Rank) -> None:
         settle(group)
 
 
-def test_halves_of_two_batches_interleave():
+def test_results_between_machines_are_those_of_one():
     print(f"seed {SEED}")
-    run_ranks(2, _halves)
+    run_ranks(2, test_every_element_equals_the_reference, torch.float32, False, apart=True)
+    run_ranks(2, test_halves_of_two_batches_interleave, apart=True)
 
 
-def _out_of_order(me: Rank) -> None:
+@on_ranks(2)
+def test_second_halves_out_of_order_are_refused(me: Rank) -> None:
     with xd.init() as comm, torch.no_grad():
         group = make_group(dtype=torch.float32, on_peer_loss="mask")
         batches = [Batch(SEED + i, me.num_ranks) for i in range(2)]
@@ -196,12 +186,8 @@ def _out_of_order(me: Rank) -> None:
         _still_usable(group, me)
 
 
-def test_second_halves_out_of_order_are_refused():
-    print(f"seed {SEED}")
-    run_ranks(2, _out_of_order)
-
-
-def _fp8(me: Rank) -> None:
+@on_ranks(2)
+def test_quantised_rows_and_scales_equal_the_reference(me: Rank) -> None:
     import ml_dtypes
 
     with xd.init(), torch.no_grad():
@@ -238,19 +224,15 @@ def _fp8(me: Rank) -> None:
         settle(group)
 
 
-def test_quantised_rows_and_scales_equal_the_reference():
-    print(f"seed {SEED}")
-    run_ranks(2, _fp8)
-
-
-def _compiled(me: Rank, backend: str) -> None:
+@on_ranks(2, timeout=300)
+def test_compiled_operations_run_in_their_order(me: Rank) -> None:
     """Two batches in halves inside one compiled function, and one into tensors that are given."""
     torch._dynamo.reset()
     with xd.init() as comm, torch.no_grad():
         group = make_group(dtype=torch.float32)
         out = group.slots()
 
-        @torch.compile(fullgraph=True, backend=backend)
+        @torch.compile(fullgraph=True, backend="inductor")
         def block(first, second):
             sent = [xd.ll_dispatch_send(group, x * 2, *others) for x, *others in (first, second)]
             slots = [one.receive() for one in sent]
@@ -270,12 +252,6 @@ def _compiled(me: Rank, backend: str) -> None:
             assert out.counts.tolist() == batches[0].routing.counts(me.rank)
         settle(group)
         comm.barrier()
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_operations_run_in_their_order(backend):
-    print(f"seed {SEED}")
-    run_ranks(2, _compiled, backend, timeout=300)
 
 
 def test_operators_pass_torchs_checks():
@@ -310,7 +286,8 @@ def _still_usable(group: xd.LowLatencyGroup, me: Rank) -> None:
         batch.check_sums(me.rank, xd.ll_combine(slots.plan, experts(slots)))
 
 
-def _mistakes(me: Rank) -> None:
+@on_ranks(2)
+def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
     batch = Batch(SEED, me.num_ranks)
     with xd.init():
         group, other = make_group(dtype=torch.float32), make_group(dtype=torch.float32)
@@ -319,35 +296,24 @@ def _mistakes(me: Rank) -> None:
         rows = experts(slots)
         wants_grad = x.clone().requires_grad_()
 
-        def dispatch():
-            return xd.ll_dispatch(group, x, ids)
-
-        def combine():
-            return xd.ll_combine(slots.plan, rows)
-
-        wrong = [
-            (TypeError, "tokens: expected a tensor", lambda: xd.ll_dispatch(group, None, ids)),
-            (ValueError, "no gradient", lambda: xd.ll_dispatch(group, wants_grad, ids)),
-            (ValueError, "no gradient", lambda: xd.ll_dispatch_send(group, wants_grad, ids)),
-            (
-                TypeError,
-                "out: expected Slots",
-                lambda: xd.ll_dispatch(group, x, ids, out=slots.tokens),
-            ),
-            (ValueError, "out.plan", lambda: xd.ll_dispatch(group, x, ids, out=other.slots())),
-            (
-                TypeError,
-                "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32; got",
-                lambda: xd.ll_dispatch(group, x.double(), ids),
-            ),
-            (ValueError, "quantise", lambda: xd.ll_dispatch(group, x, ids, quantise="fp4")),
-            (InvalidArgument, "tokens: is", lambda: xd.ll_dispatch(group, x, ids, quantise=True)),
-            (ValueError, "no gradient", lambda: xd.ll_combine(slots.plan, rows.requires_grad_())),
-            (
-                InvalidArgument,
-                "topk_weights",
-                lambda: xd.ll_combine(slots.plan, rows.detach(), weights[:, 1:]),
-            ),
+        send, dispatch, combine = xd.ll_dispatch_send, xd.ll_dispatch, xd.ll_combine
+        arguments = {
+            dispatch: {"group": group, "tokens": x, "topk_idx": ids},
+            combine: {"plan": slots.plan, "expert_out": rows},
+        }
+        arguments[send] = arguments[dispatch]
+        floats = "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32; got"
+        mistakes = [
+            (dispatch, TypeError, "tokens: expected a tensor", {"tokens": None}),
+            (dispatch, ValueError, "no gradient", {"tokens": wants_grad}),
+            (send, ValueError, "no gradient", {"tokens": wants_grad}),
+            (dispatch, TypeError, "out: expected Slots", {"out": slots.tokens}),
+            (dispatch, ValueError, "out.plan", {"out": other.slots()}),
+            (dispatch, TypeError, floats, {"tokens": x.double()}),
+            (dispatch, ValueError, "quantise", {"quantise": "fp4"}),
+            (dispatch, InvalidArgument, "tokens: is", {"quantise": True}),
+            (combine, ValueError, "no gradient", {"expert_out": rows.clone().requires_grad_()}),
+            (combine, InvalidArgument, "topk_weights", {"topk_weights": weights[:, 1:]}),
         ]
         # Without a group there are no peers to tell.
         with pytest.raises(TypeError, match="group: expected a LowLatencyGroup, got NoneType"):
@@ -358,23 +324,19 @@ def _mistakes(me: Rank) -> None:
             xd.combine(slots.plan, rows)
         with pytest.raises(TypeError, match="rank: expected a whole number, got 'a'"):
             group.mask_set("a")
-        for number, (kind, text, call) in enumerate(wrong):
+        for number, (call, kind, text, wrong) in enumerate(mistakes):
             bad = number % 2
             if me.rank == bad:
                 with reported(group, kind, text):
-                    call()
-                rows = rows.detach()
+                    call(**arguments[call] | wrong)
             else:
                 with reported(group, Mismatch, f"rank {bad}"):
-                    dispatch() if number < 8 else combine()
+                    (dispatch if call is send else call)(**arguments[call])
             _still_usable(group, me)
 
 
-def test_peers_hear_of_mistakes_and_the_group_goes_on():
-    run_ranks(2, _mistakes)
-
-
-def _bad_ids(me: Rank) -> None:
+@on_ranks(2)
+def test_results_beside_bad_ids_are_complete(me: Rank) -> None:
     batch = Batch(SEED, me.num_ranks)
     x, ids, weights = batch.local(me.rank)
     bad = ids.clone()
@@ -397,12 +359,8 @@ def _bad_ids(me: Rank) -> None:
         settle(group)
 
 
-def test_results_beside_bad_ids_are_complete():
-    print(f"seed {SEED}")
-    run_ranks(2, _bad_ids)
-
-
-def _late(me: Rank) -> None:
+@on_ranks(2)
+def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
     batch = Batch(SEED, me.num_ranks)
     with xd.init() as comm, torch.no_grad():
         group = make_group(dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=500)
@@ -434,18 +392,11 @@ def _late(me: Rank) -> None:
         assert group.status()["masked"] == ()
 
 
-def test_group_goes_on_without_a_late_rank_which_comes_back():
-    run_ranks(2, _late)
-
-
-def _tell_shapes(me: Rank) -> None:
+@on_ranks(1)
+def test_handles_tell_torchs_persistent_caches_of_the_shapes(me: Rank) -> None:
     with xd.init():
         groups = [make_group(dtype=torch.float32), make_group(dtype=torch.float32)]
         groups.append(make_group(dtype=torch.float32, expert_ranks=(0,) * EXPERTS, hidden=48))
         shapes = [group.handle >> 32 for group in groups]
         assert shapes[0] == shapes[1] != shapes[2]
         assert groups[0].handle != groups[1].handle
-
-
-def test_handles_tell_torchs_persistent_caches_of_the_shapes():
-    run_ranks(1, _tell_shapes)

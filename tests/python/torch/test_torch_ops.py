@@ -7,15 +7,17 @@ import pytest
 import torch
 
 import crossdock.torch as xd
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, layer, poison, ragged, where
 
 LAYOUTS = ("expert_major", "rank_major")
 SEED = 20261121
 
 
-def _rows(me: Rank, layout: str, alignment: int) -> None:
-    batch = Batch(SEED, ragged(me), layout, alignment)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_rows_lie_where_the_routing_puts_them(me: Rank, layout: str) -> None:
+    batch = Batch(SEED, ragged(me), layout, 4 if layout == "expert_major" else 1)
     routing = batch.routing
     with xd.init() as comm:
         group = batch.group()
@@ -23,16 +25,20 @@ def _rows(me: Rank, layout: str, alignment: int) -> None:
         topk_idx, x, weights, _ = batch.local(me.rank)
         plan = group.prepare(topk_idx.to(torch.int32))
         received = xd.dispatch(plan, x, weights)
+        exact = xd.dispatch(plan, x, weights, exact=True)
     rows = routing.total(me.rank)
 
     def padded(values: np.ndarray, fill: int = 0) -> np.ndarray:
         tail = np.full((group.rows - rows, *values.shape[1:]), fill, np.float32)
         return np.concatenate([values.astype(np.float32), tail])
 
-    assert_equal("tokens", received.tokens, padded(routing.dispatch(me.rank, batch.x)))
-    assert_equal(
-        "weights", received.weights, padded(routing.dispatch_weights(me.rank, batch.weights))
-    )
+    tokens = routing.dispatch(me.rank, batch.x)
+    beside = routing.dispatch_weights(me.rank, batch.weights)
+    assert_equal("tokens", received.tokens, padded(tokens))
+    assert_equal("weights", received.weights, padded(beside))
+    # Rows that are trimmed are as many as the batch has.
+    assert_equal("exact tokens", exact.tokens, tokens)
+    assert_equal("exact weights", exact.weights, beside)
     if layout == "rank_major":
         assert_equal("topk_idx", received.topk_idx, padded(routing.recv_topk_idx(me.rank), -1))
     else:
@@ -45,53 +51,28 @@ def _rows(me: Rank, layout: str, alignment: int) -> None:
     assert plan.rank_rows.tolist() == routing.rank_rows().tolist()
 
 
+@pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_lie_where_the_routing_puts_them(layout):
-    run_ranks(4, _rows, layout, 4 if layout == "expert_major" else 1)
-
-
-def _layer(me: Rank, layout: str, dtype: torch.dtype, options: dict) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(dtype, {}) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    + [(torch.float32, {"exact": True})],
+    ids=str,
+)
+@on_ranks(4)
+def test_layer_and_its_gradients_are_exact(
+    me: Rank, layout: str, dtype: torch.dtype, options: dict
+) -> None:
     batch = Batch(SEED + 1, ragged(me), layout)
-    out, grad_x, grad_weights = batch.expected(me.rank)
     with xd.init() as comm:
         group = batch.group(dtype)
         poison(comm)
         for step in range(2):  # the second step finds blocks that the first has used
-            topk_idx, x, weights, grad_out = batch.local(me.rank, dtype)
-            got = layer(group.prepare(topk_idx), x, weights, **options)
-            got.backward(grad_out)
-            assert_equal(f"out, step {step}", got, out)
-            assert_equal(f"gradient of x, step {step}", x.grad, grad_x)
-            assert_equal(f"gradient of topk_weights, step {step}", weights.grad, grad_weights)
+            batch.check_layer(me.rank, group, f"in step {step}", dtype=dtype, **options)
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layer_and_its_gradients_are_exact(layout, dtype):
-    run_ranks(4, _layer, layout, dtype, {})
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_trimmed_rows_give_the_same(layout):
-    run_ranks(4, _layer, layout, torch.float32, {"exact": True})
-
-
-def _exact_rows(me: Rank) -> None:
-    batch = Batch(SEED, ragged(me))
-    with xd.init():
-        topk_idx, x, weights, _ = batch.local(me.rank)
-        received = xd.dispatch(batch.group().prepare(topk_idx), x, weights, exact=True)
-        rows = batch.routing.total(me.rank)
-        assert received.tokens.shape == (rows, batch.hidden)
-        assert received.weights.shape == (rows,)
-
-
-def test_exact_has_as_many_rows_as_the_batch():
-    run_ranks(4, _exact_rows)
-
-
-def _unweighted(me: Rank) -> None:
+@on_ranks(4)
+def test_unweighted_sum_and_its_gradient_are_exact(me: Rank) -> None:
     batch = Batch(SEED + 2, ragged(me))
     with xd.init() as comm:
         group = batch.group()
@@ -108,28 +89,18 @@ def _unweighted(me: Rank) -> None:
         assert_equal("gradient of x", x.grad, grad_x)
 
 
-def test_unweighted_sum_and_its_gradient_are_exact():
-    run_ranks(4, _unweighted)
-
-
-def _frozen(me: Rank, needs: tuple[bool, bool]) -> None:
+@on_ranks(4)
+def test_gradient_of_one_input_alone(me: Rank) -> None:
     batch = Batch(SEED + 3, ragged(me))
-    _, grad_x, grad_weights = batch.expected(me.rank)
     with xd.init():
-        topk_idx, x, weights, grad_out = batch.local(me.rank)
-        x.requires_grad_(needs[0])
-        weights.requires_grad_(needs[1])
-        layer(batch.group().prepare(topk_idx), x, weights).backward(grad_out)
-        for name, tensor, expected in (("x", x, grad_x), ("weights", weights, grad_weights)):
-            if tensor.requires_grad:
-                assert_equal(name, tensor.grad, expected)
-            else:
-                assert tensor.grad is None
-
-
-@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["x", "weights"])
-def test_gradient_of_one_input_alone(needs):
-    run_ranks(4, _frozen, needs)
+        group = batch.group()
+        for wanted in (0, 1):
+            topk_idx, x, weights, grad_out = batch.local(me.rank)
+            inputs = x, weights
+            inputs[1 - wanted].requires_grad_(False)
+            layer(group.prepare(topk_idx), x, weights).backward(grad_out)
+            assert_equal("gradient", inputs[wanted].grad, batch.expected(me.rank)[1 + wanted])
+            assert inputs[1 - wanted].grad is None
 
 
 def _slice_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +110,9 @@ def _slice_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.copy_(tensor)
 
 
-def _slices(me: Rank, layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_slices_may_begin_anywhere(me: Rank, layout: str) -> None:
     batch = Batch(SEED + 9, ragged(me), layout)
     with xd.init():
         topk_idx, x, weights, grad_out = (_slice_of(part.detach()) for part in batch.local(me.rank))
@@ -147,18 +120,11 @@ def _slices(me: Rank, layout: str) -> None:
         weights.requires_grad_()
         out = layer(batch.group().prepare(topk_idx), x, weights)
         out.backward(grad_out)
-        out_expected, x_expected, weights_expected = batch.expected(me.rank)
-        assert_equal("out", out, out_expected)
-        assert_equal("grad of x", x.grad, x_expected)
-        assert_equal("grad of weights", weights.grad, weights_expected)
+        batch.check(me.rank, out, x, weights)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_slices_may_begin_anywhere(layout):
-    run_ranks(4, _slices, layout)
-
-
-def _any_gradient(me: Rank) -> None:
+@on_ranks(4)
+def test_gradients_of_any_strides_are_taken(me: Rank) -> None:
     """Gradients as autograd makes them: expanded, transposed, at odd addresses."""
     batch = Batch(SEED + 4, ragged(me))
     with xd.init():
@@ -175,11 +141,9 @@ def _any_gradient(me: Rank) -> None:
         assert_equal("gradient of x", got, np.broadcast_to(scale, got.shape))
 
 
-def test_gradients_of_any_strides_are_taken():
-    run_ranks(4, _any_gradient)
-
-
-def _dropped(me: Rank, capacity: int) -> None:
+@on_ranks(4)
+def test_dropped_rows_have_no_output_and_no_gradient(me: Rank) -> None:
+    capacity = 7  # of about ten rows that every rank receives
     batch = Batch(SEED + 5, ragged(me))
     with xd.init() as comm:
         group = batch.group(recv_capacity=capacity, overflow="drop")
@@ -202,12 +166,8 @@ def _dropped(me: Rank, capacity: int) -> None:
     assert_equal("gradient of topk_weights", weights.grad, kept * dots)
 
 
-def test_dropped_rows_have_no_output_and_no_gradient():
-    # Every rank receives about ten rows.
-    run_ranks(4, _dropped, 7)
-
-
-def _plain_inference(me: Rank) -> None:
+@on_ranks(4)
+def test_inference_keeps_nothing(me: Rank) -> None:
     batch = Batch(SEED + 6, ragged(me))
     with xd.init():
         group = batch.group()
@@ -224,19 +184,31 @@ def _plain_inference(me: Rank) -> None:
         assert live <= 8, f"{live} blocks are alive after 50 steps"
 
 
-def test_inference_keeps_nothing():
-    run_ranks(4, _plain_inference)
-
-
 def test_one_rank_needs_nothing_around_it():
     """A world of one: no process group, no environment."""
     batch = Batch(SEED + 7, ((6,), 8, 3, 32))
     with xd.init() as comm:
         assert (comm.rank, comm.num_ranks, comm.device) == (0, 1, where())
-        topk_idx, x, weights, grad_out = batch.local(0)
-        out = layer(batch.group().prepare(topk_idx), x, weights)
-        out.backward(grad_out)
-        for name, got, expected in zip(
-            ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(0)
-        ):
-            assert_equal(name, got, expected)
+        batch.check_layer(0, batch.group())
+
+
+@pytest.mark.parametrize("part", ["dispatch", "combine"])
+@on_ranks(4)
+def test_second_derivatives_are_refused(me: Rank, part: str) -> None:
+    batch = Batch(SEED + 8, ragged(me))
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        if part == "dispatch":
+            loss, inputs = xd.dispatch(plan, x, weights).tokens.pow(2).sum(), x
+        else:
+            # Linear in the rows, whose gradient so depends on nothing but saved weights.
+            inputs = torch.ones(group.rows, batch.hidden, requires_grad=True)
+            beside = torch.ones(group.rows, requires_grad=True)
+            loss = xd.combine(plan, inputs, beside).sum()
+        (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (again,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert torch.equal(grad, again)
+        with pytest.raises(RuntimeError, match="second derivative of one of crossdock.torch's"):
+            grad.pow(2).sum().backward()

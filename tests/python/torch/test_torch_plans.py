@@ -9,13 +9,14 @@ import torch
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch
 from reference import Routing
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, layer, ragged, reported
 
 SEED = 99
 
 
-def _overwritten(me: Rank) -> None:
+@on_ranks(4)
+def test_plan_overwritten_before_its_backward_is_caught(me: Rank) -> None:
     batch, other = Batch(SEED, ragged(me)), Batch(SEED + 1, ragged(me))
     with xd.init():
         group = batch.group()
@@ -23,29 +24,24 @@ def _overwritten(me: Rank) -> None:
         plan = group.prepare(topk_idx)
         out = layer(plan, x, weights)
         address = plan.data.data_ptr()
+        with pytest.raises(ValueError, match=r"out: expected a plan with \(group, tokens, topk\)"):
+            group.prepare(topk_idx[:, :2].contiguous(), out=plan)  # of another shape
         again = group.prepare(other.local(me.rank)[0], out=plan)
         assert again is plan and plan.data.data_ptr() == address
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.backward(grad_out)
         # The overwritten plan is the other batch's, counts included.
         assert plan.counts.tolist() == other.routing.counts(me.rank)
-        topk_idx, x, weights, grad_out = other.local(me.rank)
-        out = layer(plan, x, weights)
-        out.backward(grad_out)
-        assert_equal("out", out, other.expected(me.rank)[0])
-        assert_equal("gradient of x", x.grad, other.expected(me.rank)[1])
+        other.check_layer(me.rank, plan)
 
 
-def test_plan_overwritten_before_its_backward_is_caught():
-    run_ranks(4, _overwritten)
-
-
-def _overwritten_beside_bad_ids(me: Rank) -> None:
+@on_ranks(2)
+def test_plan_overwritten_beside_bad_ids_is_complete(me: Rank) -> None:
     batch, other = Batch(SEED, ragged(me)), Batch(SEED + 1, ragged(me))
     with xd.init():
         group = batch.group()
         plan = group.prepare(batch.local(me.rank)[0])
-        topk_idx, x, weights, grad_out = other.local(me.rank)
+        topk_idx = other.local(me.rank)[0]
         with reported(group, InvalidArgument if me.rank == 0 else Mismatch, "alignment|rank 0"):
             group.prepare(topk_idx, alignment=3 if me.rank == 0 else None, out=plan)
         if group.comm.device.type == "cpu":  # where the call itself fails: nothing was prepared
@@ -54,18 +50,11 @@ def _overwritten_beside_bad_ids(me: Rank) -> None:
         with reported(group, InvalidArgument, "the plan is usable"):
             group.prepare(topk_idx, out=plan)
         assert plan.counts.tolist() == other.routing.counts(me.rank)
-        out = layer(plan, x, weights)
-        out.backward(grad_out)
-        assert_equal("out", out, other.expected(me.rank)[0])
-        assert_equal("gradient of x", x.grad, other.expected(me.rank)[1])
+        other.check_layer(me.rank, plan)
 
 
-def test_plan_overwritten_beside_bad_ids_is_complete():
-    print(f"seed {SEED}")
-    run_ranks(2, _overwritten_beside_bad_ids)
-
-
-def _local(me: Rank) -> None:
+@on_ranks(4)
+def test_local_calls_need_no_peer(me: Rank) -> None:
     batch = Batch(SEED + 40, ragged(me), alignment=4)
     with xd.init():
         group = batch.group()
@@ -93,11 +82,9 @@ def _local(me: Rank) -> None:
             plan.row_experts(torch.float32)
 
 
-def test_local_calls_need_no_peer():
-    run_ranks(4, _local)
-
-
-def _anywhere(me: Rank, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@on_ranks(2)
+def test_experts_lie_where_the_group_says(me: Rank, layout: str) -> None:
     # Experts as a placement for serving has them: 0 and 1 are one that is held twice.
     expert_ranks = (1, 0, 1, 1, 1)
     batch = Batch(SEED + 41, ((9, 5), 5, 3, 32), layout)
@@ -107,17 +94,10 @@ def _anywhere(me: Rank, layout: str) -> None:
     with xd.init():
         group = batch.group(expert_ranks=expert_ranks)
         assert group.num_local_experts == expert_ranks.count(me.rank)
-        topk_idx, x, weights, grad_out = batch.local(me.rank)
+        topk_idx = batch.local(me.rank)[0]
         plan = group.prepare(topk_idx)
         assert plan.counts.shape == (group.num_local_experts,)
-        out = layer(plan, x, weights)
-        out.backward(grad_out)
-        for name, got, expected in zip(
-            ("out", "gradient of x", "gradient of weights"),
-            (out, x.grad, weights.grad),
-            batch.expected(me.rank),
-        ):
-            assert_equal(name, got, expected)
+        batch.check_layer(me.rank, plan)
         routing = Routing(batch.topk_idx, 5, layout, expert_ranks=expert_ranks)
         found = group.routing_layout(topk_idx)
         assert found.token_in_rank.tolist() == routing.goes(me.rank).tolist()
@@ -126,12 +106,8 @@ def _anywhere(me: Rank, layout: str) -> None:
             batch.group(expert_ranks=bad)
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
-def test_experts_lie_where_the_group_says(layout):
-    run_ranks(2, _anywhere, layout)
-
-
-def _own_alignments(me: Rank) -> None:
+@on_ranks(4)
+def test_plans_of_any_alignment_serve_side_by_side(me: Rank) -> None:
     batches = [Batch(SEED + 50 + i, ragged(me), alignment=a) for i, a in enumerate((8, 1, 2))]
     with xd.init():
         group = batches[0].group()
@@ -140,44 +116,22 @@ def _own_alignments(me: Rank) -> None:
         ]
         for batch, plan in zip(batches, plans):
             assert plan.offsets.tolist() == batch.routing.offsets(me.rank)
-            topk_idx, x, weights, grad_out = batch.local(me.rank)
-            out = layer(plan, x, weights)
-            out.backward(grad_out)
-            for name, got, want in zip(
-                ("out", "gradient of x", "gradient of weights"),
-                (out, x.grad, weights.grad),
-                batch.expected(me.rank),
-            ):
-                assert_equal(name, got, want)
+            batch.check_layer(me.rank, plan)
         ids = batches[0].local(me.rank)[0]
         bad = me.rank == me.num_ranks - 1
-        for wrong, kind in (
-            (0, ValueError),
-            ("8", ValueError),
-            (3, InvalidArgument),
-            (16, InvalidArgument),
-        ):
+        mistakes = {0: ValueError, "8": ValueError, 3: InvalidArgument, 16: InvalidArgument}
+        for wrong, kind in mistakes.items():
             with reported(group, kind if bad else Mismatch):
                 group.prepare(ids, alignment=wrong if bad else None)
 
 
-def test_plans_of_any_alignment_serve_side_by_side():
-    run_ranks(4, _own_alignments)
-
-
-def _collapsed(me: Rank) -> None:
+@on_ranks(4)
+def test_repeated_ids_collapse_with_their_weights_and_gradients(me: Rank) -> None:
     batch = Batch(SEED + 60, ragged(me))
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         wide = torch.cat([topk_idx, topk_idx[:, :1]], 1)  # the first choice a second time
-        group = xd.EpGroup(
-            num_experts=batch.num_experts,
-            hidden=batch.hidden,
-            max_topk=batch.topk + 1,
-            max_tokens_per_rank=max(batch.tokens),
-            dtype=torch.float32,
-            duplicate_ids="collapse",
-        )
+        group = batch.group(max_topk=batch.topk + 1, duplicate_ids="collapse")
         twice = torch.cat([weights.detach(), torch.full_like(weights[:, :1], 7)], 1)
         twice.requires_grad_()
         out = layer(group.prepare(wide), x, twice)
@@ -189,11 +143,8 @@ def _collapsed(me: Rank) -> None:
         assert not twice.grad[:, -1].any()
 
 
-def test_repeated_ids_collapse_with_their_weights_and_gradients():
-    run_ranks(4, _collapsed)
-
-
-def _rank_major_rows(me: Rank) -> None:
+@on_ranks(2)
+def test_rows_of_rank_major_have_no_single_expert(me: Rank) -> None:
     batch = Batch(SEED + 41, ragged(me), "rank_major")
     with xd.init():
         plan = batch.group().prepare(batch.local(me.rank)[0])
@@ -201,48 +152,23 @@ def _rank_major_rows(me: Rank) -> None:
             plan.row_experts()
 
 
-def test_rows_of_rank_major_have_no_single_expert():
-    run_ranks(2, _rank_major_rows)
-
-
-def _other_shape(me: Rank) -> None:
-    batch = Batch(SEED, ragged(me))
-    with xd.init():
-        group = batch.group()
-        topk_idx, *_ = batch.local(me.rank)
-        plan = group.prepare(topk_idx)
-        with pytest.raises(ValueError, match=r"out: expected a plan with \(group, tokens, topk\)"):
-            group.prepare(topk_idx[:, :2].contiguous(), out=plan)
-
-
-def test_plan_of_another_shape_is_not_overwritten():
-    run_ranks(4, _other_shape)
-
-
-def _twice(me: Rank) -> None:
+@on_ranks(4)
+def test_plan_serves_several_times(me: Rank) -> None:
     batch = Batch(SEED + 2, ragged(me))
-    out, grad_x, _ = batch.expected(me.rank)
     with xd.init():
         topk_idx, x, weights, grad_out = batch.local(me.rank)
         plan = batch.group().prepare(topk_idx)
         # Both in one backward pass.
         first, second = layer(plan, x, weights), layer(plan, x, weights)
         (first + second).backward(grad_out)
-        assert_equal("gradient of both", x.grad, 2 * grad_x)
+        assert_equal("gradient of both", x.grad, 2 * batch.expected(me.rank)[1])
         # Each in a pass of its own.
         for _ in range(2):
-            x.grad = None
-            got = layer(plan.detach(), x, weights)
-            got.backward(grad_out)
-            assert_equal("out", got, out)
-            assert_equal("gradient", x.grad, grad_x)
+            batch.check_layer(me.rank, plan.detach())
 
 
-def test_plan_serves_several_times():
-    run_ranks(4, _twice)
-
-
-def _interleaved(me: Rank) -> None:
+@on_ranks(4)
+def test_batches_in_flight_do_not_disturb_each_other(me: Rank) -> None:
     batches = [Batch(SEED + number, ragged(me)) for number in (3, 4, 5)]
     with xd.init():
         group = batches[0].group()
@@ -252,17 +178,11 @@ def _interleaved(me: Rank) -> None:
         for i in (1, 2, 0):  # the same on all ranks, any order
             outs[i].backward(locals_[i][3])
         for batch, out, (_, x, weights, _) in zip(batches, outs, locals_):
-            for name, got, expected in zip(
-                ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(me.rank)
-            ):
-                assert_equal(name, got, expected)
+            batch.check(me.rank, out, x, weights)
 
 
-def test_batches_in_flight_do_not_disturb_each_other():
-    run_ranks(4, _interleaved)
-
-
-def _chained(me: Rank) -> None:
+@on_ranks(4)
+def test_after_orders_branches_in_both_directions(me: Rank) -> None:
     batches = [Batch(SEED + number, ragged(me)) for number in (6, 7)]
     with xd.init():
         group = batches[0].group()
@@ -282,16 +202,14 @@ def _chained(me: Rank) -> None:
             else:
                 assert reached is None
             torch.autograd.backward([out, later], [locals_[0][3], locals_[1][3]])
-            for batch, (_, x, weights, _) in zip(batches, locals_):
-                assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
-                assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
+            for batch, got, (_, x, weights, _) in zip(batches, (out, later), locals_):
+                batch.check(me.rank, got, x, weights)
 
 
-def test_after_orders_branches_in_both_directions():
-    run_ranks(4, _chained)
-
-
-def _checkpointed(me: Rank, plan_too: bool) -> None:
+@pytest.mark.parametrize("plan_too", [True, False], ids=["with its plan", "of a plan outside"])
+@on_ranks(4)
+def test_activation_checkpointing(me: Rank, plan_too: bool) -> None:
+    """The backward pass runs the block's operations again."""
     batch = Batch(SEED + 8, ragged(me))
     with xd.init():
         group = batch.group()
@@ -306,12 +224,4 @@ def _checkpointed(me: Rank, plan_too: bool) -> None:
             plan = plan and plan.detach()
             out = torch.utils.checkpoint.checkpoint(block, x, weights, use_reentrant=False)
             out.backward(grad_out)
-            assert_equal("out", out, batch.expected(me.rank)[0])
-            assert_equal("gradient of x", x.grad, batch.expected(me.rank)[1])
-            assert_equal("gradient of topk_weights", weights.grad, batch.expected(me.rank)[2])
-
-
-@pytest.mark.parametrize("plan_too", [True, False], ids=["with its plan", "of a plan outside"])
-def test_activation_checkpointing(plan_too):
-    """The backward pass runs the block's operations again."""
-    run_ranks(4, _checkpointed, plan_too)
+            batch.check(me.rank, out, x, weights)

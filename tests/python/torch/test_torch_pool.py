@@ -11,8 +11,8 @@ import torch
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument
 from crossdock.torch._pool import block_bytes
-from support import Rank, run_ranks
-from torch_support import Batch, assert_equal, layer, poison, ragged
+from support import Rank, on_ranks
+from torch_support import Batch, poison, ragged
 
 SEED = 3
 
@@ -21,6 +21,10 @@ SEED = 3
 def comm():
     with xd.init(heap_bytes=1 << 20) as made:
         yield made
+
+
+def make_group(**options) -> xd.EpGroup:
+    return xd.EpGroup(num_experts=4, hidden=32, max_topk=2, dtype=torch.float32, **options)
 
 
 def test_memory_is_reused_when_a_tensor_dies(comm):
@@ -37,26 +41,13 @@ def test_memory_is_reused_when_a_tensor_dies(comm):
     assert again.data_ptr() == address
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.int8,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    ],
-    ids=str,
-)
-def test_every_dtype(comm, dtype):
-    tensor = comm.empty_symmetric((3, 16), dtype)
-    assert tensor.dtype == dtype and tensor.shape == (3, 16) and comm.pool.owns(tensor)
-    tensor.view(torch.uint8).fill_(0x41)
-    assert bool((tensor.view(torch.uint8) == 0x41).all())
+def test_every_dtype(comm):
+    floats = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+    for dtype in (*floats, torch.int32, torch.int64, torch.uint8, torch.int8):
+        tensor = comm.empty_symmetric((3, 16), dtype)
+        assert tensor.dtype == dtype and tensor.shape == (3, 16) and comm.pool.owns(tensor)
+        tensor.view(torch.uint8).fill_(0x41)
+        assert bool((tensor.view(torch.uint8) == 0x41).all())
 
 
 def test_empty_tensors_and_scalars(comm):
@@ -93,15 +84,7 @@ def test_room_for_more_groups_than_growths():
         groups, needed = [], 0
         for number in range(150):
             before = comm.core.mem_info()["total_bytes"]
-            groups.append(
-                xd.EpGroup(
-                    num_experts=4,
-                    hidden=32,
-                    max_topk=2,
-                    max_tokens_per_rank=64 + number,
-                    dtype=torch.float32,
-                )
-            )
+            groups.append(make_group(max_tokens_per_rank=64 + number))
             needed += 4 * (block_bytes(groups[-1].rows * 32 * 4) + block_bytes(groups[-1].rows * 4))
             if number < 32:
                 assert comm.core.mem_info()["total_bytes"] > before
@@ -126,9 +109,7 @@ def test_default_comm_is_the_first_that_is_open():
     with xd.init() as first:
         with xd.init(name="second") as second:
             assert xd.default_comm() is first
-            group = xd.EpGroup(
-                num_experts=4, hidden=32, max_topk=2, max_tokens_per_rank=4, comm=second
-            )
+            group = make_group(max_tokens_per_rank=4, comm=second)
             assert group.comm is second
             assert xd.empty_symmetric((4,), torch.float32).shape == (4,)
     with pytest.raises(RuntimeError, match="no communicator"):
@@ -154,7 +135,9 @@ def test_blocks_hold_what_was_asked(num_bytes):
     assert block_bytes(num_bytes) <= num_bytes + (512 if num_bytes < 1 << 20 else 1 << 16)
 
 
-def _staged(me: Rank, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
+@on_ranks(4)
+def test_staged_and_zero_copy_give_the_same(me: Rank, layout: str) -> None:
     """The same results with no symmetric memory at all, with little, and with enough."""
     batch = Batch(SEED, ragged(me), layout)
     for symmetric_tensors in (0, 1, 8):
@@ -167,26 +150,17 @@ def _staged(me: Rank, layout: str) -> None:
                     hold.append(block)
             else:
                 poison(comm)
-            topk_idx, x, weights, grad_out = batch.local(me.rank)
+            topk_idx, x, weights, _ = batch.local(me.rank)
             plan = group.prepare(topk_idx)
             received = xd.dispatch(plan, x.detach(), weights.detach())
             assert comm.pool.owns(received.tokens) == (symmetric_tensors > 0)
             del received
-            out = layer(plan, x, weights)
-            out.backward(grad_out)
-            for name, got, expected in zip(
-                ("out", "x", "weights"), (out, x.grad, weights.grad), batch.expected(me.rank)
-            ):
-                assert_equal(f"{name} with {symmetric_tensors}", got, expected)
+            batch.check_layer(me.rank, plan, f"with {symmetric_tensors}")
             assert comm.core.mem_info()["total_bytes"] == total
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
-def test_staged_and_zero_copy_give_the_same(layout):
-    run_ranks(4, _staged, layout)
-
-
-def _refused(me: Rank) -> None:
+@on_ranks(4)
+def test_without_staging_ordinary_receive_tensors_are_refused(me: Rank) -> None:
     batch = Batch(SEED + 1, ragged(me))
     with xd.init() as comm, torch.no_grad():
         group = batch.group(staging="none")
@@ -200,11 +174,8 @@ def _refused(me: Rank) -> None:
             xd.combine(plan, received.tokens.clone())
 
 
-def test_without_staging_ordinary_receive_tensors_are_refused():
-    run_ranks(4, _refused)
-
-
-def _tail(me: Rank) -> None:
+@on_ranks(4)
+def test_poisoned_memory_reaches_no_gradient(me: Rank) -> None:
     """Tails of receive tensors and of gradients are zero although the memory was full of NaN."""
     batch = Batch(SEED + 2, ragged(me), alignment=4)
     with xd.init() as comm:
@@ -235,7 +206,3 @@ def _tail(me: Rank) -> None:
         comm.empty_symmetric((bare.rows, 32), torch.float32).fill_(torch.nan)
         tokens = xd.dispatch(bare.prepare(topk_idx), x.detach()).tokens
         assert bool(tokens[batch.routing.total(me.rank) :].isnan().all())
-
-
-def test_poisoned_memory_reaches_no_gradient():
-    run_ranks(4, _tail)

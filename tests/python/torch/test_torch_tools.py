@@ -8,11 +8,8 @@ whole batch.
 from __future__ import annotations
 
 import copy
-import gc
 import pathlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,25 +17,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import crossdock.torch as xd
-from support import Rank, run_ranks
-from torch_support import where
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "examples" / "torch"))
-
-from moe_lm.plain_moe import PlainMoE  # noqa: E402
+from moe_lm.plain_moe import PlainMoE
+from support import Rank, on_ranks, run_ranks
+from torch_support import in_mesh, normal, where, whole
 
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 16, 24, 8, 3, 6  # tokens: of each rank
 SEED = 30
 BATCHES = 2
 
-DRAWN = torch.device("cpu")  # random numbers come from here, also in tests on GPUs
+DRAWN = torch.device("cpu")  # parameters are drawn here, also in tests on GPUs
 
 
 class Model(nn.Module):
@@ -78,10 +71,7 @@ def make_plain() -> Model:
 
 def batch(step: int, ranks: int) -> torch.Tensor:
     """[ranks, TOKENS, HIDDEN]."""
-    with DRAWN:
-        generator = torch.Generator().manual_seed(SEED + 1 + step)
-        drawn = torch.randn(ranks, TOKENS, HIDDEN, generator=generator)
-    return drawn.to(where())
+    return normal(SEED + 1 + step, ranks, TOKENS, HIDDEN)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -92,42 +82,9 @@ def close(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
-@contextmanager
-def in_distributed() -> Iterator[None]:
-    if where().type == "cuda":
-        # No device_id: with it meshes split the group, and torch 2.11 crashes where a process does
-        # that once more, for the next test.
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
-
-
-@contextmanager
-def two_by_two(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
+def two_by_two(me: Rank) -> Any:
     """A mesh of a data axis and an expert axis of all ranks, and the latter's communicator."""
-    with in_distributed():
-        mesh = init_device_mesh(
-            where().type, (me.num_ranks // 2, 2), mesh_dim_names=("data", "expert")
-        )
-        with xd.init(mesh["expert"], device=where()) as comm:
-            yield mesh, comm
-
-
-@contextmanager
-def flat(me: Rank) -> Iterator[tuple[None, xd.Comm]]:
-    """A communicator of all ranks."""
-    with in_distributed(), xd.init(device=where()) as comm:
-        yield None, comm
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """All ranks' parts of a DTensor."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return in_mesh((me.num_ranks // 2, 2), "data", "expert")
 
 
 def train(me: Rank, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -169,7 +126,8 @@ def wrapped_in_fsdp(model: Model, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
-def check_training(me: Rank) -> None:
+@on_ranks(4)
+def test_ddp_and_fsdp_over_the_data_axis_train_as_one_process(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         plain, expected_norms = train_plain(me)
         for wrap in (wrapped_in_ddp, wrapped_in_fsdp):
@@ -188,11 +146,8 @@ def check_training(me: Rank) -> None:
             comm.replicas = None
 
 
-def test_ddp_and_fsdp_over_the_data_axis_train_as_one_process() -> None:
-    run_ranks(4, check_training)
-
-
-def check_norms(me: Rank) -> None:
+@on_ranks(4)
+def test_norms_count_every_expert_once(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         model, plain = make_model(comm), make_plain()
         rows = batch(0, me.num_ranks)
@@ -226,11 +181,8 @@ def check_norms(me: Rank) -> None:
             xd.clip_grad_norm_(model, 1.0, 0)
 
 
-def test_norms_count_every_expert_once() -> None:
-    run_ranks(4, check_norms)
-
-
-def check_nan_in_experts(me: Rank) -> None:
+@on_ranks(4)
+def test_a_nan_in_one_ranks_experts_is_the_norm_on_all(me: Rank) -> None:
     """Backends' maximum of a NaN and a number is either: gloo's is the number."""
     with two_by_two(me) as (mesh, comm):
         for holder in range(comm.num_ranks):
@@ -247,11 +199,8 @@ def check_nan_in_experts(me: Rank) -> None:
             assert all(whole(p.grad).isnan().all() for p in model.parameters())
 
 
-def test_a_nan_in_one_ranks_experts_is_the_norm_on_all() -> None:
-    run_ranks(4, check_nan_in_experts)
-
-
-def check_wrappers(me: Rank) -> None:
+@on_ranks(4)
+def test_ddp_that_would_mix_experts_is_refused(me: Rank) -> None:
     """DDP that would send one rank's experts to others."""
     with two_by_two(me) as (mesh, comm):
         model = make_model(comm)
@@ -273,11 +222,8 @@ def check_wrappers(me: Rank) -> None:
             taken(batch(0, me.num_ranks)[me.rank])
 
 
-def test_ddp_that_would_mix_experts_is_refused() -> None:
-    run_ranks(4, check_wrappers)
-
-
-def check_replicated(me: Rank) -> None:
+@on_ranks(4)
+def test_what_should_be_equal_and_is_not_is_found(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         model = xd.data_parallel(make_model(comm), mesh["data"])
         xd.assert_replicated(model)
@@ -306,11 +252,8 @@ def check_replicated(me: Rank) -> None:
         xd.assert_replicated(model)
 
 
-def test_what_should_be_equal_and_is_not_is_found() -> None:
-    run_ranks(4, check_replicated)
-
-
-def check_copies(me: Rank) -> None:
+@on_ranks(4)
+def test_copies_and_moving_averages(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         model, x = make_model(comm), batch(0, 2)[comm.rank]
         expected = model(x)
@@ -350,10 +293,6 @@ def check_copies(me: Rank) -> None:
             torch.save(model, "/dev/null")
 
 
-def test_copies_and_moving_averages() -> None:
-    run_ranks(4, check_copies)
-
-
 def number_experts(model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Every value of expert e becomes e, and its momentum 100 + e."""
     layer = model.experts
@@ -388,7 +327,7 @@ def check_saving(me: Rank, folder: pathlib.Path, how: str) -> None:
 def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    with two_by_two(me) if how == "fsdp" else flat(me) as (mesh, comm):
+    with two_by_two(me) if how == "fsdp" else in_mesh((me.num_ranks,), "expert") as (mesh, comm):
         model = make_model(comm)
         if how == "fsdp":
             wrapped_in_fsdp(model, mesh)
@@ -426,7 +365,10 @@ def test_torchs_checkpoints_keep_every_expert(
     run_ranks(ranks, check_loading, tmp_path / "saved", loaded)
 
 
-def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
+@on_ranks(4)
+def test_state_dicts_of_dtensors_and_of_plain_tensors_are_loaded(
+    me: Rank, tmp_path: pathlib.Path
+) -> None:
     with two_by_two(me) as (mesh, comm):
         model = make_model(comm)
         expected = [whole(p.detach()).clone() for p in model.parameters()]
@@ -436,8 +378,8 @@ def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
         }
         full = {name: whole(value).clone() for name, value in model.state_dict().items()}
         # As each rank saves it for itself, as plain tensors of this rank, and of all ranks.
-        torch.save(model.state_dict(), folder / f"{me.rank}.pt")
-        for state in (torch.load(folder / f"{me.rank}.pt"), share, full):
+        torch.save(model.state_dict(), tmp_path / f"{me.rank}.pt")
+        for state in (torch.load(tmp_path / f"{me.rank}.pt"), share, full):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(torch.nan)
@@ -449,11 +391,8 @@ def check_state_dicts(me: Rank, folder: pathlib.Path) -> None:
             model.load_state_dict(wrong)
 
 
-def test_state_dicts_of_dtensors_and_of_plain_tensors_are_loaded(tmp_path: pathlib.Path) -> None:
-    run_ranks(4, check_state_dicts, tmp_path)
-
-
-def check_optimizers(me: Rank) -> None:
+@on_ranks(4)
+def test_optimisers_take_experts_in_a_group_of_their_own(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         results = []
         for options in ({}, {"foreach": True}, {"fused": True}):
@@ -465,7 +404,3 @@ def check_optimizers(me: Rank) -> None:
             for got, expected in zip(other, results[0]):
                 torch.testing.assert_close(got, expected)
         assert len(xd.parameter_groups(model)) == 2
-
-
-def test_optimisers_take_experts_in_a_group_of_their_own() -> None:
-    run_ranks(4, check_optimizers)

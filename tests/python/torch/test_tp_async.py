@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-import crossdock.torch as xd
 from crossdock.torch import tp
-from support import Rank, run_ranks
-from torch_support import where
+from support import Rank, on_ranks
+from torch_support import joined
 from tp_support import equal, whole
 
 
-@contextmanager
-def in_distributed(me: Rank) -> Iterator[tuple[xd.Comm, str]]:
-    """torch.distributed, a communicator over its ranks, and their group's name."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
-    try:
-        with xd.init(device=where()) as comm:
-            yield comm, dist.group.WORLD.group_name
-    finally:
-        dist.destroy_process_group()
-
-
-def names(me: Rank) -> None:
+@on_ranks(2)
+def test_names_and_signatures_of_torch(me: Rank) -> None:
     ranks, rank = me.num_ranks, me.rank
-    with in_distributed(me) as (comm, name):
+    with joined() as comm:
+        name = dist.group.WORLD.group_name
         for dim in (0, 1, 2):
             parts = [whole(10 + r, 2, 4, 8) for r in range(ranks)]
             full = torch.cat(parts, dim)
@@ -75,9 +66,11 @@ def names(me: Rank) -> None:
             assert context.comm is comm
 
 
-def opchecked(me: Rank) -> None:
+@on_ranks(1)
+def test_operators_under_the_names_of_torch_tell_their_shapes(me: Rank) -> None:
     ops, only = torch.ops.crossdock, ("test_schema", "test_faketensor")
-    with in_distributed(me) as (_, name):
+    with joined():
+        name = dist.group.WORLD.group_name
         A, B = whole(1, 2, 4, 8), whole(2, 8, 16)
         for dim in (0, 1):
             for return_A in (True, False):
@@ -107,15 +100,7 @@ def opchecked(me: Rank) -> None:
             )
 
 
-def test_operators_under_the_names_of_torch_tell_their_shapes():
-    run_ranks(1, opchecked)
-
-
-def test_names_and_signatures_of_torch():
-    run_ranks(2, names)
-
-
-def signatures(me: Rank) -> None:
+def test_signatures_are_those_of_torch() -> None:
     """The operators take what torch's take."""
     import torch.distributed._symmetric_memory  # noqa: F401  (defines torch's)
 
@@ -137,13 +122,12 @@ def signatures(me: Rank) -> None:
         assert [str(one.type) for one in mine.returns] == [str(one.type) for one in theirs.returns]
 
 
-def test_signatures_are_those_of_torch():
-    signatures(Rank(0, 1, b""))
-
-
-def scaled(me: Rank, first: int, rows: int) -> None:
+@pytest.mark.parametrize("first, rows", [(2, 16), (1, 1)])  # also one row of each rank
+@on_ranks(2)
+def test_fp8_under_the_names_of_torch(me: Rank, first: int, rows: int) -> None:
     fp8, ranks, rank = torch.float8_e4m3fn, me.num_ranks, me.rank
-    with in_distributed(me) as (_, name):
+    with joined():
+        name = dist.group.WORLD.group_name
         k = 32
         parts = [whole(50 + r, first, rows, k) for r in range(ranks)]
         for dim in (0, 1):
@@ -160,17 +144,9 @@ def scaled(me: Rank, first: int, rows: int) -> None:
                 of_b = [torch.full((), scale, device=full.device) for scale in (0.25, 4.0)]
                 if kind != "tensor":
                     of_b = [torch.exp2(whole(80 + n, 1, n)) for n in (16, 48)]
+                beside = [None] * 2, [None] * 2, [torch.bfloat16] * 2, [False] * 2
                 A, outputs = tp.fused_all_gather_scaled_matmul(
-                    parts[rank].to(fp8),
-                    [B.to(fp8) for B in Bs],
-                    scale,
-                    of_b,
-                    dim,
-                    name,
-                    [None, None],
-                    [None, None],
-                    [torch.bfloat16] * 2,
-                    [False, False],
+                    parts[rank].to(fp8), [B.to(fp8) for B in Bs], scale, of_b, dim, name, *beside
                 )
                 equal(f"A, {kind}", A.float(), full)
                 for B, s, out in zip(Bs, of_b, outputs):
@@ -184,80 +160,63 @@ def scaled(me: Rank, first: int, rows: int) -> None:
             shape = [*halves[0].shape[:-1], 16]
             for A in (halves[rank], halves[rank].flatten(0, 1)):
                 out = tp.fused_scaled_matmul_reduce_scatter(
-                    A.to(fp8),
-                    B.to(fp8),
-                    of_a[rank],
-                    of_b,
-                    "sum",
-                    dim,
-                    0,
-                    name,
-                    shape,
+                    *(A.to(fp8), B.to(fp8), of_a[rank], of_b, "sum", dim, 0, name, shape),
                     out_dtype=torch.bfloat16,
                 )
                 equal(f"scattered along {dim}", out, total.chunk(ranks, dim)[rank].bfloat16())
 
 
-def test_fp8_under_the_names_of_torch():
-    run_ranks(2, scaled, 2, 16)
-
-
-def test_scales_of_one_row_per_rank_under_the_names_of_torch():
-    run_ranks(2, scaled, 1, 1)
-
-
-def compiled(me: Rank) -> None:
-    """Programs with functional collectives, forward and backward, beside eager ones."""
-    from torch._inductor.utils import run_and_get_code
-
+@contextmanager
+def hiding() -> Iterator[None]:
+    """Compiled programs have products in place of collectives, on ranks of torch.distributed."""
     torch._dynamo.reset()
-    with in_distributed(me):
-        ranks = me.num_ranks
-        shapes = {2: (4 * ranks, 8), 3: (2 * ranks, 4 * ranks, 8)}
+    with joined():
         tp.enable_async_tp()
         try:
-            for dims, dim in ((2, 0), (3, 1)):
-
-                def block(x, w_in, w_out, bias, dim=dim):
-                    rows = funcol.all_gather_tensor_autograd(x, dim, dist.group.WORLD)
-                    inner = torch.nn.functional.linear(rows, w_in, bias).relu()
-                    product = torch.nn.functional.linear(inner, w_out)
-                    return funcol.reduce_scatter_tensor_autograd(
-                        product, "sum", dim, dist.group.WORLD
-                    )
-
-                full = whole(1, *shapes[dims])
-                part = full.chunk(ranks, dim)[me.rank]
-                weights = whole(2 + me.rank, 16, 8), whole(4 + me.rank, 8, 16), whole(9, 16)
-                results = []
-                for function in (block, torch.compile(block, fullgraph=True)):
-                    leaves = [one.clone().requires_grad_() for one in (part, *weights)]
-                    if function is block:
-                        out = function(*leaves)
-                        out.sum().backward()
-                    else:
-
-                        def step(leaves=leaves, function=function):
-                            out = function(*leaves)
-                            out.sum().backward()
-                            return out
-
-                        out, code = run_and_get_code(step)
-                        text = "\n".join(code)
-                        assert text.count("crossdock.fused_all_gather_matmul") >= 2, dim
-                        assert text.count("crossdock.fused_matmul_reduce_scatter") >= 2, dim
-                        assert "all_gather_into_tensor" not in text
-                        assert "reduce_scatter_tensor" not in text
-                    results.append([out, *(leaf.grad for leaf in leaves)])
-                for got, want in zip(*reversed(results)):
-                    equal(f"{dims} dimensions, along {dim}", got, want)
+            yield
         finally:
             tp.disable_async_tp()
         assert torch._inductor.config.post_grad_custom_post_pass is None
 
 
-def test_collectives_of_compiled_programs_become_products():
-    run_ranks(2, compiled, timeout=400)
+def with_code(call: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """The result, and the code of the programs that were compiled for it."""
+    from torch._inductor.utils import run_and_get_code
+
+    result, code = run_and_get_code(call, *args)
+    return result, "\n".join(code)
+
+
+def trained(block: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result of a block, and the gradients of what it was given."""
+    leaves = [one.clone().requires_grad_() for one in given]
+    out = block(*leaves)
+    out.sum().backward()
+    return [out, *(leaf.grad for leaf in leaves)]
+
+
+@on_ranks(2, timeout=400)
+def test_collectives_of_compiled_programs_become_products(me: Rank) -> None:
+    """Programs with functional collectives, forward and backward, beside eager ones."""
+    ranks = me.num_ranks
+    with hiding():
+        for shape, dim in (((4 * ranks, 8), 0), ((2 * ranks, 4 * ranks, 8), 1)):
+
+            def block(x, w_in, w_out, bias, dim=dim):
+                rows = funcol.all_gather_tensor_autograd(x, dim, dist.group.WORLD)
+                inner = torch.nn.functional.linear(rows, w_in, bias).relu()
+                product = torch.nn.functional.linear(inner, w_out)
+                return funcol.reduce_scatter_tensor_autograd(product, "sum", dim, dist.group.WORLD)
+
+            part = whole(1, *shape).chunk(ranks, dim)[me.rank]
+            given = [part, whole(2 + me.rank, 16, 8), whole(4 + me.rank, 8, 16), whole(9, 16)]
+            got, code = with_code(trained, torch.compile(block, fullgraph=True), given)
+            assert code.count("crossdock.fused_all_gather_matmul") >= 2, dim
+            assert code.count("crossdock.fused_matmul_reduce_scatter") >= 2, dim
+            assert "all_gather_into_tensor" not in code
+            assert "reduce_scatter_tensor" not in code
+            for one, want in zip(got, trained(block, given)):
+                equal(f"{shape}, along {dim}", one, want)
 
 
 FP8 = torch.float8_e4m3fn
@@ -290,79 +249,57 @@ def scaled_block(dim: int, as_bytes: bool):
     return block
 
 
-def compiled_scaled(me: Rank) -> None:
+@on_ranks(2, timeout=400)
+def test_scaled_products_of_compiled_programs_hide_their_collectives(me: Rank) -> None:
     """_scaled_mm in compiled programs, with scales of tensors and of rows."""
-    from torch._inductor.utils import run_and_get_code
-
     k, ranks = 32, me.num_ranks
-    with in_distributed(me):
-        tp.enable_async_tp()
-        try:
-            for shape, dim, of_rows, as_bytes in (
-                ((4 * ranks, k), 0, True, True),
-                ((2 * ranks, 8 * ranks, k), 1, False, True),
-                ((2 * ranks, 8 * ranks, k), 1, True, False),
-            ):
-                torch._dynamo.reset()
-                full = whole(1, *shape)
-                part = full.chunk(ranks, dim)[me.rank].contiguous().to(FP8)
-                scale, of_w = torch.full((), 2.0), torch.full((), 0.5)
-                if of_rows:
-                    scale = torch.exp2(whole(5, math.prod(shape[:-1]), 1))
-                    of_w = torch.exp2(whole(6, 1, k))
-                scale, of_w = scale.to(full.device), of_w.to(full.device)
-                mats = [whole(7 + me.rank + n, k, k).to(FP8).t() for n in (0, 10, 20)]
-                bias = whole(9, k)
-                given = (part, scale, mats[0], mats[1], of_w, bias, mats[2])
-                # Bytes are gathered where torch.distributed has no fp8.
-                want = scaled_block(dim, True)(*given)
-                call = torch.compile(scaled_block(dim, as_bytes), fullgraph=True)
-                got, code = run_and_get_code(call, *given)
-                text = "\n".join(code)
-                assert "crossdock.fused_all_gather_scaled_matmul" in text
-                assert "crossdock.fused_scaled_matmul_reduce_scatter" in text
-                for other in ("all_gather_into_tensor", "reduce_scatter_tensor", "_scaled_mm"):
-                    assert other not in text
-                name = f"{shape}, scales of rows {of_rows}, bytes {as_bytes}"
-                equal(f"out, {name}", got[0], want[0])
-                equal(f"rows, {name}", got[1], want[1])
-        finally:
-            tp.disable_async_tp()
+    with hiding():
+        for shape, dim, of_rows, as_bytes in (
+            ((4 * ranks, k), 0, True, True),
+            ((2 * ranks, 8 * ranks, k), 1, False, True),
+            ((2 * ranks, 8 * ranks, k), 1, True, False),
+        ):
+            torch._dynamo.reset()
+            full = whole(1, *shape)
+            part = full.chunk(ranks, dim)[me.rank].contiguous().to(FP8)
+            scale, of_w = torch.full((), 2.0), torch.full((), 0.5)
+            if of_rows:
+                scale = torch.exp2(whole(5, math.prod(shape[:-1]), 1))
+                of_w = torch.exp2(whole(6, 1, k))
+            scale, of_w = scale.to(full.device), of_w.to(full.device)
+            mats = [whole(7 + me.rank + n, k, k).to(FP8).t() for n in (0, 10, 20)]
+            given = (part, scale, mats[0], mats[1], of_w, whole(9, k), mats[2])
+            # Bytes are gathered where torch.distributed has no fp8.
+            want = scaled_block(dim, True)(*given)
+            got, code = with_code(
+                torch.compile(scaled_block(dim, as_bytes), fullgraph=True), *given
+            )
+            assert "crossdock.fused_all_gather_scaled_matmul" in code
+            assert "crossdock.fused_scaled_matmul_reduce_scatter" in code
+            for other in ("all_gather_into_tensor", "reduce_scatter_tensor", "_scaled_mm"):
+                assert other not in code
+            for name, *pair in zip(("out", "rows"), got, want):
+                equal(f"{name}, {shape}, scales of rows {of_rows}, bytes {as_bytes}", *pair)
 
 
-def test_scaled_products_of_compiled_programs_hide_their_collectives():
-    run_ranks(2, compiled_scaled, timeout=400)
-
-
-def left_alone(me: Rank) -> None:
+@on_ranks(2, timeout=400)
+def test_what_the_operators_do_not_compute_is_left_alone(me: Rank) -> None:
     """What the operators do not compute stays as it is: scales of blocks, sums in fp8, a bias."""
-    from torch._inductor.utils import run_and_get_code
 
-    torch._dynamo.reset()
-    with in_distributed(me):
+    def with_bias(x, w, one, bias):
+        product = torch._scaled_mm(x, w, one, one, bias=bias, out_dtype=torch.bfloat16)
+        return scatter(product.float(), "sum", 0, dist.group.WORLD)
+
+    def other_scales(x, w, one, bias):
+        rows = gather(x.view(torch.uint8), 0, dist.group.WORLD).view(FP8)
+        # The scale follows from what is gathered.
+        most = rows.to(torch.float32).abs().amax()
+        return torch._scaled_mm(rows, w, most, one, out_dtype=torch.float32)
+
+    with hiding():
         x, w = whole(1, 32, 32).to(FP8), whole(2, 32, 32).to(FP8).t()
-        one = torch.ones((), device=x.device)
-        bias = whole(3, 32, dtype=torch.bfloat16)
-
-        def with_bias(x, w, one, bias):
-            product = torch._scaled_mm(x, w, one, one, bias=bias, out_dtype=torch.bfloat16)
-            return scatter(product.float(), "sum", 0, dist.group.WORLD)
-
-        def other_scales(x, w, one, bias):
-            rows = gather(x.view(torch.uint8), 0, dist.group.WORLD).view(FP8)
-            # The scale follows from what is gathered.
-            most = rows.to(torch.float32).abs().amax()
-            return torch._scaled_mm(rows, w, most, one, out_dtype=torch.float32)
-
-        tp.enable_async_tp()
-        try:
-            for block in (with_bias, other_scales):
-                got, code = run_and_get_code(torch.compile(block, fullgraph=True), x, w, one, bias)
-                assert "crossdock." not in "\n".join(code), block.__name__
-                equal(block.__name__, got, block(x, w, one, bias))
-        finally:
-            tp.disable_async_tp()
-
-
-def test_what_the_operators_do_not_compute_is_left_alone():
-    run_ranks(2, left_alone, timeout=400)
+        given = x, w, torch.ones((), device=x.device), whole(3, 32, dtype=torch.bfloat16)
+        for block in (with_bias, other_scales):
+            got, code = with_code(torch.compile(block, fullgraph=True), *given)
+            assert "crossdock." not in code, block.__name__
+            equal(block.__name__, got, block(*given))

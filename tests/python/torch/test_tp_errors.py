@@ -12,13 +12,21 @@ import torch
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch, Unsupported
 from crossdock.torch import tp
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from tp_support import context, equal, settle, whole
 
 K, N = 16, 8
 
 
-def mistakes(me: Rank) -> None:
+def read_status(where: tp.TpContext) -> None:
+    """On a GPU reads the error that this rank's own calls have met, so that it is told once."""
+    if where.comm.device.type == "cuda":
+        torch.cuda.synchronize()
+        where.status()
+
+
+@on_ranks(2)
+def test_a_mistake_is_named_and_the_peers_are_told(me: Rank) -> None:
     with xd.init() as comm:
         where = context((4,), K, torch.float32)
         x, weight = whole(1, 4, K), whole(2, N, K)
@@ -33,7 +41,7 @@ def mistakes(me: Rank) -> None:
             (ValueError, "gather_dim: .* got -1", {"gather_dim": -1}),
             (
                 ValueError,
-                "activation: expected one of 'gelu', 'relu', got 'silu'",
+                "activation: .*'gelu', 'relu', got 'silu'",
                 {"activation": "silu"},
             ),
             (ValueError, "algo: expected one of 'auto', .*, got 'ring'", {"algo": "ring"}),
@@ -46,18 +54,12 @@ def mistakes(me: Rank) -> None:
             (TypeError, "expected a dtype of .*float64", {"a": x.double()}),
             (InvalidArgument, "b: is float16, expected float32", {"b": weight.t().half()}),
             (InvalidArgument, "b: has K = 12, expected 16", {"b": weight[:, :12].t()}),
-            (
-                InvalidArgument,
-                "a: has 5 tokens, expected at most max_tokens = 4",
-                {"a": whole(1, 5, K)},
-            ),
+            (InvalidArgument, "a: has 5 tokens, .* at most max_tokens = 4", {"a": whole(1, 5, K)}),
             (InvalidArgument, "bias: .*expected 8", {"bias": scales}),
         ]
         if comm.device.type == "cpu":
-            device = torch.empty(4, K, device="meta")
-            calls.append(
-                (ValueError, "a: expected a tensor on cpu, got one on meta", {"a": device})
-            )
+            elsewhere = {"a": torch.empty(4, K, device="meta")}
+            calls.append((ValueError, "a: expected a tensor on cpu, got one on meta", elsewhere))
         bad = me.num_ranks - 1
         for kind, text, changed in calls:
             start = time.monotonic()
@@ -72,19 +74,14 @@ def mistakes(me: Rank) -> None:
                 error = raised.value
                 assert (error.peer, error.operation, error.fatal) == (bad, "gemm_all_gather", False)
             assert time.monotonic() - start < 20, "the peer was told late"
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-                where.status()
+            read_status(where)
         out = tp.all_gather_matmul(**good)  # still usable
         equal("result", out, torch.cat([x] * me.num_ranks) @ weight.t())
         settle(where)
 
 
-def test_a_mistake_is_named_and_the_peers_are_told():
-    run_ranks(2, mistakes)
-
-
-def refused(me: Rank) -> None:
+@on_ranks(1)
+def test_what_no_peer_has_to_hear_of(me: Rank) -> None:
     """What concerns no peer, or all ranks alike."""
     with xd.init():
         where = context((4,), K, torch.float32, operations=("all_gather",))
@@ -116,11 +113,8 @@ def refused(me: Rank) -> None:
             torch.ops.crossdock.tp_bulk(x, None, None, None, torch.zeros(1), handle, None, False)
 
 
-def test_what_no_peer_has_to_hear_of():
-    run_ranks(1, refused)
-
-
-def bad_contexts(me: Rank) -> None:
+@on_ranks(2)
+def test_a_bad_context_is_refused_on_all_ranks(me: Rank) -> None:
     good = {"max_tokens": 4, "max_k": 8, "max_n": 8}
     with xd.init() as comm:
         bad = me.num_ranks - 1
@@ -149,35 +143,30 @@ def bad_contexts(me: Rank) -> None:
         assert where.comm is comm and (where.rank, where.num_ranks) == (me.rank, me.num_ranks)
 
 
-def test_a_bad_context_is_refused_on_all_ranks():
-    run_ranks(2, bad_contexts)
-
-
-def told_to_all(me: Rank, where: tp.TpContext, call) -> None:
+def told_to_all(where: tp.TpContext, call) -> None:
     """Every rank's call raises Mismatch, before the timeout."""
     start = time.monotonic()
     with pytest.raises(Mismatch):
         call()
         settle(where)
     assert time.monotonic() - start < 60, "told late"
-    if where.comm.device.type == "cuda":
-        torch.cuda.synchronize()
-        where.status()
+    read_status(where)
 
 
-def other_gradients(me: Rank) -> None:
+@on_ranks(2)
+def test_ranks_that_want_other_gradients_are_told(me: Rank) -> None:
     """Ranks that want other gradients would run other operations in the backward pass."""
     with xd.init() as comm:
         where = context((4,), K, torch.float32)
         odd = me.rank == me.num_ranks - 1
         x, weight = whole(1, 4, K), whole(2, K, K)
-        rows = x.repeat(comm.num_ranks, 1)
+        ranks = comm.num_ranks
         calls = {
             "column": lambda x, w: tp.column_parallel_linear(x, w, None, where),
-            "row": lambda x, w: tp.row_parallel_linear(x.repeat(comm.num_ranks, 1), w, None, where),
+            "row": lambda x, w: tp.row_parallel_linear(x.repeat(ranks, 1), w, None, where),
             "column fp8": lambda x, w: tp.column_parallel_linear(x, w, None, where, fp8=True),
             "row fp8": lambda x, w: tp.row_parallel_linear(
-                x.repeat(comm.num_ranks, 1), w, None, where, fp8=True
+                x.repeat(ranks, 1), w, None, where, fp8=True
             ),
             "all-reduce": lambda x, w: tp.matmul_all_reduce(x, w.t(), where),
             # Of the first nothing travels: the second finds it.
@@ -190,22 +179,19 @@ def other_gradients(me: Rank) -> None:
         for call in calls.values():
             for wanted in ((True, odd), (odd, True), (not odd, False)):
                 leaves = [t.clone().requires_grad_(w) for t, w in zip((x, weight), wanted)]
-                told_to_all(me, where, lambda call=call, leaves=leaves: call(*leaves))
+                told_to_all(where, lambda call=call, leaves=leaves: call(*leaves))
         # Whether gathered rows are kept decides it as well, where there are gradients.
         leaf = x.clone().requires_grad_()
         held = weight.clone().requires_grad_()
         gather = lambda w: tp.all_gather_matmul(leaf, w.t(), where, save_gathered=odd)  # noqa: E731
-        told_to_all(me, where, lambda: gather(held))
+        told_to_all(where, lambda: gather(held))
         with torch.no_grad():
-            equal("result", gather(held), rows @ weight.t())
+            equal("result", gather(held), x.repeat(ranks, 1) @ weight.t())
         settle(where)
 
 
-def test_ranks_that_want_other_gradients_are_told():
-    run_ranks(2, other_gradients)
-
-
-def several_before(me: Rank) -> None:
+@on_ranks(2)
+def test_products_of_one_rank_are_compared_by_the_next_operation(me: Rank) -> None:
     """Products of which nothing travels, before the operation that compares them."""
     with xd.init() as comm:
         where = context((4,), K, torch.float32)
@@ -230,27 +216,22 @@ def several_before(me: Rank) -> None:
 
         odd = me.rank == me.num_ranks - 1
         start(first=not odd)
-        told_to_all(me, where, end)
+        told_to_all(where, end)
         # A call that this rank refuses has used up what came before, as the others' call has.
         start()
         if odd:
             with pytest.raises(ValueError, match="activation: expected"):
                 end("silu")
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
-                where.status()
+            read_status(where)
         else:
-            told_to_all(me, where, end)
+            told_to_all(where, end)
         start()
         equal("result", end(), comm.num_ranks * (whole(3, 4, K) @ weight.t()))
         settle(where)
 
 
-def test_products_of_one_rank_are_compared_by_the_next_operation():
-    run_ranks(2, several_before)
-
-
-def bad_main_grads(me: Rank) -> None:
+@on_ranks(2)
+def test_main_grad_is_checked_first(me: Rank) -> None:
     """A tensor that gradients cannot be added to is found before the forward pass."""
     with xd.init() as comm:
         where = context((4,), K, torch.float32)
@@ -258,15 +239,11 @@ def bad_main_grads(me: Rank) -> None:
         bad = me.rank == me.num_ranks - 1
         good = torch.zeros(N, K, device=comm.device)
         cases = [
-            (
-                ValueError,
-                r"main_grad: expected shape \(8, 16\), .*got \(16, 8\)",
-                good.t().contiguous(),
-            ),
-            (ValueError, "main_grad: expected shape .*contiguous", good.t().contiguous().t()),
-            (TypeError, "main_grad: expected torch.float32 or torch.float32, got", good.half()),
-            (TypeError, "main_grad: expected a tensor, got int", 3),
-            (ValueError, "main_grad: expected a tensor on .*, got one on meta", good.to("meta")),
+            (ValueError, r"shape \(8, 16\), .*got \(16, 8\)", good.t().contiguous()),
+            (ValueError, "shape .*contiguous", good.t().contiguous().t()),
+            (TypeError, "torch.float32 or torch.float32, got", good.half()),
+            (TypeError, "a tensor, got int", 3),
+            (ValueError, "a tensor on .*, got one on meta", good.to("meta")),
         ]
         for fp8 in (False, True):
             for kind, text, main in cases:
@@ -278,21 +255,16 @@ def bad_main_grads(me: Rank) -> None:
                     )
 
                 if bad:
-                    with pytest.raises(kind, match=text):
+                    with pytest.raises(kind, match=f"main_grad: expected {text}"):
                         call()
-                    if comm.device.type == "cuda":
-                        torch.cuda.synchronize()
-                        where.status()
+                    read_status(where)
                 else:
-                    told_to_all(me, where, call)
+                    told_to_all(where, call)
         assert not good.any()
 
 
-def test_main_grad_is_checked_first():
-    run_ranks(2, bad_main_grads)
-
-
-def bad_layers(me: Rank) -> None:
+@on_ranks(2)
+def test_a_bad_layer_is_refused_on_all_ranks(me: Rank) -> None:
     """Layers that make their context: mistakes and bounds of one rank are told to all."""
     with xd.init() as comm:
         bad = me.rank == me.num_ranks - 1
@@ -323,7 +295,3 @@ def bad_layers(me: Rank) -> None:
             with pytest.raises(ValueError, match="activation: expected"):
                 tp.SequenceParallelMLP(16, 16, activation="silu", context=first.context)
         comm.barrier()
-
-
-def test_a_bad_layer_is_refused_on_all_ranks():
-    run_ranks(2, bad_layers)

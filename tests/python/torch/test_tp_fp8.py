@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.torch import tp
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from tp_support import RAGGED, Spread, context, equal, settle, whole
 
 OPS = torch.ops.crossdock
@@ -23,7 +23,9 @@ def linear(spread: Spread, where: tp.TpContext, weight, **options) -> torch.Tens
     )
 
 
-def exact(me: Rank) -> None:
+@pytest.mark.representative
+@on_ranks(2, timeout=200)
+def test_layers_in_fp8_and_their_gradients_are_exact_for_whole_numbers(me: Rank) -> None:
     """Whole numbers are exact in fp8, whatever their scale, which differs between ranks."""
     sizes = RAGGED[me.num_ranks]
     for compiled in (False, True):
@@ -56,12 +58,8 @@ def exact(me: Rank) -> None:
                     spread.check(out, f"{operation} {options}")
 
 
-@pytest.mark.representative
-def test_layers_in_fp8_and_their_gradients_are_exact_for_whole_numbers():
-    run_ranks(2, exact, timeout=200)
-
-
-def rounded(me: Rank) -> None:
+@on_ranks(2)
+def test_operands_are_rounded_once(me: Rank) -> None:
     """Other numbers are rounded once, by a scale for the largest."""
     torch.manual_seed(7)
     rows = 8 * me.num_ranks
@@ -94,11 +92,8 @@ def rounded(me: Rank) -> None:
             tp.column_parallel_linear(x, weight, None, where, fp8=True, sequence_parallel=False)
 
 
-def test_operands_are_rounded_once():
-    run_ranks(2, rounded)
-
-
-def not_finite(me: Rank) -> None:
+@on_ranks(2)
+def test_what_is_not_finite_becomes_nan(me: Rank) -> None:
     """What is not finite stays so: no scale makes it a number that a sum could hide."""
     with xd.init():
         where = context((4,), 16, torch.bfloat16)
@@ -119,11 +114,8 @@ def not_finite(me: Rank) -> None:
             assert out.isnan().all(), value
 
 
-def test_what_is_not_finite_becomes_nan():
-    run_ranks(2, not_finite)
-
-
-def small_or_large(me: Rank) -> None:
+@on_ranks(2)
+def test_gradients_beside_small_and_large_numbers_of_float16(me: Rank) -> None:
     """Numbers of float16 at both its ends, whose scales float16 does not have."""
     sizes = RAGGED[me.num_ranks]
     with xd.init():
@@ -136,10 +128,6 @@ def small_or_large(me: Rank) -> None:
                 out.backward(spread.grad)
                 settle(where)
                 spread.check(out, f"{operation} {factor}")
-
-
-def test_gradients_beside_small_and_large_numbers_of_float16():
-    run_ranks(2, small_or_large)
 
 
 def test_opcheck_of_fp8_layers():

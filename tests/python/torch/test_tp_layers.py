@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.torch import tp
-from support import Rank, run_ranks
-from torch_support import where
+from support import Rank, on_ranks
+from torch_support import distributed, where
 from tp_support import RAGGED, context, equal, rows_of, settle, whole
 
 HIDDEN, INNER = 8, 32  # of all ranks
@@ -48,53 +47,59 @@ class Full:
                 equal(f"gradient of {name}", parameter.grad, want)
 
 
-def mlp_of_all_kinds(me: Rank) -> None:
-    tokens = RAGGED[me.num_ranks]
-    own = rows_of(tokens, me.rank)
+def make_mlp(max_tokens: int, **options) -> tp.SequenceParallelMLP:
+    given = {"activation": "relu", "dtype": torch.float32} | options
+    return tp.SequenceParallelMLP(HIDDEN, INNER, max_tokens=max_tokens, **given)
+
+
+def check_mlp(me: Rank, tokens: tuple[int, ...], compiled: bool, **options) -> tp.TpContext:
+    """Compares an MLP's result and all its gradients; returns its context."""
+    spread, fused = options.get("sequence_parallel", True), "fused_wgrad" in options
     full = Full(sum(tokens))
-    with xd.init():
-        for options in (
-            {},
-            {"save_gathered": False},
-            {"sequence_parallel": False},
-            {"fused_wgrad": True},
-        ):
-            spread = options.get("sequence_parallel", True)
-            mlp = tp.SequenceParallelMLP(
-                HIDDEN,
-                INNER,
-                activation="relu",
-                max_tokens=max(tokens),
-                dtype=torch.float32,
-                **options,
-            )
-            mlp.load_state_dict(full.state())
-            if options.get("fused_wgrad"):
-                for layer in (mlp.linear_in, mlp.linear_out):
-                    layer.weight.main_grad = torch.ones_like(layer.weight, requires_grad=False)
-            x = (full.x[own] if spread else full.x).detach().clone().requires_grad_()
-            out = mlp(x, tokens)
-            out.backward(full.grad[own] if spread else full.grad)
-            settle(mlp.context)
-            equal(f"out, {options}", out, full.out[own] if spread else full.out)
-            equal(f"gradient of x, {options}", x.grad, full.x.grad[own] if spread else full.x.grad)
-            full.check(mlp, weights="fused_wgrad" not in options)
-            if options.get("fused_wgrad"):
-                for layer, of in ((mlp.linear_in, full.model[0]), (mlp.linear_out, full.model[2])):
-                    want = layer.own_part("weight", of.weight.grad) + 1
-                    equal("main_grad", layer.weight.main_grad, want)
-            assert mlp.linear_in.context is mlp.context
-        # Layers of the same sizes share a context.
-        other = tp.SequenceParallelMLP(HIDDEN, INNER, max_tokens=1, dtype=torch.float32)
-        assert other.context is mlp.context
+    mlp = make_mlp(max(tokens), **options)
+    mlp.load_state_dict(full.state())
+    for layer in (mlp.linear_in, mlp.linear_out) if fused else ():
+        layer.weight.main_grad = torch.ones_like(layer.weight, requires_grad=False)
+    own = rows_of(tokens, me.rank) if spread else slice(None)
+    x = full.x[own].detach().clone().requires_grad_()
+    call = torch.compile(mlp, fullgraph=True, backend="aot_eager") if compiled else mlp
+    out = call(x, tokens)
+    out.backward(full.grad[own])
+    settle(mlp.context)
+    equal(f"out, {options}", out, full.out[own])
+    equal(f"gradient of x, {options}", x.grad, full.x.grad[own])
+    full.check(mlp, weights=not fused)
+    for layer, of in ((mlp.linear_in, full.model[0]), (mlp.linear_out, full.model[2])):
+        if fused:
+            want = layer.own_part("weight", of.weight.grad) + 1
+            equal("main_grad", layer.weight.main_grad, want)
+    assert mlp.linear_in.context is mlp.context
+    return mlp.context
+
+
+WAYS = ({}, {"sequence_parallel": False}, {"fused_wgrad": True})
 
 
 @pytest.mark.representative
-def test_an_mlp_is_that_of_one_process_exactly():
-    run_ranks(4, mlp_of_all_kinds)
+@on_ranks(4)
+def test_an_mlp_is_that_of_one_process_exactly(me: Rank) -> None:
+    with xd.init():
+        for options in (*WAYS, {"save_gathered": False}):
+            context = check_mlp(me, RAGGED[me.num_ranks], compiled=False, **options)
+        # Layers of the same sizes share a context.
+        assert make_mlp(1).context is context
 
 
-def same_model(me: Rank) -> None:
+@on_ranks(2, timeout=200)
+def test_layers_compile(me: Rank) -> None:
+    torch._dynamo.reset()
+    with xd.init():
+        for options in WAYS:
+            check_mlp(me, (5, 2)[: me.num_ranks], compiled=True, **options)
+
+
+@on_ranks(1, 2)
+def test_a_seed_makes_the_same_layer_on_any_number_of_ranks(me: Rank) -> None:
     """The seed decides, not the number of ranks; on one rank all bits are an nn.Linear's."""
     with xd.init() as comm:
         for kind in (tp.ColumnParallelLinear, tp.RowParallelLinear):
@@ -122,12 +127,8 @@ def same_model(me: Rank) -> None:
         assert "out_features=32" in repr(mine)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_seed_makes_the_same_layer_on_any_number_of_ranks(ranks):
-    run_ranks(ranks, same_model)
-
-
-def attention(me: Rank) -> None:
+@on_ranks(2)
+def test_attention_and_a_gated_mlp_are_those_of_one_process(me: Rank) -> None:
     """Grouped-query attention with its heads spread, and a gated MLP, beside one process."""
     tokens, batch, hidden, heads, kv_heads, dim = 3, 2, 16, 8, 4, 4
     rows = slice(me.rank * tokens, (me.rank + 1) * tokens)
@@ -189,84 +190,37 @@ def attention(me: Rank) -> None:
                 torch.testing.assert_close(parameter.grad, part, **close)
 
 
-def test_attention_and_a_gated_mlp_are_those_of_one_process():
-    run_ranks(2, attention)
-
-
-def with_torch_distributed(me: Rank) -> None:
+@on_ranks(2)
+def test_parameters_are_dtensors_over_torch_distributed(me: Rank) -> None:
     """Parameters are DTensors: norms, optimisers and full values are those of one process."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
-    try:
-        with xd.init(device=where()):
-            full = Full(4 * me.num_ranks)
-            mlp = tp.SequenceParallelMLP(
-                HIDDEN, INNER, activation="relu", max_tokens=4, dtype=torch.float32
-            )
-            mlp.load_state_dict(full.state())
-            own = rows_of((4,) * me.num_ranks, me.rank)
-            out = mlp(full.x[own].detach())
-            equal("out", out, full.out[own])
-            out.backward(full.grad[own])
-            kinds = (mlp.linear_in.weight, mlp.linear_in.bias, mlp.linear_out.weight)
-            if me.num_ranks > 1:
-                for parameter in kinds:
-                    assert [str(p) for p in parameter.placements] in (["S(0)"], ["S(1)"])
-                equal("weight", mlp.linear_out.weight.full_tensor(), full.model[2].weight)
-                equal("grad", mlp.linear_out.weight.grad.full_tensor(), full.model[2].weight.grad)
-            assert not hasattr(mlp.linear_out.bias, "placements")
-            grad = full.model[2].bias.grad
-            equal("gradient of the bias, of all tokens", mlp.linear_out.bias.grad, grad)
-            for parameters in (kinds, full.model.parameters()):
-                torch.optim.SGD(list(parameters), lr=0.5).step()
-            part = mlp.linear_in.own_part("weight", full.model[0].weight.detach())
-            equal("step", xd.local_tensor(mlp.linear_in.weight), part)
-            again = tp.SequenceParallelMLP(
-                HIDDEN, INNER, activation="relu", max_tokens=4, dtype=torch.float32
-            )
-            again.load_state_dict(mlp.state_dict())
-            equal("loaded", xd.local_tensor(again.linear_in.weight), part)
-    finally:
-        dist.destroy_process_group()
+    with distributed(), xd.init(device=where()):
+        full = Full(4 * me.num_ranks)
+        mlp = make_mlp(4)
+        mlp.load_state_dict(full.state())
+        own = rows_of((4,) * me.num_ranks, me.rank)
+        out = mlp(full.x[own].detach())
+        equal("out", out, full.out[own])
+        out.backward(full.grad[own])
+        kinds = (mlp.linear_in.weight, mlp.linear_in.bias, mlp.linear_out.weight)
+        if me.num_ranks > 1:
+            for parameter in kinds:
+                assert [str(p) for p in parameter.placements] in (["S(0)"], ["S(1)"])
+            equal("weight", mlp.linear_out.weight.full_tensor(), full.model[2].weight)
+            equal("grad", mlp.linear_out.weight.grad.full_tensor(), full.model[2].weight.grad)
+        assert not hasattr(mlp.linear_out.bias, "placements")
+        grad = full.model[2].bias.grad
+        equal("gradient of the bias, of all tokens", mlp.linear_out.bias.grad, grad)
+        for parameters in (kinds, full.model.parameters()):
+            torch.optim.SGD(list(parameters), lr=0.5).step()
+        part = mlp.linear_in.own_part("weight", full.model[0].weight.detach())
+        equal("step", xd.local_tensor(mlp.linear_in.weight), part)
+        again = make_mlp(4)
+        again.load_state_dict(mlp.state_dict())
+        equal("loaded", xd.local_tensor(again.linear_in.weight), part)
 
 
-def test_parameters_are_dtensors_over_torch_distributed():
-    run_ranks(2, with_torch_distributed)
-
-
-def compiled(me: Rank) -> None:
-    torch._dynamo.reset()
-    tokens = (5, 2)[: me.num_ranks]
-    own = rows_of(tokens, me.rank)
-    with xd.init():
-        for options in ({}, {"sequence_parallel": False}, {"fused_wgrad": True}):
-            full = Full(sum(tokens))
-            mlp = tp.SequenceParallelMLP(
-                HIDDEN, INNER, activation="relu", max_tokens=5, dtype=torch.float32, **options
-            )
-            mlp.load_state_dict(full.state())
-            fused = "fused_wgrad" in options
-            if fused:
-                for layer in (mlp.linear_in, mlp.linear_out):
-                    layer.weight.main_grad = torch.zeros_like(layer.weight, requires_grad=False)
-            spread = options.get("sequence_parallel", True)
-            x = (full.x[own] if spread else full.x).detach().clone().requires_grad_()
-            out = torch.compile(mlp, fullgraph=True, backend="aot_eager")(x, tokens)
-            out.backward(full.grad[own] if spread else full.grad)
-            settle(mlp.context)
-            equal(f"out, {options}", out, full.out[own] if spread else full.out)
-            equal(f"gradient of x, {options}", x.grad, full.x.grad[own] if spread else full.x.grad)
-            full.check(mlp, weights=not fused)
-            if fused:
-                weight = mlp.linear_in.weight
-                want = mlp.linear_in.own_part("weight", full.model[0].weight.grad)
-                equal("main_grad", weight.main_grad, want)
-
-
-def test_layers_compile():
-    run_ranks(2, compiled, timeout=200)
-
-
-def autocast(me: Rank) -> None:
+@on_ranks(2)
+def test_autocast_says_the_dtype(me: Rank) -> None:
     device = where().type
     with xd.init(), torch.autocast(device, torch.bfloat16):
         layer = tp.ColumnParallelLinear(16, 32, max_tokens=4, dtype=torch.float32)
@@ -278,11 +232,8 @@ def autocast(me: Rank) -> None:
         settle(layer.context)
 
 
-def test_autocast_says_the_dtype():
-    run_ranks(2, autocast)
-
-
-def mistakes(me: Rank) -> None:
+@on_ranks(2)
+def test_mistakes_are_named(me: Rank) -> None:
     ranks = me.num_ranks
     with xd.init():
         for kind, name in (
@@ -305,7 +256,3 @@ def mistakes(me: Rank) -> None:
             tp.column_parallel_linear(whole(1, 4, 16), None, None, bounds)
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             layer.load_state_dict({"weight": whole(1, 8, 8), "bias": layer.bias.detach()})
-
-
-def test_mistakes_are_named():
-    run_ranks(2, mistakes)

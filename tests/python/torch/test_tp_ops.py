@@ -8,24 +8,40 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.torch import tp
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from tp_support import RAGGED, Spread, context, equal, rows_of, settle, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def run(spread: Spread, where: tp.TpContext, operation: str, **options) -> torch.Tensor:
+OPERATIONS = {
+    "all_gather": tp.all_gather_matmul,
+    "reduce_scatter": tp.matmul_reduce_scatter,
+    "all_reduce": tp.matmul_all_reduce,
+}
+
+
+def run(spread: Spread, where: tp.TpContext, **options) -> torch.Tensor:
+    """The operation of `spread`, of which options may replace b."""
     x, weight, bias = spread
-    given = options | {"bias": bias, "activation": spread.activation}
-    if operation == "all_gather":
-        return tp.all_gather_matmul(x, weight.t(), where, tokens_per_rank=spread.tokens, **given)
-    if operation == "reduce_scatter":
-        tokens = {"tokens_per_rank": spread.tokens}
-        return tp.matmul_reduce_scatter(x, weight.t(), where, **tokens, **given)
-    return tp.matmul_all_reduce(x, weight.t(), where, **given)
+    given = {"b": weight.t(), "bias": bias, "activation": spread.activation}
+    if spread.operation != "all_reduce":
+        given["tokens_per_rank"] = spread.tokens
+    return OPERATIONS[spread.operation](x, context=where, **given | options)
 
 
-def products(me: Rank, operation: str, dtype: torch.dtype) -> None:
+def ways_of(operation: str) -> list[dict]:
+    """Options that decide what a call keeps for its backward pass."""
+    return [{}, {"save_gathered": False}] if operation == "all_gather" else [{}]
+
+
+@pytest.mark.representative
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@on_ranks(4)
+def test_products_and_their_gradients_are_exact(
+    me: Rank, operation: str, dtype: torch.dtype
+) -> None:
     sizes = RAGGED[me.num_ranks]
     ways = [
         {"tokens": sizes, "activation": "relu"},
@@ -36,96 +52,71 @@ def products(me: Rank, operation: str, dtype: torch.dtype) -> None:
         where = context(sizes, 16, dtype)
         for way in ways:
             spread = Spread(me, operation, dtype=dtype, **way)
-            for options in ({}, {"save_gathered": False}) if operation == "all_gather" else ({},):
-                out = run(spread, where, operation, **options)
+            for options in ways_of(operation):
+                out = run(spread, where, **options)
                 assert out.dtype == dtype
                 out.backward(spread.grad)
                 settle(where)
                 spread.check(out, f"{operation} {way} {options}")
 
 
-@pytest.mark.representative
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_products_and_their_gradients_are_exact(operation, dtype):
-    run_ranks(4, products, operation, dtype)
-
-
-def some_gradients(me: Rank) -> None:
+@on_ranks(2)
+def test_any_inputs_may_require_gradients(me: Rank) -> None:
     """Whichever inputs require gradients, the ranks agree about what runs backward."""
     with xd.init():
         where = context(RAGGED[me.num_ranks], 16, torch.float32)
-        for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        for operation in OPERATIONS:
             for needed in ((0,), (1,), (2,), (0, 2), (1, 2)):
                 spread = Spread(me, operation)
                 for number, leaf in enumerate(spread.leaves):
                     leaf.requires_grad_(number in needed)
-                for options in ({}, {"save_gathered": False}):
-                    if operation != "all_gather" and options:
-                        continue
-                    out = run(spread, where, operation, **options)
+                for options in ways_of(operation):
+                    out = run(spread, where, **options)
                     out.backward(spread.grad)
-                    want, grads = spread.expected()
-                    equal("result", out, want)
-                    for number, leaf in enumerate(spread.leaves):
-                        assert (leaf.grad is not None) == (number in needed)
-                        if leaf.grad is not None:
-                            equal(f"gradient {number} of {needed}", leaf.grad, grads[number])
-                            leaf.grad = None
+                    got = [leaf.grad is not None for leaf in spread.leaves]
+                    assert got == [number in needed for number in range(3)]
+                    spread.check(out, f"of {operation}, where {needed} are needed")
         settle(where)
 
 
-def test_any_inputs_may_require_gradients():
-    run_ranks(2, some_gradients)
-
-
-def stored_as_columns(me: Rank) -> None:
+@on_ranks(2)
+def test_b_may_have_any_strides(me: Rank) -> None:
     """b of any strides, gradients that are expanded, and main_grad in either layout."""
     with xd.init():
         where = context(RAGGED[me.num_ranks], 16, torch.float32)
-        for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+        for operation in OPERATIONS:
             spread = Spread(me, operation, activation=None)
-            x, weight, bias = spread
+            _, weight, _ = spread
             want, (_, grad_weight, _) = spread.expected()
             strided = torch.stack((weight.t(), weight.t()), 2)[:, :, 0]
             for b in (weight.t(), weight.t().contiguous(), strided):
                 b = b.detach().requires_grad_()
-                options = {"tokens_per_rank": spread.tokens} if operation != "all_reduce" else {}
-                call = {
-                    "all_gather": tp.all_gather_matmul,
-                    "reduce_scatter": tp.matmul_reduce_scatter,
-                    "all_reduce": tp.matmul_all_reduce,
-                }[operation]
                 name = f"{operation}, strides {b.stride()}"
                 for grad in (spread.grad, spread.grad.t().contiguous().t()):
-                    out = call(x, b, where, bias=bias, **options)
+                    out = run(spread, where, b=b)
                     equal(operation, out, want)
                     b.grad = None
                     out.backward(grad)
                     equal(f"gradient, {name} and {grad.stride()}", b.grad, grad_weight.t())
                 ones = []
                 for expanded in (False, True):
-                    out = call(x, b, where, bias=bias, **options)
+                    out = run(spread, where, b=b)
                     b.grad = None
                     out.sum().backward() if expanded else out.backward(torch.ones_like(out))
                     ones.append(b.grad)
                 equal(f"gradient of the sum, {name}", *ones)
 
 
-def test_b_may_have_any_strides():
-    run_ranks(2, stored_as_columns)
-
-
-def into_main_grad(me: Rank) -> None:
+@on_ranks(2)
+def test_weight_gradients_are_added_to_main_grad(me: Rank) -> None:
     for dtype, wide in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
         with xd.init():
             where = context(RAGGED[me.num_ranks], 16, dtype)
-            for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+            for operation in OPERATIONS:
                 spread = Spread(me, operation, dtype=dtype)
                 main = torch.full((8, 16), 3.0, dtype=wide, device=where.comm.device)
-                for save in (True, False) if operation == "all_gather" else (True,):
-                    options = {} if save else {"save_gathered": False}
-                    out = run(spread, where, operation, main_grad=main, **options)
+                for options in ways_of(operation):
+                    out = run(spread, where, main_grad=main, **options)
                     out.backward(spread.grad)
                     assert spread.leaves[1].grad is None
                     want = spread.expected()[1][1]
@@ -134,11 +125,8 @@ def into_main_grad(me: Rank) -> None:
             settle(where)
 
 
-def test_weight_gradients_are_added_to_main_grad():
-    run_ranks(2, into_main_grad)
-
-
-def many_dimensions(me: Rank) -> None:
+@on_ranks(2)
+def test_tokens_of_any_dimensions(me: Rank) -> None:
     """Ranks follow one another along any dimension but the last."""
     ranks, rank = me.num_ranks, me.rank
     with xd.init():
@@ -188,11 +176,8 @@ def many_dimensions(me: Rank) -> None:
         settle(where)
 
 
-def test_tokens_of_any_dimensions():
-    run_ranks(2, many_dimensions)
-
-
-def gelu(me: Rank) -> None:
+@on_ranks(2)
+def test_gelu_is_that_of_torch(me: Rank) -> None:
     torch.manual_seed(3)
     with xd.init() as comm:
         where = context((4,), 16, torch.float32)
@@ -210,11 +195,8 @@ def gelu(me: Rank) -> None:
         torch.testing.assert_close(leaf.grad, part, rtol=1e-4, atol=1e-4)
 
 
-def test_gelu_is_that_of_torch():
-    run_ranks(2, gelu)
-
-
-def alone(me: Rank) -> None:
+@on_ranks(1)
+def test_one_rank_is_a_linear_layer_bit_for_bit(me: Rank) -> None:
     """One rank: what torch computes, bit for bit."""
     torch.manual_seed(1)
     with xd.init() as comm:
@@ -233,11 +215,8 @@ def alone(me: Rank) -> None:
         assert torch.equal(activated, F.gelu(F.linear(x, linear.weight), approximate="tanh"))
 
 
-def test_one_rank_is_a_linear_layer_bit_for_bit():
-    run_ranks(1, alone)
-
-
-def scaled(me: Rank) -> None:
+@on_ranks(2)
+def test_fp8_with_scales_of_each_kind(me: Rank) -> None:
     """fp8 with scales of each kind, which are powers of two: products are exact."""
     fp8, ranks, rank = torch.float8_e4m3fn, me.num_ranks, me.rank
     rows, k, n = 16, 256, 128
@@ -296,11 +275,8 @@ def scaled(me: Rank) -> None:
         settle(where)
 
 
-def test_fp8_with_scales_of_each_kind():
-    run_ranks(2, scaled)
-
-
-def beside(me: Rank) -> None:
+@on_ranks(2)
+def test_transfers_beside_a_product(me: Rank) -> None:
     sizes = RAGGED[me.num_ranks]
     own = rows_of(sizes, me.rank)
     with xd.init():
@@ -324,17 +300,10 @@ def beside(me: Rank) -> None:
         settle(where)
 
 
-def test_transfers_beside_a_product():
-    run_ranks(2, beside)
-
-
-def explained(me: Rank) -> None:
+@on_ranks(2)
+def test_a_context_explains_what_a_call_would_do(me: Rank) -> None:
     with xd.init():
         where = context((8,), 16, torch.float32)
         plan = where.explain("reduce_scatter", torch.ones(16, 16), torch.ones(16, 8))
         assert plan.algo != "auto" and "SPLIT_P2P" in plan.text and plan.estimate_us > 0
         assert "max_tokens=8" in repr(where)
-
-
-def test_a_context_explains_what_a_call_would_do():
-    run_ranks(2, explained)

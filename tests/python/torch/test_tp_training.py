@@ -5,40 +5,34 @@ Each model is compared with plain layers of the same weights that have the token
 
 from __future__ import annotations
 
-import gc
 import pathlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.torch import tp
-from support import Rank, run_ranks
-from torch_support import where
+from support import Rank, on_ranks, run_ranks
+from torch_support import in_mesh, normal, where, whole
 
 HIDDEN, HEADS, EXPERTS, TOKENS = 16, 4, 4, 6  # tokens: of each rank
 SEED = 90
 
 
-@contextmanager
-def in_distributed(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
+def in_distributed(me: Rank) -> Any:
     """A mesh of all ranks and its communicator."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
-    try:
-        mesh = init_device_mesh(where().type, (me.num_ranks,))
-        with xd.init(mesh, device=where()) as comm:
-            yield mesh, comm
-    finally:
-        dist.destroy_process_group()
+    return in_mesh((me.num_ranks,), "tensor")
+
+
+def data_times_tensor(me: Rank) -> Any:
+    """A mesh of replicas and of parts, and the latter's communicator; also on one GPU."""
+    return in_mesh((max(1, me.num_ranks // 2), min(2, me.num_ranks)), "data", "tensor")
 
 
 class Model(nn.Module):
@@ -64,10 +58,6 @@ class Model(nn.Module):
         return x if self.experts is None else x + self.experts(x).hidden
 
 
-def whole(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-
-
 def plain_loss(model: Model, values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """The loss of one process with these values of all ranks' parameters."""
     norm = F.layer_norm(x, (HIDDEN,), values["norm.weight"], values["norm.bias"])
@@ -81,9 +71,7 @@ def plain_loss(model: Model, values: dict[str, torch.Tensor], x: torch.Tensor) -
 
 def tokens(ranks: int, step: int = 0) -> torch.Tensor:
     """``[1, tokens of all ranks, hidden]``."""
-    generator = torch.Generator("cpu").manual_seed(SEED + 1 + step)
-    shape = (1, TOKENS * ranks, HIDDEN)
-    return torch.randn(shape, generator=generator, device="cpu").to(where())
+    return normal(SEED + 1 + step, 1, TOKENS * ranks, HIDDEN)
 
 
 def own(me: Rank, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +116,14 @@ def check_norms(model: Model, expected: dict[str, torch.Tensor]) -> None:
     check_gradients(model, expected, 0.5)
 
 
-def step_is_that_of_one_process(me: Rank) -> None:
+def check_average(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    xd.average_gradients(model)
+    check_gradients(model, expected)
+    check_norms(model, expected)
+
+
+@on_ranks(2)
+def test_gradients_and_norms_are_those_of_one_process(me: Rank) -> None:
     with in_distributed(me) as (mesh, comm):
         x = tokens(me.num_ranks)
         for fused_wgrad in (False, True):
@@ -145,10 +140,6 @@ def step_is_that_of_one_process(me: Rank) -> None:
             check_norms(model, expected)
             assert [len(group["params"]) for group in xd.parameter_groups(model)] == [4, 3]
             xd.assert_replicated(model)
-
-
-def test_gradients_and_norms_are_those_of_one_process() -> None:
-    run_ranks(2, step_is_that_of_one_process)
 
 
 def check_between(model: Model) -> None:
@@ -173,7 +164,8 @@ def check_between(model: Model) -> None:
         assert torch.equal(whole(parameter.grad), before[name]), name
 
 
-def all_tokens_everywhere(me: Rank) -> None:
+@on_ranks(2)
+def test_parameters_between_layers_without_sequence_parallelism_are_told(me: Rank) -> None:
     """Without sequence parallelism."""
     with in_distributed(me) as (mesh, comm):
         x = tokens(me.num_ranks)
@@ -189,40 +181,17 @@ def all_tokens_everywhere(me: Rank) -> None:
         check_norms(model, expected)
 
 
-def test_parameters_between_layers_without_sequence_parallelism_are_told() -> None:
-    run_ranks(2, all_tokens_everywhere)
-
-
-def beside_torchs_own(me: Rank) -> None:
+@on_ranks(2)
+def test_sequence_parallel_norms_of_torchs_own(me: Rank) -> None:
     """DTensors of torch's own styles, whose gradients are sums over ranks as well."""
     with in_distributed(me) as (mesh, comm):
         model = Model(comm)
         expected = expected_gradients(me, model)
         parallelize_module(model.norm, mesh, SequenceParallel(use_local_output=True))
         model(own(me, tokens(me.num_ranks))).square().mean().backward()
-        xd.average_gradients(model)
-        check_gradients(model, expected)
-        check_norms(model, expected)
+        check_average(model, expected)
         groups = xd.parameter_groups(model)
         torch.optim.AdamW(groups, lr=0.01, fused=where().type == "cuda", foreach=None).step()
-
-
-def test_sequence_parallel_norms_of_torchs_own() -> None:
-    run_ranks(2, beside_torchs_own)
-
-
-@contextmanager
-def data_times_tensor(me: Rank) -> Iterator[tuple[Any, xd.Comm]]:
-    """A mesh of replicas and of parts, and the latter's communicator."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo")
-    try:
-        sizes = (max(1, me.num_ranks // 2), min(2, me.num_ranks))  # also on one GPU
-        mesh = init_device_mesh(where().type, sizes, mesh_dim_names=("data", "tensor"))
-        with xd.init(mesh["tensor"], device=where()) as comm:
-            yield mesh, comm
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
 
 
 def run_backward(me: Rank, model: nn.Module) -> None:
@@ -235,9 +204,7 @@ def on_a_mesh_without_wrapper(me: Rank) -> None:
         model = Model(comm)
         expected = expected_gradients(me, model)
         run_backward(me, model)
-        xd.average_gradients(model)
-        check_gradients(model, expected)
-        check_norms(model, expected)
+        check_average(model, expected)
         xd.assert_replicated(model)
 
 
@@ -268,9 +235,7 @@ def on_a_mesh_with_fsdp(me: Rank) -> None:
             comm.replicas = None
         for parameter, gradient in zip(model.parameters(), before):
             assert torch.equal(xd.local_tensor(parameter.grad), gradient)
-        xd.average_gradients(model)
-        check_gradients(model, expected)
-        check_norms(model, expected)
+        check_average(model, expected)
 
 
 def on_a_mesh_with_hsdp(me: Rank) -> None:
@@ -281,9 +246,7 @@ def on_a_mesh_with_hsdp(me: Rank) -> None:
         expected = expected_gradients(me, model)
         fully_shard(model.norm, mesh=mesh)
         run_backward(me, model)
-        xd.average_gradients(model)
-        check_gradients(model, expected)
-        check_norms(model, expected)
+        check_average(model, expected)
         assert [len(group["params"]) for group in xd.parameter_groups(model)] == [4, 3]
         xd.assert_replicated(model)
 
@@ -296,7 +259,8 @@ def test_on_a_mesh_gradients_are_averaged_over_all_ranks(check: Any) -> None:
     run_ranks(4, check)
 
 
-def refused(me: Rank) -> None:
+@on_ranks(2)
+def test_what_would_be_wrong_is_refused(me: Rank) -> None:
     with in_distributed(me) as (mesh, comm):
         both = nn.ModuleList([Model(comm), Model(comm, sequence_parallel=False)])
         with pytest.raises(ValueError, match="either with sequence_parallel or without"):
@@ -312,10 +276,6 @@ def refused(me: Rank) -> None:
             ranks = f"the {me.num_ranks} ranks .* got {me.num_ranks**2}"
             with pytest.raises(ValueError, match=f"replicas: expected .* to be {ranks}"):
                 xd.average_gradients(two)
-
-
-def test_what_would_be_wrong_is_refused() -> None:
-    run_ranks(2, refused)
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------

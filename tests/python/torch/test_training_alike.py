@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 import test_tp_training as parts
-from support import Rank, run_ranks
+from support import Rank, on_ranks
 from test_torch_tools import (
     DRAWN,
     EXPERTS,
@@ -65,7 +65,8 @@ def make_plain_two() -> Two:
     return Two([layer, layer])
 
 
-def on_two_communicators(me: Rank) -> None:
+@on_ranks(4)
+def test_experts_of_two_communicators_are_scaled_by_their_own_ranks(me: Rank) -> None:
     """Of pairs of ranks, and of all of them, in either order, with DDP and without."""
     with two_by_two(me) as (mesh, pairs), xd.init(device=where()) as everyone:
         plain = make_plain_two()
@@ -87,10 +88,6 @@ def on_two_communicators(me: Rank) -> None:
             everyone.replicas = None
 
 
-def test_experts_of_two_communicators_are_scaled_by_their_own_ranks() -> None:
-    run_ranks(4, on_two_communicators)
-
-
 def told_on_all(model: nn.Module, match: str, kind: type[Exception] = RuntimeError) -> None:
     """`average_gradients` raises, and changes nothing."""
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -102,7 +99,8 @@ def told_on_all(model: nn.Module, match: str, kind: type[Exception] = RuntimeErr
         assert gradient is None or torch.equal(xd.local_tensor(parameter.grad), gradient)
 
 
-def frozen_on_one_rank(me: Rank) -> None:
+@on_ranks(4)
+def test_a_parameter_that_one_rank_has_frozen_is_told_on_all(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
         comm.replicas = mesh["data"].get_group() if me.num_ranks > 2 else None
         model = make_model(comm)
@@ -116,11 +114,8 @@ def frozen_on_one_rank(me: Rank) -> None:
         xd.average_gradients(model)
 
 
-def test_a_parameter_that_one_rank_has_frozen_is_told_on_all() -> None:
-    run_ranks(4, frozen_on_one_rank)
-
-
-def mistake_of_one_rank(me: Rank) -> None:
+@on_ranks(4)
+def test_the_mistake_of_one_rank_is_told_on_all(me: Rank) -> None:
     """Peers hear of it instead of waiting."""
     with two_by_two(me) as (mesh, comm):
         comm.replicas = mesh["data"].get_group() if me.num_ranks > 2 else None
@@ -134,11 +129,8 @@ def mistake_of_one_rank(me: Rank) -> None:
         xd.average_gradients(model)
 
 
-def test_the_mistake_of_one_rank_is_told_on_all() -> None:
-    run_ranks(4, mistake_of_one_rank)
-
-
-def used_elsewhere(me: Rank) -> None:
+@on_ranks(2)
+def test_a_fused_gradient_beside_another_one_is_refused(me: Rank) -> None:
     with parts.in_distributed(me) as (mesh, comm):
         model = parts.Model(comm, fused_wgrad=True)
         weights = [model.attention.linear_qkv.weight, model.attention.linear_out.weight]
@@ -163,7 +155,3 @@ def used_elsewhere(me: Rank) -> None:
             shares.from_local(main, mesh, weights[0].placements) if me.num_ranks > 1 else main
         )
         xd.clip_grad_norm_(model, 1.0)
-
-
-def test_a_fused_gradient_beside_another_one_is_refused() -> None:
-    run_ranks(2, used_elsewhere)

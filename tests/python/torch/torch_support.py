@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
 from reference import Routing
@@ -40,18 +42,38 @@ def settle(group: xd.EpGroup) -> None:
 
 
 @contextmanager
-def joined() -> Iterator[xd.Comm]:
-    """This rank in torch.distributed and in a communicator of the same device."""
-    if where().type == "cuda":
-        dist.init_process_group("nccl", device_id=where())
-    else:
-        dist.init_process_group("gloo")
+def distributed(**options: Any) -> Iterator[None]:
+    """This rank in torch.distributed."""
+    dist.init_process_group("nccl" if where().type == "cuda" else "gloo", **options)
     try:
-        with xd.init(device=where()) as comm:
-            yield comm
+        yield
     finally:
         gc.collect()  # NCCL waits below until no graph holds one of its operations
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined() -> Iterator[xd.Comm]:
+    """This rank in torch.distributed and in a communicator of the same device."""
+    options = {"device_id": where()} if where().type == "cuda" else {}
+    with distributed(**options), xd.init(device=where()) as comm:
+        yield comm
+
+
+@contextmanager
+def in_mesh(sizes: tuple[int, ...], *axes: str) -> Iterator[tuple[DeviceMesh, xd.Comm]]:
+    """A mesh of all ranks, and a communicator along its last axis."""
+    # No device_id: with it meshes split the group, and torch 2.11 crashes where a process does that
+    # once more, for the next test.
+    with distributed():
+        mesh = init_device_mesh(where().type, sizes, mesh_dim_names=axes)
+        with xd.init(mesh[axes[-1]], device=where()) as comm:
+            yield mesh, comm
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All ranks' parts of a DTensor, or a plain tensor, without its history."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
 @contextmanager
@@ -69,6 +91,13 @@ def reported(
 def integers(seed: int, *shape: int) -> np.ndarray:
     """float32 whole numbers from -4 to 4."""
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normally distributed numbers, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn.to(where(), dtype)
 
 
 class Batch:
@@ -96,16 +125,15 @@ class Batch:
         return ids
 
     def group(self, dtype: torch.dtype = torch.float32, **options) -> xd.EpGroup:
-        return xd.EpGroup(
-            num_experts=self.num_experts,
-            hidden=self.hidden,
-            max_topk=self.topk,
-            max_tokens_per_rank=max(self.tokens),
-            layout=self.layout,
-            alignment=self.alignment,
-            dtype=dtype,
-            **options,
-        )
+        sizes = {
+            "num_experts": self.num_experts,
+            "hidden": self.hidden,
+            "max_topk": self.topk,
+            "max_tokens_per_rank": max(self.tokens),
+            "layout": self.layout,
+            "alignment": self.alignment,
+        }
+        return xd.EpGroup(**sizes | options, dtype=dtype)
 
     def local(
         self,
@@ -134,6 +162,23 @@ class Batch:
         factors = self.factors(rank)
         scale = (factors * self.weights[rank] if weighted else factors).sum(1, keepdims=True)
         return x * scale, grad_out * scale, factors * (x * grad_out).sum(1, keepdims=True)
+
+    def check(
+        self, rank: int, out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, what: str = ""
+    ) -> None:
+        """Compares a result, and the gradients that its inputs have."""
+        names = ("out", "gradient of x", "gradient of topk_weights")
+        for name, got, want in zip(names, (out, x.grad, weights.grad), self.expected(rank)):
+            assert_equal(f"{name} {what}", got, want)
+
+    def check_layer(self, rank: int, on: xd.EpGroup | xd.Plan, what: str = "", **options) -> None:
+        """Runs the layer of `rank` forward and backward, by a plan or by one of a group."""
+        dtype = options.pop("dtype", torch.float32)
+        topk_idx, x, weights, grad_out = self.local(rank, dtype)
+        plan = on.prepare(topk_idx) if isinstance(on, xd.EpGroup) else on
+        out = layer(plan, x, weights, **options)
+        out.backward(grad_out)
+        self.check(rank, out, x, weights, what)
 
 
 def experts(plan: xd.Plan, received: xd.Dispatched) -> torch.Tensor:
@@ -165,6 +210,38 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
             f"{name}: {len(wrong)} of {got.size} elements differ, first at {at}: "
             f"expected {expected[at]}, got {got[at]}"
         )
+
+
+def recording(chains: list[list[str]]) -> Any:
+    """A backend of torch.compile, which appends the operations of each graph to `chains`.
+
+    Each operation must depend on the one before by the data that they take.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiled(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+        calls = [
+            node for node in graph_module.graph.nodes if str(node.target).startswith("crossdock.")
+        ]
+        # These take no turn.
+        local = ("row_experts", "grouped")
+        operations = [node for node in calls if not any(name in str(node.target) for name in local)]
+        for earlier, later in zip(operations, operations[1:]):
+            assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"
+        chains.append([str(node.target).split(".")[1] for node in operations])
+        return make_boxed_func(graph_module.forward)
+
+    return aot_autograd(fw_compiler=compiled, bw_compiler=compiled)
+
+
+def _ancestors(node: torch.fx.Node) -> set[torch.fx.Node]:
+    found, todo = set(), [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - found
+        found |= new
+        todo += new
+    return found
 
 
 def poison(comm: xd.Comm) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import pathlib
 import re
 import shutil
@@ -20,7 +21,7 @@ from crossdock.torch import _checkpoint_files
 from crossdock.torch._agreement import from_rank_0, ranks_where
 from moe_lm.compare import read_log
 from runs import Outcome, run, small
-from support import Rank, run_ranks
+from support import Rank, on_ranks, run_ranks
 
 SAVED_AT, STEPS = 3, 6
 STOPPED = {"steps": SAVED_AT, "schedule_steps": STEPS, "save_every": SAVED_AT}
@@ -87,6 +88,12 @@ def test_checkpoint_of_1_rank_goes_on_on_4(whole, tmp_path: pathlib.Path) -> Non
 # ---- The checkpoint itself -----------------------------------------------------------------------
 
 
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Where a checkpoint may be saved."""
+    return tmp_path / "saved"
+
+
 class Model(torch.nn.Module):
     """A layer of experts, and a parameter and a buffer that every rank has."""
 
@@ -106,6 +113,11 @@ def in_distributed(me: Rank, check, *args) -> None:
             check(me, comm, *args)
     finally:
         dist.destroy_process_group()
+
+
+def together(num_ranks: int, check, *args) -> None:
+    """Runs ``check(me, comm, *args)`` on ranks that torch.distributed joins."""
+    run_ranks(num_ranks, in_distributed, check, *args)
 
 
 def save_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path, **options) -> None:
@@ -143,14 +155,6 @@ def load_numbered(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         assert torch.equal(xd.local_tensor(state["momentum_buffer"]), expected)
 
 
-@pytest.mark.parametrize("saved_on, loaded_on", [(4, 2), (2, 4), (4, 1), (1, 2)])
-def test_every_expert_lands_on_the_rank_that_holds_it(
-    saved_on: int, loaded_on: int, tmp_path: pathlib.Path
-) -> None:
-    run_ranks(saved_on, in_distributed, save_numbered, tmp_path / "saved")
-    run_ranks(loaded_on, in_distributed, load_numbered, tmp_path / "saved")
-
-
 def adafactor_after_a_step(model: Model) -> torch.optim.Optimizer:
     """Has a mean of each row and of each column of an expert, besides the step's number."""
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.5)
@@ -164,7 +168,7 @@ def means(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of experts by name, with the number of the first one that is in it."""
     layer = model.layer
     return {
-        f"{name} {key}": (value, layer.first_expert if len(local) < 8 else 0)
+        f"{name} {key}": (value, layer.first_expert if len(local) < layer.num_experts else 0)
         for name, parameter in (("in", layer.experts.w_in), ("out", layer.experts.w_out))
         for key, value in optimizer.state[parameter].items()
         if key != "step"
@@ -174,7 +178,7 @@ def means(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def save_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     """A checkpoint in which the means of every expert are its number."""
-    model = Model(comm)
+    model = Model(comm, num_experts=4)
     optimizer = adafactor_after_a_step(model)
     for value, first in means(model, optimizer).values():
         for local, expert in enumerate(xd.local_tensor(value)):
@@ -183,7 +187,7 @@ def save_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
 
 
 def load_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
-    models = [Model(comm), Model(comm)]
+    models = [Model(comm, num_experts=4), Model(comm, num_experts=4)]
     expected = means(models[0], adafactor_after_a_step(models[0]))
     optimizer = torch.optim.Adafactor(models[1].parameters(), lr=0.5)
     xd.load_checkpoint(path, models[1], optimizer)
@@ -199,12 +203,18 @@ def load_adafactor(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("saved_on, loaded_on", [(4, 4), (4, 2), (1, 2), (8, 1)])
-def test_means_of_rows_and_columns_land_on_the_rank_that_holds_the_expert(
-    saved_on: int, loaded_on: int, tmp_path: pathlib.Path
+@pytest.mark.parametrize("saved_on, loaded_on", [(4, (4, 2, 1)), (2, (4,)), (1, (2,))], ids=str)
+@pytest.mark.parametrize(
+    "save, load",
+    [(save_numbered, load_numbered), (save_adafactor, load_adafactor)],
+    ids=["numbers", "means of rows and columns"],
+)
+def test_state_lands_on_the_rank_that_holds_its_expert(
+    save: Any, load: Any, saved_on: int, loaded_on: tuple[int, ...], path: pathlib.Path
 ) -> None:
-    run_ranks(saved_on, in_distributed, save_adafactor, tmp_path / "saved")
-    run_ranks(loaded_on, in_distributed, load_adafactor, tmp_path / "saved")
+    together(saved_on, save, path)
+    for ranks in loaded_on:
+        together(ranks, load, path)
 
 
 def save_codes(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
@@ -229,11 +239,11 @@ def load_codes(me: Rank, comm: xd.Comm, path: pathlib.Path, refused: bool) -> No
 
 
 def test_state_that_cannot_be_divided_is_named_on_another_number_of_ranks(
-    tmp_path: pathlib.Path,
+    path: pathlib.Path,
 ) -> None:
-    run_ranks(2, in_distributed, save_codes, tmp_path / "saved")
-    run_ranks(2, in_distributed, load_codes, tmp_path / "saved", False)
-    run_ranks(1, in_distributed, load_codes, tmp_path / "saved", True)
+    together(2, save_codes, path)
+    together(2, load_codes, path, False)
+    together(1, load_codes, path, True)
 
 
 def refuse_other_models(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
@@ -251,39 +261,6 @@ def refuse_other_models(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         xd.save_checkpoint(path, Model(comm))
 
 
-def test_what_does_not_fit_is_named_and_nothing_overwritten(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "saved"
-    run_ranks(2, in_distributed, save_numbered, path)
-    run_ranks(2, in_distributed, refuse_other_models, path)
-    run_ranks(2, in_distributed, load_numbered, path)
-
-
-def refuse_damaged_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
-    model = Model(comm)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for file, damage in (
-        ("common.pt", b"\x01\x02" * 50),
-        ("common.pt", b""),
-        ("experts-0-4.pt", b"PK\x03\x04 cut off"),
-        ("common.pt", None),
-    ):
-        whole = (path / file).read_bytes()
-        if damage is None:
-            torch.save([1, 2, 3], path / file)
-        else:
-            (path / file).write_bytes(damage)
-        with pytest.raises(ValueError, match=f"path: {re.escape(str(path / file))} is "):
-            xd.load_checkpoint(path, model)
-        (path / file).write_bytes(whole)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_damaged_file_is_named_and_nothing_overwritten(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "saved"
-    run_ranks(2, in_distributed, save_numbered, path)
-    run_ranks(1, in_distributed, refuse_damaged_files, path)
-
-
 def renamed_layer(comm: xd.Comm) -> Model:
     """A model with the same layers under other names."""
     model = Model(comm)
@@ -296,40 +273,30 @@ def state_of(part: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     return part["optimizer"]["state"][name]
 
 
+FIRST, SECOND, COMMON, W_IN = "experts-0-4.pt", "experts-4-8.pt", "common.pt", "layer.experts.w_in"
+OTHER = {"momentum_buffer": torch.ones(7)}
 # What happened to a file of a checkpoint, by name, and what loading it says behind its name.
 DAMAGE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    ("experts-0-4.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
-    ("experts-4-8.pt", lambda part: part["model"].pop("layer.experts.w_in"), "layer.experts.w_in"),
+    (FIRST, lambda part: part["model"].pop(W_IN), W_IN),
+    (SECOND, lambda part: part["model"].pop(W_IN), W_IN),
     (
-        "experts-4-8.pt",
-        lambda part: part["model"].update({"layer.experts.w_in": torch.ones(2, 16, 16)}),
+        SECOND,
+        lambda part: part["model"].update({W_IN: torch.ones(2, 16, 16)}),
         r"has \(2, 16, 16\)",
     ),
-    ("experts-0-4.pt", lambda part: part.update(model=3), "expected tensors by name"),
-    ("experts-0-4.pt", lambda part: part.update(first=1), "is of other experts: 1 to 3"),
-    ("experts-4-8.pt", lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
-    ("experts-0-4.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
-    ("experts-4-8.pt", lambda part: part["optimizer"]["state"].clear(), "layer.experts.w_in"),
-    (
-        "experts-4-8.pt",
-        lambda part: state_of(part, "layer.experts.w_in").clear(),
-        "lacks .'momentum_buffer'",
-    ),
-    (
-        "experts-0-4.pt",
-        lambda part: state_of(part, "layer.experts.w_in").update(momentum_buffer=torch.ones(7)),
-        r"got .'momentum_buffer': \[7\]",
-    ),
-    (
-        "common.pt",
-        lambda part: state_of(part, "scale").update(momentum_buffer=torch.ones(7)),
-        r"got .'momentum_buffer': \[7\]",
-    ),
-    ("common.pt", lambda part: part.pop("extra"), "lacks .'extra'"),
+    (FIRST, lambda part: part.update(model=3), "expected tensors by name"),
+    (FIRST, lambda part: part.update(first=1), "is of other experts: 1 to 3"),
+    (SECOND, lambda part: part.update(optimizer=None), "lacks the optimiser's state"),
+    (FIRST, lambda part: part["optimizer"]["state"].clear(), W_IN),
+    (SECOND, lambda part: part["optimizer"]["state"].clear(), W_IN),
+    (SECOND, lambda part: state_of(part, W_IN).clear(), "lacks .'momentum_buffer'"),
+    (FIRST, lambda part: state_of(part, W_IN).update(OTHER), r"got .'momentum_buffer': \[7\]"),
+    (COMMON, lambda part: state_of(part, "scale").update(OTHER), r"got .*_buffer': \[7\]"),
+    (COMMON, lambda part: part.pop("extra"), "lacks .'extra'"),
 ]
 
 
-def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
+def refuse_damaged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     model = Model(comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -338,19 +305,22 @@ def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         with pytest.raises(ValueError, match=f"{re.escape(str(path / file))}.*{text}"):
             xd.load_checkpoint(path, model, optimizer)
 
-    common, experts = path / "common.pt", path / "experts-0-4.pt"
+    common, experts = path / COMMON, path / FIRST
     whole = {file: file.read_bytes() for file in path.iterdir()}
-    for cut in (2, 10, 1000):
-        experts.write_bytes(whole[experts][:-cut])
-        refuse("experts-0-4.pt", "is damaged")
-    experts.write_bytes(whole[experts][: len(whole[experts]) // 2])
-    refuse("experts-0-4.pt", "is damaged")
-    experts.write_bytes(whole[common])
-    refuse("experts-0-4.pt", "lacks .'first', 'end'")
-    experts.write_bytes(whole[experts])
-    common.write_bytes(whole[experts])
-    refuse("common.pt", "lacks .'format'")
-    common.write_bytes(whole[common])
+    torch.save([1, 2, 3], no_part := io.BytesIO())
+    for file, damaged, text in (
+        *((experts, whole[experts][:-cut], "is damaged") for cut in (2, 10, 1000)),
+        (experts, whole[experts][: len(whole[experts]) // 2], "is damaged"),
+        (experts, b"PK\x03\x04 cut off", "is damaged"),
+        (experts, whole[common], "lacks .'first', 'end'"),
+        (common, whole[experts], "lacks .'format'"),
+        (common, b"\x01\x02" * 50, "is damaged"),
+        (common, b"", "is damaged"),
+        (common, no_part.getvalue(), "is no part of a checkpoint"),
+    ):
+        file.write_bytes(damaged)
+        refuse(file.name, text)
+        file.write_bytes(whole[file])
     for name, change, text in DAMAGE:
         part = torch.load(path / name)
         change(part)
@@ -367,13 +337,11 @@ def refuse_exchanged_parts(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
     assert not optimizer.state
 
 
-def test_a_part_that_is_not_what_was_saved_is_named_and_nothing_overwritten(
-    tmp_path: pathlib.Path,
-) -> None:
-    path = tmp_path / "saved"
-    run_ranks(2, in_distributed, save_numbered, path)
-    run_ranks(1, in_distributed, refuse_exchanged_parts, path)
-    run_ranks(1, in_distributed, load_numbered, path)
+def test_what_does_not_fit_is_named_and_nothing_overwritten(path: pathlib.Path) -> None:
+    together(2, save_numbered, path)
+    together(2, refuse_other_models, path)
+    together(1, refuse_damaged_parts, path)
+    together(2, load_numbered, path)
 
 
 def fill_disk_of_rank_1(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
@@ -386,14 +354,11 @@ def fill_disk_of_rank_1(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
             xd.save_checkpoint(path, Model(comm))
 
 
-def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(
-    tmp_path: pathlib.Path,
-) -> None:
-    path = tmp_path / "saved"
-    run_ranks(2, in_distributed, fill_disk_of_rank_1, path)
-    assert not list(tmp_path.iterdir())
-    run_ranks(2, in_distributed, save_numbered, path)
-    run_ranks(2, in_distributed, load_numbered, path)
+def test_a_rank_that_cannot_write_fails_all_and_leaves_no_checkpoint(path: pathlib.Path) -> None:
+    together(2, fill_disk_of_rank_1, path)
+    assert not list(path.parent.iterdir())
+    together(2, save_numbered, path)
+    together(2, load_numbered, path)
 
 
 def miss_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
@@ -408,9 +373,9 @@ def miss_files(me: Rank, comm: xd.Comm, path: pathlib.Path) -> None:
         save_numbered(me, comm, path)
 
 
-def test_what_a_rank_sees_of_the_folder_decides_nothing(tmp_path: pathlib.Path) -> None:
-    run_ranks(2, in_distributed, miss_files, tmp_path / "saved")
-    run_ranks(1, in_distributed, load_numbered, tmp_path / "saved")
+def test_what_a_rank_sees_of_the_folder_decides_nothing(path: pathlib.Path) -> None:
+    together(2, miss_files, path)
+    together(1, load_numbered, path)
 
 
 def without_distributed(me: Rank, path: pathlib.Path) -> None:
@@ -420,16 +385,28 @@ def without_distributed(me: Rank, path: pathlib.Path) -> None:
             save_numbered(me, comm, path)
 
 
-def test_saving_needs_no_torch_distributed(tmp_path: pathlib.Path) -> None:
-    run_ranks(2, without_distributed, tmp_path / "saved")
-    run_ranks(1, in_distributed, load_numbered, tmp_path / "saved")
+def test_saving_needs_no_torch_distributed(path: pathlib.Path) -> None:
+    run_ranks(2, without_distributed, path)
+    together(1, load_numbered, path)
 
 
-def agree(me: Rank) -> tuple[list[int], bytes]:
-    with xd.init(device="cpu") as comm:
+@on_ranks(4)
+def test_ranks_agree(me: Rank) -> None:
+    dist.init_process_group("gloo")
+    try:
+        for ranks in (1, 3, 4):
+            some = dist.new_group(list(range(ranks)))
+            if me.rank < ranks:
+                agree(some, me.rank, ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def agree(process_group: dist.ProcessGroup, rank: int, num_ranks: int) -> None:
+    with xd.init(process_group, device="cpu") as comm:
         # The smallest group there can be: one token, one expert of each.
         group = xd.EpGroup(
-            num_experts=me.num_ranks,
+            num_experts=num_ranks,
             hidden=16,
             max_topk=1,
             max_tokens_per_rank=1,
@@ -437,13 +414,8 @@ def agree(me: Rank) -> tuple[list[int], bytes]:
             recv_capacity=1,
             comm=comm,
         )
-        return ranks_where(group, me.rank in (0, 2)), from_rank_0(group, bytes([me.rank] * 16))
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_ranks_agree(ranks: int) -> None:
-    expected = [rank for rank in (0, 2) if rank < ranks], bytes(16)
-    assert run_ranks(ranks, agree) == [expected] * ranks
+        assert ranks_where(group, rank in (0, 2)) == [one for one in (0, 2) if one < num_ranks]
+        assert from_rank_0(group, bytes([rank] * 16)) == bytes(16)
 
 
 def test_a_folder_that_appears_in_the_last_moment_is_kept(
@@ -495,4 +467,4 @@ def test_on_a_mesh_all_ranks_save_together_and_replicas_never_lose_parts(
 ) -> None:
     run_ranks(4, save_on_a_mesh, tmp_path)
     for folder in ("together", "apart"):
-        run_ranks(1, in_distributed, load_numbered, tmp_path / folder)
+        together(1, load_numbered, tmp_path / folder)

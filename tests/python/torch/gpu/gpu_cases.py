@@ -7,8 +7,7 @@ one take the tests of some modules each, no more than run in two minutes.
 
 from __future__ import annotations
 
-import pathlib
-import sys
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,58 +15,24 @@ from typing import Any
 import pytest
 import torch
 
+import support
+import test_moe_layer as moe_layer
+import test_torch_compile as compiled
+import test_torch_pool as pool
+import test_torch_tools as tools
+import test_training_alike as training_alike
 from support import Rank, run_ranks
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-import test_checkpoint_parts as checkpoint_parts  # noqa: E402
-import test_moe_grouped as moe_grouped  # noqa: E402
-import test_moe_layer as moe_layer  # noqa: E402
-import test_torch_compile as compiled  # noqa: E402
-import test_torch_direct as direct  # noqa: E402
-import test_torch_errors as errors  # noqa: E402
-import test_torch_fp8 as fp8  # noqa: E402
-import test_torch_gradients as gradients  # noqa: E402
-import test_torch_low_latency as low_latency  # noqa: E402
-import test_torch_opcheck as opcheck  # noqa: E402
-import test_torch_ops as ops  # noqa: E402
-import test_torch_plans as plans  # noqa: E402
-import test_torch_pool as pool  # noqa: E402
-import test_torch_tools as tools  # noqa: E402
-import test_tp_async as tp_async  # noqa: E402
-import test_tp_compile as tp_compile  # noqa: E402
-import test_tp_dtensor as tp_dtensor  # noqa: E402
-import test_tp_errors as tp_errors  # noqa: E402
-import test_tp_fp8 as tp_fp8  # noqa: E402
-import test_tp_layers as tp_layers  # noqa: E402
-import test_tp_ops as tp_ops  # noqa: E402
-import test_tp_training as tp_training  # noqa: E402
-import test_training_alike as training_alike  # noqa: E402
-
+# Modules of tests by their subjects.
 MODULES = {
-    "ops": ops,
-    "direct": direct,
-    "gradients": gradients,
-    "plans": plans,
-    "fp8": fp8,
-    "pool": pool,
-    "errors": errors,
-    "opcheck": opcheck,
-    "low_latency": low_latency,
-    "moe_grouped": moe_grouped,
-    "moe_layer": moe_layer,
-    "tools": tools,
-    "tp_ops": tp_ops,
-    "tp_errors": tp_errors,
-    "tp_layers": tp_layers,
-    "tp_fp8": tp_fp8,
-    "tp_dtensor": tp_dtensor,
-    "tp_training": tp_training,
-    "training_alike": training_alike,
-    "checkpoint_parts": checkpoint_parts,
-    "tp_compile": tp_compile,
-    "tp_async": tp_async,
-    "compile": compiled,
+    name.removeprefix("torch_"): importlib.import_module(f"test_{name}")
+    for name in (
+        *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
+        *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
+        *("moe_grouped", "moe_layer", "training_alike", "checkpoint_parts"),
+        *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
+        *("tp_compile", "tp_async"),
+    )
 }
 
 LEFT_OUT = {
@@ -87,12 +52,11 @@ FIXTURES = ("alone", "comm", "dispatched", "inputs", "prepared")
 
 # Those of any number of ranks but one.
 ABOUT_PEERS = (
-    errors._configs,
-    moe_layer.check_average,
-    training_alike.on_two_communicators,
-    training_alike.frozen_on_one_rank,
-    training_alike.mistake_of_one_rank,
-    *(case for name, case in vars(tools).items() if name.startswith("check_")),
+    moe_layer.test_gradients_are_averaged_and_those_of_experts_scaled,
+    training_alike.test_experts_of_two_communicators_are_scaled_by_their_own_ranks,
+    training_alike.test_a_parameter_that_one_rank_has_frozen_is_told_on_all,
+    training_alike.test_the_mistake_of_one_rank_is_told_on_all,
+    *(case for name, case in vars(tools).items() if name.startswith(("check_", "test_"))),
 )
 
 GPUS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=0)
@@ -123,7 +87,7 @@ def run_on_gpus(num_ranks: int, case: Callable[..., Any], *args: Any, timeout: f
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in MODULES.values():
+    for module in (support, *MODULES.values()):
         monkeypatch.setattr(module, "run_ranks", run_on_gpus, raising=False)
     with computing_on(0):
         yield

@@ -8,4 +8,4 @@ globals().update(cases_of("compile"))
 
 
 def test_a_mistake_inside_compiled_code_is_named() -> None:
-    run_on_gpus(1, compiled._mistake_inside)
+    run_on_gpus(1, compiled.test_mistakes_inside_compiled_code_reach_the_peers)

@@ -10,4 +10,4 @@ globals().update(
 
 
 def test_a_bad_input_of_a_layer_is_named() -> None:
-    run_on_gpus(1, moe_layer.check_bad_inputs)
+    run_on_gpus(1, moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it)

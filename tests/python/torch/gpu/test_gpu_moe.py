@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pathlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,10 +12,6 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from support import Rank, run_ranks
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[4] / "examples" / "torch"))
-
-from moe_lm.plain_moe import PlainMoE  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -108,36 +102,6 @@ def make_layer(comm: xd.Comm, **options) -> xd.MoELayer:
     return xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, comm=comm, **sizes, **options)
 
 
-def check_layer(me: Rank) -> None:
-    """float32 against one process; the bfloat16 layer, eager against graphs."""
-    with joined(me) as comm:
-        torch.manual_seed(5)
-        layer = make_layer(comm, dtype=torch.float32)
-        torch.manual_seed(5)
-        plain = PlainMoE(HIDDEN, FFN, EXPERTS, TOPK, aux_loss_weight=0.01).cuda()
-        x = torch.randn(
-            me.num_ranks,
-            TOKENS,
-            HIDDEN,
-            device="cuda",
-            generator=torch.Generator("cuda").manual_seed(6),
-        )
-        expected, _, load = plain(x)
-        expected.square().sum().backward()
-        output = layer(x[me.rank])
-        output.hidden.square().sum().backward()
-        here = slice(layer.first_expert, layer.first_expert + layer.num_local_experts)
-        for got, wanted in (
-            (output.hidden, expected[me.rank]),
-            (output.load, load),
-            (xd.local_tensor(layer.experts.w_in.grad), plain.experts["w_in"].grad[here]),
-            (xd.local_tensor(layer.experts.w_out.grad), plain.experts["w_out"].grad[here]),
-        ):
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-        for fp8 in (False, True):
-            check_graphs(me, comm, fp8)
-
-
 class Watched(torch.autograd.Function):
     """The identity, which notes the streams of its forward and its backward pass."""
 
@@ -182,7 +146,14 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
 
 
+def check_layers(me: Rank) -> None:
+    with joined(me) as comm:
+        for fp8 in (False, True):
+            check_graphs(me, comm, fp8)
+
+
 def check_graphs(me: Rank, comm: xd.Comm, fp8: bool) -> None:
+    """The bfloat16 layer, eager against graphs."""
     place = {"dtype": torch.bfloat16, "device": comm.device}
     layer = make_layer(
         comm,
@@ -207,4 +178,4 @@ def check_graphs(me: Rank, comm: xd.Comm, fp8: bool) -> None:
 
 
 def test_layer_eager_and_in_graphs_with_changing_routing() -> None:
-    run_ranks(all_gpus(), check_layer, timeout=200)
+    run_ranks(all_gpus(), check_layers, timeout=200)

@@ -1,24 +1,17 @@
 """Features of GPUs alone, for dispatch and combine: streams, reuse of memory, CUDA graphs, status.
 
-As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file; one test
-runs with fewer too.
+As many ranks as there are GPUs (4, 2 or 1), whose processes serve all tests of this file. Cases
+that GPUs and the CPU have in common, mistakes among them, are in the files test_gpu_cases_*.
 """
 
 from __future__ import annotations
-
-import pathlib
-import sys
 
 import pytest
 import torch
 
 import crossdock.torch as xd
-from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
 from support import Rank, run_ranks
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from torch_support import Batch, assert_equal, experts, layer, poison  # noqa: E402
+from torch_support import Batch, assert_equal, experts, layer, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +20,12 @@ LAYOUTS = ("expert_major", "rank_major")
 DTYPE = torch.bfloat16
 
 
-# Ranks to test with, ascending.
-RANKS = [ranks for ranks in (2, 4) if ranks <= torch.cuda.device_count()] or [1]
+# Ranks to test with.
+RANKS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=1)
 
 
-def run(fn, *args, ranks: int = RANKS[-1]) -> None:
-    run_ranks(ranks, fn, *args, timeout=120)
+def run(fn, *args) -> None:
+    run_ranks(RANKS, fn, *args, timeout=120)
 
 
 def case(num_ranks: int, even: bool = False) -> tuple:
@@ -46,35 +39,6 @@ def join(me: Rank, **options) -> xd.Comm:
     comm = xd.init(**options)
     assert comm.device == torch.device("cuda", me.rank), comm.device
     return comm
-
-
-def check(batch: Batch, rank: int, out, grad_x, grad_weights) -> None:
-    for name, got, want in zip(
-        ("out", "gradient of x", "gradient of topk_weights"),
-        (out, grad_x, grad_weights),
-        batch.expected(rank),
-    ):
-        assert_equal(name, got, want)
-
-
-def _layer(me: Rank, layout: str) -> None:
-    batch = Batch(SEED, case(me.num_ranks), layout)
-    with join(me) as comm:
-        group = batch.group(DTYPE)
-        poison(comm)
-        for options in ({}, {}, {"exact": True}):
-            topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
-            out = layer(group.prepare(topk_idx), x, weights, **options)
-            out.backward(grad_out)
-            check(batch, me.rank, out, x.grad, weights.grad)
-        torch.cuda.synchronize()
-        group.check()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_layer_with_a_rank_without_tokens(ranks, layout):
-    run(_layer, layout, ranks=ranks)
 
 
 def _streams(me: Rank) -> None:
@@ -91,11 +55,11 @@ def _streams(me: Rank) -> None:
                 out = layer(group.prepare(topk_idx), x, weights)
                 out.backward(grad_out)
             main.wait_stream(side)
-            check(batch, me.rank, out, x.grad, weights.grad)
+            batch.check(me.rank, out, x, weights)
             topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
             out = layer(group.prepare(topk_idx), x, weights)
             out.backward(grad_out)
-            check(batch, me.rank, out, x.grad, weights.grad)
+            batch.check(me.rank, out, x, weights)
 
 
 def test_operations_use_the_current_stream():
@@ -195,13 +159,13 @@ def _graph(me: Rank, layout: str) -> None:
                 ):
                     static.copy_(new)
             graph.replay()
-            check(batch, me.rank, out, x.grad, weights.grad)
+            batch.check(me.rank, out, x, weights)
             # Work beside the graph takes other memory than the graph has.
             eager = batch.local(me.rank, DTYPE, "cuda")
             got = layer(group.prepare(eager[0]), eager[1], eager[2])
             got.backward(eager[3])
-            check(batch, me.rank, got, eager[1].grad, eager[2].grad)
-            check(batch, me.rank, out, x.grad, weights.grad)
+            batch.check(me.rank, got, eager[1], eager[2])
+            batch.check(me.rank, out, x, weights)
         torch.cuda.synchronize()
         group.check()
 
@@ -209,68 +173,3 @@ def _graph(me: Rank, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graph_of_a_layer_replays_with_other_routing(layout):
     run(_graph, layout)
-
-
-def _graphed_callable(me: Rank) -> None:
-    batches = [Batch(SEED + 20 + i, case(me.num_ranks, even=True)) for i in range(3)]
-    with join(me):
-        group = batches[0].group(DTYPE, symmetric_tensors=12)
-
-        def block(topk_idx: torch.Tensor, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return layer(group.prepare(topk_idx), x, weights)
-
-        sample = batches[0].local(me.rank, DTYPE, "cuda")[:3]
-        graphed = torch.cuda.make_graphed_callables(block, sample)
-        for batch in batches:
-            topk_idx, x, weights, grad_out = batch.local(me.rank, DTYPE, "cuda")
-            out = graphed(topk_idx, x, weights)
-            out.backward(grad_out)
-            check(batch, me.rank, out, x.grad, weights.grad)
-        torch.cuda.synchronize()
-        group.check()
-
-
-def test_graphed_callable():
-    run(_graphed_callable)
-
-
-def _mistakes(me: Rank) -> None:
-    batch = Batch(SEED + 30, case(me.num_ranks, even=True))
-    with join(me), torch.no_grad():
-        group = batch.group(DTYPE)
-        topk_idx, x, weights, _ = batch.local(me.rank, DTYPE, "cuda")
-        plan = group.prepare(topk_idx)
-
-        def report(kind: type[Exception], words: str) -> None:
-            torch.cuda.synchronize()
-            with pytest.raises(kind, match=words):
-                group.check()
-            group.check()  # read, and cleared
-
-        # A mistake that the call sees raises there, and is told once; the peers read it.
-        if me.rank == 0:
-            with pytest.raises(ValueError, match="tokens: expected a tensor on cuda:0, got"):
-                xd.dispatch(plan, x.cpu(), weights)
-            torch.cuda.synchronize()
-            group.check()
-        else:
-            xd.dispatch(plan, x, weights)
-            report(Mismatch, "rank 0")
-
-        # A mistake that only the device sees is read by all.
-        wrong = topk_idx.clone()
-        wrong[0, 0] = 99
-        group.prepare(wrong)
-        report(InvalidArgument, "lowest rank with some is 0")
-        tight = batch.group(DTYPE, recv_capacity=1)
-        overflown = tight.prepare(torch.zeros_like(topk_idx[:, :1]))
-        torch.cuda.synchronize()
-        with pytest.raises(CapacityOverflow):
-            tight.check()
-        assert int(overflown.total) == (sum(batch.tokens) if me.rank == 0 else 0)
-        out = layer(group.prepare(topk_idx), x, weights)
-        assert_equal("out", out, batch.expected(me.rank)[0])
-
-
-def test_mistakes_are_read_from_the_group():
-    run(_mistakes)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
 import torch
 
 import crossdock.torch as xd
-from crossdock.errors import Mismatch
 from crossdock.torch import tp
 from support import Rank, run_ranks
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
-from test_tp_compile import HIDDEN, INNER, Block, block_of  # noqa: E402
-from tp_support import context, equal, settle, whole  # noqa: E402
+from test_tp_compile import HIDDEN, INNER, Block, block_of
+from tp_support import context, equal, settle, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -102,29 +95,3 @@ def other_stream(me: Rank) -> None:
 
 def test_operations_run_on_the_current_stream() -> None:
     run(other_stream)
-
-
-def told_later(me: Rank) -> None:
-    """What a rank has done wrong the others hear from check()."""
-    if me.num_ranks == 1:
-        pytest.skip("needs two GPUs")
-    where = context((8,), INNER, torch.float32)
-    x, weight = whole(1, 8, HIDDEN), whole(2, INNER, HIDDEN)
-    bad = me.rank == 0
-    if bad:
-        with pytest.raises(ValueError, match="b: expected 2 dimensions"):
-            tp.all_gather_matmul(x, weight[None], where)
-    else:
-        with pytest.raises(Mismatch, match="rank 0"):
-            tp.all_gather_matmul(x, weight.t(), where)
-            settle(where)
-    equal(
-        "again",
-        tp.all_gather_matmul(x, weight.t(), where),
-        torch.cat([x] * me.num_ranks) @ weight.t(),
-    )
-    settle(where)
-
-
-def test_peers_hear_of_a_mistake() -> None:
-    run(told_later)
