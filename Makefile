@@ -58,7 +58,7 @@ bench:  ## measure expert parallelism beside a memcpy floor and MPI_Alltoallv
 # Its packages are in an environment of their own: only this target needs them.
 docs:  ## the documentation as a site, with references of C and Python: build/site/index.html
 	@VENV=build/docs-venv tools/setup.sh docs docs
-	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build >build/docs.log 2>&1 || \
+	@NO_MKDOCS_2_WARNING=1 $(PART) docs build/docs-venv/bin/mkdocs build >build/docs.log 2>&1 || \
 	  { grep -v '^INFO' build/docs.log; exit 1; }
 	@python3 tools/site/check_site.py build/site
 	@echo "docs: build/site/index.html"
