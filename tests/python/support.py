@@ -26,7 +26,9 @@ import spread
 import torch_defaults
 from crossdock import _core, launch
 
-GRACE_SECONDS = 10  # from the first rank's failure until the other ranks are given up
+# Limits of time end tests that hang; they are given for a quiet machine.
+PATIENCE = 4
+GRACE_SECONDS = 10 * PATIENCE  # from the first rank's failure until the other ranks are given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,9 @@ def run_ranks(
     task = bytes(ForkingPickler.dumps((fn, args)))
     try:
         place = num_ranks, _core.unique_id(), apart
-        results = ranks.run(_call, *place, task, fresh, timeout=timeout, grace=GRACE_SECONDS)
+        results = ranks.run(
+            _call, *place, task, fresh, timeout=PATIENCE * timeout, grace=GRACE_SECONDS
+        )
     except BaseException:
         ranks.kill()
         raise
@@ -170,7 +174,7 @@ def run_threads(
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE * timeout
     for thread in threads:
         thread.join(max(0, deadline - time.monotonic()))
     if failed := [failure for failure in failures if failure]:
