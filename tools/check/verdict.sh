@@ -5,7 +5,7 @@
 #   verdict.sh COMPILER ARGUMENT...    with XD_CLANG_TIDY in the environment
 set -euo pipefail
 words=("$@")
-arguments=() source= object=
+arguments=() source='' object=''
 for ((i = 1; i < ${#words[@]}; i++)); do
   case ${words[i]} in
     -o) object=${words[++i]} ;;
@@ -26,7 +26,7 @@ lengths_in_kernels() {
   touch "$stubs"/{texture_fetch_functions,curand_mtgp32_kernel}.h
   mapfile -t includes < <(printf '%s\n' "${arguments[@]}" | grep -E '^-[DI]|^-isystem' |
     sed 's/^-isystem=/-isystem/')
-  toolkit=$(dirname "$(dirname "$(readlink -f "$(command -v "${words[0]}")")")")
+  toolkit=$(printf '%s\n' "${includes[@]}" | sed -n 's/^-isystem\(.*cuda.*\)\/include$/\1/p')
   "$XD_CLANG_TIDY" --quiet '--checks=-*,readability-function-size' "$source" -- -x cuda \
     --cuda-host-only -nocudalib "--cuda-path=$toolkit" -std=c++20 -w -ferror-limit=0 "-I$stubs" \
     "${includes[@]}" -isystem "$toolkit/include/cccl" >"$stubs/found" 2>/dev/null || true
