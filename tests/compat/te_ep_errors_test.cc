@@ -3,43 +3,17 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
-#include <cstring>
 #include <functional>
-#include <optional>
 #include <string>
 
 #include "compat/te_ep_batch.h"
+#include "compat/te_errors.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
 namespace {
 
 using crossdock::te::as_nccl;
-using crossdock::te::Error;
-
-struct Thrown {
-  xd_status status = XD_SUCCESS;
-  std::string text;
-};
-
-// As a caller of TransformerEngine's catches errors. On CUDA an error that the device has found is
-// told by the next call.
-Thrown thrown_by(const std::function<void()>& call, const std::function<void()>& next = nullptr) {
-  try {
-    call();
-    if (next) next();
-  } catch (const std::runtime_error& error) {
-    const auto* const told = dynamic_cast<const Error*>(&error);
-    EXPECT_NE(told, nullptr) << error.what();
-    return {told != nullptr ? told->status() : XD_ERROR_INTERNAL, error.what()};
-  }
-  return {};
-}
-
-void expect_error(const Thrown& thrown, xd_status status, const std::string& part) {
-  EXPECT_EQ(thrown.status, status) << thrown.text;
-  EXPECT_NE(thrown.text.find(part), std::string::npos) << thrown.text;
-}
 
 Thrown initialize(xd_comm* comm, const NVTEEpGroupConfig& config) {
   const Thrown thrown = thrown_by([&] { nvte_ep_initialize(as_nccl(comm), &config); });
@@ -57,20 +31,11 @@ TEST(TeEpConfig, OfAGroupThatIsWrongIsRefusedOnEveryRankWithItsField) {
       {"group_config.max_recv_tokens_per_rank = -1",
        [](NVTEEpGroupConfig& c) { c.max_recv_tokens_per_rank = -1; }},
       {"group_config.zero_copy = 1",
-       [](NVTEEpGroupConfig& c) {
-         c.max_recv_tokens_per_rank = 0;
-         c.zero_copy = 1;
-       }},
+       [](NVTEEpGroupConfig& c) { c.max_recv_tokens_per_rank = 0, c.zero_copy = 1; }},
       {"group_config.drop_on_overflow = 1",
-       [](NVTEEpGroupConfig& c) {
-         c.max_recv_tokens_per_rank = 0;
-         c.drop_on_overflow = 1;
-       }},
+       [](NVTEEpGroupConfig& c) { c.max_recv_tokens_per_rank = 0, c.drop_on_overflow = 1; }},
       {"group_config.num_topk = 0",
-       [](NVTEEpGroupConfig& c) {
-         c.max_recv_tokens_per_rank = 0;
-         c.num_topk = 0;
-       }},
+       [](NVTEEpGroupConfig& c) { c.max_recv_tokens_per_rank = 0, c.num_topk = 0; }},
       {"group_config.ep_size = 0", [](NVTEEpGroupConfig& c) { c.ep_size = 0; }},
       {"config.num_ranks = 1000", [](NVTEEpGroupConfig& c) { c.ep_size = 1000; }},
       {"config.num_experts = -4", [](NVTEEpGroupConfig& c) { c.num_experts = -4; }},
@@ -266,11 +231,12 @@ INSTANTIATE_TEST_SUITE_P(All, TeEpMistake, testing::ValuesIn(kMistakes),
                          testing::PrintToStringParamName());
 
 // Something wrong with the rows of dispatch on all ranks: each is told of its own.
-void expect_refused_rows(const std::string& text,
+void expect_refused_rows(const std::string& text, bool zero_copy,
                          const std::function<void(const Rank&, TeBatch&)>& dispatch) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+    NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+    config.zero_copy = zero_copy ? 1 : 0;
     const Comm comm = rank.another_comm("refused", 0);
     nvte_ep_initialize(as_nccl(comm.get()), &config);
     TeBatch batch(rank, c);
@@ -282,41 +248,32 @@ void expect_refused_rows(const std::string& text,
   });
 }
 
+void dispatch_rows(const Rank& rank, const TeBatch& batch, NVTETensor tokens, NVTETensor recv) {
+  nvte_ep_dispatch(batch.handle().data(), nullptr, tokens, {}, nullptr, {}, recv, {}, nullptr, {},
+                   rank.stream());
+}
+
 TEST(TeEpRows, OfFp8WithAScaleOfTheTensorAreRefused) {
   expect_refused_rows(
-      "of fp8 rows, expected NVTE_MXFP8_1D_SCALING", [](const Rank& rank, TeBatch& batch) {
+      "of fp8 rows, expected NVTE_MXFP8_1D_SCALING", false, [](const Rank& rank, TeBatch& batch) {
         Tensor tokens(rank, kE4m3, {4, 32}), recv(rank, kE4m3, {4, 32});
-        nvte_ep_dispatch(batch.handle().data(), nullptr, te_tensor(tokens.dl()).data(), {}, nullptr,
-                         {}, te_tensor(recv.dl()).data(), {}, nullptr, {}, rank.stream());
+        dispatch_rows(rank, batch, te_tensor(tokens.dl()).data(), te_tensor(recv.dl()).data());
       });
 }
 
 TEST(TeEpRows, OfOtherScalingModesAreRefused) {
-  expect_refused_rows("NVTEScalingMode 2", [](const Rank& rank, TeBatch& batch) {
+  expect_refused_rows("NVTEScalingMode 2", false, [](const Rank& rank, TeBatch& batch) {
     Tensor tokens(rank, kBf16, {4, 32});
     transformer_engine::TensorWrapper te(NVTE_BLOCK_SCALING_1D);
     te.set_rowwise_data(tokens.dl()->data, transformer_engine::DType::kBFloat16,
                         std::vector<size_t>{4, 32});
-    nvte_ep_dispatch(batch.handle().data(), nullptr, te.data(), {}, nullptr, {}, te.data(), {},
-                     nullptr, {}, rank.stream());
+    dispatch_rows(rank, batch, te.data(), te.data());
   });
 }
 
 TEST(TeEpRows, OutsideSymmetricMemoryAreRefusedWithZeroCopy) {
-  const Case c = plain_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    NVTEEpGroupConfig config = te_config(c.config(rank.rank));
-    config.zero_copy = 1;
-    const Comm comm = rank.another_comm("zero copy", 0);
-    nvte_ep_initialize(as_nccl(comm.get()), &config);
-    TeBatch batch(rank, c);
-    batch.use_group();
-    batch.prepare();
-    expect_error(thrown_by([&] { batch.dispatch(); }), XD_ERROR_INVALID_ARGUMENT,
-                 "lies outside symmetric memory");
-    rank.memory->synchronize();
-    nvte_ep_shutdown();
-  });
+  expect_refused_rows("lies outside symmetric memory", true,
+                      [](const Rank&, TeBatch& batch) { batch.dispatch(); });
 }
 
 TEST(TeEpOverflow, IsThrownOnEveryRankWithItsNumbers) {

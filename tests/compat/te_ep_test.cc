@@ -2,6 +2,7 @@
 #include <crossdock/compat/te_ep.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <vector>
 
 #include "compat/te_ep_batch.h"
@@ -46,19 +47,51 @@ void run_directly(const Rank& rank, const Case& c, TeBatch& batch) {
   batch.run_all_directly(group.get());
 }
 
+// All operations of the case by both interfaces, in equal groups but for what `adapt` changes in
+// TransformerEngine's.
+void compare(const Case& c, const std::function<void(NVTEEpGroupConfig&)>& adapt = nullptr,
+             bool by_windows = false) {
+  on_every_rank([&](Rank& rank) {
+    SCOPED_TRACE(c.description());
+    const bool symmetric = by_windows || c.placing != Placing::ordinary;
+    const Place place = symmetric ? Place::symmetric : Place::ordinary;
+    TeBatch direct(rank, c, place), batch(rank, c, place);
+    run_directly(rank, c, direct);
+    NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+    if (adapt) adapt(config);
+    const TeGroup group(rank.comm, config);
+    batch.use_group();
+    batch.by_windows = by_windows;
+    batch.run_all();
+    batch.expect_equal(direct);
+  });
+}
+
 TEST(TeEp, EveryOperationGivesTheBitsOfTheLibrarysOwnCall) {
   for (const Case& c : te_cases()) {
-    on_every_rank([&](Rank& rank) {
-      SCOPED_TRACE(c.description());
-      const Place place = c.placing == Placing::ordinary ? Place::ordinary : Place::symmetric;
-      TeBatch direct(rank, c, place), batch(rank, c, place);
-      run_directly(rank, c, direct);
-      const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
-      batch.use_group();
-      batch.run_all();
-      batch.expect_equal(direct);
-    });
+    compare(c);
     if (testing::Test::HasFailure()) return;
+  }
+}
+
+// The tensors' own addresses are wrong here: only the windows say where they lie.
+TEST(TeEp, WindowsSayWhereTensorsLieAndZeroCopyWorksInPlace) {
+  compare(
+      plain_case(world().num_ranks()), [](NVTEEpGroupConfig& config) { config.zero_copy = 1; },
+      true);
+}
+
+// Layers of one group may differ in alignment and top-k, also in eager mode.
+TEST(TeEp, LayersHaveAlignmentsAndTopKsOfTheirOwn) {
+  for (const bool eager : {false, true}) {
+    for (const int alignment : {1, 2, 16, 128}) {
+      Case c = plain_case(world().num_ranks());
+      c.alignment = alignment;
+      compare(c, [&](NVTEEpGroupConfig& config) {
+        if (eager) config.max_recv_tokens_per_rank = 0;
+        config.num_topk = 8;
+      });
+    }
   }
 }
 
@@ -176,22 +209,6 @@ TEST(TeEp, Mxfp8RowsTravelWithTheirScales) {
   });
 }
 
-// The tensors' own addresses are wrong here: only the windows say where they lie.
-TEST(TeEp, WindowsSayWhereTensorsLieAndZeroCopyWorksInPlace) {
-  Case c = plain_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    TeBatch direct(rank, c, Place::symmetric), batch(rank, c, Place::symmetric);
-    run_directly(rank, c, direct);
-    xd_ep_config config = c.config(rank.rank);
-    config.staging = XD_EP_STAGING_NONE;
-    const TeGroup group(rank.comm, te_config(config));
-    batch.use_group();
-    batch.by_windows = true;
-    batch.run_all();
-    batch.expect_equal(direct);
-  });
-}
-
 TEST(TeEp, AWindowOfNcclsLeavesTheTensorsOwnAddress) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
@@ -212,28 +229,6 @@ TEST(TeEp, AWindowOfNcclsLeavesTheTensorsOwnAddress) {
     EXPECT_EQ(batch.batch().field(XD_EP_COMBINE, "out").tensor->read(),
               direct.batch().field(XD_EP_COMBINE, "out").tensor->read());
   });
-}
-
-// Layers of one group may differ in alignment and top-k, also in eager mode.
-TEST(TeEp, LayersHaveAlignmentsAndTopKsOfTheirOwn) {
-  for (const bool eager : {false, true}) {
-    for (const int alignment : {1, 2, 16, 128}) {
-      Case c = plain_case(world().num_ranks());
-      c.alignment = alignment;
-      on_every_rank([&](Rank& rank) {
-        SCOPED_TRACE(c.description() + (eager ? ", eager" : ""));
-        NVTEEpGroupConfig config = te_config(c.config(rank.rank));
-        if (eager) config.max_recv_tokens_per_rank = 0;
-        config.num_topk = 8;
-        TeBatch direct(rank, c), batch(rank, c);
-        run_directly(rank, c, direct);
-        const TeGroup group(rank.comm, config);
-        batch.use_group();
-        batch.run_all();
-        batch.expect_equal(direct);
-      });
-    }
-  }
 }
 
 TEST(TeEp, WithoutNumTopkAGroupTakesTheLargest) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "compat/te_errors.h"
 #include "compat/te_tensors.h"
 #include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
@@ -123,25 +124,6 @@ GemmCase te_case(xd_gemm_operation operation, Stored stored, const Variant& vari
     c.n_units = c.k_units = 4;
   }
   return c;
-}
-
-struct Thrown {
-  xd_status status = XD_SUCCESS;
-  std::string text;
-};
-
-Thrown thrown_by(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const crossdock::te::Error& error) {
-    return {error.status(), error.what()};
-  }
-  return {};
-}
-
-void expect_error(const Thrown& thrown, xd_status status, const std::string& part) {
-  EXPECT_EQ(thrown.status, status) << thrown.text;
-  EXPECT_NE(thrown.text.find(part), std::string::npos) << thrown.text;
 }
 
 // Runs a case by both interfaces.

@@ -6,7 +6,7 @@ import inspect
 import pathlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,12 +41,19 @@ def same(name: str, got: torch.Tensor | None, want: torch.Tensor) -> None:
 
 
 @contextmanager
-def buffers(me: Rank, dtype: torch.dtype = torch.float32, **options: Any) -> Iterator[None]:
-    te.initialize_ub([TOKENS * me.num_ranks, HIDDEN], me.num_ranks, dtype=dtype, **options)
+def buffers(
+    me: Rank, tokens: int = TOKENS, columns: int = HIDDEN, **options: Any
+) -> Iterator[None]:
+    options.setdefault("dtype", torch.float32)
+    te.initialize_ub([tokens * me.num_ranks, columns], me.num_ranks, **options)
     try:
         yield
     finally:
         te.destroy_ub()
+
+
+def fp8_buffers(me: Rank, **options: Any) -> AbstractContextManager[None]:
+    return buffers(me, 16, K8, dtype=torch.bfloat16, **options)
 
 
 def own(me: Rank) -> slice:
@@ -170,16 +177,6 @@ def in_fp8(x: torch.Tensor, scale: float, kind: Any = E4M3, both: bool = False) 
 K8 = 32  # columns of a buffer of fp8, whose rows have whole 16 bytes
 
 
-@contextmanager
-def fp8_buffers(me: Rank, **options: Any) -> Iterator[None]:
-    tokens = 16 * me.num_ranks
-    te.initialize_ub([tokens, K8], me.num_ranks, dtype=torch.bfloat16, **options)
-    try:
-        yield
-    finally:
-        te.destroy_ub()
-
-
 def fp8_gathers(me: Rank) -> None:
     x = whole(1, 16 * me.num_ranks, K8)
     mine = x[16 * me.rank :][:16].contiguous()
@@ -267,7 +264,10 @@ FP8_BODIES = [fp8_gathers, fp8_scatters, fp8_bulk]
 )
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_products_are_those_of_one_process(ranks, body):
-    run_ranks(ranks, body)
+    if ranks == 1:
+        body(Rank(0, 1, b""))
+    else:
+        run_ranks(ranks, body)
 
 
 def program(me: Rank, text: str) -> None:
@@ -348,41 +348,38 @@ def test_a_communicator_may_be_given_and_stays_the_callers():
 
 def mistake(me: Rank) -> None:
     x, weight = whole(1, TOKENS * me.num_ranks, HIDDEN), whole(2, COLUMNS, HIDDEN)
+    mine = x[own(me)]
+    many = in_fp8(mine, 1.0)
+    many._scale_inv = torch.ones(2)
+
+    class Blocks(torch.Tensor):
+        _rowwise_data = None
+
+    bad: list[tuple[type[Exception], str, torch.Tensor, dict[str, Any]]] = [
+        (ValueError, "layout: expected one of TN, NN", mine, {"layout": "NT"}),
+        (ValueError, "gelu_in: expected a tensor", mine, {"gelu": True, "grad": True}),
+        (ValueError, "out: expected a tensor to accumulate into", mine, {"accumulate": True}),
+        (
+            ValueError,
+            "bias: expected None with grad",
+            mine,
+            {"bias": torch.zeros(COLUMNS), "grad": True},
+        ),
+        (TypeError, "B: expected a plain tensor, or a Float8Tensor.*got Blocks", Blocks(), {}),
+        (TypeError, "A, B: expected both in fp8, or none", in_fp8(mine, 1.0), {}),
+        (TypeError, "B: expected float8_e4m3fn or float8", in_fp8(x, 1.0, Named("kFloat8")), {}),
+        (ValueError, r"B: expected one scale of .*shape \(2,\)", many, {}),
+    ]
     with buffers(me):
         common = {"ub": te.get_ub("qkv_fprop"), "ub_type": AG}
-        bad: list[tuple[str, dict[str, Any]]] = [
-            ("layout: expected one of TN, NN", {"layout": "NT"}),
-            ("gelu_in: expected a tensor", {"gelu": True, "grad": True}),
-            ("out: expected a tensor to accumulate into", {"accumulate": True}),
-            ("bias: expected None with grad", {"bias": torch.zeros(COLUMNS), "grad": True}),
-        ]
-        for text, options in bad:
-            if me.rank == 0:
-                with pytest.raises(ValueError, match=f"all_gather: {text}"):
-                    te.general_gemm(weight, x[own(me)], **options, **common)
-            else:
-                with pytest.raises(Mismatch, match="rank 0"):
-                    te.general_gemm(weight, x[own(me)], **common)
-
-        class Blocks(torch.Tensor):
-            _rowwise_data = None
-
-        tensors: list[tuple[type[Exception], str, Any]] = [
-            (TypeError, "B: expected a plain tensor, or a Float8Tensor.*got Blocks", Blocks()),
-            (TypeError, "A, B: expected both in fp8, or none", in_fp8(x[own(me)], 1.0)),
-            (TypeError, "B: expected float8_e4m3fn or float8", in_fp8(x, 1.0, Named("kFloat8"))),
-        ]
-        many = in_fp8(x[own(me)], 1.0)
-        many._scale_inv = torch.ones(2)
-        tensors.append((ValueError, r"B: expected one scale of .*shape \(2,\)", many))
-        for kind, text, given in tensors:
+        for kind, text, given, options in bad:
             if me.rank == 0:
                 with pytest.raises(kind, match=f"all_gather: {text}"):
-                    te.general_gemm(weight, given, **common)
+                    te.general_gemm(weight, given, **options, **common)
             else:
                 with pytest.raises(Mismatch, match="rank 0"):
-                    te.general_gemm(weight, x[own(me)], **common)
-        y, *_ = te.general_gemm(weight, x[own(me)], **common)
+                    te.general_gemm(weight, mine, **common)
+        y, *_ = te.general_gemm(weight, mine, **common)
         same("y", y, F.linear(x, weight))
         with pytest.raises(ValueError, match="quantization_params: expected None"):
             te.general_gemm(weight, x, quantization_params=object(), **common)
@@ -464,35 +461,21 @@ def test_cublasmp_and_unknown_arguments_are_refused(made):
 
 def test_layers_and_defaults_are_transformer_engines():
     configs = layer_configs({}, 4)
-    assert {n for n, c in configs.items() if c["method"] == "ring_exchange"} == {
-        "qkv_fprop",
-        "fc1_fprop",
-        "proj_dgrad",
-        "fc2_dgrad",
-    }
-    assert {n for n, c in configs.items() if c["method"] == "pipeline"} == {
-        "proj_fprop",
-        "fc2_fprop",
-    }
-    assert {n for n, c in configs.items() if c["method"] == "external"} == {
-        "proj_wgrad",
-        "fc2_wgrad",
-    }
-    assert {n for n, c in configs.items() if c["is_reduce_scatter"]} == {
-        "proj_fprop",
-        "fc2_fprop",
-        "qkv_wgrad",
-        "fc1_wgrad",
-    }
     assert set(configs) == set(LAYERS) and len(configs) == 12
+    for method, names in {
+        "ring_exchange": {"qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad"},
+        "pipeline": {"proj_fprop", "fc2_fprop"},
+        "external": {"proj_wgrad", "fc2_wgrad"},
+    }.items():
+        assert {n for n, c in configs.items() if c["method"] == method} == names
+    scattered = {n for n, c in configs.items() if c["is_reduce_scatter"]}
+    assert scattered == {"proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad"}
     ring, pipeline = configs["qkv_fprop"], configs["proj_fprop"]
     assert (ring["num_sm"], ring["cga_size"], ring["num_splits"]) == (1, 1, 4)
     assert (pipeline["num_sm"], pipeline["cga_size"], pipeline["num_splits"]) == (16, 2, 4)
     assert pipeline["set_sm_margin"] and not ring["set_sm_margin"]
     quantised = layer_configs({}, 4, FP8)
-    assert {n for n, c in quantised.items() if c["fp8_buf"]} == {
-        n for n, c in configs.items() if not c["is_reduce_scatter"]
-    }
+    assert {n for n, c in quantised.items() if c["fp8_buf"]} == set(configs) - scattered
     own_rows = layer_configs({"qkv_dgrad": {"method": "ring_exchange"}}, 2)
     assert own_rows["qkv_dgrad"]["is_reduce_scatter"] and "qkv_wgrad" not in own_rows
 
@@ -502,30 +485,27 @@ def test_arguments_have_transformer_engines_names_and_defaults():
         parameters = list(inspect.signature(function).parameters.values())
         return {p.name: p.default for p in parameters if p.default is not p.empty}
 
-    assert defaults(te.CommOverlap) == {
+    of_both = {
+        "num_max_streams": 3,
+        "gemm_priority": 0,
+        "comm_priority": 0,
+        "atomic_gemm": False,
         "use_cublasmp": False,
+    }
+    assert defaults(te.CommOverlap) == of_both | {
         "comm_type": RS,
         "num_splits": 4,
-        "num_max_streams": 3,
         "comm_cga_size": 2,
-        "gemm_priority": 0,
-        "comm_priority": 0,
         "num_comm_sm": 16,
         "set_sm_margin": True,
-        "atomic_gemm": False,
         "rs_overlap_first_gemm": False,
     }
-    assert defaults(te.CommOverlapP2P) == {
-        "num_max_streams": 3,
+    assert defaults(te.CommOverlapP2P) == of_both | {
         "comm_cga_size": 1,
-        "gemm_priority": 0,
-        "comm_priority": 0,
         "num_comm_sm": 1,
         "set_sm_margin": False,
-        "atomic_gemm": False,
         "use_ce": True,
         "aggregate": False,
-        "use_cublasmp": False,
     }
     assert (RS, AG, te.CommOverlapAlgo.EXTERNAL_BULK_OVERLAP_AG) == (0, 1, 8)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import Rank, run_ranks
+from pair import run_pair
+from support import Rank
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -86,7 +87,6 @@ def losses(me: Rank, with_crossdock: bool) -> list[float]:
 
 
 def check_losses(me: Rank) -> None:
-    dist.init_process_group("gloo")
     _, ours = torchtitan()
     try:
         got, expected = losses(me, True), losses(me, False)
@@ -95,8 +95,7 @@ def check_losses(me: Rank) -> None:
         for kept in (ours._groups, ours._comms):
             while kept:
                 kept.popitem()[1].close()
-        dist.destroy_process_group()
 
 
 def test_losses_are_those_of_the_all_to_all_dispatcher() -> None:
-    run_ranks(2, check_losses, timeout=200)
+    run_pair(check_losses)

@@ -7,16 +7,47 @@ reference.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from crossdock import _core
 from crossdock.deep_ep import Buffer
+from crossdock.errors import Mismatch
 from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
+from support import Rank
+
+SECONDS = 20  # much less than the timeout, which peers must not sit out
+Mistake = tuple[dict[str, Any], str]  # arguments in place of those of a good call; the error's text
+
+MODES = [
+    "everything",
+    "by_rank_alone",
+    "worst_case",
+    "fp8_pairs",
+    "plain_bytes",
+    "repeated_ids",
+    "slices",
+    "outgrown",
+]
+ASYNC = {"previous": True, "async_finish": True}
+STREAMS = [
+    {"async_finish": True},
+    {"previous": True},
+    ASYNC,
+    {**ASYNC, "allocate_on_comm_stream": True},
+]
+
+
+def name_of(streams: dict[str, bool]) -> str:
+    return "+".join(streams) or "waiting"
 
 
 @contextlib.contextmanager
@@ -44,6 +75,38 @@ def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer
         buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
         yield buffer
         buffer.destroy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The part of every rank in a test, which some of the ranks that call it run.
+
+    Args:
+        test: is called with the rank, `arguments`, and a Buffer if it takes one.
+        first, num_ranks: which of the ranks.
+        backend: of torch's process group; ranks of nccl have a GPU each.
+        options: of the Buffer; None = there is none.
+    """
+
+    test: Callable[..., None]
+    arguments: dict[str, Any]
+    first: int
+    num_ranks: int
+    backend: str
+    options: dict[str, Any] | None
+
+    def __call__(self, me: Rank) -> None:
+        _core.default_timeout_ms()  # reads the job's secret, which ranks must do in the same job
+        me = Rank(me.rank - self.first, self.num_ranks, me.unique_id)
+        if not 0 <= me.rank < me.num_ranks:
+            return
+        if self.backend == "nccl":
+            torch.cuda.set_device(me.rank)
+        if self.options is None:
+            self.test(me=me, **self.arguments)
+            return
+        with buffer_of(me, self.backend, **self.options) as buffer:
+            self.test(me=me, buffer=buffer, **self.arguments)
 
 
 def same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -437,3 +500,29 @@ def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
         caller.combine_checked(grown, seed, weights=3)
         kept.cached_checked(handle)
         kept.combine_checked(handle, seed, 1, weights=1)
+
+
+def one_rank_errs(
+    me: Rank,
+    call: Callable[..., Any],
+    good: dict[str, Any],
+    mistakes: list[Mistake],
+    says: str = "rank 0",
+) -> None:
+    """Rank 0 makes every mistake in turn, while its peers make the good call and hear of it.
+
+    Args:
+        me, call, good, mistakes: of this rank.
+        says: a part of all texts beside the one that the mistake has.
+    """
+    for wrong, text in mistakes:
+        began = time.monotonic()
+        if me.rank == 0:
+            with pytest.raises(ValueError, match=text) as found:
+                call(**{**good, **wrong})
+            assert says in str(found.value)
+        else:
+            with pytest.raises(Mismatch) as failed:
+                call(**good)
+            assert failed.value.peer == 0
+        assert time.monotonic() - began < SECONDS

@@ -1,4 +1,4 @@
-"""The results that a Buffer must give, in plain loops that share no code with it, and batches.
+"""The results that a Buffer must give, which share no code with it (reference.py), and batches.
 
 Every rank makes the tensors of all ranks, so it can say by itself what it must receive.
 """
@@ -6,12 +6,12 @@ Every rank makes the tensors of all ranks, so it can say by itself what it must 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 import spread
-
-Place = tuple[int, int]  # source rank, token
+from reference import Routing, Row
 
 
 @dataclasses.dataclass
@@ -27,53 +27,39 @@ class Batch:
     def num_ranks(self) -> int:
         return len(self.x)
 
+    @functools.cached_property
+    def routing(self) -> Routing:
+        """The routing by rank, of the indices when it is first asked for."""
+        return Routing([idx.numpy() for idx in self.topk_idx], self.num_experts, "rank_major")
+
     def ranks_of(self, source: int, token: int) -> list[int]:
         """Where a token goes, ascending."""
-        local = self.num_experts // self.num_ranks
-        return sorted({e // local for e in self.topk_idx[source][token].tolist() if e >= 0})
+        return self.routing.goes(source)[token].nonzero()[0].tolist()
 
-    def rows(self, rank: int) -> list[Place]:
+    def rows(self, rank: int) -> list[Row]:
         """The rows that `rank` receives, in order."""
-        return [
-            (source, token)
-            for source in range(self.num_ranks)
-            for token in range(len(self.x[source]))
-            if rank in self.ranks_of(source, token)
-        ]
+        return self.routing.rows(rank)
 
     def received(self, rank: int, per_token: list[torch.Tensor]) -> torch.Tensor:
         """Rows of `per_token` (by rank, a row per token) as `rank` receives them."""
-        rows = [per_token[source][token] for source, token in self.rows(rank)]
+        rows = [per_token[row.source][row.token] for row in self.rows(rank)]
         return torch.stack(rows) if rows else per_token[rank][:0].contiguous()
 
     def received_topk(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Local experts, -1 elsewhere, and weights, 0 elsewhere."""
-        local = self.num_experts // self.num_ranks
-        ids = self.received(rank, self.topk_idx)
-        mine = (ids >= rank * local) & (ids < (rank + 1) * local)
-        weights = self.received(rank, self.topk_weights)
+        weights = [one.numpy() for one in self.topk_weights]
         return (
-            torch.where(mine, ids - rank * local, -1),
-            torch.where(mine, weights, torch.zeros(())),
+            torch.from_numpy(self.routing.recv_topk_idx(rank)),
+            torch.from_numpy(self.routing.dispatch_weights(rank, weights)),
         )
 
     def per_expert(self, rank: int, alignment: int) -> list[int]:
         """Choices per expert of `rank`, rounded up."""
-        local = self.num_experts // self.num_ranks
-        counts = [
-            sum(int((ids == e).sum()) for ids in self.topk_idx)
-            for e in range(rank * local, (rank + 1) * local)
-        ]
-        return [-(-count // alignment) * alignment for count in counts]
+        return [-(-count // alignment) * alignment for count in self.routing.counts(rank)]
 
     def prefix(self) -> torch.Tensor:
         """[W,W]: rows of each destination from sources up to the line's."""
-        ranks = range(self.num_ranks)
-        lines = [
-            [sum(place[0] <= source for place in self.rows(rank)) for rank in ranks]
-            for source in ranks
-        ]
-        return torch.tensor(lines, dtype=torch.int32)
+        return torch.from_numpy(self.routing.rank_rows().cumsum(0)).int()
 
     def per_host(self, rank: int) -> torch.Tensor | None:
         """Tokens that go to each host, each counted once; None with one host."""
@@ -86,10 +72,8 @@ class Batch:
 
     def layout(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens per rank and per expert, and whether a token goes to a rank."""
-        in_rank = torch.zeros(len(self.x[rank]), self.num_ranks, dtype=torch.bool)
-        for token in range(len(self.x[rank])):
-            in_rank[token, self.ranks_of(rank, token)] = True
-        per_rank = torch.tensor([int(column.sum()) for column in in_rank.T], dtype=torch.int32)
+        in_rank = torch.from_numpy(self.routing.goes(rank))
+        per_rank = in_rank.sum(0, dtype=torch.int32)
         counts = [int((self.topk_idx[rank] == e).sum()) for e in range(self.num_experts)]
         return per_rank, torch.tensor(counts, dtype=torch.int32), in_rank
 
@@ -105,13 +89,10 @@ class Batch:
         travels = torch.float32 if bias else dtype
         host_of = spread.hosts(self.num_ranks)
         sums = [torch.zeros(len(self.x[rank]), outputs[rank].shape[1]) for _ in set(host_of)]
-        row_at = [
-            {place: row for row, place in enumerate(self.rows(r))} for r in range(self.num_ranks)
-        ]
-        for token in range(len(self.x[rank])):
-            for peer in self.ranks_of(rank, token):
-                row = outputs[peer][row_at[peer][rank, token]]
-                sums[host_of[peer]][token] += row.float()
+        for peer in range(self.num_ranks):
+            for number, row in enumerate(self.rows(peer)):
+                if row.source == rank:
+                    sums[host_of[peer]][row.token] += outputs[peer][number].float()
         total = sums[0]
         if len(sums) > 1:
             total = torch.zeros_like(total)

@@ -18,6 +18,9 @@ from crossdock.deep_ep import Buffer
 from reference import quantised
 from slots import SlotRouting, choices, factors
 
+CASES = ["plain", "fp8", "as_vllm_calls", "as_sglang_calls", "copies", "both_modes", "shapes"]
+LOW_LATENCY = {"low_latency_mode": True}
+SHRINKING = {"low_latency_mode": True, "enable_shrink": True}
 LOCAL, TOPK, MOST = 3, 2, 8
 TOKENS = (5, 0, 8, 1)
 

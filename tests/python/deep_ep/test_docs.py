@@ -1,4 +1,4 @@
-"""The program in docs/deep_ep.md runs, and its tables name every argument there is."""
+"""The program in docs/deep_ep.md runs, and tables of the pages name every argument there is."""
 
 from __future__ import annotations
 
@@ -12,67 +12,61 @@ import pytest
 import torch
 
 import deep_ep_cases as cases
-from crossdock.deep_ep import Buffer, Config
+from crossdock.deep_ep import Buffer, Config, ElasticBuffer
 from crossdock.deep_ep._config import _LONG_NAMES
 from deep_ep_reference import make_batch
-from support import run_ranks
+from support import Rank
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "deep_ep.md"
+ELASTIC_PAGE = PAGE.with_name("deep_ep_elastic.md")
 SEED = 60
 
 
-def run_page(me: Any, program: str) -> None:
+@pytest.mark.ranks(2)
+def test_program_on_the_page_runs(me: Rank, buffer: Buffer) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     page: dict[str, Any] = {}
     exec(program, page)
     assert page["Buffer"] is Buffer
-    with cases.buffer_of(me) as buffer:
-        batch = make_batch(SEED, me.num_ranks)
+    batch = make_batch(SEED, me.num_ranks)
 
-        def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            cases.same("recv_x", x, batch.received(me.rank, batch.x))
-            for got, want in zip((idx, weights), batch.received_topk(me.rank)):
-                cases.same("top-k", got, want)
-            return x
+    def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        cases.same("recv_x", x, batch.received(me.rank, batch.x))
+        for got, want in zip((idx, weights), batch.received_topk(me.rank)):
+            cases.same("top-k", got, want)
+        return x
 
-        out = page["moe_layer"](
-            buffer,
-            batch.x[me.rank],
-            batch.topk_idx[me.rank],
-            batch.topk_weights[me.rank],
-            batch.num_experts,
-            experts,
-        )
-        outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
-        cases.same("combined_x", out, batch.combined(me.rank, outputs))
+    of_rank = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
+    out = page["moe_layer"](buffer, *of_rank, batch.num_experts, experts)
+    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
+    cases.same("combined_x", out, batch.combined(me.rank, outputs))
 
 
-def test_program_on_the_page_runs() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    run_ranks(2, run_page, program)
-
-
-def section_of(title: str) -> str:
-    page = PAGE.read_text(encoding="utf-8")
-    (section,) = re.findall(rf"### {re.escape(title)}\n(.*?)\n##", page, re.DOTALL)
+def section_of(title: str, page: pathlib.Path = PAGE) -> str:
+    text = page.read_text(encoding="utf-8")
+    (section,) = re.findall(rf"### {re.escape(title)}\n(.*?)\n##", text, re.DOTALL)
     return section
 
 
 @pytest.mark.parametrize(
-    "method",
+    "page, owner, method",
     [
-        "__init__",
-        "get_dispatch_layout",
-        "dispatch",
-        "combine",
-        "low_latency_dispatch",
-        "low_latency_combine",
-        "get_local_buffer_tensor",
+        (PAGE, Buffer, "__init__"),
+        (PAGE, Buffer, "get_dispatch_layout"),
+        (PAGE, Buffer, "dispatch"),
+        (PAGE, Buffer, "combine"),
+        (PAGE, Buffer, "low_latency_dispatch"),
+        (PAGE, Buffer, "low_latency_combine"),
+        (PAGE, Buffer, "get_local_buffer_tensor"),
+        (ELASTIC_PAGE, ElasticBuffer, "__init__"),
+        (ELASTIC_PAGE, ElasticBuffer, "dispatch"),
+        (ELASTIC_PAGE, ElasticBuffer, "combine"),
     ],
 )
-def test_page_says_what_each_argument_does(method: str) -> None:
-    title = {"__init__": "Buffer"}.get(method, method)
-    parameters = list(inspect.signature(getattr(Buffer, method)).parameters)[1:]
-    assert arguments_in(section_of(f"`{title}(...)`")) == parameters
+def test_page_says_what_each_argument_does(page: pathlib.Path, owner: type, method: str) -> None:
+    title = owner.__name__ if method == "__init__" else method
+    parameters = list(inspect.signature(getattr(owner, method)).parameters)[1:]
+    assert arguments_in(section_of(f"`{title}(...)`", page)) == parameters
 
 
 def arguments_in(section: str) -> list[str]:

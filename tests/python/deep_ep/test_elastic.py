@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import pathlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,52 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import spread
 from crossdock.deep_ep import Buffer, ElasticBuffer, EPHandle, EventOverlap
-from crossdock.errors import Mismatch
-from deep_ep_cases import process_group, same
-from deep_ep_reference import Batch
-from support import Rank, run_ranks
-from test_docs import arguments_in
+from deep_ep_cases import one_rank_errs, process_group, same
+from deep_ep_reference import Batch, make_batch
+from support import Rank
 
 EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 32, 12
-
-# DeepEP 2.1, as its callers see it.
-SIGNATURES = {
-    "__init__": "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, "
-    "hidden=0, num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, "
-    "allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3, "
-    "num_allocated_qps=0, num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, "
-    "explicitly_destroy=False",
-    "dispatch": "self, x, topk_idx=None, topk_weights=None, "
-    "cumulative_local_expert_recv_stats=None, num_experts=None, num_max_tokens_per_rank=None, "
-    "expert_alignment=None, num_sms=0, num_qps=0, previous_event=None, "
-    "previous_event_before_epilogue=None, async_with_compute_stream=False, "
-    "allocate_on_comm_stream=False, handle=None, do_handle_copy=True, do_cpu_sync=None, "
-    "do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False",
-    "combine": "self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, "
-    "previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False, "
-    "allocate_on_comm_stream=False",
-    "barrier": "self, use_comm_stream=True, with_cpu_sync=False, sequential=True",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_methods_take_what_deep_ep_takes(name: str) -> None:
-    parameters = inspect.signature(getattr(ElasticBuffer, name)).parameters.values()
-    written = ", ".join(
-        one.name if one.default is one.empty else f"{one.name}={one.default!r}"
-        for one in parameters
-    )
-    assert written == SIGNATURES[name]
-
-
-@pytest.mark.parametrize("method", ["__init__", "dispatch", "combine"])
-def test_page_says_what_each_argument_does(method: str) -> None:
-    title = f"`{'ElasticBuffer' if method == '__init__' else method}(...)`"
-    page = (pathlib.Path(__file__).parents[3] / "docs/deep_ep_elastic.md").read_text()
-    (section,) = re.findall(rf"### {re.escape(title)}\n(.*?)\n##", page, re.DOTALL)
-    parameters = list(inspect.signature(getattr(ElasticBuffer, method)).parameters)[1:]
-    assert arguments_in(section) == parameters
 
 
 @contextlib.contextmanager
@@ -72,29 +30,30 @@ def elastic(me: Rank, **options: Any) -> Iterator[ElasticBuffer]:
 
 def drawn(me: Rank, seed: int = 1) -> Batch:
     """A batch of small integers, whose sums are exact; ranks have different numbers of tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    batch = Batch(EXPERTS, [], [], [])
-    for count in ([5, 0, MOST, 1] * 2)[: me.num_ranks]:
-        ids = torch.rand(count, EXPERTS, generator=generator).topk(TOPK, dim=1).indices
-        ids[torch.rand(ids.shape, generator=generator) < 0.125] = -1
-        batch.topk_idx.append(ids)
-        batch.topk_weights.append(torch.randint(1, 9, ids.shape, generator=generator) / 8)
-        rows = torch.randint(-4, 5, (count, HIDDEN), generator=generator)
-        batch.x.append(rows.bfloat16())
+    tokens = ([5, 0, MOST, 1] * 2)[: me.num_ranks]
+    batch = make_batch(seed, me.num_ranks, tokens, HIDDEN, TOPK, EXPERTS // me.num_ranks)
+    for x, weights in zip(batch.x, batch.topk_weights):
+        x.copy_((2 * x).round().clamp(-4, 4))
+        weights.copy_((8 * weights).ceil() / 8)
     return batch
+
+
+def once_per_rank(batch: Batch, rank: int) -> torch.Tensor:
+    """The sums of rows that come back as they were sent: one from each rank that had the token."""
+    x = batch.x[rank]
+    ranks = torch.tensor([len(batch.ranks_of(rank, t)) for t in range(len(x))])
+    return (x.float() * ranks[:, None]).to(x.dtype)
 
 
 def zones(batch: Batch, rank: int) -> list[list[tuple[int, int]]]:
     """For each expert of `rank`: its received rows, as (row, choice)."""
     idx, _ = batch.received_topk(rank)
-    local = EXPERTS // batch.num_ranks
-    return [
-        [(row, k) for row in range(len(idx)) for k in range(TOPK) if idx[row, k] == expert]
-        for expert in range(local)
-    ]
+    return [(idx == expert).nonzero().tolist() for expert in range(EXPERTS // batch.num_ranks)]
 
 
-def check_compact(me: Rank, do_cpu_sync: bool | None, asynchronous: bool) -> None:
+@pytest.mark.ranks(1, 2, 4, apart=(4,))
+@pytest.mark.parametrize("do_cpu_sync, asynchronous", [(None, False), (False, True)])
+def test_rows_and_handles(me: Rank, do_cpu_sync: bool | None, asynchronous: bool) -> None:
     batch = drawn(me)
     x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
     with elastic(me) as buffer:
@@ -126,9 +85,7 @@ def check_compact(me: Rank, do_cpu_sync: bool | None, asynchronous: bool) -> Non
         assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts
         ends = torch.tensor(aligned).cumsum(0).tolist()
         assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
-        per_rank = [
-            sum(s <= source for s, _ in batch.rows(me.rank)) for source in range(me.num_ranks)
-        ]
+        per_rank = batch.prefix()[:, me.rank].tolist()
         assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank
         assert stats.tolist() == [7 + count for count in counts]
         assert handle.topk_idx is not idx and torch.equal(handle.topk_idx, idx)
@@ -138,21 +95,18 @@ def check_compact(me: Rank, do_cpu_sync: bool | None, asynchronous: bool) -> Non
         )
         if asynchronous:
             event.current_stream_wait()
-        ranks = torch.tensor([len(batch.ranks_of(me.rank, t)) for t in range(len(x))])
-        same("combined", combined, (x.float() * ranks[:, None]).to(x.dtype))
+        same("combined", combined, once_per_rank(batch, me.rank))
         same("weights", sums, weights.masked_fill(idx < 0, 0))
         again, none_idx, none_weights, other, _ = buffer.dispatch(2 * x, handle=handle)
         assert none_idx is None and none_weights is None and other is handle
         same("again", again[:real], 2 * batch.received(me.rank, batch.x))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("do_cpu_sync, asynchronous", [(None, False), (False, True)])
-def test_rows_and_handles(num_ranks: int, do_cpu_sync: bool | None, asynchronous: bool) -> None:
-    run_ranks(num_ranks, check_compact, do_cpu_sync, asynchronous, timeout=120)
-
-
-def check_expanded(me: Rank, alignment: int, do_cpu_sync: bool, reduce_first: bool) -> None:
+@pytest.mark.ranks(1, 2, 4, apart=(4,))
+@pytest.mark.parametrize(
+    "alignment, do_cpu_sync, reduce_first", [(1, True, True), (8, True, False), (8, False, True)]
+)
+def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_first: bool) -> None:
     batch = drawn(me, seed=2)
     x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
     with elastic(me, allow_multiple_reduction=reduce_first) as buffer:
@@ -197,17 +151,8 @@ def check_expanded(me: Rank, alignment: int, do_cpu_sync: bool, reduce_first: bo
         same("again", again, 2 * rows)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    "alignment, do_cpu_sync, reduce_first", [(1, True, True), (8, True, False), (8, False, True)]
-)
-def test_rows_by_expert(
-    num_ranks: int, alignment: int, do_cpu_sync: bool, reduce_first: bool
-) -> None:
-    run_ranks(num_ranks, check_expanded, alignment, do_cpu_sync, reduce_first, timeout=120)
-
-
-def check_scales(me: Rank) -> None:
+@pytest.mark.ranks(2)
+def test_scales_travel_and_lie_as_asked(me: Rank) -> None:
     batch = drawn(me, seed=3)
     idx = batch.topk_idx[me.rank]
     values = [one.to(torch.float8_e4m3fn) for one in batch.x]
@@ -235,12 +180,11 @@ def check_scales(me: Rank) -> None:
             assert sf.stride() == (1, -(-len(sf) // 4) * 4)
 
 
-def test_scales_travel_and_lie_as_asked() -> None:
-    run_ranks(2, check_scales, timeout=120)
-
-
-def check_facts(me: Rank) -> None:
+@pytest.mark.ranks(2, apart=(2,))
+def test_facts_and_mistakes(me: Rank) -> None:
     with elastic(me) as buffer:
+        hosts = len(set(spread.hosts(me.num_ranks)))
+        assert buffer.get_physical_domain_size() == (hosts, me.num_ranks // hosts)
         assert buffer.get_logical_domain_size() == (1, me.num_ranks)
         assert buffer.get_theoretical_num_sms(EXPERTS, TOPK) % 2 == 0
         assert buffer.num_max_tokens_per_rank == MOST
@@ -259,7 +203,7 @@ def check_facts(me: Rank) -> None:
             "num_experts": EXPERTS,
             "do_cpu_sync": True,
         }
-        mistakes: list[tuple[dict[str, Any], str]] = [
+        mistakes = [
             ({"topk_idx": None}, "topk_idx, num_experts: expected both"),
             ({"num_experts": 7}, "num_experts: expected a multiple of the 2 ranks, got 7"),
             ({"num_max_tokens_per_rank": 4}, "num_max_tokens_per_rank: expected .* least 5, got 4"),
@@ -269,28 +213,15 @@ def check_facts(me: Rank) -> None:
             ({"x": good["x"].double()}, "x: expected"),
             ({"previous_event": 3}, "previous_event: expected an EventOverlap"),
         ]
-        for change, text in mistakes:
-            kind: type[Exception] = ValueError
-            if me.rank == 1:
-                change, kind, text = {}, Mismatch, "rank 0 failed"
-            with pytest.raises(kind, match=text):
-                buffer.dispatch(**good | change)
+        one_rank_errs(me, buffer.dispatch, good, mistakes, says="")
         *_, handle, _ = buffer.dispatch(**good, do_expand=True, previous_event=EventOverlap())
-        rows = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
-        if me.rank == 0:
-            with pytest.raises(ValueError, match=r"x: expected .* got \[3,32\]"):
-                buffer.combine(rows, handle)
-        else:
-            with pytest.raises(Mismatch, match="rank 0"):
-                fit = rows.new_zeros(handle.num_expanded_tokens, HIDDEN)
-                buffer.combine(fit, handle)
+        rows = torch.zeros(handle.num_expanded_tokens, HIDDEN, dtype=torch.bfloat16)
+        few = ({"x": rows.new_zeros(3, HIDDEN)}, r"x: expected .* got \[3,32\]")
+        one_rank_errs(me, buffer.combine, {"x": rows, "handle": handle}, [few])
 
 
-def test_facts_and_mistakes() -> None:
-    run_ranks(2, check_facts, timeout=120)
-
-
-def check_beside_low_latency(me: Rank) -> None:
+@pytest.mark.ranks(2)
+def test_few_tokens_have_a_buffer_of_their_own_beside_it(me: Rank) -> None:
     batch = drawn(me)
     x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
     with elastic(me) as prefill:
@@ -300,8 +231,7 @@ def check_beside_low_latency(me: Rank) -> None:
             rows, _, _, handle, _ = prefill.dispatch(x, idx, weights, num_experts=EXPERTS)
             same("rows", rows, batch.received(me.rank, batch.x))
             combined, _, _ = prefill.combine(rows, handle)
-            ranks = torch.tensor([len(batch.ranks_of(me.rank, t)) for t in range(len(x))])
-            same("combined", combined, (x.float() * ranks[:, None]).to(x.dtype))
+            same("combined", combined, once_per_rank(batch, me.rank))
             slots, _, slot_handle, _, _ = decode.low_latency_dispatch(
                 x, idx, MOST, EXPERTS, use_fp8=False
             )
@@ -309,7 +239,3 @@ def check_beside_low_latency(me: Rank) -> None:
             wanted = (weights * (idx >= 0)).sum(1, keepdim=True) * x.float()
             same("decoded", decoded, wanted.to(x.dtype))
         decode.destroy()
-
-
-def test_few_tokens_have_a_buffer_of_their_own_beside_it() -> None:
-    run_ranks(2, check_beside_low_latency)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ import torch.distributed as dist
 
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.errors import Mismatch, PeerLost
+from crossdock.errors import PeerLost
 from deep_ep_reference import Batch, make_batch
-from support import run_ranks
+from support import Rank
 
 SEED = 70
 
@@ -39,50 +38,45 @@ def tensors_of(batch: Batch, rank: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def unpack(me: Any) -> None:
-    with cases.buffer_of(me) as buffer:
-        batch = make_batch(SEED, me.num_ranks)
-        caller = cases.Caller(buffer, batch)
-        handle = caller.dispatch_checked()
-        assert isinstance(handle, tuple) and len(handle) == 6
-        names = (
-            "rank_prefix_matrix",
-            "channel_prefix_matrix",
-            "recv_channel_prefix_matrix",
-            "recv_src_idx",
-            "is_token_in_rank",
-            "send_head",
-        )
-        prefix, channel, recv_channel, source, in_rank, head = handle
-        got = (prefix, channel, recv_channel, source, in_rank, head)
-        for number, (name, want) in enumerate(zip(names, tensors_of(batch, me.rank))):
-            cases.same(name, got[number], want)
-            cases.same(name, handle[number], want)
-        cases.same("the last one", handle[-1], head)
-        assert len(handle[1:3]) == 2
-        # Any tuple or list that callers make of the six is a handle.
-        for again in (tuple(handle), list(handle), (*handle,)):
-            caller.cached_checked(again)
-            caller.combine_checked(again, SEED, 1, weights=3)
-        with pytest.raises(TypeError, match="in the process that made it only"):
-            pickle.dumps(handle)
-        for copied in (copy.deepcopy, copy.copy):
-            with pytest.raises(TypeError, match="in the process that made it only"):
-                copied(handle)
-        assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(me.rank))} rows)"
-
-
-def test_handle_unpacks_as_deep_eps_six_tensors() -> None:
+@pytest.mark.ranks(3)
+def test_handle_unpacks_as_deep_eps_six_tensors(me: Rank, buffer: Buffer) -> None:
     print(f"seed {SEED}")
-    run_ranks(3, unpack)
+    batch = make_batch(SEED, me.num_ranks)
+    caller = cases.Caller(buffer, batch)
+    handle = caller.dispatch_checked()
+    assert isinstance(handle, tuple) and len(handle) == 6
+    names = (
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "recv_src_idx",
+        "is_token_in_rank",
+        "send_head",
+    )
+    unpacked = (*handle,)
+    for number, (name, want) in enumerate(zip(names, tensors_of(batch, me.rank))):
+        cases.same(name, unpacked[number], want)
+        cases.same(name, handle[number], want)
+    cases.same("the last one", handle[-1], unpacked[5])
+    assert len(handle[1:3]) == 2
+    # Any tuple or list that callers make of the six is a handle.
+    for again in (tuple(handle), list(handle), unpacked):
+        caller.cached_checked(again)
+        caller.combine_checked(again, SEED, 1, weights=3)
+    for copied in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match="in the process that made it only"):
+            copied(handle)
+    assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(me.rank))} rows)"
 
 
-def replace_buffer(me: Any) -> None:
+@pytest.mark.ranks(3, apart=(3,))
+def test_handle_serves_with_another_buffer_when_its_own_is_gone(me: Rank) -> None:
+    print(f"seed {SEED}")
     with cases.process_group(me):
-        replace_in_group(me)
+        replace_buffer(me)
 
 
-def replace_in_group(me: Any) -> None:
+def replace_buffer(me: Rank) -> None:
     first = Buffer(dist.group.WORLD)
     caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
     handle = caller.dispatch_checked()
@@ -98,12 +92,8 @@ def replace_in_group(me: Any) -> None:
     caller.cached_checked(handle)
     caller.cached_checked(again)
     # One rank's mistake is told to the peers as ever.
-    if me.rank == 0:
-        with pytest.raises(ValueError, match="x: expected"):
-            larger.dispatch(caller.x[1:], handle)
-    else:
-        with pytest.raises(Mismatch):
-            larger.dispatch(caller.x, handle)
+    wrong = [({"x": caller.x[1:]}, "x: expected")]
+    cases.one_rank_errs(me, larger.dispatch, {"x": caller.x, "handle": handle}, wrong)
     caller.cached_checked(handle)
     assert not home.comm.closed
     del handle
@@ -112,52 +102,34 @@ def replace_in_group(me: Any) -> None:
     cases.everything(larger, SEED)
 
 
-def test_handle_serves_with_another_buffer_when_its_own_is_gone() -> None:
-    print(f"seed {SEED}")
-    run_ranks(3, replace_buffer)
+@pytest.mark.ranks(2, apart=(2,))
+def test_handle_serves_after_its_buffer_is_destroyed(me: Rank, buffer: Buffer) -> None:
+    first = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
+    handle = caller.dispatch_checked()
+    first.destroy()
+    caller.buffer = buffer
+    caller.cached_checked(handle)
+    caller.combine_checked(handle, SEED)
+    if me.rank == 0:
+        del handle
+        gc.collect()
+    else:
+        with pytest.raises(PeerLost):
+            while True:
+                caller.cached_checked(handle)
+    cases.everything(buffer, SEED)
 
 
-def use_after_destroy(me: Any) -> None:
-    with cases.buffer_of(me) as other:
-        first = Buffer(dist.group.WORLD, explicitly_destroy=True)
-        caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
-        handle = caller.dispatch_checked()
-        first.destroy()
-        caller.buffer = other
-        caller.cached_checked(handle)
-        caller.combine_checked(handle, SEED)
-        if me.rank == 0:
-            del handle
-            gc.collect()
-        else:
-            with pytest.raises(PeerLost):
-                while True:
-                    caller.cached_checked(handle)
-        cases.everything(other, SEED)
-
-
-def test_handle_serves_after_its_buffer_is_destroyed() -> None:
-    run_ranks(2, use_after_destroy)
-
-
-def mix_sizes(me: Any) -> None:
-    with cases.buffer_of(me) as buffer:
-        alone = [dist.new_group([rank]) for rank in range(me.num_ranks)][me.rank]
-        small = Buffer(alone, explicitly_destroy=True)
-        caller = cases.Caller(small, make_batch(SEED, 1))
-        handle = caller.dispatch_checked()
-        for call in (buffer.dispatch, buffer.combine):
-            with pytest.raises(
-                ValueError,
-                match=(
-                    f"handle: expected one of rank {me.rank} of 2 "
-                    "on cpu, got one of rank 0 of 1 on cpu"
-                ),
-            ):
-                call(caller.x, handle)
-        small.destroy()
-        cases.everything(buffer, SEED)
-
-
-def test_handle_of_another_number_of_ranks_is_refused() -> None:
-    run_ranks(2, mix_sizes)
+@pytest.mark.ranks(2)
+def test_handle_of_another_number_of_ranks_is_refused(me: Rank, buffer: Buffer) -> None:
+    alone = [dist.new_group([rank]) for rank in range(me.num_ranks)][me.rank]
+    small = Buffer(alone, explicitly_destroy=True)
+    caller = cases.Caller(small, make_batch(SEED, 1))
+    handle = caller.dispatch_checked()
+    text = f"handle: expected one of rank {me.rank} of 2 on cpu, got one of rank 0 of 1 on cpu"
+    for call in (buffer.dispatch, buffer.combine):
+        with pytest.raises(ValueError, match=text):
+            call(caller.x, handle)
+    small.destroy()
+    cases.everything(buffer, SEED)

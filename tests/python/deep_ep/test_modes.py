@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import deep_ep_cases as cases
-from support import run_ranks
+import spread
+from crossdock.deep_ep import Buffer
+from support import Rank
 
 SEED = 20
 
 
-def run_case(me: Any, name: str, seed: int, streams: dict[str, bool]) -> None:
-    with cases.buffer_of(me) as buffer:
-        getattr(cases, name)(buffer, seed, **streams)
-
-
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.representative), 3, 4])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "everything",
-        "by_rank_alone",
-        "worst_case",
-        "fp8_pairs",
-        "plain_bytes",
-        "repeated_ids",
-        "slices",
-        "outgrown",
-    ],
-)
-def test_mode_equals_reference(name: str, num_ranks: int) -> None:
+@pytest.mark.ranks(1, 2, 4, apart=(4,), representative=2)
+@pytest.mark.parametrize("name", cases.MODES)
+def test_mode_equals_reference(me: Rank, buffer: Buffer, name: str) -> None:
     print(f"seed {SEED}")
-    run_ranks(num_ranks, run_case, name, SEED, {})
+    assert buffer.num_rdma_ranks == len(set(spread.hosts(me.num_ranks)))
+    getattr(cases, name)(buffer, SEED)
 
 
-@pytest.mark.parametrize(
-    "streams",
-    [
-        {"async_finish": True},
-        {"previous": True},
-        {"previous": True, "async_finish": True},
-        {"previous": True, "async_finish": True, "allocate_on_comm_stream": True},
-    ],
-    ids=lambda streams: "+".join(streams),
-)
-def test_arguments_about_streams_change_no_result(streams: dict[str, bool]) -> None:
+@pytest.mark.ranks(3, apart=(3,))
+def test_modes_equal_reference_on_an_odd_number_of_ranks(me: Rank, buffer: Buffer) -> None:
+    print(f"seed {SEED}")
+    for name in cases.MODES:
+        getattr(cases, name)(buffer, SEED)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("streams", cases.STREAMS, ids=cases.name_of)
+def test_arguments_about_streams_change_no_result(
+    me: Rank, buffer: Buffer, streams: dict[str, bool]
+) -> None:
     print(f"seed {SEED}")
     for name in ("everything", "by_rank_alone", "worst_case"):
-        run_ranks(2, run_case, name, SEED, streams)
+        getattr(cases, name)(buffer, SEED, **streams)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -28,40 +27,56 @@ assert deep_ep_cpp.is_sm90_compiled() == Buffer.is_sm90_compiled()
 assert deep_ep_cpp.topk_idx_t is topk_idx_t
 for name in ("deep_ep", "deep_ep_cpp"):
     assert importlib.util.find_spec(name) is not None
-print("fine")
+"""
+WITH_ALIAS = f"import sys; sys.path.insert(0, {str(ALIAS)!r}); "
+BEGINNINGS = {
+    "installed": "from crossdock.deep_ep import install; install(); install()",
+    "alias": WITH_ALIAS + "import deep_ep",
+    "alias of its C++ module": WITH_ALIAS + "import deep_ep_cpp",
+}
+ANOTHER = """
+import sys
+sys.path.insert(0, {folder!r})
+import deep_ep
+from crossdock.deep_ep import install
+try:
+    install()
+    raise AssertionError("it is replaced")
+except ImportError as error:
+    place = {folder!r} + "/deep_ep.py"
+    text = "install: expected that no other deep_ep has been imported, got " + place
+    assert text in str(error), error
+try:
+    import deep_ep_cpp
+    raise AssertionError("something has changed")
+except ModuleNotFoundError as error:
+    assert "No module named 'deep_ep_cpp'" in str(error), error
 """
 
 
-def run(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=False, text=True, capture_output=True, timeout=120
-    )
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def new_process() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have imported torch, which takes long, and nothing of Crossdock's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
 
 
-def test_installed_names_are_this_package() -> None:
-    twice = "from crossdock.deep_ep import install; install(); install()"
-    assert run(twice + IMPORTS) == "fine\n"
+def run(context: multiprocessing.context.ForkServerContext, program: str) -> None:
+    process = context.Process(target=exec, args=(program,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0, "its error is above"
 
 
-@pytest.mark.parametrize("first", ["deep_ep", "deep_ep_cpp"])
-def test_alias_package_gives_this_package(first: str) -> None:
-    begin = f"import sys; sys.path.insert(0, {str(ALIAS)!r}); import {first}\n"
-    assert run(begin + IMPORTS) == "fine\n"
+@pytest.mark.parametrize("beginning", BEGINNINGS.values(), ids=BEGINNINGS.keys())
+def test_deep_eps_names_are_this_package(new_process, beginning: str) -> None:
+    run(new_process, beginning + IMPORTS)
 
 
-def test_another_deep_ep_is_not_replaced_once_it_is_imported(tmp_path: pathlib.Path) -> None:
+def test_another_deep_ep_is_not_replaced_once_it_is_imported(new_process, tmp_path) -> None:
     (tmp_path / "deep_ep.py").write_text("Buffer = 3")
-    said = run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import deep_ep\n"
-        "from crossdock.deep_ep import install\n"
-        "try: install()\n"
-        "except ImportError as error: print(error)\n"
-        "import deep_ep_cpp"
-    )
-    place = tmp_path / "deep_ep.py"
-    assert f"install: expected that no other deep_ep has been imported, got {place}" in said
-    assert "No module named 'deep_ep_cpp'" in said  # nothing has changed
+    run(new_process, ANOTHER.format(folder=str(tmp_path)))
 
 
 def test_names_that_are_not_there_are_named() -> None:

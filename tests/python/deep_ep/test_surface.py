@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from crossdock import deep_ep
-from crossdock.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from crossdock.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
 
 LAYOUT_TAIL = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
-# DeepEP 1.2, as its callers see it.
-SIGNATURES = {
+# DeepEP 1.2 and 2.1, as their callers see them.
+OF_BUFFER = {
     "__init__": "self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, "
     "num_qps_per_rank=24, allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, "
     "use_fabric=False, explicitly_destroy=False, enable_shrink=False, comm=None",
@@ -44,6 +44,24 @@ SIGNATURES = {
     "low_latency_query_mask_buffer": "self, mask_status",
     "low_latency_clean_mask_buffer": "self",
 }
+OF_ELASTIC_BUFFER = {
+    "__init__": "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, "
+    "hidden=0, num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, "
+    "allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3, "
+    "num_allocated_qps=0, num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, "
+    "explicitly_destroy=False",
+    "dispatch": "self, x, topk_idx=None, topk_weights=None, "
+    "cumulative_local_expert_recv_stats=None, num_experts=None, num_max_tokens_per_rank=None, "
+    "expert_alignment=None, num_sms=0, num_qps=0, previous_event=None, "
+    "previous_event_before_epilogue=None, async_with_compute_stream=False, "
+    "allocate_on_comm_stream=False, handle=None, do_handle_copy=True, do_cpu_sync=None, "
+    "do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False",
+    "combine": "self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, "
+    "previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False, "
+    "allocate_on_comm_stream=False",
+    "barrier": "self, use_comm_stream=True, with_cpu_sync=False, sequential=True",
+}
+SIGNATURES = {Buffer: OF_BUFFER, ElasticBuffer: OF_ELASTIC_BUFFER}
 
 
 def written(function: typing.Callable[..., object]) -> str:
@@ -56,24 +74,17 @@ def written(function: typing.Callable[..., object]) -> str:
     )
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_methods_take_what_deep_ep_takes(name: str) -> None:
-    assert written(getattr(Buffer, name)) == SIGNATURES[name]
-
-
 @pytest.mark.parametrize(
-    "name",
-    [
-        "is_sm90_compiled",
-        "set_num_sms",
-        "capture",
-        "get_dispatch_config",
-        "get_combine_config",
-        "get_low_latency_rdma_size_hint",
-    ],
+    "owner, name", [(owner, name) for owner, methods in SIGNATURES.items() for name in methods]
 )
-def test_static_methods_need_no_buffer(name: str) -> None:
-    assert isinstance(inspect.getattr_static(Buffer, name), staticmethod)
+def test_methods_take_what_deep_ep_takes(owner: type, name: str) -> None:
+    assert written(getattr(owner, name)) == SIGNATURES[owner][name]
+
+
+def test_static_methods_need_no_buffer() -> None:
+    for name, taken in OF_BUFFER.items():
+        is_static = isinstance(inspect.getattr_static(Buffer, name), staticmethod)
+        assert is_static == (not taken.startswith("self")), name
 
 
 def test_package_has_the_names_that_callers_import() -> None:
@@ -172,11 +183,8 @@ def test_event_keeps_tensors_alive() -> None:
         pass
 
 
-def test_buffer_needs_a_group() -> None:
+def test_refused_arguments_are_refused_before_ranks_meet() -> None:
     with pytest.raises(ValueError, match="group: expected a process group, or comm"):
         Buffer(None)
-
-
-def test_refused_arguments_are_refused_before_ranks_meet() -> None:
     with pytest.raises(ValueError, match="num_nvl_bytes: expected at least 0, got -1"):
         Buffer(None, -1)

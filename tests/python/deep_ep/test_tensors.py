@@ -14,57 +14,47 @@ import torch.multiprocessing
 
 import deep_ep_cases as cases
 from crossdock import _core
-from crossdock.deep_ep import _memory
+from crossdock.deep_ep import Buffer, _memory
 from crossdock.deep_ep._memory import ReceiveMemory, set_bytes
 from crossdock.errors import OutOfMemory
 from deep_ep_reference import make_batch
-from support import run_ranks
+from support import Rank
 
 SEED = 80
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-def use_like_any_other(me: Any) -> None:
-    with cases.buffer_of(me) as buffer:
-        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, hidden=256))
-        pair = (caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 2))
-        (x, scales), idx, weights, _, handle, _ = caller.dispatch(pair, **caller.topk())
-        combined, combined_weights, _ = buffer.combine(
-            x.to(torch.bfloat16), handle, weights.clone()
-        )
-        for tensor in (x, scales, idx, weights, combined, combined_weights, *handle):
-            assert type(tensor) is torch.Tensor and tensor.is_leaf
-            assert tensor._base is None and tensor.storage_offset() == 0, tensor
-            torch.save(tensor, io.BytesIO())
-            view = tensor[:, :1] if tensor.ndim > 1 else tensor[:1]
-            assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        kept = x.view(torch.uint8).clone()
-        for tensor in (scales, idx, weights):
-            tensor.untyped_storage().resize_(0)
-            assert tensor.untyped_storage().nbytes() == 0
-        # Nothing of another tensor went with it.
-        cases.same("recv_x", x.view(torch.uint8), kept)
-        x.untyped_storage().resize_(0)
-        x.untyped_storage().resize_(x.numel())
-        caller.cached_checked(handle)
+@pytest.mark.ranks(2)
+def test_results_behave_like_torchs_tensors(me: Rank, buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, hidden=256))
+    pair = (caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 2))
+    (x, scales), idx, weights, _, handle, _ = caller.dispatch(pair, **caller.topk())
+    combined, combined_weights, _ = buffer.combine(x.to(torch.bfloat16), handle, weights.clone())
+    for tensor in (x, scales, idx, weights, combined, combined_weights, *handle):
+        assert type(tensor) is torch.Tensor and tensor.is_leaf
+        assert tensor._base is None and tensor.storage_offset() == 0, tensor
+        torch.save(tensor, io.BytesIO())
+        view = tensor[:, :1] if tensor.ndim > 1 else tensor[:1]
+        assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    kept = x.view(torch.uint8).clone()
+    for tensor in (scales, idx, weights):
+        tensor.untyped_storage().resize_(0)
+        assert tensor.untyped_storage().nbytes() == 0
+    # Nothing of another tensor went with it.
+    cases.same("recv_x", x.view(torch.uint8), kept)
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(x.numel())
+    caller.cached_checked(handle)
 
 
-def test_results_behave_like_torchs_tensors() -> None:
-    run_ranks(2, use_like_any_other)
-
-
-def send(me: Any) -> None:
-    with cases.buffer_of(me) as buffer:
-        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
-        x, *_ = caller.dispatch(**caller.topk())
-        queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        queue.put(x)
-        cases.same("through a queue", queue.get(), x)
-
-
-def test_results_on_the_cpu_can_be_sent_to_other_processes() -> None:
-    run_ranks(1, send)
+@pytest.mark.ranks(1)
+def test_results_on_the_cpu_can_be_sent_to_other_processes(me: Rank, buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+    x, *_ = caller.dispatch(**caller.topk())
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    queue.put(x)
+    cases.same("through a queue", queue.get(), x)
 
 
 # ---- Segments ------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
 STREAM = 7
 FAILED = torch.full((EXPERTS,), -1, dtype=torch.int32).numpy().tobytes()
 
+BAD = InvalidArgument("bad", status="XD_ERROR_INVALID_ARGUMENT")
+
 Log = list[Any]
 
 
@@ -164,21 +166,37 @@ def turns(log: Log) -> Log:
     return [one for one in order if one != "caller waits for lane"]
 
 
-def mismatch(text: str = "of earlier") -> Mismatch:
-    return Mismatch(text, status="XD_ERROR_MISMATCH")
+def mismatch() -> Mismatch:
+    return Mismatch("of earlier", status="XD_ERROR_MISMATCH")
 
 
-def test_rank_that_hears_of_an_earlier_failure_takes_part_in_the_dispatch(log: Log) -> None:
+def some_event() -> EventOverlap:
+    event = EventHandle()
+    event.event = SimpleNamespace()
+    return EventOverlap(event)
+
+
+READ = ["prepare", "host waits", "state read"]
+END = ["host waits", "state read"]
+COUNTS = torch.ones(EXPERTS, dtype=torch.int32).numpy().tobytes()
+
+
+@pytest.mark.parametrize("topk", [True, False])
+def test_rank_that_hears_of_an_earlier_failure_takes_its_turns(log: Log, topk: bool) -> None:
+    """Without top-k, peers hear of it in the exchange of counts."""
     with pytest.raises(Mismatch, match="of earlier"):
-        dispatch(Device(log, [mismatch()]))
-    assert turns(log) == [
-        "prepare",
-        "host waits",
-        "state read",
-        (DISPATCH, "of earlier"),
-        "host waits",
-        "state read",
-    ]
+        dispatch(Device(log, [mismatch()]), topk)
+    exchange = [] if topk else [("gather", FAILED)]
+    assert turns(log) == [*READ, *exchange, (DISPATCH, "of earlier"), *END]
+
+
+def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Log) -> None:
+    device = Device(log)
+    device.exchange.all_gather = lambda row: [COUNTS, FAILED]
+    with pytest.raises(Mismatch, match=r"dispatch: rank 1 failed \(rank 0\)") as found:
+        dispatch(device, topk=False)
+    assert found.value.peer == 1
+    assert turns(log) == [*READ, (DISPATCH, str(found.value)), *END]
 
 
 def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
@@ -193,92 +211,58 @@ def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
     assert turns(log) == ["prepare", (DISPATCH, "now")]
 
 
-def test_rank_that_fails_without_topk_takes_part_in_the_exchange_of_counts(log: Log) -> None:
-    with pytest.raises(Mismatch, match="of earlier"):
-        dispatch(Device(log, [mismatch()]), topk=False)
-    assert turns(log) == [
-        "prepare",
-        "host waits",
-        "state read",
-        ("gather", FAILED),
-        (DISPATCH, "of earlier"),
-        "host waits",
-        "state read",
-    ]
-
-
-def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Log) -> None:
-    device = Device(log)
-    counts = torch.zeros(EXPERTS, dtype=torch.int32).numpy().tobytes()
-    device.exchange.all_gather = lambda row: [counts, FAILED]
-    text = r"dispatch: rank 1 failed \(rank 0\)"
-    with pytest.raises(Mismatch, match=text) as found:
-        dispatch(device, topk=False)
-    assert found.value.peer == 1
-    assert turns(log) == [
-        "prepare",
-        "host waits",
-        "state read",
-        (DISPATCH, str(found.value)),
-        "host waits",
-        "state read",
-    ]
-
-
-def test_mistake_that_the_call_finds_is_not_told_again(log: Log) -> None:
-    device = Device(log)
-    device.group.errors["dispatch"] = InvalidArgument("bad", status="XD_ERROR_INVALID_ARGUMENT")
-    device.lease.failure = lambda: log.append("state read")  # none so far
-    with pytest.raises(InvalidArgument, match="bad"):
-        dispatch(device)
-    assert turns(log) == [
-        "prepare",
-        "host waits",
-        "state read",
-        "dispatch",
-        "host waits",
-        "state read",
-    ]
-
-
-def test_host_does_not_wait_for_a_failure_that_peers_hear_of_later(log: Log) -> None:
-    device = Device(log)
-    device.group.errors["prepare"] = InvalidArgument("bad", status="XD_ERROR_INVALID_ARGUMENT")
-    with pytest.raises(InvalidArgument, match="bad"):
-        dispatch(device, worst_tokens=8)
-    assert turns(log) == ["prepare", (DISPATCH, "bad")]
-
-
-def test_good_dispatch_joins_nothing(log: Log) -> None:
-    for topk in (True, False):
-        log.clear()
-        dispatch(Device(log), topk)
-        counts = torch.ones(EXPERTS, dtype=torch.int32).numpy().tobytes()
-        gather = [] if topk else [("gather", counts)]
-        assert turns(log) == ["prepare", "host waits", "state read", *gather, "dispatch"]
-
-
-def combine_badly(device: Device) -> None:
-    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
-    plan = torch.zeros(64, dtype=torch.uint8)
-    routing = Routing(device.lease, plan, TOKENS, TOKENS)
-    with Call(device.lease, COMBINE, COMBINE) as call:
-        combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
-
-
-def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(
-    log: Log, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "operation, worst_tokens, expected",
+    [
+        # A mistake that the call finds is not told again.
+        ("dispatch", 0, [*READ, "dispatch", *END]),
+        # The host does not wait for a failure that peers hear of later.
+        ("prepare", 8, ["prepare", (DISPATCH, "bad")]),
+    ],
+)
+def test_mistake_that_a_call_finds_is_told_once(
+    log: Log, operation: str, worst_tokens: int, expected: Log
 ) -> None:
+    device = Device(log)
+    device.group.errors[operation] = BAD
+    with pytest.raises(InvalidArgument, match="bad"):
+        dispatch(device, worst_tokens=worst_tokens)
+    assert turns(log) == expected
+
+
+@pytest.mark.parametrize("topk", [True, False])
+def test_good_dispatch_joins_nothing(log: Log, topk: bool) -> None:
+    dispatch(Device(log), topk)
+    exchange = [] if topk else [("gather", COUNTS)]
+    assert turns(log) == [*READ, *exchange, "dispatch"]
+
+
+def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
+    device = Device(log)
+
+    def refuse(event: object) -> None:
+        raise RuntimeError("no event")
+
+    device.lane.stream.wait_event = refuse
+    with pytest.raises(RuntimeError, match="no event"):
+        dispatch(device, previous_event=some_event())
+    assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), *END]
+
+
+def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
     device = Device(log)
     combine_one = device.group.combine
 
     def fail_next(*args: Any) -> None:
         combine_one(*args)
-        device.group.errors["combine"] = InvalidArgument("bad", status="")
+        device.group.errors["combine"] = BAD
 
-    monkeypatch.setattr(device.group, "combine", fail_next)
+    device.group.combine = fail_next  # type: ignore[method-assign]
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    routing = Routing(device.lease, torch.zeros(64, dtype=torch.uint8), TOKENS, TOKENS)
     with pytest.raises(InvalidArgument, match="bad"):
-        combine_badly(device)
+        with Call(device.lease, COMBINE, COMBINE) as call:
+            combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
     assert log[-4:] == ["on lane", "combine", "combine", "caller waits for lane"]
 
 
@@ -289,22 +273,6 @@ def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> 
 
 
 def test_lane_that_allocates_does_not_wait_for_the_caller(log: Log) -> None:
-    event = EventHandle()
-    event.event = SimpleNamespace()
-    with LaneWork(Device(log).lane, EventOverlap(event), True) as work, work.allocating():
+    with LaneWork(Device(log).lane, some_event(), True) as work, work.allocating():
         log.append("allocated")
     assert log == ["lane waits for an event", "on lane", "allocated"]
-
-
-def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
-    device = Device(log)
-
-    def refuse(event: object) -> None:
-        raise RuntimeError("no event")
-
-    device.lane.stream.wait_event = refuse
-    event = EventHandle()
-    event.event = SimpleNamespace()
-    with pytest.raises(RuntimeError, match="no event"):
-        dispatch(device, previous_event=EventOverlap(event))
-    assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), "host waits", "state read"]

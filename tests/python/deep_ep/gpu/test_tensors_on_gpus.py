@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import pytest
 import torch
@@ -11,184 +10,142 @@ import torch.distributed as dist
 
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, _memory
-from deep_ep_reference import make_batch
-from support import run_ranks
-
-pytestmark = pytest.mark.gpu
+from deep_ep_reference import Batch, make_batch
+from support import Rank
 
 SEED = 90
-RANKS = min(4, max(1, torch.cuda.device_count()))
 SLEEP_CYCLES = 100_000_000  # about 50 ms
-ASYNC = {"previous": True, "async_finish": True}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(min(4, max(1, torch.cuda.device_count())))]
 
 
-def on_gpu(me: Any) -> Any:
-    """A Buffer on this rank's GPU."""
-    torch.cuda.set_device(me.rank)
-    return cases.buffer_of(me, "nccl")
-
-
-def large_batch(me: Any) -> Any:
+def large_batch(me: Rank) -> Batch:
     return make_batch(
         SEED, me.num_ranks, tokens=[500 - 3 * rank for rank in range(me.num_ranks)], hidden=2048
     )
 
 
-def lie_in_symmetric_memory(me: Any) -> None:
-    with on_gpu(me) as buffer:
-        memory = buffer._live().memory
-        caller = cases.Caller(buffer, large_batch(me))
-        pair = caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 16, device="cuda")
-        (x, scales), idx, weights, *_ = caller.dispatch(pair, **caller.topk())
-        for name, tensor in {"x": x, "scales": scales, "idx": idx, "weights": weights}.items():
-            assert memory.owns(tensor), name
-            assert tensor._base is None and tensor.storage_offset() == 0
-        # A cached dispatch takes the place of rows that died, with what it needs and no more.
-        handle = caller.dispatch_checked()
-        del x, scales, idx, weights, tensor
+def test_results_lie_in_symmetric_memory(me: Rank, buffer: Buffer) -> None:
+    print(f"seed {SEED}")
+    memory = buffer._live().memory
+    caller = cases.Caller(buffer, large_batch(me))
+    pair = caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 16, device="cuda")
+    (x, scales), idx, weights, *_ = caller.dispatch(pair, **caller.topk())
+    for name, tensor in {"x": x, "scales": scales, "idx": idx, "weights": weights}.items():
+        assert memory.owns(tensor), name
+        assert tensor._base is None and tensor.storage_offset() == 0
+    # A cached dispatch takes the place of rows that died, with what it needs and no more.
+    handle = caller.dispatch_checked()
+    del x, scales, idx, weights, tensor
+    rows, *_ = buffer.dispatch(caller.x, handle)
+    places = set()
+    for _ in range(6):
+        assert memory.owns(rows)
+        places.add(rows.data_ptr())
         rows, *_ = buffer.dispatch(caller.x, handle)
-        places = set()
-        for _ in range(6):
-            assert memory.owns(rows)
-            places.add(rows.data_ptr())
-            rows, *_ = buffer.dispatch(caller.x, handle)
-            caller.check_rows(rows)
-        assert len(places) <= 2
+        caller.check_rows(rows)
+    assert len(places) <= 2
 
 
-def test_results_lie_in_symmetric_memory() -> None:
-    print(f"seed {SEED}")
-    run_ranks(RANKS, lie_in_symmetric_memory, timeout=180)
-
-
-def use_on_side_stream(me: Any, streams: dict[str, bool]) -> None:
+@pytest.mark.parametrize("streams", [{}, *cases.STREAMS[2:]], ids=cases.name_of)
+def test_record_stream_keeps_memory_for_another_stream(
+    me: Rank, buffer: Buffer, streams: dict[str, bool]
+) -> None:
     """Another stream still copies rows, after a while, when they are dropped."""
-    with on_gpu(me) as buffer:
-        memory = buffer._live().memory
-        batch = large_batch(me)
-        caller = cases.Caller(buffer, batch, **streams)
-        handle = caller.dispatch_checked()
-        want = caller.on_device(batch.received(me.rank, batch.x))
-        side = torch.cuda.Stream()
-        owned, copies = [], []
-        for number in range(8):
-            rows, *_, event = buffer.dispatch(caller.x * 2.0**number, handle, **caller.events())
-            caller.wait(event)
-            owned.append(memory.owns(rows))
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(SLEEP_CYCLES)
-                copies.append(rows.clone())
-            rows.record_stream(side)
-            del rows
-        torch.cuda.synchronize()
-        assert owned[0], "no row lay in symmetric memory"
-        wrong = [int((copy != want * 2.0**number).sum()) for number, copy in enumerate(copies)]
-        assert wrong == [0] * len(copies)
-
-
-@pytest.mark.parametrize(
-    "streams",
-    [{}, ASYNC, {**ASYNC, "allocate_on_comm_stream": True}],
-    ids=lambda streams: "+".join(streams) or "waiting",
-)
-def test_record_stream_keeps_memory_for_another_stream(streams: dict[str, bool]) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, use_on_side_stream, streams, timeout=180)
-
-
-def free_by_resizing(me: Any) -> None:
-    with on_gpu(me) as buffer:
-        memory = buffer._live().memory
-        caller = cases.Caller(buffer, large_batch(me))
-        x, idx, weights, _, handle, _ = caller.dispatch(**caller.topk())
-        before = x.data_ptr()
-        x.untyped_storage().resize_(0)
-        again, *_ = buffer.dispatch(caller.x, handle)
-        assert again.data_ptr() == before and memory.owns(again)
-        caller.check_rows(again)
-        cases.same("recv_topk_idx", idx, caller.batch.received_topk(me.rank)[0])
-        cases.same("recv_topk_weights", weights, caller.batch.received_topk(me.rank)[1])
-        x.untyped_storage().resize_(2 * x.numel())
-        x.copy_(again)
-        caller.check_rows(x)
-
-
-def test_memory_of_a_storage_that_is_resized_to_nothing_serves_the_next() -> None:
-    run_ranks(RANKS, free_by_resizing, timeout=180)
-
-
-def keep_many(me: Any) -> None:
-    with on_gpu(me) as buffer:
-        memory = buffer._live().memory
-        caller = cases.Caller(buffer, large_batch(me))
-        handle = caller.dispatch_checked()
-        for _ in range(2):
-            kept = [buffer.dispatch(caller.x, handle)[0] for _ in range(9)]
-            owned = [memory.owns(rows) for rows in kept]
-            assert owned[0] and owned[1] and not owned[-1], owned
-            for rows in kept:
-                caller.check_rows(rows)
-            del kept, rows
-        with torch.cuda.stream(torch.cuda.Stream()):
-            caller.cached_checked(handle)  # on a stream that finds no symmetric memory left
-            caller.combine_checked(handle, SEED, 1, weights=3)
-            torch.cuda.current_stream().synchronize()
-        cases.everything(buffer, SEED)
-
-
-def test_more_than_symmetric_memory_holds_is_ordinary_memory() -> None:
-    print(f"seed {SEED}")
-    run_ranks(RANKS, keep_many, timeout=180)
-
-
-def outlive(me: Any) -> None:
-    with on_gpu(me) as other:
-        first = Buffer(dist.group.WORLD, explicitly_destroy=True)
-        caller = cases.Caller(first, large_batch(me))
-        x, *_, handle, _ = caller.dispatch(**caller.topk())
-        home = handle.routing.lease.home
-        assert home.memory.owns(x)
-        first.destroy()
-        del handle
-        cases.everything(other, SEED)
-        caller.check_rows(x)
-        assert not home.comm.closed
-        side = torch.cuda.Stream()
+    memory = buffer._live().memory
+    batch = large_batch(me)
+    caller = cases.Caller(buffer, batch, **streams)
+    handle = caller.dispatch_checked()
+    want = caller.on_device(batch.received(me.rank, batch.x))
+    side = torch.cuda.Stream()
+    owned, copies = [], []
+    for number in range(8):
+        rows, *_, event = buffer.dispatch(caller.x * 2.0**number, handle, **caller.events())
+        caller.wait(event)
+        owned.append(memory.owns(rows))
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(SLEEP_CYCLES)
-            copy = x.clone()
-        x.record_stream(side)
-        del x
-        _memory.leave_unused()
-        assert home.comm.closed
-        caller.check_rows(copy)
-        cases.everything(other, SEED)
+            copies.append(rows.clone())
+        rows.record_stream(side)
+        del rows
+    torch.cuda.synchronize()
+    assert owned[0], "no row lay in symmetric memory"
+    wrong = [int((copy != want * 2.0**number).sum()) for number, copy in enumerate(copies)]
+    assert wrong == [0] * len(copies)
 
 
-def test_tensors_outlive_a_buffer() -> None:
+def test_memory_of_a_storage_that_is_resized_to_nothing_serves_the_next(
+    me: Rank, buffer: Buffer
+) -> None:
+    memory = buffer._live().memory
+    caller = cases.Caller(buffer, large_batch(me))
+    x, idx, weights, _, handle, _ = caller.dispatch(**caller.topk())
+    before = x.data_ptr()
+    x.untyped_storage().resize_(0)
+    again, *_ = buffer.dispatch(caller.x, handle)
+    assert again.data_ptr() == before and memory.owns(again)
+    caller.check_rows(again)
+    cases.same("recv_topk_idx", idx, caller.batch.received_topk(me.rank)[0])
+    cases.same("recv_topk_weights", weights, caller.batch.received_topk(me.rank)[1])
+    x.untyped_storage().resize_(2 * x.numel())
+    x.copy_(again)
+    caller.check_rows(x)
+
+
+def test_more_than_symmetric_memory_holds_is_ordinary_memory(me: Rank, buffer: Buffer) -> None:
     print(f"seed {SEED}")
-    run_ranks(RANKS, outlive, timeout=180)
+    memory = buffer._live().memory
+    caller = cases.Caller(buffer, large_batch(me))
+    handle = caller.dispatch_checked()
+    for _ in range(2):
+        kept = [buffer.dispatch(caller.x, handle)[0] for _ in range(9)]
+        owned = [memory.owns(rows) for rows in kept]
+        assert owned[0] and owned[1] and not owned[-1], owned
+        for rows in kept:
+            caller.check_rows(rows)
+        del kept, rows
+    with torch.cuda.stream(torch.cuda.Stream()):
+        caller.cached_checked(handle)  # on a stream that finds no symmetric memory left
+        caller.combine_checked(handle, SEED, 1, weights=3)
+        torch.cuda.current_stream().synchronize()
+    cases.everything(buffer, SEED)
 
 
-def send(me: Any) -> None:
-    with on_gpu(me) as buffer:
-        caller = cases.Caller(buffer, large_batch(me))
-        x, *_ = caller.dispatch(**caller.topk())
-        with pytest.raises(RuntimeError, match=r"symmetric memory .* send tensor.clone\(\)"):
-            ForkingPickler.dumps(x[3:])
-        ForkingPickler.dumps(x.clone())
+def test_tensors_outlive_a_buffer(me: Rank, buffer: Buffer) -> None:
+    print(f"seed {SEED}")
+    first = Buffer(dist.group.WORLD, explicitly_destroy=True)
+    caller = cases.Caller(first, large_batch(me))
+    x, *_, handle, _ = caller.dispatch(**caller.topk())
+    home = handle.routing.lease.home
+    assert home.memory.owns(x)
+    first.destroy()
+    del handle
+    cases.everything(buffer, SEED)
+    caller.check_rows(x)
+    assert not home.comm.closed
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        copy = x.clone()
+    x.record_stream(side)
+    del x
+    _memory.leave_unused()
+    assert home.comm.closed
+    caller.check_rows(copy)
+    cases.everything(buffer, SEED)
 
 
-def test_results_are_not_sent_to_other_processes() -> None:
-    run_ranks(1, send, timeout=180)
+@pytest.mark.ranks(1)
+def test_results_are_not_sent_to_other_processes(me: Rank, buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, large_batch(me))
+    x, *_ = caller.dispatch(**caller.topk())
+    with pytest.raises(RuntimeError, match=r"symmetric memory .* send tensor.clone\(\)"):
+        ForkingPickler.dumps(x[3:])
+    ForkingPickler.dumps(x.clone())
 
 
-def run_under_default_device(me: Any) -> None:
-    torch.cuda.set_device(me.rank)
+def test_buffer_runs_under_another_default_device(me: Rank) -> None:
     cases.under_default_device(me, "nccl", torch.device("cuda", me.rank), SEED)
-
-
-def test_buffer_runs_under_another_default_device() -> None:
-    run_ranks(RANKS, run_under_default_device, timeout=180)
