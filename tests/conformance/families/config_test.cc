@@ -257,6 +257,8 @@ TYPED_TEST(Config, ThatDiffersBetweenRanksIsAMismatchThatNamesTheField) {
     ok(F::create(rank.comm, &config, &made));
     const typename F::Handle handle(made);
     expect_use(rank, made);
+    const auto alike = F::make_roomy(rank);
+    F::expect_works(rank, F::plain(), alike.get());
   });
 }
 
