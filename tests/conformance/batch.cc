@@ -62,7 +62,8 @@ void Batch::add(const Spec& spec) {
     tensor.write(image.bytes());
   }
   *spec.slot = tensor.dl();
-  fields_.push_back({spec.operation, spec.name, spec.slot, spec.role, &tensor});
+  const bool output = spec.role == Role::token_output || spec.role == Role::receive_output;
+  fields_.push_back({spec.operation, spec.name, spec.slot, spec.role, &tensor, output});
 }
 
 void Batch::add_prepare(const Case& c) {
@@ -75,7 +76,7 @@ void Batch::add_prepare(const Case& c) {
   prepare_args.topk_idx = topk_idx.dl();
   if (c.alignments == PerPlan::own) prepare_args.alignment = routed_.placement().alignment;
   fields_.push_back(
-      {XD_EP_PREPARE, "topk_idx", &prepare_args.topk_idx, Role::token_input, &topk_idx});
+      {XD_EP_PREPARE, "topk_idx", &prepare_args.topk_idx, Role::token_input, &topk_idx, false});
   const auto output = [&](const char* name, const DLTensor** slot,
                           std::vector<std::int64_t> shape) {
     add({XD_EP_PREPARE, name, slot, Role::token_output, c.output_type, std::move(shape)});
@@ -184,7 +185,7 @@ Batch::Field& Batch::field(xd_ep_operation operation, const std::string& name) {
 
 bool Batch::untouched(xd_ep_operation operation) const {
   return std::ranges::all_of(fields_, [&](const Field& field) {
-    return field.operation != operation || !field.output() || field.tensor->untouched();
+    return field.operation != operation || !field.output || field.tensor->untouched();
   });
 }
 
@@ -196,7 +197,7 @@ bool Batch::guards_intact() const {
 
 void Batch::poison_outputs() {
   for (Field& field : fields_) {
-    if (field.output()) field.tensor->buffer().fill(kPoison);
+    if (field.output) field.tensor->buffer().fill(kPoison);
   }
 }
 

@@ -30,7 +30,7 @@ class Batch {
     const DLTensor** slot;
     Role role;
     Tensor* tensor;
-    bool output() const { return role == Role::token_output || role == Role::receive_output; }
+    bool output;
   };
 
   Batch(const Rank& rank, const Case& c, int number = 0, Place place = Place::ordinary);

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <sstream>
-#include <string_view>
 
-#include "conformance/pairwise.h"
+#include "conformance/dimensions.h"
 #include "support/random.h"
 #include "support/tensor.h"
 
@@ -42,9 +40,11 @@ constexpr std::array kDuplicates{false, true};
 // Rows of all ranks' receive tensors stay below this, so that a case takes milliseconds.
 constexpr std::int64_t kMaxReceiveBytes = std::int64_t{2} << 20;
 
+}  // namespace
+
 // Calls visit(field, table) for every dimension, always in the same order.
 template <class Visit>
-void for_each_dimension(Case& c, Visit&& visit) {
+static void for_each_dimension(Case& c, Visit&& visit) {
   visit(c.layout, kLayouts);
   visit(c.dtype, kDtypes);
   visit(c.cargo, kCargoes);
@@ -68,23 +68,13 @@ void for_each_dimension(Case& c, Visit&& visit) {
   visit(c.duplicates, kDuplicates);
 }
 
-std::vector<int> dimension_sizes() {
-  Case unused;
-  std::vector<int> sizes;
-  for_each_dimension(unused, [&](const auto&, const auto& table) {
-    sizes.push_back(static_cast<int>(table.size()));
-  });
-  return sizes;
-}
+namespace {
 
 Case make_case(int num_ranks, const std::vector<int>& values, std::uint64_t seed) {
   Case c;
   c.num_ranks = num_ranks;
   c.seed = seed;
-  std::size_t dimension = 0;
-  for_each_dimension(c, [&](auto& field, const auto& table) {
-    field = table[static_cast<std::size_t>(values[dimension++])];
-  });
+  set_values(c, values);
   c.row_units = std::max(c.row_units, c.least_row_units());
   const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
   c.settle(c.homes);
@@ -113,40 +103,7 @@ std::int64_t bound_of(const Case& c, const std::vector<std::int32_t>& expert_ran
   return rows;
 }
 
-// Makes about every fourth id equal to one that may be its row's or the row's before.
-void repeat(std::vector<Choices>& ranks, std::uint64_t seed) {
-  Random random(seed);
-  for (Choices& choices : ranks) {
-    const auto topk = static_cast<std::uint64_t>(choices.topk);
-    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
-      const std::uint64_t back = 1 + random.below(std::min<std::uint64_t>(i, topk));
-      if (random.one_in(4)) choices.ids[i] = choices.ids[i - back];
-    }
-  }
-}
-
-// Makes about every fifth id bad: too large, too small, or equal to the one before it.
-void spoil(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed) {
-  Random random(seed);
-  for (Choices& choices : ranks) {
-    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
-      const std::int64_t bad[] = {experts, -2, choices.ids[i - 1], INT32_MAX};
-      if (random.one_in(5)) choices.ids[i] = bad[random.below(std::size(bad))];
-    }
-  }
-}
-
-bool flag(const char* variable) {
-  const char* value = std::getenv(variable);
-  return value && std::string_view(value) == "1";
-}
-
 }  // namespace
-
-std::uint64_t test_seed() {
-  const char* value = std::getenv("XD_TEST_SEED");
-  return value ? std::strtoull(value, nullptr, 0) : 1;
-}
 
 void Case::settle(Homes where) {
   homes = where;
@@ -193,8 +150,8 @@ RoutingShape Case::routing(int step) const {
 std::vector<Choices> Case::choices(int step) const {
   const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
   std::vector<Choices> ranks = make_routing(routing(step), batch);
-  if (duplicates) repeat(ranks, mix(batch, 0xD0));
-  if (bad_ids) spoil(ranks, num_experts(), batch);
+  if (duplicates) repeat_ids(ranks, mix(batch, 0xD0));
+  if (bad_ids) spoil_ids(ranks, num_experts(), batch);
   return ranks;
 }
 
@@ -303,19 +260,10 @@ std::string Case::description() const {
 }
 
 std::vector<Case> all_cases(int num_ranks) {
-  const std::vector<int> sizes = dimension_sizes();
   const std::uint64_t seed = test_seed();
-  std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
-  const int samples = flag("XD_TEST_FULL") ? 2000 : 24;
-  Random random(mix(seed, 0x5A));
-  for (int i = 0; i < samples; ++i) {
-    std::vector<int>& row = values.emplace_back();
-    for (const int size : sizes) {
-      row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
-    }
-  }
+  const Samples how{seed, mix(seed, 0x5A), full_tests() ? 2000 : 24};
   std::vector<Case> cases;
-  for (const std::vector<int>& row : values) {
+  for (const std::vector<int>& row : value_rows(dimension_sizes<Case>(), how)) {
     cases.push_back(make_case(num_ranks, row, mix(seed, cases.size())));
   }
   return cases;

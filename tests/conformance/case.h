@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/dimensions.h"
 #include "conformance/reference.h"
 #include "conformance/routing.h"
 
@@ -113,7 +114,5 @@ struct Case {
 // The cases of a launch with this number of ranks: all pairs of values, then random samples. The
 // seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
 std::vector<Case> all_cases(int num_ranks);
-
-std::uint64_t test_seed();
 
 }  // namespace xd::test

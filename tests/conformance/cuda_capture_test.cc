@@ -11,6 +11,7 @@
 #include "conformance/cuda_graph.h"
 #include "conformance/cuda_stream.h"
 #include "conformance/fixed_step.h"
+#include "conformance/said.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -27,7 +28,7 @@ void expect_good_step(const Rank& rank, xd_ep_group* group, FixedStep& step, int
 void expect_refused_locally(const Rank& rank, xd_ep_group* group, FixedStep& step) {
   for (const xd_ep_operation operation : kStepOperations) {
     EXPECT_NE(step.enqueue(group, operation), XD_SUCCESS);
-    EXPECT_NE(std::string(xd_last_error()).find("capture"), std::string::npos) << xd_last_error();
+    expect_said("capture");
   }
   EXPECT_EQ(xd_ep_join_failed(group, XD_EP_PREPARE, "a mistake", rank.stream()),
             XD_ERROR_INVALID_ARGUMENT);
@@ -99,7 +100,7 @@ class FatalGroup {
     EXPECT_EQ(info.expected_epoch, 3u);
     EXPECT_EQ(std::string(info.text), "xd_ep_combine_bwd of group 0, epoch 3: " + text);
     EXPECT_EQ(step_->enqueue(group_.get(), XD_EP_COMBINE), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(xd_last_error()).find(text), std::string::npos) << xd_last_error();
+    expect_said(text);
   }
 
  private:

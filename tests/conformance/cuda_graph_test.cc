@@ -16,33 +16,16 @@ namespace {
 
 constexpr int kReplays = 120;
 
-// A group and one step on it.
-struct Stage {
-  Stage(const Rank& of, const FixedShape& shape)
-      : rank(of), group(make_group(of.comm, shape.config(of.num_ranks))), step(of, shape) {}
-
-  void enqueue() { step.enqueue_all(group.get()); }
-  std::unique_ptr<Graph> capture() {
-    return std::make_unique<Graph>(rank, [this] { enqueue(); });
-  }
-  void expect_end() {
-    const Outcome outcome = finish(rank, group.get(), XD_SUCCESS);
-    if (outcome != step.expected()) ok(outcome);
-    ASSERT_EQ(outcome, step.expected());
-    step.check();
-  }
-
-  const Rank& rank;
-  Group group;
-  FixedStep step;
-};
+std::unique_ptr<Graph> capture(Stage& stage) {
+  return std::make_unique<Graph>(stage.rank, [&] { stage.enqueue(); });
+}
 
 class CudaGraph : public testing::TestWithParam<FixedShape> {};
 
 TEST_P(CudaGraph, ReplaysAStepWithOtherRoutingEachTime) {
   on_every_rank([](Rank& rank) {
     Stage stage(rank, GetParam());
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     for (int number = 0; number < kReplays; ++number) {
       stage.step.load(number);
       graph->launch();
@@ -59,7 +42,7 @@ TEST_P(CudaGraph, AndEagerCallsTakeTurns) {
     stage.step.load(0);
     stage.enqueue();
     stage.expect_end();
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     for (int number = 1; number < kReplays; ++number) {
       stage.step.load(number);
       if (number % 3 != 0) graph->launch();
@@ -72,7 +55,7 @@ TEST_P(CudaGraph, AndEagerCallsTakeTurns) {
 TEST_P(CudaGraph, OfSomeRanksMeetsEagerCallsOfOthers) {
   on_every_rank([](Rank& rank) {
     Stage stage(rank, GetParam());
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     for (int number = 0; number < kReplays; ++number) {
       stage.step.load(number);
       if ((number + rank.rank) % 2 == 0) {
@@ -129,8 +112,8 @@ TEST_P(CudaGraph, OfTwoGroupsRunOnTwoStreams) {
     const Rank there = rank.on(*memory);
     Stage first(rank, shape);
     Stage second(there, shape);
-    const auto first_graph = first.capture();
-    const auto second_graph = second.capture();
+    const auto first_graph = capture(first);
+    const auto second_graph = capture(second);
     for (int number = 0; number < kReplays; ++number) {
       first.step.load(number);
       second.step.load(number + 1);
@@ -147,7 +130,7 @@ TEST_P(CudaGraph, OfTwoGroupsRunOnTwoStreams) {
 TEST_P(CudaGraph, ReportsBadIdsOfOneReplayAndGoesOn) {
   on_every_rank([](Rank& rank) {
     Stage stage(rank, GetParam());
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     for (int number = 0; number < 21; ++number) {
       stage.step.load(number, number % 3 == 1);
       graph->launch();
@@ -167,7 +150,7 @@ TEST_P(CudaGraph, ReportsOverflowOfOneReplayAndGoesOn) {
     FixedShape shape = GetParam();
     shape.recv_capacity = 160;
     Stage stage(rank, shape);
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     for (int number = 0; number < 21; ++number) {
       stage.step.load(number);
       graph->launch();
@@ -189,7 +172,7 @@ TEST_P(GraphLife, EndsBeforeOrAfterItsCommunicators) {
       Rank there = rank;
       there.comm = comm.get();
       auto stage = std::make_unique<Stage>(there, FixedShape{});
-      auto graph = stage->capture();
+      auto graph = capture(*stage);
       for (int number = 0; number < 5; ++number) {
         stage->step.load(number);
         graph->launch();
@@ -215,7 +198,7 @@ TEST(FirstCall, MayBeCaptured) {
   on_every_rank([](Rank& rank) {
     Stage stage(rank, FixedShape{});
     stage.step.load(0);
-    const auto graph = stage.capture();
+    const auto graph = capture(stage);
     graph->launch();
     stage.expect_end();
   });
@@ -230,7 +213,7 @@ TEST(FirstCall, MayBeCapturedWhilePeersAreWaitingForIt) {
     ok(xd_comm_barrier(rank.comm));
     if (rank.rank == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));  // their kernels have begun
-      stage.capture()->launch();
+      capture(stage)->launch();
     }
     stage.expect_end();
   });

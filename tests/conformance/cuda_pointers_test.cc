@@ -96,7 +96,7 @@ TEST_P(ForeignPointer, IsRefusedByNameAndHarmsNothing) {
     for (const Foreign& foreign : memory.all()) {
       for (Batch::Field& field : batch.fields()) {
         if (field.tensor->buffer().bytes() == 0) continue;  // no kernel touches it
-        const bool number = field.operation == XD_EP_PREPARE && field.output();
+        const bool number = field.operation == XD_EP_PREPARE && field.output;
         if (number && foreign.pinned) continue;  // the host may want to read these
         SCOPED_TRACE(foreign.name + " " + field.name);
         make_plan();

@@ -8,15 +8,12 @@
 #include <vector>
 
 #include "conformance/batch.h"
+#include "conformance/said.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
 namespace {
-
-bool said(const std::string& text) {
-  return std::string(xd_last_error()).find(text) != std::string::npos;
-}
 
 xd_ep_config config_of(const std::vector<std::int32_t>& expert_ranks, int num_ranks) {
   xd_ep_config config = XD_EP_CONFIG_INIT;
@@ -56,7 +53,7 @@ TEST(LocalExperts, OfWhatIsNoRankOrNoConfigAreRefusedByName) {
   std::int32_t number = 77;
   const auto refused = [&](const xd_ep_config& config, std::int32_t rank, const char* named) {
     EXPECT_EQ(xd_ep_local_experts(&config, rank, &number), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_TRUE(said(named)) << xd_last_error();
+    expect_said(named);
     EXPECT_EQ(number, 77);
   };
   refused(good, -1, "rank = -1, expected 0 to 1");
@@ -101,12 +98,11 @@ TEST(ExpertRanks, WithABadEntryAreRefusedByIndexAndNameTheRankToPeers) {
     EXPECT_EQ(group, nullptr);
     if (rank.rank == rank.num_ranks - 1) {
       EXPECT_EQ(status, XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_TRUE(said("config.expert_ranks[2] = " + std::to_string(rank.num_ranks) +
-                       ", expected a rank, 0 to " + std::to_string(rank.num_ranks - 1)))
-          << xd_last_error();
+      expect_said("config.expert_ranks[2] = " + std::to_string(rank.num_ranks) +
+                  ", expected a rank, 0 to " + std::to_string(rank.num_ranks - 1));
     } else {
       EXPECT_EQ(status, XD_ERROR_MISMATCH);
-      EXPECT_TRUE(said("rank " + std::to_string(rank.num_ranks - 1))) << xd_last_error();
+      expect_said("rank " + std::to_string(rank.num_ranks - 1));
     }
   });
 }
@@ -133,10 +129,9 @@ TEST(ExpertRanks, ThatDifferNameTheFirstExpertThatDoes) {
       EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_MISMATCH);
       EXPECT_EQ(group, nullptr);
       const int home = first / each;
-      EXPECT_TRUE(said("config.expert_ranks[" + std::to_string(first) + "] = " +
-                       std::to_string(home) + " on rank 0 and " + std::to_string(last - home) +
-                       " on rank " + std::to_string(last) + ", expected equal values"))
-          << xd_last_error();
+      expect_said("config.expert_ranks[" + std::to_string(first) + "] = " + std::to_string(home) +
+                  " on rank 0 and " + std::to_string(last - home) + " on rank " +
+                  std::to_string(last) + ", expected equal values");
     }
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Step(rank, c, group.get(), 0).run_all();

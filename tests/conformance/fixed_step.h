@@ -7,6 +7,7 @@
 #pragma once
 
 #include <crossdock/ep.h>
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <iosfwd>
@@ -88,6 +89,25 @@ class FixedStep {
   Tensor topk_idx_, tokens_, topk_weights_;
   Tensor recv_tokens_, recv_weights_;
   Tensor out_, grad_expert_out_, grad_weights_, grad_tokens_, grad_topk_weights_;
+};
+
+// A group and one step on it.
+struct Stage {
+  Stage(const Rank& of, const FixedShape& shape)
+      : rank(of), group(make_group(of.comm, shape.config(of.num_ranks))), step(of, shape) {}
+
+  void enqueue() { step.enqueue_all(group.get()); }
+  // Waits for the operations, and expects what the loaded batch must end with.
+  void expect_end() {
+    const Outcome outcome = finish(rank, group.get(), XD_SUCCESS);
+    if (outcome != step.expected()) ok(outcome);
+    ASSERT_EQ(outcome, step.expected());
+    step.check();
+  }
+
+  const Rank& rank;
+  Group group;
+  FixedStep step;
 };
 
 }  // namespace xd::test

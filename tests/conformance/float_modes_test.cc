@@ -37,7 +37,7 @@ float tiny_weight(Random& random) {
 void fill_with_tiny_numbers(Batch& batch, std::uint64_t seed) {
   Random random(seed);
   for (const Batch::Field& field : batch.fields()) {
-    if (field.output() || field.operation == XD_EP_PREPARE) continue;
+    if (field.output || field.operation == XD_EP_PREPARE) continue;
     Tensor& tensor = *field.tensor;
     const std::string name = field.name;
     const bool weights = name.find("weights") != std::string::npos;
@@ -60,7 +60,7 @@ using Outputs = std::vector<std::vector<std::byte>>;
 Outputs outputs_of(Batch& batch, xd_ep_operation operation) {
   Outputs outputs;
   for (const Batch::Field& field : batch.fields()) {
-    if (field.operation == operation && field.output()) outputs.push_back(field.tensor->read());
+    if (field.operation == operation && field.output) outputs.push_back(field.tensor->read());
   }
   return outputs;
 }

@@ -5,43 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <ostream>
 #include <stdexcept>
 
 namespace xd::test {
-
-GemmContext make_context(xd_comm* comm, const xd_gemm_config& config) {
-  xd_gemm_context* context = nullptr;
-  ok(xd_gemm_context_create(comm, &config, &context));
-  return GemmContext(context);
-}
-
-void PrintTo(const GemmOutcome& outcome, std::ostream* out) {
-  *out << outcome.status << " (" << xd_status_name(outcome.status) << ": " << outcome.text << ")";
-}
-
-GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called) {
-  GemmOutcome outcome{called, called == XD_SUCCESS ? "" : xd_last_error(), XD_GEMM_STATUS_INIT};
-  ok(xd_gemm_last_error(&outcome.met));
-  rank.memory->synchronize();
-  xd_gemm_status later = XD_GEMM_STATUS_INIT;
-  ok(xd_gemm_context_status(context, &later));
-  if (outcome.met.status == XD_SUCCESS) outcome.met = later;
-  if (called != XD_SUCCESS || !rank.asynchronous()) return outcome;
-  const xd_error_info fatal = comm_error(rank.comm);
-  if (fatal.status != XD_SUCCESS) {
-    outcome.status = fatal.status;
-    outcome.text = fatal.text;
-  } else if (later.status != XD_SUCCESS) {
-    outcome.status = later.status;
-    outcome.text = later.text;
-  }
-  return outcome;
-}
-
-void ok(const GemmOutcome& outcome) {
-  if (outcome.status != XD_SUCCESS) throw CallFailed(outcome.status, outcome.text);
-}
 
 const char* name_of(xd_gemm_operation operation) {
   switch (operation) {
@@ -159,7 +125,7 @@ Tensor& GemmBatch::add(const char* name, const DLTensor*& slot, DLDataType type,
   const Place place = c_.place(static_cast<int>(fields_.size()), rank_.rank);
   tensors_.push_back(std::make_unique<Tensor>(rank_, type, std::move(shape), place));
   slot = tensors_.back()->dl();
-  fields_.push_back({name, &slot, tensors_.back().get(), output});
+  fields_.push_back({c_.operation, name, &slot, tensors_.back().get(), output});
   return *tensors_.back();
 }
 
@@ -230,6 +196,16 @@ xd_status GemmBatch::enqueue(xd_gemm_context* context) const {
 
 GemmOutcome GemmBatch::call(xd_gemm_context* context) const {
   return finish(rank_, context, enqueue(context));
+}
+
+void GemmBatch::call_and_check(xd_gemm_context* context) {
+  ok(call(context));
+  check(context);
+}
+
+bool GemmBatch::can_call(xd_gemm_context* context) const {
+  xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
+  return xd_gemm_explain(context, c_.operation, &args, &info) == XD_SUCCESS;
 }
 
 void GemmBatch::reset() {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <crossdock/gemm.h>
+#include <gtest/gtest.h>
 
-#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,34 +11,11 @@
 
 #include "conformance/gemm_case.h"
 #include "conformance/gemm_reference.h"
+#include "support/gtest_main.h"
+#include "support/outcome.h"
 #include "support/tensor.h"
 
 namespace xd::test {
-
-struct DestroyGemmContext {
-  void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
-};
-using GemmContext = std::unique_ptr<xd_gemm_context, DestroyGemmContext>;
-
-GemmContext make_context(xd_comm* comm, const xd_gemm_config& config);
-
-// How an operation has ended.
-struct GemmOutcome {
-  xd_status status;
-  std::string text;      // the library's error text; empty after success
-  xd_gemm_status met{};  // the non-fatal error, told by the call or by the context
-
-  bool mentions(const std::string& part) const { return text.find(part) != std::string::npos; }
-};
-inline bool operator==(const GemmOutcome& outcome, xd_status status) {
-  return outcome.status == status;
-}
-void PrintTo(const GemmOutcome& outcome, std::ostream* out);  // for GoogleTest
-
-// Waits for the operation whose call has returned `called`. It reads the context's status, and so
-// clears it.
-GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called);
-void ok(const GemmOutcome& outcome);
 
 inline constexpr xd_gemm_algo kGemmAlgos[] = {XD_GEMM_ALGO_AUTO,      XD_GEMM_ALGO_FUSED,
                                               XD_GEMM_ALGO_DIRECT,    XD_GEMM_ALGO_SPLIT,
@@ -47,6 +24,18 @@ inline constexpr xd_gemm_operation kGemmProducts[] = {XD_GEMM_ALL_GATHER, XD_GEM
                                                       XD_GEMM_ALL_REDUCE};
 
 const char* name_of(xd_gemm_operation operation);
+
+// Executes body for each product on every rank of this process.
+template <class Body>
+void for_each_product(Body&& body) {
+  for (const xd_gemm_operation operation : kGemmProducts) {
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(name_of(operation));
+      body(rank, operation);
+    });
+  }
+}
+
 xd_status call_product(xd_gemm_context* context, xd_gemm_operation operation,
                        const xd_gemm_args& args, xd_stream stream);
 
@@ -65,6 +54,7 @@ class GemmBatch {
 
   // One tensor argument.
   struct Field {
+    xd_gemm_operation operation;
     const char* name;
     const DLTensor** slot;
     Tensor* tensor;
@@ -75,6 +65,10 @@ class GemmBatch {
 
   xd_status enqueue(xd_gemm_context* context) const;
   GemmOutcome call(xd_gemm_context* context) const;
+  // Makes the call, expects success, and checks what it has given.
+  void call_and_check(xd_gemm_context* context);
+  // Whether the call can be made, as all ranks find alike: no executor has every algorithm.
+  bool can_call(xd_gemm_context* context) const;
   // Poisons all outputs, and writes c where it is d.
   void reset();
   // The call has succeeded: every element of every output is right, nothing beside them is

@@ -57,8 +57,7 @@ void call_and_check(const Rank& rank, xd_gemm_context* context, const GemmCase& 
   GemmBatch batch(rank, c, step);
   batch.args.algo = algo;
   if (!can_call(context, c, batch)) return;
-  ok(batch.call(context));
-  batch.check(context);
+  batch.call_and_check(context);
 }
 
 TEST(BlockScales, MultiplyByEveryAlgorithm) {
@@ -98,38 +97,34 @@ TEST(BlockScales, GoWithEverythingThatFollowsAProduct) {
 }
 
 TEST(BlockScales, OfRandomNumbersAreThoseOfTheirBlocks) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      GemmCase c = block_case(rank.num_ranks, operation, kSizes[1]);
-      c.values = Values::random;
-      const GemmContext context = make_context(rank.comm, c.config());
-      call_and_check(rank, context.get(), c, 0, XD_GEMM_ALGO_AUTO);
-    });
-  }
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    GemmCase c = block_case(rank.num_ranks, operation, kSizes[1]);
+    c.values = Values::random;
+    const GemmContext context = make_context(rank.comm, c.config());
+    call_and_check(rank, context.get(), c, 0, XD_GEMM_ALGO_AUTO);
+  });
 }
 
 // Those that are not given are 1.
 TEST(BlockScales, MayBeOfOneOperandAlone) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      const GemmCase c = block_case(rank.num_ranks, operation, kSizes[1]);
-      const GemmContext context = make_context(rank.comm, c.config());
-      for (const char* const name : {"a_scale", "b_scale"}) {
-        SCOPED_TRACE(std::string(name_of(operation)) + " without " + name);
-        GemmBatch batch(rank, c, 0);
-        if (!can_call(context.get(), c, batch)) continue;
-        GemmBatch::Field& field = batch.field(name);
-        const std::vector<std::int64_t> shape = field.tensor->shape();
-        field.tensor->write(std::vector<float>(static_cast<std::size_t>(shape[0] * shape[1]), 1));
-        ok(batch.call(context.get()));
-        const std::vector<std::byte> scaled = batch.output_bytes();
-        *field.slot = nullptr;
-        batch.reset();
-        ok(batch.call(context.get()));
-        EXPECT_EQ(batch.output_bytes(), scaled);
-      }
-    });
-  }
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    const GemmCase c = block_case(rank.num_ranks, operation, kSizes[1]);
+    const GemmContext context = make_context(rank.comm, c.config());
+    for (const char* const name : {"a_scale", "b_scale"}) {
+      SCOPED_TRACE(std::string(name_of(operation)) + " without " + name);
+      GemmBatch batch(rank, c, 0);
+      if (!can_call(context.get(), c, batch)) continue;
+      GemmBatch::Field& field = batch.field(name);
+      const std::vector<std::int64_t> shape = field.tensor->shape();
+      field.tensor->write(std::vector<float>(static_cast<std::size_t>(shape[0] * shape[1]), 1));
+      ok(batch.call(context.get()));
+      const std::vector<std::byte> scaled = batch.output_bytes();
+      *field.slot = nullptr;
+      batch.reset();
+      ok(batch.call(context.get()));
+      EXPECT_EQ(batch.output_bytes(), scaled);
+    }
+  });
 }
 
 // The product of bulk has no bounds; where an executor lays its scales out anew, it has room for

@@ -1,19 +1,24 @@
 #include "conformance/gemm_case.h"
 
-#include <algorithm>
-#include <cstdlib>
+#include <array>
 #include <sstream>
-#include <string_view>
 
-#include "conformance/case.h"
-#include "conformance/pairwise.h"
+#include "conformance/dimensions.h"
 #include "support/random.h"
 
 namespace xd::test {
 namespace {
 
-constexpr xd_gemm_operation kOperations[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
-                                             XD_GEMM_ALL_REDUCE};
+constexpr std::array kOperations{XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALL_REDUCE};
+constexpr std::array kOperands{Operands::bf16, Operands::f16,       Operands::f32,
+                               Operands::e4m3, Operands::e4m3_e5m2, Operands::e5m2_e4m3};
+constexpr std::array kResults{Output::like_operands, Output::f32, Output::other_half, Output::e4m3,
+                              Output::e5m2};
+constexpr std::array kScalings{Scaling::none, Scaling::tensor, Scaling::row, Scaling::block};
+constexpr std::array kStored{Stored::nt, Stored::nn, Stored::tn};
+constexpr std::array kAlphas{1.0f, 0.5f, -0.25f};
+constexpr std::array kAddends{Addend::none, Addend::added, Addend::in_place, Addend::unscaled};
+constexpr std::array kBiases{Bias::none, Bias::like_d, Bias::f32};
 // GELU and RELU with and without pre_activation.
 struct Activation {
   xd_gemm_epilogue epilogue;
@@ -24,75 +29,50 @@ constexpr Activation kActivations[] = {
     {XD_GEMM_EPILOGUE_DGELU, true}, {XD_GEMM_EPILOGUE_RELU, false}, {XD_GEMM_EPILOGUE_RELU, true},
     {XD_GEMM_EPILOGUE_DRELU, true},
 };
-constexpr float kAlphas[] = {1.0f, 0.5f, -0.25f};
-constexpr std::int64_t kUnits[] = {1, 3, 5, 9, 17};
+constexpr std::array kBiasGrads{BiasGrad::none, BiasGrad::own, BiasGrad::reduced};
+constexpr std::array kFlags{false, true};
+constexpr std::array kTokens{TokenCounts::equal, TokenCounts::announced, TokenCounts::uneven,
+                             TokenCounts::holes, TokenCounts::few,       TokenCounts::one,
+                             TokenCounts::none,  TokenCounts::most};
+constexpr std::array kGathered{Gathered::none, Gathered::given, Gathered::kept, Gathered::both};
+constexpr std::array kValues{Values::integers, Values::random};
+constexpr std::array kSpots{Spots::ordinary, Spots::symmetric, Spots::mixed};
+constexpr std::array<std::int64_t, 5> kUnits{1, 3, 5, 9, 17};
 
-enum Dimension {
-  kOperation,
-  kOperands,
-  kResult,
-  kScaling,
-  kStored,
-  kAlpha,
-  kAddend,
-  kBias,
-  kActivation,
-  kBiasGrad,
-  kAmax,
-  kTokens,
-  kGathered,
-  kValues,
-  kSpots,
-  kN,
-  kK,
-  kDimensions
-};
+}  // namespace
 
-std::vector<int> dimension_sizes() {
-  std::vector<int> sizes(kDimensions);
-  sizes[kOperation] = std::size(kOperations);
-  sizes[kOperands] = 6;
-  sizes[kResult] = 5;
-  sizes[kScaling] = 4;
-  sizes[kStored] = 3;
-  sizes[kAlpha] = std::size(kAlphas);
-  sizes[kAddend] = 4;
-  sizes[kBias] = 3;
-  sizes[kActivation] = std::size(kActivations);
-  sizes[kBiasGrad] = 3;
-  sizes[kAmax] = 2;
-  sizes[kTokens] = 8;
-  sizes[kGathered] = 4;
-  sizes[kValues] = 2;
-  sizes[kSpots] = 3;
-  sizes[kN] = std::size(kUnits);
-  sizes[kK] = std::size(kUnits);
-  return sizes;
+// Calls visit(field, table) for every dimension, always in the same order.
+template <class Visit>
+static void for_each_dimension(GemmCase& c, Visit&& visit) {
+  visit(c.operation, kOperations);
+  visit(c.operands, kOperands);
+  visit(c.result, kResults);
+  visit(c.scaling, kScalings);
+  visit(c.stored, kStored);
+  visit(c.alpha, kAlphas);
+  visit(c.addend, kAddends);
+  visit(c.bias, kBiases);
+  Activation activation{};
+  visit(activation, kActivations);
+  c.epilogue = activation.epilogue;
+  c.pre_activation = activation.pre_activation;
+  visit(c.bias_grad, kBiasGrads);
+  visit(c.amax, kFlags);
+  visit(c.tokens, kTokens);
+  visit(c.gathered, kGathered);
+  visit(c.values, kValues);
+  visit(c.spots, kSpots);
+  visit(c.n_units, kUnits);
+  visit(c.k_units, kUnits);
 }
 
+namespace {
+
 GemmCase make_case(int num_ranks, const std::vector<int>& row, std::uint64_t seed) {
-  const auto at = [&](Dimension d) { return static_cast<std::size_t>(row[d]); };
   GemmCase c;
   c.seed = seed;
   c.num_ranks = num_ranks;
-  c.operation = kOperations[at(kOperation)];
-  c.operands = static_cast<Operands>(at(kOperands));
-  c.result = static_cast<Output>(at(kResult));
-  c.scaling = static_cast<Scaling>(at(kScaling));
-  c.stored = static_cast<Stored>(at(kStored));
-  c.alpha = kAlphas[at(kAlpha)];
-  c.addend = static_cast<Addend>(at(kAddend));
-  c.bias = static_cast<Bias>(at(kBias));
-  c.epilogue = kActivations[at(kActivation)].epilogue;
-  c.pre_activation = kActivations[at(kActivation)].pre_activation;
-  c.bias_grad = static_cast<BiasGrad>(at(kBiasGrad));
-  c.amax = at(kAmax) == 1;
-  c.tokens = static_cast<TokenCounts>(at(kTokens));
-  c.gathered = static_cast<Gathered>(at(kGathered));
-  c.values = static_cast<Values>(at(kValues));
-  c.spots = static_cast<Spots>(at(kSpots));
-  c.n_units = kUnits[at(kN)];
-  c.k_units = kUnits[at(kK)];
+  set_values(c, row);
   // c cannot be d where their types differ; sums over ranks of what all ranks have are refused.
   if (c.scaled_output() && c.addend == Addend::in_place) c.addend = Addend::added;
   if (c.operation == XD_GEMM_ALL_REDUCE && c.bias_grad == BiasGrad::reduced) {
@@ -100,11 +80,6 @@ GemmCase make_case(int num_ranks, const std::vector<int>& row, std::uint64_t see
   }
   if (c.curved()) c.alpha /= 64;  // most sums then lie where the curve is not straight
   return c;
-}
-
-bool full() {
-  const char* value = std::getenv("XD_TEST_FULL");
-  return value && std::string_view(value) == "1";
 }
 
 DLDataType type_of(Operands operands, bool first) {
@@ -268,18 +243,10 @@ std::string GemmCase::description() const {
 }
 
 std::vector<GemmCase> all_gemm_cases(int num_ranks, bool threads) {
-  const std::vector<int> sizes = dimension_sizes();
   const std::uint64_t seed = test_seed();
-  std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
-  const int samples = full() ? 400 : 8;
-  Random random(mix(seed, 0x6E));
-  for (int i = 0; i < samples; ++i) {
-    std::vector<int>& row = values.emplace_back();
-    for (const int size : sizes) {
-      row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
-    }
-  }
-  const std::size_t stride = num_ranks > 4 && !full() ? 3 : 1;
+  const auto values =
+      value_rows(dimension_sizes<GemmCase>(), {seed, mix(seed, 0x6E), full_tests() ? 400 : 8});
+  const std::size_t stride = num_ranks > 4 && !full_tests() ? 3 : 1;
   std::vector<GemmCase> cases;
   for (std::size_t i = threads ? stride - 1 : 0; i < values.size(); i += stride) {
     cases.push_back(make_case(num_ranks, values[i], mix(seed, 0x6E, i)));

@@ -10,6 +10,7 @@
 
 #include "conformance/cuda_graph.h"
 #include "conformance/gemm_batch.h"
+#include "conformance/said.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -97,8 +98,7 @@ TEST(CublasMpCapture, IsRefusedOrTakesAnotherAlgorithm) {
     if (const GemmContext strict = context_for_cublasmp(rank.comm, config)) {
       const Graph graph(rank, [&] {
         EXPECT_EQ(batch.enqueue(strict.get()), XD_ERROR_UNSUPPORTED);
-        EXPECT_NE(std::string(xd_last_error()).find("cannot be captured"), std::string::npos)
-            << xd_last_error();
+        expect_said("cannot be captured");
       });
     }
     config.allow_fallback = 1;

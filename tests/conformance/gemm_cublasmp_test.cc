@@ -79,8 +79,7 @@ TEST(CublasMp, GivesWayWhereTheContextMayFallBack) {
     if (rank.memory->device().device_type == kDLCUDA) {
       EXPECT_NE(text.find(reason, line), std::string::npos) << text;
     }
-    ok(batch.call(context.get()));
-    batch.check(context.get());
+    batch.call_and_check(context.get());
   });
 }
 
@@ -97,8 +96,7 @@ TEST(CublasMp, IsForContextsThatAreMadeForIt) {
     EXPECT_TRUE(batch.guards_intact());
     batch.args.algo = XD_GEMM_ALGO_AUTO;
     batch.reset();
-    ok(batch.call(context.get()));
-    batch.check(context.get());
+    batch.call_and_check(context.get());
   });
 }
 
@@ -214,8 +212,7 @@ TEST_P(ByCublasMp, TakesTurnsWithTheLibrarysOwnAlgorithms) {
       for (const xd_gemm_algo algo : order) {
         batch.args.algo = algo;
         batch.reset();
-        ok(batch.call(context.get()));
-        batch.check(context.get());
+        batch.call_and_check(context.get());
       }
       // A mistake on one rank is heard of by all, and the context stays usable.
       batch.args.algo = XD_GEMM_ALGO_CUBLASMP;
@@ -250,8 +247,7 @@ TEST_P(ByCublasMp, NamesAnOperandThatOneRankAloneGives) {
         << outcome.text;
     batch.args.bias = bias;
     batch.reset();
-    ok(batch.call(context.get()));
-    batch.check(context.get());
+    batch.call_and_check(context.get());
   });
 }
 

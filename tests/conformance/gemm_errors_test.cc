@@ -1,87 +1,15 @@
-// Errors of products that cost nothing but the call: disagreement between ranks, calls given up for
-// a reason of the caller's, and the context's memory of them.
+// Disagreement between ranks on what products alone have.
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "conformance/gemm_batch.h"
-#include "support/gtest_main.h"
+#include "conformance/families/mistakes.h"
 
 namespace xd::test {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-void expect_works(const Rank& rank, const GemmCase& c, xd_gemm_context* context) {
-  for (int step = 0; step < 2; ++step) {
-    GemmBatch batch(rank, c, step);
-    ok(batch.call(context));
-    batch.check(context);
-  }
-}
-
-// Arguments of another case, good in themselves, that rank 0 comes with.
-struct Disagreement {
-  const char* name;
-  std::function<void(GemmCase&)> change;
-  // What the ranks' texts must have: rank 0's own, and the others'.
-  std::string here, there;
-};
-
-std::vector<Disagreement> disagreements(const GemmCase& c) {
-  const auto number = [](std::int64_t n) { return std::to_string(n); };
-  return {
-      {"K", [](GemmCase& o) { o.k_units = 2; }, number(16), number(c.k())},
-      {"N", [](GemmCase& o) { o.n_units = 2; }, number(16), number(c.n())},
-      {"type of a and b",
-       [](GemmCase& o) {
-         o.operands = Operands::f16;
-         // bf16, as before, where the executor has such sums.
-         const bool cpu = world().memory().device().device_type == kDLCPU;
-         if (cpu || o.operation == XD_GEMM_ALL_GATHER) o.result = Output::other_half;
-       },
-       "float16", "bfloat16"},
-      {"type of d", [](GemmCase& o) { o.result = Output::f32; }, "float32", "bfloat16"},
-      {"transpose_b", [](GemmCase& o) { o.stored = Stored::nn; }, "transpose", "transpose"},
-      {"epilogue", [](GemmCase& o) { o.epilogue = XD_GEMM_EPILOGUE_RELU; }, "epilogue", "epilogue"},
-  };
-}
-
-void expect_disagreement(const Rank& rank, const GemmOutcome& outcome) {
-  EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-  EXPECT_EQ(outcome.met.status, XD_ERROR_MISMATCH);
-  const int lowest = rank.rank == 0 ? 1 : 0;
-  EXPECT_EQ(outcome.met.rank, lowest) << outcome.met.text;
-  EXPECT_TRUE(outcome.mentions("rank " + std::to_string(lowest))) << outcome.text;
-}
-
 class Disagree : public testing::TestWithParam<xd_gemm_operation> {};
-
-TEST_P(Disagree, IsAMismatchOnEveryRankAtOnceThatNamesBothSides) {
-  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
-  const GemmCase c = plain_gemm_case(world().num_ranks(), GetParam());
-  on_every_rank([&](Rank& rank) {
-    xd_gemm_config config = c.config();
-    config.dtype = kF32;
-    const GemmContext context = make_context(rank.comm, config);
-    for (const Disagreement& kind : disagreements(c)) {
-      SCOPED_TRACE(kind.name);
-      GemmCase own = c;
-      if (rank.rank == 0) kind.change(own);
-      GemmBatch batch(rank, own, 0);
-      const auto start = Clock::now();
-      const GemmOutcome outcome = batch.call(context.get());
-      EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
-      expect_disagreement(rank, outcome);
-      EXPECT_TRUE(outcome.mentions(kind.here) && outcome.mentions(kind.there)) << outcome.text;
-      EXPECT_TRUE(batch.guards_intact());
-    }
-    expect_works(rank, c, context.get());
-  });
-}
 
 TEST_P(Disagree, OnTheAlgorithmIsAMismatch) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
@@ -103,7 +31,7 @@ TEST_P(Disagree, OnTheAlgorithmIsAMismatch) {
       batch.args.algo = rank.rank == 0 ? algos[0] : algos[i];
       expect_disagreement(rank, batch.call(context.get()));
     }
-    expect_works(rank, c, context.get());
+    Products::expect_works(rank, c, context.get());
   });
 }
 
@@ -124,7 +52,7 @@ TEST_P(Disagree, OnNumbersOfTokensIsAMismatchThatNamesThem) {
     expect_disagreement(rank, outcome);
     EXPECT_TRUE(outcome.mentions("tokens") || outcome.mentions("M ")) << outcome.text;
     EXPECT_TRUE(batch.guards_intact());
-    expect_works(rank, c, context.get());
+    Products::expect_works(rank, c, context.get());
   });
 }
 
@@ -147,7 +75,7 @@ TEST_P(Disagree, OnTf32IsAMismatchWhereItMeansAnything) {
       EXPECT_TRUE(
           outcome.mentions(rank.rank == 0 ? "allow_tf32 0, here 1" : "allow_tf32 1, here 0"))
           << outcome.text;
-      expect_works(rank, c, context.get());
+      Products::expect_works(rank, c, context.get());
     }
   });
 }
@@ -171,10 +99,9 @@ TEST_P(Disagree, OnTheOrderOfEqualShapesIsAMismatchWhereTagsNameProducts) {
     for (const std::uint32_t layer : kLayers) {
       batch.reset();
       batch.args.tag = layer;
-      ok(batch.call(context.get()));
-      batch.check(context.get());
+      batch.call_and_check(context.get());
     }
-    expect_works(rank, c, context.get());
+    Products::expect_works(rank, c, context.get());
   });
 }
 
@@ -209,9 +136,9 @@ TEST(Disagreement, OnWhatAllReduceGivesIsAMismatchThatNamesIt) {
           << outcome.text;
       GemmCase all = c;
       kind.want(all);
-      expect_works(rank, all, context.get());
+      Products::expect_works(rank, all, context.get());
     }
-    expect_works(rank, c, context.get());
+    Products::expect_works(rank, c, context.get());
   });
 }
 
@@ -225,7 +152,7 @@ TEST(Ranks, MayWantMoreThanTheirPeersOfGathersAndScatteredSums) {
       c.pre_activation = c.amax = rank.rank == 0;
       c.bias_grad = rank.rank == 0 ? BiasGrad::own : BiasGrad::none;
       const GemmContext context = make_context(rank.comm, c.config());
-      expect_works(rank, c, context.get());
+      Products::expect_works(rank, c, context.get());
     });
   }
 }
@@ -237,28 +164,6 @@ xd_gemm_config roomy(const GemmCase& c) {
   config.slots = 2;
   config.max_k = config.max_n = 256;
   return config;
-}
-
-TEST(Disagreement, OfProductsOnTheOperationIsAMismatchOnEveryRank) {
-  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
-  const GemmCase c = plain_gemm_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    const GemmContext context = make_context(rank.comm, roomy(c));
-    for (const xd_gemm_operation mine : kGemmProducts) {
-      for (const xd_gemm_operation theirs : kGemmProducts) {
-        if (mine == theirs) continue;
-        SCOPED_TRACE(std::string(name_of(mine)) + " against " + name_of(theirs));
-        GemmCase own = c;
-        own.operation = rank.rank == 0 ? mine : theirs;
-        GemmBatch batch(rank, own, 0);
-        const GemmOutcome outcome = batch.call(context.get());
-        expect_disagreement(rank, outcome);
-        EXPECT_TRUE(outcome.mentions(name_of(mine)) && outcome.mentions(name_of(theirs)))
-            << outcome.text;
-      }
-    }
-    expect_works(rank, c, context.get());
-  });
 }
 
 TEST(Disagreement, OnTheTagOfATransferIsAMismatchThatNamesIt) {
@@ -293,114 +198,6 @@ TEST(Disagreement, OnTheTagOfATransferIsAMismatchThatNamesIt) {
       EXPECT_EQ(got, std::vector<std::byte>(got.size(), kSent));
       out.buffer().fill(kPoison);
     });
-  });
-}
-
-// ---- Calls that a rank gives up ----------------------------------------------------------------
-
-TEST(JoinFailed, TellsThePeersAtOnceAndCostsNothingElse) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      SCOPED_TRACE(name_of(operation));
-      const GemmCase c = plain_gemm_case(rank.num_ranks, operation);
-      const GemmContext context = make_context(rank.comm, roomy(c));
-      const int guilty = rank.num_ranks - 1;
-      for (int round = 0; round < 3; ++round) {
-        GemmBatch batch(rank, c, 0);
-        const auto start = Clock::now();
-        const GemmOutcome outcome =
-            rank.rank == guilty ? finish(rank, context.get(),
-                                         xd_gemm_join_failed(context.get(), operation,
-                                                             "the caller's reason", rank.stream()))
-                                : batch.call(context.get());
-        EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
-        EXPECT_EQ(outcome.met.rank, guilty);
-        EXPECT_EQ(outcome.met.operation, operation);
-        EXPECT_EQ(outcome.met.epoch, static_cast<std::uint64_t>(round + 1));
-        if (rank.rank == guilty) {
-          EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-          EXPECT_TRUE(outcome.mentions("the caller's reason")) << outcome.text;
-        } else {
-          EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-          EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
-        }
-      }
-      expect_works(rank, c, context.get());
-    });
-  }
-}
-
-TEST(JoinFailed, CutsLongTextsAndTakesNone) {
-  on_every_rank([](Rank& rank) {
-    const GemmCase c = plain_gemm_case(rank.num_ranks);
-    const GemmContext context = make_context(rank.comm, c.config());
-    const std::string text(1000, 'q');
-    xd_gemm_status status = XD_GEMM_STATUS_INIT;
-    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, text.c_str(), rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
-    ok(xd_gemm_last_error(&status));
-    EXPECT_EQ(status.text, std::string(255, 'q'));
-    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, nullptr, rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
-    ok(xd_gemm_last_error(&status));
-    EXPECT_STREQ(status.text, "");
-    expect_works(rank, c, context.get());
-  });
-}
-
-// ---- Status ------------------------------------------------------------------------------------
-
-TEST(ContextStatus, IsEmptyAtFirstAndDoesNotRepeatWhatACallHasReturned) {
-  on_every_rank([](Rank& rank) {
-    const GemmCase c = plain_gemm_case(rank.num_ranks);
-    const GemmContext context = make_context(rank.comm, c.config());
-    xd_gemm_status status = XD_GEMM_STATUS_INIT;
-    ok(xd_gemm_context_status(context.get(), &status));
-    EXPECT_EQ(status.status, XD_SUCCESS);
-    EXPECT_EQ(status.rank, -1);
-    EXPECT_STREQ(status.text, "");
-    expect_works(rank, c, context.get());  // epochs 1 and 2
-    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "first", rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
-    ok(xd_gemm_last_error(&status));
-    EXPECT_EQ(status.status, XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(status.operation, XD_GEMM_ALL_GATHER);
-    EXPECT_EQ(status.epoch, 3u);
-    EXPECT_EQ(status.rank, rank.rank);
-    EXPECT_STREQ(status.text, "first");
-    rank.memory->synchronize();
-    ok(xd_gemm_context_status(context.get(), &status));
-    EXPECT_EQ(status.status, XD_SUCCESS);
-    GemmBatch batch(rank, c, 0);
-    ok(batch.call(context.get()));
-    ok(xd_gemm_last_error(&status));
-    EXPECT_EQ(status.status, XD_SUCCESS) << "the last operation met none";
-  });
-}
-
-TEST(ContextWatch, CountsEveryOperationThatEndsWithAnErrorOfItsOwn) {
-  on_every_rank([](Rank& rank) {
-    const GemmCase c = plain_gemm_case(rank.num_ranks);
-    const GemmContext context = make_context(rank.comm, c.config());
-    const volatile std::uint64_t* word = nullptr;
-    ok(xd_gemm_context_watch(context.get(), &word));
-    const auto count = [&] {
-      rank.memory->synchronize();
-      return __atomic_load_n(word, __ATOMIC_ACQUIRE);
-    };
-    expect_works(rank, c, context.get());
-    EXPECT_EQ(count(), 0u);
-    for (std::uint64_t n = 1; n < 4; ++n) {
-      GemmBatch batch(rank, c, 0);
-      if (rank.rank == 0) batch.args.b = nullptr;
-      static_cast<void>(batch.call(context.get()));
-      EXPECT_EQ(count(), n);
-    }
-    EXPECT_EQ(xd_gemm_join_failed(context.get(), XD_GEMM_ALL_GATHER, "mine", rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(count(), 4u);
-    expect_works(rank, c, context.get());
-    EXPECT_EQ(count(), 4u);
   });
 }
 

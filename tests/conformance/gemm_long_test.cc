@@ -2,16 +2,15 @@
 // expert-parallel group: what one call leaves behind must never be taken for part of another.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstdio>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "conformance/batch.h"
 #include "conformance/case.h"
 #include "conformance/gemm_batch.h"
+#include "conformance/random_delay.h"
 #include "support/gtest_main.h"
 #include "support/outcome.h"
 #include "support/random.h"
@@ -21,15 +20,6 @@ namespace {
 
 constexpr int kCalls = 10000;
 constexpr std::int64_t kMaxTokens = 5, kK = 8, kN = 8;
-
-// Mostly none, sometimes a moment, rarely long enough for all peers to fall asleep.
-void random_delay(Random& random) {
-  if (random.one_in(500)) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  } else if (random.one_in(8)) {
-    std::this_thread::sleep_for(std::chrono::microseconds(random.below(200)));
-  }
-}
 
 // A whole number of magnitude <= 4 for an element of a (which = 0) or b (1).
 float element(int call, int which, int rank, std::int64_t row, std::int64_t column) {

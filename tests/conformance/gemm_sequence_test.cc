@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "conformance/gemm_batch.h"
+#include "conformance/said.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -35,27 +36,24 @@ TEST(Contexts, OfOneCommunicatorInterleave) {
 
 // A result depends on nothing that an earlier call has left behind.
 TEST(Bits, OfEqualCallsAreEqual) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      SCOPED_TRACE(name_of(operation));
-      GemmCase c = plain_gemm_case(rank.num_ranks, operation);
-      c.values = Values::random;
-      c.epilogue = XD_GEMM_EPILOGUE_GELU;
-      c.bias = Bias::like_d;
-      c.bias_grad = BiasGrad::own;
-      const GemmContext context = make_context(rank.comm, c.config());
-      GemmBatch batch(rank, c, 0);
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    GemmCase c = plain_gemm_case(rank.num_ranks, operation);
+    c.values = Values::random;
+    c.epilogue = XD_GEMM_EPILOGUE_GELU;
+    c.bias = Bias::like_d;
+    c.bias_grad = BiasGrad::own;
+    const GemmContext context = make_context(rank.comm, c.config());
+    GemmBatch batch(rank, c, 0);
+    ok(batch.call(context.get()));
+    const std::vector<std::byte> first = batch.output_bytes();
+    for (int i = 0; i < 8; ++i) {
+      GemmBatch other(rank, c, 1 + i % 3);
+      ok(other.call(context.get()));
+      batch.reset();
       ok(batch.call(context.get()));
-      const std::vector<std::byte> first = batch.output_bytes();
-      for (int i = 0; i < 8; ++i) {
-        GemmBatch other(rank, c, 1 + i % 3);
-        ok(other.call(context.get()));
-        batch.reset();
-        ok(batch.call(context.get()));
-        EXPECT_EQ(batch.output_bytes(), first);
-      }
-    });
-  }
+      EXPECT_EQ(batch.output_bytes(), first);
+    }
+  });
 }
 
 TEST(Contexts, RunAtTheSameTimeOnTheirOwnThreads) {
@@ -76,8 +74,7 @@ TEST(Contexts, RunAtTheSameTimeOnTheirOwnThreads) {
           const GemmCase c = plain_gemm_case(rank.num_ranks, operations[i]);
           for (int step = 0; step < 6; ++step) {
             GemmBatch batch(there, c, step);
-            ok(batch.call(contexts[i].get()));
-            batch.check(contexts[i].get());
+            batch.call_and_check(contexts[i].get());
           }
         } catch (...) {
           failures[i] = std::current_exception();
@@ -99,30 +96,24 @@ void call_first_with_a_late_rank(const Rank& rank, const GemmCase& c) {
     const GemmContext context = make_context(rank.comm, c.config());
     GemmBatch batch(rank, c, 0);
     batch.args.algo = algo;
-    xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
-    if (xd_gemm_explain(context.get(), c.operation, &batch.args, &info) != XD_SUCCESS) continue;
+    if (!batch.can_call(context.get())) continue;
     if (rank.rank == algo % rank.num_ranks) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
-    ok(batch.call(context.get()));
-    batch.check(context.get());
+    batch.call_and_check(context.get());
   }
 }
 
 TEST(FirstCall, OfEveryAlgorithmWaitsForARankThatIsLate) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      call_first_with_a_late_rank(rank, plain_gemm_case(rank.num_ranks, operation));
-    });
-  }
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    call_first_with_a_late_rank(rank, plain_gemm_case(rank.num_ranks, operation));
+  });
 }
 
 TEST(FirstCall, WithScalesOfBlocksWaitsForARankThatIsLate) {
-  for (const xd_gemm_operation operation : kGemmProducts) {
-    on_every_rank([&](Rank& rank) {
-      call_first_with_a_late_rank(rank, block_gemm_case(rank.num_ranks, operation));
-    });
-  }
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    call_first_with_a_late_rank(rank, block_gemm_case(rank.num_ranks, operation));
+  });
 }
 
 // The next operation takes what the last one has kept.
@@ -135,8 +126,7 @@ TEST(KeptGathered, IsThereAfterAnAllGatherAloneAndInContextsThatKeep) {
     GemmBatch batch(rank, c, 0);
     ok(batch.call(plain.get()));
     EXPECT_EQ(xd_gemm_gathered(plain.get(), &view), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(xd_last_error()).find("keep_gathered"), std::string::npos)
-        << xd_last_error();
+    expect_said("keep_gathered");
     c.gathered = Gathered::kept;
     xd_gemm_config config = c.config();
     config.operations |= XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER);
@@ -145,8 +135,7 @@ TEST(KeptGathered, IsThereAfterAnAllGatherAloneAndInContextsThatKeep) {
     EXPECT_EQ(xd_gemm_gathered(keeping.get(), nullptr), XD_ERROR_INVALID_ARGUMENT);
     for (int step = 0; step < 3; ++step) {
       GemmBatch gather(rank, c, step);
-      ok(gather.call(keeping.get()));
-      gather.check(keeping.get());  // with what is kept
+      gather.call_and_check(keeping.get());  // with what is kept
       ok(xd_gemm_gathered(keeping.get(), &view));
       GemmBatch reduce(rank, plain_gemm_case(rank.num_ranks, XD_GEMM_REDUCE_SCATTER), step);
       ok(reduce.call(keeping.get()));

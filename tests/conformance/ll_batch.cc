@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <tuple>
 
 #include "conformance/quantised.h"
 #include "support/random.h"
@@ -324,37 +325,32 @@ Outcome LlBatch::call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase
   return finish(rank_, group, enqueue(group, operation, phase));
 }
 
-void LlBatch::dispatch(xd_ep_group* group, xd_ep_phase phase) {
-  const xd_ep_ll_dispatch_args whole = dispatch_args;
-  // A half needs the arguments of its own only; every other batch gives it all of them.
-  if (phase != XD_EP_PHASE_BOTH && number_ % 2 == 0) {
-    for (Field& field : fields_) {
-      const bool used = field.output == (phase == XD_EP_PHASE_RECEIVE);
-      if (field.operation == XD_EP_LL_DISPATCH && !used) *field.slot = nullptr;
-    }
+// A half needs the arguments of its own only; every other batch gives it all of them.
+Outcome LlBatch::call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+  const auto whole = std::tuple(dispatch_args, combine_args);
+  for (Field& field : fields_) {
+    const bool used = phase == XD_EP_PHASE_BOTH || number_ % 2 != 0 ||
+                      field.output == (phase == XD_EP_PHASE_RECEIVE);
+    if (field.operation == operation && !used) *field.slot = nullptr;
   }
-  const Outcome outcome = call(group, XD_EP_LL_DISPATCH, phase);
-  dispatch_args = whole;
-  if (phase != XD_EP_PHASE_SEND) return expect_dispatched(outcome);
-  ok(outcome);
-  EXPECT_EQ(written(XD_EP_LL_DISPATCH), "");
-  overwrite_inputs(XD_EP_LL_DISPATCH);
+  const Outcome outcome = call(group, operation, phase);
+  std::tie(dispatch_args, combine_args) = whole;
+  if (phase == XD_EP_PHASE_SEND) {
+    ok(outcome);
+    EXPECT_EQ(written(operation), "");
+    overwrite_inputs(operation);
+  }
+  return outcome;
+}
+
+void LlBatch::dispatch(xd_ep_group* group, xd_ep_phase phase) {
+  const Outcome outcome = call_sparingly(group, XD_EP_LL_DISPATCH, phase);
+  if (phase != XD_EP_PHASE_SEND) expect_dispatched(outcome);
 }
 
 void LlBatch::combine(xd_ep_group* group, xd_ep_phase phase) {
-  const xd_ep_ll_combine_args whole = combine_args;
-  if (phase != XD_EP_PHASE_BOTH && number_ % 2 == 0) {
-    for (Field& field : fields_) {
-      const bool used = field.output == (phase == XD_EP_PHASE_RECEIVE);
-      if (field.operation == XD_EP_LL_COMBINE && !used) *field.slot = nullptr;
-    }
-  }
-  const Outcome outcome = call(group, XD_EP_LL_COMBINE, phase);
-  combine_args = whole;
-  if (phase != XD_EP_PHASE_SEND) return expect_combined(outcome);
-  ok(outcome);
-  EXPECT_EQ(written(XD_EP_LL_COMBINE), "");
-  overwrite_inputs(XD_EP_LL_COMBINE);
+  const Outcome outcome = call_sparingly(group, XD_EP_LL_COMBINE, phase);
+  if (phase != XD_EP_PHASE_SEND) expect_combined(outcome);
 }
 
 // ---- Expectations -------------------------------------------------------------------------------

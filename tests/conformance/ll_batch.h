@@ -77,6 +77,7 @@ class LlBatch {
     std::vector<std::uint32_t> scales;  // one per element of recv_scales
   };
 
+  Outcome call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase);
   Strided& add(xd_ep_operation operation, const char* name, const DLTensor** slot, bool output,
                Strided tensor);
   void add_dispatch_inputs();

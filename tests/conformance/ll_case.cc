@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <sstream>
-#include <string_view>
 
-#include "conformance/case.h"
-#include "conformance/pairwise.h"
+#include "conformance/dimensions.h"
 #include "support/random.h"
 #include "support/tensor.h"
 
@@ -42,9 +39,11 @@ struct Bounds {
   std::int64_t sent, received;
 };
 
+}  // namespace
+
 // Calls visit(field, table) for every dimension, always in the same order.
 template <class Visit>
-void for_each_dimension(LlCase& c, Visit&& visit) {
+static void for_each_dimension(LlCase& c, Visit&& visit) {
   visit(c.dtype, kDtypes);
   visit(c.combine_dtype, kDtypes);
   visit(c.index_type, kIndexTypes);
@@ -68,14 +67,7 @@ void for_each_dimension(LlCase& c, Visit&& visit) {
   visit(c.extras, kFlags);
 }
 
-std::vector<int> dimension_sizes() {
-  LlCase unused;
-  std::vector<int> sizes;
-  for_each_dimension(unused, [&](const auto&, const auto& table) {
-    sizes.push_back(static_cast<int>(table.size()));
-  });
-  return sizes;
-}
+namespace {
 
 // Rows come in whole blocks of scales, of 16 or 64 units.
 int grain_of(Sent sent) { return sent == Sent::as_they_are ? 1 : sent == Sent::packed ? 64 : 16; }
@@ -85,10 +77,7 @@ LlCase make_case(int num_ranks, const std::vector<int>& values, std::uint64_t se
   LlCase c;
   c.num_ranks = num_ranks;
   c.seed = seed;
-  std::size_t dimension = 0;
-  for_each_dimension(c, [&](auto& field, const auto& table) {
-    field = table[static_cast<std::size_t>(values[dimension++])];
-  });
+  set_values(c, values);
   if (c.sent != Sent::as_they_are) c.dtype = kBf16;
   c.row_units = std::max(c.row_units, grain_of(c.sent));
   const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
@@ -101,34 +90,6 @@ LlCase make_case(int num_ranks, const std::vector<int>& values, std::uint64_t se
       std::min(bounds.sent / sent_per_token, bounds.received / received_per_token) / num_ranks, 1,
       c.max_tokens));
   return c;
-}
-
-// Makes about every fourth id equal to one that may be its row's or the row's before.
-void repeat(std::vector<Choices>& ranks, std::uint64_t seed) {
-  Random random(seed);
-  for (Choices& choices : ranks) {
-    const auto topk = static_cast<std::uint64_t>(choices.topk);
-    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
-      const std::uint64_t back = 1 + random.below(std::min<std::uint64_t>(i, topk));
-      if (random.one_in(4)) choices.ids[i] = choices.ids[i - back];
-    }
-  }
-}
-
-// Makes about every fifth id bad: too large, too small, or equal to the one before it.
-void spoil(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed) {
-  Random random(seed);
-  for (Choices& choices : ranks) {
-    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
-      const std::int64_t bad[] = {experts, -2, choices.ids[i - 1], INT32_MAX};
-      if (random.one_in(5)) choices.ids[i] = bad[random.below(std::size(bad))];
-    }
-  }
-}
-
-bool full() {
-  const char* value = std::getenv("XD_TEST_FULL");
-  return value && std::string_view(value) == "1";
 }
 
 // Experts that the router knows, where physical ones are replicas of them.
@@ -247,8 +208,8 @@ std::vector<Choices> LlCase::choices(int batch) const {
       }
     }
   }
-  if (duplicates) repeat(ranks, mix(number, 0xD0));
-  if (bad_ids) spoil(ranks, static_cast<std::int64_t>(owner.size()), number);
+  if (duplicates) repeat_ids(ranks, mix(number, 0xD0));
+  if (bad_ids) spoil_ids(ranks, static_cast<std::int64_t>(owner.size()), number);
   return ranks;
 }
 
@@ -305,21 +266,13 @@ std::string LlCase::description() const {
 }
 
 std::vector<LlCase> all_ll_cases(int num_ranks) {
-  const std::vector<int> sizes = dimension_sizes();
   const std::uint64_t seed = mix(test_seed(), 0x11);
-  std::vector<std::vector<int>> values = cover_pairs(sizes, seed);
   // Cases of more ranks take longer, most of all under ThreadSanitizer.
-  const int samples = !full() ? 8 : num_ranks > 4 ? 400 : 1000;
-  const Bounds bounds = full() ? Bounds{1 << 22, 1 << 25} : Bounds{1 << 18, 1 << 22};
-  Random random(mix(seed, 0x5A));
-  for (int i = 0; i < samples; ++i) {
-    std::vector<int>& row = values.emplace_back();
-    for (const int size : sizes) {
-      row.push_back(static_cast<int>(random.below(static_cast<std::uint64_t>(size))));
-    }
-  }
+  const int samples = !full_tests() ? 8 : num_ranks > 4 ? 400 : 1000;
+  const Bounds bounds = full_tests() ? Bounds{1 << 22, 1 << 25} : Bounds{1 << 18, 1 << 22};
   std::vector<LlCase> cases = large_cases(num_ranks);
-  for (const std::vector<int>& row : values) {
+  for (const std::vector<int>& row :
+       value_rows(dimension_sizes<LlCase>(), {seed, mix(seed, 0x5A), samples})) {
     cases.push_back(make_case(num_ranks, row, mix(seed, cases.size()), bounds));
   }
   return cases;

@@ -2,14 +2,9 @@
 // plans that do not fit, and calls that a group does not take.
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <functional>
-#include <memory>
 #include <string>
 
-#include "conformance/batch.h"
-#include "conformance/ll_batch.h"
-#include "support/gtest_main.h"
+#include "conformance/families/mistakes.h"
 
 namespace xd::test {
 namespace {
@@ -22,61 +17,6 @@ LlCase wide_case() {
   LlCase c = plain_ll_case(world().num_ranks());
   c.row_units = 16;
   return c;
-}
-
-void expect_group_works(const Rank& rank, const LlCase& c, xd_ep_group* group) {
-  LlBatch batch(rank, c, 7);
-  batch.dispatch(group);
-  batch.combine(group);
-}
-
-// How rank 0 differs from all others.
-struct Disagreement {
-  const char* name;
-  xd_ep_operation operation;
-  std::function<void(LlCase&)> change;
-};
-
-const Disagreement kDisagreements[] = {
-    {"dtype of dispatch", XD_EP_LL_DISPATCH, [](LlCase& c) { c.dtype = kF16; }},
-    {"hidden of dispatch", XD_EP_LL_DISPATCH, [](LlCase& c) { c.row_units = 8; }},
-    {"number of choices", XD_EP_LL_DISPATCH, [](LlCase& c) { c.topk = 2; }},
-    {"quantise or not", XD_EP_LL_DISPATCH, [](LlCase& c) { c.sent = Sent::float_scales; }},
-    {"weights of dispatch", XD_EP_LL_DISPATCH, [](LlCase& c) { c.weights = Weights::none; }},
-    {"dtype of combine", XD_EP_LL_COMBINE, [](LlCase& c) { c.combine_dtype = kF32; }},
-    {"hidden of combine", XD_EP_LL_COMBINE, [](LlCase& c) { c.row_units = 8; }},
-    {"weights of combine", XD_EP_LL_COMBINE, [](LlCase& c) { c.weights = Weights::at_combine; }},
-};
-
-// Every rank sees all headers, and all judge alike; a send half has done its part by then.
-TEST(LlDisagreement, IsAMismatchOnEveryRankAndMovesNothing) {
-  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
-  const LlCase c = wide_case();
-  on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
-    for (const Disagreement& kind : kDisagreements) {
-      for (const bool halves : {false, true}) {
-        SCOPED_TRACE(std::string(kind.name) + (halves ? " in halves" : ""));
-        LlCase mine = c;
-        if (rank.rank == 0) kind.change(mine);
-        LlBatch agreed(rank, c, 0), batch(rank, mine, 0);
-        agreed.dispatch(group.get());
-        batch.use_plan(agreed.plan());
-        if (halves) ok(batch.call(group.get(), kind.operation, kSend));
-        const auto start = std::chrono::steady_clock::now();
-        const Outcome outcome =
-            batch.call(group.get(), kind.operation, halves ? kReceive : XD_EP_PHASE_BOTH);
-        EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-        EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-        EXPECT_TRUE(outcome.mentions(rank.rank == 0 ? "rank 1" : "rank 0")) << outcome.text;
-        EXPECT_EQ(outcome.met.operation, kind.operation);
-        EXPECT_EQ(outcome.met.rank, rank.rank == 0 ? 1 : 0);
-        EXPECT_EQ(batch.written(kind.operation), "");
-        agreed.combine(group.get());
-      }
-    }
-    expect_group_works(rank, c, group.get());
-  });
 }
 
 // Scales of equal size: nothing but the way itself tells them apart.
@@ -93,7 +33,7 @@ TEST(LlDisagreement, OnTheWayToQuantiseNamesBoth) {
     EXPECT_TRUE(outcome.mentions("quantise")) << outcome.text;
     EXPECT_TRUE(outcome.mentions("FP8_BLOCK128_POW2")) << outcome.text;
     EXPECT_EQ(batch.written(XD_EP_LL_DISPATCH), "");
-    expect_group_works(rank, c, group.get());
+    LowLatency::expect_works(rank, c, group.get());
   });
 }
 
@@ -171,37 +111,6 @@ TEST(LlPlan, ThatIsNoneIsRefusedHereAndAMismatchForTheOthers) {
   });
 }
 
-TEST(LlJoinFailed, IsAMismatchForPeersInWholeCallsAndInHalves) {
-  const LlCase c = plain_ll_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
-    LlBatch batch(rank, c, 0);
-    const char* text = "gate must be float32, got int8";
-    int turn = 0;
-    for (const xd_ep_operation kind : kKinds) {
-      for (const bool halves : {false, true}) {
-        const int guilty = turn++ % rank.num_ranks;
-        if (kind == XD_EP_LL_COMBINE) batch.dispatch(group.get());
-        batch.reset_tensors(XD_EP_LL_DISPATCH);
-        if (rank.rank == guilty) {
-          const Outcome outcome =
-              finish(rank, group.get(), xd_ep_join_failed(group.get(), kind, text, rank.stream()));
-          EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-          EXPECT_TRUE(outcome.mentions(text)) << outcome.text;
-          EXPECT_EQ(outcome.met.operation, kind);
-          continue;
-        }
-        if (halves) ok(batch.call(group.get(), kind, kSend));
-        const Outcome outcome = batch.call(group.get(), kind, halves ? kReceive : XD_EP_PHASE_BOTH);
-        EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
-        EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
-        EXPECT_EQ(batch.written(kind), "");
-      }
-    }
-    expect_group_works(rank, c, group.get());
-  });
-}
-
 // They concern nobody else and take no turn: ranks may make them as often as they like.
 TEST(LlRefused, AreTheOperationsOfTheOtherLayoutsInEitherGroup) {
   const LlCase c = plain_ll_case(world().num_ranks());
@@ -260,32 +169,7 @@ TEST(LlRefused, AreMasksWhereTheGroupKnowsNone) {
     }
     rank.memory->synchronize();
     EXPECT_TRUE(mask.untouched());
-    expect_group_works(rank, c, fatal.get());
-  });
-}
-
-TEST(LlStatus, CountsOperationsOfEachKindByTheirOwnNumbers) {
-  const LlCase c = plain_ll_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
-    const volatile std::uint64_t* errors = nullptr;
-    ok(xd_ep_group_watch(group.get(), &errors));
-    LlBatch batch(rank, c, 0);
-    batch.dispatch(group.get());
-    batch.combine(group.get());
-    batch.next_combine();
-    batch.combine(group.get());
-    EXPECT_EQ(__atomic_load_n(errors, __ATOMIC_ACQUIRE), 0u);
-    ASSERT_EQ(xd_ep_join_failed(group.get(), XD_EP_LL_DISPATCH, "second", rank.stream()),
-              XD_ERROR_INVALID_ARGUMENT);
-    xd_ep_status met = XD_EP_STATUS_INIT;
-    ok(xd_ep_last_error(&met));
-    EXPECT_EQ(met.operation, XD_EP_LL_DISPATCH);
-    EXPECT_STREQ(met.text, "second");
-    EXPECT_EQ(met.rank, rank.rank);
-    rank.memory->synchronize();
-    EXPECT_EQ(__atomic_load_n(errors, __ATOMIC_ACQUIRE), 1u);
-    EXPECT_EQ(group_status(group.get()).status, XD_SUCCESS);
+    LowLatency::expect_works(rank, c, fatal.get());
   });
 }
 

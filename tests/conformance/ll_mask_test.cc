@@ -9,6 +9,7 @@
 
 #include "conformance/ll_batch.h"
 #include "conformance/ll_echo.h"
+#include "conformance/said.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -173,12 +174,12 @@ TEST(LlMask, OfNoOtherRankIsRefused) {
     for (const int wrong : {rank.rank, rank.num_ranks, -1, XD_EP_LL_MAX_RANKS}) {
       EXPECT_EQ(xd_ep_ll_mask_set(masking.group(), wrong, 1, rank.stream()),
                 XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_NE(std::string(xd_last_error()).find("rank"), std::string::npos) << xd_last_error();
+      expect_said("rank");
     }
     Tensor wide(rank, kI64, {rank.num_ranks}), long_one(rank, kI32, {rank.num_ranks + 1});
     for (const DLTensor* mask : {wide.dl(), long_one.dl(), static_cast<const DLTensor*>(nullptr)}) {
       EXPECT_EQ(xd_ep_ll_mask_get(masking.group(), mask, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_NE(std::string(xd_last_error()).find("mask"), std::string::npos) << xd_last_error();
+      expect_said("mask");
     }
     rank.memory->synchronize();
     EXPECT_TRUE(wide.untouched() && long_one.untouched());

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
+#include "conformance/said.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 #include "support/random.h"
@@ -217,7 +218,7 @@ TEST(RoutingLayout, RefusesWhatItCannotCountByName) {
     LayoutCall call(rank, routing, true);
     const auto refused = [&](const char* named) {
       EXPECT_EQ(call.call(), XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_NE(std::string(xd_last_error()).find(named), std::string::npos) << xd_last_error();
+      expect_said(named);
     };
     const xd_ep_routing_layout_args good = call.args;
     for (const std::int32_t experts : {0, -1, 70000 * rank.num_ranks}) {
@@ -313,7 +314,7 @@ TEST(RowExperts, OfBytesThatAreNoPlanOfTheGroupAreNotGiven) {
         EXPECT_EQ(row_experts.read_as<std::int32_t>(), std::vector<std::int32_t>(50, -1));
       } else {
         EXPECT_EQ(status, XD_ERROR_INVALID_ARGUMENT);
-        EXPECT_NE(std::string(xd_last_error()).find("plan"), std::string::npos);
+        expect_said("plan");
         EXPECT_TRUE(row_experts.untouched());
       }
     }

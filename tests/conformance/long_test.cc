@@ -2,15 +2,14 @@
 // never be taken for part of another.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstdio>
 #include <deque>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "conformance/ll_batch.h"
 #include "conformance/numeric.h"
+#include "conformance/random_delay.h"
 #include "conformance/routing.h"
 #include "support/gtest_main.h"
 #include "support/outcome.h"
@@ -25,15 +24,6 @@ constexpr int kMaxTokens = 5;
 constexpr int kTopk = 3;
 constexpr int kLocalExperts = 2;
 constexpr int kHidden = 8;
-
-// Mostly none, sometimes a moment, rarely long enough for all peers to fall asleep.
-void random_delay(Random& random) {
-  if (random.one_in(500)) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  } else if (random.one_in(8)) {
-    std::this_thread::sleep_for(std::chrono::microseconds(random.below(200)));
-  }
-}
 
 // Small enough that n <= K copies of it add up exactly.
 float token_value(int step, int rank, int token, int column) {

@@ -7,14 +7,10 @@
 #include <chrono>
 #include <string>
 
+#include "conformance/said.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
-
-inline void expect_error(xd_status status, xd_status expected, const std::string& part) {
-  EXPECT_EQ(status, expected) << xd_last_error();
-  EXPECT_NE(std::string(xd_last_error()).find(part), std::string::npos) << xd_last_error();
-}
 
 // Rank 0 calls wrong(&made), the others call right(&made). `part`: of the error's text. `none`:
 // what `made` is afterwards, on all ranks.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
+#include "conformance/said.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 #include "support/plan_format.h"
@@ -319,7 +320,7 @@ TEST_P(Plan, OfAnotherVersionIsRefusedByItsVersion) {
       EXPECT_EQ(xd_ep_plan_get_info(plan.data(), plan.size(), &info), XD_ERROR_INVALID_ARGUMENT);
       const std::string text = "plan: has format version " + std::to_string(version) +
                                ", expected " + std::to_string(kPlanVersion);
-      EXPECT_NE(std::string(xd_last_error()).find(text), std::string::npos) << xd_last_error();
+      expect_said(text);
       if (rank.rank == 0) batch.plan().write(plan);
       EXPECT_EQ(batch.call(group.get(), kUsers[0]),
                 rank.rank == 0 ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);

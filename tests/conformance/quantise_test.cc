@@ -4,11 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -23,9 +21,7 @@ namespace {
 
 // Every 31st bf16 number, shared between the ranks; all of them with XD_TEST_FULL=1.
 std::uint32_t code_step(int num_ranks) {
-  const char* full = std::getenv("XD_TEST_FULL");
-  const bool all = full != nullptr && std::string_view(full) == "1";
-  return static_cast<std::uint32_t>(num_ranks) * (all ? 1 : 31);
+  return static_cast<std::uint32_t>(num_ranks) * (full_tests() ? 1 : 31);
 }
 
 // Blocks whose largest finite magnitude has every exponent, with this mantissa; beside it every

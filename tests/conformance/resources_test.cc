@@ -1,17 +1,15 @@
-// Resources that the library takes from the process: none per step, the announced amount per group,
-// and all of them given back in the end.
+// Resources that the library takes from the process: none per call, the announced amount per group
+// or context, and all of them given back in the end.
 #include <gtest/gtest.h>
 
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "conformance/batch.h"
 #include "conformance/counted_new.h"
 #include "conformance/expect_usage.h"
-#include "conformance/ll_batch.h"
+#include "conformance/families/family.h"
 #include "conformance/quantised.h"
-#include "support/gtest_main.h"
 
 namespace xd::test {
 namespace {
@@ -96,7 +94,7 @@ void expect_no_allocations(Rank& rank, const Carried& carried) {
   }
 }
 
-TEST(Resources, StepsAllocateNothing) {
+TEST(Allocations, OfStepsAreNone) {
   const std::vector<Carried> all = everything_carried();
   on_every_rank([&](Rank& rank) {
     for (const Carried& carried : all) expect_no_allocations(rank, carried);
@@ -104,7 +102,7 @@ TEST(Resources, StepsAllocateNothing) {
 }
 
 // Also in halves, and with the errors that take a turn.
-TEST(Resources, LowLatencyStepsAllocateNothing) {
+TEST(Allocations, OfLowLatencyStepsAreNone) {
   LlCase c = plain_ll_case(world().num_ranks());
   c.row_units = 16;
   on_every_rank([&](Rank& rank) {
@@ -129,8 +127,45 @@ TEST(Resources, LowLatencyStepsAllocateNothing) {
   });
 }
 
+// Everything that a call can have.
+GemmCase rich_case(xd_gemm_operation operation) {
+  GemmCase c = plain_gemm_case(world().num_ranks(), operation);
+  c.addend = Addend::in_place;
+  c.bias = Bias::f32;
+  c.epilogue = XD_GEMM_EPILOGUE_GELU;
+  c.pre_activation = true;
+  c.bias_grad = operation == XD_GEMM_ALL_REDUCE ? BiasGrad::own : BiasGrad::reduced;
+  c.amax = true;
+  c.gathered = Gathered::both;
+  c.alpha = 1.0f / 64;
+  return c;
+}
+
+TEST(Allocations, OfProductsAreNone) {
+  for_each_product([](Rank& rank, xd_gemm_operation operation) {
+    for (const Spots spots : {Spots::ordinary, Spots::symmetric}) {
+      GemmCase c = rich_case(operation);
+      c.spots = spots;
+      const GemmContext context = make_context(rank.comm, c.config());
+      for (int step = 0; step < 3; ++step) {
+        GemmBatch batch(rank, c, step);
+        for (const xd_gemm_algo algo : kGemmAlgos) {
+          batch.args.algo = algo;
+          if (!batch.can_call(context.get())) continue;
+          batch.reset();
+          const std::size_t before = allocations_of_this_thread();
+          const xd_status status = batch.enqueue(context.get());
+          EXPECT_EQ(allocations_of_this_thread(), before)
+              << name_of(operation) << " by algorithm " << algo << ", call " << step;
+          ok(finish(rank, context.get(), status));
+        }
+      }
+    }
+  });
+}
+
 // The lowest rank of each device, which asks for all ranks on it.
-TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
+TEST(GroupMemory, IsWhatWasSaidOfItsDevice) {
   if (world().memory().device().device_type == kDLCPU) GTEST_SKIP() << "the CPU is no such device";
   Case c = plain_case(world().num_ranks());
   c.max_tokens = 8192;  // so much that what is rounded up to pages and pools is little
@@ -156,89 +191,114 @@ TEST(Resources, AGroupTakesWhatItSaidOfItsDevice) {
   });
 }
 
-void expect_what_was_said(const xd_ep_config& config) {
-  on_every_rank([&](Rank& rank) {
-    HostMemoryTaken taken(rank);
-    ok(xd_comm_barrier(rank.comm));
-    taken.begin();
-    ok(xd_comm_barrier(rank.comm));
-    xd_ep_memory memory = XD_EP_MEMORY_INIT;
-    ok(xd_ep_group_memory(&config, &memory));
-    EXPECT_GT(memory.symmetric_bytes, memory.staging_bytes);
-    const Group group = make_group(rank.comm, config);
-    ok(xd_comm_barrier(rank.comm));
-    taken.expect(memory.symmetric_bytes, memory.private_bytes);
-    ok(xd_comm_barrier(rank.comm));
-  });
-}
-
-TEST(Resources, AGroupTakesWhatItSaid) {
-  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
-  Case c = plain_case(world().num_ranks());
-  c.max_tokens = 500;
-  expect_what_was_said(c.config(0));
-  LlCase ll = plain_ll_case(world().num_ranks());
-  ll.max_tokens = 500;
-  const std::vector<std::int32_t> owners = ll.owners();
-  for (const int in_flight : {2, 4}) {
-    ll.in_flight = in_flight;
-    expect_what_was_said(ll.config(owners));
-  }
-}
-
-TEST(Resources, GroupsWithoutStagingSaveWhatWasSaid) {
+TEST(GroupMemory, WithoutStagingIsLessByWhatWasSaid) {
   xd_ep_config config = plain_case(world().num_ranks()).config(0);
   xd_ep_memory staged = XD_EP_MEMORY_INIT;
   ok(xd_ep_group_memory(&config, &staged));
   config.staging = XD_EP_STAGING_NONE;
   xd_ep_memory unstaged = XD_EP_MEMORY_INIT;
   ok(xd_ep_group_memory(&config, &unstaged));
+  EXPECT_GT(staged.symmetric_bytes, staged.staging_bytes);
   EXPECT_EQ(staged.symmetric_bytes - staged.staging_bytes, unstaged.symmetric_bytes);
   EXPECT_EQ(unstaged.staging_bytes, 0u);
 }
 
+// ---- Of every family ----------------------------------------------------------------------------
+
+template <class F>
+class Resources : public testing::Test {};
+TYPED_TEST_SUITE(Resources, Families, FamilyName);
+
+// Configs that take memory of several kinds.
+template <class F>
+std::vector<typename F::Config> configs();
+
+template <>
+std::vector<xd_ep_config> configs<Bulk>() {
+  Case c = Bulk::plain();
+  c.max_tokens = 500;
+  return {c.config(0)};
+}
+
+template <>
+std::vector<xd_ep_config> configs<LowLatency>() {
+  std::vector<xd_ep_config> all;
+  for (const int in_flight : {2, 4}) {
+    LlCase c = LowLatency::plain();
+    c.max_tokens = 500;
+    c.in_flight = in_flight;
+    all.push_back(c.config(c.owners()));  // experts lie in order, without a list
+  }
+  return all;
+}
+
+template <>
+std::vector<xd_gemm_config> configs<Products>() {
+  std::vector<xd_gemm_config> all;
+  for (const int operations : {0, 1, 2, 4, 31}) {
+    xd_gemm_config& config = all.emplace_back(rich_case(XD_GEMM_ALL_GATHER).config());
+    config.operations = operations;
+    config.max_tokens = 300;
+    config.slots = operations == 31 ? 2 : 1;
+  }
+  return all;
+}
+
+TYPED_TEST(Resources, AHandleTakesWhatItSaid) {
+  using F = TypeParam;
+  if (world().memory().device().device_type != kDLCPU) GTEST_SKIP() << "of the host's memory";
+  for (const auto& config : configs<F>()) {
+    on_every_rank([&](Rank& rank) {
+      HostMemoryTaken taken(rank);
+      ok(xd_comm_barrier(rank.comm));
+      taken.begin();
+      ok(xd_comm_barrier(rank.comm));
+      const auto memory = F::memory(config);
+      typename F::Raw* made = nullptr;
+      ok(F::create(rank.comm, &config, &made));
+      const typename F::Handle handle(made);
+      ok(xd_comm_barrier(rank.comm));
+      taken.expect(memory.symmetric_bytes, memory.private_bytes);
+      ok(xd_comm_barrier(rank.comm));
+    });
+  }
+}
+
+template <class F>
 void create_and_destroy(int rounds) {
-  const Case c = plain_case(world().num_ranks());
-  const LlCase ll = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     for (int round = 0; round < rounds; ++round) {
       const Comm comm = rank.another_comm("round" + std::to_string(round), 65536);
       Rank there = rank;
       there.comm = comm.get();
-      const Group group = make_group(comm.get(), c.config(rank.rank));
-      Batch batch(there, c, round, Place::symmetric);
-      batch.prepare(group.get());
-      ok(batch.call(group.get(), XD_EP_DISPATCH));
-      const Group slots = make_group(there, ll);
-      LlBatch(there, ll, round).dispatch(slots.get());
+      const auto operation =
+          F::kOperations[static_cast<std::size_t>(round) % std::size(F::kOperations)];
+      const auto c = F::plain(operation);
+      const auto handle = F::make(there, c);
+      F::expect_works(there, c, handle.get());
       ok(xd_comm_barrier(comm.get()));
     }
   });
 }
 
-TEST(Resources, TwoHundredCommunicatorsAndGroupsLeaveNothing) {
-  create_and_destroy(5);
+TYPED_TEST(Resources, CommunicatorsAndHandlesLeaveNothing) {
+  create_and_destroy<TypeParam>(6);
   const Usage before;
-  create_and_destroy(200);
+  create_and_destroy<TypeParam>(150);
   const Usage after;
   expect_nothing_left(before, after);
 }
 
-void create_and_destroy_groups(const Rank& rank, int rounds) {
-  const Case c = plain_case(rank.num_ranks);
-  const LlCase ll = plain_ll_case(rank.num_ranks);
-  for (int round = 0; round < rounds; ++round) {
-    make_group(rank.comm, c.config(rank.rank));
-    make_group(rank, ll);
-  }
-  ok(xd_comm_barrier(rank.comm));
-}
-
-TEST(Resources, TwoHundredGroupsLeaveNothingInTheirCommunicator) {
+// What a handle leaves in its communicator would grow for as long as that lives.
+TYPED_TEST(Resources, HundredsOfHandlesLeaveNothingInTheirCommunicator) {
+  using F = TypeParam;
   std::optional<Usage> before, after;
   on_every_rank([&](Rank& rank) {
     for (std::optional<Usage>* const usage : {&before, &after}) {
-      create_and_destroy_groups(rank, usage == &before ? 5 : 100);
+      for (std::size_t round = 0; round < (usage == &before ? 6 : 200); ++round) {
+        F::make(rank, F::plain(F::kOperations[round % std::size(F::kOperations)]));
+      }
+      ok(xd_comm_barrier(rank.comm));
       if (rank.rank == 0 || !rank.threads) usage->emplace();
       ok(xd_comm_barrier(rank.comm));
     }

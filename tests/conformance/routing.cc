@@ -108,6 +108,27 @@ std::vector<Choices> make_routing(const RoutingShape& shape, std::uint64_t seed)
   return ranks;
 }
 
+void repeat_ids(std::vector<Choices>& ranks, std::uint64_t seed) {
+  Random random(seed);
+  for (Choices& choices : ranks) {
+    const auto topk = static_cast<std::uint64_t>(choices.topk);
+    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
+      const std::uint64_t back = 1 + random.below(std::min<std::uint64_t>(i, topk));
+      if (random.one_in(4)) choices.ids[i] = choices.ids[i - back];
+    }
+  }
+}
+
+void spoil_ids(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed) {
+  Random random(seed);
+  for (Choices& choices : ranks) {
+    for (std::size_t i = 1; i < choices.ids.size(); ++i) {
+      const std::int64_t bad[] = {experts, -2, choices.ids[i - 1], INT32_MAX};
+      if (random.one_in(5)) choices.ids[i] = bad[random.below(std::size(bad))];
+    }
+  }
+}
+
 const char* name_of(Pattern pattern) {
   constexpr const char* kNames[] = {"uniform",  "zipf",        "holes", "one_hot",
                                     "one_rank", "empty_ranks", "nobody"};

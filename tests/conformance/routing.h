@@ -52,6 +52,11 @@ struct Choices {
 // result[r] = choices of rank r.
 std::vector<Choices> make_routing(const RoutingShape& shape, std::uint64_t seed);
 
+// Makes about every fourth id equal to one that may be its row's or the row's before.
+void repeat_ids(std::vector<Choices>& ranks, std::uint64_t seed);
+// Makes about every fifth id bad: too large, too small, or equal to the one before it.
+void spoil_ids(std::vector<Choices>& ranks, std::int64_t experts, std::uint64_t seed);
+
 const char* name_of(Pattern pattern);
 const char* name_of(Tokens tokens);
 

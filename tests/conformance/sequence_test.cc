@@ -209,7 +209,7 @@ TEST(Bits, AreTheSameStagedAndInPlace) {
       }
       std::vector<std::byte> all;
       for (const Batch::Field& field : batch.fields()) {
-        if (!field.output()) continue;
+        if (!field.output) continue;
         const std::vector<std::byte> bytes = field.tensor->read();
         all.insert(all.end(), bytes.begin(), bytes.end());
       }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "conformance/said.h"
 #include "conformance/step.h"
 
 namespace xd::test {
@@ -85,8 +86,7 @@ void Step::expect_row_experts() {
   const xd_status status = xd_ep_plan_row_experts(group_, &args, rank_.stream());
   if (case_.layout == XD_EP_RANK_MAJOR) {
     EXPECT_EQ(status, XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(xd_last_error()).find("recv_topk_idx"), std::string::npos)
-        << xd_last_error();
+    expect_said("recv_topk_idx");
     EXPECT_TRUE(row_experts.untouched());
     return;
   }

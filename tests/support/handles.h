@@ -34,6 +34,11 @@ struct DestroyGroup {
 };
 using Group = std::unique_ptr<xd_ep_group, DestroyGroup>;
 
+struct DestroyGemmContext {
+  void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
+};
+using GemmContext = std::unique_ptr<xd_gemm_context, DestroyGemmContext>;
+
 inline Comm make_comm(const xd_comm_config& config) {
   xd_comm* comm = nullptr;
   ok(xd_comm_create(&config, &comm));
@@ -46,15 +51,41 @@ inline Group make_group(xd_comm* comm, const xd_ep_config& config) {
   return Group(group);
 }
 
+inline GemmContext make_context(xd_comm* comm, const xd_gemm_config& config) {
+  xd_gemm_context* context = nullptr;
+  ok(xd_gemm_context_create(comm, &config, &context));
+  return GemmContext(context);
+}
+
 inline xd_error_info comm_error(xd_comm* comm) {
   xd_error_info info = XD_ERROR_INFO_INIT;
   ok(xd_comm_error(comm, &info));
   return info;
 }
 
+// Read the status of a group or context, and so clear it.
 inline xd_ep_status group_status(xd_ep_group* group) {
   xd_ep_status status = XD_EP_STATUS_INIT;
   ok(xd_ep_group_status(group, &status));
+  return status;
+}
+
+inline xd_gemm_status context_status(xd_gemm_context* context) {
+  xd_gemm_status status = XD_GEMM_STATUS_INIT;
+  ok(xd_gemm_context_status(context, &status));
+  return status;
+}
+
+// The non-fatal error of this thread's last operation.
+inline xd_ep_status last_ep_error() {
+  xd_ep_status status = XD_EP_STATUS_INIT;
+  ok(xd_ep_last_error(&status));
+  return status;
+}
+
+inline xd_gemm_status last_gemm_error() {
+  xd_gemm_status status = XD_GEMM_STATUS_INIT;
+  ok(xd_gemm_last_error(&status));
   return status;
 }
 

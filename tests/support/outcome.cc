@@ -3,18 +3,21 @@
 #include <ostream>
 
 namespace xd::test {
+namespace {
 
-void PrintTo(const Outcome& outcome, std::ostream* out) {
-  *out << outcome.status << " (" << xd_status_name(outcome.status) << ": " << outcome.text << ")";
+template <class Status>
+void print(const OutcomeOf<Status>& outcome, std::ostream& out) {
+  out << outcome.status << " (" << xd_status_name(outcome.status) << ": " << outcome.text << ")";
 }
 
-Outcome finish(const Rank& rank, xd_ep_group* group, xd_status called) {
-  Outcome outcome{called, called == XD_SUCCESS ? "" : xd_last_error(), XD_EP_STATUS_INIT,
-                  XD_EP_STATUS_INIT};
-  ok(xd_ep_last_error(&outcome.met));
+// `met`: the error that the call has told. `read_status`: reads the status of the group or context.
+template <class Status, class ReadStatus>
+OutcomeOf<Status> finish_with(const Rank& rank, xd_status called, const Status& met,
+                              ReadStatus&& read_status) {
+  OutcomeOf<Status> outcome{called, called == XD_SUCCESS ? "" : xd_last_error(), met, met};
   rank.memory->synchronize();
-  outcome.group = group_status(group);
-  if (outcome.met.status == XD_SUCCESS) outcome.met = outcome.group;
+  outcome.group = read_status();
+  if (met.status == XD_SUCCESS) outcome.met = outcome.group;
   if (called != XD_SUCCESS || !rank.asynchronous()) return outcome;
   const xd_error_info fatal = comm_error(rank.comm);
   if (fatal.status != XD_SUCCESS) {
@@ -25,6 +28,19 @@ Outcome finish(const Rank& rank, xd_ep_group* group, xd_status called) {
     outcome.text = outcome.group.text;
   }
   return outcome;
+}
+
+}  // namespace
+
+void PrintTo(const Outcome& outcome, std::ostream* out) { print(outcome, *out); }
+void PrintTo(const GemmOutcome& outcome, std::ostream* out) { print(outcome, *out); }
+
+Outcome finish(const Rank& rank, xd_ep_group* group, xd_status called) {
+  return finish_with(rank, called, last_ep_error(), [&] { return group_status(group); });
+}
+
+GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called) {
+  return finish_with(rank, called, last_gemm_error(), [&] { return context_status(context); });
 }
 
 }  // namespace xd::test
