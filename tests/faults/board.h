@@ -63,7 +63,7 @@ class Board {
   // A new meeting point, made by rank 0.
   xd_unique_id new_id() {
     xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
-    config.timeout_ms = 1500;  // end of a meeting to which not all come
+    config.timeout_ms = 1000;  // end of a meeting to which not all come
     if (rank_ == 0) ok(xd_unique_id_create(&config, &words_->id));
     meet();
     const xd_unique_id id = words_->id;

@@ -174,8 +174,7 @@ void expect_release(RankProgram program, milliseconds moment) {
   constexpr int kVictim = 1;
   program.tokens = 512;
   Processes ranks(program, {{0}, {kVictim}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
-  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.start();
   std::this_thread::sleep_for(moment);
   const auto since = ranks.kill(kVictim);
   for (const int survivor : {0, 2}) {

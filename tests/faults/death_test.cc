@@ -45,7 +45,8 @@ class Death : public testing::TestWithParam<Spot> {
   RankProgram program() const {
     RankProgram result;
     result.operation = GetParam().operation;
-    result.death = {.victim = kVictim, .argument = GetParam().argument, .part = GetParam().part};
+    result.death = {.victim = kVictim, .part = GetParam().part};
+    result.fatal_argument = GetParam().argument;
     if (GetParam().step == Step::after_leaving) result.calls = 2;
     return result;
   }
@@ -77,7 +78,7 @@ class Death : public testing::TestWithParam<Spot> {
 TEST_P(Death, IsToldToAllWhoGoOnWithoutIt) {
   if (executor() != "cpu") GTEST_SKIP() << "needs arguments that are protected pages of the host";
   Processes ranks(program(), {{0}, {kVictim}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   const auto since = release(ranks);
   const int ended = ranks.wait_for_death(kVictim);
   EXPECT_TRUE(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGSEGV) << ended;

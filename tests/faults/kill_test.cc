@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <ostream>
 #include <string>
 #include <thread>
@@ -98,7 +99,7 @@ class KillIn : public testing::TestWithParam<Place> {
 
 TEST_P(KillIn, BeforeItsCallReleasesThoseWhoWait) {
   Processes ranks(program(), {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   ranks.go(0);
   ranks.go(2);
   std::this_thread::sleep_for(kMoment);
@@ -109,7 +110,7 @@ TEST_P(KillIn, BeforeItsCallReleasesThoseWhoWait) {
 
 TEST_P(KillIn, WhileItWaitsItselfReleasesThoseWhoWaitAndThoseWhoComeLater) {
   Processes ranks(program(), {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   ranks.go(0);
   ranks.go(kVictim);
   std::this_thread::sleep_for(kMoment);
@@ -119,6 +120,8 @@ TEST_P(KillIn, WhileItWaitsItselfReleasesThoseWhoWaitAndThoseWhoComeLater) {
   ranks.go(2);
   expect_lost(ranks, 2, later, peer());
 }
+
+constexpr auto kNameOfPlace = [](const auto& instance) { return instance.param.name; };
 
 INSTANTIATE_TEST_SUITE_P(
     Calls, KillIn,
@@ -131,7 +134,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"dispatch_bwd", Program::operation, XD_EP_DISPATCH_BWD},
                     Place{"ll_dispatch", Program::ll_operation, XD_EP_LL_DISPATCH},
                     Place{"ll_combine", Program::ll_operation, XD_EP_LL_COMBINE}),
-    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+    kNameOfPlace);
 
 std::vector<Place> products() {
   std::vector<Place> places{{"create_context", Program::create_context, XD_EP_PREPARE}};
@@ -142,10 +145,7 @@ std::vector<Place> products() {
   return places;
 }
 
-INSTANTIATE_TEST_SUITE_P(Products, KillIn, testing::ValuesIn(products()),
-                         [](const testing::TestParamInfo<Place>& instance) {
-                           return instance.param.name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Products, KillIn, testing::ValuesIn(products()), kNameOfPlace);
 
 // Where losses are masked a call that needs the victim says the same.
 INSTANTIATE_TEST_SUITE_P(
@@ -155,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"grow", Program::grow, XD_EP_PREPARE, XD_COMM_PEER_LOSS_MASK},
                     Place{"prepare", Program::operation, XD_EP_PREPARE, XD_COMM_PEER_LOSS_MASK},
                     Place{"combine", Program::operation, XD_EP_COMBINE, XD_COMM_PEER_LOSS_MASK}),
-    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+    kNameOfPlace);
 
 constexpr Place between(const char* name, xd_ep_operation operation,
                         Program program = Program::operation) {
@@ -171,7 +171,7 @@ INSTANTIATE_TEST_SUITE_P(
                     between("dispatch_bwd", XD_EP_DISPATCH_BWD),
                     between("ll_dispatch", XD_EP_LL_DISPATCH, Program::ll_operation),
                     between("ll_combine", XD_EP_LL_COMBINE, Program::ll_operation)),
-    [](const testing::TestParamInfo<Place>& instance) { return instance.param.name; });
+    kNameOfPlace);
 
 // Any moment of a step, in microseconds: counts, rows and flags under way.
 class KillAfter : public testing::TestWithParam<std::tuple<Program, int, xd_comm_peer_loss, bool>> {
@@ -191,34 +191,38 @@ TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
   program.tokens = 512;
   program.on_peer_loss = on_peer_loss;
   Processes ranks(program, {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
-  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.start();
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
   const auto since = kill_victim(ranks);
   expect_lost(ranks, 0, since);
   expect_lost(ranks, 2, since);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Moments, KillAfter,
-    testing::Combine(testing::Values(Program::steps, Program::ll_steps),
-                     testing::Values(0, 500, 1300, 2900, 5300, 9700, 20100, 50300),
-                     testing::Values(XD_COMM_PEER_LOSS_FATAL), testing::Values(false)));
+// With XD_TEST_FULL=1 all of these moments, otherwise every other one.
+std::vector<int> moments(const std::vector<int>& all) {
+  if (std::getenv("XD_TEST_FULL") != nullptr) return all;
+  std::vector<int> some;
+  for (std::size_t i = 0; i < all.size(); i += 2) some.push_back(all[i]);
+  return some;
+}
+
+auto kills_after(const std::vector<Program>& steps, const std::vector<int>& microseconds,
+                 xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL, bool apart = false) {
+  return testing::Combine(testing::ValuesIn(steps), testing::ValuesIn(moments(microseconds)),
+                          testing::Values(on_peer_loss), testing::Values(apart));
+}
+const std::vector<Program> kEpSteps{Program::steps, Program::ll_steps};
+
+INSTANTIATE_TEST_SUITE_P(Moments, KillAfter,
+                         kills_after(kEpSteps, {0, 500, 1300, 2900, 5300, 9700, 20100, 50300}));
 INSTANTIATE_TEST_SUITE_P(MomentsBetweenMachines, KillAfter,
-                         testing::Combine(testing::Values(Program::steps, Program::ll_steps),
-                                          testing::Values(0, 900, 3700, 8900, 21100, 52300),
-                                          testing::Values(XD_COMM_PEER_LOSS_FATAL),
-                                          testing::Values(true)));
+                         kills_after(kEpSteps, {0, 900, 3700, 8900, 21100, 52300},
+                                     XD_COMM_PEER_LOSS_FATAL, true));
 INSTANTIATE_TEST_SUITE_P(GemmMoments, KillAfter,
-                         testing::Combine(testing::Values(Program::gemm_steps),
-                                          testing::Values(0, 900, 3100, 8100, 24500),
-                                          testing::Values(XD_COMM_PEER_LOSS_FATAL),
-                                          testing::Values(false)));
+                         kills_after({Program::gemm_steps}, {0, 900, 3100, 8100, 24500}));
 INSTANTIATE_TEST_SUITE_P(MaskedMoments, KillAfter,
-                         testing::Combine(testing::Values(Program::steps),
-                                          testing::Values(0, 700, 3300, 7900, 31000),
-                                          testing::Values(XD_COMM_PEER_LOSS_MASK),
-                                          testing::Values(false)));
+                         kills_after({Program::steps}, {0, 700, 3300, 7900, 31000},
+                                     XD_COMM_PEER_LOSS_MASK));
 
 // Before the ranks have met no rank can know which one died, so the meeting ends with its timeout.
 class KillInCreate : public testing::TestWithParam<int> {};
@@ -229,7 +233,7 @@ TEST_P(KillInCreate, EndsTheMeetingForAll) {
   program.program = Program::create;
   program.timeout_ms = static_cast<int>(timeout.count());
   Processes ranks(program, {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   const auto since = Clock::now();
   for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
   std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
@@ -252,13 +256,14 @@ TEST_P(KillInCreate, EndsTheMeetingForAll) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Moments, KillInCreate, testing::Values(0, 300, 1000, 2000, 4000, 8000));
+INSTANTIATE_TEST_SUITE_P(Moments, KillInCreate,
+                         testing::ValuesIn(moments({0, 300, 1000, 2000, 4000, 8000})));
 
 TEST(Kill, AProcessWithTwoRanksIsReportedWithBothLowestFirst) {
   RankProgram program;
   program.operation = XD_EP_DISPATCH;
   Processes ranks(program, {{0}, {1, 2}, {3}});
-  for (int rank = 0; rank < 4; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   ranks.go(0);
   ranks.go(3);
   std::this_thread::sleep_for(kMoment);
@@ -280,7 +285,7 @@ TEST(Kill, RanksOfAProcessThatLivesOnAreNotLost) {
   const auto timeout = with_set_up(1500);
   program.timeout_ms = static_cast<int>(timeout.count());
   Processes ranks(program, {{0}, {1, 2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   const auto since = Clock::now();
   ranks.go(0);
   const Result result = ranks.wait_for_result(0);

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "conformance/ll_echo.h"
 #include "faults/gate.h"
 #include "faults/ll_step.h"
 #include "faults/thread_ranks.h"
@@ -23,8 +22,6 @@ using std::chrono::milliseconds;
 constexpr int kRanks = 3, kHeld = 1, kTimeoutMs = 500, kLongTimeoutMs = 30000;
 constexpr milliseconds kLimit(10000);
 
-std::vector<bool> nobody() { return std::vector<bool>(kRanks); }
-
 // A batch of which the rank that is held gets rows from every rank.
 int batch_for_all(const LlCase& c) {
   for (int number = 1; number < 1000; ++number) {
@@ -36,16 +33,6 @@ int batch_for_all(const LlCase& c) {
     if (std::ranges::count(rows, 0) == 0) return number;
   }
   throw std::runtime_error("no batch has rows for all");
-}
-
-// All ranks in step again, whatever has happened.
-void come_back(const Rank& rank, const LlCase& c, xd_ep_group* group) {
-  for (int peer = 0; peer < rank.num_ranks; ++peer) {
-    if (peer != rank.rank) ok(xd_ep_ll_mask_set(group, peer, 0, rank.stream()));
-  }
-  ok(xd_comm_barrier(rank.comm));
-  ok(finish(rank, group, xd_ep_ll_reset(group, rank.stream())));
-  for (int number = 5000; number < 5010; ++number) good_step(rank, c, group, nobody(), number);
 }
 
 // Slots [L,S,H] of a batch behind a gate.
@@ -89,10 +76,10 @@ TEST(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
   std::latch gone_on(kRanks - 1);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(), 0);
+    good_step(rank, c, group.get(), nobody(kRanks), 0);
     Echo met(rank, c, number);
     ok(finish(rank, group.get(), met.dispatch(group.get())));
-    std::vector<bool> lost = nobody();
+    std::vector<bool> lost = nobody(kRanks);
     if (rank.rank == kHeld) {
       rows.use_for(met);
       rows.gate().close();
@@ -109,7 +96,7 @@ TEST(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
       EXPECT_EQ(outcome.met.masked[0], 1u << kHeld);
       EXPECT_GT(met.waits()[kHeld], 0) << "its header had not come";
       EXPECT_EQ(met.wrong(lost), "");
-      for (int later = 2000; later < 2020; ++later) good_step(rank, c, group.get(), lost, later);
+      good_steps(rank, c, group.get(), lost, 2000, 20);
       gone_on.arrive_and_wait();
       rows.gate().open();
     }
@@ -156,9 +143,9 @@ TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
   std::latch gone_on(kRanks - 1);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(), 0);
+    good_step(rank, c, group.get(), nobody(kRanks), 0);
     Echo met(rank, c, number);
-    std::vector<bool> lost = nobody();
+    std::vector<bool> lost = nobody(kRanks);
     if (rank.rank == kHeld) {
       rows.use_for(met);
       rows.gate().close();
@@ -167,7 +154,7 @@ TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
       EXPECT_EQ(outcome.met.rank, 0) << outcome.text;
       EXPECT_EQ(outcome.met.masked[0], 0b101u);
       EXPECT_EQ(outcome.met.masked_by[0], 0b101u);
-      EXPECT_EQ(met.rows_by_source(), met.expected_rows(nobody()));
+      EXPECT_EQ(met.rows_by_source(), met.expected_rows(nobody(kRanks)));
       for (int expert = 0; expert < c.local_experts; ++expert) {
         for (int source = 0; source < kRanks; ++source) {
           const Echo::Range range = met.range(expert, source);
@@ -184,7 +171,7 @@ TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
       lost[kHeld] = true;
       EXPECT_EQ(finish(rank, group.get(), met.combine(group.get())), XD_ERROR_PEER_LOST);
       EXPECT_EQ(met.wrong(lost), "");
-      for (int later = 2000; later < 2020; ++later) good_step(rank, c, group.get(), lost, later);
+      good_steps(rank, c, group.get(), lost, 2000, 20);
       gone_on.arrive_and_wait();
       rows.gate().open();
     }

@@ -45,8 +45,7 @@ class LlMaskedProcess : public testing::TestWithParam<int> {};
 TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
   constexpr milliseconds kTimeout(500);
   Processes ranks(masked_program(static_cast<int>(kTimeout.count())), {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
-  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.start();
   ranks.wait_for_progress(kVictim);
   std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
   const auto since = Clock::now();
@@ -58,8 +57,7 @@ TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
   ranks.resume(kVictim);
   const Result itself = ranks.wait_for_result(kVictim);
   EXPECT_EQ(itself.status, XD_ERROR_PEER_LOST) << itself.text;
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
-  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.start();
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.wait_for_after(rank), "clean");
 }
 
@@ -68,8 +66,7 @@ TEST_P(LlMaskedProcess, ThatIsKilledIsLeftOutAtOnceByAll) {
   RankProgram program = masked_program(20000);
   program.death.victim = kVictim;
   Processes ranks(program, {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
-  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  ranks.start();
   ranks.wait_for_progress(kVictim);
   std::this_thread::sleep_for(std::chrono::microseconds(GetParam()));
   const auto since = ranks.kill(kVictim);

@@ -1,15 +1,12 @@
-// Waits of low-latency operations that end without the peer. In groups that a loss finishes
-// they end as those of other operations do; in groups that mask, the group goes on.
+// Waits of low-latency operations in groups that mask lost ranks, and go on without them; and of
+// sends. wait_test.cc has those that end as in other families.
 #include <gtest/gtest.h>
 
 #include <latch>
-#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "conformance/ll_echo.h"
-#include "faults/rank_program.h"
+#include "faults/ll_step.h"
 #include "faults/thread_ranks.h"
 #include "faults/waiting.h"
 
@@ -18,131 +15,7 @@ namespace {
 
 constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
 
-// One good step, so that later ones have something to be taken for.
-void good_step(const Rank& rank, const LlCase& c, xd_ep_group* group) {
-  Echo step(rank, c, 0);
-  ok(finish(rank, group, step.dispatch(group)));
-  ok(finish(rank, group, step.combine(group)));
-  EXPECT_EQ(step.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
-}
-
 // ---- Groups that a loss finishes ----------------------------------------------------------------
-
-void expect_finished(const Rank& rank, Echo& step, xd_ep_group* group, xd_status status) {
-  EXPECT_EQ(comm_error(rank.comm).status, status);
-  EXPECT_EQ(xd_comm_barrier(rank.comm), status) << xd_last_error();
-  for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-    for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, kSend, kReceive}) {
-      EXPECT_EQ(step.call(group, kind, phase), status) << xd_last_error();
-    }
-  }
-}
-
-struct Waiting {
-  const char* name;
-  xd_ep_operation operation;
-  bool halves;
-};
-void PrintTo(const Waiting& waiting, std::ostream* out) { *out << waiting.name; }
-
-class LlWait : public testing::TestWithParam<Waiting> {
- protected:
-  // A good step, and all that comes before the operation of the test.
-  static Group begin(const Rank& rank, const LlCase& c, Echo& step) {
-    Group group = make_group(rank, c);
-    good_step(rank, c, group.get());
-    if (GetParam().operation == XD_EP_LL_COMBINE) {
-      ok(finish(rank, group.get(), step.dispatch(group.get())));
-    }
-    return group;
-  }
-  // The operation of the test, of which the last call waits for all peers.
-  static Outcome call(const Rank& rank, Echo& step, xd_ep_group* group) {
-    const xd_ep_operation kind = GetParam().operation;
-    if (!GetParam().halves) return finish(rank, group, step.call(group, kind));
-    ok(finish(rank, group, step.call(group, kind, kSend)));
-    return finish(rank, group, step.call(group, kind, kReceive));
-  }
-  const LlCase c_ = echo_case(2);
-};
-
-TEST_P(LlWait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
-  std::latch timed_out(1);
-  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
-    Echo step(rank, c_, 1);
-    const Group group = begin(rank, c_, step);
-    if (rank.rank == 1) {
-      timed_out.wait();  // much too late
-      EXPECT_EQ(finish(rank, group.get(), step.call(group.get(), GetParam().operation)),
-                XD_ERROR_TIMEOUT);
-      return;
-    }
-    const auto start = Clock::now();
-    const Outcome outcome = call(rank, step, group.get());
-    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
-    expect_timed_out(start);
-    expect_late_peer(rank, GetParam().operation);
-    EXPECT_TRUE(mentions(outcome.text, "rank 1")) << outcome.text;
-    expect_finished(rank, step, group.get(), XD_ERROR_TIMEOUT);
-    timed_out.count_down();
-  });
-}
-
-TEST_P(LlWait, IsReleasedByAnAbortHereAndOnPeers) {
-  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlCase c = echo_case(3);
-    Echo step(rank, c, 1);
-    const Group group = begin(rank, c, step);
-    // Rank 2 does not come; another thread of rank 0 gives up for all.
-    const auto since = Clock::now();
-    std::optional<Quitter> quitter;
-    if (rank.rank == 0) quitter.emplace(rank);
-    if (rank.rank == 2) {
-      std::this_thread::sleep_for(4 * kMoment);
-      EXPECT_EQ(step.call(group.get(), GetParam().operation), XD_ERROR_ABORTED);
-    } else {
-      EXPECT_EQ(call(rank, step, group.get()), XD_ERROR_ABORTED);
-    }
-    EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
-    quitter.reset();
-    EXPECT_EQ(comm_error(rank.comm).peer, 0);
-    expect_finished(rank, step, group.get(), XD_ERROR_ABORTED);
-  });
-}
-
-TEST_P(LlWait, ForAPeerThatHasLeftEndsAtOnce) {
-  std::latch left(1);
-  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
-    Group group;
-    {
-      Echo step(rank, c_, 1);
-      group = begin(rank, c_, step);
-      if (rank.rank == 0) {
-        left.wait();
-        const auto since = Clock::now();
-        const Outcome outcome = call(rank, step, group.get());
-        EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
-        EXPECT_LT(Clock::now() - since, kLimit);
-        EXPECT_TRUE(mentions(outcome.text, "rank 1") && mentions(outcome.text, "left"))
-            << outcome.text;
-        expect_finished(rank, step, group.get(), XD_ERROR_PEER_LOST);
-        return;
-      }
-    }
-    comm.reset();
-    left.count_down();
-    group.reset();  // a group may outlive its communicator
-  });
-}
-
-INSTANTIATE_TEST_SUITE_P(Calls, LlWait,
-                         testing::Values(Waiting{"dispatch", XD_EP_LL_DISPATCH, false},
-                                         Waiting{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
-                                         Waiting{"combine", XD_EP_LL_COMBINE, false},
-                                         Waiting{"receive_of_combine", XD_EP_LL_COMBINE, true}),
-                         [](const testing::TestParamInfo<Waiting>& instance) {
-                           return std::string(instance.param.name);
-                         });
 
 // A peer that sends and does not receive keeps its places: the send that needs one of them again
 // waits for it, and no longer than the timeout.
@@ -174,7 +47,7 @@ TEST(LlWaits, EndWithTheTimeoutOfTheirGroup) {
   std::latch timed_out(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {.wait_timeout_ms = kShortTimeoutMs});
-    good_step(rank, c, group.get());
+    good_step(rank, c, group.get(), nobody(2), 0);
     if (rank.rank == 1) return timed_out.wait();
     Echo step(rank, c, 1);
     const auto start = Clock::now();
@@ -186,8 +59,15 @@ TEST(LlWaits, EndWithTheTimeoutOfTheirGroup) {
 
 // ---- Groups that mask ---------------------------------------------------------------------------
 
+struct Moment {
+  const char* name;
+  xd_ep_operation operation;
+  bool halves;
+};
+void PrintTo(const Moment& moment, std::ostream* out) { *out << moment.name; }
+
 // A rank that stays away and comes back, and all that the others see of it.
-class LlStuck : public testing::TestWithParam<Waiting> {
+class LlStuck : public testing::TestWithParam<Moment> {
  protected:
   static constexpr int kRanks = 3, kStuck = 1, kSteps = 1000;
   static constexpr int kTimeoutMs = 500;
@@ -203,16 +83,6 @@ class LlStuck : public testing::TestWithParam<Waiting> {
     EXPECT_GE(took, milliseconds(kTimeoutMs - 50));
     EXPECT_LT(took, milliseconds(kTimeoutMs) + kLimit);
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
-  }
-  static void steps(const Rank& rank, const LlCase& c, xd_ep_group* group,
-                    const std::vector<bool>& lost, int first, int count) {
-    for (int number = first; number < first + count; ++number) {
-      Echo step(rank, c, number);
-      ok(finish(rank, group, step.dispatch(group)));
-      ASSERT_EQ(step.rows_by_source(), step.expected_rows(lost)) << "batch " << number;
-      ok(finish(rank, group, step.combine(group)));
-      ASSERT_EQ(step.wrong(lost), "");
-    }
   }
   // A masked rank that goes on by itself learns in bounded time that it is masked. What the others
   // had sent before is still there.
@@ -236,8 +106,8 @@ class LlStuck : public testing::TestWithParam<Waiting> {
 TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    std::vector<bool> none(kRanks), lost(kRanks);
-    steps(rank, c_, group.get(), none, 0, 3);
+    std::vector<bool> lost = nobody(kRanks);
+    good_steps(rank, c_, group.get(), lost, 0, 3);
     const xd_ep_operation kind = GetParam().operation;
     const bool halves = GetParam().halves;
     Echo met(rank, c_, 3);
@@ -246,7 +116,7 @@ TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
       ok(xd_comm_barrier(rank.comm));
       come_to_know(rank, c_, group.get());
       lost[0] = lost[2] = true;
-      steps(rank, c_, group.get(), lost, 3000, 5);
+      good_steps(rank, c_, group.get(), lost, 3000, 5);
     } else {
       const auto start = Clock::now();
       if (halves) ok(finish(rank, group.get(), met.call(group.get(), kind, kSend)));
@@ -259,16 +129,10 @@ TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
         ok(finish(rank, group.get(), met.combine(group.get())));
       }
       EXPECT_EQ(met.wrong(lost), "");
-      steps(rank, c_, group.get(), lost, 4, kSteps);
+      good_steps(rank, c_, group.get(), lost, 4, kSteps);
       ok(xd_comm_barrier(rank.comm));
     }
-    for (int peer = 0; peer < kRanks; ++peer) {
-      if (peer != rank.rank) ok(xd_ep_ll_mask_set(group.get(), peer, 0, rank.stream()));
-    }
-    rank.memory->synchronize();
-    ok(xd_comm_barrier(rank.comm));
-    ok(finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream())));
-    steps(rank, c_, group.get(), none, 5000, 20);
+    come_back(rank, c_, group.get());
   });
 }
 
@@ -276,9 +140,7 @@ TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
 TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    const std::vector<bool> none(kRanks);
-    std::vector<bool> lost(kRanks);
-    lost[kStuck] = true;
+    const std::vector<bool> none = nobody(kRanks), lost{false, true, false};
     const xd_ep_operation kind = GetParam().operation;
     Echo met(rank, c_, 3);
     if (kind == XD_EP_LL_COMBINE) ok(finish(rank, group.get(), met.dispatch(group.get())));
@@ -299,10 +161,19 @@ TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
       ok(finish(rank, group.get(), next.combine(group.get())));
       EXPECT_EQ(next.wrong(lost), "");
     }
-    steps(rank, c_, group.get(), lost, 5, 20);
+    good_steps(rank, c_, group.get(), lost, 5, 20);
     ok(xd_comm_barrier(rank.comm));
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Calls, LlStuck,
+                         testing::Values(Moment{"dispatch", XD_EP_LL_DISPATCH, false},
+                                         Moment{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
+                                         Moment{"combine", XD_EP_LL_COMBINE, false},
+                                         Moment{"receive_of_combine", XD_EP_LL_COMBINE, true}),
+                         [](const testing::TestParamInfo<Moment>& instance) {
+                           return std::string(instance.param.name);
+                         });
 
 // One group masks a rank; another group of the same communicator goes on with it.
 TEST(LlMasks, AreTheirGroupsOwn) {
@@ -316,7 +187,7 @@ TEST(LlMasks, AreTheirGroupsOwn) {
       EXPECT_EQ(finish(rank, first.get(), step.dispatch(first.get())), XD_ERROR_PEER_LOST);
     }
     ok(xd_comm_barrier(rank.comm));
-    for (int i = 0; i < 3; ++i) good_step(rank, c, second.get());
+    good_steps(rank, c, second.get(), nobody(2), 0, 3);
     EXPECT_EQ(group_status(second.get()).masked[0], 0u);
   });
 }
@@ -327,7 +198,7 @@ TEST(LlMasks, OfSeveralRanksTakeOneTimeout) {
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get());
+    good_step(rank, c, group.get(), nobody(kRanks), 0);
     if (rank.rank > 0) return ok(xd_comm_barrier(rank.comm));
     Echo step(rank, c, 1);
     const auto start = Clock::now();
@@ -342,33 +213,19 @@ TEST(LlMasks, OfSeveralRanksTakeOneTimeout) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Calls, LlStuck,
-                         testing::Values(Waiting{"dispatch", XD_EP_LL_DISPATCH, false},
-                                         Waiting{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
-                                         Waiting{"combine", XD_EP_LL_COMBINE, false},
-                                         Waiting{"receive_of_combine", XD_EP_LL_COMBINE, true}),
-                         [](const testing::TestParamInfo<Waiting>& instance) {
-                           return std::string(instance.param.name);
-                         });
-
 // The reset waits for all ranks that are not masked, and leaves out those that do not come.
 TEST(LlMasks, OfRanksThatMissTheResetAreMadeByIt) {
   constexpr int kTimeoutMs = 500, kRanks = 3;
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get());
+    good_step(rank, c, group.get(), nobody(kRanks), 0);
     if (rank.rank == 2) return ok(xd_comm_barrier(rank.comm));
     const Outcome outcome = finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream()));
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, 2);
     EXPECT_EQ(outcome.met.operation, XD_EP_LL_RESET);
-    for (int number = 1; number < 4; ++number) {
-      Echo step(rank, c, number);
-      ok(finish(rank, group.get(), step.dispatch(group.get())));
-      ok(finish(rank, group.get(), step.combine(group.get())));
-      EXPECT_EQ(step.wrong({false, false, true}), "");
-    }
+    good_steps(rank, c, group.get(), {false, false, true}, 1, 3);
     ok(xd_comm_barrier(rank.comm));
   });
 }

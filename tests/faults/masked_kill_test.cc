@@ -76,7 +76,7 @@ class MaskedKill : public testing::TestWithParam<int> {};
 TEST_P(MaskedKill, OfAnIdleRankIsKnownToAllAndFinishesNothing) {
   const int victim = GetParam();
   Processes ranks(outliving(1), {{0}, {1}, {2}});
-  for (int rank = 0; rank < 3; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   const auto since = ranks.kill(victim);
   const std::vector<int> survivors{victim == 0 ? 1 : 0, 2};
   for (const int rank : survivors) ranks.go(rank);
@@ -88,7 +88,7 @@ INSTANTIATE_TEST_SUITE_P(Victims, MaskedKill, testing::Values(0, 1));
 // The watch thread goes on after the first.
 TEST(MaskedKill, OfOneRankAfterAnotherIsKnownToAll) {
   Processes ranks(outliving(2), {{0}, {1}, {2}, {3}});
-  for (int rank = 0; rank < 4; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   ranks.kill(3);
   for (const int rank : {1, 2}) ranks.go(rank);
   std::this_thread::sleep_for(std::chrono::milliseconds(30));  // enough to notice the first
@@ -98,7 +98,7 @@ TEST(MaskedKill, OfOneRankAfterAnotherIsKnownToAll) {
 
 TEST(MaskedKill, OfAProcessWithTwoRanksLosesBoth) {
   Processes ranks(outliving(2), {{0}, {1, 2}, {3}});
-  for (int rank = 0; rank < 4; ++rank) ranks.wait_until_ready(rank);
+  ranks.wait_until_all_are_ready();
   const auto since = ranks.kill(1);
   for (const int rank : {0, 3}) ranks.go(rank);
   expect_outlived(ranks, {0, 3}, "1,2", since);

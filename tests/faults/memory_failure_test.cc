@@ -32,7 +32,7 @@ using std::chrono::milliseconds;
 
 constexpr auto kSoon = milliseconds(1000);
 constexpr int kTimeoutMs = 20000;  // timeout of calls that nothing may delay that long
-constexpr int kMeetingTimeoutMs = 700;
+constexpr int kMeetingTimeoutMs = 400;
 
 bool full() { return std::getenv("XD_TEST_FULL") != nullptr; }
 
@@ -173,7 +173,7 @@ TEST_P(MemoryFailure, InCreateIsAnErrorOnAllRanks) {
       return xd_comm_create(&config, &made);
     };
     // A rank that fails before it has met the others costs them their patience.
-    for_every_allocation(rank, board, 29, create, [&](Rank&, const Trial& trial) {
+    for_every_allocation(rank, board, 43, create, [&](Rank&, const Trial& trial) {
       const Comm comm(std::exchange(made, nullptr));
       EXPECT_EQ(comm != nullptr, trial.mine.status == XD_SUCCESS);
       if (comm) {
@@ -237,7 +237,7 @@ TEST_P(MemoryFailure, InABarrierIsAnErrorOnAllRanks) {
     Board board(rank);
     OnOne comm(board, rank);
     for_every_allocation(
-        rank, board, 1, [&](Rank&) { return xd_comm_barrier(comm.get()); },
+        rank, board, 2, [&](Rank&) { return xd_comm_barrier(comm.get()); },
         [&](Rank&, const Trial& trial) {
           if (comm.finished()) return;
           EXPECT_TRUE(trial.all(XD_SUCCESS) || trial.mine.status != XD_SUCCESS) << trial.mine;
@@ -258,7 +258,7 @@ TEST_P(MemoryFailure, InGrowLeavesAllHeapsAsTheyWere) {
     };
     std::size_t before = total();
     for_every_allocation(
-        rank, board, 7, [&](Rank&) { return xd_mem_grow(comm.get(), 4096); },
+        rank, board, 11, [&](Rank&) { return xd_mem_grow(comm.get(), 4096); },
         [&](Rank&, const Trial& trial) {
           if (!comm.finished()) {
             EXPECT_EQ(total(), before + (trial.mine.status == XD_SUCCESS ? 4096 : 0)) << trial.mine;
@@ -278,7 +278,7 @@ TEST_P(MemoryFailure, InGroupCreateLeavesNoGroup) {
     const xd_ep_config config = FixedShape{}.config(rank.num_ranks);
     xd_ep_group* made = nullptr;
     const auto create = [&](Rank&) { return xd_ep_group_create(comm.get(), &config, &made); };
-    for_every_allocation(rank, board, 13, create, [&](Rank& here, const Trial& trial) {
+    for_every_allocation(rank, board, 31, create, [&](Rank& here, const Trial& trial) {
       Group group(std::exchange(made, nullptr));
       EXPECT_EQ(group != nullptr, trial.mine.status == XD_SUCCESS);
       if (comm.finished()) return;
@@ -362,7 +362,7 @@ TEST_P(MemoryFailure, InAFailingOperationLeavesTheRanksInStep) {
         step.load(number);
         ok(step.enqueue(group.get(), XD_EP_PREPARE));
       }
-      for_every_allocation(rank, board, 3, mistake, [&](Rank&, const Trial& trial) {
+      for_every_allocation(rank, board, 5, mistake, [&](Rank&, const Trial& trial) {
         EXPECT_NE(trial.mine.status, XD_SUCCESS) << "mistake " << &mistake - mistakes;
         EXPECT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
         static_cast<void>(group_status(group.get()));

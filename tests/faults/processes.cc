@@ -51,6 +51,13 @@ ChildProcess& Processes::child_of(int rank) {
 
 void Processes::go(int rank) { child_of(rank).tell("go"); }
 
+void Processes::start() {
+  wait_until_all_are_ready();
+  for (const Process& process : processes_) {
+    for (const int rank : process.ranks) go(rank);
+  }
+}
+
 std::vector<std::string> Processes::named_shared_memory(int rank) {
   std::ifstream maps("/proc/" + std::to_string(pid(rank)) + "/maps");
   std::vector<std::string> named;
@@ -83,6 +90,12 @@ int Processes::wait_for_death(int rank) {
 bool Processes::lives(int rank) { return !child_of(rank).has_ended(); }
 
 void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
+
+void Processes::wait_until_all_are_ready() {
+  for (const Process& process : processes_) {
+    for (const int rank : process.ranks) wait_until_ready(rank);
+  }
+}
 
 Losses Processes::wait_for_losses(int rank) {
   const Line line = wait_for(rank, "lost");

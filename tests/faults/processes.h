@@ -40,12 +40,14 @@ class Processes {
 
   // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
+  void wait_until_all_are_ready();
   Losses wait_for_losses(int rank);
   Result wait_for_result(int rank);
   std::string wait_for_after(int rank);
   void wait_for_progress(int rank);
 
   void go(int rank);
+  void start();  // tells all to go when all are ready
   pid_t pid(int rank) { return child_of(rank).pid(); }
   bool lives(int rank);
   // Names of shared memory that the rank's process has mapped, and that would outlive the process.

@@ -9,9 +9,11 @@
 #include <iostream>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -337,46 +339,24 @@ class RankRun {
   GemmContext context_;
 };
 
-std::string to_hex(const xd_unique_id& id) {
+static_assert(std::is_trivially_copyable_v<RankSettings>);
+
+std::string to_hex(const RankSettings& settings) {
   std::string hex;
-  for (const unsigned char byte : id.bytes) {
-    hex += "0123456789abcdef"[byte >> 4];
-    hex += "0123456789abcdef"[byte & 15];
+  for (const std::byte byte : std::as_bytes(std::span(&settings, 1))) {
+    hex += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
+    hex += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
   }
   return hex;
 }
 
-xd_unique_id id_from_hex(const std::string& hex) {
-  xd_unique_id id;
-  for (std::size_t i = 0; i < XD_UNIQUE_ID_BYTES; ++i) {
-    id.bytes[i] = static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+RankSettings from_hex(const std::string& hex) {
+  RankSettings settings;
+  const auto bytes = std::as_writable_bytes(std::span(&settings, 1));
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<std::byte>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
   }
-  return id;
-}
-
-RankProgram from_arguments(const std::vector<std::string>& arguments) {
-  RankProgram program;
-  program.program = static_cast<Program>(std::stoi(arguments.at(1)));
-  program.operation = static_cast<xd_ep_operation>(std::stoi(arguments.at(2)));
-  program.num_ranks = std::stoi(arguments.at(3));
-  program.tokens = std::stoi(arguments.at(4));
-  program.timeout_ms = std::stoi(arguments.at(5));
-  program.id = id_from_hex(arguments.at(6));
-  program.calls = std::stoi(arguments.at(7));
-  program.death = {.victim = std::stoi(arguments.at(8)),
-                   .argument = arguments.at(9),
-                   .part = static_cast<Part>(std::stoi(arguments.at(10))),
-                   .id_of_rest = id_from_hex(arguments.at(11))};
-  program.registered = std::stoi(arguments.at(12)) != 0;
-  program.bytes = std::stoull(arguments.at(13));
-  program.wait_timeout_ms = std::stoi(arguments.at(14));
-  program.on_peer_loss = static_cast<xd_comm_peer_loss>(std::stoi(arguments.at(15)));
-  program.losses = std::stoi(arguments.at(16));
-  program.product = static_cast<xd_gemm_operation>(std::stoi(arguments.at(17)));
-  program.apart = std::stoi(arguments.at(18)) != 0;
-  for (std::size_t i = 19; i < arguments.size(); ++i)
-    program.ranks.push_back(std::stoi(arguments[i]));
-  return program;
+  return settings;
 }
 
 }  // namespace
@@ -392,26 +372,7 @@ Case case_of(const RankProgram& program) {
 }
 
 std::vector<std::string> to_arguments(const RankProgram& program) {
-  std::vector<std::string> arguments{kOption,
-                                     executor(),
-                                     std::to_string(static_cast<int>(program.program)),
-                                     std::to_string(program.operation),
-                                     std::to_string(program.num_ranks),
-                                     std::to_string(program.tokens),
-                                     std::to_string(program.timeout_ms),
-                                     to_hex(program.id),
-                                     std::to_string(program.calls),
-                                     std::to_string(program.death.victim),
-                                     program.death.argument,
-                                     std::to_string(static_cast<int>(program.death.part)),
-                                     to_hex(program.death.id_of_rest),
-                                     std::to_string(static_cast<int>(program.registered)),
-                                     std::to_string(program.bytes),
-                                     std::to_string(program.wait_timeout_ms),
-                                     std::to_string(program.on_peer_loss),
-                                     std::to_string(program.losses),
-                                     std::to_string(program.product),
-                                     std::to_string(static_cast<int>(program.apart))};
+  std::vector<std::string> arguments{kOption, executor(), to_hex(program), program.fatal_argument};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }
@@ -419,8 +380,10 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
 bool run_if_rank_program(const std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments[0] != kOption) return false;
   set_executor(arguments.at(1));
-  const RankProgram program =
-      from_arguments(std::vector<std::string>(arguments.begin() + 1, arguments.end()));
+  RankProgram program{from_hex(arguments.at(2)), arguments.at(3), {}};
+  for (std::size_t i = 4; i < arguments.size(); ++i) {
+    program.ranks.push_back(std::stoi(arguments[i]));
+  }
   std::vector<std::thread> threads;
   for (const int rank : program.ranks) {
     threads.emplace_back([&program, rank] {

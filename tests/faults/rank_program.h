@@ -46,9 +46,8 @@ enum class Part {
 
 // A rank dies in the operation, by touching an argument.
 struct RankDeath {
-  int victim = -1;  // -1 = none
-  std::string argument = "none";
-  Part part = Part::all;
+  int victim = -1;            // -1 = none
+  Part part = Part::all;      // of RankProgram::fatal_argument
   xd_unique_id id_of_rest{};  // meeting point of the other ranks afterwards
 };
 
@@ -56,13 +55,13 @@ struct RankDeath {
 const std::string& executor();
 void set_executor(const std::string& name);
 
-struct RankProgram {
+// What passes from the test to a rank's process as bytes.
+struct RankSettings {
   Program program = Program::operation;
   xd_ep_operation operation = XD_EP_PREPARE;
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   int num_ranks = 1;
-  std::vector<int> ranks;  // ranks that live in this process
-  int calls = 1;           // calls of the operation, while they succeed
+  int calls = 1;  // calls of the operation, while they succeed
   int tokens = 12;
   int timeout_ms = 20000;       // of the communicator
   int wait_timeout_ms = 0;      // of a low-latency group
@@ -73,6 +72,11 @@ struct RankProgram {
   bool registered = false;  // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};
   RankDeath death;
+};
+
+struct RankProgram : RankSettings {
+  std::string fatal_argument = "none";
+  std::vector<int> ranks;  // ranks that live in this process
 };
 
 // The case that the groups of a program are made for.

@@ -1,7 +1,8 @@
 // Waits that end without the peer: the peer is late, busy elsewhere or gone, or a rank has given
-// up.
+// up. First those that operations of all families have, then those of host calls and of products.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <latch>
 #include <memory>
@@ -11,76 +12,64 @@
 #include <vector>
 
 #include "conformance/batch.h"
+#include "faults/gemm_call.h"
 #include "faults/rank_program.h"
 #include "faults/thread_ranks.h"
+#include "faults/wait_family.h"
 #include "faults/waiting.h"
 
 namespace xd::test {
 namespace {
 
-constexpr xd_ep_operation kOperations[] = {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE,
-                                           XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD};
-
 // Every call of a finished communicator says the same.
-void expect_finished(xd_comm* comm, xd_ep_group* group, Batch& batch, xd_status status) {
-  EXPECT_EQ(comm_error(comm).status, status);
-  EXPECT_EQ(xd_comm_barrier(comm), status) << xd_last_error();
-  EXPECT_EQ(xd_mem_grow(comm, 4096), status) << xd_last_error();
-  for (const xd_ep_operation operation : kOperations) {
-    EXPECT_EQ(batch.call(group, operation), status);
-  }
-  const xd_ep_config config = plain_case(2).config(0);
-  xd_ep_group* another = nullptr;
-  EXPECT_EQ(xd_ep_group_create(comm, &config, &another), status) << xd_last_error();
+void expect_finished(const Rank& rank, Waiter& waiter, xd_status status) {
+  EXPECT_EQ(comm_error(rank.comm).status, status);
+  EXPECT_EQ(xd_comm_barrier(rank.comm), status) << xd_last_error();
+  EXPECT_EQ(xd_mem_grow(rank.comm, 4096), status) << xd_last_error();
+  waiter.expect_finished(status);
 }
 
-class Wait : public testing::TestWithParam<xd_ep_operation> {
- protected:
-  const Case c_ = plain_case(2);
-};
+class Wait : public testing::TestWithParam<Waiting> {};
 
 TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
   std::latch timed_out(1);
   on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank.comm, c_.config(rank.rank));
-    Batch batch(rank, c_);
-    batch.prepare(group.get());
+    const auto waiter = GetParam().make(rank);
     if (rank.rank == 1) {
       timed_out.wait();  // much too late
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_TIMEOUT);
+      EXPECT_EQ(waiter->call_whole(), XD_ERROR_TIMEOUT);
       return;
     }
     const auto start = Clock::now();
-    const Outcome outcome = batch.call(group.get(), GetParam());
-    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
-    const std::string& text = outcome.text;
+    const CallEnd end = waiter->call();
+    EXPECT_EQ(end, XD_ERROR_TIMEOUT);
     expect_timed_out(start);
-    const xd_error_info info = expect_late_peer(rank, GetParam());
+    const xd_error_info info = expect_late_peer(rank, GetParam().operation);
     EXPECT_EQ(info.group, 0);
-    EXPECT_EQ(info.seen_epoch, 1u);
-    EXPECT_TRUE(mentions(text, "rank 1")) << text;
-    EXPECT_TRUE(mentions(info.text, "rank 1")) << info.text;
-    expect_finished(rank.comm, group.get(), batch, XD_ERROR_TIMEOUT);
+    if (GetParam().tells_epochs) {
+      EXPECT_EQ(info.seen_epoch, 1u);
+    }
+    for (const std::string& text : {end.text, std::string(info.text)}) {
+      EXPECT_TRUE(mentions(text, "rank 1") && mentions(text, GetParam().mentioned)) << text;
+    }
+    expect_finished(rank, *waiter, XD_ERROR_TIMEOUT);
     timed_out.count_down();
   });
 }
 
 TEST_P(Wait, IsReleasedByAnAbortHereAndOnPeers) {
   on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Case c = plain_case(3);
-    const Group group = make_group(rank.comm, c.config(rank.rank));
-    Batch batch(rank, c);
-    batch.prepare(group.get());
+    const auto waiter = GetParam().make(rank);
     // Rank 2 does not come; another thread of rank 0 gives up for all.
     const auto since = Clock::now();
     std::optional<Quitter> quitter;
     if (rank.rank == 0) quitter.emplace(rank);
     if (rank.rank == 2) std::this_thread::sleep_for(4 * kMoment);
-    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
+    EXPECT_EQ(rank.rank == 2 ? waiter->call_whole() : waiter->call(), XD_ERROR_ABORTED);
     EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
     quitter.reset();
     EXPECT_EQ(comm_error(rank.comm).peer, 0);
-    expect_finished(rank.comm, group.get(), batch, XD_ERROR_ABORTED);
+    expect_finished(rank, *waiter, XD_ERROR_ABORTED);
   });
 }
 
@@ -88,23 +77,21 @@ TEST_P(Wait, IsGivenUpWhenItsThreadIsInterrupted) {
   if (executor() != "cpu") GTEST_SKIP() << "kernels wait here, and no thread";
   std::latch interrupted(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank.comm, c_.config(rank.rank));
-    Batch batch(rank, c_);
-    batch.prepare(group.get());
+    const auto waiter = GetParam().make(rank);
     if (rank.rank == 1) {
       interrupted.wait();
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
+      EXPECT_EQ(waiter->call_whole(), XD_ERROR_ABORTED);
       EXPECT_EQ(comm_error(rank.comm).peer, 0);
       return;
     }
     Impatience impatience;
     EXPECT_EQ(xd_set_interrupt(&Impatience::ask, &impatience), XD_SUCCESS);
     const auto since = Clock::now();
-    EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_ABORTED);
+    EXPECT_EQ(waiter->call(), XD_ERROR_ABORTED);
     EXPECT_LT(Clock::now() - since, kLimit);
     EXPECT_EQ(impatience.asked, impatience.patience + 1);
     EXPECT_EQ(xd_set_interrupt(nullptr, nullptr), XD_SUCCESS);
-    expect_finished(rank.comm, group.get(), batch, XD_ERROR_ABORTED);
+    expect_finished(rank, *waiter, XD_ERROR_ABORTED);
     EXPECT_EQ(impatience.asked, impatience.patience + 1);
     interrupted.count_down();
   });
@@ -113,79 +100,77 @@ TEST_P(Wait, IsGivenUpWhenItsThreadIsInterrupted) {
 TEST_P(Wait, ForAPeerThatHasLeftEndsAtOnce) {
   std::latch left(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm& comm) {
-    Group group = make_group(rank.comm, c_.config(rank.rank));
-    {
-      Batch batch(rank, c_);
-      batch.prepare(group.get());
-      if (rank.rank == 0) {
-        left.wait();
-        const auto since = Clock::now();
-        const Outcome outcome = batch.call(group.get(), GetParam());
-        EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
-        const std::string& text = outcome.text;
-        EXPECT_LT(Clock::now() - since, kLimit);
-        EXPECT_TRUE(mentions(text, "rank 1") && mentions(text, "left")) << text;
-        EXPECT_EQ(comm_error(rank.comm).peer, 1);
-        expect_finished(rank.comm, group.get(), batch, XD_ERROR_PEER_LOST);
-        return;
-      }
+    const auto waiter = GetParam().make(rank);
+    if (rank.rank == 1) {
+      waiter->free_arguments();
+      comm.reset();
+      left.count_down();
+      return;  // a group or context may outlive its communicator
     }
-    comm.reset();
-    left.count_down();
-    group.reset();  // a group may outlive its communicator
+    left.wait();
+    const auto since = Clock::now();
+    const CallEnd end = waiter->call();
+    EXPECT_EQ(end, XD_ERROR_PEER_LOST);
+    EXPECT_LT(Clock::now() - since, kLimit);
+    EXPECT_TRUE(mentions(end.text, "rank 1") && mentions(end.text, "left")) << end.text;
+    EXPECT_EQ(comm_error(rank.comm).peer, 1);
+    expect_finished(rank, *waiter, XD_ERROR_PEER_LOST);
   });
 }
 
-TEST_P(Wait, InAGroupThatIsBusyIsRefusedAndNotACorruption) {
+constexpr auto kNameOfWait = [](const auto& instance) { return instance.param.name; };
+INSTANTIATE_TEST_SUITE_P(Bulk, Wait, testing::ValuesIn(bulk_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(LowLatency, Wait, testing::ValuesIn(low_latency_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(Products, Wait, testing::ValuesIn(product_waits()), kNameOfWait);
+
+// Operations of which a group or context has one at a time.
+class SecondWait : public Wait {};
+
+TEST_P(SecondWait, OfABusyGroupOrContextIsRefusedAndNotACorruption) {
+  if (GetParam().operation == XD_GEMM_START_ALL_GATHER && executor() != "cpu") {
+    GTEST_SKIP() << "the next operation comes behind a started gather on any stream";
+  }
   std::latch refused(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank.comm, c_.config(rank.rank));
-    Batch batch(rank, c_);
-    batch.prepare(group.get());
+    const auto waiter = GetParam().make(rank);
     if (rank.rank == 1) {
       refused.wait();
-      EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY);
+      EXPECT_EQ(waiter->call(), XD_ERROR_BUSY);
       return;
     }
     // On another stream: behind the first call it would be no second user.
     const std::unique_ptr<Memory> memory = rank.memory->another_stream();
-    const Rank there = rank.on(*memory);
-    Batch other(there, c_);
-    other.use_plan(batch.plan().data(), batch.plan().bytes());
-    std::thread first([&] { EXPECT_EQ(batch.call(group.get(), GetParam()), XD_ERROR_BUSY); });
+    const auto other = waiter->beside(*memory);
+    std::thread first([&] { EXPECT_EQ(waiter->call(), XD_ERROR_BUSY); });
     std::this_thread::sleep_for(kMoment);
-    EXPECT_EQ(other.call(group.get(), GetParam()), XD_ERROR_BUSY);
+    EXPECT_EQ(other->call(), XD_ERROR_BUSY);
     first.join();
     EXPECT_EQ(comm_error(rank.comm).status, XD_ERROR_BUSY);
     refused.count_down();
   });
 }
 
-std::string operation_name(const testing::TestParamInfo<xd_ep_operation>& instance) {
-  constexpr const char* kNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
-                                    "combine_bwd"};
-  return kNames[instance.param];
+INSTANTIATE_TEST_SUITE_P(Bulk, SecondWait, testing::ValuesIn(bulk_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(Products, SecondWait, testing::ValuesIn(product_waits()), kNameOfWait);
+
+TEST(Waits, OfRanksThatCallGroupsOrContextsInDifferentOrderEndWithTheNumberOfOne) {
+  for (const Waiting& waiting : {bulk_waits()[0], product_waits()[2]}) {
+    SCOPED_TRACE(waiting.name);
+    on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+      const std::unique_ptr<Waiter> waiters[] = {waiting.make(rank), waiting.make(rank)};
+      const CallEnd end = waiters[rank.rank]->call();
+      EXPECT_EQ(end, XD_ERROR_TIMEOUT);
+      const xd_error_info info = comm_error(rank.comm);
+      // All ranks have the error of the rank that was first.
+      EXPECT_EQ(info.group, info.rank);
+      EXPECT_EQ(info.operation, waiting.operation);
+      EXPECT_EQ(info.expected_epoch, 2u);
+      EXPECT_TRUE(mentions(end.text, "group " + std::to_string(info.group))) << end.text;
+    });
+  }
 }
 
-INSTANTIATE_TEST_SUITE_P(Operations, Wait, testing::ValuesIn(kOperations), operation_name);
-
-TEST(Waits, OfRanksThatCallGroupsInDifferentOrderEndWithTheGroupsNumber) {
-  const Case c = plain_case(2);
-  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group groups[] = {make_group(rank.comm, c.config(rank.rank)),
-                            make_group(rank.comm, c.config(rank.rank))};
-    Batch batch(rank, c);
-    const Outcome outcome = batch.call(groups[rank.rank].get(), XD_EP_PREPARE);
-    EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
-    const std::string& text = outcome.text;
-    const xd_error_info info = comm_error(rank.comm);
-    // All ranks have the error of the rank that was first.
-    EXPECT_EQ(info.group, info.rank);
-    EXPECT_EQ(info.operation, XD_EP_PREPARE);
-    EXPECT_EQ(info.expected_epoch, 1u);
-    EXPECT_TRUE(mentions(text, "group " + std::to_string(info.group))) << text;
-  });
-}
+// ---- Host calls ---------------------------------------------------------------------------------
 
 TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
   const Case c = plain_case(2);
@@ -322,6 +307,70 @@ TEST(Waits, ForRanksThatNeverComeNameThem) {
     });
   }
   for (std::thread& rank : ranks) rank.join();
+}
+
+// ---- Products -----------------------------------------------------------------------------------
+
+class ProductWait : public testing::TestWithParam<xd_gemm_operation> {};
+
+// Any moment of large operations: rows, products and sums under way.
+TEST_P(ProductWait, IsReleasedByAnAbortInTheMiddleOfProducts) {
+  for (const int microseconds : {200, 1100, 4700, 13000}) {
+    on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+      constexpr std::int64_t kTokens = 512;
+      const GemmContext context = make_context(rank.comm, gemm_fault_config(2, kTokens));
+      GemmCall call(rank, GetParam(), kTokens);
+      std::optional<Quitter> quitter;
+      if (rank.rank == 0) quitter.emplace(rank, std::chrono::microseconds(microseconds));
+      const auto since = Clock::now();
+      GemmOutcome outcome{};
+      while (outcome == XD_SUCCESS && Clock::now() - since < 10 * kLimit) {
+        outcome = call.call(context.get());
+      }
+      EXPECT_EQ(outcome, XD_ERROR_ABORTED);
+      EXPECT_LT(Clock::now() - since, 2 * kLimit);
+      quitter.reset();
+      EXPECT_EQ(comm_error(rank.comm).peer, 0);
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Operations, ProductWait, testing::ValuesIn(kGemmOperations),
+                         [](const auto& instance) { return name_of(instance.param); });
+
+TEST(ProductWaits, OfAStartedGatherHoldTheNextOneOnAnotherStreamToo) {
+  if (executor() == "cpu") GTEST_SKIP() << "a thread waits there: a second one is BUSY";
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const auto waiter = product_waits().back().make(rank);
+    if (rank.rank == 1) {
+      std::this_thread::sleep_for(4 * kMoment);
+      for (int i = 0; i < 2; ++i) EXPECT_EQ(waiter->call(), XD_SUCCESS);
+      return;
+    }
+    const std::unique_ptr<Memory> memory = rank.memory->another_stream();
+    const auto other = waiter->beside(*memory);
+    std::thread first([&] { EXPECT_EQ(waiter->call(), XD_SUCCESS); });
+    std::this_thread::sleep_for(kMoment);
+    EXPECT_EQ(other->call(), XD_SUCCESS);
+    first.join();
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+  });
+}
+
+// Calls of a rank that comes later than its peers, by less than the timeout, are as good as any.
+TEST(ProductWaits, ForRanksThatAreLateEveryTimeEndWhenTheyCome) {
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const GemmContext context = make_context(rank.comm, gemm_fault_config(3));
+    int number = 0;
+    for (const xd_gemm_operation operation : kGemmOperations) {
+      for (int late = 0; late < 3; ++late, ++number) {
+        GemmCall call(rank, operation);
+        if (rank.rank == late) std::this_thread::sleep_for(milliseconds(5 + number % 3 * 10));
+        ok(call.call(context.get()));
+        call.check(context.get());
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ TEST_F(NetConnect, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
     EXPECT_TRUE(has(answer, "XD_JOB_SECRET is not set")) << answer;
   }
   Job first(hosts, {0});
-  Settings other{{"XD_TEST_TIMEOUT_MS", "5000"}, {"rank 1", "XD_JOB_SECRET=another"}};
+  Settings other{{"XD_TEST_TIMEOUT_MS", "2500"}, {"rank 1", "XD_JOB_SECRET=another"}};
   Job by_environment(hosts, {0, 1}, Family::ipv4, other);
   const auto refused = by_environment.all("create");
   EXPECT_TRUE(has(refused[0], "XD_ERROR_TIMEOUT")) << refused[0];
@@ -58,20 +58,17 @@ TEST_F(NetConnect, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
 TEST_F(NetConnect, RanksMeetByAUniqueIdAndByTheCallersAllGather) {
   NetHosts hosts(2);
   Job first(hosts, {0});
-  Job by_id(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_ID", first.rank(0).ask("id")}});
-  by_id.all_fine("create");
+  CommJob by_id(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_ID", first.rank(0).ask("id")}});
   by_id.all_fine("barrier");
   const Folder folder;
-  Job by_files(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
-  by_files.all_fine("create");
+  CommJob by_files(hosts, {0, 1, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
   by_files.all_fine("barrier");
 }
 
 TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsIt) {
   NetHosts hosts(2);
   hosts.add_dead_interface(1);
-  Job meets(hosts, {0, 1});
-  meets.all_fine("create");
+  CommJob meets(hosts, {0, 1});
   {
     const Folder folder;
     Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
@@ -83,9 +80,8 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
   }
   {
     const Folder folder;
-    Job job(hosts, {0, 1}, Family::ipv4,
-            {{"XD_TEST_FOLDER", folder.path()}, {"XD_NET_IFACE", "eth0"}});
-    job.all_fine("create");
+    CommJob job(hosts, {0, 1}, Family::ipv4,
+                {{"XD_TEST_FOLDER", folder.path()}, {"XD_NET_IFACE", "eth0"}});
     job.all_fine("barrier");
   }
   // The dead one: no packet comes through, and the error names both ends.
@@ -94,12 +90,12 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
   const auto answers = dead.all("create");
   EXPECT_TRUE(has(answers[1], "cannot reach rank 0 of host 0 (")) << answers[1];
   EXPECT_TRUE(has(answers[1], "at 10.97.0.1:")) << answers[1];
-  EXPECT_TRUE(has(answers[1], "from 10.98.0.2 within 2000 ms")) << answers[1];
+  EXPECT_TRUE(has(answers[1], "from 10.98.0.2 within 1000 ms")) << answers[1];
 }
 
 TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "5000"}});
+  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "2500"}});
   for (const int r : {0, 1, 3}) job.rank(r).tell("create");
   sleep_ms(300);
   job.rank(3).kill();
@@ -136,12 +132,11 @@ TEST_F(NetConnect, AFirewallOfDataPortsAloneIsNamedWhenAGroupIsMade) {
 // Some providers keep the refusal to themselves and try again.
 TEST_F(NetConnect, AFirewallThatRefusesDataPortsIsNamedAtOnceOrInTime) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "4000"}});
   hosts.admit_ports(1, kPort, kPort + 15, "reject with tcp reset");
   const auto start = Clock::now();
   const auto answers = job.all("steps 1");
-  EXPECT_LT(ms_since(start), 5500);
+  EXPECT_LT(ms_since(start), 3700);
   for (const std::string& answer : answers) {
     EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
     EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
@@ -154,8 +149,7 @@ TEST_F(NetConnect, AFirewallThatRefusesDataPortsIsNamedAtOnceOrInTime) {
 // Data are connected from lower ranks to higher ones, and over these connections both ways.
 TEST_F(NetConnect, AFirewallOfTheLowerRanksDataPortsIsNoHindrance) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1});
   hosts.admit_ports(0, kPort, kPort + 15);
   job.all_fine("steps 2");
 }

@@ -19,8 +19,7 @@ INSTANTIATE_TEST_SUITE_P(, NetFamily, testing::Values(Family::ipv4, Family::ipv6
 
 TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForMasksAndProducts) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, GetParam());
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, GetParam());
   EXPECT_EQ(job.all("info"),
             (std::vector<std::string>{"host 0 of 2", "host 0 of 2", "host 1 of 2", "host 1 of 2"}));
   for (int i = 0; i < 20; ++i) job.all_fine("barrier");
@@ -45,54 +44,23 @@ TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForMasksAndProducts) {
 // Two, one and two ranks on three hosts: gateways serve one rank, two or none.
 TEST_P(NetFamily, StepsOfExpertParallelismAreRight) {
   NetHosts hosts(3);
-  Job job(hosts, {0, 0, 1, 2, 2}, GetParam());
-  job.all_fine("create");
-  job.all_fine("steps 40");
+  CommJob job(hosts, {0, 0, 1, 2, 2}, GetParam());
+  job.all_fine("steps 15");
   job.all_fine("steps 3");  // another group, as the first one is gone
   job.all_fine("destroy");
 }
 
 TEST_P(NetFamily, StepsInSlotsAreRight) {
   NetHosts hosts(3);
-  Job job(hosts, {0, 0, 1, 2, 2}, GetParam());
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 2, 2}, GetParam());
   job.all_fine("slots 20");
   job.all_fine("slot_groups 3");  // each ends right behind its only step
   job.all_fine("destroy");
 }
 
-TEST_F(Net, LostPacketsCostStepsTimeAlone) {
-  NetHosts hosts(2);
-  for (int h = 0; h < 2; ++h) hosts.lose(h, 1);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  job.all_fine("steps 10");
-}
-
-TEST_F(Net, ARankKilledInAStepIsNamedByAll) {
-  NetHosts hosts(2);
-  for (int killed = 0; killed < 4; killed += 3) {
-    Job job(hosts, {0, 0, 1, 1});
-    job.all_fine("create");
-    for (int r = 0; r < 4; ++r) job.rank(r).tell("steps 1000000");
-    sleep_ms(700);
-    const auto start = Clock::now();
-    job.rank(killed).kill();
-    for (int r = 0; r < 4; ++r) {
-      if (r == killed) continue;
-      const std::string answer = job.rank(r).answer();
-      EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST") &&
-                  has(answer, "rank " + std::to_string(killed) + " of host"))
-          << "rank " << r << ": " << answer;
-    }
-    EXPECT_LT(ms_since(start), 3000);
-  }
-}
-
 TEST_F(Net, ARankStoppedInAStepIsATimeoutOnAll) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "4000"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "3000"}});
   for (int r = 0; r < 4; ++r) job.rank(r).tell("steps 1000000");
   sleep_ms(700);
   job.rank(2).signal(SIGSTOP);
@@ -108,8 +76,7 @@ TEST_F(Net, ARankStoppedInAStepIsATimeoutOnAll) {
 
 TEST_F(Net, AnAbortEndsStepsOnAllHosts) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1});
   for (int r = 0; r < 3; ++r) job.rank(r).tell("steps 1000000");
   sleep_ms(300);
   EXPECT_EQ(job.rank(3).ask("abort"), "fine");
@@ -121,8 +88,7 @@ TEST_F(Net, AnAbortEndsStepsOnAllHosts) {
 
 TEST_P(NetFamily, AKilledRankIsNamedWithItsHostByAllAtOnce) {
   NetHosts hosts(3);
-  Job job(hosts, {0, 1, 1, 2, 2, 2}, GetParam());
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1, 1, 2, 2, 2}, GetParam());
   job.rank(0).tell("barrier");  // waits; the others do not
   sleep_ms(50);
   const auto start = Clock::now();
@@ -140,19 +106,18 @@ TEST_P(NetFamily, AKilledRankIsNamedWithItsHostByAllAtOnce) {
 
 TEST_P(NetFamily, ADeadLinkIsNoticedByBothHalves) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, GetParam());
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, GetParam());
   hosts.set_link(1, false);
   const auto start = Clock::now();
   for (int r = 0; r < 4; ++r) {
     const std::string others = r < 2 ? "2,3" : "0,1";
-    EXPECT_EQ(job.ask_until(r, "lost", others, 2 * kSilenceMs), others);
+    EXPECT_EQ(job.ask_until(r, "lost", others, kSilenceMs + 3000), others);
     const std::string error = job.rank(r).ask("error");
     EXPECT_TRUE(has(error, "XD_ERROR_PEER_LOST")) << error;
-    EXPECT_TRUE(has(error, "were lost: the host has not answered for 2000 ms")) << error;
+    EXPECT_TRUE(has(error, "were lost: the host has not answered for 1000 ms")) << error;
   }
   EXPECT_GT(ms_since(start), kSilenceMs / 4);
-  EXPECT_LT(ms_since(start), 3 * kSilenceMs);
+  EXPECT_LT(ms_since(start), kSilenceMs + 4000);
   for (int r = 0; r < 4; ++r) {
     const auto leaving = Clock::now();
     EXPECT_EQ(job.rank(r).ask("destroy"), "fine");
@@ -162,8 +127,7 @@ TEST_P(NetFamily, ADeadLinkIsNoticedByBothHalves) {
 
 TEST_P(NetFamily, ALinkThatComesBackInTimeIsNoLoss) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 1}, GetParam(), {{"XD_TEST_SILENCE_MS", "8000"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1}, GetParam(), {{"XD_TEST_SILENCE_MS", "8000"}});
   hosts.set_link(1, false);
   job.rank(0).tell("barrier");
   sleep_ms(600);
@@ -175,14 +139,13 @@ TEST_P(NetFamily, ALinkThatComesBackInTimeIsNoLoss) {
 TEST_F(Net, PacketsThatAreDroppedOneWayAreASilenceForBoth) {
   for (const auto way : {NetHosts::Way::in, NetHosts::Way::out}) {
     NetHosts hosts(2);
-    Job job(hosts, {0, 1});
-    job.all_fine("create");
+    CommJob job(hosts, {0, 1});
     hosts.drop(1, way);
     for (int r = 0; r < 2; ++r) {
-      job.ask_until(r, "error", "XD_ERROR_PEER_LOST", 2 * kSilenceMs);
+      job.ask_until(r, "error", "XD_ERROR_PEER_LOST", kSilenceMs + 3000);
       // The half that notices first resets the connection, where it can be heard.
       const std::string error = job.rank(r).ask("error");
-      EXPECT_TRUE(has(error, "the host has not answered for 2000 ms") ||
+      EXPECT_TRUE(has(error, "the host has not answered for 1000 ms") ||
                   has(error, "or its host hears nothing from this one"))
           << error;
     }
@@ -191,8 +154,7 @@ TEST_F(Net, PacketsThatAreDroppedOneWayAreASilenceForBoth) {
 
 TEST_F(Net, AStoppedProcessIsNoLoss) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1});
   job.rank(2).signal(SIGSTOP);
   job.rank(0).tell("barrier");  // so that there is something that it does not read
   sleep_ms(2 * kSilenceMs);
@@ -207,21 +169,19 @@ TEST_F(Net, AStoppedProcessIsNoLoss) {
 
 TEST_F(Net, ALateRankIsATimeoutThatNamesItsHostOnAllRanks) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "5000"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "2000"}});
   job.rank(0).tell("barrier");
   EXPECT_TRUE(has(job.rank(0).answer(), "XD_ERROR_TIMEOUT")) << "it comes alone";
   for (const int r : {1, 2, 3}) {
     const std::string error = job.ask_until(r, "error", "XD_ERROR_TIMEOUT", 1000);
     EXPECT_TRUE(has(error, "rank 0 of host 0 (")) << error;
-    EXPECT_TRUE(has(error, "waited 5000 ms in a collective host call")) << error;
+    EXPECT_TRUE(has(error, "waited 2000 ms in a collective host call")) << error;
   }
 }
 
 TEST_F(Net, AbortAndGoodbyeReachOtherHosts) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1});
   EXPECT_EQ(job.rank(0).ask("abort"), "fine");
   for (const int r : {1, 2}) {
     const std::string error = job.ask_until(r, "error", "XD_ERROR_ABORTED", 1000);
@@ -237,8 +197,7 @@ TEST_F(Net, AbortAndGoodbyeReachOtherHosts) {
 
 TEST_F(Net, MaskedLossesAreRememberedAndFinishNothing) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_MASK", "1"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_MASK", "1"}});
   job.rank(1).kill();
   for (const int r : {0, 2, 3}) EXPECT_EQ(job.ask_until(r, "lost", "1", 1000), "1");
   // Rank 0 has heard of rank 3 through rank 1 alone. Now rank 2 tells what becomes of its host.
@@ -252,8 +211,7 @@ TEST_F(Net, MaskedLossesAreRememberedAndFinishNothing) {
 // Without a bound only the end of a connection says that a rank is lost.
 TEST_F(Net, WithoutABoundAHostIsNeverGivenUpAndADeathIsNoticed) {
   NetHosts hosts(3);
-  Job job(hosts, {0, 1, 2}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "-1"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1, 2}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "-1"}});
   hosts.set_link(1, false);
   job.rank(0).tell("barrier");
   sleep_ms(2 * kSilenceMs);
@@ -265,25 +223,14 @@ TEST_F(Net, WithoutABoundAHostIsNeverGivenUpAndADeathIsNoticed) {
 
 TEST_F(Net, AFirewallThatRefusesLaterIsASilence) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1});
   hosts.refuse(1, "icmpx admin-prohibited");
   for (int r = 0; r < 2; ++r) {
-    const std::string error = job.ask_until(r, "error", "XD_ERROR_PEER_LOST", 3 * kSilenceMs);
-    EXPECT_TRUE(has(error, "the host has not answered for 2000 ms") ||
+    const std::string error = job.ask_until(r, "error", "XD_ERROR_PEER_LOST", kSilenceMs + 4000);
+    EXPECT_TRUE(has(error, "the host has not answered for 1000 ms") ||
                 has(error, "or its host hears nothing from this one"))
         << error;
   }
-}
-
-TEST_F(Net, SmallPacketsAreEnough) {
-  NetHosts hosts(2);
-  hosts.set_mtu(1, 576);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
-  job.all_fine("memory");
-  for (int i = 0; i < 5; ++i) job.all_fine("barrier");
-  job.all_fine("destroy");
 }
 
 TEST_F(Net, OneNameIsOfOneHost) {
@@ -291,23 +238,13 @@ TEST_F(Net, OneNameIsOfOneHost) {
   Job same(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_HOST", "west"}});
   for (const std::string& answer : same.all("create"))
     EXPECT_TRUE(has(answer, "config.host = 'west' on rank 0")) << answer;
-  Job other(
+  CommJob other(
       hosts, {0, 1, 1}, Family::ipv4,
       {{"XD_TEST_HOST", "west"}, {"rank 1", "XD_TEST_HOST=east"}, {"rank 2", "XD_TEST_HOST=east"}});
-  other.all_fine("create");
   EXPECT_EQ(other.rank(2).ask("info"), "host 1 of 2");
   other.rank(2).kill();
   EXPECT_TRUE(has(other.ask_until(0, "error", "XD_ERROR_PEER_LOST", 1000),
                   "rank 2 of host 1 (east) was lost"));
-}
-
-TEST_F(Net, LostPacketsCostTimeAlone) {
-  NetHosts hosts(2);
-  hosts.lose(1, 5);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  for (int i = 0; i < 5; ++i) job.all_fine("barrier");
-  job.all_fine("destroy");
 }
 
 TEST_F(Net, FiftyCommunicatorsLeaveNothingBehind) {

@@ -177,7 +177,7 @@ class RankMain {
     }
     config.heap_bytes = 1 << 16;
     config.timeout_ms = number("XD_TEST_TIMEOUT_MS", 15000);
-    config.silence_ms = number("XD_TEST_SILENCE_MS", 2000);
+    config.silence_ms = number("XD_TEST_SILENCE_MS", 1000);
     if (!host.empty()) config.host = host.c_str();
     if (number("XD_TEST_MASK", 0) != 0) config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
     return outcome(xd_comm_create(&config, &comm_));
@@ -236,7 +236,7 @@ class RankMain {
   }
 
   std::string steps(int count) {
-    return make_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
+    return in_a_line(make_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count));
   }
 
   // One group after another, each with a step.
@@ -252,7 +252,7 @@ class RankMain {
   }
 
   std::string slots(int count) {
-    return make_slot_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
+    return in_a_line(make_slot_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count));
   }
 
   std::string slot_groups(int count) {

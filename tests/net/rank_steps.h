@@ -8,7 +8,8 @@
 namespace xd::test {
 
 // Makes a group and goes through all five operations `count` times, with other tokens in each step.
-// Returns "fine", the error of the first call that failed with its text, or what was wrong.
+// Returns "fine", the error of the first call that failed with its text, or the step that was
+// wrong.
 std::string make_steps(xd_comm* comm, int rank, int num_ranks, int count);
 
 // The same in slots: dispatch in halves, then combine.

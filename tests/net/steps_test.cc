@@ -5,8 +5,10 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <ostream>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "net/job.h"
 
@@ -24,35 +26,32 @@ void expect_all(Job& job, const std::string& status, const std::string& part, in
   }
 }
 
-void begin_steps(Job& job, int without = -1) {
+void begin(Job& job, const std::string& order, int without = -1) {
   for (int r = 0; r < job.size(); ++r)
-    if (r != without) job.rank(r).tell("steps 1000000");
+    if (r != without) job.rank(r).tell(order);
 }
 
 TEST_F(NetSteps, ThreeRanksWithOnePartnerAreServed) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 0, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 0, 1});
   job.all_fine("steps 15");
 }
 
 TEST_F(NetSteps, ADeadLinkEndsThemOnBothHalves) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
-  begin_steps(job);
+  CommJob job(hosts, {0, 0, 1, 1});
+  begin(job, "steps 1000000");
   sleep_ms(500);
   const auto start = Clock::now();
   hosts.set_link(1, false);
-  expect_all(job, "XD_ERROR_PEER_LOST", "the host has not answered for 2000 ms");
+  expect_all(job, "XD_ERROR_PEER_LOST", "the host has not answered for 1000 ms");
   EXPECT_LT(ms_since(start), kSilenceMs + 2000);
 }
 
 TEST_F(NetSteps, ALinkThatComesBackInTimeCostsThemTimeAlone) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  for (int r = 0; r < 2; ++r) job.rank(r).tell("steps 100");
+  CommJob job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
+  begin(job, "steps 100");
   sleep_ms(200);
   hosts.set_link(1, false);
   sleep_ms(600);
@@ -60,27 +59,10 @@ TEST_F(NetSteps, ALinkThatComesBackInTimeCostsThemTimeAlone) {
   for (int r = 0; r < 2; ++r) EXPECT_EQ(job.rank(r).answer(), "fine");
 }
 
-TEST_F(NetSteps, SmallPacketsAreEnough) {
-  NetHosts hosts(2);
-  hosts.set_mtu(1, 576);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
-  job.all_fine("steps 5");
-}
-
-TEST_F(NetSteps, LargePacketsAreUsed) {
-  NetHosts hosts(2);
-  for (int h = 0; h < 2; ++h) hosts.set_mtu(h, 9000);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
-  job.all_fine("steps 5");
-}
-
 // Whichever connection meets the hole first says so.
 TEST_F(NetSteps, AHoleForLongPacketsEndsThemInTime) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "5000"}});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "3000"}});
   hosts.drop_longer(1, 600);
   const auto start = Clock::now();
   for (const std::string& answer : job.all("steps 20")) {
@@ -91,58 +73,82 @@ TEST_F(NetSteps, AHoleForLongPacketsEndsThemInTime) {
   EXPECT_LT(ms_since(start), 12000);
 }
 
-TEST_F(NetSteps, ASlowLinkCostsThemTimeAlone) {
+// A network that takes its time, and what ranks do over it all the same.
+struct Network {
+  const char* name;
+  void (*set)(NetHosts& hosts);
+  std::vector<int> host_of;
+  std::vector<std::string> orders;
+};
+void PrintTo(const Network& network, std::ostream* out) { *out << network.name; }
+
+class NetOver : public Net, public testing::WithParamInterface<Network> {};
+
+TEST_P(NetOver, ItAllIsRightAndCostsTimeAlone) {
   NetHosts hosts(2);
-  hosts.throttle(1, 20);
-  Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  job.all_fine("steps 3");
+  GetParam().set(hosts);
+  CommJob job(hosts, GetParam().host_of, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
+  for (const std::string& order : GetParam().orders) job.all_fine(order);
 }
 
-TEST_F(NetSteps, ARankKilledWhileAGroupIsMadeIsNamedByAll) {
-  NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
-  begin_steps(job, 3);
-  sleep_ms(200);
-  const auto start = Clock::now();
-  job.rank(3).kill();
-  expect_all(job, "XD_ERROR_PEER_LOST", "rank 3 of host", 3);
-  EXPECT_LT(ms_since(start), 3000);
-}
+const Network kNetworks[] = {
+    {"SmallPackets",
+     [](NetHosts& hosts) { hosts.set_mtu(1, 576); },
+     {0, 0, 1, 1},
+     {"memory", "barrier", "barrier", "steps 5"}},
+    {"LargePackets",
+     [](NetHosts& hosts) {
+       for (int h = 0; h < 2; ++h) hosts.set_mtu(h, 9000);
+     },
+     {0, 0, 1, 1},
+     {"steps 5"}},
+    {"ASlowLink", [](NetHosts& hosts) { hosts.throttle(1, 20); }, {0, 0, 1, 1}, {"steps 3"}},
+    // Messages and credits are lost on their way, also while ranks are about to go: a rank that is
+    // at rest closes its engine.
+    {"LostPackets",
+     [](NetHosts& hosts) {
+       for (int h = 0; h < 2; ++h) hosts.lose(h, 2);
+     },
+     {0, 0, 1},
+     {"barrier", "steps 10", "slots 10", "slot_groups 3", "groups 5", "destroy"}},
+    {"LostSmallPacketsOnASlowLink",
+     [](NetHosts& hosts) {
+       hosts.set_mtu(1, 576);
+       hosts.lose(1, 1);
+       hosts.throttle(1, 100);
+     },
+     {0, 0, 1, 1},
+     {"steps 2", "channels", "swap -1 3"}},
+};
+INSTANTIATE_TEST_SUITE_P(Each, NetOver, testing::ValuesIn(kNetworks),
+                         [](const auto& network) { return network.param.name; });
 
-// It is in greetings, in steps, or between them.
+// It is in greetings, in steps, or between them; or it has not come to a group that the others
+// make.
 TEST_F(NetSteps, ARankKilledAtAnyMomentIsNamedByAll) {
+  struct Moment {
+    const char* order;
+    int killed, after_ms;
+    bool comes;
+  };
+  constexpr Moment kMoments[] = {
+      {"groups 1000000", 2, 20, true},      {"groups 1000000", 2, 250, true},
+      {"slot_groups 1000000", 2, 60, true}, {"slot_groups 1000000", 2, 120, true},
+      {"slots 1000000", 2, 250, true},      {"steps 1000000", 0, 700, true},
+      {"steps 1000000", 3, 700, true},      {"steps 1000000", 3, 200, false},
+  };
   NetHosts hosts(2);
-  for (const std::string order : {"groups", "slot_groups", "slots"}) {
-    for (const int after_ms : {20, 60, 120, 250}) {
-      Job job(hosts, {0, 0, 1, 1});
-      job.all_fine("create");
-      for (int r = 0; r < 4; ++r) job.rank(r).tell(order + " 1000000");
-      sleep_ms(after_ms);
-      job.rank(2).kill();
-      expect_all(job, "XD_ERROR_PEER_LOST", "rank 2 of host", 2);
-    }
+  for (const Moment& moment : kMoments) {
+    SCOPED_TRACE(moment.order + (" after " + std::to_string(moment.after_ms)) + " ms");
+    CommJob job(hosts, {0, 0, 1, 1});
+    begin(job, moment.order, moment.comes ? -1 : moment.killed);
+    sleep_ms(moment.after_ms);
+    const auto start = Clock::now();
+    job.rank(moment.killed).kill();
+    expect_all(job, "XD_ERROR_PEER_LOST", "rank " + std::to_string(moment.killed) + " of host",
+               moment.killed);
+    EXPECT_LT(ms_since(start), 3000);
   }
-}
-
-// Messages and credits are lost on their way while ranks are about to go.
-TEST_F(NetSteps, SlotsOverALinkThatLosesPacketsCostTimeAlone) {
-  NetHosts hosts(2);
-  for (int h = 0; h < 2; ++h) hosts.lose(h, 2);
-  Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  job.all_fine("slots 10");
-  job.all_fine("slot_groups 3");
-}
-
-// A rank that is at rest closes its engine while packets of its last credits are lost.
-TEST_F(NetSteps, GroupsThatEndRightBehindTheirLastStepLoseNothing) {
-  NetHosts hosts(2);
-  for (int h = 0; h < 2; ++h) hosts.lose(h, 3);
-  Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  job.all_fine("create");
-  job.all_fine("groups 5");
 }
 
 // The processor time that a process has used.
@@ -159,8 +165,7 @@ double cpu_seconds(pid_t pid) {
 
 TEST_F(NetSteps, AnIdleCommunicatorCostsLessThanHalfAPercentOfACore) {
   NetHosts hosts(2);
-  Job job(hosts, {0, 0, 1, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 0, 1, 1});
   job.all_fine("steps 3");
   const double before = cpu_seconds(job.rank(1).pid());
   sleep_ms(4000);
@@ -170,8 +175,7 @@ TEST_F(NetSteps, AnIdleCommunicatorCostsLessThanHalfAPercentOfACore) {
 TEST_F(NetSteps, ManyGroupsLeaveNothingBehind) {
   const bool full = std::getenv("XD_TEST_FULL") != nullptr;
   NetHosts hosts(2);
-  Job job(hosts, {0, 1, 1});
-  job.all_fine("create");
+  CommJob job(hosts, {0, 1, 1});
   job.all_fine("groups 2");
   job.all_fine("slot_groups 2");
   const auto before = job.all("held");

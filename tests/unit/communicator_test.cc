@@ -14,25 +14,17 @@
 #include <utility>
 #include <vector>
 
-#include "comm/comm.h"
 #include "memory/host_segment.h"
+#include "unit/comms.h"
 #include "unit/mesh_support.h"
-#include "unit/net_support.h"
 
 namespace xd::test {
 namespace {
 
-std::vector<std::shared_ptr<xd::Comm>> thread_comms(
-    int num_ranks, xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL) {
-  std::vector<std::shared_ptr<xd::Comm>> comms(at(num_ranks));
-  const xd_unique_id id = new_id();
-  expect_no_errors(on_threads(num_ranks, [&](int rank) {
-    xd_comm_config config = id_config(id, rank, num_ranks);
-    config.timeout_ms = 20000;
-    config.on_peer_loss = on_peer_loss;
-    comms[at(rank)] = xd::Comm::create(config);
-  }));
-  return comms;
+std::vector<std::shared_ptr<xd::Comm>> masking_comms(int num_ranks) {
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
+  return make_comms(num_ranks, config);
 }
 
 xd::Cause cause(const char* text) {
@@ -166,7 +158,7 @@ TEST(Communicator, RemembersRanksThatLeave) {
 }
 
 TEST(Communicator, ThatMasksLossesGoesOnWhenACallNeedsARankThatHasLeft) {
-  const auto comms = thread_comms(3, XD_COMM_PEER_LOSS_MASK);
+  const auto comms = masking_comms(3);
   comms[2]->close();
   const auto errors = on_threads(2, [&](int rank) { comms[at(rank)]->collective().barrier(); });
   for (int rank = 0; rank < 2; ++rank) {
@@ -193,7 +185,7 @@ std::optional<Error> wait_for_rank_1(xd::Comm& comm, bool needs_all_ranks, int t
 }
 
 TEST(Communicator, ThatMasksLossesEndsAWaitByADeathIfTheOperationNeedsAllRanks) {
-  const auto comms = thread_comms(3, XD_COMM_PEER_LOSS_MASK);
+  const auto comms = masking_comms(3);
   comms[0]->errors().on_lost({.ranks = std::array{2}});
   expect_error(wait_for_rank_1(*comms[0], true, 20000), XD_ERROR_PEER_LOST, "rank 2 was lost");
   expect_fatal(comms[0]->errors(), XD_ERROR_PEER_LOST, 0, "rank 2 was lost");
@@ -248,7 +240,7 @@ TEST(Communicator, ARankNamesItsHostByAtMost63Bytes) {
 // Every rank meets such an error by itself; the first to leave also writes it to the others'
 // boards, so that its goodbye is not taken for the cause.
 TEST(Communicator, ShowsStatusAndTextOfOneRankAndItsOwnOnceItHasMetAnError) {
-  auto comms = thread_comms(2);
+  auto comms = make_comms(2);
   comms[0]->errors().raise_cause(met_by(0, XD_ERROR_MISMATCH), cause("as rank 0 has it"));
   expect_fatal(comms[0]->errors(), XD_ERROR_MISMATCH, 0, "as rank 0 has it");
   comms[0]->close();
@@ -349,7 +341,7 @@ std::optional<Error> long_wait(xd::Comm& comm, int group, int operation, std::ui
 
 // The peers have ended that operation, so this rank's part of it ends as well.
 TEST(Communicator, EndsAnOperationWhoseErrorAPeerHasReported) {
-  auto comms = thread_comms(2);
+  auto comms = make_comms(2);
   comms[0]->errors().raise_cause(met_by(0, XD_ERROR_MISMATCH), cause("as rank 0 has it"));
   comms[0]->close();
   ASSERT_TRUE(eventually([&] { return comms[1]->errors().fatal_error() != nullptr; }));
@@ -367,7 +359,7 @@ TEST(Communicator, EndsAWaitInAnotherLaneThanThatOfTheReportedError) {
   static constexpr const char* kNames[] = {"walk", "run", "hop", "leap"};
   static constexpr Operations kGo{"xd_go_", "an xd_go_operation", kWalk, kNames, kHop};
   for (const int reported : {kWalk, kRun, kHop, kLeap}) {
-    auto comms = thread_comms(2);
+    auto comms = make_comms(2);
     for (const auto& comm : comms) comm->errors().name_operations(kGo);
     FatalError error = met_by(0, XD_ERROR_MISMATCH);
     error.operation = reported;
@@ -411,7 +403,7 @@ TEST(Communicator, OfAForkTakesNoLockThatItsParentMayHold) {
 }
 
 TEST(Communicator, RanksThatNumberTheirSegmentsDifferentlyAreToldSo) {
-  const auto comms = thread_comms(2);
+  const auto comms = make_comms(2);
   comms[1]->heap().make_room();
   comms[1]->heap().add_registered({nullptr, nullptr});
   const auto errors = on_threads(2, [&](int rank) { comms[at(rank)]->memory().grow(4096); });
@@ -423,7 +415,7 @@ TEST(Communicator, RanksThatNumberTheirSegmentsDifferentlyAreToldSo) {
 
 // Its kernels may still find memory that the caller is about to free.
 TEST(Communicator, IsFinishedByADeviceThatCannotBeToldOfADeregistration) {
-  const auto comms = thread_comms(2);
+  const auto comms = make_comms(2);
   const HostSegmentMaker host;
   const auto errors = on_threads(2, [&](int rank) {
     xd::Comm& comm = *comms[at(rank)];

@@ -1,4 +1,4 @@
-// Configs and tensor arguments: what is refused, and in which words.
+// Configs: what is refused, and in which words; and tensors that are taken.
 #include "ep/config.h"
 
 #include <gtest/gtest.h>
@@ -154,34 +154,27 @@ TEST(ConfigTest, RecvBoundIsWhatTheWorstRoutingNeeds) {
 
 class TensorTest : public testing::Test {
  protected:
-  DLTensor tensor() {
-    return {.data = data_,
-            .device = {kDLCPU, 0},
-            .ndim = 2,
-            .dtype = {kDLFloat, 32, 1},
-            .shape = shape_.data(),
-            .strides = nullptr,
-            .byte_offset = 0};
-  }
   Tensor read(const DLTensor* t, bool optional = false) {
     static constexpr std::array types = {DType::f32, DType::bf16};
     return read_tensor(
         t, {.name = "x", .ndim = 2, .types = types, .device = {kDLCPU, 0}, .optional = optional});
   }
-  std::string refused(const DLTensor& t) {
-    return refusal([&] { read(&t); });
-  }
 
   alignas(16) float data_[64] = {};
   std::array<std::int64_t, 2> shape_ = {3, 4};
   std::array<std::int64_t, 2> strides_ = {4, 1};
+  DLTensor tensor_{.data = data_,
+                   .device = {kDLCPU, 0},
+                   .ndim = 2,
+                   .dtype = {kDLFloat, 32, 1},
+                   .shape = shape_.data(),
+                   .strides = strides_.data(),
+                   .byte_offset = 0};
 };
 
 TEST_F(TensorTest, ReadsWhatIsThere) {
-  DLTensor t = tensor();
-  t.strides = strides_.data();
-  t.byte_offset = 16;
-  const Tensor got = read(&t);
+  tensor_.byte_offset = 16;
+  const Tensor got = read(&tensor_);
   EXPECT_EQ(got.rows, 3);
   EXPECT_EQ(got.cols, 4);
   EXPECT_EQ(got.data, reinterpret_cast<std::byte*>(data_) + 16);
@@ -190,44 +183,9 @@ TEST_F(TensorTest, ReadsWhatIsThere) {
 }
 
 TEST_F(TensorTest, StridesOfExtentOneAreNotLookedAt) {
-  DLTensor t = tensor();
   shape_ = {1, 4};
   strides_ = {77, 1};
-  t.strides = strides_.data();
-  EXPECT_TRUE(read(&t));
-}
-
-TEST_F(TensorTest, EmptyTensorsNeedNoData) {
-  DLTensor t = tensor();
-  shape_ = {0, 4};
-  t.data = nullptr;
-  EXPECT_TRUE(read(&t));
-}
-
-TEST_F(TensorTest, NamesWhatIsWrong) {
-  DLTensor t = tensor();
-  EXPECT_EQ(refusal([&] { read(nullptr); }), "x = NULL, expected a tensor");
-  t.dtype = {kDLInt, 64, 1};
-  EXPECT_EQ(refused(t), "x: is int64, expected float32 or bfloat16");
-  t = tensor();
-  t.ndim = 1;
-  EXPECT_EQ(refused(t), "x: has 1 dimensions, expected 2");
-  t = tensor();
-  strides_ = {1, 3};
-  t.strides = strides_.data();
-  EXPECT_NE(refused(t).find("not contiguous"), std::string::npos);
-  t = tensor();
-  t.byte_offset = 2;
-  EXPECT_NE(refused(t).find("4-byte aligned"), std::string::npos);
-  t = tensor();
-  t.device.device_type = kDLCUDA;
-  EXPECT_NE(refused(t).find("device type 2, expected 1"), std::string::npos);
-  t = tensor();
-  t.data = nullptr;
-  EXPECT_NE(refused(t).find("x.data = NULL"), std::string::npos);
-  t = tensor();
-  shape_ = {-1, 4};
-  EXPECT_NE(refused(t).find("x.shape[0] = -1"), std::string::npos);
+  EXPECT_TRUE(read(&tensor_));
 }
 
 }  // namespace

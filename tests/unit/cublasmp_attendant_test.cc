@@ -15,11 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "comm/comm.h"
 #include "gemm/cublasmp/errand.h"
 #include "gemm/family.h"
+#include "unit/comms.h"
 #include "unit/cublasmp_support.h"
-#include "unit/net_support.h"
 
 namespace xd::gemm::cublasmp {
 namespace {
@@ -43,51 +42,56 @@ struct ImaginedStream {
 
 class ImaginedMarks final : public Marks {
  public:
-  explicit ImaginedMarks(ImaginedStream& stream) : stream_(stream) { ++stream.made; }
-  void begin(cudaStream_t) override {
-    if (stream_.cannot_mark) fail(XD_ERROR_SYSTEM, "the stream takes no mark");
-    ++stream_.begins;
+  explicit ImaginedMarks(std::shared_ptr<ImaginedStream> stream) : stream_(std::move(stream)) {
+    ++stream_->made;
   }
-  void end(cudaStream_t) override { ++stream_.ends; }
-  bool begun() const noexcept override { return stream_.at_product; }
-  bool ended() const noexcept override { return stream_.behind_product; }
+  void begin(cudaStream_t) override {
+    if (stream_->cannot_mark) fail(XD_ERROR_SYSTEM, "the stream takes no mark");
+    ++stream_->begins;
+  }
+  void end(cudaStream_t) override { ++stream_->ends; }
+  bool begun() const noexcept override { return stream_->at_product; }
+  bool ended() const noexcept override { return stream_->behind_product; }
 
  private:
-  ImaginedStream& stream_;
+  const std::shared_ptr<ImaginedStream> stream_;  // outlives what may be kept for good
 };
 
-// The communicators of some ranks, with their engines attended.
+// The communicators of some ranks, and the engine of rank 0, attended.
 class CublasMpAttendant : public CublasMpEngine {
  protected:
+  // Nothing has to wait for products any more.
+  ~CublasMpAttendant() override { stream_->behind_product = true; }
+
+  void begin(int num_ranks = 1, int timeout_ms = kTimeoutMs, nccl::Comm lent = nullptr) {
+    connect(num_ranks, timeout_ms);
+    attendant_ = std::make_unique<Attendant>(
+        comm(), made_engine(lent),
+        [stream = stream_] { return std::make_unique<ImaginedMarks>(stream); }, kPatienceMs);
+    fake_.begin();
+  }
   void connect(int num_ranks, int timeout_ms = kTimeoutMs) {
-    comms_.resize(at(num_ranks));
-    const xd_unique_id id = test::new_id();
-    test::expect_no_errors(test::on_threads(num_ranks, [&](int rank) {
-      xd_comm_config config = test::id_config(id, rank, num_ranks);
-      config.timeout_ms = timeout_ms;
-      comms_[at(rank)] = Comm::create(config);
-      comms_[at(rank)]->errors().name_operations(Family::kOperations);
-    }));
+    xd_comm_config config = XD_COMM_CONFIG_INIT;
+    config.timeout_ms = timeout_ms;
+    comms_ = test::make_comms(num_ranks, config);
+    for (const auto& comm : comms_) comm->errors().name_operations(Family::kOperations);
+  }
+  std::shared_ptr<Engine> made_engine(nccl::Comm lent = nullptr) {
+    return std::make_shared<Engine>(fake_.library(), config_, ranks(lent), cuda::Stream());
   }
   Comm& comm(int rank = 0) { return *comms_[at(rank)]; }
-  std::unique_ptr<Attendant> attend(ImaginedStream& stream, nccl::Comm lent = nullptr) {
-    auto made = std::make_shared<Engine>(fake_.library(), config_, ranks(lent), cuda::Stream());
-    fake_.begin();
-    return std::make_unique<Attendant>(
-        comm(), std::move(made), [&stream] { return std::make_unique<ImaginedMarks>(stream); },
-        kPatienceMs);
-  }
   void enqueue(Attendant& attendant) {
     attendant.enqueue(kTurn, description(), operands_of(call(), nullptr, false), nullptr);
   }
+  void enqueue() { enqueue(*attendant_); }
   bool is_revoked() {
     return eventually([&] { return fake_.has_called("CommRevoke 77;"); });
   }
   // Ends the engine, which takes at least so long, and returns what is logged of it.
-  std::vector<std::string> end(std::unique_ptr<Attendant>& attendant, int at_least_ms) {
+  std::vector<std::string> end(int at_least_ms) {
     const auto start = Clock::now();
     test::LogCapture log;
-    attendant.reset();
+    attendant_.reset();
     EXPECT_GE(ms_since(start), at_least_ms);
     EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
     return log.end();
@@ -102,15 +106,15 @@ class CublasMpAttendant : public CublasMpEngine {
   }
 
   std::vector<std::shared_ptr<Comm>> comms_;
+  const std::shared_ptr<ImaginedStream> stream_ = std::make_shared<ImaginedStream>();
+  std::unique_ptr<Attendant> attendant_;
 };
 
 // The failing scenario: some rank stops behind the agreement, and no rank makes another call.
 TEST_F(CublasMpAttendant, EndsAProductThatTakesLongerThanTheTimeoutOnAllRanks) {
-  connect(2);
-  ImaginedStream stream;
-  const auto attendant = attend(stream);
+  begin(2);
   const auto start = Clock::now();
-  enqueue(*attendant);
+  enqueue();
   ASSERT_TRUE(eventually([&] { return fatal(0) != nullptr && fatal(1) != nullptr; }));
   EXPECT_GE(ms_since(start), kTimeoutMs);
   EXPECT_LT(ms_since(start), kTimeoutMs + kAtOnceMs);
@@ -127,110 +131,92 @@ TEST_F(CublasMpAttendant, EndsAProductThatTakesLongerThanTheTimeoutOnAllRanks) {
   }
   EXPECT_TRUE(is_revoked());
   EXPECT_FALSE(frees_anything()) << fake_.text();
-  stream.behind_product = true;
 }
 
 TEST_F(CublasMpAttendant, DoesNotCountTheTimeThatTheStreamNeedsToComeToAProduct) {
-  connect(1);
-  ImaginedStream stream;
-  stream.at_product = false;
-  const auto attendant = attend(stream);
-  enqueue(*attendant);
-  std::this_thread::sleep_for(std::chrono::milliseconds(3 * kTimeoutMs));
+  stream_->at_product = false;
+  begin();
+  enqueue();
+  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kTimeoutMs));
   EXPECT_EQ(fatal(), nullptr);
   const auto start = Clock::now();
-  stream.at_product = true;
+  stream_->at_product = true;
   EXPECT_TRUE(eventually([&] { return fatal() != nullptr; }));
   EXPECT_GE(ms_since(start), kTimeoutMs);
-  stream.behind_product = true;
 }
 
 TEST_F(CublasMpAttendant, LeavesProductsAloneThatEndInTime) {
-  connect(1);
-  ImaginedStream stream;
-  stream.behind_product = true;
-  const auto attendant = attend(stream);
+  stream_->behind_product = true;
+  begin();
   const auto start = Clock::now();
   int products = 0;
-  while (ms_since(start) < 3 * kTimeoutMs) {
-    enqueue(*attendant);
+  while (ms_since(start) < 2 * kTimeoutMs) {
+    enqueue();
     ++products;
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   EXPECT_EQ(fatal(), nullptr);
   EXPECT_FALSE(fake_.has_called("CommRevoke"));
-  EXPECT_EQ(stream.begins, products);
-  EXPECT_EQ(stream.ends, products);
-  EXPECT_LT(stream.made, products) << "marks are used again";
+  EXPECT_EQ(stream_->begins, products);
+  EXPECT_EQ(stream_->ends, products);
+  EXPECT_LT(stream_->made, products) << "marks are used again";
 }
 
 // Each product of a queue has the timeout for itself.
 TEST_F(CublasMpAttendant, CountsTheTimeOfEachProductFromTheEndOfTheOneBefore) {
   connect(1);
-  ImaginedStream first, second;
-  std::vector<ImaginedStream*> streams = {&second, &first};
-  auto made = std::make_shared<Engine>(fake_.library(), config_, ranks(nullptr), cuda::Stream());
-  Attendant attendant(comm(), std::move(made), [&streams] {
-    ImaginedStream* const stream = streams.back();
+  const auto first = std::make_shared<ImaginedStream>();
+  std::vector<std::shared_ptr<ImaginedStream>> streams = {stream_, first};
+  Attendant attendant(comm(), made_engine(), [&streams] {
+    const auto stream = streams.back();
     streams.pop_back();
-    return std::make_unique<ImaginedMarks>(*stream);
+    return std::make_unique<ImaginedMarks>(stream);
   });
   enqueue(attendant);
   enqueue(attendant);
   std::this_thread::sleep_for(std::chrono::milliseconds(kTimeoutMs * 2 / 3));
-  first.behind_product = true;
+  first->behind_product = true;
   std::this_thread::sleep_for(std::chrono::milliseconds(kTimeoutMs * 2 / 3));
   EXPECT_EQ(fatal(), nullptr);
-  second.behind_product = true;
+  stream_->behind_product = true;
 }
 
 // cuBLASMp's call itself may wait, where NCCL connects ranks, however far the stream is.
 TEST_F(CublasMpAttendant, BoundsTheCallOfTheHost) {
-  connect(1);
-  ImaginedStream stream;
-  stream.at_product = false;
-  const auto attendant = attend(stream);
-  enqueue(*attendant);
+  stream_->at_product = false;
+  begin();
+  enqueue();
   fake_.let_wait("Matmul");
   const auto start = Clock::now();
-  std::thread caller([&] { enqueue(*attendant); });
+  std::thread caller([&] { enqueue(); });
   EXPECT_TRUE(eventually([&] { return fatal() != nullptr; }));
   EXPECT_EQ(fatal()->status, XD_ERROR_TIMEOUT);
   caller.join();  // the revoked communicator lets it go
   EXPECT_LT(ms_since(start), kTimeoutMs + kAtOnceMs);
-  EXPECT_EQ(stream.ends, 2);
-  stream.behind_product = true;
+  EXPECT_EQ(stream_->ends, 2);
 }
 
 TEST_F(CublasMpAttendant, EndsWhatWaitsWhereTheCommunicatorIsFinishedOtherwise) {
-  connect(1, 60000);
-  ImaginedStream stream;
-  const auto attendant = attend(stream);
-  enqueue(*attendant);
+  begin(1, 60000);
+  enqueue();
   comm().errors().abort();
   EXPECT_TRUE(eventually([&] { return fake_.has_called("CommRevoke 77;"); }, kAtOnceMs));
   EXPECT_FALSE(frees_anything()) << fake_.text();
-  stream.behind_product = true;
 }
 
 // A product that failed may have been enqueued in part.
 TEST_F(CublasMpAttendant, LooksAfterAProductThatCouldNotBeEnqueued) {
-  connect(1);
-  ImaginedStream stream;
-  const auto attendant = attend(stream);
+  begin();
   fake_.begin("Matmul");
-  expect_error(error_of([&] { enqueue(*attendant); }), XD_ERROR_INTERNAL, "cublasMpMatmul");
-  EXPECT_EQ(stream.ends, 1);
+  expect_error(error_of([&] { enqueue(); }), XD_ERROR_INTERNAL, "cublasMpMatmul");
+  EXPECT_EQ(stream_->ends, 1);
   EXPECT_TRUE(is_revoked());
-  stream.behind_product = true;
 }
 
 TEST_F(CublasMpAttendant, ForgetsAProductOfWhichNothingWasEnqueued) {
-  connect(1);
-  ImaginedStream stream;
-  const auto attendant = attend(stream);
-  stream.cannot_mark = true;
-  expect_error(error_of([&] { enqueue(*attendant); }), XD_ERROR_SYSTEM, "takes no mark");
+  begin();
+  stream_->cannot_mark = true;
+  expect_error(error_of([&] { enqueue(); }), XD_ERROR_SYSTEM, "takes no mark");
   std::this_thread::sleep_for(std::chrono::milliseconds(2 * kTimeoutMs));
   EXPECT_EQ(fatal(), nullptr);
   EXPECT_EQ(fake_.text(), "");
@@ -239,16 +225,14 @@ TEST_F(CublasMpAttendant, ForgetsAProductOfWhichNothingWasEnqueued) {
 // ---- The end -----------------------------------------------------------------------------------
 
 TEST_F(CublasMpAttendant, WaitsForAProductBeforeItEndsTheEngine) {
-  connect(1, 60000);
-  ImaginedStream stream;
-  auto attendant = attend(stream);
-  enqueue(*attendant);
+  begin(1, 60000);
+  enqueue();
   std::thread device([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(kPatienceMs / 4));
     EXPECT_FALSE(frees_anything()) << fake_.text();
-    stream.behind_product = true;
+    stream_->behind_product = true;
   });
-  attendant.reset();
+  attendant_.reset();
   device.join();
   const std::string text = fake_.text();
   EXPECT_NE(text.find("SetStream 0;OperationDestroy;"), std::string::npos) << text;
@@ -257,28 +241,24 @@ TEST_F(CublasMpAttendant, WaitsForAProductBeforeItEndsTheEngine) {
 }
 
 TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatDoesNotEnd) {
-  connect(1, 60000);
-  auto* const stream = new ImaginedStream;  // what is kept refers to it for good
-  auto attendant = attend(*stream);
-  enqueue(*attendant);
-  const std::vector<std::string> lines = end(attendant, kPatienceMs);
+  begin(1, 60000);
+  enqueue();
+  const std::vector<std::string> lines = end(kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("a product by cuBLASMp is under way [rank 0 of 1]"), std::string::npos)
       << lines[0];
   EXPECT_FALSE(frees_anything()) << fake_.text();
-  stream->behind_product = true;
+  stream_->behind_product = true;
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   EXPECT_FALSE(frees_anything()) << "its owner has gone: " << fake_.text();
 }
 
 // The bound outlives the context and its communicator.
 TEST_F(CublasMpAttendant, BoundsAProductThatOutlivesItsContext) {
-  constexpr int kLongMs = kPatienceMs + 600;
-  connect(1, kLongMs);
-  auto* const stream = new ImaginedStream;
-  auto attendant = attend(*stream);
-  enqueue(*attendant);
-  end(attendant, kPatienceMs);
+  constexpr int kLongMs = kPatienceMs + 300;
+  begin(1, kLongMs);
+  enqueue();
+  end(kPatienceMs);
   comms_.clear();
   EXPECT_FALSE(fake_.has_called("CommRevoke"));
   EXPECT_TRUE(is_revoked());
@@ -287,48 +267,40 @@ TEST_F(CublasMpAttendant, BoundsAProductThatOutlivesItsContext) {
 
 // The stopped product ends, so NCCL can free its communicator. cuBLASMp's own ends need all ranks.
 TEST_F(CublasMpAttendant, GivesNcclsCommunicatorBackWhenAProductThatWasStoppedHasEnded) {
-  connect(1);
-  ImaginedStream stream;
-  auto attendant = attend(stream);
-  enqueue(*attendant);
+  begin();
+  enqueue();
   ASSERT_TRUE(is_revoked());
-  stream.behind_product = true;
+  stream_->behind_product = true;
   fake_.begin();
-  attendant.reset();
+  attendant_.reset();
   EXPECT_EQ(fake_.text(), "CommAbort 77;");
 }
 
 TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatCannotBeStopped) {
-  connect(1);
-  auto* const stream = new ImaginedStream;
-  auto attendant = attend(*stream);
-  enqueue(*attendant);
+  begin();
+  enqueue();
   ASSERT_TRUE(is_revoked());
-  EXPECT_EQ(end(attendant, 0).size(), 1u);
+  EXPECT_EQ(end(0).size(), 1u);
   EXPECT_FALSE(frees_anything()) << fake_.text();
 }
 
 // NCCL need not return from anything.
 TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughNcclDoesNotReturn) {
-  connect(1);
-  auto* const stream = new ImaginedStream;
-  auto attendant = attend(*stream);
+  begin();
   fake_.let_wait("CommRevoke");
-  enqueue(*attendant);
+  enqueue();
   ASSERT_TRUE(is_revoked());
-  stream->behind_product = true;
-  EXPECT_EQ(end(attendant, 0).size(), 1u);
+  stream_->behind_product = true;
+  EXPECT_EQ(end(0).size(), 1u);
   EXPECT_FALSE(frees_anything()) << fake_.text();
   fake_.end_waits();
   std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the thread leaves the library
 }
 
 TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughAPeerDoesNotEndItsEngine) {
-  connect(1);
-  ImaginedStream stream;
-  auto attendant = attend(stream);
+  begin();
   fake_.let_wait("GridDestroy");
-  const std::vector<std::string> lines = end(attendant, kPatienceMs);
+  const std::vector<std::string> lines = end(kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
   EXPECT_NE(lines[0].find("ranks that have not destroyed their contexts"), std::string::npos);
   fake_.end_waits();
@@ -336,25 +308,21 @@ TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughAPeerDoesNotEndItsEngine) {
 }
 
 TEST_F(CublasMpAttendant, LeavesALentCommunicatorToItsOwnerAfterAnError) {
-  connect(1);
-  ImaginedStream stream;
   int lent = 0;
-  auto attendant = attend(stream, &lent);
-  enqueue(*attendant);
+  begin(1, kTimeoutMs, &lent);
+  enqueue();
   ASSERT_TRUE(eventually([&] { return fake_.has_called("CommRevoke "); }));
-  stream.behind_product = true;
+  stream_->behind_product = true;
   fake_.begin();
-  attendant.reset();
+  attendant_.reset();
   EXPECT_EQ(fake_.text(), "");
 }
 
 // The communicator was finished while nothing was under way: nothing waits.
 TEST_F(CublasMpAttendant, EndsAloneWhereTheCommunicatorIsFinished) {
-  connect(1);
-  ImaginedStream stream;
-  auto attendant = attend(stream);
+  begin();
   comm().errors().abort();
-  attendant.reset();
+  attendant_.reset();
   EXPECT_EQ(fake_.text(), "CommAbort 77;");
 }
 

@@ -9,14 +9,13 @@
 #include <memory>
 #include <vector>
 
-#include "comm/comm.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "ep/cuda/executor.h"
-#include "unit/net_support.h"
+#include "unit/comms.h"
 
 namespace xd::test {
 namespace {
@@ -49,14 +48,6 @@ class StuckStream {
   std::latch released_{1};
 };
 
-std::shared_ptr<Comm> comm_of_one_rank() {
-  xd_comm_config config = id_config(new_id(), 0, 1);
-  config.device = {kDLCUDA, 0};
-  config.heap_bytes = std::size_t{1} << 20;
-  config.timeout_ms = 20000;
-  return Comm::create(config);
-}
-
 std::unique_ptr<ep::Group> small_group(const std::shared_ptr<Comm>& comm) {
   xd_ep_config config = XD_EP_CONFIG_INIT;
   config.num_ranks = 1;
@@ -71,7 +62,7 @@ std::unique_ptr<ep::Group> small_group(const std::shared_ptr<Comm>& comm) {
 TEST(CudaLastLook, ThatHasNotComeBackIsNotGivenMemoryOfOthers) {
   const Feature cuda = feature(XD_FEATURE_CUDA);
   if (!cuda.available) GTEST_SKIP() << cuda.reason;
-  const std::shared_ptr<Comm> comm = comm_of_one_rank();
+  const std::shared_ptr<Comm> comm = make_cuda_comms(1, std::size_t{1} << 20)[0];
   const std::byte* next = cuda::PinnedBlock(0, kLookBytes).data();
   std::unique_ptr<ep::Group> group = small_group(comm);
   ASSERT_NE(cuda::PinnedBlock(0, kLookBytes).data(), next) << "the group looks elsewhere";

@@ -89,15 +89,21 @@ std::vector<Part> parts_of(const LlSizes& s) {
   return parts;
 }
 
+// The parts follow one another; returns the end of the last.
+std::uint64_t expect_apart(const std::vector<Part>& parts) {
+  std::uint64_t end = 0;
+  for (const Part& part : parts) {
+    EXPECT_GE(part.first, end) << part.name;
+    EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
+    end = part.first + part.bytes;
+  }
+  return end;
+}
+
 TEST(LlWordsMap, HasPartsThatDoNotOverlapInTheOrderThatAResetNeeds) {
   for (const LlSizes& s : many_sizes()) {
     SCOPED_TRACE(text(s));
-    std::uint64_t end = 0;
-    for (const Part& part : parts_of(s)) {
-      EXPECT_GE(part.first, end) << part.name;
-      EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
-      end = part.first + part.bytes;
-    }
+    const std::uint64_t end = expect_apart(parts_of(s));
     const LlWordsMap map = LlWordsMap::make<LlRecord>(s);
     EXPECT_LE(end, map.end);
     EXPECT_LE(map.end, end + 256);
@@ -181,13 +187,7 @@ TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
          room.has_ids ? static_cast<std::uint64_t>(s.ranks) * room.ids_stride * 2 : 0, 128}};
     std::erase_if(parts, [](const Part& part) { return part.bytes == 0; });
     std::ranges::sort(parts, {}, &Part::first);
-    std::uint64_t end = 0;
-    for (const Part& part : parts) {
-      EXPECT_GE(part.first, end) << part.name;
-      EXPECT_EQ(part.first % part.alignment, 0u) << part.name;
-      end = part.first + part.bytes;
-    }
-    EXPECT_LE(end, room.end);
+    EXPECT_LE(expect_apart(parts), room.end);
     EXPECT_GE(room.ids_topk, static_cast<std::uint32_t>(std::max(s.max_topk, 8)));
     EXPECT_GE(room.ids_stride, static_cast<std::uint32_t>(s.max_tokens) * room.ids_topk);
     const bool must_fit = room.has_ids || candidates <= 4096;
@@ -295,22 +295,13 @@ TEST(LlPlanHead, HasTheWordsThatAllPlansOfAGroupShare) {
     other.*field += 1;
     return !has_words_of(other, head);
   };
-  EXPECT_TRUE(differs(&PlanHeader::magic));
-  EXPECT_TRUE(differs(&PlanHeader::version));
-  EXPECT_TRUE(differs(&PlanHeader::rank));
-  EXPECT_TRUE(differs(&PlanHeader::ranks));
-  EXPECT_TRUE(differs(&PlanHeader::experts));
-  EXPECT_TRUE(differs(&PlanHeader::layout));
-  EXPECT_TRUE(differs(&PlanHeader::alignment));
-  EXPECT_TRUE(differs(&PlanHeader::overflow));
-  EXPECT_TRUE(differs(&PlanHeader::keeps_list));
-  EXPECT_TRUE(differs(&PlanHeader::keeps_items));
-  EXPECT_TRUE(differs(&PlanHeader::local_experts));
-  EXPECT_TRUE(differs(&PlanHeader::capacities));
-  EXPECT_TRUE(differs(&PlanHeader::expert_ranks));
-  EXPECT_TRUE(differs(&PlanHeader::hosts));
-  EXPECT_TRUE(differs(&PlanHeader::capacity));
-  EXPECT_TRUE(differs(&PlanHeader::bytes));
+  const auto all_differ = [&](auto... fields) { return (differs(fields) && ...); };
+  EXPECT_TRUE(all_differ(&PlanHeader::magic, &PlanHeader::version, &PlanHeader::rank,
+                         &PlanHeader::ranks, &PlanHeader::experts, &PlanHeader::layout,
+                         &PlanHeader::alignment, &PlanHeader::overflow, &PlanHeader::keeps_list,
+                         &PlanHeader::keeps_items, &PlanHeader::local_experts,
+                         &PlanHeader::capacities, &PlanHeader::expert_ranks, &PlanHeader::hosts,
+                         &PlanHeader::capacity, &PlanHeader::bytes));
 }
 
 }  // namespace

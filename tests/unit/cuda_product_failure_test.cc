@@ -18,7 +18,7 @@
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "gemm/cuda/cuda_context.h"
-#include "unit/net_support.h"
+#include "unit/comms.h"
 
 namespace xd::test {
 namespace {
@@ -105,12 +105,8 @@ class CudaProductFailure : public testing::TestWithParam<Moment> {
   void SetUp() override {
     const Feature cuda = feature(XD_FEATURE_CUDA);
     if (!cuda.available) GTEST_SKIP() << cuda.reason;
-    const xd_unique_id id = new_id();
+    comms_ = make_cuda_comms(kRanks);
     expect_no_errors(on_threads(kRanks, [&](int rank) {
-      xd_comm_config config = id_config(id, rank, kRanks);
-      config.device = {kDLCUDA, kDevice};
-      config.timeout_ms = 20000;
-      comms_[at(rank)] = Comm::create(config);
       comms_[at(rank)]->begin_group();
       xd_gemm_config bounds = XD_GEMM_CONFIG_INIT;
       bounds.operations = XD_GEMM_BIT(GetParam().operation);
@@ -148,7 +144,7 @@ class CudaProductFailure : public testing::TestWithParam<Moment> {
     return errors.fatal_error();
   }
 
-  std::vector<std::shared_ptr<Comm>> comms_{kRanks};
+  std::vector<std::shared_ptr<Comm>> comms_;
   std::vector<std::unique_ptr<gemm::cuda::CudaContext>> contexts_{kRanks};
 };
 

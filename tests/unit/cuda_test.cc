@@ -3,11 +3,9 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstring>
 #include <thread>
 
-#include "comm/comm.h"
 #include "comm/cuda/segment.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
@@ -16,7 +14,7 @@
 #include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
-#include "unit/net_support.h"
+#include "unit/comms.h"
 
 namespace xd::test {
 namespace {
@@ -40,35 +38,6 @@ std::vector<unsigned char> read_back(const void* from, std::size_t bytes) {
   stream.synchronize();
   return to;
 }
-
-template <class T>
-T read_value(const T* from) {
-  T value;
-  std::memcpy(&value, read_back(from, sizeof(T)).data(), sizeof(T));
-  return value;
-}
-
-void fill(void* to, int byte, std::size_t bytes) {
-  const cuda::DeviceGuard guard(0);
-  const cuda::Stream stream(0);
-  XD_CUDA_CHECK(cudaMemsetAsync(to, byte, bytes, stream.get()));
-  stream.synchronize();
-}
-
-std::vector<std::shared_ptr<Comm>> cuda_comms(int ranks, std::size_t heap_bytes) {
-  std::vector<std::shared_ptr<Comm>> comms(at(ranks));
-  const xd_unique_id id = new_id();
-  expect_no_errors(on_threads(ranks, [&](int rank) {
-    xd_comm_config config = id_config(id, rank, ranks);
-    config.device = {kDLCUDA, 0};
-    config.heap_bytes = heap_bytes;
-    config.timeout_ms = 20000;
-    comms[at(rank)] = Comm::create(config);
-  }));
-  return comms;
-}
-
-bool soon(const std::function<bool()>& holds) { return eventually(holds, 1000); }
 
 TEST(CudaAbsent, EveryWayInSaysWhatIsMissing) {
   const Feature cuda = feature(XD_FEATURE_CUDA);
@@ -208,82 +177,6 @@ TEST_F(CudaTest, SegmentsAreZeroAndMappedOncePerProcess) {
   EXPECT_EQ(error->status(), XD_ERROR_OUT_OF_MEMORY);
 }
 
-TEST_F(CudaTest, MemoryComesBack) {
-  const auto used = [] {
-    const cuda::DeviceGuard guard(0);
-    std::size_t available = 0, total = 0;
-    XD_CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    return total - available;
-  };
-  cuda_comms(2, 64 * kMiB);
-  const std::size_t before = used();
-  for (int i = 0; i < 5; ++i) cuda_comms(2, 64 * kMiB);
-  EXPECT_LE(used(), before + 4 * kMiB);
-}
-
-// What kernels of `comm` know of a rank's segment.
-HeapRange range_in(const Comm& comm, std::uint32_t segment, int rank) {
-  return read_value(comm.device_comm().heap + heap_entry(segment, rank, comm.num_ranks()));
-}
-
-TEST_F(CudaTest, HeapsGrowInSightOfKernels) {
-  auto comms = cuda_comms(2, kMiB);
-  EXPECT_EQ(comms[0]->ranks_on_device(), 2);
-  EXPECT_EQ(comms[0]->heap().usage().total, 2 * kMiB);
-  expect_no_errors(
-      on_threads(2, [&](int rank) { comms[at(rank)]->memory().grow(at(rank) * 5 * kMiB); }));
-  for (const auto& comm : comms) {
-    for (int r = 0; r < 2; ++r) {
-      EXPECT_EQ(range_in(*comm, 0, r).base, comm->heap().address(r, {0, 0}, 1));
-      EXPECT_EQ(range_in(*comm, 0, r).bytes, 2 * kMiB);
-      EXPECT_EQ(range_in(*comm, 1, r).base, comm->heap().address(r, {1, 0}, 1));
-      EXPECT_EQ(range_in(*comm, 1, r).bytes, at(r) * 6 * kMiB);
-    }
-    EXPECT_EQ(range_in(*comm, 2, 0).base, nullptr);
-    EXPECT_EQ(range_in(*comm, kMaxHeapSegments - 1, 1).base, nullptr) << "the table's last entry";
-  }
-  EXPECT_EQ(comms[0]->heap().address(1, {1, 0}, 1), comms[1]->heap().address(1, {1, 0}, 1));
-}
-
-// A kernel's part, played by the host.
-TEST_F(CudaTest, AnErrorOfKernelsFinishesTheCommunicatorEverywhere) {
-  auto comms = cuda_comms(3, 0);
-  HostWords& words = *comms[1]->device_comm().host;
-  words.error = {.status = XD_ERROR_TIMEOUT,
-                 .phase = XD_PHASE_ENTRY,
-                 .rank = 1,
-                 .peer = 2,
-                 .group = 0,
-                 .operation = 1,
-                 .timeout_ms = 20000};
-  std::atomic_ref(words.raised).store(1, std::memory_order_release);
-  EXPECT_EQ(comms[1]->errors().fatal_error()->status, XD_ERROR_TIMEOUT)
-      << "at once on its own host";
-  EXPECT_EQ(error_of([&] { comms[1]->errors().check_usable(); })->status(), XD_ERROR_TIMEOUT);
-  for (const auto& comm : comms) {
-    EXPECT_TRUE(soon([&] { return comm->errors().fatal_error() != nullptr; }));
-    EXPECT_EQ(comm->errors().fatal_error()->status, XD_ERROR_TIMEOUT);
-    EXPECT_EQ(comm->errors().fatal_error()->peer, 2);
-    std::uint32_t& finished = comm->device_comm().host->finished;
-    EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
-  }
-}
-
-TEST_F(CudaTest, KernelsAreToldOfAbortsAndGoodbyes) {
-  auto comms = cuda_comms(3, 0);
-  comms[2]->close();
-  HostWords& words = *comms[0]->device_comm().host;
-  EXPECT_TRUE(soon([&] { return std::atomic_ref(words.some_lost).load() == 1; }));
-  EXPECT_EQ(words.lost.word[0], 0b100u);
-  EXPECT_EQ(words.left.word[0], 0b100u);
-  EXPECT_EQ(words.dead, 0u);
-  EXPECT_EQ(comms[0]->device_comm().host->finished, 0u) << "a goodbye is no error";
-  comms[1]->errors().abort();
-  EXPECT_EQ(comms[1]->device_comm().host->finished, 1u);
-  std::uint32_t& finished = comms[0]->device_comm().host->finished;
-  EXPECT_TRUE(soon([&] { return std::atomic_ref(finished).load() == 1; }));
-}
-
 TEST_F(CudaTest, RanksOfOtherKindsDoNotMix) {
   const xd_unique_id id = new_id();
   const auto errors = on_threads(2, [&](int rank) {
@@ -300,40 +193,8 @@ TEST_F(CudaTest, RanksOfOtherKindsDoNotMix) {
   }
 }
 
-TEST_F(CudaTest, MemoryOfTheCallerIsRegistered) {
-  auto comms = cuda_comms(2, kMiB);
-  const cuda::DeviceGuard guard(0);
-  void* memory = nullptr;
-  XD_CUDA_CHECK(cudaMalloc(&memory, 4 * kMiB));
-  auto* const lent = static_cast<std::byte*>(memory) + 512;
-  int number[2] = {-1, -1};
-  expect_no_errors(on_threads(2, [&](int rank) {
-    comms[at(rank)]->memory().enlist(rank == 0 ? lent : nullptr, rank == 0 ? kMiB : 0,
-                                     &number[rank]);
-  }));
-  EXPECT_EQ(number[0], number[1]);
-  const auto place = comms[0]->heap().find(lent + 16, kMiB - 16);
-  ASSERT_TRUE(place);
-  EXPECT_EQ(place->segment, static_cast<std::uint32_t>(number[0]));
-  EXPECT_EQ(place->offset, 16u);
-  EXPECT_FALSE(comms[0]->heap().find(lent + 16, kMiB)) << "beyond its end";
-  EXPECT_EQ(comms[1]->heap().address(0, *place, 1), lent + 16);
-  const auto range_of = [&](int rank) {
-    return range_in(*comms[1], static_cast<std::uint32_t>(number[0]), rank);
-  };
-  EXPECT_EQ(range_of(0).base, lent);
-  EXPECT_EQ(range_of(1).base, nullptr);
-
-  expect_no_errors(
-      on_threads(2, [&](int rank) { comms[at(rank)]->memory().delist(number[rank]); }));
-  EXPECT_EQ(range_of(0).base, nullptr);
-  EXPECT_FALSE(comms[0]->heap().find(lent, 1));
-  fill(memory, 1, 4 * kMiB);  // still the caller's
-  XD_CUDA_CHECK(cudaFree(memory));
-}
-
 TEST_F(CudaTest, MemoryThatCannotBeLentIsRefused) {
-  auto comms = cuda_comms(2, kMiB);
+  const auto comms = make_cuda_comms(2, kMiB);
   const auto refused = [&](void* ptr, std::size_t bytes, xd_status status) {
     const auto errors = on_threads(2, [&](int rank) {
       std::int32_t number = -1;

@@ -12,7 +12,7 @@
 #include "cuda/device.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
-#include "unit/net_support.h"
+#include "unit/comms.h"
 #include "unit/toy_kernel.h"
 
 namespace xd::test {
@@ -137,12 +137,8 @@ class CudaToyTurns : public testing::Test {
   void SetUp() override {
     const Feature cuda = feature(XD_FEATURE_CUDA);
     if (!cuda.available) GTEST_SKIP() << cuda.reason;
-    const xd_unique_id id = new_id();
+    comms_ = make_cuda_comms(kRanks);
     expect_no_errors(on_threads(kRanks, [&](int rank) {
-      xd_comm_config config = id_config(id, rank, kRanks);
-      config.device = {kDLCUDA, kDevice};
-      config.timeout_ms = 20000;
-      comms_[at(rank)] = Comm::create(config);
       comms_[at(rank)]->begin_group();
       toys_[at(rank)] = std::make_unique<CudaToy>(comms_[at(rank)]);
       toys_[at(rank)]->poison();
@@ -156,7 +152,7 @@ class CudaToyTurns : public testing::Test {
     EXPECT_EQ(toys_[1]->received(), (number - 2) * factor);
   }
 
-  std::vector<std::shared_ptr<Comm>> comms_{kRanks};
+  std::vector<std::shared_ptr<Comm>> comms_;
   std::vector<std::unique_ptr<CudaToy>> toys_{kRanks};
 };
 

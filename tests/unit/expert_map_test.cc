@@ -4,12 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <random>
-#include <string>
 #include <vector>
 
-#include "base/error.h"
 #include "ep/config.h"
 
 namespace xd::ep {
@@ -43,13 +40,6 @@ void expect_map(const ExpertMap& map, const Ranks& expert_ranks, int ranks) {
   EXPECT_EQ(map.rank_at(experts), ranks);
 }
 
-TEST(ExpertMap, WithoutAListEveryRankHoldsEquallyManyInOrder) {
-  const ExpertTables tables = ExpertTables::read(nullptr, 6, 3, "config.");
-  expect_map(tables.map(), {0, 0, 1, 1, 2, 2}, 3);
-  EXPECT_EQ(tables.most_local_experts(), 2);
-  EXPECT_EQ(tables.hash(), 0u);
-}
-
 TEST(ExpertMap, FollowsEveryList) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -67,12 +57,6 @@ TEST(ExpertMap, FollowsEveryList) {
     }
     EXPECT_EQ(tables.most_local_experts(), most);
   }
-}
-
-TEST(ExpertMap, RanksWithoutExpertsHaveAPlaceInTheOrder) {
-  expect_map(tables_of({2, 2, 2}, 5).map(), {2, 2, 2}, 5);
-  expect_map(tables_of({4}, 5).map(), {4}, 5);
-  expect_map(tables_of({0, 3, 0}, 4).map(), {0, 3, 0}, 4);
 }
 
 // The rank of a seat comes from a product; quotients change at multiples.
@@ -101,23 +85,6 @@ TEST(ExpertMap, AListThatSaysWhatNoneSaysIsTheSameMap) {
   EXPECT_EQ(tables.map().each, 2);
   EXPECT_NE(tables_of({0, 1, 0, 1}, 2).hash(), 0u);
   EXPECT_NE(tables_of({0, 1, 0, 1}, 2).hash(), tables_of({1, 0, 1, 0}, 2).hash());
-}
-
-std::string refusal(const std::int32_t* list, int experts, int ranks, const char* prefix) {
-  try {
-    ExpertTables::read(list, experts, ranks, prefix);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
-    return error.text();
-  }
-  return "";
-}
-
-TEST(ExpertMap, RefusesByIndexWhatIsNoRank) {
-  EXPECT_EQ(refusal(nullptr, 5, 2, "config."),
-            "config.num_experts = 5, expected a multiple of num_ranks = 2, or expert_ranks");
-  const std::array<std::int32_t, 3> list = {0, 1, 2};
-  EXPECT_EQ(refusal(list.data(), 3, 2, ""), "expert_ranks[2] = 2, expected a rank, 0 to 1");
 }
 
 }  // namespace

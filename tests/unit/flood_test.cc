@@ -5,7 +5,6 @@
 
 #include <cstdlib>
 
-#include "base/tcp.h"
 #include "bootstrap/unique_id.h"
 #include "unit/net_support.h"
 
@@ -13,17 +12,6 @@ namespace xd::test {
 namespace {
 
 constexpr int kMeetWithinMs = 2000;  // time from the last rank's arrival
-
-// A port range that no process uses at the moment, below those that the system gives out by itself.
-int free_range() {
-  const TcpAddress loopback = resolve("127.0.0.1", "address").front();
-  for (int first = 12000 + 16 * (static_cast<int>(::getpid()) % 450);; first += 16) {
-    bool all_free = true;
-    for (int port = first; port < first + 16; ++port)
-      all_free = all_free && tcp_listen(loopback.with_port(static_cast<std::uint16_t>(port)));
-    if (all_free) return first;
-  }
-}
 
 struct Attack {
   const char* name;
@@ -46,7 +34,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Rank 0 waits, strangers come and stay, then the other ranks come.
 TEST_P(Flooded, RanksByEnvironmentMeetInTime) {
-  const int port = free_range();
+  const int port = free_ports();
   ::unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
   ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);

@@ -50,29 +50,6 @@ TEST(Heap, KnowsWhatIsAllocated) {
   EXPECT_TRUE(heap.is_allocated(second, kUnit));
 }
 
-TEST(Heap, PlacesAreAlignedAndDoNotOverlap) {
-  Heap heap;
-  heap.add_segment(64 * kUnit);
-  std::uint64_t end = 0;
-  for (const std::size_t bytes : {1, 255, 256, 257, 1000, 4096}) {
-    const HeapAddress place = heap.allocate(bytes);
-    EXPECT_EQ(place.offset % kUnit, 0u);
-    EXPECT_GE(place.offset, end);
-    end = place.offset + bytes;
-  }
-}
-
-TEST(Heap, ZeroBytesGiveAPlaceOfTheirOwn) {
-  Heap heap;
-  heap.add_segment(2 * kUnit);
-  const HeapAddress first = heap.allocate(0);
-  const HeapAddress second = heap.allocate(0);
-  EXPECT_NE(first.offset, second.offset);
-  EXPECT_NE(exhaustion(heap, 0), "");
-  EXPECT_TRUE(heap.release(first));
-  EXPECT_TRUE(heap.release(second));
-}
-
 TEST(Heap, ExhaustionNamesAskedLargestFreeAndTotal) {
   Heap heap;
   heap.add_segment(10 * kUnit);
@@ -116,46 +93,6 @@ TEST(Heap, OnlyTheStartOfALiveAllocationIsReleased) {
   EXPECT_FALSE(heap.release(place)) << "released twice";
   EXPECT_EQ(heap.usage().used, 0u);
   EXPECT_EQ(heap.usage().largest_free, 16 * kUnit);
-}
-
-TEST(Heap, TheSmallestRangeThatFitsIsTaken) {
-  Heap heap;
-  heap.add_segment(20 * kUnit);
-  const HeapAddress wide = heap.allocate(5 * kUnit);
-  heap.allocate(1);
-  const HeapAddress narrow = heap.allocate(2 * kUnit);
-  heap.allocate(1);
-  heap.release(wide);
-  heap.release(narrow);
-  EXPECT_EQ(heap.allocate(2 * kUnit).offset, narrow.offset);
-  EXPECT_EQ(heap.allocate(2 * kUnit).offset, wide.offset);
-}
-
-TEST(Heap, FreeingInAnyOrderGivesBackOneRange) {
-  std::vector<int> order{0, 1, 2, 3, 4};
-  do {
-    Heap heap;
-    heap.add_segment(5 * kUnit);
-    std::vector<HeapAddress> places;
-    for (std::size_t i = 0; i < order.size(); ++i) places.push_back(heap.allocate(kUnit));
-    for (const int i : order) ASSERT_TRUE(heap.release(places[static_cast<std::size_t>(i)]));
-    ASSERT_EQ(heap.usage().largest_free, 5 * kUnit);
-  } while (std::next_permutation(order.begin(), order.end()));
-}
-
-TEST(Heap, GrowthAddsMemoryAndMovesNothing) {
-  Heap heap;
-  heap.add_segment(4 * kUnit);
-  const HeapAddress old = heap.allocate(4 * kUnit);
-  EXPECT_NE(exhaustion(heap, 1), "");
-  heap.add_segment(8 * kUnit);
-  EXPECT_EQ(heap.usage().total, 12 * kUnit);
-  EXPECT_EQ(heap.usage().segments, 2);
-  const HeapAddress added = heap.allocate(8 * kUnit);
-  EXPECT_EQ(added.segment, 1u);
-  EXPECT_TRUE(heap.release(old));
-  EXPECT_NE(exhaustion(heap, 5 * kUnit), "") << "an allocation never spans two segments";
-  EXPECT_EQ(heap.allocate(4 * kUnit).segment, 0u);
 }
 
 TEST(Heap, ThreadsMayUseItAtOnce) {

@@ -155,7 +155,8 @@ Engines chaos_engines(int ranks, const net::ChaosConfig& config) {
 int rank_of_partner(int rank, int partner) { return partner < rank ? partner : partner + 1; }
 int partner_of_rank(int rank, int other) { return other < rank ? other : other - 1; }
 
-Fleet::Fleet(Engines of_ranks, net::LinkConfig config) : engines(std::move(of_ranks)) {
+Fleet::Fleet(Engines of_ranks, net::LinkConfig config, bool lends_memory)
+    : engines(std::move(of_ranks)), memory(engines.size()) {
   const auto ranks = static_cast<int>(engines.size());
   for (int r = 0; r < ranks; ++r) {
     std::vector<net::LinkPartner> partners;
@@ -164,6 +165,11 @@ Fleet::Fleet(Engines of_ranks, net::LinkConfig config) : engines(std::move(of_ra
       partners.push_back({other, concat("host", other / 2)});
     }
     config.rank = r;
+    if (lends_memory) {
+      const net::LinkMap map{partners.size(), at(config.slots), config.slot_bytes};
+      memory[at(r)].resize(map.bytes());
+      config.memory = memory[at(r)];
+    }
     links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(partners)));
   }
   for (int r = 0; r < ranks; ++r) {

@@ -22,9 +22,11 @@ Engines chaos_engines(int ranks, const net::ChaosConfig& config);
 // The host of rank r is "host<r / 2>".
 struct Fleet {
   Engines engines;
+  std::vector<std::vector<std::byte>> memory;  // of links that do not have their own
   std::vector<std::unique_ptr<net::Links>> links;
 
-  Fleet(Engines of_ranks, net::LinkConfig config);  // config.rank is set here
+  // config.rank is set here.
+  Fleet(Engines of_ranks, net::LinkConfig config, bool lends_memory = false);
 };
 // The rank of a partner of `rank`, and the place of `other` among the partners of `rank`.
 int rank_of_partner(int rank, int partner);

@@ -27,15 +27,6 @@ TEST(Links, CarryChunksBetweenThreadsThatSleep) {
   }
 }
 
-TEST(Links, CarryChunksBetweenThreadsThroughChaos) {
-  for (const std::uint64_t seed : {1, 2, 3}) {
-    net::ChaosConfig chaos;
-    chaos.seed = seed;
-    Fleet fleet(chaos_engines(3, chaos), config_of(2, 200));
-    run_on_threads(fleet, 50);
-  }
-}
-
 bool all_connected(Fleet& fleet) {
   bool all = true;
   for (const auto& links : fleet.links) {

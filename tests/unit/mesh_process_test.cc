@@ -75,15 +75,6 @@ class OtherRanks {
   pid_t pid_ = -1;
 };
 
-void expect_lost_within_a_second(OtherRanks& ranks, std::chrono::steady_clock::time_point start) {
-  for (Member* member : {&ranks.zero, &ranks.three}) {
-    EXPECT_TRUE(eventually([&] { return member->diary.has("lost 1 2"); }, 1000));
-    EXPECT_EQ(member->diary.entries().size(), 1U);
-    expect_error(error_of([&] { member->gather(""); }), XD_ERROR_PEER_LOST, "ranks 1, 2");
-  }
-  EXPECT_LT(ms_since(start), 1000);
-}
-
 // The other process's part once all ranks are there.
 TEST(OtherProcess, DISABLED_Main) {
   const char* text = std::getenv(kOrders);
@@ -97,12 +88,14 @@ TEST(OtherProcess, DISABLED_Main) {
     EXPECT_EQ(member.mesh->local_ranks(), 2);
     member.gather("all here");
   }));
-  if (orders == "leave") return;
   if (orders == "rank 2 leaves") two.mesh.reset();
   if (orders == "grandchild") {
     const pid_t grandchild = ::fork();
     if (grandchild == 0) {
-      // Holds the connections open for longer than the test waits, and ends by itself.
+      // Holds the connections open for longer than the test waits, and ends by itself. CTest waits
+      // for all that have its pipes.
+      ::close(STDOUT_FILENO);
+      ::close(STDERR_FILENO);
       ::sleep(3);
       ::_exit(0);
     }
@@ -118,25 +111,6 @@ TEST(OtherProcess, DISABLED_Main) {
   std::this_thread::sleep_for(std::chrono::seconds(30));
 }
 
-TEST(MeshProcess, AKilledProcessLosesAllItsRanksAtOnce) {
-  OtherRanks ranks("wait");
-  const auto start = std::chrono::steady_clock::now();
-  ranks.kill();
-  expect_lost_within_a_second(ranks, start);
-}
-
-TEST(MeshProcess, AKillEndsAWaitThatIsUnderWay) {
-  OtherRanks ranks("wait");
-  const auto errors = on_threads(3, [&](int thread) {
-    if (thread == 0) ranks.zero.gather("");
-    if (thread == 1) ranks.three.gather("");
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    if (thread == 2) ranks.kill();
-  });
-  expect_error(errors[0], XD_ERROR_PEER_LOST, "ranks 1, 2");
-  expect_error(errors[1], XD_ERROR_PEER_LOST, "ranks 1, 2");
-}
-
 TEST(MeshProcess, AKillIsNoticedThoughAForkedChildHoldsTheConnections) {
   OtherRanks ranks("grandchild");
   expect_no_errors(on_threads(2, [&](int thread) {
@@ -144,7 +118,12 @@ TEST(MeshProcess, AKillIsNoticedThoughAForkedChildHoldsTheConnections) {
   }));
   const auto start = std::chrono::steady_clock::now();
   ranks.kill();
-  expect_lost_within_a_second(ranks, start);
+  for (Member* member : {&ranks.zero, &ranks.three}) {
+    EXPECT_TRUE(eventually([&] { return member->diary.has("lost 1 2"); }, 1000));
+    EXPECT_EQ(member->diary.entries().size(), 1U);
+    expect_error(error_of([&] { member->gather(""); }), XD_ERROR_PEER_LOST, "ranks 1, 2");
+  }
+  EXPECT_LT(ms_since(start), 1000);
 }
 
 TEST(MeshProcess, WhatAProcessSentBeforeItDiedCounts) {
@@ -156,17 +135,6 @@ TEST(MeshProcess, WhatAProcessSentBeforeItDiedCounts) {
   }));
   EXPECT_TRUE(eventually([&] { return ranks.zero.diary.has("lost 1 2"); }, 1000));
   EXPECT_TRUE(eventually([&] { return ranks.three.diary.has("lost 1 2"); }, 1000));
-}
-
-TEST(MeshProcess, AProcessThatLeavesIsNotLost) {
-  OtherRanks ranks("leave");
-  EXPECT_EQ(ranks.wait(), 0);
-  for (Member* member : {&ranks.zero, &ranks.three}) {
-    EXPECT_TRUE(
-        eventually([&] { return member->diary.has("left 1") && member->diary.has("left 2"); }));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    EXPECT_EQ(member->diary.entries().size(), 2U);
-  }
 }
 
 TEST(MeshProcess, ARankThatLeftEarlierIsNotLostWithItsProcess) {

@@ -1,9 +1,7 @@
 // The mesh between threads of one process.
 #include "mesh/mesh.h"
 
-#include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -19,18 +17,6 @@
 
 namespace xd::test {
 namespace {
-
-UniqueFd memfd_with(const std::string& text) {
-  UniqueFd fd(::memfd_create("test", MFD_CLOEXEC));
-  EXPECT_EQ(::write(fd.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
-  return fd;
-}
-
-std::string content_of(int fd) {
-  char buffer[64];
-  const ssize_t count = ::pread(fd, buffer, sizeof(buffer), 0);
-  return {buffer, static_cast<std::size_t>(std::max<ssize_t>(count, 0))};
-}
 
 // The kernel tells of the unread message first.
 TEST(MeshSocket, WhatAPeerSentBeforeItClosedUponUnreadMessagesIsReceived) {
@@ -54,54 +40,12 @@ TEST(MeshSocket, WhatAPeerSentBeforeItClosedUponUnreadMessagesIsReceived) {
   EXPECT_EQ(receive_packet(here.get(), buffer).kind, Packet::Kind::end);
 }
 
-class Meshes : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Meshes, testing::Values(1, 2, 3, 8));
-
-TEST_P(Meshes, AllGatherCarriesBlobsAndDescriptors) {
-  const int n = GetParam();
-  std::vector<Member> members = threads_mesh(n);
-  expect_no_errors(on_threads(n, [&](int rank) {
-    Member& member = members[static_cast<std::size_t>(rank)];
-    EXPECT_EQ(member.mesh->local_ranks(), n);
-    for (int round = 0; round < 20; ++round) {
-      const auto text = [round](int r) {
-        return std::to_string(r) + " in " + std::to_string(round);
-      };
-      const UniqueFd fd = memfd_with(text(rank));
-      // Even ranks send a descriptor; sizes differ.
-      const auto items =
-          member.gather(text(rank) + std::string(static_cast<std::size_t>(rank), '.'),
-                        rank % 2 == 0 ? fd.get() : -1);
-      ASSERT_EQ(items.size(), static_cast<std::size_t>(n));
-      for (int r = 0; r < n; ++r) {
-        const Mesh::Item& item = items[static_cast<std::size_t>(r)];
-        EXPECT_EQ(text_of(item.blob), text(r) + std::string(static_cast<std::size_t>(r), '.'));
-        ASSERT_EQ(static_cast<bool>(item.fd), r != rank && r % 2 == 0);
-        if (!item.fd) continue;
-        EXPECT_EQ(content_of(item.fd.get()), text(r));
-        EXPECT_TRUE((::fcntl(item.fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
-      }
-    }
-  }));
-}
-
 TEST(Mesh, BlobsMayBeEmptyOrAsLargeAsAllowed) {
   std::vector<Member> members = threads_mesh(2);
   expect_no_errors(on_threads(2, [&](int rank) {
     for (const std::size_t size : {std::size_t{0}, Mesh::kMaxBlob}) {
       const auto items = members[static_cast<std::size_t>(rank)].gather(std::string(size, 'x'));
       EXPECT_EQ(items[0].blob.size() + items[1].blob.size(), 2 * size);
-    }
-  }));
-}
-
-TEST(Mesh, MessagesThatComeEarlyWait) {
-  std::vector<Member> members = threads_mesh(3);
-  expect_no_errors(on_threads(3, [&](int rank) {
-    for (int round = 0; round < 10; ++round) {
-      if (rank == round % 3) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      const auto items = members[static_cast<std::size_t>(rank)].gather(std::to_string(round));
-      for (const Mesh::Item& item : items) EXPECT_EQ(text_of(item.blob), std::to_string(round));
     }
   }));
 }
@@ -131,13 +75,18 @@ TEST(Mesh, GoodbyeIsReportedOnceAndEndsWaits) {
   EXPECT_EQ(members[2].diary.entries(), std::vector<std::string>{"left 1"});
 }
 
-TEST(Mesh, WhatWasSentBeforeAGoodbyeCounts) {
+// Connects two ranks, of which the first reads nothing before it is started.
+void connect_and_join(Member& zero, Member& one) {
   const xd_unique_id id = new_id();
-  Member zero, one;
   expect_no_errors(on_threads(2, [&](int rank) {
     if (rank == 0) zero.connect(id, 0, 2);
     if (rank == 1) one.join(id, 1, 2);
   }));
+}
+
+TEST(Mesh, WhatWasSentBeforeAGoodbyeCounts) {
+  Member zero, one;
+  connect_and_join(zero, one);
   // Rank 0 reads nothing before it starts: rank 1 gets no answer, but what it sent is on its way.
   expect_error(error_of([&] { one.gather("early", -1, 50); }), XD_ERROR_TIMEOUT, "rank 0");
   one.mesh.reset();
@@ -149,12 +98,8 @@ TEST(Mesh, WhatWasSentBeforeAGoodbyeCounts) {
 }
 
 TEST(Mesh, AGoodbyeWaitsForAPeerThatIsBehindWithReading) {
-  const xd_unique_id id = new_id();
   Member zero, one;
-  expect_no_errors(on_threads(2, [&](int rank) {
-    if (rank == 0) zero.connect(id, 0, 2);
-    if (rank == 1) one.join(id, 1, 2);
-  }));
+  connect_and_join(zero, one);
   for (int i = 0; i < 3000; ++i) one.mesh->send_abort();  // more than there is room for
   std::thread leaves([&] { one.mesh.reset(); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -165,58 +110,12 @@ TEST(Mesh, AGoodbyeWaitsForAPeerThatIsBehindWithReading) {
 }
 
 TEST(Mesh, ARankThatLeavesDoesNotWaitForEverForAPeerThatDoesNotRead) {
-  const xd_unique_id id = new_id();
   Member zero, one;
-  expect_no_errors(on_threads(2, [&](int rank) {
-    if (rank == 0) zero.connect(id, 0, 2);
-    if (rank == 1) one.join(id, 1, 2);
-  }));
+  connect_and_join(zero, one);
   for (int i = 0; i < 3000; ++i) one.mesh->send_abort();
   const auto start = std::chrono::steady_clock::now();
   one.mesh.reset();
   EXPECT_LT(ms_since(start), 5000);
-}
-
-TEST(Mesh, AbortReachesEveryPeer) {
-  std::vector<Member> members = threads_mesh(3);
-  const auto errors = on_threads(3, [&](int rank) {
-    if (rank != 2) return static_cast<void>(members[static_cast<std::size_t>(rank)].gather(""));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    members[2].mesh->send_abort();
-    members[2].mesh->send_abort();
-  });
-  for (const std::size_t r : {0U, 1U}) {
-    expect_error(errors[r], XD_ERROR_ABORTED, "rank 2 has aborted");
-    EXPECT_EQ(members[r].diary.entries(), std::vector<std::string>{"abort 2"});
-  }
-}
-
-TEST(Mesh, CancelEndsTheWaitHere) {
-  std::vector<Member> members = threads_mesh(2);
-  const auto errors = on_threads(2, [&](int thread) {
-    if (thread == 0) return static_cast<void>(members[0].gather(""));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    members[0].mesh->cancel();
-  });
-  expect_error(errors[0], XD_ERROR_ABORTED, "rank 0");
-  EXPECT_TRUE(members[1].diary.entries().empty());
-}
-
-TEST(Mesh, TwoHundredRoundsLeaveNothingBehind) {
-  const auto round = [] {
-    std::vector<Member> members = threads_mesh(3);
-    expect_no_errors(on_threads(3, [&](int rank) {
-      const UniqueFd fd = memfd_with("x");
-      members[static_cast<std::size_t>(rank)].gather("hello", fd.get());
-    }));
-  };
-  round();
-  // The first round opens what stays open for ever; its meeting point ends in the background.
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
-  const std::size_t descriptors = open_descriptors(), threads = running_threads();
-  for (int i = 0; i < 200; ++i) round();
-  EXPECT_TRUE(eventually([&] { return open_descriptors() <= descriptors; })) << open_descriptors();
-  EXPECT_TRUE(eventually([&] { return running_threads() <= threads; })) << running_threads();
 }
 
 TEST(Mesh, AForkedChildMayDestroyItsCopySilently) {
@@ -386,29 +285,6 @@ TEST(Mesh, OnlyMeetingRanksCanBePeers) {
   expect_error(error_with([](auto& i) { i.version = 9; }), XD_ERROR_MISMATCH,
                concat("rank 1 speaks protocol version 9, expected ", kProtocolVersion).c_str());
   expect_error(error_with([](auto& i) { i.num_ranks = 5; }), XD_ERROR_MISMATCH, "num_ranks = 5");
-}
-
-// The names of the hosts of ranks whose names are `names`, as every rank computes them.
-std::vector<std::string> host_names_of(const std::vector<std::string>& names) {
-  std::vector<Introduction> introductions;
-  for (const std::string& name : names) {
-    const Introduction sent = make_introduction(static_cast<int>(names.size()), name);
-    introductions.push_back(decode_introduction(encode(sent)).value());
-  }
-  return host_names(introductions);
-}
-
-TEST(Mesh, AllRanksNameTheirHostsOrNone) {
-  const std::string longest(kMaxHostBytes, 'h');
-  const std::vector<std::string> three{"a", longest, "a"};
-  EXPECT_EQ(host_names_of(three), three);
-  EXPECT_EQ(host_names_of({"", "", ""}), std::vector<std::string>{});
-  expect_error(error_of([] {
-                 host_names_of({"", "west", "", "east"});
-               }),
-               XD_ERROR_MISMATCH,
-               "config.host = 'west' on rank 1 and not given on ranks 0, 2, expected that all "
-               "ranks name their hosts, or none");
 }
 
 // Counts the watch thread's ticks.

@@ -40,23 +40,6 @@ TEST(Hosts, ARankAloneIsNearToItselfAndHasNoPeers) {
   EXPECT_TRUE(hosts.peers().empty());
 }
 
-TEST(Hosts, WithoutNamesAllRanksAreOnOne) {
-  const HostMap hosts = HostMap::of_names(1, 3, {});
-  EXPECT_EQ(hosts.num_hosts(), 1);
-  EXPECT_EQ(hosts.host(), 0);
-  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(hosts.host_of(rank), 0);
-}
-
-// Neither the order of the names nor that of a host's ranks matters.
-TEST(Hosts, AreNumberedByTheirLowestRanks) {
-  const std::vector<std::string> names{"z", "a", "z", "m", "a"};
-  const HostMap hosts = HostMap::of_names(4, 5, names);
-  EXPECT_EQ(hosts.num_hosts(), 3);
-  EXPECT_EQ(hosts.host(), 1);
-  const std::span<const int> host_of = hosts.host_of();
-  EXPECT_EQ(std::vector(host_of.begin(), host_of.end()), (std::vector{0, 1, 0, 2, 1}));
-}
-
 TEST(Hosts, RanksThatDeclareSeveralAreAllNear) {
   const std::vector<std::string> names{"a", "b", "a", "b"};
   const HostMap hosts = HostMap::of_names(1, 4, names);

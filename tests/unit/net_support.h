@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/tcp.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/unique_id.h"
 #include "support/usage.h"
@@ -116,6 +118,19 @@ inline Bytes bytes_of(const std::string& text) {
 }
 inline std::string text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// The first of 16 ports that no process uses at the moment, below those that the system gives out by
+// itself. Test programs that run side by side start from different ones.
+inline int free_ports() {
+  static int next = 12000 + 16 * (static_cast<int>(::getpid()) % 1000);
+  const TcpAddress loopback = resolve("127.0.0.1", "address").front();
+  for (bool all_free = false; !all_free; next += 16) {
+    all_free = true;
+    for (int port = next; port < next + 16; ++port)
+      all_free = all_free && tcp_listen(loopback.with_port(static_cast<std::uint16_t>(port)));
+  }
+  return next - 16;
 }
 
 inline xd_unique_id new_id(int timeout_ms = 60000) {

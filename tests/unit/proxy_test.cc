@@ -67,32 +67,15 @@ struct Station {
 };
 
 // Links between all ranks, each with a proxy.
-struct Stations {
-  Stations(Engines of_ranks, net::LinkConfig config) : engines(std::move(of_ranks)) {
-    const int ranks = static_cast<int>(engines.size());
-    for (int r = 0; r < ranks; ++r) {
-      std::vector<net::LinkPartner> partners;
-      for (int p = 0; p < ranks - 1; ++p) partners.push_back({rank_of_partner(r, p), "host"});
-      const net::LinkMap map{partners.size(), at(config.slots), config.slot_bytes};
-      memory.push_back(std::make_unique<std::vector<std::byte>>(map.bytes()));
-      config.rank = r;
-      config.memory = *memory.back();
-      links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(partners)));
-    }
-    for (int r = 0; r < ranks; ++r)
-      for (int p = 0; p < ranks - 1; ++p) {
-        const int other = rank_of_partner(r, p);
-        links[at(r)]->accept(p, links[at(other)]->offer(partner_of_rank(other, r)));
-      }
-    for (int r = 0; r < ranks; ++r) {
-      of_rank.push_back(std::make_unique<Station>(*links[at(r)], *memory[at(r)]));
+struct Stations : Fleet {
+  Stations(Engines of_ranks, const net::LinkConfig& config)
+      : Fleet(std::move(of_ranks), config, true) {
+    for (std::size_t r = 0; r < links.size(); ++r) {
+      of_rank.push_back(std::make_unique<Station>(*links[r], memory[r]));
       of_rank.back()->start();
     }
   }
 
-  Engines engines;
-  std::vector<std::unique_ptr<std::vector<std::byte>>> memory;
-  std::vector<std::unique_ptr<net::Links>> links;
   std::vector<std::unique_ptr<Station>> of_rank;
 };
 
@@ -269,8 +252,11 @@ TEST(Proxy, TellsOfAFailedPutOnce) {
     return of_rank[0]->failed.load(std::memory_order_acquire) ||
            of_rank[1]->failed.load(std::memory_order_acquire);
   });
-  // Nobody tells the other one, as a communicator would.
-  for (const auto& station : of_rank) station->failed.store(true, std::memory_order_release);
+  // Nobody tells the other one, as a communicator would, and nobody waits for what is under way.
+  for (const auto& station : of_rank) {
+    station->failed.store(true, std::memory_order_release);
+    station->over.store(true);
+  }
   for (std::thread& kernel : kernels) kernel.join();
   EXPECT_TRUE(told);
 }

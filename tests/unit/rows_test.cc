@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <span>
 #include <string_view>
 
 #include "unit/rows_reference.h"
@@ -20,16 +21,19 @@ namespace {
 namespace ref = rows_reference;
 using xd::rows::Store;
 using xd::rows::Type;
+using xd::test::kFormatBf16, xd::test::kFormatF16, xd::test::kFormatF32;
 
 struct Payload {
   Type type;
   ref::Format format;
   const char* name;
-  std::size_t bytes() const { return static_cast<std::size_t>(format.bits) / 8; }
+  std::size_t bytes() const { return static_cast<std::size_t>(format.bytes); }
+  int bits() const { return 8 * format.bytes; }
   std::size_t granule() const { return 16 / bytes(); }  // elements of 16 bytes
 };
-const Payload kPayloads[] = {
-    {Type::bf16, ref::kBf16, "bf16"}, {Type::f16, ref::kF16, "f16"}, {Type::f32, ref::kF32, "f32"}};
+const Payload kPayloads[] = {{Type::bf16, kFormatBf16, "bf16"},
+                             {Type::f16, kFormatF16, "f16"},
+                             {Type::f32, kFormatF32, "f32"}};
 constexpr Store kStores[] = {Store::cached, Store::streaming};
 
 // A 16-byte aligned row that is not 32-byte aligned, with guards around it that must not change.
@@ -94,8 +98,8 @@ std::vector<std::uint32_t> random_codes(const Payload& p, std::size_t n, std::mt
   std::normal_distribution<double> moderate(0.0, 2.0);
   std::vector<std::uint32_t> codes(n);
   for (auto& code : codes) {
-    const std::uint32_t any = random() >> (32 - p.format.bits);
-    code = random() % 2 != 0 ? ref::encode(p.format, moderate(random)) : any;
+    const std::uint32_t any = random() >> (32 - p.bits());
+    code = random() % 2 != 0 ? ref::encode(moderate(random), p.format) : any;
   }
   return codes;
 }
@@ -105,11 +109,11 @@ TEST_P(RowsOnTarget, EveryValueOf16BitsWidensExactly) {
     for (std::uint32_t code = 0; code < 0x10000; ++code) {
       Row value(p, std::vector<std::uint32_t>(16, 0)), one = value;
       const std::size_t at = code % 16;
-      const std::uint32_t unit = ref::encode(p.format, 1.0);
+      const std::uint32_t unit = ref::encode(1.0, p.format);
       std::memcpy(value.data() + at * 2, &code, 2);
       std::memcpy(one.data() + at * 2, &unit, 2);
       const double got = xd::rows::dot(p.type, value.data(), one.data(), 16);
-      const double want = ref::decode(p.format, code);
+      const double want = ref::decode(code, p.format);
       ASSERT_TRUE(got == want || (std::isnan(got) && std::isnan(want)))
           << p.name << " 0x" << std::hex << code << ": got " << got << ", want " << want;
     }
@@ -132,9 +136,9 @@ void expect_one_row_is_copied(const Payload& p) {
   std::mt19937 random(1);
   std::vector<std::uint32_t> codes(0x10000);
   for (std::size_t i = 0; i < codes.size(); ++i) {
-    codes[i] = p.format.bits == 16 ? static_cast<std::uint32_t>(i) : random();
-    if (p.format.bits == 32 && i % 4 == 0) codes[i] |= 0x7f800000u;   // infinities and NaNs
-    if (p.format.bits == 32 && i % 4 == 1) codes[i] &= ~0x7f800000u;  // denormals
+    codes[i] = p.bits() == 16 ? static_cast<std::uint32_t>(i) : random();
+    if (p.bits() == 32 && i % 4 == 0) codes[i] |= 0x7f800000u;   // infinities and NaNs
+    if (p.bits() == 32 && i % 4 == 1) codes[i] &= ~0x7f800000u;  // denormals
   }
   Row in(p, codes), out(codes.size() * p.bytes());
   const void* row = in.data();
@@ -160,20 +164,20 @@ TEST_P(RowsOnTarget, ConversionsKeepDenormalsWhereTheThreadFlushesThem) {
 // the float32 numbers on both sides of that.
 TEST_P(RowsOnTarget, Float32RoundsToNearestEvenAtEveryMidpoint) {
   for (const Payload& p : {kPayloads[0], kPayloads[1]}) {
-    const std::vector<std::uint32_t> ones(p.granule(), ref::encode(p.format, 1.0));
+    const std::vector<std::uint32_t> ones(p.granule(), ref::encode(1.0, p.format));
     Row in(p, ones), out(16);
-    const std::uint32_t infinity = ref::encode(p.format, INFINITY);
+    const std::uint32_t infinity = ref::encode(INFINITY, p.format);
     for (std::uint32_t code = 0; code < 0x10000; ++code) {
       const std::uint32_t magnitude = code & 0x7fff;
       // Past the largest finite value, the neighbour is where the next power of two would be.
-      const double low = ref::decode(p.format, code);
-      const double high = magnitude + 1 == infinity ? 2 * low - ref::decode(p.format, code - 1)
-                                                    : ref::decode(p.format, code + 1);
+      const double low = ref::decode(code, p.format);
+      const double high = magnitude + 1 == infinity ? 2 * low - ref::decode(code - 1, p.format)
+                                                    : ref::decode(code + 1, p.format);
       const auto middle = static_cast<float>(magnitude < infinity ? (low + high) / 2 : low);
       for (const float x : {static_cast<float>(low), middle, std::nextafterf(middle, INFINITY),
                             std::nextafterf(middle, -INFINITY)}) {
         xd::rows::scale(p.type, out.data(), in.data(), x, p.granule(), Store::cached);
-        ASSERT_EQ(out.code(p, code % p.granule()), ref::encode(p.format, x))
+        ASSERT_EQ(out.code(p, code % p.granule()), ref::encode(x, p.format))
             << p.name << " of " << std::hexfloat << x;
       }
     }
@@ -235,7 +239,7 @@ TEST_P(RowsOnTarget, SumsMatchTheDefinitionBitForBit) {
 
 TEST_P(RowsOnTarget, SumOfOneNegativeZeroIsNegativeZero) {
   for (const Payload& p : kPayloads) {
-    const std::uint32_t minus_zero = 1u << (p.format.bits - 1);
+    const std::uint32_t minus_zero = 1u << (p.bits() - 1);
     Row in(p, std::vector<std::uint32_t>(p.granule(), minus_zero)), out(16);
     const void* row = in.data();
     const int end = 1;
@@ -267,9 +271,9 @@ TEST_P(RowsOnTarget, DotMatchesTheDefinitionBitForBit) {
     for (std::size_t n = 0; n <= 300; n += p.granule()) {
       std::vector<std::uint32_t> a(n), b(n);
       for (auto* codes : {&a, &b}) {
-        for (auto& code : *codes) code = ref::encode(p.format, normal(random));
+        for (auto& code : *codes) code = ref::encode(normal(random), p.format);
       }
-      if (n % 5 == 4) a[n / 2] = ref::encode(p.format, n % 2 == 0 ? NAN : INFINITY);
+      if (n % 5 == 4) a[n / 2] = ref::encode(n % 2 == 0 ? NAN : INFINITY, p.format);
       const float got = xd::rows::dot(p.type, Row(p, a).data(), Row(p, b).data(), n);
       ASSERT_EQ(std::bit_cast<std::uint32_t>(got),
                 std::bit_cast<std::uint32_t>(ref::dot(p.format, a, b)))
@@ -279,22 +283,25 @@ TEST_P(RowsOnTarget, DotMatchesTheDefinitionBitForBit) {
 }
 
 // Blocks of a row, quantised and compared.
-void expect_quantised(const ref::Way& way, const std::vector<std::uint32_t>& codes) {
+void expect_quantised(xd_ep_quantise quantise, const std::vector<std::uint32_t>& codes) {
+  const xd::test::QuantisedWay way = xd::test::quantised_way(quantise);
   const auto block = static_cast<std::size_t>(way.block);
-  const std::size_t scale_bytes = way.bytes ? 1 : 4, blocks = codes.size() / block;
+  const std::size_t scale_bytes = way.scale_type.bits / 8, blocks = codes.size() / block;
+  const std::vector<std::uint16_t> narrow(codes.begin(), codes.end());
   Row in(kPayloads[0], codes), out(codes.size());
   std::vector<unsigned char> scales((blocks + 1) * scale_bytes + 1, 0xa5);
-  xd::rows::quantise_e4m3(xd::ep::quantise_format(way.quantise), out.data(), scales.data() + 1,
+  xd::rows::quantise_e4m3(xd::ep::quantise_format(quantise), out.data(), scales.data() + 1,
                           in.data(), codes.size());
   for (std::size_t b = 0; b < blocks; ++b) {
-    const auto begin = codes.begin() + static_cast<std::ptrdiff_t>(b * block);
-    const auto want = ref::quantised(way, {begin, begin + way.block});
+    const auto of_block = std::span(narrow).subspan(b * block, block);
+    const auto want = xd::test::quantised_block(way, of_block);
     std::uint32_t scale = 0;
     std::memcpy(&scale, scales.data() + 1 + b * scale_bytes, scale_bytes);
-    ASSERT_EQ(scale, want.scale) << way.name << ", block " << b << std::hex << " of " << *begin;
+    ASSERT_EQ(scale, want.scale) << "way " << quantise << ", block " << b << std::hex << " of "
+                                 << of_block[0];
     for (std::size_t i = 0; i < block; ++i) {
       ASSERT_EQ(out.data()[b * block + i], want.elements[i])
-          << way.name << std::hex << " of 0x" << codes[b * block + i] << " with scale 0x" << scale;
+          << "way " << quantise << std::hex << " of 0x" << of_block[i] << " with scale 0x" << scale;
     }
   }
   EXPECT_EQ(scales[0], 0xa5);
@@ -305,15 +312,16 @@ void expect_quantised(const ref::Way& way, const std::vector<std::uint32_t>& cod
 TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
   std::mt19937 random(5);
   for (int round = 0; round < 3000; ++round) {
-    const ref::Way& way = ref::kWays[round % 4];
-    std::vector<std::uint32_t> codes((1 + random() % 3) * static_cast<std::size_t>(way.block));
+    const xd_ep_quantise way = xd::test::kWaysToQuantise[round % 4];
+    const auto block = static_cast<std::size_t>(xd::test::quantised_way(way).block);
+    std::vector<std::uint32_t> codes((1 + random() % 3) * block);
     // Blocks of one magnitude, 2^-133 to 2^127; some with any pattern, some all zero.
     std::normal_distribution<double> normal(
         0.0, std::ldexp(1.0, static_cast<int>(random() % 261) - 134));
     for (auto& code : codes) {
       code = round % 7 == 0    ? random() >> 16
              : round % 11 == 0 ? (random() % 2) << 15
-                               : ref::encode(ref::kBf16, normal(random));
+                               : ref::encode(normal(random), kFormatBf16);
     }
     expect_quantised(way, codes);
   }
@@ -325,7 +333,8 @@ TEST_P(RowsOnTarget, QuantisedBlocksMatchTheDefinition) {
 TEST_P(RowsOnTarget, EveryNumberIsQuantisedRightBesideEveryLargestOne) {
   const char* full = std::getenv("XD_TEST_FULL");
   const std::uint32_t step = full != nullptr && std::string_view(full) == "1" ? 1 : 31;
-  for (const ref::Way& way : ref::kWays) {
+  for (const xd_ep_quantise way : xd::test::kWaysToQuantise) {
+    const auto block = static_cast<std::size_t>(xd::test::quantised_way(way).block);
     for (std::uint32_t largest = 0; largest < 0x7f80; largest += 0x80) {
       for (const std::uint32_t mantissa : {0x00u, 0x01u, 0x5fu, 0x60u, 0x61u, 0x7fu}) {
         if (mantissa != 0x60 && step > 1 && (largest / 0x80 + mantissa) % 5 != 0) continue;
@@ -333,7 +342,7 @@ TEST_P(RowsOnTarget, EveryNumberIsQuantisedRightBesideEveryLargestOne) {
         std::vector<std::uint32_t> codes{most};
         for (std::uint32_t code = most % step; code < 0x10000; code += step) {
           const std::uint32_t magnitude = code & 0x7fff;
-          if (codes.size() % static_cast<std::size_t>(way.block) == most % 32) {
+          if (codes.size() % block == most % 32) {
             codes.push_back(most | (code & 0x8000));
           }
           if (magnitude <= most || magnitude >= 0x7f80) codes.push_back(code);

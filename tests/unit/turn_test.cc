@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "unit/net_support.h"
+#include "unit/comms.h"
 #include "unit/toy_family.h"
 
 namespace xd::test {
@@ -15,11 +15,7 @@ constexpr int kRanks = 3;
 class ToyTurns : public testing::Test {
  protected:
   void SetUp() override {
-    const xd_unique_id id = new_id();
     expect_no_errors(on_threads(kRanks, [&](int rank) {
-      xd_comm_config config = id_config(id, rank, kRanks);
-      config.timeout_ms = 20000;
-      comms_[at(rank)] = Comm::create(config);
       comms_[at(rank)]->begin_group();
       toys_[at(rank)] = std::make_unique<toy::HostToy>(comms_[at(rank)]);
     }));
@@ -43,7 +39,7 @@ class ToyTurns : public testing::Test {
   }
 
   static constexpr std::uint64_t kPoison = 0xA5A5A5A5A5A5A5A5;
-  std::vector<std::shared_ptr<Comm>> comms_{kRanks};
+  const std::vector<std::shared_ptr<Comm>> comms_ = make_comms(kRanks);
   std::vector<std::unique_ptr<toy::HostToy>> toys_{kRanks};
   std::vector<std::uint64_t> received_ = std::vector<std::uint64_t>(kRanks);
 };

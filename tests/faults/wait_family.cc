@@ -1,0 +1,189 @@
+#include "faults/wait_family.h"
+
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <utility>
+
+#include "conformance/batch.h"
+#include "faults/gemm_call.h"
+#include "faults/ll_step.h"
+
+namespace xd::test {
+namespace {
+
+constexpr const char* kBulkNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
+                                      "combine_bwd"};
+
+class BulkWaiter final : public Waiter {
+ public:
+  BulkWaiter(const Rank& rank, xd_ep_operation operation)
+      : BulkWaiter(rank, operation,
+                   make_group(rank.comm, plain_case(rank.num_ranks).config(rank.rank))) {
+    batch_->prepare(group_);
+  }
+  CallEnd call() override {
+    Outcome end = batch_->call(group_, operation_);
+    return {end.status, std::move(end.text)};
+  }
+  std::unique_ptr<Waiter> beside(Memory& memory) override {
+    auto other = std::unique_ptr<BulkWaiter>(new BulkWaiter(rank_.on(memory), operation_, Group()));
+    other->group_ = group_;
+    other->batch_->use_plan(batch_->plan().data(), batch_->plan().bytes());
+    return other;
+  }
+  void expect_finished(xd_status status) override {
+    for (int operation = 0; operation < std::ssize(kBulkNames); ++operation) {
+      EXPECT_EQ(batch_->call(group_, static_cast<xd_ep_operation>(operation)), status);
+    }
+    const xd_ep_config config = case_.config(rank_.rank);
+    xd_ep_group* another = nullptr;
+    EXPECT_EQ(xd_ep_group_create(rank_.comm, &config, &another), status) << xd_last_error();
+    EXPECT_EQ(another, nullptr);
+  }
+  void free_arguments() override { batch_.reset(); }
+
+ private:
+  BulkWaiter(const Rank& rank, xd_ep_operation operation, Group group)
+      : rank_(rank),
+        operation_(operation),
+        case_(plain_case(rank.num_ranks)),
+        own_(std::move(group)),
+        group_(own_.get()),
+        batch_(std::in_place, rank_, case_) {}
+
+  const Rank rank_;
+  const xd_ep_operation operation_;
+  const Case case_;
+  const Group own_;
+  xd_ep_group* group_;
+  std::optional<Batch> batch_;
+};
+
+class LowLatencyWaiter final : public Waiter {
+ public:
+  LowLatencyWaiter(const Rank& rank, xd_ep_operation operation, bool halves)
+      : rank_(rank),
+        operation_(operation),
+        halves_(halves),
+        group_(make_group(rank_, case_)),
+        step_(std::in_place, rank_, case_, 1) {
+    good_step(rank_, case_, group_.get(), nobody(rank_.num_ranks), 0);
+    if (operation_ == XD_EP_LL_COMBINE) ok(end_of(step_->dispatch(group_.get())));
+  }
+  CallEnd call() override {
+    if (!halves_) return call_whole();
+    ok(end_of(step_->call(group_.get(), operation_, XD_EP_PHASE_SEND)));
+    return told(end_of(step_->call(group_.get(), operation_, XD_EP_PHASE_RECEIVE)));
+  }
+  CallEnd call_whole() override { return told(end_of(step_->call(group_.get(), operation_))); }
+  std::unique_ptr<Waiter> beside(Memory&) override { return nullptr; }  // several may be in flight
+  void expect_finished(xd_status status) override {
+    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+      for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}) {
+        EXPECT_EQ(step_->call(group_.get(), kind, phase), status) << xd_last_error();
+      }
+    }
+  }
+  void free_arguments() override { step_.reset(); }
+
+ private:
+  Outcome end_of(xd_status called) { return finish(rank_, group_.get(), called); }
+  static CallEnd told(Outcome end) { return {end.status, std::move(end.text)}; }
+
+  const Rank rank_;
+  const xd_ep_operation operation_;
+  const bool halves_;
+  const LlCase case_ = echo_case(rank_.num_ranks);
+  const Group group_;
+  std::optional<Echo> step_;
+};
+
+class ProductWaiter final : public Waiter {
+ public:
+  ProductWaiter(const Rank& rank, xd_gemm_operation operation)
+      : ProductWaiter(rank, operation, make_context(rank.comm, gemm_fault_config(rank.num_ranks))) {
+    ok(call_->call(context_));
+    call_->check(context_);
+  }
+  CallEnd call() override {
+    GemmOutcome end = call_->call(context_);
+    return {end.status, std::move(end.text)};
+  }
+  std::unique_ptr<Waiter> beside(Memory& memory) override {
+    auto other = std::unique_ptr<ProductWaiter>(
+        new ProductWaiter(rank_.on(memory), operation_, GemmContext()));
+    other->context_ = context_;
+    return other;
+  }
+  void expect_finished(xd_status status) override {
+    for (const xd_gemm_operation operation : kGemmOperations) {
+      EXPECT_EQ(GemmCall(rank_, operation).call(context_), status) << name_of(operation);
+    }
+    EXPECT_EQ(xd_gemm_join_failed(context_, XD_GEMM_ALL_GATHER, "late", rank_.stream()), status);
+    const xd_gemm_config config = gemm_fault_config(rank_.num_ranks);
+    xd_gemm_context* another = nullptr;
+    EXPECT_EQ(xd_gemm_context_create(rank_.comm, &config, &another), status) << xd_last_error();
+    EXPECT_EQ(another, nullptr);
+  }
+  void free_arguments() override { call_.reset(); }
+
+ private:
+  ProductWaiter(const Rank& rank, xd_gemm_operation operation, GemmContext context)
+      : rank_(rank),
+        operation_(operation),
+        own_(std::move(context)),
+        context_(own_.get()),
+        call_(std::in_place, rank_, operation) {}
+
+  const Rank rank_;
+  const xd_gemm_operation operation_;
+  const GemmContext own_;
+  xd_gemm_context* context_;
+  std::optional<GemmCall> call_;
+};
+
+}  // namespace
+
+void PrintTo(const CallEnd& end, std::ostream* out) {
+  *out << xd_status_name(end.status) << " " << end.text;
+}
+void PrintTo(const Waiting& waiting, std::ostream* out) { *out << waiting.name; }
+
+std::vector<Waiting> bulk_waits() {
+  std::vector<Waiting> all;
+  for (int i = 0; i < std::ssize(kBulkNames); ++i) {
+    const auto operation = static_cast<xd_ep_operation>(i);
+    all.push_back({kBulkNames[i], i, kBulkNames[i], true, [operation](const Rank& rank) {
+                     return std::make_unique<BulkWaiter>(rank, operation);
+                   }});
+  }
+  return all;
+}
+
+std::vector<Waiting> low_latency_waits() {
+  std::vector<Waiting> all;
+  for (const xd_ep_operation operation : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+    for (const bool halves : {false, true}) {
+      const std::string name = operation == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+      all.push_back({halves ? "receive_of_" + name : name, operation, "ll_" + name, false,
+                     [operation, halves](const Rank& rank) {
+                       return std::make_unique<LowLatencyWaiter>(rank, operation, halves);
+                     }});
+    }
+  }
+  return all;
+}
+
+std::vector<Waiting> product_waits() {
+  std::vector<Waiting> all;
+  for (const xd_gemm_operation operation : kGemmOperations) {
+    all.push_back(
+        {name_of(operation), operation, name_of(operation), true, [operation](const Rank& rank) {
+           return std::make_unique<ProductWaiter>(rank, operation);
+         }});
+  }
+  return all;
+}
+
+}  // namespace xd::test
