@@ -4,8 +4,8 @@
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 # Not under sanitizers: the build that people run, and the Python package beside it. WERROR=ON turns
-# its warnings into errors, as make check always does. CUDA=ON builds the CUDA executor also where no
-# device is.
+# its warnings into errors, as make check always does. CUDA=ON builds the CUDA executor also where
+# no device is.
 RELEASE := build/release
 WARNINGS = $(if $(WERROR),-DCROSSDOCK_WERROR=$(WERROR))
 RELEASE_OPTIONS = -DCROSSDOCK_PYTHON_OUTPUT=$(CURDIR)/build/python \
@@ -76,7 +76,7 @@ wheel:  ## wheels that carry what they need, and the sources: dist/cpu, dist/cud
 # nothing compiled but the Python extension. A build of its own: its programs may move.
 GPU := build/gpu
 GPU_PACKAGE ?= build/gpu-package
-GPU_OPTIONS := -DCROSSDOCK_CUDA=ON \
+GPU_OPTIONS = -DCROSSDOCK_CUDA=ON $(WARNINGS) \
   -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON '-DCMAKE_BUILD_RPATH=$$ORIGIN/../lib;$$ORIGIN/../../lib'
 
 gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA, run what needs a GPU; BUILD=a package
@@ -132,8 +132,8 @@ sanitize-quick:  ## units, and the C API over 2 ranks as threads, under ASan + U
 	  echo "sanitize-quick: no program has changed since it passed"; exit; fi; \
 	rm -f $(QUICK); \
 	$(PART) sanitized-units $(CTEST) --test-dir build/asan -L unit && \
-	$(PART) sanitized-ranks $(CTEST) --test-dir build/asan -R '^conformance(-gemm|-ll)?\.threads\.2$$' \
-	  && touch $(QUICK)
+	$(PART) sanitized-ranks $(CTEST) --test-dir build/asan \
+	  -R '^conformance(-gemm|-ll)?\.threads\.2$$' && touch $(QUICK)
 
 clean:  ## remove what was built; installed packages stay
 	@rm -rf build .venv demo

@@ -1,7 +1,7 @@
 # Decides whether the CUDA executor is built: XD_CUDA. ON asks for it by name; AUTO builds it where
 # an NVIDIA device is, since elsewhere the kernels are most of the compiling and nothing can run
-# them. The runtime is linked statically and the driver is looked up at run time, so that the library
-# also starts on machines without a driver.
+# them. The runtime is linked statically and the driver is looked up at run time, so that the
+# library also starts on machines without a driver.
 
 include(${CMAKE_CURRENT_LIST_DIR}/CudaVersion.cmake)
 

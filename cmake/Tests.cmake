@@ -117,7 +117,8 @@ function(xd_share_gtest_header)
       get_target_property(libraries ${target} LINK_LIBRARIES)
       get_target_property(sources ${target} SOURCES)
       get_target_property(api ${target} XD_SEES_THE_API_ALONE)
-      if(type STREQUAL EXECUTABLE AND libraries MATCHES "GTest::|xd_batches|xd_families|xd_test_main"
+      if(type STREQUAL EXECUTABLE
+          AND libraries MATCHES "GTest::|xd_batches|xd_families|xd_test_main"
           AND NOT sources MATCHES "\\.c(;|$)")  # C has a precompiled header of its own
         set(header xd_gtest_header)
         if(api)

@@ -1,6 +1,7 @@
 // Cases that are made from tables of values. A case type has
 //   for_each_dimension(case, visit)
-// in its source file and namespace, which calls visit(field, table) for every dimension, always in the same order.
+// in its source file and namespace, which calls visit(field, table) for every dimension, always in
+// the same order.
 #pragma once
 
 #include <cstddef>

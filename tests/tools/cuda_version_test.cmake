@@ -1,4 +1,5 @@
-# Which CUDA compilers are good enough, and where a device is: cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
+# Which CUDA compilers are good enough, and where a device is:
+#   cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
 include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/CudaVersion.cmake)
 
 function(expect_obstacle release pattern)

@@ -120,8 +120,8 @@ inline std::string text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// The first of 16 ports that no process uses at the moment, below those that the system gives out by
-// itself. Test programs that run side by side start from different ones.
+// The first of 16 ports that no process uses at the moment, below those that the system gives out
+// by itself. Test programs that run side by side start from different ones.
 inline int free_ports() {
   static int next = 12000 + 16 * (static_cast<int>(::getpid()) % 1000);
   const TcpAddress loopback = resolve("127.0.0.1", "address").front();

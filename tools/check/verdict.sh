@@ -35,7 +35,9 @@ lengths_in_kernels() {
 }
 
 case $source in
-  kernel_headers/* | */kernel_headers/*) "${words[0]}" "${arguments[@]}" -ptx "$source" -o "$object" ;;
+  kernel_headers/* | */kernel_headers/*)
+    "${words[0]}" "${arguments[@]}" -ptx "$source" -o "$object"
+    ;;
   *.cu) lengths_in_kernels ;;
   *) "$XD_CLANG_TIDY" --quiet "$source" -- "${words[0]}" "${arguments[@]}" >&2 ;;
 esac

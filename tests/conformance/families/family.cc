@@ -94,7 +94,7 @@ bool Bulk::may_be_missing(const Batch::Field& field) {
          is_one_of(field, {"recv_topk_idx", "grad_weights"});
 }
 
-// ---- LowLatency --------------------------------------------------------------------------------------
+// ---- LowLatency ---------------------------------------------------------------------------------
 
 std::vector<LlCase> LowLatency::full_cases() {
   LlCase c = plain();

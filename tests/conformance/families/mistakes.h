@@ -44,7 +44,8 @@ void expect_blamed(const Rank& rank, const OutcomeOf<Status>& outcome, const Bla
                      << " in: " << outcome.text;
 }
 
-// Where rank 0 differs from all others, every rank is told of the lowest rank that is not as itself.
+// Where rank 0 differs from all others, every rank is told of the lowest rank that is not as it is
+// itself.
 template <class Status>
 void expect_disagreement(const Rank& rank, const OutcomeOf<Status>& outcome) {
   EXPECT_EQ(outcome, XD_ERROR_MISMATCH);

@@ -147,7 +147,10 @@ def test_blocks_of_two_ranks_are_refused_and_of_one_are_not():
         with pytest.raises(ValueError, match="b_scale: expected columns of b .* of 128 on each"):
             tp.all_gather_scaled_matmul(a, b, of_a, of_b)
         specs = P("tp"), P(None, "tp"), P("tp"), P()
-        product = lambda *given: tp.all_gather_scaled_matmul(*given, out_dtype=np.float32).out  # noqa: E731
+
+        def product(*given):
+            return tp.all_gather_scaled_matmul(*given, out_dtype=np.float32).out
+
         program = mapped(mesh, product, specs, P(None, "tp"))
         np.testing.assert_array_equal(program(a, b, of_a, of_b), 160)
 
