@@ -90,8 +90,9 @@ struct Bulk : OfGroups {
   static void expect_works(const Rank& rank, const Case& c, Raw* group);
   static constexpr Operation kFirst = XD_EP_PREPARE;
   static constexpr std::uint64_t kOperationsOfWorks = 5;
-  // Operations of one number are counted together.
+  // Operations of one number are counted together, by operations and not by calls.
   static std::size_t sequence_of(Operation) { return 0; }
+  static bool counts_operations(const Rank&) { return true; }
 
   // What is refused of every tensor, and exceptions from it.
   static std::vector<Damage> damages();
@@ -122,6 +123,7 @@ struct LowLatency : OfGroups {
   static constexpr Operation kFirst = XD_EP_LL_DISPATCH;
   static constexpr std::uint64_t kOperationsOfWorks = 1;
   static std::size_t sequence_of(Operation operation) { return makes_plan(operation) ? 0 : 1; }
+  static bool counts_operations(const Rank& rank) { return !rank.asynchronous(); }
 
   static std::vector<Damage> damages();
   static bool takes(const Batch::Field&, const Damage&) { return false; }
@@ -189,6 +191,7 @@ struct Products {
   static constexpr Operation kFirst = XD_GEMM_ALL_GATHER;
   static constexpr std::uint64_t kOperationsOfWorks = 2;
   static std::size_t sequence_of(Operation) { return 0; }
+  static bool counts_operations(const Rank&) { return true; }
 
   static std::vector<Damage> damages();
   static bool takes(const Batch::Field&, const Damage&) { return false; }

@@ -78,11 +78,14 @@ def run_case(me: Rank, case: Callable[..., Any], *args: Any) -> Any:
         return case(me, *args)
 
 
-def run_on_gpus(num_ranks: int, case: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+def run_on_gpus(
+    num_ranks: int, case: Callable[..., Any], *args: Any, timeout: float = 60, **options: bool
+) -> Any:
     """`run_ranks` with a GPU for each rank."""
     if GPUS == 1 and (num_ranks == 2 or case in ABOUT_PEERS):
         pytest.skip("needs two GPUs")
-    return run_ranks(min(num_ranks, GPUS), run_case, case, *args, timeout=timeout + 60)
+    ranks = min(num_ranks, GPUS)
+    return run_ranks(ranks, run_case, case, *args, timeout=timeout + 60, **options)
 
 
 @pytest.fixture(autouse=True)
