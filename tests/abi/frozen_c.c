@@ -36,6 +36,8 @@ XD_INITIALISED(DEFINE)
 /* Number of initialisers whose struct_size is not the struct's. */
 int wrong_initialisers_in_c(void);
 int wrong_initialisers_in_c(void) {
-#define IS_WRONG(type, init) +(initial_##type.struct_size != sizeof(type))
-  return 0 XD_INITIALISED(IS_WRONG);
+  int wrong = 0;
+#define COUNT_WRONG(type, init) wrong += initial_##type.struct_size != sizeof(type);
+  XD_INITIALISED(COUNT_WRONG)
+  return wrong;
 }

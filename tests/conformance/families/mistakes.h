@@ -95,7 +95,7 @@ class Scene {
     prepare_for(operation);
     ++calls_[F::sequence_of(operation)];
     const auto start = std::chrono::steady_clock::now();
-    const auto outcome = finish(rank, handle, F::enqueue(batch, handle, operation, way));
+    auto outcome = finish(rank, handle, F::enqueue(batch, handle, operation, way));
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10))
         << "waited for the timeout";
     if (F::makes_plan(operation)) has_plan_ = outcome == XD_SUCCESS;
