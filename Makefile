@@ -24,7 +24,7 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# What .ci/run tells the times of (tools/part.sh).
+# Notes how long a command takes, for .ci/run.
 PART := tools/part.sh
 
 # $(call build,<folder>,<CMake options>,<targets, or nothing for all>)

@@ -1,4 +1,4 @@
-// What an error's text must say.
+// Words that an error's text must have.
 #pragma once
 
 #include <crossdock/status.h>

@@ -55,7 +55,7 @@ struct RankDeath {
 const std::string& executor();
 void set_executor(const std::string& name);
 
-// What passes from the test to a rank's process as bytes.
+// Settings that pass from the test to a rank's process as bytes.
 struct RankSettings {
   Program program = Program::operation;
   xd_ep_operation operation = XD_EP_PREPARE;

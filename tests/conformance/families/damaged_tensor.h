@@ -45,7 +45,7 @@ inline void spread_out(DamagedTensor& d) {
   if (*d.last() == 1) d.tensor.ndim = 0;
 }
 
-// What every operation refuses.
+// Damages that every operation refuses.
 inline constexpr Damage kDamages[] = {
     {"WrongType",
      [](DamagedTensor& d) {

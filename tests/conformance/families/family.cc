@@ -18,7 +18,7 @@ bool is_one_of(const Field& field, std::initializer_list<const char*> names) {
 
 bool on_the_cpu() { return world().memory().device().device_type == kDLCPU; }
 
-// What every operation refuses, and `besides` what those of one family refuse.
+// Damages that every operation refuses, and `besides` those of one family.
 std::vector<Damage> all_damages(const std::vector<Damage>& besides) {
   std::vector<Damage> all(std::begin(kDamages), std::end(kDamages));
   all.insert(all.end(), besides.begin(), besides.end());
