@@ -17,7 +17,10 @@
 //   the kernel after it:         (stream order) fence.acq_rel.sys, then credit = n at every peer
 //   a peer's send half n + slots:  ld.acquire.sys of the credit, barrier of the block, stores
 //
-// A kernel gives its credit before it waits for anything, so no wait goes in a circle.
+// A kernel gives its credit before it waits for anything. There is a slot more than operations may
+// be between their halves: the receive half of n + 1 has begun, and has told of n, before a peer may
+// come to its send half n + slots. So no wait goes in a circle, whatever a rank does between two
+// kernels of a lane.
 //
 // Each thread block counts for itself (LaneCount), so nothing is atomic, and a launch needs no last
 // block. A launch must be the only one that runs of its sequence and its lane; its caller orders
@@ -33,12 +36,13 @@
 
 namespace xd::turn {
 
-// The slot of an operation, of 2, 3 or 4. A division by a number that is not known would be slow.
+// The slot of an operation, of 3, 4 or 5. A division by a number that is not known would be slow.
 __device__ inline std::uint32_t lane_slot(std::uint64_t epoch, int slots) {
   const auto low = static_cast<std::uint32_t>(epoch),
              high = static_cast<std::uint32_t>(epoch >> 32);
-  // 2^32 mod 3 = 1.
-  return slots == 3 ? (low % 3 + high % 3) % 3 : low & static_cast<std::uint32_t>(slots - 1);
+  std::uint32_t sum = low + high;
+  if (sum < low) ++sum;  // 2^32 is 1 modulo 3 and modulo 5
+  return slots == 4 ? low % 4 : slots == 3 ? sum % 3 : sum % 5;
 }
 
 // The polls of a wait between two looks at the clock and at errors: some 100 microseconds.

@@ -117,7 +117,7 @@ __device__ void go_on(const LlDevice& g) {
     for (int r = static_cast<int>(threadIdx.x); r < 2 * g.ranks(); r += kControlThreads) {
       atomicMax_system(&credits[r], static_cast<unsigned long long>(number));
     }
-    if (threadIdx.x >= XD_EP_LL_MAX_IN_FLIGHT) continue;
+    if (threadIdx.x >= kLlMaxSlots) continue;
     g.control->failed_send[lane][threadIdx.x] = g.control->left[lane][threadIdx.x] = 0;
   }
 }

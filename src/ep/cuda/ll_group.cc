@@ -35,7 +35,7 @@ LlSizes sizes_of(const Config& c) {
           .local_experts = c.local_experts,
           .max_tokens = c.max_tokens,
           .max_topk = c.max_topk,
-          .slots = c.in_flight,
+          .slots = ll_slots(c.in_flight),
           .masks = c.masks_lost_peers,
           .max_row_bytes = c.max_row_bytes};
 }
@@ -235,7 +235,8 @@ void CudaSlotsGroup::describe_group() {
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;
   g.max_topk = c.max_topk;
-  g.slots = c.in_flight;
+  g.in_flight = c.in_flight;
+  g.slots = ll_slots(c.in_flight);
   g.most_blocks = blocks_;
   g.control = runner_.control();
   g.report = runner_.report();

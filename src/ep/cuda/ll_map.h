@@ -10,10 +10,12 @@
 //   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see ll_words.cuh)
 //   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
 //
-// slot = number of the operation mod in_flight. A slot is written again only under its reader's
-// credit. What has tags is never cleared: in one place two operations follow one another whose tags
-// differ. Rows and partial sums are all ones whenever they are free.
+// slot = number of the operation mod ll_slots(in_flight). A slot is written again only under its
+// reader's credit. What has tags is never cleared: in one place two operations follow one another
+// whose tags differ. Rows and partial sums are all ones whenever they are free.
 #pragma once
+
+#include <crossdock/low_latency.h>
 
 #include <cstdint>
 
@@ -23,6 +25,11 @@
 namespace xd::ep::cuda {
 
 inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
+
+// The slots of a lane of which so many operations may be between their halves: see
+// turn/device_lane.cuh.
+constexpr int ll_slots(int in_flight) { return in_flight + 1; }
+inline constexpr int kLlMaxSlots = ll_slots(XD_EP_LL_MAX_IN_FLIGHT);
 
 // The words in which a token's expert ids travel: in each word some ids, below a tag of 16 bits. An
 // id of all ones is none.

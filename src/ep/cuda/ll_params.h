@@ -53,17 +53,17 @@ struct alignas(16) LlCompany {
 struct LlControl : turn::DeviceControl {
   std::uint32_t reporting;  // a thread writes the report
   // By lane and slot: the last operation that has been reported.
-  std::uint64_t reported[2][XD_EP_LL_MAX_IN_FLIGHT];
+  std::uint64_t reported[2][kLlMaxSlots];
   std::uint64_t bad_ids;  // total
   // By lane and slot:
-  std::uint64_t failed_send[2][XD_EP_LL_MAX_IN_FLIGHT];  // an operation whose send half has failed
-  std::uint64_t left[2][XD_EP_LL_MAX_IN_FLIGHT];         // the last one taken whose words lie there
-  std::uint64_t refilled[2];                     // by lane: the operation that has freed such words
-  LlCompany company[2][XD_EP_LL_MAX_IN_FLIGHT];  // by lane and slot
-  std::uint64_t masked[2], masked_by[2];         // RankBits
-  std::uint64_t greeting;                        // of the last reset
-  std::uint64_t highest[2];                      // numbers of the operations, by lane, in a reset
-  std::uint64_t lost[2];      // RankBits: ranks that have been lost in this reset
+  std::uint64_t failed_send[2][kLlMaxSlots];  // an operation whose send half has failed
+  std::uint64_t left[2][kLlMaxSlots];         // the last one taken whose words lie there
+  std::uint64_t refilled[2];                  // by lane: the operation that has freed such words
+  LlCompany company[2][kLlMaxSlots];          // by lane and slot
+  std::uint64_t masked[2], masked_by[2];      // RankBits
+  std::uint64_t greeting;                     // of the last reset
+  std::uint64_t highest[2];                   // numbers of the operations, by lane, in a reset
+  std::uint64_t lost[2];                      // RankBits: ranks that have been lost in this reset
   std::uint64_t verified[2];  // by lane: the last operation whose staging has been looked at
   // What the last block of a launch has decided for all (ep/cuda/ll_agree.cuh), by lane.
   std::uint64_t starts[2][sizeof(RankBits) / 4];
@@ -82,7 +82,7 @@ struct LlDevice {
   int number;
   bool fatal_errors, masks, collapse;
   bool dependent;  // launches begin while those before them still run
-  int experts, local_experts, max_tokens, max_topk, slots, most_blocks;
+  int experts, local_experts, max_tokens, max_topk, in_flight, slots, most_blocks;
   LlControl* control;
   LlReport* report;
   turn::LaneCount* counts[2];  // by lane, [most_blocks]

@@ -262,7 +262,7 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
     c.fault = LlFault::both_between;
     return c;
   }
-  if (step.send && open >= static_cast<std::uint64_t>(g_.slots)) {
+  if (step.send && open >= static_cast<std::uint64_t>(g_.in_flight)) {
     c.status = XD_ERROR_BUSY;
     c.fault = LlFault::busy;
     return c;
