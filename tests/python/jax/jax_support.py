@@ -68,7 +68,7 @@ def run(where: str, case: Callable[..., Any], *args: Any) -> None:
     if where == "processes":
         run_ranks(RANKS, _process, case, args, timeout=120)
     elif ON_GPUS:  # whose memory this process leaves alone
-        run_ranks(1, _alone, case, args, timeout=120)
+        run_ranks(1, _alone, case, args, timeout=120, among=1)  # not one of jax.distributed
     else:
         _run(case, args)
 

@@ -84,7 +84,6 @@ def make_group(hidden: int = 32, **options) -> xd.LowLatencyGroup:
 ELSEWHERE = {1: (0,) * 8, 2: (1, 0, 1, 1, 1, 0, 1, 1), 4: (3, 0, 2, 2, 0, 2, 3, 2)}
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("elsewhere", [False, True])
 @on_ranks(4)

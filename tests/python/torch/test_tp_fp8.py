@@ -23,7 +23,6 @@ def linear(spread: Spread, where: tp.TpContext, weight, **options) -> torch.Tens
     )
 
 
-@pytest.mark.representative
 @on_ranks(2, timeout=200)
 def test_layers_in_fp8_and_their_gradients_are_exact_for_whole_numbers(me: Rank) -> None:
     """Whole numbers are exact in fp8, whatever their scale, which differs between ranks."""

@@ -80,7 +80,6 @@ def check_mlp(me: Rank, tokens: tuple[int, ...], compiled: bool, **options) -> t
 WAYS = ({}, {"sequence_parallel": False}, {"fused_wgrad": True})
 
 
-@pytest.mark.representative
 @on_ranks(4)
 def test_an_mlp_is_that_of_one_process_exactly(me: Rank) -> None:
     with xd.init():

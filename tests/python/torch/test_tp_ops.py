@@ -35,7 +35,6 @@ def ways_of(operation: str) -> list[dict]:
     return [{}, {"save_gathered": False}] if operation == "all_gather" else [{}]
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @on_ranks(4)

@@ -5,7 +5,6 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
 from reference import Routing
 from support import Rank
+from torch_ranks import process_group
 
 # Tokens of each rank, by how many ranks there are.
 _RAGGED = {4: (5, 0, 9, 1), 2: (9, 1), 1: (9,)}
@@ -44,12 +43,8 @@ def settle(group: xd.EpGroup) -> None:
 @contextmanager
 def distributed(**options: Any) -> Iterator[None]:
     """This rank in torch.distributed."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo", **options)
-    try:
+    with process_group("nccl" if where().type == "cuda" else "gloo", **options):
         yield
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
 
 
 @contextmanager
