@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 import crossdock.torch as xd
-from crossdock.errors import Mismatch
 from moe_lm.plain_moe import PlainMoE
 from support import Rank, on_ranks
-from torch_support import joined, normal, recording, reported, where
+from torch_support import joined, normal, one_rank_errs, recording, where
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
@@ -258,21 +257,18 @@ def test_a_bad_input_is_named_and_the_peers_hear_of_it(me: Rank) -> None:
         layer = make_layer(comm)
         good = torch.ones(3, HIDDEN)
         expected = layer(good).hidden
-        bad: list[tuple[dict[str, Any], type[Exception], str]] = [
-            ({"x": torch.ones(4, 4 * HIDDEN)}, ValueError, r"x: .*\[..., 16\], got \(4, 64\)"),
-            ({"x": torch.ones(4, HIDDEN // 2)}, ValueError, r"x: .*\[..., 16\], got \(4, 8\)"),
-            ({"x": torch.ones(())}, ValueError, r"x: expected shape \[..., 16\], got \(\)"),
-            ({"x": good.long()}, TypeError, "x: expected a floating-point dtype, got torch.int64"),
-            ({"x": good.to("meta")}, ValueError, f"x: expected a tensor on {where()}, got one"),
-            ({"x": [1.0]}, TypeError, r"x: expected a tensor, got list \[1.0\]"),
-            ({"x": good, "after": torch.ones(2)}, ValueError, r"after: .* of shape \(2,\)"),
-            ({"x": good, "after": 3}, TypeError, "after: expected a tensor, got int 3"),
+        mistakes: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (ValueError, r"x: .*\[..., 16\], got \(4, 64\)", {"x": torch.ones(4, 4 * HIDDEN)}),
+            (ValueError, r"x: .*\[..., 16\], got \(4, 8\)", {"x": torch.ones(4, HIDDEN // 2)}),
+            (ValueError, r"x: expected shape \[..., 16\], got \(\)", {"x": torch.ones(())}),
+            (TypeError, "x: expected a floating-point dtype, got torch.int64", {"x": good.long()}),
+            (ValueError, f"x: expected a tensor on {where()}, got one", {"x": good.to("meta")}),
+            (TypeError, r"x: expected a tensor, got list \[1.0\]", {"x": [1.0]}),
+            (ValueError, r"after: .* of shape \(2,\)", {"after": torch.ones(2)}),
+            (TypeError, "after: expected a tensor, got int 3", {"after": 3}),
         ]
-        for arguments, kind, text in bad:
-            if me.rank == 1:
-                arguments, kind, text = {"x": good}, Mismatch, "rank 0: its call failed"
-            with reported(layer.group, kind, text):
-                layer(**arguments)
+        for mistake in mistakes:
+            one_rank_errs(me, 0, layer.group, layer, {"x": good}, mistake)
             assert torch.equal(layer(good).hidden, expected)
         layer.bfloat16()
         with pytest.raises(TypeError, match="fixed when the layer is made, by MoELayer.dtype"):

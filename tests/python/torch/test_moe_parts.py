@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import crossdock.torch as xd
-from crossdock.errors import Mismatch
 from support import Rank, on_ranks
-from torch_support import joined, normal, reported, where
+from torch_support import joined, normal, one_rank_errs, where
 
 HIDDEN, FFN, E, K, TOKENS = 16, 24, 8, 2, 12
 
@@ -203,10 +202,7 @@ def test_a_router_that_fails_is_heard_of_by_the_peers(me: Rank) -> None:
         ):
             if me.rank == 0:
                 layer.router = router
-            else:
-                kind, text = Mismatch, "rank 0: its call failed"
-            with reported(layer.group, kind, text):
-                layer(good)
+            one_rank_errs(me, 0, layer.group, layer, {"x": good}, (kind, text, {}))
             layer.router = fine
             assert torch.equal(layer(good).hidden, expected)
         wrong = nn.Linear(HIDDEN, 3, device=where())

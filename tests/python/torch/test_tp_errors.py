@@ -13,7 +13,8 @@ import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch, Unsupported
 from crossdock.torch import tp
 from support import Rank, on_ranks
-from tp_support import context, equal, settle, whole
+from torch_support import settle
+from tp_support import context, equal, whole
 
 K, N = 16, 8
 
@@ -271,15 +272,31 @@ def test_a_bad_layer_is_refused_on_all_ranks(me: Rank) -> None:
         good = {"in_features": 16, "out_features": 16, "max_tokens": 4, "dtype": torch.float32}
         mlp = {"hidden": 16, "ffn": 16, "max_tokens": 4, "dtype": torch.float32}
         heads = {"hidden": 16, "num_heads": 4, "max_tokens": 4, "dtype": torch.float32}
-        kinds = ((tp.ColumnParallelLinear, good), (tp.SequenceParallelMLP, mlp))
-        kinds += ((tp.TensorParallelAttentionProjections, heads),)
+        kinds = (
+            (tp.ColumnParallelLinear, good),
+            (tp.RowParallelLinear, good),
+            (tp.SequenceParallelMLP, mlp),
+            (tp.TensorParallelAttentionProjections, heads),
+        )
+        multiple = f"features: expected a multiple of {me.num_ranks} ranks"
         cases = [
-            (kinds[0], ValueError, "out_features: expected a multiple of", {"out_features": 17}),
-            (kinds[0], ValueError, "max_tokens: expected a number", {"max_tokens": None}),
+            (kinds[0], ValueError, f"out_{multiple}", {"out_features": 17}),
+            (kinds[1], ValueError, f"in_{multiple}", {"in_features": 17}),
+            (kinds[0], ValueError, "max_tokens: expected a number, as no", {"max_tokens": None}),
             (kinds[0], TypeError, "max_tokens: expected a whole number", {"max_tokens": "4"}),
             (kinds[0], ValueError, "dtype: expected one of", {"dtype": torch.int8}),
-            (kinds[1], ValueError, "activation: expected", {"activation": "silu"}),
-            (kinds[2], ValueError, "num_kv_heads: expected", {"num_kv_heads": 3}),
+            (
+                kinds[2],
+                ValueError,
+                "activation: expected 'gelu', 'relu' or 'swiglu'",
+                {"activation": "silu"},
+            ),
+            (
+                kinds[3],
+                ValueError,
+                "num_kv_heads: expected a divisor of num_heads = 4",
+                {"num_kv_heads": 3},
+            ),
         ]
         for (layer, sizes), kind, text, changed in cases:
             with pytest.raises(kind if bad else Mismatch, match=text if bad else "ranks disagree"):

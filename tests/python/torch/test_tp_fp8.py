@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.torch import tp
 from support import Rank, on_ranks
-from tp_support import RAGGED, Spread, context, equal, settle, whole
+from torch_support import settle
+from tp_support import RAGGED, Spread, context, equal, whole
 
 OPS = torch.ops.crossdock
 K, N = 32, 16

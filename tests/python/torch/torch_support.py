@@ -5,7 +5,8 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
+from crossdock.torch import tp
 from reference import Routing
 from support import Rank
 from torch_ranks import process_group
@@ -33,7 +36,7 @@ def where() -> torch.device:
     return torch.get_default_device()
 
 
-def settle(group: xd.EpGroup) -> None:
+def settle(group: xd.EpGroup | xd.LowLatencyGroup | tp.TpContext) -> None:
     """Raises, on a GPU, the error that the group's operations so far have met."""
     if group.comm.device.type == "cuda":
         torch.cuda.synchronize()
@@ -73,7 +76,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def reported(
-    group: xd.EpGroup, kind: type[Exception], match: str = ""
+    group: xd.EpGroup | xd.LowLatencyGroup, kind: type[Exception], match: str = ""
 ) -> Iterator[pytest.ExceptionInfo]:
     """Expects an operation to fail: in its call, or on a GPU also after it."""
     with pytest.raises(kind, match=match) as raised:
@@ -81,6 +84,34 @@ def reported(
         settle(group)
     if not getattr(raised.value, "fatal", False):
         settle(group)  # what a call has raised is told once
+
+
+def one_rank_errs(
+    me: Rank,
+    bad: int,
+    group: xd.EpGroup | xd.LowLatencyGroup,
+    call: Callable[..., object],
+    good: dict[str, Any],
+    mistake: tuple[type[Exception], str, dict[str, Any]],
+) -> None:
+    """One rank makes a mistake and is told of it; its peers make the good call and hear at once.
+
+    Args:
+        bad: that rank.
+        group: of the operation that `call` calls.
+        good: arguments.
+        mistake: error, text, and arguments in place of good ones.
+    """
+    kind, text, wrong = mistake
+    began = time.monotonic()
+    if me.rank == bad:
+        with reported(group, kind, text):
+            call(**good | wrong)
+    else:
+        with reported(group, Mismatch) as raised:
+            call(**good)
+        assert raised.value.peer == bad or f"rank {bad}" in str(raised.value)
+    assert time.monotonic() - began < 20, "told late"
 
 
 def integers(seed: int, *shape: int) -> np.ndarray:

@@ -66,8 +66,6 @@ def run_case(
     """`run_ranks` with a GPU for each rank."""
     if GPUS == 1 and (num_ranks == 2 or case in ABOUT_PEERS):
         pytest.skip("needs two GPUs")
-    if options.get("apart"):  # only low latency asks for it here
-        pytest.skip("low latency on GPUs is not there yet between machines")
     ranks = min(num_ranks, GPUS)
     return run_on_gpus(ranks, case, *args, timeout=timeout + 60, **options)
 

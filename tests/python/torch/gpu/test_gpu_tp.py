@@ -10,7 +10,8 @@ from crossdock.torch import tp
 from support import Rank, on_ranks
 from test_tp_compile import HIDDEN, INNER, Block, block_of
 from torch_ranks import gpu_ranks, run_on_gpus
-from tp_support import context, equal, settle, whole
+from torch_support import settle
+from tp_support import context, equal, whole
 
 pytestmark = pytest.mark.gpu
 
