@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch.distributed as dist
 
 import low_latency_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.errors import Mismatch
-from deep_ep_cases import new_buffer, on_buffers, process_group
+from deep_ep_cases import Mistake, new_buffer, on_buffers, one_rank_errs, process_group
 from support import Apart, Rank, run_ranks
 
 SEED = 110
@@ -93,69 +91,45 @@ def test_a_rank_that_does_not_come_is_left_out() -> None:
     run_ranks(3, run_all_lost, fresh=True)
 
 
-Mistakes = list[tuple[str, Callable[[], Any]]]
-
-
-def first_rank_errs(me: Rank, mistakes: Mistakes, good: Callable[[], Any]) -> None:
-    """Rank 0 makes every mistake in turn, while its peers make the good call and hear of it."""
-    for text, mistake in mistakes:
-        if me.rank == 0:
-            with pytest.raises(ValueError, match=text):
-                mistake()
-        else:
-            with pytest.raises(Mismatch, match="rank 0"):
-                good()
-
-
 @on_buffers(2, **cases.LOW_LATENCY)
 def test_peers_hear_of_mistakes_and_the_buffer_goes_on(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     x, idx, weights, experts = batch.x, batch.topk_idx, batch.topk_weights, batch.experts
-    call = buffer.low_latency_dispatch
-
-    def dispatch(**options: Any) -> Any:
-        return batch.dispatch(buffer, **options)
-
-    def combine(**changed: Any) -> Any:
-        arguments = {"x": results, "topk_idx": idx, "topk_weights": weights, "handle": handle}
-        return buffer.low_latency_combine(**{**arguments, **changed})
-
-    of_dispatch: Mistakes = [
-        ("x: expected", lambda: call(x.float(), idx, cases.MOST, experts)),
-        ("x: expected at most", lambda: call(x.repeat(9, 1), idx.repeat(9, 1), 8, experts)),
-        ("num_experts: expected at most 65536", lambda: call(x, idx, 8, 2**40)),
+    most, fp8 = "num_max_dispatch_tokens_per_rank", {"use_fp8": True, "use_ue8m0": True}
+    good: dict[str, Any] = {"x": x, "topk_idx": idx, most: cases.MOST, "num_experts": experts}
+    good["use_fp8"] = False
+    of_dispatch: list[Mistake] = [
+        ({"x": x.float()}, "x: expected"),
+        ({"x": x.repeat(9, 1), "topk_idx": idx.repeat(9, 1)}, "x: expected at most"),
+        ({"num_experts": 2**40}, "num_experts: expected at most 65536"),
     ]
     # Before there is a group: the peer is about to make it.
-    first_rank_errs(buffer, of_dispatch, dispatch)
-    received, _, handle, _, _ = dispatch()
+    call = buffer.low_latency_dispatch
+    one_rank_errs(buffer, call, good, of_dispatch, says="", has_peer=False)
+    received, _, handle, _, _ = batch.dispatch(buffer)
+    of_dispatch += [
+        ({"topk_idx": idx.int()}, "topk_idx: expected"),
+        ({most: 1025}, "at most 1024"),
+        ({"num_experts": experts + 1}, "num_experts"),
+        (fp8, "round_scale"),
+        ({**fp8, "round_scale": True}, "a multiple of 512 columns"),
+        ({"async_finish": True, "return_recv_hook": True}, "return_recv_hook"),
+        ({"cumulative_local_expert_recv_stats": idx}, "cumulative_local_expert_recv_stats"),
+    ]
+    one_rank_errs(buffer, call, good, of_dispatch, says="")
     results = batch.experts_of(received)
-    more: Mistakes = [
-        ("topk_idx: expected", lambda: call(x, idx.int(), cases.MOST, experts)),
-        ("at most 1024", lambda: call(x, idx, 1025, experts)),
-        ("num_experts", lambda: call(x, idx, cases.MOST, experts + 1)),
-        ("round_scale", lambda: call(x, idx, 8, experts, use_ue8m0=True)),
-        (
-            "a multiple of 512 columns",
-            lambda: call(x, idx, 8, experts, round_scale=True, use_ue8m0=True),
-        ),
-        ("return_recv_hook", lambda: dispatch(async_finish=True, return_recv_hook=True)),
-        (
-            "cumulative_local_expert_recv_stats",
-            lambda: dispatch(cumulative_local_expert_recv_stats=idx),
-        ),
+    good = {"x": results, "topk_idx": idx, "topk_weights": weights, "handle": handle}
+    of_combine: list[Mistake] = [
+        ({"x": results[:, 1:]}, "x: expected"),
+        ({"topk_weights": weights[:, 1:]}, "topk_weights"),
+        ({"topk_idx": idx[:-1]}, "topk_idx"),
+        ({"out": x[:-1]}, "out"),
     ]
-    first_rank_errs(buffer, of_dispatch + more, dispatch)
-    of_combine: Mistakes = [
-        ("x: expected", lambda: combine(x=results[:, 1:])),
-        ("topk_weights", lambda: combine(topk_weights=weights[:, 1:])),
-        ("topk_idx", lambda: combine(topk_idx=idx[:-1])),
-        ("out", lambda: combine(out=x[:-1])),
-    ]
-    first_rank_errs(buffer, of_combine, combine)
-    batch.check_sums(combine()[0])
+    one_rank_errs(buffer, buffer.low_latency_combine, good, of_combine, says="")
+    batch.check_sums(buffer.low_latency_combine(**good)[0])
     for bad in (None, (1, 2, 3, 4, 5), "handle"):
         with pytest.raises(ValueError, match="handle: expected what low_latency_dispatch"):
-            combine(handle=bad)
+            buffer.low_latency_combine(**good | {"handle": bad})
 
 
 @on_buffers(2, **cases.LOW_LATENCY)
