@@ -11,7 +11,7 @@ import torch.distributed as dist
 import crossdock.torch as xd
 from moe_lm.plain_moe import PlainMoE
 from support import Rank, on_ranks
-from torch_support import joined, normal, one_rank_errs, recording, where
+from torch_support import eager_and_compiled, joined, normal, one_rank_errs, recording, where
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 8, 3
 SEED = 20
@@ -101,27 +101,25 @@ def check_against_plain(
 @on_ranks(1, 2, timeout=120)
 def test_compiled_layer_reads_no_garbage(me: Rank) -> None:
     tokens_of_ranks = (5, 0)[: me.num_ranks]
-    torch._dynamo.reset()
     with joined() as comm:
         layer = make_layer(comm, shared_experts=1)
         x, grad = (mine(me, whole, tokens_of_ranks) for whole in batch(tokens_of_ranks))
-        results = []
-        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-            # All blocks that the pool has: what is not overwritten poisons what reads it.
-            poison = [
-                comm.empty_symmetric((rows, layer.group.rows), torch.float32).fill_(torch.nan)
-                for rows in (1, FFN, HIDDEN, HIDDEN, HIDDEN, HIDDEN)
-            ]
-            del poison
-            part = x.clone().requires_grad_()
-            layer.zero_grad()
-            output = function(part)
-            ((output.hidden * grad).sum() + output.aux_loss).backward()
-            results.append(
-                [output.hidden.detach(), output.aux_loss.detach(), part.grad]
-                + [xd.local_tensor(p.grad).clone() for p in layer.parameters()]
-            )
-        for eager, compiled in zip(*results):
+
+        def poison() -> None:
+            """Fills all blocks that the pool has: what is not overwritten spoils its readers."""
+            for rows in (1, FFN, HIDDEN, HIDDEN, HIDDEN, HIDDEN):
+                held.append(comm.empty_symmetric((rows, layer.group.rows), torch.float32))
+                held[-1].fill_(torch.nan)
+            held.clear()
+
+        held: list[torch.Tensor] = []
+        for eager, compiled in eager_and_compiled(
+            lambda x: layer(x)[:2],
+            [layer],
+            x,
+            lambda found: (found[0] * grad).sum() + found[1],
+            before=poison,
+        ):
             assert torch.isfinite(eager).all()
             close(compiled, eager)
 
@@ -131,7 +129,6 @@ def test_compiled_layers_side_by_side_are_one_chain(me: Rank) -> None:
     """Two layers of one group that need nothing of each other, one after the other by `after`."""
     tokens_of_ranks = (7, 0)
     chains: list[list[str]] = []
-    torch._dynamo.reset()
     with joined() as comm:
         left = make_layer(comm)
         right = make_layer(comm, group=left.group)
@@ -143,18 +140,11 @@ def test_compiled_layers_side_by_side_are_one_chain(me: Rank) -> None:
             other = right(x, after=one.order)
             return one.hidden, other.hidden, one.aux_loss + other.aux_loss
 
-        results = []
-        compiled = torch.compile(both, fullgraph=True, backend=recording(chains))
-        for function in (both, compiled):
-            part = x.clone().requires_grad_()
-            for layer in (left, right):
-                layer.zero_grad()
-            *hidden, aux_loss = function(part)
-            ((hidden[0] * grad).sum() + (hidden[1] * grad.flip(-1)).sum() + aux_loss).backward()
-            parameters = [*left.parameters(), *right.parameters()]
-            gradients = [xd.local_tensor(p.grad).clone() for p in parameters]
-            results.append([*hidden, aux_loss, part.grad, *gradients])
-        for eager, compiled in zip(*results):
+        def loss(found: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return (found[0] * grad).sum() + (found[1] * grad.flip(-1)).sum() + found[2]
+
+        pairs = eager_and_compiled(both, [left, right], x, loss, recording(chains))
+        for eager, compiled in pairs:
             close(compiled, eager)
         assert chains == [
             ["prepare", "dispatch", "combine"] * 2,

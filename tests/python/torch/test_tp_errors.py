@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,6 +26,25 @@ def read_status(where: tp.TpContext) -> None:
     if where.comm.device.type == "cuda":
         torch.cuda.synchronize()
         where.status()
+
+
+def told_to_all(where: tp.TpContext, call: Callable[[], object]) -> Mismatch:
+    """Every rank's call raises Mismatch, before the timeout."""
+    start = time.monotonic()
+    with pytest.raises(Mismatch) as raised:
+        call()
+        settle(where)
+    assert time.monotonic() - start < 20, "told late"
+    read_status(where)
+    return raised.value
+
+
+def named(where: tp.TpContext, call: Callable[[], object], kind: type[Exception], text: str) -> str:
+    """This rank's call raises that error; returns its text."""
+    with pytest.raises(kind, match=text) as raised:
+        call()
+    read_status(where)
+    return str(raised.value)
 
 
 @on_ranks(2)
@@ -63,19 +84,15 @@ def test_a_mistake_is_named_and_the_peers_are_told(me: Rank) -> None:
             calls.append((ValueError, "a: expected a tensor on cpu, got one on meta", elsewhere))
         bad = me.num_ranks - 1
         for kind, text, changed in calls:
-            start = time.monotonic()
+            call = functools.partial(
+                tp.all_gather_matmul, **good | (changed if me.rank == bad else {})
+            )
             if me.rank == bad:
-                with pytest.raises(kind, match=rf"{text}.*\[rank {bad} of {me.num_ranks}\]") as e:
-                    tp.all_gather_matmul(**good | changed)
-                assert "all_gather" in str(e.value)
+                text = rf"{text}.*\[rank {bad} of {me.num_ranks}\]"
+                assert "all_gather" in named(where, call, kind, text)
             else:
-                with pytest.raises(Mismatch) as raised:
-                    tp.all_gather_matmul(**good)
-                    settle(where)
-                error = raised.value
+                error = told_to_all(where, call)
                 assert (error.peer, error.operation, error.fatal) == (bad, "gemm_all_gather", False)
-            assert time.monotonic() - start < 20, "the peer was told late"
-            read_status(where)
         out = tp.all_gather_matmul(**good)  # still usable
         equal("result", out, torch.cat([x] * me.num_ranks) @ weight.t())
         settle(where)
@@ -142,16 +159,6 @@ def test_a_bad_context_is_refused_on_all_ranks(me: Rank) -> None:
                 tp.TpContext(**good, nccl_comm=64 if me.rank == bad else None)
         where = tp.TpContext(**good)
         assert where.comm is comm and (where.rank, where.num_ranks) == (me.rank, me.num_ranks)
-
-
-def told_to_all(where: tp.TpContext, call) -> None:
-    """Every rank's call raises Mismatch, before the timeout."""
-    start = time.monotonic()
-    with pytest.raises(Mismatch):
-        call()
-        settle(where)
-    assert time.monotonic() - start < 60, "told late"
-    read_status(where)
 
 
 @on_ranks(2)
@@ -221,9 +228,7 @@ def test_products_of_one_rank_are_compared_by_the_next_operation(me: Rank) -> No
         # A call that this rank refuses has used up what came before, as the others' call has.
         start()
         if odd:
-            with pytest.raises(ValueError, match="activation: expected"):
-                end("silu")
-            read_status(where)
+            named(where, lambda: end("silu"), ValueError, "activation: expected")
         else:
             told_to_all(where, end)
         start()
@@ -256,9 +261,7 @@ def test_main_grad_is_checked_first(me: Rank) -> None:
                     )
 
                 if bad:
-                    with pytest.raises(kind, match=f"main_grad: expected {text}"):
-                        call()
-                    read_status(where)
+                    named(where, call, kind, f"main_grad: expected {text}")
                 else:
                     told_to_all(where, call)
         assert not good.any()

@@ -6,7 +6,7 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -236,6 +236,38 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
             f"{name}: {len(wrong)} of {got.size} elements differ, first at {at}: "
             f"expected {expected[at]}, got {got[at]}"
         )
+
+
+def eager_and_compiled(
+    function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    modules: Iterable[torch.nn.Module],
+    x: torch.Tensor,
+    loss: Callable[[Any], torch.Tensor],
+    backend: Any = "aot_eager",
+    before: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of an eager function's results and gradients, and of the compiled one's.
+
+    Args:
+        function: of x.
+        modules: whose parameters have gradients besides x.
+        loss: of the results.
+        backend: of torch.compile.
+        before: is called before each of the two.
+    """
+    torch._dynamo.reset()
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        before()
+        part = x.clone().requires_grad_()
+        for module in modules:
+            module.zero_grad()
+        outputs = call(part)
+        loss(outputs).backward()
+        parameters = (p for module in modules for p in module.parameters())
+        gradients = [part.grad, *(xd.local_tensor(p.grad).clone() for p in parameters)]
+        results.append([one.detach() for one in outputs] + gradients)
+    return zip(*results, strict=True)
 
 
 def recording(chains: list[list[str]]) -> Any:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import deep_ep_cases as cases
-import torch_defaults
 from crossdock.deep_ep import Buffer, _memory
 from deep_ep_cases import on_gpus
 from deep_ep_reference import Batch, make_batch
+from torch_defaults import OtherDefaults
 
 SEED = 90
 SLEEP_CYCLES = 100_000_000  # about 50 ms
@@ -148,5 +148,6 @@ def test_results_are_not_sent_to_other_processes(buffer: Buffer) -> None:
 
 @on_gpus()
 def test_buffer_runs_under_another_default_device(buffer: Buffer) -> None:
-    with torch_defaults.OtherDefaults("meta", torch.float64), cases.new_buffer() as other:
+    defaults = OtherDefaults(f"cuda:{buffer.rank}", torch.float64)
+    with defaults, cases.new_buffer() as other:
         cases.everything(other, SEED)
