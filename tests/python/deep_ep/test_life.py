@@ -24,30 +24,6 @@ from support import Apart, Rank, on_ranks, run_threads
 SEED = 30
 
 
-class MpiComm:
-    """The part of mpi4py's communicator that a Buffer uses."""
-
-    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
-        return dist.get_rank()
-
-    def Get_size(self) -> int:  # noqa: N802
-        return dist.get_world_size()
-
-    def allgather(self, sent: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, sent)
-        return gathered
-
-
-@on_ranks(2)
-def test_ranks_meet_through_mpi(me: Rank) -> None:
-    with cases.process_group():
-        buffer = Buffer(None, comm=MpiComm(), explicitly_destroy=True)
-        assert (buffer.rank, buffer.group_size) == (me.rank, me.num_ranks)
-        cases.everything(buffer, SEED)
-        buffer.destroy()
-
-
 @on_ranks(2)
 def test_arguments_are_kept_and_local_memory_is_the_callers(me: Rank) -> None:
     rdma_bytes = 4096 + me.rank  # of one host any number
@@ -184,7 +160,7 @@ def test_a_group_serves_all_that_came_before(buffer: Buffer) -> None:
 
 
 class ThreadsComm:
-    """MpiComm between threads.
+    """The part of mpi4py's communicator that a Buffer uses, between threads.
 
     Args:
         rank: this thread's rank.
@@ -197,7 +173,7 @@ class ThreadsComm:
         self._slots = slots
         self._barrier = barrier
 
-    def Get_rank(self) -> int:  # noqa: N802
+    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
         return self._rank
 
     def Get_size(self) -> int:  # noqa: N802
@@ -222,7 +198,9 @@ def be_many(me: Rank, batch: Batch, slots: list[bytes], barrier: threading.Barri
     buffer.destroy()
 
 
-def test_more_ranks_than_a_token_has_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_a_token_has_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the ranks are threads of this process
     ranks = 33
     batch = make_batch(SEED, ranks, tokens=[1] * ranks, local_experts=1, topk=4)
