@@ -198,9 +198,8 @@ def be_many(me: Rank, batch: Batch, slots: list[bytes], barrier: threading.Barri
     buffer.destroy()
 
 
-def test_more_ranks_than_a_token_has_choices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_ranks_than_a_token_has_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that meet through mpi4py, as well."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the ranks are threads of this process
     ranks = 33
     batch = make_batch(SEED, ranks, tokens=[1] * ranks, local_experts=1, topk=4)
