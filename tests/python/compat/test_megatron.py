@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pair import run_pair
-from support import Rank
+from support import Rank, on_ranks
+from torch_ranks import process_group
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -107,9 +107,18 @@ def losses(me: Rank, kind: str, **options: Any) -> list[float]:
     return found
 
 
-def check_losses(me: Rank) -> None:
+@on_ranks(2)
+def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank) -> None:
     patch = pytest.MonkeyPatch()
     without_cuda(patch)
+    with process_group():
+        try:
+            check_losses(me)
+        finally:
+            patch.undo()
+
+
+def check_losses(me: Rank) -> None:
     from megatron.core import parallel_state
 
     from crossdock.compat import megatron
@@ -126,9 +135,4 @@ def check_losses(me: Rank) -> None:
             megatron.install(0)
     finally:
         megatron.uninstall()
-        patch.undo()
         parallel_state.destroy_model_parallel()
-
-
-def test_losses_are_those_of_the_all_to_all_dispatcher() -> None:
-    run_pair(check_losses)

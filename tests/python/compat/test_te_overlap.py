@@ -5,21 +5,21 @@ from __future__ import annotations
 import inspect
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.compat import te_overlap as te
 from crossdock.compat.te_overlap._options import LAYERS, layer_configs
 from crossdock.errors import Mismatch
-from support import Rank, run_ranks
+from support import Rank, on_ranks
+from torch_ranks import process_group
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "transformer_engine.md"
 AG, RS = te.CommOverlapType.AG, te.CommOverlapType.RS
@@ -262,17 +262,17 @@ FP8_BODIES = [fp8_gathers, fp8_scatters, fp8_bulk]
 @pytest.mark.parametrize(
     "body", [gathers, gelu, scatters, bulk, *FP8_BODIES], ids=lambda body: body.__name__
 )
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_products_are_those_of_one_process(ranks, body):
-    if ranks == 1:
-        body(Rank(0, 1, b""))
-    else:
-        run_ranks(ranks, body)
+@on_ranks(1, 4)
+def test_products_are_those_of_one_process(me: Rank, body: Callable[[Rank], None]) -> None:
+    body(me)
 
 
-def program(me: Rank, text: str) -> None:
+@on_ranks(4)
+def test_programs_on_the_page_run(me: Rank) -> None:
+    texts = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(texts) == 2
     page: dict[str, Any] = {}
-    exec(text, page)
+    exec("\n".join(texts), page)
     x, weight = whole(1, TOKENS * me.num_ranks, HIDDEN), whole(2 + me.rank, COLUMNS, HIDDEN)
     y, rows = page["column_parallel"](x[own(me)].contiguous(), weight, me.num_ranks)
     same("y", y, F.linear(x, weight))
@@ -289,38 +289,29 @@ def program(me: Rank, text: str) -> None:
         same("y of fp8", y.float(), F.linear(x, weight) / 2)
 
 
-def test_programs_on_the_page_run():
-    texts = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(texts) == 2
-    run_ranks(4, program, "\n".join(texts))
-
-
 # ---- Ranks ---------------------------------------------------------------------------------------
 
 
-def subgroups(me: Rank, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", f"file://{folder}/meeting", rank=me.rank, world_size=me.num_ranks
-    )
+@on_ranks(4)
+def test_ranks_in_a_row_have_a_layer_together(me: Rank) -> None:
     x = whole(5 + me.rank // 2, 2 * TOKENS, HIDDEN)  # of the two ranks that have a layer together
     weight = whole(6 + me.rank, COLUMNS, HIDDEN)
     mine = x[TOKENS * (me.rank % 2) :][:TOKENS]
-    for backend in (None, "gloo"):
-        te.initialize_ub([2 * TOKENS, HIDDEN], 2, dtype=torch.float32, bootstrap_backend=backend)
-        ub = te.get_ub("qkv_fprop")
-        assert ub.get_tp_size() == 2
-        same("y", te.general_gemm(weight, mine, ub=ub, ub_type=AG)[0], F.linear(x, weight))
-        te.destroy_ub()
-    with pytest.raises(ValueError, match="tp_size = 3: expected a divisor of"):
-        te.initialize_ub([12, HIDDEN], 3)
-    dist.destroy_process_group()
+    with process_group():
+        for backend in (None, "gloo"):
+            te.initialize_ub(
+                [2 * TOKENS, HIDDEN], 2, dtype=torch.float32, bootstrap_backend=backend
+            )
+            ub = te.get_ub("qkv_fprop")
+            assert ub.get_tp_size() == 2
+            same("y", te.general_gemm(weight, mine, ub=ub, ub_type=AG)[0], F.linear(x, weight))
+            te.destroy_ub()
+        with pytest.raises(ValueError, match="tp_size = 3: expected a divisor of"):
+            te.initialize_ub([12, HIDDEN], 3)
 
 
-def test_ranks_in_a_row_have_a_layer_together(tmp_path):
-    run_ranks(4, subgroups, str(tmp_path))
-
-
-def given_communicator(me: Rank) -> None:
+@on_ranks(4)
+def test_a_communicator_may_be_given_and_stays_the_callers(me: Rank) -> None:
     with xd.init() as comm:
         with buffers(me, comm=comm):
             assert te.get_ub("qkv_fprop").comm is comm
@@ -339,14 +330,11 @@ def given_communicator(me: Rank) -> None:
         comm.barrier()
 
 
-def test_a_communicator_may_be_given_and_stays_the_callers():
-    run_ranks(4, given_communicator)
-
-
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-def mistake(me: Rank) -> None:
+@on_ranks(4)
+def test_a_mistake_raises_by_its_name_and_mismatch_on_the_others(me: Rank) -> None:
     x, weight = whole(1, TOKENS * me.num_ranks, HIDDEN), whole(2, COLUMNS, HIDDEN)
     mine = x[own(me)]
     many = in_fp8(mine, 1.0)
@@ -387,11 +375,8 @@ def mistake(me: Rank) -> None:
             te.general_gemm(weight, x)
 
 
-def test_a_mistake_raises_by_its_name_and_mismatch_on_the_others():
-    run_ranks(4, mistake)
-
-
-def life(me: Rank) -> None:
+@on_ranks(4)
+def test_buffers_are_made_once_until_they_are_destroyed(me: Rank) -> None:
     with pytest.raises(RuntimeError, match="call initialize_ub"):
         te.get_ub("qkv_fprop")
     te.destroy_ub()
@@ -406,10 +391,6 @@ def life(me: Rank) -> None:
             ub = te.get_ub("qkv_fprop")
             with pytest.raises(ValueError, match="shape = .3, 3.: expected"):
                 ub.get_buffer(shape=(3, 3))
-
-
-def test_buffers_are_made_once_until_they_are_destroyed():
-    run_ranks(4, life)
 
 
 @pytest.mark.parametrize(

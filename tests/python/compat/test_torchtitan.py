@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pair import run_pair
-from support import Rank
+from support import Rank, on_ranks
+from torch_ranks import process_group
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -86,16 +86,14 @@ def losses(me: Rank, with_crossdock: bool) -> list[float]:
     return found
 
 
-def check_losses(me: Rank) -> None:
+@on_ranks(2)
+def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank) -> None:
     _, ours = torchtitan()
     try:
-        got, expected = losses(me, True), losses(me, False)
+        with process_group():
+            got, expected = losses(me, True), losses(me, False)
         assert got == pytest.approx(expected, rel=1e-4), (got, expected)
     finally:
         for kept in (ours._groups, ours._comms):
             while kept:
                 kept.popitem()[1].close()
-
-
-def test_losses_are_those_of_the_all_to_all_dispatcher() -> None:
-    run_pair(check_losses)

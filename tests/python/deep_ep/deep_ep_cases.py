@@ -7,8 +7,7 @@ reference.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import gc
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock import _core
+import torch_ranks
 from crossdock.deep_ep import Buffer
 from crossdock.errors import Mismatch
 from deep_ep_reference import Batch, expert_outputs, make_batch, make_bias
-from support import Rank
+from support import Rank, on_ranks, run_ranks
 
 SECONDS = 20  # much less than the timeout, which peers must not sit out
 Mistake = tuple[dict[str, Any], str]  # arguments in place of those of a good call; the error's text
@@ -51,62 +50,58 @@ def name_of(streams: dict[str, bool]) -> str:
 
 
 @contextlib.contextmanager
-def process_group(me: Any, backend: str = "gloo") -> Iterator[None]:
-    """torch's process group of all ranks, which ends with the outermost of these contexts.
-
-    With gloo the ranks see no GPU.
-    """
+def process_group(backend: str = "gloo") -> Iterator[None]:
+    """torch's process group of all ranks. With gloo the ranks see no GPU."""
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if dist.is_initialized():
+    with torch_ranks.process_group(backend):
         yield
-        return
-    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    dist.init_process_group(backend, init_method=address, rank=me.rank, world_size=me.num_ranks)
-    yield  # a rank that raises ends as a whole
-    gc.collect()  # NCCL waits below until no graph holds one of its operations
-    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def buffer_of(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer]:
-    """A Buffer over all ranks, destroyed at the end. With gloo it is on the CPU."""
-    with process_group(me, backend):
-        buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
-        yield buffer
-        buffer.destroy()
+def new_buffer(**options: Any) -> Iterator[Buffer]:
+    """A Buffer over all ranks of torch's process group, destroyed at the end."""
+    buffer = Buffer(dist.group.WORLD, explicitly_destroy=True, **options)
+    yield buffer
+    buffer.destroy()
 
 
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """The part of every rank in a test, which some of the ranks that call it run.
+def run_buffers(
+    num_ranks: int,
+    test: Callable[..., None],
+    *args: Any,
+    apart: bool = False,
+    backend: str = "gloo",
+    **options: Any,
+) -> None:
+    """Runs ``test(buffer, *args)`` on ranks that have a Buffer with these options.
 
-    Args:
-        test: is called with the rank, `arguments`, and a Buffer if it takes one.
-        first, num_ranks: which of the ranks.
-        backend: of torch's process group; ranks of nccl have a GPU each.
-        options: of the Buffer; None = there is none.
+    With gloo it is on the CPU; ranks of nccl have a GPU each.
     """
+    run_ranks(num_ranks, _with_buffer, test, args, backend, options, apart=apart, timeout=180)
 
-    test: Callable[..., None]
-    arguments: dict[str, Any]
-    first: int
-    num_ranks: int
-    backend: str
-    options: dict[str, Any] | None
 
-    def __call__(self, me: Rank) -> None:
-        _core.default_timeout_ms()  # reads the job's secret, which ranks must do in the same job
-        me = Rank(me.rank - self.first, self.num_ranks, me.unique_id)
-        if not 0 <= me.rank < me.num_ranks:
-            return
-        if self.backend == "nccl":
-            torch.cuda.set_device(me.rank)
-        if self.options is None:
-            self.test(me=me, **self.arguments)
-            return
-        with buffer_of(me, self.backend, **self.options) as buffer:
-            self.test(me=me, buffer=buffer, **self.arguments)
+def _with_buffer(
+    me: Rank,
+    test: Callable[..., None],
+    args: tuple[Any, ...],
+    backend: str,
+    options: dict[str, Any],
+) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(me.rank)
+    with process_group(backend), new_buffer(**options) as buffer:
+        test(buffer, *args)
+
+
+# Makes a function ``fn(buffer, *args)`` a test as on_ranks does; more options are the Buffer's.
+on_buffers = functools.partial(on_ranks, run=run_buffers)
+
+
+def on_gpus(*num_ranks: Any, **options: Any) -> Callable[..., Any]:
+    """`on_buffers` with a GPU for each rank; without numbers the ranks are as many as possible."""
+    most = torch_ranks.gpu_ranks()[-1:]
+    return on_buffers(*num_ranks or most, backend="nccl", **options)
 
 
 def same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -441,44 +436,6 @@ def slices(buffer: Buffer, seed: int, **streams: bool) -> None:
     same("recv_scales", got, batch.received(caller.rank, scales))
 
 
-def under_default_device(me: Any, backend: str, device: torch.device, seed: int) -> None:
-    """A Buffer that is made and used while torch's own default device and dtype are others."""
-    with process_group(me, backend):  # torch itself makes none under such a default device
-        _under_default_device(me, backend, device, seed)
-
-
-def _under_default_device(me: Any, backend: str, device: torch.device, seed: int) -> None:
-    batch = make_batch(seed, me.num_ranks)
-    with buffer_of(me, backend) as usual:
-        caller = Caller(usual, batch)
-    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
-    bias = make_bias(seed, batch, me.rank)[0].to(caller.device)
-    torch.set_default_device(device)
-    torch.set_default_dtype(torch.float64)
-    try:
-        with buffer_of(me, backend) as buffer:
-            layout = buffer.get_dispatch_layout(caller.topk_idx, batch.num_experts)
-            routing = {
-                "num_tokens_per_rank": layout[0],
-                "num_tokens_per_expert": layout[2],
-                "is_token_in_rank": layout[3],
-            }
-            buffer.dispatch(caller.x, **routing)
-            x, idx, weights, _, handle, _ = buffer.dispatch(caller.x, **routing, **caller.topk())
-            again, *_ = buffer.dispatch(caller.x, handle)
-            out, _, _ = buffer.combine(again, handle, weights, bias)
-            tensors = tuple(handle)
-            local = buffer.get_local_buffer_tensor(torch.int32)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-    for tensor in (*tensors, local):
-        assert tensor.device == caller.device
-    caller.check_rows(x)
-    same("recv_topk_idx", idx, batch.received_topk(me.rank)[0])
-    same("combined_x", out, batch.combined(me.rank, outputs, (bias.cpu(),)))
-
-
 def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
     """More tokens, columns, choices or experts than before; earlier handles go on."""
     ranks = buffer.group_size
@@ -503,17 +460,20 @@ def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
 
 
 def one_rank_errs(
-    me: Rank,
+    me: Any,
     call: Callable[..., Any],
     good: dict[str, Any],
     mistakes: list[Mistake],
     says: str = "rank 0",
+    has_peer: bool = True,
 ) -> None:
     """Rank 0 makes every mistake in turn, while its peers make the good call and hear of it.
 
     Args:
-        me, call, good, mistakes: of this rank.
+        me: has this rank's number.
+        call, good, mistakes: of this rank.
         says: a part of all texts beside the one that the mistake has.
+        has_peer: whether the peers' error has the rank not only in its text.
     """
     for wrong, text in mistakes:
         began = time.monotonic()
@@ -524,5 +484,6 @@ def one_rank_errs(
         else:
             with pytest.raises(Mismatch) as failed:
                 call(**good)
-            assert failed.value.peer == 0
+            assert failed.value.peer == (0 if has_peer else None), failed.value
+            assert has_peer or "rank 0" in str(failed.value)
         assert time.monotonic() - began < SECONDS

@@ -5,8 +5,6 @@ Sums of the batches' small integers are exact in bfloat16. Local expert e multip
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -101,12 +99,6 @@ class Batch:
         assert out.dtype == torch.bfloat16
         want = self.routing.sums(self.rank, self.rows, self.weights).astype(np.float32)
         np.testing.assert_array_equal(out.float().cpu().numpy(), want)
-
-
-@contextlib.contextmanager
-def low_latency_buffer(me: Any, backend: str = "gloo", **options: Any) -> Iterator[Buffer]:
-    with cases.buffer_of(me, backend, low_latency_mode=True, **options) as buffer:
-        yield buffer
 
 
 def plain(buffer: Buffer, seed: int) -> None:

@@ -14,32 +14,32 @@ import torch
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, Config, ElasticBuffer
 from crossdock.deep_ep._config import _LONG_NAMES
+from deep_ep_cases import on_buffers
 from deep_ep_reference import make_batch
-from support import Rank
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "deep_ep.md"
 ELASTIC_PAGE = PAGE.with_name("deep_ep_elastic.md")
 SEED = 60
 
 
-@pytest.mark.ranks(2)
-def test_program_on_the_page_runs(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2)
+def test_program_on_the_page_runs(buffer: Buffer) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     page: dict[str, Any] = {}
     exec(program, page)
     assert page["Buffer"] is Buffer
-    batch = make_batch(SEED, me.num_ranks)
+    batch = make_batch(SEED, buffer.group_size)
 
     def experts(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        cases.same("recv_x", x, batch.received(me.rank, batch.x))
-        for got, want in zip((idx, weights), batch.received_topk(me.rank)):
+        cases.same("recv_x", x, batch.received(buffer.rank, batch.x))
+        for got, want in zip((idx, weights), batch.received_topk(buffer.rank)):
             cases.same("top-k", got, want)
         return x
 
-    of_rank = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
+    of_rank = (part[buffer.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
     out = page["moe_layer"](buffer, *of_rank, batch.num_experts, experts)
-    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
-    cases.same("combined_x", out, batch.combined(me.rank, outputs))
+    outputs = [batch.received(rank, batch.x) for rank in range(buffer.group_size)]
+    cases.same("combined_x", out, batch.combined(buffer.rank, outputs))
 
 
 def section_of(title: str, page: pathlib.Path = PAGE) -> str:

@@ -14,14 +14,14 @@ import spread
 from crossdock.deep_ep import Buffer, ElasticBuffer, EPHandle, EventOverlap
 from deep_ep_cases import one_rank_errs, process_group, same
 from deep_ep_reference import Batch, make_batch
-from support import Rank
+from support import Apart, Rank, on_ranks
 
 EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 32, 12
 
 
 @contextlib.contextmanager
 def elastic(me: Rank, **options: Any) -> Iterator[ElasticBuffer]:
-    with process_group(me):
+    with process_group():
         options = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN} | options
         buffer = ElasticBuffer(dist.group.WORLD, explicitly_destroy=True, **options)
         yield buffer
@@ -51,7 +51,7 @@ def zones(batch: Batch, rank: int) -> list[list[tuple[int, int]]]:
     return [(idx == expert).nonzero().tolist() for expert in range(EXPERTS // batch.num_ranks)]
 
 
-@pytest.mark.ranks(1, 2, 4, apart=(4,))
+@on_ranks(1, 2, 4, Apart(4))
 @pytest.mark.parametrize("do_cpu_sync, asynchronous", [(None, False), (False, True)])
 def test_rows_and_handles(me: Rank, do_cpu_sync: bool | None, asynchronous: bool) -> None:
     batch = drawn(me)
@@ -102,7 +102,7 @@ def test_rows_and_handles(me: Rank, do_cpu_sync: bool | None, asynchronous: bool
         same("again", again[:real], 2 * batch.received(me.rank, batch.x))
 
 
-@pytest.mark.ranks(1, 2, 4, apart=(4,))
+@on_ranks(1, 2, 4, Apart(4))
 @pytest.mark.parametrize(
     "alignment, do_cpu_sync, reduce_first", [(1, True, True), (8, True, False), (8, False, True)]
 )
@@ -151,7 +151,7 @@ def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_firs
         same("again", again, 2 * rows)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_scales_travel_and_lie_as_asked(me: Rank) -> None:
     batch = drawn(me, seed=3)
     idx = batch.topk_idx[me.rank]
@@ -180,7 +180,7 @@ def test_scales_travel_and_lie_as_asked(me: Rank) -> None:
             assert sf.stride() == (1, -(-len(sf) // 4) * 4)
 
 
-@pytest.mark.ranks(2, apart=(2,))
+@on_ranks(2, Apart(2))
 def test_facts_and_mistakes(me: Rank) -> None:
     with elastic(me) as buffer:
         hosts = len(set(spread.hosts(me.num_ranks)))
@@ -220,7 +220,7 @@ def test_facts_and_mistakes(me: Rank) -> None:
         one_rank_errs(me, buffer.combine, {"x": rows, "handle": handle}, [few])
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_few_tokens_have_a_buffer_of_their_own_beside_it(me: Rank) -> None:
     batch = drawn(me)
     x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))

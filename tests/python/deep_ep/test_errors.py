@@ -12,9 +12,9 @@ import torch.distributed as dist
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, Config, EventOverlap
 from crossdock.errors import InvalidArgument, Mismatch
-from deep_ep_cases import SECONDS, one_rank_errs
+from deep_ep_cases import SECONDS, on_buffers, one_rank_errs
 from deep_ep_reference import make_batch
-from support import Rank
+from support import Apart
 
 SEED = 40
 TOKENS = [17, 9]
@@ -127,17 +127,17 @@ def told_everywhere(buffer: Buffer, told: list[str]) -> list[tuple[str, ...]]:
     return list(zip(*gathered))
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_mistake_in_dispatch_is_told_to_all(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_mistake_in_dispatch_is_told_to_all(buffer: Buffer) -> None:
     caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=TOKENS, hidden=HIDDEN))
     layout, topk = caller.layout(), caller.topk()
     new = {"x": caller.x, **layout, **topk}
     of_any = mistakes_in_x(caller.x) + mistakes_about_streams()
-    one_rank_errs(me, buffer.dispatch, new, of_any + mistakes_in_routing(layout, topk))
+    one_rank_errs(buffer, buffer.dispatch, new, of_any + mistakes_in_routing(layout, topk))
     cases.everything(buffer, SEED)
 
     cached = {"x": caller.x, "handle": caller.dispatch_checked()}
-    one_rank_errs(me, buffer.dispatch, cached, of_any + mistakes_in_cached(caller))
+    one_rank_errs(buffer, buffer.dispatch, cached, of_any + mistakes_in_cached(caller))
     cases.everything(buffer, SEED)
 
     worst = {**new, "num_worst_tokens": sum(TOKENS)}
@@ -150,77 +150,77 @@ def test_mistake_in_dispatch_is_told_to_all(me: Rank, buffer: Buffer) -> None:
         ({"num_worst_tokens": -1}, "num_worst_tokens: expected an integer of at least 0"),
         ({"num_worst_tokens": 0, "x": None}, "x: expected a tensor"),
     ]
-    one_rank_errs(me, buffer.dispatch, worst, mistakes_in_x(caller.x) + of_worst)
+    one_rank_errs(buffer, buffer.dispatch, worst, mistakes_in_x(caller.x) + of_worst)
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_mistake_in_combine_is_told_to_all(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_mistake_in_combine_is_told_to_all(buffer: Buffer) -> None:
     caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=TOKENS, hidden=HIDDEN))
     handle = caller.dispatch_checked()
-    rows = torch.zeros(len(caller.batch.rows(me.rank)), HIDDEN, dtype=torch.bfloat16)
+    rows = torch.zeros(len(caller.batch.rows(buffer.rank)), HIDDEN, dtype=torch.bfloat16)
     weights, bias = torch.zeros(len(rows), 3), torch.zeros_like(caller.x)
     mistakes = mistakes_in_combine(rows, weights, bias) + mistakes_about_streams()
-    one_rank_errs(me, buffer.combine, {"x": rows, "handle": handle}, mistakes)
+    one_rank_errs(buffer, buffer.combine, {"x": rows, "handle": handle}, mistakes)
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(apart=(2,))
-def test_tokens_per_host_are_checked_where_there_are_several(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+@on_buffers(Apart(2))
+def test_tokens_per_host_are_checked_where_there_are_several(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     good = {"x": caller.x, **caller.layout(), **caller.topk()}
     three, floats = torch.zeros(3, dtype=torch.int32), torch.zeros(2)
     mistakes: Mistakes = [
         ({"num_tokens_per_rdma_rank": three}, r"num_tokens_per_rdma_rank: .*\[2\] int32"),
         ({"num_tokens_per_rdma_rank": floats}, "num_tokens_per_rdma_rank: .*got .* float32"),
     ]
-    one_rank_errs(me, buffer.dispatch, good, mistakes)
+    one_rank_errs(buffer, buffer.dispatch, good, mistakes)
     buffer.dispatch(**{**good, "num_tokens_per_rdma_rank": None})
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_ranks_that_disagree_all_hear_in_what(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_ranks_that_disagree_all_hear_in_what(buffer: Buffer) -> None:
     """Each rank's call is good by itself."""
     for sizes, text in (
-        ({"hidden": 64 + 64 * me.rank}, "bytes of a row of x"),
-        ({"topk": 2 + me.rank}, "columns of topk_idx"),
-        ({"local_experts": 4 + me.rank}, "elements of num_tokens_per_expert"),
+        ({"hidden": 64 + 64 * buffer.rank}, "bytes of a row of x"),
+        ({"topk": 2 + buffer.rank}, "columns of topk_idx"),
+        ({"local_experts": 4 + buffer.rank}, "elements of num_tokens_per_expert"),
     ):
         caller = cases.Caller(buffer, make_batch(SEED, 2, **sizes))
         with pytest.raises(Mismatch, match=rf"{text}.* on rank 0 and .* on rank 1") as failed:
             caller.dispatch(**caller.topk())
-        assert (failed.value.rank, failed.value.peer) == (me.rank, 1)
+        assert (failed.value.rank, failed.value.peer) == (buffer.rank, 1)
     caller = cases.Caller(buffer, make_batch(SEED, 2))
     with pytest.raises(Mismatch, match="num_worst_tokens"):
-        caller.dispatch(**caller.topk(), num_worst_tokens=1000 + me.rank)
+        caller.dispatch(**caller.topk(), num_worst_tokens=1000 + buffer.rank)
     with pytest.raises(Mismatch, match="columns of topk_idx"):
-        caller.dispatch(**caller.topk() if me.rank == 0 else {})
+        caller.dispatch(**caller.topk() if buffer.rank == 0 else {})
     handle = caller.dispatch_checked()
-    rows = caller.batch.received(me.rank, caller.batch.x)
-    bias = torch.zeros_like(caller.x) if me.rank == 0 else None
+    rows = caller.batch.received(buffer.rank, caller.batch.x)
+    bias = torch.zeros_like(caller.x) if buffer.rank == 0 else None
     with pytest.raises(Mismatch):
         buffer.combine(rows, handle, bias=bias)
     caller.combine_checked(handle, SEED, 2)
     # Equal row bytes of different types are the library's to find.
     with pytest.raises(Mismatch):
-        caller.dispatch(caller.x.half() if me.rank == 0 else caller.x, **caller.topk())
+        caller.dispatch(caller.x.half() if buffer.rank == 0 else caller.x, **caller.topk())
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(2, 3, apart=(3,))
-def test_weights_of_combine_on_some_ranks_only_are_told_to_all(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, 3, Apart(3))
+def test_weights_of_combine_on_some_ranks_only_are_told_to_all(buffer: Buffer) -> None:
     """The rank without weights has no operation in which it could learn of them later."""
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     handle = caller.dispatch_checked()
-    rows = caller.batch.received(me.rank, caller.batch.x)
+    rows = caller.batch.received(buffer.rank, caller.batch.x)
     told = []
     for columns in ((3, 0), (0, 3), (2, 3)):
-        mine = columns[me.rank % 2]
+        mine = columns[buffer.rank % 2]
         weights = torch.ones(len(rows), mine) if mine else None
         began = time.monotonic()
         with pytest.raises(Mismatch, match="columns of topk_weights|its call failed") as found:
             buffer.combine(rows, handle, topk_weights=weights)
-        assert found.value.peer != me.rank and time.monotonic() - began < SECONDS
+        assert found.value.peer != buffer.rank and time.monotonic() - began < SECONDS
         told.append(str(found.value))
     cases.everything(buffer, SEED)
     # Some rank is told of the weights themselves, and another one of the rank that failed.
@@ -229,14 +229,14 @@ def test_weights_of_combine_on_some_ranks_only_are_told_to_all(me: Rank, buffer:
         assert any(of_weights) and not all(of_weights), texts
 
 
-@pytest.mark.ranks(3, apart=(3,))
-def test_ids_that_are_no_experts_are_told_to_all(me: Rank, buffer: Buffer) -> None:
-    batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 4])
+@on_buffers(3, Apart(3))
+def test_ids_that_are_no_experts_are_told_to_all(buffer: Buffer) -> None:
+    batch = make_batch(SEED, buffer.group_size, tokens=[17, 9, 4])
     caller = cases.Caller(buffer, batch)
     layout, topk = caller.layout(), caller.topk()
     for bad in (batch.num_experts, -2):
         wrong = caller.topk_idx.clone()
-        if me.rank == 1:
+        if buffer.rank == 1:
             wrong[3, 1] = bad
         for worst in (0, 51):
             with pytest.raises(InvalidArgument, match="lowest rank with some is 1"):
@@ -246,8 +246,8 @@ def test_ids_that_are_no_experts_are_told_to_all(me: Rank, buffer: Buffer) -> No
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(2)
-def test_num_worst_tokens_bounds_the_tokens_of_a_rank(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2)
+def test_num_worst_tokens_bounds_the_tokens_of_a_rank(buffer: Buffer) -> None:
     small = cases.Caller(buffer, make_batch(SEED, 2, tokens=[8, 8]))
     small.dispatch(**small.topk(), num_worst_tokens=16)
     large = cases.Caller(buffer, make_batch(SEED, 2, tokens=[9, 3]))
@@ -255,32 +255,32 @@ def test_num_worst_tokens_bounds_the_tokens_of_a_rank(me: Rank, buffer: Buffer) 
     kind, text = (
         (ValueError, r"num_worst_tokens: expected at least W \* T = 18, got 16"),
         (Mismatch, "rank 0"),
-    )[me.rank]
+    )[buffer.rank]
     with pytest.raises(kind, match=text):
         large.dispatch(**large.topk(), num_worst_tokens=16)
     large.dispatch_checked()
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_too_few_worst_tokens_are_an_error_on_all_ranks(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_too_few_worst_tokens_are_an_error_on_all_ranks(buffer: Buffer) -> None:
     batch = make_batch(SEED, 2, tokens=[17, 17])
     caller = cases.Caller(buffer, batch)
     most = max(len(batch.rows(rank)) for rank in range(2))
-    full = len(batch.rows(me.rank)) == most
+    full = len(batch.rows(buffer.rank)) == most
     for _ in range(2):
         text = f"num_worst_tokens: recv_x has {most - 1} rows, expected at least {most}"
         with pytest.raises(InvalidArgument if full else Mismatch, match=text if full else ""):
             caller.dispatch(**caller.topk(), num_worst_tokens=most - 1)
     x, *_ = caller.dispatch(**caller.topk(), num_worst_tokens=most)
-    caller.check_rows(x[: len(batch.rows(me.rank))])
+    caller.check_rows(x[: len(batch.rows(buffer.rank))])
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(3, apart=(3,))
-def test_unequal_num_worst_tokens_are_told_to_all_at_once(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, tokens=[17, 9, 4]))
-    known = 17 * me.num_ranks
+@on_buffers(3, Apart(3))
+def test_unequal_num_worst_tokens_are_told_to_all_at_once(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size, tokens=[17, 9, 4]))
+    known = 17 * buffer.group_size
     caller.dispatch(**caller.topk(), num_worst_tokens=known)
     told = []
     # Ranks that wait for the host, ranks that the group serves as it is, and ranks that want a
@@ -293,9 +293,9 @@ def test_unequal_num_worst_tokens_are_told_to_all_at_once(me: Rank, buffer: Buff
         (9 * known, known),
         (0, 9 * known),
     ):
-        for odd in range(me.num_ranks):
+        for odd in range(buffer.group_size):
             began = time.monotonic()
-            worst = one if me.rank == odd else others
+            worst = one if buffer.rank == odd else others
             with pytest.raises(Mismatch) as failed:
                 caller.dispatch(**caller.topk(), num_worst_tokens=worst)
             assert time.monotonic() - began < SECONDS
@@ -308,8 +308,8 @@ def test_unequal_num_worst_tokens_are_told_to_all_at_once(me: Rank, buffer: Buff
         assert enough("num_worst_tokens = " in text for text in texts), texts
 
 
-@pytest.mark.ranks(1)
-def test_a_handle_is_what_dispatch_returned(me: Rank, buffer: Buffer) -> None:
+@on_buffers(1)
+def test_a_handle_is_what_dispatch_returned(buffer: Buffer) -> None:
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     for handle in ((1, 2, 3), [x], "handle"):
         for call in (buffer.dispatch, buffer.combine):

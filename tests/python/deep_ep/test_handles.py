@@ -13,8 +13,9 @@ import torch.distributed as dist
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
 from crossdock.errors import PeerLost
+from deep_ep_cases import on_buffers
 from deep_ep_reference import Batch, make_batch
-from support import Rank
+from support import Apart, Rank, on_ranks
 
 SEED = 70
 
@@ -38,10 +39,9 @@ def tensors_of(batch: Batch, rank: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-@pytest.mark.ranks(3)
-def test_handle_unpacks_as_deep_eps_six_tensors(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
-    batch = make_batch(SEED, me.num_ranks)
+@on_buffers(3)
+def test_handle_unpacks_as_deep_eps_six_tensors(buffer: Buffer) -> None:
+    batch = make_batch(SEED, buffer.group_size)
     caller = cases.Caller(buffer, batch)
     handle = caller.dispatch_checked()
     assert isinstance(handle, tuple) and len(handle) == 6
@@ -54,7 +54,7 @@ def test_handle_unpacks_as_deep_eps_six_tensors(me: Rank, buffer: Buffer) -> Non
         "send_head",
     )
     unpacked = (*handle,)
-    for number, (name, want) in enumerate(zip(names, tensors_of(batch, me.rank))):
+    for number, (name, want) in enumerate(zip(names, tensors_of(batch, buffer.rank))):
         cases.same(name, unpacked[number], want)
         cases.same(name, handle[number], want)
     cases.same("the last one", handle[-1], unpacked[5])
@@ -66,13 +66,12 @@ def test_handle_unpacks_as_deep_eps_six_tensors(me: Rank, buffer: Buffer) -> Non
     for copied in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match="in the process that made it only"):
             copied(handle)
-    assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(me.rank))} rows)"
+    assert str(handle) == f"Handle({len(caller.x)} tokens, {len(batch.rows(buffer.rank))} rows)"
 
 
-@pytest.mark.ranks(3, apart=(3,))
+@on_ranks(3, Apart(3))
 def test_handle_serves_with_another_buffer_when_its_own_is_gone(me: Rank) -> None:
-    print(f"seed {SEED}")
-    with cases.process_group(me):
+    with cases.process_group():
         replace_buffer(me)
 
 
@@ -102,16 +101,16 @@ def replace_buffer(me: Rank) -> None:
     cases.everything(larger, SEED)
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_handle_serves_after_its_buffer_is_destroyed(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_handle_serves_after_its_buffer_is_destroyed(buffer: Buffer) -> None:
     first = Buffer(dist.group.WORLD, explicitly_destroy=True)
-    caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
+    caller = cases.Caller(first, make_batch(SEED, buffer.group_size))
     handle = caller.dispatch_checked()
     first.destroy()
     caller.buffer = buffer
     caller.cached_checked(handle)
     caller.combine_checked(handle, SEED)
-    if me.rank == 0:
+    if buffer.rank == 0:
         del handle
         gc.collect()
     else:
@@ -121,13 +120,13 @@ def test_handle_serves_after_its_buffer_is_destroyed(me: Rank, buffer: Buffer) -
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(2)
-def test_handle_of_another_number_of_ranks_is_refused(me: Rank, buffer: Buffer) -> None:
-    alone = [dist.new_group([rank]) for rank in range(me.num_ranks)][me.rank]
+@on_buffers(2)
+def test_handle_of_another_number_of_ranks_is_refused(buffer: Buffer) -> None:
+    alone = [dist.new_group([rank]) for rank in range(buffer.group_size)][buffer.rank]
     small = Buffer(alone, explicitly_destroy=True)
     caller = cases.Caller(small, make_batch(SEED, 1))
     handle = caller.dispatch_checked()
-    text = f"handle: expected one of rank {me.rank} of 2 on cpu, got one of rank 0 of 1 on cpu"
+    text = f"handle: expected one of rank {buffer.rank} of 2 on cpu, got one of rank 0 of 1 on cpu"
     for call in (buffer.dispatch, buffer.combine):
         with pytest.raises(ValueError, match=text):
             call(caller.x, handle)

@@ -6,7 +6,6 @@ The hosts are declared: ranks are processes of this machine that share no memory
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 import pytest
@@ -15,28 +14,28 @@ import torch.distributed as dist
 
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.errors import Mismatch, PeerLost, Unsupported
-from deep_ep_cases import SECONDS
+from crossdock.errors import Mismatch, Unsupported
+from deep_ep_cases import SECONDS, on_buffers
 from deep_ep_reference import make_batch
-from support import Rank, run_ranks
+from support import Apart, Rank, on_ranks, run_ranks
 
 SEED = 90
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_internode_names_are_dispatch_and_combine(me: Rank, buffer: Buffer) -> None:
-    batch = make_batch(SEED, me.num_ranks)
+@on_buffers(2, Apart(2))
+def test_internode_names_are_dispatch_and_combine(buffer: Buffer) -> None:
+    batch = make_batch(SEED, buffer.group_size)
     caller = cases.Caller(buffer, batch)
     x, *_, handle, _ = buffer.internode_dispatch(caller.x, **caller.layout(), **caller.topk())
     caller.check_rows(x)
-    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
+    outputs = [batch.received(rank, batch.x) for rank in range(buffer.group_size)]
     combined, *_ = buffer.internode_combine(x, handle)
-    cases.same("combined_x", combined, batch.combined(me.rank, outputs))
+    cases.same("combined_x", combined, batch.combined(buffer.rank, outputs))
 
 
-@pytest.mark.ranks(apart=(3,))
+@on_ranks(Apart(3))
 def test_leaving_out_ranks_between_machines_is_refused_by_the_constructor(me: Rank) -> None:
-    with cases.process_group(me):
+    with cases.process_group():
         began = time.monotonic()
         text = (
             "enable_shrink = True, expected False, as the ranks are on several machines "
@@ -45,16 +44,16 @@ def test_leaving_out_ranks_between_machines_is_refused_by_the_constructor(me: Ra
         with pytest.raises(Unsupported, match=text):
             Buffer(dist.group.WORLD, low_latency_mode=True, enable_shrink=True)
         assert time.monotonic() - began < SECONDS
-        with cases.buffer_of(me) as buffer:
+        with cases.new_buffer() as buffer:
             assert buffer.clean_low_latency_buffer(1, 64, 4) is None
             with pytest.raises(ValueError, match="low_latency_mode: expected True"):
                 buffer.low_latency_dispatch(torch.zeros(1, 64), torch.zeros(1, 1), 1, 4)
             cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(apart=(3,))
+@on_ranks(Apart(3))
 def test_buffers_that_ranks_want_differently_are_refused_on_all_hosts(me: Rank) -> None:
-    with cases.process_group(me):
+    with cases.process_group():
         for options, peer, text in (
             ({"low_latency_mode": me.rank == 1}, 1, "low_latency_mode = False on rank 0 and True"),
             ({"num_rdma_bytes": me.rank // 2}, 2, "num_rdma_bytes = 0 on rank 0 and 1"),
@@ -64,17 +63,17 @@ def test_buffers_that_ranks_want_differently_are_refused_on_all_hosts(me: Rank) 
                 Buffer(dist.group.WORLD, **options)
             assert (failed.value.rank, failed.value.peer) == (me.rank, peer)
             assert time.monotonic() - began < SECONDS
-        with cases.buffer_of(me) as buffer:
+        with cases.new_buffer() as buffer:
             cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(apart=(2,))
+@on_ranks(Apart(2))
 def test_rdma_bytes_are_the_buffers_for_other_machines(me: Rank) -> None:
     """The rows for the other rank, of 8 KiB each, are more than 800 KiB."""
     puts = []
-    with cases.process_group(me):
+    with cases.process_group():
         for size in (1, 0, 1 << 30):  # pieces of 64, 256 and 512 KiB
-            with cases.buffer_of(me, num_rdma_bytes=size) as buffer:
+            with cases.new_buffer(num_rdma_bytes=size) as buffer:
                 caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=[120, 120], hidden=4096))
                 handle = caller.dispatch_checked()
                 puts.append(handle.routing.lease.group.stats()["net_puts"])
@@ -84,7 +83,7 @@ def test_rdma_bytes_are_the_buffers_for_other_machines(me: Rank) -> None:
 
 def name_hosts(me: Rank) -> None:
     os.environ["XD_HOST_ID"] = f"host {2 * me.rank // me.num_ranks}"
-    with cases.buffer_of(me, low_latency_mode=True) as buffer:
+    with cases.process_group(), cases.new_buffer(low_latency_mode=True) as buffer:
         assert buffer.num_rdma_ranks == 2 and not buffer._live().hosts.apart
         cases.everything(buffer, SEED)
         cases.worst_case(buffer, SEED)
@@ -92,23 +91,3 @@ def name_hosts(me: Rank) -> None:
 
 def test_ranks_of_one_machine_may_name_hosts() -> None:
     run_ranks(3, name_hosts, fresh=True)
-
-
-@pytest.mark.ranks(apart=(4,), loses=3)
-def test_a_rank_that_dies_is_told_to_all_hosts(me: Rank) -> None:
-    with cases.process_group(me):
-        buffer = Buffer(dist.group.WORLD)
-        caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
-        handle = caller.dispatch_checked()
-        if me.rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(PeerLost, match="rank 3") as lost:
-            while True:
-                caller.cached_checked(handle)
-                caller.combine_checked(handle, SEED, weights=3)
-        assert lost.value.peer == 3 and lost.value.fatal
-        assert time.monotonic() - began < SECONDS
-        for call in (caller.dispatch_checked, lambda: caller.combine_checked(handle, SEED)):
-            with pytest.raises(PeerLost, match="rank 3"):
-                call()

@@ -17,47 +17,21 @@ import spread
 from crossdock.deep_ep import Buffer, Config
 from crossdock.deep_ep._exchange import HostExchange
 from crossdock.errors import PeerLost
+from deep_ep_cases import on_buffers
 from deep_ep_reference import Batch, make_batch
-from support import Rank, run_threads
+from support import Apart, Rank, on_ranks, run_threads
 
 SEED = 30
 
 
-class MpiComm:
-    """The part of mpi4py's communicator that a Buffer uses."""
-
-    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
-        return dist.get_rank()
-
-    def Get_size(self) -> int:  # noqa: N802
-        return dist.get_world_size()
-
-    def allgather(self, sent: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, sent)
-        return gathered
-
-
-@pytest.mark.ranks(2)
-def test_ranks_meet_through_mpi(me: Rank) -> None:
-    with cases.process_group(me):
-        buffer = Buffer(None, comm=MpiComm(), explicitly_destroy=True)
-        assert (buffer.rank, buffer.group_size) == (me.rank, me.num_ranks)
-        cases.everything(buffer, SEED)
-        buffer.destroy()
-
-
-@pytest.mark.ranks(2)
-def test_buffer_runs_under_another_default_device(me: Rank) -> None:
-    cases.under_default_device(me, "gloo", torch.device("meta"), SEED)
-
-
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_arguments_are_kept_and_local_memory_is_the_callers(me: Rank) -> None:
     rdma_bytes = 4096 + me.rank  # of one host any number
-    with cases.buffer_of(
-        me, num_nvl_bytes=1 << 20, num_rdma_bytes=rdma_bytes, use_fabric=True, allow_mnnvl=True
-    ) as buffer:
+    options = {"num_nvl_bytes": 1 << 20, "num_rdma_bytes": rdma_bytes}
+    with (
+        cases.process_group(),
+        cases.new_buffer(**options, use_fabric=True, allow_mnnvl=True) as buffer,
+    ):
         assert buffer.group is dist.group.WORLD
         assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, rdma_bytes)
         assert buffer.explicitly_destroy and not buffer.enable_shrink
@@ -81,9 +55,9 @@ def test_arguments_are_kept_and_local_memory_is_the_callers(me: Rank) -> None:
                 buffer.get_local_buffer_tensor(*arguments)
 
 
-@pytest.mark.ranks(3, apart=(3,))
+@on_ranks(3, Apart(3))
 def test_tensors_outlive_a_buffer(me: Rank) -> None:
-    with cases.buffer_of(me) as other:
+    with cases.process_group(), cases.new_buffer() as other:
         buffer = Buffer(dist.group.WORLD)
         with pytest.raises(ValueError, match="explicitly_destroy: expected True"):
             buffer.destroy()
@@ -108,19 +82,19 @@ def test_tensors_outlive_a_buffer(me: Rank) -> None:
             call()
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_peers_learn_that_a_rank_has_left(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+@on_buffers(2, Apart(2))
+def test_peers_learn_that_a_rank_has_left(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     handle = caller.dispatch_checked()
-    if me.rank > 0:
+    if buffer.rank > 0:
         with pytest.raises(PeerLost) as lost:
             while True:
                 caller.cached_checked(handle)
         assert lost.value.peer == 0
 
 
-@pytest.mark.ranks(2, apart=(2,))
-def test_agreements_cost_what_the_page_says(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, Apart(2))
+def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
     exchange = buffer._live().exchange
     rounds: list[int] = []
     gather = exchange.all_gather
@@ -131,16 +105,16 @@ def test_agreements_cost_what_the_page_says(me: Rank, buffer: Buffer) -> None:
         call(*arguments, **options)
         return len(rounds)
 
-    hosts = len(set(spread.hosts(me.num_ranks)))
+    hosts = len(set(spread.hosts(buffer.group_size)))
     between = hosts - 1  # agreements that only ranks of several hosts need
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     assert cost(caller.dispatch, **caller.topk()) == 1
     assert cost(caller.dispatch, **caller.topk()) == 1
     handle = caller.dispatch_checked()
     assert cost(caller.cached_checked, handle) == 0
     assert cost(caller.combine_checked, handle, SEED, 2, weights=3) == between
     # As many as were agreed on; more, once; and fewer again.
-    bound = 17 * me.num_ranks
+    bound = 17 * buffer.group_size
     for worst, agreements in ((bound, 0), (5 * bound, 1), (5 * bound, 0), (bound, 0)):
         assert cost(caller.dispatch, **caller.topk(), num_worst_tokens=worst) == max(
             agreements, between
@@ -151,11 +125,11 @@ def test_agreements_cost_what_the_page_says(me: Rank, buffer: Buffer) -> None:
     assert cost(caller.dispatch, **other) == between
 
 
-@pytest.mark.ranks(2)
-def test_growing_batches_make_few_groups(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2)
+def test_growing_batches_make_few_groups(buffer: Buffer) -> None:
     leases = []
     for tokens in range(1, 200):
-        x = torch.zeros(0 if me.rank else tokens, 64, dtype=torch.bfloat16)
+        x = torch.zeros(0 if buffer.rank else tokens, 64, dtype=torch.bfloat16)
         topk_idx = torch.zeros(len(x), 1, dtype=torch.int64)
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 2)
         *_, handle, _ = buffer.dispatch(
@@ -170,10 +144,10 @@ def test_growing_batches_make_few_groups(me: Rank, buffer: Buffer) -> None:
     assert len(set(map(id, leases))) < 15
 
 
-@pytest.mark.ranks(2)
-def test_a_group_serves_all_that_came_before(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2)
+def test_a_group_serves_all_that_came_before(buffer: Buffer) -> None:
     kinds = [
-        make_batch(SEED, me.num_ranks, **sizes)
+        make_batch(SEED, buffer.group_size, **sizes)
         for sizes in ({"topk": 4}, {"topk": 2, "hidden": 128}, {"tokens": 30}, {"hidden": 32})
     ]
 
@@ -186,7 +160,7 @@ def test_a_group_serves_all_that_came_before(me: Rank, buffer: Buffer) -> None:
 
 
 class ThreadsComm:
-    """MpiComm between threads.
+    """The part of mpi4py's communicator that a Buffer uses, between threads.
 
     Args:
         rank: this thread's rank.
@@ -199,7 +173,7 @@ class ThreadsComm:
         self._slots = slots
         self._barrier = barrier
 
-    def Get_rank(self) -> int:  # noqa: N802
+    def Get_rank(self) -> int:  # noqa: N802 (mpi4py's name)
         return self._rank
 
     def Get_size(self) -> int:  # noqa: N802
@@ -225,6 +199,7 @@ def be_many(me: Rank, batch: Batch, slots: list[bytes], barrier: threading.Barri
 
 
 def test_more_ranks_than_a_token_has_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that meet through mpi4py, as well."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the ranks are threads of this process
     ranks = 33
     batch = make_batch(SEED, ranks, tokens=[1] * ranks, local_experts=1, topk=4)

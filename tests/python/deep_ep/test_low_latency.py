@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,33 +12,29 @@ import torch.distributed as dist
 
 import low_latency_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.errors import Mismatch
-from deep_ep_cases import process_group
-from slots import SlotRouting
-from support import Rank, run_ranks
+from deep_ep_cases import Mistake, new_buffer, on_buffers, one_rank_errs, process_group
+from support import Apart, Rank, run_ranks
 
 SEED = 110
 LATE_MS = 3000  # until a rank that does not come is left out
 
 
-@pytest.mark.ranks(1, 2, 4, apart=(3,), representative=2, options=cases.LOW_LATENCY)
-def test_calls_equal_reference(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_buffers(1, 2, 4, Apart(3), **cases.LOW_LATENCY)
+def test_calls_equal_reference(buffer: Buffer) -> None:
     for name in cases.CASES:
         getattr(cases, name)(buffer, SEED)
 
 
-@pytest.mark.ranks(3, options=cases.SHRINKING)
-def test_a_rank_is_left_out_and_comes_back(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_buffers(3, **cases.SHRINKING)
+def test_a_rank_is_left_out_and_comes_back(buffer: Buffer) -> None:
     cases.left_out(buffer, SEED)
     cases.plain(buffer, SEED)
 
 
-@pytest.mark.ranks(2, options=cases.SHRINKING)
-def test_masks_hold_for_sizes_to_come(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, **cases.SHRINKING)
+def test_masks_hold_for_sizes_to_come(buffer: Buffer) -> None:
     """The caller's last word about a rank holds for sizes that come after it."""
-    other = 1 - me.rank
+    other = 1 - buffer.rank
     status = torch.zeros(2, dtype=torch.int32)
     for hidden, masked in ((128, True), (256, False), (384, True)):
         if masked:
@@ -50,7 +44,7 @@ def test_masks_hold_for_sizes_to_come(me: Rank, buffer: Buffer) -> None:
         batch = cases.Batch(SEED, buffer, hidden)
         _, _, handle, _, _ = batch.dispatch(buffer)
         rows = handle[1] & 0xFFFFFFFF
-        want = batch.routing.source_ranges(me.rank) & 0xFFFFFFFF
+        want = batch.routing.source_ranges(buffer.rank) & 0xFFFFFFFF
         if masked:
             want[:, other] = 0
         np.testing.assert_array_equal(rows.numpy(), want)
@@ -68,7 +62,7 @@ def expect_last_left_out(buffer: Buffer) -> None:
 
 def run_lost(me: Rank, name: str) -> None:
     """The last rank misses a call: the others leave it out by themselves, and say nothing."""
-    with cases.low_latency_buffer(me, enable_shrink=True) as buffer:
+    with new_buffer(**cases.SHRINKING) as buffer:
         batch = cases.Batch(SEED, buffer)
         x, _, handle, _, _ = batch.dispatch(buffer)
         results = batch.experts_of(x)
@@ -88,7 +82,7 @@ def run_lost(me: Rank, name: str) -> None:
 
 def run_all_lost(me: Rank) -> None:
     os.environ["XD_TIMEOUT_MS"] = str(LATE_MS)  # read once in a process
-    with process_group(me):
+    with process_group():
         for name in ("dispatch", "combine", "clean"):
             run_lost(me, name)
 
@@ -97,91 +91,49 @@ def test_a_rank_that_does_not_come_is_left_out() -> None:
     run_ranks(3, run_all_lost, fresh=True)
 
 
-@pytest.mark.ranks(3, options=cases.SHRINKING, loses=2)
-def test_a_rank_whose_process_ends_is_left_out(me: Rank, buffer: Buffer) -> None:
-    """The others go on, and hear of it only if they ask."""
-    batch = cases.Batch(SEED, buffer)
-    x, _, handle, _, _ = batch.dispatch(buffer)
-    batch.combine(buffer, batch.experts_of(x), handle)
-    if me.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(3):
-        x, count, handle, _, hook = batch.dispatch(buffer, return_recv_hook=True)
-        hook()
-        batch.combine(buffer, batch.experts_of(x), handle)
-    mine = [np.where(ids // cases.LOCAL == 2, -1, ids) for ids in batch.ids[:2]]
-    left = SlotRouting([*mine, batch.ids[2][:0]], batch.experts, cases.MOST)
-    assert count.tolist() == left.counts(me.rank)
-    expect_last_left_out(buffer)
-
-
-Mistakes = list[tuple[str, Callable[[], Any]]]
-
-
-def first_rank_errs(me: Rank, mistakes: Mistakes, good: Callable[[], Any]) -> None:
-    """Rank 0 makes every mistake in turn, while its peers make the good call and hear of it."""
-    for text, mistake in mistakes:
-        if me.rank == 0:
-            with pytest.raises(ValueError, match=text):
-                mistake()
-        else:
-            with pytest.raises(Mismatch, match="rank 0"):
-                good()
-
-
-@pytest.mark.ranks(2, options=cases.LOW_LATENCY)
-def test_peers_hear_of_mistakes_and_the_buffer_goes_on(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, **cases.LOW_LATENCY)
+def test_peers_hear_of_mistakes_and_the_buffer_goes_on(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     x, idx, weights, experts = batch.x, batch.topk_idx, batch.topk_weights, batch.experts
-    call = buffer.low_latency_dispatch
-
-    def dispatch(**options: Any) -> Any:
-        return batch.dispatch(buffer, **options)
-
-    def combine(**changed: Any) -> Any:
-        arguments = {"x": results, "topk_idx": idx, "topk_weights": weights, "handle": handle}
-        return buffer.low_latency_combine(**{**arguments, **changed})
-
-    of_dispatch: Mistakes = [
-        ("x: expected", lambda: call(x.float(), idx, cases.MOST, experts)),
-        ("x: expected at most", lambda: call(x.repeat(9, 1), idx.repeat(9, 1), 8, experts)),
-        ("num_experts: expected at most 65536", lambda: call(x, idx, 8, 2**40)),
+    most, fp8 = "num_max_dispatch_tokens_per_rank", {"use_fp8": True, "use_ue8m0": True}
+    good: dict[str, Any] = {"x": x, "topk_idx": idx, most: cases.MOST, "num_experts": experts}
+    good["use_fp8"] = False
+    of_dispatch: list[Mistake] = [
+        ({"x": x.float()}, "x: expected"),
+        ({"x": x.repeat(9, 1), "topk_idx": idx.repeat(9, 1)}, "x: expected at most"),
+        ({"num_experts": 2**40}, "num_experts: expected at most 65536"),
     ]
     # Before there is a group: the peer is about to make it.
-    first_rank_errs(me, of_dispatch, dispatch)
-    received, _, handle, _, _ = dispatch()
+    call = buffer.low_latency_dispatch
+    one_rank_errs(buffer, call, good, of_dispatch, says="", has_peer=False)
+    received, _, handle, _, _ = batch.dispatch(buffer)
+    of_dispatch += [
+        ({"topk_idx": idx.int()}, "topk_idx: expected"),
+        ({most: 1025}, "at most 1024"),
+        ({"num_experts": experts + 1}, "num_experts"),
+        (fp8, "round_scale"),
+        ({**fp8, "round_scale": True}, "a multiple of 512 columns"),
+        ({"async_finish": True, "return_recv_hook": True}, "return_recv_hook"),
+        ({"cumulative_local_expert_recv_stats": idx}, "cumulative_local_expert_recv_stats"),
+    ]
+    one_rank_errs(buffer, call, good, of_dispatch, says="")
     results = batch.experts_of(received)
-    more: Mistakes = [
-        ("topk_idx: expected", lambda: call(x, idx.int(), cases.MOST, experts)),
-        ("at most 1024", lambda: call(x, idx, 1025, experts)),
-        ("num_experts", lambda: call(x, idx, cases.MOST, experts + 1)),
-        ("round_scale", lambda: call(x, idx, 8, experts, use_ue8m0=True)),
-        (
-            "a multiple of 512 columns",
-            lambda: call(x, idx, 8, experts, round_scale=True, use_ue8m0=True),
-        ),
-        ("return_recv_hook", lambda: dispatch(async_finish=True, return_recv_hook=True)),
-        (
-            "cumulative_local_expert_recv_stats",
-            lambda: dispatch(cumulative_local_expert_recv_stats=idx),
-        ),
+    good = {"x": results, "topk_idx": idx, "topk_weights": weights, "handle": handle}
+    of_combine: list[Mistake] = [
+        ({"x": results[:, 1:]}, "x: expected"),
+        ({"topk_weights": weights[:, 1:]}, "topk_weights"),
+        ({"topk_idx": idx[:-1]}, "topk_idx"),
+        ({"out": x[:-1]}, "out"),
     ]
-    first_rank_errs(me, of_dispatch + more, dispatch)
-    of_combine: Mistakes = [
-        ("x: expected", lambda: combine(x=results[:, 1:])),
-        ("topk_weights", lambda: combine(topk_weights=weights[:, 1:])),
-        ("topk_idx", lambda: combine(topk_idx=idx[:-1])),
-        ("out", lambda: combine(out=x[:-1])),
-    ]
-    first_rank_errs(me, of_combine, combine)
-    batch.check_sums(combine()[0])
+    one_rank_errs(buffer, buffer.low_latency_combine, good, of_combine, says="")
+    batch.check_sums(buffer.low_latency_combine(**good)[0])
     for bad in (None, (1, 2, 3, 4, 5), "handle"):
         with pytest.raises(ValueError, match="handle: expected what low_latency_dispatch"):
-            combine(handle=bad)
+            buffer.low_latency_combine(**good | {"handle": bad})
 
 
-@pytest.mark.ranks(2, options=cases.LOW_LATENCY)
-def test_hooks_are_called_once_and_in_order(me: Rank, buffer: Buffer) -> None:
+@on_buffers(2, **cases.LOW_LATENCY)
+def test_hooks_are_called_once_and_in_order(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     sent = [batch.dispatch(buffer, return_recv_hook=True) for _ in range(2)]
     with pytest.raises(ValueError, match="hook: .* in the order .* while 1 older"):
@@ -193,8 +145,8 @@ def test_hooks_are_called_once_and_in_order(me: Rank, buffer: Buffer) -> None:
             hook()
 
 
-@pytest.mark.ranks(1, options=cases.LOW_LATENCY)
-def test_what_is_not_there_is_refused(me: Rank, buffer: Buffer) -> None:
+@on_buffers(1, **cases.LOW_LATENCY)
+def test_what_is_not_there_is_refused(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     _, _, handle, _, _ = batch.dispatch(buffer)
 

@@ -17,17 +17,17 @@ from crossdock import _core
 from crossdock.deep_ep import Buffer, _memory
 from crossdock.deep_ep._memory import ReceiveMemory, set_bytes
 from crossdock.errors import OutOfMemory
+from deep_ep_cases import on_buffers
 from deep_ep_reference import make_batch
-from support import Rank
 
 SEED = 80
 MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
-@pytest.mark.ranks(2)
-def test_results_behave_like_torchs_tensors(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks, hidden=256))
+@on_buffers(2)
+def test_results_behave_like_torchs_tensors(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size, hidden=256))
     pair = (caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 2))
     (x, scales), idx, weights, _, handle, _ = caller.dispatch(pair, **caller.topk())
     combined, combined_weights, _ = buffer.combine(x.to(torch.bfloat16), handle, weights.clone())
@@ -48,9 +48,9 @@ def test_results_behave_like_torchs_tensors(me: Rank, buffer: Buffer) -> None:
     caller.cached_checked(handle)
 
 
-@pytest.mark.ranks(1)
-def test_results_on_the_cpu_can_be_sent_to_other_processes(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+@on_buffers(1)
+def test_results_on_the_cpu_can_be_sent_to_other_processes(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     x, *_ = caller.dispatch(**caller.topk())
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     queue.put(x)

@@ -1,19 +1,28 @@
 """Nothing in the package follows torch's default device or default dtype.
 
-The whole suite shows that the package runs under other defaults: see torch_defaults.py.
+Tests of all kinds of operations show that the package runs under others: see torch_defaults.py.
 """
 
 from __future__ import annotations
 
 import ast
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._device import _device_constructors
 
 import crossdock
+import test_torch_fp8 as fp8
+import test_torch_low_latency as low_latency
+import test_torch_ops as ops
+import test_tp_fp8 as tp_fp8
+import test_tp_layers as tp_layers
+import test_tp_ops as tp_ops
+from support import Rank, on_ranks
+from torch_defaults import OtherDefaults
 
 PACKAGE = pathlib.Path(crossdock.__file__).parent
 # Functions that make tensors on torch's default device unless they are told another; by their
@@ -70,24 +79,45 @@ def test_every_tensor_is_made_on_a_named_device_of_a_named_dtype(path: pathlib.P
     assert missing(path.read_text(encoding="utf-8")) == []
 
 
-def test_default_device_is_really_another_where_the_suite_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch_defaults
+# Tests with their arguments; each of them is also run under torch's usual defaults.
+REPRESENTATIVE = [
+    *(
+        (ops.test_layer_and_its_gradients_are_exact, layout, dtype, options)
+        for layout in ops.LAYOUTS
+        for dtype, options in ((torch.bfloat16, {}), (torch.float32, {"exact": True}))
+    ),
+    *(
+        (fp8.test_quantised_rows_and_their_gradient, layout, name)
+        for layout in fp8.LAYOUTS
+        for name in ("fp8_block128", "fp8_block128_e8m0")
+    ),
+    *((fp8.test_given_scales_travel_with_their_rows, layout) for layout in fp8.LAYOUTS),
+    *(
+        (low_latency.test_every_element_equals_the_reference, torch.bfloat16, elsewhere)
+        for elsewhere in (False, True)
+    ),
+    *(
+        (tp_ops.test_products_and_their_gradients_are_exact, operation, torch.bfloat16)
+        for operation in tp_ops.OPERATIONS
+    ),
+    (tp_layers.test_an_mlp_is_that_of_one_process_exactly,),
+    (tp_fp8.test_layers_in_fp8_and_their_gradients_are_exact_for_whole_numbers,),
+]
 
-    for wanted, device, dtype in (
-        ("meta", "meta", torch.float32),
-        ("float64", "cpu", torch.float64),
-        ("meta,float64", "meta", torch.float64),
-    ):
-        monkeypatch.setenv(torch_defaults.VARIABLE, wanted)
-        torch_defaults.apply()
-        try:
-            as_package: dict[str, object] = {"__name__": "crossdock.made_up", "torch": torch}
-            exec("made = torch.zeros(3)", as_package)
-            made = as_package["made"]
-            assert isinstance(made, torch.Tensor)
-            assert (made.device.type, made.dtype) == (device, dtype)
-            assert torch.zeros(3).device.type == "cpu" and torch.zeros(3).dtype == torch.float32
-        finally:
-            torch_defaults._active.pop().__exit__(None, None, None)
+
+@pytest.mark.parametrize("test, args", [(one, args) for one, *args in REPRESENTATIVE])
+@on_ranks(2)
+def test_results_are_the_same_under_other_defaults(
+    me: Rank, test: Callable[..., None], args: list[Any]
+) -> None:
+    with OtherDefaults("meta", torch.float64):
+        test(me, *args)
+
+
+def test_defaults_are_really_others_for_the_package() -> None:
+    as_package: dict[str, Any] = {"__name__": "crossdock.made_up", "torch": torch}
+    with OtherDefaults("meta", torch.float64):
+        exec("made = torch.zeros(3)", as_package)
+        here = torch.zeros(3)
+    assert (as_package["made"].device.type, as_package["made"].dtype) == ("meta", torch.float64)
+    assert (here.device.type, here.dtype) == ("cpu", torch.float32)

@@ -44,7 +44,7 @@ def in_names_of_model(model: str, layer: xd.MoELayer, what: str) -> dict[str, to
 
 
 @pytest.mark.parametrize("model", CONFIGS)
-@on_ranks(1, 2, 4)
+@on_ranks(1, 4)
 def test_layers_are_their_formulas(me: Rank, model: str) -> None:
     weights = {name: value.requires_grad_() for name, value in draw_weights(model).items()}
     x, grad = batch()

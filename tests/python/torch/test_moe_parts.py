@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import crossdock.torch as xd
-from crossdock.errors import Mismatch
 from support import Rank, on_ranks
-from torch_support import joined, normal, reported, where
+from torch_support import eager_and_compiled, joined, normal, one_rank_errs, where
 
 HIDDEN, FFN, E, K, TOKENS = 16, 24, 8, 2, 12
 
@@ -203,10 +202,7 @@ def test_a_router_that_fails_is_heard_of_by_the_peers(me: Rank) -> None:
         ):
             if me.rank == 0:
                 layer.router = router
-            else:
-                kind, text = Mismatch, "rank 0: its call failed"
-            with reported(layer.group, kind, text):
-                layer(good)
+            one_rank_errs(me, 0, layer.group, layer, {"x": good}, (kind, text, {}))
             layer.router = fine
             assert torch.equal(layer(good).hidden, expected)
         wrong = nn.Linear(HIDDEN, 3, device=where())
@@ -233,13 +229,15 @@ def test_all_choices_compile_into_one_graph(me: Rank) -> None:
             z_loss_weight=0.1,
         )
         x = drawn(10 + me.rank, TOKENS, HIDDEN)
-        results = []
-        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-            layer.zero_grad()
-            part = x.clone().requires_grad_()
-            output = function(part)
-            (output.hidden.square().sum() + output.aux_loss).backward()
-            results.append([output.hidden, output.load, part.grad, layer.router.weight.grad])
-        for eager, compiled in zip(*results):
+        pairs = list(
+            eager_and_compiled(
+                lambda x: layer(x)[:3],
+                [layer],
+                x,
+                lambda found: found[0].square().sum() + found[1],
+            )
+        )
+        for eager, compiled in pairs:
             close(compiled, eager)
-        close(layer.router.load, 2 * results[0][1])
+        _, _, (load, _), *_ = pairs
+        close(layer.router.load, 2 * load)

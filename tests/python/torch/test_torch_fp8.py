@@ -28,7 +28,6 @@ def _placed(batch: Batch, rank: int, values: list[torch.Tensor]) -> np.ndarray:
     return batch.routing.dispatch(rank, [value.float().numpy() for value in values])
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -80,7 +79,6 @@ def test_quantised_rows_and_their_gradient(me: Rank, layout: str, name: str) -> 
         assert int(torch.count_nonzero(weights.grad)) == 0
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks(4)
 def test_given_scales_travel_with_their_rows(me: Rank, layout: str) -> None:

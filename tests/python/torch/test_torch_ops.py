@@ -51,7 +51,6 @@ def test_rows_lie_where_the_routing_puts_them(me: Rank, layout: str) -> None:
     assert plan.rank_rows.tolist() == routing.rank_rows().tolist()
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("dtype", "options"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, Mismatch, Unsupported
 from crossdock.torch import tp
 from support import Rank, on_ranks
-from tp_support import context, equal, settle, whole
+from torch_support import settle
+from tp_support import context, equal, whole
 
 K, N = 16, 8
 
@@ -23,6 +26,25 @@ def read_status(where: tp.TpContext) -> None:
     if where.comm.device.type == "cuda":
         torch.cuda.synchronize()
         where.status()
+
+
+def told_to_all(where: tp.TpContext, call: Callable[[], object]) -> Mismatch:
+    """Every rank's call raises Mismatch, before the timeout."""
+    start = time.monotonic()
+    with pytest.raises(Mismatch) as raised:
+        call()
+        settle(where)
+    assert time.monotonic() - start < 20, "told late"
+    read_status(where)
+    return raised.value
+
+
+def named(where: tp.TpContext, call: Callable[[], object], kind: type[Exception], text: str) -> str:
+    """This rank's call raises that error; returns its text."""
+    with pytest.raises(kind, match=text) as raised:
+        call()
+    read_status(where)
+    return str(raised.value)
 
 
 @on_ranks(2)
@@ -62,19 +84,15 @@ def test_a_mistake_is_named_and_the_peers_are_told(me: Rank) -> None:
             calls.append((ValueError, "a: expected a tensor on cpu, got one on meta", elsewhere))
         bad = me.num_ranks - 1
         for kind, text, changed in calls:
-            start = time.monotonic()
+            call = functools.partial(
+                tp.all_gather_matmul, **good | (changed if me.rank == bad else {})
+            )
             if me.rank == bad:
-                with pytest.raises(kind, match=rf"{text}.*\[rank {bad} of {me.num_ranks}\]") as e:
-                    tp.all_gather_matmul(**good | changed)
-                assert "all_gather" in str(e.value)
+                text = rf"{text}.*\[rank {bad} of {me.num_ranks}\]"
+                assert "all_gather" in named(where, call, kind, text)
             else:
-                with pytest.raises(Mismatch) as raised:
-                    tp.all_gather_matmul(**good)
-                    settle(where)
-                error = raised.value
+                error = told_to_all(where, call)
                 assert (error.peer, error.operation, error.fatal) == (bad, "gemm_all_gather", False)
-            assert time.monotonic() - start < 20, "the peer was told late"
-            read_status(where)
         out = tp.all_gather_matmul(**good)  # still usable
         equal("result", out, torch.cat([x] * me.num_ranks) @ weight.t())
         settle(where)
@@ -141,16 +159,6 @@ def test_a_bad_context_is_refused_on_all_ranks(me: Rank) -> None:
                 tp.TpContext(**good, nccl_comm=64 if me.rank == bad else None)
         where = tp.TpContext(**good)
         assert where.comm is comm and (where.rank, where.num_ranks) == (me.rank, me.num_ranks)
-
-
-def told_to_all(where: tp.TpContext, call) -> None:
-    """Every rank's call raises Mismatch, before the timeout."""
-    start = time.monotonic()
-    with pytest.raises(Mismatch):
-        call()
-        settle(where)
-    assert time.monotonic() - start < 60, "told late"
-    read_status(where)
 
 
 @on_ranks(2)
@@ -220,9 +228,7 @@ def test_products_of_one_rank_are_compared_by_the_next_operation(me: Rank) -> No
         # A call that this rank refuses has used up what came before, as the others' call has.
         start()
         if odd:
-            with pytest.raises(ValueError, match="activation: expected"):
-                end("silu")
-            read_status(where)
+            named(where, lambda: end("silu"), ValueError, "activation: expected")
         else:
             told_to_all(where, end)
         start()
@@ -255,9 +261,7 @@ def test_main_grad_is_checked_first(me: Rank) -> None:
                     )
 
                 if bad:
-                    with pytest.raises(kind, match=f"main_grad: expected {text}"):
-                        call()
-                    read_status(where)
+                    named(where, call, kind, f"main_grad: expected {text}")
                 else:
                     told_to_all(where, call)
         assert not good.any()
@@ -271,15 +275,31 @@ def test_a_bad_layer_is_refused_on_all_ranks(me: Rank) -> None:
         good = {"in_features": 16, "out_features": 16, "max_tokens": 4, "dtype": torch.float32}
         mlp = {"hidden": 16, "ffn": 16, "max_tokens": 4, "dtype": torch.float32}
         heads = {"hidden": 16, "num_heads": 4, "max_tokens": 4, "dtype": torch.float32}
-        kinds = ((tp.ColumnParallelLinear, good), (tp.SequenceParallelMLP, mlp))
-        kinds += ((tp.TensorParallelAttentionProjections, heads),)
+        kinds = (
+            (tp.ColumnParallelLinear, good),
+            (tp.RowParallelLinear, good),
+            (tp.SequenceParallelMLP, mlp),
+            (tp.TensorParallelAttentionProjections, heads),
+        )
+        multiple = f"features: expected a multiple of {me.num_ranks} ranks"
         cases = [
-            (kinds[0], ValueError, "out_features: expected a multiple of", {"out_features": 17}),
-            (kinds[0], ValueError, "max_tokens: expected a number", {"max_tokens": None}),
+            (kinds[0], ValueError, f"out_{multiple}", {"out_features": 17}),
+            (kinds[1], ValueError, f"in_{multiple}", {"in_features": 17}),
+            (kinds[0], ValueError, "max_tokens: expected a number, as no", {"max_tokens": None}),
             (kinds[0], TypeError, "max_tokens: expected a whole number", {"max_tokens": "4"}),
             (kinds[0], ValueError, "dtype: expected one of", {"dtype": torch.int8}),
-            (kinds[1], ValueError, "activation: expected", {"activation": "silu"}),
-            (kinds[2], ValueError, "num_kv_heads: expected", {"num_kv_heads": 3}),
+            (
+                kinds[2],
+                ValueError,
+                "activation: expected 'gelu', 'relu' or 'swiglu'",
+                {"activation": "silu"},
+            ),
+            (
+                kinds[3],
+                ValueError,
+                "num_kv_heads: expected a divisor of num_heads = 4",
+                {"num_kv_heads": 3},
+            ),
         ]
         for (layer, sizes), kind, text, changed in cases:
             with pytest.raises(kind if bad else Mismatch, match=text if bad else "ranks disagree"):

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.torch import tp
 from support import Rank, on_ranks
-from tp_support import RAGGED, Spread, context, equal, settle, whole
+from torch_support import settle
+from tp_support import RAGGED, Spread, context, equal, whole
 
 OPS = torch.ops.crossdock
 K, N = 32, 16
@@ -23,7 +24,6 @@ def linear(spread: Spread, where: tp.TpContext, weight, **options) -> torch.Tens
     )
 
 
-@pytest.mark.representative
 @on_ranks(2, timeout=200)
 def test_layers_in_fp8_and_their_gradients_are_exact_for_whole_numbers(me: Rank) -> None:
     """Whole numbers are exact in fp8, whatever their scale, which differs between ranks."""

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.torch import tp
 from support import Rank, on_ranks
-from tp_support import RAGGED, Spread, context, equal, rows_of, settle, whole
+from torch_support import settle
+from tp_support import RAGGED, Spread, context, equal, rows_of, whole
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,7 +36,6 @@ def ways_of(operation: str) -> list[dict]:
     return [{}, {"save_gathered": False}] if operation == "all_gather" else [{}]
 
 
-@pytest.mark.representative
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 @on_ranks(4)

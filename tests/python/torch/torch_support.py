@@ -5,20 +5,22 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
+from crossdock.torch import tp
 from reference import Routing
 from support import Rank
+from torch_ranks import process_group
 
 # Tokens of each rank, by how many ranks there are.
 _RAGGED = {4: (5, 0, 9, 1), 2: (9, 1), 1: (9,)}
@@ -34,7 +36,7 @@ def where() -> torch.device:
     return torch.get_default_device()
 
 
-def settle(group: xd.EpGroup) -> None:
+def settle(group: xd.EpGroup | xd.LowLatencyGroup | tp.TpContext) -> None:
     """Raises, on a GPU, the error that the group's operations so far have met."""
     if group.comm.device.type == "cuda":
         torch.cuda.synchronize()
@@ -44,12 +46,8 @@ def settle(group: xd.EpGroup) -> None:
 @contextmanager
 def distributed(**options: Any) -> Iterator[None]:
     """This rank in torch.distributed."""
-    dist.init_process_group("nccl" if where().type == "cuda" else "gloo", **options)
-    try:
+    with process_group("nccl" if where().type == "cuda" else "gloo", **options):
         yield
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -78,7 +76,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def reported(
-    group: xd.EpGroup, kind: type[Exception], match: str = ""
+    group: xd.EpGroup | xd.LowLatencyGroup, kind: type[Exception], match: str = ""
 ) -> Iterator[pytest.ExceptionInfo]:
     """Expects an operation to fail: in its call, or on a GPU also after it."""
     with pytest.raises(kind, match=match) as raised:
@@ -86,6 +84,34 @@ def reported(
         settle(group)
     if not getattr(raised.value, "fatal", False):
         settle(group)  # what a call has raised is told once
+
+
+def one_rank_errs(
+    me: Rank,
+    bad: int,
+    group: xd.EpGroup | xd.LowLatencyGroup,
+    call: Callable[..., object],
+    good: dict[str, Any],
+    mistake: tuple[type[Exception], str, dict[str, Any]],
+) -> None:
+    """One rank makes a mistake and is told of it; its peers make the good call and hear at once.
+
+    Args:
+        bad: that rank.
+        group: of the operation that `call` calls.
+        good: arguments.
+        mistake: error, text, and arguments in place of good ones.
+    """
+    kind, text, wrong = mistake
+    began = time.monotonic()
+    if me.rank == bad:
+        with reported(group, kind, text):
+            call(**good | wrong)
+    else:
+        with reported(group, Mismatch) as raised:
+            call(**good)
+        assert raised.value.peer == bad or f"rank {bad}" in str(raised.value)
+    assert time.monotonic() - began < 20, "told late"
 
 
 def integers(seed: int, *shape: int) -> np.ndarray:
@@ -210,6 +236,38 @@ def assert_equal(name: str, got: torch.Tensor, expected: np.ndarray) -> None:
             f"{name}: {len(wrong)} of {got.size} elements differ, first at {at}: "
             f"expected {expected[at]}, got {got[at]}"
         )
+
+
+def eager_and_compiled(
+    function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    modules: Iterable[torch.nn.Module],
+    x: torch.Tensor,
+    loss: Callable[[Any], torch.Tensor],
+    backend: Any = "aot_eager",
+    before: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of an eager function's results and gradients, and of the compiled one's.
+
+    Args:
+        function: of x.
+        modules: whose parameters have gradients besides x.
+        loss: of the results.
+        backend: of torch.compile.
+        before: is called before each of the two.
+    """
+    torch._dynamo.reset()
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        before()
+        part = x.clone().requires_grad_()
+        for module in modules:
+            module.zero_grad()
+        outputs = call(part)
+        loss(outputs).backward()
+        parameters = (p for module in modules for p in module.parameters())
+        gradients = [part.grad, *(xd.local_tensor(p.grad).clone() for p in parameters)]
+        results.append([one.detach() for one in outputs] + gradients)
+    return zip(*results, strict=True)
 
 
 def recording(chains: list[list[str]]) -> Any:

@@ -127,10 +127,3 @@ def equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
             f"{name}: {len(wrong)} of {want.numel()} elements differ, first at {at}: "
             f"expected {want[at]}, got {got[at]}"
         )
-
-
-def settle(context: tp.TpContext) -> None:
-    """Raises, on a GPU, the error that the operations so far have met."""
-    if context.comm.device.type == "cuda":
-        torch.cuda.synchronize()
-        context.check()

@@ -11,46 +11,44 @@ import torch
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer
 from crossdock.errors import CrossdockError, Mismatch
+from deep_ep_cases import on_gpus
 from deep_ep_reference import make_batch
-from support import Rank
+from support import Apart
+from torch_ranks import gpu_ranks
 
 SEED = 50
 SLEEP_CYCLES = 1_000_000_000  # about half a second
 SECONDS = 30  # much less than the timeout, which peers must not sit out
 
-# Ranks to test with, ascending; all tests run with the most, and one of the modes with all of them.
-RANKS = [ranks for ranks in (2, 4) if ranks <= torch.cuda.device_count()] or [1]
+RANKS = gpu_ranks()  # all tests run with the most, and one of the modes with others
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks(RANKS[-1])]
+pytestmark = pytest.mark.gpu
 needs_peers = pytest.mark.skipif(RANKS == [1], reason="peers need a second GPU")
 
 
 @pytest.mark.parametrize("streams", [{}, *cases.STREAMS], ids=cases.name_of)
 @pytest.mark.parametrize("name", cases.MODES)
-def test_mode_equals_reference(
-    me: Rank, buffer: Buffer, name: str, streams: dict[str, bool]
-) -> None:
-    print(f"seed {SEED}")
+@on_gpus()
+def test_mode_equals_reference(buffer: Buffer, name: str, streams: dict[str, bool]) -> None:
     getattr(cases, name)(buffer, SEED, **streams)
 
 
-@pytest.mark.ranks(*RANKS[:-1])
-def test_modes_equal_reference_with_fewer_ranks(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus(*RANKS[:-1] or RANKS)
+def test_modes_equal_reference_with_fewer_ranks(buffer: Buffer) -> None:
     cases.everything(buffer, SEED)
 
 
 @needs_peers
-@pytest.mark.ranks(apart=(RANKS[-1],))
-def test_modes_equal_reference_between_hosts(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus(Apart(RANKS[-1]))
+def test_modes_equal_reference_between_hosts(buffer: Buffer) -> None:
     assert buffer.num_rdma_ranks == 2
     for name in cases.MODES:
         getattr(cases, name)(buffer, SEED, async_finish=True)
 
 
-def test_operations_run_beside_the_callers_work(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
+@on_gpus()
+def test_operations_run_beside_the_callers_work(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     handle = caller.dispatch_checked()
     torch.cuda.synchronize()
     before, busy = buffer.capture(), torch.cuda.Event()
@@ -67,20 +65,20 @@ def test_operations_run_beside_the_callers_work(me: Rank, buffer: Buffer) -> Non
     with done:
         pass
     caller.check_rows(x)
-    outputs = [caller.batch.received(rank, caller.batch.x) for rank in range(me.num_ranks)]
-    cases.same("combined_x", combined, caller.batch.combined(me.rank, outputs))
+    outputs = [caller.batch.received(rank, caller.batch.x) for rank in range(buffer.group_size)]
+    cases.same("combined_x", combined, caller.batch.combined(buffer.rank, outputs))
 
 
-def test_memory_of_dropped_tensors_is_not_reused_too_soon(me: Rank, buffer: Buffer) -> None:
+@on_gpus()
+def test_memory_of_dropped_tensors_is_not_reused_too_soon(buffer: Buffer) -> None:
     """Tensors die as soon as work with them is enqueued."""
-    print(f"seed {SEED}")
     rounds = 20
-    batch = make_batch(SEED, me.num_ranks, tokens=500, hidden=2048)
+    batch = make_batch(SEED, buffer.group_size, tokens=500, hidden=2048)
     caller = cases.Caller(buffer, batch)
     handle = caller.dispatch_checked()
-    outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
-    want = caller.on_device(batch.combined(me.rank, outputs))
-    received = caller.on_device(outputs[me.rank])
+    outputs = [batch.received(rank, batch.x) for rank in range(buffer.group_size)]
+    want = caller.on_device(batch.combined(buffer.rank, outputs))
+    received = caller.on_device(outputs[buffer.rank])
     wrong = torch.zeros(2, dtype=torch.int64, device=caller.device)
     for number in range(rounds):
         scale = 2.0**number  # exact
@@ -101,9 +99,10 @@ def test_memory_of_dropped_tensors_is_not_reused_too_soon(me: Rank, buffer: Buff
     assert wrong.tolist() == [0, 0]
 
 
-def test_graph_of_a_layer_follows_new_routing(me: Rank, buffer: Buffer) -> None:
+@on_gpus()
+def test_graph_of_a_layer_follows_new_routing(buffer: Buffer) -> None:
     batches = [
-        make_batch(SEED + n, me.num_ranks, tokens=[17 - r for r in range(me.num_ranks)])
+        make_batch(SEED + n, buffer.group_size, tokens=[17 - r for r in range(buffer.group_size)])
         for n in range(3)
     ]
     callers = [cases.Caller(buffer, batch) for batch in batches]
@@ -121,7 +120,7 @@ def test_graph_of_a_layer_follows_new_routing(me: Rank, buffer: Buffer) -> None:
             is_token_in_rank=in_rank,
             topk_idx=idx,
             topk_weights=weights,
-            num_worst_tokens=17 * me.num_ranks,
+            num_worst_tokens=17 * buffer.group_size,
         )
         return buffer.combine(rows, handle)[0]
 
@@ -135,25 +134,26 @@ def test_graph_of_a_layer_follows_new_routing(me: Rank, buffer: Buffer) -> None:
         idx.copy_(caller.topk_idx)
         weights.copy_(caller.topk_weights)
         graph.replay()
-        outputs = [batch.received(rank, batch.x) for rank in range(me.num_ranks)]
-        cases.same("replayed", out, batch.combined(me.rank, outputs))
+        outputs = [batch.received(rank, batch.x) for rank in range(buffer.group_size)]
+        cases.same("replayed", out, batch.combined(buffer.rank, outputs))
     del out, graph
     cases.everything(buffer, SEED)
 
 
 @needs_peers
-def test_errors_of_the_device_reach_all_ranks(me: Rank, buffer: Buffer) -> None:
+@on_gpus()
+def test_errors_of_the_device_reach_all_ranks(buffer: Buffer) -> None:
     """The next dispatch raises errors that peers can know only later, on all ranks, once."""
-    batch = make_batch(SEED, me.num_ranks, tokens=[17, 9, 5, 0][: me.num_ranks])
+    batch = make_batch(SEED, buffer.group_size, tokens=[17, 9, 5, 0][: buffer.group_size])
     caller = cases.Caller(buffer, batch)
     handle = caller.dispatch_checked()
     layout, topk = caller.layout(), caller.topk()
-    rows = caller.on_device(batch.received(me.rank, batch.x))
-    row_weights = caller.on_device(batch.received_topk(me.rank)[1])
-    worst = 17 * me.num_ranks
+    rows = caller.on_device(batch.received(buffer.rank, batch.x))
+    row_weights = caller.on_device(batch.received_topk(buffer.rank)[1])
+    worst = 17 * buffer.group_size
     buffer.dispatch(caller.x, **layout, **topk, num_worst_tokens=worst)
     bad_ids = {**topk, "topk_idx": torch.full_like(caller.topk_idx, batch.num_experts)}
-    first = me.rank == 0
+    first = buffer.rank == 0
     bias = torch.zeros_like(caller.x)
 
     def bad_ids_unseen() -> None:
@@ -190,13 +190,14 @@ def test_errors_of_the_device_reach_all_ranks(me: Rank, buffer: Buffer) -> None:
 
 
 @needs_peers
-def test_unequal_num_worst_tokens_leave_nobody_waiting(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, make_batch(SEED, me.num_ranks))
-    known = 17 * me.num_ranks
+@on_gpus()
+def test_unequal_num_worst_tokens_leave_nobody_waiting(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
+    known = 17 * buffer.group_size
     caller.dispatch(**caller.topk(), num_worst_tokens=known)
     began = time.monotonic()
-    for odd in range(me.num_ranks):
-        if me.rank == odd:
+    for odd in range(buffer.group_size):
+        if buffer.rank == odd:
             with pytest.raises(Mismatch):
                 caller.dispatch(**caller.topk())
         else:
@@ -211,11 +212,12 @@ def test_unequal_num_worst_tokens_leave_nobody_waiting(me: Rank, buffer: Buffer)
     assert time.monotonic() - began < SECONDS
 
 
-def test_buffer_is_on_the_current_device(me: Rank, buffer: Buffer) -> None:
+@on_gpus()
+def test_buffer_is_on_the_current_device(buffer: Buffer) -> None:
     assert Buffer.is_sm90_compiled()
     assert isinstance(buffer.get_comm_stream(), torch.cuda.Stream)
-    assert buffer.get_comm_stream().device.index == me.rank
-    assert buffer.get_local_buffer_tensor(torch.uint8).device.index == me.rank
-    batch = make_batch(SEED, me.num_ranks)
-    with pytest.raises(ValueError, match=f"topk_idx: expected a tensor on cuda:{me.rank}"):
+    assert buffer.get_comm_stream().device.index == buffer.rank
+    assert buffer.get_local_buffer_tensor(torch.uint8).device.index == buffer.rank
+    batch = make_batch(SEED, buffer.group_size)
+    with pytest.raises(ValueError, match=f"topk_idx: expected a tensor on cuda:{buffer.rank}"):
         buffer.get_dispatch_layout(batch.topk_idx[0], batch.num_experts)

@@ -8,33 +8,33 @@ import torch
 import low_latency_cases as cases
 from crossdock.deep_ep import Buffer
 from crossdock.errors import InvalidArgument
-from support import Rank
+from deep_ep_cases import on_gpus
+from torch_ranks import gpu_ranks
 
 SEED = 130
-RANKS = [ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()] or [1]
+RANKS = gpu_ranks()
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks(RANKS[-1], options=cases.LOW_LATENCY)]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.ranks(*RANKS, options=cases.LOW_LATENCY)
+@on_gpus(*RANKS, **cases.LOW_LATENCY)
 @pytest.mark.parametrize("name", cases.CASES)
-def test_calls_equal_reference(me: Rank, buffer: Buffer, name: str) -> None:
-    print(f"seed {SEED}")
+def test_calls_equal_reference(buffer: Buffer, name: str) -> None:
     getattr(cases, name)(buffer, SEED)
     torch.cuda.synchronize()
     cases.plain(buffer, SEED)  # raises what has been met
 
 
 @pytest.mark.skipif(RANKS[-1] < 2, reason="peers need a second GPU")
-@pytest.mark.ranks(RANKS[-1], options=cases.SHRINKING)
-def test_a_rank_is_left_out_and_comes_back(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus(**cases.SHRINKING)
+def test_a_rank_is_left_out_and_comes_back(buffer: Buffer) -> None:
     cases.left_out(buffer, SEED)
     torch.cuda.synchronize()
     cases.plain(buffer, SEED)  # raises what has been met
 
 
-def test_operations_on_several_streams_run_in_order(me: Rank, buffer: Buffer) -> None:
+@on_gpus(**cases.LOW_LATENCY)
+def test_operations_on_several_streams_run_in_order(buffer: Buffer) -> None:
     """Hooks on other streams than their calls; async operations between them; tensors that die."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     for number in range(10):
@@ -56,9 +56,9 @@ def test_operations_on_several_streams_run_in_order(me: Rank, buffer: Buffer) ->
                 batch.check_sums(out)
 
 
-def test_graph_with_hooks_follows_new_routing(me: Rank, buffer: Buffer) -> None:
+@on_gpus(**cases.LOW_LATENCY)
+def test_graph_with_hooks_follows_new_routing(buffer: Buffer) -> None:
     """Two micro-batches with hooks in one graph, replayed with other routing and eager between."""
-    print(f"seed {SEED}")
     batches = [cases.Batch(SEED + i, buffer) for i in range(4)]
     inputs = [
         tuple(part.clone() for part in (batch.x, batch.topk_idx, batch.topk_weights))
@@ -100,7 +100,8 @@ def test_graph_with_hooks_follows_new_routing(me: Rank, buffer: Buffer) -> None:
             cases.plain(buffer, SEED + number)
 
 
-def test_new_sizes_are_refused_in_a_capture(me: Rank, buffer: Buffer) -> None:
+@on_gpus(**cases.LOW_LATENCY)
+def test_new_sizes_are_refused_in_a_capture(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     with pytest.raises(ValueError, match="expected sizes that have been used before"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -109,12 +110,13 @@ def test_new_sizes_are_refused_in_a_capture(me: Rank, buffer: Buffer) -> None:
     cases.plain(buffer, SEED)
 
 
-def test_errors_of_kernels_are_raised_by_a_later_call(me: Rank, buffer: Buffer) -> None:
+@on_gpus(**cases.LOW_LATENCY)
+def test_errors_of_kernels_are_raised_by_a_later_call(buffer: Buffer) -> None:
     """What a kernel finds is raised once, by a later call, which has been enqueued all the same."""
     batch = cases.Batch(SEED, buffer)
     batch.dispatch(buffer)
     idx = batch.topk_idx.clone()
-    if me.rank == 0:
+    if buffer.rank == 0:
         idx[0, 0] = batch.experts
     buffer.low_latency_dispatch(batch.x, idx, cases.MOST, batch.experts, use_fp8=False)
     torch.cuda.synchronize()

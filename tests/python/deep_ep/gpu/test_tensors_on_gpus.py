@@ -10,25 +10,25 @@ import torch.distributed as dist
 
 import deep_ep_cases as cases
 from crossdock.deep_ep import Buffer, _memory
+from deep_ep_cases import on_gpus
 from deep_ep_reference import Batch, make_batch
-from support import Rank
+from torch_defaults import OtherDefaults
 
 SEED = 90
 SLEEP_CYCLES = 100_000_000  # about 50 ms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks(min(4, max(1, torch.cuda.device_count())))]
+pytestmark = pytest.mark.gpu
 
 
-def large_batch(me: Rank) -> Batch:
-    return make_batch(
-        SEED, me.num_ranks, tokens=[500 - 3 * rank for rank in range(me.num_ranks)], hidden=2048
-    )
+def large_batch(buffer: Buffer) -> Batch:
+    ranks = buffer.group_size
+    return make_batch(SEED, ranks, tokens=[500 - 3 * rank for rank in range(ranks)], hidden=2048)
 
 
-def test_results_lie_in_symmetric_memory(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus()
+def test_results_lie_in_symmetric_memory(buffer: Buffer) -> None:
     memory = buffer._live().memory
-    caller = cases.Caller(buffer, large_batch(me))
+    caller = cases.Caller(buffer, large_batch(buffer))
     pair = caller.x.to(torch.float8_e4m3fn), torch.rand(len(caller.x), 16, device="cuda")
     (x, scales), idx, weights, *_ = caller.dispatch(pair, **caller.topk())
     for name, tensor in {"x": x, "scales": scales, "idx": idx, "weights": weights}.items():
@@ -48,16 +48,16 @@ def test_results_lie_in_symmetric_memory(me: Rank, buffer: Buffer) -> None:
 
 
 @pytest.mark.parametrize("streams", [{}, *cases.STREAMS[2:]], ids=cases.name_of)
+@on_gpus()
 def test_record_stream_keeps_memory_for_another_stream(
-    me: Rank, buffer: Buffer, streams: dict[str, bool]
+    buffer: Buffer, streams: dict[str, bool]
 ) -> None:
     """Another stream still copies rows, after a while, when they are dropped."""
-    print(f"seed {SEED}")
     memory = buffer._live().memory
-    batch = large_batch(me)
+    batch = large_batch(buffer)
     caller = cases.Caller(buffer, batch, **streams)
     handle = caller.dispatch_checked()
-    want = caller.on_device(batch.received(me.rank, batch.x))
+    want = caller.on_device(batch.received(buffer.rank, batch.x))
     side = torch.cuda.Stream()
     owned, copies = [], []
     for number in range(8):
@@ -76,28 +76,27 @@ def test_record_stream_keeps_memory_for_another_stream(
     assert wrong == [0] * len(copies)
 
 
-def test_memory_of_a_storage_that_is_resized_to_nothing_serves_the_next(
-    me: Rank, buffer: Buffer
-) -> None:
+@on_gpus()
+def test_memory_of_a_storage_that_is_resized_to_nothing_serves_the_next(buffer: Buffer) -> None:
     memory = buffer._live().memory
-    caller = cases.Caller(buffer, large_batch(me))
+    caller = cases.Caller(buffer, large_batch(buffer))
     x, idx, weights, _, handle, _ = caller.dispatch(**caller.topk())
     before = x.data_ptr()
     x.untyped_storage().resize_(0)
     again, *_ = buffer.dispatch(caller.x, handle)
     assert again.data_ptr() == before and memory.owns(again)
     caller.check_rows(again)
-    cases.same("recv_topk_idx", idx, caller.batch.received_topk(me.rank)[0])
-    cases.same("recv_topk_weights", weights, caller.batch.received_topk(me.rank)[1])
+    cases.same("recv_topk_idx", idx, caller.batch.received_topk(buffer.rank)[0])
+    cases.same("recv_topk_weights", weights, caller.batch.received_topk(buffer.rank)[1])
     x.untyped_storage().resize_(2 * x.numel())
     x.copy_(again)
     caller.check_rows(x)
 
 
-def test_more_than_symmetric_memory_holds_is_ordinary_memory(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus()
+def test_more_than_symmetric_memory_holds_is_ordinary_memory(buffer: Buffer) -> None:
     memory = buffer._live().memory
-    caller = cases.Caller(buffer, large_batch(me))
+    caller = cases.Caller(buffer, large_batch(buffer))
     handle = caller.dispatch_checked()
     for _ in range(2):
         kept = [buffer.dispatch(caller.x, handle)[0] for _ in range(9)]
@@ -113,10 +112,10 @@ def test_more_than_symmetric_memory_holds_is_ordinary_memory(me: Rank, buffer: B
     cases.everything(buffer, SEED)
 
 
-def test_tensors_outlive_a_buffer(me: Rank, buffer: Buffer) -> None:
-    print(f"seed {SEED}")
+@on_gpus()
+def test_tensors_outlive_a_buffer(buffer: Buffer) -> None:
     first = Buffer(dist.group.WORLD, explicitly_destroy=True)
-    caller = cases.Caller(first, large_batch(me))
+    caller = cases.Caller(first, large_batch(buffer))
     x, *_, handle, _ = caller.dispatch(**caller.topk())
     home = handle.routing.lease.home
     assert home.memory.owns(x)
@@ -138,14 +137,17 @@ def test_tensors_outlive_a_buffer(me: Rank, buffer: Buffer) -> None:
     cases.everything(buffer, SEED)
 
 
-@pytest.mark.ranks(1)
-def test_results_are_not_sent_to_other_processes(me: Rank, buffer: Buffer) -> None:
-    caller = cases.Caller(buffer, large_batch(me))
+@on_gpus(1)
+def test_results_are_not_sent_to_other_processes(buffer: Buffer) -> None:
+    caller = cases.Caller(buffer, large_batch(buffer))
     x, *_ = caller.dispatch(**caller.topk())
     with pytest.raises(RuntimeError, match=r"symmetric memory .* send tensor.clone\(\)"):
         ForkingPickler.dumps(x[3:])
     ForkingPickler.dumps(x.clone())
 
 
-def test_buffer_runs_under_another_default_device(me: Rank) -> None:
-    cases.under_default_device(me, "nccl", torch.device("cuda", me.rank), SEED)
+@on_gpus()
+def test_buffer_runs_under_another_default_device(buffer: Buffer) -> None:
+    defaults = OtherDefaults(f"cuda:{buffer.rank}", torch.float64)
+    with defaults, cases.new_buffer() as other:
+        cases.everything(other, SEED)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import support
 import test_moe_layer as moe_layer
@@ -21,7 +19,7 @@ import test_torch_compile as compiled
 import test_torch_pool as pool
 import test_torch_tools as tools
 import test_training_alike as training_alike
-from support import Rank, run_ranks
+from torch_ranks import computing_on, gpu_ranks, run_on_gpus
 
 # Modules of tests by their subjects.
 MODULES = {
@@ -59,41 +57,24 @@ ABOUT_PEERS = (
     *(case for name, case in vars(tools).items() if name.startswith(("check_", "test_"))),
 )
 
-GPUS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=0)
+GPUS = gpu_ranks()[-1]
 
 
-@contextmanager
-def computing_on(gpu: int) -> Iterator[None]:
-    torch.cuda.set_device(gpu)
-    torch.set_default_device(torch.device("cuda", gpu))
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-def run_case(me: Rank, case: Callable[..., Any], *args: Any) -> Any:
-    """Runs a case of a rank on the rank's GPU."""
-    with computing_on(me.rank):
-        return case(me, *args)
-
-
-def run_on_gpus(
+def run_case(
     num_ranks: int, case: Callable[..., Any], *args: Any, timeout: float = 60, **options: bool
 ) -> Any:
     """`run_ranks` with a GPU for each rank."""
     if GPUS == 1 and (num_ranks == 2 or case in ABOUT_PEERS):
         pytest.skip("needs two GPUs")
-    if options.get("apart"):  # only low latency asks for it here
-        pytest.skip("low latency on GPUs is not there yet between machines")
     ranks = min(num_ranks, GPUS)
-    return run_ranks(ranks, run_case, case, *args, timeout=timeout + 60, **options)
+    return run_on_gpus(ranks, case, *args, timeout=timeout + 60, **options)
 
 
 @pytest.fixture(autouse=True)
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # torch_ranks keeps the one that starts the ranks.
     for module in (support, *MODULES.values()):
-        monkeypatch.setattr(module, "run_ranks", run_on_gpus, raising=False)
+        monkeypatch.setattr(module, "run_ranks", run_case, raising=False)
     with computing_on(0):
         yield
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_cases import cases_of, moe_layer, run_on_gpus
+from gpu_cases import cases_of, moe_layer, run_case
 
 globals().update(
     cases_of("moe_grouped", "moe_layer", "tools", "training_alike", "checkpoint_parts")
@@ -10,4 +10,4 @@ globals().update(
 
 
 def test_a_bad_input_of_a_layer_is_named() -> None:
-    run_on_gpus(1, moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it)
+    run_case(1, moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it)

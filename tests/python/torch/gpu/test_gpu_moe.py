@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import crossdock.torch as xd
-from support import Rank, run_ranks
+from support import Rank, on_ranks
+from torch_ranks import gpu_ranks, process_group
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +18,7 @@ HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 64, 32, 8, 2, 48
 COUNTS, TAIL = (8, 0, 24, 16), 16  # rows of zones, in multiples of 8; rows of nobody
 
 
-def all_gpus() -> int:
-    """As many ranks as there are GPUs: 4, 2 or 1."""
-    return max(ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count())
+on_gpus = on_ranks(gpu_ranks()[-1], timeout=200)
 
 
 @contextmanager
@@ -29,13 +26,8 @@ def joined(me: Rank) -> Iterator[xd.Comm]:
     """This rank in torch.distributed and in a communicator, with a GPU of its own."""
     device = torch.device("cuda", me.rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    try:
-        with xd.init(device=device) as comm:
-            yield comm
-    finally:
-        gc.collect()  # NCCL waits below until no graph holds one of its operations
-        dist.destroy_process_group()
+    with process_group("nccl", device_id=device), xd.init(device=device) as comm:
+        yield comm
 
 
 def small_integers(*shape: int, seed: int) -> torch.Tensor:
@@ -44,7 +36,8 @@ def small_integers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=generator).to("cuda", torch.bfloat16)
 
 
-def check_grouped_kernel(me: Rank) -> None:
+@on_ranks(1)
+def test_grouped_kernel_asks_no_host_and_reads_no_tail(me: Rank) -> None:
     torch.cuda.set_device(me.rank)
     x = small_integers(sum(COUNTS) + TAIL, 16, seed=1)
     grad = small_integers(sum(COUNTS) + TAIL, 24, seed=3)
@@ -69,11 +62,8 @@ def check_grouped_kernel(me: Rank) -> None:
         assert torch.equal(weight.grad[expert], x[zone].t() @ grad[zone])
 
 
-def test_grouped_kernel_asks_no_host_and_reads_no_tail() -> None:
-    run_ranks(1, check_grouped_kernel, timeout=120)
-
-
-def check_grouped_fp8_kernel(me: Rank) -> None:
+@on_ranks(1)
+def test_grouped_fp8_kernel_is_the_cpus_arithmetic(me: Rank) -> None:
     """As on the CPU, where elements are rounded alike; also zones that begin at odd rows."""
     torch.cuda.set_device(me.rank)
     for counts in (COUNTS, (3, 0, 25, 16)):
@@ -91,10 +81,6 @@ def check_grouped_fp8_kernel(me: Rank) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(got[:-TAIL].cpu(), wanted, rtol=2**-7, atol=1e-2)
-
-
-def test_grouped_fp8_kernel_is_the_cpus_arithmetic() -> None:
-    run_ranks(1, check_grouped_fp8_kernel, timeout=120)
 
 
 def make_layer(comm: xd.Comm, **options) -> xd.MoELayer:
@@ -117,7 +103,8 @@ class Watched(torch.autograd.Function):
         return grad, None
 
 
-def check_beside(me: Rank) -> None:
+@on_gpus
+def test_shared_experts_run_in_a_stream_of_their_own(me: Rank) -> None:
     with joined(me) as comm:
         streams: list[torch.cuda.Stream] = []
 
@@ -132,10 +119,6 @@ def check_beside(me: Rank) -> None:
         assert forward == backward != torch.cuda.current_stream()
 
 
-def test_shared_experts_run_in_a_stream_of_their_own() -> None:
-    run_ranks(all_gpus(), check_beside, timeout=120)
-
-
 def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     """Forward and backward; output and all gradients, copied."""
     x = x.clone().requires_grad_()
@@ -146,7 +129,8 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
 
 
-def check_layers(me: Rank) -> None:
+@on_gpus
+def test_layer_eager_and_in_graphs_with_changing_routing(me: Rank) -> None:
     with joined(me) as comm:
         for fp8 in (False, True):
             check_graphs(me, comm, fp8)
@@ -175,7 +159,3 @@ def check_graphs(me: Rank, comm: xd.Comm, fp8: bool) -> None:
                 assert torch.isfinite(got).all()
                 torch.testing.assert_close(got, tensor, rtol=2e-2, atol=2e-2)
     layer.group.check()
-
-
-def test_layer_eager_and_in_graphs_with_changing_routing() -> None:
-    run_ranks(all_gpus(), check_layers, timeout=200)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import crossdock.torch as xd
-from support import Rank, run_ranks
+from support import Rank, on_ranks
+from torch_ranks import gpu_ranks
 from torch_support import Batch, assert_equal, experts, layer, poison
 
 pytestmark = pytest.mark.gpu
@@ -20,12 +21,7 @@ LAYOUTS = ("expert_major", "rank_major")
 DTYPE = torch.bfloat16
 
 
-# Ranks to test with.
-RANKS = max((ranks for ranks in (1, 2, 4) if ranks <= torch.cuda.device_count()), default=1)
-
-
-def run(fn, *args) -> None:
-    run_ranks(RANKS, fn, *args, timeout=120)
+on_gpus = on_ranks(gpu_ranks()[-1], timeout=120)
 
 
 def case(num_ranks: int, even: bool = False) -> tuple:
@@ -41,7 +37,8 @@ def join(me: Rank, **options) -> xd.Comm:
     return comm
 
 
-def _streams(me: Rank) -> None:
+@on_gpus
+def test_operations_use_the_current_stream(me: Rank) -> None:
     batch = Batch(SEED + 2, case(me.num_ranks))
     with join(me):
         group = batch.group(DTYPE)
@@ -62,11 +59,9 @@ def _streams(me: Rank) -> None:
             batch.check(me.rank, out, x, weights)
 
 
-def test_operations_use_the_current_stream():
-    run(_streams)
-
-
-def _other_stream(me: Rank, told: bool) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["recorded", "seen"])
+@on_gpus
+def test_memory_in_use_by_another_stream_is_not_reused(me: Rank, told: bool) -> None:
     """A block that another stream still reads is not reused, whether told or seen at its death."""
     size = 1 << 20
     with join(me, heap_bytes=32 << 20) as comm:
@@ -91,12 +86,8 @@ def _other_stream(me: Rank, told: bool) -> None:
         assert comm.empty_symmetric((size,), torch.float32).data_ptr() == address
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["recorded", "seen"])
-def test_memory_in_use_by_another_stream_is_not_reused(told):
-    run(_other_stream, told)
-
-
-def _dropped_inputs(me: Rank) -> None:
+@on_gpus
+def test_inputs_may_be_dropped_at_once(me: Rank) -> None:
     """Inputs may die, and their memory be written again, as soon as a call has returned."""
     batch = Batch(SEED + 3, case(me.num_ranks))
     with join(me), torch.no_grad():
@@ -118,11 +109,9 @@ def _dropped_inputs(me: Rank) -> None:
         assert_equal("out", out, batch.expected(me.rank)[0])
 
 
-def test_inputs_may_be_dropped_at_once():
-    run(_dropped_inputs)
-
-
-def _graph(me: Rank, layout: str) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_gpus
+def test_graph_of_a_layer_replays_with_other_routing(me: Rank, layout: str) -> None:
     batches = [Batch(SEED + 10 + i, case(me.num_ranks, even=True), layout) for i in range(4)]
     with join(me) as comm:
         group = batches[0].group(DTYPE, symmetric_tensors=12)
@@ -168,8 +157,3 @@ def _graph(me: Rank, layout: str) -> None:
             batch.check(me.rank, out, x, weights)
         torch.cuda.synchronize()
         group.check()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_graph_of_a_layer_replays_with_other_routing(layout):
-    run(_graph, layout)
