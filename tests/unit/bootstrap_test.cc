@@ -211,8 +211,7 @@ TEST_P(Strangers, AreRefusedWithOneLineAndDisturbNobody) {
   const auto lines = log.end();
   expect_no_errors(errors);
   ASSERT_EQ(lines.size(), 1U) << testing::PrintToString(lines);
-  EXPECT_NE(lines[0].find(GetParam().log), std::string::npos) << lines[0];
-  EXPECT_NE(lines[0].find("refused 127.0.0.1:"), std::string::npos) << lines[0];
+  expect_words(lines[0], {GetParam().log, "refused 127.0.0.1:"});
 }
 
 TEST(Bootstrap, SilentStrangersAreClosedInTime) {
@@ -240,8 +239,7 @@ TEST(Bootstrap, SilentStrangersAreClosedInTime) {
   const auto lines = log.end();
   expect_no_errors(errors);
   ASSERT_EQ(lines.size(), 2U) << testing::PrintToString(lines);
-  for (const std::string& line : lines)
-    EXPECT_NE(line.find("was silent for too long"), std::string::npos) << line;
+  for (const std::string& line : lines) expect_words(line, {"was silent for too long"});
 }
 
 TEST(Bootstrap, ManyStrangersAreCountedAndNotListed) {
@@ -259,7 +257,7 @@ TEST(Bootstrap, ManyStrangersAreCountedAndNotListed) {
   EXPECT_TRUE(eventually([&] { return running_threads() <= threads; }));  // its last word is said
   const auto lines = log.end();
   ASSERT_EQ(lines.size(), 11U) << testing::PrintToString(lines);
-  EXPECT_NE(lines[10].find("290 more connections refused"), std::string::npos) << lines[10];
+  expect_words(lines[10], {"290 more connections refused"});
 }
 
 TEST(Bootstrap, ARankOfAnotherMeetingIsToldSo) {

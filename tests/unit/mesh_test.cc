@@ -214,8 +214,8 @@ TEST(Mesh, StrangersOnTheSocketAreRefused) {
   const auto lines = log.end();
   expect_no_errors(errors);
   ASSERT_EQ(lines.size(), 2U) << testing::PrintToString(lines);
-  EXPECT_NE(lines[0].find("does not speak this library's protocol"), std::string::npos) << lines[0];
-  EXPECT_NE(lines[1].find("means another meeting"), std::string::npos) << lines[1];
+  expect_words(lines[0], {"does not speak this library's protocol"});
+  expect_words(lines[1], {"means another meeting"});
 }
 
 TEST(Mesh, ThousandsOfStrangersFillNoLog) {
@@ -243,8 +243,8 @@ TEST(Mesh, ThousandsOfStrangersFillNoLog) {
   expect_no_errors(errors);
   ASSERT_GE(lines.size(), 2U);
   EXPECT_LE(lines.size(), 2U * (WarningLimit::kLines + 1)) << "two intervals on a slow machine";
-  EXPECT_NE(lines[0].find("does not speak this library's protocol"), std::string::npos) << lines[0];
-  EXPECT_NE(lines.back().find("more connections refused"), std::string::npos) << lines.back();
+  expect_words(lines[0], {"does not speak this library's protocol"});
+  expect_words(lines.back(), {"more connections refused"});
 }
 
 TEST(Mesh, ARankLostBeforeItIsConnectedIsNamed) {
