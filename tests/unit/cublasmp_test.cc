@@ -113,12 +113,16 @@ TEST(CublasMpLibrary, SaysWhyItCannotBeLoadedWhereItIsThere) {
 }
 
 TEST(CublasMpLibrary, SaysWhichVersionIsNeededAndWhichWasFound) {
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NCCL_NAME); },
-                     {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_LT_NAME); },
+  CublasMpFake fake;
+  const auto find = [] { find_library(CUBLASMP_FAKE_NAME); };
+  fake.have_versions(1000, 22809);
+  expect_unsupported(find, {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
+  fake.have_versions(1000, 22902, 130002);
+  expect_unsupported(find,
                      {"libcublasLt.so.13", "cuBLASLt 13.1.0 or later", "found cuBLASLt 13.0.2"});
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NAME); },
-                     {"is cuBLASMp 0.7.2", "expected 0.8.0 or later"});
+  fake.have_versions(702);
+  expect_unsupported(find, {"is cuBLASMp 0.7.2", "expected 0.8.0 or later"});
+  fake.have_versions();
 }
 
 TEST(CublasMpLibrary, NamesTheFunctionThatItLacks) {

@@ -9,7 +9,6 @@
 #include <optional>
 #include <ostream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/math.h"
@@ -133,10 +132,7 @@ class CudaProductFailure : public testing::TestWithParam<Moment> {
   // That of the peer takes a moment to come.
   const FatalError* fatal_error(int rank) const {
     const Errors& errors = comms_[at(rank)]->errors();
-    for (int ms = 0; GetParam().in_the_turn && ms < 5000; ++ms) {
-      if (errors.fatal_error() != nullptr) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    if (GetParam().in_the_turn) eventually([&] { return errors.fatal_error() != nullptr; }, 5000);
     return errors.fatal_error();
   }
 

@@ -44,18 +44,6 @@ TEST(Heap, KnowsWhatIsAllocated) {
   EXPECT_TRUE(heap.is_allocated(second, kUnit));
 }
 
-TEST(Heap, ExhaustionNamesAskedLargestFreeAndTotal) {
-  Heap heap;
-  heap.add_segment(10 * kUnit);
-  const HeapAddress first = heap.allocate(4 * kUnit);
-  heap.allocate(3 * kUnit);
-  heap.release(first);  // free: 4 units and 3 units
-  const std::string text = exhaustion(heap, 5 * kUnit);
-  test::expect_words(text, {"asked 1280 bytes", "largest free range 1024 bytes",
-                            "total 2560 bytes in 1 segments"});
-  EXPECT_EQ(exhaustion(heap, 4 * kUnit), "") << "a failed call must not take anything";
-}
-
 TEST(Heap, AHeapWithoutMemoryIsExhausted) {
   Heap heap;
   EXPECT_NE(exhaustion(heap, 1), "");

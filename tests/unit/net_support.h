@@ -151,4 +151,11 @@ inline void expect_all_came(const std::vector<std::string>& texts, int num_ranks
     EXPECT_EQ(texts[static_cast<std::size_t>(r)], "rank " + std::to_string(r));
 }
 
+// All ranks of a unique id meet.
+inline void expect_meeting(const xd_unique_id& id, int num_ranks) {
+  expect_no_errors(on_threads(num_ranks, [&](int rank) {
+    expect_all_came(meet(id_config(id, rank, num_ranks)), num_ranks);
+  }));
+}
+
 }  // namespace xd::test
