@@ -118,10 +118,11 @@ void TeBatch::run_all() {
   dispatch_bwd();
 }
 
-void TeBatch::run_all_directly(xd_ep_group* group) {
+void TeBatch::run_all_directly(xd_comm* comm, const xd_ep_config& config) {
+  const Group group = make_group(comm, config);
   for (const xd_ep_operation operation :
        {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
-    ok(batch_.call(group, operation));
+    ok(batch_.call(group.get(), operation));
   }
 }
 

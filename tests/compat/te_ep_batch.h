@@ -8,6 +8,14 @@
 
 namespace xd::test {
 
+// The group behind TransformerEngine's functions, until the end of the scope.
+struct TeGroup {
+  TeGroup(void* comm, const NVTEEpGroupConfig& config) { nvte_ep_initialize(comm, &config); }
+  ~TeGroup() { nvte_ep_shutdown(); }
+  TeGroup(const TeGroup&) = delete;
+  TeGroup& operator=(const TeGroup&) = delete;
+};
+
 // A batch without what TransformerEngine's functions do not have: weights in combine, counts
 // without padding, offsets and rows per rank.
 class TeBatch {
@@ -28,8 +36,8 @@ class TeBatch {
   void combine_bwd();
   void run_all();
 
-  // By the library's own calls.
-  void run_all_directly(xd_ep_group* group);
+  // By the library's own calls, in a group of its own. Collective.
+  void run_all_directly(xd_comm* comm, const xd_ep_config& config);
 
   // All tensors must have the same bytes, guard zones included, as those of a batch of the same
   // case.

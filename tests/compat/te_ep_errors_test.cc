@@ -16,9 +16,7 @@ namespace {
 using crossdock::te::as_nccl;
 
 Thrown initialize(xd_comm* comm, const NVTEEpGroupConfig& config) {
-  const Thrown thrown = thrown_by([&] { nvte_ep_initialize(as_nccl(comm), &config); });
-  nvte_ep_shutdown();
-  return thrown;
+  return thrown_by([&] { const TeGroup group(as_nccl(comm), config); });
 }
 
 TEST(TeEpConfig, OfAGroupThatIsWrongIsRefusedOnEveryRankWithItsField) {
@@ -124,7 +122,7 @@ TEST(TeEpCalls, ThatNeedNoPeersFailAloneAndTheGroupLives) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     const NVTEEpGroupConfig config = te_config(c.config(rank.rank));
-    nvte_ep_initialize(as_nccl(rank.comm), &config);
+    const TeGroup group(as_nccl(rank.comm), config);
     expect_error(thrown_by([&] { nvte_ep_initialize(as_nccl(rank.comm), &config); }),
                  XD_ERROR_INVALID_ARGUMENT, "there is a group already");
     NVTEEpLayerConfig layer = NVTE_EP_LAYER_CONFIG_INIT;
@@ -144,7 +142,6 @@ TEST(TeEpCalls, ThatNeedNoPeersFailAloneAndTheGroupLives) {
     TeBatch batch(rank, c);
     batch.use_group();
     batch.run_all();
-    nvte_ep_shutdown();
   });
 }
 
@@ -238,13 +235,12 @@ void expect_refused_rows(const std::string& text, bool zero_copy,
     NVTEEpGroupConfig config = te_config(c.config(rank.rank));
     config.zero_copy = zero_copy ? 1 : 0;
     const Comm comm = rank.another_comm("refused", 0);
-    nvte_ep_initialize(as_nccl(comm.get()), &config);
+    const TeGroup group(as_nccl(comm.get()), config);
     TeBatch batch(rank, c);
     batch.use_group();
     batch.prepare();
     expect_error(thrown_by([&] { dispatch(rank, batch); }), XD_ERROR_INVALID_ARGUMENT, text);
     rank.memory->synchronize();
-    nvte_ep_shutdown();
   });
 }
 
@@ -282,12 +278,11 @@ TEST(TeEpOverflow, IsThrownOnEveryRankWithItsNumbers) {
     NVTEEpGroupConfig config = te_config(c.config(rank.rank));
     config.max_recv_tokens_per_rank = 4;
     const Comm comm = rank.another_comm("overflow", 0);
-    nvte_ep_initialize(as_nccl(comm.get()), &config);
+    const TeGroup group(as_nccl(comm.get()), config);
     TeBatch batch(rank, c);
     batch.use_group();
     expect_error(thrown_by([&] { batch.prepare(); }, [&] { batch.dispatch(); }), XD_ERROR_OVERFLOW,
                  "expected at most its recv_capacity = 4");
-    nvte_ep_shutdown();
   });
 }
 

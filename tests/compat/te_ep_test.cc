@@ -14,16 +14,6 @@ namespace {
 
 using crossdock::te::as_nccl;
 
-// The group behind TransformerEngine's functions, until the end of the scope.
-struct TeGroup {
-  TeGroup(xd_comm* comm, const NVTEEpGroupConfig& config) {
-    nvte_ep_initialize(as_nccl(comm), &config);
-  }
-  ~TeGroup() { nvte_ep_shutdown(); }
-  TeGroup(const TeGroup&) = delete;
-  TeGroup& operator=(const TeGroup&) = delete;
-};
-
 // Cases of the conformance grid, made into ones that TransformerEngine's functions can do.
 std::vector<Case> te_cases() {
   std::vector<Case> cases;
@@ -41,12 +31,6 @@ std::vector<Case> te_cases() {
   return cases;
 }
 
-// A batch of the case through the library's own calls.
-void run_directly(const Rank& rank, const Case& c, TeBatch& batch) {
-  const Group group = make_group(rank.comm, c.config(rank.rank));
-  batch.run_all_directly(group.get());
-}
-
 // All operations of the case by both interfaces, in equal groups but for what `adapt` changes in
 // TransformerEngine's.
 void compare(const Case& c, const std::function<void(NVTEEpGroupConfig&)>& adapt = nullptr,
@@ -56,10 +40,10 @@ void compare(const Case& c, const std::function<void(NVTEEpGroupConfig&)>& adapt
     const bool symmetric = by_windows || c.placing != Placing::ordinary;
     const Place place = symmetric ? Place::symmetric : Place::ordinary;
     TeBatch direct(rank, c, place), batch(rank, c, place);
-    run_directly(rank, c, direct);
+    direct.run_all_directly(rank.comm, c.config(rank.rank));
     NVTEEpGroupConfig config = te_config(c.config(rank.rank));
     if (adapt) adapt(config);
-    const TeGroup group(rank.comm, config);
+    const TeGroup group(as_nccl(rank.comm), config);
     batch.use_group();
     batch.by_windows = by_windows;
     batch.run_all();
@@ -102,13 +86,10 @@ TEST(TeEp, DropsTheRowsThatTheLibraryDrops) {
     config.recv_capacity = 12;
     config.overflow = XD_EP_OVERFLOW_DROP;
     TeBatch direct(rank, c), batch(rank, c);
-    {
-      const Group group = make_group(rank.comm, config);
-      direct.run_all_directly(group.get());
-    }
+    direct.run_all_directly(rank.comm, config);
     const Tensor& total = *direct.batch().field(XD_EP_PREPARE, "total").tensor;
     EXPECT_GT(total.read_as<std::int64_t>()[0], config.recv_capacity);
-    const TeGroup group(rank.comm, te_config(config));
+    const TeGroup group(as_nccl(rank.comm), te_config(config));
     batch.use_group();
     batch.run_all();
     batch.expect_equal(direct);
@@ -119,7 +100,7 @@ TEST(TeEp, PrepareAndDispatchIsTheTwoInOne) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     TeBatch two(rank, c), one(rank, c);
-    const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
+    const TeGroup group(as_nccl(rank.comm), te_config(c.config(rank.rank)));
     two.use_group();
     one.use_group();
     two.prepare();
@@ -134,7 +115,7 @@ TEST(TeEp, DispatchWithoutWeightsIsTheDerivativeOfCombine) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     TeBatch a(rank, c), b(rank, c);
-    const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
+    const TeGroup group(as_nccl(rank.comm), te_config(c.config(rank.rank)));
     a.use_group();
     b.use_group();
     a.prepare();
@@ -190,7 +171,7 @@ TEST(TeEp, Mxfp8RowsTravelWithTheirScales) {
       args.recv_scales = expected.scales.dl();
       ok(direct.batch().call(group.get(), XD_EP_DISPATCH));
     }
-    const TeGroup group(rank.comm, te_config(config));
+    const TeGroup group(as_nccl(rank.comm), te_config(config));
     batch.use_group();
     batch.prepare();
     const auto weights = te_tensor(batch.batch().dispatch_args.topk_weights);
@@ -213,8 +194,8 @@ TEST(TeEp, AWindowOfNcclsLeavesTheTensorsOwnAddress) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     TeBatch direct(rank, c), batch(rank, c);
-    run_directly(rank, c, direct);
-    const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
+    direct.run_all_directly(rank.comm, c.config(rank.rank));
+    const TeGroup group(as_nccl(rank.comm), te_config(c.config(rank.rank)));
     batch.use_group();
     batch.prepare();
     batch.dispatch();
@@ -237,7 +218,7 @@ TEST(TeEp, WithoutNumTopkAGroupTakesTheLargest) {
     NVTEEpGroupConfig config = te_config(c.config(rank.rank));
     config.struct_size = 0;  // as a caller of the first version
     config.num_topk = 1;     // beyond what such a caller has
-    const TeGroup group(rank.comm, config);
+    const TeGroup group(as_nccl(rank.comm), config);
     NVTEEpLayerConfig layer = NVTE_EP_LAYER_CONFIG_INIT;
     layer.top_k = XD_EP_MAX_TOPK;
     EXPECT_GT(nvte_ep_handle_mem_size(&layer), 0u);
@@ -254,7 +235,7 @@ TEST(TeEp, HandleMemIsAPlan) {
     same.recv_capacity = config.max_recv_tokens_per_rank;
     std::size_t bytes = 0;
     ok(xd_ep_plan_size(&same, &bytes));
-    const TeGroup group(rank.comm, config);
+    const TeGroup group(as_nccl(rank.comm), config);
     TeBatch batch(rank, c);
     const NVTEEpLayerConfig layer = batch.layer();
     EXPECT_EQ(nvte_ep_handle_mem_size(&layer), bytes);
@@ -266,8 +247,8 @@ TEST(TeEp, OptionalTensorsMayBeLeftOut) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     TeBatch direct(rank, c), batch(rank, c);
-    run_directly(rank, c, direct);
-    const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
+    direct.run_all_directly(rank.comm, c.config(rank.rank));
+    const TeGroup group(as_nccl(rank.comm), te_config(c.config(rank.rank)));
     batch.use_group();
     const auto idx = te_tensor(batch.batch().prepare_args.topk_idx);
     const NVTEEpLayerConfig layer = batch.layer();
@@ -288,7 +269,7 @@ TEST(TeEp, TheGroupBehindItIsThereWhileItLives) {
   on_every_rank([&](Rank& rank) {
     EXPECT_EQ(crossdock::te::ep_comm(), nullptr);
     for (int time = 0; time < 2; ++time) {
-      const TeGroup group(rank.comm, te_config(c.config(rank.rank)));
+      const TeGroup group(as_nccl(rank.comm), te_config(c.config(rank.rank)));
       EXPECT_EQ(crossdock::te::ep_comm(), rank.comm);
       EXPECT_NE(crossdock::te::ep_group(), nullptr);
       EXPECT_EQ(group_seen_by_library(), crossdock::te::ep_group());

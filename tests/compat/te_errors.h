@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "conformance/said.h"
+
 namespace xd::test {
 
 struct Thrown {
@@ -31,7 +33,7 @@ inline Thrown thrown_by(const std::function<void()>& call,
 
 inline void expect_error(const Thrown& thrown, xd_status status, const std::string& part) {
   EXPECT_EQ(thrown.status, status) << thrown.text;
-  EXPECT_NE(thrown.text.find(part), std::string::npos) << thrown.text;
+  expect_words(thrown.text, {part});
 }
 
 }  // namespace xd::test

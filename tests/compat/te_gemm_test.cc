@@ -1,14 +1,12 @@
 // TransformerEngine's products with transfers against the library's own calls, bit by bit.
-#include <crossdock/compat/te_comm_gemm.h>
 #include <gtest/gtest.h>
 
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "compat/te_errors.h"
-#include "compat/te_tensors.h"
+#include "compat/te_product.h"
 #include "conformance/gemm_batch.h"
 #include "support/gtest_main.h"
 
@@ -18,15 +16,6 @@ namespace {
 using crossdock::te::as_nccl;
 using transformer_engine::DType;
 using transformer_engine::TensorWrapper;
-
-struct DestroyTeContext {
-  void operator()(NVTECommGemmCtx* ctx) const { nvte_comm_gemm_ctx_destroy(ctx); }
-};
-using TeContext = std::unique_ptr<NVTECommGemmCtx, DestroyTeContext>;
-
-TeContext make_te_context(const Rank& rank, xd_comm* comm) {
-  return TeContext(nvte_comm_gemm_ctx_create(as_nccl(comm), rank.num_ranks, rank.rank));
-}
 
 // The arguments of a call there, from those of a call here.
 struct TeCall {
@@ -60,11 +49,8 @@ struct TeCall {
   }
 
   void make(NVTECommGemmCtx* ctx, xd_gemm_operation operation, const Rank& rank) const {
-    const auto function = operation == XD_GEMM_ALL_GATHER       ? nvte_all_gather_gemm
-                          : operation == XD_GEMM_REDUCE_SCATTER ? nvte_gemm_reduce_scatter
-                                                                : nvte_gemm_all_reduce;
-    function(ctx, m, n, k, a.data(), b.data(), d.data(), bias.data(), pre_act.data(), transa,
-             transb, grad, accumulate, 0, rank.stream(), algo);
+    te_function(operation)(ctx, m, n, k, a.data(), b.data(), d.data(), bias.data(), pre_act.data(),
+                           transa, transb, grad, accumulate, 0, rank.stream(), algo);
     rank.memory->synchronize();
   }
 };
@@ -145,7 +131,7 @@ class TeGemm : public testing::TestWithParam<Variant> {};
 
 TEST_P(TeGemm, EveryFunctionAndOrderGivesTheBitsOfTheLibrarysOwnCall) {
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     for (const xd_gemm_operation operation : kGemmProducts) {
       for (const Stored stored : {Stored::nt, Stored::nn, Stored::tn}) {
         const GemmCase c = te_case(operation, stored, GetParam());
@@ -162,7 +148,7 @@ INSTANTIATE_TEST_SUITE_P(All, TeGemm, testing::ValuesIn(kVariants),
 
 TEST(TeGemmAlgo, AnyOfThemComputesTheSame) {
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     for (const xd_gemm_operation operation : kGemmProducts) {
       for (int algo = kNVTECommGemmAlgoDefault; algo <= kNVTECommGemmAlgoAtomicMulticast; ++algo) {
         compare(rank, te_case(operation, Stored::nt, kVariants[0]), ctx.get(),
@@ -175,7 +161,7 @@ TEST(TeGemmAlgo, AnyOfThemComputesTheSame) {
 // Sizes that grow and shrink, and other types, in one context.
 TEST(TeGemmContext, ServesSizesAndTypesThatChange) {
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     for (const int units : {1, 3, 2, 7, 8, 5}) {
       for (const Operands operands : {Operands::bf16, Operands::f32}) {
         for (const xd_gemm_operation operation : kGemmProducts) {
@@ -192,22 +178,11 @@ TEST(TeGemmContext, ServesSizesAndTypesThatChange) {
   });
 }
 
-// Rows of equal numbers: row i has `columns` times (first + i) * factor.
-std::vector<float> repeated(std::int64_t first, std::int64_t rows, std::int64_t columns,
-                            std::int64_t factor) {
-  std::vector<float> values;
-  for (std::int64_t i = 0; i < rows; ++i) {
-    values.insert(values.end(), static_cast<std::size_t>(columns),
-                  static_cast<float>((first + i) * factor));
-  }
-  return values;
-}
-
 // n is dealt out in equal blocks, the last ones smaller or empty, as cuBLASMp does it. A is all
 // ones, so that D has sums over the rows of B.
 TEST(TeGemmShares, OfNThatRanksDoNotDivide) {
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     const std::int64_t ranks = rank.num_ranks, m = 8, k = 4;
     for (const std::int64_t n : {std::int64_t{1}, 2 * ranks + 1, 5 * ranks - 1}) {
       const std::int64_t block = (n + ranks - 1) / ranks;
@@ -216,12 +191,9 @@ TEST(TeGemmShares, OfNThatRanksDoNotDivide) {
       EXPECT_EQ(nvte_comm_gemm_numroc(ctx.get(), n), own);
       Tensor a(rank, kF32, {m, k}), b(rank, kF32, {own, k}), d(rank, kF32, {n, m});
       a.write(std::vector<float>(static_cast<std::size_t>(m * k), 1.0f));
-      b.write(repeated(first, own, k, 1));
-      nvte_all_gather_gemm(ctx.get(), m * ranks, n, k, te_tensor(a.dl()).data(),
-                           te_tensor(b.dl()).data(), te_tensor(d.dl()).data(), nullptr, nullptr,
-                           true, false, false, false, 0, rank.stream(), kNVTECommGemmAlgoDefault);
-      rank.memory->synchronize();
-      EXPECT_EQ(d.read_as<float>(), repeated(0, n, m, k));
+      b.write(equal_columns(first, own, k, 1));
+      multiply(rank, ctx.get(), XD_GEMM_ALL_GATHER, {m * ranks, n, k}, a, b, d);
+      EXPECT_EQ(d.read_as<float>(), equal_columns(0, n, m, k));
       EXPECT_TRUE(d.buffer().guards_intact());
     }
   });
@@ -279,7 +251,7 @@ class TeGemmMistake : public testing::TestWithParam<Mistake> {};
 TEST_P(TeGemmMistake, IsThrownOnEveryRankAndTheContextLives) {
   const GemmCase c = te_case(XD_GEMM_ALL_GATHER, Stored::nt, kVariants[0]);
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     GemmBatch batch(rank, c, 0);
     TeCall call(rank, c, batch);
     GetParam().make(call, rank);
@@ -297,7 +269,7 @@ TEST(TeGemmErrors, OfOneRankAreToldThePeers) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "there are no peers";
   const GemmCase c = te_case(XD_GEMM_REDUCE_SCATTER, Stored::nt, kVariants[0]);
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     compare(rank, c, ctx.get(), kNVTECommGemmAlgoDefault);
     GemmBatch batch(rank, c, 0);
     TeCall call(rank, c, batch);
@@ -321,7 +293,7 @@ TEST(TeGemmErrors, OfOneRankAreToldThePeers) {
 TEST(TeGemmShares, OfMOrKThatRanksDoNotDivideAreRefused) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank divides everything";
   on_every_rank([&](Rank& rank) {
-    const TeContext ctx = make_te_context(rank, rank.comm);
+    const TeContext ctx = make_te_context(rank, as_nccl(rank.comm));
     const std::string ranks = ", expected a multiple of " + std::to_string(rank.num_ranks);
     for (const xd_gemm_operation operation : kGemmProducts) {
       const GemmCase c = te_case(operation, Stored::nt, kVariants[0]);

@@ -1,6 +1,4 @@
 // TransformerEngine's functions with a communicator of NCCL's, on GPUs.
-#include <crossdock/compat/te_comm_gemm.h>
-#include <crossdock/compat/te_ep.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -10,6 +8,7 @@
 #include <string>
 
 #include "compat/te_ep_batch.h"
+#include "compat/te_product.h"
 #include "support/gtest_main.h"
 #include "support/open_nccl.h"
 
@@ -81,18 +80,13 @@ TEST_F(TeNccl, ExpertsAreReachedThroughItsCommunicator) {
   on_every_rank([&](Rank& rank) {
     const NcclRanks nccl(library_, rank);
     TeBatch direct(rank, c), batch(rank, c);
-    {
-      const Group group = make_group(rank.comm, c.config(rank.rank));
-      direct.run_all_directly(group.get());
-    }
-    const NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+    direct.run_all_directly(rank.comm, c.config(rank.rank));
     for (int time = 0; time < 2; ++time) {
-      nvte_ep_initialize(nccl.comm, &config);
+      const TeGroup group(nccl.comm, te_config(c.config(rank.rank)));
       EXPECT_NE(crossdock::te::ep_comm(), rank.comm);
       batch.use_group();
       batch.run_all();
       batch.expect_equal(direct);
-      nvte_ep_shutdown();
     }
   });
 }
@@ -100,18 +94,14 @@ TEST_F(TeNccl, ExpertsAreReachedThroughItsCommunicator) {
 TEST_F(TeNccl, ProductsAreComputedThroughItsCommunicator) {
   on_every_rank([&](Rank& rank) {
     const NcclRanks nccl(library_, rank);
-    NVTECommGemmCtx* const ctx = nvte_comm_gemm_ctx_create(nccl.comm, rank.num_ranks, rank.rank);
+    const TeContext ctx = make_te_context(rank, nccl.comm);
     const std::int64_t m = 8, n = 16, k = std::int64_t{8} * rank.num_ranks;
     Tensor a(rank, kF32, {m, 8}), b(rank, kF32, {n, 8}), d(rank, kF32, {n, m});
     a.write(std::vector<float>(64, 1.0f));
     b.write(std::vector<float>(128, static_cast<float>(rank.rank + 1)));
-    nvte_gemm_all_reduce(ctx, m, n, k, te_tensor(a.dl()).data(), te_tensor(b.dl()).data(),
-                         te_tensor(d.dl()).data(), nullptr, nullptr, true, false, false, false, 0,
-                         rank.stream(), kNVTECommGemmAlgoDefault);
-    rank.memory->synchronize();
+    multiply(rank, ctx.get(), XD_GEMM_ALL_REDUCE, {m, n, k}, a, b, d);
     const auto sum = static_cast<float>(4 * rank.num_ranks * (rank.num_ranks + 1));
     EXPECT_EQ(d.read_as<float>(), std::vector<float>(128, sum));
-    nvte_comm_gemm_ctx_destroy(ctx);
   });
 }
 

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "faults/meeting.h"
 #include "support/world.h"
 
 namespace xd::test {
@@ -62,9 +63,8 @@ class Board {
 
   // A new meeting point, made by rank 0.
   xd_unique_id new_id() {
-    xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
-    config.timeout_ms = 1000;  // end of a meeting to which not all come
-    if (rank_ == 0) ok(xd_unique_id_create(&config, &words_->id));
+    constexpr int kTimeoutMs = 1000;  // end of a meeting to which not all come
+    if (rank_ == 0) words_->id = test::new_id(kTimeoutMs);
     meet();
     const xd_unique_id id = words_->id;
     meet();

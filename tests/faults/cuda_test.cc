@@ -9,6 +9,8 @@
 
 #include "conformance/cuda_graph.h"
 #include "conformance/fixed_step.h"
+#include "conformance/said.h"
+#include "faults/meeting.h"
 #include "faults/processes.h"
 #include "faults/thread_ranks.h"
 #include "faults/waiting.h"
@@ -61,7 +63,7 @@ TEST_F(CudaWait, ForAPeerThatReplaysNoMoreEndsInTimeAndTheProcessGoesOn) {
     const Outcome outcome = replayed.replay(rank, 0);
     EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
     expect_timed_out(start);
-    EXPECT_TRUE(outcome.mentions("rank 2")) << outcome.text;
+    expect_words(outcome.text, {"rank 2"});
     EXPECT_EQ(comm_error(rank.comm).peer, 2);
     EXPECT_EQ(replayed.replay(rank, 1), XD_ERROR_TIMEOUT);  // and every later one
     if (rank.rank == 0) timed_out.count_down();
@@ -136,12 +138,8 @@ TEST_F(CudaWait, OfAGroupThatIsDestroyedMeanwhileIsBoundedAndKeepsItsMemory) {
     const auto start = Clock::now();
     group.reset();
     EXPECT_LT(Clock::now() - start, milliseconds(2000) + kLimit);
-    xd_unique_id id;
-    ok(xd_unique_id_create(nullptr, &id));
-    xd_comm_config config = XD_COMM_CONFIG_INIT;
-    config.unique_id = &id;
-    config.rank = 0;
-    config.num_ranks = 1;
+    const xd_unique_id id = new_id();
+    xd_comm_config config = id_config(id, 0, 1);
     config.device = rank.memory->device();
     config.heap_bytes = std::size_t{1} << 20;
     const Comm comm = make_comm(config);
@@ -178,11 +176,7 @@ void expect_release(RankProgram program, milliseconds moment) {
   std::this_thread::sleep_for(moment);
   const auto since = ranks.kill(kVictim);
   for (const int survivor : {0, 2}) {
-    const Result result = ranks.wait_for_result(survivor);
-    EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
-    EXPECT_EQ(result.peer, kVictim);
-    EXPECT_LT(result.when - since, kLimit)
-        << std::chrono::duration_cast<milliseconds>(result.when - since).count() << " ms";
+    ranks.expect_loss(survivor, kVictim, since, kLimit);
     EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
   }
 }

@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "conformance/said.h"
 #include "faults/gemm_call.h"
 #include "faults/processes.h"
 #include "faults/waiting.h"
@@ -53,14 +54,8 @@ Clock::time_point kill_victim(Processes& ranks) {
 
 // `peer`: that xd_comm_error names; -1 = nothing is finished.
 void expect_lost(Processes& ranks, int survivor, Clock::time_point since, int peer = kVictim) {
-  SCOPED_TRACE("rank " + std::to_string(survivor));
-  const Result result = ranks.wait_for_result(survivor);
-  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
-  EXPECT_EQ(result.peer, peer);
-  EXPECT_NE(result.text.find("rank " + std::to_string(kVictim)), std::string::npos) << result.text;
-  EXPECT_LT(result.when - since, kLimit)
-      << std::chrono::duration_cast<std::chrono::milliseconds>(result.when - since).count()
-      << " ms";
+  const Result result = ranks.expect_loss(survivor, peer, since, kLimit);
+  expect_words(result.text, {"rank " + std::to_string(kVictim)});
   EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
 }
 
@@ -269,11 +264,7 @@ TEST(Kill, AProcessWithTwoRanksIsReportedWithBothLowestFirst) {
   std::this_thread::sleep_for(kMoment);
   const auto since = kill_victim(ranks);
   for (const int survivor : {0, 3}) {
-    const Result result = ranks.wait_for_result(survivor);
-    EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
-    EXPECT_EQ(result.peer, 1);
-    EXPECT_NE(result.text.find("1, 2"), std::string::npos) << result.text;
-    EXPECT_LT(result.when - since, limit_for(2));
+    expect_words(ranks.expect_loss(survivor, 1, since, limit_for(2)).text, {"1, 2"});
     EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
   }
 }

@@ -92,11 +92,7 @@ struct Joining {
   xd_unique_id id;
   xd_comm* comm = nullptr;
   xd_status operator()(const Rank& rank) {
-    xd_comm_config config = XD_COMM_CONFIG_INIT;
-    config.unique_id = &id;
-    config.rank = rank.rank;
-    config.num_ranks = rank.num_ranks;
-    config.timeout_ms = kMeetingTimeoutMs;
+    xd_comm_config config = id_config(id, rank.rank, rank.num_ranks, kMeetingTimeoutMs);
     config.heap_bytes = 65536;
     return xd_comm_create(&config, &comm);
   }

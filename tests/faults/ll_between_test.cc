@@ -29,38 +29,28 @@ void expect_loss(const Outcome& outcome) {
 }
 
 // One rank of a group that masks, with two batches, and the operation of the test in halves.
-class Seat {
-  const Rank& rank_;
+class Seat : public LlSeat {
   const xd_ep_operation operation_;
-  const LlCase case_ = echo_case(kRanks);
-  const Group group_;
 
  public:
-  Echo a, b;
+  Echo a = batch(1), b = batch(2);
 
-  Seat(const Rank& rank, xd_ep_operation operation, int wait_timeout_ms)
-      : rank_(rank),
-        operation_(operation),
-        group_(make_group(rank, case_, {XD_EP_PEER_LOSS_MASK, wait_timeout_ms})),
-        a(rank, case_, 1),
-        b(rank, case_, 2) {}
+  Seat(const Rank& of_rank, xd_ep_operation operation, int wait_timeout_ms)
+      : LlSeat(of_rank, echo_case(kRanks), {XD_EP_PEER_LOSS_MASK, wait_timeout_ms}),
+        operation_(operation) {}
 
-  const Rank& rank() const { return rank_; }
-  xd_ep_group* group() const { return group_.get(); }
   bool combines() const { return operation_ == XD_EP_LL_COMBINE; }
-  Outcome end_of(xd_status called) const { return finish(rank_, group(), called); }
-  void mask(bool masked) const {
-    ok(xd_ep_ll_mask_set(group(), kMasked, masked ? 1 : 0, rank_.stream()));
-  }
+  void mask(bool masked) const { LlSeat::mask(kMasked, masked); }
+  void good_steps(const std::vector<bool>& lost) const { LlSeat::good_steps(lost, 10, 6); }
 
   // Makes all that comes before the operation of the test.
   void begin(Echo& batch) const {
-    if (combines()) ok(end_of(batch.dispatch(group())));
+    if (combines()) ok(dispatch(batch));
   }
-  void send(Echo& batch) const { ok(end_of(batch.call(group(), operation_, kSend))); }
+  void send(Echo& batch) const { ok(call(batch, operation_, kSend)); }
   Outcome receive(Echo& batch) const {
     const auto start = Clock::now();
-    const Outcome outcome = end_of(batch.call(group(), operation_, kReceive));
+    const Outcome outcome = call(batch, operation_, kReceive);
     EXPECT_LT(Clock::now() - start, kAtOnce);
     return outcome;
   }
@@ -68,12 +58,9 @@ class Seat {
   void end(Echo& batch) const {
     if (!combines()) {
       EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(kTheMasked));
-      ok(end_of(batch.combine(group())));
+      ok(combine(batch));
     }
     EXPECT_EQ(batch.wrong(kTheMasked), "");
-  }
-  void good_steps(const std::vector<bool>& lost) const {
-    test::good_steps(rank_, case_, group(), lost, 10, 6);
   }
 };
 
@@ -121,7 +108,7 @@ TEST_P(LlBetween, TheShareOfAMaskedRankCountsIfItHasCome) {
     }
     // The rank has no part in the combine of its rows.
     EXPECT_EQ(seat.a.rows_by_source(), seat.a.expected_rows(nobody(kRanks)));
-    ok(seat.end_of(seat.a.combine(seat.group())));
+    ok(seat.combine(seat.a));
     EXPECT_EQ(seat.a.wrong(kTheMasked), "");
   });
 }
@@ -134,7 +121,7 @@ TEST_P(LlBetween, ARankThatAnotherThreadMasksIsWaitedForNoMore) {
     xd_status masked = XD_ERROR_INTERNAL;
     std::thread scheduler([&] {
       std::this_thread::sleep_for(milliseconds(50));  // mostly the wait has begun
-      masked = xd_ep_ll_mask_set(seat.group(), kMasked, 1, seat.rank().stream());
+      masked = xd_ep_ll_mask_set(seat.group.get(), kMasked, 1, seat.rank.stream());
     });
     const Outcome outcome = seat.receive(seat.a);
     scheduler.join();
@@ -179,7 +166,7 @@ TEST_P(LlBetween, ARankThatIsUnmaskedThereHasNoPartInTheOperation) {
       seat.mask(false);
     }
     ok(xd_comm_barrier(rank.comm));
-    ok(seat.end_of(xd_ep_ll_reset(seat.group(), rank.stream())));
+    ok(seat.reset());
     seat.good_steps(nobody(kRanks));
   });
 }
@@ -201,9 +188,9 @@ TEST(LlBetweenCalls, WeightsOfAMaskedRankAreNotWaitedFor) {
   on_seats(XD_EP_LL_COMBINE, all, [](Seat& seat) {
     seat.mask(true);
     const auto start = Clock::now();
-    ok(seat.end_of(seat.a.combine(seat.group())));
-    ok(seat.end_of(seat.b.combine(seat.group(), kSend)));
-    ok(seat.end_of(seat.b.combine(seat.group(), kReceive)));
+    ok(seat.combine(seat.a));
+    ok(seat.combine(seat.b, kSend));
+    ok(seat.combine(seat.b, kReceive));
     EXPECT_LT(Clock::now() - start, kAtOnce);
     for (const Echo* batch : {&seat.a, &seat.b}) EXPECT_EQ(batch->wrong(kTheMasked), "");
   });
@@ -220,9 +207,9 @@ TEST(LlBetweenCalls, ALossIsToldBehindTheMistakeOfALaterSend) {
     std::vector<std::byte> damaged = seat.b.plan().read();
     damaged[24] ^= std::byte{0x40};
     seat.b.plan().write(damaged);
-    EXPECT_EQ(seat.end_of(seat.b.combine(seat.group(), kSend)), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(seat.combine(seat.b, kSend), XD_ERROR_INVALID_ARGUMENT);
     seat.mask(true);
-    expect_loss(seat.end_of(seat.a.combine(seat.group(), kReceive)));
+    expect_loss(seat.combine(seat.a, kReceive));
     EXPECT_EQ(seat.a.wrong(kTheMasked), "");
   });
 }

@@ -68,114 +68,114 @@ class HeldRows {
   DLTensor tensor_{};
 };
 
+class LlHeld : public testing::Test {
+ protected:
+  const LlCase c_ = echo_case(kRanks);
+  HeldRows rows_{c_};
+  std::latch all_others_{kRanks - 1};
+
+  // Runs body(seat, batch) on all ranks.
+  template <class Body>
+  void on_ranks(const EchoGroup& how, Body&& body) const {
+    const int number = batch_for_all(c_);
+    on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+      const LlSeat seat(rank, c_, how);
+      Echo batch = seat.batch(number);
+      body(seat, batch);
+    });
+  }
+};
+
 // Its header has come, and its sums do not. When it goes on it finds what the others had sent.
-TEST(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
-  const LlCase c = echo_case(kRanks);
-  const int number = batch_for_all(c);
-  HeldRows rows(c);
-  std::latch gone_on(kRanks - 1);
-  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(kRanks), 0);
-    Echo met(rank, c, number);
-    ok(finish(rank, group.get(), met.dispatch(group.get())));
+TEST_F(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
+  on_ranks({XD_EP_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
+    seat.good_steps(nobody(kRanks), 0, 1);
+    ok(seat.dispatch(met));
     std::vector<bool> lost = nobody(kRanks);
-    if (rank.rank == kHeld) {
-      rows.use_for(met);
-      rows.gate().close();
-      ok(finish(rank, group.get(), met.combine(group.get())));
+    if (seat.rank.rank == kHeld) {
+      rows_.use_for(met);
+      rows_.gate().close();
+      ok(seat.combine(met));
       EXPECT_EQ(met.wrong(lost), "");
     } else {
-      EXPECT_TRUE(rows.gate().wait_for_thread(kLimit));
+      EXPECT_TRUE(rows_.gate().wait_for_thread(kLimit));
       lost[kHeld] = true;
       const auto start = Clock::now();
-      const Outcome outcome = finish(rank, group.get(), met.combine(group.get()));
+      const Outcome outcome = seat.combine(met);
       EXPECT_GE(Clock::now() - start, milliseconds(kTimeoutMs - 50));
       EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
       EXPECT_EQ(outcome.met.rank, kHeld) << outcome.text;
       EXPECT_EQ(outcome.met.masked[0], 1u << kHeld);
       EXPECT_GT(met.waits()[kHeld], 0) << "its header had not come";
       EXPECT_EQ(met.wrong(lost), "");
-      good_steps(rank, c, group.get(), lost, 2000, 20);
-      gone_on.arrive_and_wait();
-      rows.gate().open();
+      seat.good_steps(lost, 2000, 20);
+      all_others_.arrive_and_wait();
+      rows_.gate().open();
     }
-    come_back(rank, c, group.get());
+    seat.come_back();
   });
 }
 
 // Where losses are fatal, the wait that ends is the one for its sums.
-TEST(LlHeld, RankBetweenHeaderAndSumsIsWaitedForNoLongerThanTheTimeout) {
-  const LlCase c = echo_case(kRanks);
-  const int number = batch_for_all(c);
-  HeldRows rows(c);
-  std::latch timed_out(kRanks - 1);
-  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {.wait_timeout_ms = kTimeoutMs});
-    Echo met(rank, c, number);
-    ok(finish(rank, group.get(), met.dispatch(group.get())));
-    if (rank.rank == kHeld) {
-      rows.use_for(met);
-      rows.gate().close();
+TEST_F(LlHeld, RankBetweenHeaderAndSumsIsWaitedForNoLongerThanTheTimeout) {
+  on_ranks({.wait_timeout_ms = kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
+    ok(seat.dispatch(met));
+    if (seat.rank.rank == kHeld) {
+      rows_.use_for(met);
+      rows_.gate().close();
     } else {
-      EXPECT_TRUE(rows.gate().wait_for_thread(kLimit));
+      EXPECT_TRUE(rows_.gate().wait_for_thread(kLimit));
     }
-    const Outcome outcome = finish(rank, group.get(), met.combine(group.get()));
+    const Outcome outcome = seat.combine(met);
     // The held rank finds all that it needs, and may end before it looks at errors.
-    EXPECT_TRUE(rank.rank == kHeld || outcome == XD_ERROR_TIMEOUT) << outcome.text;
-    const xd_error_info info = comm_error(rank.comm);
+    EXPECT_TRUE(seat.rank.rank == kHeld || outcome == XD_ERROR_TIMEOUT) << outcome.text;
+    const xd_error_info info = comm_error(seat.rank.comm);
     EXPECT_EQ(info.status, XD_ERROR_TIMEOUT);
     EXPECT_EQ(info.phase, XD_PHASE_ROWS) << info.text;
     EXPECT_EQ(info.operation, XD_EP_LL_COMBINE);
     EXPECT_EQ(info.peer, kHeld);
-    if (rank.rank == kHeld) return;
-    timed_out.arrive_and_wait();
-    rows.gate().open();
+    if (seat.rank.rank == kHeld) return;
+    all_others_.arrive_and_wait();
+    rows_.gate().open();
   });
 }
 
 // It stands still while it takes what has come; the others leave it out, go on, and store other
 // rows where it was to read. Those that it has not read count, and are zero.
-TEST(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
-  const LlCase c = echo_case(kRanks);
-  const int number = batch_for_all(c);
-  HeldRows rows(c);
-  std::latch gone_on(kRanks - 1);
-  on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(kRanks), 0);
-    Echo met(rank, c, number);
+TEST_F(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
+  on_ranks({XD_EP_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
+    seat.good_steps(nobody(kRanks), 0, 1);
     std::vector<bool> lost = nobody(kRanks);
-    if (rank.rank == kHeld) {
-      rows.use_for(met);
-      rows.gate().close();
-      const Outcome outcome = finish(rank, group.get(), met.dispatch(group.get()));
+    if (seat.rank.rank == kHeld) {
+      rows_.use_for(met);
+      rows_.gate().close();
+      const Outcome outcome = seat.dispatch(met);
       EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
       EXPECT_EQ(outcome.met.rank, 0) << outcome.text;
       EXPECT_EQ(outcome.met.masked[0], 0b101u);
       EXPECT_EQ(outcome.met.masked_by[0], 0b101u);
       EXPECT_EQ(met.rows_by_source(), met.expected_rows(nobody(kRanks)));
-      for (int expert = 0; expert < c.local_experts; ++expert) {
+      for (int expert = 0; expert < c_.local_experts; ++expert) {
         for (int source = 0; source < kRanks; ++source) {
           const Echo::Range range = met.range(expert, source);
           for (std::int64_t slot = range.first; slot < range.first + range.rows; ++slot) {
-            EXPECT_EQ(rows.zero(expert, slot), source != kHeld)
+            EXPECT_EQ(rows_.zero(expert, slot), source != kHeld)
                 << "expert " << expert << ", slot " << slot << ", from rank " << source;
           }
         }
       }
     } else {
-      ok(finish(rank, group.get(), met.dispatch(group.get())));
+      ok(seat.dispatch(met));
       EXPECT_EQ(met.rows_by_source(), met.expected_rows(lost));
-      EXPECT_TRUE(rows.gate().wait_for_thread(kLimit));
+      EXPECT_TRUE(rows_.gate().wait_for_thread(kLimit));
       lost[kHeld] = true;
-      EXPECT_EQ(finish(rank, group.get(), met.combine(group.get())), XD_ERROR_PEER_LOST);
+      EXPECT_EQ(seat.combine(met), XD_ERROR_PEER_LOST);
       EXPECT_EQ(met.wrong(lost), "");
-      good_steps(rank, c, group.get(), lost, 2000, 20);
-      gone_on.arrive_and_wait();
-      rows.gate().open();
+      seat.good_steps(lost, 2000, 20);
+      all_others_.arrive_and_wait();
+      rows_.gate().open();
     }
-    come_back(rank, c, group.get());
+    seat.come_back();
   });
 }
 

@@ -31,13 +31,6 @@ RankProgram masked_program(int wait_timeout_ms) {
   return program;
 }
 
-void expect_loss(Processes& ranks, int survivor, Clock::time_point since, milliseconds limit) {
-  const Result result = ranks.wait_for_result(survivor);
-  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
-  EXPECT_EQ(result.peer, kVictim) << result.text;
-  EXPECT_LT(result.when - since, limit);
-}
-
 class LlMaskedProcess : public testing::TestWithParam<int> {};
 
 // Its memory is there, and nothing is written: only the timeout tells. It goes on in the middle of
@@ -52,7 +45,7 @@ TEST_P(LlMaskedProcess, ThatIsStoppedAndContinuedIsLeftOutAndComesBack) {
   ranks.stop(kVictim);
   for (const int survivor : kSurvivors) {
     ranks.wait_for_progress(survivor);
-    expect_loss(ranks, survivor, since, kTimeout + kSlack);
+    ranks.expect_loss(survivor, kVictim, since, kTimeout + kSlack);
   }
   ranks.resume(kVictim);
   const Result itself = ranks.wait_for_result(kVictim);
@@ -72,7 +65,7 @@ TEST_P(LlMaskedProcess, ThatIsKilledIsLeftOutAtOnceByAll) {
   const auto since = ranks.kill(kVictim);
   for (const int survivor : kSurvivors) {
     ranks.wait_for_progress(survivor);
-    expect_loss(ranks, survivor, since, kSlack);
+    ranks.expect_loss(survivor, kVictim, since, kSlack);
     EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
   }
 }

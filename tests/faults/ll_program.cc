@@ -16,14 +16,13 @@ bool any(const std::vector<bool>& flags) {
 }
 
 // The steps of one rank of a group that masks.
-class MaskedRun {
+class MaskedRun : private LlSeat {
  public:
-  MaskedRun(const RankProgram& program, const Rank& rank, const Talk& talk)
-      : rank_(rank),
+  MaskedRun(const RankProgram& program, const Rank& of_rank, const Talk& talk)
+      : LlSeat(of_rank, echo_case(program.num_ranks),
+               {XD_EP_PEER_LOSS_MASK, program.wait_timeout_ms}),
         talk_(talk),
-        case_(echo_case(program.num_ranks)),
-        group_(make_group(rank, case_, {XD_EP_PEER_LOSS_MASK, program.wait_timeout_ms})),
-        lost_(static_cast<std::size_t>(program.num_ranks)) {}
+        lost_(nobody(program.num_ranks)) {}
 
   // Empty, or what was wrong.
   std::string steps(int first, int count) {
@@ -40,27 +39,20 @@ class MaskedRun {
   int met_at() const { return met_at_; }
 
   void come_back() {
-    for (std::size_t r = 0; r < lost_.size(); ++r) {
-      if (!lost_[r]) continue;
-      ok(xd_ep_ll_mask_set(group_.get(), static_cast<std::int32_t>(r), 0, rank_.stream()));
-      lost_[r] = false;
-    }
-    rank_.memory->synchronize();
-    ok(xd_comm_barrier(rank_.comm));
-    ok(finish(rank_, group_.get(), xd_ep_ll_reset(group_.get(), rank_.stream())));
+    unmask(lost_);
+    lost_ = nobody(rank.num_ranks);
   }
 
  private:
   std::string step(int number) {
-    Echo batch(rank_, case_, number);
+    Echo batch(rank, c, number);
     bool unsure = false;
     for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
       const bool halves = number % 3 == 0;
-      Outcome outcome = finish(rank_, group_.get(),
-                               batch.call(group_.get(), kind, halves ? kSend : XD_EP_PHASE_BOTH));
+      Outcome outcome = call(batch, kind, halves ? kSend : XD_EP_PHASE_BOTH);
       unsure = note(outcome) || unsure;
       if (halves && accepted(outcome)) {
-        outcome = finish(rank_, group_.get(), batch.call(group_.get(), kind, kReceive));
+        outcome = call(batch, kind, kReceive);
         unsure = note(outcome) || unsure;
       }
       if (!accepted(outcome)) return "batch " + std::to_string(number) + ": " + outcome.text;
@@ -91,27 +83,24 @@ class MaskedRun {
     return true;
   }
 
-  const Rank& rank_;
   const Talk& talk_;
-  const LlCase case_;
-  const Group group_;
   std::vector<bool> lost_;
   int met_at_ = -1;
 };
 
 }  // namespace
 
-Outcome run_ll_steps(const Rank& rank, const LlCase& c, xd_ep_group* group) {
+Outcome run_ll_steps(const LlSeat& seat) {
   for (int number = 0;; number += 2) {
-    Echo a(rank, c, number), b(rank, c, number + 1);
+    Echo a = seat.batch(number), b = seat.batch(number + 1);
     for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
       for (const xd_ep_phase phase : {kSend, kReceive}) {
         for (Echo* batch : {&a, &b}) {
-          const Outcome outcome = finish(rank, group, batch->call(group, kind, phase));
+          const Outcome outcome = seat.call(*batch, kind, phase);
           if (outcome != XD_SUCCESS) return outcome;
         }
       }
-      const Outcome outcome = finish(rank, group, a.call(group, kind));
+      const Outcome outcome = seat.call(a, kind);
       if (outcome != XD_SUCCESS) return outcome;
     }
   }

@@ -4,14 +4,14 @@
 #include <functional>
 #include <string>
 
-#include "conformance/ll_echo.h"
+#include "faults/ll_step.h"
 #include "faults/rank_program.h"
 #include "support/outcome.h"
 
 namespace xd::test {
 
 // Steps, whole and in halves, until one fails.
-Outcome run_ll_steps(const Rank& rank, const LlCase& c, xd_ep_group* group);
+Outcome run_ll_steps(const LlSeat& seat);
 
 // How a rank talks with the test.
 struct Talk {

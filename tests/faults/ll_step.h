@@ -1,4 +1,5 @@
-// Good steps of low latency, looked at in full, and how groups that mask lost ranks come back.
+// One rank of a low-latency group: its operations, good steps that are looked at in full, and how
+// groups that mask lost ranks come back.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,31 +15,58 @@ inline std::vector<bool> nobody(int num_ranks) {
   return std::vector<bool>(static_cast<std::size_t>(num_ranks));
 }
 
-// dispatch and combine of batch `number`, which give what the ranks that are not `lost` sent.
-inline void good_step(const Rank& rank, const LlCase& c, xd_ep_group* group,
-                      const std::vector<bool>& lost, int number) {
-  Echo batch(rank, c, number);
-  ok(finish(rank, group, batch.dispatch(group)));
-  ASSERT_EQ(batch.rows_by_source(), batch.expected_rows(lost)) << "batch " << number;
-  ok(finish(rank, group, batch.combine(group)));
-  ASSERT_EQ(batch.wrong(lost), "");
-}
-inline void good_steps(const Rank& rank, const LlCase& c, xd_ep_group* group,
-                       const std::vector<bool>& lost, int first, int count) {
-  for (int number = first; number < first + count; ++number) {
-    good_step(rank, c, group, lost, number);
-  }
-}
+class LlSeat {
+ public:
+  const Rank rank;
+  const LlCase c;
+  const Group group;
 
-// Brings all ranks in step again, whatever has happened.
-inline void come_back(const Rank& rank, const LlCase& c, xd_ep_group* group) {
-  for (int peer = 0; peer < rank.num_ranks; ++peer) {
-    if (peer != rank.rank) ok(xd_ep_ll_mask_set(group, peer, 0, rank.stream()));
+  // Makes the group. Collective.
+  LlSeat(const Rank& of_rank, const LlCase& of_case, const EchoGroup& how = {})
+      : rank(of_rank), c(of_case), group(make_group(rank, c, how)) {}
+
+  Echo batch(int number) const { return Echo(rank, c, number); }
+  // These return when the operation has ended, and say how.
+  Outcome end_of(xd_status called) const { return finish(rank, group.get(), called); }
+  Outcome call(Echo& batch, xd_ep_operation operation, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
+    return end_of(batch.call(group.get(), operation, phase));
   }
-  rank.memory->synchronize();
-  ok(xd_comm_barrier(rank.comm));
-  ok(finish(rank, group, xd_ep_ll_reset(group, rank.stream())));
-  good_steps(rank, c, group, nobody(rank.num_ranks), 5000, 20);
-}
+  Outcome dispatch(Echo& batch, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
+    return call(batch, XD_EP_LL_DISPATCH, phase);
+  }
+  Outcome combine(Echo& batch, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
+    return call(batch, XD_EP_LL_COMBINE, phase);
+  }
+  Outcome reset() const { return end_of(xd_ep_ll_reset(group.get(), rank.stream())); }
+  void mask(int other, bool masked) const {
+    ok(xd_ep_ll_mask_set(group.get(), other, masked ? 1 : 0, rank.stream()));
+  }
+
+  // dispatch and combine of batches, which give what the ranks that are not `lost` sent.
+  void good_steps(const std::vector<bool>& lost, int first, int count) const {
+    for (int number = first; number < first + count; ++number) {
+      Echo batch(rank, c, number);
+      ok(dispatch(batch));
+      ASSERT_EQ(batch.rows_by_source(), batch.expected_rows(lost)) << "batch " << number;
+      ok(combine(batch));
+      ASSERT_EQ(batch.wrong(lost), "");
+    }
+  }
+  // Brings all ranks in step again, whatever has happened to those that are `lost` to this one.
+  void unmask(const std::vector<bool>& lost) const {
+    for (int other = 0; other < rank.num_ranks; ++other) {
+      if (lost[static_cast<std::size_t>(other)]) mask(other, false);
+    }
+    rank.memory->synchronize();
+    ok(xd_comm_barrier(rank.comm));
+    ok(reset());
+  }
+  void come_back() const {
+    std::vector<bool> others(static_cast<std::size_t>(rank.num_ranks), true);
+    others[static_cast<std::size_t>(rank.rank)] = false;
+    unmask(others);
+    good_steps(nobody(rank.num_ranks), 5000, 20);
+  }
+};
 
 }  // namespace xd::test

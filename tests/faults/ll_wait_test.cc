@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/said.h"
 #include "faults/ll_step.h"
 #include "faults/thread_ranks.h"
 #include "faults/waiting.h"
@@ -23,15 +24,15 @@ TEST(LlWaits, OfASendForAPlaceThatAPeerHasNotFreedEndInTime) {
   const LlCase c = echo_case(2);
   std::latch timed_out(1);
   on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c);
-    Echo a(rank, c, 0), b(rank, c, 1), d(rank, c, 2);
-    ok(finish(rank, group.get(), a.dispatch(group.get(), kSend)));
-    ok(finish(rank, group.get(), b.dispatch(group.get(), kSend)));
+    const LlSeat seat(rank, c);
+    Echo a = seat.batch(0), b = seat.batch(1), d = seat.batch(2);
+    ok(seat.dispatch(a, kSend));
+    ok(seat.dispatch(b, kSend));
     if (rank.rank == 1) return timed_out.wait();
-    ok(finish(rank, group.get(), a.dispatch(group.get(), kReceive)));
-    ok(finish(rank, group.get(), b.dispatch(group.get(), kReceive)));
+    ok(seat.dispatch(a, kReceive));
+    ok(seat.dispatch(b, kReceive));
     const auto start = Clock::now();
-    const Outcome outcome = finish(rank, group.get(), d.dispatch(group.get(), kSend));
+    const Outcome outcome = seat.dispatch(d, kSend);
     EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
     expect_timed_out(start);
     const xd_error_info info = comm_error(rank.comm);
@@ -46,12 +47,12 @@ TEST(LlWaits, EndWithTheTimeoutOfTheirGroup) {
   const LlCase c = echo_case(2);
   std::latch timed_out(1);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {.wait_timeout_ms = kShortTimeoutMs});
-    good_step(rank, c, group.get(), nobody(2), 0);
+    const LlSeat seat(rank, c, {.wait_timeout_ms = kShortTimeoutMs});
+    seat.good_steps(nobody(2), 0, 1);
     if (rank.rank == 1) return timed_out.wait();
-    Echo step(rank, c, 1);
+    Echo step = seat.batch(1);
     const auto start = Clock::now();
-    EXPECT_EQ(finish(rank, group.get(), step.dispatch(group.get())), XD_ERROR_TIMEOUT);
+    EXPECT_EQ(seat.dispatch(step), XD_ERROR_TIMEOUT);
     expect_timed_out(start);
     timed_out.count_down();
   });
@@ -79,89 +80,88 @@ class LlStuck : public testing::TestWithParam<Moment> {
     EXPECT_EQ(outcome.met.rank, kStuck) << outcome.text;
     EXPECT_EQ(outcome.met.masked[0], 1u << kStuck);
     EXPECT_EQ(outcome.met.masked_by[0], 0u);
-    EXPECT_TRUE(mentions(outcome.text, "rank " + std::to_string(kStuck))) << outcome.text;
+    expect_words(outcome.text, {"rank " + std::to_string(kStuck)});
     EXPECT_GE(took, milliseconds(kTimeoutMs - 50));
     EXPECT_LT(took, milliseconds(kTimeoutMs) + kLimit);
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
   }
   // A masked rank that goes on by itself learns in bounded time that it is masked. What the others
   // had sent before is still there.
-  static void come_to_know(const Rank& rank, const LlCase& c, xd_ep_group* group) {
+  static void come_to_know(const LlSeat& seat) {
     constexpr int kMostSteps = 8;
     for (int number = 2000; number < 2000 + kMostSteps; ++number) {
-      Echo step(rank, c, number);
+      Echo step = seat.batch(number);
       for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
         const auto start = Clock::now();
-        const Outcome outcome = finish(rank, group, step.call(group, kind));
+        const Outcome outcome = seat.call(step, kind);
         EXPECT_LT(Clock::now() - start, milliseconds(kTimeoutMs) + kLimit);
         EXPECT_TRUE(outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST ||
                     outcome == XD_ERROR_MISMATCH)
             << outcome.text;
       }
     }
-    EXPECT_EQ(group_status(group).masked[0], 0b101u);
+    EXPECT_EQ(group_status(seat.group.get()).masked[0], 0b101u);
   }
 };
 
 TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
     std::vector<bool> lost = nobody(kRanks);
-    good_steps(rank, c_, group.get(), lost, 0, 3);
+    seat.good_steps(lost, 0, 3);
     const xd_ep_operation kind = GetParam().operation;
     const bool halves = GetParam().halves;
-    Echo met(rank, c_, 3);
-    if (kind == XD_EP_LL_COMBINE) ok(finish(rank, group.get(), met.dispatch(group.get())));
+    Echo met = seat.batch(3);
+    if (kind == XD_EP_LL_COMBINE) ok(seat.dispatch(met));
     if (rank.rank == kStuck) {
       ok(xd_comm_barrier(rank.comm));
-      come_to_know(rank, c_, group.get());
+      come_to_know(seat);
       lost[0] = lost[2] = true;
-      good_steps(rank, c_, group.get(), lost, 3000, 5);
+      seat.good_steps(lost, 3000, 5);
     } else {
       const auto start = Clock::now();
-      if (halves) ok(finish(rank, group.get(), met.call(group.get(), kind, kSend)));
-      const Outcome outcome = finish(
-          rank, group.get(), met.call(group.get(), kind, halves ? kReceive : XD_EP_PHASE_BOTH));
+      if (halves) ok(seat.call(met, kind, kSend));
+      const Outcome outcome = seat.call(met, kind, halves ? kReceive : XD_EP_PHASE_BOTH);
       expect_loss(rank, outcome, Clock::now() - start);
       lost[kStuck] = true;
       if (kind == XD_EP_LL_DISPATCH) {
         EXPECT_EQ(met.rows_by_source(), met.expected_rows(lost));
-        ok(finish(rank, group.get(), met.combine(group.get())));
+        ok(seat.combine(met));
       }
       EXPECT_EQ(met.wrong(lost), "");
-      good_steps(rank, c_, group.get(), lost, 4, kSteps);
+      seat.good_steps(lost, 4, kSteps);
       ok(xd_comm_barrier(rank.comm));
     }
-    come_back(rank, c_, group.get());
+    seat.come_back();
   });
 }
 
 // It has done its part of an operation, and stays away from the next: that one's results are whole.
 TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
     const std::vector<bool> none = nobody(kRanks), lost{false, true, false};
     const xd_ep_operation kind = GetParam().operation;
-    Echo met(rank, c_, 3);
-    if (kind == XD_EP_LL_COMBINE) ok(finish(rank, group.get(), met.dispatch(group.get())));
+    Echo met = seat.batch(3);
+    if (kind == XD_EP_LL_COMBINE) ok(seat.dispatch(met));
     if (rank.rank == kStuck) {
-      ok(finish(rank, group.get(), met.call(group.get(), kind, kSend)));
+      ok(seat.call(met, kind, kSend));
       ok(xd_comm_barrier(rank.comm));
       return;
     }
-    ok(finish(rank, group.get(), met.call(group.get(), kind)));
+    ok(seat.call(met, kind));
     if (kind == XD_EP_LL_DISPATCH) {
       EXPECT_EQ(met.rows_by_source(), met.expected_rows(none));
-      EXPECT_EQ(finish(rank, group.get(), met.combine(group.get())), XD_ERROR_PEER_LOST);
+      EXPECT_EQ(seat.combine(met), XD_ERROR_PEER_LOST);
       EXPECT_EQ(met.wrong(lost), "");
     } else {
       EXPECT_EQ(met.wrong(none), "");
-      Echo next(rank, c_, 4);
-      EXPECT_EQ(finish(rank, group.get(), next.dispatch(group.get())), XD_ERROR_PEER_LOST);
-      ok(finish(rank, group.get(), next.combine(group.get())));
+      Echo next = seat.batch(4);
+      EXPECT_EQ(seat.dispatch(next), XD_ERROR_PEER_LOST);
+      ok(seat.combine(next));
       EXPECT_EQ(next.wrong(lost), "");
     }
-    good_steps(rank, c_, group.get(), lost, 5, 20);
+    seat.good_steps(lost, 5, 20);
     ok(xd_comm_barrier(rank.comm));
   });
 }
@@ -180,15 +180,14 @@ TEST(LlMasks, AreTheirGroupsOwn) {
   constexpr int kTimeoutMs = 300;
   const LlCase c = echo_case(2);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const EchoGroup how{XD_EP_PEER_LOSS_MASK, kTimeoutMs};
-    const Group first = make_group(rank, c, how), second = make_group(rank, c);
+    const LlSeat first(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs}), second(rank, c);
     if (rank.rank == 0) {
-      Echo step(rank, c, 0);
-      EXPECT_EQ(finish(rank, first.get(), step.dispatch(first.get())), XD_ERROR_PEER_LOST);
+      Echo step = first.batch(0);
+      EXPECT_EQ(first.dispatch(step), XD_ERROR_PEER_LOST);
     }
     ok(xd_comm_barrier(rank.comm));
-    good_steps(rank, c, second.get(), nobody(2), 0, 3);
-    EXPECT_EQ(group_status(second.get()).masked[0], 0u);
+    second.good_steps(nobody(2), 0, 3);
+    EXPECT_EQ(group_status(second.group.get()).masked[0], 0u);
   });
 }
 
@@ -197,17 +196,17 @@ TEST(LlMasks, OfSeveralRanksTakeOneTimeout) {
   constexpr int kTimeoutMs = 1000, kRanks = 4;
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(kRanks), 0);
+    const LlSeat seat(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    seat.good_steps(nobody(kRanks), 0, 1);
     if (rank.rank > 0) return ok(xd_comm_barrier(rank.comm));
-    Echo step(rank, c, 1);
+    Echo step = seat.batch(1);
     const auto start = Clock::now();
-    const Outcome outcome = finish(rank, group.get(), step.dispatch(group.get()));
+    const Outcome outcome = seat.dispatch(step);
     EXPECT_LT(Clock::now() - start, milliseconds(2 * kTimeoutMs));
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, 1);
     EXPECT_EQ(outcome.met.masked[0], 0b1110u);
-    ok(finish(rank, group.get(), step.combine(group.get())));
+    ok(seat.combine(step));
     EXPECT_EQ(step.wrong({false, true, true, true}), "");
     ok(xd_comm_barrier(rank.comm));
   });
@@ -218,14 +217,14 @@ TEST(LlMasks, OfRanksThatMissTheResetAreMadeByIt) {
   constexpr int kTimeoutMs = 500, kRanks = 3;
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const Group group = make_group(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
-    good_step(rank, c, group.get(), nobody(kRanks), 0);
+    const LlSeat seat(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    seat.good_steps(nobody(kRanks), 0, 1);
     if (rank.rank == 2) return ok(xd_comm_barrier(rank.comm));
-    const Outcome outcome = finish(rank, group.get(), xd_ep_ll_reset(group.get(), rank.stream()));
+    const Outcome outcome = seat.reset();
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, 2);
     EXPECT_EQ(outcome.met.operation, XD_EP_LL_RESET);
-    good_steps(rank, c, group.get(), {false, false, true}, 1, 3);
+    seat.good_steps({false, false, true}, 1, 3);
     ok(xd_comm_barrier(rank.comm));
   });
 }

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "conformance/said.h"
 #include "faults/processes.h"
 
 namespace xd::test {
@@ -41,8 +42,7 @@ void expect_goes_on(Processes& ranks, int rank, const std::string& lost, Clock::
     for (const char* call : {"xd_comm_barrier", "xd_mem_grow", "xd_ep_group_create"}) {
       const Result result = ranks.wait_for_result(rank);
       EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << call;
-      EXPECT_NE(result.text.find(std::string(call) + ": " + named), std::string::npos)
-          << result.text;
+      expect_words(result.text, {std::string(call) + ": " + named});
     }
   }
   const Losses later = ranks.wait_for_losses(rank);

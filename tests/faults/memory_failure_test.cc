@@ -143,11 +143,7 @@ class MemoryFailure : public testing::TestWithParam<Shortage> {
 
 Comm join(Board& board, const Rank& rank, int timeout_ms) {
   const xd_unique_id id = board.new_id();
-  xd_comm_config config = XD_COMM_CONFIG_INIT;
-  config.unique_id = &id;
-  config.rank = rank.rank;
-  config.num_ranks = rank.num_ranks;
-  config.timeout_ms = timeout_ms;
+  xd_comm_config config = id_config(id, rank.rank, rank.num_ranks, timeout_ms);
   config.heap_bytes = std::size_t{2} << 20;
   return make_comm(config);
 }
@@ -164,11 +160,7 @@ TEST_P(MemoryFailure, InCreateIsAnErrorOnAllRanks) {
     xd_comm* made = nullptr;
     xd_unique_id id = board.new_id();
     const auto create = [&](Rank& here) {
-      xd_comm_config config = XD_COMM_CONFIG_INIT;
-      config.unique_id = &id;
-      config.rank = here.rank;
-      config.num_ranks = here.num_ranks;
-      config.timeout_ms = kMeetingTimeoutMs;
+      xd_comm_config config = id_config(id, here.rank, here.num_ranks, kMeetingTimeoutMs);
       config.heap_bytes = 4096;
       return xd_comm_create(&config, &made);
     };

@@ -1,5 +1,6 @@
 #include "faults/processes.h"
 
+#include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
 
@@ -8,26 +9,20 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "faults/meeting.h"
+
 namespace xd::test {
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(60);  // also under sanitizers
-
-xd_unique_id make_id(const RankProgram& program) {
-  xd_unique_id id;
-  xd_unique_id_config config = XD_UNIQUE_ID_CONFIG_INIT;
-  config.timeout_ms = program.timeout_ms;
-  if (xd_unique_id_create(&config, &id) != XD_SUCCESS) throw std::runtime_error(xd_last_error());
-  return id;
-}
 
 }  // namespace
 
 Processes::Processes(RankProgram program, const std::vector<std::vector<int>>& processes) {
   program.num_ranks = 0;
   for (const auto& ranks : processes) program.num_ranks += static_cast<int>(ranks.size());
-  program.id = make_id(program);
-  if (program.death.victim >= 0) program.death.id_of_rest = make_id(program);
+  program.id = new_id(program.timeout_ms);
+  if (program.death.victim >= 0) program.death.id_of_rest = new_id(program.timeout_ms);
   std::map<std::string, std::string> settings;
   if (program.apart) {
     settings = {{"XD_NET_TEST", "apart"},
@@ -117,6 +112,17 @@ Result Processes::wait_for_result(int rank) {
   result.status = static_cast<xd_status>(status);
   result.phase = static_cast<xd_phase>(phase);
   result.when = line.when;
+  return result;
+}
+
+Result Processes::expect_loss(int rank, int peer, Clock::time_point since,
+                              std::chrono::milliseconds limit) {
+  SCOPED_TRACE("rank " + std::to_string(rank));
+  Result result = wait_for_result(rank);
+  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+  EXPECT_EQ(result.peer, peer) << result.text;
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(result.when - since);
+  EXPECT_LT(result.when - since, limit) << took.count() << " ms";
   return result;
 }
 

@@ -43,6 +43,8 @@ class Processes {
   void wait_until_all_are_ready();
   Losses wait_for_losses(int rank);
   Result wait_for_result(int rank);
+  // The rank's next result is the loss of `peer`, and has come soon after `since`.
+  Result expect_loss(int rank, int peer, Clock::time_point since, std::chrono::milliseconds limit);
   std::string wait_for_after(int rank);
   void wait_for_progress(int rank);
 

@@ -9,20 +9,20 @@
 #include <iostream>
 #include <memory>
 #include <mutex>
-#include <span>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "conformance/batch.h"
 #include "conformance/fixed_step.h"
-#include "conformance/ll_echo.h"
 #include "faults/fatal_argument.h"
 #include "faults/gemm_call.h"
+#include "faults/hex.h"
 #include "faults/ll_program.h"
+#include "faults/meeting.h"
 #include "support/handles.h"
 #include "support/memory.h"
 
@@ -48,11 +48,8 @@ class RankRun {
         rank_{rank, program.num_ranks, false, nullptr, memory_.get(), "", {}} {}
 
   void run() {
-    xd_comm_config config = XD_COMM_CONFIG_INIT;
-    config.unique_id = &program_.id;
-    config.rank = rank_.rank;
-    config.num_ranks = program_.num_ranks;
-    config.timeout_ms = program_.timeout_ms;
+    xd_comm_config config =
+        id_config(program_.id, rank_.rank, program_.num_ranks, program_.timeout_ms);
     config.on_peer_loss = program_.on_peer_loss;
     config.device = memory_->device();
     const std::string host = "host" + std::to_string(rank_.rank);
@@ -211,19 +208,17 @@ class RankRun {
   }
 
   xd_status run_low_latency() {
-    const LlCase c = echo_case(program_.num_ranks);
-    group_ = make_group(rank_, c);
-    Echo batch(rank_, c, 0);
-    ok(finish(rank_, group_.get(), batch.dispatch(group_.get())));
-    ok(finish(rank_, group_.get(), batch.combine(group_.get())));
+    const LlSeat& seat = seat_.emplace(rank_, echo_case(program_.num_ranks));
+    Echo batch = seat.batch(0);
+    ok(seat.dispatch(batch));
+    ok(seat.combine(batch));
     wait_for_go();
-    const Outcome outcome =
-        program_.program == Program::ll_operation
-            ? finish(rank_, group_.get(), batch.call(group_.get(), program_.operation))
-            : run_ll_steps(rank_, c, group_.get());
+    const Outcome outcome = program_.program == Program::ll_operation
+                                ? seat.call(batch, program_.operation)
+                                : run_ll_steps(seat);
     report(outcome.status, outcome.text, false);
     if (outcome == XD_SUCCESS) return XD_SUCCESS;
-    const Outcome later = finish(rank_, group_.get(), batch.combine(group_.get()));
+    const Outcome later = seat.combine(batch);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
   }
@@ -315,14 +310,13 @@ class RankRun {
       if (xd_mem_grow(comm_.get(), 4096) != status) return say("after grow disagrees");
     }
     group_.reset();
+    seat_.reset();
     context_.reset();
     comm_.reset();
-    xd_unique_id id = program_.death.id_of_rest;
-    if (!someone_dies()) ok(xd_unique_id_create(nullptr, &id));
-    xd_comm_config config = XD_COMM_CONFIG_INIT;
-    config.unique_id = &id;
-    config.num_ranks = someone_dies() ? program_.num_ranks - 1 : 1;
-    if (someone_dies()) config.rank = rank_.rank - (rank_.rank > program_.death.victim ? 1 : 0);
+    const xd_unique_id id = someone_dies() ? program_.death.id_of_rest : new_id();
+    const int rank = rank_.rank - (rank_.rank > program_.death.victim ? 1 : 0);
+    xd_comm_config config =
+        someone_dies() ? id_config(id, rank, program_.num_ranks - 1) : id_config(id, 0, 1);
     config.device = memory_->device();
     config.heap_bytes = 4096;
     const Comm another = make_comm(config);
@@ -336,28 +330,9 @@ class RankRun {
   Rank rank_;
   Comm comm_;
   Group group_;
+  std::optional<LlSeat> seat_;
   GemmContext context_;
 };
-
-static_assert(std::is_trivially_copyable_v<RankSettings>);
-
-std::string to_hex(const RankSettings& settings) {
-  std::string hex;
-  for (const std::byte byte : std::as_bytes(std::span(&settings, 1))) {
-    hex += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
-    hex += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
-  }
-  return hex;
-}
-
-RankSettings from_hex(const std::string& hex) {
-  RankSettings settings;
-  const auto bytes = std::as_writable_bytes(std::span(&settings, 1));
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    bytes[i] = static_cast<std::byte>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
-  }
-  return settings;
-}
 
 }  // namespace
 
@@ -372,7 +347,8 @@ Case case_of(const RankProgram& program) {
 }
 
 std::vector<std::string> to_arguments(const RankProgram& program) {
-  std::vector<std::string> arguments{kOption, executor(), to_hex(program), program.fatal_argument};
+  std::vector<std::string> arguments{kOption, executor(), to_hex<RankSettings>(program),
+                                     program.fatal_argument};
   for (const int rank : program.ranks) arguments.push_back(std::to_string(rank));
   return arguments;
 }
@@ -380,7 +356,7 @@ std::vector<std::string> to_arguments(const RankProgram& program) {
 bool run_if_rank_program(const std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments[0] != kOption) return false;
   set_executor(arguments.at(1));
-  RankProgram program{from_hex(arguments.at(2)), arguments.at(3), {}};
+  RankProgram program{from_hex<RankSettings>(arguments.at(2)), arguments.at(3), {}};
   for (std::size_t i = 4; i < arguments.size(); ++i) {
     program.ranks.push_back(std::stoi(arguments[i]));
   }

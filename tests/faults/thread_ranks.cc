@@ -7,22 +7,18 @@
 #include <thread>
 #include <vector>
 
+#include "faults/meeting.h"
 #include "faults/rank_program.h"
 
 namespace xd::test {
 
 void on_thread_ranks(int num_ranks, int timeout_ms, const std::function<void(Rank&, Comm&)>& body) {
-  xd_unique_id id;
-  ok(xd_unique_id_create(nullptr, &id));
+  const xd_unique_id id = new_id();
   const auto run = [&](int number) {
     std::unique_ptr<Memory> memory;
     try {
       memory = make_memory(executor(), number);
-      xd_comm_config config = XD_COMM_CONFIG_INIT;
-      config.unique_id = &id;
-      config.rank = number;
-      config.num_ranks = num_ranks;
-      config.timeout_ms = timeout_ms;
+      xd_comm_config config = id_config(id, number, num_ranks, timeout_ms);
       config.device = memory->device();
       config.heap_bytes = std::size_t{1} << 20;
       Comm comm = make_comm(config);

@@ -63,39 +63,35 @@ class BulkWaiter final : public Waiter {
 class LowLatencyWaiter final : public Waiter {
  public:
   LowLatencyWaiter(const Rank& rank, xd_ep_operation operation, bool halves)
-      : rank_(rank),
+      : seat_(rank, echo_case(rank.num_ranks)),
         operation_(operation),
         halves_(halves),
-        group_(make_group(rank_, case_)),
-        step_(std::in_place, rank_, case_, 1) {
-    good_step(rank_, case_, group_.get(), nobody(rank_.num_ranks), 0);
-    if (operation_ == XD_EP_LL_COMBINE) ok(end_of(step_->dispatch(group_.get())));
+        step_(std::in_place, seat_.rank, seat_.c, 1) {
+    seat_.good_steps(nobody(rank.num_ranks), 0, 1);
+    if (operation_ == XD_EP_LL_COMBINE) ok(seat_.dispatch(*step_));
   }
   CallEnd call() override {
     if (!halves_) return call_whole();
-    ok(end_of(step_->call(group_.get(), operation_, XD_EP_PHASE_SEND)));
-    return told(end_of(step_->call(group_.get(), operation_, XD_EP_PHASE_RECEIVE)));
+    ok(seat_.call(*step_, operation_, XD_EP_PHASE_SEND));
+    return told(seat_.call(*step_, operation_, XD_EP_PHASE_RECEIVE));
   }
-  CallEnd call_whole() override { return told(end_of(step_->call(group_.get(), operation_))); }
+  CallEnd call_whole() override { return told(seat_.call(*step_, operation_)); }
   std::unique_ptr<Waiter> beside(Memory&) override { return nullptr; }  // several may be in flight
   void expect_finished(xd_status status) override {
     for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
       for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}) {
-        EXPECT_EQ(step_->call(group_.get(), kind, phase), status) << xd_last_error();
+        EXPECT_EQ(step_->call(seat_.group.get(), kind, phase), status) << xd_last_error();
       }
     }
   }
   void free_arguments() override { step_.reset(); }
 
  private:
-  Outcome end_of(xd_status called) { return finish(rank_, group_.get(), called); }
   static CallEnd told(Outcome end) { return {end.status, std::move(end.text)}; }
 
-  const Rank rank_;
+  const LlSeat seat_;
   const xd_ep_operation operation_;
   const bool halves_;
-  const LlCase case_ = echo_case(rank_.num_ranks);
-  const Group group_;
   std::optional<Echo> step_;
 };
 

@@ -10,6 +10,7 @@
 
 #include "conformance/batch.h"
 #include "conformance/ll_batch.h"
+#include "faults/meeting.h"
 #include "fuzz/seeds.h"
 #include "support/tensor.h"
 
@@ -25,11 +26,8 @@ constexpr xd_ep_operation kUsers[] = {XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBI
 }
 
 Comm comm_of_one() {
-  xd_unique_id id;
-  ok(xd_unique_id_create(nullptr, &id));
-  xd_comm_config config = XD_COMM_CONFIG_INIT;
-  config.unique_id = &id;
-  config.num_ranks = 1;
+  const xd_unique_id id = new_id();
+  xd_comm_config config = id_config(id, 0, 1);
   config.heap_bytes = std::size_t{1} << 20;
   return make_comm(config);
 }

@@ -38,21 +38,16 @@ class Folder {
 TEST_F(NetConnect, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
   NetHosts hosts(2);
   Job none(hosts, {0, 1}, Family::ipv4, {{"XD_JOB_SECRET", ""}});
-  for (const std::string& answer : none.all("create")) {
-    EXPECT_TRUE(has(answer, "XD_JOB_SECRET is not set")) << answer;
-  }
+  none.expect_all("create", {"XD_JOB_SECRET is not set"});
   Job first(hosts, {0});
   Settings other{{"XD_TEST_TIMEOUT_MS", "2500"}, {"rank 1", "XD_JOB_SECRET=another"}};
   Job by_environment(hosts, {0, 1}, Family::ipv4, other);
   const auto refused = by_environment.all("create");
-  EXPECT_TRUE(has(refused[0], "XD_ERROR_TIMEOUT")) << refused[0];
-  EXPECT_TRUE(has(refused[1], "refused this rank: it knows another secret")) << refused[1];
+  expect_words(refused[0], {"XD_ERROR_TIMEOUT"});
+  expect_words(refused[1], {"refused this rank: it knows another secret"});
   other["XD_TEST_ID"] = first.rank(0).ask("id");
   Job by_id(hosts, {0, 1}, Family::ipv4, other);
-  for (const std::string& answer : by_id.all("create")) {
-    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
-    EXPECT_TRUE(has(answer, "has another XD_JOB_SECRET than")) << answer;
-  }
+  by_id.expect_all("create", {"XD_ERROR_MISMATCH", "has another XD_JOB_SECRET than"});
 }
 
 TEST_F(NetConnect, RanksMeetByAUniqueIdAndByTheCallersAllGather) {
@@ -74,9 +69,9 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
     Job job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_FOLDER", folder.path()}});
     const auto answers = job.all("create");
     for (const std::string& answer : answers)
-      EXPECT_TRUE(has(answer, "(eth0 10.97.0.2, eth1 10.98.0.2")) << answer;
-    EXPECT_TRUE(has(answers[0], "XD_ERROR_MISMATCH")) << answers[0];
-    EXPECT_TRUE(has(answers[1], "XD_ERROR_INVALID_ARGUMENT")) << answers[1];
+      expect_words(answer, {"(eth0 10.97.0.2, eth1 10.98.0.2"});
+    expect_words(answers[0], {"XD_ERROR_MISMATCH"});
+    expect_words(answers[1], {"XD_ERROR_INVALID_ARGUMENT"});
   }
   {
     const Folder folder;
@@ -88,9 +83,8 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
   Job dead(hosts, {0, 1}, Family::ipv4,
            {{"XD_TEST_TIMEOUT_MS", "6000"}, {"rank 1", "XD_NET_IFACE=eth1"}});
   const auto answers = dead.all("create");
-  EXPECT_TRUE(has(answers[1], "cannot reach rank 0 of host 0 (")) << answers[1];
-  EXPECT_TRUE(has(answers[1], "at 10.97.0.1:")) << answers[1];
-  EXPECT_TRUE(has(answers[1], "from 10.98.0.2 within 1000 ms")) << answers[1];
+  expect_words(answers[1], {"cannot reach rank 0 of host 0 (",
+                            "at 10.97.0.1:", "from 10.98.0.2 within 1000 ms"});
 }
 
 TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
@@ -100,11 +94,7 @@ TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
   sleep_ms(300);
   job.rank(3).kill();
   job.rank(2).tell("create");
-  for (const int r : {0, 1, 2}) {
-    const std::string answer = job.rank(r).answer();
-    EXPECT_TRUE(has(answer, "XD_ERROR_TIMEOUT")) << answer;
-    EXPECT_TRUE(has(answer, "rank 3 of 4 did not come in time")) << answer;
-  }
+  job.expect_answers({"XD_ERROR_TIMEOUT", "rank 3 of 4 did not come in time"}, 3);
 }
 
 TEST_F(NetConnect, AFirewallOfTheControlPortIsNamedInTime) {
@@ -113,13 +103,11 @@ TEST_F(NetConnect, AFirewallOfTheControlPortIsNamedInTime) {
   Job job(hosts, {0, 0, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "6000"}});
   const auto start = Clock::now();
   const auto answers = job.all("create");
-  EXPECT_TRUE(has(answers[2], "XD_ERROR_TIMEOUT")) << answers[2];
-  EXPECT_TRUE(has(answers[2], "cannot reach rank 0 of host 0 (")) << answers[2];
+  expect_words(answers[2], {"XD_ERROR_TIMEOUT", "cannot reach rank 0 of host 0 ("});
   // The others can reach it, and hear from it.
   for (const int r : {0, 1}) {
-    const std::string& answer = answers[static_cast<std::size_t>(r)];
-    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
-    EXPECT_TRUE(has(answer, "cannot reach rank 0 of host 0 (")) << answer;
+    expect_words(answers[static_cast<std::size_t>(r)],
+                 {"XD_ERROR_MISMATCH", "cannot reach rank 0 of host 0 ("});
   }
   EXPECT_LT(ms_since(start), 5500);
 }
@@ -138,8 +126,7 @@ TEST_F(NetConnect, AFirewallThatRefusesDataPortsIsNamedAtOnceOrInTime) {
   const auto answers = job.all("steps 1");
   EXPECT_LT(ms_since(start), 3700);
   for (const std::string& answer : answers) {
-    EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
-    EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
+    expect_words(answer, {"control reaches rank ", ", data do not (tcp"});
   }
   EXPECT_TRUE(has(answers[0], "XD_ERROR_SYSTEM") || has(answers[0], "XD_ERROR_TIMEOUT"))
       << answers[0];
@@ -159,8 +146,8 @@ TEST_F(NetConnect, AMeetingPointOnLoopbackIsNotFoundFromAnotherHost) {
   Job job(hosts, {0, 1}, Family::ipv4,
           {{"MASTER_ADDR", "127.0.0.1"}, {"XD_TEST_TIMEOUT_MS", "1000"}});
   const auto answers = job.all("create");
-  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
-  EXPECT_TRUE(has(answers[1], "rank 0 did not come, is on another host")) << answers[1];
+  expect_words(answers[0], {"XD_ERROR_TIMEOUT"});
+  expect_words(answers[1], {"rank 0 did not come, is on another host"});
 }
 
 TEST_F(NetConnect, AFirewallThatRefusesIsNamedAtOnceOrInTime) {
@@ -170,31 +157,25 @@ TEST_F(NetConnect, AFirewallThatRefusesIsNamedAtOnceOrInTime) {
   {
     Job job(hosts, {0, 1});
     const auto start = Clock::now();
-    const auto answers = job.all("create");
-    for (const std::string& answer : answers) {
-      EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-      EXPECT_TRUE(has(answer, "rank 0 of host 0 (")) << answer;
-      EXPECT_TRUE(has(answer, "or a firewall refuses 10.97.0.1:")) << answer;
-    }
+    job.expect_all(
+        "create", {"XD_ERROR_PEER_LOST", "rank 0 of host 0 (", "or a firewall refuses 10.97.0.1:"});
     EXPECT_LT(ms_since(start), 4000);
   }
   hosts.admit_ports(0, kPort, kPort + 15, "reject with icmpx admin-prohibited");
   Job job(hosts, {0, 1});
   const auto answers = job.all("create");
-  EXPECT_TRUE(has(answers[1], "XD_ERROR_TIMEOUT")) << answers[1];
+  expect_words(answers[1], {"XD_ERROR_TIMEOUT"});
   for (const std::string& answer : answers)
-    EXPECT_TRUE(has(answer, "cannot reach rank 0 of host 0 (")) << answer;
+    expect_words(answer, {"cannot reach rank 0 of host 0 ("});
 }
 
 TEST_F(NetConnect, AddressesThatAreTranslatedAreRefused) {
   NetHosts hosts(2);
   hosts.translate(1, kPort, kPort + 15);
   Job job(hosts, {0, 1});
-  for (const std::string& answer : job.all("create")) {
-    EXPECT_TRUE(has(answer, "XD_ERROR_MISMATCH")) << answer;
-    EXPECT_TRUE(has(answer, "has the address 10.97.0.2 and reaches rank 0 of host 0 (")) << answer;
-    EXPECT_TRUE(has(answer, "addresses must not be translated between hosts (NAT)")) << answer;
-  }
+  job.expect_all("create",
+                 {"XD_ERROR_MISMATCH", "has the address 10.97.0.2 and reaches rank 0 of host 0 (",
+                  "addresses must not be translated between hosts (NAT)"});
 }
 
 // A rank, the only or the last one of host 1, ends between the meeting and its calls.
@@ -206,12 +187,8 @@ void expect_named_by_all_at_once(const std::vector<int>& host_of) {
   Job job(hosts, host_of, Family::ipv4,
           {{"XD_TEST_FOLDER", folder.path()}, {name, "XD_TEST_WHEN_MET=die"}});
   const auto start = Clock::now();
-  for (int r = 0; r <= dead; ++r) job.rank(r).tell("create");
-  for (int r = 0; r < dead; ++r) {
-    const std::string answer = job.rank(r).answer();
-    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-    EXPECT_TRUE(has(answer, name + " of host 1 (")) << "of rank " << r << ": " << answer;
-  }
+  job.tell("create");
+  job.expect_answers({"XD_ERROR_PEER_LOST", name + " of host 1 ("}, dead);
   EXPECT_LT(ms_since(start), 5000);
   job.rank(dead).kill();
 }
@@ -233,12 +210,8 @@ TEST_F(NetConnect, ARankThatFindsAnotherGoneTellsOtherHosts) {
                       {"rank 2", "XD_TEST_WHEN_MET=wait"},
                       {"rank 3", "XD_TEST_WHEN_MET=die"}};
   Job job(hosts, {0, 0, 1, 1}, Family::ipv4, dies);
-  for (int r = 0; r < 4; ++r) job.rank(r).tell("create");
-  for (const int r : {0, 1, 2}) {
-    const std::string answer = job.rank(r).answer();
-    EXPECT_TRUE(has(answer, "XD_ERROR_PEER_LOST")) << answer;
-    EXPECT_TRUE(has(answer, "rank 3 of host 1 (")) << answer;
-  }
+  job.tell("create");
+  job.expect_answers({"XD_ERROR_PEER_LOST", "rank 3 of host 1 ("}, 3);
   job.rank(3).kill();
 }
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "conformance/said.h"
 #include "net/net_hosts.h"
 #include "net/rank_process.h"
 
@@ -63,13 +64,31 @@ class Job {
   int size() const { return static_cast<int>(ranks_.size()); }
   RankProcess& rank(int r) { return *ranks_[static_cast<std::size_t>(r)]; }
 
-  // What every rank answers to an order that all get at once, but for `without`.
-  std::vector<std::string> all(const std::string& order, int without = -1) {
+  // Gives all ranks but `without` the order at once.
+  void tell(const std::string& order, int without = -1) {
     for (int r = 0; r < size(); ++r)
       if (r != without) rank(r).tell(order);
-    std::vector<std::string> answers;
-    for (int r = 0; r < size(); ++r) answers.push_back(r != without ? rank(r).answer(40000) : "");
-    return answers;
+  }
+  std::vector<std::string> answers(int without = -1) {
+    std::vector<std::string> result;
+    for (int r = 0; r < size(); ++r) result.push_back(r != without ? rank(r).answer(40000) : "");
+    return result;
+  }
+  // What every rank answers to an order that all get at once.
+  std::vector<std::string> all(const std::string& order) {
+    tell(order);
+    return answers();
+  }
+  // The next answers of all ranks but `without` have these words.
+  void expect_answers(const Words& words, int without = -1) {
+    for (int r = 0; r < size(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      if (r != without) expect_words(rank(r).answer(40000), words);
+    }
+  }
+  void expect_all(const std::string& order, const Words& words) {
+    tell(order);
+    expect_answers(words);
   }
   void all_fine(const std::string& order) {
     const std::vector<std::string> answers = all(order);
@@ -114,13 +133,10 @@ inline void expect_no_data_behind_a_firewall(const char* step) {
   const auto answers = job.all(step);
   EXPECT_LT(ms_since(start), 3700) << "half of the time is for telling the others";
   for (const std::string& answer : answers) {
-    EXPECT_TRUE(has(answer, "control reaches rank ")) << answer;
-    EXPECT_TRUE(has(answer, ", data do not (tcp")) << answer;
-    EXPECT_TRUE(has(answer, "no greeting came within 2000 ms")) << answer;
+    expect_words(
+        answer, {"control reaches rank ", ", data do not (tcp", "no greeting came within 2000 ms"});
   }
-  EXPECT_TRUE(has(answers[0], "XD_ERROR_TIMEOUT")) << answers[0];
-  EXPECT_TRUE(has(answers[0], "rank 2 of host 1 (")) << answers[0];
-  EXPECT_TRUE(has(answers[0], ", 10.97.0.2:")) << answers[0];
+  expect_words(answers[0], {"XD_ERROR_TIMEOUT", "rank 2 of host 1 (", ", 10.97.0.2:"});
   job.all_fine("barrier");
 }
 

@@ -8,14 +8,14 @@ namespace {
 constexpr std::size_t kRow = 100'000;
 constexpr std::uint32_t kPuts = 0, kSwaps = 1;
 
+std::byte value(int rank, int round) { return static_cast<std::byte>(7 * rank + round + 1); }
+
+}  // namespace
+
 std::string outcome(xd_status status) {
   if (status == XD_SUCCESS) return "fine";
   return std::string(xd_status_name(status)) + " " + xd_last_error();
 }
-
-std::byte value(int rank, int round) { return static_cast<std::byte>(7 * rank + round + 1); }
-
-}  // namespace
 
 // Of the memory, row r is for what comes from rank r; the row behind all is sent.
 std::string RankChannels::make() {

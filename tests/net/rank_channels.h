@@ -14,6 +14,9 @@
 
 namespace xd::test {
 
+// "fine", or the error of this thread's last call with its text.
+std::string outcome(xd_status status);
+
 // A channel to every rank, of a number of ranks that is a power of two. Calls return "fine", or
 // the error with its text.
 class RankChannels {

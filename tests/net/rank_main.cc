@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -24,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "faults/hex.h"
 #include "net/rank_channels.h"
 #include "net/rank_process.h"
 #include "net/rank_steps.h"
@@ -41,22 +41,6 @@ std::string setting(const char* name, const char* otherwise = "") {
 int number(const char* name, int otherwise) {
   const std::string text = setting(name);
   return text.empty() ? otherwise : std::stoi(text);
-}
-
-std::string hex(const xd_unique_id& id) {
-  std::string text;
-  char digits[3];
-  for (const unsigned char byte : id.bytes) {
-    std::snprintf(digits, sizeof(digits), "%02x", byte);
-    text += digits;
-  }
-  return text;
-}
-xd_unique_id from_hex(const std::string& text) {
-  xd_unique_id id;
-  for (std::size_t i = 0; i < sizeof(id.bytes); ++i)
-    id.bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  return id;
 }
 
 // Gathers over files, each of which appears when it is complete.
@@ -120,10 +104,10 @@ class RankMain {
     if (verb == "memory") return memory();
     if (verb == "import") return import_of(count);
     if (verb == "masks") return masks();
-    if (verb == "slots") return slots(count);
-    if (verb == "slot_groups") return slot_groups(count);
-    if (verb == "steps") return steps(count);
-    if (verb == "groups") return groups(count);
+    if (verb == "slots") return steps(make_slot_steps, 1, count);
+    if (verb == "slot_groups") return steps(make_slot_steps, count, 1);
+    if (verb == "steps") return steps(make_steps, 1, count);
+    if (verb == "groups") return steps(make_steps, count, 1);
     if (verb == "held") return held();
     if (verb == "context") return context();
     if (verb == "cycle") return cycle(count);
@@ -140,12 +124,7 @@ class RankMain {
   }
 
  private:
-  static std::string outcome(xd_status status) {
-    return status == XD_SUCCESS ? "fine" : concat(xd_status_name(status), xd_last_error());
-  }
-  static std::string concat(const char* name, const char* text) {
-    return in_a_line(std::string(name) + " " + text);
-  }
+  static std::string outcome(xd_status status) { return in_a_line(test::outcome(status)); }
   static std::string in_a_line(std::string text) {
     std::replace(text.begin(), text.end(), '\n', ' ');
     return text;
@@ -157,13 +136,13 @@ class RankMain {
     config.address = address.c_str();
     xd_unique_id id;
     const xd_status status = xd_unique_id_create(&config, &id);
-    return status == XD_SUCCESS ? hex(id) : outcome(status);
+    return status == XD_SUCCESS ? to_hex(id) : outcome(status);
   }
 
   std::string create() {
     xd_comm_config config = XD_COMM_CONFIG_INIT;
     const std::string id_text = setting("XD_TEST_ID"), host = setting("XD_TEST_HOST");
-    const xd_unique_id id = id_text.empty() ? xd_unique_id{} : from_hex(id_text);
+    const xd_unique_id id = id_text.empty() ? xd_unique_id{} : from_hex<xd_unique_id>(id_text);
     config.bootstrap = XD_BOOTSTRAP_ENVIRONMENT;
     config.rank = number("RANK", 0);
     config.num_ranks = number("WORLD_SIZE", 1);
@@ -208,10 +187,9 @@ class RankMain {
     xd_error_info info XD_ERROR_INFO_INIT;
     const xd_status status = xd_comm_error(comm_, &info);
     if (status != XD_SUCCESS) return outcome(status);
-    return concat((std::string(xd_status_name(info.status)) + " peer " + std::to_string(info.peer) +
-                   " host " + std::to_string(info.host))
-                      .c_str(),
-                  info.text);
+    return in_a_line(std::string(xd_status_name(info.status)) + " peer " +
+                     std::to_string(info.peer) + " host " + std::to_string(info.host) + " " +
+                     info.text);
   }
 
   std::string info() {
@@ -235,30 +213,18 @@ class RankMain {
     return outcome(xd_mem_import(comm_, &handle, &there));
   }
 
-  std::string steps(int count) {
-    return in_a_line(make_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count));
-  }
-
-  // One group after another, each with a step.
-  std::string groups(int count) {
-    for (int i = 0; i < count; ++i)
-      if (const std::string made = steps(1); made != "fine") return made;
+  // One group after another, each with `count` steps.
+  std::string steps(decltype(make_steps)* make, int groups, int count) {
+    for (int i = 0; i < groups; ++i) {
+      const std::string made = make(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count);
+      if (made != "fine") return in_a_line(made);
+    }
     return "fine";
   }
 
   static std::string held() {
     return std::to_string(open_descriptors()) + " descriptors, " + std::to_string(live_threads()) +
            " threads, " + std::to_string(shared_bytes()) + " bytes of shared memory";
-  }
-
-  std::string slots(int count) {
-    return in_a_line(make_slot_steps(comm_, number("RANK", 0), number("WORLD_SIZE", 1), count));
-  }
-
-  std::string slot_groups(int count) {
-    for (int i = 0; i < count; ++i)
-      if (const std::string made = slots(1); made != "fine") return made;
-    return "fine";
   }
 
   // A group of a kind that is not there between machines.

@@ -17,20 +17,6 @@ namespace {
 
 using NetSteps = Net;
 
-// All steps but those of a rank that is gone end with these words.
-void expect_all(Job& job, const std::string& status, const std::string& part, int without = -1) {
-  for (int r = 0; r < job.size(); ++r) {
-    if (r == without) continue;
-    const std::string answer = job.rank(r).answer();
-    EXPECT_TRUE(has(answer, status) && has(answer, part)) << "rank " << r << ": " << answer;
-  }
-}
-
-void begin(Job& job, const std::string& order, int without = -1) {
-  for (int r = 0; r < job.size(); ++r)
-    if (r != without) job.rank(r).tell(order);
-}
-
 TEST_F(NetSteps, ThreeRanksWithOnePartnerAreServed) {
   NetHosts hosts(2);
   CommJob job(hosts, {0, 0, 0, 1});
@@ -40,23 +26,23 @@ TEST_F(NetSteps, ThreeRanksWithOnePartnerAreServed) {
 TEST_F(NetSteps, ADeadLinkEndsThemOnBothHalves) {
   NetHosts hosts(2);
   CommJob job(hosts, {0, 0, 1, 1});
-  begin(job, "steps 1000000");
+  job.tell("steps 1000000");
   sleep_ms(500);
   const auto start = Clock::now();
   hosts.set_link(1, false);
-  expect_all(job, "XD_ERROR_PEER_LOST", "the host has not answered for 1000 ms");
+  job.expect_answers({"XD_ERROR_PEER_LOST", "the host has not answered for 1000 ms"});
   EXPECT_LT(ms_since(start), kSilenceMs + 2000);
 }
 
 TEST_F(NetSteps, ALinkThatComesBackInTimeCostsThemTimeAlone) {
   NetHosts hosts(2);
   CommJob job(hosts, {0, 1}, Family::ipv4, {{"XD_TEST_SILENCE_MS", "10000"}});
-  begin(job, "steps 100");
+  job.tell("steps 100");
   sleep_ms(200);
   hosts.set_link(1, false);
   sleep_ms(600);
   hosts.set_link(1, true);
-  for (int r = 0; r < 2; ++r) EXPECT_EQ(job.rank(r).answer(), "fine");
+  job.expect_answers({"fine"});
 }
 
 // Whichever connection meets the hole first says so.
@@ -141,12 +127,12 @@ TEST_F(NetSteps, ARankKilledAtAnyMomentIsNamedByAll) {
   for (const Moment& moment : kMoments) {
     SCOPED_TRACE(moment.order + (" after " + std::to_string(moment.after_ms)) + " ms");
     CommJob job(hosts, {0, 0, 1, 1});
-    begin(job, moment.order, moment.comes ? -1 : moment.killed);
+    job.tell(moment.order, moment.comes ? -1 : moment.killed);
     sleep_ms(moment.after_ms);
     const auto start = Clock::now();
     job.rank(moment.killed).kill();
-    expect_all(job, "XD_ERROR_PEER_LOST", "rank " + std::to_string(moment.killed) + " of host",
-               moment.killed);
+    job.expect_answers({"XD_ERROR_PEER_LOST", "rank " + std::to_string(moment.killed) + " of host"},
+                       moment.killed);
     EXPECT_LT(ms_since(start), 3000);
   }
 }

@@ -11,11 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "base/error.h"
 #include "memory/demand.h"
+#include "unit/errors.h"
 
 namespace xd {
 namespace {
+
+using test::expect_words;
 
 class AvailableMemory : public testing::Test {
  protected:
@@ -147,13 +149,8 @@ class SharedLimits : public AvailableMemory {
   std::string told(int rank, xd_status expected) const {
     std::vector<MemoryDemand> of_rank;
     for (const OwnDemand& own : own_) of_rank.push_back(own.demand);
-    try {
-      require_together(of_rank, rank, own_[static_cast<std::size_t>(rank)]);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.status(), expected) << error.text();
-      return error.text();
-    }
-    return "";
+    return test::refusal_of(
+        [&] { require_together(of_rank, rank, own_[static_cast<std::size_t>(rank)]); }, expected);
   }
 
   std::vector<OwnDemand> own_;
@@ -200,8 +197,7 @@ TEST_F(SharedLimits, OfAGroupAboveTheirsAddUp) {
   add_rank("/job/a", 40 * kMiB);
   add_rank("/job/b", 40 * kMiB);
   for (const int rank : {0, 1}) {
-    EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY).find("control group /job, whose"),
-              std::string::npos);
+    expect_words(told(rank, XD_ERROR_OUT_OF_MEMORY), {"control group /job, whose"});
   }
 }
 
@@ -209,8 +205,7 @@ TEST_F(SharedLimits, OfTheHostAddUp) {
   add_rank("/job/a", 600 * kMiB);
   add_rank("/job/b", 600 * kMiB);
   for (const int rank : {0, 1}) {
-    EXPECT_NE(told(rank, XD_ERROR_OUT_OF_MEMORY).find("bytes of this host; rank"),
-              std::string::npos);
+    expect_words(told(rank, XD_ERROR_OUT_OF_MEMORY), {"bytes of this host; rank"});
   }
 }
 
@@ -234,7 +229,7 @@ TEST_F(SharedLimits, AreSparedWhatHugePagesHold) {
 
 TEST_F(SharedLimits, HoldForSizesThatDoNotAddUpInSixtyFourBits) {
   for (int rank = 0; rank < 3; ++rank) add_rank("/job", UINT64_MAX / 2);
-  EXPECT_NE(told(1, XD_ERROR_OUT_OF_MEMORY).find("18446744073709551615 bytes"), std::string::npos);
+  expect_words(told(1, XD_ERROR_OUT_OF_MEMORY), {"18446744073709551615 bytes"});
 }
 
 TEST_F(SharedLimits, TheTightestCountWhereThereAreMany) {
@@ -245,7 +240,7 @@ TEST_F(SharedLimits, TheTightestCountWhereThereAreMany) {
   }
   add_rank(group, 40 * kMiB);
   add_rank(group, 40 * kMiB);
-  EXPECT_NE(told(0, XD_ERROR_OUT_OF_MEMORY).find("/g4/g5, whose"), std::string::npos);
+  expect_words(told(0, XD_ERROR_OUT_OF_MEMORY), {"/g4/g5, whose"});
 }
 
 }  // namespace

@@ -91,7 +91,7 @@ void expect_fatal(const Errors& errors, xd_status status, int rank, const std::s
   ASSERT_NE(error, nullptr);
   EXPECT_EQ(error->status, status);
   EXPECT_EQ(error->rank, rank);
-  EXPECT_NE(errors.text_of(*error).find(text), std::string::npos) << errors.text_of(*error);
+  expect_words(errors.text_of(*error), {text});
   expect_error(error_of([&] { errors.check_usable(); }), status, text);
 }
 

@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "base/error.h"
+#include "unit/errors.h"
 
 #if __has_include(<cublasLt.h>)
 #include <cublasLt.h>
@@ -53,27 +53,19 @@ static_assert(sizeof(Suggestion) == sizeof(cublasLtMatmulHeuristicResult_t) &&
 namespace xd::cuda {
 namespace {
 
+using test::error_of;
+using test::expect_error;
+
 TEST(CublasLt, NamesWhatIsMissing) {
-  try {
-    lt::find_library({"libxd_no_such_library.so.1", "libxd_no_such_library.so.2"});
-    FAIL() << "found it";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_UNSUPPORTED);
-    const std::string text = error.what();
-    EXPECT_NE(text.find("libxd_no_such_library.so.1 or libxd_no_such_library.so.2"),
-              std::string::npos)
-        << text;
-  }
+  expect_error(error_of([] {
+                 lt::find_library({"libxd_no_such_library.so.1", "libxd_no_such_library.so.2"});
+               }),
+               XD_ERROR_UNSUPPORTED, "libxd_no_such_library.so.1 or libxd_no_such_library.so.2");
 }
 
 TEST(CublasLt, NamesTheFunctionThatALibraryLacks) {
-  try {
-    lt::find_library({"libm.so.6"});
-    FAIL() << "found it";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_UNSUPPORTED);
-    EXPECT_NE(std::string(error.what()).find("cublasLtCreate"), std::string::npos) << error.what();
-  }
+  expect_error(error_of([] { lt::find_library({"libm.so.6"}); }), XD_ERROR_UNSUPPORTED,
+               "cublasLtCreate");
 }
 
 // Every function of the table exists in the installed library, whether or not there is a device.

@@ -26,6 +26,7 @@ namespace {
 using test::error_of;
 using test::eventually;
 using test::expect_error;
+using test::expect_words;
 using test::ms_since;
 using Clock = std::chrono::steady_clock;
 
@@ -235,8 +236,7 @@ TEST_F(CublasMpAttendant, WaitsForAProductBeforeItEndsTheEngine) {
   attendant_.reset();
   device.join();
   const std::string text = fake_.text();
-  EXPECT_NE(text.find("SetStream 0;OperationDestroy;"), std::string::npos) << text;
-  EXPECT_NE(text.find("Free 11 99;"), std::string::npos) << text;
+  expect_words(text, {"SetStream 0;OperationDestroy;", "Free 11 99;"});
   EXPECT_TRUE(text.ends_with("CommDestroy 77;")) << text;
 }
 
@@ -245,8 +245,7 @@ TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatDoesNotEnd) {
   enqueue();
   const std::vector<std::string> lines = end(kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
-  EXPECT_NE(lines[0].find("a product by cuBLASMp is under way [rank 0 of 1]"), std::string::npos)
-      << lines[0];
+  expect_words(lines[0], {"a product by cuBLASMp is under way [rank 0 of 1]"});
   EXPECT_FALSE(frees_anything()) << fake_.text();
   stream_->behind_product = true;
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -302,7 +301,7 @@ TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughAPeerDoesNotEndItsEngine) {
   fake_.let_wait("GridDestroy");
   const std::vector<std::string> lines = end(kPatienceMs);
   ASSERT_EQ(lines.size(), 1u);
-  EXPECT_NE(lines[0].find("ranks that have not destroyed their contexts"), std::string::npos);
+  expect_words(lines[0], {"ranks that have not destroyed their contexts"});
   fake_.end_waits();
   EXPECT_TRUE(eventually([&] { return fake_.has_called("CommDestroy 77;"); }));
 }

@@ -1,9 +1,7 @@
 // A library with the functions that are looked up in cuBLASMp, in its NCCL and in its cuBLASLt. It
 // computes nothing, and writes down what it is asked for; a function may fail, or wait until NCCL's
-// communicator is ended. CUBLASMP_FAKE_OLD makes it an older cuBLASMp, CUBLASMP_FAKE_OLD_NCCL its
-// NCCL, CUBLASMP_FAKE_OLD_LT its cuBLASLt. CUBLASMP_FAKE_PARTIAL leaves a function out,
-// CUBLASMP_FAKE_UNBOUND calls one that is nowhere, and CUBLASMP_FAKE_NO_REVOKE has an NCCL without
-// ncclCommRevoke.
+// communicator is ended. CUBLASMP_FAKE_PARTIAL leaves a function out, CUBLASMP_FAKE_UNBOUND calls
+// one that is nowhere, and CUBLASMP_FAKE_NO_REVOKE has an NCCL without ncclCommRevoke.
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -56,21 +54,9 @@ long number(const void* object) {
 }
 int grids = 0, matrices = 0;
 
-#if defined(CUBLASMP_FAKE_OLD)
-constexpr int kVersion = 702;
-#else
-constexpr int kVersion = 1000;
-#endif
-#if defined(CUBLASMP_FAKE_OLD_NCCL)
-constexpr int kNcclVersion = 22809;
-#else
-constexpr int kNcclVersion = 22902;
-#endif
-#if defined(CUBLASMP_FAKE_OLD_LT)
-constexpr std::size_t kLtVersion = 130002;
-#else
-constexpr std::size_t kLtVersion = 130100;
-#endif
+// Of this library as cuBLASMp, NCCL and cuBLASLt.
+int version = 1000, nccl_version = 22902;
+std::size_t lt_version = 130100;
 
 }  // namespace
 
@@ -109,6 +95,11 @@ void fake_need_host_memory(std::size_t bytes) {
   const std::lock_guard lock(mutex);
   host_bytes = bytes;
 }
+void fake_versions(int mp, int nccl, std::size_t lt) {
+  version = mp;
+  nccl_version = nccl;
+  lt_version = lt;
+}
 // Reads all that the last product was given on the host: how many bytes are as it has left them.
 std::size_t fake_read_host_memory() {
   std::size_t same = 0;
@@ -118,14 +109,14 @@ std::size_t fake_read_host_memory() {
 }
 
 // ---- cuBLASLt ----
-std::size_t cublasLtGetVersion() { return kLtVersion; }
+std::size_t cublasLtGetVersion() { return lt_version; }
 
 // ---- NCCL ----
 struct FakeId {
   char bytes[128];
 };
-int ncclGetVersion(int* version) {
-  *version = kNcclVersion;
+int ncclGetVersion(int* found) {
+  *found = nccl_version;
   return 0;
 }
 const char* ncclGetErrorString(int) { return "fake reason"; }
@@ -167,8 +158,8 @@ int fake_unbound() { return fake_that_is_nowhere(); }
 #endif
 
 // ---- cuBLASMp ----
-int cublasMpGetVersion(int* version) {
-  *version = kVersion;
+int cublasMpGetVersion(int* found) {
+  *found = version;
   return 0;
 }
 const char* cublasMpGetStatusString(int) { return "fake reason"; }

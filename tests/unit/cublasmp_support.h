@@ -29,6 +29,10 @@ class CublasMpFake {
   CublasMpFake& operator=(const CublasMpFake&) = delete;
 
   const Library& library() const { return library_; }
+  // Sets the versions of cuBLASMp, NCCL and cuBLASLt; without arguments to what they are at first.
+  void have_versions(int mp = 1000, int nccl = 22902, std::size_t lt = 130100) {
+    function<void(int, int, std::size_t)>("fake_versions")(mp, nccl, lt);
+  }
   // From now on `failing` fails with that status.
   void begin(const char* failing = "", int status = 6, std::size_t bytes = 100) {
     function<void(const char*, int, std::size_t)>("fake_begin")(failing, status, bytes);

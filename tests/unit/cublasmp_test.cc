@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "base/error.h"
 #include "gemm/cublasmp/engine.h"
 #include "gemm/cublasmp/library.h"
 #include "unit/cublasmp_support.h"
@@ -94,17 +93,13 @@ static_assert(NCCL_REVOKE_DEFAULT == 0 &&
 namespace xd::gemm::cublasmp {
 namespace {
 
+using test::error_of;
+using test::expect_error;
+using test::expect_words;
+
 template <class Do>
-void expect_unsupported(Do&& act, const std::vector<std::string>& parts) {
-  try {
-    act();
-    FAIL() << "nothing is missing";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_UNSUPPORTED) << error.what();
-    for (const std::string& part : parts) {
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-    }
-  }
+void expect_unsupported(Do&& act, std::initializer_list<std::string> words) {
+  expect_error(error_of(act), XD_ERROR_UNSUPPORTED, words);
 }
 
 TEST(CublasMpLibrary, IsNamedWhereItIsMissing) {
@@ -118,12 +113,16 @@ TEST(CublasMpLibrary, SaysWhyItCannotBeLoadedWhereItIsThere) {
 }
 
 TEST(CublasMpLibrary, SaysWhichVersionIsNeededAndWhichWasFound) {
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NCCL_NAME); },
-                     {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_LT_NAME); },
+  CublasMpFake fake;
+  const auto find = [] { find_library(CUBLASMP_FAKE_NAME); };
+  fake.have_versions(1000, 22809);
+  expect_unsupported(find, {"libnccl.so.2", "NCCL 2.29.2 or later", "found NCCL 2.28.9"});
+  fake.have_versions(1000, 22902, 130002);
+  expect_unsupported(find,
                      {"libcublasLt.so.13", "cuBLASLt 13.1.0 or later", "found cuBLASLt 13.0.2"});
-  expect_unsupported([] { find_library(CUBLASMP_FAKE_OLD_NAME); },
-                     {"is cuBLASMp 0.7.2", "expected 0.8.0 or later"});
+  fake.have_versions(702);
+  expect_unsupported(find, {"is cuBLASMp 0.7.2", "expected 0.8.0 or later"});
+  fake.have_versions();
 }
 
 TEST(CublasMpLibrary, NamesTheFunctionThatItLacks) {
@@ -140,8 +139,7 @@ TEST(CublasMpLibrary, NamesTheFunctionThatALibraryBelowItLacks) {
 TEST(CublasMpLibrary, TakesALentCommunicatorOnlyIfItsWaitsCanBeEnded) {
   EXPECT_EQ(why_not_lent(CublasMpFake().library()), "");
   const std::string reason = why_not_lent(CublasMpFake(CUBLASMP_FAKE_NO_REVOKE_NAME).library());
-  EXPECT_NE(reason.find("config.nccl_comm needs an NCCL with ncclCommRevoke"), std::string::npos);
-  EXPECT_NE(reason.find("found NCCL 2.29.2"), std::string::npos) << reason;
+  expect_words(reason, {"config.nccl_comm needs an NCCL with ncclCommRevoke", "found NCCL 2.29.2"});
 }
 
 // Every function of the tables exists in the installed library, whether or not there is a device.
@@ -166,8 +164,7 @@ TEST_F(CublasMpEngine, MakesAndEndsEverythingInOrder) {
     const std::string text = fake_.taken();
     EXPECT_EQ(text.find("CommInitRank 2 u 1;Create;GridCreate 2 1 0 77;GridCreate 1 2 1 77;"), 0u)
         << text;
-    EXPECT_NE(text.find("Malloc 11 2097152;BufferRegister 12 99 2097152;"), std::string::npos)
-        << text;
+    expect_words(text, {"Malloc 11 2097152;BufferRegister 12 99 2097152;"});
     EXPECT_FALSE(made.abilities().multicast);
     EXPECT_EQ(made.abilities().version, 1000);
   }
@@ -230,10 +227,9 @@ TEST_F(CublasMpEngine, EnqueuesNothingOnceItHasBeenStopped) {
   made.stop();
   fake_.taken();
   const Operands operands = operands_of(call(), nullptr, false);
-  for (const auto& error :
-       {xd::test::error_of([&] { made.require(description(), operands); }),
-        xd::test::error_of([&] { made.enqueue(description(), operands, nullptr); })}) {
-    xd::test::expect_error(error, XD_ERROR_UNSUPPORTED, "was stopped");
+  for (const auto& error : {error_of([&] { made.require(description(), operands); }),
+                            error_of([&] { made.enqueue(description(), operands, nullptr); })}) {
+    expect_error(error, XD_ERROR_UNSUPPORTED, "was stopped");
   }
   EXPECT_EQ(fake_.taken(), "");
 }
@@ -244,9 +240,9 @@ TEST_F(CublasMpEngine, GivesTheHandleItsStreamBackWhereAProductFails) {
   const Operands operands = operands_of(call(), nullptr, false);
   made.require(description(), operands);
   fake_.begin("Matmul");
-  const auto error = xd::test::error_of(
-      [&] { made.enqueue(description(), operands, reinterpret_cast<cudaStream_t>(4)); });
-  xd::test::expect_error(error, XD_ERROR_INTERNAL, "cublasMpMatmul: fake reason");
+  const auto error =
+      error_of([&] { made.enqueue(description(), operands, reinterpret_cast<cudaStream_t>(4)); });
+  expect_error(error, XD_ERROR_INTERNAL, "cublasMpMatmul: fake reason");
   const std::string text = fake_.taken();
   EXPECT_TRUE(text.ends_with(";SetStream 0;")) << text;
 }
@@ -277,8 +273,7 @@ TEST_F(CublasMpEngine, TakesHostMemoryForItsLargestCallsBeforehand) {
 // The other ranks may have made theirs, so ends that need all ranks would not return.
 TEST_F(CublasMpEngine, EndsAloneWhereItCannotBeMade) {
   fake_.begin("Malloc");
-  xd::test::expect_error(xd::test::error_of([&] { engine(); }), XD_ERROR_INTERNAL,
-                         "cublasMpMalloc: fake reason");
+  expect_error(error_of([&] { engine(); }), XD_ERROR_INTERNAL, "cublasMpMalloc: fake reason");
   const std::string text = fake_.taken();
   EXPECT_TRUE(text.ends_with(";Malloc 11 2097152;CommAbort 77;")) << text;
 }
@@ -319,10 +314,8 @@ TEST_F(CublasMpEngine, PassesBiasScalesAndMultiprocessorsOn) {
   operands.first_scale = reinterpret_cast<float*>(9);
   made.require(description, operands);
   const std::string text = fake_.taken();
-  EXPECT_NE(text.find("Set 4 7;Set 5 6;Set 8 0;Set 6 8;Set 17 0;Set 16 9;Matrix"),
-            std::string::npos)
-      << text;
-  EXPECT_NE(text.find("bufferSize 32 6 8 c;"), std::string::npos) << text;
+  expect_words(
+      text, {"Set 4 7;Set 5 6;Set 8 0;Set 6 8;Set 17 0;Set 16 9;Matrix", "bufferSize 32 6 8 c;"});
 }
 
 TEST_F(CublasMpEngine, RefusesWhatNeedsMoreMemoryThanItTook) {

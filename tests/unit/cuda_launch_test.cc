@@ -7,13 +7,13 @@
 
 #include <cstdint>
 
-#include "base/error.h"
 #include "base/tensor.h"
 #include "ep/cuda/far_params.h"
 #include "ep/cuda/launch_shape.h"
 #include "ep/cuda/row_pieces.h"
 #include "ep/cuda/sm_ledger.h"
 #include "ep/wire.h"
+#include "unit/errors.h"
 
 namespace xd::ep::cuda {
 namespace {
@@ -294,13 +294,8 @@ TEST(LaunchShapeTest, RanksOfOneDeviceShareIt) {
   config.num_sms = 33;
   EXPECT_EQ(sm_budget(config, device), 33);
   config.num_sms = 34;
-  try {
-    sm_budget(config, device);
-    FAIL() << "4 * 34 blocks fit on 132 multiprocessors?";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_NE(error.text().find("expected at most 33"), std::string::npos) << error.text();
-  }
+  test::expect_error(test::error_of([&] { sm_budget(config, device); }), XD_ERROR_INVALID_ARGUMENT,
+                     "expected at most 33");
 }
 
 // The range that CUDA is asked about: no more than a tensor has, or a view at the end of an
@@ -381,8 +376,7 @@ TEST(LaunchShapeTest, ExplainsItselfInOneLine) {
   const LaunchShape shape = combine_shape(traffic, 0, 128, kHopper);
   const std::string line = explain("combine", shape, traffic, 0, 128);
   EXPECT_EQ(line.find('\n'), std::string::npos);
-  EXPECT_NE(line.find(std::to_string(shape.blocks) + " multiprocessors (chosen"), std::string::npos)
-      << line;
+  test::expect_words(line, {std::to_string(shape.blocks) + " multiprocessors (chosen"});
 }
 
 }  // namespace

@@ -42,14 +42,13 @@ std::vector<unsigned char> read_back(const void* from, std::size_t bytes) {
 TEST(CudaAbsent, EveryWayInSaysWhatIsMissing) {
   const Feature cuda = feature(XD_FEATURE_CUDA);
   if (cuda.available) GTEST_SKIP() << "a device is there";
-  const auto error = error_of([] { cuda::require_device(0); });
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->status(), XD_ERROR_UNSUPPORTED);
-  EXPECT_EQ(error->text(), cuda.reason);
-  EXPECT_EQ(error_of([] { cuda::DeviceGuard guard(0); })->status(), XD_ERROR_UNSUPPORTED);
-  EXPECT_EQ(error_of([] { resolve_device({kDLCUDA, 0}); })->status(), XD_ERROR_UNSUPPORTED);
-  EXPECT_EQ(error_of([] { CudaSegmentMaker(0).create(1, "test"); })->status(),
-            XD_ERROR_UNSUPPORTED);
+  EXPECT_EQ(refusal_of([] { cuda::require_device(0); }, XD_ERROR_UNSUPPORTED), cuda.reason);
+  const auto unsupported = [](auto&& body) {
+    expect_error(error_of(body), XD_ERROR_UNSUPPORTED, "");
+  };
+  unsupported([] { cuda::DeviceGuard guard(0); });
+  unsupported([] { resolve_device({kDLCUDA, 0}); });
+  unsupported([] { CudaSegmentMaker(0).create(1, "test"); });
 }
 
 TEST_F(CudaTest, DevicesAreNumbered) {
@@ -142,9 +141,8 @@ TEST_F(CudaTest, BuffersAreZeroAndWritable) {
   EXPECT_EQ(read_back(buffer.data(), 1000), std::vector<unsigned char>(1000));
   buffer.write(999, "x", 1);
   EXPECT_EQ(read_back(buffer.data(), 1000)[999], 'x');
-  const auto error = error_of([] { cuda::DeviceBuffer(0, std::size_t{1} << 50, "test"); });
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->status(), XD_ERROR_OUT_OF_MEMORY);
+  expect_error(error_of([] { cuda::DeviceBuffer(0, std::size_t{1} << 50, "test"); }),
+               XD_ERROR_OUT_OF_MEMORY, "");
 }
 
 TEST_F(CudaTest, PinnedBlocksAreReusedAndZeroed) {
@@ -172,9 +170,8 @@ TEST_F(CudaTest, SegmentsAreZeroAndMappedOncePerProcess) {
   EXPECT_EQ(second, made.segment);
   made.description.pop_back();
   EXPECT_EQ(error_of([&] { maker.open(1, made.description, {}); })->status(), XD_ERROR_MISMATCH);
-  const auto error = error_of([&] { maker.create(std::size_t{1} << 50, "test"); });
-  ASSERT_TRUE(error);
-  EXPECT_EQ(error->status(), XD_ERROR_OUT_OF_MEMORY);
+  expect_error(error_of([&] { maker.create(std::size_t{1} << 50, "test"); }),
+               XD_ERROR_OUT_OF_MEMORY, "");
 }
 
 TEST_F(CudaTest, RanksOfOtherKindsDoNotMix) {
@@ -185,11 +182,7 @@ TEST_F(CudaTest, RanksOfOtherKindsDoNotMix) {
     Comm::create(config);
   });
   for (const auto& error : errors) {
-    ASSERT_TRUE(error);
-    EXPECT_EQ(error->status(), XD_ERROR_MISMATCH) << error->text();
-    EXPECT_NE(error->text().find("the CPU on rank 0 and a CUDA device on rank 1"),
-              std::string::npos)
-        << error->text();
+    expect_error(error, XD_ERROR_MISMATCH, "the CPU on rank 0 and a CUDA device on rank 1");
   }
 }
 
@@ -200,8 +193,8 @@ TEST_F(CudaTest, MemoryThatCannotBeLentIsRefused) {
       std::int32_t number = -1;
       comms[at(rank)]->memory().enlist(rank == 0 ? ptr : nullptr, rank == 0 ? bytes : 0, &number);
     });
-    EXPECT_EQ(errors[0]->status(), status) << errors[0]->text();
-    EXPECT_EQ(errors[1]->status(), XD_ERROR_MISMATCH) << errors[1]->text();
+    expect_error(errors[0], status, "");
+    expect_error(errors[1], XD_ERROR_MISMATCH, "");
   };
   const cuda::DeviceBuffer pooled(0, kMiB, "test");
   refused(pooled.data(), kMiB, XD_ERROR_UNSUPPORTED);

@@ -8,9 +8,12 @@
 #include "gemm/calls.h"
 #include "gemm/config.h"
 #include "gemm/family.h"
+#include "unit/errors.h"
 
 namespace xd::gemm {
 namespace {
+
+using test::expect_words;
 
 ProductCall a_call(xd_gemm_operation operation) {
   ProductCall call{.operation = operation};
@@ -51,13 +54,9 @@ TEST(GemmRecord, NamesTheOperandThatOneRankAloneGivesToCublasMp) {
         const Setback given = disagreement(mine, theirs);
         EXPECT_EQ(given.status, XD_ERROR_MISMATCH) << c.name;
         EXPECT_EQ(given.rank, 2);
-        EXPECT_NE(given.text.find(std::string("rank 2: ") + c.name + " given, here NULL"),
-                  std::string::npos)
-            << given.text;
+        expect_words(given.text, {std::string("rank 2: ") + c.name + " given, here NULL"});
         const Setback missing = disagreement(theirs, mine);
-        EXPECT_NE(missing.text.find(std::string("rank 2: ") + c.name + " NULL, here given"),
-                  std::string::npos)
-            << missing.text;
+        expect_words(missing.text, {std::string("rank 2: ") + c.name + " NULL, here given"});
         EXPECT_FALSE(disagreement(theirs, theirs)) << missing.text;
       }
     }
@@ -84,8 +83,7 @@ TEST(GemmRecord, NamesTheAlgorithmBeforeWhatItMakesOfACall) {
   call.bias.given = true;
   const Setback found = disagreement(record_of(call, XD_GEMM_ALGO_SEQUENTIAL),
                                      record_of(call, XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P));
-  EXPECT_NE(found.text.find("algo CUBLASMP_SPLIT_P2P, here SEQUENTIAL"), std::string::npos)
-      << found.text;
+  expect_words(found.text, {"algo CUBLASMP_SPLIT_P2P, here SEQUENTIAL"});
 }
 
 TEST(GemmRecord, NamesABiasThatCublasMpCannotAdd) {
@@ -95,7 +93,7 @@ TEST(GemmRecord, NamesABiasThatCublasMpCannotAdd) {
   theirs.given |= kIsFinished;
   const Setback found = disagreement(mine, theirs);
   EXPECT_EQ(found.status, XD_ERROR_MISMATCH);
-  EXPECT_NE(found.text.find("multiple of 16 bytes: 1, here 0"), std::string::npos) << found.text;
+  expect_words(found.text, {"multiple of 16 bytes: 1, here 0"});
 }
 
 }  // namespace

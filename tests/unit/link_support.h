@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,13 @@ using Engines = std::vector<std::unique_ptr<net::Engine>>;
 
 // Engines over those of in_process.h, all with one seed, which also picks the rank whose put fails.
 Engines chaos_engines(int ranks, const net::ChaosConfig& config);
+inline Engines chaos_engines(int ranks, std::uint64_t seed,
+                             std::optional<std::uint64_t> failed_put = std::nullopt) {
+  net::ChaosConfig config;
+  config.seed = seed;
+  config.failed_put = failed_put;
+  return chaos_engines(ranks, config);
+}
 
 // Links between all ranks; those of rank r have every other rank as partner, in ascending order.
 // The host of rank r is "host<r / 2>".

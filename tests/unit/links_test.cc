@@ -38,9 +38,7 @@ bool all_connected(Fleet& fleet) {
 
 TEST(Links, PartnersGreetOneAnotherBeforeTheyRelyOnTheirConnections) {
   for (const std::uint64_t seed : {1, 2, 3}) {
-    net::ChaosConfig chaos;
-    chaos.seed = seed;
-    Fleet fleet(chaos_engines(3, chaos), config_of(1, 200));
+    Fleet fleet(chaos_engines(3, seed), config_of(1, 200));
     EXPECT_EQ(fleet.links[2]->first_ungreeted(), 0);
     for (const auto& links : fleet.links) links->greet();
     ASSERT_TRUE(eventually([&] { return all_connected(fleet); }, kGenerousMs));
@@ -106,9 +104,7 @@ TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
 
 TEST(Links, AChunkThatIsSentArrivesThoughItsSenderDoesNothingMore) {
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
-    net::ChaosConfig chaos;
-    chaos.seed = seed;
-    Fleet fleet(chaos_engines(2, chaos), config_of(1, 64));
+    Fleet fleet(chaos_engines(2, seed), config_of(1, 64));
     Links &sender = *fleet.links[0], &receiver = *fleet.links[1];
     EXPECT_TRUE(sender.is_sent(0, 0));
     send_text(fleet, "one");
@@ -546,9 +542,7 @@ TEST(Links, AUseThatComesBeforeTheLastOneWasReadIsNoticed) {
 }
 
 TEST(Chaos, ASourceThatChangesBeforeItWasSentIsNoticed) {
-  net::ChaosConfig config;
-  config.seed = 5;
-  Engines engines = chaos_engines(2, config);
+  Engines engines = chaos_engines(2, 5);
   std::array<std::byte, 64> here{}, there{};
   const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
   engines[0]->connect(1, engines[1]->address());

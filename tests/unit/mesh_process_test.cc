@@ -1,13 +1,12 @@
 // The mesh between processes, some of which are killed. The other process is this program, started
 // anew to run OtherProcess.DISABLED_Main, which takes its orders from the environment.
 #include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
-#include <cstring>
 
+#include "faults/hex.h"
+#include "support/child_process.h"
 #include "unit/mesh_support.h"
 
 namespace xd::test {
@@ -16,34 +15,21 @@ namespace {
 constexpr const char* kOrders = "XD_TEST_ORDERS";
 constexpr const char* kId = "XD_TEST_ID";
 
-std::string hex(const xd_unique_id& id) {
-  std::string text;
-  for (const unsigned char byte : id.bytes) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
-}
-
-xd_unique_id id_from_hex(const std::string& text) {
-  xd_unique_id id;
-  for (std::size_t i = 0; i < sizeof(id.bytes); ++i)
-    id.bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  return id;
-}
-
 // A process with ranks 1 and 2 of 4; ranks 0 and 3 are threads of the test.
 class OtherRanks {
  public:
-  explicit OtherRanks(const std::string& orders) {
-    const xd_unique_id id = new_id();
-    ::setenv(kOrders, orders.c_str(), 1);
-    ::setenv(kId, hex(id).c_str(), 1);
-    const char* arguments[]{"/proc/self/exe", "--gtest_filter=OtherProcess.DISABLED_Main",
-                            "--gtest_also_run_disabled_tests", "--gtest_brief=1", nullptr};
-    const int error = ::posix_spawn(&pid_, arguments[0], nullptr, nullptr,
-                                    const_cast<char**>(arguments), environ);
-    if (error != 0) fail_errno("posix_spawn", error);
+  explicit OtherRanks(const std::string& orders) : OtherRanks(orders, new_id()) {}
+
+  void kill() { process_.kill(); }
+
+  Member zero, three;
+
+ private:
+  OtherRanks(const std::string& orders, const xd_unique_id& id)
+      : process_({{"--gtest_filter=OtherProcess.DISABLED_Main", "--gtest_also_run_disabled_tests",
+                   "--gtest_brief=1"},
+                  {{kOrders, orders}, {kId, to_hex(id)}},
+                  ""}) {
     expect_no_errors(on_threads(2, [&](int thread) {
       const int rank = thread == 0 ? 0 : 3;
       Member& member = thread == 0 ? zero : three;
@@ -52,27 +38,8 @@ class OtherRanks {
       member.gather("all here");
     }));
   }
-  ~OtherRanks() { kill(); }
-  OtherRanks(const OtherRanks&) = delete;
-  OtherRanks& operator=(const OtherRanks&) = delete;
 
-  void kill() {
-    if (pid_ > 0) {
-      ::kill(pid_, SIGKILL);
-      wait();
-    }
-  }
-  int wait() {
-    int status = -1;
-    ::waitpid(pid_, &status, 0);
-    pid_ = -1;
-    return status;
-  }
-
-  Member zero, three;
-
- private:
-  pid_t pid_ = -1;
+  ChildProcess process_;
 };
 
 // The other process's part once all ranks are there.
@@ -80,7 +47,7 @@ TEST(OtherProcess, DISABLED_Main) {
   const char* text = std::getenv(kOrders);
   if (text == nullptr) GTEST_SKIP() << "runs in processes that other tests start";
   const std::string orders = text;
-  const xd_unique_id id = id_from_hex(std::getenv(kId));
+  const xd_unique_id id = from_hex<xd_unique_id>(std::getenv(kId));
   Member one, two;
   expect_no_errors(on_threads(2, [&](int thread) {
     Member& member = thread == 0 ? one : two;

@@ -6,7 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "mesh/connector.h"
+#include "mesh/introduction.h"
 #include "mesh/mesh.h"
+#include "mesh/met_ranks.h"
+#include "mesh/several_hosts.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -85,5 +89,39 @@ inline std::vector<Member> threads_mesh(int num_ranks) {
   }));
   return members;
 }
+
+// A rank that follows the protocol as far as the test likes.
+struct OddRank {
+  // With a secret of the job it is alone on its host, and is called over TCP on the loopback
+  // interface.
+  OddRank(const xd_unique_id& id, int own_rank, int num_ranks, const std::string& secret = {})
+      : rank(own_rank), job_secret(secret), own(make_introduction(num_ranks, {}, secret)) {
+    listeners.near = listen_for_links(own.socket_name, num_ranks);
+    if (!job_secret.empty()) {
+      own.host.part = static_cast<std::uint32_t>(rank);
+      listeners.far = tcp_listen(numeric_address("127.0.0.1").value().with_port(0));
+      introduce_address(own, local_address(listeners.far.get()));
+    }
+    bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
+  }
+  void introduce() {
+    std::vector<Introduction> all;
+    for (const Bytes& blob : all_gather(*bootstrap, encode(own), Deadline::after_ms(20000)))
+      all.push_back(decode_introduction(blob).value());
+    ranks = std::make_unique<MetRanks>(MetRanks::of(rank, all, job_secret));
+  }
+  void connect() {
+    MeshConnector connector(*ranks, std::move(listeners), {}, job_secret.empty() ? 0 : 3000);
+    links = connector.run(Deadline::after_ms(20000));
+  }
+
+  int rank;
+  std::string job_secret;
+  Introduction own;
+  MeshListeners listeners;
+  std::unique_ptr<Bootstrap> bootstrap;
+  std::unique_ptr<MetRanks> ranks;
+  std::vector<MeshLink> links;
+};
 
 }  // namespace xd::test

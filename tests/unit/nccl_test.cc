@@ -21,8 +21,7 @@ xd_comm_config config_of(FakeComm& comm) {
 
 TEST(NcclLibrary, ThatIsNowhereIsUnsupportedAndNamed) {
   const auto error = error_of([] { find_nccl("libnccl-nowhere.so.2"); });
-  expect_error(error, XD_ERROR_UNSUPPORTED, "this process has no NCCL");
-  expect_error(error, XD_ERROR_UNSUPPORTED, "libnccl-nowhere.so.2");
+  expect_error(error, XD_ERROR_UNSUPPORTED, {"this process has no NCCL", "libnccl-nowhere.so.2"});
 }
 
 TEST(NcclLibrary, ThatLacksFunctionsIsUnsupportedAndTheyAreNamed) {

@@ -13,11 +13,11 @@
 #include <thread>
 #include <vector>
 
-#include "base/error.h"
 #include "base/tcp.h"
 #include "bootstrap/bootstrap.h"
 #include "bootstrap/unique_id.h"
 #include "support/usage.h"
+#include "unit/errors.h"
 
 namespace xd::test {
 
@@ -70,23 +70,6 @@ inline std::vector<std::optional<Error>> on_threads(int ranks,
 inline void expect_no_errors(const std::vector<std::optional<Error>>& errors) {
   for (std::size_t r = 0; r < errors.size(); ++r)
     EXPECT_FALSE(errors[r]) << "rank " << r << ": " << errors[r]->text();
-}
-
-inline void expect_error(const std::optional<Error>& error, xd_status status,
-                         const std::string& part) {
-  ASSERT_TRUE(error) << "expected an error with: " << part;
-  EXPECT_EQ(error->status(), status) << error->text();
-  EXPECT_NE(error->text().find(part), std::string::npos) << error->text();
-}
-
-template <class Body>
-std::optional<Error> error_of(Body&& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 inline bool eventually(const std::function<bool()>& condition, int within_ms = 10000) {
@@ -166,6 +149,13 @@ inline void expect_all_came(const std::vector<std::string>& texts, int num_ranks
   ASSERT_EQ(texts.size(), static_cast<std::size_t>(num_ranks));
   for (int r = 0; r < num_ranks; ++r)
     EXPECT_EQ(texts[static_cast<std::size_t>(r)], "rank " + std::to_string(r));
+}
+
+// All ranks of a unique id meet.
+inline void expect_meeting(const xd_unique_id& id, int num_ranks) {
+  expect_no_errors(on_threads(num_ranks, [&](int rank) {
+    expect_all_came(meet(id_config(id, rank, num_ranks)), num_ranks);
+  }));
 }
 
 }  // namespace xd::test

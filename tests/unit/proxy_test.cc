@@ -154,10 +154,8 @@ TEST(Proxy, CarriesWhatKernelsCommand) {
 
 TEST(Proxy, CarriesItThroughChaos) {
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {
-    net::ChaosConfig chaos;
-    chaos.seed = seed;
     const int ranks = 2 + static_cast<int>(seed % 2);
-    Stations stations(chaos_engines(ranks, chaos), short_slots(1 + static_cast<int>(seed % 4)));
+    Stations stations(chaos_engines(ranks, seed), short_slots(1 + static_cast<int>(seed % 4)));
     expect_no_errors(on_threads(ranks, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 8); }));
     expect_no_complaints(stations);
   }
@@ -239,10 +237,7 @@ TEST(Proxy, EndsWithTheProcess) {
 }
 
 TEST(Proxy, TellsOfAFailedPutOnce) {
-  net::ChaosConfig chaos;
-  chaos.seed = 5;
-  chaos.failed_put = 3;
-  Stations stations(chaos_engines(2, chaos), short_slots(1));
+  Stations stations(chaos_engines(2, 5, 3), short_slots(1));
   std::vector<std::thread> kernels;
   for (int r = 0; r < 2; ++r) {
     kernels.emplace_back([&, r] { run_kernel(*stations.of_rank[at(r)], r, 1000); });
@@ -272,7 +267,7 @@ TEST(Proxy, RefusesWordsThatMakeNoSense) {
     Station& station = *stations.of_rank[0];
     store(station.words.filled[0], bad.word);
     ASSERT_TRUE(eventually([&] { return station.failed.load(std::memory_order_acquire); }));
-    EXPECT_NE(station.complaint.find(bad.why), std::string::npos) << station.complaint;
+    expect_words(station.complaint, {bad.why});
   }
 }
 

@@ -14,15 +14,14 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/error.h"
 #include "memory/available.h"
 #include "support/usage.h"
+#include "unit/errors.h"
 
 namespace xd {
 namespace {
@@ -50,16 +49,8 @@ std::size_t mappings(ino_t inode) {
   return count;
 }
 
-// The error of a call that must fail.
-Error error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(XD_SUCCESS, "");
-}
+using test::error_of;
+using test::expect_error;
 
 TEST(Segment, IsZeroWritableAndOfWholePages) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -155,12 +146,10 @@ TEST(Segment, MoreThanThereIsIsAnErrorWithBothSizes) {
   for (const std::size_t bytes :
        {SIZE_MAX, SIZE_MAX - 4095, SIZE_MAX / 2, SIZE_MAX / 2 + 1, std::size_t{1} << 50,
         static_cast<std::size_t>(available) + 1024 * kMiB}) {
-    const Error error = error_of([bytes] { HostSegment::create(bytes, "heap of rank 3"); });
-    EXPECT_EQ(error.status(), XD_ERROR_OUT_OF_MEMORY) << bytes;
-    const auto& text = error.text();
-    EXPECT_TRUE(text.starts_with("heap of rank 3: asked " + std::to_string(bytes) + " bytes"))
-        << text;
-    EXPECT_NE(text.find("available "), std::string::npos) << text;
+    const auto error = error_of([bytes] { HostSegment::create(bytes, "heap of rank 3"); });
+    const std::string asked = "heap of rank 3: asked " + std::to_string(bytes) + " bytes";
+    expect_error(error, XD_ERROR_OUT_OF_MEMORY, {asked, "available "});
+    EXPECT_TRUE(error->text().starts_with(asked)) << error->text();
   }
   EXPECT_EQ(mappings(0), 0u) << "a failed call must leave nothing behind";
 }
@@ -172,25 +161,24 @@ TEST(Segment, TheLimitOnFileSizesIsAnError) {
   const rlimit few{.rlim_cur = 64 * kKiB, .rlim_max = before.rlim_max};
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &few), 0);
   for (const std::size_t bytes : {64 * kKiB + 1, 4 * kMiB}) {
-    EXPECT_EQ(error_of([bytes] { HostSegment::create(bytes, "test"); }).status(),
-              XD_ERROR_OUT_OF_MEMORY);
+    expect_error(error_of([bytes] { HostSegment::create(bytes, "test"); }), XD_ERROR_OUT_OF_MEMORY,
+                 "");
   }
   EXPECT_EQ(HostSegment::create(64 * kKiB, "test").segment->bytes(), 64 * kKiB);
   EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
 }
 
 TEST(Segment, NoBytesAreAnInvalidArgument) {
-  EXPECT_EQ(error_of([] { HostSegment::create(0, "test"); }).status(), XD_ERROR_INVALID_ARGUMENT);
+  expect_error(error_of([] { HostSegment::create(0, "test"); }), XD_ERROR_INVALID_ARGUMENT, "");
   const auto created = HostSegment::create(4096, "test");
-  EXPECT_EQ(error_of([&] { HostSegment::open(duplicate(created.fd), 0); }).status(),
-            XD_ERROR_INVALID_ARGUMENT);
+  expect_error(error_of([&] { HostSegment::open(duplicate(created.fd), 0); }),
+               XD_ERROR_INVALID_ARGUMENT, "");
 }
 
 void expect_refused(UniqueFd fd, std::size_t bytes, const std::string& reason) {
   ASSERT_TRUE(fd);
-  const Error error = error_of([&] { HostSegment::open(std::move(fd), bytes); });
-  EXPECT_EQ(error.status(), XD_ERROR_INVALID_ARGUMENT);
-  EXPECT_NE(error.text().find(reason), std::string::npos) << error.text();
+  expect_error(error_of([&] { HostSegment::open(std::move(fd), bytes); }),
+               XD_ERROR_INVALID_ARGUMENT, reason);
 }
 
 UniqueFd memory_file(std::size_t bytes, int seals) {
@@ -232,9 +220,8 @@ TEST(Segment, OtherThingsThanMemoryFilesAreRefused) {
 
 TEST(Segment, FilesThatCannotBeWrittenAreRefused) {
   constexpr int kAll = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL;
-  const Error error = error_of([] { HostSegment::open(memory_file(8192, kAll), 8192); });
-  EXPECT_EQ(error.status(), XD_ERROR_SYSTEM);
-  EXPECT_NE(error.text().find("mmap"), std::string::npos) << error.text();
+  expect_error(error_of([] { HostSegment::open(memory_file(8192, kAll), 8192); }), XD_ERROR_SYSTEM,
+               "mmap");
 }
 
 TEST(Segment, DescriptorsAndMappingsStayConstant) {
@@ -242,10 +229,7 @@ TEST(Segment, DescriptorsAndMappingsStayConstant) {
     auto created = HostSegment::create(2 * kMiB + 1, "test");
     const std::size_t bytes = created.segment->bytes();
     const auto peer = HostSegment::open(std::move(created.fd), bytes);
-    try {
-      HostSegment::open(memory_file(4096, 0), 4096);
-    } catch (const Error&) {
-    }
+    EXPECT_TRUE(error_of([] { HostSegment::open(memory_file(4096, 0), 4096); }));
   };
   round();
   const std::size_t before = test::open_descriptors();

@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "base/error.h"
 #include "comm/device_comm.h"
+#include "unit/errors.h"
 
 namespace xd {
 namespace {
@@ -45,13 +45,7 @@ class HeapNumbers : public testing::Test {
     EXPECT_FALSE(heap_.is_registered(number));
   }
   bool full() const {
-    try {
-      heap_.require_room();
-      return false;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.status(), XD_ERROR_OUT_OF_MEMORY);
-      return true;
-    }
+    return !test::refusal_of([&] { heap_.require_room(); }, XD_ERROR_OUT_OF_MEMORY).empty();
   }
 
   std::uintptr_t next_base_ = 1 << 20;
