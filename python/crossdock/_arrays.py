@@ -39,14 +39,21 @@ def describe(
         strided: whether it may have any strides of whole elements.
 
     Raises:
-        TypeError: not an array, or of another dtype.
+        TypeError: not an array, one with a mask, or of another dtype or byte order.
         ValueError: other strides, or read-only though written to.
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}: expected a NumPy array, got {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array without a mask; its filled() gives one")
     dtype = array.dtype.name
     if dtype not in dtypes:
         raise TypeError(f"{name}: expected a dtype of {', '.join(dtypes)}, got {array.dtype}")
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{name}: expected {dtype} in this machine's byte order, got {array.dtype.str!r}; "
+            f"{name}.astype({dtype!r}) converts it"
+        )
     whole = all(stride % array.itemsize == 0 for stride in array.strides)
     if not array.flags.c_contiguous and not (strided and whole):
         raise ValueError(

@@ -37,12 +37,16 @@ def dtype_name(dtype: npt.DTypeLike) -> str:
     """NumPy's name of a dtype, given as such or as that name.
 
     Raises:
-        TypeError: Crossdock does not move such elements.
+        TypeError: Crossdock does not move such elements, or not in that byte order.
     """
-    name = dtype if isinstance(dtype, str) and dtype in DLPACK else np.dtype(dtype).name
-    if name not in DLPACK:
-        raise TypeError(f"dtype: expected one of {', '.join(DLPACK)}, got {name}")
-    return name
+    if isinstance(dtype, str) and dtype in DLPACK:
+        return dtype
+    found = np.dtype(dtype)
+    if found.name not in DLPACK:
+        raise TypeError(f"dtype: expected one of {', '.join(DLPACK)}, got {found.name}")
+    if not found.isnative:
+        raise TypeError(f"dtype: expected this machine's byte order, got {found.str!r}")
+    return found.name
 
 
 def pack(dtype: npt.DTypeLike) -> int:

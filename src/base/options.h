@@ -20,15 +20,24 @@ std::int32_t raw_enum(const Enum& value) {
   return number;
 }
 
+// Every version of a struct ends at a multiple of its alignment, as its first field is a size_t. So
+// no size that is taken cuts a field of up to 8 bytes.
+template <class T>
+void check_struct(const char* name, const T* user) {
+  static_assert(alignof(T) == sizeof(std::size_t));
+  XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");
+  const std::size_t size = user->struct_size;
+  XD_REQUIRE(size >= sizeof(std::size_t) && size <= 65536 && size % alignof(T) == 0, name,
+             ".struct_size = ", size, ", expected ", sizeof(T), ": start from the struct's _INIT");
+}
+
 // A copy of *user as this library knows the struct. An older caller passes fewer bytes, and the
 // rest keep the values of `defaults`. A newer caller may pass more bytes, as long as the additional
 // ones are zero.
 template <class T>
 T read_struct(const char* name, const T* user, T defaults) {
-  XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");
+  check_struct(name, user);
   const std::size_t size = user->struct_size;
-  XD_REQUIRE(size >= sizeof(std::size_t) && size <= 65536, name, ".struct_size = ", size,
-             ", expected ", sizeof(T), ": start from the struct's _INIT");
   const auto* bytes = reinterpret_cast<const unsigned char*>(user);
   for (std::size_t i = sizeof(T); i < size; ++i) {
     XD_REQUIRE(bytes[i] == 0, name, ".struct_size = ", size,
@@ -41,10 +50,8 @@ T read_struct(const char* name, const T* user, T defaults) {
 // Fills the caller's output struct, no further than the caller's version of it goes.
 template <class T>
 void write_struct(const char* name, T* user, T value) {
-  XD_REQUIRE(user != nullptr, name, " = NULL, expected a struct");
+  check_struct(name, user);
   const std::size_t size = user->struct_size;
-  XD_REQUIRE(size >= sizeof(std::size_t) && size <= 65536, name, ".struct_size = ", size,
-             ", expected ", sizeof(T), ": start from the struct's _INIT");
   value.struct_size = size;
   std::memcpy(user, &value, std::min(size, sizeof(T)));
 }

@@ -96,6 +96,23 @@ TEST(Abi, AStructThatWasNotInitialisedIsRefused) {
   EXPECT_EQ(xd_ep_recv_bound(nullptr, &rows), XD_ERROR_INVALID_ARGUMENT);
 }
 
+TEST(Abi, ASizeThatCutsAFieldIsRefused) {
+  xd_ep_config config = small_config();
+  std::int64_t rows = -1;
+  xd_ep_memory memory = XD_EP_MEMORY_INIT;
+  for (std::size_t cut = 1; cut < sizeof(void*); ++cut) {
+    config.struct_size = offsetof(xd_ep_config, expert_ranks) + cut;
+    EXPECT_EQ(xd_ep_recv_bound(&config, &rows), XD_ERROR_INVALID_ARGUMENT) << cut;
+    expect_words(xd_last_error(), {"struct_size"});
+    memory.struct_size = offsetof(xd_ep_memory, staging_bytes) + cut;
+    config.struct_size = sizeof(config);
+    EXPECT_EQ(xd_ep_group_memory(&config, &memory), XD_ERROR_INVALID_ARGUMENT) << cut;
+    expect_words(xd_last_error(), {"struct_size"});
+  }
+  EXPECT_EQ(rows, -1);
+  EXPECT_EQ(memory.staging_bytes, 0u);
+}
+
 TEST(Abi, OutputsAreWrittenNoFurtherThanTheCallersVersionGoes) {
   const xd_ep_config config = small_config();
   xd_ep_memory memory = XD_EP_MEMORY_INIT;

@@ -307,7 +307,7 @@ def _read_dispatch(
             f"got {tokens.dtype} of shape {tokens.shape}"
         )
     topk_weights = _read_weights(group, topk_weights, shape, topk_idx.shape[-1])
-    order = first_order(group, shape, topk_idx)
+    order = first_order(group)
     kind = _Kind(group, shape, topk_idx.shape[-1], tokens.shape[-1], tokens.dtype, way)
     return kind, (tokens, topk_idx, topk_weights, _behind(group, order, after))
 

@@ -22,7 +22,7 @@ from ._mesh import EpMesh, current_mesh
 from ._order import kept
 from ._plan import Dispatched, EpPlan
 from ._quantised import ELEMENT, QuantisedRows
-from ._where import check_layout, laid, local_shape, on_ranks
+from ._where import batch_parts, check_layout, inside, laid, local_shape, on_ranks
 
 __all__ = [
     "check_payload",
@@ -107,7 +107,7 @@ def ep_prepare(
         )
     site = _Site(group, shape, topk_idx.shape[-1])
     if after is None:
-        order = first_order(group, shape, topk_idx)
+        order = first_order(group)
     else:
         order = order_of(group, after.order if isinstance(after, EpPlan) else after)
     arrays = _prepare(site, alignment, *_calls.uniform(topk_idx, order))
@@ -338,13 +338,9 @@ def order_of(group: EpGroup, after: Array) -> Array:
     return order
 
 
-def first_order(group: EpGroup, shape: tuple[int, ...], topk_idx: Array) -> Array:
-    """The order that nothing comes before: one element for each rank.
-
-    Args:
-        shape: leading dimensions of one rank's part of topk_idx.
-    """
-    parts = topk_idx.shape[0] // shape[0] if shape[0] else 1
+def first_order(group: EpGroup) -> Array:
+    """The order that nothing comes before: one element for each rank."""
+    parts = 1 if inside(group.place) else batch_parts(group.place)
     order = jnp.zeros((parts,), np.float32)
     return laid(group.place, order, PartitionSpec(group.place.batch_axes))
 

@@ -14,6 +14,7 @@ from ._calls import uniform, varying
 from ._group import EpGroup, Place, programs_of
 
 __all__ = [
+    "batch_parts",
     "check_layout",
     "check_split",
     "check_varies",
@@ -64,11 +65,16 @@ def laid(place: Place, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(place.mesh, spec))
 
 
+def batch_parts(place: Place) -> int:
+    """The number of parts of a batch that lies outside of shard_map: one for each rank."""
+    return math.prod(place.mesh.shape[axis] for axis in place.batch_axes)
+
+
 def local_shape(place: Place, argument: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one rank's part of an array of this shape."""
     if inside(place):
         return shape
-    parts = math.prod(place.mesh.shape[axis] for axis in place.batch_axes)
+    parts = batch_parts(place)
     if not shape or shape[0] % parts:
         raise ValueError(
             f"{argument}: expected a first dimension that {parts} devices share evenly, "
@@ -105,12 +111,14 @@ def refuse_elsewhere(place: Place, argument: str, array: Any, spec: PartitionSpe
     """Refuses a global array that XLA would have to move to where `spec` says.
 
     It would do so quietly, with collectives of its own. An array that is not committed to any
-    device lies nowhere yet, and may go where it is wanted.
+    device lies nowhere yet, and may go where it is wanted; so does one without elements.
 
     Raises:
         ValueError: with the layout that was expected. For what a jitted program computes it comes
             when XLA compiles, which makes it a ``jax.errors.JaxRuntimeError`` with this text.
     """
+    if array.size == 0:
+        return
     expected = NamedSharding(place.mesh, spec)
 
     def check(found: Sharding) -> None:

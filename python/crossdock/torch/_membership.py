@@ -7,6 +7,7 @@ import sys
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from crossdock import _core
 from crossdock._stats import GroupStats, group_stats
@@ -114,11 +115,12 @@ class Membership:
             self.close()
 
     def has(self, value: object) -> bool:
-        """Whether it is a dense tensor on this device."""
+        """Whether it is a dense tensor on this device, without a tangent."""
         return (
             isinstance(value, torch.Tensor)
             and value.device == self.comm.device
             and value.layout is torch.strided
+            and not _has_tangent(value)
         )
 
     def has_or_none(self, value: object) -> bool:
@@ -126,7 +128,7 @@ class Membership:
         return value is None or self.has(value)
 
     def require_tensors(self, operation: int | None, **values: object) -> None:
-        """Checks that the first value is a dense tensor on this device; others may also be None.
+        """Checks that the first value is such a tensor; others may also be None.
 
         Args:
             operation: as of `refuse`.
@@ -143,6 +145,12 @@ class Membership:
             elif value.layout is not torch.strided:
                 problem = f"expected a dense tensor, got one of layout {value.layout}"
                 self.refuse(operation, ValueError, f"{name}: {problem}")
+            elif _has_tangent(value):
+                problem = (
+                    "expected a tensor without a tangent, as there are no derivatives in forward "
+                    "mode (torch.func.jvp, torch.autograd.forward_ad)"
+                )
+                self.refuse(operation, NotImplementedError, f"{name}: {problem}")
 
     def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:
         """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
@@ -163,6 +171,13 @@ class Membership:
             except InvalidArgument:
                 pass  # it says that the peers have been told
         raise kind(text)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it has a derivative in forward mode, which would end here without a word."""
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 _Member = TypeVar("_Member", bound=Membership)
