@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -87,38 +88,93 @@ def run_ranks(
     return results
 
 
-def on_ranks(
-    *num_ranks: int, timeout: float = 60, fresh: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function for ranks a test, which `run_ranks` runs: once on each number of ranks.
+def as_test(
+    fn: Callable[..., Any], start: Callable[..., object], own: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Makes a test that calls ``start(test, *args, **given)``, of a function ``fn(me, *args)``.
 
-    The arguments of the function behind its Rank are parameters and fixtures of the test. A call
-    with a Rank is the function's own, so that other tests may use it. The test prints the SEED of
-    its module, if there is one.
+    The test's parameters and fixtures are the arguments of `fn` behind its first one, which come as
+    `args`, and its `own`, which come by name. Called with a first argument, as ranks do, the test
+    is `fn`; so it can be pickled, and other tests may use it. It prints the SEED of its module, if
+    there is one. A test is made another one likewise, whose ranks call the first.
     """
+    body = getattr(fn, "body", fn)
+    _, *arguments = inspect.signature(body).parameters.values()
 
-    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
-        _, *arguments = inspect.signature(fn).parameters.values()
+    @functools.wraps(body)
+    def test(*args: Any, **given: Any) -> Any:
+        if args:
+            return body(*args, **given)
+        if "SEED" in body.__globals__:
+            print(f"seed {body.__globals__['SEED']}")
+        names = [one.name for one in arguments if one.name in given]
+        return start(
+            called, *(given[name] for name in names), **{name: given[name] for name in own}
+        )
 
-        @functools.wraps(fn)
-        def test(*args: Any, **given: Any) -> None:
-            if args:
-                return fn(*args, **given)
-            ranks = given.pop("num_ranks") if len(num_ranks) > 1 else num_ranks[0]
-            if "SEED" in fn.__globals__:
-                print(f"seed {fn.__globals__['SEED']}")
-            args = tuple(given[argument.name] for argument in arguments)
-            run_ranks(ranks, test, *args, timeout=timeout, fresh=fresh)
+    called = test if body is fn else fn  # which its module has under its name
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    del test.__wrapped__  # whose `me` pytest would take for a fixture
+    test.body = body
+    test.__signature__ = inspect.Signature(
+        [*arguments, *(inspect.Parameter(name, keyword) for name in own)]
+    )
+    return test
 
-        wanted = list(arguments)
-        if len(num_ranks) > 1:
-            wanted.append(inspect.Parameter("num_ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD))
-            test = pytest.mark.parametrize("num_ranks", num_ranks)(test)
-        del test.__wrapped__  # whose `me` pytest would take for a fixture
-        test.__signature__ = inspect.Signature(wanted)
-        return test
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A number of ranks that are on two hosts, as `spread` has them."""
+
+    num_ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} apart"
+
+
+def on_ranks(
+    *num_ranks: Any,
+    loses: int | None = None,
+    run: Callable[..., object] = run_ranks,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function ``fn(me: Rank, *args)`` a test, which ranks run; see `as_test`.
+
+    Args:
+        num_ranks: how many: the test runs once on each number, which may be `Apart` or a
+            ``pytest.param``. A function is called with `args` and returns the number.
+        loses: the rank whose process ends in the test; the other ranks must survive that.
+        run: `run_ranks`, or a function that is called as it is, such as `run_threads`.
+        options: for `run`.
+    """
+    several = len(num_ranks) > 1
+
+    def start(test: Callable[..., Any], *args: Any, num_ranks: Any = num_ranks[0]) -> None:
+        number = num_ranks(*args) if callable(num_ranks) else num_ranks
+        more = options
+        if isinstance(number, Apart):
+            number, more = number.num_ranks, options | {"apart": True}
+        with failure_of(loses):
+            run(number, test, *args, **more)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if not several:
+            return as_test(fn, start)
+        test = as_test(fn, start, own=("num_ranks",))
+        return pytest.mark.parametrize("num_ranks", num_ranks, ids=str)(test)
 
     return decorate
+
+
+@contextlib.contextmanager
+def failure_of(rank: int | None) -> Iterator[None]:
+    """Expects that rank, and no other one, to fail; None = none."""
+    if rank is None:
+        yield
+        return
+    with pytest.raises(launch.RankFailed) as caught:
+        yield
+    assert [failure.rank for failure in caught.value.failures] == [rank], caught.value
 
 
 # Processes by their number of ranks, and whether these are apart, while no call uses them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,31 +12,14 @@ import numpy as np
 import pytest
 
 import crossdock
-from ranked import as_test
 from slots import choices
-from support import Rank, run_ranks, run_threads
+from support import Rank
 
 
 def config_of(**options: Any) -> crossdock.EpConfig:
     """A config of 4 experts, 2 of them per token, unless `options` say otherwise."""
     sizes = {"num_experts": 4, "max_topk": 2, "max_tokens_per_rank": 4, "hidden": 8}
     return crossdock.EpConfig(**sizes | {"dtype": "float32"} | options)
-
-
-def on_ranks(
-    count: int, *, seed: int | None = None, run: Callable[..., object] = run_ranks, **options: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of a function ``fn(me: Rank, *args)``, which runs it on so many ranks."""
-
-    def start(body: Callable[..., None], *args: Any) -> None:
-        if seed is not None:
-            print(f"seed {seed}")
-        run(count, body, *args, **options)
-
-    return functools.partial(as_test, start=start)
-
-
-on_threads = functools.partial(on_ranks, run=run_threads)
 
 
 @dataclasses.dataclass(frozen=True)

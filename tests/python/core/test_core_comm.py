@@ -19,9 +19,9 @@ import pytest
 
 import crossdock
 import support
-from core_support import config_of, on_ranks
+from core_support import config_of
 from crossdock import _core, launch
-from support import Rank
+from support import Rank, on_ranks
 
 
 def alone(**options: object) -> crossdock.Comm:

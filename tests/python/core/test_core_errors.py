@@ -15,9 +15,9 @@ import pytest
 
 import crossdock
 import support
-from core_support import config_of, on_ranks, peers_are_told, raises, rows_of
+from core_support import config_of, peers_are_told, raises, rows_of
 from crossdock import _core, errors, launch
-from support import Rank
+from support import Rank, on_ranks
 
 CONFIG = config_of()
 IDS = np.array([[0, 1], [2, 3]])

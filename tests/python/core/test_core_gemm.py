@@ -11,9 +11,9 @@ import pytest
 
 import crossdock
 import support
-from core_support import dtype_of, equal, on_ranks, peers_are_told, poison, rows_of
+from core_support import dtype_of, equal, peers_are_told, poison, rows_of
 from crossdock import GemmArgs, GemmConfig, GemmContext
-from support import Rank
+from support import Rank, on_ranks
 
 SEED = 1509
 K, N = 24, 40

@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from core_support import Case, dtype_of, equal, on_ranks, on_threads, peers_are_told
+from core_support import Case, dtype_of, equal, peers_are_told
 from crossdock import LowLatencyGroup, Slots
 from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
 from reference import quantised
 from slots import SlotRouting, factors
-from support import Rank, run_ranks
+from support import Rank, on_ranks, run_ranks, run_threads
 
 SEED = 31
 LATE_MS = 500  # of a rank that is masked for it
@@ -267,7 +267,7 @@ def test_second_halves_and_their_mistakes(me: Rank) -> None:
         still_usable(group, me)
 
 
-@on_ranks(2, seed=SEED)
+@on_ranks(2)
 def test_second_halves_out_of_order_are_refused_and_may_be_called_again(me: Rank) -> None:
     batches = [Batch(CASE, SEED + i) for i in range(2)]
     with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
@@ -286,7 +286,7 @@ def test_second_halves_out_of_order_are_refused_and_may_be_called_again(me: Rank
         still_usable(group, me)
 
 
-@on_ranks(2, seed=SEED)
+@on_ranks(2)
 def test_a_second_half_that_reset_has_dropped_is_refused(me: Rank) -> None:
     batch = Batch(CASE)
     inputs = batch.of(me.rank)[:2]
@@ -321,7 +321,7 @@ def test_bad_ids_are_told_everywhere_and_results_are_complete(me: Rank) -> None:
         still_usable(group, me)
 
 
-@on_threads(3, seed=SEED)
+@on_ranks(3, run=run_threads)
 def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
     """Rank 2 is late, is masked by the others, and comes back."""
     config = THREE.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
@@ -349,7 +349,7 @@ def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
             equal(group.combine(slots.plan, results(slots)), batch.sums(me.rank))
 
 
-@on_threads(3)
+@on_ranks(3, run=run_threads)
 def test_reset_leaves_out_a_late_rank_and_no_other(me: Rank) -> None:
     config = THREE.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
     with me.comm() as comm, LowLatencyGroup(comm, config) as group:
@@ -387,7 +387,7 @@ def lost_and_left_out(group: LowLatencyGroup, batch: Batch, rank: int) -> None:
     assert time.monotonic() - begin < 20 * LATE_MS / 1000
 
 
-@on_threads(1)
+@on_ranks(1, run=run_threads)
 def test_what_a_group_does_not_take_is_refused(me: Rank) -> None:
     config = CASE.config()
     assert config.recv_bound(2) == 2 * 3

@@ -10,9 +10,9 @@ import pytest
 
 import crossdock
 import support
-from core_support import Case, equal, on_ranks, peers_are_told, poison
+from core_support import Case, equal, peers_are_told, poison
 from reference import QUANTISE_WAYS, Routing, quantised
-from support import Rank
+from support import Rank, on_ranks
 
 SEED = 20260
 

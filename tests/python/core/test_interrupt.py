@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import crossdock
-from core_support import config_of, on_ranks
+from core_support import config_of
 from crossdock import launch
 from crossdock.errors import Aborted, InvalidArgument
-from support import Rank
+from support import Rank, on_ranks
 
 AFTER = 0.3  # seconds until the signal: by then the call waits
 LIMIT = 2.0  # of all: half a second is promised, and the machine may be busy

@@ -7,9 +7,9 @@ import os
 import numpy as np
 
 import crossdock
-from core_support import config_of, on_ranks
+from core_support import config_of
 from crossdock import _stats
-from support import Rank, run_ranks, run_threads
+from support import Rank, on_ranks, run_ranks, run_threads
 
 TOKENS, HIDDEN = 8, 16
 

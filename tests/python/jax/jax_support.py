@@ -24,8 +24,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import crossdock.jax as xd
-from ranked import as_test
-from support import Rank, run_ranks
+from support import Rank, as_test, run_ranks
 
 RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
 ON_GPUS = "XD_JAX_GPUS" in os.environ
@@ -76,7 +75,7 @@ def run(where: str, case: Callable[..., Any], *args: Any) -> None:
 
 def ranked(case: Callable[..., None]) -> Callable[..., None]:
     """Makes a test of a case, which has the argument `where` besides the case's."""
-    return as_test(case, lambda case, where, *args: run(where, case, *args), own=("where",))
+    return as_test(case, lambda case, *args, where: run(where, case, *args), own=("where",))
 
 
 def everywhere(case: Callable[..., None]) -> Callable[..., None]:

@@ -70,8 +70,8 @@ ONE_CORE = """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     import test_jax_order as tests
     from jax_support import run
-    run("devices", tests.test_branches_are_one_chain_forward_and_backward.body)
-    run("devices", tests.test_two_programs_back_to_back.body)
+    run("devices", tests.test_branches_are_one_chain_forward_and_backward)
+    run("devices", tests.test_two_programs_back_to_back)
     print("both done")
 """
 

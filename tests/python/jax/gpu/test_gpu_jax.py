@@ -56,12 +56,12 @@ test_a_process_ends_with_everything_alive = life.test_a_process_ends_with_everyt
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
 @pytest.mark.parametrize("kind", ["uniform", "skewed"])
 def test_round_trip(where, layout, kind):
-    run(where, ops.test_round_trip.body, ops.Case(layout, kind, "bfloat16"))
+    run(where, ops.test_round_trip, ops.Case(layout, kind, "bfloat16"))
 
 
 @pytest.mark.parametrize("where", ["devices", "processes"])
 def test_overflow_drops_the_last_rows(where):
-    run(where, ops.test_overflow_drops_the_last_rows.body, 5, 8)
+    run(where, ops.test_overflow_drops_the_last_rows, 5, 8)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ test_products_and_experts_are_one_chain = tp_programs.test_products_and_experts_
 @both
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
 def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
-    run(where, tp.test_values_and_all_gradients_are_those_of_one_process.body, spelling, 1)
+    run(where, tp.test_values_and_all_gradients_are_those_of_one_process, spelling, 1)
 
 
 @both
@@ -40,7 +40,7 @@ def test_products_and_all_gradients_are_those_of_one_process(where, spelling):
     ids=["scaled", "made fp8", "unequal"],
 )
 def test_products_of_fp8_and_of_unequal_ranks(where, test):
-    run(where, test.body, "shard_map")
+    run(where, test, "shard_map")
 
 
 @both
