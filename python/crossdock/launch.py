@@ -160,6 +160,8 @@ class Ranks:
     def __init__(self, num_ranks: int, *, quiet: bool = False) -> None:
         self._ranks: list[_Rank] = []
         self._failed = False
+        # The library of a rank reads it once, in whichever call needs it first.
+        self._secret = secrets.token_hex(16)
         try:
             for rank in range(num_ranks):
                 self._ranks.append(_Rank(rank, num_ranks, quiet))
@@ -193,7 +195,7 @@ class Ranks:
         """
         self._failed = True  # until all of them have returned
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
-        meeting = {"MASTER_PORT": str(free_port()), "XD_JOB_SECRET": secrets.token_hex(16)}
+        meeting = {"MASTER_PORT": str(free_port()), "XD_JOB_SECRET": self._secret}
         waiting = {}
         for rank in self._ranks:
             rank.begin(fn, args, meeting)

@@ -14,6 +14,7 @@ import time
 import pytest
 
 import crossdock
+import spread
 from crossdock import launch
 
 
@@ -40,6 +41,22 @@ def test_the_same_processes_meet_again_and_again():
         assert ranks.alive()
     assert first == second and [place[:2] for place in first] == [(0, 2), (1, 2)]
     assert not any(_exists(process) for _, _, process in first)
+
+
+def _meet_apart(rank: int, ranks: tuple[int, ...]) -> int:
+    spread.declare(rank, 2)
+    if rank not in ranks:
+        return 0
+    if len(ranks) == 1:  # which reads the secret of the job
+        return crossdock.Comm(crossdock.unique_id(), rank=0, num_ranks=1).num_hosts
+    with crossdock.Comm.from_environment(timeout=30) as comm:
+        return comm.num_hosts
+
+
+def test_the_secret_of_a_job_is_that_of_all_its_calls():
+    with launch.Ranks(2) as ranks:
+        assert ranks.run(_meet_apart, (0,), timeout=60) == [1, 0]
+        assert ranks.run(_meet_apart, (0, 1), timeout=60) == [2, 2]
 
 
 def _exists(process: int) -> bool:
