@@ -6,13 +6,15 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import sysconfig
 from unittest import mock
 
 import pytest
 
 from commands import process, run, wide_lines
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,12 +42,26 @@ def test_options_and_exit_codes_are_the_program_s():
     assert "crossdock demo: error: argument --steps: invalid int value: 'many'" in ended.stderr
 
 
-def test_lines_fit_a_narrow_terminal(tmp_path: pathlib.Path):
-    pytest.importorskip("matplotlib")
-    options = ["--steps", "2", "--sample-bytes", "20", "--device", "cpu"]
+TINY = (
+    "--steps 4 --device cpu --sequences 4 --context 16 --hidden 32 --layers 1 --ffn 16 "
+    "--sample-bytes 8"
+)
+
+
+def test_it_compares_writes_text_and_draws_in_lines_for_a_narrow_terminal(tmp_path: pathlib.Path):
+    for run_folder in ("plain", "2-ranks"):  # as an earlier demo leaves them
+        (tmp_path / run_folder).mkdir()
+        (tmp_path / run_folder / "first-step-3.pt").write_bytes(b"of four ranks")
+        (tmp_path / run_folder / "log.jsonl").write_text("old\n")
+    text = str(pathlib.Path(sysconfig.get_paths()["stdlib"]) / "asyncio")
+    options = ["--text", text, *TINY.split()]
     ended = process("demo", "--ranks", "2", "--folder", str(tmp_path), "--", *options)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 ranks against one process without Crossdock" in ended.stdout
+    assert "    | class Reader:\n    |     def read(self, " in ended.stdout
+    assert ended.stdout.count("agrees") == 5
     assert wide_lines(ended.stdout.replace(str(tmp_path), "demo")) == []
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_before_the_program_starts_are_told_as_the_user_made_them():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -17,10 +15,10 @@ from crossdock import LowLatencyGroup, Slots
 from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
 from reference import quantised
 from slots import SlotRouting, factors
-from support import Rank, on_ranks, run_ranks, run_threads
+from support import Rank, on_ranks, run_threads
 
 SEED = 31
-LATE_MS = 500  # of a rank that is masked for it
+LATE_MS = 1000  # of a rank that is masked for it
 
 
 Slotted = functools.partial(Case, layout="expert_slots")
@@ -79,7 +77,9 @@ CASES = [
 ]
 
 
-def everything(me: Rank, case: Case) -> None:
+@on_ranks(lambda case: len(case.tokens))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens}-{case.dtype}")
+def test_every_element_equals_the_reference(me: Rank, case: Case) -> None:
     with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
         load = np.zeros(len(Batch(case).routing.experts(me.rank)), np.int64)
         wait = np.zeros(me.num_ranks, np.int64)
@@ -112,50 +112,9 @@ def everything(me: Rank, case: Case) -> None:
         assert group.errors() == 0
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens}-{case.dtype}")
-def test_every_element_equals_the_reference(case: Case) -> None:
-    print(f"seed {SEED}")
-    run_ranks(len(case.tokens), everything, case)
-
-
-def halves(me: Rank, case: Case) -> None:
-    """S(A) S(B) R(A) R(B), inputs overwritten after S; one rank calls both halves at once."""
-    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
-        for number in range(3):
-            batches = [Batch(case, SEED + 2 * number + i) for i in range(2)]
-            slots = []
-            if me.rank == 1:
-                slots = [group.dispatch(*one.of(1)) for one in batches]
-            else:
-                sent = []
-                for one in batches:
-                    given = [part.copy() for part in one.of(me.rank)]
-                    sent.append(group.dispatch_send(*given))
-                    for part, poison in zip(given, (77, -1, 77)):
-                        part.fill(poison)
-                slots = [one.receive(sources=True) for one in sent]
-            for batch, found in zip(batches, slots):
-                batch.check(me.rank, found)
-            expert_out = [results(found) for found in slots]
-            sums = [group.combine_send(found.plan, rows) for found, rows in zip(slots, expert_out)]
-            for rows in expert_out:
-                rows.fill(77)
-            for batch, one in zip(batches, sums):
-                equal(one.receive(), batch.sums(me.rank))
-
-
-def test_halves_of_two_batches_interleave() -> None:
-    print(f"seed {SEED}")
-    run_ranks(3, halves, Slotted((3, 4, 2), 6, 2, 16))
-
-
-@pytest.mark.parametrize("body", [everything, halves])
-def test_results_between_machines_are_those_of_one(body: Callable[[Rank, Case], None]) -> None:
-    print(f"seed {SEED}")
-    run_ranks(3, body, Slotted((3, 4, 2), 6, 2, 16), apart=True)
-
-
-def fp8(me: Rank, case: Case) -> None:
+@on_ranks(2)
+def test_quantised_rows_and_scales_equal_the_reference(me: Rank) -> None:
+    case = Slotted((5, 3), 4, 2, 512, dtype="bfloat16")
     batch = Batch(case)
     batch.rows = [(rows * 0.37).astype(ml_dtypes.bfloat16) for rows in batch.rows]
     routing, rank = batch.routing, me.rank
@@ -177,12 +136,7 @@ def fp8(me: Rank, case: Case) -> None:
         equal(routing.in_rows(rank, strided), routing.dispatch(rank, words))
 
 
-def test_quantised_rows_and_scales_equal_the_reference() -> None:
-    print(f"seed {SEED}")
-    run_ranks(2, fp8, Slotted((5, 3), 4, 2, 512, dtype="bfloat16"))
-
-
-CASE, THREE = Slotted((3, 2), 4, 2, 8), Slotted((2, 3, 1), 6, 3, 8)
+CASE = Slotted((3, 2), 4, 2, 8)
 
 
 def still_usable(group: LowLatencyGroup, me: Rank) -> None:
@@ -192,7 +146,8 @@ def still_usable(group: LowLatencyGroup, me: Rank) -> None:
     equal(group.combine(slots.plan, results(slots)), batch.sums(me.rank))
 
 
-def mistakes(me: Rank) -> None:
+@on_ranks(2)
+def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
     batch = Batch(CASE)
     rows, ids, _ = batch.of(me.rank)
     with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
@@ -218,10 +173,6 @@ def mistakes(me: Rank) -> None:
             for number, wrong in enumerate(wrongs):
                 peers_are_told(me, *wrong, right, guilty=number % 2)
                 still_usable(group, me)
-
-
-def test_peers_hear_of_mistakes_and_the_group_goes_on() -> None:
-    run_ranks(2, mistakes)
 
 
 @on_ranks(2)
@@ -268,17 +219,29 @@ def test_second_halves_and_their_mistakes(me: Rank) -> None:
 
 
 @on_ranks(2)
-def test_second_halves_out_of_order_are_refused_and_may_be_called_again(me: Rank) -> None:
+def test_halves_of_two_batches_interleave_in_one_order_only(me: Rank) -> None:
+    """Inputs may be overwritten between the halves, and one rank calls both halves at once."""
     batches = [Batch(CASE, SEED + i) for i in range(2)]
     with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
-        sent = [group.dispatch_send(*one.of(me.rank)[:2]) for one in batches]
-        for _ in range(2):  # it may be called again
-            with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
-                sent[1].receive()
-        slots = [one.receive() for one in sent]
+        if me.rank == 1:
+            slots = [group.dispatch(*one.of(1)[:2]) for one in batches]
+        else:
+            sent = []
+            for one in batches:
+                given = [part.copy() for part in one.of(0)[:2]]
+                sent.append(group.dispatch_send(*given))
+                for part, poison in zip(given, (77, -1)):
+                    part.fill(poison)
+            for _ in range(2):  # it may be called again
+                with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
+                    sent[1].receive()
+            slots = [one.receive(sources=True) for one in sent]
         for batch, found in zip(batches, slots):
             batch.check(me.rank, found)
-        sums = [group.combine_send(found.plan, results(found)) for found in slots]
+        expert_out = [results(found) for found in slots]
+        sums = [group.combine_send(found.plan, rows) for found, rows in zip(slots, expert_out)]
+        for rows in expert_out:
+            rows.fill(77)
         with pytest.raises(ValueError, match="receive: .* in the order .* while 1 older"):
             sums[1].receive()
         for batch, one in zip(batches, sums):
@@ -303,88 +266,49 @@ def test_a_second_half_that_reset_has_dropped_is_refused(me: Rank) -> None:
 @on_ranks(2)
 def test_bad_ids_are_told_everywhere_and_results_are_complete(me: Rank) -> None:
     batch = Batch(CASE)
-    ids = batch.ids[me.rank].copy()
+    inputs = [part.copy() for part in batch.of(me.rank)]
+    if me.rank == 1:
+        inputs[1][0] = 99, -7
+    batch.ids[1][0] = -1
+    batch.routing = SlotRouting(batch.ids, CASE.experts, max(CASE.tokens))
     with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
-        if me.rank == 1:
-            ids[0] = 99, -7
-            batch.routing.topk_idx[1][0] = -1
         out = group.slots()
         with pytest.raises(InvalidArgument) as raised:
-            group.dispatch(batch.rows[me.rank], ids, out=out)
+            group.dispatch(*inputs, out=out)
         assert (raised.value.peer, raised.value.operation) == (1, "ll_dispatch")
         assert group.status().bad_ids == 2
-        expected = SlotRouting(
-            [batch.ids[0], np.where(np.arange(2)[:, None] == 0, -1, batch.ids[1])], 4, 3
-        )
-        assert out.counts.tolist() == expected.counts(me.rank)
-        equal(expected.in_rows(me.rank, out.tokens), expected.dispatch(me.rank, batch.rows))
+        batch.check(me.rank, out)
         still_usable(group, me)
 
 
 @on_ranks(3, run=run_threads)
-def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
-    """Rank 2 is late, is masked by the others, and comes back."""
-    config = THREE.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
+def test_a_late_rank_is_masked_by_name_and_comes_back(me: Rank) -> None:
+    """Rank 1 is late for a reset and for a dispatch, and the others do not wait for it again."""
+    case = Slotted((2, 3, 1), 6, 3, 8)
+    config = case.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
+    batch = Batch(case)
     with me.comm() as comm, LowLatencyGroup(comm, config) as group:
-        batch = Batch(THREE)
-        inputs = batch.of(me.rank)
-        batch.check(me.rank, group.dispatch(*inputs))
-        if me.rank == 2:
+        for operation, call in (
+            ("ll_reset", group.reset),
+            ("ll_dispatch", lambda: group.dispatch(*batch.of(me.rank))),
+        ):
+            if me.rank != 1:
+                with pytest.raises(PeerLost) as raised:
+                    call()
+                assert (raised.value.peer, raised.value.operation) == (1, operation)
+                assert not raised.value.fatal
+                assert "rank 1 is late: masked from now on" in raised.value.text
+                assert group.mask().tolist() == [0, 1, 0] and group.status().masked == (1,)
+                call()
             comm.barrier()
-        else:
-            lost_and_left_out(group, batch, me.rank)
-            comm.barrier()
-            group.mask_set(2, False)
-        if me.rank == 2:
-            for rank in (0, 1):
+            for rank in {0, 1, 2} - {me.rank}:
                 group.mask_set(rank, False)
-        comm.barrier()
-        group.reset()
-        assert group.mask().tolist() == [0, 0, 0]
-        for number in range(3):
-            batch = Batch(THREE, SEED + number)
-            inputs = batch.of(me.rank)
-            slots = group.dispatch(*inputs)
+            comm.barrier()
+            group.reset()
+            assert group.mask().tolist() == [0, 0, 0]
+            slots = group.dispatch(*batch.of(me.rank))
             batch.check(me.rank, slots)
             equal(group.combine(slots.plan, results(slots)), batch.sums(me.rank))
-
-
-@on_ranks(3, run=run_threads)
-def test_reset_leaves_out_a_late_rank_and_no_other(me: Rank) -> None:
-    config = THREE.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
-    with me.comm() as comm, LowLatencyGroup(comm, config) as group:
-        if me.rank != 1:
-            with pytest.raises(PeerLost) as raised:
-                group.reset()
-            assert (raised.value.peer, raised.value.operation) == (1, "ll_reset")
-            for _ in range(3):
-                assert group.mask().tolist() == [0, 1, 0]
-                group.reset()
-        comm.barrier()
-
-
-def lost_and_left_out(group: LowLatencyGroup, batch: Batch, rank: int) -> None:
-    # What is left: rank 2's tokens are nobody's, its experts give nothing.
-    ids = [np.where(one >= 4, -1, one) for one in batch.ids]
-    ids[2] = batch.ids[2][:0]
-    left = Batch(THREE)
-    left.ids, left.routing = ids, SlotRouting(ids, 6, 3)
-    left.rows[2], left.weights[2] = left.rows[2][:0], left.weights[2][:0]
-    inputs = batch.of(rank)
-    out = group.slots()
-    with pytest.raises(PeerLost) as raised:
-        group.dispatch(*inputs, out=out)
-    assert (raised.value.peer, raised.value.fatal) == (2, False)
-    assert "rank 2 is late: masked from now on" in raised.value.text
-    left.check(rank, out)
-    assert group.mask().tolist() == [0, 0, 1]
-    assert group.status().masked == (2,)
-    begin = time.monotonic()
-    for _ in range(20):
-        slots = group.dispatch(*inputs)
-        left.check(rank, slots)
-        equal(group.combine(slots.plan, results(slots)), left.sums(rank))
-    assert time.monotonic() - begin < 20 * LATE_MS / 1000
 
 
 @on_ranks(1, run=run_threads)

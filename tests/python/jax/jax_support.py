@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import crossdock.jax as xd
+from programs import mapped, place
 from support import Rank, as_test, run_ranks
 
 RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
@@ -41,8 +42,7 @@ class World:
     def put(self, parts: list[np.ndarray]) -> jax.Array:
         """The global array of the ranks' parts, one after another."""
         whole = np.concatenate([np.asarray(part) for part in parts])
-        sharding = NamedSharding(self.mesh, PartitionSpec("ep"))
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return place(self.mesh, whole, PartitionSpec("ep"))
 
     def parts(self, array: jax.Array) -> dict[int, np.ndarray]:
         """By rank the parts of this process's ranks."""
@@ -58,9 +58,7 @@ class World:
 
     def on_ranks(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function of one rank's parts as a compiled one of global arrays."""
-        spec = PartitionSpec("ep")
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, **options)
-        return jax.jit(mapped)
+        return mapped(self.mesh, function, PartitionSpec("ep"), PartitionSpec("ep"), **options)
 
 
 def run(where: str, case: Callable[..., Any], *args: Any) -> None:

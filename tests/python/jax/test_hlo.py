@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -11,12 +12,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock.jax as xd
 from jax_support import EXPERTS, RANKS, Batch, config_of, whole
+from programs import (
+    COLLECTIVES,
+    KEEPING_BARRIERS,
+    all_same,
+    chain_of_calls,
+    compiled,
+    place,
+    spelled,
+    with_gradients,
+)
 
 TOKENS = 32
-COLLECTIVES = re.compile(
-    r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
-    r"collective-broadcast)(?:-start|-done)?)\("
-)
 MESHES = [
     ((RANKS,), ("expert",), ()),
     ((RANKS // 2, 2), ("data", "expert"), ("data",)),
@@ -31,10 +38,9 @@ class World:
 
     def __init__(self, sizes, names, data, layout="expert_major"):
         devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-        self.mesh = Mesh(devices, names)
-        self.ep = xd.init(self.mesh, "expert", data_axes=data)
-        self.axes = (*data, "expert")
-        parts = int(np.prod([self.mesh.shape[axis] for axis in self.axes]))
+        self.ep = xd.init(Mesh(devices, names), "expert", data_axes=data)
+        self.along = P((*data, "expert"))
+        parts = int(np.prod([self.ep.mesh.shape[axis] for axis in (*data, "expert")]))
         self.config = config_of(TOKENS // parts, layout=layout)
         batch = Batch(3, TOKENS // RANKS)
         self.ids, self.x, self.weights = batch.together()
@@ -42,12 +48,12 @@ class World:
         self.factors = np.concatenate([batch.factors(rank) for rank in range(RANKS)])
 
     def args(self):
-        """The arguments of `round_trip`, split over the token axes."""
-        along = NamedSharding(self.mesh, P(self.axes))
-        return jax.device_put((self.x, self.ids, self.weights, self.grad), along)
+        """Choices, the gradient of the output, rows and weights, split over the token axes."""
+        arrays = self.ids, self.grad, self.x, self.weights
+        return [place(self.ep, array, self.along) for array in arrays]
 
-    def round_trip(self, x, topk_idx, topk_weights, grad):
-        """A number whose gradients need every operation; experts negate their rows."""
+    def trip(self, topk_idx, x, topk_weights):
+        """Rows to experts, which negate them, and back."""
         plan = xd.ep_prepare(self.config, topk_idx)
         received = xd.ep_dispatch(plan, x, topk_weights)
         rows, weights = -received.tokens, received.weights
@@ -61,19 +67,15 @@ class World:
         of_weights = np.where(self.ids < 0, np.float32(0), each)
         return -self.x * self.factors, (-self.grad * self.factors, of_weights)
 
-    def forward_and_backward(self, spelling):
-        """A jitted function of `args`: output and gradients."""
-        trip = self.round_trip
-        if spelling == "shard_map":
-            trip = jax.shard_map(
-                trip, mesh=self.mesh, in_specs=P(self.axes), out_specs=P(self.axes)
-            )
 
-        def step(x, topk_idx, topk_weights, grad):
-            out, backward = jax.vjp(lambda x, w: trip(x, topk_idx, w, grad), x, topk_weights)
-            return out, backward(grad)
+def forward_and_backward(trip, policy=None, remat=False):
+    """A compiled function of `World.args`: the output of a round trip, and gradients."""
 
-        return jax.jit(step)
+    def step(topk_idx, *args):
+        function = functools.partial(trip, topk_idx)
+        return with_gradients(jax.checkpoint(function, policy=policy) if remat else function)(*args)
+
+    return jax.jit(step)
 
 
 # Every mesh and every spelling with each layout.
@@ -87,84 +89,32 @@ CASES = [
 @pytest.mark.parametrize("mesh, spelling, layout", CASES, ids=str)
 def test_no_collective_but_ours_forward_and_backward(mesh, spelling, layout):
     world = World(*mesh, layout=layout)
+    trip = spelled(world.ep, spelling, world.trip, world.along, world.along)
     args = world.args()
-    compiled = world.forward_and_backward(spelling).lower(*args).compile()
-    text = compiled.as_text()
-    assert COLLECTIVES.findall(text) == []
-    assert chain_of_calls(text) == [*FORWARD, *BACKWARD]
-
-    def same(got, expected):
-        for shard in got.addressable_shards:  # on all ranks
-            np.testing.assert_array_equal(shard.data, expected[shard.index])
-
-    jax.tree.map(same, compiled(*args), world.expected())
+    program = compiled(forward_and_backward(trip), args, [*FORWARD, *BACKWARD])
+    all_same(program(*args), world.expected())
 
 
 def test_collectives_would_be_found():
     world = World(*MESHES[0])
-    everywhere = NamedSharding(world.mesh, P())
-    gather = jax.jit(lambda x: x, out_shardings=everywhere)
-    assert COLLECTIVES.findall(gather.lower(world.args()[0]).compile().as_text())
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(world.ep.mesh, P()))
+    assert COLLECTIVES.findall(gather.lower(world.args()[1]).compile().as_text())
 
 
 def test_order_of_two_independent_branches_is_in_the_program():
     world = World(*MESHES[0])
 
-    def branches(x, topk_idx, topk_weights, grad):
-        def both(x, topk_weights):
-            first = xd.ep_prepare(world.config, topk_idx)
-            received = xd.ep_dispatch(first, x, topk_weights)
-            left, last = xd.ep_combine(received.plan, received.tokens, received.weights)
-            second = xd.ep_prepare(world.config, EXPERTS - 1 - topk_idx, after=last)
-            received = xd.ep_dispatch(second, x, topk_weights)
-            right, _ = xd.ep_combine(received.plan, 2 * received.tokens, received.weights)
-            return left + right
+    def both(topk_idx, x, topk_weights):
+        first = xd.ep_prepare(world.config, topk_idx)
+        received = xd.ep_dispatch(first, x, topk_weights)
+        left, last = xd.ep_combine(received.plan, received.tokens, received.weights)
+        second = xd.ep_prepare(world.config, EXPERTS - 1 - topk_idx, after=last)
+        received = xd.ep_dispatch(second, x, topk_weights)
+        right, _ = xd.ep_combine(received.plan, 2 * received.tokens, received.weights)
+        return left + right
 
-        return jax.vjp(both, x, topk_weights)[1](grad)
-
-    text = jax.jit(branches).lower(*world.args()).compile().as_text()
-    assert chain_of_calls(text) == [*FORWARD, *FORWARD, *BACKWARD, *BACKWARD]
-
-
-def chain_of_calls(text: str) -> list[str]:
-    """Operations in the order that their operands force; fails if it leaves a choice."""
-    operands = dependencies(text)
-    call = r'^ *(?:ROOT )?(%[\w.-]+) = .*custom_call_target="crossdock_(?:ep|gemm)_(\w+)"'
-    calls = dict(re.findall(call, text, re.MULTILINE))
-
-    def before(name: str, seen: set[str]) -> set[str]:
-        for operand in operands.get(name, []):
-            if operand not in seen:
-                seen.add(operand)
-                before(operand, seen)
-        return seen
-
-    needs = {name: before(name, set()) & calls.keys() for name in calls}
-    order = sorted(calls, key=lambda name: len(needs[name]))
-    assert [len(needs[name]) for name in order] == list(range(len(order)))
-    return [calls[name] for name in order]
-
-
-def dependencies(text: str) -> dict[str, list[str]]:
-    """The instructions before each one, also across calls, as of command buffers."""
-    operands, parameters, roots, called = {}, {}, {}, []
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?(%[\w.-]+) .*\{$", line):
-            parameters[computation := header[1]] = {}
-        elif instruction := re.match(r" *(ROOT )?(%[\w.-]+) = (.*)$", line):
-            root, name, rest = instruction.groups()
-            operands[name] = re.findall(r"%[\w.-]+", rest)
-            if root:
-                roots[computation] = name
-            if number := re.search(r" parameter\((\d+)\)", rest):
-                parameters[computation][int(number[1])] = name
-            if call := re.search(r" call\((.*?)\), to_apply=(%[\w.-]+)", rest):
-                called.append((name, re.findall(r"%[\w.-]+", call[1]), call[2]))
-    for name, given, computation in called:
-        operands[name].append(roots[computation])
-        for number, parameter in parameters[computation].items():
-            operands[parameter].append(given[number])
-    return operands
+    chain = [*FORWARD, *FORWARD, *BACKWARD, *BACKWARD]
+    compiled(forward_and_backward(both), world.args(), chain)
 
 
 def test_order_is_followed_into_computations_that_are_called():
@@ -197,7 +147,7 @@ ORDER_SAVED = jax.checkpoint_policies.save_only_these_names("crossdock_order")
 )
 def test_remat_repeats_combine_only_for_its_order(policy, again):
     world = World(*MESHES[0])
-    lowered = rematerialised(world, policy).lower(*world.args())
+    lowered = forward_and_backward(world.trip, policy, remat=True).lower(*world.args())
     calls = re.findall(r"@crossdock_ep_(\w+)", lowered.as_text())
     assert calls == [*FORWARD, *again, *BACKWARD]
 
@@ -207,19 +157,6 @@ def test_saved_order_keeps_what_is_repeated_between_forward_and_backward(layout)
     """By rank, combine has no weights: its gradient needs nothing that is repeated."""
     world = World(*MESHES[0], layout=layout)
     args = world.args()
-    # The pass that drops the barrier between them.
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    compiled = rematerialised(world, ORDER_SAVED).lower(*args).compile(options)
-    assert chain_of_calls(compiled.as_text()) == [*FORWARD, *FORWARD[:-1], *BACKWARD]
-    jax.tree.map(np.testing.assert_array_equal, compiled(*args), world.expected())
-
-
-def rematerialised(world, policy):
-    """Like `forward_and_backward`; the gradient of the output waits for nothing."""
-
-    def step(x, topk_idx, topk_weights, grad):
-        trip = jax.checkpoint(lambda x, w: world.round_trip(x, topk_idx, w, grad), policy=policy)
-        out, backward = jax.vjp(trip, x, topk_weights)
-        return out, backward(grad)
-
-    return jax.jit(step)
+    step = forward_and_backward(world.trip, ORDER_SAVED, remat=True)
+    program = compiled(step, args, [*FORWARD, *FORWARD[:-1], *BACKWARD], KEEPING_BARRIERS)
+    all_same(program(*args), world.expected())

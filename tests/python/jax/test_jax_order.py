@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import crossdock.jax as xd
 from jax_support import ON_GPUS, Batch, World, config_of, everywhere, in_a_process
-from test_hlo import chain_of_calls
+from programs import chain_of_calls
 
 TOKENS = 33
 CONFIG = config_of(TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pathlib
 import re
@@ -13,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from crossdock.compat import te_jax as te
 from jax_support import RANKS, World, ranked
-from test_hlo import COLLECTIVES
-from test_tp import place, same
+from programs import COLLECTIVES, all_same, placed, same, with_gradients
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs/transformer_engine.md"
 AG, RS = te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER
@@ -58,21 +58,14 @@ def test_layers_and_all_gradients_are_those_of_one_process(
             x, w, bias, grad = (rng.integers(-2, 3, s).astype(np.float32) for s in shapes)
             ops = te.CollectiveOpSet.create(op)
 
-            def step(x, w, bias, grad, ops=ops):
-                layer = lambda *args: te.dense(*args, collective_op_set=ops)  # noqa: E731
-                out, backward = jax.vjp(layer, x, w, bias)
-                return out, *backward(grad)
-
-            pairs = (x, x_at), (w, w_at), (bias, bias_at), (grad, y_at)
-            compiled = jax.jit(step).lower(*(place(mesh, a, s) for a, s in pairs)).compile()
+            layer = functools.partial(te.dense, collective_op_set=ops)
+            args = placed(mesh, (grad, x, w, bias), (y_at, x_at, w_at, bias_at))
+            program = with_gradients(layer).lower(*args).compile()
             # Gradients of weights over dp, also where that has one index.
-            found = COLLECTIVES.findall(compiled.as_text())
+            found = COLLECTIVES.findall(program.as_text())
             assert {kind.removesuffix("-start") for kind in found} <= {"all-reduce"}
-            out, grad_x, grad_w, grad_bias = compiled(*(place(mesh, a, s) for a, s in pairs))
-            same("out", out, x @ w + bias)
-            same("x", grad_x, grad @ w.T)
-            same("w", grad_w, x.reshape(-1, K).T @ grad.reshape(-1, N))
-            same("bias", grad_bias, grad.sum((0, 1)))
+            of_w = x.reshape(-1, K).T @ grad.reshape(-1, N)
+            all_same(program(*args), (x @ w + bias, (grad @ w.T, of_w, grad.sum((0, 1)))))
     finally:
         joined.close()
 

@@ -15,22 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import RANKS, World, ranked, run
-from tp_support import (
-    AGAIN,
-    LAYERS,
-    SEED,
-    Layer,
-    check,
-    compiled,
-    joined,
-    mapped,
-    padded,
-    place,
-    placed,
-    same,
-    spelled,
-    trained,
-)
+from programs import all_same, compiled, mapped, place, placed, same, spelled, with_gradients
+from tp_support import AGAIN, LAYERS, SEED, Layer, check, joined, padded, trained
 
 
 @pytest.mark.parametrize(
@@ -118,15 +104,11 @@ def returned(
 
     with joined() as mesh:
         whole = P("tp") if copies > 1 else P()
-        gather = spelled(mesh, spelling, function, specs.values(), (spec, whole))
-        step = jax.jit(lambda grads, *args: jax.vjp(gather, *args)[1](grads))
+        gather = spelled(mesh, spelling, function, tuple(specs.values()), (spec, whole))
         args = placed(mesh, arrays.values(), specs.values())
-        found, gathered = jax.jit(gather)(*args)
-        same("out", found, out)
-        same("gathered", gathered, np.broadcast_to(rows, of_rows.shape))
-        given = place(mesh.mesh, grad, spec), place(mesh.mesh, of_rows, whole)
-        for name, array in zip(specs, compiled(step, given, *args)(given, *args)):
-            same(f"gradient of {name}", array, grads[name])
+        args = [tuple(placed(mesh, (grad, of_rows), (spec, whole))), *args]
+        wanted = (out, np.broadcast_to(rows, of_rows.shape)), tuple(grads.values())
+        all_same(compiled(with_gradients(gather), args, None)(*args), wanted)
 
 
 @pytest.mark.parametrize("save_gathered", [True, False])
@@ -154,12 +136,9 @@ def test_arrays_that_are_nowhere_yet_and_no_jit():
         for layer in LAYERS[4:5]:
             arrays, grad = layer.arrays()
             out, backward = jax.vjp(lambda given, layer=layer: layer.run(**given), arrays)
-            wanted, wanted_grads = layer.expected()
-            same(f"{layer}", out, wanted)
-            specs, where = layer.specs()
-            assert out.sharding.is_equivalent_to(NamedSharding(mesh.mesh, where), out.ndim)
-            for name, found in backward(grad)[0].items():
-                same(f"{layer} gradient of {name}", found, wanted_grads[name])
+            all_same((out, backward(grad)[0]), layer.expected())
+            where = NamedSharding(mesh.mesh, layer.specs()[1])
+            assert out.sharding.is_equivalent_to(where, out.ndim)
 
 
 def test_a_mesh_of_explicit_axes():
@@ -194,21 +173,11 @@ def gelu(world: World) -> None:
                 return jax.nn.gelu(given["a"] @ b + given.get("bias", 0), approximate=True)
 
             scale = {name: (array / 16).astype(array.dtype) for name, array in arrays.items()}
-            args[1:] = [place(mesh.mesh, scale[n], s) for n, s in layer.specs()[0].items()]
-
-            @jax.jit
-            def reference(scale: Any, grad: Any, plain: Any = plain) -> dict[str, jax.Array]:
-                out, backward = jax.vjp(plain, scale)
-                return {"out": out} | backward(grad)[0]
-
+            args[1:] = placed(mesh, scale.values(), layer.specs()[0].values())
+            reference = with_gradients(lambda *given, plain=plain: plain(dict(zip(scale, given))))
             with jax.default_matmul_precision("float32"):
-                wanted = reference(scale, grad)
-            found = step(*args)
-            for name, array in ({"out": found[0]} | found[1]).items():
-                for shard in array.addressable_shards:
-                    np.testing.assert_allclose(
-                        shard.data, wanted[name][shard.index], rtol=1e-4, atol=1e-4, err_msg=name
-                    )
+                wanted = reference(grad, *scale.values())
+            all_same(step(*args), wanted, tolerance=1e-4)
 
 
 def test_gelu_and_its_gradient_are_near_those_of_jax():
@@ -253,15 +222,12 @@ def blocks(world: World, policy: str, activation: Literal["relu"] | None, steps:
             "order": jax.checkpoint_policies.save_only_these_names("crossdock_order"),
         }[policy]
         repeated = trunk(jax.checkpoint(block, policy=saved))
-        program = spelled(mesh, "shard_map", repeated, specs, specs[0])
-        step = jax.jit(lambda grad, *args: jax.vjp(program, *args)[1](grad))
+        step = with_gradients(spelled(mesh, "shard_map", repeated, specs, specs[0]))
         args = placed(mesh, (grad, x, w_in, w_out), (specs[0], *specs))
         for _ in range(steps):
-            grads = jax.block_until_ready(step(*args))
+            out, grads = jax.block_until_ready(step(*args))
         with jax.default_matmul_precision("float32"):
-            wanted = jax.vjp(trunk(plain), x, w_in, w_out)[1](grad)
-        for name, found, right in zip(("x", "w_in", "w_out"), grads, wanted):
-            same(name, found, np.asarray(right))
+            all_same((out, grads), with_gradients(trunk(plain))(grad, x, w_in, w_out))
 
 
 @pytest.mark.parametrize(
@@ -285,6 +251,6 @@ def test_maps_that_do_not_know_what_varies():
                 return layer.run(**dict(zip(layer.specs()[0], given)))
 
             program = mapped(mesh, product, tuple(specs.values()), out, check_vma=False)
-            step = jax.jit(lambda grad, *args, program=program: jax.vjp(program, *args)[1](grad))
-            for name, found in zip(specs, step(grad, *arrays.values())):
-                same(f"{layer} gradient of {name}", found, layer.expected()[1][name])
+            wanted, grads = layer.expected()
+            found = with_gradients(program)(grad, *arrays.values())
+            all_same(found, (wanted, tuple(grads.values())))

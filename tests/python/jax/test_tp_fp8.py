@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import ON_GPUS, RANKS, World, ranked
-from tp_support import AGAIN, Layer, check, joined, mapped, padded, placed, same, spelled
+from programs import mapped, placed, same, spelled
+from tp_support import AGAIN, Layer, check, joined, padded
 
 SEED = 88
 K, N = 16 * RANKS, 16 * RANKS
@@ -133,7 +134,7 @@ def test_products_are_exact_with_scales_of_every_kind(world: World, spelling: st
                 named = scaled.options | {"bias": bias, "out_dtype": dtype}
                 return getattr(tp, case[0])(a, b, *scales, **named).out
 
-            program = jax.jit(spelled(mesh, spelling, product, scaled.specs, scaled.of_out))
+            program = jax.jit(spelled(mesh, spelling, product, tuple(scaled.specs), scaled.of_out))
             args = placed(mesh, scaled.given, scaled.specs)
             same(str(case), program(*args), scaled.out.astype(dtype))
 

@@ -20,23 +20,20 @@ from crossdock.jax import tp
 from crossdock.jax._group import programs_of
 from crossdock.jax.tp import _run
 from jax_support import RANKS, World, config_of, everywhere, on_processes
-from test_hlo import COLLECTIVES, chain_of_calls
-from test_jax_life import workers
-from tp_support import (
-    CHAINS,
-    LAYERS,
-    K,
-    Layer,
-    N,
-    check,
-    joined,
+from programs import (
+    COLLECTIVES,
+    KEEPING_BARRIERS,
+    all_same,
+    compiled,
     mapped,
     place,
     placed,
     same,
     spelled,
-    trained,
+    with_gradients,
 )
+from test_jax_life import workers
+from tp_support import CHAINS, LAYERS, K, Layer, N, check, joined, trained
 
 # ---- What XLA makes of them ----------------------------------------------------------------------
 
@@ -47,7 +44,7 @@ def test_beside_an_axis_of_data_weights_alone_are_summed_by_xla(operation, spell
     layer = Layer(operation, (4, RANKS), 1, bias="float32")
     with joined(data=2) as mesh:
         step, args = trained(mesh, layer, spelling)
-        tokens = jax.jit(lambda *args: (step(*args)[0], step(*args)[1]["a"]))
+        tokens = jax.jit(lambda *args: (step(*args)[0], step(*args)[1][0]))
         assert COLLECTIVES.findall(tokens.lower(*args).compile().as_text()) == []
         text = step.lower(*args).compile().as_text()
     assert {kind.removesuffix("-start") for kind in COLLECTIVES.findall(text)} == {"all-reduce"}
@@ -66,16 +63,13 @@ def test_order_of_branches_is_in_the_program():
             left = tp.all_gather_matmul(a, gate)
             return left.out * tp.all_gather_matmul(a, up, after=left).out
 
-        specs, out = layer.specs()
-        arrays, grad = layer.arrays()
-        args = [place(mesh.mesh, arrays[name], specs[name]) for name in ("a", "b", "b")]
-        args = [place(mesh.mesh, grad, out), *args]
-        program = jax.jit(lambda grad, *args: jax.vjp(gated, *args)[1](grad)).lower(*args).compile()
+        (specs, out), (arrays, grad) = layer.specs(), layer.arrays()
+        a, b = arrays.values()
+        args = placed(mesh, (grad, a, b, b), (out, specs["a"], specs["b"], specs["b"]))
+        step = jax.jit(lambda *args: with_gradients(gated)(*args)[1])
         chain = ["all_gather", "all_gather", "reduce_scatter", "reduce_scatter"]
-        assert chain_of_calls(program.as_text()) == chain
-        a, b = (arrays[name].astype(np.float64) for name in ("a", "b"))
-        wanted = 2 * (grad * (a @ b)) @ b.T
-        same("gradient of a", program(*args)[0], wanted.astype(np.float32))
+        found = compiled(step, args, chain)(*args)
+        same("gradient of a", found[0], (2 * (grad * (a @ b)) @ b.T).astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -95,29 +89,20 @@ def test_backward_products_come_behind_all_that_is_repeated(policy, again):
         first = tp.all_gather_matmul(x, w_in)
         return first.out, tp.matmul_reduce_scatter(h, w_out, after=first).out
 
-    def step(grads: Any, *args: jax.Array) -> Any:
-        outs, backward = jax.vjp(remat, *args)
-        # As of a loss, none of whose gradients is there before the result.
-        return outs, backward(jax.tree.map(lambda grad, out: grad + 0 * out, grads, outs))
-
     with joined() as mesh:
         saved = getattr(policies, policy, policies.save_only_these_names(policy))
         specs = [spec for layer in layers for spec in layer.specs()[0].values()]
         outs = tuple(layer.specs()[1] for layer in layers)
-        remat = spelled(mesh, "shard_map", jax.checkpoint(both, policy=saved), specs, outs)
+        remat = jax.checkpoint(both, policy=saved)
+        step = with_gradients(spelled(mesh, "shard_map", remat, tuple(specs), outs), late=True)
         grads = tuple(placed(mesh, (layer.arrays()[1] for layer in layers), outs))
-        args = placed(mesh, (a for layer in layers for a in layer.arrays()[0].values()), specs)
-        # The pass that drops the barrier before what is repeated.
-        options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-        compiled = jax.jit(step).lower(grads, *args).compile(options)
+        arrays = (array for layer in layers for array in layer.arrays()[0].values())
+        args = [grads, *placed(mesh, arrays, specs)]
         chain = ["all_gather", "reduce_scatter", *again, "all_gather", "reduce_scatter"]
-        assert chain_of_calls(compiled.as_text()) == chain
-        forward, backward = compiled(grads, *args)
+        found = compiled(step, args, chain, KEEPING_BARRIERS)(*args)
         wanted = [layer.expected() for layer in layers]
-        for found, (out, _) in zip(forward, wanted):
-            same("out", found, out)
-        for found, right in zip(backward, [g for _, grads in wanted for g in grads.values()]):
-            same("gradient", found, right)
+        of_args = tuple(grad for _, grads in wanted for grad in grads.values())
+        all_same(found, (tuple(out for out, _ in wanted), of_args))
 
 
 # ---- Tags, by which ranks see that they call the same product ------------------------------------
@@ -262,12 +247,9 @@ def test_products_and_experts_are_one_chain(world: World) -> None:
     try:
         specs = P("ep"), P("ep"), P(None, "ep")
         args = placed(mesh, (ids, x, b), specs)
-        program = mapped(mesh, both, specs, (P(None, "ep"), P("ep"))).lower(*args).compile()
+        program = mapped(mesh, both, specs, (P(None, "ep"), P("ep")))
         chain = ["prepare", "all_gather", "prepare", "dispatch", "combine"]
-        assert chain_of_calls(program.as_text()) == chain
-        out, again = program(*args)
-        same("product", out, x @ b)
-        same("round trip", again, x)
+        all_same(compiled(program, args, chain)(*args), (x @ b, x))
     finally:
         mesh.close()
 

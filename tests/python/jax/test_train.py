@@ -35,9 +35,13 @@ def run(*command: str, code: int = 0) -> str:
     return ended.stdout + ended.stderr
 
 
+# Every process compiles the model: two of them show what processes add.
+TWO_PROCESSES = "--processes --layers 1 --data 1 --experts-axis 2".split()
+
+
 @pytest.mark.parametrize(
     "where",
-    [[], ["--processes", "--layers", "1"], ["--tensor-parallel"]],
+    [[], TWO_PROCESSES, ["--tensor-parallel"]],
     ids=["devices", "processes", "tensor-parallel"],
 )
 def test_training_agrees_with_one_device(where, tmp_path):

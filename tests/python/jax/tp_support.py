@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from crossdock.jax import tp
 from jax_support import RANKS
-from test_hlo import COLLECTIVES, chain_of_calls
+from programs import all_same, compiled, placed, spelled, with_gradients
 
 SEED = 1515
 K, N = 32, 64  # of the whole layer
@@ -147,70 +147,14 @@ class Layer:
         ).out
 
 
-def place(mesh: Mesh, array: np.ndarray, spec: P) -> jax.Array:
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def same(name: str, got: jax.Array, wanted: np.ndarray) -> None:
-    """Every shard of this process has exactly the numbers that are expected of it."""
-    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
-    for shard in got.addressable_shards:
-        np.testing.assert_array_equal(
-            np.asarray(shard.data).astype(np.float64),
-            wanted[shard.index].astype(np.float64),
-            err_msg=f"{name} on {shard.device}",
-        )
-
-
-def placed(mesh: tp.TpMesh, arrays: Iterable[np.ndarray], specs: Iterable[P]) -> list[jax.Array]:
-    return [place(mesh.mesh, *pair) for pair in zip(arrays, specs)]
-
-
-def mapped(
-    mesh: tp.TpMesh, function: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any
-) -> Callable[..., Any]:
-    """The compiled function of whole arrays that calls `function` with the parts of each rank."""
-    return jax.jit(
-        jax.shard_map(function, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, **options)
-    )
-
-
-def spelled(
-    mesh: tp.TpMesh, spelling: str, function: Callable[..., Any], in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
-    """A function of whole arrays: `function` itself, or with the parts of each rank in a map."""
-    if spelling == "automatic":
-        return function
-    specs = tuple(in_specs)
-    return jax.shard_map(function, mesh=mesh.mesh, in_specs=specs, out_specs=out_specs)
-
-
 def trained(mesh: tp.TpMesh, layer: Layer, spelling: str) -> tuple[Callable[..., Any], list[Any]]:
     """A function that returns the result and the gradients, and its arguments on the mesh."""
     specs, out = layer.specs(mesh.place.data_axes)
     arrays, grad = layer.arrays()
     function = lambda *given: layer.run(**dict(zip(specs, given)))  # noqa: E731
-    function = spelled(mesh, spelling, function, specs.values(), out)
+    function = spelled(mesh, spelling, function, tuple(specs.values()), out)
     args = placed(mesh, (grad, *arrays.values()), (out, *specs.values()))
-    return with_gradients(function, specs), args
-
-
-def with_gradients(function: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """The function behind the gradient of its result: that result, and the gradients by name."""
-
-    def step(grad: jax.Array, *given: jax.Array) -> Any:
-        out, backward = jax.vjp(function, *given)
-        return out, dict(zip(names, backward(grad)))
-
-    return jax.jit(step)
-
-
-def compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """The program that XLA makes of a compiled function, which has no collective but ours."""
-    program = function.lower(*args).compile()
-    assert COLLECTIVES.findall(program.as_text()) == []
-    return program
+    return with_gradients(function), args
 
 
 def padded(counts: tuple[int, ...], rows: np.ndarray, value: float) -> np.ndarray:
@@ -229,7 +173,7 @@ CHAINS = {
 }
 
 
-AGAIN = (("save_gathered", False),)
+AGAIN, AGAIN_CHAIN = (("save_gathered", False),), ["all_gather", "bulk", "bulk"]
 
 
 def check(mesh: tp.TpMesh, layer: Layer, spelling: str) -> None:
@@ -238,22 +182,13 @@ def check(mesh: tp.TpMesh, layer: Layer, spelling: str) -> None:
     With an axis of data XLA sums the gradients of weights over it.
     """
     step, args = trained(mesh, layer, spelling)
-    if mesh.place.data_axes or mesh.num_ranks == 1:
-        out, grads = step(*args)
-    else:
-        program = compiled(step, *args)
-        text = program.as_text()
-        again = AGAIN[0] in layer.options
-        chain = ["all_gather", "bulk", "bulk"] if again else CHAINS[layer.operation]
-        if ("fp8", True) in layer.options:
-            assert "f8e4m3fn" in text
-        else:
-            assert chain_of_calls(text) == chain
-        out, grads = program(*args)
-    wanted, wanted_grads = layer.expected()
-    same(f"{layer} out", out, wanted)
-    for name, grad in grads.items():
-        same(f"{layer} gradient of {name}", grad, wanted_grads[name])
+    if not mesh.place.data_axes and mesh.num_ranks > 1:
+        made_fp8 = ("fp8", True) in layer.options
+        chain = AGAIN_CHAIN if AGAIN[0] in layer.options else CHAINS[layer.operation]
+        step = compiled(step, args, None if made_fp8 else chain)
+        assert not made_fp8 or "f8e4m3fn" in step.as_text()
+    out, grads = layer.expected()
+    all_same(step(*args), (out, tuple(grads.values())))
 
 
 LAYERS = [

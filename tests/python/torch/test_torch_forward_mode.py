@@ -16,7 +16,7 @@ SEED = 2718
 
 @on_ranks(2)
 def test_tangents_are_refused_and_the_peers_are_told(me: Rank) -> None:
-    batch = Batch(SEED, [5, 9])
+    batch = Batch(SEED, ([5, 9], 4, 2, 16))
     with xd.init(), torch.no_grad(), forward_ad.dual_level():
         group = batch.group()
         ids, x, weights, _ = batch.local(me.rank)

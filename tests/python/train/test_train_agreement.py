@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,9 @@ import torch
 from moe_lm import comparison, launch
 from moe_lm.compare import SAME_CHOICES_STEPS, SAME_CHOICES_TOLERANCE, compare, read_log
 from moe_lm.trainer import PROMPT
-from runs import REPOSITORY, TEXT, run, small
+from runs import TEXT, run, small
 from support import run_ranks
 from train_moe_lm import main
-
-PROGRAM = REPOSITORY / "examples" / "torch" / "train_moe_lm.py"
 
 
 @pytest.fixture(scope="module")
@@ -119,21 +115,6 @@ def run_main(*arguments: Any) -> int:
 
 SMALL = "--device cpu --sequences 4 --context 16 --hidden 32 --layers 1 --ffn 16 --sample-bytes 8"
 TINY = ("--text", TEXT, *SMALL.split())
-
-
-def test_demo_compares_writes_text_and_draws(tmp_path: pathlib.Path) -> None:
-    for run_folder in ("plain", "2-ranks"):  # as an earlier demo leaves them
-        (tmp_path / run_folder).mkdir()
-        (tmp_path / run_folder / "first-step-3.pt").write_bytes(b"of four ranks")
-        (tmp_path / run_folder / "log.jsonl").write_text("old\n")
-    demo = (PROGRAM, "--demo", "--ranks", 2, "--folder", tmp_path, "--steps", 4, *TINY)
-    command = [sys.executable, *map(str, demo)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks against one process without Crossdock" in done.stdout
-    assert "    | class Reader:\n    |     def read(self, " in done.stdout
-    assert done.stdout.count("agrees") == 5
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
