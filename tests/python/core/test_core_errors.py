@@ -30,6 +30,11 @@ def still_usable(group: crossdock.EpGroup, rank: int) -> None:
     assert np.array_equal(group.combine(plan, received.tokens), tokens * 2)
 
 
+def swapped(array: np.ndarray) -> np.ndarray:
+    """The same numbers in the other byte order."""
+    return array.astype(array.dtype.newbyteorder("S"))
+
+
 @on_ranks(2)
 def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank) -> None:
     with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
@@ -53,6 +58,14 @@ def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank)
                 ("dispatch", {"tokens": tokens.tolist()}, f"tokens: {no_array} list"),
                 ("dispatch", {"tokens": tokens * np.float64(1)}, f"tokens: .* dtype of {dtypes}"),
                 ("dispatch", {"topk_weights": half}, "topk_weights: .* of float32, got float16"),
+                *(
+                    (operation, {name: swapped(good)}, f"{name}: .* machine's byte order, got '>")
+                    for operation, arguments in right.items()
+                    for name, good in arguments.items()
+                    if isinstance(good, np.ndarray)
+                ),
+                ("combine", {"out": swapped(tokens)}, "out: .* byte order, got '>f4'"),
+                ("dispatch", {"tokens": np.ma.array(tokens)}, "tokens: .* without a mask"),
                 *((operation, no_plan, none) for operation in right if operation != "prepare"),
                 ("dispatch", no_plan | {"out": received}, none),
                 ("combine", no_plan | {"out": tokens}, none),
@@ -302,6 +315,7 @@ LAYOUT = "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got
     "make, kind, text",
     [
         (lambda: config_of(dtype="float64"), TypeError, "dtype: .*float64"),
+        (lambda: config_of(dtype=np.dtype(">f4")), TypeError, "dtype: .* byte order, got '>f4'"),
         (lambda: config_of(layout="expert"), ValueError, LAYOUT),
         (
             lambda: config_of(on_peer_loss="skip"),

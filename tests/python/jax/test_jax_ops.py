@@ -124,6 +124,20 @@ def test_leading_dimensions_and_global_arrays(world: World) -> None:
 
 
 @everywhere
+def test_batches_without_tokens_are_empty(world: World) -> None:
+    config = config_of(3)
+
+    def trip(ids, x, weights):
+        return support.round_trip(config, ids, x, weights)
+
+    ids = [np.zeros((0, TOPK), np.int32)] * RANKS
+    x, weights = [np.zeros((0, HIDDEN), np.float32)] * RANKS, [np.float32(part) for part in ids]
+    inputs = world.put(ids), world.put(x), world.put(weights)
+    for function in (world.on_ranks(trip), jax.jit(trip), trip):
+        assert function(*inputs).shape == (0, HIDDEN)  # whose parts may lie anywhere
+
+
+@everywhere
 @pytest.mark.parametrize("tokens, capacity", [(5, 12)])
 def test_overflow_drops_the_last_rows(world: World, tokens: int, capacity: int) -> None:
     ids = [np.zeros((tokens, 1), np.int32) for _ in range(RANKS)]  # all to rank 0
