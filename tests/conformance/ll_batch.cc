@@ -58,13 +58,9 @@ LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vecto
       combine_columns_(std::int64_t{16} * c.units_of(number) /
                        static_cast<std::int64_t>(element_bytes(c.combine_dtype))) {
   const std::vector<std::int32_t> owners = c.owners();
-  const xd_ep_config config = c.config(owners);
-  std::size_t plan_bytes = 0;
-  ok(xd_ep_plan_size(&config, &plan_bytes));
-  plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  plan_ = make_plan(rank, c.config(owners));
   plan_.fill(kPoison);
-  dispatch_args.plan = plan_.data();
-  dispatch_args.plan_bytes = plan_.bytes();
+  set_plan(dispatch_args, plan_);
   dispatch_args.quantise = types_.quantise;
   use_plan(plan_);
   add_dispatch_inputs();
@@ -74,10 +70,7 @@ LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vecto
   reset_tensors(XD_EP_LL_COMBINE);
 }
 
-void LlBatch::use_plan(const Buffer& plan) {
-  combine_args.plan = plan.data();
-  combine_args.plan_bytes = plan.bytes();
-}
+void LlBatch::use_plan(const Buffer& plan) { set_plan(combine_args, plan); }
 
 Strided& LlBatch::add(xd_ep_operation operation, const char* name, const DLTensor** slot,
                       bool output, Strided tensor) {

@@ -40,15 +40,11 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
       ranges_(rank, kI64, {c.local_experts, c.num_ranks}),
       out_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}),
       waits_(rank, kI64, {c.num_ranks}) {
-  std::size_t plan_bytes = 0;
-  const xd_ep_config config = c.config(owners_);
-  ok(xd_ep_plan_size(&config, &plan_bytes));
-  plan_ = Buffer(rank, plan_bytes, Place::ordinary);
+  plan_ = make_plan(rank, c.config(owners_));
   load(number);
   weights_.write(std::vector<float>(choices_.ids.size(), 1.0f));
-  dispatch_.plan = plan_.data();
-  combine_.plan = plan_.data();
-  dispatch_.plan_bytes = combine_.plan_bytes = plan_.bytes();
+  set_plan(dispatch_, plan_);
+  set_plan(combine_, plan_);
   dispatch_.tokens = tokens_.dl();
   dispatch_.topk_idx = topk_idx_.dl();
   dispatch_.recv_tokens = combine_.expert_out = rows_.dl();

@@ -111,11 +111,8 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
     const Numbers& n = GetParam();
     const LlCase c = shape(rank);
     const Group group = make_group(rank, c);
-    std::size_t plan_bytes = 0;
     const std::vector<std::int32_t> owners = c.owners();
-    const xd_ep_config config = c.config(owners);
-    ok(xd_ep_plan_size(&config, &plan_bytes));
-    Buffer plan(rank, plan_bytes, Place::ordinary);
+    Buffer plan = make_plan(rank, c.config(owners));
 
     Tensor topk_idx(rank, kI32, {tokens(), kTopk});
     topk_idx.write(ids(rank));
@@ -132,8 +129,7 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
     xd_ep_ll_dispatch_args dispatch = XD_EP_LL_DISPATCH_ARGS_INIT;
     dispatch.tokens = sent.dl();
     dispatch.topk_idx = topk_idx.dl();
-    dispatch.plan = plan.data();
-    dispatch.plan_bytes = plan.bytes();
+    set_plan(dispatch, plan);
     dispatch.recv_tokens = rows.dl();
     dispatch.counts = counts.dl();
     ok(finish(rank, group.get(), xd_ep_ll_dispatch(group.get(), &dispatch, rank.stream())));
@@ -149,8 +145,7 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
       weights.write(factors);
       Tensor out(rank, n.type, {tokens(), kHidden});
       xd_ep_ll_combine_args combine = XD_EP_LL_COMBINE_ARGS_INIT;
-      combine.plan = plan.data();
-      combine.plan_bytes = plan.bytes();
+      set_plan(combine, plan);
       combine.expert_out = rows.dl();
       combine.topk_weights = weighing == Weighing::none ? nullptr : weights.dl();
       combine.out = out.dl();

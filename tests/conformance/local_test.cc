@@ -274,8 +274,7 @@ TEST(LocalCalls, WorkAfterAFatalError) {
     ok(layout.call());
     layout.expect(layout_of(routing));
     xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
-    args.plan = batch.plan().data();
-    args.plan_bytes = batch.plan().bytes();
+    set_plan(args, batch.plan());
     args.row_experts = row_experts.dl();
     ok(xd_ep_plan_row_experts(group.get(), &args, rank.stream()));
     rank.memory->synchronize();
@@ -304,8 +303,7 @@ TEST(RowExperts, OfBytesThatAreNoPlanOfTheGroupAreNotGiven) {
     for (Buffer* plan : {&foreign.plan(), &batch.plan()}) {
       Tensor row_experts(rank, kI32, {50});
       xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
-      args.plan = plan->data();
-      args.plan_bytes = plan->bytes();
+      set_plan(args, *plan);
       args.row_experts = row_experts.dl();
       const xd_status status = xd_ep_plan_row_experts(group.get(), &args, rank.stream());
       if (rank.asynchronous()) {
@@ -334,8 +332,7 @@ TEST(RowExperts, TakeNoTurn) {
     for (int i = 0; i < rank.rank; ++i) {
       Tensor row_experts(rank, kI64, {8});
       xd_ep_plan_row_experts_args args = XD_EP_PLAN_ROW_EXPERTS_ARGS_INIT;
-      args.plan = step.plan().data();
-      args.plan_bytes = step.plan().bytes();
+      set_plan(args, step.plan());
       args.row_experts = row_experts.dl();
       ok(xd_ep_plan_row_experts(group.get(), &args, rank.stream()));
       rank.memory->synchronize();
