@@ -18,7 +18,7 @@
 //   a peer's send half n + slots:  ld.acquire.sys of the credit, barrier of the block, stores
 //
 // A kernel gives its credit before it waits for anything. There is a slot more than operations may
-// be between their halves: the receive half of n + 1 has begun, and has told of n, before a peer may
+// be between their halves: a receive half of n + 1 has begun, and has told of n, before a peer may
 // come to its send half n + slots. So no wait goes in a circle, whatever a rank does between two
 // kernels of a lane.
 //
