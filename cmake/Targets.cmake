@@ -50,7 +50,6 @@ target_compile_options(xd_build INTERFACE
 target_link_options(xd_build INTERFACE ${xd_sanitize})
 
 if(XD_CUDA)
-  target_compile_definitions(xd_build INTERFACE XD_CUDA=1)
   # CMake 3.25 does not know nvcc 13's C++20. Its generated code is not pedantic.
   target_compile_options(xd_build INTERFACE
     "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-lineinfo;--expt-relaxed-constexpr>"
