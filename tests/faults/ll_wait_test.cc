@@ -18,8 +18,8 @@ constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
 
 // ---- Groups that a loss finishes ----------------------------------------------------------------
 
-// A peer that sends and does not receive keeps its places: a send that needs one of them again waits
-// for it, and no longer than the timeout. On CUDA that is one send later: there is a place more.
+// A peer that sends and does not receive keeps its places: a send that needs one of them again
+// waits for it, and no longer than the timeout. On CUDA there is a place more.
 TEST(LlWaits, OfASendForAPlaceThatAPeerHasNotFreedEndInTime) {
   const LlCase c = echo_case(2);
   std::latch timed_out(1);
