@@ -20,7 +20,7 @@
 // A kernel gives its credit before it waits for anything. There is a slot more than operations may
 // be between their halves: a receive half of n + 1 has begun, and has told of n, before a peer may
 // come to its send half n + slots. So no wait goes in a circle, whatever a rank does between two
-// kernels of a lane.
+// kernels of a lane, unless one of its calls has failed: see docs/internals/low_latency.md.
 //
 // Each thread block counts for itself (LaneCount), so nothing is atomic, and a launch needs no last
 // block. A launch must be the only one that runs of its sequence and its lane; its caller orders
