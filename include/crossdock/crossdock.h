@@ -16,7 +16,8 @@
  *   - C11 and C++; the only foreign header is DLPack's (struct DLTensor, DLDevice).
  *   - Structs start with `struct_size` and have an XD_..._INIT initialiser: always start from it. A
  *     zero field means its default. Structs grow at their end only, so code compiled against an
- *     older header keeps working. A size that cuts a field is XD_ERROR_INVALID_ARGUMENT.
+ *     older header keeps working. A size that no version has had, as it is no multiple of the
+ *     struct's alignment, is XD_ERROR_INVALID_ARGUMENT.
  *   - A NULL handle or output pointer is refused at once: that rank then takes no part in the call.
  *   - Handles are opaque. A handle may be used by one thread at a time unless its functions say
  *     otherwise.

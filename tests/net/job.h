@@ -74,7 +74,7 @@ class Job {
     for (int r = 0; r < size(); ++r) result.push_back(r != without ? rank(r).answer(40000) : "");
     return result;
   }
-  // What every rank answers to an order that all get at once.
+  // Gives every rank an order at once; returns their answers.
   std::vector<std::string> all(const std::string& order) {
     tell(order);
     return answers();
