@@ -27,12 +27,13 @@
  * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
  * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
- * one call of another. Of the two kinds, no two ranks may each receive first what the other sends
- * only afterwards: both would wait. A send half of combine that is given weights receives as well
- * in this sense: it needs those of its peers, and waits for their send halves. Weights that are
- * given to dispatch cost no such wait. Between machines a whole call, and a receive half, also
- * needs its peers to come to a call of this group: a rank must not wait between its halves for a
- * peer that makes the call whole, in a barrier or another group, say.
+ * one call of another. A send half waits for a free place: until every rank has ended its receive
+ * half of the operation config.in_flight before, of that kind. Of the two kinds, no two ranks may
+ * each receive first what the other sends only afterwards: both would wait. A send half of combine
+ * that is given weights receives as well in this sense: it needs those of its peers, and waits for
+ * their send halves. Weights that are given to dispatch cost no such wait. Between machines a whole
+ * call, and a receive half, also needs its peers to come to a call of this group: a rank must not
+ * wait between its halves for a peer that makes the call whole, in a barrier or another group, say.
  *
  * A rank whose send half (or call) fails tells its peers, and their receive halves report
  * XD_ERROR_MISMATCH; there is then no receive half on this rank. A call whose phase is none, or

@@ -17,10 +17,9 @@
 //   the kernel after it:         (stream order) fence.acq_rel.sys, then credit = n at every peer
 //   a peer's send half n + slots:  ld.acquire.sys of the credit, barrier of the block, stores
 //
-// A kernel gives its credit before it waits for anything. There is a slot more than operations may
-// be between their halves: a receive half of n + 1 has begun, and has told of n, before a peer may
-// come to its send half n + slots. So no wait goes in a circle, whatever a rank does between two
-// kernels of a lane, unless one of its calls has failed: see docs/internals/low_latency.md.
+// A kernel gives its credit before it waits for anything. There are so many slots that a send half
+// waits only for what kernels say that have ended by then, whatever a rank does between two kernels
+// of a lane: see docs/internals/low_latency.md.
 //
 // Each thread block counts for itself (LaneCount), so nothing is atomic, and a launch needs no last
 // block. A launch must be the only one that runs of its sequence and its lane; its caller orders
@@ -36,13 +35,13 @@
 
 namespace xd::turn {
 
-// The slot of an operation, of 3, 4 or 5. A division by a number that is not known would be slow.
+// The slot of an operation, of 5, 7 or 9. A division by a number that is not known would be slow.
 __device__ inline std::uint32_t lane_slot(std::uint64_t epoch, int slots) {
-  const auto low = static_cast<std::uint32_t>(epoch),
-             high = static_cast<std::uint32_t>(epoch >> 32);
-  std::uint32_t sum = low + high;
-  if (sum < low) ++sum;  // 2^32 is 1 modulo 3 and modulo 5
-  return slots == 4 ? low % 4 : slots == 3 ? sum % 3 : sum % 5;
+  constexpr std::uint32_t kLow = (1u << 24) - 1;  // 2^24 is 1 modulo 5, 7 and 9
+  const auto sum = (static_cast<std::uint32_t>(epoch) & kLow) +
+                   (static_cast<std::uint32_t>(epoch >> 24) & kLow) +
+                   static_cast<std::uint32_t>(epoch >> 48);
+  return slots == 5 ? sum % 5 : slots == 7 ? sum % 7 : sum % 9;
 }
 
 // The polls of a wait between two looks at the clock and at errors: some 100 microseconds.

@@ -42,9 +42,10 @@ class DeviceRunner {
     cuda::PinnedBlock last_look;  // a copy of DeviceControl::owner, which end() waits for
   };
 
-  // `fatal_errors`: a setback finishes the communicator.
+  // `fatal_errors`: a setback finishes the communicator. `launch_failed`: of calls that do not give
+  // run() their own.
   DeviceRunner(Sequence<Family>& sequence, bool fatal_errors, SetbackOf setback_of,
-               LaunchFailed launch_failed)
+               LaunchFailed launch_failed = {})
       : sequence_(sequence),
         fatal_errors_(fatal_errors),
         setback_of_(std::move(setback_of)),
@@ -101,7 +102,12 @@ class DeviceRunner {
   // enqueued the first that carries the turn. What it throws behind that finishes the communicator:
   // peers are in the operation, and a second turn would put this rank one operation behind them.
   template <class Start>
-  void run(std::int32_t operation, xd_stream stream, Start&& start);
+  void run(std::int32_t operation, xd_stream stream, Start&& start) {
+    run(operation, stream, std::forward<Start>(start), launch_failed_);
+  }
+  template <class Start>
+  void run(std::int32_t operation, xd_stream stream, Start&& start,
+           const LaunchFailed& launch_failed);
 
   // Gives the sequence the setback that kernels have reported since the last time, if there is one.
   void collect();
@@ -113,7 +119,7 @@ class DeviceRunner {
   Cause cause_of(const FatalError& error) const;
   std::uint32_t break_off(std::int32_t operation, xd_stream stream);
   std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
-                                 xd_stream stream);
+                                 xd_stream stream, const LaunchFailed& launch_failed);
   // Acquire: a report is complete before it is counted.
   std::uint32_t written() const {
     return std::atomic_ref(report()->written).load(std::memory_order_acquire);
@@ -169,7 +175,7 @@ bool DeviceRunner<Family, Control, Report>::at_rest() const {
 template <class Family, class Control, class Report>
 template <class Start>
 void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_stream stream,
-                                                Start&& start) {
+                                                Start&& start, const LaunchFailed& launch_failed) {
   sequence_.comm().errors().check_usable();
   const cuda::DeviceGuard guard(device_id());
   Setback<Family> setback;
@@ -190,8 +196,9 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
   } catch (...) {
     setback = current_setback<Family>(sequence_.rank());
   }
-  const std::uint32_t launch =
-      entered ? break_off(operation, stream) : take_failed_turn(operation, setback, stream);
+  const std::uint32_t launch = entered
+                                   ? break_off(operation, stream)
+                                   : take_failed_turn(operation, setback, stream, launch_failed);
   if (launch == 0) {
     setback.text +=
         ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
@@ -217,13 +224,14 @@ std::uint32_t DeviceRunner<Family, Control, Report>::break_off(std::int32_t oper
 // (a stream of another device), the peers would wait for the timeout, so that is fatal.
 template <class Family, class Control, class Report>
 std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
-    std::int32_t operation, const Setback<Family>& setback, xd_stream stream) {
+    std::int32_t operation, const Setback<Family>& setback, xd_stream stream,
+    const LaunchFailed& launch_failed) {
   const Call call{static_cast<std::uint8_t>(setback.status), static_cast<std::uint8_t>(operation)};
   const std::uint32_t launch = next_launch();
   if (!cuda::takes_work(stream)) return 0;
   if (fatal_errors_) failed_calls_.note(launch, operation, setback);
   try {
-    launch_failed_(call, launch, stream);
+    launch_failed(call, launch, stream);
   } catch (...) {
     if (!cuda::takes_work(stream)) {
       failed_calls_.forget(launch);

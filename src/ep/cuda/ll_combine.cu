@@ -69,7 +69,8 @@ __device__ inline bool CombineControl::begin_quickly() {
   // The credits come last, since nothing passes an acquire.
   const turn::LaneEpochs before = turn_.lane().epochs();
   const bool failed = device::failed(g_.comm);
-  const std::uint64_t left = ll_left_in_slot(g_, kLlCombine, before.sent);
+  std::uint64_t left = 0;
+  if (turn_.is_last_block()) left = ll_left_in_slot(g_, kLlCombine);
   if (lane_id() == 0) {
     turn.clear();
     turn.course = {};
@@ -310,8 +311,6 @@ class CombineBlock {
   // A warp, where something was unusual, when all of the block is over.
   __device__ void finish() const {
     if (lane_id() == 0) finish_block(p_, s_);
-    __syncwarp();
-    if (turn_.is_last_block()) turn_.free_left();
   }
 
   const LlCombineParams& p_;

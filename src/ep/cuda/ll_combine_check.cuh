@@ -221,6 +221,7 @@ __device__ inline void LlCombineCheck::run(bool usual) {
   if (lane_id() == 0) turn_.end();
   // The whole block meets at the verdict.
   if (c.receives && !c.leaves) ll_meet_verdict(true);
+  if (turn_.is_last_block()) turn_.free_left();
 }
 
 // Each token's weights go to all other ranks with rows of it.

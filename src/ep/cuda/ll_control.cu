@@ -117,6 +117,7 @@ __device__ void go_on(const LlDevice& g) {
     for (int r = static_cast<int>(threadIdx.x); r < 2 * g.ranks(); r += kControlThreads) {
       atomicMax_system(&credits[r], static_cast<unsigned long long>(number));
     }
+    if (threadIdx.x == 0) g.control->verified[lane] = number;
     if (threadIdx.x >= kLlMaxSlots) continue;
     g.control->failed_send[lane][threadIdx.x] = g.control->left[lane][threadIdx.x] = 0;
   }
@@ -187,15 +188,10 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
 
 // ---- The check ---------------------------------------------------------------------------------
 
-// The slot of the last operation that has been taken is free until this rank gives its credit,
-// which the lane's next launch does: so it is looked at once, in front of that one. What has not
-// been delivered lies in its slot, and is looked at by nobody.
-__global__ void __launch_bounds__(kFillThreads)
-    verify_kernel(const __grid_constant__ LlDevice g, int lane) {
-  const std::uint64_t taken = g.counts[lane][0].taken;
-  if (taken == g.control->verified[lane]) return;
-  const std::uint64_t slot = turn::lane_slot(taken, g.slots);
-  if (taken == g.control->left[lane][slot]) return;
+// True if all that this thread looks at in an operation's slot is free.
+__device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
+  const std::uint64_t slot = turn::lane_slot(epoch, g.slots);
+  if (epoch == g.control->left[lane][slot]) return true;
   const LlStaging staging = g.staging(lane, slot);
   const std::uint64_t step = std::uint64_t{gridDim.x} * kFillThreads * 8;
   const RankBits sent_to = g.control->company[lane][slot].sent_to;
@@ -209,6 +205,19 @@ __global__ void __launch_bounds__(kFillThreads)
     const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
     clean &= g.masks &&
              ((g.control->masked[writer / 64] >> (writer % 64) & 1) != 0 || !sent_to.has(writer));
+  }
+  return clean;
+}
+
+// The slots of operations that have been taken are free until this rank gives its credit, which the
+// lane's next launch does: so they are looked at once, in front of that one. What has not been
+// delivered lies in its slot, and is looked at by nobody.
+__global__ void __launch_bounds__(kFillThreads)
+    verify_kernel(const __grid_constant__ LlDevice g, int lane) {
+  const std::uint64_t taken = g.counts[lane][0].taken;
+  bool clean = true;
+  for (std::uint64_t epoch = g.control->verified[lane] + 1; epoch <= taken; ++epoch) {
+    clean &= is_clean(g, lane, epoch);
   }
   if (clean || atomicCAS(&g.control->reporting, 0u, 1u) != 0) return;
   LlReport* to = g.report;

@@ -173,7 +173,9 @@ class LlRecordSender {
 };
 
 __device__ __forceinline__ void give_credit(const LlDispatchParams& p, LlShared& turn) {
-  LlDispatchTurn(p, turn, kLlDispatch).give_credit();
+  const LlDispatchTurn launch(p, turn, kLlDispatch);
+  launch.give_credit();
+  launch.free_left();
 }
 
 __device__ __forceinline__ void end_turn(const LlDispatchParams& p, LlShared& turn) {
@@ -344,9 +346,6 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive rece
       tell_if_met(p_, s_.turn, course.take_epoch);
       if (tells()) note_left(p_, s_.turn);
     }
-    if (!tells()) return;
-    __syncwarp();
-    LlDispatchTurn(p_, s_.turn, kLlDispatch).free_left();
   } else {
     ptx::barrier_arrive(kLlEndBarrier, kLlThreads);
   }

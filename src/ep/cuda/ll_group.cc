@@ -63,10 +63,12 @@ class CudaSlotsGroup final : public Group {
   ~CudaSlotsGroup() override;
 
   void ll_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream) override {
-    run(XD_EP_LL_DISPATCH, stream, [&] { return start_dispatch(args, stream); });
+    run(XD_EP_LL_DISPATCH, stream,
+        [&](LlHalves& halves) { return start_dispatch(args, halves, stream); });
   }
   void ll_combine(const xd_ep_ll_combine_args* args, xd_stream stream) override {
-    run(XD_EP_LL_COMBINE, stream, [&] { return start_combine(args, stream); });
+    run(XD_EP_LL_COMBINE, stream,
+        [&](LlHalves& halves) { return start_combine(args, halves, stream); });
   }
   void ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
   void ll_mask_get(const DLTensor* mask, xd_stream stream) override;
@@ -91,7 +93,8 @@ class CudaSlotsGroup final : public Group {
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
-    runner_.run(operation, stream, [&] { throw std::move(error); });
+    runner_.run(
+        operation, stream, [&] { throw std::move(error); }, failed_turn(kUnknownHalves));
   }
 
  private:
@@ -124,18 +127,30 @@ class CudaSlotsGroup final : public Group {
             .launch = runner_.next_launch()};
   }
 
-  // start() returns the mistake of a receive half that has taken its turn all the same.
+  // start(halves) returns the mistake of a receive half that has taken its turn all the same. It
+  // sets the halves of the call when it knows them.
   template <class Start>
   void run(xd_ep_operation operation, xd_stream stream, Start&& start) {
     Setback bad;
-    runner_.run(operation, stream, [&] { bad = start(); });
+    LlHalves halves = kUnknownHalves;
+    runner_.run(
+        operation, stream, [&] { bad = start(halves); }, failed_turn(halves));
     if (bad) give_back(bad, operation, 0);
+  }
+  // A failed call is the whole operation. One that is known to have both halves takes no turn where
+  // it would overtake another one, and only its kernel knows that.
+  static constexpr LlHalves kUnknownHalves{.send = true, .receive = false};
+  Runner::LaunchFailed failed_turn(const LlHalves& halves) const {
+    return [this, &halves](const turn::Call& call, std::uint32_t number, xd_stream stream) {
+      launch_failed_turn(call, halves, number, stream);
+    };
   }
   template <class Read, class Params>
   Setback add_receive_half(const Read& read, Params& params);
-  Setback start_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream);
-  Setback start_combine(const xd_ep_ll_combine_args* args, xd_stream stream);
-  void launch_failed_turn(const turn::Call& call, std::uint32_t number, xd_stream stream) const;
+  Setback start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves, xd_stream stream);
+  Setback start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves, xd_stream stream);
+  void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
+                          xd_stream stream) const;
   template <class Params>
   void enqueue(Params& params, const LaunchShape& shape, int lane, xd_stream stream) const {
     if (verifies_) launch_verify(device_, lane, stream);
@@ -155,10 +170,7 @@ class CudaSlotsGroup final : public Group {
   std::mutex losses_mutex_;
   std::uint64_t bad_ids_ = 0;  // those that the group has been told of
   Runner runner_{*this, config().fatal_errors,
-                 [this](const LlReport& report) { return setback_of(report, *this); },
-                 [this](const turn::Call& call, std::uint32_t number, xd_stream stream) {
-                   launch_failed_turn(call, number, stream);
-                 }};
+                 [this](const LlReport& report) { return setback_of(report, *this); }};
 };
 
 CudaSlotsGroup::CudaSlotsGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
@@ -345,8 +357,10 @@ Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
   return {};
 }
 
-Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream) {
+Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves,
+                                       xd_stream stream) {
   const auto read = read_ll_args(args);
+  halves = read.halves;
   LlDispatchParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
@@ -358,8 +372,10 @@ Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, xd_st
   return bad;
 }
 
-Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, xd_stream stream) {
+Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves,
+                                      xd_stream stream) {
   const auto read = read_ll_args(args);
+  halves = read.halves;
   LlCombineParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
@@ -373,11 +389,14 @@ Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, xd_stre
   return bad;
 }
 
-// The whole operation, with only a status.
-void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
-                                        xd_stream stream) const {
-  const LlStep step{
-      .send = true, .receive = true, .failed = true, .silent = false, .launch = number};
+// The whole operation, with only a status. (A receive half alone never comes here.)
+void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
+                                        std::uint32_t number, xd_stream stream) const {
+  const LlStep step{.send = true,
+                    .receive = halves.send && halves.receive,
+                    .failed = true,
+                    .silent = false,
+                    .launch = number};
   if (call.operation == XD_EP_LL_COMBINE) {
     LlCombineParams params{};
     params.group = device_;

@@ -26,9 +26,10 @@ namespace xd::ep::cuda {
 
 inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
 
-// The slots of a lane of which so many operations may be between their halves: see
-// turn/device_lane.cuh.
-constexpr int ll_slots(int in_flight) { return in_flight + 1; }
+// The slots of a lane of which so many operations may be between their halves. A send half of n
+// comes when all ranks have sent n - in_flight. By then they have freed the slots of the operations
+// up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
+constexpr int ll_slots(int in_flight) { return 2 * in_flight + 1; }
 inline constexpr int kLlMaxSlots = ll_slots(XD_EP_LL_MAX_IN_FLIGHT);
 
 // The words in which a token's expert ids travel: in each word some ids, below a tag of 16 bits. An

@@ -58,7 +58,6 @@ struct LlControl : turn::DeviceControl {
   // By lane and slot:
   std::uint64_t failed_send[2][kLlMaxSlots];  // an operation whose send half has failed
   std::uint64_t left[2][kLlMaxSlots];         // the last one taken whose words lie there
-  std::uint64_t refilled[2];                  // by lane: the operation that has freed such words
   LlCompany company[2][kLlMaxSlots];          // by lane and slot
   std::uint64_t masked[2], masked_by[2];      // RankBits
   std::uint64_t greeting;                     // of the last reset
@@ -122,7 +121,8 @@ static_assert(sizeof(LlDevice) <= 768);
 // What a launch does.
 struct LlStep {
   bool send, receive;
-  bool failed;  // `record` has only a status: no row is sent, and none is waited for
+  bool failed;  // `record` has only a status: no row is sent, and none is waited for. `receive`
+                // says that the call is known to have both halves
   bool silent;  // takes a receive half whose arguments are bad without its rows; the host told so
   std::uint32_t launch;
 };

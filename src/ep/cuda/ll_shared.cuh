@@ -101,12 +101,12 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
 // those: a peer that is not late itself is not masked because it waits for one that is.
 __device__ inline int ll_timeouts_of_credits(const LlDevice& g) { return g.masks ? 2 : 1; }
 
-// The same of a wait for the launch's last block. That waits for peers itself, for their credits
-// twice, and for records with ids: so this wait never ends by time, unless a block does not run.
+// The same of a wait for the launch's last block. That waits for peers itself, for their credits,
+// and for records with ids: so this wait never ends by time, unless a block does not run.
 inline __device__ __noinline__ bool ll_goes_on_for_block(const LlDevice& g, LlShared& s,
                                                          device::KernelWait site,
                                                          turn::LongWait& wait) {
-  site.timeouts = 2 * ll_timeouts_of_credits(g) + 2;
+  site.timeouts = ll_timeouts_of_credits(g) + 2;
   const turn::Waited waited = turn::look_around(g.comm, site, g.rank(), wait);
   if (waited == turn::Waited::goes_on) return true;
   // A rank that stood still this long is late, which in groups that mask is no error of its peers.

@@ -38,11 +38,6 @@ class LlTurn {
   // One thread of the last block, when the verdict is there: notes which of the operations that
   // this launch takes are not delivered.
   __device__ void note_left() const;
-  // One warp of the last block, when all of the block is over.
-  __device__ void free_left() const {
-    if (!ll_has_left(s_)) return;
-    ll_free_left(g_, s_, kind_, credit_site(s_.course.take_epoch));
-  }
 
   __device__ LlLane lane() const { return ll_lane_of(g_, kind_, s_.area); }
   __device__ const LlDevice& group() const { return g_; }
@@ -73,6 +68,10 @@ class LlTurn {
   }
   // All lanes of a warp of the last block, behind its barrier.
   __device__ void give_credit() const { lane().give_credit({s_.freed, s_.before.sent}); }
+  // The same warp, behind that.
+  __device__ void free_left() const {
+    if (s_.course.sends && s_.freed != s_.before.taken) ll_free_left(g_, s_, kind_);
+  }
 
   // A part of begin(), where something is unusual. All lanes.
   __device__ void wait_credits() const;
@@ -196,7 +195,8 @@ XD_LL_MEMBER(void)::begin() {
   // nothing passes an acquire.
   const turn::LaneEpochs before = lane().epochs();
   const bool failed = device::failed(g_.comm);
-  const std::uint64_t left = ll_left_in_slot(g_, kind_, before.sent);
+  std::uint64_t left = 0;
+  if (is_last_block()) left = ll_left_in_slot(g_, kind_);
   RankBits masked{};
   if (g_.masks && is_last_block()) {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
@@ -218,13 +218,16 @@ XD_LL_MEMBER(void)::begin() {
   if (failed) {
     if (lane_id() == 0) device::tell_host(g_.comm);
   } else if (takes_turn) {
-    if (__any_sync(kAllLanes, left != 0) != 0) {
-      ll_free_slot(g_, s_, kind_, credit_site(s_.course.send_epoch));
+    const bool has_left = __any_sync(kAllLanes, left != 0) != 0;
+    if (has_left) {
+      const std::uint64_t freed = ll_freed_below(left, before.taken);
+      if (lane_id() == 0) s_.freed = freed;
+      __syncwarp();
     }
     if (g_.masks && !is_last_block()) {
       ll_follow_start(g_, s_, kind_, site(XD_PHASE_CREDIT, s_.course.send_epoch));
     }
-    const bool waits = ranks() > 32 || (lacks && !leaves_out(lane_id()));
+    const bool waits = has_left || ranks() > 32 || (lacks && !leaves_out(lane_id()));
     if (s_.course.sends && __any_sync(kAllLanes, waits) != 0) {
       ll_wait_credits(p_, s_, kind_);
     }
@@ -257,7 +260,7 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   const std::uint64_t open = before.sent - before.taken;
   c.got = static_cast<std::int64_t>(open);
   // A call that does both halves has its receive half next.
-  if (step.send && step.receive && !step.failed && open != 0) {
+  if (step.send && step.receive && open != 0) {
     c.status = XD_ERROR_INVALID_ARGUMENT;
     c.fault = LlFault::both_between;
     return c;
@@ -280,13 +283,16 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
   return c;
 }
 
-// All lanes, where some credit was not there at the first look. The last block gives this rank's
-// own behind the block's barrier; but here at once, since the peers may wait for it likewise.
+// All lanes, where some credit was not there at the first look, or words were left. The last block
+// gives this rank's own behind the block's barrier; but here at once, since the peers may wait for
+// it likewise. It also waits for what peers say about the slots that it fills (ll_left.cuh).
 XD_LL_MEMBER(void)::wait_credits() const {
   const std::uint64_t epoch = s_.before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);
+  const std::uint64_t left = is_last_block() ? ll_last_freed(g_, kind_, epoch) : 0;
   const auto has_taken = [&](int r) {
-    return r == rank() || leaves_out(r) || lane().freed_by(r) + slots >= epoch;
+    return r == rank() || leaves_out(r) ||
+           (lane().freed_by(r) + slots >= epoch && (left == 0 || lane().sent_by(r) >= left));
   };
   bool all = true;
 #pragma unroll 1
