@@ -122,6 +122,16 @@ def processes() -> list[int]:
     )
 
 
+def is_stopped(pid: int) -> bool:
+    """True if the process does not run, by a signal or a debugger."""
+    try:
+        # Behind the command's name, which may hold anything, brackets among it.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
+
+
 def _has_board(descriptors: Path) -> bool:
     try:
         entries = list(descriptors.iterdir())

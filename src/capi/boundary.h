@@ -27,6 +27,7 @@ namespace xd {
 // Like guarded(), with "[rank r of W]" behind every error's text.
 template <class Body>
 xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexcept {
+  comm.errors().notes().note_thread();
   try {
     std::forward<Body>(body)();
     return XD_SUCCESS;

@@ -98,17 +98,17 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_error", comm);
   return alone("xd_comm_error", comm, [&](xd::Comm& c) {
     xd_error_info value XD_ERROR_INFO_INIT;
-    if (const xd::FatalError* error = c.errors().fatal_error()) {
+    if (const xd::ToldError* error = c.errors().fatal_error()) {
       value.status = xd::status_of(*error);
       value.phase = static_cast<xd_phase>(error->phase);
       value.rank = error->rank;
-      value.peer = error->peer;
+      value.peer = error->about >= 0 ? error->about : error->peer;
       value.group = error->group;
       value.operation = error->operation;
       value.expected_epoch = error->expected_epoch;
       value.seen_epoch = error->seen_epoch;
-      const bool is_rank = error->peer >= 0 && error->peer < c.num_ranks();
-      value.host = is_rank ? c.hosts().host_of(error->peer) : -1;
+      const bool is_rank = value.peer >= 0 && value.peer < c.num_ranks();
+      value.host = is_rank ? c.hosts().host_of(value.peer) : -1;
       std::strncpy(value.text, c.errors().text_of(*error).c_str(), sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);

@@ -44,8 +44,7 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
   if (group != nullptr) *group = nullptr;
   return guarded_on("xd_ep_group_create", *comm->comm, [&] {
     comm->comm->errors().check_usable();
-    comm->comm->begin_group();
-    comm->comm->collective().run(xd::ep::kCreateGroup, [&] {
+    comm->comm->make_group(xd::ep::kCreateGroup, [&] {
       XD_REQUIRE(group != nullptr, "group = NULL, expected a pointer");
       auto handle = std::make_unique<xd_ep_group>();
       const auto& executor = xd::ep::executor_for(comm->comm->device().device_type);

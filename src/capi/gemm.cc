@@ -55,8 +55,7 @@ xd_status xd_gemm_context_create(xd_comm* comm, const xd_gemm_config* config,
   if (context != nullptr) *context = nullptr;
   return guarded_on("xd_gemm_context_create", *comm->comm, [&] {
     comm->comm->errors().check_usable();
-    comm->comm->begin_group();
-    comm->comm->collective().run(xd::gemm::kCreateContext, [&] {
+    comm->comm->make_group(xd::gemm::kCreateContext, [&] {
       XD_REQUIRE(context != nullptr, "context = NULL, expected a pointer");
       auto handle = std::make_unique<xd_gemm_context>();
       const auto& executor = xd::gemm::executor_for(comm->comm->device().device_type);

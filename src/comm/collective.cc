@@ -4,10 +4,12 @@
 #include <array>
 #include <cerrno>
 #include <new>
+#include <optional>
 #include <string_view>
 
 #include "base/math.h"
 #include "comm/errors.h"
+#include "comm/long_wait.h"
 
 namespace xd {
 namespace {
@@ -44,6 +46,23 @@ class FailureFrame {
   std::array<char, 1024> bytes_;
 };
 
+// The packet of a rank that is in an operation, and waits there for ranks that are in this call: no
+// name and its zero, a 2, the operation, then the text.
+constexpr std::byte kOutOfStep{2};
+constexpr std::size_t kOutOfStepText = 2 + sizeof(OutOfStep);
+
+Bytes out_of_step_frame(const OutOfStep& what, std::string_view text) {
+  Bytes bytes(kOutOfStepText + text.size());
+  bytes[1] = kOutOfStep;
+  std::memcpy(bytes.data() + 2, &what, sizeof(what));
+  std::memcpy(bytes.data() + kOutOfStepText, text.data(), text.size());
+  return bytes;
+}
+
+bool is_out_of_step(std::span<const std::byte> bytes) {
+  return bytes.size() >= kOutOfStepText && bytes[0] == std::byte{0} && bytes[1] == kOutOfStep;
+}
+
 // Takes the frame off a rank's contribution. Allocates only to throw: a rank that failed here would
 // have its peers wait in the next round.
 void unframe(CollectiveCall call, int rank, Bytes& bytes) {
@@ -70,20 +89,50 @@ void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, in
   }
 }
 
-void Collective::gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items) {
-  if (errors_ != nullptr) errors_->require_all_ranks();
+Collective::Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
+    : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {
+  if (errors_ == nullptr) return;
+  errors_->notes().set_fail_round(
+      [this](const OutOfStep& what, std::uint64_t round, const std::string& text) {
+        fail_round_of_peers(what, round, text);
+      });
+}
+
+std::string Collective::call_text(CollectiveCall call) const {
+  return sizes_.empty() ? call.name : concat(call.name, " (", sizes_, ")");
+}
+
+void Collective::gather(CollectiveCall call, std::span<const std::byte> blob, int fd,
+                        std::span<Mesh::Item> items) {
+  // A function that refers to one thing takes no memory: a rank that failed here would have its
+  // peers wait.
+  struct {
+    const Collective& collective;
+    const CollectiveCall call;
+    std::optional<LongWait> wait;
+  } watched{*this, call, {}};
+  Mesh::Look look;
+  if (errors_ != nullptr) {
+    errors_->require_all_ranks();
+    watched.wait.emplace(*errors_);
+    if (items.empty()) watched.wait->never_joins();
+    look = [&watched](std::uint64_t round, int missing) {
+      watched.wait->look_in_call(
+          round, [&watched] { return watched.collective.call_text(watched.call); }, missing);
+    };
+  }
   try {
-    mesh_.all_gather(blob, fd, Deadline::after_ms(timeout_ms_), items);
+    mesh_.all_gather(blob, fd, Deadline::after_ms(timeout_ms_), items, look);
   } catch (const Error& error) {
     if (errors_ != nullptr) errors_->throw_if_failed();  // the cause of this failure
     if (is_masked_loss(error)) {
       errors_->require_all_ranks();  // throws with the words that later calls have, too
       throw;
     }
-    fail_round({error.status(), error.error_number()}, error.peer());
+    fail_round(call, {error.status(), error.error_number()}, error.peer());
     throw;
   } catch (const std::bad_alloc&) {
-    fail_round({XD_ERROR_OUT_OF_MEMORY, 0}, -1);
+    fail_round(call, {XD_ERROR_OUT_OF_MEMORY, 0}, -1);
     throw;
   }
 }
@@ -94,7 +143,7 @@ bool Collective::is_masked_loss(const Error& error) const {
 }
 
 // Some peers may have heard of this round and others not: the ranks are out of step for good.
-void Collective::fail_round(const Caught& error, int peer) {
+void Collective::fail_round(CollectiveCall call, const Caught& error, int peer) {
   if (errors_ == nullptr) return;
   // A loss is recorded by Errors::on_lost(), so this is a peer that has left.
   const bool left = error.status == XD_ERROR_PEER_LOST;
@@ -105,7 +154,26 @@ void Collective::fail_round(const Caught& error, int peer) {
                    .left = left,
                    .timeout_ms = timeout_ms_};
   fatal.error_number = error.error_number;
-  errors_->raise(fatal, left ? Spread::here : Spread::everywhere);
+  ToldError told = error.status == XD_ERROR_TIMEOUT ? with_waits(*errors_, fatal) : fatal;
+  try {
+    told.set_call(call_text(call));
+  } catch (const std::bad_alloc&) {
+    told.set_call(call.name);
+  }
+  errors_->raise(told, left ? Spread::here : Spread::everywhere);
+}
+
+// Takes this rank's part in a step with a failure. `items` may be none.
+void Collective::bring(CollectiveCall call, std::span<const std::byte> failure,
+                       std::span<Mesh::Item> items) {
+  peers_know_ = true;
+  gather(call, failure, -1, items);
+  if (errors_ == nullptr) return;
+  try {
+    join_operation(items);
+  } catch (const Error&) {
+    errors_->throw_if_failed();  // or else this rank's own failure is told
+  }
 }
 
 // Inside a catch block: takes this rank's part in the next step of its peers with the exception in
@@ -114,9 +182,47 @@ void Collective::bring_failure(CollectiveCall call) noexcept {
   const FailureFrame failure(call);
   try {
     const std::lock_guard lock(mutex_);
-    if (errors_ == nullptr || errors_->fatal_error() == nullptr) gather(failure.bytes(), -1, {});
+    if (errors_ != nullptr && errors_->fatal_error() != nullptr) return;
+    std::vector<Mesh::Item> items;
+    try {
+      items.resize(at(num_ranks_));
+    } catch (const std::bad_alloc&) {
+    }
+    bring(call, failure.bytes(), items);
   } catch (...) {
   }
+}
+
+// Takes this rank's part in the host call in which its peers wait for it, while it waits for them
+// in an operation; unless another thread has taken it.
+void Collective::fail_round_of_peers(const OutOfStep& what, std::uint64_t round,
+                                     const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  if (mesh_.rounds_begun() != round) return;
+  gather({"a host call of its peers"}, out_of_step_frame(what, text), -1, {});
+}
+
+// Where ranks wait in operations for this one: takes its turns there with a failure, and throws.
+void Collective::join_operation(std::span<const Mesh::Item> items) {
+  std::string first;
+  for (const Mesh::Item& item : items) {
+    if (!is_out_of_step(item.blob)) continue;
+    out_of_step_ = peers_know_ = true;
+    OutOfStep what{};
+    std::memcpy(&what, item.blob.data() + 2, sizeof(what));
+    const std::string text(text_of(std::span(item.blob).subspan(kOutOfStepText)));
+    if (first.empty()) first = text;
+    WaitNote theirs{.epoch = what.epoch, .group = what.group, .operation = what.operation};
+    theirs.phase = XD_PHASE_ENTRY;
+    // All ranks that wait there have said so, and one turn is for all of them.
+    if (!errors_->notes().can_join(theirs)) continue;
+    try {
+      errors_->notes().join(what, text.c_str());
+    } catch (const Error&) {
+      errors_->throw_if_failed();
+    }
+  }
+  if (!first.empty()) fail(XD_ERROR_MISMATCH, first);
 }
 
 std::vector<Mesh::Item> Collective::agree(CollectiveCall call,
@@ -125,18 +231,17 @@ std::vector<Mesh::Item> Collective::agree(CollectiveCall call,
   Contribution mine;
   std::vector<Mesh::Item> items;
   try {
-    mine = work();
     // All memory of this step is taken before it begins.
     items.resize(at(num_ranks_));
+    mine = work();
     items[at(rank_)].blob = frame(call, mine.blob);
   } catch (...) {
-    const FailureFrame failure(call);
-    peers_know_ = true;
-    gather(failure.bytes(), -1, {});
+    bring(call, FailureFrame(call).bytes(), items);
     throw;
   }
   try {
-    gather(items[at(rank_)].blob, mine.fd, items);
+    gather(call, items[at(rank_)].blob, mine.fd, items);
+    join_operation(items);
     for (int r = 0; r < num_ranks_; ++r) unframe(call, r, items[at(r)].blob);
   } catch (...) {
     peers_know_ = true;  // they have failed like this rank

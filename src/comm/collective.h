@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "base/fd.h"
 #include "base/wire.h"
 #include "comm/operations.h"
+#include "comm/wait_notes.h"
 #include "memory/segment.h"
 #include "mesh/mesh.h"
 
@@ -42,8 +44,7 @@ class Collective {
   // A step that ends half-way leaves the ranks out of step for good, which is a fatal error for
   // `errors`, except by the loss of a rank that `errors` masks. `errors` is nullptr while the
   // communicator is being made. `mesh` and `errors` must outlive the object.
-  Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
-      : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {}
+  Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors);
 
   // Every rank does `work` and gives its contribution to all. If it throws on some rank, that rank
   // rethrows and all others throw MISMATCH naming the lowest such rank and its text; so do ranks
@@ -60,20 +61,27 @@ class Collective {
   // is its contribution to the next one, for which the peers wait.
   template <class Body>
   void run(CollectiveCall call, Body&& body) {
-    peers_know_ = false;
+    peers_know_ = out_of_step_ = false;
     try {
       std::forward<Body>(body)();
+      sizes_.clear();
     } catch (...) {
       if (!peers_know_) bring_failure(call);
+      sizes_.clear();
       throw;
     }
   }
+  // True if the call that has failed was one that not all ranks have made.
+  bool out_of_step() const { return out_of_step_; }
 
   // Allocates `bytes` of shared memory here (0 = none), and maps that of every rank of this host;
   // others have none here. `use` is called with all segments, in the last step that may fail on
   // some rank.
   Segments share(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes,
                  const std::function<void(const Segments&)>& use = {});
+
+  // The sizes of the call under way, for texts about it. Called by its `work`.
+  void describe(std::string sizes) { sizes_ = std::move(sizes); }
 
   void barrier() {
     agree(kBarrier, [] { return Contribution{}; });
@@ -82,11 +90,16 @@ class Collective {
  private:
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
-  void gather(std::span<const std::byte> blob, int fd, std::span<Mesh::Item> items);
+  void gather(CollectiveCall call, std::span<const std::byte> blob, int fd,
+              std::span<Mesh::Item> items);
+  std::string call_text(CollectiveCall call) const;
   bool is_near(int rank) const { return mesh_.rails().is_near(rank); }
   bool is_masked_loss(const Error& error) const;
-  void fail_round(const Caught& error, int peer);
+  void fail_round(CollectiveCall call, const Caught& error, int peer);
   void bring_failure(CollectiveCall call) noexcept;
+  void bring(CollectiveCall call, std::span<const std::byte> failure, std::span<Mesh::Item> items);
+  void fail_round_of_peers(const OutOfStep& what, std::uint64_t round, const std::string& text);
+  void join_operation(std::span<const Mesh::Item> items);
   void compare_demands(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes);
 
   Mesh& mesh_;
@@ -96,6 +109,8 @@ class Collective {
   Errors* const errors_;
   std::mutex mutex_;
   bool peers_know_ = false;  // true: peers know that the current collective call has failed
+  bool out_of_step_ = false;
+  std::string sizes_;
 };
 
 template <class Make, class T>

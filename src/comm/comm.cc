@@ -251,11 +251,13 @@ void Comm::fail_lost(int peer, const HostWait& site) {
   errors_.raise_and_throw(error, Spread::here);
 }
 
+// The sentence begins with the rank that this one has waited for. The error is about the last of
+// those that wait for one another.
 void Comm::fail_timeout(int peer, const HostWait& site, std::uint64_t seen) {
   FatalError error = error_at(site, XD_ERROR_TIMEOUT, peer);
   error.timeout_ms = site.timeout_ms != 0 ? site.timeout_ms : timeout_ms_;
   error.seen_epoch = seen;
-  errors_.raise_and_throw(error, Spread::everywhere);
+  errors_.raise_and_throw(with_waits(errors_, error), Spread::everywhere);
 }
 
 FatalError Comm::error_at(const HostWait& site, xd_status status, int peer) const {

@@ -25,6 +25,7 @@
 #include "comm/device_kinds.h"
 #include "comm/errors.h"
 #include "comm/hosts.h"
+#include "comm/long_wait.h"
 #include "comm/symmetric_memory.h"
 #include "mesh/mesh.h"
 
@@ -56,6 +57,8 @@ struct HostWait {
   // Whether the death of any rank ends the wait, since the operation cannot end without that rank.
   bool needs_all_ranks = false;
   Progress* progress = nullptr;  // outlives the wait
+
+  WaitPlace place() const { return {group, operation, phase, epoch}; }
 };
 
 // How a wait for a peer has ended, where it has not thrown.
@@ -131,6 +134,17 @@ class Comm final {
 
   // Counts the groups: every rank counts each group that it is asked to make, also if that fails.
   void begin_group() { ++groups_; }
+  // The collective call that makes one. It is no group where not all ranks have been asked.
+  template <class Body>
+  void make_group(CollectiveCall call, Body&& body) {
+    begin_group();
+    try {
+      collective_.run(call, std::forward<Body>(body));
+    } catch (...) {
+      if (collective_.out_of_step()) --groups_;
+      throw;
+    }
+  }
   int group_number() const { return groups_ - 1; }
 
   // Throws UNSUPPORTED if the ranks are on several machines, where `what` cannot be had so far.
@@ -150,10 +164,15 @@ class Comm final {
   void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen) {
     wait_for(peer, site, ready, seen, [peer] { return peer; });
   }
-  // Likewise; `late()` gives the rank that a timeout names, -1 where none is known.
+  // Likewise; `late()` gives the rank that is waited for, -1 where none is known. A timeout names
+  // it, or the rank for which that one waits.
   template <class Ready, class Seen, class Late>
   void wait_for(int peer, const HostWait& site, Ready&& ready, Seen&& seen, Late&& late) {
-    const Waited ended = wait(peer, site, ready);
+    LongWait watched(errors_);
+    const Waited ended = wait_watched(peer, site, ready, [&](Deadline::Clock::time_point since) {
+      if (Deadline::Clock::now() >= watched.next_look(since)) watched.look(site.place(), late());
+      return Deadline(watched.next_look(since));
+    });
     if (ended == Waited::lost) fail_lost(missing(peer, site), site);
     if (ended == Waited::late) fail_timeout(late(), site, seen());
   }
@@ -178,9 +197,17 @@ class Comm final {
   // of the communicator is thrown.
   template <class Ready>
   Waited wait(int peer, const HostWait& site, Ready&& ready) {
+    return wait_watched(peer, site, ready, [&](auto) { return site.deadline; });
+  }
+
+ private:
+  // `look(begun)` is called now and then, and returns when it wants to be called again.
+  template <class Ready, class Look>
+  Waited wait_watched(int peer, const HostWait& site, Ready&& ready, Look&& look) {
     if (ready()) return Waited::ready;
     Doorbell& bell = errors_.bell(hosts_.self());
-    auto since = Deadline::Clock::now();
+    const auto begun = Deadline::Clock::now();
+    auto since = begun;
     Interruption interruption;
     for (;;) {
       const std::uint32_t rings = bell.value();  // read before the flags: see Doorbell
@@ -191,15 +218,13 @@ class Comm final {
       if (missing(peer, site) >= 0 && !ready()) return Waited::lost;
       if (site.deadline.passed()) return Waited::late;
       if (Deadline::Clock::now() - since >= spin_) {
-        bell.sleep(rings, interruption.next(wake_up(site, since)));
+        bell.sleep(rings, interruption.next(earlier(look(begun), wake_up(site, since))));
         if (interruption.requested()) errors_.abort();
       } else {
         relax();
       }
     }
   }
-
- private:
   // The end of a sleep: nothing rings the bell for what comes over a network. The longer nothing
   // has come, the longer the naps, so that what comes is seen late by a sixteenth of its time at
   // most, and a long wait costs next to nothing.
@@ -209,7 +234,10 @@ class Comm final {
     if (site.progress->is_busy()) since = now;
     const Deadline nap(
         now + std::clamp<std::chrono::nanoseconds>((now - since) / 16, kShortestNap, kLongestNap));
-    return nap.when() < site.deadline.when() ? nap : site.deadline;
+    return earlier(nap, site.deadline);
+  }
+  static Deadline earlier(const Deadline& a, const Deadline& b) {
+    return a.when() < b.when() ? a : b;
   }
   static constexpr std::chrono::microseconds kShortestNap{50}, kLongestNap{5000};
 

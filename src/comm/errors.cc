@@ -44,6 +44,7 @@ Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Seg
       names_(mesh.names()),
       segments_(std::move(boards)),
       boards_(boards_in(segments_)),
+      notes_(hosts, mesh, boards_),
       device_side_(device_side),
       on_peer_loss_(on_peer_loss),
       presence_(segments_.size()),
@@ -67,7 +68,7 @@ void Errors::check_usable() const {
 }
 
 void Errors::throw_if_failed() const {
-  const FatalError* error = fatal_error();
+  const ToldError* error = fatal_error();
   if (error == nullptr) return;
   std::string text;
   try {
@@ -79,15 +80,15 @@ void Errors::throw_if_failed() const {
 
 // The error of this rank's board. Where that is a peer's report of an error that every rank meets,
 // and this rank has met it, it is this rank's own.
-const FatalError* Errors::reported() const {
-  const FatalError* first = own_board().error();
+const ToldError* Errors::reported() const {
+  const ToldError* first = own_board().error();
   if (first == nullptr || !is_peers_report(*first)) return first;
   // Acquire: met_ is complete.
   return has_met_.load(std::memory_order_acquire) ? &met_ : first;
 }
 
-const FatalError* Errors::fatal_error() const {
-  const FatalError* error = reported();
+const ToldError* Errors::fatal_error() const {
+  const ToldError* error = reported();
   if (error != nullptr && !is_peers_report(*error)) return error;
   // In a fork the pinned memory is not there.
   if (device_side_ == nullptr || in_fork()) return error;
@@ -114,7 +115,7 @@ bool Errors::ends_wait(int group, std::int32_t operation, std::uint64_t epoch) c
 
 // The caller holds mutex_.
 void Errors::take_over(const FatalError& met_by_kernel) const {
-  FatalError error = met_by_kernel;
+  ToldError error = met_by_kernel;
   if (error.met_by_all != 0) {
     const Cause cause = explained(error);
     if (cause.text[0] != '\0') error.peer = cause.peer;
@@ -146,7 +147,18 @@ Cause Errors::explained(const FatalError& error) const {
   }
 }
 
-std::string Errors::text_of(const FatalError& error) const {
+std::string Errors::call_text(int group, int operation, std::uint64_t epoch) {
+  std::string text;
+  {
+    const std::lock_guard lock(mutex_);
+    text = xd::call_text(group, operation, epoch, operations_with(operation));
+  }
+  notes_.with_course(group, operation,
+                     [&](const Course& course) { text += concat(" (", course.detail(), ")"); });
+  return text;
+}
+
+std::string Errors::text_of(const ToldError& error) const {
   const std::lock_guard lock(mutex_);
   if (error.rank == rank_ && cause_.text[0] != '\0') return cause_.text.data();
   std::string text = describe(error, operations_with(error.operation), names_);
@@ -190,7 +202,7 @@ void Errors::explain_by(int group, Explain explain) {
   }
 }
 
-void Errors::raise(const FatalError& error, Spread spread, const Cause* cause) {
+void Errors::raise(const ToldError& error, Spread spread, const Cause* cause) {
   const std::lock_guard lock(mutex_);
   if (closed_.load(std::memory_order_relaxed)) return;  // tells nothing after its goodbye
   if (cause != nullptr) meet(error, *cause);
@@ -205,7 +217,7 @@ void Errors::raise(const FatalError& error, Spread spread, const Cause* cause) {
   mesh_.cancel();
 }
 
-void Errors::raise_and_throw(const FatalError& error, Spread spread) {
+void Errors::raise_and_throw(const ToldError& error, Spread spread) {
   raise(error, spread);
   check_usable();
   fail(XD_ERROR_INTERNAL, "a fatal error was raised and not recorded: ", text_of(error));
@@ -217,14 +229,14 @@ void Errors::abort() {
 }
 
 // The caller holds mutex_.
-void Errors::record(const FatalError& error) const {
+void Errors::record(const ToldError& error) const {
   if (!told_self_) own_board().post(rank_, error);
   told_self_ = true;
   if (device_side_ != nullptr) device_side_->set_finished();
 }
 
 // The caller holds mutex_.
-void Errors::tell_peers(const FatalError& error) {
+void Errors::tell_peers(const ToldError& error) {
   if (told_peers_) return;
   told_peers_ = true;
   for (const NearRank peer : hosts_.peers()) boards_[at(peer)].post(rank_, error);
@@ -232,7 +244,7 @@ void Errors::tell_peers(const FatalError& error) {
 }
 
 bool Errors::close() {
-  const FatalError* error = fatal_error();
+  const ToldError* error = fatal_error();
   const std::lock_guard lock(mutex_);
   if (closed_.load(std::memory_order_relaxed)) return false;
   // A peer that has not heard of it yet must not take this rank's goodbye for the cause.
@@ -299,12 +311,19 @@ void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
 }
 
-// What a rank of this host would have written to this rank's board; it does so once as well.
+// What a rank of this host would have written to its note, or to this rank's board; that it does
+// once as well.
 void Errors::on_report(int rank, std::span<const std::byte> report) {
-  FatalError error;
+  static_assert(sizeof(WaitNote) != sizeof(ToldError) && sizeof(ToldError) <= kMaxReport);
+  WaitNote note;
+  if (report.size() == sizeof(note)) {
+    std::memcpy(static_cast<void*>(&note), report.data(), sizeof(note));
+    return notes_.take(rank, note);
+  }
+  ToldError error;
   if (report.size() != sizeof(error) || has_reported_[at(rank)]) return;
   has_reported_[at(rank)] = true;
-  std::memcpy(&error, report.data(), sizeof(error));
+  std::memcpy(static_cast<void*>(&error), report.data(), sizeof(error));
   own_board().post(rank, error);
 }
 
@@ -316,7 +335,7 @@ void Errors::on_end(xd_status status, int error_number) noexcept {
 }
 
 void Errors::on_tick() {
-  const FatalError* error = fatal_error();
+  const ToldError* error = fatal_error();
   if (error == nullptr) return;
   // The host of the rank whose kernels met the error tells the other hosts, except of errors that
   // those notice by themselves.

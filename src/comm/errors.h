@@ -16,6 +16,7 @@
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/operations.h"
+#include "comm/wait_notes.h"
 #include "memory/segment.h"
 #include "mesh/mesh.h"
 
@@ -56,8 +57,12 @@ class Errors final : public MeshEvents {
 
   // Records a fatal error; on each rank the first one wins. Any thread. An error that every rank
   // notices by itself (a lost peer) is recorded here only, until this rank leaves.
-  void raise(const FatalError& error, Spread spread) { raise(error, spread, nullptr); }
-  [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread);
+  void raise(const ToldError& error, Spread spread) { raise(error, spread, nullptr); }
+  void raise(const FatalError& error, Spread spread) { raise(ToldError(error), spread); }
+  [[noreturn]] void raise_and_throw(const ToldError& error, Spread spread);
+  [[noreturn]] void raise_and_throw(const FatalError& error, Spread spread) {
+    raise_and_throw(ToldError(error), spread);
+  }
   void abort();
 
   // Raises an error of a group that is fatal by the group's config.
@@ -77,10 +82,16 @@ class Errors final : public MeshEvents {
   // The fatal error, or nullptr. An error that kernels have met is taken over here. Where a peer
   // has reported an error that every rank meets by itself, the report gives way to this rank's own
   // error as soon as this rank meets it.
-  const FatalError* fatal_error() const;
+  const ToldError* fatal_error() const;
+  int rank() const { return rank_; }
   const RankNames& names() const { return names_; }
   // The error as one sentence.
-  std::string text_of(const FatalError& error) const;
+  std::string text_of(const ToldError& error) const;
+  // The operation in which a rank waits, in words.
+  std::string call_text(int group, int operation, std::uint64_t epoch);
+  // Who waits for whom.
+  WaitNotes& notes() { return notes_; }
+  const WaitNotes& notes() const { return notes_; }
 
   // Names operations in error texts. The table stays, for all groups of its family, since a peer
   // may report an error of one that is gone here. Throws INTERNAL where numbers are another's.
@@ -123,14 +134,14 @@ class Errors final : public MeshEvents {
   void set_lost(std::span<const int> ranks, Presence presence);
   [[noreturn]] void throw_gone(std::span<const int> gone, Presence presence,
                                const char* needed) const;
-  void raise(const FatalError& error, Spread spread, const Cause* cause);
-  void record(const FatalError& error) const;
+  void raise(const ToldError& error, Spread spread, const Cause* cause);
+  void record(const ToldError& error) const;
   void take_over(const FatalError& met_by_kernel) const;
   void meet(const FatalError& error, const Cause& cause) const;
   Cause explained(const FatalError& error) const;
   const Operations* operations_with(std::int32_t operation) const;
-  void tell_peers(const FatalError& error);
-  const FatalError* reported() const;
+  void tell_peers(const ToldError& error);
+  const ToldError* reported() const;
   bool is_peers_report(const FatalError& error) const {
     return error.met_by_all != 0 && error.rank != rank_;
   }
@@ -144,6 +155,7 @@ class Errors final : public MeshEvents {
   const RankNames names_;
   const std::vector<std::shared_ptr<Segment>> segments_;
   const std::vector<RankBoard> boards_;  // of the near ranks, by rank
+  WaitNotes notes_;
   DeviceSide* const device_side_;
   const xd_comm_peer_loss on_peer_loss_;
   std::vector<std::atomic<Presence>> presence_;  // by rank
@@ -154,7 +166,7 @@ class Errors final : public MeshEvents {
   mutable std::mutex mutex_;
   mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
   // The error of a group that this rank has met itself, which never changes once `has_met_` is set.
-  mutable FatalError met_;
+  mutable ToldError met_;
   mutable Cause cause_;  // the words of that error
   mutable std::atomic<bool> has_met_{false};
   bool told_peers_ = false;

@@ -11,14 +11,15 @@
 namespace xd {
 namespace {
 
-std::string site(const FatalError& error, const Operations* operations) {
-  if (error.operation < 0) {
-    return error.group < 0 ? "a collective host call" : concat("group ", error.group);
-  }
-  const std::string name = operations != nullptr
-                               ? concat(operations->prefix, operations->name(error.operation))
-                               : concat("operation ", error.operation);
-  return concat(name, " of group ", error.group, ", epoch ", error.expected_epoch);
+// A board that was damaged may hold any bytes.
+template <std::size_t kBytes>
+std::string_view text_in(const std::array<char, kBytes>& bytes) {
+  return {bytes.data(), ::strnlen(bytes.data(), bytes.size())};
+}
+
+std::string site(const ToldError& error, const Operations* operations) {
+  if (error.call[0] != '\0') return std::string(text_in(error.call));
+  return call_text(error.group, error.operation, error.expected_epoch, operations);
 }
 
 const char* awaited(std::int32_t phase) {
@@ -73,13 +74,22 @@ std::string cause(const FatalError& error, const RankNames& names) {
 
 }  // namespace
 
+std::string call_text(int group, int operation, std::uint64_t epoch, const Operations* operations) {
+  if (operation < 0) return group < 0 ? "a collective host call" : concat("group ", group);
+  const std::string name = operations != nullptr
+                               ? concat(operations->prefix, operations->name(operation))
+                               : concat("operation ", operation);
+  return concat(name, " of group ", group, ", epoch ", epoch);
+}
+
 xd_status status_of(const FatalError& error) {
   const bool known = error.status > XD_SUCCESS && error.status <= XD_ERROR_INTERNAL;
   return known ? static_cast<xd_status>(error.status) : XD_ERROR_INTERNAL;
 }
 
-std::string describe(const FatalError& error, const Operations* operations,
-                     const RankNames& names) {
+std::string describe(const ToldError& error, const Operations* operations, const RankNames& names) {
+  if (error.status == XD_ERROR_MISMATCH && error.words[0] != '\0')
+    return std::string(text_in(error.words));
   switch (error.status) {
     case XD_ERROR_TIMEOUT:
       if (error.peer < 0) {
@@ -88,8 +98,9 @@ std::string describe(const FatalError& error, const Operations* operations,
                       error.phase == XD_PHASE_ROWS ? "bring their rows" : "take part");
       }
       return concat(names.of(error.rank), " waited ", error.timeout_ms, " ms in ",
-                    site(error, operations), " for ", names.of(error.peer), " ",
-                    awaited(error.phase), epochs(error));
+                    site(error, operations), " for ", names.of(error.peer),
+                    error.words[0] != '\0' ? "" : concat(" ", awaited(error.phase)),
+                    text_in(error.words), epochs(error));
     case XD_ERROR_PEER_LOST:
       if (error.left == 0) return lost_text(error, names);
       return concat(names.of(error.peer), " has left the communicator and is needed by ",

@@ -15,12 +15,14 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "base/layout.h"
 #include "comm/doorbell.h"
 #include "comm/near_memory.h"
 #include "comm/operations.h"
+#include "comm/wait_note.h"
 
 namespace xd {
 
@@ -47,28 +49,50 @@ struct FatalError {
   std::int32_t deaf = 0;          // 1 = the rank's watch thread met it and hears no peer any more
 };
 
+// An error as hosts tell it one another.
+struct ToldError : FatalError {
+  ToldError() = default;
+  // `words`: of a MISMATCH, all of its sentence; of a TIMEOUT, for whom its peer waits.
+  ToldError(const FatalError& error, std::string_view text = {}) : FatalError(error) {
+    text.copy(words.data(), words.size() - 1);
+  }
+  void set_call(std::string_view text) { text.copy(call.data(), call.size() - 1); }
+
+  // TIMEOUT: the rank for which the peer waits in the end, if that waits itself; -1 = none.
+  std::int32_t about = -1;
+  std::int32_t unused = 0;
+  std::array<char, 96> call{};  // the host call, if it is one
+  std::array<char, 224> words{};
+};
+
 // The boards that get an error: only that of the rank that meets it, or all.
 enum class Spread { here, everywhere };
 
 // Errors travel to other hosts as they are.
-static_assert(std::has_unique_object_representations_v<FatalError>);
+static_assert(std::has_unique_object_representations_v<FatalError> &&
+              std::is_trivially_copyable_v<ToldError>);
 
 // The error as one sentence. `operations`: those of the error's group.
-std::string describe(const FatalError& error, const Operations* operations, const RankNames& names);
+std::string describe(const ToldError& error, const Operations* operations, const RankNames& names);
+
+// The call in which a rank waits: of an operation, or of the host where that is -1. `operations`:
+// those of the operation.
+std::string call_text(int group, int operation, std::uint64_t epoch, const Operations* operations);
 
 // The error's status; INTERNAL if the number is no status, as on a damaged board.
 xd_status status_of(const FatalError& error);
 
-// Offsets inside a rank's control segment: bell, then error board.
+// Offsets inside a rank's control segment: bell, note, then error board.
 struct RankBoardMap {
-  std::uint64_t bell, first, slots, end;
+  std::uint64_t bell, note, first, slots, end;
 
   static constexpr RankBoardMap make(int num_ranks) {
     LayoutCursor cursor;
     RankBoardMap map{};
     map.bell = cursor.add<Doorbell>(1);
+    map.note = cursor.add<WaitNotePlace>(1, 64);
     map.first = cursor.add<std::atomic<std::uint32_t>>(1, 64);
-    map.slots = cursor.add<FatalError>(static_cast<std::uint64_t>(num_ranks), 64);
+    map.slots = cursor.add<ToldError>(static_cast<std::uint64_t>(num_ranks), 64);
     map.end = cursor.at;
     return map;
   }
@@ -84,10 +108,11 @@ class RankBoard {
         num_ranks_(static_cast<std::uint32_t>(num_ranks)) {}
 
   Doorbell& bell() const { return *at<Doorbell>(map_.bell); }
+  WaitNotePlace& note() const { return *at<WaitNotePlace>(map_.note); }
 
   // Writes the error as rank `writer`, and rings the bell; false if another error came first.
-  bool post(int writer, const FatalError& error) const {
-    at<FatalError>(map_.slots)[writer] = error;
+  bool post(int writer, const ToldError& error) const {
+    at<ToldError>(map_.slots)[writer] = error;
     std::uint32_t none = 0;
     const bool won = first().compare_exchange_strong(none, static_cast<std::uint32_t>(writer) + 1,
                                                      std::memory_order_acq_rel);
@@ -95,12 +120,14 @@ class RankBoard {
     return won;
   }
 
+  bool post(int writer, const FatalError& error) const { return post(writer, ToldError(error)); }
+
   // The error of this board, or nullptr. If the board names a writer that does not exist, it is
   // damaged, and the first slot, which may be empty, is as good as any.
-  const FatalError* error() const {
+  const ToldError* error() const {
     const std::uint32_t writer = first().load(std::memory_order_acquire);
     if (writer == 0) return nullptr;
-    return &at<FatalError>(map_.slots)[writer <= num_ranks_ ? writer - 1 : 0];
+    return &at<ToldError>(map_.slots)[writer <= num_ranks_ ? writer - 1 : 0];
   }
 
  private:

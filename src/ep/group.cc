@@ -81,6 +81,11 @@ Announcement announce(const Config& c) {
           .nonce = new_nonce()};
 }
 
+std::string sizes_of(const Config& c) {
+  return concat(c.layout.name, ", E=", c.experts, " K<=", c.max_topk, " T<=", c.max_tokens,
+                " row<=", c.max_row_bytes, " B");
+}
+
 // Throws MISMATCH with the first expert that some rank places elsewhere than rank 0 does. Maps are
 // too long to be announced, and all ranks know from their hashes whether any differs: so all ranks
 // call this, or none does. They have the same number of experts.
@@ -135,8 +140,7 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
   for (const Config& c : configs_) capacities_.push_back(c.capacity);
   capacities_hash_ = hash_capacities(capacities_);
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.most_local_experts());
-  subject().describe(concat(config_.layout.name, ", E=", config_.experts, " K<=", config_.max_topk,
-                            " T<=", config_.max_tokens, " row<=", config_.max_row_bytes, " B"));
+  subject().describe(sizes_of(config_));
 }
 
 Segments Group::share_memory() const {
@@ -199,6 +203,7 @@ void Group::agree_on_config(const xd_ep_config* config, KeepsOf keeps_of) {
     XD_REQUIRE(config_.device_type == 0 || config_.device_type == device_type,
                "config.device_type = ", config_.device_type, ", expected 0 or the communicator's ",
                device_type);
+    comm().collective().describe(sizes_of(config_));
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);

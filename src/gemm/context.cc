@@ -44,6 +44,10 @@ Announcement announce(const Config& c) {
           .comm_sms = c.is_for_cublasmp() ? c.num_comm_sms : 0};
 }
 
+std::string sizes_of(const Config& c) {
+  return concat("products, T<=", c.max_tokens, " K<=", c.max_k, " N<=", c.max_n);
+}
+
 }  // namespace
 
 Context::Context(std::shared_ptr<Comm> comm, const xd_gemm_config* config)
@@ -55,11 +59,11 @@ Context::Context(std::shared_ptr<Comm> comm, const xd_gemm_config* config)
     XD_REQUIRE(config_.device_type == 0 || config_.device_type == c.device().device_type,
                "config.device_type = ", config_.device_type, ", expected 0 or the communicator's ",
                int{c.device().device_type});
+    c.collective().describe(sizes_of(config_));
     return announce(config_);
   });
   turn::require_equal<Announcement>(kEqualFields, of_rank);
-  subject().describe(
-      concat("products, T<=", config_.max_tokens, " K<=", config_.max_k, " N<=", config_.max_n));
+  subject().describe(sizes_of(config_));
 }
 
 xd_gemm_plan_info Context::explain(std::int32_t operation, const xd_gemm_args* args) const {

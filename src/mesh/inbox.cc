@@ -88,8 +88,16 @@ std::uint64_t MeshInbox::begin_round() {
   return round;
 }
 
-void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items) {
+std::uint64_t MeshInbox::rounds_begun() {
+  const std::lock_guard lock(mutex_);
+  return rounds_begun_;
+}
+
+void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items,
+                         const Look& look) {
+  constexpr int kFirstLookMs = 250, kBetweenLooksMs = 100;
   Interruption interruption;
+  Deadline next_look = look ? Deadline::after_ms(kFirstLookMs) : deadline;
   std::unique_lock lock(mutex_);
   while (!complete(round)) {
     check_locked(round);
@@ -99,9 +107,15 @@ void MeshInbox::wait_for(std::uint64_t round, const Deadline& deadline, std::spa
                   error_text(names_.of(rank_), " waited too long for ", names_.of(absent)),
                   absent.front());
     }
-    changed_.wait_until(lock, interruption.next(deadline).when());
+    const Deadline& wake = next_look.when() < deadline.when() ? next_look : deadline;
+    changed_.wait_until(lock, interruption.next(wake).when());
+    const int missing = look && next_look.passed() ? first_missing(round) : -1;
     lock.unlock();
     interruption.check();
+    if (missing >= 0) {
+      look(round, missing);
+      next_look = Deadline::after_ms(kBetweenLooksMs);
+    }
     lock.lock();
   }
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
@@ -121,10 +135,10 @@ bool MeshInbox::has_letter(const Peer& peer, std::uint64_t round) const {
   return !peer.letters.empty() && peer.letters.front().round == round;
 }
 
-bool MeshInbox::complete(std::uint64_t round) const {
+int MeshInbox::first_missing(std::uint64_t round) const {
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r)
-    if (r != rank_ && !has_letter(peers_[at(r)], round)) return false;
-  return true;
+    if (r != rank_ && !has_letter(peers_[at(r)], round)) return r;
+  return -1;
 }
 
 // The letters of ranks behind a gateway may be held up there, so where its own is missing, too, it

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -64,9 +65,14 @@ class MeshInbox {
   // ---- Callers of the mesh ----
 
   std::uint64_t begin_round();
+  std::uint64_t rounds_begun();
+  // Called every 100 ms in a wait that has become long, with its round and the lowest rank that is
+  // missing. What it throws ends the wait.
+  using Look = std::function<void(std::uint64_t round, int missing)>;
   // Waits for every peer's message in `round`, and moves it to items[peer], or drops it if there
   // are no items. Throws TIMEOUT and what check() throws; allocates nothing else.
-  void wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items);
+  void wait_for(std::uint64_t round, const Deadline& deadline, std::span<MeshItem> items,
+                const Look& look);
   // Throws PEER_LOST, MISMATCH (a peer has failed), ABORTED or the error of close() if the round
   // cannot be completed any more.
   void check(std::uint64_t round);
@@ -101,7 +107,8 @@ class MeshInbox {
            round <= rounds_begun_;
   }
   bool has_letter(const Peer& peer, std::uint64_t round) const;
-  bool complete(std::uint64_t round) const;
+  bool complete(std::uint64_t round) const { return first_missing(round) < 0; }
+  int first_missing(std::uint64_t round) const;  // -1 = none
   std::vector<int> missing(std::uint64_t round) const;
   void throw_failure() const;
   void check_locked(std::uint64_t round) const;

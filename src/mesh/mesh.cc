@@ -234,7 +234,7 @@ void Mesh::start(MeshEvents& events) {
 }
 
 void Mesh::all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
-                      std::span<Item> items) {
+                      std::span<Item> items, const Look& look) {
   XD_CHECK(watch_ && blob.size() <= kMaxBlob);
   const std::uint64_t round = inbox_.begin_round();
   Interruption interruption;
@@ -253,7 +253,7 @@ void Mesh::all_gather(std::span<const std::byte> blob, int fd, const Deadline& d
     if (sent == Sent::refused) fail_errno("sendmsg to a peer", errno);
   }
   look_after_unsent();
-  inbox_.wait_for(round, deadline, items);
+  inbox_.wait_for(round, deadline, items, look);
 }
 
 void Mesh::send_abort() noexcept {

@@ -78,9 +78,12 @@ class Mesh {
   // dropped. Blobs have at most kMaxBlob bytes; sizes may differ. `fd` = -1: none; it is
   // duplicated, not taken, and only ranks of this host get it. Throws TIMEOUT naming the missing
   // ranks; PEER_LOST; MISMATCH (a peer has failed); ABORTED; SYSTEM. Any event reported to on_*
-  // ends the wait. Allocates only to throw.
+  // ends the wait, and so does what `look` throws: see MeshInbox. Allocates only to throw.
+  using Look = MeshInbox::Look;
   void all_gather(std::span<const std::byte> blob, int fd, const Deadline& deadline,
-                  std::span<Item> items);
+                  std::span<Item> items, const Look& look = {});
+  // How many all_gather this rank has begun.
+  std::uint64_t rounds_begun() { return inbox_.rounds_begun(); }
 
   // Tells every peer that this rank aborts. Does not block; safe on any thread.
   void send_abort() noexcept;

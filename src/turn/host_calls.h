@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "turn/sequence.h"
 
@@ -21,6 +22,7 @@ class HostCalls {
    public:
     Claim(HostCalls& calls, std::int32_t operation) : calls_(calls) {
       calls.sequence_.comm().errors().check_usable();
+      LongWait::take_story();  // of an operation that has not settled
       if (calls.busy_.exchange(true, std::memory_order_acquire)) calls.fail_busy(operation);
     }
     ~Claim() { calls_.busy_.store(false, std::memory_order_release); }
@@ -66,11 +68,17 @@ class HostCalls {
 template <class Family>
 void HostCalls<Family>::settle(const Setback<Family>& setback, std::int32_t operation,
                                std::uint64_t epoch) {
+  const std::string story = LongWait::take_story();
   if (!setback) return;
   count_error();
   // A sequence that goes on without lost peers does so whatever its other errors are.
   if (fatal_errors_ && setback.status != XD_ERROR_PEER_LOST) finish_comm(setback, operation, epoch);
-  sequence_.give_back(setback, operation, epoch);
+  // This rank's own mistake is told in its own words.
+  const bool of_circle = setback.status == XD_ERROR_MISMATCH && setback.rank != sequence_.rank();
+  if (story.empty() || !of_circle) sequence_.give_back(setback, operation, epoch);
+  Setback<Family> told = setback;
+  told.text = story;
+  sequence_.give_back(told, operation, epoch);
 }
 
 template <class Family>

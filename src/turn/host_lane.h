@@ -50,6 +50,16 @@ class HostLane : public HostCells<Record> {
   std::uint64_t taken() const { return taken_; }
   std::uint64_t between_halves() const { return sent_ - taken_; }
   bool full() const { return between_halves() == this->slots(); }
+  // True if this rank has done what a peer waits for in that phase of an operation.
+  bool has_come(xd_phase phase, std::uint64_t epoch) const {
+    if (phase == XD_PHASE_CREDIT) return taken_ + this->slots() >= epoch;
+    // Of messages that have been sent nobody knows here when they are taken in.
+    return phase == XD_PHASE_DONE || sent_ >= epoch;
+  }
+  // True if the peer's wait ends when this rank's next call fails.
+  bool can_join(xd_phase phase, std::uint64_t epoch) const {
+    return phase != XD_PHASE_CREDIT && phase != XD_PHASE_DONE && sent_ + 1 == epoch && !full();
+  }
 
   // ---- The send half: begin, enter ----
 
@@ -71,6 +81,8 @@ class HostLane : public HostCells<Record> {
   const RankBits& awaited() const { return held(next()).company; }
   // Returns when every peer of its company has entered it, or has been lost.
   void await(observe::WaitTimes& times);
+  // Returns when all messages of far ranks have come, which those wait for: see rest().
+  void await_far();
   // The ranks whose records have come, this one among them, and the records by rank.
   const RankBits& here() const { return here_; }
   const std::vector<Record>& records() const { return records_; }
@@ -86,7 +98,9 @@ class HostLane : public HostCells<Record> {
   // Waits for nobody.
   void leave();
   // Returns when this rank's messages of the operation reach far ranks whatever it does next, or
-  // whether it does anything. Not so its credits, which may come with its next call.
+  // whether it does anything. Not so its credits, which may come with its next call, nor what it
+  // sends to ranks whose own call has failed: they need it no more, and may be in no call that
+  // takes it in.
   void rest(std::uint64_t epoch);
   // Takes the operation sent() as soon as those before it have been taken, without its rows.
   void drop_sent() {
@@ -152,6 +166,10 @@ class HostLane : public HostCells<Record> {
     while (taken_ < sent_ && held(next()).dropped) leave_one();
   }
   void leave_one();
+  // True if the rank has told that its call has failed.
+  bool has_failed(int rank, std::uint64_t epoch) const {
+    return has_entered(rank, epoch) && record_of(rank, epoch).call.status != XD_SUCCESS;
+  }
 
   const std::int32_t operation_;
   PeerMasks& masks_;
@@ -227,6 +245,17 @@ void HostLane<Record>::await(observe::WaitTimes& times) {
 }
 
 template <class Record>
+void HostLane<Record>::await_far() {
+  if (far_ == nullptr) return;
+  deadline_ = masks_.deadline();
+  for (const int rank : far_->ranks()) {
+    wait_far(
+        rank, site(XD_PHASE_ENTRY, next()), [&] { return has_entered(rank, next()); },
+        [&] { return this->entered(rank, next()); });
+  }
+}
+
+template <class Record>
 RankBits HostLane<Record>::lost() const {
   RankBits ranks{};
   for (const NearRank peer : peers()) {
@@ -284,7 +313,8 @@ void HostLane<Record>::rest(std::uint64_t epoch) {
   for (const int rank : far_->ranks()) {
     // A rank that has left needs nothing any more.
     wait_while_here(
-        rank, site(XD_PHASE_DONE, epoch), [&] { return far_->has_sent(rank, epoch); },
+        rank, site(XD_PHASE_DONE, epoch),
+        [&] { return far_->has_sent(rank, epoch) || has_failed(rank, epoch); },
         [&] { return epoch - 1; });
   }
 }

@@ -13,6 +13,7 @@
 #include "observe/subject.h"
 #include "turn/far_turn.h"
 #include "turn/host_cells.h"
+#include "turn/host_course.h"
 
 namespace xd::turn {
 
@@ -25,7 +26,11 @@ class HostTurn : public HostCells<Record> {
   HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas, observe::Subject& subject)
       : HostCells<Record>(comm, number, map, std::move(areas), kSlots),
         subject_(subject),
-        records_(at(comm.num_ranks())) {
+        records_(at(comm.num_ranks())),
+        course_(
+            comm, number, -1, subject,
+            [this](xd_phase, std::uint64_t epoch) { return epoch_ >= epoch; },
+            [this](xd_phase, std::uint64_t epoch) { return epoch_ + 1 == epoch; }) {
     subject.counters().measures_waits.set(1);
   }
 
@@ -74,6 +79,7 @@ class HostTurn : public HostCells<Record> {
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
   FarTurn<Record>* far_ = nullptr;  // none: all ranks are near
+  HostCourse course_;
 };
 
 template <class Record>
@@ -96,6 +102,14 @@ template <class Ranks>
 void HostTurn<Record>::await_from(const Ranks& ranks, observe::WaitTimes& times) {
   const HostWait site = this->site(XD_PHASE_ENTRY);
   const auto has_entered = [this](int peer) { return this->entered(peer, epoch_) == epoch_; };
+  // Of ranks in two different calls, the lowest of all and the lowest in the other call wait for
+  // one another then.
+  const auto lowest_missing = [&] {
+    for (int r = 0; r < this->comm().num_ranks(); ++r) {
+      if (r != this->self() && !has_entered(r)) return r;
+    }
+    return -1;
+  };
   for (const auto& rank : ranks) {
     const int peer = rank;
     this->comm().wait_for(
@@ -105,7 +119,7 @@ void HostTurn<Record>::await_from(const Ranks& ranks, observe::WaitTimes& times)
           times.look(peer, here, ranks, has_entered);
           return here;
         },
-        [&] { return last_entered(peer); });
+        [&] { return last_entered(peer); }, lowest_missing);
     records_[at(peer)] = this->posted_by(peer, epoch_);
   }
 }

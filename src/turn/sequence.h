@@ -24,7 +24,9 @@ class Sequence {
  public:
   using Status = typename Family::Status;
 
-  virtual ~Sequence() = default;
+  virtual ~Sequence() {
+    if (!comm_->errors().in_fork()) comm_->errors().notes().unlist_join(number_);
+  }
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
 
@@ -67,6 +69,14 @@ class Sequence {
         subject_({comm_->rank(), comm_->num_ranks(), number_, comm_->device().device_type},
                  Family::kOperations, comm_->name()) {
     comm_->errors().name_operations(Family::kOperations);
+    comm_->errors().notes().list_join(number_, [this](std::int32_t operation, const char* text) {
+      try {
+        join_failed(operation, text, nullptr);
+      } catch (...) {
+        forget_last_error();  // it is no call of the caller's
+        throw;
+      }
+    });
   }
 
   // Takes this rank's turn with only this error, and returns it.

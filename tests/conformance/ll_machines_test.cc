@@ -103,6 +103,39 @@ TEST_F(LlMachines, ARankMayGoAtOnceBehindAnOperationThatHasFailed) {
   });
 }
 
+// A failure may reach peers that are still in the operation before, long before they send their own
+// part, which is large; the failed rank then does nothing that would take it in.
+TEST_F(LlMachines, ARankWhoseCallHasFailedEarlyIsNeededNoMore) {
+  LlCase c = echo_case(world().num_ranks());
+  c.max_tokens = 512;
+  c.row_units = 1024;  // messages of up to 8 MiB
+  on_every_rank([&](Rank& rank) {
+    for (const bool bad_receive : {false, true}) {
+      const Group group = make_group(rank, c, {});
+      Echo batch(rank, c, 0);
+      if (rank.rank == 0) {
+        ok(batch.dispatch(group.get(), XD_EP_PHASE_SEND));
+        EXPECT_EQ(xd_ep_ll_combine(group.get(), nullptr, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+        ok(batch.dispatch(group.get(), XD_EP_PHASE_RECEIVE));
+      } else {
+        ok(batch.dispatch(group.get()));
+        ok(batch.combine(group.get(), XD_EP_PHASE_SEND));
+        if (bad_receive) {  // it does not look at what has come
+          xd_ep_ll_combine_args args = XD_EP_LL_COMBINE_ARGS_INIT;
+          args.phase = XD_EP_PHASE_RECEIVE;
+          EXPECT_EQ(xd_ep_ll_combine(group.get(), &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+        } else {
+          EXPECT_EQ(batch.combine(group.get(), XD_EP_PHASE_RECEIVE), XD_ERROR_MISMATCH);
+        }
+      }
+      ok(xd_comm_barrier(rank.comm));
+      ok(batch.dispatch(group.get()));
+      ok(batch.combine(group.get()));
+      EXPECT_EQ(batch.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
+    }
+  });
+}
+
 // Connections that are closed while megabytes arrive have ended processes.
 TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
   LlCase c = echo_case(world().num_ranks());

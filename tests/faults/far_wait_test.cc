@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <latch>
+#include <string>
+#include <thread>
 
 #include "conformance/batch.h"
 #include "faults/gate.h"
@@ -47,6 +49,56 @@ TEST(FarWait, ForAGatewayThatWaitsForAnotherMachineNamesTheRankThere) {
     EXPECT_TRUE(gate.wait_for_thread(kGenerous));
     timed_out.arrive_and_wait();
     gate.open();
+  });
+}
+
+// The last rank, on a machine of its own, waits for rank 0 in one group, and rank 0 for rank 1 in
+// another; rank 1 does not come.
+TEST(FarWait, ForARankThatWaitsItselfNamesTheOneForWhichAllWait) {
+  if (!world().threads()) GTEST_SKIP() << "ranks meet in one process";
+  std::latch timed_out(world().num_ranks() - 1);
+  on_every_rank([&](Rank& rank) {
+    const Case c = plain_case(rank.num_ranks);
+    const Comm comm = rank.another_comm("chain", std::size_t{1} << 20, 2 * kTimeoutMs);
+    Rank there = rank;
+    there.comm = comm.get();
+    const Group groups[] = {make_group(comm.get(), c.config(rank.rank)),
+                            make_group(comm.get(), c.config(rank.rank))};
+    Batch batch(there, c);
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 1) return timed_out.wait();
+    const bool is_last = rank.rank == rank.num_ranks - 1;
+    if (!is_last) std::this_thread::sleep_for(std::chrono::milliseconds(150));
+    EXPECT_EQ(batch.call(groups[is_last ? 0 : 1].get(), XD_EP_PREPARE), XD_ERROR_TIMEOUT);
+    const xd_error_info info = comm_error(comm.get());
+    EXPECT_EQ(info.peer, 1) << info.text;
+    timed_out.count_down();
+  });
+}
+
+// The same two waits between machines, each for the other: an operation and a host call.
+TEST(FarWait, ForRanksInAnotherCallIsAMismatchOfBothAtOnce) {
+  on_every_rank([&](Rank& rank) {
+    const Case c = plain_case(rank.num_ranks);
+    const Comm comm = rank.another_comm("step", std::size_t{1} << 20);
+    Rank there = rank;
+    there.comm = comm.get();
+    const Group group = make_group(comm.get(), c.config(rank.rank));
+    Batch batch(there, c);
+    ok(xd_comm_barrier(rank.comm));
+    const auto since = std::chrono::steady_clock::now();
+    if (rank.rank == 0) {
+      const Outcome outcome = batch.call(group.get(), XD_EP_PREPARE);
+      EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+      EXPECT_TRUE(outcome.mentions("xd_comm_barrier")) << outcome.text;
+    } else {
+      EXPECT_EQ(xd_comm_barrier(comm.get()), XD_ERROR_MISMATCH);
+      EXPECT_NE(std::string(xd_last_error()).find("xd_ep_prepare"), std::string::npos);
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - since, kGenerous);
+    EXPECT_EQ(comm_error(comm.get()).status, XD_SUCCESS);
+    batch.prepare(group.get());
+    ok(xd_comm_barrier(comm.get()));
   });
 }
 

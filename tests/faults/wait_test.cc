@@ -156,6 +156,7 @@ INSTANTIATE_TEST_SUITE_P(Bulk, SecondWait, testing::ValuesIn(bulk_waits()), kNam
 INSTANTIATE_TEST_SUITE_P(Products, SecondWait, testing::ValuesIn(product_waits()), kNameOfWait);
 
 TEST(Waits, OfRanksThatCallGroupsOrContextsInDifferentOrderEndWithTheNumberOfOne) {
+  if (executor() == "cpu") GTEST_SKIP() << "there it is told at once: see OutOfStep";
   for (const Waiting& waiting : {bulk_waits()[0], product_waits()[2]}) {
     SCOPED_TRACE(waiting.name);
     on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
@@ -171,6 +172,97 @@ TEST(Waits, OfRanksThatCallGroupsOrContextsInDifferentOrderEndWithTheNumberOfOne
     });
   }
 }
+
+// ---- Ranks that are out of step -----------------------------------------------------------------
+
+// Waits of the host, which it can tell: each rank waits for the other in another call.
+class OutOfStep : public Wait {
+ protected:
+  void SetUp() override {
+    if (executor() != "cpu") GTEST_SKIP() << "kernels wait here, and not the host";
+  }
+};
+
+TEST_P(OutOfStep, InAnOperationAndAHostCallEndsBothAtOnceAndCostsNothingElse) {
+  const Case c = plain_case(3);
+  on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const auto waiter = GetParam().make(rank);
+    const xd_ep_config config = c.config(rank.rank);
+    ok(xd_comm_barrier(rank.comm));
+    const auto since = Clock::now();
+    std::string text;
+    if (rank.rank == 1) {
+      const CallEnd end = waiter->call();
+      EXPECT_EQ(end, XD_ERROR_MISMATCH);
+      text = end.text;
+    } else {
+      xd_ep_group* group = nullptr;
+      EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_MISMATCH);
+      EXPECT_EQ(group, nullptr);
+      text = xd_last_error();
+    }
+    EXPECT_LT(Clock::now() - since, kLimit);
+    const std::string sizes = "T<=" + std::to_string(config.max_tokens_per_rank);
+    expect_words(text, {"rank 1", GetParam().mentioned, "group 0", "xd_ep_group_create", sizes});
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+    const CallEnd again = waiter->call_whole();
+    EXPECT_EQ(again, XD_SUCCESS) << again.text;
+    const Group group = make_group(rank.comm, config);
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+  });
+}
+
+// What is the same in all operations of a family.
+class OutOfStepAnywhere : public OutOfStep {};
+
+TEST_P(OutOfStepAnywhere, InTwoOperationsIsAMismatchOfBothAtOnce) {
+  on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
+    const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
+    ok(xd_comm_barrier(rank.comm));
+    const auto since = Clock::now();
+    const CallEnd end = waiters[rank.rank]->call();
+    EXPECT_EQ(end, XD_ERROR_MISMATCH);
+    EXPECT_LT(Clock::now() - since, kLimit);
+    expect_words(end.text, {"rank 0", "rank 1", "group 0", "group 1", GetParam().mentioned});
+    expect_finished(rank, *waiters[rank.rank], XD_ERROR_MISMATCH);
+  });
+}
+
+// Another thread of the rank might make the call that its peer waits for.
+TEST_P(OutOfStepAnywhere, IsNotSaidOfRanksWhoseCallsComeFromSeveralThreads) {
+  on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
+    std::thread([&] { ok(xd_comm_barrier(rank.comm)); }).join();
+    EXPECT_EQ(waiters[rank.rank]->call(), XD_ERROR_TIMEOUT);
+  });
+}
+
+// Rank 0 waits for rank 1, and that one for rank 2, which does not come.
+TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
+  std::latch timed_out(2);
+  on_thread_ranks(3, 2 * kShortTimeoutMs, [&](Rank& rank, Comm&) {
+    const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
+    ok(xd_comm_barrier(rank.comm));
+    if (rank.rank == 2) return timed_out.wait();
+    // The error of the first to give up is that of all.
+    if (rank.rank == 1) std::this_thread::sleep_for(4 * kMoment);
+    const CallEnd end = waiters[rank.rank]->call();
+    EXPECT_EQ(end, XD_ERROR_TIMEOUT);
+    EXPECT_EQ(comm_error(rank.comm).peer, 2) << end.text;
+    expect_words(end.text, {"for rank 1", "for rank 2", "group 0", "group 1"});
+    timed_out.count_down();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Bulk, OutOfStep, testing::ValuesIn(bulk_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(LowLatency, OutOfStep, testing::ValuesIn(low_latency_waits()),
+                         kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(Products, OutOfStep, testing::ValuesIn(product_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(Families, OutOfStepAnywhere,
+                         testing::Values(bulk_waits()[0], low_latency_waits()[0],
+                                         product_waits()[0]),
+                         kNameOfWait);
 
 // ---- Host calls ---------------------------------------------------------------------------------
 

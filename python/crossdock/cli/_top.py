@@ -31,9 +31,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="watch the groups of running jobs",
         description="Shows the groups and contexts of this user's processes on this machine: what "
         "each rank is doing and whom it waits for, and what it has done per second since the last "
-        "look. 'dispatch 3.2s>3': that call has lasted 3.2 seconds, and waits for rank 3. '50%>3': "
-        "half of the time it has waited for rank 3, longer than for any other. The processes need "
-        "no preparation and do not notice. Waits are measured on the CPU alone.",
+        "look. 'dispatch 3.2s>3': that call has lasted 3.2 seconds, and waits for rank 3; "
+        "'stopped': a signal or a debugger has stopped the process. '50%>3': half of the time"
+        " it has waited for rank 3, longer than for any other. The processes need no "
+        "preparation and do not notice. Waits are measured on the CPU alone.",
     )
     parser.add_argument(
         "pids",
@@ -85,6 +86,8 @@ def _count(number: float) -> str:
 
 
 def _what_now(seen: SeenGroup) -> str:
+    if _stats.is_stopped(seen.pid):
+        return "stopped"
     if seen.operation is None or seen.operation_ns < _SHOWN_AFTER_NS:
         return "-"
     who = "" if seen.waits_for is None else f">{seen.waits_for}"

@@ -7,6 +7,7 @@
 #include "ep/cpu/ll_dispatch.h"
 #include "ep/cpu/ll_far.h"
 #include "turn/host_calls.h"
+#include "turn/host_course.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -84,6 +85,13 @@ class LlGroup final : public Group {
                 operation, masks_);
   }
 
+  turn::HostCourse make_course(xd_ep_operation operation, const Lane& lane) {
+    return turn::HostCourse(
+        comm(), number(), operation, subject(),
+        [&lane](xd_phase phase, std::uint64_t epoch) { return lane.has_come(phase, epoch); },
+        [&lane](xd_phase phase, std::uint64_t epoch) { return lane.can_join(phase, epoch); });
+  }
+
   LlMemory memory_;
   LlScratch scratch_;
   turn::PeerMasks masks_{comm(),
@@ -93,6 +101,8 @@ class LlGroup final : public Group {
   turn::HostReset reset_{comm(), masks_, memory_.areas(), memory_.map().reset};
   Lane dispatches_ = make_lane(LlKind::dispatch, XD_EP_LL_DISPATCH);
   Lane combines_ = make_lane(LlKind::combine, XD_EP_LL_COMBINE);
+  turn::HostCourse dispatched_ = make_course(XD_EP_LL_DISPATCH, dispatches_);
+  turn::HostCourse combined_ = make_course(XD_EP_LL_COMBINE, combines_);
   turn::HostCalls<Family> calls_{*this, config().fatal_errors};
   std::uint64_t resets_ = 0;
   std::unique_ptr<LlFar> far_;  // nullptr: all ranks are near. Uses all of the above
@@ -147,6 +157,7 @@ void LlGroup::run(LlKind kind, xd_ep_operation operation, const typename Operati
 // same.
 template <class Operation>
 Setback LlGroup::receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args) {
+  Setback bad;
   try {
     if (!args.halves.send) op.check_receive(args.args, lane.own_record());
     Setback setback = op.receive(!args.halves.send);
@@ -156,8 +167,10 @@ Setback LlGroup::receive(Operation& op, Lane& lane, const LlArgs<typename Operat
     return lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
   } catch (...) {
     if (comm().errors().fatal_error() != nullptr) throw;
-    return current_setback();
+    bad = current_setback();
   }
+  lane.await_far();
+  return bad;
 }
 
 RankBits LlGroup::gone() const {

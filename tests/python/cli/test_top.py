@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -70,6 +73,19 @@ def test_a_name_is_shown_and_waits_that_are_not_measured_are_not():
     gpu = dataclasses.replace(gpu, stats=dataclasses.replace(gpu.stats, wait_ns=None))
     row = _top.rows([gpu], [gpu], 1.0)[0]
     assert row[2] == "layer 3 of …" and row[-1] == "?"
+
+
+def test_a_process_that_is_stopped_is_shown_as_stopped():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        seen = _seen(pid=child.pid, operation="dispatch", operation_ns=10**10, waits_for=0)
+        assert _top.rows([seen], [seen], 1.0)[0][3] == "stopped"
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_without_processes_it_says_so():
