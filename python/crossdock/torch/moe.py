@@ -14,9 +14,9 @@ from crossdock._router import RouterOptions, capacity_of, capacity_rows
 
 from ._beside import Beside
 from ._comm import Comm, default_comm
+from ._experts import ExpertHome, make_shares, require_ordered
 from ._group import EpGroup, Plan
 from ._ops import combine, dispatch
-from ._sharding import as_share, convert_loaded
 from .moe_experts import GroupedExperts, SharedExperts, fill
 from .moe_router import Router, Routing, balance_loss, drop_over_capacity, expert_load
 
@@ -135,8 +135,8 @@ class MoELayer(nn.Module):
         self.group = group
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
-        self.num_local_experts = num_experts // group.comm.num_ranks
-        self.first_expert = group.comm.rank * self.num_local_experts
+        self.num_local_experts = group.num_local_experts
+        self.first_expert = ExpertHome(group).first_expert
 
         place: Any = {"dtype": group.dtype, "device": group.comm.device}
         if isinstance(router, RouterOptions):
@@ -152,8 +152,8 @@ class MoELayer(nn.Module):
             columns = shared_experts * ffn
             self.shared = SharedExperts(hidden, columns, **place) if columns else None
         self.reset_parameters()
-        self._expert_names = _make_shares(experts, self.num_local_experts, group.comm)
-        self.register_load_state_dict_pre_hook(_convert_loaded)
+        self._expert_names = [name for name, _ in experts.named_parameters()]
+        make_shares("experts", experts, group)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -289,44 +289,6 @@ class MoELayer(nn.Module):
         )
 
 
-def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
-    """The parameters of ``model`` of which ranks hold different slices, and the layer of each."""
-    return {
-        parameter: layer
-        for layer in model.modules()
-        if isinstance(layer, MoELayer)
-        for parameter in layer.expert_parameters()
-    }
-
-
-def _make_shares(experts: nn.Module, num_local_experts: int, comm: Comm) -> list[str]:
-    """Makes parameters ``[L, ...]`` this rank's share of all ranks'; gives their names.
-
-    Raises:
-        ValueError: a parameter that has no slice for each expert.
-    """
-    names = []
-    for name, parameter in list(experts.named_parameters()):
-        if parameter.dim() == 0 or parameter.shape[0] != num_local_experts:
-            raise ValueError(
-                f"experts.{name}: expected a slice for each of the {num_local_experts} experts of "
-                f"this rank, got shape {tuple(parameter.shape)}"
-            )
-        share = nn.Parameter(as_share(parameter.detach(), comm), parameter.requires_grad)
-        path, _, last = name.rpartition(".")
-        setattr(experts.get_submodule(path), last, share)
-        names.append(name)
-    return names
-
-
-def _convert_loaded(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: plain tensors of experts become as the parameters are."""
-    for name, parameter in layer.experts.named_parameters():
-        key = f"{prefix}experts.{name}"
-        if key in state:
-            state[key] = convert_loaded(state[key], parameter, layer.first_expert)
-
-
 class _Sizes(NamedTuple):
     hidden: int
     num_experts: int
@@ -370,11 +332,7 @@ def _check_group(
 ) -> None:
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
-    if group.expert_ranks is not None:
-        raise ValueError(
-            "group: expected E / W experts on every rank, in order, as the layer's parameters have "
-            "them; got a group with expert_ranks"
-        )
+    require_ordered(group)
     if group.num_experts != num_experts:
         expected = group.num_experts
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")

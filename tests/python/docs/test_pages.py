@@ -91,6 +91,7 @@ def test_every_example_is_run_here():
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
+        "torch_own_layer.py",
         "torch_async_tp.py",
         "torch_tensor_parallel.py",
         "torch_tensor_parallel_layers.py",
@@ -141,6 +142,7 @@ def test_torchrun_starts_an_example():
     [
         ("python/torch_moe_layer.py", [], "at last"),
         ("python/torch_moe_model.py", [], "at last"),
+        ("python/torch_own_layer.py", [], "at last; saved"),
         ("python/torch_async_tp.py", [], "as expected"),
         ("python/torch_tensor_parallel.py", [], "gradient as expected"),
         ("python/torch_tensor_parallel_layers.py", [], "agree with plain layers"),
