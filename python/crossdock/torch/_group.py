@@ -266,6 +266,8 @@ class EpGroup(Membership):
                 data, info, offsets = parts
                 num_tokens, topk = topk_idx.shape
                 out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk))
+            else:
+                _tell_no_plan(error)
             raise
         return plan if out is None else out.overwrite(plan)
 
@@ -312,6 +314,14 @@ class EpGroup(Membership):
         beside = self.max_topk if self.layout == "rank_major" else 1
         rows = block_bytes(self.rows * self.hidden * self.dtype.itemsize)
         return rows + block_bytes(self.rows * 4 * beside)
+
+
+def _tell_no_plan(error: InvalidArgument) -> None:
+    """Lets the error of a call that returns no plan promise none."""
+    promise = "they count as -1 and the plan is usable"
+    without = "there is no plan (with out= it would be complete, and they would count as -1)"
+    error.text = error.text.replace(promise, without)
+    error.args = (error.text,)
 
 
 def _drop_grad(leaf: torch.Tensor) -> None:
