@@ -38,6 +38,7 @@ from ._low_latency_ops import (
 from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
+from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8
 from .moe import MoELayer, MoEOutput
@@ -57,6 +58,7 @@ __all__ = [
     "Comm",
     "Dispatched",
     "EpGroup",
+    "GradScaler",
     "GroupedExperts",
     "LowLatencyGroup",
     "MoELayer",

@@ -91,6 +91,7 @@ def test_every_example_is_run_here():
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
+        "torch_mixed_precision.py",
         "torch_own_layer.py",
         "torch_async_tp.py",
         "torch_tensor_parallel.py",
@@ -126,6 +127,13 @@ def test_errors_are_what_the_page_quotes():
 def test_torch_mesh(way):
     said = on_ranks(4, EXAMPLES / "torch_mesh.py", way)
     learned = re.findall(r"loss (\d\.\d+) at first, (\d\.\d+) at last; saved", said)
+    assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "scaled"])
+def test_torch_mixed_precision(way):
+    said = on_ranks(4, EXAMPLES / "torch_mixed_precision.py", way)
+    learned = re.findall(r"loss (\d\.\d+) at first, (\d\.\d+) at last", said)
     assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
 
 
