@@ -30,7 +30,9 @@ class MoEOutput(NamedTuple):
 
     hidden: torch.Tensor  # shape of the input, and its dtype, or autocast's where that is on
     aux_loss: torch.Tensor  # [] float32, the losses times their weights: add it to the loss
-    load: torch.Tensor  # [E] float32: share of all choices that went to each expert; no gradient
+    # [E] float32: share of all ranks' choices that went to each expert; no gradient. In inference
+    # of this rank's choices, as is aux_loss.
+    load: torch.Tensor
     order: torch.Tensor  # [1] float32, 0: stands for the layer's operations; see `after` of forward
 
 
@@ -45,7 +47,9 @@ class MoELayer(nn.Module):
     experts are plain tensors, equal on every rank.
 
     Every rank calls forward and backward equally often, in one order, also without tokens; tokens
-    per rank may differ. After backward call `average_gradients`.
+    per rank may differ. After backward call `average_gradients`. In inference, which is
+    ``torch.inference_mode()``, or ``eval()`` with ``torch.no_grad()``, torch.distributed is not
+    used.
 
     Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
     bit for bit, on any number of ranks: each expert has a seed of its own. A module of the
@@ -222,7 +226,9 @@ class MoELayer(nn.Module):
         alignment = _alignment(dtype) if self._has_own_group else None
         plan = self.group.prepare(routing.topk_idx, after=after, alignment=alignment)
         # Counted over ranks, so not before prepare has told whether all ranks are here.
-        load = expert_load(chosen, self.num_experts, self.group.comm.process_group)
+        infers = self._infers()
+        ranks = None if infers else self.group.comm.process_group
+        load = expert_load(chosen, self.num_experts, ranks)
         received = dispatch(
             plan,
             rows,
@@ -232,11 +238,21 @@ class MoELayer(nn.Module):
         out = combine(plan, self.experts(received.tokens, plan), received.weights)
         if shared is not None:
             out = out + shared.result()
-        if isinstance(self.router, Router):
+        if isinstance(self.router, Router) and not infers:
             self.router.note_load(load)
         aux_loss = self._aux_loss(routing, load)
         hidden = out.to(wanted or x.dtype).reshape(x.shape)
         return MoEOutput(hidden, aux_loss, load, plan.order)
+
+    def _infers(self) -> bool:
+        """Whether no training can follow, so that nobody's load has to be known to other ranks.
+
+        A forward pass without gradients in training mode may be one that activation checkpointing
+        repeats with them: its losses must be the same.
+        """
+        if torch.is_grad_enabled():
+            return False
+        return not self.training or torch.is_inference_mode_enabled()
 
     def _dtype_of_rows(self) -> torch.dtype:
         """In which tokens travel and are multiplied, without autocast."""

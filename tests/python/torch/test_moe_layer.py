@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +166,34 @@ def test_bfloat16_layer_pads_zones_and_is_near_float32(me: Rank) -> None:
             rtol=0.05,
             atol=0.05,
         )
+
+
+@on_ranks(2)
+def test_inference_does_without_torch_distributed(me: Rank) -> None:
+    """Loads are this rank's there; a pass without gradients that is training has those of all."""
+    tokens_of_ranks = (5, 3)
+    with joined() as comm:
+        layer = make_layer(comm)
+        x = mine(me, batch(tokens_of_ranks)[0], tokens_of_ranks)
+        trained = layer(x)
+        with torch.no_grad():
+            repeated = layer(x)
+        assert torch.equal(repeated.load, trained.load)
+        assert torch.equal(repeated.aux_loss, trained.aux_loss)
+        chosen = xd.route(x @ layer.router.weight.t(), TOPK).topk_idx
+        own = torch.bincount(chosen.reshape(-1), minlength=EXPERTS) / chosen.numel()
+        assert not torch.equal(own, trained.load)
+        used = AssertionError("torch.distributed was used")
+        with mock.patch.object(dist, "all_reduce", side_effect=used):
+            for training, mode in ((False, torch.no_grad), (True, torch.inference_mode)):
+                layer.train(training)
+                with mode():
+                    output = layer(x)
+                assert torch.equal(output.hidden, trained.hidden)
+                close(output.load, own)
+                assert output.aux_loss > 0
+            with pytest.raises(AssertionError, match="was used"):
+                layer(x)
 
 
 @on_ranks(1)
