@@ -98,7 +98,8 @@ class EpGroup(Membership):
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_local_experts: L, the experts of this rank.
-        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype: as given.
+        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment:
+            as given.
         core: the group of the extension.
     """
 
@@ -192,7 +193,7 @@ class EpGroup(Membership):
         self.hidden = hidden
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
-        self.layout = layout
+        self.layout, self.alignment = layout, alignment
         self.dtype = dtype
         self.max_scale_bytes = widest_scale_bytes(hidden)
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})

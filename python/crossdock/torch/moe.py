@@ -99,7 +99,8 @@ class MoELayer(nn.Module):
             num_experts: E over all ranks, a multiple of the number of ranks.
             topk: K, experts per token.
             group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
-                may share; or None, and the layer makes one from the four arguments that follow.
+                may share; or None, and the layer makes one from the four arguments that follow. To
+                train in bfloat16 on GPUs, also under autocast, its alignment is a multiple of 8.
             comm: communicator of the group to make; None = the default one.
             max_tokens_per_rank: largest number of tokens per rank and call.
             recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
@@ -223,7 +224,7 @@ class MoELayer(nn.Module):
             routing = drop_over_capacity(routing, self.num_experts, capacity)
         rows = tokens.to(dtype)
         shared = None if self.shared is None else Beside(self.shared, rows)
-        alignment = _alignment(dtype) if self._has_own_group else None
+        alignment = self._alignment_of_plan(dtype)
         plan = self.group.prepare(routing.topk_idx, after=after, alignment=alignment)
         # Counted over ranks, so not before prepare has told whether all ranks are here.
         infers = self._infers()
@@ -260,6 +261,19 @@ class MoELayer(nn.Module):
         if now in (None, self.param_dtype) or now.itemsize > self.group.dtype.itemsize:
             return self.group.dtype
         return now
+
+    def _alignment_of_plan(self, dtype: torch.dtype) -> int | None:
+        """What rows of this dtype need, of a group of the layer's own; None = the caller's."""
+        wanted, group = _alignment(dtype), self.group
+        if self._has_own_group:
+            return wanted
+        if dtype != group.dtype and group.alignment % wanted and group.comm.device.type == "cuda":
+            problem = (
+                f"group: expected an alignment in multiples of {wanted}, as torch's kernel needs "
+                f"for experts in {dtype}, got {group.alignment}"
+            )
+            group.refuse(constants.PREPARE, ValueError, problem)
+        return None
 
     def _route(self, tokens: torch.Tensor) -> Routing:
         """The router's choice. A failure of it is one that the peers hear of."""

@@ -130,6 +130,29 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @on_gpus
+def test_autocast_asks_a_callers_group_for_the_kernels_alignment(me: Rank) -> None:
+    """Torch's kernel would end the process of whoever trains with zones that begin elsewhere."""
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "max_topk": TOPK}
+    with joined(me) as comm:
+        x = torch.randn(TOKENS, HIDDEN, device="cuda")
+        for alignment in (8, 4):
+            group = xd.EpGroup(
+                **sizes,
+                max_tokens_per_rank=TOKENS,
+                dtype=torch.float32,
+                alignment=alignment,
+                comm=comm,
+            )
+            layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, group=group)
+            with torch.autocast("cuda", torch.bfloat16):
+                if alignment == 8:
+                    layer(x).hidden.sum().backward()
+                    continue
+                with pytest.raises(ValueError, match="group: expected an alignment in multiples"):
+                    layer(x)
+
+
+@on_gpus
 def test_inference_is_captured_whatever_the_backend_of_the_group(me: Rank) -> None:
     """Gloo's operations on a GPU's tensors could not be."""
     device = torch.device("cuda", me.rank)
