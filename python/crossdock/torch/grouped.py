@@ -36,8 +36,8 @@ def grouped_mm(
     Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. On a GPU, bfloat16
     with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can
     capture it; anything else there reads the offsets on the host, which a capture refuses. Under
-    ``torch.autocast`` both operands are cast to its dtype, as those of ``F.linear`` are (those of
-    torch's own ``F.grouped_mm`` are not).
+    ``torch.autocast`` both operands are cast to its dtype, as those of ``F.linear`` are (as of
+    torch 2.13 those of ``F.grouped_mm`` are not).
 
     Args:
         x: ``[R, N]``, rows grouped by expert.

@@ -354,6 +354,18 @@ def test_scaled_losses_give_the_steps_of_unscaled_ones(me: Rank) -> None:
                     assert not torch.equal(got, old)
 
 
+@on_ranks(2)
+def test_torchs_own_scaler_is_not_silently_wrong(me: Rank) -> None:
+    with joined() as comm:
+        model = make_model(comm)
+        optimizer = torch.optim.AdamW(xd.parameter_groups(model), lr=0.01)
+        scaler = torch.amp.GradScaler(where().type, init_scale=4.0)
+        scaler.scale(loss_of(model, batch(0, me.num_ranks)[me.rank])).backward()
+        xd.average_gradients(model)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+            scaler.unscale_(optimizer)
+
+
 @on_ranks(4)
 def test_an_overflow_of_one_ranks_experts_is_one_of_all(me: Rank) -> None:
     with two_by_two(me) as (mesh, comm):
