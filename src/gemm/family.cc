@@ -93,8 +93,9 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
   }
   if (theirs.scaling != mine.scaling) return "scales of another shape";
   if (theirs.fingerprint != mine.fingerprint) {
-    return mine.call.operation == XD_GEMM_ALL_REDUCE ? of("M", theirs.fingerprint, mine.fingerprint)
-                                                     : "other tokens per rank";
+    return mine.call.operation == XD_GEMM_ALL_REDUCE
+               ? of("M", theirs.fingerprint, mine.fingerprint)
+               : "other tokens per rank (give tokens_per_rank where they differ)";
   }
   if (theirs.algo != mine.algo) {
     return of("algo", algo_name(static_cast<xd_gemm_algo>(theirs.algo)),

@@ -24,6 +24,7 @@ except ImportError as error:
 from crossdock._router import RouterOptions
 
 from ._comm import Comm, default_comm, empty_symmetric, init
+from ._experts import expert_parameters, mark_experts
 from ._group import EpGroup, Plan, RoutingLayout
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots
 from ._low_latency_ops import (
@@ -37,9 +38,10 @@ from ._low_latency_ops import (
 from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
 from .checkpoint import load_checkpoint, save_checkpoint
+from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8
-from .moe import MoELayer, MoEOutput, expert_parameters
+from .moe import MoELayer, MoEOutput
 from .moe_balance import update_router_bias
 from .moe_experts import GroupedExperts, SharedExperts
 from .moe_models import load_pretrained, model_layer
@@ -56,6 +58,7 @@ __all__ = [
     "Comm",
     "Dispatched",
     "EpGroup",
+    "GradScaler",
     "GroupedExperts",
     "LowLatencyGroup",
     "MoELayer",
@@ -92,6 +95,7 @@ __all__ = [
     "load_checkpoint",
     "load_pretrained",
     "local_tensor",
+    "mark_experts",
     "model_layer",
     "parameter_groups",
     "route",

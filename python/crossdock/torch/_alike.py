@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["axes_of", "require_alike"]
 
 
-def axes_of(comms: Iterable[Comm]) -> list[ProcessGroup]:
+def axes_of(
+    comms: Iterable[Comm], replicas: Callable[[Comm], ProcessGroup | None]
+) -> list[ProcessGroup]:
     """The process groups of communicators with several ranks, and of their replicas."""
     axes: dict[tuple[int, ...], ProcessGroup] = {}
     for comm in comms:
-        for group in (comm.process_group if comm.num_ranks > 1 else None, comm.replicas):
+        for group in (comm.process_group if comm.num_ranks > 1 else None, replicas(comm)):
             if group is not None:
                 axes.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return list(axes.values())

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ._checkpoint_parts import has_slices, state_shapes
+from ._experts import ExpertHome
 from ._sharding import is_share, like
-from .moe import MoELayer
 
 __all__ = ["COMMON_FILE", "Shards", "check_part", "check_shape", "read"]
 
@@ -33,12 +33,12 @@ class Shards:
                 f"{[f'{first} to {end - 1}' for first, end in self._files]}"
             )
 
-    def names(self, layer: MoELayer) -> tuple[Path, set[str]]:
+    def names(self, layer: ExpertHome) -> tuple[Path, set[str]]:
         """The first file with some of the layer's own, and the parameters in it."""
         first, end, _ = self._files_of(layer)[0]
         return self._file(first, end), set(self._part(first, end)["model"])
 
-    def gather(self, name: str, layer: MoELayer, shape: tuple[int, ...]) -> torch.Tensor:
+    def gather(self, name: str, layer: ExpertHome, shape: tuple[int, ...]) -> torch.Tensor:
         """The layer's own slices of a parameter, put together from all files that have some.
 
         Args:
@@ -54,7 +54,7 @@ class Shards:
             slices.append(model[name][mine])
         return torch.cat(slices)
 
-    def optimizer(self, name: str, layer: MoELayer, parameter: Any) -> dict[str, Any] | None:
+    def optimizer(self, name: str, layer: ExpertHome, parameter: Any) -> dict[str, Any] | None:
         """Optimiser state of one parameter, put together from all files that have some."""
         places = self._files_of(layer)
         parts = [(first, end, self._state(first, end, name)) for first, end, _ in places]
@@ -108,7 +108,7 @@ class Shards:
             )
         return saved["state"].get(name)
 
-    def _files_of(self, layer: MoELayer) -> list[tuple[int, int, slice]]:
+    def _files_of(self, layer: ExpertHome) -> list[tuple[int, int, slice]]:
         """First expert and end of each file with some of the layer's own, and which of it."""
         begin, stop = layer.first_expert, layer.first_expert + layer.num_local_experts
         places = []

@@ -53,8 +53,8 @@ class Comm:
         mesh: the DeviceMesh of these ranks over which a layer's experts are sharded; None without a
             process group, and of one rank.
         replicas: the process group of the ranks that hold the same experts, or the same parts of
-            layers of tensor parallelism: what `data_parallel` has been told, or the caller sets,
-            also by a mesh of one dimension; else None. Not kept either.
+            layers of tensor parallelism, as the caller sets it, also by a mesh of one dimension;
+            else None. Of models of `data_parallel` it need not be set. Not kept either.
         pool: where tensors in symmetric memory come from.
         contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
         agreement: the context by which these layers agree on bounds; None before the first.

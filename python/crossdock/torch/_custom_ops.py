@@ -148,8 +148,9 @@ def _check_rows(group: EpGroup, tokens: Tensor, way: QuantiseWay | None) -> None
         )
     elif not 0 < row_bytes <= most or row_bytes % _ROW_ALIGNMENT != 0:
         problem = (
-            f"expected rows of a positive multiple of {_ROW_ALIGNMENT} bytes and at most the "
-            f"group's {most}, got {row_bytes}: {tokens.dtype} of shape {tuple(tokens.shape)}"
+            f"expected rows of a positive multiple of {_ROW_ALIGNMENT} bytes and at most "
+            f"{most} (the group's {group.hidden} elements of {group.dtype}), got {row_bytes}: "
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         )
     else:
         return

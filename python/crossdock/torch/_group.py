@@ -98,7 +98,8 @@ class EpGroup(Membership):
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_local_experts: L, the experts of this rank.
-        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype: as given.
+        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment:
+            as given.
         core: the group of the extension.
     """
 
@@ -192,7 +193,7 @@ class EpGroup(Membership):
         self.hidden = hidden
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
-        self.layout = layout
+        self.layout, self.alignment = layout, alignment
         self.dtype = dtype
         self.max_scale_bytes = widest_scale_bytes(hidden)
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
@@ -266,6 +267,8 @@ class EpGroup(Membership):
                 data, info, offsets = parts
                 num_tokens, topk = topk_idx.shape
                 out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk))
+            else:
+                _tell_no_plan(error)
             raise
         return plan if out is None else out.overwrite(plan)
 
@@ -312,6 +315,14 @@ class EpGroup(Membership):
         beside = self.max_topk if self.layout == "rank_major" else 1
         rows = block_bytes(self.rows * self.hidden * self.dtype.itemsize)
         return rows + block_bytes(self.rows * 4 * beside)
+
+
+def _tell_no_plan(error: InvalidArgument) -> None:
+    """Lets the error of a call that returns no plan promise none."""
+    promise = "they count as -1 and the plan is usable"
+    without = "there is no plan (with out= it would be complete, and they would count as -1)"
+    error.text = error.text.replace(promise, without)
+    error.args = (error.text,)
 
 
 def _drop_grad(leaf: torch.Tensor) -> None:

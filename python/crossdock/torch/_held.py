@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ._comm import Comm
+from ._experts import expert_parameters
 from ._sharding import is_share, like, local_tensor, ranks_of
-from .moe import expert_parameters
 
 __all__ = [
     "Held",

@@ -33,15 +33,17 @@ from ._checkpoint_parts import (
     state_shapes,
 )
 from ._checkpoint_read import COMMON_FILE, Shards, check_part, check_shape, read
+from ._experts import ExpertHome, expert_parameters
 from ._group import EpGroup
+from ._replicas import replicas_of
 from ._sharding import is_share, local_tensor
-from .moe import MoELayer, expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _FORMAT = 2
+_WANTED = "expected layers (MoELayer, or of mark_experts) with equally many experts"
 
 
 def save_checkpoint(
@@ -64,9 +66,9 @@ def save_checkpoint(
 
     Args:
         path: must not exist; the same on every rank, in a folder that all ranks share.
-        model: one `MoELayer` or more, with equally many experts, on one communicator; parts of
-            layers of `crossdock.torch.tp` are put together by torch.distributed; every other
-            parameter and buffer is taken from rank 0.
+        model: one `MoELayer` or more, or experts of `mark_experts`, with equally many experts, on
+            one communicator; parts of layers of `crossdock.torch.tp` are put together by
+            torch.distributed; every other parameter and buffer is taken from rank 0.
         optimizer: of parameters of ``model``.
         extra: from rank 0: step, random states and the like; numbers, strings, tensors, and lists
             and dicts of them.
@@ -77,14 +79,14 @@ def save_checkpoint(
         FileExistsError: ``path`` exists.
         OSError: this rank could not write its part; nothing appears under ``path``.
         RuntimeError: another rank has one of these errors, or another model or state; likewise.
-        ValueError: the model has no `MoELayer`, or layers whose experts are not spread alike, or
+        ValueError: the model has no experts, or layers whose experts are not spread alike, or
             FSDP has sharded it, or layers of tensor parallelism are not over torch.distributed, or
             nothing says how ranks share a plain tensor of the optimiser's state of theirs.
         CrossdockError: a rank is lost, or has not come in time.
     """
     path = Path(path)
     layer = _first_layer(model)
-    group: Any = replicas if replicas is not None else layer.group.comm.replicas
+    group: Any = replicas if replicas is not None else replicas_of(model)(layer.comm)
     group = group.get_group() if hasattr(group, "get_group") else group
     shares = _agreed_shares(path, model, optimizer, layer.group, group)
     parts = gather_parts(shares, keep=layer.group.comm.rank == 0)
@@ -175,7 +177,7 @@ def _write_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any] | None,
-    layer: MoELayer,
+    layer: ExpertHome,
     parts: Parts,
 ) -> None:
     """`save_checkpoint` of one communicator."""
@@ -300,7 +302,7 @@ def _write_parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any] | None,
-    layer: MoELayer,
+    layer: ExpertHome,
     parts: Parts,
 ) -> None:
     """This rank's files."""
@@ -326,31 +328,31 @@ def _common_part(
     }
 
 
-def _first_layer(model: nn.Module) -> MoELayer:
-    """The layer through whose group ranks agree."""
+def _first_layer(model: nn.Module) -> ExpertHome:
+    """The experts through whose group ranks agree."""
     layers = list(expert_parameters(model).values())
     if not layers:
-        raise ValueError("model: expected MoELayers with equally many experts, got []")
+        raise ValueError(f"model: {_WANTED}, got []")
     return layers[0]
 
 
-def _one_layer(model: nn.Module) -> MoELayer:
-    """A layer that has the experts of all layers."""
+def _one_layer(model: nn.Module) -> ExpertHome:
+    """Where the experts of all layers lie."""
     layers = list(expert_parameters(model).values())
     numbers = sorted({layer.num_experts for layer in layers})
     if len(numbers) != 1:
-        raise ValueError(f"model: expected MoELayers with equally many experts, got {numbers}")
+        raise ValueError(f"model: {_WANTED}, got {numbers}")
     places = sorted({(layer.first_expert, layer.num_local_experts) for layer in layers})
     if len(places) != 1:
         raise ValueError(
-            "model: expected MoELayers whose experts lie on ranks alike, as on one communicator; "
-            f"got first experts and numbers of experts {places} here"
+            "model: expected layers whose experts lie on ranks alike, as on one communicator; got "
+            f"first experts and numbers of experts {places} here"
         )
     return layers[0]
 
 
 def _expert_part(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, layer: MoELayer
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, layer: ExpertHome
 ) -> dict[str, Any]:
     experts = expert_parameters(model)
     return {
@@ -401,7 +403,7 @@ def _load_optimizer(
     optimizer: torch.optim.Optimizer,
     names: dict[str, nn.Parameter],
     common: dict[str, Any] | None,
-    sharded: dict[str, MoELayer],
+    sharded: dict[str, ExpertHome],
     shards: Shards,
     spread: dict[str, nn.Parameter],
 ) -> None:

@@ -7,12 +7,15 @@ zone belong to no expert: they are never read, and are undefined in a result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ._autocast import autocast
+from ._comm import default_comm
 from ._custom_ops import LIBRARY
-from ._group import pool_of
+from ._group import group_of, pool_of
+from ._sharding import local_tensor
 from ._unseen import unseen
 
 _GROUPED_MM: Callable[..., torch.Tensor] | None = getattr(
@@ -32,11 +35,14 @@ def grouped_mm(
 
     Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. On a GPU, bfloat16
     with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can
-    capture it; anything else there reads the offsets on the host, which a capture refuses.
+    capture it; anything else there reads the offsets on the host, which a capture refuses. Under
+    ``torch.autocast`` both operands are cast to its dtype, as those of ``F.linear`` are (as of
+    torch 2.13 those of ``F.grouped_mm`` are not).
 
     Args:
         x: ``[R, N]``, rows grouped by expert.
-        weight: ``[L, N, M]``, dtype and device of ``x``; any strides.
+        weight: ``[L, N, M]``, dtype and device of ``x``; any strides. Of a DTensor, as
+            `mark_experts` makes it, this rank's slices.
         offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
         out_group: handle of an ``EpGroup`` from whose symmetric memory the result is taken, for a
             result that goes to ``combine``; 0 = ordinary memory. The one grouped kernel makes its
@@ -53,26 +59,61 @@ def grouped_mm(
         TypeError: a dtype is wrong.
         ValueError: shapes do not fit each other.
     """
-    check_operands(x, weight, offsets)
+    handle = out_group or grad_group
+    x, weight = operands_of("grouped_mm", x, weight, offsets, handle)
     return torch.ops.crossdock.grouped_mm(x, weight, offsets, False, out_group, grad_group)
 
 
-def check_operands(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Refuses operands that do not fit each other."""
+def operands_of(
+    function: str, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, handle: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain tensors x and weight in autocast's dtype, which fit each other, or an error.
+
+    Args:
+        function: whose operands they are, for the error.
+        handle: of the group whose rows they are; 0 = unknown.
+    """
+    for name, value in (("x", x), ("weight", weight), ("offsets", offsets)):
+        if not isinstance(value, torch.Tensor):
+            problem = f"{name}: expected a tensor, got {type(value).__name__}"
+            refuse(function, TypeError, problem, handle)
+    x, weight = autocast(x, local_tensor(weight))
+    problem = _problem_of_shapes(x, weight, offsets)
     if weight.dtype != x.dtype:
-        raise TypeError(f"weight: expected dtype {x.dtype} as x has, got {weight.dtype}")
+        problem = f"weight: expected dtype {x.dtype} as x has, got {weight.dtype}"
+        refuse(function, TypeError, problem, handle)
     if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets: expected dtype torch.int32, got {offsets.dtype}")
+        problem = f"offsets: expected dtype torch.int32, got {offsets.dtype}"
+        refuse(function, TypeError, problem, handle)
+    if problem:
+        refuse(function, ValueError, problem, handle)
+    return x, weight
+
+
+def _problem_of_shapes(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> str:
     if x.dim() != 2:
-        raise ValueError(f"x: expected 2 dimensions, got shape {tuple(x.shape)}")
+        return f"x: expected 2 dimensions, got shape {tuple(x.shape)}"
     if weight.dim() != 3 or weight.shape[1] != x.shape[1]:
-        raise ValueError(
-            f"weight: expected shape [experts, {x.shape[1]}, columns], got {tuple(weight.shape)}"
-        )
+        return f"weight: expected shape [experts, {x.shape[1]}, columns], got {tuple(weight.shape)}"
     if offsets.dim() != 1 or offsets.shape[0] != weight.shape[0] + 1:
-        raise ValueError(
-            f"offsets: expected shape [{weight.shape[0] + 1}], got {tuple(offsets.shape)}"
-        )
+        return f"offsets: expected shape [{weight.shape[0] + 1}], got {tuple(offsets.shape)}"
+    return ""
+
+
+def refuse(function: str, kind: type[Exception], problem: str, handle: int = 0) -> NoReturn:
+    """Raises an error of a function that is local, so that no peer has to hear of it.
+
+    Args:
+        function: its name.
+        kind: of the error.
+        problem: the argument, what was expected and what was got.
+        handle: of the group in question; 0 = unknown, and the default communicator's rank is told.
+    """
+    try:
+        comm = group_of(handle).comm if handle else default_comm()
+    except RuntimeError:  # there is none
+        raise kind(f"{function}: {problem}") from None
+    raise kind(f"{function}: {problem} [rank {comm.rank} of {comm.num_ranks}]")
 
 
 def define_operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:

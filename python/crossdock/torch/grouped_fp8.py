@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ._custom_ops import LIBRARY
-from .grouped import check_operands, define_operator, ends_inside, zones_of
+from .grouped import define_operator, ends_inside, operands_of, refuse, zones_of
 
 __all__ = ["FP8_UNIT", "fp8_obstacle", "grouped_mm_fp8"]
 
@@ -34,7 +34,7 @@ def grouped_mm_fp8(
 
     Args:
         x: ``[R, N]`` bfloat16, rows grouped by expert.
-        weight: ``[L, N, M]`` bfloat16; any strides.
+        weight: ``[L, N, M]`` bfloat16, as of `grouped_mm`.
         offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
         grad_group: as of `grouped_mm`.
 
@@ -46,17 +46,18 @@ def grouped_mm_fp8(
         ValueError: shapes do not fit each other, or the kernel.
         RuntimeError: there is no such kernel here (see `fp8_obstacle`).
     """
-    check_operands(x, weight, offsets)
+    function = "grouped_mm_fp8"
+    x, weight = operands_of(function, x, weight, offsets, grad_group)
     if x.dtype != torch.bfloat16:
-        raise TypeError(f"x: expected dtype torch.bfloat16, got {x.dtype}")
+        problem = f"x: expected dtype torch.bfloat16, got {x.dtype}"
+        refuse(function, TypeError, problem, grad_group)
     if x.shape[1] % FP8_UNIT or weight.shape[2] % FP8_UNIT:
         shape = tuple(weight.shape)
-        raise ValueError(
-            f"weight: expected rows and columns in multiples of {FP8_UNIT}, got {shape}"
-        )
+        problem = f"weight: expected rows and columns in multiples of {FP8_UNIT}, got {shape}"
+        refuse(function, ValueError, problem, grad_group)
     obstacle = fp8_obstacle(x.device)
     if obstacle:
-        raise RuntimeError(f"grouped_mm_fp8: {obstacle}")
+        refuse(function, RuntimeError, obstacle, grad_group)
     return torch.ops.crossdock.grouped_mm_fp8(x, weight, offsets, grad_group)
 
 

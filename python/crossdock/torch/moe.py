@@ -12,21 +12,27 @@ from crossdock._config import Overflow
 from crossdock._core import constants
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
 
+from ._autocast import autocast_dtype
 from ._beside import Beside
+from ._calls import SUMMABLE
 from ._comm import Comm, default_comm
+from ._experts import ExpertHome, make_shares, require_ordered
 from ._group import EpGroup, Plan
 from ._ops import combine, dispatch
-from ._sharding import as_share, convert_loaded
 from .moe_experts import GroupedExperts, SharedExperts, fill
 from .moe_router import Router, Routing, balance_loss, drop_over_capacity, expert_load
+
+_KNOWN = ", ".join(str(dtype) for dtype in SUMMABLE)
 
 
 class MoEOutput(NamedTuple):
     """The result of `MoELayer`."""
 
-    hidden: torch.Tensor  # shape and dtype of the input
+    hidden: torch.Tensor  # shape of the input, and its dtype, or autocast's where that is on
     aux_loss: torch.Tensor  # [] float32, the losses times their weights: add it to the loss
-    load: torch.Tensor  # [E] float32: share of all choices that went to each expert; no gradient
+    # [E] float32: share of all ranks' choices that went to each expert; no gradient. In inference
+    # of this rank's choices, as is aux_loss.
+    load: torch.Tensor
     order: torch.Tensor  # [1] float32, 0: stands for the layer's operations; see `after` of forward
 
 
@@ -41,11 +47,14 @@ class MoELayer(nn.Module):
     experts are plain tensors, equal on every rank.
 
     Every rank calls forward and backward equally often, in one order, also without tokens; tokens
-    per rank may differ. After backward call `average_gradients`.
+    per rank may differ. After backward call `average_gradients`. In inference, which is
+    ``torch.inference_mode()``, or ``eval()`` with ``torch.no_grad()``, torch.distributed is not
+    used.
 
     Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
     bit for bit, on any number of ranks: each expert has a seed of its own. A module of the
-    caller's keeps the parameters that it comes with.
+    caller's keeps the parameters that it comes with. With `param_dtype` parameters are kept in a
+    wider dtype than tokens travel and experts compute in.
 
     In eager mode on the CPU the receive tensor is trimmed to its true rows. Elsewhere it has the
     group's capacity, so that nothing waits for the host and CUDA graphs can capture the layer
@@ -58,6 +67,7 @@ class MoELayer(nn.Module):
         shared: `SharedExperts`, or the caller's module; None = no shared experts.
         group: its ``EpGroup``.
         first_expert, num_local_experts: this rank's experts.
+        param_dtype: the dtype that the experts' parameters were made with.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class MoELayer(nn.Module):
         aux_loss_weight: float = 0.01,
         z_loss_weight: float = 0.0,
         dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         """Makes the layer on the communicator's device. Collective if it makes its own group.
 
@@ -88,7 +99,8 @@ class MoELayer(nn.Module):
             num_experts: E over all ranks, a multiple of the number of ranks.
             topk: K, experts per token.
             group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
-                may share; or None, and the layer makes one from the four arguments that follow.
+                may share; or None, and the layer makes one from the four arguments that follow. To
+                train in bfloat16 on GPUs, also under autocast, its alignment is a multiple of 8.
             comm: communicator of the group to make; None = the default one.
             max_tokens_per_rank: largest number of tokens per rank and call.
             recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
@@ -108,15 +120,21 @@ class MoELayer(nn.Module):
                 `drop_over_capacity`); bounds the rows of the receive tensor, too. None = no limit.
             aux_loss_weight: factor of the load-balancing loss; 0 = no such loss.
             z_loss_weight: factor of `z_loss`, of the built-in router.
-            dtype: of tokens, experts and shared experts; None = the group's, or torch's default.
-                The router computes in float32.
+            dtype: in which tokens travel and experts and shared experts compute: bfloat16, float16
+                or float32; None = the group's, or torch's default. The router computes in float32.
+            param_dtype: of the parameters of the built-in experts and shared experts, which are
+                cast where they are used; their gradients have it. None = `dtype`. Those of the
+                router are float32.
 
         Raises:
-            ValueError: sizes do not fit each other or the group.
+            TypeError: `param_dtype` is no dtype that parameters can have.
+            ValueError: sizes do not fit each other or the group; or a module of the caller's has
+                parameters of another dtype than `param_dtype` says.
         """
         super().__init__()
         if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
             raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
+        _check_param_dtype(param_dtype, experts=experts, shared_experts=shared_experts)
         sizes = _Sizes(hidden, num_experts, topk)
         if router is None or isinstance(router, RouterOptions):
             router = RouterOptions() if router is None else router
@@ -126,34 +144,32 @@ class MoELayer(nn.Module):
                 "z_loss_weight: expected 0 beside a router of the caller's, whose losses are its "
                 f"Routing.loss; got {z_loss_weight}"
             )
+        self._has_own_group = group is None
         if group is None:
-            comm = default_comm() if comm is None else comm
-            dtype = dtype or torch.get_default_dtype()
             limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
             group = _make_group(sizes, comm, dtype, *limits)
         _check_group(group, hidden, num_experts, topk, dtype)
         self.group = group
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
-        self.num_local_experts = num_experts // group.comm.num_ranks
-        self.first_expert = group.comm.rank * self.num_local_experts
-
-        place: Any = {"dtype": group.dtype, "device": group.comm.device}
+        self.num_local_experts = group.num_local_experts
+        self.first_expert = ExpertHome(group).first_expert
+        place: Any = {"dtype": param_dtype or group.dtype, "device": group.comm.device}
         if isinstance(router, RouterOptions):
             router = Router(*sizes, router, z_loss_weight=z_loss_weight, device=place["device"])
         self.router: Callable[[torch.Tensor], Routing] = router
         if experts is None:
             experts = GroupedExperts(self.num_local_experts, hidden, ffn, **place)
         self.experts = experts
-        self.shared: nn.Module | None
+        self.shared: nn.Module | None = None
         if isinstance(shared_experts, nn.Module):
             self.shared = shared_experts
-        else:
-            columns = shared_experts * ffn
-            self.shared = SharedExperts(hidden, columns, **place) if columns else None
+        elif shared_experts * ffn:
+            self.shared = SharedExperts(hidden, shared_experts * ffn, **place)
         self.reset_parameters()
-        self._expert_names = _make_shares(experts, self.num_local_experts, group.comm)
-        self.register_load_state_dict_pre_hook(_convert_loaded)
+        self._expert_names = [name for name, _ in experts.named_parameters()]
+        self.param_dtype = _dtype_of(experts)
+        make_shares("experts", experts, group)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -178,9 +194,14 @@ class MoELayer(nn.Module):
     def forward(self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None) -> MoEOutput:
         """Sends each token of ``x`` ``[..., H]`` through its experts.
 
+        Under ``torch.autocast`` tokens travel, experts and shared experts compute, and the result
+        is, in autocast's dtype, as of ``nn.Linear``. Where the experts' parameters have another
+        dtype than when the layer was made, as FSDP's mixed precision or ``layer.bfloat16()`` give
+        them, tokens travel and are multiplied in that, if it is no wider than the group's.
+
         Args:
             x: tokens of any floating-point dtype; at most ``max_tokens_per_rank`` of them. 0 is
-                fine, and takes part. ``torch.autocast`` does not reach into the layer.
+                fine, and takes part.
             after: `MoEOutput.order` of a layer, or a plan, whose operations come before these
                 although no data says so; see ``EpGroup.prepare``.
 
@@ -192,10 +213,8 @@ class MoELayer(nn.Module):
         """
         self._check_input(x)
         self._check_experts()
-        with torch.autocast(x.device.type, enabled=False):  # dtypes are the layer's own
-            return self._forward(x, after)
-
-    def _forward(self, x: torch.Tensor, after: Plan | torch.Tensor | None) -> MoEOutput:
+        wanted = autocast_dtype(x.device)
+        dtype = wanted or self._dtype_of_rows()
         tokens = x.reshape(-1, self.hidden).contiguous()
         routing = self._route(tokens)
         chosen = routing.topk_idx
@@ -203,11 +222,14 @@ class MoELayer(nn.Module):
             sizes = (tokens.shape[0], self.topk, self.num_experts)
             capacity = capacity_of(self.capacity_factor, *sizes)
             routing = drop_over_capacity(routing, self.num_experts, capacity)
-        rows = tokens.to(self.group.dtype)
+        rows = tokens.to(dtype)
         shared = None if self.shared is None else Beside(self.shared, rows)
-        plan = self.group.prepare(routing.topk_idx, after=after)
+        alignment = self._alignment_of_plan(dtype)
+        plan = self.group.prepare(routing.topk_idx, after=after, alignment=alignment)
         # Counted over ranks, so not before prepare has told whether all ranks are here.
-        load = expert_load(chosen, self.num_experts, self.group.comm.process_group)
+        infers = self._infers()
+        ranks = None if infers else self.group.comm.process_group
+        load = expert_load(chosen, self.num_experts, ranks)
         received = dispatch(
             plan,
             rows,
@@ -217,10 +239,41 @@ class MoELayer(nn.Module):
         out = combine(plan, self.experts(received.tokens, plan), received.weights)
         if shared is not None:
             out = out + shared.result()
-        if isinstance(self.router, Router):
+        if isinstance(self.router, Router) and not infers:
             self.router.note_load(load)
         aux_loss = self._aux_loss(routing, load)
-        return MoEOutput(out.to(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
+        hidden = out.to(wanted or x.dtype).reshape(x.shape)
+        return MoEOutput(hidden, aux_loss, load, plan.order)
+
+    def _infers(self) -> bool:
+        """Whether no training can follow, so that nobody's load has to be known to other ranks.
+
+        A forward pass without gradients in training mode may be one that activation checkpointing
+        repeats with them: its losses must be the same.
+        """
+        if torch.is_grad_enabled():
+            return False
+        return not self.training or torch.is_inference_mode_enabled()
+
+    def _dtype_of_rows(self) -> torch.dtype:
+        """In which tokens travel and are multiplied, without autocast."""
+        now = _dtype_of(self.experts)
+        if now in (None, self.param_dtype) or now.itemsize > self.group.dtype.itemsize:
+            return self.group.dtype
+        return now
+
+    def _alignment_of_plan(self, dtype: torch.dtype) -> int | None:
+        """What rows of this dtype need, of a group of the layer's own; None = the caller's."""
+        wanted, group = _alignment(dtype), self.group
+        if self._has_own_group:
+            return wanted
+        if dtype != group.dtype and group.alignment % wanted and group.comm.device.type == "cuda":
+            problem = (
+                f"group: expected an alignment in multiples of {wanted}, as torch's kernel needs "
+                f"for experts in {dtype}, got {group.alignment}"
+            )
+            group.refuse(constants.PREPARE, ValueError, problem)
+        return None
 
     def _route(self, tokens: torch.Tensor) -> Routing:
         """The router's choice. A failure of it is one that the peers hear of."""
@@ -255,9 +308,9 @@ class MoELayer(nn.Module):
         self.group.refuse(constants.PREPARE, kind, f"x: {problem}")
 
     def _check_experts(self) -> None:
-        """Refuses parameters that a wrapper has taken away, and parameters of another dtype.
+        """Refuses parameters that a wrapper has taken away, and those of a dtype that has no sums.
 
-        No optimiser would see the first; the built-in experts must be of the group's dtype.
+        No optimiser would see the first.
         """
         parameters = dict(self.experts.named_parameters())
         for name in self._expert_names:
@@ -269,11 +322,8 @@ class MoELayer(nn.Module):
                     "use crossdock.torch.data_parallel"
                 )
                 self.group.refuse(constants.PREPARE, RuntimeError, problem)
-            if isinstance(self.experts, GroupedExperts) and parameter.dtype != self.group.dtype:
-                problem = (
-                    f"experts.{name}: expected the group's dtype {self.group.dtype}, got "
-                    f"{parameter.dtype}: it is fixed when the layer is made, by MoELayer(dtype=...)"
-                )
+            if isinstance(self.experts, GroupedExperts) and parameter.dtype not in SUMMABLE:
+                problem = f"experts.{name}: expected one of {_KNOWN}, got {parameter.dtype}"
                 self.group.refuse(constants.PREPARE, TypeError, problem)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
@@ -289,44 +339,6 @@ class MoELayer(nn.Module):
         )
 
 
-def expert_parameters(model: nn.Module) -> dict[nn.Parameter, MoELayer]:
-    """The parameters of ``model`` of which ranks hold different slices, and the layer of each."""
-    return {
-        parameter: layer
-        for layer in model.modules()
-        if isinstance(layer, MoELayer)
-        for parameter in layer.expert_parameters()
-    }
-
-
-def _make_shares(experts: nn.Module, num_local_experts: int, comm: Comm) -> list[str]:
-    """Makes parameters ``[L, ...]`` this rank's share of all ranks'; gives their names.
-
-    Raises:
-        ValueError: a parameter that has no slice for each expert.
-    """
-    names = []
-    for name, parameter in list(experts.named_parameters()):
-        if parameter.dim() == 0 or parameter.shape[0] != num_local_experts:
-            raise ValueError(
-                f"experts.{name}: expected a slice for each of the {num_local_experts} experts of "
-                f"this rank, got shape {tuple(parameter.shape)}"
-            )
-        share = nn.Parameter(as_share(parameter.detach(), comm), parameter.requires_grad)
-        path, _, last = name.rpartition(".")
-        setattr(experts.get_submodule(path), last, share)
-        names.append(name)
-    return names
-
-
-def _convert_loaded(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: plain tensors of experts become as the parameters are."""
-    for name, parameter in layer.experts.named_parameters():
-        key = f"{prefix}experts.{name}"
-        if key in state:
-            state[key] = convert_loaded(state[key], parameter, layer.first_expert)
-
-
 class _Sizes(NamedTuple):
     hidden: int
     num_experts: int
@@ -335,8 +347,8 @@ class _Sizes(NamedTuple):
 
 def _make_group(
     sizes: _Sizes,
-    comm: Comm,
-    dtype: torch.dtype,
+    comm: Comm | None,
+    dtype: torch.dtype | None,
     max_tokens_per_rank: int | None,
     recv_capacity: int,
     overflow: Overflow,
@@ -344,10 +356,9 @@ def _make_group(
 ) -> EpGroup:
     if max_tokens_per_rank is None:
         raise ValueError("max_tokens_per_rank: expected a number, as no group is given; got None")
+    comm = default_comm() if comm is None else comm
     experts, topk, ranks = sizes.num_experts, sizes.topk, comm.num_ranks
-    # Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what is
-    # summed over.
-    alignment = 8 if dtype == torch.bfloat16 else 1
+    alignment = _alignment(torch.bfloat16)  # the largest: autocast may ask for it
     if capacity_factor is not None and not recv_capacity:
         recv_capacity = capacity_rows(
             capacity_factor, max_tokens_per_rank, topk, experts, ranks, alignment
@@ -357,7 +368,7 @@ def _make_group(
         hidden=sizes.hidden,
         max_topk=topk,
         max_tokens_per_rank=max_tokens_per_rank,
-        dtype=dtype,
+        dtype=dtype or torch.get_default_dtype(),
         recv_capacity=recv_capacity,
         overflow=overflow,
         alignment=alignment,
@@ -365,16 +376,41 @@ def _make_group(
     )
 
 
+def _alignment(dtype: torch.dtype) -> int:
+    """Of each expert's rows.
+
+    Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what is
+    summed over.
+    """
+    return 8 if dtype == torch.bfloat16 else 1
+
+
+def _dtype_of(experts: nn.Module) -> torch.dtype | None:
+    """The dtype of parameters: of the first of floating point; None where there is none."""
+    dtypes = [p.dtype for p in experts.parameters() if p.is_floating_point()]
+    return dtypes[0] if dtypes else None
+
+
+def _check_param_dtype(param_dtype: torch.dtype | None, **parts: Any) -> None:
+    if param_dtype is None:
+        return
+    if param_dtype not in SUMMABLE:
+        raise TypeError(f"param_dtype: expected one of {_KNOWN}, got {param_dtype}")
+    for name, part in parts.items():
+        own = _dtype_of(part) if isinstance(part, nn.Module) else None
+        if own not in (None, param_dtype):
+            raise ValueError(
+                f"param_dtype: expected None or {own}, which the parameters of {name} have, got "
+                f"{param_dtype}"
+            )
+
+
 def _check_group(
     group: EpGroup, hidden: int, num_experts: int, topk: int, dtype: torch.dtype | None
 ) -> None:
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
-    if group.expert_ranks is not None:
-        raise ValueError(
-            "group: expected E / W experts on every rank, in order, as the layer's parameters have "
-            "them; got a group with expert_ranks"
-        )
+    require_ordered(group)
     if group.num_experts != num_experts:
         expected = group.num_experts
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._replicas import replicas_of
 from .moe import MoELayer
 from .moe_router import Router
 
@@ -48,7 +49,8 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
     for layer in layers:
         router = layer.router
         assert isinstance(router, Router) and router.bias is not None and router.load is not None
-        if layer.group.comm.replicas is not None:
-            dist.all_reduce(router.load, group=layer.group.comm.replicas)
+        replicas = replicas_of(model)(layer.group.comm)
+        if replicas is not None:
+            dist.all_reduce(router.load, group=replicas)
         router.bias.add_(torch.sign(router.load.mean() - router.load), alpha=rate)
         router.load.zero_()

@@ -79,8 +79,9 @@ class GroupedExperts(_FeedForward):
         gated: whether half of w_in's columns gate the others.
         bias: whether there are biases. They begin as zeros.
         fp8: whether both products round their operands to fp8 on the way (`grouped_mm_fp8`), with a
-            scale for each row and each column; bfloat16 only, H and F multiples of 16.
-        dtype, device: of all.
+            scale for each row and each column; of bfloat16 rows only, with parameters of bfloat16
+            or float32, H and F multiples of 16.
+        dtype, device: of the parameters, which are cast to the dtype of the rows.
 
     Raises:
         ValueError: an unknown activation; sizes, a dtype or a device that ``fp8`` has not.
@@ -118,7 +119,7 @@ class GroupedExperts(_FeedForward):
             self.register_parameter(name, value)
 
     def forward(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """``[R, H]`` to ``[R, H]``; rows past the last zone give anything."""
+        """``[R, H]`` to ``[R, H]``, in the same dtype; rows past the last zone give anything."""
         handle = plan.group.handle
         inner = self._product(rows, self.w_in, plan, grad_group=handle)
         if self.b_in is not None:
@@ -136,7 +137,7 @@ class GroupedExperts(_FeedForward):
         out_group: int = 0,
         grad_group: int = 0,
     ) -> torch.Tensor:
-        matrices = local_tensor(weight)
+        matrices = local_tensor(weight).to(rows.dtype)
         if self.fp8:  # torch's kernel makes its result by itself
             return grouped_mm_fp8(rows, matrices, plan.offsets, grad_group=grad_group)
         return grouped_mm(rows, matrices, plan.offsets, out_group=out_group, grad_group=grad_group)
@@ -180,8 +181,8 @@ class SharedExperts(_FeedForward):
         self.w_out = nn.Parameter(torch.zeros(ffn, hidden, dtype=dtype, device=device))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` to ``[T, H]``."""
-        return self.activate(tokens @ self.w_in) @ self.w_out
+        """``[T, H]`` to ``[T, H]``, in the dtype of the tokens."""
+        return self.activate(tokens @ self.w_in.to(tokens.dtype)) @ self.w_out.to(tokens.dtype)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -195,8 +196,8 @@ def _check_fp8(
 ) -> None:
     """Refuses what `grouped_mm_fp8` would, before any rank waits for the experts of this one."""
     dtype = dtype or torch.get_default_dtype()
-    if dtype != torch.bfloat16:
-        raise ValueError(f"fp8: expected dtype torch.bfloat16, got {dtype}")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"fp8: expected dtype torch.bfloat16 or torch.float32, got {dtype}")
     if hidden % FP8_UNIT or ffn % FP8_UNIT:
         raise ValueError(
             f"fp8: expected hidden and ffn in multiples of {FP8_UNIT}, got {hidden} and {ffn}"
@@ -218,5 +219,6 @@ def _of_each_row(bias: torch.Tensor, like: torch.Tensor, offsets: torch.Tensor) 
 
     As a product, whose gradient, unlike that of an index, is summed in one order.
     """
+    bias = bias.to(like.dtype)
     ones = F.pad(like.new_ones(like.shape[0], 1), (0, _PER_16_BYTES - 1))
     return grouped_mm(ones, F.pad(bias[:, None], (0, 0, 0, _PER_16_BYTES - 1)), offsets)

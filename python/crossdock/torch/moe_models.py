@@ -6,6 +6,7 @@ have; transformers itself is not needed.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,7 +68,9 @@ def model_layer(config: Any, **options: Any) -> MoELayer:
     """The mixture-of-experts layer of a model that ``config.model_type`` names. Collective.
 
     "mixtral", "qwen3_moe" or "deepseek_v3": experts, top-k, activation, router and shared experts
-    are the config's. Its losses are not: give ``aux_loss_weight`` where you train.
+    are the config's. What it says of losses is not read: the layer has those of `MoELayer`, a
+    load-balancing loss of weight 0.01, unless ``aux_loss_weight`` says otherwise. Nor is its
+    ``torch_dtype`` or ``dtype``: give ``dtype``, or the layer has the group's or torch's default.
 
     Args:
         config: such as ``transformers.MixtralConfig``.
@@ -129,7 +132,8 @@ def load_pretrained(
         model_type: "mixtral", "qwen3_moe" or "deepseek_v3".
 
     Raises:
-        KeyError: a name is missing. What comes before it has been copied.
+        KeyError: a name is missing: names it, and the one there that is most like it. What comes
+            before it has been copied.
         ValueError: a shape does not fit, another model, or a layer with parts of the caller's.
     """
     model = _MODELS.get(model_type)
@@ -140,7 +144,10 @@ def load_pretrained(
         raise ValueError("layer: expected its own router and experts, got parts of the caller's")
 
     def get(name: str) -> torch.Tensor:
-        return state[prefix + name]
+        try:
+            return state[prefix + name]
+        except KeyError:
+            raise KeyError(_missing(state, prefix, name)) from None
 
     _copy(router.weight, get("gate.weight"), "gate.weight")
     if router.bias is not None:
@@ -159,6 +166,15 @@ def load_pretrained(
     if isinstance(shared, SharedExperts):
         names = [f"shared_experts.{one}.weight" for one in _PROJECTIONS]
         _copy_projections(shared.w_in, shared.w_out, names, get)
+
+
+def _missing(state: Mapping[str, torch.Tensor], prefix: str, name: str) -> str:
+    """What is wrong where a name of a model's is not in its state dict."""
+    text = f"state: expected {prefix + name!r}, got no such name"
+    if f"{prefix}.{name}" in state:
+        return f"{text}, but {f'{prefix}.{name}'!r}: prefix lacks its dot"
+    nearest = difflib.get_close_matches(prefix + name, list(state), n=1, cutoff=0)
+    return f"{text}, the nearest there is {nearest[0]!r}" if nearest else f"{text}, nor any other"
 
 
 def _copy_projections(

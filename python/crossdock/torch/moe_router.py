@@ -87,7 +87,8 @@ class Router(nn.Module):
         if bias is not None and bias.dtype != torch.float32:
             # It moves by a thousandth at a time, which a number of 16 bits may be too short for.
             raise TypeError(f"bias: expected the router's in torch.float32, got {bias.dtype}")
-        logits = F.linear(tokens.float(), self.weight.float())
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = F.linear(tokens.float(), self.weight.float())
         routing = route(logits, self.topk, self.options, bias)
         if self.z_loss_weight:
             routing = routing._replace(loss=self.z_loss_weight * z_loss(logits))
@@ -114,7 +115,7 @@ def route(
     """Chooses ``topk`` experts of each token.
 
     Args:
-        logits: ``[T, E]`` float32.
+        logits: ``[T, E]`` of any floating-point dtype; the choice is computed in float32.
         topk: experts per token.
         options: how; None = by softmax, with weights that sum to 1.
         bias: ``[E]`` float32, added to scores for the choice; None = none.
@@ -123,6 +124,7 @@ def route(
         With ``probabilities``: the scores, scaled to sum to 1 for each token.
     """
     options = RouterOptions() if options is None else options
+    logits = logits.float()
     if options.scores == "softmax":
         scores = probabilities = torch.softmax(logits, dim=-1)
     else:

@@ -9,7 +9,7 @@ average over those.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._alike import axes_of, require_alike
 from ._comm import Comm
+from ._experts import expert_parameters
 from ._held import Held, gradient_of, held_parameters, refuse_two_gradients, spread_parameters
+from ._replicas import remember_replicas, replicas_of
 from ._sharding import is_share, local_tensor, ranks_of, sharded_dims
-from .moe import expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,9 +60,9 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
     pass; ``dist.init_process_group()`` without a backend makes one.
 
     Args:
-        model: one `MoELayer` or more; or layers of tensor parallelism on one communicator. On
-            several, each communicator with its ``replicas`` has equally many ranks. A parameter
-            that has no gradient here counts as zero.
+        model: one `MoELayer` or more, or experts of `mark_experts`; or layers of tensor
+            parallelism on one communicator. On several, each communicator with its ``replicas`` has
+            equally many ranks. A parameter that has no gradient here counts as zero.
         between: needed where layers are without sequence parallelism: the parameters that every
             rank holds and uses for its own columns alone, such as a norm of heads. Their gradients
             are summed over the layer's ranks. () = there are none. Of the model, requiring
@@ -87,16 +88,17 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
         lines = [f"{name}: {_described(p, ways)}" for name, p in model.named_parameters()]
     except (TypeError, ValueError) as error:
         failure = error
-    require_alike("average_gradients", axes_of(comms), lines, failure, comms[0].device)
+    axes = axes_of(comms, replicas_of(model))
+    require_alike("average_gradients", axes, lines, failure, comms[0].device)
     spread = spread_parameters(model)
     means: dict[ProcessGroup, list[torch.Tensor]] = {}
-    for parameter, (axes, divisor, factor) in ways.items():
+    for parameter, (groups, divisor, factor) in ways.items():
         gradient = local_tensor(_gradient_or_zeros(parameter, spread.get(parameter)))
         if divisor > 1:
             gradient.div_(divisor)
         if factor > 1:
             gradient.mul_(factor)
-        for group in axes:
+        for group in groups:
             means.setdefault(group, []).append(gradient)
     for group, gradients in means.items():
         _average(gradients, group)
@@ -125,10 +127,10 @@ def _ways(
     """Of all parameters that require gradients, before any is changed."""
     spread, experts = spread_parameters(model), expert_parameters(model)
     refuse_two_gradients(model, spread)
-    comm = comms[0]
-    _check_replicas(comms, spread)
+    comm, replicas = comms[0], replicas_of(model)
+    _check_replicas(comms, spread, replicas)
     summed = _summed(model, comm, spread, between)
-    by_ddp = _averaged_by_ddp(model, comm.replicas)
+    by_ddp = _averaged_by_ddp(model, replicas(comm))
     ways: dict[torch.Tensor, _Way] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -137,34 +139,35 @@ def _ways(
         if how is not None or parameter in experts:
             home = experts[parameter].group.comm if how is None else how.comm
             divides = how is None or how.sequence_parallel
-            ways[parameter] = _Way(
-                _replicas_of_part(parameter, home, name), home.num_ranks if divides else 1, 1
-            )
+            axes = _replicas_of_part(parameter, replicas(home), name)
+            ways[parameter] = _Way(axes, home.num_ranks if divides else 1, 1)
             continue
-        axes = [comm.process_group if comm.num_ranks > 1 else None]
-        axes += [] if parameter in by_ddp else [comm.replicas]
-        found = [group for group in axes if group is not None]
+        over = [comm.process_group if comm.num_ranks > 1 else None]
+        over += [] if parameter in by_ddp else [replicas(comm)]
+        found = [group for group in over if group is not None]
         found = [group for group in found if not _covers(parameter, group, name)]
         ways[parameter] = _Way(found, 1, summed.get(parameter, 1))
     return ways
 
 
-def _replicas_of_part(parameter: Any, home: Comm, name: str) -> list[ProcessGroup]:
+def _replicas_of_part(
+    parameter: Any, replicas: ProcessGroup | None, name: str
+) -> list[ProcessGroup]:
     """Over which ranks the gradient of an expert or of a part of a layer is averaged.
 
     Raises:
         ValueError: FSDP has sharded it over them, and each holds the gradient of another shard.
     """
-    if home.replicas is None:
+    if replicas is None:
         return []
-    others = set(dist.get_process_group_ranks(home.replicas)) - {dist.get_rank()}
+    others = set(dist.get_process_group_ranks(replicas)) - {dist.get_rank()}
     if is_share(parameter) and others & ranks_of(parameter.device_mesh):
         raise ValueError(
             f"{name}: expected Comm.replicas to be None where FSDP shards parameters over these "
             f"ranks, whose gradients it averages itself, got ranks {sorted(others)} beside "
             f"{dist.get_rank()} and {parameter.device_mesh}"
         )
-    return [home.replicas]
+    return [replicas]
 
 
 def _averaged_by_ddp(model: nn.Module, replicas: ProcessGroup | None) -> set[torch.Tensor]:
@@ -249,11 +252,16 @@ def _checked_between(
     return given
 
 
-def _check_replicas(comms: list[Comm], spread: dict[torch.Tensor, Held]) -> None:
+def _check_replicas(
+    comms: list[Comm],
+    spread: dict[torch.Tensor, Held],
+    replicas: Callable[[Comm], ProcessGroup | None],
+) -> None:
     """Refuses communicators with whose replicas there are fewer or more ranks than of the first."""
 
     def ranks(one: Comm) -> int:
-        return one.num_ranks * (1 if one.replicas is None else dist.get_world_size(one.replicas))
+        group = replicas(one)
+        return one.num_ranks * (1 if group is None else dist.get_world_size(group))
 
     for other in {how.comm for how in spread.values()} | set(comms):
         if ranks(other) != ranks(comms[0]):
@@ -273,8 +281,10 @@ def _communicators_of(model: nn.Module, what: str) -> list[Comm]:
     of_parts = {how.comm: None for how in held_parameters(model).values()}
     if not of_experts and len(of_parts) != 1:
         got = f"layers on {len(of_parts)} communicators" if of_parts else "none"
-        problem = "expected a MoELayer in it, or layers of tensor parallelism on one communicator"
-        raise ValueError(f"model: {problem}; got {got}")
+        raise ValueError(
+            "model: expected a MoELayer in it, or experts that mark_experts has marked, or layers "
+            f"of tensor parallelism on one communicator; got {got}"
+        )
     comms = list(of_experts | of_parts)
     for comm in comms:
         if comm.num_ranks > 1 and comm.process_group is None:
@@ -434,8 +444,8 @@ def data_parallel(
     Args:
         model: as of `average_gradients`.
         replicas: the ranks that hold the same experts as this one: the data axis of a mesh whose
-            other axis is the communicator's. They become the ``replicas`` of communicators of
-            tensor parallelism that have none.
+            other axis is the communicator's, as the other steps on this model then know. Other
+            communicators of the model that have ``replicas`` keep them.
         options: further arguments of DistributedDataParallel.
 
     Raises:
@@ -444,14 +454,18 @@ def data_parallel(
     """
     comms = _communicators_of(model, "data_parallel")
     group: Any = replicas.get_group() if hasattr(replicas, "get_group") else replicas
-    for comm in _with_replicas(comms, group):
-        comm.replicas = group if comm is comms[0] else comm.replicas or group
+    told = {
+        comm: group if comm is comms[0] else comm.replicas or group
+        for comm in _with_replicas(comms, group)
+    }
     homes = _homes(model)
+    remember_replicas(model, homes, told)
     for parameter, comm in homes.items():
-        if comm.replicas is not None:
-            first = dist.get_global_rank(comm.replicas, 0)
+        replicas_here = replicas_of(model)(comm)
+        if replicas_here is not None:
+            first = dist.get_global_rank(replicas_here, 0)
             part = local_tensor(parameter.detach())
-            dist.broadcast(part, first, group=comm.replicas)
+            dist.broadcast(part, first, group=replicas_here)
     ignored = [name for name, parameter in model.named_parameters() if parameter in homes]
     ignored += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
@@ -508,10 +522,11 @@ def assert_replicated(model: nn.Module) -> None:
             compared it; or the communicator was made without torch.distributed.
     """
     comm, homes = _communicators_of(model, "assert_replicated")[0], _homes(model)
+    replicas_at = replicas_of(model)
     axes: dict[ProcessGroup | None, dict[str, torch.Tensor]] = {}
     for name, tensor in _held(model):
         shared = tensor not in homes and comm.num_ranks > 1
-        replicas = homes.get(tensor, comm).replicas
+        replicas = replicas_at(homes.get(tensor, comm))
         for group in (comm.process_group if shared else None, replicas):
             if group is not None and not _covers(tensor, group, name):
                 compared = axes.setdefault(group, {})

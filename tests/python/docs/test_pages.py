@@ -91,6 +91,8 @@ def test_every_example_is_run_here():
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
+        "torch_mixed_precision.py",
+        "torch_own_layer.py",
         "torch_async_tp.py",
         "torch_tensor_parallel.py",
         "torch_tensor_parallel_layers.py",
@@ -128,6 +130,13 @@ def test_torch_mesh(way):
     assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "scaled"])
+def test_torch_mixed_precision(way):
+    said = on_ranks(4, EXAMPLES / "torch_mixed_precision.py", way)
+    learned = re.findall(r"loss (\d\.\d+) at first, (\d\.\d+) at last", said)
+    assert len(learned) == 4 and all(float(last) < 0.8 * float(first) for first, last in learned)
+
+
 def test_torchrun_starts_an_example():
     pytest.importorskip("torch")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -141,6 +150,7 @@ def test_torchrun_starts_an_example():
     [
         ("python/torch_moe_layer.py", [], "at last"),
         ("python/torch_moe_model.py", [], "at last"),
+        ("python/torch_own_layer.py", [], "at last; saved"),
         ("python/torch_async_tp.py", [], "as expected"),
         ("python/torch_tensor_parallel.py", [], "gradient as expected"),
         ("python/torch_tensor_parallel_layers.py", [], "agree with plain layers"),

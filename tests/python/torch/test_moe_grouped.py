@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import crossdock.torch as xd
 from crossdock.torch import grouped_mm
+from support import Rank, on_ranks
 from torch_support import where
 
 # Rows of each of four zones; three more rows belong to no zone.
@@ -99,5 +101,17 @@ def test_operators_pass_opcheck() -> None:
 )
 def test_wrong_operands_are_named(change: dict, error: type[Exception], text: str) -> None:
     arguments = dict(zip(("x", "weight", "offsets"), operands())) | change
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=f"^grouped_mm: {text}"):
         grouped_mm(**arguments)
+
+
+@on_ranks(2)
+def test_an_error_of_a_product_names_the_rank(me: Rank) -> None:
+    x, weight, offsets = operands()
+    place = rf"\[rank {me.rank} of 2\]$"
+    with xd.init(), pytest.raises(ValueError, match=f"grouped_mm: x: .* {place}"):
+        grouped_mm(x[None], weight, offsets)
+    with xd.init() as comm:
+        group = xd.EpGroup(num_experts=2, hidden=16, max_topk=1, max_tokens_per_rank=1, comm=comm)
+        with pytest.raises(TypeError, match=f"grouped_mm_fp8: offsets: .* {place}"):
+            xd.grouped_mm_fp8(x, weight, offsets.long(), grad_group=group.handle)

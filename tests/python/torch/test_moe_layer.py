@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,15 +169,31 @@ def test_bfloat16_layer_pads_zones_and_is_near_float32(me: Rank) -> None:
 
 
 @on_ranks(2)
-def test_autocast_does_not_reach_into_the_layer(me: Rank) -> None:
+def test_inference_does_without_torch_distributed(me: Rank) -> None:
+    """Loads are this rank's there; a pass without gradients that is training has those of all."""
+    tokens_of_ranks = (5, 3)
     with joined() as comm:
         layer = make_layer(comm)
-        x = mine(me, batch((5, 3))[0], (5, 3))
-        expected = layer(x)
-        with torch.autocast(where().type, dtype=torch.bfloat16):
-            output = layer(x)
-        for name, got, wanted in zip(output._fields, output, expected):
-            assert got.dtype == wanted.dtype and torch.equal(got, wanted), name
+        x = mine(me, batch(tokens_of_ranks)[0], tokens_of_ranks)
+        trained = layer(x)
+        with torch.no_grad():
+            repeated = layer(x)
+        assert torch.equal(repeated.load, trained.load)
+        assert torch.equal(repeated.aux_loss, trained.aux_loss)
+        chosen = xd.route(x @ layer.router.weight.t(), TOPK).topk_idx
+        own = torch.bincount(chosen.reshape(-1), minlength=EXPERTS) / chosen.numel()
+        assert not torch.equal(own, trained.load)
+        used = AssertionError("torch.distributed was used")
+        with mock.patch.object(dist, "all_reduce", side_effect=used):
+            for training, mode in ((False, torch.no_grad), (True, torch.inference_mode)):
+                layer.train(training)
+                with mode():
+                    output = layer(x)
+                assert torch.equal(output.hidden, trained.hidden)
+                close(output.load, own)
+                assert output.aux_loss > 0
+            with pytest.raises(AssertionError, match="was used"):
+                layer(x)
 
 
 @on_ranks(1)
@@ -260,6 +277,3 @@ def test_a_bad_input_is_named_and_the_peers_hear_of_it(me: Rank) -> None:
         for mistake in mistakes:
             one_rank_errs(me, 0, layer.group, layer, {"x": good}, mistake)
             assert torch.equal(layer(good).hidden, expected)
-        layer.bfloat16()
-        with pytest.raises(TypeError, match="fixed when the layer is made, by MoELayer.dtype"):
-            layer(good)

@@ -100,5 +100,14 @@ def test_configs_and_weights_that_do_not_fit_are_named(me: Rank) -> None:
             ValueError, match=r"experts.7.w2.weight: expected shape \(16, 24\), got"
         ):
             xd.load_pretrained(layer, wrong, "", "mixtral")
-        with pytest.raises(KeyError, match="experts.0.w1.weight"):
+        nearest = "expected 'experts.0.w1.weight', got no such name, the nearest there is 'gate.w"
+        with pytest.raises(KeyError, match=nearest):
             xd.load_pretrained(layer, {"gate.weight": weights["gate.weight"]}, "", "mixtral")
+        named = {f"model.moe.{name}": value for name, value in weights.items()}
+        dot = (
+            "expected 'model.moegate.weight', .* but 'model.moe.gate.weight': prefix lacks its dot"
+        )
+        with pytest.raises(KeyError, match=dot):
+            xd.load_pretrained(layer, named, "model.moe", "mixtral")
+        with pytest.raises(KeyError, match="got no such name, nor any other"):
+            xd.load_pretrained(layer, {}, "", "mixtral")

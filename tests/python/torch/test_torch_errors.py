@@ -52,7 +52,11 @@ def mistakes_of_dispatch(x: torch.Tensor, w: torch.Tensor) -> dict[type, list[tu
             ("tokens", _narrow(x), r"a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)"),
             ("tokens", x[1:], r"the plan's 9 tokens, got shape \(8, 32\)"),
             ("tokens", x[:, 0].contiguous(), r"2 dimensions, got shape \(9,\)"),
-            ("tokens", torch.zeros(9, 36), r"rows of .* the group's 128, got 144: .*\(9, 36\)"),
+            (
+                "tokens",
+                torch.zeros(9, 36),
+                r"rows of .* 128 \(the group's 32 .* of torch.float32\), got 144: .*\(9, 36\)",
+            ),
             ("tokens", torch.zeros(9, 3), r"rows of a positive multiple of 16 .*, got 12: .*3\)"),
             ("tokens", x.to("meta"), r"a tensor on (cpu|cuda:\d), got one on meta"),
             ("tokens", x.to_sparse(), "a dense tensor, got one of layout torch.sparse_coo"),

@@ -51,6 +51,11 @@ def test_plan_overwritten_beside_bad_ids_is_complete(me: Rank) -> None:
             group.prepare(topk_idx, out=plan)
         assert plan.counts.tolist() == other.routing.counts(me.rank)
         other.check_layer(me.rank, plan)
+        # A call that raises gives no plan, and promises none; on a GPU it has returned one.
+        told = "the plan is usable" if group.comm.device.type == "cuda" else "there is no plan"
+        with reported(group, InvalidArgument, told) as raised:
+            group.prepare(topk_idx)
+        assert raised.value.text == str(raised.value)
 
 
 @on_ranks(4)

@@ -100,6 +100,58 @@ def test_operators_under_the_names_of_torch_tell_their_shapes(me: Rank) -> None:
             )
 
 
+@on_ranks(2)
+def test_results_lie_in_memory_as_torchs_do(me: Rank) -> None:
+    """By torch's own operators, which tell what tensors without elements would be."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (defines torch's)
+
+    def without_elements(given: Any) -> Any:
+        if isinstance(given, list):
+            return [without_elements(one) for one in given]
+        return given.to("meta") if isinstance(given, torch.Tensor) else given
+
+    fp8, ranks = torch.float8_e4m3fn, me.num_ranks
+    shape = (2 * ranks, 4 * ranks, 32)
+    A, B, one = whole(1, *shape), whole(2, 16 * ranks, 32).t(), whole(3, 1)
+    small = [one.to(torch.float32)] * 2, [None], [None], [torch.bfloat16], [False]
+    with joined():
+        name = dist.group.WORLD.group_name
+        calls: list[tuple[str, list[Any]]] = []
+        for dim in (0, 1, 2):
+            columns = 32 * (ranks if dim == 2 else 1)
+            wide = whole(4, 16, columns).t()
+            calls += [
+                ("fused_all_gather_matmul", [A, [wide], dim, name]),
+                ("fused_matmul_reduce_scatter", [A, B, "sum", dim, name]),
+                ("fused_matmul_reduce_scatter", [A, B, "avg", dim, name]),
+            ]
+        for dim in (0, 1):
+            (scale, other), *beside = small
+            calls += [
+                (
+                    "fused_all_gather_scaled_matmul",
+                    [A.to(fp8), [B.to(fp8)], scale, [other], dim, name, *beside],
+                ),
+                (
+                    "fused_scaled_matmul_reduce_scatter",
+                    [A.to(fp8), B.to(fp8), scale, other, "sum", dim, dim, name]
+                    + [[*shape[:-1], 16 * ranks], None, None, torch.bfloat16],
+                ),
+            ]
+        for operator, given in calls:
+            theirs = getattr(torch.ops.symm_mem, operator)(*without_elements(given))
+            mine = getattr(torch.ops.crossdock, operator)(*given)
+            for got, wanted in zip(_flat(mine), _flat(theirs), strict=True):
+                place = (operator, given[2:5], got.shape)
+                assert (got.shape, got.stride()) == (wanted.shape, wanted.stride()), place
+
+
+def _flat(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [one for result in results for one in _flat(result)]
+
+
 def test_signatures_are_those_of_torch() -> None:
     """The operators take what torch's take."""
     import torch.distributed._symmetric_memory  # noqa: F401  (defines torch's)

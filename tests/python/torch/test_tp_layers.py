@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
 from crossdock.torch import tp
 from support import Rank, on_ranks
 from torch_support import distributed, settle, where
@@ -104,7 +105,7 @@ def test_a_seed_makes_the_same_layer_on_any_number_of_ranks(me: Rank) -> None:
         for kind in (tp.ColumnParallelLinear, tp.RowParallelLinear):
             for dtype in (torch.float32, torch.bfloat16):
                 torch.manual_seed(5)
-                mine = kind(16, 32, max_tokens=4, dtype=dtype)
+                mine = kind(16, 32, max_tokens=12, dtype=dtype)
                 after = torch.rand(1, device="cpu")
                 torch.manual_seed(5)
                 reference = nn.Linear(16, 32, dtype=dtype, device="cpu")
@@ -229,6 +230,45 @@ def test_autocast_says_the_dtype(me: Rank) -> None:
         out.float().sum().backward()
         assert layer.weight.grad.dtype == x.grad.dtype == torch.float32
         settle(layer.context)
+
+
+@on_ranks(1, 2)
+def test_max_tokens_is_the_bound_of_the_layer(me: Rank) -> None:
+    """Whatever its context, which layers share, has room for."""
+    with distributed(), xd.init(device=where()):
+        wide = make_mlp(32)
+        for options in ({}, {"sequence_parallel": False}, {"context": wide.context}):
+            mlp = make_mlp(8, **options)
+            assert mlp.context is wide.context
+            all_of_them = 1 if "sequence_parallel" not in options else me.num_ranks
+            mlp(whole(1, 8 * all_of_them, HIDDEN))
+            mlp(whole(1, 2 * all_of_them, 4, HIDDEN))
+            text = "x: expected at most the layer's max_tokens = 8 of a rank, got 9"
+            for shape in ((9,), (3, 3)):
+                x = whole(1, shape[0] * all_of_them, *shape[1:], HIDDEN)
+                with pytest.raises(ValueError, match=text):
+                    mlp(x)
+            rows = whole(1, *(9 * me.num_ranks, INNER // me.num_ranks))
+            with pytest.raises(ValueError, match=text):
+                mlp.linear_out(rows)
+            if me.num_ranks > 1 and not options:
+                text = "max_tokens = 8 of a rank, got 10"
+                with pytest.raises(ValueError, match=text):
+                    mlp.linear_out(rows, (10,) + (8,) * (me.num_ranks - 1))
+        # A layer with a context of the caller's alone has that one's bound.
+        layer = tp.ColumnParallelLinear(HIDDEN, INNER, context=wide.context)
+        layer(whole(1, 32, HIDDEN))
+        with pytest.raises((TypeError, ValueError), match="max_tokens"):
+            tp.ColumnParallelLinear(HIDDEN, INNER, context=wide.context, max_tokens=-1)
+
+
+@on_ranks(2)
+def test_other_tokens_per_rank_are_told_by_the_name_of_the_argument(me: Rank) -> None:
+    with xd.init():
+        mlp = make_mlp(8)
+        with pytest.raises(Mismatch, match="other tokens per rank .give tokens_per_rank"):
+            mlp(whole(1, 3 + me.rank, HIDDEN))
+            settle(mlp.context)
 
 
 @on_ranks(2)

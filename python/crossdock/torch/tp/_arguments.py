@@ -13,10 +13,10 @@ from ._operators import is_transposed, rows_of_d
 
 __all__ = [
     "Fold",
-    "autocast",
     "needs_of",
     "read_tokens",
     "require",
+    "require_fitting",
     "require_main_grad",
     "word_number",
 ]
@@ -94,6 +94,34 @@ def require(
         context.refuse(operation, ValueError, problem)
 
 
+def require_fitting(
+    context: TpContext,
+    operation: int,
+    max_tokens: int | None,
+    x: Any,
+    tokens_per_rank: Sequence[int] | None,
+    own: bool,
+) -> None:
+    """Refuses more tokens than a layer was made for, whatever its context has room for.
+
+    Args:
+        max_tokens: of a rank; None = whatever fits the context.
+        x: of a layer; what is no tensor of tokens is refused elsewhere.
+        tokens_per_rank: as of the layer.
+        own: whether x is of this rank's tokens, or else of all ranks'.
+    """
+    if max_tokens is None or not isinstance(x, torch.Tensor) or x.dim() < 2:
+        return
+    tokens = math.prod(x.shape[:-1])
+    if not own:
+        counts = read_tokens(context, operation, tokens_per_rank) or [1] * context.num_ranks
+        # What is rounded up has fewer tokens than ranks, in one of the dimensions beside.
+        tokens = -(-tokens * max(counts) // max(1, sum(counts)))
+    if tokens > max_tokens:
+        problem = f"expected at most the layer's max_tokens = {max_tokens} of a rank, got {tokens}"
+        context.refuse(operation, ValueError, f"x: {problem}")
+
+
 def word_number(
     context: TpContext, operation: int, name: str, given: Any, known: dict[str, int]
 ) -> int:
@@ -125,13 +153,3 @@ def require_main_grad(
     if main_grad.dtype not in (b.dtype, torch.float32):
         problem = f"main_grad: expected {b.dtype} or torch.float32, got {main_grad.dtype}"
         context.refuse(operation, TypeError, problem)
-
-
-def autocast(*tensors: torch.Tensor | None) -> Any:
-    """The tensors in autocast's dtype, where that is on, as ``F.linear`` takes them."""
-    first = tensors[0]
-    kind = first.device.type if first is not None else "cpu"
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
+from .._autocast import autocast
 from .._custom_ops import FUNCTIONS
 from .._derivatives import call
 from .._direct import unobserved
 from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
 from ._arguments import (
     Fold,
-    autocast,
     needs_of,
     read_tokens,
     require,

@@ -10,13 +10,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from crossdock._gemm_config import whole_number
+
 from .._comm import Comm, default_comm
 from .._held import Held
 from .._sharding import as_share, convert_loaded, is_share
 from ._agreed import agreed_context, told_to_peers
+from ._arguments import require_fitting
 from ._context import TpContext
 from ._functions import Activation
 from ._linear import column_parallel_linear, row_parallel_linear
+from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 __all__ = [
     "ColumnParallelLinear",
@@ -67,12 +71,15 @@ class _Spread(nn.Module):
                 name = ("out_features", "in_features")[self._DIM]
                 problem = f"expected a multiple of {ranks} ranks, got {sizes[self._DIM]}"
                 raise ValueError(f"{name}: {problem}")
+            if max_tokens is not None:
+                whole_number("max_tokens", max_tokens, 31)
             bounds = self._bounds(in_features, out_features, ranks)
             self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.activation: Activation | None = activation
         self.fused_wgrad, self.fp8 = fused_wgrad, fp8
+        self.max_tokens = max_tokens
         self.share = sizes[self._DIM] // ranks
         self.first = self.context.rank * self.share
         local = list(sizes)
@@ -181,7 +188,8 @@ class ColumnParallelLinear(_Spread):
                 share; None = one of `comm` that has room for `max_tokens`, made if there is none.
             comm: None = the default communicator.
             max_tokens: largest number of tokens of a rank, counted over all dimensions but the
-                last. Without sequence parallelism: of all tokens, divided by W.
+                last. Without sequence parallelism: of all tokens, divided by W. A bound of this
+                layer, also where the context has room for more; None beside `context` = its own.
             sequence_parallel, sequence_dim, activation, save_gathered, fused_wgrad, fp8: as of
                 `column_parallel_linear`.
             dtype: None = the context's, or torch's default.
@@ -218,6 +226,8 @@ class ColumnParallelLinear(_Spread):
             x: this rank's tokens; without sequence parallelism all tokens.
             tokens_per_rank: size of the sequence's dimension on each rank; None = the same.
         """
+        own = self.sequence_parallel
+        require_fitting(self.context, ALL_GATHER, self.max_tokens, x, tokens_per_rank, own)
         return column_parallel_linear(
             x,
             self.weight,
@@ -259,6 +269,8 @@ class RowParallelLinear(_Spread):
             tokens_per_rank: size of the sequence's dimension of each rank's result; None = equal
                 shares.
         """
+        operation = REDUCE_SCATTER if self.sequence_parallel else ALL_REDUCE
+        require_fitting(self.context, operation, self.max_tokens, x, tokens_per_rank, False)
         return row_parallel_linear(
             x,
             self.weight,
@@ -333,6 +345,7 @@ class SequenceParallelMLP(nn.Module):
             self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         options: dict[str, Any] = {
             "context": self.context,
+            "max_tokens": max_tokens,
             "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim,
             "fused_wgrad": fused_wgrad,
@@ -417,6 +430,7 @@ class TensorParallelAttentionProjections(nn.Module):
             self.context = context or agreed_context(comm, max_tokens, *bounds, dtype)
         options: dict[str, Any] = {
             "context": self.context,
+            "max_tokens": max_tokens,
             "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim,
             "fused_wgrad": fused_wgrad,

@@ -61,7 +61,7 @@ def fused_all_gather_matmul(
         return_A: whether the gathered A is wanted, too.
 
     Returns:
-        The gathered A or None, and its product with each B.
+        The gathered A or None, and its product with each B: `gather_dim` is outermost in memory.
     """
     A, outputs = _OPS.fused_all_gather_matmul.default(
         A_shard, list(Bs), gather_dim, group_name, return_A=return_A
@@ -82,7 +82,7 @@ def fused_matmul_reduce_scatter(
         group_name: of a process group.
 
     Returns:
-        This rank's part of the sum, or of the mean, of ``A @ B`` over the ranks.
+        This rank's part of the sum, or of the mean, of ``A @ B`` over the ranks, contiguous.
     """
     return _OPS.fused_matmul_reduce_scatter.default(A, B, reduce_op, scatter_dim, group_name)
 
@@ -156,6 +156,9 @@ def fused_scaled_matmul_reduce_scatter(
         output_shape: of ``A @ B`` before it was flattened; None = that of A, with N columns.
         bias: None; each rank would add it.
         result_scale, out_dtype, use_fast_accum: as of ``torch._scaled_mm``.
+
+    Returns:
+        As of `fused_matmul_reduce_scatter`.
     """
     return _OPS.fused_scaled_matmul_reduce_scatter.default(
         A,
@@ -302,7 +305,7 @@ def _matmul_reduce_scatter(
         out = own.view(*A.shape[:-1], columns // ranks)
     else:
         context = context_of_group(group_name, -(-rows // ranks), A.shape[-1], columns, A.dtype)
-        out = _laid(matmul_reduce_scatter(A, B, context, scatter_dim=dim), dim)
+        out = matmul_reduce_scatter(A, B, context, scatter_dim=dim).contiguous()
     return _averaged(out, reduce_op, ranks)
 
 
@@ -316,8 +319,8 @@ _operator(
     "fused_matmul_reduce_scatter(Tensor A, Tensor B, str reduce_op, int scatter_dim, "
     "str group_name) -> Tensor",
     _matmul_reduce_scatter,
-    lambda A, B, reduce_op, scatter_dim, group_name: _outermost(
-        A, _scattered_shape([*A.shape[:-1], B.shape[1]], scatter_dim, group_name), scatter_dim
+    lambda A, B, reduce_op, scatter_dim, group_name: A.new_empty(
+        _scattered_shape([*A.shape[:-1], B.shape[1]], scatter_dim, group_name)
     ),
 )
 
@@ -495,7 +498,7 @@ def _scaled_matmul_reduce_scatter(
         use_fast_accum=use_fast_accum,
         scatter_dim=dim,
     )
-    return _averaged(out, reduce_op, ranks)
+    return _averaged(out.contiguous(), reduce_op, ranks)
 
 
 def _scaled_matmul_reduce_scatter_shapes(
@@ -515,7 +518,7 @@ def _scaled_matmul_reduce_scatter_shapes(
 ):
     leading = (A.shape if output_shape is None else output_shape)[:-1]
     shape = _scattered_shape([*leading, B.shape[1]], orig_scatter_dim, group_name)
-    return _outermost(A, shape, orig_scatter_dim, out_dtype or B.dtype)
+    return A.new_empty(shape, dtype=out_dtype or B.dtype)
 
 
 _operator(

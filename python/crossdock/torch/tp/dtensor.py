@@ -22,10 +22,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from .._held import Held
 from ._agreed import agreed_context, told_to_peers
+from ._arguments import require_fitting
 from ._context import TpContext
 from ._groups import comm_of_group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._modules import held_by_linear
+from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +40,7 @@ class _Linear(nn.Linear):
 
     tp_context: TpContext
     tp_options: dict[str, Any]
+    tp_max_tokens: int | None
     tp_dim: int  # of the weight, along which it is sharded
 
     def held_parameters(self) -> dict[str, Held]:
@@ -56,6 +59,8 @@ class _Colwise(_Linear):
     tp_dim = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.tp_options["sequence_parallel"]
+        require_fitting(self.tp_context, ALL_GATHER, self.tp_max_tokens, x, None, own)
         return column_parallel_linear(x, self.weight, self.bias, self.tp_context, **self.tp_options)
 
 
@@ -63,6 +68,8 @@ class _Rowwise(_Linear):
     tp_dim = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        operation = REDUCE_SCATTER if self.tp_options["sequence_parallel"] else ALL_REDUCE
+        require_fitting(self.tp_context, operation, self.tp_max_tokens, x, None, False)
         return row_parallel_linear(x, self.weight, self.bias, self.tp_context, **self.tp_options)
 
 
@@ -112,6 +119,7 @@ class _Style(ParallelStyle):
         module.__class__ = self._KIND
         spread: Any = module
         spread.tp_context, spread.tp_options = context, self.options
+        spread.tp_max_tokens = self.max_tokens
         return module
 
     @staticmethod
@@ -135,7 +143,8 @@ class ColwiseParallel(_Style):
         use_local_output: True, the only one.
         max_tokens: largest number of tokens of a rank, counted over all dimensions but the last;
             with ``Replicate()`` of all tokens, divided by the ranks.
-        context: instead of one of the mesh's communicator with room for `max_tokens`.
+        context: instead of one of the mesh's communicator with room for `max_tokens`, which is the
+            layer's bound all the same.
         save_gathered, fused_wgrad: as of `column_parallel_linear`.
 
     Raises:

@@ -15,6 +15,7 @@ import pytest
 
 import support
 import test_moe_layer as moe_layer
+import test_moe_mixed_precision as mixed
 import test_torch_compile as compiled
 import test_torch_pool as pool
 import test_torch_tools as tools
@@ -28,6 +29,7 @@ MODULES = {
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
         *("moe_grouped", "moe_layer", "training_alike", "checkpoint_parts"),
+        "moe_mixed_precision",
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
         *("tp_compile", "tp_async"),
     )
@@ -43,6 +45,8 @@ LEFT_OUT = {
     # single operation are among the errors.
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
+    # Not all GPUs have the kernel; test_gpu_moe.py tests it.
+    mixed.test_fp8_experts_have_wide_parameters,
 }
 
 # Of these modules' tests.
@@ -51,6 +55,8 @@ FIXTURES = ("alone", "comm", "dispatched", "inputs", "prepared")
 # Those of any number of ranks but one.
 ABOUT_PEERS = (
     moe_layer.test_gradients_are_averaged_and_those_of_experts_scaled,
+    mixed.test_recipes_have_gradients_of_one_process,
+    mixed.test_an_overflow_of_one_ranks_experts_is_one_of_all,
     training_alike.test_experts_of_two_communicators_are_scaled_by_their_own_ranks,
     training_alike.test_a_parameter_that_one_rank_has_frozen_is_told_on_all,
     training_alike.test_the_mistake_of_one_rank_is_told_on_all,

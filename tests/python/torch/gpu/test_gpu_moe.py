@@ -130,6 +130,48 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @on_gpus
+def test_autocast_asks_a_callers_group_for_the_kernels_alignment(me: Rank) -> None:
+    """Torch's kernel would end the process of whoever trains with zones that begin elsewhere."""
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "max_topk": TOPK}
+    with joined(me) as comm:
+        x = torch.randn(TOKENS, HIDDEN, device="cuda")
+        for alignment in (8, 4):
+            group = xd.EpGroup(
+                **sizes,
+                max_tokens_per_rank=TOKENS,
+                dtype=torch.float32,
+                alignment=alignment,
+                comm=comm,
+            )
+            layer = xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, group=group)
+            with torch.autocast("cuda", torch.bfloat16):
+                if alignment == 8:
+                    layer(x).hidden.sum().backward()
+                    continue
+                with pytest.raises(ValueError, match="group: expected an alignment in multiples"):
+                    layer(x)
+
+
+@on_gpus
+def test_inference_is_captured_whatever_the_backend_of_the_group(me: Rank) -> None:
+    """Gloo's operations on a GPU's tensors could not be."""
+    device = torch.device("cuda", me.rank)
+    torch.cuda.set_device(device)
+    with process_group("gloo"), xd.init(device=device) as comm, torch.no_grad():
+        layer = make_layer(comm, dtype=torch.bfloat16).eval()
+        x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
+        expected = layer(x).hidden
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = layer(x).hidden
+        graph.replay()
+        torch.cuda.synchronize()
+        layer.group.check()
+        assert torch.equal(got, expected)
+
+
+@on_gpus
 def test_layer_eager_and_in_graphs_with_changing_routing(me: Rank) -> None:
     with joined(me) as comm:
         for fp8 in (False, True):
