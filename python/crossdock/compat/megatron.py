@@ -24,6 +24,8 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 import crossdock.torch as xd
+from crossdock._core import constants
+from crossdock.errors import InvalidArgument
 
 __all__ = ["CrossdockManager", "CrossdockTokenDispatcher", "install", "uninstall"]
 
@@ -92,13 +94,19 @@ class CrossdockManager(_DispatchManager):
         self._plan: xd.Plan | None = None
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
-        """Takes where tokens go: both ``[T, R, L]``, bool and floating-point."""
+        """Takes where tokens go: both ``[T, R, L]``, bool and floating-point.
+
+        A token has at most ``router_topk`` experts; `dispatch` raises otherwise, on all ranks.
+        """
         routing_map = routing_map.reshape(-1, self.num_experts)
         chosen = probs.reshape(-1, self.num_experts).masked_fill(~routing_map, float("-inf"))
         best, indices = torch.topk(chosen, self.router_topk, dim=-1)
         dropped = best == float("-inf")
         self.token_probs = best.masked_fill(dropped, 0)
-        self.token_indices = indices.masked_fill(dropped, -1)
+        indices = indices.masked_fill(dropped, -1)
+        # Ids that are no experts let prepare fail on all ranks, and no host waits for them here.
+        too_many = routing_map.sum(-1, keepdim=True) > self.router_topk
+        self.token_indices = indices.masked_fill(too_many, self.num_experts)
 
     def dispatch(
         self,
@@ -106,12 +114,30 @@ class CrossdockManager(_DispatchManager):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> torch.Tensor:
-        """``[T, H]`` to ``[rows, H]``, grouped by local expert. Waits for the number of rows."""
+        """``[T, H]`` to ``[rows, H]``, grouped by local expert. Waits for the number of rows.
+
+        Raises:
+            ValueError: the earlier dispatch has not been combined, and is forgotten now; or the
+                routing map has more than ``router_topk`` experts of a token.
+        """
         assert self.token_indices is not None and self.token_probs is not None
-        plan = self._group(hidden_states).prepare(self.token_indices)
-        received = xd.dispatch(
-            plan, hidden_states.contiguous(), self.token_probs.float(), exact=True
-        )
+        group = self._group(hidden_states)
+        if self._plan is not None:
+            self._plan = None
+            problem = (
+                "expected a combine of the earlier dispatch first, got another dispatch: a "
+                "dispatcher has one micro batch at a time, so those that overlap need layers of "
+                "their own"
+            )
+            group.refuse(constants.PREPARE, ValueError, problem)
+        try:
+            plan = group.prepare(self.token_indices)
+            received = xd.dispatch(
+                plan, hidden_states.contiguous(), self.token_probs.float(), exact=True
+            )
+        except InvalidArgument as error:
+            self._explain(error)
+            raise
         self._plan, self.dispatched_probs = plan, received.weights
         return received.tokens
 
@@ -142,6 +168,16 @@ class CrossdockManager(_DispatchManager):
         """``[L]`` int64 on the host: rows of each expert, those of padding counted."""
         assert self._plan is not None
         return self._plan.offsets.diff().to("cpu", torch.int64)
+
+    def _explain(self, error: InvalidArgument) -> None:
+        """Raises what is wrong in the words of `setup_metadata`, if it is this rank's mistake."""
+        assert self.token_indices is not None
+        tokens = int((self.token_indices == self.num_experts).any(-1).sum())
+        if tokens:
+            raise ValueError(
+                f"routing_map: expected at most router_topk = {self.router_topk} experts of a "
+                f"token, got more for {tokens} of {len(self.token_indices)} tokens"
+            ) from error
 
     def _group(self, hidden_states: torch.Tensor) -> xd.EpGroup:
         """The group for such tokens. Collective the first time."""

@@ -153,6 +153,7 @@ def _sum_wide(
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
         call.run(_calls.combine, plan, rows, total)
-        for one in bias:
-            total += one[:, columns]
+        if bias:
+            first, *others = (one[:, columns].float() for one in bias)
+            total += sum(others, first)
         out[:, columns] = total

@@ -35,6 +35,11 @@ class Received(NamedTuple):
     topk_idx: torch.Tensor | None  # [N,K]
     topk_weights: torch.Tensor | None  # [N,K]
 
+    @property
+    def x(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Rows, or rows and scales, as the x of dispatch was."""
+        return self.rows if self.scales is None else (self.rows, self.scales)
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -63,15 +68,27 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
 
 
 def dispatch_cached(
-    call: Call, tokens: Tokens, routing: Routing, events: Events
+    call: Call,
+    tokens: Tokens,
+    routing: Routing,
+    events: Events,
+    topk_weights: torch.Tensor | None = None,
+    with_choices: bool = False,
 ) -> tuple[Received, EventOverlap]:
-    """Dispatches along a routing. Nothing waits for the host."""
+    """Dispatches along a routing. Nothing waits for the host.
+
+    Args:
+        topk_weights: [T,K], on all ranks or on none, to travel with the rows.
+        with_choices: whether the rows' local experts are wanted; equal on all ranks.
+    """
+    memory, num_rows = routing.lease.home.memory, routing.num_rows
+    columns = routing.topk * with_choices, routing.topk * (topk_weights is not None)
     with call.on_lane(*events) as work:
         with work.allocating():
-            received = _allocate(routing.lease.home.memory, tokens, routing.num_rows, 0)
+            received = _allocate(memory, tokens, num_rows, *columns)
         with work.running():
-            _send(call, routing.plan, tokens, None, received)
-        event = work.finish((tokens.rows, tokens.scales, routing.plan), received)
+            _send(call, routing.plan, tokens, topk_weights, received)
+        event = work.finish((tokens.rows, tokens.scales, topk_weights, routing.plan), received)
     return _shaped(tokens, received), event
 
 
@@ -106,7 +123,7 @@ def dispatch_new(
         if numbers is not None:
             num_rows, per_expert = _await_numbers(runtime, call, choices, lease, numbers)
         with work.allocating():
-            received = _allocate(runtime.memory, tokens, num_rows, topk)
+            received = _allocate(runtime.memory, tokens, num_rows, topk, topk)
         with work.running():
             _send(call, plan, tokens, choices.topk_weights, received)
         inputs = (
@@ -118,7 +135,7 @@ def dispatch_new(
             choices.per_expert,
         )
         event = work.finish(inputs, (*received, prefix, plan))
-    routing = Routing(lease, plan, tokens.rows.shape[0], num_rows)
+    routing = Routing(lease, plan, tokens.rows.shape[0], num_rows, topk)
     handle = Handle(prefix, choices.in_rank, routing)
     return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
 
@@ -201,13 +218,19 @@ def _await_numbers(
     return int(numbers[0]), counts.tolist()
 
 
-def _allocate(memory: ReceiveMemory, tokens: Tokens, num_rows: int, topk: int) -> Received:
-    """Receive tensors, in symmetric memory as long as there is some."""
+def _allocate(
+    memory: ReceiveMemory, tokens: Tokens, num_rows: int, choices: int, weights: int
+) -> Received:
+    """Receive tensors, in symmetric memory as long as there is some.
+
+    Args:
+        choices, weights: columns of recv_topk_idx and of recv_topk_weights; 0 = not wanted.
+    """
     empty = memory.empty
     rows, columns = tokens.rows, tokens.scale_columns
     # The rows last: small tensors that live on do not lie in the way of the next rows.
-    topk_idx = empty((num_rows, topk), topk_idx_t) if topk else None
-    topk_weights = empty((num_rows, topk), torch.float32) if topk else None
+    topk_idx = empty((num_rows, choices), topk_idx_t) if choices else None
+    topk_weights = empty((num_rows, weights), torch.float32) if weights else None
     scales = empty((num_rows, columns), torch.float32) if columns else None
     return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
 

@@ -14,6 +14,7 @@ from ._arguments import topk_idx_t
 
 __all__ = [
     "Expansion",
+    "collect_weights",
     "counts_of",
     "expand_rows",
     "expand_weights",
@@ -100,6 +101,11 @@ def expand_weights(expansion: Expansion, weights: torch.Tensor) -> torch.Tensor:
     """[M] from received weights [N,K]; 0 for padding."""
     flat = torch.nn.functional.pad(weights.reshape(-1), (0, 1))  # also where there is no row
     return torch.where(expansion.sources < 0, 0, flat[expansion.sources.clamp(min=0)])
+
+
+def collect_weights(expansion: Expansion, weights: torch.Tensor) -> torch.Tensor:
+    """[N,K] from weights [M] of rows by expert; 0 where a choice is not here."""
+    return torch.nn.functional.pad(weights, (0, 1))[expansion.slots]
 
 
 def reduce_rows(expansion: Expansion, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

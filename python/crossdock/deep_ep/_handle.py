@@ -22,15 +22,19 @@ class Routing:
         plan: the batch's plan.
         num_tokens: T.
         num_rows: N, of receive tensors.
+        topk: K; 0 = made without ``topk_idx``.
     """
 
-    __slots__ = ("lease", "plan", "num_tokens", "num_rows", "__weakref__")
+    __slots__ = ("lease", "plan", "num_tokens", "num_rows", "topk", "__weakref__")
 
-    def __init__(self, lease: Lease, plan: torch.Tensor, num_tokens: int, num_rows: int) -> None:
+    def __init__(
+        self, lease: Lease, plan: torch.Tensor, num_tokens: int, num_rows: int, topk: int
+    ) -> None:
         self.lease = lease
         self.plan = plan
         self.num_tokens = num_tokens
         self.num_rows = num_rows
+        self.topk = topk
         lease.home.serve(self)
 
 

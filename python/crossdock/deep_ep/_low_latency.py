@@ -201,7 +201,7 @@ def combine(
 ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
     """Sums each token's weighted results. Nothing waits for the host."""
     group, shape = routing.group, routing.group.shape
-    with _telling(group):
+    with telling(group):
         _check_finish(checks, async_finish, return_recv_hook)
         slots = (group.local_experts, group.num_slots, shape.hidden)
         checks.tensor(x, "x", slots, (torch.bfloat16,))
@@ -299,7 +299,7 @@ def _allocate(group: SlotGroup, way: QuantiseWay | None, packed: bool, num_token
 
 
 @contextlib.contextmanager
-def _telling(group: SlotGroup) -> Iterator[None]:
+def telling(group: SlotGroup) -> Iterator[None]:
     """Tells the peers' combine of a mistake that is found within."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from crossdock import _core
 from crossdock._core import constants
 
 from ._config import also_named
-from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing
+from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing, telling
 from ._slot_groups import Shape
 from .utils import EventOverlap
 
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+# With ``overlap``, the keywords of DeepEP's forks by which combine begins before x is complete, and
+# waits for a signal of each block of rows. Without it the forks read none of them.
+_OF_OVERLAP = (
+    "packed_recv_count",
+    "comp_signal",
+    "block_m",
+    "threshold",
+    "num_sms",
+    "src_signals",
+    "src_signal_expect_value",
+)
 
 
 def _names_foreign_arguments(function: Callable[..., _T]) -> Callable[..., _T]:
@@ -37,6 +49,20 @@ def _names_foreign_arguments(function: Callable[..., _T]) -> Callable[..., _T]:
                 "DeepEP 1.2 has none of that name, though a fork of it may"
             )
         return function(*args, **options)
+
+    return checked
+
+
+def _knows_overlap(combine: Callable[..., _T]) -> Callable[..., _T]:
+    """Takes the keywords of forks for an x that is still being computed, and refuses such an x."""
+
+    @functools.wraps(combine)
+    def checked(self: LowLatencyCalls, *args: Any, overlap: bool = False, **options: Any) -> _T:
+        rest = {name: value for name, value in options.items() if name not in _OF_OVERLAP}
+        if overlap:
+            given = inspect.signature(combine).bind(self, *args, **rest).arguments
+            self._refuse_overlap(given["handle"])
+        return combine(self, *args, **rest)
 
     return checked
 
@@ -146,6 +172,7 @@ class LowLatencyCalls:
             rows = (received.x, received.scales)
         return rows, received.counts, received.handle, event, hook
 
+    @_knows_overlap
     @_names_foreign_arguments
     def low_latency_combine(
         self,
@@ -163,6 +190,8 @@ class LowLatencyCalls:
         """Sums each token's weighted results. Collective; a handle may be combined several times.
 
         Each rank sums its rows in float32 and rounds once; then the ranks' sums are added likewise.
+        Of the keywords of DeepEP's forks that begin with a part of `x`, ``overlap`` is refused
+        unless it is False, and the others mean nothing then.
 
         Args:
             x: [L,S,H] bfloat16: the result for each row that dispatch gave.
@@ -254,6 +283,14 @@ class LowLatencyCalls:
         for rank in range(self.group_size):
             if rank != self.rank:
                 runtime.slots.set_mask(rank, False)
+
+    def _refuse_overlap(self, handle: Any) -> NoReturn:
+        """Refuses ``overlap`` in a combine, of which the peers hear."""
+        runtime = self._low_latency("low_latency_combine")
+        routing = slot_routing(runtime.checks, runtime.slots, handle)
+        with telling(routing.group):
+            expected = "False, as all rows of x are read at once and no signal is waited for"
+            runtime.checks.fail("overlap", expected, True)
 
     def _low_latency(self, method: str) -> Runtime:
         if not self.low_latency_mode:

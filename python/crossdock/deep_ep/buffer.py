@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -22,7 +23,7 @@ from ._combine import (
     pieces_of,
 )
 from ._config import Config, require_sms
-from ._dispatch import Limits, dispatch_cached, dispatch_new, request_of
+from ._dispatch import Limits, Received, dispatch_cached, dispatch_new, request_of
 from ._handle import Handle, Routing, routing_of
 from ._hosts import Terms
 from ._lane import LaneWork
@@ -213,24 +214,22 @@ class Buffer(LowLatencyCalls):
             dtype: of the elements.
             size: shape; None = all that follows `offset`, in one dimension.
             offset: in bytes, a multiple of the element's size.
-            use_rdma_buffer: True is refused.
+            use_rdma_buffer: of the memory for other hosts, of which the caller has 0 bytes.
 
         Raises:
-            ValueError: out of bounds, or the RDMA buffer.
+            ValueError: out of bounds.
         """
         runtime = self._live()
-        if use_rdma_buffer:
-            raise ValueError("use_rdma_buffer: expected False, got True: there is no RDMA buffer")
         checks = runtime.checks
-        if not 0 <= offset <= self.num_nvl_bytes or offset % dtype.itemsize != 0:
-            checks.fail(
-                "offset",
-                f"a multiple of {dtype.itemsize} from 0 to num_nvl_bytes = {self.num_nvl_bytes}",
-                offset,
-            )
+        bound, most = "num_nvl_bytes", self.num_nvl_bytes
+        if use_rdma_buffer:
+            bound, most = "bytes for other hosts", 0
+        if not 0 <= offset <= most or offset % dtype.itemsize != 0:
+            expected = f"a multiple of {dtype.itemsize} from 0 to {bound} = {most}"
+            checks.fail("offset", expected, offset)
         if self._local is None:
             self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=runtime.device)
-        end = self.num_nvl_bytes - (self.num_nvl_bytes - offset) % dtype.itemsize
+        end = most - (most - offset) % dtype.itemsize
         elements = self._local[offset:end].view(dtype)
         if size is None:
             return elements
@@ -350,7 +349,7 @@ class Buffer(LowLatencyCalls):
                 if that is gone: its routing again. float32 rows need one that was made when rows at
                 least as long had been dispatched before.
             num_tokens_per_rank: [W] int32; needed without `handle`, not read.
-            num_tokens_per_rdma_rank: None, or with several hosts [num_rdma_ranks] int32; not read.
+            num_tokens_per_rdma_rank: None, or [num_rdma_ranks] int32; not read.
             is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the
                 routing where there is no `topk_idx`.
             num_tokens_per_expert: [E] int32; needed without `handle`.
@@ -399,8 +398,8 @@ class Buffer(LowLatencyCalls):
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sums each token's rows over the ranks. Collective; no host waits on one machine.
 
-        Sums are float32, by ascending rank, then the bias in the order given; rounded once. With a
-        bias rows travel as float32: for 16-bit rows twice the bytes.
+        Sums are float32, by ascending rank, then the sum of the biases; rounded once. With a bias
+        rows travel as float32: for 16-bit rows twice the bytes.
 
         Args:
             x: [N,H] bfloat16, float16 or float32, as many rows as dispatch gave, and as many
@@ -452,15 +451,37 @@ class Buffer(LowLatencyCalls):
         self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any, events: _Events
     ) -> _Dispatched:
         """`dispatch` with a handle."""
-        routing = self._known(handle)
-        lease = routing.lease
         checks = self._live().checks
-        with Call(lease, constants.DISPATCH) as call:
+
+        def check() -> None:
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     checks.fail(name, "None, as handle is given", "a tensor")
-            checks.events(*events)
             checks.num_sms(config, Buffer.num_sms)
+
+        received, event = self._dispatch_along(x, handle, None, False, events, check)
+        return received.x, None, None, None, None, event
+
+    def _dispatch_along(
+        self,
+        x: Any,
+        handle: Any,
+        topk_weights: Any,
+        with_choices: bool,
+        events: _Events,
+        check: Callable[[], None],
+    ) -> tuple[Received, EventOverlap]:
+        """Dispatches along a handle's routing.
+
+        Args:
+            topk_weights, with_choices: as of `dispatch_cached`.
+            check: raises what else is wrong, for the peers to hear of it.
+        """
+        routing = self._known(handle)
+        lease, checks = routing.lease, self._live().checks
+        with Call(lease, constants.DISPATCH) as call:
+            check()
+            checks.events(*events)
             tokens = read_tokens(checks, x)
             if len(tokens.rows) != routing.num_tokens:
                 checks.fail(
@@ -473,8 +494,10 @@ class Buffer(LowLatencyCalls):
                     f"rows of at most {most} bytes, as the handle was made for",
                     f"{tokens.row_bytes} bytes",
                 )
-            received, event = dispatch_cached(call, tokens, routing, events[:2])
-        return _paired(received.rows, received.scales), None, None, None, None, event
+            if topk_weights is not None:
+                shape = routing.num_tokens, routing.topk
+                checks.tensor(topk_weights, "topk_weights", shape, (torch.float32,))
+            return dispatch_cached(call, tokens, routing, events[:2], topk_weights, with_choices)
 
     def _dispatch_new(
         self,
@@ -491,7 +514,7 @@ class Buffer(LowLatencyCalls):
         try:
             tokens = read_tokens(checks, x)
             choices = read_choices(checks, len(tokens.rows), *routing)
-            if per_host is not None and runtime.hosts.num > 1:
+            if per_host is not None:
                 shape = (runtime.hosts.num,)
                 checks.tensor(per_host, "num_tokens_per_rdma_rank", shape, (torch.int32,))
             checks.events(*events)
@@ -508,7 +531,7 @@ class Buffer(LowLatencyCalls):
             runtime, tokens, choices, numbers, lease, events[:2]
         )
         return (
-            _paired(received.rows, received.scales),
+            received.x,
             received.topk_idx,
             received.topk_weights,
             per_expert,
@@ -555,7 +578,3 @@ def _gather_through_group(group: dist.ProcessGroup) -> AllGather:
         return gathered
 
     return gather
-
-
-def _paired(rows: torch.Tensor, scales: torch.Tensor | None) -> _Rows:
-    return rows if scales is None else (rows, scales)

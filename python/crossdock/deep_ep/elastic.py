@@ -17,6 +17,7 @@ from ._config import Config, require_sms
 from ._elastic_handle import EPHandle
 from ._expand import (
     Expansion,
+    collect_weights,
     counts_of,
     expand_rows,
     expand_weights,
@@ -59,6 +60,16 @@ class ElasticBuffer:
         num_cpu_timeout_secs, num_gpu_timeout_secs: ignored: XD_TIMEOUT_MS bounds all waits.
         explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
 
+    Attributes:
+        rank_idx, num_ranks: the place of this rank; also by DeepEP 1's names, ``rank`` and
+            ``group_size``.
+        num_scaleout_ranks, num_scaleup_ranks: as `get_logical_domain_size` has them.
+        scaleout_rank_idx, scaleup_rank_idx: the place of this rank in them.
+        num_rdma_ranks, num_nvlink_ranks: as `get_physical_domain_size` has them.
+        group, num_bytes, num_max_tokens_per_rank, num_allocated_qps, deterministic,
+            allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute,
+            explicitly_destroy: as they were given.
+
     Raises:
         ValueError: neither bytes nor numbers are given, or a negative one.
     """
@@ -97,10 +108,18 @@ class ElasticBuffer:
             num_bytes = self.get_buffer_size_hint(group, *sizes, use_fp8_dispatch)
         self._buffer = Buffer(group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
         self.group = group
-        self.rank, self.group_size = self._buffer.rank, self._buffer.group_size
+        self.rank_idx = self.rank = self._buffer.rank
+        self.num_ranks = self.group_size = self._buffer.group_size
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank, self.num_scaleup_ranks)
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.num_bytes = num_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_allocated_qps = num_allocated_qps
+        self.deterministic = deterministic
+        self.allow_hybrid_mode = allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.explicitly_destroy = explicitly_destroy
 
     def destroy(self) -> None:
@@ -198,12 +217,14 @@ class ElasticBuffer:
         Args:
             x: [T,H] as of `Buffer.dispatch`: rows, or a pair of bytes and scales.
             topk_idx: [T,K] int64; -1 = none. Needed without `handle`.
-            topk_weights: [T,K] float32, with `topk_idx`; None = 1 for each choice.
+            topk_weights: [T,K] float32, on all ranks or on none. None = 1 for each choice; with
+                `handle` none travel.
             cumulative_local_expert_recv_stats: [L] int32: this batch's counts are added to it.
-                Ignored with `handle`.
+                Not with `handle`.
             num_experts: E. Needed without `handle`.
             num_max_tokens_per_rank: largest T of any rank; None = the Buffer's.
-            expert_alignment: what rows of an expert are padded to a multiple of; None = 1.
+            expert_alignment: what rows of an expert are padded to a multiple of; None = 1. With
+                `handle` these three are None, or as they were.
             num_sms: multiprocessors; 0 = `Buffer.num_sms`.
             num_qps: ignored.
             previous_event: what to wait for; None = all work of the current stream so far.
@@ -211,35 +232,38 @@ class ElasticBuffer:
             async_with_compute_stream: the current stream does not wait; the event does that.
             allocate_on_comm_stream: ignored: with `previous_event` results belong to the Buffer's
                 stream.
-            handle: an earlier batch's: rows of x go the same way. `topk_idx` and `topk_weights` are
-                None then.
+            handle: an earlier batch's: rows of x go the same way. `topk_idx` is None then.
             do_handle_copy: whether the handle has a copy of `topk_idx`.
             do_cpu_sync: whether the host waits for the number of rows. Else there are
                 ``R * num_max_tokens_per_rank`` of them, or as many as can ever be needed by expert.
                 None = True. Ignored with `handle`.
-            do_expand: a row for each (token, local expert), grouped by expert.
+            do_expand: a row for each (token, local expert), grouped by expert; equal on all ranks.
+                With `handle` True needs one that was made with it; False gives a row per token.
             do_zero_padding: with `do_expand`, padding rows are zero.
             use_tma_aligned_col_major_sf: received scales lie column by column, each column at a
                 multiple of 16 bytes.
 
         Returns:
             Received rows; [N,K] local experts, -1 elsewhere (None with `do_expand`); their weights
-            [N,K], or one per row with `do_expand`; handle; event. Both in the middle are None with
-            `handle`.
+            [N,K], or one per row with `do_expand` (None with `handle` and no `topk_weights`);
+            handle, the given one if there is one; event.
 
         Raises:
             ValueError: a bad argument.
         """
         waits = (previous_event, previous_event_before_epilogue, async_with_compute_stream)
         if handle is not None:
-            return self._dispatch_again(
-                x,
-                handle,
-                (topk_idx, topk_weights),
-                waits,
-                do_zero_padding,
-                use_tma_aligned_col_major_sf,
-            )
+            sizes = {
+                "num_experts": num_experts,
+                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "expert_alignment": expert_alignment,
+            }
+            none = {
+                "topk_idx": topk_idx,
+                "cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats,
+            }
+            form = do_expand, do_zero_padding, use_tma_aligned_col_major_sf
+            return self._dispatch_again(x, handle, topk_weights, sizes, none, form, waits)
         runtime, most = self._runtime(), self.num_max_tokens_per_rank
         if num_max_tokens_per_rank is not None:
             most = num_max_tokens_per_rank
@@ -320,6 +344,7 @@ class ElasticBuffer:
             found.num_unaligned_recv_tokens_per_expert,
             found.psum_num_recv_tokens_per_expert,
             found.psum_num_recv_tokens_per_scaleup_rank,
+            *((expansion.slots, expansion.sources) if expansion is not None else ()),
         )
         return rows, None if do_expand else recv_idx, recv_weights, found, done
 
@@ -342,13 +367,14 @@ class ElasticBuffer:
             x: [N,H] or, with ``do_expand``, rows by expert; as of `Buffer.combine`. Padding may
                 hold anything.
             handle: from dispatch.
-            topk_weights: [N,K] float32, summed like the rows. Ignored with ``do_expand``.
-            bias: [T,H] of the type of x, or a pair, added before the one rounding.
+            topk_weights: float32, on all ranks or on none: [N,K], summed over the ranks like the
+                rows; or with ``do_expand`` one per row of x, each of which goes to its choice.
+            bias: [T,H] of the type of x, or a pair, added to the sum before the one rounding.
             num_sms, num_qps, allocate_on_comm_stream: ignored: see dispatch.
             previous_event, previous_event_before_epilogue, async_with_compute_stream: as there.
 
         Returns:
-            [T,H]; [T,K] summed weights, or None; event.
+            [T,H]; [T,K] summed weights, or None where none were given; event.
 
         Raises:
             ValueError: a bad argument.
@@ -361,35 +387,42 @@ class ElasticBuffer:
                 x, inner, topk_weights, bias, None, event, async_with_compute_stream
             )
         wide = not self.allow_multiple_reduction
-        self._check_rows(x, handle, expansion, wide)
+        self._check_rows(x, topk_weights, handle, expansion, wide)
         dtype = x.dtype
         event = self._after(event, EventOverlap())  # sums are the current stream's work
         sums = reduce_rows(expansion, x, torch.float32 if wide else dtype)
+        if topk_weights is not None:
+            topk_weights = collect_weights(expansion, topk_weights)
         if wide and bias is not None:
             pair = bias if isinstance(bias, tuple) else (bias, None)
             bias = (_float(pair[0]), _float(pair[1]))
-        out, _, done = self._buffer.combine(
-            sums, inner, None, bias, None, event, async_with_compute_stream
+        out, weights, done = self._buffer.combine(
+            sums, inner, topk_weights, bias, None, event, async_with_compute_stream
         )
         if out.dtype != dtype:
             with self._epilogue(async_with_compute_stream) as done:
                 out = out.to(dtype)
             self._hand_over(async_with_compute_stream, out)
-        return out, None, done
+        return out, weights, done
 
     def _runtime(self) -> Runtime:
         return self._buffer._live()
 
-    def _check_rows(self, x: Any, handle: EPHandle, expansion: Expansion, wide: bool) -> None:
-        """Refuses what is no tensor of rows by expert, for a combine that the peers hear of."""
+    def _check_rows(
+        self, x: Any, topk_weights: Any, handle: EPHandle, expansion: Expansion, wide: bool
+    ) -> None:
+        """Refuses what is not by expert, for a combine that the peers hear of."""
         kinds = (torch.bfloat16, torch.float16, torch.float32)
-        runtime, lease = self._runtime(), handle.inner.routing.lease
-        turns = operations_of(2 if wide else 1, 0)
+        runtime, routing = self._runtime(), handle.inner.routing
+        columns = 0 if topk_weights is None else routing.topk
         try:
             runtime.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
+            if columns:
+                rows = (expansion.num_rows,)
+                runtime.checks.tensor(topk_weights, "topk_weights", rows, (torch.float32,))
         except ValueError:
-            runtime.weight_columns_of_first(0)  # as the peers do first
-            with Call(lease, *turns):
+            first, _ = runtime.weight_columns_of_first(columns)  # as the peers do first
+            with Call(routing.lease, *operations_of(2 if wide else 1, first)):
                 raise
 
     def _check(
@@ -417,27 +450,47 @@ class ElasticBuffer:
         self,
         x: _Rows,
         handle: EPHandle,
-        choices: tuple[Any, Any],
+        topk_weights: torch.Tensor | None,
+        sizes: dict[str, int | None],
+        none: dict[str, torch.Tensor | None],
+        form: tuple[bool, bool, bool],
         waits: tuple[Any, Any, bool],
-        zero_padding: bool,
-        column_major: bool,
-    ) -> tuple[_Rows, None, None, EPHandle, EventOverlap]:
-        """Dispatch along a handle."""
+    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Dispatch along a handle.
+
+        Args:
+            sizes: arguments that are None or the handle's own.
+            none: arguments that are None.
+            form: do_expand, do_zero_padding, use_tma_aligned_col_major_sf.
+        """
+        checks = self._runtime().checks
         if not isinstance(handle, EPHandle):
-            self._runtime().checks.fail("handle", "what dispatch returned", type(handle).__name__)
+            checks.fail("handle", "what dispatch returned", type(handle).__name__)
+        do_expand, zero_padding, column_major = form
+
+        def check() -> None:
+            for name, value in none.items():
+                if value is not None:
+                    checks.fail(name, "None, as handle is given", "a tensor")
+            for name, size in sizes.items():
+                known = getattr(handle, name)
+                if size is not None and size != known:
+                    checks.fail(name, f"None or {known}, as the handle was made for", size)
+            if do_expand and handle.expansion is None:
+                checks.fail("do_expand", "False, as the handle was made without it", do_expand)
+
         event = self._after(*waits[:2])
-        rows, *_ = self._buffer.dispatch(
-            x,
-            handle.inner,
-            topk_idx=choices[0],
-            topk_weights=choices[1],
-            previous_event=event,
-            async_finish=waits[2],
+        received, _ = self._buffer._dispatch_along(
+            x, handle.inner, topk_weights, not do_expand, (event, waits[2], False), check
         )
+        expansion = handle.expansion if do_expand else None
         with self._epilogue(waits[2]) as done:
-            rows = _expanded(handle.expansion, rows, zero_padding, column_major)
-        self._hand_over(waits[2], *_parts(rows))
-        return rows, None, None, handle, done
+            rows = _expanded(expansion, received.x, zero_padding, column_major)
+            weights = received.topk_weights
+            if expansion is not None and weights is not None:
+                weights = expand_weights(expansion, weights)
+        self._hand_over(waits[2], *_parts(rows), weights)
+        return rows, received.topk_idx, weights, handle, done
 
     @staticmethod
     def _after(first: Any, second: Any) -> EventOverlap | None:

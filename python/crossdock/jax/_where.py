@@ -103,7 +103,8 @@ def check_varies(place: Place, argument: str, array: Any) -> None:
     if missing and place.num_ranks > 1 and checks_varying():
         raise ValueError(
             f"{argument}: expected parts that differ along {place.axes}, got an array that "
-            f"is replicated along {tuple(missing)}: name them in in_specs"
+            f"is replicated along {tuple(missing)}: name them in in_specs, or if it is made inside "
+            f"of shard_map, give jax.lax.pcast({argument}, {tuple(missing)}, to='varying')"
         )
 
 

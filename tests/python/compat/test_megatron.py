@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from crossdock.errors import InvalidArgument, Mismatch
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
@@ -41,8 +43,6 @@ def without_cuda(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     stream = NoStream()
-    # Its fused functions are compiled by torch, which takes long and changes no dispatcher.
-    patch.setattr(torch._dynamo.config, "disable", True)
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
     patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
@@ -111,7 +111,8 @@ def losses(me: Rank, kind: str, **options: Any) -> list[float]:
 def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank) -> None:
     patch = pytest.MonkeyPatch()
     without_cuda(patch)
-    with process_group():
+    # Its fused functions are compiled by torch, which takes long and changes no dispatcher.
+    with process_group(), torch._dynamo.config.patch(disable=True):
         try:
             check_losses(me)
         finally:
@@ -136,3 +137,46 @@ def check_losses(me: Rank) -> None:
     finally:
         megatron.uninstall()
         parallel_state.destroy_model_parallel()
+
+
+@on_ranks(2)
+def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank) -> None:
+    from crossdock.compat import megatron
+
+    megatron.install(max_tokens_per_rank=TOKENS)
+    config = SimpleNamespace(moe_router_padding_for_quantization=False, moe_router_dtype=None)
+    probs = torch.rand(TOKENS, 2, EXPERTS // 2)
+    routing = torch.arange(EXPERTS).roll(me.rank).expand(TOKENS, -1) < TOPK
+
+    def layer() -> Any:
+        return megatron.CrossdockManager(dist.group.WORLD, EXPERTS // 2, TOPK, EXPERTS, config)
+
+    def dispatch(manager: Any, x: torch.Tensor, chosen: torch.Tensor = routing) -> torch.Tensor:
+        manager.setup_metadata(chosen.view_as(probs), probs)
+        return manager.dispatch(x)
+
+    x = torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN).float()
+    with process_group():
+        # Two micro batches in one layer: on rank 1 alone, as rank 0's second one has its own.
+        one, other = layer(), layer()
+        dispatch(one, x)
+        again, kind, says = other, Mismatch, "rank 1: its call failed"
+        if me.rank == 1:
+            again, kind, says = one, ValueError, "expected a combine of the earlier dispatch first"
+        with pytest.raises(kind, match=says):
+            dispatch(again, x)
+        # In a layer for each they are right.
+        one, other = layer(), layer()
+        rows, others = dispatch(one, x), dispatch(other, -x)
+        assert torch.equal(one.combine(rows), TOPK * x)
+        assert torch.equal(other.combine(others), -TOPK * x)
+        # A token of rank 0 has an expert more than the router chooses.
+        more = routing.clone()
+        more[3, EXPERTS - 1] |= me.rank == 0
+        kind, says = InvalidArgument, "2 expert ids .*the lowest rank with some is 0"
+        if me.rank == 0:
+            kind, says = ValueError, "routing_map: .* router_topk = 2 .* more for 1 of 10 tokens"
+        with pytest.raises(kind, match=says):
+            dispatch(one, x, more)
+        assert torch.equal(one.combine(dispatch(one, x)), TOPK * x)
+    megatron.uninstall()

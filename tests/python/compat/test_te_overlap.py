@@ -130,6 +130,13 @@ def scatters(me: Rank) -> None:
                 )
                 assert y is out and extra is out
                 same("extra_output", out, total[own(me)])
+                base = torch.ones(TOKENS, HIDDEN)
+                common |= {"accumulate": True, "out": base, "extra_output": out}
+                with pytest.raises(ValueError, match="extra_output: expected None or out itself"):
+                    te.general_gemm(weights[me.rank], x[me.rank], **common)
+                common["extra_output"] = base
+                te.general_gemm(weights[me.rank], x[me.rank], **common)
+                same("sum", base, total[own(me)] + 1)
 
 
 def bulk(me: Rank) -> None:
@@ -346,6 +353,8 @@ def test_a_mistake_raises_by_its_name_and_mismatch_on_the_others(me: Rank) -> No
     bad: list[tuple[type[Exception], str, torch.Tensor, dict[str, Any]]] = [
         (ValueError, "layout: expected one of TN, NN", mine, {"layout": "NT"}),
         (ValueError, "gelu_in: expected a tensor", mine, {"gelu": True, "grad": True}),
+        (ValueError, "gelu_in: expected None", mine, {"gelu": True, "gelu_in": mine}),
+        (ValueError, "beta: expected None without accumulate, got 3.0", mine, {"beta": 3.0}),
         (ValueError, "out: expected a tensor to accumulate into", mine, {"accumulate": True}),
         (
             ValueError,

@@ -80,7 +80,7 @@ class Batch:
     def combined(
         self, rank: int, outputs: list[torch.Tensor], bias: tuple[torch.Tensor, ...] = ()
     ) -> torch.Tensor:
-        """Sums in float32 by ascending rank, then the bias; rounded once.
+        """Sums in float32 by ascending rank, then the biases' sum; rounded once.
 
         With several hosts: sums of each host by ascending rank, rounded to the type in which rows
         travel; then by ascending host.
@@ -98,8 +98,8 @@ class Batch:
             total = torch.zeros_like(total)
             for one in sums:
                 total += one.to(travels).float()
-        for one in bias:
-            total += one.float()
+        if bias:
+            total += torch.stack([one.float() for one in bias]).sum(0)
         return total.to(dtype)
 
 

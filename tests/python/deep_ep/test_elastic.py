@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import spread
 from crossdock.deep_ep import Buffer, ElasticBuffer, EPHandle, EventOverlap
+from crossdock.errors import Mismatch
 from deep_ep_cases import one_rank_errs, process_group, same
 from deep_ep_reference import Batch, make_batch
 from support import Apart, Rank, on_ranks
@@ -43,6 +44,30 @@ def once_per_rank(batch: Batch, rank: int) -> torch.Tensor:
     x = batch.x[rank]
     ranks = torch.tensor([len(batch.ranks_of(rank, t)) for t in range(len(x))])
     return (x.float() * ranks[:, None]).to(x.dtype)
+
+
+def sources(batch: Batch, rank: int) -> torch.Tensor:
+    """[N,2]: source and token of the rows that `rank` receives, and source and first choice."""
+    idx, _ = batch.received_topk(rank)
+    lines = [
+        (row.source * MOST + row.token, row.source * TOPK + int((here >= 0).nonzero()[0]))
+        for row, here in zip(batch.rows(rank), idx)
+    ]
+    return torch.tensor(lines, dtype=torch.int32).reshape(-1, 2)
+
+
+def places(batch: Batch, rank: int) -> torch.Tensor:
+    """[T,K]: where each choice's rank puts the token among those of `rank`, -1 if it has it."""
+    idx, local = batch.topk_idx[rank], EXPERTS // batch.num_ranks
+    out, sent = torch.full_like(idx, -1, dtype=torch.int32), [0] * batch.num_ranks
+    for token, line in enumerate(idx.tolist()):
+        there = set()
+        for k, expert in enumerate(line):
+            if expert >= 0 and expert // local not in there:
+                there.add(expert // local)
+                out[token, k] = rank * MOST + sent[expert // local]
+                sent[expert // local] += 1
+    return out
 
 
 def zones(batch: Batch, rank: int) -> list[list[tuple[int, int]]]:
@@ -97,9 +122,19 @@ def test_rows_and_handles(me: Rank, do_cpu_sync: bool | None, asynchronous: bool
             event.current_stream_wait()
         same("combined", combined, once_per_rank(batch, me.rank))
         same("weights", sums, weights.masked_fill(idx < 0, 0))
-        again, none_idx, none_weights, other, _ = buffer.dispatch(2 * x, handle=handle)
-        assert none_idx is None and none_weights is None and other is handle
+        again, idx_again, none_weights, other, _ = buffer.dispatch(2 * x, handle=handle)
+        assert none_weights is None and other is handle
         same("again", again[:real], 2 * batch.received(me.rank, batch.x))
+        same("recv_topk_idx again", idx_again, recv_idx)
+        _, _, weights_again, *_ = buffer.dispatch(x, None, 2 * weights, handle=handle)
+        same("weights along a handle", weights_again, 2 * recv_weights)
+        metadata = handle.recv_src_metadata
+        assert metadata is handle.recv_src_metadata and metadata.shape == (len(rows), 2 + TOPK)
+        same("sources", metadata[:real, :2].contiguous(), sources(batch, me.rank))
+        assert (metadata[real:] == -1).all() and (metadata[:, 2:] == -1).all()
+        same("slots", handle.dst_buffer_slot_idx, places(batch, me.rank))
+        handle.recv_src_metadata = metadata[:real]  # callers may assign to fields
+        assert len(handle.recv_src_metadata) == real
 
 
 @on_ranks(1, 2, 4, Apart(4))
@@ -143,12 +178,27 @@ def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_firs
         results = (rows.float() * factors[:, None]).to(x.dtype)
         results[factors == 0] = torch.nan
         bias = torch.full_like(x, 3.0)
-        combined, none, _ = buffer.combine(results, handle, bias=bias)
-        assert none is None
+        padded = recv_weights.masked_fill(factors == 0, torch.nan)
+        combined, home, _ = buffer.combine(results, handle, padded, bias)
         factor = torch.where(idx < 0, 0, idx % local + 1).sum(1)
         same("combined", combined, (x.float() * factor[:, None] + 3).to(x.dtype))
-        again, *_ = buffer.dispatch(2 * x, handle=handle, do_zero_padding=True)
+        same("weights", home, weights.masked_fill(idx < 0, 0))
+        assert buffer.combine(results, handle)[1] is None
+        options = {"handle": handle, "do_expand": True, "do_zero_padding": True}
+        again, none, none_weights, *_ = buffer.dispatch(2 * x, **options)
+        assert none is None and none_weights is None
         same("again", again, 2 * rows)
+        _, _, weights_again, *_ = buffer.dispatch(x, topk_weights=2 * weights, **options)
+        same("weights along a handle", weights_again, 2 * recv_weights)
+        # A row per token, where rows by expert are not asked for.
+        compact, recv_idx, *_ = buffer.dispatch(x, handle=handle)
+        same("a row per token", compact[: len(received)], received)
+        same("recv_topk_idx", recv_idx[: len(received)], batch.received_topk(me.rank)[0])
+        slots = handle.recv_src_metadata[: len(received), 2:]
+        assert torch.equal(slots >= 0, recv_idx[: len(received)] >= 0)
+        for k in range(TOPK):
+            here = slots[:, k] >= 0
+            same("rows by expert", rows[slots[here, k]], received[here])
 
 
 @on_ranks(2)
@@ -182,12 +232,16 @@ def test_scales_travel_and_lie_as_asked(me: Rank) -> None:
 
 @on_ranks(2, Apart(2))
 def test_facts_and_mistakes(me: Rank) -> None:
-    with elastic(me) as buffer:
+    with elastic(me, num_allocated_qps=3) as buffer:
         hosts = len(set(spread.hosts(me.num_ranks)))
         assert buffer.get_physical_domain_size() == (hosts, me.num_ranks // hosts)
         assert buffer.get_logical_domain_size() == (1, me.num_ranks)
         assert buffer.get_theoretical_num_sms(EXPERTS, TOPK) % 2 == 0
-        assert buffer.num_max_tokens_per_rank == MOST
+        assert buffer.num_max_tokens_per_rank == MOST and buffer.num_allocated_qps == 3
+        assert (buffer.rank_idx, buffer.num_ranks) == (me.rank, me.num_ranks)
+        assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == (1, me.num_ranks)
+        assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, me.rank)
+        assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (hosts, me.num_ranks // hosts)
         buffer.capture().current_stream_wait()
         buffer.barrier()
         hint = ElasticBuffer.get_buffer_size_hint(dist.group.WORLD, MOST, HIDDEN, TOPK)
@@ -216,8 +270,44 @@ def test_facts_and_mistakes(me: Rank) -> None:
         one_rank_errs(me, buffer.dispatch, good, mistakes, says="")
         *_, handle, _ = buffer.dispatch(**good, do_expand=True, previous_event=EventOverlap())
         rows = torch.zeros(handle.num_expanded_tokens, HIDDEN, dtype=torch.bfloat16)
-        few = ({"x": rows.new_zeros(3, HIDDEN)}, r"x: expected .* got \[3,32\]")
-        one_rank_errs(me, buffer.combine, {"x": rows, "handle": handle}, [few])
+        weights = torch.zeros(len(rows))
+        of_combine = [
+            ({"x": rows.new_zeros(3, HIDDEN)}, r"x: expected .* got \[3,32\]"),
+            ({"topk_weights": weights.double()}, "topk_weights: expected .* got .* float64"),
+            (
+                {"topk_weights": torch.zeros(len(rows), TOPK)},
+                r"topk_weights: expected \[\d+\] float",
+            ),
+        ]
+        call = {"x": rows, "handle": handle, "topk_weights": weights}
+        one_rank_errs(me, buffer.combine, call, of_combine)
+        check_mistakes_along_a_handle(me, buffer, batch, good)
+
+
+def check_mistakes_along_a_handle(
+    me: Rank, buffer: ElasticBuffer, batch: Batch, good: dict[str, Any]
+) -> None:
+    weights = batch.topk_weights[me.rank]
+    *_, handle, _ = buffer.dispatch(**good, do_expand=True)
+    along = [
+        ({"topk_idx": good["topk_idx"]}, "topk_idx: expected None, as handle is given"),
+        ({"topk_weights": torch.zeros(1, TOPK)}, "topk_weights: expected .* got .1,3. float32"),
+        (
+            {"cumulative_local_expert_recv_stats": torch.zeros(4, dtype=torch.int32)},
+            "recv_stats: expected None, as handle is given",
+        ),
+        ({"num_experts": 4}, "num_experts: expected None or 8, as the handle was made for"),
+        ({"expert_alignment": 4}, "expert_alignment: expected None or 1, as"),
+        ({"num_max_tokens_per_rank": 99}, "num_max_tokens_per_rank: expected None or 12, as"),
+    ]
+    cached = {"x": good["x"], "handle": handle, "topk_weights": weights}
+    one_rank_errs(me, buffer.dispatch, cached, along)
+    *_, handle, _ = buffer.dispatch(**good)
+    wrong = [({"do_expand": True}, "do_expand: expected False, as the handle was made without")]
+    one_rank_errs(me, buffer.dispatch, {"x": good["x"], "handle": handle}, wrong)
+    # Weights on one rank alone.
+    with pytest.raises(Mismatch):
+        buffer.dispatch(good["x"], handle=handle, topk_weights=weights if me.rank == 0 else None)
 
 
 @on_ranks(2)

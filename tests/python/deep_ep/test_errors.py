@@ -61,6 +61,10 @@ def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
     return [
         ({"num_tokens_per_rank": None}, r"num_tokens_per_rank: expected a tensor \[2\] int32"),
         (
+            {"num_tokens_per_rdma_rank": per_expert},
+            r"num_tokens_per_rdma_rank: expected \[[12]\] int32, got \[4\] int32",
+        ),
+        (
             {"is_token_in_rank": layout["is_token_in_rank"].int()},
             r"is_token_in_rank: expected \[17,2\] bool, got \[17,2\] int32",
         ),

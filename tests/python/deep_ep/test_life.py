@@ -49,10 +49,13 @@ def test_arguments_are_kept_and_local_memory_is_the_callers(me: Rank) -> None:
         for arguments, text in (
             ((torch.int8, (1 << 20,), 1), "size: expected at most 1048575"),
             ((torch.int32, None, 2), "offset: expected a multiple of 4"),
-            ((torch.int8, None, 0, True), "use_rdma_buffer: expected False"),
+            ((torch.int8, (1,), 0, True), "size: expected at most 0 elements"),
+            ((torch.int8, None, 1, True), "offset: .* from 0 to bytes for other hosts = 0"),
         ):
             with pytest.raises(ValueError, match=text):
                 buffer.get_local_buffer_tensor(*arguments)
+        # As vLLM clears that memory: none of it is the caller's.
+        assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().numel() == 0
 
 
 @on_ranks(3, Apart(3))

@@ -17,6 +17,16 @@ from support import Apart, Rank, run_ranks
 
 SEED = 110
 LATE_MS = 3000  # until a rank that does not come is left out
+# Keywords by which DeepEP's forks combine while x is still being computed.
+SIGNALS = {
+    "packed_recv_count": torch.zeros(1),
+    "comp_signal": torch.zeros(1),
+    "block_m": 64,
+    "threshold": 2,
+    "num_sms": 4,
+    "src_signals": None,
+    "src_signal_expect_value": 0,
+}
 
 
 @on_buffers(1, 2, 4, Apart(3), **cases.LOW_LATENCY)
@@ -124,9 +134,11 @@ def test_peers_hear_of_mistakes_and_the_buffer_goes_on(buffer: Buffer) -> None:
         ({"topk_weights": weights[:, 1:]}, "topk_weights"),
         ({"topk_idx": idx[:-1]}, "topk_idx"),
         ({"out": x[:-1]}, "out"),
+        ({"overlap": True, **SIGNALS}, "overlap: expected False, as all rows"),
     ]
     one_rank_errs(buffer, buffer.low_latency_combine, good, of_combine, says="")
-    batch.check_sums(buffer.low_latency_combine(**good)[0])
+    for options in ({}, {"overlap": False, **SIGNALS}):  # as SGLang beside shared experts alone
+        batch.check_sums(buffer.low_latency_combine(**good, **options)[0])
     for bad in (None, (1, 2, 3, 4, 5), "handle"):
         with pytest.raises(ValueError, match="handle: expected what low_latency_dispatch"):
             buffer.low_latency_combine(**good | {"handle": bad})
@@ -159,8 +171,8 @@ def test_what_is_not_there_is_refused(buffer: Buffer) -> None:
     of_others = "unexpected keyword arguments"
     with pytest.raises(TypeError, match=f"{of_others} use_nvfp4, x_gl"):
         dispatch(use_nvfp4=True, x_global_scale=None)
-    with pytest.raises(TypeError, match=f"{of_others} overlap, src_signals"):
-        combine(overlap=True, src_signals=None)
+    with pytest.raises(TypeError, match=f"{of_others} use_nvfp4"):
+        combine(use_nvfp4=True, num_sms=3)
     for call in (
         lambda: buffer.low_latency_update_mask_buffer(0, True),
         lambda: buffer.low_latency_query_mask_buffer(torch.zeros(1, dtype=torch.int32)),

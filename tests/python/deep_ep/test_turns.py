@@ -259,7 +259,7 @@ def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(lo
 
     device.group.combine = fail_next  # type: ignore[method-assign]
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
-    routing = Routing(device.lease, torch.zeros(64, dtype=torch.uint8), TOKENS, TOKENS)
+    routing = Routing(device.lease, torch.zeros(64, dtype=torch.uint8), TOKENS, TOKENS, TOPK)
     with pytest.raises(InvalidArgument, match="bad"):
         with Call(device.lease, COMBINE, COMBINE) as call:
             combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))

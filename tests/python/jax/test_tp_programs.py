@@ -343,7 +343,8 @@ def test_parts_that_have_to_differ_and_parts_that_must_not():
     arrays, _ = LAYERS[5].arrays()
     with joined() as mesh:
         gather = mapped(mesh, lambda a, b: tp.all_gather_matmul(a, b).out, P(), P(None, "tp"))
-        with pytest.raises(ValueError, match=r"a: expected parts that differ .*\('tp',\): name th"):
+        advice = r"name them in in_specs, .* jax\.lax\.pcast\(a, \('tp',\), to='varying'\)"
+        with pytest.raises(ValueError, match=rf"a: expected parts .* \('tp',\): {advice}"):
             gather(arrays["a"], arrays["b"])
         specs = P(None, "tp"), P("tp"), P("tp")
         reduce = mapped(mesh, lambda a, b, c: tp.matmul_all_reduce(a, b, bias=c).out, specs, P())

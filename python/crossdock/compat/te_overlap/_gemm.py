@@ -53,11 +53,12 @@ def general_gemm(
         out_dtype: of a new `out`; None = that of B, of fp8 bfloat16.
         quantization_params: None.
         gelu: without `grad` GELU is applied, and what it was applied to returned; with `grad` the
-            result is multiplied by GELU's derivative at `gelu_in`.
+            result is multiplied by GELU's derivative at `gelu_in`, which is None otherwise.
         alpha, beta: factors; `beta` (1 if None) with `accumulate` alone.
         accumulate: the result is added to `out`.
         layout: of A and B: "TN", "NN", and for `bulk_overlap` "NT".
-        out: the result; None = a new tensor. For RS that is `extra_output`, if it is given.
+        out: the result; None = a new tensor. For RS that is `extra_output`, if it is given, and
+            nothing is written to another `out`.
         bias: ``[N]``, added; with `grad`, its gradient is returned.
         use_split_accumulator: whether sums of fp8 leave the tensor cores' narrower accumulators.
         ub, ub_type: the buffer, and whether rows are gathered (AG) or summed and scattered (RS).
@@ -81,8 +82,7 @@ def general_gemm(
         product.check(gelu, gelu_in, bias, grad, out, accumulate)
         product.read_operands(use_split_accumulator)
         product.set_result(out, out_dtype, extra_output)
-        if accumulate:
-            product.args |= {"c": product.args["d"], "beta": 1.0 if beta is None else float(beta)}
+        product.set_addend(out, accumulate, beta)
         product.args["alpha"] = float(alpha)
         gelu_out = product.set_gelu(gelu, gelu_in, grad)
         bias_grad = product.set_bias(bias, gelu, grad)
@@ -141,6 +141,8 @@ class _Product:
             raise ValueError(f"layout: expected one of {', '.join(layouts)}; got {self.layout!r}")
         if gelu and grad and gelu_in is None:
             raise ValueError("gelu_in: expected a tensor with gelu and grad, got None")
+        if gelu_in is not None and not (gelu and grad):
+            raise ValueError("gelu_in: expected None without gelu and grad, got a tensor")
         if bias is not None and grad and not gelu and self.layout != "NT":
             raise ValueError("bias: expected None with grad, but with gelu or layout 'NT'")
         if accumulate and out is None:
@@ -193,10 +195,19 @@ class _Product:
                 gathered = gathered.view(a.dtype)
             self.args["gathered"] = spec(self.matrix("extra_output", gathered))
 
+    def set_addend(self, out: Tensor | None, accumulate: bool, beta: float | None) -> None:
+        if not accumulate:
+            if beta:
+                raise ValueError(f"beta: expected None without accumulate, got {beta}")
+            return
+        if self.d is not out:
+            raise ValueError("extra_output: expected None or out itself with accumulate")
+        self.args |= {"c": self.args["d"], "beta": 1.0 if beta is None else float(beta)}
+
     def set_gelu(self, gelu: bool, gelu_in: Tensor | None, grad: bool) -> Tensor | None:
         if not gelu:
             return None
-        before = torch.empty_like(self.d) if gelu_in is None or not grad else gelu_in
+        before = torch.empty_like(self.d) if gelu_in is None else gelu_in
         self.args["epilogue"] = constants.GEMM_EPILOGUES["dgelu" if grad else "gelu"]
         self.args["pre_activation"] = spec(self.matrix("gelu_in", before))
         return None if grad else before
