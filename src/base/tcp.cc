@@ -19,8 +19,9 @@
 namespace xd {
 namespace {
 
-constexpr int kProbesInSilence = 5;
+constexpr int kProbesInSilence = 10;
 constexpr int kLongestProbePause = 32767;  // seconds; the system takes no more
+constexpr int kRtoMaxMs = 44;              // TCP_RTO_MAX_MS, which is in the headers of Linux 6.15
 
 sockaddr* as_sockaddr(sockaddr_storage& storage) { return reinterpret_cast<sockaddr*>(&storage); }
 const sockaddr* as_sockaddr(const sockaddr_storage& storage) {
@@ -224,18 +225,33 @@ TcpAddress local_address(int fd) {
   return address;
 }
 
+// The last thing may have come a pause before the interruption, and the first question behind its
+// end may come a pause later.
+SilenceBounds bounds_of_silence(int silence_ms) {
+  const int seconds = std::clamp(silence_ms / (1000 * kProbesInSilence), 1, kLongestProbePause);
+  const std::int64_t give_up = silence_ms + std::int64_t{2000} * seconds;
+  return {.pause_ms = 1000 * seconds,
+          .give_up_ms = static_cast<int>(std::min<std::int64_t>(give_up, INT32_MAX))};
+}
+
 void set_silence(int fd, int silence_ms) {
-  const auto set = [fd](int level, int name, int value) {
-    if (::setsockopt(fd, level, name, &value, sizeof(value)) != 0) fail_errno("setsockopt", errno);
+  const auto try_to_set = [fd](int level, int name, int value) {
+    return ::setsockopt(fd, level, name, &value, sizeof(value)) == 0;
+  };
+  const auto set = [&](int level, int name, int value) {
+    if (!try_to_set(level, name, value)) fail_errno("setsockopt", errno);
   };
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   if (silence_ms <= 0) return;
-  const int seconds = std::clamp(silence_ms / (1000 * kProbesInSilence), 1, kLongestProbePause);
+  const SilenceBounds bounds = bounds_of_silence(silence_ms);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(IPPROTO_TCP, TCP_KEEPIDLE, seconds);
-  set(IPPROTO_TCP, TCP_KEEPINTVL, seconds);
-  set(IPPROTO_TCP, TCP_KEEPCNT, kProbesInSilence);
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, bounds.pause_ms / 1000);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, bounds.pause_ms / 1000);
+  // Data that are under way ask the questions themselves, each time after twice the time; so one
+  // may come as long after an interruption as that took. Newer systems bound their pauses.
+  const bool are_bounded = try_to_set(IPPROTO_TCP, kRtoMaxMs, std::min(bounds.pause_ms, 120'000));
+  const std::int64_t give_up = std::int64_t{bounds.give_up_ms} + (are_bounded ? 0 : silence_ms);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min<std::int64_t>(give_up, INT32_MAX)));
 }
 
 bool is_passing(int error) { return error == ENOMEM || error == ENOBUFS; }

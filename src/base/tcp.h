@@ -66,10 +66,19 @@ UniqueFd tcp_accept(int listener, TcpAddress& from);
 
 TcpAddress local_address(int fd);
 
+// When the system asks the other end of a connection for a sign of life, and when it gives up, so
+// that an interruption shorter than `silence_ms` ends nothing.
+struct SilenceBounds {
+  int pause_ms;  // between two questions, in whole seconds; the answer to one after the end counts
+  int give_up_ms;  // from the last thing that came on
+};
+SilenceBounds bounds_of_silence(int silence_ms);
+
 // Makes the system watch a connection: it asks the other end's system for a sign of life several
 // times in `silence_ms`, which is at least 1000, and ends the connection when nothing has come for
-// that long; 0 = it never does. A process at the other end that is stopped or busy is no silence,
-// as long as its system has room for what it is sent.
+// that long and two pauses more; 0 = it never does. Linux before 6.15 needs as long again where
+// data are under way. A process at the other end that is stopped or busy is no silence, as long as
+// its system has room for what it is sent.
 // What is sent goes out at once. Throws SYSTEM.
 void set_silence(int fd, int silence_ms);
 // True for errors that say nothing of the connection: this system had no memory just now.

@@ -158,6 +158,7 @@ RankEnvironment read_rank_environment(const xd_comm_config& config) {
   std::array<std::string_view, 6> name = parts;
   name[1] = "";
   result.key = Key(derive_secret(parts), tag_of(derive_secret(name)));
+  result.key.variable = "XD_JOB_SECRET";
   return result;
 }
 

@@ -25,6 +25,11 @@ void require_sodium() {
     fail(XD_ERROR_SYSTEM, "libsodium cannot be initialised: no random numbers");
 }
 
+std::string another_secret(const Key& than) {
+  return than.variable != nullptr ? concat("another ", than.variable, ", or none")
+                                  : "another secret";
+}
+
 const unsigned char* data(std::span<const std::byte> bytes) {
   return reinterpret_cast<const unsigned char*>(bytes.data());
 }
@@ -79,8 +84,7 @@ void Handshake::send(const T& frame) {
 }
 
 Handshake::Handshake(Side side, const Key& key, std::uint64_t sender, std::uint32_t version)
-    : side_(side), secret_(key.secret), own_{kMagic, version,  side,
-                                             sender, key.name, make_random<Nonce>()} {
+    : side_(side), key_(key), own_{kMagic, version, side, sender, key.name, make_random<Nonce>()} {
   if (side_ == Side::client) send(own_);
 }
 
@@ -128,7 +132,7 @@ void Handshake::on_hello() {
   }
   step_ = Step::proof;
   if (side_ == Side::server) return send(own_);
-  send(prove(secret_, transcript(side_)));
+  send(prove(key_.secret, transcript(side_)));
 }
 
 void Handshake::on_proof() {
@@ -137,12 +141,14 @@ void Handshake::on_proof() {
   input_.clear();
   const Side prover = side_ == Side::server ? Side::client : Side::server;
   if (side_ == Side::client && proof == kDenial)
-    return refuse(Refusal::denied, "refused this rank: it knows another secret");
-  if (!proof_holds(secret_, transcript(prover), proof)) {
+    return refuse(Refusal::denied, concat("refused this rank: it knows ", another_secret(key_)));
+  if (!proof_holds(key_.secret, transcript(prover), proof)) {
     if (side_ == Side::server) send(kDenial);
-    return refuse(Refusal::wrong_proof, "failed to prove that it knows the secret");
+    return refuse(Refusal::wrong_proof,
+                  concat("failed to prove that it knows the secret",
+                         key_.variable != nullptr ? ": it has " + another_secret(key_) : ""));
   }
-  if (side_ == Side::server) send(prove(secret_, transcript(side_)));
+  if (side_ == Side::server) send(prove(key_.secret, transcript(side_)));
   step_ = Step::proven;
 }
 

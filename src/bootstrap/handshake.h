@@ -61,6 +61,8 @@ struct Key {
 
   Secret secret;
   Tag name;
+  // The environment variable that users set for the secret, for texts; nullptr = there is none.
+  const char* variable = nullptr;
 };
 
 // Keyed authentication code of `message`, and its comparison in constant time.
@@ -124,7 +126,7 @@ class Handshake {
   Bytes transcript(Side prover) const;
 
   Side side_;
-  Secret secret_;
+  Key key_;
   Hello own_;
   Hello peer_{};
   Step step_ = Step::hello;

@@ -19,7 +19,8 @@ namespace {
 constexpr int kOutOfDescriptorsPauseMs = 50;
 // Number of connections that are accepted between two looks at the connected guests.
 constexpr int kAcceptBatch = 64;
-constexpr std::size_t kMaxRefusedTexts = 4;
+constexpr std::size_t kMaxRefused = 64;  // of a kind that are remembered
+constexpr std::size_t kToldRefused = 4;
 
 // Ranks get their answer shortly before their own timeout, so that they learn the names of the
 // missing.
@@ -36,9 +37,10 @@ std::size_t strangers_allowed() {
 
 }  // namespace
 
-Meeting::Guest::Guest(UniqueFd connection, std::string peer, const MeetingOptions& options)
+Meeting::Guest::Guest(UniqueFd connection, const TcpAddress& from, const MeetingOptions& options)
     : fd(std::move(connection)),
-      name(std::move(peer)),
+      host(from.host()),
+      name(from.text()),
       handshake(Side::server, options.key),
       limit(Deadline::after_ms(options.guest_limit_ms)) {}
 
@@ -158,7 +160,7 @@ void Meeting::accept_guests() {
     UniqueFd fd = tcp_accept(listener_.get(), peer);
     if (fd) {
       if (num_strangers() >= max_strangers_) evict_stranger();
-      guests_.push_back(std::make_unique<Guest>(std::move(fd), peer.text(), options_));
+      guests_.push_back(std::make_unique<Guest>(std::move(fd), peer, options_));
       read(*guests_.back());  // a rank has already sent its hello
       continue;
     }
@@ -234,9 +236,12 @@ void Meeting::advance(Guest& guest) {
   if (guest.closed()) return;
   if (const Refusal refusal = guest.handshake.refusal(); refusal != Refusal::none) {
     const std::string& reason = guest.handshake.refusal_text();
-    if (refusal == Refusal::wrong_proof || refusal == Refusal::version)
-      remember(concat(guest.name, ", which ", reason));
-    return refuse(guest, reason, refusal == Refusal::other_meeting && options_.expects_strangers);
+    // A rank that is refused comes again and again.
+    bool is_old = refusal == Refusal::other_meeting && options_.expects_strangers;
+    const std::string text = concat(guest.name, ", which ", reason);
+    if (refusal == Refusal::wrong_proof) is_old = !remember(Refused::wrong_secret, guest, text);
+    if (refusal == Refusal::version) is_old = !remember(Refused::other_version, guest, text);
+    return refuse(guest, reason, is_old);
   }
   if (!guest.join.refusal_text().empty()) return refuse(guest, guest.join.refusal_text(), false);
   if (guest.join.complete()) seat(guest);
@@ -257,7 +262,7 @@ bool Meeting::make_way(Guest& newcomer, const JoinMessage& wish) {
   const auto turn_away = [&](const std::string& reason) {
     const std::string text = concat("rank ", wish.rank, " (", newcomer.name, ") ", reason);
     const AnswerMessage refusal{XD_ERROR_MISMATCH, text, {}};
-    remember(text);
+    remember(Refused::rank, newcomer, text);
     if (wish.num_ranks != num_ranks_) verdict_ = refusal;
     answer(newcomer, refusal);
     return false;
@@ -311,8 +316,14 @@ void Meeting::refuse(Guest& guest, const std::string& reason, bool is_normal_her
   leave(guest);
 }
 
-void Meeting::remember(const std::string& refusal) {
-  if (refused_ranks_.size() < kMaxRefusedTexts) refused_ranks_.push_back(refusal);
+// False = the host has been refused for the same reason before.
+bool Meeting::remember(Refused kind, const Guest& guest, const std::string& text) {
+  auto& refused = refused_[static_cast<std::size_t>(kind)];
+  if (kind != Refused::rank &&
+      std::ranges::find(refused, guest.host, &RefusedOne::host) != refused.end())
+    return false;
+  if (refused.size() < kMaxRefused) refused.push_back({guest.host, text});
+  return true;
 }
 
 void Meeting::close_overdue_guests() {
@@ -339,7 +350,10 @@ AnswerMessage Meeting::result() const {
     if (!present[static_cast<std::size_t>(r)]) missing.push_back(r);
   if (missing.empty()) return message;
   std::string text = concat(rank_list(missing), " of ", num_ranks_, " did not come in time");
-  for (const std::string& refused : refused_ranks_) text += "; refused: " + refused;
+  std::size_t told = 0;
+  for (const auto& kind : refused_)
+    for (const RefusedOne& one : kind)
+      if (told++ < kToldRefused) text += "; refused: " + one.text;
   return {XD_ERROR_TIMEOUT, text, {}};
 }
 

@@ -10,6 +10,7 @@
 
 #include <crossdock/comm.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/tcp.h"
 #include "base/warning_limit.h"
 #include "bootstrap/handshake.h"
 #include "bootstrap/messages.h"
@@ -51,10 +53,10 @@ class Meeting {
   // One connection. It goes through the handshake, sends its JoinMessage, and is then seated until
   // it is answered.
   struct Guest {
-    Guest(UniqueFd fd, std::string name, const MeetingOptions& options);
+    Guest(UniqueFd fd, const TcpAddress& from, const MeetingOptions& options);
 
     UniqueFd fd;
-    std::string name;  // address and port, for texts
+    std::string host, name;  // address; with the port, for texts
     Handshake handshake;
     FrameReader join{max_join_bytes()};
     Deadline limit;
@@ -86,7 +88,13 @@ class Meeting {
   void give(Guest& guest, std::span<const std::byte> frame);
   void flush(Guest& guest);
   static void leave(Guest& guest);
-  void remember(const std::string& refusal);
+  // Whose refusals those are that waiting ranks are told of; the surest ranks first.
+  enum class Refused { rank, wrong_secret, other_version };
+  static constexpr int kKindsRefused = 3;
+  struct RefusedOne {
+    std::string host, text;
+  };
+  bool remember(Refused kind, const Guest& guest, const std::string& text);
   void refuse(Guest& guest, const std::string& reason, bool is_normal_here);
   void close_overdue_guests();
   AnswerMessage result() const;
@@ -100,7 +108,7 @@ class Meeting {
   Deadline accept_again_;
   std::vector<std::unique_ptr<Guest>> guests_;
   Bytes failure_;  // the answer to all if memory runs out, made while there was some
-  std::vector<std::string> refused_ranks_;  // texts, for the errors of waiting ranks
+  std::array<std::vector<RefusedOne>, kKindsRefused> refused_;
   WarningLimit warnings_{"connections refused at the meeting point"};
 };
 

@@ -165,7 +165,7 @@ std::string Errors::text_of(const ToldError& error) const {
   if (error.status != XD_ERROR_PEER_LOST || error.left != 0) return text;
   // A host that gives this one up for its silence resets the connections, as a process that ends.
   const bool may_be_deaf = error.timeout_ms == 0 && !hosts_.is_near(error.peer);
-  if (may_be_deaf) text += ", or its host hears nothing from this one";
+  if (may_be_deaf) text += ", or its host has given this one up for silence, as its ranks say then";
   if (!masks_losses()) {
     text += ", which finishes a communicator with on_peer_loss = FATAL";
   }

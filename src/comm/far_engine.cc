@@ -129,7 +129,9 @@ void FirstContact::fail_data(xd_status status, int rank, const std::string& plac
 }
 
 void FirstContact::fail_silent(int rank, const std::string& place) const {
-  fail_data(XD_ERROR_TIMEOUT, rank, place, concat("no greeting came within ", ms_, " ms"));
+  fail_data(
+      XD_ERROR_TIMEOUT, rank, place,
+      concat("no greeting came within ", ms_, " ms; does a firewall let control through alone?"));
 }
 
 }  // namespace xd

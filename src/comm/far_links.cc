@@ -106,6 +106,7 @@ void FarLinks::connect(Comm& comm, CollectiveCall call) {
   });
   comm.collective().agree(call, [&] {
     greet(comm);
+    engine_->shut();
     return Collective::Contribution{};
   });
 }

@@ -64,6 +64,7 @@ void FarPuts::on_arrival(std::uint32_t tag) {
     return;
   }
   if (slot >= end.config_.slots) {
+    if (!engine_->vouches_for_tags()) return;  // it is a stranger's
     return give_up(end.config_.peer, XD_ERROR_INTERNAL,
                    "a put arrived for a slot that is not there");
   }
@@ -159,6 +160,11 @@ std::string FarPuts::place_of(int peer) const {
   return engine_->place_of(peer);
 }
 
+void FarPuts::shut() {
+  const std::lock_guard lock(mutex_);
+  if (!is_closed()) engine_->shut();
+}
+
 std::size_t FarPuts::max_put() const {
   const std::lock_guard lock(mutex_);
   return is_closed() ? 0 : engine_->max_put();
@@ -202,6 +208,7 @@ void FarEnd::greet() {
     if (!is_said && (is_greeted || puts_.comm_.rank() < config_.peer)) is_said = put_greeting();
     return (is_said && is_greeted && !is_under_way()) || failure() != nullptr;
   });
+  puts_.shut();
   if (const FarPuts::Failure* failed = failure()) {
     if (!contact.is_lost(config_.peer)) {
       contact.fail_data(failed->status, config_.peer, puts_.place_of(config_.peer),

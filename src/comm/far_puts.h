@@ -72,6 +72,7 @@ class FarPuts final : public Progress {
   Bytes address() const;
   void connect(int peer, std::span<const std::byte> address);
   std::string place_of(int peer) const;
+  void shut();
   std::size_t max_put() const;
   bool put(FarEnd& end, const net::Put& put);
   bool is_closed() const { return engine_ == nullptr; }

@@ -39,7 +39,8 @@ MeshConnector::MeshConnector(const MetRanks& ranks, MeshListeners listeners,
       listeners_(std::move(listeners)),
       reserve_(std::move(reserve)),
       silence_ms_(silence_ms),
-      reach_by_(at(ranks.num_ranks()), Deadline::after_ms(silence_ms)),
+      reach_ms_(silence_ms > 0 ? bounds_of_silence(silence_ms).give_up_ms : 0),
+      reach_by_(at(ranks.num_ranks()), Deadline::after_ms(reach_ms_)),
       dial_again_(Deadline::after_ms(0)),
       keep_vigils_(Deadline::after_ms(kBeforeVigilsMs)),
       accept_again_(dial_again_),
@@ -215,7 +216,7 @@ void MeshConnector::answered(Call& call) {
   }
   refused_.erase(call.rank);
   set_silence(call.fd.get(), silence_ms_);
-  reach_by_[at(call.rank)] = Deadline::after_ms(silence_ms_);
+  reach_by_[at(call.rank)] = Deadline::after_ms(reach_ms_);
   advance(call);
 }
 
@@ -233,7 +234,7 @@ void MeshConnector::cannot_reach(int rank, int error) {
   }
   if (silence_ms_ <= 0 || !reach_by_[at(rank)].passed()) return;
   fail(XD_ERROR_TIMEOUT, ranks_.names.of(rank_), " cannot reach ", ranks_.names.of(rank), " at ",
-       address, " from ", control_address(introductions[at(rank_)]).host(), " within ", silence_ms_,
+       address, " from ", control_address(introductions[at(rank_)]).host(), " within ", reach_ms_,
        " ms: ", std::strerror(error), " (errno ", error, ")");
 }
 
@@ -457,7 +458,7 @@ void MeshConnector::hung_up(Call& call) {
   if (!call.over_tcp) fail_gone(call.rank);
   call.fd.reset();
   dial_again_ = Deadline::after_ms(kRedialFarMs);
-  reach_by_[at(call.rank)] = Deadline::after_ms(silence_ms_);
+  reach_by_[at(call.rank)] = Deadline::after_ms(reach_ms_);
   to_dial_.push_back(call.rank);
 }
 
@@ -495,7 +496,7 @@ void MeshConnector::check_vigil(int rank) {
   if (rank < rank_) return;  // this rank's own call tells more
   if (packet.silent) fail_gone(rank, true);
   dial_again_ = Deadline::after_ms(kRedialFarMs);
-  reach_by_[at(rank)] = Deadline::after_ms(silence_ms_);
+  reach_by_[at(rank)] = Deadline::after_ms(reach_ms_);
   to_dial_.push_back(rank);
 }
 

@@ -35,8 +35,8 @@ struct MeshListeners {
 class MeshConnector {
  public:
   // `ranks` outlives the object. `reserve` has a descriptor for each connection, or fewer if the
-  // process could not get them in advance. A host that cannot be reached for `silence_ms` ends
-  // run(); <= 0 = only its deadline does.
+  // process could not get them in advance. A host that cannot be reached for as long as
+  // silence is borne (bounds_of_silence()) ends run(); `silence_ms` <= 0 = only its deadline does.
   MeshConnector(const MetRanks& ranks, MeshListeners listeners, DescriptorReserve reserve = {},
                 int silence_ms = 0);
 
@@ -110,7 +110,7 @@ class MeshConnector {
   const int rank_;
   MeshListeners listeners_;
   DescriptorReserve reserve_;
-  const int silence_ms_;
+  const int silence_ms_, reach_ms_;
   // Other hosts, by rank, if silence_ms_ > 0: from the last time that they have answered on.
   std::vector<Deadline> reach_by_;
   Deadline dial_again_, keep_vigils_, accept_again_;

@@ -189,6 +189,9 @@ class Chaos final : public Engine {
     return holds && config_.mutant != Mutant::lost_wakeup ? -1 : below_->sleep_on();
   }
 
+  bool vouches_for_tags() const override { return below_->vouches_for_tags(); }
+  void shut() override { below_->shut(); }
+
   void close() noexcept override {
     pieces_.clear();
     if (config_.mutant == Mutant::closing_takes_back) world_->lose_parcels_of(this);

@@ -89,7 +89,8 @@ class Engine {
 
   // Where peers reach this engine, in its own words: they give it to connect().
   virtual Bytes address() const = 0;
-  // Once per peer, before the first put to it. Throws if the address is none of this engine's.
+  // Once per peer, before the first put to it, and before the first of it: an engine may let in
+  // nobody else. Throws if the address is none of this engine's.
   virtual void connect(int peer, std::span<const std::byte> address) = 0;
 
   // Where a peer is reached, for texts; empty = not known.
@@ -101,9 +102,16 @@ class Engine {
   virtual bool put(const Put& put) = 0;
   virtual void poll(Events& events) = 0;
 
+  // False = anybody who reaches this engine can make tags, which are reported as those of peers.
+  virtual bool vouches_for_tags() const { return true; }
+
   // To be asked before every sleep: a descriptor that becomes readable when poll() has something to
   // do; -1 = there may be something already, or the engine must be polled to get on.
   virtual int sleep_on() = 0;
+
+  // A put has come from each peer so far, and one has gone to it: nobody new is let in before the
+  // next connect(), where the engine can keep others out.
+  virtual void shut() {}
 
   // Gives up whatever is under way and not `sent`: from now on no memory of this rank is read or
   // written, and puts of peers towards it fail. After that, rooms and the engine may only be

@@ -231,6 +231,13 @@ void Links::break_off(xd_status status, int partner, const std::string& text) {
   throw Error(*failure_);
 }
 
+// Of a tag that a partner cannot have sent, if it keeps its promises.
+void Links::refuse_tag(int partner, const std::string& text) {
+  if (engine_.vouches_for_tags()) break_off(XD_ERROR_INTERNAL, partner, text);
+  refused_.warn(concat("refused, of an unknown sender, or damaged: ",
+                       partner < 0 ? text : concat("as if of ", name_of(partner), ": ", text)));
+}
+
 std::ptrdiff_t Links::unread(int partner) const {
   return std::ranges::count_if(partners_.at(at(partner)).sending,
                                [](const Sending& slot) { return slot.posted && !slot.credited; });
@@ -312,7 +319,7 @@ void Links::on_arrival(const LinkTag& tag) {
       tag.kind == TagKind::chunk || tag.kind == TagKind::credit || tag.kind == TagKind::greeting;
   const int partner = tag.channel < partners_.size() ? static_cast<int>(tag.channel) : -1;
   if (!known || partner < 0 || tag.slot >= at(config_.slots))
-    break_off(XD_ERROR_INTERNAL, partner, concat("a put arrived with the tag ", tag.word()));
+    return refuse_tag(partner, concat("a put arrived with the tag ", tag.word()));
   if (tag.kind == TagKind::greeting) return on_greeting(partner);
   if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
   Partner& from = partners_[tag.channel];
@@ -327,10 +334,10 @@ void Links::on_chunk(int partner, unsigned slot, unsigned generation) {
   Receiving& receiving = partners_[at(partner)].receiving[slot];
   const unsigned expected = receiving.generation + 1;
   if (receiving.state != Receiving::State::empty || (generation & 0xff) != (expected & 0xff)) {
-    break_off(XD_ERROR_INTERNAL, partner,
-              concat("use ", generation & 0xff, " (mod 256) of its slot ", slot,
-                     " arrived; expected use ", expected & 0xff,
-                     receiving.state == Receiving::State::empty ? "" : ", and not yet"));
+    return refuse_tag(partner,
+                      concat("use ", generation & 0xff, " (mod 256) of its slot ", slot,
+                             " arrived; expected use ", expected & 0xff,
+                             receiving.state == Receiving::State::empty ? "" : ", and not yet"));
   }
   receiving = {.generation = expected, .state = Receiving::State::arrived};
 }
@@ -338,7 +345,7 @@ void Links::on_chunk(int partner, unsigned slot, unsigned generation) {
 void Links::on_greeting(int partner) {
   Partner& from = partners_[at(partner)];
   if (!from.accepted || from.greeted)
-    break_off(XD_ERROR_INTERNAL, partner, from.greeted ? "it greets twice" : "it greets too early");
+    return refuse_tag(partner, from.greeted ? "it greets twice" : "it greets too early");
   from.greeted = true;
   if (from.name.rank < config_.rank) post_empty(partner, TagKind::greeting, 0, 0);
 }
@@ -348,10 +355,10 @@ void Links::on_credit(int partner, unsigned slot, unsigned generation) {
   const bool mutated = config_.mutant == Mutant::refill_without_credit;
   if (mutated) return;
   if (!sending.posted || sending.credited || (sending.generation & 0xff) != generation) {
-    break_off(XD_ERROR_INTERNAL, partner,
-              concat("it gave back use ", generation, " (mod 256) of slot ", slot,
-                     ", which is in use ", sending.generation & 0xff,
-                     sending.posted && !sending.credited ? "" : " and not to be given back"));
+    return refuse_tag(
+        partner, concat("it gave back use ", generation, " (mod 256) of slot ", slot,
+                        ", which is in use ", sending.generation & 0xff,
+                        sending.posted && !sending.credited ? "" : " and not to be given back"));
   }
   sending.credited = true;
   free_if_done(sending);

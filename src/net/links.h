@@ -17,6 +17,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/interrupt.h"
+#include "base/warning_limit.h"
 #include "base/wire.h"
 #include "net/engine.h"
 #include "net/link_map.h"
@@ -45,6 +46,8 @@ struct LinkPartner {
 // next(), give_back(), poll() and wait_for() throw the failure from then on. It is that of a
 // partner (PEER_LOST from lose(), SYSTEM from the engine), INTERNAL where a partner or the engine
 // broke its promises, or what the engine threw; the text names rank and host where they are known.
+// A tag that breaks one may be a stranger's where the engine does not vouch for tags: then it is
+// refused with a warning, and the links go on.
 // Steps allocate nothing but what the engine does, unless its `sent` lag behind by many uses.
 class Links final {
  public:
@@ -188,6 +191,7 @@ class Links final {
   Sending& slot_of(int partner, unsigned slot);
   void check() const;
   [[noreturn]] void break_off(xd_status status, int partner, const std::string& text);
+  void refuse_tag(int partner, const std::string& text);
   [[noreturn]] void fail_for_time(int partner, const char* what) const;
   std::ptrdiff_t unread(int partner) const;  // slots
   void sleep_until(const Deadline& deadline);
@@ -217,6 +221,7 @@ class Links final {
   Sent sent_;
   std::optional<Error> failure_;
   Events events_;
+  WarningLimit refused_{"puts of unknown senders, or damaged ones"};
 };
 
 }  // namespace xd::net

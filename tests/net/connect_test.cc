@@ -5,9 +5,7 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 #include <span>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,8 +41,8 @@ TEST_F(NetConnect, TheJobsSecretIsNeededAndTheSameOnAllRanks) {
   Settings other{{"XD_TEST_TIMEOUT_MS", "2500"}, {"rank 1", "XD_JOB_SECRET=another"}};
   Job by_environment(hosts, {0, 1}, Family::ipv4, other);
   const auto refused = by_environment.all("create");
-  expect_words(refused[0], {"XD_ERROR_TIMEOUT"});
-  expect_words(refused[1], {"refused this rank: it knows another secret"});
+  expect_words(refused[0], {"XD_ERROR_TIMEOUT", "another XD_JOB_SECRET, or none"});
+  expect_words(refused[1], {"refused this rank: it knows another XD_JOB_SECRET, or none"});
   other["XD_TEST_ID"] = first.rank(0).ask("id");
   Job by_id(hosts, {0, 1}, Family::ipv4, other);
   by_id.expect_all("create", {"XD_ERROR_MISMATCH", "has another XD_JOB_SECRET than"});
@@ -84,7 +82,7 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
            {{"XD_TEST_TIMEOUT_MS", "6000"}, {"rank 1", "XD_NET_IFACE=eth1"}});
   const auto answers = dead.all("create");
   expect_words(answers[1], {"cannot reach rank 0 of host 0 (",
-                            "at 10.97.0.1:", "from 10.98.0.2 within 1000 ms"});
+                            "at 10.97.0.1:", "from 10.98.0.2 within 3000 ms"});
 }
 
 TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
@@ -216,22 +214,6 @@ TEST_F(NetConnect, ARankThatFindsAnotherGoneTellsOtherHosts) {
 }
 
 // ---- Strangers ----
-
-// The TCP ports on which a process listens, but for one.
-std::vector<int> listening_ports(pid_t pid, int but) {
-  std::ifstream table("/proc/" + std::to_string(pid) + "/net/tcp");
-  std::vector<int> ports;
-  std::string line;
-  std::getline(table, line);
-  while (std::getline(table, line)) {
-    std::istringstream words(line);
-    std::string number, local, remote, state;
-    words >> number >> local >> remote >> state;
-    const int port = std::stoi(local.substr(local.find(':') + 1), nullptr, 16);
-    if (state == "0A" && port != but) ports.push_back(port);
-  }
-  return ports;
-}
 
 TEST_F(NetConnect, StrangersAtTheControlPortsKeepNobodyOut) {
   constexpr int kStrangers = 100;

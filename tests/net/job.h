@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <fstream>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -138,6 +140,22 @@ inline void expect_no_data_behind_a_firewall(const char* step) {
   }
   expect_words(answers[0], {"XD_ERROR_TIMEOUT", "rank 2 of host 1 (", ", 10.97.0.2:"});
   job.all_fine("barrier");
+}
+
+// The TCP ports on which a process listens, but for one.
+inline std::vector<int> listening_ports(pid_t pid, int but) {
+  std::ifstream table("/proc/" + std::to_string(pid) + "/net/tcp");
+  std::vector<int> ports;
+  std::string line;
+  std::getline(table, line);
+  while (std::getline(table, line)) {
+    std::istringstream words(line);
+    std::string number, local, remote, state;
+    words >> number >> local >> remote >> state;
+    const int port = std::stoi(local.substr(local.find(':') + 1), nullptr, 16);
+    if (state == "0A" && port != but) ports.push_back(port);
+  }
+  return ports;
 }
 
 class Net : public testing::Test {

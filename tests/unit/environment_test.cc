@@ -1,9 +1,11 @@
 // Ranks meeting through the environment that a launcher sets.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "bootstrap/environment.h"
+#include "bootstrap/handshake.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -103,30 +105,54 @@ TEST_F(EnvironmentTest, AnotherWorldSizeIsAMismatchAtOnceOnBoth) {
   for (const auto& error : errors) expect_error(error, XD_ERROR_MISMATCH, "has num_ranks = ");
 }
 
+// Strangers who greet as another version of the library would, one after another.
+void speak_other_versions(int port, int count) {
+  const TcpAddress door =
+      numeric_address("127.0.0.1").value().with_port(static_cast<std::uint16_t>(port));
+  for (; count > 0; --count) {
+    UniqueFd fd;
+    ASSERT_TRUE(eventually(
+        [&] { return !error_of([&] { fd = tcp_connect(door, Deadline::after_ms(1000)); }); }));
+    Handshake handshake(Side::client, make_random<Secret>(), 0, 255);
+    EXPECT_EQ(send_all(fd.get(), handshake.take_output(), Deadline::after_ms(1000)), Io::done);
+    EXPECT_EQ(wait_readable(fd.get(), Deadline::after_ms(5000)), Io::done);
+  }
+}
+
 // Any process that listens on a port may say that a secret is wrong, so that is no reason to give
-// up: both sides report the refusal at once, and again when their time is over.
+// up: both sides report the refusal at once, and again when their time is over. The rank comes
+// again all the time, behind strangers who speak nonsense, and is told of once, before them.
 TEST_F(EnvironmentTest, AWrongSecretIsNamedOnBothSides) {
   LogCapture log;
   const auto name = make_random<Tag>();
   const auto errors = on_threads(2, [&](int r) {
+    Key key(make_random<Secret>(), name);
+    key.variable = "XD_JOB_SECRET";
     const auto bootstrap = meet_by_environment({.rank = r,
                                                 .num_ranks = 2,
                                                 .master_address = "127.0.0.1",
                                                 .first_port = static_cast<std::uint16_t>(port_),
                                                 .last_port = static_cast<std::uint16_t>(port_ + 15),
-                                                .key = {make_random<Secret>(), name}});
-    all_gather(*bootstrap, bytes_of("blob"), Deadline::after_ms(1000));
+                                                .key = key});
+    if (r == 1) speak_other_versions(port_, 6);
+    all_gather(*bootstrap, bytes_of("blob"), Deadline::after_ms(1500));
   });
-  std::string lines;
-  for (const std::string& line : log.end()) lines += line + "\n";
+  const std::vector<std::string> lines = log.end();
   expect_error(errors[0], XD_ERROR_TIMEOUT,
                {"rank 1 of 2 did not come in time; refused: 127.0.0.1:",
-                "which failed to prove that it knows the secret"});
-  expect_error(
-      errors[1], XD_ERROR_TIMEOUT,
-      concat("what listens at 127.0.0.1:", port_, " refused this rank: it knows another secret"));
-  expect_words(lines, {"it failed to prove that it knows the secret",
-                       "refused this rank: it knows another secret"});
+                "which failed to prove that it knows the secret: it has another XD_JOB_SECRET, or "
+                "none; refused: 127.0.0.1:",
+                "which speaks protocol version 255"});
+  expect_error(errors[1], XD_ERROR_TIMEOUT,
+               concat("what listens at 127.0.0.1:", port_,
+                      " refused this rank: it knows another XD_JOB_SECRET, or none"));
+  const auto lines_with = [&](const char* words) {
+    return std::ranges::count_if(
+        lines, [&](const std::string& line) { return line.find(words) != std::string::npos; });
+  };
+  EXPECT_EQ(lines_with("it failed to prove that it knows the secret: it has another"), 1);
+  EXPECT_EQ(lines_with("speaks protocol version 255"), 1);
+  EXPECT_EQ(lines_with("refused this rank: it knows another XD_JOB_SECRET, or none"), 1);
 }
 
 TEST_F(EnvironmentTest, RankZeroListensOnOneAddressOnly) {

@@ -1,11 +1,18 @@
 // libfabric: finding it, agreeing on a provider, and puts over TCP on the loopback interface.
 #include "net/fabric/fabric.h"
 
+#include <netinet/in.h>
+
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <future>
 
 #include "base/math.h"
+#include "base/tcp.h"
 #include "net/chaos.h"
+#include "net/fabric/tag_seal.h"
+#include "support/stranger.h"
 #include "unit/link_support.h"
 #include "unit/net_support.h"
 
@@ -35,6 +42,22 @@ TEST(FabricAgreement, IsRefusedWithEverybodysListWhereThereIsNone) {
                "rank 2: none");
 }
 
+TEST(TagSeal, OpensItsOwnTagsAndNoOthers) {
+  const net::TagSeal seal{.key = 0x1234'5678'9ABC'DEF0, .mask = 0x0F1E'2D3C, .has_check = 1};
+  for (const std::uint32_t tag : {0u, 1u, 0x2000'0000u, UINT32_MAX}) {
+    EXPECT_EQ(seal.open(seal.close(tag)), tag);
+    for (int bit = 0; bit < 64; ++bit)
+      EXPECT_FALSE(seal.open(seal.close(tag) ^ std::uint64_t{1} << bit)) << bit;
+  }
+}
+
+// A provider that carries 32 bits leaves no room for the check.
+TEST(TagSeal, HidesTagsWhereItCannotCheckThem) {
+  const net::TagSeal seal{.key = 1, .mask = 0x0F1E'2D3C, .has_check = 0};
+  EXPECT_EQ(seal.close(0x2000'0000), 0x2F1E'2D3Cu);
+  EXPECT_EQ(seal.open(0x2F1E'2D3C), 0x2000'0000u);
+}
+
 // The libraries that the tests may find: the system's, and a newer one that the tests install. Each
 // test runs in a process of its own, which therefore has one of them.
 struct Source {
@@ -61,6 +84,12 @@ class Fabric : public testing::TestWithParam<Source> {
     for (int r = 0; r < ranks; ++r)
       engines.push_back(net::open_fabric(library_, provider_, "127.0.0.1"));
     return engines;
+  }
+
+  // The first two, to each other.
+  static void introduce(const Engines& engines) {
+    engines[0]->connect(1, engines[1]->address());
+    engines[1]->connect(0, engines[0]->address());
   }
 
   Library library_;
@@ -94,7 +123,7 @@ TEST_P(Fabric, APutWithoutTheRoomsKeyDoesNotLand) {
   std::array<std::byte, 64> here{}, there{};
   here.fill(std::byte{1});
   const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
-  engines[0]->connect(1, engines[1]->address());
+  introduce(engines);
   net::Put put{.peer = 1, .from = from.get(), .to = to->remote(), .bytes = here.size()};
   put.to.key ^= 1;
   net::Events events;
@@ -112,7 +141,7 @@ TEST_P(Fabric, APutThatHasArrivedIsSentWithoutThePeer) {
   Engines engines = open(2);
   std::vector<std::byte> here(std::size_t{4} << 20), there(here.size());
   const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
-  engines[0]->connect(1, engines[1]->address());
+  introduce(engines);
   for (const std::size_t bytes :
        {std::size_t{0}, std::size_t{16}, std::size_t{4096}, here.size()}) {
     SCOPED_TRACE(bytes);
@@ -126,6 +155,77 @@ TEST_P(Fabric, APutThatHasArrivedIsSentWithoutThePeer) {
     EXPECT_TRUE(eventually([&] { return engines[0]->poll(events[0]), !events[0].sent.empty(); },
                            kGenerousMs));
   }
+}
+
+// It knows the room and its key, and is on a peer's host, but the peer has never heard of it.
+TEST_P(Fabric, AStrangersTagIsRefusedAndPeersGoOn) {
+  Engines engines = open(3);
+  std::array<std::byte, 64> here{}, there{};
+  const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
+  const auto stranger = engines[2]->expose(here);
+  introduce(engines);
+  Bytes guessed = engines[1]->address();
+  guessed[2] ^= std::byte{1};  // of the key of its tags' seal
+  engines[2]->connect(1, guessed);
+  std::array<net::Events, 3> events;
+  const auto deliver = [&](std::size_t sender, const net::Put& put) {
+    const auto step = [&] {
+      for (std::size_t r = 0; r < engines.size(); ++r) engines[r]->poll(events[r]);
+    };
+    ASSERT_TRUE(eventually([&] { return step(), engines[sender]->put(put); }, kGenerousMs));
+    ASSERT_TRUE(eventually([&] { return step(), !events[sender].sent.empty(); }, kGenerousMs));
+  };
+  const net::Put put{.peer = 1, .from = from.get(), .to = to->remote(), .bytes = 0, .tag = 7};
+  net::Put strange = put;
+  strange.from = stranger.get();
+  LogCapture log;
+  deliver(2, strange);
+  deliver(0, put);
+  EXPECT_EQ(events[1].arrived, std::vector<std::uint32_t>{7});
+  EXPECT_TRUE(events[1].failed.empty());
+  const auto lines = log.end();
+  ASSERT_EQ(lines.size(), 1U);
+  EXPECT_TRUE(lines[0].find("an unknown sender, or damaged bytes") != std::string::npos)
+      << lines[0];
+}
+
+TcpAddress place_in(const Bytes& address) {
+  sockaddr_in name;
+  std::memcpy(&name, address.data() + address.size() - sizeof(name), sizeof(name));
+  return from_sockaddr(reinterpret_cast<const sockaddr&>(name));
+}
+
+bool lets_in(const Bytes& address) {
+  return !error_of([&] { tcp_connect(place_in(address), Deadline::after_ms(300)); });
+}
+
+// On a peer's host, before all peers are there. They get lost there, or end what is theirs.
+TEST_P(Fabric, StrangersWhoAreLetInDisturbNoLinks) {
+  Fleet fleet(open(2), config_of(2, 200));
+  const TcpAddress place = place_in(fleet.engines[1]->address());
+  for (const char* const mode : {"tags", "messages", "nonsense", "bytes"}) {
+    SCOPED_TRACE(mode);
+    auto says = std::async(std::launch::async, [&] {
+      return stranger_says("", "127.0.0.1", "127.0.0.1", place.port(), mode);
+    });
+    do run_on_threads(fleet, 200);
+    while (says.wait_for(std::chrono::milliseconds(0)) != std::future_status::ready);
+    const std::string taken = says.get();
+    std::printf("%s: %s\n", mode, taken.c_str());
+    EXPECT_TRUE(taken.ends_with(" taken")) << taken;
+  }
+}
+
+TEST_P(Fabric, PeersHostsAloneAreLetInAndNobodyWhenAllAreThere) {
+  Engines engines = open(2);
+  const Bytes address = engines[1]->address();
+  EXPECT_FALSE(lets_in(address));
+  introduce(engines);
+  EXPECT_TRUE(lets_in(address));
+  engines[1]->shut();
+  EXPECT_FALSE(lets_in(address));
+  engines[1]->connect(5, engines[0]->address());
+  EXPECT_TRUE(lets_in(address));
 }
 
 TEST_P(Fabric, AnAddressOfAnotherKindIsRefused) {

@@ -2,8 +2,10 @@
 // wrong engine and each wrong protocol of net/mutant.h is caught.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstdio>
 
+#include "unit/errors.h"
 #include "unit/link_support.h"
 
 namespace xd::test {
@@ -56,6 +58,23 @@ TEST_P(LinkMutants, AreCaughtWithin50Seeds) {
     return;
   }
   FAIL() << GetParam().name << " passes with seeds 1 to 50";
+}
+
+TEST(Chaos, ASourceThatChangesBeforeItWasSentIsNoticed) {
+  Engines engines = chaos_engines(2, 5);
+  std::array<std::byte, 64> here{}, there{};
+  const auto from = engines[0]->expose(here), to = engines[1]->expose(there);
+  engines[0]->connect(1, engines[1]->address());
+  const net::Put put{.peer = 1, .from = from.get(), .to = to->remote(), .bytes = here.size()};
+  bool taken = false;
+  for (int i = 0; i < 1000 && !taken; ++i) taken = engines[0]->put(put);
+  ASSERT_TRUE(taken);
+  here[9] = std::byte{1};
+  net::Events events;
+  expect_error(error_of([&] {
+                 for (int i = 0; i < 1000; ++i) engines[0]->poll(events);
+               }),
+               XD_ERROR_INTERNAL, "the source of a put changed before it was sent");
 }
 
 }  // namespace

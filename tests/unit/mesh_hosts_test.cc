@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 
@@ -72,6 +73,21 @@ TEST(SeveralHosts, HaveNamesOfTheirOwn) {
   for (Introduction& i : introductions) i.host_name = {'w', 'e', 's', 't'};
   expect_error(several_hosts_error(0, introductions, "s"), XD_ERROR_MISMATCH,
                "config.host = 'west' on rank 0");
+}
+
+// ---- Silence ----
+
+// The system asks a pause after the last sign of life, and then each pause; unless it gives up
+// then, as nothing has come for too long.
+TEST(Silence, AnInterruptionThatIsShorterLeavesAQuestionBehindItsEnd) {
+  for (const int silence : {1000, 1999, 2000, 5000, 10'000, 15'999, 100'000, 86'400'000}) {
+    SCOPED_TRACE(silence);
+    const SilenceBounds bounds = bounds_of_silence(silence);
+    const int begins = bounds.pause_ms, ends = begins + silence - 1;
+    const int question = (ends + bounds.pause_ms - 1) / bounds.pause_ms * bounds.pause_ms;
+    EXPECT_LT(question, bounds.give_up_ms);
+    EXPECT_LE(bounds.give_up_ms, silence + std::max(silence / 5, 2000));
+  }
 }
 
 // ---- Meshes ----

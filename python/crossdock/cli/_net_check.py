@@ -18,7 +18,7 @@ import numpy as np
 
 import crossdock
 from crossdock.cli import _engine
-from crossdock.cli._usage import OK, CommandError, UsageError, number
+from crossdock.cli._usage import OK, CommandError, HelpWithDefaults, UsageError, number
 from crossdock.cli._workload import Workload, choices, volume
 
 _ALONE = "all {} ranks are on one host ({}): start some of them on another one"
@@ -28,9 +28,16 @@ _USAGE = """Start it on every host as the job is started, for instance
     --no-python crossdock net-check
 
 or once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set;
-and XD_JOB_SECRET, in any case. Times are those of the slowest rank with a
-barrier behind it. Exit code 0: every element came as it must; 1: a step failed,
-and each rank says what it knows of it."""
+and XD_JOB_SECRET, in any case. Of a host alone:
+
+  XD_NET_IFACE   the interface, or the address, that other hosts reach;
+                 default: the one from which this rank reaches MASTER_ADDR
+  XD_SILENCE_MS  milliseconds without an answer until another host is lost;
+                 default: 10000
+
+Times are those of the slowest rank with a barrier behind it. Exit code 0: every
+element came as it must; 1: a step failed, and each rank says what it knows of
+it."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,13 +46,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "net-check",
         help="whether the ranks of a job reach each other between hosts, and how fast",
         description=_USAGE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpWithDefaults,
     )
     parser.add_argument(
         "--tokens", type=number(1), default=512, help="of each rank in the larger batch"
     )
-    parser.add_argument("--hidden", type=number(1), default=7168)
-    parser.add_argument("--iters", type=number(1), default=10)
+    parser.add_argument("--hidden", type=number(1), default=7168, help="elements of a token")
+    parser.add_argument("--iters", type=number(1), default=10, help="calls that are timed")
     parser.add_argument("--timeout", type=number(1), default=60, help="seconds of every wait")
     parser.set_defaults(run=run)
 

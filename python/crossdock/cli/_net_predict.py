@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from crossdock.cli import _net_model
-from crossdock.cli._usage import OK, UsageError, number
+from crossdock.cli._usage import OK, HelpWithDefaults, UsageError, number
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,25 +15,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "net-model",
         help="estimate dispatch and combine between machines",
-        description="Simulates both operations chunk by chunk. These are estimates: nothing is "
+        description="Simulates both operations chunk by chunk. These are estimates: nothing is\n"
         "measured.",
+        formatter_class=HelpWithDefaults,
     )
-    parser.add_argument("--hosts", type=number(1), default=2)
-    parser.add_argument("--ranks-per-host", type=number(1), default=8)
+    parser.add_argument("--hosts", type=number(1), default=2, help="machines")
+    parser.add_argument("--ranks-per-host", type=number(1), default=8, help="of each machine")
     parser.add_argument("--tokens", type=number(0), default=4096, help="of each rank")
-    parser.add_argument("--topk", type=number(1), default=8)
-    parser.add_argument("--experts", type=number(1), default=256)
-    parser.add_argument("--row-bytes", type=number(16), default=14336)
+    parser.add_argument("--topk", type=number(1), default=8, help="experts of a token")
+    parser.add_argument("--experts", type=number(1), default=256, help="of all ranks together")
+    parser.add_argument("--row-bytes", type=number(16), default=14336, help="of a token")
     parser.add_argument("--routing", default="uniform", help="uniform or zipf:S")
     parser.add_argument("--histogram", help="JSON file: how often a gate chose each expert")
     parser.add_argument(
-        "--host-limit", type=number(0), default=0, help="hosts of a token's experts"
+        "--host-limit", type=number(0), default=0, help="hosts of a token's experts; 0 = any"
     )
     parser.add_argument("--wire-gb-per-s", type=float, default=45.0, help="of each interface")
     parser.add_argument("--near-gb-per-s", type=float, default=340.0, help="copied by a rank")
     parser.add_argument("--latency-us", type=float, default=12.0, help="of a smallest message")
     parser.add_argument("--slots", type=number(1), default=4, help="chunks under way per partner")
-    parser.add_argument("--chunk-kib", type=number(1), default=512)
+    parser.add_argument("--chunk-kib", type=number(1), default=512, help="of a chunk")
     parser.add_argument("--shared-wire", action="store_true", help="a host's ranks share one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -74,9 +75,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({name: dataclasses.asdict(r) for name, r in results.items()}, indent=1))
         return OK
-    print("estimated, not measured:")
-    print(f"{'':10}{'us':>10}{'entry us':>10}{'rows us':>10}{'MB sent':>10}{'messages':>10}  bound")
+    print(_heading(arguments))
+    print(
+        f"{'':10}{'us':>10}{'entry us':>10}{'rows us':>10}{'MB sent':>10}{'messages':>10}"
+        f"{'GB/s':>10}  bound"
+    )
     for name, r in results.items():
         times = "".join(f"{s * 1e6:10.0f}" for s in (r.seconds, r.entry_s, r.rows_s))
-        print(f"{name:10}{times}{r.wire_bytes * 1e-6:10.1f}{r.messages:10}  {r.bound}")
+        sent = f"{r.wire_bytes * 1e-6:10.1f}{r.messages:10}{r.wire_bytes / r.seconds / 1e9:10.2f}"
+        print(f"{name:10}{times}{sent}  {r.bound}")
     return OK
+
+
+def _heading(of: argparse.Namespace) -> str:
+    """Tells of what the numbers are."""
+    routing = of.histogram or of.routing
+    wire = "shared by a host's ranks" if of.shared_wire else "of each rank"
+    return (
+        f"estimated, not measured: {of.hosts} hosts of {of.ranks_per_host} ranks,"
+        f" {of.tokens} tokens of each rank\nto {of.topk} of {of.experts} experts ({routing}),"
+        f" rows of {of.row_bytes} bytes;\ninterfaces of {of.wire_gb_per_s:g} GB/s {wire};"
+        " MB, messages and GB/s are the busiest interface's"
+    )

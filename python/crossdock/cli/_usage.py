@@ -23,6 +23,12 @@ class UsageError(CommandError):
     exit_code = USAGE
 
 
+class HelpWithDefaults(
+    argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
+):
+    """Shows what each option is where it is not given, and leaves the description as it is."""
+
+
 def number(least: int) -> Callable[[str], int]:
     """Parses whole numbers from `least` on."""
 

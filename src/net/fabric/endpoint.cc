@@ -7,14 +7,19 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <random>
 #include <utility>
 
 #include "base/error.h"
+#include "base/warning_limit.h"
+#include "net/fabric/door.h"
 #include "net/fabric/library.h"
+#include "net/fabric/tag_seal.h"
 
 namespace xd::net {
 namespace {
@@ -63,8 +68,10 @@ class Fabric final : public Engine {
   std::unique_ptr<Room> expose(std::span<std::byte> memory) override;
   bool put(const Put& put) override;
   void poll(Events& events) override;
+  bool vouches_for_tags() const override { return seal_.has_check != 0; }
   int sleep_on() override;
-  void close() noexcept override { endpoint_.reset(); }
+  void shut() override { door_.shut(); }
+  void close() noexcept override;
 
  private:
   // A put under way. libfabric may use the context until it has completed.
@@ -76,6 +83,7 @@ class Fabric final : public Engine {
   };
   struct Peer {
     fi_addr_t address = FI_ADDR_UNSPEC;
+    TagSeal seal;
     bool failed = false;
   };
 
@@ -84,6 +92,10 @@ class Fabric final : public Engine {
   }
   void open_queue();
   void open_endpoint();
+  Bytes name() const;  // of the endpoint
+  std::string place_in(const void* name) const;
+  void take_in(const fi_cq_data_entry& entry, Events& events);
+  void refuse(const char* what) noexcept;
   Operation& take_operation();
   void give_back(Operation* operation) { operation->next_free = std::exchange(free_, operation); }
   void fail_peer(int peer, std::string text);
@@ -97,10 +109,14 @@ class Fabric final : public Engine {
   Owned<fid_cq> queue_;
   int descriptor_ = -1;  // of the queue; -1 = its provider has none
   Owned<fid_ep> endpoint_;
+  Door door_;          // of the endpoint
+  TagSeal seal_;       // of what comes
+  std::string place_;  // where the endpoint is reached, for texts
   std::map<int, Peer> peers_;
   std::vector<std::unique_ptr<Operation>> operations_;
   Operation* free_ = nullptr;
   std::vector<PeerFailure> failures_;  // that poll() has not reported yet
+  WarningLimit refused_{"messages of unknown senders, or damaged ones"};
 };
 
 // A call of libfabric that gives an object through a pointer.
@@ -156,10 +172,20 @@ void Fabric::open_endpoint() {
   });
   library_->check(::fi_ep_bind(endpoint_.get(), &addresses_->fid, 0), "fi_ep_bind");
   library_->check(::fi_ep_bind(endpoint_.get(), &queue_->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+  // Providers for TCP have their socket by now, and listen when they are enabled.
+  Bytes early(256);
+  std::size_t size = early.size();
+  if (::fi_getname(&endpoint_->fid, early.data(), &size) == 0)
+    door_ = Door(std::span(early).first(std::min(size, early.size())));
   library_->check(::fi_enable(endpoint_.get()), "fi_enable");
+  if (!door_.is_there()) door_ = Door(name());
+  place_ = place_in(name().data());
+  seal_ = {.key = random_word(),
+           .mask = static_cast<std::uint32_t>(random_word()),
+           .has_check = info_->domain_attr->cq_data_size >= sizeof(std::uint64_t) ? 1u : 0u};
 }
 
-Bytes Fabric::address() const {
+Bytes Fabric::name() const {
   Bytes name(256);
   std::size_t size = name.size();
   library_->check(::fi_getname(&endpoint_->fid, name.data(), &size), "fi_getname");
@@ -167,15 +193,33 @@ Bytes Fabric::address() const {
   return name;
 }
 
-void Fabric::connect(int peer, std::span<const std::byte> address) {
-  if (address.size() != this->address().size())
-    fail(XD_ERROR_MISMATCH, "the address of peer ", peer, " is none of libfabric's here");
-  fi_addr_t& found = peers_[peer].address;
-  if (::fi_av_insert(addresses_.get(), address.data(), 1, &found, 0, nullptr) != 1)
-    fail(XD_ERROR_MISMATCH, "libfabric refuses the address of peer ", peer);
+// The seal, and the endpoint's name.
+Bytes Fabric::address() const {
+  WireWriter writer;
+  writer.put(seal_);
+  writer.put_bytes(name());
+  return writer.take();
 }
 
-// libfabric writes "fi_sockaddr_in://10.0.0.3:40123".
+// The socket behind the door goes with the endpoint.
+void Fabric::close() noexcept {
+  door_ = {};
+  endpoint_.reset();
+}
+
+void Fabric::connect(int peer, std::span<const std::byte> address) {
+  WireReader reader(address);
+  const auto seal = reader.take<TagSeal>();
+  const std::span<const std::byte> name = reader.rest();
+  if (!reader.ok() || name.size() != this->name().size())
+    fail(XD_ERROR_MISMATCH, "the address of peer ", peer, " is none of libfabric's here");
+  Peer& known = peers_[peer];
+  known.seal = seal;
+  if (::fi_av_insert(addresses_.get(), name.data(), 1, &known.address, 0, nullptr) != 1)
+    fail(XD_ERROR_MISMATCH, "libfabric refuses the address of peer ", peer);
+  door_.admit(name);
+}
+
 std::string Fabric::place_of(int peer) const {
   Bytes raw(256);
   std::size_t size = raw.size();
@@ -183,9 +227,14 @@ std::string Fabric::place_of(int peer) const {
   if (known == peers_.end() ||
       ::fi_av_lookup(addresses_.get(), known->second.address, raw.data(), &size) != 0)
     return {};
+  return place_in(raw.data());
+}
+
+// libfabric writes "fi_sockaddr_in://10.0.0.3:40123".
+std::string Fabric::place_in(const void* name) const {
   std::array<char, 256> text{};
-  size = text.size();
-  ::fi_av_straddr(addresses_.get(), raw.data(), text.data(), &size);
+  std::size_t size = text.size();
+  ::fi_av_straddr(addresses_.get(), name, text.data(), &size);
   const std::string address(text.data(), ::strnlen(text.data(), text.size()));
   const std::size_t scheme = address.find("://");
   return concat(info_->fabric_attr->prov_name, ", ",
@@ -214,9 +263,10 @@ bool Fabric::put(const Put& put) {
   Operation& operation = take_operation();
   operation.peer = put.peer;
   operation.id = put.id;
-  const std::int64_t result = ::fi_writedata(
-      endpoint_.get(), from.memory().data() + put.from_offset, put.bytes, from.descriptor(),
-      put.tag, peer.address, put.to.base + put.to_offset, put.to.key, &operation.context);
+  const std::int64_t result =
+      ::fi_writedata(endpoint_.get(), from.memory().data() + put.from_offset, put.bytes,
+                     from.descriptor(), peer.seal.close(put.tag), peer.address,
+                     put.to.base + put.to_offset, put.to.key, &operation.context);
   if (result == 0) return true;
   give_back(&operation);
   if (result == -FI_EAGAIN) return false;
@@ -232,29 +282,40 @@ void Fabric::poll(Events& events) {
   } else if (count != -FI_EAGAIN && count < 0) {
     fail_peer(-1, concat("fi_cq_read: ", library_->text_of(count)));
   }
-  for (std::int64_t i = 0; i < count; ++i) {
-    const fi_cq_data_entry& entry = entries[static_cast<std::size_t>(i)];
-    if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
-      events.arrived.push_back(static_cast<std::uint32_t>(entry.data));
-    } else if (entry.op_context != nullptr) {
-      auto* const operation = static_cast<Operation*>(entry.op_context);
-      events.sent.push_back(operation->id);
-      give_back(operation);
-    }
-  }
+  for (std::int64_t i = 0; i < count; ++i) take_in(entries[static_cast<std::size_t>(i)], events);
   for (PeerFailure& failure : failures_) events.failed.push_back(std::move(failure));
   failures_.clear();
 }
 
-// A put that was not carried out, or something that the endpoint met by itself.
+void Fabric::take_in(const fi_cq_data_entry& entry, Events& events) {
+  if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
+    const auto tag = seal_.open(entry.data);
+    return tag ? events.arrived.push_back(*tag) : refuse("a tag that no peer makes");
+  }
+  if (entry.op_context == nullptr) return;
+  auto* const operation = static_cast<Operation*>(entry.op_context);
+  events.sent.push_back(operation->id);
+  give_back(operation);
+}
+
+// A put that was not carried out; or what a provider makes of bytes that it does not understand,
+// which anybody may have sent: then it says nothing of any put.
 void Fabric::read_error() {
   fi_cq_err_entry error{};
   if (::fi_cq_readerr(queue_.get(), &error, 0) != 1) return;
   const std::string text = library_->text_of(error.err);
-  if (error.op_context == nullptr) return fail_peer(-1, text);
+  if (error.op_context == nullptr) return refuse(text.c_str());
   auto* const operation = static_cast<Operation*>(error.op_context);
   fail_peer(operation->peer, text);
   give_back(operation);
+}
+
+// Strangers must not end what they cannot harm.
+void Fabric::refuse(const char* what) noexcept {
+  std::array<char, 512> text;
+  std::snprintf(text.data(), text.size(), "refused at %s: %s (an unknown sender, or damaged bytes)",
+                place_.c_str(), what);
+  refused_.warn(text.data());
 }
 
 int Fabric::sleep_on() {

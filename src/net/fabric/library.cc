@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "base/error.h"
+#include "net/fabric/abi.h"
 
 namespace xd::net {
 namespace {
@@ -34,7 +35,7 @@ std::string first_that_opens() {
 
 }  // namespace
 
-// By their versions in the headers: a newer library has newer ones as well, which fill other
+// By the versions that 1.17 has of them: a newer library has newer ones as well, which fill longer
 // structs, and those would be found without.
 FabricLibrary::FabricLibrary(const std::string& name)
     : name_(name.empty() ? first_that_opens() : name) {

@@ -1,5 +1,6 @@
 // The functions of libfabric that are looked up; all others are called through tables in the
-// objects that these return. Types are those of its headers, 1.17 to 1.19.
+// objects that these return. Types are those of its headers, of whatever version: what 1.17 has of
+// a struct, later ones have at the same places, and more behind it (abi.h).
 #pragma once
 
 #include <rdma/fabric.h>

@@ -8,7 +8,7 @@ namespace {
 [[noreturn]] void fail_unbuilt() {
   fail(XD_ERROR_UNSUPPORTED,
        "this library was built without libfabric (Debian and Ubuntu: apt-get install "
-       "libfabric-dev, version 1.17 to 1.19, and build again)");
+       "libfabric-dev, version 1.17 or later, and build again)");
 }
 
 }  // namespace

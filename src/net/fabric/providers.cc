@@ -30,7 +30,7 @@ Infos find_infos(const FabricLibrary& library, const std::string& address,
   const FreeInfo freed{library.freeinfo};
   const Infos hints(library.dupinfo(nullptr), freed);
   if (!hints) fail(XD_ERROR_OUT_OF_MEMORY, "libfabric has no memory for an info");
-  hints->caps = FI_MSG | FI_RMA;
+  hints->caps = FI_RMA;  // messages, for which strangers need no key, are of no use here
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->tx_attr->op_flags = FI_TRANSMIT_COMPLETE;  // what Engine promises of `sent`

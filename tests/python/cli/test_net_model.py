@@ -121,7 +121,9 @@ def test_what_makes_no_sense_is_refused():
 def test_the_command_prints_estimates():
     done = run("net-model", "--hosts", "2", "--ranks-per-host", "2", "--experts", "32")
     assert done.returncode == 0
-    assert "estimated, not measured" in done.stdout
+    assert "estimated, not measured: 2 hosts of 2 ranks, 4096 tokens" in done.stdout
+    assert "8 of 32 experts (uniform)" in done.stdout
+    assert "interfaces of 45 GB/s of each rank" in done.stdout
     as_json = run("net-model", "--hosts", "4", "--json")
     assert json.loads(as_json.stdout)["dispatch"]["bound"] in ("wire", "near", "latency")
 
