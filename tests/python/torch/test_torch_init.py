@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock import launch
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import InvalidArgument, Mismatch, PeerLost
 from crossdock.torch.tp._groups import comm_of_group
 from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, distributed, layer, ragged
@@ -46,6 +46,26 @@ def test_process_groups(me: Rank) -> None:
                     assert part.rank == dist.get_rank(odd)
                     _round_trip(part.rank, part, Batch(SEED + 1, ((5, 3), 8, 3, 32)))
             comm.barrier()
+
+
+@on_ranks(4)
+def test_errors_name_the_place_in_the_mesh_and_global_ranks(me: Rank) -> None:
+    with distributed():
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        said = {
+            0: r"rank 1 has left.*\[rank 0 of 2 in 'data=0'\]$",
+            2: r"rank 1 \(global rank 3\) has left.*"
+            r"\[rank 0 of 2 \(global rank 2\) in 'data=1'\]$",
+        }
+        with xd.init(mesh["expert"], timeout=30) as comm:
+            if comm.rank == 0:
+                with pytest.raises(PeerLost, match=said[me.rank]):
+                    comm.barrier()
+        with xd.init(mesh["expert"], name="mine", timeout=30) as named:
+            if named.rank == 0:
+                with pytest.raises(PeerLost, match="in 'mine'"):
+                    named.barrier()
+        dist.barrier()
 
 
 def _threads_of_gloo() -> list[str]:
