@@ -212,10 +212,12 @@ def open_comms() -> list[Comm]:
 def _finish_work() -> None:
     """Runs before the extension leaves, at exit, what is still open: no operation may run then.
 
-    Threads of groups that torch.distributed has destroyed end here, too.
+    Operations of a finished communicator end by themselves. It is not waited for, since others'
+    kernels on its device, such as a collective of NCCL's that needs the rank that was lost, may
+    never end. Threads of groups that torch.distributed has destroyed end here, too.
     """
     for comm in open_comms():
-        if comm.device.type == "cuda":
+        if comm.device.type == "cuda" and comm.core.error() is None:
             with suppress(RuntimeError):  # a device that is lost has nothing running
                 torch.cuda.synchronize(comm.device)
     empty_meshes()

@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import crossdock.torch as xd
 from crossdock import launch
 from crossdock.errors import InvalidArgument, Mismatch, PeerLost
+from crossdock.torch import _comm
 from crossdock.torch.tp._groups import comm_of_group
 from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, distributed, layer, ragged
@@ -66,6 +68,20 @@ def test_errors_name_the_place_in_the_mesh_and_global_ranks(me: Rank) -> None:
                 with pytest.raises(PeerLost, match="in 'mine'"):
                     named.barrier()
         dist.barrier()
+
+
+@pytest.mark.parametrize("error", [None, {"status": "XD_ERROR_PEER_LOST"}])
+def test_exit_waits_for_the_device_unless_the_communicator_is_finished(
+    monkeypatch: pytest.MonkeyPatch, error: dict[str, str] | None
+) -> None:
+    """Others' kernels may wait there for a rank that was lost, and never end."""
+    device = SimpleNamespace(type="cuda")
+    comm = SimpleNamespace(device=device, core=SimpleNamespace(error=lambda: error))
+    waits: list[SimpleNamespace] = []
+    monkeypatch.setattr(_comm, "open_comms", lambda: [comm])
+    monkeypatch.setattr("torch.cuda.synchronize", waits.append)
+    _comm._finish_work()
+    assert waits == ([device] if error is None else [])
 
 
 def _threads_of_gloo() -> list[str]:
