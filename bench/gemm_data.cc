@@ -66,9 +66,10 @@ struct Expected {
   double error = 0;  // that roundings may make
 };
 
-// Sums of float32 are exact. Those of other types are rounded at the end, and so is each rank's
-// term.
-Expected expected(const GemmProblem& p, int rank, std::int64_t token, std::int64_t column) {
+// Sums of float32 are exact. Those of other types are rounded at the end, or after each of W - 1
+// additions, in any order; and so is each rank's term.
+Expected expected(const GemmProblem& p, int rank, std::int64_t token, std::int64_t column,
+                  Sums sums) {
   Expected all;
   for (int source = p.gathers() ? rank : 0; source <= (p.gathers() ? rank : p.ranks - 1);
        ++source) {
@@ -79,7 +80,10 @@ Expected expected(const GemmProblem& p, int rank, std::int64_t token, std::int64
   const double unit = p.element == Element::fp32   ? 0
                       : p.element == Element::bf16 ? 0x1p-8
                                                    : 0x1p-11;
-  all.error = 1.01 * unit * (all.error + std::abs(all.sum));
+  // No sum on the way is larger than the terms together.
+  const double rounded = sums == Sums::rounded_once ? std::abs(all.sum) : (p.ranks - 1) * all.error;
+  // Roundings of what is rounded already: their number times 2^-8 at most.
+  all.error = (1.01 + p.ranks * unit) * unit * (all.error + rounded);
   return all;
 }
 
@@ -133,7 +137,7 @@ void fill_a(const GemmProblem& p, int rank, void* a) {
 
 void fill_b(const GemmProblem& p, int rank, void* b) { fill(p, 'b', rank, 0, p.shape.n, b); }
 
-std::string check_result(const GemmProblem& p, int rank, const void* d) {
+std::string check_result(const GemmProblem& p, int rank, const void* d, Sums sums) {
   const std::int64_t first = p.scatters() ? p.first_token(rank) : 0;
   const std::int64_t rows = p.scatters() ? p.tokens_of(rank) : p.tokens;
   if (rows == 0) return {};
@@ -144,11 +148,11 @@ std::string check_result(const GemmProblem& p, int rank, const void* d) {
         static_cast<std::int64_t>(random.next() % static_cast<std::uint64_t>(p.shape.n));
     const auto index = static_cast<std::size_t>(row * p.shape.n + column);
     const double got = value_at(p.element, d, index);
-    const Expected want = expected(p, rank, first + row, column);
+    const Expected want = expected(p, rank, first + row, column, sums);
     if (std::abs(got - want.sum) <= want.error) continue;  // also refuses what is no number
     return "d[" + std::to_string(row) + "," + std::to_string(column) + "] of rank " +
            std::to_string(rank) + " is " + std::to_string(got) + ", expected " +
-           std::to_string(want.sum);
+           std::to_string(want.sum) + " +- " + std::to_string(want.error);
   }
   return {};
 }

@@ -35,8 +35,13 @@ struct GemmProblem {
 void fill_a(const GemmProblem& problem, int rank, void* a);
 void fill_b(const GemmProblem& problem, int rank, void* b);
 
+// How often a sum over ranks is rounded: once, as the library adds in float32, or after every
+// addition, as a collective does that adds in the type of the elements (NCCL).
+enum class Sums { rounded_once, rounded_each_time };
+
 // Compares elements here and there of the rows of d [.,N] that a rank ends with with exact sums,
 // as far as roundings allow. Returns the first difference as a text, empty if there is none.
-std::string check_result(const GemmProblem& problem, int rank, const void* d);
+std::string check_result(const GemmProblem& problem, int rank, const void* d,
+                         Sums sums = Sums::rounded_once);
 
 }  // namespace bench

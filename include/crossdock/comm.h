@@ -104,8 +104,8 @@ typedef struct xd_comm_config {
   size_t heap_bytes;
   /* Longest wait for a peer, here and in every later call. 0 = XD_TIMEOUT_MS, else 600000. */
   int32_t timeout_ms;
-  /* Shown in logs; tells apart communicators that meet through the same environment at the same
-   * time. Equal on all ranks. NULL = "". */
+  /* Shown in logs and behind error texts; tells apart communicators that meet through the same
+   * environment at the same time. Equal on all ranks. NULL = "". */
   const char* name;
   /* NCCL only: this rank's ncclComm_t, which stays the caller's. The ranks meet by one small
    * all-gather on it, on a stream of the library. No other thread may use it meanwhile, and it is
@@ -126,11 +126,15 @@ typedef struct xd_comm_config {
   /* Several machines only: ranks of a machine that has not answered for so long are lost. At least
    * 1000; 0 = XD_SILENCE_MS, else 10000; -1 = never. */
   int32_t silence_ms;
+  /* The numbers by which the caller's program knows the ranks, such as torch.distributed's global
+   * ranks: W values by rank, read during the call. Errors that end waits then name "rank 1 (global
+   * rank 3)". NULL = the ranks are known by no other numbers. */
+  const int32_t* global_ranks;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0}
+   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0, NULL}
 /* clang-format on */
 
 /* What a timeout_ms of 0 means in this process, in milliseconds. */

@@ -35,8 +35,9 @@
  * Sums. Each product is summed in float32, in an order of the executor's. reduce_scatter and
  * all_reduce round each rank's product (times alpha) to the type of d (bf16 where d is fp8), add
  * the W of them in float32 by ascending rank, then apply beta * C, bias and activation in float32,
- * and round once. (CUDA's tensor cores add products of fp8 with fewer bits than float32 has.) So
- * bits depend on inputs, sizes and W, not on the algorithm, as long as the algorithm computes its
+ * and round once. (Hopper's tensor cores add products of fp8 with fewer bits than float32 has: 14,
+ * aligned to the largest of 32 products and the sum so far; docs/gemm.md has the bound.) So bits
+ * depend on inputs, sizes and W, not on the algorithm, as long as the algorithm computes its
  * product in one piece per rank of rows: explain() says so (`same_bits`). Rounding is to nearest,
  * ties to even.
  *

@@ -93,8 +93,8 @@ class Comm:
         heap_bytes: this rank's symmetric memory, rounded up to pages; may differ per rank.
         timeout: longest wait for a peer, here and in every later call, in seconds;
             None = XD_TIMEOUT_MS, else 600.
-        name: shown in logs; tells apart communicators that meet through the same environment at the
-            same time. Equal on all ranks.
+        name: shown in logs and behind error texts; tells apart communicators that meet through the
+            same environment at the same time. Equal on all ranks.
         on_peer_loss: what the end of a rank's process means to the others. ``"fatal"``: it finishes
             the communicator. ``"mask"``: the rank is only remembered, see `lost`; a collective call
             raises PeerLost and finishes nothing, but an operation that needs all ranks cannot go

@@ -118,6 +118,7 @@ class Comm:
         host: str | None = None,
         net_interface: str | None = None,
         silence_ms: int = 0,
+        global_ranks: Sequence[int] = (),
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

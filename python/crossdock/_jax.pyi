@@ -21,16 +21,16 @@ class Ranks:
     def __init__(
         self,
         device_type: int,
-        seats: list[tuple[int, int, int, int, bytes]],
+        seats: list[tuple[int, int, int, int, bytes, str, list[int]]],
         timeout_ms: int = 0,
-        name: str = "",
     ) -> None:
         """Joins all at once. Collective, blocking.
 
         Args:
             device_type: DLPack's: 1 = CPU, 2 = CUDA.
             seats: for each device (ordinal by which XLA names it to custom calls, or -1 in a
-                process that has one only; CUDA device; rank; number of ranks; unique id).
+                process that has one only; CUDA device; rank; number of ranks; unique id; name of
+                the set of ranks; other numbers of its ranks, or none).
             timeout_ms: longest wait for a peer; 0 = the environment's, else 10 minutes.
         """
 

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <exception>
@@ -135,6 +136,7 @@ Comm::Comm(const Options& options) {
   if (options.host) config.host = options.host->c_str();
   if (options.net_interface) config.net_interface = options.net_interface->c_str();
   config.silence_ms = options.silence_ms;
+  if (!options.global_ranks.empty()) config.global_ranks = options.global_ranks.data();
 
   const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
   if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
@@ -280,18 +282,19 @@ void bind_comm(nb::module_& module) {
              nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
              std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss,
              std::optional<std::string> host, std::optional<std::string> net_interface,
-             int silence_ms) {
+             int silence_ms, std::vector<int> global_ranks) {
             new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
                              std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
                              timeout_ms, std::move(name), on_peer_loss, std::move(host),
-                             std::move(net_interface), silence_ms});
+                             std::move(net_interface), silence_ms, std::move(global_ranks)});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
           nb::arg("nccl_comm") = 0, nb::arg("device_type") = int(kDLCPU), nb::arg("device_id") = 0,
           nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "",
           nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL), nb::arg("host") = nb::none(),
-          nb::arg("net_interface") = nb::none(), nb::arg("silence_ms") = 0)
+          nb::arg("net_interface") = nb::none(), nb::arg("silence_ms") = 0,
+          nb::arg("global_ranks") = std::vector<int>())
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)

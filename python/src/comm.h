@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "errors.h"
 
@@ -32,6 +33,7 @@ class Comm {
     std::optional<std::string> host;
     std::optional<std::string> net_interface;
     int silence_ms = 0;
+    std::vector<int> global_ranks;  // empty = none
   };
 
   // Blocks until all ranks have come.

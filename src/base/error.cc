@@ -42,8 +42,10 @@ void fail_errno(const std::string& call, int error_number) {
 
 void set_last_error(const char* function, const char* text, const char* where) noexcept {
   std::size_t at = 0;
-  const auto append = [&at](const char* part) {
-    const std::size_t n = std::min(std::strlen(part), g_last_error.size() - 1 - at);
+  // `where` is never cut off.
+  std::size_t end = g_last_error.size() - 1 - std::min(std::strlen(where), g_last_error.size() / 2);
+  const auto append = [&at, &end](const char* part) {
+    const std::size_t n = std::min(std::strlen(part), end - at);
     std::memcpy(g_last_error.data() + at, part, n);
     at += n;
   };
@@ -55,6 +57,7 @@ void set_last_error(const char* function, const char* text, const char* where) n
     append(": ");
   }
   append(text);
+  end = g_last_error.size() - 1;
   append(where);
   g_last_error[at] = '\0';
 }

@@ -4,8 +4,8 @@
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
 
+#include <array>
 #include <cstdint>
-#include <cstdio>
 #include <memory>
 #include <utility>
 
@@ -24,7 +24,13 @@ struct xd_ep_group {
 
 namespace xd {
 
-// Like guarded(), with "[rank r of W]" behind every error's text.
+// "[rank 0 of 2 (global rank 2) in 'data=1']", to stand behind an error's text.
+struct Whereabouts {
+  explicit Whereabouts(const Comm& comm) noexcept;
+  std::array<char, 160> text{};
+};
+
+// Like guarded(), with the rank and the communicator behind every error's text.
 template <class Body>
 xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexcept {
   comm.errors().notes().note_thread();
@@ -32,9 +38,7 @@ xd_status guarded_on(const char* function, const Comm& comm, Body&& body) noexce
     std::forward<Body>(body)();
     return XD_SUCCESS;
   } catch (...) {
-    char where[64];
-    std::snprintf(where, sizeof(where), " [rank %d of %d]", comm.rank(), comm.num_ranks());
-    return current_exception_status(function, where);
+    return current_exception_status(function, Whereabouts(comm).text.data());
   }
 }
 

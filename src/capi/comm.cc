@@ -109,7 +109,8 @@ xd_status xd_comm_error(xd_comm* comm, xd_error_info* info) {
       value.seen_epoch = error->seen_epoch;
       const bool is_rank = value.peer >= 0 && value.peer < c.num_ranks();
       value.host = is_rank ? c.hosts().host_of(value.peer) : -1;
-      std::strncpy(value.text, c.errors().text_of(*error).c_str(), sizeof(value.text) - 1);
+      const std::string text = c.errors().text_of(*error) + xd::Whereabouts(c).text.data();
+      std::strncpy(value.text, text.c_str(), sizeof(value.text) - 1);
     }
     xd::write_struct("info", info, value);
   });

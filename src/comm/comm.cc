@@ -149,7 +149,8 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
                             .net_interface = interface_wish(config.net_interface),
                             .silence_ms = read_silence(config),
                             .job_secret = env().job_secret,
-                            .part_of_host = part_of(host)};
+                            .part_of_host = part_of(host),
+                            .global_ranks = config.global_ranks};
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   Parts parts{
       .rank = bootstrap->rank(),

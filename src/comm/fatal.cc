@@ -51,10 +51,12 @@ std::string lost_text(const FatalError& error, const RankNames& names) {
       std::clamp<std::int32_t>(error.num_lost, 0, static_cast<std::int32_t>(error.lost.size()));
   std::span<const int> ranks(error.lost.data(), at(count));
   if (ranks.empty()) ranks = {&error.peer, 1};
+  std::string pid = names.process_of(ranks.front());  // they are of one process
+  if (!pid.empty()) pid = concat(" (", pid, ")");
   return concat(names.of(ranks), ranks.size() == 1 ? " was" : " were", " lost: ",
                 error.timeout_ms > 0
                     ? concat("the host has not answered for ", error.timeout_ms, " ms")
-                    : "the process has ended or broken the protocol");
+                    : concat("the process has ended or broken the protocol", pid));
 }
 
 // Of another rank's words: their receiver knows more, where that is a host.
@@ -98,7 +100,7 @@ std::string describe(const ToldError& error, const Operations* operations, const
                       error.phase == XD_PHASE_ROWS ? "bring their rows" : "take part");
       }
       return concat(names.of(error.rank), " waited ", error.timeout_ms, " ms in ",
-                    site(error, operations), " for ", names.of(error.peer),
+                    site(error, operations), " for ", names.with_process(error.peer),
                     error.words[0] != '\0' ? "" : concat(" ", awaited(error.phase)),
                     text_in(error.words), epochs(error));
     case XD_ERROR_PEER_LOST:

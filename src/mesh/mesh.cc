@@ -96,7 +96,7 @@ class Preparation {
       introductions = decode(rank, bootstrap.all_gather(again, deadline));
     }
     auto ranks = std::make_unique<MetRanks>(
-        MetRanks::of(rank, std::move(introductions), options_.job_secret));
+        MetRanks::of(rank, std::move(introductions), options_.job_secret, options_.global_ranks));
     MeshConnector connector(*ranks, std::move(listeners_), std::move(reserve_),
                             options_.silence_ms);
     connects_ = true;
@@ -120,7 +120,8 @@ class Preparation {
   void give_up_calls(int rank, std::span<const Bytes> blobs) noexcept {
     if (connects_) return;
     try {
-      const MetRanks ranks = MetRanks::of(rank, decode(rank, blobs), options_.job_secret);
+      const MetRanks ranks =
+          MetRanks::of(rank, decode(rank, blobs), options_.job_secret, options_.global_ranks);
       MeshConnector(ranks, {}).give_up();
     } catch (...) {
     }

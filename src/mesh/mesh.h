@@ -43,7 +43,8 @@ struct MeshOptions {
   InterfaceWish net_interface;  // see xd_comm_config
   int silence_ms = 0;           // likewise, resolved; <= 0 = none
   std::string_view job_secret;
-  std::uint32_t part_of_host = 0;  // see HostIdentity
+  std::uint32_t part_of_host = 0;              // see HostIdentity
+  const std::int32_t* global_ranks = nullptr;  // see xd_comm_config
 };
 
 class Mesh {

@@ -20,14 +20,22 @@ RankNames name_by(const std::vector<std::string>& names) {
   return {host_of, std::move(hosts)};
 }
 
+std::vector<std::int64_t> pids_of(const std::vector<Introduction>& introductions) {
+  std::vector<std::int64_t> pids;
+  for (const Introduction& introduction : introductions) pids.push_back(introduction.process.pid);
+  return pids;
+}
+
 }  // namespace
 
 MetRanks MetRanks::of(int rank, std::vector<Introduction> introductions,
-                      std::string_view job_secret) {
+                      std::string_view job_secret, const std::int32_t* numbers) {
   const std::vector<int> host_of = number_hosts(introductions);
   std::vector<std::string> declared = xd::host_names(introductions);
   RankNames names =
       declared.empty() ? RankNames(host_of, node_names(introductions, host_of)) : name_by(declared);
+  names.set_processes(pids_of(introductions));
+  if (numbers != nullptr) names.set_numbers({numbers, numbers + introductions.size()});
   Rails rails(rank, host_of);
   const bool several = rails.num_hosts() > 1;
   if (several) check_several_hosts(rank, introductions, job_secret, names);

@@ -1,6 +1,7 @@
 // All that a rank knows of the ranks of its communicator once they have met.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,8 +15,9 @@ namespace xd {
 
 struct MetRanks {
   // Throws what host_names() and check_several_hosts() throw.
+  // `numbers`: the caller's for the ranks, in texts; nullptr = none.
   static MetRanks of(int rank, std::vector<Introduction> introductions,
-                     std::string_view job_secret = {});
+                     std::string_view job_secret = {}, const std::int32_t* numbers = nullptr);
 
   int rank() const { return rails.rank(); }
   int num_ranks() const { return rails.num_ranks(); }

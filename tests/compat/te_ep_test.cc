@@ -190,6 +190,18 @@ TEST(TeEp, Mxfp8RowsTravelWithTheirScales) {
   });
 }
 
+// Where the ranks meet through NCCL's communicator, which only GPUs have: see te_nccl_test.cc.
+TEST(TeEp, ZeroCopyLeavesOutStagingMemoryWhereNoTensorCanBeInAWindowOfNccls) {
+  using crossdock::te::detail::staging_of;
+  NVTEEpGroupConfig config = NVTE_EP_GROUP_CONFIG_INIT;
+  crossdock::te::detail::Comm of_nccl{}, of_crossdock{};
+  of_nccl.owned = true;
+  EXPECT_EQ(staging_of(config, of_crossdock), XD_EP_STAGING_AUTO);
+  config.zero_copy = 1;
+  EXPECT_EQ(staging_of(config, of_crossdock), XD_EP_STAGING_NONE);
+  EXPECT_EQ(staging_of(config, of_nccl), XD_EP_STAGING_AUTO);
+}
+
 TEST(TeEp, AWindowOfNcclsLeavesTheTensorsOwnAddress) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {

@@ -81,8 +81,11 @@ TEST_F(TeNccl, ExpertsAreReachedThroughItsCommunicator) {
     const NcclRanks nccl(library_, rank);
     TeBatch direct(rank, c), batch(rank, c);
     direct.run_all_directly(rank.comm, c.config(rank.rank));
-    for (int time = 0; time < 2; ++time) {
-      const TeGroup group(nccl.comm, te_config(c.config(rank.rank)));
+    // With zero_copy as well: the tensors lie where only NCCL may know them.
+    for (const int zero_copy : {0, 1}) {
+      NVTEEpGroupConfig config = te_config(c.config(rank.rank));
+      config.zero_copy = zero_copy;
+      const TeGroup group(nccl.comm, config);
       EXPECT_NE(crossdock::te::ep_comm(), rank.comm);
       batch.use_group();
       batch.run_all();

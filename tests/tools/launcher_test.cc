@@ -183,6 +183,13 @@ TEST(Launcher, ExpendableRanksMayFail) {
   EXPECT_EQ(another.code, 6);
 }
 
+TEST(Launcher, WhereAllRanksAreExpendableEachEndsByItself) {
+  const auto killed = run({"-n", "3", "--grace", "0.1", "--expendable", "0,1,2"},
+                          "[ $RANK = 1 ] && kill -KILL $$; sleep 1; echo ok");
+  EXPECT_EQ(killed.code, 0);
+  EXPECT_EQ(sorted_lines(killed.out), (Texts{"[0] ok", "[2] ok"}));
+}
+
 TEST(Launcher, AnExpendableRankThatHangsIsEndedAfterTheOthers) {
   const auto result =
       run({"-n", "2", "--grace", "0.3", "--expendable", "1"}, "[ $RANK = 0 ] || kill -STOP $$");

@@ -93,6 +93,13 @@ TEST_F(ErrorBoardTest, ConcurrentWritersLeaveOneWholeError) {
   EXPECT_EQ(board_.error(), error);
 }
 
+TEST(LastErrorTest, KeepsTheWhereaboutsBehindATextThatIsTooLong) {
+  set_last_error("xd_go", std::string(5000, 'x').c_str(), " [rank 0 of 1]");
+  const std::string text = last_error();
+  EXPECT_TRUE(text.starts_with("xd_go: xxx")) << text;
+  EXPECT_TRUE(text.ends_with("xxx [rank 0 of 1]")) << text;
+}
+
 TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
   const char* const names[] = {"walk", "run"};
   const Operations operations{"xd_go_", "an xd_go_operation", 1, names};
@@ -124,6 +131,16 @@ TEST(FatalErrorTest, TextsSayWhoWaitedForWhomAndWhere) {
   EXPECT_EQ(describe(timeout, &operations, on_hosts),
             "rank 1 of host 0 (west) waited 250 ms in xd_go_run of group 2, epoch 7 for rank 3 of "
             "host 1 (east) to send its counts: expected epoch 7, seen 6");
+  RankNames known(std::vector{0, 0, 1, 1}, {"west", "east"});
+  known.set_numbers({0, 2, 4, 6});
+  known.set_processes({40, 41, 42, 42});
+  EXPECT_EQ(describe(timeout, &operations, known),
+            "rank 1 (global rank 2) of host 0 (west) waited 250 ms in xd_go_run of group 2, epoch "
+            "7 for rank 3 (global rank 6, pid 42) of host 1 (east) to send its counts: expected "
+            "epoch 7, seen 6");
+  EXPECT_EQ(describe(lost, nullptr, known),
+            "ranks 2, 3 (global ranks 4, 6) of host 1 (east) were lost: the process has ended or "
+            "broken the protocol (pid 42)");
   lost.timeout_ms = 3000;
   EXPECT_EQ(describe(lost, nullptr, on_hosts),
             "ranks 2, 3 of host 1 (east) were lost: the host has not answered for 3000 ms");

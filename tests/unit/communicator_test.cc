@@ -125,8 +125,8 @@ TEST(Communicator, IsFinishedByLossesThatItDoesNotMask) {
   ErrorsOfRank1 errors;
   errors->on_lost({.ranks = std::array{0}});
   expect_fatal(*errors, XD_ERROR_PEER_LOST, 1,
-               "rank 0 was lost: the process has ended or broken the protocol, which finishes a "
-               "communicator with on_peer_loss = FATAL");
+               concat("rank 0 was lost: the process has ended or broken the protocol (pid ",
+                      ::getpid(), "), which finishes a communicator with on_peer_loss = FATAL"));
   EXPECT_TRUE(errors->lost(0));
   EXPECT_TRUE(errors.device.lost.empty()) << "kernels know that the communicator is finished";
 }

@@ -207,6 +207,8 @@ std::vector<int> Job::running() const {
 }
 
 bool Job::only_expendable_run() const {
+  // Where all may be lost, none is there for another's sake.
+  if (options_.expendable.size() == static_cast<std::size_t>(options_.ranks)) return false;
   const auto left = running();
   return std::all_of(left.begin(), left.end(),
                      [this](int rank) { return options_.expendable.contains(rank); });

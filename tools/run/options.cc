@@ -151,7 +151,8 @@ output on line by line.
   --grace SECONDS         after a rank has failed, time that the others get to
                           end by themselves (default 5)
   --expendable R[,R...]   ranks that may fail; when all others have ended they
-                          are ended, too, after the grace period
+                          are ended, too, after the grace period. If all are
+                          in the list, each ends by itself
   --no-prefix             no "[rank] " before lines of output
   --help, --version
 

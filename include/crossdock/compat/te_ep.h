@@ -22,8 +22,11 @@
  *   - Ids that are -1 stand for no expert; ids out of range are an error (there: memory is
  *     overwritten). Of an id that is repeated in a row the first mention counts.
  *   - A rank may have no token, and may receive no row.
- *   - Windows: see te_comm_window.h. Where zero_copy is 0, tensors in symmetric memory are used in
- *     place all the same, with or without a window.
+ *   - Windows: see te_comm_window.h. Tensors in symmetric memory are used in place with and without
+ *     a window, whatever zero_copy says. Others are copied through staging memory, which the group
+ *     has unless zero_copy is 1 and ep_comm is as_nccl of an xd_comm: there they are refused.
+ *     Memory in a window of NCCL's is in symmetric memory only once its allocation has been given
+ *     to xd_mem_register of ep_comm().
  *   - dispatch_output_per_expert_alignment is at most max_recv_tokens_per_rank, and in eager mode
  *     XD_TE_EAGER_ALIGNMENT. As there, max_recv_tokens_per_rank is equal on all ranks.
  *   - nvte_ep_dispatch and nvte_ep_combine_bwd also take rows of bytes, which are only moved. As
@@ -159,9 +162,14 @@ inline xd_ep_config translate(const NVTEEpGroupConfig& given) {
   config.overflow = given.drop_on_overflow != 0 ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR;
   config.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE;
   config.on_error = XD_EP_ON_ERROR_FATAL;
-  config.staging = given.zero_copy != 0 ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
   config.num_sms = given.num_comm_sms;
   return config;
+}
+
+/* Programs that give NCCL's communicator have their tensors in NCCL's windows, which this library
+ * does not know: they need staging memory, also with zero_copy. */
+inline xd_ep_staging staging_of(const NVTEEpGroupConfig& given, const Comm& comm) {
+  return given.zero_copy != 0 && !comm.owned ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
 }
 
 inline void close(EpState& state) {
@@ -308,12 +316,14 @@ extern "C" {
 XD_TE_FUNCTION void nvte_ep_initialize(void* ep_comm, const NVTEEpGroupConfig* group_config) {
   using namespace crossdock::te::detail;
   constexpr const char* kName = "nvte_ep_initialize";
-  const xd_ep_config config =
-      translate(read_config("group_config", group_config, offsetof(NVTEEpGroupConfig, num_topk)));
+  const NVTEEpGroupConfig given =
+      read_config("group_config", group_config, offsetof(NVTEEpGroupConfig, num_topk));
+  xd_ep_config config = translate(given);
   EpState& state = ep_state();
   const std::lock_guard<std::mutex> lock(state.mutex);
   require(state.group == nullptr, std::string(kName) + ": there is a group already");
   state.comm.open(kName, ep_comm);
+  config.staging = staging_of(given, state.comm);
   state.config = config;
   const xd_status status = xd_ep_group_create(state.comm.comm, &config, &state.group);
   if (status == XD_SUCCESS) return;

@@ -17,6 +17,7 @@ from crossdock.errors import CrossdockError
 _HEADER = ("rank", "pid", "group", "now", "calls/s", "tokens/s", "B/s", "waited")
 _RIGHT = 4  # columns of numbers
 _WIDTH = 80  # of a table whose groups have their least width
+_UNBOUNDED = 1 << 20
 _GROUP_WIDTH, _NOW_WIDTH = 12, 17
 _SHOWN_AFTER_NS = 1_000_000  # shorter calls come and go between two looks
 
@@ -72,6 +73,25 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
+# What tells groups without a name apart where there is little room.
+_SHORT = {
+    "EXPERT_MAJOR": "experts",
+    "RANK_MAJOR": "ranks",
+    "EXPERT_SLOTS": "slots",
+}
+
+
+def _name(seen: SeenGroup, width: int) -> str:
+    """The group's name; without one its communicator, number and kind, of which the last stay."""
+    if seen.name:
+        return _cut(seen.name, width)
+    comm, kind = seen.comm or "comm", seen.detail.split(",")[0]
+    if len(f"{comm}#{seen.number} {kind}") > width:
+        kind = _SHORT.get(kind, kind)
+    rest = f"#{seen.number} {kind}"
+    return _cut(_cut(comm, max(1, width - len(rest))) + rest, width)
+
+
 def _duration(ns: int) -> str:
     return f"{ns / 1e9:.1f}s" if ns >= 1_000_000_000 else f"{ns / 1e6:.0f}ms"
 
@@ -103,7 +123,7 @@ def _waited(seen: SeenGroup, before: SeenGroup, ns: float) -> str:
 
 
 def rows(
-    before: Sequence[SeenGroup], now: Sequence[SeenGroup], seconds: float, columns: int = _WIDTH
+    before: Sequence[SeenGroup], now: Sequence[SeenGroup], seconds: float, columns: int
 ) -> Rows:
     """A row for each group that was there at both looks, `seconds` apart, for so many columns."""
     width = _GROUP_WIDTH + max(0, columns - _WIDTH)
@@ -114,12 +134,11 @@ def rows(
         if old is None:
             continue
         calls = sum(seen.stats.calls.values()) - sum(old.stats.calls.values())
-        name = seen.name or f"{seen.comm or 'comm'}#{seen.number} {seen.detail.split(',')[0]}"
         found.append(
             (
                 f"{seen.rank}/{seen.num_ranks}",
                 str(seen.pid),
-                _cut(name, width),
+                _name(seen, width),
                 _what_now(seen),
                 _count(calls / seconds),
                 _count((seen.stats.tokens - old.stats.tokens) / seconds),
@@ -130,6 +149,11 @@ def rows(
     return found
 
 
+def _columns() -> int:
+    """Those of the terminal; what is written elsewhere is not cut, as its reader has no other."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _UNBOUNDED
+
+
 def _looks(pids: Sequence[int], interval: float) -> Iterator[Rows]:
     """A table after each interval, for ever."""
     before = _stats.seen_groups(list(pids) or _stats.processes())
@@ -138,8 +162,7 @@ def _looks(pids: Sequence[int], interval: float) -> Iterator[Rows]:
         time.sleep(interval)
         now = _stats.seen_groups(list(pids) or _stats.processes())
         ended = time.monotonic()
-        columns = shutil.get_terminal_size((_WIDTH, 24)).columns
-        yield rows(before, now, ended - begun, columns)
+        yield rows(before, now, ended - begun, _columns())
         before, begun = now, ended
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from crossdock import _jax
 from crossdock._comm import milliseconds
 from crossdock._core import constants
+from crossdock._place import other_numbers, place_name
 from crossdock.errors import from_details, from_status
 
 from ._group import Place, forget_programs, remember_programs
@@ -176,11 +177,11 @@ def join(
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"mesh: expected CPU or GPU devices, got {platform}")
     register(platform)
-    devices, seats = _seats(place, timeout_ms)
+    devices, seats = _seats(place, timeout_ms, name)
     if not seats:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
     device_type = constants.DEVICE_TYPES["cpu" if platform == "cpu" else "cuda"]
-    return place, _jax.Ranks(device_type, seats, timeout_ms, name), devices
+    return place, _jax.Ranks(device_type, seats, timeout_ms), devices
 
 
 def _place(
@@ -204,25 +205,48 @@ def _place(
     return Place(init, mesh, axes, data, num_ranks)
 
 
-def _seats(
-    place: Place, timeout_ms: int
-) -> tuple[list[jax.Device], list[tuple[int, int, int, int, bytes]]]:
-    """This process's devices, and of each one (ordinal, device, rank, ranks, meeting point)."""
+_Seat = tuple[int, int, int, int, bytes, str, list[int]]
+
+
+def _seats(place: Place, timeout_ms: int, name: str) -> tuple[list[jax.Device], list[_Seat]]:
+    """This process's devices, and the seat of each one, as of ``_jax.Ranks``."""
     names = place.mesh.axis_names
     others = [axis for axis in names if axis not in place.axes]
     order = [names.index(axis) for axis in (*others, *place.axes)]
     sets = place.mesh.devices.transpose(order).reshape(-1, place.num_ranks)
+    sizes = [place.mesh.shape[axis] for axis in others]
     mine = jax.process_index()
-    found, seats = [], []
-    for devices in sets:
+    found: list[jax.Device] = []
+    seats: list[_Seat] = []
+    for number, devices in enumerate(sets):
         if all(device.process_index != mine for device in devices):
             continue
+        indices = np.unravel_index(number, sizes) if sizes else ()
+        told = name or place_name(dict(zip(others, map(int, indices))), dict(zip(others, sizes)))
         unique_id = meeting_point(devices, timeout_ms)
         for rank, device in enumerate(devices):
             if device.process_index == mine:
                 found.append(device)
-                seats.append((*_numbers(device), rank, place.num_ranks, unique_id))
+                seat = (
+                    *_numbers(device),
+                    rank,
+                    place.num_ranks,
+                    unique_id,
+                    told,
+                    _known_as(list(devices)),
+                )
+                seats.append(seat)
     return found, seats
+
+
+def _known_as(devices: Sequence[jax.Device]) -> list[int]:
+    """The numbers by which a program knows the ranks; none where they are the ranks.
+
+    They are indices of processes, or where a process has several of the devices, of devices.
+    """
+    processes = [device.process_index for device in devices]
+    one_each = len(set(processes)) == len(processes)
+    return other_numbers(processes if one_each else [device.id for device in devices])
 
 
 def _numbers(device: jax.Device) -> tuple[int, int]:

@@ -129,7 +129,9 @@ def init(
             dimension of arrays is split.
         timeout: longest wait for a peer, here and in every operation, in seconds; None = the
             environment's ``XD_TIMEOUT_MS``, else 10 minutes.
-        name: shown in logs.
+        name: shown in logs and behind error texts; by default the indices of the other axes, such
+            as ``"data=1"``. Where it is not the rank, errors that end waits also tell a rank's
+            process index, or where a process has several of the devices the device's id.
 
     Raises:
         TypeError, ValueError: a bad argument (InvalidArgument).

@@ -22,6 +22,7 @@ from crossdock.errors import Unsupported
 
 from ._calls import DTYPE_CODES
 from ._launcher import require_no_other_launcher
+from ._mesh_place import names_of
 from ._pool import SymmetricPool
 from ._weak_group import WeakGroup, empty_meshes, remembered
 
@@ -211,10 +212,12 @@ def open_comms() -> list[Comm]:
 def _finish_work() -> None:
     """Runs before the extension leaves, at exit, what is still open: no operation may run then.
 
-    Threads of groups that torch.distributed has destroyed end here, too.
+    Operations of a finished communicator end by themselves. It is not waited for, since others'
+    kernels on its device, such as a collective of NCCL's that needs the rank that was lost, may
+    never end. Threads of groups that torch.distributed has destroyed end here, too.
     """
     for comm in open_comms():
-        if comm.device.type == "cuda":
+        if comm.device.type == "cuda" and comm.core.error() is None:
             with suppress(RuntimeError):  # a device that is lost has nothing running
                 torch.cuda.synchronize(comm.device)
     empty_meshes()
@@ -247,8 +250,10 @@ def init(
         heap_bytes: symmetric memory to begin with; EpGroups add what they need.
         timeout: longest wait for a peer, here and in every operation, in seconds; None = the
             environment's ``XD_TIMEOUT_MS``, else 10 minutes.
-        name: shown in logs; needed where several communicators meet through the environment at the
-            same time. Equal on all ranks.
+        name: shown in logs and behind error texts; needed where several communicators meet through
+            the environment at the same time. Equal on all ranks. By default of a mesh that is part
+            of another one the indices of the other dimensions, such as ``"data=1"``. Errors that
+            end waits tell the global rank beside the rank where the two differ.
         on_peer_loss, host, net_interface, silence_ms: as of ``crossdock.Comm``.
 
     Raises:
@@ -275,6 +280,8 @@ def init(
     if process_group is None and distributed:
         process_group = torch.distributed.group.WORLD
     process_group, mesh = _group_and_mesh(process_group)
+    if process_group is not None:
+        options |= names_of(process_group, mesh, name)
     # Before the ranks meet, for what takes seconds on a slow disk must not be waited for by peers:
     # torch imports its compiler when an operator that compilers must not look into is first called.
     importlib.import_module("torch._dynamo")

@@ -7,8 +7,7 @@
 namespace xdjax {
 namespace {
 
-std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, const char* name,
-                            xd_comm** comm) {
+std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, xd_comm** comm) {
   xd_unique_id id;
   if (seat.unique_id.size() != sizeof(id.bytes)) {
     return invalid("unique_id: expected " + std::to_string(sizeof(id.bytes)) + " bytes, got " +
@@ -21,19 +20,19 @@ std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, c
   config.unique_id = &id;
   config.device = device;
   config.timeout_ms = timeout_ms;
-  config.name = name;
+  config.name = seat.name.c_str();
+  if (!seat.global_ranks.empty()) config.global_ranks = seat.global_ranks.data();
   return problem_of(xd_comm_create(&config, comm));
 }
 
 }  // namespace
 
-Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms,
-             const std::string& name) {
+Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms) {
   for (const Seat& seat : seats) {
     ranks_.push_back({seat.ordinal, seat.rank, {device_type, seat.device}, nullptr});
   }
   const std::optional<Problem> problem = for_each_rank(seats.size(), [&](std::size_t i) {
-    return join(seats[i], ranks_[i].device, timeout_ms, name.c_str(), &ranks_[i].comm);
+    return join(seats[i], ranks_[i].device, timeout_ms, &ranks_[i].comm);
   });
   if (problem) {
     leave();

@@ -18,11 +18,13 @@ inline constexpr int any_ordinal = -1;
 
 // The place of one local device.
 struct Seat {
-  int ordinal = 0;        // XLA's number of the device in custom calls, or any_ordinal
-  int device = 0;         // the CUDA device; 0 on the CPU
-  int rank = 0;           // the rank in its set of ranks,
-  int num_ranks = 0;      // the size of that set,
-  std::string unique_id;  // and its meeting point
+  int ordinal = 0;                // XLA's number of the device in custom calls, or any_ordinal
+  int device = 0;                 // the CUDA device; 0 on the CPU
+  int rank = 0;                   // the rank in its set of ranks,
+  int num_ranks = 0;              // the size of that set,
+  std::string unique_id;          // its meeting point,
+  std::string name;               // its name, as people see it,
+  std::vector<int> global_ranks;  // and other numbers of its ranks, or none
 };
 
 class Ranks {
@@ -35,8 +37,7 @@ class Ranks {
   };
 
   // Joins the communicators of all seats at once. Collective, blocking. Throws Problem.
-  Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms,
-        const std::string& name);
+  Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms);
   ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;

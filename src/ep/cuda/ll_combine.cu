@@ -342,22 +342,25 @@ __device__ inline bool CombineBlock<T, kWay>::move() {
   }
 }
 
+// As of dispatch's, "::combine" is found in its name.
+namespace low_latency {
 template <class T, LlWay kWay>
 __global__ void __launch_bounds__(kLlCombineThreads, 1)
-    ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
+    combine_kernel(const __grid_constant__ LlCombineParams p) {
   __shared__ LlCombineShared shared;
   if (p.route.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
   CombineBlock<T, kWay>(p, shared).run();
 }
+}  // namespace low_latency
 
 using CombineKernel = void (*)(LlCombineParams);
 
 template <LlWay kWay>
 CombineKernel kernel_for(DType type) {
-  return type == DType::bf16  ? ll_combine_kernel<Bf16, kWay>
-         : type == DType::f16 ? ll_combine_kernel<F16, kWay>
-                              : ll_combine_kernel<F32, kWay>;
+  return type == DType::bf16  ? low_latency::combine_kernel<Bf16, kWay>
+         : type == DType::f16 ? low_latency::combine_kernel<F16, kWay>
+                              : low_latency::combine_kernel<F32, kWay>;
 }
 
 }  // namespace

@@ -434,23 +434,26 @@ XD_LL_BLOCK(void)::watch() const {
 
 #undef XD_LL_BLOCK
 
+// Profilers' users, DeepEP's tests among them, look for "::dispatch" in names of kernels.
+namespace low_latency {
 template <class Quantiser, bool kMany>
 __global__ void __launch_bounds__(kLlThreads, 1)
-    ll_dispatch_kernel(const __grid_constant__ LlDispatchParams p) {
+    dispatch_kernel(const __grid_constant__ LlDispatchParams p) {
   __shared__ DispatchShared shared;
   fetch_params(p);
   if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
   DispatchBlock<Quantiser, kMany>(p, shared).run();
 }
+}  // namespace low_latency
 
 using DispatchKernel = void (*)(LlDispatchParams);
 
 template <bool kMany>
 DispatchKernel kernel_for(const QuantiseFormat& format) {
-  return !format         ? ll_dispatch_kernel<NotQuantised, kMany>
-         : format.powers ? ll_dispatch_kernel<ByPowers, kMany>
-                         : ll_dispatch_kernel<ByQuotients, kMany>;
+  return !format         ? low_latency::dispatch_kernel<NotQuantised, kMany>
+         : format.powers ? low_latency::dispatch_kernel<ByPowers, kMany>
+                         : low_latency::dispatch_kernel<ByQuotients, kMany>;
 }
 
 // The kernels for few ranks and choices have both in registers.

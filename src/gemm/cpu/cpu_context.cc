@@ -8,6 +8,7 @@
 #include "gemm/cpu/onednn.h"
 #include "gemm/cpu/operations.h"
 #include "gemm/cpu/plan.h"
+#include "gemm/cpu/room.h"
 #include "turn/host_runner.h"
 
 namespace xd::gemm::cpu {
@@ -59,6 +60,7 @@ class CpuContext final : public Context {
         threads_(cores_per_rank(static_cast<int>(near().size()))),
         lockstep_(*this) {
     this->comm().collective().agree(kCreateContext, [this] {
+      require_memory();
       if (!onednn_feature().available) fail(XD_ERROR_UNSUPPORTED, onednn_feature().reason);
       if (this->config().is_for_cublasmp() && !this->config().allow_fallback) {
         fail(XD_ERROR_UNSUPPORTED,
@@ -66,6 +68,7 @@ class CpuContext final : public Context {
       }
       scratch_.emplace(this->config());
       multiplier_.emplace(*scratch_);
+      require_room(threads_);
       const StandardFloatModes modes;
       const Threads threads(threads_);
       flops_ = bf16_flops_ = measure(*scratch_, 1.0f);

@@ -13,6 +13,7 @@ xd_layer(xd_gemm_cpu
     gemm/cpu/onednn.cc
     gemm/cpu/plan.cc
     gemm/cpu/reduce.cc
+    gemm/cpu/room.cc
     gemm/cpu/transfer.cc
   DEPENDS
     xd_gemm

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "base/error.h"
+#include "gemm/cpu/room.h"
 
 namespace xd::gemm::cpu {
 namespace {
@@ -66,6 +67,7 @@ Library load() {
     find(handle, "omp_set_num_threads", library.set_threads);
     find(handle, "omp_get_max_threads", library.max_threads);
     if (library.sgemm == nullptr) continue;
+    require_memory();  // the library itself has taken some
     if (processor_multiplies_bf16()) find(handle, "dnnl_gemm_bf16bf16f32", library.bgemm);
     if (library.bgemm != nullptr && !is_right(library.bgemm)) library.bgemm = nullptr;
     return library;
@@ -90,6 +92,7 @@ void run_by(GemmFunction<Element> gemm, const Gemm<Element>& p) {
   const int available = library().max_threads != nullptr ? library().max_threads() : 1;
   // Products of bfloat16 take about an eighth of the time.
   const int enough = threads_for(sizeof(Element) == 2 ? flop / 8 : flop, available);
+  require_room(enough);
   std::optional<Threads> fewer;
   if (enough < available) fewer.emplace(enough);
   const int status = gemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, 1.0f, p.a, p.lda, p.b, p.ldb,
@@ -101,7 +104,11 @@ void run_by(GemmFunction<Element> gemm, const Gemm<Element>& p) {
 }  // namespace
 
 Feature onednn_feature() {
-  return library().sgemm != nullptr ? Feature{true, "available"} : Feature{false, kMissing};
+  try {
+    return library().sgemm != nullptr ? Feature{true, "available"} : Feature{false, kMissing};
+  } catch (const Error&) {  // it is loaded again when it is asked for again
+    return {false, "products on the CPU need oneDNN, and there is no address space for it"};
+  }
 }
 
 bool multiplies_bf16() { return library().bgemm != nullptr; }

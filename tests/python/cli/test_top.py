@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 import crossdock
 from commands import process, run
@@ -60,18 +61,18 @@ def test_rows_tell_rates_between_two_looks():
         wait_ns=(500_000_000, 0, 0, 1_000_000_000),
     )
     now = _seen(stats=stats, operation="dispatch", operation_ns=3_200_000_000, waits_for=3)
-    assert _top.rows([before], [now], 2.0) == [
-        ("1/4", "7", "ep#2 EXPERT…", "dispatch 3.2s>3", "10", "2.0k", "4.0M", "50%>3")
+    assert _top.rows([before], [now], 2.0, 80) == [
+        ("1/4", "7", "ep#2 experts", "dispatch 3.2s>3", "10", "2.0k", "4.0M", "50%>3")
     ]
     wide = _top.rows([before], [now], 2.0, 100)[0]
     assert wide[2] == "ep#2 EXPERT_MAJOR"
-    assert _top.rows([], [now], 2.0) == []  # it came meanwhile
+    assert _top.rows([], [now], 2.0, 80) == []  # it came meanwhile
 
 
 def test_a_name_is_shown_and_waits_that_are_not_measured_are_not():
     gpu = _seen(name="layer 3 of a model with many", device="cuda")
     gpu = dataclasses.replace(gpu, stats=dataclasses.replace(gpu.stats, wait_ns=None))
-    row = _top.rows([gpu], [gpu], 1.0)[0]
+    row = _top.rows([gpu], [gpu], 1.0, 80)[0]
     assert row[2] == "layer 3 of …" and row[-1] == "?"
 
 
@@ -88,6 +89,16 @@ def test_a_process_that_is_stopped_is_shown_as_stopped():
         child.communicate()
 
 
+@pytest.mark.parametrize("comm", ["", "data=1,pipe=0"])
+def test_kinds_of_groups_differ_however_little_room_there_is(comm):
+    kinds = ("EXPERT_MAJOR, E=8", "RANK_MAJOR, E=8", "EXPERT_SLOTS, E=8", "products, T<=8")
+    for columns in (40, 80, 90):
+        seen = [_seen(comm=comm, detail=detail) for detail in kinds]
+        names = {_top.rows([one], [one], 1.0, columns)[0][2] for one in seen}
+        assert len(names) == len(kinds)
+        assert all(len(name) <= max(12, columns - 68) for name in names)
+
+
 def test_without_processes_it_says_so():
     ended = run("top", "--once", "--interval", "0.01", str(os.getppid()))
     assert ended.returncode == 1
@@ -98,6 +109,21 @@ def test_bad_intervals_are_refused():
     for interval in ("0", "nan", "often"):
         ended = run("top", "--once", "--interval", interval)
         assert ended.returncode == 2 and "expected seconds" in ended.stderr
+
+
+def _shown_elsewhere(me: Rank) -> str:
+    """What it shows, to a file, of a group without a name."""
+    config = crossdock.EpConfig(
+        num_experts=1, max_topk=1, max_tokens_per_rank=1, hidden=8, layout="expert_slots"
+    )
+    with me.comm() as comm, crossdock.LowLatencyGroup(comm, config):
+        ended = process("top", "--once", "--interval", "0.1", str(os.getpid()))
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_nothing_is_cut_where_there_is_no_terminal():
+    assert "#0 EXPERT_SLOTS " in run_threads(1, _shown_elsewhere)[0]
 
 
 def _late(me: Rank) -> str:

@@ -23,6 +23,7 @@ from jax_support import (
     World,
     config_of,
     everywhere,
+    on_devices,
     on_processes,
     round_trip,
 )
@@ -146,6 +147,19 @@ def test_sizes_that_do_not_fit_the_ranks(world):
 def test_operations_need_init():
     with pytest.raises(RuntimeError, match="init.* has not been called"):
         xd.ep_prepare(CONFIG, np.zeros((4, 1), np.int32))
+
+
+@on_devices
+def test_errors_name_the_place_in_the_mesh_and_other_numbers_of_ranks(world: World) -> None:
+    """One process has all devices, so its ranks are known by those."""
+    devices = world.mesh.devices.reshape(-1, 2)
+    ep = xd.init(jax.sharding.Mesh(devices, ("ep", "data")), "ep")
+    ep.abort()
+    own = rf" \(global rank {devices[0, 0].id}\)" if RANKS > 2 else ""
+    said = rf"^rank 0{own} called .* \[rank 0 of {RANKS // 2}{own} in 'data=0'\]$"
+    with pytest.raises(xd_errors.Aborted, match=said):
+        ep.check()
+    ep.close()
 
 
 def test_arrays_that_the_program_says_are_split_otherwise():

@@ -113,7 +113,7 @@ def test_status_does_not_wait_for_a_group_that_is_being_made():
     meeting = _core.unique_id()
 
     def join(rank: int) -> _jax.Ranks:
-        return _jax.Ranks(1, [(-1, 0, rank, 2, meeting)], timeout_ms=5000)
+        return _jax.Ranks(1, [(-1, 0, rank, 2, meeting, "", [])], timeout_ms=5000)
 
     with ThreadPoolExecutor(2) as pool:  # both are ranks of this process
         ranks = list(pool.map(join, range(2)))

@@ -10,13 +10,15 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock import launch
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import InvalidArgument, Mismatch, PeerLost
+from crossdock.torch import _comm
 from crossdock.torch.tp._groups import comm_of_group
 from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, distributed, layer, ragged
@@ -46,6 +48,40 @@ def test_process_groups(me: Rank) -> None:
                     assert part.rank == dist.get_rank(odd)
                     _round_trip(part.rank, part, Batch(SEED + 1, ((5, 3), 8, 3, 32)))
             comm.barrier()
+
+
+@on_ranks(4)
+def test_errors_name_the_place_in_the_mesh_and_global_ranks(me: Rank) -> None:
+    with distributed():
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        said = {
+            0: r"rank 1 has left.*\[rank 0 of 2 in 'data=0'\]$",
+            2: r"rank 1 \(global rank 3\) has left.*"
+            r"\[rank 0 of 2 \(global rank 2\) in 'data=1'\]$",
+        }
+        with xd.init(mesh["expert"], timeout=30) as comm:
+            if comm.rank == 0:
+                with pytest.raises(PeerLost, match=said[me.rank]):
+                    comm.barrier()
+        with xd.init(mesh["expert"], name="mine", timeout=30) as named:
+            if named.rank == 0:
+                with pytest.raises(PeerLost, match="in 'mine'"):
+                    named.barrier()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("error", [None, {"status": "XD_ERROR_PEER_LOST"}])
+def test_exit_waits_for_the_device_unless_the_communicator_is_finished(
+    monkeypatch: pytest.MonkeyPatch, error: dict[str, str] | None
+) -> None:
+    """Others' kernels may wait there for a rank that was lost, and never end."""
+    device = SimpleNamespace(type="cuda")
+    comm = SimpleNamespace(device=device, core=SimpleNamespace(error=lambda: error))
+    waits: list[SimpleNamespace] = []
+    monkeypatch.setattr(_comm, "open_comms", lambda: [comm])
+    monkeypatch.setattr("torch.cuda.synchronize", waits.append)
+    _comm._finish_work()
+    assert waits == ([device] if error is None else [])
 
 
 def _threads_of_gloo() -> list[str]:

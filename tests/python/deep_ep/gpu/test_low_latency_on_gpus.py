@@ -101,6 +101,23 @@ def test_graph_with_hooks_follows_new_routing(buffer: Buffer) -> None:
 
 
 @on_gpus(**cases.LOW_LATENCY)
+def test_profilers_find_kernels_by_the_names_of_operations(buffer: Buffer) -> None:
+    """As DeepEP's own tests look for them: two for each call with a hook."""
+    batch = cases.Batch(SEED, buffer)
+    batch.dispatch(buffer)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        x, _, handle, _, hook = batch.dispatch(buffer, return_recv_hook=True)
+        hook()
+        _, _, hook = batch.combine(buffer, batch.experts_of(x), handle, return_recv_hook=True)
+        hook()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    for operation in ("dispatch", "combine"):
+        assert sum(f"::{operation}" in name for name in names) == 2, names
+
+
+@on_gpus(**cases.LOW_LATENCY)
 def test_new_sizes_are_refused_in_a_capture(buffer: Buffer) -> None:
     batch = cases.Batch(SEED, buffer)
     with pytest.raises(ValueError, match="expected sizes that have been used before"):
