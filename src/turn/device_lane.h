@@ -9,8 +9,8 @@
 
 namespace xd::turn {
 
-// What a rank says about itself, as of the launches before the one that says it. Each word is there
-// for itself.
+// What a rank says about itself, as of the launches before the one that says it, and of the slots
+// that this one has freed. Each word is there for itself.
 struct alignas(16) LaneCredit {
   std::uint64_t freed;  // the slots of this many operations are free again here
   std::uint64_t sent;   // of this many operations nothing more is stored at anybody's

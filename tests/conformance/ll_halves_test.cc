@@ -238,9 +238,8 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
   }
 }
 
-// A slot that was left full is free again with the next operation of the kind, not only where it is
-// used again: there a rank may wait for a peer that is still about to make a whole operation of the
-// other kind with it.
+// A slot that was left full is free again before it is used again: there a rank may wait for a peer
+// that is still about to make a whole operation of the other kind with it.
 TEST_P(LlHalves, BehindOneThatFailedRanksMayOrderKindsDifferently) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
   const xd_ep_operation other =

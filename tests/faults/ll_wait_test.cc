@@ -19,20 +19,36 @@ constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
 // ---- Groups that a loss finishes ----------------------------------------------------------------
 
 // A peer that sends and does not receive keeps its places: a send that needs one of them again
-// waits for it, and no longer than the timeout. On CUDA there is a place more.
+// waits for it, and no longer than the timeout. On CUDA there are more places, and those of
+// operations that have not been delivered are free when the peer says that it has sent them.
 TEST(LlWaits, OfASendForAPlaceThatAPeerHasNotFreedEndInTime) {
   const LlCase c = echo_case(2);
   std::latch timed_out(1);
   on_thread_ranks(2, kShortTimeoutMs, [&](Rank& rank, Comm&) {
     const LlSeat seat(rank, c);
     Echo a = seat.batch(0), b = seat.batch(1), d = seat.batch(2), e = seat.batch(3);
-    ok(seat.dispatch(a, kSend));
-    ok(seat.dispatch(b, kSend));
-    if (rank.rank == 1) return timed_out.wait();
-    ok(seat.dispatch(a, kReceive));
-    ok(seat.dispatch(b, kReceive));
+    const auto receive_badly = [&](Echo& batch) {
+      const DLTensor* const rows = batch.rows();
+      batch.use_rows(nullptr);
+      EXPECT_EQ(seat.dispatch(batch, kReceive), XD_ERROR_INVALID_ARGUMENT);
+      batch.use_rows(rows);
+    };
     const bool has_more = rank.asynchronous();
-    if (has_more) ok(seat.dispatch(d, kSend));
+    ok(seat.dispatch(a, kSend));
+    if (rank.rank == 1) {
+      if (!has_more) ok(seat.dispatch(b, kSend));
+      return timed_out.wait();
+    }
+    if (has_more) {
+      receive_badly(a);
+      for (Echo* batch : {&b, &d}) {
+        ok(seat.dispatch(*batch, kSend));
+        receive_badly(*batch);
+      }
+    } else {
+      ok(seat.dispatch(b, kSend));
+      for (Echo* batch : {&a, &b}) ok(seat.dispatch(*batch, kReceive));
+    }
     const auto start = Clock::now();
     const Outcome outcome = seat.dispatch(has_more ? e : d, kSend);
     EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);

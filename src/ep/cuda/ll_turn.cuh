@@ -307,7 +307,7 @@ XD_LL_MEMBER(void)::wait_credits() const {
     wait.peer_is_lost = false;
     const bool good =
         turn::poll_until([&] { return has_taken(r); },
-                         [&] { return ll_goes_on(g_, s_, credit_site(epoch - slots), r, wait); });
+                         [&] { return ll_goes_on(g_, s_, credit_site(epoch), r, wait); });
     if (!good && !g_.masks) s_.failed = 1;
   }
   ll_mask_lost(s_);
@@ -420,7 +420,7 @@ XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int 
   if (epoch == 0 || *reported != epoch) {
     if (epoch != 0) *reported = epoch;
     write_report(epoch, findings, status, rank);
-    count_error(epoch, status, rank);
+    count_error(epoch, epoch != 0 ? status : XD_SUCCESS, rank);
   }
   unlock_report();
 }
@@ -478,7 +478,8 @@ XD_LL_MEMBER(void)::write_report(std::uint64_t epoch, const LlFindings& findings
 
 XD_LL_MEMBER(void)::count_mistake() {
   lock_report();
-  count_error(s_.course.send_epoch, p_.step.failed ? p_.record.call.status : XD_SUCCESS, rank());
+  const bool takes_turn = p_.step.failed && s_.course.sends;
+  count_error(s_.course.send_epoch, takes_turn ? p_.record.call.status : XD_SUCCESS, rank());
   unlock_report();
 }
 
