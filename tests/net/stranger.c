@@ -167,8 +167,7 @@ static int talk(struct sockaddr_in to, double end) {
   while (now() < end) {
     const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     struct pollfd item = {.fd = fd, .events = POLLOUT};
-    connect(fd, (struct sockaddr*)&to, sizeof to);
-    poll(&item, 1, 300);
+    if (connect(fd, (struct sockaddr*)&to, sizeof to) != 0) poll(&item, 1, 300);
     for (size_t i = 0; i < 400; ++i) bytes[i] = (char)rand();
     if (send(fd, bytes, 1 + (size_t)(rand() % 399), MSG_NOSIGNAL) > 0) ++taken;
     close(fd);
@@ -180,9 +179,10 @@ int main(int argc, char** argv) {
   if (argc != 6) return 2;
   const char* const mode = argv[4];
   const int is_put = strcmp(mode, "tags") == 0, is_message = strcmp(mode, "messages") == 0;
-  struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(argv[3]))};
+  const uint16_t port = (uint16_t)strtoul(argv[3], NULL, 10);
+  struct sockaddr_in to = {.sin_family = AF_INET, .sin_port = htons(port)};
   inet_pton(AF_INET, argv[2], &to.sin_addr);
-  const double end = now() + atof(argv[5]);
+  const double end = now() + strtod(argv[5], NULL);
   int taken = 0;
   if (is_put || is_message) {
     const struct Fabric fabric = open_fabric(argv[1]);

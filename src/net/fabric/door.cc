@@ -75,10 +75,10 @@ void pass_from_4(const sockaddr_in& host, std::vector<sock_filter>& program) {
 }
 
 void pass_from_6(const sockaddr_in6& host, std::vector<sock_filter>& program) {
-  for (std::uint32_t word = 0; word < 4; ++word) {
+  for (std::size_t word = 0; word < 4; ++word) {
     std::uint32_t bits = 0;
     std::memcpy(&bits, host.sin6_addr.s6_addr + 4 * word, sizeof(bits));
-    program.push_back(load(kSourceOf6 + 4 * word));
+    program.push_back(load(kSourceOf6 + static_cast<std::uint32_t>(4 * word)));
     program.push_back(skip_unless(ntohl(bits), 2 * (3 - word) + 1));
   }
   program.push_back(end(kPass));
