@@ -38,7 +38,7 @@ class HostCourse final : public Course {
   }
   std::string detail() const override { return subject_.counters().detail.get().data(); }
   void show_wait(int peer) override {
-    subject_.counters().waits_for.set(static_cast<std::uint64_t>(peer + 1));
+    subject_.counters().waits_for.set(peer < 0 ? 0 : static_cast<std::uint64_t>(peer) + 1);
   }
 
  private:

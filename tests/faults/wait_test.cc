@@ -238,19 +238,19 @@ TEST_P(OutOfStepAnywhere, IsNotSaidOfRanksWhoseCallsComeFromSeveralThreads) {
   });
 }
 
-// Rank 0 waits for rank 1, and that one for rank 2, which does not come.
+// Rank 2 waits for rank 0, and that one for rank 1, which does not come.
 TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
   std::latch timed_out(2);
   on_thread_ranks(3, 2 * kShortTimeoutMs, [&](Rank& rank, Comm&) {
     const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
     ok(xd_comm_barrier(rank.comm));
-    if (rank.rank == 2) return timed_out.wait();
+    if (rank.rank == 1) return timed_out.wait();
     // The error of the first to give up is that of all.
-    if (rank.rank == 1) std::this_thread::sleep_for(4 * kMoment);
-    const CallEnd end = waiters[rank.rank]->call();
+    if (rank.rank == 0) std::this_thread::sleep_for(4 * kMoment);
+    const CallEnd end = waiters[rank.rank == 2 ? 0 : 1]->call();
     EXPECT_EQ(end, XD_ERROR_TIMEOUT);
-    EXPECT_EQ(comm_error(rank.comm).peer, 2) << end.text;
-    expect_words(end.text, {"for rank 1", "for rank 2", "group 0", "group 1"});
+    EXPECT_EQ(comm_error(rank.comm).peer, 1) << end.text;
+    expect_words(end.text, {"for rank 0", "for rank 1", "group 0", "group 1"});
     timed_out.count_down();
   });
 }

@@ -87,7 +87,7 @@ class ErrorsOfRank1 {
 };
 
 void expect_fatal(const Errors& errors, xd_status status, int rank, const std::string& text) {
-  const FatalError* error = errors.fatal_error();
+  const ToldError* error = errors.fatal_error();
   ASSERT_NE(error, nullptr);
   EXPECT_EQ(error->status, status);
   EXPECT_EQ(error->rank, rank);
@@ -134,12 +134,14 @@ TEST(Communicator, IsFinishedByLossesThatItDoesNotMask) {
 // What a rank on another host has met comes as bytes, and counts once.
 TEST(Communicator, TakesOverWhatARankOnAnotherHostReports) {
   ErrorsOfRank1 errors;
-  const FatalError timeout{.status = XD_ERROR_TIMEOUT, .rank = 0, .peer = 1, .timeout_ms = 250};
+  ToldError timeout(
+      FatalError{.status = XD_ERROR_TIMEOUT, .rank = 0, .peer = 1, .timeout_ms = 250});
+  timeout.set_call("xd_mem_grow");
   errors->on_report(0, std::as_bytes(std::span(&timeout, 1)).first(8));
   EXPECT_EQ(errors->fatal_error(), nullptr) << "of another version perhaps";
   errors->on_report(0, std::as_bytes(std::span(&timeout, 1)));
-  expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, "rank 0 waited 250 ms in a collective host call");
-  const FatalError other{.status = XD_ERROR_SYSTEM, .rank = 0};
+  expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, "rank 0 waited 250 ms in xd_mem_grow");
+  const ToldError other(FatalError{.status = XD_ERROR_SYSTEM, .rank = 0});
   errors->on_report(0, std::as_bytes(std::span(&other, 1)));
   expect_fatal(*errors, XD_ERROR_TIMEOUT, 0, "rank 0 waited 250 ms");
 }
