@@ -83,7 +83,7 @@ def test_a_process_that_is_stopped_is_shown_as_stopped():
         _, status = os.waitpid(child.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         seen = _seen(pid=child.pid, operation="dispatch", operation_ns=10**10, waits_for=0)
-        assert _top.rows([seen], [seen], 1.0)[0][3] == "stopped"
+        assert _top.rows([seen], [seen], 1.0, 80)[0][3] == "stopped"
     finally:
         child.kill()
         child.communicate()
