@@ -182,7 +182,7 @@ TEST_F(Net, ALateRankIsATimeoutThatNamesItsHostOnAllRanks) {
   expect_words(job.rank(0).answer(), {"XD_ERROR_TIMEOUT"});  // it comes alone
   for (const int r : {1, 2, 3}) {
     expect_words(job.ask_until(r, "error", "XD_ERROR_TIMEOUT", 1000),
-                 {"rank 0 of host 0 (", "waited 2000 ms in a collective host call"});
+                 {"rank 0 of host 0 (", "waited 2000 ms in xd_comm_barrier"});
   }
 }
 

@@ -133,7 +133,7 @@ const Stranger kStrangers[] = {
        do_handshake(fd, handshake);
        EXPECT_EQ(handshake.refusal(), Refusal::version);
      },
-     "speaks protocol version 9, expected 3"},
+     "speaks protocol version 10, expected 4"},
     {"WrongSecret",
      [](const UniqueFd& fd, const MeetingPoint&) {
        Handshake handshake(Side::client, make_random<Secret>());
