@@ -168,7 +168,6 @@ void Collective::bring(CollectiveCall call, std::span<const std::byte> failure,
                        std::span<Mesh::Item> items) {
   peers_know_ = true;
   gather(call, failure, -1, items);
-  if (errors_ == nullptr) return;
   try {
     join_operation(items);
   } catch (const Error&) {
@@ -204,6 +203,7 @@ void Collective::fail_round_of_peers(const OutOfStep& what, std::uint64_t round,
 
 // Where ranks wait in operations for this one: takes its turns there with a failure, and throws.
 void Collective::join_operation(std::span<const Mesh::Item> items) {
+  if (errors_ == nullptr) return;  // there are no operations yet
   std::string first;
   for (const Mesh::Item& item : items) {
     if (!is_out_of_step(item.blob)) continue;

@@ -311,8 +311,8 @@ void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
 }
 
-// What a rank of this host would have written to its note, or to this rank's board; that it does
-// once as well.
+// A far rank's note, or its error, which a near one would have written to this rank's board, and
+// which it tells once as well.
 void Errors::on_report(int rank, std::span<const std::byte> report) {
   static_assert(sizeof(WaitNote) != sizeof(ToldError) && sizeof(ToldError) <= kMaxReport);
   WaitNote note;

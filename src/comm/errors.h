@@ -89,7 +89,7 @@ class Errors final : public MeshEvents {
   std::string text_of(const ToldError& error) const;
   // The operation in which a rank waits, in words.
   std::string call_text(int group, int operation, std::uint64_t epoch);
-  // Who waits for whom.
+  // The long waits of all ranks.
   WaitNotes& notes() { return notes_; }
   const WaitNotes& notes() const { return notes_; }
 

@@ -1,4 +1,4 @@
-// What a rank says about the wait that it is in, once that has become long, and the place in its
+// A rank's note about the wait that it is in, once that has become long, and the place in its
 // control segment where near ranks read it.
 #pragma once
 
@@ -44,7 +44,13 @@ struct WaitNote {
 };
 static_assert(std::has_unique_object_representations_v<WaitNote> && sizeof(WaitNote) % 8 == 0);
 
-// One writer, and readers in any process. A reader gets a note whole, or none.
+// One writer, and readers in any process. A reader gets a note whole, or none:
+//
+//   writer  version odd; release fence; words; version even (release)
+//   reader  version (acquire); words; acquire fence; version again, which must be the same even one
+//
+// A reader that finds a word of the next note also finds the odd version, by the two fences. All
+// words are atomic and relaxed. A note orders nothing else: who reads it goes by its own course.
 class WaitNotePlace {
  public:
   void write(const WaitNote& note) {

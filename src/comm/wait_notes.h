@@ -1,4 +1,4 @@
-// Who waits for whom: each rank tells all others about its long waits, and knows how far it has
+// Each rank tells all others about its long waits, where and for whom, and knows how far it has
 // come itself.
 //
 // Two ranks that wait for one another, each for something to which the other has not come, would

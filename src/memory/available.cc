@@ -38,12 +38,19 @@ std::optional<std::uint64_t> read_number(const std::string& path) {
   return std::nullopt;
 }
 
+// They are all read before one is used: a process may have room for one file and no more.
+std::vector<std::string> lines_of(const std::string& path) {
+  std::ifstream file(path);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
 // Sum of the numbers in the lines "<key> <number> ..." of a file; nothing if no such line exists.
 std::optional<std::uint64_t> sum_of_lines(const std::string& path,
                                           std::initializer_list<std::string_view> keys) {
-  std::ifstream file(path);
   std::optional<std::uint64_t> sum;
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : lines_of(path)) {
     std::istringstream words(line);
     std::string key;
     std::uint64_t value = 0;
@@ -93,9 +100,8 @@ std::vector<MemoryLimit> memory_limits(const std::string& root) {
   const std::string mount = root + "/sys/fs/cgroup";
   std::vector<MemoryLimit> limits;
   add_system(root, limits);
-  std::ifstream groups(root + "/proc/self/cgroup");
   // Each line is "<number>:<controllers>:<path>"; version 2 has number 0 and names no controller.
-  for (std::string line; std::getline(groups, line);) {
+  for (const std::string& line : lines_of(root + "/proc/self/cgroup")) {
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

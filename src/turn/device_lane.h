@@ -9,7 +9,7 @@
 
 namespace xd::turn {
 
-// What a rank says about itself, as of the launches before the one that says it, and of the slots
+// A rank's word about itself, as of the launches before the one that says it, and of the slots
 // that this one has freed. Each word is there for itself.
 struct alignas(16) LaneCredit {
   std::uint64_t freed;  // the slots of this many operations are free again here

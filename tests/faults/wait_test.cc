@@ -213,7 +213,7 @@ TEST_P(OutOfStep, InAnOperationAndAHostCallEndsBothAtOnceAndCostsNothingElse) {
   });
 }
 
-// What is the same in all operations of a family.
+// Promises that are the same for all operations of a family.
 class OutOfStepAnywhere : public OutOfStep {};
 
 TEST_P(OutOfStepAnywhere, InTwoOperationsIsAMismatchOfBothAtOnce) {

@@ -102,7 +102,7 @@ static int attack(const struct Fabric* fabric, struct sockaddr_in to, int is_mes
   return taken;
 }
 
-/* What libfabric 1.17 says to a peer when it connects, and the beginning of its packets. */
+/* The words of libfabric 1.17 to a peer when it connects, and the beginning of its packets. */
 struct Greeting {
   uint8_t version, endianness, packet_version, put_version;
   uint16_t port;

@@ -8,7 +8,7 @@
 
 namespace xd::test {
 
-// What the stranger says who tries for a second to reach a port. `before`: words of the shell in
+// The words of a stranger who tries for a second to reach a port. `before`: words of the shell in
 // front of the command.
 inline std::string stranger_says(const std::string& before, const std::string& own_address,
                                  const std::string& address, int port, const std::string& mode) {

@@ -73,7 +73,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-# What tells groups without a name apart where there is little room.
+# Words that tell groups without a name apart where there is little room.
 _SHORT = {
     "EXPERT_MAJOR": "experts",
     "RANK_MAJOR": "ranks",

@@ -36,7 +36,7 @@ class ExpertHome(NamedTuple):
 
     @property
     def comm(self) -> Comm:
-        """Whose ranks hold the experts."""
+        """The communicator of the ranks that hold the experts."""
         return self.group.comm
 
     @property

@@ -1,4 +1,4 @@
-"""What people call a communicator and its ranks, by its process group and its mesh."""
+"""The name of a communicator and its ranks' numbers, by its process group and its mesh."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class MoELayer(nn.Module):
         return now
 
     def _alignment_of_plan(self, dtype: torch.dtype) -> int | None:
-        """What rows of this dtype need, of a group of the layer's own; None = the caller's."""
+        """The alignment that rows of this dtype need; None = the group is the caller's."""
         wanted, group = _alignment(dtype), self.group
         if self._has_own_group:
             return wanted

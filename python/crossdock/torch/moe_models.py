@@ -169,7 +169,7 @@ def load_pretrained(
 
 
 def _missing(state: Mapping[str, torch.Tensor], prefix: str, name: str) -> str:
-    """What is wrong where a name of a model's is not in its state dict."""
+    """The error where a name of a model's is not in its state dict."""
     text = f"state: expected {prefix + name!r}, got no such name"
     if f"{prefix}.{name}" in state:
         return f"{text}, but {f'{prefix}.{name}'!r}: prefix lacks its dot"

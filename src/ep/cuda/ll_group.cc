@@ -389,14 +389,13 @@ Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, LlHalve
   return bad;
 }
 
-// The whole operation, with only a status. (A receive half alone never comes here.)
+// The whole operation, with only a status. A receive half whose kernel cannot be launched has
+// nothing to send in its place: what this throws finishes the communicator.
 void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
                                         std::uint32_t number, xd_stream stream) const {
-  const LlStep step{.send = true,
-                    .receive = halves.send && halves.receive,
-                    .failed = true,
-                    .silent = false,
-                    .launch = number};
+  if (!halves.send) fail(XD_ERROR_INTERNAL, "a receive half could not be launched");
+  const LlStep step{
+      .send = true, .receive = halves.receive, .failed = true, .silent = false, .launch = number};
   if (call.operation == XD_EP_LL_COMBINE) {
     LlCombineParams params{};
     params.group = device_;

@@ -1,6 +1,6 @@
-// What this library uses of libfabric's structs, and where 1.17 has it. Headers of later versions
-// have more in them, behind that; with headers that had moved something, the functions that are
-// looked up (library.cc) would fill other places than the ones that are read here.
+// The parts of libfabric's structs that this library uses, and where 1.17 has them. Headers of
+// later versions have more in them, behind that; with headers that had moved something, functions
+// that are looked up (library.cc) would fill other places than the ones that are read here.
 #pragma once
 
 #include <rdma/fi_cm.h>

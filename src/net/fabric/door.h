@@ -1,4 +1,4 @@
-// Who may connect to an endpoint of libfabric that stands on TCP. Its providers take connections
+// A door in front of an endpoint of libfabric that stands on TCP. Its providers take connections
 // from anybody, and trust what comes over them: a stranger could fill their memory, or end the
 // process by a damaged message. So the kernel is told, by a filter on the socket at which libfabric
 // listens, to drop what comes from other hosts than those of peers, and everything once all peers

@@ -112,7 +112,7 @@ def test_bad_intervals_are_refused():
 
 
 def _shown_elsewhere(me: Rank) -> str:
-    """What it shows, to a file, of a group without a name."""
+    """The line, in a file, of a group without a name."""
     config = crossdock.EpConfig(
         num_experts=1, max_topk=1, max_tokens_per_rank=1, hidden=8, layout="expert_slots"
     )

@@ -211,7 +211,7 @@ def make_plain() -> Model:
 
 
 class InAutocast(nn.Module):
-    """What `PlainMoE` computes, with products in bfloat16, and a router and sums in float32."""
+    """`PlainMoE`'s result, with products in bfloat16, and a router and sums in float32."""
 
     def __init__(self, plain: PlainMoE) -> None:
         super().__init__()

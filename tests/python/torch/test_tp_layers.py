@@ -234,7 +234,7 @@ def test_autocast_says_the_dtype(me: Rank) -> None:
 
 @on_ranks(1, 2)
 def test_max_tokens_is_the_bound_of_the_layer(me: Rank) -> None:
-    """Whatever its context, which layers share, has room for."""
+    """The context, which layers share, may have room for more."""
     with distributed(), xd.init(device=where()):
         wide = make_mlp(32)
         for options in ({}, {"sequence_parallel": False}, {"context": wide.context}):

@@ -115,7 +115,7 @@ def require_fitting(
     tokens = math.prod(x.shape[:-1])
     if not own:
         counts = read_tokens(context, operation, tokens_per_rank) or [1] * context.num_ranks
-        # What is rounded up has fewer tokens than ranks, in one of the dimensions beside.
+        # A number that is rounded up has fewer tokens than ranks, in one of the dimensions beside.
         tokens = -(-tokens * max(counts) // max(1, sum(counts)))
     if tokens > max_tokens:
         problem = f"expected at most the layer's max_tokens = {max_tokens} of a rank, got {tokens}"
