@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "ep/cpu/rows.h"
+#include "ep/plan/cpu/rows.h"
 #include "ep_calls.h"
 #include "routing.h"
 #include "tensor.h"

@@ -20,7 +20,7 @@
 #include <string_view>
 #include <vector>
 
-#include "ep/cpu/rows.h"
+#include "ep/plan/cpu/rows.h"
 #include "routing.h"
 #include "start_line.h"
 

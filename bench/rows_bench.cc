@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
-#include "ep/config.h"
-#include "ep/cpu/rows.h"
+#include "ep/plan/config.h"
+#include "ep/plan/cpu/rows.h"
 
 namespace {
 

@@ -6,8 +6,8 @@
 #include "base/env.h"
 #include "base/interrupt.h"
 #include "base/options.h"
-#include "bootstrap/unique_id.h"
 #include "capi/boundary.h"
+#include "meet/unique_id.h"
 
 using xd::guarded;
 using xd::guarded_on;

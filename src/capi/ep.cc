@@ -35,7 +35,8 @@ xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory) {
   return guarded("xd_ep_group_memory", [&] {
     const xd::ep::Config read = xd::ep::read_config(config, 0);
     const int device_type = read.device_type != 0 ? read.device_type : kDLCPU;
-    xd::write_struct("memory", memory, xd::ep::executor_for(device_type).group_memory(read));
+    xd::write_struct("memory", memory,
+                     xd::ep::executor_for(device_type, read.layout.is_slots()).group_memory(read));
   });
 }
 
@@ -47,7 +48,8 @@ xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_gr
     comm->comm->make_group(xd::ep::kCreateGroup, [&] {
       XD_REQUIRE(group != nullptr, "group = NULL, expected a pointer");
       auto handle = std::make_unique<xd_ep_group>();
-      const auto& executor = xd::ep::executor_for(comm->comm->device().device_type);
+      const auto& executor =
+          xd::ep::executor_for(comm->comm->device().device_type, xd::ep::asks_for_slots(config));
       handle->group = executor.make_group(comm->comm, config);
       *group = handle.release();
     });
@@ -136,7 +138,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
   return guarded_on("xd_ep_routing_layout", c, [&] {
     c.errors().check_open();
     const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
-    xd::ep::executor_for(c.device().device_type).routing_layout(call, c.device(), stream);
+    xd::ep::executor_for(c.device().device_type, false).routing_layout(call, c.device(), stream);
   });
 }
 

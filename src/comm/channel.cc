@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/far_engine.h"
+#include "comm/remote/engine.h"
 
 namespace xd {
 namespace {

@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "comm/comm.h"
-#include "comm/far_puts.h"
 #include "comm/near_memory.h"
+#include "comm/remote/puts.h"
 
 namespace xd {
 

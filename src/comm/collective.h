@@ -18,8 +18,8 @@
 #include "base/wire.h"
 #include "comm/operations.h"
 #include "comm/wait_notes.h"
+#include "meet/mesh.h"
 #include "memory/segment.h"
-#include "mesh/mesh.h"
 
 namespace xd {
 

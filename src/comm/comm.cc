@@ -11,9 +11,9 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/options.h"
-#include "bootstrap/nccl.h"
-#include "comm/far_puts.h"
 #include "comm/net_test.h"
+#include "comm/remote/puts.h"
+#include "meet/nccl/library.h"
 #include "memory/host_segment.h"
 
 namespace xd {

@@ -27,7 +27,7 @@
 #include "comm/hosts.h"
 #include "comm/long_wait.h"
 #include "comm/symmetric_memory.h"
-#include "mesh/mesh.h"
+#include "meet/mesh.h"
 
 namespace xd {
 

@@ -26,6 +26,12 @@ int local_rank() {
 
 }  // namespace
 
+std::span<const DeviceKind* const> device_kinds() {
+  static constexpr const DeviceKind* kAll[] = {&devices::cpu::kDeviceKind,
+                                               &devices::cuda::kDeviceKind};
+  return kAll;
+}
+
 std::string device_type_names() {
   std::string names;
   for (const DeviceKind* kind : device_kinds()) {

@@ -1,8 +1,5 @@
-// The kinds of devices that ranks compute on, as communicators know them.
-//
-// A folder src/comm/<name> with a device_kind.cmake is a kind; its device_kind.h declares
-// xd::devices::<name>::kDeviceKind. The build makes the list of them (device_kind_list.cc.in), so
-// no other file names one. A kind is on the list also in builds that cannot have such devices.
+// The kinds of devices that ranks compute on, as communicators know them. device_kinds.cc alone
+// names them. A kind is on its list also in builds that cannot have such devices.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -59,6 +56,13 @@ struct DeviceKind {
   std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankSeat& seat,
                                            std::vector<std::shared_ptr<Segment>> boards) = nullptr;
 };
+
+namespace devices::cpu {
+extern const DeviceKind kDeviceKind;
+}
+namespace devices::cuda {
+extern const DeviceKind kDeviceKind;
+}
 
 std::span<const DeviceKind* const> device_kinds();
 

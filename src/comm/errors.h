@@ -17,8 +17,8 @@
 #include "comm/hosts.h"
 #include "comm/operations.h"
 #include "comm/wait_notes.h"
+#include "meet/mesh.h"
 #include "memory/segment.h"
-#include "mesh/mesh.h"
 
 namespace xd {
 

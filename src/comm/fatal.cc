@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "mesh/rank_names.h"
+#include "meet/rank_names.h"
 
 namespace xd {
 namespace {

@@ -23,7 +23,7 @@
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "mesh/rails.h"
+#include "meet/rails.h"
 
 namespace xd {
 

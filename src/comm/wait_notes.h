@@ -19,7 +19,7 @@
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/wait_note.h"
-#include "mesh/mesh.h"
+#include "meet/mesh.h"
 
 namespace xd {
 

@@ -1,19 +1,15 @@
-// The executors of this build: who carries out the operations of groups on one kind of device.
-//
-// A folder src/ep/<name> with an executor.cmake is an executor; its executor.h declares
-// xd::ep::<name>::kExecutor. The build makes the list of them (executor_list.cc.in), so no other
-// file names one.
+// The executors of this build: who carries out the operations of groups on one kind of device. One
+// folder defines each; executors.cc alone names them.
 #pragma once
 
 #include <crossdock/ep.h>
 #include <dlpack/dlpack.h>
 
 #include <memory>
-#include <span>
 
-#include "ep/config.h"
+#include "ep/bulk/local_calls.h"
 #include "ep/group.h"
-#include "ep/local_calls.h"
+#include "ep/plan/config.h"
 
 namespace xd::ep {
 
@@ -23,13 +19,21 @@ struct Executor {
   std::unique_ptr<Group> (*make_group)(std::shared_ptr<Comm> comm, const xd_ep_config* config);
   // The memory that a group takes on one rank.
   xd_ep_memory (*group_memory)(const Config& config);
-  // A local call, which needs no group. When it returns, the call has finished or is on the stream.
-  void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);
+  // Bulk operations: a local call, which needs no group. When it returns, the call has finished or
+  // is on the stream.
+  void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device,
+                         xd_stream stream) = nullptr;
 };
 
-std::span<const Executor* const> executors();
+namespace cpu {
+extern const Executor kBulk, kSlots;
+}
+namespace cuda {  // in builds for CUDA
+extern const Executor kBulk, kSlots;
+}
 
-// Throws UNSUPPORTED where this build has none for such devices.
-const Executor& executor_for(std::int32_t device_type);
+// Of groups in EXPERT_SLOTS, or of the others. Throws UNSUPPORTED where this build has none for
+// such devices.
+const Executor& executor_for(std::int32_t device_type, bool slots);
 
 }  // namespace xd::ep

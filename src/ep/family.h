@@ -9,9 +9,9 @@
 #include <string>
 
 #include "base/rank_bits.h"
-#include "ep/config.h"
-#include "ep/ll_record.h"
-#include "ep/wire.h"
+#include "ep/bulk/wire.h"
+#include "ep/plan/config.h"
+#include "ep/slots/record.h"
 #include "turn/setback.h"
 
 namespace xd::ep {

@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
-#include "ep/ll_map.h"
+#include "ep/slots/map.h"
 #include "turn/agreement.h"
 
 namespace xd::ep {

@@ -12,10 +12,10 @@
 #include "comm/comm.h"
 #include "comm/hosts.h"
 #include "comm/rank_set.h"
-#include "ep/calls.h"
-#include "ep/config.h"
+#include "ep/bulk/calls.h"
 #include "ep/family.h"
-#include "ep/plan.h"
+#include "ep/plan/config.h"
+#include "ep/plan/plan.h"
 #include "turn/sequence.h"
 
 namespace xd::ep {

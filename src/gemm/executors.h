@@ -1,8 +1,6 @@
 // The executors of this build: who carries out the operations of contexts on one kind of device.
 //
-// A folder src/gemm/<name> with an executor.cmake is an executor; its executor.h declares
-// xd::gemm::<name>::kExecutor. The build makes the list of them (executor_list.cc.in), so no other
-// file names one.
+// Each defines an Executor; executors.cc alone names them.
 #pragma once
 
 #include <crossdock/gemm.h>
@@ -29,6 +27,13 @@ struct Executor {
   // Likewise cuBLASMp; nullptr = it is not for such devices.
   Feature (*cublasmp)() = nullptr;
 };
+
+namespace cpu {
+extern const Executor kExecutor;
+}
+namespace cuda {
+extern const Executor kExecutor;  // in builds for CUDA
+}
 
 std::span<const Executor* const> executors();
 

@@ -16,6 +16,10 @@ struct LinkHeader {
   std::uint64_t digest;  // of the bytes, starting from the generation; 0 without digests
 };
 
+// Items of a chunk begin at multiples of this.
+inline constexpr std::size_t kItemAlignment = 16;
+constexpr std::size_t item_size(std::size_t bytes) { return round_up(bytes, kItemAlignment); }
+
 struct LinkMap {
   std::size_t partners = 0, slots = 0;
   std::size_t slot_bytes = 0;  // of a chunk

@@ -2,7 +2,7 @@
 // memory, so that none touches another's memory before it may, or after it should have stopped.
 //
 // All ranks run the same operations in the same order; an epoch counts them. Host and device take a
-// turn with the same verbs (turn/host_turn.h, turn/device_turn.cuh):
+// turn with the same verbs (turn/host/turn.h, turn/device/turn.cuh):
 //
 //   begin()  the next epoch; on the device also: this launch owns the sequence
 //   enter()  tells every peer what this rank is about to do; from here on they may touch its memory
@@ -28,7 +28,7 @@
 // nothing is stored there any more. (But words of records that are equal to what is there: they may
 // land later, in a cell that one rank alone writes. So this memory lives as long as the sequence.)
 //
-// Operations whose halves are calls of their own take these words in lanes (turn/host_lane.h): a
+// Operations whose halves are calls of their own take these words in lanes (turn/host/lane.h): a
 // lane has more slots, and its done flags are looked at when a slot comes round, not at the end.
 //
 // The order is the same for both: the writer stores its announcement, then the epoch with release;

@@ -8,7 +8,7 @@
 #include "compat/te_ep_batch.h"
 #include "compat/te_library.h"
 #include "compat/te_product.h"
-#include "conformance/gemm_batch.h"
+#include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {

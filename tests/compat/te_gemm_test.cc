@@ -7,7 +7,7 @@
 
 #include "compat/te_errors.h"
 #include "compat/te_product.h"
-#include "conformance/gemm_batch.h"
+#include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {

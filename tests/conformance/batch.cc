@@ -170,7 +170,7 @@ xd_status Batch::enqueue(xd_ep_group* group, xd_ep_operation operation) {
       return xd_ep_dispatch_bwd(group, &dispatch_bwd_args, rank_.stream());
     case XD_EP_COMBINE_BWD:
       return xd_ep_combine_bwd(group, &combine_bwd_args, rank_.stream());
-    default:  // see ll_batch.h
+    default:  // see slots/batch.h
       break;
   }
   throw std::logic_error("no such operation");

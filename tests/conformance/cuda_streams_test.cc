@@ -13,7 +13,7 @@
 #include "conformance/cuda_graph.h"
 #include "conformance/cuda_stream.h"
 #include "conformance/fixed_step.h"
-#include "conformance/gemm_batch.h"
+#include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {

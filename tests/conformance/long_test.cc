@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "conformance/ll_batch.h"
 #include "conformance/numeric.h"
 #include "conformance/random_delay.h"
 #include "conformance/routing.h"
+#include "conformance/slots/batch.h"
 #include "support/gtest_main.h"
 #include "support/outcome.h"
 #include "support/random.h"

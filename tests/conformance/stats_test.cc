@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
-#include "conformance/ll_batch.h"
+#include "conformance/slots/batch.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {

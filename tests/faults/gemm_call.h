@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "conformance/gemm_batch.h"
+#include "conformance/gemm/batch.h"
 
 namespace xd::test {
 

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "conformance/ll_echo.h"
+#include "conformance/slots/echo.h"
 
 namespace xd::test {
 

@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "base/error.h"
-#include "bootstrap/handshake.h"
-#include "bootstrap/messages.h"
-#include "bootstrap/unique_id.h"
 #include "fuzz/seeds.h"
-#include "mesh/introduction.h"
-#include "mesh/packet.h"
+#include "meet/handshake.h"
+#include "meet/introduction.h"
+#include "meet/messages.h"
+#include "meet/packet.h"
+#include "meet/unique_id.h"
 
 namespace xd::fuzz {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
-#include "conformance/ll_batch.h"
+#include "conformance/slots/batch.h"
 #include "faults/meeting.h"
 #include "fuzz/seeds.h"
 #include "support/tensor.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "conformance/fixed_step.h"
-#include "conformance/ll_echo.h"
+#include "conformance/slots/echo.h"
 #include "support/memory.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // Ranks meeting through unique ids and callbacks, also with strangers at the door.
-#include "bootstrap/bootstrap.h"
+#include "meet/bootstrap.h"
 
 #include <sys/socket.h>
 
@@ -9,10 +9,10 @@
 #include <thread>
 
 #include "base/tcp.h"
-#include "bootstrap/handshake.h"
-#include "bootstrap/meeting.h"
-#include "bootstrap/meeting_client.h"
-#include "bootstrap/unique_id.h"
+#include "meet/handshake.h"
+#include "meet/meeting.h"
+#include "meet/meeting_client.h"
+#include "meet/unique_id.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

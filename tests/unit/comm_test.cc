@@ -7,7 +7,7 @@
 
 #include "comm/doorbell.h"
 #include "comm/fatal.h"
-#include "mesh/rank_names.h"
+#include "meet/rank_names.h"
 
 namespace xd {
 namespace {

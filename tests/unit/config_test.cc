@@ -1,5 +1,5 @@
 // Configs: what is refused, and in which words; and tensors that are taken.
-#include "ep/config.h"
+#include "ep/plan/config.h"
 
 #include <gtest/gtest.h>
 

@@ -14,7 +14,7 @@
 #include "cuda/error.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
-#include "ep/cuda/executor.h"
+#include "ep/executors.h"
 #include "unit/comms.h"
 
 namespace xd::test {
@@ -55,7 +55,7 @@ std::unique_ptr<ep::Group> small_group(const std::shared_ptr<Comm>& comm) {
   config.max_topk = 1;
   config.max_tokens_per_rank = 4;
   config.hidden = 64;
-  return ep::cuda::kExecutor.make_group(comm, &config);
+  return ep::cuda::kBulk.make_group(comm, &config);
 }
 
 // Also after a fatal error, which otherwise says that nothing of the group runs any more.

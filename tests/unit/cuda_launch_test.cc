@@ -8,11 +8,11 @@
 #include <cstdint>
 
 #include "base/tensor.h"
-#include "ep/cuda/far_params.h"
-#include "ep/cuda/launch_shape.h"
-#include "ep/cuda/row_pieces.h"
-#include "ep/cuda/sm_ledger.h"
-#include "ep/wire.h"
+#include "ep/bulk/cuda/remote/params.h"
+#include "ep/bulk/wire.h"
+#include "ep/plan/cuda/launch_shape.h"
+#include "ep/plan/cuda/row_pieces.h"
+#include "ep/plan/cuda/sm_ledger.h"
 #include "unit/errors.h"
 
 namespace xd::ep::cuda {

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "ep/cuda/ll_map.h"
-#include "ep/cuda/ll_shape.h"
-#include "ep/ll_record.h"
+#include "ep/slots/cuda/map.h"
+#include "ep/slots/cuda/shape.h"
+#include "ep/slots/record.h"
 
 namespace xd::ep::cuda {
 namespace {

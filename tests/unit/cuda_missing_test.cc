@@ -16,7 +16,7 @@
 #include "cuda/error.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
-#include "ep/cuda/executor.h"
+#include "ep/executors.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -79,7 +79,7 @@ class Seat {
     config.dtype = kBf16;
     config.layout = layout;
     config.staging = XD_EP_STAGING_NONE;
-    group_ = ep::cuda::kExecutor.make_group(comm_, &config);
+    group_ = ep::cuda::kBulk.make_group(comm_, &config);
     make_arguments(layout == XD_EP_EXPERT_MAJOR);
   }
 

@@ -3,10 +3,10 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
-#include "bootstrap/nccl.h"
 #include "comm/comm.h"
 #include "comm/feature.h"
 #include "cuda/device.h"
+#include "meet/nccl/library.h"
 #include "support/open_nccl.h"
 #include "unit/net_support.h"
 

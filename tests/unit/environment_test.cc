@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 
-#include "bootstrap/environment.h"
-#include "bootstrap/handshake.h"
+#include "meet/environment.h"
+#include "meet/handshake.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // Which rank holds which experts, and the seats by which experts go inside.
-#include "ep/expert_map.h"
+#include "ep/plan/expert_map.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "ep/config.h"
+#include "ep/plan/config.h"
 
 namespace xd::ep {
 namespace {

@@ -1,4 +1,4 @@
-#include "ep/cpu/far_answers.h"
+#include "ep/bulk/cpu/remote/answers.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // How large the slots are in which rows go to other machines.
-#include "ep/far_chunk.h"
+#include "ep/bulk/chunk.h"
 
 #include <gtest/gtest.h>
 

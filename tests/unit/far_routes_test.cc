@@ -1,5 +1,5 @@
 // Gateways and partners of ranks on several machines.
-#include "comm/far_routes.h"
+#include "comm/remote/routes.h"
 
 #include <gtest/gtest.h>
 

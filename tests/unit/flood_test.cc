@@ -5,7 +5,7 @@
 
 #include <cstdlib>
 
-#include "bootstrap/unique_id.h"
+#include "meet/unique_id.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

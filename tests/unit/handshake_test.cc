@@ -1,10 +1,10 @@
 // The handshake, the frames and the unique id as functions of bytes.
-#include "bootstrap/handshake.h"
+#include "meet/handshake.h"
 
 #include <cstring>
 
-#include "bootstrap/messages.h"
-#include "bootstrap/unique_id.h"
+#include "meet/messages.h"
+#include "meet/unique_id.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // Messages between machines in EXPERT_SLOTS: how long they may be, and which are refused.
-#include "ep/ll_far_message.h"
+#include "ep/slots/message.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Plans of EXPERT_SLOTS as bytes, and the arithmetic beside them.
-#include "ep/ll_plan.h"
+#include "ep/slots/plan.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ep/ll_placement.h"
+#include "ep/slots/placement.h"
 #include "unit/errors.h"
 
 namespace xd::ep {

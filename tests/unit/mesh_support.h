@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "mesh/connector.h"
-#include "mesh/introduction.h"
-#include "mesh/mesh.h"
-#include "mesh/met_ranks.h"
-#include "mesh/several_hosts.h"
+#include "meet/connector.h"
+#include "meet/introduction.h"
+#include "meet/mesh.h"
+#include "meet/met_ranks.h"
+#include "meet/several_hosts.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // The mesh between threads of one process.
-#include "mesh/mesh.h"
+#include "meet/mesh.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -10,8 +10,8 @@
 #include <atomic>
 
 #include "base/warning_limit.h"
-#include "mesh/introduction.h"
-#include "mesh/packet.h"
+#include "meet/introduction.h"
+#include "meet/packet.h"
 #include "unit/mesh_support.h"
 
 namespace xd::test {

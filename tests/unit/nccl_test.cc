@@ -2,7 +2,7 @@
 // place. The gathering itself needs GPUs: see cuda_nccl_test.cc.
 #include <dlfcn.h>
 
-#include "bootstrap/nccl.h"
+#include "meet/nccl/library.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "base/tcp.h"
-#include "bootstrap/bootstrap.h"
-#include "bootstrap/unique_id.h"
+#include "meet/bootstrap.h"
+#include "meet/unique_id.h"
 #include "support/usage.h"
 #include "unit/errors.h"
 

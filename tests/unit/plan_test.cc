@@ -1,5 +1,5 @@
 // Plans as bytes: codes, binding, damage.
-#include "ep/plan.h"
+#include "ep/plan/plan.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ep/wire.h"
+#include "ep/bulk/wire.h"
 #include "support/plan_format.h"
 #include "unit/errors.h"
 

@@ -1,5 +1,5 @@
 // The ways between ranks on several hosts, and the addresses at which they reach one another.
-#include "mesh/rails.h"
+#include "meet/rails.h"
 
 #include <algorithm>
 #include <string>
@@ -8,7 +8,7 @@
 
 #include "base/interfaces.h"
 #include "base/math.h"
-#include "mesh/control_address.h"
+#include "meet/control_address.h"
 #include "unit/net_support.h"
 
 namespace xd::test {

@@ -1,5 +1,5 @@
 // Row arithmetic: every SIMD target of this machine gives the bits of the scalar definition.
-#include "ep/cpu/rows.h"
+#include "ep/plan/cpu/rows.h"
 
 #include <gtest/gtest.h>
 #include <hwy/targets.h>

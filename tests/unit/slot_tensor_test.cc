@@ -1,5 +1,5 @@
 // Tensors [L,S,columns]: which strides give each row, or element, a place of its own.
-#include "ep/slot_tensor.h"
+#include "ep/slots/slot_tensor.h"
 
 #include <gtest/gtest.h>
 

@@ -11,8 +11,8 @@
 #include "base/math.h"
 #include "comm/comm.h"
 #include "comm/near_memory.h"
-#include "turn/host_runner.h"
-#include "turn/host_turn.h"
+#include "turn/host/runner.h"
+#include "turn/host/turn.h"
 #include "turn/remote_address.h"
 #include "turn/sequence.h"
 

@@ -6,7 +6,7 @@
 // It is trusted when the done flag of the lower neighbour is there, which end() waits for.
 #include "cuda/error.h"
 #include "cuda/ptx.cuh"
-#include "turn/device_turn.cuh"
+#include "turn/device/turn.cuh"
 #include "unit/toy_kernel.h"
 
 namespace xd::toy {

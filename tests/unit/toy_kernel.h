@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "turn/device_group.h"
+#include "turn/device/group.h"
 #include "unit/toy_family.h"
 
 namespace xd::toy {

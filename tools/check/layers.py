@@ -3,7 +3,8 @@
 
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
-arrow stands for an include. Public headers stand on DLPack and two C headers, those of compat/ also
+arrow stands for an include. A folder that is not drawn belongs to the room around it. No files
+include one another in a circle. Public headers stand on DLPack and two C headers, those of compat/ also
 on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
 alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
 stand one on another as PYTHON_LEVELS lists them.
@@ -64,13 +65,39 @@ def rooms_below(arrows, room):
     return found
 
 
+def room_of_folder(folder, rooms):
+    """The innermost drawn room around a folder, or the folder itself."""
+    around = [room for room in rooms if f"{folder}/".startswith(f"{room}/")]
+    return max(around, key=len, default=folder)
+
+
+def circles(includes_of):
+    """Every (file, included file) that closes a circle of includes."""
+    done, path = set(), []
+
+    def visit(file):
+        path.append(file)
+        for name in includes_of.get(file, []):
+            if name in path:
+                yield file, name
+            elif name not in done:
+                yield from visit(name)
+        done.add(path.pop())
+
+    for file in sorted(includes_of):
+        if file not in done:
+            yield from visit(file)
+
+
 def source_problems(root):
     arrows = drawn_arrows(root)
     below = {room: rooms_below(arrows, room) for room in arrows}
     unused = {(upper, lower) for upper, lowers in arrows.items() for lower in lowers}
-    seen = set()
+    seen, includes_of = set(), {}
     for file, bracket, name in includes(root, "src"):
-        own, other = "/".join(file.parts[1:-1]), name.rpartition("/")[0]
+        own = room_of_folder("/".join(file.parts[1:-1]), arrows)
+        other = room_of_folder(name.rpartition("/")[0], arrows)
+        includes_of.setdefault("/".join(file.parts[1:]), []).append(name)
         seen.add(own)
         if own not in arrows:
             yield file, name, f"{DRAWING} does not draw the room {own}"
@@ -79,6 +106,8 @@ def source_problems(root):
         elif bracket == '"' and own != other and other not in below[own]:
             yield file, name, f"in {DRAWING} no arrow leads from {own} to {other}"
         unused.discard((own, other))
+    for file, name in circles(includes_of):
+        yield f"src/{file}", name, "it includes this file again, over others or itself"
     for upper, lower in sorted(unused):
         yield DRAWING, f"{upper} --> {lower}", "no file includes along this arrow"
     for room in sorted(arrows):

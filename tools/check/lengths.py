@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Reports long files and lines of all text in the tree, and long functions in Python.
 
-Files over 600 lines and lines over 100 columns fail; in Markdown prose lines over 120. Python
+Files over 600 lines and lines over 100 columns fail; in Markdown prose lines over 120. Headers of
+kernels may have 900 lines, as a class that is compiled as a whole is not cut into files. Python
 functions over 60 lines, docstrings aside, warn, over 150 fail; clang-tidy looks at those of C++
 and CUDA.
 """
@@ -12,6 +13,7 @@ import subprocess
 import sys
 
 FUNCTION_WARN, FUNCTION_MAX, FILE_MAX, LINE_MAX, MARKDOWN_LINE_MAX = 60, 150, 600, 100, 120
+KERNEL_HEADER_MAX = 900
 WRITTEN_BY_PROGRAMS = ["docs/results/", "docs/figures/"]  # measurements, and drawings of them
 
 
@@ -65,8 +67,9 @@ def main():
     failures, warnings, files = [], [], 0
     for name, rows in texts(root):
         files += 1
-        if len(rows) > FILE_MAX:
-            failures.append(f"{name}: {len(rows)} lines, at most {FILE_MAX}")
+        most = KERNEL_HEADER_MAX if name.endswith(".cuh") else FILE_MAX
+        if len(rows) > most:
+            failures.append(f"{name}: {len(rows)} lines, at most {most}")
         failures += long_lines(name, rows)
         for function, first, length in functions(rows) if name.endswith(".py") else ():
             if length > FUNCTION_WARN:

@@ -1,4 +1,4 @@
-#include "comm/cpu/device_kind.h"
+#include "comm/device_kinds.h"
 
 #include "memory/host_segment.h"
 

@@ -1,4 +1,4 @@
-#include "comm/cuda/device_kind.h"
+#include "comm/device_kinds.h"
 
 #include <string>
 

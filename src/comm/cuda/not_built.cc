@@ -1,5 +1,5 @@
 // In the place of device_kind.cc in builds without CUDA.
-#include "comm/cuda/device_kind.h"
+#include "comm/device_kinds.h"
 
 namespace xd::devices::cuda {
 

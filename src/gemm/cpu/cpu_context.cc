@@ -4,12 +4,12 @@
 
 #include "base/error.h"
 #include "base/float_modes.h"
-#include "gemm/cpu/executor.h"
 #include "gemm/cpu/onednn.h"
 #include "gemm/cpu/operations.h"
 #include "gemm/cpu/plan.h"
 #include "gemm/cpu/room.h"
-#include "turn/host_runner.h"
+#include "gemm/executors.h"
+#include "turn/host/runner.h"
 
 namespace xd::gemm::cpu {
 namespace {

@@ -1,4 +1,4 @@
-// A context's turns on the host (turn/host_turn.h), and the words and places that its ranks
+// A context's turns on the host (turn/host/turn.h), and the words and places that its ranks
 // exchange inside an operation.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include "comm/near_memory.h"
 #include "gemm/context.h"
 #include "gemm/cpu/memory.h"
-#include "turn/host_turn.h"
+#include "turn/host/turn.h"
 #include "turn/shared_memory.h"
 
 namespace xd::gemm::cpu {

@@ -15,12 +15,12 @@
 #include "cuda/known_memory.h"
 #include "cuda/stream.h"
 #include "gemm/cuda/call_shape.h"
-#include "gemm/cuda/executor.h"
 #include "gemm/cuda/fill.h"
 #include "gemm/cuda/kernels.h"
 #include "gemm/cuda/sizes.h"
 #include "gemm/cuda/transfer.h"
 #include "gemm/cuda/tuning.h"
+#include "gemm/executors.h"
 
 namespace xd::gemm::cuda {
 namespace {

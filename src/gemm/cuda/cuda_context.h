@@ -13,7 +13,7 @@
 #include "gemm/cuda/operations.h"
 #include "gemm/cuda/started_gather.h"
 #include "gemm/cuda/stitched_slots.h"
-#include "turn/device_runner.h"
+#include "turn/device/runner.h"
 
 namespace xd::gemm::cuda {
 

@@ -10,7 +10,7 @@
 #include "base/math.h"
 #include "gemm/config.h"
 #include "gemm/family.h"
-#include "turn/device_group.h"
+#include "turn/device/group.h"
 
 namespace xd::gemm::cuda {
 

@@ -1,4 +1,4 @@
-// The turn of an operation of products (turn/device_turn.cuh). Records carry all that ranks
+// The turn of an operation of products (turn/device/turn.cuh). Records carry all that ranks
 // compare; nobody looks for a peer's tensors, since rows travel through what contexts share.
 //
 // An operation is one launch that does it all (words.cu, gather_words.cu, push.cu), or several that
@@ -20,7 +20,7 @@
 #pragma once
 
 #include "gemm/cuda/params.h"
-#include "turn/device_turn.cuh"
+#include "turn/device/turn.cuh"
 
 namespace xd::gemm::cuda {
 

@@ -13,8 +13,8 @@
 
 #include "conformance/batch.h"
 #include "conformance/families/damaged_tensor.h"
-#include "conformance/gemm_batch.h"
-#include "conformance/ll_batch.h"
+#include "conformance/gemm/batch.h"
+#include "conformance/slots/batch.h"
 #include "support/gtest_main.h"
 #include "support/outcome.h"
 

@@ -1,0 +1,47 @@
+// The operations' arguments after their checks. These are all checks that need neither the plan nor
+// any tensor's content, so every executor shares them. Each read_* throws INVALID_ARGUMENT.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include "ep/plan/call.h"
+
+namespace xd::ep {
+
+struct PrepareCall {
+  Tensor topk_idx;
+  std::byte* plan;
+  int alignment;  // alignment of the plan
+  Tensor counts, padded_counts, offsets, total, rank_rows;
+};
+PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);
+
+struct DispatchCall {
+  PlanBytes plan;
+  Tensor tokens, scales, topk_weights;
+  Tensor recv_tokens, recv_scales, recv_weights, recv_topk_idx;
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+};
+DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context);
+
+struct CombineCall {
+  PlanBytes plan;
+  Tensor expert_out, weights, out;
+};
+CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& context);
+
+struct DispatchBwdCall {
+  PlanBytes plan;
+  Tensor grad_recv_tokens, grad_recv_weights;
+  Tensor grad_tokens, grad_topk_weights;
+};
+DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const CallContext& context);
+
+struct CombineBwdCall {
+  PlanBytes plan;
+  Tensor grad_out, grad_out_scales, expert_out, weights;
+  Tensor grad_expert_out, grad_expert_out_scales, grad_weights;
+};
+CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallContext& context);
+
+}  // namespace xd::ep

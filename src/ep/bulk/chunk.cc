@@ -1,0 +1,55 @@
+#include "ep/bulk/chunk.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "comm/net_test.h"
+#include "ep/plan/placement.h"
+#include "net/link_map.h"
+
+namespace xd::ep {
+
+void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why) {
+  throw Error(XD_ERROR_INTERNAL,
+              error_text("rank ", header.source, " has sent a chunk that cannot be: ", why,
+                         " (kind ", static_cast<unsigned>(header.kind), ", ", header.items,
+                         " items in ", item_bytes, " bytes, epoch ", header.epoch, ")"),
+              header.source);
+}
+
+// A partner may be one operation ahead, but has sent no rows of it then: it has not seen this
+// rank's entry.
+FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch) {
+  FarHeader header{};
+  if (chunk.size() >= sizeof(header)) std::memcpy(&header, chunk.data(), sizeof(header));
+  const bool early = header.kind == FarKind::entry || header.kind == FarKind::counts;
+  const bool in_step = header.epoch == epoch || (early && header.epoch == epoch + 1);
+  const bool known = header.kind >= FarKind::entry && header.kind <= FarKind::answer;
+  if (in_step && header.source == from && known) return header;
+  throw Error(XD_ERROR_INTERNAL,
+              error_text("rank ", from, " has sent a chunk of ", chunk.size(), " bytes: kind ",
+                         static_cast<unsigned>(header.kind), " of rank ", header.source, ", epoch ",
+                         header.epoch, "; expected epoch ", epoch),
+              from);
+}
+
+void require_items(const FarHeader& header, std::span<const std::byte> items,
+                   std::size_t bytes_each) {
+  if (items.size() != header.items * bytes_each)
+    refuse_chunk(header, items.size(), "its items have other sizes here");
+}
+
+std::size_t far_slot_bytes(const Config& config, int num_machines) {
+  constexpr std::size_t kKiB = 1 << 10, kLeast = 64 * kKiB, kUsual = 256 * kKiB, kMost = 512 * kKiB;
+  const std::size_t slots = 2 * std::size_t{kFarSlots} * at(num_machines - 1);  // both directions
+  std::size_t wish = kUsual;
+  if (config.net_buffer_bytes != 0)
+    wish = std::clamp<std::size_t>(config.net_buffer_bytes / slots, kLeast, kMost);
+  wish -= sizeof(net::LinkHeader);  // so that memory of slots is a round number of bytes
+  if (net_test().slot_bytes != 0) wish = net_test().slot_bytes;
+  const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
+  return net::item_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
+}
+
+}  // namespace xd::ep

@@ -1,0 +1,115 @@
+// What ranks of a group send to ranks on other machines: chunks of the links (net/links.h), each
+// with a header and items behind it. docs/internals/machines.md has the protocol.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "base/math.h"
+#include "ep/bulk/wire.h"
+#include "ep/plan/config.h"
+#include "net/link_map.h"
+
+namespace xd::ep {
+
+enum class FarKind : std::uint32_t {
+  entry = 1,    // one item: the source's Record
+  counts = 2,   // items are the source's counts, 32 bits each
+  words = 3,    // items: WordsItem
+  rows = 4,     // items: see RowsLayout
+  request = 5,  // items: RequestItem and codes
+  answer = 6,   // items: see AnswerLayout
+};
+
+// Rows, requests and words of an operation are the chunks that a source numbers: its last one to a
+// gateway says how many there were, since chunks arrive in any order. There is always one.
+struct FarHeader {
+  std::uint64_t epoch;
+  FarKind kind;
+  std::int32_t source;  // the rank that has sent it
+  std::uint32_t items;
+  std::uint32_t chunks;         // 0: not the last
+  std::uint32_t tokens;         // of the source; CUDA: of the last chunk
+  std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
+};
+static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
+
+// Throws INTERNAL, naming the sender. A chunk may have been damaged by anyone who can write into a
+// rank's room, so all of it is looked at before it is used as a number of bytes or as a place.
+[[noreturn]] void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why);
+
+// The header of a chunk that `from` has sent to a rank in operation `epoch`.
+FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch);
+
+// Refuses items that are not each of `bytes_each`, or not in all what the header says.
+void require_items(const FarHeader& header, std::span<const std::byte> items,
+                   std::size_t bytes_each);
+
+// A source's words for one rank of the gateway's machine, which go into a part of its group memory.
+enum class FarWords : std::uint32_t { list = 0, kept = 1, items = 2, listed = 3 };
+struct WordsItem {
+  FarWords area;
+  std::int32_t owner;
+  std::uint32_t first, count;  // of 32 bits each; they follow
+};
+
+// A token's row: the codes of all its choices, as its plan has them, weights, row and scales. The
+// gateway decodes them as the source does, and takes those of its own machine's ranks.
+struct RowsLayout {
+  int topk;
+  bool weights;
+  std::size_t row_bytes, scale_bytes;
+
+  constexpr std::size_t weights_at() const { return at(topk) * sizeof(std::uint32_t); }
+  constexpr std::size_t row_at() const {
+    return net::item_size(weights_at() + (weights ? at(topk) * sizeof(float) : 0));
+  }
+  constexpr std::size_t scales_at() const { return row_at() + row_bytes; }
+  constexpr std::size_t item_bytes() const { return net::item_size(scales_at() + scale_bytes); }
+};
+
+// Asks for the sum over a token's rows on one declared host of the gateway's machine. The codes of
+// its choices follow.
+struct RequestItem {
+  std::uint32_t token, place;  // both come back in the answer; place: see FarSums
+  std::int32_t host;
+  std::uint32_t unused;
+};
+constexpr std::size_t request_bytes(int topk) {
+  return sizeof(RequestItem) + net::item_size(at(topk) * sizeof(std::uint32_t));
+}
+
+// The request, gradients of the choices' weights, and the sum.
+struct AnswerLayout {
+  int topk;  // 0: no gradients
+  std::size_t row_bytes;
+
+  constexpr std::size_t row_at() const {
+    return sizeof(RequestItem) + net::item_size(at(topk) * sizeof(float));
+  }
+  constexpr std::size_t item_bytes() const { return row_at() + row_bytes; }
+};
+
+// The longest item of a group; the counts of a rank are one item here.
+inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
+  const RowsLayout rows{.topk = config.max_topk,
+                        .weights = true,
+                        .row_bytes = config.max_row_bytes,
+                        .scale_bytes = config.scale_room()};
+  const AnswerLayout answer{.topk = config.max_topk, .row_bytes = config.max_row_bytes};
+  return std::max({rows.item_bytes(), answer.item_bytes(), request_bytes(config.max_topk),
+                   net::item_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
+}
+
+// Slots of a group's links, of each partner and direction. An entry and counts are sent before
+// anything is awaited, so there are two to gateways at least; two for answers are beside them.
+inline constexpr int kFarSlots = 4;
+
+// The bytes of such a slot: room for the longest item, or for many. Equal on all ranks, as it goes
+// by the number of machines: where these are of equal size, that of partners is one less.
+std::size_t far_slot_bytes(const Config& config, int num_machines);
+
+}  // namespace xd::ep

@@ -1,0 +1,153 @@
+// The common parts of the CPU executor's operations. Their steps are those of turn::HostOperation.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <span>
+
+#include "base/math.h"
+#include "ep/bulk/cpu/remote/stream.h"
+#include "ep/bulk/cpu/strided.h"
+#include "ep/bulk/cpu/transfer.h"
+#include "ep/bulk/records.h"
+
+namespace xd::ep::cpu {
+
+// The destination of rows of one kind in a rank's memory.
+struct RowTarget {
+  NearMemory rows;
+  bool one_per_token;  // only a token's first row
+};
+
+// Stores one row to all its places: `target` gives the RowTarget of a rank.
+template <class Target>
+void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows::Store store,
+               Target&& target) {
+  std::array<void*, kMaxTopk> places;
+  int count = 0;
+  for (int i = 0; i < rows.count; ++i) {
+    const RowTarget to = target(rows.list[at(i)].ref.rank);
+    if (to.one_per_token && !rows.first_of_rank(i)) continue;
+    places[at(count++)] = to.rows.address(at(rows.list[at(i)].ref.row) * bytes);
+  }
+  rows::copy_to_many(places.data(), count, row, bytes, store);
+}
+
+// What a token brings to its rows: of this rank, or of one on another machine.
+struct TokenData {
+  const std::uint32_t* codes = nullptr;
+  const std::byte* row = nullptr;
+  const std::byte* scales = nullptr;  // packed; null = none
+  const float* weights = nullptr;     // one per choice; null = none
+
+  void pack(const RowsLayout& layout, std::byte* item) const {
+    std::memcpy(item, codes, layout.weights_at());
+    if (layout.weights)
+      std::memcpy(item + layout.weights_at(), weights, at(layout.topk) * sizeof(float));
+    std::memcpy(item + layout.row_at(), row, layout.row_bytes);
+    if (layout.scale_bytes > 0) std::memcpy(item + layout.scales_at(), scales, layout.scale_bytes);
+  }
+  static TokenData unpack(const RowsLayout& layout, const std::byte* item) {
+    return {.codes = reinterpret_cast<const std::uint32_t*>(item),
+            .row = item + layout.row_at(),
+            .scales = layout.scale_bytes > 0 ? item + layout.scales_at() : nullptr,
+            .weights = layout.weights ? reinterpret_cast<const float*>(item + layout.weights_at())
+                                      : nullptr};
+  }
+};
+
+// The parts that operations on a plan have in common.
+class PlanOperation {
+ public:
+  void announce() {}
+  Setback obstacle() const { return overflow_of(plan_); }
+
+ protected:
+  PlanOperation(const Context& context, PlanBytes plan)
+      : context_(context), plan_(open_plan(context, plan)) {}
+
+  const Config& config() const { return context_.group.config(); }
+  RankTensors& tensors(int rank) const { return context_.scratch.ranks[at(rank)]; }
+  RowTarget row_target(int rank) const {
+    return {tensors(rank).rows, tensors(rank).one_row_per_token};
+  }
+  RowTarget scale_target(int rank) const {
+    return {tensors(rank).scales, tensors(rank).one_scale_per_token};
+  }
+  // A token's row of scales, packed; null if there are no scales.
+  const std::byte* read_scales(const Tensor& scales, std::int64_t token) const {
+    if (!scales) return nullptr;
+    if (scales.packed()) return scales.data + at(token) * scales.row_bytes();
+    gather_row(scales, token, context_.scratch.scales.data());
+    return context_.scratch.scales.data();
+  }
+  void store_scales(const std::byte* scales, std::uint64_t bytes, const TokenRows& rows) const {
+    if (scales == nullptr) return;
+    store_row(rows, scales, bytes, rows::Store::cached, [&](int r) { return scale_target(r); });
+  }
+
+  // Brings every token's data to its rows: `read` gives a token's data, and deliver(data, rows)
+  // stores them in near ranks' memory, also for tokens of other machines whose gateway this is.
+  template <class Read, class Deliver>
+  void spread(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+    if (context_.lockstep.far() != nullptr) return spread_far(layout, read, deliver);
+    TokenRows rows;
+    for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+      rows.gather(context_, plan_.codes(t), plan_.header().topk);
+      if (rows.count > 0) deliver(read(t), rows);
+    }
+    rows::flush();
+  }
+  const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.self()); }
+  ReceiveTensor receive_rows(const Tensor& tensor) const {
+    return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
+  }
+  // A receive tensor beside rows: scales, weights or indices, for which there is always staging.
+  ReceiveTensor receive_beside(const Tensor& tensor, std::uint64_t staging_offset) const {
+    return ReceiveTensor(context_, plan_, tensor, {staging_offset, true});
+  }
+  // Adds to the call's record the facts that it takes from the plan.
+  Record plan_record(Record record) const {
+    record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
+    record.fingerprint = plan_.header().fingerprint;
+    return record;
+  }
+
+  Context context_;
+  PlanView plan_;
+
+ private:
+  template <class Read, class Deliver>
+  void spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const;
+};
+
+template <class Read, class Deliver>
+void PlanOperation::spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+  FarSide& side = *context_.lockstep.far();
+  const int topk = plan_.header().topk;
+  FarRows far(side, FarKind::rows, [&](const FarHeader& header, std::span<const std::byte> items) {
+    require_items(header, items, layout.item_bytes());
+    TokenRows rows;
+    for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
+      const TokenData data = TokenData::unpack(layout, items.data() + i);
+      rows.gather(context_, data.codes, topk);
+      if (rows.count > 0) deliver(data, rows);
+    }
+  });
+  TokenRows rows;
+  FarPlaces machines;
+  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
+    const std::uint32_t* const codes = plan_.codes(t);
+    rows.gather(context_, codes, topk);
+    machines.find(context_, codes, topk, [&](int r) { return side.routes().machine_of(r); });
+    if (rows.count == 0 && machines.count == 0) continue;
+    const TokenData data = read(t);
+    if (rows.count > 0) deliver(data, rows);
+    for (int i = 0; i < machines.count; ++i)
+      data.pack(layout, far.add(machines.list[at(i)], layout.item_bytes()));
+  }
+  far.finish();
+  rows::flush();
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,158 @@
+// The five operations of the CPU executor; the steps are described at turn::HostOperation.
+#pragma once
+
+#include "ep/bulk/cpu/operation.h"
+#include "ep/bulk/cpu/remote/sums.h"
+
+namespace xd::ep::cpu {
+
+class PrepareOp {
+ public:
+  PrepareOp(const Context& context, const PrepareCall& call);
+  Record record() const;
+  void stage_in();
+  void announce();
+  Setback obstacle() const { return {}; }
+  void move();
+  Setback complete();
+
+ private:
+  PlanMap plan_map() const;
+  CountTable gather_counts() const;
+  std::uint64_t fingerprint_of(const CountTable& counts) const;
+  Numbering begin_numbering() const;
+  void send_kept(std::span<const std::uint32_t> kept) const;
+  void send_far(FarSide& side, std::span<const std::uint32_t> kept) const;
+  void bring_words(const FarHeader& header, std::span<const std::byte> items) const;
+  void collect_kept();
+  std::int64_t collect_lists() const;
+  std::uint32_t* kept_of(NearRank owner, int source) const;
+  NearMemory list_of(NearRank owner, int source) const;
+  void write_zones() const;
+  void write_header() const;
+  void write_outputs() const;
+  Setback report() const;
+  const Placement& placement() const { return context_.scratch.placement; }
+  bool drops() const { return config().overflow == XD_EP_OVERFLOW_DROP; }
+  // Sources tell owners how many of their pairs have been kept.
+  bool tells_kept() const { return !config().layout.row_per_expert && drops(); }
+  const Config& config() const { return context_.group.config(); }
+  std::int64_t capacity_of(int rank) const {
+    return whole_rows(context_.group.capacities()[at(rank)], call_.alignment);
+  }
+
+  Context context_;
+  PrepareCall call_;
+  int tokens_;
+  int topk_;
+  Choices choices_;                // from stage_in() on
+  std::uint64_t fingerprint_ = 0;  // from move() on
+};
+
+class DispatchOp : public PlanOperation {
+ public:
+  DispatchOp(const Context& context, const DispatchCall& call);
+  Record record() const;
+  void stage_in() {}
+  void move();
+  Setback complete();
+
+ private:
+  TokenData read(std::int64_t token) const;
+  void deliver(const TokenData& token, const TokenRows& rows) const;
+  void store_weights(const TokenData& token, const TokenRows& rows) const;
+  void store_choices(const TokenData& token, const TokenRows& rows) const;
+  void end_choices() const;
+
+  DispatchCall call_;
+  ReceiveTensor recv_tokens_, recv_scales_, recv_weights_, recv_topk_idx_;
+  rows::Store store_ = rows::Store::cached;
+};
+
+// combine, and the tokens of dispatch_bwd: sums of rows that this rank reads from its peers, with a
+// weight beside each row.
+class SumOperation : public PlanOperation {
+ public:
+  Setback complete() { return {}; }
+
+ protected:
+  using PlanOperation::PlanOperation;
+
+  void receive(const Tensor& rows, const Tensor& weights) {
+    rows_ = receive_rows(rows);
+    weights_ = receive_beside(weights, own_map().weights);
+  }
+  Record sum_record(Record record) const {
+    record.rows_in = rows_.place();
+    record.weights_in = weights_.place();
+    return plan_record(record);
+  }
+  // `factors` multiply the rows where they are added up here; null = none.
+  void stage(const float* factors) {
+    rows_.add_up(plan_, config(), factors);
+    weights_.copy_in(plan_, config());
+  }
+  void sum(const FarSums::Wish& wish) const;
+
+ private:
+  ReceiveTensor rows_, weights_;
+};
+
+class CombineOp : public SumOperation {
+ public:
+  CombineOp(const Context& context, const CombineCall& call);
+  Record record() const { return sum_record(record_of(call_)); }
+  void stage_in() { stage(call_.weights ? call_.weights.as<float>() : nullptr); }
+  void move();
+
+ private:
+  CombineCall call_;
+};
+
+class DispatchBwdOp : public SumOperation {
+ public:
+  DispatchBwdOp(const Context& context, const DispatchBwdCall& call);
+  Record record() const { return sum_record(record_of(call_)); }
+  void stage_in() { stage(nullptr); }
+  void move();
+
+ private:
+  void read_weights() const;
+
+  DispatchBwdCall call_;
+};
+
+class CombineBwdOp : public PlanOperation {
+ public:
+  CombineBwdOp(const Context& context, const CombineBwdCall& call);
+  Record record() const;
+  void stage_in();
+  void move();
+  Setback complete();
+
+ private:
+  struct WeightedRow {
+    float weight = 0.0f;
+    std::byte* grad_expert_out = nullptr;
+    const std::byte* expert_out = nullptr;  // read for grad_weight alone
+    float* grad_weight = nullptr;           // null = not asked for
+  };
+  // True if the operation is weighted, and staged in EXPERT_MAJOR.
+  bool finishes_here() const {
+    return call_.weights && config().layout.row_per_expert && grad_expert_out_.staged();
+  }
+  void deliver(const TokenData& token, const TokenRows& rows) const;
+  void send_scaled(const std::byte* grad, const TokenRows& rows) const;
+  void finish_row(const std::byte* grad, const WeightedRow& row) const;
+  void finish_rows() const;
+
+  CombineBwdCall call_;
+  ReceiveTensor grad_expert_out_, grad_expert_out_scales_, expert_out_, weights_, grad_weights_;
+  rows::Store store_ = rows::Store::cached;
+};
+
+// Computes out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted`
+// multiplies each row by its weight there. All ranks are near.
+void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
+
+}  // namespace xd::ep::cpu

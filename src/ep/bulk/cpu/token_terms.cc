@@ -1,0 +1,70 @@
+#include "ep/bulk/cpu/token_terms.h"
+
+#include <limits>
+
+#include "base/math.h"
+
+namespace xd::ep::cpu {
+
+void TokenTerms::collect(const Context& context, const Source& source, int only_host,
+                         const FarTerms* far) {
+  TokenRows places;
+  places.gather(context, source.codes, source.topk);
+  const bool by_host = context.group.sums_by_host();
+  const HostMap& hosts = context.group.comm().hosts();
+  if (by_host) places.order_by_host(hosts);
+  num_rows = 0;
+  num_partials = 0;
+  num_hosts = 0;
+  int next_far = 0, last_host = -1;
+  for (int i = 0; i < places.count; ++i) {
+    const RowRef& ref = places.list[at(i)].ref;
+    const int host = by_host ? hosts.host_of(ref.rank) : 0;
+    if (only_host != kAllHosts && host != only_host) continue;
+    if (far != nullptr) add_far(*far, next_far, host);
+    const RankTensors& from = context.scratch.ranks[at(ref.rank)];
+    const bool first = places.first_of_rank(i);
+    // The owner has added up the token's rows, weighted, in the place of the first.
+    if (from.one_row_per_token && !first) continue;
+    rows[at(num_rows)] = from.rows.address(at(ref.row) * source.row_bytes);
+    if (source.weighted) {
+      weights[at(num_rows)] = from.one_row_per_token ? 1.0f : from.weights.array<float>()[ref.row];
+    }
+    // A rank's rows follow one another and form one partial sum.
+    if (!first) --num_partials;
+    ++num_rows;
+    ends[at(num_partials++)] = num_rows;
+    if (!by_host) continue;
+    if (host == last_host) --num_hosts;
+    last_host = host;
+    host_ends[at(num_hosts++)] = num_partials;
+  }
+  if (far != nullptr) add_far(*far, next_far, std::numeric_limits<int>::max());
+}
+
+// Sums of hosts in front of another one. Each is a host's only partial sum, and is not rounded
+// again by being added up by itself.
+void TokenTerms::add_far(const FarTerms& far, int& next, int before_host) {
+  for (; next < far.count && far.hosts[at(next)] < before_host; ++next) {
+    rows[at(num_rows)] = far.rows[at(next)];
+    weights[at(num_rows)] = 1.0f;
+    ends[at(num_partials++)] = ++num_rows;
+    host_ends[at(num_hosts++)] = num_partials;
+  }
+}
+
+void TokenTerms::sum(const Tensor& shape, bool weighted, std::byte* to, rows::Store store,
+                     std::span<const void* const> next) const {
+  if (num_partials == 0) return rows::zero(to, shape.row_bytes(), store);
+  rows::sum(row_type(shape.type), to,
+            {.rows = rows.data(),
+             .weights = weighted ? weights.data() : nullptr,
+             .partial_ends = ends.data(),
+             .num_partials = num_partials,
+             .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
+             .num_hosts = num_hosts,
+             .next_rows = next},
+            static_cast<std::size_t>(shape.cols), store);
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,188 @@
+#include "ep/bulk/cuda/remote/group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "base/math.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
+  return {.partners = routes.partners().size(),
+          .slots = kFarSlots,
+          .slot_bytes = far_slot_bytes(group.config(), group.comm().machines().num_hosts())};
+}
+
+// A rank stores into a far rank's stand-in what it would store into its memory, at the same places.
+// So what that rank keeps for staging decides how long a stand-in is.
+std::size_t longest_stand_in(const Group& group) {
+  std::uint64_t longest = 0;
+  for (int r = 0; r < group.config().ranks; ++r)
+    longest = std::max(longest, GroupMap::make(group.config_of(r)).scales);
+  return round_up(longest, 256);
+}
+
+// Of this rank: where peers read all rows themselves, nobody pushes sums.
+FarMap far_map(const Config& config) {
+  return FarMap::make(config.ranks, config.keeps.partials ? config.capacity : 0,
+                      config.max_row_bytes);
+}
+
+// Sums of a machine are made as those of one host.
+void require_hosts_are_machines(const Comm& comm) {
+  const HostMap& hosts = comm.hosts();
+  const int machines = comm.machines().num_hosts();
+  if (hosts.num_hosts() != machines) {
+    fail(XD_ERROR_UNSUPPORTED, "the ranks are on ", machines, " machines and name ",
+         hosts.num_hosts(), " hosts, expected one host on each machine on CUDA devices");
+  }
+  if (machines > kMaxFarMachines) {
+    fail(XD_ERROR_UNSUPPORTED, "the ranks are on ", machines, " machines, expected at most ",
+         kMaxFarMachines, " on CUDA devices");
+  }
+}
+
+}  // namespace
+
+FarGroup::FarGroup(const Group& group)
+    : comm_(group.comm()),
+      number_(group.number()),
+      routes_(comm_.machines()),
+      map_(link_map(group, routes_)),
+      stand_in_bytes_(longest_stand_in(group)),
+      counters_(&group.subject().counters()) {
+  const Config& config = group.config();
+  comm_.collective().agree(kCreateGroup, [&] {
+    require_hosts_are_machines(comm_);
+    allocate(config);
+    return Collective::Contribution{};
+  });
+  areas_ = comm_.share(kCreateGroup, far_map(config).end);
+  links_ = std::make_unique<FarLinks>(
+      comm_, kCreateGroup,
+      FarLinks::Config{.partners = routes_.partners(),
+                       .slots = kFarSlots,
+                       .slot_bytes = map_.slot_bytes,
+                       .memory = std::span(slots_.data(), map_.bytes())});
+  comm_.collective().agree(kCreateGroup, [&] {
+    describe(config);
+    proxy_ = std::make_unique<net::Proxy>(
+        links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
+        net::Proxy::Calls{.failed = [this](const Error& error) { give_up(error); },
+                          .sent = [this](const net::Links::Sent& sent) { count(sent); },
+                          .is_over = [this] { return nobody_waits(); }});
+    return Collective::Contribution{};
+  });
+}
+
+FarGroup::~FarGroup() {
+  if (!comm_.errors().in_fork()) return;
+  // The thread is the other process's, and so are the connections.
+  [[maybe_unused]] const net::Proxy* proxy = proxy_.release();
+  links_->leave_behind();
+}
+
+void FarGroup::allocate(const Config& config) {
+  const int device = comm_.device().device_id;
+  const std::size_t tokens = at(config.max_tokens);
+  const std::size_t most_answers =
+      std::min(at(config.max_topk), routes_.far_machines().size()) * tokens;
+  slots_ = xd::cuda::PinnedBlock(device, map_.bytes());
+  words_ = xd::cuda::PinnedBlock(device,
+                                 net::SlotWords::words(map_.num_slots()) * sizeof(std::uint64_t));
+  state_ = xd::cuda::DeviceBuffer(device, sizeof(FarState), "the state of a group's links");
+  stand_ins_ = xd::cuda::DeviceBuffer(device, routes_.far_ranks().size() * stand_in_bytes_,
+                                      "memory in place of far ranks'");
+  rows_ = xd::cuda::DeviceBuffer(device, tokens * config.max_row_bytes, "rows for other machines");
+  scales_ = xd::cuda::DeviceBuffer(device, std::max<std::size_t>(tokens * config.scale_room(), 256),
+                                   "scales for other machines");
+  answers_ =
+      xd::cuda::DeviceBuffer(device, most_answers * config.max_row_bytes, "sums of other machines");
+  table_ = xd::cuda::DeviceBuffer(device, sizeof(FarDevice), "a group's table of machines");
+}
+
+HeapRange FarGroup::stand_in(int far_rank) const {
+  const auto& far = routes_.far_ranks();
+  const auto place = std::ranges::find(far, far_rank) - far.begin();
+  return {stand_ins_.data() + at(place) * stand_in_bytes_, stand_in_bytes_};
+}
+
+void FarGroup::describe(const Config& config) {
+  const HostMap& hosts = comm_.hosts();
+  FarDevice d{};
+  d.links = map_;
+  d.words = net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots());
+  d.slots = slots_.data();
+  d.state = state_.as<FarState>();
+  d.chunk_room = map_.slot_bytes - sizeof(FarHeader);
+  d.num_partners = static_cast<int>(routes_.partners().size());
+  std::ranges::copy(routes_.partners(), d.rank_of);
+  d.num_sources = static_cast<int>(routes_.sources().size());
+  std::ranges::copy(routes_.sources(), d.sources);
+  std::ranges::fill(d.machine_of, kNear);
+  for (const int rank : routes_.far_ranks()) {
+    const auto& far = routes_.far_machines();
+    const auto place = std::ranges::find(far, routes_.machine_of(rank)) - far.begin();
+    d.machine_of[rank] = static_cast<std::int32_t>(place);
+    d.host_of[place] = hosts.host_of(rank);
+    if (hosts.host_of(rank) < hosts.host()) {
+      d.machines_before = std::max(d.machines_before, static_cast<int>(place) + 1);
+    }
+  }
+  for (const int machine : routes_.far_machines())
+    d.gateways[d.num_machines++] = routes_.gateway(machine);
+  for (const NearRank rank : hosts.near()) {
+    d.near[d.num_near++] = rank;
+    d.near_areas[int{rank}] = areas_[at(rank)]->base();
+  }
+  d.map = far_map(config);
+  d.rows = rows_.data();
+  d.scales = scales_.data();
+  d.answers = answers_.data();
+  table_.write(0, &d, sizeof(d));
+}
+
+void FarGroup::outlive_group() {
+  const std::lock_guard lock(mutex_);
+  counters_ = nullptr;
+}
+
+// On the proxy's thread.
+void FarGroup::count(const net::Links::Sent& sent) {
+  const std::lock_guard lock(mutex_);
+  if (counters_ == nullptr) return;
+  counters_->net_puts.set(sent.puts);
+  counters_->net_bytes.set(sent.bytes);
+}
+
+// What is put now has no reader any more. Not so behind a setback that has finished communicators
+// one by one: others may still be in that operation, and wait for this rank's credits.
+bool FarGroup::nobody_waits() const {
+  const FatalError* error = comm_.errors().fatal_error();
+  return error != nullptr && error->met_by_all == 0;
+}
+
+// On the proxy's thread. An engine may notice first that a partner has ended. Then the watch names
+// it with its process or host, for all ranks alike, and that is what ends operations here.
+void FarGroup::give_up(const Error& error) const {
+  const Errors& errors = comm_.errors();
+  const Deadline verdict = Deadline::after_ms(comm_.verdict_ms());
+  while (error.status() == XD_ERROR_SYSTEM && !verdict.passed()) {
+    if (errors.fatal_error() != nullptr) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const Cause cause = cause_of(error, comm_.rank());
+  comm_.errors().raise_cause({.status = error.status(),
+                              .phase = XD_PHASE_ROWS,
+                              .rank = comm_.rank(),
+                              .peer = cause.peer,
+                              .group = number_},
+                             cause);
+}
+
+}  // namespace xd::ep::cuda

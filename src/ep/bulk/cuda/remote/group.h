@@ -1,0 +1,54 @@
+// A group's part in operations with ranks on other machines: its links, the thread that has them,
+// and the memory that kernels use for them. Kernels do all the rest (ep/bulk/cuda/remote/work.cuh).
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+
+#include "comm/remote/links.h"
+#include "comm/remote/routes.h"
+#include "cuda/memory.h"
+#include "ep/bulk/cuda/remote/params.h"
+#include "ep/group.h"
+#include "net/proxy.h"
+
+namespace xd::ep::cuda {
+
+class FarGroup {
+ public:
+  // Collective. Throws UNSUPPORTED where a machine has several hosts, or there are too many.
+  explicit FarGroup(const Group& group);
+  // No kernel of the group runs any more.
+  ~FarGroup();
+  FarGroup(const FarGroup&) = delete;
+  FarGroup& operator=(const FarGroup&) = delete;
+
+  const FarDevice* device() const { return table_.as<FarDevice>(); }
+  // The memory here that stands in for a far rank's.
+  HeapRange stand_in(int far_rank) const;
+  // The group goes, and this stays for kernels that still run: no more puts are counted.
+  void outlive_group();
+
+ private:
+  void allocate(const Config& config);
+  void describe(const Config& config);
+  void give_up(const Error& error) const;
+  bool nobody_waits() const;
+  void count(const net::Links::Sent& sent);
+
+  Comm& comm_;
+  const int number_;  // of the group
+  const FarRoutes routes_;
+  const net::LinkMap map_;
+  const std::size_t stand_in_bytes_;
+  std::mutex mutex_;
+  observe::Counters* counters_;  // of the group, while it lives; under mutex_
+  xd::cuda::PinnedBlock slots_, words_;
+  xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, table_;
+  Segments areas_;  // of near ranks: FarMap
+  std::unique_ptr<FarLinks> links_;
+  std::unique_ptr<net::Proxy> proxy_;  // uses all of the above
+};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,87 @@
+// What kernels know of ranks on other machines: plain data in device memory, which is written when
+// the group is made. docs/internals/machines_cuda.md has the protocol.
+//
+// A far rank has no memory here. In the table of areas it has a *stand-in* in this rank's own
+// memory, so kernels store entries, flags, counts and lists for it as for any other rank. What of
+// that is for the far rank is sent from there; the rest is never read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/device_comm.h"
+#include "ep/bulk/chunk.h"
+#include "ep/bulk/wire.h"
+#include "net/commands.h"
+#include "net/link_map.h"
+#include "turn/entry.h"
+
+namespace xd::ep::cuda {
+
+// Slots of a partner and direction: two to a gateway, two back to a source. Chunks of a lane take
+// its slots in turn, so they are read in the order in which they were filled.
+enum class FarLane : int { to_gateway = 0, to_source = 1 };
+inline constexpr int kFarLanes = 2, kLaneSlots = kFarSlots / kFarLanes;
+
+// Of other machines. Sets of them are 64 bits.
+inline constexpr int kMaxFarMachines = 64;
+inline constexpr int kNear = -1;
+
+// How many chunks have gone through each lane: of this rank's, filled; of the partner's, read. A
+// group may live for more than 2^32 of them; the uses of a slot are counted modulo 2^32.
+struct FarState {
+  std::uint64_t filled[kMaxDeviceRanks][kFarLanes];
+  std::uint64_t read[kMaxDeviceRanks][kFarLanes];
+};
+// The slot of a lane's chunk n, and how often it has been used before.
+constexpr int lane_slot_of(std::uint64_t n) { return static_cast<int>(n % kLaneSlots); }
+constexpr std::uint32_t uses_before(std::uint64_t n) {
+  return static_cast<std::uint32_t>(n / kLaneSlots);
+}
+
+// A second area of each rank's shared memory, beside GroupMap's.
+//   added[slot][src]  src, once per combine  the sums of its rows of far tokens are in its `sums`
+//   sums              its rank, in combine   the sum of a far token's rows here, in the place of
+//                                            the first of these rows; read by near gateways
+struct FarMap {
+  std::uint64_t added, sums, end;
+
+  // `rows`: those that a rank can receive, or none where no rank pushes sums.
+  static constexpr FarMap make(int ranks, std::int64_t rows, std::uint64_t row_bytes) {
+    LayoutCursor cursor;
+    FarMap map{};
+    map.added = cursor.add<std::uint64_t>(turn::kSlots * static_cast<std::uint64_t>(ranks));
+    map.sums = cursor.add<std::byte>(static_cast<std::uint64_t>(rows) * row_bytes, 256);
+    map.end = cursor.add<std::byte>(0, 256);
+    return map;
+  }
+};
+
+struct FarDevice {
+  net::LinkMap links;
+  net::SlotWords words;  // by slot: partner * kFarSlots + lane * kLaneSlots + slot of the lane
+  std::byte* slots;      // pinned, by links
+  FarState* state;
+  std::uint64_t chunk_room;  // bytes of items
+
+  // Partners, by their places in FarRoutes::partners().
+  int num_partners, num_sources, num_machines, num_near;
+  std::int32_t rank_of[kMaxDeviceRanks];     // by partner
+  std::int32_t sources[kMaxDeviceRanks];     // partners
+  std::int32_t gateways[kMaxFarMachines];    // partners, by far machine, ascending
+  std::int32_t host_of[kMaxFarMachines];     // by far machine
+  std::int32_t machine_of[kMaxDeviceRanks];  // by rank: its far machine, or kNear
+  std::int32_t near[kMaxDeviceRanks];        // ranks
+  int machines_before;                       // far machines whose hosts come before this one
+  FarMap map;
+  std::byte* near_areas[kMaxDeviceRanks];  // by rank, of near ranks: FarMap's
+
+  // Memory of this rank's device that nobody else sees.
+  std::byte* rows;     // by token: those that go to other machines, as they are sent
+  std::byte* scales;   // likewise
+  std::byte* answers;  // rows by token and far machine, most_answers() of a token
+
+  constexpr int most_answers(int topk) const { return topk < num_machines ? topk : num_machines; }
+};
+
+}  // namespace xd::ep::cuda

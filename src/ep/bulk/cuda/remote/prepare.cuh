@@ -1,0 +1,191 @@
+// prepare between machines: what this rank has told far owners of its rows, which lies in their
+// stand-ins, goes to their gateways, and they write it into the owners' memory.
+//
+//   memory                     written by                   read by
+//   stand-ins of far ranks:    this rank's blocks, in       the last block that leaves, which
+//   items, lists, listed,      steps 2 and 4 of prepare     sends them; counts: the first to meet
+//   kept, counts
+//   the same of near ranks,    this block, from chunks      near ranks, after the done flag of s
+//   row s, s a source of this
+//   rank
+#pragma once
+
+#include "ep/bulk/cuda/kernels.h"
+#include "ep/bulk/cuda/remote/work.cuh"
+
+namespace xd::ep::cuda {
+
+class FarPrepare : public FarWork<FarPrepare> {
+ public:
+  static constexpr FarKind kKind = FarKind::words;
+
+  __device__ FarPrepare(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,
+                        FarShared& shared)
+      : FarWork(params.turn, turn, turn_shared, shared), p_(params), g_(params.turn.group) {}
+
+  // Behind enter(), and behind this rank's counts. All threads of all blocks call both.
+  __device__ void meet() const {
+    if (meets_far()) far_turn_.send_entry(turn_.own_record());
+  }
+  __device__ void exchange_counts() const {
+    if (!meets_far()) return;
+    far_turn_.send_counts();
+    static_cast<void>(far_turn_.forward());
+  }
+  // Where nothing else is told: in the place of leave(). False after a fatal error.
+  __device__ bool rest() const { return !meets_far() || far_turn_.rest(); }
+  // Whether rows are dropped.
+  __device__ void set_drops(bool drops) { drops_ = drops; }
+
+  __device__ bool fill(int machine, FarHeader* chunk) const {
+    if (thread_in_block() == 0) list_pieces(machine);
+    __syncthreads();
+    std::byte* to = items_of(chunk);
+#pragma unroll 1
+    for (int i = 0; i < s_.items; ++i) {
+      const Piece& piece = pieces()[i];
+      const volatile std::uint32_t* from =
+          words_at(piece.owner, turn_.rank(), piece.area) + piece.first;
+      if (thread_in_block() == 0) {
+        *reinterpret_cast<WordsItem*>(to) = {
+            .area = piece.area, .owner = piece.owner, .first = piece.first, .count = piece.count};
+      }
+      auto* words = reinterpret_cast<std::uint32_t*>(to + sizeof(WordsItem));
+#pragma unroll 1
+      for (auto w = static_cast<std::uint32_t>(thread_in_block()); w < piece.count;
+           w += static_cast<std::uint32_t>(threads_per_block())) {
+        words[w] = from[w];
+      }
+      to += item_bytes(piece.count);
+    }
+    return s_.next[machine] >= end_of_pieces();
+  }
+
+  __device__ void take(int partner, const FarHeader& chunk) const {
+    const std::byte* item = items_of(&chunk);
+    const std::byte* const end = item + lanes().bytes_in(partner, FarLane::to_gateway);
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < chunk.items; ++i) {
+      if (item + item_bytes(0) > end) return refuse(partner);
+      const auto* head = reinterpret_cast<const volatile WordsItem*>(item);
+      const FarWords area = head->area;
+      const int owner = head->owner;
+      const std::uint32_t first = head->first, count = head->count;
+      const bool good = owner >= 0 && owner < turn_.ranks() && far().machine_of[owner] == kNear &&
+                        is_told(area, owner) && std::uint64_t{first} + count <= stride_of(area) &&
+                        item + item_bytes(count) <= end;
+      if (!good) return refuse(partner);
+      const auto* words = reinterpret_cast<const volatile std::uint32_t*>(item + sizeof(WordsItem));
+      std::uint32_t* to = words_at(owner, far().rank_of[partner], area) + first;
+#pragma unroll 1
+      for (auto w = static_cast<std::uint32_t>(thread_in_block()); w < count;
+           w += static_cast<std::uint32_t>(threads_per_block())) {
+        to[w] = words[w];
+      }
+      item += item_bytes(count);
+    }
+  }
+
+ private:
+  static constexpr int kAreas = 4;
+  struct Piece {
+    FarWords area;
+    std::int32_t owner;
+    std::uint32_t first, count;
+  };
+  static constexpr int kMostPieces = FarShared::kMostItems * 4 / sizeof(Piece);
+  __device__ Piece* pieces() const { return reinterpret_cast<Piece*>(s_.picks); }
+
+  __device__ static std::uint64_t item_bytes(std::uint64_t words) {
+    return sizeof(WordsItem) + net::item_size(words * sizeof(std::uint32_t));
+  }
+  // FarShared::next counts the areas of all ranks.
+  __device__ int end_of_pieces() const { return turn_.ranks() * kAreas; }
+
+  // The row of a source in an area of a rank's memory, or its stand-in's.
+  __device__ std::uint32_t* words_at(int owner, int source, FarWords area) const {
+    const std::uint64_t offset = area == FarWords::list    ? g_.map.lists
+                                 : area == FarWords::kept  ? g_.map.kept
+                                 : area == FarWords::items ? g_.map.items
+                                                           : g_.map.listed;
+    return reinterpret_cast<std::uint32_t*>(turn_.area(owner).base + offset) +
+           static_cast<std::uint64_t>(source) * stride_of(area);
+  }
+  // Words of such a row.
+  __device__ std::uint64_t stride_of(FarWords area) const {
+    return area == FarWords::list    ? g_.lists_stride
+           : area == FarWords::kept  ? static_cast<std::uint64_t>(g_.kept_stride)
+           : area == FarWords::items ? std::uint64_t{2} * g_.max_tokens
+                                     : 2;
+  }
+  // True if sources tell the owner such words, so that it has memory for them.
+  __device__ bool is_told(FarWords area, int owner) const {
+    switch (area) {
+      case FarWords::list:
+        return g_.keeps_items_at(owner) && g_.layout.row_per_expert;
+      case FarWords::items:
+        return g_.keeps_items_at(owner);
+      case FarWords::listed:
+        return g_.some_keep_items();
+      case FarWords::kept:
+        return g_.drop && !g_.layout.row_per_expert;
+    }
+    return false;
+  }
+  // All threads come to it, or none.
+  __device__ void refuse(int partner) const {
+    if (thread_in_block() == 0) far_turn_.refuse(partner);
+  }
+  // The words that an owner is to get.
+  __device__ std::uint32_t words_for(int owner, FarWords area) const {
+    const bool listed = g_.some_keep_items(), items = g_.keeps_items_at(owner);
+    const volatile std::uint32_t* told = words_at(owner, turn_.rank(), FarWords::listed);
+    switch (area) {
+      case FarWords::list:  // behind its length, which is not used here
+        return items && g_.layout.row_per_expert ? 1 + told[1] : 0;
+      case FarWords::items:
+        return items ? 2 * told[0] : 0;
+      case FarWords::listed:
+        return listed ? 2 : 0;
+      default:
+        return drops_ && !g_.layout.row_per_expert
+                   ? static_cast<std::uint32_t>(p_.experts.first(owner + 1) -
+                                                p_.experts.first(owner))
+                   : 0;
+    }
+  }
+
+  // Thread 0: the pieces of the machine's next chunk. A piece may be a part of an area.
+  __device__ void list_pieces(int machine) const {
+    int& next = s_.next[machine];
+    std::uint32_t& begun = s_.begun[machine];
+    std::uint64_t used = 0;
+    s_.items = 0;
+    for (; next < end_of_pieces(); ++next, begun = 0) {
+      const int owner = next / kAreas;
+      if (far().machine_of[owner] != machine || !moves()) continue;
+      const auto area = static_cast<FarWords>(next % kAreas);
+      const std::uint32_t words = words_for(owner, area);
+      while (begun < words) {
+        const std::uint64_t room = far().chunk_room - used;
+        if (s_.items == kMostPieces || room < item_bytes(kLeastWords)) break;
+        const auto fits =
+            static_cast<std::uint32_t>((room - sizeof(WordsItem)) / net::kItemAlignment *
+                                       net::kItemAlignment / sizeof(std::uint32_t));
+        const std::uint32_t count = min(words - begun, fits);
+        pieces()[s_.items++] = {.area = area, .owner = owner, .first = begun, .count = count};
+        used += item_bytes(count);
+        begun += count;
+      }
+      if (begun < words) break;
+    }
+    s_.bytes = static_cast<std::uint32_t>(used);
+  }
+  static constexpr std::uint32_t kLeastWords = 4;
+
+  const PrepareParams& p_;
+  const GroupDevice& g_;
+  bool drops_ = false;
+};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,27 @@
+// Brings the reports of kernels, and their counts of losses, to their group.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+
+#include "ep/bulk/cuda/params.h"
+#include "ep/group.h"
+
+namespace xd::ep::cuda {
+
+// The setback that the report tells of.
+Setback setback_of(const Report& report, const Group& group);
+
+// Counts the losses of all plans that kernels have made. Any thread.
+class LossCounter {
+ public:
+  // Gives the group what has come since the last time. Never waits for kernels.
+  void collect(Report& report, Group& group);
+
+ private:
+  std::mutex mutex_;
+  // The parts of the totals that the group already has.
+  std::uint64_t bad_ids_ = 0, dropped_rows_ = 0;
+};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,44 @@
+// The first step of prepare: reads the choices of a batch's tokens and keeps those that count.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/tensor.h"
+#include "ep/plan/config.h"
+#include "ep/plan/placement.h"
+
+namespace xd::ep::cpu {
+
+// Views into a ChoicesMemory. The caller's tensor is read once, so that all later steps agree about
+// it.
+struct Choices {
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
+  std::span<const std::uint32_t> experts;  // [T][K] seat of each choice; kNone = does not count
+  std::span<const std::uint32_t> counts;   // this rank's counts, for the others (CountLayout)
+  int topk = 1;
+};
+
+// Working memory, allocated with the group.
+struct ChoicesMemory {
+  std::vector<std::uint32_t> experts;  // [T][K] seats
+  std::vector<std::uint32_t> counts;   // CountLayout
+  std::vector<std::uint32_t> seen;     // [E + W] the token that last named a seat or a rank
+
+  template <class Visit>
+  void for_each_vector(const Config& config, Visit&& visit) {
+    visit(experts,
+          static_cast<std::size_t>(config.max_tokens) * static_cast<std::size_t>(config.max_topk));
+    visit(counts, CountLayout{config.experts, config.ranks}.size());
+    visit(seen, static_cast<std::size_t>(config.experts) + static_cast<std::size_t>(config.ranks));
+  }
+};
+
+// A choice counts if its id is an expert's and its token has not named that expert before. A choice
+// that does not count is an error, unless its id is "none", or it is a duplicate in a group that
+// collapses them.
+Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory& memory);
+
+}  // namespace xd::ep::cpu

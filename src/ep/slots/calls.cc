@@ -1,0 +1,191 @@
+#include "ep/slots/calls.h"
+
+#include <array>
+
+#include "base/error.h"
+#include "base/options.h"
+#include "ep/plan/plan.h"
+#include "ep/slots/placement.h"
+
+namespace xd::ep {
+namespace {
+
+constexpr std::array kIndexTypes = {DType::i32, DType::i64};
+constexpr std::array kInt32 = {DType::i32};
+constexpr std::array kInt64 = {DType::i64};
+constexpr std::array kFloat32 = {DType::f32};
+constexpr std::array kRowTypes = {DType::bf16, DType::f16, DType::f32};
+constexpr std::array kReceivedTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3};
+constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::i32};
+
+template <class Args>
+LlArgs<Args> with_halves(const Args& args) {
+  const int phase = raw_enum(args.phase);
+  XD_REQUIRE(phase >= XD_EP_PHASE_BOTH && phase <= XD_EP_PHASE_RECEIVE, "phase = ", phase,
+             ", expected an xd_ep_phase, 0 to ", int{XD_EP_PHASE_RECEIVE});
+  return {args, {.send = phase != XD_EP_PHASE_RECEIVE, .receive = phase != XD_EP_PHASE_SEND}};
+}
+
+// Reads the tensors of one call.
+class Reader {
+ public:
+  explicit Reader(const CallContext& context) : config_(*context.config), device_(context.device) {}
+
+  Tensor tensor(const DLTensor* t, const char* name, int ndim, std::span<const DType> types,
+                Fit fit = Fit::elements) const {
+    return read_tensor(t,
+                       {.name = name, .ndim = ndim, .types = types, .device = device_, .fit = fit});
+  }
+  Tensor optional(const DLTensor* t, const char* name, int ndim,
+                  std::span<const DType> types) const {
+    return read_tensor(
+        t, {.name = name, .ndim = ndim, .types = types, .device = device_, .optional = true});
+  }
+  // Reads rows of tokens [T,H].
+  Tensor rows(const DLTensor* t, const char* name) const {
+    const Tensor read = tensor(t, name, 2, kRowTypes, Fit::rows);
+    XD_REQUIRE(read.rows <= config_.max_tokens, name, ": has ", read.rows,
+               " rows, expected at most max_tokens_per_rank = ", config_.max_tokens);
+    require_row(name, read.row_bytes());
+    return read;
+  }
+  // Reads a tensor [L,S,columns].
+  SlotTensor slots(const DLTensor* t, const char* name, std::span<const DType> types, SlotFit fit,
+                   bool optional = false) const {
+    const SlotTensor read = read_slot_tensor(
+        t, {.name = name, .ndim = 3, .types = types, .device = device_, .optional = optional}, fit);
+    if (!read) return read;
+    XD_REQUIRE(read.experts == config_.local_experts, name, ": has ", read.experts,
+               " experts, expected ", config_.local_experts, " (local experts)");
+    XD_REQUIRE(read.slots == slots_per_expert(config_), name, ": has ", read.slots,
+               " slots, expected ", slots_per_expert(config_),
+               " (num_ranks * max_tokens_per_rank)");
+    if (fit != SlotFit::elements) require_row(name, read.row_bytes());
+    return read;
+  }
+  Tensor weights(const DLTensor* t) const { return optional(t, "topk_weights", 2, kFloat32); }
+  Tensor wait_ns(const DLTensor* t) const {
+    const Tensor read = optional(t, "wait_ns", 1, kInt64);
+    if (read) require_rows(read, config_.ranks, "ranks");
+    return read;
+  }
+
+ private:
+  void require_row(const char* name, std::uint64_t bytes) const {
+    XD_REQUIRE(bytes > 0 && bytes % kRowAlignment == 0, name, ": a row has ", bytes,
+               " bytes, expected a positive multiple of ", kRowAlignment);
+    XD_REQUIRE(bytes <= config_.max_row_bytes, name, ": a row has ", bytes,
+               " bytes, expected at most the group's ", config_.max_row_bytes);
+  }
+
+  const Config& config_;
+  const DLDevice device_;
+};
+
+xd_ep_quantise read_way(const xd_ep_ll_dispatch_args& args) {
+  const int way = raw_enum(args.quantise);
+  XD_REQUIRE(way >= XD_EP_QUANTISE_NONE && way <= XD_EP_QUANTISE_FP8_BLOCK128_E8M0,
+             "quantise = ", way, ", expected 0 to ", int{XD_EP_QUANTISE_FP8_BLOCK128_E8M0},
+             ", as EXPERT_SLOTS has blocks of 128 columns");
+  return args.quantise;
+}
+
+PlanBytes read_plan(const void* plan, std::size_t bytes) {
+  XD_REQUIRE(plan != nullptr, "plan = NULL, expected the bytes of a plan");
+  return {plan, bytes};
+}
+
+}  // namespace
+
+LlArgs<xd_ep_ll_dispatch_args> read_ll_args(const xd_ep_ll_dispatch_args* args) {
+  return with_halves(read_struct("args", args, xd_ep_ll_dispatch_args XD_EP_LL_DISPATCH_ARGS_INIT));
+}
+
+LlArgs<xd_ep_ll_combine_args> read_ll_args(const xd_ep_ll_combine_args* args) {
+  return with_halves(read_struct("args", args, xd_ep_ll_combine_args XD_EP_LL_COMBINE_ARGS_INIT));
+}
+
+LlDispatchSend read_ll_send(const xd_ep_ll_dispatch_args& args, const CallContext& context) {
+  const Reader reader(context);
+  LlDispatchSend call{.tokens = reader.rows(args.tokens, "tokens"),
+                      .topk_idx = reader.tensor(args.topk_idx, "topk_idx", 2, kIndexTypes),
+                      .topk_weights = reader.weights(args.topk_weights),
+                      .quantise = read_way(args)};
+  const Config& config = *context.config;
+  require_rows(call.topk_idx, call.tokens.rows, "rows of tokens");
+  XD_REQUIRE(call.topk_idx.cols >= 1 && call.topk_idx.cols <= config.max_topk, "topk_idx: has ",
+             call.topk_idx.cols, " columns, expected 1 to max_topk = ", config.max_topk);
+  if (call.topk_weights) {
+    require_rows(call.topk_weights, call.tokens.rows, "rows of tokens");
+    require_cols(call.topk_weights, call.topk_idx.cols, "columns of topk_idx");
+  }
+  if (const QuantiseFormat format = quantise_format(call.quantise)) {
+    XD_REQUIRE(call.tokens.type == DType::bf16, "tokens: is ", dtype_name(call.tokens.type),
+               ", expected bfloat16: quantise = XD_EP_QUANTISE_", quantise_name(call.quantise));
+    XD_REQUIRE(call.tokens.cols % format.block == 0, "tokens: has ", call.tokens.cols,
+               " columns, expected a multiple of ", format.block, ": quantise = XD_EP_QUANTISE_",
+               quantise_name(call.quantise));
+  }
+  return call;
+}
+
+LlDispatchReceive read_ll_receive(const xd_ep_ll_dispatch_args& args, const CallContext& context) {
+  const Reader reader(context);
+  const Config& config = *context.config;
+  const std::size_t plan_bytes = plan_size(config);
+  XD_REQUIRE(args.plan != nullptr, "plan = NULL, expected ", plan_bytes, " bytes");
+  XD_REQUIRE(reinterpret_cast<std::uintptr_t>(args.plan) % 16 == 0, "plan is at ", args.plan,
+             ", expected a 16-byte aligned address");
+  XD_REQUIRE(args.plan_bytes >= plan_bytes, "plan_bytes = ", args.plan_bytes,
+             ", expected at least xd_ep_plan_size = ", plan_bytes);
+  LlDispatchReceive call{
+      .plan = static_cast<std::byte*>(args.plan),
+      .quantise = read_way(args),
+      .recv_tokens =
+          reader.slots(args.recv_tokens, "recv_tokens", kReceivedTypes, SlotFit::rows_out),
+      .recv_scales =
+          reader.slots(args.recv_scales, "recv_scales", kScaleTypes, SlotFit::elements, true),
+      .counts = reader.tensor(args.counts, "counts", 1, kInt32),
+      .source_ranges = reader.optional(args.source_ranges, "source_ranges", 2, kInt64),
+      .source_tokens = reader.optional(args.source_tokens, "source_tokens", 2, kInt32),
+      .expert_load = reader.optional(args.expert_load, "expert_load", 1, kIndexTypes),
+      .wait_ns = reader.wait_ns(args.wait_ns)};
+  require_rows(call.counts, config.local_experts, "local experts");
+  for (const Tensor* tensor : {&call.source_ranges, &call.source_tokens, &call.expert_load}) {
+    if (*tensor) require_rows(*tensor, config.local_experts, "local experts");
+  }
+  if (call.source_ranges) require_cols(call.source_ranges, config.ranks, "ranks");
+  if (call.source_tokens) {
+    require_cols(call.source_tokens, slots_per_expert(config), "slots of an expert");
+  }
+  return call;
+}
+
+LlCombineSend read_ll_send(const xd_ep_ll_combine_args& args, const CallContext& context) {
+  const Reader reader(context);
+  return {.plan = read_plan(args.plan, args.plan_bytes),
+          .expert_out = reader.slots(args.expert_out, "expert_out", kRowTypes, SlotFit::rows_in),
+          .topk_weights = reader.weights(args.topk_weights)};
+}
+
+LlCombineReceive read_ll_receive(const xd_ep_ll_combine_args& args, const CallContext& context) {
+  const Reader reader(context);
+  return {.plan = read_plan(args.plan, args.plan_bytes),
+          .out = reader.rows(args.out, "out"),
+          .wait_ns = reader.wait_ns(args.wait_ns)};
+}
+
+Tensor read_ll_mask(const DLTensor* mask, const CallContext& context) {
+  const Tensor read = Reader(context).tensor(mask, "mask", 1, kInt32);
+  require_rows(read, context.config->ranks, "ranks");
+  return read;
+}
+
+void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank, const Config& config) {
+  XD_REQUIRE(rank >= 0 && rank < config.ranks, "rank = ", rank, ", expected 0 to ",
+             config.ranks - 1);
+  XD_REQUIRE(rank != own_rank, "rank = ", rank, ", expected another rank than this one");
+  XD_REQUIRE(masked == 0 || masked == 1, "masked = ", masked, ", expected 0 or 1");
+}
+
+}  // namespace xd::ep

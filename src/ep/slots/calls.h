@@ -1,0 +1,55 @@
+// The arguments of the operations of EXPERT_SLOTS after their checks, by halves: ep/bulk/calls.h has
+// those of the other layouts. Each read_* throws INVALID_ARGUMENT.
+#pragma once
+
+#include <crossdock/low_latency.h>
+
+#include "ep/plan/call.h"
+#include "ep/slots/slot_tensor.h"
+
+namespace xd::ep {
+
+// The halves that a call does.
+struct LlHalves {
+  bool send = true, receive = true;
+};
+
+struct LlDispatchSend {
+  Tensor tokens, topk_idx, topk_weights;
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+};
+struct LlDispatchReceive {
+  std::byte* plan = nullptr;
+  xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+  SlotTensor recv_tokens, recv_scales;
+  Tensor counts, source_ranges, source_tokens, expert_load, wait_ns;
+};
+struct LlCombineSend {
+  PlanBytes plan;
+  SlotTensor expert_out;
+  Tensor topk_weights;
+};
+struct LlCombineReceive {
+  PlanBytes plan;
+  Tensor out, wait_ns;
+};
+
+// An args struct as this library knows it, and its halves.
+template <class Args>
+struct LlArgs {
+  Args args;
+  LlHalves halves;
+};
+LlArgs<xd_ep_ll_dispatch_args> read_ll_args(const xd_ep_ll_dispatch_args* args);
+LlArgs<xd_ep_ll_combine_args> read_ll_args(const xd_ep_ll_combine_args* args);
+
+LlDispatchSend read_ll_send(const xd_ep_ll_dispatch_args& args, const CallContext& context);
+LlDispatchReceive read_ll_receive(const xd_ep_ll_dispatch_args& args, const CallContext& context);
+LlCombineSend read_ll_send(const xd_ep_ll_combine_args& args, const CallContext& context);
+LlCombineReceive read_ll_receive(const xd_ep_ll_combine_args& args, const CallContext& context);
+
+// An output of xd_ep_ll_mask_get.
+Tensor read_ll_mask(const DLTensor* mask, const CallContext& context);
+void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank, const Config& config);
+
+}  // namespace xd::ep

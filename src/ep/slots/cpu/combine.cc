@@ -1,0 +1,400 @@
+#include "ep/slots/cpu/combine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ep/family.h"
+#include "ep/plan/plan_check.h"
+#include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/placement.h"
+
+namespace xd::ep::cpu {
+namespace {
+
+using Part = LlFarLane::Part;
+
+// Where a rank's sums are: behind its weights, if the call has some.
+Part sums_part(bool has_weights) { return has_weights ? Part::sums : Part::entry; }
+
+}  // namespace
+
+// The terms of one sum: rows here and partial sums. A damaged plan may name more than a good one.
+struct LlCombine::Terms {
+  static constexpr std::size_t kMost = kMaxTopk + XD_EP_LL_MAX_RANKS;
+  std::array<const void*, kMost> rows;
+  std::array<float, kMost> weights;
+  std::array<int, XD_EP_LL_MAX_RANKS> ends, host_ends;
+  int num_rows = 0;
+  int num_partials = 0;
+  int num_hosts = 0;  // 0: the sum is not made by host
+  int last_host = -1;
+
+  void add(const void* row, float weight) {
+    rows[at(num_rows)] = row;
+    weights[at(num_rows++)] = weight;
+  }
+  void clear() {
+    num_rows = num_partials = num_hosts = 0;
+    last_host = -1;
+  }
+  void end_partial() { ends[at(num_partials++)] = num_rows; }
+  // The partial that has ended last is one of `host`. Hosts come by number.
+  void end_host(int host) {
+    if (host != last_host) ++num_hosts;
+    last_host = host;
+    host_ends[at(num_hosts - 1)] = num_partials;
+  }
+  // Meanwhile the rows of the sum after it are fetched.
+  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next,
+           rows::Store store) const {
+    rows::sum(row_type(type), out,
+              {.rows = rows.data(),
+               .weights = weighted ? weights.data() : nullptr,
+               .partial_ends = ends.data(),
+               .num_partials = num_partials,
+               .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
+               .num_hosts = num_hosts,
+               .next_rows = {next.rows.data(), at(next.num_rows)}},
+              cols, store);
+  }
+};
+
+// ---- Arguments ---------------------------------------------------------------------------------
+
+LlPlanView LlCombine::open(const PlanBytes& bytes) const {
+  const LlPlanView plan = LlPlanView::open(bytes.data, bytes.bytes);
+  plan.require_binding(context_.group.plan_binding());
+  return plan;
+}
+
+void LlCombine::check_send(const Args& args) {
+  send_ = read_ll_send(args, context_.group.call_context());
+  plan_ = open(send_.plan);
+  if (!send_.topk_weights) return;
+  const Tensor& weights = send_.topk_weights;
+  require_none(tensor_fault(plan_.header(), {Check::tokens, weights.name, weights.rows}));
+  require_none(tensor_fault(plan_.header(), {Check::topk, weights.name, weights.cols}));
+}
+
+void LlCombine::check_receive(const Args& args, const LlRecord& sent) {
+  receive_ = read_ll_receive(args, context_.group.call_context());
+  plan_ = open(receive_.plan);
+  require_none(tensor_fault(plan_.header(), {Check::tokens, receive_.out.name, receive_.out.rows}));
+  XD_REQUIRE(plan_.header().fingerprint == sent.fingerprint,
+             "plan: is of another batch than that of the send half");
+  require_fits(receive_, sent);
+}
+
+LlRecord LlCombine::record() const {
+  LlRecord record = record_of(send_, plan_.topk(), plan_.tokens());
+  record.fingerprint = plan_.header().fingerprint;
+  return record;
+}
+
+// ---- Send --------------------------------------------------------------------------------------
+
+void LlCombine::send(bool stage_own) {
+  own_staged_ = stage_own;
+  Lane& lane = context_.lane;
+  LlRecord record = this->record();
+  record.mask = context_.masks.masked();
+  if (send_.topk_weights) send_weights();
+  lane.enter(record);
+  // The owners of this rank's rows wait for its weights.
+  if (send_.topk_weights) lane.ring_peers();
+  if (context_.far != nullptr) {
+    if (send_.topk_weights) send_far_weights();
+    open_far_sums();
+  }
+  send_partials();
+  context_.group.count_rows(plan_.header().recv_rows, send_.expert_out.row_bytes());
+  for (const NearRank peer : lane.peers()) {
+    if (!lane.company().has(peer)) continue;
+    // A rank that sees this also sees the partial sums.
+    context_.memory.landed({peer, context_.self(), lane.sent()}).signal(lane.sent());
+  }
+  lane.ring_peers();
+  if (context_.far != nullptr) send_far_sums();
+}
+
+// A far rank gets those of all tokens, as the record goes to every rank.
+void LlCombine::send_far_weights() const {
+  const std::size_t bytes = at(plan_.tokens()) * at(plan_.topk()) * sizeof(float);
+  for (const int rank : context_.far->ranks()) {
+    std::memcpy(context_.far->open(rank, Part::entry), send_.topk_weights.data, bytes);
+    context_.far->send(rank, Part::entry, at(plan_.tokens()), bytes);
+  }
+}
+
+void LlCombine::open_far_sums() {
+  for (const int rank : context_.far->ranks()) {
+    context_.scratch.listed[at(rank)] = 0;
+    context_.scratch.bodies[at(rank)] =
+        context_.far->open(rank, sums_part(bool{send_.topk_weights}));
+  }
+}
+
+void LlCombine::send_far_sums() const {
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  for (const int rank : context_.far->ranks()) {
+    const std::uint64_t items = context_.scratch.listed[at(rank)];
+    context_.far->send(rank, sums_part(bool{send_.topk_weights}), items,
+                       items * layout.item_bytes());
+  }
+}
+
+void LlCombine::send_weights() const {
+  const int topk = plan_.topk();
+  const float* weights = send_.topk_weights.as<float>();
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
+    for (const NearRank peer : context_.lane.peers()) {
+      if (!plan_.home(t).has(peer) || !context_.lane.company().has(peer)) continue;
+      std::copy_n(weights + t * topk, topk,
+                  context_.memory.weights({peer, context_.self(), context_.lane.sent()}, t, topk));
+    }
+  }
+}
+
+// Whether a source's weights are here, and its call agrees with this one. Waits for the source.
+bool LlCombine::takes_part(int source) {
+  Lane& lane = context_.lane;
+  if (!lane.company().has(source)) return false;
+  if (!lane.wait_entered(source, lane.sent())) return false;
+  const LlRecord& theirs = lane.record_of(source, lane.sent());
+  if (!turn::difference<Family>(record(), theirs).empty()) return false;
+  if (is_far(source)) judge_weights(source);
+  return true;
+}
+
+void LlCombine::judge_weights(int source) const {
+  const LlFarMessage& weights = *context_.far->find(source, Part::entry, context_.lane.sent());
+  context_.far->judge(
+      [&] { weights.require_items(at(config().max_tokens), at(plan_.topk()) * sizeof(float)); });
+}
+
+// Where the partial sum of an item goes; null where none goes. May wait for the item's source.
+std::byte* LlCombine::target_of(const LlItem& item) {
+  if (item.source() >= config().ranks || item.token() >= config().max_tokens) return nullptr;
+  if (item.place >= static_cast<std::uint32_t>(partial_places(config()))) return nullptr;
+  if (item.source() != source_) {
+    source_ = item.source();
+    wanted_ = source_ == context_.self() ? own_staged_
+              : send_.topk_weights       ? takes_part(source_)
+                                         : context_.lane.company().has(source_);
+  }
+  if (!wanted_) return nullptr;
+  if (const auto near = context_.group.comm().hosts().find_near(source_)) {
+    return context_.memory.partial(*near, context_.lane.sent(), item.token(),
+                                   static_cast<int>(item.place));
+  }
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const std::uint64_t items = context_.scratch.listed[at(source_)];
+  if (items >= at(config().max_tokens)) return nullptr;
+  return context_.scratch.bodies[at(source_)] + items * layout.item_bytes() + layout.row_at();
+}
+
+// A sum goes where target_of() has said.
+void LlCombine::keep_target(const LlItem& item) {
+  if (!is_far(source_)) return;
+  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const std::uint64_t number = context_.scratch.listed[at(source_)]++;
+  const auto token = static_cast<std::uint32_t>(item.token());
+  std::memcpy(context_.scratch.bodies[at(source_)] + number * layout.item_bytes(), &token,
+              sizeof(token));
+}
+
+void LlCombine::send_partials() {
+  struct Sum {
+    Terms terms;
+    std::byte* out = nullptr;
+  };
+  std::array<Sum, 2> sums;
+  std::int64_t i = 0;
+  const auto find_next = [&](Sum& sum) {
+    sum.terms.clear();
+    for (; i < plan_.items(); ++i) {
+      const LlItem& item = plan_.item(i);
+      sum.out = target_of(item);
+      if (sum.out != nullptr && collect(item, sum.terms) > 0) {
+        keep_target(item);
+        ++i;
+        return true;
+      }
+    }
+    return false;
+  };
+  std::size_t now = 0;
+  for (bool more = find_next(sums[now]); more; now = 1 - now) {
+    Sum& next = sums[1 - now];
+    more = find_next(next);
+    sums[now].terms.sum(send_.expert_out.type, sums[now].out, at(send_.expert_out.cols), weighted(),
+                        next.terms, kForPeers);
+  }
+  rows::flush();
+}
+
+// The weights of an item's choices; null = there are none.
+const float* LlCombine::weights_of(const LlItem& item) const {
+  const int topk = plan_.topk();
+  if (!send_.topk_weights) {
+    return plan_.facts().weighted != 0 ? item.weights(topk) : nullptr;
+  }
+  if (item.source() == context_.self()) {
+    if (item.token() >= plan_.tokens()) return nullptr;
+    return send_.topk_weights.as<float>() + std::int64_t{item.token()} * topk;
+  }
+  if (is_far(item.source())) {
+    const LlFarMessage& theirs =
+        *context_.far->find(item.source(), Part::entry, context_.lane.sent());
+    if (at(item.token()) >= theirs.header.items) return nullptr;
+    return reinterpret_cast<const float*>(theirs.item(at(item.token()), at(topk) * sizeof(float)));
+  }
+  return context_.memory.weights({context_.self(), item.source(), context_.lane.sent()},
+                                 item.token(), topk);
+}
+
+// Makes a partial sum of the rows of an item; returns how many there are.
+int LlCombine::collect(const LlItem& item, Terms& terms) const {
+  const std::int64_t slots = slots_per_expert(config());
+  const float* weights = weights_of(item);
+  const int before = terms.num_rows;
+  for (int k = 0; k < plan_.topk(); ++k) {
+    const std::int32_t row = item.rows()[k];
+    if (row < 0 || row >= slots * config().local_experts) continue;
+    terms.add(send_.expert_out.row(row / slots, row % slots),
+              weights != nullptr ? weights[k] : 1.0f);
+  }
+  if (terms.num_rows > before) terms.end_partial();
+  return terms.num_rows - before;
+}
+
+// ---- Receive -----------------------------------------------------------------------------------
+
+Setback LlCombine::receive(bool own_staged) {
+  own_staged_ = own_staged;
+  Lane& lane = context_.lane;
+  observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
+  lane.await(times);
+  if (context_.far != nullptr) await_far_sums();
+  if (Setback found = verdict(lane, context_.self())) return found;
+  await_partials();
+  if (context_.far != nullptr) read_far_sums();
+  sum_tokens();
+  return {};
+}
+
+void LlCombine::await_partials() {
+  Lane& lane = context_.lane;
+  RankBits holders{};
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) holders = holders | plan_.home(t);
+  for (const NearRank peer : lane.peers()) {
+    if (!holders.has(peer) || !lane.here().has(peer)) continue;
+    const NearMemory landed = context_.memory.landed({context_.self(), peer, lane.next()});
+    const bool came = context_.masks.wait(
+        peer, lane.site(XD_PHASE_ROWS, lane.next()), [&] { return landed.seen() == lane.next(); },
+        [&] { return landed.seen(); });
+    if (!came) lane.lose(peer);
+  }
+}
+
+// Also where ranks turn out to disagree: what a rank has sent takes place here until it has come.
+void LlCombine::await_far_sums() {
+  Lane& lane = context_.lane;
+  for (const int rank : context_.far->ranks()) {
+    const LlRecord& record = lane.records()[at(rank)];
+    const bool has_weights = (record.flags & kWeighted) != 0;
+    if (record.call.status != XD_SUCCESS || !has_weights) continue;
+    lane.wait_for_message(rank, lane.next(), [&] {
+      return context_.far->find(rank, Part::sums, lane.next()) != nullptr;
+    });
+  }
+}
+
+void LlCombine::read_far_sums() {
+  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Lane& lane = context_.lane;
+  const Part part = sums_part((lane.own_record().flags & kWeighted) != 0);
+  for (const int rank : context_.far->ranks()) {
+    context_.scratch.listed[at(rank)] = 0;
+    const LlFarMessage& sums = *context_.far->find(rank, part, lane.next());
+    context_.far->judge([&] { sums.require_items(at(config().max_tokens), layout.item_bytes()); });
+  }
+}
+
+void LlCombine::sum_tokens() {
+  const std::uint64_t bytes = receive_.out.row_bytes();
+  std::array<Terms, 2> terms;
+  std::array<bool, 2> weighs{};
+  next_own_ = 0;
+  if (plan_.tokens() > 0) weighs[0] = collect_token(0, terms[0]);
+  for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
+    const std::size_t now = at(t % 2), next = 1 - now;
+    terms[next].clear();
+    if (t + 1 < plan_.tokens()) weighs[next] = collect_token(t + 1, terms[next]);
+    std::byte* const out = receive_.out.data + at(t) * bytes;
+    if (terms[now].num_partials == 0) {
+      rows::zero(out, bytes, rows::Store::cached);
+    } else {
+      terms[now].sum(receive_.out.type, out, at(receive_.out.cols), weighs[now], terms[next],
+                     rows::Store::cached);
+    }
+  }
+}
+
+// Makes the terms of a token's sum; returns whether they have weights.
+bool LlCombine::collect_token(std::int64_t token, Terms& terms) {
+  const RankBits& home = plan_.home(token);
+  const HostMap& hosts = context_.group.comm().hosts();
+  bool weighs = false;
+  for (const int rank : hosts.by_host()) {
+    if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
+    const int before = terms.num_partials;
+    if (is_far(rank)) {
+      add_far_partial(rank, token, terms);
+    } else if (rank != context_.self() || own_staged_) {
+      add_partial(home, rank, token, terms);
+    } else if (const LlItem* item = own_item(token)) {
+      weighs = collect(*item, terms) > 0 && weighted();
+    }
+    const bool by_host = context_.group.sums_by_host();
+    if (by_host && terms.num_partials > before) terms.end_host(hosts.host_of(rank));
+  }
+  return weighs;
+}
+
+// This rank's item of its own token. Tokens are asked for in their order.
+const LlItem* LlCombine::own_item(std::int64_t token) {
+  const std::uint32_t name = LlItem::name(context_.self(), token);
+  while (next_own_ < plan_.items() && plan_.item(next_own_).source_token < name) ++next_own_;
+  if (next_own_ == plan_.items() || plan_.item(next_own_).source_token != name) return nullptr;
+  return &plan_.item(next_own_);
+}
+
+// A partial sum is already weighted: 1 changes nothing of it.
+void LlCombine::add_partial(const RankBits& home, int rank, std::int64_t token,
+                            Terms& terms) const {
+  const int place = partial_place(rank, home, config());
+  if (place >= partial_places(config())) return;
+  terms.add(context_.memory.partial(context_.self(), context_.lane.next(), token, place), 1.0f);
+  terms.end_partial();
+}
+
+// A far rank's sums are by ascending token, as its plan has the items that it makes them of. A rank
+// whose plan is damaged may have made fewer.
+void LlCombine::add_far_partial(int rank, std::int64_t token, Terms& terms) const {
+  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Part part = sums_part((context_.lane.own_record().flags & kWeighted) != 0);
+  const LlFarMessage& sums = *context_.far->find(rank, part, context_.lane.next());
+  std::uint64_t& number = context_.scratch.listed[at(rank)];
+  for (; number < sums.header.items; ++number) {
+    const std::byte* const item = sums.item(number, layout.item_bytes());
+    std::uint32_t their_token = 0;
+    std::memcpy(&their_token, item, sizeof(their_token));
+    if (their_token > token) return;
+    if (their_token < token) continue;
+    terms.add(item + layout.row_at(), 1.0f);
+    return terms.end_partial();
+  }
+}
+
+}  // namespace xd::ep::cpu

@@ -1,0 +1,69 @@
+// dispatch of EXPERT_SLOTS on the CPU.
+//
+//   send     for each token: its row into this rank's own memory, and an item to every rank that
+//            holds one of its experts; for far ranks both into the message to each
+//   receive  by source rank, item by item: the row, from the source's memory or message, to a slot
+//            of every expert that the item names
+#pragma once
+
+#include <array>
+
+#include "ep/plan/cpu/rows.h"
+#include "ep/slots/cpu/operation.h"
+#include "ep/slots/message.h"
+
+namespace xd::ep::cpu {
+
+class LlDispatch {
+ public:
+  using Args = xd_ep_ll_dispatch_args;
+  explicit LlDispatch(const LlContext& context) : context_(context) {}
+
+  // These throw INVALID_ARGUMENT where the half's arguments are bad.
+  void check_send(const Args& args) { send_ = read_ll_send(args, context_.group.call_context()); }
+  void check_receive(const Args& args, const LlRecord& sent) {
+    receive_ = read_ll_receive(args, context_.group.call_context());
+    require_fits(receive_, sent);
+  }
+  LlRecord record() const { return record_of(send_); }
+
+  // Between begin() and the end of the send half; enters. `stage_own`: the receive half is another
+  // call, which takes this rank's own rows out of the staging.
+  void send(bool stage_own);
+  // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
+  Setback receive(bool own_staged);
+
+ private:
+  struct TokenRoute;
+  const Config& config() const { return context_.config(); }
+  LlMemory::Cell own_cell(int source) const {
+    return {context_.self(), source, context_.lane.next()};
+  }
+  // Of the messages of a call for rows like these.
+  LlFarRows message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise, int topk) const;
+  TokenRoute route(std::int64_t token, const std::uint32_t* experts) const;
+  void open_messages();
+  void send_messages() const;
+  void send_row(std::int64_t token, const TokenRoute& route) const;
+  void begin_delivery();
+  std::int64_t deliver(int source, std::byte* plan_items);
+  std::uint64_t deliver_near(NearRank source, std::byte* plan_items);
+  std::uint64_t deliver_far(int source, std::byte* plan_items);
+  void place_item(const LlItem& from, LlItem& to, const std::byte* row);
+  void zero_rows(const std::byte* plan_items, std::uint64_t count) const;
+  void write_scales(std::int64_t expert, std::int64_t slot, const std::byte* scales) const;
+  const std::byte* row_of(NearRank source, const LlItem& item) const;
+  void write_plan(std::int64_t items) const;
+  void write_counts() const;
+  Setback report() const;
+  PlanHeader header() const;
+  LlPlanMap plan_map() const;
+
+  LlContext context_;
+  LlDispatchSend send_;
+  LlDispatchReceive receive_;
+  bool own_staged_ = false;
+  LlRecord sent_{};  // this rank's record of the operation that is received
+};
+
+}  // namespace xd::ep::cpu

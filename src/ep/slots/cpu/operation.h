@@ -1,0 +1,51 @@
+// What dispatch and combine of EXPERT_SLOTS have in common on the CPU. LlGroup calls their halves
+// between the verbs of their lane.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "ep/plan/cpu/rows.h"
+#include "ep/slots/cpu/memory.h"
+#include "ep/slots/record.h"
+#include "observe/subject.h"
+#include "turn/host/lane.h"
+
+namespace xd::ep::cpu {
+
+using Lane = turn::HostLane<LlRecord>;
+
+// The way in which rows are stored that a peer reads next. A cached store would first take each
+// line from the caches of the peer, which has read what was there before: line after line, for
+// several times as long as the copy itself takes. rows::flush() comes before the flag.
+constexpr rows::Store kForPeers = rows::Store::streaming;
+
+class LlFarLane;
+
+struct LlContext {
+  Group& group;
+  LlMemory& memory;
+  turn::PeerMasks& masks;
+  LlScratch& scratch;
+  Lane& lane;
+  LlFarLane* far;  // nullptr: all ranks are near
+
+  const Config& config() const { return group.config(); }
+  NearRank self() const { return group.self(); }
+};
+
+// Measures how long a receive half waits for each source: for the group, and for a caller who wants
+// to know.
+inline observe::WaitTimes wait_times(const LlContext& context, const Tensor& of_caller) {
+  return observe::WaitTimes(context.group.subject(),
+                            of_caller ? of_caller.as<std::int64_t>() : nullptr);
+}
+
+// The verdict about an operation whose records have come: all ranks see the same records, and judge
+// alike.
+inline Setback verdict(const Lane& lane, int rank) {
+  return turn::disagreement<Family, LlRecord>(lane.records(), rank,
+                                              [&](int r) { return lane.here().has(r); });
+}
+
+}  // namespace xd::ep::cpu

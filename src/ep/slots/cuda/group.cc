@@ -1,0 +1,460 @@
+#include "ep/executors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <span>
+
+#include "base/env.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/math.h"
+#include "cuda/known_memory.h"
+#include "cuda/memory.h"
+#include "cuda/stream.h"
+#include "ep/plan/cuda/sm_ledger.h"
+#include "ep/slots/cuda/call_params.h"
+#include "ep/slots/cuda/kernels.h"
+#include "ep/slots/cuda/report.h"
+#include "ep/slots/cuda/shape.h"
+#include "turn/device/runner.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
+
+// A plan has room for all items that may come, so that kernels know where each part lies.
+Keeps keeps_of(const Config&) {
+  return {.lists = false, .items = true, .partials = false, .chunks = false};
+}
+
+LlSizes sizes_of(const Config& c) {
+  return {.ranks = c.ranks,
+          .experts = c.experts,
+          .local_experts = c.local_experts,
+          .max_tokens = c.max_tokens,
+          .max_topk = c.max_topk,
+          .slots = ll_slots(c.in_flight),
+          .masks = c.masks_lost_peers,
+          .max_row_bytes = c.max_row_bytes};
+}
+
+// Tables of a group in device memory, as byte offsets.
+struct LlTables {
+  std::uint64_t areas, places, order, counts[2], hosts, end;
+
+  static LlTables make(const Config& c, int blocks) {
+    LayoutCursor cursor;
+    LlTables tables{};
+    tables.areas = cursor.add<HeapRange>(at(c.ranks));
+    tables.places = cursor.add<std::uint32_t>(at(c.experts));
+    tables.order = cursor.add<std::uint32_t>(at(c.ranks) * at(c.max_tokens));
+    for (std::uint64_t& counts : tables.counts) counts = cursor.add<turn::LaneCount>(at(blocks));
+    tables.hosts = cursor.add<RankBits>(at(c.ranks));
+    tables.end = cursor.at;
+    return tables;
+  }
+};
+
+class CudaSlotsGroup final : public Group {
+ public:
+  CudaSlotsGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config);
+  ~CudaSlotsGroup() override;
+
+  void ll_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream) override {
+    run(XD_EP_LL_DISPATCH, stream,
+        [&](LlHalves& halves) { return start_dispatch(args, halves, stream); });
+  }
+  void ll_combine(const xd_ep_ll_combine_args* args, xd_stream stream) override {
+    run(XD_EP_LL_COMBINE, stream,
+        [&](LlHalves& halves) { return start_combine(args, halves, stream); });
+  }
+  void ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
+  void ll_mask_get(const DLTensor* mask, xd_stream stream) override;
+  void ll_reset(xd_stream stream) override;
+
+  void collect_losses() override {
+    const std::lock_guard lock(losses_mutex_);
+    const std::uint64_t bad =
+        std::atomic_ref(runner_.report()->total_bad_ids).load(std::memory_order_relaxed);
+    count_losses(static_cast<std::int64_t>(bad - bad_ids_), 0);
+    bad_ids_ = bad;
+  }
+  xd_ep_status take_status() override {
+    runner_.collect();
+    collect_losses();
+    const LlReport& report = *runner_.report();
+    xd_ep_status status = Group::take_status();
+    Family::tell_masks(report.masked, report.masked_by, status);
+    return status;
+  }
+  const volatile std::uint64_t* watch() const override { return runner_.watch(); }
+
+ protected:
+  void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {
+    runner_.run(
+        operation, stream, [&] { throw std::move(error); }, failed_turn(kUnknownHalves));
+  }
+
+ private:
+  using Runner = turn::DeviceRunner<Family, LlControl, LlReport>;
+
+  int device_id() const { return comm().device().device_id; }
+  void check_limits() const;
+  void share_memory();
+  void choose_shapes();
+  void describe_group();
+  void describe_tables();
+  void load_kernels() const;
+  std::size_t room() const { return limits_.shared_bytes - kStaticSharedBytes; }
+  // A dependent launch takes multiprocessors while it waits for the launch before it. Where others
+  // may need them so that that one ends, another rank on this device or this rank's other lane on
+  // another stream, launches begin one after the other.
+  bool may_depend() const {
+    return env().ll_dependent != 0 && limits_.ranks_on_device == 1 && 2 * blocks_ > limits_.sms;
+  }
+
+  // The shape of a launch that does these halves.
+  LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
+  // `units`: pieces of rows that a receive half sums.
+  LaunchShape combine_shape(const LlStep& step, std::int64_t units = 0) const;
+  LlStep step_of(const LlHalves& halves) {
+    return {.send = halves.send,
+            .receive = halves.receive,
+            .failed = false,
+            .silent = false,
+            .launch = runner_.next_launch()};
+  }
+
+  // start(halves) returns the mistake of a receive half that has taken its turn all the same. It
+  // sets the halves of the call when it knows them.
+  template <class Start>
+  void run(xd_ep_operation operation, xd_stream stream, Start&& start) {
+    Setback bad;
+    LlHalves halves = kUnknownHalves;
+    runner_.run(
+        operation, stream, [&] { bad = start(halves); }, failed_turn(halves));
+    if (bad) give_back(bad, operation, 0);
+  }
+  // A failed call is the whole operation. One that is known to have both halves takes no turn where
+  // it would overtake another one, and only its kernel knows that.
+  static constexpr LlHalves kUnknownHalves{.send = true, .receive = false};
+  Runner::LaunchFailed failed_turn(const LlHalves& halves) const {
+    return [this, &halves](const turn::Call& call, std::uint32_t number, xd_stream stream) {
+      launch_failed_turn(call, halves, number, stream);
+    };
+  }
+  template <class Read, class Params>
+  Setback add_receive_half(const Read& read, Params& params);
+  Setback start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves, xd_stream stream);
+  Setback start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves, xd_stream stream);
+  void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
+                          xd_stream stream) const;
+  template <class Params>
+  void enqueue(Params& params, const LaunchShape& shape, int lane, xd_stream stream) const {
+    if (verifies_) launch_verify(device_, lane, stream);
+    launch(params, shape, stream);
+  }
+
+  std::shared_ptr<Comm> keeps_comm_;  // and so its memory, which kernels use
+  const bool verifies_ = env().ll_verify != 0;
+  const std::size_t plan_bytes_;
+  xd::cuda::KnownMemory& known_memory_;
+  LaunchLimits limits_;
+  int blocks_ = 0;
+  SmShare share_;
+  Segments segments_;
+  xd::cuda::DeviceBuffer tables_;
+  LlDevice device_{};
+  std::mutex losses_mutex_;
+  std::uint64_t bad_ids_ = 0;  // those that the group has been told of
+  Runner runner_{*this, config().fatal_errors,
+                 [this](const LlReport& report) { return setback_of(report, *this); }};
+};
+
+CudaSlotsGroup::CudaSlotsGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
+    : Group(owner, user, keeps_of),
+      keeps_comm_(std::move(owner)),
+      plan_bytes_(plan_size(config())),
+      known_memory_(xd::cuda::KnownMemory::of(device_id())) {
+  share_memory();
+  comm().collective().agree(kCreateGroup, [this] {
+    const xd::cuda::DeviceGuard guard(device_id());
+    check_limits();
+    choose_shapes();
+    runner_.allocate();
+    describe_group();
+    describe_tables();
+    load_kernels();
+    return Collective::Contribution{};
+  });
+  share_ = SmShare(device_id(), blocks_, limits_.sms);
+  runner_.begin();
+}
+
+CudaSlotsGroup::~CudaSlotsGroup() { static_cast<void>(runner_.end()); }
+
+void CudaSlotsGroup::check_limits() const {
+  const Config& c = config();
+  // Counts of rows from each source lie in shared memory.
+  const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
+  if (counters > 65536 || c.local_experts >= 65535) {
+    fail(XD_ERROR_UNSUPPORTED, "config.num_experts = ", c.experts, ": rank ", rank(), " has ",
+         c.local_experts, " of them on ", c.ranks,
+         " ranks, expected at most 65536 / num_ranks on CUDA devices");
+  }
+  // Rows have room for so many scales and weights.
+  const LlRowForm form =
+      ll_row_form(static_cast<std::uint32_t>(c.max_row_bytes),
+                  static_cast<std::uint32_t>(c.max_row_bytes / 2 / 128 * 4), true, c.max_topk);
+  if (form.tail_words() > kLlMostTailWords) {
+    fail(XD_ERROR_UNSUPPORTED, "config.hidden: rows have ", c.max_row_bytes,
+         " bytes, expected at most 220000 in EXPERT_SLOTS on CUDA devices");
+  }
+}
+
+void CudaSlotsGroup::share_memory() {
+  const LlWordsMap map = LlWordsMap::make<LlRecord>(sizes_of(config()));
+  segments_ = comm().share(kCreateGroup, map.end);
+}
+
+void CudaSlotsGroup::choose_shapes() {
+  int shared_bytes = 0;
+  XD_CUDA_CHECK(
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_id()));
+  limits_ = {.sms = comm().multiprocessors(),
+             .shared_bytes = at(shared_bytes),
+             .ranks_on_device = comm().ranks_on_device()};
+  const int all = limits_.sms / limits_.ranks_on_device;
+  blocks_ = config().num_sms != 0 ? std::min(config().num_sms, all) : all;
+  XD_REQUIRE(blocks_ >= kLlFewestBlocks, "config.num_sms = ", config().num_sms,
+             ", expected at least ", kLlFewestBlocks, " in EXPERT_SLOTS, on a device with ",
+             limits_.sms, " multiprocessors and ", limits_.ranks_on_device, " ranks");
+}
+
+void CudaSlotsGroup::describe_group() {
+  const Config& c = config();
+  LlDevice& g = device_;
+  g.comm = comm().device_comm();
+  if (c.wait_timeout_ms != 0) g.comm.timeout_ms = c.wait_timeout_ms;
+  g.number = number();
+  g.fatal_errors = c.fatal_errors;
+  g.masks = c.masks_lost_peers;
+  g.collapse = c.collapse;
+  g.dependent = may_depend();
+  g.experts = c.experts;
+  g.local_experts = c.local_experts;
+  g.max_tokens = c.max_tokens;
+  g.max_topk = c.max_topk;
+  g.in_flight = c.in_flight;
+  g.slots = ll_slots(c.in_flight);
+  g.most_blocks = blocks_;
+  g.control = runner_.control();
+  g.report = runner_.report();
+  g.own_area = segments_[at(rank())]->base();
+  g.map = LlWordsMap::make<LlRecord>(sizes_of(c));
+  g.ids = LlIdWords::make(c.experts, c.max_topk);
+  g.terms = terms_of(plan_binding());
+  g.terms.keeps_items = c.max_topk;  // items have room for so many choices
+  g.plan = LlPlanMap::make({.local_experts = c.local_experts,
+                            .ranks = c.ranks,
+                            .tokens = c.max_tokens,
+                            .topk = c.max_topk,
+                            .items = std::int64_t{c.ranks} * c.max_tokens});
+  g.nonce = nonce();
+}
+
+// Also frees all staging for the first time. All ranks do before any of them begins an operation.
+void CudaSlotsGroup::describe_tables() {
+  const Config& c = config();
+  const LlTables tables = LlTables::make(c, blocks_);
+  std::vector<HeapRange> areas;
+  for (int r = 0; r < c.ranks; ++r) {
+    areas.push_back({segments_[at(r)]->base(), segments_[at(r)]->bytes()});
+  }
+  const std::vector<std::uint32_t> places = ll_places(c);
+  const std::vector<std::uint32_t> order = ll_order(sizes_of(c), rank(), ll_senders(blocks_));
+  tables_ = xd::cuda::DeviceBuffer(device_id(), tables.end, "a group's tables");
+  tables_.write(tables.areas, areas.data(), std::span(areas).size_bytes());
+  tables_.write(tables.places, places.data(), std::span(places).size_bytes());
+  tables_.write(tables.order, order.data(), std::span(order).size_bytes());
+  const HostMap& hosts = comm().hosts();
+  std::vector<RankBits> of_host(at(hosts.num_hosts()));
+  for (int r = 0; r < c.ranks; ++r) of_host[at(hosts.host_of(r))].add(r);
+  tables_.write(tables.hosts, of_host.data(), std::span(of_host).size_bytes());
+  std::byte* const base = tables_.data();
+  device_.areas = reinterpret_cast<const HeapRange*>(base + tables.areas);
+  device_.places = reinterpret_cast<const std::uint32_t*>(base + tables.places);
+  device_.order = reinterpret_cast<const std::uint32_t*>(base + tables.order);
+  device_.num_hosts = hosts.num_hosts();
+  device_.hosts = reinterpret_cast<const RankBits*>(base + tables.hosts);
+  for (int lane = 0; lane < 2; ++lane) {
+    device_.counts[lane] = reinterpret_cast<turn::LaneCount*>(base + tables.counts[lane]);
+  }
+  const xd::cuda::Stream stream(device_id());
+  XD_CUDA_CHECK(cudaMemsetAsync(device_.own_area + device_.map.rows, 0xFF,
+                                device_.map.end - device_.map.rows, stream.get()));
+  stream.synchronize();
+}
+
+// Loads every kernel, and checks that each launch that there may be fits the device.
+void CudaSlotsGroup::load_kernels() const {
+  LlDispatchParams params{};
+  LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
+  load_ll_control();
+  load_ll_dispatch(device_, dispatch_shape(step, params), room());
+  load_ll_combine(combine_shape(step));
+  step.receive = false;
+  dispatch_shape(step, params);
+  step.send = false;
+  step.receive = true;
+  dispatch_shape(step, params);
+}
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams& params) const {
+  // A call that has failed waits for no rows.
+  const bool sends_only = step.send && (!step.receive || step.failed);
+  const bool receives_only = step.receive && !step.send;
+  const int blocks = sends_only      ? ll_send_blocks(blocks_)
+                     : receives_only ? ll_receive_blocks(blocks_)
+                                     : blocks_;
+  params.senders = receives_only ? 0 : ll_senders(blocks_);
+  params.room = ll_dispatch_room(sizes_of(config()), room());
+  if (params.room.end > room()) {
+    fail(XD_ERROR_UNSUPPORTED, "config: dispatch needs ", params.room.end,
+         " bytes of shared memory per block, this device has ", room());
+  }
+  return {.blocks = blocks,
+          .first_blocks = params.senders,
+          .threads = kLlDispatchThreads,
+          .shared_bytes = params.room.end};
+}
+
+LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step, std::int64_t units) const {
+  const bool receives_only = step.receive && !step.send;
+  return {.blocks = receives_only ? ll_receive_blocks(blocks_, units) : blocks_,
+          .first_blocks = 0,
+          .threads = kLlCombineBlockThreads,
+          .shared_bytes = 0};
+}
+
+// A mistake in a receive half by itself comes back: its kernel starts all the same, and takes
+// the operation without its rows.
+template <class Read, class Params>
+Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
+  try {
+    const auto call = read_ll_receive(read.args, call_context());
+    if (read.halves.send) require_fits(call, params.record);
+    add_receive(call, plan_bytes_, known_memory_, params);
+  } catch (...) {
+    if (read.halves.send) throw;
+    params.step.silent = true;
+    return turn::current_setback<Family>(rank());
+  }
+  return {};
+}
+
+Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves,
+                                       xd_stream stream) {
+  const auto read = read_ll_args(args);
+  halves = read.halves;
+  LlDispatchParams params{};
+  params.group = device_;
+  params.step = step_of(read.halves);
+  params.record.call.operation = XD_EP_LL_DISPATCH;
+  if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
+  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
+  const LaunchShape shape = dispatch_shape(params.step, params);
+  enqueue(params, shape, kLlDispatch, stream);
+  return bad;
+}
+
+Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves,
+                                      xd_stream stream) {
+  const auto read = read_ll_args(args);
+  halves = read.halves;
+  LlCombineParams params{};
+  params.group = device_;
+  params.step = step_of(read.halves);
+  params.record.call.operation = XD_EP_LL_COMBINE;
+  if (read.halves.send) {
+    add_send(read_ll_send(read.args, call_context()), plan_bytes_, known_memory_, params);
+  }
+  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
+  const std::int64_t pieces = (params.row_bytes / 16 + kLlMoverThreads - 1) / kLlMoverThreads;
+  enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
+  return bad;
+}
+
+// The whole operation, with only a status. A receive half whose kernel cannot be launched has
+// nothing to send in its place: what this throws finishes the communicator.
+void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
+                                        std::uint32_t number, xd_stream stream) const {
+  if (!halves.send) fail(XD_ERROR_INTERNAL, "a receive half could not be launched");
+  const LlStep step{
+      .send = true, .receive = halves.receive, .failed = true, .silent = false, .launch = number};
+  if (call.operation == XD_EP_LL_COMBINE) {
+    LlCombineParams params{};
+    params.group = device_;
+    params.step = step;
+    params.record.call = call;
+    params.type = static_cast<std::uint8_t>(DType::bf16);
+    return enqueue(params, combine_shape(step), kLlCombine, stream);
+  }
+  LlDispatchParams params{};
+  params.group = device_;
+  params.step = step;
+  params.record.call = call;
+  params.scale_element = sizeof(float);
+  const LaunchShape shape = dispatch_shape(step, params);
+  enqueue(params, shape, kLlDispatch, stream);
+}
+
+// ---- Masks -------------------------------------------------------------------------------------
+
+void CudaSlotsGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) {
+  require_masks();
+  require_maskable(peer, masked, rank(), config());
+  comm().errors().check_usable();
+  const xd::cuda::DeviceGuard guard(device_id());
+  launch_mask_set(device_, peer, masked != 0, stream);
+}
+
+void CudaSlotsGroup::ll_mask_get(const DLTensor* mask, xd_stream stream) {
+  require_masks();
+  comm().errors().check_open();
+  const xd::cuda::DeviceGuard guard(device_id());
+  const Tensor out = read_ll_mask(mask, call_context());
+  known_memory_.require({{out.name, out.data, out.bytes(), true}});
+  launch_mask_get(device_, out.as<std::int32_t>(), stream);
+}
+
+void CudaSlotsGroup::ll_reset(xd_stream stream) {
+  require_masks();
+  comm().errors().check_usable();
+  const xd::cuda::DeviceGuard guard(device_id());
+  launch_reset(device_, runner_.next_launch(), stream);
+}
+
+std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
+  return std::make_unique<CudaSlotsGroup>(std::move(comm), config);
+}
+
+xd_ep_memory group_memory(const Config& config) {
+  constexpr int kMostBlocks = 256;
+  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  memory.symmetric_bytes = round_up(LlWordsMap::make<LlRecord>(sizes_of(config)).end, kGranularity);
+  memory.private_bytes =
+      LlTables::make(config, kMostBlocks).end + sizeof(LlControl) + sizeof(LlReport);
+  return memory;
+}
+
+}  // namespace
+
+const Executor kSlots{
+    .device_type = kDLCUDA, .make_group = make_group, .group_memory = group_memory};
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,28 @@
+// The kernels of EXPERT_SLOTS as the host starts them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "ep/plan/cuda/launch_shape.h"
+#include "ep/slots/cuda/params.h"
+
+namespace xd::ep::cuda {
+
+// Each starts a launch on `stream` that may be a dependent one; nothing waits.
+void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
+void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);
+
+// Masks or unmasks a rank.
+void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t stream);
+void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream);
+// Brings the ranks back into step.
+void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stream);
+// Checks that a slot that has been taken is free: XD_LL_VERIFY.
+void launch_verify(const LlDevice& group, int lane, cudaStream_t stream);
+void load_ll_control();
+
+// Load the kernels of a group, and check that the device holds all blocks of such a launch at once.
+void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
+void load_ll_combine(const LaunchShape& shape);
+
+}  // namespace xd::ep::cuda

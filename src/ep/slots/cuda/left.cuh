@@ -1,0 +1,78 @@
+// Words that an operation has left in its slot, since it was taken without being delivered: they
+// are replaced by ones, and the slot is given back.
+//
+//   LlControl          written by      read by
+//   left[lane][slot]   the last block  the last block of later launches, and the kernels of
+//                                      slots/cuda/control.cu: the operation whose words lie there, or 0
+//
+// A slot may be filled when all peers have said that they store nothing more there: their credits'
+// `sent`. A launch that sends n waits for that word about the operations up to n - in_flight - 1,
+// and fills their slots. No launch uses a slot before that: see ll_slots().
+#pragma once
+
+#include "ep/slots/cuda/agree.cuh"
+#include "ep/slots/cuda/words.cuh"
+
+namespace xd::ep::cuda {
+
+// The operation that has left words in this lane's slot, or 0.
+__device__ inline std::uint64_t ll_left_in_slot(const LlDevice& g, int kind) {
+  return lane_id() < g.slots ? ptx::ld_relaxed_sys(&g.control->left[kind][lane_id()]) : 0;
+}
+
+// True if the launch that sends `epoch` frees the slot of an operation that has left words.
+__device__ inline bool ll_frees(const LlDevice& g, std::uint64_t left, std::uint64_t epoch) {
+  return left != 0 && left + static_cast<std::uint64_t>(g.in_flight) < epoch;
+}
+
+// The last operation whose slot the launch that sends `epoch` frees, or 0. All lanes of a warp of
+// the last block.
+inline __device__ __noinline__ std::uint64_t ll_last_freed(const LlDevice& g, int kind,
+                                                           std::uint64_t epoch) {
+  const std::uint64_t left = ll_left_in_slot(g, kind);
+  unsigned long long last = ll_frees(g, left, epoch) ? left : 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) last = max(last, __shfl_xor_sync(kAllLanes, last, step));
+  return last;
+}
+
+// The lowest of the lanes' numbers that are not 0, less 1, but at most `taken`: so many operations'
+// slots are free. All lanes.
+__device__ inline std::uint64_t ll_freed_below(std::uint64_t left, std::uint64_t taken) {
+  unsigned long long freed = left != 0 ? left - 1 : ~0ull;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    freed = min(freed, __shfl_xor_sync(kAllLanes, freed, step));
+  }
+  return min(freed, static_cast<unsigned long long>(taken));
+}
+
+// Fills the slot of an operation with ones. All lanes, behind the acquire of every peer's `sent`.
+inline __device__ __noinline__ void ll_fill_slot(const LlDevice& g, int kind, std::uint64_t epoch) {
+  const LlStaging staging = g.staging(kind, turn::lane_slot(epoch, g.slots));
+#pragma unroll 1
+  for (std::uint64_t i = static_cast<std::uint64_t>(lane_id()) * 16; i < staging.bytes; i += 512) {
+    put_back_pair(staging.data + i);
+  }
+  __syncwarp();
+}
+
+// All lanes of a warp of the last block, behind the block's first barrier and the credit that this
+// warp has given: fills the slots that this launch frees, and gives the credit once more. No block
+// of the launch touches them.
+inline __device__ __noinline__ void ll_free_left(const LlDevice& g, const LlShared& s, int kind) {
+  std::uint64_t left = ll_left_in_slot(g, kind);
+#pragma unroll 1
+  for (int slot = 0; slot < g.slots; ++slot) {
+    const std::uint64_t epoch = __shfl_sync(kAllLanes, left, slot);
+    if (!ll_frees(g, epoch, s.course.send_epoch)) continue;
+    ll_fill_slot(g, kind, epoch);
+    if (lane_id() == slot) g.control->left[kind][slot] = left = 0;
+  }
+  __syncwarp();
+  const std::uint64_t freed = ll_freed_below(left, s.before.taken);
+  if (freed == s.freed) return;
+  ll_lane_of(g, kind, g.areas).give_credit({freed, s.before.sent});
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,141 @@
+// The memory that the ranks of a group of EXPERT_SLOTS share on CUDA, and the forms in which ids
+// and rows travel through it. Pure functions of sizes, for hosts and kernels.
+//
+//   area of rank r             written by        its reader knows that it is there from
+//   lane[kind]                 src               the record's seal: see turn/device/lane.h
+//   bad_ids[slot][src]         src, in dispatch  the tag beside the count
+//   ids[slot][src][t]          src, in dispatch  the tag in each word
+//   weights[slot][src][t][k]   src, in combine   the tag beside the weight
+//   meet[src]                  src, in reset     LlMeeting, for each round
+//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see slots/cuda/words.cuh)
+//   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
+//
+// slot = number of the operation mod ll_slots(in_flight). A slot is written again only under its
+// reader's credit. What has tags is never cleared: in one place two operations follow one another
+// whose tags differ. Rows and partial sums are all ones whenever they are free.
+#pragma once
+
+#include <crossdock/low_latency.h>
+
+#include <cstdint>
+
+#include "base/layout.h"
+#include "turn/device/lane.h"
+
+namespace xd::ep::cuda {
+
+inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
+
+// The slots of a lane of which so many operations may be between their halves. A send half of n
+// comes when all ranks have sent n - in_flight. By then they have freed the slots of the operations
+// up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
+constexpr int ll_slots(int in_flight) { return 2 * in_flight + 1; }
+inline constexpr int kLlMaxSlots = ll_slots(XD_EP_LL_MAX_IN_FLIGHT);
+
+// The words in which a token's expert ids travel: in each word some ids, below a tag of 16 bits. An
+// id of all ones is none.
+struct LlIdWords {
+  static constexpr int kTagBits = 16;
+  // Up to eight ids below 4095 lie in places that do not depend on the group.
+  static constexpr int kFewBits = 12, kFewPerWord = 4;
+
+  std::int32_t bits;      // of an id
+  std::int32_t per_word;  // ids
+  std::int32_t words;     // of a token: an even number, as they travel in pairs
+
+  static constexpr LlIdWords make(int experts, int topk) {
+    LlIdWords w{};
+    while (experts >> w.bits != 0) ++w.bits;
+    if (topk <= 2 * kFewPerWord && w.bits < kFewBits) w.bits = kFewBits;
+    w.per_word = (64 - kTagBits) / w.bits;
+    w.words = ((topk + w.per_word - 1) / w.per_word + 1) / 2 * 2;
+    return w;
+  }
+  constexpr bool few() const { return bits == kFewBits && per_word == kFewPerWord && words == 2; }
+  constexpr std::uint32_t none() const { return (1u << bits) - 1; }
+  constexpr std::uint32_t id(std::uint64_t word, int place) const {
+    return static_cast<std::uint32_t>(word >> (place * bits)) & none();
+  }
+};
+
+// The tag of an operation's words. Its top bit is set, so memory of zeros has no tag.
+constexpr std::uint32_t ll_tag(std::uint64_t epoch) {
+  return 0x8000u | static_cast<std::uint32_t>(epoch & 0x7FFF);
+}
+
+// The parts of a row as it travels: payload, then the scales, then the weights, each in whole
+// words.
+struct LlRowForm {
+  std::uint32_t vectors;       // 16 bytes each: of the payload
+  std::uint32_t scale_words;   // 8 bytes each
+  std::uint32_t weight_words;  // likewise
+
+  constexpr std::uint32_t payload() const { return vectors * 16; }
+  constexpr std::uint32_t tail_words() const { return scale_words + weight_words; }
+};
+constexpr LlRowForm ll_row_form(std::uint32_t row_bytes, std::uint32_t scale_bytes, bool quantised,
+                                int weights) {
+  return {.vectors = (quantised ? row_bytes / 2 : row_bytes) / 16,
+          .scale_words = (scale_bytes + 7) / 8,
+          .weight_words = (static_cast<std::uint32_t>(weights) + 1) / 2};
+}
+
+struct LlSizes {
+  int ranks, experts, local_experts, max_tokens, max_topk, slots;
+  bool masks;
+  std::uint64_t max_row_bytes;
+
+  // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies
+  // there for good, and no other rank's sum is taken from it.
+  constexpr std::uint64_t partials_per_token() const {
+    return static_cast<std::uint64_t>(max_topk < ranks && !masks ? max_topk : ranks);
+  }
+  // The longest row as it travels. Quantised rows are half as long, and have room for their scales.
+  constexpr std::uint64_t row_stride() const {
+    const std::uint64_t weights = (static_cast<std::uint64_t>(max_topk) + 1) / 2 * 8;
+    return (max_row_bytes + weights + 127) / 128 * 128;
+  }
+};
+
+// What a rank writes at a peer when it comes back into step: see ep/slots/cuda/control.cu.
+struct LlMeeting {
+  std::uint64_t greeting;    // a number that it has never used
+  std::uint64_t answer;      // the peer's greeting that it has seen last
+  std::uint64_t numbers[2];  // by lane; written before the greeting
+};
+
+// Byte offsets. All ranks have the same.
+struct LlWordsMap {
+  turn::LaneMap lane[2];
+  std::uint64_t bad_ids, ids, weights, meet;
+  std::uint64_t rows, partials, end;  // from `rows` on memory is all ones when it is free
+  std::uint64_t row_stride, partial_stride;
+
+  template <class Record>
+  static constexpr LlWordsMap make(const LlSizes& s) {
+    const auto ranks = static_cast<std::uint64_t>(s.ranks);
+    const auto slots = static_cast<std::uint64_t>(s.slots);
+    const auto tokens = static_cast<std::uint64_t>(s.max_tokens);
+    const std::uint64_t cells = slots * ranks;
+    LayoutCursor cursor;
+    LlWordsMap map{};
+    for (turn::LaneMap& lane : map.lane) {
+      lane = turn::LaneMap::add<Record>(cursor, s.ranks, s.slots);
+    }
+    map.bad_ids = cursor.add<std::uint64_t>(cells, 64);
+    const LlIdWords ids = LlIdWords::make(s.experts, s.max_topk);
+    map.ids = cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(ids.words), 64);
+    map.weights =
+        cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(s.max_topk), 64);
+    map.meet = cursor.add<LlMeeting>(2 * ranks, 64);
+    map.row_stride = s.row_stride();
+    map.partial_stride = s.max_row_bytes;
+    map.rows = cursor.add<std::byte>(cells * tokens * map.row_stride, 256);
+    map.partials =
+        cursor.add<std::byte>(slots * tokens * s.partials_per_token() * map.partial_stride, 256);
+    map.end = cursor.add<std::byte>(0, 256);
+    return map;
+  }
+};
+
+}  // namespace xd::ep::cuda

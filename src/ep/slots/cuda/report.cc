@@ -1,0 +1,74 @@
+#include "ep/slots/cuda/report.h"
+
+#include <span>
+
+#include "base/error.h"
+#include "base/math.h"
+#include "ep/family.h"
+
+namespace xd::ep::cuda {
+namespace {
+
+std::string text_of_fault(const LlFindings& f, const Group& group) {
+  switch (f.kind) {
+    case LlFault::plan:
+      return text_of(f.fault, terms_of(group.plan_binding()));
+    case LlFault::no_send:
+      return "phase = XD_EP_PHASE_RECEIVE, expected a send half before it";
+    case LlFault::both_between:
+      return concat("phase = XD_EP_PHASE_BOTH, expected XD_EP_PHASE_SEND while ", f.got,
+                    " operations are between their halves");
+    case LlFault::not_as_sent:
+      return concat("receive half: rows have ", f.got,
+                    " bytes, expected type and size of the rows "
+                    "that the send half has sent, ",
+                    f.expected, " bytes");
+    case LlFault::tokens:
+      return concat("out or topk_weights has ", f.got, " rows, expected the plan's ", f.expected,
+                    " tokens");
+    case LlFault::topk:
+      return concat("topk_weights has ", f.got, " columns, expected the plan's top-k ", f.expected);
+    case LlFault::not_clean:
+      return "XD_LL_VERIFY: words of an operation that has been taken are not free";
+    case LlFault::none:
+    case LlFault::busy:
+      break;
+  }
+  return {};
+}
+
+Setback busy(const LlFindings& findings, const Group& group) {
+  return {.status = XD_ERROR_BUSY,
+          .text = concat(findings.got, " operations are between their halves, expected at most ",
+                         "in_flight = ", group.config().in_flight,
+                         " with this one; peers do not hear of this call"),
+          .rank = group.rank()};
+}
+
+}  // namespace
+
+Setback setback_of(const LlReport& report, const Group& group) {
+  const auto status = static_cast<xd_status>(report.status);
+  switch (report.status) {
+    case XD_ERROR_PEER_LOST: {
+      RankBits lost{};
+      if (report.rank >= 0) lost.add(report.rank);
+      return lost_peers({lost, report.masked, report.masked_by});
+    }
+    case XD_ERROR_BUSY:
+      return busy(report.findings, group);
+    case XD_ERROR_MISMATCH: {
+      const std::span<const LlRecord> records(report.record, at(group.config().ranks));
+      return turn::disagreement<Family, LlRecord>(
+          records, group.rank(), [&](int r) { return records[at(r)].call.operation != 0; });
+    }
+    default:
+      if (report.findings.kind == LlFault::none) {
+        return bad_expert_ids(report.findings.bad_ids, report.rank, group.config());
+      }
+      return {
+          .status = status, .text = text_of_fault(report.findings, group), .rank = group.rank()};
+  }
+}
+
+}  // namespace xd::ep::cuda

@@ -1,0 +1,74 @@
+// What ranks of a group of EXPERT_SLOTS send to ranks on other machines: one message for each far
+// rank and operation, straight to it, with everything that a near rank finds in shared memory. Each
+// is a chunk of the links (net/links.h). docs/internals/machines.md has the protocol.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "ep/plan/config.h"
+#include "ep/plan/plan.h"
+#include "ep/slots/record.h"
+#include "net/link_map.h"
+
+namespace xd::ep {
+
+// A message has its sender's record, and behind the header:
+enum class LlFarKind : std::uint32_t {
+  dispatch = 1,  // the items and rows of the sender's tokens that have experts here: LlFarRows
+  combine = 2,   // sums, as below; or, where the call has weights, those of all tokens: [T][K]
+  sums = 3,      // where the call has weights: the sums of this rank's tokens: LlFarSums
+};
+inline constexpr int kLlFarKinds = 3;
+
+struct LlFarHeader {
+  std::uint64_t epoch;  // number of the operation among those of its kind
+  LlFarKind kind;
+  std::int32_t source;  // the rank that has sent it
+  std::uint32_t items;
+  std::uint32_t unused;
+  LlRecord record;
+};
+static_assert(sizeof(LlFarHeader) % net::kItemAlignment == 0 &&
+              std::has_unique_object_representations_v<LlFarHeader>);
+
+// An LlItem with local experts in place of rows, then the row with its scales.
+struct LlFarRows {
+  int topk;
+  std::size_t row_bytes;  // with scales
+
+  constexpr std::size_t row_at() const { return ll_item_bytes(topk); }
+  constexpr std::size_t item_bytes() const { return row_at() + net::item_size(row_bytes); }
+};
+
+// The token's number, 32 bits, then the sum. By ascending token.
+struct LlFarSums {
+  std::size_t row_bytes;
+
+  static constexpr std::size_t row_at() { return net::kItemAlignment; }
+  constexpr std::size_t item_bytes() const { return row_at() + net::item_size(row_bytes); }
+};
+
+// The longest message of a group.
+std::size_t longest_ll_message(const Config& config);
+
+// A message that has come. It may have been damaged by anyone who can write into a rank's room, so
+// all of it is looked at before it is used as a number of bytes or as a place.
+struct LlFarMessage {
+  LlFarHeader header;
+  std::span<const std::byte> body;
+
+  // Throws INTERNAL, naming the sender, unless the message is of this rank.
+  static LlFarMessage read(std::span<const std::byte> chunk, int from);
+  // Throws INTERNAL unless there are at most `most` items, each of so many bytes.
+  void require_items(std::uint64_t most, std::size_t bytes_each) const;
+  [[noreturn]] void refuse(const char* why) const;
+
+  const std::byte* item(std::uint64_t number, std::size_t bytes_each) const {
+    return body.data() + number * bytes_each;
+  }
+};
+
+}  // namespace xd::ep

@@ -1,0 +1,47 @@
+// The entry record of the operations of EXPERT_SLOTS (turn/entry.h): what a rank tells about its
+// send half, beside its rows.
+#pragma once
+
+#include <cstdint>
+
+#include "base/rank_bits.h"
+#include "ep/slots/calls.h"
+#include "turn/entry.h"
+
+namespace xd::ep {
+
+enum LlRecordFlags : std::uint8_t { kWeighted = 1 << 0 };
+
+// Everything up to the fingerprint must be equal on all ranks.
+struct LlRecord {
+  turn::Call call{};            // an xd_ep_operation
+  std::uint8_t dtype = 0;       // a DType: of the rows that the caller gives
+  std::uint8_t flags = 0;       // kWeighted
+  std::uint32_t row_bytes = 0;  // of the rows that the caller gives
+  std::uint32_t quantise = 0;   // dispatch: an xd_ep_quantise
+  std::uint32_t topk = 0;
+  std::uint64_t fingerprint = 0;  // combine: its plan's
+  std::uint32_t tokens = 0;       // T of the sender
+  std::uint32_t bad_ids = 0;      // dispatch: of the sender
+  RankBits mask{};                // the ranks that the sender leaves out
+  std::uint64_t unused = 0;       // records of all families have one size
+};
+static_assert(turn::is_record<LlRecord>);
+
+// True if two ranks that are in the same operation also agree about its arguments. Host and device
+// ask it.
+constexpr bool same_operation(const LlRecord& a, const LlRecord& b) {
+  return a.fingerprint == b.fingerprint && a.dtype == b.dtype && a.row_bytes == b.row_bytes &&
+         a.quantise == b.quantise && a.topk == b.topk && a.flags == b.flags;
+}
+
+// The part that must be equal, except for the fingerprint, and the sender's T.
+LlRecord record_of(const LlDispatchSend& call);
+// `topk` and `tokens` are the plan's.
+LlRecord record_of(const LlCombineSend& call, int topk, int tokens);
+
+// Throws INVALID_ARGUMENT where a receive half does not fit what this rank has sent.
+void require_fits(const LlDispatchReceive& call, const LlRecord& sent);
+void require_fits(const LlCombineReceive& call, const LlRecord& sent);
+
+}  // namespace xd::ep

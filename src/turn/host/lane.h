@@ -1,0 +1,337 @@
+// A lane on the host: turns whose halves are calls of their own, so that several operations may be
+// under way at once. turn/entry.h has the verbs; docs/internals/turns.md says why no wait goes in a
+// circle.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/math.h"
+#include "base/rank_bits.h"
+#include "observe/subject.h"
+#include "turn/host/cells.h"
+#include "turn/host/far_lane.h"
+#include "turn/peer_masks.h"
+
+namespace xd::turn {
+
+template <class Record>
+class HostLane : public HostCells<Record> {
+ public:
+  using HostCells<Record>::peers, HostCells<Record>::ring_peers;
+
+  struct Place {
+    const TurnMap& map;
+    NearTable areas;
+    std::uint64_t slots;
+  };
+  // `operation` is what its turns are, for error texts.
+  HostLane(Comm& comm, int number, const Place& place, std::int32_t operation, PeerMasks& masks)
+      : HostCells<Record>(comm, number, place.map, place.areas, place.slots),
+        operation_(operation),
+        masks_(masks),
+        records_(at(comm.num_ranks())),
+        held_(place.slots),
+        others_(this->peers().begin(), this->peers().end()) {}
+
+  // From now on ranks on other machines take part as well, and are never masked. `far` outlives the
+  // lane.
+  void reach(FarLane& far) {
+    far_ = &far;
+    others_.insert(others_.end(), far.ranks().begin(), far.ranks().end());
+  }
+
+  // Operations are numbered from 1. Those that have been sent here, and those that have been taken.
+  std::uint64_t sent() const { return sent_; }
+  std::uint64_t taken() const { return taken_; }
+  std::uint64_t between_halves() const { return sent_ - taken_; }
+  bool full() const { return between_halves() == this->slots(); }
+  // True if this rank has done what a peer waits for in that phase of an operation.
+  bool has_come(xd_phase phase, std::uint64_t epoch) const {
+    if (phase == XD_PHASE_CREDIT) return taken_ + this->slots() >= epoch;
+    // Of messages that have been sent nobody knows here when they are taken in.
+    return phase == XD_PHASE_DONE || sent_ >= epoch;
+  }
+  // True if the peer's wait ends when this rank's next call fails.
+  bool can_join(xd_phase phase, std::uint64_t epoch) const {
+    return phase != XD_PHASE_CREDIT && phase != XD_PHASE_DONE && sent_ + 1 == epoch && !full();
+  }
+
+  // ---- The send half: begin, enter ----
+
+  // Begins the operation sent(). Returns when every peer has taken the operation whose slot it uses
+  // again: from here on this rank may write into that slot of their memory. The lane is not full.
+  void begin();
+  // Tells near ranks. The family sends far ones their messages, which have the record.
+  void enter(const Record& record);
+  const Record& sent_record() const { return held(sent_).own; }
+  // The peers that take part in the operation sent(): those that were not masked when it began, and
+  // have not been lost since.
+  const RankBits& company() const { return held(sent_).company; }
+
+  // ---- The receive half: await, leave ----
+
+  // The operation taken() + 1, which has been sent: its record here.
+  std::uint64_t next() const { return taken_ + 1; }
+  const Record& own_record() const { return held(next()).own; }
+  const RankBits& awaited() const { return held(next()).company; }
+  // Returns when every peer of its company has entered it, or has been lost.
+  void await(observe::WaitTimes& times);
+  // Returns when all messages of far ranks have come, which those wait for: see rest().
+  void await_far();
+  // The ranks whose records have come, this one among them, and the records by rank.
+  const RankBits& here() const { return here_; }
+  const std::vector<Record>& records() const { return records_; }
+  // The entry of a far rank, which its message has brought.
+  void bring_entry(int source, std::uint64_t epoch, const Record& record) const {
+    this->post_entry_of(source, this->self(), epoch, record);
+  }
+  // Gives up a rank of here() whose share of the operation does not come.
+  void lose(int rank) { here_.remove(rank); }
+  // The peers that were to take part and have been lost.
+  RankBits lost() const;
+  // Tells every peer that this rank has taken the operation: they may use its slot here again.
+  // Waits for nobody.
+  void leave();
+  // Returns when this rank's messages of the operation reach far ranks whatever it does next, or
+  // whether it does anything. Not so its credits, which may come with its next call, nor what it
+  // sends to ranks whose own call has failed: they need it no more, and may be in no call that
+  // takes it in.
+  void rest(std::uint64_t epoch);
+  // Takes the operation sent() as soon as those before it have been taken, without its rows.
+  void drop_sent() {
+    held(sent_).dropped = true;
+    take_dropped();
+  }
+
+  // Forgets what is between its halves, and counts on from `epoch`, which no rank has passed.
+  void restart(std::uint64_t epoch);
+
+  // ---- For what a family makes its ranks wait for inside an operation ----
+
+  HostWait site(xd_phase phase, std::uint64_t epoch) const {
+    return {.phase = phase,
+            .group = this->number(),
+            .operation = operation_,
+            .epoch = epoch,
+            .deadline = deadline_,
+            .timeout_ms = masks_.timeout_ms(),
+            .progress = far_ != nullptr ? &far_->progress() : nullptr};
+  }
+  bool has_entered(int peer, std::uint64_t epoch) const {
+    return this->entered(peer, epoch) == epoch;
+  }
+  const Record& record_of(int peer, std::uint64_t epoch) const {
+    return this->posted_by(peer, epoch);
+  }
+  // Waits for something that a far rank brings in the operation.
+  template <class Ready>
+  void wait_for_message(int far_rank, std::uint64_t epoch, Ready&& ready) {
+    wait_far(far_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
+  }
+  // True when the rank has entered the operation, false where it has been lost.
+  bool wait_entered(int rank, std::uint64_t epoch) {
+    return wait(
+        rank, site(XD_PHASE_ENTRY, epoch), [&] { return has_entered(rank, epoch); },
+        [&] { return this->entered(rank, epoch); });
+  }
+
+ private:
+  // What is kept of an operation between its halves.
+  struct Held {
+    Record own{};
+    RankBits company{};   // the peers that are sent to
+    RankBits at_start{};  // the peers that were not masked when it began
+    bool dropped = false;
+  };
+  // Waits for a near or a far rank; false where it has been lost.
+  template <class Ready, class Seen>
+  bool wait(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
+    if (const auto near = this->comm().hosts().find_near(rank))
+      return masks_.wait(*near, site, ready, seen);
+    wait_far(rank, site, ready, seen);
+    return true;
+  }
+  template <class Ready, class Seen>
+  void wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
+  template <class Ready, class Seen>
+  bool wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen);
+  Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
+  const Held& held(std::uint64_t epoch) const { return held_[slot_of(epoch, this->slots())]; }
+  void take_dropped() {
+    while (taken_ < sent_ && held(next()).dropped) leave_one();
+  }
+  void leave_one();
+  // True if the rank has told that its call has failed.
+  bool has_failed(int rank, std::uint64_t epoch) const {
+    return has_entered(rank, epoch) && record_of(rank, epoch).call.status != XD_SUCCESS;
+  }
+
+  const std::int32_t operation_;
+  PeerMasks& masks_;
+  std::vector<Record> records_;
+  std::vector<Held> held_;  // by slot
+  RankBits here_{};
+  Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
+  std::uint64_t sent_ = 0, taken_ = 0;
+  std::vector<int> others_;  // all ranks but this one, near ones first
+  FarLane* far_ = nullptr;   // none: all ranks are near
+};
+
+template <class Record>
+void HostLane<Record>::begin() {
+  ++sent_;
+  deadline_ = masks_.deadline_behind_waits();
+  Held& op = held(sent_);
+  op = {};
+  const RankBits masked = masks_.masked();
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave_one()
+  for (const NearRank peer : peers()) {
+    if (masked.has(peer)) continue;
+    op.at_start.add(peer);
+    const std::uint64_t before = sent_ > this->slots() ? sent_ - this->slots() : 0;
+    // A peer may have taken this very operation already, where its own send half has failed.
+    const bool free = masks_.wait(
+        peer, site(XD_PHASE_CREDIT, sent_), [&] { return this->done_by(peer, sent_) >= before; },
+        [&] { return this->done_by(peer, sent_); });
+    if (free) op.company.add(peer);
+  }
+  if (far_ != nullptr) {
+    for (const int rank : far_->ranks()) {
+      op.at_start.add(rank);
+      wait_far(
+          rank, site(XD_PHASE_CREDIT, sent_), [&] { return far_->has_place(rank, sent_); },
+          [&] { return sent_ - this->slots() - 1; });
+      op.company.add(rank);
+    }
+  }
+  deadline_ = masks_.deadline();
+}
+
+template <class Record>
+void HostLane<Record>::enter(const Record& record) {
+  held(sent_).own = record;
+  for (const NearRank peer : peers()) {
+    if (company().has(peer)) this->post_entry(peer, sent_, record);
+  }
+}
+
+template <class Record>
+void HostLane<Record>::await(observe::WaitTimes& times) {
+  const auto is_here = [this](int peer) { return has_entered(peer, next()); };
+  const observe::Span span(times.subject(), "wait for entries");
+  deadline_ = masks_.deadline();
+  here_ = {};
+  here_.add(this->self());
+  records_[at(this->self())] = own_record();
+  for (const int peer : others_) {
+    if (!awaited().has(peer)) continue;
+    const bool came = wait(
+        peer, site(XD_PHASE_ENTRY, next()),
+        [&] {
+          const bool here = is_here(peer);
+          times.look(peer, here, others_, is_here);
+          return here;
+        },
+        [&] { return this->entered(peer, next()); });
+    if (!came) continue;
+    here_.add(peer);
+    records_[at(peer)] = record_of(peer, next());
+  }
+}
+
+template <class Record>
+void HostLane<Record>::await_far() {
+  if (far_ == nullptr) return;
+  deadline_ = masks_.deadline();
+  for (const int rank : far_->ranks()) {
+    wait_far(
+        rank, site(XD_PHASE_ENTRY, next()), [&] { return has_entered(rank, next()); },
+        [&] { return this->entered(rank, next()); });
+  }
+}
+
+template <class Record>
+RankBits HostLane<Record>::lost() const {
+  RankBits ranks{};
+  for (const NearRank peer : peers()) {
+    if (held(next()).at_start.has(peer) && !here_.has(peer)) ranks.add(peer);
+  }
+  return ranks;
+}
+
+// A peer that waits for this credit has entered every operation before the one that it begins. Only
+// such a peer is woken, as the others sleep for something else. The fences here and in begin() make
+// sure that this rank sees the peer's last entry, or the peer this credit.
+template <class Record>
+void HostLane<Record>::leave_one() {
+  ++taken_;
+  const RankBits& company = held(taken_).company;
+  for (const NearRank peer : peers()) {
+    if (company.has(peer)) this->post_done(peer, taken_);
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const std::uint64_t last = taken_ + this->slots() - 1;
+  for (const NearRank peer : peers()) {
+    if (company.has(peer) && this->entered(peer, last) >= last) this->comm().ring(peer);
+  }
+  if (far_ != nullptr) far_->leave(taken_);
+}
+
+// A rank's goodbye may overtake what it has sent before. That comes all the same, so there is some
+// time for it. False = the rank has left, and that time is over.
+template <class Record>
+template <class Ready, class Seen>
+bool HostLane<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
+  constexpr int kBehindGoodbyeMs = 5000;
+  site.needs_all_ranks = true;
+  std::optional<Deadline> patience;
+  const auto is_gone = [&] {
+    if (!patience && this->comm().errors().left(rank))
+      patience = Deadline::after_ms(std::min(kBehindGoodbyeMs, this->comm().timeout_ms()));
+    return patience && patience->passed();
+  };
+  this->comm().wait_for(
+      this->self(), site, [&] { return ready() || is_gone(); }, seen, [rank] { return rank; });
+  return ready();
+}
+
+template <class Record>
+template <class Ready, class Seen>
+void HostLane<Record>::wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
+  if (!wait_while_here(rank, site, ready, seen)) this->comm().throw_lost(rank, site);
+}
+
+template <class Record>
+void HostLane<Record>::rest(std::uint64_t epoch) {
+  if (far_ == nullptr) return;
+  deadline_ = masks_.deadline();
+  for (const int rank : far_->ranks()) {
+    // A rank that has left needs nothing any more.
+    wait_while_here(
+        rank, site(XD_PHASE_DONE, epoch),
+        [&] { return far_->has_sent(rank, epoch) || has_failed(rank, epoch); },
+        [&] { return epoch - 1; });
+  }
+}
+
+template <class Record>
+void HostLane<Record>::restart(std::uint64_t epoch) {
+  sent_ = taken_ = epoch;
+  for (const NearRank peer : peers()) {
+    if (!masks_.masked().has(peer)) this->post_done_all(peer, epoch);
+  }
+  ring_peers();
+}
+
+template <class Record>
+void HostLane<Record>::leave() {
+  leave_one();
+  take_dropped();
+}
+
+}  // namespace xd::turn

@@ -1,0 +1,204 @@
+// Runs a sequence's operations on the caller's thread, one at a time, each as one turn.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "turn/host/calls.h"
+#include "turn/host/turn.h"
+
+namespace xd::turn {
+
+// An operation is made from its arguments (and throws if they are bad), then these are called in
+// this order, with the turn's verbs between them:
+template <class Op, class Family>
+concept HostOperation = requires(Op op, const Op& c) {
+  // The record that this rank tells its peers.
+  { c.record() } -> std::same_as<typename Family::Record>;
+  // Before enter(): fills the memory that peers will read.
+  op.stage_in();
+  // After enter(): sends the words that peers wait for inside the operation.
+  op.announce();
+  // After await(), where all ranks agree: a reason, equal on all ranks, to move nothing
+  // nevertheless.
+  { c.obstacle() } -> std::same_as<Setback<Family>>;
+  // Reads and writes the peers' memory.
+  op.move();
+  // After end(): completes this rank's outputs, reports.
+  { op.complete() } -> std::same_as<Setback<Family>>;
+};
+
+template <class Family>
+class HostRunner {
+ public:
+  using Turn = HostTurn<typename Family::Record>;
+
+  // `fatal_errors`: a setback finishes the communicator.
+  HostRunner(Sequence<Family>& sequence, Turn& turn, bool fatal_errors)
+      : sequence_(sequence), turn_(turn), calls_(sequence, fatal_errors) {}
+
+  // Returns when the operation that `make` makes has finished here, or throws its setback. A rank
+  // whose `make` throws goes through the same steps with only its failure, so that its peers learn
+  // of it at once and the epochs stay together. Fatal errors leave from any step.
+  template <class Make>
+  void run(std::int32_t operation, Make&& make);
+
+  // Takes a turn with only this error.
+  void run_failed(std::int32_t operation, Error&& error) {
+    run(operation, [&]() -> Nothing { throw std::move(error); });
+  }
+
+  // An operation whose halves are two calls, with no other operation between them. start() enters
+  // and waits for nobody; it throws this rank's own setback, with `op` left empty. finish() must
+  // follow in either case: it goes through the rest of the turn and returns what became of it.
+  template <class Op, class Make>
+  void start(std::int32_t operation, std::optional<Op>& op, Make&& make);
+  template <HostOperation<Family> Op>
+  Setback<Family> finish(std::int32_t operation, std::optional<Op>& op);
+  // Throws the setback of the operation that has just ended, if it has one, or keeps it for the
+  // sequence's status.
+  void settle(const Setback<Family>& setback, std::int32_t operation) {
+    calls_.settle(setback, operation, turn_.epoch());
+  }
+  void keep(const Setback<Family>& setback, std::int32_t operation) {
+    calls_.keep(setback, operation, turn_.epoch());
+  }
+
+  const volatile std::uint64_t* watch() const { return calls_.watch(); }
+
+ private:
+  // Stands for an operation that is never made.
+  struct Nothing {
+    typename Family::Record record() const { return {}; }
+    void stage_in() {}
+    void announce() {}
+    Setback<Family> obstacle() const { return {}; }
+    void move() {}
+    Setback<Family> complete() { return {}; }
+  };
+
+  template <HostOperation<Family> Op, class Make>
+  Setback<Family> enter(std::int32_t operation, std::optional<Op>& op, Make&& make);
+  template <HostOperation<Family> Op>
+  Setback<Family> leave(std::int32_t operation, std::optional<Op>& op, Setback<Family> setback);
+  template <HostOperation<Family> Op>
+  Setback<Family> move(std::int32_t operation, Op& op);
+  template <HostOperation<Family> Op>
+  Setback<Family> complete(Op& op);
+
+  Sequence<Family>& sequence_;
+  Turn& turn_;
+  HostCalls<Family> calls_;
+};
+
+template <class Family>
+template <class Make>
+void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  std::optional<decltype(make())> op;
+  Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
+  setback = leave(operation, op, std::move(setback));
+  calls_.settle(setback, operation, turn_.epoch());
+}
+
+template <class Family>
+template <class Op, class Make>
+void HostRunner<Family>::start(std::int32_t operation, std::optional<Op>& op, Make&& make) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  op.reset();
+  const Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
+  calls_.settle(setback, operation, turn_.epoch());
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional<Op>& op) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  if (op) return leave(operation, op, {});
+  turn_.await();  // start() has thrown this rank's setback already
+  turn_.leave();
+  turn_.end();
+  return {};
+}
+
+// Up to the point from which the operation waits for peers.
+template <class Family>
+template <HostOperation<Family> Op, class Make>
+Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<Op>& op,
+                                          Make&& make) {
+  Setback<Family> setback;
+  try {
+    op.emplace(std::forward<Make>(make)());
+  } catch (...) {
+    setback = current_setback<Family>(sequence_.rank());
+    setback.met_by_all = true;  // the peers learn of it from this rank's record
+  }
+  turn_.begin(operation);
+  const observe::Span span(sequence_.subject(), "stage");
+  if (op) {
+    op->stage_in();
+    turn_.enter(op->record());
+    op->announce();
+  } else {
+    typename Family::Record failed{};
+    failed.call.status = static_cast<std::uint8_t>(setback.status);
+    turn_.enter(failed);
+  }
+  return setback;
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::leave(std::int32_t operation, std::optional<Op>& op,
+                                          Setback<Family> setback) {
+  {
+    const observe::Span span(sequence_.subject(), "wait for entries");
+    turn_.await();
+  }
+  if (!setback) setback = move(operation, *op);
+  {
+    const observe::Span span(sequence_.subject(), "wait for ends");
+    turn_.leave();
+    turn_.end();
+  }
+  if (!setback) setback = complete(*op);
+  return setback;
+}
+
+// A failure here that is not fatal (no memory for an error's text, a peer's record that names no
+// memory of its own) is this rank's setback alone, and the rank still leaves with the others.
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
+  try {
+    if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
+    if (auto found = op.obstacle()) return found;
+    const observe::Span span(sequence_.subject(), "move");
+    op.move();
+    return {};
+  } catch (...) {
+    if (sequence_.comm().errors().fatal_error() != nullptr) throw;
+    const auto found = current_setback<Family>(sequence_.rank());
+    if (!turn_.reaches_far()) return found;
+    // Ranks on other machines wait for what this one has not sent, and near ones must not take its
+    // done flag for all that it brings them from there.
+    calls_.finish_comm(found, operation, turn_.epoch());
+    sequence_.comm().errors().throw_if_failed();
+    throw;
+  }
+}
+
+template <class Family>
+template <HostOperation<Family> Op>
+Setback<Family> HostRunner<Family>::complete(Op& op) {
+  try {
+    const observe::Span span(sequence_.subject(), "complete");
+    return op.complete();
+  } catch (...) {
+    return current_setback<Family>(sequence_.rank());
+  }
+}
+
+}  // namespace xd::turn

@@ -1,0 +1,491 @@
+#include "conformance/slots/batch.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <tuple>
+
+#include "conformance/quantised.h"
+#include "support/random.h"
+
+namespace xd::test {
+namespace {
+
+// What the bytes of an input behind the rows and between them hold: NaN, in every type.
+constexpr std::byte kNotToBeRead{0xFF};
+// What an input holds when its call has ended.
+constexpr std::byte kOverwritten{0x3C};
+constexpr std::int64_t kFirstLoad = 1000, kFirstWait = 5;
+
+constexpr std::uint64_t kDispatchWeights = 0xD1, kCombineWeights = 0xC0;
+
+std::vector<std::byte> bytes_of(const std::vector<std::uint32_t>& codes, DLDataType type) {
+  const std::size_t element = element_bytes(type);
+  std::vector<std::byte> bytes(codes.size() * element);
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    std::memcpy(bytes.data() + i * element, &codes[i], element);  // little-endian
+  }
+  return bytes;
+}
+
+// 8 bytes of ones arrive as another NaN on CUDA devices.
+void replace_ones(std::vector<std::byte>& row) {
+  for (std::size_t at = 0; at + 8 <= row.size(); at += 8) {
+    const auto word = std::span(row).subspan(at, 8);
+    if (std::ranges::all_of(word, [](std::byte b) { return b == std::byte{0xFF}; })) {
+      word[7] = std::byte{0x7F};
+    }
+  }
+}
+
+}  // namespace
+
+LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vector<bool>& absent)
+    : rank_(rank),
+      case_(c),
+      number_(number),
+      seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
+      routing_(c.routing(number, absent)),
+      choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
+      types_(sent_types(c)),
+      columns_(std::int64_t{16} * c.units_of(number) /
+               static_cast<std::int64_t>(element_bytes(c.dtype))),
+      combine_columns_(std::int64_t{16} * c.units_of(number) /
+                       static_cast<std::int64_t>(element_bytes(c.combine_dtype))) {
+  const std::vector<std::int32_t> owners = c.owners();
+  plan_ = make_plan(rank, c.config(owners));
+  plan_.fill(kPoison);
+  set_plan(dispatch_args, plan_);
+  dispatch_args.quantise = types_.quantise;
+  use_plan(plan_);
+  add_dispatch_inputs();
+  add_dispatch_outputs();
+  add_combine();
+  reset_tensors(XD_EP_LL_DISPATCH);
+  reset_tensors(XD_EP_LL_COMBINE);
+}
+
+void LlBatch::use_plan(const Buffer& plan) { set_plan(combine_args, plan); }
+
+Strided& LlBatch::add(xd_ep_operation operation, const char* name, const DLTensor** slot,
+                      bool output, Strided tensor) {
+  Strided& kept = tensors_.emplace_back(std::move(tensor));
+  *slot = kept.dl();
+  fields_.push_back({operation, name, slot, output, &kept});
+  return kept;
+}
+
+void LlBatch::add_dispatch_inputs() {
+  const std::int64_t t = choices_.tokens, k = choices_.topk;
+  const auto input = [&](const char* name, const DLTensor** slot, DLDataType type,
+                         std::int64_t columns) {
+    add(XD_EP_LL_DISPATCH, name, slot, false, Strided(rank_, type, {t, columns}));
+  };
+  input("tokens", &dispatch_args.tokens, case_.dtype, columns_);
+  input("topk_idx", &dispatch_args.topk_idx, case_.index_type, k);
+  if (case_.weights == Weights::at_dispatch || case_.weights == Weights::both) {
+    input("topk_weights", &dispatch_args.topk_weights, kF32, k);
+  }
+}
+
+void LlBatch::add_dispatch_outputs() {
+  const auto l = static_cast<std::int64_t>(routing_.experts_of(rank_.rank).size());
+  const std::int64_t s = case_.num_slots(), w = case_.num_ranks;
+  const auto output = [&](const char* name, const DLTensor** slot, DLDataType type,
+                          std::vector<std::int64_t> shape, std::vector<std::int64_t> strides = {}) {
+    add(XD_EP_LL_DISPATCH, name, slot, true,
+        Strided(rank_, type, std::move(shape), std::move(strides)));
+  };
+  xd_ep_ll_dispatch_args& args = dispatch_args;
+  const auto unit = 16 / static_cast<std::int64_t>(element_bytes(types_.rows));
+  output("recv_tokens", &args.recv_tokens, types_.rows, {l, s, columns_},
+         strides_of(case_.slots, columns_, unit));
+  if (types_.columns_per_scale > 0) {
+    const std::int64_t scales = columns_ / types_.columns_per_scale;
+    std::vector<std::int64_t> strides = strides_of(case_.scale_slots, scales, 1);
+    // As a kernel for grouped products wants them: the slots of a block of columns side by side.
+    if (case_.scale_slots == Slots::slots_first) strides = {s * scales + 3, 1, s};
+    output("recv_scales", &args.recv_scales, types_.scales, {l, s, scales}, strides);
+  }
+  output("counts", &args.counts, kI32, {l});
+  if (!case_.extras) return;
+  output("source_ranges", &args.source_ranges, kI64, {l, w});
+  output("source_tokens", &args.source_tokens, kI32, {l, s});
+  output("expert_load", &args.expert_load, number_ % 2 == 0 ? kI32 : kI64, {l});
+  output("wait_ns", &args.wait_ns, kI64, {w});
+}
+
+void LlBatch::add_combine() {
+  const auto l = static_cast<std::int64_t>(routing_.experts_of(rank_.rank).size());
+  const std::int64_t s = case_.num_slots(), t = choices_.tokens;
+  const auto unit = 16 / static_cast<std::int64_t>(element_bytes(case_.combine_dtype));
+  xd_ep_ll_combine_args& args = combine_args;
+  add(XD_EP_LL_COMBINE, "expert_out", &args.expert_out, false,
+      Strided(rank_, case_.combine_dtype, {l, s, combine_columns_},
+              strides_of(case_.slots, combine_columns_, unit), kNotToBeRead));
+  if (case_.weights == Weights::at_combine || case_.weights == Weights::both) {
+    add(XD_EP_LL_COMBINE, "topk_weights", &args.topk_weights, false,
+        Strided(rank_, kF32, {t, choices_.topk}));
+  }
+  add(XD_EP_LL_COMBINE, "out", &args.out, true,
+      Strided(rank_, case_.combine_dtype, {t, combine_columns_}));
+  if (case_.extras) {
+    add(XD_EP_LL_COMBINE, "wait_ns", &args.wait_ns, true, Strided(rank_, kI64, {case_.num_ranks}));
+  }
+}
+
+// Of a tensor [L,S,columns]; `pad` = the least distance that rows can keep.
+std::vector<std::int64_t> LlBatch::strides_of(Slots slots, std::int64_t columns,
+                                              std::int64_t pad) const {
+  const auto l = static_cast<std::int64_t>(routing_.experts_of(rank_.rank).size());
+  const std::int64_t s = case_.num_slots(), row = columns + pad;
+  switch (slots) {
+    case Slots::packed:
+      return {};
+    case Slots::padded:
+      return {s * row + 3 * pad, row, 1};
+    case Slots::slots_first:
+      return {row, std::max<std::int64_t>(l, 1) * row, 1};
+    case Slots::backwards:
+      return {-s * row, -row, 1};
+  }
+  return {};
+}
+
+LlBatch::Field& LlBatch::field(xd_ep_operation operation, const std::string& name) {
+  for (Field& field : fields_) {
+    if (field.operation == operation && field.name == name) return field;
+  }
+  throw std::logic_error("no tensor argument " + name);
+}
+
+// ---- Content ------------------------------------------------------------------------------------
+
+// Any bits, unless they are quantised.
+std::vector<std::byte> LlBatch::token_row(int source, int token) const {
+  const auto columns = static_cast<std::size_t>(columns_);
+  std::vector<std::uint32_t> codes(columns);
+  const std::uint64_t row =
+      mix(seed_, 0x70C, static_cast<std::uint64_t>(source), static_cast<std::uint64_t>(token));
+  for (std::size_t c = 0; c < columns; ++c) {
+    if (case_.every_number) {
+      const auto at = static_cast<std::uint32_t>(static_cast<std::size_t>(token) * columns + c);
+      codes[c] = (number_ % 2 == 0 ? at : at * 40503u) & 0xffffu;
+      continue;
+    }
+    codes[c] =
+        case_.sent == Sent::as_they_are
+            ? static_cast<std::uint32_t>(mix(row + c))
+            : float_code({row, Content::tokens, 0, 0, static_cast<std::int64_t>(c)}, kFormatBf16);
+  }
+  return bytes_of(codes, case_.dtype);
+}
+
+const LlBatch::SentRow& LlBatch::sent_row(int source, int token) {
+  const auto [at, fresh] = sent_rows_.try_emplace({source, token});
+  SentRow& sent = at->second;
+  if (!fresh) return sent;
+  sent.bytes = token_row(source, token);
+  if (case_.sent == Sent::as_they_are) return sent;
+  std::vector<std::uint16_t> codes(static_cast<std::size_t>(columns_));
+  std::memcpy(codes.data(), sent.bytes.data(), sent.bytes.size());
+  const QuantisedWay way = quantised_way(types_.quantise);
+  sent.bytes.clear();
+  std::vector<std::uint32_t> scales;
+  for (std::size_t at_code = 0; at_code < codes.size(); at_code += 128) {
+    const QuantisedBlock block = quantised_block(way, std::span(codes).subspan(at_code, 128));
+    for (const std::uint8_t code : block.elements) sent.bytes.push_back(std::byte{code});
+    scales.push_back(block.scale);
+  }
+  if (rank_.asynchronous()) replace_ones(sent.bytes);
+  if (case_.sent != Sent::packed) {
+    sent.scales = scales;
+    return sent;
+  }
+  for (std::size_t i = 0; i < scales.size(); i += 4) {
+    sent.scales.push_back(scales[i] | scales[i + 1] << 8 | scales[i + 2] << 16 |
+                          scales[i + 3] << 24);
+  }
+  return sent;
+}
+
+std::vector<std::uint32_t> LlBatch::result_row(int expert, std::int64_t slot) const {
+  const std::uint64_t row = mix(seed_, 0x0E7, combines_, static_cast<std::uint64_t>(expert),
+                                static_cast<std::uint64_t>(slot));
+  const Format format = format_of(case_.combine_dtype);
+  std::vector<std::uint32_t> codes(static_cast<std::size_t>(combine_columns_));
+  for (std::size_t c = 0; c < codes.size(); ++c) {
+    codes[c] = float_code({row, Content::expert_out, 0, 0, static_cast<std::int64_t>(c)}, format);
+  }
+  return codes;
+}
+
+float LlBatch::weight(std::uint64_t salt, int token, int k) const {
+  return weight_value({mix(seed_, salt), Content::topk_weights, rank_.rank, token, k});
+}
+
+void LlBatch::fill_weights(Strided& tensor, std::uint64_t salt) const {
+  const Choices& good = routing_.choices(rank_.rank);
+  for (int t = 0; t < choices_.tokens; ++t) {
+    for (int k = 0; k < choices_.topk; ++k) {
+      // The weight of a choice that has no row must not matter.
+      const bool counts = good.id(t, k) >= 0;
+      tensor.set(t, k, counts ? std::bit_cast<std::uint32_t>(weight(salt, t, k)) : 0x7fc12345u);
+    }
+  }
+}
+
+void LlBatch::fill_results(Strided& tensor) const {
+  const std::vector<int>& experts = routing_.experts_of(rank_.rank);
+  tensor.fill_image(kNotToBeRead);
+  for (std::size_t l = 0; l < experts.size(); ++l) {
+    const auto rows = static_cast<std::int64_t>(routing_.rows(experts[l]).size());
+    for (std::int64_t slot = 0; slot < rows; ++slot) {
+      tensor.set_row(static_cast<std::int64_t>(l), slot,
+                     bytes_of(result_row(experts[l], slot), case_.combine_dtype));
+    }
+  }
+}
+
+void LlBatch::fill_inputs(xd_ep_operation operation) {
+  for (Field& field : fields_) {
+    if (field.operation != operation || field.output) continue;
+    const std::string name = field.name;
+    Strided& tensor = *field.tensor;
+    if (name == "tokens") {
+      for (int t = 0; t < choices_.tokens; ++t) tensor.set_row(t, 0, token_row(rank_.rank, t));
+    } else if (name == "topk_idx") {
+      for (int t = 0; t < choices_.tokens; ++t) {
+        for (int k = 0; k < choices_.topk; ++k) {
+          tensor.set(t, k, static_cast<std::uint64_t>(choices_.id(t, k)));
+        }
+      }
+    } else if (name == "expert_out") {
+      fill_results(tensor);
+    } else {
+      fill_weights(tensor,
+                   operation == XD_EP_LL_DISPATCH ? kDispatchWeights : kCombineWeights + combines_);
+    }
+    tensor.upload();
+  }
+}
+
+void LlBatch::reset_tensors(xd_ep_operation operation) {
+  fill_inputs(operation);
+  for (Field& field : fields_) {
+    if (field.operation != operation || !field.output) continue;
+    const std::string name = field.name;
+    Strided& tensor = *field.tensor;
+    tensor.fill_image(kPoison);
+    for (std::int64_t i = 0; name == "expert_load" && i < tensor.extent(0); ++i) {
+      tensor.set(i, static_cast<std::uint64_t>(kFirstLoad + i));
+    }
+    for (std::int64_t i = 0; name == "wait_ns" && i < tensor.extent(0); ++i) {
+      tensor.set(i, static_cast<std::uint64_t>(kFirstWait + i));
+    }
+    tensor.upload();
+  }
+}
+
+void LlBatch::overwrite_inputs(xd_ep_operation operation) {
+  for (Field& field : fields_) {
+    if (field.operation == operation && !field.output) field.tensor->buffer().fill(kOverwritten);
+  }
+}
+
+void LlBatch::next_combine() {
+  ++combines_;
+  reset_tensors(XD_EP_LL_COMBINE);
+}
+
+// ---- Calls --------------------------------------------------------------------------------------
+
+xd_status LlBatch::enqueue(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+  if (operation == XD_EP_LL_DISPATCH) {
+    dispatch_args.phase = phase;
+    return xd_ep_ll_dispatch(group, &dispatch_args, rank_.stream());
+  }
+  combine_args.phase = phase;
+  return xd_ep_ll_combine(group, &combine_args, rank_.stream());
+}
+
+Outcome LlBatch::call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+  return finish(rank_, group, enqueue(group, operation, phase));
+}
+
+// A half needs the arguments of its own only; every other batch gives it all of them.
+Outcome LlBatch::call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+  const auto whole = std::tuple(dispatch_args, combine_args);
+  for (Field& field : fields_) {
+    const bool used = phase == XD_EP_PHASE_BOTH || number_ % 2 != 0 ||
+                      field.output == (phase == XD_EP_PHASE_RECEIVE);
+    if (field.operation == operation && !used) *field.slot = nullptr;
+  }
+  const Outcome outcome = call(group, operation, phase);
+  std::tie(dispatch_args, combine_args) = whole;
+  if (phase == XD_EP_PHASE_SEND) {
+    ok(outcome);
+    EXPECT_EQ(written(operation), "");
+    overwrite_inputs(operation);
+  }
+  return outcome;
+}
+
+void LlBatch::dispatch(xd_ep_group* group, xd_ep_phase phase) {
+  const Outcome outcome = call_sparingly(group, XD_EP_LL_DISPATCH, phase);
+  if (phase != XD_EP_PHASE_SEND) expect_dispatched(outcome);
+}
+
+void LlBatch::combine(xd_ep_group* group, xd_ep_phase phase) {
+  const Outcome outcome = call_sparingly(group, XD_EP_LL_COMBINE, phase);
+  if (phase != XD_EP_PHASE_SEND) expect_combined(outcome);
+}
+
+// ---- Expectations -------------------------------------------------------------------------------
+
+std::string LlBatch::written(xd_ep_operation operation) const {
+  std::string names;
+  for (const Field& field : fields_) {
+    if (field.operation != operation || !field.output || field.tensor->untouched()) continue;
+    if (field.name == std::string("wait_ns")) continue;
+    names += (names.empty() ? "" : ", ") + std::string(field.name);
+  }
+  return names;
+}
+
+xd_ep_plan_info LlBatch::plan_info() const {
+  const std::vector<std::byte> bytes = plan_.read();
+  xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+  ok(xd_ep_plan_get_info(bytes.data(), bytes.size(), &info));
+  return info;
+}
+
+void LlBatch::expect_plan() const {
+  EXPECT_TRUE(plan_.guards_intact());
+  const xd_ep_plan_info info = plan_info();
+  EXPECT_EQ(info.rank, rank_.rank);
+  EXPECT_EQ(info.num_ranks, rank_.num_ranks);
+  EXPECT_EQ(info.num_experts, static_cast<std::int32_t>(case_.owners().size()));
+  EXPECT_EQ(info.num_tokens, choices_.tokens);
+  EXPECT_EQ(info.topk, choices_.topk);
+  EXPECT_EQ(info.layout, XD_EP_EXPERT_SLOTS);
+  EXPECT_EQ(info.alignment, 1);
+  EXPECT_EQ(info.recv_rows, routing_.rows_of(rank_.rank));
+  EXPECT_EQ(info.total_rows, routing_.rows_of(rank_.rank));
+  EXPECT_EQ(info.bad_ids, routing_.bad_ids());
+  EXPECT_EQ(info.bad_id_rank, routing_.bad_id_rank());
+  EXPECT_EQ(info.overflow_rank, -1);
+}
+
+// Every slot that has a row, its scales and its token's index; nothing else.
+void LlBatch::expect_rows() {
+  const std::vector<int>& experts = routing_.experts_of(rank_.rank);
+  Strided& tokens = *field(XD_EP_LL_DISPATCH, "recv_tokens").tensor;
+  Strided* const scales =
+      types_.columns_per_scale > 0 ? field(XD_EP_LL_DISPATCH, "recv_scales").tensor : nullptr;
+  Strided* const indices =
+      case_.extras ? field(XD_EP_LL_DISPATCH, "source_tokens").tensor : nullptr;
+  for (std::size_t l = 0; l < experts.size(); ++l) {
+    const auto e = static_cast<std::int64_t>(l);
+    const std::vector<SlotRow>& rows = routing_.rows(experts[l]);
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      const auto slot = static_cast<std::int64_t>(r);
+      const SentRow& sent = sent_row(rows[r].source, rows[r].token);
+      tokens.set_row(e, slot, sent.bytes);
+      for (std::size_t c = 0; scales && c < sent.scales.size(); ++c) {
+        scales->set(e, slot, static_cast<std::int64_t>(c), sent.scales[c]);
+      }
+      if (indices) indices->set(e, slot, static_cast<std::uint64_t>(rows[r].token));
+    }
+  }
+  tokens.expect("recv_tokens");
+  if (scales) scales->expect("recv_scales");
+  if (indices) indices->expect("source_tokens");
+}
+
+void LlBatch::expect_ranges() {
+  const std::vector<int>& experts = routing_.experts_of(rank_.rank);
+  Strided& ranges = *field(XD_EP_LL_DISPATCH, "source_ranges").tensor;
+  Strided& load = *field(XD_EP_LL_DISPATCH, "expert_load").tensor;
+  for (std::size_t l = 0; l < experts.size(); ++l) {
+    const auto e = static_cast<std::int64_t>(l);
+    const std::vector<SlotRow>& rows = routing_.rows(experts[l]);
+    std::uint64_t first = 0;
+    for (int source = 0; source < rank_.num_ranks; ++source) {
+      const auto count = static_cast<std::uint64_t>(
+          std::ranges::count_if(rows, [&](const SlotRow& row) { return row.source == source; }));
+      ranges.set(e, source, first << 32 | count);
+      first += count;
+    }
+    load.set(e, static_cast<std::uint64_t>(kFirstLoad + e) + rows.size());
+  }
+  ranges.expect("source_ranges");
+  load.expect("expert_load");
+}
+
+// They only grow, and this rank never waits for itself.
+void LlBatch::expect_waits(const char* name, Strided& tensor) const {
+  EXPECT_TRUE(tensor.buffer().guards_intact()) << name;
+  const std::vector<std::byte> bytes = tensor.read_buffer();
+  for (std::int64_t r = 0; r < tensor.extent(0); ++r) {
+    std::int64_t waited = 0;
+    std::memcpy(&waited, bytes.data() + static_cast<std::size_t>(r) * 8, sizeof(waited));
+    waited -= kFirstWait + r;
+    EXPECT_GE(waited, 0) << name << "[" << r << "]";
+    EXPECT_LE(waited, std::int64_t{60'000'000'000}) << name << "[" << r << "]";
+    EXPECT_TRUE(r != rank_.rank || waited == 0) << name << "[" << r << "] grew by " << waited;
+  }
+}
+
+void LlBatch::expect_dispatched(const Outcome& outcome) {
+  if (routing_.bad_ids() > 0) {
+    EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(outcome.met.operation, XD_EP_LL_DISPATCH);
+    EXPECT_EQ(outcome.met.rank, routing_.bad_id_rank()) << outcome.text;
+    EXPECT_TRUE(outcome.mentions(std::to_string(routing_.bad_ids()) + " expert ids"))
+        << outcome.text;
+  } else {
+    ok(outcome);
+  }
+  EXPECT_EQ(outcome.group.bad_ids, routing_.bad_ids());
+  Strided& counts = *field(XD_EP_LL_DISPATCH, "counts").tensor;
+  const std::vector<int>& experts = routing_.experts_of(rank_.rank);
+  for (std::size_t l = 0; l < experts.size(); ++l) {
+    counts.set(static_cast<std::int64_t>(l), routing_.rows(experts[l]).size());
+  }
+  counts.expect("counts");
+  expect_rows();
+  expect_plan();
+  if (!case_.extras) return;
+  expect_ranges();
+  expect_waits("wait_ns of dispatch", *field(XD_EP_LL_DISPATCH, "wait_ns").tensor);
+}
+
+void LlBatch::expect_combined(const Outcome& outcome) {
+  ok(outcome);
+  const bool own_weights = case_.weights == Weights::at_combine || case_.weights == Weights::both;
+  const ChoiceWeight weight_of = [&](int token, int k) {
+    return weight(own_weights ? kCombineWeights + combines_ : kDispatchWeights, token, k);
+  };
+  const ResultRow result = [&](int expert, std::int64_t slot) { return result_row(expert, slot); };
+  Strided& out = *field(XD_EP_LL_COMBINE, "out").tensor;
+  for (int t = 0; t < choices_.tokens; ++t) {
+    out.set_row(t, 0,
+                bytes_of(combined_row(routing_, rank_.hosts, rank_.rank, t,
+                                      static_cast<std::size_t>(combine_columns_),
+                                      format_of(case_.combine_dtype), result,
+                                      weighted() ? &weight_of : nullptr),
+                         case_.combine_dtype));
+  }
+  out.expect("out");
+  if (case_.extras) {
+    expect_waits("wait_ns of combine", *field(XD_EP_LL_COMBINE, "wait_ns").tensor);
+  }
+}
+
+}  // namespace xd::test

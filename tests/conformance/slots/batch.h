@@ -1,0 +1,118 @@
+// Valid arguments of low-latency dispatch and combine for one batch, and all that the calls must
+// write: tests run them as they are, or damage one of them.
+#pragma once
+
+#include <crossdock/low_latency.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "conformance/image.h"
+#include "conformance/slots/case.h"
+#include "conformance/slots/reference.h"
+#include "conformance/strided.h"
+#include "support/outcome.h"
+
+namespace xd::test {
+
+class LlBatch {
+ public:
+  // A tensor argument. Inputs are those of the send half, outputs of the receive half.
+  struct Field {
+    xd_ep_operation operation;
+    const char* name;
+    const DLTensor** slot;
+    bool output;
+    Strided* tensor;
+  };
+
+  // `number` chooses one of the case's batches. `absent`: ranks that the group has masked.
+  LlBatch(const Rank& rank, const LlCase& c, int number, const std::vector<bool>& absent = {});
+
+  // Makes the call, and waits until it has ended.
+  Outcome call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  // Makes the call only; where operations are asynchronous, finish() tells how it ended.
+  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation,
+                    xd_ep_phase phase = XD_EP_PHASE_BOTH);
+
+  // Make the call and check its status and every byte that it may or may not have written. After a
+  // send half the inputs are overwritten, and the next call of that operation writes them anew.
+  void dispatch(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  void combine(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
+
+  // Checks what a call that has ended with `outcome` has written.
+  void expect_dispatched(const Outcome& outcome);
+  void expect_combined(const Outcome& outcome);
+  // Names of the operation's outputs that have been written, or beside which a byte has; empty =
+  // none. Times do not count: they are told of errors as well.
+  std::string written(xd_ep_operation operation) const;
+
+  void reset_tensors(xd_ep_operation operation);  // all as before the first call
+  void next_combine();                            // other results of the experts, and other weights
+  void overwrite_inputs(xd_ep_operation operation);
+
+  std::vector<Field>& fields() { return fields_; }
+  Field& field(xd_ep_operation operation, const std::string& name);
+  const SlotRouting& routing() const { return routing_; }
+  Buffer& plan() { return plan_; }
+  void use_plan(const Buffer& plan);  // in combine
+  xd_ep_plan_info plan_info() const;
+  int tokens() const { return choices_.tokens; }
+
+  xd_ep_ll_dispatch_args dispatch_args = XD_EP_LL_DISPATCH_ARGS_INIT;
+  xd_ep_ll_combine_args combine_args = XD_EP_LL_COMBINE_ARGS_INIT;
+
+  LlBatch(const LlBatch&) = delete;  // fields point into this object
+  LlBatch& operator=(const LlBatch&) = delete;
+
+ private:
+  // A row that has been sent, and its scales.
+  struct SentRow {
+    std::vector<std::byte> bytes;
+    std::vector<std::uint32_t> scales;  // one per element of recv_scales
+  };
+
+  Outcome call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase);
+  Strided& add(xd_ep_operation operation, const char* name, const DLTensor** slot, bool output,
+               Strided tensor);
+  void add_dispatch_inputs();
+  void add_dispatch_outputs();
+  void add_combine();
+  void fill_inputs(xd_ep_operation operation);
+  void fill_weights(Strided& tensor, std::uint64_t salt) const;
+  void fill_results(Strided& tensor) const;
+  std::vector<std::int64_t> strides_of(Slots slots, std::int64_t columns, std::int64_t pad) const;
+
+  std::vector<std::byte> token_row(int source, int token) const;
+  const SentRow& sent_row(int source, int token);
+  std::vector<std::uint32_t> result_row(int expert, std::int64_t slot) const;
+  float weight(std::uint64_t salt, int token, int k) const;  // of one of this rank's tokens
+
+  void expect_rows();
+  void expect_ranges();
+  void expect_plan() const;
+  void expect_waits(const char* name, Strided& tensor) const;
+  bool weighted() const { return case_.weights != Weights::none; }
+
+  const Rank& rank_;
+  const LlCase case_;
+  int number_;
+  std::uint64_t seed_;
+  SlotRouting routing_;
+  Choices choices_;  // this rank's, as they are given
+  SentTypes types_;
+  std::int64_t columns_;          // of dispatched rows
+  std::int64_t combine_columns_;  // of combined rows
+  std::uint64_t combines_ = 0;    // chooses the results and weights of the next combine
+  Buffer plan_;
+  std::deque<Strided> tensors_;
+  std::vector<Field> fields_;
+  std::map<std::pair<int, int>, SentRow> sent_rows_;
+};
+
+}  // namespace xd::test

@@ -1,0 +1,217 @@
+// Low-latency groups that leave ranks out by hand: results without them, and their way back. (Ranks
+// that are late or die: see ../faults.)
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conformance/said.h"
+#include "conformance/slots/batch.h"
+#include "conformance/slots/echo.h"
+#include "support/gtest_main.h"
+
+namespace xd::test {
+namespace {
+
+class Masking {
+ public:
+  Masking(const Rank& rank, const LlCase& c) : rank_(rank) {
+    const std::vector<std::int32_t> owners = c.owners();
+    xd_ep_config config = c.config(owners);
+    config.on_peer_loss = XD_EP_PEER_LOSS_MASK;
+    group_ = make_group(rank.comm, config);
+  }
+
+  xd_ep_group* group() const { return group_.get(); }
+  void mask(int rank, bool masked) {
+    ok(xd_ep_ll_mask_set(group(), rank, masked ? 1 : 0, rank_.stream()));
+  }
+  std::vector<std::int32_t> masks() const {
+    Tensor mask(rank_, kI32, {rank_.num_ranks});
+    ok(finish(rank_, group(), xd_ep_ll_mask_get(group(), mask.dl(), rank_.stream())));
+    return mask.read_as<std::int32_t>();
+  }
+  void mask_all(const std::vector<bool>& ranks, bool masked) {
+    for (int peer = 0; peer < rank_.num_ranks; ++peer) {
+      if (ranks[static_cast<std::size_t>(peer)]) mask(peer, masked);
+    }
+  }
+  xd_ep_status status() const { return group_status(group()); }
+  void reset() { ok(finish(rank_, group(), xd_ep_ll_reset(group(), rank_.stream()))); }
+
+ private:
+  const Rank& rank_;
+  Group group_;
+};
+
+std::vector<std::int32_t> numbers(const std::vector<bool>& flags) {
+  return {flags.begin(), flags.end()};
+}
+
+void expect_ranks(const std::uint64_t (&found)[2], const std::vector<bool>& flags) {
+  std::uint64_t wanted[2] = {};
+  for (std::size_t i = 0; i < flags.size(); ++i) {
+    wanted[i / 64] |= std::uint64_t{flags[i]} << i % 64;
+  }
+  EXPECT_EQ(found[0], wanted[0]);
+  EXPECT_EQ(found[1], wanted[1]);
+}
+
+// Any number of steps without the absent ranks, checked.
+void step(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& absent,
+          int count) {
+  for (int number = 0; number < count; ++number) {
+    LlBatch batch(rank, c, number, absent);
+    batch.dispatch(group);
+    batch.combine(group);
+  }
+}
+
+LlCase masked_case() {
+  LlCase c = plain_ll_case(world().num_ranks());
+  c.tokens = Tokens::differ;
+  return c;
+}
+
+// The ranks fall apart into two parts that do not know of each other, and come together again.
+void splits_and_comes_together(const LlCase& c) {
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    const std::vector<bool> none(static_cast<std::size_t>(rank.num_ranks));
+    std::vector<bool> others = none;
+    for (int peer = 0; peer < rank.num_ranks; ++peer) {
+      others[static_cast<std::size_t>(peer)] = peer % 2 != rank.rank % 2;
+    }
+    EXPECT_EQ(masking.masks(), numbers(none));
+    for (int round = 0; round < 2; ++round) {
+      step(rank, c, masking.group(), none, 3);
+      masking.mask_all(others, true);
+      EXPECT_EQ(masking.masks(), numbers(others));
+      expect_ranks(masking.status().masked, others);
+      // The parts do different numbers of steps.
+      step(rank, c, masking.group(), others, 4 + 3 * (rank.rank % 2));
+      masking.mask_all(others, false);
+      EXPECT_EQ(masking.masks(), numbers(none));
+      ok(xd_comm_barrier(rank.comm));
+      masking.reset();
+      expect_ranks(masking.status().masked, none);
+    }
+    step(rank, c, masking.group(), none, 5);
+  });
+}
+
+TEST(LlMask, SplitsAGroupThatWorksInPartsAndAgainAsAWhole) {
+  splits_and_comes_together(masked_case());
+}
+
+// Rows that no block of a kernel adds up at once.
+TEST(LlMask, SplitsAGroupWithLongRows) {
+  LlCase c = masked_case();
+  c.row_units = 2100;
+  c.max_tokens = 5;
+  splits_and_comes_together(c);
+}
+
+// Steps in which ranks have different views of who is absent, so that an expert's slots are not
+// what others would expect.
+void echo(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& absent,
+          int first, int count) {
+  for (int number = first; number < first + count; ++number) {
+    Echo batch(rank, c, number);
+    ok(finish(rank, group, batch.dispatch(group)));
+    EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(absent));
+    ok(finish(rank, group, batch.combine(group)));
+    EXPECT_EQ(batch.wrong(absent), "");
+  }
+}
+
+// A rank learns at once that another does not wait for it any more, so it does not wait either.
+TEST(LlMask, OfOneSideIsToldToTheOther) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank has no other side";
+  const LlCase c = echo_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    const int accuser = 0, accused = rank.num_ranks - 1;
+    const std::vector<bool> none(static_cast<std::size_t>(rank.num_ranks));
+    std::vector<bool> absent = none;
+    if (rank.rank == accuser) absent[static_cast<std::size_t>(accused)] = true;
+    if (rank.rank == accused) absent[static_cast<std::size_t>(accuser)] = true;
+    echo(rank, c, masking.group(), none, 0, 2);
+    if (rank.rank == accuser) masking.mask(accused, true);
+    Echo batch(rank, c, 2);
+    const auto start = std::chrono::steady_clock::now();
+    const Outcome outcome = finish(rank, masking.group(), batch.dispatch(masking.group()));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+    if (rank.rank == accused) {
+      EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
+      EXPECT_EQ(outcome.met.operation, XD_EP_LL_DISPATCH);
+      EXPECT_EQ(outcome.met.rank, accuser) << outcome.text;
+      expect_ranks(outcome.met.masked, absent);
+      expect_ranks(outcome.met.masked_by, absent);
+    } else {
+      EXPECT_EQ(outcome, XD_SUCCESS);
+    }
+    EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(absent));
+    ok(finish(rank, masking.group(), batch.combine(masking.group())));
+    EXPECT_EQ(batch.wrong(absent), "");
+    // Third ranks go on with both.
+    EXPECT_EQ(masking.masks(), numbers(absent));
+    echo(rank, c, masking.group(), absent, 3, 20);
+    masking.mask_all(absent, false);
+    ok(xd_comm_barrier(rank.comm));
+    masking.reset();
+    echo(rank, c, masking.group(), none, 30, 20);
+    expect_ranks(masking.status().masked_by, none);
+  });
+}
+
+TEST(LlMask, OfNoOtherRankIsRefused) {
+  const LlCase c = masked_case();
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    for (const int wrong : {rank.rank, rank.num_ranks, -1, XD_EP_LL_MAX_RANKS}) {
+      EXPECT_EQ(xd_ep_ll_mask_set(masking.group(), wrong, 1, rank.stream()),
+                XD_ERROR_INVALID_ARGUMENT);
+      expect_said("rank");
+    }
+    Tensor wide(rank, kI64, {rank.num_ranks}), long_one(rank, kI32, {rank.num_ranks + 1});
+    for (const DLTensor* mask : {wide.dl(), long_one.dl(), static_cast<const DLTensor*>(nullptr)}) {
+      EXPECT_EQ(xd_ep_ll_mask_get(masking.group(), mask, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+      expect_said("mask");
+    }
+    rank.memory->synchronize();
+    EXPECT_TRUE(wide.untouched() && long_one.untouched());
+    step(rank, c, masking.group(), std::vector<bool>(static_cast<std::size_t>(rank.num_ranks)), 1);
+  });
+}
+
+// Operations between their halves are forgotten, on ranks that are out of step; plans stay good.
+TEST(LlReset, BringsRanksBackIntoStepWhateverTheyHadBegun) {
+  const LlCase c = masked_case();
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    LlBatch kept(rank, c, 0);
+    kept.dispatch(masking.group());
+    for (int round = 0; round < 3; ++round) {
+      LlBatch a(rank, c, 1), b(rank, c, 2);
+      const int turn = rank.rank + round;
+      if (turn % 2 == 0) a.dispatch(masking.group(), XD_EP_PHASE_SEND);
+      if (turn % 4 == 0) b.dispatch(masking.group(), XD_EP_PHASE_SEND);
+      if (turn % 3 == 0) kept.combine(masking.group(), XD_EP_PHASE_SEND);
+      masking.reset();
+      for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+        EXPECT_EQ(kept.call(masking.group(), kind, XD_EP_PHASE_RECEIVE), XD_ERROR_INVALID_ARGUMENT);
+      }
+      kept.next_combine();
+      kept.combine(masking.group());
+      kept.next_combine();
+      step(rank, c, masking.group(), std::vector<bool>(static_cast<std::size_t>(rank.num_ranks)),
+           5);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
