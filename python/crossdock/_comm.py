@@ -327,6 +327,20 @@ class Comm:
         """Returns when all ranks have called it. Collective. No operation needs it."""
         self.core().barrier()
 
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Gives every rank the bytes of all, by rank. Collective; blocks on the host.
+
+        For agreeing about sizes, exchanging addresses and the like; it is not fast.
+
+        Args:
+            data: equally long on all ranks; may be empty.
+
+        Raises:
+            Mismatch: lengths differ, or a rank is in another collective call. On all ranks.
+            Timeout, PeerLost, Aborted: a rank did not come. Fatal for the communicator.
+        """
+        return self.core().all_gather(data)
+
     def abort(self) -> None:
         """Gives up.
 

@@ -183,6 +183,18 @@ void Comm::abort() const {
 
 void Comm::barrier() const { call(xd_comm_barrier); }
 
+nb::list Comm::all_gather(const nb::bytes& data) const {
+  const std::size_t bytes = data.size();
+  std::vector<char> gathered(static_cast<std::size_t>(info_.num_ranks) * bytes);
+  call([&](xd_comm* comm) {
+    return xd_comm_all_gather(comm, data.c_str(), gathered.data(), bytes);
+  });
+  nb::list of_rank;
+  for (int r = 0; r < info_.num_ranks; ++r)
+    of_rank.append(nb::bytes(gathered.data() + static_cast<std::size_t>(r) * bytes, bytes));
+  return of_rank;
+}
+
 nb::object Comm::error() const {
   xd_error_info info XD_ERROR_INFO_INIT;
   call([&](xd_comm* comm) { return xd_comm_error(comm, &info); });
@@ -298,6 +310,7 @@ void bind_comm(nb::module_& module) {
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)
+      .def("all_gather", &Comm::all_gather, nb::arg("data"))
       .def("error", &Comm::error)
       .def("lost", &Comm::lost)
       .def_prop_ro("closed", &Comm::closed)

@@ -45,6 +45,7 @@ class Comm {
   void close();
   void abort() const;
   void barrier() const;
+  nb::list all_gather(const nb::bytes& data) const;
   [[nodiscard]] nb::object error() const;  // dict, or None
   [[nodiscard]] nb::tuple lost() const;    // ranks, ascending
   [[nodiscard]] bool closed() const { return comm_ == nullptr; }

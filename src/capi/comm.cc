@@ -78,6 +78,12 @@ xd_status xd_comm_barrier(xd_comm* comm) {
   return take_part("xd_comm_barrier", comm, [&](xd::Comm& c) { c.collective().barrier(); });
 }
 
+xd_status xd_comm_all_gather(xd_comm* comm, const void* input, void* output, size_t bytes) {
+  XD_REQUIRE_GIVEN("xd_comm_all_gather", comm);
+  return take_part("xd_comm_all_gather", comm,
+                   [&](xd::Comm& c) { c.collective().all_gather(input, output, bytes); });
+}
+
 xd_status xd_comm_get_info(xd_comm* comm, xd_comm_info* info) {
   XD_REQUIRE_GIVEN("xd_comm_get_info", comm);
   return alone("xd_comm_get_info", comm, [&](const xd::Comm& c) {

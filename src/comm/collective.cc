@@ -250,6 +250,48 @@ std::vector<Mesh::Item> Collective::agree(CollectiveCall call,
   return items;
 }
 
+// Each round has the size in front of a part, and only the first can find that sizes differ.
+void Collective::all_gather(const void* input, void* output, std::size_t bytes) {
+  constexpr std::size_t kMostInRound = Mesh::kMaxBlob - 64;  // beside the call's name and the size
+  std::vector<std::byte> gathered;
+  const auto round = [&](std::size_t begin) {
+    const std::size_t part = std::min(bytes - begin, kMostInRound);
+    const auto items = agree(kAllGather, [&] {
+      XD_REQUIRE(bytes == 0 || input != nullptr, "input = NULL, expected ", bytes, " bytes");
+      XD_REQUIRE(bytes == 0 || output != nullptr, "output = NULL, expected ", num_ranks_, " * ",
+                 bytes, " bytes");
+      if (begin == 0) gathered.resize(at(num_ranks_) * bytes);
+      Contribution mine{.blob = Bytes(sizeof(bytes) + part)};
+      std::memcpy(mine.blob.data(), &bytes, sizeof(bytes));
+      if (part > 0)
+        std::memcpy(mine.blob.data() + sizeof(bytes), static_cast<const std::byte*>(input) + begin,
+                    part);
+      return mine;
+    });
+    for (std::size_t r = 0; r < items.size(); ++r) {
+      std::size_t theirs = 0;
+      if (items[r].blob.size() >= sizeof(theirs))
+        std::memcpy(&theirs, items[r].blob.data(), sizeof(theirs));
+      if (theirs != bytes)
+        fail(XD_ERROR_MISMATCH, "bytes = ", bytes, " on rank ", rank_, " and ", theirs, " on rank ",
+             r, ", expected equal values");
+      if (items[r].blob.size() != sizeof(theirs) + part)
+        fail(XD_ERROR_MISMATCH, "rank ", r, " runs another version of the library");
+      if (part > 0)
+        std::memcpy(gathered.data() + r * bytes + begin, items[r].blob.data() + sizeof(theirs),
+                    part);
+    }
+  };
+  run(kAllGather, [&] {
+    std::size_t begin = 0;
+    do {
+      round(begin);
+      begin += kMostInRound;
+    } while (begin < bytes);
+  });
+  if (bytes > 0) std::memcpy(output, gathered.data(), gathered.size());
+}
+
 UniqueFd Collective::take_descriptor(int rank, Mesh::Item& item) {
   if (item.fd_discarded)
     fail_errno(concat("descriptor of the memory that rank ", rank, " shares"), EMFILE);

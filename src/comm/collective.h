@@ -34,7 +34,8 @@ void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, in
 class Collective {
  public:
   static constexpr CollectiveCall kCreate{"xd_comm_create"}, kGrow{"xd_mem_grow"},
-      kBarrier{"xd_comm_barrier"}, kRegister{"xd_mem_register"}, kDeregister{"xd_mem_deregister"};
+      kBarrier{"xd_comm_barrier"}, kAllGather{"xd_comm_all_gather"}, kRegister{"xd_mem_register"},
+      kDeregister{"xd_mem_deregister"};
 
   struct Contribution {
     Bytes blob;
@@ -86,6 +87,8 @@ class Collective {
   void barrier() {
     agree(kBarrier, [] { return Contribution{}; });
   }
+  // Collective. `bytes` is equal on all ranks, and the caller's; rank r's are at output + r * bytes.
+  void all_gather(const void* input, void* output, std::size_t bytes);
 
  private:
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "support/gtest_main.h"
 
@@ -14,6 +16,10 @@ namespace {
 std::ptrdiff_t ranks_on_machine_of(const Rank& rank) {
   if (rank.hosts.empty() || std::getenv("XD_NET_TEST") == nullptr) return rank.num_ranks;
   return std::ranges::count(rank.hosts, rank.hosts[static_cast<std::size_t>(rank.rank)]);
+}
+
+bool says(const char* words) {
+  return std::string_view(xd_last_error()).find(words) != std::string_view::npos;
 }
 
 TEST(Communicator, KnowsItsRanks) {
@@ -83,6 +89,59 @@ TEST(Communicator, BarrierHoldsUntilAllHaveCome) {
   });
 }
 
+// As many as fit into a round, and more; in place as well.
+TEST(Communicator, AllGatherGivesEveryRankTheBytesOfAll) {
+  on_every_rank([](Rank& rank) {
+    const auto value = [](int r, std::size_t i) {
+      return static_cast<unsigned char>(r * 37 + static_cast<int>(i % 251) + 1);
+    };
+    for (const std::size_t bytes : {std::size_t{1}, std::size_t{8}, std::size_t{32700},
+                                    std::size_t{32704}, std::size_t{32705}, std::size_t{200000}}) {
+      for (const bool in_place : {false, true}) {
+        const std::size_t own = static_cast<std::size_t>(rank.rank) * bytes;
+        std::vector<unsigned char> input(bytes);
+        for (std::size_t i = 0; i < bytes; ++i) input[i] = value(rank.rank, i);
+        std::vector<unsigned char> output(static_cast<std::size_t>(rank.num_ranks) * bytes + 1,
+                                          0xEE);
+        if (in_place) std::copy(input.begin(), input.end(), &output[own]);
+        const void* from = in_place ? &output[own] : input.data();
+        ok(xd_comm_all_gather(rank.comm, from, output.data(), bytes));
+        for (std::size_t i = 0; i + 1 < output.size(); ++i) {
+          const unsigned char expected = value(static_cast<int>(i / bytes), i % bytes);
+          ASSERT_EQ(output[i], expected) << bytes << " bytes, at " << i;
+        }
+        EXPECT_EQ(output.back(), 0xEE);
+      }
+    }
+    ok(xd_comm_all_gather(rank.comm, nullptr, nullptr, 0));
+  });
+}
+
+// A mistake of one rank reaches all, writes nothing, and costs no more than the call.
+TEST(Communicator, AllGatherTellsAllOfOneMistake) {
+  on_every_rank([](Rank& rank) {
+    if (rank.num_ranks == 1) return;
+    const int guilty = rank.num_ranks - 1;
+    const bool mine = rank.rank == guilty;
+    std::vector<std::int64_t> output(static_cast<std::size_t>(rank.num_ranks) + 1, -7);
+    const std::int64_t input = rank.rank;
+    const auto call = [&](const void* from, void* to, std::size_t bytes) {
+      const xd_status status = xd_comm_all_gather(rank.comm, from, to, bytes);
+      for (const std::int64_t value : output) EXPECT_EQ(value, -7);
+      return status;
+    };
+    const xd_status of_pointer = mine ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH;
+    EXPECT_EQ(call(mine ? nullptr : &input, output.data(), sizeof(input)), of_pointer);
+    EXPECT_TRUE(says("input = NULL, expected 8 bytes")) << xd_last_error();
+    EXPECT_EQ(call(&input, mine ? nullptr : output.data(), sizeof(input)), of_pointer);
+    EXPECT_TRUE(says("output = NULL")) << xd_last_error();
+    EXPECT_EQ(call(&input, output.data(), mine ? 4 : 8), XD_ERROR_MISMATCH);
+    EXPECT_TRUE(says("expected equal values")) << xd_last_error();
+    ok(xd_comm_all_gather(rank.comm, &input, output.data(), sizeof(input)));
+    for (int r = 0; r < rank.num_ranks; ++r) EXPECT_EQ(output[static_cast<std::size_t>(r)], r);
+  });
+}
+
 TEST(Communicator, ConfigsThatNameNoRankAreRefused) {
   on_every_rank([](Rank& rank) {
     const auto refused = [&](auto change) {
@@ -134,6 +193,7 @@ TEST(Communicator, NullHandlesAreRefusedOrIgnored) {
   EXPECT_EQ(xd_comm_destroy(nullptr), XD_SUCCESS);
   EXPECT_EQ(xd_ep_group_destroy(nullptr), XD_SUCCESS);
   EXPECT_EQ(xd_comm_barrier(nullptr), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_comm_all_gather(nullptr, nullptr, nullptr, 0), XD_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(xd_comm_abort(nullptr), XD_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(xd_comm_get_info(nullptr, &info), XD_ERROR_INVALID_ARGUMENT);
   EXPECT_EQ(xd_mem_alloc(nullptr, 1, nullptr), XD_ERROR_INVALID_ARGUMENT);

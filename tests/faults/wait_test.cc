@@ -272,6 +272,7 @@ TEST(Waits, OfHostCallsAreReleasedByAnAbort) {
   const Call calls[] = {
       [](xd_comm* comm) { return xd_comm_barrier(comm); },
       [](xd_comm* comm) { return xd_mem_grow(comm, 4096); },
+      [](xd_comm* comm) { return xd_comm_all_gather(comm, nullptr, nullptr, 0); },
       [&](xd_comm* comm) {
         const xd_ep_config config = c.config(0);
         xd_ep_group* group = nullptr;

@@ -58,7 +58,6 @@ class Comm:
             else None. Of models of `data_parallel` it need not be set. Not kept either.
         pool: where tensors in symmetric memory come from.
         contexts: of products, by their bounds, which layers share; see ``crossdock.torch.tp``.
-        agreement: the context by which these layers agree on bounds; None before the first.
         core: the communicator of the extension.
     """
 
@@ -81,7 +80,6 @@ class Comm:
         self.num_ranks: int = core.num_ranks
         self.pool = SymmetricPool(core, device)
         self.contexts: dict[Any, Any] = {}
-        self.agreement: Any = None
         self._growths = 0
         self._groups_provided = 0
         self._missing_bytes = 0
@@ -159,6 +157,10 @@ class Comm:
         """Returns when all ranks have called it. It waits for no CUDA stream."""
         self.core.barrier()
 
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Gives every rank the bytes of all, by rank; see ``crossdock.Comm.all_gather``."""
+        return self.core.all_gather(data)
+
     @property
     def lost(self) -> tuple[int, ...]:
         """The ranks that take part in nothing any more, ascending; see ``crossdock.Comm.lost``."""
@@ -180,7 +182,6 @@ class Comm:
         if self.device.type == "cuda" and not self.core.closed:
             torch.cuda.synchronize(self.device)
         self.contexts.clear()
-        self.agreement = None
         self.pool.close()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Comm:

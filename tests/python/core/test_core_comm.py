@@ -77,6 +77,21 @@ def test_ranks_meet_through_the_environment() -> None:
     support.run_ranks(2, from_environment)
 
 
+def test_all_gather_gives_every_rank_the_bytes_of_all_or_a_mismatch() -> None:
+    def body(me: Rank) -> None:
+        with me.comm() as comm:
+            row = f"rank {me.rank} \0".encode()
+            assert comm.all_gather(row) == [f"rank {r} \0".encode() for r in range(3)]
+            assert comm.all_gather(b"") == [b"", b"", b""]
+            with pytest.raises(crossdock.Mismatch, match="bytes = .* expected equal values"):
+                comm.all_gather(bytes(2 if me.rank == 1 else 3))
+            with pytest.raises(TypeError):
+                comm.all_gather(3)  # type: ignore[arg-type]
+            assert comm.all_gather(bytes([me.rank])) == [b"\0", b"\1", b"\2"]
+
+    support.run_threads(3, body)
+
+
 class Board:
     """An all-gather between threads."""
 

@@ -302,7 +302,8 @@ def test_a_bad_layer_is_refused_on_all_ranks(me: Rank) -> None:
             ),
         ]
         for (layer, sizes), kind, text, changed in cases:
-            with pytest.raises(kind if bad else Mismatch, match=text if bad else "ranks disagree"):
+            told = text if bad else f"rank {me.num_ranks - 1} failed: .*{text}"
+            with pytest.raises(kind if bad else Mismatch, match=told):
                 layer(**sizes | (changed if bad else {}))
         if me.num_ranks > 1:
             for changed in ({"max_tokens": 5}, {"in_features": 32}, {"dtype": torch.float16}):

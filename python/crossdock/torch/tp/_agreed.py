@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
 from crossdock._gemm_config import whole_number
-from crossdock.errors import CrossdockError, InvalidArgument, Mismatch
+from crossdock.errors import CrossdockError, Mismatch
 
-from .._calls import current_stream
 from .._comm import Comm, default_comm
 from ._context import OPERANDS, TpContext, find_shared, shared_context
-from ._functions import bulk_all_gather
-from ._operators import BULK
 
 __all__ = ["agreed_context", "told_to_peers"]
+
+_ROW_BYTES = 4096  # of a rank, equal on all; in ASCII an error of 400 characters fits in
 
 
 @contextmanager
@@ -35,9 +36,8 @@ def told_to_peers(context: TpContext | None, comm: Comm | None) -> Iterator[None
         where = default_comm() if comm is None else comm
         if context is None and where.num_ranks > 1:
             text = f"a layer of tensor parallelism: {error} [rank {where.rank}]"
-            with suppress(InvalidArgument):  # it says that the peers have been told
-                stream = current_stream(where.device)
-                _agreement(where).core.join_failed(BULK, text, stream)
+            with suppress(CrossdockError):
+                _gather(where, {"error": text[:400]})
         raise
 
 
@@ -65,32 +65,24 @@ def agreed_context(
 
 
 def _compare(comm: Comm, mine: dict[str, int]) -> None:
-    agreement = _agreement(comm)
-    row = torch.tensor([[*mine.values(), 0, 0, 0]], dtype=torch.int64, device=comm.device)
-    rows, _ = bulk_all_gather(row, agreement)
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
-        agreement.check()
-    for name, values in zip(mine, rows.t().tolist()):
+    def mismatch(text: str) -> Mismatch:
+        where = f"[rank {comm.rank} of {comm.num_ranks}]"
+        return Mismatch(f"{text} {where}", status="XD_ERROR_MISMATCH", rank=comm.rank)
+
+    of_rank = _gather(comm, mine)
+    for rank, said in enumerate(of_rank):
+        if "error" in said:
+            raise mismatch(f"rank {rank} failed: {said['error']}")
+    for name in mine:
+        values = [said[name] for said in of_rank]
         if len(set(values)) > 1:
-            raise Mismatch(
+            raise mismatch(
                 f"{name}: expected layers with equal bounds on all ranks, got {values} on ranks 0 "
-                f"to {comm.num_ranks - 1} [rank {comm.rank} of {comm.num_ranks}]",
-                status="XD_ERROR_MISMATCH",
-                rank=comm.rank,
+                f"to {comm.num_ranks - 1}"
             )
 
 
-def _agreement(comm: Comm) -> TpContext:
-    """A small context; collective where there is none yet."""
-    if comm.agreement is None:
-        comm.agreement = TpContext(
-            max_tokens=1,
-            max_k=16,
-            max_n=16,
-            dtype=torch.float32,
-            operations=("all_gather", "bulk"),
-            comm=comm,
-        )
-    agreement: TpContext = comm.agreement
-    return agreement
+def _gather(comm: Comm, mine: dict[str, int] | dict[str, str]) -> list[dict[str, Any]]:
+    """What every rank says, by rank. Collective."""
+    row = json.dumps(mine).encode().ljust(_ROW_BYTES)
+    return [json.loads(other) for other in comm.all_gather(row)]
