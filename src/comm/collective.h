@@ -87,7 +87,7 @@ class Collective {
   void barrier() {
     agree(kBarrier, [] { return Contribution{}; });
   }
-  // Collective. `bytes` is equal on all ranks, and the caller's; rank r's are at output + r * bytes.
+  // Collective, with `bytes` equal on all ranks; rank r's are at output + r * bytes.
   void all_gather(const void* input, void* output, std::size_t bytes);
 
  private:
