@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from crossdock import _core
 from crossdock.errors import Mismatch
 
-from ._exchange import HostExchange
-
 _TEXT_BYTES = 256
 
 
@@ -39,20 +37,19 @@ _EQUAL = {
 }
 
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
-RECORD_BYTES = _RECORD.size
 
 
-def agree(exchange: HostExchange, rank: int, request: Request) -> list[Request]:
+def agree(comm: _core.Comm, request: Request) -> list[Request]:
     """The requests of all ranks, by rank. Collective.
 
     Raises:
         Mismatch: the requests contradict one another, or some rank has called `refuse`; on all
             ranks alike, and the next dispatch works.
     """
-    requests = _gather(exchange, rank, request, "")
+    requests = _gather(comm, request, "")
     for field, name in _EQUAL.items():
         values = [getattr(one, field) for one in requests]
-        require_equal("dispatch", name, values, rank, operation="prepare")
+        require_equal("dispatch", name, values, comm.rank, operation="prepare")
     return requests
 
 
@@ -80,10 +77,10 @@ def require_equal(
             )
 
 
-def refuse(exchange: HostExchange, rank: int, text: str) -> None:
+def refuse(comm: _core.Comm, text: str) -> None:
     """Takes part in the peers' `agree` with a mistake of this rank, so that none waits for it."""
     try:
-        _gather(exchange, rank, Request(), text)
+        _gather(comm, Request(), text)
     except Mismatch:
         pass  # names this rank, or one that is lower
 
@@ -96,8 +93,7 @@ class EqualNumber:
     hosts run ahead of their GPUs, compares nothing.
 
     Args:
-        comm: on the CPU; `BYTES` of rank 0's symmetric memory are used.
-        exchange: by which ranks learn where. Making one is collective.
+        comm: on the CPU; `BYTES` of rank 0's symmetric memory are used. Making one is collective.
     """
 
     _SLOTS = 1024  # words: one a call, in turn
@@ -106,13 +102,13 @@ class EqualNumber:
     _CALLS = 1 << 22
     _NUMBERS = 1 << 32  # a word's value is rank * _NUMBERS + number
 
-    def __init__(self, comm: _core.Comm, exchange: HostExchange) -> None:
+    def __init__(self, comm: _core.Comm) -> None:
         place = self._PLACE.pack(0, 0, 0)
         if comm.rank == 0:
             words = comm.mem_alloc(self.BYTES)
             ctypes.memset(words, 0, self.BYTES)
             place = self._PLACE.pack(*comm.mem_export(words))
-        self._words = comm.mem_import(*self._PLACE.unpack(exchange.all_gather(place)[0]))
+        self._words = comm.mem_import(*self._PLACE.unpack(comm.all_gather(place)[0]))
         self._rank = comm.rank
         self._calls = 0
 
@@ -130,31 +126,31 @@ class GatheredNumber:
     """The same where ranks are on several machines, and share no word: all wait for all.
 
     Args:
-        exchange: among all ranks.
+        comm: of the ranks' processes.
     """
 
     _NUMBER = struct.Struct("=q")
 
-    def __init__(self, exchange: HostExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, comm: _core.Comm) -> None:
+        self._comm = comm
 
     def of_first(self, number: int) -> tuple[int, int]:
         """The value that rank 0 has given, and that rank. Collective."""
-        row = self._exchange.all_gather(self._NUMBER.pack(number))[0]
+        row = self._comm.all_gather(self._NUMBER.pack(number))[0]
         return self._NUMBER.unpack(row)[0], 0
 
 
-def _gather(exchange: HostExchange, rank: int, request: Request, text: str) -> list[Request]:
+def _gather(comm: _core.Comm, request: Request, text: str) -> list[Request]:
     row = _RECORD.pack(*dataclasses.astuple(request), text.encode()[: _TEXT_BYTES - 1])
     requests = []
-    for peer, record in enumerate(exchange.all_gather(row)):
+    for peer, record in enumerate(comm.all_gather(row)):
         *fields, found = _RECORD.unpack(record)
         error = found.rstrip(b"\0").decode(errors="replace")
         if error:
             raise Mismatch(
-                f"dispatch: rank {peer} failed: {error} (rank {rank})",
+                f"dispatch: rank {peer} failed: {error} (rank {comm.rank})",
                 status="XD_ERROR_MISMATCH",
-                rank=rank,
+                rank=comm.rank,
                 peer=peer,
                 operation="prepare",
             )

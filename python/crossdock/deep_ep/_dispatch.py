@@ -182,13 +182,13 @@ def _turns_for_counts(runtime: Runtime, choices: Choices) -> list[Callable[[], o
     if choices.topk_idx is not None:
         return []
     failed = np.full(choices.experts, _FAILED, dtype=np.int32).tobytes()
-    return [lambda: runtime.exchange.all_gather(failed)]
+    return [lambda: runtime.host.all_gather(failed)]
 
 
 def _sum_counts(runtime: Runtime, counts: torch.Tensor) -> torch.Tensor:
     """[E] rows per expert from all ranks. Collective."""
     total = torch.zeros_like(counts)
-    for peer, row in enumerate(runtime.exchange.all_gather(counts.numpy().tobytes())):
+    for peer, row in enumerate(runtime.host.all_gather(counts.numpy().tobytes())):
         found = torch.frombuffer(bytearray(row), dtype=torch.int32)
         if int(found[0]) == _FAILED:
             raise Mismatch(

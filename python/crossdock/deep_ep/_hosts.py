@@ -11,7 +11,6 @@ from crossdock import _core
 from crossdock.errors import Unsupported
 
 from ._agreement import require_equal
-from ._exchange import HostExchange
 
 _RECORD = struct.Struct("=qqq")  # host, low_latency_mode, num_rdma_bytes
 
@@ -50,9 +49,7 @@ class Hosts:
         torch.sum(in_host, 0, dtype=torch.int32, out=out)
 
 
-def agree_on_hosts(
-    comm: _core.Comm, exchange: HostExchange, terms: Terms, device: torch.device, shrink: bool
-) -> Hosts:
+def agree_on_hosts(comm: _core.Comm, terms: Terms, device: torch.device, shrink: bool) -> Hosts:
     """The hosts of all ranks. Collective if there are several.
 
     Raises:
@@ -64,7 +61,7 @@ def agree_on_hosts(
     if comm.num_hosts == 1:
         return Hosts([0] * comm.num_ranks, rank, apart, device)
     mine = _RECORD.pack(comm.host, terms.low_latency_mode, terms.num_rdma_bytes)
-    host_of, modes, sizes = zip(*map(_RECORD.unpack, exchange.all_gather(mine)))
+    host_of, modes, sizes = zip(*map(_RECORD.unpack, comm.all_gather(mine)))
     require_equal("Buffer", "low_latency_mode", [bool(mode) for mode in modes], rank)
     require_equal("Buffer", "num_rdma_bytes", sizes, rank)
     if apart and terms.low_latency_mode and (shrink or device.type != "cpu"):

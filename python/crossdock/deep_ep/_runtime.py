@@ -14,10 +14,9 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError, Mismatch
 from crossdock.torch._calls import is_capturing
 
-from ._agreement import RECORD_BYTES, EqualNumber, GatheredNumber, Request, agree, refuse
+from ._agreement import EqualNumber, GatheredNumber, Request, agree, refuse
 from ._arguments import Checks
 from ._call import Call
-from ._exchange import HostExchange
 from ._groups import Groups, Lease
 from ._home import Home
 from ._hosts import Terms, agree_on_hosts
@@ -33,7 +32,7 @@ class Runtime:
     Attributes:
         home: communicator, memory and stream, which handles share.
         lane, memory: its stream and its memory.
-        exchange: among the ranks' processes.
+        host: the communicator of the ranks' processes, on the CPU.
         hosts: that the ranks are on.
         slots: the groups of low-latency operations.
 
@@ -67,17 +66,16 @@ class Runtime:
         shared = 2 * EqualNumber.BYTES
         comm = self._meet(all_gather, device, heap_bytes + (shared if device == cpu else 0))
         # Ranks agree over the host, also where tensors are on GPUs.
-        self._host = comm if device == cpu else self._meet(all_gather, cpu, shared)
+        self.host = comm if device == cpu else self._meet(all_gather, cpu, shared)
         # Ranks of one host have not agreed on it, and need none.
         self.home = Home(comm, device, terms.num_rdma_bytes if comm.num_hosts > 1 else 0)
         self.lane, self.memory = self.home.lane, self.home.memory
-        self.exchange = HostExchange(self._host, RECORD_BYTES)
         self._captured = False  # whether some combine was: its replays are not counted
         self._groups = Groups(self.home)
         self.slots = SlotGroups(self.home, shrink)
         self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
         try:
-            self.hosts = agree_on_hosts(self._host, self.exchange, terms, device, shrink)
+            self.hosts = agree_on_hosts(self.host, terms, device, shrink)
         except CrossdockError:
             self.close()
             raise
@@ -85,10 +83,10 @@ class Runtime:
         # Between machines all ranks agree in each dispatch, whatever number they give.
         self._worst_tokens: EqualNumber | None = None
         if self.hosts.apart:
-            self._weight_columns = GatheredNumber(self.exchange)
+            self._weight_columns = GatheredNumber(self.host)
         else:
-            self._worst_tokens = EqualNumber(self._host, self.exchange)
-            self._weight_columns = EqualNumber(self._host, self.exchange)
+            self._worst_tokens = EqualNumber(self.host)
+            self._weight_columns = EqualNumber(self.host)
 
     def _meet(self, all_gather: AllGather, device: torch.device, heap_bytes: int) -> _core.Comm:
         return _core.Comm(
@@ -123,10 +121,10 @@ class Runtime:
                     return lease
         failure = self._groups.failure()
         if failure is not None:
-            refuse(self.exchange, self.rank, f"an earlier operation: {failure}")
+            refuse(self.host, f"an earlier operation: {failure}")
             raise failure
         request = dataclasses.replace(request, heap_bytes=self._heap_bytes)
-        return self._groups.for_requests(agree(self.exchange, self.rank, request))
+        return self._groups.for_requests(agree(self.host, request))
 
     def weight_columns_of_first(self, columns: int) -> tuple[int, int]:
         """The columns of topk_weights that the first rank of this combine has, and that rank.
@@ -176,7 +174,7 @@ class Runtime:
             text: what is wrong.
         """
         if lease is None:
-            refuse(self.exchange, self.rank, text)
+            refuse(self.host, text)
             return
         call = Call(lease, constants.PREPARE, constants.DISPATCH)
         with contextlib.suppress(ValueError), call:
@@ -198,7 +196,6 @@ class Runtime:
         """Ends all that runs, then leaves: with the last handle. Local: waits for no peer."""
         self._groups.close()
         self.slots.close()
-        self.exchange.close()
-        if self._host is not self.home.comm:
-            self._host.close()
+        if self.host is not self.home.comm:
+            self.host.close()
         self.home.end()

@@ -186,7 +186,7 @@ class ElasticBuffer:
         if runtime.device.type == "cuda":
             torch.cuda.current_stream(runtime.device).synchronize()
         runtime.lane.synchronize()
-        runtime.exchange.all_gather(b"\0")
+        runtime.host.all_gather(b"\0")
 
     # ---- Operations ------------------------------------------------------------------------------
 

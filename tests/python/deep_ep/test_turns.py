@@ -1,4 +1,4 @@
-"""Turns and streams on a GPU, with stand-ins for group, streams and the ranks' exchange.
+"""Turns and streams on a GPU, with stand-ins for group, streams and the ranks' agreement.
 
 Each stand-in writes down what it is asked for; nothing runs.
 """
@@ -104,7 +104,7 @@ class Device:
             home=self,
             sizes=SimpleNamespace(tokens=TOKENS),
         )
-        self.exchange = SimpleNamespace(all_gather=self.all_gather)
+        self.host = SimpleNamespace(all_gather=self.all_gather)
 
     def failure(self) -> Exception | None:
         self.log.append("state read")
@@ -192,7 +192,7 @@ def test_rank_that_hears_of_an_earlier_failure_takes_its_turns(log: Log, topk: b
 
 def test_peers_of_a_rank_that_fails_without_topk_hear_it_in_the_exchange(log: Log) -> None:
     device = Device(log)
-    device.exchange.all_gather = lambda row: [COUNTS, FAILED]
+    device.host.all_gather = lambda row: [COUNTS, FAILED]
     with pytest.raises(Mismatch, match=r"dispatch: rank 1 failed \(rank 0\)") as found:
         dispatch(device, topk=False)
     assert found.value.peer == 1
