@@ -27,7 +27,7 @@ class EpRun {
 
   // The bytes that the heap must hold, with some room for rounding.
   static std::size_t heap_bytes(const Workload& w, int rank, bool staged) {
-    return Timing::heap_bytes(timing_size(w)) + floor_bytes(w) +
+    return Timing::kHeapBytes + floor_bytes(w) +
            EpCalls::heap_bytes(w, traffic_of(w, make_routing(w), rank), staged) +
            (std::size_t{1} << 20);
   }

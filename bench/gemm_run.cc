@@ -152,7 +152,6 @@ class GemmRun {
         rank_(rank),
         comm_(comm),
         timing_(comm, rank, p.ranks, timing_size(p)),
-        right_(comm, sizeof(std::uint64_t)),
         tensors_(p, rank, comm),
         context_(make_context(comm, p)),
         steps_(p, tensors_, context_.get()),
@@ -162,12 +161,12 @@ class GemmRun {
   }
 
   static std::size_t heap_bytes(const GemmProblem& p, int rank) {
-    return Timing::heap_bytes(timing_size(p)) + Tensors::heap_bytes(p, rank);
+    return Timing::kHeapBytes + Tensors::heap_bytes(p, rank);
   }
 
   GemmResults run() {
     GemmResults results;
-    results.right = on_all_ranks(comm_, right_, rank_, p_.ranks, check());
+    results.right = on_all_ranks(comm_, p_.ranks, check());
     for (int round = 0; round < kRounds; ++round) {
       timing_.take_round(round, kRounds);
       for (std::size_t step = 0; step < ways_.size(); ++step) {
@@ -251,8 +250,7 @@ class GemmRun {
   const GemmProblem& p_;
   const int rank_;
   xd_comm* const comm_;
-  Timing timing_;  // these two first: see SharedBlock
-  const SharedBlock right_;
+  Timing timing_;  // first: see SharedBlock
   Tensors tensors_;
   const Context context_;
   const Steps steps_;

@@ -266,7 +266,6 @@ class LlRun {
         comm_(comm),
         traffic_(traffic_of(w, make_routing(w), rank)),
         timing_(comm, rank, w.ranks, timing_size(w)),
-        equal_(comm, sizeof(std::uint64_t)),
         in_(w, rank, comm, traffic_),
         ll_(w, comm, in_),
         landed_(w, comm, in_, traffic_, false),
@@ -275,7 +274,7 @@ class LlRun {
   static std::size_t heap_bytes(const Workload& w, int rank) {
     const auto rows = static_cast<std::size_t>(std::int64_t{2} * w.tokens +
                                                traffic_of(w, make_routing(w), rank).recv_capacity);
-    return Timing::heap_bytes(timing_size(w)) + rows * w.row_bytes() + (std::size_t{1} << 20);
+    return Timing::kHeapBytes + rows * w.row_bytes() + (std::size_t{1} << 20);
   }
 
   LlResults run() {
@@ -363,15 +362,14 @@ class LlRun {
     const std::size_t bytes = static_cast<std::size_t>(w_.tokens) * w_.row_bytes();
     const bool equal = std::memcmp(ll_.out().data(), landed_.out().data(), bytes) == 0 &&
                        std::memcmp(ll_.out().data(), staged_.out().data(), bytes) == 0;
-    return on_all_ranks(comm_, equal_, rank_, w_.ranks, equal);
+    return on_all_ranks(comm_, w_.ranks, equal);
   }
 
   const Workload& w_;
   const int rank_;
   xd_comm* const comm_;
   const Traffic traffic_;
-  Timing timing_;  // these two first: see SharedBlock
-  const SharedBlock equal_;
+  Timing timing_;  // first: see SharedBlock
   const Tokens in_;
   LowLatency ll_;
   Landed landed_, staged_;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace bench {
 
@@ -49,5 +50,10 @@ struct CommOptions {
 
 // Collective.
 Comm make_comm(const Launch& launch, int rank, const CommOptions& options);
+
+// Collective. Whether `mine` is true on all ranks.
+bool on_all_ranks(xd_comm* comm, int ranks, bool mine);
+// Collective. The maximum over the ranks of every element, on rank 0; empty on the others.
+std::vector<double> slowest(xd_comm* comm, int rank, int ranks, const std::vector<double>& mine);
 
 }  // namespace bench

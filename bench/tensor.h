@@ -90,16 +90,4 @@ class SharedBlock {
   xd_mem_handle handle_{};
 };
 
-// Collective. Whether `mine` is true on all ranks; `words` has 8 bytes.
-inline bool on_all_ranks(xd_comm* comm, const SharedBlock& words, int rank, int ranks, bool mine) {
-  *static_cast<std::uint64_t*>(words.of(rank)) = mine ? 1 : 0;
-  ok(xd_comm_barrier(comm));
-  bool all = true;
-  for (int other = 0; other < ranks; ++other) {
-    all = all && *static_cast<const std::uint64_t*>(words.of(other)) == 1;
-  }
-  ok(xd_comm_barrier(comm));  // all have read the words
-  return all;
-}
-
 }  // namespace bench

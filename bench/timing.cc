@@ -7,13 +7,6 @@
 #include "start_line.h"
 
 namespace bench {
-namespace {
-
-std::size_t board_bytes(const Timing::Size& size) {
-  return size.steps * static_cast<std::size_t>(size.iters) * sizeof(double);
-}
-
-}  // namespace
 
 Timing::Timing(xd_comm* comm, int rank, int ranks, const Size& size)
     : comm_(comm),
@@ -23,13 +16,7 @@ Timing::Timing(xd_comm* comm, int rank, int ranks, const Size& size)
       end_(size.iters),
       warmup_(size.warmup),
       start_(comm, sizeof(std::int64_t)),
-      board_(comm, board_bytes(size)) {}
-
-std::size_t Timing::heap_bytes(const Size& size) { return board_bytes(size) + 4096; }
-
-double* Timing::seconds(int rank, std::size_t step) const {
-  return static_cast<double*>(board_.of(rank)) + step * static_cast<std::size_t>(size_.iters);
-}
+      seconds_(size.steps, std::vector<double>(static_cast<std::size_t>(size.iters))) {}
 
 void Timing::take_round(int round, int rounds) {
   begin_ = size_.iters * round / rounds;
@@ -38,7 +25,6 @@ void Timing::take_round(int round, int rounds) {
 }
 
 void Timing::measure(std::size_t step, const std::vector<Part>& parts) {
-  double* const seconds_of_step = seconds(rank_, step);
   for (int i = begin_ - warmup_; i < end_; ++i) {
     double sum = 0;
     for (const Part& part : parts) {
@@ -48,7 +34,7 @@ void Timing::measure(std::size_t step, const std::vector<Part>& parts) {
       sum += seconds_since(start);
       part.rest();
     }
-    if (i >= begin_) seconds_of_step[i] = sum;
+    if (i >= begin_) seconds_[step][static_cast<std::size_t>(i)] = sum;
   }
 }
 
@@ -69,19 +55,11 @@ std::int64_t Timing::agree_on_start() {
 }
 
 std::vector<std::vector<double>> Timing::collect() const {
-  ok(xd_comm_barrier(comm_));
-  std::vector<std::vector<double>> slowest(rank_ == 0 ? size_.steps : 0);
-  for (std::size_t step = 0; step < slowest.size(); ++step) {
-    slowest[step].resize(static_cast<std::size_t>(size_.iters));
-    for (int rank = 0; rank < ranks_; ++rank) {
-      const double* const of_rank = seconds(rank, step);
-      for (std::size_t i = 0; i < slowest[step].size(); ++i) {
-        slowest[step][i] = std::max(slowest[step][i], of_rank[i]);
-      }
-    }
-  }
-  ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
-  return slowest;
+  std::vector<std::vector<double>> of_step;
+  for (const std::vector<double>& mine : seconds_)
+    of_step.push_back(slowest(comm_, rank_, ranks_, mine));
+  if (rank_ != 0) of_step.clear();
+  return of_step;
 }
 
 }  // namespace bench

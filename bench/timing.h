@@ -19,8 +19,7 @@ class Timing {
 
   // Collective, before any other allocation in the communicator's heap: see SharedBlock.
   Timing(xd_comm* comm, int rank, int ranks, const Size& size);
-  // The bytes that this takes of the heap.
-  static std::size_t heap_bytes(const Size& size);
+  static constexpr std::size_t kHeapBytes = 4096;  // that this takes
 
   // Which of the iterations the calls of measure() do from here on: one of `rounds` equal shares,
   // with as large a share of the warm-up. Steps that take rounds in turn meet the same machine.
@@ -43,13 +42,13 @@ class Timing {
 
  private:
   std::int64_t agree_on_start();
-  double* seconds(int rank, std::size_t step) const;
 
   xd_comm* const comm_;
   const int rank_, ranks_;
   const Size size_;
   int begin_ = 0, end_, warmup_;  // of the round
-  const SharedBlock start_, board_;
+  const SharedBlock start_;
+  std::vector<std::vector<double>> seconds_;  // [step][iteration], of this rank
   std::int64_t last_start_ = 0;
 };
 

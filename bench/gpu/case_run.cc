@@ -75,10 +75,9 @@ void run_rank(const Place& place, const Case& one, const Batch& batch, const Com
   const Stream stream;
   // These are made first and in this order, equal on all ranks: see SharedMemory.
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
-  const SharedMemory board_memory(comm.get(), stream, Board::bytes(one.workload));
   const SharedMemory landing(comm.get(), stream, WireFloor::landing_bytes(batch));
   bench::ok(xd_comm_barrier(comm.get()));
-  Board board(board_memory, comm.get(), rank, one.workload.ranks, stream);
+  Board board(comm.get(), rank, one.workload.ranks);
   Stopwatch watch(slots, rank, one.workload.ranks, stream);
   const RankContext at{.rank = rank,
                        .device = device,
@@ -118,8 +117,8 @@ void run_case(const Place& place, const Case& one, int number, CaseResult& resul
     const int device = place.device_of(rank);
     ok(cudaSetDevice(device), "cudaSetDevice");
     const std::size_t heap = EpRank::heap_bytes(batch, rank, device, one.staged) +
-                             WireFloor::landing_bytes(batch) + Board::bytes(one.workload) +
-                             Stopwatch::slots_bytes() + (std::size_t{4} << 20);
+                             WireFloor::landing_bytes(batch) + Stopwatch::slots_bytes() +
+                             (std::size_t{4} << 20);
     run_rank(place, one, batch,
              {.name = name.c_str(),
               .heap_bytes = heap,

@@ -407,20 +407,17 @@ GemmResults run_gemm(const Launch& launch, int rank, const GemmProblem& problem)
   const bool has_nccl = launch.num_ranks > 1 && launch.num_ranks <= devices &&
                         problem.tokens % launch.num_ranks == 0 && nccl_state().unavailable.empty();
   const std::string name = "bench-gemm-" + problem.shape.name + std::to_string(problem.tokens);
-  const std::size_t board_bytes = Board::bytes(problem.iters);
-  const Comm comm =
-      make_comm(launch, rank,
-                {.name = name.c_str(),
-                 .heap_bytes = Stopwatch::slots_bytes() + board_bytes + (std::size_t{4} << 20),
-                 .device = {kDLCUDA, device},
-                 .unique_id = nullptr,
-                 .timeout_ms = kTimeoutMs});
+  const Comm comm = make_comm(launch, rank,
+                              {.name = name.c_str(),
+                               .heap_bytes = Stopwatch::slots_bytes() + (std::size_t{4} << 20),
+                               .device = {kDLCUDA, device},
+                               .unique_id = nullptr,
+                               .timeout_ms = kTimeoutMs});
   const Stream stream;
   // These are made first and in this order, equal on all ranks: see SharedMemory.
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
-  const SharedMemory board_memory(comm.get(), stream, board_bytes);
   bench::ok(xd_comm_barrier(comm.get()));
-  const Board board(board_memory, comm.get(), rank, problem.ranks, stream);
+  const Board board(comm.get(), rank, problem.ranks);
   Stopwatch watch(slots, rank, problem.ranks, stream);
   const At at{.rank = rank,
               .ranks = problem.ranks,

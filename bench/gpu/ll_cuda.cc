@@ -211,8 +211,8 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
   ok(cudaSetDevice(device), "cudaSetDevice");
   const Batch batch(with(workload, Element::bf16)), fp8(with(workload, Element::bf16_to_fp8));
   const std::string name = "bench-ll-" + std::to_string(workload.tokens);
-  const std::size_t heap = Stopwatch::slots_bytes() + Board::bytes(workload) +
-                           WireFloor::landing_bytes(batch) + (std::size_t{4} << 20);
+  const std::size_t heap =
+      Stopwatch::slots_bytes() + WireFloor::landing_bytes(batch) + (std::size_t{4} << 20);
   const Comm comm = make_comm(launch, rank,
                               {.name = name.c_str(),
                                .heap_bytes = heap,
@@ -222,10 +222,9 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
   const Stream stream;
   // These are made first and in this order, equal on all ranks: see SharedMemory.
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
-  const SharedMemory board_memory(comm.get(), stream, Board::bytes(workload));
   const SharedMemory landing(comm.get(), stream, WireFloor::landing_bytes(batch));
   bench::ok(xd_comm_barrier(comm.get()));
-  Board board(board_memory, comm.get(), rank, workload.ranks, stream);
+  Board board(comm.get(), rank, workload.ranks);
   Stopwatch watch(slots, rank, workload.ranks, stream);
   const auto context = [&](const Batch& of) {
     return RankContext{.rank = rank,

@@ -11,32 +11,14 @@ std::size_t cache_bytes(int device) {
 
 }  // namespace
 
-void Board::copy(void* to, const void* from, std::size_t bytes) const {
-  ok(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copy of results");
-  stream_.wait("copy of results");
-}
-
 std::vector<double> Board::slowest(const std::vector<double>& mine) const {
-  const std::size_t bytes = mine.size() * sizeof(double);
-  copy(memory_.of(rank_), mine.data(), bytes);
-  bench::ok(xd_comm_barrier(comm_));
-  std::vector<double> result, other(mine.size());
-  if (rank_ == 0) {
-    result = mine;
-    for (int rank = 1; rank < ranks_; ++rank) {
-      copy(other.data(), memory_.of(rank), bytes);
-      for (std::size_t i = 0; i < other.size(); ++i) result[i] = std::max(result[i], other[i]);
-    }
-  }
-  bench::ok(xd_comm_barrier(comm_));  // rank 0 has read the boards
-  return result;
+  return bench::slowest(comm_, rank_, ranks_, mine);
 }
 
 void Board::broadcast(std::span<std::byte> bytes) const {
-  if (rank_ == 0) copy(memory_.of(0), bytes.data(), bytes.size());
-  bench::ok(xd_comm_barrier(comm_));
-  if (rank_ != 0) copy(bytes.data(), memory_.of(0), bytes.size());
-  bench::ok(xd_comm_barrier(comm_));
+  std::vector<std::byte> all(static_cast<std::size_t>(ranks_) * bytes.size());
+  bench::ok(xd_comm_all_gather(comm_, bytes.data(), all.data(), bytes.size()));
+  std::copy_n(all.begin(), bytes.size(), bytes.begin());
 }
 
 int copies_against_cache(const Workload& w, std::size_t bytes, int device) {

@@ -23,30 +23,20 @@ struct Batch {
   std::vector<std::vector<std::int64_t>> rows;  // [source][destination]
 };
 
-// The ranks' results meet on rank 0, through symmetric memory. Collective.
+// The ranks' results meet here. Its calls are collective.
 class Board {
  public:
-  Board(const SharedMemory& memory, xd_comm* comm, int rank, int ranks, const Stream& stream)
-      : memory_(memory), comm_(comm), rank_(rank), ranks_(ranks), stream_(stream) {}
-
-  static std::size_t bytes(const Workload& w) { return bytes(w.iters); }
-  static std::size_t bytes(int iterations) {
-    return std::max<std::size_t>(static_cast<std::size_t>(iterations) * sizeof(double), 4096);
-  }
+  Board(xd_comm* comm, int rank, int ranks) : comm_(comm), rank_(rank), ranks_(ranks) {}
 
   // The maximum over the ranks of every element, on rank 0; empty on the others.
   std::vector<double> slowest(const std::vector<double>& mine) const;
 
-  // Copies rank 0's bytes, at most 4096, to every rank.
+  // Copies rank 0's bytes to every rank.
   void broadcast(std::span<std::byte> bytes) const;
 
  private:
-  void copy(void* to, const void* from, std::size_t bytes) const;
-
-  const SharedMemory& memory_;
   xd_comm* comm_;
   int rank_, ranks_;
-  const Stream& stream_;
 };
 
 struct RankContext {
