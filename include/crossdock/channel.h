@@ -10,11 +10,11 @@
  *
  * Between machines, channels are connected when they are made, and all those of a communicator
  * share one engine, which takes tens of MB and some ten descriptors until the communicator is
- * destroyed. There puts get on, and are taken in, in put, wait, test and flush of any channel of
- * the communicator, on both ends, and in no other call. So put and flush may wait there until the
- * peer is in one of these; have no barrier and no other collective call, xd_channel_create
- * included, between a put and the peer's wait for it, unless the put has been flushed: then it
- * needs no more calls of the rank that made it.
+ * destroyed. There a put progresses only while both ranks are in put, wait, test or flush of any
+ * channel of the communicator, so put and flush may wait until the peer is in one of these. A put
+ * that has been flushed needs no more calls of its own rank. Flush before a barrier or any other
+ * collective call, xd_channel_create included: otherwise the put may not progress, and both ranks
+ * wait until the timeout.
  *
  * Channels are there for communicators on the CPU. Calls of one channel are made by one thread at a
  * time; channels may have a thread each. Waits of put, wait and flush are bounded by the
@@ -24,8 +24,8 @@
  * everywhere; where it masks losses (XD_COMM_PEER_LOSS_MASK) it finishes nothing, and every later
  * call that needs this peer says the same. A put may have succeeded before the loss was noticed.
  * XD_ERROR_SYSTEM says that the network has failed between both ends, maybe for an earlier put; no
- * channel between them is of use any more, and this communicator can make no other. Nobody tells a
- * rank that its peer has destroyed its end.
+ * channel between them is of use any more, and this communicator can make no other. A rank is not
+ * notified when its peer destroys its end.
  */
 #ifndef CROSSDOCK_CHANNEL_H_
 #define CROSSDOCK_CHANNEL_H_

@@ -70,8 +70,8 @@ typedef enum xd_bootstrap {
 /* The most ranks of a communicator. */
 #define XD_MAX_RANKS 1024
 
-/* What the end of a rank means to the others: that its process ends, that its connections break, or
- * that it leaves by xd_comm_destroy. */
+/* How the others take the end of a rank: its process ends, its connections break, or it leaves by
+ * xd_comm_destroy. */
 typedef enum xd_comm_peer_loss {
   /* A process that ends finishes the communicator: every call says PEER_LOST. A rank that leaves
    * does so when a call needs it. */
@@ -137,7 +137,7 @@ typedef struct xd_comm_config {
    NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0, NULL}
 /* clang-format on */
 
-/* What a timeout_ms of 0 means in this process, in milliseconds. */
+/* The milliseconds that a timeout_ms of 0 stands for in this process. */
 XD_API int32_t xd_default_timeout_ms(void);
 
 /* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.

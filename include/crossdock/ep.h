@@ -87,7 +87,7 @@ typedef enum xd_ep_layout {
   XD_EP_EXPERT_SLOTS = 2
 } xd_ep_layout;
 
-/* What happens to a plan under which some rank would receive more rows than its capacity. */
+/* The fate of a plan under which some rank would receive more rows than its capacity. */
 typedef enum xd_ep_overflow {
   /* On all ranks the plan's operations move nothing and report XD_ERROR_OVERFLOW. */
   XD_EP_OVERFLOW_ERROR = 0,
@@ -104,7 +104,7 @@ typedef enum xd_ep_duplicate_ids {
   XD_EP_DUPLICATE_IDS_COLLAPSE = 1
 } xd_ep_duplicate_ids;
 
-/* What a non-fatal error of the group (bad argument, mismatch, overflow, bad ids) means for the
+/* The meaning of a group's non-fatal error (bad argument, mismatch, overflow, bad ids) for the
  * communicator. */
 typedef enum xd_ep_on_error {
   /* Nothing: the next call works. */
@@ -137,7 +137,7 @@ typedef enum xd_ep_operation {
   XD_EP_COMBINE = 2,
   XD_EP_DISPATCH_BWD = 3,
   XD_EP_COMBINE_BWD = 4,
-  /* Those of EXPERT_SLOTS. */
+  /* Operations of EXPERT_SLOTS. */
   XD_EP_LL_DISPATCH = 5,
   XD_EP_LL_COMBINE = 6,
   XD_EP_LL_RESET = 7
@@ -243,8 +243,8 @@ typedef struct xd_ep_memory {
 #define XD_EP_MEMORY_INIT \
   { sizeof(xd_ep_memory), 0, 0, 0 }
 
-/* What a group with this config will take on one rank, to within a page and a few kilobytes of
- * handles, and without links to other machines (docs/ep-semantics.md). */
+/* Computes the memory that a group with this config will take on one rank, to within a page and a
+ * few kilobytes of handles, and without links to other machines (docs/ep-semantics.md). */
 XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory);
 
 /* ---- Groups ---------------------------------------------------------------------------------- */
@@ -299,9 +299,9 @@ typedef struct xd_ep_status {
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
 /* The error of its own that the calling thread's last operation (or xd_ep_join_failed) returned, as
- * numbers; xd_last_error() has its text. That may be an error that finishes the communicator under
- * XD_EP_ON_ERROR_FATAL; what calls return from then on is none. status->status = XD_SUCCESS if the
- * call returned none. Never blocks. */
+ * numbers; xd_last_error() has its text. This may be an error that finishes the communicator under
+ * XD_EP_ON_ERROR_FATAL; errors that later calls return because of it are not. status->status =
+ * XD_SUCCESS if the call returned none. Never blocks. */
 XD_API xd_status xd_ep_last_error(xd_ep_status* status);
 
 /* A word that counts the operations of this rank that have ended with an error of their own,
@@ -369,7 +369,7 @@ XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* arg
  *
  * amax is the largest |x| of the block over finite x, 0 if there is none. e is the smallest integer
  * not below its bound with 448 * 2^e >= amax: with e8m0 scales it is the bound, byte 0, where
- * amax = 0, and no finite x is cut off. That is how TransformerEngine casts to MXFP8, by
+ * amax = 0, and no finite x is cut off. TransformerEngine casts to MXFP8 in this way, by
  * ceil(log2(amax / 448)); the example of the OCP MX specification v1.0 (6.3) takes
  * floor(log2(amax)) - 8, under which numbers between 448 and 512 times the scale saturate.
  *

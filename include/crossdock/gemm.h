@@ -18,8 +18,8 @@
  *
  * all_reduce gives all ranks the same D. So beta, c, bias, pre_activation where it is read, and
  * d_scale must be equal on all ranks there, also in whether they are given. This is not checked: if
- * they differ, each row of D is made with those of some rank. What it writes beside D (d_amax,
- * bias_grad, pre_activation) is wanted on all ranks or on none there, which is checked.
+ * they differ, each row of D is made with those of some rank. Outputs beside D (d_amax, bias_grad,
+ * pre_activation) are wanted on all ranks or on none there, which is checked.
  *
  * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
  * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
@@ -54,9 +54,9 @@
  * Contexts need oneDNN on the CPU, and cuBLASLt on CUDA devices, which must be there when a context
  * is made.
  *
- * What cannot be done (here, for these sizes or types, by that algorithm) is XD_ERROR_UNSUPPORTED
- * with its reason, on every rank: nothing is computed in another way than was asked for, unless the
- * context was made with allow_fallback.
+ * A request that cannot be met (here, for these sizes or types, by that algorithm) is
+ * XD_ERROR_UNSUPPORTED with its reason, on every rank: nothing is computed in another way than was
+ * asked for, unless the context was made with allow_fallback.
  */
 #ifndef CROSSDOCK_GEMM_H_
 #define CROSSDOCK_GEMM_H_
@@ -74,7 +74,7 @@ typedef enum xd_gemm_operation {
   XD_GEMM_REDUCE_SCATTER = 17,
   XD_GEMM_ALL_REDUCE = 18,
   XD_GEMM_BULK = 19,
-  /* What xd_gemm_start_all_gather begins. */
+  /* The gather that xd_gemm_start_all_gather begins. */
   XD_GEMM_START_ALL_GATHER = 20
 } xd_gemm_operation;
 
@@ -108,7 +108,7 @@ typedef enum xd_gemm_algo {
   XD_GEMM_ALGO_CUBLASMP_FUSED = 22
 } xd_gemm_algo;
 
-/* What happens to the sum before it is rounded to D. x = alpha * sum + beta * C + bias. */
+/* The function that makes D of the sum, before D is rounded. x = alpha * sum + beta * C + bias. */
 typedef enum xd_gemm_epilogue {
   /* D = x */
   XD_GEMM_EPILOGUE_NONE = 0,
@@ -190,9 +190,9 @@ typedef struct xd_gemm_memory {
 #define XD_GEMM_MEMORY_INIT \
   { sizeof(xd_gemm_memory), 0, 0 }
 
-/* What a context with this config takes on one rank, to within a page and a few kilobytes of
- * handles, and without what cuBLASMp and NCCL take. A pure function. INVALID_ARGUMENT for a bad
- * config. */
+/* Computes the memory that a context with this config takes on one rank, to within a page and a few
+ * kilobytes of handles, and without the memory of cuBLASMp and NCCL. A pure function.
+ * INVALID_ARGUMENT for a bad config. */
 XD_API xd_status xd_gemm_context_memory(const xd_gemm_config* config, xd_gemm_memory* memory);
 
 /* This rank's share where `global` rows or columns are dealt out: ceil(global / W) for each rank,
@@ -393,8 +393,8 @@ typedef struct xd_gemm_view {
     sizeof(xd_gemm_view), NULL, 0, 0, 0, { 0, 0, 0 } \
   }
 
-/* What the last operation, an all_gather, gathered, in a context with keep_gathered.
- * INVALID_ARGUMENT if there is none. */
+/* Describes the rows that the last operation, an all_gather, has gathered, in a context with
+ * keep_gathered. INVALID_ARGUMENT if there is none. */
 XD_API xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows);
 
 /* Takes this rank's turn with a failure, for a caller that found a mistake before it could make its
@@ -426,8 +426,8 @@ typedef struct xd_gemm_plan_info {
     sizeof(xd_gemm_plan_info), XD_GEMM_ALGO_AUTO, 0, 0, 0, 0.0, 0.0, 0.0, { 0 } \
   }
 
-/* What a call with these args would do. Local: reads shapes and types, and no data (which may be
- * NULL). Errors: those that the call would return for its arguments here. */
+/* Says what a call with these args would do, without making it. Local: reads shapes and types, and
+ * no data (which may be NULL). Errors: those that the call would return for its arguments here. */
 XD_API xd_status xd_gemm_explain(xd_gemm_context* context, xd_gemm_operation operation,
                                  const xd_gemm_args* args, xd_gemm_plan_info* info);
 

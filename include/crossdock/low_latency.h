@@ -43,7 +43,7 @@
  * while another operation of its kind is between its halves, which it would overtake.
  *
  * Between machines (on the CPU, without masks) the network moves while a rank is in a call of the
- * group. What it has not taken when a send half ends goes on with the rank's next call; a whole
+ * group. Bytes that it has not taken when a send half ends go on with the rank's next call; a whole
  * call, a receive half or a call that fails ends when all that peers need of it reaches them.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
@@ -177,7 +177,7 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
  * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
- * xd_ep_ll_reset. What it sends before that is never read. */
+ * xd_ep_ll_reset. Bytes that it sends before that are never read. */
 
 /* This and the next two calls are for groups with on_peer_loss = XD_EP_PEER_LOSS_MASK; in others
  * they are XD_ERROR_INVALID_ARGUMENT.
