@@ -64,7 +64,7 @@ struct Part {
   std::uint64_t first, bytes, alignment;
 };
 
-// Each part with the bytes that its users take, by the description in ll_map.h.
+// Each part with the bytes that its users take, by the description in slots/cuda/map.h.
 std::vector<Part> parts_of(const LlSizes& s) {
   const LlWordsMap map = LlWordsMap::make<LlRecord>(s);
   const auto ranks = static_cast<std::uint64_t>(s.ranks);

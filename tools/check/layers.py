@@ -4,8 +4,8 @@
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
 arrow stands for an include. A folder that is not drawn belongs to the room around it. No files
-include one another in a circle. Public headers stand on DLPack and two C headers, those of compat/ also
-on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
+include one another in a circle. Public headers stand on DLPack and two C headers, those of compat/
+also on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
 alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
 stand one on another as PYTHON_LEVELS lists them.
 """

@@ -99,7 +99,7 @@ def docstrings(text):
 
 
 def paragraphs(text):
-    """(first line, alone, text) of each paragraph, list item and table cell of Markdown."""
+    """(first line, alone, text) of each paragraph and list item of Markdown; tables have phrases."""
     quoted, block, first = False, [], 0
     for number, row in enumerate([*text.split("\n"), ""], 1):
         quoted ^= row.lstrip().startswith("```")
@@ -108,11 +108,7 @@ def paragraphs(text):
         if stop and block:
             yield first, True, "\n".join(block)
             block = []
-        if quoted or row.startswith(("#", "```")) or not row.strip():
-            continue
-        if row.startswith("|"):
-            for cell in row.strip("| ").split(" | "):
-                yield number, True, cell.strip()
+        if quoted or row.startswith(("#", "|", "```")) or not row.strip():
             continue
         if not block:
             first = number

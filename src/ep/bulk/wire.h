@@ -5,7 +5,7 @@
 //   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
 //   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
 //                                        src still sends after drops; before its done flag
-//   lists[src]         src, in prepare   EXPERT_MAJOR: src's rows here, token by token (ep/plan/plan.h);
+//   lists[src]         src, in prepare   EXPERT_MAJOR: src's rows here, token by token (PlanView);
 //                                        before its done flag
 //   scales, weights,   peers             staging for what lies beside receive rows, where it lies
 //   indices                              outside symmetric memory, or scales have other strides
@@ -16,7 +16,7 @@
 //                                        of chunk c has landed (ChunkFlags)
 //   listed[src]        src, in prepare   lengths of what follows: items, rows
 //   items[src]         src, in prepare   its tokens with rows here (ItemWord); before its done flag
-//   partials           peers, in combine partial sums of r's tokens: row slot (ep/plan/plan.h). The same
+//   partials           peers, in combine partial sums of r's tokens: row slot (PlanView). The same
 //                                        memory as `rows`, as no operation uses both
 //
 // Nothing is ever cleared: every flag and word holds the epoch that it belongs to. Counts have
@@ -34,6 +34,7 @@
 #include "base/dtype.h"
 #include "base/layout.h"
 #include "ep/plan/config.h"
+#include "ep/plan/count_word.h"
 #include "ep/plan/placement.h"
 #include "turn/entry.h"
 #include "turn/remote_address.h"
@@ -137,17 +138,6 @@ struct ChunkFlags {
 // sums one token at a time.
 constexpr ChunkFlags sent_chunks() { return {8}; }
 constexpr ChunkFlags summed_chunks() { return {2}; }
-
-// A count and the epoch it belongs to, in one word that is written and read whole.
-constexpr std::uint64_t count_word(std::uint32_t count, std::uint64_t epoch) {
-  return std::uint64_t{count} << 32 | (epoch & 0xFFFFFFFF);
-}
-constexpr bool count_is_of(std::uint64_t word, std::uint64_t epoch) {
-  return (word & 0xFFFFFFFF) == (epoch & 0xFFFFFFFF);
-}
-constexpr std::uint32_t count_of(std::uint64_t word) {
-  return static_cast<std::uint32_t>(word >> 32);
-}
 
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {

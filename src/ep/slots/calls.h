@@ -1,5 +1,5 @@
-// The arguments of the operations of EXPERT_SLOTS after their checks, by halves: ep/bulk/calls.h has
-// those of the other layouts. Each read_* throws INVALID_ARGUMENT.
+// The arguments of the operations of EXPERT_SLOTS after their checks, by halves: ep/bulk/calls.h
+// has those of the other layouts. Each read_* throws INVALID_ARGUMENT.
 #pragma once
 
 #include <crossdock/low_latency.h>

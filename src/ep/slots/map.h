@@ -7,7 +7,7 @@
 //   reset[src]                 src, in reset      see turn/host/reset.h
 //   landed[slot][src]          src, in combine    the operation whose partial sums are all here
 //   listed[slot][src]          src, in dispatch   how many items[] follow
-//   items[slot][src][i]        src, in dispatch   LlItem (ep/slots/plan.h) of a token with rows here,
+//   items[slot][src][i]        src, in dispatch   LlItem (plan.h) of a token with rows here,
 //                                                 with local experts in place of rows
 //   rows[slot][t]              r, in dispatch     the row of r's token t, which its peers read;
 //                                                 behind it its scales if it is quantised

@@ -1,10 +1,10 @@
 // The needs of turns on the host that have ranks on other machines.
 //
 // A far rank's memory has no address here. Its entry comes over the network to its gateway
-// (comm/remote/routes.h), which writes it into the memory of all near ranks, as the far rank would. So
-// every rank awaits the entries of all ranks in its own memory. Done flags are those of near ranks
-// alone: no far rank touches memory here, and a gateway raises its own when it has done there what
-// far ranks have asked of it.
+// (comm/remote/routes.h), which writes it into the memory of all near ranks, as the far rank would.
+// So every rank awaits the entries of all ranks in its own memory. Done flags are those of near
+// ranks alone: no far rank touches memory here, and a gateway raises its own when it has done there
+// what far ranks have asked of it.
 #pragma once
 
 #include <cstdint>

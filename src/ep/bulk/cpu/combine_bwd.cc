@@ -88,7 +88,7 @@ void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) con
 
 // Finishes one row of a weighted combine: first the weight's gradient, then the row's.
 void CombineBwdOp::finish_row(const std::byte* grad, const WeightedRow& row) const {
-  const rows::Type type = row_type(call_.grad_out.type);
+  const rows::Type type = rows::type_of(call_.grad_out.type);
   const auto columns = at(call_.grad_out.cols);
   if (row.grad_weight != nullptr) {
     *row.grad_weight = rows::dot(type, row.expert_out, grad, columns);

@@ -1,6 +1,6 @@
 // A group's turns on the host (turn/host/turn.h), in group memory, and prepare's exchange of
-// counts. Words of ranks on other machines come through FarSide (ep/bulk/cpu/remote/gateway.h), which writes
-// them into the memory of near ranks in those ranks' place.
+// counts. Words of ranks on other machines come through FarSide (ep/bulk/cpu/remote/gateway.h),
+// which writes them into the memory of near ranks in those ranks' place.
 #pragma once
 
 #include <atomic>

@@ -56,7 +56,7 @@ void TokenTerms::add_far(const FarTerms& far, int& next, int before_host) {
 void TokenTerms::sum(const Tensor& shape, bool weighted, std::byte* to, rows::Store store,
                      std::span<const void* const> next) const {
   if (num_partials == 0) return rows::zero(to, shape.row_bytes(), store);
-  rows::sum(row_type(shape.type), to,
+  rows::sum(rows::type_of(shape.type), to,
             {.rows = rows.data(),
              .weights = weighted ? weights.data() : nullptr,
              .partial_ends = ends.data(),

@@ -105,7 +105,7 @@ void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const flo
                    }
                    for (std::size_t i = 0; i < next.size(); ++i)
                      coming[i] = tensor_.data + next[i] * bytes;
-                   rows::sum(row_type(tensor_.type), staged_ + rows[0] * bytes,
+                   rows::sum(rows::type_of(tensor_.type), staged_ + rows[0] * bytes,
                              {.rows = terms.data(),
                               .weights = weights != nullptr ? factors.data() : nullptr,
                               .partial_ends = &count,

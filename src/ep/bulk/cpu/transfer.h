@@ -198,12 +198,6 @@ struct TokenRows {
   void order_by_host(const HostMap& hosts);
 };
 
-inline rows::Type row_type(DType type) {
-  return type == DType::bf16  ? rows::Type::bf16
-         : type == DType::f16 ? rows::Type::f16
-                              : rows::Type::f32;
-}
-
 // Outputs larger than the caches would be evicted before anyone reads them, so they are streamed
 // past the caches.
 inline rows::Store store_for(std::uint64_t bytes) {

@@ -17,11 +17,16 @@
 #include <cstddef>
 #include <span>
 
+#include "base/dtype.h"
 #include "ep/plan/quantise.h"
 
 namespace xd::rows {
 
 enum class Type { bf16, f16, f32 };
+
+constexpr Type type_of(DType type) {
+  return type == DType::bf16 ? Type::bf16 : type == DType::f16 ? Type::f16 : Type::f32;
+}
 
 // The way in which a row is stored. `streaming` bypasses the caches, for outputs that are larger
 // than the caches. Such stores are weakly ordered: call flush() before a flag says that they have

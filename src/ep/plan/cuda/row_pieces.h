@@ -49,8 +49,9 @@ struct RowPieces {
   }
 };
 
-// The rows that are added up pass through shared memory as well (TermRing in ep/plan/cuda/sums.cuh): a
-// warp has pieces of some of a sum's terms on their way, each of a few vectors of 16 bytes a lane.
+// The rows that are added up pass through shared memory as well (TermRing in
+// ep/plan/cuda/sums.cuh): a warp has pieces of some of a sum's terms on their way, each of a few
+// vectors of 16 bytes a lane.
 struct TermPieces {
   static constexpr int kAhead = 5;
   static constexpr int kVectors = 4;

@@ -47,7 +47,7 @@ struct LlCombine::Terms {
   // Meanwhile the rows of the sum after it are fetched.
   void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next,
            rows::Store store) const {
-    rows::sum(row_type(type), out,
+    rows::sum(rows::type_of(type), out,
               {.rows = rows.data(),
                .weights = weighted ? weights.data() : nullptr,
                .partial_ends = ends.data(),

@@ -3,7 +3,7 @@
 //
 //   LlControl          written by      read by
 //   left[lane][slot]   the last block  the last block of later launches, and the kernels of
-//                                      slots/cuda/control.cu: the operation whose words lie there, or 0
+// slots/cuda/control.cu: the operation whose words lie there, or 0
 //
 // A slot may be filled when all peers have said that they store nothing more there: their credits'
 // `sent`. A launch that sends n waits for that word about the operations up to n - in_flight - 1,

@@ -7,7 +7,7 @@
 //   ids[slot][src][t]          src, in dispatch  the tag in each word
 //   weights[slot][src][t][k]   src, in combine   the tag beside the weight
 //   meet[src]                  src, in reset     LlMeeting, for each round
-//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see slots/cuda/words.cuh)
+//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see words.cuh)
 //   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
 //
 // slot = number of the operation mod ll_slots(in_flight). A slot is written again only under its

@@ -2,8 +2,9 @@
 //
 // In groups that mask, all blocks must agree on the sources that the dispatch goes without, since
 // places follow from the counts of all. There only the last block waits for records, and decides:
-// who is here has sent its record and all of its ids. The other blocks follow (slots/cuda/agree.cuh); their
-// movers wait for the ids of those that are here, which the last block has seen.
+// who is here has sent its record and all of its ids. The other blocks follow
+// (slots/cuda/agree.cuh); their movers wait for the ids of those that are here, which the last
+// block has seen.
 //
 // A rank that has been masked since the operation was sent is not waited for: what has come by the
 // first look counts.

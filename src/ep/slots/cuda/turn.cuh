@@ -120,8 +120,8 @@ class LlTurn {
   // The verdict about an operation, from the records of all sources that it has. All lanes of a
   // warp; the first one's `fits` counts: this rank's own receive half is good.
   __device__ void judge(bool fits) const;
-  // In groups that mask: the last block tells the others what they follow (slots/cuda/agree.cuh). All lanes
-  // of a warp.
+  // In groups that mask: the last block tells the others what they follow (slots/cuda/agree.cuh).
+  // All lanes of a warp.
   __device__ void tell_sources(std::uint64_t epoch) const { ll_tell_sources(g_, s_, kind_, epoch); }
   __device__ void follow_sources(std::uint64_t epoch) const {
     ll_follow_sources(g_, s_, kind_, site(XD_PHASE_ENTRY, epoch));
@@ -286,7 +286,8 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
 
 // All lanes, where some credit was not there at the first look, or words were left. The last block
 // gives this rank's own behind the block's barrier; but here at once, since the peers may wait for
-// it likewise. It also waits for what peers say about the slots that it fills (slots/cuda/left.cuh).
+// it likewise. It also waits for what peers say about the slots that it fills
+// (slots/cuda/left.cuh).
 XD_LL_MEMBER(void)::wait_credits() const {
   const std::uint64_t epoch = s_.before.sent + 1;
   const auto slots = static_cast<std::uint64_t>(g_.slots);

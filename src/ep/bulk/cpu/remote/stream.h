@@ -19,8 +19,8 @@ class FarStream {
  public:
   FarStream(FarSide& side, FarKind kind);
 
-  // Room for an item of `bytes`, a multiple of net::kItemAlignment, that is to reach a machine. Waits for
-  // the gateway to give slots back if need be.
+  // Room for an item of `bytes`, a multiple of net::kItemAlignment, that is to reach a machine.
+  // Waits for the gateway to give slots back if need be.
   std::byte* add(int machine, std::size_t bytes);
   // Sends what there is to all gateways. Nothing is added afterwards.
   void finish();
