@@ -19,13 +19,12 @@ SLASHES = {".h", ".c", ".cc", ".cu", ".cuh", ".def"}
 HASHES = {".cmake", ".sh", ".toml", ".yml"}
 WRITTEN_BY_PROGRAMS = ("docs/results/", "docs/figures/")
 
-# Verbs that follow a subject; of others those that end in s, but for nouns that do as well.
-VERB = (
-    r"(?:is|was|are|were|has|had|have|can|may|must|might|will|would|could|should|does|did|do|need|"
-    r"takes?|too|which|(?!process|class|bus\b|address|access|pass|always|this|its\b|canvas)\w+[^s\W]s)"
-)
+# Words that come behind a pronoun and not before a noun that it points at: "That stack is full".
+MODAL = "can|may|must|might|will|would|could|should|did|do|need|too|which|of|in|on|at|by|for|from"
+SINGULAR = r"is|was|has|does|(?!process|class|bus\b|address|access|pass|always|this)\w+[^s\W]s"
 SUBJECT = re.compile(
-    rf"(?:What|Who|Whoever|Whatever)\b|(?:That|Those) (?:{VERB}|of|in|on|at|by|for|from|to|that)\b"
+    r"(?:What|Who|Whoever|Whatever)\b"
+    rf"|That (?:{MODAL}|{SINGULAR})\b|Those (?:{MODAL}|that|to|are|were|have|had)\b"
 )
 FRAGMENT = re.compile(r"(?:what|who|whoever|whatever|whose|that|those)\b")
 SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=:)\s+(?=[A-Z])|\n(?=\s*(?:- |\n))")
@@ -99,7 +98,7 @@ def docstrings(text):
 
 
 def paragraphs(text):
-    """(first line, alone, text) of each paragraph and list item of Markdown; tables have phrases."""
+    """(first line, alone, text) of paragraphs and list items of Markdown; tables have phrases."""
     quoted, block, first = False, [], 0
     for number, row in enumerate([*text.split("\n"), ""], 1):
         quoted ^= row.lstrip().startswith("```")

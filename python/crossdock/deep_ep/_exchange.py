@@ -17,7 +17,7 @@ class HostExchange:
     """Gathers a few bytes from every rank, without a GPU.
 
     Each gathering is one dispatch of a group whose plan never changes: every rank sends one row to
-    all ranks, and receives the rows of all by ascending rank. That takes microseconds where all are
+    all ranks, and receives the rows of all by ascending rank. This takes microseconds where all are
     on one machine, and goes over the network where they are not.
 
     Args:
