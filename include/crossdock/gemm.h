@@ -403,7 +403,7 @@ XD_API xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows);
 XD_API xd_status xd_gemm_join_failed(xd_gemm_context* context, xd_gemm_operation operation,
                                      const char* text, xd_stream stream);
 
-/* ---- What runs when -------------------------------------------------------------------------- */
+/* ---- Order of calls -------------------------------------------------------------------------- */
 
 typedef struct xd_gemm_plan_info {
   size_t struct_size;
