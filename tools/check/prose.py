@@ -11,16 +11,16 @@ import ast
 import io
 import pathlib
 import re
-import subprocess
 import sys
 import tokenize
 
+import lengths
+
 SLASHES = {".h", ".c", ".cc", ".cu", ".cuh", ".def"}
 HASHES = {".cmake", ".sh", ".toml", ".yml"}
-WRITTEN_BY_PROGRAMS = ("docs/results/", "docs/figures/")
 
 # Words that come behind a pronoun and not before a noun that it points at: "That stack is full".
-MODAL = "can|may|must|might|will|would|could|should|did|do|need|too|which|of|in|on|at|by|for|from"
+MODAL = "can|may|must|might|will|would|could|should|did|do|need|of|in|on|at|by|for|from"
 SINGULAR = r"is|was|has|does|(?!process|class|bus\b|address|access|pass|always|this)\w+[^s\W]s"
 SUBJECT = re.compile(
     r"(?:What|Who|Whoever|Whatever)\b"
@@ -137,26 +137,12 @@ def problems(name, text):
             yield first, block
 
 
-def texts(root):
-    listed = subprocess.run(
-        ["git", "-C", root, "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        capture_output=True,
-        text=True,
-    )
-    for name in sorted(filter(None, listed.stdout.split("\0"))):
-        if (root / name).is_file() and not name.startswith(WRITTEN_BY_PROGRAMS):
-            try:
-                yield name, (root / name).read_text()
-            except UnicodeDecodeError:
-                continue  # no text
-
-
 def main():
     root = pathlib.Path(__file__).resolve().parents[2]
     files = found = 0
-    for name, text in texts(root):
+    for name, rows in lengths.texts(root):
         files += 1
-        for line, sentence in problems(name, text):
+        for line, sentence in problems(name, "\n".join(rows)):
             found += 1
             print(f"{name}:{line}: {sentence[:100]}")
     print(f"prose: {files} files, {found} sentences without a subject")
