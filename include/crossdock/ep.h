@@ -21,7 +21,7 @@
  * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
  * Tensors are const DLTensor*. They lie on this rank's device (for a rank on the CPU that is kDLCPU
- * or kDLCUDAHost, whatever the device_id) and are C-contiguous (strides NULL or those of such a
+ * or kDLCUDAHost, whatever the device_id). They are C-contiguous (strides NULL or those of such a
  * tensor), except scales, which may have any strides. Tensors [T,H] and [R,H], by any name, hold
  * rows of tokens: their data is 16-byte aligned, and a row is a multiple of 16 bytes. All other
  * tensors begin at any multiple of their element's size. Data may be NULL where the tensor has no
@@ -34,7 +34,7 @@
  * float8_e5m2 (12), float8_e8m0fnu (14), also where the DLPack header at hand has no name for them.
  *
  * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
- * nothing. Every operation of a rank first tells every peer what it is about to do; if anything
+ * nothing. Every operation of a rank first tells every peer what it is about to do. If anything
  * disagrees, or a peer's arguments are bad, no row moves, all ranks get an error at once, and the
  * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
  * an error is undefined. Waits are bounded by the communicator's timeout.
@@ -291,7 +291,7 @@ typedef struct xd_ep_status {
   {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}, {0, 0}, {0, 0}}
 /* clang-format on */
 
-/* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids,
+/* Reads and clears what the group remembers. This is the first non-fatal error (overflow, bad ids,
  * mismatch, a plan that does not fit) that an operation met after its call had returned XD_SUCCESS,
  * and the bad ids and dropped rows of all plans. An error that a call has returned is not told
  * again here: on the CPU, where calls return all of them, that leaves the numbers. Never blocks.
@@ -315,8 +315,8 @@ XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t**
 
 /* ---- Operations ------------------------------------------------------------------------------ */
 
-/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
- * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
+/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device).
+ * It may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
  * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
  * in any group of the same config (expert_ranks and the capacities of all ranks included) on the
  * same rank. It begins at a multiple of 16 bytes. */
@@ -497,10 +497,9 @@ XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_a
                                    xd_stream stream);
 
 /* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they
- * can make the call: every peer's call returns MISMATCH naming this rank, and this call returns
- * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of
- * `operation`. In EXPERT_SLOTS it stands for both halves of xd_ep_ll_dispatch or
- * xd_ep_ll_combine. */
+ * can make the call. Every peer's call returns MISMATCH naming this rank, and this call returns
+ * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of `operation`.
+ * In EXPERT_SLOTS it stands for both halves of xd_ep_ll_dispatch or xd_ep_ll_combine. */
 XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                                    xd_stream stream);
 

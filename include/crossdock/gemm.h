@@ -10,7 +10,7 @@
  *                           of another tensor
  *
  * Sizes: m = tokens of this rank (0 <= m <= max_tokens; may differ per rank and call), M = sum of m
- * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's: a
+ * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's. A
  * caller with a layer of N_total columns over W ranks passes N = N_total / W to all_gather, and one
  * of K_total inputs K = K_total / W to reduce_scatter and all_reduce (xd_gemm_local_size). K, N,
  * types, transposes, the epilogue and allow_tf32 are equal on all ranks, which is checked. Rows of
@@ -42,7 +42,7 @@
  * ties to even.
  *
  * A context is one sequence of operations, as an xd_ep_group is: all ranks call the same operations
- * in the same order, also where m = 0 or a rank has nothing to do; on CUDA the caller orders
+ * in the same order, also where m = 0 or a rank has nothing to do. On CUDA the caller orders
  * streams by events. Operations allocate nothing, never wait for the host, and can be captured in a
  * CUDA graph from the first call (but for those by cuBLASMp). Every operation of a rank first tells
  * every peer what it is about to do. If anything disagrees, or a peer's arguments are bad, all
@@ -55,7 +55,7 @@
  * is made.
  *
  * A request that cannot be met (here, for these sizes or types, by that algorithm) is
- * XD_ERROR_UNSUPPORTED with its reason, on every rank: nothing is computed in another way than was
+ * XD_ERROR_UNSUPPORTED with its reason, on every rank. Nothing is computed in another way than was
  * asked for, unless the context was made with allow_fallback.
  */
 #ifndef CROSSDOCK_GEMM_H_
@@ -359,13 +359,13 @@ typedef struct xd_gemm_gather_args {
 #define XD_GEMM_GATHER_ARGS_INIT \
   { sizeof(xd_gemm_gather_args), NULL, NULL, NULL, 0 }
 
-/* Begins an all-gather that goes on beside whatever the caller enqueues next: on CUDA it starts
- * when the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it
- * sends, and does not wait for what the peers send. `in` and `out` are the library's until
- * xd_gemm_wait, or an operation of the context, which joins it first. At most slots - 1 of them, or
- * 1, are under way: one more is BUSY, which takes no turn.
+/* Begins an all-gather that goes on beside the caller's next work. On CUDA it starts when the work
+ * in `stream` has come to it, and runs on a stream of the context's; on the CPU it sends, and does
+ * not wait for what the peers send. `in` and `out` are the library's until xd_gemm_wait, or an
+ * operation of the context, which joins it first. At most slots - 1 of them, or 1, are under way:
+ * one more is BUSY, which takes no turn.
  * A gather that is begun in a capture is ended in it, and one that is begun outside is ended before
- * an operation of the context is captured; else that call is BUSY, takes no turn and touches
+ * an operation of the context is captured. Otherwise that call is BUSY, takes no turn and touches
  * nothing. A capture that comes to nothing holds neither the context nor the gather. A graph with
  * operations of the context is launched behind the gathers that were begun before: on a stream of
  * an xd_gemm_wait, or ordered behind one. */
@@ -398,7 +398,7 @@ typedef struct xd_gemm_view {
 XD_API xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows);
 
 /* Takes this rank's turn with a failure, for a caller that found a mistake before it could make its
- * call, so that the peers learn of it at once: they get MISMATCH with `text`'s rank, and this call
+ * call, so that the peers learn of it at once. They get MISMATCH with `text`'s rank, and this call
  * returns INVALID_ARGUMENT with `text`. As xd_ep_join_failed. */
 XD_API xd_status xd_gemm_join_failed(xd_gemm_context* context, xd_gemm_operation operation,
                                      const char* text, xd_stream stream);
