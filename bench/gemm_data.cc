@@ -63,10 +63,10 @@ double exact_term(const GemmProblem& p, int rank, std::int64_t token, std::int64
 
 struct Expected {
   double sum = 0;
-  double error = 0;  // that roundings may make
+  double error = 0;  // allowed for roundings
 };
 
-// Sums of float32 are exact. Those of other types are rounded at the end, or after each of W - 1
+// Sums of float32 are exact. Sums of other types are rounded at the end, or after each of W - 1
 // additions, in any order; and so is each rank's term.
 Expected expected(const GemmProblem& p, int rank, std::int64_t token, std::int64_t column,
                   Sums sums) {

@@ -21,7 +21,7 @@ inline constexpr const char* kApart = "one after the other";
 struct GemmWay {
   std::string name;  // one of those above, or what the call's `algo` says and how it is called
   std::string algo;  // of the library: the algorithm that ran
-  int products = 0;  // that it computed, one after the other
+  int products = 0;  // products that it computed, one after the other
   int comm_sms = 0;  // multiprocessors that it takes from them
   double estimate_us = 0;
   double host_us = 0;             // on CUDA: p50 of the host's time to enqueue it, on rank 0
@@ -34,7 +34,7 @@ struct GemmResults {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
 };
 
-// What a call's `algo` says, by name.
+// The values of a call's `algo`, by name.
 inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 6> kGemmAlgos{{
     {XD_GEMM_ALGO_AUTO, "AUTO"},
     {XD_GEMM_ALGO_FUSED, "FUSED"},

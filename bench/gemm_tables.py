@@ -21,7 +21,7 @@ MOST_OVER_BEST = 1.03
 
 
 class Point:
-    """What was measured of one layer with one number of tokens."""
+    """The measurements of one layer with one number of tokens."""
 
     def __init__(self, rows):
         self.ways = {row["way"]: row for row in rows}

@@ -87,7 +87,7 @@ class SlotTensor {
   DLTensor tensor_{};
 };
 
-// What experts that return their rows unchanged do to a row: its rank has read it and written it,
+// Treats a row as experts do that return their rows unchanged: its rank has read it and written it,
 // so that it lies in that rank's caches, in no other's.
 void compute(std::byte* row, std::size_t bytes) {
   constexpr std::size_t kLine = 64;

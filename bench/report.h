@@ -28,7 +28,7 @@ struct TableRow {
   double mpi_ratio = 0;    // MPI's p50 divided by this one; 0: none
 };
 
-// What a reader needs to judge a benchmark's tables, above them and in files of results.
+// The facts by which a reader judges a benchmark's tables, above them and in files of results.
 void print_head(const std::string& title, const Machine& machine);
 Json head(const std::string& title, const Machine& machine);
 

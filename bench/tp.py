@@ -70,7 +70,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def set_up(options: argparse.Namespace) -> None:
-    """What has to be said before torch and JAX are imported: they share cores and GPUs."""
+    """Sets what torch and JAX read when they are imported: they share cores and GPUs."""
     os.environ["OMP_NUM_THREADS"] = str(max(1, _host.cores() // options.ranks))
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.device == "cpu":

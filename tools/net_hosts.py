@@ -61,7 +61,7 @@ class NetHosts:
             if bits_per_second is None:
                 _run(f"{tc} del dev eth0 root 2>/dev/null || true")
             else:
-                # What a bucket may hold is sent at once: a millisecond's worth. A smaller one than
+                # A bucket's contents are sent at once: a millisecond's worth. A smaller one than
                 # two of TCP's segments of 64 KiB would cut them up, which costs much time here.
                 burst = max(int(bits_per_second / 8 / 1000), 131072)
                 _run(

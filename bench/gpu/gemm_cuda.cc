@@ -28,7 +28,7 @@ namespace {
 constexpr int kTimeoutMs = 20000;
 constexpr int kRounds = 5;  // the ways take them in turn
 
-// What the ranks of a measurement share.
+// The means that the ranks of a measurement share.
 struct At {
   int rank, ranks, device;
   xd_comm* comm;
@@ -100,7 +100,7 @@ struct Operands {
         d(at, p.element, p.scatters() ? p.tokens_of(at.rank) : p.tokens, p.shape.n),
         whole(at, p.element, p.tokens, p.gathers() ? p.shape.k : p.shape.n) {}
 
-  // Those that check_result() knows.
+  // Fills in the numbers that check_result() knows.
   void fill_exact(const GemmProblem& p, const At& at) const {
     std::vector<unsigned char> host(a.bytes());
     fill_a(p, at.rank, host.data());
@@ -201,7 +201,7 @@ Context make_context(xd_comm* comm, const GemmProblem& p) {
   return Context(context);
 }
 
-// What a stream is given by `enqueue`, to be replayed.
+// The work that `enqueue` gives a stream, to be replayed.
 class Graph {
  public:
   Graph(const Stream& stream, const std::function<void()>& enqueue) : stream_(stream) {

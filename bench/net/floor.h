@@ -1,6 +1,6 @@
-// What the network alone gives: bytes between each rank and one rank on another host, both ways at
-// once, by puts of the library's links or over one TCP connection; and how long a smallest message
-// takes one way.
+// The floor of the network alone: bytes between each rank and one rank on another host, both ways
+// at once, by puts of the library's links or over one TCP connection; and how long a smallest
+// message takes one way.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace bench::net {
 struct FloorConfig {
   std::string address;     // of this rank's host, numeric
   std::string peer;        // of the other rank's host
-  std::size_t bytes = 0;   // that this rank sends
-  std::size_t coming = 0;  // that the other rank sends
+  std::size_t bytes = 0;   // bytes from this rank
+  std::size_t coming = 0;  // bytes from the other rank
 };
 
 class Floor {

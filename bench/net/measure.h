@@ -8,7 +8,7 @@
 
 namespace bench::net {
 
-// What a step has sent, over the ranks and as far as the program counts it.
+// The amounts that a step has sent, over the ranks and as far as the program counts them.
 struct Sent {
   double puts = 0, bytes = 0;
   double wire = 0;  // of the host's interface; of one rank of each host, 0 of the others

@@ -48,7 +48,7 @@ SHARES = {
 
 @dataclasses.dataclass
 class Found:
-    """What all rounds have found of one step of one program."""
+    """The findings of all rounds about one step of one program."""
 
     medians: list[float]  # by round
     all: list[float]
@@ -168,7 +168,7 @@ def rows_of(findings: Findings) -> list[dict[str, Any]]:
 
 
 def targets_of(findings: Findings, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the project aims at, and what was measured."""
+    """The project's aims, and the measurements beside them."""
     large = [r for r in rows if r["by"] == "crossdock" and r["case"] == "1024 tokens"]
     values: dict[str, float] = {
         "bytes put / bytes of unique (token, host) rows": max(

@@ -56,7 +56,7 @@ def latency_of(build: Path) -> float:
 def machines_of(
     programs: Programs, case: Case, problem: model.Problem, latency: float
 ) -> model.Machines:
-    """What the model is told of this machine, from links that are not throttled."""
+    """The facts about this machine for the model, from links that are not throttled."""
     programs.hosts.throttle(None)
     dispatch = min(seconds_of(programs, case)["dispatch"] for _ in range(3))
     # Each rank packs its rows, and stores those that come to it and its own; the network itself is

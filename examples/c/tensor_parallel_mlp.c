@@ -143,7 +143,8 @@ static void forward(xd_gemm_context* context, layer* l) {
 }
 
 static void backward(xd_gemm_context* context, layer* l) {
-  /* dy = (dz * w2) * gelu'(before_gelu): w2 as it is stored. What is gathered stays, for dw2. */
+  /* dy = (dz * w2) * gelu'(before_gelu): w2 as it is stored. Rows that are gathered stay, for dw2.
+   * */
   xd_gemm_args down = XD_GEMM_ARGS_INIT;
   down.a = view(&l->dz);
   down.b = view(&l->w2);

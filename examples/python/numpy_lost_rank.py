@@ -15,7 +15,7 @@ DIES, LAST_STEP = 2, 4  # this rank, behind this step
 
 
 def despite_losses(operation, *given, out):
-    """What the operation gives; the share of a rank that it loses is missing."""
+    """The operation's results; the share of a rank that it loses is missing."""
     try:
         operation(*given, out=out)
     except PeerLost as error:

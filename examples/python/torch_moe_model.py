@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def weights_of_file() -> dict[str, torch.Tensor]:
-    """What a file of the model would have; here random, and equal on all ranks."""
+    """The weights that a file of the model would have; here random, and equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"gate.weight": (EXPERTS, HIDDEN), "gate.e_score_correction_bias": (EXPERTS,)}
     for network in ["shared_experts", *(f"experts.{number}" for number in range(EXPERTS))]:

@@ -10,22 +10,22 @@
  *
  * Between machines, channels are connected when they are made, and all those of a communicator
  * share one engine, which takes tens of MB and some ten descriptors until the communicator is
- * destroyed. There puts get on, and are taken in, in put, wait, test and flush of any channel of
- * the communicator, on both ends, and in no other call. So put and flush may wait there until the
- * peer is in one of these; have no barrier and no other collective call, xd_channel_create
- * included, between a put and the peer's wait for it, unless the put has been flushed: then it
- * needs no more calls of the rank that made it.
+ * destroyed. There a put progresses only while both ranks are in put, wait, test or flush of any
+ * channel of the communicator, so put and flush may wait until the peer is in one of these. A put
+ * that has been flushed needs no more calls of its own rank. Flush before a barrier or any other
+ * collective call, xd_channel_create included: otherwise the put may not progress, and both ranks
+ * wait until the timeout.
  *
  * Channels are there for communicators on the CPU. Calls of one channel are made by one thread at a
  * time; channels may have a thread each. Waits of put, wait and flush are bounded by the
- * communicator's timeout, which is XD_ERROR_TIMEOUT and leaves channel and communicator as they
- * are: a put that ended so has not been made, and may be repeated. Put, wait and test notice the
- * loss of the peer, near or far, as XD_ERROR_PEER_LOST, which finishes the communicator as
- * everywhere; where it masks losses (XD_COMM_PEER_LOSS_MASK) it finishes nothing, and every later
- * call that needs this peer says the same. A put may have succeeded before the loss was noticed.
- * XD_ERROR_SYSTEM says that the network has failed between both ends, maybe for an earlier put; no
- * channel between them is of use any more, and this communicator can make no other. Nobody tells a
- * rank that its peer has destroyed its end.
+ * communicator's timeout. XD_ERROR_TIMEOUT leaves channel and communicator as they are: a put that
+ * ended so has not been made, and may be repeated. Put, wait and test notice the loss of the peer,
+ * on this machine or another, as XD_ERROR_PEER_LOST, which finishes the communicator as everywhere.
+ * Where the communicator masks losses (XD_COMM_PEER_LOSS_MASK) the loss finishes nothing, and every
+ * later call that needs this peer says the same. A put may have succeeded before the loss was
+ * noticed. XD_ERROR_SYSTEM says that the network has failed between both ends, maybe for an earlier
+ * put; no channel between them is of use any more, and this communicator can make no other. A rank
+ * is not notified when its peer destroys its end.
  */
 #ifndef CROSSDOCK_CHANNEL_H_
 #define CROSSDOCK_CHANNEL_H_
@@ -44,10 +44,10 @@ typedef struct xd_channel xd_channel;
 
 /* Makes one end of a channel, and connects it. Collective over the communicator: every rank calls
  * it and names its peer, which must name it; a rank may name itself. `symmetric`, of `bytes` bytes,
- * lies in one allocation of this rank's symmetric memory (which may be larger than asked for, by
- * less than 256 bytes), and stays allocated as long as either end is there: the peer puts into it,
- * and this rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are the
- * counts here; they begin at 0.
+ * lies in one allocation of this rank's symmetric memory, which may be up to 255 bytes larger than
+ * asked for. It stays allocated as long as either end is there: the peer puts into it, and this
+ * rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are the counts
+ * here; they begin at 0.
  *
  * Errors: INVALID_ARGUMENT, which is MISMATCH on all other ranks, at once (with a `comm` that is
  * NULL the others miss this rank); MISMATCH where ranks do not name one another; UNSUPPORTED on
@@ -79,7 +79,7 @@ XD_API xd_status xd_channel_test(xd_channel* channel, uint32_t slot, uint64_t co
 XD_API xd_status xd_channel_flush(xd_channel* channel);
 
 /* Local. Puts of and to this end that are under way still need the memory of both ends, and need
- * not arrive any more: to lose none, wait for the counts of all puts on both ends, with a barrier
+ * not arrive any more. To lose none, wait for the counts of all puts on both ends, with a barrier
  * behind that. The memory of a channel may be freed, or used for something else, when all puts of
  * either end have been waited for, or else with the communicator alone. NULL is allowed. */
 XD_API xd_status xd_channel_destroy(xd_channel* channel);

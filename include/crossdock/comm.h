@@ -1,7 +1,7 @@
 /* Crossdock: communicators and symmetric memory.
  *
  * A communicator is one rank's membership in a set of ranks. Ranks may be threads of one process,
- * processes of one host or of several, or a mixture; one thread may even hold several ranks, as
+ * processes of one host or of several, or a mixture. One thread may even hold several ranks, as
  * long as each collective call of each rank runs on its own thread. A process may have any number
  * of communicators.
  */
@@ -70,8 +70,8 @@ typedef enum xd_bootstrap {
 /* The most ranks of a communicator. */
 #define XD_MAX_RANKS 1024
 
-/* What the end of a rank means to the others: that its process ends, that its connections break, or
- * that it leaves by xd_comm_destroy. */
+/* How the others take the end of a rank: its process ends, its connections break, or it leaves by
+ * xd_comm_destroy. */
 typedef enum xd_comm_peer_loss {
   /* A process that ends finishes the communicator: every call says PEER_LOST. A rank that leaves
    * does so when a call needs it. */
@@ -137,7 +137,7 @@ typedef struct xd_comm_config {
    NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0, NULL}
 /* clang-format on */
 
-/* What a timeout_ms of 0 means in this process, in milliseconds. */
+/* The milliseconds that a timeout_ms of 0 stands for in this process. */
 XD_API int32_t xd_default_timeout_ms(void);
 
 /* Joins the communicator: blocks until all ranks have come and have mapped one another's heaps.
@@ -146,8 +146,8 @@ XD_API int32_t xd_default_timeout_ms(void);
  * MASTER_ADDR, one address of rank 0's host (torchrun keeps MASTER_PORT itself busy). Set
  * XD_JOB_SECRET to the same unguessable text on all ranks when the host has other users; on several
  * machines that is required, however the ranks meet. A rank with another secret, or another version
- * of the library, is warned of at once on both sides; both wait on, since whoever listens on a port
- * may say so, and name it when they end with TIMEOUT.
+ * of the library, is warned of at once on both sides. Both wait on, since anything that listens on
+ * a port may say so, and name it when they end with TIMEOUT.
  * NCCL is looked for when it is needed: first among the libraries that the process has loaded, then
  * as libnccl.so.2. The device may also be the CPU. On TIMEOUT the all-gather is still enqueued:
  * abort NCCL's communicator.
@@ -164,14 +164,14 @@ XD_API int32_t xd_default_timeout_ms(void);
  * had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
 
-/* Leaves and frees. Local and bounded: says goodbye and waits for no peer, except at most a second
- * until peers that have not read this rank's earlier messages have room for it, and until other
- * machines have received it. Peers that need this rank later get PEER_LOST ('left'). Call it when
- * no operation of this rank is running: on CUDA, after synchronising the streams of its operations.
- * Their end is bounded: after a fatal error operations end by themselves at once, else with the
- * timeout. Groups that are still alive keep what they need until they are destroyed, but their
- * operations are INVALID_ARGUMENT; pointers from xd_mem_alloc die here. NULL is allowed. Works
- * after fatal errors. */
+/* Leaves and frees. Local and bounded. It says goodbye and waits for no peer, except at most a
+ * second until peers that have not read this rank's earlier messages have room for it, and until
+ * other machines have received it. Peers that need this rank later get PEER_LOST ('left'). Call it
+ * when no operation of this rank is running: on CUDA, after synchronising the streams of its
+ * operations. Their end is bounded: after a fatal error operations end by themselves at once, else
+ * with the timeout. Groups that are still alive keep what they need until they are destroyed, but
+ * their operations are INVALID_ARGUMENT; pointers from xd_mem_alloc die here. NULL is allowed.
+ * Works after fatal errors. */
 XD_API xd_status xd_comm_destroy(xd_comm* comm);
 
 /* Gives up: releases every wait of this rank with XD_ERROR_ABORTED, tells the peers, finishes the
@@ -183,7 +183,7 @@ XD_API xd_status xd_comm_abort(xd_comm* comm);
 typedef int (*xd_interrupt_fn)(void* context);
 
 /* From now on, calls of this thread that wait on the host ask `ask` every 100 ms while they wait,
- * and give up when it says so: the call is ABORTED as by xd_comm_abort, and the communicator is
+ * and give up when it says so. Such a call is ABORTED as by xd_comm_abort, and the communicator is
  * finished on all ranks. xd_comm_create is ABORTED as well, and its peers hear of it as of any
  * error. This is for callers with a user who may want to interrupt them. The function may call the
  * library, but no collective call of a communicator that the thread is waiting in; it must not
@@ -304,12 +304,12 @@ XD_API xd_status xd_mem_free(xd_comm* comm, void* ptr);
  * captured are not disturbed. An allocation never spans two growths.
  * Errors: OUT_OF_MEMORY on the rank that has none, MISMATCH naming it on the others; then no heap
  * has grown. On the CPU sizes are compared before any rank allocates, here, in xd_comm_create and
- * in xd_ep_group_create: ranks whose processes share a limit (control groups v1 and v2, the host)
+ * in xd_ep_group_create. Ranks whose processes share a limit (control groups v1 and v2, the host)
  * and together ask for more than it leaves all get OUT_OF_MEMORY, with the sum and the limit. */
 XD_API xd_status xd_mem_grow(xd_comm* comm, size_t bytes);
 
 /* Makes memory that the caller owns on the communicator's CUDA device part of symmetric memory, so
- * that operations use tensors in it in place: [ptr, ptr + bytes) inside one allocation of
+ * that operations use tensors in it in place. [ptr, ptr + bytes) lies inside one allocation of
  * cudaMalloc, or of virtual memory (cuMemCreate with POSIX file descriptors), or of a pool that is
  * made of either. Ranks may give different sizes; a rank with bytes = 0 gives none. *registration
  * gets the number of the registration, the same on all ranks. Collective, blocking. The memory

@@ -21,7 +21,7 @@
  * K = top-k, H = hidden, R = rows of a receive tensor (see "Receive tensors"), S = scales per row.
  *
  * Tensors are const DLTensor*. They lie on this rank's device (for a rank on the CPU that is kDLCPU
- * or kDLCUDAHost, whatever the device_id) and are C-contiguous (strides NULL or those of such a
+ * or kDLCUDAHost, whatever the device_id). They are C-contiguous (strides NULL or those of such a
  * tensor), except scales, which may have any strides. Tensors [T,H] and [R,H], by any name, hold
  * rows of tokens: their data is 16-byte aligned, and a row is a multiple of 16 bytes. All other
  * tensors begin at any multiple of their element's size. Data may be NULL where the tensor has no
@@ -34,7 +34,7 @@
  * float8_e5m2 (12), float8_e8m0fnu (14), also where the DLPack header at hand has no name for them.
  *
  * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
- * nothing. Every operation of a rank first tells every peer what it is about to do; if anything
+ * nothing. Every operation of a rank first tells every peer what it is about to do. If anything
  * disagrees, or a peer's arguments are bad, no row moves, all ranks get an error at once, and the
  * group stays usable (unless it was made with XD_EP_ON_ERROR_FATAL). The content of outputs after
  * an error is undefined. Waits are bounded by the communicator's timeout.
@@ -87,7 +87,7 @@ typedef enum xd_ep_layout {
   XD_EP_EXPERT_SLOTS = 2
 } xd_ep_layout;
 
-/* What happens to a plan under which some rank would receive more rows than its capacity. */
+/* The fate of a plan under which some rank would receive more rows than its capacity. */
 typedef enum xd_ep_overflow {
   /* On all ranks the plan's operations move nothing and report XD_ERROR_OVERFLOW. */
   XD_EP_OVERFLOW_ERROR = 0,
@@ -104,7 +104,7 @@ typedef enum xd_ep_duplicate_ids {
   XD_EP_DUPLICATE_IDS_COLLAPSE = 1
 } xd_ep_duplicate_ids;
 
-/* What a non-fatal error of the group (bad argument, mismatch, overflow, bad ids) means for the
+/* The meaning of a group's non-fatal error (bad argument, mismatch, overflow, bad ids) for the
  * communicator. */
 typedef enum xd_ep_on_error {
   /* Nothing: the next call works. */
@@ -137,7 +137,7 @@ typedef enum xd_ep_operation {
   XD_EP_COMBINE = 2,
   XD_EP_DISPATCH_BWD = 3,
   XD_EP_COMBINE_BWD = 4,
-  /* Those of EXPERT_SLOTS. */
+  /* Operations of EXPERT_SLOTS. */
   XD_EP_LL_DISPATCH = 5,
   XD_EP_LL_COMBINE = 6,
   XD_EP_LL_RESET = 7
@@ -243,8 +243,8 @@ typedef struct xd_ep_memory {
 #define XD_EP_MEMORY_INIT \
   { sizeof(xd_ep_memory), 0, 0, 0 }
 
-/* What a group with this config will take on one rank, to within a page and a few kilobytes of
- * handles, and without links to other machines (docs/ep-semantics.md). */
+/* Computes the memory that a group with this config will take on one rank, to within a page and a
+ * few kilobytes of handles, and without links to other machines (docs/ep-semantics.md). */
 XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory);
 
 /* ---- Groups ---------------------------------------------------------------------------------- */
@@ -291,7 +291,7 @@ typedef struct xd_ep_status {
   {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}, {0, 0}, {0, 0}}
 /* clang-format on */
 
-/* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids,
+/* Reads and clears what the group remembers. This is the first non-fatal error (overflow, bad ids,
  * mismatch, a plan that does not fit) that an operation met after its call had returned XD_SUCCESS,
  * and the bad ids and dropped rows of all plans. An error that a call has returned is not told
  * again here: on the CPU, where calls return all of them, that leaves the numbers. Never blocks.
@@ -299,9 +299,9 @@ typedef struct xd_ep_status {
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
 /* The error of its own that the calling thread's last operation (or xd_ep_join_failed) returned, as
- * numbers; xd_last_error() has its text. That may be an error that finishes the communicator under
- * XD_EP_ON_ERROR_FATAL; what calls return from then on is none. status->status = XD_SUCCESS if the
- * call returned none. Never blocks. */
+ * numbers; xd_last_error() has its text. This may be an error that finishes the communicator under
+ * XD_EP_ON_ERROR_FATAL; errors that later calls return because of it are not. status->status =
+ * XD_SUCCESS if the call returned none. Never blocks. */
 XD_API xd_status xd_ep_last_error(xd_ep_status* status);
 
 /* A word that counts the operations of this rank that have ended with an error of their own,
@@ -315,8 +315,8 @@ XD_API xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t**
 
 /* ---- Operations ------------------------------------------------------------------------------ */
 
-/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device):
- * it may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
+/* A plan is the routing of one batch as plain bytes in the caller's memory (on the rank's device).
+ * It may be copied, moved, saved and sliced out of a larger buffer, stays constant after prepare,
  * and holds no pointer. It serves any number of operations, interleaved with those of other plans,
  * in any group of the same config (expert_ranks and the capacities of all ranks included) on the
  * same rank. It begins at a multiple of 16 bytes. */
@@ -369,7 +369,7 @@ XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* arg
  *
  * amax is the largest |x| of the block over finite x, 0 if there is none. e is the smallest integer
  * not below its bound with 448 * 2^e >= amax: with e8m0 scales it is the bound, byte 0, where
- * amax = 0, and no finite x is cut off. That is how TransformerEngine casts to MXFP8, by
+ * amax = 0, and no finite x is cut off. TransformerEngine casts to MXFP8 in this way, by
  * ceil(log2(amax / 448)); the example of the OCP MX specification v1.0 (6.3) takes
  * floor(log2(amax)) - 8, under which numbers between 448 and 512 times the scale saturate.
  *
@@ -497,10 +497,9 @@ XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_a
                                    xd_stream stream);
 
 /* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they
- * can make the call: every peer's call returns MISMATCH naming this rank, and this call returns
- * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of
- * `operation`. In EXPERT_SLOTS it stands for both halves of xd_ep_ll_dispatch or
- * xd_ep_ll_combine. */
+ * can make the call. Every peer's call returns MISMATCH naming this rank, and this call returns
+ * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of `operation`.
+ * In EXPERT_SLOTS it stands for both halves of xd_ep_ll_dispatch or xd_ep_ll_combine. */
 XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                                    xd_stream stream);
 

@@ -10,7 +10,7 @@
  *                           of another tensor
  *
  * Sizes: m = tokens of this rank (0 <= m <= max_tokens; may differ per rank and call), M = sum of m
- * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's: a
+ * over the ranks, N = columns of D, K = inner dimension, W = ranks. K and N are this rank's. A
  * caller with a layer of N_total columns over W ranks passes N = N_total / W to all_gather, and one
  * of K_total inputs K = K_total / W to reduce_scatter and all_reduce (xd_gemm_local_size). K, N,
  * types, transposes, the epilogue and allow_tf32 are equal on all ranks, which is checked. Rows of
@@ -18,8 +18,8 @@
  *
  * all_reduce gives all ranks the same D. So beta, c, bias, pre_activation where it is read, and
  * d_scale must be equal on all ranks there, also in whether they are given. This is not checked: if
- * they differ, each row of D is made with those of some rank. What it writes beside D (d_amax,
- * bias_grad, pre_activation) is wanted on all ranks or on none there, which is checked.
+ * they differ, each row of D is made with those of some rank. Outputs beside D (d_amax, bias_grad,
+ * pre_activation) are wanted on all ranks or on none there, which is checked.
  *
  * Tensors are const DLTensor*, as in ep.h: on this rank's device and C-contiguous. Matrices begin
  * at multiples of 16 bytes, and their rows are multiples of 16 bytes; data may be NULL where a
@@ -42,7 +42,7 @@
  * ties to even.
  *
  * A context is one sequence of operations, as an xd_ep_group is: all ranks call the same operations
- * in the same order, also where m = 0 or a rank has nothing to do; on CUDA the caller orders
+ * in the same order, also where m = 0 or a rank has nothing to do. On CUDA the caller orders
  * streams by events. Operations allocate nothing, never wait for the host, and can be captured in a
  * CUDA graph from the first call (but for those by cuBLASMp). Every operation of a rank first tells
  * every peer what it is about to do. If anything disagrees, or a peer's arguments are bad, all
@@ -54,9 +54,9 @@
  * Contexts need oneDNN on the CPU, and cuBLASLt on CUDA devices, which must be there when a context
  * is made.
  *
- * What cannot be done (here, for these sizes or types, by that algorithm) is XD_ERROR_UNSUPPORTED
- * with its reason, on every rank: nothing is computed in another way than was asked for, unless the
- * context was made with allow_fallback.
+ * A request that cannot be met (here, for these sizes or types, by that algorithm) is
+ * XD_ERROR_UNSUPPORTED with its reason, on every rank. Nothing is computed in another way than was
+ * asked for, unless the context was made with allow_fallback.
  */
 #ifndef CROSSDOCK_GEMM_H_
 #define CROSSDOCK_GEMM_H_
@@ -74,7 +74,7 @@ typedef enum xd_gemm_operation {
   XD_GEMM_REDUCE_SCATTER = 17,
   XD_GEMM_ALL_REDUCE = 18,
   XD_GEMM_BULK = 19,
-  /* What xd_gemm_start_all_gather begins. */
+  /* The gather that xd_gemm_start_all_gather begins. */
   XD_GEMM_START_ALL_GATHER = 20
 } xd_gemm_operation;
 
@@ -108,7 +108,7 @@ typedef enum xd_gemm_algo {
   XD_GEMM_ALGO_CUBLASMP_FUSED = 22
 } xd_gemm_algo;
 
-/* What happens to the sum before it is rounded to D. x = alpha * sum + beta * C + bias. */
+/* The function that makes D of the sum, before D is rounded. x = alpha * sum + beta * C + bias. */
 typedef enum xd_gemm_epilogue {
   /* D = x */
   XD_GEMM_EPILOGUE_NONE = 0,
@@ -190,9 +190,9 @@ typedef struct xd_gemm_memory {
 #define XD_GEMM_MEMORY_INIT \
   { sizeof(xd_gemm_memory), 0, 0 }
 
-/* What a context with this config takes on one rank, to within a page and a few kilobytes of
- * handles, and without what cuBLASMp and NCCL take. A pure function. INVALID_ARGUMENT for a bad
- * config. */
+/* Computes the memory that a context with this config takes on one rank, to within a page and a few
+ * kilobytes of handles, and without the memory of cuBLASMp and NCCL. A pure function.
+ * INVALID_ARGUMENT for a bad config. */
 XD_API xd_status xd_gemm_context_memory(const xd_gemm_config* config, xd_gemm_memory* memory);
 
 /* This rank's share where `global` rows or columns are dealt out: ceil(global / W) for each rank,
@@ -359,13 +359,13 @@ typedef struct xd_gemm_gather_args {
 #define XD_GEMM_GATHER_ARGS_INIT \
   { sizeof(xd_gemm_gather_args), NULL, NULL, NULL, 0 }
 
-/* Begins an all-gather that goes on beside whatever the caller enqueues next: on CUDA it starts
- * when the work in `stream` has come to it, and runs on a stream of the context's; on the CPU it
- * sends, and does not wait for what the peers send. `in` and `out` are the library's until
- * xd_gemm_wait, or an operation of the context, which joins it first. At most slots - 1 of them, or
- * 1, are under way: one more is BUSY, which takes no turn.
+/* Begins an all-gather that goes on beside the caller's next work. On CUDA it starts when the work
+ * in `stream` has come to it, and runs on a stream of the context's; on the CPU it sends, and does
+ * not wait for what the peers send. `in` and `out` are the library's until xd_gemm_wait, or an
+ * operation of the context, which joins it first. At most slots - 1 of them, or 1, are under way:
+ * one more is BUSY, which takes no turn.
  * A gather that is begun in a capture is ended in it, and one that is begun outside is ended before
- * an operation of the context is captured; else that call is BUSY, takes no turn and touches
+ * an operation of the context is captured. Otherwise that call is BUSY, takes no turn and touches
  * nothing. A capture that comes to nothing holds neither the context nor the gather. A graph with
  * operations of the context is launched behind the gathers that were begun before: on a stream of
  * an xd_gemm_wait, or ordered behind one. */
@@ -393,17 +393,17 @@ typedef struct xd_gemm_view {
     sizeof(xd_gemm_view), NULL, 0, 0, 0, { 0, 0, 0 } \
   }
 
-/* What the last operation, an all_gather, gathered, in a context with keep_gathered.
- * INVALID_ARGUMENT if there is none. */
+/* Describes the rows that the last operation, an all_gather, has gathered, in a context with
+ * keep_gathered. INVALID_ARGUMENT if there is none. */
 XD_API xd_status xd_gemm_gathered(xd_gemm_context* context, xd_gemm_view* rows);
 
 /* Takes this rank's turn with a failure, for a caller that found a mistake before it could make its
- * call, so that the peers learn of it at once: they get MISMATCH with `text`'s rank, and this call
+ * call, so that the peers learn of it at once. They get MISMATCH with `text`'s rank, and this call
  * returns INVALID_ARGUMENT with `text`. As xd_ep_join_failed. */
 XD_API xd_status xd_gemm_join_failed(xd_gemm_context* context, xd_gemm_operation operation,
                                      const char* text, xd_stream stream);
 
-/* ---- What runs when -------------------------------------------------------------------------- */
+/* ---- Order of calls -------------------------------------------------------------------------- */
 
 typedef struct xd_gemm_plan_info {
   size_t struct_size;
@@ -426,8 +426,8 @@ typedef struct xd_gemm_plan_info {
     sizeof(xd_gemm_plan_info), XD_GEMM_ALGO_AUTO, 0, 0, 0, 0.0, 0.0, 0.0, { 0 } \
   }
 
-/* What a call with these args would do. Local: reads shapes and types, and no data (which may be
- * NULL). Errors: those that the call would return for its arguments here. */
+/* Says what a call with these args would do, without making it. Local: reads shapes and types, and
+ * no data (which may be NULL). Errors: those that the call would return for its arguments here. */
 XD_API xd_status xd_gemm_explain(xd_gemm_context* context, xd_gemm_operation operation,
                                  const xd_gemm_args* args, xd_gemm_plan_info* info);
 

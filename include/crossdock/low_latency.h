@@ -24,7 +24,7 @@
  * be given to both. Between the halves nothing of the operation runs on the device. Dispatch and
  * combine count apart, so two batches may be interleaved as S(A) S(B) R(A) R(B); receive halves
  * come in the order of their send halves. At most config.in_flight operations of a kind may be
- * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
+ * between their halves. One more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
  * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
  * one call of another. A send half waits for a free place: until every rank has ended its receive
@@ -43,7 +43,7 @@
  * while another operation of its kind is between its halves, which it would overtake.
  *
  * Between machines (on the CPU, without masks) the network moves while a rank is in a call of the
- * group. What it has not taken when a send half ends goes on with the rank's next call; a whole
+ * group. Bytes that it has not taken when a send half ends go on with the rank's next call; a whole
  * call, a receive half or a call that fails ends when all that peers need of it reaches them.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
@@ -162,10 +162,9 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  *   - for which a wait has come to its timeout (config.wait_timeout_ms),
  *   - that says that it has masked this rank, so that none of the two waits for the other,
  *   - by xd_ep_ll_mask_set.
- * A rank's mask is its own and is not spread: what to do where masks differ is the serving
- * framework's policy, for which xd_ep_status tells both whom this rank has masked and which ranks
- * have masked it. All survivors wait for a dead or stuck rank in the same operation, so each masks
- * it by itself.
+ * A rank's mask is its own and is not spread. Where masks differ, the serving framework decides
+ * what to do: xd_ep_status tells it both whom this rank has masked and which ranks have masked it.
+ * All survivors wait for a dead or stuck rank in the same operation, so each masks it by itself.
  *
  * The operation that meets a loss ends with XD_ERROR_PEER_LOST (CPU: returned; CUDA: in
  * xd_ep_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
@@ -177,7 +176,7 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
  * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
- * xd_ep_ll_reset. What it sends before that is never read. */
+ * xd_ep_ll_reset. Bytes that it sends before that are never read. */
 
 /* This and the next two calls are for groups with on_peer_loss = XD_EP_PEER_LOSS_MASK; in others
  * they are XD_ERROR_INVALID_ARGUMENT.

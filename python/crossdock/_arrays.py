@@ -107,7 +107,7 @@ class Heap:
     def __init__(self, comm: _core.Comm) -> None:
         self._comm = comm
         self._process = os.getpid()
-        self._arrays = 0  # whose memory is in use
+        self._arrays = 0  # arrays whose memory is in use
         self._closing = False
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:

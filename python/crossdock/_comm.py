@@ -519,7 +519,7 @@ def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
     try:
         wanted = _byte_count("heap_bytes", heap_bytes)
     except (TypeError, ValueError):
-        with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+        with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
             _core.Comm(heap_bytes=_IMPOSSIBLE, **options)
         raise
     return _core.Comm(heap_bytes=wanted, **options)
@@ -577,7 +577,7 @@ def grow(comm: _core.Comm, num_bytes: int) -> None:
     try:
         wanted = _byte_count("num_bytes", num_bytes)
     except (TypeError, ValueError):
-        with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+        with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
             comm.mem_grow(_IMPOSSIBLE)
         raise
     comm.mem_grow(wanted)

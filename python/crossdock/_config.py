@@ -73,7 +73,7 @@ def fail_group(core: _core.Comm, field: str = "hidden") -> None:
         "dtype": pack("float32"),
     }
     bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
-    with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+    with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
         _core.Group(core, **(good | {field: bad}))
 
 

@@ -47,7 +47,7 @@ def gemm_local_size(total: int, rank: int, num_ranks: int) -> int:
 class GemmStatus:
     """The non-fatal error state of a context since it was last read.
 
-    Operations on the CPU raise their errors, which are not repeated here. What is left is the error
+    Operations on the CPU raise their errors, which are not repeated here. There is left the error
     of a gather beside other work that another operation has ended.
     """
 
@@ -60,7 +60,7 @@ class GemmStatus:
 
 @dataclasses.dataclass(frozen=True)
 class GemmPlan:
-    """What a call would do."""
+    """The algorithm and costs of a call, as `GemmContext.explain` foresees them."""
 
     algo: str  # the algorithm that it would take
     num_products: int  # products that it computes one after the other
@@ -298,8 +298,8 @@ class GemmContext(Member):
         Args:
             a: [M,K], tokens of all ranks, of which this rank has K of the columns.
             b: [N,K].
-            options: further fields of `GemmArgs`. What is added or applied after the sum must be
-                equal on all ranks.
+            options: further fields of `GemmArgs`. Terms that are added, or functions that are
+                applied, after the sum must be equal on all ranks.
 
         Returns:
             [M,N].
@@ -411,7 +411,7 @@ class GemmContext(Member):
         return rows[:, : shape[1] * dtype.itemsize].copy().view(dtype)
 
     def explain(self, operation: GemmOperation, args: GemmArgs) -> GemmPlan:
-        """What a call with these arguments would do. Local; reads shapes and types alone.
+        """Says what a call with these arguments would do. Local; reads shapes and types alone.
 
         Args:
             operation: "all_gather", "reduce_scatter" or "all_reduce".

@@ -74,7 +74,7 @@ def whole_number(name: str, given: Any, bits: int) -> int:
 
 def fail_context(core: _core.Comm) -> None:
     """Takes this rank's part in the making of a context whose config is bad: peers get Mismatch."""
-    with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+    with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
         _core.GemmContext(core, max_tokens=-1)
 
 

@@ -1,7 +1,7 @@
 """XLA's custom calls, and the groups and contexts that they find.
 
 Built where jaxlib is found. Blocking calls release the GIL. Failures raise the classes of
-``crossdock.errors``. What `close` drops lives on in executables that use it.
+``crossdock.errors``. Groups that `close` drops live on in executables that use them.
 """
 
 from typing import Any

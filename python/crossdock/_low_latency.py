@@ -34,10 +34,10 @@ _Outputs = tuple[int, int, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor,
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """What dispatch of a LowLatencyGroup received.
+    """The rows that dispatch of a LowLatencyGroup has received.
 
     L local experts with S slots each, H columns, W ranks. The rows of expert e lie in its slots 0
-    to ``counts[e] - 1``, by source rank, then token. What lies behind them is left as it was.
+    to ``counts[e] - 1``, by source rank, then token. Slots behind them are left as they were.
     """
 
     tokens: np.ndarray  # [L,S,H], of any strides over L and S

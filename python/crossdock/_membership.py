@@ -1,4 +1,4 @@
-"""What groups and contexts of NumPy arrays have in common: their life, errors and arguments."""
+"""The common part of groups and contexts of NumPy arrays: their life, errors and arguments."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Member:
         return self._core.errors()
 
     def stats(self) -> GroupStats:
-        """What it has done so far; any thread, never blocks."""
+        """Its counters so far; any thread, never blocks."""
         return group_stats(self._core.stats(), is_context=self._IS_CONTEXT)
 
     def set_name(self, name: str) -> None:
         """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.
 
-        What is over 63 bytes is cut off.
+        A name is cut off behind 63 bytes.
         """
         self._core.set_name(name)
 
@@ -129,7 +129,7 @@ class Member:
             try:
                 yield
             except Exception as error:
-                with contextlib.suppress(CrossdockError):  # what the caller has to hear is `error`
+                with contextlib.suppress(CrossdockError):  # the caller has to hear of `error`
                     self._core.join_failed(operation, str(error))
                 raise
 
@@ -137,7 +137,7 @@ class Member:
 class Membership(Member):
     """This rank's part of a group."""
 
-    _LAYOUTS: tuple[str, ...]  # that its config may have,
+    _LAYOUTS: tuple[str, ...]  # layouts that its config may have,
     _LAYOUT_HINT = ""  # and what the others are for
 
     def __init__(self, comm: Comm, config: EpConfig) -> None:

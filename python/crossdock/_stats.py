@@ -1,4 +1,4 @@
-"""What groups and contexts have done so far, of this process and of others."""
+"""Counters of groups and contexts, of this process and of others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GroupStats", "SeenGroup", "group_stats", "processes", "seen_groups"]
 
 @dataclasses.dataclass(frozen=True)
 class GroupStats:
-    """What this rank's part of a group, or of a context, has done since it was made.
+    """The counters of this rank's part of a group, or of a context, since it was made.
 
     Numbers only grow. On CUDA a call is counted when it has been enqueued, and replays of graphs
     are not.
@@ -50,7 +50,7 @@ class SeenGroup:
     comm: str
     name: str
     detail: str  # layout and sizes
-    operation: str | None  # whose call has begun and not returned
+    operation: str | None  # the operation whose call has begun and not returned
     operation_ns: int  # for how long
     waits_for: int | None  # the rank that it waits for
     stats: GroupStats

@@ -227,7 +227,7 @@ class Ranks:
     def close(self) -> None:
         """Lets them end by themselves for up to 10 seconds; after a failure ends them at once.
 
-        What they have started, and is left, ends then.
+        Processes that they have started, and that are left, end then.
         """
         for rank in self._ranks:
             rank.pipe.close()  # the end of its work
@@ -240,7 +240,7 @@ class Ranks:
     def kill(self) -> None:
         """Ends them, whatever they are doing, with all processes that they have started.
 
-        Those that have left a rank's process group are not found.
+        Processes that have left a rank's process group are not found.
         """
         for rank in self._ranks:
             rank.kill()
@@ -295,7 +295,7 @@ class _Rank:
             self.answered = True
             self.failure = Failure(self.rank, self._last_words())
             return
-        except Exception as error:  # what it returned cannot be made here
+        except Exception as error:  # its result cannot be made here
             kind, content = "raised", [error, str(error), traceback.format_exc()]
         if kind == "told":
             hear(self.rank, content[0])
@@ -412,7 +412,7 @@ def _outcome(task: bytes) -> tuple[Any, ...]:
         # Words there are for people.
         text = f"ended with code {error.code}" if isinstance(error.code, int) else str(error)
         return "raised", _pickled(error.with_traceback(None)), text, ""
-    except BaseException as error:  # those of test frameworks, too
+    except BaseException as error:  # exceptions of test frameworks, too
         first_line = str(error).partition("\n")[0]
         text, told = f"{type(error).__name__}: {first_line}", traceback.format_exc()
         return "raised", _pickled(error.with_traceback(None)), text, told
@@ -425,7 +425,7 @@ def _answer(outcome: tuple[Any, ...]) -> None:
     with _telling:
         try:
             _parent.send(outcome)
-        except Exception as error:  # what it returned cannot be pickled
+        except Exception as error:  # its result cannot be pickled
             text = f"what it returned cannot be sent: {error}"
             _parent.send(("raised", None, text, traceback.format_exc()))
 

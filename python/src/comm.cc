@@ -35,7 +35,7 @@ void close_all() {
   }
 }
 
-// What bytes or a bytearray hold, for as long as Python does not change them.
+// The contents of bytes or a bytearray, for as long as Python does not change them.
 std::optional<std::string_view> bytes_of(nb::handle value) {
   PyObject* const object = value.ptr();
   if (PyBytes_Check(object)) {

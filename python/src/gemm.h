@@ -18,7 +18,7 @@ class GemmContext : public Member<xd_gemm_context, xd_gemm_context_destroy> {
   // Reads and clears the state of non-fatal errors.
   [[nodiscard]] nb::dict status() const;
 
-  // What the context has done so far.
+  // The context's counters so far.
   [[nodiscard]] nb::dict stats() const;
   void set_name(const std::string& name) const;
 

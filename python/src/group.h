@@ -19,7 +19,7 @@ class Group : public Member<xd_ep_group, xd_ep_group_destroy> {
   // Reads and clears the state of non-fatal errors.
   [[nodiscard]] nb::dict status() const;
 
-  // What the group has done so far.
+  // The group's counters so far.
   [[nodiscard]] nb::dict stats() const;
   void set_name(const std::string& name) const;
 

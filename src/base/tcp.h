@@ -79,7 +79,7 @@ SilenceBounds bounds_of_silence(int silence_ms);
 // that long and two pauses more; 0 = it never does. Linux before 6.15 needs as long again where
 // data are under way. A process at the other end that is stopped or busy is no silence, as long as
 // its system has room for what it is sent.
-// What is sent goes out at once. Throws SYSTEM.
+// Bytes that are sent go out at once. Throws SYSTEM.
 void set_silence(int fd, int silence_ms);
 // True for errors that say nothing of the connection: this system had no memory just now.
 bool is_passing(int error);

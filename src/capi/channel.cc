@@ -34,7 +34,7 @@ xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, 
     auto* const memory = const_cast<std::byte*>(static_cast<const std::byte*>(symmetric));
     const xd::Channel::Config config{
         .peer = peer, .memory = memory, .bytes = bytes, .slots = slots};
-    // What fails here is told to all ranks.
+    // A failure in here is told to all ranks.
     comm->comm->collective().run(xd::kCreateChannel, [&] {
       XD_REQUIRE(channel != nullptr, "channel = NULL, expected a pointer");
       *channel = new xd_channel(comm->comm, config);

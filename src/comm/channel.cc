@@ -170,7 +170,7 @@ bool Channel::test(std::uint32_t slot, std::uint64_t count) {
   if (counted.seen() >= count) return true;
   const bool is_lost = comm_->errors().lost(config_.peer);
   const FarPuts::Failure* const failed = failure();
-  // What came before the end is there now.
+  // Puts that came before the end are there now.
   if ((is_lost || failed != nullptr) && counted.seen() >= count) return true;
   if (is_lost) throw_lost();
   if (failed != nullptr && failed->verdict.passed()) throw_failure(*failed);

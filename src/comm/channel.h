@@ -39,7 +39,7 @@ class Channel final {
   void flush();
 
  private:
-  // What all ranks must know of this one.
+  // The facts about this rank that all ranks must know.
   struct Offer {
     std::int32_t peer;
     std::uint32_t slots;

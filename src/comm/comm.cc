@@ -61,7 +61,7 @@ int read_silence(const xd_comm_config& config) {
   return config.silence_ms;
 }
 
-// What ranks tell one another before they share memory.
+// Facts that ranks tell one another before they share memory.
 struct Introduction {
   DeviceIntroduction device;
   std::int32_t on_peer_loss;

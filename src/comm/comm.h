@@ -128,7 +128,7 @@ class Comm final {
     return collective_.share(*device_memory_, call, bytes);
   }
 
-  // What channels to other machines share; nullptr before the first of them.
+  // The engine that channels to other machines share; nullptr before the first of them.
   FarPuts* far_puts() const { return far_puts_.load(std::memory_order_acquire); }
   void keep_far_puts(std::shared_ptr<FarPuts> puts) noexcept;
 

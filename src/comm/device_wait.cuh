@@ -123,7 +123,7 @@ __device__ inline int missing(const DeviceComm& comm, int peer, bool leaving_end
   return leaving_ends && holds(comm.host->lost, peer) ? peer : -1;
 }
 
-// What a wait that has become long finds when it looks around.
+// The finding of a wait that has become long and looks around.
 struct Around {
   enum : int { nothing, host_calls, peer_lost, late } what;
   int rank;  // the lost one

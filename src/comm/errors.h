@@ -106,7 +106,7 @@ class Errors final : public MeshEvents {
 
   Doorbell& bell(NearRank rank) const { return boards_[at(rank)].bell(); }
   // True if the rank takes part in nothing any more: it has left, its process has ended, or its
-  // connection has broken. What it had signalled before is visible then.
+  // connection has broken. Everything that it had signalled before is visible then.
   bool lost(int peer) const { return presence(peer) != Presence::here; }
   // True for those of the lost that have said goodbye.
   bool left(int peer) const { return presence(peer) == Presence::left; }

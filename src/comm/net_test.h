@@ -1,4 +1,4 @@
-// What tests of the library ask of communicators between machines: XD_NET_TEST.
+// Requests of the library's tests to communicators between machines: XD_NET_TEST.
 #pragma once
 
 #include <cstddef>

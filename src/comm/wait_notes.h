@@ -50,7 +50,7 @@ class WaitNotes {
   WaitNotes(const HostMap& hosts, Mesh& mesh, const std::vector<RankBoard>& boards)
       : hosts_(hosts), mesh_(mesh), boards_(boards), far_(hosts.host_of().size()) {}
 
-  // ---- What this rank does ----
+  // ---- Calls of this rank ----
 
   // `operation`: -1 = all of the group.
   void list(int group, int operation, Course& course);
@@ -122,7 +122,7 @@ class WaitNotes {
   std::map<int, Join> joins_;  // by group
   FailRound fail_round_;
   std::vector<Far> far_;  // by rank
-  WaitNote told_;         // what far ranks have heard
+  WaitNote told_;         // the note that far ranks have heard
   std::int64_t told_since_ms_ = 0;
 };
 

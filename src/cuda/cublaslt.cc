@@ -74,7 +74,7 @@ namespace {
 // cuBLASLt may look at their alignment before.
 alignas(256) constexpr std::byte kSomewhere[256]{};
 
-// What a product needs that this cuBLASLt or this device has not, as far as that is known.
+// The needs of a product that this cuBLASLt or this device does not meet, as far as they are known.
 std::string needs_of(const ProductShape& shape) {
   if (!shape.has_block_scales()) return "";
   const std::size_t version = lt::library().GetVersion();

@@ -185,7 +185,7 @@ class Product {
   Product& operator=(Product&&) = delete;
 
   const ProductShape& shape() const { return shape_; }
-  // What cuBLASLt suggests, the best first; never empty.
+  // The suggestions of cuBLASLt, the best first; never empty.
   const std::vector<lt::Algorithm>& candidates() const { return candidates_; }
   // The algorithm that run() takes; the first candidate until another is chosen.
   const lt::Algorithm& chosen() const { return chosen_; }

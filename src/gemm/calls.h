@@ -77,7 +77,7 @@ struct TransferCall {
 TransferCall read_bulk(const xd_gemm_bulk_args* args, const CallContext& context);
 TransferCall read_gather(const xd_gemm_gather_args* args, const CallContext& context);
 
-// What a rank tells its peers of a call. The executor adds places.
+// The record by which a rank tells its peers of a call. The executor adds places.
 Record record_of(const ProductCall& call, xd_gemm_algo algo);
 Record record_of(const TransferCall& call);
 

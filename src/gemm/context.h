@@ -27,7 +27,7 @@ class Context : public turn::Sequence<Family> {
   // Throws INVALID_ARGUMENT where nothing is kept.
   virtual xd_gemm_view gathered() = 0;
 
-  // What a call would do. Local.
+  // Says what a call would do. Local.
   xd_gemm_plan_info explain(std::int32_t operation, const xd_gemm_args* args) const;
 
   const Config& config() const { return config_; }

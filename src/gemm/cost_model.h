@@ -18,7 +18,7 @@ struct Machine {
   double flops_us = 795e6;         // of a product of bf16 or fp16, once it runs
   double product_us = 6;           // of every product, beside its arithmetic
   double extra_k = 64;             // columns of K that a tile's beginning and end take
-  double memory_bytes_us = 3.6e6;  // what a small product reads and writes
+  double memory_bytes_us = 3.6e6;  // bytes that a small product reads and writes in one microsecond
   double memory_us = 2;            // of every product that is bound by memory
   double link_bytes_us = 393e3;    // a copy engine's, to one peer
   double copy_us = 4;              // of every copy
@@ -90,7 +90,7 @@ struct Problem {
   ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory
 };
 
-// What a context has memory for.
+// The memory that a context has for each way of transfer.
 struct Room {
   std::uint64_t slot_bytes = 0;         // stitched: of the slot of one source at one owner
   std::uint64_t slot_unit = 0;          // slots begin at multiples of it, 0 = there are none

@@ -35,8 +35,8 @@ enum RecordFlags : std::uint8_t {
   kWantsPreActivation = 1 << 7,
 };
 
-// What a call by cuBLASMp gives beside a, b and d. It decides the type in which the terms of a sum
-// travel, and what cuBLASMp is told to store: equal on all ranks.
+// The tensors that a call by cuBLASMp gives beside a, b and d. It decides the type in which the
+// terms of a sum travel, and what cuBLASMp is told to store: equal on all ranks.
 enum GivenFlags : std::uint8_t {
   kGivesC = 1 << 0,
   kGivesBias = 1 << 1,

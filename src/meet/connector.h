@@ -4,7 +4,7 @@
 // A rank that waits for a call from another host would not notice that the caller is gone. So once
 // it has waited for a while it calls that rank itself. Such a connection is a *vigil*: it is proven
 // as any other, says nothing but the words of a rank that gives up, and is closed when the awaited
-// call has come. What has proven nothing ends nothing: a connection over TCP that breaks before its
+// call has come. A connection without proofs ends nothing: over TCP one that breaks before its
 // proofs are there may be of somebody who has only listened to the network.
 #pragma once
 
@@ -26,7 +26,7 @@
 
 namespace xd {
 
-// What a rank listens with.
+// The sockets at which a rank listens.
 struct MeshListeners {
   UniqueFd near;  // a Unix socket
   UniqueFd far;   // TCP, for ranks on other hosts

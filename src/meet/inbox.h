@@ -53,7 +53,7 @@ class MeshInbox {
   // False = the peer cannot be at `round`. A peer is at most one round ahead: to finish a round it
   // needs this rank's message, which is sent after begin_round().
   bool deliver(int rank, std::uint64_t round, MeshItem item);
-  bool expects(int rank, std::uint64_t round);  // what deliver() would return
+  bool expects(int rank, std::uint64_t round);  // says what deliver() would return
   void mark_lost(const Loss& loss);
   void mark_left(int rank);
   // The peer has left, and said why; `status` is for those who need it.
@@ -67,7 +67,7 @@ class MeshInbox {
   std::uint64_t begin_round();
   std::uint64_t rounds_begun();
   // Called every 100 ms in a wait that has become long, with its round and the lowest rank that is
-  // missing. What it throws ends the wait.
+  // missing. An exception of it ends the wait.
   using Look = std::function<void(std::uint64_t round, int missing)>;
   // Waits for every peer's message in `round`, and moves it to items[peer], or drops it if there
   // are no items. Throws TIMEOUT and what check() throws; allocates nothing else.

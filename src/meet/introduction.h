@@ -54,7 +54,7 @@ struct Introduction {
   ProcessIdentity process;
   Tag socket_name;  // a random name
   Nonce nonce;      // this rank's share of the secret of the communicator
-  Proof job_proof;  // that this rank knows the job's secret; zeros = it has none
+  Proof job_proof;  // proves that this rank knows the job's secret; zeros = it has none
   ControlAddress address;
   std::uint32_t failure_is_of_address;  // 1: it matters only if there are several hosts
   // The reason why this rank cannot take part; empty if it can. With a reason all fields but the

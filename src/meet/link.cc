@@ -16,7 +16,7 @@ constexpr int kLookAgainMs = 1;
 
 // True when the peer's system has all that this rank has said, or the connection is over.
 bool has_said_all(const MeshLink& link) {
-  // What is unread when the connection is closed would cut off what is on its way.
+  // Bytes that are unread when the connection is closed would cut off those that are on their way.
   std::array<std::byte, 4096> unread;
   std::size_t count = 1;
   while (count > 0 && receive_some(link.get(), unread, count)) {

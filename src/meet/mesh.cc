@@ -202,7 +202,7 @@ Mesh::~Mesh() {
   }
   // Without its goodbye this rank would be taken for lost.
   const Deadline deadline = Deadline::after_ms(kGoodbyeMs);
-  // What this rank passes on comes before its goodbye, after which nothing of it counts.
+  // Posts that this rank passes on come before its goodbye, after which nothing of it counts.
   while (watch_ && watch_->has_posts() && !deadline.passed()) ::poll(nullptr, 0, 1);
   tell_all(parts_.links, {MeshMessageType::goodbye, 0, 0, rank()}, {}, deadline);
   leaving_.store(true, std::memory_order_release);
@@ -213,7 +213,7 @@ Mesh::~Mesh() {
 
 void Mesh::call_watch() noexcept { ::eventfd_write(parts_.wake.get(), 1); }
 
-// What a connection has not taken yet the watch thread sends when there is room.
+// The watch thread sends bytes that a connection has not taken yet when there is room.
 void Mesh::look_after_unsent() noexcept {
   const auto unsent = [](const MeshLink& link) { return link.has_unsent(); };
   if (std::ranges::any_of(parts_.links, unsent)) call_watch();

@@ -1,5 +1,5 @@
-// What ranks on several hosts must have, besides what all ranks must: the job's secret, and
-// addresses at which they reach one another.
+// The needs of ranks on several hosts, besides those of all ranks: the job's secret, and addresses
+// at which they reach one another.
 #pragma once
 
 #include <span>

@@ -83,7 +83,7 @@ class ChaosWorld {
   struct Flight {
     int target;
     std::uint32_t tag;
-    unsigned pieces;  // that have not landed
+    unsigned pieces;  // pieces that have not landed
     Acknowledged acknowledged;
     bool reported = false;
   };
@@ -201,7 +201,7 @@ class Chaos final : public Engine {
  private:
   struct Outgoing {
     Put put;
-    unsigned pieces;  // that have not been sent
+    unsigned pieces;  // pieces that have not been sent
     std::uint64_t hash;
     ChaosWorld::Acknowledged acknowledged;
   };

@@ -16,7 +16,7 @@ namespace xd::net {
 
 // A room: memory of a rank as its peers name it. It travels to them as it is.
 struct RemoteRoom {
-  std::uint64_t base = 0;  // what the engine adds to an offset in the room
+  std::uint64_t base = 0;  // the engine adds it to an offset in the room
   std::uint64_t key = 0;
   std::uint64_t bytes = 0;
 };
@@ -56,7 +56,7 @@ struct PeerFailure {
   std::string text;
 };
 
-// What poll() has found. It adds to the lists; the caller empties them.
+// The findings of poll(). It adds to the lists; the caller empties them.
 struct Events {
   std::vector<std::uint32_t> arrived;  // tags of peers' puts
   std::vector<std::uint64_t> sent;     // ids of this rank's puts
@@ -78,7 +78,8 @@ struct Events {
 //    arrival nor their `sent` is promised any more. An engine may also never notice that a peer is
 //    gone, so nobody may wait without an end.
 //  - An id is in `sent` at most once.
-//  - What put() and poll() throw ends the use of the engine: whether a put was taken is not said.
+//  - An exception of put() or poll() ends the use of the engine: whether a put was taken is not
+//    said.
 // Nothing blocks, but connect() may take milliseconds. Work is done in put() and poll() alone, on
 // the caller's thread; one thread at a time.
 class Engine {

@@ -16,7 +16,7 @@
 namespace xd::net {
 namespace {
 
-// What a rank's peers see of it, in all threads.
+// A rank's part that its peers see, in all threads.
 class Seat {
  public:
   Seat() : bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {

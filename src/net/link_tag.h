@@ -1,4 +1,4 @@
-// What the 32 bits of a put's tag mean to links.
+// The meaning of the 32 bits of a put's tag to links.
 #pragma once
 
 #include <cstdint>

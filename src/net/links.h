@@ -58,7 +58,7 @@ class Links final {
   Links(const Links&) = delete;
   Links& operator=(const Links&) = delete;
 
-  // What a partner needs to reach this rank. The caller carries it over while ranks meet.
+  // The bytes that a partner needs to reach this rank. The caller carries it over while ranks meet.
   Bytes offer(int partner) const;
   const LinkMap& map() const { return map_; }
   // Connects to a partner by its offer; once for each, before anything is sent to it. Nobody sends
@@ -134,8 +134,8 @@ class Links final {
   bool all_read() const { return slots_in_use_ == 0; }
   // The first partner that has not read everything; -1 = there is none.
   int first_unread() const;
-  // What this rank has sent since the links were made: chunks with their headers, and credits,
-  // which have no bytes.
+  // The puts that this rank has sent since the links were made: chunks with their headers, and
+  // credits, which have no bytes.
   struct Sent {
     std::uint64_t puts = 0, bytes = 0;
   };
@@ -216,7 +216,7 @@ class Links final {
   std::vector<std::byte> own_memory_;
   std::span<std::byte> memory_;
   std::unique_ptr<Room> room_;                       // of memory_
-  std::vector<Put> outbox_;                          // that the engine has not taken yet
+  std::vector<Put> outbox_;                          // puts that the engine has not taken yet
   std::size_t slots_in_use_ = 0, empty_unsent_ = 0;  // puts without bytes: credits, greetings
   Sent sent_;
   std::optional<Error> failure_;

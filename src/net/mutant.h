@@ -17,7 +17,7 @@ enum class Mutant : std::uint8_t {
   lost_wakeup,          // sleep_on() gives a descriptor although something is held back
   dropped_error,        // a put fails, and nobody is told
   sent_needs_target,    // `sent` comes only after the target has polled once more
-  closing_takes_back,   // what was sent and has not arrived is lost when its sender closes
+  closing_takes_back,   // a put that was sent and has not arrived is lost when its sender closes
   // Of the links.
   refill_without_credit,  // a slot is filled again as soon as its put was sent
   refill_before_sent,     // … as soon as its credit is there

@@ -16,7 +16,7 @@
 
 namespace xd::net {
 
-// What the thread does, step by step. The links are its own; one thread at a time.
+// The steps that the thread takes, one by one. The links are its own; one thread at a time.
 class Courier {
  public:
   // `words` are those of links.map().num_slots() slots. No slot has been used yet.

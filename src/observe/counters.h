@@ -1,5 +1,5 @@
-// What one rank's part in a sequence of operations has done, as its process writes it and any
-// process may read it.
+// The numbers of one rank's part in a sequence of operations, as its process writes them and any
+// process may read them.
 //
 // The thread that is in an operation of the sequence writes, and no other, so a number is increased
 // by a load and a store. Everything is relaxed: readers get each number whole, and no order between
@@ -61,7 +61,7 @@ struct Identity {
 
 // A rank's waits, by peer, lie behind it: see waits().
 struct alignas(64) Counters {
-  // What is going on, on a line of its own.
+  // The operation that is going on, on a line of its own.
   Number operation;     // 1 + its number; 0 = none
   Number waits_for;     // 1 + the rank; 0 = none
   Number since;         // when the call began, as the clock counts

@@ -1,7 +1,7 @@
 // Where work of a device lies on the host's clock. A device tells how long work has lasted, and
 // how long after earlier work it began, but its clock is another one, and runs at another speed.
-// What is known besides: work does not begin before it is enqueued, and what is seen to have ended
-// has ended by then. Both bring a line of works back where they drift apart.
+// Two more facts are known: work does not begin before it is enqueued, and work that is seen to
+// have ended has ended by then. Both bring a line of works back where they drift apart.
 #pragma once
 
 #include <algorithm>

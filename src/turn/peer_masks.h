@@ -33,7 +33,7 @@ class PeerMasks {
   PeerMasks(Comm& comm, const Rules& rules, NearTable areas, std::uint64_t words)
       : comm_(comm), rules_(rules), areas_(std::move(areas)), words_(words) {}
 
-  // What a rank is to another one.
+  // The standing of a rank with another one.
   enum class Standing : std::uint64_t { in_step, masked, out_of_step };
 
   // The ranks that this rank has masked, and those that have masked it since it was last in step
@@ -74,9 +74,9 @@ class PeerMasks {
   Deadline deadline() const {
     return rules_.timeout_ms != 0 ? Deadline::after_ms(rules_.timeout_ms) : comm_.deadline();
   }
-  // That of waits for what a peer does behind waits of its own. Where ranks may be masked there is
-  // time for one of those: a peer that is not late itself is not masked because it waits for one
-  // that is.
+  // The deadline of waits for steps that a peer does behind waits of its own. Where ranks may be
+  // masked there is time for one of those: a peer that is not late itself is not masked because it
+  // waits for one that is.
   Deadline deadline_behind_waits() const {
     if (!rules_.masks_lost_peers) return deadline();
     const int each = timeout_ms() != 0 ? timeout_ms() : comm_.timeout_ms();
@@ -108,7 +108,7 @@ class PeerMasks {
     }
     if (masked().has(peer)) return ready();
     comm_.wait(peer, site, [&] { return ready() || in_vain() || masked().has(peer); });
-    // What the peer has done before it masked this rank is seen after that.
+    // The peer's stores before it masked this rank are seen after that.
     if (ready()) return true;
     mask(peer);
     return false;

@@ -55,7 +55,7 @@ struct TeCall {
   }
 };
 
-// What a product may have beside its operands.
+// The options that a product may have beside its operands.
 struct Variant {
   const char* name;
   std::function<void(GemmCase&)> set;

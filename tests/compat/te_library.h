@@ -1,4 +1,4 @@
-// What a shared library, compiled by itself with hidden symbols, sees of its process and makes.
+// A shared library, compiled by itself with hidden symbols: what it sees of its process, and makes.
 #pragma once
 
 #include <crossdock/compat/te_comm_gemm.h>

@@ -1,4 +1,4 @@
-// What tests of resources have in common: how much of the process' things the library holds.
+// The common part of tests of resources: how much of the process' things the library holds.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,9 +26,9 @@ inline void expect_nothing_left(const Usage& before, const Usage& after) {
   EXPECT_LE(after.device, before.device + (std::size_t{64} << 20));  // pools keep some
 }
 
-// What a group or a context on the CPU takes between two moments, on ranks that are threads for
-// all of them; peers' segments are mapped here as well: with equal configs, as many as there are
-// ranks.
+// The memory that a group or a context on the CPU takes between two moments, on ranks that are
+// threads for all of them; peers' segments are mapped here as well: with equal configs, as many as
+// there are ranks.
 class HostMemoryTaken {
  public:
   explicit HostMemoryTaken(const Rank& rank) : rank_(rank) {}

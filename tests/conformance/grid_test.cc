@@ -32,7 +32,7 @@ TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
   });
 }
 
-// What a rank keeps for staging has no meaning for what its peers keep. Odd ranks keep none.
+// A rank's own staging has no meaning for what its peers keep. Odd ranks keep none.
 TEST(Staging, MayDifferBetweenRanks) {
   for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
     Case c = plain_case(world().num_ranks());

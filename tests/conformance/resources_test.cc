@@ -289,7 +289,7 @@ TYPED_TEST(Resources, CommunicatorsAndHandlesLeaveNothing) {
   expect_nothing_left(before, after);
 }
 
-// What a handle leaves in its communicator would grow for as long as that lives.
+// Anything that a handle leaves in its communicator would grow for as long as that lives.
 TYPED_TEST(Resources, HundredsOfHandlesLeaveNothingInTheirCommunicator) {
   using F = TypeParam;
   std::optional<Usage> before, after;

@@ -1,6 +1,6 @@
 // A peer's process dies in a given step of an operation, by its own hand: an argument lies in
-// memory that nobody may touch, and of all steps the one under test touches it first. What the
-// others do proves that it died there:
+// memory that nobody may touch, and of all steps the one under test touches it first. The others'
+// results prove that it died there:
 //
 //   before entering   their calls fail, their outputs are untouched: none has passed the entry
 //   moving            their calls fail, and all have moved rows, as their outputs in symmetric

@@ -14,7 +14,7 @@
 namespace xd::test {
 namespace {
 
-// What the signal handler knows of the gate that there is.
+// The facts about the present gate that the signal handler needs.
 std::atomic<std::byte*> gate{nullptr};
 std::atomic<std::size_t> gate_bytes{0};
 std::atomic<bool> is_open{true}, has_thread{false};

@@ -131,7 +131,7 @@ TEST_P(LlBetween, ARankThatAnotherThreadMasksIsWaitedForNoMore) {
   });
 }
 
-// Both have been sent to the rank, so both need it. Those that are sent later do not.
+// Both have been sent to the rank, so both need it. Operations that are sent later do not.
 TEST_P(LlBetween, EachOperationThatWasSentToALostRankTellsItsLoss) {
   constexpr int kShortTimeoutMs = 500;
   const auto all = [](Seat& seat) {

@@ -141,7 +141,7 @@ TEST_F(LlHeld, RankBetweenHeaderAndSumsIsWaitedForNoLongerThanTheTimeout) {
 }
 
 // It stands still while it takes what has come; the others leave it out, go on, and store other
-// rows where it was to read. Those that it has not read count, and are zero.
+// rows where it was to read. Rows that it has not read count, and are zero.
 TEST_F(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
   on_ranks({XD_EP_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
     seat.good_steps(nobody(kRanks), 0, 1);

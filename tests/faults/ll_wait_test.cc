@@ -103,8 +103,8 @@ class LlStuck : public testing::TestWithParam<Moment> {
     EXPECT_LT(took, milliseconds(kTimeoutMs) + kLimit);
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
   }
-  // A masked rank that goes on by itself learns in bounded time that it is masked. What the others
-  // had sent before is still there.
+  // A masked rank that goes on by itself learns in bounded time that it is masked. The rows that
+  // others had sent before are still there.
   static void come_to_know(const LlSeat& seat) {
     constexpr int kMostSteps = 8;
     for (int number = 2000; number < 2000 + kMostSteps; ++number) {

@@ -28,7 +28,7 @@ RankProgram outliving(int losses) {
   return program;
 }
 
-// What a rank goes through that outlives the ranks `lost`, of which the last died at `since`.
+// Expects the course of a rank that outlives the ranks `lost`, of which the last died at `since`.
 void expect_goes_on(Processes& ranks, int rank, const std::string& lost, Clock::time_point since) {
   SCOPED_TRACE("rank " + std::to_string(rank));
   const std::string named = lost.size() == 1 ? "rank " + lost + " has been lost"

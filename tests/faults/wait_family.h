@@ -1,5 +1,5 @@
-// Operations that wait for their peers, of every family: bulk, low latency and products. What ends
-// such a wait is the same for all of them (wait_test.cc).
+// Operations that wait for their peers, of every family: bulk, low latency and products. The ends
+// of such a wait are the same for all of them (wait_test.cc).
 #pragma once
 
 #include <functional>

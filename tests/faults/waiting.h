@@ -1,4 +1,4 @@
-// What tests of waits that end without the peer have in common.
+// The common part of tests of waits that end without the peer.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ inline void expect_timed_out(Clock::time_point start, int timeout_ms = kShortTim
   EXPECT_LT(took, milliseconds(timeout_ms) + kLimit);
 }
 
-// What the communicator of rank 0 says when rank 1 has not come to the second epoch of this
+// Expects the words of rank 0's communicator when rank 1 has not come to the second epoch of this
 // operation.
 inline xd_error_info expect_late_peer(const Rank& rank, int operation) {
   const xd_error_info info = comm_error(rank.comm);

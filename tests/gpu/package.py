@@ -6,7 +6,7 @@
 BUILD is configured so that programs look for libraries relative to their own place (make
 gpu-package does). The folder repeats its tree, as far as it is needed, with debug information
 stripped; lib/ has the libraries that a bare machine lacks, manifest the tests, one a line: name,
-seconds, command. What a test's REQUIRED_FILES name comes along.
+seconds, command. Files that a test's REQUIRED_FILES name come along.
 """
 
 import json
@@ -81,7 +81,7 @@ def stage_python(build, folder):
 
 
 def command_of_rank(command):
-    """What a rank runs: behind the --, where crossdock-run starts it."""
+    """The command that a rank runs: behind the --, where crossdock-run starts it."""
     return command[command.index("--") + 1 :] if "--" in command else command
 
 

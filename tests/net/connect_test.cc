@@ -150,7 +150,7 @@ TEST_F(NetConnect, AMeetingPointOnLoopbackIsNotFoundFromAnotherHost) {
 
 TEST_F(NetConnect, AFirewallThatRefusesIsNamedAtOnceOrInTime) {
   NetHosts hosts(2);
-  // What the system makes of it depends on the firewall's words.
+  // The system's reaction depends on the firewall's words.
   hosts.admit_ports(0, kPort, kPort + 15, "reject with icmpx port-unreachable");
   {
     Job job(hosts, {0, 1});

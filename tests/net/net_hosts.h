@@ -23,7 +23,7 @@ class NetHosts {
   std::string name(int host) const;  // of its namespace
   std::string address(int host, Family family) const;
 
-  // ---- What may happen to the network ----
+  // ---- Changes of the network ----
 
   void set_link(int host, bool up);
   // From now on the host loses what comes in, what goes out, or both.
@@ -35,11 +35,12 @@ class NetHosts {
   void admit_ports(int host, int first, int last, const std::string& otherwise = "drop");
   // A firewall that refuses all that comes in, in these words of nft.
   void refuse(int host, const std::string& with);
-  // What the host sends to other ports than these comes from another address than the host's.
+  // Packets that the host sends to other ports than these come from another address than the
+  // host's.
   void translate(int host, int first, int last);
   void set_mtu(int host, int bytes);      // at both ends of its link
   void drop_longer(int host, int bytes);  // packets that come in and go out, without a word
-  void throttle(int host, int megabits);  // what goes out, per second
+  void throttle(int host, int megabits);  // of outgoing bytes, per second
   // A second interface, with an address that leads nowhere.
   void add_dead_interface(int host);
 

@@ -127,7 +127,7 @@ TEST_P(NetFamily, ALinkThatComesBackInTimeIsNoLoss) {
   EXPECT_EQ(job.rank(0).answer(), "fine");
 }
 
-// Whatever has come last, and when: nothing is under way, or a message is.
+// No matter which message has come last, and when: nothing is under way, or a message is.
 TEST_F(Net, AnInterruptionAlmostAsLongAsTheSilenceEndsNothing) {
   constexpr int kSilence = 2000;
   NetHosts hosts(2);

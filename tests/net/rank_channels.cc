@@ -29,7 +29,7 @@ std::string RankChannels::make() {
     memory_ = static_cast<std::byte*>(memory);
   }
   for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
-    const int peer = rank_ ^ other;  // who names this rank as well
+    const int peer = rank_ ^ other;  // the peer names this rank as well
     xd_channel* made = nullptr;
     if (const auto status = xd_channel_create(comm_, peer, memory_, bytes, 2, &made);
         status != XD_SUCCESS)

@@ -167,7 +167,7 @@ class RankMain {
     return outcome(xd_comm_destroy(std::exchange(comm_, nullptr)));
   }
 
-  // Those that are there already give way to the new ones, of the same memory.
+  // Channels that are there already give way to the new ones, of the same memory.
   std::string channels() {
     if (!channels_) channels_.emplace(comm_, number("RANK", 0), number("WORLD_SIZE", 1));
     return in_a_line(channels_->make());

@@ -14,7 +14,7 @@
 namespace xd::test {
 namespace {
 
-// What the numbers of a step are, if they are wrong, is printed where they are compared.
+// Wrong numbers of a step are printed where they are compared.
 bool has_wrong_numbers() { return testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed(); }
 
 // Does step(i) for all i; the result is as in rank_steps.h.

@@ -1,4 +1,4 @@
-"""What dispatch into slots must give, for the tests of all packages: see reference.py."""
+"""The results that dispatch into slots must give, for tests of all packages: see reference.py."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class SlotRouting(Routing):
         return np.concatenate([*used, slots[:0].reshape(0, *slots.shape[2:])])
 
     def behind_rows(self, rank: int, slots: np.ndarray) -> np.ndarray:
-        """What lies in the slots behind the rows."""
+        """The contents of the slots behind the rows."""
         left = [slots[e, count:] for e, count in enumerate(self.counts(rank))]
         return np.concatenate([*left, slots[:0].reshape(0, *slots.shape[2:])])
 
     def results(self, rank: int, tokens: list[np.ndarray]) -> np.ndarray:
-        """What the model's experts make of the rows: local expert e multiplies them by e + 1."""
+        """The results of the model's experts: local expert e multiplies rows by e + 1."""
         factors = self.row_experts(rank)[:, None] + 1
         return (self.dispatch(rank, tokens) * factors).astype(tokens[rank].dtype)
 

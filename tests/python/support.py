@@ -124,7 +124,7 @@ def as_test(
 
     called = test if body is fn else fn  # which its module has under its name
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    del test.__wrapped__  # whose `me` pytest would take for a fixture
+    del test.__wrapped__  # pytest would take its `me` for a fixture
     test.body = body
     test.__signature__ = inspect.Signature(
         [*arguments, *(inspect.Parameter(name, keyword) for name in own)]

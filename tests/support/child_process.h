@@ -47,9 +47,9 @@ class ChildProcess {
   void tell(const std::string& line) const;
   void close_input() { close(input_); }
 
-  // What the process writes: readable by poll(); -1 when it writes no more.
+  // The end of the process's output: readable by poll(); -1 when it writes no more.
   int output() const { return output_; }
-  void read();  // what is there to be read; call it when output() is readable
+  void read();  // reads all that is there; call it when output() is readable
   std::optional<Line> take_line();
   // The next line. Throws std::runtime_error if none comes in time.
   std::string wait_for_line(std::chrono::milliseconds patience);

@@ -1,5 +1,5 @@
-// What tests through the C API know of a plan's bytes. tests/unit/plan_test.cc holds it against the
-// library's own definition.
+// The facts about a plan's bytes that tests through the C API know. tests/unit/plan_test.cc holds
+// it against the library's own definition.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What this process holds of the system: descriptors, threads and shared memory.
+// The things of the system that this process holds: descriptors, threads and shared memory.
 #pragma once
 
 #include <cstddef>

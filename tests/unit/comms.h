@@ -27,7 +27,7 @@ inline std::vector<std::shared_ptr<xd::Comm>> make_comms(
   return comms;
 }
 
-// Those of ranks that share CUDA device 0.
+// Communicators of ranks that share CUDA device 0.
 inline std::vector<std::shared_ptr<xd::Comm>> make_cuda_comms(int num_ranks,
                                                               std::size_t heap_bytes = 0) {
   xd_comm_config config = XD_COMM_CONFIG_INIT;

@@ -74,7 +74,7 @@ class ErrorsOfRank1 {
   }
   Errors& operator*() { return *errors_; }
   Errors* operator->() { return errors_.get(); }
-  // What rank 0 does when it leaves with an error.
+  // Does as rank 0 when it leaves with an error.
   void report_of_rank_0(const FatalError& error) {
     RankBoard(NearMemory(segments_[1]->base()), 2).post(0, error);
   }
@@ -131,7 +131,7 @@ TEST(Communicator, IsFinishedByLossesThatItDoesNotMask) {
   EXPECT_TRUE(errors.device.lost.empty()) << "kernels know that the communicator is finished";
 }
 
-// What a rank on another host has met comes as bytes, and counts once.
+// An error that a rank on another host has met comes as bytes, and counts once.
 TEST(Communicator, TakesOverWhatARankOnAnotherHostReports) {
   ErrorsOfRank1 errors;
   ToldError timeout(
@@ -209,7 +209,7 @@ TEST(Communicator, ItsRanksAllMaskLossesOrNone) {
   }
 }
 
-// What the creation of a communicator is for each rank; rank r names its host `hosts[r]`.
+// The outcome of a communicator's creation for each rank; rank r names its host `hosts[r]`.
 std::vector<std::optional<Error>> create_on_hosts(const std::vector<const char*>& hosts) {
   const xd_unique_id id = new_id();
   const int num_ranks = static_cast<int>(hosts.size());
@@ -331,7 +331,7 @@ TEST(Communicator, RefusesAFamilyWhoseOperationsHaveNumbersOfAnother) {
   }
 }
 
-// What becomes of a wait of `comm` for rank 0 if it goes on after it has looked for errors.
+// The outcome of a wait of `comm` for rank 0 if it goes on after it has looked for errors.
 std::optional<Error> long_wait(xd::Comm& comm, int group, int operation, std::uint64_t epoch) {
   int looks = 0;
   const HostWait site{XD_PHASE_DONE, group, operation, epoch, Deadline::after_ms(20000)};

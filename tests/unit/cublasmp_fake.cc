@@ -15,7 +15,7 @@ namespace {
 
 std::mutex mutex;
 std::condition_variable changed;
-std::string text;     // what has been called, ';' behind each
+std::string text;     // the functions that have been called, ';' behind each
 std::string fails;    // the function that fails
 int with_status = 6;  // and its result
 std::string waits;    // the function that waits until the communicator is ended

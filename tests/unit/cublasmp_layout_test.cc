@@ -35,7 +35,7 @@ float element(const Spread& s, const std::vector<Numbers>& parts, std::int64_t i
   return found.at < static_cast<std::int64_t>(part.size()) ? part[index(found.at)] : 0;
 }
 
-// What cuBLASMp does with a description, on all ranks at once.
+// The results of cuBLASMp for a description, on all ranks at once.
 std::vector<Numbers> multiply(const Description& s, const std::vector<Numbers>& first,
                               const std::vector<Numbers>& second, std::vector<Numbers> d) {
   for (std::int64_t i = 0; i < s.m; ++i) {
@@ -206,7 +206,8 @@ std::vector<Case> cases() {
 }
 INSTANTIATE_TEST_SUITE_P(Cases, CublasMpLayout, testing::ValuesIn(cases()));
 
-// ---- What cuBLASMp cannot do -------------------------------------------------------------------
+// ---- Calls that cuBLASMp cannot do
+// ---------------------------------------------------------------
 
 class CublasMpObstacle : public testing::Test {
  protected:

@@ -37,7 +37,7 @@ class CublasMpFake {
   void begin(const char* failing = "", int status = 6, std::size_t bytes = 100) {
     function<void(const char*, int, std::size_t)>("fake_begin")(failing, status, bytes);
   }
-  // What has been called, and since begin().
+  // The functions that have been called, and since begin().
   std::string text() const { return function<const char*()>("fake_text")(); }
   bool has_called(const char* name) const { return text().find(name) != std::string::npos; }
   std::string taken() {

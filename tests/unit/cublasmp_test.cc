@@ -173,7 +173,7 @@ TEST_F(CublasMpEngine, MakesAndEndsEverythingInOrder) {
             "12 99;Free 11 99;GridDestroy 12;GridDestroy 11;Destroy;CommDestroy 77;");
 }
 
-// Its owner frees it. What cuBLASMp has made of it needs all ranks to end.
+// Its owner frees it. Objects that cuBLASMp has made of it need all ranks to end.
 TEST_F(CublasMpEngine, RevokesALentCommunicatorAndLeavesItToItsOwner) {
   int lent = 0;
   {

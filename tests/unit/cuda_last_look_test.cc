@@ -71,7 +71,7 @@ TEST(CudaLastLook, ThatHasNotComeBackIsNotGivenMemoryOfOthers) {
   StuckStream stuck;
   group.reset();
   std::vector<cuda::PinnedBlock> blocks;
-  for (int i = 0; i < 8; ++i) {  // what has been given back last comes first
+  for (int i = 0; i < 8; ++i) {  // the block that has been given back last comes first
     std::byte* const block = blocks.emplace_back(0, kLookBytes).data();
     EXPECT_NE(block, next) << "the look goes there";
     std::memset(block, 0xA5, kLookBytes);

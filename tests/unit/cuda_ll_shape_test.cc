@@ -282,7 +282,7 @@ bool has_words_of(const PlanHeader& h, const LlPlanHead& head) {
   return same;
 }
 
-// What a plan may differ in from batch to batch does not count; all else does.
+// Fields that may differ from batch to batch do not count; all others do.
 TEST(LlPlanHead, HasTheWordsThatAllPlansOfAGroupShare) {
   const PlanTerms terms = some_terms();
   const LlPlanHead head = LlPlanHead::of(terms, 4096);

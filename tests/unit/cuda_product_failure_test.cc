@@ -129,7 +129,7 @@ class CudaProductFailure : public testing::TestWithParam<Moment> {
     return met;
   }
 
-  // That of the peer takes a moment to come.
+  // The peer's error takes a moment to come.
   const FatalError* fatal_error(int rank) const {
     const Errors& errors = comms_[at(rank)]->errors();
     if (GetParam().in_the_turn) eventually([&] { return errors.fatal_error() != nullptr; }, 5000);

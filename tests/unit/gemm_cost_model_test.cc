@@ -36,9 +36,9 @@ Problem problem_of(xd_gemm_operation operation, int ranks, std::int64_t tokens, 
           .k = k};
 }
 
-// What was measured: milliseconds of one product in one piece, of the best way, which that was, and
-// of the copies one after the other with the product. Several ways: they were equal within noise,
-// or the fastest was measured only beside one of them.
+// Measurements: milliseconds of one product in one piece, of the best way, which that was, and of
+// the copies one after the other with the product. Several ways: they were equal within noise, or
+// the fastest was measured only beside one of them.
 struct Row {
   xd_gemm_operation operation;
   int ranks;
@@ -160,7 +160,7 @@ TEST(GemmCostModel, ChoosesWhatWasFastestWhereItWasMeasured) {
 TEST(GemmCostModel, EstimatesAreNearWhatWasMeasured) {
   for (const Row& row : all_rows()) {
     const Problem problem = problem_of(row.operation, row.ranks, row.tokens, row.n, row.k);
-    // What was measured there had no turns, which take some microseconds.
+    // The measured calls had no turns, which take some microseconds.
     constexpr double kTurnUs = 4;
     const double best = (options_of({}, problem, ample()).best()->us - kTurnUs) / 1000;
     // The fastest by the model of the shortest ones, 43 us, was not measured there.
@@ -254,7 +254,7 @@ TEST(GemmCostModel, GathersFewRowsAsWords) {
   EXPECT_GT(by_copies.find(kSeq)->us, worded);
 }
 
-// What crossdock-bench gemm measured on two H200, and at last two H100, microseconds as graphs,
+// Measurements of crossdock-bench gemm on two H200, and at last two H100, microseconds as graphs,
 // with the products' times that contexts measured there.
 struct MeasuredCall {
   xd_gemm_operation operation;

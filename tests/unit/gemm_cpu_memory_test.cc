@@ -37,7 +37,7 @@ void PrintTo(const Bytes& bytes, std::ostream* out) {
 
 Bytes bytes_of(const Config& config) { return {Map::make(config).end, Scratch::bytes(config)}; }
 
-// What a change of the config costs, in multiples of `units`.
+// The cost of a change of the config, in multiples of `units`.
 template <class Change>
 Bytes growth(Config config, std::uint64_t units, Change&& change) {
   const Bytes before = bytes_of(config);

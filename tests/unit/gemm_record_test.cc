@@ -1,4 +1,4 @@
-// What ranks tell one another of a product, and how they name what differs.
+// Records by which ranks tell one another of a product, and how they name what differs.
 #include <gtest/gtest.h>
 
 #include <array>

@@ -111,7 +111,7 @@ class Crew {
     if (random_.one_in(2)) fleet_.engines[at(rank)]->close();
   }
 
-  // What a rank is told after one has failed, by the engine or by the watch.
+  // Expects the text that a rank is told after one has failed, by the engine or by the watch.
   void end_of_failure(int rank) {
     net::Links& links = *fleet_.links[at(rank)];
     if (rank != failed_rank_) links.lose(partner_of_rank(rank, failed_rank_), "is gone");

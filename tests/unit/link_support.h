@@ -40,8 +40,8 @@ struct Fleet {
 int rank_of_partner(int rank, int partner);
 int partner_of_rank(int rank, int other);
 
-// What one rank sends to each partner and expects from it: chunk i of a pair of ranks has a length
-// and bytes that follow from seed, pair and i.
+// The chunks that one rank sends to each partner and expects from it: chunk i of a pair of ranks
+// has a length and bytes that follow from seed, pair and i.
 class Traffic {
  public:
   Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks);

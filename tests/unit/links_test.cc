@@ -388,8 +388,8 @@ class OpenEngine final : public net::Engine {
   std::size_t longest = SIZE_MAX;
   std::uint32_t flipped = 0;  // bits of the next tags
   bool refuses = false, closed = false, vouches = true;
-  int puts = 0, broken_put = -1;  // those taken; the one that throws
-  net::Events more;               // that the next poll() reports first
+  int puts = 0, broken_put = -1;  // puts that were taken; the one that throws
+  net::Events more;               // events that the next poll() reports first
 
  private:
   std::unique_ptr<net::Engine> below_;

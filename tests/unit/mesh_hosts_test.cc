@@ -15,7 +15,7 @@
 namespace xd::test {
 namespace {
 
-// ---- What several hosts need ----
+// ---- Needs of several hosts ----
 
 std::vector<Introduction> introductions_of(const std::vector<const char*>& secrets) {
   std::vector<Introduction> result;
@@ -169,7 +169,7 @@ TEST_P(HostMeshes, GoodbyesAbortsAndReportsReachEveryRank) {
   }
 }
 
-// What a rank said before it left counts, also where a gateway brings it.
+// A letter that a rank sent before it left counts, also where a gateway brings it.
 TEST_P(HostMeshes, ALetterBeforeAGoodbyeCounts) {
   const std::vector<int>& host_of = GetParam();
   const int n = static_cast<int>(host_of.size());
@@ -276,7 +276,7 @@ TEST(HostConnector, ARankThatGivesUpBeforeItHasCalledIsHeard) {
                {"failed: rank 0", "the process ended while the ranks were connecting"});
 }
 
-// Who has seen a rank's hello may send it, too.
+// Anybody who has seen a rank's hello may send it, too.
 TEST(HostConnector, AHelloWithoutAProofEndsNothing) {
   LogCapture log;
   EXPECT_FALSE(with_far_rank([](FarRank& far) {

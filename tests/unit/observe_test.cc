@@ -1,4 +1,4 @@
-// What people who look see: texts, the board of a process, ranges for profilers.
+// Things that people see who look: texts, the board of a process, ranges for profilers.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -86,7 +86,7 @@ void store(std::uint64_t& word, std::uint64_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
 
-// What use `use` of a slot of a pair carries.
+// The contents of use `use` of a slot of a pair.
 struct Message {
   std::uint64_t seed;
   std::size_t bytes;
@@ -98,7 +98,7 @@ struct Message {
   }
 };
 
-// What kernels of a rank do: fill every slot `uses` times, in any order, and read what lands.
+// Does as kernels of a rank: fills every slot `uses` times, in any order, and reads what lands.
 void run_kernel(Station& station, int rank, int uses) {
   const net::LinkMap& map = station.links.map();
   const std::size_t slots = map.num_slots();
@@ -221,7 +221,7 @@ bool come_to(int threads) {
   return threads_here() == threads;
 }
 
-// What was registered before them runs after they have ended.
+// Functions that were registered before them run after they have ended.
 TEST(Proxy, EndsWithTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(

@@ -1,4 +1,4 @@
-// What entry records say, and where a remote address leads.
+// The contents of entry records, and the address that a remote one leads to.
 #include <gtest/gtest.h>
 
 #include <array>

@@ -115,7 +115,7 @@ class HostToy final : public turn::Sequence<Family> {
     }
   };
 
-  // That of the next rank.
+  // The mailbox of the next rank.
   std::uint64_t* next_mailbox() {
     const NearRanks& near = comm().hosts().near();
     const NearRank next = near[at(rank() + 1) % near.size()];

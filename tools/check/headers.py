@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles every public header alone, with warnings as errors.
 
-That is as C11 and as C++11, and as C++17 for the headers of compat/, which are C++ only. CMake can
+Each is compiled as C11 and as C++11, those of compat/, which are C++ only, as C++17. CMake can
 verify header sets as well, but only from version 3.24 on, where ours is 3.22, and in one language.
 
 usage: headers.py C_COMPILER CXX_COMPILER DLPACK_INCLUDE_DIR
@@ -13,7 +13,7 @@ import sys
 
 
 def compile_alone(compiler, name, includes):
-    """What the compiler says of a header that is included alone; empty if it is good."""
+    """The compiler's messages about a header that is included alone; empty if it is good."""
     source = f"#include <{name}>\n"
     warnings = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only"]
     command = [*compiler, *warnings, *includes, "-"]

@@ -17,8 +17,8 @@ done
 
 # Clang reads CUDA sources for the host, to tell the lengths of functions. Its wrapper asks for two
 # headers that newer toolkits lack or that are installed apart, and that nothing here needs: they
-# are empty. What else it finds wrong is left to nvcc, but for headers that are not found: then it
-# has not read on.
+# are empty. Its other findings are left to nvcc, but for headers that are not found: then it has
+# not read on.
 lengths_in_kernels() {
   local includes toolkit findings
   stubs=$(mktemp -d)

@@ -39,7 +39,7 @@ class Piece:
     code: str = ""
 
     def names(self) -> list[str]:
-        """What is declared; first what is no initialiser of another."""
+        """The declared names; those of initialisers come last."""
         found = ["".join(groups) for groups in _DECLARED.findall(self.code)]
         return sorted(dict.fromkeys(found), key=lambda name: name.endswith("_INIT"))
 
@@ -92,7 +92,7 @@ def _end_of_declaration(lines: list[str], i: int) -> int:
 
 
 def pieces(text: str) -> list[Piece]:
-    """What a header says, in order."""
+    """The pieces of a header, in order."""
     found: list[Piece] = []
     begun = False  # whether the last piece takes a declaration that follows at once
     for kind, lines in _blocks(text.split("\n")):

@@ -87,7 +87,7 @@ def pages_beside(pages: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     while todo:
         path = todo.pop()
-        # What is in docs/ is a page already, and mkdocs says what is nowhere.
+        # A page of docs/ is one already, and mkdocs says which are nowhere.
         if path in found or path.startswith("docs/") or not (ROOT / path).exists():
             continue
         if path.endswith(".md"):

@@ -1,4 +1,4 @@
-"""What mkdocs cannot know of this repository: hooks of mkdocs.yml.
+"""Hooks of mkdocs.yml, for the things that mkdocs cannot know of this repository.
 
 Files that pages link to are pages of the site, too (places.py). References of the C API and of the
 Python packages are made of headers and docstrings. Where a page quotes a program

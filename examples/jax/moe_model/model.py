@@ -22,7 +22,7 @@ Params = dict[str, Any]
 
 
 class Layers(NamedTuple):
-    """What a block computes with."""
+    """The functions that a block computes with."""
 
     # (x [..., K], weights [K, N]) -> [..., N]: before attention, whose heads may be spread, and
     # behind it

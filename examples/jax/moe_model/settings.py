@@ -52,7 +52,7 @@ class Settings:
             )
 
     def _check_parts(self) -> None:
-        """What the ranks along "expert" share in attention."""
+        """Checks the sizes that the ranks along "expert" share in attention."""
         for name in ("context", "heads"):
             if getattr(self, name) % self.experts_axis:
                 raise ValueError(

@@ -63,7 +63,7 @@ def compare(reference: Path, other: Path) -> list[Check]:
     return [
         Check("logits of step 1", logits, SAME_CHOICES_TOLERANCE),
         Check(
-            f"gradient of {parameter}",  # that differs most
+            f"gradient of {parameter}",  # the one that differs most
             gradient,
             SAME_CHOICES_TOLERANCE,
         ),

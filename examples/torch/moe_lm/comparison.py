@@ -69,7 +69,7 @@ def _pick_device(settings: Settings, ranks: int) -> str:
 
 
 def _of_run(settings: Settings, ranks: int, name: str) -> Settings:
-    """Those of one run, in the folder of that name; ValueError if it cannot be."""
+    """The settings of one run, in the folder of that name; ValueError if it cannot be."""
     folder = settings.folder / name
     run = settings.replace(folder=folder, save_first_step=True, resume=False)
     run.check(ranks)

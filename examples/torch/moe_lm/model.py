@@ -13,7 +13,7 @@ BYTES = 256
 
 
 class Layers(NamedTuple):
-    """What makes the layers that may be spread over ranks: see layers.py."""
+    """The makers of the layers that may be spread over ranks: see layers.py."""
 
     # (columns in, columns out): before attention, whose heads may be spread, and behind it
     to_heads: Callable[[int, int], nn.Module]

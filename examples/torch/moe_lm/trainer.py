@@ -149,7 +149,7 @@ class Trainer:
             return "1 process, plain PyTorch"
         return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, Crossdock"
 
-    # ---- What it has learnt ----------------------------------------------------------------------
+    # ---- Its results -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def held_out_loss(self) -> float:

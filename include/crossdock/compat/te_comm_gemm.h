@@ -24,8 +24,8 @@
  *   - m (all_gather) and k (the others) are multiples of the number of ranks; n may be anything.
  *   - Memory is taken by the first call of a kind that is larger than those before: make such a
  *     call once before capturing a CUDA graph. It is freed with the context.
- *   - Errors are crossdock::te::Error. The context stays usable. What a device finds is thrown by
- *     a later call, which has then been made all the same.
+ *   - Errors are crossdock::te::Error. The context stays usable. An error that a device finds is
+ *     thrown by a later call, which has then been made all the same.
  *   - algo names the nearest way that Crossdock has, or the best where that cannot run here.
  *     comm_sm_count has no effect: no multiprocessors move rows beside a product.
  *   - A bias is added once, after the sum over ranks. Its gradient, with pre_act_out, is float32;
@@ -180,7 +180,7 @@ inline xd_gemm_config config_for(const GemmCall& call, const GemmSizes& sizes) {
   config.max_n = sizes.columns;
   const NVTETensor moved = call.gathers() ? call.b : call.d;
   require(moved != nullptr, std::string(call.gathers() ? "b" : "d") + " = NULL, expected a tensor");
-  /* What is summed over ranks is bf16 where D is fp8. */
+  /* Terms of a sum over ranks are bf16 where D is fp8. */
   config.dtype =
       !call.gathers() && is_fp8(moved) ? XD_DTYPE_BFLOAT16 : dtype_of("d", nvte_tensor_type(moved));
   config.allow_fallback = 1;

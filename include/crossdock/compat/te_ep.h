@@ -13,8 +13,8 @@
  *   - Errors are crossdock::te::Error, a std::runtime_error with a status. An error that an
  *     operation meets finishes the group on all ranks (XD_EP_ON_ERROR_FATAL), as a trap does there,
  *     but the process lives: after nvte_ep_shutdown, nvte_ep_initialize works again (with another
- *     communicator, if it was an xd_comm). What a device finds, such as an overflow, is thrown by
- *     the calls that follow, and is in xd_comm_error(crossdock::te::ep_comm()).
+ *     communicator, if it was an xd_comm). An error that a device finds, such as an overflow, is
+ *     thrown by the calls that follow, and is in xd_comm_error(crossdock::te::ep_comm()).
  *   - handle_mem is a plan of Crossdock's: plain bytes at a multiple of 16, which may be copied.
  *     Nothing is cached by its address (NVTE_EP_HANDLE_CACHE_SIZE has no meaning).
  *   - Rows in a slab are in the order of source rank, then token, in every mode.

@@ -2,7 +2,7 @@
  * without TransformerEngine. C++17.
  *
  * Declared as in TransformerEngine 2.20, without its memory: a tensor points to data of the
- * caller's. What te_ep.h and te_comm_gemm.h do not read is left out: grouped tensors, packs,
+ * caller's. Names that te_ep.h and te_comm_gemm.h do not read are left out: grouped tensors, packs,
  * quantisation, NVFP4's own parameters, and functions that start kernels (nvte_zero_tensor).
  *
  * A program that also uses TransformerEngine itself includes TransformerEngine's header of tensors

@@ -13,7 +13,7 @@ from crossdock.cli import _host
 from crossdock.cli._usage import CommandError, UsageError, number
 
 _PROGRAM = pathlib.Path("examples/torch/train_moe_lm.py")
-_RANKS = (1, 2, 4, 8)  # those that share the program's 16 sequences and 8 experts evenly
+_RANKS = (1, 2, 4, 8)  # numbers of ranks that share the program's 16 sequences and 8 experts evenly
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -134,7 +134,7 @@ def _host_facts() -> Iterator[Fact]:
 
 
 def _network_facts() -> Iterator[Fact]:
-    """What ranks on several hosts would use here, if the feature `network` is available."""
+    """The means of ranks on several hosts to meet here, if the feature `network` is available."""
     for name, text in _host.interfaces():
         yield name, None, text
     yield "rdma", None, _host.rdma_devices()

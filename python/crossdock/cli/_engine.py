@@ -54,7 +54,7 @@ class Engine(Protocol):
         """Sends tokens out and back; RuntimeError if any element differs from what must come."""
 
     def operations(self) -> Mapping[Any, Timed]:
-        """What is timed, in this order, by name or by what else the report knows it by."""
+        """The timed operations, in this order, by name or by what else the report knows them by."""
 
     def time(self, timed: Timed, share: Share, tell: Tell) -> list[float]:
         """Seconds of every timed iteration of a round on this rank. Collective.

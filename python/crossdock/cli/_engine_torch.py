@@ -26,7 +26,7 @@ class TorchEngine:
         rank = self._rank = self._comm.rank
         device = self._device = self._comm.device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # whose stream events are recorded on
+            torch.cuda.set_device(device)  # events are recorded on its stream
         self._group = xd.EpGroup(
             num_experts=workload.experts,
             hidden=workload.hidden,

@@ -22,7 +22,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Step(NamedTuple):
-    """What is timed."""
+    """An operation, or three calls that do the same, as it is timed."""
 
     operation: str
     by: str  # LOW_LATENCY, or the layout that takes three calls

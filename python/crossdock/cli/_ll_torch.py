@@ -69,7 +69,7 @@ class TorchLowLatency(TorchEngine):
 
 
 def _touch_slots(slots: Any) -> None:
-    if slots.tokens.is_cuda:  # whose kernels would wait for the host to know the counts
+    if slots.tokens.is_cuda:  # kernels would wait for the host to know the counts
         return
     for expert, count in enumerate(slots.counts.tolist()):
         _touch(slots.tokens[expert, :count])

@@ -85,7 +85,7 @@ def _nothing(*_: Any) -> None:
 
 @contextmanager
 def _step(rank: str, name: str) -> Iterator[None]:
-    """What goes wrong in here is told with the rank and the step."""
+    """Tells a failure of its body with the rank and the step."""
     try:
         yield
     except crossdock.InvalidArgument as error:
@@ -149,7 +149,7 @@ def _check(
 @dataclasses.dataclass(frozen=True)
 class _Measured:
     seconds: float
-    net_bytes: float  # that this rank put into other machines
+    net_bytes: float  # bytes that this rank put into other machines
 
     def line(self, name: str) -> str:
         """Of the report."""

@@ -22,7 +22,7 @@ __all__ = ["Machines", "Problem", "Result", "Shares", "Wire", "shares_of", "simu
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is moved: each rank's tokens, their experts and their rows."""
+    """The tokens of each rank, their experts and their rows."""
 
     hosts: int
     ranks_per_host: int
@@ -62,16 +62,16 @@ class Wire:
     bytes_per_s: float  # of payload
     latency_s: float  # of a smallest message, from one rank's call to the other's
     messages_per_s: float = math.inf
-    in_flight_bytes: float = 16 << 20  # that a rank lets be under way
-    incast_penalty: float = 0.0  # what a chunk takes longer that follows another sender's
+    in_flight_bytes: float = 16 << 20  # bytes that a rank lets be under way
+    incast_penalty: float = 0.0  # added time of a chunk that follows another sender's
 
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """What the machines can do."""
+    """The speeds and buffers of the machines."""
 
     wire: Wire
-    near_bytes_per_s: float  # that a rank's processor copies, or adds up
+    near_bytes_per_s: float  # a rank's processor copies, or adds up, so many
     wire_per_rank: bool = True  # otherwise the ranks of a host share one
     slots: int = 2
     chunk_bytes: int = 256 << 10
@@ -89,15 +89,15 @@ class Shares:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a simulation has found."""
+    """The times and amounts of a simulation."""
 
     seconds: float
     entry_s: float  # until all ranks know of each other
     rows_s: float  # until the last row is delivered
     rest_s: float  # until all slots are free
-    wire_bytes: float  # that the busiest interface sends
-    messages: int  # that it sends, credits included
-    bound: str  # what takes longest by itself: wire, near or latency
+    wire_bytes: float  # of the busiest interface
+    messages: int  # messages of that interface, credits included
+    bound: str  # the work that takes longest by itself: wire, near or latency
 
 
 def shares_of(problem: Problem, samples: int = 2000, seed: int = 1) -> Shares:
@@ -276,8 +276,8 @@ def _flows(
 ) -> list[_Flow]:
     """In the order in which a rank begins them: the next host first.
 
-    What a rank does for its near ranks is done in between, with the rows of the same tokens: in a
-    dispatch those that it packs, in a combine those that come.
+    A rank works for its near ranks in between, with the rows of the same tokens: in a dispatch
+    those that it packs, in a combine those that come.
     """
     item = problem.row_bytes + 4 * problem.topk + (16 if combines else 0)
     room = max(machines.chunk_bytes // item, 1)

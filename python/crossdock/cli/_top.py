@@ -150,7 +150,7 @@ def rows(
 
 
 def _columns() -> int:
-    """Those of the terminal; what is written elsewhere is not cut, as its reader has no other."""
+    """The terminal's width; elsewhere lines are not cut, as their reader has no others."""
     return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _UNBOUNDED
 
 

@@ -83,7 +83,7 @@ noop_collective_op_set = CollectiveOpSet.create(CollectiveOp.NONE)
 
 @dataclasses.dataclass
 class _Joined:
-    """What bootstrap made."""
+    """The mesh that bootstrap made, and how it sums."""
 
     mesh: tp.TpMesh
     aggregate: bool

@@ -27,7 +27,7 @@ _comms: dict[Any, xd.Comm] = {}
 
 
 class DispatchMetadata(NamedTuple):
-    """What combine needs to know of a dispatch."""
+    """The facts about a dispatch that its combine needs."""
 
     plan: xd.Plan
     weights: torch.Tensor  # [R] float32, by received row

@@ -18,7 +18,7 @@ topk_idx_t = torch.int64
 
 # 4-bit numbers, two in a byte, from torch 2.8 on.
 _FP4_TYPES = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
-# Those of one byte, which may hold two numbers.
+# Types of one byte, which may hold two numbers.
 _BYTES = (torch.uint8, torch.int8, *_FP4_TYPES)
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, *_BYTES)
 _ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32, *_BYTE_TYPES)

@@ -113,7 +113,7 @@ class _Once:
         self._stream = current_stream(group.device)
         self._halves = halves
         self._half = Half()
-        if not is_capturing(group.device):  # what is captured has not been sent
+        if not is_capturing(group.device):  # a captured operation has not been sent
             halves.add(self._half)
 
     def __call__(self) -> None:

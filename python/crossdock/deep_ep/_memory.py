@@ -111,7 +111,7 @@ class ReceiveMemory:
             if self._alive or is_capturing(self._device):
                 return False
             if self._sets:
-                torch.cuda.synchronize(self._device)  # what still runs with tensors that died
+                torch.cuda.synchronize(self._device)  # kernels may still run with tensors that died
                 if self._pool is None:
                     torch.cuda.empty_cache()
                 self._pool = None  # gives back its segments

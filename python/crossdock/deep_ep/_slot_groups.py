@@ -24,7 +24,7 @@ _BFLOAT16 = _calls.DTYPE_CODES[torch.bfloat16]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What all ranks' calls have alike: a group serves one of them."""
+    """The sizes that all ranks' calls have alike: a group serves one such set."""
 
     max_tokens: int  # num_max_dispatch_tokens_per_rank
     hidden: int
@@ -72,7 +72,7 @@ class SlotGroup:
         self._mask = mask
         self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
         self._last_capture = 0  # and the capture that it is part of
-        self._errors = 0  # that operations had met at the last look
+        self._errors = 0  # errors that operations had met at the last look
         self._combine_buffer: torch.Tensor | None = None
         self.close = weakref.finalize(self, _close, self.core, home.device)
 
@@ -95,7 +95,7 @@ class SlotGroup:
         stream = torch.cuda.current_stream(self.device)
         capture = capture_id(self.device, stream.cuda_stream)
         last = self._last_stream
-        # What lies outside of a capture, or in another one, is over before its replays begin.
+        # Operations outside of a capture, or in another one, are over before its replays begin.
         if last is not None and last != stream and capture == self._last_capture:
             stream.wait_stream(last)
         self._last_stream, self._last_capture = stream, capture
@@ -118,7 +118,7 @@ class SlotGroup:
     def join_failed(self, operation: int, text: str) -> None:
         """Takes this rank's turn with a mistake, of which the peers hear."""
         if is_capturing(self.device):
-            return  # what is not captured is never run, here or by the peers
+            return  # a call that is not captured is never run, here or by the peers
         self.follow()
         with contextlib.suppress(CrossdockError):  # this gives the text again
             self.core.join_failed(operation, text, current_stream(self.device))

@@ -47,7 +47,7 @@ _Dispatched = tuple[
     EventOverlap,
 ]
 _Events = tuple[Any, Any, Any]  # previous_event, async_finish, allocate_on_comm_stream
-_MOST_RDMA_BYTES = 1 << 62  # that the library takes
+_MOST_RDMA_BYTES = 1 << 62  # the most that the library takes
 _Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 

@@ -494,9 +494,9 @@ class ElasticBuffer:
 
     @staticmethod
     def _after(first: Any, second: Any) -> EventOverlap | None:
-        """What an operation waits for: an event, or None for all work of the current stream.
+        """The event that an operation waits for, or None for all work of the current stream.
 
-        That waits itself for two events, or one without a first one.
+        The current stream waits itself for two events, or one without a first one.
         """
         given = [
             EventOverlap(one) if isinstance(one, EventHandle) else one for one in (first, second)
@@ -520,7 +520,7 @@ class ElasticBuffer:
                 done.event = EventHandle()
 
     def _hand_over(self, asynchronous: bool, *tensors: torch.Tensor | None) -> None:
-        """What an epilogue has made is for the current stream."""
+        """Gives the current stream the tensors that an epilogue has made."""
         lane = self._runtime().lane
         if asynchronous and lane.cuda:
             current = torch.cuda.current_stream(lane.device)

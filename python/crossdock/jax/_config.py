@@ -47,7 +47,7 @@ class EpConfig:
             ``"expert_slots"``: a fixed number of slots per expert, for `ll_dispatch`.
         dtype: widest payload: bfloat16, float16 or float32.
         recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
-            What is over a multiple of `alignment` stays empty.
+            Rows over a multiple of `alignment` stay empty.
         overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
             fails; ``"drop"``: its last rows are dropped.
         alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a

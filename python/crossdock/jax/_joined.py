@@ -24,7 +24,7 @@ __all__ = ["JoinedMesh", "join"]
 _ANY = -1  # the ordinal of a process's only device of a platform
 
 _Config = TypeVar("_Config")
-_Described = TypeVar("_Described")  # what traced functions know of a group
+_Described = TypeVar("_Described")  # facts that traced functions know of a group
 _Value = TypeVar("_Value")
 
 
@@ -55,7 +55,7 @@ class JoinedMesh(Generic[_Config, _Described]):
         raise NotImplementedError
 
     def _of(self, config: _Config) -> tuple[_Described, _jax.Group | _jax.Context]:
-        """What a config describes, the same for equal configs. Local."""
+        """The description of a config, the same for equal configs. Local."""
         if config not in self._made:
             self._made[config] = self._make(config)
             remember_programs(self._made[config][0])
@@ -167,7 +167,7 @@ def join(
         mesh, axes, data_axes, timeout, name: as of ``crossdock.jax.init``, which see.
 
     Returns:
-        What an `JoinedMesh` is made of.
+        The parts of a `JoinedMesh`.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")

@@ -59,10 +59,10 @@ class SlotPlan:
 
 
 class Slots(NamedTuple):
-    """What `ll_dispatch` received. L local experts with S = W * max_tokens_per_rank slots each.
+    """Rows from `ll_dispatch`. L local experts with S = W * max_tokens_per_rank slots each.
 
-    The rows of expert e lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. What
-    lies behind them has no meaning, and may be no number.
+    The rows of expert e lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. Slots
+    behind them have no meaning, and may be no numbers.
 
     Attributes:
         tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.

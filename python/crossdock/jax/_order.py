@@ -15,7 +15,7 @@ __all__ = ["kept"]
 
 
 def kept(done: jax.Array, before: jax.Array) -> jax.Array:
-    """What an operation keeps for its backward operation.
+    """The part of an operation's results that its backward operation needs.
 
     Args:
         done: the order that the operation gave, by a name for policies of ``jax.checkpoint``. One

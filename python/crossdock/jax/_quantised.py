@@ -19,7 +19,7 @@ ELEMENT = jnp.float8_e4m3fn  # element type of rows that are quantised on the wa
 class QuantisedRows:
     """Rows of 8-bit elements, each group of columns with a scale. A pytree.
 
-    What `ep_dispatch` gives with ``quantise``, and what it takes and gives where rows are
+    The result of `ep_dispatch` with ``quantise``, and its argument and result where rows are
     quantised already.
 
     Attributes:

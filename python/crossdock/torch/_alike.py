@@ -84,7 +84,7 @@ def _backend_of_cpu(group: ProcessGroup) -> str | None:
 
 
 def _told(group: ProcessGroup, lines: list[str], text: str) -> str:
-    """What is wrong, by the first rank of a group that says so; else the first difference."""
+    """The mistake, by the first rank of a group that says so; else the first difference."""
     ranks = dist.get_process_group_ranks(group)
     told: list[Any] = [None] * len(ranks)
     dist.all_gather_object(told, (lines, text), group=group)

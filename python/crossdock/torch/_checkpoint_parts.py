@@ -1,4 +1,4 @@
-"""What a checkpoint has of parameters with parts on ranks, or with several names."""
+"""The parts of a checkpoint for parameters with parts on ranks, or with several names."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spread_shares(model: nn.Module) -> set[torch.Tensor]:
 
 @torch.no_grad()
 def shares_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Parts:
-    """What this rank holds of parts of tensor parallelism, as DTensors where that differs by rank.
+    """This rank's parts of tensor parallelism, as DTensors where they differ by rank.
 
     Raises:
         ValueError: ranks have parts, or state of them, that nothing says how to put together.
@@ -104,7 +104,7 @@ def is_own(value: Any, parameter: Any) -> bool:
 
 @torch.no_grad()
 def gather_parts(shares: Parts, *, keep: bool) -> Parts:
-    """What the ranks of each layer hold of its parameters, put together on the CPU. Collective.
+    """Puts the parts of each layer's parameters together, on the CPU. Collective.
 
     Args:
         shares: what this rank holds, of `shares_of`.

@@ -16,7 +16,7 @@ from ._calls import DTYPE_CODES, PAYLOADS
 __all__ = ["read_config"]
 
 
-_OWN = "symmetric_tensors"  # what the library knows nothing of
+_OWN = "symmetric_tensors"  # an option that the library knows nothing of
 
 
 def _number(name: str, given: Any, least: int = -(1 << 31)) -> int:

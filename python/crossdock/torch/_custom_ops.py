@@ -35,8 +35,8 @@ __all__ = ["FUNCTIONS", "LIBRARY", "as_packed", "as_rows"]
 
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
-# What operators run, by their names and with their arguments, without torch's dispatcher. Where no
-# order is wanted, that of dispatch and combine may be None.
+# The functions that operators run, by their names and with their arguments, without torch's
+# dispatcher. Where no order is wanted, that of dispatch and combine may be None.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 _FLOAT32 = torch.float32

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["unobserved"]
 
-# What a thread adds to the dispatch keys of its tensors in no mode, no transform and no tracer.
+# The keys that a thread adds to the dispatch keys of its tensors in no mode, no transform and no
+# tracer.
 _THREAD_KEYS = ("ADInplaceOrView", "BackendSelect")
 # The dispatch keys of a tensor that is its elements in memory. Others stand for a subclass, a
 # transform's wrapper, or a view of elements that are negated when they are read, for instance.

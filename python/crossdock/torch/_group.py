@@ -138,8 +138,8 @@ class EpGroup(Membership):
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
             dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.
-            recv_capacity: R in rows; 0 = enough for any routing. What is over a multiple of a
-                plan's alignment stays empty.
+            recv_capacity: R in rows; 0 = enough for any routing. Rows over a multiple of a
+                plan's alignment stay empty.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
                 raises CapacityOverflow; ``"drop"``: its last rows are dropped.
             alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have

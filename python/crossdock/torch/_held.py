@@ -1,4 +1,4 @@
-"""What ranks hold of the parameters of layers of tensor parallelism, as these layers say."""
+"""The parts that ranks hold of parameters of layers of tensor parallelism, as these layers say."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def held_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
 
 
 def spread_parameters(model: nn.Module) -> dict[torch.Tensor, Held]:
-    """Those of layers of tensor parallelism, ours and torch's own beside them."""
+    """The parameters of layers of tensor parallelism, ours and torch's own beside them."""
     held = held_parameters(model)
     return held | _of_torchs_layers(model, held)
 

@@ -61,11 +61,11 @@ class SlotPlan:
 
 
 class Slots(NamedTuple):
-    """What `ll_dispatch` received.
+    """The rows that `ll_dispatch` has received.
 
     L local experts with S = ``LowLatencyGroup.num_slots`` slots each, W ranks. The rows of expert e
-    lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. What lies behind them is
-    left as it was.
+    lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. Slots behind them are left
+    as they were.
 
     Attributes:
         tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.

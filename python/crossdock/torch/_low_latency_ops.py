@@ -430,7 +430,7 @@ def _refuse_gradients(group: LowLatencyGroup, operation: int, given: dict[str, A
 
 
 def _add_half(group: LowLatencyGroup, halves: OpenHalves, half: Half) -> None:
-    """What is captured has not been sent, and perhaps never will be."""
+    """Adds a half, unless it is captured: then it has not been sent, and perhaps never will be."""
     if torch.compiler.is_compiling() or not _calls.is_capturing(group.comm.device):
         halves.add(half)
 

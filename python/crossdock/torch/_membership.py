@@ -1,4 +1,4 @@
-"""What groups and contexts on torch tensors have in common: life, errors, what peers hear."""
+"""The common part of groups and contexts on torch tensors: life, errors, what peers hear."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Membership:
         return self.core.errors()
 
     def stats(self) -> GroupStats:
-        """What this rank's part has done so far; any thread, never blocks."""
+        """The counters of this rank's part so far; any thread, never blocks."""
         return group_stats(self.core.stats(), is_context=isinstance(self.core, _core.GemmContext))
 
     def set_name(self, name: str) -> None:
         """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.
 
-        What is over 63 bytes is cut off.
+        A name is cut off behind 63 bytes.
         """
         self.core.set_name(name)
 

@@ -1,4 +1,4 @@
-"""Kernels of operators, which compilers look at from outside only."""
+"""Marks operator implementations, so that Dynamo does not trace into them."""
 
 from __future__ import annotations
 

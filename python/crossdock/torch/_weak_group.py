@@ -1,4 +1,4 @@
-"""Groups of torch.distributed, which nobody keeps beyond ``destroy_process_group``.
+"""Weak references to process groups, so that Crossdock keeps none alive.
 
 torch.distributed holds its groups until then. If anybody else did, gloo's threads would go on, and
 one that lets go of a tensor while the interpreter ends waits for the interpreter's lock, which ends

@@ -155,7 +155,7 @@ def _agreed_shares(
 def _described(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, shares: Parts
 ) -> Iterator[str]:
-    """What has to be the same on all ranks, which put the parts together."""
+    """The facts that have to be the same on all ranks, which put the parts together."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         yield f"{name} {tuple(parameter.shape)} {parameter.dtype}"

@@ -123,8 +123,8 @@ class MoELayer(nn.Module):
             dtype: in which tokens travel and experts and shared experts compute: bfloat16, float16
                 or float32; None = the group's, or torch's default. The router computes in float32.
             param_dtype: of the parameters of the built-in experts and shared experts, which are
-                cast where they are used; their gradients have it. None = `dtype`. Those of the
-                router are float32.
+                cast where they are used; their gradients have it. None = `dtype`. The router's
+                parameters are float32.
 
         Raises:
             TypeError: `param_dtype` is no dtype that parameters can have.
@@ -185,7 +185,7 @@ class MoELayer(nn.Module):
         if isinstance(self.shared, SharedExperts):
             self.shared.draw(generator)
 
-    if TYPE_CHECKING:  # what a call returns; for torch's stubs it is Any
+    if TYPE_CHECKING:  # the type of a call's result; for torch's stubs it is Any
 
         def __call__(
             self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None

@@ -41,7 +41,7 @@ Activation = str | Callable[[torch.Tensor], torch.Tensor]
 
 
 class _FeedForward(nn.Module):
-    """What both kinds have: the activation between the two products."""
+    """The common part of both kinds: the activation between the two products."""
 
     def __init__(self, activation: Activation, gated: bool) -> None:
         super().__init__()

@@ -68,9 +68,9 @@ def model_layer(config: Any, **options: Any) -> MoELayer:
     """The mixture-of-experts layer of a model that ``config.model_type`` names. Collective.
 
     "mixtral", "qwen3_moe" or "deepseek_v3": experts, top-k, activation, router and shared experts
-    are the config's. What it says of losses is not read: the layer has those of `MoELayer`, a
-    load-balancing loss of weight 0.01, unless ``aux_loss_weight`` says otherwise. Nor is its
-    ``torch_dtype`` or ``dtype``: give ``dtype``, or the layer has the group's or torch's default.
+    are the config's. Its losses are not read: the layer has those of `MoELayer`, a load-balancing
+    loss of weight 0.01, unless ``aux_loss_weight`` says otherwise. Nor is its ``torch_dtype`` or
+    ``dtype``: give ``dtype``, or the layer has the group's or torch's default.
 
     Args:
         config: such as ``transformers.MixtralConfig``.
@@ -132,8 +132,8 @@ def load_pretrained(
         model_type: "mixtral", "qwen3_moe" or "deepseek_v3".
 
     Raises:
-        KeyError: a name is missing: names it, and the one there that is most like it. What comes
-            before it has been copied.
+        KeyError: a name is missing: names it, and the one there that is most like it. Parameters
+            that come before it have been copied.
         ValueError: a shape does not fit, another model, or a layer with parts of the caller's.
     """
     model = _MODELS.get(model_type)

@@ -211,6 +211,6 @@ def balance_loss(probabilities: torch.Tensor, load: torch.Tensor) -> torch.Tenso
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """``mean_t (log sum_e exp logits[t, e])^2``, which keeps logits small; T = 0 gives 0.
 
-    That of ST-MoE (arXiv:2202.08906, section 2.2).
+    This is the z-loss of ST-MoE (arXiv:2202.08906, section 2.2).
     """
     return torch.logsumexp(logits, dim=-1).square().sum() / max(logits.shape[0], 1)

@@ -105,7 +105,7 @@ def average_gradients(model: nn.Module, *, between: Iterable[torch.Tensor] | Non
 
 
 class _Way(NamedTuple):
-    """What becomes of a parameter's gradient."""
+    """The way of a parameter's gradient through averaging."""
 
     axes: list[ProcessGroup]  # it is averaged over them
     divisor: int
@@ -113,7 +113,7 @@ class _Way(NamedTuple):
 
 
 def _described(parameter: Any, ways: dict[torch.Tensor, _Way]) -> str:
-    """What has to be the same of a parameter on all ranks."""
+    """The facts about a parameter that have to be the same on all ranks."""
     kind = f"{tuple(parameter.shape)} {parameter.dtype}"
     way = ways.get(parameter)
     if way is None:

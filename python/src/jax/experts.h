@@ -18,7 +18,7 @@ struct Experts {
   static constexpr const char* word = "group";
   static constexpr const char* init = "crossdock.jax.init";
 
-  // What custom calls do.
+  // The operations of custom calls.
   enum class Operation : std::uint8_t {
     prepare,
     dispatch,
@@ -38,7 +38,7 @@ struct Experts {
     bool masked = false;
   };
 
-  // What a call is given beside buffers. Each number is for some operations.
+  // The arguments of a call beside buffers. Each number is for some operations.
   struct Numbers {
     std::int32_t alignment = 0;                     // of the plan that prepare makes
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises

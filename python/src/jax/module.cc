@@ -139,8 +139,8 @@ nb::object errors(const Handle<Family>& self, std::size_t index) {
   return nb::int_(__atomic_load_n(word, __ATOMIC_ACQUIRE));
 }
 
-// What a product of the rank with that index would do; None before create(). All ranks have equally
-// many tokens here.
+// Says what a product of the rank with that index would do; None before create(). All ranks have
+// equally many tokens here.
 nb::object explain(const Handle<Products>& self, std::size_t index, int operation,
                    const nb::kwargs& given) {
   const auto sequence = self.open();

@@ -19,14 +19,14 @@ struct Products {
   static constexpr const char* word = "context";
   static constexpr const char* init = "crossdock.jax.tp.init";
 
-  // What a call is given beside buffers, by the names of xd_gemm_args.
+  // The arguments of a call beside buffers, by the names of xd_gemm_args.
   struct Numbers {
     bool transpose_a = false;
     bool transpose_b = false;
     bool allow_tf32 = false;
     xd_gemm_epilogue epilogue = XD_GEMM_EPILOGUE_NONE;
     xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
-    xd_gemm_operation collective = XD_GEMM_ALL_GATHER;  // what bulk moves beside its product
+    xd_gemm_operation collective = XD_GEMM_ALL_GATHER;  // bulk's transfer beside its product
     std::uint32_t tag = 0;
     // By rank, where they differ: its rows of the buffers whose rows are a rank's tokens, all of
     // which have as many rows as the rank with the most. Of the others nothing is read or written.

@@ -1,4 +1,4 @@
-// What operations run on: groups, or contexts of products, and the numbers by which handlers find
+// Groups, or contexts of products, that operations run on, and the numbers by which handlers find
 // them.
 #pragma once
 

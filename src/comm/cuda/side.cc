@@ -86,7 +86,7 @@ class CudaSide final : public DeviceSide {
   std::vector<std::shared_ptr<Segment>> boards_;
   cuda::PinnedBlock words_;
   cuda::DeviceBuffer table_, board_table_;
-  cuda::DeviceBuffer no_board_;  // that nobody reads
+  cuda::DeviceBuffer no_board_;  // a board that nobody reads
   DeviceComm device_comm_{};
 };
 

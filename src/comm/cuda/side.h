@@ -1,5 +1,5 @@
-// What the host of a rank shares with its kernels on CUDA: words in pinned memory and tables in
-// device memory, as comm/device_comm.h has them.
+// Memory that the host of a rank shares with its kernels on CUDA: words in pinned memory and tables
+// in device memory, as comm/device_comm.h has them.
 #pragma once
 
 #include <memory>

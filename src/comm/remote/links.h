@@ -38,8 +38,9 @@ class FarLinks {
   net::Links& links() { return *links_; }
   const net::Links& links() const { return *links_; }
 
-  // Calls body(), which uses the links on the host while an operation waits at `site()`. What they
-  // throw is fatal for the communicator, as ranks on other machines wait for what is not sent.
+  // Calls body(), which uses the links on the host while an operation waits at `site()`. An
+  // exception of the links is fatal for the communicator, as ranks on other machines wait for what
+  // is not sent.
   template <class Site, class Body>
   static void use(Comm& comm, Site&& site, Body&& body) {
     try {

@@ -39,7 +39,7 @@ class FarPuts final : public Progress {
   FarPuts(const FarPuts&) = delete;
   FarPuts& operator=(const FarPuts&) = delete;
 
-  // What the engine has said of the way to a peer, which is of no use from then on.
+  // The engine's failure on the way to a peer, which is of no use from then on.
   struct Failure {
     xd_status status;
     std::array<char, 256> text;
@@ -109,7 +109,7 @@ class FarEnd {
   FarEnd(const FarEnd&) = delete;
   FarEnd& operator=(const FarEnd&) = delete;
 
-  // What the peer's accept() takes.
+  // The bytes that the peer's accept() takes.
   Bytes offer() const;
   // `bytes`: of the peer's memory. Throws MISMATCH where the offer is none, or has less.
   void accept(std::span<const std::byte> offer, std::size_t bytes);

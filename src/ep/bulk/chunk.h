@@ -1,4 +1,4 @@
-// What ranks of a group send to ranks on other machines: chunks of the links (net/links.h), each
+// Messages between ranks of a group on different machines: chunks of the links (net/links.h), each
 // with a header and items behind it. docs/internals/machines.md has the protocol.
 #pragma once
 

@@ -1,6 +1,6 @@
-// What ranks of a group of EXPERT_SLOTS send to ranks on other machines: one message for each far
-// rank and operation, straight to it, with everything that a near rank finds in shared memory. Each
-// is a chunk of the links (net/links.h). docs/internals/machines.md has the protocol.
+// Messages between ranks of a group of EXPERT_SLOTS on different machines: one for each far rank
+// and operation, straight to it, with everything that a near rank finds in shared memory. Each is a
+// chunk of the links (net/links.h). docs/internals/machines.md has the protocol.
 #pragma once
 
 #include <cstddef>

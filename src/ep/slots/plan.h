@@ -20,9 +20,9 @@
 
 namespace xd::ep {
 
-// What a rank knows of another rank's token; behind it lie int32 row[K] and float weight[K]. A row
-// is row_of_slot(), or -1 where the choice is not this rank's. Ranks also send their items to the
-// owners of the rows, with the local expert of each choice in place of the row.
+// The facts about another rank's token that a rank has; behind it lie int32 row[K] and float
+// weight[K]. A row is row_of_slot(), or -1 where the choice is not this rank's. Ranks also send
+// their items to the owners of the rows, with the local expert of each choice in place of the row.
 struct LlItem {
   std::uint32_t source_token;  // source rank << 16 | token
   std::uint32_t place;         // of this rank's partial sum at the source: partial_place()

@@ -184,7 +184,7 @@ class CpuContext final : public Context {
   }
   Tools tools() { return {*this, lockstep_, *scratch_, *multiplier_}; }
 
-  const int threads_;  // that a product may use
+  const int threads_;  // the most that a product may use
   Lockstep lockstep_;
   std::optional<Scratch> scratch_;
   std::optional<Multiplier> multiplier_;
@@ -192,7 +192,7 @@ class CpuContext final : public Context {
   turn::HostRunner<Family> runner_{*this, lockstep_, false};
   bool begun_ = false;  // a gather: its turn has not ended
   std::optional<TransferOp> gather_;
-  std::optional<Gathered> kept_;  // what xd_gemm_gathered tells of
+  std::optional<Gathered> kept_;  // the rows that xd_gemm_gathered describes
 };
 
 std::unique_ptr<Context> make_context(std::shared_ptr<Comm> comm, const xd_gemm_config* config) {

@@ -1,4 +1,4 @@
-// What happens to the numbers of D between their sum and their rounding.
+// The steps that make D of a sum before it is rounded.
 #pragma once
 
 #include <cstdint>

@@ -105,7 +105,7 @@ void Multiplier::compute_bf16(const Operand& a, const Operand& b, std::int64_t k
             .ldc = tile.stride});
 }
 
-// Those of float32 and bfloat16 have no scales.
+// Operands of float32 and bfloat16 have no scales.
 bool Multiplier::in_place(const Operand& operand) {
   return operand.type == DType::f32 || (operand.type == DType::bf16 && multiplies_bf16());
 }

@@ -62,7 +62,7 @@ class Multiplier {
   template <class Use>
   void product(const Operand& a, std::int64_t first, std::int64_t rows, const Operand& b,
                std::int64_t k, std::int64_t n, const Results& results, Use&& use) {
-    // What is neither widened nor finished is computed at once.
+    // A product that is neither widened nor finished is computed at once.
     const bool whole = results.values != nullptr && in_place(a);
     const std::int64_t most_rows = whole ? rows : kTileRows;
     const std::int64_t most_columns = whole ? n : kTileColumns;

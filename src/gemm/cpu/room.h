@@ -8,8 +8,8 @@ namespace xd::gemm::cpu {
 void require_memory();
 
 // Tries whether products of this thread can have so many threads, itself included, and memory
-// likewise. Throws SYSTEM or OUT_OF_MEMORY. What a thread has had before is not tried again. A
-// limit that others reach between the trial and the product is not noticed.
+// likewise. Throws SYSTEM or OUT_OF_MEMORY. Threads and memory that this thread has had before are
+// not tried again. A limit that others reach between the trial and the product is not noticed.
 void require_room(int threads);
 
 }  // namespace xd::gemm::cpu

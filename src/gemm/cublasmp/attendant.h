@@ -5,7 +5,7 @@
 //   stream      work in front of it      not this product's: not bounded here
 //   stream      the product              bounded likewise, from when the stream has come to it
 //
-// A product that takes longer is a TIMEOUT, which finishes the communicator. Whatever finishes the
+// A product that takes longer is a TIMEOUT, which finishes the communicator. An end of the
 // communicator while a product is under way stops the engine: the product ends, and the stream that
 // the caller may be waiting for goes on.
 //

@@ -16,7 +16,7 @@
 namespace xd::gemm::cublasmp {
 namespace {
 
-// What a rank tells the others before the engines are made.
+// The facts that a rank tells the others before the engines are made.
 struct Offer {
   std::int32_t ready = 0;
   nccl::UniqueId id{};  // rank 0's
@@ -179,7 +179,7 @@ AttendedEngine::AttendedEngine(Comm& comm, const Config& config) {
                     .rank = comm.rank(),
                     .lent = config.nccl_comm,
                     .id = offers.front().id};
-  // Those that have an engine where another rank has none end theirs.
+  // Ranks that have an engine where another rank has none end theirs.
   comm.collective().agree(kCreateContext, [&] {
     if (!why_not_.empty()) fail(XD_ERROR_UNSUPPORTED, why_not_);
     attendant_ = make(comm, config, ranks);

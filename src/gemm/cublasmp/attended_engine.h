@@ -1,6 +1,6 @@
-// A rank's engine, made together with those of the other ranks, and its attendant. What makes an
-// engine waits for ranks without a bound, so it runs on a thread of its own, which is left alone
-// where it takes too long.
+// A rank's engine, made together with those of the other ranks, and its attendant. The functions
+// that make an engine wait for ranks without a bound, so they run on a thread of their own, which
+// is left alone where it takes too long.
 #pragma once
 
 #include <memory>

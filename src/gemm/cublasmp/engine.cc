@@ -71,7 +71,7 @@ void Engine::make_grids(int ranks) {
   mp.check(mp.GridCreate(1, ranks, mp::kRowMajor, comm_, &row_), "GridCreate");
 }
 
-// What they describe is set before each use.
+// The contents of descriptors are set before each use.
 void Engine::make_descriptors() {
   const mp::Functions& mp = library_.mp;
   for (mp::Matrix* matrix : {&first_, &second_, &d_}) {

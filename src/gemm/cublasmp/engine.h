@@ -106,7 +106,7 @@ class Engine {
   bool released_ = false;
 };
 
-// What hinders an engine from using a communicator that the caller lends; empty if nothing does.
+// The reason why an engine cannot use a communicator that the caller lends; empty if it can.
 std::string why_not_lent(const Library& library);
 
 }  // namespace xd::gemm::cublasmp

@@ -41,7 +41,7 @@ struct Description {
   bool sums = false;  // over the ranks: in the type of D
 };
 
-// What a product reads and writes.
+// The memory that a product reads and writes.
 struct Operands {
   const void* first = nullptr;
   const void* second = nullptr;
@@ -54,19 +54,19 @@ struct Operands {
   float alpha = 1, beta = 0;
 };
 
-// What a communicator of NCCL and a library can do.
+// The abilities of a communicator of NCCL and a library.
 struct Abilities {
   int version = 0;  // of cuBLASMp
   bool multicast = false;
 };
 
-// What hinders cuBLASMp from carrying out the call; empty if nothing does that can be told from the
-// call alone.
+// The reason why cuBLASMp cannot carry out the call; empty if there is none that can be told from
+// the call alone.
 std::string obstacle(const ProductCall& call, const Config& config, const Abilities& abilities);
 
 // `d_type`: as D is stored. `finished`: cuBLASMp adds C and the bias and applies RELU.
 Description describe(const ProductCall& call, const Config& config, DType d_type, bool finished);
-// What is given has an address, some other one where the call's tensor has none. `d`: nullptr =
+// A given tensor has an address, some other one where the call's tensor has none. `d`: nullptr =
 // none yet.
 Operands operands_of(const ProductCall& call, void* d, bool finished);
 

@@ -30,7 +30,7 @@ void Operation::sum_own_rows(const Epilogue& epilogue) const {
                   call_.wide_type(), most_sum_blocks(w_, s_), c());
 }
 
-// The own rows of D go to all peers. What they send is copied into D when all of it has come.
+// The own rows of D go to all peers. The peers' rows are copied into D when all of them have come.
 void Operation::gather_finished_rows(Sources peers) const {
   const std::int64_t start = owned_from(rank());
   sum_own_rows(epilogue_from(call_, start));

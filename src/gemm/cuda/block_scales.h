@@ -4,7 +4,7 @@
 //   of a       [rows, blocks of K]           [blocks of K][rows]
 //   of b       [blocks of N, blocks of K]    the same, rows a multiple of four floats apart
 //
-// Rows are multiples of 16 to it. Those of a behind the last multiple are a product of their own,
+// Rows are multiples of 16 to it. Rows of a behind the last multiple are a product of their own,
 // whose 16 rows of a and of D lie in memory of the context: the rows that are missing there mean
 // nothing, and are left behind.
 #pragma once

@@ -252,7 +252,7 @@ std::vector<ProductShape> warmed_shapes(const Config& config) {
 
 namespace {
 
-// What cuBLASLt stores of these operands: see is_plain().
+// The shapes that cuBLASLt stores for these operands: see is_plain().
 void add_results(ProductShape shape, DType operands, std::vector<ProductShape>& to) {
   for (const DType d : {DType::f32, DType::bf16, DType::f16}) {
     if (!multiplies_into(operands, d)) continue;

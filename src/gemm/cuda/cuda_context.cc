@@ -49,7 +49,7 @@ void require_memory(const TransferCall& c, KnownMemory& known) {
   if (c.product) require_memory(*c.product, known);
 }
 
-// What hinders cuBLASMp on a stream; empty if nothing does.
+// The reason why cuBLASMp cannot run on a stream; empty if it can.
 const char* obstacle_on(xd_stream stream) {
   if (xd::cuda::is_captured(stream)) {
     return "cannot be captured, since the ranks agree before it is enqueued";
@@ -60,7 +60,7 @@ const char* obstacle_on(xd_stream stream) {
   return "";
 }
 
-// What ranks tell one another in one step is bounded.
+// The message of a rank to the others in one step is bounded.
 constexpr std::size_t kTunedAtOnce = 16;
 using TunedPiece = std::array<TunedProduct, kTunedAtOnce>;
 
@@ -269,7 +269,8 @@ void CudaContext::keep_for_good() noexcept {
   }
 }
 
-// What has been enqueued of an operation ends at the mark, also where the rest could not be.
+// Launches that have been enqueued of an operation end at the mark, also where the rest could not
+// be.
 template <class Work>
 void CudaContext::enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work) {
   begin(turn.params(), stream);
@@ -440,7 +441,7 @@ void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered
   record.mover = static_cast<std::uint8_t>(option.mover);
   const EnqueuedTurn turn = next_turn(record, entered);
   const Operation work(shop_, call, option, turn, stream);
-  work.describe_products();  // what cuBLASLt cannot do is found before anything is launched
+  work.describe_products();  // finds what cuBLASLt cannot do before anything is launched
   enqueue(turn, stream, [&] { work.enqueue(); });
 }
 
@@ -452,7 +453,8 @@ void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& optio
   try {
     meet_and_enqueue(call, option, turn, stream);
   } catch (...) {
-    // What has been enqueued ends at the mark. Where the communicator is finished, that is why.
+    // Launches that have been enqueued end at the mark. Where the communicator is finished, that is
+    // why.
     met_ = false;
     xd::cuda::try_on_device(comm().device().device_id, [&] { end(stream); });
     comm().errors().throw_if_failed();

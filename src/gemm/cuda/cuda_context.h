@@ -84,7 +84,7 @@ class CudaContext final : public Context {
                         xd_stream stream);
   void enqueue_by_cublasmp(const Operation& work, const ProductCall& call, std::uint64_t epoch,
                            xd_stream stream);
-  // What hinders it; empty if nothing does.
+  // The reason why cuBLASMp cannot take the call; empty if it can.
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);
   Problem problem(const ProductCall& call) const;

@@ -1,4 +1,4 @@
-// What becomes of a float32 sum on its way into D: see xd_gemm_epilogue.
+// The steps of a float32 sum on its way into D: see xd_gemm_epilogue.
 #pragma once
 
 #include "gemm/cuda/elements.cuh"

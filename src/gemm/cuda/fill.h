@@ -11,8 +11,8 @@
 
 namespace xd::gemm::cuda {
 
-// Fills a buffer, and returns when that has been done. What is there is copied behind itself, so
-// that little goes through the host. Called with the device current.
+// Fills a buffer, and returns when that has been done. The part that is filled is copied behind
+// itself, so that little goes through the host. Called with the device current.
 inline void fill(const xd::cuda::DeviceBuffer& buffer, std::span<const std::byte> pattern,
                  const xd::cuda::Stream& stream) {
   std::size_t filled = std::min(pattern.size(), buffer.bytes());

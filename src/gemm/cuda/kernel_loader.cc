@@ -19,7 +19,7 @@ using xd::cuda::lt::Algorithm;
 constexpr std::int64_t kSize = 512;
 static_assert(kSize * kSize * sizeof(float) == KernelLoader::kOperandBytes);
 
-// What has been launched in this process: device, a kind of products, algorithm.
+// Products that have been launched in this process: device, a kind of products, algorithm.
 struct Launched {
   std::mutex mutex;
   std::set<std::tuple<int, ProductShape, Algorithm>> all;
@@ -64,7 +64,7 @@ KernelLoader::KernelLoader(int device)
   stream_.synchronize();
 }
 
-// What it has launched has ended before its operands are given to another stream.
+// Products that it has launched have ended before their operands are given to another stream.
 KernelLoader::~KernelLoader() {
   xd::cuda::try_on_device(device_, [this] { stream_.synchronize(); });
 }

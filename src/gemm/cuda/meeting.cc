@@ -22,7 +22,7 @@ std::optional<std::uint64_t> Meeting::hold(const EnqueuedTurn& turn, SideStream&
   return left.opened;
 }
 
-// The opening's own wait is bounded. What stands in front of it in the stream is not.
+// The opening's own wait is bounded. Work that stands in front of it in the stream has no bound.
 void Meeting::wait(cudaEvent_t known, const TurnParams& turn, Comm& comm) const {
   const Deadline deadline = comm.deadline();
   Interruption interruption;

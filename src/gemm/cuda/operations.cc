@@ -344,7 +344,7 @@ void Operation::describe_terms(std::int64_t rows) const {
             [&](std::int64_t, std::int64_t count) { describe_one(partial_shape(count)); });
 }
 
-// What is rounded lies where exact results will, later on the same stream.
+// Rounded terms lie where exact results will, later on the same stream.
 void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const {
   if (stores_terms(call_)) return run(partial_shape(rows), pointers(first, to));
   if (rows == 0) return;

@@ -38,11 +38,11 @@
 
 namespace xd::gemm::cuda {
 
-// What operations use, made with the context.
+// The memory, streams and engines that operations use, made with the context.
 struct Workshop {
   Group group{};
   ContextMap map{};
-  std::vector<std::byte*> areas;  // what each rank shares, by rank
+  std::vector<std::byte*> areas;  // the memory that each rank shares, by rank
   std::byte* scratch = nullptr;   // products before they are summed or finished
   std::uint64_t scratch_bytes = 0;
   std::byte* exact = nullptr;  // exact results, where the products are still needed; before those,
@@ -102,9 +102,9 @@ inline int comm_multiprocessors_of(const Workshop& workshop, cudaStream_t stream
 }
 
 // The blocks of a sum. One that waits for a late rank holds registers and shared memory where its
-// blocks are. Those of a launch spread over the multiprocessors before two come to one, so where
-// ranks share the device each sum has one for each multiprocessor of its rank alone: products of
-// the late rank find the others free. For the same reason a sum that may take so many
+// blocks are. The blocks of a launch spread over the multiprocessors before two come to one, so
+// where ranks share the device each sum has one for each multiprocessor of its rank alone: products
+// of the late rank find the others free. For the same reason a sum that may take so many
 // multiprocessors has one block for each.
 inline int most_sum_blocks(const Workshop& workshop, cudaStream_t stream) {
   const bool one_each = workshop.shares_device || workshop.comm_multiprocessors > 0;

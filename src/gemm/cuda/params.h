@@ -27,7 +27,7 @@ struct Control : turn::DeviceControl {
 struct Findings {};
 using Report = turn::DeviceReport<Record, Findings>;
 
-// What a rank shares with its peers: byte offsets, equal on all ranks.
+// The memory that a rank shares with its peers: byte offsets, equal on all ranks.
 struct ContextMap {
   turn::TurnMap turn;
   std::uint64_t landed;  // [W] words, 64 bytes apart: the epoch whose rows of a source have landed
@@ -129,7 +129,7 @@ struct ContextMap {
 using Group = turn::DeviceGroup<Control, Report, ContextMap>;
 using TurnParams = turn::DeviceTurnParams<Group, Record>;
 
-// What becomes of a float32 sum before it is stored. Products have applied alpha.
+// The steps of a float32 sum before it is stored. Products have applied alpha.
 struct Epilogue {
   float beta;
   const std::byte* c;     // nullptr = none
@@ -143,7 +143,7 @@ struct Epilogue {
   DType c_type, bias_type, pre_type, d_type;
 };
 
-// That of a sum that is rounded and stored, and nothing else.
+// The epilogue of a sum that is rounded and stored, and nothing else.
 inline Epilogue rounding_to(DType type, std::byte* d) {
   Epilogue epilogue{};
   epilogue.activation = XD_GEMM_EPILOGUE_NONE;

@@ -39,7 +39,7 @@ ProductShape sized_as(ProductShape shape, const ProductShape& other) {
   return packed(shape);
 }
 
-// What a shape says beside sizes.
+// A shape's facts beside its sizes.
 ProductShape types_of(ProductShape shape) {
   shape.m = shape.n = shape.k = 0;
   shape.far = false;

@@ -2,7 +2,7 @@
 // are kept, many more than an operation has.
 //
 // Numbers of rows change from call to call, so algorithms are kept by class of rows: a shape takes
-// the algorithm of its class where it can. Whatever a product launches has been launched before
+// the algorithm of its class where it can. Every kernel of a product has been launched before
 // (KernelLoader), and warm_up() sees to that beforehand for all classes.
 #pragma once
 

@@ -18,7 +18,7 @@ struct Sources {
 struct GatherSchedule {
   // In which order this rank sends its rows: each peer once.
   std::array<int, kMaxDeviceRanks> to{};
-  // What each product takes, in order, after this rank's own rows; together all peers.
+  // The sources that each product takes, in order, after this rank's own rows; together all peers.
   std::array<Sources, kMaxDeviceRanks> step{};
   int sends = 0, steps = 0;
 };

@@ -1,4 +1,4 @@
-// What a context takes of memory, by its bounds. Pure.
+// The memory that a context takes, by its bounds. Pure.
 #pragma once
 
 #include <crossdock/gemm.h>
@@ -10,7 +10,7 @@
 
 namespace xd::gemm::cuda {
 
-// What this rank shares with its peers.
+// The memory that this rank shares with its peers.
 ContextMap map_of(const Config& config);
 
 // Memory of the device that peers do not see: products before they are summed or finished; exact

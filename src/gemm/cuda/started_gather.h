@@ -1,4 +1,4 @@
-// The gather that a context has begun on its own stream, and who comes behind it.
+// A gather in progress on the context's stream, and the streams that must wait for it.
 //
 //   callers' streams             the context's stream
 //   start_all_gather ──────────► open, copies, landed, close
@@ -11,8 +11,8 @@
 // when an operation is captured. The captured operation is ordered behind it by whoever launches
 // the graph.
 //
-// What was captured and never becomes a graph holds nothing: a gather that was begun there has not
-// been, and one that was begun outside has an event of its own.
+// A capture that never becomes a graph holds nothing: a gather that was begun there has not been,
+// and one that was begun outside has an event of its own.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -23,8 +23,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kAnyRanks = 0;  // a number of ranks that has no kernel of its own
 
-// The sum of the vectors at byte `at` of all sources' slots. What peers have stored is never loaded
-// through the read-only path.
+// The sum of the vectors at byte `at` of all sources' slots. Words that peers have stored are never
+// loaded through the read-only path.
 template <DType kType, int kRanks>
 __device__ inline void sum_sources(const SumParams& p, std::uint64_t at,
                                    float (&sum)[kWidth<kType>]) {

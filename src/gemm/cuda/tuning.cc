@@ -93,7 +93,7 @@ std::vector<TunedProduct> Tuner::measure() {
   try {
     ProductShape before;
     for (const ProductShape& shape : usual_shapes(config_)) {
-      // Those that cuBLASLt finishes otherwise take the algorithm of the plain one.
+      // Products that cuBLASLt finishes otherwise take the algorithm of the plain one.
       const bool same = !found.empty() && shape.transpose_a == before.transpose_a &&
                         shape.transpose_b == before.transpose_b;
       if (!same && !shape.transpose_a) measure_order(shape, found);

@@ -1,9 +1,9 @@
 // Which of cuBLASLt's algorithms is fastest for the products of a context, by timing them when it
 // is made, on all ranks at once.
 //
-// What cuBLASLt suggests first is up to a seventh slower than the best of its suggestions, most for
-// few rows and where a product stores into other devices' memory. One rank's findings are taken by
-// all, so that they choose alike: algorithms for products, and from their times ways for calls.
+// The first suggestion of cuBLASLt is up to a seventh slower than the best one, most for few rows
+// and where a product stores into other devices' memory. One rank's findings are taken by all, so
+// that they choose alike: algorithms for products, and from their times ways for calls.
 #pragma once
 
 #include <cstddef>

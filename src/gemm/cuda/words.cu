@@ -14,7 +14,8 @@
 //
 // There are no done flags where all ranks agree. Every rank takes each word that is pushed to it,
 // and each record: when it has, its peers store nothing more into its memory in this operation, and
-// it may end and go. What it has pushed itself stays for the peers, who need nothing else of it.
+// it may end and go. Words that it has pushed itself stay for the peers, who need nothing else of
+// it.
 //
 // A block waits for words that any block of a peer may push, and pushes its own first, so all
 // blocks are resident.

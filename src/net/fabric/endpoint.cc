@@ -115,7 +115,7 @@ class Fabric final : public Engine {
   std::map<int, Peer> peers_;
   std::vector<std::unique_ptr<Operation>> operations_;
   Operation* free_ = nullptr;
-  std::vector<PeerFailure> failures_;  // that poll() has not reported yet
+  std::vector<PeerFailure> failures_;  // failures that poll() has not reported yet
   WarningLimit refused_{"messages of unknown senders, or damaged ones"};
 };
 

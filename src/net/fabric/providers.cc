@@ -33,7 +33,7 @@ Infos find_infos(const FabricLibrary& library, const std::string& address,
   hints->caps = FI_RMA;  // messages, for which strangers need no key, are of no use here
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
-  hints->tx_attr->op_flags = FI_TRANSMIT_COMPLETE;  // what Engine promises of `sent`
+  hints->tx_attr->op_flags = FI_TRANSMIT_COMPLETE;  // as Engine promises of `sent`
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->mr_mode =

@@ -132,7 +132,7 @@ class DeviceLane {
     }
   }
 
-  // What a rank has told this one.
+  // The words that a rank has told this one.
   __device__ std::uint64_t freed_by(int rank) const {
     return ptx::ld_acquire_sys(&credit_at(g_.own_area, rank)->freed);
   }

@@ -99,7 +99,7 @@ class DeviceRunner {
   // takes this rank's turn, so that its peers learn of it at once and the epochs stay together.
   //
   // The start() of an operation of several launches takes a `bool& entered` and sets it when it has
-  // enqueued the first that carries the turn. What it throws behind that finishes the communicator:
+  // enqueued the first that carries the turn. An exception behind that finishes the communicator:
   // peers are in the operation, and a second turn would put this rank one operation behind them.
   template <class Start>
   void run(std::int32_t operation, xd_stream stream, Start&& start) {
@@ -144,7 +144,7 @@ bool DeviceRunner<Family, Control, Report>::end() {
     if (times_) times_->collect();
   });
   if (fatal_errors_) {
-    static_cast<void>(sequence_.comm().errors().fatal_error());  // what it says needs this sequence
+    static_cast<void>(sequence_.comm().errors().fatal_error());  // its text needs this sequence
     sequence_.comm().errors().explain_by(sequence_.number(), {});
   }
   return rests;

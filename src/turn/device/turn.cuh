@@ -95,7 +95,7 @@ struct DeviceTurnShared {
 // any order in which they came.
 using RecordWords = std::uint64_t[kRecordWords + 1];
 
-// `Derived` is the family's turn. It may hide any of the functions under "What a family adds".
+// `Derived` is the family's turn. It may hide any of those under "Functions that a family adds".
 template <class Derived, class Family, class Params, class Shared>
 class DeviceTurn {
  public:
@@ -137,8 +137,8 @@ class DeviceTurn {
   __device__ void end_without_flags();
   // Where there is no setback: every block, behind a barrier of the block, when it has taken all
   // that peers store and neither waits nor looks at the control block any more. The last block
-  // makes that ready for the next operation; only one thread of each block is busy with it. What a
-  // block writes behind it is for later kernels of the stream.
+  // makes that ready for the next operation; only one thread of each block is busy with it. A
+  // block's later stores are for later kernels of the stream.
   __device__ void end_ahead();
   // Every block, when it has written that. Until all have been here the sequence stays owned, so
   // that a kernel that overlaps is BUSY, and the host knows that this one runs. It is not waited
@@ -216,7 +216,7 @@ class DeviceTurn {
     for (int i = thread() % 32; i < count; i += 32) to[i] = from[i];
   }
 
-  // ---- What a family adds ----
+  // ---- Functions that a family adds ----
 
   struct Nothing {};
   // All threads call look() while begin() waits for its own loads. Its result goes to judge(),

@@ -1,5 +1,5 @@
-// What the calls of a sequence on the host have in common, however turns are taken: one call at
-// a time, and what becomes of a setback.
+// The common part of a sequence's calls on the host, however turns are taken: one call at a time,
+// and the fate of a setback.
 #pragma once
 
 #include <atomic>

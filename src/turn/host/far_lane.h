@@ -1,4 +1,4 @@
-// What a lane on the host needs of ranks on other machines.
+// The needs of a lane on the host that has ranks on other machines.
 //
 // A far rank's memory has no address here. Each far rank sends this one its part of an operation,
 // with its entry, as a message into memory of this rank; whoever takes the message in stores the
@@ -16,7 +16,7 @@ namespace xd::turn {
 class FarLane {
  public:
   virtual const std::vector<int>& ranks() const = 0;  // all far ranks
-  // What brings their messages, and takes this rank's to them.
+  // Brings their messages, and takes this rank's to them.
   virtual Progress& progress() = 0;
   // The credit for operation `epoch`: the memory that its messages take in the rank is free.
   virtual bool has_place(int rank, std::uint64_t epoch) const = 0;

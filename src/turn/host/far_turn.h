@@ -1,4 +1,4 @@
-// What turns on the host need of ranks on other machines.
+// The needs of turns on the host that have ranks on other machines.
 //
 // A far rank's memory has no address here. Its entry comes over the network to its gateway
 // (comm/remote/routes.h), which writes it into the memory of all near ranks, as the far rank would.

@@ -45,7 +45,8 @@ class HostLane : public HostCells<Record> {
     others_.insert(others_.end(), far.ranks().begin(), far.ranks().end());
   }
 
-  // Operations are numbered from 1. Those that have been sent here, and those that have been taken.
+  // Operations are numbered from 1. Counts of those that have been sent here, and of those that
+  // have been taken.
   std::uint64_t sent() const { return sent_; }
   std::uint64_t taken() const { return taken_; }
   std::uint64_t between_halves() const { return sent_ - taken_; }
@@ -141,7 +142,7 @@ class HostLane : public HostCells<Record> {
   }
 
  private:
-  // What is kept of an operation between its halves.
+  // The facts that are kept of an operation between its halves.
   struct Held {
     Record own{};
     RankBits company{};   // the peers that are sent to
@@ -282,8 +283,8 @@ void HostLane<Record>::leave_one() {
   if (far_ != nullptr) far_->leave(taken_);
 }
 
-// A rank's goodbye may overtake what it has sent before. That comes all the same, so there is some
-// time for it. False = the rank has left, and that time is over.
+// A rank's goodbye may overtake what it has sent before. Its words come all the same, so there is
+// some time for them. False = the rank has left, and that time is over.
 template <class Record>
 template <class Ready, class Seen>
 bool HostLane<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {

@@ -94,7 +94,7 @@ struct Bulk : OfGroups {
   static std::size_t sequence_of(Operation) { return 0; }
   static bool counts_operations(const Rank&) { return true; }
 
-  // What is refused of every tensor, and exceptions from it.
+  // The damages that are refused in every tensor, and exceptions from them.
   static std::vector<Damage> damages();
   static bool takes(const Batch::Field& field, const Damage& damage);
   static bool may_be_missing(const Batch::Field& field);

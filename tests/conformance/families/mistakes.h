@@ -20,7 +20,8 @@ namespace xd::test {
 inline int guilty_rank(const Rank& rank) { return rank.num_ranks - 1; }
 inline bool is_guilty(const Rank& rank) { return rank.rank == guilty_rank(rank); }
 
-// What all ranks must be told when a call of `guilty` fails with `status` for a reason of its own.
+// The texts that all ranks must be told when a call of `guilty` fails with `status` for a reason of
+// its own.
 struct Blame {
   int guilty;
   Words words;  // the guilty rank's text has all of these

@@ -239,7 +239,7 @@ TEST(ProductsArguments, ThatAreNullAreRefusedAtOnce) {
   });
 }
 
-// What the call would return, without a turn.
+// Explain returns what the call would, without a turn.
 TEST(Explain, ReturnsTheErrorsOfTheCallHere) {
   on_every_rank([](Rank& rank) {
     const GemmCase c = full_case();

@@ -105,7 +105,7 @@ TEST(BlockScales, OfRandomNumbersAreThoseOfTheirBlocks) {
   });
 }
 
-// Those that are not given are 1.
+// Scales that are not given are 1.
 TEST(BlockScales, MayBeOfOneOperandAlone) {
   for_each_product([](Rank& rank, xd_gemm_operation operation) {
     const GemmCase c = block_case(rank.num_ranks, operation, kSizes[1]);

@@ -70,7 +70,7 @@ class MovedTensors {
   }
 
  private:
-  // What a rank gives. Sums of such numbers over ranks are exact, whatever their type.
+  // The numbers that a rank gives. Sums of such numbers over ranks are exact, whatever their type.
   std::vector<std::byte> codes(int rank, int step) const {
     const bool gather = moved_.collective == XD_GEMM_ALL_GATHER;
     const std::int64_t rows = gather ? counts_[static_cast<std::size_t>(rank)] : sum_of(counts_);

@@ -15,7 +15,7 @@
 namespace xd::test {
 namespace {
 
-// Whatever the stream of the context's own takes part in, on this rank's stream.
+// Runs everything that the stream of the context's own takes part in, on this rank's stream.
 void expect_all_works(const Rank& rank, xd_gemm_context* context) {
   Gather gather(rank);
   for (const xd_gemm_operation operation : kGemmProducts) {

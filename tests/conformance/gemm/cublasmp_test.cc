@@ -22,7 +22,7 @@ xd_gemm_config config_for_cublasmp() {
   return config;
 }
 
-// What a text says between the name of the function and the rank.
+// The part of a text between the name of the function and the rank.
 std::string reason_in(const std::string& text) {
   const std::size_t colon = text.find(": ");
   const std::size_t begin = colon == std::string::npos ? 0 : colon + 2;
@@ -159,8 +159,7 @@ std::vector<GemmCase> cases_of(xd_gemm_operation operation) {
 
 class ByCublasMp : public testing::TestWithParam<xd_gemm_operation> {};
 
-// What a rank finds that the others do not may be that cuBLASMp cannot do a call; then every rank
-// has the same reason.
+// A rank may find alone that cuBLASMp cannot do a call; then every rank has the same reason.
 TEST_P(ByCublasMp, EveryElementOfEveryOutputIsRight) {
   const char* reason = nullptr;
   if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;
@@ -225,7 +224,8 @@ TEST_P(ByCublasMp, TakesTurnsWithTheLibrarysOwnAlgorithms) {
   });
 }
 
-// What is given decides the type in which the terms of a sum travel, so all ranks give the same.
+// The given operands decide the type in which the terms of a sum travel, so all ranks give the
+// same.
 TEST_P(ByCublasMp, NamesAnOperandThatOneRankAloneGives) {
   const char* reason = nullptr;
   if (xd_feature_available(XD_FEATURE_CUBLASMP, &reason) == 0) GTEST_SKIP() << reason;

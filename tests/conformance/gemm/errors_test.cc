@@ -108,7 +108,7 @@ TEST_P(Disagree, OnTheOrderOfEqualShapesIsAMismatchWhereTagsNameProducts) {
 INSTANTIATE_TEST_SUITE_P(Operations, Disagree, testing::ValuesIn(kGemmProducts),
                          [](const auto& instance) { return name_of(instance.param); });
 
-// What all_reduce shall give beside D decides how its rows travel.
+// The outputs that all_reduce shall give beside D decide how its rows travel.
 TEST(Disagreement, OnWhatAllReduceGivesIsAMismatchThatNamesIt) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   GemmCase c = plain_gemm_case(world().num_ranks(), XD_GEMM_ALL_REDUCE);

@@ -18,7 +18,7 @@ void PrintTo(const GemmCase& c, std::ostream* out) { *out << c.description(); }
 
 namespace {
 
-// What a text says behind the name of the function.
+// The part of a text behind the name of the function.
 std::string reason_in(const std::string& text) {
   const std::size_t colon = text.find(": ");
   return colon == std::string::npos ? text : text.substr(colon + 2);

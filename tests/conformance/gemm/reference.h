@@ -1,4 +1,5 @@
-// What a product over ranks must give, by plain loops in double. No code of the library.
+// The results that a product over ranks must give, by plain loops in double. No code of the
+// library.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +62,7 @@ struct GemmInputs {
 };
 GemmInputs gemm_inputs(const GemmCase& c, int step, int rank);
 
-// What one rank must get.
+// The results that one rank must get.
 struct GemmExpected {
   Matrix x;          // before the activation
   Matrix d;          // before d_scale and rounding
@@ -75,7 +76,8 @@ struct GemmExpected {
 // `inputs` are those of all ranks.
 GemmExpected gemm_expected(const GemmCase& c, const std::vector<GemmInputs>& inputs, int rank);
 
-// What comes after the sum: d, bias_grad (of this rank alone) and amax of x. Fills in the rest.
+// Computes the steps after the sum: d, bias_grad (of this rank alone) and amax of x. Fills in the
+// rest.
 void finish_expected(const GemmCase& c, const GemmInputs& mine, GemmExpected& expected);
 
 std::int64_t sum_of(const std::vector<std::int64_t>& counts);

@@ -88,8 +88,8 @@ TEST(Contexts, RunAtTheSameTimeOnTheirOwnThreads) {
   });
 }
 
-// Whatever a call needs is there when its context is: peers that are already waiting for a rank do
-// not keep it from its first call.
+// The needs of a call are met when its context is there: peers that are already waiting for a rank
+// do not keep it from its first call.
 void call_first_with_a_late_rank(const Rank& rank, const GemmCase& c) {
   for (const xd_gemm_algo algo : kGemmAlgos) {
     SCOPED_TRACE("algorithm " + std::to_string(algo) + " of " + c.description());

@@ -21,7 +21,7 @@ GemmCase large_sum(int num_ranks, xd_gemm_operation operation) {
   return c;
 }
 
-// What the late rank runs first fits only on a multiprocessor that nobody waits on.
+// The late rank's first kernel fits only on a multiprocessor that nobody waits on.
 TEST(SharedDevice, HasRoomForALateRankWhileItsPeersWait) {
   for (const xd_gemm_operation operation : {XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALL_REDUCE}) {
     on_every_rank([&](Rank& rank) {

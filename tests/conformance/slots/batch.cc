@@ -16,9 +16,9 @@
 namespace xd::test {
 namespace {
 
-// What the bytes of an input behind the rows and between them hold: NaN, in every type.
+// The bytes of an input behind the rows and between them: NaN, in every type.
 constexpr std::byte kNotToBeRead{0xFF};
-// What an input holds when its call has ended.
+// The bytes of an input when its call has ended.
 constexpr std::byte kOverwritten{0x3C};
 constexpr std::int64_t kFirstLoad = 1000, kFirstWait = 5;
 

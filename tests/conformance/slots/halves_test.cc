@@ -43,7 +43,7 @@ void fail(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase 
   EXPECT_EQ(batch.written(kind), "");
 }
 
-// What it ends with where a peer's send has failed.
+// Expects the end of an operation where a peer's send has failed.
 void expect_mismatch(const Outcome& outcome, int guilty) {
   EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
   EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;

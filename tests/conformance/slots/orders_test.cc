@@ -77,7 +77,7 @@ struct Program {
 // How far a rank has come in each kind, as its peers may wait for it.
 struct Progress {
   std::size_t next = 0;        // its next step
-  bool begun = false;          // that step has sent its weights
+  bool begun = false;          // the step has sent its weights
   std::array<int, 2> began{};  // send halves that have sent what they wait for
   std::array<int, 2> sent{};   // send halves that have ended
   std::array<int, 2> taken{};  // receive halves that have ended

@@ -58,7 +58,7 @@ def process(
 
 
 def report(path: pathlib.Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """What a benchmark, which must succeed, has written to that file, and what it has printed."""
+    """The file that a benchmark, which must succeed, has written, and its output."""
     ended = run("bench", *arguments, "--json", str(path))
     assert ended.returncode == 0, ended.stderr
     return json.loads(path.read_text()), ended.stdout

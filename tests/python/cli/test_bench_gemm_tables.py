@@ -27,7 +27,7 @@ def ways(auto: float, takes: str) -> dict[str, dict[str, object]]:
 
 
 def tables(folder: pathlib.Path, *options: str, **points: dict[str, dict[str, object]]):
-    """What the script prints of these layers, and its exit code."""
+    """The script's tables of these layers, and its exit code."""
     path = folder / "gemm.json"
     rows = [
         {"shape": layer, "tokens": 64, "way": way, "p99_us": 120.0, **numbers}

@@ -31,7 +31,7 @@ class NoStream:
 
 
 def splits_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """What Megatron's method does on a GPU: numbers of rows are the host's."""
+    """Does as Megatron's method on a GPU: numbers of rows are the host's."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         if isinstance(value := getattr(dispatcher, name, None), torch.Tensor):
             setattr(dispatcher, name, value.tolist())

@@ -1,4 +1,4 @@
-"""What the tests of the NumPy API share: a small config, exact comparison, mistakes of one rank."""
+"""Helpers of the NumPy API's tests: a small config, exact comparison, mistakes of one rank."""
 
 from __future__ import annotations
 

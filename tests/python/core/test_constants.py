@@ -1,4 +1,4 @@
-"""What the headers say stands in ``crossdock._core.constants``, and in no other Python file."""
+"""The headers' numbers stand in ``crossdock._core.constants``, and in no other Python file."""
 
 from __future__ import annotations
 

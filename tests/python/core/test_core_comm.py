@@ -393,7 +393,7 @@ def test_a_rank_that_dies_is_remembered_where_losses_are_masked() -> None:
 
 def hosts_of(me: Rank, hosts: list[str | None]) -> tuple[int, int]:
     with me.comm(host=hosts[me.rank]) as comm:
-        assert comm.near_ranks == me.num_ranks  # whatever hosts they name
+        assert comm.near_ranks == me.num_ranks  # they may name any hosts
         return comm.num_hosts, comm.host
 
 

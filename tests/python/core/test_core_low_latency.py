@@ -54,7 +54,7 @@ class Batch:
 
 
 def results(slots: Slots) -> np.ndarray:
-    """What the experts make of the rows; other slots may hold anything."""
+    """The experts' results of the rows; other slots may hold anything."""
     tokens = slots.tokens
     return (tokens * factors(len(tokens)).astype(tokens.dtype)).astype(tokens.dtype)
 

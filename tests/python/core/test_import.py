@@ -1,4 +1,4 @@
-"""What importing the packages says where a part is missing."""
+"""The errors of importing the packages where a part is missing."""
 
 from __future__ import annotations
 

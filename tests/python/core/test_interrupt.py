@@ -65,7 +65,7 @@ def test_a_wait_ends_with_ctrl_c_and_the_peers_hear_of_it(me: Rank, name: str) -
 def _interrupt_meetings(me: Rank) -> None:
     interrupted(lambda: me.comm(timeout=60))
     os.environ["MASTER_PORT"] = str(launch.free_port())
-    for rank in (0, 1):  # that which serves the meeting, and one that searches it
+    for rank in (0, 1):  # one that serves the meeting, and one that searches it
         os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
         interrupted(lambda: crossdock.Comm.from_environment(timeout=60))
 

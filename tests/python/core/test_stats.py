@@ -1,4 +1,4 @@
-"""What groups tell of what they have done, in this process and to others."""
+"""The counters of groups, in this process and for others."""
 
 from __future__ import annotations
 

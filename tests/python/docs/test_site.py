@@ -78,7 +78,7 @@ def places_that_lead_nowhere(path: str, text: str) -> list[str]:
 
 def test_pages_of_files_beside_docs_lead_somewhere():
     folders = [path for path in BESIDE if (ROOT / path).is_dir()]
-    assert "tests/conformance" in folders  # whose README is a page of its own
+    assert "tests/conformance" in folders  # its README is a page of its own
     for path in folders:
         links = LINK.findall(BESIDE[path])
         assert len(links) == len(places.files_in(path)) > 0

@@ -65,7 +65,7 @@ def run(where: str, case: Callable[..., Any], *args: Any) -> None:
     """Runs the case in one process with several devices, or in processes with one each."""
     if where == "processes":
         run_ranks(RANKS, _process, case, args, timeout=120)
-    elif ON_GPUS:  # whose memory this process leaves alone
+    elif ON_GPUS:  # this process leaves their memory alone
         run_ranks(1, _alone, case, args, timeout=120, among=1)  # not one of jax.distributed
     else:
         _run(case, args)

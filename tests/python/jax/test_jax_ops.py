@@ -134,7 +134,7 @@ def test_batches_without_tokens_are_empty(world: World) -> None:
     x, weights = [np.zeros((0, HIDDEN), np.float32)] * RANKS, [np.float32(part) for part in ids]
     inputs = world.put(ids), world.put(x), world.put(weights)
     for function in (world.on_ranks(trip), jax.jit(trip), trip):
-        assert function(*inputs).shape == (0, HIDDEN)  # whose parts may lie anywhere
+        assert function(*inputs).shape == (0, HIDDEN)  # its parts may lie anywhere
 
 
 @everywhere

@@ -17,7 +17,7 @@ import crossdock.jax as xd
 from jax_support import EXPERTS, HIDDEN, ON_GPUS, RANKS, TOPK, config_of
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples"
-sys.path[:0] = [str(EXAMPLES / "jax"), str(EXAMPLES / "torch")]  # whose settings are shared
+sys.path[:0] = [str(EXAMPLES / "jax"), str(EXAMPLES / "torch")]  # their settings are shared
 
 from moe_model.plain_layers import plain_moe  # noqa: E402
 

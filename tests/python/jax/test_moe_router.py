@@ -92,7 +92,7 @@ def test_an_expert_keeps_its_heaviest_tokens():
 
 
 def test_a_capacity_factor_leaves_out_the_lightest():
-    params, x, grad = values(TOKENS)  # whose first expert is liked
+    params, x, grad = values(TOKENS)  # the first expert is liked
     ep = make_mesh(*MESHES[0])
     tokens = TOKENS // RANKS
     room = xd.capacity_rows(1.0, tokens, TOPK, EXPERTS, RANKS)

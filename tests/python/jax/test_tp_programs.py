@@ -35,7 +35,7 @@ from programs import (
 from test_jax_life import workers
 from tp_support import CHAINS, LAYERS, K, Layer, N, check, joined, trained
 
-# ---- What XLA makes of them ----------------------------------------------------------------------
+# ---- XLA's programs of them ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", ["shard_map", "automatic"])
@@ -373,7 +373,7 @@ def test_operations_need_init():
 
 @everywhere
 def test_what_a_context_cannot_do(world: World) -> None:
-    """What a context cannot do fails on every rank with the reason, and the next call works."""
+    """A request that a context cannot meet fails on all ranks, and the next call works."""
     world.ep.close()
     with joined() as mesh:
         config = GemmConfig(
@@ -401,7 +401,7 @@ def test_configs_that_differ_between_processes(world: World) -> None:
         check(mesh, LAYERS[2], "shard_map")
 
 
-# ---- What is left behind -------------------------------------------------------------------------
+# ---- Things left behind --------------------------------------------------------------------------
 
 
 def test_lengths_up_to_the_same_power_of_two_share_a_context():

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[3] / "examples" / "jax"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "torch")]  # whose settings are shared
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "torch")]  # their settings are shared
 
 import train_moe  # noqa: E402
 

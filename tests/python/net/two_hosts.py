@@ -82,7 +82,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def outputs(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
-    """What the processes have written; fails with all of it unless each ends with 0 in time."""
+    """The texts of the processes; fails with all of them unless each ends with 0 in time."""
     texts: list[str] = []
     for process in processes:
         try:

@@ -336,7 +336,7 @@ def test_scaled_products_of_compiled_programs_hide_their_collectives(me: Rank) -
 
 @on_ranks(2, timeout=400)
 def test_what_the_operators_do_not_compute_is_left_alone(me: Rank) -> None:
-    """What the operators do not compute stays as it is: scales of blocks, sums in fp8, a bias."""
+    """Products that the operators lack stay as they are: scales of blocks, sums in fp8, a bias."""
 
     def with_bias(x, w, one, bias):
         product = torch._scaled_mm(x, w, one, one, bias=bias, out_dtype=torch.bfloat16)

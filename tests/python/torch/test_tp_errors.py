@@ -100,7 +100,7 @@ def test_a_mistake_is_named_and_the_peers_are_told(me: Rank) -> None:
 
 @on_ranks(1)
 def test_what_no_peer_has_to_hear_of(me: Rank) -> None:
-    """What concerns no peer, or all ranks alike."""
+    """Mistakes that concern no peer, or all ranks alike."""
     with xd.init():
         where = context((4,), K, torch.float32, operations=("all_gather",))
         x, weight = whole(1, 4, K), whole(2, N, K)

@@ -94,7 +94,7 @@ def test_operands_are_rounded_once(me: Rank) -> None:
 
 @on_ranks(2)
 def test_what_is_not_finite_becomes_nan(me: Rank) -> None:
-    """What is not finite stays so: no scale makes it a number that a sum could hide."""
+    """An infinity or NaN stays one: no scale makes it a number that a sum could hide."""
     with xd.init():
         where = context((4,), 16, torch.bfloat16)
         weight = whole(2, 16, 16, dtype=torch.bfloat16)

@@ -143,7 +143,7 @@ def test_gradients_and_norms_are_those_of_one_process(me: Rank) -> None:
 
 
 def check_between(model: Model) -> None:
-    """What would be left out unseen is refused, and nothing is scaled."""
+    """A parameter that would be left out unseen is refused, and nothing is scaled."""
     before = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     heads = model.of_heads.weight
     for one in (heads, "of_heads.weight"):

@@ -83,7 +83,7 @@ def reported(
         yield raised
         settle(group)
     if not getattr(raised.value, "fatal", False):
-        settle(group)  # what a call has raised is told once
+        settle(group)  # an error that a call has raised is told once
 
 
 def one_rank_errs(

@@ -43,7 +43,7 @@ def small(folder: pathlib.Path, **changes: Any) -> Settings:
 class Outcome(NamedTuple):
     """One rank's end of a run."""
 
-    parameters: dict[str, Any]  # what this rank holds, by name
+    parameters: dict[str, Any]  # this rank's parameters, by name
     held_out: float  # loss
     sample: bytes
 

@@ -275,7 +275,7 @@ def state_of(part: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
 
 FIRST, SECOND, COMMON, W_IN = "experts-0-4.pt", "experts-4-8.pt", "common.pt", "layer.experts.w_in"
 OTHER = {"momentum_buffer": torch.ones(7)}
-# What happened to a file of a checkpoint, by name, and what loading it says behind its name.
+# Damages to a file of a checkpoint, by name, and the text that loading it says behind its name.
 DAMAGE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (FIRST, lambda part: part["model"].pop(W_IN), W_IN),
     (SECOND, lambda part: part["model"].pop(W_IN), W_IN),

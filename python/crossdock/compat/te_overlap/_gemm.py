@@ -153,7 +153,7 @@ class _Product:
             raise ValueError("bias: expected None with grad and a B of fp8, as rows are rounded")
 
     def read_operands(self, use_split_accumulator: bool) -> None:
-        """Those of fp8 as GPUs multiply them, where they are stored so, too."""
+        """Reads the operands; of fp8 as GPUs multiply them, where they are stored so, too."""
         self.transpose_a, self.transpose_b = self.layout[1] == "T", self.layout[0] == "T"
         if self.a.scale is None or self.b.scale is None:
             a, b = self.a.rows, self.b.rows

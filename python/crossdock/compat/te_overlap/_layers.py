@@ -112,7 +112,7 @@ def destroy_ub() -> None:
 
 
 def _modes(use_fp8: bool, modes: Any) -> list[_Mode]:
-    """What buffers there are to be."""
+    """The modes of the buffers that are to be made."""
     if not modes:
         return [_Mode.FP8 if use_fp8 else _Mode.NONE]
     for mode in modes:

@@ -38,7 +38,7 @@ class CommOverlapAlgo(enum.IntEnum):
 
 
 class UserBufferQuantizationMode(enum.Enum):
-    """What a layer's buffers hold."""
+    """The type of the elements of a layer's buffers."""
 
     NONE = "none"
     FP8 = "fp8"

@@ -61,7 +61,7 @@ class CommOverlapHelper:
 
 
 class CommOverlapCore:
-    """What `CommOverlap` and `CommOverlapP2P` have in common: a buffer, and how it is moved.
+    """The common part of `CommOverlap` and `CommOverlapP2P`: a buffer, and how it is moved.
 
     Attributes:
         comm: the ranks.

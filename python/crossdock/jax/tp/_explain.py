@@ -1,4 +1,4 @@
-"""What a product would do, by the context of this process's first rank."""
+"""The foreseen course of a product, by the context of this process's first rank."""
 
 from __future__ import annotations
 

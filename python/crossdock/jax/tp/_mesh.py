@@ -77,7 +77,7 @@ class TpMesh(JoinedMesh[GemmConfig, TpContext]):
         algo: Algo = "auto",
         config: GemmConfig | None = None,
     ) -> GemmPlan:
-        """What a product would do: its algorithm, estimates, and why others cannot run. Local.
+        """Says what a product would do: its algorithm, estimates, and why others cannot run. Local.
 
         Args:
             operation: "all_gather", "reduce_scatter" or "all_reduce".

@@ -1,8 +1,8 @@
 """The three products with their derivatives, on one rank's matrices ``[rows, columns]``.
 
 Each takes an order and returns it, forward and backward, as the operations of expert parallelism
-do: see ``crossdock/jax/_order.py``. What a backward product needs of its own operation, and takes
-no part in it, it comes behind.
+do: see ``crossdock/jax/_order.py``. A backward product comes behind the operations that make what
+it needs of its own operation, and that take no part in it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _gather(
 
 
 def _wide(way: Way, rows: Any, dtype: Any) -> Array:
-    """What has been kept of rows, perhaps in fp8."""
+    """The rows that have been kept, perhaps in fp8, in a wide type."""
     return _fp8.widened(way, _fp8.Narrow(*rows), dtype) if isinstance(rows, tuple) else rows
 
 

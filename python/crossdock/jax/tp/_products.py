@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Product(NamedTuple):
-    """What an operation returns.
+    """The results of an operation.
 
     Attributes:
         out: the product.
@@ -36,7 +36,7 @@ class Product(NamedTuple):
 
 
 class GatheredProduct(NamedTuple):
-    """What `all_gather_matmul` returns where the gathered rows are wanted.
+    """The results of `all_gather_matmul` where the gathered rows are wanted.
 
     Attributes:
         out: the product.

@@ -44,7 +44,7 @@ _ACTIVATIONS = {word: constants.GEMM_EPILOGUES[word] for word in get_args(Activa
 
 
 class Options(NamedTuple):
-    """What a call says beside arrays, as the user gave it; see `Way`."""
+    """The arguments of a call beside arrays, as the user gave them; see `Way`."""
 
     transpose_b: bool
     activation: Activation | None
@@ -58,7 +58,7 @@ class Options(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What differs between the three products.
+    """The differences between the three products.
 
     Attributes:
         name: of the user's function.

@@ -96,7 +96,7 @@ def product_that_made(result: Node) -> Product | None:
 
 
 def _factors(mm: Node) -> _Factors | None:
-    """Those of a product without other factors, which the library can make."""
+    """The factors of a product without others, which the library can make."""
     if mm.target is _aten.mm.default:
         found = _Factors(mm.args[0], mm.args[1])
     elif mm.target is _aten.addmm.default:
@@ -147,7 +147,7 @@ def _suits(factors: _Factors, dtype: torch.dtype) -> bool:
 
 
 def _reshaped_products(a: Node, flat: Node) -> Iterator[Product]:
-    """Those of a whose leading dimensions are made one, and of the result several again."""
+    """The products of a whose leading dimensions are made one, and of the result several again."""
     for mm in flat.users:
         factors = _factors(mm)
         if factors is None or factors.a is not flat:

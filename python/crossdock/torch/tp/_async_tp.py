@@ -94,7 +94,7 @@ def _async_tp_pass() -> Any:
                 rewrite(graph)
 
             def uuid(self) -> Any:
-                # What is compiled depends on this file and on the operators' shapes.
+                # Compiled code depends on this file and on the operators' shapes.
                 files = sorted(pathlib.Path(__file__).parent.glob("*.py"))
                 sources = b"".join(file.read_bytes() for file in files)
                 mine = hashlib.sha256(sources + repr(sorted(_groups)).encode()).hexdigest()
@@ -102,7 +102,7 @@ def _async_tp_pass() -> Any:
                     return mine
                 before: Any = self.before
                 other = before.uuid() if hasattr(before, "uuid") else None
-                # What a pass without a name makes must not be found again.
+                # Code that a pass without a name makes must not be found again.
                 return None if other is None else (mine, other)
 
         _made_class = AsyncTp
@@ -169,7 +169,7 @@ def _cut_from(piece: Any) -> Node | None:
 
 
 def _as_bytes(node: Node) -> Node:
-    """What a node is for its only user, which may take its bytes for those of another type."""
+    """The node as its only user sees it, which may take its bytes for those of another type."""
     (user, *others) = node.users or (node,)
     return user if user.target is _aten.view.dtype and not others else node
 
@@ -267,7 +267,7 @@ def _rewrite_all_gather(graph: Graph, gather: Node, wait: Node) -> bool:
 
 
 def _one_kind(products: list[Product], gathered: Node) -> list[Product]:
-    """Those that one operation makes: plain, or of fp8 by the same scale of its rows."""
+    """The products that one operation makes: plain, or of fp8 by the same scale of its rows."""
     kept: list[Product] = []
     for one in products:
         made_of = [one.b]

@@ -48,7 +48,7 @@ def context_of(handle: int) -> TpContext:
 
 @dataclasses.dataclass(frozen=True)
 class _Bounds:
-    """What a context that is shared has room for."""
+    """The bounds of a context that is shared."""
 
     max_tokens: int
     max_k: int
@@ -177,7 +177,7 @@ class TpContext(Membership):
         tokens_per_rank: Sequence[int] | None = None,
         algo: Algo = "auto",
     ) -> GemmPlan:
-        """What a product would do: its algorithm, estimates, and why others cannot run. Local.
+        """Says what a product would do: its algorithm, estimates, and why others cannot run. Local.
 
         Args:
             operation: "all_gather", "reduce_scatter" or "all_reduce".

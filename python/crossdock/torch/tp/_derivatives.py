@@ -34,7 +34,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Saved:
-    """What the backward pass of a product needs beside tensors."""
+    """The facts that the backward pass of a product needs beside tensors."""
 
     def __init__(
         self,

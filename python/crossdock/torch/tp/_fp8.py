@@ -1,8 +1,8 @@
 """Products whose operands are made fp8 on the way, with a scale per tensor, and their derivatives.
 
 Scales are powers of two, as large as the tensor's largest element allows: nothing is rounded but
-the elements themselves. What is kept for the backward pass is in fp8 as well; the products of the
-backward pass are in the dtype of the operands.
+the elements themselves. Tensors that are kept for the backward pass are in fp8 as well; the
+products of the backward pass are in the dtype of the operands.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def all_gather_scaled_matmul(
         b: ``[K, N]``; on CUDA the transposed view of a weight ``[N, K]``.
         scale_a, scale_b: float32, as of ``torch._scaled_mm``: a single number each, or one per row
             of a ``[..., 1]`` and per column of b ``[1, N]``, or one per 128 columns
-            ``[..., K / 128]`` and per 128 times 128 of b ``[K / 128, N / 128]``. Those of a are
+            ``[..., K / 128]`` and per 128 times 128 of b ``[K / 128, N / 128]``. Scales of a are
             this rank's, and are gathered with its rows.
         bias: ``[N]``, of the result's dtype (bfloat16 where that is fp8) or float32.
         scale_result: a single float32 by which results in fp8 are multiplied.

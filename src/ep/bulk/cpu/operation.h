@@ -33,7 +33,7 @@ void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows
   rows::copy_to_many(places.data(), count, row, bytes, store);
 }
 
-// What a token brings to its rows: of this rank, or of one on another machine.
+// The data that a token, of this rank or of one on another machine, brings to its rows.
 struct TokenData {
   const std::uint32_t* codes = nullptr;
   const std::byte* row = nullptr;

@@ -56,7 +56,7 @@ PlanMap PrepareOp::plan_map() const {
 }
 
 void PrepareOp::stage_in() {
-  // Whatever these bytes were, they are no plan from now on.
+  // These bytes may have been a plan before; they are none from now on.
   std::memset(call_.plan, 0, sizeof(PlanHeader));
   choices_ = read_choices(call_.topk_idx, config(), context_.scratch.choices);
 }
@@ -122,7 +122,7 @@ void PrepareOp::bring_words(const FarHeader& header, std::span<const std::byte> 
     require(items.size() >= size, "it has fewer words than it says");
     require(owner != context_.group.near().end(), "its words are for no rank here");
     const bool lists = head.area == FarWords::list;
-    // What an owner does not keep has no bytes there (GroupMap).
+    // Words that an owner does not keep have no bytes there (GroupMap).
     require(lists ? context_.group.config_of(*owner).keeps.lists
                   : head.area == FarWords::kept && tells_kept(),
             "their owner keeps no such words");
@@ -186,7 +186,7 @@ void PrepareOp::send_kept(std::span<const std::uint32_t> kept) const {
   }
 }
 
-// What a source has left of each of the owner's experts, in the owner's memory.
+// The rows that a source has left of each of the owner's experts, in the owner's memory.
 std::uint32_t* PrepareOp::kept_of(NearRank owner, int source) const {
   const NearMemory area = context_.lockstep.area_of(owner, context_.lockstep.map_of(owner).kept);
   return area.array<std::uint32_t>() + at(source) * at(config().most_local_experts());

@@ -79,7 +79,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     bool damaged;       // a zone makes no sense
   };
 
-  // See turn::DeviceTurn, "What a family adds".
+  // See turn::DeviceTurn, "Functions that a family adds".
   __device__ HeadLook look();
   __device__ void judge(const HeadLook& look);
   __device__ void complete(Record& own) const;

@@ -23,7 +23,7 @@ constexpr double kQuantiseRate = 28.0;
 // Numbers per token, if choices fall on all ranks alike.
 struct RowsPerToken {
   double ranks;      // ranks that hold some of its experts
-  double remote;     // those ranks but its own
+  double remote;     // such ranks but its own
   double delivered;  // rows in receive tensors
 };
 

@@ -154,7 +154,7 @@ class TermRing : TermPieces {
   std::byte* const own_;
   const WarpTerms& terms_;
   const int count_;
-  int term_ = 0;             // that is loaded next,
+  int term_ = 0;             // the next term to load,
   std::uint32_t at_;         // its vector,
   std::uint32_t place_ = 0;  // and where it goes, and where the oldest lies, as a byte offset
   const std::uint32_t last_;

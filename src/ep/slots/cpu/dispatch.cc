@@ -171,7 +171,7 @@ Setback LlDispatch::receive(bool own_staged) {
   own_staged_ = own_staged;
   Lane& lane = context_.lane;
   sent_ = lane.own_record();
-  // Whatever these bytes were, they are no plan from now on.
+  // These bytes may have been a plan before; they are none from now on.
   std::memset(receive_.plan, 0, sizeof(PlanHeader));
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
   lane.await(times);
@@ -313,7 +313,7 @@ const std::byte* LlDispatch::row_of(NearRank source, const LlItem& item) const {
   if (source == context_.self() && !own_staged_ && sent_.quantise == XD_EP_QUANTISE_NONE) {
     return send_.tokens.data + at(item.token()) * send_.tokens.row_bytes();
   }
-  const int token = std::min(item.token(), config().max_tokens - 1);  // whatever a peer says
+  const int token = std::min(item.token(), config().max_tokens - 1);  // peers may say nonsense
   return context_.memory.row(source, context_.lane.next(), token);
 }
 

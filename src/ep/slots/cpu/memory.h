@@ -26,7 +26,7 @@ class LlMemory {
   const LlMap& map() const { return map_; }
   const NearTable& areas() const { return shared_.areas(); }
 
-  // What `source` writes into the owner's memory in the operation `epoch`.
+  // The bytes that `source` writes into the owner's memory in the operation `epoch`.
   struct Cell {
     NearRank owner;
     int source;

@@ -1,4 +1,4 @@
-// What dispatch and combine of EXPERT_SLOTS have in common on the CPU. LlGroup calls their halves
+// The common part of dispatch and combine of EXPERT_SLOTS on the CPU. LlGroup calls their halves
 // between the verbs of their lane.
 #pragma once
 

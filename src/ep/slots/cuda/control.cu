@@ -199,8 +199,8 @@ __device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
   for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8;
        i < staging.bytes; i += step) {
     if (*reinterpret_cast<const std::uint64_t*>(staging.data + i) == kFree) continue;
-    // What a masked rank has stored, or one that the operation was not sent to, lies there for
-    // good, in places of its own.
+    // Words that a masked rank has stored, or one that the operation was not sent to, lie there for
+    // good, in places of their own.
     const auto row = static_cast<int>(i / staging.stride);
     const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
     clean &= g.masks &&
@@ -210,8 +210,8 @@ __device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
 }
 
 // The slots of operations that have been taken are free until this rank gives its credit, which the
-// lane's next launch does: so they are looked at once, in front of that one. What has not been
-// delivered lies in its slot, and is looked at by nobody.
+// lane's next launch does: so they are looked at once, in front of that one. Rows that have not
+// been delivered lie in their slots, and are looked at by nobody.
 __global__ void __launch_bounds__(kFillThreads)
     verify_kernel(const __grid_constant__ LlDevice g, int lane) {
   const std::uint64_t taken = g.counts[lane][0].taken;

@@ -168,7 +168,7 @@ class CudaSlotsGroup final : public Group {
   xd::cuda::DeviceBuffer tables_;
   LlDevice device_{};
   std::mutex losses_mutex_;
-  std::uint64_t bad_ids_ = 0;  // those that the group has been told of
+  std::uint64_t bad_ids_ = 0;  // bad ids that the group has been told of
   Runner runner_{*this, config().fatal_errors,
                  [this](const LlReport& report) { return setback_of(report, *this); }};
 };

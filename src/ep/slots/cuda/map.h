@@ -11,8 +11,8 @@
 //   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
 //
 // slot = number of the operation mod ll_slots(in_flight). A slot is written again only under its
-// reader's credit. What has tags is never cleared: in one place two operations follow one another
-// whose tags differ. Rows and partial sums are all ones whenever they are free.
+// reader's credit. Words with tags are never cleared: in one place two operations follow one
+// another whose tags differ. Rows and partial sums are all ones whenever they are free.
 #pragma once
 
 #include <crossdock/low_latency.h>
@@ -97,7 +97,8 @@ struct LlSizes {
   }
 };
 
-// What a rank writes at a peer when it comes back into step: see ep/slots/cuda/control.cu.
+// The words that a rank writes at a peer when it comes back into step: see
+// ep/slots/cuda/control.cu.
 struct LlMeeting {
   std::uint64_t greeting;    // a number that it has never used
   std::uint64_t answer;      // the peer's greeting that it has seen last

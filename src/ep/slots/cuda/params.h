@@ -47,7 +47,7 @@ struct LlReport : turn::DeviceReport<LlRecord, LlFindings> {
 // Whom an operation has been sent to, in groups that mask. Its receive half waits for nobody else.
 struct alignas(16) LlCompany {
   RankBits at_start;  // ranks that were not masked when the send half began, and this rank
-  RankBits sent_to;   // those of them that had a free place for it: the others have been lost
+  RankBits sent_to;   // ranks of at_start that had a free place for it: the others have been lost
 };
 
 // Working state of a group, in memory of its device that no peer touches.
@@ -65,7 +65,8 @@ struct LlControl : turn::DeviceControl {
   std::uint64_t highest[2];                   // numbers of the operations, by lane, in a reset
   std::uint64_t lost[2];                      // RankBits: ranks that have been lost in this reset
   std::uint64_t verified[2];  // by lane: the last operation whose staging has been looked at
-  // What the last block of a launch has decided for all (ep/slots/cuda/agree.cuh), by lane.
+  // The decisions that the last block of a launch has made for all (ep/slots/cuda/agree.cuh), by
+  // lane.
   std::uint64_t starts[2][sizeof(RankBits) / 4];
   std::uint64_t sources[2][kMaxDeviceRanks], verdict[2];
 };
@@ -107,7 +108,7 @@ struct LlDevice {
   constexpr int partials_per_token() const {
     return max_topk < ranks() && !masks ? max_topk : ranks();
   }
-  // What a slot of a lane holds in this rank's memory.
+  // The layout of a lane's slot in this rank's memory.
   constexpr LlStaging staging(int kind, std::uint64_t slot) const {
     const bool rows = kind == kLlDispatch;
     const std::uint64_t stride = rows ? map.row_stride : map.partial_stride;
@@ -119,7 +120,7 @@ struct LlDevice {
 };
 static_assert(sizeof(LlDevice) <= 768);
 
-// What a launch does.
+// The halves that a launch does, and how.
 struct LlStep {
   bool send, receive;
   bool failed;  // `record` has only a status: no row is sent, and none is waited for. `receive`
@@ -198,8 +199,8 @@ struct LlDivisor {
   }
 };
 
-// What the movers of a combine need first. A first read of each line of a kernel's parameters is
-// slow, so all of this lies together, in front. Strides in vectors of 16 bytes.
+// The facts that the movers of a combine need first. A first read of each line of a kernel's
+// parameters is slow, so all of this lies together, in front. Strides in vectors of 16 bytes.
 struct LlCombineRoute {
   bool quick;   // the usual launch: see combine/quick.cuh
   bool weighs;  // the call has weights

@@ -1,5 +1,5 @@
-// What the warps of a block know in common about a launch of EXPERT_SLOTS, and the looks of their
-// long waits.
+// Facts about a launch of EXPERT_SLOTS that the warps of a block share, and the looks of their long
+// waits.
 #pragma once
 
 #include "ep/plan/cuda/warp.cuh"
@@ -8,7 +8,7 @@
 
 namespace xd::ep::cuda {
 
-// What a launch does, as its block knows from its counts.
+// The course of a launch, as its block derives it from its counts.
 struct LlCourse {
   std::uint64_t send_epoch, take_epoch;
   bool fatal;     // the communicator has failed: leave
@@ -26,12 +26,12 @@ enum class LlVerdict : int { go, leave, fatal };
 struct LlShared {
   turn::LaneEpochs before;
   LlCourse course;
-  std::uint64_t freed;  // what this launch tells its peers: see turn::LaneCredit
+  std::uint64_t freed;  // the credit that this launch gives its peers: see turn::LaneCredit
   RankBits masked;      // ranks that this launch leaves out from its beginning
   HeapRange area[kMaxDeviceRanks];
   // Of the operation that is being received:
   RankBits company;  // the ranks that it was sent to (groups that mask)
-  RankBits hurried;  // those of them that are masked now: what has come counts, the rest is lost
+  RankBits hurried;  // ranks of company that are masked now: what has come counts, the rest is lost
   LlRecord record[kMaxDeviceRanks];
   int gone[kMaxDeviceRanks];  // 1 = the operation goes without this source
   int verdict;                // LlVerdict
@@ -40,7 +40,7 @@ struct LlShared {
   std::uint32_t bad_ids;
   std::uint32_t told_bad_ids;  // of this rank, as the tellers count them
   int bad_id_rank;
-  // What waits have met in this block, besides.
+  // The other findings of waits in this block.
   int failed;
   unsigned long long lost[2], accusers[2];  // RankBits
 
@@ -64,7 +64,7 @@ inline __device__ void ll_accuse(const LlDevice& g, LlShared& s, int peer) {
   ptx::or_relaxed_gpu(&g.control->masked[peer / 64], bit);
 }
 
-// Those that have been accused get no rows from now on: their place may not be free. All lanes of
+// Ranks that have been accused get no rows from now on: their place may not be free. All lanes of
 // the warp that begins the turn.
 inline __device__ void ll_mask_lost(LlShared& s) {
   __syncwarp();
@@ -101,8 +101,8 @@ inline __device__ __noinline__ bool ll_goes_on(const LlDevice& g, LlShared& s,
 // those: a peer that is not late itself is not masked because it waits for one that is.
 __device__ inline int ll_timeouts_of_credits(const LlDevice& g) { return g.masks ? 2 : 1; }
 
-// The same of a wait for the launch's last block. That waits for peers itself, for their credits,
-// and for records with ids: so this wait never ends by time, unless a block does not run.
+// The same of a wait for the launch's last block. The last block waits for peers itself, for their
+// credits, and for records with ids: so this wait never ends by time, unless a block does not run.
 inline __device__ __noinline__ bool ll_goes_on_for_block(const LlDevice& g, LlShared& s,
                                                          device::KernelWait site,
                                                          turn::LongWait& wait) {
@@ -127,8 +127,8 @@ __device__ inline LlLane ll_lane_of(const LlDevice& g, int kind, const HeapRange
 }
 
 // Whom the launch's operation is sent to, or was: behind its credits, so nothing but those can have
-// been lost. What it sends is kept for its receive half, for which those that had no free place are
-// lost. One thread, in front of a barrier of the block.
+// been lost. The set that it sends to is kept for its receive half, for which ranks that had no
+// free place are lost. One thread, in front of a barrier of the block.
 inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared& s, int kind) {
   const LlCourse& c = s.course;
   if (c.sends) {

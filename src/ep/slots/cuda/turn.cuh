@@ -1,9 +1,9 @@
 // One launch of an operation of EXPERT_SLOTS: what it does, whom it waits for, and what it reports.
 //
-// The numbers of its operations and the credits come first (begin). What a rank's send half is
-// comes in its record, beside its words, and receive halves judge: nothing waits for a record
-// before words leave. All blocks of a launch see the same counts and the same records, so all come
-// to the same verdict; where ranks may be left out, one block decides for all
+// The numbers of its operations and the credits come first (begin). A rank's record says what its
+// send half is; it comes beside the rank's words, and receive halves judge: nothing waits for a
+// record before words leave. All blocks of a launch see the same counts and the same records, so
+// all come to the same verdict; where ranks may be left out, one block decides for all
 // (slots/cuda/agree.cuh).
 //
 // An operation that a rank takes without delivering it, since its own call has failed or records
@@ -20,7 +20,7 @@ class LlTurn {
   __device__ LlTurn(const Params& params, LlShared& shared, int kind)
       : p_(params), g_(params.group), s_(shared), kind_(kind) {}
 
-  // All lanes of one warp, which loads nothing else meanwhile. What it finds is behind the block's
+  // All lanes of one warp, which loads nothing else meanwhile. Its findings are behind the block's
   // next barrier.
   __device__ void begin();
   // The number of the operation that this launch sends, for a warp that stores words in front of

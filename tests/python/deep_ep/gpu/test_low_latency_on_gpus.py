@@ -129,7 +129,7 @@ def test_new_sizes_are_refused_in_a_capture(buffer: Buffer) -> None:
 
 @on_gpus(**cases.LOW_LATENCY)
 def test_errors_of_kernels_are_raised_by_a_later_call(buffer: Buffer) -> None:
-    """What a kernel finds is raised once, by a later call, which has been enqueued all the same."""
+    """A kernel's error is raised once, by a later call, which has been enqueued all the same."""
     batch = cases.Batch(SEED, buffer)
     batch.dispatch(buffer)
     idx = batch.topk_idx.clone()

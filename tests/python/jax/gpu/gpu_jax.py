@@ -1,4 +1,4 @@
-"""What the cases of the CPU need to run on GPUs: imported before JAX is."""
+"""Settings that the cases of the CPU need to run on GPUs: imported before JAX is."""
 
 from __future__ import annotations
 

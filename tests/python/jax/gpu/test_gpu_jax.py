@@ -165,6 +165,6 @@ def test_memory_pool_of_xla_in_place(world: World, layout: str) -> None:
     config = dataclasses.replace(CONFIG, staging="none", layout=layout)
     with pytest.raises(jax.errors.JaxRuntimeError, match="outside symmetric memory"):
         round_trips(world, 1, 1, config)
-    world.ep.check()  # what calls have raised is not told again
+    world.ep.check()  # errors that calls have raised are not told again
     world.ep.register_memory()
     round_trips(world, 5, 2, config)

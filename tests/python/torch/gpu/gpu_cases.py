@@ -52,7 +52,7 @@ LEFT_OUT = {
 # Of these modules' tests.
 FIXTURES = ("alone", "comm", "dispatched", "inputs", "prepared")
 
-# Those of any number of ranks but one.
+# Cases of any number of ranks but one.
 ABOUT_PEERS = (
     moe_layer.test_gradients_are_averaged_and_those_of_experts_scaled,
     mixed.test_recipes_have_gradients_of_one_process,
@@ -86,7 +86,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cases_of(*subjects: str) -> dict[str, Any]:
-    """What a file has that runs the tests of these modules: they, and their fixtures."""
+    """The names of a file that runs the tests of these modules: tests, and their fixtures."""
     found: dict[str, Any] = {"on_gpus": on_gpus, "pytestmark": pytest.mark.gpu}
     for subject in subjects:
         for name, item in vars(MODULES[subject]).items():

@@ -45,7 +45,7 @@ def test_grouped_kernel_asks_no_host_and_reads_no_tail(me: Rank) -> None:
     x.requires_grad_()
     weight = small_integers(len(COUNTS), 16, 24, seed=2).requires_grad_()
     offsets = torch.tensor([0, *COUNTS]).cumsum(0).to("cuda", torch.int32)
-    xd.grouped_mm(x, weight, offsets).backward(grad)  # whatever is set up in a first call
+    xd.grouped_mm(x, weight, offsets).backward(grad)  # a first call may set up things
     x.grad = weight.grad = None
     torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
     try:
@@ -74,7 +74,7 @@ def test_grouped_fp8_kernel_is_the_cpus_arithmetic(me: Rank) -> None:
         x[-TAIL:] = torch.nan
         wanted = xd.grouped_mm_fp8(x, weight, offsets)[:-TAIL]
         ours = [tensor.cuda() for tensor in (x, weight, offsets)]
-        xd.grouped_mm_fp8(*ours)  # whatever is set up in a first call
+        xd.grouped_mm_fp8(*ours)  # a first call may set up things
         torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
         try:
             got = xd.grouped_mm_fp8(*ours)

@@ -46,8 +46,8 @@ void FarSide::send_counts(std::span<const std::uint32_t> counts) {
   announce(FarKind::counts, static_cast<std::uint32_t>(counts.size()), std::as_bytes(counts));
 }
 
-// What an operation announces finds its slots free, since this rank has ended the operation before,
-// where it was at rest.
+// An operation's announcements find their slots free, since this rank has ended the operation
+// before, where it was at rest.
 void FarSide::announce(FarKind kind, std::uint32_t items, std::span<const std::byte> bytes) {
   with_links([&] {
     for (const int machine : routes().far_machines()) {

@@ -30,7 +30,7 @@ struct FarChunk {
   std::span<const std::byte> items() const { return chunk.bytes.subspan(sizeof(FarHeader)); }
 };
 
-// What an operation does with chunks.
+// An operation's way to deal with chunks.
 class FarWork {
  public:
   // Takes what it can of a chunk; must not wait. True = all of it, and it has been read: its slot
@@ -111,7 +111,7 @@ class FarSide final : public turn::FarTurn<Record> {
   const std::size_t slot_bytes_;
   const FarRoutes routes_;
   FarLinks links_;
-  std::vector<FarChunk> chunks_;  // that have come and are not given back
+  std::vector<FarChunk> chunks_;  // chunks that have come and are not given back
   FarWork* work_ = nullptr;
   std::vector<std::uint64_t> counts_seen_;         // epoch, by partner
   std::optional<HostWait> site_;                   // of the operation's waits, from begin() on

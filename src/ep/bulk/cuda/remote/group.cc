@@ -160,8 +160,9 @@ void FarGroup::count(const net::Links::Sent& sent) {
   counters_->net_bytes.set(sent.bytes);
 }
 
-// What is put now has no reader any more. Not so behind a setback that has finished communicators
-// one by one: others may still be in that operation, and wait for this rank's credits.
+// Puts that are made now have no reader any more. Not so behind a setback that has finished
+// communicators one by one: others may still be in that operation, and wait for this rank's
+// credits.
 bool FarGroup::nobody_waits() const {
   const FatalError* error = comm_.errors().fatal_error();
   return error != nullptr && error->met_by_all == 0;

@@ -1,9 +1,9 @@
-// What kernels know of ranks on other machines: plain data in device memory, which is written when
-// the group is made. docs/internals/machines_cuda.md has the protocol.
+// Facts about ranks on other machines, for kernels: plain data in device memory, which is written
+// when the group is made. docs/internals/machines_cuda.md has the protocol.
 //
 // A far rank has no memory here. In the table of areas it has a *stand-in* in this rank's own
-// memory, so kernels store entries, flags, counts and lists for it as for any other rank. What of
-// that is for the far rank is sent from there; the rest is never read.
+// memory, so kernels store entries, flags, counts and lists for it as for any other rank. Words of
+// them for the far rank are sent from there; the rest is never read.
 #pragma once
 
 #include <cstddef>

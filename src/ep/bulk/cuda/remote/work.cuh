@@ -20,7 +20,7 @@ struct FarShared {
   int job, which;       // send: a far machine; take: a source, by its place in FarDevice::sources
   int items;            // of the chunk that is being filled
   std::uint32_t bytes;  // of these items
-  int next[kMaxFarMachines];               // what goes into the machine's next chunk
+  int next[kMaxFarMachines];               // first item of the machine's next chunk
   std::uint32_t begun[kMaxFarMachines];    // prepare: words of it that have been sent
   std::uint8_t sent_all[kMaxFarMachines];  // the last chunk is filled
   std::uint8_t taken_all[kMaxDeviceRanks];
@@ -53,7 +53,7 @@ class FarWork {
     const Verdict verdict = turn_.verdict();
     if (verdict == Verdict::go || verdict == Verdict::blank) {
       self().start();
-      // What a thread refuses ends the work of others by the board alone.
+      // A thread that refuses something ends the work of others by the board alone.
       if (turn_.any_failed(!do_all() || device::failed(turn_.group().comm))) return;
     }
     far_turn_.raise_done(s_.missing);
@@ -65,7 +65,7 @@ class FarWork {
   // A near rank raises its flag behind its work for other machines, where it may wait, too.
   static constexpr int kDoneTimeouts = 2;
 
-  // ---- What a work may hide ----
+  // ---- Functions that a work may hide ----
 
   __device__ void start() {}
   // Of items of chunks of this kind; 0 = they differ, and take() looks at their lengths.

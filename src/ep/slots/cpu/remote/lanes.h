@@ -81,7 +81,7 @@ class LlFarLane final : public turn::FarLane {
   const LlKind kind_;
   std::array<std::vector<net::Links::Slot>, kParts> open_;  // by partner
   std::array<std::vector<Arrived>, kParts> arrived_;        // [slot][partner]
-  std::vector<std::uint64_t> entries_;                      // that have come, by partner
+  std::vector<std::uint64_t> entries_;                      // entries that have come, by partner
 };
 
 class LlFar final : public Progress {

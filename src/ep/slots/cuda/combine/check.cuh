@@ -11,8 +11,8 @@
 
 namespace xd::ep::cuda {
 
-// The block's first barrier, for all its threads: true if no warp passes false. What control warps
-// have found comes with the barrier itself, and so nothing usual has to be read behind it.
+// The block's first barrier, for all its threads: true if no warp passes false. The findings of
+// control warps come with the barrier itself, and so nothing usual has to be read behind it.
 __device__ inline bool ll_meet_first(bool good) { return __syncthreads_or(good ? 0 : 1) == 0; }
 
 // A word of the record of a usual launch; the seal lacks the operation's number. All lanes: eight
@@ -33,7 +33,7 @@ __device__ inline std::uint64_t usual_record_word(const LlCombineParams& p,
   return word;
 }
 
-// What is wrong with a plan, if it has a fault.
+// The fault of a plan, if it has one.
 inline __device__ __noinline__ Fault ll_plan_fault(const LlCombineParams& p, const PlanHeader& h,
                                                    std::uint64_t sum) {
   Fault fault = header_fault(h, p.plan_bytes);
@@ -43,7 +43,7 @@ inline __device__ __noinline__ Fault ll_plan_fault(const LlCombineParams& p, con
   return fault;
 }
 
-// The control warp that looks at the call's plan and weights. What it finds is behind the block's
+// The control warp that looks at the call's plan and weights. Its findings are behind the block's
 // first barrier.
 class LlCombineCheck {
  public:

@@ -63,7 +63,8 @@ class CombineControl {
 
 // ---- The turn ----------------------------------------------------------------------------------
 
-// What LlTurn::begin() does, where nothing is unusual. False: it has to be called. All lanes.
+// Does the steps of LlTurn::begin() where nothing is unusual. False: it has to be called. All
+// lanes.
 __device__ inline bool CombineControl::begin_quickly() {
   LlShared& turn = s_.turn;
   // The credits come last, since nothing passes an acquire.
@@ -222,14 +223,14 @@ __device__ __noinline__ void finish_block(const LlCombineParams& p, LlCombineSha
     turn.status = XD_ERROR_INVALID_ARGUMENT;
     turn.status_rank = launch.rank();
   } else if (!c.receives) {
-    return;  // what a send half has met its receive half tells
+    return;  // the receive half tells the findings of a send half
   }
   launch.tell(c.receives ? c.take_epoch : c.send_epoch);
 }
 
 // ---- The kernel --------------------------------------------------------------------------------
 
-// What movers do behind the block's first barrier, in all launches.
+// The movers' steps behind the block's first barrier, in all launches.
 template <class T, bool kByHost>
 __device__ inline void move_all(LlPusher<T>& pusher, const LlCombineParams& p, LlCombineTurn& turn,
                                 LlCombineShared& s, const LlPlanParts& parts) {

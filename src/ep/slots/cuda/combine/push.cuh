@@ -44,7 +44,7 @@ struct LlCombineShared {
   unsigned unusual;           // 1 = a thread of the block tells what the operation has met
 };
 
-// True if the call has weights. Those of no tokens have no address.
+// True if the call has weights. Weights of no tokens have no address.
 __device__ inline bool has_weights(const LlCombineParams& p) {
   return (p.record.flags & kWeighted) != 0;
 }

@@ -1,5 +1,5 @@
-// What movers of the first receiver block write, behind the rows that they take: counts and ranges
-// of the experts, and the head of the plan.
+// The first receiver block's movers write, after the rows that they take: counts and ranges of the
+// experts, and the head of the plan.
 //
 //   memory                         written by    read by
 //   counts, source_ranges,         movers        the caller

@@ -20,7 +20,7 @@ namespace xd::ep::cuda {
 
 inline constexpr std::uint32_t kNoExpert = 0xFFFF;
 
-// What lies behind an LlItem, in a plan with room for `room_topk` choices.
+// The arrays that lie behind an LlItem, in a plan with room for `room_topk` choices.
 __device__ inline std::int32_t* ll_rows_of(std::byte* item) {
   return reinterpret_cast<std::int32_t*>(item + sizeof(LlItem));
 }

@@ -54,9 +54,9 @@ struct LlRowStep {
   int at, row, piece;
 };
 
-// `kMoves`: for movers, else for tail warps. `kSlow`: the steps of all that is rare. What they keep
-// over calls would take registers of the others, and lie in memory; so those make no call, and
-// where they would wait for long, they hand over.
+// `kMoves`: for movers, else for tail warps. `kSlow`: the steps of all that is rare. Values that
+// they keep over calls would take registers of the others, and lie in memory; so those make no
+// call, and where they would wait for long, they hand over.
 template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
 class LlReceiver;
 
@@ -95,7 +95,8 @@ class LlReceiver {
   __device__ void take_from(LlRowStep from);
 
  private:
-  // What a mover holds of a row: loaded vectors, of which two become one where they are quantised.
+  // The part of a row that a mover holds: loaded vectors, of which two become one where they are
+  // quantised.
   static constexpr int kTaken = kQuantises ? kLlVectors / 2 : kLlVectors;
   static constexpr std::uint32_t kPiece = kTaken * kLlGroupThreads;  // of a row as it travels
   struct Held {
