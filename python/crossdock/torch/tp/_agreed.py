@@ -14,7 +14,7 @@ from .._calls import current_stream
 from .._comm import Comm, default_comm
 from ._context import OPERANDS, TpContext, find_shared, shared_context
 from ._functions import bulk_all_gather
-from ._operators import BULK
+from ._operands import BULK
 
 __all__ = ["agreed_context", "told_to_peers"]
 
