@@ -1,4 +1,4 @@
-"""Compares the model of `crossdock net-model` with what is measured between network namespaces.
+"""Compares the model of tools/model with what is measured between network namespaces.
 
     python3 bench/net/validate.py --build build/release
 
@@ -10,24 +10,16 @@ fast ranks get on. Exit code 0: all within 15 %; 1: not; 77: it cannot measure h
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools/model")]
+
+import net_model as model  # noqa: E402
 
 import net_hosts  # noqa: E402  (of this tree)
 from programs import Case, Programs  # noqa: E402
-
-# The package would load the library, which the model does without.
-_spec = importlib.util.spec_from_file_location(
-    "net_model", ROOT / "python/crossdock/cli/_net_model.py"
-)
-assert _spec is not None and _spec.loader is not None
-model = importlib.util.module_from_spec(_spec)
-sys.modules["net_model"] = model
-_spec.loader.exec_module(model)
 
 RATES = (0.2e9, 0.5e9, 1e9)
 # Bytes of a stream in a frame of MTU 1500, which on the wire has 14 more.
@@ -78,7 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     why = net_hosts.why_not()
     if why:
-        print(f"net-model is not compared with measurements: {why}")
+        print(f"The model is not compared with measurements: {why}")
         return 77
     worst, build = 0.0, options.build.resolve()
     latency = latency_of(build)

@@ -90,12 +90,15 @@ def main() -> None:
 def save(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Saves with torch's checkpoints and loads it again."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": STEPS}
+    dcp.save(state, checkpoint_id=folder)
 
     # On as many ranks as there are then, wrapped as the model is then:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=folder)  # overwrites tensors in place, and entries of the dict
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert state["step"] == STEPS
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import crossdock.torch as xd
 
@@ -77,8 +79,8 @@ def main() -> None:
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    xd.save_checkpoint(f"{folder[0]}/saved", block, optimizer)
-    xd.load_checkpoint(f"{folder[0]}/saved", block, optimizer)  # on any number of ranks
+    model_state, optimizer_state = get_state_dict(block, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
     print(
         f"rank {comm.rank}: loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last; saved\n",
         end="",

@@ -7,9 +7,11 @@ arrow stands for an include. A folder that is not drawn belongs to the room arou
 include one another in a circle. Public headers stand on DLPack and two C headers, those of compat/
 also on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
 alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
-stand one on another as PYTHON_LEVELS lists them.
+stand one on another as PYTHON_LEVELS lists them, and no files of theirs import one another in a
+circle, also not in functions or for types alone.
 """
 
+import ast
 import pathlib
 import re
 import sys
@@ -32,7 +34,6 @@ PYTHON_LEVEL_OF = {name: level for level, names in enumerate(PYTHON_LEVELS) for 
 ROOM = re.compile(r'(\w+)\["([^":]+):')  # id["room: what it owns"]
 ARROW = re.compile(r"^\s*(\w+)[^>\n]*?-->\s*(\w+)", re.MULTILINE)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
-IMPORT = re.compile(r"^\s*(?:from|import)\s+crossdock\.?(\w*)", re.MULTILINE)
 
 
 def includes(root, folder):
@@ -130,15 +131,45 @@ def problems(root):
                 yield file, name, "this folder uses the public headers only"
 
 
+def python_file(package, names):
+    """The file of a module of the package, relative to it; None if there is no such module."""
+    module = package.joinpath(*names)
+    for file in (module.with_suffix(".py"), module.with_suffix(".pyi"), module / "__init__.py"):
+        if file.is_file():
+            return file.relative_to(package)
+    return None
+
+
+def imports(package, path):
+    """The files of the package that a file of it names in any import, wherever that stands."""
+    around = path.relative_to(package.parent).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        named = []
+        if isinstance(node, ast.Import):
+            named = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = around[: len(around) + 1 - node.level] if node.level else ()
+            module = [*base, *(node.module.split(".") if node.module else ())]
+            named = [[*module, alias.name] for alias in node.names]
+        for first, *names in named:
+            if first == package.name:
+                # The last name may be that of something in a module.
+                yield python_file(package, names) or python_file(package, names[:-1])
+
+
 def python_problems(root):
     package = root / "python" / "crossdock"
+    imports_of = {}
     for path in sorted(package.rglob("*.py")):
-        inside = path.relative_to(package).parts
-        own = inside[0] if len(inside) > 1 else "crossdock"
-        for name in IMPORT.findall(path.read_text()):
-            folder = name if name and (package / name).is_dir() else "crossdock"
+        file = path.relative_to(package)
+        own = file.parts[0] if len(file.parts) > 1 else "crossdock"
+        found = imports_of[str(file)] = sorted({str(name) for name in imports(package, path)})
+        folders = {name.split("/")[0] if "/" in name else "crossdock" for name in found}
+        for folder in sorted(folders):
             if folder != own and PYTHON_LEVEL_OF[folder] >= PYTHON_LEVEL_OF[own]:
                 yield path.relative_to(root), f"crossdock.{folder}", f"it is not below {own}"
+    for file, name in circles(imports_of):
+        yield f"python/crossdock/{file}", name, "it imports this file again, over others or itself"
 
 
 def main():

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
 import crossdock.torch as xd
@@ -186,22 +189,42 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of this step in the run's folder; all ranks together."""
         path = self.settings.folder / f"step-{self.step:06d}"
-        extra = {"step": self.step, "random": torch.get_rng_state(), "text": self.text.checksum}
-        xd.save_checkpoint(path, self.model, self.optimizer, extra=extra)
+        dcp.save(self._state(), checkpoint_id=path)
+
+    def _state(self) -> dict[str, Any]:
+        """All that a checkpoint has, as it is now."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "step": self.step,
+            "random": torch.get_rng_state(),
+            "text": self.text.checksum,
+        }
 
     def _resume(self) -> None:
         path = last_checkpoint(self.settings.folder)
         if path is None:
             return
+        state = self._state()
+        mistake = None  # of the user, which every rank finds
         try:
-            extra = xd.load_checkpoint(path, self.model, self.optimizer)
-            if extra["text"] != self.text.checksum:
-                raise ValueError(f"{path} was trained on another text than is here")
-        except ValueError as error:  # a mistake of the user, which every rank finds
-            raise SystemExit(f"--resume: {error}" if self.rank == 0 else 1) from None
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            mistake, _ = next(iter(error.failures.values()))
+        if state["text"] != self.text.checksum:
+            mistake = f"{path} was trained on another text than is here"
+        if mistake:
+            raise SystemExit(f"--resume: {mistake}" if self.rank == 0 else 1)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         # A step's batch depends on seed and step alone, so the step is the place in the data too.
-        self.step = extra["step"]
-        torch.set_rng_state(extra["random"])
+        self.step = state["step"]
+        torch.set_rng_state(state["random"])
 
     def _save_first_step(self, logits: torch.Tensor) -> None:
         s, ranks = self.settings, self.ranks
@@ -222,8 +245,9 @@ class Trainer:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The one of the highest step."""
-    return max(folder.glob("step-[0-9]*[0-9]"), default=None)
+    """The complete one of the highest step."""
+    found = [file.parent for file in folder.glob("step-[0-9]*[0-9]/.metadata")]
+    return max(found, default=None)
 
 
 def _cross_entropy(prediction: Prediction, targets: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from crossdock import __version__
-from crossdock.cli import _bench, _demo, _doctor, _net_check, _net_predict, _top, _trace
+from crossdock.cli import _bench, _demo, _doctor, _net_check, _top, _trace
 from crossdock.cli._usage import FAILED, INTERRUPTED, OK, CommandError
 
 _EPILOG = """exit codes: 0 done, 1 failed, 2 the command line makes no sense here, 130 Ctrl-C"""
@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"crossdock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module in (_doctor, _bench, _net_check, _net_predict, _top, _trace, _demo):
+    for module in (_doctor, _bench, _net_check, _top, _trace, _demo):
         module.add_command(commands)
     return parser
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +15,11 @@ from crossdock.torch._calls import is_capturing
 from ._lane import Lane
 from ._memory import ReceiveMemory
 
-if TYPE_CHECKING:
-    from ._groups import Lease
+
+class Group(Protocol):
+    """A group of a `Home`."""
+
+    close: Any
 
 
 class Home:
@@ -27,7 +30,7 @@ class Home:
         device: what tensors are on.
         memory: where results lie.
         lane: where operations run.
-        leases: the groups that are alive.
+        leases: the groups that are alive, which it closes when it ends.
         net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
     """
 
@@ -37,7 +40,7 @@ class Home:
         self.device = device
         self.memory = ReceiveMemory(comm, device)
         self.lane = Lane(device)
-        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self.leases: weakref.WeakSet[Group] = weakref.WeakSet()
         self._lock = threading.RLock()  # a handle may die, on any thread, inside it
         self._handles = 0
         self._ended = False

@@ -37,7 +37,6 @@ from ._low_latency_ops import (
 )
 from ._ops import Dispatched, combine, dequantise, dispatch
 from ._sharding import local_tensor
-from .checkpoint import load_checkpoint, save_checkpoint
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8
@@ -92,14 +91,12 @@ __all__ = [
     "ll_combine_send",
     "ll_dispatch",
     "ll_dispatch_send",
-    "load_checkpoint",
     "load_pretrained",
     "local_tensor",
     "mark_experts",
     "model_layer",
     "parameter_groups",
     "route",
-    "save_checkpoint",
     "update_router_bias",
     "z_loss",
 ]

@@ -191,7 +191,7 @@ class Comm:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Comm belongs to its process and cannot be pickled: save model.state_dict(), "
-            "or use crossdock.torch.save_checkpoint, rather than the model itself"
+            "or use torch.distributed.checkpoint, rather than the model itself"
         )
 
     def __enter__(self) -> Comm:

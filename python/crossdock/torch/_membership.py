@@ -103,7 +103,7 @@ class Membership:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a group or context belongs to its process and cannot be pickled: save "
-            "model.state_dict(), or use crossdock.torch.save_checkpoint, rather than the model"
+            "model.state_dict(), or use torch.distributed.checkpoint, rather than the model"
         )
 
     def __del__(self) -> None:

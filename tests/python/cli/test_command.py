@@ -8,7 +8,7 @@ import crossdock
 from commands import QUICK, SMALL, process, run, start, wide_lines
 
 COMMANDS = ["", "doctor", "bench", "bench ep", "bench ll", "bench gemm"]
-COMMANDS += ["net-check", "net-model", "top", "trace", "demo"]
+COMMANDS += ["net-check", "top", "trace", "demo"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

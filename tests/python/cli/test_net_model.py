@@ -1,13 +1,17 @@
-"""The model of expert parallelism between machines: what it must say by arithmetic alone."""
+"""tools/model, expert parallelism between machines: what it must say by arithmetic alone."""
 
 import dataclasses
 import json
 import math
+import pathlib
+import sys
 
 import pytest
 
-from commands import run
-from crossdock.cli._net_model import Machines, Problem, Wire, shares_of, simulate
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "tools/model"))
+
+import estimate  # noqa: E402  (of this tree)
+from net_model import Machines, Problem, Wire, shares_of, simulate  # noqa: E402
 
 PROBLEM = Problem(2, 2, tokens=1024, experts=32)
 MACHINES = Machines(Wire(1e9, 10e-6), near_bytes_per_s=1e12)
@@ -118,17 +122,19 @@ def test_what_makes_no_sense_is_refused():
         simulate(PROBLEM, MACHINES, "prepare")
 
 
-def test_the_command_prints_estimates():
-    done = run("net-model", "--hosts", "2", "--ranks-per-host", "2", "--experts", "32")
-    assert done.returncode == 0
-    assert "estimated, not measured: 2 hosts of 2 ranks, 4096 tokens" in done.stdout
-    assert "8 of 32 experts (uniform)" in done.stdout
-    assert "interfaces of 45 GB/s of each rank" in done.stdout
-    as_json = run("net-model", "--hosts", "4", "--json")
-    assert json.loads(as_json.stdout)["dispatch"]["bound"] in ("wire", "near", "latency")
+def test_the_command_prints_estimates(capsys):
+    assert estimate.main(["--hosts", "2", "--ranks-per-host", "2", "--experts", "32"]) == 0
+    printed = capsys.readouterr().out
+    assert "estimated, not measured: 2 hosts of 2 ranks, 4096 tokens" in printed
+    assert "8 of 32 experts (uniform)" in printed
+    assert "interfaces of 45 GB/s of each rank" in printed
+    assert estimate.main(["--hosts", "4", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["dispatch"]["bound"] in ("wire", "near", "latency")
 
 
-def test_the_command_says_what_it_cannot_do():
-    done = run("net-model", "--experts", "30")
-    assert done.returncode == 2
-    assert "expected a multiple of 16" in done.stderr
+def test_the_command_says_what_it_cannot_do(capsys):
+    with pytest.raises(SystemExit) as ended:
+        estimate.main(["--experts", "30"])
+    assert ended.value.code == 2
+    assert "expected a multiple of 16" in capsys.readouterr().err

@@ -15,7 +15,16 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 from support import Rank, on_ranks, run_ranks
-from torch_support import distributed, in_mesh, joined, normal, where, whole
+from torch_support import (
+    distributed,
+    in_mesh,
+    joined,
+    load_all,
+    normal,
+    save_all,
+    where,
+    whole,
+)
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 16, 8, 2, 6  # tokens: of each rank
 SEED = 50
@@ -153,7 +162,7 @@ def save(me: Rank, folder: pathlib.Path) -> None:
         model = Block(comm)
         optimizer = optimizer_of(model)
         train(me, model, optimizer, range(1))
-        xd.save_checkpoint(folder / "saved", model, optimizer, extra={"step": 1})
+        save_all(folder, model, optimizer)
 
 
 def load(me: Rank, folder: pathlib.Path) -> None:
@@ -161,11 +170,8 @@ def load(me: Rank, folder: pathlib.Path) -> None:
     plain, _ = train_plain(range(2))
     with joined() as comm:
         model = Block(comm)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(torch.nan)
         optimizer = optimizer_of(model)
-        assert xd.load_checkpoint(folder / "saved", model, optimizer) == {"step": 1}
+        load_all(folder, model, optimizer)
         optimizer.zero_grad()
         for half in batch(1, 4).view(2, 2, TOKENS, HIDDEN)[me.rank]:
             (F.mse_loss(model(half), half.flip(-1)) / 2).backward()

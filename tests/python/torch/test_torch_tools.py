@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
@@ -25,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import crossdock.torch as xd
 from moe_lm.plain_moe import PlainMoE
 from support import Rank, on_ranks, run_ranks
-from torch_support import in_mesh, normal, where, whole
+from torch_support import in_mesh, load_all, normal, save_all, where, whole
 
 HIDDEN, FFN, EXPERTS, TOPK, TOKENS = 16, 24, 8, 3, 6  # tokens: of each rank
 SEED = 30
@@ -292,76 +291,59 @@ def test_copies_and_moving_averages(me: Rank) -> None:
             torch.save(model, "/dev/null")
 
 
-def number_experts(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Every value of expert e becomes e, and its momentum 100 + e."""
-    layer = model.experts
-    with torch.no_grad():
-        for local in range(layer.num_local_experts):
-            for parameter in layer.expert_parameters():
-                share = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                share[local] = layer.first_expert + local
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
+OPTIMISERS = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    # It has a mean of each row and of each column.
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
 
 
-def check_saving(me: Rank, folder: pathlib.Path, how: str) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    with two_by_two(me) as (mesh, comm):
-        model = make_model(comm)
-        if how == "fsdp":
-            # Sharding keeps the values, so that they are numbered before.
-            number_experts(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            wrapped_in_fsdp(model, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if how == "fsdp":
-            for parameter in model.parameters():
-                optimizer.state[parameter]["momentum_buffer"] = 100 + parameter.detach()
-        else:
-            number_experts(model, optimizer)
-        states = get_state_dict(model, optimizer)
-        dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=folder)
+def trainable(how: str, optimiser: str, comm: xd.Comm, mesh: Any) -> tuple[Any, Any]:
+    """A model, wrapped as said, and its optimiser."""
+    model = make_model(comm)
+    model = wrapped_in_fsdp(model, mesh) if how == "fsdp" else model
+    return model, OPTIMISERS[optimiser](xd.parameter_groups(model))
 
 
-def check_loading(me: Rank, folder: pathlib.Path, how: str) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+def meshed(me: Rank, how: str) -> Any:
+    """Of data times experts; what FSDP does not shard also on experts alone."""
+    return two_by_two(me) if how == "fsdp" else in_mesh((me.num_ranks,), "expert")
 
-    with two_by_two(me) if how == "fsdp" else in_mesh((me.num_ranks,), "expert") as (mesh, comm):
-        model = make_model(comm)
-        if how == "fsdp":
-            wrapped_in_fsdp(model, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, torch.nan)
-            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, torch.nan)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(torch.nan)
-        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-        dcp.load(states, checkpoint_id=folder)
-        set_state_dict(
-            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-        )
-        expected = torch.arange(EXPERTS, dtype=torch.float32)
-        for parameter in model.experts.expert_parameters():
-            values = whole(parameter.detach())
-            momentum = whole(optimizer.state[parameter]["momentum_buffer"])
-            for got, wanted in ((values, expected), (momentum, 100 + expected)):
-                assert torch.equal(got, wanted[:, None, None].expand_as(got))
-        for name in ("first.weight", "head.bias", "experts.router.weight"):
-            got = whole(model.get_parameter(name).detach())
-            assert torch.equal(got, make_plain().get_parameter(name).detach()), name
+
+def check_saving(me: Rank, folder: pathlib.Path, how: str, optimiser: str) -> None:
+    with meshed(me, how) as (mesh, comm):
+        model, optimizer = trainable(how, optimiser, comm, mesh)
+        train(me, model, optimizer)
+        save_all(folder, model, optimizer)
+
+
+def check_loading(me: Rank, folder: pathlib.Path, how: str, optimiser: str) -> None:
+    with meshed(me, how) as (mesh, comm):
+        model, optimizer = trainable(how, optimiser, comm, mesh)
+        for group in optimizer.param_groups:
+            group["lr"] = 7.0
+        load_all(folder, model, optimizer)
+        assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
+        train(me, model, optimizer)  # takes the state as it is
 
 
 @pytest.mark.parametrize(
-    "saved, loaded, ranks",
-    [("plain", "plain", 4), ("plain", "plain", 2), ("fsdp", "plain", 1), ("plain", "fsdp", 4)],
+    "saved, loaded, optimiser",
+    [
+        (("plain", 4), ("plain", 2), "adafactor"),
+        (("plain", 1), ("plain", 4), "adafactor"),
+        (("fsdp", 4), ("plain", 1), "momentum"),
+        (("plain", 2), ("fsdp", 4), "adam"),
+        (("fsdp", 4), ("fsdp", 2), "adam"),
+    ],
+    ids=str,
 )
-def test_torchs_checkpoints_keep_every_expert(
-    saved: str, loaded: str, ranks: int, tmp_path: pathlib.Path
+def test_torchs_checkpoints_keep_every_state_on_other_ranks(
+    saved: tuple[str, int], loaded: tuple[str, int], optimiser: str, tmp_path: pathlib.Path
 ) -> None:
-    run_ranks(4, check_saving, tmp_path / "saved", saved)
-    run_ranks(ranks, check_loading, tmp_path / "saved", loaded)
+    for check, (how, ranks) in ((check_saving, saved), (check_loading, loaded)):
+        run_ranks(ranks, check, tmp_path, how, optimiser)
 
 
 @on_ranks(4)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import crossdock.torch as xd
 from crossdock.torch import tp
 from support import Rank, on_ranks, run_ranks
-from torch_support import in_mesh, normal, where, whole
+from torch_support import in_mesh, load_all, normal, save_all, where, whole
 
 HIDDEN, HEADS, EXPERTS, TOKENS = 16, 4, 4, 6  # tokens: of each rank
 SEED = 90
@@ -308,14 +308,11 @@ def saved(me: Rank, folder: pathlib.Path) -> None:
         model = Twice(comm)
         optimizer = torch.optim.AdamW(xd.parameter_groups(model), lr=0.01, fused=True)
         train_step(me, model, optimizer, 0)
-        xd.save_checkpoint(folder / "saved", model, optimizer)
+        save_all(folder, model, optimizer)
         train_step(me, model, optimizer, 1)
         again = Twice(comm)
-        with torch.no_grad():
-            for parameter in again.parameters():
-                parameter.fill_(torch.nan)
         other = torch.optim.AdamW(xd.parameter_groups(again), lr=1.0, fused=True)
-        xd.load_checkpoint(folder / "saved", again, other)
+        load_all(folder, again, other)
         train_step(me, again, other, 1)
         for (name, got), expected in zip(again.named_parameters(), model.parameters()):
             assert torch.equal(whole(got), whole(expected)), name
@@ -332,7 +329,7 @@ def loaded(me: Rank, folder: pathlib.Path) -> None:
     with in_distributed(me) as (mesh, comm):
         model = Twice(comm)
         optimizer = torch.optim.AdamW(xd.parameter_groups(model), lr=1.0, fused=True)
-        xd.load_checkpoint(folder / "saved", model, optimizer)
+        load_all(folder, model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 0.01
         for parameter in model.parameters():
             state = optimizer.state[parameter]

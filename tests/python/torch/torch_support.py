@@ -5,6 +5,7 @@ The model of these tests: local expert e multiplies its rows by e + 1.
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import crossdock.torch as xd
@@ -72,6 +77,46 @@ def in_mesh(sizes: tuple[int, ...], *axes: str) -> Iterator[tuple[DeviceMesh, xd
 def whole(tensor: Any) -> torch.Tensor:
     """All ranks' parts of a DTensor, or a plain tensor, without its history."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
+def save_all(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Saves with torch.distributed.checkpoint, and the whole values beside it."""
+    dcp.save(states_of(model, optimizer), checkpoint_id=folder / "saved")
+    expected = whole_states(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(expected, folder / "expected.pt")
+
+
+def load_all(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Loads what `save_all` has saved over NaNs, and compares it with the whole values."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=folder / "saved")
+    set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    expected, got = torch.load(folder / "expected.pt"), whole_states(model, optimizer)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1
+
+
+def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All ranks' parts of each parameter, and of each tensor in the optimiser's state of it."""
+    states = {}
+    for name, parameter in model.named_parameters():
+        of_optimizer = optimizer.state[parameter].items()
+        tensors = {"": parameter} | {k: v for k, v in of_optimizer if torch.is_tensor(v)}
+        assert len(tensors) > 1, f"{name} has no state"
+        states |= {f"{name} {key}": whole(value).cpu() for key, value in tensors.items()}
+    return states
 
 
 @contextmanager

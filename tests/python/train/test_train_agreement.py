@@ -183,4 +183,4 @@ def test_resume_with_another_model_says_what_differs(
     other = ("--ranks", 1, "--folder", tmp_path, "--steps", 1, *TINY, "--hidden", 16)
     assert run_main(*other, "--resume") == 1
     said = capfd.readouterr().err
-    assert "expected shape (256, 16)" in said and "Traceback" not in said
+    assert "current: torch.Size([256, 16])" in said and "Traceback" not in said

@@ -8,7 +8,8 @@ y, _ = matmul_reduce_scatter(h, w_out)                   # features split -> tok
 
 from crossdock import GemmConfig
 
-from ._mesh import TpContext, TpMesh, init
+from ._contexts import TpContext
+from ._mesh import TpMesh, init
 from ._products import (
     GatheredProduct,
     Product,

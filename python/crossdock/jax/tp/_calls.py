@@ -17,7 +17,7 @@ from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
 from .._calls import uniform
-from ._mesh import TpContext
+from ._contexts import TpContext
 
 __all__ = [
     "Activation",

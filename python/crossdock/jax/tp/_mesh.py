@@ -1,49 +1,38 @@
-"""The ranks of a mesh over which matrices are spread, and their contexts."""
+"""The ranks of a mesh over which matrices are spread, and what a product of theirs would do."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from crossdock import GemmConfig, GemmPlan, _jax
-from crossdock._gemm_config import Algo, GemmOperation
+from crossdock import GemmConfig, GemmPlan
+from crossdock._core import constants
+from crossdock._dtypes import pack
+from crossdock._gemm_config import Algo, GemmOperation, gemm_word
 
-from .._group import Place
-from .._joined import JoinedMesh, join
+from .._joined import join
+from ._contexts import Contexts, make_current
+from ._run import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Options,
+    check_kinds,
+    sizes_of,
+    way_of,
+)
 
-__all__ = ["TpContext", "TpMesh", "current_mesh", "init"]
+__all__ = ["TpMesh", "init"]
 
-_current: TpMesh | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TpContext:
-    """One config on the ranks of a mesh, by a number that no other context of the process ever has.
-
-    The context lives in its `TpMesh` and in executables. This describes it, in all that JAX
-    remembers of functions, for as long as JAX likes.
-
-    Attributes:
-        number: by which custom calls find the context.
-        config: its bounds.
-        place: its ranks.
-        text: the config as executables name it.
-    """
-
-    number: int
-    config: GemmConfig
-    place: Place
-    text: str
-
-    def __repr__(self) -> str:
-        return f"TpContext({self.number}: {self.config}, {self.place.num_ranks} ranks)"
+_KINDS = {"all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER, "all_reduce": ALL_REDUCE}
+_NUMBERS = {word: constants.GEMM_OPERATIONS[word] for word in _KINDS}
 
 
-class TpMesh(JoinedMesh[GemmConfig, TpContext]):
+class TpMesh(Contexts):
     """The communicators of a mesh, and their contexts of products. Made by `init`.
 
     Executables keep what they use: after `close`, or when another `init` has taken its place, what
@@ -55,14 +44,6 @@ class TpMesh(JoinedMesh[GemmConfig, TpContext]):
         num_ranks: W, the devices of one set.
         devices: this process's devices in the mesh.
     """
-
-    def __init__(self, place: Place, ranks: _jax.Ranks, devices: list[jax.Device]) -> None:
-        super().__init__(place, ranks, devices)
-        self.tp_axes = place.axes
-
-    def context(self, config: GemmConfig) -> TpContext:
-        """The context of a config, the same for equal configs. Local."""
-        return self._of(config)[0]
 
     def explain(
         self,
@@ -89,46 +70,36 @@ class TpMesh(JoinedMesh[GemmConfig, TpContext]):
             TypeError, ValueError, InvalidArgument, Unsupported: as the product would here.
             RuntimeError: the context has not been made yet, by a product or by `create`.
         """
-        from ._explain import explain
-        from ._run import Options
-
         options = Options(transpose_b, activation, allow_tf32, algo, save_gathered)
-        return explain(self, operation, a, b, options, config)
+        number = gemm_word("operation", operation, _NUMBERS)
+        kind, dtype = _KINDS[operation], np.dtype(a.dtype)
+        check_kinds(a, b)
+        rows = math.prod(a.shape[:-1]), a.shape[-1]
+        sizes = sizes_of(kind, self.place, 0, options, {"a": rows, "b": b.shape}, dtype)
+        way = way_of(kind, self, sizes, dtype, options, config)
+        tokens = sizes.tokens if kind.tokens_out else rows[0]
+        result = (tokens * self.num_ranks if kind.tokens_in else tokens), sizes.n
 
-    def core(self, context: TpContext) -> _jax.Context:
-        """The context of the extension."""
-        core = self._of(context.config)[1]
-        assert isinstance(core, _jax.Context)
-        return core
+        def spec(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
+            return 0, shape, pack(dtype.name)
 
-    def _make(self, config: GemmConfig) -> tuple[TpContext, _jax.Context]:
-        if not isinstance(config, GemmConfig):
-            raise TypeError(f"config: expected a GemmConfig, got {type(config).__name__}")
-        options: dict[str, Any] = config.options()
-        text = " ".join(f"{name}={value}" for name, value in options.items())
-        core = _jax.Context(self._ranks, text, **options)
-        return TpContext(core.number, config, self.place, text), core
-
-    def close(self) -> None:
-        """Leaves, as soon as no executable uses a context any more.
-
-        Does nothing the second time.
-        """
-        global _current
-        if _current is self:
-            _current = None
-        super().close()
-
-
-def current_mesh() -> TpMesh:
-    """The mesh of the last `init`.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    if _current is None:
-        raise RuntimeError("crossdock.jax.tp.init(mesh, tp_axis) has not been called")
-    return _current
+        found = self.core(way.context).explain(
+            0,
+            number,
+            a=spec(rows),
+            b=spec(b.shape),
+            d=spec(result),
+            transpose_b=int(way.transpose_b),
+            allow_tf32=int(way.allow_tf32),
+            epilogue=constants.GEMM_EPILOGUES[way.activation or "none"],
+            algo=constants.GEMM_ALGOS[way.algo],
+        )
+        if found is None:
+            raise RuntimeError(
+                f"{way.context} has not been made: run the product, or call create() with its "
+                "config on all ranks"
+            )
+        return GemmPlan.of(found)
 
 
 def init(
@@ -160,7 +131,7 @@ def init(
         Timeout: not all ranks came.
         Unsupported: no such device in this build or on this machine.
     """
-    global _current
     joined = join("crossdock.jax.tp.init", mesh, "tp_axis", tp_axis, data_axes, timeout, name)
-    _current = TpMesh(*joined)
-    return _current
+    made = TpMesh(*joined)
+    make_current(made)
+    return made

@@ -23,7 +23,7 @@ from .._group import Place, programs_of
 from .._where import check_split, check_varies, inside, laid, parts_along
 from . import _calls, _ops
 from ._calls import Activation, Array, Scales, Way, own_rows
-from ._mesh import TpMesh, current_mesh
+from ._contexts import Contexts, current_mesh
 from ._tags import tag_of_call
 
 __all__ = [
@@ -97,7 +97,7 @@ def product(
     options: Options,
     config: GemmConfig | None,
     after: Any,
-    mesh: TpMesh | None,
+    mesh: Contexts | None,
     scales: tuple[Any, Any] | None = None,
 ) -> tuple[Array, ...]:
     """-> out, gathered a if it is wanted, order; inside or outside shard_map."""
@@ -536,7 +536,7 @@ _ALGOS = {
 
 def way_of(
     kind: Kind,
-    mesh: TpMesh,
+    mesh: Contexts,
     sizes: Sizes,
     dtype: Any,
     options: Options,

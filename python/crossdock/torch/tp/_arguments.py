@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ._context import TpContext
-from ._operators import is_transposed, rows_of_d
+from ._context import TpContext, rows_of_d
+from ._operands import is_transposed
 
 __all__ = [
     "Fold",

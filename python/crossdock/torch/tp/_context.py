@@ -19,8 +19,9 @@ from .._calls import DTYPE_CODES
 from .._comm import Comm, default_comm
 from .._handles import new_handle
 from .._membership import Membership
+from ._operands import ALL_GATHER, REDUCE_SCATTER, Operands
 
-__all__ = ["OPERANDS", "TpContext", "context_of", "find_shared", "shared_context"]
+__all__ = ["OPERANDS", "TpContext", "context_of", "find_shared", "rows_of_d", "shared_context"]
 
 # Element types of operands.
 OPERANDS = (
@@ -188,8 +189,6 @@ class TpContext(Membership):
         Raises:
             TypeError, ValueError, InvalidArgument, Unsupported: as the call would here.
         """
-        from ._operators import Operands, rows_of_d
-
         number = gemm_word("operation", operation, constants.GEMM_OPERATIONS)
         wide = a.dtype if a.dtype.itemsize > 1 else torch.bfloat16
         operands = Operands(a, b)
@@ -208,6 +207,15 @@ class TpContext(Membership):
             f"TpContext({self.num_ranks} ranks, max_tokens={self.max_tokens}, max_k={self.max_k}, "
             f"max_n={self.max_n}, dtype={self.dtype})"
         )
+
+
+def rows_of_d(context: TpContext, operation: int, rows: Any, tokens: Sequence[Any] | None) -> Any:
+    """The rows of a result, where a has `rows`; the library checks them."""
+    if operation == ALL_GATHER:
+        return rows * context.num_ranks if tokens is None else sum(tokens)
+    if operation == REDUCE_SCATTER:
+        return rows // context.num_ranks if tokens is None else tokens[context.rank]
+    return rows
 
 
 @overload

@@ -23,8 +23,9 @@ from crossdock._core import constants
 from .._custom_ops import LIBRARY
 from .._derivatives import differentiated, register, requires_grad
 from .._unseen import unseen
+from . import _operators  # noqa: F401  (defines the operators)
 from ._context import context_of
-from ._operators import is_transposed
+from ._operands import is_transposed
 
 __all__ = ["Saved", "gathered_grads", "refuse_gradients", "scattered_grads"]
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from .._derivatives import register
-from ._context import context_of
+from ._context import context_of, rows_of_d
 from ._derivatives import Saved, gathered_grads, scattered_grads
-from ._operators import ALL_GATHER, REDUCE_SCATTER, define, rows_of_d, scaled_matmul, shapes_of
+from ._operands import ALL_GATHER, REDUCE_SCATTER
+from ._operators import define, scaled_matmul, shapes_of
 
 __all__: list[str] = []
 

@@ -25,7 +25,7 @@ from ._arguments import (
     word_number,
 )
 from ._context import TpContext
-from ._operators import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER
+from ._operands import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER
 
 __all__ = [
     "Activation",

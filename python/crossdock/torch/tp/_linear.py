@@ -21,7 +21,7 @@ from ._functions import (
     matmul_reduce_scatter,
     replicated_matmul,
 )
-from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ._operands import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 __all__ = ["column_parallel_linear", "row_parallel_linear"]
 

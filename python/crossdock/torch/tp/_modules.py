@@ -20,7 +20,7 @@ from ._arguments import require_fitting
 from ._context import TpContext
 from ._functions import Activation
 from ._linear import column_parallel_linear, row_parallel_linear
-from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ._operands import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 __all__ = [
     "ColumnParallelLinear",

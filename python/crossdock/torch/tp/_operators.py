@@ -25,25 +25,11 @@ from crossdock.errors import CrossdockError
 from .._calls import current_stream, spec
 from .._custom_ops import FUNCTIONS, LIBRARY, as_rows
 from .._unseen import unseen
-from ._context import TpContext, context_of
+from ._context import TpContext, context_of, rows_of_d
+from ._operands import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, Operands
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "BULK",
-    "REDUCE_SCATTER",
-    "Operands",
-    "define",
-    "is_transposed",
-    "rows_of_d",
-    "scaled_matmul",
-    "shapes_of",
-]
+__all__ = ["define", "scaled_matmul", "shapes_of"]
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BULK = (
-    constants.GEMM_OPERATIONS[word]
-    for word in ("all_gather", "reduce_scatter", "all_reduce", "bulk")
-)
 # Inputs keep the strides that the model gave them.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
@@ -82,56 +68,6 @@ def define(
 def shapes_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers what an operator returns when only shapes and dtypes are known."""
     return torch.library.register_fake(f"crossdock::{name}", lib=LIBRARY)
-
-
-# ---- Arguments -----------------------------------------------------------------------------------
-
-
-def is_transposed(matrix: Tensor) -> bool:
-    """Whether it is the view of a matrix that is stored the other way round."""
-    return not matrix.is_contiguous() and matrix.t().is_contiguous()
-
-
-class Operands:
-    """Two matrices as the library takes them, with copies of those that lie otherwise.
-
-    Whether they are transposed must be equal on all ranks, and a matrix with one row, or none, is
-    not seen to be: so a is taken row by row.
-
-    Args:
-        own: the product is this rank's alone, and a may be transposed as well.
-    """
-
-    def __init__(self, a: Tensor, b: Tensor, own: bool = False) -> None:
-        for name, matrix in (("a", a), ("b", b)):
-            if matrix.dim() != 2:
-                raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(matrix.shape)}")
-        # The same bytes are a row or a column; the library takes rows of whole 16 bytes.
-        column = own and a.shape[1] == 1 and a.is_contiguous()
-        self.transpose_a = own and (column or is_transposed(a))
-        # The library multiplies no two transposed matrices.
-        other = None if self.transpose_a or b.is_contiguous() else b.t()
-        self.transpose_b = other is not None and other.is_contiguous()
-        self.a = as_rows(a.t() if self.transpose_a else a)
-        self.b = as_rows(other if self.transpose_b else b)
-
-    def options(self) -> dict[str, Any]:
-        """As the extension takes them, while this object lives."""
-        return {
-            "a": spec(self.a),
-            "b": spec(self.b),
-            "transpose_a": int(self.transpose_a),
-            "transpose_b": int(self.transpose_b),
-        }
-
-
-def rows_of_d(context: TpContext, operation: int, rows: Any, tokens: Sequence[Any] | None) -> Any:
-    """The rows of a result, where a has `rows`; the library checks them."""
-    if operation == ALL_GATHER:
-        return rows * context.num_ranks if tokens is None else sum(tokens)
-    if operation == REDUCE_SCATTER:
-        return rows // context.num_ranks if tokens is None else tokens[context.rank]
-    return rows
 
 
 # ---- Products ------------------------------------------------------------------------------------

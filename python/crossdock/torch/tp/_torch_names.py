@@ -29,7 +29,7 @@ from ._functions import (
     scaled_matmul_reduce_scatter,
 )
 from ._groups import comm_of_group, context_of_group, process_group
-from ._operators import ALL_GATHER
+from ._operands import ALL_GATHER
 
 __all__ = [
     "fused_all_gather_matmul",

@@ -27,7 +27,7 @@ from ._context import TpContext
 from ._groups import comm_of_group
 from ._linear import column_parallel_linear, row_parallel_linear
 from ._modules import held_by_linear
-from ._operators import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from ._operands import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,23 +1,39 @@
-"""``crossdock net-model``: what dispatch and combine would take between machines, estimated."""
+#!/usr/bin/env python3
+"""Estimates what dispatch and combine would take between machines.
+
+    python3 tools/model/estimate.py --hosts 32 --host-limit 4
+
+Both operations are simulated chunk by chunk; nothing is measured.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import sys
+from collections.abc import Callable, Sequence
 
-from crossdock.cli import _net_model
-from crossdock.cli._usage import OK, HelpWithDefaults, UsageError, number
+import net_model
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``net-model`` to the commands."""
-    parser = commands.add_parser(
-        "net-model",
-        help="estimate dispatch and combine between machines",
-        description="Simulates both operations chunk by chunk. These are estimates: nothing is\n"
-        "measured.",
-        formatter_class=HelpWithDefaults,
+def number(least: int) -> Callable[[str], int]:
+    """Parses whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            expected = f"expected a whole number from {least} on"
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--hosts", type=number(1), default=2, help="machines")
     parser.add_argument("--ranks-per-host", type=number(1), default=8, help="of each machine")
@@ -37,17 +53,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--chunk-kib", type=number(1), default=512, help="of a chunk")
     parser.add_argument("--shared-wire", action="store_true", help="a host's ranks share one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Prints the estimates."""
+    parser = make_parser()
+    arguments = parser.parse_args(words)
     histogram: list[float] = []
     try:
         if arguments.histogram:
             with open(arguments.histogram) as file:
                 histogram = [float(weight) for weight in json.load(file)]
-        problem = _net_model.Problem(
+        problem = net_model.Problem(
             hosts=arguments.hosts,
             ranks_per_host=arguments.ranks_per_host,
             tokens=arguments.tokens,
@@ -58,23 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
             histogram=histogram,
             host_limit=arguments.host_limit,
         )
-        machines = _net_model.Machines(
-            wire=_net_model.Wire(arguments.wire_gb_per_s * 1e9, arguments.latency_us * 1e-6),
+        machines = net_model.Machines(
+            wire=net_model.Wire(arguments.wire_gb_per_s * 1e9, arguments.latency_us * 1e-6),
             near_bytes_per_s=arguments.near_gb_per_s * 1e9,
             wire_per_rank=not arguments.shared_wire,
             slots=arguments.slots,
             chunk_bytes=arguments.chunk_kib << 10,
         )
-        shares = _net_model.shares_of(problem)
+        shares = net_model.shares_of(problem)
     except (OSError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"net-model: {error}") from error
+        parser.error(str(error))
     results = {
-        operation: _net_model.simulate(problem, machines, operation, shares)
+        operation: net_model.simulate(problem, machines, operation, shares)
         for operation in ("dispatch", "combine")
     }
     if arguments.json:
         print(json.dumps({name: dataclasses.asdict(r) for name, r in results.items()}, indent=1))
-        return OK
+        return 0
     print(_heading(arguments))
     print(
         f"{'':10}{'us':>10}{'entry us':>10}{'rows us':>10}{'MB sent':>10}{'messages':>10}"
@@ -84,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         times = "".join(f"{s * 1e6:10.0f}" for s in (r.seconds, r.entry_s, r.rows_s))
         sent = f"{r.wire_bytes * 1e-6:10.1f}{r.messages:10}{r.wire_bytes / r.seconds / 1e9:10.2f}"
         print(f"{name:10}{times}{sent}  {r.bound}")
-    return OK
+    return 0
 
 
 def _heading(of: argparse.Namespace) -> str:
@@ -97,3 +115,7 @@ def _heading(of: argparse.Namespace) -> str:
         f" rows of {of.row_bytes} bytes;\ninterfaces of {of.wire_gb_per_s:g} GB/s {wire};"
         " MB, messages and GB/s are the busiest interface's"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
