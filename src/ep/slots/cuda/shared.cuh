@@ -1,5 +1,5 @@
-// Facts about a launch of EXPERT_SLOTS that the warps of a block share, and the looks of their long
-// waits.
+// What the warps of a block know in common about a launch of low latency, and the looks of their
+// long waits.
 #pragma once
 
 #include "ep/plan/cuda/warp.cuh"
