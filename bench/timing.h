@@ -19,7 +19,7 @@ class Timing {
 
   // Collective, before any other allocation in the communicator's heap: see SharedBlock.
   Timing(xd_comm* comm, int rank, int ranks, const Size& size);
-  static constexpr std::size_t kHeapBytes = 4096;  // that this takes
+  static constexpr std::size_t kHeapBytes = 4096;  // taken by a Timing
 
   // Which of the iterations the calls of measure() do from here on: one of `rounds` equal shares,
   // with as large a share of the warm-up. Steps that take rounds in turn meet the same machine.

@@ -83,6 +83,6 @@ def _compare(comm: Comm, mine: dict[str, int]) -> None:
 
 
 def _gather(comm: Comm, mine: dict[str, int] | dict[str, str]) -> list[dict[str, Any]]:
-    """What every rank says, by rank. Collective."""
+    """The words of every rank, by rank. Collective."""
     row = json.dumps(mine).encode().ljust(_ROW_BYTES)
     return [json.loads(other) for other in comm.all_gather(row)]
