@@ -41,7 +41,7 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   app.set_help_flag();
   app.add_option("--tokens", options.tokens)
       ->delimiter(',')
-      ->check(CLI::Range(1, XD_EP_LL_MAX_TOKENS));
+      ->check(CLI::Range(1, XD_LL_MAX_TOKENS));
   number(app, "--hidden", w.hidden, 1, kMost);
   number(app, "--topk", w.topk, 1, kMost);
   number(app, "--experts", w.experts, 1, kMost);
@@ -143,7 +143,7 @@ void print(const LlReport& report) {
     columns.push_back({"staged_ratio", "staged", 2});
   }
   for (const LlCase& one : report.cases) {
-    const xd_ep_memory& memory = one.results.memory;
+    const xd_ll_memory& memory = one.results.memory;
     std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
                 static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
     print_table("", columns, rows_of(one));

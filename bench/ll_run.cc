@@ -100,11 +100,7 @@ void compute(std::byte* row, std::size_t bytes) {
 // Memory that begins at a multiple of 64 bytes.
 class PlanMemory {
  public:
-  explicit PlanMemory(const xd_ep_config& config) {
-    std::size_t bytes = 0;
-    ok(xd_ep_plan_size(&config, &bytes));
-    units_.resize((bytes + sizeof(Unit) - 1) / sizeof(Unit));
-  }
+  explicit PlanMemory(std::size_t bytes) : units_((bytes + sizeof(Unit) - 1) / sizeof(Unit)) {}
   template <class Args>
   Args in(Args args) {
     args.plan = units_.data();
@@ -119,21 +115,38 @@ class PlanMemory {
   std::vector<Unit> units_;
 };
 
+LlGroup make_group(xd_comm* comm, const xd_ll_config& config) {
+  xd_ll_group* group = nullptr;
+  ok(xd_ll_group_create(comm, &config, &group));
+  return LlGroup(group);
+}
+
 Group make_group(xd_comm* comm, const xd_ep_config& config) {
   xd_ep_group* group = nullptr;
   ok(xd_ep_group_create(comm, &config, &group));
   return Group(group);
 }
 
-xd_ep_config slots_config(const Workload& w) {
-  xd_ep_config config = XD_EP_CONFIG_INIT;
+std::size_t plan_size(const xd_ep_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ep_plan_size(&config, &bytes));
+  return bytes;
+}
+
+std::size_t plan_size(const xd_ll_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ll_plan_size(&config, &bytes));
+  return bytes;
+}
+
+xd_ll_config slots_config(const Workload& w) {
+  xd_ll_config config = XD_LL_CONFIG_INIT;
   config.num_ranks = w.ranks;
   config.num_experts = w.experts;
   config.max_topk = w.topk;
   config.max_tokens_per_rank = std::max(w.tokens, 1);
   config.hidden = w.hidden;
   config.dtype = kBf16;
-  config.layout = XD_EP_EXPERT_SLOTS;
   return config;
 }
 
@@ -155,7 +168,7 @@ class LowLatency {
   LowLatency(const Workload& w, xd_comm* comm, const Tokens& in)
       : config_(slots_config(w)),
         group_(make_group(comm, config_)),
-        plan_(config_),
+        plan_(plan_size(config_)),
         slots_(std::int64_t{w.ranks} * config_.max_tokens_per_rank),
         recv_(kBf16, {w.local_experts(), slots_, w.hidden}),
         recv_fp8_(kE4m3, {w.local_experts(), slots_, w.hidden}),
@@ -164,33 +177,33 @@ class LowLatency {
         counts_tensor_(*counts_.dl()),
         out_(nullptr, kBf16, {w.tokens, w.hidden}) {
     counts_tensor_.ndim = 1;
-    dispatch_ = plan_.in(xd_ep_ll_dispatch_args XD_EP_LL_DISPATCH_ARGS_INIT);
+    dispatch_ = plan_.in(xd_ll_dispatch_args XD_LL_DISPATCH_ARGS_INIT);
     dispatch_.tokens = in.tokens.dl();
     dispatch_.topk_idx = in.topk_idx.dl();
     dispatch_.recv_tokens = recv_.dl();
     dispatch_.counts = &counts_tensor_;
-    combine_ = plan_.in(xd_ep_ll_combine_args XD_EP_LL_COMBINE_ARGS_INIT);
+    combine_ = plan_.in(xd_ll_combine_args XD_LL_COMBINE_ARGS_INIT);
     combine_.expert_out = recv_.dl();
     combine_.out = out_.dl();
   }
 
-  void dispatch(xd_ep_phase phase = XD_EP_PHASE_BOTH) {
+  void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH) {
     dispatch_.phase = phase;
-    ok(xd_ep_ll_dispatch(group_.get(), &dispatch_, nullptr));
+    ok(xd_ll_dispatch(group_.get(), &dispatch_, nullptr));
   }
   void dispatch_fp8() {
-    xd_ep_ll_dispatch_args args = dispatch_;
-    args.phase = XD_EP_PHASE_BOTH;
+    xd_ll_dispatch_args args = dispatch_;
+    args.phase = XD_LL_PHASE_BOTH;
     args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
     args.recv_tokens = recv_fp8_.dl();
     args.recv_scales = scales_.dl();
-    ok(xd_ep_ll_dispatch(group_.get(), &args, nullptr));
+    ok(xd_ll_dispatch(group_.get(), &args, nullptr));
   }
   void experts() const { compute_all(recv_); }
   void experts_fp8() const { compute_all(recv_fp8_); }
-  void combine(xd_ep_phase phase = XD_EP_PHASE_BOTH) {
+  void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH) {
     combine_.phase = phase;
-    ok(xd_ep_ll_combine(group_.get(), &combine_, nullptr));
+    ok(xd_ll_combine(group_.get(), &combine_, nullptr));
   }
   const Matrix& out() const { return out_; }
 
@@ -204,16 +217,16 @@ class LowLatency {
     }
   }
 
-  const xd_ep_config config_;
-  const Group group_;
+  const xd_ll_config config_;
+  const LlGroup group_;
   PlanMemory plan_;
   const std::int64_t slots_;
   const SlotTensor recv_, recv_fp8_, scales_;
   const Matrix counts_;
   DLTensor counts_tensor_;  // [L]
   const Matrix out_;
-  xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;
-  xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
+  xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;
+  xd_ll_combine_args combine_ = XD_LL_COMBINE_ARGS_INIT;
 };
 
 // The same through the layout that has one row per expert as well; what it receives lies in
@@ -223,7 +236,7 @@ class Landed {
   Landed(const Workload& w, xd_comm* comm, const Tokens& in, const Traffic& traffic, bool staged)
       : config_(group_config(w, traffic, kBf16, staged)),
         group_(make_group(comm, config_)),
-        plan_(config_),
+        plan_(plan_size(config_)),
         in_(in),
         recv_bytes_(static_cast<std::size_t>(traffic.recv_rows) * w.row_bytes()),
         recv_(staged ? nullptr : comm, kBf16, {traffic.recv_capacity, w.hidden}),
@@ -293,8 +306,8 @@ class LlRun {
     for (std::size_t step = 0; step < seconds.size(); ++step) {
       results.times.push_back({kSteps[step], std::move(seconds[step])});
     }
-    const xd_ep_config config = slots_config(w_);
-    ok(xd_ep_group_memory(&config, &results.memory));
+    const xd_ll_config config = slots_config(w_);
+    ok(xd_ll_group_memory(&config, &results.memory));
     return results;
   }
 
@@ -315,29 +328,29 @@ class LlRun {
   }
   void time_halves() {
     timing_.measure(
-        kSendDispatch, [&] { ll_.dispatch(XD_EP_PHASE_SEND); },
+        kSendDispatch, [&] { ll_.dispatch(XD_LL_PHASE_SEND); },
         [&] {
-          ll_.dispatch(XD_EP_PHASE_RECEIVE);
+          ll_.dispatch(XD_LL_PHASE_RECEIVE);
           ll_.experts();
         });
     timing_.measure(
         kHalvesOfDispatch,
         [&] {
-          ll_.dispatch(XD_EP_PHASE_SEND);
-          ll_.dispatch(XD_EP_PHASE_RECEIVE);
+          ll_.dispatch(XD_LL_PHASE_SEND);
+          ll_.dispatch(XD_LL_PHASE_RECEIVE);
         },
         [&] { ll_.experts(); });
     timing_.measure(
-        kSendCombine, [&] { ll_.combine(XD_EP_PHASE_SEND); },
+        kSendCombine, [&] { ll_.combine(XD_LL_PHASE_SEND); },
         [&] {
-          ll_.combine(XD_EP_PHASE_RECEIVE);
+          ll_.combine(XD_LL_PHASE_RECEIVE);
           ll_.experts();
         });
     timing_.measure(
         kHalvesOfCombine,
         [&] {
-          ll_.combine(XD_EP_PHASE_SEND);
-          ll_.combine(XD_EP_PHASE_RECEIVE);
+          ll_.combine(XD_LL_PHASE_SEND);
+          ll_.combine(XD_LL_PHASE_RECEIVE);
         },
         [&] { ll_.experts(); });
   }

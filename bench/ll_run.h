@@ -28,7 +28,7 @@ struct LlTimes {
 struct LlResults {
   std::vector<LlTimes> times;
   bool equal_bits = false;  // all ways end with the same bits on every rank
-  xd_ep_memory memory = XD_EP_MEMORY_INIT;
+  xd_ll_memory memory = XD_LL_MEMORY_INIT;
 };
 
 // Collective. The results are complete on rank 0 and empty on the others.

@@ -22,6 +22,11 @@ struct DestroyGroup {
 };
 using Group = std::unique_ptr<xd_ep_group, DestroyGroup>;
 
+struct DestroyLlGroup {
+  void operator()(xd_ll_group* group) const { xd_ll_group_destroy(group); }
+};
+using LlGroup = std::unique_ptr<xd_ll_group, DestroyLlGroup>;
+
 struct Launch {
   int num_ranks;
   bool threads;

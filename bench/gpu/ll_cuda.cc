@@ -55,10 +55,10 @@ class LlMeasurement {
       ll_.dispatch();
       ll_.combine();
     });
-    halves("bf16", "dispatch", [&](xd_ep_phase phase) { ll_.dispatch(phase); });
-    halves("fp8", "dispatch", [&](xd_ep_phase phase) { ll_.dispatch_fp8(phase); });
+    halves("bf16", "dispatch", [&](xd_ll_phase phase) { ll_.dispatch(phase); });
+    halves("fp8", "dispatch", [&](xd_ll_phase phase) { ll_.dispatch_fp8(phase); });
     ll_.dispatch();
-    halves("bf16", "combine", [&](xd_ep_phase phase) { ll_.combine(phase); });
+    halves("bf16", "combine", [&](xd_ll_phase phase) { ll_.combine(phase); });
     ll_.check();
     if (at_.ranks() > 1) floors(landing, has_nccl);
     add({"empty kernel", "-", "-", kEvents},
@@ -137,9 +137,9 @@ class LlMeasurement {
   }
 
   void halves(const char* rows, const std::string& name,
-              const std::function<void(xd_ep_phase)>& enqueue) {
-    const auto send = [&] { enqueue(XD_EP_PHASE_SEND); };
-    const auto receive = [&] { enqueue(XD_EP_PHASE_RECEIVE); };
+              const std::function<void(xd_ll_phase)>& enqueue) {
+    const auto send = [&] { enqueue(XD_LL_PHASE_SEND); };
+    const auto receive = [&] { enqueue(XD_LL_PHASE_RECEIVE); };
     const auto nothing = [] {};
     const bool combines = name == "combine";
     const LlStep first{combines ? "combine, send half" : "dispatch, send half", kLowLatency, rows,

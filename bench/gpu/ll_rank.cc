@@ -8,22 +8,21 @@ namespace {
 constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kE4m3{10, 8, 1}, kF32{kDLFloat, 32, 1};
 constexpr DLDataType kI32{kDLInt, 32, 1};
 
-xd_ep_config config_of(const Workload& w) {
-  xd_ep_config config = XD_EP_CONFIG_INIT;
+xd_ll_config config_of(const Workload& w) {
+  xd_ll_config config = XD_LL_CONFIG_INIT;
   config.num_ranks = w.ranks;
   config.num_experts = w.experts;
   config.max_topk = w.topk;
   config.max_tokens_per_rank = w.tokens;
   config.hidden = w.hidden;
   config.dtype = kBf16;
-  config.layout = XD_EP_EXPERT_SLOTS;
   config.device_type = kDLCUDA;
   return config;
 }
 
-std::size_t plan_bytes(const xd_ep_config& config) {
+std::size_t plan_bytes(const xd_ll_config& config) {
   std::size_t bytes = 0;
-  bench::ok(xd_ep_plan_size(&config, &bytes));
+  bench::ok(xd_ll_plan_size(&config, &bytes));
   return bytes;
 }
 
@@ -60,8 +59,8 @@ LlRank::LlRank(const RankContext& context)
   counts_tensor_ = {counts_.data(), device, 1, kI32, counts_shape_, nullptr, 0};
   fill_rows(payload_, at_.rank, tokens_.data(), tokens_.rows(), at_.stream);
   at_.stream.wait("filling the tokens");
-  xd_ep_group* group = nullptr;
-  bench::ok(xd_ep_group_create(at_.comm, &config_, &group));
+  xd_ll_group* group = nullptr;
+  bench::ok(xd_ll_group_create(at_.comm, &config_, &group));
   group_.reset(group);
   dispatch_.tokens = tokens_.dl();
   dispatch_.topk_idx = &topk_idx_;
@@ -74,25 +73,25 @@ LlRank::LlRank(const RankContext& context)
   combine_.out = out_.dl();
 }
 
-void LlRank::dispatch(xd_ep_phase phase) {
-  xd_ep_ll_dispatch_args args = dispatch_;
+void LlRank::dispatch(xd_ll_phase phase) {
+  xd_ll_dispatch_args args = dispatch_;
   args.phase = phase;
   args.recv_tokens = &recv_.dl;
-  bench::ok(xd_ep_ll_dispatch(group_.get(), &args, at_.stream));
+  bench::ok(xd_ll_dispatch(group_.get(), &args, at_.stream));
 }
 
-void LlRank::dispatch_fp8(xd_ep_phase phase) {
-  xd_ep_ll_dispatch_args args = dispatch_;
+void LlRank::dispatch_fp8(xd_ll_phase phase) {
+  xd_ll_dispatch_args args = dispatch_;
   args.phase = phase;
   args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
   args.recv_tokens = &recv_fp8_.dl;
   args.recv_scales = &scales_.dl;
-  bench::ok(xd_ep_ll_dispatch(group_.get(), &args, at_.stream));
+  bench::ok(xd_ll_dispatch(group_.get(), &args, at_.stream));
 }
 
-void LlRank::combine(xd_ep_phase phase) {
+void LlRank::combine(xd_ll_phase phase) {
   combine_.phase = phase;
-  bench::ok(xd_ep_ll_combine(group_.get(), &combine_, at_.stream));
+  bench::ok(xd_ll_combine(group_.get(), &combine_, at_.stream));
 }
 
 void LlRank::check() {
@@ -124,8 +123,8 @@ void LlRank::check() {
 void LlRank::check_status() const {
   xd_error_info error = XD_ERROR_INFO_INIT;
   bench::ok(xd_comm_error(at_.comm, &error));
-  xd_ep_status status = XD_EP_STATUS_INIT;
-  if (error.status == XD_SUCCESS) bench::ok(xd_ep_group_status(group_.get(), &status));
+  xd_ll_status status = XD_LL_STATUS_INIT;
+  if (error.status == XD_SUCCESS) bench::ok(xd_ll_group_status(group_.get(), &status));
   const bool fatal = error.status != XD_SUCCESS;
   const xd_status met = fatal ? error.status : status.status;
   if (met == XD_SUCCESS) return;
@@ -133,9 +132,9 @@ void LlRank::check_status() const {
                            (fatal ? error.text : status.text));
 }
 
-xd_ep_memory LlRank::memory() const {
-  xd_ep_memory memory XD_EP_MEMORY_INIT;
-  bench::ok(xd_ep_group_memory(&config_, &memory));
+xd_ll_memory LlRank::memory() const {
+  xd_ll_memory memory XD_LL_MEMORY_INIT;
+  bench::ok(xd_ll_group_memory(&config_, &memory));
   return memory;
 }
 

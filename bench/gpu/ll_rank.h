@@ -10,9 +10,9 @@ class LlRank {
   // Collective.
   explicit LlRank(const RankContext& context);
 
-  void dispatch(xd_ep_phase phase = XD_EP_PHASE_BOTH);
-  void dispatch_fp8(xd_ep_phase phase = XD_EP_PHASE_BOTH);
-  void combine(xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void dispatch_fp8(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH);
 
   // Dispatches and combines once over poisoned outputs, and compares all sums. The experts return
   // their rows unchanged. Collective.
@@ -20,7 +20,7 @@ class LlRank {
   // Throws if an operation of this rank has failed on the device. The stream must have come to
   // rest.
   void check_status() const;
-  xd_ep_memory memory() const;
+  xd_ll_memory memory() const;
 
  private:
   // A tensor [L,S,columns] in ordinary memory.
@@ -39,11 +39,11 @@ class LlRank {
   DLTensor topk_idx_{}, counts_tensor_{};
   Tensor tokens_, out_;
   SlotTensor recv_, recv_fp8_, scales_;
-  xd_ep_config config_ = XD_EP_CONFIG_INIT;
-  Group group_;
+  xd_ll_config config_ = XD_LL_CONFIG_INIT;
+  LlGroup group_;
   const Memory plan_memory_;
-  xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;
-  xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
+  xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;
+  xd_ll_combine_args combine_ = XD_LL_COMBINE_ARGS_INIT;
 };
 
 }  // namespace bench::gpu

@@ -14,12 +14,11 @@ RANKS, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 8, 4, 32, 2
 
 mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 xd.init(mesh, "expert")
-config = xd.EpConfig(
+config = xd.LowLatencyConfig(
     num_experts=EXPERTS,
     hidden=HIDDEN,
     max_topk=TOPK,
     max_tokens_per_rank=TOKENS,
-    layout="expert_slots",
     dtype=jnp.float32,
 )
 

@@ -27,13 +27,12 @@ def despite_losses(operation, *given, out):
 
 def run_rank(rank: int, meeting: bytes) -> None:
     """The part of each rank."""
-    config = crossdock.EpConfig(
+    config = crossdock.LowLatencyConfig(
         num_experts=EXPERTS,
         max_topk=RANKS,
         max_tokens_per_rank=TOKENS,
         hidden=HIDDEN,
         dtype="float32",
-        layout="expert_slots",
         on_peer_loss="mask",
     )
     with (

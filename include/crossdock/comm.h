@@ -245,7 +245,7 @@ typedef struct xd_error_info {
   int32_t peer;
   /* Number of the group on this communicator, in order of creation; -1 = none. */
   int32_t group;
-  /* An xd_ep_operation; -1 = none. */
+  /* An xd_ep_operation, xd_ll_operation or xd_gemm_operation; -1 = none. */
   int32_t operation;
   /* TIMEOUT: the epoch waited for, and the last one seen of that peer. */
   uint64_t expected_epoch;

@@ -52,8 +52,6 @@
  *                       are -1 and 0. counts and offsets then describe (token, expert) pairs per
  *                       expert, for callers that permute rows themselves.
  * Rows past the last zone or row are left untouched, unless the group has `zero_tail`.
- *   XD_EP_EXPERT_SLOTS  for few tokens: such groups have operations of their own (low_latency.h) in
- *                       place of those below; what is not an operation is theirs as well.
  *
  * Receive tensors need at least min(total, capacity) rows, and may have more; the capacity of a
  * plan is recv_capacity rounded down to a multiple of its alignment. All tensors named recv_*,
@@ -81,11 +79,7 @@ extern "C" {
 
 typedef struct xd_ep_group xd_ep_group;
 
-typedef enum xd_ep_layout {
-  XD_EP_EXPERT_MAJOR = 0,
-  XD_EP_RANK_MAJOR = 1,
-  XD_EP_EXPERT_SLOTS = 2
-} xd_ep_layout;
+typedef enum xd_ep_layout { XD_EP_EXPERT_MAJOR = 0, XD_EP_RANK_MAJOR = 1 } xd_ep_layout;
 
 /* What happens to a plan under which some rank would receive more rows than its capacity. */
 typedef enum xd_ep_overflow {
@@ -124,23 +118,12 @@ typedef enum xd_ep_staging {
   XD_EP_STAGING_NONE = 1
 } xd_ep_staging;
 
-/* EXPERT_SLOTS: what the loss of a rank means for the group, whether it has died or is late. It
- * finishes the communicator, or the group goes on without the rank: "Masks" in low_latency.h. */
-typedef enum xd_ep_peer_loss {
-  XD_EP_PEER_LOSS_FATAL = 0,
-  XD_EP_PEER_LOSS_MASK = 1
-} xd_ep_peer_loss;
-
 typedef enum xd_ep_operation {
   XD_EP_PREPARE = 0,
   XD_EP_DISPATCH = 1,
   XD_EP_COMBINE = 2,
   XD_EP_DISPATCH_BWD = 3,
-  XD_EP_COMBINE_BWD = 4,
-  /* Those of EXPERT_SLOTS. */
-  XD_EP_LL_DISPATCH = 5,
-  XD_EP_LL_COMBINE = 6,
-  XD_EP_LL_RESET = 7
+  XD_EP_COMBINE_BWD = 4
 } xd_ep_operation;
 
 /* Bounds of what follows. */
@@ -193,15 +176,7 @@ typedef struct xd_ep_config {
    * may hold none (its tensors [L] are empty), or all. Experts count physically: replicas of an
    * expert are experts of their own, chosen by the caller's router. Read during the call only. */
   const int32_t* expert_ranks;
-  /* From here on: 0 but in EXPERT_SLOTS, in which recv_capacity, max_scale_bytes, zero_tail,
-   * overflow and staging have their defaults, and alignment is 0 or 1. */
-  /* The most operations of a kind between their halves: 2 to 4; 0 = 2. */
-  int32_t in_flight;
-  xd_ep_peer_loss on_peer_loss;
-  /* Longest wait of an operation, or of one half of it (with MASK twice that for a peer to free a
-   * place, as it may wait itself); 0 = the communicator's. */
-  int32_t wait_timeout_ms;
-  /* Several machines (0 in EXPERT_SLOTS): about the bytes of a rank's buffers for rows of others.
+  /* Several machines: about the bytes of a rank's buffers for rows of others.
    * Each of these has 8 equal pieces of 64 to 512 KiB, or of the longest row; 0 = of 256 KiB. */
   int64_t net_buffer_bytes;
 } xd_ep_config;
@@ -209,7 +184,7 @@ typedef struct xd_ep_config {
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, XD_EP_PEER_LOSS_FATAL, 0, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -219,15 +194,14 @@ typedef struct xd_ep_config {
 
 /* The smallest recv_capacity that no routing can overflow, in rows: EXPERT_MAJOR
  * W * max_tokens * min(K, L) and worst-case padding; RANK_MAJOR W * max_tokens rounded up to the
- * alignment. In EXPERT_SLOTS it is S, the slots of each expert: W * max_tokens. */
+ * alignment. */
 XD_API xd_status xd_ep_recv_bound(const xd_ep_config* config, int64_t* rows);
 
 /* L of a rank: the number of experts that it holds. */
 XD_API xd_status xd_ep_local_experts(const xd_ep_config* config, int32_t rank,
                                      int32_t* num_local_experts);
 
-/* Bytes of a plan: at most 4*T*K + 12*R + a term of W and E, with T, K and R at their bounds; in
- * EXPERT_SLOTS about W*T*(8*K + 16). */
+/* Bytes of a plan: at most 4*T*K + 12*R + a term of W and E, with T, K and R at their bounds. */
 XD_API xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes);
 
 typedef struct xd_ep_memory {
@@ -252,13 +226,13 @@ XD_API xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* me
 /* Makes a group: allocates, maps and exchanges all that its operations will need (a group has
  * memory of its own, beside the heap). Collective, blocking. A communicator may have many groups.
  * Errors: INVALID_ARGUMENT on the rank with a bad argument and MISMATCH on the others; MISMATCH
- * naming where configs differ; UNSUPPORTED between machines without libfabric, in slots with masks
- * or on CUDA, on CUDA with hosts on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
+ * naming where configs differ; UNSUPPORTED between machines without libfabric, on CUDA with hosts
+ * on one; OUT_OF_MEMORY; the fatal ones. On error *group is NULL. */
 XD_API xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group);
 
 /* Frees. Local, bounded; before or after xd_comm_destroy; not while an operation of this rank is
  * running (on CUDA it waits at most 2 seconds for one that runs all the same, or never gives its
- * memory back; in slots between machines 6 seconds for peers in the last one). NULL is allowed. */
+ * memory back). NULL is allowed. */
 XD_API xd_status xd_ep_group_destroy(xd_ep_group* group);
 
 typedef struct xd_ep_status {
@@ -281,14 +255,10 @@ typedef struct xd_ep_status {
   /* Rows that this rank did not receive under XD_EP_OVERFLOW_DROP, in plans made since. */
   int64_t dropped_rows;
   char text[256];
-  /* EXPERT_SLOTS: the ranks that this rank has masked, and those that have masked this rank since
-   * they were last in step. Bit r % 64 of word r / 64 stands for rank r. */
-  uint64_t masked[2];
-  uint64_t masked_by[2];
 } xd_ep_status;
 /* clang-format off */
 #define XD_EP_STATUS_INIT \
-  {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}, {0, 0}, {0, 0}}
+  {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
 /* clang-format on */
 
 /* Reads and clears what the group remembers: the first non-fatal error (overflow, bad ids,
@@ -499,8 +469,7 @@ XD_API xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_a
 /* Takes this rank's turn in `operation` with a failure, for callers that find a mistake before they
  * can make the call: every peer's call returns MISMATCH naming this rank, and this call returns
  * INVALID_ARGUMENT with `text`, cut to 255 bytes. Collective with the peers' calls of
- * `operation`. In EXPERT_SLOTS it stands for both halves of xd_ep_ll_dispatch or
- * xd_ep_ll_combine. */
+ * `operation`. */
 XD_API xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                                    xd_stream stream);
 
@@ -538,8 +507,8 @@ typedef struct xd_ep_plan_info {
   {sizeof(xd_ep_plan_info), 0, 0, 0, 0, 0, XD_EP_EXPERT_MAJOR, 0, 0, 0, 0, 0, -1, -1, 0, 0}
 /* clang-format on */
 
-/* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of this library
- * version, cut short, or damaged in the header. Never blocks. Any thread. */
+/* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of prepare and
+ * of this library version, cut short, or damaged in the header. Never blocks. Any thread. */
 XD_API xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info);
 
 /* ---- Local calls ----------------------------------------------------------------------------- */

@@ -1,31 +1,31 @@
 /* Crossdock: expert parallelism for few tokens (serving, decode).
  *
- * dispatch and combine of groups whose layout is XD_EP_EXPERT_SLOTS. A step is two calls, without a
- * prepare: the routing travels beside the rows, and the plan is an output of dispatch.
+ * dispatch and combine of a group of its own kind. A step is two calls, without a prepare: the
+ * routing travels beside the rows, and the plan is an output of dispatch.
  *
- *   xd_ep_ll_dispatch(tokens [T,H], topk_idx [T,K], topk_weights [T,K])
+ *   xd_ll_dispatch(tokens [T,H], topk_idx [T,K], topk_weights [T,K])
  *     -> recv_tokens [L,S,H], counts [L], plan
  *     ... the caller's experts: recv_tokens -> expert_out [L,S,H]
- *   xd_ep_ll_combine(plan, expert_out) -> out [T,H]
+ *   xd_ll_combine(plan, expert_out) -> out [T,H]
  *
- * Sizes and tensors are as in ep.h; there is no backward. S = W * max_tokens_per_rank slots per
- * expert, so nothing can overflow. The rows of expert e lie in the slots 0 .. counts[e] - 1, by
- * source rank, then token; the slots behind them are left untouched. A rank has L local experts,
- * which may be none, then its tensors [L,...] have no elements.
+ * Sizes, tensors and the rules of operations are as in ep.h; there is no backward. S = W *
+ * max_tokens_per_rank slots per expert, so nothing can overflow. The rows of expert e lie in the
+ * slots 0 .. counts[e] - 1, by source rank, then token; the slots behind them are left untouched. A
+ * rank has L local experts, which may be none, then its tensors [L,...] have no elements.
  *
  * Tensors [T,H] hold rows as in ep.h. Tensors [L,S,H] may have any strides over L and S that are
  * multiples of 16 bytes and give each row a place of its own; a row is contiguous. They may lie
  * anywhere on the rank's device: symmetric memory makes no difference here.
  *
- * Halves. With phase = XD_EP_PHASE_SEND a call sends what this rank has, and with
- * XD_EP_PHASE_RECEIVE a later call takes what has come; XD_EP_PHASE_BOTH does both. A send half
+ * Halves. With phase = XD_LL_PHASE_SEND a call sends what this rank has, and with
+ * XD_LL_PHASE_RECEIVE a later call takes what has come; XD_LL_PHASE_BOTH does both. A send half
  * reads the inputs, and when it has ended they are the caller's again. A receive half writes the
  * outputs. Each checks and uses only its own fields, and `plan` and `quantise`; the same struct may
  * be given to both. Between the halves nothing of the operation runs on the device. Dispatch and
  * combine count apart, so two batches may be interleaved as S(A) S(B) R(A) R(B); receive halves
  * come in the order of their send halves. At most config.in_flight operations of a kind may be
  * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
- * it was (on CUDA it is told by xd_ep_group_status, like every error that a kernel finds).
+ * it was (on CUDA it is told by xd_ll_group_status, like every error that a kernel finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
  * one call of another. A send half waits for a free place: until every rank has ended its receive
  * half of the operation config.in_flight before, of that kind. Of the two kinds, no two ranks may
@@ -39,7 +39,7 @@
  * XD_ERROR_MISMATCH; there is then no receive half on this rank. A call whose phase is none, or
  * that has no args, counts as a whole one that fails. A receive half whose own arguments are bad
  * ends the operation here; its peers are whole, and do not hear of it. A receive half without a
- * send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with XD_EP_PHASE_BOTH
+ * send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with XD_LL_PHASE_BOTH
  * while another operation of its kind is between its halves, which it would overtake.
  *
  * Between machines (on the CPU, without masks) the network moves while a rank is in a call of the
@@ -52,8 +52,8 @@
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
  * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
  *
- * Lost ranks. In a group with on_peer_loss = XD_EP_PEER_LOSS_FATAL the loss of a rank finishes the
- * communicator, as everywhere. With XD_EP_PEER_LOSS_MASK the group goes on without the rank: see
+ * Lost ranks. In a group with on_peer_loss = XD_LL_PEER_LOSS_FATAL the loss of a rank finishes the
+ * communicator, as everywhere. With XD_LL_PEER_LOSS_MASK the group goes on without the rank: see
  * "Masks" below.
  */
 #ifndef CROSSDOCK_LOW_LATENCY_H_
@@ -65,21 +65,150 @@
 extern "C" {
 #endif
 
-/* Bounds of groups with XD_EP_EXPERT_SLOTS. */
-#define XD_EP_LL_MAX_TOKENS    1024 /* of max_tokens_per_rank */
-#define XD_EP_LL_MAX_RANKS     72
-#define XD_EP_LL_MAX_IN_FLIGHT 4
+typedef struct xd_ll_group xd_ll_group;
 
 /* The half of an operation that a call does. */
-typedef enum xd_ep_phase {
-  XD_EP_PHASE_BOTH = 0,
-  XD_EP_PHASE_SEND = 1,
-  XD_EP_PHASE_RECEIVE = 2
-} xd_ep_phase;
+typedef enum xd_ll_phase {
+  XD_LL_PHASE_BOTH = 0,
+  XD_LL_PHASE_SEND = 1,
+  XD_LL_PHASE_RECEIVE = 2
+} xd_ll_phase;
 
-typedef struct xd_ep_ll_dispatch_args {
+/* What the loss of a rank means for the group, whether it has died or is late. It finishes the
+ * communicator, or the group goes on without the rank: see "Masks" below. */
+typedef enum xd_ll_peer_loss {
+  XD_LL_PEER_LOSS_FATAL = 0,
+  XD_LL_PEER_LOSS_MASK = 1
+} xd_ll_peer_loss;
+
+/* No xd_ep_operation has the number of one of these. */
+typedef enum xd_ll_operation {
+  XD_LL_DISPATCH = 5,
+  XD_LL_COMBINE = 6,
+  XD_LL_RESET = 7
+} xd_ll_operation;
+
+/* Bounds of what follows, beside those of ep.h. */
+#define XD_LL_MAX_TOKENS    1024 /* of max_tokens_per_rank */
+#define XD_LL_MAX_RANKS     72
+#define XD_LL_MAX_IN_FLIGHT 4
+
+/* Sizes of one kind of low-latency traffic. Equal on all ranks, but for num_sms (of hidden and
+ * dtype, the row's bytes are what must be equal). */
+typedef struct xd_ll_config {
   size_t struct_size;
-  xd_ep_phase phase;
+  /* W, for the pure functions below. xd_ll_group_create also takes 0 = the communicator's. At most
+   * XD_LL_MAX_RANKS. */
+  int32_t num_ranks;
+  /* E, at most XD_EP_MAX_EXPERTS; without expert_ranks a multiple of num_ranks. */
+  int32_t num_experts;
+  /* Largest K, 1 to XD_EP_MAX_TOPK. */
+  int32_t max_topk;
+  /* Largest T, 1 to XD_LL_MAX_TOKENS. The slots of a rank's experts, L * S, are below 2^31. */
+  int32_t max_tokens_per_rank;
+  /* Largest H, in elements of `dtype`. A row of a call may have fewer bytes, never more. */
+  int32_t hidden;
+  /* Widest payload: {kDLBfloat, 16, 1} or {kDLFloat, 16 or 32, 1}. */
+  DLDataType dtype;
+  xd_ep_duplicate_ids duplicate_ids;
+  xd_ep_on_error on_error;
+  xd_ll_peer_loss on_peer_loss;
+  /* The most operations of a kind between their halves: 2 to XD_LL_MAX_IN_FLIGHT; 0 = 2. */
+  int32_t in_flight;
+  /* Longest wait of an operation, or of one half of it (with MASK twice that for a peer to free a
+   * place, as it may wait itself); 0 = the communicator's. */
+  int32_t wait_timeout_ms;
+  /* CUDA: multiprocessors to use; 0 = the library chooses. The CPU executor ignores it. */
+  int32_t num_sms;
+  /* For xd_ll_group_memory: kDLCPU (or 0) or kDLCUDA; otherwise also 0 = the communicator's. */
+  int32_t device_type;
+  /* [E] rank of each expert, or NULL: as in xd_ep_config. Read during the call only. */
+  const int32_t* expert_ranks;
+} xd_ll_config;
+/* clang-format off */
+#define XD_LL_CONFIG_INIT \
+  {sizeof(xd_ll_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_EP_DUPLICATE_IDS_ERROR, \
+   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL}
+/* clang-format on */
+
+/* ---- Sizes ----------------------------------------------------------------------------------- */
+/* These are pure functions of a config, as those of ep.h. */
+
+/* L of a rank: the number of experts that it holds. */
+XD_API xd_status xd_ll_local_experts(const xd_ll_config* config, int32_t rank,
+                                     int32_t* num_local_experts);
+
+/* Bytes of a plan: about W*T*(8*K + 16), with T and K at their bounds. */
+XD_API xd_status xd_ll_plan_size(const xd_ll_config* config, size_t* bytes);
+
+typedef struct xd_ll_memory {
+  size_t struct_size;
+  /* Memory shared with the peers. */
+  size_t symmetric_bytes;
+  /* Working memory of this rank. */
+  size_t private_bytes;
+} xd_ll_memory;
+#define XD_LL_MEMORY_INIT \
+  { sizeof(xd_ll_memory), 0, 0 }
+
+/* What a group with this config will take on one rank, to within a page and a few kilobytes of
+ * handles, and without links to other machines (docs/ep-semantics.md). */
+XD_API xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* memory);
+
+/* ---- Groups ---------------------------------------------------------------------------------- */
+
+/* Makes a group, as xd_ep_group_create does, and with its errors. A communicator may have groups of
+ * both kinds. UNSUPPORTED between machines without libfabric, with masks or on CUDA; on CUDA with
+ * hosts on one. */
+XD_API xd_status xd_ll_group_create(xd_comm* comm, const xd_ll_config* config, xd_ll_group** group);
+
+/* Frees, as xd_ep_group_destroy does; between machines it waits at most 6 seconds for peers that
+ * are in the last operation. NULL is allowed. */
+XD_API xd_status xd_ll_group_destroy(xd_ll_group* group);
+
+typedef struct xd_ll_status {
+  size_t struct_size;
+  /* Status of the error; XD_SUCCESS = there is none. */
+  xd_status status;
+  /* The operation that met the error. */
+  xd_ll_operation operation;
+  /* Number of that operation among those of its kind, from 1. CUDA, for mistakes that the call
+   * itself found: the number of the call, not counting replays of graphs. */
+  uint64_t epoch;
+  /* The lowest rank that the error is about; -1 = none. */
+  int32_t rank;
+  /* Expert ids out of range or (DUPLICATE_IDS_ERROR) repeated in a row, over all ranks, in batches
+   * dispatched since. */
+  int64_t bad_ids;
+  char text[256];
+  /* The ranks that this rank has masked, and those that have masked this rank since they were last
+   * in step. Bit r % 64 of word r / 64 stands for rank r. */
+  uint64_t masked[2];
+  uint64_t masked_by[2];
+} xd_ll_status;
+/* clang-format off */
+#define XD_LL_STATUS_INIT \
+  {sizeof(xd_ll_status), XD_SUCCESS, XD_LL_DISPATCH, 0, -1, 0, {0}, {0, 0}, {0, 0}}
+/* clang-format on */
+
+/* Reads and clears what the group remembers, as xd_ep_group_status does: the first non-fatal error
+ * that no call has returned, and the bad ids. The masks are those of now. Never blocks. Any
+ * thread. */
+XD_API xd_status xd_ll_group_status(xd_ll_group* group, xd_ll_status* status);
+
+/* The error of its own that the calling thread's last call into a group of this kind returned, as
+ * xd_ep_last_error tells that of the other kind. */
+XD_API xd_status xd_ll_last_error(xd_ll_status* status);
+
+/* A word that counts the operations of this rank that have ended with an error of their own: as
+ * xd_ep_group_watch, with xd_ll_group_status for xd_ep_group_status. */
+XD_API xd_status xd_ll_group_watch(xd_ll_group* group, const volatile uint64_t** word);
+
+/* ---- Operations ------------------------------------------------------------------------------ */
+
+typedef struct xd_ll_dispatch_args {
+  size_t struct_size;
+  xd_ll_phase phase;
   /* In [T,H], send half: bf16, fp16 or fp32, up to the group's row; bf16 to be quantised. */
   const DLTensor* tokens;
   /* In [T,K] int32 or int64, send half: expert of each choice; -1 = none. K is equal on all ranks,
@@ -91,7 +220,7 @@ typedef struct xd_ep_ll_dispatch_args {
   /* NONE, FP8_BLOCK128, FP8_BLOCK128_POW2 or FP8_BLOCK128_E8M0: quantised before the rows travel.
    * Equal on all ranks. */
   xd_ep_quantise quantise;
-  /* Out, receive half, plan_bytes >= xd_ep_plan_size: the routing of this batch, as plain bytes in
+  /* Out, receive half, plan_bytes >= xd_ll_plan_size: the routing of this batch, as plain bytes in
    * the caller's memory. As a plan of ep.h it may be copied and moved, begins at a multiple of 16
    * bytes, and serves any number of combines in the group, also while other plans are alive. */
   void* plan;
@@ -115,22 +244,22 @@ typedef struct xd_ep_ll_dispatch_args {
    * beginning of the receive half until the source's header had come; 0 for this rank. A rank that
    * is always late stands out. */
   const DLTensor* wait_ns;
-} xd_ep_ll_dispatch_args;
+} xd_ll_dispatch_args;
 /* clang-format off */
-#define XD_EP_LL_DISPATCH_ARGS_INIT \
-  {sizeof(xd_ep_ll_dispatch_args), XD_EP_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
+#define XD_LL_DISPATCH_ARGS_INIT \
+  {sizeof(xd_ll_dispatch_args), XD_LL_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
    NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Copies each token's row to a slot of every expert that it has chosen. Bad expert ids anywhere:
  * outputs and plan are complete and usable, and on every rank the status is INVALID_ARGUMENT (CPU:
- * returned; CUDA: in xd_ep_group_status) with the lowest rank and the number of bad ids. */
-XD_API xd_status xd_ep_ll_dispatch(xd_ep_group* group, const xd_ep_ll_dispatch_args* args,
-                                   xd_stream stream);
+ * returned; CUDA: in xd_ll_group_status) with the lowest rank and the number of bad ids. */
+XD_API xd_status xd_ll_dispatch(xd_ll_group* group, const xd_ll_dispatch_args* args,
+                                xd_stream stream);
 
-typedef struct xd_ep_ll_combine_args {
+typedef struct xd_ll_combine_args {
   size_t struct_size;
-  xd_ep_phase phase;
+  xd_ll_phase phase;
   /* In, both halves: the plan of the batch. */
   const void* plan;
   size_t plan_bytes;
@@ -145,30 +274,63 @@ typedef struct xd_ep_ll_combine_args {
   const DLTensor* out;
   /* In and out [W] int64, optional, receive half: as in dispatch. */
   const DLTensor* wait_ns;
-} xd_ep_ll_combine_args;
-#define XD_EP_LL_COMBINE_ARGS_INIT \
-  { sizeof(xd_ep_ll_combine_args), XD_EP_PHASE_BOTH, NULL, 0, NULL, NULL, NULL, NULL }
+} xd_ll_combine_args;
+#define XD_LL_COMBINE_ARGS_INIT \
+  { sizeof(xd_ll_combine_args), XD_LL_PHASE_BOTH, NULL, 0, NULL, NULL, NULL, NULL }
 
 /* Brings the experts' results back and sums them per token. A plan may be combined several
  * times. */
-XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_args* args,
-                                  xd_stream stream);
+XD_API xd_status xd_ll_combine(xd_ll_group* group, const xd_ll_combine_args* args,
+                               xd_stream stream);
+
+/* Takes this rank's turn in XD_LL_DISPATCH or XD_LL_COMBINE with a failure, as xd_ep_join_failed
+ * does. It stands for both halves of the operation. */
+XD_API xd_status xd_ll_join_failed(xd_ll_group* group, xd_ll_operation operation, const char* text,
+                                   xd_stream stream);
+
+/* ---- Plans ----------------------------------------------------------------------------------- */
+
+typedef struct xd_ll_plan_info {
+  size_t struct_size;
+  int32_t rank;
+  int32_t num_ranks;
+  int32_t num_experts;
+  /* T. */
+  int32_t num_tokens;
+  /* K. */
+  int32_t topk;
+  /* Rows that this rank has received: the sum of all counts. */
+  int64_t recv_rows;
+  /* Bad ids over all ranks, and the lowest rank that has some; -1 = none. */
+  int64_t bad_ids;
+  int32_t bad_id_rank;
+  /* Equal on all ranks for one batch, different for any other batch of the group. */
+  uint64_t fingerprint;
+  /* Number of the dispatch in its group. */
+  uint64_t epoch;
+} xd_ll_plan_info;
+#define XD_LL_PLAN_INFO_INIT \
+  { sizeof(xd_ll_plan_info), 0, 0, 0, 0, 0, 0, 0, -1, 0, 0 }
+
+/* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of dispatch and
+ * of this library version, cut short, or damaged in the header. Never blocks. Any thread. */
+XD_API xd_status xd_ll_plan_get_info(const void* plan, size_t plan_bytes, xd_ll_plan_info* info);
 
 /* ---- Masks ----------------------------------------------------------------------------------- */
 /* A rank that is masked is neither sent to nor waited for. In a group with on_peer_loss =
- * XD_EP_PEER_LOSS_MASK a rank masks another
+ * XD_LL_PEER_LOSS_MASK a rank masks another
  *   - whose process has ended (the communicator must have been made to outlive that: see
  *     xd_comm_config.on_peer_loss),
  *   - for which a wait has come to its timeout (config.wait_timeout_ms),
  *   - that says that it has masked this rank, so that none of the two waits for the other,
- *   - by xd_ep_ll_mask_set.
+ *   - by xd_ll_mask_set.
  * A rank's mask is its own and is not spread: what to do where masks differ is the serving
- * framework's policy, for which xd_ep_status tells both whom this rank has masked and which ranks
+ * framework's policy, for which xd_ll_status tells both whom this rank has masked and which ranks
  * have masked it. All survivors wait for a dead or stuck rank in the same operation, so each masks
  * it by itself.
  *
  * The operation that meets a loss ends with XD_ERROR_PEER_LOST (CPU: returned; CUDA: in
- * xd_ep_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
+ * xd_ll_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
  * for that rank's share: a source whose header has not come counts 0 rows; where the header came
  * but rows did not, the missing rows are zero, and counted; combine sums over the other ranks
  * without any new weighting, and gives zero for a token that has no row left. Operations whose send
@@ -176,10 +338,10 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  * their halves report the loss once each.
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
- * side unmasks the other by xd_ep_ll_mask_set, then all ranks that are not masked call
- * xd_ep_ll_reset. What it sends before that is never read. */
+ * side unmasks the other by xd_ll_mask_set, then all ranks that are not masked call
+ * xd_ll_reset. What it sends before that is never read. */
 
-/* This and the next two calls are for groups with on_peer_loss = XD_EP_PEER_LOSS_MASK; in others
+/* This and the next two calls are for groups with on_peer_loss = XD_LL_PEER_LOSS_MASK; in others
  * they are XD_ERROR_INVALID_ARGUMENT.
  *
  * Masks (1) or unmasks (0) a rank, in this rank's view, from the next operation on. Local; any
@@ -189,18 +351,17 @@ XD_API xd_status xd_ep_ll_combine(xd_ep_group* group, const xd_ep_ll_combine_arg
  * masked meanwhile: its share counts if it has come, and otherwise the operation ends with
  * XD_ERROR_PEER_LOST. An operation that was sent without a rank ends without it, also if that is
  * unmasked meanwhile. */
-XD_API xd_status xd_ep_ll_mask_set(xd_ep_group* group, int32_t rank, int32_t masked,
-                                   xd_stream stream);
+XD_API xd_status xd_ll_mask_set(xd_ll_group* group, int32_t rank, int32_t masked, xd_stream stream);
 
 /* Tells whom this rank has masked. mask: out [W] int32, 1 = masked. Local; on CUDA in the order of
- * the stream, and may be captured. In groups as of xd_ep_ll_mask_set. */
-XD_API xd_status xd_ep_ll_mask_get(xd_ep_group* group, const DLTensor* mask, xd_stream stream);
+ * the stream, and may be captured. In groups as of xd_ll_mask_set. */
+XD_API xd_status xd_ll_mask_get(xd_ll_group* group, const DLTensor* mask, xd_stream stream);
 
 /* Brings the ranks that are not masked back into step: waits until all have called it, forgets
  * operations that are between their halves, clears what has been sent and not been taken, and
  * counts on from the highest number. Collective over those ranks. Plans stay good. Needed after an
- * unmasking, and allowed at any time. In groups as of xd_ep_ll_mask_set. */
-XD_API xd_status xd_ep_ll_reset(xd_ep_group* group, xd_stream stream);
+ * unmasking, and allowed at any time. In groups as of xd_ll_mask_set. */
+XD_API xd_status xd_ll_reset(xd_ll_group* group, xd_stream stream);
 
 #ifdef __cplusplus
 }

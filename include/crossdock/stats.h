@@ -14,6 +14,7 @@
 
 #include <crossdock/ep.h>
 #include <crossdock/gemm.h>
+#include <crossdock/low_latency.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,8 +27,9 @@ extern "C" {
 
 typedef struct xd_stats {
   size_t struct_size;
-  /* Calls by operation, also those that returned an error; a half is a call. Of groups: by
-   * xd_ep_operation. Of contexts: by xd_gemm_operation, from XD_GEMM_ALL_GATHER on. */
+  /* Calls by operation, also those that returned an error; a half is a call. Of groups by
+   * xd_ep_operation, or by xd_ll_operation from XD_LL_DISPATCH on; of contexts by
+   * xd_gemm_operation, from XD_GEMM_ALL_GATHER on. */
   uint64_t calls[XD_STATS_OPERATIONS];
   /* Nanoseconds that these calls have lasted: on the CPU the operations, on CUDA their launches. */
   uint64_t call_ns[XD_STATS_OPERATIONS];
@@ -41,7 +43,7 @@ typedef struct xd_stats {
    * and their bytes. */
   uint64_t rows;
   uint64_t row_bytes;
-  /* Groups: as in xd_ep_status, but never cleared. On CUDA as of operations that have ended. */
+  /* Groups: as in their status, but never cleared. On CUDA as of operations that have ended. */
   uint64_t bad_ids;
   uint64_t dropped_rows;
   /* 1 = rows and row_bytes are counted here; 0 = they are not, and stay 0. */
@@ -68,6 +70,7 @@ typedef struct xd_stats {
  * from the beginning of its receive half, and the same number is added here.) Local; never blocks;
  * any thread; also after fatal errors. */
 XD_API xd_status xd_ep_group_stats(xd_ep_group* group, xd_stats* stats, int64_t* wait_ns);
+XD_API xd_status xd_ll_group_stats(xd_ll_group* group, xd_stats* stats, int64_t* wait_ns);
 
 /* The same of a context. */
 XD_API xd_status xd_gemm_context_stats(xd_gemm_context* context, xd_stats* stats, int64_t* wait_ns);
@@ -76,6 +79,7 @@ XD_API xd_status xd_gemm_context_stats(xd_gemm_context* context, xd_stats* stats
  * (XD_TRACE) and in the ranges that profilers show. Local, any thread; a name longer than
  * XD_STATS_TEXT_BYTES - 1 bytes is cut. */
 XD_API xd_status xd_ep_group_set_name(xd_ep_group* group, const char* name);
+XD_API xd_status xd_ll_group_set_name(xd_ll_group* group, const char* name);
 XD_API xd_status xd_gemm_context_set_name(xd_gemm_context* context, const char* name);
 
 /* ---- Looking at other processes -------------------------------------------------------------- */
@@ -93,14 +97,15 @@ typedef struct xd_stats_source {
   int32_t in_use;
   int32_t rank;
   int32_t num_ranks;
-  /* 0 = a group of ep.h or low_latency.h, 1 = a context of gemm.h. */
-  int32_t is_context;
+  /* The operation that calls[0] counts, which tells its kind: XD_EP_PREPARE for a group of ep.h,
+   * XD_LL_DISPATCH for one of low_latency.h, XD_GEMM_ALL_GATHER for a context of gemm.h. */
+  int32_t first_operation;
   /* Its number in its communicator. */
   int32_t number;
   /* The communicator's device: kDLCPU or kDLCUDA. */
   int32_t device_type;
-  /* The operation whose call has begun and not returned: an xd_ep_operation or xd_gemm_operation;
-   * -1 = none. */
+  /* The operation whose call has begun and not returned: an xd_ep_operation, xd_ll_operation or
+   * xd_gemm_operation; -1 = none. */
   int32_t operation;
   /* The rank that it waits for, where waits are measured; -1 = none. */
   int32_t waits_for;

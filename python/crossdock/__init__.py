@@ -30,12 +30,12 @@ except ImportError as error:
         "another version of Python, or not at all: pip install ."
     ) from error
 from crossdock._comm import Comm, MemoryInfo, RoutingLayout, unique_id
-from crossdock._config import EpConfig, GroupMemory
+from crossdock._config import EpConfig, GroupMemory, LowLatencyConfig
 from crossdock._gemm import GemmArgs, GemmContext, GemmPlan, GemmStatus, gemm_local_size
 from crossdock._gemm_config import GemmConfig, GemmMemory
 from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
-from crossdock._membership import EpStatus
+from crossdock._membership import EpStatus, LowLatencyStatus
 from crossdock._plan import Plan, SlotPlan
 from crossdock._stats import GroupStats
 from crossdock.errors import (
@@ -92,7 +92,9 @@ __all__ = [
     "GroupStats",
     "Internal",
     "InvalidArgument",
+    "LowLatencyConfig",
     "LowLatencyGroup",
+    "LowLatencyStatus",
     "MemoryInfo",
     "Mismatch",
     "OutOfMemory",

@@ -22,6 +22,7 @@ __all__ = [
     "EpConfig",
     "GroupMemory",
     "Layout",
+    "LowLatencyConfig",
     "OnError",
     "Overflow",
     "PeerLoss",
@@ -30,7 +31,7 @@ __all__ = [
     "number_of",
 ]
 
-Layout = Literal["expert_major", "rank_major", "expert_slots"]
+Layout = Literal["expert_major", "rank_major"]
 Overflow = Literal["error", "drop"]
 DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
@@ -59,10 +60,15 @@ def number_of(field: str, word: Any) -> int:
     return known[word]
 
 
-def fail_group(core: _core.Comm, field: str = "hidden") -> None:
+def fail_group(
+    core: _core.Comm,
+    make: type[_core.Group] | type[_core.LowLatencyGroup],
+    field: str = "hidden",
+) -> None:
     """Takes this rank's part in the making of a group whose config is bad: peers get Mismatch.
 
     Args:
+        make: the kind of group that the peers make.
         field: of the config: it is what the peers are told.
     """
     good: dict[str, Any] = {
@@ -74,7 +80,7 @@ def fail_group(core: _core.Comm, field: str = "hidden") -> None:
     }
     bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
     with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
-        _core.Group(core, **(good | {field: bad}))
+        make(core, **(good | {field: bad}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +88,43 @@ class GroupMemory:
     """Memory that a group takes on one rank, in bytes, to within a page and a few kilobytes."""
 
     symmetric_bytes: int  # shared with the peers: flags, counts and staging
-    staging_bytes: int  # the part of it that staging="none" would save
     private_bytes: int  # working memory of this rank
+    staging_bytes: int = 0  # the part of symmetric_bytes that staging="none" would save
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EpConfig:
+class _Sizes:
+    """What the configs of both kinds of groups have in common."""
+
+    num_experts: int
+    max_topk: int
+    max_tokens_per_rank: int
+    hidden: int
+    dtype: npt.DTypeLike = "bfloat16"
+    duplicate_ids: DuplicateIds = "error"
+    on_error: OnError = "status"
+    num_sms: int = 0
+    expert_ranks: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
+        object.__setattr__(self, "expert_ranks", ranks)
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        self._numbers()
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of crossdock._core's functions."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return found | self._numbers() | {"dtype": pack(self.dtype)}
+
+    def _numbers(self) -> dict[str, int]:
+        """The library's numbers for the fields that are words."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: number_of(name, getattr(self, name)) for name in names if name in WORDS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig(_Sizes):
     """Sizes of one kind of traffic.
 
     Equal on all ranks, except for recv_capacity, staging, zero_tail and num_sms.
@@ -104,7 +141,7 @@ class EpConfig:
             are quantised need none.
         layout: of receive arrays. ``"expert_major"``: one row per (token, expert), a zone per local
             expert; ``"rank_major"``: one row per (token, rank). In a zone by source rank, then
-            token. ``"expert_slots"``: a fixed number of slots per expert, for `LowLatencyGroup`.
+            token.
         alignment: of zones, in rows: a power of two, the largest that a plan may have; padding rows
             are zero.
         recv_capacity: rows that this rank can receive, which a plan rounds down to a multiple of
@@ -118,63 +155,32 @@ class EpConfig:
         staging: ``"auto"``: arrays outside symmetric memory are copied through memory of the group;
             ``"none"``: no such memory, and receive arrays outside are InvalidArgument.
         zero_tail: rows past the last one are zeroed in every receive array that is written. (Of a
-            C config that is not the default.) In expert_slots they are left alone all the same.
+            C config that is not the default.)
         num_sms: CUDA: multiprocessors to use; 0 = the library chooses.
         expert_ranks: the rank of each expert, a number per expert; None = equally many on every
             rank, in order. A rank's local experts are its own in ascending order; it may hold none.
             Replicas of an expert are experts of their own, among which your router chooses.
-        in_flight: expert_slots: operations of a kind that may be between their halves, 2 to 4;
-            0 = 2.
-        on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
-            communicator; ``"mask"``: the group goes on without a rank that is late, and without one
-            whose process has ended if the communicator has ``on_peer_loss="mask"``, too.
-        wait_timeout_ms: expert_slots: longest wait for a peer; 0 = the communicator's.
-        net_buffer_bytes: several machines, not expert_slots: about how many bytes of buffers a rank
-            has for rows to and from other machines, each of which gets eight equal pieces of 64 KiB
-            to 512 KiB, or of one row if that is longer; 0 = of 256 KiB.
+        net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
+            and from other machines, each of which gets eight equal pieces of 64 KiB to 512 KiB, or
+            of one row if that is longer; 0 = of 256 KiB.
 
     Raises:
         TypeError, ValueError: a dtype or a word that does not exist, or another number of ranks
             than of experts. Other numbers are checked by the calls that use them.
     """
 
-    num_experts: int
-    max_topk: int
-    max_tokens_per_rank: int
-    hidden: int
-    dtype: npt.DTypeLike = "bfloat16"
     max_scale_bytes: int = 0
     layout: Layout = "expert_major"
     alignment: int = 1
     recv_capacity: int = 0
     overflow: Overflow = "error"
-    duplicate_ids: DuplicateIds = "error"
-    on_error: OnError = "status"
     staging: Staging = "auto"
     zero_tail: bool = True
-    num_sms: int = 0
-    expert_ranks: Sequence[int] | None = None
-    in_flight: int = 0
-    on_peer_loss: PeerLoss = "fatal"
-    wait_timeout_ms: int = 0
     net_buffer_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
-        object.__setattr__(self, "expert_ranks", ranks)
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for field in WORDS:
-            number_of(field, getattr(self, field))
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of crossdock._core's functions."""
-        found = dataclasses.asdict(self)
-        found.update(
-            {field: number_of(field, getattr(self, field)) for field in WORDS},
-            dtype=pack(self.dtype),
-            zero_tail=int(self.zero_tail and self.layout != "expert_slots"),
-        )
-        return found
+        return super().options() | {"zero_tail": int(self.zero_tail)}
 
     def local_experts(self, rank: int, num_ranks: int) -> int:
         """The number of experts that a rank holds."""
@@ -192,6 +198,53 @@ class EpConfig:
         """The memory that a group with this config will take on one rank with `device`."""
         return GroupMemory(
             **_core.group_memory(
+                num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowLatencyConfig(_Sizes):
+    """Sizes of one kind of traffic of few tokens, for `LowLatencyGroup`.
+
+    Equal on all ranks, except for num_sms.
+
+    Attributes:
+        num_experts, max_topk, expert_ranks: as of `EpConfig`.
+        max_tokens_per_rank: largest number of tokens of a rank in one batch, up to 1024.
+        hidden: largest row, in elements of `dtype`.
+        dtype: widest payload: float32, float16 or bfloat16, as a dtype or by name.
+        duplicate_ids, on_error, num_sms: as of `EpConfig`.
+        in_flight: operations of a kind that may be between their halves, 2 to 4; 0 = 2.
+        on_peer_loss: what the loss of a rank does: ``"fatal"``: it finishes the communicator;
+            ``"mask"``: the group goes on without a rank that is late, and without one whose process
+            has ended if the communicator has ``on_peer_loss="mask"``, too.
+        wait_timeout_ms: longest wait for a peer; 0 = the communicator's.
+
+    Raises:
+        TypeError, ValueError: as of `EpConfig`.
+    """
+
+    in_flight: int = 0
+    on_peer_loss: PeerLoss = "fatal"
+    wait_timeout_ms: int = 0
+
+    def local_experts(self, rank: int, num_ranks: int) -> int:
+        """The number of experts that a rank holds."""
+        return _core.ll_local_experts(rank, num_ranks=num_ranks, **self.options())
+
+    def num_slots(self, num_ranks: int) -> int:
+        """S, the slots of each expert, which no routing can overflow."""
+        return num_ranks * self.max_tokens_per_rank
+
+    def plan_size(self, num_ranks: int) -> int:
+        """Bytes of a plan."""
+        return _core.ll_plan_size(num_ranks=num_ranks, **self.options())
+
+    def group_memory(self, num_ranks: int, device: str = "cpu") -> GroupMemory:
+        """The memory that a group with this config will take on one rank with `device`."""
+        return GroupMemory(
+            **_core.ll_group_memory(
                 num_ranks=num_ranks, device_type=parse_device(device)[0], **self.options()
             )
         )

@@ -24,7 +24,7 @@ class constants:
     MAX_TOPK: int
     MAX_TOKENS: int  # of a rank
     ROW_ALIGNMENT: int  # bytes
-    LL_MAX_TOKENS: int  # of a rank, in expert_slots
+    LL_MAX_TOKENS: int  # of a rank, in a LowLatencyGroup
     LL_MAX_RANKS: int
     LL_MAX_IN_FLIGHT: int
     PREPARE: int
@@ -60,9 +60,13 @@ def recv_bound(**config: Any) -> int: ...
 def local_experts(rank: int, **config: Any) -> int: ...
 def plan_size(**config: Any) -> int: ...
 def group_memory(**config: Any) -> dict[str, int]: ...
+def ll_local_experts(rank: int, **config: Any) -> int: ...
+def ll_plan_size(**config: Any) -> int: ...
+def ll_group_memory(**config: Any) -> dict[str, int]: ...
 def gemm_memory(**config: Any) -> dict[str, int]: ...
 def gemm_local_size(total: int, rank: int, num_ranks: int) -> int: ...
 def plan_info(plan_ptr: int, plan_bytes: int) -> dict[str, int]: ...
+def ll_plan_info(plan_ptr: int, plan_bytes: int) -> dict[str, int]: ...
 def as_dlpack(
     ptr: int,
     shape: Sequence[int],
@@ -172,6 +176,8 @@ class Comm:
 class Group:
     """xd_ep_group, with the fields of xd_ep_config as keywords. Keeps `comm` alive."""
 
+    FIRST_OPERATION: int  # of those that stats() counts
+
     def __init__(
         self,
         comm: Comm,
@@ -193,9 +199,6 @@ class Group:
         zero_tail: int = 0,
         num_sms: int = 0,
         expert_ranks: Any = None,  # a sequence of numbers; Any, so that dicts of numbers unpack
-        in_flight: int = 0,
-        on_peer_loss: int = 0,
-        wait_timeout_ms: int = 0,
         net_buffer_bytes: int = 0,
     ) -> None: ...
     @property
@@ -276,7 +279,47 @@ class Group:
     def row_experts(
         self, plan_ptr: int, plan_bytes: int, row_experts: _Spec, stream: int = 0
     ) -> None: ...
-    def ll_dispatch(
+
+class LowLatencyGroup:
+    """xd_ll_group, with the fields of xd_ll_config as keywords. Keeps `comm` alive."""
+
+    FIRST_OPERATION: int  # of those that stats() counts
+
+    def __init__(
+        self,
+        comm: Comm,
+        /,
+        *,
+        num_experts: int,
+        max_topk: int,
+        max_tokens_per_rank: int,
+        hidden: int,
+        dtype: int = ...,
+        duplicate_ids: int = 0,
+        on_error: int = 0,
+        num_sms: int = 0,
+        expert_ranks: Any = None,  # as of Group
+        in_flight: int = 0,
+        on_peer_loss: int = 0,
+        wait_timeout_ms: int = 0,
+    ) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def comm(self) -> Comm: ...
+    def close(self) -> None: ...
+    def status(self) -> dict[str, Any]:
+        """xd_ll_status by its fields; reads and clears."""
+
+    def errors(self) -> int:
+        """The word of xd_ll_group_watch: the number of operations that ended with an error."""
+
+    def stats(self) -> dict[str, Any]:
+        """xd_stats by its fields, and wait_ns."""
+
+    def set_name(self, name: str) -> None: ...
+    def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
+    def dispatch(
         self,
         phase: int,
         tokens: _Spec | None,
@@ -294,7 +337,7 @@ class Group:
         wait_ns: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
-    def ll_combine(
+    def combine(
         self,
         phase: int,
         plan_ptr: int,
@@ -305,9 +348,9 @@ class Group:
         wait_ns: _Spec | None = None,
         stream: int = 0,
     ) -> None: ...
-    def ll_mask_set(self, rank: int, masked: int, stream: int = 0) -> None: ...
-    def ll_mask_get(self, mask: _Spec, stream: int = 0) -> None: ...
-    def ll_reset(self, stream: int = 0) -> None: ...
+    def mask_set(self, rank: int, masked: int, stream: int = 0) -> None: ...
+    def mask_get(self, mask: _Spec, stream: int = 0) -> None: ...
+    def reset(self, stream: int = 0) -> None: ...
 
 class GemmContext:
     """xd_gemm_context, with the fields of xd_gemm_config as keywords. Keeps `comm` alive.
@@ -315,6 +358,8 @@ class GemmContext:
     Products take the fields of xd_gemm_args as keywords, and `stream`; tokens_per_rank is a
     sequence.
     """
+
+    FIRST_OPERATION: int  # of those that stats() counts
 
     def __init__(
         self,

@@ -229,8 +229,6 @@ class GemmContext(Member):
             or oneDNN is not installed.
     """
 
-    _IS_CONTEXT = True
-
     def __init__(self, comm: Comm, config: GemmConfig) -> None:
         super().__init__(comm)
         core = comm.core()

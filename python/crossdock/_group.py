@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from crossdock import _core
 from crossdock._arrays import aligned_empty, describe
+from crossdock._config import EpConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
-from crossdock._membership import Membership, of_kind, optional
+from crossdock._membership import EpStatus, Membership, of_kind, optional
 from crossdock._plan import Plan
 from crossdock._quantise import QuantiseWay, quantise_way
 
@@ -37,7 +39,7 @@ class ExpertGrads(NamedTuple):
     scales: np.ndarray | None  # [R,S] given grad_out_scales: the token's; padding 0
 
 
-class EpGroup(Membership):
+class EpGroup(Membership[EpConfig, EpStatus]):
     """Moves tokens of one kind (see EpConfig) between the ranks of a communicator on the CPU.
 
     A context manager. T is this rank's number of tokens, which may be 0 and differ per rank and
@@ -58,8 +60,9 @@ class EpGroup(Membership):
             the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
     """
 
-    _LAYOUTS = ("expert_major", "rank_major")
-    _LAYOUT_HINT = ", which is for a LowLatencyGroup"
+    _MAKE = _core.Group
+    _CONFIG = EpConfig
+    _STATUS = EpStatus
 
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""

@@ -71,6 +71,24 @@ class Group:
 
     def close(self) -> None: ...
 
+class LowLatencyGroup:
+    """One config's groups of low latency on all ranks of this process; as `Group` otherwise."""
+
+    def __init__(self, ranks: Ranks, text: str, /, **config: Any) -> None:
+        """Local.
+
+        Args:
+            text: the config as executables name it.
+            config: fields of ``xd_ll_config``, dtype as DLPack's code << 8 | bits.
+        """
+
+    @property
+    def number(self) -> int: ...
+    def create(self) -> None: ...
+    def status(self, index: int) -> dict[str, Any] | None: ...
+    def errors(self, index: int) -> int | None: ...
+    def close(self) -> None: ...
+
 class Context:
     """One config's contexts of products on all ranks of this process; as `Group` otherwise."""
 

@@ -7,13 +7,14 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm, number_of_32_bits
-from crossdock._config import EpConfig
+from crossdock._config import LowLatencyConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._halves import Half, OpenHalves
-from crossdock._membership import Membership, of_kind, optional
+from crossdock._membership import LowLatencyStatus, Membership, of_kind, optional
 from crossdock._plan import SlotPlan
 from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import InvalidArgument
@@ -116,11 +117,11 @@ class SentCombine(_Sent):
             output = describe("out", out, SUMMABLE, write=True)
             wait = optional("wait_ns", wait_ns, ("int64",), write=True)
         halves.take(self._half)
-        self.group._core.ll_combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
+        self.group._core.combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
         return out
 
 
-class LowLatencyGroup(Membership):
+class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
     """Moves few tokens at a time, without a prepare, as in decoding.
 
     A context manager. T is this rank's number of tokens, which may be 0 and differ per rank and
@@ -137,24 +138,24 @@ class LowLatencyGroup(Membership):
 
     Args:
         comm: kept alive by the group.
-        config: sizes, with ``layout="expert_slots"``. With ``on_peer_loss="mask"`` the group goes
-            on when a rank is late; and also when its process ends, if `comm` was made with
-            ``on_peer_loss="mask"``, too. An operation that has been sent and meets the loss raises
-            PeerLost, with what it was given as ``out`` complete but for that rank's share. Later
-            ones leave the rank out.
+        config: sizes. With ``on_peer_loss="mask"`` the group goes on when a rank is late; and also
+            when its process ends, if `comm` was made with ``on_peer_loss="mask"``, too. An
+            operation that has been sent and meets the loss raises PeerLost, with what it was given
+            as ``out`` complete but for that rank's share. Later ones leave the rank out.
 
     Raises:
-        TypeError, ValueError: on the rank where Python finds a bad config, another layout among
-            them; Mismatch on the others.
+        TypeError, ValueError: on the rank where Python finds a bad config; Mismatch on the others.
         InvalidArgument: on the rank with a bad config, and Mismatch on the others; Mismatch naming
             the field in which configs differ; OutOfMemory; Unsupported: `comm` is not on the CPU.
     """
 
-    _LAYOUTS = ("expert_slots",)
+    _MAKE = _core.LowLatencyGroup
+    _CONFIG = LowLatencyConfig
+    _STATUS = LowLatencyStatus
 
-    def __init__(self, comm: Comm, config: EpConfig) -> None:
+    def __init__(self, comm: Comm, config: LowLatencyConfig) -> None:
         super().__init__(comm, config)
-        self._num_slots = config.recv_bound(comm.num_ranks)
+        self._num_slots = config.num_slots(comm.num_ranks)
         self._local_experts = config.local_experts(comm.rank, comm.num_ranks)
         self._dispatches = OpenHalves(config.in_flight)
         self._combines = OpenHalves(config.in_flight)
@@ -295,7 +296,7 @@ class LowLatencyGroup(Membership):
                 out = aligned_empty((plan.num_tokens, expert_out.shape[-1]), expert_out.dtype)
             output = describe("out", out, SUMMABLE, write=True)
             wait = optional("wait_ns", wait_ns, ("int64",), write=True)
-        self._core.ll_combine(_BOTH, *place, rows, weights, output, wait)
+        self._core.combine(_BOTH, *place, rows, weights, output, wait)
         return out
 
     def combine_send(
@@ -308,7 +309,7 @@ class LowLatencyGroup(Membership):
         with self._joining(constants.LL_COMBINE):
             place, rows, weights = _results(plan, expert_out, topk_weights)
             sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype)
-        self._core.ll_combine(_SEND, *place, rows, weights, None)
+        self._core.combine(_SEND, *place, rows, weights, None)
         self._combines.add(sent._half)
         return sent
 
@@ -318,7 +319,7 @@ class LowLatencyGroup(Membership):
         Local. With ``on_peer_loss="mask"`` only.
         """
         found = aligned_empty(self._comm.num_ranks, np.int32)
-        self._core.ll_mask_get(describe("mask", found, ("int32",), write=True))
+        self._core.mask_get(describe("mask", found, ("int32",), write=True))
         return found
 
     def mask_set(self, rank: int, masked: bool = True) -> None:
@@ -328,7 +329,7 @@ class LowLatencyGroup(Membership):
             TypeError, ValueError: `rank` is no whole number.
             InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
         """
-        self._core.ll_mask_set(number_of_32_bits("rank", rank), int(bool(masked)))
+        self._core.mask_set(number_of_32_bits("rank", rank), int(bool(masked)))
 
     def reset(self) -> None:
         """Brings the ranks that are not masked back into step. Collective over those.
@@ -337,7 +338,7 @@ class LowLatencyGroup(Membership):
         unmasked on both sides. With ``on_peer_loss="mask"`` only.
         """
         try:
-            self._core.ll_reset()
+            self._core.reset()
         except InvalidArgument:  # nothing has happened
             raise
         except BaseException:
@@ -358,7 +359,7 @@ class LowLatencyGroup(Membership):
     ) -> None:
         tokens, topk_idx, topk_weights = inputs
         code = 0 if way is None else way.code
-        self._core.ll_dispatch(phase, tokens, topk_idx, topk_weights, code, *outputs)
+        self._core.dispatch(phase, tokens, topk_idx, topk_weights, code, *outputs)
 
 
 def _inputs(tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray | None) -> _Inputs:

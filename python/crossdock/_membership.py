@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
-from crossdock._config import EpConfig, fail_group
+from crossdock._config import EpConfig, LowLatencyConfig, fail_group
 from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     CrossdockError,
@@ -24,12 +24,16 @@ from crossdock.errors import (
     operation_word,
 )
 
-__all__ = ["EpStatus", "Member", "Membership", "of_kind", "optional"]
+__all__ = ["EpStatus", "LowLatencyStatus", "Member", "Membership", "of_kind", "optional"]
+
+
+_Config = TypeVar("_Config", EpConfig, LowLatencyConfig)
+_Status = TypeVar("_Status")
 
 
 @dataclasses.dataclass(frozen=True)
 class EpStatus:
-    """The non-fatal error state of a group since it was last read.
+    """The non-fatal error state of an EpGroup since it was last read.
 
     Operations on the CPU raise their errors, which are not repeated here: only numbers are left.
     """
@@ -42,7 +46,19 @@ class EpStatus:
     needed_rows: int  # overflow: padded rows that `rank` would have received ...
     capacity_rows: int  # ... and its capacity
     dropped_rows: int  # rows this rank did not receive, with overflow="drop"
-    masked: tuple[int, ...]  # ranks that this rank has masked, in a LowLatencyGroup,
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LowLatencyStatus:
+    """The same of a LowLatencyGroup, and which ranks are masked now."""
+
+    status: str
+    operation: str | None
+    epoch: int  # the operation's number among those of its kind, from 1
+    rank: int
+    bad_ids: int
+    masked: tuple[int, ...]  # ranks that this rank has masked,
     masked_by: tuple[int, ...]  # and those that have said that they have masked this rank
     text: str
 
@@ -51,7 +67,6 @@ class Member:
     """This rank's part of a group or of a context. A context manager."""
 
     _core: Any  # the one of the raw layer
-    _IS_CONTEXT = False
 
     def __init__(self, comm: Comm) -> None:
         of_kind("comm", comm, Comm)
@@ -75,7 +90,7 @@ class Member:
 
     def stats(self) -> GroupStats:
         """What it has done so far; any thread, never blocks."""
-        return group_stats(self._core.stats(), is_context=self._IS_CONTEXT)
+        return group_stats(self._core.stats(), first_operation=self._core.FIRST_OPERATION)
 
     def set_name(self, name: str) -> None:
         """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.
@@ -134,43 +149,38 @@ class Member:
                 raise
 
 
-class Membership(Member):
+class Membership(Member, Generic[_Config, _Status]):
     """This rank's part of a group."""
 
-    _LAYOUTS: tuple[str, ...]  # that its config may have,
-    _LAYOUT_HINT = ""  # and what the others are for
+    _MAKE: ClassVar[type[_core.Group] | type[_core.LowLatencyGroup]]
+    _CONFIG: ClassVar[type[EpConfig] | type[LowLatencyConfig]]
+    _STATUS: ClassVar[type[EpStatus] | type[LowLatencyStatus]]
 
-    def __init__(self, comm: Comm, config: EpConfig) -> None:
+    def __init__(self, comm: Comm, config: _Config) -> None:
         super().__init__(comm)
         self._core = self._make(config)
-        self._config = config
+        self._config: _Config = config
         self._plan_size = config.plan_size(comm.num_ranks)
 
-    def _make(self, config: EpConfig) -> _core.Group:
+    def _make(self, config: _Config) -> Any:
         """The group of the raw layer; of a mistake that is found in Python the peers hear."""
         core = self._comm.core()
         try:
-            of_kind("config", config, EpConfig)
-            if config.layout not in self._LAYOUTS:
-                expected = " or ".join(map(repr, self._LAYOUTS))
-                raise ValueError(
-                    f"config.layout: expected {expected}, got {config.layout!r}{self._LAYOUT_HINT}"
-                )
-            return _core.Group(core, **config.options())
+            return self._MAKE(core, **of_kind("config", config, self._CONFIG).options())
         except CrossdockError:  # the library has told them
             raise
         except Exception:
-            fail_group(core)
+            fail_group(core, self._MAKE)
             raise
 
     @property
-    def config(self) -> EpConfig:
+    def config(self) -> _Config:
         """The sizes the group was made with."""
         return self._config
 
-    def status(self) -> EpStatus:
+    def status(self) -> _Status:
         """Reads and clears the group's non-fatal error state. Never blocks."""
-        return EpStatus(**in_words(self._core.status()))
+        return cast(_Status, self._STATUS(**in_words(self._core.status())))
 
 
 _AnyMember = TypeVar("_AnyMember", bound=Member)

@@ -33,13 +33,18 @@ class _PlanBytes:
     def info(self) -> dict[str, int]:
         """The plan's own numbers.
 
-        They are rank, num_ranks, num_experts, num_tokens, topk, layout, alignment, recv_rows,
-        total_rows, capacity_rows, bad_ids, bad_id_rank, overflow_rank, fingerprint, epoch.
+        They are rank, num_ranks, num_experts, num_tokens, topk, recv_rows, bad_ids, bad_id_rank,
+        fingerprint and epoch; of a Plan also layout, alignment, total_rows, capacity_rows and
+        overflow_rank.
 
         Raises:
-            InvalidArgument: `data` holds no plan of this library version.
+            InvalidArgument: `data` holds no such plan of this library version.
         """
-        return _core.plan_info(*self.place())
+        return self._read(*self.place())
+
+    @staticmethod
+    def _read(address: int, size: int) -> dict[str, int]:
+        return _core.plan_info(address, size)
 
     @property
     def num_tokens(self) -> int:
@@ -91,3 +96,7 @@ class SlotPlan(_PlanBytes):
     Attributes:
         data: uint8 bytes of the plan; it holds no pointer.
     """
+
+    @staticmethod
+    def _read(address: int, size: int) -> dict[str, int]:
+        return _core.ll_plan_info(address, size)

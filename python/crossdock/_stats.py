@@ -49,20 +49,31 @@ class SeenGroup:
     device: str
     comm: str
     name: str
-    detail: str  # layout and sizes
+    detail: str  # what it is, and its sizes
     operation: str | None  # whose call has begun and not returned
     operation_ns: int  # for how long
     waits_for: int | None  # the rank that it waits for
     stats: GroupStats
 
 
-def _operations(is_context: bool) -> tuple[str, ...]:
-    return tuple(constants.GEMM_OPERATIONS) if is_context else constants.OPERATIONS
+_FIRST_OF_CONTEXTS = min(constants.GEMM_OPERATIONS.values())
 
 
-def group_stats(fields: dict[str, Any], *, is_context: bool) -> GroupStats:
-    """The numbers that the raw layer gives by their fields."""
-    words = _operations(is_context)
+def _operations(first: int) -> tuple[str, ...]:
+    """The operations of a kind, from its first one on."""
+    if first == _FIRST_OF_CONTEXTS:
+        return tuple(constants.GEMM_OPERATIONS)
+    return constants.OPERATIONS[first:]
+
+
+def group_stats(fields: dict[str, Any], *, first_operation: int) -> GroupStats:
+    """The numbers that the raw layer gives by their fields.
+
+    Args:
+        first_operation: the number of the first operation that is counted, by which kinds of groups
+            and contexts differ.
+    """
+    words = _operations(first_operation)
     counted = fields["counts_rows"]
     return GroupStats(
         calls={word: n for word, n in zip(words, fields["calls"]) if n},
@@ -86,23 +97,22 @@ def group_stats(fields: dict[str, Any], *, is_context: bool) -> GroupStats:
 
 
 def _seen(pid: int, fields: dict[str, Any]) -> SeenGroup:
-    is_context = fields["is_context"]
-    first = min(constants.GEMM_OPERATIONS.values()) if is_context else 0
+    first = fields["first_operation"]
     operation = fields["operation"]
     words = {number: word for word, number in constants.DEVICE_TYPES.items()}
     return SeenGroup(
         pid=pid,
         device=words.get(fields["device_type"], "?"),
-        operation=None if operation < 0 else _operations(is_context)[operation - first],
+        operation=None if operation < 0 else _operations(first)[operation - first],
         waits_for=None if fields["waits_for"] < 0 else fields["waits_for"],
-        stats=group_stats(fields, is_context=is_context),
+        is_context=first == _FIRST_OF_CONTEXTS,
+        stats=group_stats(fields, first_operation=first),
         **{
             name: fields[name]
             for name in (
                 "place",
                 "rank",
                 "num_ranks",
-                "is_context",
                 "number",
                 "comm",
                 "name",

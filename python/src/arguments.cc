@@ -62,60 +62,95 @@ std::vector<std::int32_t> ranks_of_experts(nb::handle sequence, int num_experts)
   return ranks;
 }
 
-GroupConfig group_config(const nb::kwargs& options) {
-  xd_ep_config config XD_EP_CONFIG_INIT;
+namespace {
+
+// Sets a field that configs of both kinds of groups have; false if `name` is none of these.
+template <class Config>
+bool set_common(Config& config, const std::string& name, nb::handle value) {
+  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
+  if (name == "num_ranks")
+    config.num_ranks = number();
+  else if (name == "num_experts")
+    config.num_experts = number();
+  else if (name == "max_topk")
+    config.max_topk = number();
+  else if (name == "max_tokens_per_rank")
+    config.max_tokens_per_rank = number();
+  else if (name == "hidden")
+    config.hidden = number();
+  else if (name == "dtype")
+    config.dtype = data_type(number());
+  else if (name == "duplicate_ids")
+    config.duplicate_ids = static_cast<xd_ep_duplicate_ids>(number());
+  else if (name == "on_error")
+    config.on_error = static_cast<xd_ep_on_error>(number());
+  else if (name == "num_sms")
+    config.num_sms = number();
+  else if (name == "device_type")
+    config.device_type = number();
+  else
+    return false;
+  return true;
+}
+
+bool set_own(xd_ep_config& config, const std::string& name, nb::handle value) {
+  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
+  if (name == "max_scale_bytes")
+    config.max_scale_bytes = number();
+  else if (name == "layout")
+    config.layout = static_cast<xd_ep_layout>(number());
+  else if (name == "alignment")
+    config.alignment = number();
+  else if (name == "recv_capacity")
+    config.recv_capacity = integer<std::int64_t>(value, "recv_capacity");
+  else if (name == "overflow")
+    config.overflow = static_cast<xd_ep_overflow>(number());
+  else if (name == "staging")
+    config.staging = static_cast<xd_ep_staging>(number());
+  else if (name == "zero_tail")
+    config.zero_tail = number();
+  else if (name == "net_buffer_bytes")
+    config.net_buffer_bytes = integer<std::int64_t>(value, "net_buffer_bytes");
+  else
+    return false;
+  return true;
+}
+
+bool set_own(xd_ll_config& config, const std::string& name, nb::handle value) {
+  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
+  if (name == "in_flight")
+    config.in_flight = number();
+  else if (name == "on_peer_loss")
+    config.on_peer_loss = static_cast<xd_ll_peer_loss>(number());
+  else if (name == "wait_timeout_ms")
+    config.wait_timeout_ms = number();
+  else
+    return false;
+  return true;
+}
+
+template <class Config>
+ConfigWithExperts<Config> config_from(Config config, const nb::kwargs& options) {
   nb::object expert_ranks = nb::none();
   for (auto [key, value] : options) {
     const std::string name = nb::cast<std::string>(key);
-    const auto number = [&, item = value] { return integer<std::int32_t>(item, name.c_str()); };
-    if (name == "num_ranks")
-      config.num_ranks = number();
-    else if (name == "num_experts")
-      config.num_experts = number();
-    else if (name == "max_topk")
-      config.max_topk = number();
-    else if (name == "max_tokens_per_rank")
-      config.max_tokens_per_rank = number();
-    else if (name == "hidden")
-      config.hidden = number();
-    else if (name == "dtype")
-      config.dtype = data_type(number());
-    else if (name == "max_scale_bytes")
-      config.max_scale_bytes = number();
-    else if (name == "layout")
-      config.layout = static_cast<xd_ep_layout>(number());
-    else if (name == "alignment")
-      config.alignment = number();
-    else if (name == "recv_capacity")
-      config.recv_capacity = integer<std::int64_t>(value, "recv_capacity");
-    else if (name == "overflow")
-      config.overflow = static_cast<xd_ep_overflow>(number());
-    else if (name == "duplicate_ids")
-      config.duplicate_ids = static_cast<xd_ep_duplicate_ids>(number());
-    else if (name == "on_error")
-      config.on_error = static_cast<xd_ep_on_error>(number());
-    else if (name == "staging")
-      config.staging = static_cast<xd_ep_staging>(number());
-    else if (name == "zero_tail")
-      config.zero_tail = number();
-    else if (name == "num_sms")
-      config.num_sms = number();
-    else if (name == "in_flight")
-      config.in_flight = number();
-    else if (name == "on_peer_loss")
-      config.on_peer_loss = static_cast<xd_ep_peer_loss>(number());
-    else if (name == "wait_timeout_ms")
-      config.wait_timeout_ms = number();
-    else if (name == "net_buffer_bytes")
-      config.net_buffer_bytes = integer<std::int64_t>(value, "net_buffer_bytes");
-    else if (name == "device_type")
-      config.device_type = number();
-    else if (name == "expert_ranks")
+    if (name == "expert_ranks") {
       expert_ranks = nb::borrow(value);
-    else
+    } else if (!set_common(config, name, value) && !set_own(config, name, value)) {
       throw nb::type_error(("unknown option of a group: " + name).c_str());
+    }
   }
   return {config, ranks_of_experts(expert_ranks, config.num_experts)};
+}
+
+}  // namespace
+
+GroupConfig group_config(const nb::kwargs& options) {
+  return config_from(xd_ep_config XD_EP_CONFIG_INIT, options);
+}
+
+LlGroupConfig ll_group_config(const nb::kwargs& options) {
+  return config_from(xd_ll_config XD_LL_CONFIG_INIT, options);
 }
 
 namespace {
@@ -129,21 +164,32 @@ nb::tuple ranks_of(const std::uint64_t (&bits)[2]) {
   return nb::tuple(ranks);
 }
 
-}  // namespace
-
-nb::dict fields_of(const xd_ep_status& status) {
+template <class Status>
+nb::dict common_fields_of(const Status& status) {
   nb::dict found;
   found["status"] = xd_status_name(status.status);
   found["operation"] = static_cast<int>(status.operation);
   found["epoch"] = status.epoch;
   found["rank"] = status.rank;
   found["bad_ids"] = status.bad_ids;
+  found["text"] = status.text;
+  return found;
+}
+
+}  // namespace
+
+nb::dict fields_of(const xd_ep_status& status) {
+  nb::dict found = common_fields_of(status);
   found["needed_rows"] = status.needed_rows;
   found["capacity_rows"] = status.capacity_rows;
   found["dropped_rows"] = status.dropped_rows;
+  return found;
+}
+
+nb::dict fields_of(const xd_ll_status& status) {
+  nb::dict found = common_fields_of(status);
   found["masked"] = ranks_of(status.masked);
   found["masked_by"] = ranks_of(status.masked_by);
-  found["text"] = status.text;
   return found;
 }
 

@@ -68,8 +68,11 @@ std::vector<std::int32_t> ranks_of_experts(nb::handle sequence, int num_experts)
 // The group's sizes from keyword arguments, named as in xd_ep_config; dtype as data_type() takes
 // it. TypeError for a name that does not exist.
 GroupConfig group_config(const nb::kwargs& options);
+// The same by the names of xd_ll_config.
+LlGroupConfig ll_group_config(const nb::kwargs& options);
 
-// A dict with the names of xd_ep_status; the status is its name.
+// A dict with the names of the struct's fields; the status is its name.
 nb::dict fields_of(const xd_ep_status& status);
+nb::dict fields_of(const xd_ll_status& status);
 
 }  // namespace xdpy

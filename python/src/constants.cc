@@ -13,13 +13,13 @@ namespace nb = nanobind;
 
 namespace {
 
-// Every xd_ep_operation, by its number.
+// Every xd_ep_operation and xd_ll_operation, by its number.
 constexpr std::array<const char*, 8> kOperations = {"prepare",      "dispatch",    "combine",
                                                     "dispatch_bwd", "combine_bwd", "ll_dispatch",
                                                     "ll_combine",   "ll_reset"};
 static_assert(XD_EP_PREPARE == 0 && XD_EP_DISPATCH == 1 && XD_EP_COMBINE == 2 &&
-              XD_EP_DISPATCH_BWD == 3 && XD_EP_COMBINE_BWD == 4 && XD_EP_LL_DISPATCH == 5 &&
-              XD_EP_LL_COMBINE == 6 && XD_EP_LL_RESET == 7);
+              XD_EP_DISPATCH_BWD == 3 && XD_EP_COMBINE_BWD == 4 && XD_LL_DISPATCH == 5 &&
+              XD_LL_COMBINE == 6 && XD_LL_RESET == 7);
 
 // By the words that Python's arguments have for them.
 nb::dict words(std::initializer_list<std::pair<const char*, int>> known) {
@@ -60,9 +60,8 @@ nb::dict quantise_ways() {
 void bind_words(nb::module_& constants) {
   constants.attr("DEVICE_TYPES") = words({{"cpu", kDLCPU}, {"cuda", kDLCUDA}});
   constants.attr("DTYPES") = dtypes();
-  constants.attr("LAYOUTS") = words({{"expert_major", XD_EP_EXPERT_MAJOR},
-                                     {"rank_major", XD_EP_RANK_MAJOR},
-                                     {"expert_slots", XD_EP_EXPERT_SLOTS}});
+  constants.attr("LAYOUTS") =
+      words({{"expert_major", XD_EP_EXPERT_MAJOR}, {"rank_major", XD_EP_RANK_MAJOR}});
   constants.attr("OVERFLOWS") =
       words({{"error", XD_EP_OVERFLOW_ERROR}, {"drop", XD_EP_OVERFLOW_DROP}});
   constants.attr("DUPLICATE_IDS") =
@@ -71,9 +70,9 @@ void bind_words(nb::module_& constants) {
       words({{"status", XD_EP_ON_ERROR_STATUS}, {"fatal", XD_EP_ON_ERROR_FATAL}});
   constants.attr("STAGINGS") = words({{"auto", XD_EP_STAGING_AUTO}, {"none", XD_EP_STAGING_NONE}});
   constants.attr("PEER_LOSSES") =
-      words({{"fatal", XD_EP_PEER_LOSS_FATAL}, {"mask", XD_EP_PEER_LOSS_MASK}});
+      words({{"fatal", XD_LL_PEER_LOSS_FATAL}, {"mask", XD_LL_PEER_LOSS_MASK}});
   constants.attr("PHASES") = words(
-      {{"both", XD_EP_PHASE_BOTH}, {"send", XD_EP_PHASE_SEND}, {"receive", XD_EP_PHASE_RECEIVE}});
+      {{"both", XD_LL_PHASE_BOTH}, {"send", XD_LL_PHASE_SEND}, {"receive", XD_LL_PHASE_RECEIVE}});
   constants.attr("COMM_PEER_LOSSES") =
       words({{"fatal", XD_COMM_PEER_LOSS_FATAL}, {"mask", XD_COMM_PEER_LOSS_MASK}});
   constants.attr("QUANTISE") = quantise_ways();
@@ -121,17 +120,17 @@ void bind_constants(nb::module_& module) {
   constants.attr("MAX_TOPK") = XD_EP_MAX_TOPK;
   constants.attr("MAX_TOKENS") = XD_EP_MAX_TOKENS;
   constants.attr("ROW_ALIGNMENT") = XD_EP_ROW_ALIGNMENT;
-  constants.attr("LL_MAX_TOKENS") = XD_EP_LL_MAX_TOKENS;
-  constants.attr("LL_MAX_RANKS") = XD_EP_LL_MAX_RANKS;
-  constants.attr("LL_MAX_IN_FLIGHT") = XD_EP_LL_MAX_IN_FLIGHT;
+  constants.attr("LL_MAX_TOKENS") = XD_LL_MAX_TOKENS;
+  constants.attr("LL_MAX_RANKS") = XD_LL_MAX_RANKS;
+  constants.attr("LL_MAX_IN_FLIGHT") = XD_LL_MAX_IN_FLIGHT;
   constants.attr("PREPARE") = static_cast<int>(XD_EP_PREPARE);
   constants.attr("DISPATCH") = static_cast<int>(XD_EP_DISPATCH);
   constants.attr("COMBINE") = static_cast<int>(XD_EP_COMBINE);
   constants.attr("DISPATCH_BWD") = static_cast<int>(XD_EP_DISPATCH_BWD);
   constants.attr("COMBINE_BWD") = static_cast<int>(XD_EP_COMBINE_BWD);
-  constants.attr("LL_DISPATCH") = static_cast<int>(XD_EP_LL_DISPATCH);
-  constants.attr("LL_COMBINE") = static_cast<int>(XD_EP_LL_COMBINE);
-  constants.attr("LL_RESET") = static_cast<int>(XD_EP_LL_RESET);
+  constants.attr("LL_DISPATCH") = static_cast<int>(XD_LL_DISPATCH);
+  constants.attr("LL_COMBINE") = static_cast<int>(XD_LL_COMBINE);
+  constants.attr("LL_RESET") = static_cast<int>(XD_LL_RESET);
   nb::list operations;
   for (const char* name : kOperations) operations.append(name);
   constants.attr("OPERATIONS") = nb::tuple(operations);

@@ -16,7 +16,7 @@ struct Failure {
   int rank = -1;            // the caller's rank; -1 = not in a communicator
   int peer = -1;            // rank that a non-fatal error is about
   int group = -1;
-  int operation = -1;                               // an xd_ep_operation
+  int operation = -1;                               // an operation's number
   std::int64_t needed_rows = 0, capacity_rows = 0;  // after an overflow
 };
 

@@ -156,7 +156,9 @@ std::int64_t gemm_local_size(std::int64_t total, std::int32_t rank, std::int32_t
 
 void bind_gemm(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<GemmContext>(module, "GemmContext", nb::is_weak_referenceable())
+  nb::class_<GemmContext> context(module, "GemmContext", nb::is_weak_referenceable());
+  context.attr("FIRST_OPERATION") = static_cast<int>(XD_GEMM_ALL_GATHER);
+  context
       .def("__init__",
            [](GemmContext* self, nb::object comm, const nb::kwargs& options) {
              if (!nb::isinstance<Comm>(comm)) expected("comm", "a Comm", comm);

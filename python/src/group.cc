@@ -1,52 +1,6 @@
 #include "group.h"
 
-#include <nanobind/stl/string.h>
-
-#include <string>
-#include <utility>
-
-#include "arguments.h"
-#include "stats.h"
-
 namespace xdpy {
-
-Group::Group(nb::object comm, const nb::kwargs& options) : Member(std::move(comm), "group") {
-  const GroupConfig given = group_config(options);
-  const xd_ep_config config = given.get();
-  comm_.call([&](xd_comm* handle) { return xd_ep_group_create(handle, &config, &handle_); });
-}
-
-void Group::fail(xd_ep_operation operation, xd_status status) const {
-  Failure failure = comm_.failure();
-  failure.operation = operation;
-  xd_ep_status met XD_EP_STATUS_INIT;
-  if (xd_ep_last_error(&met) == XD_SUCCESS && met.status == status) {
-    failure.peer = met.rank;
-    failure.needed_rows = met.needed_rows;
-    failure.capacity_rows = met.capacity_rows;
-  }
-  raise(status, failure);
-}
-
-nb::dict Group::status() const {
-  xd_ep_status status XD_EP_STATUS_INIT;
-  check(xd_ep_group_status(usable(), &status), comm_.failure());
-  return fields_of(status);
-}
-
-nb::dict Group::stats() const {
-  return stats_of(usable(), comm_.info(), comm_.failure(), &xd_ep_group_stats);
-}
-
-void Group::set_name(const std::string& name) const {
-  check(xd_ep_group_set_name(usable(), name.c_str()), comm_.failure());
-}
-
-std::uint64_t Group::errors() const {
-  const volatile std::uint64_t* word = nullptr;
-  check(xd_ep_group_watch(usable(), &word), comm_.failure());
-  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
-}
 
 namespace {
 
@@ -163,13 +117,6 @@ void combine_bwd(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::h
             [&](xd_ep_group* group) { return xd_ep_combine_bwd(group, &args, stream_of(stream)); });
 }
 
-void join_failed(Group& self, int operation, const std::string& text, std::uintptr_t stream) {
-  const auto joined = static_cast<xd_ep_operation>(operation);
-  self.call(joined, [&](xd_ep_group* group) {
-    return xd_ep_join_failed(group, joined, text.c_str(), stream_of(stream));
-  });
-}
-
 void row_experts(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::handle row_experts,
                  std::uintptr_t stream) {
   const Tensor rows_tensor(row_experts, "row_experts", self.device());
@@ -185,20 +132,7 @@ void row_experts(Group& self, std::uintptr_t plan, std::size_t plan_bytes, nb::h
 
 void bind_group(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<Group> group(module, "Group", nb::is_weak_referenceable());
-  group
-      .def("__init__",
-           [](Group* self, nb::object comm, const nb::kwargs& options) {
-             if (!nb::isinstance<Comm>(comm)) expected("comm", "a Comm", comm);
-             new (self) Group(std::move(comm), options);
-           })
-      .def("close", &Group::close)
-      .def_prop_ro("closed", &Group::closed)
-      .def_prop_ro("comm", &Group::comm)
-      .def("status", &Group::status)
-      .def("errors", &Group::errors)
-      .def("stats", &Group::stats)
-      .def("set_name", &Group::set_name, "name"_a)
+  Group::bind(module, "Group")
       .def("prepare", &prepare, "topk_idx"_a, "plan_ptr"_a, "plan_bytes"_a, "counts"_a = nb::none(),
            "padded_counts"_a = nb::none(), "offsets"_a = nb::none(), "total"_a = nb::none(),
            "rank_rows"_a = nb::none(), "stream"_a = 0, "alignment"_a = 0)
@@ -215,10 +149,8 @@ void bind_group(nb::module_& module) {
            "expert_out"_a.none(), "weights"_a.none(), "grad_expert_out"_a,
            "grad_weights"_a = nb::none(), "grad_out_scales"_a = nb::none(),
            "grad_expert_out_scales"_a = nb::none(), "stream"_a = 0)
-      .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
       .def("row_experts", &row_experts, "plan_ptr"_a, "plan_bytes"_a, "row_experts"_a,
            "stream"_a = 0);
-  bind_low_latency(group);
 }
 
 }  // namespace xdpy

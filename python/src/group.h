@@ -1,45 +1,149 @@
-// Expert-parallel groups: the operations of crossdock/ep.h on described tensors.
+// Expert-parallel groups of both kinds: the operations of crossdock/ep.h and low_latency.h on
+// described tensors.
 #pragma once
 
 #include <crossdock/crossdock.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
+#include "arguments.h"
 #include "errors.h"
 #include "member.h"
+#include "stats.h"
 
 namespace xdpy {
 
-class Group : public Member<xd_ep_group, xd_ep_group_destroy> {
+// The functions of the C API for a kind of groups.
+struct BulkApi {
+  using Handle = xd_ep_group;
+  using Operation = xd_ep_operation;
+  using Status = xd_ep_status;
+  static constexpr Operation first_operation = XD_EP_PREPARE;
+  static constexpr Status no_error XD_EP_STATUS_INIT;
+  static constexpr auto config = &group_config;
+  static constexpr auto create = &xd_ep_group_create;
+  static constexpr auto destroy = &xd_ep_group_destroy;
+  static constexpr auto status = &xd_ep_group_status;
+  static constexpr auto last_error = &xd_ep_last_error;
+  static constexpr auto watch = &xd_ep_group_watch;
+  static constexpr auto stats = &xd_ep_group_stats;
+  static constexpr auto set_name = &xd_ep_group_set_name;
+  static constexpr auto join_failed = &xd_ep_join_failed;
+  static void tell(const Status& met, Failure& failure) {
+    failure.needed_rows = met.needed_rows;
+    failure.capacity_rows = met.capacity_rows;
+  }
+};
+
+struct LowLatencyApi {
+  using Handle = xd_ll_group;
+  using Operation = xd_ll_operation;
+  using Status = xd_ll_status;
+  static constexpr Operation first_operation = XD_LL_DISPATCH;
+  static constexpr Status no_error XD_LL_STATUS_INIT;
+  static constexpr auto config = &ll_group_config;
+  static constexpr auto create = &xd_ll_group_create;
+  static constexpr auto destroy = &xd_ll_group_destroy;
+  static constexpr auto status = &xd_ll_group_status;
+  static constexpr auto last_error = &xd_ll_last_error;
+  static constexpr auto watch = &xd_ll_group_watch;
+  static constexpr auto stats = &xd_ll_group_stats;
+  static constexpr auto set_name = &xd_ll_group_set_name;
+  static constexpr auto join_failed = &xd_ll_join_failed;
+  static void tell(const Status&, Failure&) {}
+};
+
+template <class Api>
+class GroupOf : public Member<typename Api::Handle, Api::destroy> {
  public:
-  Group(nb::object comm, const nb::kwargs& options);
+  using Handle = typename Api::Handle;
+  using Operation = typename Api::Operation;
+
+  GroupOf(nb::object comm, const nb::kwargs& options)
+      : Member<Handle, Api::destroy>(std::move(comm), "group") {
+    const auto given = Api::config(options);
+    const auto config = given.get();
+    this->comm_.call([&](xd_comm* handle) { return Api::create(handle, &config, &this->handle_); });
+  }
 
   // Reads and clears the state of non-fatal errors.
-  [[nodiscard]] nb::dict status() const;
+  [[nodiscard]] nb::dict status() const {
+    typename Api::Status status = Api::no_error;
+    check(Api::status(this->usable(), &status), this->comm_.failure());
+    return fields_of(status);
+  }
 
   // What the group has done so far.
-  [[nodiscard]] nb::dict stats() const;
-  void set_name(const std::string& name) const;
+  [[nodiscard]] nb::dict stats() const {
+    return stats_of(this->usable(), this->comm_.info(), this->comm_.failure(), Api::stats);
+  }
+  void set_name(const std::string& name) const {
+    check(Api::set_name(this->usable(), name.c_str()), this->comm_.failure());
+  }
 
   // The number of operations that have ended with a non-fatal error.
-  [[nodiscard]] std::uint64_t errors() const;
+  [[nodiscard]] std::uint64_t errors() const {
+    const volatile std::uint64_t* word = nullptr;
+    check(Api::watch(this->usable(), &word), this->comm_.failure());
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+  }
 
-  // Runs fn(xd_ep_group*) -> xd_status, one operation, without the GIL.
+  // Runs fn(Handle*) -> xd_status, one operation, without the GIL.
   template <class Fn>
-  void call(xd_ep_operation operation, Fn fn) {
-    const xd_status status = run(fn);
+  void call(Operation operation, Fn fn) {
+    const xd_status status = this->run(fn);
     if (status != XD_SUCCESS) fail(operation, status);
   }
 
+  void join_failed(int operation, const std::string& text, std::uintptr_t stream) {
+    const auto joined = static_cast<Operation>(operation);
+    call(joined, [&](Handle* group) {
+      return Api::join_failed(group, joined, text.c_str(), stream_of(stream));
+    });
+  }
+
+  // A Python class with what groups of both kinds have.
+  static nb::class_<GroupOf> bind(nb::module_& module, const char* name) {
+    using namespace nb::literals;
+    nb::class_<GroupOf> group(module, name, nb::is_weak_referenceable());
+    group
+        .def("__init__",
+             [](GroupOf* self, nb::object comm, const nb::kwargs& options) {
+               if (!nb::isinstance<Comm>(comm)) expected("comm", "a Comm", comm);
+               new (self) GroupOf(std::move(comm), options);
+             })
+        .def("close", &GroupOf::close)
+        .def_prop_ro("closed", &GroupOf::closed)
+        .def_prop_ro("comm", &GroupOf::comm)
+        .def("status", &GroupOf::status)
+        .def("errors", &GroupOf::errors)
+        .def("stats", &GroupOf::stats)
+        .def("set_name", &GroupOf::set_name, "name"_a)
+        .def("join_failed", &GroupOf::join_failed, "operation"_a, "text"_a, "stream"_a = 0);
+    group.attr("FIRST_OPERATION") = static_cast<int>(Api::first_operation);
+    return group;
+  }
+
  private:
-  [[noreturn]] void fail(xd_ep_operation operation, xd_status status) const;
+  [[noreturn]] void fail(Operation operation, xd_status status) const {
+    Failure failure = this->comm_.failure();
+    failure.operation = operation;
+    typename Api::Status met = Api::no_error;
+    if (Api::last_error(&met) == XD_SUCCESS && met.status == status) {
+      failure.peer = met.rank;
+      Api::tell(met, failure);
+    }
+    raise(status, failure);
+  }
 };
+using Group = GroupOf<BulkApi>;
+using LowLatencyGroup = GroupOf<LowLatencyApi>;
 
 void bind_group(nb::module_& module);
-
-// Adds the methods of crossdock/low_latency.h.
-void bind_low_latency(nb::class_<Group>& group);
+void bind_low_latency(nb::module_& module);
 
 }  // namespace xdpy

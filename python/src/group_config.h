@@ -9,23 +9,26 @@
 
 namespace xdpy {
 
-class GroupConfig {
+// `Config`: xd_ep_config or xd_ll_config.
+template <class Config>
+class ConfigWithExperts {
  public:
-  GroupConfig() = default;
   // `expert_ranks` empty = none. Of a list the config has `num_experts`.
-  GroupConfig(const xd_ep_config& config, std::vector<std::int32_t> expert_ranks)
+  ConfigWithExperts(const Config& config, std::vector<std::int32_t> expert_ranks)
       : config_(config), expert_ranks_(std::move(expert_ranks)) {}
 
   // Refers to this object.
-  [[nodiscard]] xd_ep_config get() const {
-    xd_ep_config config = config_;
+  [[nodiscard]] Config get() const {
+    Config config = config_;
     config.expert_ranks = expert_ranks_.empty() ? nullptr : expert_ranks_.data();
     return config;
   }
 
  private:
-  xd_ep_config config_ XD_EP_CONFIG_INIT;
+  Config config_;
   std::vector<std::int32_t> expert_ranks_;
 };
+using GroupConfig = ConfigWithExperts<xd_ep_config>;
+using LlGroupConfig = ConfigWithExperts<xd_ll_config>;
 
 }  // namespace xdpy

@@ -146,6 +146,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(false);
   bind_comm(module);
   bind_group(module);
+  bind_low_latency(module);
   bind_gemm(module);
   bind_constants(module);
   bind_stats(module);

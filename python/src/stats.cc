@@ -36,7 +36,7 @@ class Monitor {
       fields["place"] = place;
       fields["rank"] = source.rank;
       fields["num_ranks"] = source.num_ranks;
-      fields["is_context"] = source.is_context != 0;
+      fields["first_operation"] = source.first_operation;
       fields["number"] = source.number;
       fields["device_type"] = source.device_type;
       fields["operation"] = source.operation;

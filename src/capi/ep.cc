@@ -1,7 +1,7 @@
 #include <crossdock/ep.h>
 
-#include "base/options.h"
 #include "capi/boundary.h"
+#include "ep/bulk/local_calls.h"
 #include "ep/executors.h"
 
 using xd::count_tokens;
@@ -19,9 +19,7 @@ xd_status xd_ep_local_experts(const xd_ep_config* config, int32_t rank,
                               int32_t* num_local_experts) {
   XD_REQUIRE_GIVEN("xd_ep_local_experts", num_local_experts);
   return guarded("xd_ep_local_experts", [&] {
-    const xd::ep::Config read = xd::ep::read_config(config, 0);
-    XD_REQUIRE(rank >= 0 && rank < read.ranks, "rank = ", rank, ", expected 0 to ", read.ranks - 1);
-    *num_local_experts = read.map().local_experts(rank);
+    *num_local_experts = xd::local_experts_of(xd::ep::read_config(config, 0), rank);
   });
 }
 
@@ -34,25 +32,15 @@ xd_status xd_ep_plan_size(const xd_ep_config* config, size_t* bytes) {
 xd_status xd_ep_group_memory(const xd_ep_config* config, xd_ep_memory* memory) {
   return guarded("xd_ep_group_memory", [&] {
     const xd::ep::Config read = xd::ep::read_config(config, 0);
-    const int device_type = read.device_type != 0 ? read.device_type : kDLCPU;
-    xd::write_struct("memory", memory,
-                     xd::ep::executor_for(device_type, read.layout.is_slots()).group_memory(read));
+    const auto& executor = xd::ep::bulk_executor_for(xd::device_type_of(read));
+    xd::write_struct("memory", memory, executor.group_memory(read));
   });
 }
 
 xd_status xd_ep_group_create(xd_comm* comm, const xd_ep_config* config, xd_ep_group** group) {
-  XD_REQUIRE_GIVEN("xd_ep_group_create", comm);
-  if (group != nullptr) *group = nullptr;
-  return guarded_on("xd_ep_group_create", *comm->comm, [&] {
-    comm->comm->errors().check_usable();
-    comm->comm->make_group(xd::ep::kCreateGroup, [&] {
-      XD_REQUIRE(group != nullptr, "group = NULL, expected a pointer");
-      auto handle = std::make_unique<xd_ep_group>();
-      const auto& executor =
-          xd::ep::executor_for(comm->comm->device().device_type, xd::ep::asks_for_slots(config));
-      handle->group = executor.make_group(comm->comm, config);
-      *group = handle.release();
-    });
+  return xd::create_group(comm, group, [&] {
+    const auto& executor = xd::ep::bulk_executor_for(comm->comm->device().device_type);
+    return executor.make_group(comm->comm, config);
   });
 }
 
@@ -61,14 +49,7 @@ xd_status xd_ep_group_destroy(xd_ep_group* group) {
 }
 
 xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status) {
-  XD_REQUIRE_GIVEN("xd_ep_group_status", group);
-  XD_REQUIRE_GIVEN("xd_ep_group_status", status);
-  return guarded_on("xd_ep_group_status", group->group->comm(), [&] {
-    group->group->comm().errors().check_process();
-    // The status is taken, and cleared, only once the struct that receives it is known to be good.
-    xd::write_struct("status", status, xd_ep_status XD_EP_STATUS_INIT);
-    xd::write_struct("status", status, group->group->take_status());
-  });
+  return xd::take_group_status("xd_ep_group_status", group, status);
 }
 
 xd_status xd_ep_last_error(xd_ep_status* status) {
@@ -78,13 +59,7 @@ xd_status xd_ep_last_error(xd_ep_status* status) {
 }
 
 xd_status xd_ep_group_watch(xd_ep_group* group, const volatile uint64_t** word) {
-  XD_REQUIRE_GIVEN("xd_ep_group_watch", group);
-  XD_REQUIRE_GIVEN("xd_ep_group_watch", word);
-  xd::ep::Group& g = *group->group;
-  return guarded_on("xd_ep_group_watch", g.comm(), [&] {
-    g.comm().errors().check_process();
-    *word = g.watch();
-  });
+  return xd::watch_group("xd_ep_group_watch", group, word);
 }
 
 xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_stream stream) {
@@ -120,9 +95,8 @@ xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* ar
 
 xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,
                             xd_stream stream) {
-  return operate("xd_ep_join_failed", group, xd::raw_enum(operation), [&](xd::ep::Group& g) {
-    g.join_failed_operation(xd::raw_enum(operation), text, stream);
-  });
+  return operate("xd_ep_join_failed", group, xd::raw_enum(operation),
+                 [&](xd::ep::Group& g) { g.join_failed(xd::raw_enum(operation), text, stream); });
 }
 
 xd_status xd_ep_plan_row_experts(xd_ep_group* group, const xd_ep_plan_row_experts_args* args,
@@ -138,7 +112,7 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
   return guarded_on("xd_ep_routing_layout", c, [&] {
     c.errors().check_open();
     const auto call = xd::ep::read_routing_layout(args, c.num_ranks(), c.device());
-    xd::ep::executor_for(c.device().device_type, false).routing_layout(call, c.device(), stream);
+    xd::ep::bulk_executor_for(c.device().device_type).routing_layout(call, c.device(), stream);
   });
 }
 

@@ -19,24 +19,46 @@ void xd::tell_stats(const observe::Subject& subject, xd_stats* stats, std::int64
   }
 }
 
-xd_status xd_ep_group_stats(xd_ep_group* group, xd_stats* stats, int64_t* wait_ns) {
-  XD_REQUIRE_GIVEN("xd_ep_group_stats", group);
-  xd::ep::Group& g = *group->group;
-  return guarded_on("xd_ep_group_stats", g.comm(), [&] {
+namespace {
+
+template <class Handle>
+xd_status group_stats(const char* function, Handle* group, xd_stats* stats, int64_t* wait_ns) {
+  XD_REQUIRE_GIVEN(function, group);
+  auto& g = *group->group;
+  return guarded_on(function, g.comm(), [&] {
     g.comm().errors().check_process();
     g.collect_losses();
     xd::tell_stats(g.subject(), stats, wait_ns);
   });
 }
 
-xd_status xd_ep_group_set_name(xd_ep_group* group, const char* name) {
-  XD_REQUIRE_GIVEN("xd_ep_group_set_name", group);
-  XD_REQUIRE_GIVEN("xd_ep_group_set_name", name);
-  xd::ep::Group& g = *group->group;
-  return guarded_on("xd_ep_group_set_name", g.comm(), [&] {
+template <class Handle>
+xd_status set_group_name(const char* function, Handle* group, const char* name) {
+  XD_REQUIRE_GIVEN(function, group);
+  XD_REQUIRE_GIVEN(function, name);
+  auto& g = *group->group;
+  return guarded_on(function, g.comm(), [&] {
     g.comm().errors().check_process();
     g.subject().set_name(name);
   });
+}
+
+}  // namespace
+
+xd_status xd_ep_group_stats(xd_ep_group* group, xd_stats* stats, int64_t* wait_ns) {
+  return group_stats("xd_ep_group_stats", group, stats, wait_ns);
+}
+
+xd_status xd_ll_group_stats(xd_ll_group* group, xd_stats* stats, int64_t* wait_ns) {
+  return group_stats("xd_ll_group_stats", group, stats, wait_ns);
+}
+
+xd_status xd_ep_group_set_name(xd_ep_group* group, const char* name) {
+  return set_group_name("xd_ep_group_set_name", group, name);
+}
+
+xd_status xd_ll_group_set_name(xd_ll_group* group, const char* name) {
+  return set_group_name("xd_ll_group_set_name", group, name);
 }
 
 xd_status xd_monitor_open(int32_t pid, xd_monitor** monitor) {

@@ -3,14 +3,33 @@
 #include "base/error.h"
 
 namespace xd::ep {
+namespace {
 
-const Executor& executor_for(std::int32_t device_type, bool slots) {
-#ifdef XD_BUILT_FOR_CUDA
-  if (device_type == cuda::kBulk.device_type) return slots ? cuda::kSlots : cuda::kBulk;
-#endif
-  if (device_type == cpu::kBulk.device_type) return slots ? cpu::kSlots : cpu::kBulk;
+template <class Executor>
+const Executor& find(std::initializer_list<const Executor*> built, std::int32_t device_type) {
+  for (const Executor* executor : built) {
+    if (executor->device_type == device_type) return *executor;
+  }
   fail(XD_ERROR_UNSUPPORTED, "config.device_type = ", device_type,
        ": this build has no executor for such devices");
+}
+
+}  // namespace
+
+const BulkExecutor& bulk_executor_for(std::int32_t device_type) {
+#ifdef XD_BUILT_FOR_CUDA
+  return find({&cpu::kBulk, &cuda::kBulk}, device_type);
+#else
+  return find({&cpu::kBulk}, device_type);
+#endif
+}
+
+const SlotsExecutor& slots_executor_for(std::int32_t device_type) {
+#ifdef XD_BUILT_FOR_CUDA
+  return find({&cpu::kSlots, &cuda::kSlots}, device_type);
+#else
+  return find({&cpu::kSlots}, device_type);
+#endif
 }
 
 }  // namespace xd::ep

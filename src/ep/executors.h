@@ -2,38 +2,52 @@
 // folder defines each; executors.cc alone names them.
 #pragma once
 
-#include <crossdock/ep.h>
+#include <crossdock/low_latency.h>
 #include <dlpack/dlpack.h>
 
 #include <memory>
 
-#include "ep/bulk/local_calls.h"
-#include "ep/group.h"
-#include "ep/plan/config.h"
+namespace xd {
+class Comm;
+}
 
 namespace xd::ep {
 
-struct Executor {
+class Group;
+struct Config;
+struct RoutingLayoutCall;
+class LlGroup;
+struct LlConfig;
+
+// Of groups of ep.h.
+struct BulkExecutor {
   std::int32_t device_type;  // a DLDeviceType: of the ranks whose groups it carries out
   // Collective.
   std::unique_ptr<Group> (*make_group)(std::shared_ptr<Comm> comm, const xd_ep_config* config);
   // The memory that a group takes on one rank.
   xd_ep_memory (*group_memory)(const Config& config);
-  // Bulk operations: a local call, which needs no group. When it returns, the call has finished or
-  // is on the stream.
-  void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device,
-                         xd_stream stream) = nullptr;
+  // A local call, which needs no group. When it returns, the call has finished or is on the stream.
+  void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);
+};
+
+// Of groups of low_latency.h.
+struct SlotsExecutor {
+  std::int32_t device_type;
+  std::unique_ptr<LlGroup> (*make_group)(std::shared_ptr<Comm> comm, const xd_ll_config* config);
+  xd_ll_memory (*group_memory)(const LlConfig& config);
 };
 
 namespace cpu {
-extern const Executor kBulk, kSlots;
-}
+extern const BulkExecutor kBulk;
+extern const SlotsExecutor kSlots;
+}  // namespace cpu
 namespace cuda {  // in builds for CUDA
-extern const Executor kBulk, kSlots;
-}
+extern const BulkExecutor kBulk;
+extern const SlotsExecutor kSlots;
+}  // namespace cuda
 
-// Of groups in EXPERT_SLOTS, or of the others. Throws UNSUPPORTED where this build has none for
-// such devices.
-const Executor& executor_for(std::int32_t device_type, bool slots);
+// Throws UNSUPPORTED where this build has none for such devices.
+const BulkExecutor& bulk_executor_for(std::int32_t device_type);
+const SlotsExecutor& slots_executor_for(std::int32_t device_type);
 
 }  // namespace xd::ep

@@ -36,7 +36,7 @@ xd_stats_source source_of(const Counters& counters) {
   source.in_use = 1;
   source.rank = identity.rank;
   source.num_ranks = identity.num_ranks;
-  source.is_context = identity.first_operation == XD_GEMM_ALL_GATHER ? 1 : 0;
+  source.first_operation = identity.first_operation;
   source.number = identity.number;
   source.device_type = identity.device_type;
   if (const std::uint64_t operation = counters.operation.get(); operation != 0) {

@@ -57,7 +57,7 @@ void Subject::log() const noexcept {
     const Counters& c = counters();
     std::ostringstream text;
     text << "rank " << c.identity.rank << " of " << c.identity.num_ranks << ", "
-         << operations_.prefix << "group " << c.identity.number;
+         << "group " << c.identity.number;
     if (const auto name = c.name.get(); name[0] != 0) text << " '" << name.data() << "'";
     text << " (" << c.detail.get().data() << "):";
     for (std::size_t i = 0; i < operations_.names.size(); ++i) {

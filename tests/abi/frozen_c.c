@@ -15,8 +15,12 @@
   X(xd_ep_combine_args, XD_EP_COMBINE_ARGS_INIT)           \
   X(xd_ep_dispatch_bwd_args, XD_EP_DISPATCH_BWD_ARGS_INIT) \
   X(xd_ep_combine_bwd_args, XD_EP_COMBINE_BWD_ARGS_INIT)   \
-  X(xd_ep_ll_dispatch_args, XD_EP_LL_DISPATCH_ARGS_INIT)   \
-  X(xd_ep_ll_combine_args, XD_EP_LL_COMBINE_ARGS_INIT)     \
+  X(xd_ll_config, XD_LL_CONFIG_INIT)                       \
+  X(xd_ll_memory, XD_LL_MEMORY_INIT)                       \
+  X(xd_ll_status, XD_LL_STATUS_INIT)                       \
+  X(xd_ll_plan_info, XD_LL_PLAN_INFO_INIT)                 \
+  X(xd_ll_dispatch_args, XD_LL_DISPATCH_ARGS_INIT)         \
+  X(xd_ll_combine_args, XD_LL_COMBINE_ARGS_INIT)           \
   X(xd_ep_plan_info, XD_EP_PLAN_INFO_INIT)                 \
   X(xd_gemm_config, XD_GEMM_CONFIG_INIT)                   \
   X(xd_gemm_memory, XD_GEMM_MEMORY_INIT)                   \

@@ -116,26 +116,26 @@ constexpr int kBatches = 4;
 
 // Low-latency steps of some batches, all of one kind first: a rank may be ahead of its peers by as
 // much as they have places. For each pair a rank decides by itself whether both sends come first.
-void ll_steps(const Rank& rank, const LlCase& c, xd_ep_group* group, int number, Random& delays) {
+void ll_steps(const Rank& rank, const LlCase& c, xd_ll_group* group, int number, Random& delays) {
   std::deque<LlBatch> batches;
   for (int i = 0; i < kBatches; ++i) batches.emplace_back(rank, c, number + i);
-  using Half = void (LlBatch::*)(xd_ep_group*, xd_ep_phase);
+  using Half = void (LlBatch::*)(xd_ll_group*, xd_ll_phase);
   for (const Half operation : {&LlBatch::dispatch, &LlBatch::combine}) {
-    const auto call = [&](LlBatch& batch, xd_ep_phase phase) {
+    const auto call = [&](LlBatch& batch, xd_ll_phase phase) {
       random_delay(delays);
       (batch.*operation)(group, phase);
     };
     for (std::size_t i = 0; i < kBatches; i += 2) {
       LlBatch &a = batches[i], &b = batches[i + 1];
       if (delays.one_in(3)) {
-        call(a, XD_EP_PHASE_BOTH);
-        call(b, XD_EP_PHASE_BOTH);
+        call(a, XD_LL_PHASE_BOTH);
+        call(b, XD_LL_PHASE_BOTH);
         continue;
       }
-      call(a, XD_EP_PHASE_SEND);
-      call(b, XD_EP_PHASE_SEND);
-      call(a, XD_EP_PHASE_RECEIVE);
-      call(b, XD_EP_PHASE_RECEIVE);
+      call(a, XD_LL_PHASE_SEND);
+      call(b, XD_LL_PHASE_SEND);
+      call(a, XD_LL_PHASE_RECEIVE);
+      call(b, XD_LL_PHASE_RECEIVE);
     }
   }
 }
@@ -149,7 +149,7 @@ TEST(LongRun, TenThousandLowLatencyStepsWithRandomDelays) {
   c.row_units = 2;
   on_every_rank([&](Rank& rank) {
     Random delays(static_cast<std::uint64_t>(rank.rank));
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     for (int number = 0; number < kSteps && !testing::Test::HasFailure(); number += kBatches) {
       ll_steps(rank, c, group.get(), number, delays);
     }

@@ -109,12 +109,12 @@ TEST(Allocations, OfLowLatencyStepsAreNone) {
     for (const Sent sent : {Sent::as_they_are, Sent::e8m0}) {
       LlCase own = c;
       own.sent = sent;
-      const Group group = make_group(rank, own);
+      const LlGroup group = make_group(rank, own);
       LlBatch batch(rank, own, 0);
       for (int round = 0; round < 4; ++round) {
-        for (const xd_ep_operation operation : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-          for (const xd_ep_phase phase :
-               {XD_EP_PHASE_BOTH, XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}) {
+        for (const xd_ll_operation operation : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
+          for (const xd_ll_phase phase :
+               {XD_LL_PHASE_BOTH, XD_LL_PHASE_SEND, XD_LL_PHASE_RECEIVE}) {
             const std::size_t before = allocations_of_this_thread();
             const xd_status status = batch.enqueue(group.get(), operation, phase);
             EXPECT_EQ(allocations_of_this_thread(), before)
@@ -221,8 +221,8 @@ std::vector<xd_ep_config> configs<Bulk>() {
 }
 
 template <>
-std::vector<xd_ep_config> configs<LowLatency>() {
-  std::vector<xd_ep_config> all;
+std::vector<xd_ll_config> configs<LowLatency>() {
+  std::vector<xd_ll_config> all;
   for (const int in_flight : {2, 4}) {
     LlCase c = LowLatency::plain();
     c.max_tokens = 500;

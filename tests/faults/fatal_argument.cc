@@ -16,7 +16,8 @@ constexpr std::size_t kEndBytes = 16;
 
 const Buffer& buffer_of(Batch& batch, const RankProgram& program) {
   const std::string& name = program.fatal_argument;
-  return name == "plan" ? batch.plan() : batch.field(program.operation, name).tensor->buffer();
+  return name == "plan" ? batch.plan()
+                        : batch.field(program.bulk_operation(), name).tensor->buffer();
 }
 
 }  // namespace
@@ -62,7 +63,7 @@ FatalArgument::Extent FatalArgument::extent_of(std::size_t bytes, Part part) {
 
 void FatalArgument::replace(Batch& batch, const RankProgram& program, std::byte* to) {
   if (program.fatal_argument != "plan") {
-    const Batch::Field& field = batch.field(program.operation, program.fatal_argument);
+    const Batch::Field& field = batch.field(program.bulk_operation(), program.fatal_argument);
     tensor_ = **field.slot;
     tensor_.data = to;
     *field.slot = &tensor_;

@@ -63,7 +63,7 @@ void expect_lost(Processes& ranks, int survivor, Clock::time_point since, int pe
 struct Place {
   const char* name;
   Program program;
-  xd_ep_operation operation;
+  std::int32_t operation;  // as in RankProgram
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   bool apart = false;
@@ -127,8 +127,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"combine", Program::operation, XD_EP_COMBINE},
                     Place{"combine_bwd", Program::operation, XD_EP_COMBINE_BWD},
                     Place{"dispatch_bwd", Program::operation, XD_EP_DISPATCH_BWD},
-                    Place{"ll_dispatch", Program::ll_operation, XD_EP_LL_DISPATCH},
-                    Place{"ll_combine", Program::ll_operation, XD_EP_LL_COMBINE}),
+                    Place{"ll_dispatch", Program::ll_operation, XD_LL_DISPATCH},
+                    Place{"ll_combine", Program::ll_operation, XD_LL_COMBINE}),
     kNameOfPlace);
 
 std::vector<Place> products() {
@@ -152,7 +152,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"combine", Program::operation, XD_EP_COMBINE, XD_COMM_PEER_LOSS_MASK}),
     kNameOfPlace);
 
-constexpr Place between(const char* name, xd_ep_operation operation,
+constexpr Place between(const char* name, std::int32_t operation,
                         Program program = Program::operation) {
   Place place{name, program, operation};
   place.apart = true;
@@ -164,8 +164,8 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(between("prepare", XD_EP_PREPARE), between("dispatch", XD_EP_DISPATCH),
                     between("combine", XD_EP_COMBINE), between("combine_bwd", XD_EP_COMBINE_BWD),
                     between("dispatch_bwd", XD_EP_DISPATCH_BWD),
-                    between("ll_dispatch", XD_EP_LL_DISPATCH, Program::ll_operation),
-                    between("ll_combine", XD_EP_LL_COMBINE, Program::ll_operation)),
+                    between("ll_dispatch", XD_LL_DISPATCH, Program::ll_operation),
+                    between("ll_combine", XD_LL_COMBINE, Program::ll_operation)),
     kNameOfPlace);
 
 // Any moment of a step, in microseconds: counts, rows and flags under way.

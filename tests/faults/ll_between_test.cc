@@ -17,12 +17,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
 constexpr int kRanks = 3, kMasked = 1, kTimeoutMs = 30000;
 constexpr milliseconds kAtOnce(10000);  // well below the timeout, whatever else the machine does
 const std::vector<bool> kTheMasked{false, true, false};
 
-void expect_loss(const Outcome& outcome) {
+void expect_loss(const LlOutcome& outcome) {
   EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
   EXPECT_EQ(outcome.met.rank, kMasked) << outcome.text;
   EXPECT_EQ(outcome.met.masked[0], 1u << kMasked);
@@ -30,16 +30,16 @@ void expect_loss(const Outcome& outcome) {
 
 // One rank of a group that masks, with two batches, and the operation of the test in halves.
 class Seat : public LlSeat {
-  const xd_ep_operation operation_;
+  const xd_ll_operation operation_;
 
  public:
   Echo a = batch(1), b = batch(2);
 
-  Seat(const Rank& of_rank, xd_ep_operation operation, int wait_timeout_ms)
-      : LlSeat(of_rank, echo_case(kRanks), {XD_EP_PEER_LOSS_MASK, wait_timeout_ms}),
+  Seat(const Rank& of_rank, xd_ll_operation operation, int wait_timeout_ms)
+      : LlSeat(of_rank, echo_case(kRanks), {XD_LL_PEER_LOSS_MASK, wait_timeout_ms}),
         operation_(operation) {}
 
-  bool combines() const { return operation_ == XD_EP_LL_COMBINE; }
+  bool combines() const { return operation_ == XD_LL_COMBINE; }
   void mask(bool masked) const { LlSeat::mask(kMasked, masked); }
   void good_steps(const std::vector<bool>& lost) const { LlSeat::good_steps(lost, 10, 6); }
 
@@ -48,9 +48,9 @@ class Seat : public LlSeat {
     if (combines()) ok(dispatch(batch));
   }
   void send(Echo& batch) const { ok(call(batch, operation_, kSend)); }
-  Outcome receive(Echo& batch) const {
+  LlOutcome receive(Echo& batch) const {
     const auto start = Clock::now();
-    const Outcome outcome = call(batch, operation_, kReceive);
+    const LlOutcome outcome = call(batch, operation_, kReceive);
     EXPECT_LT(Clock::now() - start, kAtOnce);
     return outcome;
   }
@@ -66,7 +66,7 @@ class Seat : public LlSeat {
 
 // All ranks do `all`. Then those that stay do `stay`, and go on without the masked one.
 template <class All, class Stay>
-void on_seats(xd_ep_operation operation, All&& all, Stay&& stay, int wait_timeout_ms = 0) {
+void on_seats(xd_ll_operation operation, All&& all, Stay&& stay, int wait_timeout_ms = 0) {
   on_thread_ranks(kRanks, kTimeoutMs, [&](Rank& rank, Comm&) {
     Seat seat(rank, operation, wait_timeout_ms);
     all(seat);
@@ -79,7 +79,7 @@ void on_seats(xd_ep_operation operation, All&& all, Stay&& stay, int wait_timeou
   });
 }
 
-class LlBetween : public testing::TestWithParam<xd_ep_operation> {};
+class LlBetween : public testing::TestWithParam<xd_ll_operation> {};
 
 TEST_P(LlBetween, ARankThatIsMaskedByHandIsWaitedForNoMore) {
   const auto all = [](Seat& seat) {
@@ -121,9 +121,9 @@ TEST_P(LlBetween, ARankThatAnotherThreadMasksIsWaitedForNoMore) {
     xd_status masked = XD_ERROR_INTERNAL;
     std::thread scheduler([&] {
       std::this_thread::sleep_for(milliseconds(50));  // mostly the wait has begun
-      masked = xd_ep_ll_mask_set(seat.group.get(), kMasked, 1, seat.rank.stream());
+      masked = xd_ll_mask_set(seat.group.get(), kMasked, 1, seat.rank.stream());
     });
-    const Outcome outcome = seat.receive(seat.a);
+    const LlOutcome outcome = seat.receive(seat.a);
     scheduler.join();
     EXPECT_EQ(masked, XD_SUCCESS);
     expect_loss(outcome);
@@ -171,9 +171,9 @@ TEST_P(LlBetween, ARankThatIsUnmaskedThereHasNoPartInTheOperation) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Calls, LlBetween, testing::Values(XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE),
-                         [](const testing::TestParamInfo<xd_ep_operation>& instance) {
-                           return instance.param == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+INSTANTIATE_TEST_SUITE_P(Calls, LlBetween, testing::Values(XD_LL_DISPATCH, XD_LL_COMBINE),
+                         [](const testing::TestParamInfo<xd_ll_operation>& instance) {
+                           return instance.param == XD_LL_DISPATCH ? "dispatch" : "combine";
                          });
 
 // The send half of a combine that is given weights waits for those of its peers, but for no masked
@@ -185,7 +185,7 @@ TEST(LlBetweenCalls, WeightsOfAMaskedRankAreNotWaitedFor) {
       batch->weigh_in_combine();
     }
   };
-  on_seats(XD_EP_LL_COMBINE, all, [](Seat& seat) {
+  on_seats(XD_LL_COMBINE, all, [](Seat& seat) {
     seat.mask(true);
     const auto start = Clock::now();
     ok(seat.combine(seat.a));
@@ -202,7 +202,7 @@ TEST(LlBetweenCalls, ALossIsToldBehindTheMistakeOfALaterSend) {
     seat.begin(seat.a);
     seat.begin(seat.b);
   };
-  on_seats(XD_EP_LL_COMBINE, all, [](Seat& seat) {
+  on_seats(XD_LL_COMBINE, all, [](Seat& seat) {
     seat.send(seat.a);
     std::vector<std::byte> damaged = seat.b.plan().read();
     damaged[24] ^= std::byte{0x40};

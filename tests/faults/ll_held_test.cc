@@ -88,7 +88,7 @@ class LlHeld : public testing::Test {
 
 // Its header has come, and its sums do not. When it goes on it finds what the others had sent.
 TEST_F(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
-  on_ranks({XD_EP_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
+  on_ranks({XD_LL_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
     seat.good_steps(nobody(kRanks), 0, 1);
     ok(seat.dispatch(met));
     std::vector<bool> lost = nobody(kRanks);
@@ -101,7 +101,7 @@ TEST_F(LlHeld, RankBetweenHeaderAndSumsIsLeftOutOfTheSums) {
       EXPECT_TRUE(rows_.gate().wait_for_thread(kLimit));
       lost[kHeld] = true;
       const auto start = Clock::now();
-      const Outcome outcome = seat.combine(met);
+      const LlOutcome outcome = seat.combine(met);
       EXPECT_GE(Clock::now() - start, milliseconds(kTimeoutMs - 50));
       EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
       EXPECT_EQ(outcome.met.rank, kHeld) << outcome.text;
@@ -126,13 +126,13 @@ TEST_F(LlHeld, RankBetweenHeaderAndSumsIsWaitedForNoLongerThanTheTimeout) {
     } else {
       EXPECT_TRUE(rows_.gate().wait_for_thread(kLimit));
     }
-    const Outcome outcome = seat.combine(met);
+    const LlOutcome outcome = seat.combine(met);
     // The held rank finds all that it needs, and may end before it looks at errors.
     EXPECT_TRUE(seat.rank.rank == kHeld || outcome == XD_ERROR_TIMEOUT) << outcome.text;
     const xd_error_info info = comm_error(seat.rank.comm);
     EXPECT_EQ(info.status, XD_ERROR_TIMEOUT);
     EXPECT_EQ(info.phase, XD_PHASE_ROWS) << info.text;
-    EXPECT_EQ(info.operation, XD_EP_LL_COMBINE);
+    EXPECT_EQ(info.operation, XD_LL_COMBINE);
     EXPECT_EQ(info.peer, kHeld);
     if (seat.rank.rank == kHeld) return;
     all_others_.arrive_and_wait();
@@ -143,13 +143,13 @@ TEST_F(LlHeld, RankBetweenHeaderAndSumsIsWaitedForNoLongerThanTheTimeout) {
 // It stands still while it takes what has come; the others leave it out, go on, and store other
 // rows where it was to read. Those that it has not read count, and are zero.
 TEST_F(LlHeld, RankThatReadsTooLateHasZerosForRowsThatAreGone) {
-  on_ranks({XD_EP_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
+  on_ranks({XD_LL_PEER_LOSS_MASK, kTimeoutMs}, [&](const LlSeat& seat, Echo& met) {
     seat.good_steps(nobody(kRanks), 0, 1);
     std::vector<bool> lost = nobody(kRanks);
     if (seat.rank.rank == kHeld) {
       rows_.use_for(met);
       rows_.gate().close();
-      const Outcome outcome = seat.dispatch(met);
+      const LlOutcome outcome = seat.dispatch(met);
       EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
       EXPECT_EQ(outcome.met.rank, 0) << outcome.text;
       EXPECT_EQ(outcome.met.masked[0], 0b101u);

@@ -9,7 +9,7 @@
 namespace xd::test {
 namespace {
 
-constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
 
 bool any(const std::vector<bool>& flags) {
   return std::ranges::any_of(flags, [](bool flag) { return flag; });
@@ -20,7 +20,7 @@ class MaskedRun : private LlSeat {
  public:
   MaskedRun(const RankProgram& program, const Rank& of_rank, const Talk& talk)
       : LlSeat(of_rank, echo_case(program.num_ranks),
-               {XD_EP_PEER_LOSS_MASK, program.wait_timeout_ms}),
+               {XD_LL_PEER_LOSS_MASK, program.wait_timeout_ms}),
         talk_(talk),
         lost_(nobody(program.num_ranks)) {}
 
@@ -47,9 +47,9 @@ class MaskedRun : private LlSeat {
   std::string step(int number) {
     Echo batch(rank, c, number);
     bool unsure = false;
-    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+    for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
       const bool halves = number % 3 == 0;
-      Outcome outcome = call(batch, kind, halves ? kSend : XD_EP_PHASE_BOTH);
+      LlOutcome outcome = call(batch, kind, halves ? kSend : XD_LL_PHASE_BOTH);
       unsure = note(outcome) || unsure;
       if (halves && accepted(outcome)) {
         outcome = call(batch, kind, kReceive);
@@ -65,12 +65,12 @@ class MaskedRun : private LlSeat {
     return batch.wrong(lost_, unsure);
   }
 
-  static bool accepted(const Outcome& outcome) {
+  static bool accepted(const LlOutcome& outcome) {
     return outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST;
   }
 
   // True if the operation has met a loss. The first is reported.
-  bool note(const Outcome& outcome) {
+  bool note(const LlOutcome& outcome) {
     if (outcome != XD_ERROR_PEER_LOST) return false;
     if (!any(lost_)) {
       std::ostringstream line;
@@ -90,17 +90,17 @@ class MaskedRun : private LlSeat {
 
 }  // namespace
 
-Outcome run_ll_steps(const LlSeat& seat) {
+LlOutcome run_ll_steps(const LlSeat& seat) {
   for (int number = 0;; number += 2) {
     Echo a = seat.batch(number), b = seat.batch(number + 1);
-    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-      for (const xd_ep_phase phase : {kSend, kReceive}) {
+    for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
+      for (const xd_ll_phase phase : {kSend, kReceive}) {
         for (Echo* batch : {&a, &b}) {
-          const Outcome outcome = seat.call(*batch, kind, phase);
+          const LlOutcome outcome = seat.call(*batch, kind, phase);
           if (outcome != XD_SUCCESS) return outcome;
         }
       }
-      const Outcome outcome = seat.call(a, kind);
+      const LlOutcome outcome = seat.call(a, kind);
       if (outcome != XD_SUCCESS) return outcome;
     }
   }

@@ -11,7 +11,7 @@
 namespace xd::test {
 
 // Steps, whole and in halves, until one fails.
-Outcome run_ll_steps(const LlSeat& seat);
+LlOutcome run_ll_steps(const LlSeat& seat);
 
 // How a rank talks with the test.
 struct Talk {

@@ -19,7 +19,7 @@ class LlSeat {
  public:
   const Rank rank;
   const LlCase c;
-  const Group group;
+  const LlGroup group;
 
   // Makes the group. Collective.
   LlSeat(const Rank& of_rank, const LlCase& of_case, const EchoGroup& how = {})
@@ -27,19 +27,20 @@ class LlSeat {
 
   Echo batch(int number) const { return Echo(rank, c, number); }
   // These return when the operation has ended, and say how.
-  Outcome end_of(xd_status called) const { return finish(rank, group.get(), called); }
-  Outcome call(Echo& batch, xd_ep_operation operation, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
+  LlOutcome end_of(xd_status called) const { return finish(rank, group.get(), called); }
+  LlOutcome call(Echo& batch, xd_ll_operation operation,
+                 xd_ll_phase phase = XD_LL_PHASE_BOTH) const {
     return end_of(batch.call(group.get(), operation, phase));
   }
-  Outcome dispatch(Echo& batch, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
-    return call(batch, XD_EP_LL_DISPATCH, phase);
+  LlOutcome dispatch(Echo& batch, xd_ll_phase phase = XD_LL_PHASE_BOTH) const {
+    return call(batch, XD_LL_DISPATCH, phase);
   }
-  Outcome combine(Echo& batch, xd_ep_phase phase = XD_EP_PHASE_BOTH) const {
-    return call(batch, XD_EP_LL_COMBINE, phase);
+  LlOutcome combine(Echo& batch, xd_ll_phase phase = XD_LL_PHASE_BOTH) const {
+    return call(batch, XD_LL_COMBINE, phase);
   }
-  Outcome reset() const { return end_of(xd_ep_ll_reset(group.get(), rank.stream())); }
+  LlOutcome reset() const { return end_of(xd_ll_reset(group.get(), rank.stream())); }
   void mask(int other, bool masked) const {
-    ok(xd_ep_ll_mask_set(group.get(), other, masked ? 1 : 0, rank.stream()));
+    ok(xd_ll_mask_set(group.get(), other, masked ? 1 : 0, rank.stream()));
   }
 
   // dispatch and combine of batches, which give what the ranks that are not `lost` sent.

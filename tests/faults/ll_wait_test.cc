@@ -14,7 +14,7 @@
 namespace xd::test {
 namespace {
 
-constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
 
 // ---- Groups that a loss finishes ----------------------------------------------------------------
 
@@ -50,7 +50,7 @@ TEST(LlWaits, OfASendForAPlaceThatAPeerHasNotFreedEndInTime) {
       for (Echo* batch : {&a, &b}) ok(seat.dispatch(*batch, kReceive));
     }
     const auto start = Clock::now();
-    const Outcome outcome = seat.dispatch(has_more ? e : d, kSend);
+    const LlOutcome outcome = seat.dispatch(has_more ? e : d, kSend);
     EXPECT_EQ(outcome, XD_ERROR_TIMEOUT);
     expect_timed_out(start);
     const xd_error_info info = comm_error(rank.comm);
@@ -80,7 +80,7 @@ TEST(LlWaits, EndWithTheTimeoutOfTheirGroup) {
 
 struct Moment {
   const char* name;
-  xd_ep_operation operation;
+  xd_ll_operation operation;
   bool halves;
 };
 void PrintTo(const Moment& moment, std::ostream* out) { *out << moment.name; }
@@ -93,7 +93,7 @@ class LlStuck : public testing::TestWithParam<Moment> {
   const LlCase c_ = echo_case(kRanks);
 
   // The first operation without the rank, on the others.
-  static void expect_loss(const Rank& rank, const Outcome& outcome, Clock::duration took) {
+  static void expect_loss(const Rank& rank, const LlOutcome& outcome, Clock::duration took) {
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, kStuck) << outcome.text;
     EXPECT_EQ(outcome.met.masked[0], 1u << kStuck);
@@ -109,9 +109,9 @@ class LlStuck : public testing::TestWithParam<Moment> {
     constexpr int kMostSteps = 8;
     for (int number = 2000; number < 2000 + kMostSteps; ++number) {
       Echo step = seat.batch(number);
-      for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+      for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
         const auto start = Clock::now();
-        const Outcome outcome = seat.call(step, kind);
+        const LlOutcome outcome = seat.call(step, kind);
         EXPECT_LT(Clock::now() - start, milliseconds(kTimeoutMs) + kLimit);
         EXPECT_TRUE(outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST ||
                     outcome == XD_ERROR_MISMATCH)
@@ -124,13 +124,13 @@ class LlStuck : public testing::TestWithParam<Moment> {
 
 TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlSeat seat(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c_, {XD_LL_PEER_LOSS_MASK, kTimeoutMs});
     std::vector<bool> lost = nobody(kRanks);
     seat.good_steps(lost, 0, 3);
-    const xd_ep_operation kind = GetParam().operation;
+    const xd_ll_operation kind = GetParam().operation;
     const bool halves = GetParam().halves;
     Echo met = seat.batch(3);
-    if (kind == XD_EP_LL_COMBINE) ok(seat.dispatch(met));
+    if (kind == XD_LL_COMBINE) ok(seat.dispatch(met));
     if (rank.rank == kStuck) {
       ok(xd_comm_barrier(rank.comm));
       come_to_know(seat);
@@ -139,10 +139,10 @@ TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
     } else {
       const auto start = Clock::now();
       if (halves) ok(seat.call(met, kind, kSend));
-      const Outcome outcome = seat.call(met, kind, halves ? kReceive : XD_EP_PHASE_BOTH);
+      const LlOutcome outcome = seat.call(met, kind, halves ? kReceive : XD_LL_PHASE_BOTH);
       expect_loss(rank, outcome, Clock::now() - start);
       lost[kStuck] = true;
-      if (kind == XD_EP_LL_DISPATCH) {
+      if (kind == XD_LL_DISPATCH) {
         EXPECT_EQ(met.rows_by_source(), met.expected_rows(lost));
         ok(seat.combine(met));
       }
@@ -157,18 +157,18 @@ TEST_P(LlStuck, RankIsLeftOutByAllAndComesBack) {
 // It has done its part of an operation, and stays away from the next: that one's results are whole.
 TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlSeat seat(rank, c_, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c_, {XD_LL_PEER_LOSS_MASK, kTimeoutMs});
     const std::vector<bool> none = nobody(kRanks), lost{false, true, false};
-    const xd_ep_operation kind = GetParam().operation;
+    const xd_ll_operation kind = GetParam().operation;
     Echo met = seat.batch(3);
-    if (kind == XD_EP_LL_COMBINE) ok(seat.dispatch(met));
+    if (kind == XD_LL_COMBINE) ok(seat.dispatch(met));
     if (rank.rank == kStuck) {
       ok(seat.call(met, kind, kSend));
       ok(xd_comm_barrier(rank.comm));
       return;
     }
     ok(seat.call(met, kind));
-    if (kind == XD_EP_LL_DISPATCH) {
+    if (kind == XD_LL_DISPATCH) {
       EXPECT_EQ(met.rows_by_source(), met.expected_rows(none));
       EXPECT_EQ(seat.combine(met), XD_ERROR_PEER_LOST);
       EXPECT_EQ(met.wrong(lost), "");
@@ -185,10 +185,10 @@ TEST_P(LlStuck, RankThatHasSentIsWaitedForNoMore) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Calls, LlStuck,
-                         testing::Values(Moment{"dispatch", XD_EP_LL_DISPATCH, false},
-                                         Moment{"receive_of_dispatch", XD_EP_LL_DISPATCH, true},
-                                         Moment{"combine", XD_EP_LL_COMBINE, false},
-                                         Moment{"receive_of_combine", XD_EP_LL_COMBINE, true}),
+                         testing::Values(Moment{"dispatch", XD_LL_DISPATCH, false},
+                                         Moment{"receive_of_dispatch", XD_LL_DISPATCH, true},
+                                         Moment{"combine", XD_LL_COMBINE, false},
+                                         Moment{"receive_of_combine", XD_LL_COMBINE, true}),
                          [](const testing::TestParamInfo<Moment>& instance) {
                            return std::string(instance.param.name);
                          });
@@ -198,7 +198,7 @@ TEST(LlMasks, AreTheirGroupsOwn) {
   constexpr int kTimeoutMs = 300;
   const LlCase c = echo_case(2);
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlSeat first(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs}), second(rank, c);
+    const LlSeat first(rank, c, {XD_LL_PEER_LOSS_MASK, kTimeoutMs}), second(rank, c);
     if (rank.rank == 0) {
       Echo step = first.batch(0);
       EXPECT_EQ(first.dispatch(step), XD_ERROR_PEER_LOST);
@@ -214,12 +214,12 @@ TEST(LlMasks, OfSeveralRanksTakeOneTimeout) {
   constexpr int kTimeoutMs = 1000, kRanks = 4;
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlSeat seat(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c, {XD_LL_PEER_LOSS_MASK, kTimeoutMs});
     seat.good_steps(nobody(kRanks), 0, 1);
     if (rank.rank > 0) return ok(xd_comm_barrier(rank.comm));
     Echo step = seat.batch(1);
     const auto start = Clock::now();
-    const Outcome outcome = seat.dispatch(step);
+    const LlOutcome outcome = seat.dispatch(step);
     EXPECT_LT(Clock::now() - start, milliseconds(2 * kTimeoutMs));
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, 1);
@@ -235,13 +235,13 @@ TEST(LlMasks, OfRanksThatMissTheResetAreMadeByIt) {
   constexpr int kTimeoutMs = 500, kRanks = 3;
   const LlCase c = echo_case(kRanks);
   on_thread_ranks(kRanks, kLongTimeoutMs, [&](Rank& rank, Comm&) {
-    const LlSeat seat(rank, c, {XD_EP_PEER_LOSS_MASK, kTimeoutMs});
+    const LlSeat seat(rank, c, {XD_LL_PEER_LOSS_MASK, kTimeoutMs});
     seat.good_steps(nobody(kRanks), 0, 1);
     if (rank.rank == 2) return ok(xd_comm_barrier(rank.comm));
-    const Outcome outcome = seat.reset();
+    const LlOutcome outcome = seat.reset();
     EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
     EXPECT_EQ(outcome.met.rank, 2);
-    EXPECT_EQ(outcome.met.operation, XD_EP_LL_RESET);
+    EXPECT_EQ(outcome.met.operation, XD_LL_RESET);
     seat.good_steps({false, false, true}, 1, 3);
     ok(xd_comm_barrier(rank.comm));
   });

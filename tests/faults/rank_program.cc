@@ -163,7 +163,7 @@ class RankRun {
     ok(xd_mem_free(comm_.get(), memory));
     say_lost();
     wait_for_go();  // the end of a rank that has gone on would be another loss
-    const Outcome outcome = batch.call(group_.get(), program_.operation);
+    const Outcome outcome = batch.call(group_.get(), program_.bulk_operation());
     report(outcome.status, outcome.text, false);
     return outcome.status;
   }
@@ -189,8 +189,8 @@ class RankRun {
     Outcome outcome{};
     if (program_.program == Program::operation) {
       for (int i = 0; i < program_.calls && outcome == XD_SUCCESS; ++i) {
-        outcome = batch.call(group_.get(), program_.operation);
-        report(outcome.status, outcome.text, !batch.untouched(program_.operation));
+        outcome = batch.call(group_.get(), program_.bulk_operation());
+        report(outcome.status, outcome.text, !batch.untouched(program_.bulk_operation()));
       }
     } else if (program_.program == Program::replays) {
       outcome = replay(batch);
@@ -213,12 +213,13 @@ class RankRun {
     ok(seat.dispatch(batch));
     ok(seat.combine(batch));
     wait_for_go();
-    const Outcome outcome = program_.program == Program::ll_operation
-                                ? seat.call(batch, program_.operation)
-                                : run_ll_steps(seat);
+    const LlOutcome outcome =
+        program_.program == Program::ll_operation
+            ? seat.call(batch, static_cast<xd_ll_operation>(program_.operation))
+            : run_ll_steps(seat);
     report(outcome.status, outcome.text, false);
     if (outcome == XD_SUCCESS) return XD_SUCCESS;
-    const Outcome later = seat.combine(batch);
+    const LlOutcome later = seat.combine(batch);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
   }
@@ -288,7 +289,7 @@ class RankRun {
     ::signal(SIGSEGV, SIG_DFL);
     ::prctl(PR_SET_DUMPABLE, 0);
     const FatalArgument argument(batch, program_);
-    static_cast<void>(batch.call(group_.get(), program_.operation));
+    static_cast<void>(batch.call(group_.get(), program_.bulk_operation()));
     throw std::runtime_error("the victim lives");
   }
 

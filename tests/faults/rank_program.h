@@ -58,7 +58,8 @@ void set_executor(const std::string& name);
 // Settings that pass from the test to a rank's process as bytes.
 struct RankSettings {
   Program program = Program::operation;
-  xd_ep_operation operation = XD_EP_PREPARE;
+  std::int32_t operation = XD_EP_PREPARE;  // an xd_ep_operation or xd_ll_operation
+  xd_ep_operation bulk_operation() const { return static_cast<xd_ep_operation>(operation); }
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   int num_ranks = 1;
   int calls = 1;  // calls of the operation, while they succeed

@@ -62,24 +62,24 @@ class BulkWaiter final : public Waiter {
 
 class LowLatencyWaiter final : public Waiter {
  public:
-  LowLatencyWaiter(const Rank& rank, xd_ep_operation operation, bool halves)
+  LowLatencyWaiter(const Rank& rank, xd_ll_operation operation, bool halves)
       : seat_(rank, echo_case(rank.num_ranks)),
         operation_(operation),
         halves_(halves),
         step_(std::in_place, seat_.rank, seat_.c, 1) {
     seat_.good_steps(nobody(rank.num_ranks), 0, 1);
-    if (operation_ == XD_EP_LL_COMBINE) ok(seat_.dispatch(*step_));
+    if (operation_ == XD_LL_COMBINE) ok(seat_.dispatch(*step_));
   }
   CallEnd call() override {
     if (!halves_) return call_whole();
-    ok(seat_.call(*step_, operation_, XD_EP_PHASE_SEND));
-    return told(seat_.call(*step_, operation_, XD_EP_PHASE_RECEIVE));
+    ok(seat_.call(*step_, operation_, XD_LL_PHASE_SEND));
+    return told(seat_.call(*step_, operation_, XD_LL_PHASE_RECEIVE));
   }
   CallEnd call_whole() override { return told(seat_.call(*step_, operation_)); }
   std::unique_ptr<Waiter> beside(Memory&) override { return nullptr; }  // several may be in flight
   void expect_finished(xd_status status) override {
-    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-      for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}) {
+    for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
+      for (const xd_ll_phase phase : {XD_LL_PHASE_BOTH, XD_LL_PHASE_SEND, XD_LL_PHASE_RECEIVE}) {
         EXPECT_EQ(step_->call(seat_.group.get(), kind, phase), status) << xd_last_error();
       }
     }
@@ -87,10 +87,10 @@ class LowLatencyWaiter final : public Waiter {
   void free_arguments() override { step_.reset(); }
 
  private:
-  static CallEnd told(Outcome end) { return {end.status, std::move(end.text)}; }
+  static CallEnd told(LlOutcome end) { return {end.status, std::move(end.text)}; }
 
   const LlSeat seat_;
-  const xd_ep_operation operation_;
+  const xd_ll_operation operation_;
   const bool halves_;
   std::optional<Echo> step_;
 };
@@ -159,9 +159,9 @@ std::vector<Waiting> bulk_waits() {
 
 std::vector<Waiting> low_latency_waits() {
   std::vector<Waiting> all;
-  for (const xd_ep_operation operation : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+  for (const xd_ll_operation operation : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
     for (const bool halves : {false, true}) {
-      const std::string name = operation == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+      const std::string name = operation == XD_LL_DISPATCH ? "dispatch" : "combine";
       all.push_back({halves ? "receive_of_" + name : name, operation, "ll_" + name, false,
                      [operation, halves](const Rank& rank) {
                        return std::make_unique<LowLatencyWaiter>(rank, operation, halves);

@@ -82,31 +82,31 @@ class RowsVictim final : public Victim {
   Batch batch_;
 };
 
-// EXPERT_SLOTS. In halves, the sums of this rank's own tokens go where the plan's items say.
+// Low latency. In halves, the sums of this rank's own tokens go where the plan's items say.
 class SlotsVictim final : public Victim {
  public:
   explicit SlotsVictim(const Rank& rank)
       : case_(plain_ll_case(1)), group_(make_group(rank, case_)), batch_(rank, case_, 0) {
-    ok(batch_.call(group_.get(), XD_EP_LL_DISPATCH));
+    ok(batch_.call(group_.get(), XD_LL_DISPATCH));
     good_ = batch_.plan().read();
   }
   void use(const Buffer& plan) override {
     batch_.use_plan(plan);
-    combine(XD_EP_PHASE_BOTH);
-    if (combine(XD_EP_PHASE_SEND)) combine(XD_EP_PHASE_RECEIVE);
+    combine(XD_LL_PHASE_BOTH);
+    if (combine(XD_LL_PHASE_SEND)) combine(XD_LL_PHASE_RECEIVE);
     batch_.use_plan(batch_.plan());
-    if (!combine(XD_EP_PHASE_BOTH)) crash("good plan");
+    if (!combine(XD_LL_PHASE_BOTH)) crash("good plan");
   }
 
  private:
-  bool combine(xd_ep_phase phase) {
-    const xd_status status = batch_.call(group_.get(), XD_EP_LL_COMBINE, phase).status;
+  bool combine(xd_ll_phase phase) {
+    const xd_status status = batch_.call(group_.get(), XD_LL_COMBINE, phase).status;
     if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT})) crash("combine");
     return status == XD_SUCCESS;
   }
 
   const LlCase case_;
-  const Group group_;
+  const LlGroup group_;
   LlBatch batch_;
 };
 
@@ -145,7 +145,12 @@ class OneRank {
     plan.write(bytes);
     xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
     const xd_status status = xd_ep_plan_get_info(plan.data(), plan.bytes(), &info);
-    if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT})) crash("plan_get_info");
+    xd_ll_plan_info ll_info = XD_LL_PLAN_INFO_INIT;
+    const xd_status ll_status = xd_ll_plan_get_info(plan.data(), plan.bytes(), &ll_info);
+    if (!is_one_of(status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT}) ||
+        !is_one_of(ll_status, {XD_SUCCESS, XD_ERROR_INVALID_ARGUMENT})) {
+      crash("plan_get_info");
+    }
     victim.use(plan);
     if (!plan.guards_intact()) crash("write beside the plan");
   }

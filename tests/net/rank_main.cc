@@ -4,8 +4,8 @@
 //   XD_TEST_FOLDER   the ranks meet by an all-gather over files in this folder instead
 //   XD_TEST_WHEN_MET  die, or wait for half a second, between that and connecting
 //   XD_TEST_TIMEOUT_MS, XD_TEST_SILENCE_MS, XD_TEST_HOST, XD_TEST_MASK (1: losses are masked)
-#include <crossdock/ep.h>
 #include <crossdock/gemm.h>
+#include <crossdock/low_latency.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -229,17 +229,16 @@ class RankMain {
 
   // A group of a kind that is not there between machines.
   std::string masks() {
-    xd_ep_config config = XD_EP_CONFIG_INIT;
+    xd_ll_config config = XD_LL_CONFIG_INIT;
     config.num_ranks = number("WORLD_SIZE", 1);
     config.num_experts = 8 * config.num_ranks;
     config.max_topk = 2;
     config.hidden = 64;
     config.max_tokens_per_rank = 8;
-    config.layout = XD_EP_EXPERT_SLOTS;
-    config.on_peer_loss = XD_EP_PEER_LOSS_MASK;
-    xd_ep_group* made = nullptr;
-    const xd_status status = xd_ep_group_create(comm_, &config, &made);
-    xd_ep_group_destroy(made);
+    config.on_peer_loss = XD_LL_PEER_LOSS_MASK;
+    xd_ll_group* made = nullptr;
+    const xd_status status = xd_ll_group_create(comm_, &config, &made);
+    xd_ll_group_destroy(made);
     return outcome(status);
   }
 

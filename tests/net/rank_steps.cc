@@ -41,12 +41,12 @@ std::string slot_steps(const Rank& rank, int count) {
   LlCase c = echo_case(rank.num_ranks);
   c.max_tokens = 24;
   c.row_units = 128;
-  const Group group = make_group(rank, c);
+  const LlGroup group = make_group(rank, c);
   const std::vector<bool> nobody(static_cast<std::size_t>(rank.num_ranks));
   return in_order(count, [&](int number) {
     Echo batch(rank, c, number);
-    ok(batch.dispatch(group.get(), XD_EP_PHASE_SEND));
-    ok(batch.dispatch(group.get(), XD_EP_PHASE_RECEIVE));
+    ok(batch.dispatch(group.get(), XD_LL_PHASE_SEND));
+    ok(batch.dispatch(group.get(), XD_LL_PHASE_RECEIVE));
     EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(nobody));
     ok(batch.combine(group.get()));
     EXPECT_EQ(batch.wrong(nobody), "");

@@ -34,6 +34,11 @@ struct DestroyGroup {
 };
 using Group = std::unique_ptr<xd_ep_group, DestroyGroup>;
 
+struct DestroyLlGroup {
+  void operator()(xd_ll_group* group) const { xd_ll_group_destroy(group); }
+};
+using LlGroup = std::unique_ptr<xd_ll_group, DestroyLlGroup>;
+
 struct DestroyGemmContext {
   void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
 };
@@ -49,6 +54,12 @@ inline Group make_group(xd_comm* comm, const xd_ep_config& config) {
   xd_ep_group* group = nullptr;
   ok(xd_ep_group_create(comm, &config, &group));
   return Group(group);
+}
+
+inline LlGroup make_group(xd_comm* comm, const xd_ll_config& config) {
+  xd_ll_group* group = nullptr;
+  ok(xd_ll_group_create(comm, &config, &group));
+  return LlGroup(group);
 }
 
 inline GemmContext make_context(xd_comm* comm, const xd_gemm_config& config) {
@@ -70,6 +81,12 @@ inline xd_ep_status group_status(xd_ep_group* group) {
   return status;
 }
 
+inline xd_ll_status group_status(xd_ll_group* group) {
+  xd_ll_status status = XD_LL_STATUS_INIT;
+  ok(xd_ll_group_status(group, &status));
+  return status;
+}
+
 inline xd_gemm_status context_status(xd_gemm_context* context) {
   xd_gemm_status status = XD_GEMM_STATUS_INIT;
   ok(xd_gemm_context_status(context, &status));
@@ -80,6 +97,12 @@ inline xd_gemm_status context_status(xd_gemm_context* context) {
 inline xd_ep_status last_ep_error() {
   xd_ep_status status = XD_EP_STATUS_INIT;
   ok(xd_ep_last_error(&status));
+  return status;
+}
+
+inline xd_ll_status last_ll_error() {
+  xd_ll_status status = XD_LL_STATUS_INIT;
+  ok(xd_ll_last_error(&status));
   return status;
 }
 

@@ -33,10 +33,15 @@ OutcomeOf<Status> finish_with(const Rank& rank, xd_status called, const Status& 
 }  // namespace
 
 void PrintTo(const Outcome& outcome, std::ostream* out) { print(outcome, *out); }
+void PrintTo(const LlOutcome& outcome, std::ostream* out) { print(outcome, *out); }
 void PrintTo(const GemmOutcome& outcome, std::ostream* out) { print(outcome, *out); }
 
 Outcome finish(const Rank& rank, xd_ep_group* group, xd_status called) {
   return finish_with(rank, called, last_ep_error(), [&] { return group_status(group); });
+}
+
+LlOutcome finish(const Rank& rank, xd_ll_group* group, xd_status called) {
+  return finish_with(rank, called, last_ll_error(), [&] { return group_status(group); });
 }
 
 GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called) {

@@ -8,7 +8,7 @@
 
 namespace xd::test {
 
-// `Status`: xd_ep_status or xd_gemm_status.
+// `Status`: xd_ep_status, xd_ll_status or xd_gemm_status.
 template <class Status>
 struct OutcomeOf {
   xd_status status;
@@ -20,9 +20,11 @@ struct OutcomeOf {
   bool operator==(xd_status other) const { return status == other; }
 };
 using Outcome = OutcomeOf<xd_ep_status>;
+using LlOutcome = OutcomeOf<xd_ll_status>;
 using GemmOutcome = OutcomeOf<xd_gemm_status>;
 
 void PrintTo(const Outcome& outcome, std::ostream* out);  // for GoogleTest
+void PrintTo(const LlOutcome& outcome, std::ostream* out);
 void PrintTo(const GemmOutcome& outcome, std::ostream* out);
 
 // Waits for the operation whose call has returned `called`, and asks how it ended: where operations
@@ -30,6 +32,7 @@ void PrintTo(const GemmOutcome& outcome, std::ostream* out);
 // group or context, and so clears it. Call it once for several operations that were enqueued in a
 // row.
 Outcome finish(const Rank& rank, xd_ep_group* group, xd_status called);
+LlOutcome finish(const Rank& rank, xd_ll_group* group, xd_status called);
 GemmOutcome finish(const Rank& rank, xd_gemm_context* context, xd_status called);
 
 template <class Status>

@@ -132,6 +132,12 @@ Buffer make_plan(const Rank& rank, const xd_ep_config& config) {
   return Buffer(rank, bytes, Place::ordinary);
 }
 
+Buffer make_plan(const Rank& rank, const xd_ll_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ll_plan_size(&config, &bytes));
+  return Buffer(rank, bytes, Place::ordinary);
+}
+
 Tensor::Tensor(const Rank& rank, DLDataType type, std::vector<std::int64_t> shape, Place place,
                Spread spread)
     : type_(type),

@@ -65,6 +65,7 @@ class Buffer {
 
 // Memory for a plan of a group with this config.
 Buffer make_plan(const Rank& rank, const xd_ep_config& config);
+Buffer make_plan(const Rank& rank, const xd_ll_config& config);
 
 // Sets the plan in an operation's arguments.
 template <class Args>

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "ep/family.h"
+#include "ep/bulk/family.h"
 
 namespace xd::ep {
 namespace {

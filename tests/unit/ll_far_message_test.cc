@@ -1,4 +1,4 @@
-// Messages between machines in EXPERT_SLOTS: how long they may be, and which are refused.
+// Messages between machines in low latency: how long they may be, and which are refused.
 #include "ep/slots/message.h"
 
 #include <gtest/gtest.h>
@@ -14,15 +14,14 @@ namespace {
 using test::error_of;
 using test::expect_error;
 
-Config config_of(int tokens, int topk, int hidden) {
-  xd_ep_config user XD_EP_CONFIG_INIT;
+LlConfig config_of(int tokens, int topk, int hidden) {
+  xd_ll_config user XD_LL_CONFIG_INIT;
   user.num_ranks = 4;
   user.num_experts = 8;
-  user.layout = XD_EP_EXPERT_SLOTS;
   user.max_topk = topk;
   user.max_tokens_per_rank = tokens;
   user.hidden = hidden;
-  return read_config(&user, 0);
+  return read_ll_config(&user, 0);
 }
 
 std::vector<std::byte> message_of(const LlFarHeader& header, std::size_t body) {

@@ -1,4 +1,4 @@
-// Plans of EXPERT_SLOTS as bytes, and the arithmetic beside them.
+// Plans of low latency as bytes, and the arithmetic beside them.
 #include "ep/slots/plan.h"
 
 #include <gtest/gtest.h>
@@ -17,15 +17,14 @@ namespace {
 
 constexpr std::size_t kAligned = 16;
 
-Config config_of(xd_ep_layout layout) {
-  xd_ep_config user XD_EP_CONFIG_INIT;
+LlConfig config_of_rank_1() {
+  xd_ll_config user XD_LL_CONFIG_INIT;
   user.num_ranks = 3;
   user.num_experts = 6;
   user.max_topk = 5;
   user.max_tokens_per_rank = 7;
   user.hidden = 16;
-  user.layout = layout;
-  Config config = read_config(&user, 0);
+  LlConfig config = read_ll_config(&user, 0);
   config.local_experts = config.map().local_experts(1);
   return config;
 }
@@ -41,11 +40,11 @@ class Plan {
     h.local_experts = config_.local_experts;
     h.tokens = 2;
     h.topk = 3;
-    h.layout = XD_EP_EXPERT_SLOTS;
+    h.layout = kSlotsLayout;
     h.alignment = 1;
     h.overflow_rank = h.bad_id_rank = -1;
     h.list_rows = 4;
-    h.capacity = config_.capacity;
+    h.capacity = slots_per_expert(config_);
     const LlPlanMap map = ll_map_of(h);
     bytes_ = map.end;
     words_.resize(bytes_ / kAligned);
@@ -60,18 +59,17 @@ class Plan {
   }
   std::byte* data() { return reinterpret_cast<std::byte*>(words_.data()); }
   std::size_t bytes() const { return bytes_; }
-  const Config& config() const { return config_; }
+  const LlConfig& config() const { return config_; }
   std::string refusal(std::size_t bytes) {
-    return test::refusal_of([&] {
-      LlPlanView::open(data(), bytes).require_binding({1, &config_, 0});
-    });
+    return test::refusal_of(
+        [&] { LlPlanView::open(data(), bytes).require_binding(terms_of(config_, 1, 0)); });
   }
 
  private:
   struct alignas(kAligned) Word {
     std::byte bytes[kAligned];
   };
-  Config config_ = config_of(XD_EP_EXPERT_SLOTS);
+  LlConfig config_ = config_of_rank_1();
   std::size_t bytes_ = 0;
   std::vector<Word> words_;
 };
@@ -106,14 +104,10 @@ TEST(LlPlanTest, DamageInFrontOfTheItemsIsFound) {
   test::expect_words(plan.refusal(plan.bytes() - 1), {"cut short"});
 }
 
-TEST(LlPlanTest, IsRefusedInGroupsOfOtherLayoutsByName) {
+TEST(LlPlanTest, IsNoPlanOfPrepare) {
   Plan plan;
-  const Config other = config_of(XD_EP_EXPERT_MAJOR);
-  const PlanView view = PlanView::open(plan.data(), plan.bytes());
-  test::expect_error(test::error_of([&] {
-                       view.require_binding({1, &other, 0});
-                     }),
-                     XD_ERROR_INVALID_ARGUMENT, "layout = 2");
+  test::expect_error(test::error_of([&] { PlanView::open(plan.data(), plan.bytes()); }),
+                     XD_ERROR_INVALID_ARGUMENT, "made by xd_ll_dispatch");
 }
 
 TEST(RankBitsTest, CountLikeTheirBits) {

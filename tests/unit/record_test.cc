@@ -6,7 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "ep/family.h"
+#include "ep/bulk/family.h"
+#include "ep/slots/family.h"
 #include "turn/remote_address.h"
 
 namespace xd::ep {
@@ -66,6 +67,14 @@ TEST(RecordTest, WhatMustBeEqualIsToldInWordsAndNothingElseIsCompared) {
     EXPECT_EQ(found.status, XD_ERROR_MISMATCH);
     EXPECT_EQ(found.text.find(std::string("ranks disagree; rank 2: ") + c.text), 0u) << found.text;
   }
+}
+
+TEST(LlRecordTest, WeightsThatOneRankAloneHasAreCalledSo) {
+  LlRecord mine, theirs;
+  mine.call.operation = theirs.call.operation = XD_LL_DISPATCH;
+  theirs.flags = kWeighted;
+  EXPECT_EQ(turn::difference<LlFamily>(mine, theirs), "with weights, here without");
+  EXPECT_EQ(turn::difference<LlFamily>(theirs, mine), "without weights, here with them");
 }
 
 TEST(RemoteAddressTest, LeadsOnlyToWhereAllBytesAre) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from crossdock._config import EpConfig
+from crossdock._config import LowLatencyConfig
 from crossdock._quantise import WAYS
 from crossdock.cli._engine import Call, Timed
 from crossdock.cli._workload import Workload
@@ -67,15 +67,14 @@ class Calls:
         return _all(self.prepare, self.major_dispatch, self.major_combine)
 
 
-def config(workload: Workload) -> EpConfig:
+def config(workload: Workload) -> LowLatencyConfig:
     """The sizes of the low-latency group of a workload."""
-    return EpConfig(
+    return LowLatencyConfig(
         num_experts=workload.experts,
         max_topk=workload.topk,
         max_tokens_per_rank=workload.tokens,
         hidden=workload.hidden,
         dtype=_DTYPES[workload.dtype],
-        layout="expert_slots",
     )
 
 

@@ -77,7 +77,7 @@ def _cut(text: str, width: int) -> str:
 _SHORT = {
     "EXPERT_MAJOR": "experts",
     "RANK_MAJOR": "ranks",
-    "EXPERT_SLOTS": "slots",
+    "low latency": "ll",
 }
 
 

@@ -10,7 +10,7 @@ from crossdock._config import Layout
 from crossdock._core import constants
 
 ROUTINGS = ("uniform", "zipf", "hot")
-LAYOUTS = tuple(layout for layout in constants.LAYOUTS if layout != "expert_slots")
+LAYOUTS = tuple(constants.LAYOUTS)
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 

@@ -104,7 +104,7 @@ class LowLatencyCalls:
         shape = Shape(max_tokens, hidden, num_experts, min(num_experts, constants.MAX_TOPK))
         cuda = torch.cuda.is_available() and _core.feature_available("cuda")
         device_type = constants.DEVICE_TYPES["cuda" if cuda else "cpu"]
-        memory = _core.group_memory(
+        memory = _core.ll_group_memory(
             num_ranks=num_ranks, device_type=device_type, **shape.sizes(mask=False)
         )
         return memory["symmetric_bytes"] + memory["private_bytes"]

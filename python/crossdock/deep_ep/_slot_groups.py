@@ -32,14 +32,13 @@ class Shape:
     topk: int
 
     def sizes(self, mask: bool) -> dict[str, int]:
-        """The fields of ``xd_ep_config``."""
+        """The fields of ``xd_ll_config``."""
         return {
             "num_experts": self.experts,
             "max_topk": self.topk,
             "max_tokens_per_rank": self.max_tokens,
             "hidden": self.hidden,
             "dtype": _BFLOAT16,
-            "layout": constants.LAYOUTS["expert_slots"],
             "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
             "on_peer_loss": constants.PEER_LOSSES["mask" if mask else "fatal"],
         }
@@ -50,7 +49,7 @@ class SlotGroup:
 
     Attributes:
         shape: what it serves.
-        core: the ``crossdock._core.Group``.
+        core: the ``crossdock._core.LowLatencyGroup``.
         local_experts, num_slots: L and S.
         plan_bytes: bytes of a plan.
         device: what tensors are on.
@@ -63,9 +62,9 @@ class SlotGroup:
         self.device = home.device
         self.num_ranks = comm.num_ranks
         self.local_experts = shape.experts // comm.num_ranks
-        self.core = _core.Group(comm, **sizes)
-        self.num_slots = _core.recv_bound(num_ranks=comm.num_ranks, **sizes)
-        self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **sizes)
+        self.core = _core.LowLatencyGroup(comm, **sizes)
+        self.num_slots = comm.num_ranks * shape.max_tokens
+        self.plan_bytes = _core.ll_plan_size(num_ranks=comm.num_ranks, **sizes)
         self.dispatch_halves = OpenHalves(sizes.get("in_flight", 0))
         self.combine_halves = OpenHalves(sizes.get("in_flight", 0))
         self._rank = comm.rank
@@ -143,26 +142,26 @@ class SlotGroup:
     def add_mask(self, status: torch.Tensor) -> None:
         """Sets the elements of status, [W] int32, of the ranks that this group leaves out."""
         mask = torch.empty_like(status)
-        self.core.ll_mask_get(spec(mask), current_stream(self.device))
+        self.core.mask_get(spec(mask), current_stream(self.device))
         torch.maximum(status, mask, out=status)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leaves out a rank, or no longer."""
-        self.core.ll_mask_set(rank, int(masked), current_stream(self.device))
+        self.core.mask_set(rank, int(masked), current_stream(self.device))
 
     def reset(self) -> None:
         """Waits for the ranks that are not left out, and clears what is under way. Collective."""
-        self.run(lambda core: core.ll_reset(current_stream(self.device)))
+        self.run(lambda core: core.reset(current_stream(self.device)))
         self.dispatch_halves.forget()
         self.combine_halves.forget()
 
 
 # Groups that were let go of during the capture of a CUDA graph, when nothing may wait for the
 # device: they are freed with the process.
-_left_by_captures: list[_core.Group] = []
+_left_by_captures: list[_core.LowLatencyGroup] = []
 
 
-def _close(core: _core.Group, device: torch.device) -> None:
+def _close(core: _core.LowLatencyGroup, device: torch.device) -> None:
     if is_capturing(device):
         _left_by_captures.append(core)
         return
@@ -223,7 +222,7 @@ class SlotGroups:
             # The peers are about to make a group.
             bad = Shape(-1, 1, 1, 1).sizes(self._mask)
             with contextlib.suppress(CrossdockError):
-                _core.Group(self._home.comm, **bad)
+                _core.LowLatencyGroup(self._home.comm, **bad)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Leaves out a rank in all groups, those to come included; or no longer."""

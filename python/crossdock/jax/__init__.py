@@ -29,7 +29,7 @@ except ImportError as error:
 
 from crossdock._router import RouterOptions, capacity_rows
 
-from ._config import EpConfig
+from ._config import EpConfig, LowLatencyConfig
 from ._low_latency import (
     SentCombine,
     SentDispatch,
@@ -52,6 +52,7 @@ from .moe_router import Routing, drop_over_capacity, route, update_router_bias, 
 __all__ = [
     "Dispatched",
     "EpConfig",
+    "LowLatencyConfig",
     "EpMesh",
     "EpPlan",
     "MoEOutput",

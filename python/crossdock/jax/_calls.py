@@ -23,7 +23,7 @@ from ._quantised import ELEMENT
 if TYPE_CHECKING:
     from crossdock._quantise import QuantiseWay
 
-    from ._group import EpGroup
+    from ._group import AnyGroup, EpGroup, LowLatencyGroup
 
 __all__ = [
     "combine",
@@ -163,7 +163,7 @@ def combine_bwd(
 
 
 def ll_dispatch(
-    group: EpGroup,
+    group: LowLatencyGroup,
     way: QuantiseWay | None,
     phase: int,
     columns: int,
@@ -182,7 +182,7 @@ def ll_dispatch(
     inputs = {name: _rows(array) for name, array in given.items() if array is not None}
     outputs: _Results = {}
     if phase != _SEND:
-        local, slots = group.config.num_experts // group.place.num_ranks, group.rows
+        local, slots = group.config.num_experts // group.place.num_ranks, group.num_slots
         outputs["plan"] = ((group.plan_bytes,), np.uint8)
         outputs["recv_tokens"] = ((local, slots, columns), dtype if way is None else ELEMENT)
         if way is not None:
@@ -190,11 +190,11 @@ def ll_dispatch(
             outputs["recv_scales"] = (shape, numpy_dtype(way.scale))
         outputs["counts"] = ((local,), np.int32)
     names = () if phase == _SEND else ("plan", "recv_tokens", "recv_scales", "counts")
-    return _call("ll_dispatch", group, inputs, outputs, order, names, way=way, phase=phase)
+    return _call_ll("dispatch", group, inputs, outputs, order, names, way=way, phase=phase)
 
 
 def ll_combine(
-    group: EpGroup,
+    group: LowLatencyGroup,
     shape: tuple[int, ...],
     phase: int,
     columns: int,
@@ -211,27 +211,27 @@ def ll_combine(
     if topk_weights is not None:
         inputs["topk_weights"] = _rows(topk_weights)
     if phase == _SEND:
-        return _call("ll_combine", group, inputs, {}, order, phase=phase)
+        return _call_ll("combine", group, inputs, {}, order, phase=phase)
     outputs: _Results = {"out": ((math.prod(shape), columns), dtype)}
-    out, order = _call("ll_combine", group, inputs, outputs, order, phase=phase)
+    out, order = _call_ll("combine", group, inputs, outputs, order, phase=phase)
     return out.reshape(*shape, columns), order
 
 
-def ll_mask_get(group: EpGroup, order: Array) -> tuple[Array, Array]:
+def ll_mask_get(group: LowLatencyGroup, order: Array) -> tuple[Array, Array]:
     """-> mask, order."""
     outputs: _Results = {"mask": ((group.place.num_ranks,), np.int32)}
-    mask, order = _call("ll_mask_get", group, {}, outputs, order)
+    mask, order = _call_ll("mask_get", group, {}, outputs, order)
     return mask, order
 
 
-def ll_mask_set(group: EpGroup, rank: int, masked: bool, order: Array) -> tuple[Array]:
+def ll_mask_set(group: LowLatencyGroup, rank: int, masked: bool, order: Array) -> tuple[Array]:
     """-> order. The rank itself does nothing."""
-    return _call("ll_mask_set", group, {}, {}, order, mask=(rank, masked))
+    return _call_ll("mask_set", group, {}, {}, order, mask=(rank, masked))
 
 
-def ll_reset(group: EpGroup, order: Array) -> tuple[Array]:
+def ll_reset(group: LowLatencyGroup, order: Array) -> tuple[Array]:
     """-> order."""
-    return _call("ll_reset", group, {}, {}, order)
+    return _call_ll("reset", group, {}, {}, order)
 
 
 _SEND = constants.PHASES["send"]
@@ -268,31 +268,79 @@ def _call(
     names: tuple[str, ...] = (),
     alignment: int = 0,
     way: QuantiseWay | None = None,
+) -> tuple[Any, ...]:
+    """Runs one operation of ``crossdock/ep.h``.
+
+    Args:
+        inputs, outputs, names: as of `_run`.
+        alignment: of the plan that prepare makes.
+        way: in which rows are quantised.
+    """
+    arrays = uniform(*inputs.values(), order)
+    if operation.endswith("_bwd"):
+        arrays = first_order_only(f"ep_{operation}", arrays)
+    numbers = {"quantise": 0 if way is None else way.code, "alignment": alignment}
+    return _run(f"crossdock_ep_{operation}", group, (inputs, arrays), outputs, names, numbers)
+
+
+def _call_ll(
+    operation: str,
+    group: LowLatencyGroup,
+    inputs: Mapping[str, Array],
+    outputs: _Results,
+    order: Array,
+    names: tuple[str, ...] = (),
+    way: QuantiseWay | None = None,
     phase: int = 0,
     mask: tuple[int, bool] = (-1, False),
+) -> tuple[Any, ...]:
+    """Runs one operation of ``crossdock/low_latency.h``.
+
+    Args:
+        inputs, outputs, names: as of `_run`.
+        way: in which rows are quantised.
+        phase: one of ``constants.PHASES``.
+        mask: a rank, and whether it is to be masked.
+    """
+    arrays = uniform(*inputs.values(), order)
+    numbers = {
+        "quantise": 0 if way is None else way.code,
+        "phase": phase,
+        "rank": mask[0],
+        "masked": int(mask[1]),
+    }
+    return _run(f"crossdock_ll_{operation}", group, (inputs, arrays), outputs, names, numbers)
+
+
+def _run(
+    target: str,
+    group: AnyGroup,
+    given: tuple[Mapping[str, Array], tuple[Array, ...]],
+    outputs: _Results,
+    names: tuple[str, ...],
+    numbers: Mapping[str, int],
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
     Args:
-        inputs, outputs: by their names in ``crossdock/ep.h``, arrays or (shape, dtype).
+        target: its custom call.
+        given: inputs by their names in the C header; and these arrays, varying alike, with the
+            order behind them.
+        outputs: by their names in the C header, as (shape, dtype).
         names: of the results, those that are not in `outputs` as None; () = all outputs.
-        alignment: of the plan that prepare makes.
-        way: in which rows are quantised.
-        phase: of an operation for few tokens, one of ``constants.PHASES``.
-        mask: a rank, and whether it is to be masked.
+        numbers: what the call is given beside arrays.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
         after, which nothing writes.
     """
-    arrays = uniform(*inputs.values(), order)
-    if operation.endswith("_bwd"):
-        arrays = first_order_only(f"ep_{operation}", arrays)
-    kind = _kind(arrays[-1])
+    inputs, arrays = given
+    order = arrays[-1]
+    kind = _kind(order)
     results = [jax.ShapeDtypeStruct(shape, dtype, **kind) for shape, dtype in outputs.values()]
     results.append(jax.ShapeDtypeStruct(order.shape, order.dtype, **kind))
     call = jax.ffi.ffi_call(
-        f"crossdock_ep_{operation}",
+        target,
         results,
         input_output_aliases={len(inputs): len(outputs)},
         vmap_method=None,
@@ -301,13 +349,9 @@ def _call(
         *arrays,
         group=np.int64(group.number),
         config=group.text,
-        quantise=np.int64(0 if way is None else way.code),
         arguments=" ".join([*inputs, "order"]),
         results=" ".join([*outputs, "order"]),
-        alignment=np.int64(alignment),
-        phase=np.int64(phase),
-        rank=np.int64(mask[0]),
-        masked=np.int64(mask[1]),
+        **{name: np.int64(number) for name, number in numbers.items()},
     )
     by_name = dict(zip(outputs, found))
     return (*(by_name.get(name) for name in names or outputs), order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,100 +25,37 @@ from crossdock._dtypes import pack
 from crossdock._experts import ranks_of_experts
 from crossdock._quantise import widest_scale_bytes
 
-__all__ = ["EpConfig"]
+__all__ = ["AnyConfig", "EpConfig", "LowLatencyConfig"]
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EpConfig:
-    """Sizes of one kind of expert-parallel traffic; hashable, so it may be a static argument.
-
-    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
-    unless `expert_ranks` says which rank holds which.
-
-    Attributes:
-        num_experts: E, a multiple of the number of ranks.
-        max_topk: largest number of experts per token, 1 to 32.
-        max_tokens_per_rank: largest number of tokens of a rank.
-        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
-        layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
-            expert; ``"rank_major"``: one per (token, rank), grouped by source;
-            ``"expert_slots"``: a fixed number of slots per expert, for `ll_dispatch`.
-        dtype: widest payload: bfloat16, float16 or float32.
-        recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
-            What is over a multiple of `alignment` stays empty.
-        overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
-            fails; ``"drop"``: its last rows are dropped.
-        alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a
-            smaller one.
-        duplicate_ids: what an expert's second and later mentions by one token are, beside counting
-            as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
-        on_error: ``"status"``: after an error of an operation the next one works; ``"fatal"``: the
-            ranks' communicators are finished with it.
-        num_sms: GPUs: multiprocessors to use; 0 = chosen by the library.
-        staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
-            buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
-            (GPUs, after `EpMesh.register_memory`).
-        expert_ranks: the rank of each expert, E / W for each rank: arrays have the same shapes on
-            all ranks. None = in order. A rank's local experts are its own in ascending order.
-        in_flight: expert_slots: operations of a kind that may be between their halves, 2 to 4;
-            0 = 2.
-        on_peer_loss: expert_slots: what the loss of a rank does: ``"fatal"``: it finishes the
-            communicator; ``"mask"``: the group goes on without the rank.
-        wait_timeout_ms: expert_slots: longest wait for a peer; 0 = that of `init`.
-        net_buffer_bytes: several machines, not expert_slots: about how many bytes of buffers a rank
-            has for rows to and from other machines; see ``crossdock.EpConfig``.
-    """
+class _Sizes:
+    """What the configs of both kinds of groups have in common."""
 
     num_experts: int
     max_topk: int
     max_tokens_per_rank: int
     hidden: int
-    layout: Layout = "expert_major"
     dtype: Any = jnp.bfloat16
-    recv_capacity: int = 0
-    overflow: Overflow = "error"
-    alignment: int = 1
-    num_sms: int = 0
-    staging: Staging = "auto"
     duplicate_ids: DuplicateIds = "error"
     on_error: OnError = "status"
+    num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
-    in_flight: int = 0
-    on_peer_loss: PeerLoss = "fatal"
-    wait_timeout_ms: int = 0
-    net_buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in WORDS:
-            number_of(field, getattr(self, field))
+        for field in dataclasses.fields(self):
+            if field.name in WORDS:
+                number_of(field.name, getattr(self, field.name))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
-        if self.recv_capacity < 0:
-            raise ValueError(
-                "recv_capacity: expected a number of rows, or 0, which is enough for any routing; "
-                f"got {self.recv_capacity}"
-            )
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
         object.__setattr__(self, "expert_ranks", ranks)
 
-    @property
-    def rank_major(self) -> bool:
-        """Whether a row stands for all choices that its rank holds."""
-        return self.layout == "rank_major"
-
-    def rows(self, num_ranks: int) -> int:
-        """R, the rows of every receive array of a rank."""
-        return self.recv_capacity or _core.recv_bound(**self.sizes(num_ranks))
-
-    def plan_bytes(self, num_ranks: int) -> int:
-        """Bytes of a plan."""
-        return _core.plan_size(**self.sizes(num_ranks))
-
     def sizes(self, num_ranks: int) -> dict[str, Any]:
-        """The fields of ``xd_ep_config``.
+        """The fields of ``xd_ep_config``, or ``xd_ll_config``.
 
         Raises:
             InvalidArgument: when they are used, if they do not fit one another.
@@ -137,21 +74,113 @@ class EpConfig:
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
-        slots = self.layout == "expert_slots"
+        """Those that are numbers, and the library's numbers for words."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del found["expert_ranks"]
+        words = {name: number_of(name, word) for name, word in found.items() if name in WORDS}
+        return {**found, **words, "dtype": pack(self.dtype)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig(_Sizes):
+    """Sizes of one kind of expert-parallel traffic; hashable, so it may be a static argument.
+
+    With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
+    unless `expert_ranks` says which rank holds which.
+
+    Attributes:
+        num_experts: E, a multiple of the number of ranks.
+        max_topk: largest number of experts per token, 1 to 32.
+        max_tokens_per_rank: largest number of tokens of a rank.
+        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
+        layout: ``"expert_major"``: receive arrays have one row per (token, expert), grouped by
+            expert; ``"rank_major"``: one per (token, rank), grouped by source.
+        dtype: widest payload: bfloat16, float16 or float32.
+        recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
+            What is over a multiple of `alignment` stays empty.
+        overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
+            fails; ``"drop"``: its last rows are dropped.
+        alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a
+            smaller one.
+        duplicate_ids: what an expert's second and later mentions by one token are, beside counting
+            as -1: ``"error"``: bad ids; ``"collapse"``: nothing to mention.
+        on_error: ``"status"``: after an error of an operation the next one works; ``"fatal"``: the
+            ranks' communicators are finished with it.
+        num_sms: GPUs: multiprocessors to use; 0 = chosen by the library.
+        staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
+            buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
+            (GPUs, after `EpMesh.register_memory`).
+        expert_ranks: the rank of each expert, E / W for each rank: arrays have the same shapes on
+            all ranks. None = in order. A rank's local experts are its own in ascending order.
+        net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
+            and from other machines; see ``crossdock.EpConfig``.
+    """
+
+    layout: Layout = "expert_major"
+    recv_capacity: int = 0
+    overflow: Overflow = "error"
+    alignment: int = 1
+    staging: Staging = "auto"
+    net_buffer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recv_capacity < 0:
+            raise ValueError(
+                "recv_capacity: expected a number of rows, or 0, which is enough for any routing; "
+                f"got {self.recv_capacity}"
+            )
+
+    @property
+    def rank_major(self) -> bool:
+        """Whether a row stands for all choices that its rank holds."""
+        return self.layout == "rank_major"
+
+    def rows(self, num_ranks: int) -> int:
+        """R, the rows of every receive array of a rank."""
+        return self.recv_capacity or _core.recv_bound(**self.sizes(num_ranks))
+
+    def plan_bytes(self, num_ranks: int) -> int:
+        """Bytes of a plan."""
+        return _core.plan_size(**self.sizes(num_ranks))
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, int]:
         return {
-            "num_experts": self.num_experts,
-            "max_topk": self.max_topk,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-            "hidden": self.hidden,
-            "dtype": pack(self.dtype),
-            "alignment": self.alignment,
-            "recv_capacity": self.recv_capacity,
-            "max_scale_bytes": 0 if slots else widest_scale_bytes(self.hidden),
+            **super()._fields,
+            "max_scale_bytes": widest_scale_bytes(self.hidden),
             # Whole receive arrays go through arithmetic: shapes are static.
-            "zero_tail": 0 if slots else 1,
-            "num_sms": self.num_sms,
-            "in_flight": self.in_flight,
-            "wait_timeout_ms": self.wait_timeout_ms,
-            "net_buffer_bytes": self.net_buffer_bytes,
-            **{field: number_of(field, getattr(self, field)) for field in WORDS},
+            "zero_tail": 1,
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowLatencyConfig(_Sizes):
+    """Sizes of one kind of traffic of few tokens, for `ll_dispatch`; hashable.
+
+    Attributes:
+        num_experts, max_topk, expert_ranks: as of `EpConfig`.
+        max_tokens_per_rank: largest number of tokens of a rank, up to 1024.
+        hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
+        dtype: widest payload: bfloat16, float16 or float32.
+        duplicate_ids, on_error, num_sms: as of `EpConfig`.
+        in_flight: operations of a kind that may be between their halves, 2 to 4; 0 = 2.
+        on_peer_loss: what the loss of a rank does: ``"fatal"``: it finishes the communicator;
+            ``"mask"``: the group goes on without the rank.
+        wait_timeout_ms: longest wait for a peer; 0 = that of `init`.
+    """
+
+    in_flight: int = 0
+    on_peer_loss: PeerLoss = "fatal"
+    wait_timeout_ms: int = 0
+
+    def num_slots(self, num_ranks: int) -> int:
+        """S, the slots of each expert, which no routing can overflow."""
+        return num_ranks * self.max_tokens_per_rank
+
+    def plan_bytes(self, num_ranks: int) -> int:
+        """Bytes of a plan."""
+        return _core.ll_plan_size(**self.sizes(num_ranks))
+
+
+AnyConfig: TypeAlias = EpConfig | LowLatencyConfig

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
-from ._config import EpConfig
+from ._config import EpConfig, LowLatencyConfig
 
-__all__ = ["EpGroup", "Place", "forget_programs", "programs_of", "remember_programs"]
+__all__ = [
+    "AnyGroup",
+    "EpGroup",
+    "LowLatencyGroup",
+    "Place",
+    "forget_programs",
+    "programs_of",
+    "remember_programs",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +71,28 @@ class EpGroup:
     def __repr__(self) -> str:
         return f"EpGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"
 
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowLatencyGroup:
+    """The same of one `LowLatencyConfig`.
+
+    Attributes:
+        num_slots: S, the slots of each expert.
+        number, config, place, plan_bytes, text: as of `EpGroup`.
+    """
+
+    number: int
+    config: LowLatencyConfig
+    place: Place
+    num_slots: int
+    plan_bytes: int
+    text: str
+
+    def __repr__(self) -> str:
+        return f"LowLatencyGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"
+
+
+AnyGroup: TypeAlias = EpGroup | LowLatencyGroup
 
 # By group, or context, that is open, its operations on global arrays, compiled.
 _programs: dict[Any, dict[Any, Callable[..., Any]]] = {}

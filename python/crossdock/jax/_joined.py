@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = ["JoinedMesh", "join"]
 
 _ANY = -1  # the ordinal of a process's only device of a platform
 
+_Core: TypeAlias = "_jax.Group | _jax.LowLatencyGroup | _jax.Context"
 _Config = TypeVar("_Config")
 _Described = TypeVar("_Described")  # what traced functions know of a group
 _Value = TypeVar("_Value")
@@ -47,14 +48,14 @@ class JoinedMesh(Generic[_Config, _Described]):
         self.devices = tuple(devices)
         self.place = place
         self._ranks = ranks
-        self._made: dict[_Config, tuple[_Described, _jax.Group | _jax.Context]] = {}
+        self._made: dict[_Config, tuple[_Described, _Core]] = {}
         self._finalizer = weakref.finalize(self, _leave, self._made, ranks)
 
-    def _make(self, config: _Config) -> tuple[_Described, _jax.Group | _jax.Context]:
+    def _make(self, config: _Config) -> tuple[_Described, _Core]:
         """Local: the ranks meet in its `create`."""
         raise NotImplementedError
 
-    def _of(self, config: _Config) -> tuple[_Described, _jax.Group | _jax.Context]:
+    def _of(self, config: _Config) -> tuple[_Described, _Core]:
         """What a config describes, the same for equal configs. Local."""
         if config not in self._made:
             self._made[config] = self._make(config)
@@ -77,8 +78,9 @@ class JoinedMesh(Generic[_Config, _Described]):
         """Reads and clears the non-fatal error state of this process's ranks; never blocks.
 
         Returns:
-            By device the fields of ``xd_ep_status`` in ``crossdock/ep.h``, or of
-            ``xd_gemm_status`` in ``crossdock/gemm.h``; nothing before the config is in use.
+            By device the fields of ``xd_ep_status`` in ``crossdock/ep.h``, ``xd_ll_status`` in
+            ``crossdock/low_latency.h``, or ``xd_gemm_status`` in ``crossdock/gemm.h``; nothing
+            before the config is in use.
         """
         return self._by_device(self._of(config)[1].status)
 
@@ -143,7 +145,7 @@ class JoinedMesh(Generic[_Config, _Described]):
         return f"{name}({dict(self.mesh.shape)}, {self.num_ranks} ranks along {axes})"
 
 
-def _leave(made: dict[Any, tuple[Any, _jax.Group | _jax.Context]], ranks: _jax.Ranks) -> None:
+def _leave(made: dict[Any, tuple[Any, _Core]], ranks: _jax.Ranks) -> None:
     for described, core in made.values():
         forget_programs(described)
         core.close()

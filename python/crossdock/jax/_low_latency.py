@@ -15,8 +15,8 @@ from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
 
 from . import _calls
-from ._config import EpConfig
-from ._group import EpGroup
+from ._config import LowLatencyConfig
+from ._group import LowLatencyGroup
 from ._mesh import EpMesh, current_mesh
 from ._ops import check_payload, check_weights, first_order, order_of
 from ._where import check_layout, local_shape, on_ranks
@@ -53,7 +53,7 @@ class SlotPlan:
 
     data: Array
     order: Array
-    group: EpGroup = dataclasses.field(metadata={"static": True})
+    group: LowLatencyGroup = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     topk: int = dataclasses.field(metadata={"static": True})
 
@@ -80,7 +80,7 @@ class Slots(NamedTuple):
 class _Kind(NamedTuple):
     """The static part of a dispatch or combine: its group and batch, and what its rows are."""
 
-    group: EpGroup
+    group: LowLatencyGroup
     shape: tuple[int, ...]
     topk: int
     columns: int
@@ -115,7 +115,7 @@ _After: TypeAlias = SlotPlan | SentDispatch | SentCombine | Array | None
 
 
 def ll_dispatch(
-    config: EpConfig,
+    config: LowLatencyConfig,
     tokens: Array,
     topk_idx: Array,
     topk_weights: Array | None = None,
@@ -131,7 +131,7 @@ def ll_dispatch(
     experts.
 
     Args:
-        config: with ``layout="expert_slots"``, equal on all ranks.
+        config: equal on all ranks.
         tokens: ``[..., H]`` bfloat16, float16 or float32.
         topk_idx: ``[..., K]`` int32 or int64, the expert of each choice; -1 = none.
         topk_weights: ``[..., K]`` float32, for an `ll_combine` that is given none.
@@ -149,7 +149,7 @@ def ll_dispatch(
 
 
 def ll_dispatch_send(
-    config: EpConfig,
+    config: LowLatencyConfig,
     tokens: Array,
     topk_idx: Array,
     topk_weights: Array | None = None,
@@ -273,7 +273,7 @@ def _slots(kind: _Kind, results: tuple[Any, ...]) -> Slots:
 
 
 def _read_dispatch(
-    config: EpConfig,
+    config: LowLatencyConfig,
     tokens: Array,
     topk_idx: Array,
     topk_weights: Array | None,
@@ -282,9 +282,7 @@ def _read_dispatch(
     mesh: EpMesh | None,
 ) -> tuple[_Kind, tuple[Array | None, ...]]:
     """The static part of a dispatch, and its arrays with the order."""
-    if config.layout != "expert_slots":
-        raise ValueError(f"config.layout: expected 'expert_slots', got {config.layout!r}")
-    group = (current_mesh() if mesh is None else mesh).group(config)
+    group = (current_mesh() if mesh is None else mesh).low_latency_group(config)
     tokens, topk_idx = jnp.asarray(tokens), jnp.asarray(topk_idx)
     if topk_idx.dtype not in (np.int32, np.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
@@ -323,7 +321,7 @@ def _read_combine(
     check_payload("expert_out", expert_out, config)
     check_layout(group.place, "expert_out", expert_out)
     local = local_shape(group.place, "expert_out", expert_out.shape[:-1])
-    slots = (config.num_experts // group.place.num_ranks, group.rows)
+    slots = (config.num_experts // group.place.num_ranks, group.num_slots)
     if local != slots:
         raise ValueError(
             f"expert_out: expected a rank's part with shape {(*slots, 'H')}, got "
@@ -335,7 +333,7 @@ def _read_combine(
 
 
 def _read_weights(
-    group: EpGroup, topk_weights: Array | None, shape: tuple[int, ...], topk: int
+    group: LowLatencyGroup, topk_weights: Array | None, shape: tuple[int, ...], topk: int
 ) -> Array | None:
     if topk_weights is None:
         return None
@@ -346,7 +344,7 @@ def _read_weights(
 
 
 def _check_batch(
-    group: EpGroup, argument: str, array: Array, shape: tuple[int, ...], columns: int
+    group: LowLatencyGroup, argument: str, array: Array, shape: tuple[int, ...], columns: int
 ) -> None:
     check_layout(group.place, argument, array)
     local = local_shape(group.place, argument, array.shape[:-1])
@@ -357,7 +355,7 @@ def _check_batch(
         )
 
 
-def _behind(group: EpGroup, order: Array, after: _After) -> Array:
+def _behind(group: LowLatencyGroup, order: Array, after: _After) -> Array:
     """The order that comes behind both."""
     if after is None:
         return order

@@ -10,28 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from crossdock._membership import of_kind
+
 from . import _calls
-from ._config import EpConfig
-from ._group import EpGroup, programs_of
+from ._config import LowLatencyConfig
+from ._group import LowLatencyGroup, programs_of
 
 __all__ = ["mask", "mask_set", "require_masks", "reset"]
 
 
-def require_masks(config: EpConfig) -> None:
-    """Raises ValueError unless groups of this config mask ranks."""
+def require_masks(config: LowLatencyConfig) -> None:
+    """Raises TypeError or ValueError unless groups of this config mask ranks."""
+    of_kind("config", config, LowLatencyConfig)
     if config.on_peer_loss != "mask":
         raise ValueError(
             f"config.on_peer_loss: expected 'mask' for this call, got {config.on_peer_loss!r}"
         )
 
 
-def mask(group: EpGroup) -> dict[jax.Device, np.ndarray]:
+def mask(group: LowLatencyGroup) -> dict[jax.Device, np.ndarray]:
     """By this process's devices."""
     found, _ = _on_devices(group, _calls.ll_mask_get)
     return {shard.device: np.asarray(shard.data) for shard in found.addressable_shards}
 
 
-def mask_set(group: EpGroup, rank: int, masked: bool) -> None:
+def mask_set(group: LowLatencyGroup, rank: int, masked: bool) -> None:
     """On this process's devices, but for the rank itself."""
     ranks = group.place.num_ranks
     if not 0 <= rank < ranks:
@@ -39,12 +42,14 @@ def mask_set(group: EpGroup, rank: int, masked: bool) -> None:
     _on_devices(group, _calls.ll_mask_set, rank, masked)
 
 
-def reset(group: EpGroup) -> None:
+def reset(group: LowLatencyGroup) -> None:
     """Waits for all ranks that are not masked."""
     _on_devices(group, _calls.ll_reset)
 
 
-def _on_devices(group: EpGroup, function: Callable[..., Any], *static: Any) -> tuple[Any, ...]:
+def _on_devices(
+    group: LowLatencyGroup, function: Callable[..., Any], *static: Any
+) -> tuple[Any, ...]:
     """Results of ``function(group, *static, order)`` of every device, when it has ended there."""
     programs, key = programs_of(group), (function, static)
     if key not in programs:

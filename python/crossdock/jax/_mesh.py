@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from crossdock import _jax
+from crossdock._membership import of_kind
 
-from ._config import EpConfig
-from ._group import EpGroup, Place
+from ._config import AnyConfig, EpConfig, LowLatencyConfig
+from ._group import AnyGroup, EpGroup, LowLatencyGroup, Place
 from ._joined import JoinedMesh, join
 from ._masks import mask, mask_set, require_masks, reset
 
@@ -20,7 +22,7 @@ __all__ = ["EpMesh", "current_mesh", "init"]
 _current: EpMesh | None = None
 
 
-class EpMesh(JoinedMesh[EpConfig, EpGroup]):
+class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
     """The communicators of a mesh, and their groups. Made by `init`.
 
     Executables keep what they use: after `close`, or when another `init` has taken its place, what
@@ -38,17 +40,33 @@ class EpMesh(JoinedMesh[EpConfig, EpGroup]):
         self.ep_axes = place.axes
 
     def group(self, config: EpConfig) -> EpGroup:
-        """The group of a config, the same for equal configs. Local."""
-        return self._of(config)[0]
+        """The group of a config, the same for equal configs. Local.
 
-    def _make(self, config: EpConfig) -> tuple[EpGroup, _jax.Group]:
+        Raises:
+            TypeError: it is none of this kind of groups.
+        """
+        return cast(EpGroup, self._of(of_kind("config", config, EpConfig))[0])
+
+    def low_latency_group(self, config: LowLatencyConfig) -> LowLatencyGroup:
+        """The same for `ll_dispatch`."""
+        return cast(LowLatencyGroup, self._of(of_kind("config", config, LowLatencyConfig))[0])
+
+    def _make(self, config: AnyConfig) -> tuple[AnyGroup, _jax.Group | _jax.LowLatencyGroup]:
         sizes = config.sizes(self.num_ranks)
         text = " ".join(f"{name}={value}" for name, value in sizes.items())
+        plan_bytes = config.plan_bytes(self.num_ranks)
+        if isinstance(config, LowLatencyConfig):
+            slots = _jax.LowLatencyGroup(self._ranks, text, **sizes)
+            num_slots = config.num_slots(self.num_ranks)
+            return (
+                LowLatencyGroup(slots.number, config, self.place, num_slots, plan_bytes, text),
+                slots,
+            )
         core = _jax.Group(self._ranks, text, **sizes)
-        rows, plan_bytes = config.rows(self.num_ranks), config.plan_bytes(self.num_ranks)
+        rows = config.rows(self.num_ranks)
         return EpGroup(core.number, config, self.place, rows, plan_bytes, text), core
 
-    def mask(self, config: EpConfig) -> dict[jax.Device, np.ndarray]:
+    def mask(self, config: LowLatencyConfig) -> dict[jax.Device, np.ndarray]:
         """Which ranks the ranks of this process have masked: neither sent to nor waited for.
 
         For groups with ``on_peer_loss="mask"``, as are the next two. Call these when what was
@@ -58,35 +76,35 @@ class EpMesh(JoinedMesh[EpConfig, EpGroup]):
             By this process's devices: ``[W]`` int32, 1 = masked.
 
         Raises:
-            ValueError: a group that does not mask.
+            TypeError, ValueError: a group that does not mask.
         """
         require_masks(config)
-        return mask(self.group(config))
+        return mask(self.low_latency_group(config))
 
-    def mask_set(self, config: EpConfig, rank: int, masked: bool = True) -> None:
+    def mask_set(self, config: LowLatencyConfig, rank: int, masked: bool = True) -> None:
         """Masks or unmasks a rank from the next operation on, as the ranks of this process see it.
 
         Local; the rank itself does nothing.
 
         Raises:
-            ValueError: no rank, or a group that does not mask.
+            TypeError, ValueError: no rank, or a group that does not mask.
         """
         require_masks(config)
-        mask_set(self.group(config), rank, bool(masked))
+        mask_set(self.low_latency_group(config), rank, bool(masked))
 
-    def reset(self, config: EpConfig) -> None:
+    def reset(self, config: LowLatencyConfig) -> None:
         """Brings the ranks that are not masked back into step. Collective over those.
 
         Forgets what is between halves; plans stay good. Needed after a rank has been unmasked on
         both sides.
 
         Raises:
-            ValueError: a group that does not mask.
+            TypeError, ValueError: a group that does not mask.
             jax.errors.JaxRuntimeError: on the CPU: a rank did not come, and is masked now. On a GPU
                 see `check`.
         """
         require_masks(config)
-        reset(self.group(config))
+        reset(self.low_latency_group(config))
 
     def close(self) -> None:
         """Leaves, as soon as no executable uses a group any more. Does nothing the second time."""

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from crossdock._quantise import QuantiseWay, quantise_way
 
 from . import _calls
-from ._config import EpConfig
-from ._group import EpGroup
+from ._config import AnyConfig, EpConfig
+from ._group import AnyGroup, EpGroup
 from ._limits import refuse_forward_mode, refuse_vmap
 from ._mesh import EpMesh, current_mesh
 from ._order import kept
@@ -82,8 +82,6 @@ def ep_prepare(
             expert ids out of range or repeated in a row, OUT_OF_RANGE for more rows than some
             capacity, FAILED_PRECONDITION where ranks disagree. On GPUs `EpMesh.check` raises these.
     """
-    if config.layout == "expert_slots":
-        raise ValueError("config.layout: expected one with plans, got 'expert_slots': ll_dispatch")
     group = (current_mesh() if mesh is None else mesh).group(config)
     topk_idx = jnp.asarray(topk_idx)
     if topk_idx.dtype not in (np.int32, np.int64):
@@ -326,7 +324,7 @@ def _site(plan: EpPlan) -> _Site:
     return _Site(plan.group, plan.shape, plan.topk)
 
 
-def order_of(group: EpGroup, after: Array) -> Array:
+def order_of(group: AnyGroup, after: Array) -> Array:
     """The argument `after`, if it is an order."""
     order = jnp.asarray(after)
     local = local_shape(group.place, "after", order.shape)
@@ -338,7 +336,7 @@ def order_of(group: EpGroup, after: Array) -> Array:
     return order
 
 
-def first_order(group: EpGroup) -> Array:
+def first_order(group: AnyGroup) -> Array:
     """The order that nothing comes before: one element for each rank."""
     parts = 1 if inside(group.place) else batch_parts(group.place)
     order = jnp.zeros((parts,), np.float32)
@@ -352,7 +350,7 @@ _SCALES = tuple(np.dtype(dtype) for dtype in (np.float32, jnp.float8_e8m0fnu, np
 
 
 def check_payload(
-    argument: str, array: Array, config: EpConfig, others: tuple[np.dtype, ...] = ()
+    argument: str, array: Array, config: AnyConfig, others: tuple[np.dtype, ...] = ()
 ) -> None:
     """Refuses rows that a group of this config does not take.
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._calls import uniform, varying
-from ._group import EpGroup, Place, programs_of
+from ._group import AnyGroup, Place, programs_of
 
 __all__ = [
     "batch_parts",
@@ -157,7 +157,7 @@ def checks_varying() -> bool:
     return bool(axes) and bool(varying(jax.lax.axis_index(axes)))
 
 
-def on_ranks(function: Callable[..., Any], group: EpGroup, *static: Any) -> Callable[..., Any]:
+def on_ranks(function: Callable[..., Any], group: AnyGroup, *static: Any) -> Callable[..., Any]:
     """``function(group, *static, *arrays)`` as a function of arrays, inside or outside shard_map.
 
     Outside, the first dimension of every array and result is split over the batch axes, in a

@@ -256,7 +256,7 @@ def combine_bwd(
 
 
 def ll_dispatch(
-    group: _core.Group,
+    group: _core.LowLatencyGroup,
     phase: int,
     *,
     tokens: torch.Tensor | None = None,
@@ -272,11 +272,11 @@ def ll_dispatch(
     expert_load: torch.Tensor | None = None,
     wait_ns: torch.Tensor | None = None,
 ) -> None:
-    """``xd_ep_ll_dispatch``; `phase` is one of ``constants.PHASES``, and needs its tensors only.
+    """``xd_ll_dispatch``; `phase` is one of ``constants.PHASES``, and needs its tensors only.
 
     recv_tokens and recv_scales may have any strides over experts and slots.
     """
-    group.ll_dispatch(
+    group.dispatch(
         phase,
         spec(tokens),
         spec(topk_idx),
@@ -296,7 +296,7 @@ def ll_dispatch(
 
 
 def ll_combine(
-    group: _core.Group,
+    group: _core.LowLatencyGroup,
     phase: int,
     plan: torch.Tensor,
     *,
@@ -305,8 +305,8 @@ def ll_combine(
     out: torch.Tensor | None = None,
     wait_ns: torch.Tensor | None = None,
 ) -> None:
-    """``xd_ep_ll_combine``. expert_out may have any strides over experts and slots."""
-    group.ll_combine(
+    """``xd_ll_combine``. expert_out may have any strides over experts and slots."""
+    group.combine(
         phase,
         plan.data_ptr(),
         plan.numel(),

@@ -36,23 +36,13 @@ def _payload(name: str, given: Any) -> int:
     return DTYPE_CODES[given]
 
 
-def _layout(name: str, given: Any) -> int:
-    """Of an EpGroup."""
-    if given == "expert_slots":
-        raise ValueError(
-            f"{name}: expected 'expert_major' or 'rank_major', got {given!r}, which is for a "
-            "LowLatencyGroup"
-        )
-    return number_of(name, given)
-
-
 # By argument what makes a number of it; expert_ranks needs another argument too.
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "num_experts": _number,
     "hidden": _number,
     "max_topk": _number,
     "max_tokens_per_rank": _number,
-    "layout": _layout,
+    "layout": number_of,
     "dtype": _payload,
     "recv_capacity": functools.partial(_number, least=0),
     "overflow": number_of,
@@ -70,8 +60,10 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def read_config(core: _core.Comm, **given: Any) -> dict[str, Any]:
-    """The options of ``_core.Group`` for arguments of a group. Collective where one is bad.
+def read_config(
+    core: _core.Comm, make: type[_core.Group] | type[_core.LowLatencyGroup], **given: Any
+) -> dict[str, Any]:
+    """The options of `make` for arguments of a group. Collective where one is bad.
 
     Raises:
         TypeError, ValueError: a bad argument, by its name; the peers, which are making their
@@ -85,7 +77,7 @@ def read_config(core: _core.Comm, **given: Any) -> dict[str, Any]:
         try:
             number = readers[name](name, value)
         except (TypeError, ValueError):
-            fail_group(core, "recv_capacity" if name == _OWN else name)
+            fail_group(core, make, "recv_capacity" if name == _OWN else name)
             raise
         if name != _OWN:
             config[name] = number

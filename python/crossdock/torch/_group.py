@@ -170,6 +170,7 @@ class EpGroup(Membership):
         self.comm = default_comm() if comm is None else comm
         config = read_config(
             self.comm.core,
+            _core.Group,
             num_experts=num_experts,
             hidden=hidden,
             max_topk=max_topk,

@@ -11,7 +11,6 @@ import torch
 from crossdock import _core
 from crossdock._comm import number_of_32_bits
 from crossdock._config import DuplicateIds, OnError, PeerLoss
-from crossdock._core import constants
 from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import InvalidArgument
@@ -155,6 +154,7 @@ class LowLatencyGroup(Membership):
         self.comm = default_comm() if comm is None else comm
         config = read_config(
             self.comm.core,
+            _core.LowLatencyGroup,
             num_experts=num_experts,
             max_topk=max_topk,
             max_tokens_per_rank=max_tokens_per_rank,
@@ -168,17 +168,16 @@ class LowLatencyGroup(Membership):
             wait_timeout_ms=wait_timeout_ms,
             expert_ranks=expert_ranks,
         )
-        config["layout"] = constants.LAYOUTS["expert_slots"]
         self.num_experts = num_experts
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
         self.hidden = hidden
         self.dtype = dtype
-        self.core = _core.Group(self.comm.core, **config)
+        self.core = _core.LowLatencyGroup(self.comm.core, **config)
         sizes = config | {"num_ranks": self.comm.num_ranks}
-        self.num_slots: int = _core.recv_bound(**sizes)
-        self.plan_bytes: int = _core.plan_size(**sizes)
-        self.num_local_experts: int = _core.local_experts(self.comm.rank, **sizes)
+        self.num_slots: int = self.comm.num_ranks * max_tokens_per_rank
+        self.plan_bytes: int = _core.ll_plan_size(**sizes)
+        self.num_local_experts: int = _core.ll_local_experts(self.comm.rank, **sizes)
         self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
         self.dispatch_halves = OpenHalves(in_flight)
         self.combine_halves = OpenHalves(in_flight)
@@ -244,7 +243,7 @@ class LowLatencyGroup(Membership):
         """
         device = self.comm.device
         found = torch.empty(self.comm.num_ranks, dtype=torch.int32, device=device)
-        self.core.ll_mask_get(spec(found), current_stream(device))
+        self.core.mask_get(spec(found), current_stream(device))
         return found
 
     def mask_set(self, rank: int, masked: bool = True) -> None:
@@ -255,7 +254,7 @@ class LowLatencyGroup(Membership):
             InvalidArgument: the own rank, no rank, or a group without ``on_peer_loss="mask"``.
         """
         number = number_of_32_bits("rank", rank)
-        self.core.ll_mask_set(number, int(bool(masked)), current_stream(self.comm.device))
+        self.core.mask_set(number, int(bool(masked)), current_stream(self.comm.device))
 
     def reset(self) -> None:
         """Brings the ranks that are not masked back into step. Collective over those.
@@ -264,7 +263,7 @@ class LowLatencyGroup(Membership):
         unmasked on both sides. With ``on_peer_loss="mask"`` only.
         """
         try:
-            self.core.ll_reset(current_stream(self.comm.device))
+            self.core.reset(current_stream(self.comm.device))
         except InvalidArgument:  # nothing has happened
             raise
         except BaseException:

@@ -443,7 +443,7 @@ def _read_batch(plan: SlotPlan) -> None:
     if plan.data.device.type != "cpu":
         return
     try:
-        info = _core.plan_info(plan.data.data_ptr(), plan.data.numel())
+        info = _core.ll_plan_info(plan.data.data_ptr(), plan.data.numel())
     except InvalidArgument:  # they are no plan
         return
     plan.num_tokens, plan.topk = info["num_tokens"], info["topk"]

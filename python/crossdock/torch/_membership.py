@@ -9,7 +9,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from crossdock import _core
 from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     InvalidArgument,
@@ -48,7 +47,9 @@ class Membership:
 
         ``status`` (name), ``operation`` (word, or None), ``epoch``, ``rank``, ``bad_ids``,
         ``needed_rows``, ``capacity_rows``, ``dropped_rows``, ``text``: see ``xd_ep_status`` in
-        ``crossdock/ep.h``. Of a TpContext those of ``xd_gemm_status`` in ``crossdock/gemm.h``.
+        ``crossdock/ep.h``. Of a LowLatencyGroup those of ``xd_ll_status`` in
+        ``crossdock/low_latency.h``, of a TpContext those of ``xd_gemm_status`` in
+        ``crossdock/gemm.h``.
         """
         return in_words(self.core.status())
 
@@ -58,7 +59,7 @@ class Membership:
 
     def stats(self) -> GroupStats:
         """What this rank's part has done so far; any thread, never blocks."""
-        return group_stats(self.core.stats(), is_context=isinstance(self.core, _core.GemmContext))
+        return group_stats(self.core.stats(), first_operation=self.core.FIRST_OPERATION)
 
     def set_name(self, name: str) -> None:
         """Names it for people who look: ``crossdock top``, traces, profilers, XD_LOG=stats. Local.

@@ -1,4 +1,4 @@
-// The operations of crossdock/ep.h and low_latency.h on buffers that have their names.
+// The operations of crossdock/ep.h on buffers that have their names.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -25,40 +25,26 @@ struct Experts {
     combine,
     dispatch_bwd,
     combine_bwd,
-    ll_dispatch,
-    ll_combine,
-    ll_mask_get,
-    ll_mask_set,
-    ll_reset,
   };
 
-  // A rank that is masked, or not any more.
-  struct Mask {
-    std::int32_t rank = -1;
-    bool masked = false;
-  };
-
-  // What a call is given beside buffers. Each number is for some operations.
+  // What a call is given beside buffers. Each number is for one operation.
   struct Numbers {
     std::int32_t alignment = 0;                     // of the plan that prepare makes
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
-    xd_ep_phase phase = XD_EP_PHASE_BOTH;           // the half of an operation of low_latency.h
-    Mask mask;
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** group);
   static xd_status destroy(Handle* group) { return xd_ep_group_destroy(group); }
 
-  // Whether a recorded command buffer may do again what a call does: masks are set, and ranks
-  // brought back into step, once.
-  static bool replayable(Operation operation);
+  // Whether a recorded command buffer may do again what a call does.
+  static bool replayable(Operation) { return true; }
 
   // Runs `operation`, which on CUDA means that it is enqueued on `stream`. Tensors that `operands`
   // lacks are absent in the call.
   static xd_status run(Operation operation, const Numbers& numbers, Handle* group,
                        const Operands& operands, xd_stream stream);
 
-  // Fails the operation on all ranks; nothing for calls, and second halves, that no peer waits for.
+  // Fails the operation on all ranks.
   static std::optional<xd_status> fail(Operation operation, const Numbers& numbers, Handle* group,
                                        const char* text, xd_stream stream);
 };

@@ -2,6 +2,7 @@
 
 #include "call.h"
 #include "experts.h"
+#include "low_latency.h"
 #include "products.h"
 
 namespace nb = nanobind;
@@ -11,13 +12,10 @@ namespace {
 
 template <Platform platform>
 auto make_expert_call(std::int64_t group, std::string_view config, std::string_view arguments,
-                      std::string_view results, std::int64_t quantise, std::int64_t alignment,
-                      std::int64_t phase, std::int64_t rank, std::int64_t masked) {
+                      std::string_view results, std::int64_t quantise, std::int64_t alignment) {
   return make_call<platform, Experts>(group, config, arguments, results,
                                       {.alignment = static_cast<std::int32_t>(alignment),
-                                       .quantise = static_cast<xd_ep_quantise>(quantise),
-                                       .phase = static_cast<xd_ep_phase>(phase),
-                                       .mask = {static_cast<std::int32_t>(rank), masked != 0}});
+                                       .quantise = static_cast<xd_ep_quantise>(quantise)});
 }
 
 template <Platform platform>
@@ -29,10 +27,33 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::string_view>("results")
                                    .Attr<std::int64_t>("quantise")
                                    .Attr<std::int64_t>("alignment")
+                                   .To(&make_expert_call<platform>)
+                                   .release();
+  return handler->Call(frame);
+}
+
+template <Platform platform>
+auto make_ll_call(std::int64_t group, std::string_view config, std::string_view arguments,
+                  std::string_view results, std::int64_t quantise, std::int64_t phase,
+                  std::int64_t rank, std::int64_t masked) {
+  return make_call<platform, LowLatency>(group, config, arguments, results,
+                                         {.quantise = static_cast<xd_ep_quantise>(quantise),
+                                          .phase = static_cast<xd_ll_phase>(phase),
+                                          .mask = {static_cast<std::int32_t>(rank), masked != 0}});
+}
+
+template <Platform platform>
+XLA_FFI_Error* ll_instantiate(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = ffi::Ffi::BindInstantiate()
+                                   .Attr<std::int64_t>("group")
+                                   .Attr<std::string_view>("config")
+                                   .Attr<std::string_view>("arguments")
+                                   .Attr<std::string_view>("results")
+                                   .Attr<std::int64_t>("quantise")
                                    .Attr<std::int64_t>("phase")
                                    .Attr<std::int64_t>("rank")
                                    .Attr<std::int64_t>("masked")
-                                   .To(&make_expert_call<platform>)
+                                   .To(&make_ll_call<platform>)
                                    .release();
   return handler->Call(frame);
 }
@@ -79,6 +100,11 @@ nb::dict expert() {
   return target<platform, Experts, operation>(&expert_instantiate<platform>);
 }
 
+template <Platform platform, LowLatency::Operation operation>
+nb::dict low_latency() {
+  return target<platform, LowLatency, operation>(&ll_instantiate<platform>);
+}
+
 template <Platform platform, xd_gemm_operation operation>
 nb::dict product() {
   return target<platform, Products, operation>(&product_instantiate<platform>);
@@ -93,17 +119,18 @@ nb::dict registration() {
   targets["crossdock_ep_combine"] = expert<platform, Operation::combine>();
   targets["crossdock_ep_dispatch_bwd"] = expert<platform, Operation::dispatch_bwd>();
   targets["crossdock_ep_combine_bwd"] = expert<platform, Operation::combine_bwd>();
-  targets["crossdock_ep_ll_dispatch"] = expert<platform, Operation::ll_dispatch>();
-  targets["crossdock_ep_ll_combine"] = expert<platform, Operation::ll_combine>();
-  targets["crossdock_ep_ll_mask_get"] = expert<platform, Operation::ll_mask_get>();
-  targets["crossdock_ep_ll_mask_set"] = expert<platform, Operation::ll_mask_set>();
-  targets["crossdock_ep_ll_reset"] = expert<platform, Operation::ll_reset>();
+  targets["crossdock_ll_dispatch"] = low_latency<platform, LowLatency::Operation::dispatch>();
+  targets["crossdock_ll_combine"] = low_latency<platform, LowLatency::Operation::combine>();
+  targets["crossdock_ll_mask_get"] = low_latency<platform, LowLatency::Operation::mask_get>();
+  targets["crossdock_ll_mask_set"] = low_latency<platform, LowLatency::Operation::mask_set>();
+  targets["crossdock_ll_reset"] = low_latency<platform, LowLatency::Operation::reset>();
   targets["crossdock_gemm_all_gather"] = product<platform, XD_GEMM_ALL_GATHER>();
   targets["crossdock_gemm_reduce_scatter"] = product<platform, XD_GEMM_REDUCE_SCATTER>();
   targets["crossdock_gemm_all_reduce"] = product<platform, XD_GEMM_ALL_REDUCE>();
   targets["crossdock_gemm_bulk"] = product<platform, XD_GEMM_BULK>();
   nb::dict types;
   types["crossdock_ep_call"] = type<platform, Experts>();
+  types["crossdock_ll_call"] = type<platform, LowLatency>();
   types["crossdock_gemm_call"] = type<platform, Products>();
   nb::dict all;
   all["types"] = types;

@@ -13,6 +13,7 @@
 #include "../gemm_args.h"
 #include "experts.h"
 #include "handlers.h"
+#include "low_latency.h"
 #include "products.h"
 #include "ranks.h"
 #include "sequence.h"
@@ -105,6 +106,12 @@ nb::dict read_status(xd_ep_group* group) {
   return xdpy::fields_of(status);
 }
 
+nb::dict read_status(xd_ll_group* group) {
+  xd_ll_status status XD_LL_STATUS_INIT;
+  if (const auto problem = problem_of(xd_ll_group_status(group, &status))) raise(*problem);
+  return xdpy::fields_of(status);
+}
+
 nb::dict read_status(xd_gemm_context* context) {
   xd_gemm_status status XD_GEMM_STATUS_INIT;
   if (const auto problem = problem_of(xd_gemm_context_status(context, &status))) raise(*problem);
@@ -113,6 +120,10 @@ nb::dict read_status(xd_gemm_context* context) {
 
 xd_status watch(xd_ep_group* group, const volatile std::uint64_t** word) {
   return xd_ep_group_watch(group, word);
+}
+
+xd_status watch(xd_ll_group* group, const volatile std::uint64_t** word) {
+  return xd_ll_group_watch(group, word);
 }
 
 xd_status watch(xd_gemm_context* context, const volatile std::uint64_t** word) {
@@ -156,6 +167,10 @@ nb::object explain(const Handle<Products>& self, std::size_t index, int operatio
 
 xdpy::GroupConfig config_of(const nb::kwargs& options, Experts /*family*/) {
   return xdpy::group_config(options);
+}
+
+xdpy::LlGroupConfig config_of(const nb::kwargs& options, LowLatency /*family*/) {
+  return xdpy::ll_group_config(options);
 }
 
 xd_gemm_config config_of(const nb::kwargs& options, Products /*family*/) {
@@ -233,5 +248,6 @@ NB_MODULE(_jax, module) {
       .def("register_memory", &register_memory, "pointers"_a, "bytes"_a)
       .def("abort", &give_up);
   bind<Experts>(module, "Group");
+  bind<LowLatency>(module, "LowLatencyGroup");
   bind<Products>(module, "Context").def("explain", &explain, "index"_a, "operation"_a, "options"_a);
 }

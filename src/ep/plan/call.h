@@ -8,10 +8,12 @@
 
 namespace xd::ep {
 
-struct CallContext {
-  const Config* config;
+template <class Sizes>
+struct CallContextOf {
+  const Sizes* config;
   DLDevice device;
 };
+using CallContext = CallContextOf<Config>;
 
 struct PlanBytes {
   const void* data = nullptr;

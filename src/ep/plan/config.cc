@@ -1,7 +1,5 @@
 #include "ep/plan/config.h"
 
-#include <crossdock/low_latency.h>
-
 #include <algorithm>
 #include <bit>
 
@@ -13,33 +11,16 @@
 namespace xd::ep {
 namespace {
 
-void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
-  XD_REQUIRE(value >= low && value <= high, "config.", field, " = ", value, ", expected ", low,
-             " to ", high);
-}
+constexpr DType kPayloads[] = {DType::bf16, DType::f16, DType::f32, DType::e4m3,
+                               DType::e5m2, DType::i8,  DType::u8};
 
-bool is_payload(DType type) {
-  switch (type) {
-    case DType::bf16:
-    case DType::f16:
-    case DType::f32:
-    case DType::e4m3:
-    case DType::e5m2:
-    case DType::i8:
-    case DType::u8:
-      return true;
-    default:
-      return false;
-  }
-}
-
-void read_device(const xd_ep_config& user, Config& config) {
+void read_device(const CommonFields& user, CommonConfig& config) {
   XD_REQUIRE(user.device_type == 0 || find_device_kind(user.device_type) != nullptr,
              "config.device_type = ", user.device_type, ", expected 0, ", device_type_names());
   config.device_type = user.device_type;
 }
 
-void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
+void read_sizes(const CommonFields& user, int comm_ranks, CommonConfig& config) {
   if (comm_ranks > 0) {
     XD_REQUIRE(user.num_ranks == 0 || user.num_ranks == comm_ranks,
                "config.num_ranks = ", user.num_ranks, ", expected 0 or the communicator's ",
@@ -60,80 +41,31 @@ void read_sizes(const xd_ep_config& user, int comm_ranks, Config& config) {
   config.max_tokens = user.max_tokens_per_rank;
 }
 
-void read_rows(const xd_ep_config& user, Config& config) {
+void read_rows(const CommonFields& user, const Payloads& payloads, CommonConfig& config) {
   const auto type = dtype_of(user.dtype);
-  XD_REQUIRE(type && is_payload(*type), "config.dtype = ", describe_dtype(user.dtype),
-             ", expected bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8");
+  XD_REQUIRE(type && std::ranges::find(payloads.types, *type) != payloads.types.end(),
+             "config.dtype = ", describe_dtype(user.dtype), ", expected ", payloads.names);
   require_range("hidden", user.hidden, 1, std::int64_t{1} << 24);
   config.max_row_bytes = static_cast<std::uint64_t>(user.hidden) * dtype_bytes(*type);
   XD_REQUIRE(config.max_row_bytes % kRowAlignment == 0, "config.hidden = ", user.hidden,
              ": a row of ", dtype_name(*type), " has ", config.max_row_bytes,
              " bytes, expected a multiple of ", kRowAlignment);
-  require_range("max_scale_bytes", user.max_scale_bytes, 0, std::int64_t{1} << 26);
-  config.max_scale_bytes = static_cast<std::uint64_t>(user.max_scale_bytes);
-}
-
-void require_zero(const char* field, std::int64_t value, const char* where) {
-  XD_REQUIRE(value == 0, "config.", field, " = ", value, ", expected 0 ", where);
-}
-
-// Checks a group of EXPERT_SLOTS: its own fields, and those that only other layouts have.
-void read_slots(const xd_ep_config& user, Config& config) {
-  require_range("on_peer_loss", raw_enum(user.on_peer_loss), XD_EP_PEER_LOSS_FATAL,
-                XD_EP_PEER_LOSS_MASK);
-  if (!config.layout.is_slots()) {
-    constexpr const char* kWhere = "in every layout but EXPERT_SLOTS";
-    require_zero("in_flight", user.in_flight, kWhere);
-    require_zero("on_peer_loss", raw_enum(user.on_peer_loss), kWhere);
-    return require_zero("wait_timeout_ms", user.wait_timeout_ms, kWhere);
-  }
-  constexpr const char* kWhere = "in EXPERT_SLOTS";
-  require_zero("recv_capacity", user.recv_capacity, kWhere);
-  require_zero("max_scale_bytes", user.max_scale_bytes, kWhere);
-  require_zero("zero_tail", user.zero_tail, kWhere);
-  require_zero("overflow", raw_enum(user.overflow), kWhere);
-  require_zero("staging", raw_enum(user.staging), kWhere);
-  require_zero("net_buffer_bytes", user.net_buffer_bytes, kWhere);
-  require_range("alignment", user.alignment, 0, 1);
-  require_range("num_ranks", config.ranks, 1, XD_EP_LL_MAX_RANKS);
-  require_range("max_tokens_per_rank", config.max_tokens, 1, XD_EP_LL_MAX_TOKENS);
-  XD_REQUIRE(
-      user.in_flight == 0 || (user.in_flight >= 2 && user.in_flight <= XD_EP_LL_MAX_IN_FLIGHT),
-      "config.in_flight = ", user.in_flight, ", expected 0 or 2 to ", XD_EP_LL_MAX_IN_FLIGHT);
-  require_range("wait_timeout_ms", user.wait_timeout_ms, 0, INT32_MAX);
-  const auto type = *dtype_of(user.dtype);
-  XD_REQUIRE(type == DType::bf16 || type == DType::f16 || type == DType::f32,
-             "config.dtype = ", dtype_name(type),
-             ", expected bfloat16, float16 or float32 in EXPERT_SLOTS");
-  // Slots of all local experts are numbered with 31 bits.
-  const std::int64_t slots = std::int64_t{config.most_local_experts()} * recv_bound(config);
-  XD_REQUIRE(slots <= INT32_MAX, "config: a rank's experts have ", slots,
-             " slots, expected at most ", INT32_MAX);
-  config.in_flight = user.in_flight != 0 ? user.in_flight : 2;
-  config.masks_lost_peers = user.on_peer_loss == XD_EP_PEER_LOSS_MASK;
-  config.wait_timeout_ms = user.wait_timeout_ms;
 }
 
 void read_receive(const xd_ep_config& user, Config& config) {
+  require_range("max_scale_bytes", user.max_scale_bytes, 0, std::int64_t{1} << 26);
+  config.max_scale_bytes = static_cast<std::uint64_t>(user.max_scale_bytes);
   require_range("layout", raw_enum(user.layout), 0, kNumLayouts - 1);
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
-  require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
-                XD_EP_DUPLICATE_IDS_COLLAPSE);
-  require_range("on_error", raw_enum(user.on_error), XD_EP_ON_ERROR_STATUS, XD_EP_ON_ERROR_FATAL);
   require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
-  require_range("num_sms", user.num_sms, 0, 4096);
-  config.num_sms = user.num_sms;
   require_range("net_buffer_bytes", user.net_buffer_bytes, 0, std::int64_t{1} << 62);
   config.net_buffer_bytes = static_cast<std::uint64_t>(user.net_buffer_bytes);
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
                  std::popcount(static_cast<unsigned>(user.alignment)) <= 1,
              "config.alignment = ", user.alignment, ", expected 0 or a power of two up to 1048576");
   config.layout = Layout::of(user.layout);
-  read_slots(user, config);
   config.overflow = user.overflow;
-  config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
-  config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
   config.staging = user.staging == XD_EP_STAGING_AUTO;
   config.any_staging = config.staging;
   config.zero_tail = user.zero_tail != 0;
@@ -151,25 +83,39 @@ void read_receive(const xd_ep_config& user, Config& config) {
 
 }  // namespace
 
+void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high) {
+  XD_REQUIRE(value >= low && value <= high, "config.", field, " = ", value, ", expected ", low,
+             " to ", high);
+}
+
+CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads) {
+  CommonConfig config;
+  read_device(user, config);
+  read_sizes(user, comm_ranks, config);
+  read_rows(user, payloads, config);
+  require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
+                XD_EP_DUPLICATE_IDS_COLLAPSE);
+  config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
+  require_range("on_error", raw_enum(user.on_error), XD_EP_ON_ERROR_STATUS, XD_EP_ON_ERROR_FATAL);
+  config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
+  require_range("num_sms", user.num_sms, 0, 4096);
+  config.num_sms = user.num_sms;
+  return config;
+}
+
 Config read_config(const xd_ep_config* user, int comm_ranks) {
   const xd_ep_config read = read_struct("config", user, xd_ep_config XD_EP_CONFIG_INIT);
+  constexpr const char* kNames =
+      "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8";
   Config config;
-  read_device(read, config);
-  read_sizes(read, comm_ranks, config);
-  read_rows(read, config);
+  static_cast<CommonConfig&>(config) =
+      read_common(CommonFields::of(read), comm_ranks, {kPayloads, kNames});
   read_receive(read, config);
   return config;
 }
 
-bool asks_for_slots(const xd_ep_config* user) {
-  constexpr std::size_t kEnd = offsetof(xd_ep_config, layout) + sizeof(user->layout);
-  return user != nullptr && user->struct_size >= kEnd &&
-         raw_enum(user->layout) == XD_EP_EXPERT_SLOTS;
-}
-
 std::int64_t recv_bound(const Config& config) {
   const std::int64_t tokens = std::int64_t{config.ranks} * config.max_tokens;
-  if (config.layout.is_slots()) return tokens;
   if (!config.layout.row_per_expert) {
     return static_cast<std::int64_t>(
         round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));

@@ -1,4 +1,5 @@
-// A group's sizes, validated, with every default filled in.
+// A group's sizes, validated, with every default filled in: those that groups of both kinds have,
+// and those of the groups of ep.h. ep/slots/config.h has those of low latency.
 #pragma once
 
 #include <crossdock/ep.h>
@@ -6,6 +7,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string_view>
 
 #include "base/tensor.h"
 #include "ep/plan/expert_map.h"
@@ -38,7 +41,8 @@ struct Keeps {
   bool chunks = false;
 };
 
-struct Config {
+// The sizes that groups of both kinds have.
+struct CommonConfig {
   int ranks = 0;
   int experts = 0;
   ExpertTables expert_tables;
@@ -47,31 +51,30 @@ struct Config {
   int max_topk = 0;
   int max_tokens = 0;
   std::uint64_t max_row_bytes = 0;
-  std::uint64_t max_scale_bytes = 0;  // bytes of scales that callers give
-  Layout layout = Layout::of(XD_EP_EXPERT_MAJOR);
-  std::int64_t alignment = 1;  // alignment of plans: the largest, and the default
-  std::int64_t capacity = 0;   // this rank's, as configured
-  xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
   bool collapse = false;      // duplicate ids are not bad
   bool fatal_errors = false;  // errors finish the communicator
-  bool staging = true;
-  // True if any rank stages. Until the ranks have agreed: whether this one does.
-  bool any_staging = true;
-  bool zero_tail = false;
-  int device_type = 0;                 // as given
-  Keeps keeps;                         // as the executor says
-  int num_sms = 0;                     // multiprocessors; 0 = chosen by the library
-  std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual slots
-  // EXPERT_SLOTS only:
-  int in_flight = 0;              // operations of a kind between their halves
-  bool masks_lost_peers = false;  // the loss of a rank is not fatal
-  int wait_timeout_ms = 0;        // 0 = the communicator's
+  int device_type = 0;        // as given
+  int num_sms = 0;            // multiprocessors; 0 = chosen by the library
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int max_slots_per_token() const { return std::min(max_topk, ranks); }
   const ExpertMap& map() const { return expert_tables.map(); }
   // Of any rank. Sizes that ranks must agree about follow from it.
   int most_local_experts() const { return expert_tables.most_local_experts(); }
+};
+
+struct Config : CommonConfig {
+  std::uint64_t max_scale_bytes = 0;  // bytes of scales that callers give
+  Layout layout = Layout::of(XD_EP_EXPERT_MAJOR);
+  std::int64_t alignment = 1;  // alignment of plans: the largest, and the default
+  std::int64_t capacity = 0;   // this rank's, as configured
+  xd_ep_overflow overflow = XD_EP_OVERFLOW_ERROR;
+  bool staging = true;
+  // True if any rank stages. Until the ranks have agreed: whether this one does.
+  bool any_staging = true;
+  bool zero_tail = false;
+  Keeps keeps;                         // as the executor says
+  std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual slots
 
   // The most rows that one rank can have here.
   std::uint64_t rows_per_source() const {
@@ -88,13 +91,37 @@ struct Config {
   }
 };
 
+// The fields that xd_ep_config and xd_ll_config have both.
+struct CommonFields {
+  std::int32_t num_ranks, num_experts, max_topk, max_tokens_per_rank, hidden;
+  DLDataType dtype;
+  xd_ep_duplicate_ids duplicate_ids;
+  xd_ep_on_error on_error;
+  std::int32_t num_sms, device_type;
+  const std::int32_t* expert_ranks;
+
+  template <class User>
+  static CommonFields of(const User& user) {
+    return {user.num_ranks, user.num_experts, user.max_topk,      user.max_tokens_per_rank,
+            user.hidden,    user.dtype,       user.duplicate_ids, user.on_error,
+            user.num_sms,   user.device_type, user.expert_ranks};
+  }
+};
+
+// The types of rows that a kind of groups takes, and their names for texts.
+struct Payloads {
+  std::span<const DType> types;
+  std::string_view names;
+};
+
 // Validates a config, which is not that of one rank. `comm_ranks` = 0 where there is no
 // communicator: config.num_ranks must then be set. Throws INVALID_ARGUMENT naming the field, what
 // was expected and what came.
 Config read_config(const xd_ep_config* user, int comm_ranks);
+CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads);
 
-// True if a config asks for EXPERT_SLOTS. It may be bad all the same: read_config() says so.
-bool asks_for_slots(const xd_ep_config* user);
+// Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.
+void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high);
 
 // The smallest capacity that no routing can overflow, on any rank.
 std::int64_t recv_bound(const Config& config);

@@ -63,7 +63,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
   PlanView view;
   view.header_ = open_plan_header(plan, bytes);
   const PlanHeader& h = view.header_;
-  if (Layout::of(h.layout).is_slots()) return view;
+  require_none(kind_fault(h, false));
   const auto* at = static_cast<const std::byte*>(plan);
   const PlanMap map = map_of(h);
   view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
@@ -103,14 +103,6 @@ void seal_ll_plan(std::byte* plan) {
 }
 
 std::size_t plan_size(const Config& config) {
-  if (config.layout.is_slots()) {
-    return LlPlanMap::make({.local_experts = config.most_local_experts(),
-                            .ranks = config.ranks,
-                            .tokens = config.max_tokens,
-                            .topk = config.max_topk,
-                            .items = std::int64_t{config.ranks} * config.max_tokens})
-        .end;
-  }
   // Room for every part, whether or not the executor keeps it, and on every rank.
   return PlanMap::make(
              {.local_experts = config.most_local_experts(),

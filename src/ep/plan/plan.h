@@ -49,12 +49,12 @@ struct PlanHeader {
   std::int32_t experts;
   std::int32_t tokens;
   std::int32_t topk;
-  std::int32_t layout;
+  std::int32_t layout;  // an xd_ep_layout or kSlotsLayout
   std::int32_t alignment;
   std::int32_t overflow;    // an xd_ep_overflow
   std::int32_t keeps_list;  // 1 = has a list
   std::int32_t
-      keeps_items;  // has room for items: 1; in EXPERT_SLOTS, for items of that many choices
+      keeps_items;  // has room for items: 1; in low latency, for items of that many choices
   std::int32_t bad_id_rank;
   std::int32_t overflow_rank;
   std::int32_t local_experts;      // L of this rank
@@ -133,7 +133,7 @@ constexpr PlanMap map_of(const PlanHeader& h) {
                         .ranks = h.ranks});
 }
 
-// What plans of EXPERT_SLOTS have behind the header: ep/slots/plan.h describes the parts.
+// What plans of low latency have behind the header: ep/slots/plan.h describes the parts.
 struct LlPlanFacts {
   std::int64_t weighted;      // 1 = items have the weights that dispatch was given
   std::int64_t remote_items;  // plans with room: items of other ranks' tokens
@@ -185,7 +185,7 @@ struct PlanExtent {
   std::uint64_t checked, end;
 };
 constexpr PlanExtent extent_of(const PlanHeader& h) {
-  if (Layout::of(h.layout).is_slots()) {
+  if (h.layout == kSlotsLayout) {
     const LlPlanMap map = ll_map_of(h);
     return {map.home, map.end};
   }
@@ -246,12 +246,11 @@ struct PlanBinding {
   std::uint64_t hosts = 0;  // HostMap::fingerprint()
 };
 
-// The header of a plan of any layout. Throws INVALID_ARGUMENT unless the bytes are a whole plan of
-// this library version whose checksum is right.
+// The header of a plan of either kind of groups. Throws INVALID_ARGUMENT unless the bytes are a
+// whole plan of this library version whose checksum is right.
 PlanHeader open_plan_header(const void* plan, std::size_t bytes);
 
-// A checked plan in the caller's memory, of any layout but EXPERT_SLOTS: of such a plan it has the
-// header alone.
+// A checked plan of prepare in the caller's memory.
 class PlanView {
  public:
   // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version;
@@ -281,7 +280,7 @@ class PlanView {
 
 // Fills in magic, version, size and checksum of a plan whose other fields and zones are written.
 void seal_plan(std::byte* plan);
-// Does the same for a plan of EXPERT_SLOTS.
+// Does the same for a plan of low latency.
 void seal_ll_plan(std::byte* plan);
 
 struct Batch {

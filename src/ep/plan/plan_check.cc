@@ -41,6 +41,10 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
       return "plan: its header is damaged (checksum)";
     case PlanFault::zones:
       return "plan: its zones are damaged";
+    case PlanFault::family:
+      return fault.got == kSlotsLayout
+                 ? "plan: made by xd_ll_dispatch, expected one of xd_ep_prepare"
+                 : "plan: made by xd_ep_prepare, expected one of xd_ll_dispatch";
     case PlanFault::binding: {
       const auto number = static_cast<std::size_t>(fault.which);
       const char* what = number < std::size(kBindingNames) ? kBindingNames[number] : "?";

@@ -23,6 +23,7 @@ enum class PlanFault : std::int32_t {
   cut_short,     // got bytes, expected
   checksum,      // damaged
   zones,         // damaged
+  family,        // made by the other kind of groups; got its layout
   binding,       // made for kBindingNames[which] = got, used with expected
   capacities,    // made for other capacities of the peers
   expert_ranks,  // made for another expert map
@@ -100,7 +101,14 @@ inline constexpr const char* kBindingNames[] = {
     "rank",    "num_ranks", "num_experts",     "layout",
     "staging", "items",     "overflow policy", "recv_capacity"};
 
+// `slots`: whether plans of low latency are expected.
+constexpr Fault kind_fault(const PlanHeader& h, bool slots) {
+  const bool of_slots = h.layout == kSlotsLayout;
+  return of_slots == slots ? Fault{} : Fault{.kind = PlanFault::family, .got = h.layout};
+}
+
 constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
+  if (const Fault other = kind_fault(h, t.layout == kSlotsLayout)) return other;
   const bool same_ranks_and_experts =
       h.rank == t.rank && h.ranks == t.ranks && h.experts == t.experts;
   if (same_ranks_and_experts &&

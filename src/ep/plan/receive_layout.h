@@ -20,9 +20,6 @@ struct Layout {
   // weight, and its place tells its expert.
   bool choices_beside_rows;
 
-  // The operations are those of low_latency.h.
-  constexpr bool is_slots() const { return id == XD_EP_EXPERT_SLOTS; }
-
   // All false where `id` is no layout: plans come from callers.
   static constexpr Layout of(int id);
 
@@ -35,7 +32,9 @@ struct Layout {
   }
 };
 
-inline constexpr int kNumLayouts = 3;
+inline constexpr int kNumLayouts = 2;
+// In plans of low latency, in the place of an xd_ep_layout.
+inline constexpr int kSlotsLayout = 2;
 
 // A function and not a table, as kernels cannot reach tables of the host.
 constexpr Layout Layout::of(int id) {
@@ -52,13 +51,6 @@ constexpr Layout Layout::of(int id) {
               .row_per_expert = false,
               .has_zones = false,
               .choices_beside_rows = true};
-    // Operations of its own: see ep/slots/calls.h.
-    case XD_EP_EXPERT_SLOTS:
-      return {.id = id,
-              .name = "EXPERT_SLOTS",
-              .row_per_expert = true,
-              .has_zones = false,
-              .choices_beside_rows = false};
     default:
       return {.id = id,
               .name = "unknown",

@@ -21,15 +21,16 @@ constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::i
 template <class Args>
 LlArgs<Args> with_halves(const Args& args) {
   const int phase = raw_enum(args.phase);
-  XD_REQUIRE(phase >= XD_EP_PHASE_BOTH && phase <= XD_EP_PHASE_RECEIVE, "phase = ", phase,
-             ", expected an xd_ep_phase, 0 to ", int{XD_EP_PHASE_RECEIVE});
-  return {args, {.send = phase != XD_EP_PHASE_RECEIVE, .receive = phase != XD_EP_PHASE_SEND}};
+  XD_REQUIRE(phase >= XD_LL_PHASE_BOTH && phase <= XD_LL_PHASE_RECEIVE, "phase = ", phase,
+             ", expected an xd_ll_phase, 0 to ", int{XD_LL_PHASE_RECEIVE});
+  return {args, {.send = phase != XD_LL_PHASE_RECEIVE, .receive = phase != XD_LL_PHASE_SEND}};
 }
 
 // Reads the tensors of one call.
 class Reader {
  public:
-  explicit Reader(const CallContext& context) : config_(*context.config), device_(context.device) {}
+  explicit Reader(const LlCallContext& context)
+      : config_(*context.config), device_(context.device) {}
 
   Tensor tensor(const DLTensor* t, const char* name, int ndim, std::span<const DType> types,
                 Fit fit = Fit::elements) const {
@@ -78,15 +79,15 @@ class Reader {
                " bytes, expected at most the group's ", config_.max_row_bytes);
   }
 
-  const Config& config_;
+  const LlConfig& config_;
   const DLDevice device_;
 };
 
-xd_ep_quantise read_way(const xd_ep_ll_dispatch_args& args) {
+xd_ep_quantise read_way(const xd_ll_dispatch_args& args) {
   const int way = raw_enum(args.quantise);
   XD_REQUIRE(way >= XD_EP_QUANTISE_NONE && way <= XD_EP_QUANTISE_FP8_BLOCK128_E8M0,
              "quantise = ", way, ", expected 0 to ", int{XD_EP_QUANTISE_FP8_BLOCK128_E8M0},
-             ", as EXPERT_SLOTS has blocks of 128 columns");
+             ", as low latency has blocks of 128 columns");
   return args.quantise;
 }
 
@@ -97,21 +98,21 @@ PlanBytes read_plan(const void* plan, std::size_t bytes) {
 
 }  // namespace
 
-LlArgs<xd_ep_ll_dispatch_args> read_ll_args(const xd_ep_ll_dispatch_args* args) {
-  return with_halves(read_struct("args", args, xd_ep_ll_dispatch_args XD_EP_LL_DISPATCH_ARGS_INIT));
+LlArgs<xd_ll_dispatch_args> read_ll_args(const xd_ll_dispatch_args* args) {
+  return with_halves(read_struct("args", args, xd_ll_dispatch_args XD_LL_DISPATCH_ARGS_INIT));
 }
 
-LlArgs<xd_ep_ll_combine_args> read_ll_args(const xd_ep_ll_combine_args* args) {
-  return with_halves(read_struct("args", args, xd_ep_ll_combine_args XD_EP_LL_COMBINE_ARGS_INIT));
+LlArgs<xd_ll_combine_args> read_ll_args(const xd_ll_combine_args* args) {
+  return with_halves(read_struct("args", args, xd_ll_combine_args XD_LL_COMBINE_ARGS_INIT));
 }
 
-LlDispatchSend read_ll_send(const xd_ep_ll_dispatch_args& args, const CallContext& context) {
+LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext& context) {
   const Reader reader(context);
   LlDispatchSend call{.tokens = reader.rows(args.tokens, "tokens"),
                       .topk_idx = reader.tensor(args.topk_idx, "topk_idx", 2, kIndexTypes),
                       .topk_weights = reader.weights(args.topk_weights),
                       .quantise = read_way(args)};
-  const Config& config = *context.config;
+  const LlConfig& config = *context.config;
   require_rows(call.topk_idx, call.tokens.rows, "rows of tokens");
   XD_REQUIRE(call.topk_idx.cols >= 1 && call.topk_idx.cols <= config.max_topk, "topk_idx: has ",
              call.topk_idx.cols, " columns, expected 1 to max_topk = ", config.max_topk);
@@ -129,15 +130,15 @@ LlDispatchSend read_ll_send(const xd_ep_ll_dispatch_args& args, const CallContex
   return call;
 }
 
-LlDispatchReceive read_ll_receive(const xd_ep_ll_dispatch_args& args, const CallContext& context) {
+LlDispatchReceive read_ll_receive(const xd_ll_dispatch_args& args, const LlCallContext& context) {
   const Reader reader(context);
-  const Config& config = *context.config;
+  const LlConfig& config = *context.config;
   const std::size_t plan_bytes = plan_size(config);
   XD_REQUIRE(args.plan != nullptr, "plan = NULL, expected ", plan_bytes, " bytes");
   XD_REQUIRE(reinterpret_cast<std::uintptr_t>(args.plan) % 16 == 0, "plan is at ", args.plan,
              ", expected a 16-byte aligned address");
   XD_REQUIRE(args.plan_bytes >= plan_bytes, "plan_bytes = ", args.plan_bytes,
-             ", expected at least xd_ep_plan_size = ", plan_bytes);
+             ", expected at least xd_ll_plan_size = ", plan_bytes);
   LlDispatchReceive call{
       .plan = static_cast<std::byte*>(args.plan),
       .quantise = read_way(args),
@@ -161,27 +162,28 @@ LlDispatchReceive read_ll_receive(const xd_ep_ll_dispatch_args& args, const Call
   return call;
 }
 
-LlCombineSend read_ll_send(const xd_ep_ll_combine_args& args, const CallContext& context) {
+LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& context) {
   const Reader reader(context);
   return {.plan = read_plan(args.plan, args.plan_bytes),
           .expert_out = reader.slots(args.expert_out, "expert_out", kRowTypes, SlotFit::rows_in),
           .topk_weights = reader.weights(args.topk_weights)};
 }
 
-LlCombineReceive read_ll_receive(const xd_ep_ll_combine_args& args, const CallContext& context) {
+LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallContext& context) {
   const Reader reader(context);
   return {.plan = read_plan(args.plan, args.plan_bytes),
           .out = reader.rows(args.out, "out"),
           .wait_ns = reader.wait_ns(args.wait_ns)};
 }
 
-Tensor read_ll_mask(const DLTensor* mask, const CallContext& context) {
+Tensor read_ll_mask(const DLTensor* mask, const LlCallContext& context) {
   const Tensor read = Reader(context).tensor(mask, "mask", 1, kInt32);
   require_rows(read, context.config->ranks, "ranks");
   return read;
 }
 
-void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank, const Config& config) {
+void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank,
+                      const LlConfig& config) {
   XD_REQUIRE(rank >= 0 && rank < config.ranks, "rank = ", rank, ", expected 0 to ",
              config.ranks - 1);
   XD_REQUIRE(rank != own_rank, "rank = ", rank, ", expected another rank than this one");

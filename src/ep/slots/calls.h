@@ -1,13 +1,16 @@
-// The arguments of the operations of EXPERT_SLOTS after their checks, by halves: ep/bulk/calls.h
-// has those of the other layouts. Each read_* throws INVALID_ARGUMENT.
+// The arguments of the operations of low latency after their checks, by halves: ep/bulk/calls.h has
+// those of ep.h. Each read_* throws INVALID_ARGUMENT.
 #pragma once
 
 #include <crossdock/low_latency.h>
 
 #include "ep/plan/call.h"
+#include "ep/slots/config.h"
 #include "ep/slots/slot_tensor.h"
 
 namespace xd::ep {
+
+using LlCallContext = CallContextOf<LlConfig>;
 
 // The halves that a call does.
 struct LlHalves {
@@ -40,16 +43,16 @@ struct LlArgs {
   Args args;
   LlHalves halves;
 };
-LlArgs<xd_ep_ll_dispatch_args> read_ll_args(const xd_ep_ll_dispatch_args* args);
-LlArgs<xd_ep_ll_combine_args> read_ll_args(const xd_ep_ll_combine_args* args);
+LlArgs<xd_ll_dispatch_args> read_ll_args(const xd_ll_dispatch_args* args);
+LlArgs<xd_ll_combine_args> read_ll_args(const xd_ll_combine_args* args);
 
-LlDispatchSend read_ll_send(const xd_ep_ll_dispatch_args& args, const CallContext& context);
-LlDispatchReceive read_ll_receive(const xd_ep_ll_dispatch_args& args, const CallContext& context);
-LlCombineSend read_ll_send(const xd_ep_ll_combine_args& args, const CallContext& context);
-LlCombineReceive read_ll_receive(const xd_ep_ll_combine_args& args, const CallContext& context);
+LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext& context);
+LlDispatchReceive read_ll_receive(const xd_ll_dispatch_args& args, const LlCallContext& context);
+LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& context);
+LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallContext& context);
 
-// An output of xd_ep_ll_mask_get.
-Tensor read_ll_mask(const DLTensor* mask, const CallContext& context);
-void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank, const Config& config);
+// An output of xd_ll_mask_get.
+Tensor read_ll_mask(const DLTensor* mask, const LlCallContext& context);
+void require_maskable(std::int32_t rank, std::int32_t masked, int own_rank, const LlConfig& config);
 
 }  // namespace xd::ep

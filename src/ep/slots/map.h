@@ -1,4 +1,4 @@
-// The memory that the ranks of a group of EXPERT_SLOTS share.
+// The memory that the ranks of a group of low latency share.
 //
 //   area of rank r             written by         means
 //   lane[kind]                 src                entry records and credits of dispatch and of
@@ -24,8 +24,8 @@
 #include <cstdint>
 
 #include "base/layout.h"
-#include "ep/plan/config.h"
 #include "ep/plan/plan.h"
+#include "ep/slots/config.h"
 #include "ep/slots/placement.h"
 #include "ep/slots/record.h"
 #include "turn/entry.h"
@@ -39,7 +39,7 @@ struct LlMap {
   std::array<turn::TurnMap, 2> lane;  // by LlKind
   std::uint64_t masked_by, reset, landed, listed, items, rows, weights, partials, end;
 
-  static LlMap make(const Config& c) {
+  static LlMap make(const LlConfig& c) {
     const auto ranks = static_cast<std::uint64_t>(c.ranks);
     const auto slots = static_cast<std::uint64_t>(c.in_flight);
     const auto tokens = static_cast<std::uint64_t>(c.max_tokens);

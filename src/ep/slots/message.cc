@@ -7,7 +7,7 @@
 
 namespace xd::ep {
 
-std::size_t longest_ll_message(const Config& config) {
+std::size_t longest_ll_message(const LlConfig& config) {
   const LlFarRows rows{.topk = config.max_topk, .row_bytes = config.max_row_bytes};
   const LlFarSums sums{.row_bytes = config.max_row_bytes};
   const std::size_t each =

@@ -1,4 +1,4 @@
-// What ranks of a group of EXPERT_SLOTS send to ranks on other machines: one message for each far
+// What ranks of a group of low latency send to ranks on other machines: one message for each far
 // rank and operation, straight to it, with everything that a near rank finds in shared memory. Each
 // is a chunk of the links (net/links.h). docs/internals/machines.md has the protocol.
 #pragma once
@@ -8,8 +8,8 @@
 #include <span>
 #include <type_traits>
 
-#include "ep/plan/config.h"
 #include "ep/plan/plan.h"
+#include "ep/slots/config.h"
 #include "ep/slots/record.h"
 #include "net/link_map.h"
 
@@ -52,7 +52,7 @@ struct LlFarSums {
 };
 
 // The longest message of a group.
-std::size_t longest_ll_message(const Config& config);
+std::size_t longest_ll_message(const LlConfig& config);
 
 // A message that has come. It may have been damaged by anyone who can write into a rank's room, so
 // all of it is looked at before it is used as a number of bytes or as a place.

@@ -1,4 +1,4 @@
-// Where rows lie in EXPERT_SLOTS, as arithmetic that both executors share.
+// Where rows lie in low latency, as arithmetic that both executors share.
 //
 // A token has a row in a slot of every expert that it has chosen. The slots of an expert are
 // numbered from 0 by source rank, then token; row e * S + s is slot s of local expert e. Rows of a
@@ -8,12 +8,12 @@
 #include <cstdint>
 
 #include "base/rank_bits.h"
-#include "ep/plan/config.h"
+#include "ep/slots/config.h"
 
 namespace xd::ep {
 
 // S.
-inline std::int64_t slots_per_expert(const Config& config) {
+inline std::int64_t slots_per_expert(const LlConfig& config) {
   return std::int64_t{config.ranks} * config.max_tokens;
 }
 
@@ -34,11 +34,11 @@ constexpr std::int32_t row_of_slot(int local_expert, std::int64_t slot, std::int
 // A token's partial sums lie side by side at its source, each in a place of its own. Where lost
 // ranks are masked every rank has a place, so that a masked rank that wakes up writes into no other
 // one's; else the ranks that hold rows of the token have places by ascending rank.
-inline int partial_places(const Config& config) {
+inline int partial_places(const LlConfig& config) {
   return config.masks_lost_peers ? config.ranks : config.max_slots_per_token();
 }
 // The place of a rank's partial sum of a token whose rows lie on the ranks `home`.
-inline int partial_place(int rank, const RankBits& home, const Config& config) {
+inline int partial_place(int rank, const RankBits& home, const LlConfig& config) {
   return config.masks_lost_peers ? rank : home.count_below(rank);
 }
 constexpr std::int64_t partial_of(std::int64_t token, int place, int places) {

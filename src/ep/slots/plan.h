@@ -1,6 +1,6 @@
-// The plan of EXPERT_SLOTS: routing of one batch as plain bytes, as in ep/plan/plan.h.
+// The plan of low latency: routing of one batch as plain bytes, as in ep/plan/plan.h.
 //
-//   PlanHeader layout = EXPERT_SLOTS, alignment = 1; recv_rows = total_rows = the sum of all
+//   PlanHeader layout = kSlotsLayout, alignment = 1; recv_rows = total_rows = the sum of all
 //              counts; list_rows = number of items; capacity = S; epoch = number of the dispatch
 //   LlPlanFacts
 //   count[L]  int32: rows per local expert
@@ -17,6 +17,8 @@
 
 #include "base/rank_bits.h"
 #include "ep/plan/plan.h"
+#include "ep/plan/plan_check.h"
+#include "ep/slots/config.h"
 
 namespace xd::ep {
 
@@ -43,12 +45,12 @@ struct LlItem {
 class LlPlanView {
  public:
   // Throws INVALID_ARGUMENT unless the bytes are a whole, undamaged plan of this library version;
-  // see ep/plan/plan_check.h. Of a plan of another layout it has the header alone.
+  // see ep/plan/plan_check.h.
   static LlPlanView open(const void* plan, std::size_t bytes);
 
   // Throws INVALID_ARGUMENT unless the plan belongs to this rank and to a group of these sizes, and
   // is within its bounds.
-  void require_binding(const PlanBinding& binding) const;
+  void require_binding(const PlanTerms& terms) const;
 
   const PlanHeader& header() const { return header_; }
   const LlPlanFacts& facts() const { return facts_; }
@@ -69,6 +71,9 @@ class LlPlanView {
   const RankBits* home_ = nullptr;
   const std::byte* items_ = nullptr;
 };
+
+// The values that plans of a group must agree with, on one rank. `hosts`: HostMap::fingerprint().
+PlanTerms terms_of(const LlConfig& config, int rank, std::uint64_t hosts);
 
 // The fingerprint of a dispatch's batch: equal on all ranks, and another for every other batch.
 constexpr std::uint64_t ll_fingerprint(std::uint64_t group_nonce, std::uint64_t epoch) {

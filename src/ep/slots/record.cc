@@ -6,7 +6,7 @@
 namespace xd::ep {
 namespace {
 
-LlRecord record_in(xd_ep_operation operation, DType type, std::uint64_t row_bytes) {
+LlRecord record_in(xd_ll_operation operation, DType type, std::uint64_t row_bytes) {
   LlRecord record;
   record.call.operation = static_cast<std::uint8_t>(operation);
   record.dtype = static_cast<std::uint8_t>(type);
@@ -42,7 +42,7 @@ void require_scales(const SlotTensor& scales, std::uint64_t columns, const Quant
 }  // namespace
 
 LlRecord record_of(const LlDispatchSend& call) {
-  LlRecord record = record_in(XD_EP_LL_DISPATCH, call.tokens.type, call.tokens.row_bytes());
+  LlRecord record = record_in(XD_LL_DISPATCH, call.tokens.type, call.tokens.row_bytes());
   record.quantise = static_cast<std::uint32_t>(call.quantise);
   record.topk = static_cast<std::uint32_t>(call.topk_idx.cols);
   record.tokens = static_cast<std::uint32_t>(call.tokens.rows);
@@ -51,7 +51,7 @@ LlRecord record_of(const LlDispatchSend& call) {
 }
 
 LlRecord record_of(const LlCombineSend& call, int topk, int tokens) {
-  LlRecord record = record_in(XD_EP_LL_COMBINE, call.expert_out.type, call.expert_out.row_bytes());
+  LlRecord record = record_in(XD_LL_COMBINE, call.expert_out.type, call.expert_out.row_bytes());
   record.topk = static_cast<std::uint32_t>(topk);
   record.tokens = static_cast<std::uint32_t>(tokens);
   record.flags = call.topk_weights ? kWeighted : 0;

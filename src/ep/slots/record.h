@@ -1,4 +1,4 @@
-// The entry record of the operations of EXPERT_SLOTS (turn/entry.h): what a rank tells about its
+// The entry record of the operations of low latency (turn/entry.h): what a rank tells about its
 // send half, beside its rows.
 #pragma once
 
@@ -14,7 +14,7 @@ enum LlRecordFlags : std::uint8_t { kWeighted = 1 << 0 };
 
 // Everything up to the fingerprint must be equal on all ranks.
 struct LlRecord {
-  turn::Call call{};            // an xd_ep_operation
+  turn::Call call{};            // an xd_ll_operation
   std::uint8_t dtype = 0;       // a DType: of the rows that the caller gives
   std::uint8_t flags = 0;       // kWeighted
   std::uint32_t row_bytes = 0;  // of the rows that the caller gives

@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/plan/config.h"
+#include "ep/slots/config.h"
 
 namespace xd::ep {
 namespace {

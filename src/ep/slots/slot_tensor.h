@@ -1,4 +1,4 @@
-// Tensors [L,S,columns] of EXPERT_SLOTS after their checks: a row for each slot of each local
+// Tensors [L,S,columns] of low latency after their checks: a row for each slot of each local
 // expert.
 #pragma once
 

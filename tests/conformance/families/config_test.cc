@@ -23,6 +23,7 @@ struct Change {
   const char* value = "";
 };
 using EpChange = Change<xd_ep_config>;
+using LlChange = Change<xd_ll_config>;
 using GemmChange = Change<xd_gemm_config>;
 
 // ---- Fields that are bad by themselves ----------------------------------------------------------
@@ -34,50 +35,32 @@ template <>
 std::vector<EpChange> bad_fields<Bulk>() {
   return {
       {"num_experts", [](xd_ep_config& c) { c.num_experts += c.num_ranks > 1 ? 1 : -1000; }},
-      // Fields of low latency say nothing here, in either layout.
-      {"in_flight", [](xd_ep_config& c) { c.in_flight = 2; }},
-      {"on_peer_loss", [](xd_ep_config& c) { c.on_peer_loss = XD_EP_PEER_LOSS_MASK; }},
-      {"wait_timeout_ms", [](xd_ep_config& c) { c.wait_timeout_ms = 100; }},
-      {"in_flight",
-       [](xd_ep_config& c) {
-         c.layout = XD_EP_RANK_MAJOR;
-         c.in_flight = 2;
-       }},
-      {"on_peer_loss",
-       [](xd_ep_config& c) {
-         c.layout = XD_EP_RANK_MAJOR;
-         c.on_peer_loss = XD_EP_PEER_LOSS_MASK;
-       }},
-      {"wait_timeout_ms",
-       [](xd_ep_config& c) {
-         c.layout = XD_EP_RANK_MAJOR;
-         c.wait_timeout_ms = 100;
-       }},
+      {"layout", [](xd_ep_config& c) { force(c.layout, 2); }},
   };
 }
 
 template <>
-std::vector<EpChange> bad_fields<LowLatency>() {
+std::vector<LlChange> bad_fields<LowLatency>() {
   return {
-      {"recv_capacity", [](xd_ep_config& c) { c.recv_capacity = 1000; }},
-      {"alignment", [](xd_ep_config& c) { c.alignment = 4; }},
-      {"max_scale_bytes", [](xd_ep_config& c) { c.max_scale_bytes = 4; }},
-      {"zero_tail", [](xd_ep_config& c) { c.zero_tail = 1; }},
-      {"overflow", [](xd_ep_config& c) { c.overflow = XD_EP_OVERFLOW_DROP; }},
-      {"staging", [](xd_ep_config& c) { c.staging = XD_EP_STAGING_NONE; }},
       {"max_tokens_per_rank",
-       [](xd_ep_config& c) { c.max_tokens_per_rank = XD_EP_LL_MAX_TOKENS + 1; }},
-      {"in_flight", [](xd_ep_config& c) { c.in_flight = 1; }},
-      {"in_flight", [](xd_ep_config& c) { c.in_flight = 5; }},
-      {"in_flight", [](xd_ep_config& c) { c.in_flight = -1; }},
-      {"wait_timeout_ms", [](xd_ep_config& c) { c.wait_timeout_ms = -1; }},
-      {"net_buffer_bytes", [](xd_ep_config& c) { c.net_buffer_bytes = 1; }},
-      {"on_peer_loss", [](xd_ep_config& c) { force(c.on_peer_loss, 2); }},
-      {"layout", [](xd_ep_config& c) { force(c.layout, 3); }},
-      {"dtype", [](xd_ep_config& c) { c.dtype = kE4m3; }},
-      {"dtype", [](xd_ep_config& c) { c.dtype = kU8; }},
-      {"hidden", [](xd_ep_config& c) { c.hidden = 12; }},
-      {"max_topk", [](xd_ep_config& c) { c.max_topk = XD_EP_MAX_TOPK + 1; }},
+       [](xd_ll_config& c) { c.max_tokens_per_rank = XD_LL_MAX_TOKENS + 1; }},
+      {"in_flight", [](xd_ll_config& c) { c.in_flight = 1; }},
+      {"in_flight", [](xd_ll_config& c) { c.in_flight = 5; }},
+      {"in_flight", [](xd_ll_config& c) { c.in_flight = -1; }},
+      {"wait_timeout_ms", [](xd_ll_config& c) { c.wait_timeout_ms = -1; }},
+      {"on_peer_loss", [](xd_ll_config& c) { force(c.on_peer_loss, 2); }},
+      {"dtype", [](xd_ll_config& c) { c.dtype = kE4m3; }},
+      {"dtype", [](xd_ll_config& c) { c.dtype = kU8; }},
+      {"hidden", [](xd_ll_config& c) { c.hidden = 12; }},
+      {"dtype",
+       [](xd_ll_config& c) {
+         c.dtype = {kDLFloat, 64, 1};
+       }},
+      {"duplicate_ids", [](xd_ll_config& c) { force(c.duplicate_ids, 2); }},
+      {"on_error", [](xd_ll_config& c) { force(c.on_error, 2); }},
+      {"num_sms", [](xd_ll_config& c) { c.num_sms = -1; }},
+      {"num_experts", [](xd_ll_config& c) { c.num_experts = 0; }},
+      {"max_topk", [](xd_ll_config& c) { c.max_topk = XD_EP_MAX_TOPK + 1; }},
   };
 }
 
@@ -190,17 +173,14 @@ std::vector<EpChange> common_fields<Bulk>() {
 }
 
 template <>
-std::vector<EpChange> common_fields<LowLatency>() {
+std::vector<LlChange> common_fields<LowLatency>() {
   return {
-      {"in_flight", [](xd_ep_config& c) { c.in_flight = 3; }},
-      {"on_peer_loss", [](xd_ep_config& c) { c.on_peer_loss = XD_EP_PEER_LOSS_MASK; }},
-      {"wait_timeout_ms", [](xd_ep_config& c) { c.wait_timeout_ms = 100; }},
-      {"max_tokens_per_rank", [](xd_ep_config& c) { c.max_tokens_per_rank += 1; }},
-      {"layout",
-       [](xd_ep_config& c) {
-         c.layout = XD_EP_EXPERT_MAJOR;
-         c.in_flight = 0;
-       }},
+      {"in_flight", [](xd_ll_config& c) { c.in_flight = 3; }},
+      {"on_peer_loss", [](xd_ll_config& c) { c.on_peer_loss = XD_LL_PEER_LOSS_MASK; }},
+      {"wait_timeout_ms", [](xd_ll_config& c) { c.wait_timeout_ms = 100; }},
+      {"max_tokens_per_rank", [](xd_ll_config& c) { c.max_tokens_per_rank += 1; }},
+      {"on_error", [](xd_ll_config& c) { c.on_error = XD_EP_ON_ERROR_FATAL; }},
+      {"duplicate_ids", [](xd_ll_config& c) { c.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
   };
 }
 
@@ -222,11 +202,13 @@ std::vector<GemmChange> common_fields<Products>() {
 // Fields that may differ.
 void differ(xd_ep_config& config, const Rank& rank) {
   config.num_ranks = rank.rank % 2 == 0 ? 0 : rank.num_ranks;
-  if (config.layout == XD_EP_EXPERT_SLOTS) return;
   config.zero_tail = rank.rank % 2;
   config.num_sms = rank.rank;
   config.staging = rank.rank % 2 == 0 ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
   config.recv_capacity = 400 + 5 * std::int64_t{rank.rank};
+}
+void differ(xd_ll_config& config, const Rank& rank) {
+  config.num_ranks = rank.rank % 2 == 0 ? 0 : rank.num_ranks;
 }
 void differ(xd_gemm_config& config, const Rank& rank) {
   config.num_ranks = rank.rank % 2 == 0 ? 0 : rank.num_ranks;
@@ -236,6 +218,7 @@ void differ(xd_gemm_config& config, const Rank& rank) {
 
 // Uses a handle of ranks whose configs differ so.
 void expect_use(const Rank&, xd_ep_group* group) { EXPECT_NE(group, nullptr); }
+void expect_use(const Rank&, xd_ll_group* group) { EXPECT_NE(group, nullptr); }
 void expect_use(const Rank& rank, xd_gemm_context* context) {
   GemmBatch(rank, Products::plain(), 0).call_and_check(context);
 }

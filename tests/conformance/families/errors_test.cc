@@ -85,7 +85,7 @@ std::vector<Difference<Bulk>> differences<Bulk>() {
 
 template <>
 std::vector<Difference<LowLatency>> differences<LowLatency>() {
-  constexpr auto kDispatch = XD_EP_LL_DISPATCH, kCombine = XD_EP_LL_COMBINE;
+  constexpr auto kDispatch = XD_LL_DISPATCH, kCombine = XD_LL_COMBINE;
   return {
       {"dtype of dispatch", kDispatch, [](LlCase& c) { c.dtype = kF16; }},
       {"hidden of dispatch", kDispatch, [](LlCase& c) { c.row_units = 8; }},
@@ -139,7 +139,7 @@ struct Agreed {
 };
 template <>
 struct Agreed<LowLatency> {
-  Agreed(const Rank& rank, xd_ep_group* to, const LlCase& c, Scene<LowLatency>& scene)
+  Agreed(const Rank& rank, xd_ll_group* to, const LlCase& c, Scene<LowLatency>& scene)
       : group(to), batch(rank, c, 0) {
     batch.dispatch(group);
     scene.batch.use_plan(batch.plan());
@@ -147,7 +147,7 @@ struct Agreed<LowLatency> {
   }
   void end() { batch.combine(group); }
 
-  xd_ep_group* const group;
+  xd_ll_group* const group;
   LlBatch batch;
 };
 
@@ -157,7 +157,7 @@ typename F::Case common_case(typename F::Operation operation) {
   return F::plain(operation);
 }
 template <>
-LlCase common_case<LowLatency>(xd_ep_operation) {
+LlCase common_case<LowLatency>(xd_ll_operation) {
   LlCase c = LowLatency::plain();
   c.row_units = 16;
   return c;

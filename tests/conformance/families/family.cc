@@ -27,15 +27,15 @@ std::vector<Damage> all_damages(const std::vector<Damage>& besides) {
 
 }  // namespace
 
-std::vector<std::pair<xd_status, std::string>> OfGroups::read_config(const Config& config) {
+// ---- Bulk ---------------------------------------------------------------------------------------
+
+std::vector<std::pair<xd_status, std::string>> Bulk::read_config(const Config& config) {
   std::size_t bytes = 0;
   std::int64_t rows = 0;
   xd_ep_memory memory = XD_EP_MEMORY_INIT;
   return {with_text(xd_ep_plan_size(&config, &bytes)), with_text(xd_ep_recv_bound(&config, &rows)),
           with_text(xd_ep_group_memory(&config, &memory))};
 }
-
-// ---- Bulk ---------------------------------------------------------------------------------------
 
 const char* Bulk::name(Operation operation) {
   constexpr const char* kNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
@@ -96,6 +96,13 @@ bool Bulk::may_be_missing(const Batch::Field& field) {
 
 // ---- LowLatency ---------------------------------------------------------------------------------
 
+std::vector<std::pair<xd_status, std::string>> LowLatency::read_config(const Config& config) {
+  std::size_t bytes = 0;
+  xd_ll_memory memory = XD_LL_MEMORY_INIT;
+  return {with_text(xd_ll_plan_size(&config, &bytes)),
+          with_text(xd_ll_group_memory(&config, &memory))};
+}
+
 std::vector<LlCase> LowLatency::full_cases() {
   LlCase c = plain();
   c.row_units = 64;
@@ -106,7 +113,7 @@ std::vector<LlCase> LowLatency::full_cases() {
 }
 
 // Rows of 128 columns, so that they may be quantised.
-Group LowLatency::make_roomy(const Rank& rank) {
+LlGroup LowLatency::make_roomy(const Rank& rank) {
   LlCase c = plain();
   c.row_units = 16;
   return make(rank, c);
@@ -114,13 +121,13 @@ Group LowLatency::make_roomy(const Rank& rank) {
 
 void LowLatency::make_plan(Batch& batch, Raw* group) {
   batch.dispatch(group);
-  batch.reset_tensors(XD_EP_LL_DISPATCH);
+  batch.reset_tensors(XD_LL_DISPATCH);
 }
 
 xd_status LowLatency::enqueue(Batch& batch, Raw* group, Operation operation, Way way) {
   if (way == Way::whole) return batch.enqueue(group, operation);
-  ok(batch.call(group, operation, XD_EP_PHASE_SEND));
-  return batch.enqueue(group, operation, XD_EP_PHASE_RECEIVE);
+  ok(batch.call(group, operation, XD_LL_PHASE_SEND));
+  return batch.enqueue(group, operation, XD_LL_PHASE_RECEIVE);
 }
 
 void LowLatency::expect_nothing_written(Batch& batch, Operation operation) {

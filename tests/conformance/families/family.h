@@ -23,8 +23,8 @@ namespace xd::test {
 // How a call is made. Only low latency has halves.
 enum class Way { whole, halves };
 
-// The calls of groups, of both kinds of expert parallelism.
-struct OfGroups {
+// Expert parallelism for many tokens.
+struct Bulk {
   using Handle = Group;
   using Raw = xd_ep_group;
   using Config = xd_ep_config;
@@ -52,10 +52,7 @@ struct OfGroups {
     ok(xd_ep_group_memory(&config, &memory));
     return memory;
   }
-};
 
-// Expert parallelism for many tokens.
-struct Bulk : OfGroups {
   using Case = test::Case;
   using Batch = test::Batch;
   static constexpr const char* kName = "Bulk";
@@ -101,26 +98,54 @@ struct Bulk : OfGroups {
 };
 
 // Expert parallelism for few tokens, at low latency.
-struct LowLatency : OfGroups {
+struct LowLatency {
+  using Handle = LlGroup;
+  using Raw = xd_ll_group;
+  using Config = xd_ll_config;
+  using Operation = xd_ll_operation;
+  using Status = xd_ll_status;
+  static constexpr const char* kHandle = "group";  // the name of the parameter
+
+  static xd_status create(xd_comm* comm, const Config* config, Raw** made) {
+    return xd_ll_group_create(comm, config, made);
+  }
+  static xd_status join_failed(Raw* group, Operation operation, const char* why, xd_stream stream) {
+    return xd_ll_join_failed(group, operation, why, stream);
+  }
+  static Status status(Raw* group) { return group_status(group); }
+  static Status last_error() { return last_ll_error(); }
+  static const volatile std::uint64_t* watch(Raw* group) {
+    const volatile std::uint64_t* errors = nullptr;
+    ok(xd_ll_group_watch(group, &errors));
+    return errors;
+  }
+  // The functions that read nothing but a config; each with the text of its error.
+  static std::vector<std::pair<xd_status, std::string>> read_config(const Config& config);
+  static xd_ll_memory memory(const Config& config) {
+    xd_ll_memory memory = XD_LL_MEMORY_INIT;
+    ok(xd_ll_group_memory(&config, &memory));
+    return memory;
+  }
+
   using Case = LlCase;
   using Batch = LlBatch;
   static constexpr const char* kName = "LowLatency";
-  static constexpr Operation kOperations[] = {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE};
+  static constexpr Operation kOperations[] = {XD_LL_DISPATCH, XD_LL_COMBINE};
   static constexpr Way kWays[] = {Way::whole, Way::halves};
 
-  static Case plain(Operation = XD_EP_LL_DISPATCH) { return plain_ll_case(world().num_ranks()); }
+  static Case plain(Operation = XD_LL_DISPATCH) { return plain_ll_case(world().num_ranks()); }
   static std::vector<Case> full_cases();
   static Handle make_roomy(const Rank& rank);
   static Handle make(const Rank& rank, const Case& c) { return make_group(rank, c); }
   static Config good_config(int) { return plain().config(plain().owners()); }  // in order: no list
 
-  static bool makes_plan(Operation operation) { return operation == XD_EP_LL_DISPATCH; }
+  static bool makes_plan(Operation operation) { return operation == XD_LL_DISPATCH; }
   static void make_plan(Batch& batch, Raw* group);
   static xd_status enqueue(Batch& batch, Raw* group, Operation operation, Way way = Way::whole);
   static auto args(Batch& b) { return std::tie(b.dispatch_args, b.combine_args); }
   static void expect_nothing_written(Batch& batch, Operation operation);
   static void expect_works(const Rank& rank, const Case& c, Raw* group);
-  static constexpr Operation kFirst = XD_EP_LL_DISPATCH;
+  static constexpr Operation kFirst = XD_LL_DISPATCH;
   static constexpr std::uint64_t kOperationsOfWorks = 1;
   static std::size_t sequence_of(Operation operation) { return makes_plan(operation) ? 0 : 1; }
   static bool counts_operations(const Rank& rank) { return !rank.asynchronous(); }

@@ -34,7 +34,7 @@ std::vector<std::vector<std::int64_t>> wrong_strides(const LlBatch::Field& field
 TEST(LlArguments, WithStridesThatGiveNoRowAPlaceOfItsOwnAreRefused) {
   const LlCase c = full_case();
   on_every_rank([&](Rank& rank) {
-    const Group group = LowLatency::make(rank, c);
+    const LlGroup group = LowLatency::make(rank, c);
     S scene(rank, group.get(), c);
     for (const LlBatch::Field& field : scene.batch.fields()) {
       for (const std::vector<std::int64_t>& strides : wrong_strides(field)) {
@@ -50,7 +50,7 @@ TEST(LlArguments, WithStridesThatGiveNoRowAPlaceOfItsOwnAreRefused) {
 
 TEST(LlArguments, BesideTensorsAreRefused) {
   expect_mistakes<LowLatency>(
-      full_case(), XD_EP_LL_DISPATCH,
+      full_case(), XD_LL_DISPATCH,
       {{{"struct_size"}, [](S& s) { s.batch.dispatch_args.struct_size = 0; }},
        {{"plan"}, [](S& s) { s.batch.dispatch_args.plan = nullptr; }},
        {{"plan_bytes"}, [](S& s) { s.batch.dispatch_args.plan_bytes -= 16; }},
@@ -64,7 +64,7 @@ TEST(LlArguments, BesideTensorsAreRefused) {
        {{"quantise"}, [](S& s) { force(s.batch.dispatch_args.quantise, -1); }},
        {{"recv_tokens"}, [](S& s) { force(s.batch.dispatch_args.quantise, 0); }}});
   expect_mistakes<LowLatency>(
-      full_case(), XD_EP_LL_COMBINE,
+      full_case(), XD_LL_COMBINE,
       {{{"struct_size"}, [](S& s) { s.batch.combine_args.struct_size = 0; }},
        {{"plan"}, [](S& s) { s.batch.combine_args.plan = nullptr; }},
        {{"plan"}, [](S& s) { s.batch.combine_args.plan_bytes = 0; }},
@@ -79,28 +79,28 @@ TEST(LlArguments, BesideTensorsAreRefused) {
 TEST(LlArguments, APhaseThatIsNoneFailsAsAWholeCallAndNamesTheRankToPeers) {
   const LlCase c = LowLatency::plain();
   on_every_rank([&](Rank& rank) {
-    const Group group = LowLatency::make(rank, c);
+    const LlGroup group = LowLatency::make(rank, c);
     LlBatch batch(rank, c, 0);
     for (const int phase : {-1, 3}) {
-      for (const xd_ep_operation kind : LowLatency::kOperations) {
+      for (const xd_ll_operation kind : LowLatency::kOperations) {
         LowLatency::make_plan(batch, group.get());
         batch.reset_tensors(kind);
-        xd_ep_ll_dispatch_args dispatch = batch.dispatch_args;
-        xd_ep_ll_combine_args combine = batch.combine_args;
+        xd_ll_dispatch_args dispatch = batch.dispatch_args;
+        xd_ll_combine_args combine = batch.combine_args;
         if (is_guilty(rank)) {  // in the struct: C++ code may not pass this on as an enum
           force(dispatch.phase, phase);
           force(combine.phase, phase);
         }
-        const Outcome outcome = finish(
-            rank, group.get(),
-            kind == XD_EP_LL_DISPATCH ? xd_ep_ll_dispatch(group.get(), &dispatch, rank.stream())
-                                      : xd_ep_ll_combine(group.get(), &combine, rank.stream()));
+        const LlOutcome outcome =
+            finish(rank, group.get(),
+                   kind == XD_LL_DISPATCH ? xd_ll_dispatch(group.get(), &dispatch, rank.stream())
+                                          : xd_ll_combine(group.get(), &combine, rank.stream()));
         EXPECT_EQ(outcome.met.rank, guilty_rank(rank)) << outcome.text;
         expect_blamed(rank, outcome, {guilty_rank(rank), {"phase"}});
         EXPECT_EQ(batch.written(kind), "");
       }
     }
-    batch.reset_tensors(XD_EP_LL_DISPATCH);
+    batch.reset_tensors(XD_LL_DISPATCH);
     batch.dispatch(group.get());
     batch.combine(group.get());
   });
@@ -119,11 +119,11 @@ TEST(LlArguments, BatchesThatTheGroupCannotHoldAreRefused) {
   };
   const LlCase c = LowLatency::plain();
   on_every_rank([&](Rank& rank) {
-    const Group group = LowLatency::make(rank, c);
+    const LlGroup group = LowLatency::make(rank, c);
     for (const Larger& kind : kinds) {
       LlCase own = c;
       if (is_guilty(rank)) kind.grow(own);
-      S(rank, group.get(), own).expect_refused(XD_EP_LL_DISPATCH, kind.words, [](S&) {});
+      S(rank, group.get(), own).expect_refused(XD_LL_DISPATCH, kind.words, [](S&) {});
     }
     LowLatency::expect_works(rank, c, group.get());
   });
@@ -131,28 +131,34 @@ TEST(LlArguments, BatchesThatTheGroupCannotHoldAreRefused) {
 
 // ---- Sizes --------------------------------------------------------------------------------------
 
-TEST(LlConfig, OfMoreRanksThanTheLayoutHasIsRefused) {
-  LlCase c = plain_ll_case(XD_EP_LL_MAX_RANKS);
-  std::int64_t rows = 0;
-  xd_ep_config config = c.config(c.owners());
-  EXPECT_EQ(xd_ep_recv_bound(&config, &rows), XD_SUCCESS) << xd_last_error();
-  c.num_ranks = XD_EP_LL_MAX_RANKS + 1;
+TEST(LlConfig, OfMoreRanksThanThereMayBeIsRefused) {
+  LlCase c = plain_ll_case(XD_LL_MAX_RANKS);
+  std::size_t bytes = 0;
+  xd_ll_config config = c.config(c.owners());
+  EXPECT_EQ(xd_ll_plan_size(&config, &bytes), XD_SUCCESS) << xd_last_error();
+  c.num_ranks = XD_LL_MAX_RANKS + 1;
   config = c.config(c.owners());
-  EXPECT_EQ(xd_ep_recv_bound(&config, &rows), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_ll_plan_size(&config, &bytes), XD_ERROR_INVALID_ARGUMENT);
   expect_said("num_ranks");
 }
 
-TEST(LlConfig, HasAsManySlotsAsTokensOfAllRanks) {
-  for (const int ranks : {1, 3, 72}) {
-    LlCase c = plain_ll_case(ranks);
-    for (const int tokens : {1, 12, 128, XD_EP_LL_MAX_TOKENS}) {
-      c.max_tokens = tokens;
-      const xd_ep_config config = c.config(c.owners());
-      std::int64_t rows = 0;
-      ok(xd_ep_recv_bound(&config, &rows));
-      EXPECT_EQ(rows, c.num_slots());
-    }
+// Without a list E / W each, in order.
+TEST(LlConfig, TellsTheExpertsOfEachRank) {
+  LlCase c = plain_ll_case(4);
+  std::int32_t found = -1;
+  xd_ll_config config = c.config(c.owners());
+  for (int rank = 0; rank < 4; ++rank) {
+    ok(xd_ll_local_experts(&config, rank, &found));
+    EXPECT_EQ(found, c.local_experts);
   }
+  EXPECT_EQ(xd_ll_local_experts(&config, 4, &found), XD_ERROR_INVALID_ARGUMENT);
+  expect_said("rank = 4");
+  const std::vector<std::int32_t> owners(static_cast<std::size_t>(config.num_experts), 2);
+  config.expert_ranks = owners.data();
+  ok(xd_ll_local_experts(&config, 1, &found));
+  EXPECT_EQ(found, 0);
+  ok(xd_ll_local_experts(&config, 2, &found));
+  EXPECT_EQ(found, config.num_experts);
 }
 
 // As the header says: about W*T*(8*K + 16) bytes, and memory that grows with what is in flight.
@@ -162,17 +168,16 @@ TEST(LlConfig, SaysHowMuchMemoryItTakes) {
   c.topk = 8;
   c.max_tokens = 128;
   c.row_units = 896;
-  xd_ep_config config = c.config(c.owners());
+  xd_ll_config config = c.config(c.owners());
   std::size_t plan_bytes = 0;
-  ok(xd_ep_plan_size(&config, &plan_bytes));
+  ok(xd_ll_plan_size(&config, &plan_bytes));
   EXPECT_LE(plan_bytes, 4u * 128 * (8 * 8 + 16) * 5 / 4 + 8192);
   std::size_t last = 0;
   for (const int in_flight : {2, 3, 4}) {
     config.in_flight = in_flight;
-    xd_ep_memory memory = XD_EP_MEMORY_INIT;
-    ok(xd_ep_group_memory(&config, &memory));
+    xd_ll_memory memory = XD_LL_MEMORY_INIT;
+    ok(xd_ll_group_memory(&config, &memory));
     EXPECT_GT(memory.symmetric_bytes, last);
-    EXPECT_GE(memory.symmetric_bytes, memory.staging_bytes);
     last = memory.symmetric_bytes;
     EXPECT_LE(memory.symmetric_bytes + memory.private_bytes,
               static_cast<std::size_t>(in_flight) * 20'000'000u);

@@ -66,13 +66,13 @@ LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vecto
   add_dispatch_inputs();
   add_dispatch_outputs();
   add_combine();
-  reset_tensors(XD_EP_LL_DISPATCH);
-  reset_tensors(XD_EP_LL_COMBINE);
+  reset_tensors(XD_LL_DISPATCH);
+  reset_tensors(XD_LL_COMBINE);
 }
 
 void LlBatch::use_plan(const Buffer& plan) { set_plan(combine_args, plan); }
 
-Strided& LlBatch::add(xd_ep_operation operation, const char* name, const DLTensor** slot,
+Strided& LlBatch::add(xd_ll_operation operation, const char* name, const DLTensor** slot,
                       bool output, Strided tensor) {
   Strided& kept = tensors_.emplace_back(std::move(tensor));
   *slot = kept.dl();
@@ -84,7 +84,7 @@ void LlBatch::add_dispatch_inputs() {
   const std::int64_t t = choices_.tokens, k = choices_.topk;
   const auto input = [&](const char* name, const DLTensor** slot, DLDataType type,
                          std::int64_t columns) {
-    add(XD_EP_LL_DISPATCH, name, slot, false, Strided(rank_, type, {t, columns}));
+    add(XD_LL_DISPATCH, name, slot, false, Strided(rank_, type, {t, columns}));
   };
   input("tokens", &dispatch_args.tokens, case_.dtype, columns_);
   input("topk_idx", &dispatch_args.topk_idx, case_.index_type, k);
@@ -98,10 +98,10 @@ void LlBatch::add_dispatch_outputs() {
   const std::int64_t s = case_.num_slots(), w = case_.num_ranks;
   const auto output = [&](const char* name, const DLTensor** slot, DLDataType type,
                           std::vector<std::int64_t> shape, std::vector<std::int64_t> strides = {}) {
-    add(XD_EP_LL_DISPATCH, name, slot, true,
+    add(XD_LL_DISPATCH, name, slot, true,
         Strided(rank_, type, std::move(shape), std::move(strides)));
   };
-  xd_ep_ll_dispatch_args& args = dispatch_args;
+  xd_ll_dispatch_args& args = dispatch_args;
   const auto unit = 16 / static_cast<std::int64_t>(element_bytes(types_.rows));
   output("recv_tokens", &args.recv_tokens, types_.rows, {l, s, columns_},
          strides_of(case_.slots, columns_, unit));
@@ -124,18 +124,18 @@ void LlBatch::add_combine() {
   const auto l = static_cast<std::int64_t>(routing_.experts_of(rank_.rank).size());
   const std::int64_t s = case_.num_slots(), t = choices_.tokens;
   const auto unit = 16 / static_cast<std::int64_t>(element_bytes(case_.combine_dtype));
-  xd_ep_ll_combine_args& args = combine_args;
-  add(XD_EP_LL_COMBINE, "expert_out", &args.expert_out, false,
+  xd_ll_combine_args& args = combine_args;
+  add(XD_LL_COMBINE, "expert_out", &args.expert_out, false,
       Strided(rank_, case_.combine_dtype, {l, s, combine_columns_},
               strides_of(case_.slots, combine_columns_, unit), kNotToBeRead));
   if (case_.weights == Weights::at_combine || case_.weights == Weights::both) {
-    add(XD_EP_LL_COMBINE, "topk_weights", &args.topk_weights, false,
+    add(XD_LL_COMBINE, "topk_weights", &args.topk_weights, false,
         Strided(rank_, kF32, {t, choices_.topk}));
   }
-  add(XD_EP_LL_COMBINE, "out", &args.out, true,
+  add(XD_LL_COMBINE, "out", &args.out, true,
       Strided(rank_, case_.combine_dtype, {t, combine_columns_}));
   if (case_.extras) {
-    add(XD_EP_LL_COMBINE, "wait_ns", &args.wait_ns, true, Strided(rank_, kI64, {case_.num_ranks}));
+    add(XD_LL_COMBINE, "wait_ns", &args.wait_ns, true, Strided(rank_, kI64, {case_.num_ranks}));
   }
 }
 
@@ -157,7 +157,7 @@ std::vector<std::int64_t> LlBatch::strides_of(Slots slots, std::int64_t columns,
   return {};
 }
 
-LlBatch::Field& LlBatch::field(xd_ep_operation operation, const std::string& name) {
+LlBatch::Field& LlBatch::field(xd_ll_operation operation, const std::string& name) {
   for (Field& field : fields_) {
     if (field.operation == operation && field.name == name) return field;
   }
@@ -252,7 +252,7 @@ void LlBatch::fill_results(Strided& tensor) const {
   }
 }
 
-void LlBatch::fill_inputs(xd_ep_operation operation) {
+void LlBatch::fill_inputs(xd_ll_operation operation) {
   for (Field& field : fields_) {
     if (field.operation != operation || field.output) continue;
     const std::string name = field.name;
@@ -269,13 +269,13 @@ void LlBatch::fill_inputs(xd_ep_operation operation) {
       fill_results(tensor);
     } else {
       fill_weights(tensor,
-                   operation == XD_EP_LL_DISPATCH ? kDispatchWeights : kCombineWeights + combines_);
+                   operation == XD_LL_DISPATCH ? kDispatchWeights : kCombineWeights + combines_);
     }
     tensor.upload();
   }
 }
 
-void LlBatch::reset_tensors(xd_ep_operation operation) {
+void LlBatch::reset_tensors(xd_ll_operation operation) {
   fill_inputs(operation);
   for (Field& field : fields_) {
     if (field.operation != operation || !field.output) continue;
@@ -292,7 +292,7 @@ void LlBatch::reset_tensors(xd_ep_operation operation) {
   }
 }
 
-void LlBatch::overwrite_inputs(xd_ep_operation operation) {
+void LlBatch::overwrite_inputs(xd_ll_operation operation) {
   for (Field& field : fields_) {
     if (field.operation == operation && !field.output) field.tensor->buffer().fill(kOverwritten);
   }
@@ -300,35 +300,36 @@ void LlBatch::overwrite_inputs(xd_ep_operation operation) {
 
 void LlBatch::next_combine() {
   ++combines_;
-  reset_tensors(XD_EP_LL_COMBINE);
+  reset_tensors(XD_LL_COMBINE);
 }
 
 // ---- Calls --------------------------------------------------------------------------------------
 
-xd_status LlBatch::enqueue(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
-  if (operation == XD_EP_LL_DISPATCH) {
+xd_status LlBatch::enqueue(xd_ll_group* group, xd_ll_operation operation, xd_ll_phase phase) {
+  if (operation == XD_LL_DISPATCH) {
     dispatch_args.phase = phase;
-    return xd_ep_ll_dispatch(group, &dispatch_args, rank_.stream());
+    return xd_ll_dispatch(group, &dispatch_args, rank_.stream());
   }
   combine_args.phase = phase;
-  return xd_ep_ll_combine(group, &combine_args, rank_.stream());
+  return xd_ll_combine(group, &combine_args, rank_.stream());
 }
 
-Outcome LlBatch::call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+LlOutcome LlBatch::call(xd_ll_group* group, xd_ll_operation operation, xd_ll_phase phase) {
   return finish(rank_, group, enqueue(group, operation, phase));
 }
 
 // A half needs the arguments of its own only; every other batch gives it all of them.
-Outcome LlBatch::call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
+LlOutcome LlBatch::call_sparingly(xd_ll_group* group, xd_ll_operation operation,
+                                  xd_ll_phase phase) {
   const auto whole = std::tuple(dispatch_args, combine_args);
   for (Field& field : fields_) {
-    const bool used = phase == XD_EP_PHASE_BOTH || number_ % 2 != 0 ||
-                      field.output == (phase == XD_EP_PHASE_RECEIVE);
+    const bool used = phase == XD_LL_PHASE_BOTH || number_ % 2 != 0 ||
+                      field.output == (phase == XD_LL_PHASE_RECEIVE);
     if (field.operation == operation && !used) *field.slot = nullptr;
   }
-  const Outcome outcome = call(group, operation, phase);
+  const LlOutcome outcome = call(group, operation, phase);
   std::tie(dispatch_args, combine_args) = whole;
-  if (phase == XD_EP_PHASE_SEND) {
+  if (phase == XD_LL_PHASE_SEND) {
     ok(outcome);
     EXPECT_EQ(written(operation), "");
     overwrite_inputs(operation);
@@ -336,19 +337,19 @@ Outcome LlBatch::call_sparingly(xd_ep_group* group, xd_ep_operation operation, x
   return outcome;
 }
 
-void LlBatch::dispatch(xd_ep_group* group, xd_ep_phase phase) {
-  const Outcome outcome = call_sparingly(group, XD_EP_LL_DISPATCH, phase);
-  if (phase != XD_EP_PHASE_SEND) expect_dispatched(outcome);
+void LlBatch::dispatch(xd_ll_group* group, xd_ll_phase phase) {
+  const LlOutcome outcome = call_sparingly(group, XD_LL_DISPATCH, phase);
+  if (phase != XD_LL_PHASE_SEND) expect_dispatched(outcome);
 }
 
-void LlBatch::combine(xd_ep_group* group, xd_ep_phase phase) {
-  const Outcome outcome = call_sparingly(group, XD_EP_LL_COMBINE, phase);
-  if (phase != XD_EP_PHASE_SEND) expect_combined(outcome);
+void LlBatch::combine(xd_ll_group* group, xd_ll_phase phase) {
+  const LlOutcome outcome = call_sparingly(group, XD_LL_COMBINE, phase);
+  if (phase != XD_LL_PHASE_SEND) expect_combined(outcome);
 }
 
 // ---- Expectations -------------------------------------------------------------------------------
 
-std::string LlBatch::written(xd_ep_operation operation) const {
+std::string LlBatch::written(xd_ll_operation operation) const {
   std::string names;
   for (const Field& field : fields_) {
     if (field.operation != operation || !field.output || field.tensor->untouched()) continue;
@@ -358,38 +359,33 @@ std::string LlBatch::written(xd_ep_operation operation) const {
   return names;
 }
 
-xd_ep_plan_info LlBatch::plan_info() const {
+xd_ll_plan_info LlBatch::plan_info() const {
   const std::vector<std::byte> bytes = plan_.read();
-  xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
-  ok(xd_ep_plan_get_info(bytes.data(), bytes.size(), &info));
+  xd_ll_plan_info info = XD_LL_PLAN_INFO_INIT;
+  ok(xd_ll_plan_get_info(bytes.data(), bytes.size(), &info));
   return info;
 }
 
 void LlBatch::expect_plan() const {
   EXPECT_TRUE(plan_.guards_intact());
-  const xd_ep_plan_info info = plan_info();
+  const xd_ll_plan_info info = plan_info();
   EXPECT_EQ(info.rank, rank_.rank);
   EXPECT_EQ(info.num_ranks, rank_.num_ranks);
   EXPECT_EQ(info.num_experts, static_cast<std::int32_t>(case_.owners().size()));
   EXPECT_EQ(info.num_tokens, choices_.tokens);
   EXPECT_EQ(info.topk, choices_.topk);
-  EXPECT_EQ(info.layout, XD_EP_EXPERT_SLOTS);
-  EXPECT_EQ(info.alignment, 1);
   EXPECT_EQ(info.recv_rows, routing_.rows_of(rank_.rank));
-  EXPECT_EQ(info.total_rows, routing_.rows_of(rank_.rank));
   EXPECT_EQ(info.bad_ids, routing_.bad_ids());
   EXPECT_EQ(info.bad_id_rank, routing_.bad_id_rank());
-  EXPECT_EQ(info.overflow_rank, -1);
 }
 
 // Every slot that has a row, its scales and its token's index; nothing else.
 void LlBatch::expect_rows() {
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
-  Strided& tokens = *field(XD_EP_LL_DISPATCH, "recv_tokens").tensor;
+  Strided& tokens = *field(XD_LL_DISPATCH, "recv_tokens").tensor;
   Strided* const scales =
-      types_.columns_per_scale > 0 ? field(XD_EP_LL_DISPATCH, "recv_scales").tensor : nullptr;
-  Strided* const indices =
-      case_.extras ? field(XD_EP_LL_DISPATCH, "source_tokens").tensor : nullptr;
+      types_.columns_per_scale > 0 ? field(XD_LL_DISPATCH, "recv_scales").tensor : nullptr;
+  Strided* const indices = case_.extras ? field(XD_LL_DISPATCH, "source_tokens").tensor : nullptr;
   for (std::size_t l = 0; l < experts.size(); ++l) {
     const auto e = static_cast<std::int64_t>(l);
     const std::vector<SlotRow>& rows = routing_.rows(experts[l]);
@@ -410,8 +406,8 @@ void LlBatch::expect_rows() {
 
 void LlBatch::expect_ranges() {
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
-  Strided& ranges = *field(XD_EP_LL_DISPATCH, "source_ranges").tensor;
-  Strided& load = *field(XD_EP_LL_DISPATCH, "expert_load").tensor;
+  Strided& ranges = *field(XD_LL_DISPATCH, "source_ranges").tensor;
+  Strided& load = *field(XD_LL_DISPATCH, "expert_load").tensor;
   for (std::size_t l = 0; l < experts.size(); ++l) {
     const auto e = static_cast<std::int64_t>(l);
     const std::vector<SlotRow>& rows = routing_.rows(experts[l]);
@@ -442,10 +438,10 @@ void LlBatch::expect_waits(const char* name, Strided& tensor) const {
   }
 }
 
-void LlBatch::expect_dispatched(const Outcome& outcome) {
+void LlBatch::expect_dispatched(const LlOutcome& outcome) {
   if (routing_.bad_ids() > 0) {
     EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-    EXPECT_EQ(outcome.met.operation, XD_EP_LL_DISPATCH);
+    EXPECT_EQ(outcome.met.operation, XD_LL_DISPATCH);
     EXPECT_EQ(outcome.met.rank, routing_.bad_id_rank()) << outcome.text;
     EXPECT_TRUE(outcome.mentions(std::to_string(routing_.bad_ids()) + " expert ids"))
         << outcome.text;
@@ -453,7 +449,7 @@ void LlBatch::expect_dispatched(const Outcome& outcome) {
     ok(outcome);
   }
   EXPECT_EQ(outcome.group.bad_ids, routing_.bad_ids());
-  Strided& counts = *field(XD_EP_LL_DISPATCH, "counts").tensor;
+  Strided& counts = *field(XD_LL_DISPATCH, "counts").tensor;
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
   for (std::size_t l = 0; l < experts.size(); ++l) {
     counts.set(static_cast<std::int64_t>(l), routing_.rows(experts[l]).size());
@@ -463,17 +459,17 @@ void LlBatch::expect_dispatched(const Outcome& outcome) {
   expect_plan();
   if (!case_.extras) return;
   expect_ranges();
-  expect_waits("wait_ns of dispatch", *field(XD_EP_LL_DISPATCH, "wait_ns").tensor);
+  expect_waits("wait_ns of dispatch", *field(XD_LL_DISPATCH, "wait_ns").tensor);
 }
 
-void LlBatch::expect_combined(const Outcome& outcome) {
+void LlBatch::expect_combined(const LlOutcome& outcome) {
   ok(outcome);
   const bool own_weights = case_.weights == Weights::at_combine || case_.weights == Weights::both;
   const ChoiceWeight weight_of = [&](int token, int k) {
     return weight(own_weights ? kCombineWeights + combines_ : kDispatchWeights, token, k);
   };
   const ResultRow result = [&](int expert, std::int64_t slot) { return result_row(expert, slot); };
-  Strided& out = *field(XD_EP_LL_COMBINE, "out").tensor;
+  Strided& out = *field(XD_LL_COMBINE, "out").tensor;
   for (int t = 0; t < choices_.tokens; ++t) {
     out.set_row(t, 0,
                 bytes_of(combined_row(routing_, rank_.hosts, rank_.rank, t,
@@ -484,7 +480,7 @@ void LlBatch::expect_combined(const Outcome& outcome) {
   }
   out.expect("out");
   if (case_.extras) {
-    expect_waits("wait_ns of combine", *field(XD_EP_LL_COMBINE, "wait_ns").tensor);
+    expect_waits("wait_ns of combine", *field(XD_LL_COMBINE, "wait_ns").tensor);
   }
 }
 

@@ -24,7 +24,7 @@ class LlBatch {
  public:
   // A tensor argument. Inputs are those of the send half, outputs of the receive half.
   struct Field {
-    xd_ep_operation operation;
+    xd_ll_operation operation;
     const char* name;
     const DLTensor** slot;
     bool output;
@@ -35,37 +35,38 @@ class LlBatch {
   LlBatch(const Rank& rank, const LlCase& c, int number, const std::vector<bool>& absent = {});
 
   // Makes the call, and waits until it has ended.
-  Outcome call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  LlOutcome call(xd_ll_group* group, xd_ll_operation operation,
+                 xd_ll_phase phase = XD_LL_PHASE_BOTH);
   // Makes the call only; where operations are asynchronous, finish() tells how it ended.
-  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation,
-                    xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  xd_status enqueue(xd_ll_group* group, xd_ll_operation operation,
+                    xd_ll_phase phase = XD_LL_PHASE_BOTH);
 
   // Make the call and check its status and every byte that it may or may not have written. After a
   // send half the inputs are overwritten, and the next call of that operation writes them anew.
-  void dispatch(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
-  void combine(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  void dispatch(xd_ll_group* group, xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void combine(xd_ll_group* group, xd_ll_phase phase = XD_LL_PHASE_BOTH);
 
   // Checks what a call that has ended with `outcome` has written.
-  void expect_dispatched(const Outcome& outcome);
-  void expect_combined(const Outcome& outcome);
+  void expect_dispatched(const LlOutcome& outcome);
+  void expect_combined(const LlOutcome& outcome);
   // Names of the operation's outputs that have been written, or beside which a byte has; empty =
   // none. Times do not count: they are told of errors as well.
-  std::string written(xd_ep_operation operation) const;
+  std::string written(xd_ll_operation operation) const;
 
-  void reset_tensors(xd_ep_operation operation);  // all as before the first call
+  void reset_tensors(xd_ll_operation operation);  // all as before the first call
   void next_combine();                            // other results of the experts, and other weights
-  void overwrite_inputs(xd_ep_operation operation);
+  void overwrite_inputs(xd_ll_operation operation);
 
   std::vector<Field>& fields() { return fields_; }
-  Field& field(xd_ep_operation operation, const std::string& name);
+  Field& field(xd_ll_operation operation, const std::string& name);
   const SlotRouting& routing() const { return routing_; }
   Buffer& plan() { return plan_; }
   void use_plan(const Buffer& plan);  // in combine
-  xd_ep_plan_info plan_info() const;
+  xd_ll_plan_info plan_info() const;
   int tokens() const { return choices_.tokens; }
 
-  xd_ep_ll_dispatch_args dispatch_args = XD_EP_LL_DISPATCH_ARGS_INIT;
-  xd_ep_ll_combine_args combine_args = XD_EP_LL_COMBINE_ARGS_INIT;
+  xd_ll_dispatch_args dispatch_args = XD_LL_DISPATCH_ARGS_INIT;
+  xd_ll_combine_args combine_args = XD_LL_COMBINE_ARGS_INIT;
 
   LlBatch(const LlBatch&) = delete;  // fields point into this object
   LlBatch& operator=(const LlBatch&) = delete;
@@ -77,13 +78,13 @@ class LlBatch {
     std::vector<std::uint32_t> scales;  // one per element of recv_scales
   };
 
-  Outcome call_sparingly(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase);
-  Strided& add(xd_ep_operation operation, const char* name, const DLTensor** slot, bool output,
+  LlOutcome call_sparingly(xd_ll_group* group, xd_ll_operation operation, xd_ll_phase phase);
+  Strided& add(xd_ll_operation operation, const char* name, const DLTensor** slot, bool output,
                Strided tensor);
   void add_dispatch_inputs();
   void add_dispatch_outputs();
   void add_combine();
-  void fill_inputs(xd_ep_operation operation);
+  void fill_inputs(xd_ll_operation operation);
   void fill_weights(Strided& tensor, std::uint64_t salt) const;
   void fill_results(Strided& tensor) const;
   std::vector<std::int64_t> strides_of(Slots slots, std::int64_t columns, std::int64_t pad) const;

@@ -115,7 +115,7 @@ std::vector<LlCase> large_cases(int num_ranks) {
   LlCase most = plain_ll_case(num_ranks);  // the bounds of tokens and choices
   most.local_experts = 16;
   most.topk = 32;
-  most.max_tokens = XD_EP_LL_MAX_TOKENS;
+  most.max_tokens = XD_LL_MAX_TOKENS;
   most.row_units = 1;
   most.order = Order::pairs;
   LlCase longest = plain_ll_case(num_ranks);  // many scales and weights travel behind a row
@@ -218,22 +218,21 @@ SlotRouting LlCase::routing(int batch, const std::vector<bool>& absent) const {
           duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR, absent};
 }
 
-xd_ep_config LlCase::config(const std::vector<std::int32_t>& owners) const {
-  xd_ep_config config = XD_EP_CONFIG_INIT;
+xd_ll_config LlCase::config(const std::vector<std::int32_t>& owners) const {
+  xd_ll_config config = XD_LL_CONFIG_INIT;
   config.num_ranks = num_ranks;
   config.num_experts = static_cast<std::int32_t>(owners.size());
   config.max_topk = topk;
   config.max_tokens_per_rank = max_tokens;
   config.dtype = dtype;
   config.hidden = 16 * row_units / static_cast<int>(element_bytes(dtype));
-  config.layout = XD_EP_EXPERT_SLOTS;
   config.duplicate_ids = duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR;
   config.in_flight = in_flight;
   config.expert_ranks = owned == Owners::even ? nullptr : owners.data();
   return config;
 }
 
-Group make_group(const Rank& rank, const LlCase& c) {
+LlGroup make_group(const Rank& rank, const LlCase& c) {
   const std::vector<std::int32_t> owners = c.owners();
   return make_group(rank.comm, c.config(owners));
 }

@@ -83,7 +83,7 @@ struct LlCase {
   std::vector<Choices> choices(int batch) const;
   SlotRouting routing(int batch, const std::vector<bool>& absent = {}) const;
   // expert_ranks lies in `owners`, which must live as long as the config is used.
-  xd_ep_config config(const std::vector<std::int32_t>& owners) const;
+  xd_ll_config config(const std::vector<std::int32_t>& owners) const;
   std::string description() const;
 };
 
@@ -104,6 +104,6 @@ struct SentTypes {
 SentTypes sent_types(const LlCase& c);
 
 // A group of this case. Collective.
-Group make_group(const Rank& rank, const LlCase& c);
+LlGroup make_group(const Rank& rank, const LlCase& c);
 
 }  // namespace xd::test

@@ -18,9 +18,9 @@ LlCase echo_case(int num_ranks) {
   return c;
 }
 
-Group make_group(const Rank& rank, const LlCase& c, const EchoGroup& how) {
+LlGroup make_group(const Rank& rank, const LlCase& c, const EchoGroup& how) {
   const std::vector<std::int32_t> owners = c.owners();
-  xd_ep_config config = c.config(owners);
+  xd_ll_config config = c.config(owners);
   config.on_peer_loss = how.on_peer_loss;
   config.wait_timeout_ms = how.wait_timeout_ms;
   return make_group(rank.comm, config);
@@ -76,18 +76,18 @@ float Echo::value(int token, std::int64_t column) const {
       1);
 }
 
-xd_status Echo::dispatch(xd_ep_group* group, xd_ep_phase phase) {
+xd_status Echo::dispatch(xd_ll_group* group, xd_ll_phase phase) {
   dispatch_.phase = phase;
-  return xd_ep_ll_dispatch(group, &dispatch_, rank_.stream());
+  return xd_ll_dispatch(group, &dispatch_, rank_.stream());
 }
 
-xd_status Echo::combine(xd_ep_group* group, xd_ep_phase phase) {
+xd_status Echo::combine(xd_ll_group* group, xd_ll_phase phase) {
   combine_.phase = phase;
-  return xd_ep_ll_combine(group, &combine_, rank_.stream());
+  return xd_ll_combine(group, &combine_, rank_.stream());
 }
 
-xd_status Echo::call(xd_ep_group* group, xd_ep_operation operation, xd_ep_phase phase) {
-  return operation == XD_EP_LL_DISPATCH ? dispatch(group, phase) : combine(group, phase);
+xd_status Echo::call(xd_ll_group* group, xd_ll_operation operation, xd_ll_phase phase) {
+  return operation == XD_LL_DISPATCH ? dispatch(group, phase) : combine(group, phase);
 }
 
 std::string Echo::wrong(const std::vector<bool>& lost, bool unsure) const {

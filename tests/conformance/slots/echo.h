@@ -19,10 +19,10 @@ namespace xd::test {
 LlCase echo_case(int num_ranks);
 
 struct EchoGroup {
-  xd_ep_peer_loss on_peer_loss = XD_EP_PEER_LOSS_FATAL;
+  xd_ll_peer_loss on_peer_loss = XD_LL_PEER_LOSS_FATAL;
   std::int32_t wait_timeout_ms = 0;
 };
-Group make_group(const Rank& rank, const LlCase& c, const EchoGroup& how);
+LlGroup make_group(const Rank& rank, const LlCase& c, const EchoGroup& how);
 
 // One batch. Each call's status is the caller's to judge.
 class Echo {
@@ -30,10 +30,10 @@ class Echo {
   Echo(const Rank& rank, const LlCase& c, int number);
   // Makes it another batch, in place; of cases in which all batches have as many tokens.
   void load(int number);
-  xd_status dispatch(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
-  xd_status combine(xd_ep_group* group, xd_ep_phase phase = XD_EP_PHASE_BOTH);
-  xd_status call(xd_ep_group* group, xd_ep_operation operation,
-                 xd_ep_phase phase = XD_EP_PHASE_BOTH);
+  xd_status dispatch(xd_ll_group* group, xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  xd_status combine(xd_ll_group* group, xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  xd_status call(xd_ll_group* group, xd_ll_operation operation,
+                 xd_ll_phase phase = XD_LL_PHASE_BOTH);
   int tokens() const { return choices_.tokens; }
   // Gives weights to combine, all of them 1. All ranks call it.
   void weigh_in_combine() { combine_.topk_weights = weights_.dl(); }
@@ -70,8 +70,8 @@ class Echo {
   Tensor topk_idx_, weights_;
   Strided tokens_, rows_;
   Tensor counts_, ranges_, out_, waits_;
-  xd_ep_ll_dispatch_args dispatch_ = XD_EP_LL_DISPATCH_ARGS_INIT;
-  xd_ep_ll_combine_args combine_ = XD_EP_LL_COMBINE_ARGS_INIT;
+  xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;
+  xd_ll_combine_args combine_ = XD_LL_COMBINE_ARGS_INIT;
 };
 
 }  // namespace xd::test

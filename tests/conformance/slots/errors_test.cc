@@ -9,8 +9,8 @@
 namespace xd::test {
 namespace {
 
-constexpr xd_ep_operation kKinds[] = {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE};
-constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ll_operation kKinds[] = {XD_LL_DISPATCH, XD_LL_COMBINE};
+constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
 
 // A batch of 128 columns, so that it may be quantised.
 LlCase wide_case() {
@@ -24,15 +24,15 @@ TEST(LlDisagreement, OnTheWayToQuantiseNamesBoth) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   const LlCase c = wide_case();
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     LlCase mine = c;
     mine.sent = rank.rank == 0 ? Sent::float_scales : Sent::powers_of_two;
     LlBatch batch(rank, mine, 0);
-    const Outcome outcome = batch.call(group.get(), XD_EP_LL_DISPATCH);
+    const LlOutcome outcome = batch.call(group.get(), XD_LL_DISPATCH);
     EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
     EXPECT_TRUE(outcome.mentions("quantise")) << outcome.text;
     EXPECT_TRUE(outcome.mentions("FP8_BLOCK128_POW2")) << outcome.text;
-    EXPECT_EQ(batch.written(XD_EP_LL_DISPATCH), "");
+    EXPECT_EQ(batch.written(XD_LL_DISPATCH), "");
     LowLatency::expect_works(rank, c, group.get());
   });
 }
@@ -42,7 +42,7 @@ TEST(LlDisagreement, OnTheFormOfTheScalesIsNone) {
   LlCase c = wide_case();
   c.row_units = 64;
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     LlCase mine = c;
     mine.sent = rank.rank % 2 == 0 ? Sent::packed : Sent::e8m0;
     LlBatch batch(rank, mine, 0);
@@ -55,7 +55,7 @@ TEST(LlPlan, OfAnotherBatchOnOneRankIsAMismatchOnAll) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank's plan is everybody's";
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c), another = make_group(rank, c);
+    const LlGroup group = make_group(rank, c), another = make_group(rank, c);
     LlBatch a(rank, c, 0), b(rank, c, 0), there(rank, c, 0);
     a.dispatch(group.get());
     b.dispatch(group.get());        // an equal batch
@@ -63,12 +63,12 @@ TEST(LlPlan, OfAnotherBatchOnOneRankIsAMismatchOnAll) {
     for (LlBatch* const wrong : {&b, &there}) {
       for (const bool halves : {false, true}) {
         a.use_plan(rank.rank == rank.num_ranks - 1 ? wrong->plan() : a.plan());
-        if (halves) ok(a.call(group.get(), XD_EP_LL_COMBINE, kSend));
-        const Outcome outcome =
-            a.call(group.get(), XD_EP_LL_COMBINE, halves ? kReceive : XD_EP_PHASE_BOTH);
+        if (halves) ok(a.call(group.get(), XD_LL_COMBINE, kSend));
+        const LlOutcome outcome =
+            a.call(group.get(), XD_LL_COMBINE, halves ? kReceive : XD_LL_PHASE_BOTH);
         EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
         EXPECT_TRUE(outcome.mentions("plan")) << outcome.text;
-        EXPECT_EQ(a.written(XD_EP_LL_COMBINE), "");
+        EXPECT_EQ(a.written(XD_LL_COMBINE), "");
       }
     }
     a.use_plan(a.plan());
@@ -82,7 +82,7 @@ TEST(LlPlan, ThatIsNoneIsRefusedHereAndAMismatchForTheOthers) {
   const LlCase c = plain_ll_case(world().num_ranks());
   const Case high_throughput = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     const Group other = make_group(rank.comm, high_throughput.config(rank.rank));
     Batch prepared(rank, high_throughput);
     prepared.prepare(other.get());
@@ -95,85 +95,111 @@ TEST(LlPlan, ThatIsNoneIsRefusedHereAndAMismatchForTheOthers) {
     for (const std::vector<std::byte>* bytes : {&zeros, &damaged, &foreign}) {
       const bool guilty = rank.rank == rank.num_ranks - 1;
       if (guilty) batch.plan().write(*bytes);
-      const Outcome outcome = batch.call(group.get(), XD_EP_LL_COMBINE);
+      const LlOutcome outcome = batch.call(group.get(), XD_LL_COMBINE);
       EXPECT_EQ(outcome, guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
       EXPECT_TRUE(outcome.mentions(guilty ? "plan" : "rank " + std::to_string(rank.num_ranks - 1)))
           << outcome.text;
-      EXPECT_EQ(batch.written(XD_EP_LL_COMBINE), "");
+      EXPECT_EQ(batch.written(XD_LL_COMBINE), "");
       if (guilty) batch.plan().write(good);
       batch.combine(group.get());
       batch.next_combine();
     }
-    // And a plan of slots is none of theirs.
+    // And a plan of dispatch is none of prepare's.
     prepared.use_plan(batch.plan().data(), batch.plan().bytes());
-    EXPECT_EQ(prepared.call(other.get(), XD_EP_COMBINE), XD_ERROR_INVALID_ARGUMENT);
+    const Outcome outcome = prepared.call(other.get(), XD_EP_COMBINE);
+    EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_TRUE(outcome.mentions("xd_ll_dispatch")) << outcome.text;
     EXPECT_TRUE(prepared.untouched(XD_EP_COMBINE));
+    // Nor are they to those who ask what they hold.
+    const std::vector<std::byte> made = batch.plan().read(), theirs = prepared.plan().read();
+    xd_ep_plan_info info = XD_EP_PLAN_INFO_INIT;
+    xd_ll_plan_info ll_info = XD_LL_PLAN_INFO_INIT;
+    EXPECT_EQ(xd_ep_plan_get_info(made.data(), made.size(), &info), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(xd_ll_plan_get_info(theirs.data(), theirs.size(), &ll_info),
+              XD_ERROR_INVALID_ARGUMENT);
   });
 }
 
-// They concern nobody else and take no turn: ranks may make them as often as they like.
-TEST(LlRefused, AreTheOperationsOfTheOtherLayoutsInEitherGroup) {
+// A reset has no peers to tell, and other numbers are no operation of the group. Such a call takes
+// no turn: ranks may make it as often as they like.
+TEST(LlJoinFailed, IsOfDispatchAndCombineAlone) {
+  const LlCase c = plain_ll_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const LlGroup group = make_group(rank, c);
+    for (int i = 0; i < rank.rank; ++i) {
+      for (const int number : {int{XD_LL_RESET}, int{XD_EP_COMBINE}, 99}) {
+        const auto operation = static_cast<xd_ll_operation>(number);
+        EXPECT_EQ(xd_ll_join_failed(group.get(), operation, "no", rank.stream()),
+                  XD_ERROR_INVALID_ARGUMENT);
+        EXPECT_NE(std::string(xd_last_error()).find("XD_LL_COMBINE"), std::string::npos);
+      }
+    }
+    LowLatency::expect_works(rank, c, group.get());
+  });
+}
+
+// Their numbers, errors and turns are apart.
+TEST(LlGroups, WorkBesideTheOthersOfACommunicator) {
   const LlCase c = plain_ll_case(world().num_ranks());
   const Case high_throughput = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group slots = make_group(rank, c);
+    const LlGroup slots = make_group(rank, c);
     const Group rows = make_group(rank.comm, high_throughput.config(rank.rank));
-    Batch batch(rank, high_throughput);
     LlBatch ll(rank, c, 0);
+    Batch batch(rank, high_throughput);
     batch.prepare(rows.get());
-    batch.poison_outputs();
-    ll.dispatch(slots.get());
-    ll.reset_tensors(XD_EP_LL_DISPATCH);
-    for (int i = 0; i < rank.rank; ++i) {
-      for (const xd_ep_operation operation :
-           {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD}) {
-        SCOPED_TRACE("operation " + std::to_string(operation));
-        const Outcome outcome = batch.call(slots.get(), operation);
-        EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-        EXPECT_TRUE(outcome.mentions("EXPERT_SLOTS")) << outcome.text;
-        EXPECT_TRUE(batch.untouched(operation));
-        EXPECT_EQ(xd_ep_join_failed(slots.get(), operation, "no", rank.stream()),
-                  XD_ERROR_INVALID_ARGUMENT);
-      }
-      for (const xd_ep_operation kind : kKinds) {
-        for (const xd_ep_phase phase : {XD_EP_PHASE_BOTH, kSend, kReceive}) {
-          const Outcome outcome = ll.call(rows.get(), kind, phase);
-          EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
-          EXPECT_TRUE(outcome.mentions("EXPERT_SLOTS")) << outcome.text;
-          EXPECT_EQ(ll.written(kind), "");
-        }
-      }
-    }
-    rank.memory->synchronize();
-    static_cast<void>(group_status(slots.get()));
-    static_cast<void>(group_status(rows.get()));
-    ll.dispatch(slots.get());
-    ll.combine(slots.get());
-    batch.prepare(rows.get());
+    ok(ll.call(slots.get(), XD_LL_DISPATCH, kSend));
     ok(batch.call(rows.get(), XD_EP_DISPATCH));
+    ok(ll.call(slots.get(), XD_LL_DISPATCH, kReceive));
+    ok(batch.call(rows.get(), XD_EP_COMBINE));
+    static_cast<void>(xd_ep_join_failed(rows.get(), XD_EP_COMBINE, "no", rank.stream()));
+    EXPECT_EQ(last_ll_error().status, XD_SUCCESS);
+    rank.memory->synchronize();
+    EXPECT_EQ(group_status(slots.get()).status, XD_SUCCESS);
+    static_cast<void>(group_status(rows.get()));
+    ll.combine(slots.get());
+  });
+}
+
+// A rank that makes a group of the other kind is told so, as of any other call.
+TEST(LlGroups, AreNotMadeTogetherWithTheOthers) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank makes one kind";
+  const LlCase c = plain_ll_case(world().num_ranks());
+  const Case high_throughput = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Comm comm = rank.another_comm("of both", std::size_t{1} << 20);
+    const std::vector<std::int32_t> owners = c.owners();
+    const xd_ll_config slots = c.config(owners);
+    const xd_ep_config rows = high_throughput.config(rank.rank);
+    xd_ll_group* ll = nullptr;
+    xd_ep_group* ep = nullptr;
+    EXPECT_EQ(rank.rank == 0 ? xd_ll_group_create(comm.get(), &slots, &ll)
+                             : xd_ep_group_create(comm.get(), &rows, &ep),
+              XD_ERROR_MISMATCH);
+    const std::string text = xd_last_error();
+    EXPECT_NE(text.find("xd_ll_group_create"), std::string::npos) << text;
+    EXPECT_EQ(ll, nullptr);
+    EXPECT_EQ(ep, nullptr);
+    ok(xd_comm_barrier(rank.comm));
   });
 }
 
 TEST(LlRefused, AreMasksWhereTheGroupKnowsNone) {
   const LlCase c = plain_ll_case(world().num_ranks());
-  const Case high_throughput = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group fatal = make_group(rank, c);
-    const Group rows = make_group(rank.comm, high_throughput.config(rank.rank));
+    const LlGroup fatal = make_group(rank, c);
     Tensor mask(rank, kI32, {rank.num_ranks});
     const int other = (rank.rank + 1) % rank.num_ranks;
-    for (xd_ep_group* const group : {fatal.get(), rows.get()}) {
-      EXPECT_EQ(xd_ep_ll_mask_set(group, other, 1, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_EQ(xd_ep_ll_mask_get(group, mask.dl(), rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-      EXPECT_EQ(xd_ep_ll_reset(group, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-    }
+    EXPECT_EQ(xd_ll_mask_set(fatal.get(), other, 1, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(xd_ll_mask_get(fatal.get(), mask.dl(), rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_EQ(xd_ll_reset(fatal.get(), rank.stream()), XD_ERROR_INVALID_ARGUMENT);
     rank.memory->synchronize();
     EXPECT_TRUE(mask.untouched());
     LowLatency::expect_works(rank, c, fatal.get());
   });
 }
 
-// xd_ep_config.on_error: an operation's error finishes the communicator.
+// xd_ll_config.on_error: an operation's error finishes the communicator.
 TEST(LlOnErrorFatal, FinishesTheCommunicator) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
@@ -181,15 +207,15 @@ TEST(LlOnErrorFatal, FinishesTheCommunicator) {
     Rank there = rank;
     there.comm = comm.get();
     const std::vector<std::int32_t> owners = c.owners();
-    xd_ep_config config = c.config(owners);
+    xd_ll_config config = c.config(owners);
     config.on_error = XD_EP_ON_ERROR_FATAL;
-    const Group group = make_group(comm.get(), config);
+    const LlGroup group = make_group(comm.get(), config);
     LlBatch batch(there, c, 0);
     if (rank.rank == 0) batch.dispatch_args.tokens = nullptr;
     const xd_status expected = rank.rank == 0 ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH;
-    EXPECT_EQ(batch.call(group.get(), XD_EP_LL_DISPATCH), expected);
+    EXPECT_EQ(batch.call(group.get(), XD_LL_DISPATCH), expected);
     EXPECT_EQ(comm_error(comm.get()).status, expected) << comm_error(comm.get()).text;
-    EXPECT_EQ(batch.call(group.get(), XD_EP_LL_COMBINE), expected);
+    EXPECT_EQ(batch.call(group.get(), XD_LL_COMBINE), expected);
     ok(xd_comm_barrier(rank.comm));
   });
 }

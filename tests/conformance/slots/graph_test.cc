@@ -17,7 +17,7 @@ constexpr int kReplays = 120;
 struct GraphShape {
   const char* name;
   bool halves;
-  xd_ep_peer_loss on_peer_loss;
+  xd_ll_peer_loss on_peer_loss;
 };
 void PrintTo(const GraphShape& shape, std::ostream* out) { *out << shape.name; }
 
@@ -36,11 +36,11 @@ class Pair {
     second_.load(2 * number + 1);
   }
   void enqueue() {
-    const std::vector<xd_ep_phase> phases = halves_
-                                                ? std::vector{XD_EP_PHASE_SEND, XD_EP_PHASE_RECEIVE}
-                                                : std::vector{XD_EP_PHASE_BOTH};
-    for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-      for (const xd_ep_phase phase : phases) {
+    const std::vector<xd_ll_phase> phases = halves_
+                                                ? std::vector{XD_LL_PHASE_SEND, XD_LL_PHASE_RECEIVE}
+                                                : std::vector{XD_LL_PHASE_BOTH};
+    for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
+      for (const xd_ll_phase phase : phases) {
         for (Echo* batch : {&first_, &second_}) ok(batch->call(group_.get(), kind, phase));
       }
     }
@@ -57,7 +57,7 @@ class Pair {
  private:
   const Rank& rank_;
   const bool halves_;
-  const Group group_;
+  const LlGroup group_;
   Echo first_, second_;
 };
 
@@ -106,10 +106,10 @@ TEST_P(LlGraph, OfSomeRanksMeetsEagerCallsOfOthers) {
 
 INSTANTIATE_TEST_SUITE_P(
     Shapes, LlGraph,
-    testing::Values(GraphShape{"whole", false, XD_EP_PEER_LOSS_FATAL},
-                    GraphShape{"halves", true, XD_EP_PEER_LOSS_FATAL},
-                    GraphShape{"whole_that_masks", false, XD_EP_PEER_LOSS_MASK},
-                    GraphShape{"halves_that_mask", true, XD_EP_PEER_LOSS_MASK}),
+    testing::Values(GraphShape{"whole", false, XD_LL_PEER_LOSS_FATAL},
+                    GraphShape{"halves", true, XD_LL_PEER_LOSS_FATAL},
+                    GraphShape{"whole_that_masks", false, XD_LL_PEER_LOSS_MASK},
+                    GraphShape{"halves_that_mask", true, XD_LL_PEER_LOSS_MASK}),
     [](const testing::TestParamInfo<GraphShape>& instance) { return instance.param.name; });
 
 }  // namespace

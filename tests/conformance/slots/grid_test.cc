@@ -19,8 +19,8 @@ void PrintTo(const LlCase& c, std::ostream* out) { *out << c.description(); }
 
 namespace {
 
-constexpr xd_ep_phase kBoth = XD_EP_PHASE_BOTH, kSend = XD_EP_PHASE_SEND,
-                      kReceive = XD_EP_PHASE_RECEIVE;
+constexpr xd_ll_phase kBoth = XD_LL_PHASE_BOTH, kSend = XD_LL_PHASE_SEND,
+                      kReceive = XD_LL_PHASE_RECEIVE;
 
 // The batches of one group, in the order that the case wants.
 class CaseRun {
@@ -40,12 +40,12 @@ class CaseRun {
         cross(batches_[first], batches_[first + 1]);
         continue;
       }
-      together(first, step, [&](std::size_t i, xd_ep_phase phase) {
+      together(first, step, [&](std::size_t i, xd_ll_phase phase) {
         batches_[i].dispatch(group_.get(), phase);
       });
       // A plan serves any number of combines.
       for (int round = 0; round < 2; ++round) {
-        together(first, step, [&](std::size_t i, xd_ep_phase phase) {
+        together(first, step, [&](std::size_t i, xd_ll_phase phase) {
           batches_[i].combine(group_.get(), phase);
         });
         for (std::size_t i = first; i < first + step; ++i) batches_[i].next_combine();
@@ -70,7 +70,7 @@ class CaseRun {
   }
 
   void cross(LlBatch& a, LlBatch& b) {
-    xd_ep_group* const group = group_.get();
+    xd_ll_group* const group = group_.get();
     a.dispatch(group, kSend);
     a.dispatch(group, kReceive);
     b.dispatch(group, kSend);
@@ -82,7 +82,7 @@ class CaseRun {
   }
 
   const LlCase& case_;
-  const Group group_;
+  const LlGroup group_;
   Order order_;
   std::deque<LlBatch> batches_;
 };

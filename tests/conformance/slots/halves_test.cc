@@ -11,32 +11,32 @@
 namespace xd::test {
 namespace {
 
-constexpr xd_ep_phase kSend = XD_EP_PHASE_SEND, kReceive = XD_EP_PHASE_RECEIVE;
-constexpr xd_ep_operation kKinds[] = {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE};
+constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
+constexpr xd_ll_operation kKinds[] = {XD_LL_DISPATCH, XD_LL_COMBINE};
 
 // The half of the batch's operation, and all checks of it.
-void run(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase phase) {
-  kind == XD_EP_LL_DISPATCH ? batch.dispatch(group, phase) : batch.combine(group, phase);
+void run(LlBatch& batch, xd_ll_group* group, xd_ll_operation kind, xd_ll_phase phase) {
+  kind == XD_LL_DISPATCH ? batch.dispatch(group, phase) : batch.combine(group, phase);
 }
 
 // Batches whose operation of this kind may begin: combine needs a plan.
 void make_ready(std::deque<LlBatch>& batches, const Rank& rank, const LlCase& c, int count,
-                xd_ep_group* group, xd_ep_operation kind) {
+                xd_ll_group* group, xd_ll_operation kind) {
   for (int number = 0; number < count; ++number) {
     LlBatch& batch = batches.emplace_back(rank, c, number);
-    if (kind == XD_EP_LL_COMBINE) batch.dispatch(group);
+    if (kind == XD_LL_COMBINE) batch.dispatch(group);
   }
 }
 
 // The same without a tensor that it needs.
-void fail(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase phase) {
+void fail(LlBatch& batch, xd_ll_group* group, xd_ll_operation kind, xd_ll_phase phase) {
   const bool receives = phase == kReceive;
-  const char* const name = kind == XD_EP_LL_DISPATCH ? (receives ? "recv_tokens" : "tokens")
-                                                     : (receives ? "out" : "expert_out");
+  const char* const name = kind == XD_LL_DISPATCH ? (receives ? "recv_tokens" : "tokens")
+                                                  : (receives ? "out" : "expert_out");
   LlBatch::Field& field = batch.field(kind, name);
   const DLTensor* const good = *field.slot;
   *field.slot = nullptr;
-  const Outcome outcome = batch.call(group, kind, phase);
+  const LlOutcome outcome = batch.call(group, kind, phase);
   *field.slot = good;
   EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
   EXPECT_TRUE(outcome.mentions(name)) << outcome.text;
@@ -44,12 +44,12 @@ void fail(LlBatch& batch, xd_ep_group* group, xd_ep_operation kind, xd_ep_phase 
 }
 
 // What it ends with where a peer's send has failed.
-void expect_mismatch(const Outcome& outcome, int guilty) {
+void expect_mismatch(const LlOutcome& outcome, int guilty) {
   EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
   EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;
 }
 
-class LlHalves : public testing::TestWithParam<xd_ep_operation> {
+class LlHalves : public testing::TestWithParam<xd_ll_operation> {
  protected:
   LlHalves() : c(plain_ll_case(world().num_ranks())) { c.tokens = Tokens::differ; }
   LlCase c;
@@ -63,7 +63,7 @@ TEST_P(LlHalves, OneSendMoreThanMayBeInFlightIsBusyAndWorksAfterAReceive) {
     SCOPED_TRACE(c.description());
     const int most = c.in_flight_of_group();
     on_every_rank([&](Rank& rank) {
-      const Group group = make_group(rank, c);
+      const LlGroup group = make_group(rank, c);
       std::deque<LlBatch> batches;
       make_ready(batches, rank, c, most + 1, group.get(), GetParam());
       for (int round = 0; round < 3; ++round) {
@@ -73,7 +73,7 @@ TEST_P(LlHalves, OneSendMoreThanMayBeInFlightIsBusyAndWorksAfterAReceive) {
         LlBatch& last = batches.back();
         // Ranks that try it more or less often stay in step.
         for (int i = 0; i < rank.rank % 3; ++i) {
-          const Outcome outcome = last.call(group.get(), GetParam(), kSend);
+          const LlOutcome outcome = last.call(group.get(), GetParam(), kSend);
           EXPECT_EQ(outcome, XD_ERROR_BUSY);
           EXPECT_EQ(last.written(GetParam()), "");
         }
@@ -91,7 +91,7 @@ TEST_P(LlHalves, OneSendMoreThanMayBeInFlightIsBusyAndWorksAfterAReceive) {
 
 TEST_P(LlHalves, AReceiveWithoutASendIsRefusedAndTakesNoTurn) {
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, 1, group.get(), GetParam());
     LlBatch& batch = batches.front();
@@ -110,7 +110,7 @@ TEST_P(LlHalves, AReceiveWithoutASendIsRefusedAndTakesNoTurn) {
 // It would receive before the older one.
 TEST_P(LlHalves, AWholeCallWhileOthersAreBetweenTheirHalvesIsRefusedAndTakesNoTurn) {
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     const auto most = static_cast<std::size_t>(c.in_flight_of_group());
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, c.in_flight_of_group() + 1, group.get(), GetParam());
@@ -122,7 +122,7 @@ TEST_P(LlHalves, AWholeCallWhileOthersAreBetweenTheirHalvesIsRefusedAndTakesNoTu
         EXPECT_EQ(last.written(GetParam()), "");
       }
       for (std::size_t i = 0; i < older; ++i) run(batches[i], group.get(), GetParam(), kReceive);
-      run(last, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+      run(last, group.get(), GetParam(), XD_LL_PHASE_BOTH);
       for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
     }
   });
@@ -131,7 +131,7 @@ TEST_P(LlHalves, AWholeCallWhileOthersAreBetweenTheirHalvesIsRefusedAndTakesNoTu
 // The mistake is this rank's alone: its peers get whole results, and the group goes on.
 TEST_P(LlHalves, AReceiveWithBadArgumentsEndsTheOperationHereAndNowhereElse) {
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, 3, group.get(), GetParam());
     for (int guilty = 0; guilty < rank.num_ranks; ++guilty) {
@@ -146,7 +146,7 @@ TEST_P(LlHalves, AReceiveWithBadArgumentsEndsTheOperationHereAndNowhereElse) {
       run(b, group.get(), GetParam(), kReceive);
       for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
     }
-    run(batches[2], group.get(), GetParam(), XD_EP_PHASE_BOTH);
+    run(batches[2], group.get(), GetParam(), XD_LL_PHASE_BOTH);
   });
 }
 
@@ -156,7 +156,7 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
   if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
   c.in_flight = 3;
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, 4, group.get(), GetParam());
     int turn = 0;
@@ -170,7 +170,7 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
           LlBatch &a = batches[0], &b = batches[1], &d = batches[2];
           if (older) run(a, group.get(), GetParam(), kSend);
           if (rank.rank == guilty) {
-            fail(b, group.get(), GetParam(), whole ? XD_EP_PHASE_BOTH : kSend);
+            fail(b, group.get(), GetParam(), whole ? XD_LL_PHASE_BOTH : kSend);
           } else {
             run(b, group.get(), GetParam(), kSend);
           }
@@ -181,15 +181,15 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
           }
           if (younger) run(d, group.get(), GetParam(), kReceive);
           // The older one's plan is whole, also that of the rank whose send has failed since.
-          if (older && GetParam() == XD_EP_LL_DISPATCH) {
+          if (older && GetParam() == XD_LL_DISPATCH) {
             a.combine(group.get());
-            a.reset_tensors(XD_EP_LL_COMBINE);
+            a.reset_tensors(XD_LL_COMBINE);
           }
           for (LlBatch& batch : batches) batch.reset_tensors(GetParam());
         }
       }
     }
-    run(batches[3], group.get(), GetParam(), XD_EP_PHASE_BOTH);
+    run(batches[3], group.get(), GetParam(), XD_LL_PHASE_BOTH);
   });
 }
 
@@ -198,12 +198,12 @@ TEST_P(LlHalves, ASendThatFailsIsAMismatchForTheOthersWhateverIsBetweenItsHalves
 // are used again, also at once.
 TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
-  const bool dispatches = GetParam() == XD_EP_LL_DISPATCH;
+  const bool dispatches = GetParam() == XD_LL_DISPATCH;
   for (const int in_flight : {2, 4}) {
     SCOPED_TRACE(in_flight);
     c.in_flight = in_flight;
     on_every_rank([&](Rank& rank) {
-      const Group group = make_group(rank, c);
+      const LlGroup group = make_group(rank, c);
       std::deque<LlBatch> batches;
       make_ready(batches, rank, c, 3, group.get(), GetParam());
       LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
@@ -211,7 +211,7 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
       for (int turn = 0; turn < 3 * in_flight; ++turn) {
         const int guilty = turn % rank.num_ranks;
         vain.reset_tensors(GetParam());
-        between.reset_tensors(dispatches ? XD_EP_LL_COMBINE : XD_EP_LL_DISPATCH);
+        between.reset_tensors(dispatches ? XD_LL_COMBINE : XD_LL_DISPATCH);
         if (rank.rank == guilty) {
           fail(vain, group.get(), GetParam(), kSend);
         } else {
@@ -226,12 +226,12 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
           expect_mismatch(vain.call(group.get(), GetParam(), kReceive), guilty);
         }
         for (int i = 0; i < turn % 3; ++i) {
-          run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          run(good, group.get(), GetParam(), XD_LL_PHASE_BOTH);
           good.reset_tensors(GetParam());
         }
       }
       for (int i = 0; i < 2 * in_flight; ++i) {
-        run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+        run(good, group.get(), GetParam(), XD_LL_PHASE_BOTH);
         good.reset_tensors(GetParam());
       }
     });
@@ -242,32 +242,31 @@ TEST_P(LlHalves, ASendThatFailsHoldsNobodyUp) {
 // that is still about to make a whole operation of the other kind with it.
 TEST_P(LlHalves, BehindOneThatFailedRanksMayOrderKindsDifferently) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "there are no others";
-  const xd_ep_operation other =
-      GetParam() == XD_EP_LL_DISPATCH ? XD_EP_LL_COMBINE : XD_EP_LL_DISPATCH;
+  const xd_ll_operation other = GetParam() == XD_LL_DISPATCH ? XD_LL_COMBINE : XD_LL_DISPATCH;
   for (const int in_flight : {2, 3}) {
     SCOPED_TRACE(in_flight);
     c.in_flight = in_flight;
     on_every_rank([&](Rank& rank) {
-      const Group group = make_group(rank, c);
+      const LlGroup group = make_group(rank, c);
       std::deque<LlBatch> batches;
       make_ready(batches, rank, c, 3, group.get(), GetParam());
       LlBatch &vain = batches[0], &good = batches[1], &between = batches[2];
-      if (other == XD_EP_LL_COMBINE) between.dispatch(group.get());
+      if (other == XD_LL_COMBINE) between.dispatch(group.get());
       for (int turn = 0; turn < 2 * in_flight; ++turn) {
         const int guilty = turn % rank.num_ranks;
         if (rank.rank == guilty) {
-          fail(vain, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          fail(vain, group.get(), GetParam(), XD_LL_PHASE_BOTH);
         } else {
-          expect_mismatch(vain.call(group.get(), GetParam(), XD_EP_PHASE_BOTH), guilty);
+          expect_mismatch(vain.call(group.get(), GetParam(), XD_LL_PHASE_BOTH), guilty);
         }
         for (int i = 1; i < in_flight; ++i) {
-          run(good, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          run(good, group.get(), GetParam(), XD_LL_PHASE_BOTH);
           good.reset_tensors(GetParam());
         }
         const bool first = (rank.rank + turn) % 2 == 0;
         between.reset_tensors(other);
         if (first) run(good, group.get(), GetParam(), kSend);
-        run(between, group.get(), other, XD_EP_PHASE_BOTH);
+        run(between, group.get(), other, XD_LL_PHASE_BOTH);
         if (!first) run(good, group.get(), GetParam(), kSend);
         run(good, group.get(), GetParam(), kReceive);
         good.reset_tensors(GetParam());
@@ -279,7 +278,7 @@ TEST_P(LlHalves, BehindOneThatFailedRanksMayOrderKindsDifferently) {
 
 TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
     make_ready(batches, rank, c, 5, group.get(), GetParam());
     for (int apart = 0; apart < rank.num_ranks; ++apart) {
@@ -288,7 +287,7 @@ TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
           run(batch, group.get(), GetParam(), kSend);
           run(batch, group.get(), GetParam(), kReceive);
         } else {
-          run(batch, group.get(), GetParam(), XD_EP_PHASE_BOTH);
+          run(batch, group.get(), GetParam(), XD_LL_PHASE_BOTH);
         }
         batch.reset_tensors(GetParam());
       }
@@ -296,8 +295,8 @@ TEST_P(LlHalves, OneRankInHalvesMeetsOthersWithWholeCalls) {
   });
 }
 
-std::string kind_name(const testing::TestParamInfo<xd_ep_operation>& instance) {
-  return instance.param == XD_EP_LL_DISPATCH ? "dispatch" : "combine";
+std::string kind_name(const testing::TestParamInfo<xd_ll_operation>& instance) {
+  return instance.param == XD_LL_DISPATCH ? "dispatch" : "combine";
 }
 INSTANTIATE_TEST_SUITE_P(Kinds, LlHalves, testing::ValuesIn(kKinds), kind_name);
 
@@ -306,16 +305,16 @@ TEST(LlSequence, DispatchAndCombineMayBothBeFullOfOperations) {
   LlCase c = plain_ll_case(world().num_ranks());
   c.in_flight = 2;
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
-    make_ready(batches, rank, c, 4, group.get(), XD_EP_LL_DISPATCH);
+    make_ready(batches, rank, c, 4, group.get(), XD_LL_DISPATCH);
     for (std::size_t i : {0, 1}) batches[i].dispatch(group.get());
     batches[2].dispatch(group.get(), kSend);
     batches[3].dispatch(group.get(), kSend);
     batches[0].combine(group.get(), kSend);
     batches[1].combine(group.get(), kSend);
-    EXPECT_EQ(batches[2].call(group.get(), XD_EP_LL_DISPATCH, kSend), XD_ERROR_BUSY);
-    EXPECT_EQ(batches[0].call(group.get(), XD_EP_LL_COMBINE, kSend), XD_ERROR_BUSY);
+    EXPECT_EQ(batches[2].call(group.get(), XD_LL_DISPATCH, kSend), XD_ERROR_BUSY);
+    EXPECT_EQ(batches[0].call(group.get(), XD_LL_COMBINE, kSend), XD_ERROR_BUSY);
     batches[2].dispatch(group.get(), kReceive);
     batches[0].combine(group.get(), kReceive);
     batches[3].dispatch(group.get(), kReceive);
@@ -328,9 +327,9 @@ TEST(LlSequence, DispatchAndCombineMayBothBeFullOfOperations) {
 TEST(LlSequence, RanksMayOrderDispatchesAndCombinesDifferently) {
   LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
-    make_ready(batches, rank, c, 2, group.get(), XD_EP_LL_DISPATCH);
+    make_ready(batches, rank, c, 2, group.get(), XD_LL_DISPATCH);
     batches[0].dispatch(group.get());
     if (rank.rank % 2 == 0) {
       batches[1].dispatch(group.get(), kSend);
@@ -353,9 +352,9 @@ TEST(LlSequence, PlansAliveTogetherServeTheirCombinesInAnyOrder) {
   c.topk = 7;
   c.tokens = Tokens::differ;
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     std::deque<LlBatch> batches;
-    make_ready(batches, rank, c, 4, group.get(), XD_EP_LL_DISPATCH);
+    make_ready(batches, rank, c, 4, group.get(), XD_LL_DISPATCH);
     for (LlBatch& batch : batches) batch.dispatch(group.get());
     for (const std::size_t i : {2, 0, 3, 1, 1, 2}) {
       batches[i].combine(group.get());
@@ -377,7 +376,7 @@ TEST(LlSequence, GroupsOfBothKindsTakeTurns) {
   other.dtype = kF32;
   other.seed += 1;
   on_every_rank([&](Rank& rank) {
-    const Group first = make_group(rank, c), second = make_group(rank, other);
+    const LlGroup first = make_group(rank, c), second = make_group(rank, other);
     LlBatch a(rank, c, 0), b(rank, other, 0);
     a.dispatch(first.get(), kSend);
     b.dispatch(second.get(), kSend);
@@ -393,13 +392,13 @@ TEST(LlSequence, GroupsOfBothKindsTakeTurns) {
 TEST(LlSequence, EqualInputsGiveEqualBitsAgain) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     LlBatch batch(rank, c, 0);
     for (int i = 0; i < 10; ++i) {
       batch.dispatch(group.get());
       batch.combine(group.get());
-      batch.reset_tensors(XD_EP_LL_DISPATCH);
-      batch.reset_tensors(XD_EP_LL_COMBINE);
+      batch.reset_tensors(XD_LL_DISPATCH);
+      batch.reset_tensors(XD_LL_COMBINE);
     }
   });
 }
@@ -408,7 +407,7 @@ TEST(LlSequence, EqualInputsGiveEqualBitsAgain) {
 TEST(LlSequence, EachPlanHasAFingerprintOfItsOwn) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     LlBatch batch(rank, c, 0);
     std::uint64_t last = 0;
     for (int i = 0; i < 5; ++i) {
@@ -416,7 +415,7 @@ TEST(LlSequence, EachPlanHasAFingerprintOfItsOwn) {
       const std::uint64_t fingerprint = batch.plan_info().fingerprint;
       EXPECT_NE(fingerprint, last);
       last = fingerprint;
-      batch.reset_tensors(XD_EP_LL_DISPATCH);
+      batch.reset_tensors(XD_LL_DISPATCH);
     }
   });
 }

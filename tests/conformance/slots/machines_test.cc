@@ -27,16 +27,16 @@ TEST_F(LlMachines, GroupsThatMaskAreRefused) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
     const std::vector<std::int32_t> owners = c.owners();
-    xd_ep_config config = c.config(owners);
-    config.on_peer_loss = XD_EP_PEER_LOSS_MASK;
-    xd_ep_group* group = nullptr;
-    EXPECT_EQ(xd_ep_group_create(rank.comm, &config, &group), XD_ERROR_UNSUPPORTED);
+    xd_ll_config config = c.config(owners);
+    config.on_peer_loss = XD_LL_PEER_LOSS_MASK;
+    xd_ll_group* group = nullptr;
+    EXPECT_EQ(xd_ll_group_create(rank.comm, &config, &group), XD_ERROR_UNSUPPORTED);
     EXPECT_EQ(group, nullptr);
     const std::string text = xd_last_error();
-    EXPECT_NE(text.find("XD_EP_PEER_LOSS_MASK is not there yet between machines"),
+    EXPECT_NE(text.find("XD_LL_PEER_LOSS_MASK is not there yet between machines"),
               std::string::npos)
         << text;
-    const Group works = make_group(rank, c);
+    const LlGroup works = make_group(rank, c);
     LlBatch batch(rank, c, 0);
     batch.dispatch(works.get());
     batch.combine(works.get());
@@ -48,7 +48,7 @@ TEST_F(LlMachines, GroupsThatMaskAreRefused) {
 TEST_F(LlMachines, ARankThatHasEndedAnOperationIsNeededNoMore) {
   const LlCase c = plain_ll_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     for (int number = 0; number < 20; ++number) {
       LlBatch batch(rank, c, number);
       batch.dispatch(group.get());
@@ -69,13 +69,13 @@ TEST_F(LlMachines, ARankMayGoAtOnceBehindItsLastOperation) {
       Rank there = rank;
       const Comm comm = rank.another_comm("round" + std::to_string(round), std::size_t{1} << 20);
       there.comm = comm.get();
-      const Group group = make_group(there, c, {});
+      const LlGroup group = make_group(there, c, {});
       Echo batch(there, c, round);
       ok(batch.dispatch(group.get()));
-      ok(batch.combine(group.get(), XD_EP_PHASE_SEND));
+      ok(batch.combine(group.get(), XD_LL_PHASE_SEND));
       if (rank.rank == round % rank.num_ranks)
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      ok(batch.combine(group.get(), XD_EP_PHASE_RECEIVE));
+      ok(batch.combine(group.get(), XD_LL_PHASE_RECEIVE));
       EXPECT_EQ(batch.wrong(none), "");
     }
     ok(xd_comm_barrier(rank.comm));
@@ -88,15 +88,15 @@ TEST_F(LlMachines, ARankMayGoAtOnceBehindAnOperationThatHasFailed) {
   on_every_rank([&](Rank& rank) {
     for (int round = 0; round < 6; ++round) {
       const int guilty = round % rank.num_ranks;
-      const Group group = make_group(rank, c);
+      const LlGroup group = make_group(rank, c);
       LlBatch batch(rank, c, round);
       batch.dispatch(group.get());
       if (rank.rank == guilty) {
-        EXPECT_EQ(xd_ep_join_failed(group.get(), XD_EP_LL_COMBINE, "no", rank.stream()),
+        EXPECT_EQ(xd_ll_join_failed(group.get(), XD_LL_COMBINE, "no", rank.stream()),
                   XD_ERROR_INVALID_ARGUMENT);
       } else {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        EXPECT_EQ(batch.call(group.get(), XD_EP_LL_COMBINE), XD_ERROR_MISMATCH);
+        EXPECT_EQ(batch.call(group.get(), XD_LL_COMBINE), XD_ERROR_MISMATCH);
       }
     }
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS) << comm_error(rank.comm).text;
@@ -111,21 +111,21 @@ TEST_F(LlMachines, ARankWhoseCallHasFailedEarlyIsNeededNoMore) {
   c.row_units = 1024;  // messages of up to 8 MiB
   on_every_rank([&](Rank& rank) {
     for (const bool bad_receive : {false, true}) {
-      const Group group = make_group(rank, c, {});
+      const LlGroup group = make_group(rank, c, {});
       Echo batch(rank, c, 0);
       if (rank.rank == 0) {
-        ok(batch.dispatch(group.get(), XD_EP_PHASE_SEND));
-        EXPECT_EQ(xd_ep_ll_combine(group.get(), nullptr, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-        ok(batch.dispatch(group.get(), XD_EP_PHASE_RECEIVE));
+        ok(batch.dispatch(group.get(), XD_LL_PHASE_SEND));
+        EXPECT_EQ(xd_ll_combine(group.get(), nullptr, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+        ok(batch.dispatch(group.get(), XD_LL_PHASE_RECEIVE));
       } else {
         ok(batch.dispatch(group.get()));
-        ok(batch.combine(group.get(), XD_EP_PHASE_SEND));
+        ok(batch.combine(group.get(), XD_LL_PHASE_SEND));
         if (bad_receive) {  // it does not look at what has come
-          xd_ep_ll_combine_args args = XD_EP_LL_COMBINE_ARGS_INIT;
-          args.phase = XD_EP_PHASE_RECEIVE;
-          EXPECT_EQ(xd_ep_ll_combine(group.get(), &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+          xd_ll_combine_args args = XD_LL_COMBINE_ARGS_INIT;
+          args.phase = XD_LL_PHASE_RECEIVE;
+          EXPECT_EQ(xd_ll_combine(group.get(), &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
         } else {
-          EXPECT_EQ(batch.combine(group.get(), XD_EP_PHASE_RECEIVE), XD_ERROR_MISMATCH);
+          EXPECT_EQ(batch.combine(group.get(), XD_LL_PHASE_RECEIVE), XD_ERROR_MISMATCH);
         }
       }
       ok(xd_comm_barrier(rank.comm));
@@ -147,11 +147,11 @@ TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
     const Comm comm = rank.another_comm("timeout", std::size_t{1} << 20);
     there.comm = comm.get();
     // Of operations alone: on a busy machine it may take longer to make the group.
-    Group group = make_group(there, c, {XD_EP_PEER_LOSS_FATAL, kTimeoutMs});
+    LlGroup group = make_group(there, c, {XD_LL_PEER_LOSS_FATAL, kTimeoutMs});
     Echo batch(there, c, 0);
     ok(xd_comm_barrier(rank.comm));
     if (rank.rank == 0) {
-      ok(batch.dispatch(group.get(), XD_EP_PHASE_SEND));
+      ok(batch.dispatch(group.get(), XD_LL_PHASE_SEND));
     } else {
       // Whose message is whole has no reason to wait.
       const xd_status status = batch.dispatch(group.get());

@@ -19,18 +19,18 @@ class Masking {
  public:
   Masking(const Rank& rank, const LlCase& c) : rank_(rank) {
     const std::vector<std::int32_t> owners = c.owners();
-    xd_ep_config config = c.config(owners);
-    config.on_peer_loss = XD_EP_PEER_LOSS_MASK;
+    xd_ll_config config = c.config(owners);
+    config.on_peer_loss = XD_LL_PEER_LOSS_MASK;
     group_ = make_group(rank.comm, config);
   }
 
-  xd_ep_group* group() const { return group_.get(); }
+  xd_ll_group* group() const { return group_.get(); }
   void mask(int rank, bool masked) {
-    ok(xd_ep_ll_mask_set(group(), rank, masked ? 1 : 0, rank_.stream()));
+    ok(xd_ll_mask_set(group(), rank, masked ? 1 : 0, rank_.stream()));
   }
   std::vector<std::int32_t> masks() const {
     Tensor mask(rank_, kI32, {rank_.num_ranks});
-    ok(finish(rank_, group(), xd_ep_ll_mask_get(group(), mask.dl(), rank_.stream())));
+    ok(finish(rank_, group(), xd_ll_mask_get(group(), mask.dl(), rank_.stream())));
     return mask.read_as<std::int32_t>();
   }
   void mask_all(const std::vector<bool>& ranks, bool masked) {
@@ -38,12 +38,12 @@ class Masking {
       if (ranks[static_cast<std::size_t>(peer)]) mask(peer, masked);
     }
   }
-  xd_ep_status status() const { return group_status(group()); }
-  void reset() { ok(finish(rank_, group(), xd_ep_ll_reset(group(), rank_.stream()))); }
+  xd_ll_status status() const { return group_status(group()); }
+  void reset() { ok(finish(rank_, group(), xd_ll_reset(group(), rank_.stream()))); }
 
  private:
   const Rank& rank_;
-  Group group_;
+  LlGroup group_;
 };
 
 std::vector<std::int32_t> numbers(const std::vector<bool>& flags) {
@@ -60,7 +60,7 @@ void expect_ranks(const std::uint64_t (&found)[2], const std::vector<bool>& flag
 }
 
 // Any number of steps without the absent ranks, checked.
-void step(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& absent,
+void step(const Rank& rank, const LlCase& c, xd_ll_group* group, const std::vector<bool>& absent,
           int count) {
   for (int number = 0; number < count; ++number) {
     LlBatch batch(rank, c, number, absent);
@@ -116,7 +116,7 @@ TEST(LlMask, SplitsAGroupWithLongRows) {
 
 // Steps in which ranks have different views of who is absent, so that an expert's slots are not
 // what others would expect.
-void echo(const Rank& rank, const LlCase& c, xd_ep_group* group, const std::vector<bool>& absent,
+void echo(const Rank& rank, const LlCase& c, xd_ll_group* group, const std::vector<bool>& absent,
           int first, int count) {
   for (int number = first; number < first + count; ++number) {
     Echo batch(rank, c, number);
@@ -142,11 +142,11 @@ TEST(LlMask, OfOneSideIsToldToTheOther) {
     if (rank.rank == accuser) masking.mask(accused, true);
     Echo batch(rank, c, 2);
     const auto start = std::chrono::steady_clock::now();
-    const Outcome outcome = finish(rank, masking.group(), batch.dispatch(masking.group()));
+    const LlOutcome outcome = finish(rank, masking.group(), batch.dispatch(masking.group()));
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
     if (rank.rank == accused) {
       EXPECT_EQ(outcome, XD_ERROR_PEER_LOST);
-      EXPECT_EQ(outcome.met.operation, XD_EP_LL_DISPATCH);
+      EXPECT_EQ(outcome.met.operation, XD_LL_DISPATCH);
       EXPECT_EQ(outcome.met.rank, accuser) << outcome.text;
       expect_ranks(outcome.met.masked, absent);
       expect_ranks(outcome.met.masked_by, absent);
@@ -171,14 +171,14 @@ TEST(LlMask, OfNoOtherRankIsRefused) {
   const LlCase c = masked_case();
   on_every_rank([&](Rank& rank) {
     Masking masking(rank, c);
-    for (const int wrong : {rank.rank, rank.num_ranks, -1, XD_EP_LL_MAX_RANKS}) {
-      EXPECT_EQ(xd_ep_ll_mask_set(masking.group(), wrong, 1, rank.stream()),
+    for (const int wrong : {rank.rank, rank.num_ranks, -1, XD_LL_MAX_RANKS}) {
+      EXPECT_EQ(xd_ll_mask_set(masking.group(), wrong, 1, rank.stream()),
                 XD_ERROR_INVALID_ARGUMENT);
       expect_said("rank");
     }
     Tensor wide(rank, kI64, {rank.num_ranks}), long_one(rank, kI32, {rank.num_ranks + 1});
     for (const DLTensor* mask : {wide.dl(), long_one.dl(), static_cast<const DLTensor*>(nullptr)}) {
-      EXPECT_EQ(xd_ep_ll_mask_get(masking.group(), mask, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
+      EXPECT_EQ(xd_ll_mask_get(masking.group(), mask, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
       expect_said("mask");
     }
     rank.memory->synchronize();
@@ -197,12 +197,12 @@ TEST(LlReset, BringsRanksBackIntoStepWhateverTheyHadBegun) {
     for (int round = 0; round < 3; ++round) {
       LlBatch a(rank, c, 1), b(rank, c, 2);
       const int turn = rank.rank + round;
-      if (turn % 2 == 0) a.dispatch(masking.group(), XD_EP_PHASE_SEND);
-      if (turn % 4 == 0) b.dispatch(masking.group(), XD_EP_PHASE_SEND);
-      if (turn % 3 == 0) kept.combine(masking.group(), XD_EP_PHASE_SEND);
+      if (turn % 2 == 0) a.dispatch(masking.group(), XD_LL_PHASE_SEND);
+      if (turn % 4 == 0) b.dispatch(masking.group(), XD_LL_PHASE_SEND);
+      if (turn % 3 == 0) kept.combine(masking.group(), XD_LL_PHASE_SEND);
       masking.reset();
-      for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
-        EXPECT_EQ(kept.call(masking.group(), kind, XD_EP_PHASE_RECEIVE), XD_ERROR_INVALID_ARGUMENT);
+      for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
+        EXPECT_EQ(kept.call(masking.group(), kind, XD_LL_PHASE_RECEIVE), XD_ERROR_INVALID_ARGUMENT);
       }
       kept.next_combine();
       kept.combine(masking.group());

@@ -29,7 +29,7 @@ TEST(LlQuantised, GivesTheBitsOfTheDefinitionForEveryNumber) {
     c.sent = sent;
     SCOPED_TRACE(c.description());
     on_every_rank([&](Rank& rank) {
-      const Group group = make_group(rank, c);
+      const LlGroup group = make_group(rank, c);
       for (int number = 0; number < 2; ++number) LlBatch(rank, c, number).dispatch(group.get());
     });
   }
@@ -110,7 +110,7 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
   on_every_rank([&](Rank& rank) {
     const Numbers& n = GetParam();
     const LlCase c = shape(rank);
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     const std::vector<std::int32_t> owners = c.owners();
     Buffer plan = make_plan(rank, c.config(owners));
 
@@ -126,13 +126,13 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
     // The experts give back what they get.
     Strided rows(rank, n.type, {2, c.num_slots(), kHidden});
     Tensor counts(rank, kI32, {2});
-    xd_ep_ll_dispatch_args dispatch = XD_EP_LL_DISPATCH_ARGS_INIT;
+    xd_ll_dispatch_args dispatch = XD_LL_DISPATCH_ARGS_INIT;
     dispatch.tokens = sent.dl();
     dispatch.topk_idx = topk_idx.dl();
     set_plan(dispatch, plan);
     dispatch.recv_tokens = rows.dl();
     dispatch.counts = counts.dl();
-    ok(finish(rank, group.get(), xd_ep_ll_dispatch(group.get(), &dispatch, rank.stream())));
+    ok(finish(rank, group.get(), xd_ll_dispatch(group.get(), &dispatch, rank.stream())));
 
     enum class Weighing { none, ones, signs };
     for (const Weighing weighing : {Weighing::none, Weighing::ones, Weighing::signs}) {
@@ -144,12 +144,12 @@ TEST_P(LlNumbers, AreMovedBitByBitAndSummedByTheRules) {
       }
       weights.write(factors);
       Tensor out(rank, n.type, {tokens(), kHidden});
-      xd_ep_ll_combine_args combine = XD_EP_LL_COMBINE_ARGS_INIT;
+      xd_ll_combine_args combine = XD_LL_COMBINE_ARGS_INIT;
       set_plan(combine, plan);
       combine.expert_out = rows.dl();
       combine.topk_weights = weighing == Weighing::none ? nullptr : weights.dl();
       combine.out = out.dl();
-      ok(finish(rank, group.get(), xd_ep_ll_combine(group.get(), &combine, rank.stream())));
+      ok(finish(rank, group.get(), xd_ll_combine(group.get(), &combine, rank.stream())));
       const std::vector<std::byte> bytes = out.read();
       const std::size_t element = element_bytes(n.type);
       for (int t = 0; t < tokens(); ++t) {
@@ -184,19 +184,19 @@ TEST(LlWaits, NameTheRankThatWasLate) {
   constexpr std::int64_t kSeen = 20'000'000;
   constexpr int kAttempts = 10;
   on_every_rank([&](Rank& rank) {
-    const Group group = make_group(rank, c);
+    const LlGroup group = make_group(rank, c);
     const int late = rank.num_ranks - 1;
     bool seen[2] = {false, false};
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
       LlBatch batch(rank, c, attempt);
-      for (const xd_ep_operation kind : {XD_EP_LL_DISPATCH, XD_EP_LL_COMBINE}) {
+      for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
         ok(xd_comm_barrier(rank.comm));
         if (rank.rank == late) std::this_thread::sleep_for(kLate);
-        kind == XD_EP_LL_DISPATCH ? batch.dispatch(group.get()) : batch.combine(group.get());
+        kind == XD_LL_DISPATCH ? batch.dispatch(group.get()) : batch.combine(group.get());
         std::vector<std::int64_t> waits(static_cast<std::size_t>(rank.num_ranks));
         const std::vector<std::byte> bytes = batch.field(kind, "wait_ns").tensor->read_buffer();
         std::memcpy(waits.data(), bytes.data(), bytes.size());
-        bool& shown = seen[kind == XD_EP_LL_DISPATCH ? 0 : 1];
+        bool& shown = seen[kind == XD_LL_DISPATCH ? 0 : 1];
         const std::int64_t longest = waits[static_cast<std::size_t>(late)];
         waits.pop_back();
         shown =

@@ -25,7 +25,7 @@ enum Kind : int { dispatch, combine };
 struct Step {
   Kind kind;
   int n;
-  xd_ep_phase phase;
+  xd_ll_phase phase;
 };
 using Order = std::vector<Step>;
 
@@ -131,7 +131,7 @@ bool advance(const Program& program, std::vector<Progress>& ranks, std::size_t r
   if (own.next == program.orders[r].size()) return false;
   const Step& step = program.orders[r][own.next];
   const auto kind = static_cast<std::size_t>(step.kind);
-  const bool sends = step.phase != XD_EP_PHASE_RECEIVE && own.sent[kind] == step.n;
+  const bool sends = step.phase != XD_LL_PHASE_RECEIVE && own.sent[kind] == step.n;
   if (!(sends ? send : receive)(program, ranks, r, step)) return false;
   const auto fails = [&](int n) {
     return program.fault(step.kind, n).fails_send_of(static_cast<int>(r));
@@ -139,7 +139,7 @@ bool advance(const Program& program, std::vector<Progress>& ranks, std::size_t r
   // Operations whose send half has failed are taken with those before them.
   while (own.taken[kind] < own.sent[kind] && fails(own.taken[kind])) ++own.taken[kind];
   const bool is_over =
-      sends ? own.sent[kind] > step.n && (step.phase == XD_EP_PHASE_SEND || fails(step.n))
+      sends ? own.sent[kind] > step.n && (step.phase == XD_LL_PHASE_SEND || fails(step.n))
             : own.taken[kind] > step.n;
   if (!is_over) return true;
   own.begun = false;
@@ -173,13 +173,13 @@ std::vector<Step> possible_steps(const Program& program, const Progress& at, int
     const bool has_plan = kind == dispatch || n == program.operations(kind) ||
                           at.taken[dispatch] > program.combined[static_cast<std::size_t>(n)];
     if (n < program.operations(kind) && has_plan && open < program.in_flight) {
-      steps.push_back({kind, n, XD_EP_PHASE_SEND});
+      steps.push_back({kind, n, XD_LL_PHASE_SEND});
       // A whole call with a bad output fails as a whole, which is another fault.
       if (open == 0 && !program.fault(kind, n).fails_receive_of(rank)) {
-        steps.push_back({kind, n, XD_EP_PHASE_BOTH});
+        steps.push_back({kind, n, XD_LL_PHASE_BOTH});
       }
     }
-    if (open > 0) steps.push_back({kind, at.taken[k], XD_EP_PHASE_RECEIVE});
+    if (open > 0) steps.push_back({kind, at.taken[k], XD_LL_PHASE_RECEIVE});
   }
   return steps;
 }
@@ -235,10 +235,10 @@ std::string text_of(const Program& program, int rank) {
   for (const Step& step : program.orders[static_cast<std::size_t>(rank)]) {
     text += step.kind == dispatch ? " D" : " C";
     text += std::to_string(program.batch_of(step));
-    if (step.phase == XD_EP_PHASE_SEND) text += "s";
-    if (step.phase == XD_EP_PHASE_RECEIVE) text += "r";
+    if (step.phase == XD_LL_PHASE_SEND) text += "s";
+    if (step.phase == XD_LL_PHASE_RECEIVE) text += "r";
     const Fault& fault = program.fault(step.kind, step.n);
-    if (step.phase == XD_EP_PHASE_RECEIVE ? fault.fails_receive_of(rank)
+    if (step.phase == XD_LL_PHASE_RECEIVE ? fault.fails_receive_of(rank)
                                           : fault.fails_send_of(rank)) {
       text += "!";
     }
@@ -253,9 +253,9 @@ Order order_of(const Program& program, const std::string& text) {
     const Kind kind = text[at] == 'D' ? dispatch : combine;
     const char half = at + 2 < text.size() ? text[at + 2] : ' ';
     Step step{kind, text[at + 1] - '0',
-              half == 's'   ? XD_EP_PHASE_SEND
-              : half == 'r' ? XD_EP_PHASE_RECEIVE
-                            : XD_EP_PHASE_BOTH};
+              half == 's'   ? XD_LL_PHASE_SEND
+              : half == 'r' ? XD_LL_PHASE_RECEIVE
+                            : XD_LL_PHASE_BOTH};
     for (int n = 0; kind == combine && n < program.operations(combine); ++n) {
       if (program.combined[static_cast<std::size_t>(n)] == text[at + 1] - '0') step.n = n;
     }
@@ -267,9 +267,9 @@ Order order_of(const Program& program, const std::string& text) {
 // ---- Running them ------------------------------------------------------------------------------
 
 // A call with this rank's mistake.
-void make_mistake(const Rank& rank, xd_ep_group* group, const LlCase& c, LlBatch& batch,
+void make_mistake(const Rank& rank, xd_ll_group* group, const LlCase& c, LlBatch& batch,
                   const Step& step, const Fault& fault) {
-  const xd_ep_operation operation = step.kind == dispatch ? XD_EP_LL_DISPATCH : XD_EP_LL_COMBINE;
+  const xd_ll_operation operation = step.kind == dispatch ? XD_LL_DISPATCH : XD_LL_COMBINE;
   batch.reset_tensors(operation);
   const std::vector<std::int32_t> owners = c.owners();
   Buffer garbage = make_plan(rank, c.config(owners));
@@ -292,18 +292,18 @@ void make_mistake(const Rank& rank, xd_ep_group* group, const LlCase& c, LlBatch
 }
 
 // A call that is right, in an operation in which another rank's send half may have failed.
-void make_call(xd_ep_group* group, LlBatch& batch, const Step& step, const Fault& fault) {
+void make_call(xd_ll_group* group, LlBatch& batch, const Step& step, const Fault& fault) {
   const bool fails = fault.how == Fault::send || fault.how == Fault::plan;
-  if (!fails || step.phase == XD_EP_PHASE_SEND) {
+  if (!fails || step.phase == XD_LL_PHASE_SEND) {
     step.kind == dispatch ? batch.dispatch(group, step.phase) : batch.combine(group, step.phase);
     return;
   }
-  const xd_ep_operation operation = step.kind == dispatch ? XD_EP_LL_DISPATCH : XD_EP_LL_COMBINE;
+  const xd_ll_operation operation = step.kind == dispatch ? XD_LL_DISPATCH : XD_LL_COMBINE;
   EXPECT_EQ(batch.call(group, operation, step.phase), XD_ERROR_MISMATCH);
   EXPECT_EQ(batch.written(operation), "");
 }
 
-void run(const Rank& rank, xd_ep_group* group, const LlCase& c, const Program& program) {
+void run(const Rank& rank, xd_ll_group* group, const LlCase& c, const Program& program) {
   std::string all;
   for (int r = 0; r < rank.num_ranks; ++r) all += "\n " + text_of(program, r);
   SCOPED_TRACE("rank " + std::to_string(rank.rank) + ", orders of the ranks:" + all);
@@ -312,7 +312,7 @@ void run(const Rank& rank, xd_ep_group* group, const LlCase& c, const Program& p
   for (const Step& step : program.orders[static_cast<std::size_t>(rank.rank)]) {
     LlBatch& batch = batches[static_cast<std::size_t>(program.batch_of(step))];
     const Fault& fault = program.fault(step.kind, step.n);
-    if (step.phase == XD_EP_PHASE_RECEIVE ? fault.fails_receive_of(rank.rank)
+    if (step.phase == XD_LL_PHASE_RECEIVE ? fault.fails_receive_of(rank.rank)
                                           : fault.fails_send_of(rank.rank)) {
       make_mistake(rank, group, c, batch, step, fault);
     } else {
@@ -342,7 +342,7 @@ void run_drawn(bool fails, int count) {
       }
       SCOPED_TRACE("seed " + std::to_string(test_seed()) + ": " + c.description());
       on_every_rank([&](Rank& rank) {
-        const Group group = make_group(rank, c);
+        const LlGroup group = make_group(rank, c);
         for (const Program& program : programs) run(rank, group.get(), c, program);
       });
     }

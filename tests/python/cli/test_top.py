@@ -91,7 +91,7 @@ def test_a_process_that_is_stopped_is_shown_as_stopped():
 
 @pytest.mark.parametrize("comm", ["", "data=1,pipe=0"])
 def test_kinds_of_groups_differ_however_little_room_there_is(comm):
-    kinds = ("EXPERT_MAJOR, E=8", "RANK_MAJOR, E=8", "EXPERT_SLOTS, E=8", "products, T<=8")
+    kinds = ("EXPERT_MAJOR, E=8", "RANK_MAJOR, E=8", "low latency, E=8", "products, T<=8")
     for columns in (40, 80, 90):
         seen = [_seen(comm=comm, detail=detail) for detail in kinds]
         names = {_top.rows([one], [one], 1.0, columns)[0][2] for one in seen}
@@ -113,9 +113,7 @@ def test_bad_intervals_are_refused():
 
 def _shown_elsewhere(me: Rank) -> str:
     """The line, in a file, of a group without a name."""
-    config = crossdock.EpConfig(
-        num_experts=1, max_topk=1, max_tokens_per_rank=1, hidden=8, layout="expert_slots"
-    )
+    config = crossdock.LowLatencyConfig(num_experts=1, max_topk=1, max_tokens_per_rank=1, hidden=8)
     with me.comm() as comm, crossdock.LowLatencyGroup(comm, config):
         ended = process("top", "--once", "--interval", "0.1", str(os.getpid()))
     assert ended.returncode == 0, ended.stderr
@@ -123,7 +121,7 @@ def _shown_elsewhere(me: Rank) -> str:
 
 
 def test_nothing_is_cut_where_there_is_no_terminal():
-    assert "#0 EXPERT_SLOTS " in run_threads(1, _shown_elsewhere)[0]
+    assert "#0 low latency " in run_threads(1, _shown_elsewhere)[0]
 
 
 def _late(me: Rank) -> str:

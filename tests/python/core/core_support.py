@@ -22,6 +22,12 @@ def config_of(**options: Any) -> crossdock.EpConfig:
     return crossdock.EpConfig(**sizes | {"dtype": "float32"} | options)
 
 
+def low_latency_config_of(**options: Any) -> crossdock.LowLatencyConfig:
+    """The same of a LowLatencyGroup."""
+    sizes = {"num_experts": 4, "max_topk": 2, "max_tokens_per_rank": 4, "hidden": 8}
+    return crossdock.LowLatencyConfig(**sizes | {"dtype": "float32"} | options)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A batch on all ranks: their numbers of tokens differ, and may be 0."""
@@ -47,6 +53,18 @@ class Case:
             dtype=self.dtype,
             layout=self.layout,
             alignment=self.alignment,
+            expert_ranks=self.expert_ranks,
+            **options,
+        )
+
+    def low_latency_config(self, **options: Any) -> crossdock.LowLatencyConfig:
+        """The config of a LowLatencyGroup of these sizes."""
+        return crossdock.LowLatencyConfig(
+            num_experts=self.experts,
+            max_topk=self.topk,
+            max_tokens_per_rank=max(1, *self.tokens),
+            hidden=self.hidden,
+            dtype=self.dtype,
             expert_ranks=self.expert_ranks,
             **options,
         )

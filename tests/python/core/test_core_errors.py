@@ -15,7 +15,7 @@ import pytest
 
 import crossdock
 import support
-from core_support import config_of, peers_are_told, raises, rows_of
+from core_support import config_of, low_latency_config_of, peers_are_told, raises, rows_of
 from crossdock import _core, errors, launch
 from support import Rank, on_ranks
 
@@ -100,7 +100,7 @@ def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank)
 @on_ranks(2)
 def test_configs_that_are_wrong_or_differ_are_refused_and_peers_are_told_at_once(me: Rank) -> None:
     Group, LowLatency, Context = crossdock.EpGroup, crossdock.LowLatencyGroup, crossdock.GemmContext
-    slots, no_rank = config_of(layout="expert_slots"), config_of(expert_ranks=(0, 0, 0, 2))
+    slots, no_rank = low_latency_config_of(), config_of(expert_ranks=(0, 0, 0, 2))
 
     def product(**options: int) -> crossdock.GemmConfig:
         return crossdock.GemmConfig(**{"max_tokens": 1, "max_k": 8, "max_n": 8} | options)
@@ -108,13 +108,18 @@ def test_configs_that_are_wrong_or_differ_are_refused_and_peers_are_told_at_once
     good = {Group: CONFIG, LowLatency: slots, Context: product()}
     with me.comm() as comm:
         for group, wrong, kind, text in [
-            (Group, slots, ValueError, "config.layout: expected .* is for a LowLatencyGroup"),
+            (Group, slots, TypeError, "config: expected an EpConfig, got LowLatencyConfig"),
             (Group, None, TypeError, "config: expected an EpConfig, got NoneType"),
             (Group, {}, TypeError, "config: expected an EpConfig, got dict"),
             (Group, config_of(num_sms="a"), TypeError, "num_sms: expected an integer"),
             (Group, no_rank, crossdock.InvalidArgument, r"expert_ranks\[3\] = 2"),
-            (LowLatency, CONFIG, ValueError, "config.layout: expected 'expert_slots'"),
-            (LowLatency, None, TypeError, "config: expected"),
+            (LowLatency, CONFIG, TypeError, "config: expected a LowLatencyConfig, got EpConfig"),
+            (
+                LowLatency,
+                low_latency_config_of(max_tokens_per_rank=1025),
+                crossdock.InvalidArgument,
+                "1 to 1024",
+            ),
             (Context, {}, TypeError, "config: expected a GemmConfig, got dict"),
             (Context, product(max_tokens=0), crossdock.InvalidArgument, "max_tokens = 0, expected"),
             (Context, product(slots=3), crossdock.InvalidArgument, "slots = 3"),
@@ -124,6 +129,7 @@ def test_configs_that_are_wrong_or_differ_are_refused_and_peers_are_told_at_once
             peers_are_told(me, kind, text, functools.partial(make, wrong), right)
         for group, own, text in [
             (Group, config_of(hidden=8 + 8 * me.rank), "hidden|row"),
+            (LowLatency, low_latency_config_of(in_flight=2 + me.rank), "in_flight"),
             (Group, config_of(expert_ranks=(me.rank,) * 4), "expert_ranks"),
             (Context, product(max_n=8 + me.rank), "max_n"),
         ]:
@@ -308,7 +314,7 @@ def test_mistakes_in_arguments_of_a_communicator_are_named(
 
 
 NOT_THREE = "expert_ranks: expected the ranks of num_experts = 3 experts, got 2"
-LAYOUT = "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got 'expert'"
+LAYOUT = "layout: expected 'expert_major' or 'rank_major', got 'expert'"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +324,7 @@ LAYOUT = "layout: expected 'expert_major' or 'rank_major' or 'expert_slots', got
         (lambda: config_of(dtype=np.dtype(">f4")), TypeError, "dtype: .* byte order, got '>f4'"),
         (lambda: config_of(layout="expert"), ValueError, LAYOUT),
         (
-            lambda: config_of(on_peer_loss="skip"),
+            lambda: low_latency_config_of(on_peer_loss="skip"),
             ValueError,
             "on_peer_loss: expected 'fatal' or 'mask', got 'skip'",
         ),

@@ -21,9 +21,6 @@ SEED = 31
 LATE_MS = 1000  # of a rank that is masked for it
 
 
-Slotted = functools.partial(Case, layout="expert_slots")
-
-
 class Batch:
     """Inputs of all ranks, and their routing."""
 
@@ -68,19 +65,19 @@ def poisoned(group: LowLatencyGroup, **options) -> Slots:
 
 
 CASES = [
-    Slotted((3, 0, 5, 2), 8, 3, 20),
-    Slotted((6,), 3, 2, 24, dtype="float16"),
-    Slotted((4, 7), 6, 4, 8, dtype="bfloat16", index="int32"),
-    Slotted((0, 0), 4, 1, 16),
+    Case((3, 0, 5, 2), 8, 3, 20),
+    Case((6,), 3, 2, 24, dtype="float16"),
+    Case((4, 7), 6, 4, 8, dtype="bfloat16", index="int32"),
+    Case((0, 0), 4, 1, 16),
     # A rank without experts, and experts out of order.
-    Slotted((5, 4, 3), 5, 3, 8, expert_ranks=(2, 0, 2, 0, 2)),
+    Case((5, 4, 3), 5, 3, 8, expert_ranks=(2, 0, 2, 0, 2)),
 ]
 
 
 @on_ranks(lambda case: len(case.tokens))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens}-{case.dtype}")
 def test_every_element_equals_the_reference(me: Rank, case: Case) -> None:
-    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, case.low_latency_config()) as group:
         load = np.zeros(len(Batch(case).routing.experts(me.rank)), np.int64)
         wait = np.zeros(me.num_ranks, np.int64)
         total = np.zeros_like(load)
@@ -114,12 +111,12 @@ def test_every_element_equals_the_reference(me: Rank, case: Case) -> None:
 
 @on_ranks(2)
 def test_quantised_rows_and_scales_equal_the_reference(me: Rank) -> None:
-    case = Slotted((5, 3), 4, 2, 512, dtype="bfloat16")
+    case = Case((5, 3), 4, 2, 512, dtype="bfloat16")
     batch = Batch(case)
     batch.rows = [(rows * 0.37).astype(ml_dtypes.bfloat16) for rows in batch.rows]
     routing, rank = batch.routing, me.rank
     inputs = batch.rows[rank], batch.ids[rank]
-    with me.comm() as comm, LowLatencyGroup(comm, case.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, case.low_latency_config()) as group:
         for way in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
             elements, scales = zip(*(quantised(rows, way) for rows in batch.rows))
             got = group.dispatch(*inputs, quantise=way)
@@ -136,7 +133,7 @@ def test_quantised_rows_and_scales_equal_the_reference(me: Rank) -> None:
         equal(routing.in_rows(rank, strided), routing.dispatch(rank, words))
 
 
-CASE = Slotted((3, 2), 4, 2, 8)
+CASE = Case((3, 2), 4, 2, 8)
 
 
 def still_usable(group: LowLatencyGroup, me: Rank) -> None:
@@ -150,7 +147,7 @@ def still_usable(group: LowLatencyGroup, me: Rank) -> None:
 def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
     batch = Batch(CASE)
     rows, ids, _ = batch.of(me.rank)
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.low_latency_config()) as group:
         slots = group.dispatch(rows, ids)
         good = results(slots)
         dispatch = functools.partial(group.dispatch, rows, ids)
@@ -179,7 +176,7 @@ def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
 def test_a_damaged_plan_harms_nobody(me: Rank) -> None:
     """Rank 0 combines by a plan one of whose words is another one."""
     batch = Batch(CASE, SEED + 4)
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.low_latency_config()) as group:
         slots = group.dispatch(*batch.of(me.rank))
         given = results(slots)
         good = slots.plan.data.copy()
@@ -199,7 +196,7 @@ def test_a_damaged_plan_harms_nobody(me: Rank) -> None:
 def test_second_halves_and_their_mistakes(me: Rank) -> None:
     batch = Batch(CASE)
     rows, ids, _ = batch.of(me.rank)
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.low_latency_config()) as group:
         sent = [group.dispatch_send(rows, ids) for _ in range(2)]
         with pytest.raises(Busy):
             group.dispatch_send(rows, ids)
@@ -222,7 +219,7 @@ def test_second_halves_and_their_mistakes(me: Rank) -> None:
 def test_halves_of_two_batches_interleave_in_one_order_only(me: Rank) -> None:
     """Inputs may be overwritten between the halves, and one rank calls both halves at once."""
     batches = [Batch(CASE, SEED + i) for i in range(2)]
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.low_latency_config()) as group:
         if me.rank == 1:
             slots = [group.dispatch(*one.of(1)[:2]) for one in batches]
         else:
@@ -253,7 +250,10 @@ def test_halves_of_two_batches_interleave_in_one_order_only(me: Rank) -> None:
 def test_a_second_half_that_reset_has_dropped_is_refused(me: Rank) -> None:
     batch = Batch(CASE)
     inputs = batch.of(me.rank)[:2]
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config(on_peer_loss="mask")) as group:
+    with (
+        me.comm() as comm,
+        LowLatencyGroup(comm, CASE.low_latency_config(on_peer_loss="mask")) as group,
+    ):
         before = group.dispatch_send(*inputs)
         comm.barrier()
         group.reset()
@@ -271,7 +271,7 @@ def test_bad_ids_are_told_everywhere_and_results_are_complete(me: Rank) -> None:
         inputs[1][0] = 99, -7
     batch.ids[1][0] = -1
     batch.routing = SlotRouting(batch.ids, CASE.experts, max(CASE.tokens))
-    with me.comm() as comm, LowLatencyGroup(comm, CASE.config()) as group:
+    with me.comm() as comm, LowLatencyGroup(comm, CASE.low_latency_config()) as group:
         out = group.slots()
         with pytest.raises(InvalidArgument) as raised:
             group.dispatch(*inputs, out=out)
@@ -284,8 +284,8 @@ def test_bad_ids_are_told_everywhere_and_results_are_complete(me: Rank) -> None:
 @on_ranks(3, run=run_threads)
 def test_a_late_rank_is_masked_by_name_and_comes_back(me: Rank) -> None:
     """Rank 1 is late for a reset and for a dispatch, and the others do not wait for it again."""
-    case = Slotted((2, 3, 1), 6, 3, 8)
-    config = case.config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
+    case = Case((2, 3, 1), 6, 3, 8)
+    config = case.low_latency_config(on_peer_loss="mask", wait_timeout_ms=LATE_MS)
     batch = Batch(case)
     with me.comm() as comm, LowLatencyGroup(comm, config) as group:
         for operation, call in (
@@ -313,8 +313,12 @@ def test_a_late_rank_is_masked_by_name_and_comes_back(me: Rank) -> None:
 
 @on_ranks(1, run=run_threads)
 def test_what_a_group_does_not_take_is_refused(me: Rank) -> None:
-    config = CASE.config()
-    assert config.recv_bound(2) == 2 * 3
+    config = CASE.low_latency_config()
+    assert config.num_slots(2) == 2 * 3
+    assert config.local_experts(1, 2) == 2
+    memory, more = config.group_memory(2), dataclasses.replace(config, in_flight=4)
+    assert 0 == memory.staging_bytes < memory.symmetric_bytes
+    assert memory.symmetric_bytes < more.group_memory(2).symmetric_bytes
     with me.comm() as comm:
         with pytest.raises(InvalidArgument, match="in_flight"):
             LowLatencyGroup(comm, dataclasses.replace(config, in_flight=5))

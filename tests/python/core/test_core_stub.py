@@ -12,7 +12,9 @@ from crossdock import _core
 
 STUB = ast.parse((pathlib.Path(crossdock.__file__).parent / "_core.pyi").read_text())
 
-OF_KEYWORDS = (("__init__", _core.Group), ("__init__", _core.GemmContext))
+OF_KEYWORDS = tuple(
+    ("__init__", kind) for kind in (_core.Group, _core.LowLatencyGroup, _core.GemmContext)
+)
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:

@@ -146,6 +146,12 @@ def config_of(tokens: int, **options: Any) -> xd.EpConfig:
     return xd.EpConfig(max_tokens_per_rank=tokens, **sizes | options)
 
 
+def low_latency_config_of(tokens: int, **options: Any) -> xd.LowLatencyConfig:
+    """The same for `ll_dispatch`."""
+    sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "max_topk": TOPK, "dtype": np.float32}
+    return xd.LowLatencyConfig(max_tokens_per_rank=tokens, **sizes | options)
+
+
 class Batch:
     """Inputs of all ranks; rows and weights are small whole numbers."""
 

@@ -20,8 +20,8 @@ from slots import SlotRouting, factors
 TOKENS = 6
 
 
-def slots_of(**options: Any) -> xd.EpConfig:
-    return support.config_of(TOKENS, layout="expert_slots", **options)
+def slots_of(**options: Any) -> xd.LowLatencyConfig:
+    return support.low_latency_config_of(TOKENS, **options)
 
 
 class Batch(support.Batch):
@@ -148,9 +148,9 @@ def test_derivatives_and_bad_arguments_are_refused_while_tracing(world: World) -
         jax.grad(loss)(x)
     with pytest.raises(TypeError, match="for inference and have no derivatives"):
         jax.jvp(loss, (x,), (x,))
-    with pytest.raises(ValueError, match="config.layout: expected 'expert_slots'"):
+    with pytest.raises(TypeError, match="config: expected a LowLatencyConfig, got EpConfig"):
         xd.ll_dispatch(support.config_of(TOKENS), x, ids)
-    with pytest.raises(ValueError, match="config.layout: expected one with plans"):
+    with pytest.raises(TypeError, match="config: expected an EpConfig, got LowLatencyConfig"):
         xd.ep_prepare(config, ids)
     with pytest.raises(ValueError, match="tokens: expected a rank's part"):
         xd.ll_dispatch(config, world.put([part[:3] for part in batch.x]), ids)

@@ -1,10 +1,11 @@
-#include "ep/executors.h"
+#include "ep/bulk/group.h"
 
 #include <utility>
 
 #include "base/float_modes.h"
 #include "ep/bulk/cpu/local.h"
 #include "ep/bulk/cpu/operations.h"
+#include "ep/executors.h"
 #include "turn/host/runner.h"
 
 namespace xd::ep::cpu {
@@ -17,10 +18,10 @@ Keeps keeps_of(const Config& config) {
 class CpuGroup final : public Group {
  public:
   CpuGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config)
-      : Group(std::move(comm), config, keeps_of, Machines::several), lockstep_(*this) {
+      : Group(std::move(comm), config, keeps_of), lockstep_(*this) {
     lockstep_.reach_machines(*this);
     subject().counters().counts_rows.set(1);
-    this->comm().collective().agree(kCreateGroup, [this] {
+    this->comm().collective().agree(Family::kCreate, [this] {
       scratch_.reserve(this->config());
       return Collective::Contribution{};
     });
@@ -84,10 +85,10 @@ xd_ep_memory group_memory(const Config& config) {
 
 }  // namespace
 
-const Executor kBulk{.device_type = kDLCPU,
-                     .make_group = make_group,
-                     .group_memory = group_memory,
-                     .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
-                                          xd_stream) { fill_routing_layout(call); }};
+const BulkExecutor kBulk{.device_type = kDLCPU,
+                         .make_group = make_group,
+                         .group_memory = group_memory,
+                         .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
+                                              xd_stream) { fill_routing_layout(call); }};
 
 }  // namespace xd::ep::cpu

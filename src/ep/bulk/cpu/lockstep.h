@@ -11,8 +11,8 @@
 
 #include "base/math.h"
 #include "comm/near_memory.h"
+#include "ep/bulk/group.h"
 #include "ep/bulk/wire.h"
-#include "ep/group.h"
 #include "turn/host/turn.h"
 #include "turn/shared_memory.h"
 

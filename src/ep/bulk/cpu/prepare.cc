@@ -15,7 +15,7 @@
 #include "base/math.h"
 #include "ep/bulk/cpu/operations.h"
 #include "ep/bulk/cpu/remote/stream.h"
-#include "ep/family.h"
+#include "ep/bulk/family.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -229,7 +229,8 @@ Setback PrepareOp::complete() {
   write_zones();
   write_header();
   write_outputs();
-  context_.group.count_losses(placement().bad_ids, drops() ? placement().dropped_rows : 0);
+  context_.group.count_bad_ids(placement().bad_ids);
+  if (drops()) context_.group.count_dropped_rows(placement().dropped_rows);
   return report();
 }
 
@@ -293,7 +294,7 @@ Setback PrepareOp::report() const {
   const PlanView plan = PlanView::open(call_.plan, plan_size(config()));
   if (Setback found = overflow_of(plan)) return found;
   if (p.bad_ids == 0) return {};
-  return bad_expert_ids(p.bad_ids, p.bad_id_rank, config());
+  return bad_expert_ids<Family>(p.bad_ids, p.bad_id_rank, config());
 }
 
 }  // namespace xd::ep::cpu

@@ -8,7 +8,7 @@
 
 #include "ep/bulk/cpu/lockstep.h"
 #include "ep/bulk/cpu/numbering.h"
-#include "ep/group.h"
+#include "ep/bulk/group.h"
 #include "ep/plan/cpu/rows.h"
 
 namespace xd::ep::cpu {

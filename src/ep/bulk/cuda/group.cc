@@ -1,4 +1,4 @@
-#include "ep/executors.h"
+#include "ep/bulk/group.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +17,7 @@
 #include "ep/bulk/cuda/remote/group.h"
 #include "ep/bulk/cuda/report.h"
 #include "ep/bulk/records.h"
+#include "ep/executors.h"
 #include "ep/plan/cuda/sm_ledger.h"
 #include "turn/device/runner.h"
 
@@ -155,13 +156,13 @@ class CudaGroup final : public Group {
 };
 
 CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    : Group(owner, user, keeps_of, Machines::several),
+    : Group(owner, user, keeps_of),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   segments_ = share_memory();
   if (!comm().hosts().all_are_near()) far_ = std::make_unique<FarGroup>(*this);
-  comm().collective().agree(kCreateGroup, [this] {
+  comm().collective().agree(Family::kCreate, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
     const xd::cuda::DeviceGuard guard(ordinal);
@@ -365,9 +366,9 @@ xd_ep_memory group_memory(const Config& config) {
 
 }  // namespace
 
-const Executor kBulk{.device_type = kDLCUDA,
-                     .make_group = make_group,
-                     .group_memory = group_memory,
-                     .routing_layout = start_routing_layout};
+const BulkExecutor kBulk{.device_type = kDLCUDA,
+                         .make_group = make_group,
+                         .group_memory = group_memory,
+                         .routing_layout = start_routing_layout};
 
 }  // namespace xd::ep::cuda

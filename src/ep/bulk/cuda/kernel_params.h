@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ep/bulk/cuda/kernels.h"
-#include "ep/group.h"
+#include "ep/bulk/group.h"
 
 namespace xd::ep::cuda {
 

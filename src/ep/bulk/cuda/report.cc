@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/family.h"
+#include "ep/bulk/family.h"
 
 namespace xd::ep::cuda {
 
@@ -18,7 +18,7 @@ Setback setback_of(const Report& report, const Group& group) {
                        .capacity_rows = report.findings.capacity_rows});
     case XD_ERROR_INVALID_ARGUMENT:
       if (!report.findings.fault) {
-        return bad_expert_ids(report.findings.bad_ids, report.rank, config);
+        return bad_expert_ids<Family>(report.findings.bad_ids, report.rank, config);
       }
       return {.status = XD_ERROR_INVALID_ARGUMENT,
               .text = text_of(report.findings.fault, terms_of(group.plan_binding())),
@@ -40,8 +40,8 @@ void LossCounter::collect(Report& report, Group& group) {
   const std::uint64_t bad = std::atomic_ref(report.total_bad_ids).load(std::memory_order_relaxed);
   const std::uint64_t dropped =
       std::atomic_ref(report.total_dropped_rows).load(std::memory_order_relaxed);
-  group.count_losses(static_cast<std::int64_t>(bad - bad_ids_),
-                     static_cast<std::int64_t>(dropped - dropped_rows_));
+  group.count_bad_ids(static_cast<std::int64_t>(bad - bad_ids_));
+  group.count_dropped_rows(static_cast<std::int64_t>(dropped - dropped_rows_));
   bad_ids_ = bad;
   dropped_rows_ = dropped;
 }

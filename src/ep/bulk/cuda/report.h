@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "ep/bulk/cuda/params.h"
-#include "ep/group.h"
+#include "ep/bulk/group.h"
 
 namespace xd::ep::cuda {
 

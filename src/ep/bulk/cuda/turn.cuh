@@ -4,7 +4,7 @@
 
 #include "base/hash.h"
 #include "ep/bulk/cuda/params.h"
-#include "ep/family.h"
+#include "ep/bulk/family.h"
 #include "ep/plan/cuda/warp.cuh"
 #include "turn/device/turn.cuh"
 

@@ -6,7 +6,7 @@
 
 namespace xd::ep::cpu {
 
-Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory& memory) {
+Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, ChoicesMemory& memory) {
   const CountLayout layout{config.experts, config.ranks};
   const std::int64_t topk = topk_idx.cols, num_choices = topk_idx.rows * topk;
   std::vector<std::uint32_t>& counts = memory.counts;

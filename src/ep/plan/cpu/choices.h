@@ -28,7 +28,7 @@ struct ChoicesMemory {
   std::vector<std::uint32_t> seen;     // [E + W] the token that last named a seat or a rank
 
   template <class Visit>
-  void for_each_vector(const Config& config, Visit&& visit) {
+  void for_each_vector(const CommonConfig& config, Visit&& visit) {
     visit(experts,
           static_cast<std::size_t>(config.max_tokens) * static_cast<std::size_t>(config.max_topk));
     visit(counts, CountLayout{config.experts, config.ranks}.size());
@@ -39,6 +39,6 @@ struct ChoicesMemory {
 // A choice counts if its id is an expert's and its token has not named that expert before. A choice
 // that does not count is an error, unless its id is "none", or it is a duplicate in a group that
 // collapses them.
-Choices read_choices(const Tensor& topk_idx, const Config& config, ChoicesMemory& memory);
+Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, ChoicesMemory& memory);
 
 }  // namespace xd::ep::cpu

@@ -100,7 +100,7 @@ int warps_in(std::uint64_t warp_bytes, const LaunchLimits& device) {
 
 }  // namespace
 
-int sm_budget(const Config& config, const LaunchLimits& device) {
+int sm_budget(const CommonConfig& config, const LaunchLimits& device) {
   if (config.num_sms == 0) {
     const int share = (device.sms - kReservedSms) / device.ranks_on_device;
     return std::clamp(share / 2, 1, kMostChosen);

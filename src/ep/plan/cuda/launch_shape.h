@@ -56,7 +56,7 @@ struct Traffic {
 // streams, begun in different orders on different ranks, would wait for one another if one of them
 // kept the other out.) Throws INVALID_ARGUMENT if num_sms leaves too few for the other ranks of the
 // device.
-int sm_budget(const Config& config, const LaunchLimits& device);
+int sm_budget(const CommonConfig& config, const LaunchLimits& device);
 
 LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
                           const LaunchLimits& device);

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep/family.h"
 #include "ep/plan/plan_check.h"
 #include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/family.h"
 #include "ep/slots/placement.h"
 
 namespace xd::ep::cpu {
@@ -20,10 +20,10 @@ Part sums_part(bool has_weights) { return has_weights ? Part::sums : Part::entry
 
 // The terms of one sum: rows here and partial sums. A damaged plan may name more than a good one.
 struct LlCombine::Terms {
-  static constexpr std::size_t kMost = kMaxTopk + XD_EP_LL_MAX_RANKS;
+  static constexpr std::size_t kMost = kMaxTopk + XD_LL_MAX_RANKS;
   std::array<const void*, kMost> rows;
   std::array<float, kMost> weights;
-  std::array<int, XD_EP_LL_MAX_RANKS> ends, host_ends;
+  std::array<int, XD_LL_MAX_RANKS> ends, host_ends;
   int num_rows = 0;
   int num_partials = 0;
   int num_hosts = 0;  // 0: the sum is not made by host
@@ -63,7 +63,7 @@ struct LlCombine::Terms {
 
 LlPlanView LlCombine::open(const PlanBytes& bytes) const {
   const LlPlanView plan = LlPlanView::open(bytes.data, bytes.bytes);
-  plan.require_binding(context_.group.plan_binding());
+  plan.require_binding(context_.group.plan_terms());
   return plan;
 }
 
@@ -161,7 +161,7 @@ bool LlCombine::takes_part(int source) {
   if (!lane.company().has(source)) return false;
   if (!lane.wait_entered(source, lane.sent())) return false;
   const LlRecord& theirs = lane.record_of(source, lane.sent());
-  if (!turn::difference<Family>(record(), theirs).empty()) return false;
+  if (!turn::difference<LlFamily>(record(), theirs).empty()) return false;
   if (is_far(source)) judge_weights(source);
   return true;
 }
@@ -270,13 +270,13 @@ int LlCombine::collect(const LlItem& item, Terms& terms) const {
 
 // ---- Receive -----------------------------------------------------------------------------------
 
-Setback LlCombine::receive(bool own_staged) {
+LlSetback LlCombine::receive(bool own_staged) {
   own_staged_ = own_staged;
   Lane& lane = context_.lane;
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
   lane.await(times);
   if (context_.far != nullptr) await_far_sums();
-  if (Setback found = verdict(lane, context_.self())) return found;
+  if (LlSetback found = verdict(lane, context_.self())) return found;
   await_partials();
   if (context_.far != nullptr) read_far_sums();
   sum_tokens();

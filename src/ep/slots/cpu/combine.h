@@ -1,4 +1,4 @@
-// combine of EXPERT_SLOTS on the CPU.
+// combine of low latency on the CPU.
 //
 //   send     the weights of this rank's tokens, if the call has some, to the ranks that hold their
 //            rows; then the sum of the rows that this rank holds of each token, to its source
@@ -18,7 +18,7 @@ namespace xd::ep::cpu {
 
 class LlCombine {
  public:
-  using Args = xd_ep_ll_combine_args;
+  using Args = xd_ll_combine_args;
   explicit LlCombine(const LlContext& context) : context_(context) {}
 
   // These throw INVALID_ARGUMENT where the half's arguments are bad.
@@ -30,11 +30,11 @@ class LlCombine {
   // call, which takes this rank's own sums out of the staging.
   void send(bool stage_own);
   // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
-  Setback receive(bool own_staged);
+  LlSetback receive(bool own_staged);
 
  private:
   struct Terms;
-  const Config& config() const { return context_.config(); }
+  const LlConfig& config() const { return context_.config(); }
   bool weighted() const { return send_.topk_weights || plan_.facts().weighted != 0; }
   LlPlanView open(const PlanBytes& bytes) const;
   void send_weights() const;

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "ep/family.h"
 #include "ep/plan/plan.h"
 #include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/family.h"
 #include "ep/slots/placement.h"
 #include "turn/unjudged_reads.h"
 
@@ -167,7 +167,7 @@ void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
 
 // ---- Receive -----------------------------------------------------------------------------------
 
-Setback LlDispatch::receive(bool own_staged) {
+LlSetback LlDispatch::receive(bool own_staged) {
   own_staged_ = own_staged;
   Lane& lane = context_.lane;
   sent_ = lane.own_record();
@@ -175,7 +175,7 @@ Setback LlDispatch::receive(bool own_staged) {
   std::memset(receive_.plan, 0, sizeof(PlanHeader));
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
   lane.await(times);
-  if (Setback found = verdict(lane, context_.self())) return found;
+  if (LlSetback found = verdict(lane, context_.self())) return found;
   begin_delivery();
   std::byte* const items = receive_.plan + plan_map().items;
   std::int64_t count = 0;
@@ -341,15 +341,14 @@ PlanHeader LlDispatch::header() const {
   header.local_experts = config().local_experts;
   header.tokens = static_cast<std::int32_t>(sent_.tokens);
   header.topk = static_cast<std::int32_t>(sent_.topk);
-  header.layout = config().layout.id;
+  header.layout = kSlotsLayout;
   header.alignment = 1;
-  header.overflow = config().overflow;
+  header.overflow = XD_EP_OVERFLOW_ERROR;
   header.bad_id_rank = -1;
   header.overflow_rank = -1;
-  header.capacities = context_.group.plan_binding().capacities;
   header.expert_ranks = config().expert_tables.hash();
-  header.hosts = context_.group.plan_binding().hosts;
-  header.capacity = config().capacity;
+  header.hosts = context_.group.plan_terms().hosts;
+  header.capacity = slots_per_expert(config());
   header.epoch = context_.lane.next();
   header.fingerprint = ll_fingerprint(context_.group.nonce(), header.epoch);
   return header;
@@ -395,7 +394,7 @@ void LlDispatch::write_counts() const {
   }
 }
 
-Setback LlDispatch::report() const {
+LlSetback LlDispatch::report() const {
   std::int64_t bad_ids = 0;
   int lowest = -1;
   for (int r = config().ranks - 1; r >= 0; --r) {
@@ -405,8 +404,8 @@ Setback LlDispatch::report() const {
     if (of_rank > 0) lowest = r;
   }
   if (bad_ids == 0) return {};
-  context_.group.count_losses(bad_ids, 0);
-  return bad_expert_ids(bad_ids, lowest, config());
+  context_.group.count_bad_ids(bad_ids);
+  return bad_expert_ids<LlFamily>(bad_ids, lowest, config());
 }
 
 }  // namespace xd::ep::cpu

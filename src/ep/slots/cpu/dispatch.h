@@ -1,4 +1,4 @@
-// dispatch of EXPERT_SLOTS on the CPU.
+// dispatch of low latency on the CPU.
 //
 //   send     for each token: its row into this rank's own memory, and an item to every rank that
 //            holds one of its experts; for far ranks both into the message to each
@@ -16,7 +16,7 @@ namespace xd::ep::cpu {
 
 class LlDispatch {
  public:
-  using Args = xd_ep_ll_dispatch_args;
+  using Args = xd_ll_dispatch_args;
   explicit LlDispatch(const LlContext& context) : context_(context) {}
 
   // These throw INVALID_ARGUMENT where the half's arguments are bad.
@@ -31,11 +31,11 @@ class LlDispatch {
   // call, which takes this rank's own rows out of the staging.
   void send(bool stage_own);
   // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
-  Setback receive(bool own_staged);
+  LlSetback receive(bool own_staged);
 
  private:
   struct TokenRoute;
-  const Config& config() const { return context_.config(); }
+  const LlConfig& config() const { return context_.config(); }
   LlMemory::Cell own_cell(int source) const {
     return {context_.self(), source, context_.lane.next()};
   }
@@ -55,7 +55,7 @@ class LlDispatch {
   const std::byte* row_of(NearRank source, const LlItem& item) const;
   void write_plan(std::int64_t items) const;
   void write_counts() const;
-  Setback report() const;
+  LlSetback report() const;
   PlanHeader header() const;
   LlPlanMap plan_map() const;
 

@@ -1,4 +1,4 @@
-// The memory that a group of EXPERT_SLOTS shares, as ep/slots/map.h lays it out, at this process'
+// The memory that a group of low latency shares, as ep/slots/map.h lays it out, at this process'
 // addresses; and what this rank keeps beside it.
 #pragma once
 
@@ -8,9 +8,9 @@
 #include "base/math.h"
 #include "base/rank_bits.h"
 #include "comm/near_memory.h"
-#include "ep/group.h"
 #include "ep/plan/cpu/choices.h"
 #include "ep/plan/quantise.h"
+#include "ep/slots/group.h"
 #include "ep/slots/map.h"
 #include "ep/slots/plan.h"
 #include "turn/shared_memory.h"
@@ -20,8 +20,8 @@ namespace xd::ep::cpu {
 class LlMemory {
  public:
   // Collective: allocates this rank's and maps the peers'.
-  explicit LlMemory(const Group& group)
-      : config_(group.config()), map_(LlMap::make(config_)), shared_(group.share_memory()) {}
+  explicit LlMemory(const LlGroup& group)
+      : config_(group.config()), map_(LlMap::make(config_)), shared_(share(group)) {}
 
   const LlMap& map() const { return map_; }
   const NearTable& areas() const { return shared_.areas(); }
@@ -73,7 +73,13 @@ class LlMemory {
     return shared_.area_of(owner, offset).array<T>();
   }
 
-  const Config& config_;
+  Segments share(const LlGroup& group) const {
+    Segments segments = group.comm().share(LlFamily::kCreate, map_.end);
+    for (const NearRank r : group.near()) require_size(segments[at(r)], map_.end, r);
+    return segments;
+  }
+
+  const LlConfig& config_;
   const LlMap map_;
   const turn::SharedMemory shared_;
 };
@@ -90,7 +96,7 @@ struct LlScratch {
 
   // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
-  void for_each_vector(const Config& config, Visit&& visit) {
+  void for_each_vector(const LlConfig& config, Visit&& visit) {
     choices.for_each_vector(config, visit);
     visit(home, at(config.in_flight) * at(config.max_tokens));
     visit(listed, at(config.ranks));
@@ -99,16 +105,16 @@ struct LlScratch {
     visit(first, at(config.local_experts));
     visit(quantised, config.max_row_bytes / 2 + quantised_scale_bytes(config.max_row_bytes));
   }
-  void reserve(const Config& config) {
+  void reserve(const LlConfig& config) {
     for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });
   }
-  static std::size_t bytes(const Config& config) {
+  static std::size_t bytes(const LlConfig& config) {
     std::size_t bytes = 0;
     LlScratch{}.for_each_vector(
         config, [&](auto& vector, std::size_t size) { bytes += size * sizeof(vector[0]); });
     return bytes;
   }
-  RankBits* home_of(std::uint64_t epoch, const Config& config) {
+  RankBits* home_of(std::uint64_t epoch, const LlConfig& config) {
     return home.data() + turn::slot_of(epoch, at(config.in_flight)) * at(config.max_tokens);
   }
 };

@@ -1,4 +1,4 @@
-// What dispatch and combine of EXPERT_SLOTS have in common on the CPU. LlGroup calls their halves
+// What dispatch and combine of low latency have in common on the CPU. LlGroup calls their halves
 // between the verbs of their lane.
 #pragma once
 
@@ -23,14 +23,14 @@ constexpr rows::Store kForPeers = rows::Store::streaming;
 class LlFarLane;
 
 struct LlContext {
-  Group& group;
+  LlGroup& group;
   LlMemory& memory;
   turn::PeerMasks& masks;
   LlScratch& scratch;
   Lane& lane;
   LlFarLane* far;  // nullptr: all ranks are near
 
-  const Config& config() const { return group.config(); }
+  const LlConfig& config() const { return group.config(); }
   NearRank self() const { return group.self(); }
 };
 
@@ -43,9 +43,9 @@ inline observe::WaitTimes wait_times(const LlContext& context, const Tensor& of_
 
 // The verdict about an operation whose records have come: all ranks see the same records, and judge
 // alike.
-inline Setback verdict(const Lane& lane, int rank) {
-  return turn::disagreement<Family, LlRecord>(lane.records(), rank,
-                                              [&](int r) { return lane.here().has(r); });
+inline LlSetback verdict(const Lane& lane, int rank) {
+  return turn::disagreement<LlFamily, LlRecord>(lane.records(), rank,
+                                                [&](int r) { return lane.here().has(r); });
 }
 
 }  // namespace xd::ep::cpu

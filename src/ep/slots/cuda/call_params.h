@@ -1,4 +1,4 @@
-// Makes parameters of the kernels of EXPERT_SLOTS from checked arguments.
+// Makes parameters of the kernels of low latency from checked arguments.
 #pragma once
 
 #include "cuda/known_memory.h"

@@ -1,4 +1,4 @@
-// The small operations of EXPERT_SLOTS: masks, reset, and the check of staging.
+// The small operations of low latency: masks, reset, and the check of staging.
 //
 // A reset is three kernels, one after another on the stream:
 //
@@ -67,7 +67,7 @@ __device__ bool meet_peer(const ResetParams& p, int peer, const std::uint64_t (&
   ptx::st_relaxed_sys(&there->numbers[0], own[0]);
   ptx::st_relaxed_sys(&there->numbers[1], own[1]);
   ptx::st_release_sys(&there->greeting, greeting);
-  const device::KernelWait site{XD_PHASE_ENTRY, g.number, XD_EP_LL_RESET, greeting};
+  const device::KernelWait site{XD_PHASE_ENTRY, g.number, XD_LL_RESET, greeting};
   std::uint64_t seen = 0;
   turn::LongWait wait;
   return turn::poll_until(
@@ -94,7 +94,7 @@ __device__ void report_loss(const ResetParams& p, const RankBits& lost) {
   const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
   if (written == ptx::ld_acquire_sys(&to->taken)) {
     to->status = XD_ERROR_PEER_LOST;
-    to->operation = XD_EP_LL_RESET;
+    to->operation = XD_LL_RESET;
     to->epoch = p.group.control->greeting;
     to->rank = lost.word[0] != 0 ? __ffsll(static_cast<long long>(lost.word[0])) - 1
                                  : 63 + __ffsll(static_cast<long long>(lost.word[1]));
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kFillThreads)
   const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
   if (written == ptx::ld_acquire_sys(&to->taken)) {
     to->status = XD_ERROR_INTERNAL;
-    to->operation = lane == kLlDispatch ? XD_EP_LL_DISPATCH : XD_EP_LL_COMBINE;
+    to->operation = lane == kLlDispatch ? XD_LL_DISPATCH : XD_LL_COMBINE;
     to->epoch = taken;
     to->rank = g.rank();
     to->findings = {};

@@ -1,4 +1,4 @@
-#include "ep/executors.h"
+#include "ep/slots/group.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +12,7 @@
 #include "cuda/known_memory.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
+#include "ep/executors.h"
 #include "ep/plan/cuda/sm_ledger.h"
 #include "ep/slots/cuda/call_params.h"
 #include "ep/slots/cuda/kernels.h"
@@ -24,12 +25,7 @@ namespace {
 
 constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devices share memory
 
-// A plan has room for all items that may come, so that kernels know where each part lies.
-Keeps keeps_of(const Config&) {
-  return {.lists = false, .items = true, .partials = false, .chunks = false};
-}
-
-LlSizes sizes_of(const Config& c) {
+LlSizes sizes_of(const LlConfig& c) {
   return {.ranks = c.ranks,
           .experts = c.experts,
           .local_experts = c.local_experts,
@@ -44,7 +40,7 @@ LlSizes sizes_of(const Config& c) {
 struct LlTables {
   std::uint64_t areas, places, order, counts[2], hosts, end;
 
-  static LlTables make(const Config& c, int blocks) {
+  static LlTables make(const LlConfig& c, int blocks) {
     LayoutCursor cursor;
     LlTables tables{};
     tables.areas = cursor.add<HeapRange>(at(c.ranks));
@@ -57,36 +53,36 @@ struct LlTables {
   }
 };
 
-class CudaSlotsGroup final : public Group {
+class CudaLlGroup final : public LlGroup {
  public:
-  CudaSlotsGroup(std::shared_ptr<Comm> comm, const xd_ep_config* config);
-  ~CudaSlotsGroup() override;
+  CudaLlGroup(std::shared_ptr<Comm> comm, const xd_ll_config* config);
+  ~CudaLlGroup() override;
 
-  void ll_dispatch(const xd_ep_ll_dispatch_args* args, xd_stream stream) override {
-    run(XD_EP_LL_DISPATCH, stream,
+  void dispatch(const xd_ll_dispatch_args* args, xd_stream stream) override {
+    run(XD_LL_DISPATCH, stream,
         [&](LlHalves& halves) { return start_dispatch(args, halves, stream); });
   }
-  void ll_combine(const xd_ep_ll_combine_args* args, xd_stream stream) override {
-    run(XD_EP_LL_COMBINE, stream,
+  void combine(const xd_ll_combine_args* args, xd_stream stream) override {
+    run(XD_LL_COMBINE, stream,
         [&](LlHalves& halves) { return start_combine(args, halves, stream); });
   }
-  void ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
-  void ll_mask_get(const DLTensor* mask, xd_stream stream) override;
-  void ll_reset(xd_stream stream) override;
+  void mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
+  void mask_get(const DLTensor* mask, xd_stream stream) override;
+  void reset(xd_stream stream) override;
 
   void collect_losses() override {
     const std::lock_guard lock(losses_mutex_);
     const std::uint64_t bad =
         std::atomic_ref(runner_.report()->total_bad_ids).load(std::memory_order_relaxed);
-    count_losses(static_cast<std::int64_t>(bad - bad_ids_), 0);
+    count_bad_ids(static_cast<std::int64_t>(bad - bad_ids_));
     bad_ids_ = bad;
   }
-  xd_ep_status take_status() override {
+  xd_ll_status take_status() override {
     runner_.collect();
     collect_losses();
     const LlReport& report = *runner_.report();
-    xd_ep_status status = Group::take_status();
-    Family::tell_masks(report.masked, report.masked_by, status);
+    xd_ll_status status = LlGroup::take_status();
+    LlFamily::tell_masks(report.masked, report.masked_by, status);
     return status;
   }
   const volatile std::uint64_t* watch() const override { return runner_.watch(); }
@@ -98,7 +94,7 @@ class CudaSlotsGroup final : public Group {
   }
 
  private:
-  using Runner = turn::DeviceRunner<Family, LlControl, LlReport>;
+  using Runner = turn::DeviceRunner<LlFamily, LlControl, LlReport>;
 
   int device_id() const { return comm().device().device_id; }
   void check_limits() const;
@@ -130,8 +126,8 @@ class CudaSlotsGroup final : public Group {
   // start(halves) returns the mistake of a receive half that has taken its turn all the same. It
   // sets the halves of the call when it knows them.
   template <class Start>
-  void run(xd_ep_operation operation, xd_stream stream, Start&& start) {
-    Setback bad;
+  void run(xd_ll_operation operation, xd_stream stream, Start&& start) {
+    LlSetback bad;
     LlHalves halves = kUnknownHalves;
     runner_.run(
         operation, stream, [&] { bad = start(halves); }, failed_turn(halves));
@@ -146,9 +142,9 @@ class CudaSlotsGroup final : public Group {
     };
   }
   template <class Read, class Params>
-  Setback add_receive_half(const Read& read, Params& params);
-  Setback start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves, xd_stream stream);
-  Setback start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves, xd_stream stream);
+  LlSetback add_receive_half(const Read& read, Params& params);
+  LlSetback start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves, xd_stream stream);
+  LlSetback start_combine(const xd_ll_combine_args* args, LlHalves& halves, xd_stream stream);
   void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
                           xd_stream stream) const;
   template <class Params>
@@ -173,13 +169,13 @@ class CudaSlotsGroup final : public Group {
                  [this](const LlReport& report) { return setback_of(report, *this); }};
 };
 
-CudaSlotsGroup::CudaSlotsGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
-    : Group(owner, user, keeps_of),
+CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
+    : LlGroup(owner, user, Machines::one),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(device_id())) {
   share_memory();
-  comm().collective().agree(kCreateGroup, [this] {
+  comm().collective().agree(LlFamily::kCreate, [this] {
     const xd::cuda::DeviceGuard guard(device_id());
     check_limits();
     choose_shapes();
@@ -193,10 +189,10 @@ CudaSlotsGroup::CudaSlotsGroup(std::shared_ptr<Comm> owner, const xd_ep_config* 
   runner_.begin();
 }
 
-CudaSlotsGroup::~CudaSlotsGroup() { static_cast<void>(runner_.end()); }
+CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 
-void CudaSlotsGroup::check_limits() const {
-  const Config& c = config();
+void CudaLlGroup::check_limits() const {
+  const LlConfig& c = config();
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
   if (counters > 65536 || c.local_experts >= 65535) {
@@ -210,16 +206,16 @@ void CudaSlotsGroup::check_limits() const {
                   static_cast<std::uint32_t>(c.max_row_bytes / 2 / 128 * 4), true, c.max_topk);
   if (form.tail_words() > kLlMostTailWords) {
     fail(XD_ERROR_UNSUPPORTED, "config.hidden: rows have ", c.max_row_bytes,
-         " bytes, expected at most 220000 in EXPERT_SLOTS on CUDA devices");
+         " bytes, expected at most 220000 in low latency on CUDA devices");
   }
 }
 
-void CudaSlotsGroup::share_memory() {
+void CudaLlGroup::share_memory() {
   const LlWordsMap map = LlWordsMap::make<LlRecord>(sizes_of(config()));
-  segments_ = comm().share(kCreateGroup, map.end);
+  segments_ = comm().share(LlFamily::kCreate, map.end);
 }
 
-void CudaSlotsGroup::choose_shapes() {
+void CudaLlGroup::choose_shapes() {
   int shared_bytes = 0;
   XD_CUDA_CHECK(
       cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_id()));
@@ -229,12 +225,12 @@ void CudaSlotsGroup::choose_shapes() {
   const int all = limits_.sms / limits_.ranks_on_device;
   blocks_ = config().num_sms != 0 ? std::min(config().num_sms, all) : all;
   XD_REQUIRE(blocks_ >= kLlFewestBlocks, "config.num_sms = ", config().num_sms,
-             ", expected at least ", kLlFewestBlocks, " in EXPERT_SLOTS, on a device with ",
+             ", expected at least ", kLlFewestBlocks, " in low latency, on a device with ",
              limits_.sms, " multiprocessors and ", limits_.ranks_on_device, " ranks");
 }
 
-void CudaSlotsGroup::describe_group() {
-  const Config& c = config();
+void CudaLlGroup::describe_group() {
+  const LlConfig& c = config();
   LlDevice& g = device_;
   g.comm = comm().device_comm();
   if (c.wait_timeout_ms != 0) g.comm.timeout_ms = c.wait_timeout_ms;
@@ -255,8 +251,10 @@ void CudaSlotsGroup::describe_group() {
   g.own_area = segments_[at(rank())]->base();
   g.map = LlWordsMap::make<LlRecord>(sizes_of(c));
   g.ids = LlIdWords::make(c.experts, c.max_topk);
-  g.terms = terms_of(plan_binding());
-  g.terms.keeps_items = c.max_topk;  // items have room for so many choices
+  g.terms = plan_terms();
+  // A plan has room for all items that may come, and items for so many choices, so that kernels
+  // know where each part lies.
+  g.terms.keeps_items = c.max_topk;
   g.plan = LlPlanMap::make({.local_experts = c.local_experts,
                             .ranks = c.ranks,
                             .tokens = c.max_tokens,
@@ -266,8 +264,8 @@ void CudaSlotsGroup::describe_group() {
 }
 
 // Also frees all staging for the first time. All ranks do before any of them begins an operation.
-void CudaSlotsGroup::describe_tables() {
-  const Config& c = config();
+void CudaLlGroup::describe_tables() {
+  const LlConfig& c = config();
   const LlTables tables = LlTables::make(c, blocks_);
   std::vector<HeapRange> areas;
   for (int r = 0; r < c.ranks; ++r) {
@@ -299,7 +297,7 @@ void CudaSlotsGroup::describe_tables() {
 }
 
 // Loads every kernel, and checks that each launch that there may be fits the device.
-void CudaSlotsGroup::load_kernels() const {
+void CudaLlGroup::load_kernels() const {
   LlDispatchParams params{};
   LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
   load_ll_control();
@@ -314,7 +312,7 @@ void CudaSlotsGroup::load_kernels() const {
 
 // ---- Calls -------------------------------------------------------------------------------------
 
-LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams& params) const {
+LaunchShape CudaLlGroup::dispatch_shape(const LlStep& step, LlDispatchParams& params) const {
   // A call that has failed waits for no rows.
   const bool sends_only = step.send && (!step.receive || step.failed);
   const bool receives_only = step.receive && !step.send;
@@ -333,7 +331,7 @@ LaunchShape CudaSlotsGroup::dispatch_shape(const LlStep& step, LlDispatchParams&
           .shared_bytes = params.room.end};
 }
 
-LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step, std::int64_t units) const {
+LaunchShape CudaLlGroup::combine_shape(const LlStep& step, std::int64_t units) const {
   const bool receives_only = step.receive && !step.send;
   return {.blocks = receives_only ? ll_receive_blocks(blocks_, units) : blocks_,
           .first_blocks = 0,
@@ -344,7 +342,7 @@ LaunchShape CudaSlotsGroup::combine_shape(const LlStep& step, std::int64_t units
 // A mistake in a receive half by itself comes back: its kernel starts all the same, and takes
 // the operation without its rows.
 template <class Read, class Params>
-Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
+LlSetback CudaLlGroup::add_receive_half(const Read& read, Params& params) {
   try {
     const auto call = read_ll_receive(read.args, call_context());
     if (read.halves.send) require_fits(call, params.record);
@@ -352,38 +350,38 @@ Setback CudaSlotsGroup::add_receive_half(const Read& read, Params& params) {
   } catch (...) {
     if (read.halves.send) throw;
     params.step.silent = true;
-    return turn::current_setback<Family>(rank());
+    return turn::current_setback<LlFamily>(rank());
   }
   return {};
 }
 
-Setback CudaSlotsGroup::start_dispatch(const xd_ep_ll_dispatch_args* args, LlHalves& halves,
-                                       xd_stream stream) {
+LlSetback CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
+                                      xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlDispatchParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
-  params.record.call.operation = XD_EP_LL_DISPATCH;
+  params.record.call.operation = XD_LL_DISPATCH;
   if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
-  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
+  const LlSetback bad = read.halves.receive ? add_receive_half(read, params) : LlSetback{};
   const LaunchShape shape = dispatch_shape(params.step, params);
   enqueue(params, shape, kLlDispatch, stream);
   return bad;
 }
 
-Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, LlHalves& halves,
-                                      xd_stream stream) {
+LlSetback CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& halves,
+                                     xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlCombineParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
-  params.record.call.operation = XD_EP_LL_COMBINE;
+  params.record.call.operation = XD_LL_COMBINE;
   if (read.halves.send) {
     add_send(read_ll_send(read.args, call_context()), plan_bytes_, known_memory_, params);
   }
-  const Setback bad = read.halves.receive ? add_receive_half(read, params) : Setback{};
+  const LlSetback bad = read.halves.receive ? add_receive_half(read, params) : LlSetback{};
   const std::int64_t pieces = (params.row_bytes / 16 + kLlMoverThreads - 1) / kLlMoverThreads;
   enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
   return bad;
@@ -391,12 +389,12 @@ Setback CudaSlotsGroup::start_combine(const xd_ep_ll_combine_args* args, LlHalve
 
 // The whole operation, with only a status. A receive half whose kernel cannot be launched has
 // nothing to send in its place: what this throws finishes the communicator.
-void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
-                                        std::uint32_t number, xd_stream stream) const {
+void CudaLlGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
+                                     std::uint32_t number, xd_stream stream) const {
   if (!halves.send) fail(XD_ERROR_INTERNAL, "a receive half could not be launched");
   const LlStep step{
       .send = true, .receive = halves.receive, .failed = true, .silent = false, .launch = number};
-  if (call.operation == XD_EP_LL_COMBINE) {
+  if (call.operation == XD_LL_COMBINE) {
     LlCombineParams params{};
     params.group = device_;
     params.step = step;
@@ -415,7 +413,7 @@ void CudaSlotsGroup::launch_failed_turn(const turn::Call& call, const LlHalves& 
 
 // ---- Masks -------------------------------------------------------------------------------------
 
-void CudaSlotsGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) {
+void CudaLlGroup::mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) {
   require_masks();
   require_maskable(peer, masked, rank(), config());
   comm().errors().check_usable();
@@ -423,7 +421,7 @@ void CudaSlotsGroup::ll_mask_set(std::int32_t peer, std::int32_t masked, xd_stre
   launch_mask_set(device_, peer, masked != 0, stream);
 }
 
-void CudaSlotsGroup::ll_mask_get(const DLTensor* mask, xd_stream stream) {
+void CudaLlGroup::mask_get(const DLTensor* mask, xd_stream stream) {
   require_masks();
   comm().errors().check_open();
   const xd::cuda::DeviceGuard guard(device_id());
@@ -432,20 +430,20 @@ void CudaSlotsGroup::ll_mask_get(const DLTensor* mask, xd_stream stream) {
   launch_mask_get(device_, out.as<std::int32_t>(), stream);
 }
 
-void CudaSlotsGroup::ll_reset(xd_stream stream) {
+void CudaLlGroup::reset(xd_stream stream) {
   require_masks();
   comm().errors().check_usable();
   const xd::cuda::DeviceGuard guard(device_id());
   launch_reset(device_, runner_.next_launch(), stream);
 }
 
-std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
-  return std::make_unique<CudaSlotsGroup>(std::move(comm), config);
+std::unique_ptr<LlGroup> make_group(std::shared_ptr<Comm> comm, const xd_ll_config* config) {
+  return std::make_unique<CudaLlGroup>(std::move(comm), config);
 }
 
-xd_ep_memory group_memory(const Config& config) {
+xd_ll_memory group_memory(const LlConfig& config) {
   constexpr int kMostBlocks = 256;
-  xd_ep_memory memory XD_EP_MEMORY_INIT;
+  xd_ll_memory memory XD_LL_MEMORY_INIT;
   memory.symmetric_bytes = round_up(LlWordsMap::make<LlRecord>(sizes_of(config)).end, kGranularity);
   memory.private_bytes =
       LlTables::make(config, kMostBlocks).end + sizeof(LlControl) + sizeof(LlReport);
@@ -454,7 +452,7 @@ xd_ep_memory group_memory(const Config& config) {
 
 }  // namespace
 
-const Executor kSlots{
+const SlotsExecutor kSlots{
     .device_type = kDLCUDA, .make_group = make_group, .group_memory = group_memory};
 
 }  // namespace xd::ep::cuda

@@ -1,4 +1,4 @@
-// The kernels of EXPERT_SLOTS as the host starts them.
+// The kernels of low latency as the host starts them.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// The memory that the ranks of a group of EXPERT_SLOTS share on CUDA, and the forms in which ids
+// The memory that the ranks of a group of low latency share on CUDA, and the forms in which ids
 // and rows travel through it. Pure functions of sizes, for hosts and kernels.
 //
 //   area of rank r             written by        its reader knows that it is there from
@@ -30,7 +30,7 @@ inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
 // comes when all ranks have sent n - in_flight. By then they have freed the slots of the operations
 // up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
 constexpr int ll_slots(int in_flight) { return 2 * in_flight + 1; }
-inline constexpr int kLlMaxSlots = ll_slots(XD_EP_LL_MAX_IN_FLIGHT);
+inline constexpr int kLlMaxSlots = ll_slots(XD_LL_MAX_IN_FLIGHT);
 
 // The words in which a token's expert ids travel: in each word some ids, below a tag of 16 bits. An
 // id of all ones is none.

@@ -1,4 +1,4 @@
-// The parameters of the kernels of EXPERT_SLOTS: plain data, passed by value.
+// The parameters of the kernels of low latency: plain data, passed by value.
 #pragma once
 
 #include <cstddef>

@@ -4,19 +4,19 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/family.h"
+#include "ep/slots/family.h"
 
 namespace xd::ep::cuda {
 namespace {
 
-std::string text_of_fault(const LlFindings& f, const Group& group) {
+std::string text_of_fault(const LlFindings& f, const LlGroup& group) {
   switch (f.kind) {
     case LlFault::plan:
-      return text_of(f.fault, terms_of(group.plan_binding()));
+      return text_of(f.fault, group.plan_terms());
     case LlFault::no_send:
-      return "phase = XD_EP_PHASE_RECEIVE, expected a send half before it";
+      return "phase = XD_LL_PHASE_RECEIVE, expected a send half before it";
     case LlFault::both_between:
-      return concat("phase = XD_EP_PHASE_BOTH, expected XD_EP_PHASE_SEND while ", f.got,
+      return concat("phase = XD_LL_PHASE_BOTH, expected XD_LL_PHASE_SEND while ", f.got,
                     " operations are between their halves");
     case LlFault::not_as_sent:
       return concat("receive half: rows have ", f.got,
@@ -37,7 +37,7 @@ std::string text_of_fault(const LlFindings& f, const Group& group) {
   return {};
 }
 
-Setback busy(const LlFindings& findings, const Group& group) {
+LlSetback busy(const LlFindings& findings, const LlGroup& group) {
   return {.status = XD_ERROR_BUSY,
           .text = concat(findings.got, " operations are between their halves, expected at most ",
                          "in_flight = ", group.config().in_flight,
@@ -47,7 +47,7 @@ Setback busy(const LlFindings& findings, const Group& group) {
 
 }  // namespace
 
-Setback setback_of(const LlReport& report, const Group& group) {
+LlSetback setback_of(const LlReport& report, const LlGroup& group) {
   const auto status = static_cast<xd_status>(report.status);
   switch (report.status) {
     case XD_ERROR_PEER_LOST: {
@@ -59,12 +59,12 @@ Setback setback_of(const LlReport& report, const Group& group) {
       return busy(report.findings, group);
     case XD_ERROR_MISMATCH: {
       const std::span<const LlRecord> records(report.record, at(group.config().ranks));
-      return turn::disagreement<Family, LlRecord>(
+      return turn::disagreement<LlFamily, LlRecord>(
           records, group.rank(), [&](int r) { return records[at(r)].call.operation != 0; });
     }
     default:
       if (report.findings.kind == LlFault::none) {
-        return bad_expert_ids(report.findings.bad_ids, report.rank, group.config());
+        return bad_expert_ids<LlFamily>(report.findings.bad_ids, report.rank, group.config());
       }
       return {
           .status = status, .text = text_of_fault(report.findings, group), .rank = group.rank()};

@@ -1,11 +1,11 @@
-// Puts reports of the kernels of EXPERT_SLOTS into words.
+// Puts reports of the kernels of low latency into words.
 #pragma once
 
-#include "ep/group.h"
 #include "ep/slots/cuda/params.h"
+#include "ep/slots/group.h"
 
 namespace xd::ep::cuda {
 
-Setback setback_of(const LlReport& report, const Group& group);
+LlSetback setback_of(const LlReport& report, const LlGroup& group);
 
 }  // namespace xd::ep::cuda

@@ -46,7 +46,7 @@ LlDispatchRoom ll_dispatch_room(const LlSizes& s, std::size_t shared_bytes) {
   return room;
 }
 
-std::vector<std::uint32_t> ll_places(const Config& config) {
+std::vector<std::uint32_t> ll_places(const LlConfig& config) {
   std::vector<std::uint32_t> places;
   for (int e = 0; e < config.experts; ++e) {
     const int seat = config.map().seat_of(e), rank = config.map().rank_at(seat);

@@ -1,4 +1,4 @@
-// The launches of EXPERT_SLOTS: numbers of thread blocks, their roles, and the layout of their
+// The launches of low latency: numbers of thread blocks, their roles, and the layout of their
 // shared memory. Pure functions, tested without a device.
 #pragma once
 
@@ -63,7 +63,7 @@ inline constexpr int kLlFewestBlocks = 2;
 LlDispatchRoom ll_dispatch_room(const LlSizes& sizes, std::size_t shared_bytes);
 
 // LlDevice::places.
-std::vector<std::uint32_t> ll_places(const Config& config);
+std::vector<std::uint32_t> ll_places(const LlConfig& config);
 
 // LlDevice::order: own tokens, then those of the other ranks as their senders send them.
 std::vector<std::uint32_t> ll_order(const LlSizes& sizes, int rank, int senders);

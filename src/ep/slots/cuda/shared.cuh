@@ -1,4 +1,4 @@
-// What the warps of a block know in common about a launch of EXPERT_SLOTS, and the looks of their
+// What the warps of a block know in common about a launch of low latency, and the looks of their
 // long waits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// One launch of an operation of EXPERT_SLOTS: what it does, whom it waits for, and what it reports.
+// One launch of an operation of low latency: what it does, whom it waits for, and what it reports.
 //
 // The numbers of its operations and the credits come first (begin). What a rank's send half is
 // comes in its record, beside its words, and receive halves judge: nothing waits for a record

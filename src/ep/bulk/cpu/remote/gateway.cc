@@ -20,10 +20,10 @@ FarSide::FarSide(const Group& group, Lockstep& lockstep)
       comm_(group.comm()),
       slot_bytes_(far_slot_bytes(group.config(), comm_.machines().num_hosts())),
       routes_(comm_.machines()),
-      links_(comm_, kCreateGroup,
+      links_(comm_, Family::kCreate,
              {.partners = routes_.partners(), .slots = kFarSlots, .slot_bytes = slot_bytes_}),
       lists_(at(group.config().ranks)) {
-  comm_.collective().agree(kCreateGroup, [this] {
+  comm_.collective().agree(Family::kCreate, [this] {
     chunks_.reserve(at(kFarSlots) * routes().partners().size());
     counts_seen_.resize(routes().partners().size());
     for (const int rank : ranks()) {

@@ -13,7 +13,7 @@
 #include "comm/remote/links.h"
 #include "comm/remote/routes.h"
 #include "ep/bulk/chunk.h"
-#include "ep/group.h"
+#include "ep/bulk/group.h"
 #include "turn/host/far_turn.h"
 
 namespace xd::ep::cpu {

@@ -57,19 +57,19 @@ FarGroup::FarGroup(const Group& group)
       stand_in_bytes_(longest_stand_in(group)),
       counters_(&group.subject().counters()) {
   const Config& config = group.config();
-  comm_.collective().agree(kCreateGroup, [&] {
+  comm_.collective().agree(Family::kCreate, [&] {
     require_hosts_are_machines(comm_);
     allocate(config);
     return Collective::Contribution{};
   });
-  areas_ = comm_.share(kCreateGroup, far_map(config).end);
+  areas_ = comm_.share(Family::kCreate, far_map(config).end);
   links_ = std::make_unique<FarLinks>(
-      comm_, kCreateGroup,
+      comm_, Family::kCreate,
       FarLinks::Config{.partners = routes_.partners(),
                        .slots = kFarSlots,
                        .slot_bytes = map_.slot_bytes,
                        .memory = std::span(slots_.data(), map_.bytes())});
-  comm_.collective().agree(kCreateGroup, [&] {
+  comm_.collective().agree(Family::kCreate, [&] {
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
         links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),

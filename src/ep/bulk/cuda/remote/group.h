@@ -10,7 +10,7 @@
 #include "comm/remote/routes.h"
 #include "cuda/memory.h"
 #include "ep/bulk/cuda/remote/params.h"
-#include "ep/group.h"
+#include "ep/bulk/group.h"
 #include "net/proxy.h"
 
 namespace xd::ep::cuda {

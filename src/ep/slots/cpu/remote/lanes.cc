@@ -111,17 +111,17 @@ void LlFarLane::leave(std::uint64_t epoch) {
   });
 }
 
-LlFar::LlFar(const Group& group, Lane& dispatches, Lane& combines)
+LlFar::LlFar(const LlGroup& group, Lane& dispatches, Lane& combines)
     : group_(group),
       comm_(group.comm()),
       ranks_(FarRoutes(comm_.machines()).far_ranks()),
-      links_(comm_, kCreateGroup,
+      links_(comm_, LlFamily::kCreate,
              {.partners = ranks_,
               .slots = kLlFarKinds * group.config().in_flight,
               .slot_bytes = longest_ll_message(group.config())}),
       lanes_{LlFarLane(*this, dispatches, LlKind::dispatch),
              LlFarLane(*this, combines, LlKind::combine)} {
-  comm_.collective().agree(kCreateGroup, [&] {
+  comm_.collective().agree(LlFamily::kCreate, [&] {
     partner_of_.resize(at(comm_.num_ranks()), -1);
     for (std::size_t p = 0; p < ranks_.size(); ++p)
       partner_of_[at(ranks_[p])] = static_cast<int>(p);

@@ -1,4 +1,4 @@
-// Ranks on other machines in a group of EXPERT_SLOTS: the messages that go straight to them and
+// Ranks on other machines in a group of low latency: the messages that go straight to them and
 // come from them, over links of the group. Messages are read where they have landed.
 //
 // Nothing here waits but push() and the destructor, for a bounded time that is no error. All links
@@ -87,7 +87,7 @@ class LlFarLane final : public turn::FarLane {
 class LlFar final : public Progress {
  public:
   // Collective.
-  LlFar(const Group& group, Lane& dispatches, Lane& combines);
+  LlFar(const LlGroup& group, Lane& dispatches, Lane& combines);
   ~LlFar();
   LlFar(const LlFar&) = delete;
   LlFar& operator=(const LlFar&) = delete;
@@ -110,7 +110,7 @@ class LlFar final : public Progress {
   template <class Done>
   void linger(int longest_ms, Done&& done) noexcept;
 
-  const Group& group_;
+  const LlGroup& group_;
   Comm& comm_;
   const std::vector<int> ranks_;  // the partners
   FarLinks links_;

@@ -1,4 +1,4 @@
-// xd_ep_ll_combine: rows of the experts back to their tokens.
+// xd_ll_combine: rows of the experts back to their tokens.
 //
 // All blocks push, then sum. In each, 28 warps move rows, and two control: one begins the turn,
 // waits for records and judges; the other checks the plan at the start and sends weights. In the

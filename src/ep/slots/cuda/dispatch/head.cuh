@@ -74,7 +74,7 @@ XD_LL_HEAD(void)::prepare() {
   h.rank = g_.rank();
   h.ranks = g_.ranks();
   h.experts = g_.experts;
-  h.layout = XD_EP_EXPERT_SLOTS;
+  h.layout = kSlotsLayout;
   h.alignment = 1;
   h.keeps_items = g_.max_topk;
   h.local_experts = g_.local_experts;

@@ -1,4 +1,4 @@
-// xd_ep_ll_dispatch: rows of tokens to the slots of their experts.
+// xd_ll_dispatch: rows of tokens to the slots of their experts.
 //
 // A block either only sends rows or only receives them, and the launch's last block also tells the
 // routing. See docs/internals/low_latency.md for the whole course and its proof.

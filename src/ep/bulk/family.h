@@ -1,0 +1,59 @@
+// The operations of ep.h as a family that takes turns (turn/family.h): its records and how two of
+// them compare, and its non-fatal errors, in words that are the same on every executor.
+#pragma once
+
+#include <crossdock/ep.h>
+
+#include <cstdint>
+#include <string>
+
+#include "ep/bulk/wire.h"
+#include "ep/family.h"
+
+namespace xd::ep {
+
+// The names of the C functions without their prefix, in the order of xd_ep_operation.
+inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
+                                                  "combine_bwd"};
+
+// Numbers beside the text of a setback.
+struct Facts {
+  std::int64_t bad_ids = 0;      // INVALID_ARGUMENT only, where bad ids are the mistake
+  std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
+  std::int64_t capacity_rows = 0;
+};
+
+struct Family {
+  using Record = ep::Record;
+  using Facts = ep::Facts;
+  using Status = xd_ep_status;
+
+  static constexpr CollectiveCall kCreate{"xd_ep_group_create"};
+  static constexpr Operations kOperations{"xd_ep_", "an xd_ep_operation", XD_EP_PREPARE,
+                                          kOperationNames};
+
+  static constexpr bool same_operation(const Record& a, const Record& b) {
+    return ep::same_operation(a, b);
+  }
+  static std::string difference(const Record& mine, const Record& theirs);
+
+  static constexpr Status no_error() { return XD_EP_STATUS_INIT; }
+  static void tell(const turn::Setback<Family>& setback, Status& status) {
+    status.needed_rows = setback.facts.needed_rows;
+    status.capacity_rows = setback.facts.capacity_rows;
+  }
+  // A group's status counts the bad ids of all its plans instead.
+  static void tell_caller(const turn::Setback<Family>& setback, Status& status) {
+    status.bad_ids = setback.facts.bad_ids;
+  }
+};
+
+using Setback = turn::Setback<Family>;
+
+struct Overflow {
+  int rank;  // the lowest rank that overflows
+  std::int64_t needed_rows, capacity_rows;
+};
+Setback overflow(const Overflow& overflow);
+
+}  // namespace xd::ep

@@ -1,0 +1,48 @@
+#include "ep/slots/family.h"
+
+#include <string>
+#include <vector>
+
+#include "base/rank_list.h"
+
+namespace xd::ep {
+
+std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
+  if (theirs.fingerprint != mine.fingerprint) return "a plan of another batch";
+  if (theirs.dtype != mine.dtype) return type_differs(theirs.dtype, mine.dtype);
+  if (theirs.row_bytes != mine.row_bytes) {
+    return differs_in("row bytes", theirs.row_bytes, mine.row_bytes);
+  }
+  if (theirs.topk != mine.topk) return differs_in("top-k", theirs.topk, mine.topk);
+  if (theirs.quantise != mine.quantise) {
+    return quantise_differs(static_cast<xd_ep_quantise>(theirs.quantise),
+                            static_cast<xd_ep_quantise>(mine.quantise));
+  }
+  return (theirs.flags & kWeighted) != 0 ? "with weights, here without"
+                                         : "without weights, here with them";
+}
+
+LlSetback lost_peers(const LostPeers& peers) {
+  std::vector<int> gone, masking, late;
+  int lowest = -1;
+  for (int r = RankBits::kMostRanks - 1; r >= 0; --r) {
+    if (!peers.lost.has(r)) continue;
+    lowest = r;
+    auto& why = peers.gone.has(r) ? gone : peers.masked_by.has(r) ? masking : late;
+    why.insert(why.begin(), r);
+  }
+  std::string text;
+  const auto tell = [&](const std::vector<int>& ranks, const char* one, const char* several) {
+    if (ranks.empty()) return;
+    text += concat(text.empty() ? "" : ", ", rank_list(ranks), ranks.size() == 1 ? one : several);
+  };
+  tell(gone, " has ended or left", " have ended or left");
+  tell(masking, " has masked this rank", " have masked this rank");
+  tell(late, " is late", " are late");
+  return {.status = XD_ERROR_PEER_LOST,
+          .text = text + ": masked from now on; the outputs lack what comes from there",
+          .rank = lowest,
+          .facts = {.masked = peers.masked, .masked_by = peers.masked_by}};
+}
+
+}  // namespace xd::ep
