@@ -14,6 +14,7 @@
 #include "cuda/error.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
+#include "ep/bulk/group.h"
 #include "ep/executors.h"
 #include "unit/comms.h"
 

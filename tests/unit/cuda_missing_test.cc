@@ -16,6 +16,7 @@
 #include "cuda/error.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
+#include "ep/bulk/group.h"
 #include "ep/executors.h"
 #include "unit/net_support.h"
 
