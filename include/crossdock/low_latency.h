@@ -74,8 +74,8 @@ typedef enum xd_ll_phase {
   XD_LL_PHASE_RECEIVE = 2
 } xd_ll_phase;
 
-/* What the loss of a rank means for the group, whether it has died or is late. It finishes the
- * communicator, or the group goes on without the rank: see "Masks" below. */
+/* The loss of a rank, which has died or is late, finishes the communicator, or the group goes on
+ * without the rank: see "Masks" below. */
 typedef enum xd_ll_peer_loss {
   XD_LL_PEER_LOSS_FATAL = 0,
   XD_LL_PEER_LOSS_MASK = 1
@@ -151,8 +151,8 @@ typedef struct xd_ll_memory {
 #define XD_LL_MEMORY_INIT \
   { sizeof(xd_ll_memory), 0, 0 }
 
-/* What a group with this config will take on one rank, to within a page and a few kilobytes of
- * handles, and without links to other machines (docs/ep-semantics.md). */
+/* The memory that a group with this config will take on one rank, to within a page and a few
+ * kilobytes of handles, and without links to other machines (docs/ep-semantics.md). */
 XD_API xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* memory);
 
 /* ---- Groups ---------------------------------------------------------------------------------- */
@@ -339,7 +339,7 @@ XD_API xd_status xd_ll_plan_get_info(const void* plan, size_t plan_bytes, xd_ll_
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
  * side unmasks the other by xd_ll_mask_set, then all ranks that are not masked call
- * xd_ll_reset. What it sends before that is never read. */
+ * xd_ll_reset. Bytes that it sends before that are never read. */
 
 /* This and the next two calls are for groups with on_peer_loss = XD_LL_PEER_LOSS_MASK; in others
  * they are XD_ERROR_INVALID_ARGUMENT.

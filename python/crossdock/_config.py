@@ -79,7 +79,7 @@ def fail_group(
         "dtype": pack("float32"),
     }
     bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
-    with contextlib.suppress(CrossdockError):  # what the caller has to hear is the mistake
+    with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
         make(core, **(good | {field: bad}))
 
 
@@ -94,7 +94,7 @@ class GroupMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What the configs of both kinds of groups have in common."""
+    """Fields that the configs of both kinds of groups have in common."""
 
     num_experts: int
     max_topk: int

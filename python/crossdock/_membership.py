@@ -89,7 +89,7 @@ class Member:
         return self._core.errors()
 
     def stats(self) -> GroupStats:
-        """What it has done so far; any thread, never blocks."""
+        """The numbers of its work so far; any thread, never blocks."""
         return group_stats(self._core.stats(), first_operation=self._core.FIRST_OPERATION)
 
     def set_name(self, name: str) -> None:

@@ -49,8 +49,8 @@ class SeenGroup:
     device: str
     comm: str
     name: str
-    detail: str  # what it is, and its sizes
-    operation: str | None  # whose call has begun and not returned
+    detail: str  # its kind and sizes
+    operation: str | None  # the one whose call has begun and not returned
     operation_ns: int  # for how long
     waits_for: int | None  # the rank that it waits for
     stats: GroupStats

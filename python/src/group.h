@@ -77,7 +77,7 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
     return fields_of(status);
   }
 
-  // What the group has done so far.
+  // The numbers of the group's work so far.
   [[nodiscard]] nb::dict stats() const {
     return stats_of(this->usable(), this->comm_.info(), this->comm_.failure(), Api::stats);
   }

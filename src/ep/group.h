@@ -1,4 +1,4 @@
-// What groups of both kinds are: a sequence of operations of one family, whose sizes all ranks have
+// Groups of both kinds: a sequence of operations of one family, whose sizes all ranks have
 // agreed on. ep/bulk and ep/slots have a class each that derives from it, and an executor derives
 // from that and carries the operations out.
 #pragma once

@@ -32,7 +32,7 @@ _DTYPES = tuple(np.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.flo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What the configs of both kinds of groups have in common."""
+    """Fields that the configs of both kinds of groups have in common."""
 
     num_experts: int
     max_topk: int
@@ -74,7 +74,7 @@ class _Sizes:
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
-        """Those that are numbers, and the library's numbers for words."""
+        """The fields that are numbers, and the library's numbers for words."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del found["expert_ranks"]
         words = {name: number_of(name, word) for name, word in found.items() if name in WORDS}
@@ -97,7 +97,7 @@ class EpConfig(_Sizes):
             expert; ``"rank_major"``: one per (token, rank), grouped by source.
         dtype: widest payload: bfloat16, float16 or float32.
         recv_capacity: R, the rows of every receive array of a rank; 0 = enough for any routing.
-            What is over a multiple of `alignment` stays empty.
+            Rows over a multiple of `alignment` stay empty.
         overflow: ``"error"``: a batch that needs more rows than the capacity moves nothing and
             fails; ``"drop"``: its last rows are dropped.
         alignment: of each expert's rows, a power of two; padding rows are zero. A plan may have a

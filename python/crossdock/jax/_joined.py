@@ -56,7 +56,7 @@ class JoinedMesh(Generic[_Config, _Described]):
         raise NotImplementedError
 
     def _of(self, config: _Config) -> tuple[_Described, _Core]:
-        """What a config describes, the same for equal configs. Local."""
+        """The objects that a config describes, the same for equal configs. Local."""
         if config not in self._made:
             self._made[config] = self._make(config)
             remember_programs(self._made[config][0])

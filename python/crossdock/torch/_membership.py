@@ -58,7 +58,7 @@ class Membership:
         return self.core.errors()
 
     def stats(self) -> GroupStats:
-        """What this rank's part has done so far; any thread, never blocks."""
+        """The numbers of this rank's work so far; any thread, never blocks."""
         return group_stats(self.core.stats(), first_operation=self.core.FIRST_OPERATION)
 
     def set_name(self, name: str) -> None:

@@ -27,7 +27,7 @@ struct Experts {
     combine_bwd,
   };
 
-  // What a call is given beside buffers. Each number is for one operation.
+  // The arguments of a call beside buffers. Each number is for one operation.
   struct Numbers {
     std::int32_t alignment = 0;                     // of the plan that prepare makes
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises

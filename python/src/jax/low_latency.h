@@ -18,7 +18,7 @@ struct LowLatency {
   static constexpr const char* word = "group";
   static constexpr const char* init = "crossdock.jax.init";
 
-  // What custom calls do.
+  // The operations of custom calls.
   enum class Operation : std::uint8_t { dispatch, combine, mask_get, mask_set, reset };
 
   // A rank that is masked, or not any more.
@@ -27,7 +27,7 @@ struct LowLatency {
     bool masked = false;
   };
 
-  // What a call is given beside buffers. Each number is for some operations.
+  // The arguments of a call beside buffers. Each number is for some operations.
   struct Numbers {
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
     xd_ll_phase phase = XD_LL_PHASE_BOTH;           // the half of dispatch or combine

@@ -133,7 +133,7 @@ constexpr PlanMap map_of(const PlanHeader& h) {
                         .ranks = h.ranks});
 }
 
-// What plans of low latency have behind the header: ep/slots/plan.h describes the parts.
+// The part of low-latency plans behind the header: ep/slots/plan.h describes the parts.
 struct LlPlanFacts {
   std::int64_t weighted;      // 1 = items have the weights that dispatch was given
   std::int64_t remote_items;  // plans with room: items of other ranks' tokens

@@ -1,4 +1,4 @@
-// What ranks of a group of low latency send to ranks on other machines: one message for each far
+// Messages of a low-latency group to ranks on other machines: one message for each far
 // rank and operation, straight to it, with everything that a near rank finds in shared memory. Each
 // is a chunk of the links (net/links.h). docs/internals/machines.md has the protocol.
 #pragma once

@@ -43,7 +43,7 @@ void fail(LlBatch& batch, xd_ll_group* group, xd_ll_operation kind, xd_ll_phase 
   EXPECT_EQ(batch.written(kind), "");
 }
 
-// What it ends with where a peer's send has failed.
+// The outcome where a peer's send has failed.
 void expect_mismatch(const LlOutcome& outcome, int guilty) {
   EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
   EXPECT_TRUE(outcome.mentions("rank " + std::to_string(guilty))) << outcome.text;

@@ -1,4 +1,4 @@
-// What dispatch and combine of low latency have in common on the CPU. LlGroup calls their halves
+// The common parts of dispatch and combine of low latency on the CPU. LlGroup calls their halves
 // between the verbs of their lane.
 #pragma once
 

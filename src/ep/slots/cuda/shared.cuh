@@ -1,4 +1,4 @@
-// What the warps of a block know in common about a launch of low latency, and the looks of their
+// The facts that the warps of a block share about a launch of low latency, and the looks of their
 // long waits.
 #pragma once
 
