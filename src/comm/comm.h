@@ -22,7 +22,7 @@
 #include "base/interrupt.h"
 #include "base/math.h"
 #include "comm/collective.h"
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 #include "comm/errors.h"
 #include "comm/hosts.h"
 #include "comm/long_wait.h"

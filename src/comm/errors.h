@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/math.h"
-#include "comm/device_side.h"
+#include "comm/device/side.h"
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/operations.h"

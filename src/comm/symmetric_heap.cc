@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 
 namespace xd {
 

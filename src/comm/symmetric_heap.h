@@ -13,7 +13,7 @@
 #include <shared_mutex>
 #include <vector>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "memory/heap.h"
 #include "memory/segment.h"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "comm/collective.h"
-#include "comm/device_side.h"
+#include "comm/device/side.h"
 #include "comm/errors.h"
 #include "comm/symmetric_heap.h"
 #include "memory/segment.h"

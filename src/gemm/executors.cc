@@ -3,7 +3,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 namespace xd::gemm {
 

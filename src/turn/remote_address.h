@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 
 namespace xd::turn {
 

@@ -1,5 +1,5 @@
 // The devices that configs ask for, in builds and on machines that have them or not.
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 #include "net/fabric/fabric.h"
 #include "unit/net_support.h"

@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "unit/errors.h"
 
 namespace xd {

@@ -4,7 +4,8 @@
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
 arrow stands for an include. A folder that is not drawn belongs to the room around it. No files
-include one another in a circle. Public headers stand on DLPack and two C headers, those of compat/
+include one another in a circle, and no three of a folder share the first word of their names, which
+would be a folder's name. Public headers stand on DLPack and two C headers, those of compat/
 also on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
 alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
 stand one on another as PYTHON_LEVELS lists them, and no files of theirs import one another in a
@@ -17,6 +18,7 @@ import re
 import sys
 
 DRAWING = "docs/internals/architecture.md"
+SOURCES = {".h", ".c", ".cc", ".cu", ".cuh"}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
 COMPAT_ALSO = r"[a-z]+|transformer_engine/\w+\.h"  # headers of C++, and forwarders to one another
 API_ONLY = [
@@ -39,7 +41,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 def includes(root, folder):
     """(file, bracket, included name) of all C and C++ files below a folder."""
     for path in sorted((root / folder).rglob("*")):
-        if path.suffix in {".h", ".c", ".cc", ".cu", ".cuh"}:
+        if path.suffix in SOURCES:
             for bracket, name in INCLUDE.findall(path.read_text()):
                 yield path.relative_to(root), bracket, name
 
@@ -90,6 +92,16 @@ def circles(includes_of):
             yield from visit(file)
 
 
+def prefixes(root):
+    """(folder, prefix, names) of every prefix that three names of a folder share."""
+    for folder in sorted({path.parent for path in (root / "src").rglob("*.*")}):
+        names = {path.stem for path in folder.iterdir() if path.suffix in SOURCES}
+        for prefix in sorted({name.split("_")[0] for name in names}):
+            sharing = sorted(name for name in names if name.split("_")[0] == prefix)
+            if len(sharing) > 2:
+                yield folder.relative_to(root), prefix, sharing
+
+
 def source_problems(root):
     arrows = drawn_arrows(root)
     below = {room: rooms_below(arrows, room) for room in arrows}
@@ -109,6 +121,8 @@ def source_problems(root):
         unused.discard((own, other))
     for file, name in circles(includes_of):
         yield f"src/{file}", name, "it includes this file again, over others or itself"
+    for folder, prefix, names in prefixes(root):
+        yield folder, ", ".join(names), f"they want a folder {prefix}"
     for upper, lower in sorted(unused):
         yield DRAWING, f"{upper} --> {lower}", "no file includes along this arrow"
     for room in sorted(arrows):

@@ -1,4 +1,4 @@
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 #include <string>
 

@@ -1,5 +1,5 @@
 // In the place of device_kind.cc in builds without CUDA.
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 namespace xd::devices::cuda {
 

@@ -1,11 +1,11 @@
 // Memory that the host of a rank shares with its kernels on CUDA: words in pinned memory and tables
-// in device memory, as comm/device_comm.h has them.
+// in device memory, as comm/device/comm.h has them.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 namespace xd {
 

@@ -6,7 +6,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "base/options.h"
-#include "comm/device_kinds.h"
+#include "comm/device/kinds.h"
 
 namespace xd::ep {
 namespace {

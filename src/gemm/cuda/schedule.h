@@ -5,7 +5,7 @@
 
 #include <array>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 
 namespace xd::gemm::cuda {
 

@@ -29,7 +29,7 @@
 
 #include <cstring>
 
-#include "comm/device_wait.cuh"
+#include "comm/device/wait.cuh"
 #include "turn/device/lane.h"
 #include "turn/device/seal.cuh"
 

@@ -47,7 +47,7 @@
 
 #include <crossdock/comm.h>
 
-#include "comm/device_wait.cuh"
+#include "comm/device/wait.cuh"
 #include "turn/device/group.h"
 #include "turn/device/seal.cuh"
 #include "turn/remote_address.h"

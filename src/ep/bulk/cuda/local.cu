@@ -13,7 +13,7 @@
 #include <cooperative_groups.h>
 
 #include "base/error.h"
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "ep/bulk/cuda/call_memory.h"

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "ep/bulk/wire.h"
 #include "ep/plan/plan_check.h"
 #include "turn/device/group.h"

@@ -6,7 +6,7 @@
 
 #include "base/dtype.h"
 #include "base/rank_bits.h"
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "ep/plan/count_word.h"
 #include "ep/plan/plan_check.h"
 #include "ep/plan/quantise.h"

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "ep/bulk/chunk.h"
 #include "ep/bulk/wire.h"
 #include "net/commands.h"

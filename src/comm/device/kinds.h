@@ -1,4 +1,4 @@
-// The kinds of devices that ranks compute on, as communicators know them. device_kinds.cc alone
+// The kinds of devices that ranks compute on, as communicators know them. device/kinds.cc alone
 // names them. A kind is on its list also in builds that cannot have such devices.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/device_side.h"
+#include "comm/device/side.h"
 #include "comm/feature.h"
 #include "memory/segment.h"
 

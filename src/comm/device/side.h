@@ -7,7 +7,7 @@
 #include <memory>
 #include <span>
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "comm/fatal.h"
 #include "memory/segment.h"
 

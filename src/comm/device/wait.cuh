@@ -1,9 +1,9 @@
 // Kernels wait for peers through wait_until() alone, which ends with the timeout, with a fatal
-// error anywhere, or when a rank that the operation needs is lost. See comm/device_comm.h for the
+// error anywhere, or when a rank that the operation needs is lost. See comm/device/comm.h for the
 // words used here.
 #pragma once
 
-#include "comm/device_comm.h"
+#include "comm/device/comm.h"
 #include "cuda/ptx.cuh"
 
 namespace xd::device {
