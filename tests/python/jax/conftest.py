@@ -6,15 +6,14 @@ import os
 
 import pytest
 
+from xla_flags import QUICK_TO_COMPILE
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Read when JAX looks for devices, which is later.
     if not config.getoption("--gpu"):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Most of the time here goes into compiling, and little code need be fast.
-        os.environ["XLA_FLAGS"] = (
-            "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-        )
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=4 {QUICK_TO_COMPILE}"
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, PartitionSpec
 import crossdock.jax as xd
 from programs import mapped, place
 from support import Rank, as_test, run_ranks
+from xla_flags import QUICK_TO_COMPILE
 
 RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
 ON_GPUS = "XD_JAX_GPUS" in os.environ
@@ -104,7 +105,7 @@ def distributed(me: Rank) -> None:
     """Makes this process one of jax.distributed with one device."""
     if not jax.distributed.is_initialized():
         if not ON_GPUS:
-            os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+            os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE
         jax.distributed.initialize(
             f"127.0.0.1:{os.environ['MASTER_PORT']}",
             me.num_ranks,

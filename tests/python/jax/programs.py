@@ -17,8 +17,10 @@ COLLECTIVES = re.compile(
     r"\b((?:all-gather|all-to-all|ragged-all-to-all|all-reduce|reduce-scatter|collective-permute|"
     r"collective-broadcast)(?:-start|-done)?)\("
 )
-# The pass that drops the barrier before what jax.checkpoint repeats.
-KEEPING_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# Instructions are fused as without xla_flags.QUICK_TO_COMPILE.
+AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True}
+# The pass is left out that drops the barrier before what jax.checkpoint repeats.
+KEEPING_BARRIERS = AS_USERS_COMPILE | {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def jax_mesh(mesh: Any) -> Mesh:
@@ -98,7 +100,7 @@ def compiled(
     function: Callable[..., Any],
     args: Iterable[Any],
     chain: list[str] | None,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any] = AS_USERS_COMPILE,
 ) -> Any:
     """The program that XLA makes of a compiled function for these arguments.
 

@@ -15,14 +15,14 @@ EXAMPLES = pathlib.Path(__file__).parents[3] / "examples" / "jax"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent / "torch")]  # their settings are shared
 
 import train_moe  # noqa: E402
+from xla_flags import QUICK_TO_COMPILE  # noqa: E402
 
 SMALL = ["--steps", "3", "--context", "16", "--hidden", "16", "--ffn", "32", "--sequences", "8"]
 
 
 def run(*command: str, code: int = 0) -> str:
     """Runs a program, which must end with that exit code, and returns its output."""
-    # XLA takes most of the time here to make a little code fast.
-    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE}
     ended = subprocess.run(
         [sys.executable, *command],
         capture_output=True,
