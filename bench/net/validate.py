@@ -16,9 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools/model")]
 
-import net_model as model  # noqa: E402
-
 import net_hosts  # noqa: E402  (of this tree)
+import net_model as model  # noqa: E402
 from programs import Case, Programs  # noqa: E402
 
 RATES = (0.2e9, 0.5e9, 1e9)

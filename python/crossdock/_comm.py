@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from crossdock._core import constants
 from crossdock._dtypes import INDICES
 from crossdock._experts import ranks_of_experts
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Comm",
@@ -78,6 +81,19 @@ class RoutingLayout:
     bad_ids: int  # ids below -1, or E and more
 
 
+class CommOptions(TypedDict, total=False):
+    """The arguments of `Comm` that all ways to join have, which see."""
+
+    device: str
+    heap_bytes: int
+    timeout: float | None
+    name: str
+    on_peer_loss: PeerLoss
+    host: str | None
+    net_interface: str | None
+    silence_ms: int
+
+
 class Comm:
     """One rank's membership in a set of ranks: threads, or processes of one host.
 
@@ -133,51 +149,29 @@ class Comm:
         net_interface: str | None = None,
         silence_ms: int = 0,
     ) -> None:
+        options: CommOptions = {
+            "device": device,
+            "heap_bytes": heap_bytes,
+            "timeout": timeout,
+            "name": name,
+            "on_peer_loss": on_peer_loss,
+            "host": host,
+            "net_interface": net_interface,
+            "silence_ms": silence_ms,
+        }
         self._join(
-            bootstrap="unique_id",
-            unique_id=unique_id,
-            rank=rank,
-            num_ranks=num_ranks,
-            device=device,
-            heap_bytes=heap_bytes,
-            timeout=timeout,
-            name=name,
-            on_peer_loss=on_peer_loss,
-            host=host,
-            net_interface=net_interface,
-            silence_ms=silence_ms,
+            options, bootstrap="unique_id", unique_id=unique_id, rank=rank, num_ranks=num_ranks
         )
 
     @classmethod
-    def from_environment(
-        cls,
-        *,
-        device: str = "cpu",
-        heap_bytes: int = 0,
-        timeout: float | None = None,
-        name: str = "",
-        on_peer_loss: PeerLoss = "fatal",
-        host: str | None = None,
-        net_interface: str | None = None,
-        silence_ms: int = 0,
-    ) -> Comm:
+    def from_environment(cls, **options: Unpack[CommOptions]) -> Comm:
         """Joins through the environment variables of a launcher.
 
         They are RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK, as torchrun sets them.
         Set XD_JOB_SECRET to the same unguessable text on all ranks when the host has other
         users. Arguments and errors as of Comm.
         """
-        return cls.__new__(cls)._join(
-            bootstrap="environment",
-            device=device,
-            heap_bytes=heap_bytes,
-            timeout=timeout,
-            name=name,
-            on_peer_loss=on_peer_loss,
-            host=host,
-            net_interface=net_interface,
-            silence_ms=silence_ms,
-        )
+        return cls.__new__(cls)._join(options, bootstrap="environment")
 
     @classmethod
     def from_all_gather(
@@ -186,14 +180,7 @@ class Comm:
         *,
         rank: int,
         num_ranks: int,
-        device: str = "cpu",
-        heap_bytes: int = 0,
-        timeout: float | None = None,
-        name: str = "",
-        on_peer_loss: PeerLoss = "fatal",
-        host: str | None = None,
-        net_interface: str | None = None,
-        silence_ms: int = 0,
+        **options: Unpack[CommOptions],
     ) -> Comm:
         """Joins through a caller's all-gather, as mpi4py's ``MPI.COMM_WORLD.allgather``.
 
@@ -204,34 +191,15 @@ class Comm:
         Other arguments and errors as of Comm.
         """
         return cls.__new__(cls)._join(
+            options,
             bootstrap="all_gather",
             all_gather=all_gather,
             rank=rank,
             num_ranks=num_ranks,
-            device=device,
-            heap_bytes=heap_bytes,
-            timeout=timeout,
-            name=name,
-            on_peer_loss=on_peer_loss,
-            host=host,
-            net_interface=net_interface,
-            silence_ms=silence_ms,
         )
 
     @classmethod
-    def from_nccl(
-        cls,
-        nccl_comm: int,
-        *,
-        device: str = "cpu",
-        heap_bytes: int = 0,
-        timeout: float | None = None,
-        name: str = "",
-        on_peer_loss: PeerLoss = "fatal",
-        host: str | None = None,
-        net_interface: str | None = None,
-        silence_ms: int = 0,
-    ) -> Comm:
+    def from_nccl(cls, nccl_comm: int, **options: Unpack[CommOptions]) -> Comm:
         """Joins through a communicator of NCCL's, which says rank and number of ranks.
 
         Args:
@@ -243,26 +211,21 @@ class Comm:
         """
         if not isinstance(nccl_comm, int) or nccl_comm <= 0:
             raise ValueError(f"nccl_comm: expected the address of an ncclComm_t, got {nccl_comm!r}")
-        return cls.__new__(cls)._join(
-            bootstrap="nccl",
-            nccl_comm=nccl_comm,
-            device=device,
-            heap_bytes=heap_bytes,
-            timeout=timeout,
-            name=name,
-            on_peer_loss=on_peer_loss,
-            host=host,
-            net_interface=net_interface,
-            silence_ms=silence_ms,
-        )
+        return cls.__new__(cls)._join(options, bootstrap="nccl", nccl_comm=nccl_comm)
 
-    def _join(self, *, device: str, timeout: float | None, **options: Any) -> Comm:
-        device_type, device_id = parse_device(device)
+    def _join(self, options: CommOptions, **bootstrap: Any) -> Comm:
+        for name in options:
+            if name not in CommOptions.__annotations__:
+                known = ", ".join(CommOptions.__annotations__)
+                raise TypeError(f"{name}: expected no argument but {known}")
+        given: dict[str, Any] = {"device": "cpu", "timeout": None, **options}
+        device_type, device_id = parse_device(given.pop("device"))
         self._core = join(
             device_type=device_type,
             device_id=device_id,
-            timeout_ms=milliseconds(timeout),
-            **options,
+            timeout_ms=milliseconds(given.pop("timeout")),
+            **given,
+            **bootstrap,
         )
         self._heap = Heap(self._core)
         self._closed = False
@@ -495,7 +458,7 @@ def milliseconds(timeout: float | None) -> int:
     return max(1, round(timeout * 1000))
 
 
-def join(*, heap_bytes: int, **options: Any) -> _core.Comm:
+def join(*, heap_bytes: int = 0, **options: Any) -> _core.Comm:
     """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
 
     Raises:

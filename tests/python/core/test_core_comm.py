@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,21 @@ def test_a_communicator_of_nccl_is_an_address() -> None:
     for wrong in (0, -1, None, "1"):
         with pytest.raises(ValueError, match="nccl_comm: expected the address of an ncclComm_t"):
             crossdock.Comm.from_nccl(wrong)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        crossdock.Comm.from_environment,
+        lambda **options: crossdock.Comm.from_nccl(1, **options),
+        lambda **options: crossdock.Comm.from_all_gather(list, rank=0, num_ranks=1, **options),
+    ],
+    ids=["environment", "nccl", "all_gather"],
+)
+def test_no_way_to_join_takes_an_argument_that_it_has_not(join: Callable[..., Any]) -> None:
+    for wrong in ("devise", "unique_id", "bootstrap"):
+        with pytest.raises(TypeError, match=f"{wrong}: expected no argument but device, heap_byt"):
+            join(**{wrong: "cpu"})
 
 
 def test_no_error_shows_the_secret_of_a_meeting() -> None:

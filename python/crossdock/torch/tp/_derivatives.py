@@ -192,21 +192,24 @@ def gathered_grads(
     return grad_a, grad_b, _bias_grad(grad, bias, saved.bias_needs)
 
 
+def _run_summing(operator, ctx, a, b, bias, main_grad, order, context, tokens, epilogue, *others):
+    """Runs a product that is summed over the ranks, and keeps what its gradient needs."""
+    with _below_autograd():
+        outputs = operator(a, b, bias, main_grad, order, context, tokens, epilogue, *others)
+    ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
+    ctx.epilogue = epilogue
+    _, gathered, x = outputs
+    ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
+    ctx.mark_non_differentiable(gathered, x)
+    return outputs
+
+
 class _MatmulReduceScatter(torch.autograd.Function):
     """The gradient is gathered once, beside its first product. The bias is equal on all ranks."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs):
-        with _below_autograd():
-            outputs = _OPS.tp_matmul_reduce_scatter.default(
-                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs
-            )
-        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
-        ctx.epilogue = epilogue
-        _, gathered, x = outputs
-        ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
-        ctx.mark_non_differentiable(gathered, x)
-        return outputs
+    def forward(ctx, *args):
+        return _run_summing(_OPS.tp_matmul_reduce_scatter.default, ctx, *args)
 
     @staticmethod
     def backward(ctx, grad, grad_gathered, grad_x):
@@ -235,17 +238,8 @@ class _MatmulAllReduce(torch.autograd.Function):
     """The gradient is equal on all ranks: nothing is transferred."""
 
     @staticmethod
-    def forward(ctx, a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs):
-        with _below_autograd():
-            outputs = _OPS.tp_matmul_all_reduce.default(
-                a, b, bias, main_grad, order, context, tokens, epilogue, algo, keep, needs
-            )
-        ctx.saved = Saved(ctx.needs_input_grad[:3], order, main_grad, context, tokens)
-        ctx.epilogue = epilogue
-        _, gathered, x = outputs
-        ctx.save_for_backward(a if ctx.saved.b_needs else None, b, bias, x if epilogue else None)
-        ctx.mark_non_differentiable(gathered, x)
-        return outputs
+    def forward(ctx, *args):
+        return _run_summing(_OPS.tp_matmul_all_reduce.default, ctx, *args)
 
     @staticmethod
     def backward(ctx, grad, grad_gathered, grad_x):
