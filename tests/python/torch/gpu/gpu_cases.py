@@ -28,7 +28,7 @@ MODULES = {
     for name in (
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
-        *("moe_grouped", "moe_layer", "training_alike", "checkpoint_parts"),
+        *("moe_grouped", "moe_layer", "training_alike"),
         "moe_mixed_precision",
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
         *("tp_compile", "tp_async"),

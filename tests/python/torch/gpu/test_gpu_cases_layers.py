@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpu_cases import cases_of, moe_layer, run_case
 
 globals().update(
-    cases_of("moe_grouped", "moe_layer", "tools", "training_alike", "checkpoint_parts")
+    cases_of("moe_grouped", "moe_layer", "tools", "training_alike")
 )
 
 
