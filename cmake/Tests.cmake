@@ -14,26 +14,15 @@ else()
 endif()
 math(EXPR xd_unit_timeout "60 * ${xd_time_factor}")
 
-# ctest is called with 4 places per core (the Makefile's CTEST). A test that computes takes 3 places
-# of each core that it keeps busy. A test that waits for most of its time takes one, as tests of
-# gtest_discover_tests do: so the cores are busy while it waits.
-set(xd_places_of_core 3)
-
-# xd_test(<name> LABEL <label> [TIMEOUT <seconds>] [CORES <n>] [WAITS] COMMAND <command>...): the
-# longer a test may take, the earlier it begins.
+# xd_test(<name> LABEL <label> [TIMEOUT <seconds>] [CORES <n>] COMMAND <command>...)
 function(xd_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "WAITS" "LABEL;TIMEOUT;CORES" "COMMAND")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABEL;TIMEOUT;CORES" "COMMAND")
   xd_default(arg_TIMEOUT 60)
   xd_default(arg_CORES 1)
   math(EXPR timeout "${arg_TIMEOUT} * ${xd_time_factor}")
-  set(places 1)
-  if(NOT arg_WAITS)
-    math(EXPR places "${arg_CORES} * ${xd_places_of_core}")
-  endif()
   add_test(NAME ${name} COMMAND ${arg_COMMAND})
   set_tests_properties(${name} PROPERTIES
-    LABELS ${arg_LABEL} TIMEOUT ${timeout} COST ${arg_TIMEOUT} PROCESSORS ${places}
-    SKIP_RETURN_CODE 77)
+    LABELS ${arg_LABEL} TIMEOUT ${timeout} PROCESSORS ${arg_CORES} SKIP_RETURN_CODE 77)
   if(arg_LABEL STREQUAL "gpu")  # each launch takes all devices
     set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)
   endif()
