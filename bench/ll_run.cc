@@ -275,7 +275,6 @@ class LlRun {
  public:
   LlRun(const Workload& w, int rank, xd_comm* comm)
       : w_(w),
-        rank_(rank),
         comm_(comm),
         traffic_(traffic_of(w, make_routing(w), rank)),
         timing_(comm, rank, w.ranks, timing_size(w)),
@@ -379,7 +378,6 @@ class LlRun {
   }
 
   const Workload& w_;
-  const int rank_;
   xd_comm* const comm_;
   const Traffic traffic_;
   Timing timing_;  // first: see SharedBlock

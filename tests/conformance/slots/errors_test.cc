@@ -9,7 +9,6 @@
 namespace xd::test {
 namespace {
 
-constexpr xd_ll_operation kKinds[] = {XD_LL_DISPATCH, XD_LL_COMBINE};
 constexpr xd_ll_phase kSend = XD_LL_PHASE_SEND, kReceive = XD_LL_PHASE_RECEIVE;
 
 // A batch of 128 columns, so that it may be quantised.
