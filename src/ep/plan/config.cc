@@ -93,10 +93,10 @@ CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payload
   read_device(user, config);
   read_sizes(user, comm_ranks, config);
   read_rows(user, payloads, config);
-  require_range("duplicate_ids", raw_enum(user.duplicate_ids), XD_EP_DUPLICATE_IDS_ERROR,
+  require_range("duplicate_ids", user.duplicate_ids, XD_EP_DUPLICATE_IDS_ERROR,
                 XD_EP_DUPLICATE_IDS_COLLAPSE);
   config.collapse = user.duplicate_ids == XD_EP_DUPLICATE_IDS_COLLAPSE;
-  require_range("on_error", raw_enum(user.on_error), XD_EP_ON_ERROR_STATUS, XD_EP_ON_ERROR_FATAL);
+  require_range("on_error", user.on_error, XD_EP_ON_ERROR_STATUS, XD_EP_ON_ERROR_FATAL);
   config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
   require_range("num_sms", user.num_sms, 0, 4096);
   config.num_sms = user.num_sms;

@@ -10,6 +10,7 @@
 #include <span>
 #include <string_view>
 
+#include "base/options.h"
 #include "base/tensor.h"
 #include "ep/plan/expert_map.h"
 #include "ep/plan/quantise.h"
@@ -95,16 +96,23 @@ struct Config : CommonConfig {
 struct CommonFields {
   std::int32_t num_ranks, num_experts, max_topk, max_tokens_per_rank, hidden;
   DLDataType dtype;
-  xd_ep_duplicate_ids duplicate_ids;
-  xd_ep_on_error on_error;
+  std::int32_t duplicate_ids, on_error;  // enumerators, if they are good
   std::int32_t num_sms, device_type;
   const std::int32_t* expert_ranks;
 
   template <class User>
   static CommonFields of(const User& user) {
-    return {user.num_ranks, user.num_experts, user.max_topk,      user.max_tokens_per_rank,
-            user.hidden,    user.dtype,       user.duplicate_ids, user.on_error,
-            user.num_sms,   user.device_type, user.expert_ranks};
+    return {user.num_ranks,
+            user.num_experts,
+            user.max_topk,
+            user.max_tokens_per_rank,
+            user.hidden,
+            user.dtype,
+            raw_enum(user.duplicate_ids),
+            raw_enum(user.on_error),
+            user.num_sms,
+            user.device_type,
+            user.expert_ranks};
   }
 };
 
