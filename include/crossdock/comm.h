@@ -198,12 +198,13 @@ XD_API xd_status xd_comm_barrier(xd_comm* comm);
 /* Gives every rank the bytes of all. Collective, in host memory, also between machines and before
  * any group is made: for agreeing about sizes, exchanging addresses and the like. It is not fast
  * (some ten microseconds on one machine) and moves at most 32 KiB per rank in a round over the
- * control connections.
+ * control connections, each of which waits no longer than the communicator's timeout.
  *
  * input: `bytes` bytes of this rank, which may be this rank's place in output. output: num_ranks *
  * bytes bytes; rank r's begin at r * bytes. Both are the caller's, used during the call only, and
  * may be NULL if bytes = 0, which is a barrier. bytes: equal on all ranks.
- * Errors: INVALID_ARGUMENT (a pointer is NULL), of which peers hear as MISMATCH; MISMATCH (bytes
+ * Errors: INVALID_ARGUMENT (a pointer is NULL, or bytes that no output can hold from all ranks), of
+ * which peers hear as MISMATCH; MISMATCH (bytes
  * differ, or a rank is in another call), on all ranks; the fatal ones. output is written only where
  * the call succeeds. */
 XD_API xd_status xd_comm_all_gather(xd_comm* comm, const void* input, void* output, size_t bytes);

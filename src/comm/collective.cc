@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
 #include <new>
 #include <optional>
 #include <string_view>
@@ -257,6 +258,8 @@ void Collective::all_gather(const void* input, void* output, std::size_t bytes) 
   const auto round = [&](std::size_t begin) {
     const std::size_t part = std::min(bytes - begin, kMostInRound);
     const auto items = agree(kAllGather, [&] {
+      XD_REQUIRE(bytes <= PTRDIFF_MAX / at(num_ranks_), "bytes = ", bytes, ", expected at most ",
+                 PTRDIFF_MAX / at(num_ranks_), ", as output has those of all ranks");
       XD_REQUIRE(bytes == 0 || input != nullptr, "input = NULL, expected ", bytes, " bytes");
       XD_REQUIRE(bytes == 0 || output != nullptr, "output = NULL, expected ", num_ranks_, " * ",
                  bytes, " bytes");

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -135,6 +136,8 @@ TEST(Communicator, AllGatherTellsAllOfOneMistake) {
     EXPECT_TRUE(says("input = NULL, expected 8 bytes")) << xd_last_error();
     EXPECT_EQ(call(&input, mine ? nullptr : output.data(), sizeof(input)), of_pointer);
     EXPECT_TRUE(says("output = NULL")) << xd_last_error();
+    EXPECT_EQ(call(&input, output.data(), mine ? SIZE_MAX / 2 + 1 : 8), of_pointer);
+    EXPECT_TRUE(says("expected at most")) << xd_last_error();
     EXPECT_EQ(call(&input, output.data(), mine ? 4 : 8), XD_ERROR_MISMATCH);
     EXPECT_TRUE(says("expected equal values")) << xd_last_error();
     ok(xd_comm_all_gather(rank.comm, &input, output.data(), sizeof(input)));
