@@ -33,6 +33,8 @@ struct BulkApi {
   static constexpr auto stats = &xd_ep_group_stats;
   static constexpr auto set_name = &xd_ep_group_set_name;
   static constexpr auto join_failed = &xd_ep_join_failed;
+  static constexpr auto local_experts = &xd_ep_local_experts;
+  static constexpr auto plan_size = &xd_ep_plan_size;
   static void tell(const Status& met, Failure& failure) {
     failure.needed_rows = met.needed_rows;
     failure.capacity_rows = met.capacity_rows;
@@ -54,8 +56,29 @@ struct LowLatencyApi {
   static constexpr auto stats = &xd_ll_group_stats;
   static constexpr auto set_name = &xd_ll_group_set_name;
   static constexpr auto join_failed = &xd_ll_join_failed;
+  static constexpr auto local_experts = &xd_ll_local_experts;
+  static constexpr auto plan_size = &xd_ll_plan_size;
   static void tell(const Status&, Failure&) {}
 };
+
+// The pure functions of a config, which is given by keyword.
+template <class Api>
+std::int32_t local_experts(int rank, const nb::kwargs& options) {
+  const auto given = Api::config(options);
+  const auto config = given.get();
+  std::int32_t number = 0;
+  check(Api::local_experts(&config, rank, &number));
+  return number;
+}
+
+template <class Api>
+std::size_t plan_size(const nb::kwargs& options) {
+  const auto given = Api::config(options);
+  const auto config = given.get();
+  std::size_t bytes = 0;
+  check(Api::plan_size(&config, &bytes));
+  return bytes;
+}
 
 template <class Api>
 class GroupOf : public Member<typename Api::Handle, Api::destroy> {

@@ -76,22 +76,6 @@ void reset(LowLatencyGroup& self, std::uintptr_t stream) {
   self.call(XD_LL_RESET, [&](xd_ll_group* group) { return xd_ll_reset(group, stream_of(stream)); });
 }
 
-std::int32_t local_experts(int rank, const nb::kwargs& options) {
-  const LlGroupConfig given = ll_group_config(options);
-  const xd_ll_config config = given.get();
-  std::int32_t number = 0;
-  check(xd_ll_local_experts(&config, rank, &number));
-  return number;
-}
-
-std::size_t plan_size(const nb::kwargs& options) {
-  const LlGroupConfig given = ll_group_config(options);
-  const xd_ll_config config = given.get();
-  std::size_t bytes = 0;
-  check(xd_ll_plan_size(&config, &bytes));
-  return bytes;
-}
-
 nb::dict group_memory(const nb::kwargs& options) {
   const LlGroupConfig given = ll_group_config(options);
   const xd_ll_config config = given.get();
@@ -135,8 +119,8 @@ void bind_low_latency(nb::module_& module) {
       .def("mask_set", &mask_set, "rank"_a, "masked"_a, "stream"_a = 0)
       .def("mask_get", &mask_get, "mask"_a, "stream"_a = 0)
       .def("reset", &reset, "stream"_a = 0);
-  module.def("ll_local_experts", &local_experts, "rank"_a, "options"_a);
-  module.def("ll_plan_size", &plan_size);
+  module.def("ll_local_experts", &local_experts<LowLatencyApi>, "rank"_a, "options"_a);
+  module.def("ll_plan_size", &plan_size<LowLatencyApi>);
   module.def("ll_group_memory", &group_memory);
   module.def("ll_plan_info", &plan_info, "plan_ptr"_a, "plan_bytes"_a);
 }

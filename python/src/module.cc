@@ -45,22 +45,6 @@ std::int64_t recv_bound(const nb::kwargs& options) {
   return rows;
 }
 
-std::int32_t local_experts(int rank, const nb::kwargs& options) {
-  const GroupConfig given = group_config(options);
-  const xd_ep_config config = given.get();
-  std::int32_t number = 0;
-  check(xd_ep_local_experts(&config, rank, &number));
-  return number;
-}
-
-std::size_t plan_size(const nb::kwargs& options) {
-  const GroupConfig given = group_config(options);
-  const xd_ep_config config = given.get();
-  std::size_t bytes = 0;
-  check(xd_ep_plan_size(&config, &bytes));
-  return bytes;
-}
-
 nb::dict group_memory(const nb::kwargs& options) {
   const GroupConfig given = group_config(options);
   const xd_ep_config config = given.get();
@@ -152,8 +136,8 @@ NB_MODULE(_core, module) {
   bind_stats(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);
-  module.def("local_experts", &local_experts, "rank"_a, "options"_a);
-  module.def("plan_size", &plan_size);
+  module.def("local_experts", &local_experts<BulkApi>, "rank"_a, "options"_a);
+  module.def("plan_size", &plan_size<BulkApi>);
   module.def("group_memory", &group_memory);
   module.def("plan_info", &plan_info, "plan_ptr"_a, "plan_bytes"_a);
   module.def(
