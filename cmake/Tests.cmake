@@ -67,6 +67,10 @@ function(xd_rank_test name)
           -- $<TARGET_FILE:${program}> ${arg_COMMAND})
       set_tests_properties(${name}.${kind}.${launch_name} PROPERTIES
         ENVIRONMENT "${arg_ENVIRONMENT}")
+      if(arg_ENVIRONMENT MATCHES XD_NET_TEST)  # see tests/support/instruments.h
+        set_tests_properties(${name}.${kind}.${launch_name} PROPERTIES
+          REQUIRED_FILES $<TARGET_SONAME_FILE:crossdock-instrumented>)
+      endif()
     endforeach()
   endforeach()
 endfunction()

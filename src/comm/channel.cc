@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "comm/remote/engine.h"
+#include "comm/remote/network.h"
 
 namespace xd {
 namespace {
@@ -74,7 +74,7 @@ bool Channel::read_offers() {
 
 // All ranks come to have them in the same step.
 void Channel::open_far_puts() {
-  auto engine = open_engine_together(*comm_, kCreateChannel);
+  auto engine = network().open_together(*comm_, kCreateChannel);
   std::shared_ptr<FarPuts> puts;
   comm_->collective().agree(kCreateChannel, [&] {
     puts = std::make_shared<FarPuts>(*comm_, std::move(engine));

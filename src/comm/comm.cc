@@ -8,10 +8,9 @@
 
 #include "base/env.h"
 #include "base/error.h"
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/options.h"
-#include "comm/net_test.h"
+#include "comm/remote/network.h"
 #include "comm/remote/puts.h"
 #include "meet/nccl/library.h"
 #include "memory/host_segment.h"
@@ -44,13 +43,6 @@ std::string read_host(const xd_comm_config& config) {
              name.substr(0, 2 * kMaxHostBytes), "' of ", name.size(), " bytes, expected 1 to ",
              kMaxHostBytes, " bytes");
   return name;
-}
-
-// Ranks of one machine that name different hosts share no memory then, as if they were on several
-// machines.
-std::uint32_t part_of(const std::string& host) {
-  if (host.empty() || !net_test().apart) return 0;
-  return static_cast<std::uint32_t>(hash_bytes(1, host.data(), host.size()) >> 32) | 1;
 }
 
 int read_silence(const xd_comm_config& config) {
@@ -149,7 +141,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
                             .net_interface = interface_wish(config.net_interface),
                             .silence_ms = read_silence(config),
                             .job_secret = env().job_secret,
-                            .part_of_host = part_of(host),
+                            .part_of_host = network().part_of_host(host),
                             .global_ranks = config.global_ranks};
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config);
   Parts parts{

@@ -21,7 +21,7 @@ namespace xd {
 // they run on the same kernel, in the same network namespace. A host name would tell neither.
 struct HostIdentity {
   std::array<char, 36> boot_id;
-  std::uint32_t part;  // tests make several hosts of one by different numbers; else 0
+  std::uint32_t part;  // the machine's network (comm/remote/network.h) may have several; else 0
   std::uint64_t network_namespace;
   bool operator==(const HostIdentity&) const = default;
 };

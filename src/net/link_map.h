@@ -10,15 +10,16 @@
 
 namespace xd::net {
 
-// In front of a chunk, in the same put.
-struct LinkHeader {
-  std::uint32_t generation, bytes;
-  std::uint64_t digest;  // of the bytes, starting from the generation; 0 without digests
-};
-
 // Items of a chunk begin at multiples of this.
 inline constexpr std::size_t kItemAlignment = 16;
 constexpr std::size_t item_size(std::size_t bytes) { return round_up(bytes, kItemAlignment); }
+
+// In front of a chunk, in the same put.
+struct LinkHeader {
+  std::uint32_t generation, bytes;
+  std::uint64_t zero;  // so that the chunk begins as items do
+};
+static_assert(sizeof(LinkHeader) % kItemAlignment == 0);
 
 struct LinkMap {
   std::size_t partners = 0, slots = 0;

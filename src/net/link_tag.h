@@ -1,4 +1,4 @@
-// The meaning of the 32 bits of a put's tag to links.
+// The meaning of tags and ids of puts to links.
 #pragma once
 
 #include <cstdint>
@@ -28,5 +28,19 @@ struct LinkTag {
     return {static_cast<TagKind>(word >> 29), word >> 24 & 0x1f, word >> 16 & 0xff, word & 0xffff};
   }
 };
+
+// The id of a chunk's put: which use of which slot.
+struct ChunkId {
+  unsigned partner, slot, generation;
+
+  constexpr std::uint64_t word() const {
+    return std::uint64_t{partner} << 40 | std::uint64_t{slot} << 32 | generation;
+  }
+  static constexpr ChunkId of(std::uint64_t word) {
+    return {static_cast<unsigned>(word >> 40), static_cast<unsigned>(word >> 32 & 0xff),
+            static_cast<unsigned>(word)};
+  }
+};
+inline constexpr std::uint64_t kEmptyId = UINT64_MAX;  // of puts without bytes; no chunk has it
 
 }  // namespace xd::net

@@ -7,22 +7,15 @@
 #include <cstring>
 #include <utility>
 
-#include "base/hash.h"
 #include "base/math.h"
 
 namespace xd::net {
 namespace {
 
-constexpr std::uint64_t kEmptyId = UINT64_MAX;
-// Of the put of a chunk: which use of which slot. Below 2^56.
-std::uint64_t chunk_id(int partner, unsigned slot, std::uint32_t generation) {
-  return at(partner) << 40 | std::uint64_t{slot} << 32 | generation;
-}
-
 // Of the offer, in front of the engine's address.
 struct Terms {
   std::uint64_t from, to;  // ranks
-  std::uint64_t slots, slot_bytes, digests;
+  std::uint64_t slots, slot_bytes;
   RemoteRoom room;
   std::uint64_t first_slot, channel;
 };
@@ -68,7 +61,6 @@ Bytes Links::offer(int partner) const {
                    .to = at(partners_.at(at(partner)).name.rank),
                    .slots = at(config_.slots),
                    .slot_bytes = config_.slot_bytes,
-                   .digests = config_.digests,
                    .room = room_->remote(),
                    .first_slot = map_.place(true, partner, 0),
                    .channel = at(partner)});
@@ -92,11 +84,9 @@ void Links::accept(int partner, std::span<const std::byte> offer) {
     refuse(": the offer is that of rank ", terms.from, " to rank ", terms.to, ", expected of rank ",
            whom.name.rank, " to rank ", config_.rank);
   }
-  if (terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes ||
-      terms.digests != (config_.digests ? 1 : 0)) {
-    refuse(" offers ", terms.slots, " slots of ", terms.slot_bytes, " bytes, digests ",
-           terms.digests, "; expected ", config_.slots, " of ", config_.slot_bytes, ", digests ",
-           config_.digests);
+  if (terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes) {
+    refuse(" offers ", terms.slots, " slots of ", terms.slot_bytes, " bytes; expected ",
+           config_.slots, " of ", config_.slot_bytes);
   }
   if (terms.channel >= kMaxLinkPartners || terms.first_slot > terms.room.bytes ||
       at(config_.slots) * map_.pitch() > terms.room.bytes - terms.first_slot) {
@@ -145,20 +135,17 @@ void Links::send(const Slot& slot, std::size_t bytes) {
   XD_CHECK(sending.taken && !sending.posted && sending.generation == slot.generation);
   sending.posted = true;
   const Header header{
-      .generation = sending.generation,
-      .bytes = static_cast<std::uint32_t>(bytes),
-      .digest = config_.digests ? hash_bytes(sending.generation, slot.bytes.data(), bytes) : 0};
+      .generation = sending.generation, .bytes = static_cast<std::uint32_t>(bytes), .zero = 0};
   const std::size_t from = map_.place(false, slot.partner, slot.slot);
   std::memcpy(memory_.data() + from, &header, sizeof(header));
-  const bool stale = config_.mutant == Mutant::stale_generation && sending.generation == 2;
   post({.peer = to.name.rank,
         .from = room_.get(),
         .from_offset = from,
         .to = to.room,
         .to_offset = to.first_slot + slot.slot * map_.pitch(),
         .bytes = sizeof(Header) + bytes,
-        .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation - stale, to.channel}.word(),
-        .id = chunk_id(slot.partner, slot.slot, sending.generation)});
+        .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation, to.channel}.word(),
+        .id = ChunkId{static_cast<unsigned>(slot.partner), slot.slot, sending.generation}.word()});
 }
 
 std::optional<Links::Chunk> Links::next(int partner) {
@@ -169,13 +156,15 @@ std::optional<Links::Chunk> Links::next(int partner) {
   const auto slot = static_cast<unsigned>(arrived - receiving.begin());
   const Chunk chunk{partner, slot, arrived->generation, open(partner, slot)};
   arrived->state = Receiving::State::held;
-  if (config_.mutant == Mutant::credit_before_read) send_credit(chunk);
   return chunk;
 }
 
 void Links::give_back(const Chunk& chunk) {
   check();
-  if (config_.mutant != Mutant::credit_before_read) send_credit(chunk);
+  Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
+  XD_CHECK(receiving.state == Receiving::State::held && receiving.generation == chunk.generation);
+  receiving.state = Receiving::State::empty;
+  post_empty(chunk.partner, TagKind::credit, chunk.slot, receiving.generation);
 }
 
 bool Links::poll() {
@@ -296,13 +285,6 @@ void Links::keep_failure() {
   failure_.emplace(error.status, error_text(text.data()), -1, error.error_number);
 }
 
-void Links::send_credit(const Chunk& chunk) {
-  Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
-  XD_CHECK(receiving.state == Receiving::State::held && receiving.generation == chunk.generation);
-  receiving.state = Receiving::State::empty;
-  post_empty(chunk.partner, TagKind::credit, chunk.slot, receiving.generation);
-}
-
 void Links::post_empty(int partner, TagKind kind, unsigned slot, unsigned generation) {
   const Partner& to = partners_.at(at(partner));
   XD_CHECK(to.accepted);
@@ -322,11 +304,6 @@ void Links::on_arrival(const LinkTag& tag) {
     return refuse_tag(partner, concat("a put arrived with the tag ", tag.word()));
   if (tag.kind == TagKind::greeting) return on_greeting(partner);
   if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
-  Partner& from = partners_[tag.channel];
-  if (config_.mutant == Mutant::count_for_slot) {
-    const auto counted = static_cast<unsigned>(from.chunks_counted++ % at(config_.slots));
-    return on_chunk(partner, counted, from.receiving[counted].generation + 1);
-  }
   on_chunk(partner, tag.slot, tag.generation);
 }
 
@@ -352,8 +329,6 @@ void Links::on_greeting(int partner) {
 
 void Links::on_credit(int partner, unsigned slot, unsigned generation) {
   Sending& sending = slot_of(partner, slot);
-  const bool mutated = config_.mutant == Mutant::refill_without_credit;
-  if (mutated) return;
   if (!sending.posted || sending.credited || (sending.generation & 0xff) != generation) {
     return refuse_tag(
         partner, concat("it gave back use ", generation, " (mod 256) of slot ", slot,
@@ -369,12 +344,12 @@ void Links::on_sent(std::uint64_t id) {
     --empty_unsent_;
     return;
   }
-  const std::uint64_t partner = id >> 40, slot = id >> 32 & 0xff;
+  const auto [partner, slot, generation] = ChunkId::of(id);
   Sending* const sending = partner < partners_.size() && slot < at(config_.slots)
                                ? &partners_[partner].sending[slot]
                                : nullptr;
   if (sending == nullptr || !sending->posted || sending->sent ||
-      sending->generation != static_cast<std::uint32_t>(id)) {
+      sending->generation != generation) {
     break_off(XD_ERROR_INTERNAL, -1,
               concat("network: the engine says that put ", id, " is sent, which is not under way"));
   }
@@ -384,9 +359,7 @@ void Links::on_sent(std::uint64_t id) {
 
 // Both must have come: the credit may overtake the engine's word that the source is free.
 void Links::free_if_done(Sending& slot) {
-  const bool sent = slot.sent || config_.mutant == Mutant::refill_before_sent;
-  const bool credited = slot.credited || config_.mutant == Mutant::refill_without_credit;
-  if (!slot.taken || !sent || !credited) return;
+  if (!slot.taken || !slot.sent || !slot.credited) return;
   slot.taken = slot.posted = false;
   --slots_in_use_;
 }
@@ -402,15 +375,7 @@ std::span<const std::byte> Links::open(int partner, unsigned slot) {
               concat("slot ", slot, " has ", header.bytes, " bytes of use ", header.generation,
                      ", expected use ", generation, " and at most ", config_.slot_bytes));
   }
-  const std::span bytes(begin + sizeof(header), header.bytes);
-  const std::uint64_t digest =
-      config_.digests ? hash_bytes(generation, bytes.data(), bytes.size()) : 0;
-  if (header.digest != digest) {
-    break_off(XD_ERROR_INTERNAL, partner,
-              concat("use ", generation, " of slot ", slot, " has the digest ", digest,
-                     ", expected ", header.digest));
-  }
-  return bytes;
+  return {begin + sizeof(header), header.bytes};
 }
 
 }  // namespace xd::net

@@ -22,7 +22,6 @@
 #include "net/engine.h"
 #include "net/link_map.h"
 #include "net/link_tag.h"
-#include "net/mutant.h"
 
 namespace xd::net {
 
@@ -30,10 +29,8 @@ struct LinkConfig {
   int rank = 0;                // this one, as its partners name it
   int slots = 4;               // per partner and direction, from 1 to kMaxLinkSlots
   std::size_t slot_bytes = 0;  // the longest chunk; same on all ranks
-  bool digests = false;        // chunks carry a hash of their bytes, which the receiver compares
   // The caller's memory for slots, LinkMap::bytes() of it. Outlives the links; empty = their own.
   std::span<std::byte> memory{};
-  Mutant mutant = Mutant::none;
 };
 
 // A partner is named by its place in the list that the links are made with.
@@ -183,7 +180,6 @@ class Links final {
     std::uint64_t first_slot = 0;  // where its slots for this rank begin in its room
     bool accepted = false;
     bool greeted = false;  // its greeting has come
-    std::size_t chunks_counted = 0;
     std::vector<Sending> sending;
     std::vector<Receiving> receiving;
   };
@@ -199,7 +195,6 @@ class Links final {
   void flush();
   void poll_engine();
   void keep_failure();
-  void send_credit(const Chunk& chunk);
   void post_empty(int partner, TagKind kind, unsigned slot, unsigned generation);
   void on_arrival(const LinkTag& tag);
   void on_chunk(int partner, unsigned slot, unsigned generation);

@@ -8,9 +8,11 @@
 
 #include "faults/rank_program.h"
 #include "support/gtest_main.h"
+#include "support/instruments.h"
 #include "support/memory.h"
 
 int main(int argc, char** argv) {
+  xd::test::take_instruments(argv);
   if (xd::test::run_if_rank_program(std::vector<std::string>(argv + 1, argv + argc))) return 0;
   testing::InitGoogleTest(&argc, argv);
   const std::string option = "--executor=";

@@ -73,7 +73,8 @@ def run_ranks(
     number = num_ranks if fresh else max(num_ranks, among)
     ranks = None if fresh else _pools.pop((number, apart), None)
     if ranks is None or not ranks.alive():
-        ranks = launch.Ranks(number)
+        with spread.starting() if apart else contextlib.nullcontext():
+            ranks = launch.Ranks(number)
     task = bytes(ForkingPickler.dumps((fn, args)))
     # Of the processes on two hosts those in the middle, so that half of the ranks is on each.
     first = (number + 1) // 2 - (num_ranks + 1) // 2 if apart else 0

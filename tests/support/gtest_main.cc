@@ -10,6 +10,8 @@
 #include <string>
 #include <string_view>
 
+#include "support/instruments.h"
+
 namespace xd::test {
 namespace {
 
@@ -68,6 +70,7 @@ void on_every_rank(const std::function<void(Rank&)>& body) {
 
 int main(int argc, char** argv) {
   try {
+    xd::test::take_instruments(argv);
     return xd::test::run_tests(argc, argv);
   } catch (const xd::test::Unavailable& missing) {
     std::fprintf(stderr, "skipped: %s\n", missing.what());

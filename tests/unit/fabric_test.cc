@@ -10,7 +10,7 @@
 
 #include "base/math.h"
 #include "base/tcp.h"
-#include "net/chaos.h"
+#include "net/engines/chaos.h"
 #include "net/fabric/tag_seal.h"
 #include "support/stranger.h"
 #include "unit/link_support.h"

@@ -1,5 +1,5 @@
 // Links through an engine that does whatever it may, and proof that these tests would notice: each
-// wrong engine and each wrong protocol of net/mutant.h is caught.
+// mutant of net/engines/mutant.h is caught.
 #include <gtest/gtest.h>
 
 #include <array>

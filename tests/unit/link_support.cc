@@ -8,7 +8,8 @@
 #include <stdexcept>
 
 #include "base/math.h"
-#include "net/in_process.h"
+#include "net/engines/in_process.h"
+#include "net/engines/wrong_links.h"
 #include "unit/net_support.h"
 
 namespace xd::test {
@@ -39,10 +40,11 @@ class Crew {
         ranks_(2 + static_cast<int>(random_.below(3))),
         chunks_(8 + static_cast<int>(random_.below(16))),
         failing_(seed % 3 == 0),
-        fleet_{chaos_engines(ranks_, chaos(seed, mutant)), links(mutant)},
+        links_{.slots = 1 + static_cast<int>(random_.below(4)), .slot_bytes = kLongest},
+        fleet_{engines(seed, mutant), links_},
         left_(at(ranks_)) {
     for (int r = 0; r < ranks_; ++r)
-      traffic_.emplace_back(*fleet_.links[at(r)], seed, r, ranks_, chunks_);
+      traffic_.emplace_back(*fleet_.links[at(r)], seed, r, ranks_, chunks_, mutant);
   }
 
   Run run() {
@@ -62,19 +64,15 @@ class Crew {
   }
 
  private:
-  net::ChaosConfig chaos(std::uint64_t seed, net::Mutant mutant) {
+  Engines engines(std::uint64_t seed, net::Mutant mutant) {
     net::ChaosConfig config;
     config.seed = seed;
     config.mutant = mutant;
     if (failing_) config.failed_put = random_.below(2 * at(chunks_));  // chunks and credits
-    return config;
-  }
-  net::LinkConfig links(net::Mutant mutant) {
-    return {.rank = 0,
-            .slots = 1 + static_cast<int>(random_.below(4)),
-            .slot_bytes = kLongest,
-            .digests = random_.one_in(2),
-            .mutant = mutant};
+    Engines made = chaos_engines(ranks_, config);
+    for (auto& engine : made)
+      engine = net::make_wrong_links(std::move(engine), mutant, links_.slots);
+    return made;
   }
 
   bool over() const {
@@ -131,6 +129,7 @@ class Crew {
   Random random_;
   const int ranks_, chunks_;
   const bool failing_;
+  const net::LinkConfig links_;
   Fleet fleet_;
   std::vector<Traffic> traffic_;
   std::vector<bool> left_;
@@ -180,12 +179,14 @@ Fleet::Fleet(Engines of_ranks, net::LinkConfig config, bool lends_memory)
   }
 }
 
-Traffic::Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks)
+Traffic::Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks,
+                 net::Mutant mutant)
     : links_(links),
       seed_(seed),
       rank_(rank),
       partners_(ranks - 1),
       chunks_(chunks),
+      gives_back_early_(mutant == net::Mutant::credit_before_read),
       random_(mix(seed, 2, at(rank))),
       sent_(at(partners_)),
       received_(at(partners_), std::vector<bool>(at(chunks))) {}
@@ -198,8 +199,7 @@ void Traffic::step() {
   }
   std::erase_if(held_, [&](Held& held) {
     if (held.steps-- > 0) return false;
-    read(held.chunk);
-    links_.give_back(held.chunk);
+    finish(held.chunk);
     return true;
   });
   // The dice may have kept something back.
@@ -220,10 +220,7 @@ void Traffic::run(const Deadline& deadline) {
     links_.wait_for(deadline, p, "all chunks", [&] {
       for (int q = 0; q < partners_; ++q) {
         while (send(q) || take_in(q)) {
-          for (const Held& held : held_) {
-            read(held.chunk);
-            links_.give_back(held.chunk);
-          }
+          for (const Held& held : held_) finish(held.chunk);
           held_.clear();
         }
       }
@@ -248,8 +245,15 @@ bool Traffic::send(int partner) {
 
 bool Traffic::take_in(int partner) {
   const auto chunk = links_.next(partner);
-  if (chunk) held_.push_back({*chunk, random_.below(8)});
-  return chunk.has_value();
+  if (!chunk) return false;
+  held_.push_back({*chunk, random_.below(8)});
+  if (gives_back_early_) links_.give_back(*chunk);
+  return true;
+}
+
+void Traffic::finish(const net::Links::Chunk& chunk) {
+  read(chunk);
+  if (!gives_back_early_) links_.give_back(chunk);
 }
 
 void Traffic::read(const net::Links::Chunk& chunk) {
@@ -270,7 +274,6 @@ net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
   net::LinkConfig config;
   config.slots = slots;
   config.slot_bytes = slot_bytes;
-  config.digests = true;
   return config;
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "net/chaos.h"
+#include "net/engines/chaos.h"
 #include "net/links.h"
 #include "support/random.h"
 
@@ -44,7 +44,8 @@ int partner_of_rank(int rank, int other);
 // has a length and bytes that follow from seed, pair and i.
 class Traffic {
  public:
-  Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks);
+  Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int chunks,
+          net::Mutant mutant = net::Mutant::none);
 
   // Does some of what can be done now, at random: sends, takes chunks, holds them, reads them and
   // gives them back. Throws INTERNAL if a chunk is not what was sent.
@@ -63,11 +64,13 @@ class Traffic {
 
   bool send(int partner);
   bool take_in(int partner);
+  void finish(const net::Links::Chunk& chunk);
   void read(const net::Links::Chunk& chunk);
 
   net::Links& links_;
   const std::uint64_t seed_;
   const int rank_, partners_, chunks_;
+  const bool gives_back_early_;
   Random random_;
   std::vector<int> sent_;
   std::vector<std::vector<bool>> received_;
@@ -77,7 +80,6 @@ class Traffic {
 
 constexpr int kGenerousMs = 60000;  // for what is expected to come
 
-// Links with digests.
 net::LinkConfig config_of(int slots, std::size_t slot_bytes);
 // `chunks` from each rank to each other, by a thread for each rank, all of which must arrive.
 void run_on_threads(Fleet& fleet, int chunks);

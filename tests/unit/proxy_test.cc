@@ -15,7 +15,7 @@
 
 #include "base/deadline.h"
 #include "base/math.h"
-#include "net/in_process.h"
+#include "net/engines/in_process.h"
 #include "support/random.h"
 #include "unit/link_support.h"
 #include "unit/net_support.h"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks what the documentation says twice or points to.
 
-Links between pages, with their anchors; the table of environment variables against env.def;
+Links between pages, with their anchors; the tables of environment variables against env.def;
 statuses against status.h; make targets against the Makefile; excerpts of code (blocks whose info
 string is "<language> from=<file>") against the file they come from; and no marks of a merge.
 """
@@ -16,6 +16,7 @@ VARIABLE = re.compile(
     r'^XD_ENV_\w+\(\w+, ("\w+"), ("[^"]*"|-?\d+)(?:, -?\d+)?,\s+"(.*)"\)$', re.MULTILINE
 )
 ROW = re.compile(r"^\| `(XD_\w+)` \| (.*?) \| (.*) \|$", re.MULTILINE)
+TABLES = ["docs/errors.md", "CONTRIBUTING.md"]  # of variables, as env.def has them
 STATUS = re.compile(r"^\s+(XD_(?:SUCCESS|ERROR_\w+)) = \d+", re.MULTILINE)
 TARGET = re.compile(r"`make (\w+)`")
 MERGE = re.compile(r"^(?:<{7}|={7}|>{7})(?: .*)?$", re.MULTILINE)
@@ -53,13 +54,19 @@ def unknown_targets(root, page):
         yield f"the Makefile has no target {target}"
 
 
-def wrong_tables(root):
+def wrong_rows(root):
+    """Of the tables of environment variables: (page, mistake)."""
+    parts = (root / "src/base/env.def").read_text().split("\n// ---- ")
+    for page, variables in zip(TABLES, parts, strict=True):
+        described = set(ROW.findall((root / page).read_text()))
+        for name, default, meaning in VARIABLE.findall(variables):
+            name, default = name.strip('"'), default.strip('"') or "(empty)"
+            if (name, default, meaning) not in described:
+                yield page, f"expected the row | `{name}` | {default} | {meaning} |"
+
+
+def missing_statuses(root):
     text = (root / "docs/errors.md").read_text()
-    described = {(name, default, meaning) for name, default, meaning in ROW.findall(text)}
-    for name, default, meaning in VARIABLE.findall((root / "src/base/env.def").read_text()):
-        default = default.strip('"') or "(empty)"
-        if (name.strip('"'), default, meaning) not in described:
-            yield f"expected the row | `{name.strip(chr(34))}` | {default} | {meaning} |"
     for status in STATUS.findall((root / "include/crossdock/status.h").read_text()):
         if not re.search(rf"^\| `{status}` \|", text, re.MULTILINE):
             yield f"the table of statuses lacks {status}"
@@ -73,7 +80,8 @@ def marks_of_a_merge(page):
 def main():
     root = pathlib.Path(__file__).resolve().parents[2]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md")]
-    found = [(root / "docs/errors.md", what) for what in wrong_tables(root)]
+    found = [(root / page, what) for page, what in wrong_rows(root)]
+    found += [(root / "docs/errors.md", what) for what in missing_statuses(root)]
     for page in pages:
         found += [(page, what) for what in broken_links(page)]
         found += [(page, what) for what in marks_of_a_merge(page)]

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/net_test.h"
-#include "comm/remote/engine.h"
+#include "comm/remote/first_contact.h"
+#include "comm/remote/network.h"
 
 namespace xd {
 namespace {
@@ -45,14 +45,11 @@ std::vector<Kept>& all_kept() {
 
 FarLinks::FarLinks(Comm& comm, CollectiveCall call, Config config)
     : partners_(std::move(config.partners)) {
-  engine_ = open_engine_together(comm, call);
-  const std::size_t asked = net_test().slot_bytes;
-  const net::LinkConfig links{
-      .rank = comm.rank(),
-      .slots = config.slots,
-      .slot_bytes = config.slot_bytes,
-      .digests = (asked != 0 || net_test().chaos) && net_test().damaged_in == 0,
-      .memory = config.memory};
+  engine_ = network().open_together(comm, call);
+  const net::LinkConfig links{.rank = comm.rank(),
+                              .slots = config.slots,
+                              .slot_bytes = config.slot_bytes,
+                              .memory = config.memory};
   comm.collective().agree(call, [&] {
     links_ = std::make_unique<net::Links>(*engine_, links, name_partners(comm, partners_));
     return Collective::Contribution{};

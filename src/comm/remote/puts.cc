@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "base/wire.h"
-#include "comm/remote/engine.h"
+#include "comm/remote/first_contact.h"
 
 namespace xd {
 

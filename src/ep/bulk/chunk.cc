@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "comm/net_test.h"
+#include "comm/remote/network.h"
 #include "ep/plan/placement.h"
 #include "net/link_map.h"
 
@@ -41,13 +41,12 @@ void require_items(const FarHeader& header, std::span<const std::byte> items,
 }
 
 std::size_t far_slot_bytes(const Config& config, int num_machines) {
-  constexpr std::size_t kKiB = 1 << 10, kLeast = 64 * kKiB, kUsual = 256 * kKiB, kMost = 512 * kKiB;
+  constexpr std::size_t kKiB = 1 << 10, kLeast = 64 * kKiB, kMost = 512 * kKiB;
   const std::size_t slots = 2 * std::size_t{kFarSlots} * at(num_machines - 1);  // both directions
-  std::size_t wish = kUsual;
+  std::size_t wish = network().usual_slot_bytes();
   if (config.net_buffer_bytes != 0)
     wish = std::clamp<std::size_t>(config.net_buffer_bytes / slots, kLeast, kMost);
   wish -= sizeof(net::LinkHeader);  // so that memory of slots is a round number of bytes
-  if (net_test().slot_bytes != 0) wish = net_test().slot_bytes;
   const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
   return net::item_size(std::max(wish, sizeof(FarHeader) + longest_far_item(config, counts)));
 }

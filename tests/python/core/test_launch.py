@@ -54,7 +54,9 @@ def _meet_apart(rank: int, ranks: tuple[int, ...]) -> int:
 
 
 def test_the_secret_of_a_job_is_that_of_all_its_calls():
-    with launch.Ranks(2) as ranks:
+    with spread.starting():
+        started = launch.Ranks(2)
+    with started as ranks:
         assert ranks.run(_meet_apart, (0,), timeout=60) == [1, 0]
         assert ranks.run(_meet_apart, (0, 1), timeout=60) == [2, 2]
 

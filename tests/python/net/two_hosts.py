@@ -1,7 +1,7 @@
 """Two hosts for ranks: network namespaces of this machine where root can make them, else declared.
 
-Declared hosts share no memory (``XD_NET_TEST=apart``) and reach one another over loopback;
-``XD_TEST_HOSTS=declared`` asks for them.
+Declared hosts share no memory (``XD_NET_TEST=apart``, of the tests' library) and reach one another
+over loopback; ``XD_TEST_HOSTS=declared`` asks for them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import spread
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2] / "tools"))
@@ -53,7 +55,7 @@ class Hosts:
         if self.namespaces:
             command = self.namespaces.inside(host, command)
         else:
-            environment |= {
+            environment |= spread.environment() | {
                 "XD_NET_TEST": "apart",
                 "XD_HOST_ID": f"host {host}",
                 "XD_NET_IFACE": "127.0.0.1",

@@ -1,4 +1,4 @@
-#include "net/in_process.h"
+#include "net/engines/in_process.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

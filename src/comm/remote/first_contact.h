@@ -1,19 +1,12 @@
-// An engine of src/net for the ranks of a communicator: all of them open theirs together, and meet
-// their partners before they rely on it.
+// How ranks of a communicator meet their partners over an engine of src/net before they rely on it.
 #pragma once
 
-#include <memory>
 #include <string>
 #include <utility>
 
 #include "comm/comm.h"
-#include "net/engine.h"
 
 namespace xd {
-
-// Collective: opens an engine that all ranks agree on. Throws UNSUPPORTED where a rank has no
-// libfabric, and MISMATCH where ranks have no provider in common.
-std::unique_ptr<net::Engine> open_engine_together(Comm& comm, CollectiveCall call);
 
 // The greetings with which an engine's connections are made: of two partners the lower rank puts a
 // tag without bytes, and the other one answers. Control messages reach partners already; data need

@@ -16,7 +16,7 @@
 #include <optional>
 
 #include "net/engine.h"
-#include "net/mutant.h"
+#include "net/engines/mutant.h"
 
 namespace xd::net {
 

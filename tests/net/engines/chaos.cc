@@ -1,4 +1,4 @@
-#include "net/chaos.h"
+#include "net/engines/chaos.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "net/engines/layer.h"
 
 namespace xd::net {
 
@@ -135,19 +136,17 @@ std::uint64_t hash_of(const Put& put) {
   return hash_bytes(0, put.from->memory().data() + put.from_offset, put.bytes);
 }
 
-class Chaos final : public Engine {
+class Chaos final : public EngineLayer {
  public:
   Chaos(std::unique_ptr<Engine> below, std::shared_ptr<ChaosWorld> world, const ChaosConfig& config)
-      : below_(std::move(below)), world_(std::move(world)), config_(config), random_(config.seed) {}
+      : EngineLayer(std::move(below)),
+        world_(std::move(world)),
+        config_(config),
+        random_(config.seed) {}
 
-  std::size_t max_put() const override { return std::min(config_.longest_put, below_->max_put()); }
-  Bytes address() const override { return below_->address(); }
-  void connect(int peer, std::span<const std::byte> address) override {
-    below_->connect(peer, address);
-  }
-  std::string place_of(int peer) const override { return below_->place_of(peer); }
+  std::size_t max_put() const override { return std::min(config_.longest_put, below().max_put()); }
   std::unique_ptr<Room> expose(std::span<std::byte> memory) override {
-    auto room = below_->expose(memory);
+    auto room = below().expose(memory);
     rooms_[room->remote().key] = memory;
     return room;
   }
@@ -168,8 +167,8 @@ class Chaos final : public Engine {
   void poll(Events& events) override {
     for (const auto& acknowledged : unacknowledged_) acknowledged->store(true);
     unacknowledged_.clear();
-    pieces_.tick([&](const Put& piece) { return below_->put(piece); });
-    below_->poll(from_below_);
+    pieces_.tick([&](const Put& piece) { return below().put(piece); });
+    below().poll(from_below_);
     for (const std::uint32_t piece : from_below_.arrived)
       carried_.hold(piece, world_->carries(piece) ? delay() : 0);
     carried_.tick([&](std::uint32_t piece) { return take_in(piece), true; });
@@ -186,16 +185,13 @@ class Chaos final : public Engine {
     const bool holds = !pieces_.empty() || !carried_.empty() || !arrivals_.empty() ||
                        !sent_.empty() || !failures_.empty() || !repeated_.empty() ||
                        !unacknowledged_.empty();
-    return holds && config_.mutant != Mutant::lost_wakeup ? -1 : below_->sleep_on();
+    return holds && config_.mutant != Mutant::lost_wakeup ? -1 : below().sleep_on();
   }
-
-  bool vouches_for_tags() const override { return below_->vouches_for_tags(); }
-  void shut() override { below_->shut(); }
 
   void close() noexcept override {
     pieces_.clear();
     if (config_.mutant == Mutant::closing_takes_back) world_->lose_parcels_of(this);
-    below_->close();
+    below().close();
   }
 
  private:
@@ -206,16 +202,16 @@ class Chaos final : public Engine {
     ChaosWorld::Acknowledged acknowledged;
   };
 
-  std::uint64_t below(std::uint64_t bound) { return random_() % bound; }
-  bool one_in(std::uint64_t count) { return below(count) == 0; }
+  std::uint64_t number_below(std::uint64_t bound) { return random_() % bound; }
+  bool one_in(std::uint64_t count) { return number_below(count) == 0; }
   unsigned delay() {
-    return static_cast<unsigned>(below(one_in(2) ? 3 : config_.longest_delay + 1));
+    return static_cast<unsigned>(number_below(one_in(2) ? 3 : config_.longest_delay + 1));
   }
 
   void cut(std::uint64_t number, const Put& put) {
     std::set<std::size_t> cuts{0};
-    for (std::uint64_t cut = below(7); cut > 0 && put.bytes > 0; --cut)
-      cuts.insert(below(put.bytes));
+    for (std::uint64_t cut = number_below(7); cut > 0 && put.bytes > 0; --cut)
+      cuts.insert(number_below(put.bytes));
     cuts.insert(put.bytes);
     const auto pieces = static_cast<unsigned>(std::max<std::size_t>(cuts.size() - 1, 1));
     const bool swapped = config_.mutant == Mutant::swapped_arrivals && one_in(4);
@@ -249,7 +245,7 @@ class Chaos final : public Engine {
                               .offset = piece.to_offset,
                               .bytes = Bytes(begin, begin + piece.bytes)});
     piece.bytes = 0;
-    if (!below_->put(piece)) pieces_.hold(piece, 0);
+    if (!below().put(piece)) pieces_.hold(piece, 0);
   }
 
   void take_in(std::uint32_t piece) {
@@ -267,7 +263,7 @@ class Chaos final : public Engine {
 
   void damage(Bytes& bytes) {
     if (config_.damaged_in == 0 || bytes.empty() || !one_in(config_.damaged_in)) return;
-    bytes[below(bytes.size())] ^= std::byte{1} << below(8);
+    bytes[number_below(bytes.size())] ^= std::byte{1} << number_below(8);
   }
 
   void hold_arrival(const ChaosWorld::Landed& put) {
@@ -304,7 +300,6 @@ class Chaos final : public Engine {
     });
   }
 
-  const std::unique_ptr<Engine> below_;
   const std::shared_ptr<ChaosWorld> world_;
   const ChaosConfig config_;
   std::mt19937_64 random_;

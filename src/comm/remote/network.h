@@ -1,0 +1,39 @@
+// What a communicator takes for its network: which ranks have none between them, and how bytes
+// reach the others.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "comm/collective.h"
+#include "net/engine.h"
+
+namespace xd {
+
+class Comm;
+
+// The machine's own: memory is shared on a machine, and libfabric reaches the others.
+class Network {
+ public:
+  Network() = default;
+  virtual ~Network() = default;
+  Network(const Network&) = delete;
+  Network& operator=(const Network&) = delete;
+
+  // The part of its machine that a rank is on which names `host`, empty = none. Parts of a machine
+  // share no memory, as if they were machines.
+  virtual std::uint32_t part_of_host(std::string_view host) const;
+  // Collective: opens an engine that all ranks agree on. Throws UNSUPPORTED where a rank has no
+  // libfabric, and MISMATCH where ranks have no provider in common.
+  virtual std::unique_ptr<net::Engine> open_together(Comm& comm, CollectiveCall call) const;
+  // The bytes of a slot of links that pay, with its header, where nobody asks for others.
+  virtual std::size_t usual_slot_bytes() const;
+};
+
+// That of this library. The shared library of the tests is linked with another definition, in the
+// place of the file that has this one alone.
+const Network& network();
+
+}  // namespace xd
