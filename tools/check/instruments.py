@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def matches(words, text):
-    pattern = rf"[\w:]*({'|'.join(words)})[\w:]*"
+    pattern = rf"({'|'.join(words)})[\w:]*"
     return sorted({match.group() for match in re.finditer(pattern, text, re.IGNORECASE)})
 
 
