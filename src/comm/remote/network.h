@@ -1,5 +1,5 @@
-// What a communicator takes for its network: which ranks have none between them, and how bytes
-// reach the others.
+// The network of a communicator: it decides which ranks share memory, and how bytes reach the
+// others.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ class Network {
   virtual std::size_t usual_slot_bytes() const;
 };
 
-// That of this library. The shared library of the tests is linked with another definition, in the
+// The network of this library. The shared library of the tests is linked with another definition, in the
 // place of the file that has this one alone.
 const Network& network();
 

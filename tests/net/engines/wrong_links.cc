@@ -67,7 +67,7 @@ class WrongLinks final : public EngineLayer {
   const unsigned slots_;
   std::map<std::pair<unsigned, unsigned>, std::uint64_t> last_;  // put of a partner's slot
   std::set<std::uint64_t> under_way_;    // chunks; the links wait for `sent`
-  std::map<unsigned, unsigned> chunks_;  // that have come, by partner
+  std::map<unsigned, unsigned> chunks_;  // arrived so far, by partner
 };
 
 }  // namespace
