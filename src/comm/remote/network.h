@@ -32,8 +32,8 @@ class Network {
   virtual std::size_t usual_slot_bytes() const;
 };
 
-// The network of this library. The shared library of the tests is linked with another definition, in the
-// place of the file that has this one alone.
+// The network of this library, alone in its file: the shared library of the tests is linked with
+// another definition in its place.
 const Network& network();
 
 }  // namespace xd
