@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
@@ -9,11 +10,11 @@
 namespace xd::cuda {
 namespace {
 
-// Streams that are not in use at the moment, by device. The pool is never destroyed, since other
+// Streams that are not in use at the moment, by device and priority. The pool is never destroyed, since other
 // static destructors may give streams back.
 struct StreamPool {
   std::mutex mutex;
-  std::map<int, std::vector<cudaStream_t>> idle;
+  std::map<std::pair<int, Priority>, std::vector<cudaStream_t>> idle;
 
   static StreamPool& instance() {
     static StreamPool& pool = *new StreamPool;
@@ -40,17 +41,20 @@ CUgreenCtx green_context_of(cudaStream_t stream) {
 
 }  // namespace
 
-Stream::Stream(int device) : device_(device) {
+Stream::Stream(int device, Priority priority) : device_(device), priority_(priority) {
   StreamPool& pool = StreamPool::instance();
   const std::lock_guard lock(pool.mutex);
-  std::vector<cudaStream_t>& idle = pool.idle[device];
+  std::vector<cudaStream_t>& idle = pool.idle[{device, priority}];
   if (!idle.empty()) {
     stream_ = idle.back();
     idle.pop_back();
     return;
   }
   const DeviceGuard guard(device);
-  XD_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  int least = 0, greatest = 0;
+  XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  XD_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking,
+                                             priority == Priority::highest ? greatest : least));
 }
 
 void Stream::give_back() noexcept {
@@ -58,7 +62,7 @@ void Stream::give_back() noexcept {
   StreamPool& pool = StreamPool::instance();
   const std::lock_guard lock(pool.mutex);
   try {
-    pool.idle[device_].push_back(stream_);
+    pool.idle[{device_, priority_}].push_back(stream_);
   } catch (...) {  // no host memory for the pool: the stream is lost
   }
 }

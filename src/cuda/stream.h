@@ -11,6 +11,9 @@
 
 namespace xd::cuda {
 
+// Blocks of streams of the highest priority go before blocks of others that have not begun.
+enum class Priority : std::uint8_t { usual, highest };
+
 // A stream of the library, for work that its user waits for. It waits for no other stream, and the
 // legacy default stream does not wait for it.
 //
@@ -20,12 +23,15 @@ namespace xd::cuda {
 class Stream {
  public:
   Stream() = default;
-  explicit Stream(int device);
+  explicit Stream(int device, Priority priority = Priority::usual);
   ~Stream() { give_back(); }
   Stream(Stream&& other) noexcept
-      : device_(other.device_), stream_(std::exchange(other.stream_, nullptr)) {}
+      : device_(other.device_),
+        priority_(other.priority_),
+        stream_(std::exchange(other.stream_, nullptr)) {}
   Stream& operator=(Stream&& other) noexcept {
     std::swap(device_, other.device_);
+    std::swap(priority_, other.priority_);
     std::swap(stream_, other.stream_);
     return *this;
   }
@@ -43,6 +49,7 @@ class Stream {
   void give_back() noexcept;
 
   int device_ = -1;
+  Priority priority_ = Priority::usual;
   cudaStream_t stream_ = nullptr;
 };
 

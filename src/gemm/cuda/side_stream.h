@@ -20,12 +20,21 @@ namespace xd::gemm::cuda {
 // have not begun. Made with the device current, and for one thread at a time. May be captured: what
 // it is given waits for the caller's stream first, and the caller's stream for it last, or that of
 // xd_gemm_wait.
+//
+// At its end the stream goes back to the pool of the device's streams. Where ranks are threads that
+// share a device, a stream that is made anew for each context may get a hardware queue in which
+// another rank's opening waits for this rank's.
 class SideStream {
  public:
   explicit SideStream(int device) : device_(device), ended_(device) { stream_ = another(); }
+  // A stream that is still part of a capture is nobody else's.
   ~SideStream() {
     xd::cuda::try_on_device(device_, [this] {
-      for (const cudaStream_t stream : all_) cudaStreamDestroy(stream);
+      for (xd::cuda::Stream& stream : all_) {
+        if (!xd::cuda::is_captured(stream.get())) continue;
+        cudaStreamDestroy(stream.get());
+        stream.abandon();
+      }
     });
   }
   SideStream(const SideStream&) = delete;
@@ -37,8 +46,9 @@ class SideStream {
   // behind there but what its user finds by events.
   void leave_invalidated_capture() {
     if (xd::cuda::takes_work(stream_)) return;
-    const auto free = std::ranges::find_if(all_, xd::cuda::takes_work);
-    stream_ = free != all_.end() ? *free : another();
+    const auto free = std::ranges::find_if(
+        all_, [](const xd::cuda::Stream& one) { return xd::cuda::takes_work(one.get()); });
+    stream_ = free != all_.end() ? free->get() : another();
   }
   // Begins an operation: its events may be used again. (A stream that waits for an event has taken
   // note of it when the wait is enqueued.)
@@ -91,21 +101,12 @@ class SideStream {
     }
     return true;
   }
-  cudaStream_t another() {
-    const xd::cuda::RelaxedCapture relaxed;
-    all_.reserve(all_.size() + 1);
-    int least = 0, greatest = 0;
-    XD_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    cudaStream_t made = nullptr;
-    XD_CUDA_CHECK(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest));
-    all_.push_back(made);
-    return made;
-  }
+  cudaStream_t another() { return all_.emplace_back(device_, xd::cuda::Priority::highest).get(); }
 
   const int device_;
   const xd::cuda::Event ended_;
   cudaStream_t stream_ = nullptr;
-  std::vector<cudaStream_t> all_;
+  std::vector<xd::cuda::Stream> all_;
   bool marked_ = false;
   std::vector<xd::cuda::Event> events_;
   std::size_t used_ = 0;

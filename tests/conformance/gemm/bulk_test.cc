@@ -534,11 +534,10 @@ TEST(StartedGather, WithABadArgumentIsRefusedHereAndAMismatchThere) {
       }
       GemmOutcome outcome = finish(rank, context.get(),
                                    xd_gemm_start_all_gather(context.get(), &args, rank.stream()));
-      // A rank that only sends learns of its peers' mistakes when it waits.
+      // Another rank learns of it when it waits, or before, where the gather has already ended.
       if (outcome == XD_SUCCESS) {
         outcome = finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream()));
       } else {
-        EXPECT_EQ(rank.rank, guilty);
         ok(xd_gemm_wait(context.get(), rank.stream()));
       }
       EXPECT_EQ(outcome, rank.rank == guilty ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH);
