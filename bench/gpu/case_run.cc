@@ -26,7 +26,7 @@ void measure_step(const RankContext& at, EpRank& ep, const Case& one, Overlap* o
   };
   flush_cache(at.stream, at.device);
   at.barrier();
-  result.seconds = at.board.slowest(at.watch.measure(at.iterations(), enqueue));
+  result.seconds = at.rank_results.slowest(at.watch.measure(at.iterations(), enqueue));
   ep.check_left_by(operation, at.iterations().all() - 1);
   if (overlap == nullptr) return;
   result.overlap = overlap->measure(enqueue);
@@ -77,14 +77,14 @@ void run_rank(const Place& place, const Case& one, const Batch& batch, const Com
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
   const SharedMemory landing(comm.get(), stream, WireFloor::landing_bytes(batch));
   bench::ok(xd_comm_barrier(comm.get()));
-  Board board(comm.get(), rank, one.workload.ranks);
+  RankResults rank_results(comm.get(), rank, one.workload.ranks);
   Stopwatch watch(slots, rank, one.workload.ranks, stream);
   const RankContext at{.rank = rank,
                        .device = device,
                        .comm = comm.get(),
                        .stream = stream,
                        .batch = batch,
-                       .board = board,
+                       .rank_results = rank_results,
                        .watch = watch};
   if (one.workload.ranks > 1) {
     const WireFloor floor(at, landing);

@@ -33,7 +33,7 @@ struct At {
   int rank, ranks, device;
   xd_comm* comm;
   const Stream& stream;
-  const Board& board;
+  const RankResults& rank_results;
   Stopwatch& watch;
 
   void settle(const char* what) const {
@@ -128,7 +128,7 @@ class Apart {
                 .b = operands.b.data(),
                 .d = (p.gathers() ? operands.d : operands.whole).data()},
                at.stream) {
-    if (has_nccl) nccl_.emplace(at.rank, at.ranks, at.board, at.stream);
+    if (has_nccl) nccl_.emplace(at.rank, at.ranks, at.rank_results, at.stream);
   }
 
   bool has_transfer() const { return nccl_.has_value(); }
@@ -158,7 +158,8 @@ class Apart {
     double least = 0;
     for (int i = 0; i < floor_.candidates(); ++i) {
       floor_.choose(i);
-      const auto slowest = at.board.slowest(at.watch.measure({2, 6}, [&](int) { product(); }));
+      const auto slowest =
+          at.rank_results.slowest(at.watch.measure({2, 6}, [&](int) { product(); }));
       if (at.rank != 0) continue;
       const double p50 = percentile(slowest, 0.5);
       if (i == 0 || p50 < least) {
@@ -166,7 +167,7 @@ class Apart {
         least = p50;
       }
     }
-    at.board.broadcast(std::as_writable_bytes(std::span(&best, 1)));
+    at.rank_results.broadcast(std::as_writable_bytes(std::span(&best, 1)));
     floor_.choose(best);
   }
 
@@ -259,7 +260,7 @@ class GemmMeasurement {
     }
     check_status();
     for (Way& way : ways_) {
-      way.about.seconds = at_.board.slowest(way.about.seconds);
+      way.about.seconds = at_.rank_results.slowest(way.about.seconds);
       if (way.about.name != kProduct) way.about.host_us = percentile(way.host, 0.5) * 1e6;
       if (at_.rank == 0) results.ways.push_back(std::move(way.about));
     }
@@ -354,7 +355,7 @@ class GemmMeasurement {
 
   // Collective. Known on rank 0.
   bool on_all(bool mine) const {
-    const std::vector<double> wrong = at_.board.slowest({mine ? 0.0 : 1.0});
+    const std::vector<double> wrong = at_.rank_results.slowest({mine ? 0.0 : 1.0});
     return !wrong.empty() && wrong.front() == 0;
   }
 
@@ -417,14 +418,14 @@ GemmResults run_gemm(const Launch& launch, int rank, const GemmProblem& problem)
   // These are made first and in this order, equal on all ranks: see SharedMemory.
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
   bench::ok(xd_comm_barrier(comm.get()));
-  const Board board(comm.get(), rank, problem.ranks);
+  const RankResults rank_results(comm.get(), rank, problem.ranks);
   Stopwatch watch(slots, rank, problem.ranks, stream);
   const At at{.rank = rank,
               .ranks = problem.ranks,
               .device = device,
               .comm = comm.get(),
               .stream = stream,
-              .board = board,
+              .rank_results = rank_results,
               .watch = watch};
   return GemmMeasurement(problem, at, has_nccl).run();
 }

@@ -73,7 +73,7 @@ class LlMeasurement {
 
   // Collective.
   void add(const LlStep& step, const std::vector<double>& mine, int sms = 0) {
-    std::vector<double> slowest = at_.board.slowest(mine);
+    std::vector<double> slowest = at_.rank_results.slowest(mine);
     if (at_.rank == 0) results_.times.push_back({step, std::move(slowest), sms});
   }
   int sms_of(const LlStep& step, const Step& enqueue) const {
@@ -224,7 +224,7 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
   const SharedMemory slots(comm.get(), stream, Stopwatch::slots_bytes());
   const SharedMemory landing(comm.get(), stream, WireFloor::landing_bytes(batch));
   bench::ok(xd_comm_barrier(comm.get()));
-  Board board(comm.get(), rank, workload.ranks);
+  RankResults rank_results(comm.get(), rank, workload.ranks);
   Stopwatch watch(slots, rank, workload.ranks, stream);
   const auto context = [&](const Batch& of) {
     return RankContext{.rank = rank,
@@ -232,7 +232,7 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
                        .comm = comm.get(),
                        .stream = stream,
                        .batch = of,
-                       .board = board,
+                       .rank_results = rank_results,
                        .watch = watch};
   };
   const RankContext at = context(batch), at_fp8 = context(fp8);

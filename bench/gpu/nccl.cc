@@ -89,13 +89,13 @@ struct World {
   int ranks = 0;
   Communicator of[kMaxRanks] = {};
 };
-Communicator communicator(int rank, int ranks, const Board& board) {
+Communicator communicator(int rank, int ranks, const RankResults& rank_results) {
   static World worlds[kMaxRanks + 1];
   Communicator& mine = worlds[ranks].of[rank];
   if (mine != nullptr) return mine;  // then every rank has one: making them is collective
   UniqueId id{};
   if (rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
-  board.broadcast(std::as_writable_bytes(std::span(id.internal)));
+  rank_results.broadcast(std::as_writable_bytes(std::span(id.internal)));
   nccl().check(nccl().comm_init_rank(&mine, ranks, id, rank), "ncclCommInitRank");
   return mine;
 }
@@ -116,8 +116,9 @@ int type_of(Element element) {
 
 const NcclState& nccl_state() { return nccl().state; }
 
-NcclCollectives::NcclCollectives(int rank, int ranks, const Board& board, const Stream& stream)
-    : comm_(communicator(rank, ranks, board)), stream_(stream) {}
+NcclCollectives::NcclCollectives(int rank, int ranks, const RankResults& rank_results,
+                                 const Stream& stream)
+    : comm_(communicator(rank, ranks, rank_results)), stream_(stream) {}
 
 void NcclCollectives::all_gather(const void* in, void* out, std::size_t count,
                                  Element element) const {
@@ -138,7 +139,7 @@ void NcclCollectives::all_reduce(const void* in, void* out, std::size_t count,
 }
 
 std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_peer) {
-  const Communicator comm = communicator(at.rank, at.ranks(), at.board);
+  const Communicator comm = communicator(at.rank, at.ranks(), at.rank_results);
   const std::size_t peers = static_cast<std::size_t>(at.ranks()) - 1;
   const OpenMemory sent(bytes_per_peer * peers), received(bytes_per_peer * peers);
   const auto all_to_all = [&] {
@@ -159,7 +160,7 @@ std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_pe
   all_to_all();  // connects, which must not happen behind a waiting kernel
   at.settle("NCCL");
   std::vector<double> slowest =
-      at.board.slowest(at.watch.measure(at.iterations(), [&](int) { all_to_all(); }));
+      at.rank_results.slowest(at.watch.measure(at.iterations(), [&](int) { all_to_all(); }));
   at.settle("NCCL");  // no rank frees while a peer may still be sending
   return slowest;
 }

@@ -23,7 +23,7 @@ struct ncclComm;  // NCCL's
 class NcclCollectives {
  public:
   // Collective.
-  NcclCollectives(int rank, int ranks, const Board& board, const Stream& stream);
+  NcclCollectives(int rank, int ranks, const RankResults& rank_results, const Stream& stream);
 
   void all_gather(const void* in, void* out, std::size_t count, Element element) const;
   void reduce_scatter(const void* in, void* out, std::size_t count, Element element) const;

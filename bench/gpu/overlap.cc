@@ -79,7 +79,8 @@ OverlapTimes Overlap::measure(const std::function<void(int)>& enqueue) {
         operation.push_back(seconds_between(start_, operation_end_));
         product.push_back(seconds_between(start_, product_end_));
       });
-  return {at_.board.slowest(alone), at_.board.slowest(operation), at_.board.slowest(product)};
+  return {at_.rank_results.slowest(alone), at_.rank_results.slowest(operation),
+          at_.rank_results.slowest(product)};
 }
 
 }  // namespace bench::gpu

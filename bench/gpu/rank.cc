@@ -11,11 +11,11 @@ std::size_t cache_bytes(int device) {
 
 }  // namespace
 
-std::vector<double> Board::slowest(const std::vector<double>& mine) const {
+std::vector<double> RankResults::slowest(const std::vector<double>& mine) const {
   return bench::slowest(comm_, rank_, ranks_, mine);
 }
 
-void Board::broadcast(std::span<std::byte> bytes) const {
+void RankResults::broadcast(std::span<std::byte> bytes) const {
   std::vector<std::byte> all(static_cast<std::size_t>(ranks_) * bytes.size());
   bench::ok(xd_comm_all_gather(comm_, bytes.data(), all.data(), bytes.size()));
   std::copy_n(all.begin(), bytes.size(), bytes.begin());

@@ -24,9 +24,9 @@ struct Batch {
 };
 
 // The ranks' results meet here. Its calls are collective.
-class Board {
+class RankResults {
  public:
-  Board(xd_comm* comm, int rank, int ranks) : comm_(comm), rank_(rank), ranks_(ranks) {}
+  RankResults(xd_comm* comm, int rank, int ranks) : comm_(comm), rank_(rank), ranks_(ranks) {}
 
   // The maximum over the ranks of every element, on rank 0; empty on the others.
   std::vector<double> slowest(const std::vector<double>& mine) const;
@@ -45,7 +45,7 @@ struct RankContext {
   xd_comm* comm;
   const Stream& stream;
   const Batch& batch;
-  Board& board;
+  RankResults& rank_results;
   Stopwatch& watch;
 
   const Workload& workload() const { return batch.workload; }

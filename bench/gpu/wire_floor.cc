@@ -119,7 +119,7 @@ WireFloor::Result WireFloor::measure_kernels() const {
     check_arrivals();
     for (const int blocks : kBlocks) {
       at_.settle("before the floor");
-      const std::vector<double> seconds = at_.board.slowest(
+      const std::vector<double> seconds = at_.rank_results.slowest(
           at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)},
                             [&](int i) { run(mover, blocks, i); }));
       if (at_.rank != 0) continue;
@@ -147,7 +147,7 @@ WireFloor::Result WireFloor::measure_copy_engine() const {
     }
   };
   at_.settle("before the copy engine");
-  std::vector<double> seconds = at_.board.slowest(
+  std::vector<double> seconds = at_.rank_results.slowest(
       at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)}, push));
   return {.seconds = std::move(seconds), .by = "copy engine"};
 }

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "net/board.h"
+#include "net/rank_results.h"
 
 namespace bench::net {
 
@@ -27,12 +27,12 @@ class Floor {
   virtual void ping(int turns) = 0;
 };
 
-// Collective over the board: the other rank is half of the ranks away.
-std::unique_ptr<Floor> make_links_floor(Board& board, const FloorConfig& config);
-std::unique_ptr<Floor> make_tcp_floor(Board& board, const FloorConfig& config);
+// Collective over all ranks: the other rank is half of the ranks away.
+std::unique_ptr<Floor> make_links_floor(RankResults& rank_results, const FloorConfig& config);
+std::unique_ptr<Floor> make_tcp_floor(RankResults& rank_results, const FloorConfig& config);
 
-inline int other_rank(const Board& board) {
-  return (board.rank() + board.ranks() / 2) % board.ranks();
+inline int other_rank(const RankResults& rank_results) {
+  return (rank_results.rank() + rank_results.ranks() / 2) % rank_results.ranks();
 }
 
 }  // namespace bench::net

@@ -1,4 +1,4 @@
-// Slots as groups of the CPU executor have them towards a gateway.
+// Frames as groups of the CPU executor have them towards a relay.
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -15,19 +15,19 @@ namespace {
 constexpr int kSlots = 2;
 constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
 constexpr int kPatienceMs = 60000;
-constexpr std::size_t kHalf = Board::kWordBytes / 2;
+constexpr std::size_t kHalf = RankResults::kWordBytes / 2;
 
 // Says something to the other rank, in one half of the words, and hears what it says.
-xd::Bytes exchange(Board& board, int half, const xd::Bytes& mine) {
+xd::Bytes exchange(RankResults& rank_results, int half, const xd::Bytes& mine) {
   const auto place = [&](int rank) {
-    return board.words(rank).subspan(static_cast<std::size_t>(half) * kHalf, kHalf);
+    return rank_results.words(rank).subspan(static_cast<std::size_t>(half) * kHalf, kHalf);
   };
   const std::uint64_t size = mine.size();
-  std::memcpy(place(board.rank()).data(), &size, sizeof(size));
-  std::memcpy(place(board.rank()).data() + sizeof(size), mine.data(), mine.size());
-  board.barrier();
+  std::memcpy(place(rank_results.rank()).data(), &size, sizeof(size));
+  std::memcpy(place(rank_results.rank()).data() + sizeof(size), mine.data(), mine.size());
+  rank_results.barrier();
   std::uint64_t theirs = 0;
-  const auto from = place(other_rank(board));
+  const auto from = place(other_rank(rank_results));
   std::memcpy(&theirs, from.data(), sizeof(theirs));
   const auto begin = from.begin() + sizeof(theirs);
   return {begin, begin + static_cast<std::ptrdiff_t>(theirs)};
@@ -36,26 +36,26 @@ xd::Bytes exchange(Board& board, int half, const xd::Bytes& mine) {
 // Smallest messages have an engine of their own, as links keep all that an engine reports.
 class LinksFloor final : public Floor {
  public:
-  LinksFloor(Board& board, const FloorConfig& config)
-      : board_(board),
+  LinksFloor(RankResults& rank_results, const FloorConfig& config)
+      : rank_results_(rank_results),
         config_(config),
         chunks_(open(config)),
         pings_(open(config)),
-        links_(*chunks_, {.rank = board.rank(), .slots = kSlots, .slot_bytes = kSlotBytes},
-               {{other_rank(board), config.peer}}),
-        room_(pings_->expose(place_)) {
-    links_.accept(0, exchange(board, 0, links_.offer(0)));
+        links_(*chunks_, {.rank = rank_results.rank(), .frames = kSlots, .frame_bytes = kSlotBytes},
+               {{other_rank(rank_results), config.peer}}),
+        region_(pings_->expose(place_)) {
+    links_.accept(0, exchange(rank_results, 0, links_.offer(0)));
     xd::WireWriter writer;
-    writer.put(room_->remote());
+    writer.put(region_->remote());
     writer.put_bytes(pings_->address());
-    const xd::Bytes theirs = exchange(board, 1, writer.take());
+    const xd::Bytes theirs = exchange(rank_results, 1, writer.take());
     xd::WireReader reader(theirs);
-    there_ = reader.take<xd::net::RemoteRoom>();
-    pings_->connect(other_rank(board), reader.rest());
-    board.barrier();
+    there_ = reader.take<xd::net::RegionHandle>();
+    pings_->connect(other_rank(rank_results), reader.rest());
+    rank_results.barrier();
   }
   ~LinksFloor() override {
-    board_.barrier();
+    rank_results_.barrier();
     pings_->close();
   }
 
@@ -64,10 +64,10 @@ class LinksFloor final : public Floor {
     const auto deadline = xd::Deadline::after_ms(kPatienceMs);
     links_.wait_for(deadline, -1, "all bytes", [&] {
       while (left > 0) {
-        const auto slot = links_.take(0);
-        if (!slot) break;
+        const auto frame = links_.take(0);
+        if (!frame) break;
         const std::size_t bytes = std::min(left, kSlotBytes);
-        links_.send(*slot, bytes);
+        links_.send(*frame, bytes);
         left -= bytes;
       }
       while (const auto chunk = links_.next(0)) {
@@ -79,7 +79,7 @@ class LinksFloor final : public Floor {
   }
 
   void ping(int turns) override {
-    const bool begins = board_.rank() < other_rank(board_);
+    const bool begins = rank_results_.rank() < other_rank(rank_results_);
     for (int turn = 0; turn < turns; ++turn) {
       if (begins) say();
       hear();
@@ -95,7 +95,8 @@ class LinksFloor final : public Floor {
     return xd::net::open_fabric(library, xd::net::agree_on_provider(all), config.address);
   }
   void say() {
-    const xd::net::Put put{.peer = other_rank(board_), .from = room_.get(), .to = there_, .tag = 1};
+    const xd::net::Put put{
+        .peer = other_rank(rank_results_), .from = region_.get(), .to = there_, .tag = 1};
     wait([&] { return pings_->put(put); });
   }
   void hear() {
@@ -109,24 +110,24 @@ class LinksFloor final : public Floor {
       pings_->poll(events_);
       events_.sent.clear();
       if (deadline.passed() || !events_.failed.empty())
-        xd::fail(XD_ERROR_TIMEOUT, "no ping of rank ", other_rank(board_));
+        xd::fail(XD_ERROR_TIMEOUT, "no ping of rank ", other_rank(rank_results_));
     }
   }
 
-  Board& board_;
+  RankResults& rank_results_;
   const FloorConfig config_;
   const std::unique_ptr<xd::net::Engine> chunks_, pings_;
   xd::net::Links links_;
   std::vector<std::byte> place_ = std::vector<std::byte>(64);
-  const std::unique_ptr<xd::net::Room> room_;
-  xd::net::RemoteRoom there_;
+  const std::unique_ptr<xd::net::Region> region_;
+  xd::net::RegionHandle there_;
   xd::net::Events events_;
 };
 
 }  // namespace
 
-std::unique_ptr<Floor> make_links_floor(Board& board, const FloorConfig& config) {
-  return std::make_unique<LinksFloor>(board, config);
+std::unique_ptr<Floor> make_links_floor(RankResults& rank_results, const FloorConfig& config) {
+  return std::make_unique<LinksFloor>(rank_results, config);
 }
 
 }  // namespace bench::net

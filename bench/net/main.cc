@@ -1,7 +1,7 @@
 // crossdock-bench-net: a rank of a measurement between network namespaces, which bench/net/run.py
 // makes. Its place comes from the environment:
 //   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, XD_JOB_SECRET   as for any communicator
-//   XD_BENCH_BOARD    the file of board.h
+//   XD_BENCH_BOARD    the file of rank_results.h
 //   XD_BENCH_HOSTS    the hosts, of equal size; ranks are on them in order
 //   XD_BENCH_ADDRESS, XD_BENCH_PEER   of this rank's host, and of the host of the other rank
 // Rank 0 prints lines of JSON.
@@ -20,9 +20,9 @@
 #include <crossdock/stats.h>
 
 #include "ep_calls.h"
-#include "net/board.h"
 #include "net/floor.h"
 #include "net/measure.h"
+#include "net/rank_results.h"
 #include "ranks.h"
 #include "routing.h"
 #include "start_line.h"
@@ -30,8 +30,8 @@
 namespace {
 
 using namespace bench;
-using bench::net::Board;
 using bench::net::Measure;
+using bench::net::RankResults;
 using bench::net::Sent;
 using Json = nlohmann::ordered_json;
 
@@ -88,14 +88,14 @@ void print(const Json& line) {
 
 // Prints the facts that other programs and the report need: rows [source][destination], rows that
 // cross, and what every rank has received.
-void print_facts(Board& board, const Workload& w, const Place& place,
+void print_facts(RankResults& rank_results, const Workload& w, const Place& place,
                  const std::vector<Choices>& routing, double checksum_of_rank) {
-  board.numbers(board.rank())[0] = checksum_of_rank;
-  board.barrier();
-  if (board.rank() == 0) {
+  rank_results.numbers(rank_results.rank())[0] = checksum_of_rank;
+  rank_results.barrier();
+  if (rank_results.rank() == 0) {
     const Crossing rows = crossing_of(w, routing, place);
     std::vector<double> sums;
-    for (int r = 0; r < board.ranks(); ++r) sums.push_back(board.numbers(r)[0]);
+    for (int r = 0; r < rank_results.ranks(); ++r) sums.push_back(rank_results.numbers(r)[0]);
     print({{"facts",
             {{"rows", count_rows(w, routing)},
              {"row_bytes", w.row_bytes()},
@@ -103,7 +103,7 @@ void print_facts(Board& board, const Workload& w, const Place& place,
              {"rank_rows", rows.ranks},
              {"checksums", sums}}}});
   }
-  board.barrier();
+  rank_results.barrier();
 }
 
 // As a number that a double has exactly.
@@ -135,7 +135,7 @@ struct EpRank {
   }
 };
 
-void run_ep(Board& board, const Workload& w, const Place& place) {
+void run_ep(RankResults& rank_results, const Workload& w, const Place& place) {
   const std::vector<Choices> routing = make_routing(w);
   EpRank rank(w, routing, place);
   const auto sent = [&] {
@@ -143,34 +143,35 @@ void run_ep(Board& board, const Workload& w, const Place& place) {
     if (place.first_of_host()) all.wire = interface_bytes();
     return all;
   };
-  Measure measure(board, w.iters, w.warmup);
+  Measure measure(rank_results, w.iters, w.warmup);
   measure.step(
       "prepare", [&] { rank.calls.prepare(); }, sent);
   measure.step(
       "dispatch", [&] { rank.calls.dispatch(); }, sent);
   measure.step(
       "combine", [&] { rank.calls.combine(); }, sent);
-  print_facts(board, w, place, routing, short_checksum(rank.calls.recv_checksum()));
+  print_facts(rank_results, w, place, routing, short_checksum(rank.calls.recv_checksum()));
 }
 
 // Seconds of processor that a communicator with a group costs in a second in which nobody calls.
-void run_idle(Board& board, const Workload& w, const Place& place) {
+void run_idle(RankResults& rank_results, const Workload& w, const Place& place) {
   EpRank rank(w, make_routing(w), place);
   rank.calls.prepare();
-  board.barrier();
+  rank_results.barrier();
   constexpr int kSeconds = 5;
   const std::clock_t begun = std::clock();
   std::this_thread::sleep_for(std::chrono::seconds(kSeconds));
-  board.numbers(board.rank())[0] =
+  rank_results.numbers(rank_results.rank())[0] =
       static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC / kSeconds;
-  board.barrier();
+  rank_results.barrier();
   double most = 0;
-  for (int r = 0; r < board.ranks(); ++r) most = std::max(most, board.numbers(r)[0]);
-  if (board.rank() == 0) print({{"step", "idle"}, {"core", most}});
-  board.barrier();
+  for (int r = 0; r < rank_results.ranks(); ++r) most = std::max(most, rank_results.numbers(r)[0]);
+  if (rank_results.rank() == 0) print({{"step", "idle"}, {"core", most}});
+  rank_results.barrier();
 }
 
-void run_floor(Board& board, const Workload& w, const Place& place, const std::string& by) {
+void run_floor(RankResults& rank_results, const Workload& w, const Place& place,
+               const std::string& by) {
   const std::vector<long> rows = crossing_of(w, make_routing(w), place).hosts;
   const auto bytes = [&](int rank) {
     return static_cast<std::size_t>(rows[static_cast<std::size_t>(rank)]) * w.row_bytes();
@@ -178,29 +179,29 @@ void run_floor(Board& board, const Workload& w, const Place& place, const std::s
   const net::FloorConfig config{.address = setting("XD_BENCH_ADDRESS"),
                                 .peer = setting("XD_BENCH_PEER"),
                                 .bytes = bytes(place.rank),
-                                .coming = bytes(net::other_rank(board))};
-  const auto floor =
-      by == "links" ? net::make_links_floor(board, config) : net::make_tcp_floor(board, config);
+                                .coming = bytes(net::other_rank(rank_results))};
+  const auto floor = by == "links" ? net::make_links_floor(rank_results, config)
+                                   : net::make_tcp_floor(rank_results, config);
   const auto sent = [&] {
     return Sent{.puts = 0, .bytes = 0, .wire = place.first_of_host() ? interface_bytes() : 0};
   };
-  Measure(board, w.iters, w.warmup)
+  Measure(rank_results, w.iters, w.warmup)
       .step(
           "stream", [&] { floor->stream(); }, sent);
   constexpr int kTurns = 100;
-  Measure(board, w.iters, w.warmup).step("ping", [&] { floor->ping(kTurns); });
+  Measure(rank_results, w.iters, w.warmup).step("ping", [&] { floor->ping(kTurns); });
 }
 
 int run(const std::string& command, const std::vector<std::string>& arguments) {
   const Place place;
   const Workload w = parse_options(arguments, place.ranks).workload;
-  Board board(setting("XD_BENCH_BOARD"), place.rank, place.ranks);
+  RankResults rank_results(setting("XD_BENCH_BOARD"), place.rank, place.ranks);
   if (command == "ep") {
-    run_ep(board, w, place);
+    run_ep(rank_results, w, place);
   } else if (command == "idle") {
-    run_idle(board, w, place);
+    run_idle(rank_results, w, place);
   } else if (command == "links" || command == "tcp") {
-    run_floor(board, w, place, command);
+    run_floor(rank_results, w, place, command);
   } else {
     throw std::invalid_argument("'" + command + "', expected ep, idle, links or tcp");
   }
@@ -211,8 +212,8 @@ int run(const std::string& command, const std::vector<std::string>& arguments) {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.size() == 1 && words[0] == "board-bytes") {
-    std::printf("%zu\n", Board::bytes());
+  if (words.size() == 1 && words[0] == "rank_results-bytes") {
+    std::printf("%zu\n", RankResults::bytes());
     return 0;
   }
   try {

@@ -21,9 +21,9 @@ double processor_seconds() {
 }  // namespace
 
 // A rank's numbers: seconds of all iterations, seconds of processor, what was sent.
-Measure::Measure(Board& board, int iters, int warmup)
-    : board_(board), iters_(iters), warmup_(warmup) {
-  const auto most = static_cast<int>(Board::kNumbers / 2 - 2);
+Measure::Measure(RankResults& rank_results, int iters, int warmup)
+    : rank_results_(rank_results), iters_(iters), warmup_(warmup) {
+  const auto most = static_cast<int>(RankResults::kNumbers / 2 - 2);
   if (iters < 1 || iters > most)
     throw std::invalid_argument("--iters " + std::to_string(iters) + ": expected 1 to " +
                                 std::to_string(most));
@@ -31,11 +31,11 @@ Measure::Measure(Board& board, int iters, int warmup)
 
 void Measure::step(const std::string& name, const std::function<void()>& body,
                    const std::function<Sent()>& sent) {
-  double* const seconds = board_.numbers(board_.rank()).data();
+  double* const seconds = rank_results_.numbers(rank_results_.rank()).data();
   double* const processor = seconds + iters_;
   const Sent before = sent();
   for (int i = -warmup_; i < iters_; ++i) {
-    const std::int64_t start = board_.common_start();
+    const std::int64_t start = rank_results_.common_start();
     wait_for_start(start);
     const double begun = processor_seconds();
     body();
@@ -47,16 +47,16 @@ void Measure::step(const std::string& name, const std::function<void()>& body,
   processor[iters_] = (after.puts - before.puts) / (warmup_ + iters_);
   processor[iters_ + 1] = (after.bytes - before.bytes) / (warmup_ + iters_);
   processor[iters_ + 2] = (after.wire - before.wire) / (warmup_ + iters_);
-  board_.barrier();
-  if (board_.rank() == 0) print(name);
-  board_.barrier();
+  rank_results_.barrier();
+  if (rank_results_.rank() == 0) print(name);
+  rank_results_.barrier();
 }
 
 void Measure::print(const std::string& name) const {
   const auto count = static_cast<std::size_t>(iters_);
   std::vector<double> sums(2 * count + 3);
-  for (int rank = 0; rank < board_.ranks(); ++rank) {
-    const auto numbers = board_.numbers(rank);
+  for (int rank = 0; rank < rank_results_.ranks(); ++rank) {
+    const auto numbers = rank_results_.numbers(rank);
     for (std::size_t i = 0; i < sums.size(); ++i)
       sums[i] = i < count ? std::max(sums[i], numbers[i]) : sums[i] + numbers[i];
   }

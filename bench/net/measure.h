@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "net/board.h"
+#include "net/rank_results.h"
 
 namespace bench::net {
 
@@ -16,7 +16,7 @@ struct Sent {
 
 class Measure {
  public:
-  Measure(Board& board, int iters, int warmup);
+  Measure(RankResults& rank_results, int iters, int warmup);
 
   // Collective. Rank 0 prints {"step", "seconds": by iteration, the maximum over the ranks, "cpu":
   // seconds of processor by iteration, the sum over the ranks, "puts", "bytes", "wire": per
@@ -28,7 +28,7 @@ class Measure {
  private:
   void print(const std::string& name) const;
 
-  Board& board_;
+  RankResults& rank_results_;
   const int iters_, warmup_;
 };
 

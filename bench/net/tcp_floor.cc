@@ -20,10 +20,10 @@ constexpr std::size_t kPiece = std::size_t{256} << 10;
 
 class TcpFloor final : public Floor {
  public:
-  TcpFloor(Board& board, const FloorConfig& config)
-      : board_(board), config_(config), out_(kPiece), in_(kPiece) {
-    const int low = std::min(board.rank(), other_rank(board));
-    const bool listens = board.rank() == low;
+  TcpFloor(RankResults& rank_results, const FloorConfig& config)
+      : rank_results_(rank_results), config_(config), out_(kPiece), in_(kPiece) {
+    const int low = std::min(rank_results.rank(), other_rank(rank_results));
+    const bool listens = rank_results.rank() == low;
     const auto port = static_cast<std::uint16_t>(kPort + low);
     const auto address = xd::numeric_address(listens ? config.address : config.peer);
     XD_REQUIRE(address, "expected numeric addresses of both hosts");
@@ -32,20 +32,20 @@ class TcpFloor final : public Floor {
       listener = xd::tcp_listen(address->with_port(port));
       if (!listener) xd::fail(XD_ERROR_SYSTEM, "cannot listen at port ", port);
     }
-    board.barrier();
+    rank_results.barrier();
     if (listens) {
       accept(listener.get());
     } else {
       connection_ = xd::tcp_connect(address->with_port(port), deadline());
     }
     xd::set_silence(connection_.get(), 0);  // and no delays
-    board.barrier();
+    rank_results.barrier();
   }
 
   void stream() override { move(config_.bytes, config_.coming, /*spins=*/false); }
 
   void ping(int turns) override {
-    const bool begins = board_.rank() < other_rank(board_);
+    const bool begins = rank_results_.rank() < other_rank(rank_results_);
     for (int turn = 0; turn < turns; ++turn) {
       if (begins) move(8, 0, /*spins=*/true);
       move(0, 8, /*spins=*/true);
@@ -61,7 +61,8 @@ class TcpFloor final : public Floor {
     ::poll(&one, 1, kPatienceMs);
     xd::TcpAddress from;
     connection_ = xd::tcp_accept(listener, from);
-    if (!connection_) xd::fail(XD_ERROR_TIMEOUT, "rank ", other_rank(board_), " does not call");
+    if (!connection_)
+      xd::fail(XD_ERROR_TIMEOUT, "rank ", other_rank(rank_results_), " does not call");
   }
 
   void move(std::size_t left, std::size_t expected, bool spins) {
@@ -76,11 +77,12 @@ class TcpFloor final : public Floor {
       }
       if (expected > 0) {
         const auto came = ::recv(fd, in_.data(), std::min(expected, kPiece), 0);
-        if (came == 0) xd::fail(XD_ERROR_SYSTEM, "rank ", other_rank(board_), " has gone");
+        if (came == 0) xd::fail(XD_ERROR_SYSTEM, "rank ", other_rank(rank_results_), " has gone");
         if (came > 0) expected -= static_cast<std::size_t>(came);
         moved = check(came) || moved;
       }
-      if (limit.passed()) xd::fail(XD_ERROR_TIMEOUT, "rank ", other_rank(board_), " is late");
+      if (limit.passed())
+        xd::fail(XD_ERROR_TIMEOUT, "rank ", other_rank(rank_results_), " is late");
       if (moved || spins) continue;
       pollfd one{
           .fd = fd,
@@ -96,7 +98,7 @@ class TcpFloor final : public Floor {
     return false;
   }
 
-  Board& board_;
+  RankResults& rank_results_;
   const FloorConfig config_;
   xd::UniqueFd connection_;
   std::vector<std::byte> out_, in_;
@@ -104,8 +106,8 @@ class TcpFloor final : public Floor {
 
 }  // namespace
 
-std::unique_ptr<Floor> make_tcp_floor(Board& board, const FloorConfig& config) {
-  return std::make_unique<TcpFloor>(board, config);
+std::unique_ptr<Floor> make_tcp_floor(RankResults& rank_results, const FloorConfig& config) {
+  return std::make_unique<TcpFloor>(rank_results, config);
 }
 
 }  // namespace bench::net

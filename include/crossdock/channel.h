@@ -46,8 +46,8 @@ typedef struct xd_channel xd_channel;
  * it and names its peer, which must name it; a rank may name itself. `symmetric`, of `bytes` bytes,
  * lies in one allocation of this rank's symmetric memory, which may be up to 255 bytes larger than
  * asked for. It stays allocated as long as either end is there: the peer puts into it, and this
- * rank puts from it. Sizes may differ between both ends. `slots`, from 1 to 65536, are the counts
- * here; they begin at 0.
+ * rank puts from it. Sizes may differ between both ends. `counters`, from 1 to 65536, is the number
+ * of counters here; they begin at 0.
  *
  * Errors: INVALID_ARGUMENT, which is MISMATCH on all other ranks, at once (with a `comm` that is
  * NULL the others miss this rank); MISMATCH where ranks do not name one another; UNSUPPORTED on
@@ -56,23 +56,24 @@ typedef struct xd_channel xd_channel;
  * data, which finishes nothing; TIMEOUT where ranks do not come, which finishes the communicator.
  */
 XD_API xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
-                                   uint32_t slots, xd_channel** channel);
+                                   uint32_t counters, xd_channel** channel);
 
 /* Puts `bytes` bytes, maybe none, to byte `to` of the peer's memory of the channel. When they can
- * be read there, count `slot` grows by 1 there. `from` lies in this rank's memory of the channel,
- * and stays as it is until a flush. INVALID_ARGUMENT where bytes do not lie in both memories, the
- * peer has no such slot, or, between machines, bytes are more than the network takes in one put;
- * the text says how many that is. Such a put has not been made, and the channel goes on. */
+ * be read there, counter `counter` grows by 1 there. `from` lies in this rank's memory of the
+ * channel, and stays as it is until a flush. INVALID_ARGUMENT where bytes do not lie in both
+ * memories, the peer has no such counter, or, between machines, bytes are more than the network
+ * takes in one put; the text says how many that is. Such a put has not been made, and the channel
+ * goes on. */
 XD_API xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from, size_t bytes,
-                                uint32_t slot);
+                                uint32_t counter);
 
-/* Waits until count `slot` here is at least `count`. */
-XD_API xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t count);
+/* Waits until counter `counter` here is at least `count`. */
+XD_API xd_status xd_channel_wait(xd_channel* channel, uint32_t counter, uint64_t count);
 
-/* Tells whether count `slot` here is at least `count`: *reached becomes 1, else 0. It never waits.
- * Puts of this rank's channels get on and are taken in, as in a wait, so a rank that has other work
- * may call this time and again instead. Errors are those of a wait but for TIMEOUT. */
-XD_API xd_status xd_channel_test(xd_channel* channel, uint32_t slot, uint64_t count,
+/* Tells whether counter `counter` here is at least `count`: *reached becomes 1, else 0. It never
+ * waits. Puts of this rank's channels get on and are taken in, as in a wait, so a rank that has
+ * other work may call this time and again instead. Errors are those of a wait but for TIMEOUT. */
+XD_API xd_status xd_channel_test(xd_channel* channel, uint32_t counter, uint64_t count,
                                  int32_t* reached);
 
 /* Waits until the sources of all puts so far may change again. */

@@ -21,14 +21,14 @@ class Ranks:
     def __init__(
         self,
         device_type: int,
-        seats: list[tuple[int, int, int, int, bytes, str, list[int]]],
+        rank_infos: list[tuple[int, int, int, int, bytes, str, list[int]]],
         timeout_ms: int = 0,
     ) -> None:
         """Joins all at once. Collective, blocking.
 
         Args:
             device_type: DLPack's: 1 = CPU, 2 = CUDA.
-            seats: for each device (ordinal by which XLA names it to custom calls, or -1 in a
+            rank_infos: for each device (ordinal by which XLA names it to custom calls, or -1 in a
                 process that has one only; CUDA device; rank; number of ranks; unique id; name of
                 the set of ranks; other numbers of its ranks, or none).
             timeout_ms: longest wait for a peer; 0 = the environment's, else 10 minutes.
@@ -64,7 +64,7 @@ class Group:
         """Makes the groups, unless they have been made. Collective, blocking."""
 
     def status(self, index: int) -> dict[str, Any] | None:
-        """Reads and clears the non-fatal errors of the rank with that index of the seats."""
+        """Reads and clears the non-fatal errors of the rank with that index in `rank_infos`."""
 
     def errors(self, index: int) -> int | None:
         """How many operations of that rank have ended with a non-fatal error."""

@@ -25,7 +25,7 @@ xd_status on_channel(const char* function, xd_channel* channel, Body&& body) {
 }  // namespace
 
 xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, size_t bytes,
-                            uint32_t slots, xd_channel** channel) {
+                            uint32_t counters, xd_channel** channel) {
   XD_REQUIRE_GIVEN("xd_channel_create", comm);
   if (channel != nullptr) *channel = nullptr;
   return xd::guarded_on("xd_channel_create", *comm->comm, [&] {
@@ -33,7 +33,7 @@ xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, 
     // The peer writes into it: the caller's const says that this call does not.
     auto* const memory = const_cast<std::byte*>(static_cast<const std::byte*>(symmetric));
     const xd::Channel::Config config{
-        .peer = peer, .memory = memory, .bytes = bytes, .slots = slots};
+        .peer = peer, .memory = memory, .bytes = bytes, .counters = counters};
     // A failure in here is told to all ranks.
     comm->comm->collective().run(xd::kCreateChannel, [&] {
       XD_REQUIRE(channel != nullptr, "channel = NULL, expected a pointer");
@@ -43,21 +43,21 @@ xd_status xd_channel_create(xd_comm* comm, int32_t peer, const void* symmetric, 
 }
 
 xd_status xd_channel_put(xd_channel* channel, size_t to, const void* from, size_t bytes,
-                         uint32_t slot) {
+                         uint32_t counter) {
   return on_channel("xd_channel_put", channel, [&](xd::Channel& c) {
-    c.put(to, static_cast<const std::byte*>(from), bytes, slot);
+    c.put(to, static_cast<const std::byte*>(from), bytes, counter);
   });
 }
 
-xd_status xd_channel_wait(xd_channel* channel, uint32_t slot, uint64_t count) {
-  return on_channel("xd_channel_wait", channel, [&](xd::Channel& c) { c.wait(slot, count); });
+xd_status xd_channel_wait(xd_channel* channel, uint32_t counter, uint64_t count) {
+  return on_channel("xd_channel_wait", channel, [&](xd::Channel& c) { c.wait(counter, count); });
 }
 
-xd_status xd_channel_test(xd_channel* channel, uint32_t slot, uint64_t count, int32_t* reached) {
+xd_status xd_channel_test(xd_channel* channel, uint32_t counter, uint64_t count, int32_t* reached) {
   XD_REQUIRE_GIVEN("xd_channel_test", reached);
   *reached = 0;
   return on_channel("xd_channel_test", channel,
-                    [&](xd::Channel& c) { *reached = c.test(slot, count) ? 1 : 0; });
+                    [&](xd::Channel& c) { *reached = c.test(counter, count) ? 1 : 0; });
 }
 
 xd_status xd_channel_flush(xd_channel* channel) {

@@ -2,13 +2,13 @@
 
 #include "base/options.h"
 #include "capi/boundary.h"
-#include "observe/board.h"
+#include "observe/stats_segment.h"
 
 using xd::guarded;
 using xd::guarded_on;
 
 struct xd_monitor {
-  xd::observe::BoardReader board;
+  xd::observe::StatsReader board;
 };
 
 void xd::tell_stats(const observe::Subject& subject, xd_stats* stats, std::int64_t* wait_ns) {
@@ -65,7 +65,7 @@ xd_status xd_monitor_open(int32_t pid, xd_monitor** monitor) {
   XD_REQUIRE_GIVEN("xd_monitor_open", monitor);
   *monitor = nullptr;
   return guarded("xd_monitor_open",
-                 [&] { *monitor = new xd_monitor{xd::observe::BoardReader(pid)}; });
+                 [&] { *monitor = new xd_monitor{xd::observe::StatsReader(pid)}; });
 }
 
 xd_status xd_monitor_close(xd_monitor* monitor) {

@@ -18,21 +18,21 @@ bool lies_in(std::size_t begin, std::size_t bytes, std::size_t all) {
   return begin <= all && bytes <= all - begin;
 }
 
-NearMemory count_in(const NearMemory& counts, std::uint32_t slot) {
-  return counts.from(slot * sizeof(std::uint64_t));
+NearMemory count_in(const NearMemory& counts, std::uint32_t counter) {
+  return counts.from(counter * sizeof(std::uint64_t));
 }
 
 }  // namespace
 
 Channel::Channel(std::shared_ptr<Comm> comm, const Config& config)
     : comm_(std::move(comm)), config_(config) {
-  const bool any_far = read_offers();
-  if (any_far && comm_->far_puts() == nullptr) open_far_puts();
-  counts_ = comm_->share(kCreateChannel, config_.slots * sizeof(std::uint64_t));
-  if (any_far) connect_far();
+  const bool any_remote = read_offers();
+  if (any_remote && comm_->remote_puts() == nullptr) open_remote_puts();
+  counts_ = comm_->share(kCreateChannel, config_.counters * sizeof(std::uint64_t));
+  if (any_remote) connect_remote();
   comm_->collective().agree(kCreateChannel, [&] {
-    if (far_) far_->greet();
-    if (!far_) connect_near();
+    if (remote_) remote_->greet();
+    if (!remote_) connect_near();
     return Collective::Contribution{};
   });
 }
@@ -43,13 +43,13 @@ Channel::Offer Channel::offer() const {
   }
   XD_REQUIRE(config_.peer >= 0 && config_.peer < comm_->num_ranks(), "peer = ", config_.peer,
              ", expected 0 to ", comm_->num_ranks() - 1);
-  XD_REQUIRE(config_.slots >= 1 && config_.slots <= kMaxSlots, "slots = ", config_.slots,
-             ", expected 1 to ", kMaxSlots);
+  XD_REQUIRE(config_.counters >= 1 && config_.counters <= kMaxSlots,
+             "counters = ", config_.counters, ", expected 1 to ", kMaxSlots);
   const auto place = comm_->heap().find_allocated(config_.memory, config_.bytes);
   XD_REQUIRE(place, "symmetric: expected ", config_.bytes,
              " bytes of this rank's symmetric memory, in one allocation (xd_mem_alloc)");
   return {.peer = config_.peer,
-          .slots = config_.slots,
+          .counters = config_.counters,
           .segment = place->segment,
           .offset = place->offset,
           .bytes = config_.bytes};
@@ -58,45 +58,45 @@ Channel::Offer Channel::offer() const {
 bool Channel::read_offers() {
   static_assert(std::has_unique_object_representations_v<Offer>, "padding must not leave");
   const auto offers = comm_->collective().agree_on(kCreateChannel, [this] { return offer(); });
-  bool any_far = false;
+  bool any_remote = false;
   for (int r = 0; r < comm_->num_ranks(); ++r) {
     const int peer = offers[at(r)].peer, back = offers[at(peer)].peer;
     if (back != r) {
       fail(XD_ERROR_MISMATCH, "rank ", r, " names rank ", peer, " as its peer, which names rank ",
            back, ", expected rank ", r);
     }
-    any_far = any_far || comm_->machines().host_of(r) != comm_->machines().host_of(peer);
+    any_remote = any_remote || comm_->machines().host_of(r) != comm_->machines().host_of(peer);
   }
   own_ = offers[at(comm_->rank())];
   theirs_ = offers[at(config_.peer)];
-  return any_far;
+  return any_remote;
 }
 
 // All ranks come to have them in the same step.
-void Channel::open_far_puts() {
+void Channel::open_remote_puts() {
   auto engine = network().open_together(*comm_, kCreateChannel);
-  std::shared_ptr<FarPuts> puts;
+  std::shared_ptr<RemotePuts> puts;
   comm_->collective().agree(kCreateChannel, [&] {
-    puts = std::make_shared<FarPuts>(*comm_, std::move(engine));
+    puts = std::make_shared<RemotePuts>(*comm_, std::move(engine));
     return Collective::Contribution{};
   });
-  comm_->keep_far_puts(std::move(puts));
+  comm_->keep_remote_puts(std::move(puts));
 }
 
-void Channel::connect_far() {
-  const bool is_far = !comm_->hosts().is_near(config_.peer);
+void Channel::connect_remote() {
+  const bool is_remote = !comm_->hosts().is_near(config_.peer);
   const auto items = comm_->collective().agree(kCreateChannel, [&] {
-    if (!is_far) return Collective::Contribution{};
+    if (!is_remote) return Collective::Contribution{};
     const HeapAddress place{static_cast<std::uint32_t>(own_.segment), own_.offset};
-    far_.emplace(
-        *comm_->far_puts(),
-        FarEnd::Config{
-            .peer = config_.peer, .place = place, .counts = own_count(0), .slots = config_.slots});
-    return Collective::Contribution{.blob = far_->offer()};
+    remote_.emplace(*comm_->remote_puts(), RemoteEnd::Config{.peer = config_.peer,
+                                                             .place = place,
+                                                             .counts = own_count(0),
+                                                             .counters = config_.counters});
+    return Collective::Contribution{.blob = remote_->offer()};
   });
   // No rank greets before its peer knows the way back.
   comm_->collective().agree(kCreateChannel, [&] {
-    if (is_far) far_->accept(items[at(config_.peer)].blob, theirs_.bytes);
+    if (is_remote) remote_->accept(items[at(config_.peer)].blob, theirs_.bytes);
     return Collective::Contribution{};
   });
 }
@@ -105,7 +105,7 @@ void Channel::connect_near() {
   const auto& near = comm_->hosts().near();
   const auto peer = std::ranges::find(near, config_.peer);
   const auto& counts = counts_[at(config_.peer)];
-  require_size(counts, theirs_.slots * sizeof(std::uint64_t), config_.peer);
+  require_size(counts, theirs_.counters * sizeof(std::uint64_t), config_.peer);
   const HeapAddress place{static_cast<std::uint32_t>(theirs_.segment), theirs_.offset};
   const NearMemory memory(comm_->heap().address(config_.peer, place, theirs_.bytes));
   if (!memory) fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " has no such memory");
@@ -114,17 +114,17 @@ void Channel::connect_near() {
 
 // Every call gets on with the puts of all channels, whether it waits or not.
 void Channel::get_on() {
-  if (FarPuts* const puts = comm_->far_puts()) puts->poll();
+  if (RemotePuts* const puts = comm_->remote_puts()) puts->poll();
 }
 
-NearMemory Channel::own_count(std::uint32_t slot) const {
-  return count_in(NearMemory(counts_[at(comm_->rank())]->base()), slot);
+NearMemory Channel::own_count(std::uint32_t counter) const {
+  return count_in(NearMemory(counts_[at(comm_->rank())]->base()), counter);
 }
 
-void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot) {
+void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t counter) {
   comm_->errors().check_usable();
-  XD_REQUIRE(slot < theirs_.slots, "slot = ", slot, ", expected less than ", theirs_.slots,
-             ", the slots of rank ", config_.peer);
+  XD_REQUIRE(counter < theirs_.counters, "counter = ", counter, ", expected less than ",
+             theirs_.counters, ", the counters of rank ", config_.peer);
   XD_REQUIRE(lies_in(to, bytes, theirs_.bytes), "to = ", to, ", bytes = ", bytes,
              ": expected to lie in the ", theirs_.bytes, " bytes of rank ", config_.peer);
   const std::size_t offset = bytes == 0 ? 0
@@ -134,42 +134,44 @@ void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std:
              config_.bytes, " of this rank's memory of the channel");
   if (comm_->errors().lost(config_.peer)) throw_lost();
   if (near_) {
-    put_near(to, from, bytes, slot);
+    put_near(to, from, bytes, counter);
     return get_on();
   }
-  const std::size_t most = far_->max_put();
+  const std::size_t most = remote_->max_put();
   XD_REQUIRE(bytes <= most, "bytes = ", bytes, ", expected at most ", most, " in one put");
   // It is made once, however often the wait asks.
   bool made = false;
-  wait_for([&] { return made = made || far_->put(to, offset, bytes, slot); },
+  wait_for([&] { return made = made || remote_->put(to, offset, bytes, counter); },
            [&] { return "take in puts: this one was not made"; });
 }
 
 // The peer's count is this rank's to write, and this thread's.
 void Channel::put_near(std::size_t to, const std::byte* from, std::size_t bytes,
-                       std::uint32_t slot) const {
+                       std::uint32_t counter) const {
   if (bytes > 0) std::memmove(near_->memory.address(to), from, bytes);
-  const NearMemory counted = count_in(near_->counts, slot);
+  const NearMemory counted = count_in(near_->counts, counter);
   counted.signal(counted.seen() + 1);
   comm_->ring(near_->rank);
 }
 
-void Channel::wait(std::uint32_t slot, std::uint64_t count) {
+void Channel::wait(std::uint32_t counter, std::uint64_t count) {
   comm_->errors().check_usable();
-  XD_REQUIRE(slot < config_.slots, "slot = ", slot, ", expected less than ", config_.slots);
-  const NearMemory counted = own_count(slot);
+  XD_REQUIRE(counter < config_.counters, "counter = ", counter, ", expected less than ",
+             config_.counters);
+  const NearMemory counted = own_count(counter);
   wait_for([&] { return counted.seen() >= count; },
-           [&] { return concat("put: count ", count, " of slot ", slot, " here"); });
+           [&] { return concat("put: count ", count, " of counter ", counter, " here"); });
 }
 
-bool Channel::test(std::uint32_t slot, std::uint64_t count) {
+bool Channel::test(std::uint32_t counter, std::uint64_t count) {
   comm_->errors().check_usable();
-  XD_REQUIRE(slot < config_.slots, "slot = ", slot, ", expected less than ", config_.slots);
-  const NearMemory counted = own_count(slot);
+  XD_REQUIRE(counter < config_.counters, "counter = ", counter, ", expected less than ",
+             config_.counters);
+  const NearMemory counted = own_count(counter);
   get_on();
   if (counted.seen() >= count) return true;
   const bool is_lost = comm_->errors().lost(config_.peer);
-  const FarPuts::Failure* const failed = failure();
+  const RemotePuts::Failure* const failed = failure();
   // Puts that came before the end are there now.
   if ((is_lost || failed != nullptr) && counted.seen() >= count) return true;
   if (is_lost) throw_lost();
@@ -179,7 +181,7 @@ bool Channel::test(std::uint32_t slot, std::uint64_t count) {
 
 void Channel::flush() {
   comm_->errors().check_usable();
-  wait_for([this] { return !far_ || !far_->is_under_way(); },
+  wait_for([this] { return !remote_ || !remote_->is_under_way(); },
            [] { return "take in puts, for which it may have to call a channel"; });
 }
 
@@ -189,7 +191,7 @@ HostWait Channel::site() const {
           .operation = -1,
           .epoch = 0,
           .deadline = comm_->deadline(),
-          .progress = comm_->far_puts()};
+          .progress = comm_->remote_puts()};
 }
 
 template <class Ready, class ToDo>
@@ -197,7 +199,7 @@ void Channel::wait_for(Ready&& ready, ToDo&& to_do) {
   get_on();
   const Waited ended =
       comm_->wait(config_.peer, site(), [&] { return ready() || failure() != nullptr; });
-  const FarPuts::Failure* const failed = failure();
+  const RemotePuts::Failure* const failed = failure();
   if (ended == Waited::ready && (failed == nullptr || ready())) return;
   if (ended == Waited::lost) throw_lost();
   if (failed != nullptr) throw_failure(*failed);
@@ -208,7 +210,7 @@ void Channel::wait_for(Ready&& ready, ToDo&& to_do) {
 }
 
 // The watch says whether the peer has ended, and has some time for it.
-void Channel::throw_failure(const FarPuts::Failure& failure) {
+void Channel::throw_failure(const RemotePuts::Failure& failure) {
   HostWait site = this->site();
   site.deadline = failure.verdict;
   if (comm_->wait(config_.peer, site, [] { return false; }) == Waited::lost) throw_lost();

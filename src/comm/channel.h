@@ -22,7 +22,7 @@ class Channel final {
     int peer;
     std::byte* memory;  // in this rank's symmetric memory
     std::size_t bytes;
-    std::uint32_t slots;
+    std::uint32_t counters;
   };
 
   // Steps of kCreateChannel, of which nothing fails after the last.
@@ -32,17 +32,17 @@ class Channel final {
 
   const Comm& comm() const { return *comm_; }
 
-  void put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot);
-  void wait(std::uint32_t slot, std::uint64_t count);
+  void put(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t counter);
+  void wait(std::uint32_t counter, std::uint64_t count);
   // Whether a wait would end now. Takes in what the network has brought; never waits.
-  bool test(std::uint32_t slot, std::uint64_t count);
+  bool test(std::uint32_t counter, std::uint64_t count);
   void flush();
 
  private:
   // The facts about this rank that all ranks must know.
   struct Offer {
     std::int32_t peer;
-    std::uint32_t slots;
+    std::uint32_t counters;
     std::uint64_t segment, offset;  // of its memory in the heap
     std::uint64_t bytes;
   };
@@ -55,26 +55,27 @@ class Channel final {
   Offer offer() const;
   // True if the channel of some rank leads to another machine.
   bool read_offers();
-  void connect_far();
+  void connect_remote();
   void connect_near();
-  void open_far_puts();
-  void put_near(std::size_t to, const std::byte* from, std::size_t bytes, std::uint32_t slot) const;
-  NearMemory own_count(std::uint32_t slot) const;
+  void open_remote_puts();
+  void put_near(std::size_t to, const std::byte* from, std::size_t bytes,
+                std::uint32_t counter) const;
+  NearMemory own_count(std::uint32_t counter) const;
   void get_on();
   // `to_do()` says what the peer has to do, for the text of a timeout.
   template <class Ready, class ToDo>
   void wait_for(Ready&& ready, ToDo&& to_do);
-  const FarPuts::Failure* failure() const { return far_ ? far_->failure() : nullptr; }
-  [[noreturn]] void throw_failure(const FarPuts::Failure& failure);
+  const RemotePuts::Failure* failure() const { return remote_ ? remote_->failure() : nullptr; }
+  [[noreturn]] void throw_failure(const RemotePuts::Failure& failure);
   [[noreturn]] void throw_lost();
   HostWait site() const;
 
   const std::shared_ptr<Comm> comm_;
   const Config config_;
   Offer own_{}, theirs_{};
-  Segments counts_;  // a word for each slot; a near peer writes here, or else FarPuts
+  Segments counts_;  // a word for each counter; a near peer writes here, or else RemotePuts
   std::optional<NearEnd> near_;
-  std::optional<FarEnd> far_;
+  std::optional<RemoteEnd> remote_;
 };
 
 }  // namespace xd

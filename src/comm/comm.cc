@@ -125,7 +125,7 @@ DLDevice asked_device(const xd_comm_config& config) {
   DLDevice device = config.device;
   if (config.bootstrap == XD_BOOTSTRAP_NCCL && config.nccl_comm != nullptr &&
       device.device_id == -1) {
-    device.device_id = read_seat(find_nccl(), config).device;
+    device.device_id = read_nccl_rank(find_nccl(), config).device;
   }
   return resolve_device(device);
 }
@@ -202,22 +202,22 @@ Comm::Comm(Parts&& parts)
 void Comm::close() {
   if (errors_.in_fork()) {
     errors_.close_silently();
-    if (kept_far_puts_) kept_far_puts_->leave_behind();
+    if (kept_remote_puts_) kept_remote_puts_->leave_behind();
     // A fork has the watch thread's state without the thread, so the state cannot be taken down,
     // and a goodbye would be the parent's.
     [[maybe_unused]] const Mesh* left_behind = mesh_.release();
     return;
   }
   if (!errors_.close()) return;
-  if (kept_far_puts_) kept_far_puts_->close();
+  if (kept_remote_puts_) kept_remote_puts_->close();
   mesh_.reset();
   // The caller has promised that no kernel runs any more; one that does is told to go.
   if (device_side_) device_side_->set_finished();
 }
 
-void Comm::keep_far_puts(std::shared_ptr<FarPuts> puts) noexcept {
-  kept_far_puts_ = std::move(puts);
-  far_puts_.store(kept_far_puts_.get(), std::memory_order_release);
+void Comm::keep_remote_puts(std::shared_ptr<RemotePuts> puts) noexcept {
+  kept_remote_puts_ = std::move(puts);
+  remote_puts_.store(kept_remote_puts_.get(), std::memory_order_release);
 }
 
 void Comm::require_all_near(const char* what) const {

@@ -31,7 +31,7 @@
 
 namespace xd {
 
-class FarPuts;
+class RemotePuts;
 
 // Work for other ranks that a thread goes on with while it waits, because no other thread does it.
 class Progress {
@@ -129,8 +129,8 @@ class Comm final {
   }
 
   // The engine that channels to other machines share; nullptr before the first of them.
-  FarPuts* far_puts() const { return far_puts_.load(std::memory_order_acquire); }
-  void keep_far_puts(std::shared_ptr<FarPuts> puts) noexcept;
+  RemotePuts* remote_puts() const { return remote_puts_.load(std::memory_order_acquire); }
+  void keep_remote_puts(std::shared_ptr<RemotePuts> puts) noexcept;
 
   // Counts the groups: every rank counts each group that it is asked to make, also if that fails.
   void begin_group() { ++groups_; }
@@ -264,8 +264,8 @@ class Comm final {
   Errors errors_;
   Collective collective_;
   SymmetricMemory memory_;
-  std::shared_ptr<FarPuts> kept_far_puts_;
-  std::atomic<FarPuts*> far_puts_{nullptr};
+  std::shared_ptr<RemotePuts> kept_remote_puts_;
+  std::atomic<RemotePuts*> remote_puts_{nullptr};
   std::unique_ptr<EventRelay> events_;
   std::unique_ptr<Mesh> mesh_;  // last: its watch thread uses all of the above
 };

@@ -311,7 +311,7 @@ void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
 }
 
-// A far rank's note, or its error, which a near one would have written to this rank's board, and
+// A remote rank's note, or its error, which a near one would have written to this rank's board, and
 // which it tells once as well.
 void Errors::on_report(int rank, std::span<const std::byte> report) {
   static_assert(sizeof(WaitNote) != sizeof(ToldError) && sizeof(ToldError) <= kMaxReport);

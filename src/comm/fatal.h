@@ -4,8 +4,8 @@
 // busy group) writes it to its own board and to every peer's; errors that every rank notices by
 // itself (a lost peer, a group's error that its config makes fatal) are written to the own board
 // only. The first writer of a board wins:
-//   writer s: fill slot[s] -> first: compare-and-swap 0 -> s + 1 (release)
-//   reader:   first (acquire) != 0 -> slot[first - 1] is complete and never changes again
+//   writer s: fill record[s] -> first: compare-and-swap 0 -> s + 1 (release)
+//   reader:   first (acquire) != 0 -> record[first - 1] is complete and never changes again
 // Slot s of a board has one writer, rank s, which writes it at most once.
 #pragma once
 
@@ -84,7 +84,7 @@ xd_status status_of(const FatalError& error);
 
 // Offsets inside a rank's control segment: bell, note, then error board.
 struct RankBoardMap {
-  std::uint64_t bell, note, first, slots, end;
+  std::uint64_t bell, note, first, records, end;
 
   static constexpr RankBoardMap make(int num_ranks) {
     LayoutCursor cursor;
@@ -92,7 +92,7 @@ struct RankBoardMap {
     map.bell = cursor.add<Doorbell>(1);
     map.note = cursor.add<WaitNotePlace>(1, 64);
     map.first = cursor.add<std::atomic<std::uint32_t>>(1, 64);
-    map.slots = cursor.add<ToldError>(static_cast<std::uint64_t>(num_ranks), 64);
+    map.records = cursor.add<ToldError>(static_cast<std::uint64_t>(num_ranks), 64);
     map.end = cursor.at;
     return map;
   }
@@ -112,7 +112,7 @@ class RankBoard {
 
   // Writes the error as rank `writer`, and rings the bell; false if another error came first.
   bool post(int writer, const ToldError& error) const {
-    at<ToldError>(map_.slots)[writer] = error;
+    at<ToldError>(map_.records)[writer] = error;
     std::uint32_t none = 0;
     const bool won = first().compare_exchange_strong(none, static_cast<std::uint32_t>(writer) + 1,
                                                      std::memory_order_acq_rel);
@@ -123,11 +123,11 @@ class RankBoard {
   bool post(int writer, const FatalError& error) const { return post(writer, ToldError(error)); }
 
   // The error of this board, or nullptr. If the board names a writer that does not exist, it is
-  // damaged, and the first slot, which may be empty, is as good as any.
+  // damaged, and the first record, which may be empty, is as good as any.
   const ToldError* error() const {
     const std::uint32_t writer = first().load(std::memory_order_acquire);
     if (writer == 0) return nullptr;
-    return &at<ToldError>(map_.slots)[writer <= num_ranks_ ? writer - 1 : 0];
+    return &at<ToldError>(map_.records)[writer <= num_ranks_ ? writer - 1 : 0];
   }
 
  private:

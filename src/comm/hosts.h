@@ -88,7 +88,7 @@ class HostMap {
   }
 
   bool is_near(int rank) const { return place_[at(rank)] != 0; }
-  // None where the rank is far.
+  // None where the rank is remote.
   std::optional<NearRank> find_near(int rank) const {
     const std::size_t place = place_[at(rank)];
     return place != 0 ? std::optional(near_[place - 1]) : std::nullopt;
@@ -117,7 +117,7 @@ class HostMap {
   int num_hosts_;
   NearRank self_;
   NearRanks near_, peers_;
-  std::vector<std::size_t> place_;  // by rank: in near_, counted from 1; 0 = the rank is far
+  std::vector<std::size_t> place_;  // by rank: in near_, counted from 1; 0 = the rank is remote
   std::vector<int> by_host_;
 };
 

@@ -22,16 +22,16 @@ struct Operations {
   const char* type;    // type of their numbers, "an xd_ep_operation"
   std::int32_t first;
   std::span<const char* const> names;
-  // Each operation from this number on has a lane: an epoch counts that operation alone. One epoch
-  // of the group counts all operations below.
-  std::int32_t first_lane = std::numeric_limits<std::int32_t>::max();
+  // Each operation from this number on has a pipeline: an epoch counts that operation alone. One
+  // epoch of the group counts all operations below.
+  std::int32_t first_pipeline = std::numeric_limits<std::int32_t>::max();
 
   constexpr bool contains(std::int32_t operation) const {
     return operation >= first && static_cast<std::size_t>(operation - first) < names.size();
   }
   // Whether one epoch counts both.
   constexpr bool counts_together(std::int32_t a, std::int32_t b) const {
-    return a == b || (a < first_lane && b < first_lane);
+    return a == b || (a < first_pipeline && b < first_pipeline);
   }
   constexpr const char* name(std::int32_t operation) const {
     return contains(operation) ? names[static_cast<std::size_t>(operation - first)] : "?";

@@ -9,10 +9,10 @@
 namespace xd {
 namespace {
 
-// Near ranks believe no note at which its rank has not looked for so long; far ones none that is
+// Near ranks believe no note at which its rank has not looked for so long; remote ones none that is
 // so much later than it has said.
 constexpr std::int64_t kOldMs = 3500;
-// Far ranks hear from a rank that waits so often: the longer it waits, the more rarely.
+// Remote ranks hear from a rank that waits so often: the longer it waits, the more rarely.
 constexpr std::int64_t kShortestPauseMs = 1000, kLongestPauseMs = 30000;
 
 std::int64_t now_ms() {
@@ -127,7 +127,7 @@ void WaitNotes::end(std::uint64_t id) {
 
 void WaitNotes::take(int rank, const WaitNote& note) {
   const std::lock_guard lock(mutex_);
-  far_[at(rank)] = {note, now_ms()};
+  remote_[at(rank)] = {note, now_ms()};
 }
 
 // A note may be damaged, so it names no rank that does not exist.
@@ -139,10 +139,10 @@ WaitNote WaitNotes::of(int rank) const {
     is_old = now_ms() - note.seen_ms >= kOldMs;
   } else {
     const std::lock_guard lock(mutex_);
-    note = far_[at(rank)].note;
-    is_old = now_ms() - far_[at(rank)].came_ms >= note.pause_ms + kOldMs;
+    note = remote_[at(rank)].note;
+    is_old = now_ms() - remote_[at(rank)].came_ms >= note.pause_ms + kOldMs;
   }
-  const bool exists = note.peer >= -1 && note.peer < static_cast<int>(far_.size());
+  const bool exists = note.peer >= -1 && note.peer < static_cast<int>(remote_.size());
   return is_old || !exists ? WaitNote{} : note;
 }
 

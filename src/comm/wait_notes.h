@@ -23,7 +23,7 @@
 
 namespace xd {
 
-// How far this rank has come in a sequence of operations, or in a lane of it. Its methods are
+// How far this rank has come in a sequence of operations, or in a pipeline of it. Its methods are
 // called by a thread of this rank that waits.
 class Course {
  public:
@@ -48,7 +48,7 @@ class WaitNotes {
  public:
   // All outlive the object. `boards`: of the near ranks, by rank.
   WaitNotes(const HostMap& hosts, Mesh& mesh, const std::vector<RankBoard>& boards)
-      : hosts_(hosts), mesh_(mesh), boards_(boards), far_(hosts.host_of().size()) {}
+      : hosts_(hosts), mesh_(mesh), boards_(boards), remote_(hosts.host_of().size()) {}
 
   // ---- Calls of this rank ----
 
@@ -85,14 +85,14 @@ class WaitNotes {
   // ---- This rank's note ----
 
   std::uint64_t new_id() { return ids_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  // The latest of this rank's waits is the one that others see. Far ranks hear of it when it is
+  // The latest of this rank's waits is the one that others see. Remote ranks hear of it when it is
   // new, when it confirms something else, and now and then.
   void tell(WaitNote note);
   void end(std::uint64_t id);
 
   // ---- Others' notes ----
 
-  // The watch thread brings a far rank's.
+  // The watch thread brings a remote rank's.
   void take(int rank, const WaitNote& note);
   // The wait that the rank is in; none if it has not looked for a while, as a process that is
   // stopped does not.
@@ -105,7 +105,7 @@ class WaitNotes {
     int group, operation;
     Course* course;
   };
-  struct Far {
+  struct RemoteNote {
     WaitNote note;
     std::int64_t came_ms = 0;
   };
@@ -121,8 +121,8 @@ class WaitNotes {
   std::vector<Listed> courses_;
   std::map<int, Join> joins_;  // by group
   FailRound fail_round_;
-  std::vector<Far> far_;  // by rank
-  WaitNote told_;         // the note that far ranks have heard
+  std::vector<RemoteNote> remote_;  // by rank
+  WaitNote told_;                   // the note that remote ranks have heard
   std::int64_t told_since_ms_ = 0;
 };
 

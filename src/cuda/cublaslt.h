@@ -136,7 +136,7 @@ struct ProductShape {
   int a_scale_mode = -1, b_scale_mode = -1;  // -1 = not scaled
   bool fast_accumulate = false;
   // D lies in other devices' memory. cuBLASLt does not know, but other algorithms are fastest.
-  bool far = false;
+  bool stores_at_peers = false;
 
   // Products with scales of blocks, one for 128 elements of a row of A, and one for 128 x 128 of B,
   // have a multiple of so many rows: how scales of others lie is not documented.

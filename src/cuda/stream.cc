@@ -10,8 +10,8 @@
 namespace xd::cuda {
 namespace {
 
-// Streams that are not in use at the moment, by device and priority. The pool is never destroyed, since other
-// static destructors may give streams back.
+// Streams that are not in use at the moment, by device and priority. The pool is never destroyed,
+// since other static destructors may give streams back.
 struct StreamPool {
   std::mutex mutex;
   std::map<std::pair<int, Priority>, std::vector<cudaStream_t>> idle;

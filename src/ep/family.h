@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "ep/plan/config.h"
 #include "ep/plan/quantise.h"
-#include "turn/setback.h"
+#include "turn/operation_error.h"
 
 namespace xd::ep {
 
@@ -28,8 +28,8 @@ inline std::string quantise_differs(xd_ep_quantise theirs, xd_ep_quantise mine) 
 std::string bad_ids_text(std::int64_t bad_ids, int lowest_rank, const CommonConfig& config);
 
 template <class Family>
-turn::Setback<Family> bad_expert_ids(std::int64_t bad_ids, int lowest_rank,
-                                     const CommonConfig& config) {
+turn::OperationError<Family> bad_expert_ids(std::int64_t bad_ids, int lowest_rank,
+                                            const CommonConfig& config) {
   return {.status = XD_ERROR_INVALID_ARGUMENT,
           .text = bad_ids_text(bad_ids, lowest_rank, config),
           .rank = lowest_rank,

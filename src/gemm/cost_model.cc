@@ -18,7 +18,7 @@ double bytes_of(std::int64_t rows, std::int64_t columns, int element) {
 // The ways of one call, and the sizes that they share.
 class Estimate {
  public:
-  Estimate(const Machine& machine, const Problem& problem, const Room& room)
+  Estimate(const Machine& machine, const Problem& problem, const Capacity& room)
       : m_(machine), p_(problem), room_(room), peers_(problem.ranks - 1) {
     gather_bytes_ = bytes_of(p_.most_tokens, p_.k, p_.input_bytes);
     share_bytes_ = bytes_of(p_.most_tokens, p_.n, p_.partial_bytes);
@@ -61,7 +61,7 @@ class Estimate {
 
   const Machine& m_;
   const Problem& p_;
-  const Room& room_;
+  const Capacity& room_;
   const int peers_;
   double gather_bytes_ = 0;  // one rank's rows of a
   double share_bytes_ = 0;   // one rank's rows of the partial sums
@@ -104,7 +104,8 @@ Option Estimate::sequential_gather() const {
   if (p_.rows_of_tokens && p_.rows_alone) {
     consider(Mover::push, m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us);
     if (gather_bytes_ <= static_cast<double>(room_.gather_word_bytes)) {
-      consider(Mover::words, m_.gather_words_us + peers_ * gather_bytes_ / m_.words_bytes_us);
+      consider(Mover::inline_flags,
+               m_.gather_inline_us + peers_ * gather_bytes_ / m_.words_bytes_us);
     }
   }
   o.us = o.transfer_us + whole_;
@@ -136,12 +137,12 @@ Option Estimate::chunks(bool as_split) const {
 }
 
 Obstacle Estimate::direct_obstacle(std::int64_t& pitch) const {
-  if (room_.slot_unit == 0) return Obstacle::no_slots;
+  if (room_.cell_unit == 0) return Obstacle::no_slots;
   if (!p_.stores_terms) return Obstacle::rounded;
   if (!p_.equal_shares) return Obstacle::uneven_shares;
-  if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::slot_too_small;
+  if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::cell_too_small;
   // Rows that lie apart fill more of a slot than their elements do.
-  pitch = slot_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.slot_unit, room_.slot_bytes);
+  pitch = cell_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.cell_unit, room_.slot_bytes);
   return pitch == 0 ? Obstacle::no_pitch : Obstacle::none;
 }
 
@@ -153,10 +154,10 @@ Option Estimate::direct() const {
   if (o.obstacle != Obstacle::none) return o;
   const double link = peers_ * share_bytes_ / m_.link_bytes_us;
   o.gemm_us = whole_;
-  if (p_.far_times.count > 0) {
-    o.gemm_us = p_.far_times.us(p_.tokens);
+  if (p_.peer_store_times.count > 0) {
+    o.gemm_us = p_.peer_store_times.us(p_.tokens);
     o.transfer_us = link;
-    o.us = o.gemm_us + m_.far_us + m_.meet_us + sum(share_bytes_);
+    o.us = o.gemm_us + m_.peer_store_us + m_.meet_us + sum(share_bytes_);
     return o;
   }
   const double loss =
@@ -181,8 +182,10 @@ Option Estimate::copied_sum() const {
 }
 
 Option Estimate::worded_sum() const {
-  Option o{
-      .algo = XD_GEMM_ALGO_SEQUENTIAL, .mover = Mover::words, .products = 1, .gemm_us = whole_};
+  Option o{.algo = XD_GEMM_ALGO_SEQUENTIAL,
+           .mover = Mover::inline_flags,
+           .products = 1,
+           .gemm_us = whole_};
   if (!fits_words(share_bytes_)) {
     o.obstacle = Obstacle::no_room;
     return o;
@@ -192,10 +195,10 @@ Option Estimate::worded_sum() const {
     const double two = m_.two_shot_us + 2 * peers_ * share_bytes_ / m_.two_shot_bytes_us;
     const bool one_shot = (one < two || !room_.two_steps) && fits_words(all_bytes_);
     if (!one_shot && !room_.two_steps) o.obstacle = Obstacle::no_room;
-    o.mover = one_shot ? Mover::one_shot : Mover::words;
+    o.mover = one_shot ? Mover::one_shot : Mover::inline_flags;
     o.transfer_us = one_shot ? one : two;
   } else {
-    o.transfer_us = m_.words_us + peers_ * share_bytes_ / m_.words_bytes_us;
+    o.transfer_us = m_.inline_flags_us + peers_ * share_bytes_ / m_.words_bytes_us;
   }
   o.us = whole_ + o.transfer_us;
   return o;
@@ -223,7 +226,7 @@ const char* name_of(Mover mover) {
       return "copy engine";
     case Mover::push:
       return "push kernel";
-    case Mover::words:
+    case Mover::inline_flags:
       return "words";
     case Mover::one_shot:
       return "words, one step";
@@ -257,7 +260,7 @@ double product_us(const Machine& machine, std::int64_t m, std::int64_t n, std::i
                   machine.memory_us + bytes / machine.memory_bytes_us);
 }
 
-std::int64_t slot_pitch(std::int64_t rows, std::int64_t columns, int element_bytes,
+std::int64_t cell_pitch(std::int64_t rows, std::int64_t columns, int element_bytes,
                         std::uint64_t unit, std::uint64_t most_bytes) {
   if (rows <= 0 || columns <= 0 || unit == 0) return 0;
   const auto row_bytes = static_cast<std::uint64_t>(columns * element_bytes);
@@ -287,7 +290,7 @@ const Option* Options::best() const {
   return best;
 }
 
-Options options_of(const Machine& machine, const Problem& problem, const Room& room) {
+Options options_of(const Machine& machine, const Problem& problem, const Capacity& room) {
   const Estimate estimate(machine, problem, room);
   Options all;
   const auto add = [&](const Option& option) { all.option[at(all.count++)] = option; };
@@ -300,7 +303,7 @@ Options options_of(const Machine& machine, const Problem& problem, const Room& r
   return all;
 }
 
-std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room) {
+std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& room) {
   const auto share = problem.most_tokens * problem.n * problem.partial_bytes;
   switch (obstacle) {
     case Obstacle::none:
@@ -313,11 +316,11 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
       return "needs the same number of tokens on all ranks, since the owners' slots are equal";
     case Obstacle::no_slots:
       return "this context has no slots that a product can store into";
-    case Obstacle::slot_too_small:
+    case Obstacle::cell_too_small:
       return concat("needs slots of ", share, " bytes, this context has slots of ",
                     room.slot_bytes);
     case Obstacle::no_pitch:
-      return concat("needs rows of a rank that fill whole units of ", room.slot_unit, " bytes, ",
+      return concat("needs rows of a rank that fill whole units of ", room.cell_unit, " bytes, ",
                     problem.most_tokens, " rows of ", problem.n * problem.partial_bytes,
                     " bytes do not");
     case Obstacle::rounded:
@@ -335,7 +338,7 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room)
   return "";
 }
 
-std::string text_of(const Options& options, const Problem& problem, const Room& room) {
+std::string text_of(const Options& options, const Problem& problem, const Capacity& room) {
   std::string text;
   for (int i = 0; i < options.count; ++i) {
     const Option& o = options.option[at(i)];

@@ -30,13 +30,13 @@ struct Machine {
   double wait_boundary_us = 3;     // between two products with a wait between
   double join_us = 1;              // two streams become one
   double meet_us = 9;              // all ranks tell one another that they are done
-  double far_us = 8;               // behind a product that has stored far away, until it is there
+  double peer_store_us = 8;        // behind a product that has stored far away, until it is there
   double sum_us = 3;               // of a sum, beside its traffic
   double sum_bytes_us = 3.9e6;
   double push_us = 10.5;  // rows pushed by a kernel, and waited for
   double push_bytes_us = 310e3;
-  double gather_words_us = 8.5;  // rows pushed as words, and taken
-  double words_us = 9.5;         // partial sums pushed as words, and summed
+  double gather_inline_us = 8.5;  // rows pushed as words, and taken
+  double inline_flags_us = 9.5;   // partial sums pushed as words, and summed
   double words_bytes_us = 250e3;
   double one_shot_us = 11.5;  // all_reduce by words in one step
   double one_shot_bytes_us = 302e3;
@@ -51,11 +51,11 @@ struct Machine {
 
 // How the bytes of an algorithm move.
 enum class Mover : std::uint8_t {
-  copies,    // the copy engine, beside products or between
-  push,      // a kernel that stores rows, and raises one flag behind them
-  words,     // a kernel that stores words which need no flag
-  one_shot,  // all_reduce: words of everything to everybody
-  product,   // the product's own stores
+  copies,        // the copy engine, beside products or between
+  push,          // a kernel that stores rows, and raises one flag behind them
+  inline_flags,  // a kernel that stores words which need no flag
+  one_shot,      // all_reduce: words of everything to everybody
+  product,       // the product's own stores
 };
 const char* name_of(Mover mover);
 
@@ -87,13 +87,14 @@ struct Problem {
   bool rows_alone = true;      // nothing goes with them, such as scales
   bool stores_terms = true;    // products come as they are summed, and are not rounded behind that
   ProductTimes times{};        // of its product; where there are none they are estimated
-  ProductTimes far_times{};    // likewise of one that stores its rows into their owners' memory
+  ProductTimes
+      peer_store_times{};  // likewise of one that stores its rows into their owners' memory
 };
 
 // The memory that a context has for each way of transfer.
-struct Room {
+struct Capacity {
   std::uint64_t slot_bytes = 0;         // stitched: of the slot of one source at one owner
-  std::uint64_t slot_unit = 0;          // slots begin at multiples of it, 0 = there are none
+  std::uint64_t cell_unit = 0;          // slots begin at multiples of it, 0 = there are none
   std::uint64_t word_bytes = 0;         // partial sums as words from one source
   std::uint64_t gather_word_bytes = 0;  // likewise rows
   std::uint64_t chunk_bytes = 0;        // partial sums from one source; 0 = there is no such memory
@@ -108,7 +109,7 @@ enum class Obstacle : std::uint8_t {
   not_for_this,    // the operation has no such algorithm
   uneven_shares,   // the owners' slots are of one size
   no_slots,        // the context has none
-  slot_too_small,  // a rank's rows do not fit into a slot
+  cell_too_small,  // a rank's rows do not fit into a slot
   no_pitch,        // no pitch makes a rank's rows fill a slot
   rounded,         // the product's stores are not the terms yet
   transposed,      // parts of a are not rows
@@ -139,16 +140,16 @@ struct Options {
 // The time of one product of this rank alone.
 double product_us(const Machine& machine, std::int64_t m, std::int64_t n, std::int64_t k,
                   const Problem& problem);
-Options options_of(const Machine& machine, const Problem& problem, const Room& room);
+Options options_of(const Machine& machine, const Problem& problem, const Capacity& room);
 
 // The least pitch, in columns, with which `rows` rows fill a multiple of `unit` bytes; 0 = none
 // does.
-std::int64_t slot_pitch(std::int64_t rows, std::int64_t columns, int element_bytes,
+std::int64_t cell_pitch(std::int64_t rows, std::int64_t columns, int element_bytes,
                         std::uint64_t unit, std::uint64_t most_bytes);
 
 // One line: what hinders the algorithm, with what it would need.
-std::string text_of(Obstacle obstacle, const Problem& problem, const Room& room);
+std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& room);
 // One line per algorithm of the operation: its estimate, or why it cannot run.
-std::string text_of(const Options& options, const Problem& problem, const Room& room);
+std::string text_of(const Options& options, const Problem& problem, const Capacity& room);
 
 }  // namespace xd::gemm

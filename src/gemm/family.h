@@ -9,8 +9,8 @@
 
 #include "comm/operations.h"
 #include "turn/entry.h"
-#include "turn/remote_address.h"
-#include "turn/setback.h"
+#include "turn/operation_error.h"
+#include "turn/peer_address.h"
 
 namespace xd::gemm {
 
@@ -65,9 +65,9 @@ struct Record {
   std::uint8_t mover = 0;         // a Mover, where the executor has several for an algorithm
   std::uint8_t given = 0;         // GivenFlags, of products by cuBLASMp
   std::uint32_t tag = 0;          // the caller's name for the product
-  turn::RemoteAddress rows_in{};  // rows that peers read, or into which they write
-  turn::RemoteAddress scales_in{};
-  turn::RemoteAddress more_in{};
+  turn::PeerAddress rows_in{};    // rows that peers read, or into which they write
+  turn::PeerAddress scales_in{};
+  turn::PeerAddress more_in{};
 };
 
 // True if two ranks that are in the same operation also agree about its arguments. Host and device
@@ -93,11 +93,11 @@ struct Family {
   static std::string difference(const Record& mine, const Record& theirs);
 
   static constexpr Status no_error() { return XD_GEMM_STATUS_INIT; }
-  static void tell(const turn::Setback<Family>&, Status&) {}
-  static void tell_caller(const turn::Setback<Family>&, Status&) {}
+  static void tell(const turn::OperationError<Family>&, Status&) {}
+  static void tell_caller(const turn::OperationError<Family>&, Status&) {}
 };
 
-using Setback = turn::Setback<Family>;
+using OperationError = turn::OperationError<Family>;
 
 // The name of an algorithm without its prefix.
 const char* algo_name(xd_gemm_algo algo);

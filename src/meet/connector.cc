@@ -19,7 +19,7 @@ namespace xd {
 namespace {
 
 constexpr int kRedialMs = 5;             // a listener that had no room
-constexpr int kRedialFarMs = 100;        // another host that could not be reached
+constexpr int kRedialRemoteMs = 100;     // another host that could not be reached
 constexpr std::size_t kSpareCalls = 64;  // connections beyond those that the ranks need
 constexpr int kCallerMs = 5000;          // for a caller over TCP to prove the secret
 constexpr int kAcceptPauseMs = 50;       // the system has no memory for a connection
@@ -94,7 +94,7 @@ void MeshConnector::say_farewell() noexcept {
     }
   }
   // A forked child may hold it open.
-  if (listeners_.far) ::shutdown(listeners_.far.get(), SHUT_RDWR);
+  if (listeners_.remote) ::shutdown(listeners_.remote.get(), SHUT_RDWR);
   const Deadline end = Deadline::after_ms(kFarewellMs);
   finish_saying(links_, end);
   finish_saying(vigils_, end);
@@ -169,7 +169,7 @@ void MeshConnector::dial() {
   std::erase_if(to_dial_, [&](int rank) {
     if (connected(rank)) return true;
     if (ranks_.rails.is_near(rank)) return farewell_ || dial_near(rank);
-    return (rank < rank_ ? again : keeps_vigils) && dial_far(rank);
+    return (rank < rank_ ? again : keeps_vigils) && dial_remote(rank);
   });
 }
 
@@ -188,7 +188,7 @@ bool MeshConnector::dial_near(int rank) {
   return true;
 }
 
-bool MeshConnector::dial_far(int rank) {
+bool MeshConnector::dial_remote(int rank) {
   // The peer checks that the connection comes from the address that this rank has named.
   const TcpAddress here = control_address(ranks_.introductions[at(rank_)]);
   const auto call = [&] {
@@ -224,7 +224,7 @@ void MeshConnector::answered(Call& call) {
 void MeshConnector::cannot_reach(int rank, int error) {
   const auto& introductions = ranks_.introductions;
   const std::string address = control_address(introductions[at(rank)]).text();
-  dial_again_ = Deadline::after_ms(kRedialFarMs);
+  dial_again_ = Deadline::after_ms(kRedialRemoteMs);
   if (error == ECONNREFUSED) {
     const Deadline& last_word =
         refused_.emplace(rank, Deadline::after_ms(kRefusedMs)).first->second;
@@ -242,7 +242,7 @@ MeshConnector::Places MeshConnector::list(PollList& items) const {
   Places places;
   const bool accepts = accept_again_.passed();
   places.near = items.add(accepts ? listeners_.near.get() : -1, POLLIN);
-  places.far = items.add(accepts ? listeners_.far.get() : -1, POLLIN);
+  places.remote = items.add(accepts ? listeners_.remote.get() : -1, POLLIN);
   for (const auto& call : calls_)
     places.calls.push_back(items.add(call->fd.get(), call->is_connecting ? POLLOUT : POLLIN));
   for (const MeshLink& vigil : vigils_) places.vigils.push_back(items.add(vigil.get(), POLLIN));
@@ -275,7 +275,7 @@ void MeshConnector::wait(const Deadline& deadline) {
   close_overdue_callers();
   std::erase_if(calls_, [](const auto& call) { return !call->fd; });
   if (items.has_news(places.near)) accept(listeners_.near.get(), false);
-  if (items.has_news(places.far)) accept(listeners_.far.get(), true);
+  if (items.has_news(places.remote)) accept(listeners_.remote.get(), true);
 }
 
 void MeshConnector::serve_calls(const PollList& items, const std::vector<int>& places) {
@@ -457,7 +457,7 @@ void MeshConnector::hung_up(Call& call) {
   }
   if (!call.over_tcp) fail_gone(call.rank);
   call.fd.reset();
-  dial_again_ = Deadline::after_ms(kRedialFarMs);
+  dial_again_ = Deadline::after_ms(kRedialRemoteMs);
   reach_by_[at(call.rank)] = Deadline::after_ms(reach_ms_);
   to_dial_.push_back(call.rank);
 }
@@ -495,7 +495,7 @@ void MeshConnector::check_vigil(int rank) {
   vigils_[at(rank)] = {};
   if (rank < rank_) return;  // this rank's own call tells more
   if (packet.silent) fail_gone(rank, true);
-  dial_again_ = Deadline::after_ms(kRedialFarMs);
+  dial_again_ = Deadline::after_ms(kRedialRemoteMs);
   reach_by_[at(rank)] = Deadline::after_ms(reach_ms_);
   to_dial_.push_back(rank);
 }

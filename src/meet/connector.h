@@ -28,8 +28,8 @@ namespace xd {
 
 // The sockets at which a rank listens.
 struct MeshListeners {
-  UniqueFd near;  // a Unix socket
-  UniqueFd far;   // TCP, for ranks on other hosts
+  UniqueFd near;    // a Unix socket
+  UniqueFd remote;  // TCP, for ranks on other hosts
 };
 
 class MeshConnector {
@@ -64,7 +64,7 @@ class MeshConnector {
   };
   // Places in the list of what is waited for.
   struct Places {
-    int near = -1, far = -1;
+    int near = -1, remote = -1;
     std::vector<int> calls, processes, links, vigils;
   };
 
@@ -75,7 +75,7 @@ class MeshConnector {
   UniqueFd open_one(Open open);
   void dial();
   bool dial_near(int rank);
-  bool dial_far(int rank);
+  bool dial_remote(int rank);
   void answered(Call& call);
   void cannot_reach(int rank, int error);
   void say_farewell() noexcept;

@@ -141,7 +141,7 @@ int MeshInbox::first_missing(std::uint64_t round) const {
   return -1;
 }
 
-// The letters of ranks behind a gateway may be held up there, so where its own is missing, too, it
+// The letters of ranks behind a relay may be held up there, so where its own is missing, too, it
 // alone is named.
 std::vector<int> MeshInbox::missing(std::uint64_t round) const {
   const auto has = [&](int rank) { return has_letter(peers_[at(rank)], round); };
@@ -172,7 +172,7 @@ void MeshInbox::check_locked(std::uint64_t round) const {
     if (peers_[at(r)].lost) lost.push_back(r);
   if (!lost.empty())
     fail(XD_ERROR_PEER_LOST, names_.of(lost), ": ", reason_of(*peers_[at(lost[0])].lost));
-  // A peer that left after it had sent its part is not missed. A gateway passes letters on before
+  // A peer that left after it had sent its part is not missed. A relay passes letters on before
   // it leaves, so the others behind it do not come.
   for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
     const int source = rails_.source_of(r);

@@ -87,7 +87,7 @@ class Preparation {
     std::vector<Introduction> introductions = decode(rank, blobs);
     // All ranks see alike whether there are several hosts.
     if (std::ranges::max(number_hosts(introductions)) == 0) {
-      listeners_.far.reset();
+      listeners_.remote.reset();
     } else if (bootstrap.can_repeat()) {
       const auto again = [this](const TcpAddress*) {
         listen_to_other_hosts(nullptr);
@@ -135,9 +135,9 @@ class Preparation {
     try {
       const TcpAddress address =
           choose_address(interface_addresses(), options_.net_interface, towards_meeting);
-      listeners_.far = tcp_listen(address.with_port(0), kStreamRoom);
-      if (!listeners_.far) fail_errno(concat("listen on ", address.host()), errno);
-      introduce_address(own_, local_address(listeners_.far.get()));
+      listeners_.remote = tcp_listen(address.with_port(0), kStreamRoom);
+      if (!listeners_.remote) fail_errno(concat("listen on ", address.host()), errno);
+      introduce_address(own_, local_address(listeners_.remote.get()));
     } catch (...) {
       introduce_no_address(own_);
     }
@@ -242,7 +242,7 @@ void Mesh::all_gather(std::span<const std::byte> blob, int fd, const Deadline& d
   for (int step = 1; step < num_ranks(); ++step) {
     const int peer = (rank() + step) % num_ranks();
     const MeshLink& link = parts_.links[at(peer)];
-    if (!link) continue;  // it hears this rank through a gateway
+    if (!link) continue;  // it hears this rank through a relay
     const int passed = link.is_tcp() ? -1 : fd;
     const MeshHeader header{MeshMessageType::exchange, passed >= 0 ? 1U : 0U, round, rank()};
     // A closed link is no error here: the watch thread reports whether its peer died or left.

@@ -38,7 +38,7 @@ struct MeshHeader {
   // exchange: which all_gather, counted from 0; lost: the silence in milliseconds after which its
   // host was given up, 0 = its process has ended.
   std::uint64_t round;
-  std::int32_t source;               // the rank that says it; a gateway passes it on unchanged
+  std::int32_t source;               // the rank that says it; a relay passes it on unchanged
   std::int32_t status = XD_SUCCESS;  // failure: of the reason
 };
 

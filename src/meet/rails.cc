@@ -16,7 +16,7 @@ Rails::Rails(int rank, std::span<const int> host_of)
   }
   for (int r = 0; r < num_ranks(); ++r) {
     const bool direct = r == rank_ || is_linked(r);
-    source_of_.push_back(direct ? r : gateway(this->host_of(rank_), r));
+    source_of_.push_back(direct ? r : relay(this->host_of(rank_), r));
   }
 }
 
@@ -26,14 +26,14 @@ bool Rails::are_linked(int a, int b) const {
   return at(place_[at(a)]) % smaller == at(place_[at(b)]) % smaller;
 }
 
-int Rails::gateway(int host, int rank) const {
+int Rails::relay(int host, int rank) const {
   const std::span<const int> ranks = ranks_of(host);
   const std::size_t smaller = std::min(ranks.size(), ranks_of(host_of(rank)).size());
   return ranks[at(place_[at(rank)]) % smaller];
 }
 
 std::vector<int> Rails::followers_of(int rank) const {
-  if (!is_rail(rank) || gateway(host_of(rank_), rank) != rank_) return {};
+  if (!is_rail(rank) || relay(host_of(rank_), rank) != rank_) return {};
   std::vector<int> followers;
   for (const int near : ranks_of(host_of(rank_)))
     if (near != rank_ && !are_linked(near, rank)) followers.push_back(near);

@@ -6,7 +6,7 @@
 // rank k of the other if i = k modulo the number of ranks on the smaller one; i and k count the
 // ranks of their host from the lowest. So every rank is connected to at least one rank of every
 // other host, and by it hears of every rank there: from a rank that it is not connected to through
-// its own host's *gateway* for that rank, the lowest that is connected. With N hosts of equal size
+// its own host's *relay* for that rank, the lowest that is connected. With N hosts of equal size
 // a rank has N - 1 connections to other hosts.
 #pragma once
 
@@ -37,11 +37,11 @@ class Rails {
   bool is_linked(int rank) const { return rank != rank_ && are_linked(rank, rank_); }
   bool is_rail(int rank) const { return is_linked(rank) && !is_near(rank); }
 
-  // The rank from which this rank gets the messages of `rank`: that rank itself, or a gateway.
+  // The rank from which this rank gets the messages of `rank`: that rank itself, or a relay.
   int source_of(int rank) const { return source_of_[at(rank)]; }
   // The lowest rank of `host` that is connected to `rank`, which is on another one.
-  int gateway(int host, int rank) const;
-  // The near ranks to which this rank, a gateway, passes the messages of `rank` on.
+  int relay(int host, int rank) const;
+  // The near ranks to which this rank, a relay, passes the messages of `rank` on.
   std::vector<int> followers_of(int rank) const;
 
  private:

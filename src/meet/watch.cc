@@ -111,7 +111,7 @@ MeshWatch::End MeshWatch::drain(int rank) {
 }
 
 // Tells whether a message may come from the connected rank `from`: its own, or one that it passes
-// on as a gateway. Of a loss ranks hear from ranks of their own host if the lost is on another, and
+// on as a relay. Of a loss ranks hear from ranks of their own host if the lost is on another, and
 // else from ranks of the host of the lost.
 bool MeshWatch::may_say(int from, const MeshHeader& header) const {
   const Rails& rails = from_.ranks.rails;
@@ -195,7 +195,7 @@ void MeshWatch::lose(int rank, int silence_ms) {
   spread_loss(rank, silence_ms);
 }
 
-// A gateway passes on all that a rank says, in order.
+// A relay passes on all that a rank says, in order.
 void MeshWatch::pass_on(int rank, std::span<const std::byte> packet) {
   if (posts_.empty()) return;
   const std::vector<int> followers = from_.ranks.rails.followers_of(rank);

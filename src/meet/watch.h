@@ -42,7 +42,7 @@ class MeshEvents {
 class MeshWatch {
  public:
   // All of these must outlive the object. links[r] is empty for the own rank, and for ranks that
-  // are heard through a gateway.
+  // are heard through a relay.
   struct Sources {
     const std::vector<MeshLink>& links;
     const MetRanks& ranks;

@@ -14,27 +14,28 @@
 
 namespace xd::net {
 
-// A room: memory of a rank as its peers name it. It travels to them as it is.
-struct RemoteRoom {
-  std::uint64_t base = 0;  // the engine adds it to an offset in the room
+// A region: memory of a rank as its peers name it. It travels to them as it is.
+struct RegionHandle {
+  std::uint64_t base = 0;  // the engine adds it to an offset in the region
   std::uint64_t key = 0;
   std::uint64_t bytes = 0;
 };
 
 // Memory of this rank that is registered with an engine: puts read from it, and peers put into it.
 // The memory is the caller's. Destroying the object ends the registration; no put from or into the
-// room may be under way then unless the engine has been closed, and the engine must still be there.
-class Room {
+// region may be under way then unless the engine has been closed, and the engine must still be
+// there.
+class Region {
  public:
-  virtual ~Room() = default;
-  Room(const Room&) = delete;
-  Room& operator=(const Room&) = delete;
+  virtual ~Region() = default;
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
 
   std::span<std::byte> memory() const { return memory_; }
-  virtual RemoteRoom remote() const = 0;
+  virtual RegionHandle remote() const = 0;
 
  protected:
-  explicit Room(std::span<std::byte> memory) : memory_(memory) {}
+  explicit Region(std::span<std::byte> memory) : memory_(memory) {}
 
  private:
   const std::span<std::byte> memory_;
@@ -42,9 +43,9 @@ class Room {
 
 struct Put {
   int peer = 0;
-  const Room* from = nullptr;  // of the same engine
+  const Region* from = nullptr;  // of the same engine
   std::size_t from_offset = 0;
-  RemoteRoom to;  // of the peer
+  RegionHandle to;  // of the peer
   std::size_t to_offset = 0;
   std::size_t bytes = 0;  // may be 0: only the tag travels
   std::uint32_t tag = 0;
@@ -65,7 +66,7 @@ struct Events {
 
 // Promises, and nothing beyond them:
 //  - A put's tag is reported once at the peer, when its last byte can be read there. Until then its
-//    bytes in the peer's room may be anything; from then on the engine leaves them alone.
+//    bytes in the peer's region may be anything; from then on the engine leaves them alone.
 //  - Nothing is said of the order of two puts, towards one peer or several, nor of a put's arrival
 //    and its `sent`.
 //  - A put's source stays as it is until its id is in `sent`, which the caller grants. `sent` says
@@ -97,7 +98,7 @@ class Engine {
   // Where a peer is reached, for texts; empty = not known.
   virtual std::string place_of(int) const { return {}; }
 
-  virtual std::unique_ptr<Room> expose(std::span<std::byte> memory) = 0;
+  virtual std::unique_ptr<Region> expose(std::span<std::byte> memory) = 0;
 
   // False = not now: poll() first. Towards a peer that has failed it stays false.
   virtual bool put(const Put& put) = 0;
@@ -115,7 +116,7 @@ class Engine {
   virtual void shut() {}
 
   // Gives up whatever is under way and not `sent`: from now on no memory of this rank is read or
-  // written, and puts of peers towards it fail. After that, rooms and the engine may only be
+  // written, and puts of peers towards it fail. After that, regions and the engine may only be
   // destroyed.
   virtual void close() noexcept = 0;
 };

@@ -1,6 +1,6 @@
-// Where the slots of links lie in their room, for whoever fills or reads them in place of a call of
-// Links: see net/proxy.h. The slots that are sent from come first, by partner, then those that
-// partners fill.
+// Where the frames of links lie in their region, for whoever fills or reads them in place of a call
+// of Links: see net/proxy.h. The frames that are sent from come first, by neighbour, then those
+// that neighbours fill.
 #pragma once
 
 #include <cstddef>
@@ -22,16 +22,16 @@ struct LinkHeader {
 static_assert(sizeof(LinkHeader) % kItemAlignment == 0);
 
 struct LinkMap {
-  std::size_t partners = 0, slots = 0;
-  std::size_t slot_bytes = 0;  // of a chunk
+  std::size_t neighbours = 0, frames = 0;
+  std::size_t frame_bytes = 0;  // of a chunk
 
-  constexpr std::size_t num_slots() const { return partners * slots; }  // of each direction
-  constexpr std::size_t pitch() const { return round_up(sizeof(LinkHeader) + slot_bytes, 64); }
-  // The header of a slot; the chunk lies behind it.
-  constexpr std::size_t place(bool incoming, int partner, unsigned slot) const {
-    return ((at(partner) + (incoming ? partners : 0)) * slots + slot) * pitch();
+  constexpr std::size_t num_frames() const { return neighbours * frames; }  // of each direction
+  constexpr std::size_t pitch() const { return round_up(sizeof(LinkHeader) + frame_bytes, 64); }
+  // The header of a frame; the chunk lies behind it.
+  constexpr std::size_t place(bool incoming, int neighbour, unsigned frame) const {
+    return ((at(neighbour) + (incoming ? neighbours : 0)) * frames + frame) * pitch();
   }
-  constexpr std::size_t bytes() const { return 2 * num_slots() * pitch(); }
+  constexpr std::size_t bytes() const { return 2 * num_frames() * pitch(); }
 };
 
 }  // namespace xd::net

@@ -7,21 +7,21 @@ namespace xd::net {
 
 // One bit that has changed makes no other kind.
 enum class TagKind : std::uint8_t {
-  chunk = 1,     // a slot of the receiver has been filled
-  credit = 2,    // a slot of the receiver of this tag may be filled again
+  chunk = 1,     // a frame of the receiver has been filled
+  credit = 2,    // a frame of the receiver of this tag may be filled again
   greeting = 4,  // the sender reaches the receiver
 };
 
-inline constexpr int kMaxLinkSlots = 32, kMaxLinkPartners = 1 << 16;
+inline constexpr int kMaxLinkFrames = 32, kMaxLinkNeighbours = 1 << 16;
 
 struct LinkTag {
   TagKind kind;
-  unsigned slot;        // below kMaxLinkSlots
-  unsigned generation;  // how often the slot has been filled; its low 8 bits travel
-  unsigned channel;     // the sender, as the receiver numbers its partners
+  unsigned frame;       // below kMaxLinkFrames
+  unsigned generation;  // how often the frame has been filled; its low 8 bits travel
+  unsigned channel;     // the sender, as the receiver numbers its neighbours
 
   constexpr std::uint32_t word() const {
-    return static_cast<std::uint32_t>(kind) << 29 | slot << 24 | (generation & 0xff) << 16 |
+    return static_cast<std::uint32_t>(kind) << 29 | frame << 24 | (generation & 0xff) << 16 |
            channel;
   }
   static constexpr LinkTag of(std::uint32_t word) {
@@ -29,12 +29,12 @@ struct LinkTag {
   }
 };
 
-// The id of a chunk's put: which use of which slot.
+// The id of a chunk's put: which use of which frame.
 struct ChunkId {
-  unsigned partner, slot, generation;
+  unsigned neighbour, frame, generation;
 
   constexpr std::uint64_t word() const {
-    return std::uint64_t{partner} << 40 | std::uint64_t{slot} << 32 | generation;
+    return std::uint64_t{neighbour} << 40 | std::uint64_t{frame} << 32 | generation;
   }
   static constexpr ChunkId of(std::uint64_t word) {
     return {static_cast<unsigned>(word >> 40), static_cast<unsigned>(word >> 32 & 0xff),

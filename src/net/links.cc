@@ -15,65 +15,66 @@ namespace {
 // Of the offer, in front of the engine's address.
 struct Terms {
   std::uint64_t from, to;  // ranks
-  std::uint64_t slots, slot_bytes;
-  RemoteRoom room;
-  std::uint64_t first_slot, channel;
+  std::uint64_t frames, frame_bytes;
+  RegionHandle region;
+  std::uint64_t first_frame, channel;
 };
 
 }  // namespace
 
-Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkPartner> partners)
+Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkNeighbour> neighbours)
     : engine_(engine),
       config_(config),
-      map_{
-          .partners = partners.size(), .slots = at(config.slots), .slot_bytes = config.slot_bytes} {
-  XD_REQUIRE(config.slots >= 1 && config.slots <= kMaxLinkSlots, "slots = ", config.slots,
-             ", expected 1 to ", kMaxLinkSlots);
-  XD_REQUIRE(config.slot_bytes >= 1 && config.slot_bytes < UINT32_MAX,
-             "slot_bytes = ", config.slot_bytes, ", expected 1 to ", UINT32_MAX - 1);
-  XD_REQUIRE(sizeof(Header) + config.slot_bytes <= engine.max_put(),
-             "slot_bytes = ", config.slot_bytes, ", expected ", sizeof(Header),
+      map_{.neighbours = neighbours.size(),
+           .frames = at(config.frames),
+           .frame_bytes = config.frame_bytes} {
+  XD_REQUIRE(config.frames >= 1 && config.frames <= kMaxLinkFrames, "frames = ", config.frames,
+             ", expected 1 to ", kMaxLinkFrames);
+  XD_REQUIRE(config.frame_bytes >= 1 && config.frame_bytes < UINT32_MAX,
+             "frame_bytes = ", config.frame_bytes, ", expected 1 to ", UINT32_MAX - 1);
+  XD_REQUIRE(sizeof(Header) + config.frame_bytes <= engine.max_put(),
+             "frame_bytes = ", config.frame_bytes, ", expected ", sizeof(Header),
              " less than the engine's longest put of ", engine.max_put(), " bytes");
-  XD_REQUIRE(partners.size() <= kMaxLinkPartners, partners.size(), " partners, expected at most ",
-             kMaxLinkPartners);
-  const std::size_t slots = map_.num_slots();
-  for (LinkPartner& name : partners) {
-    Partner& partner = partners_.emplace_back();
-    partner.name = std::move(name);
-    partner.sending.resize(at(config.slots));
-    partner.receiving.resize(at(config.slots));
+  XD_REQUIRE(neighbours.size() <= kMaxLinkNeighbours, neighbours.size(),
+             " neighbours, expected at most ", kMaxLinkNeighbours);
+  const std::size_t frames = map_.num_frames();
+  for (LinkNeighbour& name : neighbours) {
+    Neighbour& neighbour = neighbours_.emplace_back();
+    neighbour.name = std::move(name);
+    neighbour.sending.resize(at(config.frames));
+    neighbour.receiving.resize(at(config.frames));
   }
   if (config.memory.empty()) own_memory_.resize(map_.bytes());
   memory_ = config.memory.empty() ? std::span(own_memory_) : config.memory;
   XD_CHECK(memory_.size() == map_.bytes());
-  room_ = engine.expose(memory_);
-  // A chunk or its credit, of each slot of either direction; greetings come before these.
-  outbox_.reserve(2 * slots);
-  events_.arrived.reserve(2 * slots);
-  events_.sent.reserve(2 * slots);
+  region_ = engine.expose(memory_);
+  // A chunk or its credit, of each frame of either direction; greetings come before these.
+  outbox_.reserve(2 * frames);
+  events_.arrived.reserve(2 * frames);
+  events_.sent.reserve(2 * frames);
 }
 
 Links::~Links() { engine_.close(); }
 
-Bytes Links::offer(int partner) const {
+Bytes Links::offer(int neighbour) const {
   WireWriter writer;
   writer.put(Terms{.from = at(config_.rank),
-                   .to = at(partners_.at(at(partner)).name.rank),
-                   .slots = at(config_.slots),
-                   .slot_bytes = config_.slot_bytes,
-                   .room = room_->remote(),
-                   .first_slot = map_.place(true, partner, 0),
-                   .channel = at(partner)});
+                   .to = at(neighbours_.at(at(neighbour)).name.rank),
+                   .frames = at(config_.frames),
+                   .frame_bytes = config_.frame_bytes,
+                   .region = region_->remote(),
+                   .first_frame = map_.place(true, neighbour, 0),
+                   .channel = at(neighbour)});
   writer.put_bytes(engine_.address());
   return writer.take();
 }
 
-void Links::accept(int partner, std::span<const std::byte> offer) {
+void Links::accept(int neighbour, std::span<const std::byte> offer) {
   check();
-  Partner& whom = partners_.at(at(partner));
+  Neighbour& whom = neighbours_.at(at(neighbour));
   XD_CHECK(!whom.accepted);
   const auto refuse = [&](const auto&... why) {
-    fail(XD_ERROR_MISMATCH, name_of(partner), why...);
+    fail(XD_ERROR_MISMATCH, name_of(neighbour), why...);
   };
   WireReader reader(offer);
   const auto terms = reader.take<Terms>();
@@ -84,87 +85,88 @@ void Links::accept(int partner, std::span<const std::byte> offer) {
     refuse(": the offer is that of rank ", terms.from, " to rank ", terms.to, ", expected of rank ",
            whom.name.rank, " to rank ", config_.rank);
   }
-  if (terms.slots != at(config_.slots) || terms.slot_bytes != config_.slot_bytes) {
-    refuse(" offers ", terms.slots, " slots of ", terms.slot_bytes, " bytes; expected ",
-           config_.slots, " of ", config_.slot_bytes);
+  if (terms.frames != at(config_.frames) || terms.frame_bytes != config_.frame_bytes) {
+    refuse(" offers ", terms.frames, " frames of ", terms.frame_bytes, " bytes; expected ",
+           config_.frames, " of ", config_.frame_bytes);
   }
-  if (terms.channel >= kMaxLinkPartners || terms.first_slot > terms.room.bytes ||
-      at(config_.slots) * map_.pitch() > terms.room.bytes - terms.first_slot) {
-    refuse(" offers channel ", terms.channel, " and slots from byte ", terms.first_slot,
-           " of a room of ", terms.room.bytes, " bytes, expected a channel below ",
-           kMaxLinkPartners, " and ", at(config_.slots) * map_.pitch(),
-           " bytes of slots in the room");
+  if (terms.channel >= kMaxLinkNeighbours || terms.first_frame > terms.region.bytes ||
+      at(config_.frames) * map_.pitch() > terms.region.bytes - terms.first_frame) {
+    refuse(" offers channel ", terms.channel, " and frames from byte ", terms.first_frame,
+           " of a region of ", terms.region.bytes, " bytes, expected a channel below ",
+           kMaxLinkNeighbours, " and ", at(config_.frames) * map_.pitch(),
+           " bytes of frames in the region");
   }
   engine_.connect(whom.name.rank, reader.rest());
-  whom.room = terms.room;
-  whom.first_slot = terms.first_slot;
+  whom.region = terms.region;
+  whom.first_frame = terms.first_frame;
   whom.channel = static_cast<unsigned>(terms.channel);
   whom.accepted = true;
 }
 
 void Links::greet() {
   check();
-  for (int p = 0; p < static_cast<int>(partners_.size()); ++p)
-    if (partners_[at(p)].name.rank > config_.rank) post_empty(p, TagKind::greeting, 0, 0);
+  for (int p = 0; p < static_cast<int>(neighbours_.size()); ++p)
+    if (neighbours_[at(p)].name.rank > config_.rank) post_empty(p, TagKind::greeting, 0, 0);
 }
 
 int Links::first_ungreeted() const {
-  const auto found = std::ranges::find(partners_, false, &Partner::greeted);
-  return found == partners_.end() ? -1 : static_cast<int>(found - partners_.begin());
+  const auto found = std::ranges::find(neighbours_, false, &Neighbour::greeted);
+  return found == neighbours_.end() ? -1 : static_cast<int>(found - neighbours_.begin());
 }
 
-std::optional<Links::Slot> Links::take(int partner, Range range) {
+std::optional<Links::Frame> Links::take(int neighbour, Range range) {
   check();
-  auto& sending = partners_.at(at(partner)).sending;
+  auto& sending = neighbours_.at(at(neighbour)).sending;
   const auto first = sending.begin() + range.first;
-  const auto end = sending.begin() + std::min(range.end, config_.slots);
+  const auto end = sending.begin() + std::min(range.end, config_.frames);
   const auto free = std::ranges::find(first, end, false, &Sending::taken);
   if (free == end) return std::nullopt;
   *free = {.generation = free->generation + 1, .taken = true};
-  ++slots_in_use_;
-  const auto slot = static_cast<unsigned>(free - sending.begin());
-  std::byte* const begin = memory_.data() + map_.place(false, partner, slot) + sizeof(Header);
-  return Slot{partner, slot, free->generation, {begin, config_.slot_bytes}};
+  ++frames_in_use_;
+  const auto frame = static_cast<unsigned>(free - sending.begin());
+  std::byte* const begin = memory_.data() + map_.place(false, neighbour, frame) + sizeof(Header);
+  return Frame{neighbour, frame, free->generation, {begin, config_.frame_bytes}};
 }
 
-void Links::send(const Slot& slot, std::size_t bytes) {
+void Links::send(const Frame& frame, std::size_t bytes) {
   check();
-  const Partner& to = partners_.at(at(slot.partner));
-  Sending& sending = slot_of(slot.partner, slot.slot);
-  XD_CHECK(to.accepted && bytes <= config_.slot_bytes);
-  XD_CHECK(sending.taken && !sending.posted && sending.generation == slot.generation);
+  const Neighbour& to = neighbours_.at(at(frame.neighbour));
+  Sending& sending = frame_of(frame.neighbour, frame.frame);
+  XD_CHECK(to.accepted && bytes <= config_.frame_bytes);
+  XD_CHECK(sending.taken && !sending.posted && sending.generation == frame.generation);
   sending.posted = true;
   const Header header{
       .generation = sending.generation, .bytes = static_cast<std::uint32_t>(bytes), .zero = 0};
-  const std::size_t from = map_.place(false, slot.partner, slot.slot);
+  const std::size_t from = map_.place(false, frame.neighbour, frame.frame);
   std::memcpy(memory_.data() + from, &header, sizeof(header));
   post({.peer = to.name.rank,
-        .from = room_.get(),
+        .from = region_.get(),
         .from_offset = from,
-        .to = to.room,
-        .to_offset = to.first_slot + slot.slot * map_.pitch(),
+        .to = to.region,
+        .to_offset = to.first_frame + frame.frame * map_.pitch(),
         .bytes = sizeof(Header) + bytes,
-        .tag = LinkTag{TagKind::chunk, slot.slot, sending.generation, to.channel}.word(),
-        .id = ChunkId{static_cast<unsigned>(slot.partner), slot.slot, sending.generation}.word()});
+        .tag = LinkTag{TagKind::chunk, frame.frame, sending.generation, to.channel}.word(),
+        .id = ChunkId{static_cast<unsigned>(frame.neighbour), frame.frame, sending.generation}
+                  .word()});
 }
 
-std::optional<Links::Chunk> Links::next(int partner) {
+std::optional<Links::Chunk> Links::next(int neighbour) {
   check();
-  auto& receiving = partners_.at(at(partner)).receiving;
+  auto& receiving = neighbours_.at(at(neighbour)).receiving;
   const auto arrived = std::ranges::find(receiving, Receiving::State::arrived, &Receiving::state);
   if (arrived == receiving.end()) return std::nullopt;
-  const auto slot = static_cast<unsigned>(arrived - receiving.begin());
-  const Chunk chunk{partner, slot, arrived->generation, open(partner, slot)};
+  const auto frame = static_cast<unsigned>(arrived - receiving.begin());
+  const Chunk chunk{neighbour, frame, arrived->generation, open(neighbour, frame)};
   arrived->state = Receiving::State::held;
   return chunk;
 }
 
 void Links::give_back(const Chunk& chunk) {
   check();
-  Receiving& receiving = partners_.at(at(chunk.partner)).receiving.at(chunk.slot);
+  Receiving& receiving = neighbours_.at(at(chunk.neighbour)).receiving.at(chunk.frame);
   XD_CHECK(receiving.state == Receiving::State::held && receiving.generation == chunk.generation);
   receiving.state = Receiving::State::empty;
-  post_empty(chunk.partner, TagKind::credit, chunk.slot, receiving.generation);
+  post_empty(chunk.neighbour, TagKind::credit, chunk.frame, receiving.generation);
 }
 
 bool Links::poll() {
@@ -178,11 +180,12 @@ bool Links::poll() {
   events_.sent.clear();
   if (!events_.failed.empty()) {
     const PeerFailure& failed = events_.failed.front();
-    const auto partner =
-        std::ranges::find(partners_, failed.peer, [](const Partner& p) { return p.name.rank; });
-    break_off(XD_ERROR_SYSTEM,
-              partner == partners_.end() ? -1 : static_cast<int>(partner - partners_.begin()),
-              concat("network: ", failed.text));
+    const auto neighbour =
+        std::ranges::find(neighbours_, failed.peer, [](const Neighbour& p) { return p.name.rank; });
+    break_off(
+        XD_ERROR_SYSTEM,
+        neighbour == neighbours_.end() ? -1 : static_cast<int>(neighbour - neighbours_.begin()),
+        concat("network: ", failed.text));
   }
   flush();
   return news;
@@ -191,60 +194,62 @@ bool Links::poll() {
 // While the engine refuses puts, only asking it again tells when it has room.
 int Links::sleep_on() { return outbox_.empty() ? engine_.sleep_on() : -1; }
 
-void Links::lose(int partner, const std::string& why) {
+void Links::lose(int neighbour, const std::string& why) {
   if (failure_) return;
-  failure_.emplace(XD_ERROR_PEER_LOST, concat(name_of(partner), ": ", why),
-                   partners_.at(at(partner)).name.rank);
+  failure_.emplace(XD_ERROR_PEER_LOST, concat(name_of(neighbour), ": ", why),
+                   neighbours_.at(at(neighbour)).name.rank);
 }
 
-std::string Links::name_of(int partner) const {
-  const LinkPartner& name = partners_.at(at(partner)).name;
+std::string Links::name_of(int neighbour) const {
+  const LinkNeighbour& name = neighbours_.at(at(neighbour)).name;
   return concat("rank ", name.rank, " on host ", name.host);
 }
 
-std::string Links::place_of(int partner) const {
-  return engine_.place_of(partners_.at(at(partner)).name.rank);
+std::string Links::place_of(int neighbour) const {
+  return engine_.place_of(neighbours_.at(at(neighbour)).name.rank);
 }
 
-Links::Sending& Links::slot_of(int partner, unsigned slot) {
-  return partners_.at(at(partner)).sending.at(slot);
+Links::Sending& Links::frame_of(int neighbour, unsigned frame) {
+  return neighbours_.at(at(neighbour)).sending.at(frame);
 }
 
 void Links::check() const {
   if (failure_) throw Error(*failure_);
 }
 
-void Links::break_off(xd_status status, int partner, const std::string& text) {
-  failure_.emplace(status, partner < 0 ? text : concat(name_of(partner), ": ", text),
-                   partner < 0 ? -1 : partners_.at(at(partner)).name.rank);
+void Links::break_off(xd_status status, int neighbour, const std::string& text) {
+  failure_.emplace(status, neighbour < 0 ? text : concat(name_of(neighbour), ": ", text),
+                   neighbour < 0 ? -1 : neighbours_.at(at(neighbour)).name.rank);
   throw Error(*failure_);
 }
 
-// Of a tag that a partner cannot have sent, if it keeps its promises.
-void Links::refuse_tag(int partner, const std::string& text) {
-  if (engine_.vouches_for_tags()) break_off(XD_ERROR_INTERNAL, partner, text);
+// Of a tag that a neighbour cannot have sent, if it keeps its promises.
+void Links::refuse_tag(int neighbour, const std::string& text) {
+  if (engine_.vouches_for_tags()) break_off(XD_ERROR_INTERNAL, neighbour, text);
   refused_.warn(concat("refused, of an unknown sender, or damaged: ",
-                       partner < 0 ? text : concat("as if of ", name_of(partner), ": ", text)));
+                       neighbour < 0 ? text : concat("as if of ", name_of(neighbour), ": ", text)));
 }
 
-std::ptrdiff_t Links::unread(int partner) const {
-  return std::ranges::count_if(partners_.at(at(partner)).sending,
-                               [](const Sending& slot) { return slot.posted && !slot.credited; });
+std::ptrdiff_t Links::unread(int neighbour) const {
+  return std::ranges::count_if(neighbours_.at(at(neighbour)).sending, [](const Sending& frame) {
+    return frame.posted && !frame.credited;
+  });
 }
 
 int Links::first_unread() const {
-  for (int p = 0; p < static_cast<int>(partners_.size()); ++p)
+  for (int p = 0; p < static_cast<int>(neighbours_.size()); ++p)
     if (unread(p) > 0) return p;
   return -1;
 }
 
-void Links::fail_for_time(int partner, const char* what) const {
-  if (partner < 0) partner = first_unread();
-  if (partner < 0) fail(XD_ERROR_TIMEOUT, "timed out waiting for ", what);
-  throw Error(XD_ERROR_TIMEOUT,
-              concat("timed out waiting for ", what, " of ", name_of(partner), "; it has not read ",
-                     unread(partner), " of the ", config_.slots, " slots to it"),
-              partners_.at(at(partner)).name.rank);
+void Links::fail_for_time(int neighbour, const char* what) const {
+  if (neighbour < 0) neighbour = first_unread();
+  if (neighbour < 0) fail(XD_ERROR_TIMEOUT, "timed out waiting for ", what);
+  throw Error(
+      XD_ERROR_TIMEOUT,
+      concat("timed out waiting for ", what, " of ", name_of(neighbour), "; it has not read ",
+             unread(neighbour), " of the ", config_.frames, " frames to it"),
+      neighbours_.at(at(neighbour)).name.rank);
 }
 
 void Links::sleep_until(const Deadline& deadline) {
@@ -259,7 +264,7 @@ void Links::post(const Put& put) {
   flush();
 }
 
-// Puts that the engine refuses do not keep back others: they may be to other partners.
+// Puts that the engine refuses do not keep back others: they may be to other neighbours.
 void Links::flush() {
   try {
     std::erase_if(outbox_, [&](const Put& put) { return engine_.put(put); });
@@ -285,55 +290,55 @@ void Links::keep_failure() {
   failure_.emplace(error.status, error_text(text.data()), -1, error.error_number);
 }
 
-void Links::post_empty(int partner, TagKind kind, unsigned slot, unsigned generation) {
-  const Partner& to = partners_.at(at(partner));
+void Links::post_empty(int neighbour, TagKind kind, unsigned frame, unsigned generation) {
+  const Neighbour& to = neighbours_.at(at(neighbour));
   XD_CHECK(to.accepted);
   ++empty_unsent_;
   post({.peer = to.name.rank,
-        .from = room_.get(),
-        .to = to.room,
-        .tag = LinkTag{kind, slot, generation, to.channel}.word(),
+        .from = region_.get(),
+        .to = to.region,
+        .tag = LinkTag{kind, frame, generation, to.channel}.word(),
         .id = kEmptyId});
 }
 
 void Links::on_arrival(const LinkTag& tag) {
   const bool known =
       tag.kind == TagKind::chunk || tag.kind == TagKind::credit || tag.kind == TagKind::greeting;
-  const int partner = tag.channel < partners_.size() ? static_cast<int>(tag.channel) : -1;
-  if (!known || partner < 0 || tag.slot >= at(config_.slots))
-    return refuse_tag(partner, concat("a put arrived with the tag ", tag.word()));
-  if (tag.kind == TagKind::greeting) return on_greeting(partner);
-  if (tag.kind == TagKind::credit) return on_credit(partner, tag.slot, tag.generation);
-  on_chunk(partner, tag.slot, tag.generation);
+  const int neighbour = tag.channel < neighbours_.size() ? static_cast<int>(tag.channel) : -1;
+  if (!known || neighbour < 0 || tag.frame >= at(config_.frames))
+    return refuse_tag(neighbour, concat("a put arrived with the tag ", tag.word()));
+  if (tag.kind == TagKind::greeting) return on_greeting(neighbour);
+  if (tag.kind == TagKind::credit) return on_credit(neighbour, tag.frame, tag.generation);
+  on_chunk(neighbour, tag.frame, tag.generation);
 }
 
-void Links::on_chunk(int partner, unsigned slot, unsigned generation) {
-  Receiving& receiving = partners_[at(partner)].receiving[slot];
+void Links::on_chunk(int neighbour, unsigned frame, unsigned generation) {
+  Receiving& receiving = neighbours_[at(neighbour)].receiving[frame];
   const unsigned expected = receiving.generation + 1;
   if (receiving.state != Receiving::State::empty || (generation & 0xff) != (expected & 0xff)) {
-    return refuse_tag(partner,
-                      concat("use ", generation & 0xff, " (mod 256) of its slot ", slot,
+    return refuse_tag(neighbour,
+                      concat("use ", generation & 0xff, " (mod 256) of its frame ", frame,
                              " arrived; expected use ", expected & 0xff,
                              receiving.state == Receiving::State::empty ? "" : ", and not yet"));
   }
   receiving = {.generation = expected, .state = Receiving::State::arrived};
 }
 
-void Links::on_greeting(int partner) {
-  Partner& from = partners_[at(partner)];
+void Links::on_greeting(int neighbour) {
+  Neighbour& from = neighbours_[at(neighbour)];
   if (!from.accepted || from.greeted)
-    return refuse_tag(partner, from.greeted ? "it greets twice" : "it greets too early");
+    return refuse_tag(neighbour, from.greeted ? "it greets twice" : "it greets too early");
   from.greeted = true;
-  if (from.name.rank < config_.rank) post_empty(partner, TagKind::greeting, 0, 0);
+  if (from.name.rank < config_.rank) post_empty(neighbour, TagKind::greeting, 0, 0);
 }
 
-void Links::on_credit(int partner, unsigned slot, unsigned generation) {
-  Sending& sending = slot_of(partner, slot);
+void Links::on_credit(int neighbour, unsigned frame, unsigned generation) {
+  Sending& sending = frame_of(neighbour, frame);
   if (!sending.posted || sending.credited || (sending.generation & 0xff) != generation) {
     return refuse_tag(
-        partner, concat("it gave back use ", generation, " (mod 256) of slot ", slot,
-                        ", which is in use ", sending.generation & 0xff,
-                        sending.posted && !sending.credited ? "" : " and not to be given back"));
+        neighbour, concat("it gave back use ", generation, " (mod 256) of frame ", frame,
+                          ", which is in use ", sending.generation & 0xff,
+                          sending.posted && !sending.credited ? "" : " and not to be given back"));
   }
   sending.credited = true;
   free_if_done(sending);
@@ -344,9 +349,9 @@ void Links::on_sent(std::uint64_t id) {
     --empty_unsent_;
     return;
   }
-  const auto [partner, slot, generation] = ChunkId::of(id);
-  Sending* const sending = partner < partners_.size() && slot < at(config_.slots)
-                               ? &partners_[partner].sending[slot]
+  const auto [neighbour, frame, generation] = ChunkId::of(id);
+  Sending* const sending = neighbour < neighbours_.size() && frame < at(config_.frames)
+                               ? &neighbours_[neighbour].sending[frame]
                                : nullptr;
   if (sending == nullptr || !sending->posted || sending->sent ||
       sending->generation != generation) {
@@ -358,22 +363,22 @@ void Links::on_sent(std::uint64_t id) {
 }
 
 // Both must have come: the credit may overtake the engine's word that the source is free.
-void Links::free_if_done(Sending& slot) {
-  if (!slot.taken || !slot.sent || !slot.credited) return;
-  slot.taken = slot.posted = false;
-  --slots_in_use_;
+void Links::free_if_done(Sending& frame) {
+  if (!frame.taken || !frame.sent || !frame.credited) return;
+  frame.taken = frame.posted = false;
+  --frames_in_use_;
 }
 
 // The bytes of a chunk that has arrived.
-std::span<const std::byte> Links::open(int partner, unsigned slot) {
-  const unsigned generation = partners_[at(partner)].receiving[slot].generation;
-  const std::byte* const begin = memory_.data() + map_.place(true, partner, slot);
+std::span<const std::byte> Links::open(int neighbour, unsigned frame) {
+  const unsigned generation = neighbours_[at(neighbour)].receiving[frame].generation;
+  const std::byte* const begin = memory_.data() + map_.place(true, neighbour, frame);
   Header header;
   std::memcpy(&header, begin, sizeof(header));
-  if (header.generation != generation || header.bytes > config_.slot_bytes) {
-    break_off(XD_ERROR_INTERNAL, partner,
-              concat("slot ", slot, " has ", header.bytes, " bytes of use ", header.generation,
-                     ", expected use ", generation, " and at most ", config_.slot_bytes));
+  if (header.generation != generation || header.bytes > config_.frame_bytes) {
+    break_off(XD_ERROR_INTERNAL, neighbour,
+              concat("frame ", frame, " has ", header.bytes, " bytes of use ", header.generation,
+                     ", expected use ", generation, " and at most ", config_.frame_bytes));
   }
   return {begin + sizeof(header), header.bytes};
 }

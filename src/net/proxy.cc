@@ -65,12 +65,12 @@ class ProxiesOfProcess {
   std::set<Proxy*> living_;
 };
 
-Courier::Courier(Links& links, const SlotWords& words)
+Courier::Courier(Links& links, const FrameWords& words)
     : links_(links),
       words_(words),
-      slots_(links.map().slots),
-      outgoing_(links.map().num_slots()),
-      incoming_(links.map().num_slots()) {}
+      slots_(links.map().frames),
+      outgoing_(links.map().num_frames()),
+      incoming_(links.map().num_frames()) {}
 
 bool Courier::step() {
   bool news = false;
@@ -79,7 +79,7 @@ bool Courier::step() {
     news |= give_back(s);
   }
   news |= links_.poll();
-  for (std::size_t p = 0; p < links_.map().partners; ++p) news |= take_in(static_cast<int>(p));
+  for (std::size_t p = 0; p < links_.map().neighbours; ++p) news |= take_in(static_cast<int>(p));
   for (std::size_t s = 0; s < outgoing_.size(); ++s) news |= free(s);
   return news;
 }
@@ -92,16 +92,16 @@ bool Courier::at_rest() const {
   return links_.at_rest();
 }
 
-bool Courier::send(std::size_t slot) {
-  Outgoing& mine = outgoing_[slot];
-  const std::uint64_t word = seen(words_.filled[slot]);
+bool Courier::send(std::size_t frame) {
+  Outgoing& mine = outgoing_[frame];
+  const std::uint64_t word = seen(words_.filled[frame]);
   if (use_of(word) == mine.use) return false;
-  const int place = static_cast<int>(place_of(slot));
-  const auto taken = links_.take(partner_of(slot), {.first = place, .end = place + 1});
+  const int place = static_cast<int>(place_of(frame));
+  const auto taken = links_.take(neighbour_of(frame), {.first = place, .end = place + 1});
   if (!taken || use_of(word) != mine.use + 1 || bytes_of(word) > taken->bytes.size()) {
     fail(XD_ERROR_INTERNAL, "a kernel sends ", bytes_of(word), " bytes by use ", use_of(word),
-         " of slot ", place, " to partner ", partner_of(slot), ", expected at most ",
-         links_.map().slot_bytes, " bytes by use ", mine.use + 1,
+         " of frame ", place, " to neighbour ", neighbour_of(frame), ", expected at most ",
+         links_.map().frame_bytes, " bytes by use ", mine.use + 1,
          taken ? "" : ", and not before it is free");
   }
   links_.send(*taken, bytes_of(word));
@@ -109,36 +109,37 @@ bool Courier::send(std::size_t slot) {
   return true;
 }
 
-bool Courier::free(std::size_t slot) {
-  Outgoing& mine = outgoing_[slot];
-  if (!mine.under_way || !links_.is_free(partner_of(slot), place_of(slot))) return false;
+bool Courier::free(std::size_t frame) {
+  Outgoing& mine = outgoing_[frame];
+  if (!mine.under_way || !links_.is_free(neighbour_of(frame), place_of(frame))) return false;
   mine.under_way = false;
-  tell(words_.freed[slot], slot_word(mine.use, 0));
+  tell(words_.freed[frame], frame_word(mine.use, 0));
   return true;
 }
 
-bool Courier::take_in(int partner) {
+bool Courier::take_in(int neighbour) {
   bool news = false;
-  while (const auto chunk = links_.next(partner)) {
-    const std::size_t slot = at(partner) * slots_ + chunk->slot;
-    Incoming& mine = incoming_[slot];
+  while (const auto chunk = links_.next(neighbour)) {
+    const std::size_t frame = at(neighbour) * slots_ + chunk->frame;
+    Incoming& mine = incoming_[frame];
     ++mine.use;
     mine.chunk = chunk;
-    tell(words_.landed[slot], slot_word(mine.use, static_cast<std::uint32_t>(chunk->bytes.size())));
+    tell(words_.landed[frame],
+         frame_word(mine.use, static_cast<std::uint32_t>(chunk->bytes.size())));
     news = true;
   }
   return news;
 }
 
-bool Courier::give_back(std::size_t slot) {
-  Incoming& mine = incoming_[slot];
-  if (!mine.chunk || use_of(seen(words_.read[slot])) != mine.use) return false;
+bool Courier::give_back(std::size_t frame) {
+  Incoming& mine = incoming_[frame];
+  if (!mine.chunk || use_of(seen(words_.read[frame])) != mine.use) return false;
   links_.give_back(*mine.chunk);
   mine.chunk.reset();
   return true;
 }
 
-Proxy::Proxy(Links& links, const SlotWords& words, Calls calls)
+Proxy::Proxy(Links& links, const FrameWords& words, Calls calls)
     : links_(links),
       courier_(links, words),
       calls_(std::move(calls)),

@@ -19,8 +19,8 @@ namespace xd::net {
 // The steps that the thread takes, one by one. The links are its own; one thread at a time.
 class Courier {
  public:
-  // `words` are those of links.map().num_slots() slots. No slot has been used yet.
-  Courier(Links& links, const SlotWords& words);
+  // `words` are those of links.map().num_frames() frames. No frame has been used yet.
+  Courier(Links& links, const FrameWords& words);
 
   // Does all that can be done now. True = something was. Throws what links throw, and INTERNAL if a
   // word makes no sense.
@@ -29,12 +29,12 @@ class Courier {
   bool at_rest() const;
 
  private:
-  bool send(std::size_t slot);
-  bool give_back(std::size_t slot);
-  bool take_in(int partner);
-  bool free(std::size_t slot);
-  int partner_of(std::size_t slot) const { return static_cast<int>(slot / slots_); }
-  unsigned place_of(std::size_t slot) const { return static_cast<unsigned>(slot % slots_); }
+  bool send(std::size_t frame);
+  bool give_back(std::size_t frame);
+  bool take_in(int neighbour);
+  bool free(std::size_t frame);
+  int neighbour_of(std::size_t frame) const { return static_cast<int>(frame / slots_); }
+  unsigned place_of(std::size_t frame) const { return static_cast<unsigned>(frame % slots_); }
 
   struct Outgoing {
     std::uint32_t use = 0;
@@ -46,8 +46,8 @@ class Courier {
   };
 
   Links& links_;
-  const SlotWords words_;
-  const std::size_t slots_;  // of a partner
+  const FrameWords words_;
+  const std::size_t slots_;  // of a neighbour
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
 };
@@ -60,7 +60,7 @@ class Proxy {
     std::function<void(const Links::Sent&)> sent;  // so far, when there was something to do
     std::function<bool()> is_over;  // asked when it is to end: whether nobody waits for the rest
   };
-  Proxy(Links& links, const SlotWords& words, Calls calls);
+  Proxy(Links& links, const FrameWords& words, Calls calls);
   // Does what has been commanded before, for at most kPatienceMs, and ends. So do those that live
   // when the process ends, before what they use is taken down.
   ~Proxy();

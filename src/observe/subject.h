@@ -12,8 +12,8 @@
 
 #include "base/error.h"
 #include "comm/operations.h"
-#include "observe/board.h"
 #include "observe/profiler.h"
+#include "observe/stats_segment.h"
 #include "observe/trace.h"
 
 namespace xd::observe {

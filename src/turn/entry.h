@@ -28,8 +28,9 @@
 // nothing is stored there any more. (But words of records that are equal to what is there: they may
 // land later, in a cell that one rank alone writes. So this memory lives as long as the sequence.)
 //
-// Operations whose halves are calls of their own take these words in lanes (turn/host/lane.h): a
-// lane has more slots, and its done flags are looked at when a slot comes round, not at the end.
+// Operations whose halves are calls of their own take these words in pipelines
+// (turn/host/pipeline.h): a pipeline has more slots, and its done flags are looked at when a slot
+// comes round, not at the end.
 //
 // The order is the same for both: the writer stores its announcement, then the epoch with release;
 // a reader loads the epoch with acquire, then reads the announcement.

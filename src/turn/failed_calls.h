@@ -8,7 +8,7 @@
 #include <new>
 #include <optional>
 
-#include "turn/setback.h"
+#include "turn/operation_error.h"
 
 namespace xd::turn {
 
@@ -18,16 +18,17 @@ class FailedCalls {
  public:
   struct Call {
     std::int32_t operation;
-    Setback<Family> setback;
+    OperationError<Family> operation_error;
   };
 
   // Called before the launch that takes the call's turn. Among many calls that are captured and
   // never run it keeps the latest, and none where there is no memory: the error then has no text of
   // its own.
-  void note(std::uint32_t launch, std::int32_t operation, const Setback<Family>& setback) noexcept {
+  void note(std::uint32_t launch, std::int32_t operation,
+            const OperationError<Family>& operation_error) noexcept {
     const std::lock_guard lock(mutex_);
     try {
-      calls_.insert_or_assign(launch, Call{operation, setback});
+      calls_.insert_or_assign(launch, Call{operation, operation_error});
     } catch (const std::bad_alloc&) {
       return;
     }

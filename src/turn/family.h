@@ -10,7 +10,8 @@
 //   difference      (const Record& mine, const Record& theirs): how the second differs, in words,
 //                   where same_operation() is false
 //   no_error        (): a Status that tells of none; it has status, operation, epoch, rank, text
-//   tell            (const Setback<Family>&, Status&): fills in what the family adds to a status
+//   tell            (const OperationError<Family>&, Status&): fills in what the family adds to a
+//                   status
 //   tell_caller     likewise, fills in what only the caller of a failed call gets
 #pragma once
 

@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "comm/comm.h"
 #include "observe/subject.h"
-#include "turn/setback.h"
+#include "turn/operation_error.h"
 
 namespace xd::turn {
 
@@ -41,8 +41,9 @@ class Sequence {
   // operation of the family.
   void join_failed(std::int32_t operation, const char* text, xd_stream stream);
 
-  // Keeps the first setback that no call has returned until it is read.
-  void remember(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+  // Keeps the first operation error that no call has returned until it is read.
+  void remember(const OperationError<Family>& operation_error, std::int32_t operation,
+                std::uint64_t epoch);
   virtual Status take_status();
   // A word that counts the operations that have met a non-fatal error.
   virtual const volatile std::uint64_t* watch() const = 0;
@@ -50,17 +51,18 @@ class Sequence {
   // The status of the calling thread's last failed call; forgotten when its next call begins.
   static Status last_error() { return last_error_; }
   static void forget_last_error() { last_error_ = Family::no_error(); }
-  // Makes the call return this setback.
-  [[noreturn]] static void give_back(const Setback<Family>& setback, std::int32_t operation,
-                                     std::uint64_t epoch);
+  // Makes the call return this operation error.
+  [[noreturn]] static void give_back(const OperationError<Family>& operation_error,
+                                     std::int32_t operation, std::uint64_t epoch);
 
   // An error of this rank's own part in an operation, which finishes the communicator.
   FatalError own_fatal_error(xd_status status, std::int32_t operation) const {
     return {
         .status = status, .rank = rank(), .peer = rank(), .group = number_, .operation = operation};
   }
-  // The communicator's account of a setback, where the sequence's errors are fatal.
-  Cause cause(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch) const;
+  // The communicator's account of an operation error, where the sequence's errors are fatal.
+  Cause cause(const OperationError<Family>& operation_error, std::int32_t operation,
+              std::uint64_t epoch) const;
 
  protected:
   explicit Sequence(std::shared_ptr<Comm> comm)
@@ -89,8 +91,8 @@ class Sequence {
   }
 
  private:
-  static void tell(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch,
-                   Status& status);
+  static void tell(const OperationError<Family>& operation_error, std::int32_t operation,
+                   std::uint64_t epoch, Status& status);
 
   static inline thread_local Status last_error_ = Family::no_error();
 
@@ -116,39 +118,39 @@ void Sequence<Family>::join_failed(std::int32_t operation, const char* text, xd_
 }
 
 template <class Family>
-void Sequence<Family>::tell(const Setback<Family>& setback, std::int32_t operation,
+void Sequence<Family>::tell(const OperationError<Family>& operation_error, std::int32_t operation,
                             std::uint64_t epoch, Status& status) {
-  status.status = setback.status;
+  status.status = operation_error.status;
   status.operation = static_cast<decltype(status.operation)>(operation);
   status.epoch = epoch;
-  status.rank = setback.rank;
-  std::strncpy(status.text, setback.text.c_str(), sizeof(status.text) - 1);
-  Family::tell(setback, status);
+  status.rank = operation_error.rank;
+  std::strncpy(status.text, operation_error.text.c_str(), sizeof(status.text) - 1);
+  Family::tell(operation_error, status);
 }
 
 template <class Family>
-void Sequence<Family>::give_back(const Setback<Family>& setback, std::int32_t operation,
-                                 std::uint64_t epoch) {
-  tell(setback, operation, epoch, last_error_);
-  Family::tell_caller(setback, last_error_);
-  fail(setback.status, setback.text);
+void Sequence<Family>::give_back(const OperationError<Family>& operation_error,
+                                 std::int32_t operation, std::uint64_t epoch) {
+  tell(operation_error, operation, epoch, last_error_);
+  Family::tell_caller(operation_error, last_error_);
+  fail(operation_error.status, operation_error.text);
 }
 
 template <class Family>
-Cause Sequence<Family>::cause(const Setback<Family>& setback, std::int32_t operation,
+Cause Sequence<Family>::cause(const OperationError<Family>& operation_error, std::int32_t operation,
                               std::uint64_t epoch) const {
-  Cause cause{.peer = setback.rank, .text = {}};
+  Cause cause{.peer = operation_error.rank, .text = {}};
   std::snprintf(cause.text.data(), cause.text.size(), "%s%s of group %d, epoch %llu: %s",
                 Family::kOperations.prefix, Family::kOperations.name(operation), number_,
-                static_cast<unsigned long long>(epoch), setback.text.c_str());
+                static_cast<unsigned long long>(epoch), operation_error.text.c_str());
   return cause;
 }
 
 template <class Family>
-void Sequence<Family>::remember(const Setback<Family>& setback, std::int32_t operation,
-                                std::uint64_t epoch) {
+void Sequence<Family>::remember(const OperationError<Family>& operation_error,
+                                std::int32_t operation, std::uint64_t epoch) {
   const std::lock_guard lock(mutex_);
-  if (status_.status == XD_SUCCESS) tell(setback, operation, epoch, status_);
+  if (status_.status == XD_SUCCESS) tell(operation_error, operation, epoch, status_);
 }
 
 template <class Family>

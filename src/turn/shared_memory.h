@@ -9,7 +9,7 @@
 #include "base/math.h"
 #include "comm/comm.h"
 #include "comm/near_memory.h"
-#include "turn/remote_address.h"
+#include "turn/peer_address.h"
 
 namespace xd::turn {
 
@@ -24,11 +24,11 @@ class SharedMemory {
 
   // `bytes` bytes of a rank's tensor, which lies here or in its symmetric memory. Throws MISMATCH
   // if its record names neither, or a place at which elements of this alignment cannot start.
-  NearMemory tensor_of(const Comm& comm, NearRank rank, RemoteAddress address, std::uint64_t bytes,
+  NearMemory tensor_of(const Comm& comm, NearRank rank, PeerAddress address, std::uint64_t bytes,
                        std::uint64_t alignment) const {
     const HeapRange shared{areas_.of(rank).address(), segments_[at(rank)]->bytes()};
     std::byte* const found =
-        find_remote(address, bytes, alignment, shared, [&](std::uint64_t segment) {
+        find_peer_memory(address, bytes, alignment, shared, [&](std::uint64_t segment) {
           return comm.heap().range(rank, static_cast<std::uint32_t>(segment));
         });
     if (found != nullptr) return NearMemory(found);

@@ -41,7 +41,7 @@ Outcome outcome_of_steps(const Rank& rank, const Case& c) {
       last = outcome;
       xd_error_info info XD_ERROR_INFO_INIT;
       if (xd_comm_error(rank.comm, &info) == XD_SUCCESS && info.status != XD_SUCCESS) return last;
-      break;  // a setback: the next prepare makes another plan
+      break;  // an operation error: the next prepare makes another plan
     }
   }
   return last;

@@ -133,7 +133,7 @@ TEST(Leaving, AfterTheLastOperationIsNoLossToThoseWhoAreStillInIt) {
 // Nothing moves in an operation in which a rank has made a mistake, and each rank says goodbye as
 // soon as it knows that. The others know it as well, or are about to: it depends on what all have
 // said before.
-TEST(Leaving, AfterASetbackIsNoLossToThoseWhoAreStillInTheOperation) {
+TEST(Leaving, AfterAnOperationErrorIsNoLossToThoseWhoAreStillInTheOperation) {
   const Load load;
   const Case c = plain_case(world().num_ranks());
   in_rounds(rounds() / 2, [&](const Rank& rank, Comm& comm, int round) {

@@ -37,7 +37,7 @@ TEST_P(NetFamily, ACommunicatorWorksAsOnOneHostButForMasksAndProducts) {
   job.all_fine("destroy");
 }
 
-// Two, one and two ranks on three hosts: gateways serve one rank, two or none.
+// Two, one and two ranks on three hosts: relays serve one rank, two or none.
 TEST_P(NetFamily, StepsOfExpertParallelismAreRight) {
   NetHosts hosts(3);
   CommJob job(hosts, {0, 0, 1, 2, 2}, GetParam());

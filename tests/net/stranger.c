@@ -78,7 +78,7 @@ static struct Fabric open_fabric(const char* own_address) {
 }
 
 /* Puts of no pieces need no key, and their data arrive as a tag; here of all kinds, for slot 0 and
- * partner 0. Messages need none either. */
+ * neighbour 0. Messages need none either. */
 static long post(const struct Fabric* fabric, fi_addr_t to, int is_message, int number) {
   struct fi_context2* const context = &contexts[number % kMany];
   struct fi_msg_rma put = {.addr = to, .context = context, .data = (uint64_t)number << 29};

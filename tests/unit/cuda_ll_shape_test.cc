@@ -72,7 +72,7 @@ std::vector<Part> parts_of(const LlSizes& s) {
   const std::uint64_t cells = static_cast<std::uint64_t>(s.slots) * ranks;
   const auto ids = static_cast<std::uint64_t>(LlIdWords::make(s.experts, s.max_topk).words);
   std::vector<Part> parts;
-  for (const turn::LaneMap& lane : map.lane) {
+  for (const turn::PipelineMap& lane : map.pipeline) {
     parts.push_back({"entry", lane.entry, cells * 64, 64});
     parts.push_back({"credit", lane.credit, ranks * 16, 64});
   }
@@ -170,12 +170,12 @@ TEST(LlIdWords, LieInPlacesThatDoNotDependOnTheGroupWhereThereAreFew) {
   EXPECT_FALSE(LlIdWords::make(4096, 8).few());
 }
 
-TEST(LlDispatchRoom, HasPartsThatDoNotOverlapAndFitsABlock) {
+TEST(LlSmemLayout, HasPartsThatDoNotOverlapAndFitsABlock) {
   constexpr std::size_t kShared = std::size_t{227} * 1024 - kStaticSharedBytes;
   constexpr std::uint64_t kMovers = kLlDispatchMovers;
   for (const LlSizes& s : many_sizes()) {
     SCOPED_TRACE(text(s));
-    const LlDispatchRoom room = ll_dispatch_room(s, kShared);
+    const LlSmemLayout room = ll_smem_layout(s, kShared);
     const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
     std::vector<Part> parts{
         {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},

@@ -106,7 +106,7 @@ class CudaToy {
     params.group = group_;
     params.launch = ++launches_;
     params.record.factor = 1;
-    params.record.mailbox = turn::RemoteAddress::shared(map_.mailbox);
+    params.record.mailbox = turn::PeerAddress::shared(map_.mailbox);
     params.speaks_for = -1;
     return params;
   }
@@ -161,7 +161,7 @@ TEST_F(CudaToyTurns, PassNumbersOnForMoreTurnsThanThereAreSlots) {
   for (const auto& comm : comms_) EXPECT_EQ(comm->errors().fatal_error(), nullptr);
 }
 
-// As gateways raise the flags of ranks on other machines: such a rank may have left by then.
+// As relays raise the flags of ranks on other machines: such a rank may have left by then.
 TEST_F(CudaToyTurns, EndWithoutAFlagThatAnotherRankHasRaisedAndHearWhatItSays) {
   const cuda::PinnedBlock gate(kDevice, sizeof(std::uint64_t));
   auto* const word = gate.as<std::uint64_t>();
@@ -218,9 +218,9 @@ TEST_F(CudaToyTurns, ThatDisagreeMoveNothingAndAreToldInTheFamilysWords) {
     toy::Report& report = toys_[at(rank)]->report();
     EXPECT_EQ(report.status, XD_ERROR_MISMATCH);
     EXPECT_EQ(report.errors, 1u);
-    const auto setback = turn::disagreement<toy::Family>({report.record, kRanks}, rank);
-    EXPECT_EQ(setback.text, rank == 0 ? "ranks disagree; rank 1: factor 3, here 2"
-                                      : "ranks disagree; rank 0: factor 2, here 3");
+    const auto operation_error = turn::disagreement<toy::Family>({report.record, kRanks}, rank);
+    EXPECT_EQ(operation_error.text, rank == 0 ? "ranks disagree; rank 1: factor 3, here 2"
+                                              : "ranks disagree; rank 0: factor 2, here 3");
     EXPECT_EQ(toys_[at(rank)]->received(), kPoison);
     report.taken = report.written;
   }

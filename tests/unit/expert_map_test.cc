@@ -1,4 +1,4 @@
-// Which rank holds which experts, and the seats by which experts go inside.
+// Which rank holds which experts, and the physical experts by which experts go inside.
 #include "ep/plan/expert_map.h"
 
 #include <gtest/gtest.h>
@@ -24,16 +24,16 @@ void expect_map(const ExpertMap& map, const Ranks& expert_ranks, int ranks) {
   const int experts = static_cast<int>(expert_ranks.size());
   ASSERT_EQ(map.experts, experts);
   ASSERT_EQ(map.ranks, ranks);
-  int seat = 0;
+  int physical_expert = 0;
   for (int rank = 0; rank < ranks; ++rank) {
-    EXPECT_EQ(map.first(rank), seat);
+    EXPECT_EQ(map.first(rank), physical_expert);
     EXPECT_EQ(map.local_experts(rank), std::ranges::count(expert_ranks, rank));
     for (int e = 0; e < experts; ++e) {
       if (expert_ranks[static_cast<std::size_t>(e)] != rank) continue;
-      EXPECT_EQ(map.seat_of(e), seat) << "expert " << e;
-      EXPECT_EQ(map.rank_at(seat), rank) << "seat " << seat;
+      EXPECT_EQ(map.physical_expert_of(e), physical_expert) << "expert " << e;
+      EXPECT_EQ(map.rank_at(physical_expert), rank) << "physical_expert " << physical_expert;
       EXPECT_EQ(map.rank_of(e), rank) << "expert " << e;
-      ++seat;
+      ++physical_expert;
     }
   }
   EXPECT_EQ(map.first(ranks), experts);
@@ -59,13 +59,13 @@ TEST(ExpertMap, FollowsEveryList) {
   }
 }
 
-// The rank of a seat comes from a product; quotients change at multiples.
+// The rank of a physical expert comes from a product; quotients change at multiples.
 TEST(ExpertMap, FindsTheRankOfEverySeatWhereRanksHoldAsMany) {
   for (int each = 1; each <= kMaxExperts; ++each) {
     const ExpertMap map = ExpertTables::even(each, 1).map();
-    for (int seat = each; seat <= kMaxExperts; seat += each) {
-      ASSERT_EQ(map.rank_at(seat), seat / each) << each;
-      ASSERT_EQ(map.rank_at(seat - 1), seat / each - 1) << each;
+    for (int physical_expert = each; physical_expert <= kMaxExperts; physical_expert += each) {
+      ASSERT_EQ(map.rank_at(physical_expert), physical_expert / each) << each;
+      ASSERT_EQ(map.rank_at(physical_expert - 1), physical_expert / each - 1) << each;
     }
   }
 }

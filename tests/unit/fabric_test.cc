@@ -123,7 +123,7 @@ TEST_P(Fabric, LinksCarryChunksThroughChaos) {
   run_on_threads(fleet, 50);
 }
 
-// It is refused where the room is. The sender need not hear of it.
+// It is refused where the region is. The sender need not hear of it.
 TEST_P(Fabric, APutWithoutTheRoomsKeyDoesNotLand) {
   Engines engines = open(2);
   std::array<std::byte, 64> here{}, there{};
@@ -163,7 +163,7 @@ TEST_P(Fabric, APutThatHasArrivedIsSentWithoutThePeer) {
   }
 }
 
-// It knows the room and its key, and is on a peer's host, but the peer has never heard of it.
+// It knows the region and its key, and is on a peer's host, but the peer has never heard of it.
 TEST_P(Fabric, AStrangersTagIsRefusedAndPeersGoOn) {
   Engines engines = open(3);
   std::array<std::byte, 64> here{}, there{};

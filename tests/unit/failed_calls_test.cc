@@ -12,7 +12,7 @@ namespace {
 
 using FailedCalls = turn::FailedCalls<Family>;
 
-Setback mistake(const std::string& text) {
+OperationError mistake(const std::string& text) {
   return {.status = XD_ERROR_INVALID_ARGUMENT, .text = text, .rank = 1};
 }
 
@@ -23,8 +23,8 @@ TEST(FailedCallsTest, TellTheCallThatRanFromOthers) {
   const auto found = calls.find(5);
   ASSERT_TRUE(found);
   EXPECT_EQ(found->operation, XD_EP_DISPATCH);
-  EXPECT_EQ(found->setback.text, "launched");
-  EXPECT_EQ(found->setback.rank, 1);
+  EXPECT_EQ(found->operation_error.text, "launched");
+  EXPECT_EQ(found->operation_error.rank, 1);
   EXPECT_FALSE(calls.find(4)) << "a call without a mistake";
 }
 

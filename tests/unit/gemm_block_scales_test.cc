@@ -84,15 +84,15 @@ TEST(GemmBlockScales, LieByBlocksOfTheRowsOfEitherProduct) {
 TEST(GemmBlockScales, AreOfTwoProductsOfMultiplesOf16Rows) {
   ProductShape shape{.m = 37, .n = 384, .k = 256, .a_pitch = 256, .b_pitch = 256};
   shape.d_pitch = 1024;
-  shape.far = true;
+  shape.stores_at_peers = true;
   const ProductShape whole = whole_of(shape), rest = rest_of(shape);
   EXPECT_EQ(whole.m, 32);
   EXPECT_EQ(whole.d_pitch, 1024);
-  EXPECT_TRUE(whole.far);
+  EXPECT_TRUE(whole.stores_at_peers);
   EXPECT_EQ(rest.m, 16);
   EXPECT_EQ(rest.a_pitch, 256);
   EXPECT_EQ(rest.d_pitch, 384);
-  EXPECT_FALSE(rest.far);
+  EXPECT_FALSE(rest.stores_at_peers);
   shape.m = 48;
   EXPECT_EQ(rest_of(shape).m, 0);
   shape.m = 3;

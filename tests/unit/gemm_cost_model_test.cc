@@ -17,9 +17,9 @@ namespace {
 
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 
-Room ample() {
+Capacity ample() {
   return {.slot_bytes = 1024 * kMiB,
-          .slot_unit = 2 * kMiB,
+          .cell_unit = 2 * kMiB,
           .word_bytes = 32 * kMiB,
           .gather_word_bytes = kMiB / 4,
           .chunk_bytes = 1024 * kMiB};
@@ -224,9 +224,9 @@ TEST(GemmCostModel, TakesMeasuredTimesOfProductsThatStoreFarAway) {
   Problem problem = problem_of(kRs, 4, 1024, 8192, 2048);
   const auto direct = [&] { return options_of({}, problem, ample()).find(kDirect)->us; };
   problem.times = times_of({{1024, 50}});
-  problem.far_times = times_of({{1024, 60}});
+  problem.peer_store_times = times_of({{1024, 60}});
   const double near = direct();
-  problem.far_times = times_of({{1024, 100}});
+  problem.peer_store_times = times_of({{1024, 100}});
   EXPECT_DOUBLE_EQ(direct() - near, 40);
   problem.times = times_of({{1024, 500}});
   EXPECT_DOUBLE_EQ(direct() - near, 40);
@@ -234,12 +234,12 @@ TEST(GemmCostModel, TakesMeasuredTimesOfProductsThatStoreFarAway) {
 
 // Rows that are as long as words may be, and longer ones.
 TEST(GemmCostModel, GathersFewRowsAsWords) {
-  const auto mover = [](std::int64_t tokens, const Room& room) {
+  const auto mover = [](std::int64_t tokens, const Capacity& room) {
     return options_of({}, problem_of(kAg, 2, tokens, 5120, 8192), room).find(kSeq)->mover;
   };
-  Room room = ample();
-  EXPECT_EQ(mover(2, room), Mover::words);
-  EXPECT_EQ(mover(32, room), Mover::words);
+  Capacity room = ample();
+  EXPECT_EQ(mover(2, room), Mover::inline_flags);
+  EXPECT_EQ(mover(32, room), Mover::inline_flags);
   EXPECT_EQ(mover(64, room), Mover::push);
   EXPECT_EQ(mover(16384, room), Mover::copies);
   room.gather_word_bytes = 0;
@@ -261,10 +261,10 @@ struct MeasuredCall {
   std::int64_t n, k, tokens;
   ProductTimes times;
   std::vector<std::pair<xd_gemm_algo, double>> us;
-  ProductTimes far_times{};
+  ProductTimes peer_store_times{};
 };
 
-ProductTimes far(std::int64_t rows, double us) { return times_of({{rows, us}}); }
+ProductTimes remote(std::int64_t rows, double us) { return times_of({{rows, us}}); }
 
 std::vector<MeasuredCall> measured_calls() {
   return {
@@ -276,10 +276,22 @@ std::vector<MeasuredCall> measured_calls() {
       {kRs, 8192, 14336, 2048, times_of({{1024, 311}, {2048, 628}}), {{kSeq, 750}, {kRing, 697}}},
       {kAg, 5120, 8192, 512, times_of({{256, 41.2}, {512, 59.6}}), {{kSeq, 83.2}, {kRing, 87}}},
       {kAg, 14336, 8192, 512, times_of({{256, 96}, {512, 172}}), {{kSeq, 196.5}, {kRing, 195.8}}},
-      {kRs, 8192, 4096, 256, times_of({{256, 33}}), {{kSeq, 52}, {kDirect, 59}}, far(256, 38)},
-      {kRs, 8192, 4096, 512, times_of({{512, 49}}), {{kSeq, 75}, {kDirect, 78}}, far(512, 53)},
-      {kRs, 8192, 14336, 256, times_of({{256, 97}}), {{kSeq, 115}, {kDirect, 121}}, far(256, 99)},
-      {kRs, 8192, 14336, 512, times_of({{512, 152}}), {{kSeq, 180}, {kDirect, 184}}, far(512, 159)},
+      {kRs, 8192, 4096, 256, times_of({{256, 33}}), {{kSeq, 52}, {kDirect, 59}}, remote(256, 38)},
+      {kRs, 8192, 4096, 512, times_of({{512, 49}}), {{kSeq, 75}, {kDirect, 78}}, remote(512, 53)},
+      {kRs,
+       8192,
+       14336,
+       256,
+       times_of({{256, 97}}),
+       {{kSeq, 115}, {kDirect, 121}},
+       remote(256, 99)},
+      {kRs,
+       8192,
+       14336,
+       512,
+       times_of({{512, 152}}),
+       {{kSeq, 180}, {kDirect, 184}},
+       remote(512, 159)},
   };
 }
 
@@ -287,7 +299,7 @@ TEST(GemmCostModel, ChoosesNearlyTheBestOfWhatBothExecutorAndProductsWereMeasure
   for (const MeasuredCall& call : measured_calls()) {
     Problem problem = problem_of(call.operation, 2, call.tokens, call.n, call.k);
     problem.times = call.times;
-    problem.far_times = call.far_times;
+    problem.peer_store_times = call.peer_store_times;
     const xd_gemm_algo chosen = options_of({}, problem, ample()).best()->algo;
     double best = call.us.front().second, got = 0;
     for (const auto& [algo, us] : call.us) {
@@ -322,7 +334,7 @@ TEST(GemmCostModel, GrowsWithTokens) {
 TEST(GemmCostModel, TakesLongerWhereSumsTravelAsTheyAre) {
   Problem problem = problem_of(kAr, 4, 4096, 8192, 2048);
   const auto extra = [&] {
-    Room room = ample();
+    Capacity room = ample();
     room.word_bytes = 8 * kMiB;
     const double rounded = options_of({}, problem, room).find(kSeq)->us;
     room.exact_sums = true;
@@ -346,7 +358,7 @@ TEST(GemmCostModel, IsFasterOnAFasterLink) {
 }
 
 TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
-  const auto obstacle = [](const Problem& problem, const Room& room, xd_gemm_algo algo) {
+  const auto obstacle = [](const Problem& problem, const Capacity& room, xd_gemm_algo algo) {
     const Options options = options_of({}, problem, room);
     const Option* option = options.find(algo);
     return option->obstacle;
@@ -368,10 +380,10 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   rounded.stores_terms = false;
   EXPECT_EQ(obstacle(rounded, ample(), kDirect), Obstacle::rounded);
   EXPECT_EQ(obstacle(rounded, ample(), kRing), Obstacle::none);
-  Room room = ample();
+  Capacity room = ample();
   room.slot_bytes = 2 * kMiB;
-  EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::slot_too_small);
-  room.slot_unit = 0;
+  EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::cell_too_small);
+  room.cell_unit = 0;
   EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::no_slots);
   room.chunk_bytes = 0;
   EXPECT_EQ(obstacle(sum, room, kRing), Obstacle::no_room);
@@ -393,26 +405,26 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
 
 // Where the unit is a slot, rows of any rank fill it from end to end, or there is no such product.
 TEST(GemmCostModel, RowsOfStitchedSumsMayFillAWholeSlot) {
-  Room room = ample();
-  room.slot_bytes = room.slot_unit = 32 * kMiB;
+  Capacity room = ample();
+  room.slot_bytes = room.cell_unit = 32 * kMiB;
   for (const std::int64_t tokens : {4, 64, 1024, 4096}) {
     const Problem sum = problem_of(kRs, 4, tokens, 8192, 2048);
     const Options options = options_of({}, sum, room);
     const Option& direct = *options.find(kDirect);
     ASSERT_EQ(direct.obstacle, Obstacle::none) << tokens;
-    EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), room.slot_unit);
+    EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), room.cell_unit);
   }
   const Problem odd = problem_of(kRs, 4, std::int64_t{4} * 96, 8192, 2048);
   EXPECT_EQ(options_of({}, odd, room).find(kDirect)->obstacle, Obstacle::no_pitch);
 }
 
 TEST(GemmCostModel, PitchesFillWholeUnits) {
-  EXPECT_EQ(slot_pitch(128, 8192, 2, 2 * kMiB, 64 * kMiB), 8192);
-  EXPECT_EQ(slot_pitch(16, 8192, 2, 2 * kMiB, 64 * kMiB), 65536);  // 16 rows of 128 KiB
-  EXPECT_EQ(slot_pitch(16, 8192, 2, 2 * kMiB, kMiB), 0);           // would not fit
-  EXPECT_EQ(slot_pitch(0, 8192, 2, 2 * kMiB, kMiB), 0);
+  EXPECT_EQ(cell_pitch(128, 8192, 2, 2 * kMiB, 64 * kMiB), 8192);
+  EXPECT_EQ(cell_pitch(16, 8192, 2, 2 * kMiB, 64 * kMiB), 65536);  // 16 rows of 128 KiB
+  EXPECT_EQ(cell_pitch(16, 8192, 2, 2 * kMiB, kMiB), 0);           // would not fit
+  EXPECT_EQ(cell_pitch(0, 8192, 2, 2 * kMiB, kMiB), 0);
   for (std::int64_t rows = 1; rows < 300; ++rows) {
-    const std::int64_t pitch = slot_pitch(rows, 1000, 2, 2 * kMiB, 1024 * kMiB);
+    const std::int64_t pitch = cell_pitch(rows, 1000, 2, 2 * kMiB, 1024 * kMiB);
     if (pitch == 0) continue;
     EXPECT_GE(pitch, 1000);
     EXPECT_EQ(pitch * 2 % 16, 0);
@@ -422,7 +434,7 @@ TEST(GemmCostModel, PitchesFillWholeUnits) {
 
 // Sums that may not travel as they are stored: all ranks get all products, where these fit.
 TEST(GemmCostModel, AllReducesInOneStepWhereItMust) {
-  Room room = ample();
+  Capacity room = ample();
   room.two_steps = false;
   room.chunk_bytes = 0;
   const auto sequential = [&](std::int64_t tokens) {

@@ -27,7 +27,7 @@ TEST(GemmProducts, OfAClassDifferInRowsAndPitchesOnly) {
   padded.m = 90;
   padded.d_pitch = 64;
   EXPECT_EQ(class_of(padded), class_of(packed));
-  padded.far = true;
+  padded.stores_at_peers = true;
   EXPECT_NE(class_of(padded), class_of(packed));
   packed.transpose_a = true;
   EXPECT_EQ(class_of(packed).a_pitch, 96);

@@ -23,7 +23,7 @@ ProductCall a_call(xd_gemm_operation operation) {
 }
 
 // Rank 0 and rank 1 agree, and rank 2 has `theirs`.
-Setback disagreement(const Record& mine, const Record& theirs) {
+OperationError disagreement(const Record& mine, const Record& theirs) {
   const std::array<Record, 3> records = {mine, mine, theirs};
   return turn::disagreement<Family>(records, 0);
 }
@@ -51,11 +51,11 @@ TEST(GemmRecord, NamesTheOperandThatOneRankAloneGivesToCublasMp) {
       for (int algo = XD_GEMM_ALGO_CUBLASMP; algo <= XD_GEMM_ALGO_CUBLASMP_FUSED; ++algo) {
         const auto by = static_cast<xd_gemm_algo>(algo);
         const Record mine = record_of(without, by), theirs = record_of(with, by);
-        const Setback given = disagreement(mine, theirs);
+        const OperationError given = disagreement(mine, theirs);
         EXPECT_EQ(given.status, XD_ERROR_MISMATCH) << c.name;
         EXPECT_EQ(given.rank, 2);
         expect_words(given.text, {std::string("rank 2: ") + c.name + " given, here NULL"});
-        const Setback missing = disagreement(theirs, mine);
+        const OperationError missing = disagreement(theirs, mine);
         expect_words(missing.text, {std::string("rank 2: ") + c.name + " NULL, here given"});
         EXPECT_FALSE(disagreement(theirs, theirs)) << missing.text;
       }
@@ -81,8 +81,8 @@ TEST(GemmRecord, LeavesOperandsToEachRankWhereTheyDecideNothingForTheOthers) {
 TEST(GemmRecord, NamesTheAlgorithmBeforeWhatItMakesOfACall) {
   ProductCall call = a_call(XD_GEMM_ALL_REDUCE);
   call.bias.given = true;
-  const Setback found = disagreement(record_of(call, XD_GEMM_ALGO_SEQUENTIAL),
-                                     record_of(call, XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P));
+  const OperationError found = disagreement(record_of(call, XD_GEMM_ALGO_SEQUENTIAL),
+                                            record_of(call, XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P));
   expect_words(found.text, {"algo CUBLASMP_SPLIT_P2P, here SEQUENTIAL"});
 }
 
@@ -91,7 +91,7 @@ TEST(GemmRecord, NamesABiasThatCublasMpCannotAdd) {
   const Record mine = record_of(call, XD_GEMM_ALGO_CUBLASMP);
   Record theirs = mine;
   theirs.given |= kIsFinished;
-  const Setback found = disagreement(mine, theirs);
+  const OperationError found = disagreement(mine, theirs);
   EXPECT_EQ(found.status, XD_ERROR_MISMATCH);
   expect_words(found.text, {"multiple of 16 bytes: 1, here 0"});
 }

@@ -46,7 +46,7 @@ INSTANTIATE_TEST_SUITE_P(All, LinkMutants,
                                                "refill_without_credit"},
                                          Named{Mutant::refill_before_sent, "refill_before_sent"},
                                          Named{Mutant::credit_before_read, "credit_before_read"},
-                                         Named{Mutant::count_for_slot, "count_for_slot"},
+                                         Named{Mutant::count_for_frame, "count_for_frame"},
                                          Named{Mutant::stale_generation, "stale_generation"}),
                          [](const auto& test) { return std::string(test.param.name); });
 

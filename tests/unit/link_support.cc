@@ -40,7 +40,7 @@ class Crew {
         ranks_(2 + static_cast<int>(random_.below(3))),
         chunks_(8 + static_cast<int>(random_.below(16))),
         failing_(seed % 3 == 0),
-        links_{.slots = 1 + static_cast<int>(random_.below(4)), .slot_bytes = kLongest},
+        links_{.frames = 1 + static_cast<int>(random_.below(4)), .frame_bytes = kLongest},
         fleet_{engines(seed, mutant), links_},
         left_(at(ranks_)) {
     for (int r = 0; r < ranks_; ++r)
@@ -71,7 +71,7 @@ class Crew {
     if (failing_) config.failed_put = random_.below(2 * at(chunks_));  // chunks and credits
     Engines made = chaos_engines(ranks_, config);
     for (auto& engine : made)
-      engine = net::make_wrong_links(std::move(engine), mutant, links_.slots);
+      engine = net::make_wrong_links(std::move(engine), mutant, links_.frames);
     return made;
   }
 
@@ -112,7 +112,7 @@ class Crew {
   // Expects the text that a rank is told after one has failed, by the engine or by the watch.
   void end_of_failure(int rank) {
     net::Links& links = *fleet_.links[at(rank)];
-    if (rank != failed_rank_) links.lose(partner_of_rank(rank, failed_rank_), "is gone");
+    if (rank != failed_rank_) links.lose(neighbour_of_rank(rank, failed_rank_), "is gone");
     const std::string name = concat("rank ", failed_rank_, " on host host", failed_rank_ / 2);
     try {
       links.wait_for(Deadline::after_ms(60000), 0, "news", [] { return false; });
@@ -151,30 +151,32 @@ Engines chaos_engines(int ranks, const net::ChaosConfig& config) {
   return engines;
 }
 
-int rank_of_partner(int rank, int partner) { return partner < rank ? partner : partner + 1; }
-int partner_of_rank(int rank, int other) { return other < rank ? other : other - 1; }
+int rank_of_neighbour(int rank, int neighbour) {
+  return neighbour < rank ? neighbour : neighbour + 1;
+}
+int neighbour_of_rank(int rank, int other) { return other < rank ? other : other - 1; }
 
 Fleet::Fleet(Engines of_ranks, net::LinkConfig config, bool lends_memory)
     : engines(std::move(of_ranks)), memory(engines.size()) {
   const auto ranks = static_cast<int>(engines.size());
   for (int r = 0; r < ranks; ++r) {
-    std::vector<net::LinkPartner> partners;
+    std::vector<net::LinkNeighbour> neighbours;
     for (int p = 0; p + 1 < ranks; ++p) {
-      const int other = rank_of_partner(r, p);
-      partners.push_back({other, concat("host", other / 2)});
+      const int other = rank_of_neighbour(r, p);
+      neighbours.push_back({other, concat("host", other / 2)});
     }
     config.rank = r;
     if (lends_memory) {
-      const net::LinkMap map{partners.size(), at(config.slots), config.slot_bytes};
+      const net::LinkMap map{neighbours.size(), at(config.frames), config.frame_bytes};
       memory[at(r)].resize(map.bytes());
       config.memory = memory[at(r)];
     }
-    links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(partners)));
+    links.push_back(std::make_unique<net::Links>(*engines[at(r)], config, std::move(neighbours)));
   }
   for (int r = 0; r < ranks; ++r) {
     for (int p = 0; p + 1 < ranks; ++p) {
-      const int other = rank_of_partner(r, p);
-      links[at(r)]->accept(p, links[at(other)]->offer(partner_of_rank(other, r)));
+      const int other = rank_of_neighbour(r, p);
+      links[at(r)]->accept(p, links[at(other)]->offer(neighbour_of_rank(other, r)));
     }
   }
 }
@@ -184,16 +186,16 @@ Traffic::Traffic(net::Links& links, std::uint64_t seed, int rank, int ranks, int
     : links_(links),
       seed_(seed),
       rank_(rank),
-      partners_(ranks - 1),
+      neighbours_(ranks - 1),
       chunks_(chunks),
       gives_back_early_(mutant == net::Mutant::credit_before_read),
       random_(mix(seed, 2, at(rank))),
-      sent_(at(partners_)),
-      received_(at(partners_), std::vector<bool>(at(chunks))) {}
+      sent_(at(neighbours_)),
+      received_(at(neighbours_), std::vector<bool>(at(chunks))) {}
 
 void Traffic::step() {
   bool news = links_.poll();
-  for (int p = 0; p < partners_; ++p) {
+  for (int p = 0; p < neighbours_; ++p) {
     if (random_.one_in(2)) news |= send(p);
     if (random_.one_in(2)) news |= take_in(p);
   }
@@ -203,22 +205,22 @@ void Traffic::step() {
     return true;
   });
   // The dice may have kept something back.
-  for (int p = 0; !news && p < partners_; ++p) news = send(p) || take_in(p);
+  for (int p = 0; !news && p < neighbours_; ++p) news = send(p) || take_in(p);
   idle_ = !news;
 }
 
 bool Traffic::done() const {
-  const auto all = [](const std::vector<bool>& of_partner) {
-    return std::ranges::all_of(of_partner, [](bool came) { return came; });
+  const auto all = [](const std::vector<bool>& of_neighbour) {
+    return std::ranges::all_of(of_neighbour, [](bool came) { return came; });
   };
   return held_.empty() && links_.at_rest() && std::ranges::all_of(received_, all) &&
          std::ranges::all_of(sent_, [&](int sent) { return sent == chunks_; });
 }
 
 void Traffic::run(const Deadline& deadline) {
-  for (int p = 0; p < partners_; ++p) {
+  for (int p = 0; p < neighbours_; ++p) {
     links_.wait_for(deadline, p, "all chunks", [&] {
-      for (int q = 0; q < partners_; ++q) {
+      for (int q = 0; q < neighbours_; ++q) {
         while (send(q) || take_in(q)) {
           for (const Held& held : held_) finish(held.chunk);
           held_.clear();
@@ -231,20 +233,20 @@ void Traffic::run(const Deadline& deadline) {
   links_.wait_for(deadline, -1, "credits", [&] { return links_.at_rest(); });
 }
 
-bool Traffic::send(int partner) {
-  int& number = sent_[at(partner)];
+bool Traffic::send(int neighbour) {
+  int& number = sent_[at(neighbour)];
   if (number == chunks_) return false;
-  const auto slot = links_.take(partner);
-  if (!slot) return false;
+  const auto frame = links_.take(neighbour);
+  if (!frame) return false;
   const Bytes bytes =
-      chunk_of(seed_, rank_, rank_of_partner(rank_, partner), static_cast<unsigned>(number++));
-  std::ranges::copy(bytes, slot->bytes.begin());
-  links_.send(*slot, bytes.size());
+      chunk_of(seed_, rank_, rank_of_neighbour(rank_, neighbour), static_cast<unsigned>(number++));
+  std::ranges::copy(bytes, frame->bytes.begin());
+  links_.send(*frame, bytes.size());
   return true;
 }
 
-bool Traffic::take_in(int partner) {
-  const auto chunk = links_.next(partner);
+bool Traffic::take_in(int neighbour) {
+  const auto chunk = links_.next(neighbour);
   if (!chunk) return false;
   held_.push_back({*chunk, random_.below(8)});
   if (gives_back_early_) links_.give_back(*chunk);
@@ -260,8 +262,8 @@ void Traffic::read(const net::Links::Chunk& chunk) {
   std::uint64_t number = 0;
   if (chunk.bytes.size() >= sizeof(number))
     std::memcpy(&number, chunk.bytes.data(), sizeof(number));
-  auto& received = received_[at(chunk.partner)];
-  const int from = rank_of_partner(rank_, chunk.partner);
+  auto& received = received_[at(chunk.neighbour)];
+  const int from = rank_of_neighbour(rank_, chunk.neighbour);
   const std::string name = concat("chunk ", number, " from rank ", from, " to rank ", rank_);
   if (number >= received.size()) fail(XD_ERROR_INTERNAL, name, " was never sent");
   if (received[number]) fail(XD_ERROR_INTERNAL, name, " came twice");
@@ -270,10 +272,10 @@ void Traffic::read(const net::Links::Chunk& chunk) {
   received[number] = true;
 }
 
-net::LinkConfig config_of(int slots, std::size_t slot_bytes) {
+net::LinkConfig config_of(int frames, std::size_t frame_bytes) {
   net::LinkConfig config;
-  config.slots = slots;
-  config.slot_bytes = slot_bytes;
+  config.frames = frames;
+  config.frame_bytes = frame_bytes;
   return config;
 }
 

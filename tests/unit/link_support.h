@@ -26,7 +26,7 @@ inline Engines chaos_engines(int ranks, std::uint64_t seed,
   return chaos_engines(ranks, config);
 }
 
-// Links between all ranks; those of rank r have every other rank as partner, in ascending order.
+// Links between all ranks; those of rank r have every other rank as neighbour, in ascending order.
 // The host of rank r is "host<r / 2>".
 struct Fleet {
   Engines engines;
@@ -36,11 +36,11 @@ struct Fleet {
   // config.rank is set here.
   Fleet(Engines of_ranks, net::LinkConfig config, bool lends_memory = false);
 };
-// The rank of a partner of `rank`, and the place of `other` among the partners of `rank`.
-int rank_of_partner(int rank, int partner);
-int partner_of_rank(int rank, int other);
+// The rank of a neighbour of `rank`, and the place of `other` among the neighbours of `rank`.
+int rank_of_neighbour(int rank, int neighbour);
+int neighbour_of_rank(int rank, int other);
 
-// The chunks that one rank sends to each partner and expects from it: chunk i of a pair of ranks
+// The chunks that one rank sends to each neighbour and expects from it: chunk i of a pair of ranks
 // has a length and bytes that follow from seed, pair and i.
 class Traffic {
  public:
@@ -62,14 +62,14 @@ class Traffic {
     std::uint64_t steps;
   };
 
-  bool send(int partner);
-  bool take_in(int partner);
+  bool send(int neighbour);
+  bool take_in(int neighbour);
   void finish(const net::Links::Chunk& chunk);
   void read(const net::Links::Chunk& chunk);
 
   net::Links& links_;
   const std::uint64_t seed_;
-  const int rank_, partners_, chunks_;
+  const int rank_, neighbours_, chunks_;
   const bool gives_back_early_;
   Random random_;
   std::vector<int> sent_;
@@ -80,7 +80,7 @@ class Traffic {
 
 constexpr int kGenerousMs = 60000;  // for what is expected to come
 
-net::LinkConfig config_of(int slots, std::size_t slot_bytes);
+net::LinkConfig config_of(int frames, std::size_t frame_bytes);
 // `chunks` from each rank to each other, by a thread for each rank, all of which must arrive.
 void run_on_threads(Fleet& fleet, int chunks);
 
@@ -88,7 +88,7 @@ struct Run {
   std::string complaint;  // empty = all was right
   int steps = 0;
 };
-// One exchange through chaos. Ranks, slots, lengths and timing are the seed's, and in every third
+// One exchange through chaos. Ranks, frames, lengths and timing are the seed's, and in every third
 // run a put that fails, which must end it on every rank.
 Run run_chaos(std::uint64_t seed, net::Mutant mutant = net::Mutant::none);
 

@@ -22,8 +22,8 @@ using net::Links;
 constexpr int kMany = 1000;  // calls of poll(): chaos holds nothing back for as long
 
 TEST(Links, CarryChunksBetweenThreadsThatSleep) {
-  for (const int slots : {1, 4}) {
-    Fleet fleet(net::make_in_process_engines(3), config_of(slots, 200));
+  for (const int frames : {1, 4}) {
+    Fleet fleet(net::make_in_process_engines(3), config_of(frames, 200));
     run_on_threads(fleet, 500);
   }
 }
@@ -64,12 +64,12 @@ TEST(Links, OnlyTheLowerRankOfTwoGreets) {
                "rank 0 on host host0: it greets twice");
 }
 
-// Sends `text` in a slot of rank 0 to rank 1.
+// Sends `text` in a frame of rank 0 to rank 1.
 void send_text(Fleet& fleet, const std::string& text) {
-  const auto slot = fleet.links[0]->take(0);
-  ASSERT_TRUE(slot);
-  std::ranges::copy(bytes_of(text), slot->bytes.begin());
-  fleet.links[0]->send(*slot, text.size());
+  const auto frame = fleet.links[0]->take(0);
+  ASSERT_TRUE(frame);
+  std::ranges::copy(bytes_of(text), frame->bytes.begin());
+  fleet.links[0]->send(*frame, text.size());
 }
 
 TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
@@ -88,7 +88,7 @@ TEST(Links, ASlotIsFreeOnlyAfterItsChunkWasGivenBack) {
   EXPECT_TRUE(none->bytes.empty());
   fleet.links[1]->give_back(*none);
   EXPECT_TRUE(fleet.links[0]->poll());
-  send_text(fleet, "two");  // into the slot that came back
+  send_text(fleet, "two");  // into the frame that came back
   EXPECT_FALSE(fleet.links[0]->take(0));
   EXPECT_EQ(text_of(one->bytes), "one");
   fleet.links[1]->give_back(*one);
@@ -156,14 +156,14 @@ TEST(Links, ASlotIsUsedMoreThan256Times) {
 TEST(Links, AWaitThatEndsInTimeNamesRankAndHostAndTheLinksGoOn) {
   Fleet fleet(net::make_in_process_engines(3), config_of(2, 64));
   Links& links = *fleet.links[0];
-  const auto slot = links.take(1);
-  links.send(*slot, 1);
+  const auto frame = links.take(1);
+  links.send(*frame, 1);
   const auto error = error_of([&] {
     links.wait_for(Deadline::after_ms(20), 1, "chunks", [&] { return bool{links.next(1)}; });
   });
   expect_error(error, XD_ERROR_TIMEOUT,
                "timed out waiting for chunks of rank 2 on host host1; it has not read 1 of the 2 "
-               "slots to it");
+               "frames to it");
   EXPECT_EQ(error->peer(), 2);
   EXPECT_TRUE(links.take(1));
 }
@@ -196,9 +196,9 @@ TEST(Links, AWaitOfNobodyInParticularNamesTheFirstThatHasNotRead) {
 
 // Carries one chunk from rank 1 to rank 0 and its credit back, but for the last poll() of rank 0.
 void carry_one(Fleet& fleet) {
-  const auto slot = fleet.links[1]->take(0);
-  XD_CHECK(slot);
-  fleet.links[1]->send(*slot, 1);
+  const auto frame = fleet.links[1]->take(0);
+  XD_CHECK(frame);
+  fleet.links[1]->send(*frame, 1);
   fleet.links[0]->poll();
   const auto chunk = fleet.links[0]->next(0);
   XD_CHECK(chunk);
@@ -256,26 +256,26 @@ TEST(Links, APutThatFailsEndsEveryWaitAndNamesRankAndHost) {
 
 TEST(Links, OffersThatDifferAreRefused) {
   Engines engines = net::make_in_process_engines(2);
-  Links here(*engines[0], config_of(2, 64), {{1, "far"}});
+  Links here(*engines[0], config_of(2, 64), {{1, "remote"}});
   const auto refusal = [&](std::span<const std::byte> offer) {
     return error_of([&] { here.accept(0, offer); });
   };
-  const auto offer_of = [&](const net::LinkConfig& config, int partner) {
-    return Links(*engines[1], config, {{partner, "near"}}).offer(0);
+  const auto offer_of = [&](const net::LinkConfig& config, int neighbour) {
+    return Links(*engines[1], config, {{neighbour, "near"}}).offer(0);
   };
   net::LinkConfig config = config_of(2, 64);
   config.rank = 1;
-  const auto refused = [&](int slots, std::size_t bytes, const std::string& text) {
+  const auto refused = [&](int frames, std::size_t bytes, const std::string& text) {
     net::LinkConfig other = config;
-    other.slots = slots;
-    other.slot_bytes = bytes;
+    other.frames = frames;
+    other.frame_bytes = bytes;
     expect_error(refusal(offer_of(other, 0)), XD_ERROR_MISMATCH,
-                 "rank 1 on host far offers " + text + "; expected 2 of 64");
+                 "rank 1 on host remote offers " + text + "; expected 2 of 64");
   };
-  refused(2, 128, "2 slots of 128 bytes");
-  refused(3, 64, "3 slots of 64 bytes");
+  refused(2, 128, "2 frames of 128 bytes");
+  refused(3, 64, "3 frames of 64 bytes");
   expect_error(refusal(bytes_of("short")), XD_ERROR_MISMATCH,
-               "rank 1 on host far: its offer has 5");
+               "rank 1 on host remote: its offer has 5");
   expect_error(refusal(offer_of(config, 2)), XD_ERROR_MISMATCH,
                "the offer is that of rank 1 to rank 2, expected of rank 1 to rank 0");
   net::LinkConfig of_another = config;
@@ -283,10 +283,10 @@ TEST(Links, OffersThatDifferAreRefused) {
   expect_error(refusal(offer_of(of_another, 0)), XD_ERROR_MISMATCH,
                "the offer is that of rank 2 to rank 0, expected of rank 1 to rank 0");
   const Bytes good = offer_of(config, 0);
-  for (const std::size_t word : {7, 8}) {  // the first slot, the channel
+  for (const std::size_t word : {7, 8}) {  // the first frame, the channel
     Bytes bad = good;
     bad[8 * word + 5] = std::byte{1};
-    expect_error(refusal(bad), XD_ERROR_MISMATCH, "rank 1 on host far offers channel ");
+    expect_error(refusal(bad), XD_ERROR_MISMATCH, "rank 1 on host remote offers channel ");
   }
   EXPECT_FALSE(refusal(good));
   expect_error(refusal(good), XD_ERROR_INTERNAL, "!whom.accepted");
@@ -294,15 +294,15 @@ TEST(Links, OffersThatDifferAreRefused) {
 
 TEST(Links, RefuseConfigsThatCannotBe) {
   Engines engines = net::make_in_process_engines(1);
-  const auto refusal = [&](int slots, std::size_t bytes) {
-    return error_of([&] { Links(*engines[0], config_of(slots, bytes), {}); });
+  const auto refusal = [&](int frames, std::size_t bytes) {
+    return error_of([&] { Links(*engines[0], config_of(frames, bytes), {}); });
   };
-  expect_error(refusal(0, 64), XD_ERROR_INVALID_ARGUMENT, "slots = 0, expected 1 to 32");
-  expect_error(refusal(33, 64), XD_ERROR_INVALID_ARGUMENT, "slots = 33, expected 1 to 32");
-  expect_error(refusal(1, 0), XD_ERROR_INVALID_ARGUMENT, "slot_bytes = 0, expected 1 to");
-  const std::vector<net::LinkPartner> crowd(net::kMaxLinkPartners + 1);
+  expect_error(refusal(0, 64), XD_ERROR_INVALID_ARGUMENT, "frames = 0, expected 1 to 32");
+  expect_error(refusal(33, 64), XD_ERROR_INVALID_ARGUMENT, "frames = 33, expected 1 to 32");
+  expect_error(refusal(1, 0), XD_ERROR_INVALID_ARGUMENT, "frame_bytes = 0, expected 1 to");
+  const std::vector<net::LinkNeighbour> crowd(net::kMaxLinkNeighbours + 1);
   expect_error(error_of([&] { Links(*engines[0], config_of(1, 1), crowd); }),
-               XD_ERROR_INVALID_ARGUMENT, "65537 partners, expected at most 65536");
+               XD_ERROR_INVALID_ARGUMENT, "65537 neighbours, expected at most 65536");
 }
 
 TEST(Links, RefuseToUseASlotOrAChunkTwice) {
@@ -315,10 +315,10 @@ TEST(Links, RefuseToUseASlotOrAChunkTwice) {
     receiver.poll();
     return receiver.next(0);
   };
-  const auto slot = sender.take(0);
-  ASSERT_TRUE(slot);
-  sender.send(*slot, 1);
-  check_failed([&] { sender.send(*slot, 1); });
+  const auto frame = sender.take(0);
+  ASSERT_TRUE(frame);
+  sender.send(*frame, 1);
+  check_failed([&] { sender.send(*frame, 1); });
   const auto chunk = carry();
   ASSERT_TRUE(chunk);
   receiver.give_back(*chunk);
@@ -327,7 +327,7 @@ TEST(Links, RefuseToUseASlotOrAChunkTwice) {
 
   const auto again = sender.take(0);
   ASSERT_TRUE(again);
-  check_failed([&] { sender.send(*slot, 1); });
+  check_failed([&] { sender.send(*frame, 1); });
   check_failed([&] { sender.send(*again, 65); });
   sender.send(*again, 64);
   const auto second = carry();
@@ -341,10 +341,10 @@ TEST(Links, RefuseToUseASlotOrAChunkTwice) {
 
 TEST(Links, RefuseToSendBeforeTheyHaveAccepted) {
   Engines engines = net::make_in_process_engines(1);
-  Links links(*engines[0], config_of(1, 64), {{1, "far"}});
-  const auto slot = links.take(0);
-  ASSERT_TRUE(slot);
-  expect_error(error_of([&] { links.send(*slot, 1); }), XD_ERROR_INTERNAL, "accepted");
+  Links links(*engines[0], config_of(1, 64), {{1, "remote"}});
+  const auto frame = links.take(0);
+  ASSERT_TRUE(frame);
+  expect_error(error_of([&] { links.send(*frame, 1); }), XD_ERROR_INTERNAL, "accepted");
 }
 
 // Links over an engine that the test can look into, and that does wrong at its word.
@@ -353,8 +353,8 @@ class OpenEngine final : public net::EngineLayer {
   using EngineLayer::EngineLayer;
 
   std::size_t max_put() const override { return longest; }
-  std::unique_ptr<net::Room> expose(std::span<std::byte> memory) override {
-    room = memory;
+  std::unique_ptr<net::Region> expose(std::span<std::byte> memory) override {
+    region = memory;
     return below().expose(memory);
   }
   bool put(const net::Put& put) override {
@@ -378,7 +378,7 @@ class OpenEngine final : public net::EngineLayer {
     below().close();
   }
 
-  std::span<std::byte> room;
+  std::span<std::byte> region;
   std::size_t longest = SIZE_MAX;
   std::uint32_t flipped = 0;  // bits of the next tags
   bool refuses = false, closed = false, vouches = true;
@@ -411,7 +411,7 @@ TEST(Links, RefuseSlotsThatAreLongerThanAPut) {
   OpenEngine engine(std::move(net::make_in_process_engines(1)[0]));
   engine.longest = 79;
   expect_error(error_of([&] { Links(engine, config_of(1, 64), {}); }), XD_ERROR_INVALID_ARGUMENT,
-               "slot_bytes = 64, expected 16 less than the engine's longest put of 79 bytes");
+               "frame_bytes = 64, expected 16 less than the engine's longest put of 79 bytes");
   EXPECT_FALSE(error_of([&] { Links(engine, config_of(1, 63), {}); }));
 }
 
@@ -424,7 +424,7 @@ TEST(Links, AnEngineThatTakesNoPutsDoesNotProlongAWait) {
                  fleet.links[0]->wait_for(Deadline::after_ms(20), 0, "credits",
                                           [&] { return fleet.links[0]->at_rest(); });
                }),
-               XD_ERROR_TIMEOUT, "it has not read 1 of the 2 slots to it");
+               XD_ERROR_TIMEOUT, "it has not read 1 of the 2 frames to it");
   fleet.engine(0).refuses = false;
   fleet.links[0]->poll();
   EXPECT_TRUE(fleet.links[1]->poll());
@@ -457,13 +457,13 @@ TEST(Links, AnEngineThatIsOfNoUseAnyMoreEndsThem) {
 }
 
 TEST(Links, PutsThatCannotHaveBeenSentAreNoticed) {
-  // In the low half the use, then the slot, then the partner; and the id of all credits.
+  // In the low half the use, then the frame, then the neighbour; and the id of all credits.
   constexpr std::array<std::uint64_t, 7> kIds{
       1, 0, 2, 1ull << 32 | 1, 2ull << 32 | 1, 1ull << 40 | 1, UINT64_MAX};
   for (const std::uint64_t id : kIds) {
     OpenFleet fleet;
     send_text(fleet, "abc");
-    fleet.engine(0).more.sent = {id};  // in front of the first use of slot 0, which is right
+    fleet.engine(0).more.sent = {id};  // in front of the first use of frame 0, which is right
     const std::string text = concat("network: the engine says that put ", id, " is sent");
     expect_error(error_of([&] { fleet.links[0]->poll(); }), XD_ERROR_INTERNAL, text);
     expect_error(error_of([&] { fleet.links[0]->take(0); }), XD_ERROR_INTERNAL, text);
@@ -474,8 +474,8 @@ TEST(Links, AHeaderThatHasChangedOnTheWayIsNoticed) {
   for (const std::size_t change : {0, 4}) {  // use, length
     OpenFleet fleet;
     send_text(fleet, "abc");
-    const auto room = fleet.engine(1).room;
-    room[room.size() / 2 + change] ^= std::byte{0x40};
+    const auto region = fleet.engine(1).region;
+    region[region.size() / 2 + change] ^= std::byte{0x40};
     EXPECT_TRUE(fleet.links[1]->poll());
     const auto error = error_of([&] { fleet.links[1]->next(0); });
     expect_error(error, XD_ERROR_INTERNAL, "rank 0 on host host0: ");
@@ -490,9 +490,9 @@ TEST(Links, TagsThatCannotBeAreNoticed) {
   };
   for (const Case& bad :
        {Case{1u << 30, "a put arrived with the tag"},       // no such kind
-        Case{1u << 28, "a put arrived with the tag"},       // slot 16 of 2
-        Case{1u << 3, "a put arrived with the tag"},        // partner 8 of 1
-        Case{1u << 17, "use 3 (mod 256) of its slot 0"},    // for the third time at once
+        Case{1u << 28, "a put arrived with the tag"},       // frame 16 of 2
+        Case{1u << 3, "a put arrived with the tag"},        // neighbour 8 of 1
+        Case{1u << 17, "use 3 (mod 256) of its frame 0"},   // for the third time at once
         Case{3u << 29, "it gave back use 1 (mod 256)"}}) {  // a credit for nothing
     OpenFleet fleet;
     fleet.engine(0).flipped = bad.flipped;
@@ -502,7 +502,7 @@ TEST(Links, TagsThatCannotBeAreNoticed) {
   }
 }
 
-// Of no kind, slot or partner; a chunk of another use; a credit for nothing; a second greeting.
+// Of no kind, frame or neighbour; a chunk of another use; a credit for nothing; a second greeting.
 TEST(Links, TagsThatCannotBeAreRefusedWhereAnybodyCanMakeThem) {
   OpenFleet fleet;
   fleet.engine(1).vouches = false;
@@ -536,7 +536,7 @@ TEST(Links, ACreditOfAnotherUseIsNoticed) {
   fleet.links[1]->give_back(*chunk);
   const auto error = error_of([&] { fleet.links[0]->poll(); });
   expect_error(error, XD_ERROR_INTERNAL,
-               "rank 1 on host host0: it gave back use 3 (mod 256) of slot 0, which is in use 1");
+               "rank 1 on host host0: it gave back use 3 (mod 256) of frame 0, which is in use 1");
   EXPECT_EQ(error->peer(), 1);
 }
 
@@ -552,10 +552,10 @@ TEST(Links, ACreditForASlotThatWasTakenButNotSentIsNoticed) {
 TEST(Links, AUseThatComesBeforeTheLastOneWasReadIsNoticed) {
   OpenFleet fleet;
   send_text(fleet, "abc");
-  fleet.engine(0).flipped = 1u << 24 | 3u << 16;  // use 2 of slot 0 for use 1 of slot 1
+  fleet.engine(0).flipped = 1u << 24 | 3u << 16;  // use 2 of frame 0 for use 1 of frame 1
   send_text(fleet, "def");
   expect_error(error_of([&] { fleet.links[1]->poll(); }), XD_ERROR_INTERNAL,
-               "use 2 (mod 256) of its slot 0 arrived; expected use 2, and not yet");
+               "use 2 (mod 256) of its frame 0 arrived; expected use 2, and not yet");
 }
 
 TEST(InProcess, APutBeyondTheRoomFailsAndTouchesNothing) {
@@ -570,7 +570,7 @@ TEST(InProcess, APutBeyondTheRoomFailsAndTouchesNothing) {
   engines[0]->poll(events);
   ASSERT_EQ(events.failed.size(), 1u);
   EXPECT_EQ(events.failed[0].peer, 1);
-  EXPECT_EQ(events.failed[0].text, "the put reaches beyond the room");
+  EXPECT_EQ(events.failed[0].text, "the put reaches beyond the region");
   EXPECT_TRUE(events.sent.empty());
   EXPECT_FALSE(engines[0]->put(put));
   EXPECT_EQ(there, decltype(there){});

@@ -164,12 +164,12 @@ TEST_P(HostMeshes, GoodbyesAbortsAndReportsReachEveryRank) {
   for (int r = 0; r < last; ++r) hears(r, "left " + std::to_string(last));
   for (int r = 1; r < last; ++r) {
     hears(r, "abort 0");
-    const bool is_far = host_of[at(r)] != host_of[0];
-    EXPECT_EQ(members[at(r)].diary.has("report of 0: what went wrong"), is_far) << r;
+    const bool is_remote = host_of[at(r)] != host_of[0];
+    EXPECT_EQ(members[at(r)].diary.has("report of 0: what went wrong"), is_remote) << r;
   }
 }
 
-// A letter that a rank sent before it left counts, also where a gateway brings it.
+// A letter that a rank sent before it left counts, also where a relay brings it.
 TEST_P(HostMeshes, ALetterBeforeAGoodbyeCounts) {
   const std::vector<int>& host_of = GetParam();
   const int n = static_cast<int>(host_of.size());
@@ -226,8 +226,8 @@ TEST(HostMesh, ARankThatStandsStillIsNotLost) {
 // ---- An odd rank on another host ----
 
 // Rank 1 of two hosts with a rank each. It has met the other, and is not connected.
-struct FarRank : OddRank {
-  explicit FarRank(const xd_unique_id& id) : OddRank(id, 1, 2, "a secret") { introduce(); }
+struct RemoteRank : OddRank {
+  explicit RemoteRank(const xd_unique_id& id) : OddRank(id, 1, 2, "a secret") { introduce(); }
   UniqueFd call() const {
     return tcp_connect(control_address(ranks->introductions[0]), Deadline::after_ms(5000));
   }
@@ -235,8 +235,8 @@ struct FarRank : OddRank {
 };
 
 // Two ranks as threads; the first's outcome. It connects, and then does what it is to do.
-std::optional<Error> with_far_rank(
-    const std::function<void(FarRank&)>& body,
+std::optional<Error> with_remote_rank(
+    const std::function<void(RemoteRank&)>& body,
     const std::function<void(Member&)>& then = [](Member&) {}) {
   const xd_unique_id id = new_id();
   Member zero;
@@ -245,33 +245,33 @@ std::optional<Error> with_far_rank(
       zero.join(id, 0, 2, part(0));
       return then(zero);
     }
-    FarRank far(id);
-    body(far);
+    RemoteRank remote(id);
+    body(remote);
   })[0];
 }
 
 TEST(HostConnector, ARankThatHasNotCalledAndIsGoneIsNoticedAtOnce) {
   const auto start = std::chrono::steady_clock::now();
-  const auto error = with_far_rank([](FarRank&) {});
+  const auto error = with_remote_rank([](RemoteRank&) {});
   expect_error(error, XD_ERROR_PEER_LOST,
                {"has gone while the ranks were connecting", "rank 1 of host 1 ("});
   EXPECT_LT(ms_since(start), 3000);
 }
 
 TEST(HostConnector, ARankThatIsSlowToCallIsNotLost) {
-  EXPECT_FALSE(with_far_rank([](FarRank& far) {
-    far.pass_time(1500);
-    far.connect();
-    far.pass_time(100);
+  EXPECT_FALSE(with_remote_rank([](RemoteRank& remote) {
+    remote.pass_time(1500);
+    remote.connect();
+    remote.pass_time(100);
   }));
 }
 
 TEST(HostConnector, ARankThatGivesUpBeforeItHasCalledIsHeard) {
-  const auto give_up = [](FarRank& far) {
-    far.ranks->processes.processes[0].has_ended = true;  // or so it believes
-    EXPECT_TRUE(error_of([&] { far.connect(); }));
+  const auto give_up = [](RemoteRank& remote) {
+    remote.ranks->processes.processes[0].has_ended = true;  // or so it believes
+    EXPECT_TRUE(error_of([&] { remote.connect(); }));
   };
-  const auto error = with_far_rank(give_up, [](Member& zero) { zero.gather(""); });
+  const auto error = with_remote_rank(give_up, [](Member& zero) { zero.gather(""); });
   expect_error(error, XD_ERROR_PEER_LOST,
                {"failed: rank 0", "the process ended while the ranks were connecting"});
 }
@@ -279,22 +279,23 @@ TEST(HostConnector, ARankThatGivesUpBeforeItHasCalledIsHeard) {
 // Anybody who has seen a rank's hello may send it, too.
 TEST(HostConnector, AHelloWithoutAProofEndsNothing) {
   LogCapture log;
-  EXPECT_FALSE(with_far_rank([](FarRank& far) {
+  EXPECT_FALSE(with_remote_rank([](RemoteRank& remote) {
     for (int i = 0; i < 200; ++i) {
-      const UniqueFd stranger = far.call();
+      const UniqueFd stranger = remote.call();
       std::size_t sent = 0;
-      send_some(stranger.get(), Handshake(Side::client, far.ranks->secret, 1).take_output(), sent);
+      send_some(stranger.get(), Handshake(Side::client, remote.ranks->secret, 1).take_output(),
+                sent);
     }
-    far.connect();
-    far.pass_time(100);
+    remote.connect();
+    remote.pass_time(100);
   }));
   EXPECT_GT(log.end().size(), 0U);
 }
 
 TEST(HostConnector, ARankThatIsResetBehindItsProofIsLost) {
-  const auto reset = [](FarRank& far) {
-    const UniqueFd fd = far.call();
-    Handshake talk(Side::client, far.ranks->secret, 1);
+  const auto reset = [](RemoteRank& remote) {
+    const UniqueFd fd = remote.call();
+    Handshake talk(Side::client, remote.ranks->secret, 1);
     std::size_t count = 0;
     while (!talk.proven()) {
       send_some(fd.get(), talk.take_output(), count);
@@ -308,7 +309,7 @@ TEST(HostConnector, ARankThatIsResetBehindItsProofIsLost) {
     ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
     send_some(fd.get(), proof, count);
   };
-  const auto error = with_far_rank(reset, [](Member& zero) { zero.gather(""); });
+  const auto error = with_remote_rank(reset, [](Member& zero) { zero.gather(""); });
   expect_error(error, XD_ERROR_PEER_LOST, "rank 1 of host 1 (");
 }
 

@@ -99,8 +99,8 @@ struct OddRank {
     listeners.near = listen_for_links(own.socket_name, num_ranks);
     if (!job_secret.empty()) {
       own.host.part = static_cast<std::uint32_t>(rank);
-      listeners.far = tcp_listen(numeric_address("127.0.0.1").value().with_port(0));
-      introduce_address(own, local_address(listeners.far.get()));
+      listeners.remote = tcp_listen(numeric_address("127.0.0.1").value().with_port(0));
+      introduce_address(own, local_address(listeners.remote.get()));
     }
     bootstrap = make_bootstrap(id_config(id, rank, num_ranks));
   }

@@ -31,7 +31,7 @@ TEST(NcclLibrary, ThatLacksFunctionsIsUnsupportedAndTheyAreNamed) {
 
 TEST(NcclLibrary, IsFoundByName) {
   FakeComm comm;
-  const NcclSeat seat = read_seat(find_nccl(NCCL_FAKE_PATH), config_of(comm));
+  const NcclRank seat = read_nccl_rank(find_nccl(NCCL_FAKE_PATH), config_of(comm));
   EXPECT_EQ(seat.num_ranks, 4);
   EXPECT_EQ(seat.rank, 2);
   EXPECT_EQ(seat.device, 1);
@@ -42,31 +42,31 @@ TEST(NcclLibrary, ThatTheProcessHasLoadedComesFirst) {
   void* const loaded = ::dlopen(NCCL_FAKE_PATH, RTLD_NOW | RTLD_GLOBAL);
   ASSERT_NE(loaded, nullptr) << ::dlerror();
   FakeComm comm;
-  EXPECT_EQ(read_seat(find_nccl("libnccl-nowhere.so.2"), config_of(comm)).num_ranks, 4);
+  EXPECT_EQ(read_nccl_rank(find_nccl("libnccl-nowhere.so.2"), config_of(comm)).num_ranks, 4);
 }
 
-TEST(NcclSeat, MustBeWhatTheConfigSays) {
+TEST(NcclRank, MustBeWhatTheConfigSays) {
   const NcclLibrary nccl = find_nccl(NCCL_FAKE_PATH);
   FakeComm comm;
   xd_comm_config config = config_of(comm);
   config.num_ranks = 4;
   config.rank = 2;
-  EXPECT_EQ(read_seat(nccl, config).rank, 2);
+  EXPECT_EQ(read_nccl_rank(nccl, config).rank, 2);
   config.rank = 1;
-  expect_error(error_of([&] { read_seat(nccl, config); }), XD_ERROR_INVALID_ARGUMENT,
+  expect_error(error_of([&] { read_nccl_rank(nccl, config); }), XD_ERROR_INVALID_ARGUMENT,
                "config.rank = 1, expected 2 as in config.nccl_comm");
   config.num_ranks = 3;
-  expect_error(error_of([&] { read_seat(nccl, config); }), XD_ERROR_INVALID_ARGUMENT,
+  expect_error(error_of([&] { read_nccl_rank(nccl, config); }), XD_ERROR_INVALID_ARGUMENT,
                "config.num_ranks = 3, expected 0 or the 4 of config.nccl_comm");
   comm.count = 1025;
-  expect_error(error_of([&] { read_seat(nccl, config_of(comm)); }), XD_ERROR_INVALID_ARGUMENT,
+  expect_error(error_of([&] { read_nccl_rank(nccl, config_of(comm)); }), XD_ERROR_INVALID_ARGUMENT,
                "config.nccl_comm has 1025 ranks");
 }
 
-TEST(NcclSeat, OfACommunicatorThatFailsIsAnErrorWithItsReason) {
+TEST(NcclRank, OfACommunicatorThatFailsIsAnErrorWithItsReason) {
   FakeComm comm;
   comm.result = 3;
-  expect_error(error_of([&] { read_seat(find_nccl(NCCL_FAKE_PATH), config_of(comm)); }),
+  expect_error(error_of([&] { read_nccl_rank(find_nccl(NCCL_FAKE_PATH), config_of(comm)); }),
                XD_ERROR_SYSTEM, "ncclCommCuDevice: fake reason (NCCL result 3)");
 }
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "observe/board.h"
 #include "observe/profiler.h"
+#include "observe/stats_segment.h"
 
 namespace xd::observe {
 namespace {
@@ -28,7 +28,7 @@ TEST(ObservedText, IsCutAndEnds) {
 constexpr Identity kRank{.rank = 2, .num_ranks = 5, .number = 7, .device_type = 1};
 
 // The places that a reader finds in use, of this test's groups.
-std::vector<std::size_t> used(const BoardReader& reader) {
+std::vector<std::size_t> used(const StatsReader& reader) {
   std::vector<std::size_t> places;
   for (std::size_t place = 0; place < kPlaces; ++place) {
     xd_stats_source source XD_STATS_SOURCE_INIT;
@@ -41,7 +41,7 @@ std::vector<std::size_t> used(const BoardReader& reader) {
 TEST(Board, HasAsManyPlacesAsItSays) {
   std::vector<std::unique_ptr<Place>> places;
   for (std::size_t i = 0; i < kPlaces + 3; ++i) places.push_back(std::make_unique<Place>(kRank));
-  const BoardReader reader(::getpid());
+  const StatsReader reader(::getpid());
   EXPECT_EQ(used(reader).size(), kPlaces);
   places.back()->counters().tokens.set(3);  // it keeps its numbers to itself
   EXPECT_EQ(stats_of(places.back()->counters()).tokens, 3u);
@@ -53,10 +53,10 @@ TEST(Board, HasAsManyPlacesAsItSays) {
 
 TEST(Board, IsGoneWithTheLastPlaceAndComesBackEmpty) {
   { const Place place(kRank); }
-  EXPECT_THROW(BoardReader{::getpid()}, Error);
+  EXPECT_THROW(StatsReader{::getpid()}, Error);
   Place place(kRank);
   place.counters().tokens.set(1);
-  const BoardReader reader(::getpid());
+  const StatsReader reader(::getpid());
   ASSERT_EQ(used(reader), std::vector<std::size_t>{0});
   xd_stats_source source XD_STATS_SOURCE_INIT;
   xd_stats stats XD_STATS_INIT;

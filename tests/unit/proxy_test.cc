@@ -1,4 +1,4 @@
-// Kernels' way to links, where threads stand in for kernels: they fill slots in the links' memory
+// Kernels' way to links, where threads stand in for kernels: they fill frames in the links' memory
 // and command by words, as kernels do.
 #include "net/proxy.h"
 
@@ -23,18 +23,18 @@
 namespace xd::test {
 namespace {
 
+using net::FrameWords;
 using net::Proxy;
-using net::SlotWords;
 
 constexpr std::size_t kSlotBytes = 200;
 
 // Links of one rank, and the memory that its kernels and its proxy share.
 struct Station {
-  Station(net::Links& links_of_rank, std::span<std::byte> slots)
+  Station(net::Links& links_of_rank, std::span<std::byte> frames)
       : links(links_of_rank),
-        memory(slots),
-        shared(SlotWords::words(links.map().num_slots())),
-        words(SlotWords::in(shared.data(), links.map().num_slots())) {}
+        memory(frames),
+        shared(FrameWords::words(links.map().num_frames())),
+        words(FrameWords::in(shared.data(), links.map().num_frames())) {}
 
   void start() {
     Proxy::Calls calls;
@@ -48,17 +48,17 @@ struct Station {
     calls.is_over = [this] { return over.load(); };
     proxy = std::make_unique<Proxy>(links, words, std::move(calls));
   }
-  std::span<std::byte> chunk(bool incoming, std::size_t slot) const {
+  std::span<std::byte> chunk(bool incoming, std::size_t frame) const {
     const net::LinkMap& map = links.map();
-    const std::size_t place = map.place(incoming, static_cast<int>(slot / map.slots),
-                                        static_cast<unsigned>(slot % map.slots));
-    return memory.subspan(place + sizeof(net::LinkHeader), map.slot_bytes);
+    const std::size_t place = map.place(incoming, static_cast<int>(frame / map.frames),
+                                        static_cast<unsigned>(frame % map.frames));
+    return memory.subspan(place + sizeof(net::LinkHeader), map.frame_bytes);
   }
 
   net::Links& links;
   const std::span<std::byte> memory;
   std::vector<std::uint64_t> shared;
-  const SlotWords words;
+  const FrameWords words;
   std::string complaint;
   std::atomic<bool> failed{false};
   std::atomic<bool> over{false};       // nobody waits for what it is commanded
@@ -86,49 +86,50 @@ void store(std::uint64_t& word, std::uint64_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
 }
 
-// The contents of use `use` of a slot of a pair.
+// The contents of use `use` of a frame of a pair.
 struct Message {
   std::uint64_t seed;
   std::size_t bytes;
 
-  Message(int from, int to, std::size_t slot, std::uint32_t use)
-      : seed(((at(from) * 64 + at(to)) * 64 + slot) * 100003 + use), bytes(seed % kSlotBytes) {}
+  Message(int from, int to, std::size_t frame, std::uint32_t use)
+      : seed(((at(from) * 64 + at(to)) * 64 + frame) * 100003 + use), bytes(seed % kSlotBytes) {}
   std::byte at_place(std::size_t i) const {
     return static_cast<std::byte>((seed * 31 + i * 7) & 0xff);
   }
 };
 
-// Does as kernels of a rank: fills every slot `uses` times, in any order, and reads what lands.
+// Does as kernels of a rank: fills every frame `uses` times, in any order, and reads what lands.
 void run_kernel(Station& station, int rank, int uses) {
   const net::LinkMap& map = station.links.map();
-  const std::size_t slots = map.num_slots();
-  std::vector<std::uint32_t> filled(slots), read(slots);
+  const std::size_t frames = map.num_frames();
+  std::vector<std::uint32_t> filled(frames), read(frames);
   const Deadline deadline = Deadline::after_ms(kGenerousMs);
   const auto all = static_cast<std::uint32_t>(uses);
-  std::size_t open = 2 * slots;
+  std::size_t open = 2 * frames;
   while (open > 0 && !station.failed.load(std::memory_order_acquire)) {
-    if (deadline.passed()) fail(XD_ERROR_TIMEOUT, "rank ", rank, ": ", open, " slots are not done");
+    if (deadline.passed())
+      fail(XD_ERROR_TIMEOUT, "rank ", rank, ": ", open, " frames are not done");
     bool worked = false;
-    for (std::size_t s = 0; s < slots; ++s) {
-      const int partner = static_cast<int>(s / map.slots);
-      const int other = rank_of_partner(rank, partner);
+    for (std::size_t s = 0; s < frames; ++s) {
+      const int neighbour = static_cast<int>(s / map.frames);
+      const int other = rank_of_neighbour(rank, neighbour);
       if (filled[s] < all && net::use_of(load(station.words.freed[s])) == filled[s]) {
-        const Message message(rank, other, s % map.slots, ++filled[s]);
+        const Message message(rank, other, s % map.frames, ++filled[s]);
         const auto chunk = station.chunk(false, s);
         for (std::size_t i = 0; i < message.bytes; ++i) chunk[i] = message.at_place(i);
         store(station.words.filled[s],
-              net::slot_word(filled[s], static_cast<std::uint32_t>(message.bytes)));
+              net::frame_word(filled[s], static_cast<std::uint32_t>(message.bytes)));
         worked = true;
         if (filled[s] == all) --open;
       }
       const std::uint64_t landed = load(station.words.landed[s]);
       if (read[s] < all && net::use_of(landed) == read[s] + 1) {
-        const Message message(other, rank, s % map.slots, ++read[s]);
+        const Message message(other, rank, s % map.frames, ++read[s]);
         const auto chunk = station.chunk(true, s);
         XD_REQUIRE(net::bytes_of(landed) == message.bytes, "length");
         for (std::size_t i = 0; i < message.bytes; ++i)
           XD_REQUIRE(chunk[i] == message.at_place(i), "byte ", i, " of ", message.bytes);
-        store(station.words.read[s], net::slot_word(read[s], 0));
+        store(station.words.read[s], net::frame_word(read[s], 0));
         worked = true;
         if (read[s] == all) --open;
       }
@@ -137,7 +138,7 @@ void run_kernel(Station& station, int rank, int uses) {
   }
 }
 
-net::LinkConfig short_slots(int slots) { return config_of(slots, kSlotBytes); }
+net::LinkConfig short_slots(int frames) { return config_of(frames, kSlotBytes); }
 
 void expect_no_complaints(const Stations& stations) {
   for (const auto& station : stations.of_rank)
@@ -145,8 +146,8 @@ void expect_no_complaints(const Stations& stations) {
 }
 
 TEST(Proxy, CarriesWhatKernelsCommand) {
-  for (const int slots : {1, 4}) {
-    Stations stations(net::make_in_process_engines(3), short_slots(slots));
+  for (const int frames : {1, 4}) {
+    Stations stations(net::make_in_process_engines(3), short_slots(frames));
     expect_no_errors(on_threads(3, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 100); }));
     expect_no_complaints(stations);
   }
@@ -172,23 +173,23 @@ TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
   Stations stations(net::make_in_process_engines(2), short_slots(1));
   Station& from = *stations.of_rank[0];
   from.chunk(false, 0)[0] = std::byte{7};
-  store(from.words.filled[0], net::slot_word(1, 1));
+  store(from.words.filled[0], net::frame_word(1, 1));
   std::thread reader([&] {
     Station& to = *stations.of_rank[1];
-    ASSERT_TRUE(eventually([&] { return load(to.words.landed[0]) == net::slot_word(1, 1); }));
+    ASSERT_TRUE(eventually([&] { return load(to.words.landed[0]) == net::frame_word(1, 1); }));
     EXPECT_EQ(to.chunk(true, 0)[0], std::byte{7});
-    store(to.words.read[0], net::slot_word(1, 0));
+    store(to.words.read[0], net::frame_word(1, 0));
   });
   from.proxy.reset();
   reader.join();
-  EXPECT_EQ(load(from.words.freed[0]), net::slot_word(1, 0));
+  EXPECT_EQ(load(from.words.freed[0]), net::frame_word(1, 0));
   EXPECT_EQ(from.puts.load(), 1u);
 }
 
 TEST(Proxy, EndsInTimeIfNobodyReads) {
   Stations stations(net::make_in_process_engines(2), short_slots(1));
   Station& from = *stations.of_rank[0];
-  store(from.words.filled[0], net::slot_word(1, 1));
+  store(from.words.filled[0], net::frame_word(1, 1));
   const auto start = std::chrono::steady_clock::now();
   from.proxy.reset();
   EXPECT_GE(ms_since(start), Proxy::kPatienceMs);
@@ -198,7 +199,7 @@ TEST(Proxy, EndsInTimeIfNobodyReads) {
 TEST(Proxy, EndsAtOnceIfNobodyWaitsForTheRest) {
   Stations stations(net::make_in_process_engines(2), short_slots(1));
   Station& from = *stations.of_rank[0];
-  store(from.words.filled[0], net::slot_word(1, 1));
+  store(from.words.filled[0], net::frame_word(1, 1));
   const auto start = std::chrono::steady_clock::now();
   std::thread later([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -261,8 +262,8 @@ TEST(Proxy, RefusesWordsThatMakeNoSense) {
     std::uint64_t word;
     const char* why;
   };
-  for (const Bad& bad : {Bad{net::slot_word(2, 8), "by use 2 of slot 0"},
-                         Bad{net::slot_word(1, kSlotBytes + 1), "sends 201 bytes"}}) {
+  for (const Bad& bad : {Bad{net::frame_word(2, 8), "by use 2 of frame 0"},
+                         Bad{net::frame_word(1, kSlotBytes + 1), "sends 201 bytes"}}) {
     Stations stations(net::make_in_process_engines(2), short_slots(1));
     Station& station = *stations.of_rank[0];
     store(station.words.filled[0], bad.word);

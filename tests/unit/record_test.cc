@@ -8,7 +8,7 @@
 
 #include "ep/bulk/family.h"
 #include "ep/slots/family.h"
-#include "turn/remote_address.h"
+#include "turn/peer_address.h"
 
 namespace xd::ep {
 namespace {
@@ -53,8 +53,8 @@ TEST(RecordTest, WhatMustBeEqualIsToldInWordsAndNothingElseIsCompared) {
       {"a plan of another batch", [](Record& r) { r.fingerprint = 98; }},
       {"", [](Record& r) { r.flags |= kWideIndices; }},
       {"", [](Record& r) { r.rows = 6; }},
-      {"", [](Record& r) { r.rows_in = turn::RemoteAddress::in_heap(3, 256); }},
-      {"", [](Record& r) { r.extra_in = turn::RemoteAddress::shared(16); }},
+      {"", [](Record& r) { r.rows_in = turn::PeerAddress::in_heap(3, 256); }},
+      {"", [](Record& r) { r.extra_in = turn::PeerAddress::shared(16); }},
   };
   for (const Case& c : cases) {
     Record other = a_record();
@@ -78,25 +78,25 @@ TEST(LlRecordTest, WeightsThatOneRankAloneHasAreCalledSo) {
 }
 
 TEST(RemoteAddressTest, LeadsOnlyToWhereAllBytesAre) {
-  using turn::RemoteAddress;
+  using turn::PeerAddress;
   std::array<std::byte, 128> shared{}, heap{};
-  const auto find = [&](RemoteAddress address, std::uint64_t bytes, std::uint64_t alignment) {
-    return turn::find_remote(
+  const auto find = [&](PeerAddress address, std::uint64_t bytes, std::uint64_t alignment) {
+    return turn::find_peer_memory(
         address, bytes, alignment, HeapRange{shared.data(), shared.size()},
         [&](std::uint64_t segment) {
           return segment == 2 ? HeapRange{heap.data(), heap.size()} : HeapRange{nullptr, 0};
         });
   };
-  EXPECT_EQ(find(RemoteAddress::shared(16), 112, 16), shared.data() + 16);
-  EXPECT_EQ(find(RemoteAddress::in_heap(2, 128), 0, 64), heap.data() + 128);
-  EXPECT_EQ(find(RemoteAddress::shared(16), 113, 16), nullptr) << "one byte too many";
-  EXPECT_EQ(find(RemoteAddress::shared(129), 0, 1), nullptr) << "begins behind the end";
-  EXPECT_EQ(find(RemoteAddress::shared(16), ~std::uint64_t{0}, 1), nullptr) << "wraps";
-  EXPECT_EQ(find(RemoteAddress::shared(20), 4, 8), nullptr) << "elements cannot begin there";
-  EXPECT_EQ(find(RemoteAddress::in_heap(1, 0), 0, 1), nullptr) << "no such segment";
-  EXPECT_EQ(find(RemoteAddress(), 0, 1), nullptr) << "none";
-  EXPECT_FALSE(RemoteAddress());
-  EXPECT_TRUE(RemoteAddress::shared(0));
+  EXPECT_EQ(find(PeerAddress::shared(16), 112, 16), shared.data() + 16);
+  EXPECT_EQ(find(PeerAddress::in_heap(2, 128), 0, 64), heap.data() + 128);
+  EXPECT_EQ(find(PeerAddress::shared(16), 113, 16), nullptr) << "one byte too many";
+  EXPECT_EQ(find(PeerAddress::shared(129), 0, 1), nullptr) << "begins behind the end";
+  EXPECT_EQ(find(PeerAddress::shared(16), ~std::uint64_t{0}, 1), nullptr) << "wraps";
+  EXPECT_EQ(find(PeerAddress::shared(20), 4, 8), nullptr) << "elements cannot begin there";
+  EXPECT_EQ(find(PeerAddress::in_heap(1, 0), 0, 1), nullptr) << "no such segment";
+  EXPECT_EQ(find(PeerAddress(), 0, 1), nullptr) << "none";
+  EXPECT_FALSE(PeerAddress());
+  EXPECT_TRUE(PeerAddress::shared(0));
 }
 
 TEST(GroupMapTest, WhatKernelsFindInPeersMemoryLiesAlikeWhateverTheirCapacitiesAndExperts) {

@@ -13,7 +13,7 @@
 #include "comm/near_memory.h"
 #include "turn/host/runner.h"
 #include "turn/host/turn.h"
-#include "turn/remote_address.h"
+#include "turn/peer_address.h"
 #include "turn/sequence.h"
 
 namespace xd::toy {
@@ -21,8 +21,8 @@ namespace xd::toy {
 struct Record {
   turn::Call call{};
   std::uint8_t padding[6]{};
-  std::uint64_t factor = 0;       // numbers are multiplied by it; equal on all ranks
-  turn::RemoteAddress mailbox{};  // the word that the lower neighbour writes
+  std::uint64_t factor = 0;     // numbers are multiplied by it; equal on all ranks
+  turn::PeerAddress mailbox{};  // the word that the lower neighbour writes
   std::uint64_t unused[4]{};
 };
 
@@ -46,8 +46,8 @@ struct Family {
     return concat("factor ", theirs.factor, ", here ", mine.factor);
   }
   static constexpr Status no_error() { return {}; }
-  static void tell(const turn::Setback<Family>&, Status&) {}
-  static void tell_caller(const turn::Setback<Family>&, Status&) {}
+  static void tell(const turn::OperationError<Family>&, Status&) {}
+  static void tell_caller(const turn::OperationError<Family>&, Status&) {}
 };
 
 // The memory that every rank shares.
@@ -102,14 +102,14 @@ class HostToy final : public turn::Sequence<Family> {
     Record record() const {
       Record record;
       record.factor = factor;
-      record.mailbox = turn::RemoteAddress::shared(toy.map_.mailbox);
+      record.mailbox = turn::PeerAddress::shared(toy.map_.mailbox);
       return record;
     }
     void stage_in() {}
     void announce() {}
-    turn::Setback<Family> obstacle() const { return {}; }
+    turn::OperationError<Family> obstacle() const { return {}; }
     void move() { *toy.next_mailbox() = number * factor; }
-    turn::Setback<Family> complete() {
+    turn::OperationError<Family> complete() {
       received = toy.mailbox();
       return {};
     }
@@ -119,7 +119,7 @@ class HostToy final : public turn::Sequence<Family> {
   std::uint64_t* next_mailbox() {
     const NearRanks& near = comm().hosts().near();
     const NearRank next = near[at(rank() + 1) % near.size()];
-    std::byte* found = turn::find_remote(
+    std::byte* found = turn::find_peer_memory(
         turn_.record_of(next).mailbox, sizeof(std::uint64_t), alignof(std::uint64_t),
         {areas_.of(next).address(), segments_[at(next)]->bytes()}, [](std::uint64_t) {
           return HeapRange{nullptr, 0};

@@ -11,7 +11,7 @@ from crossdock.errors import CrossdockError, InvalidArgument
 from crossdock.torch._calls import is_capturing
 
 from ._groups import Lease, in_callers_words
-from ._lane import LaneWork
+from ._stream_scope import StreamWork
 from .utils import EventOverlap
 
 Events = tuple[EventOverlap | None, bool]  # previous_event, async_finish
@@ -40,9 +40,9 @@ class Call:
         self._host_waits = host_waits
         self._in_call = False
 
-    def on_lane(self, previous_event: EventOverlap | None, async_finish: bool) -> LaneWork:
-        """The work of this call, to be ordered against the caller's stream: see `LaneWork`."""
-        return LaneWork(self._lease.lane, previous_event, async_finish)
+    def in_scope(self, previous_event: EventOverlap | None, async_finish: bool) -> StreamWork:
+        """The work of this call, to be ordered against the caller's stream: see `StreamWork`."""
+        return StreamWork(self._lease.scope, previous_event, async_finish)
 
     def begin(self) -> None:
         """The next turn, which is no operation, is being taken."""
@@ -71,7 +71,7 @@ class Call:
     ) -> None:
         if error is None:
             return
-        if not self._lease.lane.cuda:
+        if not self._lease.scope.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
         for turn in self._owed:
             # This gives the text again, or the communicator is finished and no rank waits.
@@ -84,13 +84,13 @@ class Call:
         if callable(turn):
             turn()
         else:
-            self._lease.group.join_failed(turn, text, self._lease.lane.raw_stream)
+            self._lease.group.join_failed(turn, text, self._lease.scope.raw_stream)
 
     def _forget(self) -> None:
         """Clears what the group remembers of the failure that the caller hears of now."""
-        lane = self._lease.lane
-        if is_capturing(lane.device):
+        scope = self._lease.scope
+        if is_capturing(scope.device):
             return  # nothing may wait now
-        lane.wait_for_host_data()
+        scope.wait_for_host_data()
         with contextlib.suppress(CrossdockError):
             self._lease.failure()

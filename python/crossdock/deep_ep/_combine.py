@@ -98,7 +98,7 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given. Nothing waits for the host."""
     memory = routing.lease.home.memory
-    with call.on_lane(*events) as work:
+    with call.in_scope(*events) as work:
         with work.allocating():
             out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
             weights = None

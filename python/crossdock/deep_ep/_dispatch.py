@@ -83,7 +83,7 @@ def dispatch_cached(
     """
     memory, num_rows = routing.lease.home.memory, routing.num_rows
     columns = routing.topk * with_choices, routing.topk * (topk_weights is not None)
-    with call.on_lane(*events) as work:
+    with call.in_scope(*events) as work:
         with work.allocating():
             received = _allocate(memory, tokens, num_rows, *columns)
         with work.running():
@@ -109,7 +109,7 @@ def dispatch_new(
             constants.DISPATCH,
             host_waits=not limits.worst_tokens,
         ) as call,
-        call.on_lane(*events) as work,
+        call.in_scope(*events) as work,
     ):
         _require_room(runtime, tokens, limits, lease)
         with work.allocating():
@@ -206,7 +206,7 @@ def _await_numbers(
     runtime: Runtime, call: Call, choices: Choices, lease: Lease, numbers: torch.Tensor
 ) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
-    runtime.lane.wait_for_host_data()
+    runtime.scope.wait_for_host_data()
     failure = lease.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone

@@ -20,8 +20,8 @@ from crossdock.torch._calls import is_capturing
 
 from ._agreement import Request
 from ._home import Home
-from ._lane import Lane
 from ._memory import set_bytes
+from ._stream_scope import StreamScope
 
 _SETS = 2  # sets of receive tensors that symmetric memory has room for
 
@@ -93,12 +93,12 @@ class Lease:
         sizes: its bounds.
         plan_bytes: bytes of a plan.
         home: its communicator, memory and stream.
-        lane: where its operations run.
+        scope: where its operations run.
         close: closes the group now.
     """
 
     def __init__(self, home: Home, sizes: Sizes) -> None:
-        comm, lane = home.comm, home.lane
+        comm, scope = home.comm, home.scope
         config = {
             "num_experts": sizes.experts,
             "max_topk": sizes.topk,
@@ -116,8 +116,8 @@ class Lease:
         self.group = _core.Group(comm, **config)
         self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
         self.home = home
-        self.lane = lane
-        self.close = weakref.finalize(self, _close, self.group, lane)
+        self.scope = scope
+        self.close = weakref.finalize(self, _close, self.group, scope)
         home.leases.add(self)
 
     def failure(self) -> CrossdockError | None:
@@ -126,7 +126,7 @@ class Lease:
         Raises:
             CrossdockError: the communicator is finished.
         """
-        if not self.lane.cuda:
+        if not self.scope.cuda:
             return None
         comm = self.home.comm
         if comm.error() is not None:
@@ -150,11 +150,11 @@ def in_callers_words(text: str) -> str:
 _left_by_captures: list[_core.Group] = []
 
 
-def _close(group: _core.Group, lane: Lane) -> None:
-    if is_capturing(lane.device):
+def _close(group: _core.Group, scope: StreamScope) -> None:
+    if is_capturing(scope.device):
         _left_by_captures.append(group)
         return
-    lane.synchronize()  # the library wants no operation to be running
+    scope.synchronize()  # the library wants no operation to be running
     group.close()
 
 

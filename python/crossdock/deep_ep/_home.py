@@ -12,8 +12,8 @@ import torch
 from crossdock import _core
 from crossdock.torch._calls import is_capturing
 
-from ._lane import Lane
 from ._memory import ReceiveMemory
+from ._stream_scope import StreamScope
 
 
 class Group(Protocol):
@@ -29,7 +29,7 @@ class Home:
         comm: the ``crossdock._core.Comm``.
         device: what tensors are on.
         memory: where results lie.
-        lane: where operations run.
+        scope: where operations run.
         leases: the groups that are alive, which it closes when it ends.
         net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
     """
@@ -39,7 +39,7 @@ class Home:
         self.net_buffer_bytes = net_buffer_bytes
         self.device = device
         self.memory = ReceiveMemory(comm, device)
-        self.lane = Lane(device)
+        self.scope = StreamScope(device)
         self.leases: weakref.WeakSet[Group] = weakref.WeakSet()
         self._lock = threading.RLock()  # a handle may die, on any thread, inside it
         self._handles = 0
@@ -77,4 +77,4 @@ class Home:
     def _wait(self) -> None:
         """Until this rank's operations have ended; in a capture nothing may wait."""
         if not is_capturing(self.device):
-            self.lane.synchronize()
+            self.scope.synchronize()

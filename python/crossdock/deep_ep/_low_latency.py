@@ -16,8 +16,8 @@ from crossdock.torch import _calls
 from crossdock.torch._calls import current_stream, is_capturing
 
 from ._arguments import Checks
-from ._lane import Lane, LaneWork
 from ._slot_groups import Shape, SlotGroup, SlotGroups
+from ._stream_scope import StreamScope, StreamWork
 from .utils import EventOverlap
 
 _BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
@@ -128,7 +128,7 @@ class _Once:
 
 def dispatch(
     checks: Checks,
-    lane: Lane,
+    scope: StreamScope,
     groups: SlotGroups,
     x: Any,
     topk_idx: Any,
@@ -183,12 +183,12 @@ def dispatch(
     beside = [tensor for tensor in (load, wait) if tensor is not None]
     inputs = [x, topk_idx, *beside]
     halves = group.dispatch_halves if return_recv_hook else None
-    return _operate(lane, group, make, run, inputs, async_finish, halves)
+    return _operate(scope, group, make, run, inputs, async_finish, halves)
 
 
 def combine(
     checks: Checks,
-    lane: Lane,
+    scope: StreamScope,
     routing: SlotRouting,
     x: Any,
     topk_idx: Any,
@@ -233,11 +233,11 @@ def combine(
 
     inputs = [rows, topk_weights, routing.plan, *([] if wait is None else [wait])]
     halves = group.combine_halves if return_recv_hook else None
-    return _operate(lane, group, make, run, inputs, async_finish, halves)
+    return _operate(scope, group, make, run, inputs, async_finish, halves)
 
 
 def _operate(
-    lane: Lane,
+    scope: StreamScope,
     group: SlotGroup,
     make: Callable[[], tuple[Any, list[torch.Tensor]]],
     run: Callable[[int, Any], None],
@@ -263,7 +263,7 @@ def _operate(
         run(_BOTH, result)
         group.check()
         return result, EventOverlap(), None
-    with LaneWork(lane, None, True) as work:
+    with StreamWork(scope, None, True) as work:
         with work.allocating():
             result, tensors = make()
         with work.running():

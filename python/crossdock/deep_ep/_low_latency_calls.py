@@ -157,7 +157,7 @@ class LowLatencyCalls:
         runtime = self._low_latency("low_latency_dispatch")
         received, event, hook = dispatch(
             runtime.checks,
-            runtime.lane,
+            runtime.scope,
             runtime.slots,
             x,
             topk_idx,
@@ -214,7 +214,7 @@ class LowLatencyCalls:
         routing = slot_routing(runtime.checks, runtime.slots, handle)
         return combine(
             runtime.checks,
-            runtime.lane,
+            runtime.scope,
             routing,
             x,
             topk_idx,

@@ -99,7 +99,7 @@ class ReceiveMemory:
     def close(self) -> None:
         """Closes the communicator: now, or if tensors use its memory, some time after they died.
 
-        The lane's operations have ended.
+        The scope's operations have ended.
         """
         _leaving.add(self)
         leave_unused()

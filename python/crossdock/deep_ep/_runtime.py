@@ -31,7 +31,7 @@ class Runtime:
 
     Attributes:
         home: communicator, memory and stream, which handles share.
-        lane, memory: its stream and its memory.
+        scope, memory: its stream and its memory.
         host: the communicator of the ranks' processes, on the CPU.
         hosts: that the ranks are on.
         slots: the groups of low-latency operations.
@@ -69,7 +69,7 @@ class Runtime:
         self.host = comm if device == cpu else self._meet(all_gather, cpu, shared)
         # Ranks of one host have not agreed on it, and need none.
         self.home = Home(comm, device, terms.num_rdma_bytes if comm.num_hosts > 1 else 0)
-        self.lane, self.memory = self.home.lane, self.home.memory
+        self.scope, self.memory = self.home.scope, self.home.memory
         self._captured = False  # whether some combine was: its replays are not counted
         self._groups = Groups(self.home)
         self.slots = SlotGroups(self.home, shrink)
@@ -184,7 +184,7 @@ class Runtime:
         """[count] int32 in memory that host and device write; good until the next call."""
         if self._numbers.numel() < count:
             self._numbers = torch.empty(
-                count, dtype=torch.int32, device="cpu", pin_memory=self.lane.cuda
+                count, dtype=torch.int32, device="cpu", pin_memory=self.scope.cuda
             )
         return self._numbers[:count]
 

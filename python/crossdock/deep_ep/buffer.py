@@ -26,10 +26,10 @@ from ._config import Config, require_sms
 from ._dispatch import Limits, Received, dispatch_cached, dispatch_new, request_of
 from ._handle import Handle, Routing, routing_of
 from ._hosts import Terms
-from ._lane import LaneWork
 from ._layout import empty_layout, fill_layout
 from ._low_latency_calls import LowLatencyCalls
 from ._runtime import AllGather, Runtime
+from ._stream_scope import StreamWork
 from .utils import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Buffer(LowLatencyCalls):
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
-        return self._live().lane.stream
+        return self._live().scope.stream
 
     def get_local_buffer_tensor(
         self,
@@ -271,7 +271,7 @@ class Buffer(LowLatencyCalls):
         checks.events(previous_event, async_finish, allocate_on_comm_stream)
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
-        with LaneWork(runtime.lane, previous_event, async_finish) as work:
+        with StreamWork(runtime.scope, previous_event, async_finish) as work:
             with work.allocating():
                 layout = empty_layout(
                     len(topk_idx), self.group_size, runtime.hosts.num, num_experts, runtime.device

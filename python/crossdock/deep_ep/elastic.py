@@ -185,7 +185,7 @@ class ElasticBuffer:
         runtime = self._runtime()
         if runtime.device.type == "cuda":
             torch.cuda.current_stream(runtime.device).synchronize()
-        runtime.lane.synchronize()
+        runtime.scope.synchronize()
         runtime.host.all_gather(b"\0")
 
     # ---- Operations ------------------------------------------------------------------------------
@@ -512,18 +512,18 @@ class ElasticBuffer:
     @contextlib.contextmanager
     def _epilogue(self, asynchronous: bool) -> Iterator[EventOverlap]:
         """Local work behind an operation; the event stands for both where it is asynchronous."""
-        done, lane = EventOverlap(), self._runtime().lane
-        on_lane = torch.cuda.stream(lane.stream) if asynchronous and lane.cuda else None
-        with on_lane or contextlib.nullcontext():
+        done, scope = EventOverlap(), self._runtime().scope
+        in_scope = torch.cuda.stream(scope.stream) if asynchronous and scope.cuda else None
+        with in_scope or contextlib.nullcontext():
             yield done
             if asynchronous:
                 done.event = EventHandle()
 
     def _hand_over(self, asynchronous: bool, *tensors: torch.Tensor | None) -> None:
         """Gives the current stream the tensors that an epilogue has made."""
-        lane = self._runtime().lane
-        if asynchronous and lane.cuda:
-            current = torch.cuda.current_stream(lane.device)
+        scope = self._runtime().scope
+        if asynchronous and scope.cuda:
+            current = torch.cuda.current_stream(scope.device)
             for tensor in tensors:
                 if tensor is not None:
                     tensor.record_stream(current)

@@ -179,11 +179,11 @@ def join(
     if platform not in ("cpu", "gpu"):
         raise ValueError(f"mesh: expected CPU or GPU devices, got {platform}")
     register(platform)
-    devices, seats = _seats(place, timeout_ms, name)
-    if not seats:
+    devices, rank_infos = _rank_infos(place, timeout_ms, name)
+    if not rank_infos:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
     device_type = constants.DEVICE_TYPES["cpu" if platform == "cpu" else "cuda"]
-    return place, _jax.Ranks(device_type, seats, timeout_ms), devices
+    return place, _jax.Ranks(device_type, rank_infos, timeout_ms), devices
 
 
 def _place(
@@ -207,11 +207,13 @@ def _place(
     return Place(init, mesh, axes, data, num_ranks)
 
 
-_Seat = tuple[int, int, int, int, bytes, str, list[int]]
+_RankInfo = tuple[int, int, int, int, bytes, str, list[int]]
 
 
-def _seats(place: Place, timeout_ms: int, name: str) -> tuple[list[jax.Device], list[_Seat]]:
-    """This process's devices, and the seat of each one, as of ``_jax.Ranks``."""
+def _rank_infos(
+    place: Place, timeout_ms: int, name: str
+) -> tuple[list[jax.Device], list[_RankInfo]]:
+    """This process's devices, and what tells each one its rank, as of ``_jax.Ranks``."""
     names = place.mesh.axis_names
     others = [axis for axis in names if axis not in place.axes]
     order = [names.index(axis) for axis in (*others, *place.axes)]
@@ -219,7 +221,7 @@ def _seats(place: Place, timeout_ms: int, name: str) -> tuple[list[jax.Device], 
     sizes = [place.mesh.shape[axis] for axis in others]
     mine = jax.process_index()
     found: list[jax.Device] = []
-    seats: list[_Seat] = []
+    rank_infos: list[_RankInfo] = []
     for number, devices in enumerate(sets):
         if all(device.process_index != mine for device in devices):
             continue
@@ -229,7 +231,7 @@ def _seats(place: Place, timeout_ms: int, name: str) -> tuple[list[jax.Device], 
         for rank, device in enumerate(devices):
             if device.process_index == mine:
                 found.append(device)
-                seat = (
+                rank_info = (
                     *_numbers(device),
                     rank,
                     place.num_ranks,
@@ -237,8 +239,8 @@ def _seats(place: Place, timeout_ms: int, name: str) -> tuple[list[jax.Device], 
                     told,
                     _known_as(list(devices)),
                 )
-                seats.append(seat)
-    return found, seats
+                rank_infos.append(rank_info)
+    return found, rank_infos
 
 
 def _known_as(devices: Sequence[jax.Device]) -> list[int]:

@@ -36,14 +36,15 @@ namespace {
   raise(details);
 }
 
-std::shared_ptr<Ranks> join(int device_type, const nb::list& seats, int timeout_ms) {
-  std::vector<Seat> places;
-  for (nb::handle item : seats) {
-    const auto seat = nb::cast<nb::tuple>(item);
-    const auto id = nb::cast<nb::bytes>(seat[4]);
-    places.push_back({nb::cast<int>(seat[0]), nb::cast<int>(seat[1]), nb::cast<int>(seat[2]),
-                      nb::cast<int>(seat[3]), std::string(id.c_str(), id.size()),
-                      nb::cast<std::string>(seat[5]), nb::cast<std::vector<int>>(seat[6])});
+std::shared_ptr<Ranks> join(int device_type, const nb::list& rank_infos, int timeout_ms) {
+  std::vector<RankInfo> places;
+  for (nb::handle item : rank_infos) {
+    const auto rank_info = nb::cast<nb::tuple>(item);
+    const auto id = nb::cast<nb::bytes>(rank_info[4]);
+    places.push_back({nb::cast<int>(rank_info[0]), nb::cast<int>(rank_info[1]),
+                      nb::cast<int>(rank_info[2]), nb::cast<int>(rank_info[3]),
+                      std::string(id.c_str(), id.size()), nb::cast<std::string>(rank_info[5]),
+                      nb::cast<std::vector<int>>(rank_info[6])});
   }
   try {
     const nb::gil_scoped_release released;
@@ -238,10 +239,10 @@ NB_MODULE(_jax, module) {
   nb::class_<RanksHandle>(module, "Ranks")
       .def(
           "__init__",
-          [](RanksHandle* self, int device_type, const nb::list& seats, int timeout_ms) {
-            new (self) RanksHandle{join(device_type, seats, timeout_ms)};
+          [](RanksHandle* self, int device_type, const nb::list& rank_infos, int timeout_ms) {
+            new (self) RanksHandle{join(device_type, rank_infos, timeout_ms)};
           },
-          "device_type"_a, "seats"_a, "timeout_ms"_a = 0)
+          "device_type"_a, "rank_infos"_a, "timeout_ms"_a = 0)
       .def("close", [](RanksHandle& self) { drop(self.ranks); })
       .def_prop_ro("closed", [](const RanksHandle& self) { return self.ranks == nullptr; })
       .def("error", &fatal_error)

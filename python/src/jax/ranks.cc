@@ -7,32 +7,33 @@
 namespace xdjax {
 namespace {
 
-std::optional<Problem> join(const Seat& seat, DLDevice device, int timeout_ms, xd_comm** comm) {
+std::optional<Problem> join(const RankInfo& rank_info, DLDevice device, int timeout_ms,
+                            xd_comm** comm) {
   xd_unique_id id;
-  if (seat.unique_id.size() != sizeof(id.bytes)) {
+  if (rank_info.unique_id.size() != sizeof(id.bytes)) {
     return invalid("unique_id: expected " + std::to_string(sizeof(id.bytes)) + " bytes, got " +
-                   std::to_string(seat.unique_id.size()));
+                   std::to_string(rank_info.unique_id.size()));
   }
-  std::memcpy(id.bytes, seat.unique_id.data(), sizeof(id.bytes));
+  std::memcpy(id.bytes, rank_info.unique_id.data(), sizeof(id.bytes));
   xd_comm_config config XD_COMM_CONFIG_INIT;
-  config.rank = seat.rank;
-  config.num_ranks = seat.num_ranks;
+  config.rank = rank_info.rank;
+  config.num_ranks = rank_info.num_ranks;
   config.unique_id = &id;
   config.device = device;
   config.timeout_ms = timeout_ms;
-  config.name = seat.name.c_str();
-  if (!seat.global_ranks.empty()) config.global_ranks = seat.global_ranks.data();
+  config.name = rank_info.name.c_str();
+  if (!rank_info.global_ranks.empty()) config.global_ranks = rank_info.global_ranks.data();
   return problem_of(xd_comm_create(&config, comm));
 }
 
 }  // namespace
 
-Ranks::Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms) {
-  for (const Seat& seat : seats) {
-    ranks_.push_back({seat.ordinal, seat.rank, {device_type, seat.device}, nullptr});
+Ranks::Ranks(DLDeviceType device_type, const std::vector<RankInfo>& rank_infos, int timeout_ms) {
+  for (const RankInfo& rank_info : rank_infos) {
+    ranks_.push_back({rank_info.ordinal, rank_info.rank, {device_type, rank_info.device}, nullptr});
   }
-  const std::optional<Problem> problem = for_each_rank(seats.size(), [&](std::size_t i) {
-    return join(seats[i], ranks_[i].device, timeout_ms, &ranks_[i].comm);
+  const std::optional<Problem> problem = for_each_rank(rank_infos.size(), [&](std::size_t i) {
+    return join(rank_infos[i], ranks_[i].device, timeout_ms, &ranks_[i].comm);
   });
   if (problem) {
     leave();

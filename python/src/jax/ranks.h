@@ -17,7 +17,7 @@ namespace xdjax {
 inline constexpr int any_ordinal = -1;
 
 // The place of one local device.
-struct Seat {
+struct RankInfo {
   int ordinal = 0;                // XLA's number of the device in custom calls, or any_ordinal
   int device = 0;                 // the CUDA device; 0 on the CPU
   int rank = 0;                   // the rank in its set of ranks,
@@ -36,8 +36,8 @@ class Ranks {
     xd_comm* comm = nullptr;
   };
 
-  // Joins the communicators of all seats at once. Collective, blocking. Throws Problem.
-  Ranks(DLDeviceType device_type, const std::vector<Seat>& seats, int timeout_ms);
+  // Joins the communicators of all rank_infos at once. Collective, blocking. Throws Problem.
+  Ranks(DLDeviceType device_type, const std::vector<RankInfo>& rank_infos, int timeout_ms);
   ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;

@@ -15,16 +15,16 @@ namespace {
 
 class CudaSide final : public DeviceSide {
  public:
-  CudaSide(int ordinal, const RankSeat& seat, std::vector<std::shared_ptr<Segment>> boards)
+  CudaSide(int ordinal, const RankInfo& info, std::vector<std::shared_ptr<Segment>> boards)
       : ordinal_(ordinal),
         boards_(std::move(boards)),
         words_(ordinal, sizeof(HostWords)),
-        table_(ordinal, table_offset(kMaxHeapSegments, seat.num_ranks), "table of heaps"),
+        table_(ordinal, table_offset(kMaxHeapSegments, info.num_ranks), "table of heaps"),
         board_table_(ordinal, boards_.size() * sizeof(DeviceBoard*), "table of error boards"),
         no_board_(ordinal, sizeof(DeviceBoard), "an error board") {
-    device_comm_.rank = seat.rank;
-    device_comm_.num_ranks = seat.num_ranks;
-    device_comm_.timeout_ms = seat.timeout_ms;
+    device_comm_.rank = info.rank;
+    device_comm_.num_ranks = info.num_ranks;
+    device_comm_.timeout_ms = info.timeout_ms;
     device_comm_.host = words_.as<HostWords>();
     device_comm_.heap = table_.as<HeapRange>();
     std::vector<DeviceBoard*> of_rank;
@@ -34,7 +34,7 @@ class CudaSide final : public DeviceSide {
                               : no_board_.as<DeviceBoard>());
     }
     board_table_.write(0, of_rank.data(), board_table_.bytes());
-    device_comm_.own_board = of_rank[at(seat.rank)];
+    device_comm_.own_board = of_rank[at(info.rank)];
     device_comm_.boards = board_table_.as<DeviceBoard*>();
   }
 
@@ -92,9 +92,9 @@ class CudaSide final : public DeviceSide {
 
 }  // namespace
 
-std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankSeat& seat,
+std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankInfo& info,
                                            std::vector<std::shared_ptr<Segment>> boards) {
-  return std::make_unique<CudaSide>(ordinal, seat, std::move(boards));
+  return std::make_unique<CudaSide>(ordinal, info, std::move(boards));
 }
 
 }  // namespace xd

@@ -9,7 +9,7 @@
 
 namespace xd {
 
-std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankSeat& seat,
+std::unique_ptr<DeviceSide> make_cuda_side(int ordinal, const RankInfo& info,
                                            std::vector<std::shared_ptr<Segment>> boards);
 
 }  // namespace xd

@@ -26,7 +26,7 @@ struct DeviceIntroduction {
   std::int32_t multiprocessors = 0;
 };
 
-struct RankSeat {
+struct RankInfo {
   int rank;
   int num_ranks;
   int timeout_ms;
@@ -53,7 +53,7 @@ struct DeviceKind {
   // Bytes of that memory which every rank gives for its error board; 0 = there is no DeviceSide.
   std::size_t board_bytes = 0;
   // `boards`: the error boards of all ranks, in shared memory of their devices.
-  std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankSeat& seat,
+  std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankInfo& seat,
                                            std::vector<std::shared_ptr<Segment>> boards) = nullptr;
 };
 

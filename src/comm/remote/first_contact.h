@@ -1,4 +1,5 @@
-// How ranks of a communicator meet their partners over an engine of src/net before they rely on it.
+// How ranks of a communicator meet their neighbours over an engine of src/net before they rely on
+// it.
 #pragma once
 
 #include <string>
@@ -8,9 +9,9 @@
 
 namespace xd {
 
-// The greetings with which an engine's connections are made: of two partners the lower rank puts a
-// tag without bytes, and the other one answers. Control messages reach partners already; data need
-// not. Work of a collective step.
+// The greetings with which an engine's connections are made: of two neighbours the lower rank puts
+// a tag without bytes, and the other one answers. Control messages reach neighbours already; data
+// need not. Work of a collective step.
 class FirstContact {
  public:
   explicit FirstContact(Comm& comm);

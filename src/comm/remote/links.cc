@@ -23,11 +23,11 @@ class PolledLinks final : public Progress {
   net::Links& links_;
 };
 
-std::vector<net::LinkPartner> name_partners(const Comm& comm, std::span<const int> ranks) {
-  std::vector<net::LinkPartner> partners;
+std::vector<net::LinkNeighbour> name_neighbours(const Comm& comm, std::span<const int> ranks) {
+  std::vector<net::LinkNeighbour> neighbours;
   for (const int rank : ranks)
-    partners.push_back({rank, std::to_string(comm.hosts().host_of(rank))});
-  return partners;
+    neighbours.push_back({rank, std::to_string(comm.hosts().host_of(rank))});
+  return neighbours;
 }
 
 struct Kept {
@@ -43,21 +43,21 @@ std::vector<Kept>& all_kept() {
 
 }  // namespace
 
-FarLinks::FarLinks(Comm& comm, CollectiveCall call, Config config)
-    : partners_(std::move(config.partners)) {
+RemoteLinks::RemoteLinks(Comm& comm, CollectiveCall call, Config config)
+    : neighbours_(std::move(config.neighbours)) {
   engine_ = network().open_together(comm, call);
   const net::LinkConfig links{.rank = comm.rank(),
-                              .slots = config.slots,
-                              .slot_bytes = config.slot_bytes,
+                              .frames = config.frames,
+                              .frame_bytes = config.frame_bytes,
                               .memory = config.memory};
   comm.collective().agree(call, [&] {
-    links_ = std::make_unique<net::Links>(*engine_, links, name_partners(comm, partners_));
+    links_ = std::make_unique<net::Links>(*engine_, links, name_neighbours(comm, neighbours_));
     return Collective::Contribution{};
   });
   connect(comm, call);
 }
 
-void FarLinks::keep_for_good() noexcept {
+void RemoteLinks::keep_for_good() noexcept {
   static std::mutex mutex;
   try {
     const std::scoped_lock lock(mutex);
@@ -69,31 +69,31 @@ void FarLinks::keep_for_good() noexcept {
 }
 
 // Every rank gives all ranks its offers, each with the rank that it is for.
-void FarLinks::connect(Comm& comm, CollectiveCall call) {
+void RemoteLinks::connect(Comm& comm, CollectiveCall call) {
   const auto items = comm.collective().agree(call, [&] {
     WireWriter writer;
-    for (std::size_t p = 0; p < partners_.size(); ++p) {
+    for (std::size_t p = 0; p < neighbours_.size(); ++p) {
       const Bytes offer = links_->offer(static_cast<int>(p));
-      writer.put(static_cast<std::int32_t>(partners_[p]));
+      writer.put(static_cast<std::int32_t>(neighbours_[p]));
       writer.put(static_cast<std::uint32_t>(offer.size()));
       writer.put_bytes(offer);
     }
     Bytes offers = writer.take();
     if (offers.size() + 256 > Mesh::kMaxBlob) {
-      fail(XD_ERROR_UNSUPPORTED, "the addresses for ", partners_.size(), " partners on other ",
+      fail(XD_ERROR_UNSUPPORTED, "the addresses for ", neighbours_.size(), " neighbours on other ",
            "machines have ", offers.size(), " bytes, expected at most ", Mesh::kMaxBlob - 256,
            ": there are too many machines");
     }
     return Collective::Contribution{.blob = std::move(offers)};
   });
   comm.collective().agree(call, [&] {
-    for (std::size_t p = 0; p < partners_.size(); ++p) {
-      WireReader reader(items[at(partners_[p])].blob);
+    for (std::size_t p = 0; p < neighbours_.size(); ++p) {
+      WireReader reader(items[at(neighbours_[p])].blob);
       for (;;) {
         const auto to = reader.take<std::int32_t>();
         const auto bytes = reader.take_bytes(reader.take<std::uint32_t>());
         if (!reader.ok())
-          fail(XD_ERROR_MISMATCH, "rank ", partners_[p], " offers no link to rank ", comm.rank());
+          fail(XD_ERROR_MISMATCH, "rank ", neighbours_[p], " offers no link to rank ", comm.rank());
         if (to != comm.rank()) continue;
         links_->accept(static_cast<int>(p), bytes);
         break;
@@ -109,7 +109,7 @@ void FarLinks::connect(Comm& comm, CollectiveCall call) {
 }
 
 // Makes the engine's connections.
-void FarLinks::greet(Comm& comm) {
+void RemoteLinks::greet(Comm& comm) {
   const FirstContact contact(comm);
   int silent = 0;
   try {
@@ -121,16 +121,16 @@ void FarLinks::greet(Comm& comm) {
   } catch (const Error& error) {
     if (error.status() != XD_ERROR_SYSTEM || error.peer() < 0) throw;
     if (contact.is_lost(error.peer())) return;
-    const auto place = std::ranges::find(partners_, error.peer()) - partners_.begin();
+    const auto place = std::ranges::find(neighbours_, error.peer()) - neighbours_.begin();
     contact.fail_data(error.status(), error.peer(), links_->place_of(static_cast<int>(place)),
                       error.text());
   }
-  contact.fail_silent(partners_[at(silent)], links_->place_of(silent));
+  contact.fail_silent(neighbours_[at(silent)], links_->place_of(silent));
 }
 
-// An engine may notice first that a partner has ended. Then the watch names it with its process or
-// host, for all ranks alike, and that is what ends the operation here.
-void FarLinks::give_up(Comm& comm, const HostWait& site, const Error& error) {
+// An engine may notice first that a neighbour has ended. Then the watch names it with its process
+// or host, for all ranks alike, and that is what ends the operation here.
+void RemoteLinks::give_up(Comm& comm, const HostWait& site, const Error& error) {
   comm.errors().throw_if_failed();
   const int peer = error.peer() >= 0 ? error.peer() : comm.rank();
   if (error.status() == XD_ERROR_SYSTEM && comm.is_lost_by_verdict(peer, site))

@@ -1,4 +1,4 @@
-// Links to a rank's partners on other machines, with the engine below them.
+// Links to a rank's neighbours on other machines, with the engine below them.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@
 
 namespace xd {
 
-class FarLinks {
+class RemoteLinks {
  public:
   struct Config {
-    std::vector<int> partners;      // ranks; each is a partner of its partners
-    int slots;                      // for each partner and direction; the same on all ranks
-    std::size_t slot_bytes;         // likewise
+    std::vector<int> neighbours;    // ranks; each is a neighbour of its neighbours
+    int frames;                     // for each neighbour and direction; the same on all ranks
+    std::size_t frame_bytes;        // likewise
     std::span<std::byte> memory{};  // LinkConfig::memory
   };
-  // Collective: opens an engine, and connects to the partners; throws as open_engine_together(),
-  // and TIMEOUT or SYSTEM where no data come through to a partner that control messages reach.
-  FarLinks(Comm& comm, CollectiveCall call, Config config);
+  // Collective: opens an engine, and connects to the neighbours; throws as open_engine_together(),
+  // and TIMEOUT or SYSTEM where no data come through to a neighbour that control messages reach.
+  RemoteLinks(Comm& comm, CollectiveCall call, Config config);
 
   // Ends nothing: the connections are those of the process that this one is a fork of.
   void leave_behind() {
@@ -57,7 +57,7 @@ class FarLinks {
   void connect(Comm& comm, CollectiveCall call);
   void greet(Comm& comm);
 
-  const std::vector<int> partners_;
+  const std::vector<int> neighbours_;
   std::unique_ptr<net::Engine> engine_;  // outlives the links
   std::unique_ptr<net::Links> links_;
 };

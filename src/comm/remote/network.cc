@@ -29,7 +29,7 @@ std::vector<std::string> lines_of(const Bytes& bytes) {
 
 std::uint32_t Network::part_of_host(std::string_view) const { return 0; }
 
-std::size_t Network::usual_slot_bytes() const { return std::size_t{256} << 10; }
+std::size_t Network::usual_frame_bytes() const { return std::size_t{256} << 10; }
 
 std::unique_ptr<net::Engine> Network::open_together(Comm& comm, CollectiveCall call) const {
   std::shared_ptr<const net::FabricLibrary> library;

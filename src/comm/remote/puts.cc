@@ -9,19 +9,19 @@
 
 namespace xd {
 
-const FarPuts::Failure* FarPuts::failure(int peer) const {
+const RemotePuts::Failure* RemotePuts::failure(int peer) const {
   const std::lock_guard lock(mutex_);
   return failure_locked(peer);
 }
 
-const FarPuts::Failure* FarPuts::failure_locked(int peer) const {
+const RemotePuts::Failure* RemotePuts::failure_locked(int peer) const {
   if (engine_failure_) return &*engine_failure_;
   const auto found = failures_.find(peer);
   return found != failures_.end() ? &found->second : nullptr;
 }
 
 // A thread that finds another one here leaves the work to it.
-bool FarPuts::poll() {
+bool RemotePuts::poll() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || is_closed() || engine_failure_) return false;
   try {
@@ -47,33 +47,33 @@ bool FarPuts::poll() {
   return news;
 }
 
-bool FarPuts::is_busy() {
+bool RemotePuts::is_busy() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   return lock && !is_closed() && !engine_failure_ && engine_->sleep_on() < 0;
 }
 
 // Nobody else writes these counts, and one thread at a time is here.
-void FarPuts::on_arrival(std::uint32_t tag) {
-  const std::uint32_t number = tag >> 16, slot = tag & 0xffff;
+void RemotePuts::on_arrival(std::uint32_t tag) {
+  const std::uint32_t number = tag >> 16, counter = tag & 0xffff;
   const bool is_greeting = number == kGreeting;
-  const auto found = ends_.find(is_greeting ? slot : number);
+  const auto found = ends_.find(is_greeting ? counter : number);
   if (found == ends_.end()) return;  // it has been destroyed
-  FarEnd& end = *found->second;
+  RemoteEnd& end = *found->second;
   if (is_greeting) {
     end.greeted_.store(true, std::memory_order_release);
     return;
   }
-  if (slot >= end.config_.slots) {
+  if (counter >= end.config_.counters) {
     if (!engine_->vouches_for_tags()) return;  // it is a stranger's
     return give_up(end.config_.peer, XD_ERROR_INTERNAL,
-                   "a put arrived for a slot that is not there");
+                   "a put arrived for a counter that is not there");
   }
-  const NearMemory count = end.config_.counts.from(slot * sizeof(std::uint64_t));
+  const NearMemory count = end.config_.counts.from(counter * sizeof(std::uint64_t));
   count.signal(count.seen() + 1);
 }
 
 // The first word counts.
-void FarPuts::give_up(int peer, xd_status status, const char* text) {
+void RemotePuts::give_up(int peer, xd_status status, const char* text) {
   Failure failure{.status = status, .text = {}, .verdict = Deadline::after_ms(comm_.verdict_ms())};
   std::snprintf(failure.text.data(), failure.text.size(), "%s", text);
   if (peer != kEngine) {
@@ -84,27 +84,28 @@ void FarPuts::give_up(int peer, xd_status status, const char* text) {
 }
 
 // Inside a catch block: what the engine has thrown ends its use.
-void FarPuts::give_up_engine() noexcept {
+void RemotePuts::give_up_engine() noexcept {
   std::array<char, 256> text;
   const Caught error = caught(text);
   give_up(kEngine, error.status, text.data());
 }
 
-void FarPuts::close() {
+void RemotePuts::close() {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return;
   engine_->close();
-  rooms_.clear();
+  regions_.clear();
   engine_.reset();
 }
 
 // Another thread of the parent may have held the lock.
-void FarPuts::leave_behind() {
-  for (auto& [segment, room] : rooms_) [[maybe_unused]] const net::Room* left = room.release();
+void RemotePuts::leave_behind() {
+  for (auto& [segment, region] : regions_)
+    [[maybe_unused]] const net::Region* left = region.release();
   [[maybe_unused]] const net::Engine* engine = engine_.release();
 }
 
-std::uint32_t FarPuts::enlist(FarEnd& end) {
+std::uint32_t RemotePuts::enlist(RemoteEnd& end) {
   const std::lock_guard lock(mutex_);
   if (next_number_ == kGreeting) {
     fail(XD_ERROR_UNSUPPORTED, "this rank has had ", kGreeting,
@@ -114,23 +115,23 @@ std::uint32_t FarPuts::enlist(FarEnd& end) {
   return next_number_++;
 }
 
-void FarPuts::delist(const FarEnd& end) {
+void RemotePuts::delist(const RemoteEnd& end) {
   if (comm_.errors().in_fork()) return;  // a fork's copy of the lock may be held for ever
   const std::lock_guard lock(mutex_);
   ends_.erase(end.number_);
 }
 
-const net::Room& FarPuts::room(std::uint32_t segment) {
+const net::Region& RemotePuts::region(std::uint32_t segment) {
   const std::lock_guard lock(mutex_);
-  auto& room = rooms_[segment];
-  if (!room) {
+  auto& region = regions_[segment];
+  if (!region) {
     const HeapRange range = comm_.heap().range(comm_.rank(), segment);
-    room = engine_->expose({range.base, range.bytes});
+    region = engine_->expose({range.base, range.bytes});
   }
-  return *room;
+  return *region;
 }
 
-bool FarPuts::put(FarEnd& end, const net::Put& put) {
+bool RemotePuts::put(RemoteEnd& end, const net::Put& put) {
   const std::lock_guard lock(mutex_);
   if (is_closed() || failure_locked(put.peer) != nullptr) return false;
   try {
@@ -143,64 +144,64 @@ bool FarPuts::put(FarEnd& end, const net::Put& put) {
   return true;
 }
 
-void FarPuts::connect(int peer, std::span<const std::byte> address) {
+void RemotePuts::connect(int peer, std::span<const std::byte> address) {
   const std::lock_guard lock(mutex_);
   if (connected_.contains(peer)) return;
   engine_->connect(peer, address);
   connected_.insert(peer);
 }
 
-Bytes FarPuts::address() const {
+Bytes RemotePuts::address() const {
   const std::lock_guard lock(mutex_);
   return engine_->address();
 }
 
-std::string FarPuts::place_of(int peer) const {
+std::string RemotePuts::place_of(int peer) const {
   const std::lock_guard lock(mutex_);
   return engine_->place_of(peer);
 }
 
-void FarPuts::shut() {
+void RemotePuts::shut() {
   const std::lock_guard lock(mutex_);
   if (!is_closed()) engine_->shut();
 }
 
-std::size_t FarPuts::max_put() const {
+std::size_t RemotePuts::max_put() const {
   const std::lock_guard lock(mutex_);
   return is_closed() ? 0 : engine_->max_put();
 }
 
-FarEnd::FarEnd(FarPuts& puts, const Config& config)
+RemoteEnd::RemoteEnd(RemotePuts& puts, const Config& config)
     : puts_(puts),
       config_(config),
-      room_(puts.room(config.place.segment)),
+      region_(puts.region(config.place.segment)),
       number_(puts.enlist(*this)) {}
 
-FarEnd::~FarEnd() { puts_.delist(*this); }
+RemoteEnd::~RemoteEnd() { puts_.delist(*this); }
 
-Bytes FarEnd::offer() const {
+Bytes RemoteEnd::offer() const {
   WireWriter writer;
-  writer.put(Offer{.room = room_.remote(), .offset = config_.place.offset, .number = number_});
+  writer.put(Offer{.region = region_.remote(), .offset = config_.place.offset, .number = number_});
   writer.put_bytes(puts_.address());
   return writer.take();
 }
 
-void FarEnd::accept(std::span<const std::byte> offer, std::size_t bytes) {
+void RemoteEnd::accept(std::span<const std::byte> offer, std::size_t bytes) {
   WireReader reader(offer);
   theirs_ = reader.take<Offer>();
-  const std::uint64_t all = theirs_.room.bytes;
-  if (!reader.ok() || theirs_.number >= FarPuts::kGreeting || theirs_.offset > all ||
+  const std::uint64_t all = theirs_.region.bytes;
+  if (!reader.ok() || theirs_.number >= RemotePuts::kGreeting || theirs_.offset > all ||
       bytes > all - theirs_.offset) {
     fail(XD_ERROR_MISMATCH, "rank ", config_.peer, " offers end ", theirs_.number, " and ", bytes,
          " bytes from byte ", theirs_.offset, " of ", all, " on, expected an end below ",
-         FarPuts::kGreeting, " and memory that is there");
+         RemotePuts::kGreeting, " and memory that is there");
   }
   puts_.connect(config_.peer, reader.rest());
 }
 
 // The lower rank greets, and the other one answers. Each polls until the other's greeting is here,
 // so both greetings are sent.
-void FarEnd::greet() {
+void RemoteEnd::greet() {
   const FirstContact contact(puts_.comm_);
   bool is_said = false;
   const Waited ended = contact.wait(puts_, [&] {
@@ -209,7 +210,7 @@ void FarEnd::greet() {
     return (is_said && is_greeted && !is_under_way()) || failure() != nullptr;
   });
   puts_.shut();
-  if (const FarPuts::Failure* failed = failure()) {
+  if (const RemotePuts::Failure* failed = failure()) {
     if (!contact.is_lost(config_.peer)) {
       contact.fail_data(failed->status, config_.peer, puts_.place_of(config_.peer),
                         failed->text.data());
@@ -219,22 +220,22 @@ void FarEnd::greet() {
   }
 }
 
-bool FarEnd::put_greeting() {
+bool RemoteEnd::put_greeting() {
   return puts_.put(*this, {.peer = config_.peer,
-                           .from = &room_,
-                           .to = theirs_.room,
-                           .tag = FarPuts::tag(FarPuts::kGreeting, number()),
+                           .from = &region_,
+                           .to = theirs_.region,
+                           .tag = RemotePuts::tag(RemotePuts::kGreeting, number()),
                            .id = number_});
 }
 
-bool FarEnd::put(std::size_t to, std::size_t from, std::size_t bytes, std::uint32_t slot) {
+bool RemoteEnd::put(std::size_t to, std::size_t from, std::size_t bytes, std::uint32_t counter) {
   return puts_.put(*this, {.peer = config_.peer,
-                           .from = &room_,
+                           .from = &region_,
                            .from_offset = config_.place.offset + from,
-                           .to = theirs_.room,
+                           .to = theirs_.region,
                            .to_offset = theirs_.offset + to,
                            .bytes = bytes,
-                           .tag = FarPuts::tag(number(), slot),
+                           .tag = RemotePuts::tag(number(), counter),
                            .id = number_});
 }
 

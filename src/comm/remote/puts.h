@@ -1,9 +1,9 @@
 // Puts of a communicator's channels into memory on other machines. All channels share one engine of
 // src/net, so that whoever waits for one of them gets on with all.
 //
-// A put carries its tag alone, which has the number of an end and one of its slots. The receiver
+// A put carries its tag alone, which has the number of an end and one of its counters. The receiver
 // numbers its ends, and gives each number once: what is under way to an end that is there no more
-// counts for no other. Rooms are whole segments of symmetric memory, which stay as long as the
+// counts for no other. Regions are whole segments of symmetric memory, which stay as long as the
 // communicator, so that such puts still have a place to come to.
 #pragma once
 
@@ -29,15 +29,15 @@
 
 namespace xd {
 
-class FarEnd;
+class RemoteEnd;
 
 // Any thread.
-class FarPuts final : public Progress {
+class RemotePuts final : public Progress {
  public:
-  FarPuts(Comm& comm, std::unique_ptr<net::Engine> engine)
+  RemotePuts(Comm& comm, std::unique_ptr<net::Engine> engine)
       : comm_(comm), engine_(std::move(engine)) {}
-  FarPuts(const FarPuts&) = delete;
-  FarPuts& operator=(const FarPuts&) = delete;
+  RemotePuts(const RemotePuts&) = delete;
+  RemotePuts& operator=(const RemotePuts&) = delete;
 
   // The engine's failure on the way to a peer, which is of no use from then on.
   struct Failure {
@@ -60,21 +60,23 @@ class FarPuts final : public Progress {
   void leave_behind();
 
  private:
-  friend class FarEnd;
+  friend class RemoteEnd;
 
   static constexpr std::uint32_t kGreeting = 0xffff;  // no end has this number
   static constexpr int kEngine = -1;                  // in the place of a peer, as in PeerFailure
-  static std::uint32_t tag(std::uint32_t number, std::uint32_t slot) { return number << 16 | slot; }
+  static std::uint32_t tag(std::uint32_t number, std::uint32_t counter) {
+    return number << 16 | counter;
+  }
 
-  std::uint32_t enlist(FarEnd& end);
-  void delist(const FarEnd& end);
-  const net::Room& room(std::uint32_t segment);
+  std::uint32_t enlist(RemoteEnd& end);
+  void delist(const RemoteEnd& end);
+  const net::Region& region(std::uint32_t segment);
   Bytes address() const;
   void connect(int peer, std::span<const std::byte> address);
   std::string place_of(int peer) const;
   void shut();
   std::size_t max_put() const;
-  bool put(FarEnd& end, const net::Put& put);
+  bool put(RemoteEnd& end, const net::Put& put);
   bool is_closed() const { return engine_ == nullptr; }
   const Failure* failure_locked(int peer) const;
   void on_arrival(std::uint32_t tag);
@@ -84,9 +86,9 @@ class FarPuts final : public Progress {
   Comm& comm_;
   mutable std::mutex mutex_;  // guards all below
   std::unique_ptr<net::Engine> engine_;
-  std::map<std::uint32_t, std::unique_ptr<net::Room>> rooms_;  // by segment
+  std::map<std::uint32_t, std::unique_ptr<net::Region>> regions_;  // by segment
   std::set<int> connected_;
-  std::unordered_map<std::uint32_t, FarEnd*> ends_;  // by number
+  std::unordered_map<std::uint32_t, RemoteEnd*> ends_;  // by number
   std::uint32_t next_number_ = 0;
   net::Events events_;
   std::map<int, Failure> failures_;  // by peer
@@ -95,19 +97,19 @@ class FarPuts final : public Progress {
 
 // This rank's end of a channel to another machine. It is made in the steps of a collective call:
 // offer(), accept(), greet().
-class FarEnd {
+class RemoteEnd {
  public:
   struct Config {
     int peer;
     HeapAddress place;  // of the channel's memory in this rank's heap
-    NearMemory counts;  // a word for each slot, which FarPuts raises
-    std::uint32_t slots;
+    NearMemory counts;  // a word for each counter, which RemotePuts raises
+    std::uint32_t counters;
   };
 
-  FarEnd(FarPuts& puts, const Config& config);
-  ~FarEnd();
-  FarEnd(const FarEnd&) = delete;
-  FarEnd& operator=(const FarEnd&) = delete;
+  RemoteEnd(RemotePuts& puts, const Config& config);
+  ~RemoteEnd();
+  RemoteEnd(const RemoteEnd&) = delete;
+  RemoteEnd& operator=(const RemoteEnd&) = delete;
 
   // The bytes that the peer's accept() takes.
   Bytes offer() const;
@@ -118,17 +120,17 @@ class FarEnd {
 
   std::size_t max_put() const { return puts_.max_put(); }
   // False = not now, or the way to the peer has failed. Both offsets are in the channel's memory.
-  bool put(std::size_t to, std::size_t from, std::size_t bytes, std::uint32_t slot);
+  bool put(std::size_t to, std::size_t from, std::size_t bytes, std::uint32_t counter);
   // Whether the source of a put is not free.
   bool is_under_way() const { return under_way_.load(std::memory_order_acquire) != 0; }
-  const FarPuts::Failure* failure() const { return puts_.failure(config_.peer); }
+  const RemotePuts::Failure* failure() const { return puts_.failure(config_.peer); }
 
  private:
-  friend class FarPuts;
+  friend class RemotePuts;
 
   struct Offer {
-    net::RemoteRoom room;  // the segment
-    std::uint64_t offset;  // of the channel's memory in it
+    net::RegionHandle region;  // the segment
+    std::uint64_t offset;      // of the channel's memory in it
     std::uint64_t number;
   };
 
@@ -136,9 +138,9 @@ class FarEnd {
   std::uint32_t number() const { return static_cast<std::uint32_t>(theirs_.number); }
   bool put_greeting();
 
-  FarPuts& puts_;
+  RemotePuts& puts_;
   const Config config_;
-  const net::Room& room_;
+  const net::Region& region_;
   const std::uint32_t number_;  // ours
   Offer theirs_{};
   std::atomic<std::uint64_t> under_way_{0};

@@ -15,7 +15,7 @@
 
 namespace xd::ep {
 
-enum class FarKind : std::uint32_t {
+enum class RemoteKind : std::uint32_t {
   entry = 1,    // one item: the source's Record
   counts = 2,   // items are the source's counts, 32 bits each
   words = 3,    // items: WordsItem
@@ -25,39 +25,39 @@ enum class FarKind : std::uint32_t {
 };
 
 // Rows, requests and words of an operation are the chunks that a source numbers: its last one to a
-// gateway says how many there were, since chunks arrive in any order. There is always one.
-struct FarHeader {
+// relay says how many there were, since chunks arrive in any order. There is always one.
+struct RemoteHeader {
   std::uint64_t epoch;
-  FarKind kind;
+  RemoteKind kind;
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
   std::uint32_t chunks;         // 0: not the last
   std::uint32_t tokens;         // of the source; CUDA: of the last chunk
   std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
 };
-static_assert(sizeof(FarHeader) == 32 && std::has_unique_object_representations_v<FarHeader>);
+static_assert(sizeof(RemoteHeader) == 32 && std::has_unique_object_representations_v<RemoteHeader>);
 
 // Throws INTERNAL, naming the sender. A chunk may have been damaged by anyone who can write into a
-// rank's room, so all of it is looked at before it is used as a number of bytes or as a place.
-[[noreturn]] void refuse_chunk(const FarHeader& header, std::size_t item_bytes, const char* why);
+// rank's region, so all of it is looked at before it is used as a number of bytes or as a place.
+[[noreturn]] void refuse_chunk(const RemoteHeader& header, std::size_t item_bytes, const char* why);
 
 // The header of a chunk that `from` has sent to a rank in operation `epoch`.
-FarHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch);
+RemoteHeader read_header(std::span<const std::byte> chunk, int from, std::uint64_t epoch);
 
 // Refuses items that are not each of `bytes_each`, or not in all what the header says.
-void require_items(const FarHeader& header, std::span<const std::byte> items,
+void require_items(const RemoteHeader& header, std::span<const std::byte> items,
                    std::size_t bytes_each);
 
-// A source's words for one rank of the gateway's machine, which go into a part of its group memory.
-enum class FarWords : std::uint32_t { list = 0, kept = 1, items = 2, listed = 3 };
+// A source's words for one rank of the relay's machine, which go into a part of its group memory.
+enum class RemoteWords : std::uint32_t { list = 0, kept = 1, items = 2, listed = 3 };
 struct WordsItem {
-  FarWords area;
+  RemoteWords area;
   std::int32_t owner;
   std::uint32_t first, count;  // of 32 bits each; they follow
 };
 
 // A token's row: the codes of all its choices, as its plan has them, weights, row and scales. The
-// gateway decodes them as the source does, and takes those of its own machine's ranks.
+// relay decodes them as the source does, and takes those of its own machine's ranks.
 struct RowsLayout {
   int topk;
   bool weights;
@@ -71,10 +71,10 @@ struct RowsLayout {
   constexpr std::size_t item_bytes() const { return net::item_size(scales_at() + scale_bytes); }
 };
 
-// Asks for the sum over a token's rows on one declared host of the gateway's machine. The codes of
+// Asks for the sum over a token's rows on one declared host of the relay's machine. The codes of
 // its choices follow.
 struct RequestItem {
-  std::uint32_t token, place;  // both come back in the answer; place: see FarSums
+  std::uint32_t token, place;  // both come back in the answer; place: see RemoteSums
   std::int32_t host;
   std::uint32_t unused;
 };
@@ -94,7 +94,7 @@ struct AnswerLayout {
 };
 
 // The longest item of a group; the counts of a rank are one item here.
-inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
+inline std::size_t longest_remote_item(const Config& config, std::size_t counts) {
   const RowsLayout rows{.topk = config.max_topk,
                         .weights = true,
                         .row_bytes = config.max_row_bytes,
@@ -104,12 +104,12 @@ inline std::size_t longest_far_item(const Config& config, std::size_t counts) {
                    net::item_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }
 
-// Slots of a group's links, of each partner and direction. An entry and counts are sent before
-// anything is awaited, so there are two to gateways at least; two for answers are beside them.
-inline constexpr int kFarSlots = 4;
+// Frames of a group's links, of each neighbour and direction. An entry and counts are sent before
+// anything is awaited, so there are two to relays at least; two for answers are beside them.
+inline constexpr int kRemoteFrames = 4;
 
-// The bytes of such a slot: room for the longest item, or for many. Equal on all ranks, as it goes
-// by the number of machines: where these are of equal size, that of partners is one less.
-std::size_t far_slot_bytes(const Config& config, int num_machines);
+// The bytes of such a frame: room for the longest item, or for many. Equal on all ranks, as it goes
+// by the number of machines: where these are of equal size, that of neighbours is one less.
+std::size_t remote_frame_bytes(const Config& config, int num_machines);
 
 }  // namespace xd::ep

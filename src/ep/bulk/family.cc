@@ -47,7 +47,7 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
   return of_optional(theirs.flags, mine.flags);
 }
 
-Setback overflow(const Overflow& o) {
+OperationError overflow(const Overflow& o) {
   return {.status = XD_ERROR_OVERFLOW,
           .text = concat("rank ", o.rank, " would receive ", o.needed_rows,
                          " rows, expected at most its recv_capacity = ", o.capacity_rows,

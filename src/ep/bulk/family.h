@@ -16,7 +16,7 @@ namespace xd::ep {
 inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
                                                   "combine_bwd"};
 
-// Numbers beside the text of a setback.
+// Numbers beside the text of an operation error.
 struct Facts {
   std::int64_t bad_ids = 0;      // INVALID_ARGUMENT only, where bad ids are the mistake
   std::int64_t needed_rows = 0;  // OVERFLOW only, with its capacity
@@ -38,22 +38,22 @@ struct Family {
   static std::string difference(const Record& mine, const Record& theirs);
 
   static constexpr Status no_error() { return XD_EP_STATUS_INIT; }
-  static void tell(const turn::Setback<Family>& setback, Status& status) {
-    status.needed_rows = setback.facts.needed_rows;
-    status.capacity_rows = setback.facts.capacity_rows;
+  static void tell(const turn::OperationError<Family>& operation_error, Status& status) {
+    status.needed_rows = operation_error.facts.needed_rows;
+    status.capacity_rows = operation_error.facts.capacity_rows;
   }
   // A group's status counts the bad ids of all its plans instead.
-  static void tell_caller(const turn::Setback<Family>& setback, Status& status) {
-    status.bad_ids = setback.facts.bad_ids;
+  static void tell_caller(const turn::OperationError<Family>& operation_error, Status& status) {
+    status.bad_ids = operation_error.facts.bad_ids;
   }
 };
 
-using Setback = turn::Setback<Family>;
+using OperationError = turn::OperationError<Family>;
 
 struct Overflow {
   int rank;  // the lowest rank that overflows
   std::int64_t needed_rows, capacity_rows;
 };
-Setback overflow(const Overflow& overflow);
+OperationError overflow(const Overflow& overflow);
 
 }  // namespace xd::ep

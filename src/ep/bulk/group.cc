@@ -82,12 +82,12 @@ void Group::count_dropped_rows(std::int64_t rows) {
 }
 
 Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
-  Reach reach{turn::RemoteAddress::shared(staging.offset), false};
+  Reach reach{turn::PeerAddress::shared(staging.offset), false};
   // No peer touches a tensor without rows, wherever it lies.
   if (tensor.bytes() == 0) return reach;
   if (tensor.packed()) {
     if (const auto found = comm().heap().find(tensor.data, tensor.bytes())) {
-      reach.address = turn::RemoteAddress::in_heap(found->segment, found->offset);
+      reach.address = turn::PeerAddress::in_heap(found->segment, found->offset);
       return reach;
     }
   }

@@ -22,7 +22,7 @@ struct Staging {
 
 // How peers reach a receive tensor.
 struct Reach {
-  turn::RemoteAddress address;
+  turn::PeerAddress address;
   bool staged;  // through this rank's staging memory
 };
 

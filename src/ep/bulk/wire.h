@@ -37,7 +37,7 @@
 #include "ep/plan/count_word.h"
 #include "ep/plan/placement.h"
 #include "turn/entry.h"
-#include "turn/remote_address.h"
+#include "turn/peer_address.h"
 
 namespace xd::ep {
 
@@ -76,10 +76,10 @@ struct Record {
   std::uint32_t extra = 0;  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: top-k
   std::uint32_t rows = 0;   // rows of each receive tensor
   std::uint64_t fingerprint = 0;
-  turn::RemoteAddress rows_in{};     // receive rows that peers read or write
-  turn::RemoteAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out
-  turn::RemoteAddress weights_in{};  // receive weights that peers read or write
-  turn::RemoteAddress extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
+  turn::PeerAddress rows_in{};     // receive rows that peers read or write
+  turn::PeerAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out
+  turn::PeerAddress weights_in{};  // receive weights that peers read or write
+  turn::PeerAddress extra_in{};    // dispatch: receive indices; combine_bwd: grad_weights
 };
 
 // True if two ranks that are in the same operation also agree about its arguments. Host and device

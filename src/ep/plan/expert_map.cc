@@ -45,18 +45,18 @@ ExpertTables ExpertTables::read(const std::int32_t* expert_ranks, int experts, i
   result.most_local_experts_ = static_cast<int>(std::ranges::max(tables->firsts));
   for (std::size_t d = 0; d < at(ranks); ++d) tables->firsts[d + 1] += tables->firsts[d];
   std::vector<std::uint32_t> next = tables->firsts;
-  tables->seats.resize(at(experts));
-  tables->seat_ranks.assign(at(experts) + 1, static_cast<std::uint32_t>(ranks));
+  tables->physical_experts.resize(at(experts));
+  tables->physical_ranks.assign(at(experts) + 1, static_cast<std::uint32_t>(ranks));
   for (int e = 0; e < experts; ++e) {
     const auto rank = static_cast<std::uint32_t>(of_expert[at(e)]);
-    tables->seats[at(e)] = next[rank]++;
-    tables->seat_ranks[tables->seats[at(e)]] = rank;
+    tables->physical_experts[at(e)] = next[rank]++;
+    tables->physical_ranks[tables->physical_experts[at(e)]] = rank;
   }
   result.map_ = {.experts = experts,
                  .ranks = ranks,
                  .each = 0,
-                 .seats = tables->seats.data(),
-                 .seat_ranks = tables->seat_ranks.data(),
+                 .physical_experts = tables->physical_experts.data(),
+                 .physical_ranks = tables->physical_ranks.data(),
                  .firsts = tables->firsts.data()};
   // Never 0, which stands for E / W in order.
   result.hash_ = hash_bytes(1, of_expert.data(), of_expert.size_bytes()) | 1;

@@ -1,10 +1,11 @@
 // Which rank holds which experts. The caller says so expert by expert (expert_ranks), or says
 // nothing: then every rank holds E / W experts, in order.
 //
-// Inside, experts go by their seats: numbers that count the experts of rank 0 first, by ascending
-// expert, then those of rank 1, and so on. So the experts of a rank have the seats first(rank) to
-// first(rank + 1) - 1, whoever holds which, and a local expert is its seat less first(rank). Where
-// the caller says nothing, an expert's seat is its own number.
+// Inside, experts go by their physical experts: numbers that count the experts of rank 0 first, by
+// ascending expert, then those of rank 1, and so on. So the experts of a rank have the physical
+// experts first(rank) to first(rank + 1) - 1, whoever holds which, and a local expert is its
+// physical expert less first(rank). Where the caller says nothing, an expert's physical expert is
+// its own number.
 #pragma once
 
 #include <cstdint>
@@ -16,24 +17,25 @@ namespace xd::ep {
 // The map as plain data, for host and device. Its tables lie elsewhere.
 struct ExpertMap {
   int experts = 0, ranks = 1;
-  int each = 0;                               // experts of every rank, in order; 0 = see the tables
-  std::uint64_t each_inverse = 0;             // 2^32 / each, rounded up
-  const std::uint32_t* seats = nullptr;       // [E] seat of each expert
-  const std::uint32_t* seat_ranks = nullptr;  // [E+1] rank of each seat, and W
-  const std::uint32_t* firsts = nullptr;      // [W+1] first seat of each rank, and E
+  int each = 0;                    // experts of every rank, in order; 0 = see the tables
+  std::uint64_t each_inverse = 0;  // 2^32 / each, rounded up
+  const std::uint32_t* physical_experts = nullptr;  // [E] physical expert of each expert
+  const std::uint32_t* physical_ranks = nullptr;    // [E+1] rank of each physical expert, and W
+  const std::uint32_t* firsts = nullptr;  // [W+1] first physical expert of each rank, and E
 
   constexpr bool has_tables() const { return each == 0; }
-  constexpr int seat_of(int expert) const {
-    return each > 0 ? expert : static_cast<int>(seats[expert]);
+  constexpr int physical_expert_of(int expert) const {
+    return each > 0 ? expert : static_cast<int>(physical_experts[expert]);
   }
-  // For seats up to E, where it is W.
-  constexpr int rank_at(int seat) const {
-    // A division by a product, which takes a device a tenth of the time; exact while seat * each is
-    // below 2^32.
-    return each > 0 ? static_cast<int>(static_cast<std::uint64_t>(seat) * each_inverse >> 32)
-                    : static_cast<int>(seat_ranks[seat]);
+  // For physical experts up to E, where it is W.
+  constexpr int rank_at(int physical_expert) const {
+    // A division by a product, which takes a device a tenth of the time; exact while physical
+    // expert * each is below 2^32.
+    return each > 0
+               ? static_cast<int>(static_cast<std::uint64_t>(physical_expert) * each_inverse >> 32)
+               : static_cast<int>(physical_ranks[physical_expert]);
   }
-  constexpr int rank_of(int expert) const { return rank_at(seat_of(expert)); }
+  constexpr int rank_of(int expert) const { return rank_at(physical_expert_of(expert)); }
   // For ranks up to W, where it is E.
   constexpr int first(int rank) const {
     return each > 0 ? rank * each : static_cast<int>(firsts[rank]);
@@ -60,7 +62,7 @@ class ExpertTables {
 
  private:
   struct Tables {
-    std::vector<std::uint32_t> seats, seat_ranks, firsts;
+    std::vector<std::uint32_t> physical_experts, physical_ranks, firsts;
   };
 
   ExpertMap map_;

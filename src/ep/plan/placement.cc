@@ -54,16 +54,16 @@ void Placement::place_zones(const CountTable& counts, const Config& config, cons
   std::int64_t zone = 0;
   if (target.rank == target.self) dropped_rows = 0;
   const int first = config.map().first(target.rank), end = config.map().first(target.rank + 1);
-  for (int seat = first; seat < end; ++seat) {
+  for (int physical_expert = first; physical_expert < end; ++physical_expert) {
     std::int64_t row = zone;
     for (int s = 0; s < config.ranks; ++s) {
-      if (s == target.self) first_row[at(seat)] = row;
-      const std::int64_t rows = counts.choices(s, seat);
+      if (s == target.self) first_row[at(physical_expert)] = row;
+      const std::int64_t rows = counts.choices(s, physical_expert);
       rank_rows[at(s) * at(config.ranks) + at(target.rank)] += kept_rows(row, rows, target.limit);
       row += rows;
     }
     if (target.rank == target.self) {
-      const std::size_t e = at(seat - first);
+      const std::size_t e = at(physical_expert - first);
       count[e] = kept_rows(zone, row - zone, target.limit);
       offset[e] = std::min(zone, target.limit);
       dropped_rows += row - zone - count[e];

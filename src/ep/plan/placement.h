@@ -19,13 +19,15 @@ constexpr Rows kept_rows(Rows first, std::type_identity_t<Rows> count,
   return first >= limit ? 0 : count < limit - first ? count : limit - first;
 }
 
-// The counts of one rank's batch, as 32-bit values: choices per expert, by seat [E] (ExpertMap),
-// rows per destination if each token is sent there once [W], tokens [1], bad ids [1].
+// The counts of one rank's batch, as 32-bit values: choices per expert, by physical expert [E]
+// (ExpertMap), rows per destination if each token is sent there once [W], tokens [1], bad ids [1].
 struct CountLayout {
   int experts, ranks;
 
   constexpr std::size_t size() const { return static_cast<std::size_t>(experts) + ranks + 2; }
-  constexpr std::size_t expert(int seat) const { return static_cast<std::size_t>(seat); }
+  constexpr std::size_t expert(int physical_expert) const {
+    return static_cast<std::size_t>(physical_expert);
+  }
   constexpr std::size_t rank(int d) const { return static_cast<std::size_t>(experts) + d; }
   constexpr std::size_t tokens() const { return size() - 2; }
   constexpr std::size_t bad_ids() const { return size() - 1; }
@@ -39,7 +41,9 @@ struct CountTable {
   std::span<const std::uint32_t> of(int source) const {
     return values.subspan(static_cast<std::size_t>(source) * layout.size(), layout.size());
   }
-  std::int64_t choices(int source, int seat) const { return of(source)[layout.expert(seat)]; }
+  std::int64_t choices(int source, int physical_expert) const {
+    return of(source)[layout.expert(physical_expert)];
+  }
   std::int64_t rows(int source, int rank) const { return of(source)[layout.rank(rank)]; }
   std::int64_t bad_ids(int source) const { return of(source)[layout.bad_ids()]; }
 };
@@ -59,7 +63,8 @@ struct Placement {
   std::int64_t recv_rows = 0;        // min(total, capacity)
   std::int64_t dropped_rows = 0;
 
-  // The send side of this rank: the first row for its tokens, by seat [E] or by destination [W].
+  // The send side of this rank: the first row for its tokens, by physical expert [E] or by
+  // destination [W].
   std::vector<std::int64_t> first_row;
 
   // The following hold for all ranks.

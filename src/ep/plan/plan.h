@@ -135,8 +135,8 @@ constexpr PlanMap map_of(const PlanHeader& h) {
 
 // The part of low-latency plans behind the header: ep/slots/plan.h describes the parts.
 struct LlPlanFacts {
-  std::int64_t weighted;      // 1 = items have the weights that dispatch was given
-  std::int64_t remote_items;  // plans with room: items of other ranks' tokens
+  std::int64_t weighted;    // 1 = items have the weights that dispatch was given
+  std::int64_t peer_items;  // plans with room: items of other ranks' tokens
 };
 constexpr std::uint64_t ll_item_bytes(int topk) {
   return (8 + 8 * static_cast<std::uint64_t>(topk) + 15) / 16 * 16;

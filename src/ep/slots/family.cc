@@ -22,7 +22,7 @@ std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
                                          : "without weights, here with them";
 }
 
-LlSetback lost_peers(const LostPeers& peers) {
+LlOperationError lost_peers(const LostPeers& peers) {
   std::vector<int> gone, masking, late;
   int lowest = -1;
   for (int r = RankBits::kMostRanks - 1; r >= 0; --r) {

@@ -18,7 +18,7 @@ namespace xd::ep {
 // The names of the C functions without xd_, in the order of xd_ll_operation.
 inline constexpr const char* kLlOperationNames[] = {"ll_dispatch", "ll_combine", "ll_reset"};
 
-// Numbers beside the text of a setback.
+// Numbers beside the text of an operation error.
 struct LlFacts {
   std::int64_t bad_ids = 0;        // INVALID_ARGUMENT only, where bad ids are the mistake
   RankBits masked{}, masked_by{};  // PEER_LOST only
@@ -39,26 +39,26 @@ struct LlFamily {
   static std::string difference(const LlRecord& mine, const LlRecord& theirs);
 
   static constexpr Status no_error() { return XD_LL_STATUS_INIT; }
-  static void tell(const turn::Setback<LlFamily>& setback, Status& status) {
-    tell_masks(setback.facts.masked, setback.facts.masked_by, status);
+  static void tell(const turn::OperationError<LlFamily>& operation_error, Status& status) {
+    tell_masks(operation_error.facts.masked, operation_error.facts.masked_by, status);
   }
   static void tell_masks(const RankBits& masked, const RankBits& masked_by, Status& status) {
     std::ranges::copy(masked.word, status.masked);
     std::ranges::copy(masked_by.word, status.masked_by);
   }
   // A group's status counts the bad ids of all its batches instead.
-  static void tell_caller(const turn::Setback<LlFamily>& setback, Status& status) {
-    status.bad_ids = setback.facts.bad_ids;
+  static void tell_caller(const turn::OperationError<LlFamily>& operation_error, Status& status) {
+    status.bad_ids = operation_error.facts.bad_ids;
   }
 };
 
-using LlSetback = turn::Setback<LlFamily>;
+using LlOperationError = turn::OperationError<LlFamily>;
 
 // `lost`: the ranks that an operation was to be carried out with, and was not. `gone`: those that
 // the communicator knows to have ended or left.
 struct LostPeers {
   RankBits lost, masked, masked_by, gone{};
 };
-LlSetback lost_peers(const LostPeers& peers);
+LlOperationError lost_peers(const LostPeers& peers);
 
 }  // namespace xd::ep

@@ -1,7 +1,7 @@
 // The memory that the ranks of a group of low latency share.
 //
 //   area of rank r             written by         means
-//   lane[kind]                 src                entry records and credits of dispatch and of
+//   pipeline[kind]             src                entry records and credits of dispatch and of
 //                                                 combine: see turn/entry.h
 //   masked_by[src]             src                other than 0: src leaves out r
 //   reset[src]                 src, in reset      see turn/host/reset.h
@@ -36,7 +36,7 @@ namespace xd::ep {
 enum class LlKind { dispatch, combine };
 
 struct LlMap {
-  std::array<turn::TurnMap, 2> lane;  // by LlKind
+  std::array<turn::TurnMap, 2> pipeline;  // by LlKind
   std::uint64_t masked_by, reset, landed, listed, items, rows, weights, partials, end;
 
   static LlMap make(const LlConfig& c) {
@@ -47,8 +47,8 @@ struct LlMap {
     const std::uint64_t cells = slots * ranks;
     LayoutCursor cursor;
     LlMap map{};
-    for (turn::TurnMap& lane : map.lane) {
-      lane = turn::TurnMap::add<LlRecord>(cursor, c.ranks, slots);
+    for (turn::TurnMap& pipeline : map.pipeline) {
+      pipeline = turn::TurnMap::add<LlRecord>(cursor, c.ranks, slots);
     }
     map.masked_by = cursor.add<std::uint64_t>(ranks, 64);
     map.reset = cursor.add<turn::ResetCell>(ranks);

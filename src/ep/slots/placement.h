@@ -17,13 +17,14 @@ inline std::int64_t slots_per_expert(const LlConfig& config) {
   return std::int64_t{config.ranks} * config.max_tokens;
 }
 
-// The rank of the expert at a seat (ep/plan/expert_map.h), and its number among that rank's.
+// The rank of the expert at a physical expert (ep/plan/expert_map.h), and its number among that
+// rank's.
 struct ExpertPlace {
   int rank, local;
 };
-constexpr ExpertPlace place_of(int seat, const ExpertMap& map) {
-  const int rank = map.rank_at(seat);
-  return {rank, seat - map.first(rank)};
+constexpr ExpertPlace place_of(int physical_expert, const ExpertMap& map) {
+  const int rank = map.rank_at(physical_expert);
+  return {rank, physical_expert - map.first(rank)};
 }
 
 // The number of a slot's row, as plans hold it.

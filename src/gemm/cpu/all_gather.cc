@@ -16,7 +16,7 @@ AllGatherOp::AllGatherOp(const Tools& tools, const ProductCall& call, xd_gemm_al
 Record AllGatherOp::record() const {
   Record record = record_of(call_, algo_);
   record.rows_in = rows_.address();
-  record.scales_in = turn::RemoteAddress::shared(tools_.lockstep.map().scales);
+  record.scales_in = turn::PeerAddress::shared(tools_.lockstep.map().scales);
   return record;
 }
 
@@ -170,7 +170,7 @@ void AllGatherOp::move() {
   }
 }
 
-Setback AllGatherOp::complete() {
+OperationError AllGatherOp::complete() {
   finish_.end();
   return {};
 }

@@ -4,10 +4,10 @@
 
 #include "base/error.h"
 #include "base/float_modes.h"
+#include "gemm/cpu/limits.h"
 #include "gemm/cpu/onednn.h"
 #include "gemm/cpu/operations.h"
 #include "gemm/cpu/plan.h"
-#include "gemm/cpu/room.h"
 #include "gemm/executors.h"
 #include "turn/host/runner.h"
 
@@ -68,7 +68,7 @@ class CpuContext final : public Context {
       }
       scratch_.emplace(this->config());
       multiplier_.emplace(*scratch_);
-      require_room(threads_);
+      require_limits(threads_);
       const StandardFloatModes modes;
       const Threads threads(threads_);
       flops_ = bf16_flops_ = measure(*scratch_, 1.0f);
@@ -176,11 +176,11 @@ class CpuContext final : public Context {
     const Threads threads_;
   };
 
-  Setback finish_gather() {
+  OperationError finish_gather() {
     begun_ = false;
-    Setback setback = runner_.finish(XD_GEMM_START_ALL_GATHER, gather_);
+    OperationError operation_error = runner_.finish(XD_GEMM_START_ALL_GATHER, gather_);
     gather_.reset();
-    return setback;
+    return operation_error;
   }
   Tools tools() { return {*this, lockstep_, *scratch_, *multiplier_}; }
 

@@ -49,7 +49,7 @@ class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
   void await_all(std::uint64_t area) const;
 
   // As turn::SharedMemory has it.
-  NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes) const {
+  NearMemory tensor_of(NearRank rank, turn::PeerAddress address, std::uint64_t bytes) const {
     return shared().tensor_of(comm_, rank, address, bytes, sizeof(float));
   }
 

@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "base/error.h"
-#include "gemm/cpu/room.h"
+#include "gemm/cpu/limits.h"
 
 namespace xd::gemm::cpu {
 namespace {
@@ -92,7 +92,7 @@ void run_by(GemmFunction<Element> gemm, const Gemm<Element>& p) {
   const int available = library().max_threads != nullptr ? library().max_threads() : 1;
   // Products of bfloat16 take about an eighth of the time.
   const int enough = threads_for(sizeof(Element) == 2 ? flop / 8 : flop, available);
-  require_room(enough);
+  require_limits(enough);
   std::optional<Threads> fewer;
   if (enough < available) fewer.emplace(enough);
   const int status = gemm(p.transpose_a, p.transpose_b, p.m, p.n, p.k, 1.0f, p.a, p.lda, p.b, p.ldb,

@@ -31,11 +31,11 @@ class Offer {
   Offer() = default;
   Offer(const Tools& tools, const Tensor& tensor, std::uint64_t staging);
   void stage(const Tools& tools) const;
-  turn::RemoteAddress address() const { return address_; }
+  turn::PeerAddress address() const { return address_; }
 
  private:
   Tensor tensor_{};
-  turn::RemoteAddress address_{};
+  turn::PeerAddress address_{};
   bool staged_ = false;
 };
 
@@ -72,9 +72,9 @@ class AllGatherOp {
   Record record() const;
   void stage_in();
   void announce();
-  Setback obstacle() const { return {}; }
+  OperationError obstacle() const { return {}; }
   void move();
-  Setback complete();
+  OperationError complete();
 
   // After complete(), where rows were gathered.
   Gathered gathered() const;
@@ -110,9 +110,9 @@ class ReduceOp {
   Record record() const { return record_of(call_, algo_); }
   void stage_in();
   void announce();
-  Setback obstacle() const { return {}; }
+  OperationError obstacle() const { return {}; }
   void move();
-  Setback complete();
+  OperationError complete();
 
  private:
   struct Rows {
@@ -144,9 +144,9 @@ class TransferOp {
   Record record() const;
   void stage_in();
   void announce();
-  Setback obstacle() const { return {}; }
+  OperationError obstacle() const { return {}; }
   void move();
-  Setback complete();
+  OperationError complete();
 
  private:
   const std::byte* rows_of(NearRank source) const;

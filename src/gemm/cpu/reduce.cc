@@ -136,7 +136,7 @@ void ReduceOp::move() {
   }
 }
 
-Setback ReduceOp::complete() {
+OperationError ReduceOp::complete() {
   finish_.end();
   return {};
 }

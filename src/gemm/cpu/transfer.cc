@@ -7,10 +7,10 @@
 namespace xd::gemm::cpu {
 
 Offer::Offer(const Tools& tools, const Tensor& tensor, std::uint64_t staging)
-    : tensor_(tensor), address_(turn::RemoteAddress::shared(staging)) {
+    : tensor_(tensor), address_(turn::PeerAddress::shared(staging)) {
   if (tensor.bytes() == 0 || tools.context.config().ranks == 1) return;
   if (const auto found = tools.context.comm().heap().find(tensor.data, tensor.bytes())) {
-    address_ = turn::RemoteAddress::in_heap(found->segment, found->offset);
+    address_ = turn::PeerAddress::in_heap(found->segment, found->offset);
   } else {
     staged_ = true;
   }
@@ -106,7 +106,7 @@ void TransferOp::move() {
   }
 }
 
-Setback TransferOp::complete() {
+OperationError TransferOp::complete() {
   if (call_.product) finish_.end();
   return {};
 }

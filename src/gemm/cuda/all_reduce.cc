@@ -21,7 +21,7 @@ void Operation::gather_sums() const {
 
 void Operation::sum_own_rows(const Epilogue& epilogue) const {
   launch_part_sum({.turn = turn_.params(),
-                   .partials = w_.own_slots,
+                   .partials = w_.own_cells,
                    .stride = w_.slot_bytes,
                    .rows = owned_rows(rank()),
                    .columns = call_.n,
@@ -64,7 +64,7 @@ void Operation::gather_exact_sums(Sources peers) const {
   wait_landed(w_.group, call_.operation, w_.map.landed, peers, c());
   for (int d = 1; d < ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
-    copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(half, row), bytes_of(rows - half, row), c());
+    copy(w_.cell_at[at(peer)], w_.scratch + bytes_of(half, row), bytes_of(rows - half, row), c());
     send_flag(w_.group, w_.map.spread, area(peer), c());
   }
   wait_landed(w_.group, call_.operation, w_.map.spread, peers, c());
@@ -78,7 +78,7 @@ void Operation::finish_exact_sums() const {
     std::byte *upper = w_.scratch, *lower = w_.scratch + bytes_of(half * call_.n, sizeof(float));
     if (owner != rank()) {
       upper = area(rank()) + w_.map.exact_sums_of(owner);
-      lower = w_.own_slots + static_cast<std::uint64_t>(owner) * w_.slot_bytes;
+      lower = w_.own_cells + static_cast<std::uint64_t>(owner) * w_.slot_bytes;
     }
     // The first piece stores the column sums that others add to, also where there are no rows.
     if (half > 0 || owner == 0) finish_products(reinterpret_cast<float*>(upper), first, half);

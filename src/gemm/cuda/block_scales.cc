@@ -45,7 +45,7 @@ ProductShape rest_of(const ProductShape& shape) {
   rest.m = shape.m % kRows == 0 ? 0 : kRows;
   rest.a_pitch = shape.k;
   rest.d_pitch = shape.n;
-  rest.far = false;
+  rest.stores_at_peers = false;
   return rest;
 }
 

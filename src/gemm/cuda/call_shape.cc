@@ -4,7 +4,7 @@
 
 #include "base/error.h"
 #include "cuda/data_type.h"
-#include "gemm/cuda/stitched_slots.h"
+#include "gemm/cuda/peer_mapped_cells.h"
 
 namespace xd::gemm::cuda {
 namespace {
@@ -68,12 +68,13 @@ Problem problem_of(const ProductCall& call, const Config& config) {
   return p;
 }
 
-Room room_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
-  Room room{.slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
-            .slot_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
-            .word_bytes = map.word_bytes,
-            .gather_word_bytes = std::min(map.word_bytes, ContextMap::kMostGatherWordBytes),
-            .chunk_bytes = map.slot_bytes};
+Capacity capacity_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
+  Capacity room{
+      .slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
+      .cell_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
+      .word_bytes = map.word_bytes,
+      .gather_word_bytes = std::min(map.word_bytes, ContextMap::kMostGatherWordBytes),
+      .chunk_bytes = map.slot_bytes};
   if (call.operation != XD_GEMM_ALL_REDUCE) return room;
   if (!map.copies_all) room.chunk_bytes = 0;
   room.exact_sums = all_finish_all(call);

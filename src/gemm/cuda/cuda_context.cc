@@ -25,9 +25,9 @@
 namespace xd::gemm::cuda {
 namespace {
 
-Setback setback_of(const Report& report, const Context& context) {
+OperationError operation_error_of(const Report& report, const Context& context) {
   const std::span<const Record> records(report.record, at(context.config().ranks));
-  if (Setback found = turn::disagreement<Family>(records, context.rank())) return found;
+  if (OperationError found = turn::disagreement<Family>(records, context.rank())) return found;
   return {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = report.rank};
 }
 
@@ -82,15 +82,15 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
       known_memory_(KnownMemory::of(comm().device().device_id)),
       starts_(at(config().ranks) + 1),
       runner_(
-          *this, false, [this](const Report& report) { return setback_of(report, *this); },
+          *this, false, [this](const Report& report) { return operation_error_of(report, *this); },
           [this](const turn::Call& call, std::uint32_t launch, xd_stream stream) {
             fail_turn(call, launch, stream);
           }) {
   memory_->comm = std::move(owner);
   memory_->segments = comm().share(kCreateContext, static_cast<std::size_t>(map_of(config()).end));
-  if (StitchedSlots::slot_bytes(config()) != 0) {
+  if (PeerMappedCells::slot_bytes(config()) != 0) {
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
-    memory_->slots = std::make_unique<StitchedSlots>(comm(), config());
+    memory_->slots = std::make_unique<PeerMappedCells>(comm(), config());
   }
   comm().collective().agree(kCreateContext, [this] {
     allocate();
@@ -221,15 +221,15 @@ void CudaContext::describe() {
 
 void CudaContext::describe_slots() {
   if (memory_->slots) {
-    shop_.slot_bytes = StitchedSlots::slot_bytes(config());
-    for (int r = 0; r < config().ranks; ++r) shop_.slot_at.push_back(memory_->slots->at_owner(r));
-    shop_.own_slots = memory_->slots->own();
+    shop_.slot_bytes = PeerMappedCells::slot_bytes(config());
+    for (int r = 0; r < config().ranks; ++r) shop_.cell_at.push_back(memory_->slots->at_owner(r));
+    shop_.own_cells = memory_->slots->own();
     shop_.stitched = memory_->slots->view();
     return;
   }
   shop_.slot_bytes = shop_.map.slot_bytes;
-  for (std::byte* area : shop_.areas) shop_.slot_at.push_back(area + shop_.map.slot_of(rank()));
-  shop_.own_slots = shop_.areas[at(rank())] + shop_.map.slots;
+  for (std::byte* area : shop_.areas) shop_.cell_at.push_back(area + shop_.map.slot_of(rank()));
+  shop_.own_cells = shop_.areas[at(rank())] + shop_.map.slots;
 }
 
 // The products that operations of these bounds are made of: all orders of elements, finished by
@@ -404,8 +404,8 @@ Problem CudaContext::problem(const ProductCall& call) const {
   // Their times are taken to be those of products without such scales, which alone are measured.
   if (shape.has_block_scales()) shape.a_scale_mode = shape.b_scale_mode = -1;
   problem.times = memory_->products->times_of(shape);
-  shape.far = true;
-  problem.far_times = memory_->products->times_of(shape);
+  shape.stores_at_peers = true;
+  problem.peer_store_times = memory_->products->times_of(shape);
   return problem;
 }
 
@@ -416,7 +416,8 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
   if (is_cublasmp(call.algo) && hindered.empty()) hindered = hinders_cublasmp;
   if (is_cublasmp(call.algo) && hindered.empty()) return {.algo = call.algo, .products = 1};
   const Problem problem = this->problem(call);
-  const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
+  const Capacity room =
+      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   const Options options = options_of(machine_, problem, room);
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);
   const bool runs = asked != nullptr && asked->obstacle == Obstacle::none;
@@ -525,7 +526,8 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
     Operation(shop_, call, option, nothing, nullptr).describe_products();
   }
   const Problem problem = this->problem(call);
-  const Room room = room_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
+  const Capacity room =
+      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
   info.algo = option.algo;
   info.num_products = option.products;

@@ -11,8 +11,8 @@
 #include "gemm/cublasmp/attended_engine.h"
 #include "gemm/cuda/meeting.h"
 #include "gemm/cuda/operations.h"
+#include "gemm/cuda/peer_mapped_cells.h"
 #include "gemm/cuda/started_gather.h"
-#include "gemm/cuda/stitched_slots.h"
 #include "turn/device/runner.h"
 
 namespace xd::gemm::cuda {
@@ -47,7 +47,7 @@ class CudaContext final : public Context {
   struct Memory {
     std::shared_ptr<Comm> comm;
     Segments segments;
-    std::unique_ptr<StitchedSlots> slots;
+    std::unique_ptr<PeerMappedCells> slots;
     xd::cuda::DeviceBuffer tables, scratch, exact, ones, scales, block_scales;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;

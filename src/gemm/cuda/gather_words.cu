@@ -18,15 +18,15 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPushed = 0;  // step
 
-__device__ inline std::byte* gathered_at(const GatherWordsParams& p, const Turn& turn) {
+__device__ inline std::byte* gathered_at(const GatherInlineParams& p, const Turn& turn) {
   return turn.area(turn.rank()).base + p.turn.group.map.gathered;
 }
 
-__device__ inline std::int64_t count(const GatherWordsParams& p, int rank) {
+__device__ inline std::int64_t count(const GatherInlineParams& p, int rank) {
   return p.starts[rank + 1] - p.starts[rank];
 }
 
-__device__ void push_rows(const GatherWordsParams& p, const Turn& turn) {
+__device__ void push_rows(const GatherInlineParams& p, const Turn& turn) {
   for (std::int64_t i = Turn::first(); i < count(p, turn.rank()); i += Turn::stride()) {
     const uint4 v = ptx::ld_streaming(p.rows + i * 16);
     for (int d = 1; d < turn.ranks(); ++d) {
@@ -37,7 +37,7 @@ __device__ void push_rows(const GatherWordsParams& p, const Turn& turn) {
 }
 
 // Behind the pushes, which peers wait for. With the bits that peers have.
-__device__ void keep_own_rows(const GatherWordsParams& p, const Turn& turn) {
+__device__ void keep_own_rows(const GatherInlineParams& p, const Turn& turn) {
   std::byte* const to = gathered_at(p, turn) + p.starts[turn.rank()] * 16;
   for (std::int64_t i = Turn::first(); i < count(p, turn.rank()); i += Turn::stride()) {
     *reinterpret_cast<ulonglong2*>(to + i * 16) = words_of(ptx::ld_streaming(p.rows + i * 16));
@@ -45,7 +45,7 @@ __device__ void keep_own_rows(const GatherWordsParams& p, const Turn& turn) {
 }
 
 // False after a fatal error; single threads.
-__device__ bool take_rows(const GatherWordsParams& p, const Turn& turn) {
+__device__ bool take_rows(const GatherInlineParams& p, const Turn& turn) {
   for (int d = 1; d < turn.ranks(); ++d) {
     const int source = (turn.rank() + turn.ranks() - d) % turn.ranks();
     std::byte* const from = turn.words_at(turn.rank(), kPushed, source);
@@ -60,7 +60,7 @@ __device__ bool take_rows(const GatherWordsParams& p, const Turn& turn) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    gather_words_kernel(const __grid_constant__ GatherWordsParams p) {
+    gather_words_kernel(const __grid_constant__ GatherInlineParams p) {
   __shared__ TurnShared shared;
   Turn turn(p.turn, shared);
   if (turn.begin()) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void launch_gather_words(const GatherWordsParams& params, int multiprocessors,
+void launch_gather_words(const GatherInlineParams& params, int multiprocessors,
                          cudaStream_t stream) {
   const int ranks = params.turn.group.ranks();
   std::int64_t most = 0;

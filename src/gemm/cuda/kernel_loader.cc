@@ -37,7 +37,7 @@ ProductShape resized(ProductShape shape, std::int64_t m, std::int64_t n, std::in
   shape.a_pitch = shape.transpose_a ? m : k;
   shape.b_pitch = shape.transpose_b ? k : n;
   shape.d_pitch = n;
-  shape.far = false;
+  shape.stores_at_peers = false;
   return shape;
 }
 

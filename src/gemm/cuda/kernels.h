@@ -30,8 +30,10 @@ void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream
 // The same sums, of partial sums that have landed: a launch that waits for nobody.
 void launch_part_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream);
 // Whole operations.
-void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream);
-void launch_gather_words(const GatherWordsParams& params, int multiprocessors, cudaStream_t stream);
+void launch_words(const InlineFlagParams& params, DType type, int multiprocessors,
+                  cudaStream_t stream);
+void launch_gather_words(const GatherInlineParams& params, int multiprocessors,
+                         cudaStream_t stream);
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);
 // Work of this rank alone.
 void launch_finish(const FinishParams& params, int multiprocessors, cudaStream_t stream);

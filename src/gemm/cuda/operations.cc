@@ -81,7 +81,7 @@ xd::cuda::ProductShape Operation::partial_shape(std::int64_t rows) const {
 xd::cuda::ProductShape Operation::stitched_shape() const {
   xd::cuda::ProductShape shape = partial_shape(call_.a_rows);
   shape.d_pitch = option_.pitch;
-  shape.far = true;
+  shape.stores_at_peers = true;
   return shape;
 }
 
@@ -95,7 +95,7 @@ void Operation::all_gather() const {
   if (option_.mover == Mover::copies) {
     gather_by_copies();
   } else {
-    option_.mover == Mover::words ? gather_by_words() : gather_by_push();
+    option_.mover == Mover::inline_flags ? gather_inline() : gather_by_push();
     turn_.note_entered();
     gathered_products({0, ranks()});
   }
@@ -113,8 +113,8 @@ void Operation::gather_by_push() const {
               comm_multiprocessors(), s_);
 }
 
-void Operation::gather_by_words() const {
-  GatherWordsParams params{.turn = turn_.params(), .rows = call_.a.data, .starts = {}};
+void Operation::gather_inline() const {
+  GatherInlineParams params{.turn = turn_.params(), .rows = call_.a.data, .starts = {}};
   const auto vectors = static_cast<std::int64_t>(row_bytes_of_a() / 16);
   for (int r = 0; r <= ranks(); ++r) {
     params.starts[r] = (r < ranks() ? call_.shares.start(r) : call_.shares.all()) * vectors;
@@ -331,7 +331,7 @@ void Operation::reduce() const {
 void Operation::reduce_by_stores() const {
   turn_.open(s_);
   run(stitched_shape(), pointers(0, w_.stitched));
-  sum_slots(option_.pitch);
+  sum_cells(option_.pitch);
 }
 
 xd::cuda::ProductPointers Operation::pointers(std::int64_t first, void* d) const {
@@ -361,14 +361,14 @@ void Operation::partial_product(std::int64_t first, std::int64_t rows, std::byte
 
 void Operation::reduce_by_words() const {
   partial_product(0, call_.a_rows, w_.scratch);
-  WordsParams params{.turn = turn_.params(),
-                     .product = w_.scratch,
-                     .starts = {},
-                     .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
-                     .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
-                     .one_step = option_.mover == Mover::one_shot,
-                     .dependent = may_depend() && call_.a_rows > 0,
-                     .epilogue = epilogue_from(call_, 0)};
+  InlineFlagParams params{.turn = turn_.params(),
+                          .product = w_.scratch,
+                          .starts = {},
+                          .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
+                          .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
+                          .one_step = option_.mover == Mover::one_shot,
+                          .dependent = may_depend() && call_.a_rows > 0,
+                          .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
   for (int r = 0; r <= ranks(); ++r) {
@@ -404,7 +404,7 @@ void Operation::reduce_by_copies() const {
     if (all) send_flag(w_.group, w_.map.summed, area(peer), c());
   }
   const std::int64_t start = owned_from(rank());
-  std::byte* const own = w_.own_slots + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
+  std::byte* const own = w_.own_cells + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
   if (whole) {
     copy(own, w_.scratch + bytes_of(start, row), bytes_of(owned_rows(rank()), row), s_);
   } else {
@@ -412,13 +412,13 @@ void Operation::reduce_by_copies() const {
   }
   if (all) return gather_sums();
   w_.side->order(c(), s_);
-  sum_slots(call_.n);
+  sum_cells(call_.n);
 }
 
 // Behind the opening, which has seen the peer's record: its sums of earlier operations have ended.
 void Operation::send_partials(int peer) const {
   const std::uint64_t row = partial_row_bytes();
-  copy(w_.slot_at[at(peer)], w_.scratch + bytes_of(owned_from(peer), row),
+  copy(w_.cell_at[at(peer)], w_.scratch + bytes_of(owned_from(peer), row),
        bytes_of(owned_rows(peer), row), c());
 }
 
@@ -435,12 +435,12 @@ std::int64_t Operation::owned_rows(int owner) const {
 }
 
 // Everything has been copied, so scratch is free.
-void Operation::sum_slots(std::int64_t pitch) const {
+void Operation::sum_cells(std::int64_t pitch) const {
   Epilogue epilogue = epilogue_from(call_, 0);
   auto* const exact = reinterpret_cast<float*>(w_.scratch);
   if (call_.bias_grad) epilogue.exact = exact;
   launch_sum({.turn = turn_.params(),
-              .partials = w_.own_slots,
+              .partials = w_.own_cells,
               .stride = w_.slot_bytes,
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,

@@ -58,8 +58,8 @@ struct Workshop {
   std::uint64_t block_scale_bytes = 0;
   // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
   // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
-  std::vector<std::byte*> slot_at;
-  std::byte* own_slots = nullptr;
+  std::vector<std::byte*> cell_at;
+  std::byte* own_cells = nullptr;
   std::byte* stitched = nullptr;
   std::uint64_t slot_bytes = 0;
   Products* products = nullptr;
@@ -143,7 +143,7 @@ class Operation {
 
   void all_gather() const;
   void gather_by_push() const;
-  void gather_by_words() const;
+  void gather_inline() const;
   void gather_by_copies() const;
   void send_rows() const;
   void take_steps() const;
@@ -191,7 +191,7 @@ class Operation {
   // The terms of a sum over ranks.
   void describe_terms(std::int64_t rows) const;
   void partial_product(std::int64_t first, std::int64_t rows, std::byte* to) const;
-  void sum_slots(std::int64_t pitch) const;
+  void sum_cells(std::int64_t pitch) const;
 
   // Column sums of exact results, if they are wanted: behind the launch that has stored these.
   void sum_columns(const float* exact, std::int64_t rows, bool adds = false) const;

@@ -51,8 +51,8 @@ struct ContextMap {
   static constexpr std::uint64_t kFlagStride = 64;
   static constexpr std::uint64_t kScaleStride = 16;  // cuBLASLt's alignment of scales
 
-  // `separate_slots`: they are memory of their own (stitched_slots.h).
-  static ContextMap make(const Config& config, bool separate_slots) {
+  // `separate_cells`: they are memory of their own (peer_mapped_cells.h).
+  static ContextMap make(const Config& config, bool separate_cells) {
     const auto ranks = static_cast<std::uint64_t>(config.ranks);
     const auto tokens = static_cast<std::uint64_t>(config.max_tokens);
     LayoutCursor cursor;
@@ -76,7 +76,7 @@ struct ContextMap {
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
       map.slot_bytes = round_up(tokens * row, kRowStart);
-      if (!separate_slots) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
+      if (!separate_cells) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
       // In one step of all_reduce a rank sends all its rows to everybody.
       const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
       map.word_bytes = std::max(map.word_bytes, std::min(most, kMostWordBytes));
@@ -163,7 +163,7 @@ struct SumParams {
 };
 
 // Pushes partial sums as words, sums, and in all_reduce pushes the sums.
-struct WordsParams {
+struct InlineFlagParams {
   TurnParams turn;
   const std::byte* product;  // [M,N] of this rank, packed
   // The part of each rank in vectors of 16 bytes of the product: the first one, and behind the last
@@ -177,7 +177,7 @@ struct WordsParams {
 };
 
 // Pushes this rank's rows as words, and takes those of all ranks into the gathered rows.
-struct GatherWordsParams {
+struct GatherInlineParams {
   TurnParams turn;
   const std::byte* rows;
   // The rows of each rank among the gathered ones in vectors of 16 bytes: the first one, and behind

@@ -19,7 +19,7 @@ bool is_like(const ProductShape& tuned, const ProductShape& other) {
   return tuned.n == other.n && tuned.k <= 2 * other.k && other.k <= 2 * tuned.k &&
          tuned.a_type == other.a_type && tuned.b_type == other.b_type &&
          tuned.transpose_a == other.transpose_a && tuned.transpose_b == other.transpose_b &&
-         tuned.far == other.far && tuned.compute == other.compute &&
+         tuned.stores_at_peers == other.stores_at_peers && tuned.compute == other.compute &&
          tuned.has_block_scales() == other.has_block_scales();
 }
 
@@ -35,14 +35,14 @@ ProductShape sized_as(ProductShape shape, const ProductShape& other) {
   shape.m = other.m;
   shape.n = other.n;
   shape.k = other.k;
-  shape.far = other.far;
+  shape.stores_at_peers = other.stores_at_peers;
   return packed(shape);
 }
 
 // A shape's facts beside its sizes.
 ProductShape types_of(ProductShape shape) {
   shape.m = shape.n = shape.k = 0;
-  shape.far = false;
+  shape.stores_at_peers = false;
   return packed(shape);
 }
 

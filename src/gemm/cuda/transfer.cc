@@ -57,14 +57,14 @@ void Transfer::sum() const {
   const Shares& shares = call_.shares;
   for (int d = 1; d <= ranks(); ++d) {
     const int peer = (rank() + d) % ranks();
-    copy_rows(w_.slot_at[at(peer)],
+    copy_rows(w_.cell_at[at(peer)],
               call_.in.data + static_cast<std::uint64_t>(shares.start(peer)) * row_bytes(),
               shares.rows(peer));
   }
   product();
   w_.side->order(c(), s_);
   launch_sum({.turn = turn_.params(),
-              .partials = w_.own_slots,
+              .partials = w_.own_cells,
               .stride = w_.slot_bytes,
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,

@@ -80,7 +80,7 @@ std::uint64_t elements(std::int64_t rows, std::int64_t columns) { return at(rows
 
 }  // namespace
 
-Tuner::Tuner(int device, const Config& config, const TuningRoom& room)
+Tuner::Tuner(int device, const Config& config, const TuningMemory& room)
     : device_(device), config_(config), room_(room), stream_(device) {}
 
 // Its operands are given to another stream when all products have ended.
@@ -113,7 +113,7 @@ void Tuner::measure_order(ProductShape shape, std::vector<TunedProduct>& found) 
     shape.a_pitch = shape.k;
     shape.b_pitch = shape.transpose_b ? shape.k : shape.n;
     shape.d_pitch = shape.n;
-    shape.far = false;
+    shape.stores_at_peers = false;
     if (!is_worth_it(shape)) continue;
     const std::uint64_t element = config_.gathered_bytes();
     fill_operands(elements(all, shape.k) * element, elements(shape.n, shape.k) * element);
@@ -122,9 +122,9 @@ void Tuner::measure_order(ProductShape shape, std::vector<TunedProduct>& found) 
     }
     const bool stitched = room_.stitched != nullptr && shape.transpose_b && !shape.transpose_a;
     if (!stitched || shape.m % config_.ranks != 0) continue;
-    shape.d_pitch = slot_pitch(shape.m / config_.ranks, shape.n, static_cast<int>(d_bytes),
+    shape.d_pitch = cell_pitch(shape.m / config_.ranks, shape.n, static_cast<int>(d_bytes),
                                room_.slot_bytes, room_.slot_bytes);
-    shape.far = true;
+    shape.stores_at_peers = true;
     if (shape.d_pitch != 0) measure_one(shape, room_.stitched, found);
   }
 }

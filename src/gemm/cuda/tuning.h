@@ -24,7 +24,7 @@ struct TunedProduct {
 };
 
 // Where products may store while they are timed.
-struct TuningRoom {
+struct TuningMemory {
   std::byte* scratch = nullptr;
   std::uint64_t scratch_bytes = 0;
   std::byte* workspace = nullptr;
@@ -35,7 +35,7 @@ struct TuningRoom {
 class Tuner {
  public:
   // Called with the device current.
-  Tuner(int device, const Config& config, const TuningRoom& room);
+  Tuner(int device, const Config& config, const TuningMemory& room);
   ~Tuner();
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
@@ -55,7 +55,7 @@ class Tuner {
 
   const int device_;
   const Config& config_;
-  const TuningRoom room_;
+  const TuningMemory room_;
   const xd::cuda::ProductLibrary library_;
   xd::cuda::Stream stream_;
   xd::cuda::DeviceBuffer operands_;

@@ -33,7 +33,7 @@ constexpr int kPushed = 0, kSummed = 1;  // steps
 template <DType kType>
 class Words {
  public:
-  __device__ Words(const WordsParams& p, Turn& turn) : p_(p), turn_(turn) {}
+  __device__ Words(const InlineFlagParams& p, Turn& turn) : p_(p), turn_(turn) {}
 
   __device__ void push() const;
   // Both return false after a fatal error; single threads.
@@ -56,7 +56,7 @@ class Words {
   // vector is pushed as the words of a product's vector, so its type has the product's size.
   __device__ void push_sum(std::int64_t i) const;
 
-  const WordsParams& p_;
+  const InlineFlagParams& p_;
   Turn& turn_;
   std::uint32_t largest_ = 0;
 };
@@ -133,7 +133,8 @@ __device__ bool Words<kType>::take_sums() const {
 }
 
 template <DType kType>
-__global__ void __launch_bounds__(kThreads, 1) words_kernel(const __grid_constant__ WordsParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    words_kernel(const __grid_constant__ InlineFlagParams p) {
   __shared__ TurnShared shared;
   ptx::wait_for_kernel_before();
   Turn turn(p.turn, shared);
@@ -166,7 +167,8 @@ void with_kernel(DType type, Do&& act) {
 
 }  // namespace
 
-void launch_words(const WordsParams& params, DType type, int multiprocessors, cudaStream_t stream) {
+void launch_words(const InlineFlagParams& params, DType type, int multiprocessors,
+                  cudaStream_t stream) {
   // The longest part that a thread goes through, of any rank: all of them in one step.
   const int ranks = params.turn.group.ranks();
   std::int64_t most = params.one_step ? params.starts[ranks] : 0;

@@ -23,7 +23,7 @@ namespace {
 // until its deadline and goes; the thread stays until NCCL lets it go (ncclCommAbort).
 class Gathering {
  public:
-  Gathering(const NcclLibrary& nccl, NcclComm comm, const NcclSeat& seat, Bytes slot)
+  Gathering(const NcclLibrary& nccl, NcclComm comm, const NcclRank& seat, Bytes slot)
       : nccl_(nccl), comm_(comm), seat_(seat), slot_(std::move(slot)) {}
 
   void run() noexcept {
@@ -97,7 +97,7 @@ class Gathering {
 
   const NcclLibrary nccl_;
   const NcclComm comm_;
-  const NcclSeat seat_;
+  const NcclRank seat_;
   const Bytes slot_;
   NcclPatience patience_;  // its mutex guards all members below
   std::condition_variable changed_;
@@ -108,7 +108,7 @@ class Gathering {
 
 class NcclBootstrap final : public Bootstrap {
  public:
-  NcclBootstrap(const NcclLibrary& nccl, NcclComm comm, const NcclSeat& seat)
+  NcclBootstrap(const NcclLibrary& nccl, NcclComm comm, const NcclRank& seat)
       : Bootstrap(seat.rank, seat.num_ranks), nccl_(nccl), comm_(comm), seat_(seat) {}
 
   std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) override {
@@ -122,7 +122,7 @@ class NcclBootstrap final : public Bootstrap {
  private:
   const NcclLibrary nccl_;
   const NcclComm comm_;
-  const NcclSeat seat_;
+  const NcclRank seat_;
 };
 
 }  // namespace
@@ -130,7 +130,7 @@ class NcclBootstrap final : public Bootstrap {
 std::unique_ptr<Bootstrap> bootstrap_by_nccl(const xd_comm_config& config) {
   cuda::driver();  // throws with what is missing
   const NcclLibrary nccl = find_nccl();
-  const NcclSeat seat = read_seat(nccl, config);
+  const NcclRank seat = read_nccl_rank(nccl, config);
   if (seat.num_ranks == 1) return make_lone_bootstrap();
   return std::make_unique<NcclBootstrap>(nccl, config.nccl_comm, seat);
 }

@@ -53,8 +53,8 @@ NcclLibrary find_nccl(const char* name) {
   return nccl;
 }
 
-NcclSeat read_seat(const NcclLibrary& nccl, const xd_comm_config& config) {
-  NcclSeat seat;
+NcclRank read_nccl_rank(const NcclLibrary& nccl, const xd_comm_config& config) {
+  NcclRank seat;
   nccl.check(nccl.comm_count(config.nccl_comm, &seat.num_ranks), "ncclCommCount");
   nccl.check(nccl.comm_user_rank(config.nccl_comm, &seat.rank), "ncclCommUserRank");
   nccl.check(nccl.comm_cu_device(config.nccl_comm, &seat.device), "ncclCommCuDevice");

@@ -38,7 +38,7 @@ struct NcclLibrary {
 NcclLibrary find_nccl(const char* name = "libnccl.so.2");
 
 // A rank's place among the ranks of a communicator.
-struct NcclSeat {
+struct NcclRank {
   int rank = 0;
   int num_ranks = 0;
   int device = 0;  // CUDA device
@@ -46,7 +46,7 @@ struct NcclSeat {
 
 // Reads the seat from config.nccl_comm. Throws INVALID_ARGUMENT where config.num_ranks > 0 and it
 // or config.rank differs from NCCL's.
-NcclSeat read_seat(const NcclLibrary& nccl, const xd_comm_config& config);
+NcclRank read_nccl_rank(const NcclLibrary& nccl, const xd_comm_config& config);
 
 // Tells whether the caller still waits. A caller that gives up may destroy the communicator, so the
 // communicator is used only under the mutex.

@@ -39,12 +39,12 @@ std::uint64_t random_word() {
   return std::uint64_t{device()} << 32 | device();
 }
 
-class FabricRoom final : public Room {
+class FabricRegion final : public Region {
  public:
-  FabricRoom(std::span<std::byte> memory, Owned<fid_mr> registration, bool by_address)
-      : Room(memory), registration_(std::move(registration)), by_address_(by_address) {}
+  FabricRegion(std::span<std::byte> memory, Owned<fid_mr> registration, bool by_address)
+      : Region(memory), registration_(std::move(registration)), by_address_(by_address) {}
 
-  RemoteRoom remote() const override {
+  RegionHandle remote() const override {
     return {.base = by_address_ ? reinterpret_cast<std::uintptr_t>(memory().data()) : 0,
             .key = ::fi_mr_key(registration_.get()),
             .bytes = memory().size()};
@@ -65,7 +65,7 @@ class Fabric final : public Engine {
   Bytes address() const override;
   void connect(int peer, std::span<const std::byte> address) override;
   std::string place_of(int peer) const override;
-  std::unique_ptr<Room> expose(std::span<std::byte> memory) override;
+  std::unique_ptr<Region> expose(std::span<std::byte> memory) override;
   bool put(const Put& put) override;
   void poll(Events& events) override;
   bool vouches_for_tags() const override { return seal_.has_check != 0; }
@@ -241,25 +241,25 @@ std::string Fabric::place_in(const void* name) const {
                 scheme == std::string::npos ? address : address.substr(scheme + 3));
 }
 
-std::unique_ptr<Room> Fabric::expose(std::span<std::byte> memory) {
+std::unique_ptr<Region> Fabric::expose(std::span<std::byte> memory) {
   // Of a key that nobody guesses, where the provider leaves the choice.
   const std::size_t bits = 8 * info_->domain_attr->mr_key_size;
   const std::uint64_t key = random_word() >> (bits < 64 ? 64 - bits : 0);
-  auto registration = made<fid_mr>(*library_, "fi_mr_reg", [&](fid_mr** room) {
+  auto registration = made<fid_mr>(*library_, "fi_mr_reg", [&](fid_mr** region) {
     return ::fi_mr_reg(domain_.get(), memory.data(), memory.size(), FI_WRITE | FI_REMOTE_WRITE, 0,
-                       key, 0, room, nullptr);
+                       key, 0, region, nullptr);
   });
   if (wants(FI_MR_ENDPOINT)) {
     library_->check(::fi_mr_bind(registration.get(), &endpoint_->fid, 0), "fi_mr_bind");
     library_->check(::fi_mr_enable(registration.get()), "fi_mr_enable");
   }
-  return std::make_unique<FabricRoom>(memory, std::move(registration), wants(FI_MR_VIRT_ADDR));
+  return std::make_unique<FabricRegion>(memory, std::move(registration), wants(FI_MR_VIRT_ADDR));
 }
 
 bool Fabric::put(const Put& put) {
   const Peer& peer = peers_.at(put.peer);
   if (peer.failed) return false;
-  const auto& from = static_cast<const FabricRoom&>(*put.from);
+  const auto& from = static_cast<const FabricRegion&>(*put.from);
   Operation& operation = take_operation();
   operation.peer = put.peer;
   operation.id = put.id;

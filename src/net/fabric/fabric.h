@@ -1,9 +1,9 @@
 // An engine on libfabric, which is found at run time: TCP between any hosts, and the networks for
 // which libfabric has a provider that can do what is needed. Only TCP has been run by us.
 //
-// Data are neither encrypted nor authenticated: keys of rooms are random, and so is what tags are
+// Data are neither encrypted nor authenticated: keys of regions are random, and so is what tags are
 // checked by (tag_seal.h); whoever has listened to the network and reaches the port may write into
-// rooms. Over TCP peers' hosts alone reach the port, and nobody after shut() (door.h).
+// regions. Over TCP peers' hosts alone reach the port, and nobody after shut() (door.h).
 #pragma once
 
 #include <memory>

@@ -34,24 +34,25 @@ struct DeviceControl {
   std::uint32_t reserved;
 };
 
-// The report of operations to their host, in pinned memory. The first setback stays until the host
-// has taken it (taken == written). `Findings` are a family's facts about a setback.
+// The report of operations to their host, in pinned memory. The first operation error stays until
+// the host has taken it (taken == written). `Findings` are a family's facts about an operation
+// error.
 template <class Record, class Findings>
 struct DeviceReport {
-  std::uint32_t written;  // device: setbacks written here so far (release)
-  std::uint32_t taken;    // host: setbacks read
+  std::uint32_t written;  // device: operation errors written here so far (release)
+  std::uint32_t taken;    // host: operation errors read
   std::int32_t status;
   std::int32_t operation;
   std::uint64_t epoch;
-  std::int32_t rank;  // the rank that the setback is about
-  // In a sequence whose setbacks are fatal: the launch whose setback has finished the communicator,
-  // written before that error is raised; 0 = none. (A setback that the host's checks find has no
-  // report.)
+  std::int32_t rank;  // the rank that the operation error is about
+  // In a sequence whose operation errors are fatal: the launch whose operation error has finished
+  // the communicator, written before that error is raised; 0 = none. (An operation error that the
+  // host's checks find has no report.)
   std::uint32_t fatal_launch;
   Findings findings;
   Record record[kMaxDeviceRanks];  // MISMATCH: the records of all ranks
-  // Number of operations that have ended with a setback (release: after their report above). It has
-  // a cache line of its own, since hosts may look at it all the time.
+  // Number of operations that have ended with an operation error (release: after their report
+  // above). It has a cache line of its own, since hosts may look at it all the time.
   alignas(64) std::uint64_t errors;
 };
 
@@ -61,7 +62,7 @@ template <class Control, class Report, class Map>
 struct DeviceGroup {
   DeviceComm comm;
   int number;
-  bool fatal_errors;  // a setback finishes the communicator
+  bool fatal_errors;  // an operation error finishes the communicator
   Control* control;
   Report* report;
   // Memory that each rank shares for this sequence: a table by rank, in device memory. Blocks bring

@@ -31,7 +31,7 @@ template <class Family, class Control, class Report>
 class DeviceRunner {
  public:
   // Puts a kernel's report into words.
-  using SetbackOf = std::function<Setback<Family>(const Report& report)>;
+  using OperationErrorOf = std::function<OperationError<Family>(const Report& report)>;
   // Launches the turn of a call that has a status and nothing else. Throws where that fails.
   using LaunchFailed =
       std::function<void(const Call& call, std::uint32_t launch, xd_stream stream)>;
@@ -42,13 +42,13 @@ class DeviceRunner {
     cuda::PinnedBlock last_look;  // a copy of DeviceControl::owner, which end() waits for
   };
 
-  // `fatal_errors`: a setback finishes the communicator. `launch_failed`: of calls that do not give
-  // run() their own.
-  DeviceRunner(Sequence<Family>& sequence, bool fatal_errors, SetbackOf setback_of,
+  // `fatal_errors`: an operation error finishes the communicator. `launch_failed`: of calls that do
+  // not give run() their own.
+  DeviceRunner(Sequence<Family>& sequence, bool fatal_errors, OperationErrorOf operation_error_of,
                LaunchFailed launch_failed = {})
       : sequence_(sequence),
         fatal_errors_(fatal_errors),
-        setback_of_(std::move(setback_of)),
+        operation_error_of_(std::move(operation_error_of)),
         launch_failed_(std::move(launch_failed)) {}
 
   // Called while the sequence is made. Throws OUT_OF_MEMORY.
@@ -109,7 +109,8 @@ class DeviceRunner {
   void run(std::int32_t operation, xd_stream stream, Start&& start,
            const LaunchFailed& launch_failed);
 
-  // Gives the sequence the setback that kernels have reported since the last time, if there is one.
+  // Gives the sequence the operation error that kernels have reported since the last time, if there
+  // is one.
   void collect();
   const volatile std::uint64_t* watch() const { return &report()->errors; }
 
@@ -118,8 +119,9 @@ class DeviceRunner {
   bool at_rest() const;
   Cause cause_of(const FatalError& error) const;
   std::uint32_t break_off(std::int32_t operation, xd_stream stream);
-  std::uint32_t take_failed_turn(std::int32_t operation, const Setback<Family>& setback,
-                                 xd_stream stream, const LaunchFailed& launch_failed);
+  std::uint32_t take_failed_turn(std::int32_t operation,
+                                 const OperationError<Family>& operation_error, xd_stream stream,
+                                 const LaunchFailed& launch_failed);
   // Acquire: a report is complete before it is counted.
   std::uint32_t written() const {
     return std::atomic_ref(report()->written).load(std::memory_order_acquire);
@@ -127,7 +129,7 @@ class DeviceRunner {
 
   Sequence<Family>& sequence_;
   const bool fatal_errors_;
-  const SetbackOf setback_of_;
+  const OperationErrorOf operation_error_of_;
   const LaunchFailed launch_failed_;
   Memory memory_;
   std::atomic<std::uint32_t> launches_{0};
@@ -178,7 +180,7 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
                                                 Start&& start, const LaunchFailed& launch_failed) {
   sequence_.comm().errors().check_usable();
   const cuda::DeviceGuard guard(device_id());
-  Setback<Family> setback;
+  OperationError<Family> operation_error;
   bool entered = false;
   try {
     // It is checked here and not by the launch, which would take that capture down.
@@ -194,17 +196,17 @@ void DeviceRunner<Family, Control, Report>::run(std::int32_t operation, xd_strea
     if (times_) times_->end(operation, stream);
     return;
   } catch (...) {
-    setback = current_setback<Family>(sequence_.rank());
+    operation_error = current_operation_error<Family>(sequence_.rank());
   }
-  const std::uint32_t launch = entered
-                                   ? break_off(operation, stream)
-                                   : take_failed_turn(operation, setback, stream, launch_failed);
+  const std::uint32_t launch =
+      entered ? break_off(operation, stream)
+              : take_failed_turn(operation, operation_error, stream, launch_failed);
   if (launch == 0) {
-    setback.text +=
+    operation_error.text +=
         ": the stream takes no work because of a capture, so nothing was enqueued and peers do not "
         "hear of this call";
   }
-  sequence_.give_back(setback, operation, launch);
+  sequence_.give_back(operation_error, operation, launch);
 }
 
 // An operation of which a part has been enqueued cannot be ended. Returns the number of its launch;
@@ -224,12 +226,13 @@ std::uint32_t DeviceRunner<Family, Control, Report>::break_off(std::int32_t oper
 // (a stream of another device), the peers would wait for the timeout, so that is fatal.
 template <class Family, class Control, class Report>
 std::uint32_t DeviceRunner<Family, Control, Report>::take_failed_turn(
-    std::int32_t operation, const Setback<Family>& setback, xd_stream stream,
+    std::int32_t operation, const OperationError<Family>& operation_error, xd_stream stream,
     const LaunchFailed& launch_failed) {
-  const Call call{static_cast<std::uint8_t>(setback.status), static_cast<std::uint8_t>(operation)};
+  const Call call{static_cast<std::uint8_t>(operation_error.status),
+                  static_cast<std::uint8_t>(operation)};
   const std::uint32_t launch = next_launch();
   if (!cuda::takes_work(stream)) return 0;
-  if (fatal_errors_) failed_calls_.note(launch, operation, setback);
+  if (fatal_errors_) failed_calls_.note(launch, operation, operation_error);
   try {
     launch_failed(call, launch, stream);
   } catch (...) {
@@ -251,9 +254,9 @@ Cause DeviceRunner<Family, Control, Report>::cause_of(const FatalError& error) c
   // Relaxed: it was written before the error, which has been taken over with acquire.
   const auto launch = std::atomic_ref(report()->fatal_launch).load(std::memory_order_relaxed);
   if (const auto call = failed_calls_.find(launch)) {
-    return sequence_.cause(call->setback, call->operation, error.expected_epoch);
+    return sequence_.cause(call->operation_error, call->operation, error.expected_epoch);
   }
-  if (written() != 0) return sequence_.cause(setback_of_(said), said.operation, said.epoch);
+  if (written() != 0) return sequence_.cause(operation_error_of_(said), said.operation, said.epoch);
   return {.peer = error.peer, .text = {}};
 }
 
@@ -262,8 +265,8 @@ void DeviceRunner<Family, Control, Report>::collect() {
   const std::lock_guard lock(report_mutex_);
   const std::uint32_t count = written();
   if (count == report()->taken) return;
-  sequence_.remember(setback_of_(*report()), report()->operation, report()->epoch);
-  // Release: kernels write the next setback only where this one has been read.
+  sequence_.remember(operation_error_of_(*report()), report()->operation, report()->epoch);
+  // Release: kernels write the next operation error only where this one has been read.
   std::atomic_ref(report()->taken).store(count, std::memory_order_release);
 }
 

@@ -50,7 +50,7 @@
 #include "comm/device/wait.cuh"
 #include "turn/device/group.h"
 #include "turn/device/seal.cuh"
-#include "turn/remote_address.h"
+#include "turn/peer_address.h"
 
 namespace xd::turn {
 
@@ -58,7 +58,7 @@ namespace xd::turn {
 enum class Verdict : int {
   go,       // move
   blank,    // memory is missing here: raise all flags, move nothing
-  nothing,  // a setback, known to all: take part in the turn, move nothing
+  nothing,  // an operation error, known to all: take part in the turn, move nothing
   fatal,    // leave
 };
 
@@ -80,7 +80,7 @@ struct DeviceTurnShared {
   std::uint64_t owner;  // owner of the sequence, when this block began
   int failed;           // 1 = the communicator had failed then
   int verdict;
-  int status;      // status of a setback here
+  int status;      // status of an operation error here
   int mismatch;    // some record differs
   int is_last;     // 1 = of all blocks, this one was counted last, or came last to a barrier
   int some_blank;  // on the last block: 1 = some block of this launch has a blank verdict
@@ -135,9 +135,9 @@ class DeviceTurn {
   // Every block, when it is done altogether and has taken all that peers store into this rank's
   // memory: see turn/entry.h. All ranks end such an operation so, or none does.
   __device__ void end_without_flags();
-  // Where there is no setback: every block, behind a barrier of the block, when it has taken all
-  // that peers store and neither waits nor looks at the control block any more. The last block
-  // makes that ready for the next operation; only one thread of each block is busy with it. A
+  // Where there is no operation error: every block, behind a barrier of the block, when it has
+  // taken all that peers store and neither waits nor looks at the control block any more. The last
+  // block makes that ready for the next operation; only one thread of each block is busy with it. A
   // block's later stores are for later kernels of the stream.
   __device__ void end_ahead();
   // Every block, when it has written that. Until all have been here the sequence stays owned, so
@@ -160,8 +160,10 @@ class DeviceTurn {
   __device__ device::KernelWait site(int phase) const {
     return {phase, p_.group.number, p_.record.call.operation, s_.epoch};
   }
-  __device__ bool has_setback() const { return s_.status != XD_SUCCESS; }  // behind a barrier
-  __device__ void set_setback(int status) {  // one thread, before the block's next barrier
+  __device__ bool has_operation_error() const {
+    return s_.status != XD_SUCCESS;
+  }                                                  // behind a barrier
+  __device__ void set_operation_error(int status) {  // one thread, before the block's next barrier
     s_.status = status;
     s_.verdict = static_cast<int>(Verdict::nothing);
   }
@@ -199,7 +201,7 @@ class DeviceTurn {
   template <class Work>
   __device__ bool wait_all_done(const Work& work, bool failed = false);
   // The address of `bytes` bytes of a rank's memory, or nullptr if some of them are not there.
-  __device__ std::byte* find(int rank, RemoteAddress address, std::uint64_t bytes,
+  __device__ std::byte* find(int rank, PeerAddress address, std::uint64_t bytes,
                              unsigned alignment) const;
 
   __device__ int rank() const { return p_.group.comm.rank; }
@@ -228,8 +230,8 @@ class DeviceTurn {
   // One thread asks, when all records agree. With a status other than SUCCESS all ranks move
   // nothing.
   __device__ int obstacle() const { return XD_SUCCESS; }
-  // One thread asks for the lowest rank that a setback is about, if it is not of this rank's own
-  // call; -1 where that is unknown.
+  // One thread asks for the lowest rank that an operation error is about, if it is not of this
+  // rank's own call; -1 where that is unknown.
   __device__ int rank_concerned() const { return -1; }
   template <class Findings>
   __device__ void report(Findings&) const {}
@@ -268,7 +270,7 @@ class DeviceTurn {
   __device__ void close(const Work& work);
   __device__ void make_ready() const;
   __device__ void end_launch(bool failed);
-  __device__ void close_with_setback();
+  __device__ void close_with_operation_error();
   __device__ void write_report();
   __device__ void finish_comm() const;
   __device__ int lowest_concerned() const;
@@ -320,7 +322,7 @@ XD_TURN_MEMBER(bool)::begin() {
     s_.own = p_.record;
     self().complete(s_.own);
     if (s_.own.call.status != XD_SUCCESS && verdict() == Verdict::go) {
-      set_setback(s_.own.call.status);
+      set_operation_error(s_.own.call.status);
     }
   }
   __syncthreads();
@@ -426,11 +428,11 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
   const bool some_missing = __syncthreads_or(missing ? 1 : 0) != 0;
   if (threadIdx.x == 0 && undisturbed) {
     if (s_.mismatch != 0) {
-      set_setback(XD_ERROR_MISMATCH);
+      set_operation_error(XD_ERROR_MISMATCH);
     } else if (const int status = self().obstacle(); status != XD_SUCCESS) {
-      set_setback(status);
+      set_operation_error(status);
     } else if (some_missing) {  // it may be missing for this block alone
-      set_setback(XD_ERROR_MISMATCH);
+      set_operation_error(XD_ERROR_MISMATCH);
       s_.verdict = static_cast<int>(Verdict::blank);
     }
   }
@@ -438,9 +440,9 @@ __device__ inline bool DeviceTurn<Derived, Family, Params, Shared>::await(Take&&
   return true;
 }
 
-XD_TURN_MEMBER(std::byte*)::find(int rank, RemoteAddress address, std::uint64_t bytes,
+XD_TURN_MEMBER(std::byte*)::find(int rank, PeerAddress address, std::uint64_t bytes,
                                  unsigned alignment) const {
-  return find_remote(address, bytes, alignment, s_.area[rank], [&](std::uint64_t segment) {
+  return find_peer_memory(address, bytes, alignment, s_.area[rank], [&](std::uint64_t segment) {
     const DeviceComm& comm = p_.group.comm;
     return segment < kMaxHeapSegments ? comm.heap[heap_entry(segment, rank, comm.num_ranks)]
                                       : HeapRange{nullptr, 0};
@@ -606,16 +608,17 @@ XD_TURN_MEMBER(void)::written() {
   if (thread() == 0) ptx::red_add_release_gpu(&p_.group.control->owner, ~std::uint64_t{0});
 }
 
-// The lowest rank that this rank's setback is about, as far as it knows that without the records.
+// The lowest rank that this rank's operation error is about, as far as it knows that without the
+// records.
 XD_TURN_MEMBER(int)::lowest_concerned() const {
   if (s_.own.call.status != XD_SUCCESS) return rank();
   if (s_.status != XD_ERROR_MISMATCH) return self().rank_concerned();
   return s_.finder != ranks() ? s_.finder : -1;
 }
 
-// Makes the operation's setback the communicator's error: kernels behind it leave at once, and the
-// host hears of it. The peers' kernels meet a setback of this operation themselves, and need not be
-// told.
+// Makes the operation's operation error the communicator's error: kernels behind it leave at once,
+// and the host hears of it. The peers' kernels meet an operation error of this operation
+// themselves, and need not be told.
 XD_TURN_MEMBER(void)::finish_comm() const {
   FatalError error =
       device::error_at(p_.group.comm, site(XD_PHASE_NONE), s_.status, lowest_concerned());
@@ -657,7 +660,7 @@ __device__ inline void DeviceTurn<Derived, Family, Params, Shared>::close(const 
 XD_TURN_MEMBER(void)::end_launch(bool failed) {
   if (!closes() || failed) return;
   if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
-  if (s_.status != XD_SUCCESS) close_with_setback();
+  if (s_.status != XD_SUCCESS) close_with_operation_error();
   // Release, with the fence of make_ready(): the next launch finds the control block ready.
   ptx::st_relaxed_gpu(&p_.group.control->owner, s_.epoch << 32);
 }
@@ -671,7 +674,7 @@ XD_TURN_MEMBER(void)::make_ready() const {
   __threadfence();
 }
 
-XD_TURN_MEMBER(void)::close_with_setback() {
+XD_TURN_MEMBER(void)::close_with_operation_error() {
   auto* control = p_.group.control;
   // The host already knows of a failure that its own checks found.
   if (p_.record.call.status == XD_SUCCESS) write_report();

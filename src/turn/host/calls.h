@@ -1,5 +1,5 @@
 // The common part of a sequence's calls on the host, however turns are taken: one call at a time,
-// and the fate of a setback.
+// and the fate of an operation error.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@ namespace xd::turn {
 template <class Family>
 class HostCalls {
  public:
-  // `fatal_errors`: a setback finishes the communicator.
+  // `fatal_errors`: an operation error finishes the communicator.
   HostCalls(Sequence<Family>& sequence, bool fatal_errors)
       : sequence_(sequence), fatal_errors_(fatal_errors) {}
 
@@ -33,19 +33,23 @@ class HostCalls {
     HostCalls& calls_;
   };
 
-  // Ends an operation with its setback, if it has one: counts it and throws it.
-  void settle(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+  // Ends an operation with its operation error, if it has one: counts it and throws it.
+  void settle(const OperationError<Family>& operation_error, std::int32_t operation,
+              std::uint64_t epoch);
 
-  // The same for an operation that another call has brought to its end: its setback is kept until
-  // the sequence's status is read.
-  void keep(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch) {
-    if (!setback) return;
+  // The same for an operation that another call has brought to its end: its operation error is kept
+  // until the sequence's status is read.
+  void keep(const OperationError<Family>& operation_error, std::int32_t operation,
+            std::uint64_t epoch) {
+    if (!operation_error) return;
     count_error();
-    sequence_.remember(setback, operation, epoch);
+    sequence_.remember(operation_error, operation, epoch);
   }
 
-  // Makes a setback fatal. Peers that meet an error of the operation do so without this rank.
-  void finish_comm(const Setback<Family>& setback, std::int32_t operation, std::uint64_t epoch);
+  // Makes an operation error fatal. Peers that meet an error of the operation do so without this
+  // rank.
+  void finish_comm(const OperationError<Family>& operation_error, std::int32_t operation,
+                   std::uint64_t epoch);
 
   const volatile std::uint64_t* watch() const { return &errors_; }
 
@@ -66,32 +70,34 @@ class HostCalls {
 };
 
 template <class Family>
-void HostCalls<Family>::settle(const Setback<Family>& setback, std::int32_t operation,
-                               std::uint64_t epoch) {
+void HostCalls<Family>::settle(const OperationError<Family>& operation_error,
+                               std::int32_t operation, std::uint64_t epoch) {
   const std::string story = LongWait::take_story();
-  if (!setback) return;
+  if (!operation_error) return;
   count_error();
   // A sequence that goes on without lost peers does so whatever its other errors are.
-  if (fatal_errors_ && setback.status != XD_ERROR_PEER_LOST) finish_comm(setback, operation, epoch);
+  if (fatal_errors_ && operation_error.status != XD_ERROR_PEER_LOST)
+    finish_comm(operation_error, operation, epoch);
   // This rank's own mistake is told in its own words.
-  const bool of_circle = setback.status == XD_ERROR_MISMATCH && setback.rank != sequence_.rank();
-  if (story.empty() || !of_circle) sequence_.give_back(setback, operation, epoch);
-  Setback<Family> told = setback;
+  const bool of_circle =
+      operation_error.status == XD_ERROR_MISMATCH && operation_error.rank != sequence_.rank();
+  if (story.empty() || !of_circle) sequence_.give_back(operation_error, operation, epoch);
+  OperationError<Family> told = operation_error;
   told.text = story;
   sequence_.give_back(told, operation, epoch);
 }
 
 template <class Family>
-void HostCalls<Family>::finish_comm(const Setback<Family>& setback, std::int32_t operation,
-                                    std::uint64_t epoch) {
-  sequence_.comm().errors().raise_cause({.status = setback.status,
+void HostCalls<Family>::finish_comm(const OperationError<Family>& operation_error,
+                                    std::int32_t operation, std::uint64_t epoch) {
+  sequence_.comm().errors().raise_cause({.status = operation_error.status,
                                          .rank = sequence_.rank(),
-                                         .peer = setback.rank,
+                                         .peer = operation_error.rank,
                                          .group = sequence_.number(),
                                          .operation = operation,
                                          .expected_epoch = epoch,
-                                         .met_by_all = setback.met_by_all ? 1 : 0},
-                                        sequence_.cause(setback, operation, epoch));
+                                         .met_by_all = operation_error.met_by_all ? 1 : 0},
+                                        sequence_.cause(operation_error, operation, epoch));
 }
 
 }  // namespace xd::turn

@@ -23,11 +23,11 @@ concept HostOperation = requires(Op op, const Op& c) {
   op.announce();
   // After await(), where all ranks agree: a reason, equal on all ranks, to move nothing
   // nevertheless.
-  { c.obstacle() } -> std::same_as<Setback<Family>>;
+  { c.obstacle() } -> std::same_as<OperationError<Family>>;
   // Reads and writes the peers' memory.
   op.move();
   // After end(): completes this rank's outputs, reports.
-  { op.complete() } -> std::same_as<Setback<Family>>;
+  { op.complete() } -> std::same_as<OperationError<Family>>;
 };
 
 template <class Family>
@@ -35,13 +35,13 @@ class HostRunner {
  public:
   using Turn = HostTurn<typename Family::Record>;
 
-  // `fatal_errors`: a setback finishes the communicator.
+  // `fatal_errors`: an operation error finishes the communicator.
   HostRunner(Sequence<Family>& sequence, Turn& turn, bool fatal_errors)
       : sequence_(sequence), turn_(turn), calls_(sequence, fatal_errors) {}
 
-  // Returns when the operation that `make` makes has finished here, or throws its setback. A rank
-  // whose `make` throws goes through the same steps with only its failure, so that its peers learn
-  // of it at once and the epochs stay together. Fatal errors leave from any step.
+  // Returns when the operation that `make` makes has finished here, or throws its operation error.
+  // A rank whose `make` throws goes through the same steps with only its failure, so that its peers
+  // learn of it at once and the epochs stay together. Fatal errors leave from any step.
   template <class Make>
   void run(std::int32_t operation, Make&& make);
 
@@ -51,19 +51,19 @@ class HostRunner {
   }
 
   // An operation whose halves are two calls, with no other operation between them. start() enters
-  // and waits for nobody; it throws this rank's own setback, with `op` left empty. finish() must
-  // follow in either case: it goes through the rest of the turn and returns what became of it.
+  // and waits for nobody; it throws this rank's own operation error, with `op` left empty. finish()
+  // must follow in either case: it goes through the rest of the turn and returns what became of it.
   template <class Op, class Make>
   void start(std::int32_t operation, std::optional<Op>& op, Make&& make);
   template <HostOperation<Family> Op>
-  Setback<Family> finish(std::int32_t operation, std::optional<Op>& op);
-  // Throws the setback of the operation that has just ended, if it has one, or keeps it for the
-  // sequence's status.
-  void settle(const Setback<Family>& setback, std::int32_t operation) {
-    calls_.settle(setback, operation, turn_.epoch());
+  OperationError<Family> finish(std::int32_t operation, std::optional<Op>& op);
+  // Throws the operation error of the operation that has just ended, if it has one, or keeps it for
+  // the sequence's status.
+  void settle(const OperationError<Family>& operation_error, std::int32_t operation) {
+    calls_.settle(operation_error, operation, turn_.epoch());
   }
-  void keep(const Setback<Family>& setback, std::int32_t operation) {
-    calls_.keep(setback, operation, turn_.epoch());
+  void keep(const OperationError<Family>& operation_error, std::int32_t operation) {
+    calls_.keep(operation_error, operation, turn_.epoch());
   }
 
   const volatile std::uint64_t* watch() const { return calls_.watch(); }
@@ -74,19 +74,20 @@ class HostRunner {
     typename Family::Record record() const { return {}; }
     void stage_in() {}
     void announce() {}
-    Setback<Family> obstacle() const { return {}; }
+    OperationError<Family> obstacle() const { return {}; }
     void move() {}
-    Setback<Family> complete() { return {}; }
+    OperationError<Family> complete() { return {}; }
   };
 
   template <HostOperation<Family> Op, class Make>
-  Setback<Family> enter(std::int32_t operation, std::optional<Op>& op, Make&& make);
+  OperationError<Family> enter(std::int32_t operation, std::optional<Op>& op, Make&& make);
   template <HostOperation<Family> Op>
-  Setback<Family> leave(std::int32_t operation, std::optional<Op>& op, Setback<Family> setback);
+  OperationError<Family> leave(std::int32_t operation, std::optional<Op>& op,
+                               OperationError<Family> operation_error);
   template <HostOperation<Family> Op>
-  Setback<Family> move(std::int32_t operation, Op& op);
+  OperationError<Family> move(std::int32_t operation, Op& op);
   template <HostOperation<Family> Op>
-  Setback<Family> complete(Op& op);
+  OperationError<Family> complete(Op& op);
 
   Sequence<Family>& sequence_;
   Turn& turn_;
@@ -98,9 +99,9 @@ template <class Make>
 void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
   std::optional<decltype(make())> op;
-  Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
-  setback = leave(operation, op, std::move(setback));
-  calls_.settle(setback, operation, turn_.epoch());
+  OperationError<Family> operation_error = enter(operation, op, std::forward<Make>(make));
+  operation_error = leave(operation, op, std::move(operation_error));
+  calls_.settle(operation_error, operation, turn_.epoch());
 }
 
 template <class Family>
@@ -108,16 +109,16 @@ template <class Op, class Make>
 void HostRunner<Family>::start(std::int32_t operation, std::optional<Op>& op, Make&& make) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
   op.reset();
-  const Setback<Family> setback = enter(operation, op, std::forward<Make>(make));
-  calls_.settle(setback, operation, turn_.epoch());
+  const OperationError<Family> operation_error = enter(operation, op, std::forward<Make>(make));
+  calls_.settle(operation_error, operation, turn_.epoch());
 }
 
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional<Op>& op) {
+OperationError<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional<Op>& op) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
   if (op) return leave(operation, op, {});
-  turn_.await();  // start() has thrown this rank's setback already
+  turn_.await();  // start() has thrown this rank's operation error already
   turn_.leave();
   turn_.end();
   return {};
@@ -126,14 +127,14 @@ Setback<Family> HostRunner<Family>::finish(std::int32_t operation, std::optional
 // Up to the point from which the operation waits for peers.
 template <class Family>
 template <HostOperation<Family> Op, class Make>
-Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<Op>& op,
-                                          Make&& make) {
-  Setback<Family> setback;
+OperationError<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<Op>& op,
+                                                 Make&& make) {
+  OperationError<Family> operation_error;
   try {
     op.emplace(std::forward<Make>(make)());
   } catch (...) {
-    setback = current_setback<Family>(sequence_.rank());
-    setback.met_by_all = true;  // the peers learn of it from this rank's record
+    operation_error = current_operation_error<Family>(sequence_.rank());
+    operation_error.met_by_all = true;  // the peers learn of it from this rank's record
   }
   turn_.begin(operation);
   const observe::Span span(sequence_.subject(), "stage");
@@ -143,35 +144,36 @@ Setback<Family> HostRunner<Family>::enter(std::int32_t operation, std::optional<
     op->announce();
   } else {
     typename Family::Record failed{};
-    failed.call.status = static_cast<std::uint8_t>(setback.status);
+    failed.call.status = static_cast<std::uint8_t>(operation_error.status);
     turn_.enter(failed);
   }
-  return setback;
+  return operation_error;
 }
 
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::leave(std::int32_t operation, std::optional<Op>& op,
-                                          Setback<Family> setback) {
+OperationError<Family> HostRunner<Family>::leave(std::int32_t operation, std::optional<Op>& op,
+                                                 OperationError<Family> operation_error) {
   {
     const observe::Span span(sequence_.subject(), "wait for entries");
     turn_.await();
   }
-  if (!setback) setback = move(operation, *op);
+  if (!operation_error) operation_error = move(operation, *op);
   {
     const observe::Span span(sequence_.subject(), "wait for ends");
     turn_.leave();
     turn_.end();
   }
-  if (!setback) setback = complete(*op);
-  return setback;
+  if (!operation_error) operation_error = complete(*op);
+  return operation_error;
 }
 
 // A failure here that is not fatal (no memory for an error's text, a peer's record that names no
-// memory of its own) is this rank's setback alone, and the rank still leaves with the others.
+// memory of its own) is this rank's operation error alone, and the rank still leaves with the
+// others.
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
+OperationError<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
   try {
     if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
     if (auto found = op.obstacle()) return found;
@@ -180,8 +182,8 @@ Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
     return {};
   } catch (...) {
     if (sequence_.comm().errors().fatal_error() != nullptr) throw;
-    const auto found = current_setback<Family>(sequence_.rank());
-    if (!turn_.reaches_far()) return found;
+    const auto found = current_operation_error<Family>(sequence_.rank());
+    if (!turn_.reaches_remote()) return found;
     // Ranks on other machines wait for what this one has not sent, and near ones must not take its
     // done flag for all that it brings them from there.
     calls_.finish_comm(found, operation, turn_.epoch());
@@ -192,12 +194,12 @@ Setback<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
 
 template <class Family>
 template <HostOperation<Family> Op>
-Setback<Family> HostRunner<Family>::complete(Op& op) {
+OperationError<Family> HostRunner<Family>::complete(Op& op) {
   try {
     const observe::Span span(sequence_.subject(), "complete");
     return op.complete();
   } catch (...) {
-    return current_setback<Family>(sequence_.rank());
+    return current_operation_error<Family>(sequence_.rank());
   }
 }
 

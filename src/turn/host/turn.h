@@ -13,7 +13,7 @@
 #include "observe/subject.h"
 #include "turn/host/cells.h"
 #include "turn/host/course.h"
-#include "turn/host/far_turn.h"
+#include "turn/host/remote_turn.h"
 
 namespace xd::turn {
 
@@ -35,8 +35,8 @@ class HostTurn : public HostCells<Record> {
   }
 
   // From now on ranks on other machines take part as well. Outlives the turns.
-  void reach(FarTurn<Record>& far) { far_ = &far; }
-  bool reaches_far() const { return far_ != nullptr; }
+  void reach(RemoteTurn<Record>& remote) { remote_ = &remote; }
+  bool reaches_remote() const { return remote_ != nullptr; }
 
   void begin(std::int32_t operation) {
     operation_ = operation;
@@ -61,7 +61,7 @@ class HostTurn : public HostCells<Record> {
             .epoch = epoch_,
             .deadline = this->comm().deadline(),
             .needs_all_ranks = true,
-            .progress = far_};
+            .progress = remote_};
   }
   // The last operation that a peer has entered, for error texts, out of those that the slots can
   // hold.
@@ -78,7 +78,7 @@ class HostTurn : public HostCells<Record> {
   std::vector<Record> records_;  // records of the current operation
   std::int32_t operation_ = 0;
   std::uint64_t epoch_ = 0;
-  FarTurn<Record>* far_ = nullptr;  // none: all ranks are near
+  RemoteTurn<Record>* remote_ = nullptr;  // none: all ranks are near
   HostCourse course_;
 };
 
@@ -87,14 +87,14 @@ void HostTurn<Record>::enter(const Record& record) {
   records_[at(this->self())] = record;
   for (const NearRank peer : peers()) this->post_entry(peer, epoch_, record);
   ring_peers();
-  if (far_ != nullptr) far_->enter(record);
+  if (remote_ != nullptr) remote_->enter(record);
 }
 
 template <class Record>
 void HostTurn<Record>::await() {
   observe::WaitTimes times(subject_);
   await_from(peers(), times);
-  if (far_ != nullptr) await_from(far_->ranks(), times);
+  if (remote_ != nullptr) await_from(remote_->ranks(), times);
 }
 
 template <class Record>
@@ -133,7 +133,7 @@ void HostTurn<Record>::leave() {
 template <class Record>
 void HostTurn<Record>::end() {
   HostWait site = this->site(XD_PHASE_DONE);
-  if (far_ != nullptr) {
+  if (remote_ != nullptr) {
     // A near rank, or one that this rank has sent something to, may itself be waiting for another
     // machine, and is to name the rank there first.
     site.timeout_ms = static_cast<int>(
@@ -146,10 +146,10 @@ void HostTurn<Record>::end() {
         [&] { return std::max(this->done_by(peer, epoch_), this->done_by(peer, epoch_ - 1)); });
   }
   // A partner may end first, and leave before this rank hears that it has read everything.
-  if (far_ != nullptr) {
+  if (remote_ != nullptr) {
     this->comm().wait_for(
-        this->self(), site, [&] { return far_->at_rest(); }, [&] { return epoch_ - 1; },
-        [&] { return far_->late(); });
+        this->self(), site, [&] { return remote_->at_rest(); }, [&] { return epoch_ - 1; },
+        [&] { return remote_->late(); });
   }
 }
 

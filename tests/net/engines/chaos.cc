@@ -17,7 +17,7 @@ namespace xd::net {
 // Bytes of a piece that are neither the sender's any more nor the target's yet.
 struct Parcel {
   const void* sender;
-  std::uint64_t key;  // of the target's room
+  std::uint64_t key;  // of the target's region
   std::size_t offset;
   Bytes bytes;
   bool lost = false;
@@ -145,10 +145,10 @@ class Chaos final : public EngineLayer {
         random_(config.seed) {}
 
   std::size_t max_put() const override { return std::min(config_.longest_put, below().max_put()); }
-  std::unique_ptr<Room> expose(std::span<std::byte> memory) override {
-    auto room = below().expose(memory);
-    rooms_[room->remote().key] = memory;
-    return room;
+  std::unique_ptr<Region> expose(std::span<std::byte> memory) override {
+    auto region = below().expose(memory);
+    regions_[region->remote().key] = memory;
+    return region;
   }
 
   bool put(const Put& put) override {
@@ -252,10 +252,11 @@ class Chaos final : public EngineLayer {
     if (auto parcel = world_->take(piece)) {
       if (parcel->lost) return;
       damage(parcel->bytes);
-      const std::span<std::byte> room = rooms_.at(parcel->key);
-      XD_CHECK(parcel->offset <= room.size() &&
-               parcel->bytes.size() <= room.size() - parcel->offset);
-      std::ranges::copy(parcel->bytes, room.begin() + static_cast<std::ptrdiff_t>(parcel->offset));
+      const std::span<std::byte> region = regions_.at(parcel->key);
+      XD_CHECK(parcel->offset <= region.size() &&
+               parcel->bytes.size() <= region.size() - parcel->offset);
+      std::ranges::copy(parcel->bytes,
+                        region.begin() + static_cast<std::ptrdiff_t>(parcel->offset));
     }
     if (const auto put = world_->land(piece, config_.mutant == Mutant::arrival_before_data))
       hold_arrival(*put);
@@ -307,8 +308,8 @@ class Chaos final : public EngineLayer {
   std::map<std::uint64_t, Outgoing> outgoing_;  // by their numbers
   std::set<int> lost_peers_;
   Events from_below_;
-  std::map<std::uint64_t, std::span<std::byte>> rooms_;   // by their keys
-  std::vector<ChaosWorld::Acknowledged> unacknowledged_;  // puts that the next poll() confirms
+  std::map<std::uint64_t, std::span<std::byte>> regions_;  // by their keys
+  std::vector<ChaosWorld::Acknowledged> unacknowledged_;   // puts that the next poll() confirms
   Held<Put> pieces_;
   Held<std::uint32_t> carried_, arrivals_;
   Held<std::uint64_t> sent_, repeated_;

@@ -17,20 +17,20 @@ namespace xd::net {
 namespace {
 
 // A rank's part that its peers see, in all threads.
-class Seat {
+class End {
  public:
-  Seat() : bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  End() : bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     if (!bell_) fail_errno("eventfd", errno);
   }
 
   std::uint64_t add(std::span<std::byte> memory) {
     const std::lock_guard lock(mutex_);
-    rooms_[++last_key_] = memory;
+    regions_[++last_key_] = memory;
     return last_key_;
   }
   void remove(std::uint64_t key) {
     const std::lock_guard lock(mutex_);
-    rooms_.erase(key);
+    regions_.erase(key);
   }
   void leave() {
     const std::lock_guard lock(mutex_);
@@ -42,13 +42,13 @@ class Seat {
   const char* receive(const Put& put) {
     const std::lock_guard lock(mutex_);
     if (gone_) return "its engine has been closed";
-    const auto room = rooms_.find(put.to.key);
-    if (room == rooms_.end()) return "it has no room with this key";
-    if (put.to_offset > room->second.size() || put.bytes > room->second.size() - put.to_offset)
-      return "the put reaches beyond the room";
+    const auto region = regions_.find(put.to.key);
+    if (region == regions_.end()) return "it has no room with this key";
+    if (put.to_offset > region->second.size() || put.bytes > region->second.size() - put.to_offset)
+      return "the put reaches beyond the region";
     if (put.bytes > 0) {
-      std::memcpy(room->second.data() + put.to_offset, put.from->memory().data() + put.from_offset,
-                  put.bytes);
+      std::memcpy(region->second.data() + put.to_offset,
+                  put.from->memory().data() + put.from_offset, put.bytes);
     }
     arrived_.push_back(put.tag);
     ring();
@@ -75,24 +75,26 @@ class Seat {
 
   const UniqueFd bell_;
   std::mutex mutex_;
-  std::map<std::uint64_t, std::span<std::byte>> rooms_;
+  std::map<std::uint64_t, std::span<std::byte>> regions_;
   std::uint64_t last_key_ = 0;
   std::vector<std::uint32_t> arrived_;
   bool gone_ = false;
 };
 
-using Seats = std::vector<std::shared_ptr<Seat>>;
+using Seats = std::vector<std::shared_ptr<End>>;
 
-class InProcessRoom final : public Room {
+class InProcessRegion final : public Region {
  public:
-  InProcessRoom(std::shared_ptr<Seat> seat, std::span<std::byte> memory)
-      : Room(memory), seat_(std::move(seat)), key_(seat_->add(memory)) {}
-  ~InProcessRoom() override { seat_->remove(key_); }
+  InProcessRegion(std::shared_ptr<End> end, std::span<std::byte> memory)
+      : Region(memory), end_(std::move(end)), key_(end_->add(memory)) {}
+  ~InProcessRegion() override { end_->remove(key_); }
 
-  RemoteRoom remote() const override { return {.base = 0, .key = key_, .bytes = memory().size()}; }
+  RegionHandle remote() const override {
+    return {.base = 0, .key = key_, .bytes = memory().size()};
+  }
 
  private:
-  const std::shared_ptr<Seat> seat_;
+  const std::shared_ptr<End> end_;
   const std::uint64_t key_;
 };
 
@@ -118,8 +120,8 @@ class InProcess final : public Engine {
     peers_[peer] = {(*seats_)[at(rank)], false};
   }
 
-  std::unique_ptr<Room> expose(std::span<std::byte> memory) override {
-    return std::make_unique<InProcessRoom>(own_, memory);
+  std::unique_ptr<Region> expose(std::span<std::byte> memory) override {
+    return std::make_unique<InProcessRegion>(own_, memory);
   }
 
   bool put(const Put& put) override {
@@ -128,7 +130,7 @@ class InProcess final : public Engine {
     XD_CHECK(put.from_offset <= put.from->memory().size() &&
              put.bytes <= put.from->memory().size() - put.from_offset);
     if (peer->second.failed) return false;
-    if (const char* const why = peer->second.seat->receive(put)) {
+    if (const char* const why = peer->second.end->receive(put)) {
       peer->second.failed = true;
       failed_.push_back({put.peer, why});
     } else {
@@ -153,13 +155,13 @@ class InProcess final : public Engine {
 
  private:
   struct Peer {
-    std::shared_ptr<Seat> seat;
+    std::shared_ptr<End> end;
     bool failed = false;
   };
 
   const int rank_;
   const std::shared_ptr<const Seats> seats_;
-  const std::shared_ptr<Seat> own_;
+  const std::shared_ptr<End> own_;
   std::map<int, Peer> peers_;
   std::vector<std::uint64_t> sent_;
   std::vector<PeerFailure> failed_;
@@ -169,7 +171,7 @@ class InProcess final : public Engine {
 
 std::vector<std::unique_ptr<Engine>> make_in_process_engines(int ranks) {
   const auto seats = std::make_shared<Seats>();
-  for (int r = 0; r < ranks; ++r) seats->push_back(std::make_shared<Seat>());
+  for (int r = 0; r < ranks; ++r) seats->push_back(std::make_shared<End>());
   std::vector<std::unique_ptr<Engine>> engines;
   for (int r = 0; r < ranks; ++r) engines.push_back(std::make_unique<InProcess>(r, seats));
   return engines;

@@ -34,8 +34,8 @@ struct Wishes {
   // Ranks, which are threads of one process, reach one another through the chaos engine with this
   // seed, over memory.
   std::optional<std::uint64_t> chaos;
-  net::ChaosConfig config;     // of the chaos engine; its seed follows from the one above
-  std::size_t slot_bytes = 0;  // of links, for their chunks; 0 = the usual number
+  net::ChaosConfig config;      // of the chaos engine; its seed follows from the one above
+  std::size_t frame_bytes = 0;  // of links, for their chunks; 0 = the usual number
 };
 
 std::uint64_t number_in(std::string_view word, std::string_view name) {
@@ -61,13 +61,13 @@ Wishes read_wishes() {
       wishes.chaos = number_in(word, "chaos=");
     } else if (word.starts_with("damage=")) {
       wishes.config.damaged_in = static_cast<unsigned>(number_in(word, "damage="));
-    } else if (word.starts_with("slot=")) {
-      wishes.slot_bytes = number_in(word, "slot=");
+    } else if (word.starts_with("frame=")) {
+      wishes.frame_bytes = number_in(word, "frame=");
     } else if (word.starts_with("put=")) {
       wishes.config.longest_put = number_in(word, "put=");
     } else {
       fail(XD_ERROR_INVALID_ARGUMENT, "XD_NET_TEST: '", word,
-           "', expected apart, chaos=SEED, damage=PIECES, slot=BYTES or put=BYTES");
+           "', expected apart, chaos=SEED, damage=PIECES, frame=BYTES or put=BYTES");
     }
   }
   return wishes;
@@ -149,9 +149,9 @@ class NetworkOfTests final : public Network {
     const auto& chaos = wishes().chaos;
     return chaos ? open_chaos_together(comm, call, *chaos) : Network::open_together(comm, call);
   }
-  std::size_t usual_slot_bytes() const override {
-    const std::size_t chunk = wishes().slot_bytes;
-    return chunk != 0 ? sizeof(net::LinkHeader) + chunk : Network::usual_slot_bytes();
+  std::size_t usual_frame_bytes() const override {
+    const std::size_t chunk = wishes().frame_bytes;
+    return chunk != 0 ? sizeof(net::LinkHeader) + chunk : Network::usual_frame_bytes();
   }
 };
 

@@ -18,7 +18,7 @@ class EngineLayer : public Engine {
     below_->connect(peer, address);
   }
   std::string place_of(int peer) const override { return below_->place_of(peer); }
-  std::unique_ptr<Room> expose(std::span<std::byte> memory) override {
+  std::unique_ptr<Region> expose(std::span<std::byte> memory) override {
     return below_->expose(memory);
   }
   bool put(const Put& put) override { return below_->put(put); }

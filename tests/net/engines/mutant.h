@@ -19,10 +19,10 @@ enum class Mutant : std::uint8_t {
   sent_needs_target,    // `sent` comes only after the target has polled once more
   closing_takes_back,   // a put that was sent and has not arrived is lost when its sender closes
   // Of the links: engines/wrong_links.h.
-  refill_without_credit,  // a slot is filled again as soon as its put was sent
+  refill_without_credit,  // a frame is filled again as soon as its put was sent
   refill_before_sent,     // … as soon as its credit is there
-  count_for_slot,         // arrivals are counted, and the slots taken to be filled in turn
-  stale_generation,       // the second use of a slot says that it is the first
+  count_for_frame,        // arrivals are counted, and the frames taken to be filled in turn
+  stale_generation,       // the second use of a frame says that it is the first
   // Of the user of links: Traffic in unit/link_support.h.
   credit_before_read,  // a chunk is given back before it has been read
 };

@@ -12,8 +12,8 @@ namespace {
 
 class WrongLinks final : public EngineLayer {
  public:
-  WrongLinks(std::unique_ptr<Engine> below, Mutant mutant, int slots)
-      : EngineLayer(std::move(below)), mutant_(mutant), slots_(static_cast<unsigned>(slots)) {}
+  WrongLinks(std::unique_ptr<Engine> below, Mutant mutant, int frames)
+      : EngineLayer(std::move(below)), mutant_(mutant), frames_(static_cast<unsigned>(frames)) {}
 
   bool put(const Put& put) override {
     LinkTag tag = LinkTag::of(put.tag);
@@ -23,7 +23,7 @@ class WrongLinks final : public EngineLayer {
     Put changed = put;
     changed.tag = tag.word();
     if (!below().put(changed)) return false;
-    last_[{chunk.partner, chunk.slot}] = put.id;
+    last_[{chunk.neighbour, chunk.frame}] = put.id;
     under_way_.insert(put.id);
     return true;
   }
@@ -40,13 +40,13 @@ class WrongLinks final : public EngineLayer {
   void on_arrival(LinkTag tag, Events& events) {
     if (tag.kind == TagKind::credit) {
       if (mutant_ == Mutant::refill_without_credit) return;
-      const std::uint64_t id = last_[{tag.channel, tag.slot}];
+      const std::uint64_t id = last_[{tag.channel, tag.frame}];
       if (mutant_ == Mutant::refill_before_sent && under_way_.erase(id) > 0)
         events.sent.push_back(id);
-    } else if (tag.kind == TagKind::chunk && mutant_ == Mutant::count_for_slot) {
+    } else if (tag.kind == TagKind::chunk && mutant_ == Mutant::count_for_frame) {
       const unsigned number = chunks_[tag.channel]++;
-      tag.slot = number % slots_;
-      tag.generation = number / slots_ + 1;
+      tag.frame = number % frames_;
+      tag.generation = number / frames_ + 1;
     }
     events.arrived.push_back(tag.word());
   }
@@ -57,23 +57,23 @@ class WrongLinks final : public EngineLayer {
     if (id == kEmptyId || mutant_ != Mutant::refill_without_credit) return;
     const ChunkId chunk = ChunkId::of(id);
     events.arrived.push_back(LinkTag{.kind = TagKind::credit,
-                                     .slot = chunk.slot,
+                                     .frame = chunk.frame,
                                      .generation = chunk.generation,
-                                     .channel = chunk.partner}
+                                     .channel = chunk.neighbour}
                                  .word());
   }
 
   const Mutant mutant_;
-  const unsigned slots_;
-  std::map<std::pair<unsigned, unsigned>, std::uint64_t> last_;  // put of a partner's slot
+  const unsigned frames_;
+  std::map<std::pair<unsigned, unsigned>, std::uint64_t> last_;  // put of a neighbour's frame
   std::set<std::uint64_t> under_way_;    // chunks; the links wait for `sent`
-  std::map<unsigned, unsigned> chunks_;  // arrived so far, by partner
+  std::map<unsigned, unsigned> chunks_;  // arrived so far, by neighbour
 };
 
 }  // namespace
 
-std::unique_ptr<Engine> make_wrong_links(std::unique_ptr<Engine> below, Mutant mutant, int slots) {
-  return std::make_unique<WrongLinks>(std::move(below), mutant, slots);
+std::unique_ptr<Engine> make_wrong_links(std::unique_ptr<Engine> below, Mutant mutant, int frames) {
+  return std::make_unique<WrongLinks>(std::move(below), mutant, frames);
 }
 
 }  // namespace xd::net

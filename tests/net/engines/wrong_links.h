@@ -1,5 +1,5 @@
 // An engine that makes the links above it wrong: it changes what they put and what they hear, as if
-// they kept other rules than theirs. The engine below sees the wrong links, and so do partners.
+// they kept other rules than theirs. The engine below sees the wrong links, and so do neighbours.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace xd::net {
 
-// For links of so many slots. Mutants that are not of links change nothing.
-std::unique_ptr<Engine> make_wrong_links(std::unique_ptr<Engine> below, Mutant mutant, int slots);
+// For links of so many frames. Mutants that are not of links change nothing.
+std::unique_ptr<Engine> make_wrong_links(std::unique_ptr<Engine> below, Mutant mutant, int frames);
 
 }  // namespace xd::net

@@ -14,13 +14,13 @@ import pytest
 import torch
 from crossdock._core.constants import COMBINE, DISPATCH, PREPARE
 
-from crossdock.deep_ep import EventHandle, EventOverlap, _call, _lane
+from crossdock.deep_ep import EventHandle, EventOverlap, _call, _stream_scope
 from crossdock.deep_ep._arguments import Choices, Tokens
 from crossdock.deep_ep._call import Call
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import Limits, dispatch_new
 from crossdock.deep_ep._handle import Routing
-from crossdock.deep_ep._lane import LaneWork
+from crossdock.deep_ep._stream_scope import StreamWork
 from crossdock.errors import InvalidArgument, Mismatch
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
@@ -86,8 +86,8 @@ class Device:
         self.log = log
         self.failures = failures or []
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
-        self.caller, stream = Stream("caller", log), Stream("lane", log)
-        self.lane = SimpleNamespace(
+        self.caller, stream = Stream("caller", log), Stream("scope", log)
+        self.scope = SimpleNamespace(
             cuda=True,
             device=self.device,
             stream=stream,
@@ -97,7 +97,7 @@ class Device:
         self.memory = self
         self.group = Group(log)
         self.lease: Any = SimpleNamespace(
-            lane=self.lane,
+            scope=self.scope,
             group=self.group,
             plan_bytes=64,
             failure=self.failure,
@@ -133,8 +133,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         found.append(f"on {stream.name}")
         yield
 
-    monkeypatch.setattr(_lane.torch.cuda, "stream", on)
-    monkeypatch.setattr(_lane.torch.cuda, "current_stream", lambda _: Stream("caller", found))
+    monkeypatch.setattr(_stream_scope.torch.cuda, "stream", on)
+    monkeypatch.setattr(
+        _stream_scope.torch.cuda, "current_stream", lambda _: Stream("caller", found)
+    )
     monkeypatch.setattr(_call, "is_capturing", lambda _: False)
     return found
 
@@ -162,8 +164,8 @@ def dispatch(
 
 def turns(log: Log) -> Log:
     """The turns that peers take part in, and the points where the host waits."""
-    order = [one for one in log if not isinstance(one, str) or not one.startswith(("on ", "lane"))]
-    return [one for one in order if one != "caller waits for lane"]
+    order = [one for one in log if not isinstance(one, str) or not one.startswith(("on ", "scope"))]
+    return [one for one in order if one != "caller waits for scope"]
 
 
 def mismatch() -> Mismatch:
@@ -205,7 +207,7 @@ def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt("now")
 
-    device.lane.wait_for_host_data = interrupt
+    device.scope.wait_for_host_data = interrupt
     with pytest.raises(KeyboardInterrupt):
         dispatch(device)
     assert turns(log) == ["prepare", (DISPATCH, "now")]
@@ -243,7 +245,7 @@ def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
     def refuse(event: object) -> None:
         raise RuntimeError("no event")
 
-    device.lane.stream.wait_event = refuse
+    device.scope.stream.wait_event = refuse
     with pytest.raises(RuntimeError, match="no event"):
         dispatch(device, previous_event=some_event())
     assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), *END]
@@ -263,16 +265,16 @@ def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(lo
     with pytest.raises(InvalidArgument, match="bad"):
         with Call(device.lease, COMBINE, COMBINE) as call:
             combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
-    assert log[-4:] == ["on lane", "combine", "combine", "caller waits for lane"]
+    assert log[-4:] == ["on scope", "combine", "combine", "caller waits for scope"]
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:
-    with LaneWork(Device(log).lane, None, False) as work, work.allocating():
+    with StreamWork(Device(log).scope, None, False) as work, work.allocating():
         log.append("allocated")
-    assert log == ["lane waits for caller", "on caller", "allocated", "lane waits for caller"]
+    assert log == ["scope waits for caller", "on caller", "allocated", "scope waits for caller"]
 
 
 def test_lane_that_allocates_does_not_wait_for_the_caller(log: Log) -> None:
-    with LaneWork(Device(log).lane, some_event(), True) as work, work.allocating():
+    with StreamWork(Device(log).scope, some_event(), True) as work, work.allocating():
         log.append("allocated")
-    assert log == ["lane waits for an event", "on lane", "allocated"]
+    assert log == ["scope waits for an event", "on scope", "allocated"]

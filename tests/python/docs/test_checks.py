@@ -44,8 +44,10 @@ def wrong(page: str = PAGE, other: str = "A *near* rank.", tree: str = "near ran
 def test_words_are_held_against_the_pages_and_the_tree():
     assert wrong() == []
     assert wrong(other="- *A title.* *Near* ranks.\n```\na *b* c\n```\n") == []
-    assert wrong(other="A *far* rank.") == ["defines *far*, which docs/internals/words.md lacks"]
+    assert wrong(other="A *remote* rank.") == [
+        "defines *remote*, which docs/internals/words.md lacks"
+    ]
     assert wrong(tree="ranks nearby, linear") == [] and len(wrong(tree="linear")) == 1
-    assert "by the alphabet" in wrong(PAGE + "| far | there | remote |\n", tree="near far")[0]
+    assert "by the alphabet" in wrong(PAGE + "| remote | there | remote |\n", tree="near remote")[0]
     assert "by the alphabet" in wrong(PAGE + "| near | here | local |\n")[0]
     assert "1 rows are not" in wrong(PAGE + "| Zone | rows | group |\n")[0]

@@ -44,12 +44,12 @@ float weight_gradient(const Context& context, const std::uint32_t* codes, int to
   return from.weights.array<float>()[by_choice ? ref.row * topk + k : ref.row];
 }
 
-void SumOperation::sum(const FarSums::Wish& wish) const {
-  if (context_.lockstep.far() == nullptr) {
+void SumOperation::sum(const RemoteSums::Wish& wish) const {
+  if (context_.lockstep.remote() == nullptr) {
     if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted);
     return;
   }
-  FarSums(context_, plan_, wish).run();
+  RemoteSums(context_, plan_, wish).run();
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)

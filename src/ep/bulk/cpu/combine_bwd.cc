@@ -114,7 +114,7 @@ void CombineBwdOp::finish_rows() const {
   rows::flush();
 }
 
-Setback CombineBwdOp::complete() {
+OperationError CombineBwdOp::complete() {
   if (finishes_here()) {
     finish_rows();
   } else {

@@ -114,7 +114,7 @@ void DispatchOp::store_choices(const TokenData& token, const TokenRows& rows) co
   }
 }
 
-Setback DispatchOp::complete() {
+OperationError DispatchOp::complete() {
   recv_tokens_.fan_out(plan_, config());
   recv_scales_.fan_out(plan_, config());
   recv_weights_.copy_out(plan_, config());

@@ -2,7 +2,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/bulk/cpu/remote/gateway.h"
+#include "ep/bulk/cpu/remote/relay.h"
 
 namespace xd::ep::cpu {
 
@@ -23,8 +23,8 @@ Lockstep::~Lockstep() = default;
 
 void Lockstep::reach_machines(const Group& group) {
   if (comm_.hosts().all_are_near()) return;
-  far_ = std::make_unique<FarSide>(group, *this);
-  reach(*far_);
+  remote_ = std::make_unique<RemoteSide>(group, *this);
+  reach(*remote_);
 }
 
 void Lockstep::bring_entry(int source, std::uint64_t epoch, const Record& record) const {
@@ -41,7 +41,7 @@ void Lockstep::bring_counts(int source, std::uint64_t epoch,
 void Lockstep::send_counts(std::span<const std::uint32_t> values) {
   for (const NearRank peer : peers()) post_counts(peer, comm_.rank(), epoch(), values);
   ring_peers();
-  if (far_) far_->send_counts(values);
+  if (remote_) remote_->send_counts(values);
 }
 
 void Lockstep::post_counts(NearRank owner, int source, std::uint64_t epoch,
@@ -55,8 +55,8 @@ void Lockstep::post_counts(NearRank owner, int source, std::uint64_t epoch,
 void Lockstep::await_counts(std::span<std::uint32_t> table) {
   const HostWait site = this->site(XD_PHASE_COUNTS);
   for (const NearRank peer : peers()) await_counts_of(peer, site, table);
-  if (!far_) return;
-  for (const int rank : far_->ranks()) await_counts_of(rank, site, table);
+  if (!remote_) return;
+  for (const int rank : remote_->ranks()) await_counts_of(rank, site, table);
 }
 
 void Lockstep::await_counts_of(int source, const HostWait& site, std::span<std::uint32_t> table) {

@@ -1,5 +1,5 @@
 // A group's turns on the host (turn/host/turn.h), in group memory, and prepare's exchange of
-// counts. Words of ranks on other machines come through FarSide (ep/bulk/cpu/remote/gateway.h),
+// counts. Words of ranks on other machines come through RemoteSide (ep/bulk/cpu/remote/relay.h),
 // which writes them into the memory of near ranks in those ranks' place.
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace xd::ep::cpu {
 
-class FarSide;
+class RemoteSide;
 
 // The group memory of the near ranks.
 class GroupMemory {
@@ -51,7 +51,7 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
   // Collective: from now on the group reaches ranks on other machines, if it has some.
   void reach_machines(const Group& group);
   // nullptr = all ranks are near.
-  FarSide* far() const { return far_.get(); }
+  RemoteSide* remote() const { return remote_.get(); }
 
   // The words of a rank on another machine, which come here for all near ranks.
   void bring_entry(int source, std::uint64_t epoch, const Record& record) const;
@@ -62,7 +62,7 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
   void await_counts(std::span<std::uint32_t> table);
 
   // As turn::SharedMemory has it.
-  NearMemory tensor_of(NearRank rank, turn::RemoteAddress address, std::uint64_t bytes,
+  NearMemory tensor_of(NearRank rank, turn::PeerAddress address, std::uint64_t bytes,
                        std::uint64_t alignment) const {
     return shared().tensor_of(comm_, rank, address, bytes, alignment);
   }
@@ -75,7 +75,7 @@ class Lockstep : private GroupMemory, public turn::HostTurn<Record> {
 
   Comm& comm_;
   const CountLayout count_layout_;
-  std::unique_ptr<FarSide> far_;
+  std::unique_ptr<RemoteSide> remote_;
 };
 
 }  // namespace xd::ep::cpu

@@ -26,11 +26,11 @@ void Numbering::number(const Choices& choices, std::uint32_t* codes) {
   }
 }
 
-std::uint32_t Numbering::code_of(std::uint32_t seat) {
-  if (seat == Choices::kNone) return RowCodec::kNone;
-  const RowRef ref = next_row(static_cast<int>(seat));
+std::uint32_t Numbering::code_of(std::uint32_t physical_expert) {
+  if (physical_expert == Choices::kNone) return RowCodec::kNone;
+  const RowRef ref = next_row(static_cast<int>(physical_expert));
   if (ref.row >= capacity_of(ref.rank)) return RowCodec::kNone;
-  ++memory_.kept[at(seat)];
+  ++memory_.kept[at(physical_expert)];
   return rules_.codec.encode(ref);
 }
 
@@ -39,19 +39,20 @@ std::int64_t Numbering::capacity_of(int rank) const {
   return whole_rows(rules_.capacities[at(rank)], rules_.alignment);
 }
 
-// Where the current token's row for the expert at `seat` goes; it may lie beyond the capacity.
-RowRef Numbering::next_row(int seat) {
+// Where the current token's row for the expert at `physical_expert` goes; it may lie beyond the
+// capacity.
+RowRef Numbering::next_row(int physical_expert) {
   const Config& config = rules_.config;
-  const int rank = config.map().rank_at(seat);
-  if (config.layout.row_per_expert) return next_of_zone(seat, rank);
+  const int rank = config.map().rank_at(physical_expert);
+  if (config.layout.row_per_expert) return next_of_zone(physical_expert, rank);
   std::int64_t& row = memory_.row_of[at(rank)];  // one for all of the token's choices there
   if (row < 0) row = memory_.next_row[at(rank)]++;
-  return {.rank = rank, .row = row, .expert = seat - config.map().first(rank)};
+  return {.rank = rank, .row = row, .expert = physical_expert - config.map().first(rank)};
 }
 
 // EXPERT_MAJOR: the next row of the expert's zone.
-RowRef Numbering::next_of_zone(int seat, int rank) {
-  const std::int64_t row = memory_.next_row[at(seat)]++;
+RowRef Numbering::next_of_zone(int physical_expert, int rank) {
+  const std::int64_t row = memory_.next_row[at(physical_expert)]++;
   std::uint32_t* const list = memory_.lists[at(rank)];
   if (list != nullptr && row < capacity_of(rank)) {
     std::int64_t& first = memory_.row_of[at(rank)];

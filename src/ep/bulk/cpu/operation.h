@@ -60,7 +60,7 @@ struct TokenData {
 class PlanOperation {
  public:
   void announce() {}
-  Setback obstacle() const { return overflow_of(plan_); }
+  OperationError obstacle() const { return overflow_of(plan_); }
 
  protected:
   PlanOperation(const Context& context, PlanBytes plan)
@@ -87,10 +87,10 @@ class PlanOperation {
   }
 
   // Brings every token's data to its rows: `read` gives a token's data, and deliver(data, rows)
-  // stores them in near ranks' memory, also for tokens of other machines whose gateway this is.
+  // stores them in near ranks' memory, also for tokens of other machines whose relay this is.
   template <class Read, class Deliver>
   void spread(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
-    if (context_.lockstep.far() != nullptr) return spread_far(layout, read, deliver);
+    if (context_.lockstep.remote() != nullptr) return spread_remote(layout, read, deliver);
     TokenRows rows;
     for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
       rows.gather(context_, plan_.codes(t), plan_.header().topk);
@@ -118,24 +118,25 @@ class PlanOperation {
 
  private:
   template <class Read, class Deliver>
-  void spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const;
+  void spread_remote(const RowsLayout& layout, Read&& read, Deliver&& deliver) const;
 };
 
 template <class Read, class Deliver>
-void PlanOperation::spread_far(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
-  FarSide& side = *context_.lockstep.far();
+void PlanOperation::spread_remote(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+  RemoteSide& side = *context_.lockstep.remote();
   const int topk = plan_.header().topk;
-  FarRows far(side, FarKind::rows, [&](const FarHeader& header, std::span<const std::byte> items) {
-    require_items(header, items, layout.item_bytes());
-    TokenRows rows;
-    for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
-      const TokenData data = TokenData::unpack(layout, items.data() + i);
-      rows.gather(context_, data.codes, topk);
-      if (rows.count > 0) deliver(data, rows);
-    }
-  });
+  RemoteRows remote(side, RemoteKind::rows,
+                    [&](const RemoteHeader& header, std::span<const std::byte> items) {
+                      require_items(header, items, layout.item_bytes());
+                      TokenRows rows;
+                      for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
+                        const TokenData data = TokenData::unpack(layout, items.data() + i);
+                        rows.gather(context_, data.codes, topk);
+                        if (rows.count > 0) deliver(data, rows);
+                      }
+                    });
   TokenRows rows;
-  FarPlaces machines;
+  RemotePlaces machines;
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
     const std::uint32_t* const codes = plan_.codes(t);
     rows.gather(context_, codes, topk);
@@ -144,9 +145,9 @@ void PlanOperation::spread_far(const RowsLayout& layout, Read&& read, Deliver&& 
     const TokenData data = read(t);
     if (rows.count > 0) deliver(data, rows);
     for (int i = 0; i < machines.count; ++i)
-      data.pack(layout, far.add(machines.list[at(i)], layout.item_bytes()));
+      data.pack(layout, remote.add(machines.list[at(i)], layout.item_bytes()));
   }
-  far.finish();
+  remote.finish();
   rows::flush();
 }
 

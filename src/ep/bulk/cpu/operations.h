@@ -12,9 +12,9 @@ class PrepareOp {
   Record record() const;
   void stage_in();
   void announce();
-  Setback obstacle() const { return {}; }
+  OperationError obstacle() const { return {}; }
   void move();
-  Setback complete();
+  OperationError complete();
 
  private:
   PlanMap plan_map() const;
@@ -22,8 +22,8 @@ class PrepareOp {
   std::uint64_t fingerprint_of(const CountTable& counts) const;
   Numbering begin_numbering() const;
   void send_kept(std::span<const std::uint32_t> kept) const;
-  void send_far(FarSide& side, std::span<const std::uint32_t> kept) const;
-  void bring_words(const FarHeader& header, std::span<const std::byte> items) const;
+  void send_remote(RemoteSide& side, std::span<const std::uint32_t> kept) const;
+  void bring_words(const RemoteHeader& header, std::span<const std::byte> items) const;
   void collect_kept();
   std::int64_t collect_lists() const;
   std::uint32_t* kept_of(NearRank owner, int source) const;
@@ -31,7 +31,7 @@ class PrepareOp {
   void write_zones() const;
   void write_header() const;
   void write_outputs() const;
-  Setback report() const;
+  OperationError report() const;
   const Placement& placement() const { return context_.scratch.placement; }
   bool drops() const { return config().overflow == XD_EP_OVERFLOW_DROP; }
   // Sources tell owners how many of their pairs have been kept.
@@ -55,7 +55,7 @@ class DispatchOp : public PlanOperation {
   Record record() const;
   void stage_in() {}
   void move();
-  Setback complete();
+  OperationError complete();
 
  private:
   TokenData read(std::int64_t token) const;
@@ -73,7 +73,7 @@ class DispatchOp : public PlanOperation {
 // weight beside each row.
 class SumOperation : public PlanOperation {
  public:
-  Setback complete() { return {}; }
+  OperationError complete() { return {}; }
 
  protected:
   using PlanOperation::PlanOperation;
@@ -92,7 +92,7 @@ class SumOperation : public PlanOperation {
     rows_.add_up(plan_, config(), factors);
     weights_.copy_in(plan_, config());
   }
-  void sum(const FarSums::Wish& wish) const;
+  void sum(const RemoteSums::Wish& wish) const;
 
  private:
   ReceiveTensor rows_, weights_;
@@ -128,7 +128,7 @@ class CombineBwdOp : public PlanOperation {
   Record record() const;
   void stage_in();
   void move();
-  Setback complete();
+  OperationError complete();
 
  private:
   struct WeightedRow {

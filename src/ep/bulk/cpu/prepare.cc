@@ -71,22 +71,24 @@ void PrepareOp::move() {
   Numbering numbering = begin_numbering();
   numbering.number(choices_, reinterpret_cast<std::uint32_t*>(call_.plan + plan_map().code));
   if (tells_kept()) send_kept(numbering.kept());
-  if (FarSide* const far = context_.lockstep.far()) {
-    send_far(*far, tells_kept() ? numbering.kept() : std::span<const std::uint32_t>());
+  if (RemoteSide* const remote = context_.lockstep.remote()) {
+    send_remote(*remote, tells_kept() ? numbering.kept() : std::span<const std::uint32_t>());
   }
 }
 
-// The same for ranks on other machines: their gateways write it into those ranks' memory.
-void PrepareOp::send_far(FarSide& side, std::span<const std::uint32_t> kept) const {
-  FarRows far(side, FarKind::words, [&](const FarHeader& header, std::span<const std::byte> items) {
-    bring_words(header, items);
-  });
+// The same for ranks on other machines: their relays write it into those ranks' memory.
+void PrepareOp::send_remote(RemoteSide& side, std::span<const std::uint32_t> kept) const {
+  RemoteRows remote(side, RemoteKind::words,
+                    [&](const RemoteHeader& header, std::span<const std::byte> items) {
+                      bring_words(header, items);
+                    });
   const std::size_t room = side.chunk_room() / 2 / sizeof(std::uint32_t);
-  const auto send = [&](FarWords area, int owner, std::span<const std::uint32_t> words) {
+  const auto send = [&](RemoteWords area, int owner, std::span<const std::uint32_t> words) {
     for (std::size_t first = 0; first < words.size();) {
       const std::size_t count = std::min(room, words.size() - first);
-      std::byte* const item = far.add(side.routes().machine_of(owner),
-                                      sizeof(WordsItem) + net::item_size(count * sizeof(words[0])));
+      std::byte* const item =
+          remote.add(side.routes().machine_of(owner),
+                     sizeof(WordsItem) + net::item_size(count * sizeof(words[0])));
       const WordsItem head{.area = area,
                            .owner = owner,
                            .first = static_cast<std::uint32_t>(first),
@@ -100,15 +102,15 @@ void PrepareOp::send_far(FarSide& side, std::span<const std::uint32_t> kept) con
   for (const int d : side.ranks()) {
     if (context_.group.config_of(d).keeps.lists) {
       const std::span<const std::uint32_t> list = side.list_for(d);
-      send(FarWords::list, d, list.first(at(std::int64_t{1} + list[0])));
+      send(RemoteWords::list, d, list.first(at(std::int64_t{1} + list[0])));
     }
     if (!kept.empty() && placement().total[at(d)] > capacity_of(d))
-      send(FarWords::kept, d, kept.subspan(at(map.first(d)), at(map.local_experts(d))));
+      send(RemoteWords::kept, d, kept.subspan(at(map.first(d)), at(map.local_experts(d))));
   }
-  far.finish();
+  remote.finish();
 }
 
-void PrepareOp::bring_words(const FarHeader& header, std::span<const std::byte> items) const {
+void PrepareOp::bring_words(const RemoteHeader& header, std::span<const std::byte> items) const {
   const auto require = [&](bool good, const char* why) {
     if (!good) refuse_chunk(header, items.size(), why);
   };
@@ -121,10 +123,10 @@ void PrepareOp::bring_words(const FarHeader& header, std::span<const std::byte> 
         std::ranges::find(context_.group.near(), head.owner, [](NearRank r) { return int{r}; });
     require(items.size() >= size, "it has fewer words than it says");
     require(owner != context_.group.near().end(), "its words are for no rank here");
-    const bool lists = head.area == FarWords::list;
+    const bool lists = head.area == RemoteWords::list;
     // Words that an owner does not keep have no bytes there (GroupMap).
     require(lists ? context_.group.config_of(*owner).keeps.lists
-                  : head.area == FarWords::kept && tells_kept(),
+                  : head.area == RemoteWords::kept && tells_kept(),
             "their owner keeps no such words");
     const std::uint64_t room = lists ? GroupMap::list_words(config())
                                      : static_cast<std::uint64_t>(config().most_local_experts());
@@ -168,9 +170,10 @@ Numbering PrepareOp::begin_numbering() const {
     if (!context_.group.config_of(d).keeps.lists) continue;
     numbering.open_list(d, list_of(d, context_.group.rank()).array<std::uint32_t>());
   }
-  if (FarSide* const far = context_.lockstep.far()) {
-    for (const int d : far->ranks())
-      if (context_.group.config_of(d).keeps.lists) numbering.open_list(d, far->list_for(d).data());
+  if (RemoteSide* const remote = context_.lockstep.remote()) {
+    for (const int d : remote->ranks())
+      if (context_.group.config_of(d).keeps.lists)
+        numbering.open_list(d, remote->list_for(d).data());
   }
   return numbering;
 }
@@ -224,7 +227,7 @@ void PrepareOp::collect_kept() {
   scratch.placement.cut_pairs(scratch.kept_pairs, call_.alignment);
 }
 
-Setback PrepareOp::complete() {
+OperationError PrepareOp::complete() {
   if (tells_kept() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();
@@ -289,10 +292,10 @@ void PrepareOp::write_outputs() const {
   write_numbers(call_.rank_rows, ranks * ranks, [&](std::int64_t i) { return p.rank_rows[at(i)]; });
 }
 
-Setback PrepareOp::report() const {
+OperationError PrepareOp::report() const {
   const Placement& p = placement();
   const PlanView plan = PlanView::open(call_.plan, plan_size(config()));
-  if (Setback found = overflow_of(plan)) return found;
+  if (OperationError found = overflow_of(plan)) return found;
   if (p.bad_ids == 0) return {};
   return bad_expert_ids<Family>(p.bad_ids, p.bad_id_rank, config());
 }

@@ -7,7 +7,7 @@
 namespace xd::ep::cpu {
 
 void TokenTerms::collect(const Context& context, const Source& source, int only_host,
-                         const FarTerms* far) {
+                         const RemoteTerms* remote) {
   TokenRows places;
   places.gather(context, source.codes, source.topk);
   const bool by_host = context.group.sums_by_host();
@@ -16,12 +16,12 @@ void TokenTerms::collect(const Context& context, const Source& source, int only_
   num_rows = 0;
   num_partials = 0;
   num_hosts = 0;
-  int next_far = 0, last_host = -1;
+  int next_remote = 0, last_host = -1;
   for (int i = 0; i < places.count; ++i) {
     const RowRef& ref = places.list[at(i)].ref;
     const int host = by_host ? hosts.host_of(ref.rank) : 0;
     if (only_host != kAllHosts && host != only_host) continue;
-    if (far != nullptr) add_far(*far, next_far, host);
+    if (remote != nullptr) add_remote(*remote, next_remote, host);
     const RankTensors& from = context.scratch.ranks[at(ref.rank)];
     const bool first = places.first_of_rank(i);
     // The owner has added up the token's rows, weighted, in the place of the first.
@@ -39,14 +39,14 @@ void TokenTerms::collect(const Context& context, const Source& source, int only_
     last_host = host;
     host_ends[at(num_hosts++)] = num_partials;
   }
-  if (far != nullptr) add_far(*far, next_far, std::numeric_limits<int>::max());
+  if (remote != nullptr) add_remote(*remote, next_remote, std::numeric_limits<int>::max());
 }
 
 // Sums of hosts in front of another one. Each is a host's only partial sum, and is not rounded
 // again by being added up by itself.
-void TokenTerms::add_far(const FarTerms& far, int& next, int before_host) {
-  for (; next < far.count && far.hosts[at(next)] < before_host; ++next) {
-    rows[at(num_rows)] = far.rows[at(next)];
+void TokenTerms::add_remote(const RemoteTerms& remote, int& next, int before_host) {
+  for (; next < remote.count && remote.hosts[at(next)] < before_host; ++next) {
+    rows[at(num_rows)] = remote.rows[at(next)];
     weights[at(num_rows)] = 1.0f;
     ends[at(num_partials++)] = ++num_rows;
     host_ends[at(num_hosts++)] = num_partials;

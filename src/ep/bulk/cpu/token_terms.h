@@ -8,7 +8,7 @@
 namespace xd::ep::cpu {
 
 // A token's sums that have come from hosts of other machines, by ascending host.
-struct FarTerms {
+struct RemoteTerms {
   std::array<int, kMaxTopk> hosts;
   std::array<const std::byte*, kMaxTopk> rows;
   int count = 0;
@@ -33,13 +33,13 @@ struct TokenTerms {
 
   // The rows on one host, or on all, and sums of other machines, if there are some.
   void collect(const Context& context, const Source& source, int only_host = kAllHosts,
-               const FarTerms* far = nullptr);
+               const RemoteTerms* remote = nullptr);
   // Writes the sum, or zeros where there is no term.
   void sum(const Tensor& shape, bool weighted, std::byte* to, rows::Store store,
            std::span<const void* const> next) const;
 
  private:
-  void add_far(const FarTerms& far, int& next, int before_host);
+  void add_remote(const RemoteTerms& remote, int& next, int before_host);
 };
 
 }  // namespace xd::ep::cpu

@@ -142,7 +142,7 @@ void require_topk(const Tensor& tensor, const PlanView& plan) {
   if (tensor) require_none(tensor_fault(plan.header(), {Check::topk, tensor.name, tensor.cols}));
 }
 
-Setback overflow_of(const PlanView& plan) {
+OperationError overflow_of(const PlanView& plan) {
   const PlanHeader& h = plan.header();
   if (!plan.refused()) return {};
   return overflow({.rank = h.overflow_rank,
@@ -155,8 +155,8 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const bool lists = context.group.config_of(r).keeps.lists;
-    const auto staged = [&](turn::RemoteAddress place) { return lists && place.is_shared(); };
-    const auto find = [&](turn::RemoteAddress place, std::uint64_t bytes, std::uint64_t alignment) {
+    const auto staged = [&](turn::PeerAddress place) { return lists && place.is_shared(); };
+    const auto find = [&](turn::PeerAddress place, std::uint64_t bytes, std::uint64_t alignment) {
       return bytes > 0 ? context.lockstep.tensor_of(r, place, record.rows * bytes, alignment)
                        : NearMemory();
     };

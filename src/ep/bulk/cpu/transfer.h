@@ -131,7 +131,7 @@ class ReceiveTensor {
   ReceiveTensor(const Context& context, const PlanView& plan, const Tensor& tensor,
                 const Staging& staging);
 
-  turn::RemoteAddress place() const { return place_; }
+  turn::PeerAddress place() const { return place_; }
   bool staged() const { return staged_ != nullptr; }
 
   // copy_in and copy_out copy row by row between tensor and staging. They do nothing for a tensor
@@ -153,7 +153,7 @@ class ReceiveTensor {
 
  private:
   Tensor tensor_;
-  turn::RemoteAddress place_;
+  turn::PeerAddress place_;
   std::byte* staged_ = nullptr;  // null = the tensor is used in place, or not given
 };
 
@@ -165,7 +165,7 @@ void require_tokens(const Tensor& tensor, const PlanView& plan);
 void require_topk(const Tensor& tensor, const PlanView& plan);
 
 // Returns OVERFLOW if the plan's operations move nothing.
-Setback overflow_of(const PlanView& plan);
+OperationError overflow_of(const PlanView& plan);
 
 struct RowSizes {
   std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row

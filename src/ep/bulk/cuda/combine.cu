@@ -26,8 +26,8 @@ namespace {
 
 // ---- At the owner of rows ----------------------------------------------------------------------
 
-// `kFar`: some ranks are on other machines.
-template <class T, bool kFar>
+// `kRemote`: some ranks are on other machines.
+template <class T, bool kRemote>
 class Pusher {
  public:
   __device__ Pusher(const CombineParams& params, Turn& turn, const PlanParts& plan,
@@ -70,12 +70,12 @@ class Pusher {
     }
     __syncwarp();
     std::byte* to = turn_.peer(source).extra + slot * p_.row_bytes;
-    if constexpr (kFar) {  // gateways read it here
-      const FarDevice& far = *turn_.group().control->far;
-      if (far.machine_of[source] != kNear) {
+    if constexpr (kRemote) {  // relays read it here
+      const RemoteDevice& remote = *turn_.group().control->remote;
+      if (remote.machine_of[source] != kNear) {
         if (rows.count == 0) return;  // a damaged item names no row, so no place
         const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
-        to = far_sum_at(far, turn_.rank(), first, p_.row_bytes);
+        to = remote_sum_at(remote, turn_.rank(), first, p_.row_bytes);
       }
     }
     add_up<T>(to, ring_, terms_, rows.count, p_.weights != nullptr, columns.first, columns.last);
@@ -91,7 +91,7 @@ class Pusher {
 // ---- At the tokens' rank -----------------------------------------------------------------------
 
 // `kByHost`: the ranks have named several hosts.
-template <class T, bool kByHost, bool kFar>
+template <class T, bool kByHost, bool kRemote>
 class Summer {
  public:
   __device__ Summer(const CombineParams& params, Turn& turn, const TurnShared& shared,
@@ -153,7 +153,7 @@ class Summer {
     HostPlace place{order, 0};
     if constexpr (kByHost) place = place_by_host(c, p_.host_keys);
     int slot_of_rank = order;
-    if constexpr (kFar) slot_of_rank = order_with_far(*turn_.group().control->far, c);
+    if constexpr (kRemote) slot_of_rank = order_with_remote(*turn_.group().control->remote, c);
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
@@ -201,7 +201,7 @@ __device__ void stage_weights(const ReceiveRows& tensor, std::int64_t rows) {
   }
 }
 
-template <class T, bool kByHost, bool kFar>
+template <class T, bool kByHost, bool kRemote>
 __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ TurnShared shared;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   extern __shared__ __align__(128) std::byte rings[];
   Turn turn(p.turn, shared);
   fetch_params(p);
-  auto far = make_far_work<kFar, FarCombine<T>>(p, turn, shared, terms_of_warp, rings);
+  auto remote = make_remote_work<kRemote, RemoteCombine<T>>(p, turn, shared, terms_of_warp, rings);
   bool started = turn.begin();
   const bool stages = p.grad_recv_weights.staged != nullptr;
   if (started && stages) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   const PlanParts plan = parts_of(p.turn.plan, turn.plan());  // of a plan that was judged
   if (started) {
     turn.enter(stages);
-    if constexpr (kFar) far.meet();
+    if constexpr (kRemote) remote.meet();
     turn.await({.rows = p.row_bytes,
                 .scales = 0,
                 .weights = p.grad_recv_weights.row_bytes,
@@ -233,41 +233,41 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     WarpTerms& terms = terms_of_warp[warp_in_block()];
     std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
     const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
-    if (pushes) Pusher<T, kFar>(p, turn, plan, terms, ring).push_all();
+    if (pushes) Pusher<T, kRemote>(p, turn, plan, terms, ring).push_all();
     if (moves) {
-      Summer<T, kByHost, kFar> summer(p, turn, shared, plan, terms, ring);
+      Summer<T, kByHost, kRemote> summer(p, turn, shared, plan, terms, ring);
       bool good = true;
       if (p.sums) good = summer.sum_all();
       if (good && p.grad_topk_weights != nullptr) summer.gather_weights();
       turn.any_failed(!good);
     }
   }
-  turn.leave_and_end(far);
+  turn.leave_and_end(remote);
 }
 
 using CombineKernel = void (*)(CombineParams);
 
-template <bool kByHost, bool kFar = false>
+template <bool kByHost, bool kRemote = false>
 CombineKernel kernel_for(DType type) {
-  return type == DType::bf16  ? combine_kernel<Bf16, kByHost, kFar>
-         : type == DType::f16 ? combine_kernel<F16, kByHost, kFar>
-                              : combine_kernel<F32, kByHost, kFar>;
+  return type == DType::bf16  ? combine_kernel<Bf16, kByHost, kRemote>
+         : type == DType::f16 ? combine_kernel<F16, kByHost, kRemote>
+                              : combine_kernel<F32, kByHost, kRemote>;
 }
 
 }  // namespace
 
-void launch(const CombineParams& params, DType type, bool far, const LaunchShape& shape,
+void launch(const CombineParams& params, DType type, bool remote, const LaunchShape& shape,
             cudaStream_t stream) {
   // With several machines each of them is one host.
-  const auto kernel = far                           ? kernel_for<false, true>
+  const auto kernel = remote                        ? kernel_for<false, true>
                       : params.host_keys != nullptr ? kernel_for<true>
                                                     : kernel_for<false>;
   launch_cooperative(kernel(type), params, shape, stream);
 }
 
-void load_combine(std::size_t shared_bytes, bool far) {
+void load_combine(std::size_t shared_bytes, bool remote) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    if (far) {
+    if (remote) {
       load_kernel(kernel_for<false, true>(type), shared_bytes);
     } else {
       load_kernel(kernel_for<false>(type), shared_bytes);

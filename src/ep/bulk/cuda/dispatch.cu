@@ -40,8 +40,8 @@ __device__ int tokens_at_once(int tokens, bool in_chunks) {
   return in_chunks ? sent_chunks().tokens_per_chunk(tokens) : 1;
 }
 
-// `kFar`: some ranks are on other machines.
-template <class Quantiser, bool kFar>
+// `kRemote`: some ranks are on other machines.
+template <class Quantiser, bool kRemote>
 class Sender {
  public:
   __device__ Sender(const DispatchParams& params, Turn& turn, TurnShared& shared,
@@ -115,7 +115,7 @@ class Sender {
   __device__ void send_token(int token) {
     const Choice c = decode(turn_, shared_, token == first_ ? first_code_ : code_of(token));
     MoverTarget to{nullptr, nullptr};
-    if constexpr (kFar) to = far_target(p_, turn_, token, c);
+    if constexpr (kRemote) to = remote_target(p_, turn_, token, c);
     // A row that start() has fetched leaves the mover here, also if nobody wants it.
     if (token != first_ && !__any_sync(kAllLanes, c.valid || to.row != nullptr)) return;
     if (c.leader || (c.valid && goes_everywhere(c.rank))) {
@@ -303,10 +303,10 @@ __device__ Besides besides(const StridedRows& scales) {
 // All threads of every block call it, after leave(). A block may be the only one with a blank
 // verdict, and the others wait for it at the barrier.
 template <class Work>
-__device__ void copy_late(const DispatchParams& p, Turn& turn, const Work& far) {
+__device__ void copy_late(const DispatchParams& p, Turn& turn, const Work& remote) {
   const bool moves = turn.verdict() == Verdict::go;
   // A tensor that is missing somewhere makes the content undefined.
-  if (moves && !turn.wait_all_done(far)) return;
+  if (moves && !turn.wait_all_done(remote)) return;
   // This rank's own receivers have also put rows there.
   if (p.receives && !turn.barrier(1)) return;
 #pragma unroll 1
@@ -326,7 +326,7 @@ __device__ void open_tensors(const DispatchParams& p, const Turn& turn, TurnShar
   ptx::fence_proxy_async_global();
 }
 
-template <class Scaled, class Quantiser, bool kFar>
+template <class Scaled, class Quantiser, bool kRemote>
 __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   __shared__ TurnShared shared;
@@ -334,15 +334,15 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
   Turn turn(p.turn, shared);
   fetch_params(p);
   const bool started = turn.begin();
-  auto far = make_far_work<kFar, FarDispatch>(p, turn, shared);
+  auto remote = make_remote_work<kRemote, RemoteDispatch>(p, turn, shared);
   const PlanParts plan = parts_of(p.turn.plan, turn.plan());  // of a plan that was judged
   std::byte* warp_stages = stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
   {
     Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
-    Sender<Quantiser, kFar> sender(p, turn, shared, plan, mover);
+    Sender<Quantiser, kRemote> sender(p, turn, shared, plan, mover);
     if (started) {
       turn.enter();
-      if constexpr (kFar) far.meet();
+      if constexpr (kRemote) remote.meet();
       sender.start();
       turn.await({.rows = p.recv_tokens.row_bytes,
                   .scales = p.recv_scales.row_bytes,
@@ -359,17 +359,17 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
   }
   const bool moves = turn.verdict() == Verdict::go;
   if (moves) fill_gaps(p, turn, plan);
-  if (!closes_late(p)) return turn.leave_and_end(far);
-  turn.leave(far);
+  if (!closes_late(p)) return turn.leave_and_end(remote);
+  turn.leave(remote);
   if (takes_part(turn)) {
     bool failed = false;
     if (moves && p.receives) {
       Mover<Quantiser> mover(warp_stages, p.fan_out);
       failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
     }
-    if (!failed && p.num_late > 0) copy_late(p, turn, far);
+    if (!failed && p.num_late > 0) copy_late(p, turn, remote);
   }
-  turn.end(far);
+  turn.end(remote);
 }
 
 }  // namespace
@@ -378,37 +378,37 @@ namespace {
 
 using DispatchKernel = void (*)(DispatchParams);
 
-template <bool kFar>
+template <bool kRemote>
 DispatchKernel kernel_for(const QuantiseFormat& format, bool scaled, DType type) {
-  return format && format.powers ? dispatch_kernel<NotScaled, ByPowers, kFar>
-         : format                ? dispatch_kernel<NotScaled, ByQuotients, kFar>
-         : !scaled               ? dispatch_kernel<NotScaled, NotQuantised, kFar>
-         : type == DType::bf16   ? dispatch_kernel<Bf16, NotQuantised, kFar>
-         : type == DType::f16    ? dispatch_kernel<F16, NotQuantised, kFar>
-                                 : dispatch_kernel<F32, NotQuantised, kFar>;
+  return format && format.powers ? dispatch_kernel<NotScaled, ByPowers, kRemote>
+         : format                ? dispatch_kernel<NotScaled, ByQuotients, kRemote>
+         : !scaled               ? dispatch_kernel<NotScaled, NotQuantised, kRemote>
+         : type == DType::bf16   ? dispatch_kernel<Bf16, NotQuantised, kRemote>
+         : type == DType::f16    ? dispatch_kernel<F16, NotQuantised, kRemote>
+                                 : dispatch_kernel<F32, NotQuantised, kRemote>;
 }
 
-template <bool kFar>
+template <bool kRemote>
 void load_all(std::size_t shared_bytes) {
-  load_kernel(dispatch_kernel<NotScaled, NotQuantised, kFar>, shared_bytes);
-  load_kernel(dispatch_kernel<NotScaled, ByQuotients, kFar>, shared_bytes);
-  load_kernel(dispatch_kernel<NotScaled, ByPowers, kFar>, shared_bytes);
-  load_kernel(dispatch_kernel<Bf16, NotQuantised, kFar>, shared_bytes);
-  load_kernel(dispatch_kernel<F16, NotQuantised, kFar>, shared_bytes);
-  load_kernel(dispatch_kernel<F32, NotQuantised, kFar>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, NotQuantised, kRemote>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByQuotients, kRemote>, shared_bytes);
+  load_kernel(dispatch_kernel<NotScaled, ByPowers, kRemote>, shared_bytes);
+  load_kernel(dispatch_kernel<Bf16, NotQuantised, kRemote>, shared_bytes);
+  load_kernel(dispatch_kernel<F16, NotQuantised, kRemote>, shared_bytes);
+  load_kernel(dispatch_kernel<F32, NotQuantised, kRemote>, shared_bytes);
 }
 
 }  // namespace
 
-void launch(const DispatchParams& params, DType scaled_type, bool far, const LaunchShape& shape,
+void launch(const DispatchParams& params, DType scaled_type, bool remote, const LaunchShape& shape,
             cudaStream_t stream) {
   const bool scaled = params.weights != nullptr;
-  const auto kernel = far ? kernel_for<true> : kernel_for<false>;
+  const auto kernel = remote ? kernel_for<true> : kernel_for<false>;
   launch_cooperative(kernel(params.send.format, scaled, scaled_type), params, shape, stream);
 }
 
-void load_dispatch(std::size_t shared_bytes, bool far) {
-  (far ? load_all<true> : load_all<false>)(shared_bytes);
+void load_dispatch(std::size_t shared_bytes, bool remote) {
+  (remote ? load_all<true> : load_all<false>)(shared_bytes);
 }
 
 }  // namespace xd::ep::cuda

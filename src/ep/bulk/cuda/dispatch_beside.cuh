@@ -1,5 +1,5 @@
 // The weights and choices that dispatch stores beside a token's rows. Its source calls it, and its
-// gateways for the ranks of other machines.
+// relays for the ranks of other machines.
 #pragma once
 
 #include "ep/bulk/cuda/kernels.h"

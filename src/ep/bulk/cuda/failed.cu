@@ -7,51 +7,52 @@
 
 namespace xd::ep::cuda {
 
-void load_prepare(std::size_t shared_bytes, bool far);
-void load_dispatch(std::size_t shared_bytes, bool far);
-void load_combine(std::size_t shared_bytes, bool far);
+void load_prepare(std::size_t shared_bytes, bool remote);
+void load_dispatch(std::size_t shared_bytes, bool remote);
+void load_combine(std::size_t shared_bytes, bool remote);
 void load_local();
 
 namespace {
 
 // It has nothing for other machines but its entry, since nobody moves anything.
-class FarNothing : public FarWork<FarNothing> {
+class RemoteNothing : public RemoteWork<RemoteNothing> {
  public:
-  static constexpr FarKind kKind = FarKind::rows;
+  static constexpr RemoteKind kKind = RemoteKind::rows;
 
-  __device__ FarNothing(const FailedParams& params, Turn& turn, TurnShared& turn_shared,
-                        FarShared& shared)
-      : FarWork(params.turn, turn, turn_shared, shared) {}
-  __device__ void meet() const { meet_far(far_turn_, turn_); }
-  __device__ bool fill(int, FarHeader*) { return true; }
-  __device__ void take(int, const FarHeader&) {}
+  __device__ RemoteNothing(const FailedParams& params, Turn& turn, TurnShared& turn_shared,
+                           RemoteShared& shared)
+      : RemoteWork(params.turn, turn, turn_shared, shared) {}
+  __device__ void meet() const { meet_remote(remote_turn_, turn_); }
+  __device__ bool fill(int, RemoteHeader*) { return true; }
+  __device__ void take(int, const RemoteHeader&) {}
 };
 
-template <bool kFar>
+template <bool kRemote>
 __global__ void __launch_bounds__(128, 1) failed_kernel(const __grid_constant__ FailedParams p) {
   __shared__ TurnShared shared;
   Turn turn(p.turn, shared);
   fetch_params(p);
-  auto far = make_far_work<kFar, FarNothing>(p, turn, shared);
+  auto remote = make_remote_work<kRemote, RemoteNothing>(p, turn, shared);
   if (turn.begin()) {
     turn.enter();
-    if constexpr (kFar) far.meet();
+    if constexpr (kRemote) remote.meet();
     turn.await({0, 0, 0, 0, 0});
   }
-  turn.leave_and_end(far);
+  turn.leave_and_end(remote);
 }
 
 }  // namespace
 
-void launch(const FailedParams& params, bool far, const LaunchShape& shape, cudaStream_t stream) {
-  launch_cooperative(far ? failed_kernel<true> : failed_kernel<false>, params, shape, stream);
+void launch(const FailedParams& params, bool remote, const LaunchShape& shape,
+            cudaStream_t stream) {
+  launch_cooperative(remote ? failed_kernel<true> : failed_kernel<false>, params, shape, stream);
 }
 
-void load_kernels(const LaunchLimits& device, bool far) {
-  load_kernel(far ? failed_kernel<true> : failed_kernel<false>, device.shared_bytes);
-  load_prepare(device.shared_bytes, far);
-  load_dispatch(device.shared_bytes, far);
-  load_combine(device.shared_bytes, far);
+void load_kernels(const LaunchLimits& device, bool remote) {
+  load_kernel(remote ? failed_kernel<true> : failed_kernel<false>, device.shared_bytes);
+  load_prepare(device.shared_bytes, remote);
+  load_dispatch(device.shared_bytes, remote);
+  load_combine(device.shared_bytes, remote);
   load_local();
 }
 

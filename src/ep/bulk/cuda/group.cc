@@ -131,7 +131,7 @@ class CudaGroup final : public Group {
     std::vector<std::shared_ptr<Segment>> segments;
     xd::cuda::DeviceBuffer scratch, tables;
     Runner::Memory of_turns;
-    std::unique_ptr<FarGroup> far;
+    std::unique_ptr<RemoteGroup> remote;
     Kept* next = nullptr;
   };
   std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
@@ -142,14 +142,14 @@ class CudaGroup final : public Group {
   std::size_t plan_bytes_ = 0;
   xd::cuda::KnownMemory& known_memory_;
   Segments segments_;
-  std::unique_ptr<FarGroup> far_;  // where some ranks are on other machines
+  std::unique_ptr<RemoteGroup> remote_;  // where some ranks are on other machines
   xd::cuda::DeviceBuffer scratch_, tables_;
   GroupDevice device_{};
   ExpertMap experts_;                         // with tables in device memory
   const std::uint32_t* host_keys_ = nullptr;  // CombineParams::host_keys
   LossCounter losses_;
   Runner runner_{*this, config().fatal_errors,
-                 [this](const Report& report) { return setback_of(report, *this); },
+                 [this](const Report& report) { return operation_error_of(report, *this); },
                  [this](const turn::Call& call, std::uint32_t number, xd_stream stream) {
                    launch_failed_turn(call, number, stream);
                  }};
@@ -161,7 +161,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(comm().device().device_id)) {
   segments_ = share_memory();
-  if (!comm().hosts().all_are_near()) far_ = std::make_unique<FarGroup>(*this);
+  if (!comm().hosts().all_are_near()) remote_ = std::make_unique<RemoteGroup>(*this);
   comm().collective().agree(Family::kCreate, [this] {
     check_limits();
     const int ordinal = comm().device().device_id;
@@ -178,10 +178,10 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     runner_.allocate();
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
-    load_kernels(limits_, far_ != nullptr);
+    load_kernels(limits_, remote_ != nullptr);
     describe_group();
     describe_ranks();
-    if (far_ != nullptr) runner_.set_control(&GroupState::far, far_->device());
+    if (remote_ != nullptr) runner_.set_control(&GroupState::remote, remote_->device());
     return Collective::Contribution{};
   });
   share_ = SmShare(comm().device().device_id, budget_, limits_.sms - kReservedSms);
@@ -198,10 +198,10 @@ void CudaGroup::keep_for_good() noexcept {
   static std::atomic<Kept*> all{nullptr};  // found from here, so that it is not lost
   log_warning("a group was destroyed while an operation of it runs [rank ", rank(), " of ",
               config().ranks, "]: its memory is kept until the process ends");
-  if (far_ != nullptr) far_->outlive_group();
+  if (remote_ != nullptr) remote_->outlive_group();
   Kept* const kept = kept_.release();
   *kept = {std::move(keeps_comm_), std::move(segments_), std::move(scratch_), std::move(tables_),
-           runner_.take_memory(),  std::move(far_),      all.load()};
+           runner_.take_memory(),  std::move(remote_),   all.load()};
   while (!all.compare_exchange_weak(kept->next, kept)) {
   }
 }
@@ -269,7 +269,7 @@ void CudaGroup::describe_ranks() {
   for (int r = 0; r < config().ranks; ++r) {
     areas.push_back(comm().hosts().is_near(r)
                         ? HeapRange{segment_base(r), segments_[at(r)]->bytes()}
-                        : far_->stand_in(r));
+                        : remote_->stand_in(r));
     base.push_back(base.back() + static_cast<std::uint32_t>(capacities()[at(r)]));
     keys.push_back(host_key(comm().hosts().host_of(r), r));
     if (config_of(r).keeps.items) {
@@ -291,8 +291,8 @@ void CudaGroup::describe_ranks() {
     tables_.write(offset, from, at(words) * sizeof(std::uint32_t));
     return reinterpret_cast<const std::uint32_t*>(tables_.data() + offset);
   };
-  experts_.seats = copy(tables.seats, map.seats, map.experts);
-  experts_.seat_ranks = copy(tables.seat_ranks, map.seat_ranks, map.experts + 1);
+  experts_.physical_experts = copy(tables.physical_experts, map.physical_experts, map.experts);
+  experts_.physical_ranks = copy(tables.physical_ranks, map.physical_ranks, map.experts + 1);
   experts_.firsts = copy(tables.firsts, map.firsts, map.ranks + 1);
 }
 
@@ -300,7 +300,7 @@ void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
                                    xd_stream stream) const {
   FailedParams params = failed_params(call, view());
   params.turn.launch = number;
-  launch(params, far_ != nullptr,
+  launch(params, remote_ != nullptr,
          {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
 }
 
@@ -315,7 +315,7 @@ void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
       prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
   log_shape(XD_EP_PREPARE, shape,
             {.ranks = config().ranks, .tokens = params.tokens, .topk = params.topk}, budget);
-  launch(params, far_ != nullptr, shape, stream);
+  launch(params, remote_ != nullptr, shape, stream);
 }
 
 template <class Call>
@@ -333,7 +333,7 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   params.turn.launch = runner_.next_launch();
   params.send_blocks = shape.first_blocks;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
-  launch(params, start.tokens.type, far_ != nullptr, shape, stream);
+  launch(params, start.tokens.type, remote_ != nullptr, shape, stream);
 }
 
 template <class Call>
@@ -348,7 +348,7 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   params.push_blocks = shape.first_blocks;
   params.host_keys = host_keys_;
   log_shape(params.turn.record.call.operation, shape, traffic, budget);
-  launch(params, start.type, far_ != nullptr, shape, stream);
+  launch(params, start.type, remote_ != nullptr, shape, stream);
 }
 
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {

@@ -27,24 +27,24 @@ class TurnFiller {
 
   // Rows of tokens, which are staged where the group has the memory for it. `place` is the name by
   // which peers reach them.
-  ReceiveRows receive_rows(const Tensor& tensor, turn::RemoteAddress& place) const {
+  ReceiveRows receive_rows(const Tensor& tensor, turn::PeerAddress& place) const {
     return receive(tensor, {map().rows, false}, place);
   }
 
   // A tensor beside rows, for which there is always staging memory.
   ReceiveRows receive_beside(const Tensor& tensor, std::uint64_t staging_offset,
-                             turn::RemoteAddress& place) const {
+                             turn::PeerAddress& place) const {
     return receive(tensor, {staging_offset, true}, place);
   }
 
   // Peers never touch these tensors. They are checked all the same, so that both executors accept
   // the same arguments.
   void own_rows(const Tensor& tensor) const {
-    turn::RemoteAddress nobodys;
+    turn::PeerAddress nobodys;
     receive_rows(tensor, nobodys);
   }
   void own_weights(const Tensor& tensor) const {
-    turn::RemoteAddress nobodys;
+    turn::PeerAddress nobodys;
     receive_beside(tensor, map().weights, nobodys);
   }
 
@@ -57,7 +57,7 @@ class TurnFiller {
 
  private:
   ReceiveRows receive(const Tensor& tensor, const Staging& staging,
-                      turn::RemoteAddress& place) const {
+                      turn::PeerAddress& place) const {
     place = {};
     if (!tensor) return {};
     check(Check::recv_rows, tensor.name, tensor.rows);
@@ -162,7 +162,7 @@ void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p
 // tokens' ranks.
 void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
               CombineStart& start) {
-  turn::RemoteAddress place;
+  turn::PeerAddress place;
   const ReceiveRows rows = fill.receive_rows(tensor, place);
   if (!out) return;
   start.type = out.type;
@@ -175,7 +175,7 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   p.partial_bytes = GroupMap::slots_of(fill.config()) * p.row_bytes;
   if (!p.pushes) fill.record().rows_in = place;
   if (fill.config().keeps.partials) {
-    fill.record().extra_in = turn::RemoteAddress::shared(fill.map().partials());
+    fill.record().extra_in = turn::PeerAddress::shared(fill.map().partials());
   }
 }
 

@@ -102,18 +102,19 @@ struct PrepareScratch {
   }
 };
 
-// Each starts a cooperative launch on `stream`; nothing waits. `far`: some ranks are on other
+// Each starts a cooperative launch on `stream`; nothing waits. `remote`: some ranks are on other
 // machines, as GroupState says.
-void launch(const FailedParams& params, bool far, const LaunchShape& shape, cudaStream_t stream);
-void launch(const PrepareParams& params, bool far, const LaunchShape& shape, cudaStream_t stream);
-void launch(const DispatchParams& params, DType scaled_type, bool far, const LaunchShape& shape,
+void launch(const FailedParams& params, bool remote, const LaunchShape& shape, cudaStream_t stream);
+void launch(const PrepareParams& params, bool remote, const LaunchShape& shape,
             cudaStream_t stream);
-void launch(const CombineParams& params, DType type, bool far, const LaunchShape& shape,
+void launch(const DispatchParams& params, DType scaled_type, bool remote, const LaunchShape& shape,
+            cudaStream_t stream);
+void launch(const CombineParams& params, DType type, bool remote, const LaunchShape& shape,
             cudaStream_t stream);
 
 // Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
-// A kernel that is loaded when it is first launched would wait for kernels that spin. `far`: those
-// of groups over several machines.
-void load_kernels(const LaunchLimits& device, bool far);
+// A kernel that is loaded when it is first launched would wait for kernels that spin. `remote`:
+// those of groups over several machines.
+void load_kernels(const LaunchLimits& device, bool remote);
 
 }  // namespace xd::ep::cuda

@@ -11,17 +11,17 @@
 
 namespace xd::ep::cuda {
 
-struct FarDevice;  // ep/bulk/cuda/remote/params.h
+struct RemoteDevice;  // ep/bulk/cuda/remote/params.h
 
 // Working state of a group: see turn::DeviceControl.
 struct GroupState : turn::DeviceControl {
   std::uint32_t next_unit[2];  // next unit of work that warps take one by one
   std::uint64_t bad_ids;       // total over all plans made
   std::uint64_t dropped_rows;  // likewise
-  const FarDevice* far;        // in device memory; nullptr = all ranks are near
+  const RemoteDevice* remote;  // in device memory; nullptr = all ranks are near
 };
 
-// The facts that kernels tell about a setback.
+// The facts that kernels tell about an operation error.
 struct Findings {
   Fault fault;                              // INVALID_ARGUMENT: the mistake in this rank's plan
   std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
@@ -43,10 +43,11 @@ constexpr std::uint32_t host_of_key(std::uint32_t key) { return key >> 16; }
 
 // A group's tables in device memory: byte offsets.
 struct GroupTables {
-  std::uint64_t areas;                      // [W] HeapRange
-  std::uint64_t base;                       // [W+1] uint32_t, of RowCodec
-  std::uint64_t host_keys;                  // [W] uint32_t: host_key()
-  std::uint64_t seats, seat_ranks, firsts;  // uint32_t, of ExpertMap, where it has tables
+  std::uint64_t areas;      // [W] HeapRange
+  std::uint64_t base;       // [W+1] uint32_t, of RowCodec
+  std::uint64_t host_keys;  // [W] uint32_t: host_key()
+  std::uint64_t physical_experts, physical_ranks,
+      firsts;  // uint32_t, of ExpertMap, where it has tables
   std::uint64_t end;
 
   static constexpr GroupTables make(const ExpertMap& map) {
@@ -58,8 +59,8 @@ struct GroupTables {
     tables.base = cursor.add<std::uint32_t>(ranks + 1);
     tables.host_keys = cursor.add<std::uint32_t>(ranks);
     if (map.has_tables()) {
-      tables.seats = cursor.add<std::uint32_t>(experts);
-      tables.seat_ranks = cursor.add<std::uint32_t>(experts + 1);
+      tables.physical_experts = cursor.add<std::uint32_t>(experts);
+      tables.physical_ranks = cursor.add<std::uint32_t>(experts + 1);
       tables.firsts = cursor.add<std::uint32_t>(ranks + 1);
     }
     tables.end = cursor.at;

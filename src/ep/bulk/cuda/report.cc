@@ -9,7 +9,7 @@
 
 namespace xd::ep::cuda {
 
-Setback setback_of(const Report& report, const Group& group) {
+OperationError operation_error_of(const Report& report, const Group& group) {
   const Config& config = group.config();
   switch (report.status) {
     case XD_ERROR_OVERFLOW:
@@ -25,7 +25,7 @@ Setback setback_of(const Report& report, const Group& group) {
               .rank = group.rank()};
     default: {
       const std::span<const Record> records(report.record, at(config.ranks));
-      if (Setback found = turn::disagreement<Family>(records, group.rank())) return found;
+      if (OperationError found = turn::disagreement<Family>(records, group.rank())) return found;
       return {.status = XD_ERROR_MISMATCH,
               .text = concat("rank ", report.rank,
                              " does not find a tensor that some rank offers: it lies outside that "

@@ -9,8 +9,8 @@
 
 namespace xd::ep::cuda {
 
-// The setback that the report tells of.
-Setback setback_of(const Report& report, const Group& group);
+// The operation error that the report tells of.
+OperationError operation_error_of(const Report& report, const Group& group);
 
 // Counts the losses of all plans that kernels have made. Any thread.
 class LossCounter {

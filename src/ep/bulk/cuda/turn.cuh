@@ -215,7 +215,7 @@ __device__ inline bool Turn::find_tensors(int peer, const Record& record,
                                           const OfferedSizes& sizes) {
   PeerTensors& to = s_.peer[peer];
   bool there = true;
-  const auto find_rows = [&](turn::RemoteAddress address, std::uint64_t row_bytes,
+  const auto find_rows = [&](turn::PeerAddress address, std::uint64_t row_bytes,
                              unsigned alignment) -> std::byte* {
     if (row_bytes == 0 || !address) return nullptr;
     std::byte* at = find(peer, address, row_bytes * record.rows, alignment);

@@ -21,15 +21,15 @@ Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, Choices
     memory.experts[at(i)] = Choices::kNone;
     if (id == -1) continue;
     const bool inside = id >= 0 && id < config.experts;
-    const int seat = inside ? config.map().seat_of(static_cast<int>(id)) : -1;
-    if (!inside || seen[at(seat)] == mark) {
+    const int physical_expert = inside ? config.map().physical_expert_of(static_cast<int>(id)) : -1;
+    if (!inside || seen[at(physical_expert)] == mark) {
       if (!inside || !config.collapse) ++counts[layout.bad_ids()];
       continue;
     }
-    const int rank = config.map().rank_at(seat);
-    seen[at(seat)] = mark;
-    memory.experts[at(i)] = static_cast<std::uint32_t>(seat);
-    ++counts[layout.expert(seat)];
+    const int rank = config.map().rank_at(physical_expert);
+    seen[at(physical_expert)] = mark;
+    memory.experts[at(i)] = static_cast<std::uint32_t>(physical_expert);
+    ++counts[layout.expert(physical_expert)];
     std::uint32_t& rank_seen = seen[at(config.experts + rank)];
     if (rank_seen != mark) ++counts[layout.rank(rank)];
     rank_seen = mark;

@@ -16,16 +16,17 @@ namespace xd::ep::cpu {
 struct Choices {
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
-  std::span<const std::uint32_t> experts;  // [T][K] seat of each choice; kNone = does not count
-  std::span<const std::uint32_t> counts;   // this rank's counts, for the others (CountLayout)
+  std::span<const std::uint32_t>
+      experts;  // [T][K] physical expert of each choice; kNone = does not count
+  std::span<const std::uint32_t> counts;  // this rank's counts, for the others (CountLayout)
   int topk = 1;
 };
 
 // Working memory, allocated with the group.
 struct ChoicesMemory {
-  std::vector<std::uint32_t> experts;  // [T][K] seats
+  std::vector<std::uint32_t> experts;  // [T][K] physical experts
   std::vector<std::uint32_t> counts;   // CountLayout
-  std::vector<std::uint32_t> seen;     // [E + W] the token that last named a seat or a rank
+  std::vector<std::uint32_t> seen;  // [E + W] the token that last named a physical expert or a rank
 
   template <class Visit>
   void for_each_vector(const CommonConfig& config, Visit&& visit) {

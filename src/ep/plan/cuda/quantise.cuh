@@ -157,16 +157,16 @@ __device__ inline void quantise_by_powers(std::byte* piece, std::byte* scales,
   for (std::uint32_t first = own_column; first - own_column < columns;
        first += kVectorsAtOnce * kColumnsPerWarp) {
     uint4 x[kVectorsAtOnce];
-    std::uint32_t most[kVectorsAtOnce], far = 0;
+    std::uint32_t most[kVectorsAtOnce], not_finite_bits = 0;
 #pragma unroll
     for (int i = 0; i < kVectorsAtOnce; ++i) {
       const std::uint32_t column = first + i * kColumnsPerWarp;
       const std::byte* at = piece + column * 2;
       x[i] = column < columns ? *reinterpret_cast<const uint4*>(at) : uint4{0, 0, 0, 0};
       most[i] = most_of(x[i], 0);
-      far |= not_finite(most[i]);
+      not_finite_bits |= not_finite(most[i]);
     }
-    const bool finite = !__any_sync(kWholeWarp, far != 0);
+    const bool finite = !__any_sync(kWholeWarp, not_finite_bits != 0);
     if (!finite) {
 #pragma unroll
       for (int i = 0; i < kVectorsAtOnce; ++i) most[i] = finite_most_of(x[i], 0);

@@ -4,14 +4,14 @@
 #include <cstring>
 
 #include "ep/plan/plan_check.h"
-#include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/cpu/remote/pipelines.h"
 #include "ep/slots/family.h"
 #include "ep/slots/placement.h"
 
 namespace xd::ep::cpu {
 namespace {
 
-using Part = LlFarLane::Part;
+using Part = LlRemotePipeline::Part;
 
 // Where a rank's sums are: behind its weights, if the call has some.
 Part sums_part(bool has_weights) { return has_weights ? Part::sums : Part::entry; }
@@ -95,51 +95,51 @@ LlRecord LlCombine::record() const {
 
 void LlCombine::send(bool stage_own) {
   own_staged_ = stage_own;
-  Lane& lane = context_.lane;
+  Pipeline& pipeline = context_.pipeline;
   LlRecord record = this->record();
   record.mask = context_.masks.masked();
   if (send_.topk_weights) send_weights();
-  lane.enter(record);
+  pipeline.enter(record);
   // The owners of this rank's rows wait for its weights.
-  if (send_.topk_weights) lane.ring_peers();
-  if (context_.far != nullptr) {
-    if (send_.topk_weights) send_far_weights();
-    open_far_sums();
+  if (send_.topk_weights) pipeline.ring_peers();
+  if (context_.remote != nullptr) {
+    if (send_.topk_weights) send_remote_weights();
+    open_remote_sums();
   }
   send_partials();
   context_.group.count_rows(plan_.header().recv_rows, send_.expert_out.row_bytes());
-  for (const NearRank peer : lane.peers()) {
-    if (!lane.company().has(peer)) continue;
+  for (const NearRank peer : pipeline.peers()) {
+    if (!pipeline.company().has(peer)) continue;
     // A rank that sees this also sees the partial sums.
-    context_.memory.landed({peer, context_.self(), lane.sent()}).signal(lane.sent());
+    context_.memory.landed({peer, context_.self(), pipeline.sent()}).signal(pipeline.sent());
   }
-  lane.ring_peers();
-  if (context_.far != nullptr) send_far_sums();
+  pipeline.ring_peers();
+  if (context_.remote != nullptr) send_remote_sums();
 }
 
-// A far rank gets those of all tokens, as the record goes to every rank.
-void LlCombine::send_far_weights() const {
+// A remote rank gets those of all tokens, as the record goes to every rank.
+void LlCombine::send_remote_weights() const {
   const std::size_t bytes = at(plan_.tokens()) * at(plan_.topk()) * sizeof(float);
-  for (const int rank : context_.far->ranks()) {
-    std::memcpy(context_.far->open(rank, Part::entry), send_.topk_weights.data, bytes);
-    context_.far->send(rank, Part::entry, at(plan_.tokens()), bytes);
+  for (const int rank : context_.remote->ranks()) {
+    std::memcpy(context_.remote->open(rank, Part::entry), send_.topk_weights.data, bytes);
+    context_.remote->send(rank, Part::entry, at(plan_.tokens()), bytes);
   }
 }
 
-void LlCombine::open_far_sums() {
-  for (const int rank : context_.far->ranks()) {
+void LlCombine::open_remote_sums() {
+  for (const int rank : context_.remote->ranks()) {
     context_.scratch.listed[at(rank)] = 0;
     context_.scratch.bodies[at(rank)] =
-        context_.far->open(rank, sums_part(bool{send_.topk_weights}));
+        context_.remote->open(rank, sums_part(bool{send_.topk_weights}));
   }
 }
 
-void LlCombine::send_far_sums() const {
-  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
-  for (const int rank : context_.far->ranks()) {
+void LlCombine::send_remote_sums() const {
+  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  for (const int rank : context_.remote->ranks()) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
-    context_.far->send(rank, sums_part(bool{send_.topk_weights}), items,
-                       items * layout.item_bytes());
+    context_.remote->send(rank, sums_part(bool{send_.topk_weights}), items,
+                          items * layout.item_bytes());
   }
 }
 
@@ -147,28 +147,30 @@ void LlCombine::send_weights() const {
   const int topk = plan_.topk();
   const float* weights = send_.topk_weights.as<float>();
   for (std::int64_t t = 0; t < plan_.tokens(); ++t) {
-    for (const NearRank peer : context_.lane.peers()) {
-      if (!plan_.home(t).has(peer) || !context_.lane.company().has(peer)) continue;
-      std::copy_n(weights + t * topk, topk,
-                  context_.memory.weights({peer, context_.self(), context_.lane.sent()}, t, topk));
+    for (const NearRank peer : context_.pipeline.peers()) {
+      if (!plan_.home(t).has(peer) || !context_.pipeline.company().has(peer)) continue;
+      std::copy_n(
+          weights + t * topk, topk,
+          context_.memory.weights({peer, context_.self(), context_.pipeline.sent()}, t, topk));
     }
   }
 }
 
 // Whether a source's weights are here, and its call agrees with this one. Waits for the source.
 bool LlCombine::takes_part(int source) {
-  Lane& lane = context_.lane;
-  if (!lane.company().has(source)) return false;
-  if (!lane.wait_entered(source, lane.sent())) return false;
-  const LlRecord& theirs = lane.record_of(source, lane.sent());
+  Pipeline& pipeline = context_.pipeline;
+  if (!pipeline.company().has(source)) return false;
+  if (!pipeline.wait_entered(source, pipeline.sent())) return false;
+  const LlRecord& theirs = pipeline.record_of(source, pipeline.sent());
   if (!turn::difference<LlFamily>(record(), theirs).empty()) return false;
-  if (is_far(source)) judge_weights(source);
+  if (is_remote(source)) judge_weights(source);
   return true;
 }
 
 void LlCombine::judge_weights(int source) const {
-  const LlFarMessage& weights = *context_.far->find(source, Part::entry, context_.lane.sent());
-  context_.far->judge(
+  const LlRemoteMessage& weights =
+      *context_.remote->find(source, Part::entry, context_.pipeline.sent());
+  context_.remote->judge(
       [&] { weights.require_items(at(config().max_tokens), at(plan_.topk()) * sizeof(float)); });
 }
 
@@ -180,14 +182,14 @@ std::byte* LlCombine::target_of(const LlItem& item) {
     source_ = item.source();
     wanted_ = source_ == context_.self() ? own_staged_
               : send_.topk_weights       ? takes_part(source_)
-                                         : context_.lane.company().has(source_);
+                                         : context_.pipeline.company().has(source_);
   }
   if (!wanted_) return nullptr;
   if (const auto near = context_.group.comm().hosts().find_near(source_)) {
-    return context_.memory.partial(*near, context_.lane.sent(), item.token(),
+    return context_.memory.partial(*near, context_.pipeline.sent(), item.token(),
                                    static_cast<int>(item.place));
   }
-  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
   const std::uint64_t items = context_.scratch.listed[at(source_)];
   if (items >= at(config().max_tokens)) return nullptr;
   return context_.scratch.bodies[at(source_)] + items * layout.item_bytes() + layout.row_at();
@@ -195,8 +197,8 @@ std::byte* LlCombine::target_of(const LlItem& item) {
 
 // A sum goes where target_of() has said.
 void LlCombine::keep_target(const LlItem& item) {
-  if (!is_far(source_)) return;
-  const LlFarSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  if (!is_remote(source_)) return;
+  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
   const std::uint64_t number = context_.scratch.listed[at(source_)]++;
   const auto token = static_cast<std::uint32_t>(item.token());
   std::memcpy(context_.scratch.bodies[at(source_)] + number * layout.item_bytes(), &token,
@@ -243,13 +245,13 @@ const float* LlCombine::weights_of(const LlItem& item) const {
     if (item.token() >= plan_.tokens()) return nullptr;
     return send_.topk_weights.as<float>() + std::int64_t{item.token()} * topk;
   }
-  if (is_far(item.source())) {
-    const LlFarMessage& theirs =
-        *context_.far->find(item.source(), Part::entry, context_.lane.sent());
+  if (is_remote(item.source())) {
+    const LlRemoteMessage& theirs =
+        *context_.remote->find(item.source(), Part::entry, context_.pipeline.sent());
     if (at(item.token()) >= theirs.header.items) return nullptr;
     return reinterpret_cast<const float*>(theirs.item(at(item.token()), at(topk) * sizeof(float)));
   }
-  return context_.memory.weights({context_.self(), item.source(), context_.lane.sent()},
+  return context_.memory.weights({context_.self(), item.source(), context_.pipeline.sent()},
                                  item.token(), topk);
 }
 
@@ -270,54 +272,55 @@ int LlCombine::collect(const LlItem& item, Terms& terms) const {
 
 // ---- Receive -----------------------------------------------------------------------------------
 
-LlSetback LlCombine::receive(bool own_staged) {
+LlOperationError LlCombine::receive(bool own_staged) {
   own_staged_ = own_staged;
-  Lane& lane = context_.lane;
+  Pipeline& pipeline = context_.pipeline;
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
-  lane.await(times);
-  if (context_.far != nullptr) await_far_sums();
-  if (LlSetback found = verdict(lane, context_.self())) return found;
+  pipeline.await(times);
+  if (context_.remote != nullptr) await_remote_sums();
+  if (LlOperationError found = verdict(pipeline, context_.self())) return found;
   await_partials();
-  if (context_.far != nullptr) read_far_sums();
+  if (context_.remote != nullptr) read_remote_sums();
   sum_tokens();
   return {};
 }
 
 void LlCombine::await_partials() {
-  Lane& lane = context_.lane;
+  Pipeline& pipeline = context_.pipeline;
   RankBits holders{};
   for (std::int64_t t = 0; t < plan_.tokens(); ++t) holders = holders | plan_.home(t);
-  for (const NearRank peer : lane.peers()) {
-    if (!holders.has(peer) || !lane.here().has(peer)) continue;
-    const NearMemory landed = context_.memory.landed({context_.self(), peer, lane.next()});
+  for (const NearRank peer : pipeline.peers()) {
+    if (!holders.has(peer) || !pipeline.here().has(peer)) continue;
+    const NearMemory landed = context_.memory.landed({context_.self(), peer, pipeline.next()});
     const bool came = context_.masks.wait(
-        peer, lane.site(XD_PHASE_ROWS, lane.next()), [&] { return landed.seen() == lane.next(); },
-        [&] { return landed.seen(); });
-    if (!came) lane.lose(peer);
+        peer, pipeline.site(XD_PHASE_ROWS, pipeline.next()),
+        [&] { return landed.seen() == pipeline.next(); }, [&] { return landed.seen(); });
+    if (!came) pipeline.lose(peer);
   }
 }
 
 // Also where ranks turn out to disagree: what a rank has sent takes place here until it has come.
-void LlCombine::await_far_sums() {
-  Lane& lane = context_.lane;
-  for (const int rank : context_.far->ranks()) {
-    const LlRecord& record = lane.records()[at(rank)];
+void LlCombine::await_remote_sums() {
+  Pipeline& pipeline = context_.pipeline;
+  for (const int rank : context_.remote->ranks()) {
+    const LlRecord& record = pipeline.records()[at(rank)];
     const bool has_weights = (record.flags & kWeighted) != 0;
     if (record.call.status != XD_SUCCESS || !has_weights) continue;
-    lane.wait_for_message(rank, lane.next(), [&] {
-      return context_.far->find(rank, Part::sums, lane.next()) != nullptr;
+    pipeline.wait_for_message(rank, pipeline.next(), [&] {
+      return context_.remote->find(rank, Part::sums, pipeline.next()) != nullptr;
     });
   }
 }
 
-void LlCombine::read_far_sums() {
-  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
-  const Lane& lane = context_.lane;
-  const Part part = sums_part((lane.own_record().flags & kWeighted) != 0);
-  for (const int rank : context_.far->ranks()) {
+void LlCombine::read_remote_sums() {
+  const LlRemoteSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Pipeline& pipeline = context_.pipeline;
+  const Part part = sums_part((pipeline.own_record().flags & kWeighted) != 0);
+  for (const int rank : context_.remote->ranks()) {
     context_.scratch.listed[at(rank)] = 0;
-    const LlFarMessage& sums = *context_.far->find(rank, part, lane.next());
-    context_.far->judge([&] { sums.require_items(at(config().max_tokens), layout.item_bytes()); });
+    const LlRemoteMessage& sums = *context_.remote->find(rank, part, pipeline.next());
+    context_.remote->judge(
+        [&] { sums.require_items(at(config().max_tokens), layout.item_bytes()); });
   }
 }
 
@@ -347,10 +350,10 @@ bool LlCombine::collect_token(std::int64_t token, Terms& terms) {
   const HostMap& hosts = context_.group.comm().hosts();
   bool weighs = false;
   for (const int rank : hosts.by_host()) {
-    if (!home.has(rank) || !context_.lane.here().has(rank)) continue;
+    if (!home.has(rank) || !context_.pipeline.here().has(rank)) continue;
     const int before = terms.num_partials;
-    if (is_far(rank)) {
-      add_far_partial(rank, token, terms);
+    if (is_remote(rank)) {
+      add_remote_partial(rank, token, terms);
     } else if (rank != context_.self() || own_staged_) {
       add_partial(home, rank, token, terms);
     } else if (const LlItem* item = own_item(token)) {
@@ -375,16 +378,16 @@ void LlCombine::add_partial(const RankBits& home, int rank, std::int64_t token,
                             Terms& terms) const {
   const int place = partial_place(rank, home, config());
   if (place >= partial_places(config())) return;
-  terms.add(context_.memory.partial(context_.self(), context_.lane.next(), token, place), 1.0f);
+  terms.add(context_.memory.partial(context_.self(), context_.pipeline.next(), token, place), 1.0f);
   terms.end_partial();
 }
 
-// A far rank's sums are by ascending token, as its plan has the items that it makes them of. A rank
-// whose plan is damaged may have made fewer.
-void LlCombine::add_far_partial(int rank, std::int64_t token, Terms& terms) const {
-  const LlFarSums layout{.row_bytes = receive_.out.row_bytes()};
-  const Part part = sums_part((context_.lane.own_record().flags & kWeighted) != 0);
-  const LlFarMessage& sums = *context_.far->find(rank, part, context_.lane.next());
+// A remote rank's sums are by ascending token, as its plan has the items that it makes them of. A
+// rank whose plan is damaged may have made fewer.
+void LlCombine::add_remote_partial(int rank, std::int64_t token, Terms& terms) const {
+  const LlRemoteSums layout{.row_bytes = receive_.out.row_bytes()};
+  const Part part = sums_part((context_.pipeline.own_record().flags & kWeighted) != 0);
+  const LlRemoteMessage& sums = *context_.remote->find(rank, part, context_.pipeline.next());
   std::uint64_t& number = context_.scratch.listed[at(rank)];
   for (; number < sums.header.items; ++number) {
     const std::byte* const item = sums.item(number, layout.item_bytes());

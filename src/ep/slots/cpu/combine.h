@@ -4,7 +4,7 @@
 //            rows; then the sum of the rows that this rank holds of each token, to its source
 //   receive  for each token: the sum of its ranks' sums
 //
-// Far ranks get a message with the sums, or one with the weights and another with the sums.
+// Remote ranks get a message with the sums, or one with the weights and another with the sums.
 //
 // A rank tells its peers of the operation, and sends its weights, before it waits for theirs.
 #pragma once
@@ -30,7 +30,7 @@ class LlCombine {
   // call, which takes this rank's own sums out of the staging.
   void send(bool stage_own);
   // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
-  LlSetback receive(bool own_staged);
+  LlOperationError receive(bool own_staged);
 
  private:
   struct Terms;
@@ -38,9 +38,9 @@ class LlCombine {
   bool weighted() const { return send_.topk_weights || plan_.facts().weighted != 0; }
   LlPlanView open(const PlanBytes& bytes) const;
   void send_weights() const;
-  void send_far_weights() const;
-  void open_far_sums();
-  void send_far_sums() const;
+  void send_remote_weights() const;
+  void open_remote_sums();
+  void send_remote_sums() const;
   void judge_weights(int source) const;
   bool takes_part(int source);
   std::byte* target_of(const LlItem& item);
@@ -49,14 +49,14 @@ class LlCombine {
   const float* weights_of(const LlItem& item) const;
   int collect(const LlItem& item, Terms& terms) const;
   void await_partials();
-  void await_far_sums();
-  void read_far_sums();
+  void await_remote_sums();
+  void read_remote_sums();
   void sum_tokens();
   bool collect_token(std::int64_t token, Terms& terms);
   const LlItem* own_item(std::int64_t token);
   void add_partial(const RankBits& home, int rank, std::int64_t token, Terms& terms) const;
-  void add_far_partial(int rank, std::int64_t token, Terms& terms) const;
-  bool is_far(int rank) const { return !context_.group.comm().hosts().is_near(rank); }
+  void add_remote_partial(int rank, std::int64_t token, Terms& terms) const;
+  bool is_remote(int rank) const { return !context_.group.comm().hosts().is_near(rank); }
 
   LlContext context_;
   LlCombineSend send_;

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "ep/plan/plan.h"
-#include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/cpu/remote/pipelines.h"
 #include "ep/slots/family.h"
 #include "ep/slots/placement.h"
 #include "turn/unjudged_reads.h"
@@ -40,7 +40,7 @@ struct LlDispatch::TokenRoute {
   struct Target {
     int rank;
     LlItem* item;
-    std::byte* row;  // beside the item, where the rank is far
+    std::byte* row;  // beside the item, where the rank is remote
   };
   std::array<Target, kMaxTopk> targets;
   int count = 0;
@@ -54,11 +54,11 @@ struct LlDispatch::TokenRoute {
 void LlDispatch::send(bool stage_own) {
   own_staged_ = stage_own;
   LlScratch& scratch = context_.scratch;
-  Lane& lane = context_.lane;
+  Pipeline& pipeline = context_.pipeline;
   const Choices choices = read_choices(send_.topk_idx, config(), scratch.choices);
   std::ranges::fill(scratch.listed, 0);
-  if (context_.far != nullptr) open_messages();
-  RankBits* const home = scratch.home_of(lane.sent(), config());
+  if (context_.remote != nullptr) open_messages();
+  RankBits* const home = scratch.home_of(pipeline.sent(), config());
   for (std::int64_t t = 0; t < send_.tokens.rows; ++t) {
     const TokenRoute to = route(t, choices.experts.data() + t * choices.topk);
     home[t] = to.home;
@@ -66,20 +66,20 @@ void LlDispatch::send(bool stage_own) {
   }
   // A masked rank that stands still may yet read what it was sent before in the same place.
   for (const NearRank rank : context_.group.near()) {
-    if (rank != context_.self() && !lane.company().has(rank)) continue;
-    context_.memory.listed({rank, context_.self(), lane.sent()}) = scratch.listed[at(rank)];
+    if (rank != context_.self() && !pipeline.company().has(rank)) continue;
+    context_.memory.listed({rank, context_.self(), pipeline.sent()}) = scratch.listed[at(rank)];
   }
   LlRecord record = this->record();
   record.bad_ids = choices.counts[CountLayout{config().experts, config().ranks}.bad_ids()];
   record.mask = context_.masks.masked();
   rows::flush();
-  lane.enter(record);
-  lane.ring_peers();
-  if (context_.far != nullptr) send_messages();
+  pipeline.enter(record);
+  pipeline.ring_peers();
+  if (context_.remote != nullptr) send_messages();
 }
 
-LlFarRows LlDispatch::message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise,
-                                     int topk) const {
+LlRemoteRows LlDispatch::message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise,
+                                        int topk) const {
   if (const QuantiseFormat format = quantise_format(quantise)) {
     const std::uint64_t columns = row_bytes / dtype_bytes(DType::bf16);
     row_bytes = columns + format.scale_row_bytes(columns);
@@ -88,17 +88,17 @@ LlFarRows LlDispatch::message_layout(std::uint64_t row_bytes, xd_ep_quantise qua
 }
 
 void LlDispatch::open_messages() {
-  for (const int rank : context_.far->ranks()) {
-    context_.scratch.bodies[at(rank)] = context_.far->open(rank, LlFarLane::Part::entry);
+  for (const int rank : context_.remote->ranks()) {
+    context_.scratch.bodies[at(rank)] = context_.remote->open(rank, LlRemotePipeline::Part::entry);
   }
 }
 
 void LlDispatch::send_messages() const {
-  const LlFarRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise,
-                                          static_cast<int>(send_.topk_idx.cols));
-  for (const int rank : context_.far->ranks()) {
+  const LlRemoteRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise,
+                                             static_cast<int>(send_.topk_idx.cols));
+  for (const int rank : context_.remote->ranks()) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
-    context_.far->send(rank, LlFarLane::Part::entry, items, items * layout.item_bytes());
+    context_.remote->send(rank, LlRemotePipeline::Part::entry, items, items * layout.item_bytes());
   }
 }
 
@@ -108,8 +108,8 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
   const float* weights =
       send_.topk_weights ? send_.topk_weights.as<float>() + token * topk : nullptr;
   const int self = context_.self();
-  const RankBits& company = context_.lane.company();
-  const LlFarRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise, topk);
+  const RankBits& company = context_.pipeline.company();
+  const LlRemoteRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise, topk);
   TokenRoute to;
   for (int k = 0; k < topk; ++k) {
     if (experts[k] == Choices::kNone) continue;
@@ -123,7 +123,7 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
       to.home.add(place.rank);
       const std::uint64_t number = context_.scratch.listed[at(place.rank)]++;
       if (const auto near = context_.group.comm().hosts().find_near(place.rank)) {
-        const LlMemory::Cell cell{*near, self, context_.lane.sent()};
+        const LlMemory::Cell cell{*near, self, context_.pipeline.sent()};
         target = {place.rank, &context_.memory.item(cell, number, topk), nullptr};
         to.has_near_peer = to.has_near_peer || place.rank != self;
       } else {
@@ -143,7 +143,8 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
   return to;
 }
 
-// The row goes into this rank's own memory, where near ranks read it, and beside far ranks' items.
+// The row goes into this rank's own memory, where near ranks read it, and beside remote ranks'
+// items.
 void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
   const QuantiseFormat format = quantise_format(send_.quantise);
   std::uint64_t bytes = send_.tokens.row_bytes();
@@ -157,7 +158,7 @@ void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
   }
   const bool read_here = to.home.has(context_.self()) && (own_staged_ || format);
   if (to.has_near_peer || read_here) {
-    rows::copy(context_.memory.row(context_.self(), context_.lane.sent(), token), row, bytes,
+    rows::copy(context_.memory.row(context_.self(), context_.pipeline.sent(), token), row, bytes,
                kForPeers);
   }
   for (const TokenRoute::Target& target : to.all()) {
@@ -167,15 +168,15 @@ void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
 
 // ---- Receive -----------------------------------------------------------------------------------
 
-LlSetback LlDispatch::receive(bool own_staged) {
+LlOperationError LlDispatch::receive(bool own_staged) {
   own_staged_ = own_staged;
-  Lane& lane = context_.lane;
-  sent_ = lane.own_record();
+  Pipeline& pipeline = context_.pipeline;
+  sent_ = pipeline.own_record();
   // These bytes may have been a plan before; they are none from now on.
   std::memset(receive_.plan, 0, sizeof(PlanHeader));
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
-  lane.await(times);
-  if (LlSetback found = verdict(lane, context_.self())) return found;
+  pipeline.await(times);
+  if (LlOperationError found = verdict(pipeline, context_.self())) return found;
   begin_delivery();
   std::byte* const items = receive_.plan + plan_map().items;
   std::int64_t count = 0;
@@ -194,9 +195,9 @@ std::int64_t LlDispatch::deliver(int source, std::byte* plan_items) {
   LlScratch& scratch = context_.scratch;
   std::uint64_t count = 0;
   std::ranges::copy(scratch.next, scratch.first.begin());
-  if (context_.lane.here().has(source)) {
+  if (context_.pipeline.here().has(source)) {
     const auto near = context_.group.comm().hosts().find_near(source);
-    count = near ? deliver_near(*near, plan_items) : deliver_far(source, plan_items);
+    count = near ? deliver_near(*near, plan_items) : deliver_remote(source, plan_items);
   }
   if (receive_.source_ranges) {
     for (std::size_t e = 0; e < scratch.next.size(); ++e) {
@@ -221,23 +222,23 @@ std::uint64_t LlDispatch::deliver_near(NearRank source, std::byte* plan_items) {
   if (source != context_.self() && !context_.masks.still_in_step(source)) {
     zero_rows(plan_items, count);
     context_.masks.mask(source);
-    context_.lane.lose(source);
+    context_.pipeline.lose(source);
   }
   return count;
 }
 
-// The message is here: lane.await() has returned.
-std::uint64_t LlDispatch::deliver_far(int source, std::byte* plan_items) {
-  const LlRecord& record = context_.lane.records()[at(source)];
+// The message is here: pipeline.await() has returned.
+std::uint64_t LlDispatch::deliver_remote(int source, std::byte* plan_items) {
+  const LlRecord& record = context_.pipeline.records()[at(source)];
   const int topk = static_cast<int>(sent_.topk);
-  const LlFarRows layout =
+  const LlRemoteRows layout =
       message_layout(sent_.row_bytes, static_cast<xd_ep_quantise>(sent_.quantise), topk);
-  const LlFarMessage& message =
-      *context_.far->find(source, LlFarLane::Part::entry, context_.lane.next());
+  const LlRemoteMessage& message =
+      *context_.remote->find(source, LlRemotePipeline::Part::entry, context_.pipeline.next());
   const auto item_at = [&](std::uint64_t i) -> const LlItem& {
     return *reinterpret_cast<const LlItem*>(message.item(i, layout.item_bytes()));
   };
-  context_.far->judge([&] {
+  context_.remote->judge([&] {
     message.require_items(std::min<std::uint64_t>(record.tokens, at(config().max_tokens)),
                           layout.item_bytes());
     if (record.tokens > at(config().max_tokens))
@@ -314,7 +315,7 @@ const std::byte* LlDispatch::row_of(NearRank source, const LlItem& item) const {
     return send_.tokens.data + at(item.token()) * send_.tokens.row_bytes();
   }
   const int token = std::min(item.token(), config().max_tokens - 1);  // peers may say nonsense
-  return context_.memory.row(source, context_.lane.next(), token);
+  return context_.memory.row(source, context_.pipeline.next(), token);
 }
 
 // Rows of a source that have not come whole.
@@ -349,7 +350,7 @@ PlanHeader LlDispatch::header() const {
   header.expert_ranks = config().expert_tables.hash();
   header.hosts = context_.group.plan_terms().hosts;
   header.capacity = slots_per_expert(config());
-  header.epoch = context_.lane.next();
+  header.epoch = context_.pipeline.next();
   header.fingerprint = ll_fingerprint(context_.group.nonce(), header.epoch);
   return header;
 }
@@ -358,7 +359,7 @@ PlanHeader LlDispatch::header() const {
 LlPlanMap LlDispatch::plan_map() const { return ll_map_of(header()); }
 
 void LlDispatch::write_plan(std::int64_t items) const {
-  const Lane& lane = context_.lane;
+  const Pipeline& pipeline = context_.pipeline;
   PlanHeader header = this->header();
   const LlPlanMap map = ll_map_of(header);
   header.list_rows = items;
@@ -367,14 +368,14 @@ void LlDispatch::write_plan(std::int64_t items) const {
   context_.group.count_rows(header.recv_rows, receive_.recv_tokens.row_bytes());
   auto* tokens = reinterpret_cast<std::int32_t*>(receive_.plan + map.tokens);
   for (int r = config().ranks - 1; r >= 0; --r) {
-    const LlRecord& record = lane.records()[at(r)];
-    tokens[r] = lane.here().has(r) ? static_cast<std::int32_t>(record.tokens) : -1;
-    if (!lane.here().has(r) || record.bad_ids == 0) continue;
+    const LlRecord& record = pipeline.records()[at(r)];
+    tokens[r] = pipeline.here().has(r) ? static_cast<std::int32_t>(record.tokens) : -1;
+    if (!pipeline.here().has(r) || record.bad_ids == 0) continue;
     header.bad_ids += record.bad_ids;
     header.bad_id_rank = r;
   }
   const LlPlanFacts facts{.weighted = (sent_.flags & kWeighted) != 0 ? 1 : 0,
-                          .remote_items = 0};  // of plans on CUDA
+                          .peer_items = 0};  // of plans on CUDA
   std::memcpy(receive_.plan, &header, sizeof(header));
   std::memcpy(receive_.plan + map.facts, &facts, sizeof(facts));
   std::ranges::copy(context_.scratch.next,
@@ -394,12 +395,12 @@ void LlDispatch::write_counts() const {
   }
 }
 
-LlSetback LlDispatch::report() const {
+LlOperationError LlDispatch::report() const {
   std::int64_t bad_ids = 0;
   int lowest = -1;
   for (int r = config().ranks - 1; r >= 0; --r) {
-    if (!context_.lane.here().has(r)) continue;
-    const std::int64_t of_rank = context_.lane.records()[at(r)].bad_ids;
+    if (!context_.pipeline.here().has(r)) continue;
+    const std::int64_t of_rank = context_.pipeline.records()[at(r)].bad_ids;
     bad_ids += of_rank;
     if (of_rank > 0) lowest = r;
   }

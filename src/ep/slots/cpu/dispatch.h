@@ -1,7 +1,7 @@
 // dispatch of low latency on the CPU.
 //
 //   send     for each token: its row into this rank's own memory, and an item to every rank that
-//            holds one of its experts; for far ranks both into the message to each
+//            holds one of its experts; for remote ranks both into the message to each
 //   receive  by source rank, item by item: the row, from the source's memory or message, to a slot
 //            of every expert that the item names
 #pragma once
@@ -31,16 +31,16 @@ class LlDispatch {
   // call, which takes this rank's own rows out of the staging.
   void send(bool stage_own);
   // Between sent and leave(); awaits. `own_staged`: as `stage_own` was.
-  LlSetback receive(bool own_staged);
+  LlOperationError receive(bool own_staged);
 
  private:
   struct TokenRoute;
   const LlConfig& config() const { return context_.config(); }
   LlMemory::Cell own_cell(int source) const {
-    return {context_.self(), source, context_.lane.next()};
+    return {context_.self(), source, context_.pipeline.next()};
   }
   // Of the messages of a call for rows like these.
-  LlFarRows message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise, int topk) const;
+  LlRemoteRows message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise, int topk) const;
   TokenRoute route(std::int64_t token, const std::uint32_t* experts) const;
   void open_messages();
   void send_messages() const;
@@ -48,14 +48,14 @@ class LlDispatch {
   void begin_delivery();
   std::int64_t deliver(int source, std::byte* plan_items);
   std::uint64_t deliver_near(NearRank source, std::byte* plan_items);
-  std::uint64_t deliver_far(int source, std::byte* plan_items);
+  std::uint64_t deliver_remote(int source, std::byte* plan_items);
   void place_item(const LlItem& from, LlItem& to, const std::byte* row);
   void zero_rows(const std::byte* plan_items, std::uint64_t count) const;
   void write_scales(std::int64_t expert, std::int64_t slot, const std::byte* scales) const;
   const std::byte* row_of(NearRank source, const LlItem& item) const;
   void write_plan(std::int64_t items) const;
   void write_counts() const;
-  LlSetback report() const;
+  LlOperationError report() const;
   PlanHeader header() const;
   LlPlanMap plan_map() const;
 

@@ -6,7 +6,7 @@
 #include "ep/executors.h"
 #include "ep/slots/cpu/combine.h"
 #include "ep/slots/cpu/dispatch.h"
-#include "ep/slots/cpu/remote/lanes.h"
+#include "ep/slots/cpu/remote/pipelines.h"
 #include "turn/host/calls.h"
 #include "turn/host/course.h"
 
@@ -24,7 +24,7 @@ class CpuLlGroup final : public LlGroup {
       return Collective::Contribution{};
     });
     if (!this->comm().hosts().all_are_near())
-      far_ = std::make_unique<LlFar>(*this, dispatches_, combines_);
+      remote_ = std::make_unique<LlRemote>(*this, dispatches_, combines_);
   }
 
   void dispatch(const xd_ll_dispatch_args* args, xd_stream) override {
@@ -48,15 +48,15 @@ class CpuLlGroup final : public LlGroup {
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {
     const Claim claim(calls_, operation);
-    LlSetback setback;
+    LlOperationError operation_error;
     try {
       throw std::move(error);
     } catch (...) {
-      setback = current_setback();
+      operation_error = current_operation_error();
     }
     const LlKind kind = operation == XD_LL_COMBINE ? LlKind::combine : LlKind::dispatch;
-    require_place(lane_of(kind), operation);
-    fail_send(kind, operation, std::move(setback));
+    require_place(pipeline_of(kind), operation);
+    fail_send(kind, operation, std::move(operation_error));
   }
 
  private:
@@ -65,30 +65,40 @@ class CpuLlGroup final : public LlGroup {
   template <class Operation>
   void run(LlKind kind, xd_ll_operation operation, const typename Operation::Args* args);
   template <class Operation>
-  LlSetback receive(Operation& op, Lane& lane, const LlArgs<typename Operation::Args>& args);
+  LlOperationError receive(Operation& op, Pipeline& pipeline,
+                           const LlArgs<typename Operation::Args>& args);
 
   RankBits gone() const;
-  void require_place(const Lane& lane, std::int32_t operation) const;
-  void require_turn(const Lane& lane, std::int32_t operation, const LlHalves& halves) const;
-  [[noreturn]] void refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
+  void require_place(const Pipeline& pipeline, std::int32_t operation) const;
+  void require_turn(const Pipeline& pipeline, std::int32_t operation, const LlHalves& halves) const;
+  [[noreturn]] void refuse_call(const Pipeline& pipeline, std::int32_t operation, xd_status status,
                                 std::string text) const;
-  [[noreturn]] void fail_send(LlKind kind, std::int32_t operation, LlSetback setback);
-  Lane& lane_of(LlKind kind) { return kind == LlKind::combine ? combines_ : dispatches_; }
-  LlFarLane* far_lane(LlKind kind) { return far_ ? &far_->lane(kind) : nullptr; }
-  LlSetback current_setback() const { return turn::current_setback<LlFamily>(rank()); }
-
-  Lane make_lane(LlKind kind, xd_ll_operation operation) {
-    return Lane(comm(), number(),
-                {memory_.map().lane[static_cast<std::size_t>(kind)], memory_.areas(),
-                 at(config().in_flight)},
-                operation, masks_);
+  [[noreturn]] void fail_send(LlKind kind, std::int32_t operation,
+                              LlOperationError operation_error);
+  Pipeline& pipeline_of(LlKind kind) { return kind == LlKind::combine ? combines_ : dispatches_; }
+  LlRemotePipeline* remote_pipeline(LlKind kind) {
+    return remote_ ? &remote_->pipeline(kind) : nullptr;
+  }
+  LlOperationError current_operation_error() const {
+    return turn::current_operation_error<LlFamily>(rank());
   }
 
-  turn::HostCourse make_course(xd_ll_operation operation, const Lane& lane) {
+  Pipeline make_pipeline(LlKind kind, xd_ll_operation operation) {
+    return Pipeline(comm(), number(),
+                    {memory_.map().pipeline[static_cast<std::size_t>(kind)], memory_.areas(),
+                     at(config().in_flight)},
+                    operation, masks_);
+  }
+
+  turn::HostCourse make_course(xd_ll_operation operation, const Pipeline& pipeline) {
     return turn::HostCourse(
         comm(), number(), operation, subject(),
-        [&lane](xd_phase phase, std::uint64_t epoch) { return lane.has_come(phase, epoch); },
-        [&lane](xd_phase phase, std::uint64_t epoch) { return lane.can_join(phase, epoch); });
+        [&pipeline](xd_phase phase, std::uint64_t epoch) {
+          return pipeline.has_come(phase, epoch);
+        },
+        [&pipeline](xd_phase phase, std::uint64_t epoch) {
+          return pipeline.can_join(phase, epoch);
+        });
   }
 
   LlMemory memory_;
@@ -98,13 +108,13 @@ class CpuLlGroup final : public LlGroup {
                          memory_.areas(),
                          memory_.map().masked_by};
   turn::HostReset reset_{comm(), masks_, memory_.areas(), memory_.map().reset};
-  Lane dispatches_ = make_lane(LlKind::dispatch, XD_LL_DISPATCH);
-  Lane combines_ = make_lane(LlKind::combine, XD_LL_COMBINE);
+  Pipeline dispatches_ = make_pipeline(LlKind::dispatch, XD_LL_DISPATCH);
+  Pipeline combines_ = make_pipeline(LlKind::combine, XD_LL_COMBINE);
   turn::HostCourse dispatched_ = make_course(XD_LL_DISPATCH, dispatches_);
   turn::HostCourse combined_ = make_course(XD_LL_COMBINE, combines_);
   turn::HostCalls<LlFamily> calls_{*this, config().fatal_errors};
   std::uint64_t resets_ = 0;
-  std::unique_ptr<LlFar> far_;  // nullptr: all ranks are near. Uses all of the above
+  std::unique_ptr<LlRemote> remote_;  // nullptr: all ranks are near. Uses all of the above
 };
 
 // A call does its halves, and throws what it has met. A call that cannot take a turn throws before
@@ -113,63 +123,63 @@ template <class Operation>
 void CpuLlGroup::run(LlKind kind, xd_ll_operation operation, const typename Operation::Args* args) {
   const StandardFloatModes modes;
   const Claim claim(calls_, operation);
-  Lane& lane = lane_of(kind);
+  Pipeline& pipeline = pipeline_of(kind);
   LlArgs<typename Operation::Args> read;
-  LlSetback setback;
+  LlOperationError operation_error;
   try {
     read = read_ll_args(args);
   } catch (...) {
-    setback = current_setback();
+    operation_error = current_operation_error();
   }
-  if (setback) {  // which halves the caller meant is not known: so it is the whole operation
-    require_place(lane, operation);
-    fail_send(kind, operation, std::move(setback));
+  if (operation_error) {  // the halves that the caller meant are unknown: so it is all of them
+    require_place(pipeline, operation);
+    fail_send(kind, operation, std::move(operation_error));
   }
-  require_turn(lane, operation, read.halves);
-  Operation op({*this, memory_, masks_, scratch_, lane, far_lane(kind)});
+  require_turn(pipeline, operation, read.halves);
+  Operation op({*this, memory_, masks_, scratch_, pipeline, remote_pipeline(kind)});
   if (read.halves.send) {
     try {
       op.check_send(read.args);
       if (read.halves.receive) op.check_receive(read.args, op.record());
     } catch (...) {
-      setback = current_setback();
+      operation_error = current_operation_error();
     }
-    if (setback) fail_send(kind, operation, std::move(setback));
-    if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, lane.sent() + 1));
-    lane.begin();
+    if (operation_error) fail_send(kind, operation, std::move(operation_error));
+    if (remote_) remote_->begin_call(pipeline.site(XD_PHASE_ROWS, pipeline.sent() + 1));
+    pipeline.begin();
     op.send(!read.halves.receive);
   }
   if (!read.halves.receive) {
-    if (far_) far_->push();
+    if (remote_) remote_->push();
     return;
   }
-  const std::uint64_t epoch = lane.next();
-  if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, epoch));
-  setback = receive(op, lane, read);
-  lane.leave();
-  lane.rest(epoch);
-  if (far_) far_->push();
-  calls_.settle(setback, operation, epoch);
+  const std::uint64_t epoch = pipeline.next();
+  if (remote_) remote_->begin_call(pipeline.site(XD_PHASE_ROWS, epoch));
+  operation_error = receive(op, pipeline, read);
+  pipeline.leave();
+  pipeline.rest(epoch);
+  if (remote_) remote_->push();
+  calls_.settle(operation_error, operation, epoch);
 }
 
-// A failure here that is not fatal is this rank's setback alone, and the operation is taken all the
-// same.
+// A failure here that is not fatal is this rank's operation error alone, and the operation is taken
+// all the same.
 template <class Operation>
-LlSetback CpuLlGroup::receive(Operation& op, Lane& lane,
-                              const LlArgs<typename Operation::Args>& args) {
-  LlSetback bad;
+LlOperationError CpuLlGroup::receive(Operation& op, Pipeline& pipeline,
+                                     const LlArgs<typename Operation::Args>& args) {
+  LlOperationError bad;
   try {
-    if (!args.halves.send) op.check_receive(args.args, lane.own_record());
-    LlSetback setback = op.receive(!args.halves.send);
-    if (setback && setback.status == XD_ERROR_MISMATCH) return setback;
-    const RankBits lost = lane.lost();
-    if (lost.empty()) return setback;
+    if (!args.halves.send) op.check_receive(args.args, pipeline.own_record());
+    LlOperationError operation_error = op.receive(!args.halves.send);
+    if (operation_error && operation_error.status == XD_ERROR_MISMATCH) return operation_error;
+    const RankBits lost = pipeline.lost();
+    if (lost.empty()) return operation_error;
     return lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
   } catch (...) {
     if (comm().errors().fatal_error() != nullptr) throw;
-    bad = current_setback();
+    bad = current_operation_error();
   }
-  lane.await_far();
+  pipeline.await_remote();
   return bad;
 }
 
@@ -183,50 +193,51 @@ RankBits CpuLlGroup::gone() const {
 
 // Takes this rank's turn with a failure: its peers learn of it from the record, and there is no
 // receive half.
-void CpuLlGroup::fail_send(LlKind kind, std::int32_t operation, LlSetback setback) {
-  Lane& lane = lane_of(kind);
-  setback.met_by_all = true;  // peers judge by the record
-  if (far_) far_->begin_call(lane.site(XD_PHASE_ROWS, lane.sent() + 1));
-  lane.begin();
+void CpuLlGroup::fail_send(LlKind kind, std::int32_t operation, LlOperationError operation_error) {
+  Pipeline& pipeline = pipeline_of(kind);
+  operation_error.met_by_all = true;  // peers judge by the record
+  if (remote_) remote_->begin_call(pipeline.site(XD_PHASE_ROWS, pipeline.sent() + 1));
+  pipeline.begin();
   LlRecord failed;
-  failed.call.status = static_cast<std::uint8_t>(setback.status);
+  failed.call.status = static_cast<std::uint8_t>(operation_error.status);
   failed.mask = masks_.masked();
-  lane.enter(failed);
-  lane.ring_peers();
-  if (far_) far_->lane(kind).send_record();
-  const std::uint64_t epoch = lane.sent();
-  lane.drop_sent();
-  lane.rest(epoch);
-  calls_.settle(setback, operation, epoch);
+  pipeline.enter(failed);
+  pipeline.ring_peers();
+  if (remote_) remote_->pipeline(kind).send_record();
+  const std::uint64_t epoch = pipeline.sent();
+  pipeline.drop_sent();
+  pipeline.rest(epoch);
+  calls_.settle(operation_error, operation, epoch);
   fail(XD_ERROR_INTERNAL, "a failed call has no error");
 }
 
-void CpuLlGroup::refuse_call(const Lane& lane, std::int32_t operation, xd_status status,
+void CpuLlGroup::refuse_call(const Pipeline& pipeline, std::int32_t operation, xd_status status,
                              std::string text) const {
-  give_back({.status = status, .text = std::move(text), .rank = rank()}, operation, lane.sent());
+  give_back({.status = status, .text = std::move(text), .rank = rank()}, operation,
+            pipeline.sent());
 }
 
-void CpuLlGroup::require_place(const Lane& lane, std::int32_t operation) const {
-  if (!lane.full()) return;
-  refuse_call(lane, operation, XD_ERROR_BUSY,
-              concat(lane.between_halves(),
+void CpuLlGroup::require_place(const Pipeline& pipeline, std::int32_t operation) const {
+  if (!pipeline.full()) return;
+  refuse_call(pipeline, operation, XD_ERROR_BUSY,
+              concat(pipeline.between_halves(),
                      " operations are between their halves, expected at most in_flight = ",
                      config().in_flight, " with this one; peers do not hear of this call"));
 }
 
-void CpuLlGroup::require_turn(const Lane& lane, std::int32_t operation,
+void CpuLlGroup::require_turn(const Pipeline& pipeline, std::int32_t operation,
                               const LlHalves& halves) const {
   if (!halves.send) {
-    if (lane.between_halves() > 0) return;
-    refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
+    if (pipeline.between_halves() > 0) return;
+    refuse_call(pipeline, operation, XD_ERROR_INVALID_ARGUMENT,
                 "phase = XD_LL_PHASE_RECEIVE, expected a send half before it");
   }
-  if (halves.receive && lane.between_halves() > 0) {
-    refuse_call(lane, operation, XD_ERROR_INVALID_ARGUMENT,
+  if (halves.receive && pipeline.between_halves() > 0) {
+    refuse_call(pipeline, operation, XD_ERROR_INVALID_ARGUMENT,
                 concat("phase = XD_LL_PHASE_BOTH, expected XD_LL_PHASE_SEND while ",
-                       lane.between_halves(), " operations are between their halves"));
+                       pipeline.between_halves(), " operations are between their halves"));
   }
-  require_place(lane, operation);
+  require_place(pipeline, operation);
 }
 
 void CpuLlGroup::mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {

@@ -89,7 +89,7 @@ struct LlScratch {
   ChoicesMemory choices;
   std::vector<RankBits> home;         // [in_flight][T] of each own token between the halves
   std::vector<std::uint64_t> listed;  // [W] items that this rank has sent to, or read of, each rank
-  std::vector<std::byte*> bodies;     // [W] of the message to each far rank
+  std::vector<std::byte*> bodies;     // [W] of the message to each remote rank
   std::vector<std::int64_t> next;     // [L] the next free slot
   std::vector<std::int64_t> first;    // [L] the first slot of the current source
   std::vector<std::byte> quantised;   // a row and its scales

@@ -1,5 +1,5 @@
 // The common parts of dispatch and combine of low latency on the CPU. LlGroup calls their halves
-// between the verbs of their lane.
+// between the verbs of their pipeline.
 #pragma once
 
 #include <cstdint>
@@ -9,26 +9,26 @@
 #include "ep/slots/cpu/memory.h"
 #include "ep/slots/record.h"
 #include "observe/subject.h"
-#include "turn/host/lane.h"
+#include "turn/host/pipeline.h"
 
 namespace xd::ep::cpu {
 
-using Lane = turn::HostLane<LlRecord>;
+using Pipeline = turn::HostPipeline<LlRecord>;
 
 // The way in which rows are stored that a peer reads next. A cached store would first take each
 // line from the caches of the peer, which has read what was there before: line after line, for
 // several times as long as the copy itself takes. rows::flush() comes before the flag.
 constexpr rows::Store kForPeers = rows::Store::streaming;
 
-class LlFarLane;
+class LlRemotePipeline;
 
 struct LlContext {
   LlGroup& group;
   LlMemory& memory;
   turn::PeerMasks& masks;
   LlScratch& scratch;
-  Lane& lane;
-  LlFarLane* far;  // nullptr: all ranks are near
+  Pipeline& pipeline;
+  LlRemotePipeline* remote;  // nullptr: all ranks are near
 
   const LlConfig& config() const { return group.config(); }
   NearRank self() const { return group.self(); }
@@ -43,9 +43,9 @@ inline observe::WaitTimes wait_times(const LlContext& context, const Tensor& of_
 
 // The verdict about an operation whose records have come: all ranks see the same records, and judge
 // alike.
-inline LlSetback verdict(const Lane& lane, int rank) {
-  return turn::disagreement<LlFamily, LlRecord>(lane.records(), rank,
-                                                [&](int r) { return lane.here().has(r); });
+inline LlOperationError verdict(const Pipeline& pipeline, int rank) {
+  return turn::disagreement<LlFamily, LlRecord>(pipeline.records(), rank,
+                                                [&](int r) { return pipeline.here().has(r); });
 }
 
 }  // namespace xd::ep::cpu

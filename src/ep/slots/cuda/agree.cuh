@@ -1,12 +1,12 @@
 // How the blocks of a launch agree on who is left out, in groups that mask: its last block decides,
 // and the others follow.
 //
-//   LlControl          written by      read by
-//   starts[lane][]     the last block  the others: the ranks that the launch leaves out from its
-//                                      beginning, when all others have freed their place for it
-//   sources[lane][s]   the last block  the others: whether the operation goes without the source,
-//                                      or else its T
-//   verdict[lane]      the last block  the others
+//   LlControl             written by      read by
+//   starts[pipeline][]    the last block  the others: the ranks that the launch leaves out from its
+//                                         beginning, when all others have freed their place for it
+//   sources[pipeline][s]  the last block  the others: whether the operation goes without the
+//                                         source, or else its T
+//   verdict[pipeline]     the last block  the others
 //
 // Masks, clocks, and the records of a rank that has masked this one, change while a launch runs. So
 // blocks that went by them, and do not all run at one time, could come to different ends. Each word
@@ -41,7 +41,7 @@ inline __device__ __noinline__ bool ll_follow_word(const LlDevice& g, LlShared& 
   return here;
 }
 
-// The number of a launch in its lane: each that takes a turn sends, or takes, or does both.
+// The number of a launch in its pipeline: each that takes a turn sends, or takes, or does both.
 __device__ inline std::uint64_t ll_launch_number(const LlShared& s) {
   return s.before.sent + s.before.taken + 1;
 }
@@ -103,8 +103,8 @@ inline __device__ __noinline__ void ll_follow_sources(const LlDevice& g, LlShare
       s.record[r].tokens = value;
     } else {
       turn::LongWait wait;
-      const LlLane lane = ll_lane_of(g, kind, s.area);
-      turn::poll_until([&] { return lane.read_record(r, epoch, s.record[r]); },
+      const LlPipeline pipeline = ll_pipeline_of(g, kind, s.area);
+      turn::poll_until([&] { return pipeline.read_record(r, epoch, s.record[r]); },
                        [&] { return ll_goes_on_for_block(g, s, site, wait); });
     }
   }

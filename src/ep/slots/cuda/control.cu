@@ -107,19 +107,20 @@ __device__ void report_loss(const ResetParams& p, const RankBits& lost) {
 // Everybody goes on from the highest number, with nothing between its halves. A peer that has gone
 // on before may have given a higher credit already.
 __device__ void go_on(const LlDevice& g) {
-  for (int lane = 0; lane < 2; ++lane) {
-    const std::uint64_t number = g.control->highest[lane];
+  for (int pipeline = 0; pipeline < 2; ++pipeline) {
+    const std::uint64_t number = g.control->highest[pipeline];
     for (int b = static_cast<int>(threadIdx.x); b < g.most_blocks; b += kControlThreads) {
-      g.counts[lane][b].sent = g.counts[lane][b].taken = number;
+      g.counts[pipeline][b].sent = g.counts[pipeline][b].taken = number;
     }
     // Both words of each credit.
-    auto* credits = reinterpret_cast<unsigned long long*>(g.own_area + g.map.lane[lane].credit);
+    auto* credits =
+        reinterpret_cast<unsigned long long*>(g.own_area + g.map.pipeline[pipeline].credit);
     for (int r = static_cast<int>(threadIdx.x); r < 2 * g.ranks(); r += kControlThreads) {
       atomicMax_system(&credits[r], static_cast<unsigned long long>(number));
     }
-    if (threadIdx.x == 0) g.control->verified[lane] = number;
+    if (threadIdx.x == 0) g.control->verified[pipeline] = number;
     if (threadIdx.x >= kLlMaxSlots) continue;
-    g.control->failed_send[lane][threadIdx.x] = g.control->left[lane][threadIdx.x] = 0;
+    g.control->failed_send[pipeline][threadIdx.x] = g.control->left[pipeline][threadIdx.x] = 0;
   }
 }
 
@@ -129,8 +130,8 @@ __global__ void __launch_bounds__(kControlThreads)
   const LlDevice& g = p.group;
   LlControl* control = g.control;
   if (threadIdx.x == 0) {
-    for (int lane = 0; lane < 2; ++lane) {
-      highest[lane] = p.round == 0 ? g.counts[lane][0].sent : control->highest[lane];
+    for (int pipeline = 0; pipeline < 2; ++pipeline) {
+      highest[pipeline] = p.round == 0 ? g.counts[pipeline][0].sent : control->highest[pipeline];
     }
     if (p.round == 0) {
       ++control->greeting;
@@ -146,9 +147,9 @@ __global__ void __launch_bounds__(kControlThreads)
   __syncthreads();
   if (p.round == 0 && threadIdx.x < 32) {
     // This rank takes nothing more before it fills its memory, so all of its slots are free.
-    for (int lane = 0; lane < 2; ++lane) {
-      const turn::LaneCount& count = g.counts[lane][0];
-      ll_lane_of(g, lane, g.areas).give_credit({count.taken, count.sent});
+    for (int pipeline = 0; pipeline < 2; ++pipeline) {
+      const turn::PipelineCount& count = g.counts[pipeline][0];
+      ll_pipeline_of(g, pipeline, g.areas).give_credit({count.taken, count.sent});
     }
   }
   __syncwarp();
@@ -189,12 +190,12 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
 // ---- The check ---------------------------------------------------------------------------------
 
 // True if all that this thread looks at in an operation's slot is free.
-__device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
-  const std::uint64_t slot = turn::lane_slot(epoch, g.slots);
-  if (epoch == g.control->left[lane][slot]) return true;
-  const LlStaging staging = g.staging(lane, slot);
+__device__ bool is_clean(const LlDevice& g, int pipeline, std::uint64_t epoch) {
+  const std::uint64_t slot = turn::pipeline_slot(epoch, g.slots);
+  if (epoch == g.control->left[pipeline][slot]) return true;
+  const LlStaging staging = g.staging(pipeline, slot);
   const std::uint64_t step = std::uint64_t{gridDim.x} * kFillThreads * 8;
-  const RankBits sent_to = g.control->company[lane][slot].sent_to;
+  const RankBits sent_to = g.control->company[pipeline][slot].sent_to;
   bool clean = true;
   for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8;
        i < staging.bytes; i += step) {
@@ -202,7 +203,7 @@ __device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
     // Words that a masked rank has stored, or one that the operation was not sent to, lie there for
     // good, in places of their own.
     const auto row = static_cast<int>(i / staging.stride);
-    const int writer = lane == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
+    const int writer = pipeline == kLlDispatch ? row / g.max_tokens : row % g.partials_per_token();
     clean &= g.masks &&
              ((g.control->masked[writer / 64] >> (writer % 64) & 1) != 0 || !sent_to.has(writer));
   }
@@ -210,21 +211,21 @@ __device__ bool is_clean(const LlDevice& g, int lane, std::uint64_t epoch) {
 }
 
 // The slots of operations that have been taken are free until this rank gives its credit, which the
-// lane's next launch does: so they are looked at once, in front of that one. Rows that have not
+// pipeline's next launch does: so they are looked at once, in front of that one. Rows that have not
 // been delivered lie in their slots, and are looked at by nobody.
 __global__ void __launch_bounds__(kFillThreads)
-    verify_kernel(const __grid_constant__ LlDevice g, int lane) {
-  const std::uint64_t taken = g.counts[lane][0].taken;
+    verify_kernel(const __grid_constant__ LlDevice g, int pipeline) {
+  const std::uint64_t taken = g.counts[pipeline][0].taken;
   bool clean = true;
-  for (std::uint64_t epoch = g.control->verified[lane] + 1; epoch <= taken; ++epoch) {
-    clean &= is_clean(g, lane, epoch);
+  for (std::uint64_t epoch = g.control->verified[pipeline] + 1; epoch <= taken; ++epoch) {
+    clean &= is_clean(g, pipeline, epoch);
   }
   if (clean || atomicCAS(&g.control->reporting, 0u, 1u) != 0) return;
   LlReport* to = g.report;
   const std::uint32_t written = ptx::ld_relaxed_sys(&to->written);
   if (written == ptx::ld_acquire_sys(&to->taken)) {
     to->status = XD_ERROR_INTERNAL;
-    to->operation = lane == kLlDispatch ? XD_LL_DISPATCH : XD_LL_COMBINE;
+    to->operation = pipeline == kLlDispatch ? XD_LL_DISPATCH : XD_LL_COMBINE;
     to->epoch = taken;
     to->rank = g.rank();
     to->findings = {};
@@ -235,8 +236,8 @@ __global__ void __launch_bounds__(kFillThreads)
   atomicExch(&g.control->reporting, 0u);
 }
 
-__global__ void verified_kernel(const __grid_constant__ LlDevice g, int lane) {
-  g.control->verified[lane] = g.counts[lane][0].taken;
+__global__ void verified_kernel(const __grid_constant__ LlDevice g, int pipeline) {
+  g.control->verified[pipeline] = g.counts[pipeline][0].taken;
 }
 
 }  // namespace
@@ -257,9 +258,9 @@ void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stre
   launch_plain(meet_kernel, 1, kControlThreads, stream, params);
 }
 
-void launch_verify(const LlDevice& group, int lane, cudaStream_t stream) {
-  launch_plain(verify_kernel, kFillBlocks, kFillThreads, stream, group, lane);
-  launch_plain(verified_kernel, 1, 1, stream, group, lane);
+void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream) {
+  launch_plain(verify_kernel, kFillBlocks, kFillThreads, stream, group, pipeline);
+  launch_plain(verified_kernel, 1, 1, stream, group, pipeline);
 }
 
 void load_ll_control() {

@@ -46,7 +46,8 @@ struct LlTables {
     tables.areas = cursor.add<HeapRange>(at(c.ranks));
     tables.places = cursor.add<std::uint32_t>(at(c.experts));
     tables.order = cursor.add<std::uint32_t>(at(c.ranks) * at(c.max_tokens));
-    for (std::uint64_t& counts : tables.counts) counts = cursor.add<turn::LaneCount>(at(blocks));
+    for (std::uint64_t& counts : tables.counts)
+      counts = cursor.add<turn::PipelineCount>(at(blocks));
     tables.hosts = cursor.add<RankBits>(at(c.ranks));
     tables.end = cursor.at;
     return tables;
@@ -105,8 +106,8 @@ class CudaLlGroup final : public LlGroup {
   void load_kernels() const;
   std::size_t room() const { return limits_.shared_bytes - kStaticSharedBytes; }
   // A dependent launch takes multiprocessors while it waits for the launch before it. Where others
-  // may need them so that that one ends, another rank on this device or this rank's other lane on
-  // another stream, launches begin one after the other.
+  // may need them so that that one ends, another rank on this device or this rank's other pipeline
+  // on another stream, launches begin one after the other.
   bool may_depend() const {
     return env().ll_dependent != 0 && limits_.ranks_on_device == 1 && 2 * blocks_ > limits_.sms;
   }
@@ -127,7 +128,7 @@ class CudaLlGroup final : public LlGroup {
   // sets the halves of the call when it knows them.
   template <class Start>
   void run(xd_ll_operation operation, xd_stream stream, Start&& start) {
-    LlSetback bad;
+    LlOperationError bad;
     LlHalves halves = kUnknownHalves;
     runner_.run(
         operation, stream, [&] { bad = start(halves); }, failed_turn(halves));
@@ -142,14 +143,16 @@ class CudaLlGroup final : public LlGroup {
     };
   }
   template <class Read, class Params>
-  LlSetback add_receive_half(const Read& read, Params& params);
-  LlSetback start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves, xd_stream stream);
-  LlSetback start_combine(const xd_ll_combine_args* args, LlHalves& halves, xd_stream stream);
+  LlOperationError add_receive_half(const Read& read, Params& params);
+  LlOperationError start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
+                                  xd_stream stream);
+  LlOperationError start_combine(const xd_ll_combine_args* args, LlHalves& halves,
+                                 xd_stream stream);
   void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
                           xd_stream stream) const;
   template <class Params>
-  void enqueue(Params& params, const LaunchShape& shape, int lane, xd_stream stream) const {
-    if (verifies_) launch_verify(device_, lane, stream);
+  void enqueue(Params& params, const LaunchShape& shape, int pipeline, xd_stream stream) const {
+    if (verifies_) launch_verify(device_, pipeline, stream);
     launch(params, shape, stream);
   }
 
@@ -166,7 +169,7 @@ class CudaLlGroup final : public LlGroup {
   std::mutex losses_mutex_;
   std::uint64_t bad_ids_ = 0;  // bad ids that the group has been told of
   Runner runner_{*this, config().fatal_errors,
-                 [this](const LlReport& report) { return setback_of(report, *this); }};
+                 [this](const LlReport& report) { return operation_error_of(report, *this); }};
 };
 
 CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
@@ -287,8 +290,9 @@ void CudaLlGroup::describe_tables() {
   device_.order = reinterpret_cast<const std::uint32_t*>(base + tables.order);
   device_.num_hosts = hosts.num_hosts();
   device_.hosts = reinterpret_cast<const RankBits*>(base + tables.hosts);
-  for (int lane = 0; lane < 2; ++lane) {
-    device_.counts[lane] = reinterpret_cast<turn::LaneCount*>(base + tables.counts[lane]);
+  for (int pipeline = 0; pipeline < 2; ++pipeline) {
+    device_.counts[pipeline] =
+        reinterpret_cast<turn::PipelineCount*>(base + tables.counts[pipeline]);
   }
   const xd::cuda::Stream stream(device_id());
   XD_CUDA_CHECK(cudaMemsetAsync(device_.own_area + device_.map.rows, 0xFF,
@@ -320,15 +324,15 @@ LaunchShape CudaLlGroup::dispatch_shape(const LlStep& step, LlDispatchParams& pa
                      : receives_only ? ll_receive_blocks(blocks_)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
-  params.room = ll_dispatch_room(sizes_of(config()), room());
-  if (params.room.end > room()) {
-    fail(XD_ERROR_UNSUPPORTED, "config: dispatch needs ", params.room.end,
+  params.smem = ll_smem_layout(sizes_of(config()), room());
+  if (params.smem.end > room()) {
+    fail(XD_ERROR_UNSUPPORTED, "config: dispatch needs ", params.smem.end,
          " bytes of shared memory per block, this device has ", room());
   }
   return {.blocks = blocks,
           .first_blocks = params.senders,
           .threads = kLlDispatchThreads,
-          .shared_bytes = params.room.end};
+          .shared_bytes = params.smem.end};
 }
 
 LaunchShape CudaLlGroup::combine_shape(const LlStep& step, std::int64_t units) const {
@@ -342,7 +346,7 @@ LaunchShape CudaLlGroup::combine_shape(const LlStep& step, std::int64_t units) c
 // A mistake in a receive half by itself comes back: its kernel starts all the same, and takes
 // the operation without its rows.
 template <class Read, class Params>
-LlSetback CudaLlGroup::add_receive_half(const Read& read, Params& params) {
+LlOperationError CudaLlGroup::add_receive_half(const Read& read, Params& params) {
   try {
     const auto call = read_ll_receive(read.args, call_context());
     if (read.halves.send) require_fits(call, params.record);
@@ -350,13 +354,13 @@ LlSetback CudaLlGroup::add_receive_half(const Read& read, Params& params) {
   } catch (...) {
     if (read.halves.send) throw;
     params.step.silent = true;
-    return turn::current_setback<LlFamily>(rank());
+    return turn::current_operation_error<LlFamily>(rank());
   }
   return {};
 }
 
-LlSetback CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
-                                      xd_stream stream) {
+LlOperationError CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
+                                             xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlDispatchParams params{};
@@ -364,14 +368,15 @@ LlSetback CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, LlHalves&
   params.step = step_of(read.halves);
   params.record.call.operation = XD_LL_DISPATCH;
   if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
-  const LlSetback bad = read.halves.receive ? add_receive_half(read, params) : LlSetback{};
+  const LlOperationError bad =
+      read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
   const LaunchShape shape = dispatch_shape(params.step, params);
   enqueue(params, shape, kLlDispatch, stream);
   return bad;
 }
 
-LlSetback CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& halves,
-                                     xd_stream stream) {
+LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& halves,
+                                            xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlCombineParams params{};
@@ -381,7 +386,8 @@ LlSetback CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& h
   if (read.halves.send) {
     add_send(read_ll_send(read.args, call_context()), plan_bytes_, known_memory_, params);
   }
-  const LlSetback bad = read.halves.receive ? add_receive_half(read, params) : LlSetback{};
+  const LlOperationError bad =
+      read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
   const std::int64_t pieces = (params.row_bytes / 16 + kLlMoverThreads - 1) / kLlMoverThreads;
   enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
   return bad;

@@ -18,7 +18,7 @@ void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t str
 // Brings the ranks back into step.
 void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stream);
 // Checks that a slot that has been taken is free: XD_LL_VERIFY.
-void launch_verify(const LlDevice& group, int lane, cudaStream_t stream);
+void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream);
 void load_ll_control();
 
 // Load the kernels of a group, and check that the device holds all blocks of such a launch at once.

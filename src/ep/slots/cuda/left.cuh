@@ -1,9 +1,10 @@
 // Words that an operation has left in its slot, since it was taken without being delivered: they
 // are replaced by ones, and the slot is given back.
 //
-//   LlControl          written by      read by
-//   left[lane][slot]   the last block  the last block of later launches, and the kernels of
-// slots/cuda/control.cu: the operation whose words lie there, or 0
+//   LlControl             written by      read by
+//   left[pipeline][slot]  the last block  the last block of later launches, and the kernels of
+//                                         slots/cuda/control.cu: the operation whose words lie
+//                                         there, or 0
 //
 // A slot may be filled when all peers have said that they store nothing more there: their credits'
 // `sent`. A launch that sends n waits for that word about the operations up to n - in_flight - 1,
@@ -15,7 +16,7 @@
 
 namespace xd::ep::cuda {
 
-// The operation that has left words in this lane's slot, or 0.
+// The operation that has left words in this pipeline's slot, or 0.
 __device__ inline std::uint64_t ll_left_in_slot(const LlDevice& g, int kind) {
   return lane_id() < g.slots ? ptx::ld_relaxed_sys(&g.control->left[kind][lane_id()]) : 0;
 }
@@ -49,7 +50,7 @@ __device__ inline std::uint64_t ll_freed_below(std::uint64_t left, std::uint64_t
 
 // Fills the slot of an operation with ones. All lanes, behind the acquire of every peer's `sent`.
 inline __device__ __noinline__ void ll_fill_slot(const LlDevice& g, int kind, std::uint64_t epoch) {
-  const LlStaging staging = g.staging(kind, turn::lane_slot(epoch, g.slots));
+  const LlStaging staging = g.staging(kind, turn::pipeline_slot(epoch, g.slots));
 #pragma unroll 1
   for (std::uint64_t i = static_cast<std::uint64_t>(lane_id()) * 16; i < staging.bytes; i += 512) {
     put_back_pair(staging.data + i);
@@ -72,7 +73,7 @@ inline __device__ __noinline__ void ll_free_left(const LlDevice& g, const LlShar
   __syncwarp();
   const std::uint64_t freed = ll_freed_below(left, s.before.taken);
   if (freed == s.freed) return;
-  ll_lane_of(g, kind, g.areas).give_credit({freed, s.before.sent});
+  ll_pipeline_of(g, kind, g.areas).give_credit({freed, s.before.sent});
 }
 
 }  // namespace xd::ep::cuda

@@ -2,7 +2,7 @@
 // and rows travel through it. Pure functions of sizes, for hosts and kernels.
 //
 //   area of rank r             written by        its reader knows that it is there from
-//   lane[kind]                 src               the record's seal: see turn/device/lane.h
+//   pipeline[kind]             src               the record's seal: see turn/device/pipeline.h
 //   bad_ids[slot][src]         src, in dispatch  the tag beside the count
 //   ids[slot][src][t]          src, in dispatch  the tag in each word
 //   weights[slot][src][t][k]   src, in combine   the tag beside the weight
@@ -20,13 +20,13 @@
 #include <cstdint>
 
 #include "base/layout.h"
-#include "turn/device/lane.h"
+#include "turn/device/pipeline.h"
 
 namespace xd::ep::cuda {
 
-inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // lanes
+inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // pipelines
 
-// The slots of a lane of which so many operations may be between their halves. A send half of n
+// The slots of a pipeline of which so many operations may be between their halves. A send half of n
 // comes when all ranks have sent n - in_flight. By then they have freed the slots of the operations
 // up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
 constexpr int ll_slots(int in_flight) { return 2 * in_flight + 1; }
@@ -102,12 +102,12 @@ struct LlSizes {
 struct LlMeeting {
   std::uint64_t greeting;    // a number that it has never used
   std::uint64_t answer;      // the peer's greeting that it has seen last
-  std::uint64_t numbers[2];  // by lane; written before the greeting
+  std::uint64_t numbers[2];  // by pipeline; written before the greeting
 };
 
 // Byte offsets. All ranks have the same.
 struct LlWordsMap {
-  turn::LaneMap lane[2];
+  turn::PipelineMap pipeline[2];
   std::uint64_t bad_ids, ids, weights, meet;
   std::uint64_t rows, partials, end;  // from `rows` on memory is all ones when it is free
   std::uint64_t row_stride, partial_stride;
@@ -120,8 +120,8 @@ struct LlWordsMap {
     const std::uint64_t cells = slots * ranks;
     LayoutCursor cursor;
     LlWordsMap map{};
-    for (turn::LaneMap& lane : map.lane) {
-      lane = turn::LaneMap::add<Record>(cursor, s.ranks, s.slots);
+    for (turn::PipelineMap& pipeline : map.pipeline) {
+      pipeline = turn::PipelineMap::add<Record>(cursor, s.ranks, s.slots);
     }
     map.bad_ids = cursor.add<std::uint64_t>(cells, 64);
     const LlIdWords ids = LlIdWords::make(s.experts, s.max_topk);

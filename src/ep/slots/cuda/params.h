@@ -15,7 +15,7 @@
 #include "ep/slots/plan.h"
 #include "ep/slots/record.h"
 #include "turn/device/group.h"
-#include "turn/device/lane.h"
+#include "turn/device/pipeline.h"
 
 namespace xd::ep::cuda {
 
@@ -53,20 +53,20 @@ struct alignas(16) LlCompany {
 // Working state of a group, in memory of its device that no peer touches.
 struct LlControl : turn::DeviceControl {
   std::uint32_t reporting;  // a thread writes the report
-  // By lane and slot: the last operation that has been reported.
+  // By pipeline and slot: the last operation that has been reported.
   std::uint64_t reported[2][kLlMaxSlots];
   std::uint64_t bad_ids;  // total
-  // By lane and slot:
+  // By pipeline and slot:
   std::uint64_t failed_send[2][kLlMaxSlots];  // an operation whose send half has failed
   std::uint64_t left[2][kLlMaxSlots];         // the last one taken whose words lie there
-  LlCompany company[2][kLlMaxSlots];          // by lane and slot
+  LlCompany company[2][kLlMaxSlots];          // by pipeline and slot
   std::uint64_t masked[2], masked_by[2];      // RankBits
   std::uint64_t greeting;                     // of the last reset
-  std::uint64_t highest[2];                   // numbers of the operations, by lane, in a reset
+  std::uint64_t highest[2];                   // numbers of the operations, by pipeline, in a reset
   std::uint64_t lost[2];                      // RankBits: ranks that have been lost in this reset
-  std::uint64_t verified[2];  // by lane: the last operation whose staging has been looked at
+  std::uint64_t verified[2];  // by pipeline: the last operation whose staging has been looked at
   // The decisions that the last block of a launch has made for all (ep/slots/cuda/agree.cuh), by
-  // lane.
+  // pipeline.
   std::uint64_t starts[2][sizeof(RankBits) / 4];
   std::uint64_t sources[2][kMaxDeviceRanks], verdict[2];
 };
@@ -86,7 +86,7 @@ struct LlDevice {
   int experts, local_experts, max_tokens, max_topk, in_flight, slots, most_blocks;
   LlControl* control;
   LlReport* report;
-  turn::LaneCount* counts[2];  // by lane, [most_blocks]
+  turn::PipelineCount* counts[2];  // by pipeline, [most_blocks]
   std::byte* own_area;
   const HeapRange* areas;       // by rank, in device memory
   const std::uint32_t* places;  // [E] rank << 16 | local expert, in device memory
@@ -108,7 +108,7 @@ struct LlDevice {
   constexpr int partials_per_token() const {
     return max_topk < ranks() && !masks ? max_topk : ranks();
   }
-  // The layout of a lane's slot in this rank's memory.
+  // The layout of a pipeline's slot in this rank's memory.
   constexpr LlStaging staging(int kind, std::uint64_t slot) const {
     const bool rows = kind == kLlDispatch;
     const std::uint64_t stride = rows ? map.row_stride : map.partial_stride;
@@ -140,7 +140,7 @@ struct LlSlots {
 };
 
 // Offsets of the parts of a block's dynamic shared memory in dispatch.
-struct LlDispatchRoom {
+struct LlSmemLayout {
   std::uint32_t places;  // [E] LlDevice::places, or nothing where they do not fit
   std::uint32_t counts;  // [W][L] uint16: rows from each source
   std::uint32_t ids;     // [W][max_tokens * ids_topk] uint16: local expert, or none
@@ -160,7 +160,7 @@ struct LlDispatchParams {
   LlStep step;
   LlRecord record;
   int senders;  // the first blocks only send; the others only receive
-  LlDispatchRoom room;
+  LlSmemLayout smem;
   // Send half.
   const std::byte* tokens;
   const void* topk_idx;

@@ -15,8 +15,8 @@ struct LlQuantised {
 
 inline constexpr int kLanesPerScale = 8;
 
-// The larger magnitude of a block, in either half; `far` = this lane has numbers that are not
-// finite, which do not count.
+// The larger magnitude of a block, in either half; `not_finite_bits` = this lane has numbers that
+// are not finite, which do not count.
 __device__ inline std::uint32_t most_of_block(const uint4& a, const uint4& b, bool& finite) {
   std::uint32_t most = most_of(a, most_of(b, 0));
   finite = !__any_sync(kAllLanes, not_finite(most) != 0);

@@ -37,7 +37,7 @@ std::string text_of_fault(const LlFindings& f, const LlGroup& group) {
   return {};
 }
 
-LlSetback busy(const LlFindings& findings, const LlGroup& group) {
+LlOperationError busy(const LlFindings& findings, const LlGroup& group) {
   return {.status = XD_ERROR_BUSY,
           .text = concat(findings.got, " operations are between their halves, expected at most ",
                          "in_flight = ", group.config().in_flight,
@@ -47,7 +47,7 @@ LlSetback busy(const LlFindings& findings, const LlGroup& group) {
 
 }  // namespace
 
-LlSetback setback_of(const LlReport& report, const LlGroup& group) {
+LlOperationError operation_error_of(const LlReport& report, const LlGroup& group) {
   const auto status = static_cast<xd_status>(report.status);
   switch (report.status) {
     case XD_ERROR_PEER_LOST: {

@@ -6,6 +6,6 @@
 
 namespace xd::ep::cuda {
 
-LlSetback setback_of(const LlReport& report, const LlGroup& group);
+LlOperationError operation_error_of(const LlReport& report, const LlGroup& group);
 
 }  // namespace xd::ep::cuda

@@ -6,7 +6,7 @@ namespace xd::ep::cuda {
 namespace {
 
 // Places parts of a block's dynamic shared memory one after another.
-struct RoomCursor {
+struct SmemCursor {
   std::uint32_t at = 0;
 
   std::uint32_t place(std::uint64_t bytes) {
@@ -18,11 +18,11 @@ struct RoomCursor {
 
 }  // namespace
 
-LlDispatchRoom ll_dispatch_room(const LlSizes& s, std::size_t shared_bytes) {
+LlSmemLayout ll_smem_layout(const LlSizes& s, std::size_t shared_bytes) {
   const auto ranks = at(s.ranks), tokens = at(s.max_tokens);
   const std::uint64_t candidates = ranks * tokens;
-  LlDispatchRoom room{};
-  RoomCursor cursor;
+  LlSmemLayout room{};
+  SmemCursor cursor;
   room.has_places = s.experts <= kLlMostSharedPlaces;
   room.places = cursor.place(room.has_places ? at(s.experts) * sizeof(std::uint32_t) : 0);
   room.counts = cursor.place((ranks * at(s.local_experts) + 1) / 2 * sizeof(std::uint32_t));
@@ -49,9 +49,10 @@ LlDispatchRoom ll_dispatch_room(const LlSizes& s, std::size_t shared_bytes) {
 std::vector<std::uint32_t> ll_places(const LlConfig& config) {
   std::vector<std::uint32_t> places;
   for (int e = 0; e < config.experts; ++e) {
-    const int seat = config.map().seat_of(e), rank = config.map().rank_at(seat);
+    const int physical_expert = config.map().physical_expert_of(e),
+              rank = config.map().rank_at(physical_expert);
     places.push_back(static_cast<std::uint32_t>(rank) << 16 |
-                     static_cast<std::uint32_t>(seat - config.map().first(rank)));
+                     static_cast<std::uint32_t>(physical_expert - config.map().first(rank)));
   }
   return places;
 }

@@ -60,7 +60,7 @@ constexpr int ll_receive_blocks(int blocks, std::int64_t units = 0) {
 inline constexpr int kLlFewestBlocks = 2;
 
 // The shared memory of a block of dispatch.
-LlDispatchRoom ll_dispatch_room(const LlSizes& sizes, std::size_t shared_bytes);
+LlSmemLayout ll_smem_layout(const LlSizes& sizes, std::size_t shared_bytes);
 
 // LlDevice::places.
 std::vector<std::uint32_t> ll_places(const LlConfig& config);

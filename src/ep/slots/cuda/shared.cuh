@@ -4,7 +4,7 @@
 
 #include "ep/plan/cuda/warp.cuh"
 #include "ep/slots/cuda/params.h"
-#include "turn/device/lane.cuh"
+#include "turn/device/pipeline.cuh"
 
 namespace xd::ep::cuda {
 
@@ -16,7 +16,7 @@ struct LlCourse {
   bool rows;      // it also sends rows
   bool receives;  // a receive half
   bool leaves;    // which delivers nothing, and waits for nobody
-  int status;     // of a setback of this rank's own call
+  int status;     // of an operation error of this rank's own call
   LlFault fault;
   std::int64_t got, expected;
 };
@@ -24,9 +24,9 @@ struct LlCourse {
 enum class LlVerdict : int { go, leave, fatal };
 
 struct LlShared {
-  turn::LaneEpochs before;
+  turn::PipelineEpochs before;
   LlCourse course;
-  std::uint64_t freed;  // the credit that this launch gives its peers: see turn::LaneCredit
+  std::uint64_t freed;  // the credit that this launch gives its peers: see turn::PipelineCredit
   RankBits masked;      // ranks that this launch leaves out from its beginning
   HeapRange area[kMaxDeviceRanks];
   // Of the operation that is being received:
@@ -35,7 +35,7 @@ struct LlShared {
   LlRecord record[kMaxDeviceRanks];
   int gone[kMaxDeviceRanks];  // 1 = the operation goes without this source
   int verdict;                // LlVerdict
-  int status, status_rank;    // of a setback
+  int status, status_rank;    // of an operation error
   LlFindings findings;
   std::uint32_t bad_ids;
   std::uint32_t told_bad_ids;  // of this rank, as the tellers count them
@@ -119,11 +119,11 @@ inline __device__ __noinline__ bool ll_goes_on_for_block(const LlDevice& g, LlSh
   return false;
 }
 
-using LlLane = turn::DeviceLane<LlRecord, LlDevice>;
+using LlPipeline = turn::DevicePipeline<LlRecord, LlDevice>;
 
 // `areas`: LlDevice::areas, or a copy of them.
-__device__ inline LlLane ll_lane_of(const LlDevice& g, int kind, const HeapRange* areas) {
-  return LlLane(g, g.map.lane[kind], g.counts[kind], areas);
+__device__ inline LlPipeline ll_pipeline_of(const LlDevice& g, int kind, const HeapRange* areas) {
+  return LlPipeline(g, g.map.pipeline[kind], g.counts[kind], areas);
 }
 
 // Whom the launch's operation is sent to, or was: behind its credits, so nothing but those can have
@@ -134,10 +134,11 @@ inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared
   if (c.sends) {
     s.company = ~s.masked;
     if (blockIdx.x + 1 != gridDim.x) return;
-    g.control->company[kind][turn::lane_slot(c.send_epoch, g.slots)] = {
+    g.control->company[kind][turn::pipeline_slot(c.send_epoch, g.slots)] = {
         s.company | RankBits{s.lost[0], s.lost[1]}, s.company};
   } else if (c.receives) {
-    const LlCompany* const kept = &g.control->company[kind][turn::lane_slot(c.take_epoch, g.slots)];
+    const LlCompany* const kept =
+        &g.control->company[kind][turn::pipeline_slot(c.take_epoch, g.slots)];
     const ulonglong2 start = ptx::ld_relaxed_sys_pair(&kept->at_start);
     const ulonglong2 sent = ptx::ld_relaxed_sys_pair(&kept->sent_to);
     s.company = {sent.x, sent.y};

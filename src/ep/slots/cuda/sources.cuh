@@ -135,7 +135,7 @@ XD_LL_SOURCES(bool)::ids_come() const {
 // All lanes: looks at the record and at all ids of a source, once.
 XD_LL_SOURCES(void)::leave_out_unless_here(int source) const {
   LlRecord record;
-  bool here = turn_.lane().read_record(source, epoch_, record);
+  bool here = turn_.pipeline().read_record(source, epoch_, record);
   if (here && lane_id() == 0) s_.record[source] = record;
   const std::uint64_t words = static_cast<std::uint64_t>(g_.max_tokens) * g_.ids.words;
   const std::uint64_t cell = turn_.slot(epoch_) * g_.ranks() + source;

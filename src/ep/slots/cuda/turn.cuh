@@ -29,8 +29,9 @@ class LlTurn {
   // credits are acquired here, before what the warp stores then. All lanes, in groups of up to 32
   // ranks.
   __device__ std::uint64_t early_epoch() const;
-  // One thread of every block, behind its first barrier: counts the launch's operations. The lane's
-  // next launch begins when all of this one has ended, and does nothing if it has failed.
+  // One thread of every block, behind its first barrier: counts the launch's operations. The
+  // pipeline's next launch begins when all of this one has ended, and does nothing if it has
+  // failed.
   __device__ void end();
   // Called by one thread where this launch's send half has failed and is not received yet.
   __device__ void note_failed_send() const {
@@ -40,7 +41,7 @@ class LlTurn {
   // this launch takes are not delivered.
   __device__ void note_left() const;
 
-  __device__ LlLane lane() const { return ll_lane_of(g_, kind_, s_.area); }
+  __device__ LlPipeline pipeline() const { return ll_pipeline_of(g_, kind_, s_.area); }
   __device__ const LlDevice& group() const { return g_; }
   __device__ const LlCourse& course() const { return s_.course; }
   __device__ LlShared& shared() const { return s_; }
@@ -48,7 +49,7 @@ class LlTurn {
   __device__ int rank() const { return g_.comm.rank; }
   __device__ int ranks() const { return g_.comm.num_ranks; }
   __device__ std::uint32_t slot(std::uint64_t epoch) const {
-    return turn::lane_slot(epoch, g_.slots);
+    return turn::pipeline_slot(epoch, g_.slots);
   }
   __device__ device::KernelWait site(int phase, std::uint64_t epoch) const {
     return {phase, g_.number, p_.record.call.operation, epoch};
@@ -65,10 +66,10 @@ class LlTurn {
     if (s_.course.status != XD_SUCCESS) {
       record.call.status = static_cast<std::uint8_t>(s_.course.status);
     }
-    lane().send_record(record, s_.course.send_epoch);
+    pipeline().send_record(record, s_.course.send_epoch);
   }
   // All lanes of a warp of the last block, behind its barrier.
-  __device__ void give_credit() const { lane().give_credit({s_.freed, s_.before.sent}); }
+  __device__ void give_credit() const { pipeline().give_credit({s_.freed, s_.before.sent}); }
   // The same warp, behind that.
   __device__ void free_left() const {
     if (s_.course.sends && s_.freed != s_.before.taken) ll_free_left(g_, s_, kind_);
@@ -139,7 +140,7 @@ class LlTurn {
   __device__ void count_mistake();
 
  private:
-  __device__ LlCourse course_of(const turn::LaneEpochs& before) const;
+  __device__ LlCourse course_of(const turn::PipelineEpochs& before) const;
   // The operations that a launch takes besides its own: those whose send halves have failed, and
   // which come next. Any thread of every block.
   __device__ int taken_besides() const;
@@ -194,7 +195,7 @@ inline __device__ __noinline__ void ll_compare_records(LlShared& s, int rank, in
 XD_LL_MEMBER(void)::begin() {
   // All loads are on their way before one of them is waited for. The credits come last, since
   // nothing passes an acquire.
-  const turn::LaneEpochs before = lane().epochs();
+  const turn::PipelineEpochs before = pipeline().epochs();
   const bool failed = device::failed(g_.comm);
   std::uint64_t left = 0;
   if (is_last_block()) left = ll_left_in_slot(g_, kind_);
@@ -204,7 +205,7 @@ XD_LL_MEMBER(void)::begin() {
               ptx::ld_relaxed_sys(&g_.control->masked[1])};
   }
   const bool has_credit = p_.step.send && lane_id() < ranks() && lane_id() != rank();
-  const std::uint64_t credit = has_credit ? lane().freed_by(lane_id()) : 0;
+  const std::uint64_t credit = has_credit ? pipeline().freed_by(lane_id()) : 0;
   if (lane_id() == 0) {
     s_.clear();
     s_.before = before;
@@ -242,10 +243,10 @@ XD_LL_MEMBER(void)::begin() {
 
 XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
   if (!p_.step.send || !p_.step.receive || p_.step.failed || g_.masks) return 0;
-  const turn::LaneEpochs before = lane().epochs();
+  const turn::PipelineEpochs before = pipeline().epochs();
   const bool failed = device::failed(g_.comm);
   const bool has_credit = lane_id() < ranks() && lane_id() != rank();
-  const std::uint64_t credit = has_credit ? lane().freed_by(lane_id()) : 0;
+  const std::uint64_t credit = has_credit ? pipeline().freed_by(lane_id()) : 0;
   const bool enough = !has_credit || credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
   const bool takes_turn = before.sent == before.taken && !failed;
   const bool may = __all_sync(kAllLanes, enough && takes_turn) != 0;
@@ -253,7 +254,7 @@ XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
   return may ? before.sent + 1 : 0;
 }
 
-XD_LL_MEMBER(LlCourse)::course_of(const turn::LaneEpochs& before) const {
+XD_LL_MEMBER(LlCourse)::course_of(const turn::PipelineEpochs& before) const {
   const LlStep& step = p_.step;
   LlCourse c{};
   c.send_epoch = before.sent + 1;
@@ -294,14 +295,15 @@ XD_LL_MEMBER(void)::wait_credits() const {
   const std::uint64_t left = is_last_block() ? ll_last_freed(g_, kind_, epoch) : 0;
   const auto has_taken = [&](int r) {
     return r == rank() || leaves_out(r) ||
-           (lane().freed_by(r) + slots >= epoch && (left == 0 || lane().sent_by(r) >= left));
+           (pipeline().freed_by(r) + slots >= epoch &&
+            (left == 0 || pipeline().sent_by(r) >= left));
   };
   bool all = true;
 #pragma unroll 1
   for (int r = lane_id(); r < ranks(); r += 32) all &= has_taken(r);
   if (__all_sync(kAllLanes, all) != 0) return;
   if (is_last_block()) {
-    ll_lane_of(g_, kind_, g_.areas).give_credit({s_.freed, s_.before.sent});
+    ll_pipeline_of(g_, kind_, g_.areas).give_credit({s_.freed, s_.before.sent});
   }
   turn::LongWait wait;  // one for all of a lane's ranks
 #pragma unroll 1
@@ -318,13 +320,14 @@ XD_LL_MEMBER(void)::wait_credits() const {
 // The time for which each source is waited for is asked for one by one.
 XD_LL_MEMBER(bool)::take_together(std::uint64_t epoch) const {
   if (g_.masks || p_.wait_ns != nullptr) return false;
-  const int word_at = LlLane::word_of_lane();
+  const int word_at = LlPipeline::word_of_pipeline();
   const std::uint64_t factor = turn::seal_factor(word_at);
 #pragma unroll 1
-  for (int first = 0; first < ranks(); first += LlLane::kTogether) {
+  for (int first = 0; first < ranks(); first += LlPipeline::kTogether) {
     std::uint64_t word = 0;
-    if (!lane().look_together(first, epoch, factor, word, [](int) { return true; })) return false;
-    const int source = first + lane_id() / LlLane::kWords;
+    if (!pipeline().look_together(first, epoch, factor, word, [](int) { return true; }))
+      return false;
+    const int source = first + lane_id() / LlPipeline::kWords;
     if (source < ranks() && word_at < turn::kRecordWords) {
       reinterpret_cast<std::uint64_t*>(&s_.record[source])[word_at] = word;
     }
@@ -342,7 +345,7 @@ __device__ inline bool LlTurn<Params>::take_record(int source, std::uint64_t epo
   bool accused = false;
   const bool here = turn::poll_until(
       [&] {
-        if (!lane().read_words(source, epoch, record, number)) return false;
+        if (!pipeline().read_words(source, epoch, record, number)) return false;
         accused = g_.masks && record.mask.has(rank());
         return accused || number == epoch;
       },
@@ -386,11 +389,11 @@ XD_LL_MEMBER(void)::note_left() const {
 XD_LL_MEMBER(void)::end() {
   const LlCourse& c = s_.course;
   if (c.fatal || s_.failed != 0) return;
-  const turn::LaneEpochs now{
+  const turn::PipelineEpochs now{
       s_.before.sent + (c.sends ? 1 : 0),
       s_.before.taken + (c.receives ? 1 + static_cast<std::uint64_t>(taken_besides()) : 0)};
   if (now.sent != s_.before.sent || now.taken != s_.before.taken) {
-    lane().end(now, g_.most_blocks);
+    pipeline().end(now, g_.most_blocks);
   }
 }
 
@@ -416,7 +419,7 @@ XD_LL_MEMBER(void)::judge(bool fits) const {
 // Called by one thread of every block that has met something.
 XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int status, int rank) {
   LlControl* control = g_.control;
-  // One block reports an operation. A setback of a call that takes no turn has no number.
+  // One block reports an operation. An operation error of a call that takes no turn has no number.
   lock_report();
   volatile std::uint64_t* reported = &control->reported[kind_][slot(epoch)];
   if (epoch == 0 || *reported != epoch) {

@@ -10,9 +10,9 @@
 
 namespace xd::ep::cpu {
 
-class FarAnswers {
+class RemoteAnswers {
  public:
-  explicit FarAnswers(std::int64_t tokens) : tokens_(at(tokens)) {}
+  explicit RemoteAnswers(std::int64_t tokens) : tokens_(at(tokens)) {}
 
   // Expects `count` answers of a token, at most 32; returns the place of the first one.
   std::uint32_t expect(std::int64_t token, int count) {

@@ -1,4 +1,4 @@
-// The chunks that sources number: how a source makes them, and how their gateway counts them.
+// The chunks that sources number: how a source makes them, and how their relay counts them.
 #pragma once
 
 #include <algorithm>
@@ -9,45 +9,45 @@
 #include <utility>
 #include <vector>
 
-#include "ep/bulk/cpu/remote/gateway.h"
+#include "ep/bulk/cpu/remote/relay.h"
 #include "ep/bulk/cpu/transfer.h"
 
 namespace xd::ep::cpu {
 
-// This rank's chunks of one kind to its gateways.
-class FarStream {
+// This rank's chunks of one kind to its relays.
+class RemoteStream {
  public:
-  FarStream(FarSide& side, FarKind kind);
+  RemoteStream(RemoteSide& side, RemoteKind kind);
 
-  // Room for an item of `bytes`, a multiple of net::kItemAlignment, that is to reach a machine.
-  // Waits for the gateway to give slots back if need be.
+  // Region for an item of `bytes`, a multiple of net::kItemAlignment, that is to reach a machine.
+  // Waits for the relay to give frames back if need be.
   std::byte* add(int machine, std::size_t bytes);
-  // Sends what there is to all gateways. Nothing is added afterwards.
+  // Sends what there is to all relays. Nothing is added afterwards.
   void finish();
 
  private:
   struct Way {
-    std::optional<net::Links::Slot> slot;
+    std::optional<net::Links::Frame> frame;
     std::size_t used = 0;
     std::uint32_t items = 0, chunks = 0;
   };
   void open(int machine);
   void close(int machine, bool last);
 
-  FarSide& side_;
-  const FarKind kind_;
+  RemoteSide& side_;
+  const RemoteKind kind_;
   std::vector<Way> ways_;  // by machine
 };
 
-// The chunks of the ranks whose gateway this rank is.
-class FarArrivals {
+// The chunks of the ranks whose relay this rank is.
+class RemoteArrivals {
  public:
-  explicit FarArrivals(const FarRoutes& routes)
-      : came_(routes.partners().size()), expected_(came_.size()) {}
+  explicit RemoteArrivals(const RemoteRoutes& routes)
+      : came_(routes.neighbours().size()), expected_(came_.size()) {}
 
   // A chunk has been read.
-  void count(const FarChunk& chunk) {
-    const std::size_t p = at(chunk.partner());
+  void count(const RemoteChunk& chunk) {
+    const std::size_t p = at(chunk.neighbour());
     ++came_[p];
     if (chunk.header.chunks != 0) expected_[p] = chunk.header.chunks;
   }
@@ -56,21 +56,21 @@ class FarArrivals {
   }
 
  private:
-  std::vector<std::uint32_t> came_, expected_;  // by partner
+  std::vector<std::uint32_t> came_, expected_;  // by neighbour
 };
 
 // Returns when all chunks of all sources have been read, and serves them meanwhile.
-inline void await_sources(FarSide& side, const FarArrivals& arrivals) {
+inline void await_sources(RemoteSide& side, const RemoteArrivals& arrivals) {
   for (const int source : side.routes().sources())
     side.wait(source, [&] { return arrivals.complete(source); });
 }
 
-// The far machines that some of a token's choices go to, ascending.
-struct FarPlaces {
+// The remote machines that some of a token's choices go to, ascending.
+struct RemotePlaces {
   std::array<int, kMaxTopk> list;
   int count = 0;
 
-  // `place_of` gives the place of a far rank: its machine, or its host.
+  // `place_of` gives the place of a remote rank: its machine, or its host.
   template <class PlaceOf>
   void find(const Context& context, const std::uint32_t* codes, int topk, PlaceOf&& place_of) {
     count = 0;
@@ -89,12 +89,12 @@ struct FarPlaces {
   }
 };
 
-// An operation's items to other machines, of which each gateway does with every item what `replay`
+// An operation's items to other machines, of which each relay does with every item what `replay`
 // does: replay(header, items).
 template <class Replay>
-class FarRows final : public FarWork {
+class RemoteRows final : public ChunkSink {
  public:
-  FarRows(FarSide& side, FarKind kind, Replay replay)
+  RemoteRows(RemoteSide& side, RemoteKind kind, Replay replay)
       : side_(side),
         replay_(std::move(replay)),
         kind_(kind),
@@ -102,18 +102,18 @@ class FarRows final : public FarWork {
         arrivals_(side.routes()) {
     side_.begin(*this);
   }
-  ~FarRows() { side_.end(); }
-  FarRows(const FarRows&) = delete;
-  FarRows& operator=(const FarRows&) = delete;
+  ~RemoteRows() { side_.end(); }
+  RemoteRows(const RemoteRows&) = delete;
+  RemoteRows& operator=(const RemoteRows&) = delete;
 
   std::byte* add(int machine, std::size_t bytes) { return stream_.add(machine, bytes); }
-  // Returns when all items that this rank is the gateway of have been replayed.
+  // Returns when all items that this rank is the relay of have been replayed.
   void finish() {
     stream_.finish();
     await_sources(side_, arrivals_);
   }
 
-  bool take(FarChunk& chunk) override {
+  bool take(RemoteChunk& chunk) override {
     if (chunk.header.kind != kind_)
       refuse_chunk(chunk.header, chunk.items().size(), "this operation has no such kind");
     replay_(chunk.header, chunk.items());
@@ -122,11 +122,11 @@ class FarRows final : public FarWork {
   }
 
  private:
-  FarSide& side_;
+  RemoteSide& side_;
   Replay replay_;
-  const FarKind kind_;
-  FarStream stream_;
-  FarArrivals arrivals_;
+  const RemoteKind kind_;
+  RemoteStream stream_;
+  RemoteArrivals arrivals_;
 };
 
 }  // namespace xd::ep::cpu

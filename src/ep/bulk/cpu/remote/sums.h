@@ -1,5 +1,5 @@
 // Sums of a token's rows on other machines, and gradients of its weights there. A source asks its
-// gateways for one sum for each of a token's hosts there; a gateway adds up the rows, which its
+// relays for one sum for each of a token's hosts there; a relay adds up the rows, which its
 // machine's ranks hold, and answers.
 #pragma once
 
@@ -16,31 +16,31 @@ namespace xd::ep::cpu {
 // The gradient of the weight of a token's choice k, in near ranks' memory; 0 = it has no row there.
 float weight_gradient(const Context& context, const std::uint32_t* codes, int topk, int k);
 
-class FarSums final : public FarWork {
+class RemoteSums final : public ChunkSink {
  public:
   struct Wish {
     Tensor sums;       // shape and type of the sums; none = no sums
     bool weighted;     // rows are multiplied by their weights
     Tensor gradients;  // of the weights, by token and choice: answers are written here
   };
-  FarSums(const Context& context, const PlanView& plan, const Wish& wish);
-  ~FarSums() { side_.end(); }
-  FarSums(const FarSums&) = delete;
-  FarSums& operator=(const FarSums&) = delete;
+  RemoteSums(const Context& context, const PlanView& plan, const Wish& wish);
+  ~RemoteSums() { side_.end(); }
+  RemoteSums(const RemoteSums&) = delete;
+  RemoteSums& operator=(const RemoteSums&) = delete;
 
   // Asks, and answers others; returns when all sums are made and all others have their answers. A
   // token is summed when its last answer comes, so that the network goes on meanwhile.
   void run();
 
-  bool take(FarChunk& chunk) override;
+  bool take(RemoteChunk& chunk) override;
 
  private:
-  FarPlaces hosts_of(std::int64_t token) const;
+  RemotePlaces hosts_of(std::int64_t token) const;
   int host_at(const RequestItem& request) const;
   void ask(std::int64_t token);
-  bool answer(FarChunk& chunk);
+  bool answer(RemoteChunk& chunk);
   void answer_item(const std::byte* request, std::byte* item) const;
-  void receive(const FarChunk& chunk);
+  void receive(const RemoteChunk& chunk);
   // `last`: the answer that has come last, which is read where it is.
   void add_up(std::int64_t token, std::uint32_t last_place, const std::byte* last) const;
   void keep_gradients(const RequestItem& request, const float* gradients);
@@ -49,15 +49,15 @@ class FarSums final : public FarWork {
   const Context context_;
   const PlanView& plan_;
   const Wish wish_;
-  FarSide& side_;
+  RemoteSide& side_;
   const int topk_;
   const AnswerLayout answer_;
-  FarStream requests_;
-  FarArrivals arrivals_;
+  RemoteStream requests_;
+  RemoteArrivals arrivals_;
   const rows::Store store_;
   std::span<std::byte> sums_;  // by place: (token, host) in the order of requests
-  FarAnswers answers_;
-  std::vector<std::uint32_t> awaited_;  // answers, by partner
+  RemoteAnswers answers_;
+  std::vector<std::uint32_t> awaited_;  // answers, by neighbour
 };
 
 }  // namespace xd::ep::cpu

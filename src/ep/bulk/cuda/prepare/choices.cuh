@@ -19,7 +19,8 @@ struct Pick {
   bool good, bad;
   int token;       // token of this rank
   int first_lane;  // the token's first lane
-  int seat, rank;  // the expert's seat (ExpertMap) and its rank; valid for good choices
+  int physical_expert,
+      rank;  // the expert's physical expert (ExpertMap) and its rank; valid for good choices
 };
 
 class Choices {
@@ -108,8 +109,8 @@ __device__ inline Pick Choices::pick(int first, std::int64_t id) const {
   const bool repeated = inside && !c.good;
   c.bad = c.active && id != -1 && !c.good && !(repeated && g_.collapse);
   if (c.good) {
-    c.seat = p_.experts.seat_of(static_cast<int>(id));
-    c.rank = p_.experts.rank_at(c.seat);
+    c.physical_expert = p_.experts.physical_expert_of(static_cast<int>(id));
+    c.rank = p_.experts.rank_at(c.physical_expert);
   }
   return c;
 }

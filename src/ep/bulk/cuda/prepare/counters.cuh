@@ -11,18 +11,18 @@
 // adds to its own row of columns alone; only open() writes other warps' rows, between barriers of
 // the block. It looks at no flag: the caller raises the grid barriers.
 //
-// C columns: one for each expert, by seat (ExpertMap), its choices; then one for each rank, the
-// tokens that go there; then one for each rank, the choices.
+// C columns: one for each expert, by physical expert (ExpertMap), its choices; then one for each
+// rank, the tokens that go there; then one for each rank, the choices.
 #pragma once
 
 #include "ep/bulk/cuda/prepare/choices.cuh"
 
 namespace xd::ep::cuda {
 
-inline constexpr std::uint32_t kFarRow = 0x7FFFFFFF;  // beyond every capacity
+inline constexpr std::uint32_t kRemoteRow = 0x7FFFFFFF;  // beyond every capacity
 
 __device__ inline std::uint32_t saturate(std::uint64_t row) {
-  return row < kFarRow ? static_cast<std::uint32_t>(row) : kFarRow;
+  return row < kRemoteRow ? static_cast<std::uint32_t>(row) : kRemoteRow;
 }
 
 class Counters {
@@ -103,7 +103,7 @@ __device__ inline void Counters::count(const Choices& choices) {
   choices.for_each([&](const Pick& c) {
     const bool first_there = choices.is_first_at_rank(c, c.good);
     if (c.good) {
-      add(c.seat);
+      add(c.physical_expert);
       add(column_of_choices(c.rank));
       if (first_there) add(column_of_tokens(c.rank));
     }

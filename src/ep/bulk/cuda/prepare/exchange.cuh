@@ -53,8 +53,8 @@ class Exchange {
   __device__ bool receive() const;
 
   // The counts of a source.
-  __device__ std::uint32_t choices(int source, int seat) const {
-    return said(source, layout_.expert(seat));
+  __device__ std::uint32_t choices(int source, int physical_expert) const {
+    return said(source, layout_.expert(physical_expert));
   }
   __device__ std::uint32_t tokens_for(int source, int rank) const {
     return said(source, layout_.rank(rank));
@@ -70,8 +70,10 @@ class Exchange {
     return sum;
   }
   // Choices of an expert by all ranks, and by the ranks before this one.
-  __device__ std::uint32_t expert_total(int seat) const { return total_[seat]; }
-  __device__ std::uint32_t expert_base(int seat) const { return base_[seat]; }
+  __device__ std::uint32_t expert_total(int physical_expert) const {
+    return total_[physical_expert];
+  }
+  __device__ std::uint32_t expert_base(int physical_expert) const { return base_[physical_expert]; }
   // Likewise tokens that have rows at a rank.
   __device__ std::uint32_t rank_total(int rank) const { return total_[g_.experts + rank]; }
   __device__ std::uint32_t rank_base(int rank) const { return base_[g_.experts + rank]; }

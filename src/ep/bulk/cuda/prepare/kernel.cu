@@ -37,8 +37,8 @@ struct PrepareShared {
   PlanWriter::Shared writer;
 };
 
-// `kFar`: some ranks are on other machines.
-template <bool kFar>
+// `kRemote`: some ranks are on other machines.
+template <bool kRemote>
 __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     prepare_kernel(const __grid_constant__ PrepareParams p) {
   __shared__ TurnShared shared;
@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
   const Zones zones(p, shared.base, counters, exchange, state.zones);
   const Numbering numbering(p, turn, shared.base, choices, counters, exchange, zones);
   const PlanWriter writer(p, turn, shared, exchange, zones, state.writer);
-  auto far = make_far_work<kFar, FarPrepare>(p, turn, shared);
+  auto remote = make_remote_work<kRemote, RemotePrepare>(p, turn, shared);
   bool good = turn.begin();
   if (good) {
     turn.enter();
-    if constexpr (kFar) far.meet();
+    if constexpr (kRemote) remote.meet();
     writer.invalidate();
     numbering.clear();
     exchange.clear();
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     if (turn.arrive(1)) exchange.send();
     good = turn.wait_arrivals(1);
     if (good) counters.add_up_before();
-    if constexpr (kFar) {
-      if (good) far.exchange_counts();
+    if constexpr (kRemote) {
+      if (good) remote.exchange_counts();
     }
     good = good && turn.await({0, 0, 0, 0, 0});
   }
@@ -73,42 +73,43 @@ __global__ void __launch_bounds__(kMostPrepareWarps * 32, 1)
     good = !turn.any_failed(!exchange.receive());
     if (good) {
       zones.place();
-      if constexpr (kFar) far.set_drops(zones.drops());
+      if constexpr (kRemote) remote.set_drops(zones.drops());
       const bool told_all = !writer.needs_sources();
       if (told_all) writer.judge();
       // Then what follows waits for nothing, and looks at nothing of the control block.
-      const bool ends_ahead = told_all && !kFar && !turn.has_setback();
+      const bool ends_ahead = told_all && !kRemote && !turn.has_operation_error();
       if (ends_ahead) turn.end_ahead();
       writer.write_early();
       good = numbering.run();
       if (good && told_all) {
         writer.finish();
-        if constexpr (kFar) static_cast<void>(far.rest());
+        if constexpr (kRemote) static_cast<void>(remote.rest());
         return ends_ahead ? turn.written() : turn.end_without_flags();
       }
     }
     if (good) {
-      turn.leave(far);
-      good = turn.wait_all_done(far);
+      turn.leave(remote);
+      good = turn.wait_all_done(remote);
     }
     if (good) {
       writer.finish();
       writer.judge();
     }
   } else {
-    turn.leave(far);
+    turn.leave(remote);
   }
-  turn.end(far);
+  turn.end(remote);
 }
 
 }  // namespace
 
-void launch(const PrepareParams& params, bool far, const LaunchShape& shape, cudaStream_t stream) {
-  launch_cooperative(far ? prepare_kernel<true> : prepare_kernel<false>, params, shape, stream);
+void launch(const PrepareParams& params, bool remote, const LaunchShape& shape,
+            cudaStream_t stream) {
+  launch_cooperative(remote ? prepare_kernel<true> : prepare_kernel<false>, params, shape, stream);
 }
 
-void load_prepare(std::size_t shared_bytes, bool far) {
-  load_kernel(far ? prepare_kernel<true> : prepare_kernel<false>, shared_bytes);
+void load_prepare(std::size_t shared_bytes, bool remote) {
+  load_kernel(remote ? prepare_kernel<true> : prepare_kernel<false>, shared_bytes);
 }
 
 }  // namespace xd::ep::cuda

@@ -75,7 +75,7 @@ class Numbering {
   const Counters& counters_;
   const Exchange& exchange_;
   const Zones& zones_;
-  std::uint32_t* surviving_;  // [E] by seat: choices of this rank, RANK_MAJOR with drops
+  std::uint32_t* surviving_;  // [E] by physical expert: choices of this rank, RANK_MAJOR with drops
   std::uint32_t* codes_;      // [T][K]
 };
 
@@ -104,16 +104,17 @@ __device__ inline bool Numbering::run() const {
 // See RowCodec.
 __device__ inline std::uint32_t Numbering::pack(const Pick& c, const Place& place) const {
   const std::uint32_t global = base_[place.kept ? c.rank : 0] + place.row;
-  return !place.kept                ? RowCodec::kNone
-         : g_.layout.row_per_expert ? global
-                                    : global * g_.codec_experts + c.seat - p_.experts.first(c.rank);
+  return !place.kept ? RowCodec::kNone
+         : g_.layout.row_per_expert
+             ? global
+             : global * g_.codec_experts + c.physical_expert - p_.experts.first(c.rank);
 }
 
 // The choice's row. All lanes call it.
 __device__ inline Numbering::Place Numbering::place_choice(const Pick& c) const {
   Place place{false, false, 0};
   if (g_.layout.row_per_expert) {
-    place.row = counters_.take(c.good, c.seat);
+    place.row = counters_.take(c.good, c.physical_expert);
   } else {
     const unsigned same = choices_.equal_ranks(c, c.good);
     const bool first = c.good && (same & lower_lanes()) == 0;
@@ -167,7 +168,7 @@ __device__ inline void Numbering::keep_count(const Pick& c, const Place& place) 
     if (place.leader) counters_.add(counters_.column_of_tokens(c.rank));
     if (place.kept) counters_.add(counters_.column_of_choices(c.rank));
   } else if (place.kept) {
-    atomicAdd(&surviving_[c.seat], 1u);
+    atomicAdd(&surviving_[c.physical_expert], 1u);
   }
 }
 
@@ -232,11 +233,12 @@ __device__ inline void Numbering::tell_lengths() const {
 __device__ inline void Numbering::send_kept() const {
   if (blockIdx.x != 0) return;
 #pragma unroll 1
-  for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
-    const int d = p_.experts.rank_at(seat);
+  for (int physical_expert = thread_in_block(); physical_expert < g_.experts;
+       physical_expert += threads_per_block()) {
+    const int d = p_.experts.rank_at(physical_expert);
     if (zones_.total(d) <= zones_.capacity_of(d)) continue;
-    at_owner<std::uint32_t>(d, g_.map.kept, g_.kept_stride)[seat - p_.experts.first(d)] =
-        surviving_[seat];
+    at_owner<std::uint32_t>(d, g_.map.kept, g_.kept_stride)[physical_expert - p_.experts.first(d)] =
+        surviving_[physical_expert];
   }
 }
 

@@ -6,7 +6,7 @@
 //   plan: list, start, slot      all blocks                     later operations
 //   outputs                      head block; rank_rows: all     the caller, later in the stream
 //   Shared, TurnShared::plan     this block                     this block; its report
-//   GroupState, Report: totals      the head block                 later operations; the host
+//   GroupState, Report: totals   the head block                 later operations; the host
 //   items, lists, listed, kept   their source                   this rank, after its done flag
 //
 // The last row is group memory of this rank, and trusted behind Turn::wait_all_done(). Counts,
@@ -58,7 +58,7 @@ class PlanWriter {
   __device__ Word* part(std::uint64_t offset) const {
     return reinterpret_cast<Word*>(p_.plan + offset);
   }
-  __device__ int seat_here(int local_expert) const {
+  __device__ int physical_here(int local_expert) const {
     return p_.experts.first(g_.rank()) + local_expert;
   }
   // An array of this rank's group memory that sources have written.
@@ -130,7 +130,7 @@ __device__ inline void PlanWriter::derive_told() const {
     std::uint32_t rows = 0;
 #pragma unroll 1
     for (int e = lane_id(); e < g_.local_experts; e += 32) {
-      rows += exchange_.choices(s, seat_here(e));
+      rows += exchange_.choices(s, physical_here(e));
     }
     rows = warp_sum(rows);
     if (lane_id() == 0) s_.told[s] = {exchange_.tokens_for(s, g_.rank()), rows};
@@ -178,7 +178,7 @@ __device__ inline void PlanWriter::write_head() const {
 // RANK_MAJOR: the pairs of a local expert, after drops.
 __device__ inline std::uint64_t PlanWriter::pairs_of(int local_expert) const {
   if (!zones_.drops() || zones_.total(g_.rank()) <= zones_.capacity_of(g_.rank())) {
-    return exchange_.expert_total(seat_here(local_expert));
+    return exchange_.expert_total(physical_here(local_expert));
   }
   const auto* kept = told_here<std::uint32_t>(g_.map.kept);
   std::uint64_t pairs = 0;
@@ -197,7 +197,7 @@ __device__ inline void PlanWriter::write_zones() const {
   const std::uint64_t limit =
       g_.layout.row_per_expert ? zones_.limit_of(g_.rank()) : ~std::uint64_t{0};
   const auto rows = [&](int e) -> std::uint64_t {
-    return g_.layout.row_per_expert ? exchange_.expert_total(seat_here(e)) : pairs_of(e);
+    return g_.layout.row_per_expert ? exchange_.expert_total(physical_here(e)) : pairs_of(e);
   };
   const auto padded = [&](int e) { return zones_.padded(rows(e)); };
   std::uint64_t dropped = 0;  // of the experts that this thread looks at
@@ -214,13 +214,13 @@ __device__ inline void PlanWriter::write_zones() const {
     dropped += rows(e) - kept;
   };
   const std::uint64_t end = zones_.end_of_zones(g_.rank());
-  if (zones_.drops() || end >= kFarRow) {
+  if (zones_.drops() || end >= kRemoteRow) {
     scan_block(s_.partial, g_.local_experts, padded, write_zone);
     add_of_warp(&s_.dropped_rows, dropped);
   } else {
 #pragma unroll 1
     for (int e = thread_in_block(); e <= g_.local_experts; e += threads_per_block()) {
-      write_zone(e, e < g_.local_experts ? zones_.first_row(seat_here(e)) : end);
+      write_zone(e, e < g_.local_experts ? zones_.first_row(physical_here(e)) : end);
     }
   }
   if (thread_in_block() == 0) {
@@ -369,11 +369,12 @@ __device__ inline std::uint64_t PlanWriter::rows_between(int source, int rank, i
   std::uint64_t rows = 0;
   const int end = p_.experts.first(rank + 1);
 #pragma unroll 1
-  for (int seat = p_.experts.first(rank) + lane; seat < end; seat += 32) {
-    std::uint64_t first = zones_.first_row(seat);
+  for (int physical_expert = p_.experts.first(rank) + lane; physical_expert < end;
+       physical_expert += 32) {
+    std::uint64_t first = zones_.first_row(physical_expert);
 #pragma unroll 1
-    for (int s = 0; s < source; ++s) first += exchange_.choices(s, seat);
-    rows += kept_rows(first, exchange_.choices(source, seat), limit);
+    for (int s = 0; s < source; ++s) first += exchange_.choices(s, physical_expert);
+    rows += kept_rows(first, exchange_.choices(source, physical_expert), limit);
   }
   return rows;
 }
@@ -401,9 +402,9 @@ __device__ inline void PlanWriter::judge() const {
       header_.overflow_capacity = zones_.capacity_of(header_.overflow_rank);
     }
     if (header_.overflow_rank >= 0 && !g_.drop) {
-      turn_.set_setback(XD_ERROR_OVERFLOW);
+      turn_.set_operation_error(XD_ERROR_OVERFLOW);
     } else if (header_.bad_ids > 0) {
-      turn_.set_setback(XD_ERROR_INVALID_ARGUMENT);
+      turn_.set_operation_error(XD_ERROR_INVALID_ARGUMENT);
     }
   }
   __syncthreads();

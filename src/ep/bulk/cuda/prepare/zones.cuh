@@ -44,9 +44,11 @@ class Zones {
   __device__ bool drops() const { return s_.drops != 0; }
   // Padded rows that a rank needs.
   __device__ std::uint64_t total(int rank) const { return s_.total[rank]; }
-  // First row of an expert's zone, on its rank; kFarRow in all zones of a rank that end there or
+  // First row of an expert's zone, on its rank; kRemoteRow in all zones of a rank that end there or
   // beyond.
-  __device__ std::uint32_t first_row(int seat) const { return first_row_[seat]; }
+  __device__ std::uint32_t first_row(int physical_expert) const {
+    return first_row_[physical_expert];
+  }
   __device__ std::uint64_t end_of_zones(int rank) const {
     return s_.start[rank + 1] - s_.start[rank];
   }
@@ -82,7 +84,7 @@ class Zones {
   const Counters& counters_;
   const Exchange& exchange_;
   Shared& s_;
-  std::uint32_t* first_row_;  // [E] by seat
+  std::uint32_t* first_row_;  // [E] by physical expert
 };
 
 __device__ inline void Zones::place() const {
@@ -97,19 +99,24 @@ __device__ inline void Zones::lay_out() const {
   // The zones of all ranks form one sequence, in which rank d begins at start[d]. Ranks that hold
   // no expert begin where the next rank does.
   scan_block(
-      s_.partial, g_.experts, [&](int seat) { return padded(exchange_.expert_total(seat)); },
-      [&](int seat, std::uint64_t sum) {
+      s_.partial, g_.experts,
+      [&](int physical_expert) { return padded(exchange_.expert_total(physical_expert)); },
+      [&](int physical_expert, std::uint64_t sum) {
 #pragma unroll 1
-        for (int d = p_.experts.rank_at(seat); d >= 0 && p_.experts.first(d) == seat; --d) {
+        for (int d = p_.experts.rank_at(physical_expert);
+             d >= 0 && p_.experts.first(d) == physical_expert; --d) {
           s_.start[d] = sum;
         }
-        if (seat < g_.experts) first_row_[seat] = static_cast<std::uint32_t>(sum);
+        if (physical_expert < g_.experts)
+          first_row_[physical_expert] = static_cast<std::uint32_t>(sum);
       });
 #pragma unroll 1
-  for (int seat = thread_in_block(); seat < g_.experts; seat += threads_per_block()) {
-    const int d = p_.experts.rank_at(seat);
-    const bool far = end_of_zones(d) >= kFarRow;
-    first_row_[seat] = far ? kFarRow : first_row_[seat] - static_cast<std::uint32_t>(s_.start[d]);
+  for (int physical_expert = thread_in_block(); physical_expert < g_.experts;
+       physical_expert += threads_per_block()) {
+    const int d = p_.experts.rank_at(physical_expert);
+    const bool remote = end_of_zones(d) >= kRemoteRow;
+    first_row_[physical_expert] =
+        remote ? kRemoteRow : first_row_[physical_expert] - static_cast<std::uint32_t>(s_.start[d]);
   }
   __syncthreads();
 }

@@ -1,17 +1,17 @@
-// combine and dispatch_bwd between machines: a token's source asks its gateways for the sum of the
+// combine and dispatch_bwd between machines: a token's source asks its relays for the sum of the
 // token's rows on their machines, and adds it to the sum of the rows on its own.
 //
-//   memory                  written by                       read by
-//   FarMap::sums            each rank's pushers: its part    near gateways, when all near ranks
-//                           of far tokens' sums              have raised `added`
-//   FarMap::added[slot][r]  near rank r's last block that    near gateways
-//                           leaves
-//   FarDevice::answers      this block, from answers         this block
-//   own out                 summers: the sum of the near     the caller
-//                           rows; then this block, all
+//   memory                     written by                       read by
+//   RemoteMap::sums            each rank's pushers: its part    near relays, when all near ranks
+//                              of remote tokens' sums           have raised `added`
+//   RemoteMap::added[slot][r]  near rank r's last block that    near relays
+//                              leaves
+//   RemoteDevice::answers      this block, from answers         this block
+//   own out                    summers: the sum of the near     the caller
+//                              rows; then this block, all
 //
 // Each machine is one host, so these are the sums of the order of sums: by rank, by host, over
-// hosts. A gateway reads rows where their owners let peers read them, as near sources do.
+// hosts. A relay reads rows where their owners let peers read them, as near sources do.
 #pragma once
 
 #include "ep/bulk/cuda/kernels.h"
@@ -20,65 +20,65 @@
 
 namespace xd::ep::cuda {
 
-// The place of the sum of a far token's rows here, the first of which is `row`.
-__device__ inline std::byte* far_sum_at(const FarDevice& far, int owner, std::uint32_t row,
-                                        std::uint64_t row_bytes) {
-  return far.near_areas[owner] + far.map.sums + row * row_bytes;
+// The place of the sum of a remote token's rows here, the first of which is `row`.
+__device__ inline std::byte* remote_sum_at(const RemoteDevice& remote, int owner, std::uint32_t row,
+                                           std::uint64_t row_bytes) {
+  return remote.near_areas[owner] + remote.map.sums + row * row_bytes;
 }
 
-// The index of this leader's rank among all ranks that have rows of the token, near or far, which
-// is the token's slot for its partial sum (ep/plan/plan.h). All lanes call it.
-__device__ inline int order_with_far(const FarDevice& far, const Choice& c) {
+// The index of this leader's rank among all ranks that have rows of the token, near or remote,
+// which is the token's slot for its partial sum (ep/plan/plan.h). All lanes call it.
+__device__ inline int order_with_remote(const RemoteDevice& remote, const Choice& c) {
   Choice all = c;
-  all.valid = c.valid || (c.rank >= 0 && far.machine_of[c.rank] != kNear);
+  all.valid = c.valid || (c.rank >= 0 && remote.machine_of[c.rank] != kNear);
   all.leader = first_of_equals(static_cast<unsigned>(c.rank), all.valid);
   int count = 0;
   return order_of(all, count);
 }
 
 template <class T>
-class FarCombine : public FarWork<FarCombine<T>> {
-  using Base = FarWork<FarCombine<T>>;
-  using Base::far;
-  using Base::far_turn_;
-  using Base::lanes;
+class RemoteCombine : public RemoteWork<RemoteCombine<T>> {
+  using Base = RemoteWork<RemoteCombine<T>>;
+  using Base::directions;
   using Base::moves;
+  using Base::remote;
+  using Base::remote_turn_;
   using Base::s_;
   using Base::shared_;
   using Base::turn_;
 
  public:
-  static constexpr FarKind kKind = FarKind::request;
+  static constexpr RemoteKind kKind = RemoteKind::request;
   static constexpr bool kAnswers = true;
 
   // `terms`, `rings`: of all warps.
-  __device__ FarCombine(const CombineParams& params, Turn& turn, TurnShared& turn_shared,
-                        FarShared& shared, WarpTerms* terms, std::byte* rings)
+  __device__ RemoteCombine(const CombineParams& params, Turn& turn, TurnShared& turn_shared,
+                           RemoteShared& shared, WarpTerms* terms, std::byte* rings)
       : Base(params.turn, turn, turn_shared, shared),
         p_(params),
         terms_(terms[warp_in_block()]),
         ring_(rings + warp_in_block() * TermPieces::kBytes) {}
 
   // Behind enter(). All threads of all blocks call it.
-  __device__ void meet() const { meet_far(far_turn_, turn_); }
+  __device__ void meet() const { meet_remote(remote_turn_, turn_); }
 
   // All blocks have added up their rows.
   __device__ void start() const {
     const int i = thread_in_block();
-    if (i < far().num_near)
-      ptx::st_release_sys(added_at(far().near[i], turn_.rank()), turn_.epoch());
+    if (i < remote().num_near)
+      ptx::st_release_sys(added_at(remote().near[i], turn_.rank()), turn_.epoch());
   }
-  __device__ bool may_take(int partner) const {
-    if (!lanes().may_fill(partner, FarLane::to_source)) return false;
-    for (int i = 0; s_.partials_here == 0 && i < far().num_near; ++i) {
-      const std::uint64_t* added = added_at(turn_.rank(), far().near[i]);
+  __device__ bool may_take(int neighbour) const {
+    if (!directions().may_fill(neighbour, Direction::to_source)) return false;
+    for (int i = 0; s_.partials_here == 0 && i < remote().num_near; ++i) {
+      const std::uint64_t* added = added_at(turn_.rank(), remote().near[i]);
       if (ptx::ld_acquire_sys(added) != turn_.epoch()) return false;
     }
     s_.partials_here = 1;
     return true;
   }
 
-  __device__ bool fill(int machine, FarHeader* chunk) const {
+  __device__ bool fill(int machine, RemoteHeader* chunk) const {
     const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
     const std::uint64_t size = request_bytes(topk());
     // Its answers fit into one chunk.
@@ -91,7 +91,7 @@ class FarCombine : public FarWork<FarCombine<T>> {
       const std::uint32_t place = place_of(token, machine, machines_of(code));
       if (lane_id() == 0) {
         *reinterpret_cast<RequestItem*>(item) = {
-            .token = token, .place = place, .host = far().host_of[machine], .unused = 0};
+            .token = token, .place = place, .host = remote().host_of[machine], .unused = 0};
       }
       if (lane_id() < topk()) {
         reinterpret_cast<std::uint32_t*>(item + sizeof(RequestItem))[lane_id()] = code;
@@ -100,16 +100,16 @@ class FarCombine : public FarWork<FarCombine<T>> {
     return last;
   }
 
-  __device__ std::uint64_t bytes_of_item(FarKind kind) const {
-    return kind == FarKind::answer ? answer().item_bytes() : request_bytes(topk());
+  __device__ std::uint64_t bytes_of_item(RemoteKind kind) const {
+    return kind == RemoteKind::answer ? answer().item_bytes() : request_bytes(topk());
   }
-  __device__ void take(int partner, const FarHeader& chunk) const {
+  __device__ void take(int neighbour, const RemoteHeader& chunk) const {
     if (chunk.items == 0) return;
-    FarHeader* out = lanes().next_out(partner, FarLane::to_source);
+    RemoteHeader* out = directions().next_out(neighbour, Direction::to_source);
     const AnswerLayout layout = answer();
     const auto warps = static_cast<std::uint32_t>(warps_per_block());
     // As many answers have room, where a chunk of requests is as it must be.
-    const auto most = static_cast<std::uint32_t>(far().chunk_room / answer_room());
+    const auto most = static_cast<std::uint32_t>(remote().chunk_room / answer_room());
     const std::uint32_t items = min(chunk.items, most);
 #pragma unroll 1
     for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < items; i += warps) {
@@ -118,12 +118,12 @@ class FarCombine : public FarWork<FarCombine<T>> {
     }
     __syncthreads();
     if (thread_in_block() != 0) return;
-    far_turn_.write_header(out, FarKind::answer, items);
-    lanes().fill(partner, FarLane::to_source,
-                 static_cast<std::uint32_t>(items * layout.item_bytes()));
+    remote_turn_.write_header(out, RemoteKind::answer, items);
+    directions().fill(neighbour, Direction::to_source,
+                      static_cast<std::uint32_t>(items * layout.item_bytes()));
   }
 
-  __device__ void take_answer(int machine, const FarHeader& chunk) const {
+  __device__ void take_answer(int machine, const RemoteHeader& chunk) const {
     if (!moves()) return;
     const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
     const AnswerLayout layout = answer();
@@ -149,14 +149,14 @@ class FarCombine : public FarWork<FarCombine<T>> {
     return max(std::uint64_t{request_bytes(topk())}, std::uint64_t{answer().item_bytes()});
   }
   __device__ std::uint64_t* added_at(int owner, int source) const {
-    return reinterpret_cast<std::uint64_t*>(far().near_areas[owner] + far().map.added) +
+    return reinterpret_cast<std::uint64_t*>(remote().near_areas[owner] + remote().map.added) +
            turn::cell_of(turn_.epoch(), source, turn_.ranks());
   }
   // This lane's choice.
   __device__ std::uint32_t code_of(const PlanParts& plan, std::uint64_t token) const {
     return lane_id() < topk() ? plan.code[token * topk() + lane_id()] : RowCodec::kNone;
   }
-  // The far machines of the lanes' choices, as bits. All lanes call it.
+  // The remote machines of the lanes' choices, as bits. All lanes call it.
   __device__ std::uint64_t machines_of(std::uint32_t code) const {
     const int m = this->machine_of_code(code);
     const std::uint64_t bit = m == kNear ? 0 : std::uint64_t{1} << m;
@@ -169,13 +169,13 @@ class FarCombine : public FarWork<FarCombine<T>> {
   }
   __device__ std::uint32_t place_of(std::uint32_t token, int machine,
                                     std::uint64_t machines) const {
-    return token * far().most_answers(topk()) + below(machines, machine);
+    return token * remote().most_answers(topk()) + below(machines, machine);
   }
   __device__ std::byte* answer_at(std::uint32_t place) const {
-    return far().answers + place * p_.row_bytes;
+    return remote().answers + place * p_.row_bytes;
   }
 
-  // At the gateway.
+  // At the relay.
   __device__ void answer_item(const std::byte* request, std::byte* item,
                               const AnswerLayout& layout) const {
     const auto* words = reinterpret_cast<const volatile std::uint32_t*>(request);
@@ -198,7 +198,7 @@ class FarCombine : public FarWork<FarCombine<T>> {
     if (c.leader) {
       const std::byte* rows = turn_.peer(c.rank).rows;
       terms_.row[order] = rows != nullptr ? rows + c.row * p_.row_bytes
-                                          : far_sum_at(far(), c.rank, c.row, p_.row_bytes);
+                                          : remote_sum_at(remote(), c.rank, c.row, p_.row_bytes);
     }
     __syncwarp();
     add_up<T>(item + layout.row_at(), ring_, terms_, count, false, 0, vectors());
@@ -214,7 +214,7 @@ class FarCombine : public FarWork<FarCombine<T>> {
     const std::uint32_t code = known ? code_of(plan, token) : RowCodec::kNone;
     const std::uint64_t machines = machines_of(code);
     if ((machines >> machine & 1) == 0 || place != place_of(token, machine, machines)) {
-      if (lane_id() == 0) far_turn_.refuse(far().gateways[machine]);  // an answer to no request
+      if (lane_id() == 0) remote_turn_.refuse(remote().relays[machine]);  // an answer to no request
       return;
     }
     const int k = lane_id();
@@ -246,9 +246,9 @@ class FarCombine : public FarWork<FarCombine<T>> {
   __device__ void collect(std::uint32_t token, std::uint64_t machines, const std::byte* own) const {
     int next = 0;
 #pragma unroll 1
-    for (int m = 0; m <= far().num_machines; ++m) {
-      if (m == far().machines_before && own != nullptr) terms_.row[next++] = own;
-      if (m < far().num_machines && (machines >> m & 1) != 0) {
+    for (int m = 0; m <= remote().num_machines; ++m) {
+      if (m == remote().machines_before && own != nullptr) terms_.row[next++] = own;
+      if (m < remote().num_machines && (machines >> m & 1) != 0) {
         terms_.row[next++] = answer_at(place_of(token, m, machines));
       }
     }

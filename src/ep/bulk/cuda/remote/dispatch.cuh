@@ -1,8 +1,8 @@
 // dispatch and combine_bwd between machines: a token's row crosses once to each machine on which it
-// has rows, and its gateway there stores it as the source would have.
+// has rows, and its relay there stores it as the source would have.
 //
 //   memory                  written by                       read by
-//   FarDevice::rows,        this rank's senders, as rows     the last block that leaves, which
+//   RemoteDevice::rows,     this rank's senders, as rows     the last block that leaves, which
 //   scales: by token        are sent (quantised, packed)     sends them
 //   near ranks' tensors     this block, from chunks: the     their receivers, after the flags; the
 //                           token's first row there          caller, after the done flags
@@ -10,7 +10,7 @@
 //   s a source of this      last chunk of s
 //   rank
 //
-// A gateway raises all flags of a source at once, behind its last chunk.
+// A relay raises all flags of a source at once, behind its last chunk.
 #pragma once
 
 #include "ep/bulk/cuda/dispatch_beside.cuh"
@@ -21,15 +21,16 @@ namespace xd::ep::cuda {
 
 // Where the senders put a token's row for other machines, on one lane; none if it has no rows
 // there. All lanes call it.
-__device__ inline MoverTarget far_target(const DispatchParams& p, const Turn& turn, int token,
-                                         const Choice& c) {
-  const FarDevice& far = *turn.group().control->far;
-  const bool goes = c.rank >= 0 && far.machine_of[c.rank] != kNear;
+__device__ inline MoverTarget remote_target(const DispatchParams& p, const Turn& turn, int token,
+                                            const Choice& c) {
+  const RemoteDevice& remote = *turn.group().control->remote;
+  const bool goes = c.rank >= 0 && remote.machine_of[c.rank] != kNear;
   const unsigned going = __ballot_sync(kAllLanes, goes);
   if (!goes || (going & lower_lanes()) != 0) return {nullptr, nullptr};
   const auto t = static_cast<std::uint64_t>(token);
   const std::uint64_t scales = p.recv_scales.row_bytes;
-  return {far.rows + t * p.recv_tokens.row_bytes, scales != 0 ? far.scales + t * scales : nullptr};
+  return {remote.rows + t * p.recv_tokens.row_bytes,
+          scales != 0 ? remote.scales + t * scales : nullptr};
 }
 
 // Copies a row of whole vectors to the places that lanes have, where `to` is not null. All lanes
@@ -62,18 +63,18 @@ __device__ inline void copy_row(const std::byte* from, std::byte* to, std::uint6
   }
 }
 
-class FarDispatch : public FarWork<FarDispatch> {
+class RemoteDispatch : public RemoteWork<RemoteDispatch> {
  public:
-  static constexpr FarKind kKind = FarKind::rows;
+  static constexpr RemoteKind kKind = RemoteKind::rows;
 
-  __device__ FarDispatch(const DispatchParams& params, Turn& turn, TurnShared& turn_shared,
-                         FarShared& shared)
-      : FarWork(params.turn, turn, turn_shared, shared), p_(params) {}
+  __device__ RemoteDispatch(const DispatchParams& params, Turn& turn, TurnShared& turn_shared,
+                            RemoteShared& shared)
+      : RemoteWork(params.turn, turn, turn_shared, shared), p_(params) {}
 
   // Behind enter(). All threads of all blocks call it.
-  __device__ void meet() const { meet_far(far_turn_, turn_); }
+  __device__ void meet() const { meet_remote(remote_turn_, turn_); }
 
-  // Rows of far sources reach this rank's tensors as those of near ones do: in staging memory,
+  // Rows of remote sources reach this rank's tensors as those of near ones do: in staging memory,
   // where there is some. This block has sent its own rows, which go elsewhere.
   __device__ void start() const {
     if (thread_in_block() != 0) return;  // the others use them behind the next barrier
@@ -87,7 +88,7 @@ class FarDispatch : public FarWork<FarDispatch> {
     own.extra = arrives(p_.recv_topk_idx);
   }
 
-  __device__ bool fill(int machine, FarHeader* chunk) const {
+  __device__ bool fill(int machine, RemoteHeader* chunk) const {
     const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
     const RowsLayout layout = item_layout();
     const bool last = pick_tokens(machine, plan.code, layout.item_bytes());
@@ -99,8 +100,8 @@ class FarDispatch : public FarWork<FarDispatch> {
     return last;
   }
 
-  __device__ std::uint64_t bytes_of_item(FarKind) const { return item_layout().item_bytes(); }
-  __device__ void take(int, const FarHeader& chunk) const {
+  __device__ std::uint64_t bytes_of_item(RemoteKind) const { return item_layout().item_bytes(); }
+  __device__ void take(int, const RemoteHeader& chunk) const {
     if (!moves()) return;
     const RowsLayout layout = item_layout();
 #pragma unroll 1
@@ -111,13 +112,14 @@ class FarDispatch : public FarWork<FarDispatch> {
   }
 
   // Behind a barrier of the block.
-  __device__ void took_all(int partner, const FarHeader& chunk) const {
+  __device__ void took_all(int neighbour, const RemoteHeader& chunk) const {
     const int tokens = min(static_cast<int>(chunk.tokens), turn_.group().max_tokens);
-    const int flags = sent_chunks().count(tokens), near = far().num_near;
+    const int flags = sent_chunks().count(tokens), near = remote().num_near;
 #pragma unroll 1
     for (int i = thread_in_block(); i < flags * near; i += threads_per_block()) {
-      ptx::st_release_sys(turn_.chunk_at(far().near[i % near], far().rank_of[partner], i / near),
-                          turn_.epoch());
+      ptx::st_release_sys(
+          turn_.chunk_at(remote().near[i % near], remote().rank_of[neighbour], i / near),
+          turn_.epoch());
     }
   }
 
@@ -139,8 +141,8 @@ class FarDispatch : public FarWork<FarDispatch> {
             p_.topk_weights[t * layout.topk + k];
       }
     }
-    copy_bytes(item + layout.row_at(), far().rows + t * layout.row_bytes, layout.row_bytes);
-    copy_bytes(item + layout.scales_at(), far().scales + t * layout.scale_bytes,
+    copy_bytes(item + layout.row_at(), remote().rows + t * layout.row_bytes, layout.row_bytes);
+    copy_bytes(item + layout.scales_at(), remote().scales + t * layout.scale_bytes,
                layout.scale_bytes);
   }
   // Does with an item what the source does with a token of its own.

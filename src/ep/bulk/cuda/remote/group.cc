@@ -12,14 +12,14 @@
 namespace xd::ep::cuda {
 namespace {
 
-net::LinkMap link_map(const Group& group, const FarRoutes& routes) {
-  return {.partners = routes.partners().size(),
-          .slots = kFarSlots,
-          .slot_bytes = far_slot_bytes(group.config(), group.comm().machines().num_hosts())};
+net::LinkMap link_map(const Group& group, const RemoteRoutes& routes) {
+  return {.neighbours = routes.neighbours().size(),
+          .frames = kRemoteFrames,
+          .frame_bytes = remote_frame_bytes(group.config(), group.comm().machines().num_hosts())};
 }
 
-// A rank stores into a far rank's stand-in what it would store into its memory, at the same places.
-// So what that rank keeps for staging decides how long a stand-in is.
+// A rank stores into a remote rank's stand-in what it would store into its memory, at the same
+// places. So what that rank keeps for staging decides how long a stand-in is.
 std::size_t longest_stand_in(const Group& group) {
   std::uint64_t longest = 0;
   for (int r = 0; r < group.config().ranks; ++r)
@@ -28,9 +28,9 @@ std::size_t longest_stand_in(const Group& group) {
 }
 
 // Of this rank: where peers read all rows themselves, nobody pushes sums.
-FarMap far_map(const Config& config) {
-  return FarMap::make(config.ranks, config.keeps.partials ? config.capacity : 0,
-                      config.max_row_bytes);
+RemoteMap remote_map(const Config& config) {
+  return RemoteMap::make(config.ranks, config.keeps.partials ? config.capacity : 0,
+                         config.max_row_bytes);
 }
 
 // Sums of a machine are made as those of one host.
@@ -41,15 +41,15 @@ void require_hosts_are_machines(const Comm& comm) {
     fail(XD_ERROR_UNSUPPORTED, "the ranks are on ", machines, " machines and name ",
          hosts.num_hosts(), " hosts, expected one host on each machine on CUDA devices");
   }
-  if (machines > kMaxFarMachines) {
+  if (machines > kMaxRemoteMachines) {
     fail(XD_ERROR_UNSUPPORTED, "the ranks are on ", machines, " machines, expected at most ",
-         kMaxFarMachines, " on CUDA devices");
+         kMaxRemoteMachines, " on CUDA devices");
   }
 }
 
 }  // namespace
 
-FarGroup::FarGroup(const Group& group)
+RemoteGroup::RemoteGroup(const Group& group)
     : comm_(group.comm()),
       number_(group.number()),
       routes_(comm_.machines()),
@@ -62,17 +62,17 @@ FarGroup::FarGroup(const Group& group)
     allocate(config);
     return Collective::Contribution{};
   });
-  areas_ = comm_.share(Family::kCreate, far_map(config).end);
-  links_ = std::make_unique<FarLinks>(
+  areas_ = comm_.share(Family::kCreate, remote_map(config).end);
+  links_ = std::make_unique<RemoteLinks>(
       comm_, Family::kCreate,
-      FarLinks::Config{.partners = routes_.partners(),
-                       .slots = kFarSlots,
-                       .slot_bytes = map_.slot_bytes,
-                       .memory = std::span(slots_.data(), map_.bytes())});
+      RemoteLinks::Config{.neighbours = routes_.neighbours(),
+                          .frames = kRemoteFrames,
+                          .frame_bytes = map_.frame_bytes,
+                          .memory = std::span(slots_.data(), map_.bytes())});
   comm_.collective().agree(Family::kCreate, [&] {
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
-        links_->links(), net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots()),
+        links_->links(), net::FrameWords::in(words_.as<std::uint64_t>(), map_.num_frames()),
         net::Proxy::Calls{.failed = [this](const Error& error) { give_up(error); },
                           .sent = [this](const net::Links::Sent& sent) { count(sent); },
                           .is_over = [this] { return nobody_waits(); }});
@@ -80,97 +80,97 @@ FarGroup::FarGroup(const Group& group)
   });
 }
 
-FarGroup::~FarGroup() {
+RemoteGroup::~RemoteGroup() {
   if (!comm_.errors().in_fork()) return;
   // The thread is the other process's, and so are the connections.
   [[maybe_unused]] const net::Proxy* proxy = proxy_.release();
   links_->leave_behind();
 }
 
-void FarGroup::allocate(const Config& config) {
+void RemoteGroup::allocate(const Config& config) {
   const int device = comm_.device().device_id;
   const std::size_t tokens = at(config.max_tokens);
   const std::size_t most_answers =
-      std::min(at(config.max_topk), routes_.far_machines().size()) * tokens;
+      std::min(at(config.max_topk), routes_.remote_machines().size()) * tokens;
   slots_ = xd::cuda::PinnedBlock(device, map_.bytes());
   words_ = xd::cuda::PinnedBlock(device,
-                                 net::SlotWords::words(map_.num_slots()) * sizeof(std::uint64_t));
-  state_ = xd::cuda::DeviceBuffer(device, sizeof(FarState), "the state of a group's links");
-  stand_ins_ = xd::cuda::DeviceBuffer(device, routes_.far_ranks().size() * stand_in_bytes_,
-                                      "memory in place of far ranks'");
+                                 net::FrameWords::words(map_.num_frames()) * sizeof(std::uint64_t));
+  state_ = xd::cuda::DeviceBuffer(device, sizeof(RemoteState), "the state of a group's links");
+  stand_ins_ = xd::cuda::DeviceBuffer(device, routes_.remote_ranks().size() * stand_in_bytes_,
+                                      "memory in place of remote ranks'");
   rows_ = xd::cuda::DeviceBuffer(device, tokens * config.max_row_bytes, "rows for other machines");
   scales_ = xd::cuda::DeviceBuffer(device, std::max<std::size_t>(tokens * config.scale_room(), 256),
                                    "scales for other machines");
   answers_ =
       xd::cuda::DeviceBuffer(device, most_answers * config.max_row_bytes, "sums of other machines");
-  table_ = xd::cuda::DeviceBuffer(device, sizeof(FarDevice), "a group's table of machines");
+  table_ = xd::cuda::DeviceBuffer(device, sizeof(RemoteDevice), "a group's table of machines");
 }
 
-HeapRange FarGroup::stand_in(int far_rank) const {
-  const auto& far = routes_.far_ranks();
-  const auto place = std::ranges::find(far, far_rank) - far.begin();
+HeapRange RemoteGroup::stand_in(int remote_rank) const {
+  const auto& remote = routes_.remote_ranks();
+  const auto place = std::ranges::find(remote, remote_rank) - remote.begin();
   return {stand_ins_.data() + at(place) * stand_in_bytes_, stand_in_bytes_};
 }
 
-void FarGroup::describe(const Config& config) {
+void RemoteGroup::describe(const Config& config) {
   const HostMap& hosts = comm_.hosts();
-  FarDevice d{};
+  RemoteDevice d{};
   d.links = map_;
-  d.words = net::SlotWords::in(words_.as<std::uint64_t>(), map_.num_slots());
+  d.words = net::FrameWords::in(words_.as<std::uint64_t>(), map_.num_frames());
   d.slots = slots_.data();
-  d.state = state_.as<FarState>();
-  d.chunk_room = map_.slot_bytes - sizeof(FarHeader);
-  d.num_partners = static_cast<int>(routes_.partners().size());
-  std::ranges::copy(routes_.partners(), d.rank_of);
+  d.state = state_.as<RemoteState>();
+  d.chunk_room = map_.frame_bytes - sizeof(RemoteHeader);
+  d.num_neighbours = static_cast<int>(routes_.neighbours().size());
+  std::ranges::copy(routes_.neighbours(), d.rank_of);
   d.num_sources = static_cast<int>(routes_.sources().size());
   std::ranges::copy(routes_.sources(), d.sources);
   std::ranges::fill(d.machine_of, kNear);
-  for (const int rank : routes_.far_ranks()) {
-    const auto& far = routes_.far_machines();
-    const auto place = std::ranges::find(far, routes_.machine_of(rank)) - far.begin();
+  for (const int rank : routes_.remote_ranks()) {
+    const auto& remote = routes_.remote_machines();
+    const auto place = std::ranges::find(remote, routes_.machine_of(rank)) - remote.begin();
     d.machine_of[rank] = static_cast<std::int32_t>(place);
     d.host_of[place] = hosts.host_of(rank);
     if (hosts.host_of(rank) < hosts.host()) {
       d.machines_before = std::max(d.machines_before, static_cast<int>(place) + 1);
     }
   }
-  for (const int machine : routes_.far_machines())
-    d.gateways[d.num_machines++] = routes_.gateway(machine);
+  for (const int machine : routes_.remote_machines())
+    d.relays[d.num_machines++] = routes_.relay(machine);
   for (const NearRank rank : hosts.near()) {
     d.near[d.num_near++] = rank;
     d.near_areas[int{rank}] = areas_[at(rank)]->base();
   }
-  d.map = far_map(config);
+  d.map = remote_map(config);
   d.rows = rows_.data();
   d.scales = scales_.data();
   d.answers = answers_.data();
   table_.write(0, &d, sizeof(d));
 }
 
-void FarGroup::outlive_group() {
+void RemoteGroup::outlive_group() {
   const std::lock_guard lock(mutex_);
   counters_ = nullptr;
 }
 
 // On the proxy's thread.
-void FarGroup::count(const net::Links::Sent& sent) {
+void RemoteGroup::count(const net::Links::Sent& sent) {
   const std::lock_guard lock(mutex_);
   if (counters_ == nullptr) return;
   counters_->net_puts.set(sent.puts);
   counters_->net_bytes.set(sent.bytes);
 }
 
-// Puts that are made now have no reader any more. Not so behind a setback that has finished
-// communicators one by one: others may still be in that operation, and wait for this rank's
-// credits.
-bool FarGroup::nobody_waits() const {
+// Puts that are made now have no reader any more. Not so behind an operation error that has
+// finished communicators one by one: others may still be in that operation, and wait for this
+// rank's credits.
+bool RemoteGroup::nobody_waits() const {
   const FatalError* error = comm_.errors().fatal_error();
   return error != nullptr && error->met_by_all == 0;
 }
 
-// On the proxy's thread. An engine may notice first that a partner has ended. Then the watch names
-// it with its process or host, for all ranks alike, and that is what ends operations here.
-void FarGroup::give_up(const Error& error) const {
+// On the proxy's thread. An engine may notice first that a neighbour has ended. Then the watch
+// names it with its process or host, for all ranks alike, and that is what ends operations here.
+void RemoteGroup::give_up(const Error& error) const {
   const Errors& errors = comm_.errors();
   const Deadline verdict = Deadline::after_ms(comm_.verdict_ms());
   while (error.status() == XD_ERROR_SYSTEM && !verdict.passed()) {

@@ -15,18 +15,18 @@
 
 namespace xd::ep::cuda {
 
-class FarGroup {
+class RemoteGroup {
  public:
   // Collective. Throws UNSUPPORTED where a machine has several hosts, or there are too many.
-  explicit FarGroup(const Group& group);
+  explicit RemoteGroup(const Group& group);
   // No kernel of the group runs any more.
-  ~FarGroup();
-  FarGroup(const FarGroup&) = delete;
-  FarGroup& operator=(const FarGroup&) = delete;
+  ~RemoteGroup();
+  RemoteGroup(const RemoteGroup&) = delete;
+  RemoteGroup& operator=(const RemoteGroup&) = delete;
 
-  const FarDevice* device() const { return table_.as<FarDevice>(); }
-  // The memory here that stands in for a far rank's.
-  HeapRange stand_in(int far_rank) const;
+  const RemoteDevice* device() const { return table_.as<RemoteDevice>(); }
+  // The memory here that stands in for a remote rank's.
+  HeapRange stand_in(int remote_rank) const;
   // The group goes, and this stays for kernels that still run: no more puts are counted.
   void outlive_group();
 
@@ -39,15 +39,15 @@ class FarGroup {
 
   Comm& comm_;
   const int number_;  // of the group
-  const FarRoutes routes_;
+  const RemoteRoutes routes_;
   const net::LinkMap map_;
   const std::size_t stand_in_bytes_;
   std::mutex mutex_;
   observe::Counters* counters_;  // of the group, while it lives; under mutex_
   xd::cuda::PinnedBlock slots_, words_;
   xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, table_;
-  Segments areas_;  // of near ranks: FarMap
-  std::unique_ptr<FarLinks> links_;
+  Segments areas_;  // of near ranks: RemoteMap
+  std::unique_ptr<RemoteLinks> links_;
   std::unique_ptr<net::Proxy> proxy_;  // uses all of the above
 };
 

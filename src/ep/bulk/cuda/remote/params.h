@@ -1,9 +1,9 @@
 // Facts about ranks on other machines, for kernels: plain data in device memory, which is written
 // when the group is made. docs/internals/machines_cuda.md has the protocol.
 //
-// A far rank has no memory here. In the table of areas it has a *stand-in* in this rank's own
+// A remote rank has no memory here. In the table of areas it has a *stand-in* in this rank's own
 // memory, so kernels store entries, flags, counts and lists for it as for any other rank. Words of
-// them for the far rank are sent from there; the rest is never read.
+// them for the remote rank are sent from there; the rest is never read.
 #pragma once
 
 #include <cstddef>
@@ -18,38 +18,38 @@
 
 namespace xd::ep::cuda {
 
-// Slots of a partner and direction: two to a gateway, two back to a source. Chunks of a lane take
-// its slots in turn, so they are read in the order in which they were filled.
-enum class FarLane : int { to_gateway = 0, to_source = 1 };
-inline constexpr int kFarLanes = 2, kLaneSlots = kFarSlots / kFarLanes;
+// Frames of a neighbour and direction: two to a relay, two back to a source. Chunks of a direction
+// take its frames in turn, so they are read in the order in which they were filled.
+enum class Direction : int { to_relay = 0, to_source = 1 };
+inline constexpr int kDirections = 2, kDirectionFrames = kRemoteFrames / kDirections;
 
 // Of other machines. Sets of them are 64 bits.
-inline constexpr int kMaxFarMachines = 64;
+inline constexpr int kMaxRemoteMachines = 64;
 inline constexpr int kNear = -1;
 
-// How many chunks have gone through each lane: of this rank's, filled; of the partner's, read. A
-// group may live for more than 2^32 of them; the uses of a slot are counted modulo 2^32.
-struct FarState {
-  std::uint64_t filled[kMaxDeviceRanks][kFarLanes];
-  std::uint64_t read[kMaxDeviceRanks][kFarLanes];
+// How many chunks have gone through each direction: of this rank's, filled; of the neighbour's,
+// read. A group may live for more than 2^32 of them; the uses of a frame are counted modulo 2^32.
+struct RemoteState {
+  std::uint64_t filled[kMaxDeviceRanks][kDirections];
+  std::uint64_t read[kMaxDeviceRanks][kDirections];
 };
-// The slot of a lane's chunk n, and how often it has been used before.
-constexpr int lane_slot_of(std::uint64_t n) { return static_cast<int>(n % kLaneSlots); }
+// The frame of a direction's chunk n, and how often it has been used before.
+constexpr int direction_frame_of(std::uint64_t n) { return static_cast<int>(n % kDirectionFrames); }
 constexpr std::uint32_t uses_before(std::uint64_t n) {
-  return static_cast<std::uint32_t>(n / kLaneSlots);
+  return static_cast<std::uint32_t>(n / kDirectionFrames);
 }
 
 // A second area of each rank's shared memory, beside GroupMap's.
-//   added[slot][src]  src, once per combine  the sums of its rows of far tokens are in its `sums`
-//   sums              its rank, in combine   the sum of a far token's rows here, in the place of
-//                                            the first of these rows; read by near gateways
-struct FarMap {
+//   added[slot][src]  src, once per combine  the sums of its rows of remote tokens are in `sums`
+//   sums              its rank, in combine   the sum of a remote token's rows here, in the place
+//                                            of the first of these rows; read by near relays
+struct RemoteMap {
   std::uint64_t added, sums, end;
 
   // `rows`: those that a rank can receive, or none where no rank pushes sums.
-  static constexpr FarMap make(int ranks, std::int64_t rows, std::uint64_t row_bytes) {
+  static constexpr RemoteMap make(int ranks, std::int64_t rows, std::uint64_t row_bytes) {
     LayoutCursor cursor;
-    FarMap map{};
+    RemoteMap map{};
     map.added = cursor.add<std::uint64_t>(turn::kSlots * static_cast<std::uint64_t>(ranks));
     map.sums = cursor.add<std::byte>(static_cast<std::uint64_t>(rows) * row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);
@@ -57,29 +57,30 @@ struct FarMap {
   }
 };
 
-struct FarDevice {
+struct RemoteDevice {
   net::LinkMap links;
-  net::SlotWords words;  // by slot: partner * kFarSlots + lane * kLaneSlots + slot of the lane
-  std::byte* slots;      // pinned, by links
-  FarState* state;
+  // By frame: neighbour * kRemoteFrames + direction * kDirectionFrames + frame of the direction.
+  net::FrameWords words;
+  std::byte* slots;  // pinned, by links
+  RemoteState* state;
   std::uint64_t chunk_room;  // bytes of items
 
-  // Partners, by their places in FarRoutes::partners().
-  int num_partners, num_sources, num_machines, num_near;
-  std::int32_t rank_of[kMaxDeviceRanks];     // by partner
-  std::int32_t sources[kMaxDeviceRanks];     // partners
-  std::int32_t gateways[kMaxFarMachines];    // partners, by far machine, ascending
-  std::int32_t host_of[kMaxFarMachines];     // by far machine
-  std::int32_t machine_of[kMaxDeviceRanks];  // by rank: its far machine, or kNear
+  // Neighbours, by their places in RemoteRoutes::neighbours().
+  int num_neighbours, num_sources, num_machines, num_near;
+  std::int32_t rank_of[kMaxDeviceRanks];     // by neighbour
+  std::int32_t sources[kMaxDeviceRanks];     // neighbours
+  std::int32_t relays[kMaxRemoteMachines];   // neighbours, by far machine, ascending
+  std::int32_t host_of[kMaxRemoteMachines];  // by far machine
+  std::int32_t machine_of[kMaxDeviceRanks];  // by rank: its remote machine, or kNear
   std::int32_t near[kMaxDeviceRanks];        // ranks
-  int machines_before;                       // far machines whose hosts come before this one
-  FarMap map;
-  std::byte* near_areas[kMaxDeviceRanks];  // by rank, of near ranks: FarMap's
+  int machines_before;                       // remote machines whose hosts come before this one
+  RemoteMap map;
+  std::byte* near_areas[kMaxDeviceRanks];  // by rank, of near ranks: RemoteMap's
 
   // Memory of this rank's device that nobody else sees.
   std::byte* rows;     // by token: those that go to other machines, as they are sent
   std::byte* scales;   // likewise
-  std::byte* answers;  // rows by token and far machine, most_answers() of a token
+  std::byte* answers;  // rows by token and remote machine, most_answers() of a token
 
   constexpr int most_answers(int topk) const { return topk < num_machines ? topk : num_machines; }
 };

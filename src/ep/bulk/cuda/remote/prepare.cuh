@@ -1,8 +1,8 @@
-// prepare between machines: what this rank has told far owners of its rows, which lies in their
-// stand-ins, goes to their gateways, and they write it into the owners' memory.
+// prepare between machines: what this rank has told remote owners of its rows, which lies in their
+// stand-ins, goes to their relays, and they write it into the owners' memory.
 //
 //   memory                     written by                   read by
-//   stand-ins of far ranks:    this rank's blocks, in       the last block that leaves, which
+//   stand-ins of remote ranks: this rank's blocks, in       the last block that leaves, which
 //   items, lists, listed,      steps 2 and 4 of prepare     sends them; counts: the first to meet
 //   kept, counts
 //   the same of near ranks,    this block, from chunks      near ranks, after the done flag of s
@@ -15,29 +15,29 @@
 
 namespace xd::ep::cuda {
 
-class FarPrepare : public FarWork<FarPrepare> {
+class RemotePrepare : public RemoteWork<RemotePrepare> {
  public:
-  static constexpr FarKind kKind = FarKind::words;
+  static constexpr RemoteKind kKind = RemoteKind::words;
 
-  __device__ FarPrepare(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,
-                        FarShared& shared)
-      : FarWork(params.turn, turn, turn_shared, shared), p_(params), g_(params.turn.group) {}
+  __device__ RemotePrepare(const PrepareParams& params, Turn& turn, TurnShared& turn_shared,
+                           RemoteShared& shared)
+      : RemoteWork(params.turn, turn, turn_shared, shared), p_(params), g_(params.turn.group) {}
 
   // Behind enter(), and behind this rank's counts. All threads of all blocks call both.
   __device__ void meet() const {
-    if (meets_far()) far_turn_.send_entry(turn_.own_record());
+    if (meets_remote()) remote_turn_.send_entry(turn_.own_record());
   }
   __device__ void exchange_counts() const {
-    if (!meets_far()) return;
-    far_turn_.send_counts();
-    static_cast<void>(far_turn_.forward());
+    if (!meets_remote()) return;
+    remote_turn_.send_counts();
+    static_cast<void>(remote_turn_.forward());
   }
   // Where nothing else is told: in the place of leave(). False after a fatal error.
-  __device__ bool rest() const { return !meets_far() || far_turn_.rest(); }
+  __device__ bool rest() const { return !meets_remote() || remote_turn_.rest(); }
   // Whether rows are dropped.
   __device__ void set_drops(bool drops) { drops_ = drops; }
 
-  __device__ bool fill(int machine, FarHeader* chunk) const {
+  __device__ bool fill(int machine, RemoteHeader* chunk) const {
     if (thread_in_block() == 0) list_pieces(machine);
     __syncthreads();
     std::byte* to = items_of(chunk);
@@ -61,22 +61,23 @@ class FarPrepare : public FarWork<FarPrepare> {
     return s_.next[machine] >= end_of_pieces();
   }
 
-  __device__ void take(int partner, const FarHeader& chunk) const {
+  __device__ void take(int neighbour, const RemoteHeader& chunk) const {
     const std::byte* item = items_of(&chunk);
-    const std::byte* const end = item + lanes().bytes_in(partner, FarLane::to_gateway);
+    const std::byte* const end = item + directions().bytes_in(neighbour, Direction::to_relay);
 #pragma unroll 1
     for (std::uint32_t i = 0; i < chunk.items; ++i) {
-      if (item + item_bytes(0) > end) return refuse(partner);
+      if (item + item_bytes(0) > end) return refuse(neighbour);
       const auto* head = reinterpret_cast<const volatile WordsItem*>(item);
-      const FarWords area = head->area;
+      const RemoteWords area = head->area;
       const int owner = head->owner;
       const std::uint32_t first = head->first, count = head->count;
-      const bool good = owner >= 0 && owner < turn_.ranks() && far().machine_of[owner] == kNear &&
-                        is_told(area, owner) && std::uint64_t{first} + count <= stride_of(area) &&
+      const bool good = owner >= 0 && owner < turn_.ranks() &&
+                        remote().machine_of[owner] == kNear && is_told(area, owner) &&
+                        std::uint64_t{first} + count <= stride_of(area) &&
                         item + item_bytes(count) <= end;
-      if (!good) return refuse(partner);
+      if (!good) return refuse(neighbour);
       const auto* words = reinterpret_cast<const volatile std::uint32_t*>(item + sizeof(WordsItem));
-      std::uint32_t* to = words_at(owner, far().rank_of[partner], area) + first;
+      std::uint32_t* to = words_at(owner, remote().rank_of[neighbour], area) + first;
 #pragma unroll 1
       for (auto w = static_cast<std::uint32_t>(thread_in_block()); w < count;
            w += static_cast<std::uint32_t>(threads_per_block())) {
@@ -89,63 +90,63 @@ class FarPrepare : public FarWork<FarPrepare> {
  private:
   static constexpr int kAreas = 4;
   struct Piece {
-    FarWords area;
+    RemoteWords area;
     std::int32_t owner;
     std::uint32_t first, count;
   };
-  static constexpr int kMostPieces = FarShared::kMostItems * 4 / sizeof(Piece);
+  static constexpr int kMostPieces = RemoteShared::kMostItems * 4 / sizeof(Piece);
   __device__ Piece* pieces() const { return reinterpret_cast<Piece*>(s_.picks); }
 
   __device__ static std::uint64_t item_bytes(std::uint64_t words) {
     return sizeof(WordsItem) + net::item_size(words * sizeof(std::uint32_t));
   }
-  // FarShared::next counts the areas of all ranks.
+  // RemoteShared::next counts the areas of all ranks.
   __device__ int end_of_pieces() const { return turn_.ranks() * kAreas; }
 
   // The row of a source in an area of a rank's memory, or its stand-in's.
-  __device__ std::uint32_t* words_at(int owner, int source, FarWords area) const {
-    const std::uint64_t offset = area == FarWords::list    ? g_.map.lists
-                                 : area == FarWords::kept  ? g_.map.kept
-                                 : area == FarWords::items ? g_.map.items
-                                                           : g_.map.listed;
+  __device__ std::uint32_t* words_at(int owner, int source, RemoteWords area) const {
+    const std::uint64_t offset = area == RemoteWords::list    ? g_.map.lists
+                                 : area == RemoteWords::kept  ? g_.map.kept
+                                 : area == RemoteWords::items ? g_.map.items
+                                                              : g_.map.listed;
     return reinterpret_cast<std::uint32_t*>(turn_.area(owner).base + offset) +
            static_cast<std::uint64_t>(source) * stride_of(area);
   }
   // Words of such a row.
-  __device__ std::uint64_t stride_of(FarWords area) const {
-    return area == FarWords::list    ? g_.lists_stride
-           : area == FarWords::kept  ? static_cast<std::uint64_t>(g_.kept_stride)
-           : area == FarWords::items ? std::uint64_t{2} * g_.max_tokens
-                                     : 2;
+  __device__ std::uint64_t stride_of(RemoteWords area) const {
+    return area == RemoteWords::list    ? g_.lists_stride
+           : area == RemoteWords::kept  ? static_cast<std::uint64_t>(g_.kept_stride)
+           : area == RemoteWords::items ? std::uint64_t{2} * g_.max_tokens
+                                        : 2;
   }
   // True if sources tell the owner such words, so that it has memory for them.
-  __device__ bool is_told(FarWords area, int owner) const {
+  __device__ bool is_told(RemoteWords area, int owner) const {
     switch (area) {
-      case FarWords::list:
+      case RemoteWords::list:
         return g_.keeps_items_at(owner) && g_.layout.row_per_expert;
-      case FarWords::items:
+      case RemoteWords::items:
         return g_.keeps_items_at(owner);
-      case FarWords::listed:
+      case RemoteWords::listed:
         return g_.some_keep_items();
-      case FarWords::kept:
+      case RemoteWords::kept:
         return g_.drop && !g_.layout.row_per_expert;
     }
     return false;
   }
   // All threads come to it, or none.
-  __device__ void refuse(int partner) const {
-    if (thread_in_block() == 0) far_turn_.refuse(partner);
+  __device__ void refuse(int neighbour) const {
+    if (thread_in_block() == 0) remote_turn_.refuse(neighbour);
   }
   // The words that an owner is to get.
-  __device__ std::uint32_t words_for(int owner, FarWords area) const {
+  __device__ std::uint32_t words_for(int owner, RemoteWords area) const {
     const bool listed = g_.some_keep_items(), items = g_.keeps_items_at(owner);
-    const volatile std::uint32_t* told = words_at(owner, turn_.rank(), FarWords::listed);
+    const volatile std::uint32_t* told = words_at(owner, turn_.rank(), RemoteWords::listed);
     switch (area) {
-      case FarWords::list:  // behind its length, which is not used here
+      case RemoteWords::list:  // behind its length, which is not used here
         return items && g_.layout.row_per_expert ? 1 + told[1] : 0;
-      case FarWords::items:
+      case RemoteWords::items:
         return items ? 2 * told[0] : 0;
-      case FarWords::listed:
+      case RemoteWords::listed:
         return listed ? 2 : 0;
       default:
         return drops_ && !g_.layout.row_per_expert
@@ -163,14 +164,14 @@ class FarPrepare : public FarWork<FarPrepare> {
     s_.items = 0;
     for (; next < end_of_pieces(); ++next, begun = 0) {
       const int owner = next / kAreas;
-      if (far().machine_of[owner] != machine || !moves()) continue;
-      const auto area = static_cast<FarWords>(next % kAreas);
+      if (remote().machine_of[owner] != machine || !moves()) continue;
+      const auto area = static_cast<RemoteWords>(next % kAreas);
       const std::uint32_t words = words_for(owner, area);
       while (begun < words) {
-        const std::uint64_t room = far().chunk_room - used;
-        if (s_.items == kMostPieces || room < item_bytes(kLeastWords)) break;
+        const std::uint64_t region = remote().chunk_room - used;
+        if (s_.items == kMostPieces || region < item_bytes(kLeastWords)) break;
         const auto fits =
-            static_cast<std::uint32_t>((room - sizeof(WordsItem)) / net::kItemAlignment *
+            static_cast<std::uint32_t>((region - sizeof(WordsItem)) / net::kItemAlignment *
                                        net::kItemAlignment / sizeof(std::uint32_t));
         const std::uint32_t count = min(words - begun, fits);
         pieces()[s_.items++] = {.area = area, .owner = owner, .first = begun, .count = count};

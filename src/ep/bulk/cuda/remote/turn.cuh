@@ -1,33 +1,33 @@
 // A turn's words to and from other machines: what a launch's blocks agree on with ranks that they
 // cannot reach. One block does it, beside the turn's own steps:
 //
-//   send_entry()   behind enter(): this rank's record to its gateways
+//   send_entry()   behind enter(): this rank's record to its relays
 //   send_counts()  prepare, behind its counts: likewise
 //   forward()      before await(): takes the entries of this rank's sources, and counts if they
 //                  announce some, and stores them into the memory of near ranks, as if it were they
-//   leave()        of a FarLeave, for the last block: the operation's work for other machines, then
-//                  the done flags of its sources, then the wait for this rank's slots
+//   leave()        of a RemoteLeave, for the last block: the operation's work for other machines,
+//                  then the done flags of its sources, then the wait for this rank's frames
 //
 //   memory of a near rank      written by                 means
-//   entry[slot][s], s far      s's gateway, before await  what s has sent, but for its tensors,
+//   entry[slot][s], s remote   s's relay, before await    what s has sent, but for its tensors,
 //                                                         which nobody here can reach
 //   counts[slot][s]            likewise, in prepare       as sent
-//   done[slot][s]              s's gateway, before its    whether s has found memory
+//   done[slot][s]              s's relay, before its      whether s has found memory
 //                              own done flag
 //
 // Entries and counts of an operation are sent before anything of it is awaited. Where they are
 // taken in, nothing is awaited but them.
 #pragma once
 
-#include "ep/bulk/cuda/remote/lanes.cuh"
+#include "ep/bulk/cuda/remote/directions.cuh"
 #include "ep/bulk/cuda/turn.cuh"
 
 namespace xd::ep::cuda {
 
-class FarTurn {
+class RemoteTurn {
  public:
-  __device__ FarTurn(const TurnParams& params, Turn& turn)
-      : far_(*params.group.control->far), turn_(turn), lanes_(far_) {}
+  __device__ RemoteTurn(const TurnParams& params, Turn& turn)
+      : remote_(*params.group.control->remote), turn_(turn), directions_(remote_) {}
 
   // ---- All threads of the block call each ----
 
@@ -43,22 +43,23 @@ class FarTurn {
   // ---- Single threads ----
 
   // True if the next chunk of a lane, which is here, is the one that is expected.
-  __device__ bool is_in_step(int partner, FarLane lane, FarKind kind) const {
-    const FarHeader& header = *lanes_.next_in(partner, lane);
+  __device__ bool is_in_step(int neighbour, Direction lane, RemoteKind kind) const {
+    const RemoteHeader& header = *directions_.next_in(neighbour, lane);
     return header.epoch == turn_.epoch() && header.kind == kind &&
-           header.source == far_.rank_of[partner];
+           header.source == remote_.rank_of[neighbour];
   }
-  __device__ void refuse(int partner) const {
+  __device__ void refuse(int neighbour) const {
     const DeviceComm& comm = turn_.group().comm;
-    device::raise(
-        comm,
-        device::error_at(comm, turn_.site(XD_PHASE_ROWS), XD_ERROR_INTERNAL, far_.rank_of[partner]),
-        device::Spread::everywhere);
+    device::raise(comm,
+                  device::error_at(comm, turn_.site(XD_PHASE_ROWS), XD_ERROR_INTERNAL,
+                                   remote_.rank_of[neighbour]),
+                  device::Spread::everywhere);
   }
-  // Waits for a partner's next chunk, of a kind, with so many bytes of items. False after a fatal
+  // Waits for a neighbour's next chunk, of a kind, with so many bytes of items. False after a fatal
   // error.
-  __device__ bool wait_chunk(int partner, FarKind kind, std::uint64_t item_bytes, int phase) const;
-  __device__ void write_header(FarHeader* chunk, FarKind kind, std::uint32_t items) const {
+  __device__ bool wait_chunk(int neighbour, RemoteKind kind, std::uint64_t item_bytes,
+                             int phase) const;
+  __device__ void write_header(RemoteHeader* chunk, RemoteKind kind, std::uint32_t items) const {
     *chunk = {.epoch = turn_.epoch(),
               .kind = kind,
               .source = turn_.rank(),
@@ -68,8 +69,8 @@ class FarTurn {
               .found_missing = 0};
   }
 
-  __device__ const FarDevice& far() const { return far_; }
-  __device__ const FarLanes& lanes() const { return lanes_; }
+  __device__ const RemoteDevice& remote() const { return remote_; }
+  __device__ const Directions& directions() const { return directions_; }
 
  private:
   __device__ bool take_entry(int source, bool& sends_counts) const;
@@ -82,34 +83,34 @@ class FarTurn {
            turn::cell_of(turn_.epoch(), source, turn_.ranks()) * count_layout().size();
   }
 
-  const FarDevice& far_;
+  const RemoteDevice& remote_;
   Turn& turn_;
-  const FarLanes lanes_;
+  const Directions directions_;
 };
 
 // The block that exchanges entries: that of enter().
-__device__ inline bool meets_far() { return blockIdx.x == gridDim.x - 1; }
+__device__ inline bool meets_remote() { return blockIdx.x == gridDim.x - 1; }
 
-__device__ inline void FarTurn::send_entry(const Record& own) const {
+__device__ inline void RemoteTurn::send_entry(const Record& own) const {
   const auto* words = reinterpret_cast<const std::uint64_t*>(&own);
 #pragma unroll 1
-  for (int m = thread_in_block(); m < far_.num_machines; m += threads_per_block()) {
-    const int gateway = far_.gateways[m];
-    // The slot is free: the last operation ended at rest.
-    FarHeader* chunk = lanes_.next_out(gateway, FarLane::to_gateway);
-    write_header(chunk, FarKind::entry, 1);
+  for (int m = thread_in_block(); m < remote_.num_machines; m += threads_per_block()) {
+    const int relay = remote_.relays[m];
+    // The frame is free: the last operation ended at rest.
+    RemoteHeader* chunk = directions_.next_out(relay, Direction::to_relay);
+    write_header(chunk, RemoteKind::entry, 1);
     auto* to = reinterpret_cast<std::uint64_t*>(items_of(chunk));
     for (int w = 0; w < turn::kRecordWords; ++w) to[w] = words[w];
-    lanes_.fill(gateway, FarLane::to_gateway, sizeof(Record));
+    directions_.fill(relay, Direction::to_relay, sizeof(Record));
   }
   __syncthreads();
 }
 
 // The counts lie in every stand-in, as they are stored word by word.
-__device__ inline void FarTurn::send_counts() const {
+__device__ inline void RemoteTurn::send_counts() const {
   const int words = static_cast<int>(count_layout().size());
   int stand_in = 0;
-  while (far_.machine_of[stand_in] == kNear) ++stand_in;
+  while (remote_.machine_of[stand_in] == kNear) ++stand_in;
   const std::uint64_t* from = counts_at(stand_in, turn_.rank());
   const std::uint64_t epoch = turn_.epoch();
   device::KernelWait blocks = turn_.site(XD_PHASE_COUNTS);  // of this launch, as at a barrier
@@ -126,43 +127,44 @@ __device__ inline void FarTurn::send_counts() const {
         },
         [=] { return epoch - 1; });
 #pragma unroll 1
-    for (int m = 0; m < far_.num_machines && good; ++m) {
-      FarHeader* chunk = lanes_.next_out(far_.gateways[m], FarLane::to_gateway);
+    for (int m = 0; m < remote_.num_machines && good; ++m) {
+      RemoteHeader* chunk = directions_.next_out(remote_.relays[m], Direction::to_relay);
       reinterpret_cast<std::uint32_t*>(items_of(chunk))[i] = count_of(word);
     }
   }
   if (__syncthreads_or(good ? 0 : 1) != 0) return;  // forward() finds the error
 #pragma unroll 1
-  for (int m = thread_in_block(); m < far_.num_machines; m += threads_per_block()) {
-    const int gateway = far_.gateways[m];
-    write_header(lanes_.next_out(gateway, FarLane::to_gateway), FarKind::counts,
+  for (int m = thread_in_block(); m < remote_.num_machines; m += threads_per_block()) {
+    const int relay = remote_.relays[m];
+    write_header(directions_.next_out(relay, Direction::to_relay), RemoteKind::counts,
                  static_cast<std::uint32_t>(words));
-    lanes_.fill(gateway, FarLane::to_gateway,
-                static_cast<std::uint32_t>(words * sizeof(std::uint32_t)));
+    directions_.fill(relay, Direction::to_relay,
+                     static_cast<std::uint32_t>(words * sizeof(std::uint32_t)));
   }
   __syncthreads();
 }
 
-__device__ inline bool FarTurn::wait_chunk(int partner, FarKind kind, std::uint64_t item_bytes,
-                                           int phase) const {
+__device__ inline bool RemoteTurn::wait_chunk(int neighbour, RemoteKind kind,
+                                              std::uint64_t item_bytes, int phase) const {
   const std::uint64_t epoch = turn_.epoch();
   const bool here = device::wait_until(
-      turn_.group().comm, turn_.site(phase), far_.rank_of[partner],
-      [=, this] { return lanes_.landed(partner, FarLane::to_gateway); }, [=] { return epoch - 1; });
+      turn_.group().comm, turn_.site(phase), remote_.rank_of[neighbour],
+      [=, this] { return directions_.landed(neighbour, Direction::to_relay); },
+      [=] { return epoch - 1; });
   if (!here) return false;
-  if (is_in_step(partner, FarLane::to_gateway, kind) &&
-      lanes_.bytes_in(partner, FarLane::to_gateway) == item_bytes) {
+  if (is_in_step(neighbour, Direction::to_relay, kind) &&
+      directions_.bytes_in(neighbour, Direction::to_relay) == item_bytes) {
     return true;
   }
-  refuse(partner);
+  refuse(neighbour);
   return false;
 }
 
 // One thread for each source.
-__device__ inline bool FarTurn::take_entry(int source, bool& sends_counts) const {
-  if (!wait_chunk(source, FarKind::entry, sizeof(Record), XD_PHASE_ENTRY)) return false;
+__device__ inline bool RemoteTurn::take_entry(int source, bool& sends_counts) const {
+  if (!wait_chunk(source, RemoteKind::entry, sizeof(Record), XD_PHASE_ENTRY)) return false;
   const auto* from = reinterpret_cast<const volatile std::uint64_t*>(
-      items_of(lanes_.next_in(source, FarLane::to_gateway)));
+      items_of(directions_.next_in(source, Direction::to_relay)));
   struct Words {
     std::uint64_t word[turn::kRecordWords];
   } words;
@@ -175,94 +177,95 @@ __device__ inline bool FarTurn::take_entry(int source, bool& sends_counts) const
   words = std::bit_cast<Words>(record);
   const std::uint64_t seal = turn_.epoch() + turn::hash_of(words.word);
 #pragma unroll 1
-  for (int i = 0; i < far_.num_near; ++i) {
-    std::uint64_t* to = turn_.entry_at(far_.near[i], far_.rank_of[source], turn_.epoch());
+  for (int i = 0; i < remote_.num_near; ++i) {
+    std::uint64_t* to = turn_.entry_at(remote_.near[i], remote_.rank_of[source], turn_.epoch());
     for (int w = 0; w < turn::kRecordWords; ++w) ptx::st_relaxed_sys(to + w, words.word[w]);
     ptx::st_relaxed_sys(to + turn::kRecordWords, seal);
   }
-  lanes_.give_back(source, FarLane::to_gateway);
+  directions_.give_back(source, Direction::to_relay);
   return true;
 }
 
 // All threads, when the chunk is here.
-__device__ inline void FarTurn::bring_counts(int source) const {
+__device__ inline void RemoteTurn::bring_counts(int source) const {
   const auto* from = reinterpret_cast<const volatile std::uint32_t*>(
-      items_of(lanes_.next_in(source, FarLane::to_gateway)));
+      items_of(directions_.next_in(source, Direction::to_relay)));
   const int words = static_cast<int>(count_layout().size());
 #pragma unroll 1
   for (int i = thread_in_block(); i < words; i += threads_per_block()) {
     const std::uint64_t word = count_word(from[i], turn_.epoch());
 #pragma unroll 1
-    for (int n = 0; n < far_.num_near; ++n)
-      ptx::st_relaxed_sys(counts_at(far_.near[n], far_.rank_of[source]) + i, word);
+    for (int n = 0; n < remote_.num_near; ++n)
+      ptx::st_relaxed_sys(counts_at(remote_.near[n], remote_.rank_of[source]) + i, word);
   }
 }
 
-__device__ inline bool FarTurn::forward() const {
+__device__ inline bool RemoteTurn::forward() const {
   bool good = true;
   const int t = thread_in_block(), threads = threads_per_block();
   std::uint32_t counted = 0;  // of this thread's sources, those that send counts
 #pragma unroll 1
-  for (int i = 0; i * threads + t < far_.num_sources && good; ++i) {
+  for (int i = 0; i * threads + t < remote_.num_sources && good; ++i) {
     bool sends_counts = false;
-    good = take_entry(far_.sources[i * threads + t], sends_counts);
+    good = take_entry(remote_.sources[i * threads + t], sends_counts);
     if (sends_counts) counted |= 1u << i;
   }
   if (turn_.any_failed(!good)) return false;
   const std::uint64_t count_bytes = count_layout().size() * sizeof(std::uint32_t);
 #pragma unroll 1
-  for (int s = 0; s < far_.num_sources; ++s) {
-    const int source = far_.sources[s];
+  for (int s = 0; s < remote_.num_sources; ++s) {
+    const int source = remote_.sources[s];
     const bool mine = t == s % threads && (counted >> (s / threads) & 1) != 0;
     const bool comes = __syncthreads_or(mine ? 1 : 0) != 0;
     if (!comes) continue;
-    if (t == 0) good = wait_chunk(source, FarKind::counts, count_bytes, XD_PHASE_COUNTS);
+    if (t == 0) good = wait_chunk(source, RemoteKind::counts, count_bytes, XD_PHASE_COUNTS);
     if (turn_.any_failed(!good)) return false;
     bring_counts(source);
     __syncthreads();
-    if (t == 0) lanes_.give_back(source, FarLane::to_gateway);
+    if (t == 0) directions_.give_back(source, Direction::to_relay);
   }
   __syncthreads();
   return true;
 }
 
-__device__ inline void FarTurn::raise_done(const std::uint8_t* missing) const {
+__device__ inline void RemoteTurn::raise_done(const std::uint8_t* missing) const {
   if (turn_.verdict() == Verdict::fatal) return;
 #pragma unroll 1
-  for (int i = thread_in_block(); i < far_.num_sources * far_.num_near; i += threads_per_block()) {
-    const int s = i / far_.num_near, owner = far_.near[i % far_.num_near];
+  for (int i = thread_in_block(); i < remote_.num_sources * remote_.num_near;
+       i += threads_per_block()) {
+    const int s = i / remote_.num_near, owner = remote_.near[i % remote_.num_near];
     // Release: as the done flags of near ranks (turn/device/turn.cuh).
-    ptx::st_release_sys(turn_.done_at(owner, far_.rank_of[far_.sources[s]]),
+    ptx::st_release_sys(turn_.done_at(owner, remote_.rank_of[remote_.sources[s]]),
                         turn_.epoch() | (missing[s] != 0 ? turn::kFoundMissing : 0));
   }
 }
 
-__device__ inline bool FarTurn::rest() const {
+__device__ inline bool RemoteTurn::rest() const {
   bool good = true;
-  // A gateway that has read everything may leave, and that becomes known over another connection
+  // A relay that has read everything may leave, and that becomes known over another connection
   // than its last words.
   device::KernelWait site = turn_.site(XD_PHASE_ROWS);
   site.leaving_ends = false;
-  site.timeouts = 2;  // a gateway may be late by a wait of its own
+  site.timeouts = 2;  // a relay may be late by a wait of its own
   const std::uint64_t epoch = turn_.epoch();
-  const int count = far_.num_partners * kFarLanes;
+  const int count = remote_.num_neighbours * kDirections;
 #pragma unroll 1
   for (int i = thread_in_block(); i < count && good; i += threads_per_block()) {
-    const int partner = i / kFarLanes;
-    const auto lane = static_cast<FarLane>(i % kFarLanes);
+    const int neighbour = i / kDirections;
+    const auto lane = static_cast<Direction>(i % kDirections);
     good = device::wait_until(
-        turn_.group().comm, site, far_.rank_of[partner],
-        [=, this] { return lanes_.all_read(partner, lane); }, [=] { return epoch - 1; });
+        turn_.group().comm, site, remote_.rank_of[neighbour],
+        [=, this] { return directions_.all_read(neighbour, lane); }, [=] { return epoch - 1; });
   }
   return !turn_.any_failed(!good);
 }
 
 // Behind enter(), in an operation that sends nothing else before await(). All threads of all blocks
 // call it; where it fails, await() ends.
-__device__ inline void meet_far(const FarTurn& far, const Turn& turn) {
-  if (!meets_far()) return;
-  far.send_entry(turn.own_record());
-  static_cast<void>(far.forward());
+__device__ inline void meet_remote(const RemoteTurn& remote, const Turn& turn) {
+  if (!meets_remote()) return;
+  remote.send_entry(turn.own_record());
+  static_cast<void>(remote.forward());
 }
 
 }  // namespace xd::ep::cuda

@@ -22,7 +22,7 @@ __device__ inline std::uint64_t usual_record_word(const LlCombineParams& p,
   static_assert(offsetof(LlRecord, topk) == 12 && offsetof(LlRecord, fingerprint) == 16 &&
                 offsetof(LlRecord, tokens) == 24);
   const auto* given = reinterpret_cast<const std::uint64_t*>(&p.record);
-  const int at = LlLane::word_of_lane();
+  const int at = LlPipeline::word_of_pipeline();
   std::uint64_t word = 0;
   if (at == 0) word = given[0];
   if (at == 1) {
@@ -93,7 +93,7 @@ __device__ inline bool LlCombineCheck::look() {
   for (int r = lane_id() + 32; r < g_.ranks(); r += 32) s_.turn.area[r] = g_.areas[r];
   __syncwarp();
   if (turn_.is_last_block() && p_.route.quick) {
-    word_ = sealed_word(turn::seal_factor(LlLane::word_of_lane()));
+    word_ = sealed_word(turn::seal_factor(LlPipeline::word_of_pipeline()));
   }
   return s_.turn.findings.kind == LlFault::none;
 }
@@ -196,20 +196,20 @@ __device__ inline std::uint64_t LlCombineCheck::sealed_word(std::uint64_t factor
   const std::uint64_t word = usual_record_word(p_, s_);
   std::uint64_t hash = word * factor;
 #pragma unroll
-  for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
+  for (int step = LlPipeline::kWords / 2; step > 0; step /= 2) {
     hash += __shfl_xor_sync(kAllLanes, hash, step);
   }
-  return LlLane::word_of_lane() == turn::kRecordWords ? 0 - hash : word;
+  return LlPipeline::word_of_pipeline() == turn::kRecordWords ? 0 - hash : word;
 }
 
 // To every rank: four at a time.
 __device__ inline void LlCombineCheck::send_record() const {
-  const int at = LlLane::word_of_lane();
+  const int at = LlPipeline::word_of_pipeline();
   const std::uint64_t epoch = s_.turn.course.send_epoch;
   const std::uint64_t word = at == turn::kRecordWords ? word_ + epoch : word_;
 #pragma unroll 1
-  for (int r = lane_id() / LlLane::kWords; r < g_.ranks(); r += LlLane::kTogether) {
-    turn_.lane().send_word(r, epoch, at, word);
+  for (int r = lane_id() / LlPipeline::kWords; r < g_.ranks(); r += LlPipeline::kTogether) {
+    turn_.pipeline().send_word(r, epoch, at, word);
   }
 }
 

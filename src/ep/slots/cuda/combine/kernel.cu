@@ -34,7 +34,7 @@ class CombineControl {
     if (lane_id() == 0) {
       s_.slot_offset = ll_partial_offset(g_, turn_.slot(s_.turn.course.send_epoch), 0);
     }
-    if (p_.route.quick) factor_ = turn::seal_factor(LlLane::word_of_lane());
+    if (p_.route.quick) factor_ = turn::seal_factor(LlPipeline::word_of_pipeline());
     __syncwarp();
     return quick;
   }
@@ -68,7 +68,7 @@ class CombineControl {
 __device__ inline bool CombineControl::begin_quickly() {
   LlShared& turn = s_.turn;
   // The credits come last, since nothing passes an acquire.
-  const turn::LaneEpochs before = turn_.lane().epochs();
+  const turn::PipelineEpochs before = turn_.pipeline().epochs();
   const bool failed = device::failed(g_.comm);
   std::uint64_t left = 0;
   if (turn_.is_last_block()) left = ll_left_in_slot(g_, kLlCombine);
@@ -78,7 +78,7 @@ __device__ inline bool CombineControl::begin_quickly() {
     turn.course.sends = turn.course.rows = turn.course.receives = true;
   }
   const bool has_credit = lane_id() < g_.ranks() && lane_id() != g_.rank();
-  const std::uint64_t credit = has_credit ? turn_.lane().freed_by(lane_id()) : before.sent;
+  const std::uint64_t credit = has_credit ? turn_.pipeline().freed_by(lane_id()) : before.sent;
   const bool good = !failed && left == 0 && before.sent == before.taken &&
                     credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
   if (__all_sync(kAllLanes, good) == 0) return false;
@@ -137,14 +137,14 @@ __device__ inline void CombineControl::send_record() {
 __device__ inline bool CombineControl::all_agree(std::uint64_t epoch) const {
   const std::uint64_t own = usual_record_word(p_, s_);
   const bool must_be_equal =
-      LlLane::word_of_lane() < static_cast<int>(offsetof(LlRecord, tokens) / 8);
+      LlPipeline::word_of_pipeline() < static_cast<int>(offsetof(LlRecord, tokens) / 8);
   const auto waits = [&](int r) { return r != g_.rank(); };
   bool same = true;
 #pragma unroll 1
-  for (int first = 0; first < g_.ranks(); first += LlLane::kTogether) {
+  for (int first = 0; first < g_.ranks(); first += LlPipeline::kTogether) {
     std::uint64_t word = 0;
-    if (!turn_.lane().look_together(first, epoch, factor_, word, waits)) return false;
-    const int source = first + lane_id() / LlLane::kWords;
+    if (!turn_.pipeline().look_together(first, epoch, factor_, word, waits)) return false;
+    const int source = first + lane_id() / LlPipeline::kWords;
     same &= !must_be_equal || source >= g_.ranks() || !waits(source) || word == own;
   }
   return __all_sync(kAllLanes, same) != 0;

@@ -114,7 +114,7 @@ __device__ inline const std::uint64_t* ll_weight_at(const LlCombineParams& p, st
                                                     const LlItem& item) {
   const LlDevice& g = p.group;
   const std::uint64_t offset =
-      ll_weight_offset(g, turn::lane_slot(epoch, g.slots), item.source(), item.token());
+      ll_weight_offset(g, turn::pipeline_slot(epoch, g.slots), item.source(), item.token());
   return reinterpret_cast<const std::uint64_t*>(g.own_area + offset) + lane_id();
 }
 
@@ -135,7 +135,7 @@ inline __device__ __noinline__ float ll_late_weight(const LlCombineParams& p, Ll
         // A rank whose call has no weights sends none. Its record says so, and nobody takes the
         // sum.
         LlRecord record;
-        if (turn.lane().read_record(item.source(), epoch, record) &&
+        if (turn.pipeline().read_record(item.source(), epoch, record) &&
             (record.call.status != XD_SUCCESS || (record.flags & kWeighted) == 0)) {
           return false;
         }
@@ -256,7 +256,7 @@ XD_LL_PUSHER(void)::load_first(std::uint32_t unit) {
   // Before all that follows from the number: the compiler would load the item behind it otherwise.
   const LlChoice choice = choice_in(first.words);
   const auto most = static_cast<long long>(parts_.own_first());
-  const auto items = static_cast<long long>(facts.remote_items);
+  const auto items = static_cast<long long>(facts.peer_items);
   const auto remote = static_cast<std::uint32_t>(min(max(items, 0ll), most));
   weighted_ = facts.weighted != 0;
   const auto items_here = blocks_.own ? static_cast<std::uint32_t>(g_.max_tokens) : remote;

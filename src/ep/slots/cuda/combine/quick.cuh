@@ -79,7 +79,7 @@ class LlQuickMover {
 XD_LL_QUICK(void)::load_first() {
   unit_ = warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
   const auto& facts = *reinterpret_cast<const LlPlanFacts*>(r_.facts);
-  const std::int64_t items = facts.remote_items, weighted = facts.weighted;
+  const std::int64_t items = facts.peer_items, weighted = facts.weighted;
   const std::uint32_t first = item_word(unit_);
   next_ = item_word(unit_ + 4 * gridDim.x);
   const int token = min(static_cast<int>(blockIdx.x), r_.max_tokens - 1);
@@ -152,7 +152,7 @@ XD_LL_QUICK(bool)::take_weights() {
   const LlItem item{source_token_, place_};
   const std::uint64_t epoch = s_.turn.course.send_epoch;
   const auto* at = reinterpret_cast<const std::uint64_t*>(
-      p_.group.own_area + ll_weight_offset(p_.group, turn::lane_slot(epoch, p_.group.slots),
+      p_.group.own_area + ll_weight_offset(p_.group, turn::pipeline_slot(epoch, p_.group.slots),
                                            item.source(), item.token()));
   std::uint64_t word = 0;
 #pragma unroll 1

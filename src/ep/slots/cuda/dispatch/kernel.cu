@@ -75,7 +75,7 @@ template <bool kMany>
 __device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchShared& shared,
                                            bool delivers) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
-  const LlRoomParts parts{p.room, ptx::dynamic_shared()};
+  const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany> head(p, turn, list, shared.list, shared.head);
   if (delivers) return head.write();
@@ -87,7 +87,7 @@ template <bool kMany>
 __device__ __forceinline__ void complete_head(const LlDispatchParams& p, DispatchShared& shared,
                                               std::uint64_t epoch) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
-  const LlRoomParts parts{p.room, ptx::dynamic_shared()};
+  const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany>(p, turn, list, shared.list, shared.head).complete(epoch);
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void complete_head(const LlDispatchParams& p, Dispatc
 template <bool kMany>
 __device__ __forceinline__ void prepare_head(const LlDispatchParams& p, DispatchShared& shared) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
-  const LlRoomParts parts{p.room, ptx::dynamic_shared()};
+  const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
   const LlList<kMany> list(p, turn, shared.list, parts);
   LlHead<kMany>(p, turn, list, shared.list, shared.head).prepare();
 }
@@ -124,7 +124,7 @@ class LlRecordSender {
 
   // Before the block's first barrier: the words of a group that masks no rank.
   __device__ void prepare() {
-    constexpr std::uint32_t kSealed = LlLane::kWords - 1;
+    constexpr std::uint32_t kSealed = LlPipeline::kWords - 1;
     const std::uint32_t at = word_at();
     word_ = 0;
 #pragma unroll
@@ -133,7 +133,7 @@ class LlRecordSender {
     }
     std::uint64_t hash = word_ * turn::seal_factor(static_cast<int>(at));
 #pragma unroll
-    for (int step = LlLane::kWords / 2; step > 0; step /= 2) {
+    for (int step = LlPipeline::kWords / 2; step > 0; step /= 2) {
       hash += __shfl_xor_sync(kAllLanes, hash, step);
     }
     if (at == kSealed) word_ = 0 - hash;
@@ -154,13 +154,14 @@ class LlRecordSender {
 
  private:
   __device__ static std::uint32_t word_at() {
-    return static_cast<std::uint32_t>(lane_id()) % LlLane::kWords;
+    return static_cast<std::uint32_t>(lane_id()) % LlPipeline::kWords;
   }
   __device__ void send_words(std::uint64_t epoch, const HeapRange* areas) const {
-    const LlLane lane = ll_lane_of(p_.group, kLlDispatch, areas);
-    const std::uint64_t word = word_ + (word_at() == LlLane::kWords - 1 ? epoch : 0);
+    const LlPipeline lane = ll_pipeline_of(p_.group, kLlDispatch, areas);
+    const std::uint64_t word = word_ + (word_at() == LlPipeline::kWords - 1 ? epoch : 0);
 #pragma unroll 1
-    for (int r = lane_id() / LlLane::kWords; r < p_.group.ranks(); r += 32 / LlLane::kWords) {
+    for (int r = lane_id() / LlPipeline::kWords; r < p_.group.ranks();
+         r += 32 / LlPipeline::kWords) {
       lane.send_word(r, epoch, word_at(), word);
     }
     __syncwarp();
@@ -222,7 +223,7 @@ class DispatchBlock {
   using Teller = std::conditional_t<kMany, LlManyTeller, LlFewTeller>;
 
   __device__ DispatchBlock(const LlDispatchParams& params, DispatchShared& shared)
-      : p_(params), s_(shared), parts_{params.room, ptx::dynamic_shared()} {}
+      : p_(params), s_(shared), parts_{params.smem, ptx::dynamic_shared()} {}
 
   __device__ void run() const {
     if (sends()) {
@@ -279,7 +280,7 @@ class DispatchBlock {
 
   const LlDispatchParams& p_;
   DispatchShared& s_;
-  const LlRoomParts parts_;
+  const LlSmemParts parts_;
 };
 
 #define XD_LL_BLOCK(type)                \
@@ -289,8 +290,8 @@ class DispatchBlock {
 // Copies tables to shared memory; receiver blocks also have the candidates' names. All first loads
 // are on their way before one of them is waited for.
 XD_LL_BLOCK(void)::copy_tables(int thread, int threads) const {
-  const int names = !sends() && p_.room.has_names ? p_.group.ranks() * p_.group.max_tokens : 0;
-  const int places = p_.room.has_places ? p_.group.experts : 0;
+  const int names = !sends() && p_.smem.has_names ? p_.group.ranks() * p_.group.max_tokens : 0;
+  const int places = p_.smem.has_places ? p_.group.experts : 0;
   const int last = threads - 1 - thread;
   std::uint32_t name = 0, place = 0;
   HeapRange area{};
@@ -313,7 +314,7 @@ XD_LL_BLOCK(void)::copy_tables(int thread, int threads) const {
 // ---- Sender blocks -----------------------------------------------------------------------------
 
 XD_LL_BLOCK(void)::send() const {
-  const std::uint32_t* const places = p_.room.has_places ? parts_.places() : p_.group.places;
+  const std::uint32_t* const places = p_.smem.has_places ? parts_.places() : p_.group.places;
   Sender sender(p_, s_.turn, places, parts_.tails());
   if (p_.step.send && !p_.step.failed) sender.load_first();
   __syncthreads();

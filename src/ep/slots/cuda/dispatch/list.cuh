@@ -47,7 +47,7 @@ inline __device__ __noinline__ int ll_late_phase(const LlDispatchParams& p, LlSh
                                                  int source, std::uint64_t epoch) {
   LlRecord record;
   const bool here =
-      LlDispatchTurn(p, shared, kLlDispatch).lane().read_record(source, epoch, record);
+      LlDispatchTurn(p, shared, kLlDispatch).pipeline().read_record(source, epoch, record);
   return here ? XD_PHASE_ROWS : XD_PHASE_ENTRY;
 }
 
@@ -92,7 +92,7 @@ template <bool kMany>
 class LlList {
  public:
   __device__ LlList(const LlDispatchParams& params, LlDispatchTurn& turn, LlListShared& list,
-                    const LlRoomParts& parts)
+                    const LlSmemParts& parts)
       : p_(params), g_(params.group), turn_(turn), s_(list), parts_(parts) {}
 
   // Movers of receiver blocks, in front of a barrier of the block.
@@ -142,13 +142,13 @@ class LlList {
   __device__ int candidates() const { return g_.ranks() * g_.max_tokens; }
   __device__ int rounds() const { return (candidates() + kLlMovers - 1) / kLlMovers; }
   __device__ std::uint32_t name(int candidate) const {
-    return p_.room.has_names ? parts_.names()[candidate] : g_.order[candidate];
+    return p_.smem.has_names ? parts_.names()[candidate] : g_.order[candidate];
   }
   __device__ std::uint32_t place_of(std::uint32_t id) const {
-    return p_.room.has_places ? parts_.places()[id] : g_.places[id];
+    return p_.smem.has_places ? parts_.places()[id] : g_.places[id];
   }
   __device__ std::uint16_t* ids_of(const LlUnit& unit) const {
-    return parts_.ids() + unit.source() * p_.room.ids_stride + unit.token() * p_.room.ids_topk;
+    return parts_.ids() + unit.source() * p_.smem.ids_stride + unit.token() * p_.smem.ids_topk;
   }
   __device__ const std::byte* words_of_token(std::uint64_t epoch, const LlUnit& unit) const {
     const std::uint32_t row =
@@ -200,7 +200,7 @@ class LlList {
   const LlDevice& g_;
   LlDispatchTurn& turn_;
   LlListShared& s_;
-  const LlRoomParts parts_;
+  const LlSmemParts parts_;
 };
 
 #define XD_LL_LIST(type) \
@@ -213,7 +213,7 @@ XD_LL_LIST(bool)::collect(std::uint64_t epoch) {
   if constexpr (kMany) {
     return collect_any(epoch);
   } else {
-    if (g_.ids.few() && p_.room.has_ids && p_.room.has_places) {
+    if (g_.ids.few() && p_.smem.has_ids && p_.smem.has_places) {
       return is_short() && !g_.masks ? collect_fewest(epoch) : collect_few(epoch);
     }
     return ll_collect_any<kMany>(p_, turn_.shared(), s_, epoch);
@@ -294,7 +294,7 @@ template <bool kMany>
 __device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared& turn,
                                             LlListShared& list, std::uint64_t epoch) {
   LlDispatchTurn launch(p, turn, kLlDispatch);
-  return LlList<kMany>(p, launch, list, {p.room, ptx::dynamic_shared()}).collect_any(epoch);
+  return LlList<kMany>(p, launch, list, {p.smem, ptx::dynamic_shared()}).collect_any(epoch);
 }
 
 // All lanes: which of a warp's candidates have rows here.
@@ -351,9 +351,9 @@ XD_LL_LIST(bool)::take_ids(std::uint64_t epoch, const LlUnit& unit, LlRanks<kMan
       here |= take_choice(unit, k, g_.ids.id(words.y, j), home);
     }
   }
-  if (!p_.room.has_ids) return true;
+  if (!p_.smem.has_ids) return true;
 #pragma unroll 1
-  for (; k < static_cast<int>(p_.room.ids_topk); ++k) {
+  for (; k < static_cast<int>(p_.smem.ids_topk); ++k) {
     ids_of(unit)[k] = static_cast<std::uint16_t>(kNoExpert);
   }
   return true;
@@ -404,7 +404,7 @@ XD_LL_LIST(bool)::take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRan
       count_row(true, unit, expert);
     }
   }
-  if (p_.room.has_ids) ids_of(unit)[k] = static_cast<std::uint16_t>(expert);
+  if (p_.smem.has_ids) ids_of(unit)[k] = static_cast<std::uint16_t>(expert);
   return expert != kNoExpert;
 }
 
@@ -471,7 +471,7 @@ XD_LL_LIST(void)::drop_gone() {
 // ---- Places ------------------------------------------------------------------------------------
 
 XD_LL_LIST(LlPlace)::place_in(std::uint64_t epoch, const LlUnit& unit, int k) const {
-  return p_.room.has_ids ? place_in_shared(unit, k) : place_in_words(epoch, unit, k);
+  return p_.smem.has_ids ? place_in_shared(unit, k) : place_in_words(epoch, unit, k);
 }
 
 XD_LL_LIST(LlPlace)::place_in_shared(const LlUnit& unit, int k) const {
@@ -496,7 +496,7 @@ XD_LL_LIST(int)::lower_sources(const LlUnit& unit, int expert) const {
 // has at most one of them.
 XD_LL_LIST(int)::earlier_few(const LlUnit& unit, int expert) const {
   const auto* tokens =
-      reinterpret_cast<const uint4*>(parts_.ids() + unit.source() * p_.room.ids_stride);
+      reinterpret_cast<const uint4*>(parts_.ids() + unit.source() * p_.smem.ids_stride);
   const std::uint32_t wanted = static_cast<std::uint32_t>(expert) * 0x10001u;
   int rows = 0;
 #pragma unroll 1
@@ -515,9 +515,9 @@ XD_LL_LIST(int)::earlier_few(const LlUnit& unit, int expert) const {
 
 // The same where a token has more choices.
 XD_LL_LIST(int)::earlier_in_shared(const LlUnit& unit, int expert) const {
-  const std::uint16_t* ids = parts_.ids() + unit.source() * p_.room.ids_stride;
+  const std::uint16_t* ids = parts_.ids() + unit.source() * p_.smem.ids_stride;
   const std::uint32_t wanted = static_cast<std::uint32_t>(expert) * 0x10001u;
-  const int end = unit.token() * static_cast<int>(p_.room.ids_topk);
+  const int end = unit.token() * static_cast<int>(p_.smem.ids_topk);
   int bits = 0;
 #pragma unroll 1
   for (int j = lane_id() * 8; j < end; j += 256) {

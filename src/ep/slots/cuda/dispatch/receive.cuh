@@ -78,7 +78,7 @@ class LlReceiver {
         g_(params.group),
         turn_(turn),
         list_(list),
-        parts_{params.room, ptx::dynamic_shared()},
+        parts_{params.smem, ptx::dynamic_shared()},
         l_(of_list),
         r_(receive),
         group_(kMoves ? warp_in_block() / kLlGroupWarps : warp_in_block() - kLlMovers / 32),
@@ -161,7 +161,7 @@ class LlReceiver {
   const LlDevice& g_;
   LlDispatchTurn& turn_;
   const LlList<kMany>& list_;
-  const LlRoomParts parts_;
+  const LlSmemParts parts_;
   LlListShared& l_;
   LlReceiveShared& r_;
   const int group_;
@@ -181,7 +181,7 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kMoves, kSlow>::take_al
                                                                                   LlVerdict verdict,
                                                                                   Await await) {
   static_assert(!kSlow);
-  const bool is_usual = !g_.masks && p_.room.has_ids && r_.taken.form.tail_words() <= 32;
+  const bool is_usual = !g_.masks && p_.smem.has_ids && r_.taken.form.tail_words() <= 32;
   LlListCursor cursor;
   LlRowStep step = start();
   LlUnit unit;
@@ -217,7 +217,7 @@ __device__ __noinline__ void ll_take_slowly(const LlDispatchParams& p, LlShared&
                                             LlListShared& of_list, LlReceiveShared& receive,
                                             std::uint64_t epoch, LlRowStep from) {
   LlDispatchTurn turn(p, shared, kLlDispatch);
-  const LlList<kMany> list(p, turn, of_list, {p.room, ptx::dynamic_shared()});
+  const LlList<kMany> list(p, turn, of_list, {p.smem, ptx::dynamic_shared()});
   LlReceiver<Quantiser, kMany, kMoves, true> receiver(p, turn, list, of_list, receive, epoch);
   receiver.take_from(from);
 }
@@ -348,7 +348,7 @@ XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, Held& held) {
   for (std::uint32_t piece = 0; piece * kPiece < vectors; ++piece) {
     if (piece > 0) load_own(unit, piece, held);
     if constexpr (kQuantises) {
-      std::byte* tail = parts_.tails() + (group_ * 2 + parity()) * p_.room.tail_stride;
+      std::byte* tail = parts_.tails() + (group_ * 2 + parity()) * p_.smem.tail_stride;
 #pragma unroll
       for (int i = 0; i < kTaken; ++i) {
         const LlQuantised q = quantise_columns<Quantiser>(vector_of(held.v[2 * i]),
@@ -440,7 +440,7 @@ XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::byte* item, bool o
 
 XD_LL_RECEIVER(std::uint64_t)::own_tail_word(const LlUnit& unit, std::uint32_t w) const {
   if (kQuantises && w < r_.taken.form.scale_words) {
-    const std::byte* tail = parts_.tails() + (group_ * 2 + parity()) * p_.room.tail_stride;
+    const std::byte* tail = parts_.tails() + (group_ * 2 + parity()) * p_.smem.tail_stride;
     return reinterpret_cast<const std::uint64_t*>(tail)[w];
   }
   const int topk = r_.taken.topk;

@@ -31,8 +31,8 @@ inline constexpr std::uint32_t kLlPiece = kLlVectors * kLlGroupThreads;
 enum LlBarrier { kLlGroupBarrier = 1, kLlListBarrier = 3, kLlHeadBarrier = 4, kLlEndBarrier = 5 };
 
 // The parts of dynamic shared memory.
-struct LlRoomParts {
-  const LlDispatchRoom& room;
+struct LlSmemParts {
+  const LlSmemLayout& room;
   std::byte* base;
 
   __device__ std::uint32_t* places() const { return at<std::uint32_t>(room.places); }
@@ -159,7 +159,7 @@ class LlSender {
         places_(places),
         group_(warp_in_block() / kLlGroupWarps),
         thread_(threadIdx.x % kLlGroupThreads),
-        tails_(tails + group_ * 2 * params.room.tail_stride),
+        tails_(tails + group_ * 2 * params.smem.tail_stride),
         topk_(static_cast<int>(params.record.topk)) {}
 
   // Before the block's first barrier: the first row is on its way.
@@ -218,8 +218,8 @@ class LlSender {
 
 template <class Quantiser, bool kMany>
 __device__ void LlSender<Quantiser, kMany>::send_all(std::uint64_t epoch) {
-  const std::uint32_t slot = turn::lane_slot(epoch, g_.slots);
-  std::byte* const tails[2] = {tails_, tails_ + p_.room.tail_stride};
+  const std::uint32_t slot = turn::pipeline_slot(epoch, g_.slots);
+  std::byte* const tails[2] = {tails_, tails_ + p_.smem.tail_stride};
   std::uint32_t piece = 0;
   int parity = 0;
   LlRanks<kMany> ranks{};

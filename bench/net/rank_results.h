@@ -10,13 +10,13 @@
 
 namespace bench::net {
 
-class Board {
+class RankResults {
  public:
   // The driver has made the file, of zeros and kBytes. Throws std::runtime_error.
-  Board(const std::string& path, int rank, int ranks);
-  ~Board();
-  Board(const Board&) = delete;
-  Board& operator=(const Board&) = delete;
+  RankResults(const std::string& path, int rank, int ranks);
+  ~RankResults();
+  RankResults(const RankResults&) = delete;
+  RankResults& operator=(const RankResults&) = delete;
 
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }

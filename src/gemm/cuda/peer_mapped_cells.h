@@ -20,7 +20,7 @@
 
 namespace xd::gemm::cuda {
 
-class StitchedSlots {
+class PeerMappedCells {
  public:
   // Devices share memory in units of so many bytes, so slots begin at multiples of it.
   static constexpr std::uint64_t kUnit = std::uint64_t{2} << 20;
@@ -28,7 +28,7 @@ class StitchedSlots {
   static std::uint64_t slot_bytes(const Config& config);
 
   // Collective, with the device current.
-  StitchedSlots(Comm& comm, const Config& config);
+  PeerMappedCells(Comm& comm, const Config& config);
 
   std::byte* view() const { return view_->base(); }
   std::byte* own() const { return own_->base(); }

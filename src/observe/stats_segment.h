@@ -1,13 +1,13 @@
 // The memory in which a process keeps the counters of its sequences, and in which other processes
 // of the same user find them.
 //
-//   the board: a sealed memory file without a name in any folder. Another process finds it among
+//   the segment: a sealed memory file without a name in any folder. Another process finds it among
 //   this process's descriptors (/proc/<pid>/fd), which only the same user and root may follow.
 //
-//   BoardHeader, then kPlaces places of kPlaceBytes each: Counters, waits by peer
+//   StatsHeader, then kPlaces places of kPlaceBytes each: Counters, waits by peer
 //
-// The board is there as long as the process has a sequence that is counted on it. A sequence for
-// which there is no place, descriptor or memory keeps its counters to itself.
+// The segment is there as long as the process has a sequence that is counted on it. A
+// sequence for which there is no place, descriptor or memory keeps its counters to itself.
 #pragma once
 
 #include <array>
@@ -22,11 +22,11 @@
 
 namespace xd::observe {
 
-inline constexpr const char* kBoardName = "crossdock-board";
+inline constexpr const char* kStatsName = "crossdock-stats_segment";
 
 inline constexpr std::size_t kPlaces = 512;
 
-struct BoardHeader {
+struct StatsHeader {
   static constexpr std::uint64_t kMagic = 0x3164726f61626478;  // "xdboard1"
   std::uint64_t magic;
   std::uint64_t layout;  // tells this layout from others
@@ -35,7 +35,7 @@ struct BoardHeader {
   std::array<std::atomic<std::uint32_t>, kPlaces> generation;
 };
 
-struct BoardMap {
+struct StatsMap {
   static constexpr std::size_t kPage = 4096;
   static constexpr std::size_t kPlaceBytes = round_up(Counters::bytes(XD_MAX_RANKS), kPage);
   static constexpr std::size_t kBytes = kPage + kPlaces * kPlaceBytes;
@@ -43,9 +43,9 @@ struct BoardMap {
   // Other sizes are another layout.
   static constexpr std::uint64_t kLayout = kPlaceBytes << 32 | sizeof(Counters) << 16 | kPlaces;
 };
-static_assert(sizeof(BoardHeader) <= BoardMap::kPage && sizeof(Counters) < 1 << 16);
+static_assert(sizeof(StatsHeader) <= StatsMap::kPage && sizeof(Counters) < 1 << 16);
 
-// One sequence's counters: on the board if possible, else in memory of this process alone.
+// One sequence's counters: on the stats segment if possible, else in memory of this process alone.
 class Place {
  public:
   explicit Place(const Identity& identity);
@@ -62,18 +62,18 @@ class Place {
     }
   };
   Counters* counters_;
-  int index_;                                  // on the board
+  int index_;                                  // on the stats_segment
   std::unique_ptr<std::byte[], Free> memory_;  // where it is not there
 };
 
-// The board of a process, as another one reads it.
-class BoardReader {
+// The stats segment of a process, as another one reads it.
+class StatsReader {
  public:
   // Throws INVALID_ARGUMENT where there is none, UNSUPPORTED where it is another layout.
-  explicit BoardReader(int pid);
-  ~BoardReader();
-  BoardReader(const BoardReader&) = delete;
-  BoardReader& operator=(const BoardReader&) = delete;
+  explicit StatsReader(int pid);
+  ~StatsReader();
+  StatsReader(const StatsReader&) = delete;
+  StatsReader& operator=(const StatsReader&) = delete;
 
   // Copies a place that is in use; false where it is free. `waits` gets as many as there are, up to
   // max_ranks.

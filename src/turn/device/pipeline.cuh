@@ -1,5 +1,5 @@
-// Lanes on the device: sequences of operations that are sent and taken in halves, and in which no
-// rank waits at the end of an operation for its peers.
+// Pipelines on the device: sequences of operations that are sent and taken in halves, and in which
+// no rank waits at the end of an operation for its peers.
 //
 //   begin        every block, one warp: the numbers of the launch's operations, the credits of the
 //                peers where the launch sends
@@ -19,24 +19,24 @@
 //
 // A kernel gives its credit before it waits for anything. There are so many slots that a send half
 // waits only for what kernels say that have ended by then, whatever a rank does between two kernels
-// of a lane: see docs/internals/low_latency.md.
+// of a pipeline: see docs/internals/low_latency.md.
 //
-// Each thread block counts for itself (LaneCount), so nothing is atomic, and a launch needs no last
-// block. A launch must be the only one that runs of its sequence and its lane; its caller orders
-// them by streams. Nothing here needs a cooperative launch, but all blocks of a launch have to come
-// onto the device without the end of another one.
+// Each thread block counts for itself (PipelineCount), so nothing is atomic, and a launch needs no
+// last block. A launch must be the only one that runs of its sequence and its pipeline; its caller
+// orders them by streams. Nothing here needs a cooperative launch, but all blocks of a launch have
+// to come onto the device without the end of another one.
 #pragma once
 
 #include <cstring>
 
 #include "comm/device/wait.cuh"
-#include "turn/device/lane.h"
+#include "turn/device/pipeline.h"
 #include "turn/device/seal.cuh"
 
 namespace xd::turn {
 
 // The slot of an operation, of 5, 7 or 9. A division by a number that is not known would be slow.
-__device__ inline std::uint32_t lane_slot(std::uint64_t epoch, int slots) {
+__device__ inline std::uint32_t pipeline_slot(std::uint64_t epoch, int slots) {
   constexpr std::uint32_t kLow = (1u << 24) - 1;  // 2^24 is 1 modulo 5, 7 and 9
   const auto sum = (static_cast<std::uint32_t>(epoch) & kLow) +
                    (static_cast<std::uint32_t>(epoch >> 24) & kLow) +
@@ -110,23 +110,23 @@ inline __device__ __noinline__ void raise_loss(const DeviceComm& comm,
   device::tell_host(comm);
 }
 
-// Functions of one lane. `Record` is the family's; `Group` has `comm`, `own_area` and `slots`.
+// Functions of one pipeline. `Record` is the family's; `Group` has `comm`, `own_area` and `slots`.
 template <class Record, class Group>
-class DeviceLane {
+class DevicePipeline {
  public:
   static constexpr int kWords = kRecordWords + 1;
 
-  __device__ DeviceLane(const Group& group, const LaneMap& map, LaneCount* counts,
-                        const HeapRange* areas)
+  __device__ DevicePipeline(const Group& group, const PipelineMap& map, PipelineCount* counts,
+                            const HeapRange* areas)
       : g_(group), map_(map), counts_(counts), areas_(areas) {}
 
   // This block's counts. All lanes of a warp call it, and get both.
-  __device__ LaneEpochs epochs() const {
+  __device__ PipelineEpochs epochs() const {
     const ulonglong2 n = ptx::ld_relaxed_sys_pair(&counts_[blockIdx.x]);
     return {n.x, n.y};
   }
-  // Called by one thread. `most_blocks`: the largest launch that the lane ever has.
-  __device__ void end(const LaneEpochs& now, int most_blocks) const {
+  // Called by one thread. `most_blocks`: the largest launch that the pipeline ever has.
+  __device__ void end(const PipelineEpochs& now, int most_blocks) const {
     for (int b = static_cast<int>(blockIdx.x); b < most_blocks; b += static_cast<int>(gridDim.x)) {
       ptx::st_streaming_pair(&counts_[b], make_ulonglong2(now.sent, now.taken));
     }
@@ -141,9 +141,9 @@ class DeviceLane {
   }
   // All lanes of a warp. Release, with the fence: of all that earlier kernels have read, freed and
   // sent.
-  __device__ void give_credit(const LaneCredit& credit) const {
+  __device__ void give_credit(const PipelineCredit& credit) const {
     ptx::fence_acq_rel_sys();
-    for (int r = lane(); r < g_.comm.num_ranks; r += 32) {
+    for (int r = pipeline(); r < g_.comm.num_ranks; r += 32) {
       if (r == g_.comm.rank) continue;
       ptx::st_relaxed_sys_pair(
           reinterpret_cast<std::byte*>(credit_at(areas_[r].base, g_.comm.rank)),
@@ -171,7 +171,7 @@ class DeviceLane {
 
   // The ranks whose records a warp looks at together: eight lanes have a word of one each.
   static constexpr int kTogether = 32 / kWords;
-  __device__ static int word_of_lane() { return lane() % kWords; }
+  __device__ static int word_of_pipeline() { return pipeline() % kWords; }
   // All lanes, which look for a while at the records of the ranks from `first` on: true if all of
   // them have come that waits(rank) names. `word` is this lane's word of the record of this lane's
   // rank, `factor` the word's seal_factor().
@@ -186,13 +186,15 @@ class DeviceLane {
     ptx::st_relaxed_sys(reinterpret_cast<std::uint64_t*>(at) + word, value);
   }
 
-  __device__ std::uint32_t slot(std::uint64_t epoch) const { return lane_slot(epoch, g_.slots); }
+  __device__ std::uint32_t slot(std::uint64_t epoch) const {
+    return pipeline_slot(epoch, g_.slots);
+  }
 
  private:
   static_assert(sizeof(Record) == kRecordWords * sizeof(std::uint64_t));
-  __device__ static int lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ LaneCredit* credit_at(std::byte* area, int source) const {
-    return reinterpret_cast<LaneCredit*>(area + map_.credit) + source;
+  __device__ static int pipeline() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ PipelineCredit* credit_at(std::byte* area, int source) const {
+    return reinterpret_cast<PipelineCredit*>(area + map_.credit) + source;
   }
   __device__ std::byte* entry_at(std::byte* area, int source, std::uint64_t epoch) const {
     const std::uint64_t cell = slot(epoch) * static_cast<std::uint64_t>(g_.comm.num_ranks) +
@@ -201,18 +203,18 @@ class DeviceLane {
   }
 
   const Group& g_;
-  const LaneMap map_;
-  LaneCount* const counts_;
+  const PipelineMap map_;
+  PipelineCount* const counts_;
   const HeapRange* const areas_;
 };
 
 template <class Record, class Group>
-__device__ inline void DeviceLane<Record, Group>::send_record(const Record& record,
-                                                              std::uint64_t epoch) const {
+__device__ inline void DevicePipeline<Record, Group>::send_record(const Record& record,
+                                                                  std::uint64_t epoch) const {
   std::uint64_t words[kWords];
   memcpy(words, &record, sizeof(record));
   words[kRecordWords] = epoch + hash_of(words);
-  for (int i = lane(); i < g_.comm.num_ranks; i += 32) {
+  for (int i = pipeline(); i < g_.comm.num_ranks; i += 32) {
     const int to = (g_.comm.rank + 1 + i) % g_.comm.num_ranks;
     std::byte* at = entry_at(areas_[to].base, g_.comm.rank, epoch);
 #pragma unroll
@@ -224,13 +226,13 @@ __device__ inline void DeviceLane<Record, Group>::send_record(const Record& reco
 
 template <class Record, class Group>
 template <class Waits>
-__device__ inline bool DeviceLane<Record, Group>::look_together(int first, std::uint64_t epoch,
-                                                                std::uint64_t factor,
-                                                                std::uint64_t& word,
-                                                                Waits waits) const {
-  const int source = first + lane() / kWords;
+__device__ inline bool DevicePipeline<Record, Group>::look_together(int first, std::uint64_t epoch,
+                                                                    std::uint64_t factor,
+                                                                    std::uint64_t& word,
+                                                                    Waits waits) const {
+  const int source = first + pipeline() / kWords;
   const bool mine = source < g_.comm.num_ranks && waits(source);
-  const std::uint64_t* at = word_of(mine ? source : 0, epoch, word_of_lane());
+  const std::uint64_t* at = word_of(mine ? source : 0, epoch, word_of_pipeline());
 #pragma unroll 1
   for (int i = 0; i < kPollsBetweenLooks; ++i) {
     word = ptx::ld_relaxed_sys(at);
@@ -245,9 +247,9 @@ __device__ inline bool DeviceLane<Record, Group>::look_together(int first, std::
 }
 
 template <class Record, class Group>
-__device__ inline bool DeviceLane<Record, Group>::read_words(int source, std::uint64_t epoch,
-                                                             Record& record,
-                                                             std::uint64_t& number) const {
+__device__ inline bool DevicePipeline<Record, Group>::read_words(int source, std::uint64_t epoch,
+                                                                 Record& record,
+                                                                 std::uint64_t& number) const {
   std::uint64_t words[kWords];
   const std::byte* at = entry_at(g_.own_area, source, epoch);
 #pragma unroll

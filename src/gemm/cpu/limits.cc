@@ -1,4 +1,4 @@
-#include "gemm/cpu/room.h"
+#include "gemm/cpu/limits.h"
 
 #include <sys/mman.h>
 
@@ -56,7 +56,7 @@ void try_threads(int count) {
 
 void require_memory() { const Mapping memory; }
 
-void require_room(int threads) {
+void require_limits(int threads) {
   // OpenMP's runtime has threads for each thread that computes.
   static thread_local int had = 0;
   if (threads <= had) return;

@@ -1,6 +1,6 @@
-// A lane on the host: turns whose halves are calls of their own, so that several operations may be
-// under way at once. turn/entry.h has the verbs; docs/internals/turns.md says why no wait goes in a
-// circle.
+// A pipeline on the host: turns whose halves are calls of their own, so that several operations may
+// be under way at once. turn/entry.h has the verbs; docs/internals/turns.md says why no wait goes
+// in a circle.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 #include "base/rank_bits.h"
 #include "observe/subject.h"
 #include "turn/host/cells.h"
-#include "turn/host/far_lane.h"
+#include "turn/host/remote_pipeline.h"
 #include "turn/peer_masks.h"
 
 namespace xd::turn {
 
 template <class Record>
-class HostLane : public HostCells<Record> {
+class HostPipeline : public HostCells<Record> {
  public:
   using HostCells<Record>::peers, HostCells<Record>::ring_peers;
 
@@ -30,7 +30,7 @@ class HostLane : public HostCells<Record> {
     std::uint64_t slots;
   };
   // `operation` is what its turns are, for error texts.
-  HostLane(Comm& comm, int number, const Place& place, std::int32_t operation, PeerMasks& masks)
+  HostPipeline(Comm& comm, int number, const Place& place, std::int32_t operation, PeerMasks& masks)
       : HostCells<Record>(comm, number, place.map, place.areas, place.slots),
         operation_(operation),
         masks_(masks),
@@ -38,11 +38,11 @@ class HostLane : public HostCells<Record> {
         held_(place.slots),
         others_(this->peers().begin(), this->peers().end()) {}
 
-  // From now on ranks on other machines take part as well, and are never masked. `far` outlives the
-  // lane.
-  void reach(FarLane& far) {
-    far_ = &far;
-    others_.insert(others_.end(), far.ranks().begin(), far.ranks().end());
+  // From now on ranks on other machines take part as well, and are never masked. `remote` outlives
+  // the pipeline.
+  void reach(RemotePipeline& remote) {
+    remote_ = &remote;
+    others_.insert(others_.end(), remote.ranks().begin(), remote.ranks().end());
   }
 
   // Operations are numbered from 1. Counts of those that have been sent here, and of those that
@@ -65,9 +65,10 @@ class HostLane : public HostCells<Record> {
   // ---- The send half: begin, enter ----
 
   // Begins the operation sent(). Returns when every peer has taken the operation whose slot it uses
-  // again: from here on this rank may write into that slot of their memory. The lane is not full.
+  // again: from here on this rank may write into that slot of their memory. The pipeline is not
+  // full.
   void begin();
-  // Tells near ranks. The family sends far ones their messages, which have the record.
+  // Tells near ranks. The family sends remote ones their messages, which have the record.
   void enter(const Record& record);
   const Record& sent_record() const { return held(sent_).own; }
   // The peers that take part in the operation sent(): those that were not masked when it began, and
@@ -82,12 +83,12 @@ class HostLane : public HostCells<Record> {
   const RankBits& awaited() const { return held(next()).company; }
   // Returns when every peer of its company has entered it, or has been lost.
   void await(observe::WaitTimes& times);
-  // Returns when all messages of far ranks have come, which those wait for: see rest().
-  void await_far();
+  // Returns when all messages of remote ranks have come, which those wait for: see rest().
+  void await_remote();
   // The ranks whose records have come, this one among them, and the records by rank.
   const RankBits& here() const { return here_; }
   const std::vector<Record>& records() const { return records_; }
-  // The entry of a far rank, which its message has brought.
+  // The entry of a remote rank, which its message has brought.
   void bring_entry(int source, std::uint64_t epoch, const Record& record) const {
     this->post_entry_of(source, this->self(), epoch, record);
   }
@@ -98,7 +99,7 @@ class HostLane : public HostCells<Record> {
   // Tells every peer that this rank has taken the operation: they may use its slot here again.
   // Waits for nobody.
   void leave();
-  // Returns when this rank's messages of the operation reach far ranks whatever it does next, or
+  // Returns when this rank's messages of the operation reach remote ranks whatever it does next, or
   // whether it does anything. Not so its credits, which may come with its next call, nor what it
   // sends to ranks whose own call has failed: they need it no more, and may be in no call that
   // takes it in.
@@ -121,7 +122,7 @@ class HostLane : public HostCells<Record> {
             .epoch = epoch,
             .deadline = deadline_,
             .timeout_ms = masks_.timeout_ms(),
-            .progress = far_ != nullptr ? &far_->progress() : nullptr};
+            .progress = remote_ != nullptr ? &remote_->progress() : nullptr};
   }
   bool has_entered(int peer, std::uint64_t epoch) const {
     return this->entered(peer, epoch) == epoch;
@@ -129,10 +130,10 @@ class HostLane : public HostCells<Record> {
   const Record& record_of(int peer, std::uint64_t epoch) const {
     return this->posted_by(peer, epoch);
   }
-  // Waits for something that a far rank brings in the operation.
+  // Waits for something that a remote rank brings in the operation.
   template <class Ready>
-  void wait_for_message(int far_rank, std::uint64_t epoch, Ready&& ready) {
-    wait_far(far_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
+  void wait_for_message(int remote_rank, std::uint64_t epoch, Ready&& ready) {
+    wait_remote(remote_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
   }
   // True when the rank has entered the operation, false where it has been lost.
   bool wait_entered(int rank, std::uint64_t epoch) {
@@ -149,16 +150,16 @@ class HostLane : public HostCells<Record> {
     RankBits at_start{};  // the peers that were not masked when it began
     bool dropped = false;
   };
-  // Waits for a near or a far rank; false where it has been lost.
+  // Waits for a near or a remote rank; false where it has been lost.
   template <class Ready, class Seen>
   bool wait(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
     if (const auto near = this->comm().hosts().find_near(rank))
       return masks_.wait(*near, site, ready, seen);
-    wait_far(rank, site, ready, seen);
+    wait_remote(rank, site, ready, seen);
     return true;
   }
   template <class Ready, class Seen>
-  void wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
+  void wait_remote(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
   template <class Ready, class Seen>
   bool wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen);
   Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
@@ -179,12 +180,12 @@ class HostLane : public HostCells<Record> {
   RankBits here_{};
   Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
   std::uint64_t sent_ = 0, taken_ = 0;
-  std::vector<int> others_;  // all ranks but this one, near ones first
-  FarLane* far_ = nullptr;   // none: all ranks are near
+  std::vector<int> others_;           // all ranks but this one, near ones first
+  RemotePipeline* remote_ = nullptr;  // none: all ranks are near
 };
 
 template <class Record>
-void HostLane<Record>::begin() {
+void HostPipeline<Record>::begin() {
   ++sent_;
   deadline_ = masks_.deadline_behind_waits();
   Held& op = held(sent_);
@@ -201,11 +202,11 @@ void HostLane<Record>::begin() {
         [&] { return this->done_by(peer, sent_); });
     if (free) op.company.add(peer);
   }
-  if (far_ != nullptr) {
-    for (const int rank : far_->ranks()) {
+  if (remote_ != nullptr) {
+    for (const int rank : remote_->ranks()) {
       op.at_start.add(rank);
-      wait_far(
-          rank, site(XD_PHASE_CREDIT, sent_), [&] { return far_->has_place(rank, sent_); },
+      wait_remote(
+          rank, site(XD_PHASE_CREDIT, sent_), [&] { return remote_->has_place(rank, sent_); },
           [&] { return sent_ - this->slots() - 1; });
       op.company.add(rank);
     }
@@ -214,7 +215,7 @@ void HostLane<Record>::begin() {
 }
 
 template <class Record>
-void HostLane<Record>::enter(const Record& record) {
+void HostPipeline<Record>::enter(const Record& record) {
   held(sent_).own = record;
   for (const NearRank peer : peers()) {
     if (company().has(peer)) this->post_entry(peer, sent_, record);
@@ -222,7 +223,7 @@ void HostLane<Record>::enter(const Record& record) {
 }
 
 template <class Record>
-void HostLane<Record>::await(observe::WaitTimes& times) {
+void HostPipeline<Record>::await(observe::WaitTimes& times) {
   const auto is_here = [this](int peer) { return has_entered(peer, next()); };
   const observe::Span span(times.subject(), "wait for entries");
   deadline_ = masks_.deadline();
@@ -246,18 +247,18 @@ void HostLane<Record>::await(observe::WaitTimes& times) {
 }
 
 template <class Record>
-void HostLane<Record>::await_far() {
-  if (far_ == nullptr) return;
+void HostPipeline<Record>::await_remote() {
+  if (remote_ == nullptr) return;
   deadline_ = masks_.deadline();
-  for (const int rank : far_->ranks()) {
-    wait_far(
+  for (const int rank : remote_->ranks()) {
+    wait_remote(
         rank, site(XD_PHASE_ENTRY, next()), [&] { return has_entered(rank, next()); },
         [&] { return this->entered(rank, next()); });
   }
 }
 
 template <class Record>
-RankBits HostLane<Record>::lost() const {
+RankBits HostPipeline<Record>::lost() const {
   RankBits ranks{};
   for (const NearRank peer : peers()) {
     if (held(next()).at_start.has(peer) && !here_.has(peer)) ranks.add(peer);
@@ -269,7 +270,7 @@ RankBits HostLane<Record>::lost() const {
 // such a peer is woken, as the others sleep for something else. The fences here and in begin() make
 // sure that this rank sees the peer's last entry, or the peer this credit.
 template <class Record>
-void HostLane<Record>::leave_one() {
+void HostPipeline<Record>::leave_one() {
   ++taken_;
   const RankBits& company = held(taken_).company;
   for (const NearRank peer : peers()) {
@@ -280,14 +281,14 @@ void HostLane<Record>::leave_one() {
   for (const NearRank peer : peers()) {
     if (company.has(peer) && this->entered(peer, last) >= last) this->comm().ring(peer);
   }
-  if (far_ != nullptr) far_->leave(taken_);
+  if (remote_ != nullptr) remote_->leave(taken_);
 }
 
 // A rank's goodbye may overtake what it has sent before. Its words come all the same, so there is
 // some time for them. False = the rank has left, and that time is over.
 template <class Record>
 template <class Ready, class Seen>
-bool HostLane<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
+bool HostPipeline<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
   constexpr int kBehindGoodbyeMs = 5000;
   site.needs_all_ranks = true;
   std::optional<Deadline> patience;
@@ -303,25 +304,25 @@ bool HostLane<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, S
 
 template <class Record>
 template <class Ready, class Seen>
-void HostLane<Record>::wait_far(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
+void HostPipeline<Record>::wait_remote(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
   if (!wait_while_here(rank, site, ready, seen)) this->comm().throw_lost(rank, site);
 }
 
 template <class Record>
-void HostLane<Record>::rest(std::uint64_t epoch) {
-  if (far_ == nullptr) return;
+void HostPipeline<Record>::rest(std::uint64_t epoch) {
+  if (remote_ == nullptr) return;
   deadline_ = masks_.deadline();
-  for (const int rank : far_->ranks()) {
+  for (const int rank : remote_->ranks()) {
     // A rank that has left needs nothing any more.
     wait_while_here(
         rank, site(XD_PHASE_DONE, epoch),
-        [&] { return far_->has_sent(rank, epoch) || has_failed(rank, epoch); },
+        [&] { return remote_->has_sent(rank, epoch) || has_failed(rank, epoch); },
         [&] { return epoch - 1; });
   }
 }
 
 template <class Record>
-void HostLane<Record>::restart(std::uint64_t epoch) {
+void HostPipeline<Record>::restart(std::uint64_t epoch) {
   sent_ = taken_ = epoch;
   for (const NearRank peer : peers()) {
     if (!masks_.masked().has(peer)) this->post_done_all(peer, epoch);
@@ -330,7 +331,7 @@ void HostLane<Record>::restart(std::uint64_t epoch) {
 }
 
 template <class Record>
-void HostLane<Record>::leave() {
+void HostPipeline<Record>::leave() {
   leave_one();
   take_dropped();
 }

@@ -1,4 +1,4 @@
-#include "observe/board.h"
+#include "observe/stats_segment.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -30,12 +30,13 @@ void construct(Counters* counters, const Identity& identity) {
   counters->identity = identity;
 }
 
-// This process's board. A fork begins one of its own and leaves its parent's alone.
-class Board {
+// This process's stats_segment. A fork begins one of its own and leaves its parent's alone.
+class StatsSegment {
  public:
-  static Board& instance() {
-    static Board* const board = new Board;  // sequences may go after static objects
-    return *board;
+  static StatsSegment& instance() {
+    static StatsSegment* const stats_segment =
+        new StatsSegment;  // sequences may go after static objects
+    return *stats_segment;
   }
 
   struct Claimed {
@@ -71,43 +72,43 @@ class Board {
 
  private:
   Counters* counters(std::size_t i) const {
-    return reinterpret_cast<Counters*>(base_ + BoardMap::place(i));
+    return reinterpret_cast<Counters*>(base_ + StatsMap::place(i));
   }
   // Release: who sees a place in use finds its counters made. The fence: who sees counters of the
   // next use, and looks behind an acquire fence, finds that this one is over.
   void next_generation(std::size_t i) {
-    auto& header = *reinterpret_cast<BoardHeader*>(base_);
+    auto& header = *reinterpret_cast<StatsHeader*>(base_);
     header.generation[i].fetch_add(1, std::memory_order_release);
     std::atomic_thread_fence(std::memory_order_release);
   }
 
   bool open() noexcept {
-    UniqueFd fd(::memfd_create(kBoardName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    UniqueFd fd(::memfd_create(kStatsName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!fd || ::fchmod(fd.get(), S_IRUSR | S_IWUSR) != 0 ||
-        ::ftruncate(fd.get(), BoardMap::kBytes) != 0 ||
+        ::ftruncate(fd.get(), StatsMap::kBytes) != 0 ||
         ::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0 ||
-        ::fallocate(fd.get(), 0, 0, BoardMap::kPage) != 0) {
+        ::fallocate(fd.get(), 0, 0, StatsMap::kPage) != 0) {
       return false;
     }
-    void* const base = ::mmap(nullptr, BoardMap::kBytes, PROT_READ | PROT_WRITE,
+    void* const base = ::mmap(nullptr, StatsMap::kBytes, PROT_READ | PROT_WRITE,
                               MAP_SHARED | MAP_NORESERVE, fd.get(), 0);
     if (base == MAP_FAILED) return false;
     base_ = static_cast<std::byte*>(base);
     fd_ = std::move(fd);
-    new (base_) BoardHeader{BoardHeader::kMagic, BoardMap::kLayout, {}};
+    new (base_) StatsHeader{StatsHeader::kMagic, StatsMap::kLayout, {}};
     return true;
   }
   // Gives a place its pages, so that touching them cannot fail.
   bool allocate(std::size_t i, int ranks) noexcept {
-    return ::fallocate(fd_.get(), 0, static_cast<off_t>(BoardMap::place(i)),
+    return ::fallocate(fd_.get(), 0, static_cast<off_t>(StatsMap::place(i)),
                        static_cast<off_t>(Counters::bytes(ranks))) == 0;
   }
   void close() noexcept {
-    ::munmap(base_, BoardMap::kBytes);
+    ::munmap(base_, StatsMap::kBytes);
     base_ = nullptr;
     fd_.reset();
   }
-  // The parent's groups may still write into its board here, so the mapping stays.
+  // The parent's groups may still write into its stats segment here, so the mapping stays.
   void forget() noexcept {
     base_ = nullptr;
     fd_.reset();
@@ -125,7 +126,7 @@ class Board {
 }  // namespace
 
 Place::Place(const Identity& identity) {
-  const Board::Claimed claimed = Board::instance().claim(identity);
+  const StatsSegment::Claimed claimed = StatsSegment::instance().claim(identity);
   index_ = claimed.index;
   counters_ = claimed.counters;
   if (counters_ != nullptr) return;
@@ -136,19 +137,19 @@ Place::Place(const Identity& identity) {
 }
 
 Place::~Place() {
-  if (memory_ == nullptr) Board::instance().release({index_, counters_});
+  if (memory_ == nullptr) StatsSegment::instance().release({index_, counters_});
 }
 
 // ---- Reading -----------------------------------------------------------------------------------
 
 namespace {
 
-// The process's descriptor of its board.
-UniqueFd open_board(int pid) {
+// The process's descriptor of its stats segment.
+UniqueFd open_stats_segment(int pid) {
   const std::string folder = concat("/proc/", pid, "/fd");
   const std::unique_ptr<DIR, int (*)(DIR*)> list(::opendir(folder.c_str()), ::closedir);
   XD_REQUIRE(list, "pid = ", pid, ", expected a process of this user");
-  const std::string target = concat("/memfd:", kBoardName);
+  const std::string target = concat("/memfd:", kStatsName);
   while (const dirent* entry = ::readdir(list.get())) {
     const std::string link = folder + "/" + entry->d_name;
     std::array<char, 256> text{};
@@ -162,31 +163,31 @@ UniqueFd open_board(int pid) {
 
 }  // namespace
 
-BoardReader::BoardReader(int pid) {
-  const UniqueFd fd = open_board(pid);
+StatsReader::StatsReader(int pid) {
+  const UniqueFd fd = open_stats_segment(pid);
   struct stat status {};
   if (::fstat(fd.get(), &status) != 0) fail_errno("fstat", errno);
   // A file that can shrink under a reader would end it by SIGBUS.
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  const bool good = status.st_size == static_cast<off_t>(BoardMap::kBytes) && seals >= 0 &&
+  const bool good = status.st_size == static_cast<off_t>(StatsMap::kBytes) && seals >= 0 &&
                     (seals & F_SEAL_SHRINK) != 0;
   const auto* base =
-      good ? ::mmap(nullptr, BoardMap::kBytes, PROT_READ, MAP_SHARED, fd.get(), 0) : MAP_FAILED;
+      good ? ::mmap(nullptr, StatsMap::kBytes, PROT_READ, MAP_SHARED, fd.get(), 0) : MAP_FAILED;
   if (good && base == MAP_FAILED) fail_errno("mmap", errno);
   base_ = good ? static_cast<const std::byte*>(base) : nullptr;
-  const auto* header = reinterpret_cast<const BoardHeader*>(base_);
-  if (good && header->magic == BoardHeader::kMagic && header->layout == BoardMap::kLayout) return;
-  if (good) ::munmap(const_cast<std::byte*>(base_), BoardMap::kBytes);
+  const auto* header = reinterpret_cast<const StatsHeader*>(base_);
+  if (good && header->magic == StatsHeader::kMagic && header->layout == StatsMap::kLayout) return;
+  if (good) ::munmap(const_cast<std::byte*>(base_), StatsMap::kBytes);
   fail(XD_ERROR_UNSUPPORTED, "pid = ", pid,
        ": its library lays out its numbers otherwise, expected the same version as here");
 }
 
-BoardReader::~BoardReader() { ::munmap(const_cast<std::byte*>(base_), BoardMap::kBytes); }
+StatsReader::~StatsReader() { ::munmap(const_cast<std::byte*>(base_), StatsMap::kBytes); }
 
-bool BoardReader::read(std::size_t place, xd_stats_source& source, xd_stats& stats,
+bool StatsReader::read(std::size_t place, xd_stats_source& source, xd_stats& stats,
                        std::int64_t* waits, int max_ranks) const {
-  const auto& generation = reinterpret_cast<const BoardHeader*>(base_)->generation[place];
-  const auto& counters = *reinterpret_cast<const Counters*>(base_ + BoardMap::place(place));
+  const auto& generation = reinterpret_cast<const StatsHeader*>(base_)->generation[place];
+  const auto& counters = *reinterpret_cast<const Counters*>(base_ + StatsMap::place(place));
   // A place that changes hands meanwhile is read again, or taken for free.
   for (int tries = 0; tries < 3; ++tries) {
     const std::uint32_t before = generation.load(std::memory_order_acquire);

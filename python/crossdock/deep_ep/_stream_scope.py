@@ -12,7 +12,7 @@ import torch
 from .utils import EventHandle, EventOverlap
 
 
-class Lane:
+class StreamScope:
     """The stream that all operations of a Buffer run on, one after another.
 
     On the CPU operations run in the calling thread, and there is nothing to order.
@@ -45,37 +45,39 @@ class Lane:
             event.synchronize()
 
 
-class LaneWork:
-    """Work on the lane, ordered against the caller's stream. A context manager.
+class StreamWork:
+    """Work on the scope, ordered against the caller's stream. A context manager.
 
-    If the body raises, the caller's stream waits for what the lane has been given: that stream uses
-    the memory of the operation's tensors next, which die with the error.
+    If the body raises, the caller's stream waits for what the scope has been given: that stream
+    uses the memory of the operation's tensors next, which die with the error.
 
     Args:
-        lane: where it runs.
+        scope: where it runs.
         previous_event: what it waits for; None (or an empty one) = all that the caller's stream has
             enqueued.
         async_finish: whether the caller's stream goes on without waiting for it.
     """
 
-    def __init__(self, lane: Lane, previous_event: EventOverlap | None, async_finish: bool) -> None:
-        self._lane = lane
+    def __init__(
+        self, scope: StreamScope, previous_event: EventOverlap | None, async_finish: bool
+    ) -> None:
+        self._stream_scope = scope
         self._previous = previous_event.event if previous_event is not None else None
         self._async = async_finish
 
-    def __enter__(self) -> LaneWork:
-        lane, previous = self._lane, self._previous
-        if not lane.cuda:
+    def __enter__(self) -> StreamWork:
+        scope, previous = self._stream_scope, self._previous
+        if not scope.cuda:
             return self
-        self._caller = torch.cuda.current_stream(lane.device)
+        self._caller = torch.cuda.current_stream(scope.device)
         if previous is None or previous.event is None:
-            lane.stream.wait_stream(self._caller)
+            scope.stream.wait_stream(self._caller)
             self._allocator = self._caller
         else:
-            # The lane does not wait for the caller's stream, so it must not be given memory that
+            # The scope does not wait for the caller's stream, so it must not be given memory that
             # work of that stream may still be using.
-            lane.stream.wait_event(previous.event)
-            self._allocator = lane.stream
+            scope.stream.wait_event(previous.event)
+            self._allocator = scope.stream
         return self
 
     def __exit__(
@@ -84,26 +86,26 @@ class LaneWork:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self._lane.cuda:
-            self._caller.wait_stream(self._lane.stream)
+        if error is not None and self._stream_scope.cuda:
+            self._caller.wait_stream(self._stream_scope.stream)
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """Within it, results are to be allocated."""
-        if not self._lane.cuda:
+        if not self._stream_scope.cuda:
             yield
             return
         with torch.cuda.stream(self._allocator):
             yield
         if self._allocator is self._caller:
             # Memory may come back to the caller's stream while the host waits within an operation.
-            self._lane.stream.wait_stream(self._caller)
+            self._stream_scope.stream.wait_stream(self._caller)
 
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """Within it, work goes to the lane."""
-        if not self._lane.cuda:
+        """Within it, work goes to the scope."""
+        if not self._stream_scope.cuda:
             return contextlib.nullcontext()
-        return torch.cuda.stream(self._lane.stream)
+        return torch.cuda.stream(self._stream_scope.stream)
 
     def finish(
         self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]
@@ -114,16 +116,16 @@ class LaneWork:
             inputs: the caller's tensors that the operation reads.
             results: tensors allocated within `allocating`.
         """
-        if not self._lane.cuda:
+        if not self._stream_scope.cuda:
             return EventOverlap(EventHandle() if self._async else None)
-        if self._allocator is self._lane.stream:
+        if self._allocator is self._stream_scope.stream:
             self._record(results, self._caller)
         elif self._async:
-            self._record(results, self._lane.stream)
+            self._record(results, self._stream_scope.stream)
         if not self._async:
-            self._caller.wait_stream(self._lane.stream)
+            self._caller.wait_stream(self._stream_scope.stream)
             return EventOverlap()
-        self._record(inputs, self._lane.stream)
+        self._record(inputs, self._stream_scope.stream)
         with self.running():
             return EventOverlap(EventHandle())
 

@@ -1,9 +1,9 @@
-// The needs of a lane on the host that has ranks on other machines.
+// The needs of a pipeline on the host that has ranks on other machines.
 //
-// A far rank's memory has no address here. Each far rank sends this one its part of an operation,
-// with its entry, as a message into memory of this rank; whoever takes the message in stores the
-// entry where a near rank would have stored it (HostLane::bring_entry). The memory of a message is
-// free again when its reader has left the operation.
+// A remote rank's memory has no address here. Each remote rank sends this one its part of an
+// operation, with its entry, as a message into memory of this rank; whoever takes the message in
+// stores the entry where a near rank would have stored it (HostPipeline::bring_entry). The memory
+// of a message is free again when its reader has left the operation.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@
 
 namespace xd::turn {
 
-class FarLane {
+class RemotePipeline {
  public:
-  virtual const std::vector<int>& ranks() const = 0;  // all far ranks
+  virtual const std::vector<int>& ranks() const = 0;  // all remote ranks
   // Brings their messages, and takes this rank's to them.
   virtual Progress& progress() = 0;
   // The credit for operation `epoch`: the memory that its messages take in the rank is free.
@@ -27,7 +27,7 @@ class FarLane {
   virtual bool has_sent(int rank, std::uint64_t epoch) const = 0;
 
  protected:
-  ~FarLane() = default;
+  ~RemotePipeline() = default;
 };
 
 }  // namespace xd::turn

@@ -17,10 +17,10 @@ namespace {
 constexpr int kTimeoutMs = 600;
 constexpr std::chrono::seconds kGenerous{20};
 
-// The last rank, alone on its machine, stops while it moves rows. Its gateway waits for its chunks,
-// and the others of that machine wait for the gateway, maybe longer: it is not late because of
+// The last rank, alone on its machine, stops while it moves rows. Its relay waits for its chunks,
+// and the others of that machine wait for the relay, maybe longer: it is not late because of
 // itself, and nobody says so.
-TEST(FarWait, ForAGatewayThatWaitsForAnotherMachineNamesTheRankThere) {
+TEST(RemoteWait, ForAGatewayThatWaitsForAnotherMachineNamesTheRankThere) {
   if (!world().threads()) GTEST_SKIP() << "the gate is for threads of one process";
   Gate gate(1 << 20);
   std::latch timed_out(world().num_ranks() - 1);
@@ -54,7 +54,7 @@ TEST(FarWait, ForAGatewayThatWaitsForAnotherMachineNamesTheRankThere) {
 
 // The last rank, on a machine of its own, waits for rank 0 in one group, and rank 0 for rank 1 in
 // another; rank 1 does not come.
-TEST(FarWait, ForARankThatWaitsItselfNamesTheOneForWhichAllWait) {
+TEST(RemoteWait, ForARankThatWaitsItselfNamesTheOneForWhichAllWait) {
   if (!world().threads()) GTEST_SKIP() << "ranks meet in one process";
   std::latch timed_out(world().num_ranks() - 1);
   on_every_rank([&](Rank& rank) {
@@ -77,7 +77,7 @@ TEST(FarWait, ForARankThatWaitsItselfNamesTheOneForWhichAllWait) {
 }
 
 // The same two waits between machines, each for the other: an operation and a host call.
-TEST(FarWait, ForRanksInAnotherCallIsAMismatchOfBothAtOnce) {
+TEST(RemoteWait, ForRanksInAnotherCallIsAMismatchOfBothAtOnce) {
   on_every_rank([&](Rank& rank) {
     const Case c = plain_case(rank.num_ranks);
     const Comm comm = rank.another_comm("step", std::size_t{1} << 20);

@@ -1,4 +1,5 @@
-// A setback: a non-fatal error of one operation, on its way to the caller and into the status.
+// An operation error: a non-fatal error of one operation, on its way to the caller and into the
+// status.
 #pragma once
 
 #include <crossdock/status.h>
@@ -16,7 +17,7 @@
 namespace xd::turn {
 
 template <class Family>
-struct Setback {
+struct OperationError {
   xd_status status = XD_SUCCESS;
   std::string text;
   int rank = -1;  // the lowest rank that it is about
@@ -26,19 +27,20 @@ struct Setback {
   explicit operator bool() const { return status != XD_SUCCESS; }
 };
 
-// The exception in flight, as a setback of `rank`'s own call. Call it inside a catch block.
+// The exception in flight, as an operation error of `rank`'s own call. Call it inside a catch
+// block.
 template <class Family>
-Setback<Family> current_setback(int rank) noexcept {
+OperationError<Family> current_operation_error(int rank) noexcept {
   std::array<char, 1024> text;
-  Setback<Family> setback;
-  setback.status = caught(text).status;
-  setback.rank = rank;
+  OperationError<Family> operation_error;
+  operation_error.status = caught(text).status;
+  operation_error.rank = rank;
   try {
-    setback.text = text.data();
+    operation_error.text = text.data();
   } catch (const std::bad_alloc&) {
-    setback.text = "(no memory)";  // short enough to fit into the string itself
+    operation_error.text = "(no memory)";  // short enough to fit into the string itself
   }
-  return setback;
+  return operation_error;
 }
 
 // The difference of `theirs` from `mine` in words; empty if there is none.
@@ -58,8 +60,9 @@ std::string difference(const Record& mine, const Record& theirs) {
 // The disagreement between one operation's records, as `rank` sees it; none if all agree. Ranks for
 // which takes_part(rank) is false have no record.
 template <class Family, class Record, class TakesPart>
-Setback<Family> disagreement(std::span<const Record> records, int rank, TakesPart&& takes_part) {
-  Setback<Family> found;
+OperationError<Family> disagreement(std::span<const Record> records, int rank,
+                                    TakesPart&& takes_part) {
+  OperationError<Family> found;
   const auto self = static_cast<std::size_t>(rank);
   for (std::size_t r = 0; r < records.size(); ++r) {
     if (r == self || !takes_part(static_cast<int>(r))) continue;
@@ -76,7 +79,7 @@ Setback<Family> disagreement(std::span<const Record> records, int rank, TakesPar
   return found;
 }
 template <class Family>
-Setback<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
+OperationError<Family> disagreement(std::span<const typename Family::Record> records, int rank) {
   return disagreement<Family, typename Family::Record>(records, rank, [](int) { return true; });
 }
 

@@ -11,16 +11,16 @@ namespace xd::turn {
 
 // It has 64 bits: the memory that the piece lies in (0 = not given, 1 = the memory shared for the
 // sequence, 2 + s = segment s of the rank's symmetric heap) above 48 bits of offset.
-class RemoteAddress {
+class PeerAddress {
  public:
   static constexpr std::uint64_t kNone = 0, kShared = 1, kHeap = 2;
   static constexpr int kOffsetBits = 48;
 
-  RemoteAddress() = default;
-  constexpr RemoteAddress(std::uint64_t base, std::uint64_t offset)
+  PeerAddress() = default;
+  constexpr PeerAddress(std::uint64_t base, std::uint64_t offset)
       : bits_(base << kOffsetBits | offset) {}
-  static constexpr RemoteAddress shared(std::uint64_t offset) { return {kShared, offset}; }
-  static constexpr RemoteAddress in_heap(std::uint64_t segment, std::uint64_t offset) {
+  static constexpr PeerAddress shared(std::uint64_t offset) { return {kShared, offset}; }
+  static constexpr PeerAddress in_heap(std::uint64_t segment, std::uint64_t offset) {
     return {kHeap + segment, offset};
   }
 
@@ -37,14 +37,14 @@ class RemoteAddress {
 // are not aligned. `shared` is the rank's memory of this sequence. heap_range(segment) is a
 // segment of its heap, or empty if it has none of that number. Both are addresses in this process.
 template <class RangeOf>
-constexpr std::byte* find_remote(RemoteAddress address, std::uint64_t bytes,
-                                 std::uint64_t alignment, const HeapRange& shared,
-                                 RangeOf&& heap_range) {
+constexpr std::byte* find_peer_memory(PeerAddress address, std::uint64_t bytes,
+                                      std::uint64_t alignment, const HeapRange& shared,
+                                      RangeOf&& heap_range) {
   HeapRange range{nullptr, 0};
   if (address.is_shared()) {
     range = shared;
-  } else if (address.base() >= RemoteAddress::kHeap) {
-    range = heap_range(address.base() - RemoteAddress::kHeap);
+  } else if (address.base() >= PeerAddress::kHeap) {
+    range = heap_range(address.base() - PeerAddress::kHeap);
   }
   const std::uint64_t offset = address.offset();
   const bool there = range.base != nullptr && offset % alignment == 0 && offset <= range.bytes &&

@@ -1,4 +1,4 @@
-#include "net/board.h"
+#include "net/rank_results.h"
 
 #include <fcntl.h>
 #include <sched.h>
@@ -28,20 +28,21 @@ void wait_until(const char* what, Ready&& ready) {
 
 }  // namespace
 
-struct alignas(64) Board::Head {
+struct alignas(64) RankResults::Head {
   std::atomic<std::uint64_t> arrivals;
   alignas(64) std::atomic<std::uint64_t> round;  // of `start`
   std::atomic<std::int64_t> start;
 };
 
-struct alignas(64) Board::Area {
+struct alignas(64) RankResults::Area {
   double numbers[kNumbers];
   std::byte words[kWordBytes];
 };
 
-std::size_t Board::bytes() { return sizeof(Head) + kMaxRanks * sizeof(Area); }
+std::size_t RankResults::bytes() { return sizeof(Head) + kMaxRanks * sizeof(Area); }
 
-Board::Board(const std::string& path, int rank, int ranks) : rank_(rank), ranks_(ranks) {
+RankResults::RankResults(const std::string& path, int rank, int ranks)
+    : rank_(rank), ranks_(ranks) {
   if (ranks < 1 || ranks > kMaxRanks || rank < 0 || rank >= ranks)
     throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(ranks) +
                              ", expected at most " + std::to_string(kMaxRanks) + " ranks");
@@ -57,20 +58,22 @@ Board::Board(const std::string& path, int rank, int ranks) : rank_(rank), ranks_
   head_ = static_cast<Head*>(memory);
 }
 
-Board::~Board() { ::munmap(head_, bytes()); }
+RankResults::~RankResults() { ::munmap(head_, bytes()); }
 
-Board::Area& Board::area(int rank) const { return reinterpret_cast<Area*>(head_ + 1)[rank]; }
-std::span<double> Board::numbers(int rank) const { return area(rank).numbers; }
-std::span<std::byte> Board::words(int rank) const { return area(rank).words; }
+RankResults::Area& RankResults::area(int rank) const {
+  return reinterpret_cast<Area*>(head_ + 1)[rank];
+}
+std::span<double> RankResults::numbers(int rank) const { return area(rank).numbers; }
+std::span<std::byte> RankResults::words(int rank) const { return area(rank).words; }
 
-void Board::barrier() {
+void RankResults::barrier() {
   const std::uint64_t all = ++rounds_ * static_cast<std::uint64_t>(ranks_);
   head_->arrivals.fetch_add(1, std::memory_order_acq_rel);
   wait_until("all ranks to arrive",
              [&] { return head_->arrivals.load(std::memory_order_acquire) >= all; });
 }
 
-std::int64_t Board::common_start() {
+std::int64_t RankResults::common_start() {
   barrier();
   if (rank_ == 0) {
     head_->start.store(choose_start(), std::memory_order_relaxed);

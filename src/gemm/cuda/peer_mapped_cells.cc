@@ -1,18 +1,18 @@
-#include "gemm/cuda/stitched_slots.h"
+#include "gemm/cuda/peer_mapped_cells.h"
 
 #include "base/math.h"
 #include "gemm/family.h"
 
 namespace xd::gemm::cuda {
 
-std::uint64_t StitchedSlots::slot_bytes(const Config& config) {
+std::uint64_t PeerMappedCells::slot_bytes(const Config& config) {
   if (!config.has(XD_GEMM_REDUCE_SCATTER) || config.ranks == 1) return 0;
   const std::uint64_t bytes = static_cast<std::uint64_t>(config.max_tokens) *
                               static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
   return bytes < kUnit ? 0 : round_up(bytes, kUnit);
 }
 
-StitchedSlots::StitchedSlots(Comm& comm, const Config& config) {
+PeerMappedCells::PeerMappedCells(Comm& comm, const Config& config) {
   const std::uint64_t bytes = slot_bytes(config);
   std::vector<const std::byte*> view, own;
   for (int source = 0; source < config.ranks; ++source) {

@@ -6,23 +6,23 @@ namespace xd::test {
 namespace {
 
 using ep::RequestItem;
-using ep::cpu::FarAnswers;
+using ep::cpu::RemoteAnswers;
 
 RequestItem answer(std::uint32_t token, std::uint32_t place) {
   return {.token = token, .place = place, .host = 0, .unused = 0};
 }
 
 // Three tokens with two, no and one answers, in the places 0 and 1, none, and 2.
-FarAnswers expected() {
-  FarAnswers answers(3);
+RemoteAnswers expected() {
+  RemoteAnswers answers(3);
   EXPECT_EQ(answers.expect(0, 2), 0U);
   EXPECT_EQ(answers.expect(1, 0), 2U);
   EXPECT_EQ(answers.expect(2, 1), 2U);
   return answers;
 }
 
-TEST(FarAnswers, ComeInAnyOrder) {
-  FarAnswers answers = expected();
+TEST(RemoteAnswers, ComeInAnyOrder) {
+  RemoteAnswers answers = expected();
   EXPECT_TRUE(answers.has_all(1));
   EXPECT_TRUE(answers.take(answer(2, 2)));
   EXPECT_TRUE(answers.has_all(2));
@@ -34,8 +34,8 @@ TEST(FarAnswers, ComeInAnyOrder) {
 }
 
 // Its row would be read as a sum of the token, where there may be no memory for one.
-TEST(FarAnswers, InThePlaceOfAnotherTokenAreRefused) {
-  FarAnswers answers = expected();
+TEST(RemoteAnswers, InThePlaceOfAnotherTokenAreRefused) {
+  RemoteAnswers answers = expected();
   EXPECT_FALSE(answers.take(answer(0, 2)));
   EXPECT_FALSE(answers.take(answer(2, 1))) << "before its first place";
   EXPECT_FALSE(answers.take(answer(2, 3)));
@@ -43,8 +43,8 @@ TEST(FarAnswers, InThePlaceOfAnotherTokenAreRefused) {
   EXPECT_TRUE(answers.take(answer(2, 2)));
 }
 
-TEST(FarAnswers, ThatNobodyAskedForAreRefused) {
-  FarAnswers answers = expected();
+TEST(RemoteAnswers, ThatNobodyAskedForAreRefused) {
+  RemoteAnswers answers = expected();
   EXPECT_FALSE(answers.take(answer(1, 2)));
   EXPECT_FALSE(answers.take(answer(3, 0)));
   EXPECT_FALSE(answers.take(answer(UINT32_MAX, 0)));
@@ -55,8 +55,8 @@ TEST(FarAnswers, ThatNobodyAskedForAreRefused) {
   EXPECT_FALSE(answers.has_all(0));
 }
 
-TEST(FarAnswers, MayBeAsManyAsATokenHasChoices) {
-  FarAnswers answers(1);
+TEST(RemoteAnswers, MayBeAsManyAsATokenHasChoices) {
+  RemoteAnswers answers(1);
   answers.expect(0, 32);
   for (std::uint32_t place = 0; place < 32; ++place) {
     EXPECT_FALSE(answers.has_all(0));

@@ -10,6 +10,6 @@ void require_memory();
 // Tries whether products of this thread can have so many threads, itself included, and memory
 // likewise. Throws SYSTEM or OUT_OF_MEMORY. Threads and memory that this thread has had before are
 // not tried again. A limit that others reach between the trial and the product is not noticed.
-void require_room(int threads);
+void require_limits(int threads);
 
 }  // namespace xd::gemm::cpu
