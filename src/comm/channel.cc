@@ -11,7 +11,7 @@
 namespace xd {
 namespace {
 
-constexpr std::uint32_t kMaxSlots = 65536;
+constexpr std::uint32_t kMaxCounters = 65536;
 
 // [begin, begin + bytes) of a memory of `all` bytes.
 bool lies_in(std::size_t begin, std::size_t bytes, std::size_t all) {
@@ -43,8 +43,8 @@ Channel::Offer Channel::offer() const {
   }
   XD_REQUIRE(config_.peer >= 0 && config_.peer < comm_->num_ranks(), "peer = ", config_.peer,
              ", expected 0 to ", comm_->num_ranks() - 1);
-  XD_REQUIRE(config_.counters >= 1 && config_.counters <= kMaxSlots,
-             "counters = ", config_.counters, ", expected 1 to ", kMaxSlots);
+  XD_REQUIRE(config_.counters >= 1 && config_.counters <= kMaxCounters,
+             "counters = ", config_.counters, ", expected 1 to ", kMaxCounters);
   const auto place = comm_->heap().find_allocated(config_.memory, config_.bytes);
   XD_REQUIRE(place, "symmetric: expected ", config_.bytes,
              " bytes of this rank's symmetric memory, in one allocation (xd_mem_alloc)");

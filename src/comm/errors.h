@@ -164,7 +164,7 @@ class Errors final : public MeshEvents {
   std::atomic<bool> closed_{false};
 
   mutable std::mutex mutex_;
-  mutable bool told_self_ = false;  // true: this rank has written its slot of each board, once
+  mutable bool told_self_ = false;  // true: this rank has written its record of each board, once
   // The error of a group that this rank has met itself, which never changes once `has_met_` is set.
   mutable ToldError met_;
   mutable Cause cause_;  // the words of that error

@@ -6,7 +6,7 @@
 // only. The first writer of a board wins:
 //   writer s: fill record[s] -> first: compare-and-swap 0 -> s + 1 (release)
 //   reader:   first (acquire) != 0 -> record[first - 1] is complete and never changes again
-// Slot s of a board has one writer, rank s, which writes it at most once.
+// Record s of a board has one writer, rank s, which writes it at most once.
 #pragma once
 
 #include <crossdock/comm.h>

@@ -7,7 +7,7 @@
 //   begin()  the next epoch; on the device also: this launch owns the sequence
 //   enter()  tells every peer what this rank is about to do; from here on they may touch its memory
 //   await()  returns when every peer has entered: from here on this rank may touch theirs (earlier
-//            only words in slots by epoch that carry their epoch, as a family's counts do)
+//            only words in stages by epoch that carry their epoch, as a family's counts do)
 //   leave()  tells every peer that this rank touches its memory no more; waits for nobody
 //   end()    returns when every peer has left: this rank's memory is its own again
 //
@@ -15,11 +15,11 @@
 // nothing, so the epochs of all ranks stay together. No wait goes in a circle: a rank announces
 // before it waits, both times, and its announcement depends on no peer.
 //
-//   area of rank r    written by        means
-//   entry[slot][src]  src, once per op  src has entered operation `epoch`: what it is about to do
-//   done[slot][src]   src, once per op  src touches r's memory no more in operation `epoch`
+//   area of rank r     written by        means
+//   entry[stage][src]  src, once per op  src has entered operation `epoch`: what it is about to do
+//   done[stage][src]   src, once per op  src touches r's memory no more in operation `epoch`
 //
-// Nothing is ever cleared: each word holds the epoch that it belongs to. A slot is free again when
+// Nothing is ever cleared: each word holds the epoch that it belongs to. A stage is free again when
 // it comes round: a rank enters operation n + 2 only when it has ended n + 1, where it has seen the
 // entries of all peers, and a peer entered n + 1 only after it had read everything of operation n.
 //
@@ -29,7 +29,7 @@
 // land later, in a cell that one rank alone writes. So this memory lives as long as the sequence.)
 //
 // Operations whose halves are calls of their own take these words in pipelines
-// (turn/host/pipeline.h): a pipeline has more slots, and its done flags are looked at when a slot
+// (turn/host/pipeline.h): a pipeline has more stages, and its done flags are looked at when a stage
 // comes round, not at the end.
 //
 // The order is the same for both: the writer stores its announcement, then the epoch with release;
@@ -48,15 +48,15 @@
 
 namespace xd::turn {
 
-inline constexpr std::uint64_t kSlots = 2;
-constexpr std::uint64_t slot_of(std::uint64_t epoch, std::uint64_t slots = kSlots) {
-  return epoch % slots;
+inline constexpr std::uint64_t kStages = 2;
+constexpr std::uint64_t stage_of(std::uint64_t epoch, std::uint64_t stages = kStages) {
+  return epoch % stages;
 }
 
-// The cell in which `source` writes in operation `epoch`, in an array [slots][ranks].
+// The cell in which `source` writes in operation `epoch`, in an array [stages][ranks].
 constexpr std::uint64_t cell_of(std::uint64_t epoch, int source, int ranks,
-                                std::uint64_t slots = kSlots) {
-  return slot_of(epoch, slots) * static_cast<std::uint64_t>(ranks) +
+                                std::uint64_t stages = kStages) {
+  return stage_of(epoch, stages) * static_cast<std::uint64_t>(ranks) +
          static_cast<std::uint64_t>(source);
 }
 
@@ -95,8 +95,8 @@ struct TurnMap {
   std::uint64_t entry, done;
 
   template <class Record>
-  static constexpr TurnMap add(LayoutCursor& cursor, int ranks, std::uint64_t slots = kSlots) {
-    const std::uint64_t cells = slots * static_cast<std::uint64_t>(ranks);
+  static constexpr TurnMap add(LayoutCursor& cursor, int ranks, std::uint64_t stages = kStages) {
+    const std::uint64_t cells = stages * static_cast<std::uint64_t>(ranks);
     static_assert(sizeof(Entry<Record>) == 64);
     TurnMap map{};
     map.entry = cursor.add<Entry<Record>>(cells, 64);

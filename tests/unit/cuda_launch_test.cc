@@ -23,12 +23,12 @@ constexpr LaunchLimits kHopper{
 
 constexpr QuantiseFormat kBlock128 = quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
 
-// The proxy counts uses of a slot in 32 bits, which wrap.
+// The proxy counts uses of a frame in 32 bits, which wrap.
 TEST(DirectionsTest, CountUsesOfSlotsForMoreChunksThanWordsCanTell) {
   for (const std::uint64_t n :
        {std::uint64_t{0}, std::uint64_t{0xFFFFFFF0}, std::uint64_t{1} << 33}) {
     std::uint32_t uses[kDirectionFrames];
-    for (int slot = 0; slot < kDirectionFrames; ++slot) uses[slot] = uses_before(n + slot);
+    for (int frame = 0; frame < kDirectionFrames; ++frame) uses[frame] = uses_before(n + frame);
     for (std::uint64_t chunk = n; chunk < n + 64; ++chunk) {
       EXPECT_EQ(uses_before(chunk), uses[direction_frame_of(chunk)]) << chunk;
       ++uses[direction_frame_of(chunk)];  // as the proxy does

@@ -23,7 +23,7 @@ LlSizes served() {
           .local_experts = 64,
           .max_tokens = 128,
           .max_topk = 8,
-          .slots = ll_slots(2),
+          .stages = ll_stages(2),
           .masks = false,
           .max_row_bytes = std::uint64_t{7168} * 2};
 }
@@ -33,7 +33,7 @@ std::vector<LlSizes> many_sizes() {
   for (const int ranks : {1, 2, 3, 8, 72}) {
     for (const int tokens : {1, 7, 128, 1024}) {
       for (const int topk : {1, 8, 9, 32}) {
-        for (const int slots : {ll_slots(2), ll_slots(3), ll_slots(4)}) {
+        for (const int stages : {ll_stages(2), ll_stages(3), ll_stages(4)}) {
           for (const bool masks : {false, true}) {
             LlSizes s = served();
             s.ranks = ranks;
@@ -41,7 +41,7 @@ std::vector<LlSizes> many_sizes() {
             s.local_experts = 5;
             s.max_tokens = tokens;
             s.max_topk = topk;
-            s.slots = slots;
+            s.stages = stages;
             s.masks = masks;
             s.max_row_bytes = topk == 9 ? 48 : 7168 * 2;
             all.push_back(s);
@@ -55,7 +55,7 @@ std::vector<LlSizes> many_sizes() {
 
 std::string text(const LlSizes& s) {
   return std::to_string(s.ranks) + " ranks, " + std::to_string(s.max_tokens) + " tokens, K " +
-         std::to_string(s.max_topk) + ", " + std::to_string(s.slots) + " slots" +
+         std::to_string(s.max_topk) + ", " + std::to_string(s.stages) + " stages" +
          (s.masks ? ", masks" : "");
 }
 
@@ -69,7 +69,7 @@ std::vector<Part> parts_of(const LlSizes& s) {
   const LlWordsMap map = LlWordsMap::make<LlRecord>(s);
   const auto ranks = static_cast<std::uint64_t>(s.ranks);
   const auto tokens = static_cast<std::uint64_t>(s.max_tokens);
-  const std::uint64_t cells = static_cast<std::uint64_t>(s.slots) * ranks;
+  const std::uint64_t cells = static_cast<std::uint64_t>(s.stages) * ranks;
   const auto ids = static_cast<std::uint64_t>(LlIdWords::make(s.experts, s.max_topk).words);
   std::vector<Part> parts;
   for (const turn::PipelineMap& lane : map.pipeline) {
@@ -84,7 +84,7 @@ std::vector<Part> parts_of(const LlSizes& s) {
   parts.push_back({"rows", map.rows, cells * tokens * map.row_stride, 256});
   parts.push_back(
       {"partials", map.partials,
-       static_cast<std::uint64_t>(s.slots) * tokens * s.partials_per_token() * map.partial_stride,
+       static_cast<std::uint64_t>(s.stages) * tokens * s.partials_per_token() * map.partial_stride,
        256});
   return parts;
 }
@@ -129,9 +129,9 @@ TEST(LlWordsMap, TakesNoMoreThanIsPromised) {
   const std::uint64_t least = LlWordsMap::make<LlRecord>(s).end;
   EXPECT_LE(least, 80'000'000u);
   for (const int in_flight : {3, 4}) {
-    const auto slots = static_cast<std::uint64_t>(ll_slots(in_flight));
-    s.slots = ll_slots(in_flight);
-    EXPECT_LE(LlWordsMap::make<LlRecord>(s).end, least / 5 * slots);
+    const auto stages = static_cast<std::uint64_t>(ll_stages(in_flight));
+    s.stages = ll_stages(in_flight);
+    EXPECT_LE(LlWordsMap::make<LlRecord>(s).end, least / 5 * stages);
   }
 }
 
@@ -158,7 +158,7 @@ TEST(LlIdWords, GiveBackEveryIdAndLeaveTheTagAlone) {
 TEST(LlTag, TellsApartOperationsThatFollowOneAnotherInASlot) {
   for (const std::uint64_t epoch : {1u, 2u, 0x7FFEu, 0x7FFFu, 0x8000u, 0xFFFFu}) {
     EXPECT_NE(ll_tag(epoch), 0u);
-    for (const int slots : {5, 7, 9}) EXPECT_NE(ll_tag(epoch), ll_tag(epoch + slots));
+    for (const int stages : {5, 7, 9}) EXPECT_NE(ll_tag(epoch), ll_tag(epoch + stages));
   }
 }
 

@@ -26,7 +26,7 @@ namespace {
 using net::FrameWords;
 using net::Proxy;
 
-constexpr std::size_t kSlotBytes = 200;
+constexpr std::size_t kFrameBytes = 200;
 
 // Links of one rank, and the memory that its kernels and its proxy share.
 struct Station {
@@ -92,7 +92,7 @@ struct Message {
   std::size_t bytes;
 
   Message(int from, int to, std::size_t frame, std::uint32_t use)
-      : seed(((at(from) * 64 + at(to)) * 64 + frame) * 100003 + use), bytes(seed % kSlotBytes) {}
+      : seed(((at(from) * 64 + at(to)) * 64 + frame) * 100003 + use), bytes(seed % kFrameBytes) {}
   std::byte at_place(std::size_t i) const {
     return static_cast<std::byte>((seed * 31 + i * 7) & 0xff);
   }
@@ -138,7 +138,7 @@ void run_kernel(Station& station, int rank, int uses) {
   }
 }
 
-net::LinkConfig short_slots(int frames) { return config_of(frames, kSlotBytes); }
+net::LinkConfig short_frames(int frames) { return config_of(frames, kFrameBytes); }
 
 void expect_no_complaints(const Stations& stations) {
   for (const auto& station : stations.of_rank)
@@ -147,7 +147,7 @@ void expect_no_complaints(const Stations& stations) {
 
 TEST(Proxy, CarriesWhatKernelsCommand) {
   for (const int frames : {1, 4}) {
-    Stations stations(net::make_in_process_engines(3), short_slots(frames));
+    Stations stations(net::make_in_process_engines(3), short_frames(frames));
     expect_no_errors(on_threads(3, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 100); }));
     expect_no_complaints(stations);
   }
@@ -156,21 +156,21 @@ TEST(Proxy, CarriesWhatKernelsCommand) {
 TEST(Proxy, CarriesItThroughChaos) {
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {
     const int ranks = 2 + static_cast<int>(seed % 2);
-    Stations stations(chaos_engines(ranks, seed), short_slots(1 + static_cast<int>(seed % 4)));
+    Stations stations(chaos_engines(ranks, seed), short_frames(1 + static_cast<int>(seed % 4)));
     expect_no_errors(on_threads(ranks, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 8); }));
     expect_no_complaints(stations);
   }
 }
 
 TEST(Proxy, SleepsAndWakesUp) {
-  Stations stations(net::make_in_process_engines(2), short_slots(2));
+  Stations stations(net::make_in_process_engines(2), short_frames(2));
   std::this_thread::sleep_for(std::chrono::milliseconds(60));  // naps are long by now
   expect_no_errors(on_threads(2, [&](int r) { run_kernel(*stations.of_rank[at(r)], r, 3); }));
   expect_no_complaints(stations);
 }
 
 TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
-  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Stations stations(net::make_in_process_engines(2), short_frames(1));
   Station& from = *stations.of_rank[0];
   from.chunk(false, 0)[0] = std::byte{7};
   store(from.words.filled[0], net::frame_word(1, 1));
@@ -187,7 +187,7 @@ TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
 }
 
 TEST(Proxy, EndsInTimeIfNobodyReads) {
-  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Stations stations(net::make_in_process_engines(2), short_frames(1));
   Station& from = *stations.of_rank[0];
   store(from.words.filled[0], net::frame_word(1, 1));
   const auto start = std::chrono::steady_clock::now();
@@ -197,7 +197,7 @@ TEST(Proxy, EndsInTimeIfNobodyReads) {
 }
 
 TEST(Proxy, EndsAtOnceIfNobodyWaitsForTheRest) {
-  Stations stations(net::make_in_process_engines(2), short_slots(1));
+  Stations stations(net::make_in_process_engines(2), short_frames(1));
   Station& from = *stations.of_rank[0];
   store(from.words.filled[0], net::frame_word(1, 1));
   const auto start = std::chrono::steady_clock::now();
@@ -230,7 +230,7 @@ TEST(Proxy, EndsWithTheProcess) {
         static const int threads = threads_here();
         std::atexit([] { ::_exit(come_to(threads) ? 0 : 3); });
         static const auto* const stations =
-            new Stations(net::make_in_process_engines(2), short_slots(1));
+            new Stations(net::make_in_process_engines(2), short_frames(1));
         if (threads_here() != threads + static_cast<int>(stations->of_rank.size())) ::_exit(4);
         std::exit(0);
       },
@@ -238,7 +238,7 @@ TEST(Proxy, EndsWithTheProcess) {
 }
 
 TEST(Proxy, TellsOfAFailedPutOnce) {
-  Stations stations(chaos_engines(2, 5, 3), short_slots(1));
+  Stations stations(chaos_engines(2, 5, 3), short_frames(1));
   std::vector<std::thread> kernels;
   for (int r = 0; r < 2; ++r) {
     kernels.emplace_back([&, r] { run_kernel(*stations.of_rank[at(r)], r, 1000); });
@@ -263,8 +263,8 @@ TEST(Proxy, RefusesWordsThatMakeNoSense) {
     const char* why;
   };
   for (const Bad& bad : {Bad{net::frame_word(2, 8), "by use 2 of frame 0"},
-                         Bad{net::frame_word(1, kSlotBytes + 1), "sends 201 bytes"}}) {
-    Stations stations(net::make_in_process_engines(2), short_slots(1));
+                         Bad{net::frame_word(1, kFrameBytes + 1), "sends 201 bytes"}}) {
+    Stations stations(net::make_in_process_engines(2), short_frames(1));
     Station& station = *stations.of_rank[0];
     store(station.words.filled[0], bad.word);
     ASSERT_TRUE(eventually([&] { return station.failed.load(std::memory_order_acquire); }));

@@ -1,12 +1,12 @@
 // A communicator as kernels know it: plain data, passed to kernels by value.
 //
 // Kernels write fatal errors down as hosts do (comm/fatal.h), but in device memory: every rank has
-// a board that all its peers have mapped. A kernel that meets a fatal error fills its rank's slot
+// a board that all its peers have mapped. A kernel that meets a fatal error fills its rank's record
 // of its own board and of every peer's, and claims each board by compare-and-swap. Between a kernel
 // and its own host there are words in pinned host memory; a device cannot compare-and-swap there,
 // so each word has one writer.
 //
-//   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = slot s is complete and the first
+//   DeviceBoard::first    any rank's kernel    0 = none; s + 1 = record s is complete and the first
 //   HostWords::finished   own host             the communicator has a fatal error: kernels leave
 //   HostWords::some_lost  own host             look at the words below
 //   HostWords::lost       own host             a bit for each rank that takes part in nothing any
@@ -39,12 +39,12 @@ struct HostWords {
 
 struct DeviceBoard {
   std::uint32_t first;
-  std::uint32_t claimed;    // own kernels: a kernel is writing this rank's slots
+  std::uint32_t claimed;    // own kernels: a kernel is writing this rank's records
   std::uint32_t told_host;  // own kernels: a kernel has taken the error to HostWords
   std::uint32_t some_lost;  // own kernels: HostWords::some_lost, as last seen
   RankBits lost;            // own kernels: HostWords::lost, likewise
   std::uint64_t looked_ns;  // own kernels: when one of them last looked at HostWords
-  FatalError slot[kMaxDeviceRanks];
+  FatalError record[kMaxDeviceRanks];
 };
 
 // The addresses of a segment of a rank's symmetric memory in this process; {nullptr, 0} = the rank

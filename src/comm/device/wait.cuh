@@ -29,10 +29,10 @@ __device__ inline bool failed(const DeviceComm& comm) {
   return ptx::ld_relaxed_sys(&comm.own_board->first) != 0;
 }
 
-// Writes this rank's slot of `board`, then claims the board. True if this error is its first.
+// Writes this rank's record of `board`, then claims the board. True if this error is its first.
 __device__ inline bool post(DeviceBoard* board, int rank, const FatalError& error) {
-  board->slot[rank] = error;
-  // Release: a thread that sees the claim also sees the slot.
+  board->record[rank] = error;
+  // Release: a thread that sees the claim also sees the record.
   return ptx::cas_acq_rel_sys(&board->first, 0, static_cast<std::uint32_t>(rank) + 1) == 0;
 }
 
@@ -42,13 +42,13 @@ __device__ __noinline__ inline void tell_host(const DeviceComm& comm) {
   const std::uint32_t first = ptx::ld_acquire_sys(&own->first);
   if (first == 0 || first > static_cast<std::uint32_t>(comm.num_ranks)) return;
   if (ptx::cas_acq_rel_sys(&own->told_host, 0, 1) != 0) return;
-  comm.host->error = own->slot[first - 1];
+  comm.host->error = own->record[first - 1];
   ptx::st_release_sys(&comm.host->raised, 1);
 }
 
 using xd::Spread;
 
-// Records a fatal error of this rank's kernels. Only the first one is recorded: a slot has one
+// Records a fatal error of this rank's kernels. Only the first one is recorded: a record has one
 // writer, which writes it once.
 __device__ __noinline__ inline void raise(const DeviceComm& comm, const FatalError& error,
                                           Spread spread) {

@@ -1,26 +1,26 @@
 // The words and rows that the ranks of a group write into one another's memory, and their places.
 //
-//   area of rank r     written by        means
-//   entry, done        src, once per op  the turns of the group's operations: see turn/entry.h
-//   counts[slot][src]  src, in prepare   src's counts; each word carries the epoch's low half
-//   kept[src]          src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
+//   area of rank r      written by        means
+//   entry, done         src, once per op  the turns of the group's operations: see turn/entry.h
+//   counts[stage][src]  src, in prepare   src's counts; each word carries the epoch's low half
+//   kept[src]           src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
 //                                        src still sends after drops; before its done flag
-//   lists[src]         src, in prepare   EXPERT_MAJOR: src's rows here, token by token (PlanView);
+//   lists[src]          src, in prepare   EXPERT_MAJOR: src's rows here, token by token (PlanView);
 //                                        before its done flag
-//   scales, weights,   peers             staging for what lies beside receive rows, where it lies
+//   scales, weights,    peers             staging for what lies beside receive rows, where it lies
 //   indices                              outside symmetric memory, or scales have other strides
-//   rows               peers             staging for receive rows outside symmetric memory
+//   rows                peers             staging for receive rows outside symmetric memory
 //
 // Where the executor keeps them (Keeps in ep/plan/config.h):
 //   chunk[src][c]      src, once per op  all that src brings here in this operation for the tokens
 //                                        of chunk c has landed (ChunkFlags)
 //   listed[src]        src, in prepare   lengths of what follows: items, rows
 //   items[src]         src, in prepare   its tokens with rows here (ItemWord); before its done flag
-//   partials           peers, in combine partial sums of r's tokens: row slot (PlanView). The same
+//   partials           peers, in combine partial sums of r's tokens: row cell (PlanView). The same
 //                                        memory as `rows`, as no operation uses both
 //
 // Nothing is ever cleared: every flag and word holds the epoch that it belongs to. Counts have
-// slots as the turns have (turn::slot_of); all else is written again only when this rank's record
+// stages as the turns have (turn::stage_of); all else is written again only when this rank's record
 // of the next operation is there, which says that it has ended the one before.
 //
 // Order, for every flag: its writer stores what it announces, then the flag with release; a reader
@@ -90,9 +90,9 @@ constexpr bool same_operation(const Record& a, const Record& b) {
 }
 
 // A token of a source with rows here, as the source describes it: where its rows begin in the
-// source's list, and its slot.
+// source's list, and its cell.
 struct ItemWord {
-  std::uint32_t start, slot;
+  std::uint32_t start, cell;
 };
 
 struct ListedWord {
@@ -150,7 +150,7 @@ struct GroupMap {
   // The words of a source's list: its length, then the rows.
   static std::uint64_t list_words(const Config& config) { return 1 + config.rows_per_source(); }
 
-  static std::uint64_t slots_of(const Config& config) {
+  static std::uint64_t cells_of(const Config& config) {
     return static_cast<std::uint64_t>(config.max_tokens) *
            static_cast<std::uint64_t>(config.max_slots_per_token());
   }
@@ -187,11 +187,11 @@ struct GroupMap {
     const auto chunks = static_cast<std::uint64_t>(summed_chunks().bound(c.max_tokens));
     const bool cuts_pairs = !c.layout.row_per_expert && c.overflow == XD_EP_OVERFLOW_DROP;
     const std::uint64_t values = capacity * c.weights_per_row();
-    const std::uint64_t rows = std::max(c.staging ? capacity : 0, keeps.partials ? slots_of(c) : 0);
+    const std::uint64_t rows = std::max(c.staging ? capacity : 0, keeps.partials ? cells_of(c) : 0);
     const auto bytes_if = [](bool kept, std::uint64_t count, std::uint64_t size) {
       return kept ? count * size : 0;
     };
-    const std::uint64_t counts = turn::kSlots * ranks * CountLayout{c.experts, c.ranks}.size();
+    const std::uint64_t counts = turn::kStages * ranks * CountLayout{c.experts, c.ranks}.size();
     return {{{&GroupMap::counts, counts * sizeof(std::uint64_t), 64},
              {&GroupMap::kept, bytes_if(cuts_pairs, ranks * local, sizeof(std::uint32_t)), 64},
              {&GroupMap::chunk, bytes_if(keeps.chunks, ranks * chunks, sizeof(std::uint64_t)), 64},

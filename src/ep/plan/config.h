@@ -75,7 +75,7 @@ struct Config : CommonConfig {
   bool any_staging = true;
   bool zero_tail = false;
   Keeps keeps;                         // as the executor says
-  std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual slots
+  std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual frames
 
   // The most rows that one rank can have here.
   std::uint64_t rows_per_source() const {

@@ -14,7 +14,7 @@
 //   tokens[W]       int32: tokens of every rank (after offset[])
 //   item_begin[W+1] int32: first item of every source rank, and the end of the last
 //   start[R+1]      uint32, EXPERT_MAJOR: where an item's rows begin in list[] (no kFirstOfToken)
-//   slot[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
+//   cell[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
 //                   ascending rank, of those that hold rows of the token
 //
 // A plan is bound to its rank, to the sizes and expert map of its group and to the hosts of its
@@ -76,7 +76,7 @@ struct PlanHeader {
 static_assert(sizeof(PlanHeader) == 176);
 
 struct PlanMap {
-  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, slot, list_end,
+  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, cell, list_end,
       end;
 
   struct Sizes {
@@ -102,7 +102,7 @@ struct PlanMap {
         static_cast<std::uint64_t>(sizes.tokens) * static_cast<std::uint64_t>(sizes.topk), 16);
     map.list = cursor.add<std::uint32_t>(list_rows);
     map.start = cursor.add<std::uint32_t>(items > 0 && list_rows > 0 ? items + 1 : 0);
-    map.slot = cursor.add<std::uint32_t>(items);
+    map.cell = cursor.add<std::uint32_t>(items);
     map.list_end = cursor.at;
     map.end = cursor.add<std::byte>(0, 16);
     return map;

@@ -5,17 +5,17 @@
 //                                                 combine: see turn/entry.h
 //   masked_by[src]             src                other than 0: src leaves out r
 //   reset[src]                 src, in reset      see turn/host/reset.h
-//   landed[slot][src]          src, in combine    the operation whose partial sums are all here
-//   listed[slot][src]          src, in dispatch   how many items[] follow
-//   items[slot][src][i]        src, in dispatch   LlItem (plan.h) of a token with rows here,
+//   landed[stage][src]         src, in combine    the operation whose partial sums are all here
+//   listed[stage][src]         src, in dispatch   how many items[] follow
+//   items[stage][src][i]       src, in dispatch   LlItem (plan.h) of a token with rows here,
 //                                                 with local experts in place of rows
-//   rows[slot][t]              r, in dispatch     the row of r's token t, which its peers read;
+//   rows[stage][t]             r, in dispatch     the row of r's token t, which its peers read;
 //                                                 behind it its scales if it is quantised
-//   weights[slot][src][t]      src, in combine    K weights of token t, where the call has weights
-//   partials[slot][t][place]   ranks, in combine  partial sum of r's token t: partial_of()
+//   weights[stage][src][t]     src, in combine    K weights of token t, where the call has weights
+//   partials[stage][t][place]  ranks, in combine  partial sum of r's token t: partial_of()
 //
-// slot = number of the operation mod in_flight. A slot is written again only under the credits of
-// all that take part: they have taken the operation that was there. All that lies in a slot is
+// stage = number of the operation mod in_flight. A stage is written again only under the credits of
+// all that take part: they have taken the operation that was there. All that lies in a stage is
 // covered by the entry's epoch in dispatch and by landed[] in combine (weights[] by the entry's
 // epoch): written before it, and read behind it.
 #pragma once
@@ -41,14 +41,14 @@ struct LlMap {
 
   static LlMap make(const LlConfig& c) {
     const auto ranks = static_cast<std::uint64_t>(c.ranks);
-    const auto slots = static_cast<std::uint64_t>(c.in_flight);
+    const auto stages = static_cast<std::uint64_t>(c.in_flight);
     const auto tokens = static_cast<std::uint64_t>(c.max_tokens);
     const auto topk = static_cast<std::uint64_t>(c.max_topk);
-    const std::uint64_t cells = slots * ranks;
+    const std::uint64_t cells = stages * ranks;
     LayoutCursor cursor;
     LlMap map{};
     for (turn::TurnMap& pipeline : map.pipeline) {
-      pipeline = turn::TurnMap::add<LlRecord>(cursor, c.ranks, slots);
+      pipeline = turn::TurnMap::add<LlRecord>(cursor, c.ranks, stages);
     }
     map.masked_by = cursor.add<std::uint64_t>(ranks, 64);
     map.reset = cursor.add<turn::ResetCell>(ranks);
@@ -56,9 +56,9 @@ struct LlMap {
     map.listed = cursor.add<std::uint64_t>(cells, 64);
     map.items = cursor.add<std::byte>(cells * tokens * ll_item_bytes(c.max_topk), 64);
     map.weights = cursor.add<float>(cells * tokens * topk, 64);
-    map.rows = cursor.add<std::byte>(slots * tokens * c.max_row_bytes, 256);
+    map.rows = cursor.add<std::byte>(stages * tokens * c.max_row_bytes, 256);
     map.partials = cursor.add<std::byte>(
-        slots * tokens * static_cast<std::uint64_t>(partial_places(c)) * c.max_row_bytes, 256);
+        stages * tokens * static_cast<std::uint64_t>(partial_places(c)) * c.max_row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
   }

@@ -5,19 +5,19 @@
 //                peers where the launch sends
 //   send_record  one warp of the launch: what this rank's send half is, to every rank
 //   wait_record  what a rank's send half is; receive halves judge
-//   give_credit  one warp of the launch: tells the peers which slots are free here, and how far
+//   give_credit  one warp of the launch: tells the peers which stages are free here, and how far
 //                this rank has sent
 //   end          every block: its counts, as they are after this launch
 //
-// Operation n uses slot n mod `slots` of every rank's memory. A rank stores there only when all
-// that have it as a reader have freed the slot of operation n - slots, which their credits say.
+// Operation n uses stage n mod `stages` of every rank's memory. A rank stores there only when all
+// that have it as a reader have freed the stage of operation n - stages, which their credits say.
 // Mostly it is free when the kernel of the receive half has ended; the rank's next kernel says so:
 //
-//   kernel with receive half n:  reads the slot, leaves it free          plain loads and stores
-//   the kernel after it:         (stream order) fence.acq_rel.sys, then credit = n at every peer
-//   a peer's send half n + slots:  ld.acquire.sys of the credit, barrier of the block, stores
+//   kernel with receive half n:    reads the stage, leaves it free    plain loads and stores
+//   the kernel after it:           (stream order) fence.acq_rel.sys, then credit = n at every peer
+//   a peer's send half n + stages:  ld.acquire.sys of the credit, barrier of the block, stores
 //
-// A kernel gives its credit before it waits for anything. There are so many slots that a send half
+// A kernel gives its credit before it waits for anything. There are so many stages that a send half
 // waits only for what kernels say that have ended by then, whatever a rank does between two kernels
 // of a pipeline: see docs/internals/low_latency.md.
 //
@@ -35,13 +35,13 @@
 
 namespace xd::turn {
 
-// The slot of an operation, of 5, 7 or 9. A division by a number that is not known would be slow.
-__device__ inline std::uint32_t pipeline_slot(std::uint64_t epoch, int slots) {
+// The stage of an operation, of 5, 7 or 9. A division by a number that is not known would be slow.
+__device__ inline std::uint32_t pipeline_stage(std::uint64_t epoch, int stages) {
   constexpr std::uint32_t kLow = (1u << 24) - 1;  // 2^24 is 1 modulo 5, 7 and 9
   const auto sum = (static_cast<std::uint32_t>(epoch) & kLow) +
                    (static_cast<std::uint32_t>(epoch >> 24) & kLow) +
                    static_cast<std::uint32_t>(epoch >> 48);
-  return slots == 5 ? sum % 5 : slots == 7 ? sum % 7 : sum % 9;
+  return stages == 5 ? sum % 5 : stages == 7 ? sum % 7 : sum % 9;
 }
 
 // The polls of a wait between two looks at the clock and at errors: some 100 microseconds.
@@ -110,7 +110,7 @@ inline __device__ __noinline__ void raise_loss(const DeviceComm& comm,
   device::tell_host(comm);
 }
 
-// Functions of one pipeline. `Record` is the family's; `Group` has `comm`, `own_area` and `slots`.
+// Functions of one pipeline. `Record` is the family's; `Group` has `comm`, `own_area` and `stages`.
 template <class Record, class Group>
 class DevicePipeline {
  public:
@@ -186,8 +186,8 @@ class DevicePipeline {
     ptx::st_relaxed_sys(reinterpret_cast<std::uint64_t*>(at) + word, value);
   }
 
-  __device__ std::uint32_t slot(std::uint64_t epoch) const {
-    return pipeline_slot(epoch, g_.slots);
+  __device__ std::uint32_t stage(std::uint64_t epoch) const {
+    return pipeline_stage(epoch, g_.stages);
   }
 
  private:
@@ -197,7 +197,7 @@ class DevicePipeline {
     return reinterpret_cast<PipelineCredit*>(area + map_.credit) + source;
   }
   __device__ std::byte* entry_at(std::byte* area, int source, std::uint64_t epoch) const {
-    const std::uint64_t cell = slot(epoch) * static_cast<std::uint64_t>(g_.comm.num_ranks) +
+    const std::uint64_t cell = stage(epoch) * static_cast<std::uint64_t>(g_.comm.num_ranks) +
                                static_cast<std::uint64_t>(source);
     return area + map_.entry + cell * kWords * sizeof(std::uint64_t);
   }
@@ -260,7 +260,7 @@ __device__ inline bool DevicePipeline<Record, Group>::read_words(int source, std
   }
   number = words[kRecordWords] - hash_of(words);
   memcpy(&record, words, sizeof(record));
-  return number >= epoch && slot(number) == slot(epoch);
+  return number >= epoch && stage(number) == stage(epoch);
 }
 
 }  // namespace xd::turn

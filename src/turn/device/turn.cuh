@@ -16,7 +16,7 @@
 // One rank n, one peer p. Stores to a peer travel over the link; every wait polls own memory:
 //
 //   block of n                                   memory of p        block of p
-//   entry[slot][n] = record, epoch ---------------> polled, then reads the record
+//   entry[stage][n] = record, epoch --------------> polled, then reads the record
 //   rows, weights ... then flag or done (release) -> polled (acquire.sys), then reads the rows
 //
 // The stores of bulk copies are complete for the thread that waited for its bulk group. The block's

@@ -16,12 +16,12 @@ class HostCells {
  public:
   // `number`: the sequence's number, for error texts. `areas`: the memory that each near rank
   // shares for the sequence. `map` says where in it the words of the turns lie.
-  HostCells(Comm& comm, int number, const TurnMap& map, NearTable areas, std::uint64_t slots)
+  HostCells(Comm& comm, int number, const TurnMap& map, NearTable areas, std::uint64_t stages)
       : comm_(comm),
         number_(number),
         rank_(comm.hosts().self()),
         peers_(comm.hosts().peers()),
-        slots_(slots),
+        stages_(stages),
         map_(map),
         areas_(std::move(areas)) {}
 
@@ -43,7 +43,7 @@ class HostCells {
     *theirs.array<Record>() = record;
     theirs.from(kEntryEpoch).signal(epoch);
   }
-  // The operation that a peer has entered last, of those that share a slot with `epoch`.
+  // The operation that a peer has entered last, of those that share a stage with `epoch`.
   std::uint64_t entered(int peer, std::uint64_t epoch) const {
     return entry(rank_, peer, epoch).from(kEntryEpoch).seen();
   }
@@ -56,9 +56,9 @@ class HostCells {
   void post_done(NearRank peer, std::uint64_t epoch) const {
     done(peer, rank_, epoch).signal(epoch);
   }
-  // Frees every slot of this rank for a peer, up to `epoch` and on from it.
+  // Frees every stage of this rank for a peer, up to `epoch` and on from it.
   void post_done_all(NearRank peer, std::uint64_t epoch) const {
-    for (std::uint64_t slot = 0; slot < slots_; ++slot) done(peer, rank_, slot).signal(epoch);
+    for (std::uint64_t stage = 0; stage < stages_; ++stage) done(peer, rank_, stage).signal(epoch);
   }
   std::uint64_t done_by(int peer, std::uint64_t epoch) const {
     return done(rank_, peer, epoch).seen();
@@ -67,12 +67,13 @@ class HostCells {
   Comm& comm() const { return comm_; }
   int number() const { return number_; }
   NearRank self() const { return rank_; }
-  std::uint64_t slots() const { return slots_; }
+  std::uint64_t stages() const { return stages_; }
 
  private:
   static constexpr std::uint64_t kEntryEpoch = offsetof(Entry<Record>, epoch);
 
-  // The entry, or done flag, that `source` writes into the owner's memory: cells of [slot][source].
+  // The entry, or done flag, that `source` writes into the owner's memory: cells of
+  // [stage][source].
   NearMemory entry(NearRank owner, int source, std::uint64_t epoch) const {
     return areas_.of(owner).from(map_.entry + cell(source, epoch) * sizeof(Entry<Record>));
   }
@@ -80,14 +81,14 @@ class HostCells {
     return areas_.of(owner).from(map_.done + cell(source, epoch) * sizeof(DoneFlag));
   }
   std::uint64_t cell(int source, std::uint64_t epoch) const {
-    return cell_of(epoch, source, comm_.num_ranks(), slots_);
+    return cell_of(epoch, source, comm_.num_ranks(), stages_);
   }
 
   Comm& comm_;
   const int number_;
   const NearRank rank_;
   const NearRanks peers_;
-  const std::uint64_t slots_;
+  const std::uint64_t stages_;
   const TurnMap map_;
   const NearTable areas_;
 };

@@ -27,15 +27,15 @@ class HostPipeline : public HostCells<Record> {
   struct Place {
     const TurnMap& map;
     NearTable areas;
-    std::uint64_t slots;
+    std::uint64_t stages;
   };
   // `operation` is what its turns are, for error texts.
   HostPipeline(Comm& comm, int number, const Place& place, std::int32_t operation, PeerMasks& masks)
-      : HostCells<Record>(comm, number, place.map, place.areas, place.slots),
+      : HostCells<Record>(comm, number, place.map, place.areas, place.stages),
         operation_(operation),
         masks_(masks),
         records_(at(comm.num_ranks())),
-        held_(place.slots),
+        held_(place.stages),
         others_(this->peers().begin(), this->peers().end()) {}
 
   // From now on ranks on other machines take part as well, and are never masked. `remote` outlives
@@ -50,10 +50,10 @@ class HostPipeline : public HostCells<Record> {
   std::uint64_t sent() const { return sent_; }
   std::uint64_t taken() const { return taken_; }
   std::uint64_t between_halves() const { return sent_ - taken_; }
-  bool full() const { return between_halves() == this->slots(); }
+  bool full() const { return between_halves() == this->stages(); }
   // True if this rank has done what a peer waits for in that phase of an operation.
   bool has_come(xd_phase phase, std::uint64_t epoch) const {
-    if (phase == XD_PHASE_CREDIT) return taken_ + this->slots() >= epoch;
+    if (phase == XD_PHASE_CREDIT) return taken_ + this->stages() >= epoch;
     // Of messages that have been sent nobody knows here when they are taken in.
     return phase == XD_PHASE_DONE || sent_ >= epoch;
   }
@@ -64,9 +64,9 @@ class HostPipeline : public HostCells<Record> {
 
   // ---- The send half: begin, enter ----
 
-  // Begins the operation sent(). Returns when every peer has taken the operation whose slot it uses
-  // again: from here on this rank may write into that slot of their memory. The pipeline is not
-  // full.
+  // Begins the operation sent(). Returns when every peer has taken the operation whose stage it
+  // uses again: from here on this rank may write into that stage of their memory. The pipeline is
+  // not full.
   void begin();
   // Tells near ranks. The family sends remote ones their messages, which have the record.
   void enter(const Record& record);
@@ -96,7 +96,7 @@ class HostPipeline : public HostCells<Record> {
   void lose(int rank) { here_.remove(rank); }
   // The peers that were to take part and have been lost.
   RankBits lost() const;
-  // Tells every peer that this rank has taken the operation: they may use its slot here again.
+  // Tells every peer that this rank has taken the operation: they may use its stage here again.
   // Waits for nobody.
   void leave();
   // Returns when this rank's messages of the operation reach remote ranks whatever it does next, or
@@ -162,8 +162,8 @@ class HostPipeline : public HostCells<Record> {
   void wait_remote(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
   template <class Ready, class Seen>
   bool wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen);
-  Held& held(std::uint64_t epoch) { return held_[slot_of(epoch, this->slots())]; }
-  const Held& held(std::uint64_t epoch) const { return held_[slot_of(epoch, this->slots())]; }
+  Held& held(std::uint64_t epoch) { return held_[stage_of(epoch, this->stages())]; }
+  const Held& held(std::uint64_t epoch) const { return held_[stage_of(epoch, this->stages())]; }
   void take_dropped() {
     while (taken_ < sent_ && held(next()).dropped) leave_one();
   }
@@ -176,7 +176,7 @@ class HostPipeline : public HostCells<Record> {
   const std::int32_t operation_;
   PeerMasks& masks_;
   std::vector<Record> records_;
-  std::vector<Held> held_;  // by slot
+  std::vector<Held> held_;  // by stage
   RankBits here_{};
   Deadline deadline_{Deadline::Clock::time_point{}};  // of the half under way
   std::uint64_t sent_ = 0, taken_ = 0;
@@ -195,7 +195,7 @@ void HostPipeline<Record>::begin() {
   for (const NearRank peer : peers()) {
     if (masked.has(peer)) continue;
     op.at_start.add(peer);
-    const std::uint64_t before = sent_ > this->slots() ? sent_ - this->slots() : 0;
+    const std::uint64_t before = sent_ > this->stages() ? sent_ - this->stages() : 0;
     // A peer may have taken this very operation already, where its own send half has failed.
     const bool free = masks_.wait(
         peer, site(XD_PHASE_CREDIT, sent_), [&] { return this->done_by(peer, sent_) >= before; },
@@ -207,7 +207,7 @@ void HostPipeline<Record>::begin() {
       op.at_start.add(rank);
       wait_remote(
           rank, site(XD_PHASE_CREDIT, sent_), [&] { return remote_->has_place(rank, sent_); },
-          [&] { return sent_ - this->slots() - 1; });
+          [&] { return sent_ - this->stages() - 1; });
       op.company.add(rank);
     }
   }
@@ -277,7 +277,7 @@ void HostPipeline<Record>::leave_one() {
     if (company.has(peer)) this->post_done(peer, taken_);
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const std::uint64_t last = taken_ + this->slots() - 1;
+  const std::uint64_t last = taken_ + this->stages() - 1;
   for (const NearRank peer : peers()) {
     if (company.has(peer) && this->entered(peer, last) >= last) this->comm().ring(peer);
   }

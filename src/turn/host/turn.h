@@ -24,7 +24,7 @@ class HostTurn : public HostCells<Record> {
 
   // As for HostCells. `subject` is told of waits for the peers' entries.
   HostTurn(Comm& comm, int number, const TurnMap& map, NearTable areas, observe::Subject& subject)
-      : HostCells<Record>(comm, number, map, std::move(areas), kSlots),
+      : HostCells<Record>(comm, number, map, std::move(areas), kStages),
         subject_(subject),
         records_(at(comm.num_ranks())),
         course_(
@@ -63,7 +63,7 @@ class HostTurn : public HostCells<Record> {
             .needs_all_ranks = true,
             .progress = remote_};
   }
-  // The last operation that a peer has entered, for error texts, out of those that the slots can
+  // The last operation that a peer has entered, for error texts, out of those that the stages can
   // hold.
   std::uint64_t last_entered(int peer) const {
     return std::max(this->entered(peer, epoch_), this->entered(peer, epoch_ - 1));

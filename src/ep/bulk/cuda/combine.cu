@@ -43,8 +43,8 @@ class Pusher {
       const Columns columns = Columns::part_of(p_.row_bytes, a.part, a.parts);
       const ItemRange items =
           moves ? items_of(turn_, plan_, a.source, a.token, a.tokens) : ItemRange{0, 0};
-      for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t slot) {
-        push(a.source, rows, slot, columns);
+      for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
+        push(a.source, rows, cell, columns);
       });
       // The flag is raised also without items: a source whose codes are damaged must not wait for
       // ever.
@@ -59,17 +59,17 @@ class Pusher {
     return source == turn_.rank() && !turn_.group().layout.row_per_expert;
   }
 
-  __device__ void push(int source, const ItemRows& rows, std::uint32_t slot,
+  __device__ void push(int source, const ItemRows& rows, std::uint32_t cell,
                        const Columns& columns) {
-    const int per_token = turn_.group().slots_per_token(turn_.plan().topk);
-    if (slot >= static_cast<std::uint32_t>(turn_.group().max_tokens) * per_token) return;
+    const int per_token = turn_.group().cells_per_token(turn_.plan().topk);
+    if (cell >= static_cast<std::uint32_t>(turn_.group().max_tokens) * per_token) return;
     __syncwarp();  // the last sum has read its terms
     if (lane_id() < rows.count) {
       terms_.row[lane_id()] = p_.rows + rows.row * p_.row_bytes;
       if (p_.weights != nullptr) terms_.weight[lane_id()] = p_.weights[rows.row];
     }
     __syncwarp();
-    std::byte* to = turn_.peer(source).extra + slot * p_.row_bytes;
+    std::byte* to = turn_.peer(source).extra + cell * p_.row_bytes;
     if constexpr (kRemote) {  // relays read it here
       const RemoteDevice& remote = *turn_.group().control->remote;
       if (remote.machine_of[source] != kNear) {
@@ -152,8 +152,8 @@ class Summer {
     const int order = order_of(c, count);
     HostPlace place{order, 0};
     if constexpr (kByHost) place = place_by_host(c, p_.host_keys);
-    int slot_of_rank = order;
-    if constexpr (kRemote) slot_of_rank = order_with_remote(*turn_.group().control->remote, c);
+    int cell_of_rank = order;
+    if constexpr (kRemote) cell_of_rank = order_with_remote(*turn_.group().control->remote, c);
     __syncwarp();  // the last sum has read its terms
     bool here = true;
     if (c.leader) {
@@ -163,11 +163,11 @@ class Summer {
         terms_.row[place.index] = (own ? p_.rows : peer.rows) + c.row * p_.row_bytes;
       } else {
         here = turn_.wait_chunk(c.rank, flag);
-        const std::uint64_t slot =
-            static_cast<std::uint64_t>(token) * turn_.group().slots_per_token(turn_.plan().topk) +
-            slot_of_rank;
+        const std::uint64_t cell =
+            static_cast<std::uint64_t>(token) * turn_.group().cells_per_token(turn_.plan().topk) +
+            cell_of_rank;
         terms_.row[place.index] =
-            turn_.area(turn_.rank()).base + turn_.group().map.partials() + slot * p_.row_bytes;
+            turn_.area(turn_.rank()).base + turn_.group().map.partials() + cell * p_.row_bytes;
       }
     }
     if (!__all_sync(kAllLanes, here)) return false;

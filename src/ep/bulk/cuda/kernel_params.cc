@@ -172,7 +172,7 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   p.rows = tensor.data;
   p.out = out.data;
   p.row_bytes = out.row_bytes();
-  p.partial_bytes = GroupMap::slots_of(fill.config()) * p.row_bytes;
+  p.partial_bytes = GroupMap::cells_of(fill.config()) * p.row_bytes;
   if (!p.pushes) fill.record().rows_in = place;
   if (fill.config().keeps.partials) {
     fill.record().extra_in = turn::PeerAddress::shared(fill.map().partials());

@@ -73,7 +73,7 @@ struct CombineParams {
   const float* weights;   // [R]
   std::byte* out;         // [T,H]
   std::uint64_t row_bytes;
-  std::uint64_t partial_bytes;  // bytes of all slots of a rank
+  std::uint64_t partial_bytes;  // bytes of all cells of a rank
   // dispatch_bwd:
   ReceiveRows grad_recv_weights;
   bool gradients;            // of topk_weights, on this rank or on others

@@ -85,9 +85,9 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   std::uint64_t lists_stride;         // words per source
   std::uint64_t keeps_items_mask[2];  // by rank
 
-  // A token's slots for partial sums. The plan's top-k decides, so that groups of another bound may
+  // A token's cells for partial sums. The plan's top-k decides, so that groups of another bound may
   // use the plan.
-  constexpr int slots_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
+  constexpr int cells_per_token(int topk) const { return topk < ranks() ? topk : ranks(); }
   constexpr bool keeps_items_at(int rank) const {
     return (keeps_items_mask[rank / 64] >> (rank % 64) & 1) != 0;
   }

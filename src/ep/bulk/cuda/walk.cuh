@@ -12,7 +12,7 @@ struct PlanParts {
   const std::uint32_t* code;
   const std::uint32_t* list;
   const std::uint32_t* start;
-  const std::uint32_t* slot;
+  const std::uint32_t* cell;
   const std::int32_t* count;
   const std::int32_t* offset;
   const std::int32_t* tokens;
@@ -28,7 +28,7 @@ __device__ inline PlanParts parts_of(const std::byte* plan, const PlanHeader& he
     return reinterpret_cast<const std::int32_t*>(plan + offset);
   };
   return {at(map.code),          at(map.list),
-          at(map.start),         at(map.slot),
+          at(map.start),         at(map.cell),
           signed_at(map.count),  signed_at(map.offset),
           signed_at(map.tokens), signed_at(map.item_begin)};
 }
@@ -143,7 +143,7 @@ struct ItemRange {
 __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, int source, int token,
                                      int tokens) {
   const auto capacity = static_cast<int>(turn.group().capacity);
-  const auto per_token = static_cast<std::uint32_t>(turn.group().slots_per_token(turn.plan().topk));
+  const auto per_token = static_cast<std::uint32_t>(turn.group().cells_per_token(turn.plan().topk));
   const int begin = min(max(plan.item_begin[source], 0), capacity);
   const int end = min(max(plan.item_begin[source + 1], begin), capacity);
   const int half = lane_id() / 16, position = lane_id() % 16;
@@ -156,7 +156,7 @@ __device__ inline ItemRange items_of(const Turn& turn, const PlanParts& plan, in
     const int size = high - low;
     const int step = (size + 15) / 16;
     const int at = low + min((position + 1) * step, size) - 1;
-    const bool below = size > 0 && plan.slot[at] < wanted;
+    const bool below = size > 0 && plan.cell[at] < wanted;
     const unsigned votes = __ballot_sync(kAllLanes, below) >> (half * 16) & 0xFFFFu;
     const int passed = __popc(votes);  // number of these items that lie below
     if (size > 0) {
@@ -174,7 +174,7 @@ struct ItemRows {
   std::uint32_t row;  // the row of this lane, if lane < count
 };
 
-// Calls body(rows, slot) for the items of a range, which belong to one chunk; the next item's rows
+// Calls body(rows, cell) for the items of a range, which belong to one chunk; the next item's rows
 // are fetched meanwhile. All lanes call it.
 template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
@@ -185,7 +185,7 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
   const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
   const int lane = lane_id();
   const int count = min(range.last - range.first, 31);  // more only in damaged plans
-  const std::uint32_t slots = lane < count ? plan.slot[range.first + lane] : 0;
+  const std::uint32_t cells = lane < count ? plan.cell[range.first + lane] : 0;
   std::uint32_t starts = static_cast<std::uint32_t>(range.first + lane);
   if (listed) starts = lane <= count ? min(plan.start[range.first + lane], capacity) : 0;
   const auto rows_at = [&](int i) {
@@ -202,7 +202,7 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
     if (i + 1 < count) next = rows_at(i + 1);
     const bool good = lane >= rows.count || rows.row < limit;
     if (!__all_sync(kAllLanes, good)) rows.count = 0;
-    body(rows, __shfl_sync(kAllLanes, slots, i));
+    body(rows, __shfl_sync(kAllLanes, cells, i));
   }
 }
 

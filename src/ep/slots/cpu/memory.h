@@ -42,7 +42,7 @@ class LlMemory {
   }
   // The row of the owner's token.
   std::byte* row(NearRank owner, std::uint64_t epoch, std::int64_t token) const {
-    const std::uint64_t number = slot(epoch) * tokens() + at(token);
+    const std::uint64_t number = stage(epoch) * tokens() + at(token);
     return array<std::byte>(owner, map_.rows + number * config_.max_row_bytes);
   }
   float* weights(const Cell& cell, std::int64_t token, int topk) const {
@@ -56,14 +56,14 @@ class LlMemory {
   std::byte* partial(NearRank owner, std::uint64_t epoch, std::int64_t token, int place) const {
     const int places = partial_places(config_);
     const std::uint64_t number =
-        slot(epoch) * tokens() * at(places) + at(partial_of(token, place, places));
+        stage(epoch) * tokens() * at(places) + at(partial_of(token, place, places));
     return array<std::byte>(owner, map_.partials + number * config_.max_row_bytes);
   }
 
  private:
   std::uint64_t tokens() const { return at(config_.max_tokens); }
-  std::uint64_t slot(std::uint64_t epoch) const {
-    return turn::slot_of(epoch, at(config_.in_flight));
+  std::uint64_t stage(std::uint64_t epoch) const {
+    return turn::stage_of(epoch, at(config_.in_flight));
   }
   std::uint64_t index(const Cell& cell) const {
     return turn::cell_of(cell.epoch, cell.source, config_.ranks, at(config_.in_flight));
@@ -115,7 +115,7 @@ struct LlScratch {
     return bytes;
   }
   RankBits* home_of(std::uint64_t epoch, const LlConfig& config) {
-    return home.data() + turn::slot_of(epoch, at(config.in_flight)) * at(config.max_tokens);
+    return home.data() + turn::stage_of(epoch, at(config.in_flight)) * at(config.max_tokens);
   }
 };
 

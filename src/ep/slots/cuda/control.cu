@@ -119,7 +119,7 @@ __device__ void go_on(const LlDevice& g) {
       atomicMax_system(&credits[r], static_cast<unsigned long long>(number));
     }
     if (threadIdx.x == 0) g.control->verified[pipeline] = number;
-    if (threadIdx.x >= kLlMaxSlots) continue;
+    if (threadIdx.x >= kLlMaxStages) continue;
     g.control->failed_send[pipeline][threadIdx.x] = g.control->left[pipeline][threadIdx.x] = 0;
   }
 }
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kControlThreads)
   ptx::fence_acq_rel_sys();
   __syncthreads();
   if (p.round == 0 && threadIdx.x < 32) {
-    // This rank takes nothing more before it fills its memory, so all of its slots are free.
+    // This rank takes nothing more before it fills its memory, so all of its stages are free.
     for (int pipeline = 0; pipeline < 2; ++pipeline) {
       const turn::PipelineCount& count = g.counts[pipeline][0];
       ll_pipeline_of(g, pipeline, g.areas).give_credit({count.taken, count.sent});
@@ -189,13 +189,13 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
 
 // ---- The check ---------------------------------------------------------------------------------
 
-// True if all that this thread looks at in an operation's slot is free.
+// True if all that this thread looks at in an operation's stage is free.
 __device__ bool is_clean(const LlDevice& g, int pipeline, std::uint64_t epoch) {
-  const std::uint64_t slot = turn::pipeline_slot(epoch, g.slots);
-  if (epoch == g.control->left[pipeline][slot]) return true;
-  const LlStaging staging = g.staging(pipeline, slot);
+  const std::uint64_t stage = turn::pipeline_stage(epoch, g.stages);
+  if (epoch == g.control->left[pipeline][stage]) return true;
+  const LlStaging staging = g.staging(pipeline, stage);
   const std::uint64_t step = std::uint64_t{gridDim.x} * kFillThreads * 8;
-  const RankBits sent_to = g.control->company[pipeline][slot].sent_to;
+  const RankBits sent_to = g.control->company[pipeline][stage].sent_to;
   bool clean = true;
   for (std::uint64_t i = (std::uint64_t{blockIdx.x} * kFillThreads + threadIdx.x) * 8;
        i < staging.bytes; i += step) {
@@ -210,9 +210,9 @@ __device__ bool is_clean(const LlDevice& g, int pipeline, std::uint64_t epoch) {
   return clean;
 }
 
-// The slots of operations that have been taken are free until this rank gives its credit, which the
-// pipeline's next launch does: so they are looked at once, in front of that one. Rows that have not
-// been delivered lie in their slots, and are looked at by nobody.
+// The stages of operations that have been taken are free until this rank gives its credit, which
+// the pipeline's next launch does: so they are looked at once, in front of that one. Rows that have
+// not been delivered lie in their stages, and are looked at by nobody.
 __global__ void __launch_bounds__(kFillThreads)
     verify_kernel(const __grid_constant__ LlDevice g, int pipeline) {
   const std::uint64_t taken = g.counts[pipeline][0].taken;

@@ -31,7 +31,7 @@ LlSizes sizes_of(const LlConfig& c) {
           .local_experts = c.local_experts,
           .max_tokens = c.max_tokens,
           .max_topk = c.max_topk,
-          .slots = ll_slots(c.in_flight),
+          .stages = ll_stages(c.in_flight),
           .masks = c.masks_lost_peers,
           .max_row_bytes = c.max_row_bytes};
 }
@@ -247,7 +247,7 @@ void CudaLlGroup::describe_group() {
   g.max_tokens = c.max_tokens;
   g.max_topk = c.max_topk;
   g.in_flight = c.in_flight;
-  g.slots = ll_slots(c.in_flight);
+  g.stages = ll_stages(c.in_flight);
   g.most_blocks = blocks_;
   g.control = runner_.control();
   g.report = runner_.report();

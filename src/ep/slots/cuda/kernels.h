@@ -17,7 +17,7 @@ void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t 
 void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream);
 // Brings the ranks back into step.
 void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stream);
-// Checks that a slot that has been taken is free: XD_LL_VERIFY.
+// Checks that a stage that has been taken is free: XD_LL_VERIFY.
 void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream);
 void load_ll_control();
 

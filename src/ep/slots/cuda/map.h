@@ -3,14 +3,14 @@
 //
 //   area of rank r             written by        its reader knows that it is there from
 //   pipeline[kind]             src               the record's seal: see turn/device/pipeline.h
-//   bad_ids[slot][src]         src, in dispatch  the tag beside the count
-//   ids[slot][src][t]          src, in dispatch  the tag in each word
-//   weights[slot][src][t][k]   src, in combine   the tag beside the weight
+//   bad_ids[stage][src]        src, in dispatch  the tag beside the count
+//   ids[stage][src][t]         src, in dispatch  the tag in each word
+//   weights[stage][src][t][k]  src, in combine   the tag beside the weight
 //   meet[src]                  src, in reset     LlMeeting, for each round
-//   rows[slot][src][t]         src, in dispatch  each word: it is not all ones (see words.cuh)
-//   partials[slot][t][order]   ranks, in combine each word, likewise: partial sums of r's token t
+//   rows[stage][src][t]        src, in dispatch  each word: it is not all ones (see words.cuh)
+//   partials[stage][t][order]  ranks, in combine each word, likewise: partial sums of r's token t
 //
-// slot = number of the operation mod ll_slots(in_flight). A slot is written again only under its
+// stage = number of the operation mod ll_stages(in_flight). A stage is written again only under its
 // reader's credit. Words with tags are never cleared: in one place two operations follow one
 // another whose tags differ. Rows and partial sums are all ones whenever they are free.
 #pragma once
@@ -26,11 +26,11 @@ namespace xd::ep::cuda {
 
 inline constexpr int kLlDispatch = 0, kLlCombine = 1;  // pipelines
 
-// The slots of a pipeline of which so many operations may be between their halves. A send half of n
-// comes when all ranks have sent n - in_flight. By then they have freed the slots of the operations
-// up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
-constexpr int ll_slots(int in_flight) { return 2 * in_flight + 1; }
-inline constexpr int kLlMaxSlots = ll_slots(XD_LL_MAX_IN_FLIGHT);
+// The stages of a pipeline of which so many operations may be between their halves. A send half of
+// n comes when all ranks have sent n - in_flight. By then they have freed the stages of the
+// operations up to n - 2 * in_flight - 1, delivered or not: see docs/internals/low_latency.md.
+constexpr int ll_stages(int in_flight) { return 2 * in_flight + 1; }
+inline constexpr int kLlMaxStages = ll_stages(XD_LL_MAX_IN_FLIGHT);
 
 // The words in which a token's expert ids travel: in each word some ids, below a tag of 16 bits. An
 // id of all ones is none.
@@ -81,7 +81,7 @@ constexpr LlRowForm ll_row_form(std::uint32_t row_bytes, std::uint32_t scale_byt
 }
 
 struct LlSizes {
-  int ranks, experts, local_experts, max_tokens, max_topk, slots;
+  int ranks, experts, local_experts, max_tokens, max_topk, stages;
   bool masks;
   std::uint64_t max_row_bytes;
 
@@ -115,13 +115,13 @@ struct LlWordsMap {
   template <class Record>
   static constexpr LlWordsMap make(const LlSizes& s) {
     const auto ranks = static_cast<std::uint64_t>(s.ranks);
-    const auto slots = static_cast<std::uint64_t>(s.slots);
+    const auto stages = static_cast<std::uint64_t>(s.stages);
     const auto tokens = static_cast<std::uint64_t>(s.max_tokens);
-    const std::uint64_t cells = slots * ranks;
+    const std::uint64_t cells = stages * ranks;
     LayoutCursor cursor;
     LlWordsMap map{};
     for (turn::PipelineMap& pipeline : map.pipeline) {
-      pipeline = turn::PipelineMap::add<Record>(cursor, s.ranks, s.slots);
+      pipeline = turn::PipelineMap::add<Record>(cursor, s.ranks, s.stages);
     }
     map.bad_ids = cursor.add<std::uint64_t>(cells, 64);
     const LlIdWords ids = LlIdWords::make(s.experts, s.max_topk);
@@ -133,7 +133,7 @@ struct LlWordsMap {
     map.partial_stride = s.max_row_bytes;
     map.rows = cursor.add<std::byte>(cells * tokens * map.row_stride, 256);
     map.partials =
-        cursor.add<std::byte>(slots * tokens * s.partials_per_token() * map.partial_stride, 256);
+        cursor.add<std::byte>(stages * tokens * s.partials_per_token() * map.partial_stride, 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
   }

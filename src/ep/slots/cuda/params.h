@@ -53,17 +53,17 @@ struct alignas(16) LlCompany {
 // Working state of a group, in memory of its device that no peer touches.
 struct LlControl : turn::DeviceControl {
   std::uint32_t reporting;  // a thread writes the report
-  // By pipeline and slot: the last operation that has been reported.
-  std::uint64_t reported[2][kLlMaxSlots];
+  // By pipeline and stage: the last operation that has been reported.
+  std::uint64_t reported[2][kLlMaxStages];
   std::uint64_t bad_ids;  // total
-  // By pipeline and slot:
-  std::uint64_t failed_send[2][kLlMaxSlots];  // an operation whose send half has failed
-  std::uint64_t left[2][kLlMaxSlots];         // the last one taken whose words lie there
-  LlCompany company[2][kLlMaxSlots];          // by pipeline and slot
-  std::uint64_t masked[2], masked_by[2];      // RankBits
-  std::uint64_t greeting;                     // of the last reset
-  std::uint64_t highest[2];                   // numbers of the operations, by pipeline, in a reset
-  std::uint64_t lost[2];                      // RankBits: ranks that have been lost in this reset
+  // By pipeline and stage:
+  std::uint64_t failed_send[2][kLlMaxStages];  // an operation whose send half has failed
+  std::uint64_t left[2][kLlMaxStages];         // the last one taken whose words lie there
+  LlCompany company[2][kLlMaxStages];          // by pipeline and stage
+  std::uint64_t masked[2], masked_by[2];       // RankBits
+  std::uint64_t greeting;                      // of the last reset
+  std::uint64_t highest[2];                    // numbers of the operations, by pipeline, in a reset
+  std::uint64_t lost[2];                       // RankBits: ranks that have been lost in this reset
   std::uint64_t verified[2];  // by pipeline: the last operation whose staging has been looked at
   // The decisions that the last block of a launch has made for all (ep/slots/cuda/agree.cuh), by
   // pipeline.
@@ -83,7 +83,7 @@ struct LlDevice {
   int number;
   bool fatal_errors, masks, collapse;
   bool dependent;  // launches begin while those before them still run
-  int experts, local_experts, max_tokens, max_topk, in_flight, slots, most_blocks;
+  int experts, local_experts, max_tokens, max_topk, in_flight, stages, most_blocks;
   LlControl* control;
   LlReport* report;
   turn::PipelineCount* counts[2];  // by pipeline, [most_blocks]
@@ -108,14 +108,14 @@ struct LlDevice {
   constexpr int partials_per_token() const {
     return max_topk < ranks() && !masks ? max_topk : ranks();
   }
-  // The layout of a pipeline's slot in this rank's memory.
-  constexpr LlStaging staging(int kind, std::uint64_t slot) const {
+  // The layout of a pipeline's stage in this rank's memory.
+  constexpr LlStaging staging(int kind, std::uint64_t stage) const {
     const bool rows = kind == kLlDispatch;
     const std::uint64_t stride = rows ? map.row_stride : map.partial_stride;
     const int each = rows ? ranks() : partials_per_token();
     const std::uint64_t bytes =
         static_cast<std::uint64_t>(max_tokens) * static_cast<std::uint64_t>(each) * stride;
-    return {own_area + (rows ? map.rows : map.partials) + slot * bytes, bytes, stride};
+    return {own_area + (rows ? map.rows : map.partials) + stage * bytes, bytes, stride};
   }
 };
 static_assert(sizeof(LlDevice) <= 768);

@@ -134,11 +134,11 @@ inline __device__ __noinline__ void ll_begin_company(const LlDevice& g, LlShared
   if (c.sends) {
     s.company = ~s.masked;
     if (blockIdx.x + 1 != gridDim.x) return;
-    g.control->company[kind][turn::pipeline_slot(c.send_epoch, g.slots)] = {
+    g.control->company[kind][turn::pipeline_stage(c.send_epoch, g.stages)] = {
         s.company | RankBits{s.lost[0], s.lost[1]}, s.company};
   } else if (c.receives) {
     const LlCompany* const kept =
-        &g.control->company[kind][turn::pipeline_slot(c.take_epoch, g.slots)];
+        &g.control->company[kind][turn::pipeline_stage(c.take_epoch, g.stages)];
     const ulonglong2 start = ptx::ld_relaxed_sys_pair(&kept->at_start);
     const ulonglong2 sent = ptx::ld_relaxed_sys_pair(&kept->sent_to);
     s.company = {sent.x, sent.y};

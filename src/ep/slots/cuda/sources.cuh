@@ -102,7 +102,7 @@ XD_LL_SOURCES(bool)::look(int source, turn::LongWait& wait) const {
 }
 
 XD_LL_SOURCES(void)::add_bad_ids(int source) {
-  const std::uint64_t cell = turn_.slot(epoch_) * g_.ranks() + source;
+  const std::uint64_t cell = turn_.stage(epoch_) * g_.ranks() + source;
   const auto* at = reinterpret_cast<const std::uint64_t*>(g_.own_area + g_.map.bad_ids) + cell;
   std::uint64_t word = 0;
   turn::LongWait wait;
@@ -138,7 +138,7 @@ XD_LL_SOURCES(void)::leave_out_unless_here(int source) const {
   bool here = turn_.pipeline().read_record(source, epoch_, record);
   if (here && lane_id() == 0) s_.record[source] = record;
   const std::uint64_t words = static_cast<std::uint64_t>(g_.max_tokens) * g_.ids.words;
-  const std::uint64_t cell = turn_.slot(epoch_) * g_.ranks() + source;
+  const std::uint64_t cell = turn_.stage(epoch_) * g_.ranks() + source;
   const auto* ids = reinterpret_cast<const std::uint64_t*>(g_.own_area + g_.map.ids) + cell * words;
 #pragma unroll 1
   for (std::uint64_t i = lane_id(); i < words; i += 32) {

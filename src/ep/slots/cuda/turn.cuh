@@ -35,7 +35,7 @@ class LlTurn {
   __device__ void end();
   // Called by one thread where this launch's send half has failed and is not received yet.
   __device__ void note_failed_send() const {
-    g_.control->failed_send[kind_][slot(s_.course.send_epoch)] = s_.course.send_epoch;
+    g_.control->failed_send[kind_][stage(s_.course.send_epoch)] = s_.course.send_epoch;
   }
   // One thread of the last block, when the verdict is there: notes which of the operations that
   // this launch takes are not delivered.
@@ -48,8 +48,8 @@ class LlTurn {
   __device__ bool is_last_block() const { return blockIdx.x == gridDim.x - 1; }
   __device__ int rank() const { return g_.comm.rank; }
   __device__ int ranks() const { return g_.comm.num_ranks; }
-  __device__ std::uint32_t slot(std::uint64_t epoch) const {
-    return turn::pipeline_slot(epoch, g_.slots);
+  __device__ std::uint32_t stage(std::uint64_t epoch) const {
+    return turn::pipeline_stage(epoch, g_.stages);
   }
   __device__ device::KernelWait site(int phase, std::uint64_t epoch) const {
     return {phase, g_.number, p_.record.call.operation, epoch};
@@ -198,7 +198,7 @@ XD_LL_MEMBER(void)::begin() {
   const turn::PipelineEpochs before = pipeline().epochs();
   const bool failed = device::failed(g_.comm);
   std::uint64_t left = 0;
-  if (is_last_block()) left = ll_left_in_slot(g_, kind_);
+  if (is_last_block()) left = ll_left_in_stage(g_, kind_);
   RankBits masked{};
   if (g_.masks && is_last_block()) {
     masked = {ptx::ld_relaxed_sys(&g_.control->masked[0]),
@@ -214,7 +214,7 @@ XD_LL_MEMBER(void)::begin() {
     s_.course = course_of(before);
     s_.course.fatal = failed;
   }
-  const bool lacks = has_credit && credit + static_cast<std::uint64_t>(g_.slots) <= before.sent;
+  const bool lacks = has_credit && credit + static_cast<std::uint64_t>(g_.stages) <= before.sent;
   __syncwarp();
   const bool takes_turn = s_.course.sends || s_.course.receives;
   if (failed) {
@@ -247,7 +247,7 @@ XD_LL_MEMBER(std::uint64_t)::early_epoch() const {
   const bool failed = device::failed(g_.comm);
   const bool has_credit = lane_id() < ranks() && lane_id() != rank();
   const std::uint64_t credit = has_credit ? pipeline().freed_by(lane_id()) : 0;
-  const bool enough = !has_credit || credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
+  const bool enough = !has_credit || credit + static_cast<std::uint64_t>(g_.stages) > before.sent;
   const bool takes_turn = before.sent == before.taken && !failed;
   const bool may = __all_sync(kAllLanes, enough && takes_turn) != 0;
   __syncwarp();  // the acquires of all lanes come before what any of them stores
@@ -287,15 +287,15 @@ XD_LL_MEMBER(LlCourse)::course_of(const turn::PipelineEpochs& before) const {
 
 // All lanes, where some credit was not there at the first look, or words were left. The last block
 // gives this rank's own behind the block's barrier; but here at once, since the peers may wait for
-// it likewise. It also waits for what peers say about the slots that it fills
+// it likewise. It also waits for what peers say about the stages that it fills
 // (slots/cuda/left.cuh).
 XD_LL_MEMBER(void)::wait_credits() const {
   const std::uint64_t epoch = s_.before.sent + 1;
-  const auto slots = static_cast<std::uint64_t>(g_.slots);
+  const auto stages = static_cast<std::uint64_t>(g_.stages);
   const std::uint64_t left = is_last_block() ? ll_last_freed(g_, kind_, epoch) : 0;
   const auto has_taken = [&](int r) {
     return r == rank() || leaves_out(r) ||
-           (pipeline().freed_by(r) + slots >= epoch &&
+           (pipeline().freed_by(r) + stages >= epoch &&
             (left == 0 || pipeline().sent_by(r) >= left));
   };
   bool all = true;
@@ -370,7 +370,7 @@ XD_LL_MEMBER(int)::taken_besides() const {
   int count = 0;
 #pragma unroll 1
   for (std::uint64_t next = s_.course.take_epoch + 1; next <= sent; ++next, ++count) {
-    if (g_.control->failed_send[kind_][slot(next)] != next) break;
+    if (g_.control->failed_send[kind_][stage(next)] != next) break;
   }
   return count;
 }
@@ -382,7 +382,7 @@ XD_LL_MEMBER(void)::note_left() const {
 #pragma unroll 1
   for (int i = s_.verdict == static_cast<int>(LlVerdict::go) ? 1 : 0; i <= last; ++i) {
     const std::uint64_t epoch = c.take_epoch + static_cast<std::uint64_t>(i);
-    g_.control->left[kind_][slot(epoch)] = epoch;
+    g_.control->left[kind_][stage(epoch)] = epoch;
   }
 }
 
@@ -421,7 +421,7 @@ XD_LL_MEMBER(void)::report(std::uint64_t epoch, const LlFindings& findings, int 
   LlControl* control = g_.control;
   // One block reports an operation. An operation error of a call that takes no turn has no number.
   lock_report();
-  volatile std::uint64_t* reported = &control->reported[kind_][slot(epoch)];
+  volatile std::uint64_t* reported = &control->reported[kind_][stage(epoch)];
   if (epoch == 0 || *reported != epoch) {
     if (epoch != 0) *reported = epoch;
     write_report(epoch, findings, status, rank);

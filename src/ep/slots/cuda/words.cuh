@@ -7,7 +7,7 @@
 //   the same thread    takes the value, puts the ones back    a plain store
 //
 // Each word is judged by itself, so no order between words is needed, and a pair may arrive in
-// halves. The next store to the word comes an operation of this slot later, behind the owner's
+// halves. The next store to the word comes an operation of this stage later, behind the owner's
 // credit, and the credit comes behind the ones: see docs/internals/low_latency.md.
 //
 // A word of ones cannot travel. It is a NaN in every type of payload, and becomes another NaN.

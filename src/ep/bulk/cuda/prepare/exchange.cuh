@@ -1,7 +1,7 @@
 // Step 2 of prepare: every count goes to all peers and comes from all of them.
 //
 //   memory                 written by                     read by
-//   counts[slot][s]        s's last block at the grid     all blocks of this rank, as words that
+//   counts[stage][s]       s's last block at the grid     all blocks of this rank, as words that
 //                          barrier, into the memory of    carry this epoch
 //                          every rank
 //   Shared, totals, bases  this block, in receive()       this block, after its next barrier
@@ -9,8 +9,8 @@
 // The first row is group memory. A count and the low half of its epoch are one word, stored and
 // loaded whole, so that the word is its own flag and nothing else is read because of it. The
 // blocks' counts are trusted after grid barrier 1. Counts may go out before the peers' records are
-// here: slot[epoch] is free, since every peer has entered operation epoch - 1 (turn/entry.h). In an
-// operation that comes to nothing they are left there, and carry an epoch that no other has.
+// here: stage[epoch] is free, since every peer has entered operation epoch - 1 (turn/entry.h). In
+// an operation that comes to nothing they are left there, and carry an epoch that no other has.
 //
 // Every block waits for all words of all ranks, its own rank's as well, and keeps what it needs in
 // shared memory: so no block waits for another one of its launch behind the first grid barrier.

@@ -2,7 +2,7 @@
 //
 //   memory                 written by                        read by
 //   counts of blocks       blocks                            all blocks, after a grid barrier
-//   counts[slot][src]      src's last block at barrier 1,    all blocks, as words that carry this
+//   counts[stage][src]     src's last block at barrier 1,    all blocks, as words that carry this
 //                          word by word: count and epoch     epoch
 //   items, lists, listed   sources (plain stores)            all blocks, after the done flags
 //   kept[src]              sources, RANK_MAJOR under DROP    the last block, likewise

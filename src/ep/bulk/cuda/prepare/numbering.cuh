@@ -157,9 +157,9 @@ __device__ inline void Numbering::tell_owner(const Pick& c, const Place& place) 
   }
   if (!place.leader) return;
   const ItemWord word{entry,
-                      static_cast<std::uint32_t>(c.token * g_.slots_per_token(p_.topk) + order)};
+                      static_cast<std::uint32_t>(c.token * g_.cells_per_token(p_.topk) + order)};
   at_owner<std::uint64_t>(rank, g_.map.items, g_.max_tokens)[item] =
-      std::uint64_t{word.slot} << 32 | word.start;
+      std::uint64_t{word.cell} << 32 | word.start;
 }
 
 // With drops: counts survivors, per rank (EXPERT_MAJOR) or per expert (RANK_MAJOR).

@@ -3,7 +3,7 @@
 //
 //   memory                       written by                     read by
 //   plan: header and zones       the last block, the "head"     later operations
-//   plan: list, start, slot      all blocks                     later operations
+//   plan: list, start, cell      all blocks                     later operations
 //   outputs                      head block; rank_rows: all     the caller, later in the stream
 //   Shared, TurnShared::plan     this block                     this block; its report
 //   GroupState, Report: totals   the head block                 later operations; the host
@@ -329,7 +329,7 @@ __device__ inline void PlanWriter::report_totals() const {
 __device__ inline void PlanWriter::copy_items() const {
   auto* list = part<std::uint32_t>(map_.list);
   auto* start = part<std::uint32_t>(map_.start);
-  auto* slot = part<std::uint32_t>(map_.slot);
+  auto* cell = part<std::uint32_t>(map_.cell);
   const auto* items = told_here<std::uint64_t>(g_.map.items);
   const auto* lists = told_here<std::uint32_t>(g_.map.lists);
   const int first = static_cast<int>(blockIdx.x) * threads_per_block() + thread_in_block();
@@ -341,7 +341,7 @@ __device__ inline void PlanWriter::copy_items() const {
     for (int i = first; i < count; i += stride) {
       const std::uint64_t word =
           ptx::ld_relaxed_sys(items + static_cast<std::uint64_t>(s) * g_.max_tokens + i);
-      slot[s_.item_begin[s] + i] = static_cast<std::uint32_t>(word >> 32);
+      cell[s_.item_begin[s] + i] = static_cast<std::uint32_t>(word >> 32);
       if (g_.layout.row_per_expert) {
         start[s_.item_begin[s] + i] = s_.row_begin[s] + static_cast<std::uint32_t>(word);
       }

@@ -1,14 +1,14 @@
 // combine and dispatch_bwd between machines: a token's source asks its relays for the sum of the
 // token's rows on their machines, and adds it to the sum of the rows on its own.
 //
-//   memory                     written by                       read by
-//   RemoteMap::sums            each rank's pushers: its part    near relays, when all near ranks
-//                              of remote tokens' sums           have raised `added`
-//   RemoteMap::added[slot][r]  near rank r's last block that    near relays
-//                              leaves
-//   RemoteDevice::answers      this block, from answers         this block
-//   own out                    summers: the sum of the near     the caller
-//                              rows; then this block, all
+//   memory                      written by                       read by
+//   RemoteMap::sums             each rank's pushers: its part    near relays, when all near ranks
+//                               of remote tokens' sums           have raised `added`
+//   RemoteMap::added[stage][r]  near rank r's last block that    near relays
+//                               leaves
+//   RemoteDevice::answers       this block, from answers         this block
+//   own out                     summers: the sum of the near     the caller
+//                               rows; then this block, all
 //
 // Each machine is one host, so these are the sums of the order of sums: by rank, by host, over
 // hosts. A relay reads rows where their owners let peers read them, as near sources do.
@@ -27,7 +27,7 @@ __device__ inline std::byte* remote_sum_at(const RemoteDevice& remote, int owner
 }
 
 // The index of this leader's rank among all ranks that have rows of the token, near or remote,
-// which is the token's slot for its partial sum (ep/plan/plan.h). All lanes call it.
+// which is the token's cell for its partial sum (ep/plan/plan.h). All lanes call it.
 __device__ inline int order_with_remote(const RemoteDevice& remote, const Choice& c) {
   Choice all = c;
   all.valid = c.valid || (c.rank >= 0 && remote.machine_of[c.rank] != kNear);

@@ -24,7 +24,7 @@ class Directions {
   // True if the next chunk may be written: its frame's last one has been read. One thread.
   __device__ bool may_fill(int neighbour, Direction direction) const {
     const std::uint64_t n = f_.state->filled[neighbour][at(direction)];
-    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + slot(neighbour, direction, n))) ==
+    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + frame(neighbour, direction, n))) ==
            uses_before(n);
   }
   // The chunk that fill() sends.
@@ -36,7 +36,7 @@ class Directions {
     std::uint64_t& n = f_.state->filled[neighbour][at(direction)];
     const std::uint64_t word = net::frame_word(
         uses_before(n) + 1, static_cast<std::uint32_t>(sizeof(RemoteHeader)) + item_bytes);
-    ptx::st_release_sys(f_.words.filled + slot(neighbour, direction, n), word);
+    ptx::st_release_sys(f_.words.filled + frame(neighbour, direction, n), word);
     ++n;
   }
   // True if the neighbour has read all chunks of the direction.
@@ -44,7 +44,7 @@ class Directions {
     const std::uint64_t n = f_.state->filled[neighbour][at(direction)];
     bool all = true;
     for (std::uint64_t next = n; next < n + kDirectionFrames; ++next) {
-      const std::uint64_t* freed = f_.words.freed + slot(neighbour, direction, next);
+      const std::uint64_t* freed = f_.words.freed + frame(neighbour, direction, next);
       all &= net::use_of(ptx::ld_acquire_sys(freed)) == uses_before(next);
     }
     return all;
@@ -55,14 +55,14 @@ class Directions {
   // True if the direction's next chunk is here. One thread.
   __device__ bool landed(int neighbour, Direction direction) const {
     const std::uint64_t n = f_.state->read[neighbour][at(direction)];
-    return net::use_of(ptx::ld_acquire_sys(f_.words.landed + slot(neighbour, direction, n))) ==
+    return net::use_of(ptx::ld_acquire_sys(f_.words.landed + frame(neighbour, direction, n))) ==
            uses_before(n) + 1;
   }
   // Bytes of items of the chunk that is here; none if it is no chunk.
   __device__ std::uint32_t bytes_in(int neighbour, Direction direction) const {
     const std::uint64_t n = f_.state->read[neighbour][at(direction)];
     const std::uint32_t bytes =
-        net::bytes_of(ptx::ld_relaxed_sys(f_.words.landed + slot(neighbour, direction, n)));
+        net::bytes_of(ptx::ld_relaxed_sys(f_.words.landed + frame(neighbour, direction, n)));
     return bytes < sizeof(RemoteHeader) ? 0
                                         : bytes - static_cast<std::uint32_t>(sizeof(RemoteHeader));
   }
@@ -72,21 +72,21 @@ class Directions {
   // Gives it back. One thread, behind a barrier if others have read it.
   __device__ void give_back(int neighbour, Direction direction) const {
     std::uint64_t& n = f_.state->read[neighbour][at(direction)];
-    ptx::st_release_sys(f_.words.read + slot(neighbour, direction, n),
+    ptx::st_release_sys(f_.words.read + frame(neighbour, direction, n),
                         net::frame_word(uses_before(n) + 1, 0));
     ++n;
   }
 
  private:
   __device__ static constexpr int at(Direction direction) { return static_cast<int>(direction); }
-  __device__ static int slot(int neighbour, Direction direction, std::uint64_t n) {
+  __device__ static int frame(int neighbour, Direction direction, std::uint64_t n) {
     return neighbour * kRemoteFrames + at(direction) * kDirectionFrames + direction_frame_of(n);
   }
   __device__ RemoteHeader* chunk(bool incoming, int neighbour, Direction direction,
                                  std::uint64_t n) const {
     const auto place =
-        static_cast<unsigned>(slot(neighbour, direction, n) - neighbour * kRemoteFrames);
-    return reinterpret_cast<RemoteHeader*>(f_.slots + f_.links.place(incoming, neighbour, place) +
+        static_cast<unsigned>(frame(neighbour, direction, n) - neighbour * kRemoteFrames);
+    return reinterpret_cast<RemoteHeader*>(f_.frames + f_.links.place(incoming, neighbour, place) +
                                            sizeof(net::LinkHeader));
   }
 

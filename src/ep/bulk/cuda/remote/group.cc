@@ -68,7 +68,7 @@ RemoteGroup::RemoteGroup(const Group& group)
       RemoteLinks::Config{.neighbours = routes_.neighbours(),
                           .frames = kRemoteFrames,
                           .frame_bytes = map_.frame_bytes,
-                          .memory = std::span(slots_.data(), map_.bytes())});
+                          .memory = std::span(frames_.data(), map_.bytes())});
   comm_.collective().agree(Family::kCreate, [&] {
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
@@ -92,7 +92,7 @@ void RemoteGroup::allocate(const Config& config) {
   const std::size_t tokens = at(config.max_tokens);
   const std::size_t most_answers =
       std::min(at(config.max_topk), routes_.remote_machines().size()) * tokens;
-  slots_ = xd::cuda::PinnedBlock(device, map_.bytes());
+  frames_ = xd::cuda::PinnedBlock(device, map_.bytes());
   words_ = xd::cuda::PinnedBlock(device,
                                  net::FrameWords::words(map_.num_frames()) * sizeof(std::uint64_t));
   state_ = xd::cuda::DeviceBuffer(device, sizeof(RemoteState), "the state of a group's links");
@@ -117,7 +117,7 @@ void RemoteGroup::describe(const Config& config) {
   RemoteDevice d{};
   d.links = map_;
   d.words = net::FrameWords::in(words_.as<std::uint64_t>(), map_.num_frames());
-  d.slots = slots_.data();
+  d.frames = frames_.data();
   d.state = state_.as<RemoteState>();
   d.chunk_room = map_.frame_bytes - sizeof(RemoteHeader);
   d.num_neighbours = static_cast<int>(routes_.neighbours().size());

@@ -44,7 +44,7 @@ class RemoteGroup {
   const std::size_t stand_in_bytes_;
   std::mutex mutex_;
   observe::Counters* counters_;  // of the group, while it lives; under mutex_
-  xd::cuda::PinnedBlock slots_, words_;
+  xd::cuda::PinnedBlock frames_, words_;
   xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, table_;
   Segments areas_;  // of near ranks: RemoteMap
   std::unique_ptr<RemoteLinks> links_;

@@ -40,9 +40,9 @@ constexpr std::uint32_t uses_before(std::uint64_t n) {
 }
 
 // A second area of each rank's shared memory, beside GroupMap's.
-//   added[slot][src]  src, once per combine  the sums of its rows of remote tokens are in `sums`
-//   sums              its rank, in combine   the sum of a remote token's rows here, in the place
-//                                            of the first of these rows; read by near relays
+//   added[stage][src]  src, once per combine  the sums of its rows of remote tokens are in `sums`
+//   sums               its rank, in combine   the sum of a remote token's rows here, in the place
+//                                             of the first of these rows; read by near relays
 struct RemoteMap {
   std::uint64_t added, sums, end;
 
@@ -50,7 +50,7 @@ struct RemoteMap {
   static constexpr RemoteMap make(int ranks, std::int64_t rows, std::uint64_t row_bytes) {
     LayoutCursor cursor;
     RemoteMap map{};
-    map.added = cursor.add<std::uint64_t>(turn::kSlots * static_cast<std::uint64_t>(ranks));
+    map.added = cursor.add<std::uint64_t>(turn::kStages * static_cast<std::uint64_t>(ranks));
     map.sums = cursor.add<std::byte>(static_cast<std::uint64_t>(rows) * row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
@@ -61,7 +61,7 @@ struct RemoteDevice {
   net::LinkMap links;
   // By frame: neighbour * kRemoteFrames + direction * kDirectionFrames + frame of the direction.
   net::FrameWords words;
-  std::byte* slots;  // pinned, by links
+  std::byte* frames;  // pinned, by links
   RemoteState* state;
   std::uint64_t chunk_room;  // bytes of items
 

@@ -8,12 +8,12 @@
 //   leave()        of a RemoteLeave, for the last block: the operation's work for other machines,
 //                  then the done flags of its sources, then the wait for this rank's frames
 //
-//   memory of a near rank      written by                 means
-//   entry[slot][s], s remote   s's relay, before await    what s has sent, but for its tensors,
-//                                                         which nobody here can reach
-//   counts[slot][s]            likewise, in prepare       as sent
-//   done[slot][s]              s's relay, before its      whether s has found memory
-//                              own done flag
+//   memory of a near rank       written by                 means
+//   entry[stage][s], s remote   s's relay, before await    what s has sent, but for its tensors,
+//                                                          which nobody here can reach
+//   counts[stage][s]            likewise, in prepare       as sent
+//   done[stage][s]              s's relay, before its      whether s has found memory
+//                               own done flag
 //
 // Entries and counts of an operation are sent before anything of it is awaited. Where they are
 // taken in, nothing is awaited but them.

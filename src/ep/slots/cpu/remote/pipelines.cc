@@ -14,23 +14,23 @@ LlRemotePipeline::LlRemotePipeline(LlRemote& remote, Pipeline& pipeline, LlKind 
 
 const std::vector<int>& LlRemotePipeline::ranks() const { return remote_.ranks_; }
 Progress& LlRemotePipeline::progress() { return remote_; }
-std::uint64_t LlRemotePipeline::slots() const { return at(remote_.group_.config().in_flight); }
+std::uint64_t LlRemotePipeline::stages() const { return at(remote_.group_.config().in_flight); }
 
 LlRemoteKind LlRemotePipeline::kind_of(Part part) const {
   if (kind_ == LlKind::dispatch) return LlRemoteKind::dispatch;
   return part == Part::entry ? LlRemoteKind::combine : LlRemoteKind::sums;
 }
 
-// Each kind of message has as many slots as operations may be in flight.
-unsigned LlRemotePipeline::slot_of(Part part, std::uint64_t epoch) const {
+// Each kind of message has as many frames as operations may be in flight.
+unsigned LlRemotePipeline::frame_of(Part part, std::uint64_t epoch) const {
   const auto kind = static_cast<std::uint64_t>(kind_of(part)) - 1;
-  return static_cast<unsigned>(kind * slots() + turn::slot_of(epoch, slots()));
+  return static_cast<unsigned>(kind * stages() + turn::stage_of(epoch, stages()));
 }
 
 bool LlRemotePipeline::has_place(int rank, std::uint64_t epoch) const {
   const net::Links& links = remote_.links_.links();
   for (std::size_t part = 0; part < parts(); ++part)
-    if (!links.is_free(remote_.neighbour_of(rank), slot_of(static_cast<Part>(part), epoch)))
+    if (!links.is_free(remote_.neighbour_of(rank), frame_of(static_cast<Part>(part), epoch)))
       return false;
   return true;
 }
@@ -38,17 +38,17 @@ bool LlRemotePipeline::has_place(int rank, std::uint64_t epoch) const {
 bool LlRemotePipeline::has_sent(int rank, std::uint64_t epoch) const {
   const net::Links& links = remote_.links_.links();
   for (std::size_t part = 0; part < parts(); ++part)
-    if (!links.is_sent(remote_.neighbour_of(rank), slot_of(static_cast<Part>(part), epoch)))
+    if (!links.is_sent(remote_.neighbour_of(rank), frame_of(static_cast<Part>(part), epoch)))
       return false;
   return true;
 }
 
 std::byte* LlRemotePipeline::open(int rank, Part part) {
   const int neighbour = remote_.neighbour_of(rank);
-  const auto slot = static_cast<int>(slot_of(part, pipeline_.sent()));
+  const auto frame = static_cast<int>(frame_of(part, pipeline_.sent()));
   net::Links::Frame& opened = open_[static_cast<std::size_t>(part)][at(neighbour)];
   remote_.with_links([&] {
-    const auto taken = remote_.links_.links().take(neighbour, {.first = slot, .end = slot + 1});
+    const auto taken = remote_.links_.links().take(neighbour, {.first = frame, .end = frame + 1});
     XD_CHECK(taken.has_value());
     opened = *taken;
   });
@@ -56,7 +56,7 @@ std::byte* LlRemotePipeline::open(int rank, Part part) {
 }
 
 void LlRemotePipeline::send(int rank, Part part, std::uint64_t items, std::size_t bytes) {
-  const net::Links::Frame& slot =
+  const net::Links::Frame& frame =
       open_[static_cast<std::size_t>(part)][at(remote_.neighbour_of(rank))];
   const LlRemoteHeader header{.epoch = pipeline_.sent(),
                               .kind = kind_of(part),
@@ -64,8 +64,8 @@ void LlRemotePipeline::send(int rank, Part part, std::uint64_t items, std::size_
                               .items = static_cast<std::uint32_t>(items),
                               .unused = 0,
                               .record = pipeline_.sent_record()};
-  std::memcpy(slot.bytes.data(), &header, sizeof(header));
-  remote_.with_links([&] { remote_.links_.links().send(slot, sizeof(header) + bytes); });
+  std::memcpy(frame.bytes.data(), &header, sizeof(header));
+  remote_.with_links([&] { remote_.links_.links().send(frame, sizeof(header) + bytes); });
 }
 
 void LlRemotePipeline::send_record() {
@@ -76,7 +76,7 @@ void LlRemotePipeline::send_record() {
 }
 
 const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t epoch) const {
-  const std::size_t place = turn::slot_of(epoch, slots()) * ranks().size();
+  const std::size_t place = turn::stage_of(epoch, stages()) * ranks().size();
   const Arrived& found =
       arrived_[static_cast<std::size_t>(part)][place + at(remote_.neighbour_of(rank))];
   return found.here && found.message.header.epoch == epoch ? &found.message : nullptr;
@@ -87,12 +87,12 @@ const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t
 void LlRemotePipeline::take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message) {
   const std::uint64_t epoch = message.header.epoch;
   const Part part = message.header.kind == LlRemoteKind::sums ? Part::sums : Part::entry;
-  if (chunk.frame != slot_of(part, epoch)) message.refuse("its slot is another operation's");
+  if (chunk.frame != frame_of(part, epoch)) message.refuse("its frame is another operation's");
   if (part == Part::entry) ++entries_[at(chunk.neighbour)];
   if (epoch <= pipeline_.taken()) return remote_.links_.links().give_back(chunk);
   Arrived& place = arrived(static_cast<std::size_t>(part), epoch, chunk.neighbour);
   // Its place is free when this rank has taken the operation that was there.
-  if (epoch > pipeline_.taken() + slots() || place.here) message.refuse("it is not expected yet");
+  if (epoch > pipeline_.taken() + stages() || place.here) message.refuse("it is not expected yet");
   place = {.here = true, .chunk = chunk, .message = message};
   if (part == Part::entry)
     pipeline_.bring_entry(message.header.source, epoch, message.header.record);
@@ -132,7 +132,7 @@ LlRemote::LlRemote(const LlGroup& group, Pipeline& dispatches, Pipeline& combine
       pipeline.entries_.resize(ranks_.size());
       for (std::size_t part = 0; part < pipeline.parts(); ++part) {
         pipeline.open_[part].resize(ranks_.size());
-        pipeline.arrived_[part].resize(pipeline.slots() * ranks_.size());
+        pipeline.arrived_[part].resize(pipeline.stages() * ranks_.size());
       }
     }
     dispatches.reach(pipelines_[0]);

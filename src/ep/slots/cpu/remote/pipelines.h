@@ -68,11 +68,11 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   };
   std::size_t parts() const { return kind_ == LlKind::combine ? kParts : 1; }
   LlRemoteKind kind_of(Part part) const;
-  unsigned slot_of(Part part, std::uint64_t epoch) const;
+  unsigned frame_of(Part part, std::uint64_t epoch) const;
   Arrived& arrived(std::size_t part, std::uint64_t epoch, int neighbour) {
-    return arrived_[part][turn::slot_of(epoch, slots()) * ranks().size() + at(neighbour)];
+    return arrived_[part][turn::stage_of(epoch, stages()) * ranks().size() + at(neighbour)];
   }
-  std::uint64_t slots() const;
+  std::uint64_t stages() const;
   void take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message);
   // Of all operations that this rank has sent: every rank sends each of them once.
   bool has_all() const;
@@ -81,7 +81,7 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   Pipeline& pipeline_;
   const LlKind kind_;
   std::array<std::vector<net::Links::Frame>, kParts> open_;  // by neighbour
-  std::array<std::vector<Arrived>, kParts> arrived_;         // [slot][neighbour]
+  std::array<std::vector<Arrived>, kParts> arrived_;         // [stage][neighbour]
   std::vector<std::uint64_t> entries_;                       // entries that have come, by neighbour
 };
 

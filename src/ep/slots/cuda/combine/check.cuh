@@ -1,10 +1,10 @@
 // The control warp of a combine that looks at the call's plan, and sends what other ranks are told:
 // this rank's record and credit, and the weights of a call that has some.
 //
-//   memory                                    written by        read by
-//   the plan                                  dispatch, before  this warp, up to home[]
-//   shared: plan, first_*, area               this warp         the block, behind its barrier
-//   entry[slot][rank] and credit[rank] there  the last block    each rank's control warps
+//   memory                                     written by        read by
+//   the plan                                   dispatch, before  this warp, up to home[]
+//   shared: plan, first_*, area                this warp         the block, behind its barrier
+//   entry[stage][rank] and credit[rank] there  the last block    each rank's control warps
 #pragma once
 
 #include "ep/slots/cuda/combine/sum.cuh"
@@ -231,7 +231,7 @@ __device__ inline void LlCombineCheck::send_weights() {
   float weight = s_.first_own[lane_id()].weight;
 #pragma unroll 1
   for (int t = static_cast<int>(blockIdx.x); t < s_.plan.tokens;) {
-    const std::uint64_t offset = ll_weight_offset(g_, turn_.slot(epoch), g_.rank(), t);
+    const std::uint64_t offset = ll_weight_offset(g_, turn_.stage(epoch), g_.rank(), t);
     const std::uint64_t word = count_word(__float_as_uint(weight), epoch);
 #pragma unroll 1
     for (int r = 0; r < g_.ranks(); ++r) {

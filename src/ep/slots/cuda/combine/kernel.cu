@@ -32,7 +32,7 @@ class CombineControl {
     const bool quick = p_.route.quick && begin_quickly();
     if (!quick) turn_.begin();
     if (lane_id() == 0) {
-      s_.slot_offset = ll_partial_offset(g_, turn_.slot(s_.turn.course.send_epoch), 0);
+      s_.stage_offset = ll_partial_offset(g_, turn_.stage(s_.turn.course.send_epoch), 0);
     }
     if (p_.route.quick) factor_ = turn::seal_factor(LlPipeline::word_of_pipeline());
     __syncwarp();
@@ -71,7 +71,7 @@ __device__ inline bool CombineControl::begin_quickly() {
   const turn::PipelineEpochs before = turn_.pipeline().epochs();
   const bool failed = device::failed(g_.comm);
   std::uint64_t left = 0;
-  if (turn_.is_last_block()) left = ll_left_in_slot(g_, kLlCombine);
+  if (turn_.is_last_block()) left = ll_left_in_stage(g_, kLlCombine);
   if (lane_id() == 0) {
     turn.clear();
     turn.course = {};
@@ -80,7 +80,7 @@ __device__ inline bool CombineControl::begin_quickly() {
   const bool has_credit = lane_id() < g_.ranks() && lane_id() != g_.rank();
   const std::uint64_t credit = has_credit ? turn_.pipeline().freed_by(lane_id()) : before.sent;
   const bool good = !failed && left == 0 && before.sent == before.taken &&
-                    credit + static_cast<std::uint64_t>(g_.slots) > before.sent;
+                    credit + static_cast<std::uint64_t>(g_.stages) > before.sent;
   if (__all_sync(kAllLanes, good) == 0) return false;
   if (lane_id() == 0) {
     turn.before = before;

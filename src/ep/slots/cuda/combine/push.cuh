@@ -1,11 +1,11 @@
 // The send half of a combine: this rank's rows of each token are summed, and go home as one row.
 //
-//   memory                        written by              read by
-//   expert_out, the plan          the caller, before      all movers
-//   partials[slot][t][order]      a quarter of a block    the movers of the token's rank
+//   memory                         written by              read by
+//   expert_out, the plan           the caller, before      all movers
+//   partials[stage][t][order]      a quarter of a block    the movers of the token's rank
 //   there
-//   weights[slot][rank][t] there  the control warp of     the movers of the rows' ranks
-//                                 the token's block
+//   weights[stage][rank][t] there  the control warp of     the movers of the rows' ranks
+//                                  the token's block
 //
 // A unit is a part of a row of 224 vectors, by 7 warps, so that all multiprocessors have nearly the
 // same to send. The next unit's rows are loaded before this unit's words are stored: loads behind
@@ -40,8 +40,8 @@ struct LlCombineShared {
   RankBits first_home;     // home() of the block's first token
   LlChoice first_own[32];  // lane k's part of that token's own item, with this call's weights
 
-  std::uint64_t slot_offset;  // of the partial sums of the operation that is sent, in all areas
-  unsigned unusual;           // 1 = a thread of the block tells what the operation has met
+  std::uint64_t stage_offset;  // of the partial sums of the operation that is sent, in all areas
+  unsigned unusual;            // 1 = a thread of the block tells what the operation has met
 };
 
 // True if the call has weights. Weights of no tokens have no address.
@@ -97,15 +97,15 @@ struct LlPlanParts {
 };
 
 // `place`: token * partials_per_token() + order.
-__device__ inline std::uint64_t ll_partial_offset(const LlDevice& g, std::uint32_t slot,
+__device__ inline std::uint64_t ll_partial_offset(const LlDevice& g, std::uint32_t stage,
                                                   std::uint32_t place) {
-  const std::uint32_t row = slot * g.max_tokens * g.partials_per_token() + place;
+  const std::uint32_t row = stage * g.max_tokens * g.partials_per_token() + place;
   return g.map.partials + std::uint64_t{row} * static_cast<std::uint32_t>(g.map.partial_stride);
 }
 
-__device__ inline std::uint64_t ll_weight_offset(const LlDevice& g, std::uint32_t slot, int source,
+__device__ inline std::uint64_t ll_weight_offset(const LlDevice& g, std::uint32_t stage, int source,
                                                  int token) {
-  const std::uint32_t row = (slot * g.ranks() + source) * g.max_tokens + token;
+  const std::uint32_t row = (stage * g.ranks() + source) * g.max_tokens + token;
   return g.map.weights + std::uint64_t{row} * g.max_topk * sizeof(std::uint64_t);
 }
 
@@ -114,7 +114,7 @@ __device__ inline const std::uint64_t* ll_weight_at(const LlCombineParams& p, st
                                                     const LlItem& item) {
   const LlDevice& g = p.group;
   const std::uint64_t offset =
-      ll_weight_offset(g, turn::pipeline_slot(epoch, g.slots), item.source(), item.token());
+      ll_weight_offset(g, turn::pipeline_stage(epoch, g.stages), item.source(), item.token());
   return reinterpret_cast<const std::uint64_t*>(g.own_area + offset) + lane_id();
 }
 
@@ -412,7 +412,7 @@ XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
     next_ = load_ahead(unit_ + step);
     if (!sends) continue;
     std::byte* to = turn_.shared().area[item.source()].base +
-                    ll_partial_offset(g_, turn_.slot(epoch), item.place);
+                    ll_partial_offset(g_, turn_.stage(epoch), item.place);
     send_pair(to + vector * 16, words_of(sum));
   }
 }

@@ -152,7 +152,7 @@ XD_LL_QUICK(bool)::take_weights() {
   const LlItem item{source_token_, place_};
   const std::uint64_t epoch = s_.turn.course.send_epoch;
   const auto* at = reinterpret_cast<const std::uint64_t*>(
-      p_.group.own_area + ll_weight_offset(p_.group, turn::pipeline_slot(epoch, p_.group.slots),
+      p_.group.own_area + ll_weight_offset(p_.group, turn::pipeline_stage(epoch, p_.group.stages),
                                            item.source(), item.token()));
   std::uint64_t word = 0;
 #pragma unroll 1
@@ -202,7 +202,7 @@ XD_LL_QUICK(bool)::push_all(uint4& own) {
   for (;;) {
     if (!add_up(own)) return false;
     if (is_own()) return true;
-    std::byte* to = s_.turn.area[source_token_ >> 16].base + s_.slot_offset +
+    std::byte* to = s_.turn.area[source_token_ >> 16].base + s_.stage_offset +
                     std::uint64_t{place_} * r_.partial_stride + vector_ * 16;
     const bool sends = here_ != 0 && vector_ < r_.vectors;
     unit_ += step;
@@ -244,7 +244,7 @@ XD_LL_QUICK(bool)::sum_token(int token, std::uint32_t home, const uint4& own, bo
   const int own_order = (home >> r_.rank & 1) != 0 ? __popc(home & ((1u << r_.rank) - 1)) : -1;
   const bool active = threadIdx.x < r_.vectors;
   std::byte* const at =
-      r_.own_area + s_.slot_offset +
+      r_.own_area + s_.stage_offset +
       static_cast<std::uint64_t>(static_cast<std::uint32_t>(token * r_.partials_per_token)) *
           r_.partial_stride +
       threadIdx.x * 16;

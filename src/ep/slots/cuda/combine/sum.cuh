@@ -1,10 +1,10 @@
 // The receive half of a combine: the partial sums of this rank's tokens, added by ascending rank,
 // or by host where ranks have named several.
 //
-//   memory                    written by             read by
-//   partials[slot][t][order]  the ranks with rows    the movers of the token's block, each its 16
-//                             of the token           bytes, which leave ones behind
-//   out                       the same movers        the caller
+//   memory                     written by             read by
+//   partials[stage][t][order]  the ranks with rows    the movers of the token's block, each its 16
+//                              of the token           bytes, which leave ones behind
+//   out                        the same movers        the caller
 //
 // A mover takes no word before the verdict is there: where nothing is delivered, they stay.
 #pragma once
@@ -89,7 +89,7 @@ class LlSummer {
     std::uint32_t vector;
   };
   __device__ std::uint64_t place_of(int token, int order, std::uint64_t epoch) const {
-    return ll_partial_offset(g_, turn_.slot(epoch),
+    return ll_partial_offset(g_, turn_.stage(epoch),
                              static_cast<std::uint32_t>(token * g_.partials_per_token() + order));
   }
   __device__ Token look_at(int unit, bool own, bool first) const;

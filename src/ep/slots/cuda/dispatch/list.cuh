@@ -152,7 +152,7 @@ class LlList {
   }
   __device__ const std::byte* words_of_token(std::uint64_t epoch, const LlUnit& unit) const {
     const std::uint32_t row =
-        (turn_.slot(epoch) * g_.ranks() + unit.source()) * g_.max_tokens + unit.token();
+        (turn_.stage(epoch) * g_.ranks() + unit.source()) * g_.max_tokens + unit.token();
     return g_.own_area + g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
   }
   template <class Take>

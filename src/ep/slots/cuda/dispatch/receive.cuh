@@ -2,7 +2,7 @@
 // all their experts.
 //
 //   memory                      written by              read by
-//   rows[slot][source][t]       the source's senders    one group of a receiver block, which leaves
+//   rows[stage][source][t]      the source's senders    one group of a receiver block, which leaves
 //                                                       ones behind
 //   tokens                      the caller              the same group: own rows, in a launch that
 //                                                       does both halves
@@ -85,7 +85,7 @@ class LlReceiver {
         thread_(kMoves ? thread_in_block() - group_ * kLlGroupThreads
                        : kLlGroupThreads + lane_id()),
         epoch_(epoch),
-        slot_(turn.slot(epoch)) {}
+        stage_(turn.stage(epoch)) {}
 
   // All threads of the groups, behind the list's barrier. await() returns the verdict, which is
   // there already if `known`; all threads of the block call it once. Returns the verdict.
@@ -120,7 +120,7 @@ class LlReceiver {
   __device__ int parity() const { return row_ & 1; }
   __device__ void meet() const { ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupMembers); }
   __device__ std::byte* staged(const LlUnit& unit) const {
-    return g_.own_area + ll_row_offset(g_, slot_, unit.source(), unit.token());
+    return g_.own_area + ll_row_offset(g_, stage_, unit.source(), unit.token());
   }
   __device__ void find_places(const LlUnit& unit);
   __device__ LlPlace place_of_lane(int row) const {
@@ -167,7 +167,7 @@ class LlReceiver {
   const int group_;
   const std::uint32_t thread_;
   const std::uint64_t epoch_;
-  const std::uint32_t slot_;
+  const std::uint32_t stage_;
   int row_ = 0;  // number of this group's row
 };
 

@@ -2,7 +2,7 @@
 //
 //   memory                      written by                 read by
 //   tokens, topk_idx, weights   the caller, before         sender blocks
-//   rows[slot][rank][t] there   a group of 224 threads     the owner's receiver blocks
+//   rows[stage][rank][t] there  a group of 224 threads     the owner's receiver blocks
 //
 // A token's row goes once to every rank that has an expert of it. The next row is loaded before
 // this one is stored, since loads behind stores wait for the links. Sender blocks store nothing
@@ -106,9 +106,9 @@ __device__ inline std::int64_t ll_id_at(const LlDispatchParams& p, std::int64_t 
 }
 
 // Rows in a rank's memory.
-__device__ inline std::uint64_t ll_row_offset(const LlDevice& g, std::uint32_t slot, int source,
+__device__ inline std::uint64_t ll_row_offset(const LlDevice& g, std::uint32_t stage, int source,
                                               int token) {
-  const std::uint32_t row = (slot * g.ranks() + source) * g.max_tokens + token;
+  const std::uint32_t row = (stage * g.ranks() + source) * g.max_tokens + token;
   return g.map.rows +
          static_cast<std::uint64_t>(row) * static_cast<std::uint32_t>(g.map.row_stride);
 }
@@ -218,7 +218,7 @@ class LlSender {
 
 template <class Quantiser, bool kMany>
 __device__ void LlSender<Quantiser, kMany>::send_all(std::uint64_t epoch) {
-  const std::uint32_t slot = turn::pipeline_slot(epoch, g_.slots);
+  const std::uint32_t stage = turn::pipeline_stage(epoch, g_.stages);
   std::byte* const tails[2] = {tails_, tails_ + p_.smem.tail_stride};
   std::uint32_t piece = 0;
   int parity = 0;
@@ -231,7 +231,7 @@ __device__ void LlSender<Quantiser, kMany>::send_all(std::uint64_t epoch) {
     if (then < tokens()) load(then, last ? 0 : piece + 1, next_);
     if (piece == 0) ranks = ranks_of(now.id);
     tails_ = parity == 0 ? tails[0] : tails[1];
-    send(ranks, ll_row_offset(g_, slot, g_.rank(), t), t, piece, now);
+    send(ranks, ll_row_offset(g_, stage, g_.rank(), t), t, piece, now);
     if (last) parity ^= 1;
     piece = last ? 0 : piece + 1;
     t = then;

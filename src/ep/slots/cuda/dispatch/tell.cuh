@@ -3,9 +3,9 @@
 //
 //   memory                      written by               read by
 //   topk_idx                    the caller, before       movers of the block
-//   ids[slot][rank][t] there    the movers               the owner's receiver blocks
-//   bad_ids[slot][rank] there   the last of their warps  the owner's first receiver block
-//   entry[slot][rank] there     the helper's warp        the owner's receiver blocks
+//   ids[stage][rank][t] there   the movers               the owner's receiver blocks
+//   bad_ids[stage][rank] there  the last of their warps  the owner's first receiver block
+//   entry[stage][rank] there    the helper's warp        the owner's receiver blocks
 //
 // Every word of ids is written in every operation, also of tokens that are not there, so its tag
 // tells operations apart. Bad ids and repeated ones have become "none" here, so that all ranks see
@@ -31,7 +31,7 @@ class LlTellerBase {
   // The place of a token's words in every rank's memory.
   __device__ std::uint64_t offset_of(std::uint64_t epoch, int token) const {
     const std::uint32_t row =
-        (turn::pipeline_slot(epoch, g_.slots) * g_.ranks() + g_.rank()) * g_.max_tokens + token;
+        (turn::pipeline_stage(epoch, g_.stages) * g_.ranks() + g_.rank()) * g_.max_tokens + token;
     return g_.map.ids + std::uint64_t{row} * (g_.ids.words * 8);
   }
   __device__ void add_bad_ids(std::uint64_t epoch, std::uint32_t bad_of_warp, int warps) const;
@@ -59,7 +59,7 @@ __device__ inline void LlTellerBase::add_bad_ids(std::uint64_t epoch, std::uint3
 
 __device__ inline void LlTellerBase::tell_bad_ids(std::uint64_t epoch, std::uint32_t bad, int rank,
                                                   std::byte* area) const {
-  const std::uint64_t cell = turn::pipeline_slot(epoch, g_.slots) * g_.ranks() + g_.rank();
+  const std::uint64_t cell = turn::pipeline_stage(epoch, g_.stages) * g_.ranks() + g_.rank();
   auto* to = reinterpret_cast<std::uint64_t*>(area + g_.map.bad_ids) + cell;
   ptx::st_relaxed_sys(to, count_word(bad, epoch));
 }
