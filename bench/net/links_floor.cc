@@ -12,8 +12,8 @@
 namespace bench::net {
 namespace {
 
-constexpr int kSlots = 2;
-constexpr std::size_t kSlotBytes = std::size_t{256} << 10;
+constexpr int kFrames = 2;
+constexpr std::size_t kFrameBytes = std::size_t{256} << 10;
 constexpr int kPatienceMs = 60000;
 constexpr std::size_t kHalf = RankResults::kWordBytes / 2;
 
@@ -41,7 +41,8 @@ class LinksFloor final : public Floor {
         config_(config),
         chunks_(open(config)),
         pings_(open(config)),
-        links_(*chunks_, {.rank = rank_results.rank(), .frames = kSlots, .frame_bytes = kSlotBytes},
+        links_(*chunks_,
+               {.rank = rank_results.rank(), .frames = kFrames, .frame_bytes = kFrameBytes},
                {{other_rank(rank_results), config.peer}}),
         region_(pings_->expose(place_)) {
     links_.accept(0, exchange(rank_results, 0, links_.offer(0)));
@@ -66,7 +67,7 @@ class LinksFloor final : public Floor {
       while (left > 0) {
         const auto frame = links_.take(0);
         if (!frame) break;
-        const std::size_t bytes = std::min(left, kSlotBytes);
+        const std::size_t bytes = std::min(left, kFrameBytes);
         links_.send(*frame, bytes);
         left -= bytes;
       }

@@ -212,7 +212,7 @@ int run(const std::string& command, const std::vector<std::string>& arguments) {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
-  if (words.size() == 1 && words[0] == "rank_results-bytes") {
+  if (words.size() == 1 && words[0] == "results-bytes") {
     std::printf("%zu\n", RankResults::bytes());
     return 0;
   }

@@ -64,7 +64,7 @@ class Programs:
     def crossdock(self, case: Case, command: str, **more: str) -> list[dict[str, Any]]:
         """The lines of crossdock-bench-net: ep, idle, links or tcp."""
         program = str(self.bench / "crossdock-bench-net")
-        size = int(subprocess.check_output([program, "board-bytes"]))
+        size = int(subprocess.check_output([program, "results-bytes"]))
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as board:
             board.truncate(size)
             env = {

@@ -57,13 +57,13 @@ int main(void) {
 
   int64_t number = info.rank;
   for (int round = 0; round < ROUNDS; ++round) {
-    const uint32_t slot = round % 2;
+    const uint32_t counter = round % 2;
     box->sent = number;
-    check(xd_channel_put(channel, offsetof(mailbox, came) + slot * sizeof(number), &box->sent,
-                         sizeof(number), slot));
-    check(xd_channel_wait(channel, slot, (uint64_t)round / 2 + 1));
+    check(xd_channel_put(channel, offsetof(mailbox, came) + counter * sizeof(number), &box->sent,
+                         sizeof(number), counter));
+    check(xd_channel_wait(channel, counter, (uint64_t)round / 2 + 1));
     check(xd_channel_flush(channel)); /* box->sent may change again */
-    number = box->came[slot] + 1;
+    number = box->came[counter] + 1;
   }
   const int64_t expected = (ROUNDS % 2 == 0 ? info.rank : peer) + ROUNDS;
   const int wrong = number != expected;

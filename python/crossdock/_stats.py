@@ -128,7 +128,7 @@ def processes() -> list[int]:
     return sorted(
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and _has_board(entry / "fd")
+        if entry.name.isdecimal() and _has_stats(entry / "fd")
     )
 
 
@@ -142,14 +142,14 @@ def is_stopped(pid: int) -> bool:
     return state in "Tt"
 
 
-def _has_board(descriptors: Path) -> bool:
+def _has_stats(descriptors: Path) -> bool:
     try:
         entries = list(descriptors.iterdir())
     except OSError:  # the process has ended, or is none of ours
         return False
     for entry in entries:
         try:
-            if os.readlink(entry).startswith("/memfd:crossdock-board"):
+            if os.readlink(entry).startswith("/memfd:crossdock-stats"):
                 return True
         except OSError:  # it has been closed meanwhile
             continue

@@ -8,7 +8,7 @@ using xd::guarded;
 using xd::guarded_on;
 
 struct xd_monitor {
-  xd::observe::StatsReader board;
+  xd::observe::StatsReader reader;
 };
 
 void xd::tell_stats(const observe::Subject& subject, xd_stats* stats, std::int64_t* wait_ns) {
@@ -89,7 +89,7 @@ xd_status xd_monitor_read(xd_monitor* monitor, int32_t place, xd_stats_source* s
                ", expected 0 without wait_ns, and no less than 0");
     xd_stats_source read XD_STATS_SOURCE_INIT;
     xd_stats numbers XD_STATS_INIT;
-    monitor->board.read(xd::at(place), read, numbers, wait_ns, max_ranks);
+    monitor->reader.read(xd::at(place), read, numbers, wait_ns, max_ranks);
     xd::write_struct("source", source, read);
     xd::write_struct("stats", stats, numbers);
   });

@@ -98,7 +98,7 @@ class Comm final {
   int num_ranks() const { return num_ranks_; }
   const std::string& name() const { return name_; }
   const HostMap& hosts() const { return hosts_; }
-  // The machines of the ranks, until close(). In that room each of them is a host.
+  // The machines of the ranks, until close(). The folder `meet` calls a machine a host.
   const Rails& machines() const { return mesh_->rails(); }
   // The address of this rank's machine; with several machines, until close().
   std::string address() const { return mesh_->own_address(); }

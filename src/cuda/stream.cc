@@ -42,13 +42,15 @@ CUgreenCtx green_context_of(cudaStream_t stream) {
 }  // namespace
 
 Stream::Stream(int device, Priority priority) : device_(device), priority_(priority) {
-  StreamPool& pool = StreamPool::instance();
-  const std::lock_guard lock(pool.mutex);
-  std::vector<cudaStream_t>& idle = pool.idle[{device, priority}];
-  if (!idle.empty()) {
-    stream_ = idle.back();
-    idle.pop_back();
-    return;
+  {
+    StreamPool& pool = StreamPool::instance();
+    const std::lock_guard lock(pool.mutex);
+    std::vector<cudaStream_t>& idle = pool.idle[{device, priority}];
+    if (!idle.empty()) {
+      stream_ = idle.back();
+      idle.pop_back();
+      return;
+    }
   }
   const DeviceGuard guard(device);
   int least = 0, greatest = 0;
@@ -58,7 +60,7 @@ Stream::Stream(int device, Priority priority) : device_(device), priority_(prior
 }
 
 void Stream::give_back() noexcept {
-  if (stream_ == nullptr) return;
+  if (stream_ == nullptr || !usable_in_this_process()) return;
   StreamPool& pool = StreamPool::instance();
   const std::lock_guard lock(pool.mutex);
   try {

@@ -28,12 +28,12 @@ class CallbackBootstrap final : public Bootstrap {
 
   std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline&) override {
     const Bytes blob = make(nullptr);
-    const Bytes send = make_slot(blob);
-    Bytes received(kSlotBytes * static_cast<std::size_t>(num_ranks()));
+    const Bytes send = make_block(blob);
+    Bytes received(kBlockBytes * static_cast<std::size_t>(num_ranks()));
     const int error = call_(context_, send.data(), received.data(), send.size());
     if (error != 0)
       fail(XD_ERROR_SYSTEM, "config.all_gather returned ", error, " on rank ", rank());
-    return read_slots(received, num_ranks(), blob.size(), "config.all_gather");
+    return read_blocks(received, num_ranks(), blob.size(), "config.all_gather");
   }
   bool can_repeat() const override { return true; }
 
@@ -84,27 +84,27 @@ std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config) {
   return std::make_unique<CallbackBootstrap>(config);
 }
 
-Bytes make_slot(std::span<const std::byte> blob) {
+Bytes make_block(std::span<const std::byte> blob) {
   XD_CHECK(blob.size() <= Bootstrap::kMaxBlob);
-  WireWriter slot;
-  slot.put(std::uint64_t{blob.size()});
-  slot.put_bytes(blob);
-  Bytes bytes = slot.take();
-  bytes.resize(kSlotBytes);
+  WireWriter block;
+  block.put(std::uint64_t{blob.size()});
+  block.put_bytes(blob);
+  Bytes bytes = block.take();
+  bytes.resize(kBlockBytes);
   return bytes;
 }
 
-std::vector<Bytes> read_slots(std::span<const std::byte> slots, int num_ranks,
-                              std::size_t blob_bytes, const char* what) {
+std::vector<Bytes> read_blocks(std::span<const std::byte> blocks, int num_ranks,
+                               std::size_t blob_bytes, const char* what) {
   std::vector<Bytes> blobs;
-  WireReader in(slots);
+  WireReader in(blocks);
   for (int r = 0; r < num_ranks; ++r) {
-    WireReader slot(in.take_bytes(kSlotBytes));
-    const auto size = slot.take<std::uint64_t>();
+    WireReader block(in.take_bytes(kBlockBytes));
+    const auto size = block.take<std::uint64_t>();
     if (size != blob_bytes)
       fail(XD_ERROR_MISMATCH, what, " brought ", size, " bytes of rank ", r, ", expected ",
            blob_bytes, ": it mixes up calls, or rank ", r, " runs another version of the library");
-    const auto bytes = slot.take_bytes(size);
+    const auto bytes = block.take_bytes(size);
     blobs.emplace_back(bytes.begin(), bytes.end());
   }
   return blobs;

@@ -58,15 +58,15 @@ std::unique_ptr<Bootstrap> make_lone_bootstrap();
 // which connects to nothing yet. Throws INVALID_ARGUMENT.
 std::unique_ptr<Bootstrap> make_bootstrap(const xd_comm_config& config);
 
-// A foreign all-gather wants as many bytes from every rank: slots of equal size carry the blobs.
-inline constexpr std::size_t kSlotBytes = sizeof(std::uint64_t) + Bootstrap::kMaxBlob;
+// A foreign all-gather wants as many bytes from every rank: blocks of equal size carry the blobs.
+inline constexpr std::size_t kBlockBytes = sizeof(std::uint64_t) + Bootstrap::kMaxBlob;
 
-// A slot has a size, then the blob, then zeros.
-Bytes make_slot(std::span<const std::byte> blob);
+// A block has a size, then the blob, then zeros.
+Bytes make_block(std::span<const std::byte> blob);
 
-// Reads the blobs out of the slots of all ranks, each as long as this rank's. `what` names the
+// Reads the blobs out of the blocks of all ranks, each as long as this rank's. `what` names the
 // all-gather in errors.
-std::vector<Bytes> read_slots(std::span<const std::byte> slots, int num_ranks,
-                              std::size_t blob_bytes, const char* what);
+std::vector<Bytes> read_blocks(std::span<const std::byte> blocks, int num_ranks,
+                               std::size_t blob_bytes, const char* what);
 
 }  // namespace xd

@@ -68,7 +68,7 @@ class ProxiesOfProcess {
 Courier::Courier(Links& links, const FrameWords& words)
     : links_(links),
       words_(words),
-      slots_(links.map().frames),
+      frames_(links.map().frames),
       outgoing_(links.map().num_frames()),
       incoming_(links.map().num_frames()) {}
 
@@ -120,7 +120,7 @@ bool Courier::free(std::size_t frame) {
 bool Courier::take_in(int neighbour) {
   bool news = false;
   while (const auto chunk = links_.next(neighbour)) {
-    const std::size_t frame = at(neighbour) * slots_ + chunk->frame;
+    const std::size_t frame = at(neighbour) * frames_ + chunk->frame;
     Incoming& mine = incoming_[frame];
     ++mine.use;
     mine.chunk = chunk;

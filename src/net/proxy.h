@@ -33,8 +33,8 @@ class Courier {
   bool give_back(std::size_t frame);
   bool take_in(int neighbour);
   bool free(std::size_t frame);
-  int neighbour_of(std::size_t frame) const { return static_cast<int>(frame / slots_); }
-  unsigned place_of(std::size_t frame) const { return static_cast<unsigned>(frame % slots_); }
+  int neighbour_of(std::size_t frame) const { return static_cast<int>(frame / frames_); }
+  unsigned place_of(std::size_t frame) const { return static_cast<unsigned>(frame % frames_); }
 
   struct Outgoing {
     std::uint32_t use = 0;
@@ -47,7 +47,7 @@ class Courier {
 
   Links& links_;
   const FrameWords words_;
-  const std::size_t slots_;  // of a neighbour
+  const std::size_t frames_;  // of a neighbour
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
 };

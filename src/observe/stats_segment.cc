@@ -30,7 +30,7 @@ void construct(Counters* counters, const Identity& identity) {
   counters->identity = identity;
 }
 
-// This process's stats_segment. A fork begins one of its own and leaves its parent's alone.
+// This process's stats segment. A fork begins one of its own and leaves its parent's alone.
 class StatsSegment {
  public:
   static StatsSegment& instance() {

@@ -22,7 +22,7 @@
 
 namespace xd::observe {
 
-inline constexpr const char* kStatsName = "crossdock-stats_segment";
+inline constexpr const char* kStatsName = "crossdock-stats";
 
 inline constexpr std::size_t kPlaces = 512;
 
@@ -62,7 +62,7 @@ class Place {
     }
   };
   Counters* counters_;
-  int index_;                                  // on the stats_segment
+  int index_;                                  // on the stats segment
   std::unique_ptr<std::byte[], Free> memory_;  // where it is not there
 };
 

@@ -23,10 +23,11 @@
 // it comes round: a rank enters operation n + 2 only when it has ended n + 1, where it has seen the
 // entries of all peers, and a peer entered n + 1 only after it had read everything of operation n.
 //
-// So operations need their done flags for nothing but their own end. One in which a rank waits for
-// everything that peers store into its memory, as it comes, ends without them on all ranks: then
-// nothing is stored there any more. (But words of records that are equal to what is there: they may
-// land later, in a cell that one rank alone writes. So this memory lives as long as the sequence.)
+// So operations need their done flags for nothing but their own end. Where a rank waits for each
+// word that peers store into its memory, nothing is stored there any more when all have come, and
+// the operation ends without done flags: prepare on CUDA where counts are all that peers store,
+// and products that push their words. (A record may still be stored once more over an equal one, in
+// a cell that one rank alone writes. So this memory lives as long as the sequence.)
 //
 // Operations whose halves are calls of their own take these words in pipelines
 // (turn/host/pipeline.h): a pipeline has more stages, and its done flags are looked at when a stage

@@ -21,9 +21,9 @@ TEST(ChannelCreate, TellsAllRanksOfAMistakeOfOne) {
     ok(xd_mem_grow(rank.comm, 1 << 16));
     std::byte* const memory = symmetric_memory(rank, 4096);
     const int peer = around(rank);
-    const auto create = [&](int to, const void* symmetric, std::size_t bytes, std::uint32_t slots,
-                            xd_channel** made) {
-      return xd_channel_create(rank.comm, to, symmetric, bytes, slots, made);
+    const auto create = [&](int to, const void* symmetric, std::size_t bytes,
+                            std::uint32_t counters, xd_channel** made) {
+      return xd_channel_create(rank.comm, to, symmetric, bytes, counters, made);
     };
     const Create right = [&](xd_channel** made) { return create(peer, memory, 4096, 1, made); };
     const auto expect = [&](const std::string& part, const Create& wrong) {
@@ -35,8 +35,8 @@ TEST(ChannelCreate, TellsAllRanksOfAMistakeOfOne) {
     int elsewhere = 0;
     expect("symmetric", [&](xd_channel** made) { return create(peer, &elsewhere, 4, 1, made); });
     expect("peer = -1", [&](xd_channel** made) { return create(-1, memory, 64, 1, made); });
-    expect("slots = 0", [&](xd_channel** made) { return create(peer, memory, 64, 0, made); });
-    expect("slots = 65537",
+    expect("counters = 0", [&](xd_channel** made) { return create(peer, memory, 64, 0, made); });
+    expect("counters = 65537",
            [&](xd_channel** made) { return create(peer, memory, 64, 65537, made); });
     // Within the segment, and not within one allocation.
     void* freed = symmetric_memory(rank, 4096);
@@ -96,7 +96,7 @@ TEST(ChannelCreate, TakesNoDescriptorsButWithTheFirst) {
     ok(xd_comm_barrier(rank.comm));
     for (int i = 0; i < 20; ++i) {
       xd_channel* made = nullptr;
-      ok(xd_channel_create(comm.get(), around(rank), memory, End::kBytes, End::kSlots, &made));
+      ok(xd_channel_create(comm.get(), around(rank), memory, End::kBytes, End::kCounters, &made));
       ends.push_back({.memory = memory, .channel = Channel(made)});
       if (i % 2 == 0) ends.pop_back();
     }

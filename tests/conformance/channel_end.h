@@ -27,7 +27,7 @@ inline bool has_channels(const Rank& rank) { return !rank.asynchronous(); }
 // Memory of a channel, the lower half for the peer's puts, the upper one for puts from here.
 struct End {
   static constexpr std::size_t kBytes = std::size_t{1} << 18;
-  static constexpr std::uint32_t kSlots = 4;
+  static constexpr std::uint32_t kCounters = 4;
 
   std::byte* memory = nullptr;
   Channel channel;
@@ -50,7 +50,7 @@ inline End make_end(const Rank& rank, int peer) {
   ok(xd_mem_grow(rank.comm, End::kBytes));
   End end{.memory = symmetric_memory(rank, End::kBytes), .channel = {}};
   xd_channel* made = nullptr;
-  ok(xd_channel_create(rank.comm, peer, end.memory, End::kBytes, End::kSlots, &made));
+  ok(xd_channel_create(rank.comm, peer, end.memory, End::kBytes, End::kCounters, &made));
   end.channel.reset(made);
   return end;
 }

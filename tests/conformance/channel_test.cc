@@ -18,11 +18,13 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-// Counts of the channel's first slots that tests wait for.
-void hear(const End& end, std::uint32_t slot, std::uint64_t count = 1) {
-  ok(xd_channel_wait(end.get(), slot, count));
+// Counts of the channel's first counters that tests wait for.
+void hear(const End& end, std::uint32_t counter, std::uint64_t count = 1) {
+  ok(xd_channel_wait(end.get(), counter, count));
 }
-void say(const End& end, std::uint32_t slot) { ok(xd_channel_put(end.get(), 0, nullptr, 0, slot)); }
+void say(const End& end, std::uint32_t counter) {
+  ok(xd_channel_put(end.get(), 0, nullptr, 0, counter));
+}
 
 TEST(Channel, CountsSayThatTheirBytesAreThere) {
   on_every_rank([](Rank& rank) {
@@ -30,18 +32,18 @@ TEST(Channel, CountsSayThatTheirBytesAreThere) {
     const End end = make_end(rank, around(rank));
     constexpr std::size_t kPiece = 16384;
     for (std::uint64_t round = 1; round <= 20; ++round) {
-      for (std::uint32_t slot = 0; slot < End::kSlots; ++slot) {
-        std::byte* const from = end.source() + slot * kPiece;
-        std::memset(from, static_cast<int>(round * End::kSlots + slot), kPiece);
-        ok(xd_channel_put(end.get(), slot * kPiece, from, kPiece, slot));
+      for (std::uint32_t counter = 0; counter < End::kCounters; ++counter) {
+        std::byte* const from = end.source() + counter * kPiece;
+        std::memset(from, static_cast<int>(round * End::kCounters + counter), kPiece);
+        ok(xd_channel_put(end.get(), counter * kPiece, from, kPiece, counter));
       }
       // In another order than they were made.
-      for (std::uint32_t slot = End::kSlots; slot-- > 0;) {
-        ok(xd_channel_wait(end.get(), slot, round));
+      for (std::uint32_t counter = End::kCounters; counter-- > 0;) {
+        ok(xd_channel_wait(end.get(), counter, round));
         for (std::size_t i = 0; i < kPiece; i += kPiece - 1) {
-          EXPECT_EQ(end.memory[slot * kPiece + i],
-                    static_cast<std::byte>(round * End::kSlots + slot))
-              << "round " << round << ", slot " << slot;
+          EXPECT_EQ(end.memory[counter * kPiece + i],
+                    static_cast<std::byte>(round * End::kCounters + counter))
+              << "round " << round << ", counter " << counter;
         }
       }
       ok(xd_channel_flush(end.get()));
@@ -87,7 +89,7 @@ TEST(Channel, AWaitEndsInTimeAndTheChannelGoesOn) {
     const End end = make_end(quick, around(quick));
     expect_error(xd_channel_wait(end.get(), 0, 1), XD_ERROR_TIMEOUT,
                  "waited 3000 ms for rank " + std::to_string(around(rank)) +
-                     " to put: count 1 of slot 0 here");
+                     " to put: count 1 of counter 0 here");
     ok(xd_comm_barrier(rank.comm));
     ok(xd_channel_put(end.get(), 0, end.source(), 8, 0));
     ok(xd_channel_wait(end.get(), 0, 1));
@@ -101,15 +103,15 @@ TEST(Channel, WhatDoesNotFitIsRefused) {
     if (!has_channels(rank)) return;
     const End end = make_end(rank, around(rank));
     xd_channel* const c = end.get();
-    expect_error(xd_channel_put(c, 0, end.source(), 8, End::kSlots), XD_ERROR_INVALID_ARGUMENT,
-                 "slot = 4, expected less than 4");
+    expect_error(xd_channel_put(c, 0, end.source(), 8, End::kCounters), XD_ERROR_INVALID_ARGUMENT,
+                 "counter = 4, expected less than 4");
     expect_error(xd_channel_put(c, End::kBytes - 7, end.source(), 8, 0), XD_ERROR_INVALID_ARGUMENT,
                  "to = " + std::to_string(End::kBytes - 7));
     expect_error(xd_channel_put(c, SIZE_MAX, end.source(), 8, 0), XD_ERROR_INVALID_ARGUMENT, "to");
     int elsewhere = 0;
     expect_error(xd_channel_put(c, 0, &elsewhere, sizeof(elsewhere), 0), XD_ERROR_INVALID_ARGUMENT,
                  "from");
-    expect_error(xd_channel_wait(c, End::kSlots, 1), XD_ERROR_INVALID_ARGUMENT, "slot = 4");
+    expect_error(xd_channel_wait(c, End::kCounters, 1), XD_ERROR_INVALID_ARGUMENT, "counter = 4");
     expect_error(xd_channel_put(nullptr, 0, nullptr, 0, 0), XD_ERROR_INVALID_ARGUMENT, "channel");
     ok(xd_channel_destroy(nullptr));
     ok(xd_comm_barrier(rank.comm));
@@ -127,9 +129,9 @@ bool comes(Got&& got) {
   return true;
 }
 
-bool has_reached(const End& end, std::uint32_t slot, std::uint64_t count) {
+bool has_reached(const End& end, std::uint32_t counter, std::uint64_t count) {
   std::int32_t reached = -1;
-  ok(xd_channel_test(end.get(), slot, count, &reached));
+  ok(xd_channel_test(end.get(), counter, count, &reached));
   EXPECT_TRUE(reached == 0 || reached == 1) << reached;
   return reached == 1;
 }
@@ -152,8 +154,8 @@ TEST(Channel, AskingTellsWhetherACountIsReachedAndNeverWaits) {
     ok(xd_channel_flush(end.get()));
     ok(xd_comm_barrier(rank.comm));
     std::int32_t reached = 0;
-    expect_error(xd_channel_test(end.get(), End::kSlots, 1, &reached), XD_ERROR_INVALID_ARGUMENT,
-                 "slot = 4");
+    expect_error(xd_channel_test(end.get(), End::kCounters, 1, &reached), XD_ERROR_INVALID_ARGUMENT,
+                 "counter = 4");
     expect_error(xd_channel_test(end.get(), 0, 1, nullptr), XD_ERROR_INVALID_ARGUMENT, "reached");
   });
 }

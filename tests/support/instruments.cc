@@ -25,11 +25,12 @@ std::string folder_of_instruments() {
 }  // namespace
 
 void take_instruments(char** arguments) {
-  if (std::getenv("XD_NET_TEST") == nullptr) return;
+  const char* const wish = std::getenv("XD_NET_TEST");
+  if (wish == nullptr || *wish == '\0') return;
   if (::dlsym(RTLD_DEFAULT, "xd_test_instruments") != nullptr) return;
   const char* const set = std::getenv("LD_LIBRARY_PATH");
   const std::string folder = folder_of_instruments(), others = set != nullptr ? set : "";
-  if (others.starts_with(folder))
+  if (others.substr(0, others.find(':')) == folder)
     throw std::runtime_error("XD_NET_TEST is set, and " + folder + " has no library of the tests");
   const std::string path = others.empty() ? folder : folder + ":" + others;
   ::setenv("LD_LIBRARY_PATH", path.c_str(), 1);

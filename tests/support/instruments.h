@@ -1,5 +1,5 @@
 // Programs of tests run on the library that people use, and on the tests' own library
-// (net/engines/instruments.cc) where XD_NET_TEST asks for a network of tests.
+// (net/engines/network.cc) where XD_NET_TEST asks for a network of tests.
 #pragma once
 
 namespace xd::test {

@@ -45,8 +45,10 @@ inline std::size_t shared_bytes() {
   std::ifstream maps("/proc/self/maps");
   std::map<std::string, std::size_t> segments;  // by inode
   for (std::string line; std::getline(maps, line);) {
-    // The board of numbers is sparse: a page for the process, and a page or three for each group.
-    if (line.find("/memfd:") == std::string::npos || line.find("-board") != line.npos) continue;
+    // The segment of counters is sparse: a page for the process, and a page or three for each
+    // group.
+    if (line.find("/memfd:") == std::string::npos || line.find("crossdock-stats") != line.npos)
+      continue;
     std::istringstream fields(line);
     std::string range, permissions, offset, device, inode;
     fields >> range >> permissions >> offset >> device >> inode;

@@ -12,6 +12,7 @@
 #include "cuda/device.h"
 #include "cuda/memory.h"
 #include "cuda/stream.h"
+#include "turn/disagreement.h"
 #include "unit/comms.h"
 #include "unit/toy_kernel.h"
 

@@ -59,7 +59,7 @@ TEST(ExpertMap, FollowsEveryList) {
   }
 }
 
-// The rank of a physical expert comes from a product; quotients change at multiples.
+// The rank of a physical number comes from a product; quotients change at multiples.
 TEST(ExpertMap, FindsTheRankOfEverySeatWhereRanksHoldAsMany) {
   for (int each = 1; each <= kMaxExperts; ++each) {
     const ExpertMap map = ExpertTables::even(each, 1).map();

@@ -8,6 +8,7 @@
 #include "gemm/calls.h"
 #include "gemm/config.h"
 #include "gemm/family.h"
+#include "turn/disagreement.h"
 #include "unit/errors.h"
 
 namespace xd::gemm {

@@ -8,6 +8,7 @@
 
 #include "ep/bulk/family.h"
 #include "ep/slots/family.h"
+#include "turn/disagreement.h"
 #include "turn/peer_address.h"
 
 namespace xd::ep {

@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 
-WORDS = ["chaos", "damage=", "in_?process_?(engine|room)", "XD_NET_TEST", "xd_test_"]
+WORDS = ["chaos", "damage=", "in_?process_?(engine|region)", "XD_NET_TEST", "xd_test_"]
 OF_SOURCES = [*WORDS, "damaged_in", "mutant", "wrong_?links"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

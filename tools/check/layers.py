@@ -3,13 +3,13 @@
 
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
-arrow stands for an include. A folder that is not drawn belongs to the room around it. No files
-include one another in a circle, and no three of a folder share the first word of their names, which
-would be a folder's name. Public headers stand on DLPack and two C headers, those of compat/
-also on C++'s; the Python extension, examples and the tests of the C API stand on the public headers
-alone, but for base/ in tests of faults, which hold descriptors and processes. The Python packages
-stand one on another as PYTHON_LEVELS lists them, and no files of theirs import one another in a
-circle, also not in functions or for types alone.
+arrow stands for an include. Headers of other libraries have their folders. A folder that is not
+drawn belongs to the room around it. No files include one another in a circle, and no three of a
+folder share the first word of their names, which would be a folder's name. Public headers stand on
+DLPack and two C headers, those of compat/ also on C++'s; the Python extension, examples and the
+tests of the C API stand on the public headers alone, but for base/ in tests of faults, which hold
+descriptors and processes. The Python packages stand one on another as PYTHON_LEVELS lists them, and
+no files of theirs import one another in a circle, also not in functions or for types alone.
 """
 
 import ast
@@ -20,6 +20,13 @@ import sys
 DRAWING = "docs/internals/architecture.md"
 SOURCES = {".h", ".c", ".cc", ".cu", ".cuh"}
 PUBLIC_SYSTEM = {"stddef.h", "stdint.h", "dlpack/dlpack.h"}
+# Headers of other libraries, and the folders of src/ that may include them.
+FOREIGN = {
+    r"rdma/": r"net/fabric",
+    r"cuda|cublas|nccl": r"cuda|.*/cuda|.*/cuda/.*|gemm/cublasmp",
+    r"nvtx3/": r"observe",
+    r"hwy/": r"base|.*/cpu",
+}
 COMPAT_ALSO = r"[a-z]+|transformer_engine/\w+\.h"  # headers of C++, and forwarders to one another
 API_ONLY = [
     "python",
@@ -119,6 +126,10 @@ def source_problems(root):
         elif bracket == '"' and own != other and other not in below[own]:
             yield file, name, f"in {DRAWING} no arrow leads from {own} to {other}"
         unused.discard((own, other))
+        folder = "/".join(file.parts[1:-1])
+        for header, folders in FOREIGN.items():
+            if bracket == "<" and re.match(header, name) and not re.fullmatch(folders, folder):
+                yield file, name, f"the folder does not match {folders}"
     for file, name in circles(includes_of):
         yield f"src/{file}", name, "it includes this file again, over others or itself"
     for folder, prefix, names in prefixes(root):

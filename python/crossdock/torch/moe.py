@@ -177,7 +177,7 @@ class MoELayer(nn.Module):
         base = int(torch.randint(2**62, (), device="cpu"))
         if isinstance(self.experts, GroupedExperts):
             self.experts.draw(base + self.first_expert)
-        # Experts do not draw from torch's generator, which moves on equally remote on every rank,
+        # Experts do not draw from torch's generator, which moves on equally far on every rank,
         # by one draw.
         generator = torch.Generator("cpu").manual_seed(base + self.num_experts)
         if isinstance(self.router, Router):

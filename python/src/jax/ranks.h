@@ -36,7 +36,8 @@ class Ranks {
     xd_comm* comm = nullptr;
   };
 
-  // Joins the communicators of all rank_infos at once. Collective, blocking. Throws Problem.
+  // Joins the communicators of all ranks of this process at once. Collective, blocking. Throws
+  // Problem.
   Ranks(DLDeviceType device_type, const std::vector<RankInfo>& rank_infos, int timeout_ms);
   ~Ranks();
   Ranks(const Ranks&) = delete;

@@ -53,7 +53,7 @@ struct DeviceKind {
   // Bytes of that memory which every rank gives for its error board; 0 = there is no DeviceSide.
   std::size_t board_bytes = 0;
   // `boards`: the error boards of all ranks, in shared memory of their devices.
-  std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankInfo& seat,
+  std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankInfo& info,
                                            std::vector<std::shared_ptr<Segment>> boards) = nullptr;
 };
 

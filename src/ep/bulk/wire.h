@@ -152,7 +152,7 @@ struct GroupMap {
 
   static std::uint64_t cells_of(const Config& config) {
     return static_cast<std::uint64_t>(config.max_tokens) *
-           static_cast<std::uint64_t>(config.max_slots_per_token());
+           static_cast<std::uint64_t>(config.most_cells_per_token());
   }
 
   // `config` is that of the rank whose memory this is. Areas that turns and kernels find in a

@@ -58,7 +58,7 @@ struct CommonConfig {
   int num_sms = 0;            // multiprocessors; 0 = chosen by the library
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
-  int max_slots_per_token() const { return std::min(max_topk, ranks); }
+  int most_cells_per_token() const { return std::min(max_topk, ranks); }
   const ExpertMap& map() const { return expert_tables.map(); }
   // Of any rank. Sizes that ranks must agree about follow from it.
   int most_local_experts() const { return expert_tables.most_local_experts(); }

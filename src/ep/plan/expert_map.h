@@ -1,11 +1,11 @@
 // Which rank holds which experts. The caller says so expert by expert (expert_ranks), or says
 // nothing: then every rank holds E / W experts, in order.
 //
-// Inside, experts go by their physical experts: numbers that count the experts of rank 0 first, by
+// Inside, an expert goes by its physical number, which counts the experts of rank 0 first, by
 // ascending expert, then those of rank 1, and so on. So the experts of a rank have the physical
-// experts first(rank) to first(rank + 1) - 1, whoever holds which, and a local expert is its
-// physical expert less first(rank). Where the caller says nothing, an expert's physical expert is
-// its own number.
+// numbers first(rank) to first(rank + 1) - 1, whoever holds which, and a local expert is its
+// physical number less first(rank). Where the caller says nothing, an expert's physical number is
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +19,15 @@ struct ExpertMap {
   int experts = 0, ranks = 1;
   int each = 0;                    // experts of every rank, in order; 0 = see the tables
   std::uint64_t each_inverse = 0;  // 2^32 / each, rounded up
-  const std::uint32_t* physical_experts = nullptr;  // [E] physical expert of each expert
-  const std::uint32_t* physical_ranks = nullptr;    // [E+1] rank of each physical expert, and W
-  const std::uint32_t* firsts = nullptr;  // [W+1] first physical expert of each rank, and E
+  const std::uint32_t* physical_experts = nullptr;  // [E] physical number of each expert
+  const std::uint32_t* physical_ranks = nullptr;    // [E+1] rank of each physical number, and W
+  const std::uint32_t* firsts = nullptr;  // [W+1] first physical number of each rank, and E
 
   constexpr bool has_tables() const { return each == 0; }
   constexpr int physical_expert_of(int expert) const {
     return each > 0 ? expert : static_cast<int>(physical_experts[expert]);
   }
-  // For physical experts up to E, where it is W.
+  // For physical numbers up to E, where it is W.
   constexpr int rank_at(int physical_expert) const {
     // A division by a product, which takes a device a tenth of the time; exact while physical
     // expert * each is below 2^32.

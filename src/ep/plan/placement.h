@@ -19,7 +19,7 @@ constexpr Rows kept_rows(Rows first, std::type_identity_t<Rows> count,
   return first >= limit ? 0 : count < limit - first ? count : limit - first;
 }
 
-// The counts of one rank's batch, as 32-bit values: choices per expert, by physical expert [E]
+// The counts of one rank's batch, as 32-bit values: choices per expert, by physical number [E]
 // (ExpertMap), rows per destination if each token is sent there once [W], tokens [1], bad ids [1].
 struct CountLayout {
   int experts, ranks;
@@ -63,7 +63,7 @@ struct Placement {
   std::int64_t recv_rows = 0;        // min(total, capacity)
   std::int64_t dropped_rows = 0;
 
-  // The send side of this rank: the first row for its tokens, by physical expert [E] or by
+  // The send side of this rank: the first row for its tokens, by physical number [E] or by
   // destination [W].
   std::vector<std::int64_t> first_row;
 

@@ -12,12 +12,12 @@
 
 namespace xd::ep {
 
-// S.
+// S, the slots of each expert: one for every token that all ranks may have.
 inline std::int64_t slots_per_expert(const LlConfig& config) {
   return std::int64_t{config.ranks} * config.max_tokens;
 }
 
-// The rank of the expert at a physical expert (ep/plan/expert_map.h), and its number among that
+// The rank of the expert with a physical number (ep/plan/expert_map.h), and its number among that
 // rank's.
 struct ExpertPlace {
   int rank, local;
@@ -36,7 +36,7 @@ constexpr std::int32_t row_of_slot(int local_expert, std::int64_t slot, std::int
 // ranks are masked every rank has a place, so that a masked rank that wakes up writes into no other
 // one's; else the ranks that hold rows of the token have places by ascending rank.
 inline int partial_places(const LlConfig& config) {
-  return config.masks_lost_peers ? config.ranks : config.max_slots_per_token();
+  return config.masks_lost_peers ? config.ranks : config.most_cells_per_token();
 }
 // The place of a rank's partial sum of a token whose rows lie on the ranks `home`.
 inline int partial_place(int rank, const RankBits& home, const LlConfig& config) {

@@ -21,6 +21,7 @@
 #include "gemm/cuda/transfer.h"
 #include "gemm/cuda/tuning.h"
 #include "gemm/executors.h"
+#include "turn/disagreement.h"
 
 namespace xd::gemm::cuda {
 namespace {

@@ -27,7 +27,7 @@ namespace xd::gemm::cuda {
 class SideStream {
  public:
   explicit SideStream(int device) : device_(device), ended_(device) { stream_ = another(); }
-  // A stream that is still part of a capture is nobody else's.
+  // A stream that is still part of a capture does not go back to the pool.
   ~SideStream() {
     xd::cuda::try_on_device(device_, [this] {
       for (xd::cuda::Stream& stream : all_) {
@@ -72,12 +72,15 @@ class SideStream {
   void follow_end(cudaStream_t stream) const {
     if (marked_) wait(ended_.get(), stream);
   }
-  // Waits until the marked end has come and this stream has nothing to do; false if that is not so
+  // Waits until the marked end has come and its streams have nothing to do; false if that is not so
   // by the deadline. Graphs that run are not seen. It needs nothing that it may not get.
   bool comes_to_rest(const Deadline& deadline) const noexcept {
-    // While the stream is captured, nothing else is enqueued there.
-    const bool captured = xd::cuda::is_captured(stream_);
-    if (!captured && !is_ready([this] { return cudaStreamQuery(stream_); }, deadline)) return false;
+    for (const xd::cuda::Stream& one : all_) {
+      // While a stream is captured, nothing else is enqueued there.
+      const cudaStream_t stream = one.get();
+      if (xd::cuda::is_captured(stream)) continue;
+      if (!is_ready([stream] { return cudaStreamQuery(stream); }, deadline)) return false;
+    }
     return !marked_ || has_come(ended_.get(), deadline);
   }
   // False if an event has not come by the deadline.

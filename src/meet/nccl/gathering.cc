@@ -23,36 +23,36 @@ namespace {
 // until its deadline and goes; the thread stays until NCCL lets it go (ncclCommAbort).
 class Gathering {
  public:
-  Gathering(const NcclLibrary& nccl, NcclComm comm, const NcclRank& seat, Bytes slot)
-      : nccl_(nccl), comm_(comm), seat_(seat), slot_(std::move(slot)) {}
+  Gathering(const NcclLibrary& nccl, NcclComm comm, const NcclRank& self, Bytes block)
+      : nccl_(nccl), comm_(comm), self_(self), block_(std::move(block)) {}
 
   void run() noexcept {
-    Bytes slots;
+    Bytes blocks;
     std::optional<Error> failure;
     try {
-      slots = gather();
+      blocks = gather();
     } catch (const Error& error) {
       failure = error;
     } catch (const std::exception&) {
       failure = Error(XD_ERROR_OUT_OF_MEMORY, std::string());
     }
     const std::lock_guard lock(patience_.mutex);
-    slots_ = std::move(slots);
+    blocks_ = std::move(blocks);
     failure_ = std::move(failure);
     ended_ = true;
     changed_.notify_all();
   }
 
-  // Returns the slots of all ranks.
+  // Returns the blocks of all ranks.
   Bytes wait(const Deadline& deadline) {
     std::unique_lock lock(patience_.mutex);
     if (!changed_.wait_until(lock, deadline.when(), [this] { return ended_; })) {
       patience_.given_up = true;
-      fail(XD_ERROR_TIMEOUT, "ncclAllGather of rank ", seat_.rank, " of ", seat_.num_ranks,
+      fail(XD_ERROR_TIMEOUT, "ncclAllGather of rank ", self_.rank, " of ", self_.num_ranks,
            " did not end in time: some rank of config.nccl_comm has not come");
     }
     if (failure_) throw *failure_;
-    return std::move(slots_);
+    return std::move(blocks_);
   }
 
  private:
@@ -66,21 +66,21 @@ class Gathering {
   };
 
   Bytes gather() {
-    const cuda::DeviceGuard guard(seat_.device);
+    const cuda::DeviceGuard guard(self_.device);
     auto memory =
-        std::make_unique<Memory>(seat_.device, slot_.size(), slot_.size() * at(seat_.num_ranks));
-    std::memcpy(memory->sent.data(), slot_.data(), slot_.size());
+        std::make_unique<Memory>(self_.device, block_.size(), block_.size() * at(self_.num_ranks));
+    std::memcpy(memory->sent.data(), block_.data(), block_.size());
     // Until the kernel is known to have ended, the memory belongs to the kernel, even if this
     // function throws.
     Memory& used = *memory.release();
-    const int result = nccl_.all_gather(used.sent.data(), used.received.data(), slot_.size(),
+    const int result = nccl_.all_gather(used.sent.data(), used.received.data(), block_.size(),
                                         NcclLibrary::kInt8, comm_, used.stream.get());
     if (result != NcclLibrary::kInProgress) nccl_.check(result, "ncclAllGather");
     const auto landed = [&] { return idle(used.stream); };
     if (!wait_for_nccl(nccl_, comm_, landed, patience_)) return {};
     memory.reset(&used);
     const std::byte* const all = memory->received.data();
-    return {all, all + slot_.size() * at(seat_.num_ranks)};
+    return {all, all + block_.size() * at(self_.num_ranks)};
   }
 
   static bool idle(const cuda::Stream& stream) {
@@ -97,32 +97,32 @@ class Gathering {
 
   const NcclLibrary nccl_;
   const NcclComm comm_;
-  const NcclRank seat_;
-  const Bytes slot_;
+  const NcclRank self_;
+  const Bytes block_;
   NcclPatience patience_;  // its mutex guards all members below
   std::condition_variable changed_;
   bool ended_ = false;
-  Bytes slots_;
+  Bytes blocks_;
   std::optional<Error> failure_;
 };
 
 class NcclBootstrap final : public Bootstrap {
  public:
-  NcclBootstrap(const NcclLibrary& nccl, NcclComm comm, const NcclRank& seat)
-      : Bootstrap(seat.rank, seat.num_ranks), nccl_(nccl), comm_(comm), seat_(seat) {}
+  NcclBootstrap(const NcclLibrary& nccl, NcclComm comm, const NcclRank& self)
+      : Bootstrap(self.rank, self.num_ranks), nccl_(nccl), comm_(comm), self_(self) {}
 
   std::vector<Bytes> all_gather(const MakeBlob& make, const Deadline& deadline) override {
     const Bytes blob = make(nullptr);
-    const auto gathering = std::make_shared<Gathering>(nccl_, comm_, seat_, make_slot(blob));
+    const auto gathering = std::make_shared<Gathering>(nccl_, comm_, self_, make_block(blob));
     start_thread("xd-nccl", [gathering] { gathering->run(); }).detach();
-    return read_slots(gathering->wait(deadline), num_ranks(), blob.size(), "ncclAllGather");
+    return read_blocks(gathering->wait(deadline), num_ranks(), blob.size(), "ncclAllGather");
   }
   bool can_repeat() const override { return true; }
 
  private:
   const NcclLibrary nccl_;
   const NcclComm comm_;
-  const NcclRank seat_;
+  const NcclRank self_;
 };
 
 }  // namespace
@@ -130,9 +130,9 @@ class NcclBootstrap final : public Bootstrap {
 std::unique_ptr<Bootstrap> bootstrap_by_nccl(const xd_comm_config& config) {
   cuda::driver();  // throws with what is missing
   const NcclLibrary nccl = find_nccl();
-  const NcclRank seat = read_nccl_rank(nccl, config);
-  if (seat.num_ranks == 1) return make_lone_bootstrap();
-  return std::make_unique<NcclBootstrap>(nccl, config.nccl_comm, seat);
+  const NcclRank self = read_nccl_rank(nccl, config);
+  if (self.num_ranks == 1) return make_lone_bootstrap();
+  return std::make_unique<NcclBootstrap>(nccl, config.nccl_comm, self);
 }
 
 }  // namespace xd

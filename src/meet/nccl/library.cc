@@ -54,20 +54,20 @@ NcclLibrary find_nccl(const char* name) {
 }
 
 NcclRank read_nccl_rank(const NcclLibrary& nccl, const xd_comm_config& config) {
-  NcclRank seat;
-  nccl.check(nccl.comm_count(config.nccl_comm, &seat.num_ranks), "ncclCommCount");
-  nccl.check(nccl.comm_user_rank(config.nccl_comm, &seat.rank), "ncclCommUserRank");
-  nccl.check(nccl.comm_cu_device(config.nccl_comm, &seat.device), "ncclCommCuDevice");
-  XD_REQUIRE(seat.num_ranks >= 1 && seat.num_ranks <= kMaxRanks, "config.nccl_comm has ",
-             seat.num_ranks, " ranks, expected 1 to ", kMaxRanks);
-  XD_REQUIRE(seat.rank >= 0 && seat.rank < seat.num_ranks, "config.nccl_comm is rank ", seat.rank,
-             " of ", seat.num_ranks);
-  XD_REQUIRE(config.num_ranks == 0 || config.num_ranks == seat.num_ranks,
-             "config.num_ranks = ", config.num_ranks, ", expected 0 or the ", seat.num_ranks,
+  NcclRank self;
+  nccl.check(nccl.comm_count(config.nccl_comm, &self.num_ranks), "ncclCommCount");
+  nccl.check(nccl.comm_user_rank(config.nccl_comm, &self.rank), "ncclCommUserRank");
+  nccl.check(nccl.comm_cu_device(config.nccl_comm, &self.device), "ncclCommCuDevice");
+  XD_REQUIRE(self.num_ranks >= 1 && self.num_ranks <= kMaxRanks, "config.nccl_comm has ",
+             self.num_ranks, " ranks, expected 1 to ", kMaxRanks);
+  XD_REQUIRE(self.rank >= 0 && self.rank < self.num_ranks, "config.nccl_comm is rank ", self.rank,
+             " of ", self.num_ranks);
+  XD_REQUIRE(config.num_ranks == 0 || config.num_ranks == self.num_ranks,
+             "config.num_ranks = ", config.num_ranks, ", expected 0 or the ", self.num_ranks,
              " of config.nccl_comm");
-  XD_REQUIRE(config.num_ranks == 0 || config.rank == seat.rank, "config.rank = ", config.rank,
-             ", expected ", seat.rank, " as in config.nccl_comm");
-  return seat;
+  XD_REQUIRE(config.num_ranks == 0 || config.rank == self.rank, "config.rank = ", config.rank,
+             ", expected ", self.rank, " as in config.nccl_comm");
+  return self;
 }
 
 bool wait_for_nccl(const NcclLibrary& nccl, NcclComm comm, const std::function<bool()>& landed,

@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "turn/disagreement.h"
 #include "turn/host/calls.h"
 #include "turn/host/turn.h"
 

@@ -43,7 +43,7 @@ class End {
     const std::lock_guard lock(mutex_);
     if (gone_) return "its engine has been closed";
     const auto region = regions_.find(put.to.key);
-    if (region == regions_.end()) return "it has no room with this key";
+    if (region == regions_.end()) return "it has no region with this key";
     if (put.to_offset > region->second.size() || put.bytes > region->second.size() - put.to_offset)
       return "the put reaches beyond the region";
     if (put.bytes > 0) {

@@ -48,6 +48,6 @@ def test_words_are_held_against_the_pages_and_the_tree():
         "defines *remote*, which docs/internals/words.md lacks"
     ]
     assert wrong(tree="ranks nearby, linear") == [] and len(wrong(tree="linear")) == 1
-    assert "by the alphabet" in wrong(PAGE + "| remote | there | remote |\n", tree="near remote")[0]
+    assert "by the alphabet" in wrong(PAGE + "| half | a phase | phase |\n", tree="near half")[0]
     assert "by the alphabet" in wrong(PAGE + "| near | here | local |\n")[0]
     assert "1 rows are not" in wrong(PAGE + "| Zone | rows | group |\n")[0]

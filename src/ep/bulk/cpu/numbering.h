@@ -13,10 +13,10 @@ namespace xd::ep::cpu {
 
 // Working memory, allocated with the group.
 struct NumberingMemory {
-  std::vector<std::int64_t> next_row;  // by physical expert [E] or by destination [W]
+  std::vector<std::int64_t> next_row;  // by physical number [E] or by destination [W]
   std::vector<std::int64_t> row_of;    // [W] the current token's first row; -1 = none
   std::vector<std::uint32_t*> lists;   // [W] this rank's list there; null = that rank keeps none
-  std::vector<std::uint32_t> kept;     // [E] by physical expert
+  std::vector<std::uint32_t> kept;     // [E] by physical number
 
   template <class Visit>
   void for_each_vector(const Config& config, Visit&& visit) {
@@ -50,7 +50,7 @@ class Numbering {
   // Numbers all choices: one code for each.
   void number(const Choices& choices, std::uint32_t* codes);
 
-  // The choices of each expert, by physical expert [E], that have got a row within the capacity of
+  // The choices of each expert, by physical number [E], that have got a row within the capacity of
   // its rank.
   std::span<const std::uint32_t> kept() const { return memory_.kept; }
 

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "ep/bulk/family.h"
+#include "turn/disagreement.h"
 
 namespace xd::ep::cuda {
 

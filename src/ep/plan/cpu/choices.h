@@ -17,7 +17,7 @@ struct Choices {
   static constexpr std::uint32_t kNone = 0xFFFFFFFF;
 
   std::span<const std::uint32_t>
-      experts;  // [T][K] physical expert of each choice; kNone = does not count
+      experts;  // [T][K] physical number of each choice; kNone = does not count
   std::span<const std::uint32_t> counts;  // this rank's counts, for the others (CountLayout)
   int topk = 1;
 };
@@ -26,7 +26,7 @@ struct Choices {
 struct ChoicesMemory {
   std::vector<std::uint32_t> experts;  // [T][K] physical experts
   std::vector<std::uint32_t> counts;   // CountLayout
-  std::vector<std::uint32_t> seen;  // [E + W] the token that last named a physical expert or a rank
+  std::vector<std::uint32_t> seen;  // [E + W] the token that last named a physical number or a rank
 
   template <class Visit>
   void for_each_vector(const CommonConfig& config, Visit&& visit) {

@@ -4,6 +4,9 @@
 //            rows; then the sum of the rows that this rank holds of each token, to its source
 //   receive  for each token: the sum of its ranks' sums
 //
+// The receive half waits for the records of all ranks; then for the word `landed` of each near rank
+// that holds rows of this rank's tokens, and for the message of each remote one.
+//
 // Remote ranks get a message with the sums, or one with the weights and another with the sums.
 //
 // A rank tells its peers of the operation, and sends its weights, before it waits for theirs.

@@ -9,6 +9,7 @@
 #include "ep/slots/cpu/memory.h"
 #include "ep/slots/record.h"
 #include "observe/subject.h"
+#include "turn/disagreement.h"
 #include "turn/host/pipeline.h"
 
 namespace xd::ep::cpu {

@@ -5,7 +5,7 @@
 //   starts[pipeline][]    the last block  the others: the ranks that the launch leaves out from its
 //                                         beginning, when all others have freed their place for it
 //   sources[pipeline][s]  the last block  the others: whether the operation goes without the
-//                                         source, or else its T
+//                                         source, or else how many tokens it has sent
 //   verdict[pipeline]     the last block  the others
 //
 // Masks, clocks, and the records of a rank that has masked this one, change while a launch runs. So

@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "ep/slots/family.h"
+#include "turn/disagreement.h"
 
 namespace xd::ep::cuda {
 namespace {

@@ -1,10 +1,10 @@
 // One launch of an operation of low latency: what it does, whom it waits for, and what it reports.
 //
 // The numbers of its operations and the credits come first (begin). A rank's record says what its
-// send half is; it comes beside the rank's words, and receive halves judge: nothing waits for a
-// record before words leave. All blocks of a launch see the same counts and the same records, so
-// all come to the same verdict; where ranks may be left out, one block decides for all
-// (slots/cuda/agree.cuh).
+// send half is. A send half stores its record and its words without waiting for those of peers;
+// the receive half compares the records of all ranks. All blocks of a launch see the same counts
+// and the same records, so all come to the same verdict; where ranks may be left out, one block
+// decides for all (slots/cuda/agree.cuh).
 //
 // An operation that a rank takes without delivering it, since its own call has failed or records
 // differ, waits for no rows: their words stay where they lie (slots/cuda/left.cuh).

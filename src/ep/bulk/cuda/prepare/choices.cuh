@@ -20,7 +20,7 @@ struct Pick {
   int token;       // token of this rank
   int first_lane;  // the token's first lane
   int physical_expert,
-      rank;  // the expert's physical expert (ExpertMap) and its rank; valid for good choices
+      rank;  // the expert's physical number (ExpertMap) and rank; valid for good choices
 };
 
 class Choices {

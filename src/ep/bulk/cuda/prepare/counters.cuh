@@ -11,7 +11,7 @@
 // adds to its own row of columns alone; only open() writes other warps' rows, between barriers of
 // the block. It looks at no flag: the caller raises the grid barriers.
 //
-// C columns: one for each expert, by physical expert (ExpertMap), its choices; then one for each
+// C columns: one for each expert, by physical number (ExpertMap), its choices; then one for each
 // rank, the tokens that go there; then one for each rank, the choices.
 #pragma once
 

@@ -75,7 +75,7 @@ class Numbering {
   const Counters& counters_;
   const Exchange& exchange_;
   const Zones& zones_;
-  std::uint32_t* surviving_;  // [E] by physical expert: choices of this rank, RANK_MAJOR with drops
+  std::uint32_t* surviving_;  // [E] by physical number: choices of this rank, RANK_MAJOR with drops
   std::uint32_t* codes_;      // [T][K]
 };
 

@@ -84,7 +84,7 @@ class Zones {
   const Counters& counters_;
   const Exchange& exchange_;
   Shared& s_;
-  std::uint32_t* first_row_;  // [E] by physical expert
+  std::uint32_t* first_row_;  // [E] by physical number
 };
 
 __device__ inline void Zones::place() const {

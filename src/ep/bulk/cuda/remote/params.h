@@ -69,8 +69,8 @@ struct RemoteDevice {
   int num_neighbours, num_sources, num_machines, num_near;
   std::int32_t rank_of[kMaxDeviceRanks];     // by neighbour
   std::int32_t sources[kMaxDeviceRanks];     // neighbours
-  std::int32_t relays[kMaxRemoteMachines];   // neighbours, by far machine, ascending
-  std::int32_t host_of[kMaxRemoteMachines];  // by far machine
+  std::int32_t relays[kMaxRemoteMachines];   // neighbours, by remote machine, ascending
+  std::int32_t host_of[kMaxRemoteMachines];  // by remote machine
   std::int32_t machine_of[kMaxDeviceRanks];  // by rank: its remote machine, or kNear
   std::int32_t near[kMaxDeviceRanks];        // ranks
   int machines_before;                       // remote machines whose hosts come before this one

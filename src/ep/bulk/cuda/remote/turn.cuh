@@ -42,9 +42,9 @@ class RemoteTurn {
 
   // ---- Single threads ----
 
-  // True if the next chunk of a lane, which is here, is the one that is expected.
-  __device__ bool is_in_step(int neighbour, Direction lane, RemoteKind kind) const {
-    const RemoteHeader& header = *directions_.next_in(neighbour, lane);
+  // True if the next chunk of a direction, which is here, is the one that is expected.
+  __device__ bool is_in_step(int neighbour, Direction direction, RemoteKind kind) const {
+    const RemoteHeader& header = *directions_.next_in(neighbour, direction);
     return header.epoch == turn_.epoch() && header.kind == kind &&
            header.source == remote_.rank_of[neighbour];
   }
@@ -252,10 +252,11 @@ __device__ inline bool RemoteTurn::rest() const {
 #pragma unroll 1
   for (int i = thread_in_block(); i < count && good; i += threads_per_block()) {
     const int neighbour = i / kDirections;
-    const auto lane = static_cast<Direction>(i % kDirections);
+    const auto direction = static_cast<Direction>(i % kDirections);
     good = device::wait_until(
         turn_.group().comm, site, remote_.rank_of[neighbour],
-        [=, this] { return directions_.all_read(neighbour, lane); }, [=] { return epoch - 1; });
+        [=, this] { return directions_.all_read(neighbour, direction); },
+        [=] { return epoch - 1; });
   }
   return !turn_.any_failed(!good);
 }

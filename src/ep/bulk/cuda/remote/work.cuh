@@ -100,7 +100,7 @@ class RemoteWork {
   __device__ void clear();
   __device__ bool do_all();
   __device__ bool find_job();
-  __device__ bool found(int job, int which, int neighbour, Direction lane, RemoteKind kind);
+  __device__ bool found(int job, int which, int neighbour, Direction direction, RemoteKind kind);
   __device__ int first_awaited() const;
   __device__ void send(int machine);
   __device__ void take(int source);
@@ -144,12 +144,12 @@ __device__ inline bool RemoteWork<Derived>::do_all() {
 // Thread 0: a chunk that is here is a job, if it is the one that is expected, and as long as its
 // items are.
 template <class Derived>
-__device__ inline bool RemoteWork<Derived>::found(int job, int which, int neighbour, Direction lane,
-                                                  RemoteKind kind) {
-  const std::uint64_t items = directions().next_in(neighbour, lane)->items;
+__device__ inline bool RemoteWork<Derived>::found(int job, int which, int neighbour,
+                                                  Direction direction, RemoteKind kind) {
+  const std::uint64_t items = directions().next_in(neighbour, direction)->items;
   const std::uint64_t each = self().bytes_of_item(kind);
-  const bool good = remote_turn_.is_in_step(neighbour, lane, kind) &&
-                    (each == 0 || items * each == directions().bytes_in(neighbour, lane));
+  const bool good = remote_turn_.is_in_step(neighbour, direction, kind) &&
+                    (each == 0 || items * each == directions().bytes_in(neighbour, direction));
   if (!good) remote_turn_.refuse(neighbour);
   s_.job = good ? job : RemoteShared::failed;
   s_.which = which;

@@ -13,8 +13,8 @@
 #include "ep/plan/cuda/launch.cuh"
 #include "ep/slots/cuda/dispatch/head.cuh"
 #include "ep/slots/cuda/dispatch/receive.cuh"
+#include "ep/slots/cuda/dispatch/sources.cuh"
 #include "ep/slots/cuda/kernels.h"
-#include "ep/slots/cuda/sources.cuh"
 
 namespace xd::ep::cuda {
 namespace {
@@ -157,12 +157,12 @@ class LlRecordSender {
     return static_cast<std::uint32_t>(lane_id()) % LlPipeline::kWords;
   }
   __device__ void send_words(std::uint64_t epoch, const HeapRange* areas) const {
-    const LlPipeline lane = ll_pipeline_of(p_.group, kLlDispatch, areas);
+    const LlPipeline pipeline = ll_pipeline_of(p_.group, kLlDispatch, areas);
     const std::uint64_t word = word_ + (word_at() == LlPipeline::kWords - 1 ? epoch : 0);
 #pragma unroll 1
     for (int r = lane_id() / LlPipeline::kWords; r < p_.group.ranks();
          r += 32 / LlPipeline::kWords) {
-      lane.send_word(r, epoch, word_at(), word);
+      pipeline.send_word(r, epoch, word_at(), word);
     }
     __syncwarp();
   }

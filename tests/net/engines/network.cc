@@ -130,6 +130,7 @@ std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call
                  "XD_NET_TEST: chaos is for ranks that are threads of one process");
     }
     const auto all = Openings::instance().find(of_rank[0].number);
+    XD_REQUIRE(all, "XD_NET_TEST: rank 0 has left before this rank could take its engine");
     net::ChaosConfig config = wishes().config;
     config.seed = own_seed * at(comm.num_ranks()) + at(comm.rank());
     engine = net::make_chaos(std::move(all->engines[at(comm.rank())]), all->world, config);
