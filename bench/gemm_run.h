@@ -35,12 +35,10 @@ struct GemmResults {
 };
 
 // The values of a call's `algo`, by name.
-inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 6> kGemmAlgos{{
+inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kGemmAlgos{{
     {XD_GEMM_ALGO_AUTO, "AUTO"},
-    {XD_GEMM_ALGO_FUSED, "FUSED"},
     {XD_GEMM_ALGO_DIRECT, "DIRECT"},
     {XD_GEMM_ALGO_SPLIT, "SPLIT"},
-    {XD_GEMM_ALGO_SPLIT_P2P, "SPLIT_P2P"},
     {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
 }};
 const char* name_of(xd_gemm_algo algo);

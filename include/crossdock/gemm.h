@@ -83,17 +83,14 @@ typedef enum xd_gemm_operation {
 typedef enum xd_gemm_algo {
   /* By the cost model of explain(); never one that it expects to be slower than SEQUENTIAL. */
   XD_GEMM_ALGO_AUTO = 0,
-  /* One kernel that computes and sends tile by tile. Reserved: UNSUPPORTED on every executor. */
-  XD_GEMM_ALGO_FUSED = 1,
-  /* reduce_scatter: the product stores its rows straight into their owners' memory. */
-  XD_GEMM_ALGO_DIRECT = 2,
-  /* all_gather: own rows, then one peer's, then the others' in doubling steps (1, 1, 2, 4 ..);
-   * reduce_scatter: as SPLIT_P2P. */
-  XD_GEMM_ALGO_SPLIT = 3,
-  /* One product per peer's rows, in ring order, while the rows of the next are under way. */
-  XD_GEMM_ALGO_SPLIT_P2P = 4,
+  /* CUDA, reduce_scatter: the product stores its rows straight into their owners' memory. */
+  XD_GEMM_ALGO_DIRECT = 1,
+  /* all_gather, and on CUDA sums: a product per rank's rows, while those of the next are under way.
+   * all_gather begins with the own rows. On CUDA it may take one peer's, then the others' in
+   * doubling steps (1, 1, 2, 4 ..), where the cost model expects that to be faster. */
+  XD_GEMM_ALGO_SPLIT = 2,
   /* The transfer, then the product, or the other way round. */
-  XD_GEMM_ALGO_SEQUENTIAL = 5,
+  XD_GEMM_ALGO_SEQUENTIAL = 3,
   /* CUDA: NVIDIA's cuBLASMp multiplies and transfers, by the algorithm that it takes by itself or
    * by the one that is named; it takes these names as hints. Only in contexts that were made for it
    * (config.algo or config.nccl_comm); AUTO never takes it. Its calls return when all ranks have

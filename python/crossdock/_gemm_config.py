@@ -30,10 +30,8 @@ __all__ = [
 GemmOperation = Literal["all_gather", "reduce_scatter", "all_reduce", "bulk", "start_all_gather"]
 Algo = Literal[
     "auto",
-    "fused",
     "direct",
     "split",
-    "split_p2p",
     "sequential",
     "cublasmp",
     "cublasmp_split_p2p",

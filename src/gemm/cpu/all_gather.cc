@@ -126,7 +126,7 @@ void AllGatherOp::multiply(const Operand& a, std::int64_t first, std::int64_t ro
   const Operand b = operand_b(call_);
   Results results;
   if (is_plain(call_)) results = {call_.d.as<float>() + first * call_.n, call_.n};
-  tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
+  tools_.multiplier.product(a, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
     if (results.values != nullptr) return;
     int source = 0;
     for (std::int64_t r = 0; r < tile.rows; ++r) {

@@ -96,9 +96,7 @@ class CpuContext final : public Context {
       return;
     }
     runner_.run(operation, [&] {
-      return read([&](const ProductCall& call, xd_gemm_algo algo) {
-        return ReduceOp(tools(), call, algo);
-      });
+      return read([&](const ProductCall& call, xd_gemm_algo) { return ReduceOp(tools(), call); });
     });
   }
 

@@ -86,7 +86,7 @@ std::vector<GemmChange> bad_fields<Products>() {
          c.dtype = {kDLInt, 32, 1};
        },
        "int32"},
-      {"algo", [](xd_gemm_config& c) { force(c.algo, 6); }, "6"},
+      {"algo", [](xd_gemm_config& c) { force(c.algo, 4); }, "4"},
       {"algo", [](xd_gemm_config& c) { force(c.algo, 23); }, "23"},
       {"algo", [](xd_gemm_config& c) { force(c.algo, -1); }, "-1"},
       {"num_comm_sms", [](xd_gemm_config& c) { c.num_comm_sms = -1; }, "-1"},

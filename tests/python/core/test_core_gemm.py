@@ -49,7 +49,7 @@ class Case:
 
 CASES = [
     Case((3, 3)),
-    Case((5, 0, 8), algo="split_p2p"),
+    Case((5, 0, 8), algo="split"),
     Case((7,)),
     Case((0, 0)),
     Case((4, 9), dtype="bfloat16", symmetric=False),
@@ -95,7 +95,7 @@ def products(me: Rank, case: Case) -> None:
 
                 a = stored(halves[me.rank], case.transpose_a)
                 sums = np.full(N, 99, np.float32)
-                d = context.reduce_scatter(a, b_here, bias_grad=sums, **options, algo=case.algo)
+                d = context.reduce_scatter(a, b_here, bias_grad=sums, **options)
                 equal(d, summed[own], "reduce_scatter", case.type)
                 equal(sums, summed[own].sum(0), "bias_grad")
 
@@ -205,10 +205,8 @@ def test_explain_says_what_a_call_would_do(me: Rank) -> None:
         plan = context.explain("all_gather", GemmArgs(a=a, b=b))
         assert plan.algo in crossdock._core.constants.GEMM_ALGOS
         assert plan.estimate_us > 0 and plan.num_products >= 1
-        assert "SPLIT_P2P" in plan.text and "SEQUENTIAL" in plan.text
-        assert context.explain("all_gather", GemmArgs(a=a, b=b, algo="split_p2p")).algo == (
-            "split_p2p"
-        )
+        assert "SPLIT" in plan.text and "SEQUENTIAL" in plan.text
+        assert context.explain("all_gather", GemmArgs(a=a, b=b, algo="split")).algo == "split"
         with pytest.raises(crossdock.InvalidArgument, match="b: has K = 40"):
             context.explain("all_gather", GemmArgs(a=a, b=np.zeros((K, N), np.float32)))
         with pytest.raises(ValueError, match="operation: expected one of .*, got 'gather'"):
@@ -253,8 +251,8 @@ def test_a_mistake_is_named_and_the_peers_are_told_at_once(me: Rank) -> None:
             context.all_gather(a[:, :width].copy(), b[:, :width].copy())
         with pytest.raises(crossdock.Mismatch, match="tag 9, here 8|tag 8, here 9"):
             context.all_gather(a, b, tag=8 + me.rank)
-        with pytest.raises(crossdock.Unsupported, match="FUSED"):
-            context.all_gather(a, b, algo="fused")
+        with pytest.raises(crossdock.Unsupported, match="DIRECT"):
+            context.all_gather(a, b, algo="direct")
         with pytest.raises(crossdock.Unsupported, match="config.operations"):
             context.bulk("all_gather", a)
         with pytest.raises(crossdock.InvalidArgument, match="keep_gathered|gathered"):
