@@ -22,7 +22,6 @@ struct GemmWay {
   std::string name;  // one of those above, or what the call's `algo` says and how it is called
   std::string algo;  // of the library: the algorithm that ran
   int products = 0;  // products that it computed, one after the other
-  int comm_sms = 0;  // multiprocessors that it takes from them
   double estimate_us = 0;
   double host_us = 0;             // on CUDA: p50 of the host's time to enqueue it, on rank 0
   std::vector<double> seconds{};  // of every iteration, the maximum over the ranks

@@ -41,7 +41,6 @@ TEST(CommMultiprocessors, ChangeNoResult) {
         batch.args.algo = algo;
         xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
         if (xd_gemm_explain(context.get(), operation, &batch.args, &info) != XD_SUCCESS) continue;
-        EXPECT_EQ(info.comm_sms, 0);
         batch.call_and_check(context.get());
       }
     }

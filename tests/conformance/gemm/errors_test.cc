@@ -161,7 +161,6 @@ TEST(Ranks, MayWantMoreThanTheirPeersOfGathersAndScatteredSums) {
 xd_gemm_config roomy(const GemmCase& c) {
   xd_gemm_config config = c.config();
   config.operations = 31;
-  config.slots = 2;
   config.max_k = config.max_n = 256;
   return config;
 }

@@ -166,9 +166,7 @@ def test_transfers_beside_a_product_and_beside_other_work(me: Rank) -> None:
     terms = case.matrices(6, *[(7, 12)] * 3)
     grad, x = case.matrices(7, (11, 8), (11, 20))
     first = sum(case.tokens[: me.rank])
-    config = case.config(
-        operations=("all_gather", "reduce_scatter", "bulk", "start_all_gather"), slots=2
-    )
+    config = case.config(operations=("all_gather", "reduce_scatter", "bulk", "start_all_gather"))
     with me.comm(heap_bytes=1 << 16) as comm, GemmContext(comm, config) as context:
         product = GemmArgs(a=grad, b=x, transpose_a=True, transpose_b=False)
         given = {"product": product, "tokens_per_rank": case.tokens}
