@@ -62,10 +62,8 @@ class Scratch {
   std::byte* gathered() const { return at_offset<std::byte>(layout_.gathered); }
   // all_gather: scales of those rows, one per row or per 128 elements of it.
   float* gathered_scales() const { return at_offset<float>(layout_.gathered_scales); }
-  // all_gather: column sums over the rows of each rank, max_n numbers for each.
-  float* column_sums(int rank) const {
-    return at_offset<float>(layout_.column_sums) + at(rank) * max_n_;
-  }
+  // all_gather: column sums over the rows of each rank, N numbers for each.
+  float* column_sums() const { return at_offset<float>(layout_.column_sums); }
   std::span<std::int64_t> starts() const {
     return {at_offset<std::int64_t>(layout_.starts), at(ranks_) + 1};
   }
@@ -86,7 +84,6 @@ class Scratch {
   };
 
   const Layout layout_;
-  const std::uint64_t max_n_;
   const int ranks_;
   const std::unique_ptr<std::byte, Free> memory_;
 };
