@@ -107,7 +107,6 @@ Json row_of(const GemmCase& one, const GemmWay& way) {
   if (ours) {
     row["algo"] = way.algo;
     row["products"] = way.products;
-    row["comm_sms"] = way.comm_sms;
     row["memory_bytes"] = one.results.memory.symmetric_bytes + one.results.memory.private_bytes;
     set_number(row, "estimate_us", way.estimate_us, 3);
   }
@@ -147,7 +146,6 @@ void print(const GemmReport& report) {
       {"floor_ratio", "x prod", 2}, {"overlap", "overlap", 2},    {"peer_ratio", "faster", 2}};
   const bool cuda = report.options.device == Device::cuda;
   if (cuda) {
-    columns.push_back({"comm_sms", "SMs"});
     columns.push_back({"estimate_us", "estimate", 1});
     columns.push_back({"host_us", "host us", 1});
   }

@@ -209,7 +209,6 @@ class GemmRun {
     ways_.push_back({{.name = name,
                       .algo = name_of(plan.algo),
                       .products = plan.num_products,
-                      .comm_sms = plan.comm_sms,
                       .estimate_us = plan.estimate_us},
                      [this, args] { call_gemm(p_, context_.get(), args, nullptr); },
                      true});

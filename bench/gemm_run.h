@@ -22,7 +22,6 @@ struct GemmWay {
   std::string name;  // one of those above, or what the call's `algo` says and how it is called
   std::string algo;  // of the library: the algorithm that ran
   int products = 0;  // products that it computed, one after the other
-  int comm_sms = 0;  // multiprocessors that it takes from them
   double estimate_us = 0;
   double host_us = 0;             // on CUDA: p50 of the host's time to enqueue it, on rank 0
   std::vector<double> seconds{};  // of every iteration, the maximum over the ranks
@@ -35,12 +34,10 @@ struct GemmResults {
 };
 
 // The values of a call's `algo`, by name.
-inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 6> kGemmAlgos{{
+inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kGemmAlgos{{
     {XD_GEMM_ALGO_AUTO, "AUTO"},
-    {XD_GEMM_ALGO_FUSED, "FUSED"},
     {XD_GEMM_ALGO_DIRECT, "DIRECT"},
     {XD_GEMM_ALGO_SPLIT, "SPLIT"},
-    {XD_GEMM_ALGO_SPLIT_P2P, "SPLIT_P2P"},
     {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
 }};
 const char* name_of(xd_gemm_algo algo);

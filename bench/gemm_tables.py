@@ -105,7 +105,6 @@ def auto_of(point):
         ratio(p50, point.best()[0]),
         ratio(p50, point.p50(PRODUCT)),
         number(auto, "overlap", 2),
-        number(call, "comm_sms"),
         number(call, "host_us", 1),
         number(point.ways.get(f"{AUTO}, graph"), "host_us", 1),
         "–" if memory is None else f"{memory * 1e-6:.0f}",
@@ -125,7 +124,7 @@ def main():
     columns = ["Layer", "M", PRODUCT, "NCCL and product" if "gpus" in reports[0] else APART]
     columns += [*names, "best / product alone"]
     print_table(columns, [times_of(point, names) for point in points])
-    columns = "Layer|M|AUTO takes|p50|p99|/ best|/ product alone|overlap|SMs|host, call".split("|")
+    columns = "Layer|M|AUTO takes|p50|p99|/ best|/ product alone|overlap|host, call".split("|")
     print_table([*columns, "host, graph", "MB per rank"], [auto_of(point) for point in points])
     misses = [(point, miss) for point in points for miss in point.misses()]
     for point, miss in misses:

@@ -297,7 +297,6 @@ class GemmMeasurement {
     const GemmWay about{.name = name,
                         .algo = name_of(plan.algo),
                         .products = plan.num_products,
-                        .comm_sms = plan.comm_sms,
                         .estimate_us = plan.estimate_us};
     const auto call = [this, args] { call_gemm(p_, context_.get(), args, at_.stream); };
     add(about, call, true);

@@ -83,17 +83,14 @@ typedef enum xd_gemm_operation {
 typedef enum xd_gemm_algo {
   /* By the cost model of explain(); never one that it expects to be slower than SEQUENTIAL. */
   XD_GEMM_ALGO_AUTO = 0,
-  /* One kernel that computes and sends tile by tile. Reserved: UNSUPPORTED on every executor. */
-  XD_GEMM_ALGO_FUSED = 1,
-  /* reduce_scatter: the product stores its rows straight into their owners' memory. */
-  XD_GEMM_ALGO_DIRECT = 2,
-  /* all_gather: own rows, then one peer's, then the others' in doubling steps (1, 1, 2, 4 ..);
-   * reduce_scatter: as SPLIT_P2P. */
-  XD_GEMM_ALGO_SPLIT = 3,
-  /* One product per peer's rows, in ring order, while the rows of the next are under way. */
-  XD_GEMM_ALGO_SPLIT_P2P = 4,
+  /* CUDA, reduce_scatter: the product stores its rows straight into their owners' memory. */
+  XD_GEMM_ALGO_DIRECT = 1,
+  /* all_gather, and on CUDA sums: a product per rank's rows, while those of the next are under way.
+   * all_gather begins with the own rows. On CUDA it may take one peer's, then the others' in
+   * doubling steps (1, 1, 2, 4 ..), where the cost model expects that to be faster. */
+  XD_GEMM_ALGO_SPLIT = 2,
   /* The transfer, then the product, or the other way round. */
-  XD_GEMM_ALGO_SEQUENTIAL = 5,
+  XD_GEMM_ALGO_SEQUENTIAL = 3,
   /* CUDA: NVIDIA's cuBLASMp multiplies and transfers, by the algorithm that it takes by itself or
    * by the one that is named; it takes these names as hints. Only in contexts that were made for it
    * (config.algo or config.nccl_comm); AUTO never takes it. Its calls return when all ranks have
@@ -155,9 +152,6 @@ typedef struct xd_gemm_config {
    * take none. cuBLASMp: so many move rows beside the product, which gets the rest; 0 = as it
    * likes. */
   int32_t num_comm_sms;
-  /* Operations whose transfer may be under way at once, 1 or 2; 0 = 1. A gather begun by
-   * start_all_gather counts. */
-  int32_t slots;
   /* 1 = the rows that all_gather gathered stay in the context until its next operation:
    * xd_gemm_gathered. */
   int32_t keep_gathered;
@@ -175,8 +169,7 @@ typedef struct xd_gemm_config {
 } xd_gemm_config;
 /* clang-format off */
 #define XD_GEMM_CONFIG_INIT \
-  {sizeof(xd_gemm_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_GEMM_ALGO_AUTO, 0, 0, 0, 0, 0, \
-   NULL}
+  {sizeof(xd_gemm_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_GEMM_ALGO_AUTO, 0, 0, 0, 0, NULL}
 /* clang-format on */
 
 typedef struct xd_gemm_memory {
@@ -362,8 +355,8 @@ typedef struct xd_gemm_gather_args {
 /* Begins an all-gather that goes on beside the caller's next work. On CUDA it starts when the work
  * in `stream` has come to it, and runs on a stream of the context's; on the CPU it sends, and does
  * not wait for what the peers send. `in` and `out` are the library's until xd_gemm_wait, or an
- * operation of the context, which joins it first. At most slots - 1 of them, or 1, are under way:
- * one more is BUSY, which takes no turn.
+ * operation of the context, which joins it first. While one is under way, another is BUSY, which
+ * takes no turn.
  * A gather that is begun in a capture is ended in it, and one that is begun outside is ended before
  * an operation of the context is captured. Otherwise that call is BUSY, takes no turn and touches
  * nothing. A capture that comes to nothing holds neither the context nor the gather. A graph with
@@ -409,9 +402,8 @@ typedef struct xd_gemm_plan_info {
   size_t struct_size;
   /* The algorithm that the call would take. */
   xd_gemm_algo algo;
-  /* Products that it computes one after the other, and multiprocessors that it takes from them. */
+  /* Products that it computes one after the other. */
   int32_t num_products;
-  int32_t comm_sms;
   /* 1 = its bits are those of every other algorithm for which this is 1. */
   int32_t same_bits;
   /* Estimates, in microseconds: the whole operation, the product alone, the transfer alone. */
@@ -421,9 +413,9 @@ typedef struct xd_gemm_plan_info {
   /* One line per algorithm of the operation: its estimate, or why it cannot run. */
   char text[1024];
 } xd_gemm_plan_info;
-#define XD_GEMM_PLAN_INFO_INIT                                                  \
-  {                                                                             \
-    sizeof(xd_gemm_plan_info), XD_GEMM_ALGO_AUTO, 0, 0, 0, 0.0, 0.0, 0.0, { 0 } \
+#define XD_GEMM_PLAN_INFO_INIT                                               \
+  {                                                                          \
+    sizeof(xd_gemm_plan_info), XD_GEMM_ALGO_AUTO, 0, 0, 0.0, 0.0, 0.0, { 0 } \
   }
 
 /* Says what a call with these args would do, without making it. Local: reads shapes and types, and

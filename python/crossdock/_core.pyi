@@ -374,7 +374,6 @@ class GemmContext:
         operations: int = 0,
         algo: int = 0,
         num_comm_sms: int = 0,
-        slots: int = 0,
         keep_gathered: int = 0,
         allow_fallback: int = 0,
         nccl_comm: int = 0,

@@ -64,7 +64,6 @@ class GemmPlan:
 
     algo: str  # the algorithm that it would take
     num_products: int  # products that it computes one after the other
-    comm_sms: int  # multiprocessors that it takes from them
     same_bits: bool  # whether its bits are those of every other algorithm for which this is true
     estimate_us: float  # of the whole operation, in microseconds,
     gemm_us: float  # of the product alone,
@@ -369,7 +368,7 @@ class GemmContext(Member):
 
         Raises:
             As all_gather.
-            Busy: as many gathers as `GemmConfig.slots` allows are under way.
+            Busy: a gather is under way.
         """
         with self._joining(_OPERATIONS["start_all_gather"]):
             tokens = _tokens(tokens_per_rank, self._comm.num_ranks)

@@ -30,10 +30,8 @@ __all__ = [
 GemmOperation = Literal["all_gather", "reduce_scatter", "all_reduce", "bulk", "start_all_gather"]
 Algo = Literal[
     "auto",
-    "fused",
     "direct",
     "split",
-    "split_p2p",
     "sequential",
     "cublasmp",
     "cublasmp_split_p2p",
@@ -104,7 +102,6 @@ class GemmConfig:
             transfer, too.
         algo: for calls that name none: "auto" = by the cost model of `GemmContext.explain`.
         num_comm_sms: CUDA: multiprocessors that a kernel over the ranks may take; 0 = all.
-        slots: operations whose transfer may be under way at once, 1 or 2.
         keep_gathered: whether rows that all_gather gathered stay for `GemmContext.gathered`.
         allow_fallback: whether a call whose algorithm cannot run takes "auto" instead of failing.
 
@@ -120,7 +117,6 @@ class GemmConfig:
     operations: Sequence[GemmOperation] = ("all_gather", "reduce_scatter", "all_reduce")
     algo: Algo = "auto"
     num_comm_sms: int = 0
-    slots: int = 1
     keep_gathered: bool = False
     allow_fallback: bool = False
 
@@ -142,7 +138,6 @@ class GemmConfig:
             "operations": sum(bits),
             "algo": gemm_word("algo", self.algo, constants.GEMM_ALGOS),
             "num_comm_sms": self.num_comm_sms,
-            "slots": self.slots,
             "keep_gathered": int(self.keep_gathered),
             "allow_fallback": int(self.allow_fallback),
         }

@@ -92,10 +92,8 @@ void bind_gemm_words(nb::module_& constants) {
              {"start_all_gather", XD_GEMM_BIT(XD_GEMM_START_ALL_GATHER)}});
   constants.attr("GEMM_ALGOS") =
       words({{"auto", XD_GEMM_ALGO_AUTO},
-             {"fused", XD_GEMM_ALGO_FUSED},
              {"direct", XD_GEMM_ALGO_DIRECT},
              {"split", XD_GEMM_ALGO_SPLIT},
-             {"split_p2p", XD_GEMM_ALGO_SPLIT_P2P},
              {"sequential", XD_GEMM_ALGO_SEQUENTIAL},
              {"cublasmp", XD_GEMM_ALGO_CUBLASMP},
              {"cublasmp_split_p2p", XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P},

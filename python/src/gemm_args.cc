@@ -136,8 +136,6 @@ xd_gemm_config gemm_config(const nb::kwargs& options) {
       config.algo = static_cast<xd_gemm_algo>(number());
     else if (name == "num_comm_sms")
       config.num_comm_sms = number();
-    else if (name == "slots")
-      config.slots = number();
     else if (name == "keep_gathered")
       config.keep_gathered = number();
     else if (name == "allow_fallback")
@@ -166,7 +164,6 @@ nb::dict fields_of(const xd_gemm_plan_info& info) {
   nb::dict fields;
   fields["algo"] = static_cast<int>(info.algo);
   fields["num_products"] = info.num_products;
-  fields["comm_sms"] = info.comm_sms;
   fields["same_bits"] = info.same_bits;
   fields["estimate_us"] = info.estimate_us;
   fields["gemm_us"] = info.gemm_us;

@@ -71,11 +71,9 @@ Config read_config(const xd_gemm_config* user, int comm_ranks) {
   read_sizes(read, config);
   config.algo = read_algo("config.algo", raw_enum(read.algo));
   require_range("num_comm_sms", read.num_comm_sms, 0, 4096);
-  require_range("slots", read.slots, 0, 2);
   require_range("keep_gathered", read.keep_gathered, 0, 1);
   require_range("allow_fallback", read.allow_fallback, 0, 1);
   config.num_comm_sms = read.num_comm_sms;
-  config.slots = std::max(1, read.slots);
   config.keep_gathered = read.keep_gathered != 0;
   config.allow_fallback = read.allow_fallback != 0;
   config.nccl_comm = read.nccl_comm;

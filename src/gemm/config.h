@@ -34,7 +34,6 @@ struct Config {
   DType type = DType::bf16;
   xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
   int num_comm_sms = 0;
-  int slots = 1;
   bool keep_gathered = false;
   bool allow_fallback = false;
   int device_type = 0;        // as given

@@ -10,8 +10,8 @@ namespace {
 
 // The part of a config that ranks tell one another: equal on all ranks.
 struct Announcement {
-  std::int64_t operations, max_tokens, max_k, max_n, type, algo, slots, keep_gathered,
-      allow_fallback, lends_nccl;
+  std::int64_t operations, max_tokens, max_k, max_n, type, algo, keep_gathered, allow_fallback,
+      lends_nccl;
   std::int64_t comm_sms;  // of cuBLASMp, whose kernels on one rank wait for those on the others
 };
 
@@ -23,7 +23,6 @@ constexpr std::array kEqualFields = {
     Field{"max_n", &Announcement::max_n},
     Field{"dtype (number)", &Announcement::type},
     Field{"algo", &Announcement::algo},
-    Field{"slots", &Announcement::slots},
     Field{"keep_gathered", &Announcement::keep_gathered},
     Field{"allow_fallback", &Announcement::allow_fallback},
     Field{"nccl_comm (1 = given)", &Announcement::lends_nccl},
@@ -37,7 +36,6 @@ Announcement announce(const Config& c) {
           .max_n = c.max_n,
           .type = static_cast<std::int64_t>(c.type),
           .algo = c.algo,
-          .slots = c.slots,
           .keep_gathered = c.keep_gathered,
           .allow_fallback = c.allow_fallback,
           .lends_nccl = c.nccl_comm != nullptr,

@@ -26,10 +26,7 @@ class Estimate {
     whole_ = product(p_.tokens);
   }
 
-  Option split() const { return p_.operation == XD_GEMM_ALL_GATHER ? gather(true) : chunks(true); }
-  Option split_p2p() const {
-    return p_.operation == XD_GEMM_ALL_GATHER ? gather(false) : chunks(false);
-  }
+  Option split() const;
   Option direct() const;
   Option sequential() const;
 
@@ -53,7 +50,7 @@ class Estimate {
   }
 
   Option gather(bool doubling) const;
-  Option chunks(bool as_split) const;
+  Option chunks() const;
   Option sequential_gather() const;
   Option copied_sum() const;
   Option worded_sum() const;
@@ -69,10 +66,17 @@ class Estimate {
   double whole_ = 0;         // the product in one piece
 };
 
+// Gathers take the faster steps, of equal ones those of one peer.
+Option Estimate::split() const {
+  if (p_.operation != XD_GEMM_ALL_GATHER) return chunks();
+  const Option single = gather(false), doubling = gather(true);
+  return single.us <= doubling.us ? single : doubling;
+}
+
 // Rows arrive from the peers one after the other, nearest first. `doubling`: one peer's rows, then
 // those of one more, two more, four more .. in one product each.
 Option Estimate::gather(bool doubling) const {
-  Option o{.algo = doubling ? XD_GEMM_ALGO_SPLIT : XD_GEMM_ALGO_SPLIT_P2P, .products = 1};
+  Option o{.algo = XD_GEMM_ALGO_SPLIT, .doubles = doubling, .products = 1};
   const double each = copy(gather_bytes_) + m_.flag_us;
   const auto arrival = [&](int peers) { return m_.open_us + m_.first_copy_us + peers * each; };
   const double own = product(p_.most_tokens);
@@ -113,8 +117,8 @@ Option Estimate::sequential_gather() const {
 }
 
 // Products of the peers' rows, each copied while the next is computed; the own rows last.
-Option Estimate::chunks(bool as_split) const {
-  Option o{.algo = as_split ? XD_GEMM_ALGO_SPLIT : XD_GEMM_ALGO_SPLIT_P2P, .products = p_.ranks};
+Option Estimate::chunks() const {
+  Option o{.algo = XD_GEMM_ALGO_SPLIT, .products = p_.ranks};
   if (!p_.rows_of_tokens) {
     o.obstacle = Obstacle::transposed;
     return o;
@@ -297,9 +301,7 @@ Options options_of(const Machine& machine, const Problem& problem, const Capacit
   // SEQUENTIAL comes first: among equals it is taken, since it does least.
   add(estimate.sequential());
   add(estimate.direct());
-  add(estimate.split_p2p());
   add(estimate.split());
-  add({.algo = XD_GEMM_ALGO_FUSED, .obstacle = Obstacle::reserved});
   return all;
 }
 
@@ -308,8 +310,6 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& r
   switch (obstacle) {
     case Obstacle::none:
       return "";
-    case Obstacle::reserved:
-      return "reserved: no executor has it";
     case Obstacle::not_for_this:
       return "only reduce_scatter has it";
     case Obstacle::uneven_shares:

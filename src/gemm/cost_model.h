@@ -105,7 +105,6 @@ struct Capacity {
 // Why an algorithm cannot run.
 enum class Obstacle : std::uint8_t {
   none,
-  reserved,        // no executor has it
   not_for_this,    // the operation has no such algorithm
   uneven_shares,   // the owners' slots are of one size
   no_slots,        // the context has none
@@ -120,6 +119,7 @@ struct Option {
   xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
   Mover mover = Mover::copies;
   Obstacle obstacle = Obstacle::none;
+  bool doubles = false;  // SPLIT gathers: each step has the rows of twice as many ranks
   int products = 0;
   std::int64_t pitch = 0;  // of DIRECT: columns from one row of the stitched rows to the next
   double us = 0;
@@ -129,7 +129,7 @@ struct Option {
 
 // Every algorithm of an operation, each by its best mover.
 struct Options {
-  std::array<Option, 5> option;
+  std::array<Option, 3> option;
   int count = 0;
 
   const Option* find(xd_gemm_algo algo) const;

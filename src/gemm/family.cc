@@ -62,7 +62,7 @@ std::string of_given(std::uint8_t theirs, std::uint8_t mine) {
 }  // namespace
 
 const char* algo_name(xd_gemm_algo algo) {
-  constexpr const char* kNames[] = {"AUTO", "FUSED", "DIRECT", "SPLIT", "SPLIT_P2P", "SEQUENTIAL"};
+  constexpr const char* kNames[] = {"AUTO", "DIRECT", "SPLIT", "SEQUENTIAL"};
   constexpr const char* kOfCublasMp[] = {"CUBLASMP",
                                          "CUBLASMP_SPLIT_P2P",
                                          "CUBLASMP_SPLIT_MULTICAST",

@@ -30,7 +30,7 @@ using test::expect_words;
 using test::ms_since;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kTimeoutMs = 300, kPatienceMs = 400;
+constexpr int kTimeoutMs = 300;  // and the patience of an end
 constexpr int kAtOnceMs = 3000;  // on a busy machine
 constexpr ProductTurn kTurn{.group = 0, .operation = XD_GEMM_REDUCE_SCATTER, .epoch = 7};
 
@@ -66,9 +66,9 @@ class CublasMpAttendant : public CublasMpEngine {
 
   void begin(int num_ranks = 1, int timeout_ms = kTimeoutMs, nccl::Comm lent = nullptr) {
     connect(num_ranks, timeout_ms);
-    attendant_ = std::make_unique<Attendant>(
-        comm(), made_engine(lent),
-        [stream = stream_] { return std::make_unique<ImaginedMarks>(stream); }, kPatienceMs);
+    attendant_ = std::make_unique<Attendant>(comm(), made_engine(lent), [stream = stream_] {
+      return std::make_unique<ImaginedMarks>(stream);
+    });
     fake_.begin();
   }
   void connect(int num_ranks, int timeout_ms = kTimeoutMs) {
@@ -94,7 +94,7 @@ class CublasMpAttendant : public CublasMpEngine {
     test::LogCapture log;
     attendant_.reset();
     EXPECT_GE(ms_since(start), at_least_ms);
-    EXPECT_LT(ms_since(start), kPatienceMs + kAtOnceMs);
+    EXPECT_LT(ms_since(start), kTimeoutMs + kAtOnceMs);
     return log.end();
   }
   const FatalError* fatal(int rank = 0) { return comm(rank).errors().fatal_error(); }
@@ -229,7 +229,7 @@ TEST_F(CublasMpAttendant, WaitsForAProductBeforeItEndsTheEngine) {
   begin(1, 60000);
   enqueue();
   std::thread device([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(kPatienceMs / 4));
+    std::this_thread::sleep_for(std::chrono::milliseconds(kTimeoutMs / 4));
     EXPECT_FALSE(frees_anything()) << fake_.text();
     stream_->behind_product = true;
   });
@@ -241,9 +241,10 @@ TEST_F(CublasMpAttendant, WaitsForAProductBeforeItEndsTheEngine) {
 }
 
 TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatDoesNotEnd) {
-  begin(1, 60000);
+  stream_->at_product = false;
+  begin();
   enqueue();
-  const std::vector<std::string> lines = end(kPatienceMs);
+  const std::vector<std::string> lines = end(kTimeoutMs);
   ASSERT_EQ(lines.size(), 1u);
   expect_words(lines[0], {"a product by cuBLASMp is under way [rank 0 of 1]"});
   EXPECT_FALSE(frees_anything()) << fake_.text();
@@ -254,12 +255,13 @@ TEST_F(CublasMpAttendant, FreesNothingUnderAProductThatDoesNotEnd) {
 
 // The bound outlives the context and its communicator.
 TEST_F(CublasMpAttendant, BoundsAProductThatOutlivesItsContext) {
-  constexpr int kLongMs = kPatienceMs + 300;
-  begin(1, kLongMs);
+  stream_->at_product = false;
+  begin();
   enqueue();
-  end(kPatienceMs);
+  end(kTimeoutMs);
   comms_.clear();
   EXPECT_FALSE(fake_.has_called("CommRevoke"));
+  stream_->at_product = true;
   EXPECT_TRUE(is_revoked());
   EXPECT_FALSE(frees_anything()) << fake_.text();
 }
@@ -299,7 +301,7 @@ TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughNcclDoesNotReturn) {
 TEST_F(CublasMpAttendant, ReturnsFromItsEndThoughAPeerDoesNotEndItsEngine) {
   begin();
   fake_.let_wait("GridDestroy");
-  const std::vector<std::string> lines = end(kPatienceMs);
+  const std::vector<std::string> lines = end(kTimeoutMs);
   ASSERT_EQ(lines.size(), 1u);
   expect_words(lines[0], {"ranks that have not destroyed their contexts"});
   fake_.end_waits();

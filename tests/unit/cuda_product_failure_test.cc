@@ -175,8 +175,8 @@ INSTANTIATE_TEST_SUITE_P(
     Moments, CudaProductFailure,
     testing::Values(
         Moment{"behind the push", XD_GEMM_ALL_GATHER, XD_GEMM_ALGO_SEQUENTIAL, true},
-        Moment{"beside the copies", XD_GEMM_ALL_GATHER, XD_GEMM_ALGO_SPLIT_P2P, true},
-        Moment{"before the copies of terms", XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALGO_SPLIT_P2P, true},
+        Moment{"beside the copies", XD_GEMM_ALL_GATHER, XD_GEMM_ALGO_SPLIT, true},
+        Moment{"before the copies of terms", XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALGO_SPLIT, true},
         Moment{"before the words", XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALGO_SEQUENTIAL, false},
         Moment{"before the words for all", XD_GEMM_ALL_REDUCE, XD_GEMM_ALGO_AUTO, false}));
 

@@ -12,8 +12,9 @@
 namespace xd::gemm::cuda {
 namespace {
 
-constexpr xd_gemm_algo kAlgos[] = {XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_SPLIT_P2P,
-                                   XD_GEMM_ALGO_SEQUENTIAL};
+constexpr Option kSingle{.algo = XD_GEMM_ALGO_SPLIT};
+constexpr Option kDoubling{.algo = XD_GEMM_ALGO_SPLIT, .doubles = true};
+constexpr Option kWhole{.algo = XD_GEMM_ALGO_SEQUENTIAL};
 
 std::vector<int> sources_of(const GatherSchedule& schedule) {
   std::vector<int> sources;
@@ -25,16 +26,16 @@ std::vector<int> sources_of(const GatherSchedule& schedule) {
 }
 
 TEST(GemmSchedule, EveryPeerIsSentToAndTakenOnce) {
-  for (const xd_gemm_algo algo : kAlgos) {
+  for (const Option& option : {kSingle, kDoubling, kWhole}) {
     for (int ranks = 1; ranks <= 72; ++ranks) {
       for (int rank = 0; rank < ranks; ++rank) {
-        const GatherSchedule schedule = gather_schedule(algo, rank, ranks);
+        const GatherSchedule schedule = gather_schedule(option, rank, ranks);
         std::vector<int> sent(static_cast<std::size_t>(ranks)), taken = sent;
         for (int i = 0; i < schedule.sends; ++i) ++sent.at(at(schedule.to[at(i)]));
         for (const int source : sources_of(schedule)) ++taken.at(at(source));
         for (int r = 0; r < ranks; ++r) {
-          EXPECT_EQ(sent[at(r)], r == rank ? 0 : 1) << "algo " << algo << ", rank " << rank;
-          EXPECT_EQ(taken[at(r)], r == rank ? 0 : 1) << "algo " << algo << ", rank " << rank;
+          EXPECT_EQ(sent[at(r)], r == rank ? 0 : 1) << "algo " << option.algo << ", rank " << rank;
+          EXPECT_EQ(taken[at(r)], r == rank ? 0 : 1) << "algo " << option.algo << ", rank " << rank;
         }
       }
     }
@@ -44,17 +45,17 @@ TEST(GemmSchedule, EveryPeerIsSentToAndTakenOnce) {
 // If all ranks send at the same pace, then the rows of a step have come when it has its turn: the
 // last of them arrives as early as any order allows.
 TEST(GemmSchedule, RowsComeInTheOrderInWhichProductsTakeThem) {
-  for (const xd_gemm_algo algo : {XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_SPLIT_P2P}) {
+  for (const Option& option : {kSingle, kDoubling}) {
     for (const int ranks : {2, 3, 4, 5, 6, 7, 8, 16}) {
       for (int rank = 0; rank < ranks; ++rank) {
         std::vector<int> arrival(static_cast<std::size_t>(ranks), -1);
         for (int peer = 0; peer < ranks; ++peer) {
-          const GatherSchedule theirs = gather_schedule(algo, peer, ranks);
+          const GatherSchedule theirs = gather_schedule(option, peer, ranks);
           for (int i = 0; i < theirs.sends; ++i) {
             if (theirs.to[at(i)] == rank) arrival[at(peer)] = i;
           }
         }
-        const GatherSchedule mine = gather_schedule(algo, rank, ranks);
+        const GatherSchedule mine = gather_schedule(option, rank, ranks);
         int taken = 0, latest = -1;
         for (int i = 0; i < mine.steps; ++i) {
           for (int s = 0; s < mine.step[at(i)].count; ++s) {
@@ -62,7 +63,7 @@ TEST(GemmSchedule, RowsComeInTheOrderInWhichProductsTakeThem) {
             ++taken;
           }
           // A block that wraps around is two steps; the first of them may need what comes last.
-          const bool around = algo == XD_GEMM_ALGO_SPLIT && !std::has_single_bit(unsigned(ranks));
+          const bool around = option.doubles && !std::has_single_bit(unsigned(ranks));
           if (around && i + 1 < mine.steps && mine.step[at(i + 1)].first == 0) continue;
           EXPECT_EQ(latest, taken - 1) << "rank " << rank << " of " << ranks;
         }
@@ -71,8 +72,8 @@ TEST(GemmSchedule, RowsComeInTheOrderInWhichProductsTakeThem) {
   }
 }
 
-TEST(GemmSchedule, SplitTakesAsManyPeersAsItHasRowsOf) {
-  const GatherSchedule schedule = gather_schedule(XD_GEMM_ALGO_SPLIT, 5, 8);
+TEST(GemmSchedule, DoublingStepsTakeAsManyPeersAsThereAreRowsOf) {
+  const GatherSchedule schedule = gather_schedule(kDoubling, 5, 8);
   ASSERT_EQ(schedule.steps, 3);
   EXPECT_EQ(schedule.step[0].first, 4);
   EXPECT_EQ(schedule.step[0].count, 1);

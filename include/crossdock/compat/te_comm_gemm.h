@@ -134,7 +134,7 @@ inline xd_gemm_algo algo_of(const GemmCall& call) {
       return XD_GEMM_ALGO_AUTO;
     case kNVTECommGemmAlgoSplitP2P:
     case kNVTECommGemmAlgoSplitMulticast:
-      return XD_GEMM_ALGO_SPLIT_P2P;
+      return XD_GEMM_ALGO_SPLIT;
     case kNVTECommGemmAlgoAtomicP2P:
     case kNVTECommGemmAlgoAtomicMulticast:
       return call.gathers() ? XD_GEMM_ALGO_AUTO : XD_GEMM_ALGO_DIRECT;

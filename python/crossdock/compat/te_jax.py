@@ -81,15 +81,7 @@ _BACKWARD = {
 noop_collective_op_set = CollectiveOpSet.create(CollectiveOp.NONE)
 
 
-@dataclasses.dataclass
-class _Joined:
-    """The mesh that bootstrap made, and how it sums."""
-
-    mesh: tp.TpMesh
-    aggregate: bool
-
-
-_joined: _Joined | None = None
+_joined: tp.TpMesh | None = None  # by bootstrap
 
 
 def collective_gemm_bootstrap(
@@ -115,9 +107,8 @@ def collective_gemm_bootstrap(
         num_total_devices, num_devices_per_process, process_id: of this job; checked.
         tensor_parallel_size: ranks that share a layer.
         num_max_streams, compute_stream_priority, communication_stream_priority,
-            num_sm_for_communication: not used.
+            num_sm_for_communication, aggregate_all_gather: not used.
         use_ce: True.
-        aggregate_all_gather: whether gathers take several ranks' rows at once.
         use_cublasmp: False.
         mesh: Crossdock's own: the mesh that programs use; None = all devices in order, dp x tpsp.
         tpsp_axis, data_axes: Crossdock's own: its axes.
@@ -154,8 +145,8 @@ def collective_gemm_bootstrap(
             f"tensor_parallel_size: expected the length of {tpsp_axis!r} in {dict(mesh.shape)}, "
             f"got {tensor_parallel_size}"
         )
-    _joined = _Joined(tp.init(mesh, tpsp_axis, data_axes=data_axes), bool(aggregate_all_gather))
-    return _joined.mesh
+    _joined = tp.init(mesh, tpsp_axis, data_axes=data_axes)
+    return _joined
 
 
 def gemm(
@@ -203,11 +194,10 @@ def gemm(
     if _joined is None:
         raise RuntimeError("gemm: expected a call of collective_gemm_bootstrap before it")
     sequence = 0 if transpose_batch_sequence or lhs.ndim == 2 else 1
-    options: dict[str, Any] = {"bias": bias, "transpose_b": of_rhs == (1,), "mesh": _joined.mesh}
+    options: dict[str, Any] = {"bias": bias, "transpose_b": of_rhs == (1,), "mesh": _joined}
     if collective_op.is_reduce_scatter:
         return tp.matmul_reduce_scatter(lhs, rhs, scatter_dim=sequence, **options).out
-    algo: Any = "split" if _joined.aggregate else "auto"
-    return tp.all_gather_matmul(lhs, rhs, gather_dim=sequence, algo=algo, **options).out
+    return tp.all_gather_matmul(lhs, rhs, gather_dim=sequence, **options).out
 
 
 def dense(

@@ -15,7 +15,6 @@ LlPlanView LlPlanView::open(const void* plan, std::size_t bytes) {
   const LlPlanMap map = ll_map_of(h);
   const auto* from = static_cast<const std::byte*>(plan);
   std::memcpy(&view.facts_, from + map.facts, sizeof(view.facts_));
-  view.tokens_of_ = {reinterpret_cast<const std::int32_t*>(from + map.tokens), at(h.ranks)};
   view.home_ = reinterpret_cast<const RankBits*>(from + map.home);
   view.items_ = from + map.items;
   return view;

@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "base/rank_bits.h"
 #include "ep/plan/plan.h"
@@ -56,7 +55,6 @@ class LlPlanView {
   const LlPlanFacts& facts() const { return facts_; }
   int tokens() const { return header_.tokens; }
   int topk() const { return header_.topk; }
-  std::span<const std::int32_t> tokens_of_sources() const { return tokens_of_; }
   const RankBits& home(std::int64_t token) const { return home_[token]; }
   std::int64_t items() const { return header_.list_rows; }
   const LlItem& item(std::int64_t i) const {
@@ -67,7 +65,6 @@ class LlPlanView {
  private:
   PlanHeader header_{};
   LlPlanFacts facts_{};
-  std::span<const std::int32_t> tokens_of_;
   const RankBits* home_ = nullptr;
   const std::byte* items_ = nullptr;
 };

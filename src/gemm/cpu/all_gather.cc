@@ -45,7 +45,7 @@ void AllGatherOp::stage_in() {
   }
   tools_.multiplier.begin();
   finish_.begin(call_,
-                {tools_.scratch.column_sums(0), at(call_.n) * at(tools_.context.config().ranks)});
+                {tools_.scratch.column_sums(), at(call_.n) * at(tools_.context.config().ranks)});
 }
 
 void AllGatherOp::announce() {
@@ -126,7 +126,7 @@ void AllGatherOp::multiply(const Operand& a, std::int64_t first, std::int64_t ro
   const Operand b = operand_b(call_);
   Results results;
   if (is_plain(call_)) results = {call_.d.as<float>() + first * call_.n, call_.n};
-  tools_.multiplier.product(a, 0, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
+  tools_.multiplier.product(a, rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
     if (results.values != nullptr) return;
     int source = 0;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
@@ -135,7 +135,7 @@ void AllGatherOp::multiply(const Operand& a, std::int64_t first, std::int64_t ro
       float* const x = tile.values + r * tile.stride;
       if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
       finish_.row(x, row, tile.column, tile.columns,
-                  tools_.scratch.column_sums(0) + at(source) * at(call_.n));
+                  tools_.scratch.column_sums() + at(source) * at(call_.n));
     }
   });
 }
@@ -152,7 +152,7 @@ void AllGatherOp::move_all() {
   }
   if (first_all) multiply_gathered();
   if (!call_.bias_grad) return;
-  float* const sums = tools_.scratch.column_sums(0);
+  float* const sums = tools_.scratch.column_sums();
   for (int r = 1; r < tools_.context.config().ranks; ++r) {
     add(sums, sums + at(r) * at(call_.n), at(call_.n));
   }

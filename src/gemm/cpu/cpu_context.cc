@@ -96,9 +96,7 @@ class CpuContext final : public Context {
       return;
     }
     runner_.run(operation, [&] {
-      return read([&](const ProductCall& call, xd_gemm_algo algo) {
-        return ReduceOp(tools(), call, algo);
-      });
+      return read([&](const ProductCall& call, xd_gemm_algo) { return ReduceOp(tools(), call); });
     });
   }
 
@@ -111,12 +109,12 @@ class CpuContext final : public Context {
 
   void start_all_gather(const xd_gemm_gather_args* args, xd_stream) override {
     if (begun_) {
-      give_back({.status = XD_ERROR_BUSY,
-                 .text = concat("config.slots = ", config().slots,
-                                ": a gather is under way, expected xd_gemm_wait before the next "
-                                "one; peers do not hear of this call"),
-                 .rank = rank()},
-                XD_GEMM_START_ALL_GATHER, 0);
+      give_back(
+          {.status = XD_ERROR_BUSY,
+           .text = "a gather is under way, expected xd_gemm_wait before the next one; peers do "
+                   "not hear of this call",
+           .rank = rank()},
+          XD_GEMM_START_ALL_GATHER, 0);
     }
     const Working working(*this);
     comm().errors().check_usable();

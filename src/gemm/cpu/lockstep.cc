@@ -27,7 +27,7 @@ void Lockstep::post(NearRank peer, std::uint64_t area, std::uint64_t word) const
 }
 
 void Lockstep::tell_all(std::uint64_t area) const {
-  for (const NearRank peer : peers()) tell(peer, area);
+  for (const NearRank peer : peers()) post(peer, area, epoch());
 }
 
 void Lockstep::tell_all_failed(std::uint64_t area) const {

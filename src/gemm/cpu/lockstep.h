@@ -38,9 +38,8 @@ class Lockstep : private ContextMemory, public turn::HostTurn<Record> {
 
   using ContextMemory::area_of, ContextMemory::map;
 
-  // Tells one rank, or every peer, that this rank's word of an area (Map::ready, Map::summed) has
-  // come to this operation.
-  void tell(NearRank peer, std::uint64_t area) const { post(peer, area, epoch()); }
+  // Tells every peer that this rank's word of an area (Map::ready, Map::summed) has come to this
+  // operation.
   void tell_all(std::uint64_t area) const;
   // Likewise, where this rank has failed and what the word announces is not there; nothing where
   // the communicator is finished.

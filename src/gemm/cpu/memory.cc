@@ -50,10 +50,7 @@ Scratch::Layout Scratch::Layout::make(const Config& c) {
 }
 
 Scratch::Scratch(const Config& config)
-    : layout_(Layout::make(config)),
-      max_n_(at(config.max_n)),
-      ranks_(config.ranks),
-      memory_(allocate(layout_.end)) {}
+    : layout_(Layout::make(config)), ranks_(config.ranks), memory_(allocate(layout_.end)) {}
 
 std::uint64_t Scratch::bytes(const Config& config) { return Layout::make(config).end; }
 

@@ -16,8 +16,7 @@
 namespace xd::gemm::cpu {
 
 // A product is computed tile by tile. An operand that is not float32, or has scales, is widened
-// into a panel first. Tiles begin anew with every rank's rows, but in SEQUENTIAL; so the bits of a
-// row do not depend on which of the other algorithms computes it.
+// into a panel first. Tiles begin anew with every rank's rows, but in SEQUENTIAL.
 inline constexpr std::int64_t kTileRows = 256, kTileColumns = 1024, kTileDepth = 1024;
 static_assert(kTileDepth % kScaleBlock == 0);
 
@@ -33,7 +32,6 @@ static_assert(kTileDepth % kScaleBlock == 0);
 //   sums            r                 column sums of its rows
 //   partials        r                 its terms of the sums of all ranks, by row of M; or rows that
 //                                     bulk reduces, where they lie outside symmetric memory
-//                   src               DIRECT: terms of r's rows, source after source
 //
 // Nothing is ever cleared: `ready` and `summed` hold the epoch they belong to, and all else is
 // written again only behind the done flags of the operation before. Their writer stores what it
@@ -64,10 +62,8 @@ class Scratch {
   std::byte* gathered() const { return at_offset<std::byte>(layout_.gathered); }
   // all_gather: scales of those rows, one per row or per 128 elements of it.
   float* gathered_scales() const { return at_offset<float>(layout_.gathered_scales); }
-  // all_gather: column sums over the rows of each rank, max_n numbers for each.
-  float* column_sums(int rank) const {
-    return at_offset<float>(layout_.column_sums) + at(rank) * max_n_;
-  }
+  // all_gather: column sums over the rows of each rank, N numbers for each.
+  float* column_sums() const { return at_offset<float>(layout_.column_sums); }
   std::span<std::int64_t> starts() const {
     return {at_offset<std::int64_t>(layout_.starts), at(ranks_) + 1};
   }
@@ -88,7 +84,6 @@ class Scratch {
   };
 
   const Layout layout_;
-  const std::uint64_t max_n_;
   const int ranks_;
   const std::unique_ptr<std::byte, Free> memory_;
 };

@@ -58,10 +58,10 @@ class Multiplier {
   // Forgets what it has widened: operands may have changed.
   void begin() { held_a_ = held_b_ = {}; }
 
-  // Calls use(tile) for the tiles of rows [first, first + rows) of a times b.
+  // Calls use(tile) for the tiles of `rows` rows of a times b.
   template <class Use>
-  void product(const Operand& a, std::int64_t first, std::int64_t rows, const Operand& b,
-               std::int64_t k, std::int64_t n, const Results& results, Use&& use) {
+  void product(const Operand& a, std::int64_t rows, const Operand& b, std::int64_t k,
+               std::int64_t n, const Results& results, Use&& use) {
     // A product that is neither widened nor finished is computed at once.
     const bool whole = results.values != nullptr && in_place(a);
     const std::int64_t most_rows = whole ? rows : kTileRows;
@@ -71,7 +71,7 @@ class Multiplier {
         float* const stored = results.values;
         const Tile tile{.values = stored ? stored + i * results.stride + j : scratch_.tile(),
                         .stride = results.stride,
-                        .row = first + i,
+                        .row = i,
                         .rows = std::min(most_rows, rows - i),
                         .column = j,
                         .columns = std::min(most_columns, n - j)};

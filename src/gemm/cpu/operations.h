@@ -105,9 +105,9 @@ class AllGatherOp {
 // reduce_scatter and all_reduce.
 class ReduceOp {
  public:
-  ReduceOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo);
+  ReduceOp(const Tools& tools, const ProductCall& call);
 
-  Record record() const { return record_of(call_, algo_); }
+  Record record() const { return record_of(call_, XD_GEMM_ALGO_SEQUENTIAL); }
   void stage_in();
   void announce();
   OperationError obstacle() const { return {}; }
@@ -115,23 +115,14 @@ class ReduceOp {
   OperationError complete();
 
  private:
-  struct Rows {
-    std::int64_t first, count;
-  };
-  bool all() const { return call_.operation == XD_GEMM_ALL_REDUCE; }
-  Rows rows_of(NearRank owner) const;
   std::uint64_t row_bytes() const { return at(call_.n) * dtype_bytes(call_.wide_type()); }
-  // Where this rank's terms of an owner's rows go, and where those of a source for this rank lie.
-  std::byte* terms_for(NearRank owner) const;
-  const std::byte* terms_from(NearRank source) const;
-  // This rank's terms of some rows.
-  void compute_terms(Rows rows, std::byte* terms);
-  void compute_ready_terms();
+  // A rank's terms of all rows.
+  std::byte* terms_of(NearRank source) const;
+  void compute_terms();
   void sum();
 
   Tools tools_;
   ProductCall call_;
-  xd_gemm_algo algo_;
   Finish finish_;
   Deferred deferred_{};
 };

@@ -12,8 +12,8 @@ namespace xd::gemm::cpu {
 namespace {
 
 // Among equals the first one is taken.
-constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT_P2P,  XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_DIRECT,
-                               XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_FUSED, XD_GEMM_ALGO_CUBLASMP};
+constexpr std::array kAlgos = {XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_SEQUENTIAL, XD_GEMM_ALGO_DIRECT,
+                               XD_GEMM_ALGO_CUBLASMP};
 
 // A tile takes so long as if it had so many rows more: oneDNN rearranges b for each.
 constexpr double kRowsOfATile = 32;
@@ -21,10 +21,6 @@ constexpr double kRowsOfATile = 32;
 constexpr double kRowsOfAProduct = 8;
 // A byte takes as long to copy as so many floating-point operations of a product.
 constexpr double kFlopOfACopiedByte = 12;
-
-bool in_one_piece(const ProductCall& call, xd_gemm_algo algo) {
-  return algo == XD_GEMM_ALGO_SEQUENTIAL || call.operation == XD_GEMM_ALL_REDUCE;
-}
 
 std::int64_t rows_of(const ProductCall& call) {
   return call.operation == XD_GEMM_ALL_GATHER ? call.shares.all() : call.a_rows;
@@ -41,7 +37,7 @@ double rows_of_product(std::int64_t rows) {
 
 // Likewise of all products of an algorithm.
 double rows_of_products(const Config& config, const ProductCall& call, xd_gemm_algo algo) {
-  if (in_one_piece(call, algo)) return rows_of_product(rows_of(call));
+  if (algo == XD_GEMM_ALGO_SEQUENTIAL) return rows_of_product(rows_of(call));
   double sum = 0;
   for (int r = 0; r < config.ranks; ++r) sum += rows_of_product(call.shares.rows(r));
   return sum;
@@ -96,23 +92,11 @@ bool rows_are_one_ranks(const Config& config, const ProductCall& call) {
 }  // namespace
 
 const char* obstacle(xd_gemm_operation operation, xd_gemm_algo algo) {
-  switch (algo) {
-    case XD_GEMM_ALGO_FUSED:
-      return "reserved: no executor has one kernel that computes and sends";
-    case XD_GEMM_ALGO_DIRECT:
-      if (operation == XD_GEMM_ALL_GATHER) return "exists for reduce_scatter and all_reduce only";
-      if (operation == XD_GEMM_ALL_REDUCE) {
-        return "not on the CPU: every rank needs all rows, and reads its peers' terms where they "
-               "lie";
-      }
-      return nullptr;
-    case XD_GEMM_ALGO_SPLIT:
-    case XD_GEMM_ALGO_SPLIT_P2P:
-      if (operation == XD_GEMM_ALL_REDUCE) return "exists for all_gather and reduce_scatter only";
-      return nullptr;
-    default:
-      return is_cublasmp(algo) ? "needs CUDA devices" : nullptr;
+  if (is_cublasmp(algo) || algo == XD_GEMM_ALGO_DIRECT) return "needs CUDA devices";
+  if (algo == XD_GEMM_ALGO_SPLIT && operation != XD_GEMM_ALL_GATHER) {
+    return "exists on the CPU for all_gather only: sums copy as much by it";
   }
+  return nullptr;
 }
 
 xd_gemm_algo choose(const Config& config, const ProductCall& call) {
@@ -126,9 +110,9 @@ xd_gemm_algo choose(const Config& config, const ProductCall& call) {
 xd_gemm_plan_info explain(const Config& config, const ProductCall& call, double flops) {
   xd_gemm_plan_info info XD_GEMM_PLAN_INFO_INIT;
   info.algo = choose(config, call);
-  const bool one = in_one_piece(call, info.algo);
+  const bool one = info.algo == XD_GEMM_ALGO_SEQUENTIAL;
   info.num_products = one ? 1 : config.ranks;
-  info.same_bits = !one || call.operation == XD_GEMM_ALL_REDUCE || rows_are_one_ranks(config, call);
+  info.same_bits = !one || call.operation != XD_GEMM_ALL_GATHER || rows_are_one_ranks(config, call);
   const Cost chosen = cost(config, call, info.algo);
   info.gemm_us = chosen.gemm / flops;
   info.transfer_us = chosen.transfer / flops;

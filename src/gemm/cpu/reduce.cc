@@ -25,39 +25,21 @@ void reduce_column_sums(const Tools& tools, const ProductCall& call) {
   }
 }
 
-ReduceOp::ReduceOp(const Tools& tools, const ProductCall& call, xd_gemm_algo algo)
-    : tools_(tools), call_(call), algo_(algo), finish_(tools.scratch) {}
+ReduceOp::ReduceOp(const Tools& tools, const ProductCall& call)
+    : tools_(tools), call_(call), finish_(tools.scratch) {}
 
 void ReduceOp::stage_in() {
   tools_.multiplier.begin();
   finish_.begin(call_, {call_.bias_grad.as<float>(), at(call_.bias_grad ? call_.n : 0)});
 }
 
-ReduceOp::Rows ReduceOp::rows_of(NearRank owner) const {
-  if (all()) return {0, call_.a_rows};
-  return {call_.shares.start(owner), call_.shares.rows(owner)};
+std::byte* ReduceOp::terms_of(NearRank source) const {
+  return tools_.lockstep.area_of(source, tools_.lockstep.map().partials).address();
 }
 
-std::byte* ReduceOp::terms_for(NearRank owner) const {
-  const bool direct = algo_ == XD_GEMM_ALGO_DIRECT;
-  const NearRank self = tools_.context.self();
-  const NearMemory area =
-      tools_.lockstep.area_of(direct ? owner : self, tools_.lockstep.map().partials);
-  const std::int64_t row = direct ? rows_of(owner).count * self : rows_of(owner).first;
-  return area.address(at(row) * row_bytes());
-}
-
-const std::byte* ReduceOp::terms_from(NearRank source) const {
-  const bool direct = algo_ == XD_GEMM_ALGO_DIRECT;
-  const NearRank self = tools_.context.self();
-  const NearMemory area =
-      tools_.lockstep.area_of(direct ? self : source, tools_.lockstep.map().partials);
-  const std::int64_t row = direct ? rows_of(self).count * source : rows_of(self).first;
-  return area.address(at(row) * row_bytes());
-}
-
-void ReduceOp::compute_terms(Rows rows, std::byte* terms) {
-  if (rows.count == 0) return;
+void ReduceOp::compute_terms() {
+  if (call_.a_rows == 0) return;
+  std::byte* const terms = terms_of(tools_.context.self());
   const Operand a = operand_a(call_, call_.a.data, call_.a_rows,
                               call_.a_scale ? call_.a_scale.as<const float>() : nullptr);
   const Operand b = operand_b(call_);
@@ -66,53 +48,38 @@ void ReduceOp::compute_terms(Rows rows, std::byte* terms) {
   if (type == DType::f32 && call_.alpha == 1.0f) {
     results = {reinterpret_cast<float*>(terms), call_.n};
   }
-  tools_.multiplier.product(
-      a, rows.first, rows.count, b, call_.k, call_.n, results, [&](const Tile& tile) {
-        if (results.values != nullptr) return;
-        for (std::int64_t r = 0; r < tile.rows; ++r) {
-          float* const x = tile.values + r * tile.stride;
-          if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
-          std::byte* const row = terms + at(tile.row - rows.first + r) * row_bytes();
-          narrow(type, row + at(tile.column) * dtype_bytes(type), x, at(tile.columns));
-        }
-      });
-}
-
-// SEQUENTIAL computes all rows at once. Otherwise the peers' rows come first, so that they wait the
-// shortest; each is told as soon as its own are there.
-void ReduceOp::compute_ready_terms() {
-  const std::uint64_t ready = tools_.lockstep.map().ready;
-  if (algo_ == XD_GEMM_ALGO_SEQUENTIAL) {
-    const NearMemory own =
-        tools_.lockstep.area_of(tools_.context.self(), tools_.lockstep.map().partials);
-    compute_terms({0, call_.a_rows}, own.address());
-    return tools_.lockstep.tell_all(ready);
-  }
-  for (const NearRank peer : tools_.lockstep.peers()) {
-    compute_terms(rows_of(peer), terms_for(peer));
-    tools_.lockstep.tell(peer, ready);
-  }
-  compute_terms(rows_of(tools_.context.self()), terms_for(tools_.context.self()));
+  tools_.multiplier.product(a, call_.a_rows, b, call_.k, call_.n, results, [&](const Tile& tile) {
+    if (results.values != nullptr) return;
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      float* const x = tile.values + r * tile.stride;
+      if (call_.alpha != 1.0f) scale(x, call_.alpha, at(tile.columns));
+      std::byte* const row = terms + at(tile.row + r) * row_bytes();
+      narrow(type, row + at(tile.column) * dtype_bytes(type), x, at(tile.columns));
+    }
+  });
 }
 
 void ReduceOp::announce() {
-  // DIRECT writes into peers' memory, which it may do only once they have entered.
-  if (algo_ == XD_GEMM_ALGO_DIRECT) return;
-  deferred_.run([&] { compute_ready_terms(); });
+  deferred_.run([&] {
+    compute_terms();
+    tools_.lockstep.tell_all(tools_.lockstep.map().ready);
+  });
 }
 
 void ReduceOp::sum() {
-  const std::int64_t rows = rows_of(tools_.context.self()).count;
+  const bool all = call_.operation == XD_GEMM_ALL_REDUCE;
+  const std::int64_t first_row = all ? 0 : call_.shares.start(tools_.context.self());
   const DType type = call_.wide_type();
   float* const x = tools_.scratch.line();
   float* const term = tools_.scratch.other_line();
   for (std::int64_t column = 0; column < call_.n; column += kTileColumns) {
     const std::int64_t columns = std::min(kTileColumns, call_.n - column);
-    for (std::int64_t row = 0; row < rows; ++row) {
-      const std::uint64_t place = at(row) * row_bytes() + at(column) * dtype_bytes(type);
+    for (std::int64_t row = 0; row < call_.d.rows; ++row) {
+      const std::uint64_t place =
+          at(first_row + row) * row_bytes() + at(column) * dtype_bytes(type);
       bool first = true;
       for (const NearRank source : tools_.context.near()) {
-        widen(type, first ? x : term, terms_from(source) + place, at(columns));
+        widen(type, first ? x : term, terms_of(source) + place, at(columns));
         if (!first) add(x, term, at(columns));
         first = false;
       }
@@ -125,7 +92,6 @@ void ReduceOp::sum() {
 void ReduceOp::move() {
   try {
     deferred_.rethrow();
-    if (algo_ == XD_GEMM_ALGO_DIRECT) compute_ready_terms();
     tools_.lockstep.await_all(tools_.lockstep.map().ready);
     sum();
     if (call_.reduce_bias_grad) reduce_column_sums(tools_, call_);

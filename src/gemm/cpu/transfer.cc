@@ -51,7 +51,7 @@ void TransferOp::announce() {
                                 product.a_scale ? product.a_scale.as<const float>() : nullptr);
     const Operand b = operand_b(product);
     tools_.multiplier.product(
-        a, 0, product.a_rows, b, product.k, product.n, {}, [&](const Tile& tile) {
+        a, product.a_rows, b, product.k, product.n, {}, [&](const Tile& tile) {
           for (std::int64_t r = 0; r < tile.rows; ++r) {
             float* const x = tile.values + r * tile.stride;
             if (product.alpha != 1.0f) scale(x, product.alpha, at(tile.columns));

@@ -1,5 +1,6 @@
 #include "gemm/cublasmp/attendant.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <list>
@@ -149,14 +150,16 @@ void Attendant::attend(Watched& w) {
   w.changed.notify_all();
 }
 
-Attendant::Attendant(Comm& comm, std::shared_ptr<Engine> engine, MakeMarks make_marks,
-                     int patience_ms)
+Attendant::Attendant(Comm& comm, std::shared_ptr<Engine> engine, MakeMarks make_marks)
     : comm_(comm),
-      patience_ms_(patience_ms),
       watched_(std::make_shared<Watched>(comm, std::move(engine), std::move(make_marks))),
       thread_(start_thread("xd-cublasmp", [watched = watched_] { attend(*watched); })) {}
 
 Engine& Attendant::engine() const { return *watched_->engine; }
+
+Deadline Attendant::patience() const {
+  return Deadline::after_ms(std::min(kPatienceMs, comm_.timeout_ms()));
+}
 
 void Attendant::enqueue(const ProductTurn& turn, const Description& description,
                         const Operands& operands, cudaStream_t stream) {
@@ -198,7 +201,7 @@ bool Attendant::end_engine() noexcept {
           if (device.device_type != kDLCUDA) return work();
           xd::cuda::try_on_device(device.device_id, work);
         },
-        Deadline::after_ms(patience_ms_));
+        patience());
   } catch (...) {  // no memory for a thread
     return false;
   }
@@ -211,7 +214,7 @@ Attendant::~Attendant() {
     return;
   }
   const char* why_kept = nullptr;
-  if (!watched_->end(Deadline::after_ms(patience_ms_))) {
+  if (!watched_->end(patience())) {
     thread_.detach();
     why_kept = "a product by cuBLASMp is under way";
   } else {

@@ -46,11 +46,11 @@ struct ProductTurn {
 
 class Attendant {
  public:
-  // For how long an end waits: for products, and for the ranks that end their engines.
+  // For how long an end waits, or for the communicator's timeout where that is less: for products,
+  // and for the ranks that end their engines.
   static constexpr int kPatienceMs = 5000;
 
-  Attendant(Comm& comm, std::shared_ptr<Engine> engine, MakeMarks make_marks,
-            int patience_ms = kPatienceMs);
+  Attendant(Comm& comm, std::shared_ptr<Engine> engine, MakeMarks make_marks);
   // All ranks end theirs, in any order. Waits for products that are under way, and then for the
   // other ranks, for so long each.
   ~Attendant();
@@ -66,9 +66,9 @@ class Attendant {
   struct Watched;
   static void attend(Watched& watched);
   bool end_engine() noexcept;
+  Deadline patience() const;
 
   Comm& comm_;
-  const int patience_ms_;
   const std::shared_ptr<Watched> watched_;  // the thread's, too
   std::thread thread_;
 };

@@ -321,9 +321,8 @@ void CudaContext::start_all_gather(const xd_gemm_gather_args* args, xd_stream st
   require_order(XD_GEMM_START_ALL_GATHER, stream);
   if (gather_->under_way()) {
     give_back({.status = XD_ERROR_BUSY,
-               .text = concat("config.slots = ", config().slots,
-                              ": a gather is under way, expected xd_gemm_wait before the next one; "
-                              "peers do not hear of this call"),
+               .text = "a gather is under way, expected xd_gemm_wait before the next one; peers do "
+                       "not hear of this call",
                .rank = rank()},
               XD_GEMM_START_ALL_GATHER, 0);
   }

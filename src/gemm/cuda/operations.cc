@@ -49,7 +49,7 @@ void Operation::describe_products() const {
   };
   if (in_one_product()) return describe_sources({0, ranks()});
   describe_one(gathered_shape(call_.a_rows, call_.a_rows));
-  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  const GatherSchedule schedule = gather_schedule(option_, rank(), ranks());
   for (int i = 0; i < schedule.steps; ++i) {
     describe_sources(schedule.step[at(i)]);
   }
@@ -141,7 +141,7 @@ void Operation::gather_by_copies() const {
 
 // Each flag follows its rows in the same stream: see opening.cu.
 void Operation::send_rows() const {
-  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  const GatherSchedule schedule = gather_schedule(option_, rank(), ranks());
   for (int i = 0; i < schedule.sends; ++i) {
     std::byte* const to = area(schedule.to[at(i)]);
     copy_own_rows(to + w_.map.gathered, c());
@@ -183,7 +183,7 @@ std::uint64_t Operation::scale_offset(int source) const {
 }
 
 void Operation::take_steps() const {
-  const GatherSchedule schedule = gather_schedule(option_.algo, rank(), ranks());
+  const GatherSchedule schedule = gather_schedule(option_, rank(), ranks());
   const bool whole = option_.algo == XD_GEMM_ALGO_SEQUENTIAL;
   for (int i = 0; i < schedule.steps; ++i) {
     wait_landed(w_.group, call_.operation, w_.map.landed, schedule.step[at(i)], s_);

@@ -31,9 +31,10 @@ class Builder {
   GatherSchedule made_;
 };
 
-void ring(Builder& b, bool doubling) {
+// `width`: peers of the first step.
+void ring(Builder& b, int width, bool doubling) {
   for (int d = 1; d < b.ranks(); ++d) b.send(b.wrap(b.rank() + d));
-  for (int done = 0, width = 1; done < b.ranks() - 1; width *= doubling ? 2 : 1) {
+  for (int done = 0; done < b.ranks() - 1; width *= doubling ? 2 : 1) {
     const int count = std::min(width, b.ranks() - 1 - done);
     done += count;
     b.take(b.wrap(b.rank() - done), count);
@@ -51,19 +52,12 @@ void blocks(Builder& b) {
 
 }  // namespace
 
-GatherSchedule gather_schedule(xd_gemm_algo algo, int rank, int ranks) {
+GatherSchedule gather_schedule(const Option& option, int rank, int ranks) {
   Builder builder(rank, ranks);
-  if (algo == XD_GEMM_ALGO_SPLIT) {
-    if (std::has_single_bit(static_cast<unsigned>(ranks))) {
-      blocks(builder);
-    } else {
-      ring(builder, true);
-    }
-  } else if (algo == XD_GEMM_ALGO_SPLIT_P2P) {
-    ring(builder, false);
+  if (option.doubles && std::has_single_bit(static_cast<unsigned>(ranks))) {
+    blocks(builder);
   } else {
-    for (int d = 1; d < ranks; ++d) builder.send(builder.wrap(rank + d));
-    if (ranks > 1) builder.take(builder.wrap(rank + 1), ranks - 1);
+    ring(builder, option.algo == XD_GEMM_ALGO_SPLIT ? 1 : ranks, option.doubles);
   }
   return builder.done();
 }

@@ -1,11 +1,10 @@
 // The order in which an all_gather's rows travel, and in which products take them. Pure.
 #pragma once
 
-#include <crossdock/gemm.h>
-
 #include <array>
 
 #include "comm/device/comm.h"
+#include "gemm/cost_model.h"
 
 namespace xd::gemm::cuda {
 
@@ -24,11 +23,11 @@ struct GatherSchedule {
 };
 
 // The order is such that the rows of step i are the i-th to arrive, where all ranks send alike:
-// SPLIT_P2P: to the next rank first, so from the one before first.
-// SPLIT: ranks 2^i apart exchange blocks of 2^i ranks, where the number of ranks is a power of two;
-// else likewise along the ring, in products of one peer, two peers, four ..
-// SEQUENTIAL: sends as SPLIT_P2P; all peers are one step, or two around this rank, which its caller
-// may take in one product.
-GatherSchedule gather_schedule(xd_gemm_algo algo, int rank, int ranks);
+// SPLIT: to the next rank first, so from the one before first; each peer is a step. Where it
+// doubles: ranks 2^i apart exchange blocks of 2^i ranks, where the number of ranks is a power of
+// two; else along the ring, in products of one peer, two peers, four ..
+// SEQUENTIAL: sends along the ring; all peers are one step, or two around this rank, which its
+// caller may take in one product.
+GatherSchedule gather_schedule(const Option& option, int rank, int ranks);
 
 }  // namespace xd::gemm::cuda

@@ -86,12 +86,10 @@ std::vector<GemmChange> bad_fields<Products>() {
          c.dtype = {kDLInt, 32, 1};
        },
        "int32"},
-      {"algo", [](xd_gemm_config& c) { force(c.algo, 6); }, "6"},
+      {"algo", [](xd_gemm_config& c) { force(c.algo, 4); }, "4"},
       {"algo", [](xd_gemm_config& c) { force(c.algo, 23); }, "23"},
       {"algo", [](xd_gemm_config& c) { force(c.algo, -1); }, "-1"},
       {"num_comm_sms", [](xd_gemm_config& c) { c.num_comm_sms = -1; }, "-1"},
-      {"slots", [](xd_gemm_config& c) { c.slots = 3; }, "3"},
-      {"slots", [](xd_gemm_config& c) { c.slots = -1; }, "-1"},
       {"keep_gathered", [](xd_gemm_config& c) { c.keep_gathered = 2; }, "2"},
       {"allow_fallback", [](xd_gemm_config& c) { c.allow_fallback = -1; }, "-1"},
       {"device_type", [](xd_gemm_config& c) { c.device_type = 7; }, "7"},
@@ -193,7 +191,6 @@ std::vector<GemmChange> common_fields<Products>() {
       {"max_n", [](xd_gemm_config& c) { c.max_n += 8; }},
       {"dtype", [](xd_gemm_config& c) { c.dtype = kF16; }},
       {"algo", [](xd_gemm_config& c) { c.algo = XD_GEMM_ALGO_SEQUENTIAL; }},
-      {"slots", [](xd_gemm_config& c) { c.slots = 2; }},
       {"keep_gathered", [](xd_gemm_config& c) { c.keep_gathered = 1; }},
       {"allow_fallback", [](xd_gemm_config& c) { c.allow_fallback = 1; }},
   };
@@ -213,7 +210,6 @@ void differ(xd_ll_config& config, const Rank& rank) {
 void differ(xd_gemm_config& config, const Rank& rank) {
   config.num_ranks = rank.rank % 2 == 0 ? 0 : rank.num_ranks;
   config.num_comm_sms = rank.rank;
-  config.slots = rank.rank % 2;
 }
 
 // Uses a handle of ranks whose configs differ so.

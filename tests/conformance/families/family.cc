@@ -190,7 +190,6 @@ std::vector<GemmCase> Products::full_cases() {
 GemmContext Products::make_roomy(const Rank& rank) {
   xd_gemm_config config = plain().config();
   config.operations = 31;
-  config.slots = 2;
   config.max_k = config.max_n = 256;
   config.dtype = kF32;
   return make_context(rank.comm, config);

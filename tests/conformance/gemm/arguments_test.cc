@@ -195,8 +195,7 @@ TEST(Unsupported, ArgumentsSayWhy) {
                     }}},
                   XD_ERROR_UNSUPPORTED);
   expect_mistakes(full_case(),
-                  {{{"FUSED"}, [](S& s) { s.batch.args.algo = XD_GEMM_ALGO_FUSED; }},
-                   {{"DIRECT"}, [](S& s) { s.batch.args.algo = XD_GEMM_ALGO_DIRECT; }}},
+                  {{{"DIRECT"}, [](S& s) { s.batch.args.algo = XD_GEMM_ALGO_DIRECT; }}},
                   XD_ERROR_UNSUPPORTED);
 }
 

@@ -17,9 +17,8 @@
 
 namespace xd::test {
 
-inline constexpr xd_gemm_algo kGemmAlgos[] = {XD_GEMM_ALGO_AUTO,      XD_GEMM_ALGO_FUSED,
-                                              XD_GEMM_ALGO_DIRECT,    XD_GEMM_ALGO_SPLIT,
-                                              XD_GEMM_ALGO_SPLIT_P2P, XD_GEMM_ALGO_SEQUENTIAL};
+inline constexpr xd_gemm_algo kGemmAlgos[] = {XD_GEMM_ALGO_AUTO, XD_GEMM_ALGO_DIRECT,
+                                              XD_GEMM_ALGO_SPLIT, XD_GEMM_ALGO_SEQUENTIAL};
 inline constexpr xd_gemm_operation kGemmProducts[] = {XD_GEMM_ALL_GATHER, XD_GEMM_REDUCE_SCATTER,
                                                       XD_GEMM_ALL_REDUCE};
 

@@ -88,7 +88,7 @@ TEST(BlockScales, GoWithEverythingThatFollowsAProduct) {
           const GemmContext context = make_context(rank.comm, c.config());
           for (int step = 0; step < GemmCase::kSteps; ++step) {
             call_and_check(rank, context.get(), c, step, XD_GEMM_ALGO_AUTO);
-            call_and_check(rank, context.get(), c, step, XD_GEMM_ALGO_SPLIT_P2P);
+            call_and_check(rank, context.get(), c, step, XD_GEMM_ALGO_SPLIT);
           }
         }
       });

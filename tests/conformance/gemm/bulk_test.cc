@@ -134,14 +134,13 @@ Rank alone(const Rank& rank) {
   return result;
 }
 
-xd_gemm_config bulk_config(int slots = 1) {
+xd_gemm_config bulk_config() {
   xd_gemm_config config = XD_GEMM_CONFIG_INIT;
   config.operations = XD_GEMM_BIT(XD_GEMM_BULK) | XD_GEMM_BIT(XD_GEMM_START_ALL_GATHER) |
                       XD_GEMM_BIT(XD_GEMM_ALL_GATHER) | XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER);
   config.max_tokens = kMaxTokens;
   config.max_k = config.max_n = 640;
   config.dtype = kF32;
-  config.slots = slots;
   return config;
 }
 
@@ -265,20 +264,18 @@ TEST(Bulk, HasProductsOfAnySize) {
 
 TEST(StartedGather, IsCompleteAfterWait) {
   on_every_rank([](Rank& rank) {
-    for (const int slots : {1, 2}) {
-      const GemmContext context = make_context(rank.comm, bulk_config(slots));
-      ok(xd_gemm_wait(context.get(), rank.stream()));  // nothing was begun
-      for (const Moved& moved : all_moved()) {
-        if (moved.collective != XD_GEMM_ALL_GATHER) continue;
-        SCOPED_TRACE(moved.description());
-        MovedTensors tensors(rank, moved, 0);
-        const xd_gemm_gather_args args = gather_args(tensors);
-        ok(finish(rank, context.get(),
-                  xd_gemm_start_all_gather(context.get(), &args, rank.stream())));
-        ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
-        tensors.check();
-        ok(xd_gemm_wait(context.get(), rank.stream()));
-      }
+    const GemmContext context = make_context(rank.comm, bulk_config());
+    ok(xd_gemm_wait(context.get(), rank.stream()));  // nothing was begun
+    for (const Moved& moved : all_moved()) {
+      if (moved.collective != XD_GEMM_ALL_GATHER) continue;
+      SCOPED_TRACE(moved.description());
+      MovedTensors tensors(rank, moved, 0);
+      const xd_gemm_gather_args args = gather_args(tensors);
+      ok(finish(rank, context.get(),
+                xd_gemm_start_all_gather(context.get(), &args, rank.stream())));
+      ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
+      tensors.check();
+      ok(xd_gemm_wait(context.get(), rank.stream()));
     }
   });
 }
@@ -303,20 +300,18 @@ TEST(StartedGather, DoesNotWaitForPeers) {
 
 TEST(StartedGather, IsJoinedByTheNextOperation) {
   on_every_rank([](Rank& rank) {
-    for (const int slots : {1, 2}) {
-      const GemmContext context = make_context(rank.comm, bulk_config(slots));
-      for (int step = 0; step < 6; ++step) {
-        SCOPED_TRACE("slots " + std::to_string(slots) + ", step " + std::to_string(step));
-        MovedTensors tensors(rank, Moved{}, step);
-        const xd_gemm_gather_args args = gather_args(tensors);
-        ok(finish(rank, context.get(),
-                  xd_gemm_start_all_gather(context.get(), &args, rank.stream())));
-        const GemmCase c = plain_gemm_case(rank.num_ranks, kGemmProducts[step % 2]);
-        GemmBatch batch(rank, c, step);
-        ok(batch.call(context.get()));
-        tensors.check();
-        batch.check(context.get());
-      }
+    const GemmContext context = make_context(rank.comm, bulk_config());
+    for (int step = 0; step < 6; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      MovedTensors tensors(rank, Moved{}, step);
+      const xd_gemm_gather_args args = gather_args(tensors);
+      ok(finish(rank, context.get(),
+                xd_gemm_start_all_gather(context.get(), &args, rank.stream())));
+      const GemmCase c = plain_gemm_case(rank.num_ranks, kGemmProducts[step % 2]);
+      GemmBatch batch(rank, c, step);
+      ok(batch.call(context.get()));
+      tensors.check();
+      batch.check(context.get());
     }
   });
 }
@@ -360,28 +355,24 @@ TEST(StartedGather, MayBeWaitedForOnAnotherStreamThanThatOfTheNextOperation) {
 
 TEST(StartedGather, IsBusyForASecondOneWhichTakesNoTurn) {
   on_every_rank([](Rank& rank) {
-    for (const int slots : {1, 2}) {
-      const GemmContext context = make_context(rank.comm, bulk_config(slots));
-      for (int step = 0; step < 3; ++step) {
-        MovedTensors first(rank, Moved{}, step), second(rank, Moved{}, step + 10);
-        const xd_gemm_gather_args one = gather_args(first), two = gather_args(second);
-        ok(finish(rank, context.get(),
-                  xd_gemm_start_all_gather(context.get(), &one, rank.stream())));
-        // Only some ranks try: the others would be out of step if it took a turn.
-        if (rank.rank % 2 == 0) {
-          EXPECT_EQ(xd_gemm_start_all_gather(context.get(), &two, rank.stream()), XD_ERROR_BUSY);
-          expect_said("under way");
-        }
-        ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
-        first.check();
-        EXPECT_TRUE(second.out_tensor().untouched());
-        ok(finish(rank, context.get(),
-                  xd_gemm_start_all_gather(context.get(), &two, rank.stream())));
-        ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
-        second.check();
+    const GemmContext context = make_context(rank.comm, bulk_config());
+    for (int step = 0; step < 3; ++step) {
+      MovedTensors first(rank, Moved{}, step), second(rank, Moved{}, step + 10);
+      const xd_gemm_gather_args one = gather_args(first), two = gather_args(second);
+      ok(finish(rank, context.get(), xd_gemm_start_all_gather(context.get(), &one, rank.stream())));
+      // Only some ranks try: the others would be out of step if it took a turn.
+      if (rank.rank % 2 == 0) {
+        EXPECT_EQ(xd_gemm_start_all_gather(context.get(), &two, rank.stream()), XD_ERROR_BUSY);
+        expect_said("under way");
       }
-      EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
+      ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
+      first.check();
+      EXPECT_TRUE(second.out_tensor().untouched());
+      ok(finish(rank, context.get(), xd_gemm_start_all_gather(context.get(), &two, rank.stream())));
+      ok(finish(rank, context.get(), xd_gemm_wait(context.get(), rank.stream())));
+      second.check();
     }
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS);
   });
 }
 

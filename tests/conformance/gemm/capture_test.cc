@@ -23,7 +23,7 @@ void expect_all_works(const Rank& rank, xd_gemm_context* context) {
     ok(gather.start(context));
     ok(finish(rank, context, xd_gemm_wait(context, rank.stream())));
     gather.check();
-    for (const xd_gemm_algo algo : {XD_GEMM_ALGO_AUTO, XD_GEMM_ALGO_SPLIT_P2P}) {
+    for (const xd_gemm_algo algo : {XD_GEMM_ALGO_AUTO, XD_GEMM_ALGO_SPLIT}) {
       GemmBatch batch(rank, plain_gemm_case(rank.num_ranks, operation), 0);
       batch.args.algo = algo;
       if (!batch.can_call(context)) continue;
@@ -51,7 +51,7 @@ TEST(InvalidatedCapture, HoldsNoContextOfProducts) {
     const Rank there = rank.on(*beside);
     Gather gather(rank);
     GemmBatch batch(rank, plain_gemm_case(rank.num_ranks), 0);
-    batch.args.algo = XD_GEMM_ALGO_SPLIT_P2P;
+    batch.args.algo = XD_GEMM_ALGO_SPLIT;
     for (const int guilty : {0, rank.num_ranks - 1, rank.rank}) {  // the last time all are
       ok(gather.start(context.get()));
       ok(xd_gemm_wait(context.get(), there.stream()));

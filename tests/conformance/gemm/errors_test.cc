@@ -26,7 +26,7 @@ TEST_P(Disagree, OnTheAlgorithmIsAMismatch) {
           xd_gemm_explain(context.get(), c.operation, &batch.args, &info) == XD_SUCCESS;
       if (runs && info.algo == algo) algos.push_back(algo);
     }
-    ASSERT_GE(algos.size(), GetParam() == XD_GEMM_ALL_REDUCE ? 1u : 2u) << "nothing overlaps";
+    ASSERT_GE(algos.size(), GetParam() == XD_GEMM_ALL_GATHER ? 2u : 1u) << "nothing overlaps";
     for (std::size_t i = 1; i < algos.size(); ++i) {
       batch.args.algo = rank.rank == 0 ? algos[0] : algos[i];
       expect_disagreement(rank, batch.call(context.get()));
@@ -161,7 +161,6 @@ TEST(Ranks, MayWantMoreThanTheirPeersOfGathersAndScatteredSums) {
 xd_gemm_config roomy(const GemmCase& c) {
   xd_gemm_config config = c.config();
   config.operations = 31;
-  config.slots = 2;
   config.max_k = config.max_n = 256;
   return config;
 }

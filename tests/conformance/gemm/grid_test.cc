@@ -54,7 +54,6 @@ class Grid : public testing::TestWithParam<GemmCase> {
       EXPECT_TRUE(batch.guards_intact());
       return {};
     }
-    EXPECT_NE(algo, XD_GEMM_ALGO_FUSED) << "it is reserved";
     EXPECT_FALSE(algo == XD_GEMM_ALGO_DIRECT && c.gathers()) << "it is of sums";
     EXPECT_NE(info.algo, XD_GEMM_ALGO_AUTO);
     if (outcome != XD_SUCCESS) return {};

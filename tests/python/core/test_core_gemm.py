@@ -49,7 +49,7 @@ class Case:
 
 CASES = [
     Case((3, 3)),
-    Case((5, 0, 8), algo="split_p2p"),
+    Case((5, 0, 8), algo="split"),
     Case((7,)),
     Case((0, 0)),
     Case((4, 9), dtype="bfloat16", symmetric=False),
@@ -95,7 +95,7 @@ def products(me: Rank, case: Case) -> None:
 
                 a = stored(halves[me.rank], case.transpose_a)
                 sums = np.full(N, 99, np.float32)
-                d = context.reduce_scatter(a, b_here, bias_grad=sums, **options, algo=case.algo)
+                d = context.reduce_scatter(a, b_here, bias_grad=sums, **options)
                 equal(d, summed[own], "reduce_scatter", case.type)
                 equal(sums, summed[own].sum(0), "bias_grad")
 
@@ -166,9 +166,7 @@ def test_transfers_beside_a_product_and_beside_other_work(me: Rank) -> None:
     terms = case.matrices(6, *[(7, 12)] * 3)
     grad, x = case.matrices(7, (11, 8), (11, 20))
     first = sum(case.tokens[: me.rank])
-    config = case.config(
-        operations=("all_gather", "reduce_scatter", "bulk", "start_all_gather"), slots=2
-    )
+    config = case.config(operations=("all_gather", "reduce_scatter", "bulk", "start_all_gather"))
     with me.comm(heap_bytes=1 << 16) as comm, GemmContext(comm, config) as context:
         product = GemmArgs(a=grad, b=x, transpose_a=True, transpose_b=False)
         given = {"product": product, "tokens_per_rank": case.tokens}
@@ -205,10 +203,8 @@ def test_explain_says_what_a_call_would_do(me: Rank) -> None:
         plan = context.explain("all_gather", GemmArgs(a=a, b=b))
         assert plan.algo in crossdock._core.constants.GEMM_ALGOS
         assert plan.estimate_us > 0 and plan.num_products >= 1
-        assert "SPLIT_P2P" in plan.text and "SEQUENTIAL" in plan.text
-        assert context.explain("all_gather", GemmArgs(a=a, b=b, algo="split_p2p")).algo == (
-            "split_p2p"
-        )
+        assert "SPLIT" in plan.text and "SEQUENTIAL" in plan.text
+        assert context.explain("all_gather", GemmArgs(a=a, b=b, algo="split")).algo == "split"
         with pytest.raises(crossdock.InvalidArgument, match="b: has K = 40"):
             context.explain("all_gather", GemmArgs(a=a, b=np.zeros((K, N), np.float32)))
         with pytest.raises(ValueError, match="operation: expected one of .*, got 'gather'"):
@@ -253,8 +249,8 @@ def test_a_mistake_is_named_and_the_peers_are_told_at_once(me: Rank) -> None:
             context.all_gather(a[:, :width].copy(), b[:, :width].copy())
         with pytest.raises(crossdock.Mismatch, match="tag 9, here 8|tag 8, here 9"):
             context.all_gather(a, b, tag=8 + me.rank)
-        with pytest.raises(crossdock.Unsupported, match="FUSED"):
-            context.all_gather(a, b, algo="fused")
+        with pytest.raises(crossdock.Unsupported, match="DIRECT"):
+            context.all_gather(a, b, algo="direct")
         with pytest.raises(crossdock.Unsupported, match="config.operations"):
             context.bulk("all_gather", a)
         with pytest.raises(crossdock.InvalidArgument, match="keep_gathered|gathered"):

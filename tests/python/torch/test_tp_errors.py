@@ -109,8 +109,8 @@ def test_what_no_peer_has_to_hear_of(me: Rank) -> None:
         with pytest.raises(Unsupported, match="config.operations"):
             tp.bulk_all_gather(x, where)
         if me.num_ranks > 1:
-            with pytest.raises(Unsupported, match="FUSED"):
-                tp.all_gather_matmul(x, weight.t(), where, algo="fused")
+            with pytest.raises(Unsupported, match="DIRECT"):
+                tp.all_gather_matmul(x, weight.t(), where, algo="direct")
         with pytest.raises(ValueError, match="a and b: expected both or none"):
             tp.bulk_all_gather(x, where, x)
         leaf = x.clone().requires_grad_()

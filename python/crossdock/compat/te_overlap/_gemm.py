@@ -165,7 +165,6 @@ class _Product:
         self.rows = self.matrix("B", a)
         self.args |= {"a": spec(self.rows), "b": spec(self.matrix("A", b))}
         self.args |= {"transpose_a": int(self.transpose_a), "transpose_b": int(self.transpose_b)}
-        self.args["algo"] = 0 if self.bulk else constants.GEMM_ALGOS[self.ub.algo]
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         rows = tensor.reshape(-1, tensor.shape[-1])

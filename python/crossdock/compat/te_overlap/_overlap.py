@@ -65,7 +65,6 @@ class CommOverlapCore:
 
     Attributes:
         comm: the ranks.
-        algo: of products, in words of `crossdock.torch.tp`.
     """
 
     _is_p2p = False
@@ -78,7 +77,6 @@ class CommOverlapCore:
         tp_size: int,
         comm_type: CommOverlapType,
         atomic_gemm: bool,
-        algo: str,
     ) -> None:
         self.comm = helper.comm
         if tp_size != self.comm.num_ranks:
@@ -93,9 +91,6 @@ class CommOverlapCore:
         self._atomic = bool(atomic_gemm)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self.comm_type = CommOverlapType(comm_type)
-        if self._atomic:
-            algo = "direct" if self.comm_type == CommOverlapType.RS else "auto"
-        self.algo = algo
         self.context(self._hidden)
 
     def context(self, columns: int) -> TpContext:
@@ -197,9 +192,7 @@ class CommOverlap(CommOverlapCore):
     ) -> None:
         """Collective where no context of the ranks has room yet; see the page for each option."""
         refuse_cublasmp("use_cublasmp", use_cublasmp)
-        super().__init__(
-            buffer_shape, buffer_dtype, helper, tp_size, comm_type, atomic_gemm, "split"
-        )
+        super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, atomic_gemm)
 
 
 class CommOverlapP2P(CommOverlapCore):
@@ -229,12 +222,4 @@ class CommOverlapP2P(CommOverlapCore):
         refuse_cublasmp("use_cublasmp", use_cublasmp)
         if not use_ce:
             refuse("use_ce", use_ce, "expected True: no multiprocessors move rows beside a product")
-        super().__init__(
-            buffer_shape,
-            buffer_dtype,
-            helper,
-            tp_size,
-            comm_type,
-            atomic_gemm,
-            "split" if aggregate else "split_p2p",
-        )
+        super().__init__(buffer_shape, buffer_dtype, helper, tp_size, comm_type, atomic_gemm)
