@@ -18,8 +18,8 @@ double bytes_of(std::int64_t rows, std::int64_t columns, int element) {
 // The ways of one call, and the sizes that they share.
 class Estimate {
  public:
-  Estimate(const Machine& machine, const Problem& problem, const Capacity& room)
-      : m_(machine), p_(problem), room_(room), peers_(problem.ranks - 1) {
+  Estimate(const Machine& machine, const Problem& problem, const Capacity& capacity)
+      : m_(machine), p_(problem), capacity_(capacity), peers_(problem.ranks - 1) {
     gather_bytes_ = bytes_of(p_.most_tokens, p_.k, p_.input_bytes);
     share_bytes_ = bytes_of(p_.most_tokens, p_.n, p_.partial_bytes);
     all_bytes_ = bytes_of(p_.tokens, p_.n, p_.partial_bytes);
@@ -39,14 +39,14 @@ class Estimate {
   // rows are float32, since half of them wait for the peers' sums.
   double spread() const {
     if (!reduces_all()) return 0;
-    const double bytes = share_bytes_ * (room_.exact_sums ? 4.0 / p_.partial_bytes : 1);
-    return peers_ * bytes / m_.push_bytes_us + (room_.exact_sums ? 2 : 1) * m_.meet_us;
+    const double bytes = share_bytes_ * (capacity_.exact_sums ? 4.0 / p_.partial_bytes : 1);
+    return peers_ * bytes / m_.push_bytes_us + (capacity_.exact_sums ? 2 : 1) * m_.meet_us;
   }
   bool fits_words(double bytes) const {
-    return room_.word_bytes > 0 && bytes <= static_cast<double>(room_.word_bytes);
+    return capacity_.word_bytes > 0 && bytes <= static_cast<double>(capacity_.word_bytes);
   }
   bool fits_chunks() const {
-    return room_.chunk_bytes > 0 && share_bytes_ <= static_cast<double>(room_.chunk_bytes);
+    return capacity_.chunk_bytes > 0 && share_bytes_ <= static_cast<double>(capacity_.chunk_bytes);
   }
 
   Option gather(bool doubling) const;
@@ -58,7 +58,7 @@ class Estimate {
 
   const Machine& m_;
   const Problem& p_;
-  const Capacity& room_;
+  const Capacity& capacity_;
   const int peers_;
   double gather_bytes_ = 0;  // one rank's rows of a
   double share_bytes_ = 0;   // one rank's rows of the partial sums
@@ -107,7 +107,7 @@ Option Estimate::sequential_gather() const {
   // Kernels gather rows of tokens alone.
   if (p_.rows_of_tokens && p_.rows_alone) {
     consider(Mover::push, m_.push_us + peers_ * gather_bytes_ / m_.push_bytes_us);
-    if (gather_bytes_ <= static_cast<double>(room_.gather_word_bytes)) {
+    if (gather_bytes_ <= static_cast<double>(capacity_.gather_word_bytes)) {
       consider(Mover::inline_flags,
                m_.gather_inline_us + peers_ * gather_bytes_ / m_.words_bytes_us);
     }
@@ -141,12 +141,13 @@ Option Estimate::chunks() const {
 }
 
 Obstacle Estimate::direct_obstacle(std::int64_t& pitch) const {
-  if (room_.cell_unit == 0) return Obstacle::no_slots;
+  if (capacity_.cell_unit == 0) return Obstacle::no_cells;
   if (!p_.stores_terms) return Obstacle::rounded;
   if (!p_.equal_shares) return Obstacle::uneven_shares;
-  if (share_bytes_ > static_cast<double>(room_.slot_bytes)) return Obstacle::cell_too_small;
-  // Rows that lie apart fill more of a slot than their elements do.
-  pitch = cell_pitch(p_.most_tokens, p_.n, p_.partial_bytes, room_.cell_unit, room_.slot_bytes);
+  if (share_bytes_ > static_cast<double>(capacity_.cell_bytes)) return Obstacle::cell_too_small;
+  // Rows that lie apart fill more of a cell than their elements do.
+  pitch =
+      cell_pitch(p_.most_tokens, p_.n, p_.partial_bytes, capacity_.cell_unit, capacity_.cell_bytes);
   return pitch == 0 ? Obstacle::no_pitch : Obstacle::none;
 }
 
@@ -179,7 +180,7 @@ Option Estimate::copied_sum() const {
     return o;
   }
   o.transfer_us = m_.first_copy_us + peers_ * copy(share_bytes_);
-  // The own rows are copied as well, into a slot of this device.
+  // The own rows are copied as well, into a cell of this device.
   const double own = 2 * share_bytes_ / m_.memory_bytes_us;
   o.us = whole_ + o.transfer_us + own + m_.join_us + m_.meet_us + sum(share_bytes_) + spread();
   return o;
@@ -197,8 +198,8 @@ Option Estimate::worded_sum() const {
   if (reduces_all()) {
     const double one = m_.one_shot_us + peers_ * all_bytes_ / m_.one_shot_bytes_us;
     const double two = m_.two_shot_us + 2 * peers_ * share_bytes_ / m_.two_shot_bytes_us;
-    const bool one_shot = (one < two || !room_.two_steps) && fits_words(all_bytes_);
-    if (!one_shot && !room_.two_steps) o.obstacle = Obstacle::no_room;
+    const bool one_shot = (one < two || !capacity_.two_steps) && fits_words(all_bytes_);
+    if (!one_shot && !capacity_.two_steps) o.obstacle = Obstacle::no_room;
     o.mover = one_shot ? Mover::one_shot : Mover::inline_flags;
     o.transfer_us = one_shot ? one : two;
   } else {
@@ -294,8 +295,8 @@ const Option* Options::best() const {
   return best;
 }
 
-Options options_of(const Machine& machine, const Problem& problem, const Capacity& room) {
-  const Estimate estimate(machine, problem, room);
+Options options_of(const Machine& machine, const Problem& problem, const Capacity& capacity) {
+  const Estimate estimate(machine, problem, capacity);
   Options all;
   const auto add = [&](const Option& option) { all.option[at(all.count++)] = option; };
   // SEQUENTIAL comes first: among equals it is taken, since it does least.
@@ -305,7 +306,7 @@ Options options_of(const Machine& machine, const Problem& problem, const Capacit
   return all;
 }
 
-std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& room) {
+std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& capacity) {
   const auto share = problem.most_tokens * problem.n * problem.partial_bytes;
   switch (obstacle) {
     case Obstacle::none:
@@ -313,38 +314,38 @@ std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& r
     case Obstacle::not_for_this:
       return "only reduce_scatter has it";
     case Obstacle::uneven_shares:
-      return "needs the same number of tokens on all ranks, since the owners' slots are equal";
-    case Obstacle::no_slots:
-      return "this context has no slots that a product can store into";
+      return "needs the same number of tokens on all ranks, since the owners' cells are equal";
+    case Obstacle::no_cells:
+      return "this context has no cells that a product can store into";
     case Obstacle::cell_too_small:
-      return concat("needs slots of ", share, " bytes, this context has slots of ",
-                    room.slot_bytes);
+      return concat("needs cells of ", share, " bytes, this context has cells of ",
+                    capacity.cell_bytes);
     case Obstacle::no_pitch:
-      return concat("needs rows of a rank that fill whole units of ", room.cell_unit, " bytes, ",
-                    problem.most_tokens, " rows of ", problem.n * problem.partial_bytes,
+      return concat("needs rows of a rank that fill whole units of ", capacity.cell_unit,
+                    " bytes, ", problem.most_tokens, " rows of ", problem.n * problem.partial_bytes,
                     " bytes do not");
     case Obstacle::rounded:
       return "needs products that come in the type of d, or float32: others are rounded first";
     case Obstacle::transposed:
       return "needs a with rows of tokens (transpose_a = 0)";
     case Obstacle::no_room:
-      if (room.chunk_bytes == 0 && at(share) <= room.word_bytes) {
+      if (capacity.chunk_bytes == 0 && at(share) <= capacity.word_bytes) {
         return "partial sums of this call travel as words";
       }
       return concat("needs room for ", share,
                     " bytes of partial sums from a rank, this context has ",
-                    std::max(room.chunk_bytes, room.word_bytes));
+                    std::max(capacity.chunk_bytes, capacity.word_bytes));
   }
   return "";
 }
 
-std::string text_of(const Options& options, const Problem& problem, const Capacity& room) {
+std::string text_of(const Options& options, const Problem& problem, const Capacity& capacity) {
   std::string text;
   for (int i = 0; i < options.count; ++i) {
     const Option& o = options.option[at(i)];
     text += concat(algo_name(o.algo), ": ");
     if (o.obstacle != Obstacle::none) {
-      text += concat(text_of(o.obstacle, problem, room), "\n");
+      text += concat(text_of(o.obstacle, problem, capacity), "\n");
       continue;
     }
     text += concat(microseconds(o.us), " (product ", microseconds(o.gemm_us), " in ", o.products,

@@ -1,5 +1,6 @@
-// How long an operation takes by each way of doing it, and so which one AUTO takes: a pure function
-// of what all ranks know alike, so that all of them choose the same way without asking one another.
+// The time of an operation on CUDA devices by each way of doing it, and so the choice of AUTO
+// there: a pure function of what all ranks know alike, so that all of them choose the same way
+// without asking one another. (On the CPU gemm/cpu/plan.cc chooses.)
 //
 // Numbers are microseconds. They were fitted to measurements with the products of cuBLASLt, on H200
 // and, where few rows travel, on two H100, and reproduce them to about a tenth.
@@ -93,8 +94,8 @@ struct Problem {
 
 // The memory that a context has for each way of transfer.
 struct Capacity {
-  std::uint64_t slot_bytes = 0;         // stitched: of the slot of one source at one owner
-  std::uint64_t cell_unit = 0;          // slots begin at multiples of it, 0 = there are none
+  std::uint64_t cell_bytes = 0;         // stitched: of the cell of one source at one owner
+  std::uint64_t cell_unit = 0;          // cells begin at multiples of it, 0 = there are none
   std::uint64_t word_bytes = 0;         // partial sums as words from one source
   std::uint64_t gather_word_bytes = 0;  // likewise rows
   std::uint64_t chunk_bytes = 0;        // partial sums from one source; 0 = there is no such memory
@@ -106,10 +107,10 @@ struct Capacity {
 enum class Obstacle : std::uint8_t {
   none,
   not_for_this,    // the operation has no such algorithm
-  uneven_shares,   // the owners' slots are of one size
-  no_slots,        // the context has none
-  cell_too_small,  // a rank's rows do not fit into a slot
-  no_pitch,        // no pitch makes a rank's rows fill a slot
+  uneven_shares,   // the owners' cells are of one size
+  no_cells,        // the context has none
+  cell_too_small,  // a rank's rows do not fit into a cell
+  no_pitch,        // no pitch makes a rank's rows fill a cell
   rounded,         // the product's stores are not the terms yet
   transposed,      // parts of a are not rows
   no_room,         // neither words nor rows of partial sums have a place
@@ -140,7 +141,7 @@ struct Options {
 // The time of one product of this rank alone.
 double product_us(const Machine& machine, std::int64_t m, std::int64_t n, std::int64_t k,
                   const Problem& problem);
-Options options_of(const Machine& machine, const Problem& problem, const Capacity& room);
+Options options_of(const Machine& machine, const Problem& problem, const Capacity& capacity);
 
 // The least pitch, in columns, with which `rows` rows fill a multiple of `unit` bytes; 0 = none
 // does.
@@ -148,8 +149,8 @@ std::int64_t cell_pitch(std::int64_t rows, std::int64_t columns, int element_byt
                         std::uint64_t unit, std::uint64_t most_bytes);
 
 // One line: what hinders the algorithm, with what it would need.
-std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& room);
+std::string text_of(Obstacle obstacle, const Problem& problem, const Capacity& capacity);
 // One line per algorithm of the operation: its estimate, or why it cannot run.
-std::string text_of(const Options& options, const Problem& problem, const Capacity& room);
+std::string text_of(const Options& options, const Problem& problem, const Capacity& capacity);
 
 }  // namespace xd::gemm

@@ -18,7 +18,7 @@ namespace {
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 
 Capacity ample() {
-  return {.slot_bytes = 1024 * kMiB,
+  return {.cell_bytes = 1024 * kMiB,
           .cell_unit = 2 * kMiB,
           .word_bytes = 32 * kMiB,
           .gather_word_bytes = kMiB / 4,
@@ -103,7 +103,7 @@ std::vector<Row> measured_gathers() {
 
 std::vector<Row> measured_sums() {
   return {
-      // DIRECT was not measured with fewer rows than fill a slot packed.
+      // DIRECT was not measured with fewer rows than fill a cell packed.
       {kRs, 4, 8192, 7168, 256, .0445, .060, {kSeq, kDirect}},
       {kRs, 4, 8192, 7168, 512, .083, .100, {kDirect}},
       {kRs, 4, 8192, 7168, 1024, .158, .183, {kDirect}},
@@ -242,16 +242,16 @@ TEST(GemmCostModel, TakesMeasuredTimesOfProductsThatStoreFarAway) {
 
 // Rows that are as long as words may be, and longer ones.
 TEST(GemmCostModel, GathersFewRowsAsWords) {
-  const auto mover = [](std::int64_t tokens, const Capacity& room) {
-    return options_of({}, problem_of(kAg, 2, tokens, 5120, 8192), room).find(kSeq)->mover;
+  const auto mover = [](std::int64_t tokens, const Capacity& capacity) {
+    return options_of({}, problem_of(kAg, 2, tokens, 5120, 8192), capacity).find(kSeq)->mover;
   };
-  Capacity room = ample();
-  EXPECT_EQ(mover(2, room), Mover::inline_flags);
-  EXPECT_EQ(mover(32, room), Mover::inline_flags);
-  EXPECT_EQ(mover(64, room), Mover::push);
-  EXPECT_EQ(mover(16384, room), Mover::copies);
-  room.gather_word_bytes = 0;
-  EXPECT_EQ(mover(2, room), Mover::push);
+  Capacity capacity = ample();
+  EXPECT_EQ(mover(2, capacity), Mover::inline_flags);
+  EXPECT_EQ(mover(32, capacity), Mover::inline_flags);
+  EXPECT_EQ(mover(64, capacity), Mover::push);
+  EXPECT_EQ(mover(16384, capacity), Mover::copies);
+  capacity.gather_word_bytes = 0;
+  EXPECT_EQ(mover(2, capacity), Mover::push);
 
   // Kernels gather rows of tokens alone, and that has its price.
   Problem scaled = problem_of(kAg, 2, 32, 5120, 8192);
@@ -342,12 +342,12 @@ TEST(GemmCostModel, GrowsWithTokens) {
 TEST(GemmCostModel, TakesLongerWhereSumsTravelAsTheyAre) {
   Problem problem = problem_of(kAr, 4, 4096, 8192, 2048);
   const auto extra = [&] {
-    Capacity room = ample();
-    room.word_bytes = 8 * kMiB;
-    const double rounded = options_of({}, problem, room).find(kSeq)->us;
-    room.exact_sums = true;
-    room.two_steps = false;
-    return options_of({}, problem, room).find(kSeq)->us - rounded;
+    Capacity capacity = ample();
+    capacity.word_bytes = 8 * kMiB;
+    const double rounded = options_of({}, problem, capacity).find(kSeq)->us;
+    capacity.exact_sums = true;
+    capacity.two_steps = false;
+    return options_of({}, problem, capacity).find(kSeq)->us - rounded;
   };
   const double of_16_bits = extra();
   problem.partial_bytes = 4;
@@ -366,8 +366,8 @@ TEST(GemmCostModel, IsFasterOnAFasterLink) {
 }
 
 TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
-  const auto obstacle = [](const Problem& problem, const Capacity& room, xd_gemm_algo algo) {
-    const Options options = options_of({}, problem, room);
+  const auto obstacle = [](const Problem& problem, const Capacity& capacity, xd_gemm_algo algo) {
+    const Options options = options_of({}, problem, capacity);
     const Option* option = options.find(algo);
     return option->obstacle;
   };
@@ -387,16 +387,16 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   rounded.stores_terms = false;
   EXPECT_EQ(obstacle(rounded, ample(), kDirect), Obstacle::rounded);
   EXPECT_EQ(obstacle(rounded, ample(), kRing), Obstacle::none);
-  Capacity room = ample();
-  room.slot_bytes = 2 * kMiB;
-  EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::cell_too_small);
-  room.cell_unit = 0;
-  EXPECT_EQ(obstacle(sum, room, kDirect), Obstacle::no_slots);
-  room.chunk_bytes = 0;
-  EXPECT_EQ(obstacle(sum, room, kRing), Obstacle::no_room);
-  room.word_bytes = 0;
-  EXPECT_EQ(obstacle(sum, room, kSeq), Obstacle::no_room);
-  EXPECT_EQ(options_of({}, sum, room).best(), nullptr);
+  Capacity capacity = ample();
+  capacity.cell_bytes = 2 * kMiB;
+  EXPECT_EQ(obstacle(sum, capacity, kDirect), Obstacle::cell_too_small);
+  capacity.cell_unit = 0;
+  EXPECT_EQ(obstacle(sum, capacity, kDirect), Obstacle::no_cells);
+  capacity.chunk_bytes = 0;
+  EXPECT_EQ(obstacle(sum, capacity, kRing), Obstacle::no_room);
+  capacity.word_bytes = 0;
+  EXPECT_EQ(obstacle(sum, capacity, kSeq), Obstacle::no_room);
+  EXPECT_EQ(options_of({}, sum, capacity).best(), nullptr);
 
   Problem transposed = sum;
   transposed.rows_of_tokens = false;
@@ -409,19 +409,19 @@ TEST(GemmCostModel, NamesTheNeedOfEveryAlgorithmThatCannotRun) {
   EXPECT_LT(text.size(), sizeof(xd_gemm_plan_info::text)) << text;
 }
 
-// Where the unit is a slot, rows of any rank fill it from end to end, or there is no such product.
+// Where the unit is a cell, rows of any rank fill it from end to end, or there is no such product.
 TEST(GemmCostModel, RowsOfStitchedSumsMayFillAWholeSlot) {
-  Capacity room = ample();
-  room.slot_bytes = room.cell_unit = 32 * kMiB;
+  Capacity capacity = ample();
+  capacity.cell_bytes = capacity.cell_unit = 32 * kMiB;
   for (const std::int64_t tokens : {4, 64, 1024, 4096}) {
     const Problem sum = problem_of(kRs, 4, tokens, 8192, 2048);
-    const Options options = options_of({}, sum, room);
+    const Options options = options_of({}, sum, capacity);
     const Option& direct = *options.find(kDirect);
     ASSERT_EQ(direct.obstacle, Obstacle::none) << tokens;
-    EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), room.cell_unit);
+    EXPECT_EQ(static_cast<std::uint64_t>(direct.pitch * 2 * tokens / 4), capacity.cell_unit);
   }
   const Problem odd = problem_of(kRs, 4, std::int64_t{4} * 96, 8192, 2048);
-  EXPECT_EQ(options_of({}, odd, room).find(kDirect)->obstacle, Obstacle::no_pitch);
+  EXPECT_EQ(options_of({}, odd, capacity).find(kDirect)->obstacle, Obstacle::no_pitch);
 }
 
 TEST(GemmCostModel, PitchesFillWholeUnits) {
@@ -440,11 +440,11 @@ TEST(GemmCostModel, PitchesFillWholeUnits) {
 
 // Sums that may not travel as they are stored: all ranks get all products, where these fit.
 TEST(GemmCostModel, AllReducesInOneStepWhereItMust) {
-  Capacity room = ample();
-  room.two_steps = false;
-  room.chunk_bytes = 0;
+  Capacity capacity = ample();
+  capacity.two_steps = false;
+  capacity.chunk_bytes = 0;
   const auto sequential = [&](std::int64_t tokens) {
-    return *options_of({}, problem_of(kAr, 4, tokens, 8192, 7168), room).find(kSeq);
+    return *options_of({}, problem_of(kAr, 4, tokens, 8192, 7168), capacity).find(kSeq);
   };
   EXPECT_EQ(sequential(512).mover, Mover::one_shot);  // two steps would be faster
   EXPECT_EQ(sequential(512).obstacle, Obstacle::none);

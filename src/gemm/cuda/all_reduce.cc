@@ -22,7 +22,7 @@ void Operation::gather_sums() const {
 void Operation::sum_own_rows(const Epilogue& epilogue) const {
   launch_part_sum({.turn = turn_.params(),
                    .partials = w_.own_cells,
-                   .stride = w_.slot_bytes,
+                   .stride = w_.cell_bytes,
                    .rows = owned_rows(rank()),
                    .columns = call_.n,
                    .pitch = call_.n,
@@ -51,7 +51,7 @@ void Operation::gather_finished_rows(Sources peers) const {
 
 // The own rows' float32 sums go to all peers, from scratch, which is free: all partial sums have
 // been copied. The first half of the rows goes where finished rows do, as many bytes. The rest goes
-// into the slots at the peers, whose partial sums a peer has read when it has sent its first half.
+// into the cells at the peers, whose partial sums a peer has read when it has sent its first half.
 void Operation::gather_exact_sums(Sources peers) const {
   sum_own_rows(rounding_to(DType::f32, w_.scratch));
   const std::uint64_t row = bytes_of(call_.n, sizeof(float));
@@ -78,7 +78,7 @@ void Operation::finish_exact_sums() const {
     std::byte *upper = w_.scratch, *lower = w_.scratch + bytes_of(half * call_.n, sizeof(float));
     if (owner != rank()) {
       upper = area(rank()) + w_.map.exact_sums_of(owner);
-      lower = w_.own_cells + static_cast<std::uint64_t>(owner) * w_.slot_bytes;
+      lower = w_.own_cells + static_cast<std::uint64_t>(owner) * w_.cell_bytes;
     }
     // The first piece stores the column sums that others add to, also where there are no rows.
     if (half > 0 || owner == 0) finish_products(reinterpret_cast<float*>(upper), first, half);

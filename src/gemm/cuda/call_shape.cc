@@ -69,17 +69,17 @@ Problem problem_of(const ProductCall& call, const Config& config) {
 }
 
 Capacity capacity_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes) {
-  Capacity room{
-      .slot_bytes = stitched_bytes != 0 ? stitched_bytes : map.slot_bytes,
-      .cell_unit = stitched_bytes,  // a rank's rows fill a slot, with a pitch that does that
+  Capacity capacity{
+      .cell_bytes = stitched_bytes != 0 ? stitched_bytes : map.cell_bytes,
+      .cell_unit = stitched_bytes,  // a rank's rows fill a cell, with a pitch that does that
       .word_bytes = map.word_bytes,
       .gather_word_bytes = std::min(map.word_bytes, ContextMap::kMostGatherWordBytes),
-      .chunk_bytes = map.slot_bytes};
-  if (call.operation != XD_GEMM_ALL_REDUCE) return room;
-  if (!map.copies_all) room.chunk_bytes = 0;
-  room.exact_sums = all_finish_all(call);
-  room.two_steps = !room.exact_sums && !is_fp8(call.d.type);
-  return room;
+      .chunk_bytes = map.cell_bytes};
+  if (call.operation != XD_GEMM_ALL_REDUCE) return capacity;
+  if (!map.copies_all) capacity.chunk_bytes = 0;
+  capacity.exact_sums = all_finish_all(call);
+  capacity.two_steps = !capacity.exact_sums && !is_fp8(call.d.type);
+  return capacity;
 }
 
 bool stores_terms(const ProductCall& call) { return multiplies_into(call, call.wide_type()); }

@@ -25,7 +25,7 @@ bool all_finish_all(const ProductCall& call);
 
 Problem problem_of(const ProductCall& call, const Config& config);
 // The room for a call: of what the context has, the part that the call can use.
-// `stitched_bytes`: of a slot that a product can store into, 0 = there are none.
+// `stitched_bytes`: of a cell that a product can store into, 0 = there are none.
 Capacity capacity_of(const ProductCall& call, const ContextMap& map, std::uint64_t stitched_bytes);
 
 // True if cuBLASLt stores products as they are summed over ranks. Otherwise it stores float32,

@@ -89,9 +89,9 @@ CudaContext::CudaContext(std::shared_ptr<Comm> owner, const xd_gemm_config* user
           }) {
   memory_->comm = std::move(owner);
   memory_->segments = comm().share(kCreateContext, static_cast<std::size_t>(map_of(config()).end));
-  if (PeerMappedCells::slot_bytes(config()) != 0) {
+  if (PeerMappedCells::cell_bytes(config()) != 0) {
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
-    memory_->slots = std::make_unique<PeerMappedCells>(comm(), config());
+    memory_->cells = std::make_unique<PeerMappedCells>(comm(), config());
   }
   comm().collective().agree(kCreateContext, [this] {
     allocate();
@@ -135,7 +135,7 @@ void CudaContext::allocate() {
 }
 
 // All ranks measure at once, and take what rank 0 has found. No rank goes on before all have ended
-// their products, some of which store into the slots of their peers.
+// their products, some of which store into the cells of their peers.
 void CudaContext::tune() {
   const int device = comm().device().device_id;
   std::vector<TunedProduct> found;
@@ -147,7 +147,7 @@ void CudaContext::tune() {
                      .scratch_bytes = shop_.scratch_bytes,
                      .workspace = memory_->products->workspace(),
                      .stitched = shop_.stitched,
-                     .slot_bytes = shop_.slot_bytes})
+                     .cell_bytes = shop_.cell_bytes})
                   .measure();
     }
     return found.size();
@@ -199,7 +199,7 @@ void CudaContext::describe() {
                  .report = runner_.report(),
                  .areas = memory_->tables.as<const HeapRange>(),
                  .map = shop_.map};
-  describe_slots();
+  describe_cells();
   shop_.scratch = memory_->scratch.data();
   shop_.scratch_bytes = memory_->scratch.bytes();
   shop_.columns = memory_->exact.as<float>();
@@ -220,17 +220,17 @@ void CudaContext::describe() {
   shop_.keeps_gathered = config().keep_gathered;
 }
 
-void CudaContext::describe_slots() {
-  if (memory_->slots) {
-    shop_.slot_bytes = PeerMappedCells::slot_bytes(config());
-    for (int r = 0; r < config().ranks; ++r) shop_.cell_at.push_back(memory_->slots->at_owner(r));
-    shop_.own_cells = memory_->slots->own();
-    shop_.stitched = memory_->slots->view();
+void CudaContext::describe_cells() {
+  if (memory_->cells) {
+    shop_.cell_bytes = PeerMappedCells::cell_bytes(config());
+    for (int r = 0; r < config().ranks; ++r) shop_.cell_at.push_back(memory_->cells->at_owner(r));
+    shop_.own_cells = memory_->cells->own();
+    shop_.stitched = memory_->cells->view();
     return;
   }
-  shop_.slot_bytes = shop_.map.slot_bytes;
-  for (std::byte* area : shop_.areas) shop_.cell_at.push_back(area + shop_.map.slot_of(rank()));
-  shop_.own_cells = shop_.areas[at(rank())] + shop_.map.slots;
+  shop_.cell_bytes = shop_.map.cell_bytes;
+  for (std::byte* area : shop_.areas) shop_.cell_at.push_back(area + shop_.map.cell_of(rank()));
+  shop_.own_cells = shop_.areas[at(rank())] + shop_.map.cells;
 }
 
 // The products that operations of these bounds are made of: all orders of elements, finished by
@@ -416,9 +416,9 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
   if (is_cublasmp(call.algo) && hindered.empty()) hindered = hinders_cublasmp;
   if (is_cublasmp(call.algo) && hindered.empty()) return {.algo = call.algo, .products = 1};
   const Problem problem = this->problem(call);
-  const Capacity room =
-      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
-  const Options options = options_of(machine_, problem, room);
+  const Capacity capacity =
+      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.cell_bytes : 0);
+  const Options options = options_of(machine_, problem, capacity);
   const Option* asked = call.algo == XD_GEMM_ALGO_AUTO ? options.best() : options.find(call.algo);
   const bool runs = asked != nullptr && asked->obstacle == Obstacle::none;
   if (runs) return *asked;
@@ -428,10 +428,10 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
     fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo), ": ", hindered);
   }
   if (asked == nullptr) {
-    fail(XD_ERROR_UNSUPPORTED, "no algorithm can run:\n", text_of(options, problem, room));
+    fail(XD_ERROR_UNSUPPORTED, "no algorithm can run:\n", text_of(options, problem, capacity));
   }
   fail(XD_ERROR_UNSUPPORTED, "algo = ", algo_name(call.algo), ": ",
-       text_of(asked->obstacle, problem, room));
+       text_of(asked->obstacle, problem, capacity));
 }
 
 void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
@@ -526,8 +526,8 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
     Operation(shop_, call, option, nothing, nullptr).describe_products();
   }
   const Problem problem = this->problem(call);
-  const Capacity room =
-      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.slot_bytes : 0);
+  const Capacity capacity =
+      capacity_of(call, shop_.map, shop_.stitched != nullptr ? shop_.cell_bytes : 0);
   xd_gemm_plan_info info = XD_GEMM_PLAN_INFO_INIT;
   info.algo = option.algo;
   info.num_products = option.products;
@@ -537,9 +537,10 @@ xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {
   ProductCall by_cublasmp = call;
   if (!is_cublasmp(call.algo)) by_cublasmp.algo = XD_GEMM_ALGO_CUBLASMP;
   const std::string hindered = cublasmp_obstacle(by_cublasmp);
-  const std::string text = concat(
-      text_of(options_of(machine_, problem, room), problem, room), algo_name(by_cublasmp.algo),
-      ": ", hindered.empty() ? "not estimated, and never taken by AUTO" : hindered, "\n");
+  const std::string text =
+      concat(text_of(options_of(machine_, problem, capacity), problem, capacity),
+             algo_name(by_cublasmp.algo), ": ",
+             hindered.empty() ? "not estimated, and never taken by AUTO" : hindered, "\n");
   std::strncpy(info.text, text.c_str(), sizeof(info.text) - 1);
   return info;
 }

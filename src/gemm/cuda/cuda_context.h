@@ -47,7 +47,7 @@ class CudaContext final : public Context {
   struct Memory {
     std::shared_ptr<Comm> comm;
     Segments segments;
-    std::unique_ptr<PeerMappedCells> slots;
+    std::unique_ptr<PeerMappedCells> cells;
     xd::cuda::DeviceBuffer tables, scratch, exact, ones, scales, block_scales;
     std::unique_ptr<Products> products;
     std::unique_ptr<SideStream> side;
@@ -61,7 +61,7 @@ class CudaContext final : public Context {
   void fill_ones(int device);
   void empty_words() const;
   void describe();
-  void describe_slots();
+  void describe_cells();
   void tune();
   void warm_up();
 

@@ -24,7 +24,7 @@ void launch_expect_idle(const TurnParams& params, cudaStream_t stream);
 void launch_failed(const TurnParams& params, cudaStream_t stream);
 // When it has ended, what these sources have copied has landed.
 void launch_landed(const LandedParams& params, cudaStream_t stream);
-// The last launch of an operation whose partial sums lie in the slots when all peers have left.
+// The last launch of an operation whose partial sums lie in the cells when all peers have left.
 // It waits with all its blocks, of which there are `most_blocks` at most.
 void launch_sum(const SumParams& params, DType type, int most_blocks, cudaStream_t stream);
 // The same sums, of partial sums that have landed: a launch that waits for nobody.

@@ -326,7 +326,7 @@ void Operation::reduce() const {
   option_.mover == Mover::copies ? reduce_by_copies() : reduce_by_words();
 }
 
-// The owners' slots are free when the opening has seen their records. The product's stores have
+// The owners' cells are free when the opening has seen their records. The product's stores have
 // ended when the sums' kernel begins, which raises the done flags behind them.
 void Operation::reduce_by_stores() const {
   turn_.open(s_);
@@ -404,7 +404,7 @@ void Operation::reduce_by_copies() const {
     if (all) send_flag(w_.group, w_.map.summed, area(peer), c());
   }
   const std::int64_t start = owned_from(rank());
-  std::byte* const own = w_.own_cells + static_cast<std::uint64_t>(rank()) * w_.slot_bytes;
+  std::byte* const own = w_.own_cells + static_cast<std::uint64_t>(rank()) * w_.cell_bytes;
   if (whole) {
     copy(own, w_.scratch + bytes_of(start, row), bytes_of(owned_rows(rank()), row), s_);
   } else {
@@ -441,7 +441,7 @@ void Operation::sum_cells(std::int64_t pitch) const {
   if (call_.bias_grad) epilogue.exact = exact;
   launch_sum({.turn = turn_.params(),
               .partials = w_.own_cells,
-              .stride = w_.slot_bytes,
+              .stride = w_.cell_bytes,
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = pitch,

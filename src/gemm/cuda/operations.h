@@ -8,16 +8,16 @@
 //   open ◄──────────────── (caller's work)      open ◄──────────────── (caller's work)
 //   │   └────────────┐     product, own rows    copy to r+1 ◄───────── product, rows of r+1
 //   copy, flag to p1 │     │                    copy to r+2 ◄───────── product, rows of r+2
-//   copy, flag to p2 └───► landed: sources      │                      product, own rows, into slot
+//   copy, flag to p2 └───► landed: sources      │                      product, own rows, into cell
 //   │                      product, their rows  └────────────────────► sum: waits, sums, ends
 //   close ───────────────► landed, product ..
 //
 //   all_reduce by copies: partial sums as above, with flags, then on c: landed, sums of the own
 //   rows, copies of these with flags, landed, copies into D, close. Where all ranks finish all
 //   rows: landed, float32 sums of the own rows, copies of their first half with flags, landed,
-//   copies of the rest into the slots, with flags, landed, close; then on s all rows are finished.
+//   copies of the rest into the cells, with flags, landed, close; then on s all rows are finished.
 //
-//   reduce_scatter by the product's stores, on s: open, product into the owners' slots, sum.
+//   reduce_scatter by the product's stores, on s: open, product into the owners' cells, sum.
 //
 // In all_gather by a kernel (push, words), and where sums travel as words, the operation is one
 // launch on s, in front of the product or behind it.
@@ -56,12 +56,12 @@ struct Workshop {
   std::int64_t scales_count = 0;
   std::byte* block_scales = nullptr;  // working memory of products with scales per 128 columns
   std::uint64_t block_scale_bytes = 0;
-  // Partial sums: this rank's slot at each owner, and the first of the slots that this rank owns.
-  // Where a product can store into the owners' slots, they are one matrix to it, else nullptr.
+  // Partial sums: this rank's cell at each owner, and the first of the cells that this rank owns.
+  // Where a product can store into the owners' cells, they are one matrix to it, else nullptr.
   std::vector<std::byte*> cell_at;
   std::byte* own_cells = nullptr;
   std::byte* stitched = nullptr;
-  std::uint64_t slot_bytes = 0;
+  std::uint64_t cell_bytes = 0;
   Products* products = nullptr;
   SideStream* side = nullptr;
   int multiprocessors = 0;       // of the device, for this rank
@@ -139,7 +139,7 @@ class Operation {
   // Of `rows` rows among `all_rows`: this rank's, or those of all ranks.
   xd::cuda::ProductShape gathered_shape(std::int64_t rows, std::int64_t all_rows) const;
   xd::cuda::ProductShape partial_shape(std::int64_t rows) const;
-  xd::cuda::ProductShape stitched_shape() const;  // of all rows, into the owners' slots
+  xd::cuda::ProductShape stitched_shape() const;  // of all rows, into the owners' cells
 
   void all_gather() const;
   void gather_by_push() const;

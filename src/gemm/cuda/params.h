@@ -37,10 +37,10 @@ struct ContextMap {
   // Of the gathered rows: those of one row after the other, or one per rank, kScaleStride apart.
   std::uint64_t scales;
   std::uint64_t sums;     // all_reduce: finished rows of all ranks
-  std::uint64_t slots;    // [W] partial sums of each source for rows of this rank
+  std::uint64_t cells;    // [W] partial sums of each source for rows of this rank
   std::uint64_t words;    // [2 parities][steps][W] rows, partial sums and sums that arrive as words
   std::uint64_t columns;  // [2 parities][W] column sums that arrive as words
-  std::uint64_t slot_bytes, sum_bytes, word_bytes, column_bytes;  // of one source
+  std::uint64_t cell_bytes, sum_bytes, word_bytes, column_bytes;  // of one source
   std::uint64_t word_steps;                                       // 2 where sums go to all ranks
   std::uint64_t end;
   bool copies_all;  // all_reduce by copies has a place
@@ -75,18 +75,18 @@ struct ContextMap {
     }
     if (config.sums()) {
       const auto row = static_cast<std::uint64_t>(config.max_n) * config.summed_bytes();
-      map.slot_bytes = round_up(tokens * row, kRowStart);
-      if (!separate_cells) map.slots = cursor.add<std::byte>(ranks * map.slot_bytes, kRowStart);
+      map.cell_bytes = round_up(tokens * row, kRowStart);
+      if (!separate_cells) map.cells = cursor.add<std::byte>(ranks * map.cell_bytes, kRowStart);
       // In one step of all_reduce a rank sends all its rows to everybody.
-      const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.slot_bytes : map.slot_bytes;
+      const auto most = config.has(XD_GEMM_ALL_REDUCE) ? ranks * map.cell_bytes : map.cell_bytes;
       map.word_bytes = std::max(map.word_bytes, std::min(most, kMostWordBytes));
       // Where words have room for all there is, copies are not needed.
       map.copies_all = config.has(XD_GEMM_ALL_REDUCE) && most > kMostWordBytes;
       // Finished rows of all ranks; or of each rank the first half of the float32 sums of its rows,
-      // whose second half has room in a slot.
+      // whose second half has room in a cell.
       const auto half = exact_rows_in_sums(config.max_tokens) * config.max_n * 4;
       map.sum_bytes =
-          std::max(map.slot_bytes, round_up(static_cast<std::uint64_t>(half), kRowStart));
+          std::max(map.cell_bytes, round_up(static_cast<std::uint64_t>(half), kRowStart));
       if (map.copies_all) map.sums = cursor.add<std::byte>(ranks * map.sum_bytes, kRowStart);
     }
     map.words = cursor.add<std::byte>(2 * map.word_steps * ranks * map.word_bytes, kRowStart);
@@ -108,8 +108,8 @@ struct ContextMap {
            (epoch % 2 * static_cast<std::uint64_t>(ranks) + static_cast<std::uint64_t>(source)) *
                column_bytes;
   }
-  constexpr std::uint64_t slot_of(int source) const {
-    return slots + static_cast<std::uint64_t>(source) * slot_bytes;
+  constexpr std::uint64_t cell_of(int source) const {
+    return cells + static_cast<std::uint64_t>(source) * cell_bytes;
   }
   // all_reduce: where the float32 sums of a rank's first rows are, and how many of its rows these
   // are.

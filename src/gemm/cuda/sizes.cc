@@ -30,7 +30,7 @@ std::uint64_t scratch_bytes(const Config& config) {
 }
 
 ContextMap map_of(const Config& config) {
-  return ContextMap::make(config, PeerMappedCells::slot_bytes(config) != 0);
+  return ContextMap::make(config, PeerMappedCells::cell_bytes(config) != 0);
 }
 
 // Exact results beside the products: words are for small ones, with elements of 2 bytes at least.
@@ -62,7 +62,7 @@ std::uint64_t block_scale_bytes(const Config& config) {
 xd_gemm_memory context_memory(const Config& config) {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
   memory.symmetric_bytes = round_up(map_of(config).end, PeerMappedCells::kUnit) +
-                           at(config.ranks) * PeerMappedCells::slot_bytes(config);
+                           at(config.ranks) * PeerMappedCells::cell_bytes(config);
   memory.private_bytes = scratch_bytes(config) + exact_bytes(config) + column_bytes(config) +
                          3 * scales_bytes(config) + block_scale_bytes(config) +
                          Products::kWorkspaceBytes + KernelLoader::kBytes + sizeof(Control) +

@@ -3,13 +3,13 @@
 //
 //   block of this rank                                  block of a peer
 //   (its products have ended: stream)
-//   leave(): the last block to come raises `done` ────► waits for it, then reads the slot of this
+//   leave(): the last block to come raises `done` ────► waits for it, then reads the cell of this
 //   waits for the done flags of all peers                 rank
-//   reads slots of all sources, stores D
+//   reads cells of all sources, stores D
 //   end()
 //
-// Products and copies that filled the peers' slots have ended before this kernel begins, so the
-// release of the done flag covers them. A slot is filled again in a later operation, after this
+// Products and copies that filled the peers' cells have ended before this kernel begins, so the
+// release of the done flag covers them. A cell is filled again in a later operation, after this
 // rank's record of it, so after the end of this kernel. All blocks are resident: a block waits for
 // blocks of peers, and these for all blocks of this launch.
 #include "gemm/cuda/epilogue.cuh"
@@ -23,7 +23,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kAnyRanks = 0;  // a number of ranks that has no kernel of its own
 
-// The sum of the vectors at byte `at` of all sources' slots. Words that peers have stored are never
+// The sum of the vectors at byte `at` of all sources' cells. Words that peers have stored are never
 // loaded through the read-only path.
 template <DType kType, int kRanks>
 __device__ inline void sum_sources(const SumParams& p, std::uint64_t at,

@@ -65,7 +65,7 @@ void Transfer::sum() const {
   w_.side->order(c(), s_);
   launch_sum({.turn = turn_.params(),
               .partials = w_.own_cells,
-              .stride = w_.slot_bytes,
+              .stride = w_.cell_bytes,
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,

@@ -80,8 +80,8 @@ std::uint64_t elements(std::int64_t rows, std::int64_t columns) { return at(rows
 
 }  // namespace
 
-Tuner::Tuner(int device, const Config& config, const TuningMemory& room)
-    : device_(device), config_(config), room_(room), stream_(device) {}
+Tuner::Tuner(int device, const Config& config, const TuningMemory& memory)
+    : device_(device), config_(config), memory_(memory), stream_(device) {}
 
 // Its operands are given to another stream when all products have ended.
 Tuner::~Tuner() {
@@ -117,15 +117,15 @@ void Tuner::measure_order(ProductShape shape, std::vector<TunedProduct>& found) 
     if (!is_worth_it(shape)) continue;
     const std::uint64_t element = config_.gathered_bytes();
     fill_operands(elements(all, shape.k) * element, elements(shape.n, shape.k) * element);
-    if (elements(shape.m, shape.n) * d_bytes <= room_.scratch_bytes) {
-      measure_one(shape, room_.scratch, found);
+    if (elements(shape.m, shape.n) * d_bytes <= memory_.scratch_bytes) {
+      measure_one(shape, memory_.scratch, found);
     }
-    const bool stitched = room_.stitched != nullptr && shape.transpose_b && !shape.transpose_a;
+    const bool stitched = memory_.stitched != nullptr && shape.transpose_b && !shape.transpose_a;
     if (!stitched || shape.m % config_.ranks != 0) continue;
     shape.d_pitch = cell_pitch(shape.m / config_.ranks, shape.n, static_cast<int>(d_bytes),
-                               room_.slot_bytes, room_.slot_bytes);
+                               memory_.cell_bytes, memory_.cell_bytes);
     shape.stores_at_peers = true;
-    if (shape.d_pitch != 0) measure_one(shape, room_.stitched, found);
+    if (shape.d_pitch != 0) measure_one(shape, memory_.stitched, found);
   }
 }
 
@@ -173,7 +173,7 @@ void Tuner::measure_one(const ProductShape& shape, std::byte* d, std::vector<Tun
 std::vector<double> Tuner::time(Product& product, std::size_t candidates, std::byte* d) {
   const auto run = [&](std::size_t i) {
     if (!product.choose(product.candidates()[i])) return false;
-    product.run({.a = operands_.data(), .b = b_, .d = d}, 1.0f, 0.0f, room_.workspace,
+    product.run({.a = operands_.data(), .b = b_, .d = d}, 1.0f, 0.0f, memory_.workspace,
                 stream_.get());
     return true;
   };

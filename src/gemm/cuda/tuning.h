@@ -28,14 +28,14 @@ struct TuningMemory {
   std::byte* scratch = nullptr;
   std::uint64_t scratch_bytes = 0;
   std::byte* workspace = nullptr;
-  std::byte* stitched = nullptr;  // nullptr = there are no such slots
-  std::uint64_t slot_bytes = 0;
+  std::byte* stitched = nullptr;  // nullptr = there are no such cells
+  std::uint64_t cell_bytes = 0;
 };
 
 class Tuner {
  public:
   // Called with the device current.
-  Tuner(int device, const Config& config, const TuningMemory& room);
+  Tuner(int device, const Config& config, const TuningMemory& memory);
   ~Tuner();
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
@@ -55,7 +55,7 @@ class Tuner {
 
   const int device_;
   const Config& config_;
-  const TuningMemory room_;
+  const TuningMemory memory_;
   const xd::cuda::ProductLibrary library_;
   xd::cuda::Stream stream_;
   xd::cuda::DeviceBuffer operands_;

@@ -10,10 +10,10 @@
 //   gathered rows           copies or push_kernel of source  `landed` of it; done flag of it
 //   gathered rows           gather_words_kernel of r         its end (stream)
 //   landed[s]               a copy behind those rows          it is the epoch that was opened
-//   slots[s]                copies or products of s           done flag of s; all_reduce: `summed`
+//   cells[s]                copies or products of s           done flag of s; all_reduce: `summed`
 //   summed[s]               a copy behind those sums          it is the epoch that was opened
 //   sums                    copies of all, all_reduce         `landed` of each
-//   slots[s], again         copies of s, all_reduce           `spread` of s
+//   cells[s], again         copies of s, all_reduce           `spread` of s
 //   spread[s]               a copy behind those sums          it is the epoch that was opened
 //   words[parity][step][s]  (gather_)words_kernel of s        each word, when it is not all ones
 //   columns[parity][s]      column_meeting_kernel of s        likewise
