@@ -70,6 +70,12 @@ class Checks:
             self.fail(name, f"an integer of at least {least}", repr(value))
         return value
 
+    def none(self, other: str, **values: Any) -> None:
+        """Arguments that must not be given beside `other`."""
+        for name, value in values.items():
+            if value is not None:
+                self.fail(name, f"None, as {other} is given", "a tensor")
+
     def events(
         self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._groups import Lease
+from ._batch import Batch
 
 # By the first tensor of a handle: its routing.
 _routings: Any = WeakTensorKeyDictionary()
@@ -18,24 +18,24 @@ class Routing:
     """The library's part of a handle.
 
     Attributes:
-        lease: the group that made the plan.
+        batch: the group that made the plan.
         plan: the batch's plan.
         num_tokens: T.
         num_rows: N, of receive tensors.
         topk: K; 0 = made without ``topk_idx``.
     """
 
-    __slots__ = ("lease", "plan", "num_tokens", "num_rows", "topk", "__weakref__")
+    __slots__ = ("batch", "plan", "num_tokens", "num_rows", "topk", "__weakref__")
 
     def __init__(
-        self, lease: Lease, plan: torch.Tensor, num_tokens: int, num_rows: int, topk: int
+        self, batch: Batch, plan: torch.Tensor, num_tokens: int, num_rows: int, topk: int
     ) -> None:
-        self.lease = lease
+        self.batch = batch
         self.plan = plan
         self.num_tokens = num_tokens
         self.num_rows = num_rows
         self.topk = topk
-        lease.home.serve(self)
+        batch.session.serve(self)
 
 
 class Handle(tuple[torch.Tensor, ...]):

@@ -16,8 +16,10 @@ from crossdock.torch import _calls
 from crossdock.torch._calls import current_stream, is_capturing
 
 from ._arguments import Checks
-from ._slot_groups import Shape, SlotGroup, SlotGroups
-from ._stream_scope import StreamScope, StreamWork
+from ._groups import Groups
+from ._session import Session
+from ._slot_group import Shape, SlotGroup
+from ._stream_work import StreamWork
 from .utils import EventOverlap
 
 _BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
@@ -69,16 +71,16 @@ class SlotHandle(tuple[Any, ...]):
         )
 
 
-def slot_routing(checks: Checks, groups: SlotGroups, handle: Any) -> SlotRouting:
+def slot_routing(groups: Groups, handle: Any) -> SlotRouting:
     """The routing of a handle of one of these groups."""
     found = getattr(handle, "routing", None)
     if not isinstance(handle, SlotHandle):
         found = None
         if isinstance(handle, tuple | list) and len(handle) == 5 and torch.is_tensor(handle[0]):
             found = _routings.get(handle[0])
-    if found is None or not groups.has(found.group):
+    if found is None or not groups.has_slots(found.group):
         expected = "what low_latency_dispatch of this Buffer returned"
-        checks.fail("handle", expected, type(handle).__name__)
+        groups.session.checks.fail("handle", expected, type(handle).__name__)
     return found
 
 
@@ -127,9 +129,7 @@ class _Once:
 
 
 def dispatch(
-    checks: Checks,
-    scope: StreamScope,
-    groups: SlotGroups,
+    groups: Groups,
     x: Any,
     topk_idx: Any,
     sizes: tuple[Any, Any],
@@ -145,7 +145,8 @@ def dispatch(
         stats: of rows per expert, and of nanoseconds per source.
         forms: use_fp8, round_scale, use_ue8m0.
     """
-    shape = None
+    session, shape = groups.session, None
+    checks = session.checks
     try:
         _check_finish(checks, async_finish, return_recv_hook)
         shape = _read_shape(checks, x, topk_idx, sizes)
@@ -154,9 +155,9 @@ def dispatch(
         way = _read_way(checks, shape.hidden, forms)
         load, wait = _read_stats(checks, shape, *stats)
     except Exception as error:
-        groups.refuse_dispatch(shape, str(error))
+        groups.refuse_slots(shape, str(error))
         raise
-    group = groups.of(shape)
+    group = groups.slots_for(shape)
 
     def make() -> tuple[Received, list[torch.Tensor]]:
         received = _allocate(group, way, forms[2], len(x))
@@ -183,12 +184,11 @@ def dispatch(
     beside = [tensor for tensor in (load, wait) if tensor is not None]
     inputs = [x, topk_idx, *beside]
     halves = group.dispatch_halves if return_recv_hook else None
-    return _operate(scope, group, make, run, inputs, async_finish, halves)
+    return _operate(session, group, make, run, inputs, async_finish, halves)
 
 
 def combine(
-    checks: Checks,
-    scope: StreamScope,
+    session: Session,
     routing: SlotRouting,
     x: Any,
     topk_idx: Any,
@@ -200,7 +200,7 @@ def combine(
     stats: Any,
 ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
     """Sums each token's weighted results. Nothing waits for the host."""
-    group, shape = routing.group, routing.group.shape
+    checks, group, shape = session.checks, routing.group, routing.group.shape
     with telling(group):
         _check_finish(checks, async_finish, return_recv_hook)
         slots = (group.local_experts, group.num_slots, shape.hidden)
@@ -233,11 +233,11 @@ def combine(
 
     inputs = [rows, topk_weights, routing.plan, *([] if wait is None else [wait])]
     halves = group.combine_halves if return_recv_hook else None
-    return _operate(scope, group, make, run, inputs, async_finish, halves)
+    return _operate(session, group, make, run, inputs, async_finish, halves)
 
 
 def _operate(
-    scope: StreamScope,
+    session: Session,
     group: SlotGroup,
     make: Callable[[], tuple[Any, list[torch.Tensor]]],
     run: Callable[[int, Any], None],
@@ -263,7 +263,7 @@ def _operate(
         run(_BOTH, result)
         group.check()
         return result, EventOverlap(), None
-    with StreamWork(scope, None, True) as work:
+    with StreamWork(session, None, True) as work:
         with work.allocating():
             result, tensors = make()
         with work.running():

@@ -12,13 +12,13 @@ import torch
 from crossdock import _core
 from crossdock._core import constants
 
-from ._config import also_named
+from ._config import also_named, require_positive
 from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing, telling
-from ._slot_groups import Shape
+from ._slot_group import Shape
 from .utils import EventOverlap
 
 if TYPE_CHECKING:
-    from ._runtime import Runtime
+    from ._groups import Groups
 
 _T = TypeVar("_T")
 _Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -74,7 +74,7 @@ class LowLatencyCalls:
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-    _live: Callable[[], Runtime]
+    _live_groups: Callable[[], Groups]
 
     @staticmethod
     @also_named(num_max_dispatch_tokens_per_rank="max_tokens")
@@ -92,15 +92,9 @@ class LowLatencyCalls:
         Raises:
             ValueError: a number out of range.
         """
-        sizes = {
-            "max_tokens": max_tokens,
-            "hidden": hidden,
-            "num_ranks": num_ranks,
-            "num_experts": num_experts,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        require_positive(
+            max_tokens=max_tokens, hidden=hidden, num_ranks=num_ranks, num_experts=num_experts
+        )
         shape = Shape(max_tokens, hidden, num_experts, min(num_experts, constants.MAX_TOPK))
         cuda = torch.cuda.is_available() and _core.feature_available("cuda")
         device_type = constants.DEVICE_TYPES["cuda" if cuda else "cpu"]
@@ -154,11 +148,8 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument; ids that are no experts (InvalidArgument, on all ranks).
         """
-        runtime = self._low_latency("low_latency_dispatch")
         received, event, hook = dispatch(
-            runtime.checks,
-            runtime.scope,
-            runtime.slots,
+            self._low_latency("low_latency_dispatch"),
             x,
             topk_idx,
             (num_max_dispatch_tokens_per_rank, num_experts),
@@ -210,12 +201,10 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument.
         """
-        runtime = self._low_latency("low_latency_combine")
-        routing = slot_routing(runtime.checks, runtime.slots, handle)
+        groups = self._low_latency("low_latency_combine")
         return combine(
-            runtime.checks,
-            runtime.scope,
-            routing,
+            groups.session,
+            slot_routing(groups, handle),
             x,
             topk_idx,
             topk_weights,
@@ -232,8 +221,8 @@ class LowLatencyCalls:
         Combine reads `x` wherever it lies, so this saves nothing over a tensor of the caller's. The
         current stream may write to it at once: it waits for what still reads it.
         """
-        runtime = self._low_latency("get_next_low_latency_combine_buffer")
-        return slot_routing(runtime.checks, runtime.slots, handle).group.combine_buffer()
+        groups = self._low_latency("get_next_low_latency_combine_buffer")
+        return slot_routing(groups, handle).group.combine_buffer()
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -243,9 +232,9 @@ class LowLatencyCalls:
         There it is collective, brings the ranks that are not masked back into step, and forgets
         what is between dispatch and its hook: a rank that was unmasked on all sides can go on.
         """
-        runtime = self._live()
+        groups = self._live_groups()
         if self.enable_shrink:
-            runtime.slots.reset(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+            groups.reset_slots(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leaves out a rank from the next operation on, or no longer. Local.
@@ -253,12 +242,12 @@ class LowLatencyCalls:
         Raises:
             ValueError: the own rank, no rank, or a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_update_mask_buffer")
-        checks = runtime.checks
+        groups = self._shrinking("low_latency_update_mask_buffer")
+        checks = groups.session.checks
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             expected = f"a rank from 0 to {self.group_size - 1}, and not this one"
             checks.fail("rank_to_mask", expected, rank_to_mask)
-        runtime.slots.set_mask(rank_to_mask, bool(mask))
+        groups.set_mask(rank_to_mask, bool(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes 1 for each rank that is left out, by the caller or because it was lost; else 0.
@@ -269,9 +258,9 @@ class LowLatencyCalls:
         Raises:
             ValueError: another tensor, or a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_query_mask_buffer")
-        runtime.checks.tensor(mask_status, "mask_status", (self.group_size,), (torch.int32,))
-        runtime.slots.read_mask(mask_status)
+        groups = self._shrinking("low_latency_query_mask_buffer")
+        groups.session.checks.tensor(mask_status, "mask_status", (self.group_size,), (torch.int32,))
+        groups.read_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """No rank is left out any more, in this rank's view. Local.
@@ -279,25 +268,25 @@ class LowLatencyCalls:
         Raises:
             ValueError: a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_clean_mask_buffer")
+        groups = self._shrinking("low_latency_clean_mask_buffer")
         for rank in range(self.group_size):
             if rank != self.rank:
-                runtime.slots.set_mask(rank, False)
+                groups.set_mask(rank, False)
 
     def _refuse_overlap(self, handle: Any) -> NoReturn:
         """Refuses ``overlap`` in a combine, of which the peers hear."""
-        runtime = self._low_latency("low_latency_combine")
-        routing = slot_routing(runtime.checks, runtime.slots, handle)
+        groups = self._low_latency("low_latency_combine")
+        routing = slot_routing(groups, handle)
         with telling(routing.group):
             expected = "False, as all rows of x are read at once and no signal is waited for"
-            runtime.checks.fail("overlap", expected, True)
+            groups.session.checks.fail("overlap", expected, True)
 
-    def _low_latency(self, method: str) -> Runtime:
+    def _low_latency(self, method: str) -> Groups:
         if not self.low_latency_mode:
             raise ValueError(f"low_latency_mode: expected True for {method}(), got False")
-        return self._live()
+        return self._live_groups()
 
-    def _shrinking(self, method: str) -> Runtime:
+    def _shrinking(self, method: str) -> Groups:
         if not self.enable_shrink:
             raise ValueError(f"enable_shrink: expected True for {method}(), got False")
         return self._low_latency(method)
