@@ -64,6 +64,13 @@ class Checks:
             self.fail(name, "a contiguous tensor", f"strides {value.stride()}")
         return value
 
+    def optional(
+        self, value: Any, name: str, shape: tuple[int | str, ...], dtype: torch.dtype
+    ) -> None:
+        """Refuses `value` unless it is None or such a tensor."""
+        if value is not None:
+            self.tensor(value, name, shape, (dtype,))
+
     def at_least(self, value: Any, name: str, least: int) -> int:
         """`value`, if it is an integer that is not too small."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -221,11 +228,9 @@ def read_bias(
         return [checks.tensor(bias, "bias", shape, (dtype,))]
     if not isinstance(bias, tuple) or len(bias) != 2:
         checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
-    return [
-        checks.tensor(one, f"bias[{i}]", shape, (dtype,))
-        for i, one in enumerate(bias)
-        if one is not None
-    ]
+    for place, one in enumerate(bias):
+        checks.optional(one, f"bias[{place}]", shape, dtype)
+    return [one for one in bias if one is not None]
 
 
 def as_payload(rows: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,23 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock.torch import _calls
 
 from ._config import also_named, require_positive
-from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing, telling
+from ._low_latency import (
+    MOST,
+    RECEIVE,
+    Hook,
+    Received,
+    SlotHandle,
+    allocate,
+    check_finish,
+    operate,
+    read_shape,
+    read_way,
+    slot_routing,
+    telling,
+)
 from ._slot_group import Shape
 from .utils import EventOverlap
 
@@ -148,19 +162,49 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument; ids that are no experts (InvalidArgument, on all ranks).
         """
-        received, event, hook = dispatch(
-            self._low_latency("low_latency_dispatch"),
-            x,
-            topk_idx,
-            (num_max_dispatch_tokens_per_rank, num_experts),
-            (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
-            (use_fp8, round_scale, use_ue8m0),
-            async_finish,
-            return_recv_hook,
-        )
-        rows: _Rows = received.x
-        if received.scales is not None:
-            rows = (received.x, received.scales)
+        groups = self._low_latency("low_latency_dispatch")
+        checks, shape, most = groups.session.checks, None, num_max_dispatch_tokens_per_rank
+        load, wait = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        try:
+            check_finish(checks, async_finish, return_recv_hook)
+            shape = read_shape(checks, x, topk_idx, most, num_experts)
+            if len(x) > most:
+                checks.fail("x", f"at most {MOST} = {most} rows", len(x))
+            way = read_way(checks, shape.hidden, use_fp8, round_scale, use_ue8m0)
+            local = num_experts // self.group_size
+            checks.optional(load, "cumulative_local_expert_recv_stats", (local,), torch.int32)
+            ranks = (self.group_size,)
+            checks.optional(wait, "dispatch_wait_recv_cost_stats", ranks, torch.int64)
+        except Exception as error:
+            groups.refuse_slots(shape, str(error))
+            raise
+        group = groups.slots_for(shape)
+
+        def make() -> tuple[Received, list[torch.Tensor | None]]:
+            made = allocate(group, way, use_ue8m0, len(x))
+            return made, [*made[:3], *made.handle[:2], made.handle.routing.plan]
+
+        def run(phase: int, result: Received) -> None:
+            group.run(
+                _calls.ll_dispatch,
+                phase,
+                tokens=x if phase != RECEIVE else None,
+                topk_idx=topk_idx if phase != RECEIVE else None,
+                quantise=0 if way is None else way.code,
+                plan=result.handle.routing.plan,
+                recv_tokens=result.x,
+                recv_scales=result.scales,
+                counts=result.counts,
+                source_ranges=result.handle[1],
+                source_tokens=result.handle[0],
+                expert_load=load,
+                wait_ns=wait,
+            )
+
+        halves = group.dispatch_halves if return_recv_hook else None
+        inputs = [x, topk_idx, load, wait]
+        received, event, hook = operate(group, make, run, inputs, async_finish, halves)
+        rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, received.counts, received.handle, event, hook
 
     @_knows_overlap
@@ -201,19 +245,41 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument.
         """
-        groups = self._low_latency("low_latency_combine")
-        return combine(
-            groups.session,
-            slot_routing(groups, handle),
-            x,
-            topk_idx,
-            topk_weights,
-            zero_copy,
-            async_finish,
-            return_recv_hook,
-            out,
-            combine_wait_recv_cost_stats,
-        )
+        routing = slot_routing(self._low_latency("low_latency_combine"), handle)
+        group, wait = routing.group, combine_wait_recv_cost_stats
+        checks, batch = group.session.checks, (routing.num_tokens, routing.topk)
+        sums = (routing.num_tokens, group.shape.hidden)
+        with telling(group):
+            check_finish(checks, async_finish, return_recv_hook)
+            slots = (group.local_experts, group.num_slots, group.shape.hidden)
+            checks.tensor(x, "x", slots, (torch.bfloat16,))
+            checks.tensor(topk_idx, "topk_idx", batch, (torch.int64,))
+            checks.tensor(topk_weights, "topk_weights", batch, (torch.float32,))
+            checks.optional(out, "out", sums, torch.bfloat16)
+            ranks = (self.group_size,)
+            checks.optional(wait, "combine_wait_recv_cost_stats", ranks, torch.int64)
+        rows = group.combine_buffer() if zero_copy else x
+
+        def make() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+            made = out
+            if made is None:
+                made = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
+            return made, [made]
+
+        def run(phase: int, result: torch.Tensor) -> None:
+            group.run(
+                _calls.ll_combine,
+                phase,
+                routing.plan,
+                expert_out=rows if phase != RECEIVE else None,
+                topk_weights=topk_weights if phase != RECEIVE else None,
+                out=result,
+                wait_ns=wait,
+            )
+
+        halves = group.combine_halves if return_recv_hook else None
+        inputs = [rows, topk_weights, routing.plan, wait]
+        return operate(group, make, run, inputs, async_finish, halves)
 
     def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
         """[L,S,H] bfloat16, for the `x` of the next combine with ``zero_copy``. The same each time.

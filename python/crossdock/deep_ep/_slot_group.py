@@ -48,6 +48,7 @@ class SlotGroup:
     """A group of low-latency operations. Making one is collective.
 
     Attributes:
+        session: where its operations run.
         shape: what it serves.
         core: the ``crossdock._core.LowLatencyGroup``.
         local_experts, num_slots: L and S.
@@ -58,6 +59,7 @@ class SlotGroup:
 
     def __init__(self, session: Session, shape: Shape) -> None:
         comm, sizes = session.comm, shape.sizes(session.shrink)
+        self.session = session
         self.shape = shape
         self.device = session.device
         self.num_ranks = comm.num_ranks

@@ -75,13 +75,13 @@ class StreamWork:
         return torch.cuda.stream(self._stream)
 
     def finish(
-        self, inputs: Iterable[torch.Tensor | None], results: Iterable[torch.Tensor | None]
+        self, inputs: Iterable[torch.Tensor | None], results: Iterable[object]
     ) -> EventOverlap:
         """Ends the operation: lets the caller's stream wait, or returns the event to wait for.
 
         Args:
             inputs: the caller's tensors that the operation reads.
-            results: tensors allocated within `allocating`.
+            results: tensors allocated within `allocating`; what is none is left out.
         """
         if not self._cuda:
             return EventOverlap(EventHandle() if self._async else None)
@@ -96,7 +96,7 @@ class StreamWork:
         with self.running():
             return EventOverlap(EventHandle())
 
-    def _record(self, tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
+    def _record(self, tensors: Iterable[object], stream: torch.cuda.Stream) -> None:
         for tensor in tensors:
-            if tensor is not None:
+            if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(stream)

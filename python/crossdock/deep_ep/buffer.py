@@ -390,14 +390,26 @@ class Buffer(LowLatencyCalls):
                 checks.num_sms(config, Buffer.num_sms)
                 received, event = self._dispatch_along(x, routing, None, False, events)
             return received.x, None, None, None, None, event
+        groups, checks, worst_tokens = self._live_groups(), self._live().checks, num_worst_tokens
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-        return self._dispatch_new(
-            x,
-            (*layout, topk_idx, topk_weights),
-            num_tokens_per_rdma_rank,
-            (expert_alignment, num_worst_tokens, config),
-            events,
-        )
+        try:
+            tokens = read_tokens(checks, x)
+            choices = read_choices(checks, len(tokens.rows), *layout, topk_idx, topk_weights)
+            per_host, hosts = num_tokens_per_rdma_rank, (self.num_rdma_ranks,)
+            checks.optional(per_host, "num_tokens_per_rdma_rank", hosts, torch.int32)
+            checks.events(*events)
+            checks.at_least(expert_alignment, "expert_alignment", 1)
+            checks.at_least(worst_tokens, "num_worst_tokens", 0)
+            if worst_tokens > 0 and choices.topk_idx is None:
+                checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
+            num_sms = checks.num_sms(config, Buffer.num_sms)
+        except Exception as error:
+            groups.refuse(worst_tokens, str(error))
+            raise
+        limits = Limits(expert_alignment, worst_tokens, num_sms)
+        batch = groups.batch_for(request_of(tokens, choices, limits))
+        got, per_expert, made, event = dispatch_new(batch, tokens, choices, limits, events[:2])
+        return got.x, got.topk_idx, got.topk_weights, per_expert, made, event
 
     def combine(
         self,
@@ -476,50 +488,9 @@ class Buffer(LowLatencyCalls):
             checks.fail(
                 "x", f"rows of at most {most} bytes, {made_for}", f"{tokens.row_bytes} bytes"
             )
-        if topk_weights is not None:
-            shape = routing.num_tokens, routing.topk
-            checks.tensor(topk_weights, "topk_weights", shape, (torch.float32,))
+        shape = routing.num_tokens, routing.topk
+        checks.optional(topk_weights, "topk_weights", shape, torch.float32)
         return dispatch_cached(tokens, routing, events[:2], topk_weights, with_choices)
-
-    def _dispatch_new(
-        self,
-        x: Any,
-        routing: tuple[Any, ...],
-        per_host: Any,
-        limits: tuple[Any, Any, Any],
-        events: _Events,
-    ) -> _Dispatched:
-        """`dispatch` without a handle."""
-        groups, session = self._live_groups(), self._live()
-        checks = session.checks
-        alignment, worst_tokens, config = limits
-        try:
-            tokens = read_tokens(checks, x)
-            choices = read_choices(checks, len(tokens.rows), *routing)
-            if per_host is not None:
-                shape = (session.num_hosts,)
-                checks.tensor(per_host, "num_tokens_per_rdma_rank", shape, (torch.int32,))
-            checks.events(*events)
-            checks.at_least(alignment, "expert_alignment", 1)
-            checks.at_least(worst_tokens, "num_worst_tokens", 0)
-            if worst_tokens > 0 and choices.topk_idx is None:
-                checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
-            numbers = Limits(alignment, worst_tokens, checks.num_sms(config, Buffer.num_sms))
-        except Exception as error:
-            groups.refuse(worst_tokens, str(error))
-            raise
-        batch = groups.batch_for(request_of(tokens, choices, numbers))
-        received, per_expert, handle, event = dispatch_new(
-            batch, tokens, choices, numbers, events[:2]
-        )
-        return (
-            received.x,
-            received.topk_idx,
-            received.topk_weights,
-            per_expert,
-            handle,
-            event,
-        )
 
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""

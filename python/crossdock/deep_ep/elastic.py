@@ -280,9 +280,7 @@ class ElasticBuffer:
             require_sms(num_sms, "num_sms")
             local = num_experts // self.group_size
             stats = cumulative_local_expert_recv_stats
-            if stats is not None:
-                name = "cumulative_local_expert_recv_stats"
-                checks.tensor(stats, name, (local,), (torch.int32,))
+            checks.optional(stats, "cumulative_local_expert_recv_stats", (local,), torch.int32)
             event = self._after(*waits[:2])
             checks.events(event, async_with_compute_stream, False)
         except Exception as error:
@@ -342,16 +340,8 @@ class ElasticBuffer:
                 inner=inner,
                 expansion=expansion,
             )
-        made = (
-            *_parts(rows),
-            recv_weights,
-            found.topk_idx,
-            found.num_unaligned_recv_tokens_per_expert,
-            found.psum_num_recv_tokens_per_expert,
-            found.psum_num_recv_tokens_per_scaleup_rank,
-            *((expansion.slots, expansion.sources) if expansion is not None else ()),
-        )
-        done = work.finish((), made)
+        places = () if expansion is None else vars(expansion).values()
+        done = work.finish((), (*_parts(rows), recv_weights, *vars(found).values(), *places))
         return rows, None if do_expand else recv_idx, recv_weights, found, done
 
     def combine(
