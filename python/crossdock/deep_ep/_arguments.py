@@ -25,18 +25,13 @@ _ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32, *_BYTE_TYPES)
 _SCALE_TYPES = (torch.float32, torch.int32)
 
 
+@dataclasses.dataclass(frozen=True)
 class Checks:
-    """Argument checks for one rank.
+    """Argument checks for one rank."""
 
-    Args:
-        rank, num_ranks: the place of this rank.
-        device: where tensors must be.
-    """
-
-    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.device = device
+    rank: int
+    num_ranks: int
+    device: torch.device  # where tensors must be
 
     def fail(self, name: str, expected: str, got: object) -> NoReturn:
         """Raises ValueError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -39,16 +38,7 @@ class Received(NamedTuple):
         return self.rows if self.scales is None else (self.rows, self.scales)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Numbers among the arguments of an uncached dispatch."""
-
-    expert_alignment: int
-    worst_tokens: int  # num_worst_tokens
-    num_sms: int
-
-
-def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
+def request_of(tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int) -> Request:
     """The request that this rank sends the others before it dispatches."""
     hidden = tokens.rows.shape[1]
     return Request(
@@ -60,8 +50,8 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
         scale_bytes=max(4 * tokens.scale_columns, widest_scale_bytes(hidden)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
-        worst_tokens=limits.worst_tokens,
-        num_sms=limits.num_sms,
+        worst_tokens=worst_tokens,
+        num_sms=num_sms,
     )
 
 
@@ -90,22 +80,32 @@ def dispatch_cached(
 
 
 def dispatch_new(
-    batch: Batch, tokens: Tokens, choices: Choices, limits: Limits, events: Events
+    batch: Batch,
+    tokens: Tokens,
+    choices: Choices,
+    alignment: int,
+    worst_tokens: int,
+    events: Events,
 ) -> tuple[Received, list[int], Handle, EventOverlap]:
-    """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
+    """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
+
+    Args:
+        alignment: of the rows per expert that it returns.
+        worst_tokens: rows to return; 0 = as many as there are.
+    """
     session, topk = batch.session, 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     ranks, device = session.num_ranks, session.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers. A rank that does takes part in all later steps: also in the sum of counts.
     between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
-    host_waits = not limits.worst_tokens
+    host_waits = worst_tokens == 0
     with (
         batch.turns(constants.PREPARE, *between, constants.DISPATCH, host_waits=host_waits),
         StreamWork(session, *events) as work,
     ):
         if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
             needed = f"at least W * T = {ranks * len(tokens.rows)}"
-            session.checks.fail("num_worst_tokens", needed, limits.worst_tokens)
+            session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
             plan = torch.empty(batch.plan_bytes, dtype=torch.uint8, device=device)
@@ -114,7 +114,7 @@ def dispatch_new(
         numbers = session.host_numbers(_COUNTS_AT + counts) if host_waits else None
         with work.running():
             _prepare(batch, choices, plan, prefix, numbers)
-        num_rows, per_expert = limits.worst_tokens, list[int]()
+        num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
             num_rows, per_expert = _await_numbers(batch, choices, numbers)
         with work.allocating():
@@ -131,8 +131,7 @@ def dispatch_new(
         )
         event = work.finish(inputs, (*received, prefix, plan))
     routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
-    handle = Handle(prefix, choices.in_rank, routing)
-    alignment = limits.expert_alignment
+    handle = Handle.of(prefix, choices.in_rank, routing)
     aligned = [-(-count // alignment) * alignment for count in per_expert]
     return _shaped(tokens, received), aligned, handle, event
 

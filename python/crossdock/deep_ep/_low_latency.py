@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from crossdock._core import constants
 from crossdock._halves import Half, OpenHalves
@@ -16,6 +15,7 @@ from crossdock.torch._calls import current_stream, is_capturing
 
 from ._arguments import Checks
 from ._groups import Groups
+from ._handle import RoutedTuple, routing_of
 from ._slot_group import Shape, SlotGroup
 from ._stream_work import StreamWork
 from .utils import EventOverlap
@@ -25,9 +25,6 @@ _PACKED = 4  # e8m0 scales in an int32
 MOST = "num_max_dispatch_tokens_per_rank"
 
 Hook = Callable[[], None]
-
-# By the first tensor of a handle: its routing.
-_routings: Any = WeakTensorKeyDictionary()
 
 
 class SlotRouting(NamedTuple):
@@ -39,43 +36,18 @@ class SlotRouting(NamedTuple):
     topk: int  # K
 
 
-class SlotHandle(tuple[Any, ...]):
-    """DeepEP's handle of a low-latency dispatch, and the routing that combine goes by.
+class SlotHandle(RoutedTuple):
+    """A handle as of DeepEP's low-latency dispatch.
 
     Its elements are ``src_info`` [L,S] int32, each row's token at its source; ``layout_range``
     [L,W] int64, each source's first slot << 32 | its rows; num_max_dispatch_tokens_per_rank, hidden
-    and num_experts. Any tuple or list of them is good as a handle.
-
-    Attributes:
-        routing: the library's part.
+    and num_experts.
     """
-
-    routing: SlotRouting
-
-    def __new__(
-        cls, src_info: torch.Tensor, layout_range: torch.Tensor, routing: SlotRouting
-    ) -> SlotHandle:
-        shape = routing.group.shape
-        elements = (src_info, layout_range, shape.max_tokens, shape.hidden, shape.experts)
-        handle = super().__new__(cls, elements)
-        handle.routing = routing
-        _routings[src_info] = routing
-        return handle
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a handle of crossdock.deep_ep.Buffer serves in the process that made it "
-            "only: it cannot be copied or pickled"
-        )
 
 
 def slot_routing(groups: Groups, handle: Any) -> SlotRouting:
     """The routing of a handle of one of these groups."""
-    found = getattr(handle, "routing", None)
-    if not isinstance(handle, SlotHandle):
-        found = None
-        if isinstance(handle, tuple | list) and len(handle) == 5 and torch.is_tensor(handle[0]):
-            found = _routings.get(handle[0])
+    found = routing_of(handle, SlotRouting, 5)
     if found is None or not groups.has_slots(found.group):
         expected = "what low_latency_dispatch of this Buffer returned"
         groups.session.checks.fail("handle", expected, type(handle).__name__)
@@ -93,41 +65,34 @@ class Received(NamedTuple):
 
 def operate(
     group: SlotGroup,
-    make: Callable[[], tuple[Any, list[torch.Tensor | None]]],
-    run: Callable[[int, Any], None],
+    run: Callable[[int], None],
     inputs: list[torch.Tensor | None],
+    results: list[torch.Tensor | None],
     async_finish: bool,
     halves: OpenHalves | None,
-) -> tuple[Any, EventOverlap, Hook | None]:
+) -> tuple[EventOverlap, Hook | None]:
     """Runs an operation in one of the three ways of waiting for it.
 
     With a hook, and without any wish, on the current stream; with an event on the Buffer's.
 
     Args:
-        make: makes the results, and lists their tensors.
-        run: runs a phase that writes them.
+        run: runs a phase.
+        inputs, results: its tensors.
         halves: of the group's operations of this kind, where a hook is wanted.
     """
-    if not async_finish:
-        result, tensors = make()
-        if halves is not None:
-            run(_SEND, result)
-            return (
-                result,
-                EventOverlap(),
-                _hook(group, halves, lambda: run(RECEIVE, result), tensors),
-            )
-        run(_BOTH, result)
-        group.check()
-        return result, EventOverlap(), None
-    with StreamWork(group.session, None, True) as work:
-        with work.allocating():
-            result, tensors = make()
-        with work.running():
-            run(_BOTH, result)
-        event = work.finish(inputs, tensors)
+    event = EventOverlap()
+    if halves is not None:
+        run(_SEND)
+        return event, _hook(group, halves, lambda: run(RECEIVE), results)
+    if async_finish:
+        with StreamWork(group.session, None, True) as work:
+            with work.running():
+                run(_BOTH)
+            event = work.finish(inputs, results)
+    else:
+        run(_BOTH)
     group.check()
-    return result, event, None
+    return event, None
 
 
 def _hook(
@@ -176,8 +141,13 @@ def allocate(group: SlotGroup, way: QuantiseWay | None, packed: bool, num_tokens
         scales,
         torch.empty(local, dtype=torch.int32, device=device),
         SlotHandle(
-            torch.empty(local, slots, dtype=torch.int32, device=device),
-            torch.empty(local, group.num_ranks, dtype=torch.int64, device=device),
+            (
+                torch.empty(local, slots, dtype=torch.int32, device=device),
+                torch.empty(local, group.session.num_ranks, dtype=torch.int64, device=device),
+                shape.max_tokens,
+                shape.hidden,
+                shape.experts,
+            ),
             SlotRouting(group, plan, num_tokens, shape.topk),
         ),
     )

@@ -18,7 +18,6 @@ from ._low_latency import (
     MOST,
     RECEIVE,
     Hook,
-    Received,
     SlotHandle,
     allocate,
     check_finish,
@@ -180,32 +179,33 @@ class LowLatencyCalls:
             raise
         group = groups.slots_for(shape)
 
-        def make() -> tuple[Received, list[torch.Tensor | None]]:
-            made = allocate(group, way, use_ue8m0, len(x))
-            return made, [*made[:3], *made.handle[:2], made.handle.routing.plan]
+        made = allocate(group, way, use_ue8m0, len(x))
+        src_info, layout_range, *_ = made.handle
+        plan = made.handle.routing.plan
 
-        def run(phase: int, result: Received) -> None:
+        def run(phase: int) -> None:
             group.run(
                 _calls.ll_dispatch,
                 phase,
                 tokens=x if phase != RECEIVE else None,
                 topk_idx=topk_idx if phase != RECEIVE else None,
                 quantise=0 if way is None else way.code,
-                plan=result.handle.routing.plan,
-                recv_tokens=result.x,
-                recv_scales=result.scales,
-                counts=result.counts,
-                source_ranges=result.handle[1],
-                source_tokens=result.handle[0],
+                plan=plan,
+                recv_tokens=made.x,
+                recv_scales=made.scales,
+                counts=made.counts,
+                source_ranges=layout_range,
+                source_tokens=src_info,
                 expert_load=load,
                 wait_ns=wait,
             )
 
         halves = group.dispatch_halves if return_recv_hook else None
         inputs = [x, topk_idx, load, wait]
-        received, event, hook = operate(group, make, run, inputs, async_finish, halves)
-        rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, received.handle, event, hook
+        results = [*made[:3], src_info, layout_range, plan]
+        event, hook = operate(group, run, inputs, results, async_finish, halves)
+        rows = made.x if made.scales is None else (made.x, made.scales)
+        return rows, made.counts, made.handle, event, hook
 
     @_knows_overlap
     @_names_foreign_arguments
@@ -260,26 +260,23 @@ class LowLatencyCalls:
             checks.optional(wait, "combine_wait_recv_cost_stats", ranks, torch.int64)
         rows = group.combine_buffer() if zero_copy else x
 
-        def make() -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-            made = out
-            if made is None:
-                made = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
-            return made, [made]
+        if out is None:
+            out = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
 
-        def run(phase: int, result: torch.Tensor) -> None:
+        def run(phase: int) -> None:
             group.run(
                 _calls.ll_combine,
                 phase,
                 routing.plan,
                 expert_out=rows if phase != RECEIVE else None,
                 topk_weights=topk_weights if phase != RECEIVE else None,
-                out=result,
+                out=out,
                 wait_ns=wait,
             )
 
         halves = group.combine_halves if return_recv_hook else None
         inputs = [rows, topk_weights, routing.plan, wait]
-        return operate(group, make, run, inputs, async_finish, halves)
+        return out, *operate(group, run, inputs, [out], async_finish, halves)
 
     def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
         """[L,S,H] bfloat16, for the `x` of the next combine with ``zero_copy``. The same each time.

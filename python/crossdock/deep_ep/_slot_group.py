@@ -62,15 +62,12 @@ class SlotGroup:
         self.session = session
         self.shape = shape
         self.device = session.device
-        self.num_ranks = comm.num_ranks
         self.local_experts = shape.experts // comm.num_ranks
         self.core = _core.LowLatencyGroup(comm, **sizes)
         self.num_slots = comm.num_ranks * shape.max_tokens
         self.plan_bytes = _core.ll_plan_size(num_ranks=comm.num_ranks, **sizes)
-        self.dispatch_halves = OpenHalves(sizes.get("in_flight", 0))
-        self.combine_halves = OpenHalves(sizes.get("in_flight", 0))
-        self._rank = comm.rank
-        self._mask = session.shrink
+        self.dispatch_halves = OpenHalves(0)
+        self.combine_halves = OpenHalves(0)
         self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
         self._last_capture = 0  # and the capture that it is part of
         self._errors = 0  # errors that operations had met at the last look
@@ -86,7 +83,7 @@ class SlotGroup:
         try:
             call(self.core, *args, **options)
         except PeerLost as error:
-            if error.fatal or not self._mask:
+            if error.fatal or not self.session.shrink:
                 raise
 
     def follow(self) -> None:
@@ -114,7 +111,7 @@ class SlotGroup:
         self._errors = errors
         status = self.core.status()
         if status["status"] not in ("XD_SUCCESS", "XD_ERROR_PEER_LOST"):
-            raise from_status(status, self._rank)
+            raise from_status(status, self.session.rank)
 
     def join_failed(self, operation: int, text: str) -> None:
         """Takes this rank's turn with a mistake, of which the peers hear."""

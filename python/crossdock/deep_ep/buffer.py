@@ -23,7 +23,7 @@ from ._combine import (
     pieces_of,
 )
 from ._config import Config, require_positive, require_sms
-from ._dispatch import Limits, Received, dispatch_cached, dispatch_new, request_of
+from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
 from ._groups import Groups
 from ._handle import Handle, Routing, routing_of
 from ._low_latency_calls import LowLatencyCalls
@@ -193,14 +193,11 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The config that `dispatch` uses by default, for any number of ranks."""
+        """The config of `dispatch` and `combine` by default, for any number of ranks."""
         require_positive(num_ranks=num_ranks)
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """The config that `combine` uses by default, for any number of ranks."""
-        return Buffer.get_dispatch_config(num_ranks)
+    get_combine_config = get_dispatch_config
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
@@ -406,9 +403,10 @@ class Buffer(LowLatencyCalls):
         except Exception as error:
             groups.refuse(worst_tokens, str(error))
             raise
-        limits = Limits(expert_alignment, worst_tokens, num_sms)
-        batch = groups.batch_for(request_of(tokens, choices, limits))
-        got, per_expert, made, event = dispatch_new(batch, tokens, choices, limits, events[:2])
+        batch = groups.batch_for(request_of(tokens, choices, worst_tokens, num_sms))
+        got, per_expert, made, event = dispatch_new(
+            batch, tokens, choices, expert_alignment, worst_tokens, events[:2]
+        )
         return got.x, got.topk_idx, got.topk_weights, per_expert, made, event
 
     def combine(
@@ -495,7 +493,7 @@ class Buffer(LowLatencyCalls):
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""
         session = self._live()
-        routing = routing_of(handle)
+        routing = routing_of(handle, Routing, 6)
         if routing is None:
             session.checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
         made_by = routing.batch.session

@@ -18,7 +18,7 @@ from crossdock.deep_ep import EventHandle, EventOverlap, _batch, _stream_work
 from crossdock.deep_ep._arguments import Choices, Tokens
 from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
-from crossdock.deep_ep._dispatch import Limits, dispatch_new
+from crossdock.deep_ep._dispatch import dispatch_new
 from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._stream_work import StreamWork
 from crossdock.errors import InvalidArgument, Mismatch
@@ -151,9 +151,7 @@ def dispatch(
         torch.zeros(TOKENS, TOPK) if topk else None,
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return dispatch_new(
-        device.batch, tokens, choices, Limits(1, worst_tokens, 0), (previous_event, False)
-    )
+    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
 
 
 def session_of(log: Log) -> Any:
