@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import struct
@@ -39,22 +40,54 @@ _EQUAL = {
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
 
 
-def agree(comm: _core.Comm, request: Request) -> list[Request]:
+def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
     """The requests of all ranks, by rank. Collective.
 
+    Args:
+        text: a mistake of this rank, of which the peers hear in place of its request.
+
     Raises:
-        Mismatch: the requests contradict one another, or some rank has called `refuse`; on all
-            ranks alike, and the next dispatch works.
+        Mismatch: the requests contradict one another, or some rank has a mistake; on all ranks
+            alike, and the next dispatch works.
     """
-    requests = _gather(comm, request, "")
+    row = _RECORD.pack(*dataclasses.astuple(request), text.encode()[: _TEXT_BYTES - 1])
+    requests = []
+    for peer, record in enumerate(comm.all_gather(row)):
+        *fields, found = _RECORD.unpack(record)
+        error = found.rstrip(b"\0").decode(errors="replace")
+        if error:
+            raise mismatch("dispatch", f"rank {peer} failed: {error}", comm.rank, peer)
+        requests.append(Request(*fields))
     for field, name in _EQUAL.items():
-        values = [getattr(one, field) for one in requests]
-        require_equal("dispatch", name, values, comm.rank, operation="prepare")
+        require_equal("dispatch", name, [getattr(one, field) for one in requests], comm.rank)
     return requests
 
 
+def refuse(comm: _core.Comm, text: str) -> None:
+    """Takes part in the peers' `agree` with a mistake of this rank, so that none waits for it."""
+    with contextlib.suppress(Mismatch):  # names this rank, or one that is lower
+        agree(comm, Request(), text)
+
+
+def mismatch(
+    call: str, text: str, rank: int, peer: int, operation: str | None = "prepare"
+) -> Mismatch:
+    """The error that this rank and a peer do not come to a call alike."""
+    return Mismatch(
+        f"{call}: {text} (rank {rank})",
+        status="XD_ERROR_MISMATCH",
+        rank=rank,
+        peer=peer,
+        operation=operation,
+    )
+
+
 def require_equal(
-    call: str, name: str, values: Sequence[object], rank: int, operation: str | None = None
+    call: str,
+    name: str,
+    values: Sequence[object],
+    rank: int,
+    operation: str | None = "prepare",
 ) -> None:
     """Raises Mismatch, on all ranks alike, unless all ranks' values of an argument are equal.
 
@@ -67,22 +100,8 @@ def require_equal(
     """
     for peer, value in enumerate(values):
         if value != values[0]:
-            raise Mismatch(
-                f"{call}: {name} = {values[0]} on rank 0 and {value} on rank {peer}, "
-                f"expected equal values (rank {rank})",
-                status="XD_ERROR_MISMATCH",
-                rank=rank,
-                peer=peer,
-                operation=operation,
-            )
-
-
-def refuse(comm: _core.Comm, text: str) -> None:
-    """Takes part in the peers' `agree` with a mistake of this rank, so that none waits for it."""
-    try:
-        _gather(comm, Request(), text)
-    except Mismatch:
-        pass  # names this rank, or one that is lower
+            text = f"{name} = {values[0]} on rank 0 and {value} on rank {peer}"
+            raise mismatch(call, f"{text}, expected equal values", rank, peer, operation)
 
 
 class EqualNumber:
@@ -120,39 +139,3 @@ class EqualNumber:
         value = _core.first_value(word, self._calls, self._rank * self._NUMBERS + kept)
         first, rank = value % self._NUMBERS, value // self._NUMBERS
         return number if first == kept else first, rank
-
-
-class GatheredNumber:
-    """The same where ranks are on several machines, and share no word: all wait for all.
-
-    Args:
-        comm: of the ranks' processes.
-    """
-
-    _NUMBER = struct.Struct("=q")
-
-    def __init__(self, comm: _core.Comm) -> None:
-        self._comm = comm
-
-    def of_first(self, number: int) -> tuple[int, int]:
-        """The value that rank 0 has given, and that rank. Collective."""
-        row = self._comm.all_gather(self._NUMBER.pack(number))[0]
-        return self._NUMBER.unpack(row)[0], 0
-
-
-def _gather(comm: _core.Comm, request: Request, text: str) -> list[Request]:
-    row = _RECORD.pack(*dataclasses.astuple(request), text.encode()[: _TEXT_BYTES - 1])
-    requests = []
-    for peer, record in enumerate(comm.all_gather(row)):
-        *fields, found = _RECORD.unpack(record)
-        error = found.rstrip(b"\0").decode(errors="replace")
-        if error:
-            raise Mismatch(
-                f"dispatch: rank {peer} failed: {error} (rank {comm.rank})",
-                status="XD_ERROR_MISMATCH",
-                rank=comm.rank,
-                peer=peer,
-                operation="prepare",
-            )
-        requests.append(Request(*fields))
-    return requests

@@ -25,18 +25,13 @@ _ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32, *_BYTE_TYPES)
 _SCALE_TYPES = (torch.float32, torch.int32)
 
 
+@dataclasses.dataclass(frozen=True)
 class Checks:
-    """Argument checks for one rank.
+    """Argument checks for one rank."""
 
-    Args:
-        rank, num_ranks: the place of this rank.
-        device: where tensors must be.
-    """
-
-    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.device = device
+    rank: int
+    num_ranks: int
+    device: torch.device  # where tensors must be
 
     def fail(self, name: str, expected: str, got: object) -> NoReturn:
         """Raises ValueError."""
@@ -64,11 +59,24 @@ class Checks:
             self.fail(name, "a contiguous tensor", f"strides {value.stride()}")
         return value
 
+    def optional(
+        self, value: Any, name: str, shape: tuple[int | str, ...], dtype: torch.dtype
+    ) -> None:
+        """Refuses `value` unless it is None or such a tensor."""
+        if value is not None:
+            self.tensor(value, name, shape, (dtype,))
+
     def at_least(self, value: Any, name: str, least: int) -> int:
         """`value`, if it is an integer that is not too small."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.fail(name, f"an integer of at least {least}", repr(value))
         return value
+
+    def none(self, other: str, **values: Any) -> None:
+        """Arguments that must not be given beside `other`."""
+        for name, value in values.items():
+            if value is not None:
+                self.fail(name, f"None, as {other} is given", "a tensor")
 
     def events(
         self, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
@@ -215,11 +223,9 @@ def read_bias(
         return [checks.tensor(bias, "bias", shape, (dtype,))]
     if not isinstance(bias, tuple) or len(bias) != 2:
         checks.fail("bias", "None, a tensor, or a tuple of two", _kind(bias))
-    return [
-        checks.tensor(one, f"bias[{i}]", shape, (dtype,))
-        for i, one in enumerate(bias)
-        if one is not None
-    ]
+    for place, one in enumerate(bias):
+        checks.optional(one, f"bias[{place}]", shape, dtype)
+    return [one for one in bias if one is not None]
 
 
 def as_payload(rows: torch.Tensor) -> torch.Tensor:

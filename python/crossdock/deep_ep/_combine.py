@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from crossdock._core import constants
-from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
+from ._agreement import mismatch
 from ._arguments import Checks
-from ._call import Call, Events
+from ._batch import Batch
 from ._handle import Routing
-from ._memory import ReceiveMemory
+from ._stream_work import StreamWork
 from .utils import EventOverlap
 
 _HALVES = 2  # float32 rows are twice as long as 16-bit ones
@@ -77,28 +77,27 @@ def check_columns_of_weights(rank: int, columns: int, first: int, peer: int) -> 
     if first == columns or (columns > 0 and first == _BAD_COLUMNS):
         return
     given = "other ones" if first == _BAD_COLUMNS else first
-    raise Mismatch(
-        f"combine: columns of topk_weights (0 = not given) = {columns} on rank {rank} and {given} "
-        f"on rank {peer}, expected equal values (rank {rank})",
-        status="XD_ERROR_MISMATCH",
-        rank=rank,
-        peer=peer,
-        operation="combine",
+    text = f"columns of topk_weights (0 = not given) = {columns} on rank {rank} and {given}"
+    raise mismatch(
+        "combine", f"{text} on rank {peer}, expected equal values", rank, peer, "combine"
     )
 
 
 def combine(
-    call: Call,
     x: torch.Tensor,
     routing: Routing,
     topk_weights: torch.Tensor | None,
     bias: list[torch.Tensor],
     pieces: int,
-    events: Events,
+    events: tuple[EventOverlap | None, bool],
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-    """Sums rows, and weights if they are given. Nothing waits for the host."""
-    memory = routing.lease.home.memory
-    with call.in_scope(*events) as work:
+    """Sums rows, and weights if they are given, in turns of the group. Nothing waits for the host.
+
+    Args:
+        events: previous_event, async_finish.
+    """
+    batch = routing.batch
+    with StreamWork(batch.session, *events) as work:
         with work.allocating():
             out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
             weights = None
@@ -108,16 +107,18 @@ def combine(
                 )
         with work.running():
             if bias or pieces > 1:
-                _sum_wide(memory, call, x, routing.plan, bias, pieces, out)
+                _sum_wide(batch, x, routing.plan, bias, pieces, out)
             else:
-                call.run(_calls.combine, routing.plan, x, out)
+                batch.run(_calls.combine, routing.plan, x, out)
             if topk_weights is not None and weights is not None:
-                _sum_weights(call, topk_weights, routing.plan, weights)
+                _sum_weights(batch, topk_weights, routing.plan, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 
 
-def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor, out: torch.Tensor) -> None:
+def _sum_weights(
+    batch: Batch, weights: torch.Tensor, plan: torch.Tensor, out: torch.Tensor
+) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
     unit = constants.ROW_ALIGNMENT // _WIDE
     missing = -weights.shape[1] % unit
@@ -126,14 +127,13 @@ def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor, out: tor
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    call.run(_calls.combine, plan, rows, total)
+    batch.run(_calls.combine, plan, rows, total)
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
 
 def _sum_wide(
-    memory: ReceiveMemory,
-    call: Call,
+    batch: Batch,
     x: torch.Tensor,
     plan: torch.Tensor,
     bias: list[torch.Tensor],
@@ -149,10 +149,10 @@ def _sum_wide(
         columns = slice(piece * width, (piece + 1) * width)
         rows = x
         if pieces > 1 or x.dtype != torch.float32:
-            rows = memory.empty((x.shape[0], width), torch.float32)
+            rows = batch.session.memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
-        call.run(_calls.combine, plan, rows, total)
+        batch.run(_calls.combine, plan, rows, total)
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

@@ -67,9 +67,8 @@ class Config:
                 raise TypeError(f"Config() got an unexpected keyword argument {name!r}")
             values[_LONG_NAMES[name]] = value
         require_sms(values["num_sms"], "num_sms")
+        require_positive(**{name: value for name, value in values.items() if name != "num_sms"})
         for name, value in values.items():
-            if name != "num_sms" and value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
             object.__setattr__(self, name, value)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -77,12 +76,12 @@ class Config:
 
         A Buffer with less works too: it takes what its first dispatch turns out to need.
         """
-        _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+        require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         return self.nvl_recv_tokens * num_ranks * hidden_bytes
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes to give to Buffer as ``num_rdma_bytes``: what 0 stands for, on hosts of 8 ranks."""
-        _require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+        require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         other_hosts = (num_ranks - 1) // _RANKS_PER_HOST
         return other_hosts * _PIECES * max(_USUAL_PIECE, hidden_bytes)
 
@@ -115,7 +114,8 @@ def require_sms(num_sms: int, name: str) -> None:
         raise ValueError(f"{name}: expected an even number from 0 to 4096, got {num_sms}")
 
 
-def _require_positive(**numbers: int) -> None:
+def require_positive(**numbers: int) -> None:
+    """Raises ValueError unless all of them are."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}")

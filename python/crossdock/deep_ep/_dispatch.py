@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
-from crossdock.errors import Mismatch
 from crossdock.torch import _calls
 
-from ._agreement import Request
+from ._agreement import Request, mismatch
 from ._arguments import Choices, Tokens, as_payload, topk_idx_t
-from ._call import Call, Events
-from ._groups import Lease
+from ._batch import Batch
 from ._handle import Handle, Routing
 from ._memory import ReceiveMemory
-from ._runtime import Runtime
+from ._stream_work import StreamWork
 from .utils import EventOverlap
 
+Events = tuple[EventOverlap | None, bool]  # previous_event, async_finish
+
 _COUNTS_AT = 4  # place of the counts in the numbers for the host: 16-byte aligned, behind the total
-_FAILED = -1  # in place of counts
+_FAILED = b"\xff\xff\xff\xff"  # in place of each count
 
 
 class Received(NamedTuple):
@@ -41,16 +38,7 @@ class Received(NamedTuple):
         return self.rows if self.scales is None else (self.rows, self.scales)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Numbers among the arguments of an uncached dispatch."""
-
-    expert_alignment: int
-    worst_tokens: int  # num_worst_tokens
-    num_sms: int
-
-
-def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
+def request_of(tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int) -> Request:
     """The request that this rank sends the others before it dispatches."""
     hidden = tokens.rows.shape[1]
     return Request(
@@ -62,70 +50,77 @@ def request_of(tokens: Tokens, choices: Choices, limits: Limits) -> Request:
         scale_bytes=max(4 * tokens.scale_columns, widest_scale_bytes(hidden)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
-        worst_tokens=limits.worst_tokens,
-        num_sms=limits.num_sms,
+        worst_tokens=worst_tokens,
+        num_sms=num_sms,
     )
 
 
 def dispatch_cached(
-    call: Call,
     tokens: Tokens,
     routing: Routing,
     events: Events,
     topk_weights: torch.Tensor | None = None,
     with_choices: bool = False,
 ) -> tuple[Received, EventOverlap]:
-    """Dispatches along a routing. Nothing waits for the host.
+    """Dispatches along a routing, in a turn of its group. Nothing waits for the host.
 
     Args:
         topk_weights: [T,K], on all ranks or on none, to travel with the rows.
         with_choices: whether the rows' local experts are wanted; equal on all ranks.
     """
-    memory, num_rows = routing.lease.home.memory, routing.num_rows
+    session = routing.batch.session
     columns = routing.topk * with_choices, routing.topk * (topk_weights is not None)
-    with call.in_scope(*events) as work:
+    with StreamWork(session, *events) as work:
         with work.allocating():
-            received = _allocate(memory, tokens, num_rows, *columns)
+            received = _allocate(session.memory, tokens, routing.num_rows, *columns)
         with work.running():
-            _send(call, routing.plan, tokens, topk_weights, received)
+            _send(routing.batch, routing.plan, tokens, topk_weights, received)
         event = work.finish((tokens.rows, tokens.scales, topk_weights, routing.plan), received)
     return _shaped(tokens, received), event
 
 
 def dispatch_new(
-    runtime: Runtime, tokens: Tokens, choices: Choices, limits: Limits, lease: Lease, events: Events
+    batch: Batch,
+    tokens: Tokens,
+    choices: Choices,
+    alignment: int,
+    worst_tokens: int,
+    events: Events,
 ) -> tuple[Received, list[int], Handle, EventOverlap]:
-    """Exchanges counts, then dispatches. The host waits for them, unless `limits` has the rows."""
-    topk = 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
-    ranks, device = runtime.num_ranks, runtime.device
+    """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
+
+    Args:
+        alignment: of the rows per expert that it returns.
+        worst_tokens: rows to return; 0 = as many as there are.
+    """
+    session, topk = batch.session, 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
+    ranks, device = session.num_ranks, session.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
-    # numbers. A rank that does takes part in all later steps.
-    between = _turns_for_counts(runtime, choices)
+    # numbers. A rank that does takes part in all later steps: also in the sum of counts.
+    between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
+    host_waits = worst_tokens == 0
     with (
-        Call(
-            lease,
-            constants.PREPARE,
-            *between,
-            constants.DISPATCH,
-            host_waits=not limits.worst_tokens,
-        ) as call,
-        call.in_scope(*events) as work,
+        batch.turns(constants.PREPARE, *between, constants.DISPATCH, host_waits=host_waits),
+        StreamWork(session, *events) as work,
     ):
-        _require_room(runtime, tokens, limits, lease)
+        if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
+            needed = f"at least W * T = {ranks * len(tokens.rows)}"
+            session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
             prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
-            plan = torch.empty(lease.plan_bytes, dtype=torch.uint8, device=device)
-        numbers = None if limits.worst_tokens else _host_numbers(runtime, choices)
+            plan = torch.empty(batch.plan_bytes, dtype=torch.uint8, device=device)
+        # The total, then the counts per expert: of local experts, or without top-k of all.
+        counts = choices.experts // (ranks if topk else 1)
+        numbers = session.host_numbers(_COUNTS_AT + counts) if host_waits else None
         with work.running():
-            _prepare(call, choices, plan, prefix, numbers)
-        num_rows = limits.worst_tokens
-        per_expert: list[int] = []
+            _prepare(batch, choices, plan, prefix, numbers)
+        num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
-            num_rows, per_expert = _await_numbers(runtime, call, choices, lease, numbers)
+            num_rows, per_expert = _await_numbers(batch, choices, numbers)
         with work.allocating():
-            received = _allocate(runtime.memory, tokens, num_rows, topk, topk)
+            received = _allocate(session.memory, tokens, num_rows, topk, topk)
         with work.running():
-            _send(call, plan, tokens, choices.topk_weights, received)
+            _send(batch, plan, tokens, choices.topk_weights, received)
         inputs = (
             tokens.rows,
             tokens.scales,
@@ -135,27 +130,14 @@ def dispatch_new(
             choices.per_expert,
         )
         event = work.finish(inputs, (*received, prefix, plan))
-    routing = Routing(lease, plan, tokens.rows.shape[0], num_rows, topk)
-    handle = Handle(prefix, choices.in_rank, routing)
-    return _shaped(tokens, received), _aligned(per_expert, limits), handle, event
-
-
-def _require_room(runtime: Runtime, tokens: Tokens, limits: Limits, lease: Lease) -> None:
-    """Refuses more tokens than the group takes: only ``num_worst_tokens`` can have said so few."""
-    count = len(tokens.rows)
-    if count > lease.sizes.tokens:
-        needed = f"at least W * T = {runtime.num_ranks * count}"
-        runtime.checks.fail("num_worst_tokens", needed, limits.worst_tokens)
-
-
-def _host_numbers(runtime: Runtime, choices: Choices) -> torch.Tensor:
-    """Room for the total, then the counts per expert: of local experts, or without top-k of all."""
-    counts = choices.experts // (1 if choices.topk_idx is None else runtime.num_ranks)
-    return runtime.host_numbers(_COUNTS_AT + counts)
+    routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
+    handle = Handle.of(prefix, choices.in_rank, routing)
+    aligned = [-(-count // alignment) * alignment for count in per_expert]
+    return _shaped(tokens, received), aligned, handle, event
 
 
 def _prepare(
-    call: Call,
+    batch: Batch,
     choices: Choices,
     plan: torch.Tensor,
     prefix: torch.Tensor,
@@ -173,48 +155,26 @@ def _prepare(
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    call.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
+    batch.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
 
-def _turns_for_counts(runtime: Runtime, choices: Choices) -> list[Callable[[], object]]:
-    """How a rank that has failed takes part in `_sum_counts`, if the peers come to it."""
-    if choices.topk_idx is not None:
-        return []
-    failed = np.full(choices.experts, _FAILED, dtype=np.int32).tobytes()
-    return [lambda: runtime.host.all_gather(failed)]
-
-
-def _sum_counts(runtime: Runtime, counts: torch.Tensor) -> torch.Tensor:
-    """[E] rows per expert from all ranks. Collective."""
-    total = torch.zeros_like(counts)
-    for peer, row in enumerate(runtime.host.all_gather(counts.numpy().tobytes())):
-        found = torch.frombuffer(bytearray(row), dtype=torch.int32)
-        if int(found[0]) == _FAILED:
-            raise Mismatch(
-                f"dispatch: rank {peer} failed (rank {runtime.rank})",
-                status="XD_ERROR_MISMATCH",
-                rank=runtime.rank,
-                peer=peer,
-                operation="prepare",
-            )
-        total += found
-    return total
-
-
-def _await_numbers(
-    runtime: Runtime, call: Call, choices: Choices, lease: Lease, numbers: torch.Tensor
-) -> tuple[int, list[int]]:
+def _await_numbers(batch: Batch, choices: Choices, numbers: torch.Tensor) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
-    runtime.scope.wait_for_host_data()
-    failure = lease.failure()
+    session = batch.session
+    session.wait_for_host_data()
+    failure = batch.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone
     counts = numbers[_COUNTS_AT:]
     if choices.topk_idx is None:
-        local = choices.experts // runtime.num_ranks
-        call.begin()
-        counts = _sum_counts(runtime, counts)[runtime.rank * local : (runtime.rank + 1) * local]
+        batch.begin()
+        gathered = session.host.all_gather(counts.numpy().tobytes())
+        for peer, row in enumerate(gathered):
+            if row.startswith(_FAILED):
+                raise mismatch("dispatch", f"rank {peer} failed", session.rank, peer)
+        all_counts = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.int32)
+        counts = all_counts.view(session.num_ranks, session.num_ranks, -1).sum(0)[session.rank]
     return int(numbers[0]), counts.tolist()
 
 
@@ -236,7 +196,7 @@ def _allocate(
 
 
 def _send(
-    call: Call,
+    batch: Batch,
     plan: torch.Tensor,
     tokens: Tokens,
     topk_weights: torch.Tensor | None,
@@ -249,7 +209,7 @@ def _send(
         scales = scales.view(torch.float32)
         if scales.ndim == 1:
             scales = scales[:, None]
-    call.run(
+    batch.run(
         _calls.dispatch,
         plan,
         as_payload(tokens.rows),
@@ -270,8 +230,3 @@ def _shaped(tokens: Tokens, received: Received) -> Received:
     if tokens.scales.dtype != scales.dtype:
         scales = scales.view(tokens.scales.dtype)
     return received._replace(scales=scales.flatten() if tokens.scales.ndim == 1 else scales)
-
-
-def _aligned(counts: list[int], limits: Limits) -> list[int]:
-    alignment = limits.expert_alignment
-    return [-(-count // alignment) * alignment for count in counts]

@@ -12,17 +12,6 @@ import torch
 
 from ._arguments import topk_idx_t
 
-__all__ = [
-    "Expansion",
-    "collect_weights",
-    "counts_of",
-    "expand_rows",
-    "expand_weights",
-    "expansion_of",
-    "reduce_rows",
-    "worst_rows",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Expansion:

@@ -2,43 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ._groups import Lease
+from ._batch import Batch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_R = TypeVar("_R")
 
 # By the first tensor of a handle: its routing.
 _routings: Any = WeakTensorKeyDictionary()
 
 
+@dataclasses.dataclass(eq=False)
 class Routing:
-    """The library's part of a handle.
+    """The library's part of a handle."""
+
+    batch: Batch  # the group that made the plan
+    plan: torch.Tensor
+    num_tokens: int  # T
+    num_rows: int  # N, of receive tensors
+    topk: int  # K; 0 = made without ``topk_idx``
+
+    def __post_init__(self) -> None:
+        self.batch.session.serve(self)
+
+
+class RoutedTuple(tuple[Any, ...]):
+    """A handle as DeepEP's; any tuple or list of its elements is good as one.
 
     Attributes:
-        lease: the group that made the plan.
-        plan: the batch's plan.
-        num_tokens: T.
-        num_rows: N, of receive tensors.
-        topk: K; 0 = made without ``topk_idx``.
+        routing: the library's part, which operations go by.
     """
 
-    __slots__ = ("lease", "plan", "num_tokens", "num_rows", "topk", "__weakref__")
+    routing: Any
 
-    def __init__(
-        self, lease: Lease, plan: torch.Tensor, num_tokens: int, num_rows: int, topk: int
-    ) -> None:
-        self.lease = lease
-        self.plan = plan
-        self.num_tokens = num_tokens
-        self.num_rows = num_rows
-        self.topk = topk
-        lease.home.serve(self)
+    def __new__(cls, elements: tuple[Any, ...], routing: object) -> Self:
+        handle = super().__new__(cls, elements)
+        handle.routing = _routings[elements[0]] = routing
+        return handle
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a handle of crossdock.deep_ep.Buffer serves in the process that made it "
+            "only: it cannot be copied or pickled"
+        )
 
 
-class Handle(tuple[torch.Tensor, ...]):
+def routing_of(handle: object, kind: type[_R], elements: int) -> _R | None:
+    """The routing of a handle, or of a tuple or list of its elements; None if it is neither."""
+    found: object = None
+    if isinstance(handle, RoutedTuple):
+        found = handle.routing
+    elif (
+        isinstance(handle, tuple | list) and len(handle) == elements and torch.is_tensor(handle[0])
+    ):
+        found = _routings.get(handle[0])
+    return found if isinstance(found, kind) else None
+
+
+class Handle(RoutedTuple):
     """Six tensors, as DeepEP's handle, and the routing that operations go by. W = ranks, N = rows.
 
     The tensors are:
@@ -51,26 +80,21 @@ class Handle(tuple[torch.Tensor, ...]):
         send_head                  [T,W]  place among this rank's tokens for that rank, or -1
 
     All but one are int32. Where channels occur, there is one channel. Operations read none of the
-    tensors; except for the first and fifth they are made when they are first used. Any tuple or
-    list of a handle's tensors is good as a handle.
-
-    Attributes:
-        routing: the library's part.
+    tensors; except for the first and fifth they are made when they are first used.
     """
 
     routing: Routing
     _all: tuple[torch.Tensor, ...] | None
 
-    def __new__(
+    @classmethod
+    def of(
         cls, rank_prefix_matrix: torch.Tensor, is_token_in_rank: torch.Tensor, routing: Routing
     ) -> Handle:
-        nothing = torch.empty(0, dtype=torch.int32, device="cpu")
-        handle = super().__new__(
-            cls, (rank_prefix_matrix, nothing, nothing, nothing, is_token_in_rank, nothing)
-        )
-        handle.routing = routing
+        """A handle without those tensors that are made when they are first used."""
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        elements = (rank_prefix_matrix, none, none, none, is_token_in_rank, none)
+        handle = cls(elements, routing)
         handle._all = None
-        _routings[rank_prefix_matrix] = routing
         return handle
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -103,19 +127,3 @@ class Handle(tuple[torch.Tensor, ...]):
 
     def __repr__(self) -> str:
         return f"Handle({self.routing.num_tokens} tokens, {self.routing.num_rows} rows)"
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a handle of crossdock.deep_ep.Buffer serves in the process that made it "
-            "only: it cannot be copied or pickled"
-        )
-
-
-def routing_of(handle: object) -> Routing | None:
-    """The routing of a handle, or of a tuple or list of its tensors; None if it is neither."""
-    if isinstance(handle, Handle):
-        return handle.routing
-    if isinstance(handle, tuple | list) and len(handle) == 6 and torch.is_tensor(handle[0]):
-        found = _routings.get(handle[0])
-        return found if isinstance(found, Routing) else None
-    return None

@@ -45,14 +45,12 @@ def _make_extension() -> ModuleType:
     """Makes the names that callers take from DeepEP's extension module."""
     module = ModuleType("deep_ep_cpp", "The names of DeepEP's extension that callers import.")
     module.__spec__ = ModuleSpec("deep_ep_cpp", None, origin=f"{_PACKAGE}.install")
-    contents = {
-        "Config": Config,
-        "EventHandle": EventHandle,
-        "is_sm90_compiled": Buffer.is_sm90_compiled,
-        "topk_idx_t": topk_idx_t,
-    }
-    for name, value in contents.items():
-        setattr(module, name, value)
+    vars(module).update(
+        Config=Config,
+        EventHandle=EventHandle,
+        is_sm90_compiled=Buffer.is_sm90_compiled,
+        topk_idx_t=topk_idx_t,
+    )
     return module
 
 

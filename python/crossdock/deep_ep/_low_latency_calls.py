@@ -11,14 +11,27 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock.torch import _calls
 
-from ._config import also_named
-from ._low_latency import Hook, SlotHandle, combine, dispatch, slot_routing, telling
-from ._slot_groups import Shape
+from ._config import also_named, require_positive
+from ._low_latency import (
+    MOST,
+    RECEIVE,
+    Hook,
+    SlotHandle,
+    allocate,
+    check_finish,
+    operate,
+    read_shape,
+    read_way,
+    slot_routing,
+    telling,
+)
+from ._slot_group import Shape
 from .utils import EventOverlap
 
 if TYPE_CHECKING:
-    from ._runtime import Runtime
+    from ._groups import Groups
 
 _T = TypeVar("_T")
 _Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -74,7 +87,7 @@ class LowLatencyCalls:
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
-    _live: Callable[[], Runtime]
+    _live_groups: Callable[[], Groups]
 
     @staticmethod
     @also_named(num_max_dispatch_tokens_per_rank="max_tokens")
@@ -92,15 +105,9 @@ class LowLatencyCalls:
         Raises:
             ValueError: a number out of range.
         """
-        sizes = {
-            "max_tokens": max_tokens,
-            "hidden": hidden,
-            "num_ranks": num_ranks,
-            "num_experts": num_experts,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+        require_positive(
+            max_tokens=max_tokens, hidden=hidden, num_ranks=num_ranks, num_experts=num_experts
+        )
         shape = Shape(max_tokens, hidden, num_experts, min(num_experts, constants.MAX_TOPK))
         cuda = torch.cuda.is_available() and _core.feature_available("cuda")
         device_type = constants.DEVICE_TYPES["cuda" if cuda else "cpu"]
@@ -154,23 +161,51 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument; ids that are no experts (InvalidArgument, on all ranks).
         """
-        runtime = self._low_latency("low_latency_dispatch")
-        received, event, hook = dispatch(
-            runtime.checks,
-            runtime.scope,
-            runtime.slots,
-            x,
-            topk_idx,
-            (num_max_dispatch_tokens_per_rank, num_experts),
-            (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats),
-            (use_fp8, round_scale, use_ue8m0),
-            async_finish,
-            return_recv_hook,
-        )
-        rows: _Rows = received.x
-        if received.scales is not None:
-            rows = (received.x, received.scales)
-        return rows, received.counts, received.handle, event, hook
+        groups = self._low_latency("low_latency_dispatch")
+        checks, shape, most = groups.session.checks, None, num_max_dispatch_tokens_per_rank
+        load, wait = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+        try:
+            check_finish(checks, async_finish, return_recv_hook)
+            shape = read_shape(checks, x, topk_idx, most, num_experts)
+            if len(x) > most:
+                checks.fail("x", f"at most {MOST} = {most} rows", len(x))
+            way = read_way(checks, shape.hidden, use_fp8, round_scale, use_ue8m0)
+            local = num_experts // self.group_size
+            checks.optional(load, "cumulative_local_expert_recv_stats", (local,), torch.int32)
+            ranks = (self.group_size,)
+            checks.optional(wait, "dispatch_wait_recv_cost_stats", ranks, torch.int64)
+        except Exception as error:
+            groups.refuse_slots(shape, str(error))
+            raise
+        group = groups.slots_for(shape)
+
+        made = allocate(group, way, use_ue8m0, len(x))
+        src_info, layout_range, *_ = made.handle
+        plan = made.handle.routing.plan
+
+        def run(phase: int) -> None:
+            group.run(
+                _calls.ll_dispatch,
+                phase,
+                tokens=x if phase != RECEIVE else None,
+                topk_idx=topk_idx if phase != RECEIVE else None,
+                quantise=0 if way is None else way.code,
+                plan=plan,
+                recv_tokens=made.x,
+                recv_scales=made.scales,
+                counts=made.counts,
+                source_ranges=layout_range,
+                source_tokens=src_info,
+                expert_load=load,
+                wait_ns=wait,
+            )
+
+        halves = group.dispatch_halves if return_recv_hook else None
+        inputs = [x, topk_idx, load, wait]
+        results = [*made[:3], src_info, layout_range, plan]
+        event, hook = operate(group, run, inputs, results, async_finish, halves)
+        rows = made.x if made.scales is None else (made.x, made.scales)
+        return rows, made.counts, made.handle, event, hook
 
     @_knows_overlap
     @_names_foreign_arguments
@@ -210,21 +245,38 @@ class LowLatencyCalls:
         Raises:
             ValueError: a bad argument.
         """
-        runtime = self._low_latency("low_latency_combine")
-        routing = slot_routing(runtime.checks, runtime.slots, handle)
-        return combine(
-            runtime.checks,
-            runtime.scope,
-            routing,
-            x,
-            topk_idx,
-            topk_weights,
-            zero_copy,
-            async_finish,
-            return_recv_hook,
-            out,
-            combine_wait_recv_cost_stats,
-        )
+        routing = slot_routing(self._low_latency("low_latency_combine"), handle)
+        group, wait = routing.group, combine_wait_recv_cost_stats
+        checks, batch = group.session.checks, (routing.num_tokens, routing.topk)
+        sums = (routing.num_tokens, group.shape.hidden)
+        with telling(group):
+            check_finish(checks, async_finish, return_recv_hook)
+            slots = (group.local_experts, group.num_slots, group.shape.hidden)
+            checks.tensor(x, "x", slots, (torch.bfloat16,))
+            checks.tensor(topk_idx, "topk_idx", batch, (torch.int64,))
+            checks.tensor(topk_weights, "topk_weights", batch, (torch.float32,))
+            checks.optional(out, "out", sums, torch.bfloat16)
+            ranks = (self.group_size,)
+            checks.optional(wait, "combine_wait_recv_cost_stats", ranks, torch.int64)
+        rows = group.combine_buffer() if zero_copy else x
+
+        if out is None:
+            out = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
+
+        def run(phase: int) -> None:
+            group.run(
+                _calls.ll_combine,
+                phase,
+                routing.plan,
+                expert_out=rows if phase != RECEIVE else None,
+                topk_weights=topk_weights if phase != RECEIVE else None,
+                out=out,
+                wait_ns=wait,
+            )
+
+        halves = group.combine_halves if return_recv_hook else None
+        inputs = [rows, topk_weights, routing.plan, wait]
+        return out, *operate(group, run, inputs, [out], async_finish, halves)
 
     def get_next_low_latency_combine_buffer(self, handle: object) -> torch.Tensor:
         """[L,S,H] bfloat16, for the `x` of the next combine with ``zero_copy``. The same each time.
@@ -232,8 +284,8 @@ class LowLatencyCalls:
         Combine reads `x` wherever it lies, so this saves nothing over a tensor of the caller's. The
         current stream may write to it at once: it waits for what still reads it.
         """
-        runtime = self._low_latency("get_next_low_latency_combine_buffer")
-        return slot_routing(runtime.checks, runtime.slots, handle).group.combine_buffer()
+        groups = self._low_latency("get_next_low_latency_combine_buffer")
+        return slot_routing(groups, handle).group.combine_buffer()
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -243,9 +295,9 @@ class LowLatencyCalls:
         There it is collective, brings the ranks that are not masked back into step, and forgets
         what is between dispatch and its hook: a rank that was unmasked on all sides can go on.
         """
-        runtime = self._live()
+        groups = self._live_groups()
         if self.enable_shrink:
-            runtime.slots.reset(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+            groups.reset_slots(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leaves out a rank from the next operation on, or no longer. Local.
@@ -253,12 +305,12 @@ class LowLatencyCalls:
         Raises:
             ValueError: the own rank, no rank, or a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_update_mask_buffer")
-        checks = runtime.checks
+        groups = self._shrinking("low_latency_update_mask_buffer")
+        checks = groups.session.checks
         if not 0 <= rank_to_mask < self.group_size or rank_to_mask == self.rank:
             expected = f"a rank from 0 to {self.group_size - 1}, and not this one"
             checks.fail("rank_to_mask", expected, rank_to_mask)
-        runtime.slots.set_mask(rank_to_mask, bool(mask))
+        groups.set_mask(rank_to_mask, bool(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes 1 for each rank that is left out, by the caller or because it was lost; else 0.
@@ -269,9 +321,9 @@ class LowLatencyCalls:
         Raises:
             ValueError: another tensor, or a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_query_mask_buffer")
-        runtime.checks.tensor(mask_status, "mask_status", (self.group_size,), (torch.int32,))
-        runtime.slots.read_mask(mask_status)
+        groups = self._shrinking("low_latency_query_mask_buffer")
+        groups.session.checks.tensor(mask_status, "mask_status", (self.group_size,), (torch.int32,))
+        groups.read_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """No rank is left out any more, in this rank's view. Local.
@@ -279,25 +331,25 @@ class LowLatencyCalls:
         Raises:
             ValueError: a Buffer without ``enable_shrink``.
         """
-        runtime = self._shrinking("low_latency_clean_mask_buffer")
+        groups = self._shrinking("low_latency_clean_mask_buffer")
         for rank in range(self.group_size):
             if rank != self.rank:
-                runtime.slots.set_mask(rank, False)
+                groups.set_mask(rank, False)
 
     def _refuse_overlap(self, handle: Any) -> NoReturn:
         """Refuses ``overlap`` in a combine, of which the peers hear."""
-        runtime = self._low_latency("low_latency_combine")
-        routing = slot_routing(runtime.checks, runtime.slots, handle)
+        groups = self._low_latency("low_latency_combine")
+        routing = slot_routing(groups, handle)
         with telling(routing.group):
             expected = "False, as all rows of x are read at once and no signal is waited for"
-            runtime.checks.fail("overlap", expected, True)
+            groups.session.checks.fail("overlap", expected, True)
 
-    def _low_latency(self, method: str) -> Runtime:
+    def _low_latency(self, method: str) -> Groups:
         if not self.low_latency_mode:
             raise ValueError(f"low_latency_mode: expected True for {method}(), got False")
-        return self._live()
+        return self._live_groups()
 
-    def _shrinking(self, method: str) -> Runtime:
+    def _shrinking(self, method: str) -> Groups:
         if not self.enable_shrink:
             raise ValueError(f"enable_shrink: expected True for {method}(), got False")
         return self._low_latency(method)

@@ -13,6 +13,7 @@ tensors where torch has no pools with an allocator of their own.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -193,28 +194,23 @@ def _torch_pool(device: torch.device) -> Any:
     # Without it a pool would also serve the other threads of the process.
     if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
         return None
-    global _allocator
-    if _allocator is None:
-        _allocator = torch._C._cuda_customAllocator(*_core.segment_functions())
     with torch.cuda.device(device):
-        return torch.cuda.MemPool(_allocator)
+        return torch.cuda.MemPool(_allocator())
 
 
-_allocator: Any = None  # as long as any pool lives
+@functools.cache
+def _allocator() -> Any:
+    """What asks for segments that are offered, as long as any pool lives."""
+    return torch._C._cuda_customAllocator(*_core.segment_functions())
 
 
-_refusing = False
-
-
+@functools.cache
 def _refuse_sending() -> None:
     """Sees to it that tensors in symmetric memory are not sent to other processes.
 
     torch sends the address in a segment of CUDA's allocator, which these are not.
     """
-    global _refusing
-    if not _refusing:
-        _refusing = True
-        ForkingPickler.register(torch.Tensor, _reduce)
+    ForkingPickler.register(torch.Tensor, _reduce)
 
 
 def _reduce(tensor: torch.Tensor) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock.torch._calls import routing_layout
 
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
-from ._call import Call
 from ._combine import (
     check_columns,
     check_columns_of_weights,
@@ -22,14 +22,13 @@ from ._combine import (
     operations_of,
     pieces_of,
 )
-from ._config import Config, require_sms
-from ._dispatch import Limits, Received, dispatch_cached, dispatch_new, request_of
+from ._config import Config, require_positive, require_sms
+from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
+from ._groups import Groups
 from ._handle import Handle, Routing, routing_of
-from ._hosts import Terms
-from ._layout import empty_layout, fill_layout
 from ._low_latency_calls import LowLatencyCalls
-from ._runtime import AllGather, Runtime
-from ._stream_scope import StreamWork
+from ._session import AllGather, Session
+from ._stream_work import StreamWork
 from .utils import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Buffer(LowLatencyCalls):
         enable_shrink: bool = False,
         comm: MPI.Comm | None = None,
     ) -> None:
-        self._runtime: Runtime | None = None
+        self._groups: Groups | None = None
         for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
@@ -131,16 +130,18 @@ class Buffer(LowLatencyCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._local: torch.Tensor | None = None
-        self._runtime = Runtime(
+        session = Session(
             self.rank,
             self.group_size,
             gather,
             _device(),
             num_nvl_bytes,
-            Terms(bool(low_latency_mode), min(int(num_rdma_bytes), _MOST_RDMA_BYTES)),
+            bool(low_latency_mode),
+            min(int(num_rdma_bytes), _MOST_RDMA_BYTES),
             enable_shrink,
         )
-        self.num_rdma_ranks = self._runtime.hosts.num
+        self._groups = Groups(session)
+        self.num_rdma_ranks = session.num_hosts
 
     def destroy(self) -> None:
         """Waits for this rank's operations and leaves. Peers that need this rank later fail.
@@ -152,18 +153,21 @@ class Buffer(LowLatencyCalls):
         """
         if not self.explicitly_destroy:
             raise ValueError("explicitly_destroy: expected True for destroy(), got False")
-        self._live().close()
-        self._runtime = self._local = None
+        self._live_groups().close()
+        self._groups = self._local = None
 
     def __del__(self) -> None:
-        runtime = getattr(self, "_runtime", None)
-        if runtime is not None and not sys.is_finalizing():
-            runtime.close()
+        groups = getattr(self, "_groups", None)
+        if groups is not None and not sys.is_finalizing():
+            groups.close()
 
-    def _live(self) -> Runtime:
-        if self._runtime is None:
+    def _live_groups(self) -> Groups:
+        if self._groups is None:
             raise ValueError("Buffer: expected one in use, got one that is destroyed")
-        return self._runtime
+        return self._groups
+
+    def _live(self) -> Session:
+        return self._live_groups().session
 
     # ---- Static facts ----------------------------------------------------------------------------
 
@@ -189,17 +193,15 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The config that `dispatch` uses by default, for any number of ranks."""
-        return _default_config(num_ranks)
+        """The config of `dispatch` and `combine` by default, for any number of ranks."""
+        require_positive(num_ranks=num_ranks)
+        return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """The config that `combine` uses by default, for any number of ranks."""
-        return _default_config(num_ranks)
+    get_combine_config = get_dispatch_config
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream that operations run on: a ``torch.cuda.Stream``; on the CPU a stand-in."""
-        return self._live().scope.stream
+        return self._live().stream
 
     def get_local_buffer_tensor(
         self,
@@ -219,8 +221,8 @@ class Buffer(LowLatencyCalls):
         Raises:
             ValueError: out of bounds.
         """
-        runtime = self._live()
-        checks = runtime.checks
+        session = self._live()
+        checks = session.checks
         bound, most = "num_nvl_bytes", self.num_nvl_bytes
         if use_rdma_buffer:
             bound, most = "bytes for other hosts", 0
@@ -228,7 +230,7 @@ class Buffer(LowLatencyCalls):
             expected = f"a multiple of {dtype.itemsize} from 0 to {bound} = {most}"
             checks.fail("offset", expected, offset)
         if self._local is None:
-            self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=runtime.device)
+            self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=session.device)
         end = most - (most - offset) % dtype.itemsize
         elements = self._local[offset:end].view(dtype)
         if size is None:
@@ -266,20 +268,24 @@ class Buffer(LowLatencyCalls):
         Raises:
             ValueError: a bad argument.
         """
-        runtime = self._live()
-        checks = runtime.checks
+        session = self._live()
+        checks = session.checks
         checks.events(previous_event, async_finish, allocate_on_comm_stream)
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
-        with StreamWork(runtime.scope, previous_event, async_finish) as work:
+        ranks, hosts = self.group_size, self.num_rdma_ranks
+        numbers = functools.partial(torch.empty, dtype=torch.int32, device=topk_idx.device)
+        with StreamWork(session, previous_event, async_finish) as work:
             with work.allocating():
-                layout = empty_layout(
-                    len(topk_idx), self.group_size, runtime.hosts.num, num_experts, runtime.device
-                )
+                per_rank, per_expert = numbers(ranks), numbers(num_experts)
+                per_host = numbers(hosts) if hosts > 1 else None
+                in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
             with work.running():
-                fill_layout(runtime.home.comm, runtime.hosts, topk_idx, layout)
-            event = work.finish((topk_idx,), layout)
-        return (*layout, event)
+                routing_layout(session.comm, num_experts, topk_idx, per_rank, per_expert, in_rank)
+                if per_host is not None:
+                    session.count_by_host(in_rank, per_host)
+            event = work.finish((topk_idx,), (per_rank, per_host, per_expert, in_rank))
+        return per_rank, per_host, per_expert, in_rank, event
 
     @overload
     def dispatch(
@@ -375,15 +381,33 @@ class Buffer(LowLatencyCalls):
         """
         events = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
-            return self._dispatch_cached(x, handle, topk_idx, topk_weights, config, events)
+            checks, routing = self._live().checks, self._known(handle)
+            with routing.batch.turns(constants.DISPATCH):
+                checks.none("handle", topk_idx=topk_idx, topk_weights=topk_weights)
+                checks.num_sms(config, Buffer.num_sms)
+                received, event = self._dispatch_along(x, routing, None, False, events)
+            return received.x, None, None, None, None, event
+        groups, checks, worst_tokens = self._live_groups(), self._live().checks, num_worst_tokens
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-        return self._dispatch_new(
-            x,
-            (*layout, topk_idx, topk_weights),
-            num_tokens_per_rdma_rank,
-            (expert_alignment, num_worst_tokens, config),
-            events,
+        try:
+            tokens = read_tokens(checks, x)
+            choices = read_choices(checks, len(tokens.rows), *layout, topk_idx, topk_weights)
+            per_host, hosts = num_tokens_per_rdma_rank, (self.num_rdma_ranks,)
+            checks.optional(per_host, "num_tokens_per_rdma_rank", hosts, torch.int32)
+            checks.events(*events)
+            checks.at_least(expert_alignment, "expert_alignment", 1)
+            checks.at_least(worst_tokens, "num_worst_tokens", 0)
+            if worst_tokens > 0 and choices.topk_idx is None:
+                checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
+            num_sms = checks.num_sms(config, Buffer.num_sms)
+        except Exception as error:
+            groups.refuse(worst_tokens, str(error))
+            raise
+        batch = groups.batch_for(request_of(tokens, choices, worst_tokens, num_sms))
+        got, per_expert, made, event = dispatch_new(
+            batch, tokens, choices, expert_alignment, worst_tokens, events[:2]
         )
+        return got.x, got.topk_idx, got.topk_weights, per_expert, made, event
 
     def combine(
         self,
@@ -421,15 +445,15 @@ class Buffer(LowLatencyCalls):
             Mismatch: the ranks' arguments disagree, or another rank's are bad; on GPUs the next
                 dispatch that waits for the host may be what raises it.
         """
-        runtime = self._live()
-        checks = runtime.checks
+        session = self._live()
+        checks = session.checks
         routing = self._known(handle)
-        row_bytes = routing.lease.sizes.row_bytes
+        row_bytes = routing.batch.sizes.row_bytes
         pieces = pieces_of(x, bias, row_bytes)
         columns = columns_of_weights(topk_weights)
-        first, peer = runtime.weight_columns_of_first(columns)
+        first, peer = session.weight_columns_of_first(columns)
         # As many turns as the peers take, also where this rank's arguments are bad.
-        with Call(routing.lease, *operations_of(pieces, first)) as call:
+        with routing.batch.turns(*operations_of(pieces, first)):
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
             x = checks.tensor(
@@ -440,128 +464,49 @@ class Buffer(LowLatencyCalls):
             if topk_weights is not None:
                 read_weights(checks, topk_weights, routing.num_rows)
             check_columns_of_weights(self.rank, columns, first, peer)
-            return combine(
-                call, x, routing, topk_weights, biases, pieces, (previous_event, async_finish)
-            )
+            return combine(x, routing, topk_weights, biases, pieces, (previous_event, async_finish))
 
     internode_dispatch = dispatch
     internode_combine = combine
 
-    def _dispatch_cached(
-        self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, config: Any, events: _Events
-    ) -> _Dispatched:
-        """`dispatch` with a handle."""
-        checks = self._live().checks
-
-        def check() -> None:
-            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                if value is not None:
-                    checks.fail(name, "None, as handle is given", "a tensor")
-            checks.num_sms(config, Buffer.num_sms)
-
-        received, event = self._dispatch_along(x, handle, None, False, events, check)
-        return received.x, None, None, None, None, event
-
     def _dispatch_along(
-        self,
-        x: Any,
-        handle: Any,
-        topk_weights: Any,
-        with_choices: bool,
-        events: _Events,
-        check: Callable[[], None],
+        self, x: Any, routing: Routing, topk_weights: Any, with_choices: bool, events: _Events
     ) -> tuple[Received, EventOverlap]:
-        """Dispatches along a handle's routing.
+        """Dispatches along a handle's routing, in a turn of its group.
 
         Args:
             topk_weights, with_choices: as of `dispatch_cached`.
-            check: raises what else is wrong, for the peers to hear of it.
         """
-        routing = self._known(handle)
-        lease, checks = routing.lease, self._live().checks
-        with Call(lease, constants.DISPATCH) as call:
-            check()
-            checks.events(*events)
-            tokens = read_tokens(checks, x)
-            if len(tokens.rows) != routing.num_tokens:
-                checks.fail(
-                    "x", f"{routing.num_tokens} rows, as the handle was made for", len(tokens.rows)
-                )
-            most = lease.sizes.row_bytes
-            if tokens.row_bytes > most:
-                checks.fail(
-                    "x",
-                    f"rows of at most {most} bytes, as the handle was made for",
-                    f"{tokens.row_bytes} bytes",
-                )
-            if topk_weights is not None:
-                shape = routing.num_tokens, routing.topk
-                checks.tensor(topk_weights, "topk_weights", shape, (torch.float32,))
-            return dispatch_cached(call, tokens, routing, events[:2], topk_weights, with_choices)
-
-    def _dispatch_new(
-        self,
-        x: Any,
-        routing: tuple[Any, ...],
-        per_host: Any,
-        limits: tuple[Any, Any, Any],
-        events: _Events,
-    ) -> _Dispatched:
-        """`dispatch` without a handle."""
-        runtime = self._live()
-        checks = runtime.checks
-        alignment, worst_tokens, config = limits
-        try:
-            tokens = read_tokens(checks, x)
-            choices = read_choices(checks, len(tokens.rows), *routing)
-            if per_host is not None:
-                shape = (runtime.hosts.num,)
-                checks.tensor(per_host, "num_tokens_per_rdma_rank", shape, (torch.int32,))
-            checks.events(*events)
-            checks.at_least(alignment, "expert_alignment", 1)
-            checks.at_least(worst_tokens, "num_worst_tokens", 0)
-            if worst_tokens > 0 and choices.topk_idx is None:
-                checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
-            numbers = Limits(alignment, worst_tokens, checks.num_sms(config, Buffer.num_sms))
-        except Exception as error:
-            runtime.refuse(worst_tokens, str(error))
-            raise
-        lease = runtime.lease_for(request_of(tokens, choices, numbers))
-        received, per_expert, handle, event = dispatch_new(
-            runtime, tokens, choices, numbers, lease, events[:2]
-        )
-        return (
-            received.x,
-            received.topk_idx,
-            received.topk_weights,
-            per_expert,
-            handle,
-            event,
-        )
+        checks, most = self._live().checks, routing.batch.sizes.row_bytes
+        checks.events(*events)
+        tokens, made_for = read_tokens(checks, x), "as the handle was made for"
+        if len(tokens.rows) != routing.num_tokens:
+            checks.fail("x", f"{routing.num_tokens} rows, {made_for}", len(tokens.rows))
+        if tokens.row_bytes > most:
+            checks.fail(
+                "x", f"rows of at most {most} bytes, {made_for}", f"{tokens.row_bytes} bytes"
+            )
+        shape = routing.num_tokens, routing.topk
+        checks.optional(topk_weights, "topk_weights", shape, torch.float32)
+        return dispatch_cached(tokens, routing, events[:2], topk_weights, with_choices)
 
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""
-        runtime = self._live()
-        routing = routing_of(handle)
+        session = self._live()
+        routing = routing_of(handle, Routing, 6)
         if routing is None:
-            runtime.checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
-        home = routing.lease.home
-        if home is not runtime.home:
-            place = home.comm.rank, home.comm.num_ranks, home.device
-            if place != (self.rank, self.group_size, runtime.device):
-                runtime.checks.fail(
+            session.checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+        made_by = routing.batch.session
+        if made_by is not session:
+            place = made_by.rank, made_by.num_ranks, made_by.device
+            if place != (self.rank, self.group_size, session.device):
+                session.checks.fail(
                     "handle",
-                    f"one of rank {self.rank} of {self.group_size} on {runtime.device}",
+                    f"one of rank {self.rank} of {self.group_size} on {session.device}",
                     "one of rank {} of {} on {}".format(*place),
                 )
-            runtime.use(routing.lease)
+            self._live_groups().use(routing.batch)
         return routing
-
-
-def _default_config(num_ranks: int) -> Config:
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks: expected at least 1, got {num_ranks}")
-    return Config(Buffer.num_sms)
 
 
 def _device() -> torch.device:

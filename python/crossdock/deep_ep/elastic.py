@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 
-from ._call import Call
 from ._combine import operations_of
 from ._config import Config, require_sms
 from ._elastic_handle import EPHandle
@@ -25,7 +23,8 @@ from ._expand import (
     reduce_rows,
     worst_rows,
 )
-from ._runtime import Runtime
+from ._session import Session
+from ._stream_work import StreamWork
 from .buffer import Buffer
 from .utils import EventHandle, EventOverlap
 
@@ -160,8 +159,8 @@ class ElasticBuffer:
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """(hosts, ranks of this rank's host)."""
-        hosts = self._runtime().hosts
-        return hosts.num, hosts.num_local
+        session = self._session()
+        return session.num_hosts, session.num_local
 
     def get_logical_domain_size(self) -> tuple[int, int]:
         """(ranks to scale out, ranks to scale up): (1, R), on any hosts, as rows are ordered."""
@@ -182,11 +181,11 @@ class ElasticBuffer:
 
         More than is asked, whatever the arguments say. Collective.
         """
-        runtime = self._runtime()
-        if runtime.device.type == "cuda":
-            torch.cuda.current_stream(runtime.device).synchronize()
-        runtime.scope.synchronize()
-        runtime.host.all_gather(b"\0")
+        session = self._session()
+        if session.device.type == "cuda":
+            torch.cuda.current_stream(session.device).synchronize()
+        session.synchronize()
+        session.host.all_gather(b"\0")
 
     # ---- Operations ------------------------------------------------------------------------------
 
@@ -264,23 +263,28 @@ class ElasticBuffer:
             }
             form = do_expand, do_zero_padding, use_tma_aligned_col_major_sf
             return self._dispatch_again(x, handle, topk_weights, sizes, none, form, waits)
-        runtime, most = self._runtime(), self.num_max_tokens_per_rank
+        session, most = self._session(), self.num_max_tokens_per_rank
+        checks = session.checks
         if num_max_tokens_per_rank is not None:
             most = num_max_tokens_per_rank
         worst = 0 if do_cpu_sync or do_cpu_sync is None else self.group_size * most
         alignment = 1 if expert_alignment is None else expert_alignment
         try:
-            config = self._check(runtime, topk_idx, num_experts, most, alignment, num_sms)
-            assert topk_idx is not None and num_experts is not None
+            if topk_idx is None or num_experts is None:
+                given = f"topk_idx={type(topk_idx).__name__}, num_experts={num_experts}"
+                checks.fail("topk_idx, num_experts", "both, as no handle is given", given)
+            checks.topk_idx(topk_idx)
+            checks.experts(num_experts, "num_experts")
+            checks.at_least(most, "num_max_tokens_per_rank", max(1, topk_idx.shape[0]))
+            checks.at_least(alignment, "expert_alignment", 1)
+            require_sms(num_sms, "num_sms")
             local = num_experts // self.group_size
             stats = cumulative_local_expert_recv_stats
-            if stats is not None:
-                name = "cumulative_local_expert_recv_stats"
-                runtime.checks.tensor(stats, name, (local,), (torch.int32,))
+            checks.optional(stats, "cumulative_local_expert_recv_stats", (local,), torch.int32)
             event = self._after(*waits[:2])
-            runtime.checks.events(event, async_with_compute_stream, False)
+            checks.events(event, async_with_compute_stream, False)
         except Exception as error:
-            runtime.refuse(worst, str(error))
+            self._buffer._live_groups().refuse(worst, str(error))
             raise
         if topk_weights is None:
             # Made by the current stream, for which an operation with an event does not wait.
@@ -289,7 +293,7 @@ class ElasticBuffer:
         per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             topk_idx, num_experts, event
         )
-        rows, recv_idx, recv_weights, counted, inner, _ = self._buffer.dispatch(
+        rows, recv_idx, recv_weights, counted, inner, done = self._buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
@@ -298,12 +302,12 @@ class ElasticBuffer:
             topk_weights=topk_weights,
             expert_alignment=alignment,
             num_worst_tokens=worst,
-            config=config,
+            config=Config(num_sms or Buffer.num_sms),
             previous_event=event,
             async_finish=async_with_compute_stream,
         )
         assert recv_idx is not None and recv_weights is not None
-        with self._epilogue(async_with_compute_stream) as done:
+        with StreamWork(session, done, async_with_compute_stream) as work, work.allocating():
             counts = counts_of(recv_idx, local)
             if stats is not None:
                 stats += counts
@@ -314,7 +318,7 @@ class ElasticBuffer:
                     rows_by_expert = worst_rows(worst, topk_idx.shape[1], local, alignment)
                 expansion = expansion_of(recv_idx, counts, alignment, rows_by_expert)
                 recv_weights = expand_weights(expansion, recv_weights)
-            rows = _expanded(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
+            rows = _formed(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
             aligned = (counts + (alignment - 1)) // alignment * alignment
             found = EPHandle(
                 do_expand=do_expand,
@@ -336,16 +340,8 @@ class ElasticBuffer:
                 inner=inner,
                 expansion=expansion,
             )
-        self._hand_over(
-            async_with_compute_stream,
-            *_parts(rows),
-            recv_weights,
-            found.topk_idx,
-            found.num_unaligned_recv_tokens_per_expert,
-            found.psum_num_recv_tokens_per_expert,
-            found.psum_num_recv_tokens_per_scaleup_rank,
-            *((expansion.slots, expansion.sources) if expansion is not None else ()),
-        )
+        places = () if expansion is None else vars(expansion).values()
+        done = work.finish((), (*_parts(rows), recv_weights, *vars(found).values(), *places))
         return rows, None if do_expand else recv_idx, recv_weights, found, done
 
     def combine(
@@ -400,12 +396,13 @@ class ElasticBuffer:
             sums, inner, topk_weights, bias, None, event, async_with_compute_stream
         )
         if out.dtype != dtype:
-            with self._epilogue(async_with_compute_stream) as done:
+            work = StreamWork(self._session(), done, async_with_compute_stream)
+            with work, work.allocating():
                 out = out.to(dtype)
-            self._hand_over(async_with_compute_stream, out)
+            done = work.finish((), (out,))
         return out, weights, done
 
-    def _runtime(self) -> Runtime:
+    def _session(self) -> Session:
         return self._buffer._live()
 
     def _check_rows(
@@ -413,38 +410,17 @@ class ElasticBuffer:
     ) -> None:
         """Refuses what is not by expert, for a combine that the peers hear of."""
         kinds = (torch.bfloat16, torch.float16, torch.float32)
-        runtime, routing = self._runtime(), handle.inner.routing
+        session, routing = self._session(), handle.inner.routing
         columns = 0 if topk_weights is None else routing.topk
         try:
-            runtime.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
+            session.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
             if columns:
                 rows = (expansion.num_rows,)
-                runtime.checks.tensor(topk_weights, "topk_weights", rows, (torch.float32,))
+                session.checks.tensor(topk_weights, "topk_weights", rows, (torch.float32,))
         except ValueError:
-            first, _ = runtime.weight_columns_of_first(columns)  # as the peers do first
-            with Call(routing.lease, *operations_of(2 if wide else 1, first)):
+            first, _ = session.weight_columns_of_first(columns)  # as the peers do first
+            with routing.batch.turns(*operations_of(2 if wide else 1, first)):
                 raise
-
-    def _check(
-        self,
-        runtime: Runtime,
-        topk_idx: Any,
-        num_experts: Any,
-        most: Any,
-        alignment: Any,
-        num_sms: Any,
-    ) -> Config:
-        """Checks the arguments that `Buffer.dispatch` does not have."""
-        checks = runtime.checks
-        if topk_idx is None or num_experts is None:
-            given = f"topk_idx={type(topk_idx).__name__}, num_experts={num_experts}"
-            checks.fail("topk_idx, num_experts", "both, as no handle is given", given)
-        checks.topk_idx(topk_idx)
-        checks.experts(num_experts, "num_experts")
-        checks.at_least(most, "num_max_tokens_per_rank", max(1, topk_idx.shape[0]))
-        checks.at_least(alignment, "expert_alignment", 1)
-        require_sms(num_sms, "num_sms")
-        return Config(num_sms or Buffer.num_sms)
 
     def _dispatch_again(
         self,
@@ -463,33 +439,31 @@ class ElasticBuffer:
             none: arguments that are None.
             form: do_expand, do_zero_padding, use_tma_aligned_col_major_sf.
         """
-        checks = self._runtime().checks
+        session = self._session()
+        checks = session.checks
         if not isinstance(handle, EPHandle):
             checks.fail("handle", "what dispatch returned", type(handle).__name__)
         do_expand, zero_padding, column_major = form
-
-        def check() -> None:
-            for name, value in none.items():
-                if value is not None:
-                    checks.fail(name, "None, as handle is given", "a tensor")
+        event = self._after(*waits[:2])
+        routing = self._buffer._known(handle.inner)
+        with routing.batch.turns(constants.DISPATCH):
+            checks.none("handle", **none)
             for name, size in sizes.items():
                 known = getattr(handle, name)
                 if size is not None and size != known:
                     checks.fail(name, f"None or {known}, as the handle was made for", size)
             if do_expand and handle.expansion is None:
                 checks.fail("do_expand", "False, as the handle was made without it", do_expand)
-
-        event = self._after(*waits[:2])
-        received, _ = self._buffer._dispatch_along(
-            x, handle.inner, topk_weights, not do_expand, (event, waits[2], False), check
-        )
+            received, done = self._buffer._dispatch_along(
+                x, routing, topk_weights, not do_expand, (event, waits[2], False)
+            )
         expansion = handle.expansion if do_expand else None
-        with self._epilogue(waits[2]) as done:
-            rows = _expanded(expansion, received.x, zero_padding, column_major)
+        with StreamWork(session, done, waits[2]) as work, work.allocating():
+            rows = _formed(expansion, received.x, zero_padding, column_major)
             weights = received.topk_weights
             if expansion is not None and weights is not None:
                 weights = expand_weights(expansion, weights)
-        self._hand_over(waits[2], *_parts(rows), weights)
+        done = work.finish((), (*_parts(rows), weights))
         return rows, received.topk_idx, weights, handle, done
 
     @staticmethod
@@ -509,41 +483,22 @@ class ElasticBuffer:
                 event.current_stream_wait()
         return None
 
-    @contextlib.contextmanager
-    def _epilogue(self, asynchronous: bool) -> Iterator[EventOverlap]:
-        """Local work behind an operation; the event stands for both where it is asynchronous."""
-        done, scope = EventOverlap(), self._runtime().scope
-        in_scope = torch.cuda.stream(scope.stream) if asynchronous and scope.cuda else None
-        with in_scope or contextlib.nullcontext():
-            yield done
-            if asynchronous:
-                done.event = EventHandle()
-
-    def _hand_over(self, asynchronous: bool, *tensors: torch.Tensor | None) -> None:
-        """Gives the current stream the tensors that an epilogue has made."""
-        scope = self._runtime().scope
-        if asynchronous and scope.cuda:
-            current = torch.cuda.current_stream(scope.device)
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(current)
-
 
 def _parts(rows: _Rows) -> tuple[torch.Tensor, ...]:
     return rows if isinstance(rows, tuple) else (rows,)
 
 
-def _expanded(
+def _formed(
     expansion: Expansion | None, rows: _Rows, zero_padding: bool, column_major: bool
 ) -> _Rows:
     """Received rows and scales in the form that was asked for."""
-    if isinstance(rows, tuple):
-        values, scales = rows
-        if expansion is not None:
-            values = expand_rows(expansion, values, zero_padding)
-            scales = expand_rows(expansion, scales, zero_padding)
-        return values, _column_major(scales) if column_major else scales
-    return rows if expansion is None else expand_rows(expansion, rows, zero_padding)
+    values, *scales = _parts(rows)
+    if expansion is not None:
+        values = expand_rows(expansion, values, zero_padding)
+        scales = [expand_rows(expansion, one, zero_padding) for one in scales]
+    if not scales:
+        return values
+    return values, _column_major(scales[0]) if column_major else scales[0]
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

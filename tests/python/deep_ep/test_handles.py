@@ -79,7 +79,7 @@ def replace_buffer(me: Rank) -> None:
     first = Buffer(dist.group.WORLD)
     caller = cases.Caller(first, make_batch(SEED, me.num_ranks))
     handle = caller.dispatch_checked()
-    home = handle.routing.lease.home
+    session = handle.routing.batch.session
     # Like a framework between forward and backward, when it meets larger rows.
     larger = Buffer(dist.group.WORLD, num_nvl_bytes=1 << 20)
     del first
@@ -94,10 +94,10 @@ def replace_buffer(me: Rank) -> None:
     wrong = [({"x": caller.x[1:]}, "x: expected")]
     cases.one_rank_errs(me, larger.dispatch, {"x": caller.x, "handle": handle}, wrong)
     caller.cached_checked(handle)
-    assert not home.comm.closed
+    assert not session.comm.closed
     del handle
     gc.collect()
-    assert home.comm.closed
+    assert session.comm.closed
     cases.everything(larger, SEED)
 
 

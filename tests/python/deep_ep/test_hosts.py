@@ -76,7 +76,7 @@ def test_rdma_bytes_are_the_buffers_for_other_machines(me: Rank) -> None:
             with cases.new_buffer(num_rdma_bytes=size) as buffer:
                 caller = cases.Caller(buffer, make_batch(SEED, 2, tokens=[120, 120], hidden=4096))
                 handle = caller.dispatch_checked()
-                puts.append(handle.routing.lease.group.stats()["net_puts"])
+                puts.append(handle.routing.batch.group.stats()["net_puts"])
     few, usual, many = puts
     assert few > usual + 8 and usual > many, puts
 
@@ -84,7 +84,7 @@ def test_rdma_bytes_are_the_buffers_for_other_machines(me: Rank) -> None:
 def name_hosts(me: Rank) -> None:
     os.environ["XD_HOST_ID"] = f"host {2 * me.rank // me.num_ranks}"
     with cases.process_group(), cases.new_buffer(low_latency_mode=True) as buffer:
-        assert buffer.num_rdma_ranks == 2 and not buffer._live().hosts.apart
+        assert buffer.num_rdma_ranks == 2 and not buffer._live().apart
         cases.everything(buffer, SEED)
         cases.worst_case(buffer, SEED)
 

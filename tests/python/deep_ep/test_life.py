@@ -15,7 +15,6 @@ import torch.distributed as dist
 import deep_ep_cases as cases
 import spread
 from crossdock.deep_ep import Buffer, Config
-from crossdock.deep_ep._agreement import GatheredNumber
 from crossdock.errors import PeerLost
 from deep_ep_cases import on_buffers
 from deep_ep_reference import Batch, make_batch
@@ -76,7 +75,7 @@ def test_tensors_outlive_a_buffer(me: Rank) -> None:
         cases.everything(other, SEED)
         caller = cases.Caller(other, make_batch(SEED, me.num_ranks))
         handle = caller.dispatch_checked()
-    group = handle.routing.lease.group
+    group = handle.routing.batch.group
     assert not group.closed  # a handle serves as long as it lives
     del handle
     assert group.closed and group.comm.closed
@@ -113,11 +112,9 @@ class CountedRounds:
 
 @on_buffers(2, Apart(2))
 def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
-    runtime = buffer._live()
+    session = buffer._live()
     rounds: list[int] = []
-    runtime.host = CountedRounds(runtime.host, rounds)
-    if isinstance(runtime._weight_columns, GatheredNumber):
-        runtime._weight_columns = GatheredNumber(runtime.host)
+    session.host = CountedRounds(session.host, rounds)
 
     def cost(call: Callable[..., Any], *arguments: Any, **options: Any) -> int:
         rounds.clear()
@@ -146,7 +143,7 @@ def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
 
 @on_buffers(2)
 def test_growing_batches_make_few_groups(buffer: Buffer) -> None:
-    leases = []
+    groups = []
     for tokens in range(1, 200):
         x = torch.zeros(0 if buffer.rank else tokens, 64, dtype=torch.bfloat16)
         topk_idx = torch.zeros(len(x), 1, dtype=torch.int64)
@@ -159,8 +156,8 @@ def test_growing_batches_make_few_groups(buffer: Buffer) -> None:
             topk_idx=topk_idx,
             topk_weights=torch.ones(topk_idx.shape),
         )
-        leases.append(handle.routing.lease)
-    assert len(set(map(id, leases))) < 15
+        groups.append(handle.routing.batch)
+    assert len(set(map(id, groups))) < 15
 
 
 @on_buffers(2)
@@ -170,12 +167,12 @@ def test_a_group_serves_all_that_came_before(buffer: Buffer) -> None:
         for sizes in ({"topk": 4}, {"topk": 2, "hidden": 128}, {"tokens": 30}, {"hidden": 32})
     ]
 
-    def lease_of(batch: Batch) -> Any:
+    def group_of(batch: Batch) -> Any:
         caller = cases.Caller(buffer, batch)
-        return caller.dispatch(**caller.topk())[4].routing.lease
+        return caller.dispatch(**caller.topk())[4].routing.batch
 
-    *_, grown = [lease_of(batch) for batch in kinds]
-    assert all(lease_of(batch) is grown for batch in kinds)
+    *_, grown = [group_of(batch) for batch in kinds]
+    assert all(group_of(batch) is grown for batch in kinds)
 
 
 class ThreadsComm:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from crossdock._core.constants import COMBINE, DISPATCH, PREPARE
 
-from crossdock.deep_ep import EventHandle, EventOverlap, _call, _stream_scope
+from crossdock.deep_ep import EventHandle, EventOverlap, _batch, _stream_work
 from crossdock.deep_ep._arguments import Choices, Tokens
-from crossdock.deep_ep._call import Call
+from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
-from crossdock.deep_ep._dispatch import Limits, dispatch_new
+from crossdock.deep_ep._dispatch import dispatch_new
 from crossdock.deep_ep._handle import Routing
-from crossdock.deep_ep._stream_scope import StreamWork
+from crossdock.deep_ep._stream_work import StreamWork
 from crossdock.errors import InvalidArgument, Mismatch
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS = 3, 8, 2, 4, 2
@@ -87,21 +87,16 @@ class Device:
         self.failures = failures or []
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.caller, stream = Stream("caller", log), Stream("scope", log)
-        self.scope = SimpleNamespace(
-            cuda=True,
-            device=self.device,
-            stream=stream,
-            raw_stream=STREAM,
-            wait_for_host_data=lambda: log.append("host waits"),
-        )
+        self.cuda, self.stream, self.raw_stream = True, stream, STREAM
+        self.wait_for_host_data = lambda: log.append("host waits")
         self.memory = self
         self.group = Group(log)
-        self.lease: Any = SimpleNamespace(
-            scope=self.scope,
+        self.batch: Any = Batch.__new__(Batch)
+        vars(self.batch).update(
             group=self.group,
             plan_bytes=64,
             failure=self.failure,
-            home=self,
+            session=self,
             sizes=SimpleNamespace(tokens=TOKENS),
         )
         self.host = SimpleNamespace(all_gather=self.all_gather)
@@ -133,11 +128,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         found.append(f"on {stream.name}")
         yield
 
-    monkeypatch.setattr(_stream_scope.torch.cuda, "stream", on)
+    monkeypatch.setattr(_stream_work.torch.cuda, "stream", on)
     monkeypatch.setattr(
-        _stream_scope.torch.cuda, "current_stream", lambda _: Stream("caller", found)
+        _stream_work.torch.cuda, "current_stream", lambda _: Stream("caller", found)
     )
-    monkeypatch.setattr(_call, "is_capturing", lambda _: False)
+    monkeypatch.setattr(_batch, "is_capturing", lambda _: False)
     return found
 
 
@@ -156,10 +151,11 @@ def dispatch(
         torch.zeros(TOKENS, TOPK) if topk else None,
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    runtime: Any = device
-    return dispatch_new(
-        runtime, tokens, choices, Limits(1, worst_tokens, 0), device.lease, (previous_event, False)
-    )
+    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
+
+
+def session_of(log: Log) -> Any:
+    return Device(log)
 
 
 def turns(log: Log) -> Log:
@@ -207,7 +203,7 @@ def test_rank_that_is_interrupted_takes_part_in_the_dispatch(log: Log) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt("now")
 
-    device.scope.wait_for_host_data = interrupt
+    device.wait_for_host_data = interrupt  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         dispatch(device)
     assert turns(log) == ["prepare", (DISPATCH, "now")]
@@ -245,7 +241,7 @@ def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
     def refuse(event: object) -> None:
         raise RuntimeError("no event")
 
-    device.scope.stream.wait_event = refuse
+    device.stream.wait_event = refuse  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no event"):
         dispatch(device, previous_event=some_event())
     assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), *END]
@@ -261,20 +257,20 @@ def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(lo
 
     device.group.combine = fail_next  # type: ignore[method-assign]
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
-    routing = Routing(device.lease, torch.zeros(64, dtype=torch.uint8), TOKENS, TOKENS, TOPK)
+    routing = Routing(device.batch, torch.zeros(64, dtype=torch.uint8), TOKENS, TOKENS, TOPK)
     with pytest.raises(InvalidArgument, match="bad"):
-        with Call(device.lease, COMBINE, COMBINE) as call:
-            combine(call, x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
+        with device.batch.turns(COMBINE, COMBINE):
+            combine(x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
     assert log[-4:] == ["on scope", "combine", "combine", "caller waits for scope"]
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:
-    with StreamWork(Device(log).scope, None, False) as work, work.allocating():
+    with StreamWork(session_of(log), None, False) as work, work.allocating():
         log.append("allocated")
     assert log == ["scope waits for caller", "on caller", "allocated", "scope waits for caller"]
 
 
 def test_lane_that_allocates_does_not_wait_for_the_caller(log: Log) -> None:
-    with StreamWork(Device(log).scope, some_event(), True) as work, work.allocating():
+    with StreamWork(session_of(log), some_event(), True) as work, work.allocating():
         log.append("allocated")
     assert log == ["scope waits for an event", "on scope", "allocated"]

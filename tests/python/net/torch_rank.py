@@ -37,7 +37,7 @@ def deep_ep() -> None:
     buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
     cases.everything(buffer, 7)
     cases.worst_case(buffer, 7)
-    host = buffer._live().home.comm.host
+    host = buffer._live().comm.host
     print(f"rank {buffer.rank}: a Buffer on host {host} of {buffer.num_rdma_ranks}", flush=True)
     buffer.destroy()
 

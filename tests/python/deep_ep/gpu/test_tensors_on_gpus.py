@@ -117,13 +117,13 @@ def test_tensors_outlive_a_buffer(buffer: Buffer) -> None:
     first = Buffer(dist.group.WORLD, explicitly_destroy=True)
     caller = cases.Caller(first, large_batch(buffer))
     x, *_, handle, _ = caller.dispatch(**caller.topk())
-    home = handle.routing.lease.home
-    assert home.memory.owns(x)
+    session = handle.routing.batch.session
+    assert session.memory.owns(x)
     first.destroy()
     del handle
     cases.everything(buffer, SEED)
     caller.check_rows(x)
-    assert not home.comm.closed
+    assert not session.comm.closed
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -132,7 +132,7 @@ def test_tensors_outlive_a_buffer(buffer: Buffer) -> None:
     x.record_stream(side)
     del x
     _memory.leave_unused()
-    assert home.comm.closed
+    assert session.comm.closed
     caller.check_rows(copy)
     cases.everything(buffer, SEED)
 

@@ -1,4 +1,4 @@
-"""Groups of a Buffer's low-latency operations, and which ranks they leave out."""
+"""A group of a Buffer's low-latency operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from crossdock.errors import CrossdockError, PeerLost, from_status
 from crossdock.torch import _calls
 from crossdock.torch._calls import capture_id, current_stream, is_capturing, spec
 
-from ._home import Home
+from ._session import Session
 
 _BFLOAT16 = _calls.DTYPE_CODES[torch.bfloat16]
 
@@ -48,6 +48,7 @@ class SlotGroup:
     """A group of low-latency operations. Making one is collective.
 
     Attributes:
+        session: where its operations run.
         shape: what it serves.
         core: the ``crossdock._core.LowLatencyGroup``.
         local_experts, num_slots: L and S.
@@ -56,24 +57,22 @@ class SlotGroup:
         dispatch_halves, combine_halves: the operations that wait for their hooks.
     """
 
-    def __init__(self, home: Home, shape: Shape, mask: bool) -> None:
-        comm, sizes = home.comm, shape.sizes(mask)
+    def __init__(self, session: Session, shape: Shape) -> None:
+        comm, sizes = session.comm, shape.sizes(session.shrink)
+        self.session = session
         self.shape = shape
-        self.device = home.device
-        self.num_ranks = comm.num_ranks
+        self.device = session.device
         self.local_experts = shape.experts // comm.num_ranks
         self.core = _core.LowLatencyGroup(comm, **sizes)
         self.num_slots = comm.num_ranks * shape.max_tokens
         self.plan_bytes = _core.ll_plan_size(num_ranks=comm.num_ranks, **sizes)
-        self.dispatch_halves = OpenHalves(sizes.get("in_flight", 0))
-        self.combine_halves = OpenHalves(sizes.get("in_flight", 0))
-        self._rank = comm.rank
-        self._mask = mask
+        self.dispatch_halves = OpenHalves(0)
+        self.combine_halves = OpenHalves(0)
         self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
         self._last_capture = 0  # and the capture that it is part of
         self._errors = 0  # errors that operations had met at the last look
         self._combine_buffer: torch.Tensor | None = None
-        self.close = weakref.finalize(self, _close, self.core, home.device)
+        self.close = weakref.finalize(self, session.close_group, self.core)
 
     def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
         """Runs a function of ``_calls`` on the current stream, behind the operations so far.
@@ -84,7 +83,7 @@ class SlotGroup:
         try:
             call(self.core, *args, **options)
         except PeerLost as error:
-            if error.fatal or not self._mask:
+            if error.fatal or not self.session.shrink:
                 raise
 
     def follow(self) -> None:
@@ -112,7 +111,7 @@ class SlotGroup:
         self._errors = errors
         status = self.core.status()
         if status["status"] not in ("XD_SUCCESS", "XD_ERROR_PEER_LOST"):
-            raise from_status(status, self._rank)
+            raise from_status(status, self.session.rank)
 
     def join_failed(self, operation: int, text: str) -> None:
         """Takes this rank's turn with a mistake, of which the peers hear."""
@@ -154,99 +153,3 @@ class SlotGroup:
         self.run(lambda core: core.reset(current_stream(self.device)))
         self.dispatch_halves.forget()
         self.combine_halves.forget()
-
-
-# Groups that were let go of during the capture of a CUDA graph, when nothing may wait for the
-# device: they are freed with the process.
-_left_by_captures: list[_core.LowLatencyGroup] = []
-
-
-def _close(core: _core.LowLatencyGroup, device: torch.device) -> None:
-    if is_capturing(device):
-        _left_by_captures.append(core)
-        return
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # operations run on the caller's streams
-    core.close()
-
-
-class SlotGroups:
-    """The low-latency groups of a Buffer, one for each shape of its calls.
-
-    Args:
-        home: whose communicator they are on.
-        mask: whether the loss of a rank leaves the others going.
-    """
-
-    def __init__(self, home: Home, mask: bool) -> None:
-        self._home = home
-        self._mask = mask
-        self._groups: dict[Shape, SlotGroup] = {}
-        self._latest: SlotGroup | None = None
-        self._masked: set[int] = set()  # by the caller: what groups to come begin with
-
-    def of(self, shape: Shape) -> SlotGroup:
-        """The group that serves the shape. Collective, blocking, if it has to be made.
-
-        Raises:
-            ValueError: it has to be made, and a CUDA graph is being captured.
-        """
-        group = self._groups.get(shape)
-        if group is None:
-            if is_capturing(self._home.device):
-                raise ValueError(
-                    "low_latency_dispatch: expected sizes that have been used before, in a capture "
-                    f"of a CUDA graph, which can make no group; got {shape}"
-                )
-            group = self._groups[shape] = SlotGroup(self._home, shape, self._mask)
-            for rank in self._masked:
-                group.set_mask(rank, True)
-        self._latest = group
-        return group
-
-    def has(self, group: SlotGroup) -> bool:
-        """Whether it is one of these."""
-        return self._groups.get(group.shape) is group
-
-    def refuse_dispatch(self, shape: Shape | None, text: str) -> None:
-        """Tells the peers that this rank's dispatch is bad.
-
-        Args:
-            shape: of the call; None = unknown. Peers are taken to have that of the call before.
-            text: what is bad.
-        """
-        group = self._latest if shape is None else self._groups.get(shape)
-        if group is not None:
-            group.join_failed(constants.LL_DISPATCH, text)
-        elif not is_capturing(self._home.device):
-            # The peers are about to make a group.
-            bad = Shape(-1, 1, 1, 1).sizes(self._mask)
-            with contextlib.suppress(CrossdockError):
-                _core.LowLatencyGroup(self._home.comm, **bad)
-
-    def set_mask(self, rank: int, masked: bool) -> None:
-        """Leaves out a rank in all groups, those to come included; or no longer."""
-        for group in self._groups.values():
-            group.set_mask(rank, masked)
-        (self._masked.add if masked else self._masked.discard)(rank)
-
-    def read_mask(self, status: torch.Tensor) -> None:
-        """status, [W] int32, = 1 for each rank that some group leaves out."""
-        status.zero_()
-        for group in self._groups.values():
-            group.add_mask(status)
-        for rank in self._masked if not self._groups else ():
-            status[rank] = 1
-
-    def reset(self, max_tokens: int, hidden: int, experts: int) -> None:
-        """Clears the groups of such sizes. Collective over the ranks that are not left out."""
-        for shape, group in self._groups.items():
-            if (shape.max_tokens, shape.hidden, shape.experts) == (max_tokens, hidden, experts):
-                group.reset()
-
-    def close(self) -> None:
-        """Closes all groups."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
-        self._latest = None

@@ -1,0 +1,191 @@
+"""A group of the library, with what peers hear of a call of it that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from crossdock import _core
+from crossdock._core import constants
+from crossdock.errors import CrossdockError, InvalidArgument, from_status
+from crossdock.torch import _calls
+from crossdock.torch._calls import is_capturing
+
+from ._agreement import Request
+from ._memory import set_bytes
+from ._session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Bounds of a group, equal on all ranks."""
+
+    experts: int
+    topk: int
+    tokens: int
+    row_bytes: int
+    scale_bytes: int
+    num_sms: tuple[int, ...]  # by rank
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> Sizes:
+        """The sizes that all ranks' requests need."""
+        first, ranks = requests[0], len(requests)
+        tokens = max(max(one.tokens, -(-one.worst_tokens // ranks)) for one in requests)
+        return cls(
+            # Without choices of experts, each rank is one expert, and a token's ranks its choices.
+            experts=first.experts if first.topk else ranks,
+            topk=first.topk or ranks,
+            tokens=max(1, tokens),
+            row_bytes=first.row_bytes,
+            scale_bytes=first.scale_bytes,
+            num_sms=tuple(one.num_sms for one in requests),
+        )
+
+    def serve(self, need: Sizes) -> bool:
+        """Whether a group of these sizes is good enough."""
+        return self.grown_to(need) == self
+
+    def grown_to(self, need: Sizes) -> Sizes:
+        """Sizes for `need` and for all that these serve; tokens grow geometrically."""
+        tokens = self.tokens
+        if tokens < need.tokens:
+            tokens = max(need.tokens, tokens * 3 // 2)
+        return dataclasses.replace(
+            need,
+            tokens=tokens,
+            topk=max(self.topk, need.topk),
+            row_bytes=max(self.row_bytes, need.row_bytes),
+            scale_bytes=max(self.scale_bytes, need.scale_bytes),
+        )
+
+    def set_bytes(self) -> int:
+        """Memory for the receive tensors of a dispatch."""
+        rows = len(self.num_sms) * self.tokens
+        parts = self.row_bytes, self.scale_bytes, 4 * self.topk, 8 * self.topk
+        return set_bytes([rows * part for part in parts])
+
+
+class Batch:
+    """A group of bulk operations, and the turns of the call that is under way.
+
+    It is closed when the Buffer and all handles have let go of it.
+
+    Attributes:
+        group: the ``crossdock._core.Group``.
+        sizes: its bounds.
+        plan_bytes: bytes of a plan.
+        session: where its operations run.
+        close: closes the group now.
+    """
+
+    def __init__(self, session: Session, sizes: Sizes) -> None:
+        comm = session.comm
+        config = {
+            "num_experts": sizes.experts,
+            "max_topk": sizes.topk,
+            "max_tokens_per_rank": sizes.tokens,
+            "hidden": sizes.row_bytes,
+            "dtype": _calls.DTYPE_CODES[torch.uint8],
+            "max_scale_bytes": sizes.scale_bytes,
+            "layout": constants.LAYOUTS["rank_major"],
+            "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
+            "zero_tail": 1,
+            "num_sms": sizes.num_sms[comm.rank],
+            "net_buffer_bytes": session.net_buffer_bytes,
+        }
+        self.sizes = sizes
+        self.group = _core.Group(comm, **config)
+        self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
+        self.session = session
+        self.close = weakref.finalize(self, session.close_group, self.group)
+        session.open_groups.add(self)
+
+    def failure(self) -> CrossdockError | None:
+        """The error that operations on the GPU have met since the last look; on the CPU they raise.
+
+        Raises:
+            CrossdockError: the communicator is finished.
+        """
+        if not self.session.cuda:
+            return None
+        comm = self.session.comm
+        if comm.error() is not None:
+            comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
+        status = self.group.status()
+        if status["status"] == "XD_SUCCESS":
+            return None
+        return from_status(status | {"text": _in_callers_words(status["text"])}, comm.rank)
+
+    @contextlib.contextmanager
+    def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Iterator[None]:
+        """A call, in which this rank takes all its turns, even after an error.
+
+        If the body raises before it has run them all, the rank takes part in the others with its
+        mistake, so that no peer waits for it. On the CPU that is the next one only, in which the
+        peers raise, and none if they raise already. On CUDA peers enqueue all before they can know.
+
+        Args:
+            turns: in order, operations as ``_calls`` names them. Or, where peers wait for something
+                else, what tells them there that this rank has failed.
+            host_waits: whether the caller hears of a failure before the last operation. It is not
+                told again by later calls then.
+        """
+        self._owed: list[int | Callable[[], object]] = list(turns)
+        self._in_call = False
+        try:
+            yield
+        except BaseException as error:
+            self._fail(str(error))
+            if host_waits and isinstance(error, Exception):
+                self._forget()
+            raise
+
+    def begin(self) -> None:
+        """The next turn, which is no operation, is being taken."""
+        self._owed.pop(0)
+
+    def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
+        """The next operation: a function of ``_calls`` and its arguments behind the group."""
+        self._owed.pop(0)
+        self._in_call = True  # the library itself takes this turn if arguments are bad
+        try:
+            call(self.group, *args, **options)
+        except InvalidArgument as error:
+            error.text = _in_callers_words(error.text)
+            error.args = (error.text,)
+            raise
+        self._in_call = False
+
+    def _fail(self, text: str) -> None:
+        """Takes the turns that peers wait in."""
+        if not self.session.cuda:
+            self._owed = [] if self._in_call else self._owed[:1]
+        for turn in self._owed:
+            # This gives the text again, or the communicator is finished and no rank waits.
+            with contextlib.suppress(CrossdockError):
+                if callable(turn):
+                    turn()
+                else:
+                    self.group.join_failed(turn, text, self.session.raw_stream)
+
+    def _forget(self) -> None:
+        """Clears what the group remembers of the failure that the caller hears of now."""
+        if is_capturing(self.session.device):
+            return  # nothing may wait now
+        self.session.wait_for_host_data()
+        with contextlib.suppress(CrossdockError):
+            self.failure()
+
+
+def _in_callers_words(text: str) -> str:
+    """An error of the library, about the Buffer's argument.
+
+    Receive tensors are made with as many rows as there are, or as the caller says.
+    """
+    return text.replace("recv_tokens: has", "num_worst_tokens: recv_x has")

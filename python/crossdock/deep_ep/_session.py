@@ -1,0 +1,239 @@
+"""The objects that a Buffer's operations need, as long as it or one of its handles lives."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from crossdock import _core
+from crossdock._core import constants
+from crossdock.errors import CrossdockError, Unsupported
+from crossdock.torch._calls import is_capturing
+
+from ._agreement import EqualNumber, require_equal
+from ._arguments import Checks
+from ._memory import ReceiveMemory, leave_unused
+
+AllGather = Callable[[bytes], list[bytes]]
+
+_CPU = torch.device("cpu")
+_TERMS = struct.Struct("=qqq")  # host, low_latency_mode, num_rdma_bytes
+_NUMBER = struct.Struct("=q")
+
+# Groups that were let go of during the capture of a CUDA graph, when nothing may wait for a stream:
+# they are freed with the process.
+_left_by_captures: list[_core.Group | _core.LowLatencyGroup] = []
+
+
+class Session:
+    """The communicators, memory and stream of one Buffer. Making one is collective.
+
+    All operations but those of low latency run on its stream, one after another. On the CPU they
+    run in the calling thread, and there is nothing to order.
+
+    Attributes:
+        rank, num_ranks: the place of this rank.
+        device: what tensors are on; `cuda`: whether that is a GPU.
+        checks: of arguments.
+        comm: the communicator of the device.
+        host: that of the ranks' processes, on the CPU, over which ranks agree.
+        num_hosts, num_local: hosts that the ranks are on, and ranks of this one's. Ranks that have
+            named no hosts are on that of their machine.
+        apart: whether ranks are on several machines, so that not all share memory.
+        memory: where results lie.
+        stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``.
+        heap_bytes, shrink: as given.
+        net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
+        open_groups: those of bulk operations that are alive, which it closes when it ends.
+
+    Args:
+        rank, num_ranks: the place of this rank.
+        all_gather: gathers bytes from all ranks; used here only.
+        device: what tensors are on.
+        heap_bytes: symmetric memory to begin with.
+        low_latency_mode, num_rdma_bytes: of the Buffer; ranks on several hosts have them alike.
+        shrink: whether low-latency operations go on when a rank is lost.
+
+    Raises:
+        Mismatch: those two contradict one another; on all ranks alike.
+        Unsupported: low-latency operations between machines are on CPUs, and leave out no rank; on
+            all ranks alike.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        all_gather: AllGather,
+        device: torch.device,
+        heap_bytes: int,
+        low_latency_mode: bool,
+        num_rdma_bytes: int,
+        shrink: bool,
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.device, self.cuda = device, device.type == "cuda"
+        self.checks = Checks(rank, num_ranks, device)
+        self.heap_bytes, self.shrink = heap_bytes, shrink
+        leave_unused()
+        shared = 2 * EqualNumber.BYTES
+        self.comm = self._meet(all_gather, device, heap_bytes + (0 if self.cuda else shared))
+        # Ranks agree over the host, also where tensors are on GPUs.
+        self.host = self._meet(all_gather, _CPU, shared) if self.cuda else self.comm
+        self.apart = self.host.near_ranks < num_ranks
+        # Ranks of one host have not agreed on it, and need none.
+        self.net_buffer_bytes = num_rdma_bytes if self.comm.num_hosts > 1 else 0
+        stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
+        self.stream = cast(torch.cuda.Stream, stream)  # a stand-in on the CPU: nothing asks it
+        self.memory = ReceiveMemory(self.comm, device)
+        self.open_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._captured = False  # whether some combine was: its replays are not counted
+        self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._lock = threading.RLock()  # a handle may die, on any thread, inside it
+        self._handles = 0
+        self._ended = False
+        try:
+            self._agree_on_hosts(low_latency_mode, num_rdma_bytes)
+            self._weight_columns = None if self.apart else EqualNumber(self.host)
+        except CrossdockError:
+            self.end()
+            raise
+
+    def _meet(self, all_gather: AllGather, device: torch.device, heap_bytes: int) -> _core.Comm:
+        return _core.Comm(
+            bootstrap="all_gather",
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+            all_gather=all_gather,
+            device_type=constants.DEVICE_TYPES[device.type],
+            device_id=device.index or 0,
+            heap_bytes=heap_bytes,
+            on_peer_loss=constants.COMM_PEER_LOSSES["mask" if self.shrink else "fatal"],
+            name=f"deep_ep {device.type}",
+        )
+
+    # ---- Hosts -----------------------------------------------------------------------------------
+
+    def _agree_on_hosts(self, low_latency_mode: bool, num_rdma_bytes: int) -> None:
+        """Learns the hosts of all ranks. Collective if there are several."""
+        host = self.host
+        host_of: tuple[int, ...] = (0,) * self.num_ranks
+        if host.num_hosts > 1:
+            mine = _TERMS.pack(host.host, low_latency_mode, num_rdma_bytes)
+            host_of, modes, sizes = zip(*map(_TERMS.unpack, host.all_gather(mine)))
+            require_equal("Buffer", "low_latency_mode", list(map(bool, modes)), self.rank, None)
+            require_equal("Buffer", "num_rdma_bytes", sizes, self.rank, None)
+            if self.apart and low_latency_mode and (self.shrink or self.cuda):
+                what = "enable_shrink" if self.shrink else "low_latency_mode"
+                raise Unsupported(
+                    f"Buffer: {what} = True, expected False, as the ranks are on several machines "
+                    f"({host.near_ranks} of {self.num_ranks} on this one): low-latency operations "
+                    f"between machines are on CPUs, and leave out no rank (rank {self.rank})",
+                    status="XD_ERROR_UNSUPPORTED",
+                    rank=self.rank,
+                )
+        self.num_hosts = 1 + max(host_of)
+        self.num_local = host_of.count(host_of[self.rank])
+        members = [[one == number for number in range(self.num_hosts)] for one in host_of]
+        self._members = torch.tensor(members, device=self.device)  # [W,N] bool
+
+    def count_by_host(self, in_rank: torch.Tensor, out: torch.Tensor) -> None:
+        """out, [N] int32, = the tokens that go to each host, each once; in_rank: [T,W] bool."""
+        in_host = (in_rank.unsqueeze(2) & self._members).any(1)  # [T,N]
+        torch.sum(in_host, 0, dtype=torch.int32, out=out)
+
+    # ---- Stream ----------------------------------------------------------------------------------
+
+    @property
+    def raw_stream(self) -> int:
+        """The stream as ``crossdock._core`` takes it."""
+        return self.stream.cuda_stream if self.cuda else 0
+
+    def synchronize(self) -> None:
+        """The host waits until all operations have ended."""
+        if self.cuda:
+            self.stream.synchronize()
+
+    def wait_for_host_data(self) -> None:
+        """The host waits, without the GIL, for the work that has been enqueued so far."""
+        if self.cuda:
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            event.synchronize()
+
+    def host_numbers(self, count: int) -> torch.Tensor:
+        """[count] int32 in memory that host and device write; good until the next call."""
+        if self._numbers.numel() < count:
+            self._numbers = torch.empty(
+                count, dtype=torch.int32, device="cpu", pin_memory=self.cuda
+            )
+        return self._numbers[:count]
+
+    def weight_columns_of_first(self, columns: int) -> tuple[int, int]:
+        """The columns of topk_weights that the first rank of this combine has, and that rank.
+
+        Between machines, where ranks share no word, all wait for all. Once this rank has captured a
+        combine in a CUDA graph, it compares no more: peers may call what it replays, so that equal
+        numbers of calls mean nothing.
+        """
+        self._captured = self._captured or is_capturing(self.device)
+        if self._captured:
+            return columns, self.rank
+        if self._weight_columns is not None:
+            return self._weight_columns.of_first(columns)
+        return _NUMBER.unpack(self.host.all_gather(_NUMBER.pack(columns))[0])[0], 0
+
+    # ---- End -------------------------------------------------------------------------------------
+
+    def serve(self, handle: object) -> None:
+        """Stays as long as this object lives, also when the Buffer has ended."""
+        with self._lock:
+            self._handles += 1
+        # At exit the extension leaves by itself.
+        weakref.finalize(handle, self._let_go).atexit = False
+
+    def end(self) -> None:
+        """The Buffer ends: all is closed, now or when the last handle dies. Waits for no peer."""
+        if self.host is not self.comm:
+            self.host.close()
+        self._wait()
+        with self._lock:
+            self._ended = True
+            unused = self._handles == 0
+        if unused:
+            self._close()
+
+    def close_group(self, group: _core.Group | _core.LowLatencyGroup) -> None:
+        """Closes a group of this session once its operations have ended, as the library wants."""
+        if is_capturing(self.device):
+            _left_by_captures.append(group)
+            return
+        if self.cuda and isinstance(group, _core.LowLatencyGroup):
+            torch.cuda.synchronize(self.device)  # operations run on the caller's streams
+        else:
+            self.synchronize()
+        group.close()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._handles -= 1
+            unused = self._ended and self._handles == 0
+        if unused and not sys.is_finalizing():
+            self._close()
+
+    def _close(self) -> None:
+        self._wait()
+        for group in list(self.open_groups):
+            group.close()
+        self.memory.close()
+
+    def _wait(self) -> None:
+        """Until this rank's operations have ended; in a capture nothing may wait."""
+        if not is_capturing(self.device):
+            self.synchronize()
