@@ -2,83 +2,147 @@
 
 #include <algorithm>
 
-#include "group_config.h"
-
 namespace bench {
+namespace {
 
-EpCalls::EpCalls(const Workload& w, const Traffic& traffic, int rank, xd_comm* comm, bool staged)
-    : w_(w),
-      traffic_(traffic),
-      topk_idx_(nullptr, {kDLInt, 32, 1}, {w.tokens, w.topk}),
-      tokens_(staged ? nullptr : comm, payload_type(w.element), {w.tokens, w.hidden}),
-      out_(staged ? nullptr : comm, payload_type(w.element), {w.tokens, w.hidden}),
-      recv_(staged ? nullptr : comm, payload_type(w.element), {traffic.recv_capacity, w.hidden}) {
-  std::copy(traffic.choices.begin(), traffic.choices.end(),
-            static_cast<std::int32_t*>(topk_idx_.data()));
-  fill_tokens(w, rank, tokens_.data());
-  const xd_ep_config config = group_config(w, traffic, payload_type(w.element), staged);
-  xd_ep_group* group = nullptr;
-  ok(xd_ep_group_create(comm, &config, &group));
-  group_.reset(group);
-  std::size_t plan_bytes = 0;
-  ok(xd_ep_plan_size(&config, &plan_bytes));
-  plan_.resize((plan_bytes + sizeof(PlanUnit) - 1) / sizeof(PlanUnit));
+DLDataType recv_type(const Workload& w) { return w.is_fp8() ? kE4m3 : payload_type(w.element); }
+
+std::int64_t scale_columns(const Workload& w) { return w.is_fp8() ? w.hidden / kScaleColumns : 0; }
+
+Tensor::Shape token_shape(const Workload& w) { return {w.tokens, w.hidden}; }
+Tensor::Shape scale_shape(const Workload& w) {
+  return {w.element == Element::fp8 ? w.tokens : 0, scale_columns(w)};
+}
+Tensor::Shape recv_shape(const Workload& w, const Traffic& traffic) {
+  return {traffic.recv_capacity, w.hidden};
+}
+Tensor::Shape recv_scale_shape(const Workload& w, const Traffic& traffic) {
+  return {traffic.recv_capacity, scale_columns(w)};
 }
 
-std::size_t EpCalls::heap_bytes(const Workload& w, const Traffic& traffic, bool staged) {
-  if (staged) return 0;
-  return static_cast<std::size_t>(std::int64_t{2} * w.tokens + traffic.recv_capacity) *
-         w.row_bytes();
+}  // namespace
+
+EpInputs::EpInputs(const Workload& w, const Traffic& traffic, xd_comm* symmetric_in,
+                   const ComputeDevice& device, int copies)
+    : topk_idx(nullptr, device, kInt32, {w.tokens, w.topk}),
+      tokens(symmetric_in, device, payload_type(w.element), token_shape(w), copies),
+      scales(symmetric_in, device, kFloat, scale_shape(w), copies) {
+  device.copy(topk_idx.data(), traffic.choices.data(), topk_idx.bytes());
+}
+
+EpCalls::EpCalls(const Workload& w, const Traffic& traffic, const EpInputs& inputs, xd_comm* comm,
+                 const ComputeDevice& device, bool staged, int recv_copies)
+    : w_(w),
+      traffic_(traffic),
+      in_(inputs),
+      comm_(comm),
+      device_(device),
+      staged_(staged),
+      recv_(staged ? nullptr : comm, device, recv_type(w), recv_shape(w, traffic), recv_copies),
+      recv_scales_(staged ? nullptr : comm, device, kFloat, recv_scale_shape(w, traffic),
+                   recv_copies),
+      out_(staged ? nullptr : comm, device, payload_type(w.element), token_shape(w)) {}
+
+std::size_t EpCalls::heap_bytes(const Workload& w, const Traffic& traffic, int token_copies,
+                                int recv_copies) {
+  return Tensor::bytes(payload_type(w.element), token_shape(w), token_copies + 1) +
+         Tensor::bytes(kFloat, scale_shape(w), token_copies) +
+         Tensor::bytes(recv_type(w), recv_shape(w, traffic), recv_copies) +
+         Tensor::bytes(kFloat, recv_scale_shape(w, traffic), recv_copies);
+}
+
+void EpCalls::open(int num_sms) {
+  group_.reset();  // frees its budget before the next group asks for one
+  ok(xd_comm_barrier(comm_));
+  config_.num_ranks = w_.ranks;
+  config_.num_experts = w_.experts;
+  config_.max_topk = w_.topk;
+  config_.max_tokens_per_rank = std::max(w_.tokens, 1);
+  config_.hidden = w_.hidden;
+  config_.dtype = payload_type(w_.element);
+  config_.layout = w_.layout == Layout::expert ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
+  config_.alignment = w_.alignment;
+  config_.recv_capacity = traffic_.recv_capacity;
+  config_.staging = staged_ ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
+  config_.max_scale_bytes = static_cast<std::int32_t>(scale_columns(w_) * kFloat.bits / 8);
+  config_.num_sms = num_sms;
+  config_.device_type = device_.dl().device_type;
+  xd_ep_group* group = nullptr;
+  ok(xd_ep_group_create(comm_, &config_, &group));
+  group_.reset(group);
+  std::size_t plan_bytes = 0;
+  ok(xd_ep_plan_size(&config_, &plan_bytes));
+  plan_.emplace(nullptr, device_, plan_bytes);
+}
+
+xd_ep_memory EpCalls::group_memory() const {
+  xd_ep_memory memory = XD_EP_MEMORY_INIT;
+  ok(xd_ep_group_memory(&config_, &memory));
+  return memory;
+}
+
+std::size_t EpCalls::recv_bytes() const {
+  return static_cast<std::size_t>(traffic_.recv_rows) * w_.row_bytes();
+}
+
+void EpCalls::call(Operation operation, int copy) {
+  switch (operation) {
+    case Operation::prepare:
+      return prepare();
+    case Operation::dispatch:
+      return dispatch(copy);
+    case Operation::combine:
+      return combine(copy);
+    case Operation::dispatch_bwd:
+      return dispatch_bwd(copy);
+    case Operation::combine_bwd:
+      return combine_bwd(copy);
+  }
 }
 
 // Fills in what all args structs have in common.
 template <class Args>
-Args EpCalls::with_plan(Args args) {
-  args.plan = plan_.data();
-  args.plan_bytes = plan_.size() * sizeof(PlanUnit);
+Args EpCalls::with_plan(Args args) const {
+  args.plan = plan_->data();
+  args.plan_bytes = plan_->bytes();
   return args;
 }
 
 void EpCalls::prepare() {
-  xd_ep_prepare_args args = with_plan(xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
-  args.topk_idx = topk_idx_.dl();
-  ok(xd_ep_prepare(group_.get(), &args, nullptr));
+  auto args = with_plan(xd_ep_prepare_args XD_EP_PREPARE_ARGS_INIT);
+  args.topk_idx = in_.topk_idx.dl();
+  ok(xd_ep_prepare(group_.get(), &args, device_.stream()));
 }
 
-void EpCalls::dispatch() {
+void EpCalls::dispatch(int copy) {
   auto args = with_plan(xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
-  args.tokens = tokens_.dl();
-  args.recv_tokens = recv_.dl();
-  ok(xd_ep_dispatch(group_.get(), &args, nullptr));
+  args.tokens = in_.tokens.dl(copy);
+  args.recv_tokens = recv_.dl(copy);
+  if (w_.element == Element::fp8) args.scales = in_.scales.dl(copy);
+  if (w_.is_fp8()) args.recv_scales = recv_scales_.dl(copy);
+  if (w_.element == Element::bf16_to_fp8) args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
+  ok(xd_ep_dispatch(group_.get(), &args, device_.stream()));
 }
 
-void EpCalls::combine() {
+void EpCalls::combine(int copy) {
   auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
-  args.expert_out = recv_.dl();
+  args.expert_out = recv_.dl(copy);
   args.out = out_.dl();
-  ok(xd_ep_combine(group_.get(), &args, nullptr));
+  ok(xd_ep_combine(group_.get(), &args, device_.stream()));
 }
 
-void EpCalls::dispatch_bwd() {
+void EpCalls::dispatch_bwd(int copy) {
   auto args = with_plan(xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
-  args.grad_recv_tokens = recv_.dl();
+  args.grad_recv_tokens = recv_.dl(copy);
   args.grad_tokens = out_.dl();
-  ok(xd_ep_dispatch_bwd(group_.get(), &args, nullptr));
+  ok(xd_ep_dispatch_bwd(group_.get(), &args, device_.stream()));
 }
 
-void EpCalls::combine_bwd() {
+void EpCalls::combine_bwd(int copy) {
   auto args = with_plan(xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
-  args.grad_out = tokens_.dl();
-  args.grad_expert_out = recv_.dl();
-  ok(xd_ep_combine_bwd(group_.get(), &args, nullptr));
-}
-
-std::uint64_t EpCalls::recv_checksum() const {
-  return checksum(recv_.data(), static_cast<std::size_t>(traffic_.recv_rows) * w_.row_bytes(), 1);
-}
-
-std::uint64_t EpCalls::out_checksum() const {
-  return checksum(out_.data(), static_cast<std::size_t>(w_.tokens) * w_.row_bytes(), 1);
+  args.grad_out = in_.tokens.dl(copy);
+  args.grad_expert_out = recv_.dl(copy);
+  ok(xd_ep_combine_bwd(group_.get(), &args, device_.stream()));
 }
 
 }  // namespace bench

@@ -4,47 +4,73 @@
 #include <crossdock/ep.h>
 
 #include <cstddef>
-#include <vector>
+#include <optional>
 
+#include "device.h"
 #include "ranks.h"
 #include "routing.h"
-#include "tensor.h"
 #include "workload.h"
 
 namespace bench {
 
+enum class Operation { prepare, dispatch, combine, dispatch_bwd, combine_bwd };
+inline constexpr const char* kOperationNames[] = {"prepare", "dispatch", "combine", "dispatch_bwd",
+                                                  "combine_bwd"};
+inline const char* name_of(Operation operation) {
+  return kOperationNames[static_cast<int>(operation)];
+}
+
+// The tensors that a rank dispatches. Its tokens, and the scales of fp8 tokens, are zeros at first.
+struct EpInputs {
+  EpInputs(const Workload& workload, const Traffic& traffic, xd_comm* symmetric_in,
+           const ComputeDevice& device, int copies = 1);
+  Tensor topk_idx, tokens, scales;
+};
+
 class EpCalls {
  public:
-  // Collective. `traffic` is this rank's; it and the workload outlive the object. Staged tensors
-  // lie in ordinary memory.
-  EpCalls(const Workload& workload, const Traffic& traffic, int rank, xd_comm* comm, bool staged);
+  // All arguments outlive the object, and `traffic` is this rank's. Staged tensors lie in ordinary
+  // memory. Needs open().
+  EpCalls(const Workload& workload, const Traffic& traffic, const EpInputs& inputs, xd_comm* comm,
+          const ComputeDevice& device, bool staged, int recv_copies = 1);
 
-  // Bytes that its tensors take of the communicator's heap.
-  static std::size_t heap_bytes(const Workload& workload, const Traffic& traffic, bool staged);
+  // Bytes that its tensors and its inputs take of the communicator's heap, if they are not staged.
+  static std::size_t heap_bytes(const Workload& workload, const Traffic& traffic,
+                                int token_copies = 1, int recv_copies = 1);
 
-  void prepare();
-  void dispatch();
-  void combine();  // the experts return their rows unchanged
-  void dispatch_bwd();
-  void combine_bwd();
+  // Makes a group, with this budget of multiprocessors or, for 0, the library's, and a plan.
+  // Collective.
+  void open(int num_sms = 0);
+
+  // Calls an operation; `copy` is that of its tensors. Experts return their rows unchanged.
+  void call(Operation operation, int copy = 0);
 
   xd_ep_group* group() const { return group_.get(); }
-  const void* tokens() const { return tokens_.data(); }
-  std::uint64_t recv_checksum() const;
-  std::uint64_t out_checksum() const;
+  xd_ep_memory group_memory() const;
+  const Tensor& recv() const { return recv_; }
+  const Tensor& recv_scales() const { return recv_scales_; }
+  const Tensor& out() const { return out_; }
+  std::size_t recv_bytes() const;  // of rows in use
 
  private:
-  struct alignas(64) PlanUnit {
-    std::byte bytes[64];
-  };
   template <class Args>
-  Args with_plan(Args args);
+  Args with_plan(Args args) const;
+  void prepare();
+  void dispatch(int copy);
+  void combine(int copy);
+  void dispatch_bwd(int copy);
+  void combine_bwd(int copy);
 
   const Workload& w_;
   const Traffic& traffic_;
-  Matrix topk_idx_, tokens_, out_, recv_;
+  const EpInputs& in_;
+  xd_comm* const comm_;
+  const ComputeDevice& device_;
+  const bool staged_;
+  const Tensor recv_, recv_scales_, out_;
+  xd_ep_config config_ = XD_EP_CONFIG_INIT;
   Group group_;
-  std::vector<PlanUnit> plan_;
+  std::optional<Memory> plan_;
 };
 
 }  // namespace bench

@@ -13,6 +13,7 @@
 #include "table.h"
 #ifdef XD_CUDA
 #include "gpu/gemm_cuda.h"
+#include "gpu/rank.h"
 #endif
 
 namespace bench {
@@ -247,7 +248,8 @@ int run_gemm_command(const std::vector<std::string>& arguments) {
                     .threads = launch.threads,
                     .cases = {}};
 #ifdef XD_CUDA
-  if (report.options.device == Device::cuda) gpu::set_up_gemm();
+  // cuBLASLt is too large to be loaded as a whole: every way runs once before it is measured.
+  if (report.options.device == Device::cuda) gpu::set_up_environment(/*eager=*/false);
 #endif
   for (const GemmProblem& problem : problems_of(report.options)) {
     GemmResults on_rank_0;

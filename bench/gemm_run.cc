@@ -1,185 +1,125 @@
 #include "gemm_run.h"
 
+#include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <optional>
-#include <stdexcept>
+#include <utility>
 
-#include "gemm/cpu/onednn.h"
-#include "tensor.h"
-#include "timing.h"
+#include "report.h"
+#include "routing.h"
 
 namespace bench {
 namespace {
 
-namespace cpu = xd::gemm::cpu;
+constexpr int kRounds = 5;  // the ways take them in turn
 
-constexpr std::size_t kMostWays = 3 + kGemmAlgos.size();
+// The values of a call's `algo`, by name.
+constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kAlgos{{
+    {XD_GEMM_ALGO_AUTO, "AUTO"},
+    {XD_GEMM_ALGO_DIRECT, "DIRECT"},
+    {XD_GEMM_ALGO_SPLIT, "SPLIT"},
+    {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
+}};
+
+const char* name_of(xd_gemm_algo algo) {
+  for (const auto& [known, name] : kAlgos) {
+    if (known == algo) return name;
+  }
+  return "?";
+}
 
 struct DestroyContext {
   void operator()(xd_gemm_context* context) const { xd_gemm_context_destroy(context); }
 };
 using Context = std::unique_ptr<xd_gemm_context, DestroyContext>;
 
-xd_gemm_config context_config(const GemmProblem& p) {
+// On the host the library's own collectives are the transfer that products are compared with.
+xd_gemm_config context_config(const GemmProblem& p, const ComputeDevice& device) {
+  const bool bulk = device.dl().device_type == kDLCPU;
   xd_gemm_config config = XD_GEMM_CONFIG_INIT;
   config.num_ranks = p.ranks;
-  config.operations = XD_GEMM_BIT(p.shape.operation) | XD_GEMM_BIT(XD_GEMM_BULK);
+  config.operations = XD_GEMM_BIT(p.shape.operation) | (bulk ? XD_GEMM_BIT(XD_GEMM_BULK) : 0);
   config.max_tokens = p.most_tokens();
   // A bulk gather ends the two steps of an all-reduce, so that it gathers rows of d.
-  config.max_k = p.gathers() ? p.shape.k : p.shape.n;
+  config.max_k = p.gathers() || !bulk ? p.shape.k : p.shape.n;
   config.max_n = p.shape.n;
   config.dtype = payload_type(p.element);
+  config.device_type = device.dl().device_type;
   return config;
 }
 
-Context make_context(xd_comm* comm, const GemmProblem& p) {
-  const xd_gemm_config config = context_config(p);
+Context make_context(xd_comm* comm, const xd_gemm_config& config) {
   xd_gemm_context* context = nullptr;
   ok(xd_gemm_context_create(comm, &config, &context));
   return Context(context);
 }
 
-// The tensors of a rank, those that peers read in symmetric memory. `whole` are rows of all tokens
-// between the steps of the peer: those that are gathered, or the terms of the sum.
-struct Tensors {
-  Matrix a, b, d, whole, part, nothing;
+std::int64_t a_rows(const GemmProblem& p, int rank) {
+  return p.gathers() ? p.tokens_of(rank) : p.tokens;
+}
 
-  Tensors(const GemmProblem& p, int rank, xd_comm* comm)
-      : a(comm, payload_type(p.element), {a_rows(p, rank), p.shape.k}),
-        b(nullptr, payload_type(p.element), {p.shape.n, p.shape.k}),
-        d(nullptr, payload_type(p.element),
-          {p.scatters() ? p.tokens_of(rank) : p.tokens, p.shape.n}),
-        whole(p.gathers() ? nullptr : comm, payload_type(p.element),
-              {p.tokens, p.gathers() ? p.shape.k : p.shape.n}),
-        part(comm, payload_type(p.element), {part_rows(p, rank), p.shape.n}),
-        nothing(nullptr, payload_type(p.element), {0, p.shape.n}) {
-    fill_a(p, rank, a.data());
-    fill_b(p, rank, b.data());
+// Numbers of magnitude 1/2 to 1 with random signs and fractions: what a product of them draws in
+// power, and so the clock, is that of ordinary data.
+std::vector<unsigned char> random_elements(Element element, std::size_t bytes, std::uint64_t seed) {
+  const std::uint64_t keep = element == Element::fp32   ? 0x807fffff807fffffu
+                             : element == Element::bf16 ? 0x807f807f807f807fu
+                                                        : 0x83ff83ff83ff83ffu;
+  const std::uint64_t set = element == Element::fp32   ? 0x3f0000003f000000u
+                            : element == Element::bf16 ? 0x3f003f003f003f00u
+                                                       : 0x3800380038003800u;
+  std::vector<unsigned char> data(bytes);
+  Random random(seed);
+  for (std::size_t at = 0; at < bytes; at += sizeof(std::uint64_t)) {
+    const std::uint64_t bits = (random.next() & keep) | set;
+    std::memcpy(data.data() + at, &bits, std::min(sizeof(bits), bytes - at));
   }
-
-  static std::size_t heap_bytes(const GemmProblem& p, int rank) {
-    const std::int64_t whole = p.gathers() ? 0 : p.tokens * p.shape.n;
-    const std::int64_t elements =
-        a_rows(p, rank) * p.shape.k + whole + part_rows(p, rank) * p.shape.n;
-    return static_cast<std::size_t>(elements) * p.element_bytes() + (std::size_t{1} << 20);
-  }
-
- private:
-  static std::int64_t a_rows(const GemmProblem& p, int rank) {
-    return p.gathers() ? p.tokens_of(rank) : p.tokens;
-  }
-  // Rows of the sum between the two steps of an all-reduce.
-  static std::int64_t part_rows(const GemmProblem& p, int rank) {
-    return p.shape.operation == XD_GEMM_ALL_REDUCE ? p.tokens_of(rank) : 0;
-  }
-};
-
-// The steps that the library interleaves, each for itself.
-class Steps {
- public:
-  Steps(const GemmProblem& p, Tensors& tensors, xd_gemm_context* context)
-      : p_(p), t_(tensors), context_(context), shares_(p.tokens_per_rank()) {}
-
-  void product() const {
-    const Matrix& a = p_.gathers() ? t_.whole : t_.a;
-    const Matrix& d = p_.gathers() ? t_.d : t_.whole;
-    if (p_.element == Element::fp32) {
-      const cpu::Threads threads(cpu::cores_per_rank(p_.ranks));
-      cpu::run(cpu::Sgemm{.transpose_a = 'N',
-                          .transpose_b = 'T',
-                          .m = p_.tokens,
-                          .n = p_.shape.n,
-                          .k = p_.shape.k,
-                          .a = static_cast<const float*>(a.data()),
-                          .lda = p_.shape.k,
-                          .b = static_cast<const float*>(t_.b.data()),
-                          .ldb = p_.shape.k,
-                          .beta = 0,
-                          .c = static_cast<float*>(d.data()),
-                          .ldc = p_.shape.n});
-      return;
-    }
-    // oneDNN's products are of float32: those of other types are the library's, beside a gather of
-    // nothing.
-    const std::vector<std::int64_t> none(shares_.size(), 0);
-    xd_gemm_args product = XD_GEMM_ARGS_INIT;
-    product.a = a.dl();
-    product.b = t_.b.dl();
-    product.d = d.dl();
-    xd_gemm_bulk_args args = XD_GEMM_BULK_ARGS_INIT;
-    args.product = &product;
-    args.in = args.out = t_.nothing.dl();
-    args.tokens_per_rank = none.data();
-    ok(xd_gemm_bulk(context_, &args, nullptr));
-  }
-
-  void transfer() const {
-    if (p_.gathers()) return move(XD_GEMM_ALL_GATHER, t_.a, t_.whole);
-    if (p_.scatters()) return move(XD_GEMM_REDUCE_SCATTER, t_.whole, t_.d);
-    move(XD_GEMM_REDUCE_SCATTER, t_.whole, t_.part);
-    move(XD_GEMM_ALL_GATHER, t_.part, t_.d);
-  }
-
-  void both() const {
-    if (p_.gathers()) transfer();
-    product();
-    if (!p_.gathers()) transfer();
-  }
-
- private:
-  void move(xd_gemm_operation collective, const Matrix& in, const Matrix& out) const {
-    xd_gemm_bulk_args args = XD_GEMM_BULK_ARGS_INIT;
-    args.collective = collective;
-    args.in = in.dl();
-    args.out = out.dl();
-    args.tokens_per_rank = shares_.data();
-    ok(xd_gemm_bulk(context_, &args, nullptr));
-  }
-
-  const GemmProblem& p_;
-  Tensors& t_;
-  xd_gemm_context* const context_;
-  const std::vector<std::int64_t> shares_;
-};
+  return data;
+}
 
 class GemmRun {
  public:
-  GemmRun(const GemmProblem& p, int rank, xd_comm* comm)
+  GemmRun(const GemmProblem& p, const Rank& at, xd_comm* symmetric_in,
+          const MakeGemmSteps& make_steps)
       : p_(p),
-        rank_(rank),
-        comm_(comm),
-        timing_(comm, rank, p.ranks, timing_size(p)),
-        tensors_(p, rank, comm),
-        context_(make_context(comm, p)),
-        steps_(p, tensors_, context_.get()),
+        at_(at),
+        config_(context_config(p, at.device)),
+        tensors_(p, at, symmetric_in),
+        context_(make_context(at.comm, config_)),
+        steps_(make_steps(tensors_, context_.get())),
         shares_(p.tokens_per_rank()) {
-    add_steps();
-    for (const auto& [algo, name] : kGemmAlgos) add_algo(algo, name);
-  }
-
-  static std::size_t heap_bytes(const GemmProblem& p, int rank) {
-    return Timing::kHeapBytes + Tensors::heap_bytes(p, rank);
+    const auto product = [this] { steps_->product(); };
+    const auto transfer = [this] { steps_->transfer(); };
+    if (steps_->has_transfer()) {
+      ways_.push_back({{.name = kApart, .algo = {}}, [this] { both(); }, true, {}});
+      ways_.push_back({{.name = kTransfer, .algo = {}}, transfer, false, {}});
+    }
+    ways_.push_back({{.name = kProduct, .algo = {}}, product, false, {}});
+    for (const auto& [algo, name] : kAlgos) add_algo(algo, name);
   }
 
   GemmResults run() {
     GemmResults results;
-    results.right = on_all_ranks(comm_, p_.ranks, check());
+    fill_exact();
+    at_.settle("filling the operands");
+    results.right = at_.all(check());
+    fill_random();
+    for (const Way& way : ways_) way.run();
+    at_.settle("the first calls");
+    steps_->choose();
     for (int round = 0; round < kRounds; ++round) {
-      timing_.take_round(round, kRounds);
-      for (std::size_t step = 0; step < ways_.size(); ++step) {
-        timing_.measure(step, ways_[step].run);
-      }
+      for (Way& way : ways_) measure(way, round);
     }
-    std::vector<std::vector<double>> seconds = timing_.collect();
-    for (std::size_t step = 0; step < (seconds.empty() ? 0 : ways_.size()); ++step) {
-      results.ways.push_back(ways_[step].about);
-      results.ways.back().seconds = std::move(seconds[step]);
+    check_status();
+    for (Way& way : ways_) {
+      way.about.seconds = at_.slowest(way.about.seconds);
+      if (at_.device.stream() != nullptr && way.about.name != kProduct)
+        way.about.host_us = percentile(way.host, 0.5) * 1e6;
+      if (at_.rank == 0) results.ways.push_back(std::move(way.about));
     }
-    const xd_gemm_config config = context_config(p_);
-    ok(xd_gemm_context_memory(&config, &results.memory));
+    ok(xd_gemm_context_memory(&config_, &results.memory));
+    at_.settle("the end of a case");
     return results;
   }
 
@@ -187,16 +127,14 @@ class GemmRun {
   struct Way {
     GemmWay about;
     std::function<void()> run;
-    bool ends_with_d;  // the result is complete in d
+    bool ends_with_d;          // the result is complete in d
+    std::vector<double> host;  // seconds that its calls take
   };
 
-  static constexpr int kRounds = 5;
-  static Timing::Size timing_size(const GemmProblem& p) { return {kMostWays, p.iters, p.warmup}; }
-
-  void add_steps() {
-    ways_.push_back({{.name = kApart, .algo = {}}, [this] { steps_.both(); }, true});
-    ways_.push_back({{.name = kProduct, .algo = {}}, [this] { steps_.product(); }, false});
-    ways_.push_back({{.name = kTransfer, .algo = {}}, [this] { steps_.transfer(); }, false});
+  void both() {
+    if (p_.gathers()) steps_->transfer();
+    steps_->product();
+    if (!p_.gathers()) steps_->transfer();
   }
 
   // An algorithm that cannot run here is left out.
@@ -206,12 +144,16 @@ class GemmRun {
     const xd_status status = xd_gemm_explain(context_.get(), p_.shape.operation, &args, &plan);
     if (status == XD_ERROR_UNSUPPORTED) return;
     ok(status);
-    ways_.push_back({{.name = name,
-                      .algo = name_of(plan.algo),
-                      .products = plan.num_products,
-                      .estimate_us = plan.estimate_us},
-                     [this, args] { call_gemm(p_, context_.get(), args, nullptr); },
-                     true});
+    GemmWay about{.name = name,
+                  .algo = name_of(plan.algo),
+                  .products = plan.num_products,
+                  .estimate_us = plan.estimate_us};
+    const auto call = [this, args] { call_gemm(args); };
+    ways_.push_back({about, call, true, {}});
+    std::function<void()> replay = at_.device.capture(call);
+    if (!replay) return;
+    about.name += ", graph";
+    ways_.push_back({std::move(about), std::move(replay), true, {}});
   }
 
   xd_gemm_args args_of(xd_gemm_algo algo) const {
@@ -224,65 +166,114 @@ class GemmRun {
     return args;
   }
 
-  // Collective. True if on this rank every way has exact sums, and the bits of the first.
-  bool check() {
-    const std::size_t bytes =
-        static_cast<std::size_t>(tensors_.d.dl()->shape[0] * p_.shape.n) * p_.element_bytes();
-    std::optional<std::uint64_t> first;
+  void call_gemm(const xd_gemm_args& args) const {
+    switch (p_.shape.operation) {
+      case XD_GEMM_ALL_GATHER:
+        return ok(xd_gemm_all_gather(context_.get(), &args, at_.device.stream()));
+      case XD_GEMM_REDUCE_SCATTER:
+        return ok(xd_gemm_reduce_scatter(context_.get(), &args, at_.device.stream()));
+      default:
+        return ok(xd_gemm_all_reduce(context_.get(), &args, at_.device.stream()));
+    }
+  }
+
+  void upload(const Tensor& to, const std::vector<unsigned char>& from) const {
+    at_.device.copy(to.data(), from.data(), from.size());
+  }
+  // The numbers that check_result() knows.
+  void fill_exact() const {
+    std::vector<unsigned char> host(tensors_.a.bytes());
+    fill_a(p_, at_.rank, host.data());
+    upload(tensors_.a, host);
+    host.resize(tensors_.b.bytes());
+    fill_b(p_, at_.rank, host.data());
+    upload(tensors_.b, host);
+  }
+  void fill_random() const {
+    const auto seed = p_.seed * 64 + static_cast<std::uint64_t>(at_.rank) * 2;
+    const auto fill = [&](const Tensor& tensor, std::uint64_t its_seed) {
+      upload(tensor, random_elements(p_.element, tensor.bytes(), its_seed));
+    };
+    fill(tensors_.a, seed);
+    fill(tensors_.b, seed + 1);
+    if (p_.gathers()) fill(tensors_.whole, seed);
+  }
+
+  // Collective. Every way runs once, without the common start that measurements begin with. True if
+  // on this rank every way has exact sums, and the bits of the first that rounds them once.
+  bool check() const {
     bool right = true;
+    std::optional<std::pair<std::uint64_t, std::string>> first;
+    std::vector<unsigned char> d(tensors_.d.bytes());
     for (const Way& way : ways_) {
-      if (!way.ends_with_d) continue;
-      std::memset(tensors_.d.data(), 0xff, bytes);
+      at_.device.fill(tensors_.d.data(), 0xff, d.size());
+      at_.settle("poison");
       way.run();
-      std::string wrong = check_result(p_, rank_, tensors_.d.data());
-      const std::uint64_t sum = checksum(tensors_.d.data(), bytes, 0);
-      if (!first) first = sum;
-      if (wrong.empty() && sum != *first) wrong = "other bits than " + ways_.front().about.name;
+      at_.settle(way.about.name.c_str());
+      check_status();
+      if (!way.ends_with_d) continue;
+      at_.device.copy(d.data(), tensors_.d.data(), d.size());
+      const Sums sums = way.about.algo.empty() ? steps_->sums() : Sums::rounded_once;
+      std::string wrong = check_result(p_, at_.rank, d.data(), sums);
+      const std::uint64_t sum = checksum(d.data(), d.size(), 0);
+      const bool comparable = sums == Sums::rounded_once;
+      if (comparable && !first) first = {sum, way.about.name};
+      if (wrong.empty() && comparable && sum != first->first)
+        wrong = "other bits than " + first->second;
       if (wrong.empty()) continue;
       right = false;
-      std::fprintf(stderr, "crossdock-bench: rank %d: %s: %s: %s\n", rank_, p_.shape.name.c_str(),
-                   way.about.name.c_str(), wrong.c_str());
+      std::fprintf(stderr, "crossdock-bench: rank %d: %s: %s: %s\n", at_.rank,
+                   p_.shape.name.c_str(), way.about.name.c_str(), wrong.c_str());
     }
     return right;
   }
 
+  void measure(Way& way, int round) {
+    using Clock = std::chrono::steady_clock;
+    const Iterations iterations = Iterations{p_.warmup, p_.iters}.share(round, kRounds);
+    const std::vector<double> seconds = at_.watch.measure(iterations, [&](int i) {
+      const Clock::time_point begin = Clock::now();
+      way.run();
+      const Clock::time_point end = Clock::now();
+      if (i >= iterations.warmup)
+        way.host.push_back(std::chrono::duration<double>(end - begin).count());
+    });
+    way.about.seconds.insert(way.about.seconds.end(), seconds.begin(), seconds.end());
+  }
+
+  void check_status() const {
+    bench::check_status(at_.comm, context_.get(), xd_gemm_context_status,
+                        xd_gemm_status XD_GEMM_STATUS_INIT);
+  }
+
   const GemmProblem& p_;
-  const int rank_;
-  xd_comm* const comm_;
-  Timing timing_;  // first: see SharedBlock
-  Tensors tensors_;
+  const Rank& at_;
+  const xd_gemm_config config_;
+  const GemmTensors tensors_;
   const Context context_;
-  const Steps steps_;
+  const std::unique_ptr<GemmSteps> steps_;
   const std::vector<std::int64_t> shares_;
   std::vector<Way> ways_;
 };
 
 }  // namespace
 
-const char* name_of(xd_gemm_algo algo) {
-  for (const auto& [known, name] : kGemmAlgos) {
-    if (known == algo) return name;
-  }
-  return "?";
+GemmTensors::GemmTensors(const GemmProblem& p, const Rank& at, xd_comm* symmetric_in)
+    : a(symmetric_in, at.device, payload_type(p.element), {a_rows(p, at.rank), p.shape.k}),
+      b(nullptr, at.device, payload_type(p.element), {p.shape.n, p.shape.k}),
+      d(nullptr, at.device, payload_type(p.element),
+        {p.scatters() ? p.tokens_of(at.rank) : p.tokens, p.shape.n}),
+      whole(p.gathers() ? nullptr : symmetric_in, at.device, payload_type(p.element),
+            {p.tokens, p.gathers() ? p.shape.k : p.shape.n}) {}
+
+std::size_t GemmTensors::heap_bytes(const GemmProblem& p, int rank) {
+  const std::int64_t whole = p.gathers() ? 0 : p.tokens * p.shape.n;
+  return static_cast<std::size_t>(a_rows(p, rank) * p.shape.k + whole) * p.element_bytes();
 }
 
-void call_gemm(const GemmProblem& problem, xd_gemm_context* context, const xd_gemm_args& args,
-               xd_stream stream) {
-  switch (problem.shape.operation) {
-    case XD_GEMM_ALL_GATHER:
-      return ok(xd_gemm_all_gather(context, &args, stream));
-    case XD_GEMM_REDUCE_SCATTER:
-      return ok(xd_gemm_reduce_scatter(context, &args, stream));
-    default:
-      return ok(xd_gemm_all_reduce(context, &args, stream));
-  }
-}
-
-GemmResults run_gemm(const Launch& launch, int rank, const GemmProblem& problem) {
-  const std::string name = "bench-gemm-" + problem.shape.name + std::to_string(problem.tokens);
-  const Comm comm = make_comm(
-      launch, rank, {.name = name.c_str(), .heap_bytes = GemmRun::heap_bytes(problem, rank)});
-  return GemmRun(problem, rank, comm.get()).run();
+GemmResults measure_gemm(const GemmProblem& problem, const Rank& at, xd_comm* symmetric_in,
+                         const MakeGemmSteps& make_steps) {
+  return GemmRun(problem, at, symmetric_in, make_steps).run();
 }
 
 }  // namespace bench

@@ -1,15 +1,15 @@
-// One rank's part of the measurement of products through the library's C API.
+// One rank's part of the measurement of products through the library's C API, on every device.
 #pragma once
 
 #include <crossdock/gemm.h>
 
-#include <array>
+#include <functional>
+#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "gemm_data.h"
-#include "ranks.h"
+#include "rank.h"
 
 namespace bench {
 
@@ -23,7 +23,7 @@ struct GemmWay {
   std::string algo;  // of the library: the algorithm that ran
   int products = 0;  // products that it computed, one after the other
   double estimate_us = 0;
-  double host_us = 0;             // on CUDA: p50 of the host's time to enqueue it, on rank 0
+  double host_us = 0;             // of what is enqueued: p50 of the host's time for it, on rank 0
   std::vector<double> seconds{};  // of every iteration, the maximum over the ranks
 };
 
@@ -33,20 +33,39 @@ struct GemmResults {
   xd_gemm_memory memory = XD_GEMM_MEMORY_INIT;
 };
 
-// The values of a call's `algo`, by name.
-inline constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kGemmAlgos{{
-    {XD_GEMM_ALGO_AUTO, "AUTO"},
-    {XD_GEMM_ALGO_DIRECT, "DIRECT"},
-    {XD_GEMM_ALGO_SPLIT, "SPLIT"},
-    {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
-}};
-const char* name_of(xd_gemm_algo algo);
+// The tensors of a rank. `whole` are rows of all tokens between the two steps: those that are
+// gathered, or the terms of the sum.
+struct GemmTensors {
+  // Tensors that peers read lie in the symmetric memory of `symmetric_in`, if there is one.
+  GemmTensors(const GemmProblem& problem, const Rank& at, xd_comm* symmetric_in);
+  static std::size_t heap_bytes(const GemmProblem& problem, int rank);
+  Tensor a, b, d, whole;
+};
 
-// Calls the operation of a problem.
-void call_gemm(const GemmProblem& problem, xd_gemm_context* context, const xd_gemm_args& args,
-               xd_stream stream);
+// The two steps that the library interleaves, each for itself, by the best means of a device.
+class GemmSteps {
+ public:
+  GemmSteps() = default;
+  virtual ~GemmSteps() = default;
+  GemmSteps(const GemmSteps&) = delete;
+  GemmSteps& operator=(const GemmSteps&) = delete;
 
-// Collective. The results are complete on rank 0 and empty on the others.
+  virtual void product() = 0;
+  virtual void transfer() = 0;
+  virtual bool has_transfer() const = 0;
+  virtual Sums sums() const = 0;  // how transfer() rounds them
+  // Chooses the fastest of several means, where all ranks compute at once. Collective.
+  virtual void choose() {}
+};
+using MakeGemmSteps =
+    std::function<std::unique_ptr<GemmSteps>(const GemmTensors& tensors, xd_gemm_context* context)>;
+
+// Measures both steps and all algorithms of the library on a device. Collective. The results are
+// complete on rank 0.
+GemmResults measure_gemm(const GemmProblem& problem, const Rank& at, xd_comm* symmetric_in,
+                         const MakeGemmSteps& make_steps);
+
+// Collective, on the host. The results are complete on rank 0.
 GemmResults run_gemm(const Launch& launch, int rank, const GemmProblem& problem);
 
 }  // namespace bench

@@ -13,6 +13,7 @@
 #ifdef XD_CUDA
 #include "gpu/ll_cuda.h"
 #include "gpu/machine.h"
+#include "gpu/rank.h"
 #endif
 
 namespace bench {
@@ -234,7 +235,7 @@ int run_ll_command(const std::vector<std::string>& arguments) {
                   .threads = launch.threads,
                   .cases = {}};
 #ifdef XD_CUDA
-  if (report.options.device == Device::cuda) gpu::set_up_ll();
+  if (report.options.device == Device::cuda) gpu::set_up_environment(/*eager=*/true);
 #endif
   for (const int tokens : report.options.tokens) {
     LlCase one{.workload = report.options.workload, .results = {}};

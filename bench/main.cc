@@ -32,8 +32,8 @@ TableRow add_library(Report& report, const char* by, const EpResults& results) {
   TableRow floor = table_row("copy", "cached", results.seconds[kOperations]);
   const TableRow streaming = table_row("copy", "streaming", results.seconds[kOperations + 1]);
   if (streaming.p50 < floor.p50) floor = streaming;
-  for (std::size_t step = 0; step < kOperations; ++step) {
-    report.rows.push_back(table_row(kSteps[step], by, results.seconds[step]));
+  for (std::size_t i = 0; i < kOperations; ++i) {
+    report.rows.push_back(table_row(kOperationNames[i], by, results.seconds[i]));
   }
   return floor;
 }

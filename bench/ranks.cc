@@ -1,6 +1,5 @@
 #include "ranks.h"
 
-#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <cstdio>
@@ -82,23 +81,6 @@ Comm make_comm(const Launch& launch, int rank, const CommOptions& options) {
   xd_comm* comm = nullptr;
   ok(xd_comm_create(&config, &comm));
   return Comm(comm);
-}
-
-bool on_all_ranks(xd_comm* comm, int ranks, bool mine) {
-  std::vector<char> of_rank(static_cast<std::size_t>(ranks));
-  const char own = mine ? 1 : 0;
-  ok(xd_comm_all_gather(comm, &own, of_rank.data(), 1));
-  return std::all_of(of_rank.begin(), of_rank.end(), [](char value) { return value == 1; });
-}
-
-std::vector<double> slowest(xd_comm* comm, int rank, int ranks, const std::vector<double>& mine) {
-  std::vector<double> all(static_cast<std::size_t>(ranks) * mine.size());
-  ok(xd_comm_all_gather(comm, mine.data(), all.data(), mine.size() * sizeof(double)));
-  std::vector<double> result(rank == 0 ? mine.size() : 0);
-  for (std::size_t i = 0; i < result.size(); ++i)
-    for (std::size_t at = i; at < all.size(); at += mine.size())
-      result[i] = std::max(result[i], all[at]);
-  return result;
 }
 
 }  // namespace bench

@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <vector>
+#include <stdexcept>
+#include <string>
 
 namespace bench {
 
@@ -56,9 +57,17 @@ struct CommOptions {
 // Collective.
 Comm make_comm(const Launch& launch, int rank, const CommOptions& options);
 
-// Collective. Whether `mine` is true on all ranks.
-bool on_all_ranks(xd_comm* comm, int ranks, bool mine);
-// Collective. The maximum over the ranks of every element, on rank 0; empty on the others.
-std::vector<double> slowest(xd_comm* comm, int rank, int ranks, const std::vector<double>& mine);
+// Throws std::runtime_error if the communicator has met an error or, by what `get` says, `group`.
+template <class Group, class Status>
+void check_status(xd_comm* comm, Group* group, xd_status (*get)(Group*, Status*), Status status) {
+  xd_error_info error = XD_ERROR_INFO_INIT;
+  ok(xd_comm_error(comm, &error));
+  const bool fatal = error.status != XD_SUCCESS;
+  if (!fatal) ok(get(group, &status));
+  const xd_status met = fatal ? error.status : status.status;
+  if (met == XD_SUCCESS) return;
+  throw std::runtime_error(std::string(xd_status_name(met)) + ": " +
+                           (fatal ? error.text : status.text));
+}
 
 }  // namespace bench

@@ -27,15 +27,6 @@ struct CaseResult {
   xd_ep_memory group_memory = XD_EP_MEMORY_INIT;
 };
 
-// The layout of ranks on devices.
-struct Place {
-  Launch launch;
-  int devices;        // number of devices
-  int ranks_per_gpu;  // number of ranks that share a device
-  int device_of(int rank) const { return rank / ranks_per_gpu % devices; }
-  bool shares_devices() const { return ranks_per_gpu > 1; }
-};
-
 // Collective. Throws if any rank fails, naming the ranks on standard error; earlier measurements
 // stand in `result`.
 void run_case(const Place& place, const Case& one, int number, CaseResult& result);

@@ -4,26 +4,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "../ranks.h"
-
 namespace bench::gpu {
-namespace {
-
-constexpr std::size_t kRowAlignment = 256;
-
-std::size_t stride_of(DLDataType type, Tensor::Shape shape) {
-  const std::size_t bytes = static_cast<std::size_t>(shape.rows * shape.columns) * type.bits / 8;
-  return (bytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
-}
-
-int current_device() {
-  int device = 0;
-  ok(cudaGetDevice(&device), "cudaGetDevice");
-  return device;
-}
-
-}  // namespace
-
 void ok(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " +
@@ -40,7 +21,8 @@ int count_devices(std::string* why) {
   return count;
 }
 
-Stream::Stream() {
+Stream::Stream(Pool pool) : pool_(pool) {
+  ok(cudaGetDevice(&device_), "cudaGetDevice");
   ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
 }
 
@@ -48,59 +30,58 @@ Stream::~Stream() { cudaStreamDestroy(stream_); }
 
 void Stream::wait(const char* what) const { ok(cudaStreamSynchronize(stream_), what); }
 
-Memory::Memory(xd_comm* symmetric_in, const Stream& stream, std::size_t bytes)
-    : comm_(symmetric_in), stream_(stream), bytes_(bytes) {
-  if (comm_ != nullptr) {
-    bench::ok(xd_mem_alloc(comm_, bytes, &data_));
-  } else {
-    ok(cudaMallocAsync(&data_, std::max<std::size_t>(bytes, 16), stream), "cudaMallocAsync");
-  }
-  if (bytes != 0) ok(cudaMemsetAsync(data_, 0, bytes, stream), "cudaMemsetAsync");
-  stream.wait("zeroing memory");
-}
-
-Memory::~Memory() {
-  if (comm_ != nullptr) {
-    xd_mem_free(comm_, data_);
-  } else {
-    cudaFreeAsync(data_, stream_);
-  }
-}
-
-OpenMemory::OpenMemory(std::size_t bytes) {
-  ok(cudaMalloc(&data_, std::max<std::size_t>(bytes, 16)), "cudaMalloc");
-}
-
-OpenMemory::~OpenMemory() { cudaFree(data_); }
-
-SharedMemory::SharedMemory(xd_comm* comm, const Stream& stream, std::size_t bytes)
-    : comm_(comm), memory_(comm, stream, bytes) {
-  bench::ok(xd_mem_export(comm_, memory_.data(), &handle_));
-}
-
-std::byte* SharedMemory::of(int rank) const {
-  xd_mem_handle handle = handle_;
-  handle.rank = rank;
+void* Stream::alloc(std::size_t bytes) const {
+  const std::size_t size = std::max<std::size_t>(bytes, 16);
   void* data = nullptr;
-  bench::ok(xd_mem_import(comm_, &handle, &data));
-  return static_cast<std::byte*>(data);
+  if (pool_ == Pool::open) {
+    ok(cudaMalloc(&data, size), "cudaMalloc");
+  } else {
+    ok(cudaMallocAsync(&data, size, stream_), "cudaMallocAsync");
+  }
+  return data;
 }
 
-std::size_t Tensor::bytes(DLDataType type, Shape shape, int copies) {
-  return stride_of(type, shape) * static_cast<std::size_t>(copies);
-}
-
-Tensor::Tensor(xd_comm* symmetric_in, const Stream& stream, DLDataType type, Shape shape,
-               int copies)
-    : memory_(symmetric_in, stream, bytes(type, shape, copies)), shape_{shape.rows, shape.columns} {
-  const DLDevice device{kDLCUDA, current_device()};
-  for (int copy = 0; copy < copies; ++copy) {
-    void* const data = memory_.data() + stride_of(type, shape) * static_cast<std::size_t>(copy);
-    tensors_.push_back({data, device, 2, type, shape_, nullptr, 0});
+void Stream::free(void* data, std::size_t /*bytes*/) const {
+  if (pool_ == Pool::open) {
+    cudaFree(data);
+  } else {
+    cudaFreeAsync(data, stream_);
   }
 }
 
-void* Tensor::data(int copy) const { return dl(copy)->data; }
+void Stream::fill(void* data, int byte, std::size_t bytes) const {
+  if (bytes != 0) ok(cudaMemsetAsync(data, byte, bytes, stream_), "cudaMemsetAsync");
+}
+
+void Stream::copy(void* to, const void* from, std::size_t bytes) const {
+  if (bytes == 0) return;
+  ok(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
+  wait("cudaMemcpyAsync");
+}
+
+Graph capture_graph(const Stream& stream, const std::function<void()>& enqueue) {
+  cudaGraph_t graph = nullptr;
+  ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+  try {
+    enqueue();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph != nullptr) cudaGraphDestroy(graph);
+    throw;
+  }
+  ok(cudaStreamEndCapture(stream, &graph), "capture");
+  return Graph(graph);
+}
+
+std::function<void()> Stream::capture(const std::function<void()>& enqueue) const {
+  const Graph graph = capture_graph(*this, enqueue);
+  cudaGraphExec_t made = nullptr;
+  ok(cudaGraphInstantiate(&made, graph.get(), 0), "instantiating a graph");
+  const std::shared_ptr<CUgraphExec_st> executable(made, cudaGraphExecDestroy);
+  ok(cudaGraphUpload(made, stream_), "uploading a graph");
+  wait("uploading a graph");
+  return [this, executable] { ok(cudaGraphLaunch(executable.get(), stream_), "cudaGraphLaunch"); };
+}
 
 PinnedWords pinned_words(int rank) {
   constexpr std::size_t kWords = 16;

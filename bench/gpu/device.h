@@ -1,14 +1,17 @@
-// The benchmark's use of CUDA: checked calls, memory that is never freed behind a running kernel,
-// memory that all ranks can address.
+// The benchmark's use of CUDA: checked calls, and a GPU as a device of measurements. Its memory is
+// never freed behind a running kernel.
 #pragma once
 
-#include <crossdock/crossdock.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "../device.h"
 
 namespace bench::gpu {
 
@@ -18,51 +21,38 @@ void ok(cudaError_t error, const char* what);
 // The number of devices; 0 without a driver, with the reason in *why.
 int count_devices(std::string* why);
 
-// A non-blocking stream: the legacy default stream would make ranks that share a device wait for
-// each other.
-class Stream {
+// Memory of a stream's pool is closed to other devices. NCCL reads a peer's memory in place where
+// both ranks are in one process, so that what it moves is open.
+enum class Pool { closed, open };
+
+// The current device, with a non-blocking stream of its own: the legacy default stream would make
+// ranks that share a device wait for each other.
+class Stream : public ComputeDevice {
  public:
-  Stream();
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  explicit Stream(Pool pool = Pool::closed);
+  ~Stream() override;
   operator cudaStream_t() const { return stream_; }
-  void wait(const char* what) const;
+
+  DLDevice dl() const override { return {kDLCUDA, device_}; }
+  xd_stream stream() const override { return stream_; }
+  void wait(const char* what) const override;
+  void* alloc(std::size_t bytes) const override;
+  void free(void* data, std::size_t bytes) const override;
+  void fill(void* data, int byte, std::size_t bytes) const override;
+  void copy(void* to, const void* from, std::size_t bytes) const override;
+  std::function<void()> capture(const std::function<void()>& enqueue) const override;
 
  private:
+  const Pool pool_;
+  int device_ = 0;
   cudaStream_t stream_ = nullptr;
 };
 
-// Zeroed device memory: symmetric or, without a communicator, ordinary.
-class Memory {
- public:
-  Memory(xd_comm* symmetric_in, const Stream& stream, std::size_t bytes);
-  ~Memory();
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  xd_comm* comm_;
-  const Stream& stream_;
-  std::size_t bytes_;
-  void* data_ = nullptr;
+struct DestroyGraph {
+  void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
 };
-
-// Memory of the current device that may be opened to other devices, as NCCL does: it reads a peer's
-// memory in place where both ranks are in one process, and memory of a stream's pool is closed.
-class OpenMemory {
- public:
-  explicit OpenMemory(std::size_t bytes);
-  ~OpenMemory();
-  OpenMemory(const OpenMemory&) = delete;
-  OpenMemory& operator=(const OpenMemory&) = delete;
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-
- private:
-  void* data_ = nullptr;
-};
+using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
+Graph capture_graph(const Stream& stream, const std::function<void()>& enqueue);
 
 // An array in ordinary device memory with a copy of `values`.
 template <class T>
@@ -70,10 +60,7 @@ class DeviceArray {
  public:
   DeviceArray(const Stream& stream, const std::vector<T>& values)
       : memory_(nullptr, stream, values.size() * sizeof(T)), size_(values.size()) {
-    ok(cudaMemcpyAsync(memory_.data(), values.data(), values.size() * sizeof(T),
-                       cudaMemcpyHostToDevice, stream),
-       "copy to the device");
-    stream.wait("copy to the device");  // the values may go away
+    stream.copy(memory_.data(), values.data(), values.size() * sizeof(T));
   }
   T* data() const { return reinterpret_cast<T*>(memory_.data()); }
   std::int64_t size() const { return static_cast<std::int64_t>(size_); }
@@ -81,42 +68,6 @@ class DeviceArray {
  private:
   Memory memory_;
   std::size_t size_;
-};
-
-// Symmetric memory of equal size on every rank. All ranks make theirs in the same order, before any
-// other allocation, so that the handles differ in the rank only. Peers may use it after a barrier.
-class SharedMemory {
- public:
-  SharedMemory(xd_comm* comm, const Stream& stream, std::size_t bytes);
-  std::byte* of(int rank) const;
-
- private:
-  xd_comm* comm_;
-  Memory memory_;
-  xd_mem_handle handle_{};
-};
-
-// Some copies of a matrix, one behind another, so that an iteration finds nothing in the cache that
-// the last one has left.
-class Tensor {
- public:
-  struct Shape {
-    std::int64_t rows, columns;
-  };
-  Tensor(xd_comm* symmetric_in, const Stream& stream, DLDataType type, Shape shape, int copies = 1);
-
-  static std::size_t bytes(DLDataType type, Shape shape, int copies);
-  void* data(int copy = 0) const;
-  const DLTensor* dl(int copy = 0) const { return &tensors_[index(copy)]; }
-  int copies() const { return static_cast<int>(tensors_.size()); }
-  std::int64_t rows() const { return shape_[0]; }
-
- private:
-  std::size_t index(int copy) const { return static_cast<std::size_t>(copy) % tensors_.size(); }
-
-  Memory memory_;
-  std::int64_t shape_[2];
-  std::vector<DLTensor> tensors_;
 };
 
 // Words of pinned memory for one rank of this process; never freed, since that would wait for all

@@ -1,7 +1,7 @@
 #include "driver.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 
@@ -9,33 +9,17 @@
 #include "nccl.h"
 
 namespace bench::gpu {
-
-// A kernel that is loaded at its first launch, or a stream that shares a hardware queue with one of
-// another rank, would wait for kernels that wait for it. An all-to-all has no use for multicast
-// objects, which NCCL would make by default.
-void set_up_environment() {
-  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
-  ::setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
-}
-
 namespace {
 
-Place place_ranks(const Options& options) {
-  std::string why;
-  const int devices = count_devices(&why);
-  if (devices == 0) throw std::runtime_error("no GPU: " + why);
+Place place_of(const Options& options) {
   const DriverOptions& driver = options.driver;
   Launch launch{.num_ranks = driver.ranks, .threads = true, .first_rank = 0};
   if (is_launched()) {
     launch = read_launch();
   } else if (launch.num_ranks == 0) {
-    launch.num_ranks = devices * std::max(driver.ranks_per_gpu, 1);
+    launch.num_ranks = place_ranks(launch).devices * std::max(driver.ranks_per_gpu, 1);
   }
-  const int fewest = (launch.num_ranks + devices - 1) / devices;
-  return {.launch = launch,
-          .devices = devices,
-          .ranks_per_gpu = driver.ranks_per_gpu == 0 ? fewest : driver.ranks_per_gpu};
+  return place_ranks(launch, driver.ranks_per_gpu);
 }
 
 std::string describe_baseline(const Place& place, const Options& options) {
@@ -47,7 +31,7 @@ std::string describe_baseline(const Place& place, const Options& options) {
 }
 
 Run describe(const Options& options) {
-  const Place place = place_ranks(options);
+  const Place place = place_of(options);
   Run run{.machine = describe_machine(place.launch.num_ranks),
           .gpus = describe_gpus(),
           .options = options,
@@ -84,7 +68,7 @@ bool measure(Run run, const Case& one, int number, CaseResult& result) {
 }  // namespace
 
 int run_on_cuda(const Options& options) {
-  set_up_environment();
+  set_up_environment(/*eager=*/true);
   const Run run = describe(options);
   const bool speaks = run.place.launch.first_rank == 0;
   const std::vector<Case> cases =

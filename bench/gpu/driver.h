@@ -5,9 +5,6 @@
 
 namespace bench::gpu {
 
-// Called before the first call of CUDA.
-void set_up_environment();
-
 // Returns the exit code: 0 if every case was measured and right.
 int run_on_cuda(const Options& options);
 

@@ -6,9 +6,6 @@
 
 namespace bench::gpu {
 
-// Called before the first call of CUDA.
-void set_up_gemm();
-
 // The devices and the libraries that are measured beside, for the head of a file of results.
 Json describe_gemm();
 

@@ -13,7 +13,4 @@ namespace bench::gpu {
 //   graph    of 20 operations in a CUDA graph, each
 LlResults run_ll(const Launch& launch, int rank, const Workload& workload);
 
-// Called before the first call of CUDA.
-void set_up_ll();
-
 }  // namespace bench::gpu

@@ -89,14 +89,14 @@ struct World {
   int ranks = 0;
   Communicator of[kMaxRanks] = {};
 };
-Communicator communicator(int rank, int ranks, const RankResults& rank_results) {
+Communicator communicator(const Rank& at) {
   static World worlds[kMaxRanks + 1];
-  Communicator& mine = worlds[ranks].of[rank];
+  Communicator& mine = worlds[at.ranks].of[at.rank];
   if (mine != nullptr) return mine;  // then every rank has one: making them is collective
   UniqueId id{};
-  if (rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
-  rank_results.broadcast(std::as_writable_bytes(std::span(id.internal)));
-  nccl().check(nccl().comm_init_rank(&mine, ranks, id, rank), "ncclCommInitRank");
+  if (at.rank == 0) nccl().check(nccl().get_unique_id(&id), "ncclGetUniqueId");
+  at.broadcast(std::as_writable_bytes(std::span(id.internal)));
+  nccl().check(nccl().comm_init_rank(&mine, at.ranks, id, at.rank), "ncclCommInitRank");
   return mine;
 }
 
@@ -116,9 +116,8 @@ int type_of(Element element) {
 
 const NcclState& nccl_state() { return nccl().state; }
 
-NcclCollectives::NcclCollectives(int rank, int ranks, const RankResults& rank_results,
-                                 const Stream& stream)
-    : comm_(communicator(rank, ranks, rank_results)), stream_(stream) {}
+NcclCollectives::NcclCollectives(const Rank& at)
+    : comm_(communicator(at)), stream_(at.device.stream()) {}
 
 void NcclCollectives::all_gather(const void* in, void* out, std::size_t count,
                                  Element element) const {
@@ -139,15 +138,17 @@ void NcclCollectives::all_reduce(const void* in, void* out, std::size_t count,
 }
 
 std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_peer) {
-  const Communicator comm = communicator(at.rank, at.ranks(), at.rank_results);
-  const std::size_t peers = static_cast<std::size_t>(at.ranks()) - 1;
-  const OpenMemory sent(bytes_per_peer * peers), received(bytes_per_peer * peers);
+  const Communicator comm = communicator(at);
+  const std::size_t peers = static_cast<std::size_t>(at.ranks) - 1;
+  const Stream open(Pool::open);
+  const Memory sent(nullptr, open, bytes_per_peer * peers);
+  const Memory received(nullptr, open, bytes_per_peer * peers);
   const auto all_to_all = [&] {
     nccl().check(nccl().group_start(), "ncclGroupStart");
     for (std::size_t i = 0; i < peers; ++i) {
       const int step = static_cast<int>(i) + 1;
-      const int to = (at.rank + step) % at.ranks();
-      const int from = (at.rank + at.ranks() - step) % at.ranks();
+      const int to = (at.rank + step) % at.ranks;
+      const int from = (at.rank + at.ranks - step) % at.ranks;
       nccl().check(
           nccl().send(sent.data() + i * bytes_per_peer, bytes_per_peer, kInt8, to, comm, at.stream),
           "ncclSend");
@@ -159,8 +160,7 @@ std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_pe
   };
   all_to_all();  // connects, which must not happen behind a waiting kernel
   at.settle("NCCL");
-  std::vector<double> slowest =
-      at.rank_results.slowest(at.watch.measure(at.iterations(), [&](int) { all_to_all(); }));
+  std::vector<double> slowest = at.time(at.iterations(), [&](int) { all_to_all(); });
   at.settle("NCCL");  // no rank frees while a peer may still be sending
   return slowest;
 }

@@ -18,12 +18,12 @@ const NcclState& nccl_state();
 struct ncclComm;  // NCCL's
 
 // Collectives of whole tensors, on the communicator that measure_nccl() makes. Needs a device per
-// rank, and memory of OpenMemory. `count` is that of ncclAllGather, ncclReduceScatter and
+// rank, and open memory. `count` is that of ncclAllGather, ncclReduceScatter and
 // ncclAllReduce: elements of one rank, or for the last of all.
 class NcclCollectives {
  public:
   // Collective.
-  NcclCollectives(int rank, int ranks, const RankResults& rank_results, const Stream& stream);
+  explicit NcclCollectives(const Rank& at);
 
   void all_gather(const void* in, void* out, std::size_t count, Element element) const;
   void reduce_scatter(const void* in, void* out, std::size_t count, Element element) const;
@@ -31,12 +31,12 @@ class NcclCollectives {
 
  private:
   ncclComm* const comm_;
-  const Stream& stream_;
+  const xd_stream stream_;
 };
 
 // Seconds in which every rank sends `bytes_per_peer` to each other one by ncclSend and ncclRecv in
 // one group: the maximum over the ranks, on rank 0. The communicator is made at the first call and
 // serves all that follow with as many ranks. Needs a device per rank. Collective.
-std::vector<double> measure_nccl(const RankContext& context, std::size_t bytes_per_peer);
+std::vector<double> measure_nccl(const RankContext& at, std::size_t bytes_per_peer);
 
 }  // namespace bench::gpu

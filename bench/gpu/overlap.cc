@@ -55,32 +55,28 @@ OverlapTimes Overlap::measure(const std::function<void(int)>& enqueue) {
   std::vector<double> alone, operation, product;
   int done = 0;
   const auto timed = [&] { return done++ >= at_.iterations().warmup; };
-  const auto nothing = [] {};
-  at_.watch.measure_between(
-      at_.iterations(), nothing,
-      [&](int) {
-        ok(cudaEventRecord(start_, at_.stream), "start");
-        enqueue_product();
-      },
-      [&] {
-        if (timed()) alone.push_back(seconds_between(start_, product_end_));
-      });
+  Stopwatch::Part product_alone{[&](int) {
+    ok(cudaEventRecord(start_, at_.stream), "start");
+    enqueue_product();
+  }};
+  product_alone.after = [&] {
+    if (timed()) alone.push_back(seconds_between(start_, product_end_));
+  };
+  at_.watch.measure_parts(at_.iterations(), {product_alone});
   done = 0;
-  at_.watch.measure_between(
-      at_.iterations(), nothing,
-      [&](int i) {
-        ok(cudaEventRecord(start_, at_.stream), "start");
-        enqueue(i);
-        ok(cudaEventRecord(operation_end_, at_.stream), "the operation's end");
-        enqueue_product();
-      },
-      [&] {
-        if (!timed()) return;
-        operation.push_back(seconds_between(start_, operation_end_));
-        product.push_back(seconds_between(start_, product_end_));
-      });
-  return {at_.rank_results.slowest(alone), at_.rank_results.slowest(operation),
-          at_.rank_results.slowest(product)};
+  Stopwatch::Part both{[&](int i) {
+    ok(cudaEventRecord(start_, at_.stream), "start");
+    enqueue(i);
+    ok(cudaEventRecord(operation_end_, at_.stream), "the operation's end");
+    enqueue_product();
+  }};
+  both.after = [&] {
+    if (!timed()) return;
+    operation.push_back(seconds_between(start_, operation_end_));
+    product.push_back(seconds_between(start_, product_end_));
+  };
+  at_.watch.measure_parts(at_.iterations(), {both});
+  return {at_.slowest(alone), at_.slowest(operation), at_.slowest(product)};
 }
 
 }  // namespace bench::gpu

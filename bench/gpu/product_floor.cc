@@ -32,7 +32,7 @@ xd::cuda::ProductShape shape_of(const GemmProblem& p) {
 
 ProductFloor::ProductFloor(const GemmProblem& problem, const Operands& operands,
                            const Stream& stream)
-    : operands_(operands), stream_(stream), workspace_(kWorkspaceBytes) {
+    : operands_(operands), stream_(stream), workspace_(nullptr, stream, kWorkspaceBytes) {
   const xd::cuda::ProductShape shape = shape_of(problem);
   std::size_t count = 1;
   for (std::size_t i = 0; i < count && i < kMostCandidates; ++i) {

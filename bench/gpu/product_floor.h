@@ -31,7 +31,7 @@ class ProductFloor {
   const Operands operands_;
   const Stream& stream_;
   const xd::cuda::ProductLibrary library_;
-  const OpenMemory workspace_;
+  const Memory workspace_;
   std::vector<std::unique_ptr<xd::cuda::Product>> products_;  // one for each candidate
   std::size_t chosen_ = 0;
 };

@@ -1,11 +1,10 @@
-// One rank of a case: the parts that all its measurements share.
+// One rank of a measurement on GPUs: its place, and the parts that all its measurements share.
 #pragma once
 
-#include <algorithm>
-#include <span>
+#include <cstdint>
 #include <vector>
 
-#include "../ranks.h"
+#include "../rank.h"
 #include "../routing.h"
 #include "../workload.h"
 #include "device.h"
@@ -13,50 +12,77 @@
 
 namespace bench::gpu {
 
+inline constexpr int kTimeoutMs = 20000;
+
+// Called before the first call of CUDA. `eager`: kernels are loaded with the program, and not at
+// their first launch.
+void set_up_environment(bool eager);
+
+// The layout of ranks on devices.
+struct Place {
+  Launch launch;
+  int devices;        // number of devices
+  int ranks_per_gpu;  // number of ranks that share a device
+  int device_of(int rank) const { return rank / ranks_per_gpu % devices; }
+  bool shares_devices() const { return ranks_per_gpu > 1; }
+};
+// 0 = as few as possible. Throws std::runtime_error where there is no device.
+Place place_ranks(const Launch& launch, int ranks_per_gpu = 0);
+
 // The facts about the batch that every rank of this process needs; computed once.
 struct Batch {
   explicit Batch(const Workload& w)
       : workload(w), routing(make_routing(w)), rows(count_rows(w, routing)) {}
+
+  // The bytes of the batch, split equally over the peers.
+  std::size_t bytes_per_peer() const;
 
   Workload workload;
   std::vector<Choices> routing;
   std::vector<std::vector<std::int64_t>> rows;  // [source][destination]
 };
 
-// The ranks' results meet here. Its calls are collective.
-class RankResults {
- public:
-  RankResults(xd_comm* comm, int rank, int ranks) : comm_(comm), rank_(rank), ranks_(ranks) {}
+// The means of a rank, on the current device. Collective to make.
+struct Means {
+  // `landing_bytes`: of memory that peers may write; equal on all ranks.
+  Means(const Launch& launch, int rank, const CommOptions& options, std::size_t landing_bytes = 0,
+        Pool pool = Pool::closed);
+  // Bytes that they take of the heap.
+  static std::size_t heap_bytes(std::size_t landing_bytes = 0) {
+    return GpuStopwatch::kHeapBytes + landing_bytes + (std::size_t{4} << 20);
+  }
 
-  // The maximum over the ranks of every element, on rank 0; empty on the others.
-  std::vector<double> slowest(const std::vector<double>& mine) const;
-
-  // Copies rank 0's bytes to every rank.
-  void broadcast(std::span<std::byte> bytes) const;
-
- private:
-  xd_comm* comm_;
-  int rank_, ranks_;
+  const Comm comm;
+  const Stream stream;
+  // These are made first and in this order, equal on all ranks: see SharedMemory.
+  GpuStopwatch watch;
+  const SharedMemory landing;
+  const Rank at;
 };
 
-struct RankContext {
-  int rank;
-  int device;
-  xd_comm* comm;
+struct RankContext : Rank {
+  RankContext(const Means& means, const Batch& of)
+      : Rank(means.at), stream(means.stream), batch(of), landing(means.landing) {}
+
   const Stream& stream;
   const Batch& batch;
-  RankResults& rank_results;
-  Stopwatch& watch;
+  const SharedMemory& landing;
 
   const Workload& workload() const { return batch.workload; }
-  int ranks() const { return batch.workload.ranks; }
   Iterations iterations() const { return {batch.workload.warmup, batch.workload.iters}; }
-  void barrier() const { bench::ok(xd_comm_barrier(comm)); }
-  // Enqueues, waits, and waits for the other ranks.
-  void settle(const char* what) const {
-    stream.wait(what);
-    barrier();
-  }
+};
+
+// Counts, on the device, elements that are not as expected.
+class WrongElements {
+ public:
+  explicit WrongElements(const Stream& stream) : stream_(stream), count_(stream, {0}) {}
+  unsigned long long* counter() const { return count_.data(); }
+  // Throws std::runtime_error if there are any, of `what`.
+  void expect_none(const char* what) const;
+
+ private:
+  const Stream& stream_;
+  const DeviceArray<unsigned long long> count_;
 };
 
 // The number of copies of `bytes` bytes with which an iteration finds none of its inputs in the L2
@@ -64,6 +90,6 @@ struct RankContext {
 int copies_against_cache(const Workload& w, std::size_t bytes, int device);
 
 // Overwrites the L2 cache of this device.
-void flush_cache(const Stream& stream, int device);
+void flush_cache(const Stream& stream);
 
 }  // namespace bench::gpu

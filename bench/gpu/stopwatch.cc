@@ -3,6 +3,8 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "../ranks.h"
+
 namespace bench::gpu {
 namespace {
 
@@ -10,13 +12,14 @@ enum Word { kEnqueued, kFailed };
 
 }  // namespace
 
-Stopwatch::Stopwatch(const SharedMemory& slots, int rank, int ranks, const Stream& stream)
-    : stream_(stream), words_(pinned_words(rank)) {
+GpuStopwatch::GpuStopwatch(xd_comm* comm, const Stream& stream, int rank, int ranks)
+    : stream_(stream), slots_(comm, stream, kHeapBytes), words_(pinned_words(rank)) {
+  bench::ok(xd_comm_barrier(comm));
   if (ranks > kMaxRanks) throw std::runtime_error("too many ranks for the common start");
   words_.host[kEnqueued] = 0;
   words_.host[kFailed] = 0;
   for (int r = 0; r < ranks; ++r) {
-    gate_.slots[r] = reinterpret_cast<std::uint32_t*>(slots.of(r));
+    gate_.slots[r] = reinterpret_cast<std::uint32_t*>(slots_.of(r));
   }
   gate_.host = words_.device + kEnqueued;
   gate_.failed = words_.device + kFailed;
@@ -26,12 +29,12 @@ Stopwatch::Stopwatch(const SharedMemory& slots, int rank, int ranks, const Strea
   ok(cudaEventCreate(&end_), "cudaEventCreate");
 }
 
-Stopwatch::~Stopwatch() {
+GpuStopwatch::~GpuStopwatch() {
   cudaEventDestroy(start_);
   cudaEventDestroy(end_);
 }
 
-double Stopwatch::measure_once(const std::function<void()>& enqueue) {
+double GpuStopwatch::measure_once(const std::function<void()>& enqueue) {
   ++gate_.round;
   launch_gate(gate_, stream_);
   try {
@@ -51,26 +54,6 @@ double Stopwatch::measure_once(const std::function<void()>& enqueue) {
   float milliseconds = 0;
   ok(cudaEventElapsedTime(&milliseconds, start_, end_), "cudaEventElapsedTime");
   return static_cast<double>(milliseconds) * 1e-3;
-}
-
-std::vector<double> Stopwatch::measure(Iterations iterations,
-                                       const std::function<void(int)>& enqueue) {
-  const auto nothing = [] {};
-  return measure_between(iterations, nothing, enqueue, nothing);
-}
-
-std::vector<double> Stopwatch::measure_between(Iterations iterations,
-                                               const std::function<void()>& before,
-                                               const std::function<void(int)>& enqueue,
-                                               const std::function<void()>& after) {
-  std::vector<double> seconds;
-  for (int i = 0; i < iterations.all(); ++i) {
-    before();
-    const double one = measure_once([&] { enqueue(i); });
-    after();
-    if (i >= iterations.warmup) seconds.push_back(one);
-  }
-  return seconds;
 }
 
 }  // namespace bench::gpu

@@ -34,18 +34,17 @@ std::size_t WireFloor::landing_bytes(const Batch& batch) {
   return static_cast<std::size_t>(most) * batch.workload.wire_row_bytes();
 }
 
-WireFloor::WireFloor(const RankContext& context, const SharedMemory& landing)
+WireFloor::WireFloor(const RankContext& context)
     : at_(context),
-      landing_(landing),
       payload_{Cell::byte, columns_of(context.workload()), context.workload().seed + 77},
-      source_(std::in_place, nullptr, context.stream, kByte,
-              Tensor::Shape{context.workload().tokens, columns_of(context.workload())},
+      source_(nullptr, context.stream, kByte,
+              {context.workload().tokens, columns_of(context.workload())},
               copies_against_cache(context.workload(),
                                    static_cast<std::size_t>(context.workload().tokens) *
                                        context.workload().wire_row_bytes(),
-                                   context.device)) {
-  for (int copy = 0; copy < source_->copies(); ++copy) {
-    fill_rows(payload_, at_.rank, source_->data(copy), at_.workload().tokens, at_.stream);
+                                   context.device.dl().device_id)) {
+  for (int copy = 0; copy < source_.copies(); ++copy) {
+    fill_rows(payload_, at_.rank, source_.data(copy), at_.workload().tokens, at_.stream);
   }
   pieces_.emplace(at_.stream, cut_pieces());
   prepare_movers();
@@ -60,11 +59,11 @@ std::vector<Piece> WireFloor::cut_pieces() const {
     Piece piece;
   };
   std::vector<Placed> placed;
-  for (int step = 1; step < at_.ranks(); ++step) {
-    const int d = (at_.rank + step) % at_.ranks();
+  for (int step = 1; step < at_.ranks; ++step) {
+    const int d = (at_.rank + step) % at_.ranks;
     const auto rows = at_.batch.rows[std::size_t(at_.rank)][std::size_t(d)];
     const std::uint64_t bytes = static_cast<std::uint64_t>(rows) * at_.workload().wire_row_bytes();
-    std::byte* const to = landing_.of(d) + incoming_offset(at_.rank, d);
+    std::byte* const to = at_.landing.of(d) + incoming_offset(at_.rank, d);
     const std::uint64_t count = (bytes + kPieceBytes - 1) / kPieceBytes;
     for (std::uint64_t i = 0; i < count; ++i) {
       const std::uint64_t from = i * kPieceBytes;
@@ -83,25 +82,21 @@ std::vector<Piece> WireFloor::cut_pieces() const {
 }
 
 std::byte* WireFloor::source(int iteration) const {
-  return static_cast<std::byte*>(source_->data(iteration));
+  return static_cast<std::byte*>(source_.data(iteration));
 }
 
 void WireFloor::check_arrivals() const {
   std::vector<Origin> origins;
-  for (int s = 0; s < at_.ranks(); ++s) {
+  for (int s = 0; s < at_.ranks; ++s) {
     if (s == at_.rank) continue;
     const auto rows = at_.batch.rows[std::size_t(s)][std::size_t(at_.rank)];
     for (std::int32_t row = 0; row < rows; ++row) origins.push_back({s, row, 1});
   }
   const DeviceArray<Origin> expected(at_.stream, origins);
-  const DeviceArray<unsigned long long> wrong(at_.stream, {0});
-  check_rows(payload_, landing_.of(at_.rank), expected.data(), expected.size(), wrong.data(),
+  const WrongElements wrong(at_.stream);
+  check_rows(payload_, at_.landing.of(at_.rank), expected.data(), expected.size(), wrong.counter(),
              at_.stream);
-  unsigned long long count = 0;
-  ok(cudaMemcpyAsync(&count, wrong.data(), sizeof(count), cudaMemcpyDeviceToHost, at_.stream),
-     "checking the floor");
-  at_.stream.wait("checking the floor");
-  if (count != 0) throw std::runtime_error("the floor has not moved what it should");
+  wrong.expect_none("the floor");
 }
 
 WireFloor::Result WireFloor::measure_kernels() const {
@@ -112,16 +107,17 @@ WireFloor::Result WireFloor::measure_kernels() const {
   };
   for (const Mover mover : {Mover::bulk, Mover::stores}) {
     at_.settle("before the floor");
-    ok(cudaMemsetAsync(landing_.of(at_.rank), 0, landing_bytes(at_.batch), at_.stream), "poison");
+    ok(cudaMemsetAsync(at_.landing.of(at_.rank), 0, landing_bytes(at_.batch), at_.stream),
+       "poison");
     at_.settle("before the floor");
     run(mover, 16, 0);
     at_.settle("the floor");
     check_arrivals();
     for (const int blocks : kBlocks) {
       at_.settle("before the floor");
-      const std::vector<double> seconds = at_.rank_results.slowest(
-          at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)},
-                            [&](int i) { run(mover, blocks, i); }));
+      const std::vector<double> seconds =
+          at_.time({.warmup = 3, .timed = std::min(at_.workload().iters, 40)},
+                   [&](int i) { run(mover, blocks, i); });
       if (at_.rank != 0) continue;
       if (!best.seconds.empty() && percentile(seconds, 0.5) >= percentile(best.seconds, 0.5)) {
         continue;
@@ -136,19 +132,19 @@ WireFloor::Result WireFloor::measure_kernels() const {
 
 WireFloor::Result WireFloor::measure_copy_engine() const {
   const auto push = [&](int i) {
-    for (int step = 1; step < at_.ranks(); ++step) {
-      const int d = (at_.rank + step) % at_.ranks();
+    for (int step = 1; step < at_.ranks; ++step) {
+      const int d = (at_.rank + step) % at_.ranks;
       const auto rows = at_.batch.rows[std::size_t(at_.rank)][std::size_t(d)];
       const std::size_t bytes = static_cast<std::size_t>(rows) * at_.workload().wire_row_bytes();
       if (bytes == 0) continue;
-      ok(cudaMemcpyAsync(landing_.of(d) + incoming_offset(at_.rank, d), source(i), bytes,
+      ok(cudaMemcpyAsync(at_.landing.of(d) + incoming_offset(at_.rank, d), source(i), bytes,
                          cudaMemcpyDeviceToDevice, at_.stream),
          "copy engine");
     }
   };
   at_.settle("before the copy engine");
-  std::vector<double> seconds = at_.rank_results.slowest(
-      at_.watch.measure({.warmup = 3, .timed = std::min(at_.workload().iters, 40)}, push));
+  std::vector<double> seconds =
+      at_.time({.warmup = 3, .timed = std::min(at_.workload().iters, 40)}, push);
   return {.seconds = std::move(seconds), .by = "copy engine"};
 }
 

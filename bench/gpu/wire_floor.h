@@ -12,10 +12,9 @@ namespace bench::gpu {
 
 class WireFloor {
  public:
-  // `landing`: memory of landing_bytes() on every rank.
-  WireFloor(const RankContext& context, const SharedMemory& landing);
-
+  // The context's landing must have as many bytes as this says.
   static std::size_t landing_bytes(const Batch& batch);
+  explicit WireFloor(const RankContext& context);
 
   struct Result {
     std::vector<double> seconds;  // empty: nothing crosses
@@ -32,9 +31,8 @@ class WireFloor {
   std::byte* source(int iteration) const;
 
   const RankContext& at_;
-  const SharedMemory& landing_;
   const Payload payload_;
-  const std::optional<Tensor> source_;
+  const Tensor source_;
   std::optional<DeviceArray<Piece>> pieces_;
 };
 

@@ -118,13 +118,18 @@ struct EpRank {
   const Workload& w;
   const Traffic traffic;
   const Comm comm;
+  const EpInputs in;
   EpCalls calls;
 
   EpRank(const Workload& workload, const std::vector<Choices>& routing, const Place& place)
       : w(workload),
         traffic(traffic_of(workload, routing, place.rank)),
-        comm(meet(place, EpCalls::heap_bytes(workload, traffic, false) + (1 << 20))),
-        calls(workload, traffic, place.rank, comm.get(), /*staged=*/false) {}
+        comm(meet(place, EpCalls::heap_bytes(workload, traffic) + (1 << 20))),
+        in(workload, traffic, comm.get(), host()),
+        calls(workload, traffic, in, comm.get(), host(), /*staged=*/false) {
+    fill_tokens(workload, place.rank, in.tokens.data());
+    calls.open();
+  }
 
   Sent sent() const {
     xd_stats stats XD_STATS_INIT;
@@ -144,19 +149,18 @@ void run_ep(RankResults& rank_results, const Workload& w, const Place& place) {
     return all;
   };
   Measure measure(rank_results, w.iters, w.warmup);
-  measure.step(
-      "prepare", [&] { rank.calls.prepare(); }, sent);
-  measure.step(
-      "dispatch", [&] { rank.calls.dispatch(); }, sent);
-  measure.step(
-      "combine", [&] { rank.calls.combine(); }, sent);
-  print_facts(rank_results, w, place, routing, short_checksum(rank.calls.recv_checksum()));
+  for (const Operation operation : {Operation::prepare, Operation::dispatch, Operation::combine}) {
+    measure.step(
+        name_of(operation), [&] { rank.calls.call(operation); }, sent);
+  }
+  const std::uint64_t sum = checksum(rank.calls.recv().data(), rank.calls.recv_bytes(), 1);
+  print_facts(rank_results, w, place, routing, short_checksum(sum));
 }
 
 // Seconds of processor that a communicator with a group costs in a second in which nobody calls.
 void run_idle(RankResults& rank_results, const Workload& w, const Place& place) {
   EpRank rank(w, make_routing(w), place);
-  rank.calls.prepare();
+  rank.calls.call(Operation::prepare);
   rank_results.barrier();
   constexpr int kSeconds = 5;
   const std::clock_t begun = std::clock();

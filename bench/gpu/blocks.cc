@@ -1,33 +1,13 @@
-#include "captured.h"
+#include "blocks.h"
 
 #include <cuda.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <memory>
 
 namespace bench::gpu {
 namespace {
-
-struct DestroyGraph {
-  void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
-};
-using Graph = std::unique_ptr<CUgraph_st, DestroyGraph>;
-
-Graph capture(const std::function<void()>& enqueue, const Stream& stream) {
-  cudaGraph_t graph = nullptr;
-  ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  try {
-    enqueue();
-  } catch (...) {
-    cudaStreamEndCapture(stream, &graph);
-    if (graph != nullptr) cudaGraphDestroy(graph);
-    throw;
-  }
-  ok(cudaStreamEndCapture(stream, &graph), "capture");
-  return Graph(graph);
-}
 
 // This is the driver's function, since the runtime's only knows the kernels of this program.
 using GetKernelParams = decltype(&cuGraphKernelNodeGetParams);
@@ -41,34 +21,10 @@ GetKernelParams find_get_kernel_params() {
   return usable ? reinterpret_cast<GetKernelParams>(function) : nullptr;
 }
 
-}  // namespace
-
-Captured::Captured(EpRank& rank, Operation operation, const Stream& stream) : stream_(stream) {
-  for (int i = 0; i < rank.period(); ++i) {
-    const Graph graph = capture([&] { rank.enqueue(operation, i); }, stream);
-    cudaGraphExec_t executable = nullptr;
-    ok(cudaGraphInstantiate(&executable, graph.get(), 0), "instantiating a graph");
-    graphs_.push_back(executable);
-    ok(cudaGraphUpload(executable, stream), "uploading a graph");
-  }
-  stream.wait("uploading graphs");
-}
-
-Captured::~Captured() {
-  for (const cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
-}
-
-void Captured::launch(int iteration) const {
-  const std::size_t i = static_cast<std::size_t>(iteration) % graphs_.size();
-  ok(cudaGraphLaunch(graphs_[i], stream_), "cudaGraphLaunch");
-}
-
-namespace {
-
 int find_blocks(const std::function<void()>& enqueue, const Stream& stream) {
   const GetKernelParams get_params = find_get_kernel_params();
   if (get_params == nullptr) return 0;
-  const Graph graph = capture(enqueue, stream);
+  const Graph graph = capture_graph(stream, enqueue);
   std::size_t count = 0;
   ok(cudaGraphGetNodes(graph.get(), nullptr, &count), "cudaGraphGetNodes");
   std::vector<cudaGraphNode_t> nodes(count);

@@ -1,0 +1,87 @@
+#include "ll_calls.h"
+
+#include <algorithm>
+
+namespace bench {
+namespace {
+
+xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
+  xd_ll_config config = XD_LL_CONFIG_INIT;
+  config.num_ranks = w.ranks;
+  config.num_experts = w.experts;
+  config.max_topk = w.topk;
+  config.max_tokens_per_rank = std::max(w.tokens, 1);
+  config.hidden = w.hidden;
+  config.dtype = kBf16;
+  config.device_type = device.dl().device_type;
+  return config;
+}
+
+std::size_t plan_bytes(const xd_ll_config& config) {
+  std::size_t bytes = 0;
+  ok(xd_ll_plan_size(&config, &bytes));
+  return bytes;
+}
+
+Tensor::Shape slots(const xd_ll_config& config, std::int64_t columns) {
+  return {config.num_experts / config.num_ranks,
+          std::int64_t{config.num_ranks} * config.max_tokens_per_rank, columns};
+}
+
+}  // namespace
+
+LlCalls::LlCalls(const Workload& w, const Rank& at, const EpInputs& inputs)
+    : at_(at),
+      config_(config_of(w, at.device)),
+      recv_(nullptr, at.device, kBf16, slots(config_, w.hidden), 1, Pages::untouched),
+      recv_fp8_(nullptr, at.device, kE4m3, slots(config_, w.hidden), 1, Pages::untouched),
+      scales_(nullptr, at.device, kFloat, slots(config_, w.hidden / kScaleColumns), 1,
+              Pages::untouched),
+      counts_(nullptr, at.device, kInt32, {w.local_experts()}),
+      out_(nullptr, at.device, kBf16, {w.tokens, w.hidden}),
+      plan_(nullptr, at.device, plan_bytes(config_)) {
+  xd_ll_group* group = nullptr;
+  ok(xd_ll_group_create(at.comm, &config_, &group));
+  group_.reset(group);
+  dispatch_.tokens = inputs.tokens.dl();
+  dispatch_.topk_idx = inputs.topk_idx.dl();
+  dispatch_.recv_tokens = recv_.dl();
+  dispatch_.counts = counts_.dl();
+  dispatch_.plan = plan_.data();
+  dispatch_.plan_bytes = plan_.bytes();
+  combine_.plan = plan_.data();
+  combine_.plan_bytes = plan_.bytes();
+  combine_.expert_out = recv_.dl();
+  combine_.out = out_.dl();
+}
+
+void LlCalls::dispatch(xd_ll_phase phase) {
+  dispatch_.phase = phase;
+  ok(xd_ll_dispatch(group_.get(), &dispatch_, at_.device.stream()));
+}
+
+void LlCalls::dispatch_fp8(xd_ll_phase phase) {
+  xd_ll_dispatch_args args = dispatch_;
+  args.phase = phase;
+  args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
+  args.recv_tokens = recv_fp8_.dl();
+  args.recv_scales = scales_.dl();
+  ok(xd_ll_dispatch(group_.get(), &args, at_.device.stream()));
+}
+
+void LlCalls::combine(xd_ll_phase phase) {
+  combine_.phase = phase;
+  ok(xd_ll_combine(group_.get(), &combine_, at_.device.stream()));
+}
+
+void LlCalls::check_status() const {
+  bench::check_status(at_.comm, group_.get(), xd_ll_group_status, xd_ll_status XD_LL_STATUS_INIT);
+}
+
+xd_ll_memory LlCalls::memory() const {
+  xd_ll_memory memory = XD_LL_MEMORY_INIT;
+  ok(xd_ll_group_memory(&config_, &memory));
+  return memory;
+}
+
+}  // namespace bench

@@ -1,0 +1,41 @@
+// One rank's group, plan and tensors of a low-latency batch, and the library's operations on them.
+#pragma once
+
+#include <crossdock/low_latency.h>
+
+#include "ep_calls.h"
+#include "rank.h"
+
+namespace bench {
+
+class LlCalls {
+ public:
+  // Collective. All arguments outlive the object.
+  LlCalls(const Workload& workload, const Rank& at, const EpInputs& inputs);
+
+  // Experts return their rows unchanged, in their place.
+  void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void dispatch_fp8(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+
+  // Throws if an operation of this rank has failed on the device. The stream must have come to
+  // rest.
+  void check_status() const;
+  xd_ll_memory memory() const;
+
+  const Tensor& recv() const { return recv_; }          // [L,S,H]
+  const Tensor& recv_fp8() const { return recv_fp8_; }  // [L,S,H]
+  const Tensor& counts() const { return counts_; }      // [L]
+  const Tensor& out() const { return out_; }            // [T,H]
+
+ private:
+  const Rank& at_;
+  const xd_ll_config config_;
+  const Tensor recv_, recv_fp8_, scales_, counts_, out_;
+  LlGroup group_;
+  const Memory plan_;
+  xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;
+  xd_ll_combine_args combine_ = XD_LL_COMBINE_ARGS_INIT;
+};
+
+}  // namespace bench
