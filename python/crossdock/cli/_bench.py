@@ -8,7 +8,7 @@ import dataclasses
 from crossdock._core import constants
 from crossdock.cli import _bench_gemm, _bench_options, _ll_report, _rank, _report
 from crossdock.cli._ll_steps import SCALED_COLUMNS
-from crossdock.cli._usage import OK, UsageError, number, numbers
+from crossdock.cli._usage import OK, UsageError, add_number, numbers
 from crossdock.cli._workload import LAYOUTS
 
 _EP = """Times prepare, dispatch, combine and their backward passes over ranks that it
@@ -36,13 +36,7 @@ def _add_ep(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     defaults = _bench_options.Defaults(hidden=4096, experts=64, iters=50, warmup=5)
     sizes = _bench_options.add_options(parser, defaults)
-    sizes.add_argument(
-        "--tokens",
-        type=number(1),
-        default=1024,
-        metavar="T",
-        help="tokens of each rank (default: %(default)s)",
-    )
+    add_number(sizes, "--tokens", "T", "tokens of each rank", 1024)
     sizes.add_argument(
         "--layout",
         choices=LAYOUTS,

@@ -16,16 +16,16 @@ import tempfile
 from typing import Any
 
 from crossdock.cli import _bench_options, _gpus, _report
-from crossdock.cli._usage import OK, USAGE, CommandError, UsageError, number, numbers
+from crossdock.cli._usage import OK, USAGE, CommandError, UsageError, add_number
 
 _DESCRIPTION = """Times products of matrices that are spread over ranks, by every algorithm that
 hides their transfer, beside the product and the transfer alone. The ranks are those of the program
 crossdock-bench, which cmake --install puts into PREFIX/bin beside crossdock-run: pip installs
-neither. Its results are checked before they are timed."""
+neither. Its results are checked before they are timed. Options that are not in this list go to it:
+crossdock-bench gemm --help tells of shapes, tokens, element types, iterations and seed."""
 _PROGRAMS = ("crossdock-run", "crossdock-bench")
 # Where they lie in what was installed, and in a build folder.
 _FOLDERS = ("", "bin", "bench", "tools/run")
-_PASSED_ON = ("device", "shapes", "tokens", "dtype", "iters", "warmup", "seed")
 _LONGEST = 24 * 3600  # seconds; waits for a rank end much earlier
 
 
@@ -34,11 +34,11 @@ def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = kinds.add_parser(
         "gemm", help="products overlapped with their transfer", description=_DESCRIPTION
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--ranks",
-        type=number(1),
-        metavar="W",
-        help="rank processes (default: one per core, at most 4; on GPUs one per GPU)",
+        "W",
+        "rank processes (default: one per core, at most 4; on GPUs one per GPU)",
     )
     parser.add_argument(
         "--programs",
@@ -46,23 +46,9 @@ def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="FOLDER",
         help="an installed tree or a build folder that has both (default: they are in PATH)",
     )
-    passed = parser.add_argument_group("what is measured (defaults: crossdock-bench gemm --help)")
-    passed.add_argument("--device", choices=("cpu", "cuda"), help="what the ranks compute on")
-    passed.add_argument(
-        "--shapes",
-        metavar="S,S,...",
-        help="70b or 8b, a model's layers; or all_gather:NxK, reduce_scatter:NxK and "
-        "all_reduce:NxK with sizes of a rank",
-    )
-    passed.add_argument(
-        "--tokens", type=numbers(1), metavar="M,M,...", help="of all ranks, one after another"
-    )
-    passed.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of all matrices")
-    passed.add_argument("--iters", type=number(1), metavar="N", help="timed iterations")
-    passed.add_argument("--warmup", type=number(0), metavar="N", help="iterations before that")
-    passed.add_argument("--seed", type=number(0), metavar="N", help="of the data")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the ranks compute on")
     _bench_options.add_outputs(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, passed_on=[])
 
 
 def find_programs(folder: pathlib.Path | None) -> list[str]:
@@ -95,13 +81,9 @@ def _ranks(arguments: argparse.Namespace) -> int:
 def _command(arguments: argparse.Namespace, json_file: pathlib.Path) -> list[str]:
     launcher, program = find_programs(arguments.programs)
     launch = ["-n", str(_ranks(arguments)), "--no-prefix", "--timeout", str(_LONGEST), "--"]
-    options = []
-    for name in _PASSED_ON:
-        value = getattr(arguments, name)
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            options += [f"--{name}", text]
-    return [launcher, *launch, program, "gemm", *options, "--json", str(json_file)]
+    device = ["--device", arguments.device] if arguments.device else []
+    options = [*device, *arguments.passed_on, "--json", str(json_file)]
+    return [launcher, *launch, program, "gemm", *options]
 
 
 def run(arguments: argparse.Namespace) -> int:

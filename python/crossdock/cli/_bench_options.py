@@ -15,7 +15,7 @@ from crossdock._core import constants
 from crossdock.cli import _console, _gpus
 from crossdock.cli._doctor import feature
 from crossdock.cli._launch import run_ranks
-from crossdock.cli._usage import UsageError, number
+from crossdock.cli._usage import UsageError, add_number
 from crossdock.cli._workload import ITEM_BYTES, ROUTINGS, Workload
 
 # The library's limits, each for itself; --topk also depends on --experts.
@@ -50,33 +50,10 @@ def add_options(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse
 
 def _add_sizes(sizes: argparse._ArgumentGroup, defaults: Defaults) -> None:
     """Adds the options that say what is moved."""
-    sizes.add_argument(
-        "--ranks",
-        type=number(1),
-        metavar="W",
-        help="rank processes (default: 4, on GPUs one per GPU)",
-    )
-    sizes.add_argument(
-        "--hidden",
-        type=number(1),
-        default=defaults.hidden,
-        metavar="H",
-        help="elements of a token's row (default: %(default)s)",
-    )
-    sizes.add_argument(
-        "--topk",
-        type=number(1),
-        default=8,
-        metavar="K",
-        help="experts that a token chooses (default: %(default)s)",
-    )
-    sizes.add_argument(
-        "--experts",
-        type=number(1),
-        default=defaults.experts,
-        metavar="E",
-        help="experts of all ranks together (default: %(default)s)",
-    )
+    add_number(sizes, "--ranks", "W", "rank processes (default: 4, on GPUs one per GPU)")
+    add_number(sizes, "--hidden", "H", "elements of a token's row", defaults.hidden)
+    add_number(sizes, "--topk", "K", "experts that a token chooses", 8)
+    add_number(sizes, "--experts", "E", "experts of all ranks together", defaults.experts)
     sizes.add_argument(
         "--dtype",
         choices=ITEM_BYTES,
@@ -88,13 +65,7 @@ def _add_sizes(sizes: argparse._ArgumentGroup, defaults: Defaults) -> None:
         default=ROUTINGS[0],
         help="how tokens choose experts (default: %(default)s)",
     )
-    sizes.add_argument(
-        "--seed",
-        type=number(0),
-        default=1,
-        metavar="N",
-        help="of the routing (default: %(default)s)",
-    )
+    add_number(sizes, "--seed", "N", "of the routing", 1, least=0)
 
 
 def _add_measuring(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
@@ -110,27 +81,9 @@ def _add_measuring(parser: argparse.ArgumentParser, defaults: Defaults) -> None:
         choices=("numpy", "torch"),
         help="whose arrays (default: torch where it is installed)",
     )
-    how.add_argument(
-        "--iters",
-        type=number(1),
-        default=defaults.iters,
-        metavar="N",
-        help="timed iterations of each operation (default: %(default)s)",
-    )
-    how.add_argument(
-        "--warmup",
-        type=number(0),
-        default=defaults.warmup,
-        metavar="N",
-        help="iterations before that (default: %(default)s)",
-    )
-    how.add_argument(
-        "--timeout",
-        type=number(1),
-        default=120,
-        metavar="SECONDS",
-        help="longest wait of a rank for another (default: %(default)s)",
-    )
+    add_number(how, "--iters", "N", "timed iterations of each operation", defaults.iters)
+    add_number(how, "--warmup", "N", "iterations before that", defaults.warmup, least=0)
+    add_number(how, "--timeout", "SECONDS", "longest wait of a rank for another", 120)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if unknown and hasattr(arguments, "passed_on"):  # options of a program that it starts
+        arguments.passed_on = unknown
+    elif unknown:
         hint = ""
         if arguments.run is _demo.run:
             example = f"'demo -- {unknown[0]} ...'"

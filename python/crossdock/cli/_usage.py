@@ -41,6 +41,21 @@ def number(least: int) -> Callable[[str], int]:
     return parse
 
 
+def add_number(
+    group: argparse._ActionsContainer,
+    option: str,
+    metavar: str,
+    text: str,
+    default: int | None = None,
+    least: int = 1,
+) -> None:
+    """Adds an option whose value is a whole number; `text` says what it is."""
+    shown = "" if default is None else " (default: %(default)s)"
+    group.add_argument(
+        option, type=number(least), default=default, metavar=metavar, help=text + shown
+    )
+
+
 def numbers(least: int) -> Callable[[str], list[int]]:
     """Parses whole numbers from `least` on, separated by commas."""
     one = number(least)

@@ -61,6 +61,13 @@ def test_starts_the_ranks_of_the_program_with_its_options(programs):
     )
 
 
+def test_leaves_what_it_does_not_know_to_the_program(programs):
+    words = "--no-such-option 7 --device cpu"
+    assert run("bench", "gemm", "--programs", str(programs), *words.split()).returncode == 0
+    options = (programs / "bench/options").read_text()
+    assert options == "gemm --device cpu --no-such-option 7"
+
+
 def test_leaves_what_it_is_not_told_to_the_program(programs):
     assert run("bench", "gemm", "--programs", str(programs)).returncode == 0
     assert (programs / "bench/options").read_text() == "gemm"
