@@ -239,7 +239,6 @@ std::vector<xd_gemm_config> configs<Products>() {
     xd_gemm_config& config = all.emplace_back(rich_case(XD_GEMM_ALL_GATHER).config());
     config.operations = operations;
     config.max_tokens = 300;
-    config.slots = operations == 31 ? 2 : 1;
   }
   return all;
 }
