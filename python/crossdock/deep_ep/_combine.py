@@ -7,16 +7,14 @@ import torch
 from crossdock._core import constants
 from crossdock.torch import _calls
 
-from ._agreement import mismatch
-from ._arguments import Checks
 from ._batch import Batch
 from ._handle import Routing
 from ._stream_work import StreamWork
 from .utils import EventOverlap
 
 _HALVES = 2  # float32 rows are twice as long as 16-bit ones
-_WIDE = 4  # bytes of a float32
-_BAD_COLUMNS = constants.MAX_TOPK + 1  # of weights that no rank takes
+WIDE = 4  # bytes of a float32
+BAD_COLUMNS = constants.MAX_TOPK + 1  # of weights that no rank takes
 
 
 def pieces_of(x: object, bias: object, row_bytes: int) -> int:
@@ -34,53 +32,17 @@ def pieces_of(x: object, bias: object, row_bytes: int) -> int:
         return _HALVES if biased else 1  # usually the peers do the same
     if not biased and x.dtype != torch.float32:
         return 1
-    return _HALVES if x.shape[-1] * _WIDE > row_bytes else 1
-
-
-def check_columns(checks: Checks, x: torch.Tensor, pieces: int, row_bytes: int) -> None:
-    """Refuses columns that the group does not take in so many pieces."""
-    size = _WIDE if pieces > 1 else x.element_size()
-    unit, most = constants.ROW_ALIGNMENT * pieces // size, row_bytes * pieces // size
-    columns = x.shape[1]
-    if columns % unit != 0 or not 0 < columns <= most:
-        checks.fail(
-            "x",
-            f"a positive multiple of {unit} columns and, as the handle was made for, "
-            f"at most {most}",
-            columns,
-        )
-
-
-def operations_of(pieces: int, weight_columns: int) -> list[int]:
-    """The operations that a combine consists of, with so many columns of weights (0 = none)."""
-    return [constants.COMBINE] * (pieces + (weight_columns > 0))
+    return _HALVES if x.shape[-1] * WIDE > row_bytes else 1
 
 
 def columns_of_weights(topk_weights: object) -> int:
-    """K of topk_weights, not checked yet: 0 = not given, `_BAD_COLUMNS` = they are refused."""
+    """K of topk_weights, not checked yet: 0 = not given, `BAD_COLUMNS` = they are refused."""
     if topk_weights is None:
         return 0
     if not isinstance(topk_weights, torch.Tensor) or topk_weights.ndim != 2:
-        return _BAD_COLUMNS
+        return BAD_COLUMNS
     columns = topk_weights.shape[1]
-    return columns if 1 <= columns < _BAD_COLUMNS else _BAD_COLUMNS
-
-
-def check_columns_of_weights(rank: int, columns: int, first: int, peer: int) -> None:
-    """Refuses topk_weights of other columns than the first rank of this combine has given.
-
-    Args:
-        rank: this rank.
-        columns: its number, as `columns_of_weights` counts.
-        first: that of the first rank, `peer`. Where that refuses its weights, it tells so itself.
-    """
-    if first == columns or (columns > 0 and first == _BAD_COLUMNS):
-        return
-    given = "other ones" if first == _BAD_COLUMNS else first
-    text = f"columns of topk_weights (0 = not given) = {columns} on rank {rank} and {given}"
-    raise mismatch(
-        "combine", f"{text} on rank {peer}, expected equal values", rank, peer, "combine"
-    )
+    return columns if 1 <= columns < BAD_COLUMNS else BAD_COLUMNS
 
 
 def combine(
@@ -120,7 +82,7 @@ def _sum_weights(
     batch: Batch, weights: torch.Tensor, plan: torch.Tensor, out: torch.Tensor
 ) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
-    unit = constants.ROW_ALIGNMENT // _WIDE
+    unit = constants.ROW_ALIGNMENT // WIDE
     missing = -weights.shape[1] % unit
     rows, total = weights, out
     if missing or weights.data_ptr() % constants.ROW_ALIGNMENT:

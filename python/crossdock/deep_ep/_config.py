@@ -23,6 +23,24 @@ _LONG_NAMES = {
 }
 
 
+def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Lets callers use other keywords too: name in DeepEP = parameter of the function."""
+
+    def rename(function: Callable[..., _T]) -> Callable[..., _T]:
+        @functools.wraps(function)
+        def renamed(*args: Any, **options: Any) -> _T:
+            for other, name in names.items():
+                if other in options:
+                    if name in options:
+                        raise TypeError(f"{name}: given twice, also as {other}")
+                    options[name] = options.pop(other)
+            return function(*args, **options)
+
+        return renamed
+
+    return rename
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Config:
     """How many multiprocessors operations may use.
@@ -46,6 +64,7 @@ class Config:
     rdma_send_tokens: int
     rdma_recv_tokens: int
 
+    @also_named(**_LONG_NAMES)
     def __init__(
         self,
         num_sms: int = 20,
@@ -53,22 +72,16 @@ class Config:
         nvl_recv_tokens: int = 256,
         rdma_send_tokens: int = 6,
         rdma_recv_tokens: int = 256,
-        **long_names: int,
     ) -> None:
-        values = {
-            "num_sms": num_sms,
+        queues = {
             "nvl_send_tokens": nvl_send_tokens,
             "nvl_recv_tokens": nvl_recv_tokens,
             "rdma_send_tokens": rdma_send_tokens,
             "rdma_recv_tokens": rdma_recv_tokens,
         }
-        for name, value in long_names.items():
-            if name not in _LONG_NAMES:
-                raise TypeError(f"Config() got an unexpected keyword argument {name!r}")
-            values[_LONG_NAMES[name]] = value
-        require_sms(values["num_sms"], "num_sms")
-        require_positive(**{name: value for name, value in values.items() if name != "num_sms"})
-        for name, value in values.items():
+        require_sms(num_sms, "num_sms")
+        require_positive(**queues)
+        for name, value in {"num_sms": num_sms, **queues}.items():
             object.__setattr__(self, name, value)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -84,24 +97,6 @@ class Config:
         require_positive(hidden_bytes=hidden_bytes, num_ranks=num_ranks)
         other_hosts = (num_ranks - 1) // _RANKS_PER_HOST
         return other_hosts * _PIECES * max(_USUAL_PIECE, hidden_bytes)
-
-
-def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Lets callers use other keywords too: name in DeepEP = parameter of the function."""
-
-    def rename(function: Callable[..., _T]) -> Callable[..., _T]:
-        @functools.wraps(function)
-        def renamed(*args: Any, **options: Any) -> _T:
-            for other, name in names.items():
-                if other in options:
-                    if name in options:
-                        raise TypeError(f"{name}: given twice, also as {other}")
-                    options[name] = options.pop(other)
-            return function(*args, **options)
-
-        return renamed
-
-    return rename
 
 
 def require_sms(num_sms: int, name: str) -> None:

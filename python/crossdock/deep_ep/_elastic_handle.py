@@ -39,22 +39,36 @@ class EPHandle:
         expansion: where rows lie with ``do_expand``, else None.
     """
 
-    do_expand: bool
+    do_expand: bool = dataclasses.field(init=False)
     num_experts: int
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
     topk_idx: torch.Tensor
-    num_recv_tokens: int
-    num_expanded_tokens: int
+    num_recv_tokens: int = dataclasses.field(init=False)
+    num_expanded_tokens: int = dataclasses.field(init=False)
     num_recv_tokens_per_expert_list: list[int]
     num_unaligned_recv_tokens_per_expert: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor
-    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor = dataclasses.field(init=False)
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor = dataclasses.field(init=False)
     inner: Handle = dataclasses.field(repr=False)
     expansion: Expansion | None = dataclasses.field(repr=False)
     token_metadata_at_forward: None = dataclasses.field(default=None, repr=False)
     channel_linked_list: None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Derives fields from the others, on the current stream."""
+        routing, unit = self.inner.routing, self.expert_alignment
+        counts, expansion = self.num_unaligned_recv_tokens_per_expert, self.expansion
+        aligned = (counts + (unit - 1)) // unit * unit
+        self.do_expand = expansion is not None
+        self.num_recv_tokens = routing.num_rows
+        self.num_expanded_tokens = 0 if expansion is None else expansion.num_rows
+        self.psum_num_recv_tokens_per_expert = (
+            torch.cumsum(aligned, 0, dtype=torch.int32) if expansion is None else expansion.ends
+        )
+        mine = self.inner[0][:, routing.batch.session.rank]
+        self.psum_num_recv_tokens_per_scaleup_rank = mine.contiguous()
 
     @functools.cached_property
     def recv_src_metadata(self) -> torch.Tensor:

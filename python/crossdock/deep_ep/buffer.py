@@ -13,15 +13,9 @@ from crossdock import _core
 from crossdock._core import constants
 from crossdock.torch._calls import routing_layout
 
+from ._agreement import mismatch
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
-from ._combine import (
-    check_columns,
-    check_columns_of_weights,
-    columns_of_weights,
-    combine,
-    operations_of,
-    pieces_of,
-)
+from ._combine import BAD_COLUMNS, WIDE, columns_of_weights, combine, pieces_of
 from ._config import Config, require_positive, require_sms
 from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
 from ._groups import Groups
@@ -453,17 +447,26 @@ class Buffer(LowLatencyCalls):
         columns = columns_of_weights(topk_weights)
         first, peer = session.weight_columns_of_first(columns)
         # As many turns as the peers take, also where this rank's arguments are bad.
-        with routing.batch.turns(*operations_of(pieces, first)):
+        with routing.batch.turns(*[constants.COMBINE] * (pieces + (first > 0))):
             checks.events(previous_event, async_finish, allocate_on_comm_stream)
             checks.num_sms(config, Buffer.num_sms)
             x = checks.tensor(
                 x, "x", (routing.num_rows, "H"), (torch.bfloat16, torch.float16, torch.float32)
             )
-            check_columns(checks, x, pieces, row_bytes)
+            size = WIDE if pieces > 1 else x.element_size()
+            unit, most = (one * pieces // size for one in (constants.ROW_ALIGNMENT, row_bytes))
+            if x.shape[1] % unit != 0 or not 0 < x.shape[1] <= most:
+                expected = f"a positive multiple of {unit} columns and, as the handle was made for,"
+                checks.fail("x", f"{expected} at most {most}", x.shape[1])
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
                 read_weights(checks, topk_weights, routing.num_rows)
-            check_columns_of_weights(self.rank, columns, first, peer)
+            # A first rank that refuses its weights tells so itself.
+            if first != columns and (columns == 0 or first != BAD_COLUMNS):
+                given = "other ones" if first == BAD_COLUMNS else first
+                text = f"columns of topk_weights (0 = not given) = {columns} on rank {self.rank}"
+                text += f" and {given} on rank {peer}, expected equal values"
+                raise mismatch("combine", text, self.rank, peer, "combine")
             return combine(x, routing, topk_weights, biases, pieces, (previous_event, async_finish))
 
     internode_dispatch = dispatch

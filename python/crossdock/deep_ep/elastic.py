@@ -10,7 +10,6 @@ import torch.distributed as dist
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 
-from ._combine import operations_of
 from ._config import Config, require_sms
 from ._elastic_handle import EPHandle
 from ._expand import (
@@ -105,7 +104,7 @@ class ElasticBuffer:
                     f"beside {num_max_tokens_per_rank} and {hidden}"
                 )
             num_bytes = self.get_buffer_size_hint(group, *sizes, use_fp8_dispatch)
-        self._buffer = Buffer(group, num_nvl_bytes=num_bytes, explicitly_destroy=True)
+        self._buffer = Buffer(group, num_bytes, explicitly_destroy=explicitly_destroy)
         self.group = group
         self.rank_idx = self.rank = self._buffer.rank
         self.num_ranks = self.group_size = self._buffer.group_size
@@ -127,8 +126,6 @@ class ElasticBuffer:
         Raises:
             ValueError: made without ``explicitly_destroy``, or destroyed already.
         """
-        if not self.explicitly_destroy:
-            raise ValueError("explicitly_destroy: expected True for destroy(), got False")
         self._buffer.destroy()
 
     # ---- Facts -----------------------------------------------------------------------------------
@@ -319,24 +316,14 @@ class ElasticBuffer:
                 expansion = expansion_of(recv_idx, counts, alignment, rows_by_expert)
                 recv_weights = expand_weights(expansion, recv_weights)
             rows = _formed(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
-            aligned = (counts + (alignment - 1)) // alignment * alignment
             found = EPHandle(
-                do_expand=do_expand,
                 num_experts=num_experts,
                 expert_alignment=alignment,
                 num_max_tokens_per_rank=most,
                 num_sms=num_sms or Buffer.num_sms,
                 topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
-                num_recv_tokens=recv_idx.shape[0],
-                num_expanded_tokens=0 if expansion is None else expansion.num_rows,
                 num_recv_tokens_per_expert_list=counted,
                 num_unaligned_recv_tokens_per_expert=counts,
-                psum_num_recv_tokens_per_expert=(
-                    torch.cumsum(aligned, 0, dtype=torch.int32)
-                    if expansion is None
-                    else expansion.ends
-                ),
-                psum_num_recv_tokens_per_scaleup_rank=inner[0][:, self.rank].contiguous(),
                 inner=inner,
                 expansion=expansion,
             )
@@ -419,7 +406,7 @@ class ElasticBuffer:
                 session.checks.tensor(topk_weights, "topk_weights", rows, (torch.float32,))
         except ValueError:
             first, _ = session.weight_columns_of_first(columns)  # as the peers do first
-            with routing.batch.turns(*operations_of(2 if wide else 1, first)):
+            with routing.batch.turns(*[constants.COMBINE] * ((2 if wide else 1) + (first > 0))):
                 raise
 
     def _dispatch_again(
