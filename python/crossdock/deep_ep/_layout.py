@@ -49,12 +49,14 @@ def fill_layout(comm: _core.Comm, hosts: Hosts, topk_idx: torch.Tensor, layout: 
         layout: from `empty_layout`.
     """
     comm.routing_layout(
-        layout.num_tokens_per_expert.numel(),
-        spec(topk_idx),
-        spec(layout.num_tokens_per_rank),
-        spec(layout.num_tokens_per_expert),
-        spec(layout.is_token_in_rank.view(torch.uint8)),
-        stream=current_stream(topk_idx.device),
+        {
+            "num_experts": layout.num_tokens_per_expert.numel(),
+            "topk_idx": spec(topk_idx),
+            "rows_per_rank": spec(layout.num_tokens_per_rank),
+            "rows_per_expert": spec(layout.num_tokens_per_expert),
+            "token_in_rank": spec(layout.is_token_in_rank.view(torch.uint8)),
+            "stream": current_stream(topk_idx.device),
+        }
     )
     if layout.num_tokens_per_host is not None:
         hosts.count_tokens(layout.is_token_in_rank, layout.num_tokens_per_host)

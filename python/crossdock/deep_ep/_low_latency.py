@@ -164,21 +164,21 @@ def dispatch(
         return received, [*tensors, received.handle.routing.plan]
 
     def run(phase: int, received: Received) -> None:
-        group.run(
-            _calls.ll_dispatch,
-            phase,
-            tokens=x if phase != _RECEIVE else None,
-            topk_idx=topk_idx if phase != _RECEIVE else None,
-            quantise=0 if way is None else way.code,
-            plan=received.handle.routing.plan,
-            recv_tokens=received.x,
-            recv_scales=received.scales,
-            counts=received.counts,
-            source_ranges=received.handle[1],
-            source_tokens=received.handle[0],
-            expert_load=load,
-            wait_ns=wait,
-        )
+        given = {
+            "phase": phase,
+            "tokens": x if phase != _RECEIVE else None,
+            "topk_idx": topk_idx if phase != _RECEIVE else None,
+            "quantise": 0 if way is None else way.code,
+            "plan": received.handle.routing.plan,
+            "recv_tokens": received.x,
+            "recv_scales": received.scales,
+            "counts": received.counts,
+            "source_ranges": received.handle[1],
+            "source_tokens": received.handle[0],
+            "expert_load": load,
+            "wait_ns": wait,
+        }
+        group.run(_calls.run, "dispatch", group.device, given)
 
     beside = [tensor for tensor in (load, wait) if tensor is not None]
     inputs = [x, topk_idx, *beside]
@@ -221,15 +221,15 @@ def combine(
         return result, [result]
 
     def run(phase: int, result: torch.Tensor) -> None:
-        group.run(
-            _calls.ll_combine,
-            phase,
-            routing.plan,
-            expert_out=rows if phase != _RECEIVE else None,
-            topk_weights=topk_weights if phase != _RECEIVE else None,
-            out=result,
-            wait_ns=wait,
-        )
+        given = {
+            "phase": phase,
+            "plan": routing.plan,
+            "expert_out": rows if phase != _RECEIVE else None,
+            "topk_weights": topk_weights if phase != _RECEIVE else None,
+            "out": result,
+            "wait_ns": wait,
+        }
+        group.run(_calls.run, "combine", group.device, given)
 
     inputs = [rows, topk_weights, routing.plan, *([] if wait is None else [wait])]
     halves = group.combine_halves if return_recv_hook else None
