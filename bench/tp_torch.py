@@ -74,11 +74,13 @@ class TorchWays:
 
     def _core(self) -> torch.Tensor:
         getattr(self.context.core, self.p.operation)(
-            a=spec(self.a),
-            b=spec(self.weight),
-            d=spec(self.out),
-            transpose_b=1,
-            stream=current_stream(self.device),
+            {
+                "a": spec(self.a),
+                "b": spec(self.weight),
+                "d": spec(self.out),
+                "transpose_b": 1,
+                "stream": current_stream(self.device),
+            }
         )
         return self.out
 

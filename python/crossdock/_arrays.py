@@ -54,8 +54,10 @@ def describe(
             f"{name}: expected {dtype} in this machine's byte order, got {array.dtype.str!r}; "
             f"{name}.astype({dtype!r}) converts it"
         )
-    whole = all(stride % array.itemsize == 0 for stride in array.strides)
-    if not array.flags.c_contiguous and not (strided and whole):
+    packed = array.flags.c_contiguous
+    if not packed and not (
+        strided and all(stride % array.itemsize == 0 for stride in array.strides)
+    ):
         raise ValueError(
             f"{name}: expected a C-contiguous array, got strides {array.strides} "
             f"for shape {array.shape}; numpy.ascontiguousarray makes one"
@@ -63,7 +65,7 @@ def describe(
     if write and not array.flags.writeable:
         raise ValueError(f"{name}: expected an array to write to, got a read-only one")
     address = array.__array_interface__["data"][0]
-    if array.flags.c_contiguous:
+    if packed:
         return address, array.shape, DLPACK[dtype]
     strides = tuple(stride // array.itemsize for stride in array.strides)
     return address, array.shape, DLPACK[dtype], strides

@@ -396,13 +396,15 @@ class Comm:
         in_rank = np.empty((len(topk_idx), self.num_ranks), np.bool_)
         bad_ids = aligned_empty(1, np.int64)
         core.routing_layout(
-            experts,
-            ids,
-            rows_per_rank=describe("rows_per_rank", per_rank, INDICES),
-            rows_per_expert=describe("rows_per_expert", per_expert, INDICES),
-            token_in_rank=describe("token_in_rank", in_rank.view(np.uint8), ("uint8",)),
-            bad_ids=describe("bad_ids", bad_ids, INDICES),
-            expert_ranks=ranks_of_experts(expert_ranks, experts),
+            {
+                "num_experts": experts,
+                "topk_idx": ids,
+                "rows_per_rank": describe("rows_per_rank", per_rank, INDICES),
+                "rows_per_expert": describe("rows_per_expert", per_expert, INDICES),
+                "token_in_rank": describe("token_in_rank", in_rank.view(np.uint8), ("uint8",)),
+                "bad_ids": describe("bad_ids", bad_ids, INDICES),
+                "expert_ranks": ranks_of_experts(expert_ranks, experts),
+            }
         )
         return RoutingLayout(per_rank, per_expert, in_rank, int(bad_ids[0]))
 

@@ -5,6 +5,10 @@ on the communicator's device, with dtype = DLPack's code << 8 | bits, and with s
 as a fourth part where it has others; optional ones may be None. The caller keeps all memory alive,
 on CUDA until the stream has passed the call.
 
+Operations take a dict with the fields of their struct in the header, and `stream`. A field that is
+left out is as in the struct's _INIT. `plan` is a tensor of bytes, which gives plan_bytes as well,
+lists are sequences, and `product` is a dict of fields.
+
 Calls that can wait release the GIL. A failed call raises the class of crossdock.errors for its
 status; TypeError where a value has the wrong Python type.
 """
@@ -162,17 +166,7 @@ class Comm:
     def mem_deregister(self, registration: int) -> None: ...
     def mem_export(self, ptr: int) -> tuple[int, int, int]: ...
     def mem_import(self, rank: int, segment: int, offset: int) -> int: ...
-    def routing_layout(
-        self,
-        num_experts: int,
-        topk_idx: _Spec,
-        rows_per_rank: _Spec | None = None,
-        rows_per_expert: _Spec | None = None,
-        token_in_rank: _Spec | None = None,
-        bad_ids: _Spec | None = None,
-        stream: int = 0,
-        expert_ranks: Sequence[int] | None = None,
-    ) -> None: ...
+    def routing_layout(self, fields: dict[str, Any]) -> None: ...
 
 class Group:
     """xd_ep_group, with the fields of xd_ep_config as keywords. Keeps `comm` alive."""
@@ -217,69 +211,13 @@ class Group:
         """xd_stats by its fields, and wait_ns."""
 
     def set_name(self, name: str) -> None: ...
-    def prepare(
-        self,
-        topk_idx: _Spec,
-        plan_ptr: int,
-        plan_bytes: int,
-        counts: _Spec | None = None,
-        padded_counts: _Spec | None = None,
-        offsets: _Spec | None = None,
-        total: _Spec | None = None,
-        rank_rows: _Spec | None = None,
-        stream: int = 0,
-        alignment: int = 0,
-    ) -> None: ...
-    def dispatch(
-        self,
-        plan_ptr: int,
-        plan_bytes: int,
-        tokens: _Spec,
-        scales: _Spec | None,
-        topk_weights: _Spec | None,
-        recv_tokens: _Spec,
-        recv_scales: _Spec | None,
-        recv_weights: _Spec | None,
-        recv_topk_idx: _Spec | None = None,
-        quantise: int = 0,
-        stream: int = 0,
-    ) -> None: ...
-    def combine(
-        self,
-        plan_ptr: int,
-        plan_bytes: int,
-        expert_out: _Spec,
-        weights: _Spec | None,
-        out: _Spec,
-        stream: int = 0,
-    ) -> None: ...
-    def dispatch_bwd(
-        self,
-        plan_ptr: int,
-        plan_bytes: int,
-        grad_recv_tokens: _Spec | None,
-        grad_recv_weights: _Spec | None,
-        grad_tokens: _Spec | None,
-        grad_topk_weights: _Spec | None,
-        stream: int = 0,
-    ) -> None: ...
-    def combine_bwd(
-        self,
-        plan_ptr: int,
-        plan_bytes: int,
-        grad_out: _Spec,
-        expert_out: _Spec | None,
-        weights: _Spec | None,
-        grad_expert_out: _Spec,
-        grad_weights: _Spec | None = None,
-        grad_out_scales: _Spec | None = None,
-        grad_expert_out_scales: _Spec | None = None,
-        stream: int = 0,
-    ) -> None: ...
+    def prepare(self, fields: dict[str, Any]) -> None: ...
+    def dispatch(self, fields: dict[str, Any]) -> None: ...
+    def combine(self, fields: dict[str, Any]) -> None: ...
+    def dispatch_bwd(self, fields: dict[str, Any]) -> None: ...
+    def combine_bwd(self, fields: dict[str, Any]) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
-    def row_experts(
-        self, plan_ptr: int, plan_bytes: int, row_experts: _Spec, stream: int = 0
-    ) -> None: ...
+    def row_experts(self, fields: dict[str, Any]) -> None: ...
 
 class LowLatencyGroup:
     """xd_ll_group, with the fields of xd_ll_config as keywords. Keeps `comm` alive."""
@@ -320,45 +258,14 @@ class LowLatencyGroup:
 
     def set_name(self, name: str) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
-    def dispatch(
-        self,
-        phase: int,
-        tokens: _Spec | None,
-        topk_idx: _Spec | None,
-        topk_weights: _Spec | None,
-        quantise: int,
-        plan_ptr: int,
-        plan_bytes: int,
-        recv_tokens: _Spec | None,
-        recv_scales: _Spec | None,
-        counts: _Spec | None,
-        source_ranges: _Spec | None = None,
-        source_tokens: _Spec | None = None,
-        expert_load: _Spec | None = None,
-        wait_ns: _Spec | None = None,
-        stream: int = 0,
-    ) -> None: ...
-    def combine(
-        self,
-        phase: int,
-        plan_ptr: int,
-        plan_bytes: int,
-        expert_out: _Spec | None,
-        topk_weights: _Spec | None,
-        out: _Spec | None,
-        wait_ns: _Spec | None = None,
-        stream: int = 0,
-    ) -> None: ...
+    def dispatch(self, fields: dict[str, Any]) -> None: ...
+    def combine(self, fields: dict[str, Any]) -> None: ...
     def mask_set(self, rank: int, masked: int, stream: int = 0) -> None: ...
     def mask_get(self, mask: _Spec, stream: int = 0) -> None: ...
     def reset(self, stream: int = 0) -> None: ...
 
 class GemmContext:
-    """xd_gemm_context, with the fields of xd_gemm_config as keywords. Keeps `comm` alive.
-
-    Products take the fields of xd_gemm_args as keywords, and `stream`; tokens_per_rank is a
-    sequence.
-    """
+    """xd_gemm_context, with the fields of xd_gemm_config as keywords. Keeps `comm` alive."""
 
     FIRST_OPERATION: int  # of those that stats() counts
 
@@ -394,32 +301,16 @@ class GemmContext:
 
     def set_name(self, name: str) -> None: ...
     def gathered(self) -> dict[str, int]:
-        """xd_gemm_view: ptr, rows, columns, pitch_bytes, dtype."""
+        """xd_gemm_view: data, rows, columns, pitch_bytes, dtype."""
 
-    def all_gather(self, **args: Any) -> None: ...
-    def reduce_scatter(self, **args: Any) -> None: ...
-    def all_reduce(self, **args: Any) -> None: ...
-    def bulk(
-        self,
-        collective: int,
-        input: _Spec,
-        out: _Spec,
-        tokens_per_rank: Sequence[int] | None = None,
-        product: dict[str, Any] | None = None,
-        stream: int = 0,
-        tag: int = 0,
-    ) -> None: ...
-    def start_all_gather(
-        self,
-        input: _Spec,
-        out: _Spec,
-        tokens_per_rank: Sequence[int] | None = None,
-        stream: int = 0,
-        tag: int = 0,
-    ) -> None: ...
+    def all_gather(self, fields: dict[str, Any]) -> None: ...
+    def reduce_scatter(self, fields: dict[str, Any]) -> None: ...
+    def all_reduce(self, fields: dict[str, Any]) -> None: ...
+    def bulk(self, fields: dict[str, Any]) -> None: ...
+    def start_all_gather(self, fields: dict[str, Any]) -> None: ...
     def wait(self, stream: int = 0) -> None: ...
     def join_failed(self, operation: int, text: str, stream: int = 0) -> None: ...
-    def explain(self, operation: int, **args: Any) -> dict[str, Any]:
+    def explain(self, operation: int, fields: dict[str, Any]) -> dict[str, Any]:
         """xd_gemm_plan_info by its fields."""
 
 class Monitor:

@@ -343,7 +343,16 @@ class GemmContext(Member):
             if product is not None:
                 of_product, d = self._arguments(_BULK, of_kind("product", product, GemmArgs))
             name = whole_number("tag", tag, 32)
-        self._core.bulk(kind, rows, written, tokens, of_product, tag=name)
+        self._core.bulk(
+            {
+                "product": of_product,
+                "collective": kind,
+                "in": rows,
+                "out": written,
+                "tokens_per_rank": tokens,
+                "tag": name,
+            }
+        )
         self._under_way.clear()
         return out, d
 
@@ -376,7 +385,9 @@ class GemmContext(Member):
             out = self._transferred(_ALL_GATHER, array, tokens) if out is None else out
             written = describe("out", out, _ROWS, write=True)
             name = whole_number("tag", tag, 32)
-        self._core.start_all_gather(rows, written, tokens, tag=name)
+        self._core.start_all_gather(
+            {"in": rows, "out": written, "tokens_per_rank": tokens, "tag": name}
+        )
         self._under_way += (array, out)
         return out
 
@@ -403,7 +414,7 @@ class GemmContext(Member):
         shape, pitch = (view["rows"], view["columns"]), view["pitch_bytes"]
         if 0 in shape:
             return np.empty(shape, dtype)
-        memory = (ctypes.c_ubyte * (shape[0] * pitch)).from_address(view["ptr"])
+        memory = (ctypes.c_ubyte * (shape[0] * pitch)).from_address(view["data"])
         rows = np.frombuffer(memory, np.uint8).reshape(shape[0], pitch)
         return rows[:, : shape[1] * dtype.itemsize].copy().view(dtype)
 
@@ -420,7 +431,7 @@ class GemmContext(Member):
         with self._naming("explain"):
             number = gemm_word("operation", operation, _OPERATIONS)
             options, _ = self._arguments(number, of_kind("args", args, GemmArgs), shape_only=True)
-        return GemmPlan.of(self._core.explain(number, **options))
+        return GemmPlan.of(self._core.explain(number, options))
 
     def close(self) -> None:
         """Frees the context's memory. Local; before or after the communicator's close().
@@ -437,7 +448,7 @@ class GemmContext(Member):
         operation = _OPERATIONS[word]
         with self._joining(operation):
             arguments, d = self._arguments(operation, GemmArgs(a=a, b=b, **options))
-        getattr(self._core, word)(**arguments)
+        getattr(self._core, word)(arguments)
         self._under_way.clear()
         return d
 

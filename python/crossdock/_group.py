@@ -96,15 +96,10 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
                 raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
             plan = self.empty_plan() if out is None else of_kind("out", out, Plan)
-            place = plan.place("out")
-            outputs = (
-                describe("out.counts", plan.counts, INDICES, write=True),
-                describe("out.padded_counts", plan.padded_counts, INDICES, write=True),
-                describe("out.offsets", plan.offsets, INDICES, write=True),
-                describe("out.total", plan.total, INDICES, write=True),
-                describe("out.rank_rows", plan.rank_rows, INDICES, write=True),
-            )
-        self._core.prepare(ids, *place, *outputs, alignment=alignment)
+            given = {"topk_idx": ids, "plan": plan.place("out")}
+            for name in ("counts", "padded_counts", "offsets", "total", "rank_rows"):
+                given[name] = describe(f"out.{name}", getattr(plan, name), INDICES, write=True)
+        self._core.prepare(given | {"alignment": alignment})
         return plan
 
     def dispatch(
@@ -143,23 +138,23 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         with self._joining(constants.DISPATCH):
             place = of_kind("plan", plan, Plan).place()
             way = quantise_way(quantise)
-            inputs = (
-                describe("tokens", tokens, PAYLOADS),
-                optional("scales", scales, SCALES, strided=True),
-                optional("topk_weights", topk_weights, WEIGHTS),
-            )
+            fields = {
+                "plan": place,
+                "quantise": 0 if way is None else way.code,
+                "tokens": describe("tokens", tokens, PAYLOADS),
+                "scales": optional("scales", scales, SCALES, strided=True),
+                "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
+            }
             if out is None:
                 out = self._new_dispatched(plan, tokens, topk_weights, scales, way)
             of_kind("out", out, Dispatched)
-            arguments = (
-                *place,
-                *inputs,
-                describe("out.tokens", out.tokens, PAYLOADS, write=True),
-                optional("out.scales", out.scales, SCALES, write=True, strided=True),
-                optional("out.weights", out.weights, WEIGHTS, write=True),
-                optional("out.topk_idx", out.topk_idx, INDICES, write=True),
-            )
-        self._core.dispatch(*arguments, quantise=0 if way is None else way.code)
+            fields |= {
+                "recv_tokens": describe("out.tokens", out.tokens, PAYLOADS, write=True),
+                "recv_scales": optional("out.scales", out.scales, SCALES, write=True, strided=True),
+                "recv_weights": optional("out.weights", out.weights, WEIGHTS, write=True),
+                "recv_topk_idx": optional("out.topk_idx", out.topk_idx, INDICES, write=True),
+            }
+        self._core.dispatch(fields)
         return out
 
     def combine(
@@ -186,14 +181,15 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         """
         with self._joining(constants.COMBINE):
             place = of_kind("plan", plan, Plan).place()
-            inputs = (
-                describe("expert_out", expert_out, SUMMABLE),
-                optional("weights", weights, WEIGHTS),
-            )
+            fields = {
+                "plan": place,
+                "expert_out": describe("expert_out", expert_out, SUMMABLE),
+                "weights": optional("weights", weights, WEIGHTS),
+            }
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)
-            output = describe("out", out, SUMMABLE, write=True)
-        self._core.combine(*place, *inputs, output)
+            fields["out"] = describe("out", out, SUMMABLE, write=True)
+        self._core.combine(fields)
         return out
 
     def dispatch_bwd(
@@ -218,10 +214,11 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         """
         with self._joining(constants.DISPATCH_BWD):
             place = of_kind("plan", plan, Plan).place()
-            inputs = (
-                optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
-                optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
-            )
+            fields = {
+                "plan": place,
+                "grad_recv_tokens": optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
+                "grad_recv_weights": optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
+            }
             info = plan.info()
             tokens = weights = None
             if grad_recv_tokens is not None:
@@ -231,10 +228,11 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             if grad_recv_weights is not None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
         self._core.dispatch_bwd(
-            *place,
-            *inputs,
-            optional("grad_tokens", tokens, SUMMABLE),
-            optional("grad_topk_weights", weights, WEIGHTS),
+            fields
+            | {
+                "grad_tokens": optional("grad_tokens", tokens, SUMMABLE),
+                "grad_topk_weights": optional("grad_topk_weights", weights, WEIGHTS),
+            }
         )
         return tokens, weights
 
@@ -262,14 +260,15 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             As dispatch.
         """
         with self._joining(constants.COMBINE_BWD):
-            place = of_kind("plan", plan, Plan).place()
-            inputs = (
-                *place,
-                describe("grad_out", grad_out, PAYLOADS),
-                optional("expert_out", expert_out, SUMMABLE),
-                optional("weights", weights, WEIGHTS),
-            )
-            scales_in = optional("grad_out_scales", grad_out_scales, SCALES, strided=True)
+            fields = {
+                "plan": of_kind("plan", plan, Plan).place(),
+                "grad_out": describe("grad_out", grad_out, PAYLOADS),
+                "expert_out": optional("expert_out", expert_out, SUMMABLE),
+                "weights": optional("weights", weights, WEIGHTS),
+                "grad_out_scales": optional(
+                    "grad_out_scales", grad_out_scales, SCALES, strided=True
+                ),
+            }
             rows = plan.recv_rows
             grads = scales = None
             if expert_out is not None:
@@ -278,11 +277,12 @@ class EpGroup(Membership[EpConfig, EpStatus]):
                 scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
             moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
         self._core.combine_bwd(
-            *inputs,
-            describe("grad_expert_out", moved, PAYLOADS),
-            optional("grad_weights", grads, WEIGHTS),
-            scales_in,
-            optional("grad_expert_out_scales", scales, SCALES),
+            fields
+            | {
+                "grad_expert_out": describe("grad_expert_out", moved, PAYLOADS),
+                "grad_weights": optional("grad_weights", grads, WEIGHTS),
+                "grad_expert_out_scales": optional("grad_expert_out_scales", scales, SCALES),
+            }
         )
         return ExpertGrads(moved, grads, scales)
 
@@ -303,7 +303,8 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         place = of_kind("plan", plan, Plan).place()
         if out is None:
             out = aligned_empty(plan.recv_rows, np.int64)
-        self._core.row_experts(*place, describe("out", out, INDICES, write=True))
+        rows = describe("out", out, INDICES, write=True)
+        self._core.row_experts({"plan": place, "row_experts": rows})
         return out
 
     def _new_dispatched(

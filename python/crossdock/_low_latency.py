@@ -27,10 +27,8 @@ _RECEIVED = (*SUMMABLE, _ELEMENT)
 _RECEIVED_SCALES = (*SCALES, "int32")
 _PACKED = 4  # scales in an int32
 
-# As crossdock._core takes them: what dispatch reads, and the plan's place and what it writes.
-_Tensor = Spec | None
-_Inputs = tuple[_Tensor, _Tensor, _Tensor]
-_Outputs = tuple[int, int, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor, _Tensor]
+# Tensors as crossdock._core takes them, by their names in the C header.
+_Tensors = dict[str, Spec | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +83,9 @@ class SentDispatch(_Sent):
         with self.group._naming("receive"):
             if out is None:
                 out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
-            arguments = _outputs(out, expert_load, wait_ns)
+            outputs = _outputs(out, expert_load, wait_ns)
         halves.take(self._half)
-        self.group._dispatch(_RECEIVE, (None, None, None), self.way, arguments)
+        self.group._dispatch(_RECEIVE, self.way, outputs)
         return out
 
 
@@ -114,10 +112,9 @@ class SentCombine(_Sent):
         with self.group._naming("receive"):
             if out is None:
                 out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
-            output = describe("out", out, SUMMABLE, write=True)
-            wait = optional("wait_ns", wait_ns, ("int64",), write=True)
+            sums = _sums(out, wait_ns)
         halves.take(self._half)
-        self.group._core.combine(_RECEIVE, *self.plan.place(), None, None, output, wait)
+        self.group._core.combine(sums | {"phase": _RECEIVE, "plan": self.plan.place()})
         return out
 
 
@@ -240,8 +237,8 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             inputs = _inputs(tokens, topk_idx, topk_weights)
             if out is None:
                 out = self.slots(tokens.shape[-1], tokens.dtype, way, sources=sources)
-            arguments = _outputs(out, expert_load, wait_ns)
-        self._dispatch(_BOTH, inputs, way, arguments)
+            outputs = _outputs(out, expert_load, wait_ns)
+        self._dispatch(_BOTH, way, inputs | outputs)
         return out
 
     def dispatch_send(
@@ -260,7 +257,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             way = quantise_way(quantise)
             inputs = _inputs(tokens, topk_idx, topk_weights)
             sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way)
-        self._dispatch(_SEND, inputs, way, (0, 0, None, None, None, None, None, None, None))
+        self._dispatch(_SEND, way, inputs)
         self._dispatches.add(sent._half)
         return sent
 
@@ -291,12 +288,11 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             As dispatch.
         """
         with self._joining(constants.LL_COMBINE):
-            place, rows, weights = _results(plan, expert_out, topk_weights)
+            results = _results(plan, expert_out, topk_weights)
             if out is None:
                 out = aligned_empty((plan.num_tokens, expert_out.shape[-1]), expert_out.dtype)
-            output = describe("out", out, SUMMABLE, write=True)
-            wait = optional("wait_ns", wait_ns, ("int64",), write=True)
-        self._core.combine(_BOTH, *place, rows, weights, output, wait)
+            sums = _sums(out, wait_ns)
+        self._core.combine(results | sums | {"phase": _BOTH})
         return out
 
     def combine_send(
@@ -307,9 +303,9 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         `receive` of the result is the second half.
         """
         with self._joining(constants.LL_COMBINE):
-            place, rows, weights = _results(plan, expert_out, topk_weights)
+            results = _results(plan, expert_out, topk_weights)
             sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype)
-        self._core.combine(_SEND, *place, rows, weights, None)
+        self._core.combine(results | {"phase": _SEND})
         self._combines.add(sent._half)
         return sent
 
@@ -350,48 +346,46 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         self._dispatches.forget()
         self._combines.forget()
 
-    def _dispatch(
-        self,
-        phase: int,
-        inputs: _Inputs,
-        way: QuantiseWay | None,
-        outputs: _Outputs,
-    ) -> None:
-        tokens, topk_idx, topk_weights = inputs
-        code = 0 if way is None else way.code
-        self._core.dispatch(phase, tokens, topk_idx, topk_weights, code, *outputs)
+    def _dispatch(self, phase: int, way: QuantiseWay | None, tensors: _Tensors) -> None:
+        numbers = {"phase": phase, "quantise": 0 if way is None else way.code}
+        self._core.dispatch(tensors | numbers)
 
 
-def _inputs(tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray | None) -> _Inputs:
-    """tokens, topk_idx, topk_weights as crossdock._core takes them."""
-    return (
-        describe("tokens", tokens, SUMMABLE),
-        describe("topk_idx", topk_idx, INDICES),
-        optional("topk_weights", topk_weights, WEIGHTS),
-    )
+def _inputs(tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray | None) -> _Tensors:
+    return {
+        "tokens": describe("tokens", tokens, SUMMABLE),
+        "topk_idx": describe("topk_idx", topk_idx, INDICES),
+        "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
+    }
 
 
-def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | None) -> _Outputs:
-    """The plan's place and the outputs of dispatch as crossdock._core takes them."""
+def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | None) -> _Tensors:
     of_kind("out", out, Slots)
-    return (
-        *of_kind("out.plan", out.plan, SlotPlan).place("out.plan"),
-        describe("out.tokens", out.tokens, _RECEIVED, write=True, strided=True),
-        optional("out.scales", out.scales, _RECEIVED_SCALES, write=True, strided=True),
-        describe("out.counts", out.counts, ("int32",), write=True),
-        optional("out.source_ranges", out.source_ranges, ("int64",), write=True),
-        optional("out.source_tokens", out.source_tokens, ("int32",), write=True),
-        optional("expert_load", expert_load, INDICES, write=True),
-        optional("wait_ns", wait_ns, ("int64",), write=True),
-    )
+    ranges, sources = out.source_ranges, out.source_tokens
+    return {
+        "plan": of_kind("out.plan", out.plan, SlotPlan).place("out.plan"),
+        "recv_tokens": describe("out.tokens", out.tokens, _RECEIVED, write=True, strided=True),
+        "recv_scales": optional(
+            "out.scales", out.scales, _RECEIVED_SCALES, write=True, strided=True
+        ),
+        "counts": describe("out.counts", out.counts, ("int32",), write=True),
+        "source_ranges": optional("out.source_ranges", ranges, ("int64",), write=True),
+        "source_tokens": optional("out.source_tokens", sources, ("int32",), write=True),
+        "expert_load": optional("expert_load", expert_load, INDICES, write=True),
+        "wait_ns": optional("wait_ns", wait_ns, ("int64",), write=True),
+    }
 
 
-def _results(
-    plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None
-) -> tuple[tuple[int, int], Spec, Spec | None]:
-    """The plan's place, expert_out and topk_weights as crossdock._core takes them."""
-    return (
-        of_kind("plan", plan, SlotPlan).place(),
-        describe("expert_out", expert_out, SUMMABLE, strided=True),
-        optional("topk_weights", topk_weights, WEIGHTS),
-    )
+def _results(plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None) -> _Tensors:
+    return {
+        "plan": of_kind("plan", plan, SlotPlan).place(),
+        "expert_out": describe("expert_out", expert_out, SUMMABLE, strided=True),
+        "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
+    }
+
+
+def _sums(out: np.ndarray, wait_ns: np.ndarray | None) -> _Tensors:
+    return {
+        "out": describe("out", out, SUMMABLE, write=True),
+        "wait_ns": optional("wait_ns", wait_ns, ("int64",), write=True),
+    }

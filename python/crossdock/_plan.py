@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from crossdock import _core
-from crossdock._arrays import describe
+from crossdock._arrays import Spec, describe
 
 __all__ = ["Plan", "SlotPlan"]
 
@@ -18,8 +18,8 @@ class _PlanBytes:
 
     data: np.ndarray
 
-    def place(self, name: str = "plan") -> tuple[int, int]:
-        """Address and number of the plan's bytes, as crossdock._core takes them.
+    def place(self, name: str = "plan") -> Spec:
+        """The plan's bytes, as crossdock._core takes them.
 
         Args:
             name: of the argument that this plan is, for errors.
@@ -27,8 +27,7 @@ class _PlanBytes:
         Raises:
             TypeError, ValueError: `data` is no array of contiguous bytes.
         """
-        spec = describe(f"{name}.data", self.data, ("uint8",))
-        return spec[0], self.data.nbytes
+        return describe(f"{name}.data", self.data, ("uint8",))
 
     def info(self) -> dict[str, int]:
         """The plan's own numbers.
@@ -40,7 +39,7 @@ class _PlanBytes:
         Raises:
             InvalidArgument: `data` holds no such plan of this library version.
         """
-        return self._read(*self.place())
+        return self._read(self.place()[0], self.data.nbytes)
 
     @staticmethod
     def _read(address: int, size: int) -> dict[str, int]:

@@ -44,113 +44,27 @@ Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
   given_ = true;
 }
 
-std::vector<std::int32_t> ranks_of_experts(nb::handle sequence, int num_experts) {
-  std::vector<std::int32_t> ranks;
-  if (sequence.is_none()) return ranks;
-  if (!PySequence_Check(sequence.ptr())) {
-    expected("expert_ranks", "a sequence with the rank of each expert", sequence);
+std::size_t Tensor::bytes() const {
+  std::size_t elements = given_ ? 1 : 0;
+  for (int d = 0; d < tensor_.ndim; ++d) elements *= static_cast<std::size_t>(shape_[d]);
+  return elements * tensor_.dtype.bits / 8;
+}
+
+float real_number(nb::handle value, const char* name) {
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    expected(name, "a number", value);
   }
-  for (const nb::handle rank : nb::cast<nb::sequence>(sequence)) {
-    ranks.push_back(integer<std::int32_t>(rank, "expert_ranks"));
-  }
-  if (ranks.empty() || ranks.size() != static_cast<std::size_t>(std::max(num_experts, 0))) {
-    throw nb::value_error(
-        ("expert_ranks: expected the ranks of num_experts = " + std::to_string(num_experts) +
-         " experts, got " + std::to_string(ranks.size()))
-            .c_str());
-  }
-  return ranks;
+  return static_cast<float>(number);
 }
 
-namespace {
-
-// Sets a field that configs of both kinds of groups have; false if `name` is none of these.
-template <class Config>
-bool set_common(Config& config, const std::string& name, nb::handle value) {
-  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
-  if (name == "num_ranks")
-    config.num_ranks = number();
-  else if (name == "num_experts")
-    config.num_experts = number();
-  else if (name == "max_topk")
-    config.max_topk = number();
-  else if (name == "max_tokens_per_rank")
-    config.max_tokens_per_rank = number();
-  else if (name == "hidden")
-    config.hidden = number();
-  else if (name == "dtype")
-    config.dtype = data_type(number());
-  else if (name == "duplicate_ids")
-    config.duplicate_ids = static_cast<xd_ep_duplicate_ids>(number());
-  else if (name == "on_error")
-    config.on_error = static_cast<xd_ep_on_error>(number());
-  else if (name == "num_sms")
-    config.num_sms = number();
-  else if (name == "device_type")
-    config.device_type = number();
-  else
-    return false;
-  return true;
-}
-
-bool set_own(xd_ep_config& config, const std::string& name, nb::handle value) {
-  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
-  if (name == "max_scale_bytes")
-    config.max_scale_bytes = number();
-  else if (name == "layout")
-    config.layout = static_cast<xd_ep_layout>(number());
-  else if (name == "alignment")
-    config.alignment = number();
-  else if (name == "recv_capacity")
-    config.recv_capacity = integer<std::int64_t>(value, "recv_capacity");
-  else if (name == "overflow")
-    config.overflow = static_cast<xd_ep_overflow>(number());
-  else if (name == "staging")
-    config.staging = static_cast<xd_ep_staging>(number());
-  else if (name == "zero_tail")
-    config.zero_tail = number();
-  else if (name == "net_buffer_bytes")
-    config.net_buffer_bytes = integer<std::int64_t>(value, "net_buffer_bytes");
-  else
-    return false;
-  return true;
-}
-
-bool set_own(xd_ll_config& config, const std::string& name, nb::handle value) {
-  const auto number = [&] { return integer<std::int32_t>(value, name.c_str()); };
-  if (name == "in_flight")
-    config.in_flight = number();
-  else if (name == "on_peer_loss")
-    config.on_peer_loss = static_cast<xd_ll_peer_loss>(number());
-  else if (name == "wait_timeout_ms")
-    config.wait_timeout_ms = number();
-  else
-    return false;
-  return true;
-}
-
-template <class Config>
-ConfigWithExperts<Config> config_from(Config config, const nb::kwargs& options) {
-  nb::object expert_ranks = nb::none();
-  for (auto [key, value] : options) {
-    const std::string name = nb::cast<std::string>(key);
-    if (name == "expert_ranks") {
-      expert_ranks = nb::borrow(value);
-    } else if (!set_common(config, name, value) && !set_own(config, name, value)) {
-      throw nb::type_error(("unknown option of a group: " + name).c_str());
-    }
-  }
-  return {config, ranks_of_experts(expert_ranks, config.num_experts)};
-}
-
-}  // namespace
-
-GroupConfig group_config(const nb::kwargs& options) {
-  return config_from(xd_ep_config XD_EP_CONFIG_INIT, options);
-}
-
-LlGroupConfig ll_group_config(const nb::kwargs& options) {
-  return config_from(xd_ll_config XD_LL_CONFIG_INIT, options);
+void check_length(const char* name, std::size_t length, std::int64_t wanted, const char* what,
+                  const char* things) {
+  if (length != 0 && static_cast<std::int64_t>(length) == wanted) return;
+  throw nb::value_error((std::string(name) + ": expected " + what + " " + std::to_string(wanted) +
+                         " " + things + ", got " + std::to_string(length))
+                            .c_str());
 }
 
 namespace {
@@ -164,30 +78,10 @@ nb::tuple ranks_of(const std::uint64_t (&bits)[2]) {
   return nb::tuple(ranks);
 }
 
-template <class Status>
-nb::dict common_fields_of(const Status& status) {
-  nb::dict found;
-  found["status"] = xd_status_name(status.status);
-  found["operation"] = static_cast<int>(status.operation);
-  found["epoch"] = status.epoch;
-  found["rank"] = status.rank;
-  found["bad_ids"] = status.bad_ids;
-  found["text"] = status.text;
-  return found;
-}
-
 }  // namespace
 
-nb::dict fields_of(const xd_ep_status& status) {
-  nb::dict found = common_fields_of(status);
-  found["needed_rows"] = status.needed_rows;
-  found["capacity_rows"] = status.capacity_rows;
-  found["dropped_rows"] = status.dropped_rows;
-  return found;
-}
-
 nb::dict fields_of(const xd_ll_status& status) {
-  nb::dict found = common_fields_of(status);
+  nb::dict found = fields_of<xd_ll_status>(status);
   found["masked"] = ranks_of(status.masked);
   found["masked_by"] = ranks_of(status.masked_by);
   return found;

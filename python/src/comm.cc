@@ -228,11 +228,7 @@ void Comm::grow(std::size_t bytes) const {
 nb::dict Comm::memory() const {
   xd_mem_info info XD_MEM_INFO_INIT;
   call([&](xd_comm* comm) { return xd_mem_get_info(comm, &info); });
-  nb::dict sizes;
-  sizes["total_bytes"] = info.total_bytes;
-  sizes["used_bytes"] = info.used_bytes;
-  sizes["largest_free_bytes"] = info.largest_free_bytes;
-  sizes["segments"] = info.segments;
+  nb::dict sizes = fields_of(info);
   sizes["huge_pages"] = info.huge_pages != 0;
   return sizes;
 }
@@ -263,25 +259,9 @@ std::uintptr_t Comm::import_handle(int rank, int segment, std::uint64_t offset) 
 
 namespace {
 
-void routing_layout(const Comm& self, int num_experts, nb::handle topk_idx,
-                    nb::handle rows_per_rank, nb::handle rows_per_expert, nb::handle token_in_rank,
-                    nb::handle bad_ids, std::uintptr_t stream, nb::handle expert_ranks) {
-  const DLDevice device = self.info().device;
-  const Tensor idx_tensor(topk_idx, "topk_idx", device);
-  const Tensor rank_tensor(rows_per_rank, "rows_per_rank", device);
-  const Tensor expert_tensor(rows_per_expert, "rows_per_expert", device);
-  const Tensor flags_tensor(token_in_rank, "token_in_rank", device);
-  const Tensor bad_tensor(bad_ids, "bad_ids", device);
-  xd_ep_routing_layout_args args XD_EP_ROUTING_LAYOUT_ARGS_INIT;
-  args.num_experts = num_experts;
-  args.topk_idx = idx_tensor.get();
-  args.rows_per_rank = rank_tensor.get();
-  args.rows_per_expert = expert_tensor.get();
-  args.token_in_rank = flags_tensor.get();
-  args.bad_ids = bad_tensor.get();
-  const std::vector<std::int32_t> ranks = ranks_of_experts(expert_ranks, num_experts);
-  args.expert_ranks = ranks.empty() ? nullptr : ranks.data();
-  self.call([&](xd_comm* comm) { return xd_ep_routing_layout(comm, &args, stream_of(stream)); });
+void routing_layout(const Comm& self, const nb::dict& fields) {
+  const Given<xd_ep_routing_layout_args> args(fields, self.info().device);
+  self.call([&](xd_comm* comm) { return xd_ep_routing_layout(comm, args.get(), args.stream()); });
 }
 
 }  // namespace
@@ -332,10 +312,7 @@ void bind_comm(nb::module_& module) {
       .def("mem_export", &Comm::export_handle, nb::arg("ptr"))
       .def("mem_import", &Comm::import_handle, nb::arg("rank"), nb::arg("segment"),
            nb::arg("offset"))
-      .def("routing_layout", &routing_layout, nb::arg("num_experts"), nb::arg("topk_idx"),
-           nb::arg("rows_per_rank") = nb::none(), nb::arg("rows_per_expert") = nb::none(),
-           nb::arg("token_in_rank") = nb::none(), nb::arg("bad_ids") = nb::none(),
-           nb::arg("stream") = 0, nb::arg("expert_ranks") = nb::none());
+      .def("routing_layout", &routing_layout, nb::arg("fields"));
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

@@ -1,22 +1,20 @@
 #include "gemm.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "arguments.h"
-#include "gemm_args.h"
 #include "stats.h"
 
 namespace xdpy {
 
 GemmContext::GemmContext(nb::object comm, const nb::kwargs& options)
     : Member(std::move(comm), "context") {
-  const xd_gemm_config config = gemm_config(options);
-  comm_.call([&](xd_comm* handle) { return xd_gemm_context_create(handle, &config, &handle_); });
+  const Given<xd_gemm_config> config(options);
+  comm_.call(
+      [&](xd_comm* handle) { return xd_gemm_context_create(handle, config.get(), &handle_); });
 }
 
 void GemmContext::fail(xd_gemm_operation operation, xd_status status) const {
@@ -50,70 +48,10 @@ std::uint64_t GemmContext::errors() const {
 nb::dict GemmContext::gathered() const {
   xd_gemm_view view XD_GEMM_VIEW_INIT;
   check(xd_gemm_gathered(usable(), &view), comm_.failure());
-  nb::dict rows;
-  rows["ptr"] = address(view.data);
-  rows["rows"] = view.rows;
-  rows["columns"] = view.columns;
-  rows["pitch_bytes"] = view.pitch_bytes;
-  rows["dtype"] = view.dtype.code << 8 | view.dtype.bits;
-  return rows;
+  return fields_of(view);
 }
 
 namespace {
-
-xd_stream stream_in(const nb::kwargs& given) {
-  if (!given.contains("stream")) return nullptr;
-  return stream_of(integer<std::uint64_t>(given["stream"], "stream"));
-}
-
-using Operation = xd_status (*)(xd_gemm_context*, const xd_gemm_args*, xd_stream);
-
-template <xd_gemm_operation operation, Operation function>
-void product(GemmContext& self, const nb::kwargs& given) {
-  const GemmArgs args(given, self.device(), self.num_ranks());
-  const xd_stream stream = stream_in(given);
-  self.call(operation,
-            [&](xd_gemm_context* context) { return function(context, args.get(), stream); });
-}
-
-void bulk(GemmContext& self, int collective, nb::handle input, nb::handle out,
-          nb::handle tokens_per_rank, const std::optional<nb::dict>& of_product,
-          std::uintptr_t stream, nb::handle tag) {
-  const DLDevice device = self.device();
-  const Tensor input_tensor(input, "in", device);
-  const Tensor out_tensor(out, "out", device);
-  TokensPerRank tokens;
-  tokens.read(tokens_per_rank, self.num_ranks());
-  std::optional<GemmArgs> product_args;
-  if (of_product) product_args.emplace(*of_product, device, self.num_ranks());
-  xd_gemm_bulk_args args XD_GEMM_BULK_ARGS_INIT;
-  args.product = product_args ? product_args->get() : nullptr;
-  args.collective = static_cast<xd_gemm_operation>(collective);
-  args.in = input_tensor.get();
-  args.out = out_tensor.get();
-  args.tokens_per_rank = tokens.get();
-  args.tag = integer<std::uint32_t>(tag, "tag");
-  self.call(XD_GEMM_BULK, [&](xd_gemm_context* context) {
-    return xd_gemm_bulk(context, &args, stream_of(stream));
-  });
-}
-
-void start_all_gather(GemmContext& self, nb::handle input, nb::handle out,
-                      nb::handle tokens_per_rank, std::uintptr_t stream, nb::handle tag) {
-  const DLDevice device = self.device();
-  const Tensor input_tensor(input, "in", device);
-  const Tensor out_tensor(out, "out", device);
-  TokensPerRank tokens;
-  tokens.read(tokens_per_rank, self.num_ranks());
-  xd_gemm_gather_args args XD_GEMM_GATHER_ARGS_INIT;
-  args.in = input_tensor.get();
-  args.out = out_tensor.get();
-  args.tokens_per_rank = tokens.get();
-  args.tag = integer<std::uint32_t>(tag, "tag");
-  self.call(XD_GEMM_START_ALL_GATHER, [&](xd_gemm_context* context) {
-    return xd_gemm_start_all_gather(context, &args, stream_of(stream));
-  });
-}
 
 void wait(GemmContext& self, std::uintptr_t stream) {
   self.call(XD_GEMM_START_ALL_GATHER,
@@ -127,8 +65,8 @@ void join_failed(GemmContext& self, int operation, const std::string& text, std:
   });
 }
 
-nb::dict explain(GemmContext& self, int operation, const nb::kwargs& given) {
-  const GemmArgs args(given, self.device(), self.num_ranks());
+nb::dict explain(GemmContext& self, int operation, const nb::dict& fields) {
+  const Given<xd_gemm_args> args(fields, self.device(), self.num_ranks());
   xd_gemm_plan_info info XD_GEMM_PLAN_INFO_INIT;
   self.call_local([&](xd_gemm_context* context) {
     return xd_gemm_explain(context, static_cast<xd_gemm_operation>(operation), args.get(), &info);
@@ -137,13 +75,10 @@ nb::dict explain(GemmContext& self, int operation, const nb::kwargs& given) {
 }
 
 nb::dict gemm_memory(const nb::kwargs& options) {
-  const xd_gemm_config config = gemm_config(options);
+  const Given<xd_gemm_config> config(options);
   xd_gemm_memory memory XD_GEMM_MEMORY_INIT;
-  check(xd_gemm_context_memory(&config, &memory));
-  nb::dict sizes;
-  sizes["symmetric_bytes"] = memory.symmetric_bytes;
-  sizes["private_bytes"] = memory.private_bytes;
-  return sizes;
+  check(xd_gemm_context_memory(config.get(), &memory));
+  return fields_of(memory);
 }
 
 std::int64_t gemm_local_size(std::int64_t total, std::int32_t rank, std::int32_t num_ranks) {
@@ -172,16 +107,16 @@ void bind_gemm(nb::module_& module) {
       .def("stats", &GemmContext::stats)
       .def("set_name", &GemmContext::set_name, "name"_a)
       .def("gathered", &GemmContext::gathered)
-      .def("all_gather", &product<XD_GEMM_ALL_GATHER, xd_gemm_all_gather>)
-      .def("reduce_scatter", &product<XD_GEMM_REDUCE_SCATTER, xd_gemm_reduce_scatter>)
-      .def("all_reduce", &product<XD_GEMM_ALL_REDUCE, xd_gemm_all_reduce>)
-      .def("bulk", &bulk, "collective"_a, "input"_a, "out"_a, "tokens_per_rank"_a = nb::none(),
-           "product"_a = nb::none(), "stream"_a = 0, "tag"_a = 0)
-      .def("start_all_gather", &start_all_gather, "input"_a, "out"_a,
-           "tokens_per_rank"_a = nb::none(), "stream"_a = 0, "tag"_a = 0)
+      .def("all_gather", method<GemmContext>(XD_GEMM_ALL_GATHER, xd_gemm_all_gather), "fields"_a)
+      .def("reduce_scatter", method<GemmContext>(XD_GEMM_REDUCE_SCATTER, xd_gemm_reduce_scatter),
+           "fields"_a)
+      .def("all_reduce", method<GemmContext>(XD_GEMM_ALL_REDUCE, xd_gemm_all_reduce), "fields"_a)
+      .def("bulk", method<GemmContext>(XD_GEMM_BULK, xd_gemm_bulk), "fields"_a)
+      .def("start_all_gather",
+           method<GemmContext>(XD_GEMM_START_ALL_GATHER, xd_gemm_start_all_gather), "fields"_a)
       .def("wait", &wait, "stream"_a = 0)
       .def("join_failed", &join_failed, "operation"_a, "text"_a, "stream"_a = 0)
-      .def("explain", &explain, "operation"_a, "options"_a);
+      .def("explain", &explain, "operation"_a, "fields"_a);
   module.def("gemm_memory", &gemm_memory);
   module.def("gemm_local_size", &gemm_local_size, "total"_a, "rank"_a, "num_ranks"_a);
 }

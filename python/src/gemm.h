@@ -28,8 +28,6 @@ class GemmContext : public Member<xd_gemm_context, xd_gemm_context_destroy> {
   // Where the rows lie that the last all_gather has left in the context.
   [[nodiscard]] nb::dict gathered() const;
 
-  [[nodiscard]] int num_ranks() const { return comm_.info().num_ranks; }
-
   // Runs fn(xd_gemm_context*) -> xd_status, one operation, without the GIL.
   template <class Fn>
   void call(xd_gemm_operation operation, Fn fn) {

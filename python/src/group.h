@@ -24,7 +24,7 @@ struct BulkApi {
   using Status = xd_ep_status;
   static constexpr Operation first_operation = XD_EP_PREPARE;
   static constexpr Status no_error XD_EP_STATUS_INIT;
-  static constexpr auto config = &group_config;
+  using Config = xd_ep_config;
   static constexpr auto create = &xd_ep_group_create;
   static constexpr auto destroy = &xd_ep_group_destroy;
   static constexpr auto status = &xd_ep_group_status;
@@ -47,7 +47,7 @@ struct LowLatencyApi {
   using Status = xd_ll_status;
   static constexpr Operation first_operation = XD_LL_DISPATCH;
   static constexpr Status no_error XD_LL_STATUS_INIT;
-  static constexpr auto config = &ll_group_config;
+  using Config = xd_ll_config;
   static constexpr auto create = &xd_ll_group_create;
   static constexpr auto destroy = &xd_ll_group_destroy;
   static constexpr auto status = &xd_ll_group_status;
@@ -64,19 +64,17 @@ struct LowLatencyApi {
 // The pure functions of a config, which is given by keyword.
 template <class Api>
 std::int32_t local_experts(int rank, const nb::kwargs& options) {
-  const auto given = Api::config(options);
-  const auto config = given.get();
+  const Given<typename Api::Config> config(options);
   std::int32_t number = 0;
-  check(Api::local_experts(&config, rank, &number));
+  check(Api::local_experts(config.get(), rank, &number));
   return number;
 }
 
 template <class Api>
 std::size_t plan_size(const nb::kwargs& options) {
-  const auto given = Api::config(options);
-  const auto config = given.get();
+  const Given<typename Api::Config> config(options);
   std::size_t bytes = 0;
-  check(Api::plan_size(&config, &bytes));
+  check(Api::plan_size(config.get(), &bytes));
   return bytes;
 }
 
@@ -88,9 +86,9 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
 
   GroupOf(nb::object comm, const nb::kwargs& options)
       : Member<Handle, Api::destroy>(std::move(comm), "group") {
-    const auto given = Api::config(options);
-    const auto config = given.get();
-    this->comm_.call([&](xd_comm* handle) { return Api::create(handle, &config, &this->handle_); });
+    const Given<typename Api::Config> config(options);
+    this->comm_.call(
+        [&](xd_comm* handle) { return Api::create(handle, config.get(), &this->handle_); });
   }
 
   // Reads and clears the state of non-fatal errors.

@@ -38,45 +38,23 @@ nb::bytes unique_id(const std::optional<std::string>& address, int port, int tim
 }
 
 std::int64_t recv_bound(const nb::kwargs& options) {
-  const GroupConfig given = group_config(options);
-  const xd_ep_config config = given.get();
+  const Given<xd_ep_config> config(options);
   std::int64_t rows = 0;
-  check(xd_ep_recv_bound(&config, &rows));
+  check(xd_ep_recv_bound(config.get(), &rows));
   return rows;
 }
 
 nb::dict group_memory(const nb::kwargs& options) {
-  const GroupConfig given = group_config(options);
-  const xd_ep_config config = given.get();
+  const Given<xd_ep_config> config(options);
   xd_ep_memory memory XD_EP_MEMORY_INIT;
-  check(xd_ep_group_memory(&config, &memory));
-  nb::dict sizes;
-  sizes["symmetric_bytes"] = memory.symmetric_bytes;
-  sizes["staging_bytes"] = memory.staging_bytes;
-  sizes["private_bytes"] = memory.private_bytes;
-  return sizes;
+  check(xd_ep_group_memory(config.get(), &memory));
+  return fields_of(memory);
 }
 
 nb::dict plan_info(std::uintptr_t plan, std::size_t plan_bytes) {
   xd_ep_plan_info info XD_EP_PLAN_INFO_INIT;
   check(xd_ep_plan_get_info(pointer(plan), plan_bytes, &info));
-  nb::dict fields;
-  fields["rank"] = info.rank;
-  fields["num_ranks"] = info.num_ranks;
-  fields["num_experts"] = info.num_experts;
-  fields["num_tokens"] = info.num_tokens;
-  fields["topk"] = info.topk;
-  fields["layout"] = static_cast<int>(info.layout);
-  fields["alignment"] = info.alignment;
-  fields["recv_rows"] = info.recv_rows;
-  fields["total_rows"] = info.total_rows;
-  fields["capacity_rows"] = info.capacity_rows;
-  fields["bad_ids"] = info.bad_ids;
-  fields["bad_id_rank"] = info.bad_id_rank;
-  fields["overflow_rank"] = info.overflow_rank;
-  fields["fingerprint"] = info.fingerprint;
-  fields["epoch"] = info.epoch;
-  return fields;
+  return fields_of(info);
 }
 
 // A word has the number of a call in its upper bits, and below it what the first to make that call

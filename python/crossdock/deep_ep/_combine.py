@@ -71,7 +71,8 @@ def combine(
             if bias or pieces > 1:
                 _sum_wide(batch, x, routing.plan, bias, pieces, out)
             else:
-                batch.run(_calls.combine, routing.plan, x, out)
+                sums = {"plan": routing.plan, "expert_out": x, "out": out}
+                batch.run(_calls.run, "combine", x.device, sums)
             if topk_weights is not None and weights is not None:
                 _sum_weights(batch, topk_weights, routing.plan, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
@@ -89,7 +90,7 @@ def _sum_weights(
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    batch.run(_calls.combine, plan, rows, total)
+    batch.run(_calls.run, "combine", rows.device, {"plan": plan, "expert_out": rows, "out": total})
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
@@ -114,7 +115,8 @@ def _sum_wide(
             rows = batch.session.memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
-        batch.run(_calls.combine, plan, rows, total)
+        sums = {"plan": plan, "expert_out": rows, "out": total}
+        batch.run(_calls.run, "combine", rows.device, sums)
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

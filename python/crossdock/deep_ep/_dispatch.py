@@ -155,7 +155,8 @@ def _prepare(
             counts.copy_(choices.per_expert, non_blocking=True)
             counts = None
     rank_rows = torch.empty_like(prefix)
-    batch.run(_calls.prepare, topk_idx, plan, counts=counts, total=total, rank_rows=rank_rows)
+    outputs = {"plan": plan, "counts": counts, "total": total, "rank_rows": rank_rows}
+    batch.run(_calls.run, "prepare", plan.device, {"topk_idx": topk_idx, **outputs})
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
 
@@ -209,17 +210,17 @@ def _send(
         scales = scales.view(torch.float32)
         if scales.ndim == 1:
             scales = scales[:, None]
-    batch.run(
-        _calls.dispatch,
-        plan,
-        as_payload(tokens.rows),
-        as_payload(received.rows),
-        scales=scales,
-        topk_weights=topk_weights,
-        recv_scales=received.scales,
-        recv_weights=received.topk_weights,
-        recv_topk_idx=received.topk_idx,
-    )
+    given = {
+        "plan": plan,
+        "tokens": as_payload(tokens.rows),
+        "scales": scales,
+        "topk_weights": topk_weights,
+        "recv_tokens": as_payload(received.rows),
+        "recv_scales": received.scales,
+        "recv_weights": received.topk_weights,
+        "recv_topk_idx": received.topk_idx,
+    }
+    batch.run(_calls.run, "dispatch", plan.device, given)
 
 
 def _shaped(tokens: Tokens, received: Received) -> Received:

@@ -184,21 +184,21 @@ class LowLatencyCalls:
         plan = made.handle.routing.plan
 
         def run(phase: int) -> None:
-            group.run(
-                _calls.ll_dispatch,
-                phase,
-                tokens=x if phase != RECEIVE else None,
-                topk_idx=topk_idx if phase != RECEIVE else None,
-                quantise=0 if way is None else way.code,
-                plan=plan,
-                recv_tokens=made.x,
-                recv_scales=made.scales,
-                counts=made.counts,
-                source_ranges=layout_range,
-                source_tokens=src_info,
-                expert_load=load,
-                wait_ns=wait,
-            )
+            given = {
+                "phase": phase,
+                "tokens": x if phase != RECEIVE else None,
+                "topk_idx": topk_idx if phase != RECEIVE else None,
+                "quantise": 0 if way is None else way.code,
+                "plan": plan,
+                "recv_tokens": made.x,
+                "recv_scales": made.scales,
+                "counts": made.counts,
+                "source_ranges": layout_range,
+                "source_tokens": src_info,
+                "expert_load": load,
+                "wait_ns": wait,
+            }
+            group.run(_calls.run, "dispatch", group.device, given)
 
         halves = group.dispatch_halves if return_recv_hook else None
         inputs = [x, topk_idx, load, wait]
@@ -264,15 +264,15 @@ class LowLatencyCalls:
             out = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
 
         def run(phase: int) -> None:
-            group.run(
-                _calls.ll_combine,
-                phase,
-                routing.plan,
-                expert_out=rows if phase != RECEIVE else None,
-                topk_weights=topk_weights if phase != RECEIVE else None,
-                out=out,
-                wait_ns=wait,
-            )
+            given = {
+                "phase": phase,
+                "plan": routing.plan,
+                "expert_out": rows if phase != RECEIVE else None,
+                "topk_weights": topk_weights if phase != RECEIVE else None,
+                "out": out,
+                "wait_ns": wait,
+            }
+            group.run(_calls.run, "combine", group.device, given)
 
         halves = group.combine_halves if return_recv_hook else None
         inputs = [rows, topk_weights, routing.plan, wait]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from crossdock import _core
 from crossdock._core import constants
-from crossdock.torch._calls import routing_layout
+from crossdock.torch import _calls
 
 from ._agreement import mismatch
 from ._arguments import read_bias, read_choices, read_tokens, read_weights
@@ -275,7 +275,14 @@ class Buffer(LowLatencyCalls):
                 per_host = numbers(hosts) if hosts > 1 else None
                 in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
             with work.running():
-                routing_layout(session.comm, num_experts, topk_idx, per_rank, per_expert, in_rank)
+                given = {
+                    "num_experts": num_experts,
+                    "topk_idx": topk_idx,
+                    "rows_per_rank": per_rank,
+                    "rows_per_expert": per_expert,
+                    "token_in_rank": in_rank.view(torch.uint8),
+                }
+                _calls.run(session.comm, "routing_layout", topk_idx.device, given)
                 if per_host is not None:
                     session.count_by_host(in_rank, per_host)
             event = work.finish((topk_idx,), (per_rank, per_host, per_expert, in_rank))

@@ -188,17 +188,17 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
     if plan.is_cpu:
         plan[:_ROW_ALIGNMENT].zero_()  # see keep_prepared(): memory may hold an older plan
     try:
-        _calls.prepare(
-            ep.core,
-            topk_idx.contiguous(),
-            plan,
-            info[parts.counts],
-            info[parts.padded_counts],
-            offsets,
-            info[parts.total],
-            info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
-            alignment=alignment,
-        )
+        given = {
+            "topk_idx": topk_idx.contiguous(),
+            "plan": plan,
+            "alignment": alignment,
+            "counts": info[parts.counts],
+            "padded_counts": info[parts.padded_counts],
+            "offsets": offsets,
+            "total": info[parts.total],
+            "rank_rows": info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
+        }
+        _calls.run(ep.core, "prepare", plan.device, given)
     except InvalidArgument as error:
         keep_prepared(error, plan, info, offsets)
         raise
@@ -233,7 +233,8 @@ def _row_experts_like(plan: Tensor, group: int, wide: bool) -> Tensor:
 @_local("row_experts(Tensor plan, int group, bool wide) -> Tensor")
 def _row_experts(plan: Tensor, group: int, wide: bool) -> Tensor:
     out = _row_experts_like(plan, group, wide)
-    _calls.row_experts(group_of(group).core, plan, out)
+    given = {"plan": plan, "row_experts": out}
+    _calls.run(group_of(group).core, "row_experts", plan.device, given)
     return out
 
 
@@ -256,8 +257,13 @@ def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, ...]:
     ep = group_of(group)
     outputs = _outputs.routing_layout(ep, topk_idx.shape[0])
     made = _outputs.make(outputs, ep.comm.pool, topk_idx)
-    idx = topk_idx.contiguous()
-    _calls.routing_layout(ep.comm.core, ep.num_experts, idx, **made, expert_ranks=ep.expert_ranks)
+    given = made | {
+        "num_experts": ep.num_experts,
+        "topk_idx": topk_idx.contiguous(),
+        "token_in_rank": made["token_in_rank"].view(torch.uint8),
+        "expert_ranks": ep.expert_ranks,
+    }
+    _calls.run(ep.comm.core, "routing_layout", topk_idx.device, given)
     return tuple(made.values())
 
 
@@ -300,15 +306,14 @@ def _dispatch(
     made = _outputs.make(outputs, ep.comm.pool, plan)
     results = (*made.values(), _next(order))
     del made["link"]
-    _calls.dispatch(
-        ep.core,
-        plan,
-        as_rows(tokens),
-        scales=scales,
-        topk_weights=as_packed(topk_weights),
-        quantise=quantise,
-        **made,
-    )
+    given = {
+        "plan": plan,
+        "tokens": as_rows(tokens),
+        "scales": scales,
+        "topk_weights": as_packed(topk_weights),
+        "quantise": quantise,
+    }
+    _calls.run(ep.core, "dispatch", plan.device, given | made)
     return results
 
 
@@ -337,13 +342,12 @@ def _dispatch_bwd(
     outputs = _outputs.dispatch_bwd(grad_recv_tokens, grad_recv_weights, num_tokens, topk)
     made = _outputs.make(outputs, ep.comm.pool, order)
     order = torch.zeros_like(order)
-    _calls.dispatch_bwd(
-        ep.core,
-        plan,
-        grad_recv_tokens=as_rows(grad_recv_tokens),
-        grad_recv_weights=as_packed(grad_recv_weights),
-        **made,
-    )
+    given = {
+        "plan": plan,
+        "grad_recv_tokens": as_rows(grad_recv_tokens),
+        "grad_recv_weights": as_packed(grad_recv_weights),
+    }
+    _calls.run(ep.core, "dispatch_bwd", plan.device, given | made)
     return (*made.values(), order)
 
 
@@ -378,7 +382,8 @@ def _combine(
     _check(ep, constants.COMBINE, "weights", weights, 1, _WEIGHTS)
     made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, plan)
     order = _next(order)
-    _calls.combine(ep.core, plan, as_rows(expert_out), weights=as_packed(weights), **made)
+    given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights)}
+    _calls.run(ep.core, "combine", plan.device, given | made)
     return (*made.values(), order)
 
 
@@ -405,14 +410,13 @@ def _combine_bwd(
     outputs = _outputs.combine_bwd(grad_out, expert_out, weights, rows)
     made = _outputs.make(outputs, ep.comm.pool, order)
     order = torch.zeros_like(order)
-    _calls.combine_bwd(
-        ep.core,
-        plan,
-        as_rows(grad_out),
-        expert_out=as_rows(expert_out),
-        weights=as_packed(weights),
-        **made,
-    )
+    given = {
+        "plan": plan,
+        "grad_out": as_rows(grad_out),
+        "expert_out": as_rows(expert_out),
+        "weights": as_packed(weights),
+    }
+    _calls.run(ep.core, "combine_bwd", plan.device, given | made)
     return (*made.values(), order)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._custom_ops import LIBRARY
 from ._group import group_of
@@ -46,6 +47,11 @@ def differentiated(operator: Any, *args: Any) -> Any:
     return _Last.apply(operator, *args) if torch.is_grad_enabled() else operator(*args)
 
 
+def _gradients(operator: Any, **of: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of an operator's arguments, by their names in its schema; None for the others."""
+    return tuple(of.get(argument.name) for argument in operator._schema.arguments)
+
+
 class _Prepare(torch.autograd.Function):
     """Integers have no gradient; the order of what comes before and after has to get through."""
 
@@ -56,7 +62,7 @@ class _Prepare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_plan, grad_info, grad_offsets, grad_order):
-        return None, grad_order.clone(), None, None
+        return _gradients(_OPS.prepare.default, order=grad_order.clone())
 
 
 class _Dispatch(torch.autograd.Function):
@@ -99,16 +105,11 @@ class _Dispatch(torch.autograd.Function):
             )
         else:
             order = grad_order.clone()
-        return (
-            None,
-            grad_x if x_needs else None,
-            grad_topk_weights if weights_need else None,
-            None,
-            order,
-            None,
-            None,
-            None,
-            None,
+        return _gradients(
+            _OPS.dispatch.default,
+            tokens=grad_x if x_needs else None,
+            topk_weights=grad_topk_weights if weights_need else None,
+            order=order,
         )
 
 
@@ -128,7 +129,7 @@ class _Combine(torch.autograd.Function):
         plan, expert_out, weights = ctx.saved_tensors
         _, out_needs, weights_need, *_ = ctx.needs_input_grad
         if not (out_needs or weights_need):
-            return None, None, None, grad_order.clone(), None, None
+            return _gradients(_OPS.combine.default, order=grad_order.clone())
         grad_expert_out, grad_weights, order = differentiated(
             _OPS.combine_bwd.default,
             plan,
@@ -139,7 +140,12 @@ class _Combine(torch.autograd.Function):
             ctx.group.handle,
             ctx.rows,
         )
-        return None, grad_expert_out, grad_weights if weights_need else None, order, None, None
+        return _gradients(
+            _OPS.combine.default,
+            expert_out=grad_expert_out,
+            weights=grad_weights if weights_need else None,
+            order=order,
+        )
 
 
 def register(name: str, function: type[torch.autograd.Function]) -> None:

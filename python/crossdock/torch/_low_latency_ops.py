@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
+_METHODS = {constants.LL_DISPATCH: "dispatch", constants.LL_COMBINE: "combine"}
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 # ---- Operators -----------------------------------------------------------------------------------
@@ -75,24 +76,22 @@ def _dispatch(
     phase: int,
     quantise: int,
 ) -> None:
-    _run(
-        group,
-        constants.LL_DISPATCH,
-        _calls.ll_dispatch,
-        phase,
-        tokens=as_rows(tokens),
-        topk_idx=as_packed(topk_idx),
-        topk_weights=as_packed(topk_weights),
-        quantise=quantise,
-        plan=plan,
-        recv_tokens=recv_tokens,
-        recv_scales=recv_scales,
-        counts=counts,
-        source_ranges=source_ranges,
-        source_tokens=source_tokens,
-        expert_load=expert_load,
-        wait_ns=wait_ns,
-    )
+    given = {
+        "phase": phase,
+        "tokens": as_rows(tokens),
+        "topk_idx": as_packed(topk_idx),
+        "topk_weights": as_packed(topk_weights),
+        "quantise": quantise,
+        "plan": plan,
+        "recv_tokens": recv_tokens,
+        "recv_scales": recv_scales,
+        "counts": counts,
+        "source_ranges": source_ranges,
+        "source_tokens": source_tokens,
+        "expert_load": expert_load,
+        "wait_ns": wait_ns,
+    }
+    _run(group, constants.LL_DISPATCH, given)
 
 
 @_operator(
@@ -109,26 +108,24 @@ def _combine(
     group: int,
     phase: int,
 ) -> None:
-    _run(
-        group,
-        constants.LL_COMBINE,
-        _calls.ll_combine,
-        phase,
-        plan,
-        expert_out=expert_out,
-        topk_weights=as_packed(topk_weights),
-        out=out,
-        wait_ns=wait_ns,
-    )
+    given = {
+        "phase": phase,
+        "plan": plan,
+        "expert_out": expert_out,
+        "topk_weights": as_packed(topk_weights),
+        "out": out,
+        "wait_ns": wait_ns,
+    }
+    _run(group, constants.LL_COMBINE, given)
 
 
-def _run(group: int, operation: int, call: Any, phase: int, *args: Any, **tensors: Any) -> None:
+def _run(group: int, operation: int, given: dict[str, Any]) -> None:
     """Calls the library; of what it cannot be called with, the peers hear."""
     found = low_latency_group_of(group)
     try:
-        call(found.core, phase, *args, **tensors)
+        _calls.run(found.core, _METHODS[operation], found.comm.device, given)
     except TypeError as error:  # a dtype that the library has no number for
-        found.refuse(None if phase == _RECEIVE else operation, TypeError, str(error))
+        found.refuse(None if given["phase"] == _RECEIVE else operation, TypeError, str(error))
 
 
 # ---- For users -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "../group_config.h"
+#include "../arguments.h"
 #include "operands.h"
 
 namespace xdjax {
@@ -14,7 +14,7 @@ namespace xdjax {
 // The family of expert parallelism, which runs on groups.
 struct Experts {
   using Handle = xd_ep_group;
-  using Config = xdpy::GroupConfig;
+  using Config = xdpy::Given<xd_ep_config>;
   static constexpr const char* word = "group";
   static constexpr const char* init = "crossdock.jax.init";
 

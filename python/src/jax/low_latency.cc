@@ -8,29 +8,16 @@ using Operation = LowLatency::Operation;
 
 xd_status dispatch(const Numbers& numbers, xd_ll_group* group, const Operands& operands,
                    xd_stream stream) {
-  xd_ll_dispatch_args args XD_LL_DISPATCH_ARGS_INIT;
+  auto args = args_of<xd_ll_dispatch_args>(operands);
   args.phase = numbers.phase;
-  args.tokens = operands.find("tokens");
-  args.topk_idx = operands.find("topk_idx");
-  args.topk_weights = operands.find("topk_weights");
   args.quantise = numbers.quantise;
-  args.plan = operands.data("plan");
-  args.plan_bytes = operands.bytes("plan");
-  args.recv_tokens = operands.find("recv_tokens");
-  args.recv_scales = operands.find("recv_scales");
-  args.counts = operands.find("counts");
   return xd_ll_dispatch(group, &args, stream);
 }
 
 xd_status combine(const Numbers& numbers, xd_ll_group* group, const Operands& operands,
                   xd_stream stream) {
-  xd_ll_combine_args args XD_LL_COMBINE_ARGS_INIT;
+  auto args = args_of<xd_ll_combine_args>(operands);
   args.phase = numbers.phase;
-  args.plan = operands.data("plan");
-  args.plan_bytes = operands.bytes("plan");
-  args.expert_out = operands.find("expert_out");
-  args.topk_weights = operands.find("topk_weights");
-  args.out = operands.find("out");
   return xd_ll_combine(group, &args, stream);
 }
 
@@ -65,8 +52,7 @@ std::optional<xd_ll_operation> turn_of(Operation operation) {
 }  // namespace
 
 xd_status LowLatency::create(xd_comm* comm, const Config& config, Handle** group) {
-  const xd_ll_config fields = config.get();
-  return xd_ll_group_create(comm, &fields, group);
+  return xd_ll_group_create(comm, config.get(), group);
 }
 
 bool LowLatency::replayable(Operation operation) { return turn_of(operation).has_value(); }

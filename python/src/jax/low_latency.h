@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "../group_config.h"
+#include "../arguments.h"
 #include "operands.h"
 
 namespace xdjax {
@@ -14,7 +14,7 @@ namespace xdjax {
 // The family of low latency, which runs on groups of its own.
 struct LowLatency {
   using Handle = xd_ll_group;
-  using Config = xdpy::LlGroupConfig;
+  using Config = xdpy::Given<xd_ll_config>;
   static constexpr const char* word = "group";
   static constexpr const char* init = "crossdock.jax.init";
 

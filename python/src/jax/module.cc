@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "../arguments.h"
-#include "../gemm_args.h"
 #include "experts.h"
 #include "handlers.h"
 #include "low_latency.h"
@@ -154,28 +153,16 @@ nb::object errors(const Handle<Family>& self, std::size_t index) {
 // Says what a product of the rank with that index would do; None before create(). All ranks have
 // equally many tokens here.
 nb::object explain(const Handle<Products>& self, std::size_t index, int operation,
-                   const nb::kwargs& given) {
+                   const nb::dict& fields) {
   const auto sequence = self.open();
   const auto* member = sequence->member(index);
   if (member == nullptr) return nb::none();
-  const xdpy::GemmArgs args(given, member->device, 0);
+  const xdpy::Given<xd_gemm_args> args(fields, member->device, 0);
   xd_gemm_plan_info info XD_GEMM_PLAN_INFO_INIT;
   const xd_status status =
       xd_gemm_explain(member->handle, static_cast<xd_gemm_operation>(operation), args.get(), &info);
   if (const auto problem = problem_of(status)) raise(*problem);
   return xdpy::fields_of(info);
-}
-
-xdpy::GroupConfig config_of(const nb::kwargs& options, Experts /*family*/) {
-  return xdpy::group_config(options);
-}
-
-xdpy::LlGroupConfig config_of(const nb::kwargs& options, LowLatency /*family*/) {
-  return xdpy::ll_group_config(options);
-}
-
-xd_gemm_config config_of(const nb::kwargs& options, Products /*family*/) {
-  return xdpy::gemm_config(options);
 }
 
 template <class Family>
@@ -187,7 +174,7 @@ nb::class_<Handle<Family>> bind(nb::module_& module, const char* name) {
            [](Self* self, const RanksHandle& ranks, const std::string& text,
               const nb::kwargs& options) {
              auto made = std::make_shared<Sequence<Family>>(ranks.open(),
-                                                            config_of(options, Family()), text);
+                                                            typename Family::Config(options), text);
              const std::int64_t number = Registry<Family>::get().enter(made);
              new (self) Self{std::move(made), number};
            })
@@ -250,5 +237,5 @@ NB_MODULE(_jax, module) {
       .def("abort", &give_up);
   bind<Experts>(module, "Group");
   bind<LowLatency>(module, "LowLatencyGroup");
-  bind<Products>(module, "Context").def("explain", &explain, "index"_a, "operation"_a, "options"_a);
+  bind<Products>(module, "Context").def("explain", &explain, "index"_a, "operation"_a, "fields"_a);
 }

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../fields.h"
 #include "problem.h"
 #include "xla_ffi.h"
 
@@ -46,5 +47,20 @@ class Operands {
   int rank_;
   std::vector<std::unique_ptr<Item>> items_;  // tensors point into their items
 };
+
+// A struct of arguments whose tensors, and whose plan, are the buffers of their names, as far as
+// there are such. Its numbers are those of _INIT.
+template <class Args>
+Args args_of(const Operands& operands) {
+  Args args = xdpy::Fields<Args>::init;
+  xdpy::for_each_field<Args>([&](const auto& field) {
+    if constexpr (field.is_tensor()) args.*field.at = operands.find(field.name);
+  });
+  if constexpr (requires { args.plan; }) {
+    args.plan = operands.data("plan");
+    args.plan_bytes = operands.bytes("plan");
+  }
+  return args;
+}
 
 }  // namespace xdjax

@@ -35,19 +35,10 @@ const std::int64_t* tokens_per_rank(const Products::Numbers& numbers) {
 }
 
 xd_gemm_args args_of(const Products::Numbers& numbers, const Operands& operands) {
-  xd_gemm_args args XD_GEMM_ARGS_INIT;
-  args.a = operands.find("a");
-  args.b = operands.find("b");
-  args.d = operands.find("d");
+  auto args = args_of<xd_gemm_args>(operands);
   args.transpose_a = numbers.transpose_a ? 1 : 0;
   args.transpose_b = numbers.transpose_b ? 1 : 0;
-  args.bias = operands.find("bias");
-  args.a_scale = operands.find("a_scale");
-  args.b_scale = operands.find("b_scale");
   args.epilogue = numbers.epilogue;
-  args.pre_activation = operands.find("pre_activation");
-  args.gathered = operands.find("gathered");
-  args.gathered_scale = operands.find("gathered_scale");
   args.allow_tf32 = numbers.allow_tf32 ? 1 : 0;
   args.algo = numbers.algo;
   args.tag = numbers.tag;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "../arguments.h"
 #include "operands.h"
 
 namespace xdjax {
@@ -14,7 +15,7 @@ namespace xdjax {
 // The family of products that are spread over the ranks, which runs on contexts.
 struct Products {
   using Handle = xd_gemm_context;
-  using Config = xd_gemm_config;
+  using Config = xdpy::Given<xd_gemm_config>;
   using Operation = xd_gemm_operation;
   static constexpr const char* word = "context";
   static constexpr const char* init = "crossdock.jax.tp.init";
@@ -34,7 +35,7 @@ struct Products {
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** context) {
-    return xd_gemm_context_create(comm, &config, context);
+    return xd_gemm_context_create(comm, config.get(), context);
   }
   static xd_status destroy(Handle* context) { return xd_gemm_context_destroy(context); }
 

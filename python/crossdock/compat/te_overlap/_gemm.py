@@ -227,13 +227,21 @@ class _Product:
         core = self.context.core
         if not self.bulk:
             call = core.all_gather if self.gathers else core.reduce_scatter
-            return call(**self.args, stream=self.stream)
+            return call(self.args | {"stream": self.stream})
         whole, own = self.ub.get_buffer(), self.ub.get_buffer(local_chunk=True)
         moved = (own, whole) if self.gathers else (whole, own)
         if extra_output is not None:
             moved = (moved[0], self.matrix("extra_output", extra_output))
         collective = _OPERATIONS["all_gather" if self.gathers else "reduce_scatter"]
-        core.bulk(collective, spec(moved[0]), spec(moved[1]), None, self.args, stream=self.stream)
+        core.bulk(
+            {
+                "product": self.args,
+                "collective": collective,
+                "in": spec(moved[0]),
+                "out": spec(moved[1]),
+                "stream": self.stream,
+            }
+        )
 
 
 def _stored(matrix: Matrix, transposed: bool, wanted: bool) -> tuple[Tensor, bool]:

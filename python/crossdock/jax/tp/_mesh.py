@@ -83,17 +83,16 @@ class TpMesh(Contexts):
         def spec(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
             return 0, shape, pack(dtype.name)
 
-        found = self.core(way.context).explain(
-            0,
-            number,
-            a=spec(rows),
-            b=spec(b.shape),
-            d=spec(result),
-            transpose_b=int(way.transpose_b),
-            allow_tf32=int(way.allow_tf32),
-            epilogue=constants.GEMM_EPILOGUES[way.activation or "none"],
-            algo=constants.GEMM_ALGOS[way.algo],
-        )
+        fields = {
+            "a": spec(rows),
+            "b": spec(b.shape),
+            "d": spec(result),
+            "transpose_b": int(way.transpose_b),
+            "allow_tf32": int(way.allow_tf32),
+            "epilogue": constants.GEMM_EPILOGUES[way.activation or "none"],
+            "algo": constants.GEMM_ALGOS[way.algo],
+        }
+        found = self.core(way.context).explain(0, number, fields)
         if found is None:
             raise RuntimeError(
                 f"{way.context} has not been made: run the product, or call create() with its "

@@ -193,14 +193,12 @@ class TpContext(Membership):
         wide = a.dtype if a.dtype.itemsize > 1 else torch.bfloat16
         operands = Operands(a, b)
         rows = rows_of_d(self, number, a.shape[0], tokens_per_rank)
-        found = self.core.explain(
-            number,
-            **operands.options(),
-            d=(0, (rows, b.shape[1]), DTYPE_CODES[wide]),
-            tokens_per_rank=tokens_per_rank,
-            algo=gemm_word("algo", algo, constants.GEMM_ALGOS),
-        )
-        return GemmPlan.of(found)
+        fields = operands.options() | {
+            "d": (0, (rows, b.shape[1]), DTYPE_CODES[wide]),
+            "tokens_per_rank": tokens_per_rank,
+            "algo": gemm_word("algo", algo, constants.GEMM_ALGOS),
+        }
+        return GemmPlan.of(self.core.explain(number, fields))
 
     def __repr__(self) -> str:
         return (

@@ -123,7 +123,7 @@ def _define_product(name: str, word: str) -> None:
             gathered = a.new_empty((d.shape[0], a.shape[1]))
             args["gathered"] = spec(gathered)
         args["tag"] = tp.take_tag(needs and 2 * needs + int(keep_gathered))
-        getattr(tp.core, word)(**args, stream=current_stream(a.device))
+        getattr(tp.core, word)(args | {"stream": current_stream(a.device)})
         return d, gathered, a.new_empty(0) if x is gathered else x
 
     @shapes_of(name)
@@ -226,16 +226,16 @@ def scaled_matmul(
         if a_scale is not None:
             args["gathered_scale"] = spec(gathered_scale)
     words = {number: word for word, number in constants.GEMM_OPERATIONS.items()}
-    getattr(tp.core, words[operation])(
-        **args,
-        d=spec(d),
-        epilogue=epilogue,
-        algo=algo,
-        tokens_per_rank=tokens,
-        fast_accumulate=int(fast_accumulate),
-        tag=tp.take_tag(needs and 2 * needs + int(keep_gathered)),
-        stream=current_stream(a.device),
-    )
+    args |= {
+        "d": spec(d),
+        "epilogue": epilogue,
+        "algo": algo,
+        "tokens_per_rank": tokens,
+        "fast_accumulate": int(fast_accumulate),
+        "tag": tp.take_tag(needs and 2 * needs + int(keep_gathered)),
+        "stream": current_stream(a.device),
+    }
+    getattr(tp.core, words[operation])(args)
     return d, gathered, gathered_scale
 
 
@@ -312,9 +312,16 @@ def _bulk(
             product = operands.options() | {"d": spec(d)}
             if accumulate is not None:
                 product |= {"c": product["d"], "beta": 1.0}
-    stream = current_stream(array.device)
     tp.core.bulk(
-        collective, spec(rows), spec(out), tokens, product, stream=stream, tag=tp.take_tag(0)
+        {
+            "product": product,
+            "collective": collective,
+            "in": spec(rows),
+            "out": spec(out),
+            "tokens_per_rank": tokens,
+            "tag": tp.take_tag(0),
+            "stream": current_stream(array.device),
+        }
     )
     return out, d if accumulate is None else array.new_empty(0)
 
