@@ -200,7 +200,7 @@ def _torch_pool(device: torch.device) -> Any:
 
 @functools.cache
 def _allocator() -> Any:
-    """What asks for segments that are offered, as long as any pool lives."""
+    """The object that asks for segments that are offered, as long as any pool lives."""
     return torch._C._cuda_customAllocator(*_core.segment_functions())
 
 
