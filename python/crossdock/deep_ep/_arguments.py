@@ -13,6 +13,9 @@ from crossdock._core import constants
 from ._config import Config
 from .utils import EventHandle, EventOverlap
 
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # or rows and scales
+Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
+
 topk_idx_t = torch.int64
 """Type of the elements of topk_idx."""
 

@@ -166,13 +166,14 @@ class Batch:
         """Takes the turns that peers wait in."""
         if not self.session.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
+        stream = self.session.stream.cuda_stream if self.session.cuda else 0
         for turn in self._owed:
             # This gives the text again, or the communicator is finished and no rank waits.
             with contextlib.suppress(CrossdockError):
                 if callable(turn):
                     turn()
                 else:
-                    self.group.join_failed(turn, text, self.session.raw_stream)
+                    self.group.join_failed(turn, text, stream)
 
     def _forget(self) -> None:
         """Clears what the group remembers of the failure that the caller hears of now."""

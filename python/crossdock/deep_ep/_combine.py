@@ -61,12 +61,10 @@ def combine(
     batch = routing.batch
     with StreamWork(batch.session, *events) as work:
         with work.allocating():
-            out = torch.empty(routing.num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
+            out = x.new_empty(routing.num_tokens, x.shape[1])
             weights = None
             if topk_weights is not None:
-                weights = torch.empty(
-                    routing.num_tokens, topk_weights.shape[1], dtype=torch.float32, device=x.device
-                )
+                weights = topk_weights.new_empty(routing.num_tokens, topk_weights.shape[1])
         with work.running():
             if bias or pieces > 1:
                 _sum_wide(batch, x, routing.plan, bias, pieces, out)
@@ -114,7 +112,7 @@ def _sum_wide(
         if pieces > 1 or x.dtype != torch.float32:
             rows = batch.session.memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
-        total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
+        total = x.new_empty(out.shape[0], width, dtype=torch.float32)
         sums = {"plan": plan, "expert_out": rows, "out": total}
         batch.run(_calls.run, "combine", rows.device, sums)
         if bias:

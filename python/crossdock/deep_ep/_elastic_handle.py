@@ -10,9 +10,9 @@ import torch
 from crossdock._core import constants
 
 from ._arguments import Tokens
-from ._dispatch import Received, dispatch_cached
-from ._expand import Expansion
-from ._handle import Handle, Routing
+from ._dispatch import dispatch_cached
+from ._expand import Expansion, counts_of, expansion_of
+from ._handle import Handle
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +39,7 @@ class EPHandle:
         expansion: where rows lie with ``do_expand``, else None.
     """
 
-    do_expand: bool = dataclasses.field(init=False)
+    do_expand: bool
     num_experts: int
     expert_alignment: int
     num_max_tokens_per_rank: int
@@ -48,27 +48,34 @@ class EPHandle:
     num_recv_tokens: int = dataclasses.field(init=False)
     num_expanded_tokens: int = dataclasses.field(init=False)
     num_recv_tokens_per_expert_list: list[int]
-    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor = dataclasses.field(init=False)
     psum_num_recv_tokens_per_expert: torch.Tensor = dataclasses.field(init=False)
     psum_num_recv_tokens_per_scaleup_rank: torch.Tensor = dataclasses.field(init=False)
     inner: Handle = dataclasses.field(repr=False)
-    expansion: Expansion | None = dataclasses.field(repr=False)
+    expansion: Expansion | None = dataclasses.field(default=None, init=False, repr=False)
+    recv_topk_idx: dataclasses.InitVar[torch.Tensor]
     token_metadata_at_forward: None = dataclasses.field(default=None, repr=False)
     channel_linked_list: None = dataclasses.field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        """Derives fields from the others, on the current stream."""
-        routing, unit = self.inner.routing, self.expert_alignment
-        counts, expansion = self.num_unaligned_recv_tokens_per_expert, self.expansion
+    def __post_init__(self, recv_topk_idx: torch.Tensor) -> None:
+        """Derives fields from the others and [N,K] local experts, on the current stream."""
+        unit, ends = self.expert_alignment, self.inner[0]
+        local = self.num_experts // len(ends)
+        counts = counts_of(recv_topk_idx, local)
         aligned = (counts + (unit - 1)) // unit * unit
-        self.do_expand = expansion is not None
-        self.num_recv_tokens = routing.num_rows
-        self.num_expanded_tokens = 0 if expansion is None else expansion.num_rows
-        self.psum_num_recv_tokens_per_expert = (
-            torch.cumsum(aligned, 0, dtype=torch.int32) if expansion is None else expansion.ends
-        )
-        mine = self.inner[0][:, routing.batch.session.rank]
+        self.num_recv_tokens, topk = recv_topk_idx.shape
+        self.num_expanded_tokens = 0
+        self.num_unaligned_recv_tokens_per_expert = counts
+        self.psum_num_recv_tokens_per_expert = torch.cumsum(aligned, 0, dtype=torch.int32)
+        mine = ends[:, self.inner.routing.batch.session.rank]
         self.psum_num_recv_tokens_per_scaleup_rank = mine.contiguous()
+        if self.do_expand:
+            rows = sum(self.num_recv_tokens_per_expert_list)
+            if not self.num_recv_tokens_per_expert_list:  # room for any routing
+                rows = self.num_recv_tokens * min(topk, local) + (unit - 1) * local
+            self.expansion = expansion_of(recv_topk_idx, counts, unit, rows)
+            self.num_expanded_tokens = rows
+            self.psum_num_recv_tokens_per_expert = self.expansion.ends
 
     @functools.cached_property
     def recv_src_metadata(self) -> torch.Tensor:
@@ -81,7 +88,12 @@ class EPHandle:
         ``do_expand``. Lines behind the last received row are -1.
         """
         routing, ends = self.inner.routing, self.inner[0]
-        received = _numbered_tokens(routing, ends.device)
+        # Rows that are their tokens' numbers, as often as the shortest row has room for.
+        numbers = torch.arange(routing.num_tokens, dtype=torch.int32, device=ends.device)
+        copies = constants.ROW_ALIGNMENT // numbers.element_size()
+        tokens = Tokens(numbers[:, None].repeat(1, copies).view(torch.uint8), None)
+        with routing.batch.turns(constants.DISPATCH):
+            received, _ = dispatch_cached(tokens, routing, (None, False), with_choices=True)
         choices = received.topk_idx
         assert choices is not None
         row = torch.arange(routing.num_rows, dtype=torch.int32, device=ends.device)
@@ -109,13 +121,3 @@ class EPHandle:
         again = (to[:, :, None] == to[:, None, :]).tril(-1).any(2)
         slots = rank * self.num_max_tokens_per_rank + places.gather(1, to.clamp(min=0))
         return slots.masked_fill((to < 0) | again, -1)
-
-
-def _numbered_tokens(routing: Routing, device: torch.device) -> Received:
-    """The result of a dispatch whose rows are this rank's tokens' numbers, and their choices."""
-    numbers = torch.arange(routing.num_tokens, dtype=torch.int32, device=device)
-    copies = constants.ROW_ALIGNMENT // numbers.element_size()  # for the shortest row
-    rows = numbers[:, None].repeat(1, copies).view(torch.uint8)
-    with routing.batch.turns(constants.DISPATCH):
-        received, _ = dispatch_cached(Tokens(rows, None), routing, (None, False), with_choices=True)
-    return received

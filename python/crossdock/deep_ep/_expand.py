@@ -35,12 +35,6 @@ def counts_of(topk_idx: torch.Tensor, num_local_experts: int) -> torch.Tensor:
     return counts.scatter_add_(0, experts.masked_fill(~real, 0), real.int())
 
 
-def worst_rows(rows: int, topk: int, num_local_experts: int, alignment: int) -> int:
-    """M for which any routing of so many received rows has room."""
-    each = min(topk, num_local_experts)
-    return rows * each + (alignment - 1) * num_local_experts
-
-
 def expansion_of(
     topk_idx: torch.Tensor, counts: torch.Tensor, alignment: int, num_rows: int
 ) -> Expansion:

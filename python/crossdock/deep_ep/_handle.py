@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -84,7 +85,6 @@ class Handle(RoutedTuple):
     """
 
     routing: Routing
-    _all: tuple[torch.Tensor, ...] | None
 
     @classmethod
     def of(
@@ -93,37 +93,25 @@ class Handle(RoutedTuple):
         """A handle without those tensors that are made when they are first used."""
         none = torch.empty(0, dtype=torch.int32, device="cpu")
         elements = (rank_prefix_matrix, none, none, none, is_token_in_rank, none)
-        handle = cls(elements, routing)
-        handle._all = None
-        return handle
+        return cls(elements, routing)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._tensors())
+        return iter(self._tensors)
 
     def __getitem__(self, index: Any) -> Any:
         if index == 0:
             return super().__getitem__(0)
-        return self._tensors()[index]
+        return self._tensors[index]
 
+    @functools.cached_property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
-        if self._all is None:
-            prefix, in_rank = super().__getitem__(0), super().__getitem__(4)
-            # Tokens for a rank up to each.
-            places = torch.cumsum(in_rank, 0, dtype=torch.int32)
-            sent = torch.empty(in_rank.shape[1], 1, dtype=torch.int32, device=prefix.device)
-            torch.sum(in_rank, 0, dtype=torch.int32, out=sent.view(-1))
-            unknown = torch.full(
-                (self.routing.num_rows,), -1, dtype=torch.int32, device=prefix.device
-            )
-            self._all = (
-                prefix,
-                sent,
-                torch.zeros_like(sent),
-                unknown,
-                in_rank,
-                places.mul_(in_rank).sub_(1),
-            )
-        return self._all
+        prefix, in_rank = super().__getitem__(0), super().__getitem__(4)
+        places = torch.cumsum(in_rank, 0, dtype=torch.int32)  # tokens for a rank up to each
+        sent = prefix.new_empty(in_rank.shape[1], 1)
+        torch.sum(in_rank, 0, dtype=torch.int32, out=sent.view(-1))
+        unknown = prefix.new_full((self.routing.num_rows,), -1)
+        head = places.mul_(in_rank).sub_(1)
+        return prefix, sent, torch.zeros_like(sent), unknown, in_rank, head
 
     def __repr__(self) -> str:
         return f"Handle({self.routing.num_tokens} tokens, {self.routing.num_rows} rows)"

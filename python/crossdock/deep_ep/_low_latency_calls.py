@@ -13,6 +13,7 @@ from crossdock import _core
 from crossdock._core import constants
 from crossdock.torch import _calls
 
+from ._arguments import Rows
 from ._config import also_named, require_positive
 from ._low_latency import (
     MOST,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ._groups import Groups
 
 _T = TypeVar("_T")
-_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 # With ``overlap``, the keywords of DeepEP's forks by which combine begins before x is complete, and
 # waits for a signal of each block of rows. Without it the forks read none of them.
@@ -130,7 +130,7 @@ class LowLatencyCalls:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[_Rows, torch.Tensor, SlotHandle, EventOverlap, Hook | None]:
+    ) -> tuple[Rows, torch.Tensor, SlotHandle, EventOverlap, Hook | None]:
         """Copies each token's row to a slot of every expert that it has chosen. Collective.
 
         L = num_experts / W local experts with S = W * num_max_dispatch_tokens_per_rank slots each.

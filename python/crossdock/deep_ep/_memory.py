@@ -200,7 +200,7 @@ def _torch_pool(device: torch.device) -> Any:
 
 @functools.cache
 def _allocator() -> Any:
-    """The object that asks for segments that are offered, as long as any pool lives."""
+    """An allocator that takes the segments that are offered; it lives as long as any pool."""
     return torch._C._cuda_customAllocator(*_core.segment_functions())
 
 

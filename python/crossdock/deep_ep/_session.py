@@ -48,17 +48,15 @@ class Session:
         apart: whether ranks are on several machines, so that not all share memory.
         memory: where results lie.
         stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``.
-        heap_bytes, shrink: as given.
+        heap_bytes: symmetric memory to begin with.
+        shrink: whether low-latency operations go on when a rank is lost.
         net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
         open_groups: those of bulk operations that are alive, which it closes when it ends.
 
     Args:
-        rank, num_ranks: the place of this rank.
+        rank, num_ranks, device, heap_bytes, shrink: the attributes.
         all_gather: gathers bytes from all ranks; used here only.
-        device: what tensors are on.
-        heap_bytes: symmetric memory to begin with.
         low_latency_mode, num_rdma_bytes: of the Buffer; ranks on several hosts have them alike.
-        shrink: whether low-latency operations go on when a rank is lost.
 
     Raises:
         Mismatch: those two contradict one another; on all ranks alike.
@@ -149,11 +147,6 @@ class Session:
         torch.sum(in_host, 0, dtype=torch.int32, out=out)
 
     # ---- Stream ----------------------------------------------------------------------------------
-
-    @property
-    def raw_stream(self) -> int:
-        """The stream as ``crossdock._core`` takes it."""
-        return self.stream.cuda_stream if self.cuda else 0
 
     def synchronize(self) -> None:
         """The host waits until all operations have ended."""

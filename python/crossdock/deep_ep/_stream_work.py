@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 import torch
 
@@ -47,12 +46,7 @@ class StreamWork:
             self._allocator = self._stream
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None and self._cuda:
             self._caller.wait_stream(self._stream)
 

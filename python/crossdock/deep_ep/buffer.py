@@ -14,7 +14,7 @@ from crossdock._core import constants
 from crossdock.torch import _calls
 
 from ._agreement import mismatch
-from ._arguments import read_bias, read_choices, read_tokens, read_weights
+from ._arguments import Bias, Rows, read_bias, read_choices, read_tokens, read_weights
 from ._combine import BAD_COLUMNS, WIDE, columns_of_weights, combine, pieces_of
 from ._config import Config, require_positive, require_sms
 from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
@@ -28,11 +28,10 @@ from .utils import EventHandle, EventOverlap
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_X = TypeVar("_X", torch.Tensor, tuple[torch.Tensor, torch.Tensor], _Rows)
+_X = TypeVar("_X", torch.Tensor, tuple[torch.Tensor, torch.Tensor], Rows)
 _Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
 _Dispatched = tuple[
-    _Rows,
+    Rows,
     torch.Tensor | None,
     torch.Tensor | None,
     list[int] | None,
@@ -41,7 +40,6 @@ _Dispatched = tuple[
 ]
 _Events = tuple[Any, Any, Any]  # previous_event, async_finish, allocate_on_comm_stream
 _MOST_RDMA_BYTES = 1 << 62  # the most that the library takes
-_Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 
 
 class Buffer(LowLatencyCalls):
@@ -328,7 +326,7 @@ class Buffer(LowLatencyCalls):
 
     def dispatch(
         self,
-        x: _Rows,
+        x: Rows,
         handle: Handle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
@@ -415,7 +413,7 @@ class Buffer(LowLatencyCalls):
         x: torch.Tensor,
         handle: Handle,
         topk_weights: torch.Tensor | None = None,
-        bias: _Bias = None,
+        bias: Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,

@@ -10,17 +10,15 @@ import torch.distributed as dist
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 
+from ._arguments import Bias, Rows
 from ._config import Config, require_sms
 from ._elastic_handle import EPHandle
 from ._expand import (
     Expansion,
     collect_weights,
-    counts_of,
     expand_rows,
     expand_weights,
-    expansion_of,
     reduce_rows,
-    worst_rows,
 )
 from ._session import Session
 from ._stream_work import StreamWork
@@ -29,8 +27,6 @@ from .utils import EventHandle, EventOverlap
 
 __all__ = ["ElasticBuffer"]
 
-_Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_Bias = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None
 _TMA_UNIT = 4  # scales of 4 bytes in the 16 that a TMA descriptor's stride is a multiple of
 _DEFAULT_TOPK = 32  # where a Buffer is sized for any
 
@@ -188,7 +184,7 @@ class ElasticBuffer:
 
     def dispatch(
         self,
-        x: _Rows,
+        x: Rows,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
@@ -207,7 +203,7 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """Sends each token's row to every rank that has one of its experts. Collective.
 
         Args:
@@ -275,9 +271,9 @@ class ElasticBuffer:
             checks.at_least(most, "num_max_tokens_per_rank", max(1, topk_idx.shape[0]))
             checks.at_least(alignment, "expert_alignment", 1)
             require_sms(num_sms, "num_sms")
-            local = num_experts // self.group_size
             stats = cumulative_local_expert_recv_stats
-            checks.optional(stats, "cumulative_local_expert_recv_stats", (local,), torch.int32)
+            local = (num_experts // self.group_size,)
+            checks.optional(stats, "cumulative_local_expert_recv_stats", local, torch.int32)
             event = self._after(*waits[:2])
             checks.events(event, async_with_compute_stream, False)
         except Exception as error:
@@ -305,28 +301,23 @@ class ElasticBuffer:
         )
         assert recv_idx is not None and recv_weights is not None
         with StreamWork(session, done, async_with_compute_stream) as work, work.allocating():
-            counts = counts_of(recv_idx, local)
-            if stats is not None:
-                stats += counts
-            expansion = None
-            if do_expand:
-                rows_by_expert = sum(counted)
-                if worst:
-                    rows_by_expert = worst_rows(worst, topk_idx.shape[1], local, alignment)
-                expansion = expansion_of(recv_idx, counts, alignment, rows_by_expert)
-                recv_weights = expand_weights(expansion, recv_weights)
-            rows = _formed(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
             found = EPHandle(
+                do_expand=do_expand,
                 num_experts=num_experts,
                 expert_alignment=alignment,
                 num_max_tokens_per_rank=most,
                 num_sms=num_sms or Buffer.num_sms,
                 topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
                 num_recv_tokens_per_expert_list=counted,
-                num_unaligned_recv_tokens_per_expert=counts,
                 inner=inner,
-                expansion=expansion,
+                recv_topk_idx=recv_idx,
             )
+            if stats is not None:
+                stats += found.num_unaligned_recv_tokens_per_expert
+            expansion = found.expansion
+            if expansion is not None:
+                recv_weights = expand_weights(expansion, recv_weights)
+            rows = _formed(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
         places = () if expansion is None else vars(expansion).values()
         done = work.finish((), (*_parts(rows), recv_weights, *vars(found).values(), *places))
         return rows, None if do_expand else recv_idx, recv_weights, found, done
@@ -336,7 +327,7 @@ class ElasticBuffer:
         x: torch.Tensor,
         handle: EPHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: _Bias = None,
+        bias: Bias = None,
         num_sms: int = 0,
         num_qps: int = 0,
         previous_event: EventOverlap | EventHandle | None = None,
@@ -411,14 +402,14 @@ class ElasticBuffer:
 
     def _dispatch_again(
         self,
-        x: _Rows,
+        x: Rows,
         handle: EPHandle,
         topk_weights: torch.Tensor | None,
         sizes: dict[str, int | None],
         none: dict[str, torch.Tensor | None],
         form: tuple[bool, bool, bool],
         waits: tuple[Any, Any, bool],
-    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
         """Dispatch along a handle.
 
         Args:
@@ -471,13 +462,13 @@ class ElasticBuffer:
         return None
 
 
-def _parts(rows: _Rows) -> tuple[torch.Tensor, ...]:
+def _parts(rows: Rows) -> tuple[torch.Tensor, ...]:
     return rows if isinstance(rows, tuple) else (rows,)
 
 
 def _formed(
-    expansion: Expansion | None, rows: _Rows, zero_padding: bool, column_major: bool
-) -> _Rows:
+    expansion: Expansion | None, rows: Rows, zero_padding: bool, column_major: bool
+) -> Rows:
     """Received rows and scales in the form that was asked for."""
     values, *scales = _parts(rows)
     if expansion is not None:

@@ -87,7 +87,7 @@ class Device:
         self.failures = failures or []
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.caller, stream = Stream("caller", log), Stream("scope", log)
-        self.cuda, self.stream, self.raw_stream = True, stream, STREAM
+        self.cuda, self.stream = True, stream
         self.wait_for_host_data = lambda: log.append("host waits")
         self.memory = self
         self.group = Group(log)
