@@ -111,7 +111,7 @@ def combine(
                 _sum_wide(memory, call, x, routing.plan, bias, pieces, out)
             else:
                 sums = {"plan": routing.plan, "expert_out": x, "out": out}
-                call.run(_calls.run, "combine", x.device, sums)
+                call.run(_calls.run, "combine", x, sums)
             if topk_weights is not None and weights is not None:
                 _sum_weights(call, topk_weights, routing.plan, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
@@ -127,7 +127,7 @@ def _sum_weights(call: Call, weights: torch.Tensor, plan: torch.Tensor, out: tor
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    call.run(_calls.run, "combine", rows.device, {"plan": plan, "expert_out": rows, "out": total})
+    call.run(_calls.run, "combine", rows, {"plan": plan, "expert_out": rows, "out": total})
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
@@ -153,9 +153,7 @@ def _sum_wide(
             rows = memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = torch.empty(out.shape[0], width, dtype=torch.float32, device=x.device)
-        call.run(
-            _calls.run, "combine", rows.device, {"plan": plan, "expert_out": rows, "out": total}
-        )
+        call.run(_calls.run, "combine", rows, {"plan": plan, "expert_out": rows, "out": total})
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

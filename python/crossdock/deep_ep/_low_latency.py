@@ -165,10 +165,8 @@ def dispatch(
 
     def run(phase: int, received: Received) -> None:
         given = {
-            "phase": phase,
             "tokens": x if phase != _RECEIVE else None,
             "topk_idx": topk_idx if phase != _RECEIVE else None,
-            "quantise": 0 if way is None else way.code,
             "plan": received.handle.routing.plan,
             "recv_tokens": received.x,
             "recv_scales": received.scales,
@@ -178,7 +176,8 @@ def dispatch(
             "expert_load": load,
             "wait_ns": wait,
         }
-        group.run(_calls.run, "dispatch", group.device, given)
+        code = 0 if way is None else way.code
+        group.run(_calls.run, "dispatch", received.x, given, phase=phase, quantise=code)
 
     beside = [tensor for tensor in (load, wait) if tensor is not None]
     inputs = [x, topk_idx, *beside]
@@ -222,14 +221,13 @@ def combine(
 
     def run(phase: int, result: torch.Tensor) -> None:
         given = {
-            "phase": phase,
             "plan": routing.plan,
             "expert_out": rows if phase != _RECEIVE else None,
             "topk_weights": topk_weights if phase != _RECEIVE else None,
             "out": result,
             "wait_ns": wait,
         }
-        group.run(_calls.run, "combine", group.device, given)
+        group.run(_calls.run, "combine", result, given, phase=phase)
 
     inputs = [rows, topk_weights, routing.plan, *([] if wait is None else [wait])]
     halves = group.combine_halves if return_recv_hook else None
