@@ -9,9 +9,6 @@
 namespace xdpy {
 namespace {
 
-// A name may have been cut inside a character.
-nb::object text_of(const char* text) { return nb::bytes(text).attr("decode")("utf-8", "replace"); }
-
 // xd_monitor.
 class Monitor {
  public:
@@ -33,18 +30,8 @@ class Monitor {
       if (source.in_use == 0) continue;
       const auto end = wait_ns.begin() + source.num_ranks;
       nb::dict fields = fields_of(stats, std::vector<std::int64_t>(wait_ns.begin(), end));
+      fields.update(fields_of(source));
       fields["place"] = place;
-      fields["rank"] = source.rank;
-      fields["num_ranks"] = source.num_ranks;
-      fields["first_operation"] = source.first_operation;
-      fields["number"] = source.number;
-      fields["device_type"] = source.device_type;
-      fields["operation"] = source.operation;
-      fields["operation_ns"] = source.operation_ns;
-      fields["waits_for"] = source.waits_for;
-      fields["comm"] = text_of(source.comm);
-      fields["name"] = text_of(source.name);
-      fields["detail"] = text_of(source.detail);
       found.append(std::move(fields));
     }
     return found;
@@ -54,31 +41,13 @@ class Monitor {
   xd_monitor* monitor_ = nullptr;
 };
 
-template <class Numbers>
-nb::tuple tuple_of(const Numbers& numbers) {
-  nb::list list;
-  for (const auto number : numbers) list.append(number);
-  return nb::tuple(list);
-}
-
 }  // namespace
 
 nb::dict fields_of(const xd_stats& stats, const std::vector<std::int64_t>& wait_ns) {
-  nb::dict fields;
-  fields["calls"] = tuple_of(stats.calls);
-  fields["call_ns"] = tuple_of(stats.call_ns);
-  fields["failed_calls"] = stats.failed_calls;
-  fields["tokens"] = stats.tokens;
-  fields["token_bytes"] = stats.token_bytes;
-  fields["rows"] = stats.rows;
-  fields["row_bytes"] = stats.row_bytes;
-  fields["bad_ids"] = stats.bad_ids;
-  fields["dropped_rows"] = stats.dropped_rows;
-  fields["counts_rows"] = stats.counts_rows != 0;
-  fields["measures_waits"] = stats.measures_waits != 0;
-  fields["net_puts"] = stats.net_puts;
-  fields["net_bytes"] = stats.net_bytes;
-  fields["wait_ns"] = tuple_of(wait_ns);
+  nb::dict fields = fields_of(stats);
+  nb::list waits;
+  for (const std::int64_t wait : wait_ns) waits.append(wait);
+  fields["wait_ns"] = nb::tuple(waits);
   return fields;
 }
 

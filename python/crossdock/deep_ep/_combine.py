@@ -70,7 +70,7 @@ def combine(
                 _sum_wide(batch, x, routing.plan, bias, pieces, out)
             else:
                 sums = {"plan": routing.plan, "expert_out": x, "out": out}
-                batch.run(_calls.run, "combine", x.device, sums)
+                batch.run(_calls.run, "combine", x, sums)
             if topk_weights is not None and weights is not None:
                 _sum_weights(batch, topk_weights, routing.plan, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
@@ -88,7 +88,7 @@ def _sum_weights(
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    batch.run(_calls.run, "combine", rows.device, {"plan": plan, "expert_out": rows, "out": total})
+    batch.run(_calls.run, "combine", rows, {"plan": plan, "expert_out": rows, "out": total})
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
@@ -114,7 +114,7 @@ def _sum_wide(
             rows.copy_(x[:, columns])
         total = x.new_empty(out.shape[0], width, dtype=torch.float32)
         sums = {"plan": plan, "expert_out": rows, "out": total}
-        batch.run(_calls.run, "combine", rows.device, sums)
+        batch.run(_calls.run, "combine", rows, sums)
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

@@ -156,7 +156,7 @@ def _prepare(
             counts = None
     rank_rows = torch.empty_like(prefix)
     outputs = {"plan": plan, "counts": counts, "total": total, "rank_rows": rank_rows}
-    batch.run(_calls.run, "prepare", plan.device, {"topk_idx": topk_idx, **outputs})
+    batch.run(_calls.run, "prepare", plan, {"topk_idx": topk_idx, **outputs})
     torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
 
 
@@ -220,7 +220,7 @@ def _send(
         "recv_weights": received.topk_weights,
         "recv_topk_idx": received.topk_idx,
     }
-    batch.run(_calls.run, "dispatch", plan.device, given)
+    batch.run(_calls.run, "dispatch", plan, given)
 
 
 def _shaped(tokens: Tokens, received: Received) -> Received:

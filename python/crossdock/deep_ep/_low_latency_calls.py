@@ -185,10 +185,8 @@ class LowLatencyCalls:
 
         def run(phase: int) -> None:
             given = {
-                "phase": phase,
                 "tokens": x if phase != RECEIVE else None,
                 "topk_idx": topk_idx if phase != RECEIVE else None,
-                "quantise": 0 if way is None else way.code,
                 "plan": plan,
                 "recv_tokens": made.x,
                 "recv_scales": made.scales,
@@ -198,7 +196,8 @@ class LowLatencyCalls:
                 "expert_load": load,
                 "wait_ns": wait,
             }
-            group.run(_calls.run, "dispatch", group.device, given)
+            code = 0 if way is None else way.code
+            group.run(_calls.run, "dispatch", made.x, given, phase=phase, quantise=code)
 
         halves = group.dispatch_halves if return_recv_hook else None
         inputs = [x, topk_idx, load, wait]
@@ -265,14 +264,13 @@ class LowLatencyCalls:
 
         def run(phase: int) -> None:
             given = {
-                "phase": phase,
                 "plan": routing.plan,
                 "expert_out": rows if phase != RECEIVE else None,
                 "topk_weights": topk_weights if phase != RECEIVE else None,
                 "out": out,
                 "wait_ns": wait,
             }
-            group.run(_calls.run, "combine", group.device, given)
+            group.run(_calls.run, "combine", out, given, phase=phase)
 
         halves = group.combine_halves if return_recv_hook else None
         inputs = [rows, topk_weights, routing.plan, wait]

@@ -274,13 +274,12 @@ class Buffer(LowLatencyCalls):
                 in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
             with work.running():
                 given = {
-                    "num_experts": num_experts,
                     "topk_idx": topk_idx,
                     "rows_per_rank": per_rank,
                     "rows_per_expert": per_expert,
                     "token_in_rank": in_rank.view(torch.uint8),
                 }
-                _calls.run(session.comm, "routing_layout", topk_idx.device, given)
+                _calls.run(session.comm, "routing_layout", topk_idx, given, num_experts=num_experts)
                 if per_host is not None:
                     session.count_by_host(in_rank, per_host)
             event = work.finish((topk_idx,), (per_rank, per_host, per_expert, in_rank))

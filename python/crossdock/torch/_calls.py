@@ -102,18 +102,25 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def run(core: object, operation: str, device: torch.device, given: Mapping[str, object]) -> None:
-    """Runs an operation of a class of ``_core`` on the current stream of a device.
+def run(
+    core: object,
+    operation: str,
+    like: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor | None],
+    **fields: object,
+) -> None:
+    """Runs an operation of a class of ``_core`` on the current stream of its device.
 
     Args:
         core: the group or communicator.
         operation: name of the method.
-        device: of core.
-        given: the fields of the operation's struct in the C header: tensors or None, and numbers.
+        like: a tensor on that device.
+        tensors: by the names of the fields of the operation's struct in the C header.
+        fields: its other ones.
     """
-    fields: dict[str, object] = {
-        name: spec(value) if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
-    fields["stream"] = current_stream(device)
+    if like.is_cuda:
+        fields["stream"] = current_stream(like.device)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            fields[name] = spec(tensor)
     getattr(core, operation)(fields)

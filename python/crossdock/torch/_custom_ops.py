@@ -191,14 +191,13 @@ def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tup
         given = {
             "topk_idx": topk_idx.contiguous(),
             "plan": plan,
-            "alignment": alignment,
             "counts": info[parts.counts],
             "padded_counts": info[parts.padded_counts],
             "offsets": offsets,
             "total": info[parts.total],
             "rank_rows": info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
         }
-        _calls.run(ep.core, "prepare", plan.device, given)
+        _calls.run(ep.core, "prepare", plan, given, alignment=alignment)
     except InvalidArgument as error:
         keep_prepared(error, plan, info, offsets)
         raise
@@ -234,7 +233,7 @@ def _row_experts_like(plan: Tensor, group: int, wide: bool) -> Tensor:
 def _row_experts(plan: Tensor, group: int, wide: bool) -> Tensor:
     out = _row_experts_like(plan, group, wide)
     given = {"plan": plan, "row_experts": out}
-    _calls.run(group_of(group).core, "row_experts", plan.device, given)
+    _calls.run(group_of(group).core, "row_experts", plan, given)
     return out
 
 
@@ -258,12 +257,11 @@ def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, ...]:
     outputs = _outputs.routing_layout(ep, topk_idx.shape[0])
     made = _outputs.make(outputs, ep.comm.pool, topk_idx)
     given = made | {
-        "num_experts": ep.num_experts,
         "topk_idx": topk_idx.contiguous(),
         "token_in_rank": made["token_in_rank"].view(torch.uint8),
-        "expert_ranks": ep.expert_ranks,
     }
-    _calls.run(ep.comm.core, "routing_layout", topk_idx.device, given)
+    experts = {"num_experts": ep.num_experts, "expert_ranks": ep.expert_ranks}
+    _calls.run(ep.comm.core, "routing_layout", topk_idx, given, **experts)
     return tuple(made.values())
 
 
@@ -306,14 +304,13 @@ def _dispatch(
     made = _outputs.make(outputs, ep.comm.pool, plan)
     results = (*made.values(), _next(order))
     del made["link"]
-    given = {
+    made |= {
         "plan": plan,
         "tokens": as_rows(tokens),
         "scales": scales,
         "topk_weights": as_packed(topk_weights),
-        "quantise": quantise,
     }
-    _calls.run(ep.core, "dispatch", plan.device, given | made)
+    _calls.run(ep.core, "dispatch", plan, made, quantise=quantise)
     return results
 
 
@@ -346,8 +343,9 @@ def _dispatch_bwd(
         "plan": plan,
         "grad_recv_tokens": as_rows(grad_recv_tokens),
         "grad_recv_weights": as_packed(grad_recv_weights),
+        **made,
     }
-    _calls.run(ep.core, "dispatch_bwd", plan.device, given | made)
+    _calls.run(ep.core, "dispatch_bwd", plan, given)
     return (*made.values(), order)
 
 
@@ -382,8 +380,8 @@ def _combine(
     _check(ep, constants.COMBINE, "weights", weights, 1, _WEIGHTS)
     made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, plan)
     order = _next(order)
-    given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights)}
-    _calls.run(ep.core, "combine", plan.device, given | made)
+    given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights), **made}
+    _calls.run(ep.core, "combine", plan, given)
     return (*made.values(), order)
 
 
@@ -415,8 +413,9 @@ def _combine_bwd(
         "grad_out": as_rows(grad_out),
         "expert_out": as_rows(expert_out),
         "weights": as_packed(weights),
+        **made,
     }
-    _calls.run(ep.core, "combine_bwd", plan.device, given | made)
+    _calls.run(ep.core, "combine_bwd", plan, given)
     return (*made.values(), order)
 
 

@@ -77,11 +77,9 @@ def _dispatch(
     quantise: int,
 ) -> None:
     given = {
-        "phase": phase,
         "tokens": as_rows(tokens),
         "topk_idx": as_packed(topk_idx),
         "topk_weights": as_packed(topk_weights),
-        "quantise": quantise,
         "plan": plan,
         "recv_tokens": recv_tokens,
         "recv_scales": recv_scales,
@@ -91,7 +89,7 @@ def _dispatch(
         "expert_load": expert_load,
         "wait_ns": wait_ns,
     }
-    _run(group, constants.LL_DISPATCH, given)
+    _run(group, constants.LL_DISPATCH, given, phase=phase, quantise=quantise)
 
 
 @_operator(
@@ -109,23 +107,22 @@ def _combine(
     phase: int,
 ) -> None:
     given = {
-        "phase": phase,
         "plan": plan,
         "expert_out": expert_out,
         "topk_weights": as_packed(topk_weights),
         "out": out,
         "wait_ns": wait_ns,
     }
-    _run(group, constants.LL_COMBINE, given)
+    _run(group, constants.LL_COMBINE, given, phase=phase)
 
 
-def _run(group: int, operation: int, given: dict[str, Any]) -> None:
+def _run(group: int, operation: int, tensors: dict[str, Tensor | None], **numbers: int) -> None:
     """Calls the library; of what it cannot be called with, the peers hear."""
     found = low_latency_group_of(group)
     try:
-        _calls.run(found.core, _METHODS[operation], found.comm.device, given)
+        _calls.run(found.core, _METHODS[operation], found.order, tensors, **numbers)
     except TypeError as error:  # a dtype that the library has no number for
-        found.refuse(None if given["phase"] == _RECEIVE else operation, TypeError, str(error))
+        found.refuse(None if numbers["phase"] == _RECEIVE else operation, TypeError, str(error))
 
 
 # ---- For users -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "../fields.h"
@@ -54,7 +55,8 @@ template <class Args>
 Args args_of(const Operands& operands) {
   Args args = xdpy::Fields<Args>::init;
   xdpy::for_each_field<Args>([&](const auto& field) {
-    if constexpr (field.is_tensor()) args.*field.at = operands.find(field.name);
+    using Field = std::decay_t<decltype(field)>;
+    if constexpr (Field::is_tensor()) args.*field.at = operands.find(field.name);
   });
   if constexpr (requires { args.plan; }) {
     args.plan = operands.data("plan");
