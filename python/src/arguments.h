@@ -109,6 +109,7 @@ class Given {
     }
     if (found != PyDict_Size(given.ptr())) refuse_unknown(given);
   }
+  // Only of a struct without tensors, to which it would refer where they were. Lists stay in place.
   Given(Given&&) noexcept = default;
   Given(const Given&) = delete;
   Given& operator=(const Given&) = delete;
@@ -140,7 +141,8 @@ class Given {
     std::string unknown;
     for (auto [key, value] : given) {
       const auto is_it = [&key](PyObject* known) { return key.equal(nb::handle(known)); };
-      if (std::none_of(keys().begin(), keys().end(), is_it)) unknown = nb::str(key).c_str();
+      const auto* const end = keys().begin() + num_fields + (num_tensors != 0);
+      if (std::none_of(keys().begin(), end, is_it)) unknown = nb::str(key).c_str();
     }
     throw nb::type_error(
         (std::string("unknown field of ") + Fields<Struct>::name + ": " + unknown).c_str());

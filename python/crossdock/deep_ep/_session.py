@@ -203,7 +203,7 @@ class Session:
             self._close()
 
     def close_group(self, group: _core.Group | _core.LowLatencyGroup) -> None:
-        """Closes a group of this session once its operations have ended, as the library wants."""
+        """Closes a group when its operations have ended."""
         if is_capturing(self.device):
             _left_by_captures.append(group)
             return
