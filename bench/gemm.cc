@@ -6,7 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "gemm_run.h"
+#include "gemm/run.h"
 #include "machine.h"
 #include "option.h"
 #include "report.h"

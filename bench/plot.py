@@ -23,7 +23,7 @@ import sys
 
 import figures
 from figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE
-from gemm_tables import APART, AUTO, PRODUCT, points_of
+from gemm.tables import APART, AUTO, PRODUCT, points_of
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 DRAWN = ("h100x2-tokens", "h100x2-sms", "h100x2-ll", "h100x2-gemm", "xeon2-gemm-bf16")

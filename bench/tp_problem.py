@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-# Columns between the layers of a model, and inside its MLP; as in bench/gemm_shape.cc.
+# Columns between the layers of a model, and inside its MLP; as in bench/gemm/shape.cc.
 MODELS = {"70b": (8192, 28672), "8b": (4096, 14336)}
 KEYS_AND_VALUES = 2 * 8 * 128
 

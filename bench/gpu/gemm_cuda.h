@@ -1,7 +1,7 @@
 // The measurement of products on CUDA devices.
 #pragma once
 
-#include "../gemm_run.h"
+#include "../gemm/run.h"
 #include "../table.h"
 
 namespace bench::gpu {

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "../gemm_data.h"
+#include "../gemm/data.h"
 #include "cuda/cublaslt.h"
 #include "device.h"
 

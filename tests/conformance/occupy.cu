@@ -4,7 +4,7 @@
 // have, so that one block fills a multiprocessor, and watches the clock.
 #include <cstdint>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 
 namespace xd::test {
 namespace {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/fixed_step.h"
 #include "conformance/said.h"
 #include "faults/meeting.h"

@@ -27,7 +27,7 @@
 #include "support/memory.h"
 
 #if defined(XD_CUDA)
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #endif
 
 namespace xd::test {

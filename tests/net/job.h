@@ -14,7 +14,7 @@
 
 #include "conformance/said.h"
 #include "net/net_hosts.h"
-#include "net/rank_process.h"
+#include "net/rank/process.h"
 
 namespace xd::test {
 
@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 using Settings = RankProcess::Settings;
 
 inline constexpr int kPort = 29400;
-inline constexpr int kSilenceMs = 1000;  // as rank_main.cc has it
+inline constexpr int kSilenceMs = 1000;  // as rank/main.cc has it
 
 inline int ms_since(Clock::time_point start) {
   return static_cast<int>(

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "gemm_data.h"
+#include "gemm/data.h"
 
 namespace bench {
 namespace {

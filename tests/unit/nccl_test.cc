@@ -1,5 +1,5 @@
 // The calls to NCCL of a communicator that is made from an ncclComm_t, with a library in NCCL's
-// place. The gathering itself needs GPUs: see cuda_nccl_test.cc.
+// place. The gathering itself needs GPUs: see cuda/nccl_test.cc.
 #include <dlfcn.h>
 
 #include "meet/nccl/library.h"

@@ -4,12 +4,13 @@
 docs/internals/architecture.md draws the rooms of src/, and the drawing is the rule: a file may
 include its own room's files and those of rooms that arrows lead to. Every room is drawn, and every
 arrow stands for an include. Headers of other libraries have their folders. A folder that is not
-drawn belongs to the room around it. No files include one another in a circle, and no three of a
-folder share the first word of their names, which would be a folder's name. Public headers stand on
-DLPack and two C headers, those of compat/ also on C++'s; the Python extension, examples and the
-tests of the C API stand on the public headers alone, but for base/ in tests of faults, which hold
-descriptors and processes. The Python packages stand one on another as PYTHON_LEVELS lists them, and
-no files of theirs import one another in a circle, also not in functions or for types alone.
+drawn belongs to the room around it. No files include one another in a circle, and no more of a
+folder than MOST_SHARING says share the first word of their names, which would be a folder's name.
+Public headers stand on DLPack and two C headers, those of compat/ also on C++'s; the Python
+extension, examples and the tests of the C API stand on the public headers alone, but for base/ in
+tests of faults, which hold descriptors and processes. The Python packages stand one on another as
+PYTHON_LEVELS lists them, and no files of theirs import one another in a circle, also not in
+functions or for types alone.
 """
 
 import ast
@@ -36,6 +37,8 @@ API_ONLY = [
     "tests/support",
     "examples",
 ]
+# How many files of a folder may share the first word of their names.
+MOST_SHARING = {"src": 2, "tests": 6, "bench": 6}
 # The modules of crossdock itself, then its folders.
 PYTHON_LEVELS = [{"crossdock"}, {"jax", "torch"}, {"compat", "deep_ep"}, {"cli"}]
 PYTHON_LEVEL_OF = {name: level for level, names in enumerate(PYTHON_LEVELS) for name in names}
@@ -100,12 +103,14 @@ def circles(includes_of):
 
 
 def prefixes(root):
-    """(folder, prefix, names) of every prefix that three names of a folder share."""
-    for folder in sorted({path.parent for path in (root / "src").rglob("*.*")}):
+    """(folder, prefix, names) of every prefix that more names of a folder share than may."""
+    files = [path for base in MOST_SHARING for path in (root / base).rglob("*.*")]
+    for folder in sorted({path.parent for path in files}):
+        most = MOST_SHARING[folder.relative_to(root).parts[0]]
         names = {path.stem for path in folder.iterdir() if path.suffix in SOURCES}
         for prefix in sorted({name.split("_")[0] for name in names}):
             sharing = sorted(name for name in names if name.split("_")[0] == prefix)
-            if len(sharing) > 2:
+            if len(sharing) > most:
                 yield folder.relative_to(root), prefix, sharing
 
 

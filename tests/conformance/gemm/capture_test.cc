@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/gemm/batch.h"
 #include "conformance/gemm/gather.h"
 #include "conformance/said.h"

@@ -5,7 +5,7 @@
 #include <string>
 #include <thread>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 

@@ -5,7 +5,7 @@
 #include <ostream>
 #include <vector>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/slots/echo.h"
 #include "support/gtest_main.h"
 

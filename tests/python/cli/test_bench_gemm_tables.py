@@ -1,4 +1,4 @@
-"""bench/gemm_tables.py: the tables that it makes of measured times, and what it finds of AUTO."""
+"""bench/gemm/tables.py: the tables that it makes of measured times, and what it finds of AUTO."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[3] / "bench" / "gemm_tables.py"
+SCRIPT = pathlib.Path(__file__).resolve().parents[3] / "bench" / "gemm" / "tables.py"
 COST = {"memory_bytes": 5_000_000, "overlap": 0.875, "host_us": 4.25}
 
 

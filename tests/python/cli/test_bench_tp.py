@@ -15,7 +15,7 @@ from tp_problem import MODELS, read_shapes  # noqa: E402
 
 
 def test_models_are_those_of_crossdock_bench():
-    found = re.findall(r'Model\{"(\w+)", (\d+), (\d+)\}', (BENCH / "gemm_shape.cc").read_text())
+    found = re.findall(r'Model\{"(\w+)", (\d+), (\d+)\}', (BENCH / "gemm" / "shape.cc").read_text())
     assert MODELS == {name: (int(hidden), int(inner)) for name, hidden, inner in found}
 
 

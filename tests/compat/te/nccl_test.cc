@@ -7,8 +7,8 @@
 #include <fstream>
 #include <string>
 
-#include "compat/te_ep_batch.h"
-#include "compat/te_product.h"
+#include "compat/te/ep_batch.h"
+#include "compat/te/product.h"
 #include "support/gtest_main.h"
 #include "support/open_nccl.h"
 

@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "faults/hex.h"
-#include "net/rank_channels.h"
-#include "net/rank_process.h"
-#include "net/rank_steps.h"
+#include "net/rank/channels.h"
+#include "net/rank/process.h"
+#include "net/rank/steps.h"
 #include "support/usage.h"
 
 namespace xd::test {

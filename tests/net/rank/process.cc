@@ -1,4 +1,4 @@
-#include "net/rank_process.h"
+#include "net/rank/process.h"
 
 #include <gtest/gtest.h>
 

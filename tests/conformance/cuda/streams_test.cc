@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "conformance/cuda_graph.h"
-#include "conformance/cuda_stream.h"
+#include "conformance/cuda/graph.h"
+#include "conformance/cuda/stream.h"
 #include "conformance/fixed_step.h"
 #include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"

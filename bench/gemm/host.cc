@@ -1,6 +1,6 @@
 // The measurement of products on the host: oneDNN's product, the library's collectives.
 #include "gemm/cpu/onednn.h"
-#include "gemm_run.h"
+#include "run.h"
 
 namespace bench {
 namespace {

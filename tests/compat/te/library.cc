@@ -1,5 +1,5 @@
 // A shared library that uses the group of its process, and makes contexts for others.
-#include "compat/te_library.h"
+#include "compat/te/library.h"
 
 #include <crossdock/compat/te_ep.h>
 

@@ -1,4 +1,4 @@
-#include "gemm_run.h"
+#include "run.h"
 
 #include <array>
 #include <chrono>
@@ -7,8 +7,8 @@
 #include <optional>
 #include <utility>
 
-#include "report.h"
-#include "routing.h"
+#include "../report.h"
+#include "../routing.h"
 
 namespace bench {
 namespace {

@@ -1,4 +1,4 @@
-#include "net/rank_steps.h"
+#include "net/rank/steps.h"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 // Wrong numbers of a step are printed where they are compared.
 bool has_wrong_numbers() { return testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed(); }
 
-// Does step(i) for all i; the result is as in rank_steps.h.
+// Does step(i) for all i; the result is as in rank/steps.h.
 std::string in_order(int count, const std::function<void(int)>& step) {
   for (int i = 0; i < count; ++i) {
     step(i);

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "compat/te_errors.h"
-#include "compat/te_product.h"
+#include "compat/te/errors.h"
+#include "compat/te/product.h"
 #include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 

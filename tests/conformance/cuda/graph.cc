@@ -1,4 +1,4 @@
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 
 #include <stdexcept>
 #include <string>

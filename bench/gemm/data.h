@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "gemm_shape.h"
-#include "workload.h"
+#include "../workload.h"
+#include "shape.h"
 
 namespace bench {
 

@@ -1,4 +1,4 @@
-#include "compat/te_ep_batch.h"
+#include "compat/te/ep_batch.h"
 
 #include <gtest/gtest.h>
 

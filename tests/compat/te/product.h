@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "compat/te_tensors.h"
+#include "compat/te/tensors.h"
 #include "support/world.h"
 
 namespace xd::test {

@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "conformance/cuda_graph.h"
-#include "conformance/cuda_stream.h"
+#include "conformance/cuda/graph.h"
+#include "conformance/cuda/stream.h"
 #include "conformance/fixed_step.h"
 #include "conformance/said.h"
 #include "support/gtest_main.h"

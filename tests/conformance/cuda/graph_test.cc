@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/fixed_step.h"
 #include "support/gtest_main.h"
 

@@ -1,5 +1,5 @@
 // A rank that is a process of its own on one of the test's hosts. It does what it is told over its
-// standard input, a word a line, and answers each by a line (rank_main.cc).
+// standard input, a word a line, and answers each by a line (rank/main.cc).
 #pragma once
 
 #include <map>

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "compat/te_ep_batch.h"
-#include "compat/te_library.h"
+#include "compat/te/ep_batch.h"
+#include "compat/te/library.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -190,7 +190,7 @@ TEST(TeEp, Mxfp8RowsTravelWithTheirScales) {
   });
 }
 
-// Where the ranks meet through NCCL's communicator, which only GPUs have: see te_nccl_test.cc.
+// Where the ranks meet through NCCL's communicator, which only GPUs have: see te/nccl_test.cc.
 TEST(TeEp, ZeroCopyLeavesOutStagingMemoryWhereNoTensorCanBeInAWindowOfNccls) {
   using crossdock::te::detail::staging_of;
   NVTEEpGroupConfig config = NVTE_EP_GROUP_CONFIG_INIT;

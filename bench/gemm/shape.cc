@@ -1,4 +1,4 @@
-#include "gemm_shape.h"
+#include "shape.h"
 
 #include <algorithm>
 #include <array>

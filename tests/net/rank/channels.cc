@@ -1,4 +1,4 @@
-#include "net/rank_channels.h"
+#include "net/rank/channels.h"
 
 #include <cstring>
 

@@ -6,8 +6,8 @@
 #include <functional>
 #include <string>
 
-#include "compat/te_ep_batch.h"
-#include "compat/te_errors.h"
+#include "compat/te/ep_batch.h"
+#include "compat/te/errors.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "support/world.h"
 
 namespace xd::test {

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "gemm_data.h"
-#include "rank.h"
+#include "../rank.h"
+#include "data.h"
 
 namespace bench {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "conformance/fixed_step.h"
 #include "support/gtest_main.h"
 

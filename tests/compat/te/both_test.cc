@@ -5,9 +5,9 @@
 #include <array>
 #include <vector>
 
-#include "compat/te_ep_batch.h"
-#include "compat/te_library.h"
-#include "compat/te_product.h"
+#include "compat/te/ep_batch.h"
+#include "compat/te/library.h"
+#include "compat/te/product.h"
 #include "conformance/gemm/batch.h"
 #include "support/gtest_main.h"
 

@@ -1,12 +1,12 @@
-#include "gemm_data.h"
+#include "data.h"
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
 
-#include "ranks.h"
-#include "routing.h"
+#include "../ranks.h"
+#include "../routing.h"
 
 namespace bench {
 namespace {

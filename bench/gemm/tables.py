@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes docs/gemm.md's tables of what crossdock-bench gemm --json FILE has measured.
 
-  gemm_tables.py FILE... [--aims]
+  gemm/tables.py FILE... [--aims]
 
 Prints two tables in Markdown: the times of every algorithm beside the product alone and both steps
 one after the other, and what AUTO costs. Ways that have been captured count by their graphs. Below

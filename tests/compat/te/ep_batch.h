@@ -3,7 +3,7 @@
 
 #include <crossdock/compat/te_ep.h>
 
-#include "compat/te_tensors.h"
+#include "compat/te/tensors.h"
 #include "conformance/batch.h"
 
 namespace xd::test {

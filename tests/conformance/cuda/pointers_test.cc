@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "conformance/batch.h"
-#include "conformance/cuda_graph.h"
+#include "conformance/cuda/graph.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
