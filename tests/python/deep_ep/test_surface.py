@@ -129,6 +129,10 @@ def test_config_refuses_what_cannot_be() -> None:
         Config(nvl_recv_tokens=0)
     with pytest.raises(TypeError, match="'chunks'"):
         Config(chunks=3)
+    with pytest.raises(TypeError, match="nvl_send_tokens: given twice, also as num_max_nvl_chu"):
+        Config(nvl_send_tokens=1, num_max_nvl_chunked_send_tokens=2)
+    with pytest.raises(TypeError, match="multiple values for argument 'nvl_send_tokens'"):
+        Config(20, 6, num_max_nvl_chunked_send_tokens=2)
 
 
 def test_size_hints() -> None:
