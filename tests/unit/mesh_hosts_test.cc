@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <functional>
 
 #include "base/math.h"
@@ -227,11 +228,20 @@ TEST(HostMesh, ARankThatStandsStillIsNotLost) {
 
 // Rank 1 of two hosts with a rank each. It has met the other, and is not connected.
 struct RemoteRank : OddRank {
-  explicit RemoteRank(const xd_unique_id& id) : OddRank(id, 1, 2, "a secret") { introduce(); }
+  RemoteRank(const xd_unique_id& id, const std::atomic<bool>& other_joined)
+      : OddRank(id, 1, 2, "a secret"), joined(other_joined) {
+    introduce();
+  }
   UniqueFd call() const {
     return tcp_connect(control_address(ranks->introductions[0]), Deadline::after_ms(5000));
   }
   void pass_time(int ms) const { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+  // The other may still be connecting when this rank has connected.
+  void stay() const {
+    EXPECT_TRUE(eventually([&] { return joined.load(); }));
+  }
+
+  const std::atomic<bool>& joined;
 };
 
 // Two ranks as threads; the first's outcome. It connects, and then does what it is to do.
@@ -240,12 +250,14 @@ std::optional<Error> with_remote_rank(
     const std::function<void(Member&)>& then = [](Member&) {}) {
   const xd_unique_id id = new_id();
   Member zero;
+  std::atomic<bool> joined = false;
   return on_threads(2, [&](int rank) {
     if (rank == 0) {
       zero.join(id, 0, 2, part(0));
+      joined = true;
       return then(zero);
     }
-    RemoteRank remote(id);
+    RemoteRank remote(id, joined);
     body(remote);
   })[0];
 }
@@ -262,7 +274,7 @@ TEST(HostConnector, ARankThatIsSlowToCallIsNotLost) {
   EXPECT_FALSE(with_remote_rank([](RemoteRank& remote) {
     remote.pass_time(1500);
     remote.connect();
-    remote.pass_time(100);
+    remote.stay();
   }));
 }
 
@@ -287,7 +299,7 @@ TEST(HostConnector, AHelloWithoutAProofEndsNothing) {
                 sent);
     }
     remote.connect();
-    remote.pass_time(100);
+    remote.stay();
   }));
   EXPECT_GT(log.end().size(), 0U);
 }

@@ -90,7 +90,8 @@ inline std::vector<Member> threads_mesh(int num_ranks) {
   return members;
 }
 
-// A rank that follows the protocol as far as the test likes.
+// A rank that follows the protocol as far as the test likes. It belongs outside of on_threads()
+// where the others must succeed: its end is a loss for those that are still connecting.
 struct OddRank {
   // With a secret of the job it is alone on its host, and is called over TCP on the loopback
   // interface.

@@ -171,20 +171,22 @@ TEST(Mesh, StrangersOnTheSocketAreRefused) {
   Member zero, one;
   LogCapture log;
   UniqueFd silent;  // until all ranks are connected
+  std::optional<OddRank> odd;
   const auto errors = on_threads(3, [&](int rank) {
     if (rank == 0) return zero.join(id, 0, 3);
     if (rank == 1) return one.join(id, 1, 3);
-    OddRank odd(id, 2, 3);
-    odd.introduce();
-    const UniqueFd garbage = connect_link(odd.ranks->introductions[0].socket_name);
+    odd.emplace(id, 2, 3);
+    odd->introduce();
+    const Tag& listener = odd->ranks->introductions[0].socket_name;
+    const UniqueFd garbage = connect_link(listener);
     send_packet(garbage.get(), bytes_of("let me in"));
-    const UniqueFd wrong_secret = connect_link(odd.ranks->introductions[0].socket_name);
+    const UniqueFd wrong_secret = connect_link(listener);
     send_packet(wrong_secret.get(),
                 Handshake(Side::client, make_random<Secret>(), 2).take_output());
-    silent = connect_link(odd.ranks->introductions[0].socket_name);
+    silent = connect_link(listener);
     pollfd ends[]{{garbage.get(), 0, 0}, {wrong_secret.get(), 0, 0}};
     EXPECT_TRUE(eventually([&] { return ::poll(ends, 2, 0) == 2; }));
-    odd.connect();
+    odd->connect();
   });
   const auto lines = log.end();
   expect_no_errors(errors);
@@ -198,21 +200,22 @@ TEST(Mesh, ThousandsOfStrangersFillNoLog) {
   const xd_unique_id id = new_id();
   Member zero;
   LogCapture log;
+  std::optional<OddRank> odd;
   const auto errors = on_threads(2, [&](int rank) {
     if (rank == 0) return zero.join(id, 0, 2);
-    OddRank odd(id, 1, 2);
-    odd.introduce();
+    odd.emplace(id, 1, 2);
+    odd->introduce();
     for (int i = 0; i < kStrangers; ++i) {
       UniqueFd stranger;
       ASSERT_TRUE(eventually([&] {  // the listener has room for a few
-        stranger = connect_link(odd.ranks->introductions[0].socket_name);
+        stranger = connect_link(odd->ranks->introductions[0].socket_name);
         return static_cast<bool>(stranger);
       }));
       send_packet(stranger.get(), bytes_of("let me in"));
       pollfd end{stranger.get(), 0, 0};
       ASSERT_TRUE(eventually([&] { return ::poll(&end, 1, 0) == 1; }));
     }
-    odd.connect();
+    odd->connect();
   });
   const auto lines = log.end();
   expect_no_errors(errors);
