@@ -166,7 +166,7 @@ std::int64_t Routed::rows_between(int source, int destination) const {
                                [&](const Row& row) { return row.source == source; });
 }
 
-std::uint32_t combined(const Routed& routed, const Hosts& hosts, const TokenOf& of,
+std::uint32_t combined(const Routed& routed, const HostRanks& hosts, const TokenOf& of,
                        std::int64_t column, Format format, const ElementAt& element,
                        const WeightAt* weight) {
   const Choices& choices = routed.choices(of.source);
@@ -191,7 +191,7 @@ std::uint32_t combined(const Routed& routed, const Hosts& hosts, const TokenOf& 
     sum = sum ? *sum + rounded : rounded;
   };
   std::optional<float> sum;
-  for (const std::vector<int>& ranks : ranks_by_host(hosts, routed.placement().num_ranks)) {
+  for (const std::vector<int>& ranks : hosts) {
     std::optional<float> of_host;
     for (const int rank : ranks) add_rounded(of_host, sum_of_rank(rank));
     add_rounded(sum, of_host);

@@ -108,7 +108,7 @@ struct TokenOf {
 // One element of combine (and, without weights, of dispatch_bwd's grad_tokens): the sum over the
 // rows of a token, rounded on each rank, for each host where there are several, and once more at
 // its source. A code of `format`.
-std::uint32_t combined(const Routed& routed, const Hosts& hosts, const TokenOf& of,
+std::uint32_t combined(const Routed& routed, const HostRanks& hosts, const TokenOf& of,
                        std::int64_t column, Format format, const ElementAt& element,
                        const WeightAt* weight);
 

@@ -94,17 +94,19 @@ TEST(Reference, CapacitiesAreRoundedDownToTheAlignment) {
 TEST(Reference, SumsAreRoundedOnEachRankFirst) {
   const Routed routed({2, 2, XD_EP_EXPERT_MAJOR, 1, {100, 100}, XD_EP_OVERFLOW_ERROR},
                       {{1, 3, {0, 1, 2}}, {0, 3, {}}});
+  const HostRanks one_host = ranks_by_host({}, 2);
   const ElementAt element = [](int rank, std::int64_t row, std::int64_t) {
     return rank == 0 && row == 0 ? 256.0f : 1.0f;
   };
-  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16),
-            256.0f);
-  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatF32, element, nullptr), kFormatF32),
+  EXPECT_EQ(
+      decode(combined(routed, one_host, {0, 0}, 0, kFormatBf16, element, nullptr), kFormatBf16),
+      256.0f);
+  EXPECT_EQ(decode(combined(routed, one_host, {0, 0}, 0, kFormatF32, element, nullptr), kFormatF32),
             258.0f);
   const WeightAt weight = [](int rank, std::int64_t row) {
     return rank == 0 && row == 0 ? 0.5f : 2.0f;
   };
-  EXPECT_EQ(decode(combined(routed, {}, {0, 0}, 0, kFormatF32, element, &weight), kFormatF32),
+  EXPECT_EQ(decode(combined(routed, one_host, {0, 0}, 0, kFormatF32, element, &weight), kFormatF32),
             132.0f);
 }
 

@@ -32,8 +32,9 @@ void Step::combine() {
     return decode(code(rank, r, column), format);
   };
   const WeightAt weight_of = [&](int rank, std::int64_t r) { return weight_at(rank, r); };
+  const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
   expect_tokens("out", out, [&](auto t, auto column) {
-    return combined(routed_, rank_.hosts, {me, static_cast<int>(t)}, column, format, value,
+    return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value,
                     weighted ? &weight_of : nullptr);
   });
 }

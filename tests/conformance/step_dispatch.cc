@@ -179,9 +179,9 @@ void Step::dispatch_bwd() {
     const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
       return decode(grad(rank, r, column), format);
     };
+    const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
     expect_tokens("grad_tokens", grad_tokens, [&](auto t, auto column) {
-      return combined(routed_, rank_.hosts, {me, static_cast<int>(t)}, column, format, value,
-                      nullptr);
+      return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value, nullptr);
     });
   }
   if (!with_weights) return;

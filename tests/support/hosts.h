@@ -13,7 +13,9 @@ using Hosts = std::vector<int>;
 inline std::string host_name(int host) { return "host-" + std::to_string(host); }
 
 // The ranks of every host, ascending; hosts come by their lowest ranks.
-inline std::vector<std::vector<int>> ranks_by_host(const Hosts& hosts, int num_ranks) {
+using HostRanks = std::vector<std::vector<int>>;
+
+inline HostRanks ranks_by_host(const Hosts& hosts, int num_ranks) {
   std::vector<std::pair<int, std::vector<int>>> found;
   for (int rank = 0; rank < num_ranks; ++rank) {
     const int host = hosts.empty() ? 0 : hosts[static_cast<std::size_t>(rank)];
@@ -22,7 +24,7 @@ inline std::vector<std::vector<int>> ranks_by_host(const Hosts& hosts, int num_r
     if (i == found.size()) found.push_back({host, {}});
     found[i].second.push_back(rank);
   }
-  std::vector<std::vector<int>> result;
+  HostRanks result;
   for (auto& [host, ranks] : found) result.push_back(std::move(ranks));
   return result;
 }

@@ -155,7 +155,7 @@ const DLTensor* Tensor::dl() {
   std::size_t first = 0;
   if (!empty) {  // without allocating, for a packed tensor: calls under test may rely on that
     first = spread_.strides.empty() ? static_cast<std::size_t>(spread_.shift) * element_bytes(type_)
-                                    : places().front();
+                                    : runs().front().offset;
   }
   dl_.data = null ? nullptr : static_cast<std::byte*>(buffer_.data()) + first;
   dl_.ndim = static_cast<int>(shape_.size());
@@ -165,54 +165,57 @@ const DLTensor* Tensor::dl() {
   return &dl_;
 }
 
-std::vector<std::size_t> Tensor::places() const {
+std::vector<Tensor::Run> Tensor::runs() const {
   const std::size_t size = element_bytes(type_), count = count_of(shape_);
-  std::vector<std::size_t> places(count);
-  const std::int64_t cols = shape_.size() > 1 ? shape_[1] : 1;
-  std::int64_t down = cols, along = 1, first = spread_.shift;
-  if (!spread_.strides.empty()) {
-    down = spread_.strides[0];
-    along = shape_.size() > 1 ? spread_.strides[1] : 1;
+  if (count == 0) return {};
+  if (spread_.strides.empty()) {
+    return {{static_cast<std::size_t>(spread_.shift) * size, count * size}};
   }
-  if (down < 0 && shape_[0] > 0) first -= (shape_[0] - 1) * down;
-  if (along < 0 && cols > 0) first -= (cols - 1) * along;
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto at = static_cast<std::int64_t>(i);
-    places[i] = static_cast<std::size_t>(first + at / cols * down + at % cols * along) * size;
+  const std::int64_t rows = shape_[0], cols = shape_.size() > 1 ? shape_[1] : 1;
+  const std::int64_t down = spread_.strides[0], along = cols > 1 ? spread_.strides[1] : 1;
+  std::int64_t first = spread_.shift;
+  if (down < 0) first -= (rows - 1) * down;
+  if (along < 0) first -= (cols - 1) * along;
+  const std::int64_t length = along == 1 ? cols : 1;  // of a run, in elements
+  std::vector<Run> runs;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < cols; j += length) {
+      runs.push_back({static_cast<std::size_t>(first + i * down + j * along) * size,
+                      static_cast<std::size_t>(length) * size});
+    }
   }
-  return places;
+  return runs;
 }
 
 std::vector<std::byte> Tensor::read() const {
   const std::vector<std::byte> bytes = buffer_.read();
-  const std::size_t size = element_bytes(type_);
-  std::vector<std::byte> packed;
-  for (const std::size_t place : places()) {
-    const auto from = bytes.begin() + static_cast<std::ptrdiff_t>(place);
-    packed.insert(packed.end(), from, from + static_cast<std::ptrdiff_t>(size));
+  std::vector<std::byte> packed(count_of(shape_) * element_bytes(type_));
+  auto to = packed.begin();
+  for (const Run& run : runs()) {
+    to = std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(run.offset), run.bytes, to);
   }
   return packed;
 }
 
 void Tensor::write_bytes(std::span<const std::byte> packed) {
-  const std::vector<std::size_t> all = places();
-  const std::size_t size = element_bytes(type_);
-  if (packed.size() != all.size() * size) {
-    throw std::logic_error("tensor of " + std::to_string(all.size() * size) + " bytes, written " +
+  const std::size_t expected = count_of(shape_) * element_bytes(type_);
+  if (packed.size() != expected) {
+    throw std::logic_error("tensor of " + std::to_string(expected) + " bytes, written " +
                            std::to_string(packed.size()));
   }
   std::vector<std::byte> bytes = buffer_.read();
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    std::copy_n(packed.begin() + static_cast<std::ptrdiff_t>(i * size), size,
-                bytes.begin() + static_cast<std::ptrdiff_t>(all[i]));
+  auto from = packed.begin();
+  for (const Run& run : runs()) {
+    std::copy_n(from, run.bytes, bytes.begin() + static_cast<std::ptrdiff_t>(run.offset));
+    from += static_cast<std::ptrdiff_t>(run.bytes);
   }
   buffer_.write(bytes);
 }
 
 bool Tensor::gaps_intact() const {
   std::vector<std::byte> bytes = buffer_.read();
-  for (const std::size_t place : places()) {
-    std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(place), element_bytes(type_), kPoison);
+  for (const Run& run : runs()) {
+    std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(run.offset), run.bytes, kPoison);
   }
   return std::ranges::all_of(bytes, [](std::byte byte) { return byte == kPoison; });
 }

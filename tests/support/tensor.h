@@ -117,7 +117,11 @@ class Tensor {
 
  private:
   void write_bytes(std::span<const std::byte> packed);
-  std::vector<std::size_t> places() const;  // offset of each element in the buffer, in bytes
+  // Bytes of the buffer that hold elements one after another, and nothing else.
+  struct Run {
+    std::size_t offset, bytes;
+  };
+  std::vector<Run> runs() const;  // in the order of packed rows
 
   DLDataType type_;
   std::vector<std::int64_t> shape_;
