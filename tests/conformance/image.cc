@@ -14,7 +14,7 @@
 namespace xd::test {
 namespace {
 
-// mix() of all fields. What the elements of a row share is kept for as many rows as one sum reads.
+// mix() of all fields. As many rows as one sum reads keep the part that their elements share.
 std::uint64_t hash(const Element& at) {
   struct Row {
     Element first;
