@@ -309,6 +309,10 @@ __device__ inline void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Stands between accesses of one memory by different addresses, where the launch that comes second
+// may have begun before the first access. It waits for the thread's earlier stores to peers.
+__device__ inline void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
 // ---- Numbers -----------------------------------------------------------------------------------
 
 __device__ inline std::uint64_t global_timer_ns() {
