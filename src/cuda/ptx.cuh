@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "kernels need compute capability 9.0: 90 or more in CMAKE_CUDA_ARCHITECTURES"
+#endif
+
 namespace xd::ptx {
 
 // ---- Flags and words ---------------------------------------------------------------------------
