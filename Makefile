@@ -76,7 +76,7 @@ wheel:  ## wheels that carry what they need, and the sources: dist/cpu, dist/cud
 # nothing compiled but the Python extension. A build of its own: its programs may move.
 GPU := build/gpu
 GPU_PACKAGE ?= build/gpu-package
-GPU_OPTIONS = -DCROSSDOCK_CUDA=ON $(WARNINGS) \
+GPU_OPTIONS = -DCROSSDOCK_CUDA=ON -DCROSSDOCK_CUDA_EVERY_CHIP=ON $(WARNINGS) \
   -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON '-DCMAKE_BUILD_RPATH=$$ORIGIN/../lib;$$ORIGIN/../../lib'
 
 gpu-test: $(if $(BUILD),,gpu-package)  ## build for CUDA, run what needs a GPU; BUILD=a package

@@ -38,10 +38,18 @@ elseif(CROSSDOCK_CUDA STREQUAL "AUTO" AND NOT CROSSDOCK_SANITIZE)  # sanitizers 
 endif()
 
 if(XD_CUDA)
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90-real 90-virtual)  # machine code, and PTX for newer chips
-  endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # CUDA::cudart_static, where it is needed
+  set(xd_given_architectures ${CMAKE_CUDA_ARCHITECTURES})
+  if(NOT xd_given_architectures)
+    set(CMAKE_CUDA_ARCHITECTURES 90-real)  # of the compiler's own tests
+  endif()
   enable_language(CUDA)
+  if(NOT xd_given_architectures)
+    xd_cuda_architectures(
+      ${CMAKE_CUDA_COMPILER_VERSION} ${CROSSDOCK_CUDA_EVERY_CHIP} CMAKE_CUDA_ARCHITECTURES)
+    if(100-real IN_LIST CMAKE_CUDA_ARCHITECTURES)
+      set(XD_CUDA_COMPRESS ON)  # a sixth of the bytes; drivers from CUDA 12.4 on read it
+    endif()
+  endif()
   find_package(CUDAToolkit ${XD_CUDA_LEAST} REQUIRED)
 endif()

@@ -54,6 +54,7 @@ if(XD_CUDA)
   target_compile_options(xd_build INTERFACE
     "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-lineinfo;--expt-relaxed-constexpr>"
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>"
+    "$<$<AND:$<BOOL:${XD_CUDA_COMPRESS}>,$<COMPILE_LANGUAGE:CUDA>>:--compress-mode=size>"
     "$<$<AND:$<BOOL:${CROSSDOCK_WERROR}>,$<COMPILE_LANGUAGE:CUDA>>:--Werror=all-warnings>")
 endif()
 

@@ -21,15 +21,40 @@ try() {
   rm -rf "$work/try"
 }
 
+# The kernels' files of a kind in the library of a wheel: sm_90.cubin, sm_90.ptx, ...
+kernels() {
+  "$cuobjdump" --list-elf --list-ptx "$work"/look/crossdock/libcrossdock.so.* |
+    sed -n "s/.*: *\(.*\)\.$1\$/\1/p" | sort
+}
+
+# Every kernel of a wheel for CUDA is there as machine code, also for Blackwell where the compiler
+# knows it, and as PTX for newer chips.
+has_kernels() {
+  local all kinds=(sm_90.cubin sm_90.ptx) kind
+  [[ $("$nvcc" --list-gpu-arch) != *compute_100* ]] || kinds+=(sm_100.cubin)
+  "$python" -m zipfile -e "$1" "$work/look"
+  all=$(kernels sm_90.cubin)
+  for kind in "${kinds[@]}"; do
+    [[ -n $all && $(kernels "$kind") == "$all" ]] || {
+      diff <(echo "$all") <(kernels "$kind") >&2 || true
+      echo "wheel: ${1##*/}: expected all kernels as $kind, and some" >&2
+      exit 1
+    }
+  done
+  rm -rf "$work/look"
+  echo "wheel: $(wc -l <<<"$all") files of kernels, each as ${kinds[*]}"
+}
+
 # wheel FOLDER ON|OFF
 wheel() {
   echo "wheel: building $1"
   "$python" -m pip wheel . --quiet --no-build-isolation --no-deps --wheel-dir "$work/plain" \
-    -C cmake.define.CROSSDOCK_CUDA="$2"
+    -C cmake.define.CROSSDOCK_CUDA="$2" -C cmake.define.CROSSDOCK_CUDA_EVERY_CHIP="$2"
   PATH=$PWD/.venv/bin:$PATH "$python" -m auditwheel repair --wheel-dir "$work/whole" \
     "$work"/plain/*.whl >"$work/repair.log" 2>&1 || { cat "$work/repair.log" >&2; exit 1; }
   local made=("$work"/whole/*manylinux*.whl) bytes
   "$python" tools/wheel_licenses.py "${made[0]}"
+  [[ $2 == OFF ]] || has_kernels "${made[0]}"
   bytes=$(stat -c %s "${made[0]}")
   ((bytes <= most_bytes)) ||
     { echo "wheel: ${made[0]##*/} has $bytes bytes, expected at most $most_bytes" >&2; exit 1; }
@@ -54,6 +79,7 @@ for what in "${@:-cpu cuda sources}"; do
       cpu) wheel cpu OFF ;;
       cuda)
         if nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc); then
+          cuobjdump=$(echo .venv/lib/python3.*/site-packages/nvidia/*/bin/cuobjdump)
           wheel "cuda$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')" ON
         else
           echo "wheel: nvcc not found: there is no wheel for CUDA"

@@ -10,13 +10,12 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "cuda/capability.h"
 #include "cuda/driver.h"
 #include "cuda/error.h"
 
 namespace xd::cuda {
 namespace {
-
-constexpr int kLeastMajor = 9;  // the first with bulk copies between global and shared memory
 
 std::atomic<pid_t> g_process{0};  // the process that has used CUDA; 0 = none yet
 
@@ -66,9 +65,9 @@ void require_attribute(const DeviceFacts& facts, CUdevice_attribute attribute, c
 }
 
 void require_abilities(const DeviceFacts& facts) {
-  if (facts.major < kLeastMajor) {
-    fail(XD_ERROR_UNSUPPORTED, describe_device(facts.ordinal), " has compute capability ",
-         facts.major, ".", facts.minor, ", expected at least ", kLeastMajor, ".0");
+  const std::string obstacle = capability_obstacle(facts.major, facts.minor);
+  if (!obstacle.empty()) {
+    fail(XD_ERROR_UNSUPPORTED, describe_device(facts.ordinal), " ", obstacle);
   }
   require_attribute(facts, CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH, "cooperative launch");
   require_attribute(facts, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,

@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "kernels need compute capability 9.0: 90 or more in CMAKE_CUDA_ARCHITECTURES"
+#endif
+
 namespace xd::ptx {
 
 // ---- Flags and words ---------------------------------------------------------------------------
@@ -308,6 +312,10 @@ __device__ inline void fence_proxy_async_global() {
 __device__ inline void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Stands between accesses of one memory by different addresses, where the launch that comes second
+// may have begun before the first access. It waits for the thread's earlier stores to peers.
+__device__ inline void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // ---- Numbers -----------------------------------------------------------------------------------
 

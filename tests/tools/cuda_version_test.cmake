@@ -1,4 +1,4 @@
-# Which CUDA compilers are good enough, and where a device is:
+# Which CUDA compilers are good enough, what they compile for, and where a device is:
 #   cmake -DFOLDER=<of its own> -P cuda_version_test.cmake
 include(${CMAKE_CURRENT_LIST_DIR}/../../cmake/CudaVersion.cmake)
 
@@ -23,6 +23,20 @@ xd_cuda_obstacle("" obstacle)
 if(NOT obstacle STREQUAL "nvcc not found")
   message(FATAL_ERROR "no nvcc: '${obstacle}'")
 endif()
+
+function(expect_architectures release every_chip expected)
+  xd_cuda_architectures(${release} ${every_chip} architectures)
+  if(NOT architectures STREQUAL expected)
+    message(FATAL_ERROR "nvcc ${release}, every chip ${every_chip}: '${architectures}', "
+      "expected '${expected}'")
+  endif()
+endfunction()
+
+expect_architectures(13.0 OFF "90-real;90-virtual")
+expect_architectures(12.6.85 ON "90-real;90-virtual")
+expect_architectures(12.8 ON "90-real;90-virtual;100-real")
+expect_architectures(12.10.1 ON "90-real;90-virtual;100-real")
+expect_architectures(13.0.88 ON "90-real;90-virtual;100-real")
 
 # expect_device(<its file name, or empty> <file>...): in a folder with these files.
 function(expect_device name)

@@ -369,16 +369,19 @@ void CudaContext::fail_turn(const turn::Call& call, std::uint32_t launch, xd_str
 // Before an operation enqueues anything. One of another stream than the last one's must find that
 // one ended: its rows and working memory are used again. Behind the look it also waits for what the
 // last one may have enqueued since. Graphs are looked at by their own openings, which do not stand
-// behind those of other operations in the context's stream.
+// behind those of other operations in the context's stream. The first one finds nothing before it,
+// and does without the look: where ranks are threads that share a device, each launch in front of
+// an opening is one more that may stand in a hardware queue behind a kernel that waits for it.
 void CudaContext::begin(const TurnParams& turn, xd_stream stream) {
   met_ = false;
+  const bool first = !last_ && !captured_;
   if (xd::cuda::is_captured(stream)) {
     captured_ = true;
     last_.reset();
     return;
   }
   // cudaStreamPerThread is another stream on every thread.
-  if (last_ != stream || stream == cudaStreamPerThread) {
+  if (!first && (last_ != stream || stream == cudaStreamPerThread)) {
     launch_expect_idle(turn, stream);
     memory_->side->follow_end(stream);
   }

@@ -445,7 +445,8 @@ void Operation::sum_cells(std::int64_t pitch) const {
               .rows = call_.shares.rows(rank()),
               .columns = call_.n,
               .pitch = pitch,
-              .epilogue = epilogue},
+              .epilogue = epilogue,
+              .aliased = w_.stitched != nullptr},
              call_.wide_type(), most_sum_blocks(w_, s_), s_);
   sum_columns(exact, call_.shares.rows(rank()));
 }

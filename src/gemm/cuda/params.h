@@ -160,6 +160,8 @@ struct SumParams {
   std::uint64_t stride;
   std::int64_t rows, columns, pitch;
   Epilogue epilogue;
+  // Ranks store them by other addresses. Only launches that wait for the ranks themselves mind.
+  bool aliased = false;
 };
 
 // Pushes partial sums as words, sums, and in all_reduce pushes the sums.

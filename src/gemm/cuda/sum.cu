@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kSumsPerMultiprocessor)
   Turn turn(p.turn, shared);
   if (turn.begin()) turn.await();
   turn.leave();
-  if (turn.verdict() == Verdict::go && turn.await_done()) sum_rows<kType, kRanks>(p);
+  if (turn.verdict() == Verdict::go && turn.await_done(p.aliased)) sum_rows<kType, kRanks>(p);
   turn.settle();
 }
 

@@ -69,7 +69,8 @@ void Transfer::sum() const {
               .rows = shares.rows(rank()),
               .columns = call_.in.cols,
               .pitch = call_.in.cols,
-              .epilogue = rounding_to(call_.out.type, call_.out.data)},
+              .epilogue = rounding_to(call_.out.type, call_.out.data),
+              .aliased = w_.stitched != nullptr},
              call_.in.type, most_sum_blocks(w_, s_), s_);
 }
 

@@ -81,13 +81,16 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     if (verdict() != Verdict::fatal) control.opened = epoch();
   }
 
-  // All threads of a block. Returns when all peers have left. False after a fatal error.
-  __device__ bool await_done() {
+  // All threads of a block. Returns when all peers have left. False after a fatal error. `aliased`:
+  // the block then reads by other addresses what the peers have stored.
+  __device__ bool await_done(bool aliased = false) {
     bool failed = false;
     for (int source = thread(); source < ranks() && !failed; source += stride_of_block()) {
       std::uint64_t flag = 0;
       failed = source != rank() && !wait_done(source, flag);
     }
+    // Between the flags and the barrier, so that it orders all threads' loads behind the stores.
+    if (aliased && thread() < ranks()) ptx::fence_proxy_alias();
     return !any_failed(failed);
   }
 

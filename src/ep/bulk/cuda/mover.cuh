@@ -195,6 +195,7 @@ class Mover {
     const bool by_bulk = (place | cut_.beside_bytes) % 16 == 0;
     if (to.row != nullptr && by_bulk) ptx::bulk_store(to.beside, from, cut_.beside_bytes);
     unsigned others = __ballot_sync(0xFFFFFFFFu, to.row != nullptr && !by_bulk);
+    if (others == 0) return;
 #pragma unroll 1
     while (others != 0) {
       const int other = __ffs(static_cast<int>(others)) - 1;
@@ -205,6 +206,7 @@ class Mover {
       copy_elements(reinterpret_cast<std::byte*>(there), unit, from, unit, unit,
                     cut_.beside_bytes / unit);
     }
+    ptx::fence_proxy_async_shared();  // a bulk load takes the place of what the lanes have read
   }
 
   __device__ void store_quantised(std::byte* piece) {
