@@ -40,7 +40,8 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),_core)
 	@PYTHONPATH=build/python .venv/bin/python examples/torch/train_moe_lm.py --demo --folder demo
 
-CTEST := ctest --no-tests=error --output-on-failure -j $(JOBS)
+# See cmake/Tests.cmake for the places of a test.
+CTEST := ctest --no-tests=error --output-on-failure -j $(shell echo $$((2 * $(JOBS))))
 
 test:  ## build everything, run the tests that need no GPU; FULL=1: also nearly equal launches
 	@$(PART) setup tools/setup.sh test torch jax python net frameworks alone

@@ -37,11 +37,12 @@ def run(*command: str, code: int = 0) -> str:
 
 # Every process compiles the model: two of them show what processes add.
 TWO_PROCESSES = "--processes --layers 1 --data 1 --experts-axis 2".split()
+TENSOR_PARALLEL = "--tensor-parallel --layers 1".split()
 
 
 @pytest.mark.parametrize(
     "where",
-    [[], TWO_PROCESSES, ["--tensor-parallel"]],
+    [[], TWO_PROCESSES, TENSOR_PARALLEL],
     ids=["devices", "processes", "tensor-parallel"],
 )
 def test_training_agrees_with_one_device(where, tmp_path):
@@ -67,7 +68,7 @@ def test_disagreement_is_an_exit_code(tmp_path):
         "Trainer.train = train_moe._draw = lambda *_, **__: None\n"  # it has been compared
         "sys.exit(train_moe.main(sys.argv[1:]))\n"
     )
-    text = run("-c", program, *SMALL, "--check", "--folder", str(tmp_path), code=1)
+    text = run("-c", program, *SMALL, "--layers", "1", "--check", "--folder", str(tmp_path), code=1)
     assert "gradient of blocks moe router" in text and "DISAGREES" in text
 
 
