@@ -171,7 +171,7 @@ class CrossdockManager(_DispatchManager):
         moe_expert_rank_capacity_factor: that of `config`; None = no row is dropped. Megatron sets
             it to None to run a step again in which rows were dropped.
         over_budget: ``[1]`` bool on the device: whether rows for this rank have been dropped since
-            it was last set to zero. Not there before the first dispatch with a factor.
+            it was last set to zero. Not there before the first dispatch that may drop some.
 
     Args:
         group: of tensor and expert parallelism.
@@ -212,12 +212,15 @@ class CrossdockManager(_DispatchManager):
         self._stream: torch.cuda.Stream | None = None  # of the caller of dispatch
 
     @property
+    def _drops(self) -> bool:
+        """Whether rows over the budget are dropped, as the backend hybridep does it."""
+        backend = self.config.moe_flex_dispatcher_backend
+        return self.moe_expert_rank_capacity_factor is not None and backend == "hybridep"
+
+    @property
     def _is_static(self) -> bool:
         """Whether all rows that there is room for go to the experts, without a wait of the host."""
-        if self.moe_expert_rank_capacity_factor is not None:
-            if self.config.moe_flex_dispatcher_backend == "hybridep":
-                return True
-        return bool(_option(self.config, "moe_ncclep_static_shape"))
+        return self._drops or bool(_option(self.config, "moe_ncclep_static_shape"))
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Takes where tokens go: both ``[T, R, L]``, bool and floating-point.
@@ -254,6 +257,7 @@ class CrossdockManager(_DispatchManager):
         Raises:
             ValueError: the earlier dispatch has not been combined, and is forgotten now; or the
                 routing map has more than ``router_topk`` experts of a token.
+            CapacityOverflow: more rows than the budget, where they are not dropped.
         """
         assert self.token_indices is not None and self.token_probs is not None
         group = self._group(hidden_states)
@@ -275,7 +279,7 @@ class CrossdockManager(_DispatchManager):
         except InvalidArgument as error:
             self._explain(error)
             raise
-        if self.moe_expert_rank_capacity_factor is not None:
+        if self._drops:
             self._count_over(plan)
         self._plan, self.dispatched_probs = plan, received.weights
         if tokens.is_cuda:
@@ -360,7 +364,7 @@ class CrossdockManager(_DispatchManager):
             alignment=self.alignment,
             max_tokens_per_rank=_max_tokens_per_rank,
             recv_capacity=capacity,
-            overflow="drop" if capacity else "error",
+            overflow="drop" if self._drops else "error",
             num_sms=_option(self.config, "moe_flex_dispatcher_num_sms") or 0,
             symmetric_tensors=6 if zero_copy else 4,  # two are those of _buffers_of
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
 from crossdock.torch import _calls
 from megatron_layers import (
     EXPERTS,
@@ -181,6 +181,10 @@ def test_rows_over_the_budget_are_dropped_and_told(me: Rank, release: str) -> No
     with process_group():
         first = me.rank == 0
         manager = dispatcher._comm_manager = manager_of(me, **STATIC)
+        with pytest.raises(CapacityOverflow):
+            batch(1.0)
+        # Megatron wants TransformerEngine beside it.
+        manager.config.moe_flex_dispatcher_backend = "hybridep"
         assert dispatcher.check_over_budget() is None
         assert batch(2.0) == (all_rows, all_rows * first)
         assert not dispatcher.check_over_budget()
