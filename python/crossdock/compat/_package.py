@@ -32,27 +32,27 @@ class Package:
         if isinstance(error, ImportError):
             raise self._error(str(error), error.name) from error
 
-    def require(self, owner: Any, **parameters: str | None) -> None:
+    def require(self, owner: Any, *names: str, **parameters: str) -> None:
         """Looks for names of a class or module.
 
         Args:
             owner: which has them.
-            parameters: by name, the parameters of a function or a class, separated by blanks and
-                without ``self``; None for any other name.
+            names: any.
+            parameters: by the name of a function or a class its parameters, separated by blanks and
+                without ``self``.
 
         Raises:
             ImportError: one is missing, or has other parameters.
         """
         where = getattr(owner, "__qualname__", owner.__name__)
-        for name, expected in parameters.items():
-            found: Any = getattr(owner, name, _MISSING)
-            if found is _MISSING:
+        for name in (*names, *parameters):
+            if not hasattr(owner, name):
                 raise self._error(f"{where} has no {name}", owner.__name__)
-            if expected is None:
-                continue
-            got = [one for one in inspect.signature(found).parameters if one != "self"]
-            if got != expected.split():
-                problem = f"expected ({', '.join(expected.split())}), got ({', '.join(got)})"
+        for name, text in parameters.items():
+            found = inspect.signature(getattr(owner, name)).parameters
+            expected, got = text.split(), [one for one in found if one != "self"]
+            if got != expected:
+                problem = f"expected ({', '.join(expected)}), got ({', '.join(got)})"
                 raise self._error(f"parameters of {where}.{name}: {problem}", owner.__name__)
 
     def _error(self, problem: str, module: str | None) -> ImportError:
@@ -65,6 +65,3 @@ class Package:
             f"{' and '.join(self._tested)})",
             name=module,
         )
-
-
-_MISSING = object()

@@ -57,29 +57,25 @@ _package.require(
     get_permuted_hidden_states_by_experts="hidden_states",
     get_restored_hidden_states_by_experts="hidden_states",
 )
-_OPTIONS = dict.fromkeys(
-    (
-        "moe_flex_dispatcher_backend",
-        "moe_pad_expert_input_to_capacity",
-        "moe_router_dtype",
-        "moe_router_padding_for_quantization",
-        "moe_router_topk",
-        "num_moe_experts",
-        "overlap_moe_expert_parallel_comm",
-    )
+_package.require(
+    TransformerConfig,
+    "moe_flex_dispatcher_backend",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_dtype",
+    "moe_router_padding_for_quantization",
+    "moe_router_topk",
+    "num_moe_experts",
+    "overlap_moe_expert_parallel_comm",
 )
-_package.require(TransformerConfig, **_OPTIONS)
 # Names that came together, between the two releases.
-_NEWER_OPTIONS = dict.fromkeys(
-    (
-        "moe_expert_rank_capacity_factor",
-        "moe_flex_dispatcher_num_sms",
-        "moe_ncclep_static_shape",
-        "moe_ncclep_zero_copy",
-    )
+_NEWER_OPTIONS = (
+    "moe_expert_rank_capacity_factor",
+    "moe_flex_dispatcher_num_sms",
+    "moe_ncclep_static_shape",
+    "moe_ncclep_zero_copy",
 )
 if any(hasattr(TransformerConfig, name) for name in _NEWER_OPTIONS):
-    _package.require(TransformerConfig, **_NEWER_OPTIONS)
+    _package.require(TransformerConfig, *_NEWER_OPTIONS)
     _package.require(moe_utils, skip_routed_expert_padding="config")
     _package.require(
         MoEFlexTokenDispatcher,

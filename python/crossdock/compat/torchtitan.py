@@ -31,20 +31,25 @@ with Package("crossdock.compat.torchtitan", "torchtitan", "0.3.0") as _package:
 
 __all__ = ["CrossdockTokenDispatcher", "use_crossdock"]
 
-_package.require(LocalTokenDispatcher, Config=None, __init__="config")
+_SIZES = ("hidden_dim", "num_max_tokens_per_rank")
+_package.require(LocalTokenDispatcher, "Config", __init__="config")
 _package.require(
     BaseEPTokenDispatcher,
-    Config=None,
+    "Config",
     init_buffer="",
     wire_meshes="ep_mesh",
     dispatch="x_TD topk_scores_TK topk_expert_ids_TK num_local_tokens_per_expert_E",
     combine="routed_output_RD metadata x_TD",
 )
 _package.require(activation_checkpoint.SelectiveAC, get_save_ops="")
-for _name in ("DeepEPTokenDispatcher", "HybridEPTokenDispatcher", "MinimalAsyncEPTokenDispatcher"):
-    _package.require(_dispatchers, **{_name: None})
-    _sizes = dict.fromkeys(("hidden_dim", "num_max_tokens_per_rank"))
-    _package.require(getattr(_dispatchers, _name).Config, **_sizes)
+for _name, _more in (  # names that `use_crossdock` looks for in their configurations
+    ("DeepEPTokenDispatcher", ("cudagraphable", *_SIZES)),
+    ("HybridEPTokenDispatcher", ("non_blocking_capacity_factor", "pad_multiple", *_SIZES)),
+    ("MinimalAsyncEPTokenDispatcher", ("dtype", *_SIZES)),
+    ("TorchAOTokenDispatcher", ("pad_multiple",)),
+):
+    _package.require(_dispatchers, _name)
+    _package.require(getattr(_dispatchers, _name).Config, *_more)
 
 _groups = Groups()
 
