@@ -277,6 +277,8 @@ class CrossdockManager(_DispatchManager):
             raise
         if self._drops:
             self._count_over(plan)
+        if _option(self.config, "overlap_moe_expert_parallel_comm"):
+            plan = plan.detach()  # dispatch and combine have backward passes of their own there
         self._plan, self.dispatched_probs = plan, received.weights
         if tokens.is_cuda:
             self._stream = torch.cuda.current_stream(tokens.device)

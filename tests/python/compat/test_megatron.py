@@ -152,6 +152,71 @@ def test_on_another_stream_bits_are_equal(me: Rank, release: str) -> None:
     megatron.uninstall()
 
 
+class Event:
+    """Stands for the CUDA event of a schedule."""
+
+    def wait(self, stream: object) -> None: ...
+
+    def record(self, stream: object) -> None: ...
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_rows_that_an_overlapped_schedule_frees_are_not_missed(me: Rank, release: str) -> None:
+    with process_group(), megatron_on_cpu(me, release) as megatron:
+        from megatron.core.models.common.utils import should_free_input
+        from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+        megatron.install(max_tokens_per_rank=TOKENS)
+        manager = manager_of(me, **STATIC)
+        torch.manual_seed(me.rank)
+        probs = torch.rand(TOKENS, 2, EXPERTS // 2)
+        routing = (torch.arange(EXPERTS) % 3 == me.rank).expand(TOKENS, -1).view_as(probs)
+        routing = routing & (routing.flatten(1).cumsum(1).view_as(probs) <= TOPK)
+        tokens = torch.randn(TOKENS, HIDDEN)
+        freed = []
+
+        def dispatch(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            manager.token_probs = weights
+            return manager.dispatch(x, True, True), manager.dispatched_probs
+
+        def experts(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            manager.dispatched_probs = weights
+            rows, weights = manager.get_permuted_hidden_states_by_experts(rows)
+            return rows * rows * weights.unsqueeze(-1)  # which are all needed in the backward pass
+
+        def combine(rows: torch.Tensor) -> torch.Tensor:
+            return manager.combine(rows, True, True)
+
+        def begin() -> tuple[torch.Tensor, torch.Tensor]:
+            manager.setup_metadata(routing, probs)
+            x, weights = tokens.clone(), manager.token_probs.clone()
+            return x.requires_grad_(), weights.requires_grad_()
+
+        inputs = begin()
+        out = combine(experts(*dispatch(*inputs)))
+        expected = out, *torch.autograd.grad(out.sum(), inputs)
+
+        manager.config.overlap_moe_expert_parallel_comm = True
+        nodes, given = [], begin()
+        with mock.patch.object(torch.Tensor, "record_stream", lambda *_: None):
+            for name, run in (
+                ("moe_dispatch", dispatch),
+                ("mlp", experts),
+                ("moe_combine", combine),
+            ):
+                frees = should_free_input(name, True, manager.config, EXPERTS // 2)
+                freed.extend([name] * frees)
+                nodes.append(ScheduleNode(run, object(), Event(), free_input=frees, name=name))
+                given = nodes[-1].forward(given)
+            grads = torch.ones_like(given)
+            for node in reversed(nodes):
+                grads = node.backward(grads)
+        assert freed == ["moe_combine"]
+        for one, other in zip((given, *grads), expected):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("release", [NEWEST])
 @on_ranks(2, run=on_release)
 def test_rows_over_the_budget_are_dropped_and_told(me: Rank, release: str) -> None:
