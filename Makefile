@@ -44,7 +44,7 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 CTEST := ctest --no-tests=error --output-on-failure -j $(shell echo $$((2 * $(JOBS))))
 
 test:  ## build everything, run the tests that need no GPU; FULL=1: also nearly equal launches
-	@$(PART) setup tools/setup.sh test torch jax python net frameworks alone
+	@$(PART) setup tools/setup.sh test torch jax python net frameworks alone beside
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS))
 	@$(PART) tests $(CTEST) --test-dir $(RELEASE) -O $(CURDIR)/$(RELEASE)/tests.log \
 	  -LE 'gpu$(if $(FULL),,|full)'; code=$$?; \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Brings this machine to where `make TARGET` can run: system packages through apt, Python packages
-# of tools/requirements-LIST.txt into .venv, or into the folder VENV. Prints nothing where all is
-# there already.
+# of tools/requirements-LIST.txt into .venv, or into the folder VENV; those of the list `beside`
+# into its folder of that name. Prints nothing where all is there already.
 #   [VENV=FOLDER] tools/setup.sh TARGET [LIST...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -79,11 +79,16 @@ virtual_environment() {
 
 # One list after another, so that a list that changed leaves the packages of the others.
 python_packages() {
-  local requirements=tools/requirements-$1.txt stamp options=()
-  if [[ $1 == alone ]]; then options=(--no-deps); fi
+  local requirements=tools/requirements-$1.txt names stamp options=()
+  case $1 in
+    alone) options=(--no-deps) ;;
+    beside) options=(--no-deps --ignore-requires-python --only-binary=:all: --target "$venv/$1") ;;
+  esac
   stamp=$venv/$1-$(sha256sum "$requirements" | cut -c1-16).stamp
   [[ -e $stamp ]] && return 0
-  echo "setup: installing $(grep -v '^#' "$requirements" | paste -s -d ' ') into $venv"
+  names=$(sed '/^#/d; /--hash/d; s/ \\$//' "$requirements" | paste -s -d ' ')
+  echo "setup: installing $names into $venv"
+  if [[ $1 == beside ]]; then rm -rf "${venv:?}/beside"; fi
   "$venv/bin/pip" install --disable-pip-version-check "${options[@]}" -r "$requirements" \
     </dev/null >>"$log" 2>&1 ||
     { tail -n 20 "$log" >&2; exit 1; }

@@ -7,32 +7,87 @@ One line, before the model is built:
     megatron.install(max_tokens_per_rank=4096)  # sequence * micro batch / (TP * CP)
 
 Layers whose ``moe_token_dispatcher_type`` is "flex" then send their tokens through Crossdock,
-whatever ``moe_flex_dispatcher_backend`` says. Written against megatron-core 0.16.1, which it needs.
+whatever ``moe_flex_dispatcher_backend`` says. It needs megatron-core, tested with 0.16.1 and
+0.19.2; docs/frameworks.md says which of its options are honoured.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEFlexTokenDispatcher,
-    MoETokenDispatcher,
-    _DispatchManager,
-)
 
 import crossdock.torch as xd
 from crossdock._core import constants
 from crossdock.errors import InvalidArgument
+from crossdock.torch._calls import is_capturing
+
+from ._groups import Groups
+from ._package import Package
+
+with Package("crossdock.compat.megatron", "megatron-core", "0.16.1", "0.19.2") as _package:
+    from megatron.core.transformer.moe import moe_layer, moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import (
+        MoEFlexTokenDispatcher,
+        MoETokenDispatcher,
+        _DispatchManager,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = ["CrossdockManager", "CrossdockTokenDispatcher", "install", "uninstall"]
 
+_LAYER = "num_local_experts local_expert_indices config pg_collection"
+_package.require(moe_layer, MoEFlexTokenDispatcher=_LAYER)
+_package.require(moe_utils, get_align_size_for_quantization="config")
+_package.require(MoETokenDispatcher, __init__="config pg_collection")
+_package.require(
+    MoEFlexTokenDispatcher,
+    dispatch_preprocess="hidden_states routing_map probs",
+    token_dispatch="hidden_states probs async_finish allocate_on_comm_stream",
+    token_combine="hidden_states async_finish allocate_on_comm_stream",
+)
+_package.require(
+    _DispatchManager,
+    setup_metadata="routing_map probs",
+    dispatch="hidden_states",
+    combine="hidden_states",
+    get_permuted_hidden_states_by_experts="hidden_states",
+    get_restored_hidden_states_by_experts="hidden_states",
+)
+_package.require(
+    TransformerConfig,
+    "moe_flex_dispatcher_backend",
+    "moe_pad_expert_input_to_capacity",
+    "moe_router_dtype",
+    "moe_router_padding_for_quantization",
+    "moe_router_topk",
+    "num_moe_experts",
+    "overlap_moe_expert_parallel_comm",
+)
+# Names that came together, between the two releases.
+_NEWER_OPTIONS = (
+    "moe_expert_rank_capacity_factor",
+    "moe_flex_dispatcher_num_sms",
+    "moe_ncclep_static_shape",
+    "moe_ncclep_zero_copy",
+)
+if any(hasattr(TransformerConfig, name) for name in _NEWER_OPTIONS):
+    _package.require(TransformerConfig, *_NEWER_OPTIONS)
+    _package.require(moe_utils, skip_routed_expert_padding="config")
+    _package.require(
+        MoEFlexTokenDispatcher,
+        check_over_budget="",
+        get_expert_zero_copy_buffers="",
+        reset_over_budget="",
+    )
+
 _max_tokens_per_rank: int | None = None
-# Groups of all layers alike, which run one after the other: one for each kind of traffic.
-_groups: dict[tuple[Any, ...], xd.EpGroup] = {}
-_comms: dict[Any, xd.Comm] = {}
+_groups = Groups()
+# By group: rows that experts write, for combine and for the backward pass of dispatch.
+_expert_buffers: dict[xd.EpGroup, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def install(max_tokens_per_rank: int) -> None:
@@ -54,10 +109,52 @@ def install(max_tokens_per_rank: int) -> None:
 def uninstall() -> None:
     """Ends what `install` began, and closes groups and communicators: their layers end with it."""
     moe_layer.MoEFlexTokenDispatcher = MoEFlexTokenDispatcher
-    while _groups:
-        _groups.popitem()[1].close()
-    while _comms:
-        _comms.popitem()[1].close()
+    _expert_buffers.clear()
+    _groups.close()
+
+
+def _option(config: Any, name: str) -> Any:
+    """An option of a ``TransformerConfig``; None in releases without it."""
+    return getattr(config, name, None)
+
+
+def _check_options(config: Any) -> None:
+    """Refuses, on all ranks alike, what would be wrong or ignored."""
+    backend = _option(config, "moe_flex_dispatcher_backend")
+    overlap = _option(config, "overlap_moe_expert_parallel_comm")
+    problem = None
+    if _option(config, "moe_pad_expert_input_to_capacity"):
+        problem = (
+            "moe_pad_expert_input_to_capacity: expected False, as no rows are padded; got True"
+        )
+    elif overlap and backend not in ("hybridep", "ncclep"):
+        problem = (
+            "moe_flex_dispatcher_backend: expected hybridep or ncclep beside "
+            f"overlap_moe_expert_parallel_comm, whose schedule frees the rows that experts have "
+            f"kept otherwise; got {backend}"
+        )
+    elif _option(config, "moe_ncclep_zero_copy"):
+        if overlap:
+            problem = (
+                "moe_ncclep_zero_copy: expected False beside overlap_moe_expert_parallel_comm, "
+                "whose schedule frees the rows that combine reads; got True"
+            )
+        elif not _option(config, "moe_ncclep_static_shape"):
+            problem = "moe_ncclep_zero_copy: expected moe_ncclep_static_shape beside it, got False"
+    for name in ("moe_flex_dispatcher_num_sms", "moe_expert_rank_capacity_factor"):
+        value = _option(config, name)
+        if value is not None and not value > 0:
+            problem = f"{name}: expected None or more than 0, got {value}"
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _alignment(config: Any) -> int:
+    """Of each expert's rows: 1 where Megatron's experts pad them themselves, if need be."""
+    pads = config.moe_router_padding_for_quantization
+    if hasattr(moe_utils, "skip_routed_expert_padding"):
+        pads = moe_utils.skip_routed_expert_padding(config)
+    return max(1, moe_utils.get_align_size_for_quantization(config)) if pads else 1
 
 
 class CrossdockManager(_DispatchManager):
@@ -66,13 +163,27 @@ class CrossdockManager(_DispatchManager):
     Rows arrive grouped by expert, so that nothing is left to permute. E experts of the group's R
     ranks, L of them here, T tokens of this rank.
 
+    Attributes:
+        moe_expert_rank_capacity_factor: that of `config`; None = no row is dropped. Megatron sets
+            it to None to run a step again in which rows were dropped.
+        over_budget: ``[1]`` bool on the device: whether rows for this rank have been dropped since
+            it was last set to zero. Not there before the first dispatch that may drop some.
+
     Args:
         group: of tensor and expert parallelism.
         num_local_experts: L.
         router_topk: most experts of a token, those of all tensor-parallel ranks counted.
         num_experts: E, likewise.
         config: the ``TransformerConfig``.
+
+    Raises:
+        ValueError: an option of `config` that cannot be honoured.
     """
+
+    over_budget: torch.Tensor
+    # Where experts shall write, under the names that MoEFlexTokenDispatcher looks for.
+    _zc_fwd_token_buf: torch.Tensor | None = None
+    _zc_bwd_token_buf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -82,16 +193,30 @@ class CrossdockManager(_DispatchManager):
         num_experts: int,
         config: Any,
     ) -> None:
+        _check_options(config)
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts = num_local_experts, num_experts
         self.router_topk = router_topk
-        self.alignment = 1
-        if config.moe_router_padding_for_quantization:
-            self.alignment = get_align_size_for_quantization(config)
+        self.moe_expert_rank_capacity_factor: float | None = _option(
+            config, "moe_expert_rank_capacity_factor"
+        )
+        self.alignment = _alignment(config)
         self.token_probs: torch.Tensor | None = None
         self.token_indices: torch.Tensor | None = None
         self.dispatched_probs: torch.Tensor | None = None
         self._plan: xd.Plan | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the caller of dispatch
+
+    @property
+    def _drops(self) -> bool:
+        """Whether rows over the budget are dropped, as the backend hybridep does it."""
+        backend = self.config.moe_flex_dispatcher_backend
+        return self.moe_expert_rank_capacity_factor is not None and backend == "hybridep"
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether all rows that there is room for go to the experts, without a wait of the host."""
+        return self._drops or bool(_option(self.config, "moe_ncclep_static_shape"))
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Takes where tokens go: both ``[T, R, L]``, bool and floating-point.
@@ -114,11 +239,21 @@ class CrossdockManager(_DispatchManager):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> torch.Tensor:
-        """``[T, H]`` to ``[rows, H]``, grouped by local expert. Waits for the number of rows.
+        """``[T, H]`` to ``[rows, H]``, grouped by local expert.
+
+        Waits for the number of rows, unless they are static: then it is that of the most rows that
+        can arrive, or of the capacity, and those behind the last expert's are zero.
+
+        Args:
+            hidden_states: the tokens.
+            async_finish: on a GPU: run on a stream of high priority, for which the current one
+                waits. Elsewhere, and in CUDA graphs, there is no other stream.
+            allocate_on_comm_stream: nothing: rows come from the stream that the operation runs on.
 
         Raises:
             ValueError: the earlier dispatch has not been combined, and is forgotten now; or the
                 routing map has more than ``router_topk`` experts of a token.
+            CapacityOverflow: more rows than the budget, where they are not dropped.
         """
         assert self.token_indices is not None and self.token_probs is not None
         group = self._group(hidden_states)
@@ -130,15 +265,25 @@ class CrossdockManager(_DispatchManager):
                 "their own"
             )
             group.refuse(constants.PREPARE, ValueError, problem)
+        tokens, probs = hidden_states.contiguous(), self.token_probs.float()
         try:
-            plan = group.prepare(self.token_indices)
-            received = xd.dispatch(
-                plan, hidden_states.contiguous(), self.token_probs.float(), exact=True
-            )
+            with _side_stream(group, async_finish) as made:
+                plan = group.prepare(self.token_indices)
+                received = xd.dispatch(plan, tokens, probs, exact=not self._is_static)
+                assert received.weights is not None
+                made += [received.tokens, received.weights, plan.data, plan.info, plan.offsets]
         except InvalidArgument as error:
             self._explain(error)
             raise
+        if self._drops:
+            self._count_over(plan)
+        if _option(self.config, "overlap_moe_expert_parallel_comm"):
+            plan = plan.detach()  # dispatch and combine have backward passes of their own there
         self._plan, self.dispatched_probs = plan, received.weights
+        if tokens.is_cuda:
+            self._stream = torch.cuda.current_stream(tokens.device)
+        if _option(self.config, "moe_ncclep_zero_copy"):
+            self._zc_fwd_token_buf, self._zc_bwd_token_buf = _buffers_of(group)
         return received.tokens
 
     def combine(
@@ -147,17 +292,24 @@ class CrossdockManager(_DispatchManager):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> torch.Tensor:
-        """``[rows, H]`` to ``[T, H]``: the weighted rows of each token, summed."""
+        """``[rows, H]`` to ``[T, H]``: the weighted rows of each token, summed; see `dispatch`."""
         assert self._plan is not None
         plan, self._plan = self._plan, None
-        return xd.combine(plan, hidden_states.contiguous())
+        rows = hidden_states.contiguous()
+        with _side_stream(plan.group, async_finish) as made:
+            made.append(xd.combine(plan, rows))
+        return made[0]
 
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as they arrived, and the weight of each."""
-        assert self.dispatched_probs is not None
+        assert self._plan is not None and self.dispatched_probs is not None
         probs = self.dispatched_probs
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(hidden_states.device)
+            if stream != self._stream:
+                _record(self._plan.group, (hidden_states, probs, self._plan.offsets), stream)
         return hidden_states, probs.double() if self.config.moe_router_dtype == "fp64" else probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -165,9 +317,20 @@ class CrossdockManager(_DispatchManager):
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor:
-        """``[L]`` int64 on the host: rows of each expert, those of padding counted."""
+        """``[L]`` int64: rows of each expert, those of padding counted.
+
+        On the host, unless the number of rows is static.
+        """
         assert self._plan is not None
-        return self._plan.offsets.diff().to("cpu", torch.int64)
+        counts = self._plan.offsets.diff().to(torch.int64)
+        return counts if self._is_static else counts.cpu()
+
+    def _count_over(self, plan: xd.Plan) -> None:
+        """Keeps whether this rank needed more rows than it has."""
+        over = plan.total > plan.group.rows
+        if not hasattr(self, "over_budget"):
+            self.over_budget = torch.zeros_like(over)
+        self.over_budget |= over
 
     def _explain(self, error: InvalidArgument) -> None:
         """Raises what is wrong in the words of `setup_metadata`, if it is this rank's mistake."""
@@ -182,20 +345,74 @@ class CrossdockManager(_DispatchManager):
     def _group(self, hidden_states: torch.Tensor) -> xd.EpGroup:
         """The group for such tokens. Collective the first time."""
         assert _max_tokens_per_rank is not None
-        sizes: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "max_topk": self.router_topk,
-            "hidden": hidden_states.shape[-1],
-            "dtype": hidden_states.dtype,
-            "alignment": self.alignment,
-            "max_tokens_per_rank": _max_tokens_per_rank,
-        }
-        key = (self.group, *sizes.values())
-        if key not in _groups:
-            if self.group not in _comms:
-                _comms[self.group] = xd.init(self.group, hidden_states.device)
-            _groups[key] = xd.EpGroup(comm=_comms[self.group], **sizes)
-        return _groups[key]
+        capacity = 0
+        if self.moe_expert_rank_capacity_factor is not None:
+            # A factor of 1 is room for the rows of a rank if all ranks get equally many.
+            factor = self.moe_expert_rank_capacity_factor
+            capacity = max(1, int(_max_tokens_per_rank * self.router_topk * factor))
+            capacity += -capacity % self.alignment
+        zero_copy = bool(_option(self.config, "moe_ncclep_zero_copy"))
+        return _groups.of(
+            self.group,
+            hidden_states.device,
+            num_experts=self.num_experts,
+            max_topk=self.router_topk,
+            hidden=hidden_states.shape[-1],
+            dtype=hidden_states.dtype,
+            alignment=self.alignment,
+            max_tokens_per_rank=_max_tokens_per_rank,
+            recv_capacity=capacity,
+            overflow="drop" if self._drops else "error",
+            num_sms=_option(self.config, "moe_flex_dispatcher_num_sms") or 0,
+            symmetric_tensors=6 if zero_copy else 4,  # two are those of _buffers_of
+        )
+
+
+def _buffers_of(group: xd.EpGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[R, H]`` in symmetric memory, where peers read what experts write: two, for all layers.
+
+    One has experts' results until their combine, which comes before the next layer's experts; the
+    other gradients of experts' inputs, likewise.
+    """
+    if group not in _expert_buffers:
+        shape = (group.rows, group.hidden)
+        one, other = (group.comm.empty_symmetric(shape, group.dtype) for _ in range(2))
+        _expert_buffers[group] = one, other
+    return _expert_buffers[group]
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextlib.contextmanager
+def _side_stream(group: xd.EpGroup, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """Runs operations on a stream of high priority, if wanted, and so their backward passes.
+
+    It waits for the current stream, which then waits for it. Yields a list for the tensors that are
+    made there, which the current stream is going to use.
+    """
+    made: list[torch.Tensor] = []
+    device = group.comm.device
+    if not wanted or device.type != "cuda" or is_capturing(device):
+        yield made
+        return
+    current, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    beside.wait_stream(current)
+    try:
+        with torch.cuda.stream(beside):
+            yield made
+    finally:
+        current.wait_stream(beside)
+    _record(group, made, current)
+
+
+def _record(group: xd.EpGroup, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
+    """Tells whoever frees these tensors that the stream uses them."""
+    if not is_capturing(group.comm.device):
+        for tensor in tensors:
+            group.comm.record_stream(tensor, stream)
 
 
 class CrossdockTokenDispatcher(MoEFlexTokenDispatcher):

@@ -2,10 +2,10 @@
 
 One line on the command line (or in ``OverrideConfig(imports=[...])``):
 
-    --override.imports 'crossdock.compat.torchtitan.use_crossdock={"max_tokens_per_rank": 4096}'
+    --override.imports crossdock.compat.torchtitan.use_crossdock
 
-All layers' tokens then travel through Crossdock, whatever ``moe_comm_backend`` says. Written
-against torchtitan 0.3.0, which it needs.
+All layers' tokens then travel through Crossdock, whatever ``moe_comm_backend`` says. It needs
+torchtitan, tested with 0.3.0.
 """
 
 from __future__ import annotations
@@ -14,16 +14,58 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torchtitan.config import override
-from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 import crossdock.torch as xd
 
+from ._groups import Groups
+from ._package import Package
+
+with Package("crossdock.compat.torchtitan", "torchtitan", "0.3.0") as _package:
+    from torchtitan.config import override
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.models.common import token_dispatcher as _dispatchers
+    from torchtitan.models.common.token_dispatcher import (
+        BaseEPTokenDispatcher,
+        LocalTokenDispatcher,
+    )
+
 __all__ = ["CrossdockTokenDispatcher", "use_crossdock"]
 
-# Groups of all layers alike, which run one after the other: one for each kind of traffic.
-_groups: dict[tuple[Any, ...], xd.EpGroup] = {}
-_comms: dict[Any, xd.Comm] = {}
+_SIZES = ("hidden_dim", "num_max_tokens_per_rank")
+_package.require(LocalTokenDispatcher, "Config", __init__="config")
+_package.require(
+    BaseEPTokenDispatcher,
+    "Config",
+    init_buffer="",
+    wire_meshes="ep_mesh",
+    dispatch="x_TD topk_scores_TK topk_expert_ids_TK num_local_tokens_per_expert_E",
+    combine="routed_output_RD metadata x_TD",
+)
+_package.require(activation_checkpoint.SelectiveAC, get_save_ops="")
+for _name, _more in (  # names that `use_crossdock` looks for in their configurations
+    ("DeepEPTokenDispatcher", ("cudagraphable", *_SIZES)),
+    ("HybridEPTokenDispatcher", ("non_blocking_capacity_factor", "pad_multiple", *_SIZES)),
+    ("MinimalAsyncEPTokenDispatcher", ("dtype", *_SIZES)),
+    ("TorchAOTokenDispatcher", ("pad_multiple",)),
+):
+    _package.require(_dispatchers, _name)
+    _package.require(getattr(_dispatchers, _name).Config, *_more)
+
+_groups = Groups()
+
+
+_get_save_ops = activation_checkpoint.SelectiveAC.get_save_ops
+
+
+def _get_save_ops_and_ours(self: Any) -> set[Any]:
+    """Torchtitan's list of operators that no backward pass repeats, and those that need peers."""
+    ours = torch.ops.crossdock
+    return _get_save_ops(self) | {
+        one.default for one in (ours.prepare, ours.dispatch, ours.combine)
+    }
+
+
+activation_checkpoint.SelectiveAC.get_save_ops = _get_save_ops_and_ours
 
 
 class DispatchMetadata(NamedTuple):
@@ -42,9 +84,22 @@ class CrossdockTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
-        """num_experts E, top_k K, and the largest T of any rank, equal on all."""
+        """num_experts E, top_k K, and what follows, equal on all ranks.
+
+        Attributes:
+            max_tokens_per_rank: the largest T of any rank.
+            hidden_dim: D, for which the group is made with the model's meshes; None = that of the
+                first batch, which makes it.
+            dtype: of the rows, likewise.
+            cudagraphable: without gradients R is the most that can arrive, and no host waits.
+            pad_multiple: of each expert's rows, a power of two.
+        """
 
         max_tokens_per_rank: int
+        hidden_dim: int | None = None
+        dtype: torch.dtype = torch.bfloat16
+        cudagraphable: bool = False
+        pad_multiple: int = 1
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -53,6 +108,16 @@ class CrossdockTokenDispatcher(BaseEPTokenDispatcher):
                 f"max_tokens_per_rank: expected at least 1, got {config.max_tokens_per_rank}"
             )
         self.max_tokens_per_rank = config.max_tokens_per_rank
+        self.hidden_dim, self.dtype = config.hidden_dim, config.dtype
+        self.cudagraphable, self.pad_multiple = config.cudagraphable, config.pad_multiple
+
+    def init_buffer(self) -> None:
+        """Makes the group, if D is known. Collective over the EP mesh, and called with it."""
+        if self.ep_mesh is not None and self.hidden_dim is not None:
+            device = torch.device(self.ep_mesh.device_type)
+            if device.type == "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+            self._group(device, self.hidden_dim, self.dtype)
 
     def dispatch(
         self,
@@ -63,22 +128,30 @@ class CrossdockTokenDispatcher(BaseEPTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """``[T, D]`` to ``[R, D]``, the ``[e]`` rows of each expert here, and what combine needs.
 
-        Waits for the number of rows, but not under ``torch.compile``: there R is the most that can
-        arrive, and rows behind the last expert's are zero.
+        Rows of padding, which are zero, count as the expert's. Waits for the number of rows, but
+        not under ``torch.compile``, nor without gradients if it is `cudagraphable`: there R is the
+        most that can arrive, and rows behind the last expert's are zero.
         """
         if self.ep_mesh is None:
+            if self.pad_multiple != 1:
+                raise ValueError(
+                    "expert_parallel_degree: expected 2 or more, as rows are not padded "
+                    f"to pad_multiple = {self.pad_multiple} otherwise; got 1"
+                )
             return super(BaseEPTokenDispatcher, self).dispatch(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        plan = self._group(x_TD).prepare(topk_expert_ids_TK.contiguous())
+        group = self._group(x_TD.device, x_TD.shape[-1], x_TD.dtype)
+        plan = group.prepare(topk_expert_ids_TK.contiguous())
+        static = self.cudagraphable and not torch.is_grad_enabled()
         received = xd.dispatch(
             plan,
             x_TD.contiguous(),
             topk_scores_TK.float().contiguous(),
-            exact=not torch.compiler.is_compiling(),
+            exact=not (static or torch.compiler.is_compiling()),
         )
         assert received.weights is not None
-        return received.tokens, plan.counts, DispatchMetadata(plan, received.weights)
+        return received.tokens, plan.padded_counts, DispatchMetadata(plan, received.weights)
 
     def combine(
         self,
@@ -91,22 +164,20 @@ class CrossdockTokenDispatcher(BaseEPTokenDispatcher):
             return super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
         return xd.combine(metadata.plan, routed_output_RD.contiguous(), metadata.weights)
 
-    def _group(self, tokens: torch.Tensor) -> xd.EpGroup:
+    def _group(self, device: torch.device, hidden: int, dtype: torch.dtype) -> xd.EpGroup:
         """The group for such tokens. Collective the first time."""
         mesh: Any = self.ep_mesh
-        sizes: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "max_topk": self.top_k,
-            "hidden": tokens.shape[-1],
-            "dtype": tokens.dtype,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-        }
-        key = (mesh.get_group(), *sizes.values())
-        if key not in _groups:
-            if key[0] not in _comms:
-                _comms[key[0]] = xd.init(mesh, tokens.device)
-            _groups[key] = xd.EpGroup(comm=_comms[key[0]], **sizes)
-        return _groups[key]
+        return _groups.of(
+            mesh.get_group(),
+            device,
+            mesh,
+            num_experts=self.num_experts,
+            max_topk=self.top_k,
+            hidden=hidden,
+            dtype=dtype,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            alignment=self.pad_multiple,
+        )
 
 
 @override(
@@ -114,14 +185,52 @@ class CrossdockTokenDispatcher(BaseEPTokenDispatcher):
     description="Tokens travel to experts through Crossdock.",
 )
 def use_crossdock(
-    cfg: LocalTokenDispatcher.Config, *, max_tokens_per_rank: int
+    cfg: LocalTokenDispatcher.Config,
+    *,
+    max_tokens_per_rank: int | None = None,
+    dtype: str | None = None,
+    cudagraphable: bool | None = None,
 ) -> CrossdockTokenDispatcher.Config:
     """Makes a layer's dispatcher Crossdock's.
 
     Args:
         cfg: the configuration that the model has.
-        max_tokens_per_rank: the most tokens of any rank in one layer; equal on all.
+        max_tokens_per_rank: the most tokens of any rank in one layer; equal on all. None = what
+            torchtitan has found, as it does for any ``moe_comm_backend`` but "standard".
+        dtype: of the rows, such as "float32"; None = what `cfg` says, or bfloat16. Others travel
+            all the same, in a group that the first batch makes.
+        cudagraphable: whether shapes are static where there are no gradients, as generators need;
+            None = as in `cfg`, or False.
+
+    Raises:
+        ValueError: no `max_tokens_per_rank` here and in `cfg`; no dtype of torch; a
+            ``non_blocking_capacity_factor`` in `cfg`.
     """
+    if (factor := getattr(cfg, "non_blocking_capacity_factor", None)) is not None:
+        raise ValueError(
+            f"non_blocking_capacity_factor: expected None, got {factor}: with cudagraphable=True "
+            "there is room for all rows where there are no gradients"
+        )
+    if max_tokens_per_rank is None:
+        max_tokens_per_rank = getattr(cfg, "num_max_tokens_per_rank", None)
+    if max_tokens_per_rank is None:
+        raise ValueError(
+            "max_tokens_per_rank: expected a number, as this moe_comm_backend has none, got None: "
+            'give it, or set moe_comm_backend to "deepep", which needs no DeepEP here'
+        )
+    rows: Any = getattr(cfg, "dtype", None) or torch.bfloat16
+    if dtype is not None:
+        rows = getattr(torch, dtype, None)
+    if not isinstance(rows, torch.dtype):
+        raise ValueError(f"dtype: expected the name of one of torch's, got {dtype!r}")
+    if cudagraphable is None:
+        cudagraphable = getattr(cfg, "cudagraphable", False)
     return CrossdockTokenDispatcher.Config(
-        num_experts=cfg.num_experts, top_k=cfg.top_k, max_tokens_per_rank=max_tokens_per_rank
+        num_experts=cfg.num_experts,
+        top_k=cfg.top_k,
+        max_tokens_per_rank=max_tokens_per_rank,
+        hidden_dim=getattr(cfg, "hidden_dim", None),
+        dtype=rows,
+        cudagraphable=cudagraphable,
+        pad_multiple=getattr(cfg, "pad_multiple", None) or 1,
     )

@@ -2,131 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
+import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
+from crossdock.torch import _calls
+from megatron_layers import (
+    EXPERTS,
+    HIDDEN,
+    NEWEST,
+    RELEASES,
+    TOKENS,
+    TOPK,
+    FusedExperts,
+    config_of,
+    losses,
+    megatron_on_cpu,
+    on_release,
+    use,
+)
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-
-HIDDEN, EXPERTS, TOPK, TOKENS = 32, 8, 2, 10
-
-
-class NoStream:
-    """Stands for a CUDA stream, and for an event in one, where there is no CUDA."""
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def record_event(self) -> NoStream:
-        return self
-
-    def synchronize(self) -> None: ...
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "0.16.1": [{}, {"moe_expert_capacity_factor": 0.75}],
+    "0.19.2": [
+        {"moe_flex_dispatcher_num_sms": 8},
+        {"moe_expert_capacity_factor": 0.75},
+        SHARED | {"moe_shared_expert_overlap": True},
+    ],
+}
 
 
-def splits_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-    """Does as Megatron's method on a GPU: numbers of rows are the host's."""
-    for name in ("input_splits", "output_splits", "output_splits_tp"):
-        if isinstance(value := getattr(dispatcher, name, None), torch.Tensor):
-            setattr(dispatcher, name, value.tolist())
-    return tokens_per_expert
-
-
-def without_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Lets Megatron, which expects a GPU, compute on the CPU."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    stream = NoStream()
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
-    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    patch.setattr(
-        token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", splits_as_lists
-    )
-    # A name that is not there without TransformerEngine.
-    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-
-
-def make_layer(me: Rank, kind: str, **options: Any) -> Any:
-    """One MoE layer: of the same numbers for any dispatcher."""
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.01,
-        expert_model_parallel_size=me.num_ranks,
-        moe_token_dispatcher_type=kind,
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        **options,
-    )
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
-    local = EXPERTS // me.num_ranks
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            seed, first = sum(map(ord, name)), 0
-            if "local_experts" in name:
-                number = int(name.split(".local_experts.")[1].split(".")[0])
-                first = me.rank * local + number
-                seed = sum(map(ord, name.replace(f".{number}.", ".")))
-            generator = torch.Generator().manual_seed(1000 * first + seed)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / HIDDEN**0.5)
-    return layer
-
-
-def losses(me: Rank, kind: str, **options: Any) -> list[float]:
-    """Of a few steps, whose last bits differ if anything does."""
-    layer = make_layer(me, kind, **options)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(2 + me.rank)
-    found = []
-    for _ in range(4):
-        x = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator)
-        out, _ = layer(x)
-        loss = (out - x.flip(-1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        dist.all_reduce(layer.router.weight.grad)
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-@on_ranks(2)
-def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank) -> None:
-    patch = pytest.MonkeyPatch()
-    without_cuda(patch)
-    # Its fused functions are compiled by torch, which takes long and changes no dispatcher.
-    with process_group(), torch._dynamo.config.patch(disable=True):
-        try:
-            check_losses(me)
-        finally:
-            patch.undo()
-
-
-def check_losses(me: Rank) -> None:
-    from megatron.core import parallel_state
-
-    from crossdock.compat import megatron
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=me.num_ranks)
-    try:
-        for options in ({}, {"moe_expert_capacity_factor": 0.75}):
+@pytest.mark.parametrize("release", RELEASES)
+@on_ranks(2, run=on_release)
+def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank, release: str) -> None:
+    with process_group(), megatron_on_cpu(me, release) as megatron:
+        for options in OPTIONS[release]:
             megatron.install(max_tokens_per_rank=TOKENS)
             got = losses(me, "flex", **options)
             megatron.uninstall()
@@ -134,22 +52,228 @@ def check_losses(me: Rank) -> None:
             assert got == pytest.approx(expected, rel=1e-5), (got, expected, options)
         with pytest.raises(ValueError, match="max_tokens_per_rank: expected at least 1, got 0"):
             megatron.install(0)
-    finally:
-        megatron.uninstall()
-        parallel_state.destroy_model_parallel()
 
 
-@on_ranks(2)
-def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank) -> None:
+def manager_of(me: Rank, **options: Any) -> Any:
+    """The manager of one dispatcher for all ranks."""
+    from crossdock.compat import megatron
+
+    config = config_of(me.num_ranks, "flex", **options)
+    local = EXPERTS // me.num_ranks
+    return megatron.CrossdockManager(dist.group.WORLD, local, TOPK, EXPERTS, config)
+
+
+STATIC = {
+    "moe_flex_dispatcher_backend": "ncclep",
+    "moe_expert_rank_capacity_factor": 2.0,  # of all rows that can arrive
+    "moe_ncclep_static_shape": True,
+}
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_static_shapes_and_buffers_of_experts_give_equal_bits(me: Rank, release: str) -> None:
+    calls: dict[str, set[int]] = {}
+    run = _calls.run
+
+    def watched(core: Any, operation: str, like: Any, given: Any, **more: Any) -> Any:
+        rows = given.get("expert_out" if operation == "combine" else "grad_recv_tokens")
+        if rows is not None:
+            calls.setdefault(operation, set()).add(rows.data_ptr())
+        return run(core, operation, like, given, **more)
+
+    layers = []
+
+    def watch(layer: Any) -> None:
+        layer.experts = FusedExperts(layer.experts)
+        layers.append(layer)
+        calls.clear()
+
+    with (
+        process_group(),
+        megatron_on_cpu(me, release) as megatron,
+        mock.patch.object(_calls, "run", watched),
+    ):
+        megatron.install(max_tokens_per_rank=TOKENS)
+        expected = losses(me, "flex")
+        assert losses(me, "flex", watch, **STATIC) == expected
+        assert layers[-1].experts.addresses == [None, None]
+        assert losses(me, "flex", watch, **STATIC, moe_ncclep_zero_copy=True) == expected
+        (layer,) = layers[1:]
+        out, grad = layer.experts.addresses
+        assert calls == {"combine": {out}, "dispatch_bwd": {grad}}, (calls, out, grad)
+        buffers = layer.token_dispatcher.get_expert_zero_copy_buffers()
+        assert [one.data_ptr() for one in buffers] == [out, grad]
+        pool = layer.token_dispatcher._comm_manager._group(buffers[0]).comm.pool
+        assert all(pool.owns(one) for one in buffers)
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_on_another_stream_bits_are_equal(me: Rank, release: str) -> None:
+    """On GPUs that is, where `gpu` runs this: on CPUs operations have ended when they return."""
+    use(release)
     from crossdock.compat import megatron
 
     megatron.install(max_tokens_per_rank=TOKENS)
-    config = SimpleNamespace(moe_router_padding_for_quantization=False, moe_router_dtype=None)
+    torch.manual_seed(me.rank)
+    shape = (TOKENS, me.num_ranks, EXPERTS // me.num_ranks)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    probs = torch.rand(shape, requires_grad=True)
+    routing = torch.arange(EXPERTS).roll(me.rank).expand(TOKENS, -1).reshape(shape) < TOPK
+
+    def step(manager: Any, beside: bool) -> tuple[torch.Tensor, ...]:
+        manager.setup_metadata(routing, probs)
+        rows = manager.dispatch(x, async_finish=beside, allocate_on_comm_stream=beside)
+        rows, weights = manager.get_permuted_hidden_states_by_experts(rows)
+        out = manager.combine(rows * weights.unsqueeze(-1), beside, beside)
+        return out, *torch.autograd.grad(out.square().sum(), (x, probs))
+
+    with process_group():
+        for options in (STATIC, {}):
+            manager = manager_of(me, **options)
+            expected = step(manager, False)
+            for _ in range(4):  # in memory that is used again
+                for one, other in zip(step(manager, True), expected):
+                    assert torch.equal(one, other)
+            if not (options and x.is_cuda):
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = step(manager, True)
+            with torch.no_grad():
+                x *= 2
+                routing.logical_and_(torch.rand(shape) < 0.7)
+            expected = step(manager, False)
+            graph.replay()
+            for one, other in zip(got, expected):
+                assert torch.equal(one, other)
+            del graph, got
+    megatron.uninstall()
+
+
+class Event:
+    """Stands for the CUDA event of a schedule."""
+
+    def wait(self, stream: object) -> None: ...
+
+    def record(self, stream: object) -> None: ...
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_rows_that_an_overlapped_schedule_frees_are_not_missed(me: Rank, release: str) -> None:
+    with process_group(), megatron_on_cpu(me, release) as megatron:
+        from megatron.core.models.common.utils import should_free_input
+        from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+        megatron.install(max_tokens_per_rank=TOKENS)
+        manager = manager_of(me, **STATIC)
+        torch.manual_seed(me.rank)
+        probs = torch.rand(TOKENS, 2, EXPERTS // 2)
+        routing = (torch.arange(EXPERTS) % 3 == me.rank).expand(TOKENS, -1).view_as(probs)
+        routing = routing & (routing.flatten(1).cumsum(1).view_as(probs) <= TOPK)
+        tokens = torch.randn(TOKENS, HIDDEN)
+        freed = []
+
+        def dispatch(x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            manager.token_probs = weights
+            return manager.dispatch(x, True, True), manager.dispatched_probs
+
+        def experts(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            manager.dispatched_probs = weights
+            rows, weights = manager.get_permuted_hidden_states_by_experts(rows)
+            return rows * rows * weights.unsqueeze(-1)  # which are all needed in the backward pass
+
+        def combine(rows: torch.Tensor) -> torch.Tensor:
+            return manager.combine(rows, True, True)
+
+        def begin() -> tuple[torch.Tensor, torch.Tensor]:
+            manager.setup_metadata(routing, probs)
+            x, weights = tokens.clone(), manager.token_probs.clone()
+            return x.requires_grad_(), weights.requires_grad_()
+
+        inputs = begin()
+        out = combine(experts(*dispatch(*inputs)))
+        expected = out, *torch.autograd.grad(out.sum(), inputs)
+
+        manager.config.overlap_moe_expert_parallel_comm = True
+        nodes, given = [], begin()
+        with mock.patch.object(torch.Tensor, "record_stream", lambda *_: None):
+            for name, run in (
+                ("moe_dispatch", dispatch),
+                ("mlp", experts),
+                ("moe_combine", combine),
+            ):
+                frees = should_free_input(name, True, manager.config, EXPERTS // 2)
+                freed.extend([name] * frees)
+                nodes.append(ScheduleNode(run, object(), Event(), free_input=frees, name=name))
+                given = nodes[-1].forward(given)
+            grads = torch.ones_like(given)
+            for node in reversed(nodes):
+                grads = node.backward(grads)
+        assert freed == ["moe_combine"]
+        for one, other in zip((given, *grads), expected):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_rows_over_the_budget_are_dropped_and_told(me: Rank, release: str) -> None:
+    use(release)
+    from crossdock.compat import megatron
+
+    megatron.install(max_tokens_per_rank=TOKENS)
+    dispatcher = object.__new__(megatron.CrossdockTokenDispatcher)  # without groups of Megatron's
+    balanced, all_rows = TOKENS * TOPK, 2 * TOKENS * TOPK
+    probs = torch.rand(TOKENS, 2, EXPERTS // 2)
+    to_rank_0 = (torch.arange(EXPERTS) < TOPK).expand(TOKENS, -1).view_as(probs)
+
+    def batch(factor: float | None) -> tuple[int, int]:
+        """The rows that this rank is given, and those of them that are an expert's."""
+        manager.moe_expert_rank_capacity_factor = factor
+        manager.setup_metadata(to_rank_0, probs)
+        rows = manager.dispatch(torch.ones(TOKENS, HIDDEN))
+        assert manager.dispatched_probs is not None and len(manager.dispatched_probs) == len(rows)
+        found = len(rows), int(manager.get_number_of_tokens_per_expert().sum())
+        total = manager.combine(rows)[:, 0].sum()
+        dist.all_reduce(total)
+        counted = torch.tensor(found[1])
+        dist.all_reduce(counted)
+        assert total == counted
+        return found
+
+    with process_group():
+        first = me.rank == 0
+        manager = dispatcher._comm_manager = manager_of(me, **STATIC)
+        with pytest.raises(CapacityOverflow):
+            batch(1.0)
+        # Megatron wants TransformerEngine beside it.
+        manager.config.moe_flex_dispatcher_backend = "hybridep"
+        assert dispatcher.check_over_budget() is None
+        assert batch(2.0) == (all_rows, all_rows * first)
+        assert not dispatcher.check_over_budget()
+        assert batch(1.0) == (balanced, balanced * first)
+        assert bool(dispatcher.check_over_budget()) == first
+        assert batch(2.0) == (all_rows, all_rows * first)
+        assert bool(dispatcher.check_over_budget()) == first  # until it is reset
+        dispatcher.reset_over_budget()
+        assert not dispatcher.check_over_budget()
+        # As Megatron runs a step again.
+        assert batch(None) == (all_rows, all_rows * first)
+        assert not dispatcher.check_over_budget()
+    megatron.uninstall()
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank, release: str) -> None:
+    use(release)
+    from crossdock.compat import megatron
+
+    megatron.install(max_tokens_per_rank=TOKENS)
     probs = torch.rand(TOKENS, 2, EXPERTS // 2)
     routing = torch.arange(EXPERTS).roll(me.rank).expand(TOKENS, -1) < TOPK
-
-    def layer() -> Any:
-        return megatron.CrossdockManager(dist.group.WORLD, EXPERTS // 2, TOPK, EXPERTS, config)
 
     def dispatch(manager: Any, x: torch.Tensor, chosen: torch.Tensor = routing) -> torch.Tensor:
         manager.setup_metadata(chosen.view_as(probs), probs)
@@ -158,7 +282,7 @@ def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank) -> None:
     x = torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN).float()
     with process_group():
         # Two micro batches in one layer: on rank 1 alone, as rank 0's second one has its own.
-        one, other = layer(), layer()
+        one, other = manager_of(me), manager_of(me)
         dispatch(one, x)
         again, kind, says = other, Mismatch, "rank 1: its call failed"
         if me.rank == 1:
@@ -166,7 +290,7 @@ def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank) -> None:
         with pytest.raises(kind, match=says):
             dispatch(again, x)
         # In a layer for each they are right.
-        one, other = layer(), layer()
+        one, other = manager_of(me), manager_of(me)
         rows, others = dispatch(one, x), dispatch(other, -x)
         assert torch.equal(one.combine(rows), TOPK * x)
         assert torch.equal(other.combine(others), -TOPK * x)
@@ -180,3 +304,61 @@ def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank) -> None:
             dispatch(one, x, more)
         assert torch.equal(one.combine(dispatch(one, x)), TOPK * x)
     megatron.uninstall()
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_options_and_releases_that_are_not_known_are_refused(me: Rank, release: str) -> None:
+    use(release)
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from crossdock.compat import megatron
+
+    overlap = {"overlap_moe_expert_parallel_comm": True}
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            "moe_pad_expert_input_to_capacity: expected F",
+        ),
+        ({"moe_flex_dispatcher_num_sms": 0}, "moe_flex_dispatcher_num_sms: expected .* got 0"),
+        ({"moe_expert_rank_capacity_factor": -1.0}, "rank_capacity_factor: expected .* got -1.0"),
+        ({"moe_ncclep_zero_copy": True}, "zero_copy: expected moe_ncclep_static_shape beside it"),
+        (overlap, "moe_flex_dispatcher_backend: expected hybridep or ncclep .* got deepep"),
+        (overlap | STATIC | {"moe_ncclep_zero_copy": True}, "zero_copy: expected False beside"),
+    ]
+    config = config_of(me.num_ranks, "flex")
+    for options, problem in refused:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in options.items():
+                patch.setattr(config, name, value)
+            with pytest.raises(ValueError, match=problem):
+                megatron.CrossdockManager(None, EXPERTS // 2, TOPK, EXPERTS, config)
+    megatron.install(max_tokens_per_rank=TOKENS)
+    with process_group():
+        manager = manager_of(me, moe_flex_dispatcher_num_sms=4097)
+        probs = torch.ones(TOKENS, 2, EXPERTS // 2)
+        manager.setup_metadata(probs.cumsum(-1) + 4 * torch.arange(2)[:, None] <= TOPK, probs)
+        with pytest.raises(InvalidArgument, match="num_sms = 4097, expected 0 to 4096"):
+            manager.dispatch(torch.ones(TOKENS, HIDDEN))
+    megatron.uninstall()
+
+    known = rf"\(megatron-core: found {release}, tested with 0.16.1 and 0.19.2\)"
+    layer, manager = token_dispatcher.MoEFlexTokenDispatcher, token_dispatcher._DispatchManager
+    for owner, name, value, problem in (
+        (token_dispatcher, "_DispatchManager", None, "cannot import name '_DispatchManager' .*"),
+        (manager, "combine", None, "_DispatchManager has no combine "),
+        (
+            layer,
+            "token_combine",
+            lambda self, hidden_states, stream: None,
+            "parameters of MoEFlexTokenDispatcher.token_combine: expected .hidden_states, "
+            "async_finish, allocate_on_comm_stream., got .hidden_states, stream. ",
+        ),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if value is None:
+                patch.delattr(owner, name)
+            else:
+                patch.setattr(owner, name, value)
+            with pytest.raises(ImportError, match=f"crossdock.compat.megatron: {problem}{known}"):
+                importlib.reload(megatron)

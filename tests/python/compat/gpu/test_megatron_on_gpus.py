@@ -1,0 +1,25 @@
+"""Megatron's dispatcher on GPUs, where there are streams and graphs."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import pytest
+
+from torch_ranks import gpu_ranks, run_on_gpus
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import test_megatron as cases  # noqa: E402
+from megatron_layers import installed  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(installed() is None, reason="megatron-core is not installed"),
+]
+
+
+def test_on_another_stream_bits_are_equal() -> None:
+    body = cases.test_on_another_stream_bits_are_equal
+    run_on_gpus(gpu_ranks()[-1], body, installed(), timeout=120)
