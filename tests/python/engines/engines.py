@@ -10,6 +10,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import pathlib
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +51,22 @@ def plugged_in(register: Callable[[], None], without: Sequence[str] = ()) -> Ite
             yield
         finally:
             sys.meta_path.remove(finder)
+
+
+def installed(folder: pathlib.Path, group: str) -> str:
+    """A folder of ``sys.path`` where a plug-in is found as in an environment that has Crossdock."""
+    text = (pathlib.Path(__file__).parents[3] / "pyproject.toml").read_text()
+    table = re.search(
+        rf'^\[project\.entry-points\."{re.escape(group)}"\]\n(\w+) = "([\w.:]+)"$',
+        text,
+        re.MULTILINE,
+    )
+    assert table is not None
+    info = folder / "crossdock-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crossdock\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{table[1]} = {table[2]}\n")
+    return str(folder)
 
 
 def _is_here(name: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
+import types
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock import sglang as plugin
-from engines import Problem, dequantise, needs, plugged_in, quantise
+from crossdock import deep_ep, sglang as plugin
+from engines import Problem, dequantise, installed, needs, plugged_in, quantise
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
@@ -268,3 +270,30 @@ def test_a_layer_of_the_elastic_buffer_is_the_dense_sum(me: Rank, form: str, fp8
                     rows = placed.by_choice(x, got.topk_ids, got.topk_weights)
                 out = made.combine(parts.second.DeepEPv2CombineInput(rows, None))
                 placed.check(out, fp8)
+
+
+@pytest.mark.parametrize("switch", ["1", "yes"])
+@on_ranks(1, timeout=SECONDS, fresh=True)
+def test_a_scheduler_loads_the_plug_in_behind_its_dispatchers(
+    me: Rank, tmp_path: Any, switch: str
+) -> None:
+    """With the DeepEP that SGLang has brought; an error ends the making of dispatchers."""
+    other = types.ModuleType("deep_ep")
+    vars(other).update(Buffer=object, Config=object, ElasticBuffer=object)
+    with pytest.MonkeyPatch.context() as patch, plugged_in(lambda: None, UNUSED):
+        patch.setitem(sys.modules, "deep_ep", other)
+        patch.syspath_prepend(installed(tmp_path, "sglang.srt.plugins"))
+        patch.setenv("XD_ENGINE", switch)
+        importlib.import_module("sglang.srt.managers.scheduler")
+        first = importlib.import_module(f"{DISPATCHERS}.deepep")
+        assert first.Buffer is object
+        importlib.import_module("sglang.srt.plugins").load_plugins()
+        layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+        if switch == "1":
+            assert first.Buffer is deep_ep.Buffer and first.Config is deep_ep.Config
+            second = importlib.import_module(f"{DISPATCHERS}.deepep_v2")
+            assert second.ElasticBuffer is deep_ep.ElasticBuffer
+        else:
+            assert first.Buffer is object
+            with pytest.raises(RuntimeError, match="XD_ENGINE: expected 0 or 1, got 'yes'"):
+                layer.create_moe_dispatcher(None, None)

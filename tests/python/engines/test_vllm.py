@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock import vllm as plugin
-from engines import Problem, dequantise, needs, plugged_in, quantise
+from crossdock import deep_ep, vllm as plugin
+from engines import Problem, dequantise, installed, needs, plugged_in, quantise
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
@@ -340,3 +340,21 @@ def test_vllm_cleans_its_buffers_after_a_fault(me: Rank) -> None:
         for _ in range(3):
             problem.check(layer(parts, pf, experts, *given), me.rank, False)
         made.destroy()
+
+
+@pytest.mark.parametrize("switch", ["1", "yes"])
+@on_ranks(1, timeout=SECONDS, fresh=True)
+def test_a_worker_loads_the_plug_in(me: Rank, tmp_path: Any, switch: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, plugged_in(lambda: None):
+        patch.syspath_prepend(installed(tmp_path, "vllm.general_plugins"))
+        patch.setenv("XD_ENGINE", switch)
+        importlib.import_module("vllm.v1.worker.worker_base")
+        load = importlib.import_module("vllm.plugins").load_general_plugins
+        if switch == "yes":
+            with pytest.raises(ValueError, match="XD_ENGINE: expected 0 or 1, got 'yes'"):
+                load()
+            return
+        load()
+        imports = importlib.import_module("vllm.utils.import_utils")
+        assert imports.has_deep_ep() and imports.has_deep_ep_v2()
+        assert importlib.import_module("deep_ep") is deep_ep
