@@ -40,7 +40,7 @@ API_ONLY = [
 # How many files of a folder may share the first word of their names.
 MOST_SHARING = {"src": 2, "tests": 6, "bench": 6}
 # The modules of crossdock itself, then its folders.
-PYTHON_LEVELS = [{"crossdock"}, {"jax", "torch"}, {"compat", "deep_ep"}, {"cli"}]
+PYTHON_LEVELS = [{"crossdock"}, {"jax", "torch"}, {"compat", "deep_ep"}, {"cli", "sglang", "vllm"}]
 PYTHON_LEVEL_OF = {name: level for level, names in enumerate(PYTHON_LEVELS) for name in names}
 
 ROOM = re.compile(r'(\w+)\["([^":]+):')  # id["room: what it owns"]

@@ -26,6 +26,8 @@ PYTHON = {
     "jax": ("crossdock.jax", "JAX"),
     "jax_tp": ("crossdock.jax.tp", "JAX, tensor parallelism"),
     "deep_ep": ("crossdock.deep_ep", "DeepEP's interface"),
+    "vllm": ("crossdock.vllm", "vLLM"),
+    "sglang": ("crossdock.sglang", "SGLang"),
     "megatron": ("crossdock.compat.megatron", "Megatron-LM"),
     "torchtitan": ("crossdock.compat.torchtitan", "torchtitan"),
     "te_overlap": ("crossdock.compat.te_overlap", "TransformerEngine's userbuffers"),

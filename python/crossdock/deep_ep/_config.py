@@ -24,7 +24,10 @@ _LONG_NAMES = {
 
 
 def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Lets callers use other keywords too: name in DeepEP = parameter of the function."""
+    """Lets callers use other keywords too: name in DeepEP = parameter of the function.
+
+    The function's attribute ``also_named`` has them.
+    """
 
     def rename(function: Callable[..., _T]) -> Callable[..., _T]:
         @functools.wraps(function)
@@ -36,6 +39,7 @@ def also_named(**names: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]
                     options[name] = options.pop(other)
             return function(*args, **options)
 
+        vars(renamed)["also_named"] = frozenset(names)
         return renamed
 
     return rename

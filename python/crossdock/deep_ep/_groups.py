@@ -231,3 +231,8 @@ class Groups:
         for shape, slots in self._slots.items():
             if (shape.max_tokens, shape.hidden, shape.experts) == (max_tokens, hidden, experts):
                 slots.reset()
+
+    def reset_all_slots(self) -> None:
+        """Clears all of them. Collective as `reset_slots`; groups are made in one order."""
+        for slots in self._slots.values():
+            slots.reset()

@@ -334,6 +334,10 @@ class LowLatencyCalls:
             if rank != self.rank:
                 groups.set_mask(rank, False)
 
+    def _bring_back_in_step(self) -> None:
+        """Does `clean_low_latency_buffer` for all sizes that have been used. Collective."""
+        self._shrinking("_bring_back_in_step").reset_all_slots()
+
     def _refuse_overlap(self, handle: Any) -> NoReturn:
         """Refuses ``overlap`` in a combine, of which the peers hear."""
         groups = self._low_latency("low_latency_combine")

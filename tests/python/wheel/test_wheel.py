@@ -86,6 +86,14 @@ def test_metadata_says_what_it_is_in_a_few_lines(wheel: pathlib.Path) -> None:
     assert {"Author", "Keywords", "Classifier"} <= fields and len(head) < 40, head
 
 
+def test_engines_find_their_plug_ins(wheel: pathlib.Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        lines = archive.read(name).decode().splitlines()
+    for group, package in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert lines[lines.index(f"[{group}]") + 1] == f"crossdock = crossdock.{package}:register"
+
+
 def test_installed_package_is_imported_and_moves_tokens(python: pathlib.Path) -> None:
     printed = run(python, pathlib.Path(__file__).parent / "two_ranks.py")
     assert printed.startswith(str(python.parents[1]))
