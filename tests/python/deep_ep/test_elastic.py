@@ -201,6 +201,64 @@ def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_firs
             same("rows by expert", rows[slots[here, k]], received[here])
 
 
+def drawn_results(batch: Batch, alignment: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the experts of every rank give: rows by expert, NaN where there is only padding."""
+    generator = torch.Generator().manual_seed(7)
+    results = []
+    for rank in range(batch.num_ranks):
+        parts = []
+        for zone in zones(batch, rank):
+            part = torch.randn(-(-len(zone) // alignment) * alignment, HIDDEN, generator=generator)
+            part[::5, ::3] = -0.0
+            part[len(zone) :] = torch.nan
+            parts.append(part.to(dtype))
+        results.append(torch.cat(parts))
+    return results
+
+
+def reduced(batch: Batch, rank: int, results: torch.Tensor, alignment: int) -> torch.Tensor:
+    """[N,H]: a received token's rows, added up by ascending choice in float32."""
+    total = torch.zeros(len(batch.rows(rank)), results.shape[1])
+    places = []
+    begin = 0
+    for zone in zones(batch, rank):
+        places += [(choice, row, begin + place) for place, (row, choice) in enumerate(zone)]
+        begin += -(-len(zone) // alignment) * alignment
+    for _, row, place in sorted(places):
+        total[row] += results[place].float()
+    return total
+
+
+@on_ranks(2, 4, Apart(4))
+@pytest.mark.parametrize("reduce_first", [True, False])
+@pytest.mark.parametrize("alignment", [1, 8, 6])
+def test_sums_of_rows_by_expert(me: Rank, alignment: int, reduce_first: bool) -> None:
+    """Every bit: also where sums of ranks, or of the ranks' sums, are rounded."""
+    batch = drawn(me, seed=4)
+    with elastic(me, allow_multiple_reduction=reduce_first) as buffer:
+        *_, handle, _ = buffer.dispatch(
+            batch.x[me.rank],
+            batch.topk_idx[me.rank],
+            num_experts=EXPERTS,
+            expert_alignment=alignment,
+            do_expand=True,
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            results = drawn_results(batch, alignment, dtype)
+            sums = [
+                reduced(batch, rank, one, alignment).to(dtype if reduce_first else torch.float32)
+                for rank, one in enumerate(results)
+            ]
+            combined, *_ = buffer.combine(results[me.rank], handle)
+            same("combined", combined, batch.combined(me.rank, sums).to(dtype))
+            # With a bias they travel as float32.
+            sums = [one.float() for one in sums]
+            bias = torch.randn(len(combined), HIDDEN).to(dtype)
+            combined, *_ = buffer.combine(results[me.rank], handle, bias=bias)
+            wanted = batch.combined(me.rank, sums, (bias.float(),)).to(dtype)
+            same("combined with a bias", combined, wanted)
+
+
 @on_ranks(2)
 def test_scales_travel_and_lie_as_asked(me: Rank) -> None:
     batch = drawn(me, seed=3)
