@@ -97,7 +97,7 @@ class Device:
             plan_bytes=64,
             failure=self.failure,
             session=self,
-            sizes=SimpleNamespace(tokens=TOKENS),
+            sizes=SimpleNamespace(tokens=TOKENS, zones=0),
         )
         self.host = SimpleNamespace(all_gather=self.all_gather)
 
@@ -145,10 +145,10 @@ def dispatch(
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
     choices = Choices(
         EXPERTS,
-        torch.ones(EXPERTS, dtype=torch.int32),
-        torch.ones(TOKENS, RANKS, dtype=torch.bool),
         topk_idx,
         torch.zeros(TOKENS, TOPK) if topk else None,
+        torch.ones(EXPERTS, dtype=torch.int32),
+        torch.ones(TOKENS, RANKS, dtype=torch.bool),
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
