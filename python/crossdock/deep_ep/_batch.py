@@ -128,6 +128,14 @@ class Batch:
             return None
         return from_status(status | {"text": _in_callers_words(status["text"])}, comm.rank)
 
+    def raise_failure(self) -> None:
+        """Raises the error of operations so far, for which the host waits; not in a capture."""
+        if self.session.cuda and not is_capturing(self.session.device):
+            self.session.wait_for_host_data()
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+
     @contextlib.contextmanager
     def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Iterator[None]:
         """A call, in which this rank takes all its turns, even after an error.

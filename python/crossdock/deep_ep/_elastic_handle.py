@@ -120,7 +120,9 @@ class EPHandle:
     def look(self) -> TokenRows:
         """The received tokens, and the rows of each; the first time by a turn of the caller's."""
         if self._found is None:
-            self._found = token_rows_of(self.routing, self._most, self._exact, self.padding)
+            found = token_rows_of(self.routing, self._most, self._exact, self.padding)
+            self.routing.batch.raise_failure()  # before what it has left is kept
+            self._found = found
         return self._found
 
     def tensors(self) -> Iterator[object]:

@@ -349,14 +349,15 @@ class ElasticBuffer:
         request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
         batch, events = groups.batch_for(request), (event, waits[2])
         found = dispatch_new(batch, tokens, choices, numbers.alignment, worst, events, counted=True)
-        with StreamWork(groups.session, found.event, waits[2]) as work, work.allocating():
-            kept = topk_idx.clone() if do_copy else topk_idx
-            made = handle_of(found, numbers, kept)
-            if stats is not None:
-                stats += made.num_unaligned_recv_tokens_per_expert
-            received = with_padding(made.padding, found.received)
-            rows = column_major(received.x) if columns_first else received.x
-        done = work.finish((), (*parts_of(rows), *received, *made.tensors()))
+        with StreamWork(groups.session, found.event, waits[2]) as work:
+            with work.allocating():
+                kept = topk_idx.clone() if do_copy else topk_idx
+                made = handle_of(found, numbers, kept)
+                if stats is not None:
+                    stats += made.num_unaligned_recv_tokens_per_expert
+                received = with_padding(made.padding, found.received)
+                rows = column_major(received.x) if columns_first else received.x
+            done = work.finish((), (*parts_of(rows), *received, *made.tensors()))
         return rows, received.topk_idx, received.topk_weights, made, done
 
     def _dispatch_again(
@@ -390,17 +391,18 @@ class ElasticBuffer:
                     checks.fail(name, f"None or {known}, as the handle was made for", size)
             if do_expand and not routing.by_expert:
                 checks.fail("do_expand", "False, as the handle was made without it", do_expand)
+            if looks:
+                handle.look()
             received, done = self._buffer._dispatch_along(
                 x, routing, topk_weights, not routing.by_expert, (event, waits[2], False)
             )
-            if looks:
-                handle.look()
-        with StreamWork(session, done, waits[2]) as work, work.allocating():
-            received = with_padding(handle.padding, received)
-            if routing.by_expert and not do_expand:
-                received = by_token(handle, received)
-            rows = column_major(received.x) if columns_first else received.x
-        done = work.finish((), (*parts_of(rows), *received))
+        with StreamWork(session, done, waits[2]) as work:
+            with work.allocating():
+                received = with_padding(handle.padding, received)
+                if routing.by_expert and not do_expand:
+                    received = by_token(handle, received)
+                rows = column_major(received.x) if columns_first else received.x
+            done = work.finish((), (*parts_of(rows), *received))
         return rows, received.topk_idx, received.topk_weights, handle, done
 
     @staticmethod
