@@ -179,6 +179,7 @@ class Choices:
     topk_weights: torch.Tensor | None  # [T,K] float32, iff topk_idx
     per_expert: torch.Tensor | None = None  # [E] int32, needed without topk_idx
     in_rank: torch.Tensor | None = None  # [T,W] bool, likewise
+    per_rank: torch.Tensor | None = None  # [W] int32; follows from the others
     zones: int = 0  # alignment of experts' zones; 0 = rows by rank
 
 
@@ -208,7 +209,21 @@ def read_choices(
     elif ranks > constants.MAX_TOPK:
         needed = f"a tensor, as there are more than {constants.MAX_TOPK} ranks"
         checks.fail("topk_idx", needed, None)
-    return Choices(experts, topk_idx, topk_weights, per_expert, in_rank)
+    return Choices(experts, topk_idx, topk_weights, per_expert, in_rank, per_rank)
+
+
+def require_layout(checks: Checks, choices: Choices, sent: torch.Tensor) -> None:
+    """Refuses tokens for each rank, [W], other than those that prepare has found; on the CPU."""
+    if choices.per_rank is None or choices.in_rank is None:
+        return
+    expected = sent.tolist()
+    if choices.per_rank.tolist() != expected:
+        got = choices.per_rank.tolist()
+        checks.fail("num_tokens_per_rank", f"{expected}, as topk_idx has it", got)
+    in_rank = choices.in_rank.sum(0).tolist()
+    if in_rank != expected:
+        expected_tokens = f"true for {expected} tokens, as topk_idx has it"
+        checks.fail("is_token_in_rank", expected_tokens, in_rank)
 
 
 def read_results(

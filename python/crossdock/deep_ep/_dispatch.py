@@ -12,7 +12,7 @@ from crossdock._quantise import widest_scale_bytes
 from crossdock.torch import _calls
 
 from ._agreement import Request, mismatch
-from ._arguments import Choices, Tokens, as_payload, topk_idx_t
+from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
 from ._batch import Batch
 from ._handle import Routing
 from ._session import Session
@@ -196,6 +196,8 @@ def _prepare(
     given = {"topk_idx": topk_idx, "rank_rows": rank_rows, **outputs}
     batch.run(_calls.run, "prepare", plan, given, alignment=choices.zones)
     if rank_rows is not None:
+        if not batch.session.cuda:
+            require_layout(batch.session.checks, choices, rank_rows[batch.session.rank])
         torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
         if for_host is not None and counts is not None:
             for_host.copy_(counts, non_blocking=True)

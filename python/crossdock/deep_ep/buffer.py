@@ -361,10 +361,11 @@ class Buffer(LowLatencyCalls):
             handle: from an earlier dispatch of T tokens, also of another Buffer of these ranks, and
                 if that is gone: its routing again. float32 rows need one that was made when rows at
                 least as long had been dispatched before.
-            num_tokens_per_rank: [W] int32; needed without `handle`, not read.
+            num_tokens_per_rank: [W] int32; needed without `handle`. This and the next three follow
+                from `topk_idx`, by which alone rows go. On the CPU these numbers are checked.
             num_tokens_per_rdma_rank: None, or [num_rdma_ranks] int32; not read.
             is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the
-                routing where there is no `topk_idx`.
+                routing where there is no `topk_idx`. On the CPU its numbers of tokens are checked.
             num_tokens_per_expert: [E] int32; needed without `handle`.
             topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none, and so are an
                 expert's second and later mentions in a row.
