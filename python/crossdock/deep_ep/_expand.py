@@ -6,15 +6,13 @@ to zones with it, and back. D = rows without padding, M = rows with it, L = expe
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 
 _MOST = 1 << 20  # the largest alignment that groups take
 
 
 def zones_of(alignment: int) -> int:
-    """The alignment of zones that a group is asked for: 1 if it knows this one not."""
+    """The alignment of zones that a group is asked for: 1 if groups do not know this one."""
     return alignment if alignment & (alignment - 1) == 0 and alignment <= _MOST else 1
 
 
@@ -53,10 +51,6 @@ class Padding:
         out = moved.new_zeros(self.num_rows, *moved.shape[1:])
         return out.index_copy_(0, self.places, moved).view(rows.dtype)
 
-    @overload
-    def without(self, rows: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def without(self, rows: None) -> None: ...
-    def without(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+    def without(self, rows: torch.Tensor) -> torch.Tensor:
         """[D,...] from rows [M,...]."""
-        return None if rows is None else rows.index_select(0, self.places)
+        return rows.index_select(0, self.places)

@@ -524,7 +524,8 @@ class Buffer(LowLatencyCalls):
                 text += f" and {given} on rank {peer}, expected equal values"
                 raise mismatch("combine", text, self.rank, peer, "combine")
             if padding is not None:
-                x, topk_weights = padding.without(x), padding.without(topk_weights)
+                x = padding.without(x)
+                topk_weights = None if topk_weights is None else padding.without(topk_weights)
             return combine(x, routing, topk_weights, biases, pieces, events[:2], wide)
 
     def _known(self, handle: Any) -> Routing:
