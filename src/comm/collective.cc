@@ -93,10 +93,11 @@ void require_size(const std::shared_ptr<Segment>& segment, std::size_t bytes, in
 Collective::Collective(Mesh& mesh, int rank, int num_ranks, int timeout_ms, Errors* errors)
     : mesh_(mesh), rank_(rank), num_ranks_(num_ranks), timeout_ms_(timeout_ms), errors_(errors) {
   if (errors_ == nullptr) return;
-  errors_->notes().set_fail_round(
-      [this](const OutOfStep& what, std::uint64_t round, const std::string& text) {
-        fail_round_of_peers(what, round, text);
-      });
+  errors_->notes().set_fail_round([this](const OutOfStep& what, std::uint64_t round,
+                                         const std::string& text,
+                                         std::optional<Deadline> deadline) {
+    fail_round_of_peers(what, round, text, deadline);
+  });
 }
 
 std::string Collective::call_text(CollectiveCall call) const {
@@ -104,7 +105,7 @@ std::string Collective::call_text(CollectiveCall call) const {
 }
 
 void Collective::gather(CollectiveCall call, std::span<const std::byte> blob, int fd,
-                        std::span<Mesh::Item> items) {
+                        std::span<Mesh::Item> items, std::optional<Deadline> deadline) {
   // A function that refers to one thing takes no memory: a rank that failed here would have its
   // peers wait.
   struct {
@@ -123,7 +124,7 @@ void Collective::gather(CollectiveCall call, std::span<const std::byte> blob, in
     };
   }
   try {
-    mesh_.all_gather(blob, fd, Deadline::after_ms(timeout_ms_), items, look);
+    mesh_.all_gather(blob, fd, deadline.value_or(Deadline::after_ms(timeout_ms_)), items, look);
   } catch (const Error& error) {
     if (errors_ != nullptr) errors_->throw_if_failed();  // the cause of this failure
     if (is_masked_loss(error)) {
@@ -196,10 +197,10 @@ void Collective::bring_failure(CollectiveCall call) noexcept {
 // Takes this rank's part in the host call in which its peers wait for it, while it waits for them
 // in an operation; unless another thread has taken it.
 void Collective::fail_round_of_peers(const OutOfStep& what, std::uint64_t round,
-                                     const std::string& text) {
+                                     const std::string& text, std::optional<Deadline> deadline) {
   const std::lock_guard lock(mutex_);
   if (mesh_.rounds_begun() != round) return;
-  gather({"a host call of its peers"}, out_of_step_frame(what, text), -1, {});
+  gather({"a host call of its peers"}, out_of_step_frame(what, text), -1, {}, deadline);
 }
 
 // Where ranks wait in operations for this one: takes its turns there with a failure, and throws.

@@ -93,15 +93,17 @@ class Collective {
  private:
   // The descriptor that a rank has sent; throws SYSTEM if this process had no room for it.
   static UniqueFd take_descriptor(int rank, Mesh::Item& item);
+  // `deadline`: none = the communicator's timeout from now on.
   void gather(CollectiveCall call, std::span<const std::byte> blob, int fd,
-              std::span<Mesh::Item> items);
+              std::span<Mesh::Item> items, std::optional<Deadline> deadline = {});
   std::string call_text(CollectiveCall call) const;
   bool is_near(int rank) const { return mesh_.rails().is_near(rank); }
   bool is_masked_loss(const Error& error) const;
   void fail_round(CollectiveCall call, const Caught& error, int peer);
   void bring_failure(CollectiveCall call) noexcept;
   void bring(CollectiveCall call, std::span<const std::byte> failure, std::span<Mesh::Item> items);
-  void fail_round_of_peers(const OutOfStep& what, std::uint64_t round, const std::string& text);
+  void fail_round_of_peers(const OutOfStep& what, std::uint64_t round, const std::string& text,
+                           std::optional<Deadline> deadline);
   void join_operation(std::span<const Mesh::Item> items);
   void compare_demands(const SegmentMaker& memory, CollectiveCall call, std::size_t bytes);
 

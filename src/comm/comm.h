@@ -58,7 +58,7 @@ struct HostWait {
   bool needs_all_ranks = false;
   Progress* progress = nullptr;  // outlives the wait
 
-  WaitPlace place() const { return {group, operation, phase, epoch}; }
+  WaitPlace place() const { return {group, operation, phase, epoch, {}, deadline}; }
 };
 
 // How a wait for a peer has ended, where it has not thrown.

@@ -87,7 +87,8 @@ void LongWait::leave_circle(const WaitPlace& place, int peer, const WaitNote& th
   if (theirs.joins != 0 && !errors_.notes().is_joining()) {
     story = text;
     try {
-      errors_.notes().fail_round({place.group, place.operation, place.epoch}, theirs.epoch, text);
+      const OutOfStep what{place.group, place.operation, place.epoch};
+      errors_.notes().fail_round(what, theirs.epoch, text, place.deadline);
     } catch (const Error&) {
       errors_.throw_if_failed();  // of another error, the wait has more to say
     }

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "base/deadline.h"
@@ -24,6 +25,7 @@ struct WaitPlace {
   xd_phase phase;
   std::uint64_t epoch;
   std::string call = {};  // the host call and its sizes; of an operation the texts are known
+  std::optional<Deadline> deadline = {};  // of an operation
 };
 
 class LongWait {

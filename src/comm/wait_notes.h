@@ -12,10 +12,12 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/wait_note.h"
@@ -59,12 +61,14 @@ class WaitNotes {
   using Join = std::function<void(std::int32_t operation, const char* text)>;
   void list_join(int group, Join join);
   void unlist_join(int group);
-  // fail(what, round, text) is this rank's part of the host call that its peers are in.
-  using FailRound =
-      std::function<void(const OutOfStep& what, std::uint64_t round, const std::string& text)>;
+  // fail(what, round, text, deadline) is this rank's part of the host call that its peers are in.
+  // It is a wait within the operation's, and ends by the same deadline.
+  using FailRound = std::function<void(const OutOfStep& what, std::uint64_t round,
+                                       const std::string& text, std::optional<Deadline> deadline)>;
   void set_fail_round(FailRound fail) { fail_round_ = std::move(fail); }
-  void fail_round(const OutOfStep& what, std::uint64_t round, const std::string& text) const {
-    fail_round_(what, round, text);
+  void fail_round(const OutOfStep& what, std::uint64_t round, const std::string& text,
+                  std::optional<Deadline> deadline) const {
+    fail_round_(what, round, text, deadline);
   }
   // A thread makes a call on the communicator.
   void note_thread() const noexcept;

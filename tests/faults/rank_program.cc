@@ -21,7 +21,7 @@
 #include "faults/fatal_argument.h"
 #include "faults/gemm_call.h"
 #include "faults/hex.h"
-#include "faults/ll_program.h"
+#include "faults/ll/program.h"
 #include "faults/meeting.h"
 #include "support/handles.h"
 #include "support/memory.h"

@@ -7,7 +7,7 @@
 
 #include "conformance/batch.h"
 #include "faults/gemm_call.h"
-#include "faults/ll_step.h"
+#include "faults/ll/step.h"
 
 namespace xd::test {
 namespace {

@@ -216,6 +216,30 @@ TEST_P(OutOfStep, InAnOperationAndAHostCallEndsBothAtOnceAndCostsNothingElse) {
 // Promises that are the same for all operations of a family.
 class OutOfStepAnywhere : public OutOfStep {};
 
+// Rank 1 comes to a host call when rank 0 has waited in an operation for half of its timeout, and
+// rank 2 comes nowhere. Rank 0 takes its part in the host call, which is no second timeout.
+TEST_P(OutOfStepAnywhere, AndForARankThatComesNowhereEndsWithTheOperationsTimeout) {
+  constexpr int kTimeoutMs = 4 * kShortTimeoutMs;
+  std::latch timed_out(2);
+  on_thread_ranks(3, kTimeoutMs, [&](Rank& rank, Comm&) {
+    const auto waiter = GetParam().make(rank);
+    ok(xd_comm_barrier(rank.comm));
+    const auto since = Clock::now();
+    if (rank.rank == 0) {
+      const CallEnd end = waiter->call();
+      EXPECT_EQ(end, XD_ERROR_TIMEOUT);
+      expect_timed_out(since, kTimeoutMs);
+      EXPECT_EQ(comm_error(rank.comm).peer, 2) << end.text;
+    } else if (rank.rank == 1) {
+      std::this_thread::sleep_for(milliseconds(kTimeoutMs / 2));
+      EXPECT_EQ(xd_comm_barrier(rank.comm), XD_ERROR_TIMEOUT) << xd_last_error();
+    } else {
+      return timed_out.wait();
+    }
+    timed_out.count_down();
+  });
+}
+
 TEST_P(OutOfStepAnywhere, InTwoOperationsIsAMismatchOfBothAtOnce) {
   on_thread_ranks(2, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};

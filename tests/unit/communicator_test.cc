@@ -16,7 +16,7 @@
 
 #include "memory/host_segment.h"
 #include "unit/comms.h"
-#include "unit/mesh_support.h"
+#include "unit/mesh/support.h"
 
 namespace xd::test {
 namespace {

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import struct
+import zlib
 from collections.abc import Sequence
 
 from crossdock import _core
@@ -19,25 +20,39 @@ class Request:
     """One rank's sizes of a dispatch."""
 
     tokens: int = 0  # T
+    most_tokens: int = 0  # the largest T of any rank, equal on all; 0 = only the requests tell
     row_bytes: int = 0  # of x
     scale_bytes: int = 0  # of a row of scales; 0 = none
     topk: int = 0  # K; 0 = the routing is is_token_in_rank alone
     experts: int = 0  # E
     worst_tokens: int = 0  # num_worst_tokens; 0 = the host waits for the number of rows
+    zones: int = 0  # alignment of experts' zones; 0 = rows by rank
     num_sms: int = 0
     heap_bytes: int = 0  # num_nvl_bytes, the symmetric memory to begin with
 
 
 # Fields that must be equal on all ranks, with the names that callers know.
 _EQUAL = {
+    "most_tokens": "num_max_tokens_per_rank",
+    "worst_tokens": "num_worst_tokens",
     "row_bytes": "bytes of a row of x",
     "scale_bytes": "bytes of a row of scales",
     "topk": "columns of topk_idx (0 = not given)",
-    "experts": "elements of num_tokens_per_expert",
-    "worst_tokens": "num_worst_tokens",
+    "experts": "num_experts, elements of num_tokens_per_expert",
+    "zones": "alignment of zones (0 = no do_expand)",
 }
 
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
+
+
+def equal_numbers(request: Request) -> str:
+    """The numbers of a request that must be equal on all ranks, in words."""
+    return ", ".join(f"{name} = {getattr(request, field)}" for field, name in _EQUAL.items())
+
+
+def hash_of(request: Request) -> int:
+    """32 bits of the numbers that must be equal on all ranks."""
+    return zlib.crc32(repr([getattr(request, field) for field in _EQUAL]).encode())
 
 
 def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:

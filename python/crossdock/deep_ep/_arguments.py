@@ -24,7 +24,8 @@ _FP4_TYPES = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 # Types of one byte, which may hold two numbers.
 _BYTES = (torch.uint8, torch.int8, *_FP4_TYPES)
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, *_BYTES)
-_ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32, *_BYTE_TYPES)
+_SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
+_ROW_TYPES = (*_SUMMABLE, *_BYTE_TYPES)
 _SCALE_TYPES = (torch.float32, torch.int32)
 
 
@@ -174,10 +175,12 @@ class Choices:
     """Where the tokens of an uncached dispatch go."""
 
     experts: int  # E
-    per_expert: torch.Tensor  # [E] int32
-    in_rank: torch.Tensor  # [T,W] bool
     topk_idx: torch.Tensor | None  # [T,K]
     topk_weights: torch.Tensor | None  # [T,K] float32, iff topk_idx
+    per_expert: torch.Tensor | None = None  # [E] int32, needed without topk_idx
+    in_rank: torch.Tensor | None = None  # [T,W] bool, likewise
+    per_rank: torch.Tensor | None = None  # [W] int32; follows from the others
+    zones: int = 0  # alignment of experts' zones; 0 = rows by rank
 
 
 def read_choices(
@@ -206,11 +209,45 @@ def read_choices(
     elif ranks > constants.MAX_TOPK:
         needed = f"a tensor, as there are more than {constants.MAX_TOPK} ranks"
         checks.fail("topk_idx", needed, None)
-    return Choices(experts, per_expert, in_rank, topk_idx, topk_weights)
+    return Choices(experts, topk_idx, topk_weights, per_expert, in_rank, per_rank)
 
 
-def read_weights(checks: Checks, weights: Any, num_rows: int) -> None:
-    """The weights of combine: [N,K] float32 with any K that a group knows."""
+def require_layout(checks: Checks, choices: Choices, sent: torch.Tensor) -> None:
+    """Refuses tokens for each rank, [W], other than those that prepare has found; on the CPU."""
+    if choices.per_rank is None or choices.in_rank is None:
+        return
+    expected = sent.tolist()
+    if choices.per_rank.tolist() != expected:
+        got = choices.per_rank.tolist()
+        checks.fail("num_tokens_per_rank", f"{expected}, as topk_idx has it", got)
+    in_rank = choices.in_rank.sum(0).tolist()
+    if in_rank != expected:
+        expected_tokens = f"true for {expected} tokens, as topk_idx has it"
+        checks.fail("is_token_in_rank", expected_tokens, in_rank)
+
+
+def read_results(
+    checks: Checks, x: Any, num_rows: int, row_bytes: int, pieces: int
+) -> torch.Tensor:
+    """The rows of combine: as many as dispatch gave, and of no more bytes than the group takes.
+
+    Args:
+        pieces: in how many operations they travel; as float32 if in several.
+    """
+    found = checks.tensor(x, "x", (num_rows, "H"), _SUMMABLE)
+    size = torch.float32.itemsize if pieces > 1 else found.element_size()
+    unit, most = (one * pieces // size for one in (constants.ROW_ALIGNMENT, row_bytes))
+    if found.shape[1] % unit != 0 or not 0 < found.shape[1] <= most:
+        expected = f"a positive multiple of {unit} columns and, as the handle was made for,"
+        checks.fail("x", f"{expected} at most {most}", found.shape[1])
+    return found
+
+
+def read_weights(checks: Checks, weights: Any, num_rows: int, by_expert: bool) -> None:
+    """The weights of combine: [N,K] float32 with any K that a group knows; by expert [N]."""
+    if by_expert:
+        checks.tensor(weights, "topk_weights", (num_rows,), (torch.float32,))
+        return
     found = checks.tensor(weights, "topk_weights", (num_rows, "K"), (torch.float32,))
     if not 1 <= found.shape[1] <= constants.MAX_TOPK:
         checks.fail("topk_weights", f"1 to {constants.MAX_TOPK} columns", found.shape[1])

@@ -30,13 +30,16 @@ class Sizes:
     tokens: int
     row_bytes: int
     scale_bytes: int
+    zones: int  # largest alignment of experts' zones; 0 = rows by rank
     num_sms: tuple[int, ...]  # by rank
 
     @classmethod
     def of(cls, requests: list[Request]) -> Sizes:
         """The sizes that all ranks' requests need."""
         first, ranks = requests[0], len(requests)
-        tokens = max(max(one.tokens, -(-one.worst_tokens // ranks)) for one in requests)
+        tokens = max(
+            max(one.tokens, one.most_tokens, -(-one.worst_tokens // ranks)) for one in requests
+        )
         return cls(
             # Without choices of experts, each rank is one expert, and a token's ranks its choices.
             experts=first.experts if first.topk else ranks,
@@ -44,6 +47,7 @@ class Sizes:
             tokens=max(1, tokens),
             row_bytes=first.row_bytes,
             scale_bytes=first.scale_bytes,
+            zones=first.zones,
             num_sms=tuple(one.num_sms for one in requests),
         )
 
@@ -62,11 +66,12 @@ class Sizes:
             topk=max(self.topk, need.topk),
             row_bytes=max(self.row_bytes, need.row_bytes),
             scale_bytes=max(self.scale_bytes, need.scale_bytes),
+            zones=max(self.zones, need.zones),
         )
 
     def set_bytes(self) -> int:
-        """Memory for the receive tensors of a dispatch."""
-        rows = len(self.num_sms) * self.tokens
+        """Memory for the receive tensors of a dispatch; of rows by expert for an even load."""
+        rows = max(len(self.num_sms), self.topk if self.zones else 1) * self.tokens
         parts = self.row_bytes, self.scale_bytes, 4 * self.topk, 8 * self.topk
         return set_bytes([rows * part for part in parts])
 
@@ -93,7 +98,8 @@ class Batch:
             "hidden": sizes.row_bytes,
             "dtype": _calls.DTYPE_CODES[torch.uint8],
             "max_scale_bytes": sizes.scale_bytes,
-            "layout": constants.LAYOUTS["rank_major"],
+            "layout": constants.LAYOUTS["expert_major" if sizes.zones else "rank_major"],
+            "alignment": sizes.zones,
             "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
             "zero_tail": 1,
             "num_sms": sizes.num_sms[comm.rank],
@@ -121,6 +127,14 @@ class Batch:
         if status["status"] == "XD_SUCCESS":
             return None
         return from_status(status | {"text": _in_callers_words(status["text"])}, comm.rank)
+
+    def raise_failure(self) -> None:
+        """Raises the error of operations so far, for which the host waits; not in a capture."""
+        if self.session.cuda and not is_capturing(self.session.device):
+            self.session.wait_for_host_data()
+            failure = self.failure()
+            if failure is not None:
+                raise failure
 
     @contextlib.contextmanager
     def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Iterator[None]:

@@ -7,7 +7,6 @@ import torch
 from crossdock._core import constants
 from crossdock.torch import _calls
 
-from ._batch import Batch
 from ._handle import Routing
 from ._stream_work import StreamWork
 from .utils import EventOverlap
@@ -17,7 +16,7 @@ WIDE = 4  # bytes of a float32
 BAD_COLUMNS = constants.MAX_TOPK + 1  # of weights that no rank takes
 
 
-def pieces_of(x: object, bias: object, row_bytes: int) -> int:
+def pieces_of(x: object, bias: object, row_bytes: int, wide: bool = False) -> int:
     """In how many operations, each with as many columns, the rows of x travel.
 
     Float32 rows that are longer than the group's rows travel in halves. Groups are made for 16-bit
@@ -26,8 +25,9 @@ def pieces_of(x: object, bias: object, row_bytes: int) -> int:
     Args:
         x, bias: of combine, not checked yet.
         row_bytes: the longest row that the group takes.
+        wide: whether rows travel as float32 in any case.
     """
-    biased = any(one is not None for one in (bias if isinstance(bias, tuple) else (bias,)))
+    biased = any(one is not None for one in (bias if isinstance(bias, tuple) else (bias,))) or wide
     if not isinstance(x, torch.Tensor) or x.ndim == 0:
         return _HALVES if biased else 1  # usually the peers do the same
     if not biased and x.dtype != torch.float32:
@@ -52,34 +52,53 @@ def combine(
     bias: list[torch.Tensor],
     pieces: int,
     events: tuple[EventOverlap | None, bool],
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given, in turns of the group. Nothing waits for the host.
 
+    Weights of rows by expert go home to their choices, beside the first rows.
+
     Args:
         events: previous_event, async_finish.
+        wide: whether rows travel as float32 in any case.
     """
-    batch = routing.batch
-    with StreamWork(batch.session, *events) as work:
+    with StreamWork(routing.batch.session, *events) as work:
         with work.allocating():
             out = x.new_empty(routing.num_tokens, x.shape[1])
             weights = None
             if topk_weights is not None:
-                weights = topk_weights.new_empty(routing.num_tokens, topk_weights.shape[1])
+                columns = routing.topk if routing.by_expert else topk_weights.shape[1]
+                weights = topk_weights.new_empty(routing.num_tokens, columns)
         with work.running():
-            if bias or pieces > 1:
-                _sum_wide(batch, x, routing.plan, bias, pieces, out)
+            home: dict[str, torch.Tensor | None] = {}
+            if routing.by_expert and topk_weights is not None:
+                home = {"grad_recv_weights": topk_weights, "grad_topk_weights": weights}
+            if bias or wide or pieces > 1:
+                _sum_wide(routing, x, bias, pieces, out, home)
             else:
-                sums = {"plan": routing.plan, "expert_out": x, "out": out}
-                batch.run(_calls.run, "combine", x, sums)
-            if topk_weights is not None and weights is not None:
-                _sum_weights(batch, topk_weights, routing.plan, weights)
+                _sum(routing, x, out, home)
+            if not home and topk_weights is not None and weights is not None:
+                _sum_weights(routing, topk_weights, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 
 
-def _sum_weights(
-    batch: Batch, weights: torch.Tensor, plan: torch.Tensor, out: torch.Tensor
+def _sum(
+    routing: Routing,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    home: dict[str, torch.Tensor | None] | None = None,
 ) -> None:
+    """out = the ranks' sum of each token's rows; weights go home with them."""
+    if home:  # the derivative of dispatch sums in combine's order
+        sums = {"grad_recv_tokens": rows, "grad_tokens": out, **home}
+        routing.batch.run(_calls.run, "dispatch_bwd", rows, {"plan": routing.plan, **sums})
+        return
+    sums = {"plan": routing.plan, "expert_out": rows, "out": out}
+    routing.batch.run(_calls.run, "combine", rows, sums)
+
+
+def _sum_weights(routing: Routing, weights: torch.Tensor, out: torch.Tensor) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
     unit = constants.ROW_ALIGNMENT // WIDE
     missing = -weights.shape[1] % unit
@@ -88,18 +107,18 @@ def _sum_weights(
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
     if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    batch.run(_calls.run, "combine", rows, {"plan": plan, "expert_out": rows, "out": total})
+    _sum(routing, rows, total)
     if missing:
         out.copy_(total[:, : out.shape[1]])
 
 
 def _sum_wide(
-    batch: Batch,
+    routing: Routing,
     x: torch.Tensor,
-    plan: torch.Tensor,
     bias: list[torch.Tensor],
     pieces: int,
     out: torch.Tensor,
+    home: dict[str, torch.Tensor | None],
 ) -> None:
     """out = the ranks' sum + bias in float32, rounded once.
 
@@ -110,11 +129,10 @@ def _sum_wide(
         columns = slice(piece * width, (piece + 1) * width)
         rows = x
         if pieces > 1 or x.dtype != torch.float32:
-            rows = batch.session.memory.empty((x.shape[0], width), torch.float32)
+            rows = routing.batch.session.memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = x.new_empty(out.shape[0], width, dtype=torch.float32)
-        sums = {"plan": plan, "expert_out": rows, "out": total}
-        batch.run(_calls.run, "combine", rows, sums)
+        _sum(routing, rows, total, home if piece == 0 else None)
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,10 @@ from crossdock._quantise import widest_scale_bytes
 from crossdock.torch import _calls
 
 from ._agreement import Request, mismatch
-from ._arguments import Choices, Tokens, as_payload, topk_idx_t
+from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
 from ._batch import Batch
-from ._handle import Handle, Routing
-from ._memory import ReceiveMemory
+from ._handle import Routing
+from ._session import Session
 from ._stream_work import StreamWork
 from .utils import EventOverlap
 
@@ -29,8 +30,8 @@ class Received(NamedTuple):
 
     rows: torch.Tensor  # [N,H]
     scales: torch.Tensor | None  # [N,S] or [N]
-    topk_idx: torch.Tensor | None  # [N,K]
-    topk_weights: torch.Tensor | None  # [N,K]
+    topk_idx: torch.Tensor | None  # [N,K]; None for rows by expert
+    topk_weights: torch.Tensor | None  # [N,K]; [N] for rows by expert
 
     @property
     def x(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -38,11 +39,32 @@ class Received(NamedTuple):
         return self.rows if self.scales is None else (self.rows, self.scales)
 
 
-def request_of(tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int) -> Request:
+class Sums(NamedTuple):
+    """The numbers of a new routing, int32, as far as they are asked for. L experts are here."""
+
+    counts: torch.Tensor | None = None  # [L]: (token, expert) pairs of each expert
+    offsets: torch.Tensor | None = None  # [L+1], of rows by expert: where zones begin and end
+    prefix: torch.Tensor | None = None  # [W,W], of rows by rank: as of `Handle`
+
+
+class Dispatched(NamedTuple):
+    """An uncached dispatch."""
+
+    received: Received
+    routing: Routing
+    per_expert: list[int]  # of local experts, rounded up; empty with ``num_worst_tokens``
+    sums: Sums
+    event: EventOverlap
+
+
+def request_of(
+    tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int, most_tokens: int = 0
+) -> Request:
     """The request that this rank sends the others before it dispatches."""
     hidden = tokens.rows.shape[1]
     return Request(
         tokens=tokens.rows.shape[0],
+        most_tokens=most_tokens,
         # There is room for all forms of a batch, since any of them may come first: fp8 rows, and
         # rows of 4-bit numbers in bytes, are combined as 16-bit rows, their scales may come in a
         # later, cached dispatch, and weights travel as rows.
@@ -51,6 +73,7 @@ def request_of(tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
         worst_tokens=worst_tokens,
+        zones=choices.zones,
         num_sms=num_sms,
     )
 
@@ -66,13 +89,13 @@ def dispatch_cached(
 
     Args:
         topk_weights: [T,K], on all ranks or on none, to travel with the rows.
-        with_choices: whether the rows' local experts are wanted; equal on all ranks.
+        with_choices: whether the local experts of rows by rank are wanted; equal on all ranks.
     """
     session = routing.batch.session
     columns = routing.topk * with_choices, routing.topk * (topk_weights is not None)
     with StreamWork(session, *events) as work:
         with work.allocating():
-            received = _allocate(session.memory, tokens, routing.num_rows, *columns)
+            received = _allocate(routing.batch, tokens, routing.num_rows, *columns)
         with work.running():
             _send(routing.batch, routing.plan, tokens, topk_weights, received)
         event = work.finish((tokens.rows, tokens.scales, topk_weights, routing.plan), received)
@@ -86,15 +109,17 @@ def dispatch_new(
     alignment: int,
     worst_tokens: int,
     events: Events,
-) -> tuple[Received, list[int], Handle, EventOverlap]:
+    counted: bool = False,
+) -> Dispatched:
     """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
 
     Args:
         alignment: of the rows per expert that it returns.
-        worst_tokens: rows to return; 0 = as many as there are.
+        worst_tokens: rows to return, or those that may become rows by expert; 0 = as many as there
+            are.
+        counted: whether `Sums.counts` of rows by rank is wanted.
     """
     session, topk = batch.session, 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
-    ranks, device = session.num_ranks, session.device
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers. A rank that does takes part in all later steps: also in the sum of counts.
     between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
@@ -104,21 +129,23 @@ def dispatch_new(
         StreamWork(session, *events) as work,
     ):
         if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
-            needed = f"at least W * T = {ranks * len(tokens.rows)}"
+            needed = f"at least W * T = {session.num_ranks * len(tokens.rows)}"
             session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
-            prefix = torch.empty(ranks, ranks, dtype=torch.int32, device=device)
-            plan = torch.empty(batch.plan_bytes, dtype=torch.uint8, device=device)
+            sums = _empty_sums(session, choices, counted)
+            plan = torch.empty(batch.plan_bytes, dtype=torch.uint8, device=session.device)
         # The total, then the counts per expert: of local experts, or without top-k of all.
-        counts = choices.experts // (ranks if topk else 1)
+        counts = choices.experts // (session.num_ranks if topk else 1)
         numbers = session.host_numbers(_COUNTS_AT + counts) if host_waits else None
         with work.running():
-            _prepare(batch, choices, plan, prefix, numbers)
+            _prepare(batch, choices, plan, sums, numbers)
         num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
             num_rows, per_expert = _await_numbers(batch, choices, numbers)
+        elif choices.zones:
+            num_rows = worst_tokens * min(topk, counts) + (choices.zones - 1) * counts
         with work.allocating():
-            received = _allocate(session.memory, tokens, num_rows, topk, topk)
+            received = _allocate(batch, tokens, num_rows, 0 if choices.zones else topk, topk)
         with work.running():
             _send(batch, plan, tokens, choices.topk_weights, received)
         inputs = (
@@ -129,35 +156,51 @@ def dispatch_new(
             choices.in_rank,
             choices.per_expert,
         )
-        event = work.finish(inputs, (*received, prefix, plan))
+        event = work.finish(inputs, (*received, *sums, plan))
     routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
-    handle = Handle.of(prefix, choices.in_rank, routing)
     aligned = [-(-count // alignment) * alignment for count in per_expert]
-    return _shaped(tokens, received), aligned, handle, event
+    return Dispatched(_shaped(tokens, received), routing, aligned, sums, event)
+
+
+def _empty_sums(session: Session, choices: Choices, counted: bool) -> Sums:
+    numbers = functools.partial(torch.empty, dtype=torch.int32, device=session.device)
+    ranks, local = session.num_ranks, choices.experts // session.num_ranks
+    if choices.zones:
+        return Sums(counts=numbers(local), offsets=numbers(local + 1))
+    return Sums(counts=numbers(local) if counted else None, prefix=numbers(ranks, ranks))
 
 
 def _prepare(
     batch: Batch,
     choices: Choices,
     plan: torch.Tensor,
-    prefix: torch.Tensor,
+    sums: Sums,
     numbers: torch.Tensor | None,
 ) -> None:
-    """Writes the plan, the rows per rank, and `numbers`."""
-    topk_idx, counts, total = choices.topk_idx, None, None
+    """Writes the plan, the sums that there are, and `numbers`."""
+    topk_idx, counts, prefix = choices.topk_idx, sums.counts, sums.prefix
+    outputs = {"plan": plan, "counts": counts, "offsets": sums.offsets}
+    for_host = None
     if numbers is not None:
-        total, counts = numbers[:1], numbers[_COUNTS_AT:]
+        outputs["total"], for_host = numbers[:1], numbers[_COUNTS_AT:]
+    if choices.zones:
+        outputs["padded_counts"] = for_host
+    elif counts is None and topk_idx is not None:
+        outputs["counts"] = for_host
     if topk_idx is None:
+        assert choices.in_rank is not None and prefix is not None
         # Each rank stands for one expert.
         ranks = torch.arange(len(prefix), dtype=torch.int32, device=prefix.device)
-        topk_idx = torch.where(choices.in_rank, ranks, -1)
-        if counts is not None:
-            counts.copy_(choices.per_expert, non_blocking=True)
-            counts = None
-    rank_rows = torch.empty_like(prefix)
-    outputs = {"plan": plan, "counts": counts, "total": total, "rank_rows": rank_rows}
-    batch.run(_calls.run, "prepare", plan, {"topk_idx": topk_idx, **outputs})
-    torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
+        topk_idx, counts = torch.where(choices.in_rank, ranks, -1), choices.per_expert
+    rank_rows = None if prefix is None else torch.empty_like(prefix)
+    given = {"topk_idx": topk_idx, "rank_rows": rank_rows, **outputs}
+    batch.run(_calls.run, "prepare", plan, given, alignment=choices.zones)
+    if rank_rows is not None:
+        if not batch.session.cuda:
+            require_layout(batch.session.checks, choices, rank_rows[batch.session.rank])
+        torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
+        if for_host is not None and counts is not None:
+            for_host.copy_(counts, non_blocking=True)
 
 
 def _await_numbers(batch: Batch, choices: Choices, numbers: torch.Tensor) -> tuple[int, list[int]]:
@@ -179,19 +222,18 @@ def _await_numbers(batch: Batch, choices: Choices, numbers: torch.Tensor) -> tup
     return int(numbers[0]), counts.tolist()
 
 
-def _allocate(
-    memory: ReceiveMemory, tokens: Tokens, num_rows: int, choices: int, weights: int
-) -> Received:
+def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights: int) -> Received:
     """Receive tensors, in symmetric memory as long as there is some.
 
     Args:
         choices, weights: columns of recv_topk_idx and of recv_topk_weights; 0 = not wanted.
     """
-    empty = memory.empty
+    empty = batch.session.memory.empty
     rows, columns = tokens.rows, tokens.scale_columns
     # The rows last: small tensors that live on do not lie in the way of the next rows.
     topk_idx = empty((num_rows, choices), topk_idx_t) if choices else None
-    topk_weights = empty((num_rows, weights), torch.float32) if weights else None
+    shape = (num_rows,) if batch.sizes.zones else (num_rows, weights)
+    topk_weights = empty(shape, torch.float32) if weights else None
     scales = empty((num_rows, columns), torch.float32) if columns else None
     return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import torch
 
 from crossdock._core import constants
 
-from ._arguments import Tokens
-from ._dispatch import dispatch_cached
-from ._expand import Expansion, counts_of, expansion_of
-from ._handle import Handle
+from ._dispatch import Sums
+from ._expand import Padding, zones_of
+from ._handle import Routing
+from ._token_rows import TokenRows, token_rows_of
 
 
 @dataclasses.dataclass(eq=False)
 class EPHandle:
     """The routing of a batch, for combine and for further dispatches. R ranks, L local experts.
 
-    Operations go by `inner` and `expansion`. Other fields are for callers, who may assign to them.
-    DeepEP's ``token_metadata_at_forward`` and ``channel_linked_list`` describe its buffer, and are
-    None.
+    Operations go by `routing`. Other fields are for callers, who may assign to them. With
+    ``do_expand`` the first look at one of `num_recv_tokens` (with ``do_cpu_sync``),
+    `psum_num_recv_tokens_per_scaleup_rank` and `recv_src_metadata` is collective, as is a first
+    dispatch along the handle without it: the tokens' numbers travel by a dispatch, so all ranks
+    look, between the same operations. DeepEP's ``token_metadata_at_forward`` and
+    ``channel_linked_list`` describe its buffer, and are None.
 
     Attributes:
         do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of dispatch.
@@ -35,8 +39,9 @@ class EPHandle:
         psum_num_recv_tokens_per_expert: [L] int32: where the aligned rows of each expert end; with
             ``do_expand`` where its true rows end.
         psum_num_recv_tokens_per_scaleup_rank: [R] int32: rows from ranks up to each.
-        inner: handle of the Buffer beneath.
-        expansion: where rows lie with ``do_expand``, else None.
+        routing: the library's part.
+        starts: with ``do_expand`` [L] int32: where the rows of each expert begin.
+        padding: of zones, with ``do_expand`` and an alignment that is no power of two; else None.
     """
 
     do_expand: bool
@@ -45,68 +50,86 @@ class EPHandle:
     num_max_tokens_per_rank: int
     num_sms: int
     topk_idx: torch.Tensor
-    num_recv_tokens: int = dataclasses.field(init=False)
-    num_expanded_tokens: int = dataclasses.field(init=False)
     num_recv_tokens_per_expert_list: list[int]
+    routing: Routing = dataclasses.field(repr=False)
+    sums: dataclasses.InitVar[Sums]
+    num_expanded_tokens: int = dataclasses.field(default=0, init=False)
     num_unaligned_recv_tokens_per_expert: torch.Tensor = dataclasses.field(init=False)
     psum_num_recv_tokens_per_expert: torch.Tensor = dataclasses.field(init=False)
-    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor = dataclasses.field(init=False)
-    inner: Handle = dataclasses.field(repr=False)
-    expansion: Expansion | None = dataclasses.field(default=None, init=False, repr=False)
-    recv_topk_idx: dataclasses.InitVar[torch.Tensor]
+    padding: Padding | None = dataclasses.field(default=None, init=False, repr=False)
     token_metadata_at_forward: None = dataclasses.field(default=None, repr=False)
     channel_linked_list: None = dataclasses.field(default=None, repr=False)
 
-    def __post_init__(self, recv_topk_idx: torch.Tensor) -> None:
-        """Derives fields from the others and [N,K] local experts, on the current stream."""
-        unit, ends = self.expert_alignment, self.inner[0]
-        local = self.num_experts // len(ends)
-        counts = counts_of(recv_topk_idx, local)
-        aligned = (counts + (unit - 1)) // unit * unit
-        self.num_recv_tokens, topk = recv_topk_idx.shape
-        self.num_expanded_tokens = 0
+    def __post_init__(self, sums: Sums) -> None:
+        """Derives fields from the others, on the current stream."""
+        unit, rows = self.expert_alignment, self.routing.num_rows
+        counts, offsets, prefix = sums
+        assert counts is not None
         self.num_unaligned_recv_tokens_per_expert = counts
-        self.psum_num_recv_tokens_per_expert = torch.cumsum(aligned, 0, dtype=torch.int32)
-        mine = ends[:, self.inner.routing.batch.session.rank]
-        self.psum_num_recv_tokens_per_scaleup_rank = mine.contiguous()
-        if self.do_expand:
-            rows = sum(self.num_recv_tokens_per_expert_list)
-            if not self.num_recv_tokens_per_expert_list:  # room for any routing
-                rows = self.num_recv_tokens * min(topk, local) + (unit - 1) * local
-            self.expansion = expansion_of(recv_topk_idx, counts, unit, rows)
-            self.num_expanded_tokens = rows
-            self.psum_num_recv_tokens_per_expert = self.expansion.ends
+        self._found: TokenRows | None = None
+        self._most = self.num_max_tokens_per_rank
+        # Whether there are as many rows as are needed, and not as many as may be.
+        self._exact = bool(self.num_recv_tokens_per_expert_list)
+        if prefix is not None:
+            aligned = (counts + (unit - 1)) // unit * unit
+            self.psum_num_recv_tokens_per_expert = torch.cumsum(aligned, 0, dtype=torch.int32)
+            mine = prefix[:, self.routing.batch.session.rank].contiguous()
+            self.psum_num_recv_tokens_per_scaleup_rank = mine
+            self.num_recv_tokens = rows
+            return
+        assert offsets is not None
+        self.starts, self.num_expanded_tokens = offsets[:-1], rows
+        if zones_of(unit) != unit:
+            most = rows + (unit - 1) * len(counts)
+            with_padding = sum(self.num_recv_tokens_per_expert_list) if self._exact else most
+            self.padding = Padding(counts, offsets, unit, (rows, with_padding))
+            self.starts, self.num_expanded_tokens = self.padding.starts, with_padding
+        self.psum_num_recv_tokens_per_expert = self.starts + counts
+
+    # These two are fields of handles without do_expand.
+
+    @functools.cached_property
+    def num_recv_tokens(self) -> int:
+        if not self._exact:
+            return self.routing.batch.session.num_ranks * self._most
+        return len(self._token_rows().metadata)
+
+    @functools.cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        return self._token_rows().ends.clone()
 
     @functools.cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """[N,2+K] int32: where received rows come from, and where they lie. Collective at first.
 
-        The first look at a handle's is a dispatch along it, by which the tokens' numbers travel:
-        all ranks look, between the same operations. A line has ``source rank *
-        num_max_tokens_per_rank + token``; ``source rank * K + k``, the first choice that is here;
-        and for each choice its row of recv_x with ``do_expand``, -1 where it is not here or without
-        ``do_expand``. Lines behind the last received row are -1.
+        A line has ``source rank * num_max_tokens_per_rank + token``; ``source rank * K + k``, the
+        first choice that is here; and for each choice its row of recv_x with ``do_expand``, -1
+        where it is not here or without ``do_expand``. Lines behind the last received row are -1.
         """
-        routing, ends = self.inner.routing, self.inner[0]
-        # Rows that are their tokens' numbers, as often as the shortest row has room for.
-        numbers = torch.arange(routing.num_tokens, dtype=torch.int32, device=ends.device)
-        copies = constants.ROW_ALIGNMENT // numbers.element_size()
-        tokens = Tokens(numbers[:, None].repeat(1, copies).view(torch.uint8), None)
-        with routing.batch.turns(constants.DISPATCH):
-            received, _ = dispatch_cached(tokens, routing, (None, False), with_choices=True)
-        choices = received.topk_idx
-        assert choices is not None
-        row = torch.arange(routing.num_rows, dtype=torch.int32, device=ends.device)
-        mine = ends[:, routing.batch.session.rank].contiguous()
-        source = torch.bucketize(row, mine, out_int32=True, right=True)
-        first = (choices >= 0).to(torch.int32).argmax(1)
-        out = row.new_full((len(row), 2 + routing.topk), -1)
-        out[:, 0] = source * self.num_max_tokens_per_rank + received.rows.view(torch.int32)[:, 0]
-        out[:, 1] = source * routing.topk + first
-        if self.expansion is not None:
-            slots = self.expansion.slots
-            out[:, 2:] = slots.masked_fill(slots == self.expansion.num_rows, -1)
-        return out.masked_fill_((source == len(ends))[:, None], -1)
+        return self._token_rows().metadata.clone()
+
+    def _token_rows(self) -> TokenRows:
+        with self.routing.batch.turns(*[constants.DISPATCH] * (not self.has_looked)):
+            return self.look()
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the tokens' numbers have travelled."""
+        return self._found is not None
+
+    def look(self) -> TokenRows:
+        """The received tokens, and the rows of each; the first time by a turn of the caller's."""
+        if self._found is None:
+            found = token_rows_of(self.routing, self._most, self._exact, self.padding)
+            self.routing.batch.raise_failure()  # before what it has left is kept
+            self._found = found
+        return self._found
+
+    def tensors(self) -> Iterator[object]:
+        """All that an operation has made for it, and other fields."""
+        yield from vars(self).values()
+        if self.padding is not None:
+            yield from vars(self.padding).values()
 
     @functools.cached_property
     def dst_buffer_slot_idx(self) -> torch.Tensor:
@@ -115,9 +138,11 @@ class EPHandle:
         ``this rank * num_max_tokens_per_rank`` + its place among this rank's tokens for that rank;
         -1 = no choice, or a rank that has the token by an earlier choice.
         """
-        places = self.inner[5]
-        rank, ranks = self.inner.routing.batch.session.rank, places.shape[1]
+        session = self.routing.batch.session
+        rank, ranks = session.rank, session.num_ranks
         to = torch.where(self.topk_idx < 0, -1, self.topk_idx // (self.num_experts // ranks))
         again = (to[:, :, None] == to[:, None, :]).tril(-1).any(2)
+        goes = (to[:, :, None] == torch.arange(ranks, device=to.device)).any(1)  # [T,R]
+        places = torch.cumsum(goes, 0, dtype=torch.int32) - 1
         slots = rank * self.num_max_tokens_per_rank + places.gather(1, to.clamp(min=0))
         return slots.masked_fill((to < 0) | again, -1)

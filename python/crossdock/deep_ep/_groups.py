@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from typing import NoReturn, cast
 
 import torch
 
@@ -14,12 +13,23 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError, Mismatch, OutOfMemory
 from crossdock.torch._calls import is_capturing
 
-from ._agreement import EqualNumber, Request, agree, mismatch, refuse
+from ._agreement import EqualNumber, Request, agree, equal_numbers, hash_of, mismatch, refuse
 from ._batch import Batch, Sizes
 from ._session import Session
 from ._slot_group import Shape, SlotGroup
 
 _SETS = 2  # sets of receive tensors that symmetric memory has room for
+
+# Kinds of groups of bulk operations, and of a rank's decision, above the bits of a hash.
+_HASH = (1 << 30) - 1
+_AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 30 for number in range(4))
+
+
+def _kind(request: Request) -> int:
+    """The kind of group that serves it: for is_token_in_rank, or rows by rank or by expert."""
+    if request.topk == 0:
+        return _BY_RANK_ALONE
+    return _BY_EXPERT if request.zones else _BY_RANK
 
 
 class Groups:
@@ -34,16 +44,15 @@ class Groups:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # By whether they take choices of experts, or is_token_in_rank.
-        self._batches: dict[bool, Batch] = {}
+        self._batches: dict[int, Batch] = {}  # by kind
         self._used: weakref.WeakSet[Batch] = weakref.WeakSet()  # also those that handles keep
         self._reserved = 0  # bytes of symmetric memory
         self._slots: dict[Shape, SlotGroup] = {}
         self._latest_slots: SlotGroup | None = None
         self._masked: set[int] = set()  # by the caller: what groups to come begin with
-        # Between machines all ranks agree in each dispatch, whatever number they give.
+        # Between machines all ranks agree in each dispatch, whatever numbers they give.
         try:
-            self._worst_tokens = None if session.apart else EqualNumber(session.host)
+            self._first_requests = None if session.apart else EqualNumber(session.host)
         except CrossdockError:
             session.end()
             raise
@@ -69,31 +78,30 @@ class Groups:
             CrossdockError: an operation on the GPU has failed since the last agreement; its peers
                 get Mismatch.
         """
-        if self._worst_tokens is not None:
-            first, peer = self._worst_tokens.of_first(request.worst_tokens)
-            if first != request.worst_tokens:
-                self._refuse_unequal(request, first, peer)
-            batch = self._agreed_before(request)
-            if batch is not None:
-                return batch
-        failures = [one.failure() for one in self._used]
-        failure = next((one for one in failures if one is not None), None)
-        if failure is not None:
-            refuse(self.session.host, f"an earlier operation: {failure}")
-            raise failure
+        batch = self._agreed_before(request)
+        if batch is None or request.worst_tokens == 0:  # the peers' hosts wait for this rank's
+            failures = [one.failure() for one in self._used]
+            failure = next((one for one in failures if one is not None), None)
+            if failure is not None:
+                self._fail_with_peers(batch, f"an earlier operation: {failure}")
+                raise failure
+        return batch or self._agreed_now(request)
+
+    def _agreed_now(self, request: Request) -> Batch:
+        """The group for what all ranks request. Collective."""
         requests = agree(
             self.session.host, dataclasses.replace(request, heap_bytes=self.session.heap_bytes)
         )
-        by_experts, need = request.topk > 0, Sizes.of(requests)
-        batch = self._batches.get(by_experts)
+        kind, need = _kind(request), Sizes.of(requests)
+        batch = self._batches.get(kind)
         if batch is not None and batch.sizes.serve(need):
             return batch
         sizes = need if batch is None else batch.sizes.grown_to(need)
         # Before the new group is made, so that two need not fit into memory.
-        self._batches.pop(by_experts, None)
+        self._batches.pop(kind, None)
         del batch
         self._reserve(sizes, min(one.heap_bytes for one in requests))
-        batch = self._batches[by_experts] = Batch(self.session, sizes)
+        batch = self._batches[kind] = Batch(self.session, sizes)
         self.use(batch)
         return batch
 
@@ -105,19 +113,42 @@ class Groups:
         self._used.add(batch)
 
     def _agreed_before(self, request: Request) -> Batch | None:
-        """The group that serves `request` by what was agreed before, if it does.
+        """The group that all ranks use without an agreement; None = they agree over the host.
 
-        All ranks come to the same answer, as ``num_worst_tokens`` is equal on all, and as long as
-        ``config.num_sms`` changes on all at once: tokens, which differ, play no part.
+        The first rank of a call decides for all: it leaves its decision beside a hash of its
+        numbers in shared memory, where no rank waits. It decides for a group whose sizes serve
+        numbers that are equal on all ranks, so that the group does on each.
+
+        Raises:
+            Mismatch: that rank's numbers are others.
         """
-        batch = self._batches.get(request.topk > 0)
-        if batch is None or request.worst_tokens < 1:
+        if self._first_requests is None:
             return None
+        mine = self._decision(request) | hash_of(request) & _HASH
+        first, peer = self._first_requests.of_first(mine)
+        batch = self._batches.get(first & ~_HASH)
+        if batch is not None and (first ^ mine) & _HASH:
+            text = (
+                f"{equal_numbers(request)} on rank {self.session.rank} and other numbers on rank "
+                f"{peer}, expected equal values"
+            )
+            self._fail_with_peers(batch, text)
+            raise mismatch("dispatch", text, self.session.rank, peer)
+        return batch
+
+    def _decision(self, request: Request) -> int:
+        """The kind of the group that serves `request`, if one does, or `_AGREES`.
+
+        Tokens, which differ by rank, play no part where the most of them is known.
+        """
+        batch = self._batches.get(_kind(request))
+        if batch is None or max(request.worst_tokens, request.most_tokens) < 1:
+            return _AGREES
         sizes = batch.sizes
         need = Sizes.of([dataclasses.replace(request, tokens=0)] * self.session.num_ranks)
         mine = sizes.num_sms[self.session.rank] == request.num_sms
         serves = mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms))
-        return batch if serves else None
+        return _kind(request) if serves else _AGREES
 
     def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
         """Sees to symmetric memory for receive tensors of these sizes. Collective."""
@@ -130,32 +161,13 @@ class Groups:
         with contextlib.suppress(OutOfMemory, Mismatch):
             self.session.memory.reserve(more, sizes.set_bytes())
 
-    def refuse(self, worst_tokens: object, text: str) -> None:
-        """Tells peers in an uncached dispatch that this rank's arguments are bad.
-
-        Args:
-            worst_tokens: the argument ``num_worst_tokens``.
-            text: what is bad.
-        """
+    def refuse(self, text: str) -> None:
+        """Tells peers in an uncached dispatch that this rank's arguments are bad: `text`."""
         batch = None
-        if self._worst_tokens is not None:
-            known = isinstance(worst_tokens, int) and worst_tokens >= 0
-            first, _ = self._worst_tokens.of_first(cast(int, worst_tokens) if known else 0)
-            # A guess, as this rank's own request is no good: peers use it if they need not agree.
-            batch = self._batches.get(True)
-            if batch and not 1 <= first <= batch.sizes.tokens * self.session.num_ranks:
-                batch = None
+        if self._first_requests is not None:
+            # Peers that find this rank's decision agree over the host.
+            batch = self._batches.get(self._first_requests.of_first(_AGREES)[0] & ~_HASH)
         self._fail_with_peers(batch, text)
-
-    def _refuse_unequal(self, request: Request, first: int, peer: int) -> NoReturn:
-        """Ends a dispatch to which `peer` has come with `first` as ``num_worst_tokens``."""
-        text = (
-            f"num_worst_tokens = {request.worst_tokens} on rank {self.session.rank} and {first} on "
-            f"rank {peer}, expected equal values"
-        )
-        batch = self._agreed_before(dataclasses.replace(request, worst_tokens=first))
-        self._fail_with_peers(batch, text)
-        raise mismatch("dispatch", text, self.session.rank, peer)
 
     def _fail_with_peers(self, batch: Batch | None, text: str) -> None:
         """Takes part in a dispatch with a failure, so that no peer waits.

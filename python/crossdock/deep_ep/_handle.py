@@ -31,6 +31,11 @@ class Routing:
     num_rows: int  # N, of receive tensors
     topk: int  # K; 0 = made without ``topk_idx``
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether a row is for each expert here that the token has, in zones, or for the token."""
+        return self.batch.sizes.zones > 0
+
     def __post_init__(self) -> None:
         self.batch.session.serve(self)
 

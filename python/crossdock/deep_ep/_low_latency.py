@@ -89,8 +89,9 @@ def operate(
             with work.running():
                 run(_BOTH)
             event = work.finish(inputs, results)
-    else:
-        run(_BOTH)
+            group.check()
+        return event, None
+    run(_BOTH)
     group.check()
     return event, None
 

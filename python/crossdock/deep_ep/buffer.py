@@ -14,10 +14,19 @@ from crossdock._core import constants
 from crossdock.torch import _calls
 
 from ._agreement import mismatch
-from ._arguments import Bias, Rows, read_bias, read_choices, read_tokens, read_weights
-from ._combine import BAD_COLUMNS, WIDE, columns_of_weights, combine, pieces_of
+from ._arguments import (
+    Bias,
+    Rows,
+    read_bias,
+    read_choices,
+    read_results,
+    read_tokens,
+    read_weights,
+)
+from ._combine import BAD_COLUMNS, columns_of_weights, combine, pieces_of
 from ._config import Config, require_positive, require_sms
 from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
+from ._expand import Padding
 from ._groups import Groups
 from ._handle import Handle, Routing, routing_of
 from ._low_latency_calls import LowLatencyCalls
@@ -352,10 +361,11 @@ class Buffer(LowLatencyCalls):
             handle: from an earlier dispatch of T tokens, also of another Buffer of these ranks, and
                 if that is gone: its routing again. float32 rows need one that was made when rows at
                 least as long had been dispatched before.
-            num_tokens_per_rank: [W] int32; needed without `handle`, not read.
+            num_tokens_per_rank: [W] int32; needed without `handle`. This and the next three follow
+                from `topk_idx`, by which alone rows go. On the CPU these numbers are checked.
             num_tokens_per_rdma_rank: None, or [num_rdma_ranks] int32; not read.
             is_token_in_rank: [T,W] bool; needed without `handle`. Part of the new handle, and the
-                routing where there is no `topk_idx`.
+                routing where there is no `topk_idx`. On the CPU its numbers of tokens are checked.
             num_tokens_per_expert: [E] int32; needed without `handle`.
             topk_idx: [T,K] int64, the routing: expert of each choice; -1 = none, and so are an
                 expert's second and later mentions in a row.
@@ -399,13 +409,14 @@ class Buffer(LowLatencyCalls):
                 checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
             num_sms = checks.num_sms(config, Buffer.num_sms)
         except Exception as error:
-            groups.refuse(worst_tokens, str(error))
+            groups.refuse(str(error))
             raise
         batch = groups.batch_for(request_of(tokens, choices, worst_tokens, num_sms))
-        got, per_expert, made, event = dispatch_new(
-            batch, tokens, choices, expert_alignment, worst_tokens, events[:2]
-        )
-        return got.x, got.topk_idx, got.topk_weights, per_expert, made, event
+        found = dispatch_new(batch, tokens, choices, expert_alignment, worst_tokens, events[:2])
+        got, prefix, in_rank = found.received, found.sums.prefix, choices.in_rank
+        assert prefix is not None and in_rank is not None
+        made = Handle.of(prefix, in_rank, found.routing)
+        return got.x, got.topk_idx, got.topk_weights, found.per_expert, made, found.event
 
     def combine(
         self,
@@ -443,35 +454,8 @@ class Buffer(LowLatencyCalls):
             Mismatch: the ranks' arguments disagree, or another rank's are bad; on GPUs the next
                 dispatch that waits for the host may be what raises it.
         """
-        session = self._live()
-        checks = session.checks
-        routing = self._known(handle)
-        row_bytes = routing.batch.sizes.row_bytes
-        pieces = pieces_of(x, bias, row_bytes)
-        columns = columns_of_weights(topk_weights)
-        first, peer = session.weight_columns_of_first(columns)
-        # As many turns as the peers take, also where this rank's arguments are bad.
-        with routing.batch.turns(*[constants.COMBINE] * (pieces + (first > 0))):
-            checks.events(previous_event, async_finish, allocate_on_comm_stream)
-            checks.num_sms(config, Buffer.num_sms)
-            x = checks.tensor(
-                x, "x", (routing.num_rows, "H"), (torch.bfloat16, torch.float16, torch.float32)
-            )
-            size = WIDE if pieces > 1 else x.element_size()
-            unit, most = (one * pieces // size for one in (constants.ROW_ALIGNMENT, row_bytes))
-            if x.shape[1] % unit != 0 or not 0 < x.shape[1] <= most:
-                expected = f"a positive multiple of {unit} columns and, as the handle was made for,"
-                checks.fail("x", f"{expected} at most {most}", x.shape[1])
-            biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
-            if topk_weights is not None:
-                read_weights(checks, topk_weights, routing.num_rows)
-            # A first rank that refuses its weights tells so itself.
-            if first != columns and (columns == 0 or first != BAD_COLUMNS):
-                given = "other ones" if first == BAD_COLUMNS else first
-                text = f"columns of topk_weights (0 = not given) = {columns} on rank {self.rank}"
-                text += f" and {given} on rank {peer}, expected equal values"
-                raise mismatch("combine", text, self.rank, peer, "combine")
-            return combine(x, routing, topk_weights, biases, pieces, (previous_event, async_finish))
+        events = previous_event, async_finish, allocate_on_comm_stream
+        return self._combine_along(x, self._known(handle), topk_weights, bias, events, config)
 
     internode_dispatch = dispatch
     internode_combine = combine
@@ -497,12 +481,62 @@ class Buffer(LowLatencyCalls):
         checks.optional(topk_weights, "topk_weights", shape, torch.float32)
         return dispatch_cached(tokens, routing, events[:2], topk_weights, with_choices)
 
+    def _combine_along(
+        self,
+        x: Any,
+        routing: Routing,
+        topk_weights: Any,
+        bias: Any,
+        events: _Events,
+        config: Any = None,
+        wide: bool = False,
+        padding: Padding | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Combines along a handle's routing, in turns of its group.
+
+        Args:
+            wide: whether rows travel as float32 in any case.
+            padding: of rows by expert, if x has another one than the routing.
+        """
+        session, row_bytes = self._live(), routing.batch.sizes.row_bytes
+        checks, by_expert = session.checks, routing.by_expert
+        num_rows = routing.num_rows if padding is None else padding.num_rows
+        pieces = pieces_of(x, bias, row_bytes, wide)
+        turns, columns, first, peer = [constants.COMBINE] * pieces, 0, 0, 0
+        if not by_expert:
+            columns = columns_of_weights(topk_weights)
+            first, peer = session.weight_columns_of_first(columns)
+            turns += [constants.COMBINE] * (first > 0)
+        elif topk_weights is not None:
+            turns[0] = constants.DISPATCH_BWD
+        # As many turns as the peers take, also where this rank's arguments are bad.
+        with routing.batch.turns(*turns):
+            checks.events(*events)
+            checks.num_sms(config, Buffer.num_sms)
+            read_results(checks, x, num_rows, row_bytes, pieces)
+            biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
+            if topk_weights is not None:
+                read_weights(checks, topk_weights, num_rows, by_expert)
+            # A first rank that refuses its weights tells so itself.
+            if first != columns and (columns == 0 or first != BAD_COLUMNS):
+                given = "other ones" if first == BAD_COLUMNS else first
+                text = f"columns of topk_weights (0 = not given) = {columns} on rank {self.rank}"
+                text += f" and {given} on rank {peer}, expected equal values"
+                raise mismatch("combine", text, self.rank, peer, "combine")
+            if padding is not None:
+                x = padding.without(x)
+                topk_weights = None if topk_weights is None else padding.without(topk_weights)
+            return combine(x, routing, topk_weights, biases, pieces, events[:2], wide)
+
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""
-        session = self._live()
-        routing = routing_of(handle, Routing, 6)
+        checks, routing = self._live().checks, routing_of(handle, Routing, 6)
         if routing is None:
-            session.checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+            checks.fail("handle", "what dispatch of a Buffer returned", type(handle))
+        return self._usable(routing)
+
+    def _usable(self, routing: Routing) -> Routing:
+        session = self._live()
         made_by = routing.batch.session
         if made_by is not session:
             place = made_by.rank, made_by.num_ranks, made_by.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 
 from ._arguments import Bias, Rows
-from ._config import Config, require_sms
-from ._elastic_handle import EPHandle
-from ._expand import (
-    Expansion,
-    collect_weights,
-    expand_rows,
-    expand_weights,
-    reduce_rows,
+from ._dispatch import dispatch_new, request_of
+from ._elastic_batch import (
+    Numbers,
+    by_token,
+    column_major,
+    handle_of,
+    parts_of,
+    read_batch,
+    with_padding,
 )
+from ._elastic_handle import EPHandle
 from ._session import Session
 from ._stream_work import StreamWork
 from .buffer import Buffer
@@ -27,7 +30,8 @@ from .utils import EventHandle, EventOverlap
 
 __all__ = ["ElasticBuffer"]
 
-_TMA_UNIT = 4  # scales of 4 bytes in the 16 that a TMA descriptor's stride is a multiple of
+_Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
+
 _DEFAULT_TOPK = 32  # where a Buffer is sized for any
 
 
@@ -49,7 +53,7 @@ class ElasticBuffer:
         deterministic: ignored: the order of rows always is.
         allow_hybrid_mode, sl_idx, num_allocated_qps: ignored: the library chooses its ways.
         allow_multiple_reduction: whether a token's rows by expert are added up and rounded on the
-            rank that has them before they travel; else sums travel as float32.
+            rank that has them before they travel; else, and with a bias, sums travel as float32.
         prefer_overlap_with_compute: ignored: see `get_theoretical_num_sms`.
         num_cpu_timeout_secs, num_gpu_timeout_secs: ignored: XD_TIMEOUT_MS bounds all waits.
         explicitly_destroy: whether `destroy` will be called; else the garbage collector frees.
@@ -203,7 +207,7 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+    ) -> _Dispatched:
         """Sends each token's row to every rank that has one of its experts. Collective.
 
         Args:
@@ -230,8 +234,9 @@ class ElasticBuffer:
                 ``R * num_max_tokens_per_rank`` of them, or as many as can ever be needed by expert.
                 None = True. Ignored with `handle`.
             do_expand: a row for each (token, local expert), grouped by expert; equal on all ranks.
-                With `handle` True needs one that was made with it; False gives a row per token.
-            do_zero_padding: with `do_expand`, padding rows are zero.
+                With `handle` True needs one that was made with it; False gives a row per token,
+                for which the handle may have to be looked at: see `EPHandle`.
+            do_zero_padding: ignored: padding rows are zero in any case.
             use_tma_aligned_col_major_sf: received scales lie column by column, each column at a
                 multiple of 16 bytes.
 
@@ -244,83 +249,26 @@ class ElasticBuffer:
             ValueError: a bad argument.
         """
         waits = (previous_event, previous_event_before_epilogue, async_with_compute_stream)
+        stats, most = cumulative_local_expert_recv_stats, num_max_tokens_per_rank
         if handle is not None:
             sizes = {
                 "num_experts": num_experts,
-                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "num_max_tokens_per_rank": most,
                 "expert_alignment": expert_alignment,
             }
-            none = {
-                "topk_idx": topk_idx,
-                "cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats,
-            }
-            form = do_expand, do_zero_padding, use_tma_aligned_col_major_sf
+            none = {"topk_idx": topk_idx, "cumulative_local_expert_recv_stats": stats}
+            form = do_expand, use_tma_aligned_col_major_sf
             return self._dispatch_again(x, handle, topk_weights, sizes, none, form, waits)
-        session, most = self._session(), self.num_max_tokens_per_rank
-        checks = session.checks
-        if num_max_tokens_per_rank is not None:
-            most = num_max_tokens_per_rank
-        worst = 0 if do_cpu_sync or do_cpu_sync is None else self.group_size * most
-        alignment = 1 if expert_alignment is None else expert_alignment
-        try:
-            if topk_idx is None or num_experts is None:
-                given = f"topk_idx={type(topk_idx).__name__}, num_experts={num_experts}"
-                checks.fail("topk_idx, num_experts", "both, as no handle is given", given)
-            checks.topk_idx(topk_idx)
-            checks.experts(num_experts, "num_experts")
-            checks.at_least(most, "num_max_tokens_per_rank", max(1, topk_idx.shape[0]))
-            checks.at_least(alignment, "expert_alignment", 1)
-            require_sms(num_sms, "num_sms")
-            stats = cumulative_local_expert_recv_stats
-            local = (num_experts // self.group_size,)
-            checks.optional(stats, "cumulative_local_expert_recv_stats", local, torch.int32)
-            event = self._after(*waits[:2])
-            checks.events(event, async_with_compute_stream, False)
-        except Exception as error:
-            self._buffer._live_groups().refuse(worst, str(error))
-            raise
-        if topk_weights is None:
-            # Made by the current stream, for which an operation with an event does not wait.
-            event = self._after(event, EventOverlap())
-            topk_weights = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
-        per_rank, _, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
-            topk_idx, num_experts, event
+        numbers = Numbers(
+            num_experts=num_experts,
+            most_tokens=self.num_max_tokens_per_rank if most is None else most,
+            alignment=1 if expert_alignment is None else expert_alignment,
+            num_sms=num_sms or Buffer.num_sms,
+            do_expand=do_expand,
+            host_waits=do_cpu_sync is None or bool(do_cpu_sync),
         )
-        rows, recv_idx, recv_weights, counted, inner, done = self._buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            expert_alignment=alignment,
-            num_worst_tokens=worst,
-            config=Config(num_sms or Buffer.num_sms),
-            previous_event=event,
-            async_finish=async_with_compute_stream,
-        )
-        assert recv_idx is not None and recv_weights is not None
-        with StreamWork(session, done, async_with_compute_stream) as work, work.allocating():
-            found = EPHandle(
-                do_expand=do_expand,
-                num_experts=num_experts,
-                expert_alignment=alignment,
-                num_max_tokens_per_rank=most,
-                num_sms=num_sms or Buffer.num_sms,
-                topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
-                num_recv_tokens_per_expert_list=counted,
-                inner=inner,
-                recv_topk_idx=recv_idx,
-            )
-            if stats is not None:
-                stats += found.num_unaligned_recv_tokens_per_expert
-            expansion = found.expansion
-            if expansion is not None:
-                recv_weights = expand_weights(expansion, recv_weights)
-            rows = _formed(expansion, rows, do_zero_padding, use_tma_aligned_col_major_sf)
-        places = () if expansion is None else vars(expansion).values()
-        done = work.finish((), (*_parts(rows), recv_weights, *vars(found).values(), *places))
-        return rows, None if do_expand else recv_idx, recv_weights, found, done
+        form = do_handle_copy, use_tma_aligned_col_major_sf
+        return self._dispatch_new(x, topk_idx, topk_weights, stats, numbers, form, waits)
 
     def combine(
         self,
@@ -353,52 +301,64 @@ class ElasticBuffer:
         Raises:
             ValueError: a bad argument.
         """
-        inner = handle.inner if isinstance(handle, EPHandle) else handle
+        buffer, session = self._buffer, self._session()
+        if not isinstance(handle, EPHandle):
+            session.checks.fail("handle", "what dispatch returned", type(handle).__name__)
+        routing, padding = buffer._usable(handle.routing), handle.padding
         event = self._after(previous_event, previous_event_before_epilogue)
-        expansion = handle.expansion if isinstance(handle, EPHandle) else None
-        if expansion is None:
-            return self._buffer.combine(
-                x, inner, topk_weights, bias, None, event, async_with_compute_stream
-            )
-        wide = not self.allow_multiple_reduction
-        self._check_rows(x, topk_weights, handle, expansion, wide)
-        dtype = x.dtype
-        event = self._after(event, EventOverlap())  # sums are the current stream's work
-        sums = reduce_rows(expansion, x, torch.float32 if wide else dtype)
-        if topk_weights is not None:
-            topk_weights = collect_weights(expansion, topk_weights)
-        if wide and bias is not None:
-            pair = bias if isinstance(bias, tuple) else (bias, None)
-            bias = (_float(pair[0]), _float(pair[1]))
-        out, weights, done = self._buffer.combine(
-            sums, inner, topk_weights, bias, None, event, async_with_compute_stream
-        )
-        if out.dtype != dtype:
-            work = StreamWork(self._session(), done, async_with_compute_stream)
-            with work, work.allocating():
-                out = out.to(dtype)
-            done = work.finish((), (out,))
-        return out, weights, done
+        if padding is not None:
+            event = self._after(event, EventOverlap())  # the current stream takes it out
+        wide = routing.by_expert and not self.allow_multiple_reduction
+        events = event, async_with_compute_stream, False
+        return buffer._combine_along(x, routing, topk_weights, bias, events, None, wide, padding)
 
     def _session(self) -> Session:
         return self._buffer._live()
 
-    def _check_rows(
-        self, x: Any, topk_weights: Any, handle: EPHandle, expansion: Expansion, wide: bool
-    ) -> None:
-        """Refuses what is not by expert, for a combine that the peers hear of."""
-        kinds = (torch.bfloat16, torch.float16, torch.float32)
-        session, routing = self._session(), handle.inner.routing
-        columns = 0 if topk_weights is None else routing.topk
+    def _dispatch_new(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        numbers: Numbers,
+        form: tuple[bool, bool],
+        waits: tuple[Any, Any, bool],
+    ) -> _Dispatched:
+        """Dispatch without a handle.
+
+        Args:
+            form: do_handle_copy, use_tma_aligned_col_major_sf.
+        """
+        groups, (do_copy, columns_first) = self._buffer._live_groups(), form
+        checks = groups.session.checks
         try:
-            session.checks.tensor(x, "x", (expansion.num_rows, "H"), kinds)
-            if columns:
-                rows = (expansion.num_rows,)
-                session.checks.tensor(topk_weights, "topk_weights", rows, (torch.float32,))
-        except ValueError:
-            first, _ = session.weight_columns_of_first(columns)  # as the peers do first
-            with routing.batch.turns(*[constants.COMBINE] * ((2 if wide else 1) + (first > 0))):
-                raise
+            tokens, choices = read_batch(checks, numbers, x, topk_idx, topk_weights, stats)
+            event = self._after(*waits[:2])
+            checks.events(event, waits[2], False)
+        except Exception as error:
+            groups.refuse(str(error))
+            raise
+        assert topk_idx is not None
+        if topk_weights is None:
+            # Made by the current stream, for which an operation with an event does not wait.
+            event = self._after(event, EventOverlap())
+            ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+            choices = dataclasses.replace(choices, topk_weights=ones)
+        worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
+        request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
+        batch, events = groups.batch_for(request), (event, waits[2])
+        found = dispatch_new(batch, tokens, choices, numbers.alignment, worst, events, counted=True)
+        with StreamWork(groups.session, found.event, waits[2]) as work:
+            with work.allocating():
+                kept = topk_idx.clone() if do_copy else topk_idx
+                made = handle_of(found, numbers, kept)
+                if stats is not None:
+                    stats += made.num_unaligned_recv_tokens_per_expert
+                received = with_padding(made.padding, found.received)
+                rows = column_major(received.x) if columns_first else received.x
+            done = work.finish((), (*parts_of(rows), *received, *made.tensors()))
+        return rows, received.topk_idx, received.topk_weights, made, done
 
     def _dispatch_again(
         self,
@@ -407,42 +367,43 @@ class ElasticBuffer:
         topk_weights: torch.Tensor | None,
         sizes: dict[str, int | None],
         none: dict[str, torch.Tensor | None],
-        form: tuple[bool, bool, bool],
+        form: tuple[bool, bool],
         waits: tuple[Any, Any, bool],
-    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+    ) -> _Dispatched:
         """Dispatch along a handle.
 
         Args:
             sizes: arguments that are None or the handle's own.
             none: arguments that are None.
-            form: do_expand, do_zero_padding, use_tma_aligned_col_major_sf.
+            form: do_expand, use_tma_aligned_col_major_sf.
         """
-        session = self._session()
-        checks = session.checks
+        session, checks = self._session(), self._session().checks
         if not isinstance(handle, EPHandle):
             checks.fail("handle", "what dispatch returned", type(handle).__name__)
-        do_expand, zero_padding, column_major = form
-        event = self._after(*waits[:2])
-        routing = self._buffer._known(handle.inner)
-        with routing.batch.turns(constants.DISPATCH):
+        (do_expand, columns_first), event = form, self._after(*waits[:2])
+        routing = self._buffer._usable(handle.routing)
+        looks = routing.by_expert and not do_expand and not handle.has_looked
+        with routing.batch.turns(*[constants.DISPATCH] * (1 + looks)):
             checks.none("handle", **none)
             for name, size in sizes.items():
                 known = getattr(handle, name)
                 if size is not None and size != known:
                     checks.fail(name, f"None or {known}, as the handle was made for", size)
-            if do_expand and handle.expansion is None:
+            if do_expand and not routing.by_expert:
                 checks.fail("do_expand", "False, as the handle was made without it", do_expand)
+            if looks:
+                handle.look()
             received, done = self._buffer._dispatch_along(
-                x, routing, topk_weights, not do_expand, (event, waits[2], False)
+                x, routing, topk_weights, not routing.by_expert, (event, waits[2], False)
             )
-        expansion = handle.expansion if do_expand else None
-        with StreamWork(session, done, waits[2]) as work, work.allocating():
-            rows = _formed(expansion, received.x, zero_padding, column_major)
-            weights = received.topk_weights
-            if expansion is not None and weights is not None:
-                weights = expand_weights(expansion, weights)
-        done = work.finish((), (*_parts(rows), weights))
-        return rows, received.topk_idx, weights, handle, done
+        with StreamWork(session, done, waits[2]) as work:
+            with work.allocating():
+                received = with_padding(handle.padding, received)
+                if routing.by_expert and not do_expand:
+                    received = by_token(handle, received)
+                rows = column_major(received.x) if columns_first else received.x
+            done = work.finish((), (*parts_of(rows), *received))
+        return rows, received.topk_idx, received.topk_weights, handle, done
 
     @staticmethod
     def _after(first: Any, second: Any) -> EventOverlap | None:
@@ -460,32 +421,3 @@ class ElasticBuffer:
             if event is not None and event.event is not None:
                 event.current_stream_wait()
         return None
-
-
-def _parts(rows: Rows) -> tuple[torch.Tensor, ...]:
-    return rows if isinstance(rows, tuple) else (rows,)
-
-
-def _formed(
-    expansion: Expansion | None, rows: Rows, zero_padding: bool, column_major: bool
-) -> Rows:
-    """Received rows and scales in the form that was asked for."""
-    values, *scales = _parts(rows)
-    if expansion is not None:
-        values = expand_rows(expansion, values, zero_padding)
-        scales = [expand_rows(expansion, one, zero_padding) for one in scales]
-    if not scales:
-        return values
-    return values, _column_major(scales[0]) if column_major else scales[0]
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """[N,S] with strides (1, N rounded up to 16 bytes)."""
-    rows = -(-scales.shape[0] // _TMA_UNIT) * _TMA_UNIT
-    columns = scales.new_empty(scales.shape[1], rows)
-    out = columns.t()[: scales.shape[0]]
-    return out.copy_(scales)
-
-
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return bias if bias is None else bias.float()

@@ -96,9 +96,7 @@ void seal_plan(std::byte* plan) {
 void seal_ll_plan(std::byte* plan) {
   const PlanHeader header = read_header(plan);
   const LlPlanMap map = ll_map_of(header);
-  const std::uint64_t tokens_end =
-      map.tokens + static_cast<std::uint64_t>(header.ranks) * sizeof(std::int32_t);
-  std::memset(plan + tokens_end, 0, map.home - tokens_end);
+  std::memset(plan + map.count_end, 0, map.home - map.count_end);
   seal(plan, header);
 }
 

@@ -38,8 +38,9 @@ namespace xd::ep {
 
 struct PlanHeader {
   static constexpr std::uint64_t kMagic = 0x314E4C5044585858;  // "XXXDPLN1"
-  // Raised whenever a plan's bytes change; the fields up to this one never do. 2: `hosts`.
-  static constexpr std::uint32_t kVersion = 2;
+  // Raised whenever a plan's bytes change; the fields up to this one never do. 2: `hosts`; 3: plans
+  // of low latency have no tokens of other ranks.
+  static constexpr std::uint32_t kVersion = 3;
   static constexpr std::uint32_t kFirstOfToken = 0x80000000;
 
   std::uint64_t magic;
@@ -142,10 +143,10 @@ constexpr std::uint64_t ll_item_bytes(int topk) {
   return (8 + 8 * static_cast<std::uint64_t>(topk) + 15) / 16 * 16;
 }
 struct LlPlanMap {
-  std::uint64_t facts, count, tokens, home, items, end;
+  std::uint64_t facts, count, count_end, home, items, end;
 
   struct Sizes {
-    int local_experts = 1, ranks = 1, tokens = 0, topk = 1;
+    int local_experts = 1, tokens = 0, topk = 1;
     std::int64_t items = 0;
   };
   static constexpr LlPlanMap make(const Sizes& sizes) {
@@ -154,7 +155,7 @@ struct LlPlanMap {
     cursor.add<PlanHeader>(1);
     map.facts = cursor.add<LlPlanFacts>(1);
     map.count = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.local_experts));
-    map.tokens = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks));
+    map.count_end = cursor.at;
     map.home = cursor.add<RankBits>(static_cast<std::uint64_t>(sizes.tokens), 16);
     map.items = cursor.add<std::byte>(
         static_cast<std::uint64_t>(sizes.items) * ll_item_bytes(sizes.topk), 16);
@@ -167,16 +168,12 @@ constexpr LlPlanMap ll_map_of(const PlanHeader& h) {
   // place before the batch is known.
   if (h.keeps_items != 0) {
     return LlPlanMap::make({.local_experts = h.local_experts,
-                            .ranks = h.ranks,
                             .tokens = static_cast<int>(h.capacity / h.ranks),
                             .topk = h.keeps_items,
                             .items = h.capacity});
   }
-  return LlPlanMap::make({.local_experts = h.local_experts,
-                          .ranks = h.ranks,
-                          .tokens = h.tokens,
-                          .topk = h.topk,
-                          .items = h.list_rows});
+  return LlPlanMap::make(
+      {.local_experts = h.local_experts, .tokens = h.tokens, .topk = h.topk, .items = h.list_rows});
 }
 
 // The bytes of a plan, and how many of them the checksum covers: whole words, zeros between parts

@@ -44,7 +44,6 @@ PlanTerms terms_of(const LlConfig& config, int rank, std::uint64_t hosts) {
 
 std::size_t plan_size(const LlConfig& config) {
   return LlPlanMap::make({.local_experts = config.most_local_experts(),
-                          .ranks = config.ranks,
                           .tokens = config.max_tokens,
                           .topk = config.max_topk,
                           .items = slots_per_expert(config)})

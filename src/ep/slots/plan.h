@@ -4,7 +4,6 @@
 //              counts; list_rows = number of items; capacity = S; epoch = number of the dispatch
 //   LlPlanFacts
 //   count[L]  int32: rows per local expert
-//   tokens[W] int32: T of every source rank; -1 = the rank was left out
 //   home[T]   RankBits: the ranks that hold rows of this rank's token t
 //   item[]    LlItem, K rows, K weights: each (source rank, token) with rows here, in any order
 //

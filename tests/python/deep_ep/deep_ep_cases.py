@@ -459,6 +459,21 @@ def outgrown(buffer: Buffer, seed: int, **streams: bool) -> None:
         kept.combine_checked(handle, seed, 1, weights=1)
 
 
+class CountedRounds:
+    """A communicator whose all-gathers are counted."""
+
+    def __init__(self, comm: Any, rounds: list[int]) -> None:
+        self._comm, self._rounds = comm, rounds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, row: bytes) -> list[bytes]:
+        self._rounds.append(len(row))
+        gathered: list[bytes] = self._comm.all_gather(row)
+        return gathered
+
+
 def one_rank_errs(
     me: Any,
     call: Callable[..., Any],

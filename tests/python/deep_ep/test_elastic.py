@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import spread
 from crossdock.deep_ep import Buffer, ElasticBuffer, EPHandle, EventOverlap
 from crossdock.errors import Mismatch
-from deep_ep_cases import one_rank_errs, process_group, same
+from deep_ep_cases import SECONDS, CountedRounds, one_rank_errs, process_group, same
 from deep_ep_reference import Batch, make_batch
 from support import Apart, Rank, on_ranks
 
@@ -139,7 +140,8 @@ def test_rows_and_handles(me: Rank, do_cpu_sync: bool | None, asynchronous: bool
 
 @on_ranks(1, 2, 4, Apart(4))
 @pytest.mark.parametrize(
-    "alignment, do_cpu_sync, reduce_first", [(1, True, True), (8, True, False), (8, False, True)]
+    "alignment, do_cpu_sync, reduce_first",
+    [(1, True, True), (8, True, False), (8, False, True), (6, True, True), (6, False, True)],
 )
 def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_first: bool) -> None:
     batch = drawn(me, seed=2)
@@ -190,15 +192,98 @@ def test_rows_by_expert(me: Rank, alignment: int, do_cpu_sync: bool, reduce_firs
         same("again", again, 2 * rows)
         _, _, weights_again, *_ = buffer.dispatch(x, topk_weights=2 * weights, **options)
         same("weights along a handle", weights_again, 2 * recv_weights)
-        # A row per token, where rows by expert are not asked for.
-        compact, recv_idx, *_ = buffer.dispatch(x, handle=handle)
-        same("a row per token", compact[: len(received)], received)
-        same("recv_topk_idx", recv_idx[: len(received)], batch.received_topk(me.rank)[0])
-        slots = handle.recv_src_metadata[: len(received), 2:]
-        assert torch.equal(slots >= 0, recv_idx[: len(received)] >= 0)
-        for k in range(TOPK):
-            here = slots[:, k] >= 0
-            same("rows by expert", rows[slots[here, k]], received[here])
+        check_rows_per_token(buffer, batch, handle, rows)
+
+
+def check_rows_per_token(
+    buffer: ElasticBuffer, batch: Batch, handle: EPHandle, rows: torch.Tensor
+) -> None:
+    """A row per token along a handle of rows by expert, and the handle's fields about tokens."""
+    rank = buffer.rank
+    x, weights = batch.x[rank], batch.topk_weights[rank]
+    received, (_, wanted_weights) = batch.received(rank, batch.x), batch.received_topk(rank)
+    compact, recv_idx, *_ = buffer.dispatch(x, handle=handle)
+    same("a row per token", compact[: len(received)], received)
+    same("recv_topk_idx", recv_idx[: len(received)], batch.received_topk(rank)[0])
+    same("weights", weights_of(buffer, x, weights, handle)[: len(received)], wanted_weights)
+    assert handle.num_recv_tokens == len(compact)
+    per_rank = batch.prefix()[:, rank].tolist()
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == per_rank
+    same("slots", handle.dst_buffer_slot_idx, places(batch, rank))
+    metadata = handle.recv_src_metadata
+    same("sources", metadata[: len(received), :2].contiguous(), sources(batch, rank))
+    assert (metadata[len(received) :] == -1).all() and not compact[len(received) :].any()
+    metadata[:] = 7  # which no operation goes by
+    same("a row per token", buffer.dispatch(x, handle=handle)[0], compact)
+    slots = handle.look().metadata[: len(received), 2:]
+    assert torch.equal(slots >= 0, recv_idx[: len(received)] >= 0)
+    for k in range(TOPK):
+        here = slots[:, k] >= 0
+        same("rows by expert", rows[slots[here, k]], received[here])
+
+
+def drawn_results(batch: Batch, alignment: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Results of the experts of every rank: rows by expert, NaN where there is only padding."""
+    generator = torch.Generator().manual_seed(7)
+    results = []
+    for rank in range(batch.num_ranks):
+        parts = []
+        for zone in zones(batch, rank):
+            part = torch.randn(-(-len(zone) // alignment) * alignment, HIDDEN, generator=generator)
+            part[len(zone) :] = torch.nan
+            parts.append(part.to(dtype))
+        results.append(torch.cat(parts))
+    return results
+
+
+def reduced(batch: Batch, rank: int, results: torch.Tensor, alignment: int) -> torch.Tensor:
+    """[N,H]: a received token's rows, added up by ascending choice in float32."""
+    total = torch.zeros(len(batch.rows(rank)), results.shape[1])
+    places = []
+    begin = 0
+    for zone in zones(batch, rank):
+        places += [(choice, row, begin + place) for place, (row, choice) in enumerate(zone)]
+        begin += -(-len(zone) // alignment) * alignment
+    for _, row, place in sorted(places):
+        total[row] += results[place].float()
+    return total
+
+
+def weights_of(
+    buffer: ElasticBuffer, x: torch.Tensor, weights: torch.Tensor, handle: EPHandle
+) -> torch.Tensor:
+    """The weights beside a row per token, along a handle."""
+    _, _, found, *_ = buffer.dispatch(x, topk_weights=weights, handle=handle)
+    assert found is not None
+    return found
+
+
+@on_ranks(2, 4, Apart(4))
+@pytest.mark.parametrize("reduce_first", [True, False])
+@pytest.mark.parametrize("alignment", [1, 8, 6])
+def test_sums_of_rows_by_expert(me: Rank, alignment: int, reduce_first: bool) -> None:
+    """Every bit: also where sums of ranks, or of the ranks' sums, are rounded."""
+    batch = drawn(me, seed=4)
+    with elastic(me, allow_multiple_reduction=reduce_first) as buffer:
+        *_, handle, _ = buffer.dispatch(
+            batch.x[me.rank],
+            batch.topk_idx[me.rank],
+            num_experts=EXPERTS,
+            expert_alignment=alignment,
+            do_expand=True,
+        )
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            results = drawn_results(batch, alignment, dtype)
+            sums = [reduced(batch, rank, one, alignment) for rank, one in enumerate(results)]
+            travels = dtype if reduce_first else torch.float32
+            combined, *_ = buffer.combine(results[me.rank], handle)
+            wanted = batch.combined(me.rank, [one.to(travels) for one in sums])
+            same("combined", combined, wanted.to(dtype))
+            # With a bias they travel as float32.
+            bias = torch.randn(len(combined), HIDDEN).to(dtype)
+            combined, *_ = buffer.combine(results[me.rank], handle, bias=bias)
+            wanted = batch.combined(me.rank, sums, (bias.float(),)).to(dtype)
+            same("combined with a bias", combined, wanted)
 
 
 @on_ranks(2)
@@ -308,6 +393,79 @@ def check_mistakes_along_a_handle(
     # Weights on one rank alone.
     with pytest.raises(Mismatch):
         buffer.dispatch(good["x"], handle=handle, topk_weights=weights if me.rank == 0 else None)
+
+
+@on_ranks(2, Apart(2))
+def test_ranks_agree_over_the_host_once(me: Rank) -> None:
+    """Also where the host waits for rows; between machines they agree in every dispatch."""
+    batch = drawn(me)
+    x, idx = batch.x[me.rank], batch.topk_idx[me.rank]
+    with elastic(me) as buffer:
+        session, rounds = buffer._session(), list[int]()
+        session.host = CountedRounds(session.host, rounds)
+        between = len(set(spread.hosts(me.num_ranks))) > 1
+        for changes, agreements in (
+            ({}, 1),
+            ({}, 0),
+            ({"do_cpu_sync": False}, 0),
+            ({"num_max_tokens_per_rank": MOST + 1}, 1),
+            ({"expert_alignment": 8}, 0),
+            ({"do_expand": True}, 1),
+            ({"do_expand": True, "do_cpu_sync": False}, 0),
+            ({"do_expand": True, "expert_alignment": 8}, 1),
+            ({"do_expand": True, "expert_alignment": 4}, 0),
+            ({"do_expand": True, "expert_alignment": 6}, 0),
+            ({}, 0),
+        ):
+            rounds.clear()
+            buffer.dispatch(x, idx, num_experts=EXPERTS, **changes)
+            assert len(rounds) == max(agreements, between), changes
+
+
+@on_ranks(2, 3, Apart(2))
+def test_ranks_with_other_numbers_all_hear_it_at_once(me: Rank) -> None:
+    """Whichever rank comes first, and whether groups that are known serve any of the numbers."""
+    x, idx = torch.ones(5, HIDDEN, dtype=torch.bfloat16), torch.arange(10).view(5, 2) % 6
+    good: dict[str, Any] = {"x": x, "topk_idx": idx, "num_experts": 6}
+    by_expert = {"do_expand": True, "expert_alignment": 8}
+    with elastic(me) as buffer:
+        for form in ({}, by_expert):
+            buffer.dispatch(**good, **form)
+            for wrong in (
+                {"num_experts": 12},
+                {"x": torch.ones(5, 2 * HIDDEN, dtype=torch.bfloat16)},
+                {"x": torch.ones(5, 8 * HIDDEN, dtype=torch.bfloat16)},
+                {"x": (x.to(torch.float8_e4m3fn), torch.ones(5, 1))},
+                {"x": (x.to(torch.float8_e4m3fn), torch.ones(5, 200))},
+                {"topk_idx": idx[:, :1].contiguous()},
+                {"topk_idx": torch.cat([idx, idx], 1)},
+                {"num_max_tokens_per_rank": MOST - 1},
+                {"num_max_tokens_per_rank": 3 * MOST},
+                {"do_cpu_sync": False},
+                by_expert if not form else {"do_expand": False},
+                *([{"expert_alignment": one} for one in (4, 64, 6)] if form else []),
+            ):
+                for odd in range(me.num_ranks):
+                    began = time.monotonic()
+                    with pytest.raises(Mismatch) as found:
+                        buffer.dispatch(**{**good, **form, **(wrong if odd == me.rank else {})})
+                    assert time.monotonic() - began < SECONDS, found.value
+                buffer.dispatch(**good, **form)
+
+
+@on_ranks(2, Apart(2))
+def test_weights_of_rows_by_expert_go_home_on_all_ranks_or_on_none(me: Rank) -> None:
+    batch = drawn(me)
+    x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
+    with elastic(me) as buffer:
+        rows, _, recv_weights, handle, _ = buffer.dispatch(
+            x, idx, weights, num_experts=EXPERTS, do_expand=True
+        )
+        for odd in range(2):
+            with pytest.raises(Mismatch):
+                buffer.combine(rows, handle, recv_weights if me.rank == odd else None)
+        _, home, _ = buffer.combine(rows, handle, recv_weights)
+        same("weights", home, weights.masked_fill(idx < 0, 0))
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -56,9 +57,38 @@ def mistakes_about_streams() -> Mistakes:
     ]
 
 
+def mistakes_in_numbers(layout: Arguments) -> Mistakes:
+    """Numbers that do not follow from topk_idx, of which ranks on the CPU hear."""
+    per_rank, in_rank = layout["num_tokens_per_rank"], layout["is_token_in_rank"].clone()
+    in_rank[:, 1] = ~in_rank[:, 1]
+    to_both = f"{per_rank.tolist()}, as topk_idx has it, got {(per_rank + 1).tolist()}"
+    return [
+        (
+            {"num_tokens_per_rank": per_rank + 1},
+            f"num_tokens_per_rank: expected {re.escape(to_both)}",
+        ),
+        ({"is_token_in_rank": in_rank}, r"is_token_in_rank: expected true for \[.*\] tokens, as "),
+    ]
+
+
 def mistakes_in_routing(layout: Arguments, topk: Arguments) -> Mistakes:
     per_expert = layout["num_tokens_per_expert"]
+    elsewhere = [
+        ({name: tensor.to("meta")}, f"{name}: expected a tensor on cpu, got one on meta")
+        for name, tensor in {**layout, **topk}.items()
+        if tensor is not None
+    ]
     return [
+        *elsewhere,
+        (
+            {"num_tokens_per_rank": layout["num_tokens_per_rank"][:1].clone()},
+            r"num_tokens_per_rank: expected \[2\] int32, got \[1\] int32",
+        ),
+        (
+            {"is_token_in_rank": layout["is_token_in_rank"][1:].clone()},
+            r"is_token_in_rank: expected \[17,2\] bool, got \[16,2\] bool",
+        ),
+        *mistakes_in_numbers(layout),
         ({"num_tokens_per_rank": None}, r"num_tokens_per_rank: expected a tensor \[2\] int32"),
         (
             {"num_tokens_per_rdma_rank": per_expert},

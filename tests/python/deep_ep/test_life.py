@@ -95,26 +95,11 @@ def test_peers_learn_that_a_rank_has_left(buffer: Buffer) -> None:
         assert lost.value.peer == 0
 
 
-class CountedRounds:
-    """A communicator whose all-gathers are counted."""
-
-    def __init__(self, comm: Any, rounds: list[int]) -> None:
-        self._comm, self._rounds = comm, rounds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def all_gather(self, row: bytes) -> list[bytes]:
-        self._rounds.append(len(row))
-        gathered: list[bytes] = self._comm.all_gather(row)
-        return gathered
-
-
 @on_buffers(2, Apart(2))
 def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
     session = buffer._live()
     rounds: list[int] = []
-    session.host = CountedRounds(session.host, rounds)
+    session.host = cases.CountedRounds(session.host, rounds)
 
     def cost(call: Callable[..., Any], *arguments: Any, **options: Any) -> int:
         rounds.clear()

@@ -6,20 +6,29 @@ Each stand-in writes down what it is asked for; nothing runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from crossdock._core.constants import COMBINE, DISPATCH, PREPARE
 
-from crossdock.deep_ep import EventHandle, EventOverlap, _batch, _stream_work
-from crossdock.deep_ep._arguments import Choices, Tokens
+from crossdock.deep_ep import (
+    Buffer,
+    ElasticBuffer,
+    EventHandle,
+    EventOverlap,
+    _batch,
+    _stream_work,
+    elastic,
+)
+from crossdock.deep_ep._arguments import Checks, Choices, Tokens
 from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import dispatch_new
 from crossdock.deep_ep._handle import Routing
+from crossdock.deep_ep._low_latency import operate
 from crossdock.deep_ep._stream_work import StreamWork
 from crossdock.errors import InvalidArgument, Mismatch
 
@@ -97,7 +106,7 @@ class Device:
             plan_bytes=64,
             failure=self.failure,
             session=self,
-            sizes=SimpleNamespace(tokens=TOKENS),
+            sizes=SimpleNamespace(tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN),
         )
         self.host = SimpleNamespace(all_gather=self.all_gather)
 
@@ -145,10 +154,10 @@ def dispatch(
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
     choices = Choices(
         EXPERTS,
-        torch.ones(EXPERTS, dtype=torch.int32),
-        torch.ones(TOKENS, RANKS, dtype=torch.bool),
         topk_idx,
         torch.zeros(TOKENS, TOPK) if topk else None,
+        torch.ones(EXPERTS, dtype=torch.int32),
+        torch.ones(TOKENS, RANKS, dtype=torch.bool),
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
     return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
@@ -262,6 +271,55 @@ def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(lo
         with device.batch.turns(COMBINE, COMBINE):
             combine(x, routing, torch.zeros(TOKENS, TOPK), [], 1, (None, True))
     assert log[-4:] == ["on scope", "combine", "combine", "caller waits for scope"]
+
+
+def fail_with(error: Exception) -> Callable[..., NoReturn]:
+    def fail(*_: Any) -> NoReturn:
+        raise error
+
+    return fail
+
+
+def test_caller_waits_for_an_asynchronous_operation_that_ends_with_an_error(log: Log) -> None:
+    """The group tells of an earlier one when this one has been enqueued, so no event comes."""
+    group: Any = SimpleNamespace(session=session_of(log), check=fail_with(mismatch()))
+    with pytest.raises(Mismatch, match="of earlier"):
+        operate(group, lambda phase: log.append("run"), [], [], True, None)
+    assert log == [
+        "scope waits for caller",
+        "on scope",
+        "run",
+        "on scope",
+        "caller waits for scope",
+    ]
+
+
+@pytest.mark.parametrize("along_a_handle", [False, True])
+def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
+    log: Log, along_a_handle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows, which are on their way, and the tensors that they are in."""
+    device = Device(log)
+    device.checks = Checks(device.rank, RANKS, device.device)  # type: ignore[attr-defined]
+    groups = SimpleNamespace(
+        session=device, batch_for=lambda request: device.batch, close=lambda: None
+    )
+    buffer: Any = ElasticBuffer.__new__(ElasticBuffer)
+    inner: Any = Buffer.__new__(Buffer)
+    vars(inner).update(_groups=groups, rank=0, group_size=RANKS)
+    vars(buffer).update(_buffer=inner, num_max_tokens_per_rank=TOKENS, group_size=RANKS)
+    monkeypatch.setattr(StreamWork, "_record", lambda *_: None)
+    monkeypatch.setattr(inner, "_usable", lambda routing: routing)
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
+    given = {"topk_idx": topk_idx, "num_experts": EXPERTS, "do_cpu_sync": False}
+    if along_a_handle:
+        *_, handle, _ = buffer.dispatch(x, **given)
+        given = {"handle": handle}
+    monkeypatch.setattr(elastic, "with_padding", fail_with(MemoryError("no memory")))
+    with pytest.raises(MemoryError, match="no memory"):
+        buffer.dispatch(x, **given, async_with_compute_stream=True)
+    assert "dispatch" in log and log[-1] == "caller waits for scope"
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:

@@ -366,10 +366,8 @@ void LlDispatch::write_plan(std::int64_t items) const {
   for (const std::int64_t count : context_.scratch.next) header.recv_rows += count;
   header.total_rows = header.recv_rows;
   context_.group.count_rows(header.recv_rows, receive_.recv_tokens.row_bytes());
-  auto* tokens = reinterpret_cast<std::int32_t*>(receive_.plan + map.tokens);
   for (int r = config().ranks - 1; r >= 0; --r) {
     const LlRecord& record = pipeline.records()[at(r)];
-    tokens[r] = pipeline.here().has(r) ? static_cast<std::int32_t>(record.tokens) : -1;
     if (!pipeline.here().has(r) || record.bad_ids == 0) continue;
     header.bad_ids += record.bad_ids;
     header.bad_id_rank = r;

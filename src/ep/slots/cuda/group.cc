@@ -259,7 +259,6 @@ void CudaLlGroup::describe_group() {
   // know where each part lies.
   g.terms.keeps_items = c.max_topk;
   g.plan = LlPlanMap::make({.local_experts = c.local_experts,
-                            .ranks = c.ranks,
                             .tokens = c.max_tokens,
                             .topk = c.max_topk,
                             .items = std::int64_t{c.ranks} * c.max_tokens});

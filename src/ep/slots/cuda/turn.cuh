@@ -501,11 +501,4 @@ XD_LL_MEMBER(void)::count_error(std::uint64_t epoch, int status, int rank) {
 
 #undef XD_LL_MEMBER
 
-// It makes a turn of its own: one whose address is taken would lie in memory. It is no function at
-// run time: that would read the launch's parameters through memory, and all wait for this step.
-template <class Params>
-__device__ __forceinline__ void ll_begin(const Params& params, LlShared& shared, int kind) {
-  LlTurn<Params>(params, shared, kind).begin();
-}
-
 }  // namespace xd::ep::cuda

@@ -131,17 +131,12 @@ XD_LL_HEAD(std::uint64_t)::write_facts() {
   return sum;
 }
 
-// The int32 numbers behind the plan's facts: count[], tokens[], zeros. Adds those of count[] to
-// `rows`.
+// The int32 numbers behind the plan's facts: count[], zeros. Adds those of count[] to `rows`.
 XD_LL_HEAD(std::int32_t)::number(int i, int& rows) const {
-  if (i < g_.local_experts) {
-    const int count = write_counts(i);
-    rows += count;
-    return count;
-  }
-  i -= g_.local_experts;
-  if (i >= g_.ranks()) return 0;
-  return s_.gone[i] != 0 ? -1 : static_cast<std::int32_t>(s_.record[i].tokens);
+  if (i >= g_.local_experts) return 0;
+  const int count = write_counts(i);
+  rows += count;
+  return count;
 }
 
 XD_LL_HEAD(int)::write_counts(int expert) const {

@@ -45,6 +45,12 @@ __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& t
   return false;
 }
 
+// It makes a turn of its own: one whose address is taken would lie in memory. It is no function at
+// run time: that would read the launch's parameters through memory, and all wait for this step.
+__device__ __forceinline__ void ll_begin(const LlDispatchParams& params, LlShared& shared) {
+  LlDispatchTurn(params, shared, kLlDispatch).begin();
+}
+
 // The steps of a receiver block that move no rows: see ll_begin(). Warps of which each calls one.
 template <bool kMany>
 __device__ __forceinline__ void watch_sources(const LlDispatchParams& p, DispatchShared& shared,
@@ -323,7 +329,7 @@ XD_LL_BLOCK(void)::send() const {
 
 XD_LL_BLOCK(void)::control_sender() const {
   if (warp_in_block() == kLlWatch) {
-    ll_begin(p_, s_.turn, kLlDispatch);
+    ll_begin(p_, s_.turn);
   } else {
     copy_tables(threadIdx.x - kLlMovers, kLlThreads - kLlMovers - 32);
   }
@@ -419,7 +425,7 @@ XD_LL_BLOCK(void)::help() const {
 
 XD_LL_BLOCK(void)::watch() const {
   if (lane_id() == 0) s_.turn.findings.kind = LlFault::none;
-  ll_begin(p_, s_.turn, kLlDispatch);
+  ll_begin(p_, s_.turn);
   __syncwarp();
   LlDispatchTurn(p_, s_.turn, kLlDispatch).clear_sources();  // movers look at them as well
   __syncthreads();

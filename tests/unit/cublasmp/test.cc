@@ -7,7 +7,7 @@
 
 #include "gemm/cublasmp/engine.h"
 #include "gemm/cublasmp/library.h"
-#include "unit/cublasmp_support.h"
+#include "unit/cublasmp/support.h"
 #include "unit/net_support.h"
 
 #if __has_include(<cublasmp.h>) && __has_include(<nccl.h>) && __has_include(<cublas_v2.h>)

@@ -12,7 +12,7 @@
 #include "base/warning_limit.h"
 #include "meet/introduction.h"
 #include "meet/packet.h"
-#include "unit/mesh_support.h"
+#include "unit/mesh/support.h"
 
 namespace xd::test {
 namespace {

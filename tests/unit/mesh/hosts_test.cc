@@ -11,7 +11,7 @@
 #include <functional>
 
 #include "base/math.h"
-#include "unit/mesh_support.h"
+#include "unit/mesh/support.h"
 
 namespace xd::test {
 namespace {

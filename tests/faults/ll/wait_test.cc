@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "conformance/said.h"
-#include "faults/ll_step.h"
+#include "faults/ll/step.h"
 #include "faults/thread_ranks.h"
 #include "faults/waiting.h"
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "faults/gate.h"
-#include "faults/ll_step.h"
+#include "faults/ll/step.h"
 #include "faults/thread_ranks.h"
 
 namespace xd::test {

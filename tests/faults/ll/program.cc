@@ -1,4 +1,4 @@
-#include "faults/ll_program.h"
+#include "faults/ll/program.h"
 
 #include <gtest/gtest.h>
 

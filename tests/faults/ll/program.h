@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include "faults/ll_step.h"
+#include "faults/ll/step.h"
 #include "faults/rank_program.h"
 #include "support/outcome.h"
 

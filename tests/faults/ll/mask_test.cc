@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "faults/ll_program.h"
+#include "faults/ll/program.h"
 #include "faults/processes.h"
 
 namespace xd::test {

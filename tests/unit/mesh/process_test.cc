@@ -7,7 +7,7 @@
 
 #include "faults/hex.h"
 #include "support/child_process.h"
-#include "unit/mesh_support.h"
+#include "unit/mesh/support.h"
 
 namespace xd::test {
 namespace {

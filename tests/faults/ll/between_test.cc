@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "faults/ll_step.h"
+#include "faults/ll/step.h"
 #include "faults/thread_ranks.h"
 
 namespace xd::test {

@@ -18,7 +18,7 @@
 #include "gemm/cublasmp/errand.h"
 #include "gemm/family.h"
 #include "unit/comms.h"
-#include "unit/cublasmp_support.h"
+#include "unit/cublasmp/support.h"
 
 namespace xd::gemm::cublasmp {
 namespace {
