@@ -58,7 +58,8 @@ def token_rows_of(
     """
     session = routing.batch.session
     numbers = torch.zeros(routing.num_tokens, _NUMBERS, dtype=torch.int32, device=session.device)
-    numbers[:, 0] = torch.arange(1, routing.num_tokens + 1)  # 0 is for rows of no token
+    # 0 is for rows of no token.
+    numbers[:, 0] = torch.arange(1, routing.num_tokens + 1, device=session.device)
     numbers[:, 1] = session.rank
     choice = None
     if routing.by_expert:

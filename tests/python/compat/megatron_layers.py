@@ -53,7 +53,8 @@ def use(release: str) -> None:
             from megatron.core.models.gpt import moe_module_specs  # noqa: F401
     import megatron.core
 
-    assert megatron.core.__version__ == release
+    # Within a git repository it adds the commit of that to its version.
+    assert megatron.core.__version__.partition("+")[0] == release
 
 
 _import = builtins.__import__
