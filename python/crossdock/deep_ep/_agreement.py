@@ -45,14 +45,21 @@ _EQUAL = {
 _RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
 
 
+def _equal_fields(request: Request) -> dict[str, str]:
+    """_EQUAL; where all ranks know the most tokens they know the multiprocessors, too."""
+    return _EQUAL | ({"num_sms": "num_sms"} if request.most_tokens else {})
+
+
 def equal_numbers(request: Request) -> str:
     """The numbers of a request that must be equal on all ranks, in words."""
-    return ", ".join(f"{name} = {getattr(request, field)}" for field, name in _EQUAL.items())
+    names = _equal_fields(request).items()
+    return ", ".join(f"{name} = {getattr(request, field)}" for field, name in names)
 
 
 def hash_of(request: Request) -> int:
     """32 bits of the numbers that must be equal on all ranks."""
-    return zlib.crc32(repr([getattr(request, field) for field in _EQUAL]).encode())
+    fields = _equal_fields(request)
+    return zlib.crc32(repr([getattr(request, field) for field in fields]).encode())
 
 
 def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
@@ -73,7 +80,7 @@ def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
         if error:
             raise mismatch("dispatch", f"rank {peer} failed: {error}", comm.rank, peer)
         requests.append(Request(*fields))
-    for field, name in _EQUAL.items():
+    for field, name in _equal_fields(request).items():
         require_equal("dispatch", name, [getattr(one, field) for one in requests], comm.rank)
     return requests
 

@@ -27,6 +27,7 @@ _BYTE_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, *_BYTES)
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_TYPES = (*_SUMMABLE, *_BYTE_TYPES)
 _SCALE_TYPES = (torch.float32, torch.int32)
+_MOST = torch.iinfo(torch.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +71,12 @@ class Checks:
         if value is not None:
             self.tensor(value, name, shape, (dtype,))
 
-    def at_least(self, value: Any, name: str, least: int) -> int:
-        """`value`, if it is an integer that is not too small."""
+    def at_least(self, value: Any, name: str, least: int, most: int = _MOST) -> int:
+        """`value`, if it is an integer in this range."""
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.fail(name, f"an integer of at least {least}", repr(value))
+        if value > most:
+            self.fail(name, f"at most {most}", value)
         return value
 
     def none(self, other: str, **values: Any) -> None:
@@ -108,9 +111,7 @@ class Checks:
 
     def experts(self, num_experts: Any, name: str) -> int:
         """Experts of all ranks."""
-        self.at_least(num_experts, name, 1)
-        if num_experts > constants.MAX_EXPERTS:
-            self.fail(name, f"at most {constants.MAX_EXPERTS}", num_experts)
+        self.at_least(num_experts, name, 1, constants.MAX_EXPERTS)
         if num_experts % self.num_ranks != 0:
             self.fail(name, f"a multiple of the {self.num_ranks} ranks", num_experts)
         return num_experts

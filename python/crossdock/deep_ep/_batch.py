@@ -128,13 +128,18 @@ class Batch:
             return None
         return from_status(status | {"text": _in_callers_words(status["text"])}, comm.rank)
 
+    def settled_failure(self) -> CrossdockError | None:
+        """The error of operations so far, for which the host waits; None in a capture."""
+        if not self.session.cuda or is_capturing(self.session.device):
+            return None
+        self.session.wait_for_host_data()
+        return self.failure()
+
     def raise_failure(self) -> None:
-        """Raises the error of operations so far, for which the host waits; not in a capture."""
-        if self.session.cuda and not is_capturing(self.session.device):
-            self.session.wait_for_host_data()
-            failure = self.failure()
-            if failure is not None:
-                raise failure
+        """Raises what `settled_failure` returns."""
+        failure = self.settled_failure()
+        if failure is not None:
+            raise failure
 
     @contextlib.contextmanager
     def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Iterator[None]:

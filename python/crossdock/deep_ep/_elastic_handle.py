@@ -118,16 +118,23 @@ class EPHandle:
         return self._found is not None
 
     def look(self) -> TokenRows:
-        """The received tokens, and the rows of each; the first time by a turn of the caller's."""
+        """The received tokens, and the rows of each; the first time by a turn of the caller's.
+
+        An error of an earlier operation, which this rank alone may know so far, is raised behind
+        that: all ranks have looked then.
+        """
         if self._found is None:
-            found = token_rows_of(self.routing, self._most, self._exact, self.padding)
-            self.routing.batch.raise_failure()  # before what it has left is kept
-            self._found = found
+            earlier = self.routing.batch.settled_failure()
+            self._found = token_rows_of(self.routing, self._most, self._exact, self.padding)
+            if earlier is not None:
+                raise earlier
         return self._found
 
     def tensors(self) -> Iterator[object]:
         """All that an operation has made for it, and other fields."""
         yield from vars(self).values()
+        if self._found is not None:
+            yield from self._found
         if self.padding is not None:
             yield from vars(self.padding).values()
 

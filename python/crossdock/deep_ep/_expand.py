@@ -42,7 +42,8 @@ class Padding:
         # Rows behind the last one belong to no expert, and follow the last zone.
         shift = torch.nn.functional.pad(self.starts - offsets[:-1], (0, 1))
         shift[-1] = aligned.sum() - offsets[-1]
-        self.places = (row + shift[expert]).long()
+        # A prepare that has failed leaves anything in counts.
+        self.places = (row + shift[expert]).long().clamp(0, max(0, self.num_rows - 1))
 
     def around(self, rows: torch.Tensor) -> torch.Tensor:
         """[M,...] from rows [D,...]; padding is zero."""

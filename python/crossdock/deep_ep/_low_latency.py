@@ -175,9 +175,7 @@ def check_finish(checks: Checks, async_finish: bool, return_recv_hook: bool) -> 
 
 def read_shape(checks: Checks, x: Any, topk_idx: Any, max_tokens: Any, experts: Any) -> Shape:
     """The sizes of a dispatch."""
-    checks.at_least(max_tokens, MOST, 1)
-    if max_tokens > constants.LL_MAX_TOKENS:
-        checks.fail(MOST, f"at most {constants.LL_MAX_TOKENS}", max_tokens)
+    checks.at_least(max_tokens, MOST, 1, constants.LL_MAX_TOKENS)
     checks.experts(experts, "num_experts")
     checks.tensor(x, "x", ("T", "H"), (torch.bfloat16,))
     checks.topk_idx(topk_idx, len(x))

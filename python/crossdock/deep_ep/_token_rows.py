@@ -55,6 +55,10 @@ def token_rows_of(
         most_tokens: of any rank.
         exact: whether N is the number of tokens, for which the host waits, or R * `most_tokens`.
         padding: of rows by expert, if they are told with another one than the routing.
+
+    Raises:
+        CrossdockError: the dispatch has failed. Where none may wait for that, in a capture, numbers
+            are brought into range: a failed dispatch leaves anything.
     """
     session = routing.batch.session
     numbers = torch.zeros(routing.num_tokens, _NUMBERS, dtype=torch.int32, device=session.device)
@@ -67,9 +71,10 @@ def token_rows_of(
         choice = choice.expand(routing.num_tokens, -1).contiguous()
     tokens = Tokens(numbers.view(torch.uint8), None)
     received, _ = dispatch_cached(tokens, routing, (None, False), choice, choice is None)
+    routing.batch.raise_failure()
     number, source = received.rows.view(torch.int32)[:, :2].long().unbind(1)
     lines = session.num_ranks * most_tokens
-    line = torch.where(number > 0, source * most_tokens + number - 1, lines)
+    line = torch.where(number > 0, source * most_tokens + number - 1, lines).clamp(0, lines)
     here = torch.zeros(lines + 1, dtype=torch.bool, device=session.device)
     here[line] = True
     here = here[:lines]
@@ -86,7 +91,8 @@ def token_rows_of(
         assert received.topk_weights is not None
         row = torch.arange(len(place), dtype=torch.int32, device=session.device)
         row = row if padding is None else padding.places.to(torch.int32)
-        out[place, 2 + received.topk_weights.long()] = row
+        choice_of = received.topk_weights.long().clamp(0, routing.topk - 1)
+        out[place, 2 + choice_of] = row
         first = (out[:, 2:] >= 0).int().argmax(1)
         out[:, 1] = out[:, 0] // most_tokens * routing.topk + first
     out[-1] = -1

@@ -336,15 +336,15 @@ class ElasticBuffer:
             tokens, choices = read_batch(checks, numbers, x, topk_idx, topk_weights, stats)
             event = self._after(*waits[:2])
             checks.events(event, waits[2], False)
+            assert topk_idx is not None
+            if topk_weights is None:
+                # Made by the current stream, for which an operation with an event does not wait.
+                event = self._after(event, EventOverlap())
+                ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
+                choices = dataclasses.replace(choices, topk_weights=ones)
         except Exception as error:
             groups.refuse(str(error))
             raise
-        assert topk_idx is not None
-        if topk_weights is None:
-            # Made by the current stream, for which an operation with an event does not wait.
-            event = self._after(event, EventOverlap())
-            ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
-            choices = dataclasses.replace(choices, topk_weights=ones)
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
         request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
         batch, events = groups.batch_for(request), (event, waits[2])
@@ -391,8 +391,9 @@ class ElasticBuffer:
                     checks.fail(name, f"None or {known}, as the handle was made for", size)
             if do_expand and not routing.by_expert:
                 checks.fail("do_expand", "False, as the handle was made without it", do_expand)
-            if looks:
+            if routing.by_expert and not do_expand:
                 handle.look()
+                event = self._after(event, EventOverlap())  # the current stream writes it
             received, done = self._buffer._dispatch_along(
                 x, routing, topk_weights, not routing.by_expert, (event, waits[2], False)
             )
@@ -402,7 +403,7 @@ class ElasticBuffer:
                 if routing.by_expert and not do_expand:
                     received = by_token(handle, received)
                 rows = column_major(received.x) if columns_first else received.x
-            done = work.finish((), (*parts_of(rows), *received))
+            done = work.finish((), (*parts_of(rows), *received, *handle.tensors()))
         return rows, received.topk_idx, received.topk_weights, handle, done
 
     @staticmethod

@@ -346,6 +346,7 @@ def test_facts_and_mistakes(me: Rank) -> None:
             ({"topk_idx": None}, "topk_idx, num_experts: expected both"),
             ({"num_experts": 7}, "num_experts: expected a multiple of the 2 ranks, got 7"),
             ({"num_max_tokens_per_rank": 4}, "num_max_tokens_per_rank: expected .* least 5, got 4"),
+            ({"num_max_tokens_per_rank": 1 << 64}, "num_max_tokens_per_rank: expected at most"),
             ({"expert_alignment": 0}, "expert_alignment: expected an integer of at least 1"),
             ({"num_sms": 3}, "num_sms: expected an even number"),
             ({"cumulative_local_expert_recv_stats": torch.zeros(3)}, "recv_stats: expected"),
@@ -442,6 +443,7 @@ def test_ranks_with_other_numbers_all_hear_it_at_once(me: Rank) -> None:
                 {"num_max_tokens_per_rank": MOST - 1},
                 {"num_max_tokens_per_rank": 3 * MOST},
                 {"do_cpu_sync": False},
+                {"num_sms": 8},
                 by_expert if not form else {"do_expand": False},
                 *([{"expert_alignment": one} for one in (4, 64, 6)] if form else []),
             ):
