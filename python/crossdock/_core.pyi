@@ -19,6 +19,7 @@ from typing import Any, Literal
 _Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 version: str
+built_with_cuda: bool
 
 class constants:
     """Numbers and words of the headers; no other Python file has them. A module."""

@@ -1,4 +1,4 @@
-"""The checks of plug-ins for serving engines: are they wanted, and do they know the engine.
+"""The checks of plug-ins for serving engines: do they know the engine.
 
 An engine is looked at in its source, and not imported for it: so nothing has begun when it turns
 out to be another one, and it does not matter which of its modules this process needs.
@@ -18,11 +18,14 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import crossdock
+from crossdock import _core
 
-PLUGIN = "crossdock"  # the name of the entry points
-_VARIABLE = "XD_ENGINE"
+_TIMEOUT = "XD_TIMEOUT_MS"
+_USUAL_TIMEOUT_MS = 60000  # engines give up a step of their own after 300 s
 # Names under which code for DeepEP keeps its buffer, in classes that are named after DeepEP.
 _RECEIVERS = ("Buffer", "ElasticBuffer", "buf", "buffer", "handle")
+# Functions and variables of such classes that have the keywords of a buffer's construction.
+_GATHERER, _GATHERED = "_make_all2all_kwargs", "buffer_kwargs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +35,6 @@ class Engine:
     Attributes:
         title: in texts.
         package: of Python, and of the registry.
-        allowed: its environment variable that names the plug-ins to load.
         tested: versions that the tests have run with.
         names: of each file below the package, what the plug-in uses: a name, or ``Class.name``, and
             the parameters of a function as in ``"self, value"``; None = no function.
@@ -42,23 +44,10 @@ class Engine:
 
     title: str
     package: str
-    allowed: str
     tested: tuple[str, ...]
     names: Mapping[str, Mapping[str, str | None]]
     callers: tuple[str, ...]
     instead: str
-
-    def wanted(self) -> bool:
-        """Whether ``XD_ENGINE=1``, or the engine's variable names this plug-in.
-
-        Raises:
-            ValueError: another value of ``XD_ENGINE`` than 0, 1 or none.
-        """
-        value = os.environ.get(_VARIABLE, "")
-        if value not in ("", "0", "1"):
-            raise ValueError(f"{_VARIABLE}: expected 0 or 1, got {value!r}")
-        named = os.environ.get(self.allowed, "").split(",")
-        return value == "1" or (value == "" and PLUGIN in map(str.strip, named))
 
     def version(self) -> str:
         """The version that is installed."""
@@ -75,8 +64,16 @@ class Engine:
                 `callers` call.
 
         Raises:
-            ImportError: some name is missing or other than expected; the text has all of them.
+            ImportError: some name is missing or other than expected; the text has all of them. Or
+                PyTorch has CUDA, and this Crossdock was built without.
         """
+        import torch
+
+        if torch.version.cuda is not None and not _core.built_with_cuda:
+            raise ImportError(
+                f"crossdock.{self.package}: this Crossdock was built without CUDA; see "
+                "docs/install.md for how to build it with CUDA. Nothing has been changed"
+            )
         spec = importlib.util.find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             raise ImportError(f"crossdock.{self.package}: {self.title} is not installed")
@@ -97,11 +94,21 @@ class Engine:
         version = self.version()
         known = "tested" if version in self.tested else f"tested: {', '.join(self.tested)}"
         text = f"crossdock {crossdock.__version__} is DeepEP for {backends} ({self.title} {version}"
-        logger = logging.getLogger(f"{self.package}.{PLUGIN}")
+        logger = logging.getLogger(f"{self.package}.crossdock")
         if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
             logger.info("%s, %s)", text, known)
         else:  # the engine sets up its log later, in some of its processes
             print(f"{text}, {known})", file=sys.stderr, flush=True)
+
+
+def limit_waits() -> None:
+    """Lets Crossdock's waits end before the engine gives up, unless the user says when they do.
+
+    Then an error names the rank that did not come. The library reads this when a communicator is
+    made for the first time.
+    """
+    if not os.environ.get(_TIMEOUT):
+        os.environ[_TIMEOUT] = str(_USUAL_TIMEOUT_MS)
 
 
 def _missing(root: pathlib.Path, file: str, names: Mapping[str, str | None]) -> list[str]:
@@ -185,10 +192,29 @@ def _unknown_calls(
         if not isinstance(owner, ast.ClassDef) or "DeepEP" not in owner.name:
             continue
         kind = elastic if "v2" in owner.name.lower() else buffer
-        for call in ast.walk(owner):
-            if kind and isinstance(call, ast.Call) and (text := _unknown(call, kind)):
+        if kind is None:
+            continue
+        for call in _calls(owner, kind.__name__):
+            if text := _unknown(call, kind):
                 texts.append(f"{owner.name} ({file}:{call.lineno}) {text}")
     return texts
+
+
+def _calls(owner: ast.ClassDef, constructor: str) -> Iterator[ast.Call]:
+    """The calls in a class; also the constructions for which it gathers keywords in a ``dict``."""
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Call):
+            yield node
+        gathered: list[ast.expr | None] = []
+        if isinstance(node, ast.FunctionDef) and node.name == _GATHERER:
+            gathered = [one.value for one in ast.walk(node) if isinstance(one, ast.Return)]
+            gathered += [one.value for one in ast.walk(node) if isinstance(one, ast.Assign)]
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _GATHERED:
+            gathered = [node.value]
+        for one in gathered:
+            if isinstance(one, ast.Call) and ast.unparse(one.func) == "dict":
+                made = ast.Call(ast.Name(constructor), one.args, one.keywords)
+                yield ast.copy_location(made, one)
 
 
 def _unknown(call: ast.Call, kind: type) -> str | None:
@@ -203,8 +229,14 @@ def _unknown(call: ast.Call, kind: type) -> str | None:
     function = getattr(kind, method, None)
     if function is None:
         return f"calls {called}, which crossdock.deep_ep does not have"
-    known = {*inspect.signature(function).parameters, *getattr(function, "also_named", ())}
+    parameters = inspect.signature(function).parameters
+    known = {*parameters, *getattr(function, "also_named", ())}
     unknown = [one.arg for one in call.keywords if one.arg and one.arg not in known]
-    if unknown:
+    kinds = [one.kind for one in parameters.values()]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         return f"gives {called} the argument {', '.join(unknown)}, which it does not take"
+    places = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places -= not isinstance(inspect.getattr_static(kind, method), staticmethod)  # self
+    if len(call.args) > places and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return f"gives {called} {len(call.args)} positional arguments, of which it takes {places}"
     return None

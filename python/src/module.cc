@@ -129,6 +129,8 @@ NB_MODULE(_core, module) {
   module.def("segment_taken", &segment_taken, "ptr"_a);
   module.def("first_value", &first_value, "word"_a, "call"_a, "value"_a);
   module.attr("version") = version();
+  // By how the library was built: to ask it whether CUDA works would start the driver.
+  module.attr("built_with_cuda") = XDPY_CUDA != 0;
 }
 
 }  // namespace xdpy

@@ -77,6 +77,7 @@ def _knows_overlap(combine: Callable[..., _T]) -> Callable[..., _T]:
             self._refuse_overlap(given["handle"])
         return combine(self, *args, **rest)
 
+    vars(checked)["also_named"] = frozenset(("overlap", *_OF_OVERLAP))
     return checked
 
 

@@ -230,10 +230,13 @@ class Buffer(LowLatencyCalls):
         if not 0 <= offset <= most or offset % dtype.itemsize != 0:
             expected = f"a multiple of {dtype.itemsize} from 0 to {bound} = {most}"
             checks.fail("offset", expected, offset)
-        if self._local is None:
-            self._local = torch.zeros(self.num_nvl_bytes, dtype=torch.uint8, device=session.device)
         end = most - (most - offset) % dtype.itemsize
-        elements = self._local[offset:end].view(dtype)
+        if use_rdma_buffer:
+            elements = torch.zeros(0, dtype=dtype, device=session.device)
+        else:
+            if self._local is None:
+                self._local = torch.zeros(most, dtype=torch.uint8, device=session.device)
+            elements = self._local[offset:end].view(dtype)
         if size is None:
             return elements
         size = torch.Size(size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from crossdock._engine import Engine
 
 _DISPATCHERS = "srt/layers/moe/token_dispatcher"
@@ -12,7 +10,6 @@ _QUANTISER = "sglang_per_token_group_quant_fp8"
 ENGINE = Engine(
     title="SGLang",
     package="sglang",
-    allowed="SGLANG_PLUGINS",
     tested=("0.5.23",),
     names={
         f"{_DISPATCHERS}/deepep.py": {
@@ -31,18 +28,4 @@ ENGINE = Engine(
     },
     callers=(f"{_DISPATCHERS}/deepep.py", f"{_DISPATCHERS}/deepep_v2.py"),
     instead="--moe-a2a-backend none without XD_ENGINE",
-)
-
-# The names that the refusal of a dispatcher needs, also where the others are missing.
-MAKER = "create_moe_dispatcher"
-OF_HOOKS = dataclasses.replace(
-    ENGINE,
-    names={
-        "srt/layers/moe/fused_moe_triton/layer.py": {MAKER: "moe_runner_config, quant_method"},
-        "srt/plugins/hook_registry.py": {
-            "HookRegistry.register": "cls, target, hook, hook_type, source",
-            "HookType.AROUND": None,
-        },
-    },
-    callers=(),
 )

@@ -1,10 +1,12 @@
 """A plug-in of vLLM: its DeepEP backends run on Crossdock, without a DeepEP that is installed.
 
-vLLM loads it in each of its processes (entry point ``vllm.general_plugins``). It does nothing
-unless ``XD_ENGINE=1`` is set, or ``VLLM_PLUGINS`` names ``crossdock``. See ``docs/vllm.md``.
+vLLM loads it in each of its processes (entry point ``vllm.general_plugins``) if ``XD_ENGINE=1`` is
+set, or ``VLLM_PLUGINS`` names ``crossdock``. See ``docs/vllm.md``.
 """
 
 from __future__ import annotations
+
+from crossdock._engine import limit_waits
 
 from ._known import ENGINE
 
@@ -12,19 +14,17 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Takes over vLLM's values of ``--all2all-backend`` that mean DeepEP, if that is wanted.
+    """Takes over vLLM's values of ``--all2all-backend`` that mean DeepEP.
 
     Raises:
-        ImportError: this vLLM is another one than is known, or another ``deep_ep`` has been
-            imported before; nothing has been changed.
-        ValueError: a bad value of ``XD_ENGINE``.
+        ImportError: this vLLM is another one than is known, another ``deep_ep`` has been imported
+            before, or this Crossdock was built without CUDA; nothing has been changed.
     """
-    if not ENGINE.wanted():
-        return
     from crossdock.deep_ep import Buffer, ElasticBuffer
 
     ENGINE.require(Buffer, ElasticBuffer)
     from ._gates import open_gates
 
     if open_gates():
+        limit_waits()
         ENGINE.say("deepep_high_throughput, deepep_low_latency and deepep_v2")

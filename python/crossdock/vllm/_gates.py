@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib
 import os
@@ -11,9 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from crossdock import deep_ep
+from crossdock import _core, deep_ep
 
 _LAYERS = "vllm.model_executor.layers.fused_moe"
+_CHOOSER = f"{_LAYERS}.all2all_utils"
 
 
 def open_gates() -> bool:
@@ -29,12 +31,14 @@ def open_gates() -> bool:
     forget = imports._has_module.cache_clear
     deep_ep.install()
     forget()  # the answer may have been "no"
-    # DeepEP 2 needs a certain NCCL in the process and its GIN. Nothing here does.
-    imports.deep_ep_v2_unavailable_reason = _no_reason
-    os.environ["EP_DISABLE_GIN"] = "1"
+    names = _names_of_chooser()  # may raise, so it comes before all changes of vLLM
+    if names:
+        vars(sys.modules[_CHOOSER]).update(names)
     _replace(managers.DeepEPHTAll2AllManager, "set_num_sms", _of_even_numbers)
     _replace(managers.DeepEPLLAll2AllManager, "clean_buffers", _and_back_in_step)
-    _give_names()
+    # DeepEP 2 needs a certain NCCL in the process and its GIN. Nothing here does.
+    os.environ["EP_DISABLE_GIN"] = "1"
+    imports.deep_ep_v2_unavailable_reason = _no_reason  # last: it says that all has been done
     return True
 
 
@@ -47,18 +51,19 @@ def _replace(owner: type, name: str, change: Callable[..., Any]) -> None:
     setattr(owner, name, change(getattr(owner, name)))
 
 
-def _give_names() -> None:
-    """Gives the module that chooses a class the names that it imports where it finds DeepEP."""
-    chooser = sys.modules.get(f"{_LAYERS}.all2all_utils")
-    if chooser is None:
-        return  # it will find DeepEP
-    for module, names in {
+def _names_of_chooser() -> dict[str, Any]:
+    """The names that the module that chooses a class imports where it finds DeepEP."""
+    if _CHOOSER not in sys.modules:
+        return {}  # it will find DeepEP
+    names = {}
+    for module, wanted in {
         "deepep_ht": ("DeepEPHTPrepareAndFinalize",),
         "deepep_ll": ("DeepEPLLPrepareAndFinalize", "DEEPEP_QUANT_BLOCK_SHAPE"),
         "deepep_v2": ("DeepEPV2PrepareAndFinalize",),
     }.items():
         found = importlib.import_module(f"{_LAYERS}.prepare_finalize.{module}")
-        vars(chooser).update({name: getattr(found, name) for name in names})
+        names.update({name: getattr(found, name) for name in wanted})
+    return names
 
 
 def _of_even_numbers(set_num_sms: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
@@ -75,7 +80,8 @@ def _and_back_in_step(clean_buffers: Callable[[Any], None]) -> Callable[[Any], N
     """Brings all ranks into step once more, for which clearing memory is not enough here.
 
     vLLM calls this on all ranks after a fault, and cleans the Buffer that it has made last. Each
-    rank must have cleared its mask before one may wait for it.
+    rank must have cleared its mask before one may wait for it. If some do not come, the error on
+    the group's first rank names all of them.
     """
 
     @functools.wraps(clean_buffers)
@@ -84,7 +90,8 @@ def _and_back_in_step(clean_buffers: Callable[[Any], None]) -> Callable[[Any], N
         buffers = list(self.handle_cache._cache.values())
         for buffer in buffers:
             buffer.low_latency_clean_mask_buffer()
-        dist.barrier(group=self.cpu_group)
+        patience = datetime.timedelta(milliseconds=_core.default_timeout_ms())
+        dist.monitored_barrier(self.cpu_group, patience, wait_all_ranks=True)
         for buffer in buffers:
             buffer._bring_back_in_step()
 

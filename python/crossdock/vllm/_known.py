@@ -12,7 +12,6 @@ _BASE = "distributed/device_communicators/base_device_communicator.py"
 ENGINE = Engine(
     title="vLLM",
     package="vllm",
-    allowed="VLLM_PLUGINS",
     tested=("0.33.0",),
     names={
         "utils/import_utils.py": {

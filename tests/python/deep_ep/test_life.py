@@ -55,6 +55,10 @@ def test_arguments_are_kept_and_local_memory_is_the_callers(me: Rank) -> None:
                 buffer.get_local_buffer_tensor(*arguments)
         # As vLLM clears that memory: none of it is the caller's.
         assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().numel() == 0
+        del local, whole
+        buffer._local = None
+        buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True)
+        assert buffer._local is None, "a view of nothing has allocated all"
 
 
 @on_ranks(3, Apart(3))

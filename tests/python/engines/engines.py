@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 
+from crossdock import _core
+
 PATHS = [path for path in os.environ.get("XD_TEST_ENGINES", "").split(os.pathsep) if path]
 
 
@@ -44,6 +46,8 @@ def plugged_in(register: Callable[[], None], without: Sequence[str] = ()) -> Ite
     finder = _Missing(missing)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XD_ENGINE", "1")
+        patch.setenv("XD_TIMEOUT_MS", "600000")
+        patch.setattr(_core, "built_with_cuda", True)
         sys.path[:0] = [path for path in PATHS if path not in sys.path]
         sys.meta_path.append(finder)
         try:

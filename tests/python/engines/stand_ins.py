@@ -12,6 +12,26 @@ MANAGERS = "vllm/distributed/device_communicators"
 DISPATCHERS = "sglang/srt/layers/moe/token_dispatcher"
 
 VLLM = {
+    "vllm/plugins/__init__.py": """
+import os
+from importlib.metadata import entry_points
+
+plugins_loaded = False
+
+def load_general_plugins():
+    global plugins_loaded
+    named = os.environ.get("VLLM_PLUGINS")
+    functions = []
+    for one in () if plugins_loaded else entry_points(group="vllm.general_plugins"):
+        if named is None or one.name in named.split(","):
+            try:
+                functions.append(one.load())
+            except Exception as error:
+                print("only logged:", error)
+    plugins_loaded = True
+    for function in functions:
+        function()
+""",
     "vllm/utils/import_utils.py": """
 import importlib.util
 from functools import cache
@@ -48,12 +68,23 @@ class DeepEPAll2AllManagerBase(All2AllManagerBase):
         self.handle_cache = Cache()
 
 class DeepEPHTAll2AllManager(DeepEPAll2AllManagerBase):
+    def _make_all2all_kwargs(self):
+        return dict(group=self.cpu_group, num_nvl_bytes=0, num_rdma_bytes=0)
+
+    def get_handle(self, kwargs):
+        import deep_ep
+        return self.handle_cache.get_or_create(self._make_all2all_kwargs(), deep_ep.Buffer)
+
     def set_num_sms(self, num_sms: int):
         import deep_ep
         deep_ep.Buffer.set_num_sms(num_sms)
 
 class DeepEPLLAll2AllManager(DeepEPAll2AllManagerBase):
     _buffer = None
+
+    def _make_all2all_kwargs(self):
+        kwargs = dict(group=self.cpu_group, low_latency_mode=True)
+        return kwargs
 
     def clean_buffers(self) -> None:
         buf = DeepEPLLAll2AllManager._buffer
@@ -87,7 +118,11 @@ import deep_ep
 
 DEEPEP_QUANT_BLOCK_SHAPE = [128, 128]
 
-class DeepEPLLPrepareAndFinalize: ...
+class DeepEPLLPrepareAndFinalize:
+    buffer: deep_ep.Buffer
+
+    def finalize(self, x, topk_idx, weights, handle):
+        return self.buffer.low_latency_combine(x, topk_idx, weights, handle, overlap=False)
 """,
     f"{PREPARE}/deepep_v2.py": """
 import deep_ep
@@ -113,7 +148,8 @@ except Exception as exc:
 
 class DeepEPBuffer:
     def get(self, group):
-        return Buffer(group, 0, 0, low_latency_mode=True)
+        buffer_kwargs = dict(low_latency_mode=True)
+        return Buffer(group, 0, 0, **buffer_kwargs)
 """,
     f"{DISPATCHERS}/deepep_v2.py": """
 _deepep_v2_import_error = None

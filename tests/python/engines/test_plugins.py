@@ -15,18 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import _crossdock_engines
 import crossdock.sglang
 import crossdock.vllm
 import stand_ins
-from crossdock import deep_ep
+from crossdock import _core, deep_ep
 from crossdock.deep_ep import Buffer
+from engines import installed as crossdock_in
 from stand_ins import DISPATCHERS, LAYERS, MANAGERS, PREPARE
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
 PLUGINS = {"vllm": crossdock.vllm, "sglang": crossdock.sglang}
 ALLOWED = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
-VARIABLES = ("XD_ENGINE", "EP_DISABLE_GIN", *ALLOWED.values())
+ENTRIES = {"vllm": _crossdock_engines.vllm, "sglang": _crossdock_engines.sglang}
+VARIABLES = ("XD_ENGINE", "XD_TIMEOUT_MS", "EP_DISABLE_GIN", *ALLOWED.values())
 
 Installed = Callable[..., types.ModuleType]
 
@@ -47,6 +50,7 @@ def installed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     suite = str(pathlib.Path(__file__).parents[1])
     others = [path for path in sys.path if path != suite]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+    monkeypatch.setattr(_core, "built_with_cuda", True)
     before = Buffer.num_sms
     stand_ins.forget()
     yield install
@@ -62,7 +66,7 @@ def of(file: str) -> Any:
 def nothing_has_changed() -> bool:
     """Whether no DeepEP can be found here, and no variable says anything."""
     names = [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]
-    return not names and "EP_DISABLE_GIN" not in os.environ
+    return not names and {"EP_DISABLE_GIN", "XD_TIMEOUT_MS"}.isdisjoint(os.environ)
 
 
 @pytest.mark.parametrize("engine", PLUGINS)
@@ -75,24 +79,134 @@ def test_a_plug_in_does_nothing_unless_it_is_wanted(
     switch: str | None,
     allowed: str | None,
 ) -> None:
-    plugin = installed(engine, "7.7")
+    installed(engine, "7.7")
     for name, value in (("XD_ENGINE", switch), (ALLOWED[engine], allowed)):
         if value is not None:
             monkeypatch.setenv(name, value)
-    plugin.register()
+    ENTRIES[engine]()
     assert nothing_has_changed() and engine not in sys.modules
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_vllm_finds_deep_ep_here(
-    installed: Installed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("engine", PLUGINS)
+def test_a_crossdock_that_was_built_without_cuda_is_refused_where_torch_has_it(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    plugin = installed("vllm")
+    plugin = installed(engine)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_core, "built_with_cuda", False)
+    with pytest.raises(ImportError, match="this Crossdock was built without CUDA; see docs/insta"):
+        plugin.register()
+    assert nothing_has_changed()
+    monkeypatch.setattr(torch.version, "cuda", None)  # for the CPU it will do
+    plugin.register()
+    assert sys.modules["deep_ep"] is deep_ep
+
+
+@pytest.mark.parametrize("engine", PLUGINS)
+@pytest.mark.parametrize("given, used", [(None, "60000"), ("", "60000"), ("5", "5")])
+def test_waits_end_before_an_engine_gives_up(
+    installed: Installed,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    given: str | None,
+    used: str,
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("XD_TIMEOUT_MS", given)
+    installed(engine).register()
+    assert os.environ["XD_TIMEOUT_MS"] == used
+
+
+def loaded_by_vllm(folder: pathlib.Path) -> Callable[[], None]:
+    """vLLM's function that loads plug-ins, where Crossdock's is installed and not yet imported."""
+    sys.path.insert(0, crossdock_in(folder, "vllm.general_plugins"))
+    importlib.invalidate_caches()
+    load: Callable[[], None] = importlib.import_module("vllm.plugins").load_general_plugins
+    return load
+
+
+def test_vllm_takes_names_of_plug_ins_without_blanks(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    installed("vllm")
+    monkeypatch.setenv("XD_ENGINE", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "other, crossdock")
+    loaded_by_vllm(tmp_path)()
+    assert nothing_has_changed()
+
+
+def test_vllm_meets_a_refusal_each_time(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    installed("vllm", "9.1", {f"{PREPARE}/deepep_v2.py": ("", "")})
+    load = loaded_by_vllm(tmp_path)
+    monkeypatch.setenv("XD_ENGINE", "1")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="there is no vllm/model_executor"):
+            load()
+    monkeypatch.setenv("XD_ENGINE", "0")
+    load()
+
+
+def test_vllm_is_as_it_was_if_a_module_of_it_cannot_be_imported(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = installed("vllm", None, {f"{PREPARE}/deepep_v2.py": ("import deep_ep", "import no_x")})
+    imports, managers = of("vllm/utils/import_utils.py"), of(f"{MANAGERS}/all2all.py")
+    of(f"{LAYERS}/all2all_utils.py")
+    classes = managers.DeepEPHTAll2AllManager, managers.DeepEPLLAll2AllManager
+    before = dict(vars(imports)), [dict(vars(one)) for one in classes]
+    for _ in range(2):
+        with pytest.raises(ImportError, match="no_x"):
+            plugin.register()
+    assert (dict(vars(imports)), [dict(vars(one)) for one in classes]) == before
+    assert "EP_DISABLE_GIN" not in os.environ
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a Crossdock that cannot be imported."""
+    for name in ("crossdock", *(f"crossdock.{engine}" for engine in PLUGINS)):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "_crossdock_engines")
+
+
+def test_vllm_ends_if_crossdock_cannot_be_imported(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, broken: None
+) -> None:
+    installed("vllm")
+    load = loaded_by_vllm(tmp_path)
+    monkeypatch.setenv("XD_ENGINE", "1")
+    for _ in range(2):
+        with pytest.raises(ImportError, match="crossdock"):
+            load()
+
+
+def test_sglang_makes_no_dispatcher_if_crossdock_cannot_be_imported(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, broken: None
+) -> None:
+    installed("sglang")
+    monkeypatch.setenv("XD_ENGINE", "1")
+    with pytest.raises(ImportError):
+        importlib.import_module("_crossdock_engines").sglang()
+    [(hook, _)] = of("sglang/srt/plugins/hook_registry.py").HookRegistry.hooks.values()
+    with pytest.raises(RuntimeError, match="^crossdock.sglang: .*import of crossdock"):
+        hook(None, "a config", quant_method=None)
+
+
+def test_vllm_finds_deep_ep_here(
+    installed: Installed,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: pathlib.Path,
+) -> None:
+    installed("vllm")
     imports, chooser = of("vllm/utils/import_utils.py"), of(f"{LAYERS}/all2all_utils.py")
     assert not imports.has_deep_ep() and not hasattr(chooser, "DeepEPHTPrepareAndFinalize")
-    monkeypatch.setenv("VLLM_PLUGINS", "other, crossdock")
-    plugin.register()
-    plugin.register()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,crossdock")
+    loaded_by_vllm(tmp_path)()
+    ENTRIES["vllm"]()
     assert imports.has_deep_ep() and imports.has_deep_ep_v2()
     assert sys.modules["deep_ep"] is deep_ep and os.environ["EP_DISABLE_GIN"] == "1"
     for name, module in (("HT", "ht"), ("LL", "ll"), ("V2", "v2")):
@@ -114,7 +228,6 @@ def test_vllm_gets_its_names_later_if_it_has_not_looked(
     installed: Installed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugin = installed("vllm", "0.34.5")
-    monkeypatch.setenv("XD_ENGINE", "1")
     plugin.register()
     assert of(f"{LAYERS}/all2all_utils.py").DeepEPV2PrepareAndFinalize
     assert "(vLLM 0.34.5, tested: 0.33.0)" in capsys.readouterr().err
@@ -170,16 +283,33 @@ CHANGES = {
         ("low_latency_mode", "mode"),
         "gives Buffer the argument mode, which it does not take",
     ),
+    "an argument that a function makes": (
+        "vllm",
+        f"{MANAGERS}/all2all.py",
+        ("num_nvl_bytes", "num_nvl"),
+        "gives Buffer the argument num_nvl, which it does not take",
+    ),
+    "an argument of a dict with a name": (
+        "vllm",
+        f"{MANAGERS}/all2all.py",
+        ("low_latency_mode", "mode"),
+        "gives Buffer the argument mode, which it does not take",
+    ),
+    "arguments by place": (
+        "vllm",
+        f"{PREPARE}/deepep_ht.py",
+        ("x=x, topk_idx=topk_idx", ", ".join("abcdefghijklmno")),
+        "gives Buffer.dispatch 15 positional arguments, of which it takes 14",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_engine_is_refused_in_words_and_stays_as_it_is(
-    installed: Installed, monkeypatch: pytest.MonkeyPatch, change: str
+    installed: Installed, change: str
 ) -> None:
     engine, file, texts, says = CHANGES[change]
     plugin = installed(engine, "9.1", {file: texts})
-    monkeypatch.setenv("XD_ENGINE", "1")
     with pytest.raises(ImportError) as caught:
         plugin.register()
     known = plugin.ENGINE.tested[0]
@@ -187,6 +317,14 @@ def test_another_engine_is_refused_in_words_and_stays_as_it_is(
     assert str(caught.value).startswith(begins) and says in str(caught.value)
     assert plugin.ENGINE.instead in str(caught.value)
     assert nothing_has_changed()
+
+
+def test_a_method_that_takes_all_keywords_takes_unknown_ones(installed: Installed) -> None:
+    class Buffer(deep_ep.Buffer):
+        def dispatch(self, **options: Any) -> Any: ...
+
+    changed = {f"{PREPARE}/deepep_ht.py": ("expert_alignment=1", "zeal=2")}
+    installed("vllm", None, changed).ENGINE.require(Buffer)
 
 
 def test_a_deep_ep_that_was_imported_before_is_refused(
@@ -216,8 +354,8 @@ def test_dispatchers_of_sglang_that_are_imported_take_this_deep_ep(
         vars(other).update(Buffer=object, Config=object, ElasticBuffer=object)
     first, second = of(f"{DISPATCHERS}/deepep.py"), of(f"{DISPATCHERS}/deepep_v2.py")
     assert first.use_deepep is second.use_deepep_v2 is brought
-    monkeypatch.setenv("SGLANG_PLUGINS", "crossdock")
-    plugin.register()
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, crossdock")
+    ENTRIES["sglang"]()
     plugin.register()
     assert first.use_deepep and first.Buffer is Buffer and first.Config is deep_ep.Config
     assert second.use_deepep_v2 and second.ElasticBuffer is deep_ep.ElasticBuffer
@@ -246,11 +384,11 @@ def test_dispatchers_of_sglang_that_are_imported_later_find_this_deep_ep(
 def test_sglang_which_swallows_an_error_meets_it_again(
     installed: Installed, monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
-    plugin = installed("sglang", "9.1", {f"{DISPATCHERS}/deepep.py": ("", "")})
+    installed("sglang", "9.1", {f"{DISPATCHERS}/deepep.py": ("", "")})
     monkeypatch.setenv("XD_ENGINE", switch)
     says = {"1": "there is no sglang/srt/layers", "yes": "XD_ENGINE: expected 0 or 1, got 'yes'"}
     with pytest.raises((ImportError, ValueError), match=says[switch]):
-        plugin.register()
+        ENTRIES["sglang"]()
     registry = of("sglang/srt/plugins/hook_registry.py")
     [(target, (hook, kind))] = registry.HookRegistry.hooks.items()
     module, _, name = target.rpartition(".")
@@ -266,10 +404,10 @@ def test_an_sglang_without_these_hooks_ends(
         f"{DISPATCHERS}/deepep.py": ("", ""),
         "sglang/srt/plugins/hook_registry.py": ("register", "enlist"),
     }
-    plugin = installed("sglang", "9.1", missing)
+    installed("sglang", "9.1", missing)
     monkeypatch.setenv("XD_ENGINE", "1")
-    with pytest.raises(SystemExit, match="no HookRegistry.register"):
-        plugin.register()
+    with pytest.raises(SystemExit, match="deepep.py.*'HookRegistry' has no attribute 'register'"):
+        ENTRIES["sglang"]()
     assert nothing_has_changed()
 
 
@@ -281,11 +419,15 @@ def test_ranks_are_in_step_when_vllm_has_cleaned_its_buffers(me: Rank, tmp_path:
         dist.barrier()
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(tmp_path)
-            patch.setenv("XD_ENGINE", "1")
+            patch.setenv("XD_TIMEOUT_MS", "600000")
             patch.setenv("EP_DISABLE_GIN", "0")
+            patch.setattr(_core, "built_with_cuda", True)
             try:
                 crossdock.vllm.register()
-                check_recovery(me, of(f"{MANAGERS}/all2all.py").DeepEPLLAll2AllManager)
+                managers = of(f"{MANAGERS}/all2all.py").DeepEPLLAll2AllManager
+                check_recovery(me, managers)
+                patch.setattr(_core, "default_timeout_ms", lambda: 500)
+                check_absence(me, managers)
             finally:
                 stand_ins.forget()
 
@@ -335,3 +477,16 @@ def check_recovery(me: Rank, managers: Any) -> None:
             assert step(buffer, hidden) == [1] * me.num_ranks
         dist.barrier()
         buffer.destroy()
+
+
+def check_absence(me: Rank, managers: Any) -> None:
+    """The last rank does not come to clean its buffers, of which an error tells."""
+    manager, last = managers(dist.new_group()), me.num_ranks - 1
+    managers._buffer = buffer = Buffer(
+        dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True, enable_shrink=True
+    )
+    if me.rank == 0:
+        with pytest.raises(RuntimeError, match=rf"Ranks {last} failed to pass monitoredBarrier"):
+            manager.clean_buffers()
+    dist.barrier()
+    buffer.destroy()

@@ -68,7 +68,8 @@ def test_wheel_has_all_that_the_package_is_made_of(wheel: pathlib.Path) -> None:
     package = ROOT / "python"
     sources = {
         str(path.relative_to(package))
-        for path in (package / "crossdock").rglob("*")
+        for folder in ("crossdock", "_crossdock_engines")
+        for path in (package / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert sources - names == set()
@@ -91,7 +92,7 @@ def test_engines_find_their_plug_ins(wheel: pathlib.Path) -> None:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         lines = archive.read(name).decode().splitlines()
     for group, package in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
-        assert lines[lines.index(f"[{group}]") + 1] == f"crossdock = crossdock.{package}:register"
+        assert lines[lines.index(f"[{group}]") + 1] == f"crossdock = _crossdock_engines:{package}"
 
 
 def test_installed_package_is_imported_and_moves_tokens(python: pathlib.Path) -> None:
