@@ -16,7 +16,12 @@ class Groups:
     """Communicators by their ranks, and groups by ranks and sizes, made when first asked for.
 
     Layers of equal sizes share a group: they run one after the other. It iterates over groups.
+
+    Attributes:
+        closed: whether they have been closed. Layers that ask then make none without their peers.
     """
+
+    closed = False
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], xd.EpGroup] = {}
@@ -32,7 +37,15 @@ class Groups:
             device: of this rank.
             mesh: that of the process group, if there is one.
             sizes: arguments of ``EpGroup``.
+
+        Raises:
+            RuntimeError: they have been closed.
         """
+        if self.closed:
+            raise RuntimeError(
+                "groups: expected open ones, got those that this layer was built with, which have "
+                "been closed: build the model anew"
+            )
         key = (process_group, *sorted(sizes.items()))
         if key not in self._groups:
             if process_group not in self._comms:
@@ -44,7 +57,8 @@ class Groups:
         return iter(self._groups.values())
 
     def close(self) -> None:
-        """Closes them all."""
+        """Closes them all, and makes no other ones."""
+        self.closed = True
         while self._groups:
             self._groups.popitem()[1].close()
         while self._comms:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -84,14 +85,50 @@ if any(hasattr(TransformerConfig, name) for name in _NEWER_OPTIONS):
         reset_over_budget="",
     )
 
-_max_tokens_per_rank: int | None = None
-_groups = Groups()
-# By group: rows that experts write, for combine and for the backward pass of dispatch.
-_expert_buffers: dict[xd.EpGroup, tuple[torch.Tensor, torch.Tensor]] = {}
+
+class _Installation(Groups):
+    """The groups that layers share which are built between `install` and `uninstall`.
+
+    Attributes:
+        max_tokens_per_rank: of layers that are built from now on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.max_tokens_per_rank = 0
+        self._buffers: dict[xd.EpGroup, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def buffers_of(self, group: xd.EpGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[R, H]`` in symmetric memory, where peers read what experts write: two for all layers.
+
+        One has experts' results until their combine, which comes before the next layer's experts;
+        the other gradients of experts' inputs, likewise.
+
+        Raises:
+            RuntimeError, MemoryError: this rank has no memory left; the peers' dispatches fail.
+        """
+        if group not in self._buffers:
+            shape = (group.rows, group.hidden)
+            try:
+                one, other = (group.comm.empty_symmetric(shape, group.dtype) for _ in range(2))
+            except (MemoryError, RuntimeError) as error:
+                group.refuse(constants.PREPARE, type(error), f"buffers of experts: {error}")
+            self._buffers[group] = one, other
+        return self._buffers[group]
+
+    def close(self) -> None:
+        """Closes groups and communicators."""
+        self._buffers.clear()
+        super().close()
+
+
+_installed: _Installation | None = None
 
 
 def install(max_tokens_per_rank: int) -> None:
     """Lets flex token dispatchers that are built from now on be Crossdock's.
+
+    Dispatchers that have been built keep their number.
 
     Args:
         max_tokens_per_rank: the most tokens of any rank in one layer and micro batch; equal on all.
@@ -99,18 +136,24 @@ def install(max_tokens_per_rank: int) -> None:
     Raises:
         ValueError: no positive number.
     """
-    global _max_tokens_per_rank
+    global _installed
     if max_tokens_per_rank < 1:
         raise ValueError(f"max_tokens_per_rank: expected at least 1, got {max_tokens_per_rank}")
-    _max_tokens_per_rank = max_tokens_per_rank
+    _installed = _installed or _Installation()
+    _installed.max_tokens_per_rank = max_tokens_per_rank
     moe_layer.MoEFlexTokenDispatcher = CrossdockTokenDispatcher
 
 
 def uninstall() -> None:
-    """Ends what `install` began, and closes groups and communicators: their layers end with it."""
+    """Ends what `install` began, and closes groups and communicators.
+
+    Layers that have been built end with it: their next dispatch is a RuntimeError.
+    """
+    global _installed
     moe_layer.MoEFlexTokenDispatcher = MoEFlexTokenDispatcher
-    _expert_buffers.clear()
-    _groups.close()
+    if _installed is not None:
+        _installed.close()
+        _installed = None
 
 
 def _option(config: Any, name: str) -> Any:
@@ -120,33 +163,65 @@ def _option(config: Any, name: str) -> Any:
 
 def _check_options(config: Any) -> None:
     """Refuses, on all ranks alike, what would be wrong or ignored."""
-    backend = _option(config, "moe_flex_dispatcher_backend")
-    overlap = _option(config, "overlap_moe_expert_parallel_comm")
-    problem = None
-    if _option(config, "moe_pad_expert_input_to_capacity"):
-        problem = (
-            "moe_pad_expert_input_to_capacity: expected False, as no rows are padded; got True"
-        )
-    elif overlap and backend not in ("hybridep", "ncclep"):
-        problem = (
-            "moe_flex_dispatcher_backend: expected hybridep or ncclep beside "
-            f"overlap_moe_expert_parallel_comm, whose schedule frees the rows that experts have "
-            f"kept otherwise; got {backend}"
-        )
-    elif _option(config, "moe_ncclep_zero_copy"):
-        if overlap:
-            problem = (
-                "moe_ncclep_zero_copy: expected False beside overlap_moe_expert_parallel_comm, "
-                "whose schedule frees the rows that combine reads; got True"
-            )
-        elif not _option(config, "moe_ncclep_static_shape"):
-            problem = "moe_ncclep_zero_copy: expected moe_ncclep_static_shape beside it, got False"
+    for problem in (_pad_problem(config), _static_problem(config), _freed_problem(config)):
+        if problem is not None:
+            raise ValueError(problem)
     for name in ("moe_flex_dispatcher_num_sms", "moe_expert_rank_capacity_factor"):
         value = _option(config, name)
         if value is not None and not value > 0:
-            problem = f"{name}: expected None or more than 0, got {value}"
-    if problem is not None:
-        raise ValueError(problem)
+            raise ValueError(f"{name}: expected None or more than 0, got {value}")
+
+
+def _pad_problem(config: Any) -> str | None:
+    if _option(config, "moe_pad_expert_input_to_capacity"):
+        return "moe_pad_expert_input_to_capacity: expected False, as no rows are padded; got True"
+    return None
+
+
+def _static_problem(config: Any) -> str | None:
+    """Of the options of the backend ncclep, as Megatron checks them."""
+    if not _option(config, "moe_ncclep_static_shape"):
+        if _option(config, "moe_ncclep_zero_copy"):
+            return "moe_ncclep_zero_copy: expected moe_ncclep_static_shape beside it, got False"
+        return None
+    if (backend := config.moe_flex_dispatcher_backend) != "ncclep":
+        return (
+            "moe_ncclep_static_shape: expected ncclep as moe_flex_dispatcher_backend beside it, "
+            f"got {backend}"
+        )
+    for name in ("use_transformer_engine_op_fuser", "moe_grouped_gemm"):
+        if not _option(config, name):
+            return (
+                f"{name}: expected True beside moe_ncclep_static_shape, as other experts than "
+                "TransformerEngine's fused ones want no rows behind the last expert's; got False"
+            )
+    return None
+
+
+def _freed_problem(config: Any) -> str | None:
+    """Of options with which Megatron frees rows that others need, or that torch cannot free."""
+    modules = set(_option(config, "offload_modules") or ())
+    offloaded = sorted({"expert_fc1", "fused_group_mlp"} & modules)
+    if offloaded and _option(config, "fine_grained_activation_offloading"):
+        return (
+            "offload_modules: expected none that frees dispatched rows, which lie in symmetric "
+            f"memory; got {' and '.join(offloaded)}"
+        )
+    if not _option(config, "overlap_moe_expert_parallel_comm"):
+        return None
+    beside = "beside overlap_moe_expert_parallel_comm, whose schedule frees the rows that"
+    backend = _option(config, "moe_flex_dispatcher_backend")
+    if backend not in ("hybridep", "ncclep"):
+        return (
+            f"moe_flex_dispatcher_backend: expected hybridep or ncclep {beside} experts have kept "
+            f"otherwise; got {backend}"
+        )
+    for name in ("fp8", "fp4"):
+        if (value := _option(config, name)) is not None:
+            return f"{name}: expected None {beside} experts have cast; got {value}"
+    if _option(config, "moe_ncclep_zero_copy"):
+        return f"moe_ncclep_zero_copy: expected False {beside} combine reads; got True"
+    return None
 
 
 def _alignment(config: Any) -> int:
@@ -165,7 +240,8 @@ class CrossdockManager(_DispatchManager):
 
     Attributes:
         moe_expert_rank_capacity_factor: that of `config`; None = no row is dropped. Megatron sets
-            it to None to run a step again in which rows were dropped.
+            it to None, to run a step again in which the backend hybridep has dropped rows; other
+            backends keep that of `config`.
         over_budget: ``[1]`` bool on the device: whether rows for this rank have been dropped since
             it was last set to zero. Not there before the first dispatch that may drop some.
 
@@ -178,6 +254,7 @@ class CrossdockManager(_DispatchManager):
 
     Raises:
         ValueError: an option of `config` that cannot be honoured.
+        RuntimeError: nothing is installed.
     """
 
     over_budget: torch.Tensor
@@ -194,6 +271,9 @@ class CrossdockManager(_DispatchManager):
         config: Any,
     ) -> None:
         _check_options(config)
+        if _installed is None:
+            raise RuntimeError("expected a call of crossdock.compat.megatron.install first")
+        self._installed, self._max_tokens_per_rank = _installed, _installed.max_tokens_per_rank
         self.group, self.config = group, config
         self.num_local_experts, self.num_experts = num_local_experts, num_experts
         self.router_topk = router_topk
@@ -205,13 +285,20 @@ class CrossdockManager(_DispatchManager):
         self.token_indices: torch.Tensor | None = None
         self.dispatched_probs: torch.Tensor | None = None
         self._plan: xd.Plan | None = None
+        self._counts: torch.Tensor | None = None  # [L] rows of each expert, beside the plan
         self._stream: torch.cuda.Stream | None = None  # of the caller of dispatch
+
+    @property
+    def _factor(self) -> float | None:
+        """The capacity, over the rows of a rank if all get equally many; None = any routing's."""
+        if self.config.moe_flex_dispatcher_backend == "hybridep":
+            return self.moe_expert_rank_capacity_factor
+        return _option(self.config, "moe_expert_rank_capacity_factor")
 
     @property
     def _drops(self) -> bool:
         """Whether rows over the budget are dropped, as the backend hybridep does it."""
-        backend = self.config.moe_flex_dispatcher_backend
-        return self.moe_expert_rank_capacity_factor is not None and backend == "hybridep"
+        return self.config.moe_flex_dispatcher_backend == "hybridep" and self._factor is not None
 
     @property
     def _is_static(self) -> bool:
@@ -254,24 +341,33 @@ class CrossdockManager(_DispatchManager):
             ValueError: the earlier dispatch has not been combined, and is forgotten now; or the
                 routing map has more than ``router_topk`` experts of a token.
             CapacityOverflow: more rows than the budget, where they are not dropped.
+            CrossdockError: on a GPU, what an earlier operation has met since the last look.
         """
         assert self.token_indices is not None and self.token_probs is not None
         group = self._group(hidden_states)
+        if not is_capturing(group.comm.device):
+            group.check()
         if self._plan is not None:
-            self._plan = None
+            self._plan = self._counts = None
             problem = (
                 "expected a combine of the earlier dispatch first, got another dispatch: a "
                 "dispatcher has one micro batch at a time, so those that overlap need layers of "
                 "their own"
             )
             group.refuse(constants.PREPARE, ValueError, problem)
+        if _option(self.config, "moe_ncclep_zero_copy"):
+            buffers = self._installed.buffers_of(group)
+            self._zc_fwd_token_buf, self._zc_bwd_token_buf = buffers
         tokens, probs = hidden_states.contiguous(), self.token_probs.float()
         try:
             with _side_stream(group, async_finish) as made:
                 plan = group.prepare(self.token_indices)
                 received = xd.dispatch(plan, tokens, probs, exact=not self._is_static)
                 assert received.weights is not None
+                counts = plan.offsets.diff().to(torch.int64)
                 made += [received.tokens, received.weights, plan.data, plan.info, plan.offsets]
+                made.append(counts)
+                self._counts = counts if self._is_static else counts.cpu()
         except InvalidArgument as error:
             self._explain(error)
             raise
@@ -282,8 +378,6 @@ class CrossdockManager(_DispatchManager):
         self._plan, self.dispatched_probs = plan, received.weights
         if tokens.is_cuda:
             self._stream = torch.cuda.current_stream(tokens.device)
-        if _option(self.config, "moe_ncclep_zero_copy"):
-            self._zc_fwd_token_buf, self._zc_bwd_token_buf = _buffers_of(group)
         return received.tokens
 
     def combine(
@@ -294,7 +388,7 @@ class CrossdockManager(_DispatchManager):
     ) -> torch.Tensor:
         """``[rows, H]`` to ``[T, H]``: the weighted rows of each token, summed; see `dispatch`."""
         assert self._plan is not None
-        plan, self._plan = self._plan, None
+        plan, self._plan, self._counts = self._plan, None, None
         rows = hidden_states.contiguous()
         with _side_stream(plan.group, async_finish) as made:
             made.append(xd.combine(plan, rows))
@@ -304,12 +398,13 @@ class CrossdockManager(_DispatchManager):
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows as they arrived, and the weight of each."""
-        assert self._plan is not None and self.dispatched_probs is not None
+        assert self._plan is not None and self._counts is not None
+        assert self.dispatched_probs is not None
         probs = self.dispatched_probs
         if self._stream is not None:
             stream = torch.cuda.current_stream(hidden_states.device)
             if stream != self._stream:
-                _record(self._plan.group, (hidden_states, probs, self._plan.offsets), stream)
+                _record(self._plan.group, (hidden_states, probs, self._counts), stream)
         return hidden_states, probs.double() if self.config.moe_router_dtype == "fp64" else probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -317,13 +412,12 @@ class CrossdockManager(_DispatchManager):
         return hidden_states
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor:
-        """``[L]`` int64: rows of each expert, those of padding counted.
+        """``[L]`` int64, until combine: rows of each expert, those of padding counted.
 
         On the host, unless the number of rows is static.
         """
-        assert self._plan is not None
-        counts = self._plan.offsets.diff().to(torch.int64)
-        return counts if self._is_static else counts.cpu()
+        assert self._counts is not None
+        return self._counts
 
     def _count_over(self, plan: xd.Plan) -> None:
         """Keeps whether this rank needed more rows than it has."""
@@ -344,15 +438,12 @@ class CrossdockManager(_DispatchManager):
 
     def _group(self, hidden_states: torch.Tensor) -> xd.EpGroup:
         """The group for such tokens. Collective the first time."""
-        assert _max_tokens_per_rank is not None
         capacity = 0
-        if self.moe_expert_rank_capacity_factor is not None:
-            # A factor of 1 is room for the rows of a rank if all ranks get equally many.
-            factor = self.moe_expert_rank_capacity_factor
-            capacity = max(1, int(_max_tokens_per_rank * self.router_topk * factor))
+        if self._factor is not None:
+            capacity = max(1, int(self._max_tokens_per_rank * self.router_topk * self._factor))
             capacity += -capacity % self.alignment
         zero_copy = bool(_option(self.config, "moe_ncclep_zero_copy"))
-        return _groups.of(
+        return self._installed.of(
             self.group,
             hidden_states.device,
             num_experts=self.num_experts,
@@ -360,25 +451,12 @@ class CrossdockManager(_DispatchManager):
             hidden=hidden_states.shape[-1],
             dtype=hidden_states.dtype,
             alignment=self.alignment,
-            max_tokens_per_rank=_max_tokens_per_rank,
+            max_tokens_per_rank=self._max_tokens_per_rank,
             recv_capacity=capacity,
             overflow="drop" if self._drops else "error",
             num_sms=_option(self.config, "moe_flex_dispatcher_num_sms") or 0,
-            symmetric_tensors=6 if zero_copy else 4,  # two are those of _buffers_of
+            symmetric_tensors=6 if zero_copy else 4,  # two are those of buffers_of
         )
-
-
-def _buffers_of(group: xd.EpGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[R, H]`` in symmetric memory, where peers read what experts write: two, for all layers.
-
-    One has experts' results until their combine, which comes before the next layer's experts; the
-    other gradients of experts' inputs, likewise.
-    """
-    if group not in _expert_buffers:
-        shape = (group.rows, group.hidden)
-        one, other = (group.comm.empty_symmetric(shape, group.dtype) for _ in range(2))
-        _expert_buffers[group] = one, other
-    return _expert_buffers[group]
 
 
 @functools.cache
@@ -411,7 +489,7 @@ def _side_stream(group: xd.EpGroup, wanted: bool) -> Iterator[list[torch.Tensor]
 def _record(group: xd.EpGroup, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
     """Tells whoever frees these tensors that the stream uses them."""
     if not is_capturing(group.comm.device):
-        for tensor in tensors:
+        for tensor in filter(operator.attrgetter("is_cuda"), tensors):
             group.comm.record_stream(tensor, stream)
 
 

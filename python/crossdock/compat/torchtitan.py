@@ -10,6 +10,7 @@ torchtitan, tested with 0.3.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,18 +55,23 @@ for _name, _more in (  # names that `use_crossdock` looks for in their configura
 _groups = Groups()
 
 
-_get_save_ops = activation_checkpoint.SelectiveAC.get_save_ops
-
-
-def _get_save_ops_and_ours(self: Any) -> set[Any]:
+def _with_ours(get_save_ops: Callable[[Any], set[Any]]) -> Callable[[Any], set[Any]]:
     """Torchtitan's list of operators that no backward pass repeats, and those that need peers."""
-    ours = torch.ops.crossdock
-    return _get_save_ops(self) | {
-        one.default for one in (ours.prepare, ours.dispatch, ours.combine)
-    }
+    if get_save_ops.__module__ == __name__:  # as when this module is loaded again
+        return get_save_ops
+
+    def get_more(self: Any) -> set[Any]:
+        ours = torch.ops.crossdock
+        return get_save_ops(self) | {
+            one.default for one in (ours.prepare, ours.dispatch, ours.combine)
+        }
+
+    return get_more
 
 
-activation_checkpoint.SelectiveAC.get_save_ops = _get_save_ops_and_ours
+activation_checkpoint.SelectiveAC.get_save_ops = _with_ours(
+    activation_checkpoint.SelectiveAC.get_save_ops
+)
 
 
 class DispatchMetadata(NamedTuple):

@@ -229,27 +229,42 @@ class FusedExperts(torch.nn.Module):
         return Into.apply(out, into if output_buffer is None else output_buffer), None
 
 
-def losses(me: Rank, kind: str, change: Callable[[Any], None] | None = None, **options: Any) -> Any:
+def run_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The layer's result."""
+    return layer(x)[0]
+
+
+def losses(
+    me: Rank,
+    kind: str,
+    change: Callable[[Any], None] | None = None,
+    num_layers: int = 1,
+    run: Callable[[Any, torch.Tensor], torch.Tensor] = run_layer,
+    **options: Any,
+) -> Any:
     """Of a few steps, whose last bits differ if anything does, and sizes of gradients.
 
     Args:
         kind: of dispatcher.
-        change: is given the layer before the first step.
-        options: of the layer.
+        change: is given each layer before the first step.
+        num_layers: one behind the other.
+        run: calls a layer.
+        options: of the layers.
     """
-    layer = make_layer(me, kind, **options)
-    if change:
+    layers = torch.nn.ModuleList([make_layer(me, kind, **options) for _ in range(num_layers)])
+    for layer in layers if change else ():
         change(layer)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
     generator = torch.Generator().manual_seed(2 + me.rank)
     found = []
     for _ in range(4):
         x = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator).requires_grad_()
-        out, _ = layer(x)
+        out = functools.reduce(lambda rows, layer: run(layer, rows), layers, x)
         loss = (out - x.detach().flip(-1)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        dist.all_reduce(layer.router.weight.grad)
+        for layer in layers:
+            dist.all_reduce(layer.router.weight.grad)
         optimizer.step()
         assert x.grad is not None
         found += [loss.item(), x.grad.norm().item()]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from crossdock.errors import CapacityOverflow, InvalidArgument, Mismatch
 from crossdock.torch import _calls
@@ -24,6 +27,7 @@ from megatron_layers import (
     losses,
     megatron_on_cpu,
     on_release,
+    run_layer,
     use,
 )
 from support import Rank, on_ranks
@@ -67,6 +71,8 @@ STATIC = {
     "moe_flex_dispatcher_backend": "ncclep",
     "moe_expert_rank_capacity_factor": 2.0,  # of all rows that can arrive
     "moe_ncclep_static_shape": True,
+    "use_transformer_engine_op_fuser": True,
+    "moe_grouped_gemm": True,
 }
 
 
@@ -106,6 +112,33 @@ def test_static_shapes_and_buffers_of_experts_give_equal_bits(me: Rank, release:
         assert [one.data_ptr() for one in buffers] == [out, grad]
         pool = layer.token_dispatcher._comm_manager._group(buffers[0]).comm.pool
         assert all(pool.owns(one) for one in buffers)
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_layers_share_the_buffers_of_experts_also_where_they_run_again(
+    me: Rank, release: str
+) -> None:
+    layers = []
+
+    def watch(layer: Any) -> None:
+        layer.experts = FusedExperts(layer.experts)
+        layers.append(layer)
+
+    def again(reentrant: bool, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(run_layer, layer, x, use_reentrant=reentrant)
+
+    with process_group(), megatron_on_cpu(me, release) as megatron:
+        megatron.install(max_tokens_per_rank=TOKENS)
+        expected = losses(me, "flex", watch, num_layers=2, **STATIC)
+        for run in (run_layer, partial(again, True), partial(again, False)):
+            layers.clear()
+            got = losses(
+                me, "flex", watch, num_layers=2, run=run, **STATIC, moe_ncclep_zero_copy=True
+            )
+            assert got == expected, run
+            one, other = (layer.experts.addresses for layer in layers)
+            assert one == other and None not in one
 
 
 @pytest.mark.parametrize("release", [NEWEST])
@@ -245,12 +278,15 @@ def test_rows_over_the_budget_are_dropped_and_told(me: Rank, release: str) -> No
 
     with process_group():
         first = me.rank == 0
-        manager = dispatcher._comm_manager = manager_of(me, **STATIC)
+        options = STATIC | {"moe_expert_rank_capacity_factor": 1.0}
+        manager = dispatcher._comm_manager = manager_of(me, **options)
+        # As Megatron runs a step again, which is not for this backend.
+        assert dispatcher.check_over_budget() is None
         with pytest.raises(CapacityOverflow):
-            batch(1.0)
+            batch(None)
         # Megatron wants TransformerEngine beside it.
         manager.config.moe_flex_dispatcher_backend = "hybridep"
-        assert dispatcher.check_over_budget() is None
+        manager.config.moe_ncclep_static_shape = False
         assert batch(2.0) == (all_rows, all_rows * first)
         assert not dispatcher.check_over_budget()
         assert batch(1.0) == (balanced, balanced * first)
@@ -260,7 +296,7 @@ def test_rows_over_the_budget_are_dropped_and_told(me: Rank, release: str) -> No
         dispatcher.reset_over_budget()
         assert not dispatcher.check_over_budget()
         # As Megatron runs a step again.
-        assert batch(None) == (all_rows, all_rows * first)
+        assert batch(None) == (all_rows * first,) * 2
         assert not dispatcher.check_over_budget()
     megatron.uninstall()
 
@@ -308,13 +344,95 @@ def test_what_a_dispatcher_would_lose_is_refused_on_all_ranks(me: Rank, release:
 
 @pytest.mark.parametrize("release", [NEWEST])
 @on_ranks(2, run=on_release)
-def test_options_and_releases_that_are_not_known_are_refused(me: Rank, release: str) -> None:
+def test_an_error_that_no_host_waited_for_comes_with_a_later_dispatch(
+    me: Rank, release: str
+) -> None:
+    """It is a real one where `gpu` runs this; on CPUs operations raise their own."""
     use(release)
-    from megatron.core.transformer.moe import token_dispatcher
+    from crossdock.compat import megatron
+
+    megatron.install(max_tokens_per_rank=TOKENS)
+    probs = torch.rand(TOKENS, me.num_ranks, EXPERTS // me.num_ranks)
+    tokens, experts = torch.arange(TOKENS)[:, None], torch.arange(EXPERTS)
+    too_many = (experts < TOPK).expand(TOKENS, -1).view_as(probs)  # for rank 0
+    spread = ((experts // TOPK == tokens) & (tokens < EXPERTS // TOPK)).view_as(probs)
+    x = torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN).float()
+
+    def step(routing: torch.Tensor) -> None:
+        manager.setup_metadata(routing, probs)
+        out = manager.combine(manager.dispatch(x))
+        if routing is spread:
+            assert torch.equal(out, torch.where(tokens < EXPERTS // TOPK, TOPK * x, 0))
+
+    with process_group():
+        manager = manager_of(me, **STATIC | {"moe_expert_rank_capacity_factor": 0.75})
+        step(spread)
+        with contextlib.ExitStack() as stack:
+            if x.is_cuda:
+                step(too_many)
+                torch.cuda.synchronize()
+            else:
+                error = CapacityOverflow("rank 0 would receive more")
+                check = mock.patch.object(manager._group(x), "check", side_effect=error)
+                stack.enter_context(check)
+            with pytest.raises(CapacityOverflow, match="rank 0 would receive"):
+                step(spread)
+        step(spread)
+    megatron.uninstall()
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_a_layer_lives_as_long_as_the_installation_that_built_it(me: Rank, release: str) -> None:
+    use(release)
+    from crossdock.compat import megatron
+
+    probs = torch.ones(TOKENS, 2, EXPERTS // 2)
+    routing = (torch.arange(EXPERTS) < TOPK).expand(TOKENS, -1).view_as(probs)
+    x = torch.arange(TOKENS * HIDDEN).reshape(TOKENS, HIDDEN).float()
+
+    def dispatch(manager: Any) -> torch.Tensor:
+        manager.setup_metadata(routing, probs)
+        return manager.dispatch(x)
+
+    with process_group():
+        with pytest.raises(RuntimeError, match="expected a call of .*install first"):
+            manager_of(me)
+        megatron.install(max_tokens_per_rank=TOKENS)
+        manager = manager_of(me, **STATIC, moe_ncclep_zero_copy=True)
+        megatron.install(max_tokens_per_rank=1)  # for layers that are built later
+        # A rank without memory for the buffers of experts tells its peers.
+        group = manager._group(x)
+        assert group.max_tokens_per_rank == TOKENS
+        error, make = torch.OutOfMemoryError if me.rank else None, group.comm.empty_symmetric
+        with mock.patch.object(group.comm, "empty_symmetric", wraps=make, side_effect=error):
+            with pytest.raises(error or Mismatch, match="buffers of experts|rank 1: its call fail"):
+                dispatch(manager)
+        rows = dispatch(manager)
+        counts = manager.get_number_of_tokens_per_expert()
+        assert counts.tolist() == [2 * TOKENS * (me.rank == 0)] * TOPK + [0] * (4 - TOPK)
+        assert manager.get_number_of_tokens_per_expert() is counts
+        assert torch.equal(manager.combine(rows), TOPK * x)
+        megatron.uninstall()
+        megatron.install(max_tokens_per_rank=TOKENS)
+        with pytest.raises(RuntimeError, match="groups: .* have been closed: build the model anew"):
+            dispatch(manager)
+    megatron.uninstall()
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(2, run=on_release)
+def test_options_that_cannot_be_honoured_are_refused(me: Rank, release: str) -> None:
+    use(release)
+    from megatron.core.models.common.utils import should_free_input
 
     from crossdock.compat import megatron
 
     overlap = {"overlap_moe_expert_parallel_comm": True}
+    offloaded = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["moe_act", "expert_fc1"],
+    }
     refused: list[tuple[dict[str, Any], str]] = [
         (
             {"moe_pad_expert_input_to_capacity": True},
@@ -325,12 +443,21 @@ def test_options_and_releases_that_are_not_known_are_refused(me: Rank, release: 
         ({"moe_ncclep_zero_copy": True}, "zero_copy: expected moe_ncclep_static_shape beside it"),
         (overlap, "moe_flex_dispatcher_backend: expected hybridep or ncclep .* got deepep"),
         (overlap | STATIC | {"moe_ncclep_zero_copy": True}, "zero_copy: expected False beside"),
+        (overlap | STATIC | {"fp8": "e4m3"}, "fp8: expected None beside .* got e4m3"),
+        (overlap | STATIC | {"fp4": "e2m1"}, "fp4: expected None beside .* got e2m1"),
+        (STATIC | {"moe_flex_dispatcher_backend": "hybridep"}, "expected ncclep .* got hybridep"),
+        (STATIC | {"moe_grouped_gemm": False}, "moe_grouped_gemm: expected True beside"),
+        (STATIC | {"use_transformer_engine_op_fuser": False}, "op_fuser: expected True beside"),
+        (offloaded, "offload_modules: expected none .* got expert_fc1$"),
+        (offloaded | {"offload_modules": ["fused_group_mlp"]}, "got fused_group_mlp$"),
     ]
     config = config_of(me.num_ranks, "flex")
     for options, problem in refused:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in options.items():
                 patch.setattr(config, name, value)
+            if "fp8" in options or "fp4" in options:
+                assert should_free_input("mlp", True, config, EXPERTS // 2)
             with pytest.raises(ValueError, match=problem):
                 megatron.CrossdockManager(None, EXPERTS // 2, TOPK, EXPERTS, config)
     megatron.install(max_tokens_per_rank=TOKENS)
@@ -341,6 +468,15 @@ def test_options_and_releases_that_are_not_known_are_refused(me: Rank, release: 
         with pytest.raises(InvalidArgument, match="num_sms = 4097, expected 0 to 4096"):
             manager.dispatch(torch.ones(TOKENS, HIDDEN))
     megatron.uninstall()
+
+
+@pytest.mark.parametrize("release", [NEWEST])
+@on_ranks(1, run=on_release)
+def test_a_release_without_a_name_is_refused(me: Rank, release: str) -> None:
+    use(release)
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from crossdock.compat import megatron
 
     known = rf"\(megatron-core: found {release}, tested with 0.16.1 and 0.19.2\)"
     layer, manager = token_dispatcher.MoEFlexTokenDispatcher, token_dispatcher._DispatchManager

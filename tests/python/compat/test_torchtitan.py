@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossdock.compat._groups import Groups
 from support import Rank, on_ranks
 from torch_ranks import process_group
 
@@ -107,11 +108,11 @@ def losses(
 def crossdock_dispatcher() -> Iterator[Any]:
     """Has a process group, and the module's groups until the end."""
     _, ours = torchtitan()
-    with process_group():
+    with process_group(), mock.patch.object(ours, "_groups", Groups()) as groups:
         try:
             yield ours
         finally:
-            ours._groups.close()
+            groups.close()
 
 
 @on_ranks(2)
@@ -181,6 +182,10 @@ def test_selective_checkpointing_repeats_no_operation(me: Rank) -> None:
         assert before["dispatch"] == STEPS + 1
         assert losses(me, override, selective=True)[0] == expected
         assert group.stats().calls == {name: 2 * calls for name, calls in before.items()}
+        from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+        once = SelectiveAC.get_save_ops
+        assert ours._with_ours(once) is once  # as where the module is loaded again
 
 
 @on_ranks(2)

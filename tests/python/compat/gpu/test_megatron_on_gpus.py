@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -20,6 +21,13 @@ pytestmark = [
 ]
 
 
-def test_on_another_stream_bits_are_equal() -> None:
-    body = cases.test_on_another_stream_bits_are_equal
+@pytest.mark.parametrize(
+    "body",
+    [
+        cases.test_on_another_stream_bits_are_equal,
+        cases.test_an_error_that_no_host_waited_for_comes_with_a_later_dispatch,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_managers(body: Callable[..., None]) -> None:
     run_on_gpus(gpu_ranks()[-1], body, installed(), timeout=120)
