@@ -15,7 +15,7 @@ import logging
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import crossdock
 from crossdock import _core
@@ -40,6 +40,7 @@ class Engine:
             the parameters of a function as in ``"self, value"``; None = no function.
         callers: files whose classes for DeepEP call its methods.
         instead: what a user does who has another version.
+        backends: the values of the engine's flag that mean DeepEP.
     """
 
     title: str
@@ -48,6 +49,23 @@ class Engine:
     names: Mapping[str, Mapping[str, str | None]]
     callers: tuple[str, ...]
     instead: str
+    backends: str
+
+    def take_over(self, open_gates: Callable[[], bool], buffer: type, elastic: type) -> None:
+        """Lets the engine's code for DeepEP run on Crossdock.
+
+        Args:
+            open_gates: changes the engine; False if that has been done before.
+            buffer, elastic: as of `require`.
+
+        Raises:
+            ImportError: of `require` or `open_gates`; nothing has been changed.
+        """
+        self.require(buffer, elastic)
+        changed = open_gates()
+        limit_waits()
+        if changed:
+            self.say()
 
     def version(self) -> str:
         """The version that is installed."""
@@ -89,11 +107,12 @@ class Engine:
                 f"({crossdock.__version__})"
             )
 
-    def say(self, backends: str) -> None:
-        """Logs that these values of the engine's flag mean Crossdock, in its own log."""
+    def say(self) -> None:
+        """Logs that the values of the engine's flag mean Crossdock, in its own log."""
         version = self.version()
         known = "tested" if version in self.tested else f"tested: {', '.join(self.tested)}"
-        text = f"crossdock {crossdock.__version__} is DeepEP for {backends} ({self.title} {version}"
+        here = f"crossdock {crossdock.__version__}"
+        text = f"{here} is DeepEP for {self.backends} ({self.title} {version}"
         logger = logging.getLogger(f"{self.package}.crossdock")
         if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
             logger.info("%s, %s)", text, known)

@@ -28,4 +28,5 @@ ENGINE = Engine(
     },
     callers=(f"{_DISPATCHERS}/deepep.py", f"{_DISPATCHERS}/deepep_v2.py"),
     instead="--moe-a2a-backend none without XD_ENGINE",
+    backends="--moe-a2a-backend deepep and deepep_v2",
 )

@@ -6,8 +6,6 @@ set, or ``VLLM_PLUGINS`` names ``crossdock``. See ``docs/vllm.md``.
 
 from __future__ import annotations
 
-from crossdock._engine import limit_waits
-
 from ._known import ENGINE
 
 __all__ = ["register"]
@@ -22,9 +20,6 @@ def register() -> None:
     """
     from crossdock.deep_ep import Buffer, ElasticBuffer
 
-    ENGINE.require(Buffer, ElasticBuffer)
     from ._gates import open_gates
 
-    if open_gates():
-        limit_waits()
-        ENGINE.say("deepep_high_throughput, deepep_low_latency and deepep_v2")
+    ENGINE.take_over(open_gates, Buffer, ElasticBuffer)

@@ -47,4 +47,5 @@ ENGINE = Engine(
         f"{_PREPARE}/deepep_v2.py",
     ),
     instead="--all2all-backend allgather_reducescatter without XD_ENGINE",
+    backends="deepep_high_throughput, deepep_low_latency and deepep_v2",
 )
