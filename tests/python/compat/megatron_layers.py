@@ -1,4 +1,4 @@
-"""Releases of Megatron that the tests know, and its layers on the CPU, for processes of ranks."""
+"""Releases of Megatron that the tests know, and its layers on any device, for ranks' processes."""
 
 from __future__ import annotations
 
@@ -93,26 +93,21 @@ def splits_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) 
 
 
 @contextlib.contextmanager
-def megatron_on_cpu(me: Rank, release: str) -> Any:
-    """Has Megatron, which expects a GPU, compute on the CPU, with its experts over all ranks."""
+def megatron_of(me: Rank, release: str) -> Any:
+    """Has Megatron compute on torch's default device, with its experts over all ranks."""
     use(release)
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils
 
     from crossdock.compat import megatron
 
-    stream = NoStream()
     with (
         pytest.MonkeyPatch.context() as patch,
         # Its fused functions are compiled by torch, which takes long and changes no dispatcher.
         torch._dynamo.config.patch(disable=True),
     ):
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-        its_own = token_dispatcher.MoEAlltoAllTokenDispatcher
-        patch.setattr(its_own, "_maybe_dtoh_and_synchronize", splits_as_lists)
+        if torch.get_default_device().type == "cpu":
+            _expect_no_gpu(patch)
         # A name that is not there without TransformerEngine.
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         parallel_state.initialize_model_parallel(expert_model_parallel_size=me.num_ranks)
@@ -121,6 +116,18 @@ def megatron_on_cpu(me: Rank, release: str) -> Any:
         finally:
             megatron.uninstall()
             parallel_state.destroy_model_parallel()
+
+
+def _expect_no_gpu(patch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stream = NoStream()
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+    patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    its_own = token_dispatcher.MoEAlltoAllTokenDispatcher
+    patch.setattr(its_own, "_maybe_dtoh_and_synchronize", splits_as_lists)
 
 
 def config_of(num_ranks: int, kind: str, **options: Any) -> Any:
@@ -164,8 +171,9 @@ def make_layer(me: Rank, kind: str, **options: Any) -> Any:
                 number = int(name.split(".local_experts.")[1].split(".")[0])
                 first = me.rank * local + number
                 seed = sum(map(ord, name.replace(f".{number}.", ".")))
-            generator = torch.Generator().manual_seed(1000 * first + seed)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / HIDDEN**0.5)
+            generator = torch.Generator("cpu").manual_seed(1000 * first + seed)
+            drawn = torch.randn(parameter.shape, generator=generator, device="cpu")
+            parameter.copy_(drawn / HIDDEN**0.5)
     return layer
 
 
@@ -258,10 +266,11 @@ def losses(
     for layer in layers if change else ():
         change(layer)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(2 + me.rank)
+    generator = torch.Generator("cpu").manual_seed(2 + me.rank)
     found = []
     for _ in range(4):
-        x = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator).requires_grad_()
+        drawn = torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator, device="cpu")
+        x = drawn.to(torch.get_default_device()).requires_grad_()
         out = functools.reduce(lambda rows, layer: run(layer, rows), layers, x)
         loss = (out - x.detach().flip(-1)).square().mean()
         optimizer.zero_grad()

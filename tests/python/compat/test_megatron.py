@@ -25,7 +25,7 @@ from megatron_layers import (
     FusedExperts,
     config_of,
     losses,
-    megatron_on_cpu,
+    megatron_of,
     on_release,
     run_layer,
     use,
@@ -47,7 +47,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("release", RELEASES)
 @on_ranks(2, run=on_release)
 def test_losses_are_those_of_the_all_to_all_dispatcher(me: Rank, release: str) -> None:
-    with process_group(), megatron_on_cpu(me, release) as megatron:
+    with process_group(), megatron_of(me, release) as megatron:
         for options in OPTIONS[release]:
             megatron.install(max_tokens_per_rank=TOKENS)
             got = losses(me, "flex", **options)
@@ -97,7 +97,7 @@ def test_static_shapes_and_buffers_of_experts_give_equal_bits(me: Rank, release:
 
     with (
         process_group(),
-        megatron_on_cpu(me, release) as megatron,
+        megatron_of(me, release) as megatron,
         mock.patch.object(_calls, "run", watched),
     ):
         megatron.install(max_tokens_per_rank=TOKENS)
@@ -128,7 +128,7 @@ def test_layers_share_the_buffers_of_experts_also_where_they_run_again(
     def again(reentrant: bool, layer: Any, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(run_layer, layer, x, use_reentrant=reentrant)
 
-    with process_group(), megatron_on_cpu(me, release) as megatron:
+    with process_group(), megatron_of(me, release) as megatron:
         megatron.install(max_tokens_per_rank=TOKENS)
         expected = losses(me, "flex", watch, num_layers=2, **STATIC)
         for run in (run_layer, partial(again, True), partial(again, False)):
@@ -196,7 +196,7 @@ class Event:
 @pytest.mark.parametrize("release", [NEWEST])
 @on_ranks(2, run=on_release)
 def test_rows_that_an_overlapped_schedule_frees_are_not_missed(me: Rank, release: str) -> None:
-    with process_group(), megatron_on_cpu(me, release) as megatron:
+    with process_group(), megatron_of(me, release) as megatron:
         from megatron.core.models.common.utils import should_free_input
         from megatron.core.pipeline_parallel.utils import ScheduleNode
 

@@ -57,11 +57,12 @@ class Layer(torch.nn.Module):
             apply_overrides(OverrideConfig(imports=[line]), config)
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.experts = config.build()
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator("cpu").manual_seed(1)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 shape = (EXPERTS, *parameter.shape[1:])
-                drawn = torch.randn(shape, generator=generator) / parameter.shape[-1] ** 0.5
+                drawn = torch.randn(shape, generator=generator, device="cpu")
+                drawn /= parameter.shape[-1] ** 0.5
                 mine = drawn.tensor_split(me.num_ranks)[me.rank]
                 parameter.copy_(mine if "experts" in name else drawn)
 
@@ -71,8 +72,9 @@ class Layer(torch.nn.Module):
 
 
 def mesh_of(me: Rank) -> Any:
-    """The mesh of experts over all ranks."""
-    return dist.device_mesh.init_device_mesh("cpu", (me.num_ranks,), mesh_dim_names=("ep",))
+    """The mesh of experts over all ranks, on torch's default device."""
+    device = torch.get_default_device().type
+    return dist.device_mesh.init_device_mesh(device, (me.num_ranks,), mesh_dim_names=("ep",))
 
 
 def losses(
@@ -87,10 +89,11 @@ def losses(
     dispatcher.wire_meshes(ep_mesh=mesh_of(me))
     model = SelectiveAC(SelectiveAC.Config())._wrap_block(layer) if selective else layer
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    generator = torch.Generator().manual_seed(2 + me.rank)
+    generator = torch.Generator("cpu").manual_seed(2 + me.rank)
     found = []
     for _ in range(STEPS):
-        x = torch.randn(2, TOKENS // 2, HIDDEN, generator=generator).bfloat16().float()
+        drawn = torch.randn(2, TOKENS // 2, HIDDEN, generator=generator, device="cpu")
+        x = drawn.to(torch.get_default_device()).bfloat16().float()
         out = model(x)
         loss = (out - x.flip(-1)).square().mean()
         optimizer.zero_grad()
