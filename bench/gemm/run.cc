@@ -23,7 +23,7 @@ constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kAlgos{{
     {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
 }};
 
-// Those of NVIDIA's cuBLASMp, for which there is a context of their own. They are hints to it.
+// NVIDIA's cuBLASMp has a context of its own, and takes these as hints.
 constexpr std::array<std::pair<xd_gemm_algo, const char*>, 7> kCublasMpAlgos{{
     {XD_GEMM_ALGO_CUBLASMP, "CUBLASMP"},
     {XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P, "CUBLASMP_SPLIT_P2P"},

@@ -67,10 +67,10 @@ bool CudaContext::meet_and_enqueue(const ProductCall& call, const Option& option
   return taken;
 }
 
-// cuBLASMp may refuse a product when it is to be enqueued. A rank where it does goes on with another
-// turn: that of another algorithm, or of a call that fails. So behind the first product of a kind
-// the others come to a turn, too, a second meeting. Where ranks find that they are not in the same,
-// they have told it, and the product, which would wait for good, is ended.
+// cuBLASMp may refuse a product when it is to be enqueued. A rank where it does so goes on with
+// another turn: that of another algorithm, or of a call that fails. So behind the first product of
+// a kind the others come to a turn, too, a second meeting. Where it fails, all ranks hear of that,
+// and the product, which would wait for good, is ended.
 bool CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& option,
                                       const EnqueuedTurn& turn, std::uint64_t epoch,
                                       xd_stream stream, bool& entered) {

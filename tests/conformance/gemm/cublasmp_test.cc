@@ -190,8 +190,8 @@ class ByCublasMp : public testing::TestWithParam<xd_gemm_operation> {};
 
 // Makes the call, or is told why it cannot be made, as explain() says. A rank may find alone that
 // cuBLASMp cannot do a call; then every rank has the same reason. cuBLASMp may also refuse a
-// product when it is to be enqueued: from then on explain() knows it, and the context goes on. False
-// if it went otherwise.
+// product when it is to be enqueued: from then on explain() knows it, and the context goes on.
+// False if it went otherwise.
 bool call_or_be_refused(const Rank& rank, xd_gemm_context* context, const GemmCase& c, int algo,
                         Tally& tally) {
   GemmBatch batch(rank, c, 0);

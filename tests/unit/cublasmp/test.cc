@@ -327,7 +327,7 @@ TEST_F(CublasMpEngine, RefusesWhatNeedsMoreMemoryThanItTook) {
                      {"needs 3000000 bytes", "has 2097152"});
 }
 
-// A value that cuBLASMp does not take is no fault of this library: the context is of use for others.
+// A value that cuBLASMp does not take is no fault of this library: others may be taken.
 TEST_F(CublasMpEngine, RefusesWhatCublasMpRefuses) {
   Engine made = engine();
   const Operands operands = operands_of(call(), nullptr, false);
