@@ -49,7 +49,7 @@ class Engine {
 
   const Abilities& abilities() const { return abilities_; }
   // Enqueues a small product of each of the config's operations, all ranks at once: NCCL connects
-  // ranks when they first need it. What cuBLASMp refuses is left out. `matrices`: so many bytes.
+  // ranks when they first need it. It leaves out those that are refused. `matrices`: so many bytes.
   void enqueue_small(std::byte* matrices);
   static std::size_t small_bytes(const Config& config);
   // Throws UNSUPPORTED where cuBLASMp cannot do it, or needs more working memory than was taken.

@@ -97,8 +97,8 @@ struct Functions {
 #undef XD_MP_FUNCTION
   // NOLINTEND(bugprone-macro-parentheses)
 
-  // Throws with the call's name and cuBLASMp's reason: UNSUPPORTED where it refuses what it is asked
-  // for (an invalid value, another architecture, not supported), else INTERNAL.
+  // Throws with the call's name and cuBLASMp's reason: UNSUPPORTED where that is an invalid value,
+  // another architecture or what is not supported, else INTERNAL.
   void check(Status status, const char* call) const;
 };
 
