@@ -55,9 +55,11 @@ GemmOptions parse(std::vector<std::string> arguments, int ranks) {
   number(app, "--seed", p.seed, std::uint64_t{0}, UINT64_MAX);
   word(app, "--dtype", p.element, {Element::bf16, Element::fp16, Element::fp32});
   word(app, "--device", options.device, {Device::cpu, Device::cuda});
+  app.add_flag("--cublasmp", p.cublasmp);
   app.add_option("--json", options.json);
   parse_all(app, std::move(arguments));
   const bool cuda = options.device == Device::cuda;
+  if (p.cublasmp && !cuda) throw std::invalid_argument("--cublasmp: expected --device cuda");
 #ifndef XD_CUDA
   if (cuda) throw std::runtime_error("--device cuda: this program was built without CUDA");
 #endif
@@ -108,6 +110,8 @@ Json row_of(const GemmCase& one, const GemmWay& way) {
   if (ours) {
     row["algo"] = way.algo;
     row["products"] = way.products;
+  }
+  if (ours && !way.name.starts_with("CUBLASMP")) {
     row["memory_bytes"] = one.results.memory.symmetric_bytes + one.results.memory.private_bytes;
     set_number(row, "estimate_us", way.estimate_us, 3);
   }
@@ -177,6 +181,12 @@ void print(const GemmReport& report) {
         "NCCL's. SMs: multiprocessors that the transfer takes from products. host us: p50 of "
         "what the call takes on the host of rank 0.");
   }
+  if (report.options.problem.cublasmp) {
+    print_text(
+        "",
+        "CUBLASMP: from a context of its own, whose memory is not counted. Its calls wait on "
+        "the host for those of all ranks: that is in host us, and not in the other times.");
+  }
 }
 
 void write_json(const GemmReport& report) {
@@ -238,6 +248,8 @@ both one after the other.
   --device cuda     on GPUs (bf16, 70b, 2048 tokens unless said otherwise): each
                     algorithm by calls and as a CUDA graph; beside them cuBLASLt's
                     product, NCCL's transfer, and both one after the other
+  --cublasmp        with --device cuda: also NVIDIA's cuBLASMp, by calls; what it
+                    refuses is named and left out
 )";
 }
 

@@ -19,6 +19,7 @@ struct GemmProblem {
   std::uint64_t seed = 1;
   int ranks = 0;
   int iters = 0, warmup = 0;
+  bool cublasmp = false;  // cuBLASMp's algorithms, too
 
   bool gathers() const { return shape.operation == XD_GEMM_ALL_GATHER; }
   bool scatters() const { return shape.operation == XD_GEMM_REDUCE_SCATTER; }

@@ -23,6 +23,17 @@ constexpr std::array<std::pair<xd_gemm_algo, const char*>, 4> kAlgos{{
     {XD_GEMM_ALGO_SEQUENTIAL, "SEQUENTIAL"},
 }};
 
+// NVIDIA's cuBLASMp has a context of its own, and takes these as hints.
+constexpr std::array<std::pair<xd_gemm_algo, const char*>, 7> kCublasMpAlgos{{
+    {XD_GEMM_ALGO_CUBLASMP, "CUBLASMP"},
+    {XD_GEMM_ALGO_CUBLASMP_SPLIT_P2P, "CUBLASMP_SPLIT_P2P"},
+    {XD_GEMM_ALGO_CUBLASMP_SPLIT_MULTICAST, "CUBLASMP_SPLIT_MULTICAST"},
+    {XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P, "CUBLASMP_ATOMIC_P2P"},
+    {XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST, "CUBLASMP_ATOMIC_MULTICAST"},
+    {XD_GEMM_ALGO_CUBLASMP_NO_OVERLAP, "CUBLASMP_NO_OVERLAP"},
+    {XD_GEMM_ALGO_CUBLASMP_FUSED, "CUBLASMP_FUSED"},
+}};
+
 const char* name_of(xd_gemm_algo algo) {
   for (const auto& [known, name] : kAlgos) {
     if (known == algo) return name;
@@ -56,6 +67,13 @@ Context make_context(xd_comm* comm, const xd_gemm_config& config) {
   return Context(context);
 }
 
+// nullptr where the problem does not ask for it.
+Context make_cublasmp_context(const GemmProblem& p, xd_comm* comm, xd_gemm_config config) {
+  if (!p.cublasmp) return nullptr;
+  config.algo = XD_GEMM_ALGO_CUBLASMP;
+  return make_context(comm, config);
+}
+
 std::int64_t a_rows(const GemmProblem& p, int rank) {
   return p.gathers() ? p.tokens_of(rank) : p.tokens;
 }
@@ -87,6 +105,7 @@ class GemmRun {
         config_(context_config(p, at.device)),
         tensors_(p, at, symmetric_in),
         context_(make_context(at.comm, config_)),
+        cublasmp_(make_cublasmp_context(p, at.comm, config_)),
         steps_(make_steps(tensors_, context_.get())),
         shares_(p.tokens_per_rank()) {
     const auto product = [this] { steps_->product(); };
@@ -97,6 +116,8 @@ class GemmRun {
     }
     ways_.push_back({{.name = kProduct, .algo = {}}, product, false, {}});
     for (const auto& [algo, name] : kAlgos) add_algo(algo, name);
+    if (!cublasmp_) return;
+    for (const auto& [algo, name] : kCublasMpAlgos) add_cublasmp_algo(algo, name);
   }
 
   GemmResults run() {
@@ -129,6 +150,7 @@ class GemmRun {
     std::function<void()> run;
     bool ends_with_d;          // the result is complete in d
     std::vector<double> host;  // seconds that its calls take
+    Sums sums = Sums::rounded_once;
   };
 
   void both() {
@@ -148,12 +170,34 @@ class GemmRun {
                   .algo = name_of(plan.algo),
                   .products = plan.num_products,
                   .estimate_us = plan.estimate_us};
-    const auto call = [this, args] { call_gemm(args); };
+    const auto call = [this, args] { ok(call_gemm(context_.get(), args)); };
     ways_.push_back({about, call, true, {}});
     std::function<void()> replay = at_.device.capture(call);
     if (!replay) return;
     about.name += ", graph";
     ways_.push_back({std::move(about), std::move(replay), true, {}});
+  }
+
+  // It cannot be captured. cuBLASMp may refuse it at the first call, then on all ranks.
+  void add_cublasmp_algo(xd_gemm_algo algo, const char* name) {
+    const xd_gemm_args args = args_of(algo);
+    xd_gemm_plan_info plan = XD_GEMM_PLAN_INFO_INIT;
+    xd_status status = xd_gemm_explain(cublasmp_.get(), p_.shape.operation, &args, &plan);
+    if (status == XD_SUCCESS) status = call_gemm(cublasmp_.get(), args);
+    if (status == XD_ERROR_UNSUPPORTED) {
+      if (at_.rank == 0) std::fprintf(stderr, "crossdock-bench: left out: %s\n", xd_last_error());
+      at_.settle(name);
+      xd_gemm_status refused = XD_GEMM_STATUS_INIT;
+      return ok(xd_gemm_context_status(cublasmp_.get(), &refused));
+    }
+    ok(status);
+    at_.settle(name);
+    // Terms and sums are rounded to the type of d, in an order of cuBLASMp's own.
+    ways_.push_back({{.name = name, .algo = "CUBLASMP", .products = 1},
+                     [this, args] { ok(call_gemm(cublasmp_.get(), args)); },
+                     true,
+                     {},
+                     p_.gathers() ? Sums::rounded_once : Sums::rounded_each_time});
   }
 
   xd_gemm_args args_of(xd_gemm_algo algo) const {
@@ -166,14 +210,14 @@ class GemmRun {
     return args;
   }
 
-  void call_gemm(const xd_gemm_args& args) const {
+  xd_status call_gemm(xd_gemm_context* context, const xd_gemm_args& args) const {
     switch (p_.shape.operation) {
       case XD_GEMM_ALL_GATHER:
-        return ok(xd_gemm_all_gather(context_.get(), &args, at_.device.stream()));
+        return xd_gemm_all_gather(context, &args, at_.device.stream());
       case XD_GEMM_REDUCE_SCATTER:
-        return ok(xd_gemm_reduce_scatter(context_.get(), &args, at_.device.stream()));
+        return xd_gemm_reduce_scatter(context, &args, at_.device.stream());
       default:
-        return ok(xd_gemm_all_reduce(context_.get(), &args, at_.device.stream()));
+        return xd_gemm_all_reduce(context, &args, at_.device.stream());
     }
   }
 
@@ -213,7 +257,7 @@ class GemmRun {
       check_status();
       if (!way.ends_with_d) continue;
       at_.device.copy(d.data(), tensors_.d.data(), d.size());
-      const Sums sums = way.about.algo.empty() ? steps_->sums() : Sums::rounded_once;
+      const Sums sums = way.about.algo.empty() ? steps_->sums() : way.sums;
       std::string wrong = check_result(p_, at_.rank, d.data(), sums);
       const std::uint64_t sum = checksum(d.data(), d.size(), 0);
       const bool comparable = sums == Sums::rounded_once;
@@ -242,15 +286,18 @@ class GemmRun {
   }
 
   void check_status() const {
-    bench::check_status(at_.comm, context_.get(), xd_gemm_context_status,
-                        xd_gemm_status XD_GEMM_STATUS_INIT);
+    for (const Context* context : {&context_, &cublasmp_}) {
+      if (*context == nullptr) continue;
+      bench::check_status(at_.comm, context->get(), xd_gemm_context_status,
+                          xd_gemm_status XD_GEMM_STATUS_INIT);
+    }
   }
 
   const GemmProblem& p_;
   const Rank& at_;
   const xd_gemm_config config_;
   const GemmTensors tensors_;
-  const Context context_;
+  const Context context_, cublasmp_;
   const std::unique_ptr<GemmSteps> steps_;
   const std::vector<std::int64_t> shares_;
   std::vector<Way> ways_;

@@ -16,6 +16,7 @@ import pathlib
 import sys
 
 PRODUCT, APART, AUTO = "product alone", "one after the other", "AUTO"
+CUBLASMP = "CUBLASMP"  # and the names that begin with it
 ALGORITHMS = ("SEQUENTIAL", "SPLIT", "SPLIT_P2P", "DIRECT")
 MOST_OVER_BEST = 1.03
 
@@ -39,6 +40,12 @@ class Point:
         """The shortest time of an algorithm, and its name."""
         times = [(self.p50(name), name) for name in ALGORITHMS if self.p50(name)]
         return min(times, default=(None, None))
+
+    def best_of_cublasmp(self):
+        """The shortest time of one of cuBLASMp's algorithms, by calls."""
+        return min(
+            (self.p50(name) for name in self.ways if name.startswith(CUBLASMP)), default=None
+        )
 
     def misses(self):
         """In what AUTO has not done what it aims at."""
@@ -87,8 +94,9 @@ def print_table(columns, rows):
     print()
 
 
-def times_of(point, names):
+def times_of(point, names, cublasmp):
     times = [time(point.p50(name)) for name in (PRODUCT, APART, *names)]
+    times += [time(point.best_of_cublasmp())] * cublasmp
     return [f"`{point.shape}`", point.tokens, *times, ratio(point.best()[0], point.p50(PRODUCT))]
 
 
@@ -122,8 +130,9 @@ def main():
     print()
     names = [name for name in ALGORITHMS if any(point.p50(name) for point in points)]
     columns = ["Layer", "M", PRODUCT, "NCCL and product" if "gpus" in reports[0] else APART]
-    columns += [*names, "best / product alone"]
-    print_table(columns, [times_of(point, names) for point in points])
+    cublasmp = any(point.best_of_cublasmp() for point in points)
+    columns += [*names, *["cuBLASMp, its best"] * cublasmp, "best / product alone"]
+    print_table(columns, [times_of(point, names, cublasmp) for point in points])
     columns = "Layer|M|AUTO takes|p50|p99|/ best|/ product alone|overlap|host, call".split("|")
     print_table([*columns, "host, graph", "MB per rank"], [auto_of(point) for point in points])
     misses = [(point, miss) for point in points for miss in point.misses()]

@@ -122,8 +122,12 @@ void Engine::enqueue_small(std::byte* matrices) {
     Operands operands = operands_of(call, matrices + 2 * bytes, false);
     operands.first = matrices;
     operands.second = matrices + bytes;
-    require(description, operands);
-    enqueue(description, operands, stream_.get());
+    try {
+      require(description, operands);
+      enqueue(description, operands, stream_.get());
+    } catch (const Error& error) {
+      if (error.status() != XD_ERROR_UNSUPPORTED || stopped()) throw;
+    }
   }
 }
 
@@ -207,9 +211,29 @@ void Engine::require_running() const {
   if (stopped()) fail(XD_ERROR_UNSUPPORTED, "cuBLASMp was stopped by an error of the communicator");
 }
 
+Engine::Kind Engine::kind_of(const Description& description, const Operands& operands) {
+  return {.description = description,
+          .bias_type = operands.bias_type,
+          .adds_c = operands.c != nullptr,
+          .first_scale = operands.first_scale != nullptr,
+          .second_scale = operands.second_scale != nullptr};
+}
+
+bool Engine::has_taken(const Description& description, const Operands& operands) {
+  const std::lock_guard lock(mutex_);
+  return taken_.contains(kind_of(description, operands));
+}
+
+void Engine::note_taken(const Description& description, const Operands& operands) {
+  const std::lock_guard lock(mutex_);
+  taken_.insert(kind_of(description, operands));
+}
+
 void Engine::require(const Description& description, const Operands& operands) {
   const std::lock_guard lock(mutex_);
   require_running();
+  const auto refused = refused_.find(kind_of(description, operands));
+  if (refused != refused_.end()) fail(XD_ERROR_UNSUPPORTED, refused->second);
   const Bytes bytes = bytes_for(description, operands);
   if (bytes.device > memory_bytes_) {
     fail(XD_ERROR_UNSUPPORTED, "cuBLASMp needs ", bytes.device,
@@ -232,7 +256,12 @@ void Engine::enqueue(const Description& s, const Operands& o, cudaStream_t strea
                                       first_, o.second, 1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d,
                                       1, 1, d_, memory_, memory_bytes_, host.data(), host.size());
   const mp::Status reset = mp.SetStream(handle_, stream_.get());
-  mp.check(status, "Matmul");
+  try {
+    mp.check(status, "Matmul");
+  } catch (const Error& error) {
+    if (error.status() == XD_ERROR_UNSUPPORTED) refused_.emplace(kind_of(s, o), error.what());
+    throw;
+  }
   mp.check(reset, "SetStream");
 }
 

@@ -100,7 +100,9 @@ int require_versions(const char* name, const Opened& opened, mp::Functions& mp) 
 
 void mp::Functions::check(Status status, const char* call) const {
   if (status == kSuccess) return;
-  fail(status == kNotSupported ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasMp", call, ": ",
+  const bool refused =
+      status == kInvalidValue || status == kArchitectureMismatch || status == kNotSupported;
+  fail(refused ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasMp", call, ": ",
        GetStatusString(status));
 }
 

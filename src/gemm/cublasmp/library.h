@@ -20,7 +20,8 @@ using Matrix = void*;     // a cublasMpMatrixDescriptor_t
 using Operation = void*;  // a cublasMpMatmulDescriptor_t
 using Status = int;       // a cublasMpStatus_t
 
-inline constexpr Status kSuccess = 0, kInvalidValue = 3, kNotSupported = 7;
+inline constexpr Status kSuccess = 0, kInvalidValue = 3, kArchitectureMismatch = 4,
+                        kNotSupported = 7;
 inline constexpr int kColumnMajor = 0, kRowMajor = 1;      // cublasMpGridLayout_t
 inline constexpr int kNotTransposed = 0, kTransposed = 1;  // cublasOperation_t
 inline constexpr int kCompute32F = 68, kComputeTf32 = 77;  // cublasComputeType_t
@@ -96,8 +97,8 @@ struct Functions {
 #undef XD_MP_FUNCTION
   // NOLINTEND(bugprone-macro-parentheses)
 
-  // Throws INTERNAL with the call's name and cuBLASMp's reason; UNSUPPORTED where that is the
-  // reason.
+  // Throws with the call's name and cuBLASMp's reason: UNSUPPORTED where that is an invalid value,
+  // another architecture or what is not supported, else INTERNAL.
   void check(Status status, const char* call) const;
 };
 

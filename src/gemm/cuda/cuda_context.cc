@@ -439,85 +439,17 @@ Option CudaContext::choose(const ProductCall& call, const char* hinders_cublasmp
 
 void CudaContext::start(const ProductCall& call, xd_stream stream, bool& entered) {
   require_memory(call, known_memory_);
-  const Option option = choose(call, is_cublasmp(call.algo) ? obstacle_on(stream) : "");
-  if (is_cublasmp(option.algo)) return start_by_cublasmp(call, option, stream, entered);
+  Option option = choose(call, is_cublasmp(call.algo) ? obstacle_on(stream) : "");
+  if (is_cublasmp(option.algo)) {
+    if (start_by_cublasmp(call, option, stream, entered)) return;
+    option = choose(call, "refuses the call");
+  }
   Record record = record_of(call, option.algo);
   record.mover = static_cast<std::uint8_t>(option.mover);
   const EnqueuedTurn turn = next_turn(record, entered);
   const Operation work(shop_, call, option, turn, stream);
   work.describe_products();  // finds what cuBLASLt cannot do before anything is launched
   enqueue(turn, stream, [&] { work.enqueue(); });
-}
-
-void CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
-                                    bool& entered) {
-  Record record = record_of(call, option.algo);
-  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
-  const EnqueuedTurn turn = next_turn(record, entered);
-  try {
-    meet_and_enqueue(call, option, turn, stream);
-  } catch (...) {
-    // Launches that have been enqueued end at the mark. Where the communicator is finished, that is
-    // why.
-    met_ = false;
-    xd::cuda::try_on_device(comm().device().device_id, [&] { end(stream); });
-    comm().errors().throw_if_failed();
-    throw;
-  }
-}
-
-// NCCL waits for ranks without a bound. So the host waits here, within bounds, until it knows that
-// all ranks have come with the same call, before it enqueues what waits for them. The meeting need
-// not wait for products of meetings before it, so calls in a row are enqueued ahead of the device.
-void CudaContext::meet_and_enqueue(const ProductCall& call, const Option& option,
-                                   const EnqueuedTurn& turn, xd_stream stream) {
-  SideStream& side = *memory_->side;
-  side.begin();
-  const bool follows_a_meeting =
-      met_ && !captured_ && last_ == stream && stream != cudaStreamPerThread;
-  if (!follows_a_meeting) {
-    begin(turn.params(), stream);
-    side.order(stream, side.get());
-  }
-  met_ = false;
-  if (const auto epoch = memory_->meeting->hold(turn, side, comm())) {
-    enqueue_by_cublasmp(Operation(shop_, call, option, turn, stream), call, *epoch, stream);
-    met_ = !call.reduce_bias_grad;
-  }
-  side.order(side.get(), stream);
-  end(stream);
-}
-
-void CudaContext::enqueue_by_cublasmp(const Operation& work, const ProductCall& call,
-                                      std::uint64_t epoch, xd_stream stream) {
-  const bool plain = is_plain_for_cublasmp(call);
-  std::byte* const d = work.begin_by_cublasmp();
-  const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
-  if (rows > 0) {
-    cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
-                       cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
-                       cublasmp::operands_of(call, d, plain), stream);
-  }
-  work.end_by_cublasmp();
-}
-
-std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
-  if (!cublasmp_) return "needs a context that was made for it, by config.algo or config.nccl_comm";
-  cublasmp::Engine* const engine = cublasmp_->get();
-  if (engine == nullptr) return cublasmp_->why_not();
-  std::string found = cublasmp::obstacle(call, config(), engine->abilities());
-  const bool plain = is_plain_for_cublasmp(call);
-  const std::int64_t rows = call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all();
-  if (!found.empty() || rows == 0) return found;
-  try {
-    const xd::cuda::DeviceGuard guard(comm().device().device_id);
-    engine->require(cublasmp::describe(call, config(), plain ? call.d.type : DType::f32, plain),
-                    cublasmp::operands_of(call, nullptr, plain));
-  } catch (const Error& error) {
-    if (error.status() != XD_ERROR_UNSUPPORTED) throw;
-    return error.what();
-  }
-  return "";
 }
 
 xd_gemm_plan_info CudaContext::plan_of(const ProductCall& call) const {

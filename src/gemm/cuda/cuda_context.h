@@ -78,12 +78,13 @@ class CudaContext final : public Context {
   void enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work);
   void fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream);
   void start(const ProductCall& call, xd_stream stream, bool& entered);
-  void start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
+  // False if cuBLASMp refuses the product: nothing of it has been enqueued.
+  bool start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                          bool& entered);
-  void meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
-                        xd_stream stream);
-  void enqueue_by_cublasmp(const Operation& work, const ProductCall& call, std::uint64_t epoch,
-                           xd_stream stream);
+  bool meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
+                        xd_stream stream, bool& entered);
+  bool enqueue_by_cublasmp(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
+                           std::uint64_t epoch, xd_stream stream, bool& entered);
   // The reason why cuBLASMp cannot take the call; empty if it can.
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);

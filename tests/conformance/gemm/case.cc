@@ -233,8 +233,8 @@ std::string GemmCase::description() const {
        << name(kEpilogueNames, epilogue) << (pre_activation ? " with" : " without")
        << " pre_activation, bias_grad " << name(kBiasGradNames, bias_grad) << (amax ? ", amax" : "")
        << ", gathered " << name(kGatheredNames, gathers() ? gathered : Gathered::none) << ", "
-       << (values == Values::integers ? "integers" : "random") << ", memory "
-       << name(kSpotNames, spots);
+       << (values == Values::integers ? "integers" : "random")
+       << (exact_terms ? ", exact terms" : "") << ", memory " << name(kSpotNames, spots);
   for (int step = 0; step < kSteps; ++step) {
     text << (step == 0 ? ", tokens" : ", then");
     for (const std::int64_t count : tokens_of(step)) text << " " << count;

@@ -78,6 +78,7 @@ struct GemmCase {
   Gathered gathered = Gathered::none;
   Values values = Values::integers;
   Spots spots = Spots::ordinary;
+  bool exact_terms = false;               // terms of a sum travel as float32, whatever d is
   std::int64_t n_units = 1, k_units = 1;  // of unit() elements
   std::int64_t token_units = 4;           // the context's bound, of token_unit() tokens
   xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;  // the context's
@@ -87,7 +88,8 @@ struct GemmCase {
   DLDataType a_type() const;
   DLDataType b_type() const;
   DLDataType d_type() const;
-  DLDataType side_type() const;  // of c, pre_activation and sums that are transferred
+  DLDataType side_type() const;  // of c and pre_activation
+  DLDataType term_type() const { return exact_terms ? kF32 : side_type(); }  // of a sum
   bool fp8() const { return operands >= Operands::e4m3; }
   bool scaled_output() const { return result >= Output::e4m3; }
   Scaling scales() const { return fp8() ? scaling : Scaling::none; }

@@ -123,7 +123,7 @@ Matrix summed_products(const GemmCase& c, const std::vector<GemmInputs>& inputs,
     Matrix part(count, c.n());
     multiply_add(part, rows_of(scaled_a(c, in), first, count), scaled_b(c, in));
     for (std::size_t i = 0; i < sums.values.size(); ++i) {
-      sums.values[i] += rounded(part.values[i] * c.alpha, c.side_type());
+      sums.values[i] += rounded(part.values[i] * c.alpha, c.term_type());
       norm = std::hypot(norm, part.values[i] * c.alpha);
     }
   }

@@ -64,6 +64,9 @@ TEST(GemmReference, RoundsEachRanksProductBeforeItAdds) {
   std::vector<GemmInputs> all{inputs(a, b, {1, 1}), inputs(a, b, {1, 1})};
   EXPECT_EQ(gemm_expected(c, all, 0).d.at(0, 0), 512);
   EXPECT_EQ(gemm_expected(c, all, 1).d.at(0, 0), 1024);
+  c.exact_terms = true;
+  EXPECT_EQ(gemm_expected(c, all, 0).d.at(0, 0), 514);
+  c.exact_terms = false;
   c.result = Output::f32;
   EXPECT_EQ(gemm_expected(c, all, 0).d.at(0, 0), 514);
   c.operation = XD_GEMM_ALL_REDUCE;

@@ -23,6 +23,8 @@ namespace xd::gemm::cublasmp {
 namespace {
 
 static_assert(mp::kSuccess == CUBLASMP_STATUS_SUCCESS &&
+              mp::kInvalidValue == CUBLASMP_STATUS_INVALID_VALUE &&
+              mp::kArchitectureMismatch == CUBLASMP_STATUS_ARCHITECTURE_MISMATCH &&
               mp::kNotSupported == CUBLASMP_STATUS_NOT_SUPPORTED);
 static_assert(mp::kColumnMajor == CUBLASMP_GRID_LAYOUT_COL_MAJOR &&
               mp::kRowMajor == CUBLASMP_GRID_LAYOUT_ROW_MAJOR);
@@ -325,11 +327,83 @@ TEST_F(CublasMpEngine, RefusesWhatNeedsMoreMemoryThanItTook) {
                      {"needs 3000000 bytes", "has 2097152"});
 }
 
-TEST_F(CublasMpEngine, RefusesWhatCublasMpDoesNotSupport) {
+// A value that cuBLASMp does not take is no fault of this library: others may be taken.
+TEST_F(CublasMpEngine, RefusesWhatCublasMpRefuses) {
   Engine made = engine();
-  fake_.begin("bufferSize", mp::kNotSupported);
-  expect_unsupported([&] { made.require(description(), operands_of(call(), nullptr, false)); },
-                     {"cublasMpMatmul_bufferSize: fake reason"});
+  const Operands operands = operands_of(call(), nullptr, false);
+  for (const mp::Status status :
+       {mp::kInvalidValue, mp::kArchitectureMismatch, mp::kNotSupported}) {
+    fake_.begin("bufferSize", status);
+    expect_unsupported([&] { made.require(description(), operands); },
+                       {"cublasMpMatmul_bufferSize: fake reason"});
+  }
+  fake_.begin("bufferSize");
+  expect_error(error_of([&] { made.require(description(), operands); }), XD_ERROR_INTERNAL,
+               "cublasMpMatmul_bufferSize: fake reason");
+}
+
+// As cuBLASMp 0.10.0 does with all_gather by ATOMIC_P2P: it says the bytes that the product needs,
+// and refuses to enqueue it.
+TEST_F(CublasMpEngine, KnowsOfARefusedProductFromThenOn) {
+  for (const mp::Status status :
+       {mp::kInvalidValue, mp::kArchitectureMismatch, mp::kNotSupported}) {
+    Engine made = engine();
+    const Operands operands = operands_of(call(), nullptr, false);
+    made.require(description(), operands);
+    fake_.begin("Matmul", status);
+    const auto enqueue = [&](const Description& of) { made.enqueue(of, operands, nullptr); };
+    expect_unsupported([&] { enqueue(description()); }, {"cublasMpMatmul: fake reason"});
+    fake_.begin();
+    expect_unsupported([&] { made.require(description(), operands); },
+                       {"cublasMpMatmul: fake reason"});
+    EXPECT_EQ(fake_.taken(), "");
+
+    ProductCall other = call();
+    other.algo = XD_GEMM_ALGO_CUBLASMP;
+    const Description by_default = describe(other, config_, DType::bf16, false);
+    made.require(by_default, operands);
+    enqueue(by_default);
+  }
+}
+
+TEST_F(CublasMpEngine, RemembersNoProductThatHasFailedOtherwise) {
+  Engine made = engine();
+  const Operands operands = operands_of(call(), nullptr, false);
+  fake_.begin("Matmul");
+  expect_error(error_of([&] { made.enqueue(description(), operands, nullptr); }), XD_ERROR_INTERNAL,
+               "cublasMpMatmul: fake reason");
+  fake_.begin();
+  made.require(description(), operands);
+}
+
+// Of another kind is what cuBLASMp may judge otherwise: a size, a type, an operand.
+TEST_F(CublasMpEngine, TellsKindsOfProductsApartThatAllRanksHaveTaken) {
+  Engine made = engine();
+  const Operands operands = operands_of(call(), nullptr, false);
+  EXPECT_FALSE(made.has_taken(description(), operands));
+  made.note_taken(description(), operands);
+  Operands at_other_addresses = operands;
+  at_other_addresses.first = at_other_addresses.d = reinterpret_cast<void*>(64);
+  EXPECT_TRUE(made.has_taken(description(), at_other_addresses));
+
+  Description larger = description();
+  ++larger.n;
+  EXPECT_FALSE(made.has_taken(larger, operands));
+  EXPECT_FALSE(made.has_taken(describe(call(), config_, DType::f32, false), operands));
+  Operands scaled = operands;
+  scaled.first_scale = reinterpret_cast<float*>(64);
+  EXPECT_FALSE(made.has_taken(description(), scaled));
+}
+
+TEST_F(CublasMpEngine, ConnectsTheRanksByTheProductsThatCublasMpTakes) {
+  config_.operations = XD_GEMM_BIT(XD_GEMM_REDUCE_SCATTER) | XD_GEMM_BIT(XD_GEMM_ALL_GATHER);
+  std::vector<std::byte> matrices(Engine::small_bytes(config_));
+  Engine made = engine();
+  fake_.begin("Matmul", mp::kNotSupported);
+  made.enqueue_small(matrices.data());
+  fake_.begin("Matmul");
+  expect_error(error_of([&] { engine().enqueue_small(matrices.data()); }), XD_ERROR_INTERNAL,
+               "cublasMpMatmul: fake reason");
 }
 
 }  // namespace
