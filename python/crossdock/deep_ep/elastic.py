@@ -23,6 +23,7 @@ from ._elastic_batch import (
     with_padding,
 )
 from ._elastic_handle import EPHandle
+from ._plain import plain
 from ._session import Session
 from ._stream_work import StreamWork
 from .buffer import Buffer
@@ -186,6 +187,7 @@ class ElasticBuffer:
 
     # ---- Operations ------------------------------------------------------------------------------
 
+    @plain
     def dispatch(
         self,
         x: Rows,
@@ -270,6 +272,7 @@ class ElasticBuffer:
         form = do_handle_copy, use_tma_aligned_col_major_sf
         return self._dispatch_new(x, topk_idx, topk_weights, stats, numbers, form, waits)
 
+    @plain
     def combine(
         self,
         x: torch.Tensor,
