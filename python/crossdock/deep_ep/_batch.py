@@ -83,6 +83,7 @@ class Batch:
         plan_bytes: bytes of a plan.
         session: where its operations run.
         close: closes the group now.
+        errors: how many operations on the GPU had met one at the last look.
     """
 
     def __init__(self, session: Session, sizes: Sizes) -> None:
@@ -105,6 +106,7 @@ class Batch:
         self.group = _core.Group(comm, **config)
         self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
         self.session = session
+        self.errors = 0
         self.close = weakref.finalize(self, session.close_group, self.group)
         session.open_groups.add(self)
 
@@ -119,6 +121,10 @@ class Batch:
         comm = self.session.comm
         if comm.error() is not None:
             comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
+        errors = self.group.errors()
+        if errors == self.errors:
+            return None
+        self.errors = errors
         status = self.group.status()
         if status["status"] == "XD_SUCCESS":
             return None
@@ -137,7 +143,12 @@ class Batch:
         if failure is not None:
             raise failure
 
-    def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Turns:
+    def turns(
+        self,
+        *turns: int | Callable[[], object],
+        host_waits: bool = False,
+        given_up: Callable[[], bool] = bool,
+    ) -> Turns:
         """A call, in which this rank takes all its turns, even after an error.
 
         If the body raises before it has run them all, the rank takes part in the others with its
@@ -149,10 +160,11 @@ class Batch:
                 something else, what tells them there that this rank has failed.
             host_waits: whether the caller hears of a failure before the last operation. It is not
                 told again by later calls then.
+            given_up: asked after an error: whether no rank takes the turns that are left.
         """
         self._owed: list[int | Callable[[], object]] = list(turns)
         self._in_call = False
-        return Turns(self, host_waits)
+        return Turns(self, host_waits, given_up)
 
     def begin(self) -> None:
         """The next turn, which is no operation, is being taken."""
@@ -194,17 +206,18 @@ class Batch:
 class Turns:
     """A call of a group's operations, as `Batch.turns` says. A context manager."""
 
-    __slots__ = ("_batch", "_host_waits")
+    __slots__ = ("_batch", "_given_up", "_host_waits")
 
-    def __init__(self, batch: Batch, host_waits: bool) -> None:
-        self._batch, self._host_waits = batch, host_waits
+    def __init__(self, batch: Batch, host_waits: bool, given_up: Callable[[], bool]) -> None:
+        self._batch, self._host_waits, self._given_up = batch, host_waits, given_up
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        self._batch.fail(str(error))
+        if not self._given_up():
+            self._batch.fail(str(error))
         if self._host_waits and isinstance(error, Exception):
             self._batch.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,7 @@ def dispatch_new(
     alignment: int,
     worst_tokens: int,
     events: Events,
+    given_up: Callable[[], bool] = bool,
     counted: bool = False,
 ) -> Dispatched:
     """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
@@ -113,6 +115,7 @@ def dispatch_new(
         alignment: of the rows per expert that it returns.
         worst_tokens: rows to return, or those that may become rows by expert; 0 = as many as there
             are.
+        given_up: as of `Batch.turns`.
         counted: whether `Sums.counts` of rows by rank is wanted. `Sums.prefix` is not, and neither
             where the host waits: it can be made of `Sums.rank_rows` then at any time.
     """
@@ -122,7 +125,13 @@ def dispatch_new(
     between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
     host_waits = worst_tokens == 0
     with (
-        batch.turns(constants.PREPARE, *between, constants.DISPATCH, host_waits=host_waits),
+        batch.turns(
+            constants.PREPARE,
+            *between,
+            constants.DISPATCH,
+            host_waits=host_waits,
+            given_up=given_up,
+        ),
         StreamWork(session, *events) as work,
     ):
         if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few

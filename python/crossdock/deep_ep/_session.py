@@ -91,7 +91,7 @@ class Session:
         self.checks = Checks(rank, num_ranks, device)
         self.heap_bytes, self.shrink = heap_bytes, shrink
         leave_unused()
-        shared = 2 * EqualNumber.BYTES
+        shared = 3 * EqualNumber.BYTES  # one here, two of Groups
         self.comm = self._meet(all_gather, device, heap_bytes + (0 if self.cuda else shared))
         # Ranks agree over the host, also where tensors are on GPUs.
         self.host = self._meet(all_gather, _CPU, shared) if self.cuda else self.comm

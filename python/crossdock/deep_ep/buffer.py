@@ -361,7 +361,7 @@ class Buffer(LowLatencyCalls):
     ) -> _Dispatched:
         """Sends each token's row to every rank that it goes to. Collective.
 
-        Without `handle` the ranks agree on sizes over the host, and the host waits for the number
+        Without `handle` the ranks agree on sizes, if need be over the host, which waits for the number
         of rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing
         waits for the host.
 
@@ -421,8 +421,11 @@ class Buffer(LowLatencyCalls):
         except Exception as error:
             groups.refuse(str(error))
             raise
-        batch = groups.batch_for(request_of(tokens, choices, worst_tokens, num_sms))
-        found = dispatch_new(batch, tokens, choices, expert_alignment, worst_tokens, events[:2])
+        numbers = expert_alignment, worst_tokens, events[:2]
+        found = groups.dispatch(
+            request_of(tokens, choices, worst_tokens, num_sms),
+            lambda batch, given_up: dispatch_new(batch, tokens, choices, *numbers, given_up),
+        )
         got, sums, in_rank = found.received, found.sums, choices.in_rank
         assert sums.rank_rows is not None and in_rank is not None
         made = Handle.of(sums.rank_rows, sums.prefix, in_rank, found.routing)

@@ -350,8 +350,13 @@ class ElasticBuffer:
             raise
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
         request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
-        batch, events = groups.batch_for(request), (event, waits[2])
-        found = dispatch_new(batch, tokens, choices, numbers.alignment, worst, events, counted=True)
+        how = numbers.alignment, worst, (event, waits[2])
+        found = groups.dispatch(
+            request,
+            lambda batch, given_up: dispatch_new(
+                batch, tokens, choices, *how, given_up, counted=True
+            ),
+        )
         with StreamWork(groups.session, found.event, waits[2]) as work:
             with work.allocating():
                 kept = topk_idx.clone() if do_copy else topk_idx

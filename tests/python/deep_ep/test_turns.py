@@ -303,7 +303,7 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     device = Device(log)
     device.checks = Checks(device.rank, RANKS, device.device)  # type: ignore[attr-defined]
     groups = SimpleNamespace(
-        session=device, batch_for=lambda request: device.batch, close=lambda: None
+        session=device, dispatch=lambda request, run: run(device.batch, bool), close=lambda: None
     )
     buffer: Any = ElasticBuffer.__new__(ElasticBuffer)
     inner: Any = Buffer.__new__(Buffer)
