@@ -361,9 +361,9 @@ class Buffer(LowLatencyCalls):
     ) -> _Dispatched:
         """Sends each token's row to every rank that it goes to. Collective.
 
-        Without `handle` the ranks agree on sizes, if need be over the host, which waits for the number
-        of rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing
-        waits for the host.
+        Without `handle` the host waits for the number of rows, and the ranks agree over it where
+        they need a larger group. With `handle`, or with `num_worst_tokens` from the second such
+        call on, nothing waits for the host.
 
         Args:
             x: [T,H] bfloat16, float16, float32, or bytes: fp8, uint8, int8 or packed 4-bit numbers;
