@@ -38,9 +38,9 @@ _HASH = (1 << 29) - 1
 _AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 29 for number in range(4))
 _WAITS = 1 << 31  # of a decision: hosts wait for the number of rows
 _KIND = 3 << 29
-_MOST_DECISIONS = 256  # that are kept
+_MOST_DECISIONS = 256  # kept of those so far
 
-# What ranks tell their peers in place of a prepare.
+# The text with which ranks fail prepare when they want an agreement.
 _ASKS = "the ranks agree over their hosts in place of this operation"
 
 

@@ -182,8 +182,7 @@ class LowLatencyCalls:
         group = groups.slots_for(shape)
 
         made = allocate(group, way, use_ue8m0, len(x))
-        src_info, layout_range, *_ = made.handle
-        plan = made.handle.routing.plan
+        (src_info, layout_range, *_), plan = made.handle, made.handle.routing.plan
 
         def run(phase: int) -> None:
             group.run(

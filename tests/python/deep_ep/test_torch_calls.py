@@ -1,4 +1,4 @@
-"""What a call asks of torch: the host's time is mostly that.
+"""A call asks little of torch, which is where the host's time goes.
 
 A function mode, as of a default device, runs Python code in each function of torch that it sees,
 and so sees none. Operators are counted.
