@@ -64,27 +64,35 @@ Handle context_of(int device) {
 
 class CurrentContext {
  public:
-  explicit CurrentContext(int device) { driver().push_context(context_of(device)); }
+  CurrentContext(const Driver& driver, int device) : driver_(driver) {
+    driver_.push_context(context_of(device));
+  }
   ~CurrentContext() {
     Handle popped = nullptr;
-    static_cast<void>(driver().pop_context.attempt(&popped));
+    static_cast<void>(driver_.pop_context.attempt(&popped));
   }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  const Driver& driver_;
 };
 
 // The driver frees an event that has been destroyed when it has come.
 class Event {
  public:
-  Event() {
+  explicit Event(const Driver& driver) : driver_(driver) {
     constexpr unsigned without_timing = 2;
-    driver().create_event(&handle, without_timing);
+    driver_.create_event(&handle, without_timing);
   }
-  ~Event() { static_cast<void>(driver().destroy_event.attempt(handle)); }
+  ~Event() { static_cast<void>(driver_.destroy_event.attempt(handle)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
   Handle handle = nullptr;
+
+ private:
+  const Driver& driver_;
 };
 
 Handle stream_at(std::uintptr_t address) {
@@ -94,10 +102,11 @@ Handle stream_at(std::uintptr_t address) {
 }  // namespace
 
 void order_streams(int device, std::uintptr_t first, std::uintptr_t second) {
-  const CurrentContext current(device);
-  const Event event;
-  driver().record_event(event.handle, stream_at(first));
-  driver().wait_event(stream_at(second), event.handle, 0U);
+  const Driver& all = driver();
+  const CurrentContext current(all, device);
+  const Event event(all);
+  all.record_event(event.handle, stream_at(first));
+  all.wait_event(stream_at(second), event.handle, 0U);
 }
 
 }  // namespace xdpy
