@@ -20,6 +20,9 @@ Tensor::Shape recv_scale_shape(const Workload& w, const Traffic& traffic) {
   return {traffic.recv_capacity, scale_columns(w)};
 }
 
+// Between the plans of sets.
+std::size_t plan_stride(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
 }  // namespace
 
 EpInputs::EpInputs(const Workload& w, const Traffic& traffic, xd_comm* symmetric_in,
@@ -31,7 +34,7 @@ EpInputs::EpInputs(const Workload& w, const Traffic& traffic, xd_comm* symmetric
 }
 
 EpCalls::EpCalls(const Workload& w, const Traffic& traffic, const EpInputs& inputs, xd_comm* comm,
-                 const ComputeDevice& device, bool staged, int recv_copies)
+                 const ComputeDevice& device, bool staged, int recv_copies, int sets)
     : w_(w),
       traffic_(traffic),
       in_(inputs),
@@ -41,11 +44,12 @@ EpCalls::EpCalls(const Workload& w, const Traffic& traffic, const EpInputs& inpu
       recv_(staged ? nullptr : comm, device, recv_type(w), recv_shape(w, traffic), recv_copies),
       recv_scales_(staged ? nullptr : comm, device, kFloat, recv_scale_shape(w, traffic),
                    recv_copies),
-      out_(staged ? nullptr : comm, device, payload_type(w.element), token_shape(w)) {}
+      out_(staged ? nullptr : comm, device, payload_type(w.element), token_shape(w), sets) {}
 
 std::size_t EpCalls::heap_bytes(const Workload& w, const Traffic& traffic, int token_copies,
-                                int recv_copies) {
-  return Tensor::bytes(payload_type(w.element), token_shape(w), token_copies + 1) +
+                                int recv_copies, int sets) {
+  return Tensor::bytes(payload_type(w.element), token_shape(w), token_copies) +
+         Tensor::bytes(payload_type(w.element), token_shape(w), sets) +
          Tensor::bytes(kFloat, scale_shape(w), token_copies) +
          Tensor::bytes(recv_type(w), recv_shape(w, traffic), recv_copies) +
          Tensor::bytes(kFloat, recv_scale_shape(w, traffic), recv_copies);
@@ -70,9 +74,9 @@ void EpCalls::open(int num_sms) {
   xd_ep_group* group = nullptr;
   ok(xd_ep_group_create(comm_, &config_, &group));
   group_.reset(group);
-  std::size_t plan_bytes = 0;
-  ok(xd_ep_plan_size(&config_, &plan_bytes));
-  plan_.emplace(nullptr, device_, plan_bytes);
+  ok(xd_ep_plan_size(&config_, &plan_bytes_));
+  plans_.emplace(nullptr, device_,
+                 plan_stride(plan_bytes_) * static_cast<std::size_t>(out_.copies()));
 }
 
 xd_ep_memory EpCalls::group_memory() const {
@@ -85,7 +89,8 @@ std::size_t EpCalls::recv_bytes() const {
   return static_cast<std::size_t>(traffic_.recv_rows) * w_.row_bytes();
 }
 
-void EpCalls::call(Operation operation, int copy) {
+void EpCalls::call(Operation operation, int copy, int set) {
+  set_ = set;
   switch (operation) {
     case Operation::prepare:
       return prepare();
@@ -103,8 +108,8 @@ void EpCalls::call(Operation operation, int copy) {
 // Fills in what all args structs have in common.
 template <class Args>
 Args EpCalls::with_plan(Args args) const {
-  args.plan = plan_->data();
-  args.plan_bytes = plan_->bytes();
+  args.plan = plans_->data() + plan_stride(plan_bytes_) * static_cast<std::size_t>(set_);
+  args.plan_bytes = plan_bytes_;
   return args;
 }
 
@@ -127,14 +132,14 @@ void EpCalls::dispatch(int copy) {
 void EpCalls::combine(int copy) {
   auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
   args.expert_out = recv_.dl(copy);
-  args.out = out_.dl();
+  args.out = out_.dl(set_);
   ok(xd_ep_combine(group_.get(), &args, device_.stream()));
 }
 
 void EpCalls::dispatch_bwd(int copy) {
   auto args = with_plan(xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
   args.grad_recv_tokens = recv_.dl(copy);
-  args.grad_tokens = out_.dl();
+  args.grad_tokens = out_.dl(set_);
   ok(xd_ep_dispatch_bwd(group_.get(), &args, device_.stream()));
 }
 

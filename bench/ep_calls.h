@@ -32,18 +32,19 @@ class EpCalls {
   // All arguments outlive the object, and `traffic` is this rank's. Staged tensors lie in ordinary
   // memory. Needs open().
   EpCalls(const Workload& workload, const Traffic& traffic, const EpInputs& inputs, xd_comm* comm,
-          const ComputeDevice& device, bool staged, int recv_copies = 1);
+          const ComputeDevice& device, bool staged, int recv_copies = 1, int sets = 1);
 
   // Bytes that its tensors and its inputs take of the communicator's heap, if they are not staged.
   static std::size_t heap_bytes(const Workload& workload, const Traffic& traffic,
-                                int token_copies = 1, int recv_copies = 1);
+                                int token_copies = 1, int recv_copies = 1, int sets = 1);
 
   // Makes a group, with this budget of multiprocessors or, for 0, the library's, and a plan.
   // Collective.
   void open(int num_sms = 0);
 
-  // Calls an operation; `copy` is that of its tensors. Experts return their rows unchanged.
-  void call(Operation operation, int copy = 0);
+  // Calls an operation; `copy` is that of its tensors, and `set` of plan and combined tokens.
+  // Experts return their rows unchanged.
+  void call(Operation operation, int copy = 0, int set = 0);
 
   xd_ep_group* group() const { return group_.get(); }
   xd_ep_memory group_memory() const;
@@ -70,7 +71,9 @@ class EpCalls {
   const Tensor recv_, recv_scales_, out_;
   xd_ep_config config_ = XD_EP_CONFIG_INIT;
   Group group_;
-  std::optional<Memory> plan_;
+  std::size_t plan_bytes_ = 0;
+  std::optional<Memory> plans_;  // one for each set, with room for their alignment
+  int set_ = 0;                  // of the call
 };
 
 }  // namespace bench

@@ -5,12 +5,14 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "chain.h"
 #include "ll_run.h"
 #include "machine.h"
 #include "option.h"
 #include "report.h"
 #include "table.h"
 #ifdef XD_CUDA
+#include "gpu/chain_cuda.h"
 #include "gpu/ll_cuda.h"
 #include "gpu/machine.h"
 #include "gpu/rank.h"
@@ -23,6 +25,7 @@ struct LlOptions {
   std::vector<int> tokens{1, 8, 16, 32, 64, 128, 256, 512};
   Workload workload;  // of one number of tokens
   Device device = Device::cpu;
+  int chain = 0;  // batches of a chain; 0 = none: single operations
   std::string json;
 };
 
@@ -33,6 +36,7 @@ struct LlCase {
 };
 
 LlOptions parse(std::vector<std::string> arguments, int ranks) {
+  complete_chain_option(arguments);
   LlOptions options;
   Workload& w = options.workload;
   w.hidden = 7168;
@@ -50,6 +54,7 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   number(app, "--warmup", w.warmup, 0, kMost);
   number(app, "--seed", w.seed, std::uint64_t{0}, UINT64_MAX);
   word(app, "--device", options.device, {Device::cpu, Device::cuda});
+  number(app, "--chain", options.chain, 2, kMost);
   app.add_option("--routing", w.routing);
   app.add_option("--json", options.json);
   parse_all(app, std::move(arguments));
@@ -208,6 +213,38 @@ LlResults run_on(Device device, const Launch& launch, int rank, const Workload& 
   return run_ll(launch, rank, workload);
 }
 
+ChainResult chain_on(Device device, const Launch& launch, int rank, const Workload& w, int links) {
+  const Traffic traffic = traffic_of(w, make_routing(w), rank);
+#ifdef XD_CUDA
+  if (device == Device::cuda) return gpu::run_ll_chain(launch, rank, w, traffic, links);
+#endif
+  static_cast<void>(device);
+  const std::string name = "bench-ll-chain-" + std::to_string(w.tokens);
+  const Comm comm = make_comm(
+      launch, rank,
+      {.name = name.c_str(), .heap_bytes = HostStopwatch::kHeapBytes + (std::size_t{1} << 20)});
+  HostStopwatch watch(comm.get(), rank);
+  return ll_chain({rank, w.ranks, comm.get(), host(), watch}, w, traffic, links);
+}
+
+int run_chains(const Launch& launch, const LlReport& report) {
+  const LlOptions& options = report.options;
+  std::vector<Chain> chains;  // on rank 0
+  for (const int tokens : options.tokens) {
+    Workload workload = options.workload;
+    workload.tokens = tokens;
+    const int failures = run_ranks(launch, [&](int rank) {
+      ChainResult result = chain_on(options.device, launch, rank, workload, options.chain);
+      if (rank != 0) return;
+      chains.push_back({{std::begin(kLlChain), std::end(kLlChain)}, {{"tokens", tokens}}, result});
+    });
+    if (failures != 0) return 1;
+  }
+  if (launch.first_rank != 0) return 0;
+  return report_chains(chain_title("ll", options.workload, options.chain, " bf16"), report.machine,
+                       chains, options.json);
+}
+
 }  // namespace
 
 const char* ll_help() {
@@ -222,6 +259,8 @@ it: prepare, dispatch and combine of the expert-major layout, on the same tokens
   --topk N          experts of a token (8)    --routing R   as crossdock-bench ep (uniform)
   --iters N         timed iterations (200)    --warmup N    before them (20)
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
+  --chain N         the period of a batch in streams of N (20) times dispatch and
+                    combine, beside the times of these alone
   --device cuda     on GPUs: time in kernel, by events, and in CUDA graphs, and the
                     multiprocessors held; beside a plain put of the same bytes, and
                     NCCL where it is found
@@ -237,6 +276,7 @@ int run_ll_command(const std::vector<std::string>& arguments) {
 #ifdef XD_CUDA
   if (report.options.device == Device::cuda) gpu::set_up_environment(/*eager=*/true);
 #endif
+  if (report.options.chain != 0) return run_chains(launch, report);
   for (const int tokens : report.options.tokens) {
     LlCase one{.workload = report.options.workload, .results = {}};
     one.workload.tokens = tokens;

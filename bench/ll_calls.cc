@@ -20,7 +20,7 @@ xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
 std::size_t plan_bytes(const xd_ll_config& config) {
   std::size_t bytes = 0;
   ok(xd_ll_plan_size(&config, &bytes));
-  return bytes;
+  return (bytes + 255) / 256 * 256;  // so that the next may lie behind it
 }
 
 Tensor::Shape slots(const xd_ll_config& config, std::int64_t columns) {
@@ -30,32 +30,38 @@ Tensor::Shape slots(const xd_ll_config& config, std::int64_t columns) {
 
 }  // namespace
 
-LlCalls::LlCalls(const Workload& w, const Rank& at, const EpInputs& inputs)
+LlCalls::LlCalls(const Workload& w, const Rank& at, const EpInputs& inputs, int sets)
     : at_(at),
       config_(config_of(w, at.device)),
-      recv_(nullptr, at.device, kBf16, slots(config_, w.hidden), 1, Pages::untouched),
+      recv_(nullptr, at.device, kBf16, slots(config_, w.hidden), sets, Pages::untouched),
       recv_fp8_(nullptr, at.device, kE4m3, slots(config_, w.hidden), 1, Pages::untouched),
       scales_(nullptr, at.device, kFloat, slots(config_, w.hidden / kScaleColumns), 1,
               Pages::untouched),
-      counts_(nullptr, at.device, kInt32, {w.local_experts()}),
-      out_(nullptr, at.device, kBf16, {w.tokens, w.hidden}),
-      plan_(nullptr, at.device, plan_bytes(config_)) {
+      counts_(nullptr, at.device, kInt32, {w.local_experts()}, sets),
+      out_(nullptr, at.device, kBf16, {w.tokens, w.hidden}, sets),
+      plan_bytes_(plan_bytes(config_)),
+      plans_(nullptr, at.device, plan_bytes_ * static_cast<std::size_t>(sets)) {
   xd_ll_group* group = nullptr;
   ok(xd_ll_group_create(at.comm, &config_, &group));
   group_.reset(group);
   dispatch_.tokens = inputs.tokens.dl();
   dispatch_.topk_idx = inputs.topk_idx.dl();
-  dispatch_.recv_tokens = recv_.dl();
-  dispatch_.counts = counts_.dl();
-  dispatch_.plan = plan_.data();
-  dispatch_.plan_bytes = plan_.bytes();
-  combine_.plan = plan_.data();
-  combine_.plan_bytes = plan_.bytes();
-  combine_.expert_out = recv_.dl();
-  combine_.out = out_.dl();
+  dispatch_.plan_bytes = plan_bytes_;
+  combine_.plan_bytes = plan_bytes_;
+  use(0);
 }
 
-void LlCalls::dispatch(xd_ll_phase phase) {
+void LlCalls::use(int set) {
+  dispatch_.recv_tokens = recv_.dl(set);
+  dispatch_.counts = counts_.dl(set);
+  dispatch_.plan = plans_.data() + plan_bytes_ * static_cast<std::size_t>(set);
+  combine_.plan = dispatch_.plan;
+  combine_.expert_out = recv_.dl(set);
+  combine_.out = out_.dl(set);
+}
+
+void LlCalls::dispatch(xd_ll_phase phase, int set) {
+  use(set);
   dispatch_.phase = phase;
   ok(xd_ll_dispatch(group_.get(), &dispatch_, at_.device.stream()));
 }
@@ -69,7 +75,8 @@ void LlCalls::dispatch_fp8(xd_ll_phase phase) {
   ok(xd_ll_dispatch(group_.get(), &args, at_.device.stream()));
 }
 
-void LlCalls::combine(xd_ll_phase phase) {
+void LlCalls::combine(xd_ll_phase phase, int set) {
+  use(set);
   combine_.phase = phase;
   ok(xd_ll_combine(group_.get(), &combine_, at_.device.stream()));
 }

@@ -10,13 +10,13 @@ namespace bench {
 
 class LlCalls {
  public:
-  // Collective. All arguments outlive the object.
-  LlCalls(const Workload& workload, const Rank& at, const EpInputs& inputs);
+  // Collective. All arguments outlive the object. `sets`: of plans and outputs.
+  LlCalls(const Workload& workload, const Rank& at, const EpInputs& inputs, int sets = 1);
 
   // Experts return their rows unchanged, in their place.
-  void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH, int set = 0);
   void dispatch_fp8(xd_ll_phase phase = XD_LL_PHASE_BOTH);
-  void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH);
+  void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH, int set = 0);
 
   // Throws if an operation of this rank has failed on the device. The stream must have come to
   // rest.
@@ -29,11 +29,14 @@ class LlCalls {
   const Tensor& out() const { return out_; }            // [T,H]
 
  private:
+  void use(int set);
+
   const Rank& at_;
   const xd_ll_config config_;
   const Tensor recv_, recv_fp8_, scales_, counts_, out_;
   LlGroup group_;
-  const Memory plan_;
+  const std::size_t plan_bytes_;
+  const Memory plans_;
   xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;
   xd_ll_combine_args combine_ = XD_LL_COMBINE_ARGS_INIT;
 };

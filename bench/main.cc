@@ -6,12 +6,14 @@
 #include <map>
 #include <stdexcept>
 
+#include "chain.h"
 #include "ep_run.h"
 #include "gemm.h"
 #include "ll.h"
 #include "peer.h"
 #include "report.h"
 #ifdef XD_CUDA
+#include "gpu/chain_cuda.h"
 #include "gpu/driver.h"
 #endif
 
@@ -136,10 +138,17 @@ int run_on_cpu(const std::vector<std::string>& arguments) {
   return finish(std::move(report), options.driver, arguments, measured);
 }
 
-int run_ep_command(const std::vector<std::string>& arguments) {
+int run_ep_command(const std::vector<std::string>& given) {
+  std::vector<std::string> arguments = given;
+  complete_chain_option(arguments);
   const Options options = parse_options(arguments);
-  if (options.driver.device == Device::cpu) return run_on_cpu(arguments);
+  if (options.driver.device == Device::cpu) {
+    if (options.driver.chain == 0) return run_on_cpu(arguments);
+    const Launch launch = read_launch();
+    return run_ep_chain_on_cpu(launch, parse_options(arguments, launch.num_ranks));
+  }
 #ifdef XD_CUDA
+  if (options.driver.chain != 0) return gpu::run_ep_chain(options);
   return gpu::run_on_cuda(options);
 #else
   throw std::runtime_error("--device cuda: this program was built without CUDA");

@@ -15,7 +15,7 @@ std::vector<double> Stopwatch::measure_parts(Iterations iterations,
     double sum = 0;
     for (const Part& part : parts) {
       part.before();
-      sum += measure_once([&] { part.body(i); });
+      sum += measure_once(part.lead, [&] { part.body(i); });
       part.after();
     }
     if (i >= iterations.warmup) seconds.push_back(sum);
@@ -23,9 +23,14 @@ std::vector<double> Stopwatch::measure_parts(Iterations iterations,
   return seconds;
 }
 
-double HostStopwatch::measure_once(const std::function<void()>& body) {
-  const std::int64_t start = agree_on_start();
+double HostStopwatch::measure_once(const std::function<void()>& lead,
+                                   const std::function<void()>& body) {
+  std::int64_t start = agree_on_start();
   wait_for_start(start);
+  if (lead) {
+    lead();
+    start = nanoseconds_now();
+  }
   body();
   return seconds_since(start);
 }

@@ -32,6 +32,8 @@ class Stopwatch {
   struct Part {
     std::function<void(int)> body;
     std::function<void()> before = [] {}, after = [] {};
+    // Behind the common start. Where it is given, the time runs from its end.
+    std::function<void()> lead{};
   };
   // Collective. Seconds of each timed iteration on this rank.
   std::vector<double> measure(Iterations iterations, const std::function<void(int)>& body) {
@@ -41,7 +43,8 @@ class Stopwatch {
   std::vector<double> measure_parts(Iterations iterations, const std::vector<Part>& parts);
 
  private:
-  virtual double measure_once(const std::function<void()>& body) = 0;
+  virtual double measure_once(const std::function<void()>& lead,
+                              const std::function<void()>& body) = 0;
 };
 
 // For operations that have ended when their calls return.
@@ -53,7 +56,8 @@ class HostStopwatch : public Stopwatch {
   static constexpr std::size_t kHeapBytes = 4096;  // taken of the heap
 
  private:
-  double measure_once(const std::function<void()>& body) override;
+  double measure_once(const std::function<void()>& lead,
+                      const std::function<void()>& body) override;
   std::int64_t agree_on_start();
 
   xd_comm* const comm_;

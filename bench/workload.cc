@@ -34,6 +34,7 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   number(app, "--ranks-per-gpu", driver.ranks_per_gpu, 1, kMost);
   app.add_option("--operations", driver.operations)->delimiter(',');
   app.add_option("--sms", driver.sms)->delimiter(',')->check(CLI::Range(0, 1024));
+  number(app, "--chain", driver.chain, 2, kMost);
   app.add_flag("--graph", driver.graph);
   app.add_flag("--overlap", driver.overlap);
   app.add_flag("--staged", driver.staged);
@@ -114,6 +115,8 @@ bytes as plain copies, and through MPI_Alltoallv (CUDA: NCCL's all-to-all).
   --iters N       timed iterations           --warmup N      before them
                   (CPU 30, CUDA 100)                         (CPU 5, CUDA 10)
   --json FILE     write the table's rows     --no-peer       leave MPI or NCCL out
+  --chain N       the period of a batch in streams of N (20) times prepare, dispatch
+                  and combine, beside the times of these alone
   --seed N        of routing and data (1)
 
 With --device cuda ranks are threads, one per GPU, or those of crossdock-run:
@@ -144,6 +147,12 @@ Options parse_options(std::vector<std::string> arguments) {
   if (!cuda && w.is_fp8()) {
     throw std::invalid_argument(std::string("--dtype ") + name_of(w.element) +
                                 " needs --device cuda");
+  }
+  if (driver.chain != 0 && (w.is_fp8() || !driver.preset.empty() || driver.graph ||
+                            driver.overlap || !driver.operations.empty())) {
+    throw std::invalid_argument(
+        "--chain: expected bf16, fp16 or fp32 without --preset, --graph, --overlap and "
+        "--operations, which it does not go with");
   }
   return options;
 }

@@ -54,6 +54,7 @@ struct DriverOptions {
       0};                // CUDA: budgets of the group, one after another; 0 = the library's choice
   bool graph = false;    // CUDA: each operation is a captured graph
   bool overlap = false;  // CUDA: also beside a product
+  int chain = 0;         // batches of a chain; 0 = none: single operations
   std::vector<std::string> operations;  // CUDA; empty: all that the dtype allows
   bool staged = false;
   bool zero_copy = false;

@@ -11,17 +11,6 @@
 namespace bench::gpu {
 namespace {
 
-Place place_of(const Options& options) {
-  const DriverOptions& driver = options.driver;
-  Launch launch{.num_ranks = driver.ranks, .threads = true, .first_rank = 0};
-  if (is_launched()) {
-    launch = read_launch();
-  } else if (launch.num_ranks == 0) {
-    launch.num_ranks = place_ranks(launch).devices * std::max(driver.ranks_per_gpu, 1);
-  }
-  return place_ranks(launch, driver.ranks_per_gpu);
-}
-
 std::string describe_baseline(const Place& place, const Options& options) {
   if (options.driver.no_peer) return "none (--no-peer)";
   if (place.shares_devices()) return "NCCL skipped: ranks share GPUs";
@@ -31,7 +20,7 @@ std::string describe_baseline(const Place& place, const Options& options) {
 }
 
 Run describe(const Options& options) {
-  const Place place = place_of(options);
+  const Place place = place_ranks(options.driver);
   Run run{.machine = describe_machine(place.launch.num_ranks),
           .gpus = describe_gpus(),
           .options = options,

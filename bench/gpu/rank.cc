@@ -43,6 +43,16 @@ std::size_t Batch::bytes_per_peer() const {
   return static_cast<std::size_t>(sent) * workload.wire_row_bytes() / pairs / 16 * 16;
 }
 
+Place place_ranks(const DriverOptions& driver) {
+  Launch launch{.num_ranks = driver.ranks, .threads = true, .first_rank = 0};
+  if (is_launched()) {
+    launch = read_launch();
+  } else if (launch.num_ranks == 0) {
+    launch.num_ranks = place_ranks(launch).devices * std::max(driver.ranks_per_gpu, 1);
+  }
+  return place_ranks(launch, driver.ranks_per_gpu);
+}
+
 Means::Means(const Launch& launch, int rank, const CommOptions& options, std::size_t landing_bytes,
              Pool pool)
     : comm(make_comm(launch, rank, options)),

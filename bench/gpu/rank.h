@@ -28,6 +28,8 @@ struct Place {
 };
 // 0 = as few as possible. Throws std::runtime_error where there is no device.
 Place place_ranks(const Launch& launch, int ranks_per_gpu = 0);
+// Likewise; without a launch, of threads.
+Place place_ranks(const DriverOptions& driver);
 
 // The facts about the batch that every rank of this process needs; computed once.
 struct Batch {

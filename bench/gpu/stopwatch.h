@@ -16,7 +16,8 @@ class GpuStopwatch : public Stopwatch {
   static constexpr std::size_t kHeapBytes = kMaxRanks * sizeof(std::uint32_t);  // of the heap
 
  private:
-  double measure_once(const std::function<void()>& enqueue) override;
+  double measure_once(const std::function<void()>& lead,
+                      const std::function<void()>& enqueue) override;
 
   const Stream& stream_;
   const SharedMemory slots_;

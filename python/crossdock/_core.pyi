@@ -99,6 +99,18 @@ def offer_segment(ptr: int, bytes: int) -> None:
 def segment_taken(ptr: int) -> bool:
     """Whether the segment has been taken and not given back."""
 
+def order_streams(device: int, first: int, second: int) -> None:
+    """Work that stream `second` gets from now on waits for all that `first` has got.
+
+    Both are streams of that CUDA device.
+
+    Raises:
+        RuntimeError: the driver's error.
+    """
+
+def reads(kind: type) -> bool:
+    """Whether objects of this class are tensors that calls take as they are."""
+
 def first_value(word: int, call: int, value: int) -> int:
     """The number that the first caller has left in 8 bytes of shared memory, which begin as zero.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from crossdock._core import constants
@@ -36,6 +37,7 @@ def quantise_way(quantise: bool | str) -> QuantiseWay | None:
     return way
 
 
+@functools.lru_cache(maxsize=64)
 def widest_scale_bytes(columns: int) -> int:
     """Bytes of the longest row of scales that any way makes beside so many columns."""
     return max(

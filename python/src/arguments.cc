@@ -13,8 +13,60 @@ DLDataType data_type(int packed) {
   return {static_cast<std::uint8_t>(packed >> 8), static_cast<std::uint8_t>(packed & 0xff), 1};
 }
 
+namespace {
+
+// The table of C functions of a framework that exchanges tensors, as DLPack 1.3 has it.
+struct Exchange {
+  std::uint32_t major, minor;
+  Exchange* older;
+  void *allocate, *from_object, *to_object;
+  // The memory of a tensor, as long as it lives. 0, or -1 with an exception set.
+  int (*describe)(void* object, DLTensor* out);
+  void* current_stream;
+};
+
+// Of a Python class; nullptr if it has none that this code knows.
+const Exchange* exchange_of(nb::handle kind) {
+  static PyObject* const name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  PyObject* const found = PyObject_GetAttr(kind.ptr(), name);
+  if (found == nullptr) PyErr_Clear();
+  const nb::object capsule = nb::steal(found);
+  constexpr const char* what = "dlpack_exchange_api";
+  if (!capsule.is_valid() || PyCapsule_IsValid(capsule.ptr(), what) == 0) return nullptr;
+  const auto* table = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), what));
+  while (table != nullptr && table->major > 1) table = table->older;
+  const bool known = table != nullptr && table->major == 1 && table->describe != nullptr;
+  return known ? table : nullptr;
+}
+
+// Writes `tensor` if the object is one that C code reads.
+bool read_object(nb::handle object, DLTensor& tensor) {
+  // Tables live as long as the process. With the GIL held, so that there is one thread.
+  static PyTypeObject* kind = nullptr;
+  static const Exchange* table = nullptr;
+  if (Py_TYPE(object.ptr()) != kind) {
+    const Exchange* const found = exchange_of(object.type());
+    if (found == nullptr) return false;
+    Py_XDECREF(reinterpret_cast<PyObject*>(kind));
+    kind = Py_TYPE(object.ptr());
+    Py_INCREF(reinterpret_cast<PyObject*>(kind));
+    table = found;
+  }
+  if (table->describe(object.ptr(), &tensor) != 0) throw nb::python_error();
+  return true;
+}
+
+}  // namespace
+
+bool reads(nb::handle kind) { return exchange_of(kind) != nullptr; }
+
 Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
   if (spec.is_none()) return;
+  if (!PyTuple_Check(spec.ptr()) && read_object(spec, tensor_)) {
+    tensor_.device = device;  // pinned memory of the host also counts as the device's
+    given_ = true;
+    return;
+  }
   const Py_ssize_t parts = PyTuple_Check(spec.ptr()) ? PyTuple_GET_SIZE(spec.ptr()) : 0;
   if (parts != 3 && parts != 4) {
     expected(name, "None, (address, shape, dtype) or (address, shape, dtype, strides)", spec);
@@ -46,7 +98,7 @@ Tensor::Tensor(nb::handle spec, const char* name, DLDevice device) {
 
 std::size_t Tensor::bytes() const {
   std::size_t elements = given_ ? 1 : 0;
-  for (int d = 0; d < tensor_.ndim; ++d) elements *= static_cast<std::size_t>(shape_[d]);
+  for (int d = 0; d < tensor_.ndim; ++d) elements *= static_cast<std::size_t>(tensor_.shape[d]);
   return elements * tensor_.dtype.bits / 8;
 }
 

@@ -34,8 +34,13 @@ Int integer(nb::handle value, const char* name) {
 // The type of DLPack's code and bits in one number, code << 8 | bits: float32 is 0x220.
 DLDataType data_type(int packed);
 
-// A tensor argument: None, or (address, shape, dtype) of a C-contiguous tensor, or with its strides
-// in elements as a fourth item. It lives as long as the call, and owns nothing.
+// Whether objects of this Python class are tensors that tell C code where they lie, as those of
+// torch do from release 2.10 on.
+bool reads(nb::handle kind);
+
+// A tensor argument: None, an object of a class that `reads` knows, or (address, shape, dtype) of a
+// C-contiguous tensor, or with its strides in elements as a fourth item. It lives as long as the
+// call, and owns nothing.
 class Tensor {
  public:
   Tensor(nb::handle spec, const char* name, DLDevice device);

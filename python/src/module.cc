@@ -23,6 +23,7 @@
 #include "group.h"
 #include "segments.h"
 #include "stats.h"
+#include "streams.h"
 
 namespace xdpy {
 namespace {
@@ -127,6 +128,10 @@ NB_MODULE(_core, module) {
   module.def("segment_functions", &segment_functions);
   module.def("offer_segment", &offer_segment, "ptr"_a, "bytes"_a);
   module.def("segment_taken", &segment_taken, "ptr"_a);
+  // Without the GIL: a stream that is full waits for the device, which may wait for other threads.
+  module.def("order_streams", &order_streams, "device"_a, "first"_a, "second"_a,
+             nb::call_guard<nb::gil_scoped_release>());
+  module.def("reads", &reads, "kind"_a);
   module.def("first_value", &first_value, "word"_a, "call"_a, "value"_a);
   module.attr("version") = version();
   // By how the library was built: to ask it whether CUDA works would start the driver.

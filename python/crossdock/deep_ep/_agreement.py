@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import struct
 import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from crossdock import _core
 from crossdock.errors import Mismatch
@@ -15,8 +15,7 @@ from crossdock.errors import Mismatch
 _TEXT_BYTES = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One rank's sizes of a dispatch."""
 
     tokens: int = 0  # T
@@ -42,7 +41,7 @@ _EQUAL = {
     "zones": "alignment of zones (0 = no do_expand)",
 }
 
-_RECORD = struct.Struct(f"={len(dataclasses.fields(Request))}q{_TEXT_BYTES}s")
+_RECORD = struct.Struct(f"={len(Request._fields)}q{_TEXT_BYTES}s")
 
 
 def _equal_fields(request: Request) -> dict[str, str]:
@@ -72,7 +71,7 @@ def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
         Mismatch: the requests contradict one another, or some rank has a mistake; on all ranks
             alike, and the next dispatch works.
     """
-    row = _RECORD.pack(*dataclasses.astuple(request), text.encode()[: _TEXT_BYTES - 1])
+    row = _RECORD.pack(*request, text.encode()[: _TEXT_BYTES - 1])
     requests = []
     for peer, record in enumerate(comm.all_gather(row)):
         *fields, found = _RECORD.unpack(record)
@@ -126,12 +125,11 @@ def require_equal(
             raise mismatch(call, f"{text}, expected equal values", rank, peer, operation)
 
 
-class EqualNumber:
-    """A number that all ranks have to give to a call alike, compared without waiting for any.
+class FirstValues:
+    """Numbers that the first rank to make a call leaves there for all, where no rank waits.
 
-    The first rank to make a call leaves its number in a word of memory that the ranks share, and
-    the others compare theirs. A rank that comes more than a thousand calls late, as can happen when
-    hosts run ahead of their GPUs, compares nothing.
+    They lie in words of memory that the ranks share. A rank that comes more than a thousand calls
+    late, as can happen when hosts run ahead of their GPUs, finds nothing, and its own number.
 
     Args:
         comm: on the CPU; `BYTES` of rank 0's symmetric memory are used. Making one is collective.
@@ -141,7 +139,6 @@ class EqualNumber:
     BYTES = 8 * _SLOTS
     _PLACE = struct.Struct("=iiQ")  # the handle of ``mem_export``
     _CALLS = 1 << 22
-    _NUMBERS = 1 << 32  # a word's value is rank * _NUMBERS + number
 
     def __init__(self, comm: _core.Comm) -> None:
         place = self._PLACE.pack(0, 0, 0)
@@ -150,14 +147,32 @@ class EqualNumber:
             ctypes.memset(words, 0, self.BYTES)
             place = self._PLACE.pack(*comm.mem_export(words))
         self._words = comm.mem_import(*self._PLACE.unpack(comm.all_gather(place)[0]))
+
+    def of(self, call: int, number: int) -> int:
+        """The number of the first rank that has come to this call, counted from 1."""
+        word = self._words + 8 * (call % self._SLOTS)
+        return _core.first_value(word, call % self._CALLS, number)
+
+
+class EqualNumber:
+    """A number that all ranks have to give to a call alike, compared without waiting for any.
+
+    Args:
+        comm: on the CPU; `BYTES` of rank 0's symmetric memory are used. Making one is collective.
+    """
+
+    BYTES = FirstValues.BYTES
+    _NUMBERS = 1 << 32  # a value is rank * _NUMBERS + number
+
+    def __init__(self, comm: _core.Comm) -> None:
+        self._values = FirstValues(comm)
         self._rank = comm.rank
-        self._calls = 0
+        self.calls = 0
 
     def of_first(self, number: int) -> tuple[int, int]:
         """The value that the first rank of this call has given, and that rank."""
         kept = min(number, self._NUMBERS - 1)
-        self._calls = (self._calls + 1) % self._CALLS
-        word = self._words + 8 * (self._calls % self._SLOTS)
-        value = _core.first_value(word, self._calls, self._rank * self._NUMBERS + kept)
+        self.calls += 1
+        value = self._values.of(self.calls, self._rank * self._NUMBERS + kept)
         first, rank = value % self._NUMBERS, value // self._NUMBERS
         return number if first == kept else first, rank

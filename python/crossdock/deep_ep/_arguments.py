@@ -53,11 +53,13 @@ class Checks:
         """`value`, if it is such a tensor; a letter in `shape` stands for any extent."""
         if not isinstance(value, torch.Tensor):
             self.fail(name, f"a tensor {_described(shape, dtypes)}", _kind(value))
-        fits = len(value.shape) == len(shape) and all(
-            isinstance(want, str) or want == got for want, got in zip(shape, value.shape)
+        extents = value.shape
+        fits = extents == shape or (
+            len(extents) == len(shape)
+            and all(isinstance(want, str) or want == got for want, got in zip(shape, extents))
         )
         if not fits or value.dtype not in dtypes:
-            self.fail(name, _described(shape, dtypes), _described(value.shape, (value.dtype,)))
+            self.fail(name, _described(shape, dtypes), _described(extents, (value.dtype,)))
         if value.device != self.device:
             self.fail(name, f"a tensor on {self.device}", f"one on {value.device}")
         if not strided and not value.is_contiguous():

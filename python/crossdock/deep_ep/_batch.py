@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Callable
 
 from crossdock import _core
 from crossdock._core import constants
 from crossdock.errors import CrossdockError, InvalidArgument, from_status
-from crossdock.torch import _calls
-from crossdock.torch._calls import is_capturing
+from crossdock.torch._calls import described, is_capturing
 
 from ._agreement import Request
 from ._memory import set_bytes
@@ -87,6 +83,7 @@ class Batch:
         plan_bytes: bytes of a plan.
         session: where its operations run.
         close: closes the group now.
+        errors: how many operations on the GPU had met one at the last look.
     """
 
     def __init__(self, session: Session, sizes: Sizes) -> None:
@@ -96,7 +93,7 @@ class Batch:
             "max_topk": sizes.topk,
             "max_tokens_per_rank": sizes.tokens,
             "hidden": sizes.row_bytes,
-            "dtype": _calls.DTYPE_CODES[torch.uint8],
+            "dtype": constants.DTYPES["uint8"],
             "max_scale_bytes": sizes.scale_bytes,
             "layout": constants.LAYOUTS["expert_major" if sizes.zones else "rank_major"],
             "alignment": sizes.zones,
@@ -109,6 +106,7 @@ class Batch:
         self.group = _core.Group(comm, **config)
         self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
         self.session = session
+        self.errors = 0
         self.close = weakref.finalize(self, session.close_group, self.group)
         session.open_groups.add(self)
 
@@ -123,6 +121,10 @@ class Batch:
         comm = self.session.comm
         if comm.error() is not None:
             comm.mem_grow(0)  # a call that meets a fatal error raises all that is known
+        errors = self.group.errors()
+        if errors == self.errors:
+            return None
+        self.errors = errors
         status = self.group.status()
         if status["status"] == "XD_SUCCESS":
             return None
@@ -141,8 +143,12 @@ class Batch:
         if failure is not None:
             raise failure
 
-    @contextlib.contextmanager
-    def turns(self, *turns: int | Callable[[], object], host_waits: bool = False) -> Iterator[None]:
+    def turns(
+        self,
+        *turns: int | Callable[[], object],
+        host_waits: bool = False,
+        given_up: Callable[[], bool] = bool,
+    ) -> Turns:
         """A call, in which this rank takes all its turns, even after an error.
 
         If the body raises before it has run them all, the rank takes part in the others with its
@@ -150,57 +156,70 @@ class Batch:
         peers raise, and none if they raise already. On CUDA peers enqueue all before they can know.
 
         Args:
-            turns: in order, operations as ``_calls`` names them. Or, where peers wait for something
-                else, what tells them there that this rank has failed.
+            turns: in order, operations as ``constants`` names them. Or, where peers wait for
+                something else, what tells them there that this rank has failed.
             host_waits: whether the caller hears of a failure before the last operation. It is not
                 told again by later calls then.
+            given_up: asked after an error: whether no rank takes the turns that are left.
         """
         self._owed: list[int | Callable[[], object]] = list(turns)
         self._in_call = False
-        try:
-            yield
-        except BaseException as error:
-            self._fail(str(error))
-            if host_waits and isinstance(error, Exception):
-                self._forget()
-            raise
+        return Turns(self, host_waits, given_up)
 
     def begin(self) -> None:
         """The next turn, which is no operation, is being taken."""
         self._owed.pop(0)
 
-    def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
-        """The next operation: a function of ``_calls`` and its arguments behind the group."""
+    def run(self, operation: str, fields: dict[str, object]) -> None:
+        """The next operation, by its name and the fields of its struct, `stream` among them."""
         self._owed.pop(0)
         self._in_call = True  # the library itself takes this turn if arguments are bad
         try:
-            call(self.group, *args, **options)
+            getattr(self.group, operation)(described(fields))
         except InvalidArgument as error:
             error.text = _in_callers_words(error.text)
             error.args = (error.text,)
             raise
         self._in_call = False
 
-    def _fail(self, text: str) -> None:
+    def fail(self, text: str) -> None:
         """Takes the turns that peers wait in."""
         if not self.session.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
-        stream = self.session.stream.cuda_stream if self.session.cuda else 0
         for turn in self._owed:
             # This gives the text again, or the communicator is finished and no rank waits.
             with contextlib.suppress(CrossdockError):
                 if callable(turn):
                     turn()
                 else:
-                    self.group.join_failed(turn, text, stream)
+                    self.group.join_failed(turn, text, self.session.raw_stream)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Clears what the group remembers of the failure that the caller hears of now."""
         if is_capturing(self.session.device):
             return  # nothing may wait now
         self.session.wait_for_host_data()
         with contextlib.suppress(CrossdockError):
             self.failure()
+
+
+class Turns:
+    """A call of a group's operations, as `Batch.turns` says. A context manager."""
+
+    __slots__ = ("_batch", "_given_up", "_host_waits")
+
+    def __init__(self, batch: Batch, host_waits: bool, given_up: Callable[[], bool]) -> None:
+        self._batch, self._host_waits, self._given_up = batch, host_waits, given_up
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if not self._given_up():
+            self._batch.fail(str(error))
+        if self._host_waits and isinstance(error, Exception):
+            self._batch.forget()
 
 
 def _in_callers_words(text: str) -> str:

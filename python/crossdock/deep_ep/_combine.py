@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from crossdock._core import constants
-from crossdock.torch import _calls
 
 from ._handle import Routing
 from ._stream_work import StreamWork
@@ -69,50 +68,55 @@ def combine(
             if topk_weights is not None:
                 columns = routing.topk if routing.by_expert else topk_weights.shape[1]
                 weights = topk_weights.new_empty(routing.num_tokens, columns)
-        with work.running():
-            home: dict[str, torch.Tensor | None] = {}
-            if routing.by_expert and topk_weights is not None:
-                home = {"grad_recv_weights": topk_weights, "grad_topk_weights": weights}
-            if bias or wide or pieces > 1:
-                _sum_wide(routing, x, bias, pieces, out, home)
-            else:
-                _sum(routing, x, out, home)
-            if not home and topk_weights is not None and weights is not None:
-                _sum_weights(routing, topk_weights, weights)
+        home: dict[str, torch.Tensor | None] = {}
+        if routing.by_expert and topk_weights is not None:
+            home = {"grad_recv_weights": topk_weights, "grad_topk_weights": weights}
+        if bias or wide or pieces > 1:
+            with work.running():
+                _sum_wide(work, routing, x, bias, pieces, out, home)
+        else:
+            _sum(work, routing, x, out, home)
+        if not home and topk_weights is not None and weights is not None:
+            _sum_weights(work, routing, topk_weights, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 
 
 def _sum(
+    work: StreamWork,
     routing: Routing,
     rows: torch.Tensor,
     out: torch.Tensor,
     home: dict[str, torch.Tensor | None] | None = None,
 ) -> None:
     """out = the ranks' sum of each token's rows; weights go home with them."""
+    fields: dict[str, object] = {"plan": routing.plan, "stream": work.stream()}
     if home:  # the derivative of dispatch sums in combine's order
-        sums = {"grad_recv_tokens": rows, "grad_tokens": out, **home}
-        routing.batch.run(_calls.run, "dispatch_bwd", rows, {"plan": routing.plan, **sums})
+        fields |= {"grad_recv_tokens": rows, "grad_tokens": out, **home}
+        routing.batch.run("dispatch_bwd", fields)
         return
-    sums = {"plan": routing.plan, "expert_out": rows, "out": out}
-    routing.batch.run(_calls.run, "combine", rows, sums)
+    fields["expert_out"], fields["out"] = rows, out
+    routing.batch.run("combine", fields)
 
 
-def _sum_weights(routing: Routing, weights: torch.Tensor, out: torch.Tensor) -> None:
+def _sum_weights(
+    work: StreamWork, routing: Routing, weights: torch.Tensor, out: torch.Tensor
+) -> None:
     """out = the ranks' sum of each token's weights: they travel as rows."""
     unit = constants.ROW_ALIGNMENT // WIDE
     missing = -weights.shape[1] % unit
-    rows, total = weights, out
-    if missing or weights.data_ptr() % constants.ROW_ALIGNMENT:
+    if not missing and weights.data_ptr() % constants.ROW_ALIGNMENT == 0:
+        _sum(work, routing, weights, out)
+        return
+    with work.running():
         rows = torch.nn.functional.pad(weights, (0, missing)) if missing else weights.clone()
-    if missing:
         total = out.new_empty(out.shape[0], rows.shape[1])
-    _sum(routing, rows, total)
-    if missing:
+        _sum(work, routing, rows, total)
         out.copy_(total[:, : out.shape[1]])
 
 
 def _sum_wide(
+    work: StreamWork,
     routing: Routing,
     x: torch.Tensor,
     bias: list[torch.Tensor],
@@ -120,7 +124,7 @@ def _sum_wide(
     out: torch.Tensor,
     home: dict[str, torch.Tensor | None],
 ) -> None:
-    """out = the ranks' sum + bias in float32, rounded once.
+    """out = the ranks' sum + bias in float32, rounded once; runs within ``work.running()``.
 
     The library rounds a sum to the type of its rows. So rows travel as float32.
     """
@@ -132,7 +136,7 @@ def _sum_wide(
             rows = routing.batch.session.memory.empty((x.shape[0], width), torch.float32)
             rows.copy_(x[:, columns])
         total = x.new_empty(out.shape[0], width, dtype=torch.float32)
-        _sum(routing, rows, total, home if piece == 0 else None)
+        _sum(work, routing, rows, total, home if piece == 0 else None)
         if bias:
             first, *others = (one[:, columns].float() for one in bias)
             total += sum(others, first)

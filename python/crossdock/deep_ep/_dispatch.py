@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
-from crossdock.torch import _calls
 
 from ._agreement import Request, mismatch
 from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
 from ._batch import Batch
 from ._handle import Routing
-from ._session import Session
+from ._session import HostNumbers, Session
 from ._stream_work import StreamWork
 from .utils import EventOverlap
 
 Events = tuple[EventOverlap | None, bool]  # previous_event, async_finish
 
-_COUNTS_AT = 4  # place of the counts in the numbers for the host: 16-byte aligned, behind the total
 _FAILED = b"\xff\xff\xff\xff"  # in place of each count
 
 
@@ -44,7 +42,8 @@ class Sums(NamedTuple):
 
     counts: torch.Tensor | None = None  # [L]: (token, expert) pairs of each expert
     offsets: torch.Tensor | None = None  # [L+1], of rows by expert: where zones begin and end
-    prefix: torch.Tensor | None = None  # [W,W], of rows by rank: as of `Handle`
+    rank_rows: torch.Tensor | None = None  # [W,W], of rows by rank: rows of each rank for each
+    prefix: torch.Tensor | None = None  # [W,W]: the sums of those up to each, as of `Handle`
 
 
 class Dispatched(NamedTuple):
@@ -91,13 +90,11 @@ def dispatch_cached(
         topk_weights: [T,K], on all ranks or on none, to travel with the rows.
         with_choices: whether the local experts of rows by rank are wanted; equal on all ranks.
     """
-    session = routing.batch.session
     columns = routing.topk * with_choices, routing.topk * (topk_weights is not None)
-    with StreamWork(session, *events) as work:
+    with StreamWork(routing.batch.session, *events) as work:
         with work.allocating():
             received = _allocate(routing.batch, tokens, routing.num_rows, *columns)
-        with work.running():
-            _send(routing.batch, routing.plan, tokens, topk_weights, received)
+        _send(work, routing.batch, routing.plan, tokens, topk_weights, received)
         event = work.finish((tokens.rows, tokens.scales, topk_weights, routing.plan), received)
     return _shaped(tokens, received), event
 
@@ -109,6 +106,7 @@ def dispatch_new(
     alignment: int,
     worst_tokens: int,
     events: Events,
+    given_up: Callable[[], bool] = bool,
     counted: bool = False,
 ) -> Dispatched:
     """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
@@ -117,7 +115,9 @@ def dispatch_new(
         alignment: of the rows per expert that it returns.
         worst_tokens: rows to return, or those that may become rows by expert; 0 = as many as there
             are.
-        counted: whether `Sums.counts` of rows by rank is wanted.
+        given_up: as of `Batch.turns`.
+        counted: whether `Sums.counts` of rows by rank is wanted. `Sums.prefix` is not, and neither
+            where the host waits: it can be made of `Sums.rank_rows` then at any time.
     """
     session, topk = batch.session, 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
@@ -125,20 +125,28 @@ def dispatch_new(
     between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
     host_waits = worst_tokens == 0
     with (
-        batch.turns(constants.PREPARE, *between, constants.DISPATCH, host_waits=host_waits),
+        batch.turns(
+            constants.PREPARE,
+            *between,
+            constants.DISPATCH,
+            host_waits=host_waits,
+            given_up=given_up,
+        ),
         StreamWork(session, *events) as work,
     ):
         if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
             needed = f"at least W * T = {session.num_ranks * len(tokens.rows)}"
             session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
-            sums = _empty_sums(session, choices, counted)
+            sums = _empty_sums(session, choices, counted, host_waits)
             plan = torch.empty(batch.plan_bytes, dtype=torch.uint8, device=session.device)
         # The total, then the counts per expert: of local experts, or without top-k of all.
         counts = choices.experts // (session.num_ranks if topk else 1)
-        numbers = session.host_numbers(_COUNTS_AT + counts) if host_waits else None
-        with work.running():
-            _prepare(batch, choices, plan, sums, numbers)
+        numbers = session.host_numbers(counts) if host_waits else None
+        _prepare(work, batch, choices, plan, sums, numbers)
+        if sums.rank_rows is not None and sums.prefix is not None:
+            with work.running():
+                torch.cumsum(sums.rank_rows, 0, dtype=torch.int32, out=sums.prefix)
         num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
             num_rows, per_expert = _await_numbers(batch, choices, numbers)
@@ -146,8 +154,7 @@ def dispatch_new(
             num_rows = worst_tokens * min(topk, counts) + (choices.zones - 1) * counts
         with work.allocating():
             received = _allocate(batch, tokens, num_rows, 0 if choices.zones else topk, topk)
-        with work.running():
-            _send(batch, plan, tokens, choices.topk_weights, received)
+        _send(work, batch, plan, tokens, choices.topk_weights, received)
         inputs = (
             tokens.rows,
             tokens.scales,
@@ -162,55 +169,64 @@ def dispatch_new(
     return Dispatched(_shaped(tokens, received), routing, aligned, sums, event)
 
 
-def _empty_sums(session: Session, choices: Choices, counted: bool) -> Sums:
-    numbers = functools.partial(torch.empty, dtype=torch.int32, device=session.device)
+def _empty_sums(session: Session, choices: Choices, counted: bool, host_waits: bool) -> Sums:
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=session.device)
+
     ranks, local = session.num_ranks, choices.experts // session.num_ranks
     if choices.zones:
         return Sums(counts=numbers(local), offsets=numbers(local + 1))
-    return Sums(counts=numbers(local) if counted else None, prefix=numbers(ranks, ranks))
+    if counted:
+        return Sums(counts=numbers(local), rank_rows=numbers(ranks, ranks))
+    prefix = None if host_waits else numbers(ranks, ranks)
+    return Sums(rank_rows=numbers(ranks, ranks), prefix=prefix)
 
 
 def _prepare(
+    work: StreamWork,
     batch: Batch,
     choices: Choices,
     plan: torch.Tensor,
     sums: Sums,
-    numbers: torch.Tensor | None,
+    numbers: HostNumbers | None,
 ) -> None:
     """Writes the plan, the sums that there are, and `numbers`."""
-    topk_idx, counts, prefix = choices.topk_idx, sums.counts, sums.prefix
-    outputs = {"plan": plan, "counts": counts, "offsets": sums.offsets}
-    for_host = None
-    if numbers is not None:
-        outputs["total"], for_host = numbers[:1], numbers[_COUNTS_AT:]
-    if choices.zones:
-        outputs["padded_counts"] = for_host
-    elif counts is None and topk_idx is not None:
-        outputs["counts"] = for_host
+    topk_idx, for_host = choices.topk_idx, None if numbers is None else numbers.counts
     if topk_idx is None:
-        assert choices.in_rank is not None and prefix is not None
-        # Each rank stands for one expert.
-        ranks = torch.arange(len(prefix), dtype=torch.int32, device=prefix.device)
-        topk_idx, counts = torch.where(choices.in_rank, ranks, -1), choices.per_expert
-    rank_rows = None if prefix is None else torch.empty_like(prefix)
-    given = {"topk_idx": topk_idx, "rank_rows": rank_rows, **outputs}
-    batch.run(_calls.run, "prepare", plan, given, alignment=choices.zones)
-    if rank_rows is not None:
-        if not batch.session.cuda:
-            require_layout(batch.session.checks, choices, rank_rows[batch.session.rank])
-        torch.cumsum(rank_rows, 0, dtype=torch.int32, out=prefix)
-        if for_host is not None and counts is not None:
-            for_host.copy_(counts, non_blocking=True)
+        assert choices.in_rank is not None and choices.per_expert is not None
+        with work.running():
+            # Each rank stands for one expert.
+            ranks = torch.arange(
+                batch.session.num_ranks, dtype=torch.int32, device=batch.session.device
+            )
+            topk_idx = torch.where(choices.in_rank, ranks, -1)
+            if for_host is not None:
+                for_host.copy_(choices.per_expert, non_blocking=True)
+                for_host = None
+    fields: dict[str, object] = {
+        "topk_idx": topk_idx,
+        "plan": plan,
+        "alignment": choices.zones,
+        "counts": sums.counts,
+        "padded_counts": for_host,  # of rows by rank without padding
+        "offsets": sums.offsets,
+        "total": None if numbers is None else numbers.total,
+        "rank_rows": sums.rank_rows,
+        "stream": work.stream(),
+    }
+    batch.run("prepare", fields)
+    if sums.rank_rows is not None and not batch.session.cuda:
+        require_layout(batch.session.checks, choices, sums.rank_rows[batch.session.rank])
 
 
-def _await_numbers(batch: Batch, choices: Choices, numbers: torch.Tensor) -> tuple[int, list[int]]:
+def _await_numbers(batch: Batch, choices: Choices, numbers: HostNumbers) -> tuple[int, list[int]]:
     """Rows that this rank receives, and its rows per local expert."""
     session = batch.session
     session.wait_for_host_data()
     failure = batch.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone
-    counts = numbers[_COUNTS_AT:]
+    counts = numbers.counts
     if choices.topk_idx is None:
         batch.begin()
         gathered = session.host.all_gather(counts.numpy().tobytes())
@@ -219,7 +235,7 @@ def _await_numbers(batch: Batch, choices: Choices, numbers: torch.Tensor) -> tup
                 raise mismatch("dispatch", f"rank {peer} failed", session.rank, peer)
         all_counts = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.int32)
         counts = all_counts.view(session.num_ranks, session.num_ranks, -1).sum(0)[session.rank]
-    return int(numbers[0]), counts.tolist()
+    return int(numbers.total), counts.tolist()
 
 
 def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights: int) -> Received:
@@ -239,20 +255,21 @@ def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights
 
 
 def _send(
+    work: StreamWork,
     batch: Batch,
     plan: torch.Tensor,
     tokens: Tokens,
     topk_weights: torch.Tensor | None,
     received: Received,
 ) -> None:
-    """Runs the dispatch on the current stream."""
+    """Runs the dispatch."""
     scales = tokens.scales
     if scales is not None:
         # The library moves scales without reading them: integers travel as float32.
         scales = scales.view(torch.float32)
         if scales.ndim == 1:
             scales = scales[:, None]
-    given = {
+    fields: dict[str, object] = {
         "plan": plan,
         "tokens": as_payload(tokens.rows),
         "scales": scales,
@@ -261,8 +278,9 @@ def _send(
         "recv_scales": received.scales,
         "recv_weights": received.topk_weights,
         "recv_topk_idx": received.topk_idx,
+        "stream": work.stream(),
     }
-    batch.run(_calls.run, "dispatch", plan, given)
+    batch.run("dispatch", fields)
 
 
 def _shaped(tokens: Tokens, received: Received) -> Received:

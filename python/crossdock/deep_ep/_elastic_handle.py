@@ -63,18 +63,18 @@ class EPHandle:
     def __post_init__(self, sums: Sums) -> None:
         """Derives fields from the others, on the current stream."""
         unit, rows = self.expert_alignment, self.routing.num_rows
-        counts, offsets, prefix = sums
+        counts, offsets, rank_rows, _ = sums
         assert counts is not None
         self.num_unaligned_recv_tokens_per_expert = counts
         self._found: TokenRows | None = None
         self._most = self.num_max_tokens_per_rank
         # Whether there are as many rows as are needed, and not as many as may be.
         self._exact = bool(self.num_recv_tokens_per_expert_list)
-        if prefix is not None:
+        if rank_rows is not None:
             aligned = (counts + (unit - 1)) // unit * unit
             self.psum_num_recv_tokens_per_expert = torch.cumsum(aligned, 0, dtype=torch.int32)
-            mine = prefix[:, self.routing.batch.session.rank].contiguous()
-            self.psum_num_recv_tokens_per_scaleup_rank = mine
+            mine = rank_rows[:, self.routing.batch.session.rank]
+            self.psum_num_recv_tokens_per_scaleup_rank = torch.cumsum(mine, 0, dtype=torch.int32)
             self.num_recv_tokens = rows
             return
         assert offsets is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -13,16 +15,33 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError, Mismatch, OutOfMemory
 from crossdock.torch._calls import is_capturing
 
-from ._agreement import EqualNumber, Request, agree, equal_numbers, hash_of, mismatch, refuse
+from ._agreement import (
+    EqualNumber,
+    FirstValues,
+    Request,
+    agree,
+    equal_numbers,
+    hash_of,
+    mismatch,
+    refuse,
+)
 from ._batch import Batch, Sizes
 from ._session import Session
 from ._slot_group import Shape, SlotGroup
 
+_T = TypeVar("_T")
+
 _SETS = 2  # sets of receive tensors that symmetric memory has room for
 
 # Kinds of groups of bulk operations, and of a rank's decision, above the bits of a hash.
-_HASH = (1 << 30) - 1
-_AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 30 for number in range(4))
+_HASH = (1 << 29) - 1
+_AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 29 for number in range(4))
+_WAITS = 1 << 31  # of a decision: hosts wait for the number of rows
+_KIND = 3 << 29
+_MOST_DECISIONS = 256  # kept of those so far
+
+# The text with which ranks fail prepare when they want an agreement.
+_ASKS = "the ranks agree over their hosts in place of this operation"
 
 
 def _kind(request: Request) -> int:
@@ -46,6 +65,8 @@ class Groups:
         self.session = session
         self._batches: dict[int, Batch] = {}  # by kind
         self._used: weakref.WeakSet[Batch] = weakref.WeakSet()  # also those that handles keep
+        self._decisions: dict[Request, int] = {}  # of these groups
+        self._may_ask = False  # in this dispatch
         self._reserved = 0  # bytes of symmetric memory
         self._slots: dict[Shape, SlotGroup] = {}
         self._latest_slots: SlotGroup | None = None
@@ -53,6 +74,7 @@ class Groups:
         # Between machines all ranks agree in each dispatch, whatever numbers they give.
         try:
             self._first_requests = None if session.apart else EqualNumber(session.host)
+            self._first_asks = None if session.apart else FirstValues(session.host)
         except CrossdockError:
             session.end()
             raise
@@ -68,10 +90,15 @@ class Groups:
 
     # ---- Bulk operations -------------------------------------------------------------------------
 
-    def batch_for(self, request: Request) -> Batch:
-        """The group for an uncached dispatch; replaced here if it has outgrown its sizes.
+    def dispatch(self, request: Request, run: Callable[[Batch, Callable[[], bool]], _T]) -> _T:
+        """Runs an uncached dispatch in its group, which is replaced if it has outgrown its sizes.
 
-        Collective, unless all ranks know it already and are on one machine.
+        On one machine ranks go straight to the group that the first of them has found. Where hosts
+        wait for the number of rows, a rank that cannot go along asks for an agreement: it fails the
+        group's prepare, so that all hear of it, and all agree then and run again.
+
+        Args:
+            run: given the group and whether its turns are given up, as `Batch.turns` takes that.
 
         Raises:
             Mismatch: ranks disagree, in ``num_worst_tokens`` say, or a peer has refused.
@@ -85,13 +112,47 @@ class Groups:
             if failure is not None:
                 self._fail_with_peers(batch, f"an earlier operation: {failure}")
                 raise failure
-        return batch or self._agreed_now(request)
+        if batch is None:
+            return run(self._agreed_now(request), bool)
+        errors = batch.errors
+        try:
+            return run(batch, self._given_up)
+        except BaseException as error:
+            if not self._given_up():
+                raise
+            # The failed prepare is one error; others are of earlier work, or of this rank's.
+            if not isinstance(error, Mismatch) or batch.errors > errors + 1:
+                refuse(self.session.host, str(error))
+                raise
+        self._may_ask = False
+        return run(self._agreed_now(request), bool)
+
+    def _given_up(self) -> bool:
+        """Whether some rank has asked for an agreement in place of this dispatch.
+
+        After an error of this rank's: if none has asked until now, none will.
+        """
+        if not self._may_ask:
+            return False
+        assert self._first_requests is not None and self._first_asks is not None
+        return self._first_asks.of(self._first_requests.calls, 0) == 1
+
+    def _ask(self, batch: Batch) -> bool:
+        """Asks the ranks, who use this group, for an agreement in place of the dispatch.
+
+        Returns:
+            Whether they come: not if the dispatch had failed before.
+        """
+        assert self._first_requests is not None and self._first_asks is not None
+        if not self._may_ask or self._first_asks.of(self._first_requests.calls, 1) != 1:
+            return False
+        with contextlib.suppress(ValueError), batch.turns(constants.PREPARE, host_waits=True):
+            raise ValueError(_ASKS)
+        return True
 
     def _agreed_now(self, request: Request) -> Batch:
         """The group for what all ranks request. Collective."""
-        requests = agree(
-            self.session.host, dataclasses.replace(request, heap_bytes=self.session.heap_bytes)
-        )
+        requests = agree(self.session.host, request._replace(heap_bytes=self.session.heap_bytes))
         kind, need = _kind(request), Sizes.of(requests)
         batch = self._batches.get(kind)
         if batch is not None and batch.sizes.serve(need):
@@ -99,6 +160,7 @@ class Groups:
         sizes = need if batch is None else batch.sizes.grown_to(need)
         # Before the new group is made, so that two need not fit into memory.
         self._batches.pop(kind, None)
+        self._decisions.clear()
         del batch
         self._reserve(sizes, min(one.heap_bytes for one in requests))
         batch = self._batches[kind] = Batch(self.session, sizes)
@@ -108,7 +170,7 @@ class Groups:
     def use(self, batch: Batch) -> None:
         """An operation of this group, which may be another Buffer's, is about to run.
 
-        From now on the next `batch_for` also tells of this group's failures.
+        From now on the next `dispatch` also tells of this group's failures.
         """
         self._used.add(batch)
 
@@ -122,33 +184,49 @@ class Groups:
         Raises:
             Mismatch: that rank's numbers are others.
         """
+        self._may_ask = False
         if self._first_requests is None:
             return None
-        mine = self._decision(request) | hash_of(request) & _HASH
+        mine = self._decision(request)
         first, peer = self._first_requests.of_first(mine)
-        batch = self._batches.get(first & ~_HASH)
-        if batch is not None and (first ^ mine) & _HASH:
+        batch = self._batches.get(first & _KIND)
+        if batch is None:
+            return None
+        self._may_ask = bool(first & _WAITS)
+        if self._may_ask and first != mine and self._ask(batch):
+            return None
+        if (first ^ mine) & _HASH or self._may_ask and first != mine:
             text = (
                 f"{equal_numbers(request)} on rank {self.session.rank} and other numbers on rank "
                 f"{peer}, expected equal values"
             )
+            if not (first ^ mine) & _HASH:
+                text = f"another rank failed, and rank {self.session.rank} could not go along"
             self._fail_with_peers(batch, text)
             raise mismatch("dispatch", text, self.session.rank, peer)
         return batch
 
     def _decision(self, request: Request) -> int:
-        """The kind of the group that serves `request`, if one does, or `_AGREES`.
+        """The kind of the group that serves `request`, if one does, or `_AGREES`; with its hash.
 
         Tokens, which differ by rank, play no part where the most of them is known.
         """
-        batch = self._batches.get(_kind(request))
-        if batch is None or max(request.worst_tokens, request.most_tokens) < 1:
-            return _AGREES
-        sizes = batch.sizes
-        need = Sizes.of([dataclasses.replace(request, tokens=0)] * self.session.num_ranks)
-        mine = sizes.num_sms[self.session.rank] == request.num_sms
-        serves = mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms))
-        return _kind(request) if serves else _AGREES
+        known = self._decisions.get(request)
+        if known is not None:
+            return known
+        decision, batch = _AGREES, self._batches.get(_kind(request))
+        if batch is not None:
+            sizes, alike = batch.sizes, request.worst_tokens or request.most_tokens
+            of_all = request._replace(tokens=0) if alike else request
+            need = Sizes.of([of_all] * self.session.num_ranks)
+            mine = sizes.num_sms[self.session.rank] == request.num_sms
+            if mine and sizes.serve(dataclasses.replace(need, num_sms=sizes.num_sms)):
+                decision = _kind(request) | (0 if request.worst_tokens else _WAITS)
+        if len(self._decisions) >= _MOST_DECISIONS:
+            self._decisions.clear()
+        decision |= hash_of(request) & _HASH
+        self._decisions[request] = decision
+        return decision
 
     def _reserve(self, sizes: Sizes, heap_bytes: int) -> None:
         """Sees to symmetric memory for receive tensors of these sizes. Collective."""
@@ -166,7 +244,9 @@ class Groups:
         batch = None
         if self._first_requests is not None:
             # Peers that find this rank's decision agree over the host.
-            batch = self._batches.get(self._first_requests.of_first(_AGREES)[0] & ~_HASH)
+            first, _ = self._first_requests.of_first(_AGREES)
+            batch = self._batches.get(first & _KIND)
+            self._may_ask = bool(first & _WAITS)
         self._fail_with_peers(batch, text)
 
     def _fail_with_peers(self, batch: Batch | None, text: str) -> None:
@@ -176,7 +256,7 @@ class Groups:
             batch: the group that the peers use without an agreement; None = they agree first.
             text: what is wrong.
         """
-        if batch is None:
+        if batch is None or self._ask(batch):
             refuse(self.session.host, text)
             return
         turns = batch.turns(constants.PREPARE, constants.DISPATCH)

@@ -51,7 +51,9 @@ class RoutedTuple(tuple[Any, ...]):
 
     def __new__(cls, elements: tuple[Any, ...], routing: object) -> Self:
         handle = super().__new__(cls, elements)
-        handle.routing = _routings[elements[0]] = routing
+        handle.routing = routing
+        if elements[0] is not None:
+            _routings[elements[0]] = routing
         return handle
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -86,31 +88,44 @@ class Handle(RoutedTuple):
         send_head                  [T,W]  place among this rank's tokens for that rank, or -1
 
     All but one are int32. Where channels occur, there is one channel. Operations read none of the
-    tensors; except for the first and fifth they are made when they are first used.
+    tensors; except for the fifth, and for the first of a dispatch whose host does not wait, they
+    are made when they are first used.
     """
 
     routing: Routing
+    _rank_rows: torch.Tensor
 
     @classmethod
     def of(
-        cls, rank_prefix_matrix: torch.Tensor, is_token_in_rank: torch.Tensor, routing: Routing
+        cls,
+        rank_rows: torch.Tensor,
+        rank_prefix_matrix: torch.Tensor | None,
+        is_token_in_rank: torch.Tensor,
+        routing: Routing,
     ) -> Handle:
-        """A handle without those tensors that are made when they are first used."""
-        none = torch.empty(0, dtype=torch.int32, device="cpu")
-        elements = (rank_prefix_matrix, none, none, none, is_token_in_rank, none)
-        return cls(elements, routing)
+        """A handle without those tensors that are made when they are first used.
+
+        Args:
+            rank_rows: [W,W]: rows of each rank (line) for each; written by now where there is no
+                `rank_prefix_matrix`.
+        """
+        elements = (rank_prefix_matrix, None, None, None, is_token_in_rank, None)
+        handle = cls(elements, routing)
+        handle._rank_rows = rank_rows
+        return handle
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._tensors)
 
     def __getitem__(self, index: Any) -> Any:
-        if index == 0:
-            return super().__getitem__(0)
         return self._tensors[index]
 
     @functools.cached_property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         prefix, in_rank = super().__getitem__(0), super().__getitem__(4)
+        if prefix is None:
+            prefix = torch.cumsum(self._rank_rows, 0, dtype=torch.int32)
+            _routings[prefix] = self.routing
         places = torch.cumsum(in_rank, 0, dtype=torch.int32)  # tokens for a rank up to each
         sent = prefix.new_empty(in_rank.shape[1], 1)
         torch.sum(in_rank, 0, dtype=torch.int32, out=sent.view(-1))

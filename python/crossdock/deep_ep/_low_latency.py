@@ -16,6 +16,7 @@ from crossdock.torch._calls import current_stream, is_capturing
 from ._arguments import Checks
 from ._groups import Groups
 from ._handle import RoutedTuple, routing_of
+from ._plain import plain
 from ._slot_group import Shape, SlotGroup
 from ._stream_work import StreamWork
 from .utils import EventOverlap
@@ -114,6 +115,7 @@ def _hook(
     if not is_capturing(device):  # a captured operation has not been sent
         halves.add(half)
 
+    @plain
     def hook() -> None:
         halves.require_oldest(half, "hook")
         halves.take(half)

@@ -11,7 +11,6 @@ import torch
 
 from crossdock import _core
 from crossdock._core import constants
-from crossdock.torch import _calls
 
 from ._arguments import Rows
 from ._config import also_named, require_positive
@@ -28,6 +27,7 @@ from ._low_latency import (
     slot_routing,
     telling,
 )
+from ._plain import plain
 from ._slot_group import Shape
 from .utils import EventOverlap
 
@@ -118,6 +118,7 @@ class LowLatencyCalls:
         return memory["symmetric_bytes"] + memory["private_bytes"]
 
     @_names_foreign_arguments
+    @plain
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -181,24 +182,26 @@ class LowLatencyCalls:
         group = groups.slots_for(shape)
 
         made = allocate(group, way, use_ue8m0, len(x))
-        src_info, layout_range, *_ = made.handle
-        plan = made.handle.routing.plan
+        (src_info, layout_range, *_), plan = made.handle, made.handle.routing.plan
 
         def run(phase: int) -> None:
-            given = {
-                "tokens": x if phase != RECEIVE else None,
-                "topk_idx": topk_idx if phase != RECEIVE else None,
-                "plan": plan,
-                "recv_tokens": made.x,
-                "recv_scales": made.scales,
-                "counts": made.counts,
-                "source_ranges": layout_range,
-                "source_tokens": src_info,
-                "expert_load": load,
-                "wait_ns": wait,
-            }
-            code = 0 if way is None else way.code
-            group.run(_calls.run, "dispatch", made.x, given, phase=phase, quantise=code)
+            group.run(
+                "dispatch",
+                {
+                    "tokens": x if phase != RECEIVE else None,
+                    "topk_idx": topk_idx if phase != RECEIVE else None,
+                    "plan": plan,
+                    "recv_tokens": made.x,
+                    "recv_scales": made.scales,
+                    "counts": made.counts,
+                    "source_ranges": layout_range,
+                    "source_tokens": src_info,
+                    "expert_load": load,
+                    "wait_ns": wait,
+                    "phase": phase,
+                    "quantise": 0 if way is None else way.code,
+                },
+            )
 
         halves = group.dispatch_halves if return_recv_hook else None
         inputs = [x, topk_idx, load, wait]
@@ -209,6 +212,7 @@ class LowLatencyCalls:
 
     @_knows_overlap
     @_names_foreign_arguments
+    @plain
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -264,14 +268,17 @@ class LowLatencyCalls:
             out = torch.empty(sums, dtype=torch.bfloat16, device=group.device)
 
         def run(phase: int) -> None:
-            given = {
-                "plan": routing.plan,
-                "expert_out": rows if phase != RECEIVE else None,
-                "topk_weights": topk_weights if phase != RECEIVE else None,
-                "out": out,
-                "wait_ns": wait,
-            }
-            group.run(_calls.run, "combine", out, given, phase=phase)
+            group.run(
+                "combine",
+                {
+                    "plan": routing.plan,
+                    "expert_out": rows if phase != RECEIVE else None,
+                    "topk_weights": topk_weights if phase != RECEIVE else None,
+                    "out": out,
+                    "wait_ns": wait,
+                    "phase": phase,
+                },
+            )
 
         halves = group.combine_halves if return_recv_hook else None
         inputs = [rows, topk_weights, routing.plan, wait]

@@ -36,6 +36,7 @@ _LEAST_TENSOR = _MIB + 512
 _SEGMENT_UNIT, _LEAST_SEGMENT = 2 * _MIB, 10 * _MIB
 # The memory that torch may lose by cutting: a rest of up to 1 MiB stays with the tensor.
 _CUTTING = _MIB
+_FEW = 16  # storages
 
 # All that have given memory to torch, for those who want to send tensors to other processes.
 _giving: weakref.WeakSet[ReceiveMemory] = weakref.WeakSet()
@@ -66,17 +67,15 @@ class ReceiveMemory:
         self._sets: list[tuple[int, int]] = []  # (address, bytes), known to torch
         self._streams: set[int] = set()  # streams that have a set
         self._full: set[int] = set()  # streams whose sets have no room until something dies
-        self._alive: list[StorageWeakRef] = []  # storages in sets
+        self._alive: list[StorageWeakRef] = []  # storages in sets, some of which have died
+        self._look_at = _FEW  # so many of them
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined content; it belongs to the current stream."""
         if self._pool is not None and not is_capturing(self._device):
-            storage = self._from_set(math.prod(shape) * dtype.itemsize)
-            if storage is not None:
-                # A tensor with a storage of its own, no view of another.
-                empty = torch.empty(0, dtype=dtype, device=self._device)
-                strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-                return empty.set_(storage, 0, shape, strides)
+            tensor = self._from_set(math.prod(shape) * dtype.itemsize, dtype)
+            if tensor is not None:
+                return tensor.resize_(shape)  # with a storage of its own, no view of another
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -121,32 +120,36 @@ class ReceiveMemory:
             self._comm.close()
             return True
 
-    def _from_set(self, num_bytes: int) -> torch.UntypedStorage | None:
+    def _from_set(self, num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
         """At least so many bytes of a set, if one has room."""
         size = max(num_bytes, _LEAST_TENSOR)
         stream = current_stream(self._device)
         with self._lock:
-            self._forget_dead()
+            if stream in self._full or len(self._alive) >= self._look_at:
+                self._forget_dead()
             if size > self._set_bytes or stream in self._full:
                 return None
-            tensor = self._allocate(size) if stream in self._streams else None
+            tensor = self._allocate(size, dtype) if stream in self._streams else None
             if tensor is None and self._give_set(stream):
-                tensor = self._allocate(size)
+                tensor = self._allocate(size, dtype)
             if tensor is None:
                 self._full.add(stream)
                 return None
-            storage = tensor.untyped_storage()
-            self._alive.append(StorageWeakRef(storage))
-            return storage
+            self._alive.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor
 
-    def _allocate(self, size: int) -> torch.Tensor | None:
+    def _allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Bytes of torch's pool; None if it has no room and was offered no segment."""
         assert self._pool is not None
+        place = self._device.index, self._pool.id
+        torch._C._cuda_beginAllocateCurrentThreadToPool(*place)
         try:
-            with torch.cuda.use_mem_pool(self._pool, self._device):
-                return torch.empty(size, dtype=torch.uint8, device=self._device)
+            return torch.empty(-(-size // dtype.itemsize), dtype=dtype, device=self._device)
         except torch.cuda.OutOfMemoryError:
             return None
+        finally:
+            torch._C._cuda_endAllocateToPool(*place)
+            torch._C._cuda_releasePool(*place)
 
     def _give_set(self, stream: int) -> bool:
         """Lets torch have one more set, for this stream; whether there was one."""
@@ -156,7 +159,7 @@ class ReceiveMemory:
         except OutOfMemory:
             return False
         _core.offer_segment(address, size)
-        whole = self._allocate(size)
+        whole = self._allocate(size, torch.uint8)
         _core.offer_segment(0, 0)
         if not _core.segment_taken(address):
             # Settings of torch's allocator, such as expandable_segments, are at odds with pools
@@ -176,6 +179,7 @@ class ReceiveMemory:
         if len(alive) < len(self._alive):
             self._full.clear()
         self._alive = alive
+        self._look_at = 2 * len(alive) + _FEW
 
 
 def leave_unused() -> None:

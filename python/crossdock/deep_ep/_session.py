@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from crossdock import _core
 from crossdock._core import constants
 from crossdock.errors import CrossdockError, Unsupported
-from crossdock.torch._calls import is_capturing
+from crossdock.torch._calls import is_capturing, stream_source
 
 from ._agreement import EqualNumber, require_equal
 from ._arguments import Checks
@@ -29,6 +30,13 @@ _NUMBER = struct.Struct("=q")
 # Groups that were let go of during the capture of a CUDA graph, when nothing may wait for a stream:
 # they are freed with the process.
 _left_by_captures: list[_core.Group | _core.LowLatencyGroup] = []
+
+
+class HostNumbers(NamedTuple):
+    """Numbers that the device writes for the host, int32."""
+
+    total: torch.Tensor  # [1]
+    counts: torch.Tensor  # [L]
 
 
 class Session:
@@ -47,7 +55,10 @@ class Session:
             named no hosts are on that of their machine.
         apart: whether ranks are on several machines, so that not all share memory.
         memory: where results lie.
-        stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``.
+        stream: a ``torch.cuda.Stream`` of high priority, or a ``torch.cpu.Stream``; `raw_stream`:
+            its handle, 0 on the CPU.
+        current_stream: tells the handle of the caller's stream.
+        order: lets the second of two streams, given by handle, wait for the first.
         heap_bytes: symmetric memory to begin with.
         shrink: whether low-latency operations go on when a rank is lost.
         net_buffer_bytes: of each group, for rows of other machines; 0 = the library's choice.
@@ -80,7 +91,7 @@ class Session:
         self.checks = Checks(rank, num_ranks, device)
         self.heap_bytes, self.shrink = heap_bytes, shrink
         leave_unused()
-        shared = 2 * EqualNumber.BYTES
+        shared = 3 * EqualNumber.BYTES  # one here, two of Groups
         self.comm = self._meet(all_gather, device, heap_bytes + (0 if self.cuda else shared))
         # Ranks agree over the host, also where tensors are on GPUs.
         self.host = self._meet(all_gather, _CPU, shared) if self.cuda else self.comm
@@ -89,10 +100,13 @@ class Session:
         self.net_buffer_bytes = num_rdma_bytes if self.comm.num_hosts > 1 else 0
         stream = torch.cuda.Stream(device, priority=-1) if self.cuda else torch.cpu.Stream()
         self.stream = cast(torch.cuda.Stream, stream)  # a stand-in on the CPU: nothing asks it
+        self.raw_stream = self.stream.cuda_stream if self.cuda else 0
+        self.current_stream = stream_source(device)
+        self.order = functools.partial(_core.order_streams, device.index or 0)
         self.memory = ReceiveMemory(self.comm, device)
         self.open_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._captured = False  # whether some combine was: its replays are not counted
-        self._numbers = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._numbers: dict[int, HostNumbers] = {}  # by count
         self._lock = threading.RLock()  # a handle may die, on any thread, inside it
         self._handles = 0
         self._ended = False
@@ -160,13 +174,16 @@ class Session:
             event.record(self.stream)
             event.synchronize()
 
-    def host_numbers(self, count: int) -> torch.Tensor:
-        """[count] int32 in memory that host and device write; good until the next call."""
-        if self._numbers.numel() < count:
-            self._numbers = torch.empty(
-                count, dtype=torch.int32, device="cpu", pin_memory=self.cuda
+    def host_numbers(self, count: int) -> HostNumbers:
+        """Memory for `count` counts that host and device write; good until the next call."""
+        found = self._numbers.get(count)
+        if found is None:
+            begin = constants.ROW_ALIGNMENT // torch.int32.itemsize  # behind the total
+            memory = torch.empty(
+                begin + count, dtype=torch.int32, device="cpu", pin_memory=self.cuda
             )
-        return self._numbers[:count]
+            found = self._numbers[count] = HostNumbers(memory[:1], memory[begin:])
+        return found
 
     def weight_columns_of_first(self, columns: int) -> tuple[int, int]:
         """The columns of topk_weights that the first rank of this combine has, and that rank.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -14,12 +13,9 @@ from crossdock import _core
 from crossdock._core import constants
 from crossdock._halves import OpenHalves
 from crossdock.errors import CrossdockError, PeerLost, from_status
-from crossdock.torch import _calls
-from crossdock.torch._calls import capture_id, current_stream, is_capturing, spec
+from crossdock.torch._calls import capture_id, current_stream, described, is_capturing, spec
 
 from ._session import Session
-
-_BFLOAT16 = _calls.DTYPE_CODES[torch.bfloat16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Shape:
             "max_topk": self.topk,
             "max_tokens_per_rank": self.max_tokens,
             "hidden": self.hidden,
-            "dtype": _BFLOAT16,
+            "dtype": constants.DTYPES["bfloat16"],
             "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
             "on_peer_loss": constants.PEER_LOSSES["mask" if mask else "fatal"],
         }
@@ -68,20 +64,28 @@ class SlotGroup:
         self.plan_bytes = _core.ll_plan_size(num_ranks=comm.num_ranks, **sizes)
         self.dispatch_halves = OpenHalves(0)
         self.combine_halves = OpenHalves(0)
-        self._last_stream: torch.cuda.Stream | None = None  # of the latest operation,
+        self._last_stream: int | None = None  # of the latest operation,
         self._last_capture = 0  # and the capture that it is part of
         self._errors = 0  # errors that operations had met at the last look
         self._combine_buffer: torch.Tensor | None = None
         self.close = weakref.finalize(self, session.close_group, self.core)
 
-    def run(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Runs a function of ``_calls`` on the current stream, behind the operations so far.
+    def run(self, operation: str, fields: dict[str, object]) -> None:
+        """Runs an operation on the current stream, behind those so far.
 
         A group that leaves out lost ranks goes on when one is lost, and says nothing of it.
+
+        Args:
+            operation: its name in ``_core``.
+            fields: of its struct.
         """
+        fields["stream"] = current_stream(self.device)
+        self._behind(lambda: getattr(self.core, operation)(described(fields)))
+
+    def _behind(self, call: Callable[[], None]) -> None:
         self.follow()
         try:
-            call(self.core, *args, **options)
+            call()
         except PeerLost as error:
             if error.fatal or not self.session.shrink:
                 raise
@@ -90,12 +94,12 @@ class SlotGroup:
         """Lets the current stream wait for the operations so far."""
         if self.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self.device)
-        capture = capture_id(self.device, stream.cuda_stream)
+        stream = current_stream(self.device)
+        capture = capture_id(self.device, stream)
         last = self._last_stream
         # Operations outside of a capture, or in another one, are over before its replays begin.
         if last is not None and last != stream and capture == self._last_capture:
-            stream.wait_stream(last)
+            self.session.order(last, stream)
         self._last_stream, self._last_capture = stream, capture
 
     def check(self) -> None:
@@ -150,6 +154,6 @@ class SlotGroup:
 
     def reset(self) -> None:
         """Waits for the ranks that are not left out, and clears what is under way. Collective."""
-        self.run(lambda core: core.reset(current_stream(self.device)))
+        self._behind(lambda: self.core.reset(current_stream(self.device)))
         self.dispatch_halves.forget()
         self.combine_halves.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -24,49 +24,57 @@ class StreamWork:
         async_finish: whether the caller's stream goes on without waiting for it.
     """
 
+    __slots__ = ("_session", "_cuda", "_previous", "_async", "_caller", "_behind")
+
     def __init__(
         self, session: Session, previous_event: EventOverlap | None, async_finish: bool
     ) -> None:
-        self._device, self._cuda, self._stream = session.device, session.cuda, session.stream
-        self._previous = previous_event.event if previous_event is not None else None
-        self._async = async_finish
+        self._session, self._cuda, self._async = session, session.cuda, async_finish
+        previous = None if previous_event is None else previous_event.event
+        self._previous = None if previous is None else previous.event
 
     def __enter__(self) -> StreamWork:
-        previous = self._previous
-        if not self._cuda:
-            return self
-        self._caller = torch.cuda.current_stream(self._device)
-        if previous is None or previous.event is None:
-            self._stream.wait_stream(self._caller)
-            self._allocator = self._caller
-        else:
-            # The session does not wait for the caller's stream, so it must not be given memory that
-            # work of that stream may still be using.
-            self._stream.wait_event(previous.event)
-            self._allocator = self._stream
+        if self._cuda:
+            self._caller = self._session.current_stream()
+            # With an event the session does not wait for the caller's stream.
+            self._behind = self._previous is not None
+            if self._previous is not None:
+                self._session.stream.wait_event(self._previous)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None and self._cuda:
-            self._caller.wait_stream(self._stream)
+            self._session.order(self._session.raw_stream, self._caller)
 
-    @contextlib.contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Within it, results are to be allocated."""
-        if not self._cuda:
-            yield
-            return
-        with torch.cuda.stream(self._allocator):
-            yield
-        if self._allocator is self._caller:
-            # Memory may come back to the caller's stream while the host waits within an operation.
-            self._stream.wait_stream(self._caller)
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, results are to be allocated.
 
-    def running(self) -> contextlib.AbstractContextManager[object]:
-        """Within it, work goes to the session's stream."""
+        They belong to the caller's stream or, where the session has not waited for that, to the
+        session's: it must not be given memory that the caller's work may still be using.
+        """
         if not self._cuda:
             return contextlib.nullcontext()
-        return torch.cuda.stream(self._stream)
+        if self._previous is not None:
+            return torch.cuda.stream(self._session.stream)
+        # Memory may come back to the caller's stream while the host waits within an operation.
+        self._behind = False
+        return contextlib.nullcontext()
+
+    def stream(self) -> int:
+        """The stream for the operation, which waits for what is before it; 0 on the CPU."""
+        if not self._cuda:
+            return 0
+        if not self._behind:
+            self._session.order(self._caller, self._session.raw_stream)
+            self._behind = True
+        return self._session.raw_stream
+
+    def running(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, also torch's work goes to the session's stream."""
+        if not self._cuda:
+            return contextlib.nullcontext()
+        self.stream()
+        return torch.cuda.stream(self._session.stream)
 
     def finish(
         self, inputs: Iterable[torch.Tensor | None], results: Iterable[object]
@@ -79,16 +87,16 @@ class StreamWork:
         """
         if not self._cuda:
             return EventOverlap(EventHandle() if self._async else None)
-        if self._allocator is self._stream:
-            self._record(results, self._caller)
+        session = self._session
+        if self._previous is not None:
+            self._record(results, torch.cuda.current_stream(session.device))
         elif self._async:
-            self._record(results, self._stream)
+            self._record(results, session.stream)
         if not self._async:
-            self._caller.wait_stream(self._stream)
+            session.order(session.raw_stream, self._caller)
             return EventOverlap()
-        self._record(inputs, self._stream)
-        with self.running():
-            return EventOverlap(EventHandle())
+        self._record(inputs, session.stream)
+        return EventOverlap(EventHandle(session.stream))
 
     def _record(self, tensors: Iterable[object], stream: torch.cuda.Stream) -> None:
         for tensor in tensors:

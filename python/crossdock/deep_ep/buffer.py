@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from crossdock import _core
 from crossdock._core import constants
-from crossdock.torch import _calls
+from crossdock.torch._calls import described
 
 from ._agreement import mismatch
 from ._arguments import (
@@ -30,6 +29,7 @@ from ._expand import Padding
 from ._groups import Groups
 from ._handle import Handle, Routing, routing_of
 from ._low_latency_calls import LowLatencyCalls
+from ._plain import plain
 from ._session import AllGather, Session
 from ._stream_work import StreamWork
 from .utils import EventHandle, EventOverlap
@@ -246,6 +246,7 @@ class Buffer(LowLatencyCalls):
 
     # ---- Operations ------------------------------------------------------------------------------
 
+    @plain
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -278,21 +279,26 @@ class Buffer(LowLatencyCalls):
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
         ranks, hosts = self.group_size, self.num_rdma_ranks
-        numbers = functools.partial(torch.empty, dtype=torch.int32, device=topk_idx.device)
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=session.device)
+
         with StreamWork(session, previous_event, async_finish) as work:
             with work.allocating():
                 per_rank, per_expert = numbers(ranks), numbers(num_experts)
                 per_host = numbers(hosts) if hosts > 1 else None
                 in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
-            with work.running():
-                given = {
-                    "topk_idx": topk_idx,
-                    "rows_per_rank": per_rank,
-                    "rows_per_expert": per_expert,
-                    "token_in_rank": in_rank.view(torch.uint8),
-                }
-                _calls.run(session.comm, "routing_layout", topk_idx, given, num_experts=num_experts)
-                if per_host is not None:
+            fields: dict[str, object] = {
+                "topk_idx": topk_idx,
+                "rows_per_rank": per_rank,
+                "rows_per_expert": per_expert,
+                "token_in_rank": in_rank.view(torch.uint8),
+                "num_experts": num_experts,
+                "stream": work.stream(),
+            }
+            session.comm.routing_layout(described(fields))
+            if per_host is not None:
+                with work.running():
                     session.count_by_host(in_rank, per_host)
             event = work.finish((topk_idx,), (per_rank, per_host, per_expert, in_rank))
         return per_rank, per_host, per_expert, in_rank, event
@@ -335,6 +341,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[_X, None, None, None, None, EventOverlap]: ...
 
+    @plain
     def dispatch(
         self,
         x: Rows,
@@ -354,9 +361,9 @@ class Buffer(LowLatencyCalls):
     ) -> _Dispatched:
         """Sends each token's row to every rank that it goes to. Collective.
 
-        Without `handle` the ranks agree on sizes over the host, and the host waits for the number
-        of rows. With `handle`, or with `num_worst_tokens` from the second such call on, nothing
-        waits for the host.
+        Without `handle` the host waits for the number of rows, and the ranks agree over it where
+        they need a larger group. With `handle`, or with `num_worst_tokens` from the second such
+        call on, nothing waits for the host.
 
         Args:
             x: [T,H] bfloat16, float16, float32, or bytes: fp8, uint8, int8 or packed 4-bit numbers;
@@ -414,13 +421,17 @@ class Buffer(LowLatencyCalls):
         except Exception as error:
             groups.refuse(str(error))
             raise
-        batch = groups.batch_for(request_of(tokens, choices, worst_tokens, num_sms))
-        found = dispatch_new(batch, tokens, choices, expert_alignment, worst_tokens, events[:2])
-        got, prefix, in_rank = found.received, found.sums.prefix, choices.in_rank
-        assert prefix is not None and in_rank is not None
-        made = Handle.of(prefix, in_rank, found.routing)
+        numbers = expert_alignment, worst_tokens, events[:2]
+        found = groups.dispatch(
+            request_of(tokens, choices, worst_tokens, num_sms),
+            lambda batch, given_up: dispatch_new(batch, tokens, choices, *numbers, given_up),
+        )
+        got, sums, in_rank = found.received, found.sums, choices.in_rank
+        assert sums.rank_rows is not None and in_rank is not None
+        made = Handle.of(sums.rank_rows, sums.prefix, in_rank, found.routing)
         return got.x, got.topk_idx, got.topk_weights, found.per_expert, made, found.event
 
+    @plain
     def combine(
         self,
         x: torch.Tensor,

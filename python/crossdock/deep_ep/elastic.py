@@ -23,6 +23,7 @@ from ._elastic_batch import (
     with_padding,
 )
 from ._elastic_handle import EPHandle
+from ._plain import plain
 from ._session import Session
 from ._stream_work import StreamWork
 from .buffer import Buffer
@@ -186,6 +187,7 @@ class ElasticBuffer:
 
     # ---- Operations ------------------------------------------------------------------------------
 
+    @plain
     def dispatch(
         self,
         x: Rows,
@@ -270,6 +272,7 @@ class ElasticBuffer:
         form = do_handle_copy, use_tma_aligned_col_major_sf
         return self._dispatch_new(x, topk_idx, topk_weights, stats, numbers, form, waits)
 
+    @plain
     def combine(
         self,
         x: torch.Tensor,
@@ -347,8 +350,13 @@ class ElasticBuffer:
             raise
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
         request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
-        batch, events = groups.batch_for(request), (event, waits[2])
-        found = dispatch_new(batch, tokens, choices, numbers.alignment, worst, events, counted=True)
+        how = numbers.alignment, worst, (event, waits[2])
+        found = groups.dispatch(
+            request,
+            lambda batch, given_up: dispatch_new(
+                batch, tokens, choices, *how, given_up, counted=True
+            ),
+        )
         with StreamWork(groups.session, found.event, waits[2]) as work:
             with work.allocating():
                 kept = topk_idx.clone() if do_copy else topk_idx

@@ -12,15 +12,18 @@ class EventHandle:
 
     Where CUDA is not in use there is nothing to wait for: operations have ended when they return.
 
+    Args:
+        stream: another one than the current.
+
     Attributes:
         event: the ``torch.cuda.Event``, or None where CUDA is not in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.event: torch.cuda.Event | None = None
         if torch.cuda.is_initialized():
             self.event = torch.cuda.Event()
-            self.event.record()
+            self.event.record(stream)
 
     def current_stream_wait(self) -> None:
         """Lets the current stream wait for this point. The host does not wait."""

@@ -15,6 +15,7 @@ from typing import overload
 
 import torch
 
+from crossdock import _core
 from crossdock._core import constants
 
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
@@ -55,6 +56,24 @@ def spec(tensor: torch.Tensor | None) -> Spec | None:
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.shape, code
     return tensor.data_ptr(), tensor.shape, code, tensor.stride()
+
+
+# Whether ``_core`` reads torch's tensors itself.
+_READS = _core.reads(torch.Tensor)
+
+
+def described(fields: dict[str, object]) -> dict[str, object]:
+    """The fields of an operation's struct as ``_core`` takes them; tensors may be None.
+
+    Raises:
+        TypeError: as `spec`, with a torch that does not tell C code where its tensors lie.
+    """
+    if _READS:
+        return fields
+    return {
+        name: spec(value) if isinstance(value, torch.Tensor) else value
+        for name, value in fields.items()
+    }
 
 
 def current_stream(device: torch.device) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import deep_ep_cases as cases
 import spread
 from crossdock.deep_ep import Buffer, Config
-from crossdock.errors import PeerLost
+from crossdock.errors import Mismatch, PeerLost
 from deep_ep_cases import on_buffers
 from deep_ep_reference import Batch, make_batch
 from support import Apart, Rank, on_ranks, run_threads
@@ -114,7 +116,9 @@ def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
     between = hosts - 1  # agreements that only ranks of several hosts need
     caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
     assert cost(caller.dispatch, **caller.topk()) == 1
-    assert cost(caller.dispatch, **caller.topk()) == 1
+    assert cost(caller.dispatch, **caller.topk()) == between
+    fewer = cases.Caller(buffer, make_batch(SEED, buffer.group_size, tokens=3))
+    assert cost(fewer.dispatch, **fewer.topk()) == between
     handle = caller.dispatch_checked()
     assert cost(caller.cached_checked, handle) == 0
     assert cost(caller.combine_checked, handle, SEED, 2, weights=3) == between
@@ -125,9 +129,45 @@ def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
             agreements, between
         )
     assert cost(caller.dispatch) == 2  # with the counts per expert
+    assert cost(caller.dispatch) == 1 + between
     other = {"config": Config(6), **caller.topk(), "num_worst_tokens": bound}
     assert cost(caller.dispatch, **other) == 1  # another group
     assert cost(caller.dispatch, **other) == between
+
+
+@on_buffers(3)
+def test_a_rank_that_outgrows_the_group_alone_takes_all_along(buffer: Buffer) -> None:
+    """One rank after the other, whichever comes first; peers go along with fewer tokens."""
+    cases.everything(buffer, SEED)
+    for number in range(9):
+        tokens = [5 + rank for rank in range(3)]
+        tokens[number % 3] = 40 << number // 3
+        caller = cases.Caller(buffer, make_batch(SEED + number, 3, tokens=tokens))
+        if number % 2 == buffer.rank % 2:
+            time.sleep(0.02)  # not the first
+        caller.dispatch_checked()
+        groups = [caller.dispatch_checked().routing.batch for _ in range(2)]
+        assert groups[0] is groups[1]
+
+
+@on_buffers(3)
+def test_a_mistake_beside_a_rank_that_outgrows_the_group_is_told_to_all(buffer: Buffer) -> None:
+    """In any order, and the next dispatch works; so are numbers that are not equal."""
+    cases.everything(buffer, SEED)
+    for number, (late, wrong) in enumerate(itertools.product(range(3), (None, "x", "hidden"))):
+        tokens = [60 << number if rank == 2 else 4 for rank in range(3)]
+        sizes = {"hidden": 1024} if wrong == "hidden" and buffer.rank == 0 else {}
+        caller = cases.Caller(buffer, make_batch(SEED, 3, tokens=tokens, **sizes))
+        if buffer.rank == late:
+            time.sleep(0.05)
+        if wrong is None:
+            caller.dispatch_checked()
+            continue
+        x = caller.x[0] if wrong == "x" and buffer.rank == 0 else caller.x
+        kind = ValueError if x is not caller.x else Mismatch
+        texts = {"x": r"x: expected \[T,H\]", "hidden": "bytes of a row of x = 2048 on rank 0 and"}
+        with pytest.raises(kind, match=texts[wrong]):
+            caller.dispatch(x, **caller.topk())
 
 
 @on_buffers(2)

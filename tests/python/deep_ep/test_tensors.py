@@ -129,7 +129,7 @@ class Pool:
         self.failures = 0
         memory._allocate = self.allocate  # type: ignore[method-assign]
 
-    def allocate(self, size: int) -> Any:
+    def allocate(self, size: int, dtype: torch.dtype) -> Any:
         blocks = self.free.setdefault(self.stream, [])
         for number, (address, room) in enumerate(blocks):
             if room >= size:
@@ -147,9 +147,9 @@ class Pool:
     def tensor(self, address: int) -> Any:
         return SimpleNamespace(untyped_storage=lambda: Storage(address), data_ptr=lambda: address)
 
-    def die(self, storage: Storage, size: int) -> None:
-        self.alive.discard(storage.address)
-        self.free[self.stream].append((storage.address, size))
+    def die(self, tensor: Any, size: int) -> None:
+        self.alive.discard(tensor.data_ptr())
+        self.free[self.stream].append((tensor.data_ptr(), size))
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_pool_that_takes_no_segment_is_not_used(
     """As with settings of torch's allocator under which it gives memory of its own."""
     freed: list[int] = []
     monkeypatch.setattr(sets.heap, "mem_free", freed.append)
-    sets.memory._allocate = lambda size: sets.pool.tensor(77)
+    sets.memory._allocate = lambda size, dtype: sets.pool.tensor(77)
     tensor = sets.memory.empty((3, 5), torch.bfloat16)
     assert tensor.shape == (3, 5) and tensor.dtype == torch.bfloat16
     assert len(freed) == 1 and sets.memory._pool is None
@@ -239,10 +239,10 @@ def test_communicator_stays_until_torch_gives_its_segments_back(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(_memory.torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
-    storage = sets.memory._from_set(MIB)
+    tensor = sets.memory._from_set(MIB)
     sets.memory.close()
     assert not sets.heap.closed and sets.memory._pool is not None
-    sets.pool.die(storage, MIB)
+    sets.pool.die(tensor, MIB)
     _memory.leave_unused()
     assert sets.memory._pool is None and not sets.heap.closed  # torch still has its segment
     assert asked == []
