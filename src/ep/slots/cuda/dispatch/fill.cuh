@@ -1,5 +1,5 @@
-// The end of a dispatch whose rows lie without gaps: all groups fill what lies behind the rows, each
-// a part of it, when their own rows are delivered.
+// The end of a dispatch whose rows lie without gaps: all groups fill what lies behind the rows,
+// each a part of it, when their own rows are delivered.
 //
 //   memory                          content                   filled by
 //   recv_tokens, in padding         0                         movers
