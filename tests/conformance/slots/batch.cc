@@ -22,7 +22,7 @@ constexpr std::byte kNotToBeRead{0xFF};
 constexpr std::byte kOverwritten{0x3C};
 constexpr std::int64_t kFirstLoad = 1000, kFirstWait = 5;
 
-constexpr std::uint64_t kDispatchWeights = LlBatch::kDispatchWeights, kCombineWeights = 0xC0;
+constexpr std::uint64_t kCombineWeights = 0xC0;
 
 // 8 bytes of ones arrive as another NaN on CUDA devices.
 void replace_ones(std::vector<std::byte>& row) {
