@@ -77,7 +77,7 @@ class SharedMemory {
 };
 
 inline constexpr DLDataType kBf16{kDLBfloat, 16, 1}, kFp16{kDLFloat, 16, 1};
-inline constexpr DLDataType kFloat{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1};
+inline constexpr DLDataType kFloat{kDLFloat, 32, 1}, kInt32{kDLInt, 32, 1}, kInt64{kDLInt, 64, 1};
 inline constexpr DLDataType kE4m3{10, 8, 1};  // kDLFloat8_e4m3fn, which old headers do not name
 inline constexpr std::int64_t kScaleColumns = 128;  // of a row that share a scale
 

@@ -53,6 +53,8 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   number(app, "--iters", w.iters, 1, kMost);
   number(app, "--warmup", w.warmup, 0, kMost);
   number(app, "--seed", w.seed, std::uint64_t{0}, UINT64_MAX);
+  number(app, "--alignment", w.alignment, 1, 1 << 20);
+  word(app, "--receive", w.receive, {Receive::slots, Receive::by_expert, Receive::by_rank});
   word(app, "--device", options.device, {Device::cpu, Device::cuda});
   number(app, "--chain", options.chain, 2, kMost);
   app.add_option("--routing", w.routing);
@@ -60,7 +62,12 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   parse_all(app, std::move(arguments));
   if (w.iters == 0) w.iters = 200;
   if (w.warmup < 0) w.warmup = 20;
+  if (w.receive == Receive::by_rank) w.layout = Layout::rank;
   check(w);
+  if (w.alignment != 1 && w.receive != Receive::by_expert) {
+    throw std::invalid_argument("--alignment " + std::to_string(w.alignment) +
+                                ": expected --receive by_expert with it");
+  }
   if (w.hidden % 128 != 0) {
     throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
                                 ": expected a multiple of 128, the columns of one scale");
@@ -114,8 +121,9 @@ std::string title(const LlOptions& options, bool threads) {
   const Workload& w = options.workload;
   std::ostringstream text;
   text << "crossdock-bench ll: " << w.ranks << (threads ? " threads" : " processes")
-       << ", H=" << w.hidden << " K=" << w.topk << " E=" << w.experts << ", routing " << w.routing
-       << ", seed " << w.seed << ", " << w.iters << " iterations";
+       << ", received " << name_of(w.receive) << ", H=" << w.hidden << " K=" << w.topk
+       << " E=" << w.experts << ", routing " << w.routing << ", seed " << w.seed << ", " << w.iters
+       << " iterations";
   return text.str();
 }
 
@@ -167,7 +175,7 @@ void print(const LlReport& report) {
   print_text(
       "",
       "Times run from a common start to the end of the slowest rank. By zero-copy and staged: "
-      "calls of the expert-major layout that do the same; with what it receives in symmetric "
+      "calls of the layout of ep.h that do the same; with what it receives in symmetric "
       "memory, "
       "or in ordinary memory, where low latency has it. In their columns: their p50 over this one. "
       "Between dispatch and combine each rank reads and writes the rows that it has received, as "
@@ -182,6 +190,8 @@ void write_json(const LlReport& report) {
 #endif
   json.update({{"ranks", w.ranks},
                {"threads", report.threads},
+               {"receive", name_of(w.receive)},
+               {"alignment", w.alignment},
                {"hidden", w.hidden},
                {"topk", w.topk},
                {"experts", w.experts},
@@ -252,12 +262,15 @@ const char* ll_help() {
 
 Times low-latency dispatch and combine, whole and in halves, bf16 and quantised,
 every iteration with a common start; a time is the maximum over the ranks. Beside
-it: prepare, dispatch and combine of the expert-major layout, on the same tokens.
+it: prepare, dispatch and combine of the expert-major layout (by_rank: of the
+rank-major one), on the same tokens.
 
   --tokens N,N,...  per rank (1,8,16,32,64,128,256,512)
   --hidden N        elements of a row (7168)  --experts N   in all (256)
   --topk N          experts of a token (8)    --routing R   as crossdock-bench ep (uniform)
   --iters N         timed iterations (200)    --warmup N    before them (20)
+  --receive F       slots, by_expert or by_rank: the form of received rows (slots)
+  --alignment N     of by_expert's zones (1)
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
   --chain N         the period of a batch in streams of N (20) times dispatch and
                     combine, beside the times of these alone

@@ -14,6 +14,10 @@ xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
   config.hidden = w.hidden;
   config.dtype = kBf16;
   config.device_type = device.dl().device_type;
+  config.receive = w.receive == Receive::slots       ? XD_LL_SLOTS
+                   : w.receive == Receive::by_expert ? XD_LL_BY_EXPERT
+                                                     : XD_LL_BY_RANK;
+  config.alignment = w.alignment;
   return config;
 }
 
@@ -23,7 +27,15 @@ std::size_t plan_bytes(const xd_ll_config& config) {
   return (bytes + 255) / 256 * 256;  // so that the next may lie behind it
 }
 
-Tensor::Shape slots(const xd_ll_config& config, std::int64_t columns) {
+std::int64_t most_rows(const xd_ll_config& config) {
+  std::int64_t rows = 0;
+  ok(xd_ll_recv_bound(&config, 0, &rows));
+  return rows;
+}
+
+// Of received rows.
+Tensor::Shape shape(const xd_ll_config& config, std::int64_t columns) {
+  if (config.receive != XD_LL_SLOTS) return {most_rows(config), columns};
   return {config.num_experts / config.num_ranks,
           std::int64_t{config.num_ranks} * config.max_tokens_per_rank, columns};
 }
@@ -33,11 +45,15 @@ Tensor::Shape slots(const xd_ll_config& config, std::int64_t columns) {
 LlCalls::LlCalls(const Workload& w, const Rank& at, const EpInputs& inputs, int sets)
     : at_(at),
       config_(config_of(w, at.device)),
-      recv_(nullptr, at.device, kBf16, slots(config_, w.hidden), sets, Pages::untouched),
-      recv_fp8_(nullptr, at.device, kE4m3, slots(config_, w.hidden), 1, Pages::untouched),
-      scales_(nullptr, at.device, kFloat, slots(config_, w.hidden / kScaleColumns), 1,
+      recv_(nullptr, at.device, kBf16, shape(config_, w.hidden), sets, Pages::untouched),
+      recv_fp8_(nullptr, at.device, kE4m3, shape(config_, w.hidden), 1, Pages::untouched),
+      scales_(nullptr, at.device, kFloat, shape(config_, w.hidden / kScaleColumns), 1,
               Pages::untouched),
       counts_(nullptr, at.device, kInt32, {w.local_experts()}, sets),
+      row_offsets_(nullptr, at.device, kInt64,
+                   {(w.receive == Receive::by_rank ? w.ranks : w.local_experts()) + 1}),
+      recv_topk_idx_(nullptr, at.device, kInt32,
+                     {w.receive == Receive::by_rank ? most_rows(config_) : 0, w.topk}),
       out_(nullptr, at.device, kBf16, {w.tokens, w.hidden}, sets),
       plan_bytes_(plan_bytes(config_)),
       plans_(nullptr, at.device, plan_bytes_ * static_cast<std::size_t>(sets)) {
@@ -46,6 +62,8 @@ LlCalls::LlCalls(const Workload& w, const Rank& at, const EpInputs& inputs, int 
   group_.reset(group);
   dispatch_.tokens = inputs.tokens.dl();
   dispatch_.topk_idx = inputs.topk_idx.dl();
+  if (w.receive != Receive::slots) dispatch_.row_offsets = row_offsets_.dl();
+  if (w.receive == Receive::by_rank) dispatch_.recv_topk_idx = recv_topk_idx_.dl();
   dispatch_.plan_bytes = plan_bytes_;
   combine_.plan_bytes = plan_bytes_;
   use(0);

@@ -23,17 +23,18 @@ class LlCalls {
   void check_status() const;
   xd_ll_memory memory() const;
 
-  const Tensor& recv() const { return recv_; }          // [L,S,H]
-  const Tensor& recv_fp8() const { return recv_fp8_; }  // [L,S,H]
-  const Tensor& counts() const { return counts_; }      // [L]
-  const Tensor& out() const { return out_; }            // [T,H]
+  const Tensor& recv() const { return recv_; }                // [L,S,H], or [N,H]
+  const Tensor& recv_fp8() const { return recv_fp8_; }        // likewise
+  const Tensor& counts() const { return counts_; }            // [L]
+  const Tensor& row_offsets() const { return row_offsets_; }  // where rows have no slots
+  const Tensor& out() const { return out_; }                  // [T,H]
 
  private:
   void use(int set);
 
   const Rank& at_;
   const xd_ll_config config_;
-  const Tensor recv_, recv_fp8_, scales_, counts_, out_;
+  const Tensor recv_, recv_fp8_, scales_, counts_, row_offsets_, recv_topk_idx_, out_;
   LlGroup group_;
   const std::size_t plan_bytes_;
   const Memory plans_;

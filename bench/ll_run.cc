@@ -70,6 +70,14 @@ void compute(const Tensor& slots, const Tensor& counts) {
   }
 }
 
+// Of [N,H], those before the end.
+void compute_rows(const Tensor& rows, const Tensor& offsets) {
+  const DLTensor& all = *rows.dl();
+  const auto* const ends = static_cast<const std::int64_t*>(offsets.data());
+  compute(all.data, static_cast<std::size_t>(ends[offsets.dl()->shape[0] - 1]) *
+                        static_cast<std::size_t>(all.shape[1]) * all.dtype.bits / 8);
+}
+
 class LlRun {
  public:
   LlRun(const Workload& w, const Traffic& traffic, const Rank& at)
@@ -119,14 +127,18 @@ class LlRun {
   Part with_experts(const std::function<void()>& body) {
     return {.body = [body](int) { body(); }, .after = [this] { experts(); }};
   }
-  void experts() const { compute(ll_.recv(), ll_.counts()); }
+  void experts() const { compute_all(ll_.recv()); }
+  void compute_all(const Tensor& received) const {
+    if (w_.receive != Receive::slots) return compute_rows(received, ll_.row_offsets());
+    compute(received, ll_.counts());
+  }
 
   void time_whole() {
     time(kDispatch, {with_experts([&] { ll_.dispatch(); })});
     time(kCombine, {with_experts([&] { ll_.combine(); })});
     time(kBoth, {with_experts([&] { ll_.dispatch(); }), Part{.body = [&](int) { ll_.combine(); }}});
     time(kDispatchFp8, {Part{.body = [&](int) { ll_.dispatch_fp8(); },
-                             .after = [&] { compute(ll_.recv_fp8(), ll_.counts()); }}});
+                             .after = [&] { compute_all(ll_.recv_fp8()); }}});
   }
   void time_halves() {
     const auto dispatch = [this](xd_ll_phase phase) { ll_.dispatch(phase); };

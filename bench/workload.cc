@@ -77,6 +77,12 @@ void check(const Workload& w) {
 
 const char* name_of(Layout layout) { return layout == Layout::expert ? "expert" : "rank"; }
 
+const char* name_of(Receive receive) {
+  return receive == Receive::slots       ? "slots"
+         : receive == Receive::by_expert ? "by_expert"
+                                         : "by_rank";
+}
+
 const char* name_of(Element element) {
   switch (element) {
     case Element::bf16:

@@ -11,6 +11,7 @@
 namespace bench {
 
 enum class Layout { expert, rank };
+enum class Receive { slots, by_expert, by_rank };  // of low latency
 // The last two are fp8 rows with a float32 scale per 128 columns: rows that are given as fp8, and
 // rows that are quantised on the way.
 enum class Element { bf16, fp16, fp32, fp8, bf16_to_fp8 };
@@ -24,6 +25,7 @@ struct Workload {
   int experts = 64;
   int alignment = 1;
   Layout layout = Layout::expert;
+  Receive receive = Receive::slots;  // of low latency alone; `layout` is the one that fits it
   Element element = Element::bf16;
   std::string routing = "uniform";  // uniform, zipf, zipf:EXPONENT, hot, file:PATH
   std::uint64_t seed = 1;
@@ -83,6 +85,7 @@ std::uint32_t bits_of(Element element, float value);
 void check(const Workload& workload);
 
 const char* name_of(Layout layout);
+const char* name_of(Receive receive);
 const char* name_of(Element element);
 const char* name_of(Device device);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <functional>
+#include <set>
 #include <string>
 
 #include "../ll_calls.h"
@@ -86,13 +87,26 @@ class LlMeasurement {
     ll_.check_status();
     std::vector<Origin> origins;
     for (int token = 0; token < at_.workload().tokens; ++token) {
-      origins.push_back({at_.rank, token, at_.workload().topk});
+      origins.push_back({at_.rank, token, rows_of(token)});
     }
     const DeviceArray<Origin> expected(at_.stream, origins);
     const WrongElements wrong(at_.stream);
     check_rows(payload_, ll_.out().data(), expected.data(), expected.size(), wrong.counter(),
                at_.stream);
     wrong.expect_none("sums");
+  }
+
+  // The rows that are received of one of this rank's tokens.
+  int rows_of(int token) const {
+    const Workload& w = at_.workload();
+    if (w.receive != Receive::by_rank) return w.topk;
+    std::set<int> ranks;
+    for (int k = 0; k < w.topk; ++k) {
+      const auto choice = static_cast<std::size_t>(token) * static_cast<std::size_t>(w.topk) +
+                          static_cast<std::size_t>(k);
+      ranks.insert(traffic_.choices[choice] / w.local_experts());
+    }
+    return static_cast<int>(ranks.size());
   }
 
   // Collective.

@@ -17,6 +17,18 @@
  * multiples of 16 bytes and give each row a place of its own; a row is contiguous. They may lie
  * anywhere on the rank's device: symmetric memory makes no difference here.
  *
+ * Receive forms. Tensors [L,S,..] are those of a group with XD_LL_SLOTS. A group may receive
+ * without gaps instead, into tensors [N,H] (config.receive):
+ *   XD_LL_BY_EXPERT  one row per (token, expert), in zones, as XD_EP_EXPERT_MAJOR in ep.h with the
+ *                    config's alignment. Padding rows are zero, with scales and weight 0.
+ *   XD_LL_BY_RANK    one row per (token, rank), as XD_EP_RANK_MAJOR: the caller sums a token's
+ *                    experts here into one row of expert_out.
+ * Rows, weights, local experts, counts and the sums of combine are, bit for bit, those of prepare,
+ * dispatch and combine of that layout, but for the exception below. N is at least xd_ll_recv_bound,
+ * so nothing can overflow; rows behind the last are left untouched. Tensors [N,H] may have any
+ * stride over N that is a multiple of 16 bytes and gives each row a place of its own. Weights that
+ * dispatch is given arrive in recv_weights, and no combine uses them.
+ *
  * Halves. With phase = XD_LL_PHASE_SEND a call sends what this rank has, and with
  * XD_LL_PHASE_RECEIVE a later call takes what has come; XD_LL_PHASE_BOTH does both. A send half
  * reads the inputs, and when it has ended they are the caller's again. A receive half writes the
@@ -81,6 +93,14 @@ typedef enum xd_ll_peer_loss {
   XD_LL_PEER_LOSS_MASK = 1
 } xd_ll_peer_loss;
 
+/* The form in which a group's dispatch delivers rows, and its combine takes them: see "Receive
+ * forms" above. */
+typedef enum xd_ll_receive {
+  XD_LL_SLOTS = 0,
+  XD_LL_BY_EXPERT = 1,
+  XD_LL_BY_RANK = 2
+} xd_ll_receive;
+
 /* No xd_ep_operation has the number of one of these. */
 typedef enum xd_ll_operation {
   XD_LL_DISPATCH = 5,
@@ -124,11 +144,15 @@ typedef struct xd_ll_config {
   int32_t device_type;
   /* [E] rank of each expert, or NULL: as in xd_ep_config. Read during the call only. */
   const int32_t* expert_ranks;
+  xd_ll_receive receive;
+  /* BY_EXPERT: zones begin at multiples of so many rows, a power of two up to 2^20; 0 = 1. In other
+   * groups 0 or 1. */
+  int32_t alignment;
 } xd_ll_config;
 /* clang-format off */
 #define XD_LL_CONFIG_INIT \
   {sizeof(xd_ll_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_EP_DUPLICATE_IDS_ERROR, \
-   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL}
+   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL, XD_LL_SLOTS, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -140,6 +164,11 @@ XD_API xd_status xd_ll_local_experts(const xd_ll_config* config, int32_t rank,
 
 /* Bytes of a plan: about W*T*(8*K + 16), with T and K at their bounds. */
 XD_API xd_status xd_ll_plan_size(const xd_ll_config* config, size_t* bytes);
+
+/* The most rows that a rank can receive of up to max_tokens tokens per rank (0 = the config's): N
+ * is at least that. BY_EXPERT: W * max_tokens * min(max_topk, L) with worst-case padding and the
+ * largest L of all ranks; BY_RANK: W * max_tokens. INVALID_ARGUMENT for SLOTS. */
+XD_API xd_status xd_ll_recv_bound(const xd_ll_config* config, int32_t max_tokens, int64_t* rows);
 
 typedef struct xd_ll_memory {
   size_t struct_size;
@@ -225,18 +254,22 @@ typedef struct xd_ll_dispatch_args {
    * bytes, and serves any number of combines in the group, also while other plans are alive. */
   void* plan;
   size_t plan_bytes;
-  /* Out [L,S,H], receive half: type of tokens; float8_e4m3fn when quantising. */
+  /* Out [L,S,H], or [N,H] in other receive forms, receive half: type of tokens; float8_e4m3fn when
+   * quantising. */
   const DLTensor* recv_tokens;
   /* Out, receive half, given iff quantising: [L,S,H/128] float32; with E8M0 float8_e8m0fnu or
    * uint8, or [L,S,H/512] int32, which packs the bytes of 4 blocks, the first lowest (H is a
-   * multiple of 512). Any strides under which each element has a place of its own. */
+   * multiple of 512); in other forms [N,..] likewise. Any strides under which each element has a
+   * place of its own. */
   const DLTensor* recv_scales;
-  /* Out [L] int32, receive half: rows per local expert. */
+  /* Out [L] int32, receive half: rows per local expert, without padding (BY_RANK: pairs of token
+   * and expert). */
   const DLTensor* counts;
   /* The outputs from here on are optional, of the receive half. */
-  /* Out [L,W] int64: for each source rank, its first slot << 32 | its rows. */
+  /* Out [L,W] int64, SLOTS only: for each source rank, its first slot << 32 | its rows. */
   const DLTensor* source_ranges;
-  /* Out [L,S] int32: the token's index at its source rank; untouched behind the rows. */
+  /* Out [L,S] int32, SLOTS only: the token's index at its source rank; untouched behind the
+   * rows. */
   const DLTensor* source_tokens;
   /* In and out [L] int32 or int64: counts are added to it. */
   const DLTensor* expert_load;
@@ -244,14 +277,28 @@ typedef struct xd_ll_dispatch_args {
    * beginning of the receive half until the source's header had come; 0 for this rank. A rank that
    * is always late stands out. */
   const DLTensor* wait_ns;
+  /* The fields from here on are for BY_EXPERT and BY_RANK, and NULL or 0 in other groups. */
+  /* Out int64, receive half. BY_EXPERT [L+1]: first row of each zone, and the end of the last;
+   * BY_RANK [W+1]: first row of each source rank, and the end of the last. */
+  const DLTensor* row_offsets;
+  /* Out float32, receive half, given iff topk_weights is given: BY_EXPERT [N]; BY_RANK [N,K], 0
+   * where recv_topk_idx is -1, and past the last row. */
+  const DLTensor* recv_weights;
+  /* Out [N,K] int32 or int64, receive half, optional, BY_RANK only: local expert, or -1, and -1
+   * past the last row. */
+  const DLTensor* recv_topk_idx;
+  /* Both halves: the most tokens that a rank may have in this call, up to max_tokens_per_rank, and
+   * equal on all ranks; 0 = max_tokens_per_rank. It bounds N, and nothing else. */
+  int32_t max_tokens;
 } xd_ll_dispatch_args;
 /* clang-format off */
 #define XD_LL_DISPATCH_ARGS_INIT \
   {sizeof(xd_ll_dispatch_args), XD_LL_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
-   NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+   NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0}
 /* clang-format on */
 
-/* Copies each token's row to a slot of every expert that it has chosen. Bad expert ids anywhere:
+/* Copies each token's row to a slot of every expert that it has chosen, or as the group's receive
+ * form says. Bad expert ids anywhere:
  * outputs and plan are complete and usable, and on every rank the status is INVALID_ARGUMENT (CPU:
  * returned; CUDA: in xd_ll_group_status) with the lowest rank and the number of bad ids. */
 XD_API xd_status xd_ll_dispatch(xd_ll_group* group, const xd_ll_dispatch_args* args,
@@ -264,10 +311,12 @@ typedef struct xd_ll_combine_args {
   const void* plan;
   size_t plan_bytes;
   /* In [L,S,H], send half: bf16, fp16 or fp32, up to the group's row. Slots behind the rows are not
+   * read. In other receive forms [N,H], where N is at least the plan's recv_rows; padding is not
    * read. */
   const DLTensor* expert_out;
   /* In [T,K] float32, optional, send half: wins over the weights that dispatch was given. Given on
-   * all ranks or on none. Without weights of either kind a row counts once. */
+   * all ranks or on none. Without weights of either kind a row counts once. INVALID_ARGUMENT
+   * BY_RANK, where a row stands for several experts. */
   const DLTensor* topk_weights;
   /* Out [T,H], receive half, type of expert_out: sum over the token's rows; zero for a token
    * without rows. */
@@ -299,7 +348,8 @@ typedef struct xd_ll_plan_info {
   int32_t num_tokens;
   /* K. */
   int32_t topk;
-  /* Rows that this rank has received: the sum of all counts. */
+  /* Rows that this rank has received: SLOTS the sum of all counts; else the end of the last zone or
+   * source rank, padding included. */
   int64_t recv_rows;
   /* Bad ids over all ranks, and the lowest rank that has some; -1 = none. */
   int64_t bad_ids;

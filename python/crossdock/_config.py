@@ -26,6 +26,7 @@ __all__ = [
     "OnError",
     "Overflow",
     "PeerLoss",
+    "Receive",
     "Staging",
     "fail_group",
     "number_of",
@@ -36,6 +37,7 @@ Overflow = Literal["error", "drop"]
 DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
+Receive = Literal["slots", "by_expert", "by_rank"]
 
 # By the field of a config: its words, and the library's numbers for them.
 WORDS: dict[str, dict[str, int]] = {
@@ -45,6 +47,7 @@ WORDS: dict[str, dict[str, int]] = {
     "on_error": constants.ON_ERROR,
     "staging": constants.STAGINGS,
     "on_peer_loss": constants.PEER_LOSSES,
+    "receive": constants.RECEIVES,
 }
 
 
@@ -220,6 +223,10 @@ class LowLatencyConfig(_Sizes):
             ``"mask"``: the group goes on without a rank that is late, and without one whose process
             has ended if the communicator has ``on_peer_loss="mask"``, too.
         wait_timeout_ms: longest wait for a peer; 0 = the communicator's.
+        receive: where received rows lie: ``"slots"``: in slots of their expert; or without gaps,
+            ``"by_expert"`` as layout "expert_major" of `EpConfig` has them, ``"by_rank"`` as
+            "rank_major".
+        alignment: "by_expert": of zones, in rows, a power of two; padding rows are zero.
 
     Raises:
         TypeError, ValueError: as of `EpConfig`.
@@ -228,10 +235,20 @@ class LowLatencyConfig(_Sizes):
     in_flight: int = 0
     on_peer_loss: PeerLoss = "fatal"
     wait_timeout_ms: int = 0
+    receive: Receive = "slots"
+    alignment: int = 1
 
     def local_experts(self, rank: int, num_ranks: int) -> int:
         """The number of experts that a rank holds."""
         return _core.ll_local_experts(rank, num_ranks=num_ranks, **self.options())
+
+    def recv_bound(self, num_ranks: int, max_tokens: int = 0) -> int:
+        """The most rows that a rank can receive where they lie without gaps.
+
+        Args:
+            max_tokens: the most tokens of a rank in the call; 0 = max_tokens_per_rank.
+        """
+        return _core.ll_recv_bound(max_tokens, num_ranks=num_ranks, **self.options())
 
     def num_slots(self, num_ranks: int) -> int:
         """S, the slots of each expert, which no routing can overflow."""

@@ -37,14 +37,22 @@ class Slots:
 
     L local experts with S slots each, H columns, W ranks. The rows of expert e lie in its slots 0
     to ``counts[e] - 1``, by source rank, then token. Slots behind them are left as they were.
+
+    In a group with ``receive="by_expert"`` or ``"by_rank"`` there are no slots: rows lie in [N,H],
+    zone by zone, or by source rank, and weights that dispatch was given beside them. Rows behind
+    the last are left as they were.
     """
 
-    tokens: np.ndarray  # [L,S,H], of any strides over L and S
+    tokens: np.ndarray  # [L,S,H], of any strides over L and S; or [N,H], of any over N
     scales: np.ndarray | None  # [L,S,H/128], of any strides; of packed ones int32 [L,S,H/512]
     counts: np.ndarray  # [L] int32
     plan: SlotPlan
     source_ranges: np.ndarray | None = None  # [L,W] int64: first slot << 32 | rows of each source
     source_tokens: np.ndarray | None = None  # [L,S] int32: the row's token at its source
+    # Where there are no slots:
+    row_offsets: np.ndarray | None = None  # int64: where zones [L+1], or sources [W+1], begin
+    weights: np.ndarray | None = None  # float32: of each row [N], or of its choices here [N,K]
+    topk_idx: np.ndarray | None = None  # by rank, [N,K] int64: local experts; -1 = none
 
 
 @dataclasses.dataclass
@@ -55,6 +63,34 @@ class _Sent:
     _half: Half = dataclasses.field(default_factory=Half, init=False, repr=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+    """The sizes from which the shapes of rows without gaps follow, beside those of rows."""
+
+    topk: int
+    weighted: bool
+    max_tokens: int
+
+    @classmethod
+    def of(cls, topk_idx: np.ndarray, topk_weights: np.ndarray | None, max_tokens: int) -> _Beside:
+        """Of a dispatch's inputs."""
+        most = number_of_32_bits("max_tokens", max_tokens)
+        return cls(topk_idx.shape[-1], topk_weights is not None, most)
+
+    def slots(
+        self,
+        group: LowLatencyGroup,
+        columns: int,
+        dtype: np.dtype,
+        way: QuantiseWay | None,
+        *,
+        sources: bool,
+    ) -> Slots:
+        """New arrays to receive into."""
+        rows = dataclasses.asdict(self) if group.config.receive != "slots" else {}
+        return group.slots(columns, dtype, way, sources=sources, **rows)
+
+
 @dataclasses.dataclass
 class SentDispatch(_Sent):
     """The rows that dispatch_send has sent. `receive` takes those that have come."""
@@ -62,6 +98,7 @@ class SentDispatch(_Sent):
     columns: int
     dtype: np.dtype
     way: QuantiseWay | None
+    beside: _Beside
 
     def receive(
         self,
@@ -82,10 +119,12 @@ class SentDispatch(_Sent):
         halves.require_oldest(self._half, "receive")
         with self.group._naming("receive"):
             if out is None:
-                out = self.group.slots(self.columns, self.dtype, self.way, sources=sources)
+                out = self.beside.slots(
+                    self.group, self.columns, self.dtype, self.way, sources=sources
+                )
             outputs = _outputs(out, expert_load, wait_ns)
         halves.take(self._half)
-        self.group._dispatch(_RECEIVE, self.way, outputs)
+        self.group._dispatch(_RECEIVE, self.way, outputs, self.beside.max_tokens)
         return out
 
 
@@ -165,6 +204,9 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         *,
         packed_scales: bool = False,
         sources: bool = False,
+        topk: int | None = None,
+        weighted: bool = True,
+        max_tokens: int = 0,
     ) -> Slots:
         """Arrays to receive into, in ordinary memory, their content undefined.
 
@@ -174,8 +216,11 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             quantise: as in `dispatch`.
             packed_scales: "fp8_block128_e8m0": scales are int32, each four bytes of e8m0.
             sources: with source_ranges and source_tokens.
+            topk, weighted, max_tokens: without slots: K (None = max_topk), whether dispatch is
+                given weights, and `max_tokens` of dispatch.
         """
-        local, slots, ranks = self._local_experts, self._num_slots, self._comm.num_ranks
+        local, ranks = self._local_experts, self._comm.num_ranks
+        places = self._places(max_tokens)
         columns = self._config.hidden if columns is None else columns
         dtype = numpy_dtype(self._config.dtype if dtype is None else dtype)
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
@@ -184,15 +229,31 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             dtype = numpy_dtype(_ELEMENT)
             width = columns // way.block // (_PACKED if packed_scales else 1)
             scale = "int32" if packed_scales else way.scale
-            scales = aligned_empty((local, slots, width), numpy_dtype(scale))
-        return Slots(
-            aligned_empty((local, slots, columns), dtype),
+            scales = aligned_empty((*places, width), numpy_dtype(scale))
+        slots = Slots(
+            aligned_empty((*places, columns), dtype),
             scales,
             aligned_empty(local, np.int32),
             SlotPlan(aligned_empty(self._plan_size, np.uint8)),
             aligned_empty((local, ranks), np.int64) if sources else None,
-            aligned_empty((local, slots), np.int32) if sources else None,
+            aligned_empty((local, self._num_slots), np.int32) if sources else None,
         )
+        if self._config.receive == "slots":
+            return slots
+        by_rank = self._config.receive == "by_rank"
+        choices = (*places, self._config.max_topk if topk is None else topk)
+        return dataclasses.replace(
+            slots,
+            row_offsets=aligned_empty((ranks if by_rank else local) + 1, np.int64),
+            weights=aligned_empty(choices if by_rank else places, np.float32) if weighted else None,
+            topk_idx=aligned_empty(choices, np.int64) if by_rank else None,
+        )
+
+    def _places(self, max_tokens: int) -> tuple[int, ...]:
+        """Leading dimensions of received rows: [L,S], or [N]."""
+        if self._config.receive == "slots":
+            return self._local_experts, self._num_slots
+        return (self._config.recv_bound(self._comm.num_ranks, max_tokens),)
 
     def dispatch(
         self,
@@ -204,14 +265,18 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         sources: bool = False,
         expert_load: np.ndarray | None = None,
         wait_ns: np.ndarray | None = None,
+        max_tokens: int = 0,
         out: Slots | None = None,
     ) -> Slots:
         """Copies each token's row to a slot of every expert that it has chosen.
 
+        Or to its place without gaps, where ``config.receive`` says so.
+
         Args:
             tokens: [T,H] bfloat16, float16 or float32.
             topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
-            topk_weights: [T,K] float32: for a combine that is given none. On all ranks or on none.
+            topk_weights: [T,K] float32: for a combine that is given none; without slots they arrive
+                beside the rows instead. On all ranks or on none.
             quantise: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
                 True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
                 float8_e8m0fnu "fp8_block128_e8m0", which may be packed into int32 (see `slots`).
@@ -219,6 +284,8 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             expert_load: [L] int32 or int64, to which the counts are added.
             wait_ns: [W] int64, to which the nanoseconds are added until each source's rows began to
                 come.
+            max_tokens: without slots: the most tokens that a rank has in this call, which bounds N;
+                0 = max_tokens_per_rank. Equal on all ranks.
             out: arrays to receive into; None = new ones, which are lost where the call raises.
 
         Raises:
@@ -235,10 +302,11 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
             inputs = _inputs(tokens, topk_idx, topk_weights)
+            beside = _Beside.of(topk_idx, topk_weights, max_tokens)
             if out is None:
-                out = self.slots(tokens.shape[-1], tokens.dtype, way, sources=sources)
+                out = beside.slots(self, tokens.shape[-1], tokens.dtype, way, sources=sources)
             outputs = _outputs(out, expert_load, wait_ns)
-        self._dispatch(_BOTH, way, inputs | outputs)
+        self._dispatch(_BOTH, way, inputs | outputs, beside.max_tokens)
         return out
 
     def dispatch_send(
@@ -248,6 +316,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         topk_weights: np.ndarray | None = None,
         *,
         quantise: bool | str = False,
+        max_tokens: int = 0,
     ) -> SentDispatch:
         """The first half of `dispatch`: reads the arguments and sends.
 
@@ -256,8 +325,9 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
             inputs = _inputs(tokens, topk_idx, topk_weights)
-            sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way)
-        self._dispatch(_SEND, way, inputs)
+            beside = _Beside.of(topk_idx, topk_weights, max_tokens)
+            sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way, beside)
+        self._dispatch(_SEND, way, inputs, beside.max_tokens)
         self._dispatches.add(sent._half)
         return sent
 
@@ -275,9 +345,10 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         Args:
             plan: of the batch; it may be combined several times.
             expert_out: [L,S,H] float32, float16 or bfloat16, of any strides over L and S: the
-                result for each row that was received.
+                result for each row that was received; without slots [N,H], as many rows as came, or
+                more.
             topk_weights: [T,K] float32, in place of those that dispatch had; without either a row
-                counts once. On all ranks or on none.
+                counts once. On all ranks or on none. Not where rows came by rank.
             wait_ns: as in `dispatch`.
             out: [T,H] array to write; None = a new one.
 
@@ -346,8 +417,11 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         self._dispatches.forget()
         self._combines.forget()
 
-    def _dispatch(self, phase: int, way: QuantiseWay | None, tensors: _Tensors) -> None:
-        numbers = {"phase": phase, "quantise": 0 if way is None else way.code}
+    def _dispatch(
+        self, phase: int, way: QuantiseWay | None, tensors: _Tensors, max_tokens: int
+    ) -> None:
+        code = 0 if way is None else way.code
+        numbers = {"phase": phase, "quantise": code, "max_tokens": max_tokens}
         self._core.dispatch(tensors | numbers)
 
 
@@ -373,6 +447,9 @@ def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | N
         "source_tokens": optional("out.source_tokens", sources, ("int32",), write=True),
         "expert_load": optional("expert_load", expert_load, INDICES, write=True),
         "wait_ns": optional("wait_ns", wait_ns, ("int64",), write=True),
+        "row_offsets": optional("out.row_offsets", out.row_offsets, ("int64",), write=True),
+        "recv_weights": optional("out.weights", out.weights, WEIGHTS, write=True),
+        "recv_topk_idx": optional("out.topk_idx", out.topk_idx, INDICES, write=True),
     }
 
 

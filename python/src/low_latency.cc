@@ -28,6 +28,13 @@ nb::dict group_memory(const nb::kwargs& options) {
   return fields_of(memory);
 }
 
+std::int64_t recv_bound(std::int32_t max_tokens, const nb::kwargs& options) {
+  const Given<xd_ll_config> config(options);
+  std::int64_t rows = 0;
+  check(xd_ll_recv_bound(config.get(), max_tokens, &rows));
+  return rows;
+}
+
 nb::dict plan_info(std::uintptr_t plan, std::size_t plan_bytes) {
   xd_ll_plan_info info XD_LL_PLAN_INFO_INIT;
   check(xd_ll_plan_get_info(pointer(plan), plan_bytes, &info));
@@ -46,6 +53,7 @@ void bind_low_latency(nb::module_& module) {
       .def("reset", &reset, "stream"_a = 0);
   module.def("ll_local_experts", &local_experts<LowLatencyApi>, "rank"_a, "options"_a);
   module.def("ll_plan_size", &plan_size<LowLatencyApi>);
+  module.def("ll_recv_bound", &recv_bound, "max_tokens"_a, "options"_a);
   module.def("ll_group_memory", &group_memory);
   module.def("ll_plan_info", &plan_info, "plan_ptr"_a, "plan_bytes"_a);
 }

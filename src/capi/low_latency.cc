@@ -35,6 +35,16 @@ xd_status xd_ll_plan_size(const xd_ll_config* config, size_t* bytes) {
                  [&] { *bytes = xd::ep::plan_size(xd::ep::read_ll_config(config, 0)); });
 }
 
+xd_status xd_ll_recv_bound(const xd_ll_config* config, int32_t max_tokens, int64_t* rows) {
+  XD_REQUIRE_GIVEN("xd_ll_recv_bound", rows);
+  return guarded("xd_ll_recv_bound", [&] {
+    const xd::ep::LlConfig read = xd::ep::read_ll_config(config, 0);
+    XD_REQUIRE(!read.has_slots(),
+               "config.receive = XD_LL_SLOTS, expected XD_LL_BY_EXPERT or XD_LL_BY_RANK");
+    *rows = xd::ep::recv_bound(read, max_tokens);
+  });
+}
+
 xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* memory) {
   return guarded("xd_ll_group_memory", [&] {
     const xd::ep::LlConfig read = xd::ep::read_ll_config(config, 0);

@@ -283,7 +283,7 @@ FROZEN_VALUE(XD_EP_COMBINE, 2);
 FROZEN_VALUE(XD_EP_DISPATCH_BWD, 3);
 FROZEN_VALUE(XD_EP_COMBINE_BWD, 4);
 
-FROZEN_SIZE(xd_ll_config, 72);
+FROZEN_SIZE(xd_ll_config, 80);
 FROZEN_FIELD(xd_ll_config, struct_size, 0);
 FROZEN_FIELD(xd_ll_config, num_ranks, 8);
 FROZEN_FIELD(xd_ll_config, num_experts, 12);
@@ -299,6 +299,8 @@ FROZEN_FIELD(xd_ll_config, wait_timeout_ms, 48);
 FROZEN_FIELD(xd_ll_config, num_sms, 52);
 FROZEN_FIELD(xd_ll_config, device_type, 56);
 FROZEN_FIELD(xd_ll_config, expert_ranks, 64);
+FROZEN_FIELD(xd_ll_config, receive, 72);
+FROZEN_FIELD(xd_ll_config, alignment, 76);
 
 FROZEN_SIZE(xd_ll_memory, 24);
 FROZEN_FIELD(xd_ll_memory, struct_size, 0);
@@ -333,6 +335,11 @@ FROZEN_ENUM(xd_ll_peer_loss);
 FROZEN_VALUE(XD_LL_PEER_LOSS_FATAL, 0);
 FROZEN_VALUE(XD_LL_PEER_LOSS_MASK, 1);
 
+FROZEN_ENUM(xd_ll_receive);
+FROZEN_VALUE(XD_LL_SLOTS, 0);
+FROZEN_VALUE(XD_LL_BY_EXPERT, 1);
+FROZEN_VALUE(XD_LL_BY_RANK, 2);
+
 FROZEN_ENUM(xd_ll_operation);
 FROZEN_VALUE(XD_LL_DISPATCH, 5);
 FROZEN_VALUE(XD_LL_COMBINE, 6);
@@ -343,7 +350,7 @@ FROZEN_VALUE(XD_LL_PHASE_BOTH, 0);
 FROZEN_VALUE(XD_LL_PHASE_SEND, 1);
 FROZEN_VALUE(XD_LL_PHASE_RECEIVE, 2);
 
-FROZEN_SIZE(xd_ll_dispatch_args, 120);
+FROZEN_SIZE(xd_ll_dispatch_args, 152);
 FROZEN_FIELD(xd_ll_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ll_dispatch_args, phase, 8);
 FROZEN_FIELD(xd_ll_dispatch_args, tokens, 16);
@@ -359,6 +366,10 @@ FROZEN_FIELD(xd_ll_dispatch_args, source_ranges, 88);
 FROZEN_FIELD(xd_ll_dispatch_args, source_tokens, 96);
 FROZEN_FIELD(xd_ll_dispatch_args, expert_load, 104);
 FROZEN_FIELD(xd_ll_dispatch_args, wait_ns, 112);
+FROZEN_FIELD(xd_ll_dispatch_args, row_offsets, 120);
+FROZEN_FIELD(xd_ll_dispatch_args, recv_weights, 128);
+FROZEN_FIELD(xd_ll_dispatch_args, recv_topk_idx, 136);
+FROZEN_FIELD(xd_ll_dispatch_args, max_tokens, 144);
 
 FROZEN_SIZE(xd_ll_combine_args, 64);
 FROZEN_FIELD(xd_ll_combine_args, struct_size, 0);

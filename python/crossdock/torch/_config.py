@@ -55,6 +55,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "in_flight": _number,
     "on_peer_loss": number_of,
     "wait_timeout_ms": _number,
+    "receive": number_of,
     "net_buffer_bytes": functools.partial(_number, least=0),
     _OWN: functools.partial(_number, least=0),
 }

@@ -10,7 +10,7 @@ import torch
 
 from crossdock import _core
 from crossdock._comm import number_of_32_bits
-from crossdock._config import DuplicateIds, OnError, PeerLoss
+from crossdock._config import DuplicateIds, OnError, PeerLoss, Receive
 from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import InvalidArgument
@@ -66,6 +66,10 @@ class Slots(NamedTuple):
     lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. Slots behind them are left
     as they were.
 
+    In a group with ``receive="by_expert"`` or ``"by_rank"`` there are no slots: rows lie in
+    ``[N, H]``, zone by zone, or by source rank, and weights that dispatch was given beside them.
+    Rows behind the last are left as they were.
+
     Attributes:
         tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
         scales: ``[L, S, H / 128]`` float32 or float8_e8m0fnu, or packed int32 ``[L, S, H / 512]``;
@@ -75,6 +79,11 @@ class Slots(NamedTuple):
         source_ranges: ``[L, W]`` int64: first slot << 32 | rows of each source; None unless asked
             for.
         source_tokens: ``[L, S]`` int32: the row's token at its source; None unless asked for.
+        row_offsets: without slots: int64, where zones ``[L + 1]``, or source ranks ``[W + 1]``,
+            begin, and where the last ends.
+        weights: without slots, where dispatch was given some: float32, of each row ``[N]``, or by
+            rank of its choices here ``[N, K]``, 0 elsewhere.
+        topk_idx: by rank, ``[N, K]`` int64: local experts; -1 elsewhere and past the last row.
     """
 
     tokens: torch.Tensor
@@ -83,6 +92,9 @@ class Slots(NamedTuple):
     plan: SlotPlan
     source_ranges: torch.Tensor | None = None
     source_tokens: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
 
 
 class LowLatencyGroup(Membership):
@@ -103,7 +115,7 @@ class LowLatencyGroup(Membership):
         num_slots: S, W * max_tokens_per_rank: the slots of each expert, which cannot overflow.
         plan_bytes: bytes of a plan.
         num_local_experts: L, the experts of this rank.
-        num_experts, max_topk, max_tokens_per_rank, hidden, dtype: as given.
+        num_experts, max_topk, max_tokens_per_rank, hidden, dtype, receive: as given.
         dispatch_halves, combine_halves: the operations that are between their halves.
         order: stands for the operations so far, so that compilers keep them, in their order.
         core: the group of the extension.
@@ -123,6 +135,8 @@ class LowLatencyGroup(Membership):
         in_flight: int = 0,
         on_peer_loss: PeerLoss = "fatal",
         wait_timeout_ms: int = 0,
+        receive: Receive = "slots",
+        alignment: int = 1,
         expert_ranks: Sequence[int] | None = None,
         comm: Comm | None = None,
     ) -> None:
@@ -142,6 +156,10 @@ class LowLatencyGroup(Membership):
                 operation that meets the loss reports PeerLost, and its results are complete but for
                 that rank's share: where it raises, those that it was given as ``out``.
             wait_timeout_ms: longest wait for a peer; 0 = the communicator's.
+            receive: where rows lie that are received: ``"slots"``: in slots of their expert; or
+                without gaps, ``"by_expert"`` as layout "expert_major" of `EpGroup` has them,
+                ``"by_rank"`` as "rank_major".
+            alignment: "by_expert": of zones, in rows, a power of two; padding rows are zero.
             expert_ranks: as of `EpGroup`.
             comm: None = the default communicator.
 
@@ -166,6 +184,8 @@ class LowLatencyGroup(Membership):
             in_flight=in_flight,
             on_peer_loss=on_peer_loss,
             wait_timeout_ms=wait_timeout_ms,
+            receive=receive,
+            alignment=alignment,
             expert_ranks=expert_ranks,
         )
         self.num_experts = num_experts
@@ -173,8 +193,9 @@ class LowLatencyGroup(Membership):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.hidden = hidden
         self.dtype = dtype
+        self.receive: Receive = receive
         self.core = _core.LowLatencyGroup(self.comm.core, **config)
-        sizes = config | {"num_ranks": self.comm.num_ranks}
+        self._sizes = sizes = config | {"num_ranks": self.comm.num_ranks}
         self.num_slots: int = self.comm.num_ranks * max_tokens_per_rank
         self.plan_bytes: int = _core.ll_plan_size(**sizes)
         self.num_local_experts: int = _core.ll_local_experts(self.comm.rank, **sizes)
@@ -195,6 +216,9 @@ class LowLatencyGroup(Membership):
         packed_scales: bool = False,
         column_major_scales: bool = False,
         sources: bool = False,
+        topk: int | None = None,
+        weighted: bool = True,
+        max_tokens: int = 0,
     ) -> Slots:
         """Tensors for the ``out`` of `ll_dispatch`, their content undefined.
 
@@ -206,8 +230,11 @@ class LowLatencyGroup(Membership):
             column_major_scales: the slots of an expert are contiguous for each block of columns, as
                 DeepGEMM takes scales; else the scales of each slot are.
             sources: with source_ranges and source_tokens.
+            topk, weighted, max_tokens: without slots: K (None = the group's), whether dispatch is
+                given weights, and its `max_tokens`.
         """
-        local, slots, device = self.num_local_experts, self.num_slots, self.comm.device
+        local, device = self.num_local_experts, self.comm.device
+        places = self.rows(max_tokens)
         hidden = self.hidden if hidden is None else hidden
         dtype = self.dtype if dtype is None else dtype
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
@@ -219,20 +246,55 @@ class LowLatencyGroup(Membership):
             if packed_scales:
                 kind, width = torch.int32, width // _PACKED
             if column_major_scales:
-                scales = torch.empty(local, width, slots, dtype=kind, device=device).transpose(1, 2)
+                *outer, rows = places
+                scales = torch.empty(*outer, width, rows, dtype=kind, device=device)
+                scales = scales.transpose(-2, -1)
             else:
-                scales = torch.empty(local, slots, width, dtype=kind, device=device)
+                scales = torch.empty(*places, width, dtype=kind, device=device)
         if sources:
             ranks = self.comm.num_ranks
             ranges = torch.empty(local, ranks, dtype=torch.int64, device=device)
-            tokens = torch.empty(local, slots, dtype=torch.int32, device=device)
+            tokens = torch.empty(local, self.num_slots, dtype=torch.int32, device=device)
+        offsets, weights, experts = self._beside(places, topk, weighted)
         return Slots(
-            torch.empty(local, slots, hidden, dtype=dtype, device=device),
+            torch.empty(*places, hidden, dtype=dtype, device=device),
             scales,
             torch.empty(local, dtype=torch.int32, device=device),
             SlotPlan(self, torch.empty(self.plan_bytes, dtype=torch.uint8, device=device)),
             ranges,
             tokens,
+            offsets,
+            weights,
+            experts,
+        )
+
+    def rows(self, max_tokens: int = 0) -> tuple[int, ...]:
+        """The leading dimensions of received rows: ``(L, S)``, or without slots ``(N,)``.
+
+        Args:
+            max_tokens: as of `ll_dispatch`.
+
+        Raises:
+            InvalidArgument: it is more than the group's, or negative.
+        """
+        if self.receive == "slots":
+            return self.num_local_experts, self.num_slots
+        return (_core.ll_recv_bound(number_of_32_bits("max_tokens", max_tokens), **self._sizes),)
+
+    def _beside(
+        self, places: tuple[int, ...], topk: int | None, weighted: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The row_offsets, weights and topk_idx of `Slots` without slots; else nothing."""
+        if self.receive == "slots":
+            return None, None, None
+        device, by_rank = self.comm.device, self.receive == "by_rank"
+        zones = self.comm.num_ranks if by_rank else self.num_local_experts
+        choices = (*places, self.max_topk if topk is None else topk)
+        shape = choices if by_rank else places
+        return (
+            torch.empty(zones + 1, dtype=torch.int64, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device) if weighted else None,
+            torch.empty(choices, dtype=torch.int64, device=device) if by_rank else None,
         )
 
     def mask(self) -> torch.Tensor:

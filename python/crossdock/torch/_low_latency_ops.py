@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crossdock import _core
+from crossdock._comm import number_of_32_bits
 from crossdock._core import constants
 from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
@@ -57,7 +58,9 @@ def _operator(schema: str) -> Any:
     "ll_dispatch(Tensor? tokens, Tensor? topk_idx, Tensor? topk_weights, Tensor(a!)? plan, "
     "Tensor(b!)? recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? counts, "
     "Tensor(e!)? source_ranges, Tensor(f!)? source_tokens, Tensor(g!)? expert_load, "
-    "Tensor(h!)? wait_ns, Tensor(i!) order, int group, int phase, int quantise) -> ()"
+    "Tensor(h!)? wait_ns, Tensor(i!)? row_offsets, Tensor(j!)? recv_weights, "
+    "Tensor(k!)? recv_topk_idx, Tensor(l!) order, int group, int phase, int quantise, "
+    "int max_tokens) -> ()"
 )
 def _dispatch(
     tokens: Tensor | None,
@@ -71,10 +74,14 @@ def _dispatch(
     source_tokens: Tensor | None,
     expert_load: Tensor | None,
     wait_ns: Tensor | None,
+    row_offsets: Tensor | None,
+    recv_weights: Tensor | None,
+    recv_topk_idx: Tensor | None,
     order: Tensor,
     group: int,
     phase: int,
     quantise: int,
+    max_tokens: int,
 ) -> None:
     given = {
         "tokens": as_rows(tokens),
@@ -88,8 +95,12 @@ def _dispatch(
         "source_tokens": source_tokens,
         "expert_load": expert_load,
         "wait_ns": wait_ns,
+        "row_offsets": row_offsets,
+        "recv_weights": recv_weights,
+        "recv_topk_idx": recv_topk_idx,
     }
-    _run(group, constants.LL_DISPATCH, given, phase=phase, quantise=quantise)
+    numbers = {"phase": phase, "quantise": quantise, "max_tokens": max_tokens}
+    _run(group, constants.LL_DISPATCH, given, **numbers)
 
 
 @_operator(
@@ -137,9 +148,17 @@ class SentDispatch:
     """
 
     def __init__(
-        self, group: LowLatencyGroup, tokens: Tensor, topk: int, way: QuantiseWay | None
+        self,
+        group: LowLatencyGroup,
+        tokens: Tensor,
+        topk: int,
+        way: QuantiseWay | None,
+        weighted: bool,
+        max_tokens: int,
     ) -> None:
         self._group = group
+        self._weighted = weighted
+        self._max_tokens = max_tokens
         self._num_tokens, self._hidden = tokens.shape
         self._topk = topk
         self._dtype = tokens.dtype
@@ -174,7 +193,14 @@ class SentDispatch:
         if out is not None:
             return out
         return self._group.slots(
-            self._hidden, self._dtype, self._way, packed_scales=packed_scales, sources=sources
+            self._hidden,
+            self._dtype,
+            self._way,
+            packed_scales=packed_scales,
+            sources=sources,
+            topk=self._topk,
+            weighted=self._weighted,
+            max_tokens=self._max_tokens,
         )
 
     def _fill(
@@ -185,13 +211,24 @@ class SentDispatch:
         expert_load: Tensor | None,
         wait_ns: Tensor | None,
     ) -> Slots:
-        tokens, scales, counts, plan, ranges, sources = slots
-        outputs = (plan.data, tokens, scales, counts, ranges, sources, expert_load, wait_ns)
+        tokens, scales, counts, plan, ranges, sources, *beside = slots
+        outputs = (
+            plan.data,
+            tokens,
+            scales,
+            counts,
+            ranges,
+            sources,
+            expert_load,
+            wait_ns,
+            *beside,
+        )
+        numbers = (phase, 0 if self._way is None else self._way.code, self._max_tokens)
         if torch.compiler.is_compiling():
-            _call_dispatch(self._group, inputs, outputs, phase, self._way)
+            _call_dispatch(self._group, inputs, outputs, numbers)
         else:
             try:
-                _call_dispatch(self._group, inputs, outputs, phase, self._way)
+                _call_dispatch(self._group, inputs, outputs, numbers)
             except CrossdockError:
                 _read_batch(plan)  # bad ids and lost ranks leave one that is complete
                 raise
@@ -230,9 +267,12 @@ def ll_dispatch(
     sources: bool = False,
     expert_load: Tensor | None = None,
     wait_ns: Tensor | None = None,
+    max_tokens: int = 0,
     out: Slots | None = None,
 ) -> Slots:
     """Copies each token's row to a slot of every expert that it has chosen. Collective.
+
+    Or to its place without gaps, where the group's ``receive`` says so.
 
     For inference: there is no gradient. Nothing waits for the host. It may be captured in a CUDA
     graph, whose replays follow the routing that `topk_idx` holds then.
@@ -241,8 +281,8 @@ def ll_dispatch(
         tokens: ``[T, H]`` bfloat16, float16 or float32, contiguous. T may differ per rank, and be
             0.
         topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none.
-        topk_weights: ``[T, K]`` float32, for an `ll_combine` that is given none. On all ranks or on
-            none.
+        topk_weights: ``[T, K]`` float32, for an `ll_combine` that is given none; without slots they
+            arrive beside the rows instead. On all ranks or on none.
         quantise: receive bfloat16 rows as float8_e4m3fn with scales, H a multiple of 128.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu.
@@ -251,6 +291,8 @@ def ll_dispatch(
         expert_load: ``[L]`` int32 or int64, to which the counts are added.
         wait_ns: ``[W]`` int64, to which is added how long each source was waited for, in
             nanoseconds.
+        max_tokens: without slots: the most tokens that a rank has in this call, which bounds N; 0 =
+            max_tokens_per_rank. Equal on all ranks.
         out: from `LowLatencyGroup.slots`: tensors to receive into, which lie anywhere on the
             device; None = new ones, which are lost where the call raises.
 
@@ -266,7 +308,7 @@ def ll_dispatch(
             raised by `LowLatencyGroup.check` or by a later call.
     """
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
-    sent = _new_dispatch(group, given, quantise)
+    sent = _new_dispatch(group, given, quantise, max_tokens)
     slots = sent._slots(packed_scales, sources, out)
     _require_slots(group, constants.LL_DISPATCH, slots, expert_load, wait_ns)
     return sent._fill(slots, tuple(given.values()), _BOTH, expert_load, wait_ns)
@@ -279,6 +321,7 @@ def ll_dispatch_send(
     topk_weights: Tensor | None = None,
     *,
     quantise: bool | str = False,
+    max_tokens: int = 0,
 ) -> SentDispatch:
     """The first half of `ll_dispatch`: sends, and has read its arguments when it ends.
 
@@ -286,8 +329,9 @@ def ll_dispatch_send(
     between their halves.
     """
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
-    sent = _new_dispatch(group, given, quantise)
-    _call_dispatch(group, tuple(given.values()), (None,) * 8, _SEND, sent._way)
+    sent = _new_dispatch(group, given, quantise, max_tokens)
+    code = 0 if sent._way is None else sent._way.code
+    _call_dispatch(group, tuple(given.values()), (None,) * 11, (_SEND, code, sent._max_tokens))
     _add_half(group, group.dispatch_halves, sent._half)
     return sent
 
@@ -307,9 +351,10 @@ def ll_combine(
     Args:
         plan: ``Slots.plan``; it may be combined several times.
         expert_out: ``[L, S, H]`` bfloat16, float16 or float32, of any strides over L and S,
-            anywhere on the device. Slots behind the rows are not read.
+            anywhere on the device. Slots behind the rows are not read. Without slots ``[N, H]``, as
+            many rows as came, or more.
         topk_weights: ``[T, K]`` float32, in place of those that `ll_dispatch` had; without either a
-            row counts once. On all ranks or on none.
+            row counts once. On all ranks or on none. Not where rows came by rank.
         wait_ns: as of `ll_dispatch`.
         out: ``[T, H]`` to write; None = a new one.
 
@@ -345,7 +390,7 @@ def ll_combine_send(
 
 
 def _new_dispatch(
-    group: LowLatencyGroup, given: dict[str, Any], quantise: bool | str
+    group: LowLatencyGroup, given: dict[str, Any], quantise: bool | str, max_tokens: int
 ) -> SentDispatch:
     """A dispatch to be sent, with inputs that the operator takes."""
     if not isinstance(group, LowLatencyGroup):
@@ -362,9 +407,14 @@ def _new_dispatch(
             group.refuse(operation, ValueError, f"{name}: {problem}")
     try:
         way = quantise_way(quantise)
+        most = number_of_32_bits("max_tokens", max_tokens)
+        group.rows(most)
+    except InvalidArgument as error:
+        group.refuse(operation, ValueError, str(error))
     except (TypeError, ValueError) as error:
         group.refuse(operation, type(error), str(error))
-    return SentDispatch(group, given["tokens"], given["topk_idx"].shape[1], way)
+    weighted = given["topk_weights"] is not None
+    return SentDispatch(group, given["tokens"], given["topk_idx"].shape[1], way, weighted, most)
 
 
 def _require_slots(
@@ -379,11 +429,12 @@ def _require_slots(
         group.refuse(operation, TypeError, f"out: expected Slots, got {type(slots).__name__}")
     if slots.plan.group is not group:
         group.refuse(operation, ValueError, "out.plan: expected one of this group")
-    tokens, scales, counts, plan, ranges, sources = slots
+    tokens, scales, counts, plan, ranges, sources, offsets, weights, experts = slots
     group.require_tensors(operation, **{"out.tokens": tokens, "out.scales": scales})
     group.require_tensors(operation, **{"out.counts": counts, "out.plan.data": plan.data})
     beside = {"expert_load": expert_load, "wait_ns": wait_ns}
     beside |= {"out.source_ranges": ranges, "out.source_tokens": sources}
+    beside |= {"out.row_offsets": offsets, "out.weights": weights, "out.topk_idx": experts}
     group.require_tensors(operation, **{"out.counts": counts}, **beside)
 
 
@@ -451,13 +502,9 @@ def _call_dispatch(
     group: LowLatencyGroup,
     inputs: tuple[Tensor | None, ...],
     outputs: tuple[Tensor | None, ...],
-    phase: int,
-    way: QuantiseWay | None,
+    numbers: tuple[int, int, int],
 ) -> None:
-    code = 0 if way is None else way.code
-    torch.ops.crossdock.ll_dispatch.default(
-        *inputs, *outputs, group.order, group.handle, phase, code
-    )
+    torch.ops.crossdock.ll_dispatch.default(*inputs, *outputs, group.order, group.handle, *numbers)
 
 
 def _call_combine(

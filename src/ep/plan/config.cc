@@ -114,19 +114,20 @@ Config read_config(const xd_ep_config* user, int comm_ranks) {
   return config;
 }
 
-std::int64_t recv_bound(const Config& config) {
-  const std::int64_t tokens = std::int64_t{config.ranks} * config.max_tokens;
-  if (!config.layout.row_per_expert) {
+std::int64_t recv_bound(const CommonConfig& sizes, int tokens_per_rank, const Layout& layout,
+                        std::int64_t alignment) {
+  const std::int64_t tokens = std::int64_t{sizes.ranks} * tokens_per_rank;
+  if (!layout.row_per_expert) {
     return static_cast<std::int64_t>(
-        round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(config.alignment)));
+        round_up(static_cast<std::uint64_t>(tokens), static_cast<std::uint64_t>(alignment)));
   }
   // All numbers of rows per expert, each at most `tokens` and together at most `rows`, occur in
   // some routing. In units of `alignment` rows, an expert's first unit takes one row to fill, every
   // further one `alignment` rows: so each expert gets one, and the rest go where there is room.
-  const std::int64_t rows = config.ranks * static_cast<std::int64_t>(config.rows_per_source());
-  const std::int64_t experts = std::min<std::int64_t>(config.most_local_experts(), rows);
-  const std::int64_t room = experts * ((tokens - 1) / config.alignment);
-  return config.alignment * (experts + std::min(room, (rows - experts) / config.alignment));
+  const std::int64_t rows = tokens * std::min(sizes.max_topk, sizes.most_local_experts());
+  const std::int64_t experts = std::min<std::int64_t>(sizes.most_local_experts(), rows);
+  const std::int64_t room = experts * ((tokens - 1) / alignment);
+  return alignment * (experts + std::min(room, (rows - experts) / alignment));
 }
 
 }  // namespace xd::ep

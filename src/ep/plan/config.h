@@ -131,7 +131,12 @@ CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payload
 // Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.
 void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high);
 
-// The smallest capacity that no routing can overflow, on any rank.
-std::int64_t recv_bound(const Config& config);
+// The smallest capacity that no routing of so many tokens per rank can overflow, on any rank.
+std::int64_t recv_bound(const CommonConfig& sizes, int tokens_per_rank, const Layout& layout,
+                        std::int64_t alignment);
+// The same for all tokens that a group of `config` may have.
+inline std::int64_t recv_bound(const Config& config) {
+  return recv_bound(config, config.max_tokens, config.layout, config.alignment);
+}
 
 }  // namespace xd::ep

@@ -50,7 +50,7 @@ struct PlanHeader {
   std::int32_t experts;
   std::int32_t tokens;
   std::int32_t topk;
-  std::int32_t layout;  // an xd_ep_layout or kSlotsLayout
+  std::int32_t layout;  // an xd_ep_layout or ll_layout()
   std::int32_t alignment;
   std::int32_t overflow;    // an xd_ep_overflow
   std::int32_t keeps_list;  // 1 = has a list
@@ -182,7 +182,7 @@ struct PlanExtent {
   std::uint64_t checked, end;
 };
 constexpr PlanExtent extent_of(const PlanHeader& h) {
-  if (h.layout == kSlotsLayout) {
+  if (is_ll_layout(h.layout)) {
     const LlPlanMap map = ll_map_of(h);
     return {map.home, map.end};
   }

@@ -42,7 +42,7 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::zones:
       return "plan: its zones are damaged";
     case PlanFault::family:
-      return fault.got == kSlotsLayout
+      return is_ll_layout(static_cast<int>(fault.got))
                  ? "plan: made by xd_ll_dispatch, expected one of xd_ep_prepare"
                  : "plan: made by xd_ep_prepare, expected one of xd_ll_dispatch";
     case PlanFault::binding: {

@@ -103,12 +103,12 @@ inline constexpr const char* kBindingNames[] = {
 
 // `slots`: whether plans of low latency are expected.
 constexpr Fault kind_fault(const PlanHeader& h, bool slots) {
-  const bool of_slots = h.layout == kSlotsLayout;
-  return of_slots == slots ? Fault{} : Fault{.kind = PlanFault::family, .got = h.layout};
+  return is_ll_layout(h.layout) == slots ? Fault{}
+                                         : Fault{.kind = PlanFault::family, .got = h.layout};
 }
 
 constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
-  if (const Fault other = kind_fault(h, t.layout == kSlotsLayout)) return other;
+  if (const Fault other = kind_fault(h, is_ll_layout(t.layout))) return other;
   const bool same_ranks_and_experts =
       h.rank == t.rank && h.ranks == t.ranks && h.experts == t.experts;
   if (same_ranks_and_experts &&

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <crossdock/ep.h>
+#include <crossdock/low_latency.h>
 
 namespace xd::ep {
 
@@ -33,8 +34,13 @@ struct Layout {
 };
 
 inline constexpr int kNumLayouts = 2;
-// In plans of low latency, in the place of an xd_ep_layout.
+// In plans of low latency, in the place of an xd_ep_layout: this and what the group's xd_ll_receive
+// adds to it.
 inline constexpr int kSlotsLayout = 2;
+constexpr int ll_layout(int receive) { return kSlotsLayout + receive; }
+constexpr bool is_ll_layout(int id) {
+  return id >= ll_layout(XD_LL_SLOTS) && id <= ll_layout(XD_LL_BY_RANK);
+}
 
 // A function and not a table, as kernels cannot reach tables of the host.
 constexpr Layout Layout::of(int id) {

@@ -50,6 +50,15 @@ class Reader {
     require_row(name, read.row_bytes());
     return read;
   }
+  // Reads a tensor [L,S,columns], or [N,columns] in groups without slots.
+  SlotTensor rows_of_experts(const DLTensor* t, const char* name, std::span<const DType> types,
+                             SlotFit fit, bool optional = false) const {
+    if (config_.has_slots()) return slots(t, name, types, fit, optional);
+    const SlotTensor read = read_slot_tensor(
+        t, {.name = name, .ndim = 2, .types = types, .device = device_, .optional = optional}, fit);
+    if (read && fit != SlotFit::elements) require_row(name, read.row_bytes());
+    return read;
+  }
   // Reads a tensor [L,S,columns].
   SlotTensor slots(const DLTensor* t, const char* name, std::span<const DType> types, SlotFit fit,
                    bool optional = false) const {
@@ -63,6 +72,20 @@ class Reader {
                " (num_ranks * max_tokens_per_rank)");
     if (fit != SlotFit::elements) require_row(name, read.row_bytes());
     return read;
+  }
+  // Reads the most tokens of a rank in a call.
+  std::int32_t max_tokens(std::int32_t given) const {
+    if (config_.has_slots()) {
+      XD_REQUIRE(given == 0, "max_tokens = ", given, ", expected 0: ", why_form());
+      return 0;
+    }
+    XD_REQUIRE(given >= 0 && given <= config_.max_tokens, "max_tokens = ", given,
+               ", expected 0 to max_tokens_per_rank = ", config_.max_tokens);
+    return given != 0 ? given : config_.max_tokens;
+  }
+  // Refuses a tensor that the group's receive form has no place for.
+  void require_none_given(const DLTensor* t, const char* name) const {
+    XD_REQUIRE(t == nullptr, name, ": given, expected NULL: ", why_form());
   }
   Tensor weights(const DLTensor* t) const { return optional(t, "topk_weights", 2, kFloat32); }
   Tensor wait_ns(const DLTensor* t) const {
@@ -79,9 +102,54 @@ class Reader {
                " bytes, expected at most the group's ", config_.max_row_bytes);
   }
 
+  std::string why_form() const {
+    return concat("the group's receive is XD_LL_", receive_name(config_.receive));
+  }
+
   const LlConfig& config_;
   const DLDevice device_;
 };
+
+// The outputs that go by slots, or do not.
+void read_places(const xd_ll_dispatch_args& args, const Reader& reader, const LlConfig& config,
+                 LlDispatchReceive& call) {
+  if (config.has_slots()) {
+    reader.require_none_given(args.row_offsets, "row_offsets");
+    reader.require_none_given(args.recv_weights, "recv_weights");
+    reader.require_none_given(args.recv_topk_idx, "recv_topk_idx");
+    call.source_ranges = reader.optional(args.source_ranges, "source_ranges", 2, kInt64);
+    call.source_tokens = reader.optional(args.source_tokens, "source_tokens", 2, kInt32);
+    if (call.source_ranges) {
+      require_rows(call.source_ranges, config.local_experts, "local experts");
+      require_cols(call.source_ranges, config.ranks, "ranks");
+    }
+    if (call.source_tokens) {
+      require_rows(call.source_tokens, config.local_experts, "local experts");
+      require_cols(call.source_tokens, slots_per_expert(config), "slots of an expert");
+    }
+    return;
+  }
+  reader.require_none_given(args.source_ranges, "source_ranges");
+  reader.require_none_given(args.source_tokens, "source_tokens");
+  call.row_offsets = reader.tensor(args.row_offsets, "row_offsets", 1, kInt64);
+  require_rows(call.row_offsets, (config.by_rank() ? config.ranks : config.local_experts) + 1,
+               config.by_rank() ? "ranks and 1" : "local experts and 1");
+  call.recv_weights =
+      reader.optional(args.recv_weights, "recv_weights", config.by_rank() ? 2 : 1, kFloat32);
+  if (!config.by_rank()) {
+    reader.require_none_given(args.recv_topk_idx, "recv_topk_idx");
+  } else {
+    call.recv_topk_idx = reader.optional(args.recv_topk_idx, "recv_topk_idx", 2, kIndexTypes);
+  }
+  const std::int64_t rows = call.recv_tokens.slots, bound = recv_bound(config, call.max_tokens);
+  XD_REQUIRE(rows >= bound, "recv_tokens: has ", rows, " rows, expected at least xd_ll_recv_bound",
+             " = ", bound, " for max_tokens = ", call.max_tokens);
+  XD_REQUIRE(!call.recv_scales || call.recv_scales.slots == rows, "recv_scales: has ",
+             call.recv_scales.slots, " rows, expected ", rows, " (rows of recv_tokens)");
+  for (const Tensor* tensor : {&call.recv_weights, &call.recv_topk_idx}) {
+    if (*tensor) require_rows(*tensor, rows, "rows of recv_tokens");
+  }
+}
 
 xd_ep_quantise read_way(const xd_ll_dispatch_args& args) {
   const int way = raw_enum(args.quantise);
@@ -111,8 +179,11 @@ LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext
   LlDispatchSend call{.tokens = reader.rows(args.tokens, "tokens"),
                       .topk_idx = reader.tensor(args.topk_idx, "topk_idx", 2, kIndexTypes),
                       .topk_weights = reader.weights(args.topk_weights),
-                      .quantise = read_way(args)};
+                      .quantise = read_way(args),
+                      .max_tokens = reader.max_tokens(args.max_tokens)};
   const LlConfig& config = *context.config;
+  XD_REQUIRE(config.has_slots() || call.tokens.rows <= call.max_tokens, "tokens: has ",
+             call.tokens.rows, " rows, expected at most max_tokens = ", call.max_tokens);
   require_rows(call.topk_idx, call.tokens.rows, "rows of tokens");
   XD_REQUIRE(call.topk_idx.cols >= 1 && call.topk_idx.cols <= config.max_topk, "topk_idx: has ",
              call.topk_idx.cols, " columns, expected 1 to max_topk = ", config.max_topk);
@@ -142,31 +213,32 @@ LlDispatchReceive read_ll_receive(const xd_ll_dispatch_args& args, const LlCallC
   LlDispatchReceive call{
       .plan = static_cast<std::byte*>(args.plan),
       .quantise = read_way(args),
-      .recv_tokens =
-          reader.slots(args.recv_tokens, "recv_tokens", kReceivedTypes, SlotFit::rows_out),
-      .recv_scales =
-          reader.slots(args.recv_scales, "recv_scales", kScaleTypes, SlotFit::elements, true),
+      .recv_tokens = reader.rows_of_experts(args.recv_tokens, "recv_tokens", kReceivedTypes,
+                                            SlotFit::rows_out),
+      .recv_scales = reader.rows_of_experts(args.recv_scales, "recv_scales", kScaleTypes,
+                                            SlotFit::elements, true),
       .counts = reader.tensor(args.counts, "counts", 1, kInt32),
-      .source_ranges = reader.optional(args.source_ranges, "source_ranges", 2, kInt64),
-      .source_tokens = reader.optional(args.source_tokens, "source_tokens", 2, kInt32),
       .expert_load = reader.optional(args.expert_load, "expert_load", 1, kIndexTypes),
-      .wait_ns = reader.wait_ns(args.wait_ns)};
+      .wait_ns = reader.wait_ns(args.wait_ns),
+      .max_tokens = reader.max_tokens(args.max_tokens),
+      .by_rank = config.by_rank()};
   require_rows(call.counts, config.local_experts, "local experts");
-  for (const Tensor* tensor : {&call.source_ranges, &call.source_tokens, &call.expert_load}) {
-    if (*tensor) require_rows(*tensor, config.local_experts, "local experts");
-  }
-  if (call.source_ranges) require_cols(call.source_ranges, config.ranks, "ranks");
-  if (call.source_tokens) {
-    require_cols(call.source_tokens, slots_per_expert(config), "slots of an expert");
-  }
+  if (call.expert_load) require_rows(call.expert_load, config.local_experts, "local experts");
+  read_places(args, reader, config, call);
   return call;
 }
 
 LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& context) {
   const Reader reader(context);
-  return {.plan = read_plan(args.plan, args.plan_bytes),
-          .expert_out = reader.slots(args.expert_out, "expert_out", kRowTypes, SlotFit::rows_in),
-          .topk_weights = reader.weights(args.topk_weights)};
+  LlCombineSend call{.plan = read_plan(args.plan, args.plan_bytes),
+                     .expert_out = reader.rows_of_experts(args.expert_out, "expert_out", kRowTypes,
+                                                          SlotFit::rows_in)};
+  if (context.config->by_rank()) {
+    reader.require_none_given(args.topk_weights, "topk_weights");
+  } else {
+    call.topk_weights = reader.weights(args.topk_weights);
+  }
+  return call;
 }
 
 LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallContext& context) {

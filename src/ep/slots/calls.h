@@ -20,17 +20,22 @@ struct LlHalves {
 struct LlDispatchSend {
   Tensor tokens, topk_idx, topk_weights;
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+  std::int32_t max_tokens = 0;  // as the group's default says; 0 in groups with slots
 };
 struct LlDispatchReceive {
   std::byte* plan = nullptr;
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
   SlotTensor recv_tokens, recv_scales;
-  Tensor counts, source_ranges, source_tokens, expert_load, wait_ns;
+  Tensor counts, expert_load, wait_ns;
+  Tensor source_ranges{}, source_tokens{};
+  Tensor row_offsets{}, recv_weights{}, recv_topk_idx{};
+  std::int32_t max_tokens = 0;  // as LlDispatchSend's
+  bool by_rank = false;
 };
 struct LlCombineSend {
   PlanBytes plan;
   SlotTensor expert_out;
-  Tensor topk_weights;
+  Tensor topk_weights{};
 };
 struct LlCombineReceive {
   PlanBytes plan;

@@ -18,6 +18,9 @@ std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
     return quantise_differs(static_cast<xd_ep_quantise>(theirs.quantise),
                             static_cast<xd_ep_quantise>(mine.quantise));
   }
+  if (theirs.max_tokens != mine.max_tokens) {
+    return differs_in("max_tokens", theirs.max_tokens, mine.max_tokens);
+  }
   return (theirs.flags & kWeighted) != 0 ? "with weights, here without"
                                          : "without weights, here with them";
 }

@@ -9,10 +9,11 @@ namespace {
 
 // The part of a config that ranks tell one another.
 struct LlTerms : CommonTerms {
-  std::int64_t in_flight, on_peer_loss, wait_timeout_ms;
+  std::int64_t in_flight, on_peer_loss, wait_timeout_ms, receive, alignment;
 
   static LlTerms of(const LlConfig& c) {
-    return {CommonTerms::of(c), c.in_flight, c.masks_lost_peers, c.wait_timeout_ms};
+    return {CommonTerms::of(c), c.in_flight, c.masks_lost_peers,
+            c.wait_timeout_ms,  c.receive,   c.alignment};
   }
   static std::string sizes_of(const LlConfig& c) { return "low latency, " + common_sizes(c); }
 };
@@ -23,6 +24,9 @@ constexpr std::array kEqualFields = {
     Field{"on_peer_loss", &LlTerms::on_peer_loss,
           [](std::int64_t value) { return value != 0 ? "MASK" : "FATAL"; }},
     Field{"wait_timeout_ms", &LlTerms::wait_timeout_ms},
+    Field{"receive", &LlTerms::receive,
+          [](std::int64_t value) { return receive_name(static_cast<xd_ll_receive>(value)); }},
+    Field{"alignment", &LlTerms::alignment},
 };
 
 }  // namespace

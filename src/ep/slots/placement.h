@@ -1,4 +1,5 @@
-// Where rows lie in low latency, as arithmetic that both executors share.
+// Where rows lie in low latency, as arithmetic that both executors share. This is about groups with
+// slots; where rows lie without gaps, row r of [N,H] is slot r of one expert (slot_tensor.h).
 //
 // A token has a row in a slot of every expert that it has chosen. The slots of an expert are
 // numbered from 0 by source rank, then token; row e * S + s is slot s of local expert e. Rows of a

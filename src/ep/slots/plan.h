@@ -1,7 +1,8 @@
 // The plan of low latency: routing of one batch as plain bytes, as in ep/plan/plan.h.
 //
-//   PlanHeader layout = kSlotsLayout, alignment = 1; recv_rows = total_rows = the sum of all
-//              counts; list_rows = number of items; capacity = S; epoch = number of the dispatch
+//   PlanHeader layout = ll_layout(), alignment = the group's; recv_rows = total_rows = the sum of
+//              all counts, or where rows lie without gaps the end of the last zone; list_rows =
+//              number of items; capacity = S; epoch = number of the dispatch
 //   LlPlanFacts
 //   count[L]  int32: rows per local expert
 //   home[T]   RankBits: the ranks that hold rows of this rank's token t
@@ -21,8 +22,9 @@
 namespace xd::ep {
 
 // The facts about another rank's token that a rank has; behind it lie int32 row[K] and float
-// weight[K]. A row is row_of_slot(), or -1 where the choice is not this rank's. Ranks also send
-// their items to the owners of the rows, with the local expert of each choice in place of the row.
+// weight[K]. A row is row_of_slot(), or a row of [N,H], or -1 where the choice is not this rank's;
+// BY_RANK the first has the one row of all. Ranks also send their items to the owners of the rows,
+// with the local expert of each choice in place of the row.
 struct LlItem {
   std::uint32_t source_token;  // source rank << 16 | token
   std::uint32_t place;         // of this rank's partial sum at the source: partial_place()

@@ -39,11 +39,25 @@ void require_scales(const SlotTensor& scales, std::uint64_t columns, const Quant
   require_columns(scales, columns / 512, "hidden / 512");
 }
 
+// Where rows do not go into slots.
+void require_form_fits(const LlDispatchReceive& call, const LlRecord& sent) {
+  XD_REQUIRE(static_cast<std::uint16_t>(call.max_tokens) == sent.max_tokens,
+             "max_tokens = ", call.max_tokens, ", expected ", sent.max_tokens,
+             ", as in the send half");
+  const bool weighted = (sent.flags & kWeighted) != 0;
+  XD_REQUIRE(bool{call.recv_weights} == weighted, "recv_weights",
+             weighted ? " = NULL, expected a tensor: topk_weights are given"
+                      : ": given, expected NULL: topk_weights are not");
+  if (call.by_rank && weighted) require_cols(call.recv_weights, sent.topk, "columns of topk_idx");
+  if (call.recv_topk_idx) require_cols(call.recv_topk_idx, sent.topk, "columns of topk_idx");
+}
+
 }  // namespace
 
 LlRecord record_of(const LlDispatchSend& call) {
   LlRecord record = record_in(XD_LL_DISPATCH, call.tokens.type, call.tokens.row_bytes());
-  record.quantise = static_cast<std::uint32_t>(call.quantise);
+  record.quantise = static_cast<std::uint16_t>(call.quantise);
+  record.max_tokens = static_cast<std::uint16_t>(call.max_tokens);
   record.topk = static_cast<std::uint32_t>(call.topk_idx.cols);
   record.tokens = static_cast<std::uint32_t>(call.tokens.rows);
   record.flags = call.topk_weights ? kWeighted : 0;
@@ -59,7 +73,7 @@ LlRecord record_of(const LlCombineSend& call, int topk, int tokens) {
 }
 
 void require_fits(const LlDispatchReceive& call, const LlRecord& sent) {
-  XD_REQUIRE(static_cast<std::uint32_t>(call.quantise) == sent.quantise,
+  XD_REQUIRE(static_cast<std::uint16_t>(call.quantise) == sent.quantise,
              "quantise = XD_EP_QUANTISE_", quantise_name(call.quantise),
              ", expected XD_EP_QUANTISE_",
              quantise_name(static_cast<xd_ep_quantise>(sent.quantise)), ", as in the send half");
@@ -71,6 +85,7 @@ void require_fits(const LlDispatchReceive& call, const LlRecord& sent) {
              "float8_e4m3fn");
   require_type(call.recv_tokens, format ? DType::e4m3 : type);
   require_columns(call.recv_tokens, columns, "columns of tokens");
+  if (call.max_tokens != 0) require_form_fits(call, sent);
   if (!format) {
     XD_REQUIRE(!call.recv_scales, "recv_scales: given, expected NULL: quantise is NONE");
     return;

@@ -14,11 +14,12 @@ enum LlRecordFlags : std::uint8_t { kWeighted = 1 << 0 };
 
 // Everything up to the fingerprint must be equal on all ranks.
 struct LlRecord {
-  turn::Call call{};            // an xd_ll_operation
-  std::uint8_t dtype = 0;       // a DType: of the rows that the caller gives
-  std::uint8_t flags = 0;       // kWeighted
-  std::uint32_t row_bytes = 0;  // of the rows that the caller gives
-  std::uint32_t quantise = 0;   // dispatch: an xd_ep_quantise
+  turn::Call call{};             // an xd_ll_operation
+  std::uint8_t dtype = 0;        // a DType: of the rows that the caller gives
+  std::uint8_t flags = 0;        // kWeighted
+  std::uint32_t row_bytes = 0;   // of the rows that the caller gives
+  std::uint16_t quantise = 0;    // dispatch: an xd_ep_quantise
+  std::uint16_t max_tokens = 0;  // dispatch, but into slots: the most tokens of a rank
   std::uint32_t topk = 0;
   std::uint64_t fingerprint = 0;  // combine: its plan's
   std::uint32_t tokens = 0;       // T of the sender
@@ -32,7 +33,8 @@ static_assert(turn::is_record<LlRecord>);
 // ask it.
 constexpr bool same_operation(const LlRecord& a, const LlRecord& b) {
   return a.fingerprint == b.fingerprint && a.dtype == b.dtype && a.row_bytes == b.row_bytes &&
-         a.quantise == b.quantise && a.topk == b.topk && a.flags == b.flags;
+         a.quantise == b.quantise && a.max_tokens == b.max_tokens && a.topk == b.topk &&
+         a.flags == b.flags;
 }
 
 // The part that must be equal, except for the fingerprint, and the sender's T.

@@ -52,9 +52,9 @@ void read_strides(const DLTensor& user, SlotTensor& t) {
   t.slot_stride = t.cols;
   t.expert_stride = t.slots * t.cols;
   if (user.strides == nullptr) return;
-  t.expert_stride = user.strides[0];
-  t.slot_stride = user.strides[1];
-  t.col_stride = user.strides[2];
+  if (user.ndim == 3) t.expert_stride = user.strides[0];
+  t.slot_stride = user.strides[user.ndim - 2];
+  t.col_stride = user.strides[user.ndim - 1];
 }
 
 void require_strides(const SlotTensor& t, SlotFit fit) {
@@ -95,9 +95,9 @@ SlotTensor read_slot_tensor(const DLTensor* user, const TensorSpec& spec, SlotFi
   SlotTensor t{.name = spec.name,
                .data = static_cast<std::byte*>(user->data),
                .type = read_element_type(*user, spec),
-               .experts = user->shape[0],
-               .slots = user->shape[1],
-               .cols = user->shape[2],
+               .experts = spec.ndim == 3 ? user->shape[0] : 1,
+               .slots = user->shape[spec.ndim - 2],
+               .cols = user->shape[spec.ndim - 1],
                .given = true};
   checked_mul(checked_mul(static_cast<std::uint64_t>(t.experts),
                           static_cast<std::uint64_t>(t.slots), spec.name),

@@ -1,5 +1,6 @@
 // Tensors [L,S,columns] of low latency after their checks: a row for each slot of each local
-// expert.
+// expert. Tensors [N,columns] of groups that receive without gaps are such tensors of one expert
+// with N slots, so a row's number is its place there.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +38,8 @@ enum class SlotFit {
   elements,  // an output: each element aligned to its size, and no two elements in one place
 };
 
-// Reads a tensor; `given` is false for an optional one that is NULL. spec.ndim is 3, and spec.fit
-// is not looked at. Throws INVALID_ARGUMENT with name, expected and got.
+// Reads a tensor; `given` is false for an optional one that is NULL. spec.ndim is 3 or 2, and
+// spec.fit is not looked at. Throws INVALID_ARGUMENT with name, expected and got.
 SlotTensor read_slot_tensor(const DLTensor* tensor, const TensorSpec& spec, SlotFit fit);
 
 }  // namespace xd::ep

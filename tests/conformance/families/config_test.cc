@@ -39,6 +39,11 @@ std::vector<EpChange> bad_fields<Bulk>() {
   };
 }
 
+void give_alignment(xd_ll_config& c, std::int32_t alignment) {
+  c.receive = XD_LL_BY_EXPERT;
+  c.alignment = alignment;
+}
+
 template <>
 std::vector<LlChange> bad_fields<LowLatency>() {
   return {
@@ -61,6 +66,12 @@ std::vector<LlChange> bad_fields<LowLatency>() {
       {"num_sms", [](xd_ll_config& c) { c.num_sms = -1; }},
       {"num_experts", [](xd_ll_config& c) { c.num_experts = 0; }},
       {"max_topk", [](xd_ll_config& c) { c.max_topk = XD_EP_MAX_TOPK + 1; }},
+      {"receive", [](xd_ll_config& c) { force(c.receive, 3); }},
+      {"receive", [](xd_ll_config& c) { force(c.receive, -1); }},
+      {"alignment", [](xd_ll_config& c) { c.alignment = 2; }},
+      {"alignment", [](xd_ll_config& c) { give_alignment(c, 3); }},
+      {"alignment", [](xd_ll_config& c) { give_alignment(c, 1 << 21); }},
+      {"alignment", [](xd_ll_config& c) { give_alignment(c, -1); }},
   };
 }
 
@@ -174,6 +185,7 @@ template <>
 std::vector<LlChange> common_fields<LowLatency>() {
   return {
       {"in_flight", [](xd_ll_config& c) { c.in_flight = 3; }},
+      {"receive", [](xd_ll_config& c) { c.receive = XD_LL_BY_RANK; }},
       {"on_peer_loss", [](xd_ll_config& c) { c.on_peer_loss = XD_LL_PEER_LOSS_MASK; }},
       {"wait_timeout_ms", [](xd_ll_config& c) { c.wait_timeout_ms = 100; }},
       {"max_tokens_per_rank", [](xd_ll_config& c) { c.max_tokens_per_rank += 1; }},

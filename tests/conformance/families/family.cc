@@ -109,7 +109,13 @@ std::vector<LlCase> LowLatency::full_cases() {
   c.max_tokens = 5;
   c.sent = Sent::float_scales;
   c.weights = Weights::both;
-  return {c};
+  LlCase by_expert = c;
+  by_expert.receive = XD_LL_BY_EXPERT;
+  by_expert.alignment = 4;
+  LlCase by_rank = c;
+  by_rank.receive = XD_LL_BY_RANK;
+  by_rank.weights = Weights::at_dispatch;
+  return {c, by_expert, by_rank};
 }
 
 // Rows of 128 columns, so that they may be quantised.
@@ -150,8 +156,14 @@ std::vector<Damage> LowLatency::damages() {
 }
 
 bool LowLatency::may_be_missing(const Batch::Field& field) {
-  return is_one_of(field,
-                   {"topk_weights", "source_ranges", "source_tokens", "expert_load", "wait_ns"});
+  return is_one_of(field, {"topk_weights", "source_ranges", "source_tokens", "expert_load",
+                           "wait_ns", "recv_topk_idx"});
+}
+
+// Rows that have no slots may be more than there must be.
+bool LowLatency::takes(const Batch::Field& field, const Damage& damage) {
+  return is_one_of(field, {"expert_out"}) && field.tensor->shape().size() == 2 &&
+         damage.name == std::string("TooLong");
 }
 
 // ---- Products -----------------------------------------------------------------------------------

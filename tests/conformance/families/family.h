@@ -151,7 +151,7 @@ struct LowLatency {
   static bool counts_operations(const Rank& rank) { return !rank.asynchronous(); }
 
   static std::vector<Damage> damages();
-  static bool takes(const Batch::Field&, const Damage&) { return false; }
+  static bool takes(const Batch::Field& field, const Damage& damage);
   static bool may_be_missing(const Batch::Field& field);
 };
 

@@ -22,16 +22,7 @@ constexpr std::byte kNotToBeRead{0xFF};
 constexpr std::byte kOverwritten{0x3C};
 constexpr std::int64_t kFirstLoad = 1000, kFirstWait = 5;
 
-constexpr std::uint64_t kDispatchWeights = 0xD1, kCombineWeights = 0xC0;
-
-std::vector<std::byte> bytes_of(const std::vector<std::uint32_t>& codes, DLDataType type) {
-  const std::size_t element = element_bytes(type);
-  std::vector<std::byte> bytes(codes.size() * element);
-  for (std::size_t i = 0; i < codes.size(); ++i) {
-    std::memcpy(bytes.data() + i * element, &codes[i], element);  // little-endian
-  }
-  return bytes;
-}
+constexpr std::uint64_t kCombineWeights = 0xC0;
 
 // 8 bytes of ones arrive as another NaN on CUDA devices.
 void replace_ones(std::vector<std::byte>& row) {
@@ -45,12 +36,22 @@ void replace_ones(std::vector<std::byte>& row) {
 
 }  // namespace
 
+std::vector<std::byte> LlBatch::bytes_of(const std::vector<std::uint32_t>& codes, DLDataType type) {
+  const std::size_t element = element_bytes(type);
+  std::vector<std::byte> bytes(codes.size() * element);
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    std::memcpy(bytes.data() + i * element, &codes[i], element);  // little-endian
+  }
+  return bytes;
+}
+
 LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vector<bool>& absent)
     : rank_(rank),
       case_(c),
       number_(number),
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
       routing_(c.routing(number, absent)),
+      received_(received_rows(routing_, rank.rank, c.receive, c.alignment)),
       choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
       types_(sent_types(c)),
       columns_(std::int64_t{16} * c.units_of(number) /
@@ -88,7 +89,7 @@ void LlBatch::add_dispatch_inputs() {
   };
   input("tokens", &dispatch_args.tokens, case_.dtype, columns_);
   input("topk_idx", &dispatch_args.topk_idx, case_.index_type, k);
-  if (case_.weights == Weights::at_dispatch || case_.weights == Weights::both) {
+  if (case_.weighs_dispatch()) {
     input("topk_weights", &dispatch_args.topk_weights, kF32, k);
   }
 }
@@ -102,6 +103,12 @@ void LlBatch::add_dispatch_outputs() {
         Strided(rank_, type, std::move(shape), std::move(strides)));
   };
   xd_ll_dispatch_args& args = dispatch_args;
+  output("counts", &args.counts, kI32, {l});
+  if (case_.extras) {
+    output("expert_load", &args.expert_load, number_ % 2 == 0 ? kI32 : kI64, {l});
+    output("wait_ns", &args.wait_ns, kI64, {w});
+  }
+  if (!case_.has_slots()) return add_received_outputs();
   const auto unit = 16 / static_cast<std::int64_t>(element_bytes(types_.rows));
   output("recv_tokens", &args.recv_tokens, types_.rows, {l, s, columns_},
          strides_of(case_.slots, columns_, unit));
@@ -112,12 +119,9 @@ void LlBatch::add_dispatch_outputs() {
     if (case_.scale_slots == Slots::slots_first) strides = {s * scales + 3, 1, s};
     output("recv_scales", &args.recv_scales, types_.scales, {l, s, scales}, strides);
   }
-  output("counts", &args.counts, kI32, {l});
   if (!case_.extras) return;
   output("source_ranges", &args.source_ranges, kI64, {l, w});
   output("source_tokens", &args.source_tokens, kI32, {l, s});
-  output("expert_load", &args.expert_load, number_ % 2 == 0 ? kI32 : kI64, {l});
-  output("wait_ns", &args.wait_ns, kI64, {w});
 }
 
 void LlBatch::add_combine() {
@@ -125,10 +129,15 @@ void LlBatch::add_combine() {
   const std::int64_t s = case_.num_slots(), t = choices_.tokens;
   const auto unit = 16 / static_cast<std::int64_t>(element_bytes(case_.combine_dtype));
   xd_ll_combine_args& args = combine_args;
-  add(XD_LL_COMBINE, "expert_out", &args.expert_out, false,
-      Strided(rank_, case_.combine_dtype, {l, s, combine_columns_},
-              strides_of(case_.slots, combine_columns_, unit), kNotToBeRead));
-  if (case_.weights == Weights::at_combine || case_.weights == Weights::both) {
+  Strided results =
+      case_.has_slots()
+          ? Strided(rank_, case_.combine_dtype, {l, s, combine_columns_},
+                    strides_of(case_.slots, combine_columns_, unit), kNotToBeRead)
+          : Strided(rank_, case_.combine_dtype,
+                    {static_cast<std::int64_t>(received_.rows.size()), combine_columns_},
+                    row_strides(case_.slots, combine_columns_, unit), kNotToBeRead);
+  add(XD_LL_COMBINE, "expert_out", &args.expert_out, false, std::move(results));
+  if (case_.weighs_combine()) {
     add(XD_LL_COMBINE, "topk_weights", &args.topk_weights, false,
         Strided(rank_, kF32, {t, choices_.topk}));
   }
@@ -225,8 +234,8 @@ std::vector<std::uint32_t> LlBatch::result_row(int expert, std::int64_t slot) co
   return codes;
 }
 
-float LlBatch::weight(std::uint64_t salt, int token, int k) const {
-  return weight_value({mix(seed_, salt), Content::topk_weights, rank_.rank, token, k});
+float LlBatch::weight(std::uint64_t salt, int source, int token, int k) const {
+  return weight_value({mix(seed_, salt), Content::topk_weights, source, token, k});
 }
 
 void LlBatch::fill_weights(Strided& tensor, std::uint64_t salt) const {
@@ -235,7 +244,9 @@ void LlBatch::fill_weights(Strided& tensor, std::uint64_t salt) const {
     for (int k = 0; k < choices_.topk; ++k) {
       // The weight of a choice that has no row must not matter.
       const bool counts = good.id(t, k) >= 0;
-      tensor.set(t, k, counts ? std::bit_cast<std::uint32_t>(weight(salt, t, k)) : 0x7fc12345u);
+      tensor.set(
+          t, k,
+          counts ? std::bit_cast<std::uint32_t>(weight(salt, rank_.rank, t, k)) : 0x7fc12345u);
     }
   }
 }
@@ -243,6 +254,7 @@ void LlBatch::fill_weights(Strided& tensor, std::uint64_t salt) const {
 void LlBatch::fill_results(Strided& tensor) const {
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
   tensor.fill_image(kNotToBeRead);
+  if (!case_.has_slots()) return fill_received_results(tensor);
   for (std::size_t l = 0; l < experts.size(); ++l) {
     const auto rows = static_cast<std::int64_t>(routing_.rows(experts[l]).size());
     for (std::int64_t slot = 0; slot < rows; ++slot) {
@@ -374,13 +386,20 @@ void LlBatch::expect_plan() const {
   EXPECT_EQ(info.num_experts, static_cast<std::int32_t>(case_.owners().size()));
   EXPECT_EQ(info.num_tokens, choices_.tokens);
   EXPECT_EQ(info.topk, choices_.topk);
-  EXPECT_EQ(info.recv_rows, routing_.rows_of(rank_.rank));
+  EXPECT_EQ(info.recv_rows, case_.has_slots() ? routing_.rows_of(rank_.rank)
+                                              : static_cast<std::int64_t>(received_.rows.size()));
   EXPECT_EQ(info.bad_ids, routing_.bad_ids());
   EXPECT_EQ(info.bad_id_rank, routing_.bad_id_rank());
 }
 
-// Every slot that has a row, its scales and its token's index; nothing else.
 void LlBatch::expect_rows() {
+  if (!case_.has_slots()) return expect_received_rows();
+  expect_slots();
+  if (case_.extras) expect_ranges();
+}
+
+// Every slot that has a row, its scales and its token's index; nothing else.
+void LlBatch::expect_slots() {
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
   Strided& tokens = *field(XD_LL_DISPATCH, "recv_tokens").tensor;
   Strided* const scales =
@@ -407,7 +426,6 @@ void LlBatch::expect_rows() {
 void LlBatch::expect_ranges() {
   const std::vector<int>& experts = routing_.experts_of(rank_.rank);
   Strided& ranges = *field(XD_LL_DISPATCH, "source_ranges").tensor;
-  Strided& load = *field(XD_LL_DISPATCH, "expert_load").tensor;
   for (std::size_t l = 0; l < experts.size(); ++l) {
     const auto e = static_cast<std::int64_t>(l);
     const std::vector<SlotRow>& rows = routing_.rows(experts[l]);
@@ -418,10 +436,8 @@ void LlBatch::expect_ranges() {
       ranges.set(e, source, first << 32 | count);
       first += count;
     }
-    load.set(e, static_cast<std::uint64_t>(kFirstLoad + e) + rows.size());
   }
   ranges.expect("source_ranges");
-  load.expect("expert_load");
 }
 
 // They only grow, and this rank never waits for itself.
@@ -458,25 +474,32 @@ void LlBatch::expect_dispatched(const LlOutcome& outcome) {
   expect_rows();
   expect_plan();
   if (!case_.extras) return;
-  expect_ranges();
+  Strided& load = *field(XD_LL_DISPATCH, "expert_load").tensor;
+  for (std::size_t l = 0; l < experts.size(); ++l) {
+    const auto e = static_cast<std::int64_t>(l);
+    load.set(e, static_cast<std::uint64_t>(kFirstLoad + e) + routing_.rows(experts[l]).size());
+  }
+  load.expect("expert_load");
   expect_waits("wait_ns of dispatch", *field(XD_LL_DISPATCH, "wait_ns").tensor);
 }
 
 void LlBatch::expect_combined(const LlOutcome& outcome) {
   ok(outcome);
-  const bool own_weights = case_.weights == Weights::at_combine || case_.weights == Weights::both;
+  const std::uint64_t salt =
+      case_.weighs_combine() ? kCombineWeights + combines_ : kDispatchWeights;
   const ChoiceWeight weight_of = [&](int token, int k) {
-    return weight(own_weights ? kCombineWeights + combines_ : kDispatchWeights, token, k);
+    return weight(salt, rank_.rank, token, k);
   };
   const ResultRow result = [&](int expert, std::int64_t slot) { return result_row(expert, slot); };
   Strided& out = *field(XD_LL_COMBINE, "out").tensor;
   for (int t = 0; t < choices_.tokens; ++t) {
-    out.set_row(t, 0,
-                bytes_of(combined_row(routing_, rank_.hosts, rank_.rank, t,
-                                      static_cast<std::size_t>(combine_columns_),
-                                      format_of(case_.combine_dtype), result,
-                                      weighted() ? &weight_of : nullptr),
-                         case_.combine_dtype));
+    out.set_row(
+        t, 0,
+        bytes_of(
+            combined_row(routing_, rank_.hosts, rank_.rank, t,
+                         static_cast<std::size_t>(combine_columns_), format_of(case_.combine_dtype),
+                         result, weighted() ? &weight_of : nullptr, case_.receive == XD_LL_BY_RANK),
+            case_.combine_dtype));
   }
   out.expect("out");
   if (case_.extras) {

@@ -68,6 +68,9 @@ class LlBatch {
   xd_ll_dispatch_args dispatch_args = XD_LL_DISPATCH_ARGS_INIT;
   xd_ll_combine_args combine_args = XD_LL_COMBINE_ARGS_INIT;
 
+  // Chooses the weights of dispatch.
+  static constexpr std::uint64_t kDispatchWeights = 0xD1;
+
   LlBatch(const LlBatch&) = delete;  // fields point into this object
   LlBatch& operator=(const LlBatch&) = delete;
 
@@ -88,24 +91,37 @@ class LlBatch {
   void fill_weights(Strided& tensor, std::uint64_t salt) const;
   void fill_results(Strided& tensor) const;
   std::vector<std::int64_t> strides_of(Slots slots, std::int64_t columns, std::int64_t pad) const;
+  // Where rows lie without gaps: slots/received.cc.
+  void add_received_outputs();
+  void expect_received_rows();
+  void fill_received_results(Strided& tensor) const;
+  std::vector<std::int64_t> row_strides(Slots slots, std::int64_t columns, std::int64_t pad) const;
+  std::int64_t row_bound() const;
+  std::int32_t call_tokens() const;
 
+  static std::vector<std::byte> bytes_of(const std::vector<std::uint32_t>& codes, DLDataType type);
   std::vector<std::byte> token_row(int source, int token) const;
   const SentRow& sent_row(int source, int token);
   std::vector<std::uint32_t> result_row(int expert, std::int64_t slot) const;
-  float weight(std::uint64_t salt, int token, int k) const;  // of one of this rank's tokens
+  float weight(std::uint64_t salt, int source, int token, int k) const;
 
   void expect_rows();
+  void expect_slots();
   void expect_ranges();
   void expect_plan() const;
   void expect_waits(const char* name, Strided& tensor) const;
-  bool weighted() const { return case_.weights != Weights::none; }
+  // Weights that dispatch is given count in combine only where rows have slots.
+  bool weighted() const {
+    return case_.weighs_combine() || (case_.has_slots() && case_.weighs_dispatch());
+  }
 
   const Rank& rank_;
   const LlCase case_;
   int number_;
   std::uint64_t seed_;
   SlotRouting routing_;
-  Choices choices_;  // this rank's, as they are given
+  ReceivedRows received_;  // of this rank, where rows lie without gaps
+  Choices choices_;        // this rank's, as they are given
   SentTypes types_;
   std::int64_t columns_;          // of dispatched rows
   std::int64_t combine_columns_;  // of combined rows

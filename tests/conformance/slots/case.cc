@@ -32,6 +32,8 @@ constexpr std::array kSlots{Slots::packed, Slots::padded, Slots::slots_first, Sl
 constexpr std::array kOrders{Order::whole,   Order::halves, Order::pairs,
                              Order::crossed, Order::deep,   Order::mixed};
 constexpr std::array kInFlight{0, 2, 3, 4};
+constexpr std::array kReceive{XD_LL_SLOTS, XD_LL_BY_EXPERT, XD_LL_BY_RANK};
+constexpr std::array kAlignments{1, 4, 16};
 
 // The rows that all ranks send, and their receive tensors, stay below this, so that a case takes
 // milliseconds. In bytes.
@@ -62,6 +64,9 @@ static void for_each_dimension(LlCase& c, Visit&& visit) {
   visit(c.scale_slots, kSlots);
   visit(c.order, kOrders);
   visit(c.in_flight, kInFlight);
+  visit(c.receive, kReceive);
+  visit(c.alignment, kAlignments);
+  visit(c.bounded, kFlags);
   visit(c.duplicates, kFlags);
   visit(c.bad_ids, kFlags);
   visit(c.extras, kFlags);
@@ -89,6 +94,11 @@ LlCase make_case(int num_ranks, const std::vector<int>& values, std::uint64_t se
   c.max_tokens = static_cast<int>(std::clamp<std::int64_t>(
       std::min(bounds.sent / sent_per_token, bounds.received / received_per_token) / num_ranks, 1,
       c.max_tokens));
+  const std::int64_t padding = received_per_token / num_ranks * c.alignment;
+  if (c.receive != XD_LL_BY_EXPERT || padding > bounds.received) c.alignment = 1;
+  if (c.receive == XD_LL_BY_RANK) {
+    c.weights = c.weighs_dispatch() ? Weights::at_dispatch : Weights::none;
+  }
   return c;
 }
 
@@ -124,7 +134,12 @@ std::vector<LlCase> large_cases(int num_ranks) {
   longest.row_units = 12800;
   longest.sent = Sent::float_scales;
   longest.order = Order::pairs;
-  return {many, long_rows, most, longest};
+  LlCase by_expert = many;
+  by_expert.receive = XD_LL_BY_EXPERT;
+  by_expert.alignment = 16;
+  LlCase by_rank = most;
+  by_rank.receive = XD_LL_BY_RANK;
+  return {many, long_rows, most, longest, by_expert, by_rank};
 }
 
 }  // namespace
@@ -229,6 +244,8 @@ xd_ll_config LlCase::config(const std::vector<std::int32_t>& owners) const {
   config.duplicate_ids = duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR;
   config.in_flight = in_flight;
   config.expert_ranks = owned == Owners::even ? nullptr : owners.data();
+  config.receive = receive;
+  config.alignment = alignment;
   return config;
 }
 
@@ -258,6 +275,9 @@ std::string LlCase::description() const {
        << kSlotNames[static_cast<int>(slots)] << ", scales "
        << kSlotNames[static_cast<int>(scale_slots)] << ", order "
        << kOrderNames[static_cast<int>(order)] << ", in flight " << in_flight;
+  if (receive == XD_LL_BY_EXPERT) text << ", by expert, alignment " << alignment;
+  if (receive == XD_LL_BY_RANK) text << ", by rank";
+  if (!has_slots() && bounded) text << ", bounded";
   if (duplicates) text << ", duplicates collapse";
   if (bad_ids) text << ", bad ids";
   if (extras) text << ", optional outputs";

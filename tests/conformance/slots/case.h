@@ -68,12 +68,20 @@ struct LlCase {
   Slots scale_slots = Slots::packed;
   Order order = Order::whole;
   int in_flight = 0;
+  xd_ll_receive receive = XD_LL_SLOTS;
+  int alignment = 1;        // of zones, by expert
+  bool bounded = false;     // not into slots: calls say how many tokens a rank has at most
   bool duplicates = false;  // some ids are repeated in a row, and the group collapses them
   bool bad_ids = false;     // some ids are out of range or repeated
   bool extras = false;      // the outputs that are optional
   // Together the tokens are all numbers of 16 bits: neighbours in even batches, mixed in odd ones.
   bool every_number = false;
 
+  bool has_slots() const { return receive == XD_LL_SLOTS; }
+  bool weighs_dispatch() const {
+    return weights == Weights::at_dispatch || weights == Weights::both;
+  }
+  bool weighs_combine() const { return weights == Weights::at_combine || weights == Weights::both; }
   int in_flight_of_group() const { return in_flight == 0 ? 2 : in_flight; }
   std::int64_t num_slots() const { return std::int64_t{num_ranks} * max_tokens; }
   int topk_of(int batch) const;

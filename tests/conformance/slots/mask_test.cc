@@ -114,6 +114,16 @@ TEST(LlMask, SplitsAGroupWithLongRows) {
   splits_and_comes_together(c);
 }
 
+// Places follow from the counts of those ranks alone that are there.
+TEST(LlMask, SplitsAGroupWhoseRowsLieWithoutGaps) {
+  for (const xd_ll_receive form : {XD_LL_BY_EXPERT, XD_LL_BY_RANK}) {
+    LlCase c = masked_case();
+    c.receive = form;
+    c.alignment = form == XD_LL_BY_EXPERT ? 4 : 1;
+    splits_and_comes_together(c);
+  }
+}
+
 // Steps in which ranks have different views of who is absent, so that an expert's slots are not
 // what others would expect.
 void echo(const Rank& rank, const LlCase& c, xd_ll_group* group, const std::vector<bool>& absent,

@@ -96,16 +96,48 @@ std::int64_t SlotRouting::rows_of(int rank) const {
   return total;
 }
 
+ReceivedRows received_rows(const SlotRouting& routing, int rank, xd_ll_receive form,
+                           int alignment) {
+  ReceivedRows found;
+  const auto end = [&] { return static_cast<std::int64_t>(found.rows.size()); };
+  if (form == XD_LL_BY_EXPERT) {
+    for (const int expert : routing.experts_of(rank)) {
+      found.offsets.push_back(end());
+      for (const SlotRow& row : routing.rows(expert)) {
+        found.rows.push_back({row.source, row.token, row.k, expert, end() - found.offsets.back()});
+      }
+      while (end() % alignment != 0) found.rows.emplace_back();
+    }
+  } else {
+    for (int source = 0; source < routing.num_ranks(); ++source) {
+      found.offsets.push_back(end());
+      const Choices& choices = routing.choices(source);
+      for (int token = 0; token < choices.tokens; ++token) {
+        for (int k = 0; k < choices.topk; ++k) {
+          const std::int64_t id = choices.id(token, k);
+          if (id < 0 || routing.owner(id) != rank) continue;
+          found.rows.push_back(
+              {source, token, k, static_cast<int>(id), routing.slot(source, token, k)});
+          break;
+        }
+      }
+    }
+  }
+  found.offsets.push_back(end());
+  return found;
+}
+
 std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
                                         int token, std::size_t columns, Format format,
-                                        const ResultRow& result, const ChoiceWeight* weight) {
+                                        const ResultRow& result, const ChoiceWeight* weight,
+                                        bool one_per_rank) {
   const Choices& choices = routing.choices(source);
   // Sums are empty as long as nothing has been added.
   const auto sum_of_rank = [&](int rank) {
     std::vector<float> sum;
     for (int k = 0; k < choices.topk; ++k) {
       const std::int64_t id = choices.id(token, k);
-      if (id < 0 || routing.owner(id) != rank) continue;
+      if (id < 0 || routing.owner(id) != rank || (one_per_rank && !sum.empty())) continue;
       const std::vector<std::uint32_t> codes =
           result(static_cast<int>(id), routing.slot(source, token, k));
       const bool first = sum.empty();

@@ -61,6 +61,19 @@ class SlotRouting {
   int bad_id_rank_ = -1;
 };
 
+// A row of a tensor [N,H]: of a token's choice, or of the first of its choices on the rank, and
+// then for the others as well. Padding has source -1.
+struct ReceivedRow {
+  int source = -1, token = -1, k = -1;
+  int expert = -1;
+  std::int64_t slot = -1;
+};
+struct ReceivedRows {
+  std::vector<ReceivedRow> rows;
+  std::vector<std::int64_t> offsets;  // of zones, or source ranks; behind the last, the end
+};
+ReceivedRows received_rows(const SlotRouting& routing, int rank, xd_ll_receive form, int alignment);
+
 // The codes of an expert's result for one slot.
 using ResultRow = std::function<std::vector<std::uint32_t>(int expert, std::int64_t slot)>;
 // The weight of a token's choice.
@@ -68,9 +81,11 @@ using ChoiceWeight = std::function<float(int token, int k)>;
 
 // The row of `out` for a token of `source`, as codes of `format`: on each rank the sum over its
 // rows by ascending k, rounded; then the sum over the ranks of each host, rounded where there are
-// several; then the sum over the hosts, rounded.
+// several; then the sum over the hosts, rounded. `one_per_rank`: of a token's rows on a rank only
+// the first counts.
 std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
                                         int token, std::size_t columns, Format format,
-                                        const ResultRow& result, const ChoiceWeight* weight);
+                                        const ResultRow& result, const ChoiceWeight* weight,
+                                        bool one_per_rank = false);
 
 }  // namespace xd::test

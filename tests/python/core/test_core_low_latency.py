@@ -13,7 +13,7 @@ import pytest
 from core_support import Case, dtype_of, equal, peers_are_told
 from crossdock import LowLatencyGroup, Slots
 from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
-from reference import quantised
+from reference import Routing, quantised
 from slots import SlotRouting, factors
 from support import Rank, on_ranks, run_threads
 
@@ -133,7 +133,78 @@ def test_quantised_rows_and_scales_equal_the_reference(me: Rank) -> None:
         equal(routing.in_rows(rank, strided), routing.dispatch(rank, words))
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("receive", "alignment"), [("by_expert", 1), ("by_expert", 4), ("by_rank", 1)]
+)
+def test_rows_without_gaps_equal_the_reference(me: Rank, receive: str, alignment: int) -> None:
+    case, rank = Case((3, 0, 5, 2), 8, 3, 20), me.rank
+    layout = {"by_expert": "expert_major", "by_rank": "rank_major"}[receive]
+    config = case.low_latency_config(receive=receive, alignment=alignment)
+    with me.comm() as comm, LowLatencyGroup(comm, config) as group:
+        for number, most in enumerate((0, 5)):
+            batch = Batch(case, SEED + number)
+            routing = Routing(batch.ids, case.experts, layout, alignment)
+            inputs = batch.of(rank)
+            if number == 0:
+                got = group.dispatch(*inputs)
+            else:
+                got = group.dispatch_send(*inputs, max_tokens=most).receive()
+            rows = routing.total(rank)
+            assert len(got.tokens) == config.recv_bound(4, most)
+            equal(got.tokens[:rows], routing.dispatch(rank, batch.rows))
+            equal(got.weights[:rows], routing.dispatch_weights(rank, batch.weights))
+            assert got.counts.tolist() == routing.counts(rank)
+            if receive == "by_rank":
+                equal(got.topk_idx[:rows], routing.recv_topk_idx(rank))
+                assert (got.topk_idx[rows:] == -1).all()
+                assert (got.weights[rows:] == 0).all()
+                ends = np.cumsum(routing.rank_rows()[:, rank])
+                assert got.row_offsets.tolist() == [0, *ends.tolist()]
+            else:
+                assert got.row_offsets.tolist() == routing.offsets(rank)
+            outs = [routing.dispatch(one, batch.rows) * np.float32(one + 2) for one in range(4)]
+            expert_out = got.tokens[:rows] * np.float32(rank + 2)
+            equal(group.combine(got.plan, expert_out), routing.combine(rank, outs))
+            if receive == "by_expert":
+                weights = [routing.dispatch_weights(one, batch.weights) for one in range(4)]
+                sums = group.combine(got.plan, expert_out, inputs[2])
+                equal(sums, routing.combine(rank, outs, weights))
+            # Rows alone, into arrays that are given.
+            out = group.slots(weighted=False)
+            assert group.dispatch(*inputs[:2], out=out) is out
+            equal(out.tokens[:rows], routing.dispatch(rank, batch.rows))
+            assert out.weights is None
+
+
 CASE = Case((3, 2), 4, 2, 8)
+
+
+@on_ranks(2)
+def test_peers_hear_of_mistakes_about_rows_without_gaps(me: Rank) -> None:
+    batch = Batch(CASE)
+    rows, ids, weights = batch.of(me.rank)
+    with (
+        me.comm() as comm,
+        LowLatencyGroup(comm, CASE.low_latency_config(receive="by_rank")) as group,
+    ):
+        got = group.dispatch(rows, ids)
+        expert_out = got.tokens[: got.row_offsets[-1]].copy()
+        dispatch = functools.partial(group.dispatch, rows, ids)
+        combine = functools.partial(group.combine, got.plan, expert_out)
+        of_dispatch = [
+            (InvalidArgument, "max_tokens = 4", lambda: dispatch(max_tokens=4)),
+            (TypeError, "max_tokens: expected", lambda: dispatch(max_tokens=1.5)),
+            (InvalidArgument, "recv_weights", lambda: dispatch(out=group.slots())),
+            (InvalidArgument, "source_ranges", lambda: dispatch(sources=True)),
+        ]
+        of_combine = [
+            (InvalidArgument, "topk_weights", lambda: combine(weights)),
+            (InvalidArgument, "rows", lambda: group.combine(got.plan, expert_out[:-1])),
+        ]
+        for right, wrongs in ((dispatch, of_dispatch), (combine, of_combine)):
+            for number, wrong in enumerate(wrongs):
+                peers_are_told(me, *wrong, right, guilty=number % 2)
 
 
 def still_usable(group: LowLatencyGroup, me: Rank) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument, PeerLost
-from reference import quantised
+from reference import Routing, quantised
 from slots import SlotRouting, choices, factors
 from support import Rank, on_ranks
 from torch_support import integers, one_rank_errs, reported, settle, where
@@ -247,6 +247,51 @@ def test_compiled_operations_run_in_their_order(me: Rank) -> None:
         comm.barrier()
 
 
+@pytest.mark.parametrize("receive", ["by_expert", "by_rank"])
+@on_ranks(4)
+def test_rows_without_gaps_equal_the_reference(me: Rank, receive: str) -> None:
+    """By whole calls and by halves, and while the most tokens of a call change."""
+    layout = {"by_expert": "expert_major", "by_rank": "rank_major"}[receive]
+    alignment = 4 if receive == "by_expert" else 1
+    rank, ranks = me.rank, range(4)
+    with xd.init(), torch.no_grad():
+        group = make_group(dtype=torch.float32, receive=receive, alignment=alignment)
+        for number, most in enumerate((0, 6, MOST)):
+            batch = Batch(SEED + number, 4)
+            routing = Routing(batch.ids, EXPERTS, layout, alignment)
+            x, ids, weights = batch.local(rank)
+            if number == 1:
+                got = xd.ll_dispatch_send(group, x, ids, weights, max_tokens=most).receive()
+            else:
+                got = xd.ll_dispatch(group, x, ids, weights, max_tokens=most)
+            rows = routing.total(rank)
+            assert got.tokens.shape == (*group.rows(most), 32)
+            equal(array(got.tokens[:rows]), routing.dispatch(rank, batch.x))
+            equal(array(got.weights[:rows]), routing.dispatch_weights(rank, batch.weights))
+            assert got.counts.tolist() == routing.counts(rank)
+            assert int(got.row_offsets[-1]) == rows
+            if receive == "by_rank":
+                equal(array(got.topk_idx[:rows]), routing.recv_topk_idx(rank))
+                assert (got.topk_idx[rows:] == -1).all()
+            outs = [routing.dispatch(one, batch.x) * np.float32(one + 2) for one in ranks]
+            out = xd.ll_combine(got.plan, got.tokens[:rows] * (rank + 2))
+            equal(array(out), routing.combine(rank, outs))
+        settle(group)
+
+
+@on_ranks(2)
+def test_peers_hear_of_too_many_tokens_of_a_call(me: Rank) -> None:
+    x, ids, _ = Batch(SEED, 2).local(me.rank)
+    with xd.init(), torch.no_grad():
+        group = make_group(dtype=torch.float32, receive="by_rank")
+        good = {"group": group, "tokens": x, "topk_idx": ids}
+        for kind, most in ((ValueError, MOST + 1), (ValueError, -1), (TypeError, 1.5)):
+            for call in (xd.ll_dispatch, xd.ll_dispatch_send):
+                made = xd.ll_dispatch if me.rank != 0 else call
+                mistake = (kind, "max_tokens", {"max_tokens": most})
+                one_rank_errs(me, 0, group, made, good, mistake)
+
+
 def test_operators_pass_torchs_checks():
     batch = Batch(SEED, 1)
     x, ids, weights = batch.local(0)
@@ -255,11 +300,12 @@ def test_operators_pass_torchs_checks():
         slots = group.slots(sources=True)
         both, code = 0, 0
         load = torch.zeros(EXPERTS, dtype=torch.int32, device=where())
-        outputs = (slots.plan.data, slots.tokens, None, slots.counts, *slots[4:], load, None)
+        outputs = (slots.plan.data, slots.tokens, None, slots.counts, *slots[4:6], load, None)
+        outputs += slots[6:]
         beside = (group.order, group.handle, both)
         # Values are not compared: no two plans are equal.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        dispatch = (x, ids, weights, *outputs, *beside, code)
+        dispatch = (x, ids, weights, *outputs, *beside, code, 0)
         torch.library.opcheck(OPS.ll_dispatch.default, dispatch, test_utils=checks)
         settle(group)
         OPS.ll_dispatch.default(*dispatch)

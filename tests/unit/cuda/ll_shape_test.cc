@@ -45,6 +45,8 @@ std::vector<LlSizes> many_sizes() {
             s.masks = masks;
             s.max_row_bytes = topk == 9 ? 48 : 7168 * 2;
             all.push_back(s);
+            s.has_slots = false;
+            all.push_back(s);
           }
         }
       }
@@ -56,7 +58,7 @@ std::vector<LlSizes> many_sizes() {
 std::string text(const LlSizes& s) {
   return std::to_string(s.ranks) + " ranks, " + std::to_string(s.max_tokens) + " tokens, K " +
          std::to_string(s.max_topk) + ", " + std::to_string(s.stages) + " stages" +
-         (s.masks ? ", masks" : "");
+         (s.masks ? ", masks" : "") + (s.has_slots ? "" : ", no slots");
 }
 
 struct Part {
@@ -179,7 +181,10 @@ TEST(LlSmemLayout, HasPartsThatDoNotOverlapAndFitsABlock) {
     const auto candidates = static_cast<std::uint64_t>(s.ranks) * s.max_tokens;
     std::vector<Part> parts{
         {"places", room.places, room.has_places ? 4u * s.experts : 0u, 128},
-        {"counts", room.counts, std::uint64_t{2} * s.ranks * s.local_experts, 128},
+        {"counts", room.counts,
+         std::uint64_t{2} * s.ranks * (s.local_experts + (s.has_slots ? 0 : 1)), 128},
+        {"zones", room.zones,
+         s.has_slots ? 0 : std::uint64_t{4} * (std::max(s.ranks, s.local_experts) + 1), 128},
         {"hits", room.hits, (candidates + kMovers - 1) / kMovers * (kMovers / 32) * 4, 128},
         {"orders", room.orders, candidates, 128},
         {"names", room.names, room.has_names ? candidates * 4 : 0, 128},
@@ -256,7 +261,7 @@ TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {
 PlanTerms some_terms() {
   PlanTerms t{};
   t.rank = 1, t.ranks = 4, t.experts = 256, t.layout = 2, t.keeps_list = 1, t.keeps_items = 8;
-  t.overflow = 1, t.local_experts = 64, t.capacity = 512;
+  t.overflow = 1, t.local_experts = 64, t.capacity = 512, t.alignment = 4;
   t.capacities = 0x0123456789ABCDEF, t.expert_ranks = 0xFEDCBA9876543210;
   t.hosts = 0x1122334455667788;
   return t;
@@ -264,7 +269,7 @@ PlanTerms some_terms() {
 
 PlanHeader plan_head(const PlanTerms& t, std::uint64_t bytes) {
   PlanHeader h{};
-  h.magic = PlanHeader::kMagic, h.version = PlanHeader::kVersion, h.alignment = 1;
+  h.magic = PlanHeader::kMagic, h.version = PlanHeader::kVersion, h.alignment = 4;
   h.rank = t.rank, h.ranks = t.ranks, h.experts = t.experts, h.local_experts = t.local_experts;
   h.layout = t.layout, h.overflow = t.overflow, h.keeps_list = t.keeps_list;
   h.keeps_items = t.keeps_items, h.capacities = t.capacities, h.capacity = t.capacity;

@@ -70,6 +70,10 @@ LlPlanView LlCombine::open(const PlanBytes& bytes) const {
 void LlCombine::check_send(const Args& args) {
   send_ = read_ll_send(args, context_.group.call_context());
   plan_ = open(send_.plan);
+  if (!config().has_slots()) {
+    const Check rows{Check::recv_rows, send_.expert_out.name, send_.expert_out.slots};
+    require_none(tensor_fault(plan_.header(), rows));
+  }
   if (!send_.topk_weights) return;
   const Tensor& weights = send_.topk_weights;
   require_none(tensor_fault(plan_.header(), {Check::tokens, weights.name, weights.rows}));
@@ -257,12 +261,12 @@ const float* LlCombine::weights_of(const LlItem& item) const {
 
 // Makes a partial sum of the rows of an item; returns how many there are.
 int LlCombine::collect(const LlItem& item, Terms& terms) const {
-  const std::int64_t slots = slots_per_expert(config());
+  const std::int64_t slots = send_.expert_out.slots;
   const float* weights = weights_of(item);
   const int before = terms.num_rows;
   for (int k = 0; k < plan_.topk(); ++k) {
     const std::int32_t row = item.rows()[k];
-    if (row < 0 || row >= slots * config().local_experts) continue;
+    if (row < 0 || row >= slots * send_.expert_out.experts) continue;
     terms.add(send_.expert_out.row(row / slots, row % slots),
               weights != nullptr ? weights[k] : 1.0f);
   }

@@ -3,7 +3,7 @@
 //   send     for each token: its row into this rank's own memory, and an item to every rank that
 //            holds one of its experts; for remote ranks both into the message to each
 //   receive  by source rank, item by item: the row, from the source's memory or message, to a slot
-//            of every expert that the item names
+//            of every expert that the item names, or to its place in [N,H] (delivery.cc)
 #pragma once
 
 #include <array>
@@ -45,12 +45,19 @@ class LlDispatch {
   void open_messages();
   void send_messages() const;
   void send_row(std::int64_t token, const TokenRoute& route) const;
-  void begin_delivery();
-  std::int64_t deliver(int source, std::byte* plan_items);
-  std::uint64_t deliver_near(NearRank source, std::byte* plan_items);
-  std::uint64_t deliver_remote(int source, std::byte* plan_items);
-  void place_item(const LlItem& from, LlItem& to, const std::byte* row);
+  std::uint64_t take_items(int source, std::byte* plan_items);
+  void take_item(const LlItem& from, LlItem& to);
+  const LlRemoteMessage& message_of(int source) const;
+  LlRemoteRows received_layout() const;
+  const LlItem& remote_item(int source, std::uint64_t i) const;
+  void judge_remote(int source) const;
+  void begin_rows();
+  void place_rows(int source, std::byte* plan_items);
+  void place_row(LlItem& item, const std::byte* row);
+  void write_choices(std::int64_t row, const LlItem& item) const;
+  void end_rows();
   void zero_rows(const std::byte* plan_items, std::uint64_t count) const;
+  void zero_row(std::int64_t row) const;
   void write_scales(std::int64_t expert, std::int64_t slot, const std::byte* scales) const;
   const std::byte* row_of(NearRank source, const LlItem& item) const;
   void write_plan(std::int64_t items) const;
@@ -63,7 +70,8 @@ class LlDispatch {
   LlDispatchSend send_;
   LlDispatchReceive receive_;
   bool own_staged_ = false;
-  LlRecord sent_{};  // this rank's record of the operation that is received
+  LlRecord sent_{};        // this rank's record of the operation that is received
+  std::int64_t rows_ = 0;  // the end of the rows that have places
 };
 
 }  // namespace xd::ep::cpu

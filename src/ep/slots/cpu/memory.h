@@ -90,7 +90,8 @@ struct LlScratch {
   std::vector<RankBits> home;         // [in_flight][T] of each own token between the halves
   std::vector<std::uint64_t> listed;  // [W] items that this rank has sent to, or read of, each rank
   std::vector<std::byte*> bodies;     // [W] of the message to each remote rank
-  std::vector<std::int64_t> next;     // [L] the next free slot
+  std::vector<std::int64_t> counts;   // [L] rows
+  std::vector<std::int64_t> next;     // [L] the next free slot, or row
   std::vector<std::int64_t> first;    // [L] the first slot of the current source
   std::vector<std::byte> quantised;   // a row and its scales
 
@@ -101,6 +102,7 @@ struct LlScratch {
     visit(home, at(config.in_flight) * at(config.max_tokens));
     visit(listed, at(config.ranks));
     visit(bodies, at(config.ranks));
+    visit(counts, at(config.local_experts));
     visit(next, at(config.local_experts));
     visit(first, at(config.local_experts));
     visit(quantised, config.max_row_bytes / 2 + quantised_scale_bytes(config.max_row_bytes));

@@ -46,6 +46,11 @@ LlSlots slots_of(const SlotTensor& tensor) {
           .col_stride = stride_bytes(tensor, tensor.col_stride)};
 }
 
+// N of a tensor [N,H], as far as rows have numbers.
+std::int32_t rows_of(const SlotTensor& tensor) {
+  return static_cast<std::int32_t>(std::min<std::int64_t>(tensor.slots, INT32_MAX));
+}
+
 template <class T>
 T* given(const Tensor& tensor) {
   return tensor ? tensor.as<T>() : nullptr;
@@ -83,7 +88,6 @@ LlCombineRoute route_of(const LlCombineParams& p) {
   r.ranks = g.ranks();
   r.vectors = vectors;
   r.rows = p.expert_out.data;
-  r.local_experts = static_cast<std::uint32_t>(g.local_experts);
   r.places = static_cast<std::uint32_t>(g.max_tokens * g.partials_per_token());
   r.partials_per_token = g.partials_per_token();
   r.partial_stride = static_cast<std::uint32_t>(g.map.partial_stride);
@@ -105,6 +109,20 @@ bool is_quick(LlCombineParams& p, const SlotTensor& rows) {
   p.route.expert_stride = static_cast<std::int32_t>(experts / 16);
   p.route.slot_stride = static_cast<std::int32_t>(slots / 16);
   return true;
+}
+
+void add_rows(const LlDispatchReceive& call, xd::cuda::KnownMemory& known, LlDispatchParams& p) {
+  known.require(
+      {claim(call.row_offsets, true), claim(call.recv_weights), claim(call.recv_topk_idx)});
+  const Tensor& choices = call.recv_topk_idx ? call.recv_topk_idx : call.recv_weights;
+  p.rows = {.by_rank = call.by_rank,
+            .wide_topk = call.recv_topk_idx && call.recv_topk_idx.type == DType::i64,
+            .alignment = static_cast<std::int32_t>(p.group.terms.alignment),
+            .rows = rows_of(call.recv_tokens),
+            .topk = call.by_rank && choices ? static_cast<std::int32_t>(choices.cols) : 0,
+            .row_offsets = call.row_offsets.as<std::int64_t>(),
+            .recv_weights = given<float>(call.recv_weights),
+            .recv_topk_idx = given<void>(call.recv_topk_idx)};
 }
 
 }  // namespace
@@ -133,7 +151,8 @@ void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
                  claim(call.source_tokens),
                  claim(call.expert_load, true),
                  claim(call.wait_ns, true)});
-  p.record.quantise = static_cast<std::uint32_t>(call.quantise);
+  p.record.quantise = static_cast<std::uint16_t>(call.quantise);
+  p.record.max_tokens = static_cast<std::uint16_t>(call.max_tokens);
   p.format = quantise_format(call.quantise);
   p.recv_type = static_cast<std::uint8_t>(call.recv_tokens.type);
   p.recv_row_bytes = static_cast<std::uint32_t>(call.recv_tokens.row_bytes());
@@ -150,6 +169,7 @@ void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
   p.expert_load = given<void>(call.expert_load);
   p.wide_load = call.expert_load && call.expert_load.type == DType::i64;
   p.wait_ns = given<std::int64_t>(call.wait_ns);
+  if (call.row_offsets) add_rows(call, known, p);
 }
 
 void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::KnownMemory& known,
@@ -159,13 +179,17 @@ void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::Known
   // The plan's own numbers are filled in by the kernel.
   p.record = record_of(call, 0, 0);
   p.expert_out = slots_of(call.expert_out);
-  p.slots = LlDivisor::of(call.expert_out.slots);
+  const bool has_slots = p.group.terms.layout == ll_layout(XD_LL_SLOTS);
+  if (!has_slots) p.most_rows = rows_of(call.expert_out);
+  p.slots = LlDivisor::of(has_slots ? call.expert_out.slots : p.most_rows);
   p.topk_weights = given<const float>(call.topk_weights);
   p.weight_rows = static_cast<int>(call.topk_weights.rows);
   p.weight_cols = static_cast<int>(call.topk_weights.cols);
   p.row_bytes = static_cast<std::uint32_t>(call.expert_out.row_bytes());
   p.type = static_cast<std::uint8_t>(call.expert_out.type);
   p.route = route_of(p);
+  const bool has_rows = call.expert_out.slots > 0;
+  p.route.local_experts = has_rows ? static_cast<std::uint32_t>(call.expert_out.experts) : 0;
   p.route.quick = is_quick(p, call.expert_out);
 }
 

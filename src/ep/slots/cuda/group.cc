@@ -33,7 +33,8 @@ LlSizes sizes_of(const LlConfig& c) {
           .max_topk = c.max_topk,
           .stages = ll_stages(c.in_flight),
           .masks = c.masks_lost_peers,
-          .max_row_bytes = c.max_row_bytes};
+          .max_row_bytes = c.max_row_bytes,
+          .has_slots = c.has_slots()};
 }
 
 // Tables of a group in device memory, as byte offsets.

@@ -12,6 +12,10 @@ namespace xd::ep::cuda {
 void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
 void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);
 
+// The part of launch() for dispatch without slots, and of load_ll_dispatch().
+void launch_rows(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
+void load_ll_rows(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
+
 // Masks or unmasks a rank.
 void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t stream);
 void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream);

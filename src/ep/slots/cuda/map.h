@@ -84,6 +84,7 @@ struct LlSizes {
   int ranks, experts, local_experts, max_tokens, max_topk, stages;
   bool masks;
   std::uint64_t max_row_bytes;
+  bool has_slots = true;  // else rows lie without gaps
 
   // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies
   // there for good, and no other rank's sum is taken from it.

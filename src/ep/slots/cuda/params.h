@@ -29,7 +29,9 @@ enum class LlFault : std::int32_t {
   not_as_sent,   // a receive half whose tensors have other rows than the send half: got, expected
   tokens,        // `out` has other rows than the plan: got, expected
   not_clean,     // XD_LL_VERIFY: words of an operation that has been taken are not free
-  topk           // topk_weights has other columns than the plan: got, expected
+  topk,          // topk_weights has other columns than the plan: got, expected
+  rows,          // expert_out has fewer rows than the plan brings: got, expected
+  form_not_as_sent  // a receive half whose max_tokens, weights or choices are not the send half's
 };
 
 struct LlFindings {
@@ -139,10 +141,24 @@ struct LlSlots {
   }
 };
 
+// The outputs of a receive half whose rows lie without gaps, in [N,H]: recv_tokens has one expert
+// with N slots then.
+struct LlRowsOut {
+  bool by_rank;    // one row for all experts of a token here, else one for each
+  bool wide_topk;  // recv_topk_idx is int64
+  std::int32_t alignment;
+  std::int32_t rows;  // N
+  std::int32_t topk;  // columns of recv_weights, or recv_topk_idx; 0 = neither has any
+  std::int64_t* row_offsets;
+  float* recv_weights;
+  void* recv_topk_idx;
+};
+
 // Offsets of the parts of a block's dynamic shared memory in dispatch.
 struct LlSmemLayout {
   std::uint32_t places;  // [E] LlDevice::places, or nothing where they do not fit
-  std::uint32_t counts;  // [W][L] uint16: rows from each source
+  // [W][L] uint16: rows from each source; [W][L + 1] where rows lie without gaps (LlList::columns).
+  std::uint32_t counts;
   std::uint32_t ids;     // [W][max_tokens * ids_topk] uint16: local expert, or none
   std::uint32_t hits;    // [rounds][warps]: candidates with rows here
   std::uint32_t orders;  // [W * max_tokens] uint8
@@ -152,6 +168,8 @@ struct LlSmemLayout {
   std::uint32_t ids_topk;     // uint16 per token: max_topk, or more
   std::uint32_t ids_stride;   // uint16 per source
   std::uint32_t tail_stride;  // bytes
+  // [L + 1] or [W + 1] int32, where rows lie without gaps: see LlList::make_zones().
+  std::uint32_t zones;
   bool has_places, has_ids, has_names;
 };
 
@@ -181,6 +199,7 @@ struct LlDispatchParams {
   void* expert_load;
   bool wide_load;
   std::int64_t* wait_ns;
+  LlRowsOut rows;
 };
 
 // A divisor that the host knows. A kernel's own division would take longer than a load of its
@@ -217,8 +236,8 @@ struct LlCombineRoute {
   std::uint32_t vectors;  // of a row
   const std::byte* rows;  // expert_out
   std::int32_t expert_stride, slot_stride;
-  std::uint32_t local_experts;
-  std::uint32_t places;  // of a rank's partial sums, of one operation
+  std::uint32_t local_experts;  // of expert_out
+  std::uint32_t places;         // of a rank's partial sums, of one operation
   int partials_per_token;
   std::uint32_t partial_stride;  // bytes
   std::byte* own_area;
@@ -238,7 +257,8 @@ struct LlPlanHead {
     head.word[offsetof(PlanHeader, magic) / 8] = PlanHeader::kMagic;
     head.word[offsetof(PlanHeader, version) / 8] = pair(PlanHeader::kVersion, t.rank);
     head.word[offsetof(PlanHeader, ranks) / 8] = pair(t.ranks, t.experts);
-    head.word[offsetof(PlanHeader, layout) / 8] = pair(t.layout, 1);
+    head.word[offsetof(PlanHeader, layout) / 8] =
+        pair(t.layout, static_cast<std::int32_t>(t.alignment));
     head.word[offsetof(PlanHeader, overflow) / 8] = pair(t.overflow, t.keeps_list);
     head.word[offsetof(PlanHeader, keeps_items) / 8] = pair(t.keeps_items, 0);
     head.word[offsetof(PlanHeader, overflow_rank) / 8] = pair(0, t.local_experts);
@@ -278,7 +298,8 @@ struct LlCombineParams {
   const float* topk_weights;  // [T,K]
   int weight_rows, weight_cols;
   LlStep step;
-  std::uint8_t type;  // of expert_out, or of out
+  std::int32_t most_rows = INT32_MAX;  // the most that a plan may bring: N of expert_out
+  std::uint8_t type;                   // of expert_out, or of out
   LlDevice group;
   // Of the send half; topk, tokens and fingerprint come from the plan. Its flags say whether the
   // call has weights: those of no tokens have no address.

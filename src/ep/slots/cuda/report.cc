@@ -29,6 +29,12 @@ std::string text_of_fault(const LlFindings& f, const LlGroup& group) {
                     " tokens");
     case LlFault::topk:
       return concat("topk_weights has ", f.got, " columns, expected the plan's top-k ", f.expected);
+    case LlFault::rows:
+      return concat("expert_out: has ", f.got, " rows, expected at least ", f.expected,
+                    ", which the plan brings to this rank");
+    case LlFault::form_not_as_sent:
+      return "receive half: max_tokens, recv_weights (given or not) or the columns of "
+             "recv_weights and recv_topk_idx are not those of the send half";
     case LlFault::not_clean:
       return "XD_LL_VERIFY: words of an operation that has been taken are not free";
     case LlFault::none:

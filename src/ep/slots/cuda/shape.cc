@@ -25,7 +25,10 @@ LlSmemLayout ll_smem_layout(const LlSizes& s, std::size_t shared_bytes) {
   SmemCursor cursor;
   room.has_places = s.experts <= kLlMostSharedPlaces;
   room.places = cursor.place(room.has_places ? at(s.experts) * sizeof(std::uint32_t) : 0);
-  room.counts = cursor.place((ranks * at(s.local_experts) + 1) / 2 * sizeof(std::uint32_t));
+  const std::uint64_t columns = at(s.local_experts) + (s.has_slots ? 0 : 1);
+  room.counts = cursor.place((ranks * columns + 1) / 2 * sizeof(std::uint32_t));
+  const std::uint64_t zones = std::max(ranks, at(s.local_experts)) + 1;
+  room.zones = cursor.place(s.has_slots ? 0 : zones * sizeof(std::int32_t));
   room.hits = cursor.place((candidates + kLlDispatchMovers - 1) / kLlDispatchMovers *
                            (kLlDispatchMovers / 32) * sizeof(std::uint32_t));
   room.orders = cursor.place(candidates);

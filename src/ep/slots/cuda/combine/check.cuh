@@ -152,6 +152,7 @@ __device__ inline void LlCombineCheck::check(std::uint64_t sum) {
   const PlanHeader& h = s_.plan;
   const Fault fault = ll_plan_fault(p_, h, sum);
   if (fault) return refuse(LlFault::plan, fault, 0, 0);
+  if (h.recv_rows > p_.most_rows) return refuse(LlFault::rows, {}, p_.most_rows, h.recv_rows);
   if (p_.step.receive && p_.out_rows != h.tokens) {
     return refuse(LlFault::tokens, {}, p_.out_rows, h.tokens);
   }
@@ -188,6 +189,9 @@ __device__ inline bool LlCombineCheck::is_as_usual(std::uint64_t word, std::uint
     good &= !has_weights(p_) || (p_.weight_rows == low && p_.weight_cols == high);
   }
   if (lane == offsetof(PlanHeader, list_rows) / 8) good = word <= INT32_MAX;
+  if (lane == offsetof(PlanHeader, recv_rows) / 8) {
+    good = word <= static_cast<std::uint64_t>(p_.most_rows);
+  }
   if (lane == offsetof(PlanHeader, checksum) / 8) good = word == sum;
   return __all_sync(kAllLanes, good) != 0;
 }

@@ -316,7 +316,7 @@ XD_LL_PUSHER(void)::take(const LlChoice& choice, std::uint32_t vector, bool ther
   const auto row = static_cast<std::uint32_t>(choice.row);
   const std::uint32_t expert = p_.slots.divides(row & 0x7FFFFFFFu);
   const bool good =
-      there && choice.row >= 0 && expert < static_cast<std::uint32_t>(g_.local_experts) &&
+      there && choice.row >= 0 && expert < p_.route.local_experts &&
       choice.item.source() < g_.ranks() && choice.item.token() < g_.max_tokens &&
       choice.item.place < static_cast<std::uint32_t>(g_.max_tokens * g_.partials_per_token());
   now_.offset = good ? expert * p_.expert_out.expert_stride +

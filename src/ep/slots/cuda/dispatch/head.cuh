@@ -3,7 +3,7 @@
 //
 //   memory                         written by    read by
 //   counts, source_ranges,         movers        the caller
-//   expert_load
+//   expert_load, row_offsets
 //   the plan in front of home[]    movers        combine
 #pragma once
 
@@ -23,11 +23,12 @@ struct LlHeadShared {
   PlanHeader header;
 };
 
-template <bool kMany>
+template <bool kMany, bool kRows>
 class LlHead {
  public:
   __device__ LlHead(const LlDispatchParams& params, const LlDispatchTurn& turn,
-                    const LlList<kMany>& list, const LlListShared& of_list, LlHeadShared& shared)
+                    const LlList<kMany, kRows>& list, const LlListShared& of_list,
+                    LlHeadShared& shared)
       : p_(params),
         g_(params.group),
         turn_(turn),
@@ -51,20 +52,21 @@ class LlHead {
   __device__ std::uint64_t write_facts();
   __device__ std::int32_t number(int i, int& rows) const;
   __device__ int write_counts(int expert) const;
+  __device__ void write_offsets() const;
   __device__ void write_header();
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
   const LlDispatchTurn& turn_;
   LlShared& s_;
-  const LlList<kMany>& list_;
+  const LlList<kMany, kRows>& list_;
   const LlListShared& of_list_;
   LlHeadShared& h_;
 };
 
-#define XD_LL_HEAD(type) \
-  template <bool kMany>  \
-  __device__ inline type LlHead<kMany>
+#define XD_LL_HEAD(type)            \
+  template <bool kMany, bool kRows> \
+  __device__ inline type LlHead<kMany, kRows>
 
 XD_LL_HEAD(void)::prepare() {
   PlanHeader& h = h_.header;
@@ -74,8 +76,8 @@ XD_LL_HEAD(void)::prepare() {
   h.rank = g_.rank();
   h.ranks = g_.ranks();
   h.experts = g_.experts;
-  h.layout = kSlotsLayout;
-  h.alignment = 1;
+  h.layout = kRows ? g_.terms.layout : kSlotsLayout;
+  h.alignment = kRows ? static_cast<std::int32_t>(g_.terms.alignment) : 1;
   h.keeps_items = g_.max_topk;
   h.local_experts = g_.local_experts;
   h.overflow_rank = -1;
@@ -104,6 +106,7 @@ XD_LL_HEAD(void)::write() {
     words[first + i / 2] = word;
     sum += hash_entry(first + i / 2, word);
   }
+  if constexpr (kRows) write_offsets();
   sum = warp_sum(sum);
   rows = __reduce_add_sync(kAllLanes, rows);
   if (lane_id() == 0) {
@@ -122,7 +125,7 @@ XD_LL_HEAD(std::uint64_t)::write_facts() {
   std::uint64_t sum = 0;
 #pragma unroll 1
   for (int i = first; i < end; ++i) {
-    const bool weights = (s_.record[g_.rank()].flags & kWeighted) != 0;
+    const bool weights = !kRows && (s_.record[g_.rank()].flags & kWeighted) != 0;
     const std::uint64_t word =
         i == first ? (weights ? 1 : 0) : of_list_.total_units - of_list_.own_units;
     reinterpret_cast<std::uint64_t*>(p_.plan)[i] = word;
@@ -161,6 +164,13 @@ XD_LL_HEAD(int)::write_counts(int expert) const {
   return rows;
 }
 
+XD_LL_HEAD(void)::write_offsets() const {
+#pragma unroll 1
+  for (int z = thread_in_block(); z <= list_.num_zones(); z += kLlMovers) {
+    p_.rows.row_offsets[z] = list_.zone(z);
+  }
+}
+
 XD_LL_HEAD(void)::complete(std::uint64_t epoch) {
   if (lane_id() == 0) {
     const LlRecord& own = s_.record[g_.rank()];
@@ -183,7 +193,8 @@ XD_LL_HEAD(void)::write_header() {
   static_assert(kWords <= 32 && kLlHeadWarps <= 32);
   const int lane = lane_id();
   const bool has_word = lane < kWords, has_part = lane < kLlHeadWarps;
-  const int rows = __reduce_add_sync(kAllLanes, has_part ? h_.rows[lane] : 0);
+  int rows = __reduce_add_sync(kAllLanes, has_part ? h_.rows[lane] : 0);
+  if constexpr (kRows) rows = list_.zone(list_.num_zones());
   std::uint64_t word = has_word ? reinterpret_cast<const std::uint64_t*>(&h_.header)[lane] : 0;
   if (lane == offsetof(PlanHeader, list_rows) / 8) word = of_list_.total_units;
   if (lane == offsetof(PlanHeader, recv_rows) / 8) word = rows;

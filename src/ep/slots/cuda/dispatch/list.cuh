@@ -8,9 +8,12 @@
 //   hits[round][warp]    a lane of each warp            all: positions in the list
 //   orders[candidate]    the mover that has it          all: a unit's order
 //   own_units, ..        a lane of each warp            all
+//   zones[z]             the first tail warp, behind    all, behind another barrier
+//                        the list's barrier
 //
 // A row's slot in expert e is the number of rows of e from lower sources, and from lower tokens of
-// its own source. So no place crosses: all ranks count the same ids.
+// its own source. So no place crosses: all ranks count the same ids. Where rows lie without gaps
+// that is the place in the expert's zone, and the zones follow from all counts.
 #pragma once
 
 #include "ep/slots/cuda/dispatch/tell.cuh"
@@ -84,11 +87,12 @@ inline __device__ __noinline__ bool ll_wait_ids(const LlDispatchParams& p, LlSha
 }
 
 // collect_any() in kernels where it is rare: it would take registers of all other steps.
-template <bool kMany>
+template <bool kMany, bool kRows>
 __device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared& turn,
                                             LlListShared& list, std::uint64_t epoch);
 
-template <bool kMany>
+// `kRows`: rows lie without gaps, in [N,H], else in slots.
+template <bool kMany, bool kRows>
 class LlList {
  public:
   __device__ LlList(const LlDispatchParams& params, LlDispatchTurn& turn, LlListShared& list,
@@ -97,7 +101,7 @@ class LlList {
 
   // Movers of receiver blocks, in front of a barrier of the block.
   __device__ void clear() {
-    const int words = (g_.ranks() * g_.local_experts + 1) / 2;
+    const int words = (g_.ranks() * columns() + 1) / 2;
 #pragma unroll 1
     for (int i = thread_in_block(); i < words; i += kLlMovers) parts_.counts()[i] = 0;
     if (thread_in_block() != 0) return;
@@ -126,7 +130,7 @@ class LlList {
   __device__ int units() const { return s_.total_units; }
 
   __device__ int count(int source, int expert) const {
-    const std::uint32_t at = source * g_.local_experts + expert;
+    const std::uint32_t at = source * columns() + expert;
     return static_cast<int>(parts_.counts()[at / 2] >> (at % 2 * 16) & 0xFFFFu);
   }
   // The place of a unit's choice. All lanes of a warp.
@@ -134,12 +138,38 @@ class LlList {
   // Where the ids are in shared memory: no step of it makes a call.
   __device__ LlPlace place_in_shared(const LlUnit& unit, int k) const;
 
+  // Where rows lie without gaps, behind that barrier.
+  //
+  // zones[z] is the first row of a local expert's zone, or where a row stands for all experts, of a
+  // source; behind the last it is the end of all rows. One warp makes them, and a barrier follows.
+  __device__ void make_zones() const;
+  __device__ int num_zones() const { return by_rank() ? g_.ranks() : g_.local_experts; }
+  __device__ std::int32_t zone(int z) const { return parts_.zones()[z]; }
+  // The rows of a zone, without padding.
+  __device__ int rows_in_zone(int z) const;
+  // The row of a unit's choice, which is one zone's. All lanes of a warp.
+  __device__ LlPlace row_of(const LlPlace& place) const {
+    if (place.expert < 0) return place;
+    const int row = zone(place.expert) + place.slot;
+    return {row < p_.rows.rows ? 0 : -1, row};
+  }
+  // The row that stands for all of a unit's choices here. All lanes of a warp.
+  __device__ int row_in(std::uint64_t epoch, const LlUnit& unit) const {
+    return p_.smem.has_ids ? row_in_shared(unit) : row_in_words(epoch, unit);
+  }
+  __device__ int row_in_shared(const LlUnit& unit) const;
+  // The local expert of a choice; -1 = none. Any lanes.
+  __device__ int expert_in(std::uint64_t epoch, const LlUnit& unit, int k) const;
+  __device__ bool by_rank() const { return p_.rows.by_rank; }
+
  private:
   static constexpr int kManyReceivers = 16, kNoTaker = 1 << 30;
 
   __device__ int receivers() const { return static_cast<int>(gridDim.x) - p_.senders; }
   __device__ int first_taker() const { return receivers() >= kManyReceivers ? 1 : 0; }
   __device__ int candidates() const { return g_.ranks() * g_.max_tokens; }
+  // Of counts[]: local experts, and where rows lie without gaps, the tokens with rows here.
+  __device__ int columns() const { return kRows ? g_.local_experts + 1 : g_.local_experts; }
   __device__ int rounds() const { return (candidates() + kLlMovers - 1) / kLlMovers; }
   __device__ std::uint32_t name(int candidate) const {
     return p_.smem.has_names ? parts_.names()[candidate] : g_.order[candidate];
@@ -175,9 +205,10 @@ class LlList {
   __device__ bool take_few(const LlUnit& unit, const ulonglong2& words, LlRanks<kMany>& home);
   __device__ bool take_choice(const LlUnit& unit, int k, std::uint32_t id, LlRanks<kMany>& home);
   __device__ void count_row(bool counts, const LlUnit& unit, std::uint32_t expert) const {
-    const std::uint32_t at = counts ? unit.source() * g_.local_experts + expert : 0;
+    const std::uint32_t at = counts ? unit.source() * columns() + expert : 0;
     ptx::add_shared_if(counts, parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
   }
+  __device__ void count_token(bool here, const LlUnit& unit) const;
   __device__ void note_home(const LlUnit& unit, const LlRanks<kMany>& home) const;
   // Waits for a pair of words of ids. False: they have been given up.
   __device__ bool take_pair(std::uint64_t epoch, int source, const std::byte* at,
@@ -195,6 +226,13 @@ class LlList {
   __device__ int earlier_few(const LlUnit& unit, int expert) const;
   __device__ int earlier_in_shared(const LlUnit& unit, int expert) const;
   __device__ int earlier_in_words(std::uint64_t epoch, const LlUnit& unit, std::uint32_t id) const;
+  __device__ int row_in_words(std::uint64_t epoch, const LlUnit& unit) const;
+  // The local expert with an id; -1 = it is another rank's, or none.
+  __device__ int local_of(std::uint32_t id) const {
+    const std::uint32_t place = id != g_.ids.none() ? place_of(id) : ~0u;
+    return place >> 16 == static_cast<std::uint32_t>(g_.rank()) ? static_cast<int>(place & 0xFFFFu)
+                                                                : -1;
+  }
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
@@ -203,9 +241,9 @@ class LlList {
   const LlSmemParts parts_;
 };
 
-#define XD_LL_LIST(type) \
-  template <bool kMany>  \
-  __device__ inline type LlList<kMany>
+#define XD_LL_LIST(type)            \
+  template <bool kMany, bool kRows> \
+  __device__ inline type LlList<kMany, kRows>
 
 // ---- Ids ---------------------------------------------------------------------------------------
 
@@ -216,14 +254,14 @@ XD_LL_LIST(bool)::collect(std::uint64_t epoch) {
     if (g_.ids.few() && p_.smem.has_ids && p_.smem.has_places) {
       return is_short() && !g_.masks ? collect_fewest(epoch) : collect_few(epoch);
     }
-    return ll_collect_any<kMany>(p_, turn_.shared(), s_, epoch);
+    return ll_collect_any<kMany, kRows>(p_, turn_.shared(), s_, epoch);
   }
 }
 
 // Every mover takes the ids of its candidates: take(unit, home, here) waits for them.
-template <bool kMany>
+template <bool kMany, bool kRows>
 template <class Take>
-__device__ inline bool LlList<kMany>::collect_by(Take take) {
+__device__ inline bool LlList<kMany, kRows>::collect_by(Take take) {
   bool good = true;
 #pragma unroll 1
   for (int k = 0; k < rounds(); ++k) {
@@ -237,6 +275,7 @@ __device__ inline bool LlList<kMany>::collect_by(Take take) {
       if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
       if (heads()) note_home(unit, home);
     }
+    if constexpr (kRows) count_token(here, unit);
     mark(k, unit, here);
   }
   return leave(good);
@@ -279,6 +318,7 @@ XD_LL_LIST(bool)::collect_fewest(std::uint64_t epoch) {
   }
   const bool here = is_one && k == 0 && home.has(g_.rank());
   if (here) parts_.orders()[q] = static_cast<std::uint8_t>(home.count_below(g_.rank()));
+  if constexpr (kRows) count_token(here, unit);
   if (heads() && is_one && k == 0 && good) note_home(unit, home);
   mark_some(unit, here);
   return good;
@@ -290,11 +330,11 @@ XD_LL_LIST(bool)::collect_any(std::uint64_t epoch) {
   });
 }
 
-template <bool kMany>
+template <bool kMany, bool kRows>
 __device__ __noinline__ bool ll_collect_any(const LlDispatchParams& p, LlShared& turn,
                                             LlListShared& list, std::uint64_t epoch) {
   LlDispatchTurn launch(p, turn, kLlDispatch);
-  return LlList<kMany>(p, launch, list, {p.smem, ptx::dynamic_shared()}).collect_any(epoch);
+  return LlList<kMany, kRows>(p, launch, list, {p.smem, ptx::dynamic_shared()}).collect_any(epoch);
 }
 
 // All lanes: which of a warp's candidates have rows here.
@@ -569,6 +609,102 @@ XD_LL_LIST(int)::earlier_in_words(std::uint64_t epoch, const LlUnit& unit, std::
     }
   }
   return rows;
+}
+
+// ---- Rows without gaps -------------------------------------------------------------------------
+
+XD_LL_LIST(int)::rows_in_zone(int z) const {
+  if (by_rank()) return g_.masks && turn_.shared().gone[z] != 0 ? 0 : count(z, g_.local_experts);
+  int rows = 0;
+#pragma unroll 1
+  for (int s = 0; s < g_.ranks(); ++s) {
+    if (!g_.masks || turn_.shared().gone[s] == 0) rows += count(s, z);
+  }
+  return rows;
+}
+
+// All lanes: counts the tokens of each source that have rows here. A warp has few sources, and
+// lanes that add to one word would do so one after another.
+XD_LL_LIST(void)::count_token(bool here, const LlUnit& unit) const {
+  if (!by_rank()) return;
+  unsigned left = __ballot_sync(kAllLanes, here);
+#pragma unroll 1
+  while (left != 0) {
+    const int source = __shfl_sync(kAllLanes, unit.source(), __ffs(static_cast<int>(left)) - 1);
+    const unsigned same = __ballot_sync(kAllLanes, here && unit.source() == source);
+    const std::uint32_t at = source * columns() + g_.local_experts;
+    ptx::add_shared_if(lane_id() == 0, parts_.counts() + at / 2,
+                       static_cast<std::uint32_t>(__popc(same)) << (at % 2 * 16));
+    left &= ~same;
+  }
+}
+
+// All lanes: each has some zones that follow one another.
+XD_LL_LIST(void)::make_zones() const {
+  const int zones = num_zones(), each = (zones + 31) / 32;
+  const int first = lane_id() * each, end = min(first + each, zones);
+  const int alignment = p_.rows.alignment;
+  const auto padded = [&](int z) { return (rows_in_zone(z) + alignment - 1) & -alignment; };
+  int rows = 0;
+#pragma unroll 1
+  for (int z = first; z < end; ++z) rows += padded(z);
+  int upto = rows;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int lower = __shfl_up_sync(kAllLanes, upto, step);
+    if (lane_id() >= step) upto += lower;
+  }
+  int next = upto - rows;
+#pragma unroll 1
+  for (int z = first; z < end; ++z) {
+    parts_.zones()[z] = next;
+    next += padded(z);
+  }
+  if (lane_id() == 31) parts_.zones()[zones] = upto;
+}
+
+XD_LL_LIST(int)::row_in_shared(const LlUnit& unit) const {
+  const std::uint16_t* ids = parts_.ids() + unit.source() * p_.smem.ids_stride;
+  int rows = 0;
+#pragma unroll 1
+  for (int t = lane_id(); t < unit.token(); t += 32) {
+    bool here = false;
+    if constexpr (kMany) {
+#pragma unroll 1
+      for (int k = 0; k < static_cast<int>(p_.smem.ids_topk); ++k) {
+        here |= ids[t * static_cast<int>(p_.smem.ids_topk) + k] != kNoExpert;
+      }
+    } else {
+      const uint4 v = reinterpret_cast<const uint4*>(ids)[t];
+      here = (v.x & v.y & v.z & v.w) != ~0u;
+    }
+    rows += here ? 1 : 0;
+  }
+  return zone(unit.source()) + __reduce_add_sync(kAllLanes, rows);
+}
+
+XD_LL_LIST(int)::row_in_words(std::uint64_t epoch, const LlUnit& unit) const {
+  int rows = 0;
+#pragma unroll 1
+  for (int t = lane_id(); t < unit.token(); t += 32) {
+    const LlUnit other{static_cast<std::uint32_t>(unit.source()) << 16 |
+                       static_cast<std::uint32_t>(t)};
+    bool here = false;
+#pragma unroll 1
+    for (int k = 0; k < g_.max_topk && !here; ++k) here = expert_in(epoch, other, k) >= 0;
+    rows += here ? 1 : 0;
+  }
+  return zone(unit.source()) + __reduce_add_sync(kAllLanes, rows);
+}
+
+XD_LL_LIST(int)::expert_in(std::uint64_t epoch, const LlUnit& unit, int k) const {
+  if (p_.smem.has_ids) {
+    const std::uint32_t expert = ids_of(unit)[k];
+    return expert != kNoExpert ? static_cast<int>(expert) : -1;
+  }
+  const auto* words = reinterpret_cast<const std::uint64_t*>(words_of_token(epoch, unit));
+  const int word = k / g_.ids.per_word;
+  return local_of(g_.ids.id(ptx::ld_relaxed_sys(words + word), k - word * g_.ids.per_word));
 }
 
 #undef XD_LL_LIST

@@ -7,12 +7,16 @@
 //   tokens                      the caller              the same group: own rows, in a launch that
 //                                                       does both halves
 //   recv_tokens                 movers of that group    the caller
-//   recv_scales, source_tokens  its tail warp           the caller
+//   recv_scales, source_tokens, its tail warp           the caller
+//   recv_weights, recv_topk_idx
 //   item[] of the plan          its tail warp           combine
 //
 // A row belongs to one group of one block: 7 warps of movers and a tail warp. A mover polls 64
 // bytes of the row, stores them to all slots of the row, and puts the ones back; the tail warp does
 // so with the row's scales and weights. Nothing passes between groups.
+//
+// Where rows lie without gaps (kRows) a row's places are rows of [N,H], which are slots of one
+// expert here; and what lies behind the rows is filled at the end, by all groups (fill.cuh).
 #pragma once
 
 #include "ep/slots/cuda/dispatch/list.cuh"
@@ -57,23 +61,24 @@ struct LlRowStep {
 // `kMoves`: for movers, else for tail warps. `kSlow`: the steps of all that is rare. Values that
 // they keep over calls would take registers of the others, and lie in memory; so those make no
 // call, and where they would wait for long, they hand over.
-template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
+// `kRows`: as LlList's.
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
 class LlReceiver;
 
 // Takes a warp's units from a step on, behind the verdict.
-template <class Quantiser, bool kMany, bool kMoves>
+template <class Quantiser, bool kMany, bool kRows, bool kMoves>
 __device__ __noinline__ void ll_take_slowly(const LlDispatchParams& p, LlShared& shared,
                                             LlListShared& of_list, LlReceiveShared& receive,
                                             std::uint64_t epoch, LlRowStep from);
 
-template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
 class LlReceiver {
  public:
   static constexpr bool kQuantises = Quantiser::kQuantises;
 
   __device__ LlReceiver(const LlDispatchParams& params, LlDispatchTurn& turn,
-                        const LlList<kMany>& list, LlListShared& of_list, LlReceiveShared& receive,
-                        std::uint64_t epoch)
+                        const LlList<kMany, kRows>& list, LlListShared& of_list,
+                        LlReceiveShared& receive, std::uint64_t epoch)
       : p_(params),
         g_(params.group),
         turn_(turn),
@@ -115,7 +120,7 @@ class LlReceiver {
     return {list_.taker() + group_ * list_.takers(), 0, LlRowStep::kFromStart};
   }
   __device__ void hand_over(LlRowStep from) const {
-    ll_take_slowly<Quantiser, kMany, kMoves>(p_, turn_.shared(), l_, r_, epoch_, from);
+    ll_take_slowly<Quantiser, kMany, kRows, kMoves>(p_, turn_.shared(), l_, r_, epoch_, from);
   }
   __device__ int parity() const { return row_ & 1; }
   __device__ void meet() const { ptx::barrier_sync(kLlGroupBarrier + group_, kLlGroupMembers); }
@@ -123,6 +128,7 @@ class LlReceiver {
     return g_.own_area + ll_row_offset(g_, stage_, unit.source(), unit.token());
   }
   __device__ void find_places(const LlUnit& unit);
+  __device__ void find_row(const LlUnit& unit);
   __device__ LlPlace place_of_lane(int row) const {
     LlPlace place{-1, 0};
     if (lane_id() < r_.taken.topk) place = r_.place[group_][row & 1][lane_id()];
@@ -150,8 +156,10 @@ class LlReceiver {
   __device__ void take_long_tail(const LlUnit& unit, std::byte* item, bool own);
   __device__ std::uint64_t own_tail_word(const LlUnit& unit, std::uint32_t w) const;
   __device__ bool wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word);
-  __device__ void deliver_tail_word(unsigned here, std::uint32_t w, std::uint64_t word,
-                                    std::byte* item) const;
+  __device__ void deliver_tail_word(const LlUnit& unit, unsigned here, std::uint32_t w,
+                                    std::uint64_t word, std::byte* item) const;
+  __device__ void write_choices(const LlUnit& unit) const;
+  __device__ void deliver_weight(const LlUnit& unit, int k, std::uint32_t weight) const;
   __device__ void store_scales(unsigned here, std::uint32_t w, std::uint64_t word) const;
   __device__ void write_item(const LlUnit& unit, std::byte* item) const;
   __device__ std::byte* item_of(const LlUnit& unit, int list_at) const;
@@ -160,7 +168,7 @@ class LlReceiver {
   const LlDispatchParams& p_;
   const LlDevice& g_;
   LlDispatchTurn& turn_;
-  const LlList<kMany>& list_;
+  const LlList<kMany, kRows>& list_;
   const LlSmemParts parts_;
   LlListShared& l_;
   LlReceiveShared& r_;
@@ -171,25 +179,31 @@ class LlReceiver {
   int row_ = 0;  // number of this group's row
 };
 
-#define XD_LL_RECEIVER(type)                                      \
-  template <class Quantiser, bool kMany, bool kMoves, bool kSlow> \
-  __device__ inline type LlReceiver<Quantiser, kMany, kMoves, kSlow>
+#define XD_LL_RECEIVER(type)                                                  \
+  template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow> \
+  __device__ inline type LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>
 
-template <class Quantiser, bool kMany, bool kMoves, bool kSlow>
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
 template <class Await>
-__device__ inline LlVerdict LlReceiver<Quantiser, kMany, kMoves, kSlow>::take_all(bool known,
-                                                                                  LlVerdict verdict,
-                                                                                  Await await) {
+__device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_all(
+    bool known, LlVerdict verdict, Await await) {
   static_assert(!kSlow);
   const bool is_usual = !g_.masks && p_.smem.has_ids && r_.taken.form.tail_words() <= 32;
   LlListCursor cursor;
   LlRowStep step = start();
   LlUnit unit;
+  // Every warp of the groups meets the one that makes the zones, once.
+  bool has_zones = !kRows;
+  const auto await_zones = [&has_zones] {
+    if (!has_zones) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
+    has_zones = true;
+  };
   while (is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit)) {
     step.row = ++row_;
     // Words are on their way while their places are found; mostly they have come.
     Held held;
     load_first(unit, held);
+    await_zones();
     find_places(unit);
     // The places are there behind either barrier.
     if (known) {
@@ -207,18 +221,20 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kMoves, kSlow>::take_al
     step.at += kLlGroups * list_.takers();
     step.piece = LlRowStep::kFromStart;
   }
+  await_zones();
   if (!known) verdict = await();
   if (!is_usual && verdict == LlVerdict::go) hand_over(step);
   return verdict;
 }
 
-template <class Quantiser, bool kMany, bool kMoves>
+template <class Quantiser, bool kMany, bool kRows, bool kMoves>
 __device__ __noinline__ void ll_take_slowly(const LlDispatchParams& p, LlShared& shared,
                                             LlListShared& of_list, LlReceiveShared& receive,
                                             std::uint64_t epoch, LlRowStep from) {
   LlDispatchTurn turn(p, shared, kLlDispatch);
-  const LlList<kMany> list(p, turn, of_list, {p.smem, ptx::dynamic_shared()});
-  LlReceiver<Quantiser, kMany, kMoves, true> receiver(p, turn, list, of_list, receive, epoch);
+  const LlList<kMany, kRows> list(p, turn, of_list, {p.smem, ptx::dynamic_shared()});
+  LlReceiver<Quantiser, kMany, kRows, kMoves, true> receiver(p, turn, list, of_list, receive,
+                                                             epoch);
   receiver.take_from(from);
 }
 
@@ -257,6 +273,9 @@ XD_LL_RECEIVER(bool)::take(const LlUnit& unit, LlRowStep& step, Held& held) {
 
 // Warps of the group, each for some choices.
 XD_LL_RECEIVER(void)::find_places(const LlUnit& unit) {
+  if constexpr (kRows) {
+    if (list_.by_rank()) return find_row(unit);
+  }
 #pragma unroll 1
   for (int k = static_cast<int>(thread_ / 32); k < r_.taken.topk; k += kLlGroupMembers / 32) {
     LlPlace place;
@@ -265,11 +284,22 @@ XD_LL_RECEIVER(void)::find_places(const LlUnit& unit) {
     } else {
       place = list_.place_in_shared(unit, k);
     }
+    if constexpr (kRows) place = list_.row_of(place);
     if (lane_id() != 0) continue;
     r_.place[group_][parity()][k] = place;
     r_.offset[group_][parity()][k] =
         place.expert * p_.recv_tokens.expert_stride + place.slot * p_.recv_tokens.slot_stride;
   }
+}
+
+// The row that stands for all choices has the first one's place. The group's first warp finds it.
+XD_LL_RECEIVER(void)::find_row(const LlUnit& unit) {
+  if (thread_ >= 32) return;
+  const int row = kSlow ? list_.row_in(epoch_, unit) : list_.row_in_shared(unit);
+  if (lane_id() >= r_.taken.topk) return;
+  const bool here = lane_id() == 0 && row < p_.rows.rows;
+  r_.place[group_][parity()][lane_id()] = {here ? 0 : -1, row};
+  r_.offset[group_][parity()][lane_id()] = row * p_.recv_tokens.slot_stride;
 }
 
 // ---- Words -------------------------------------------------------------------------------------
@@ -392,7 +422,9 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
   write_item(unit, item);
   // The movers of an own row find its scales.
   if (kQuantises && own) meet();
-  if (r_.taken.form.weight_words == 0 && lane_id() < g_.max_topk) {
+  if constexpr (kRows) write_choices(unit);
+  // Weights that dispatch is given go into the plan only where rows have slots.
+  if ((kRows || r_.taken.form.weight_words == 0) && lane_id() < g_.max_topk) {
     ll_weights_of(item, g_.max_topk)[lane_id()] = 1.0f;
   }
   if constexpr (kSlow) {
@@ -416,7 +448,7 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
     word = own_tail_word(unit, w);
   }
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
-  if (has_word) deliver_tail_word(here, w, word, item);
+  if (has_word) deliver_tail_word(unit, here, w, word, item);
   __syncwarp();
   return true;
 }
@@ -433,7 +465,7 @@ XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::byte* item, bool o
       note_lost();
       word = 0;
     }
-    deliver_tail_word(here, w, word, item);
+    deliver_tail_word(unit, here, w, word, item);
   }
   __syncwarp();
 }
@@ -461,14 +493,48 @@ XD_LL_RECEIVER(bool)::wait_tail_word(const LlUnit& unit, std::byte* at, std::uin
   return come;
 }
 
-XD_LL_RECEIVER(void)::deliver_tail_word(unsigned here, std::uint32_t w, std::uint64_t word,
-                                        std::byte* item) const {
+XD_LL_RECEIVER(void)::deliver_tail_word(const LlUnit& unit, unsigned here, std::uint32_t w,
+                                        std::uint64_t word, std::byte* item) const {
   if (w < r_.taken.form.scale_words) return store_scales(here, w, word);
   const int k = static_cast<int>(2 * (w - r_.taken.form.scale_words));
+  if constexpr (kRows) {
+    deliver_weight(unit, k, static_cast<std::uint32_t>(word));
+    if (k + 1 < r_.taken.topk) deliver_weight(unit, k + 1, static_cast<std::uint32_t>(word >> 32));
+    return;
+  }
   float* const weights = ll_weights_of(item, g_.max_topk) + k;
   weights[0] = __uint_as_float(static_cast<std::uint32_t>(word));
   if (k + 1 < r_.taken.topk) {
     weights[1] = __uint_as_float(static_cast<std::uint32_t>(word >> 32));
+  }
+}
+
+// Stores the weight of a unit's choice: beside the choice's row, or in the row's column of the
+// choice, where other ranks' choices have 0.
+XD_LL_RECEIVER(void)::deliver_weight(const LlUnit& unit, int k, std::uint32_t weight) const {
+  auto* const weights = reinterpret_cast<std::uint32_t*>(p_.rows.recv_weights);
+  const bool by_rank = list_.by_rank();
+  const LlPlace place = r_.place[group_][parity()][by_rank ? 0 : k];
+  if (weights == nullptr || place.expert < 0) return;
+  if (!by_rank) {
+    weights[place.slot] = weight;
+  } else if (k < r_.taken.topk) {
+    weights[std::int64_t{place.slot} * r_.taken.topk + k] =
+        list_.expert_in(epoch_, unit, k) >= 0 ? weight : 0u;
+  }
+}
+
+// Stores the local experts of the row that stands for all of them. The tail warp.
+XD_LL_RECEIVER(void)::write_choices(const LlUnit& unit) const {
+  if (!list_.by_rank() || p_.rows.recv_topk_idx == nullptr || lane_id() >= r_.taken.topk) return;
+  const LlPlace place = r_.place[group_][parity()][0];
+  if (place.expert < 0) return;
+  const std::int64_t at = std::int64_t{place.slot} * r_.taken.topk + lane_id();
+  const int expert = list_.expert_in(epoch_, unit, lane_id());
+  if (p_.rows.wide_topk) {
+    static_cast<std::int64_t*>(p_.rows.recv_topk_idx)[at] = expert;
+  } else {
+    static_cast<std::int32_t*>(p_.rows.recv_topk_idx)[at] = expert;
   }
 }
 

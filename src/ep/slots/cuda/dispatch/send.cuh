@@ -42,6 +42,7 @@ struct LlSmemParts {
   __device__ std::uint8_t* orders() const { return at<std::uint8_t>(room.orders); }
   __device__ std::uint32_t* names() const { return at<std::uint32_t>(room.names); }
   __device__ std::byte* tails() const { return base + room.tails; }
+  __device__ std::int32_t* zones() const { return at<std::int32_t>(room.zones); }
   template <class T>
   __device__ T* at(std::uint32_t offset) const {
     return reinterpret_cast<T*>(base + offset);

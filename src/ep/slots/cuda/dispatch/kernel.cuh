@@ -8,9 +8,15 @@
 //   the last block              LlTeller, this rank's record and credit
 //
 // A launch does the send half, the receive half or both; the other roles have nothing to do then.
+//
+// Groups whose rows lie without gaps have kernels of their own (kRows; rows.cu), and so those of
+// slots (slots.cu) are not slower for them.
+#pragma once
+
 #include <type_traits>
 
 #include "ep/plan/cuda/launch.cuh"
+#include "ep/slots/cuda/dispatch/fill.cuh"
 #include "ep/slots/cuda/dispatch/head.cuh"
 #include "ep/slots/cuda/dispatch/receive.cuh"
 #include "ep/slots/cuda/dispatch/sources.cuh"
@@ -26,6 +32,14 @@ struct DispatchShared {
   LlHeadShared head;
 };
 
+// Where rows lie without gaps.
+__device__ inline bool form_fits_what_was_sent(const LlDispatchParams& p, const LlRecord& own) {
+  if (p.rows.row_offsets == nullptr) return true;
+  const bool weighted = (own.flags & kWeighted) != 0;
+  return p.record.max_tokens == own.max_tokens && (p.rows.recv_weights != nullptr) == weighted &&
+         (p.rows.topk == 0 || p.rows.topk == static_cast<int>(own.topk));
+}
+
 // A receive half must have tensors for the rows that its send half has sent. One thread.
 __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& turn) {
   const LlRecord& own = turn.record[p.group.rank()];
@@ -34,11 +48,13 @@ __device__ inline bool fits_what_was_sent(const LlDispatchParams& p, LlShared& t
   const QuantiseFormat sent = quantise_format(quantise);
   const std::uint32_t bytes = sent ? own.row_bytes / 2 : own.row_bytes;
   const auto type = sent ? DType::e4m3 : static_cast<DType>(own.dtype);
+  turn.findings = {};
   if (p.record.quantise == own.quantise && p.recv_row_bytes == bytes &&
       p.recv_type == static_cast<std::uint8_t>(type)) {
-    return true;
+    if (form_fits_what_was_sent(p, own)) return true;
+    turn.findings.kind = LlFault::form_not_as_sent;
+    return false;
   }
-  turn.findings = {};
   turn.findings.kind = LlFault::not_as_sent;
   turn.findings.got = p.recv_row_bytes;
   turn.findings.expected = bytes;
@@ -77,34 +93,34 @@ __device__ __forceinline__ void count_bad_ids(const LlDispatchParams& p, Dispatc
   LlSources<kMany>(p, turn, shared.list, epoch).count_bad_ids();
 }
 
-template <bool kMany>
+template <bool kMany, bool kRows>
 __device__ __forceinline__ void write_head(const LlDispatchParams& p, DispatchShared& shared,
                                            bool delivers) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
-  const LlList<kMany> list(p, turn, shared.list, parts);
-  LlHead<kMany> head(p, turn, list, shared.list, shared.head);
+  const LlList<kMany, kRows> list(p, turn, shared.list, parts);
+  LlHead<kMany, kRows> head(p, turn, list, shared.list, shared.head);
   if (delivers) return head.write();
   if (threadIdx.x == 0) head.write_nothing();
 }
 
 // The warp that watches, where the operation is delivered.
-template <bool kMany>
+template <bool kMany, bool kRows>
 __device__ __forceinline__ void complete_head(const LlDispatchParams& p, DispatchShared& shared,
                                               std::uint64_t epoch) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
-  const LlList<kMany> list(p, turn, shared.list, parts);
-  LlHead<kMany>(p, turn, list, shared.list, shared.head).complete(epoch);
+  const LlList<kMany, kRows> list(p, turn, shared.list, parts);
+  LlHead<kMany, kRows>(p, turn, list, shared.list, shared.head).complete(epoch);
 }
 
 // prepare(), before the block's first barrier, where the block is the first receiver.
-template <bool kMany>
+template <bool kMany, bool kRows>
 __device__ __forceinline__ void prepare_head(const LlDispatchParams& p, DispatchShared& shared) {
   LlDispatchTurn turn(p, shared.turn, kLlDispatch);
   const LlSmemParts parts{p.smem, ptx::dynamic_shared()};
-  const LlList<kMany> list(p, turn, shared.list, parts);
-  LlHead<kMany>(p, turn, list, shared.list, shared.head).prepare();
+  const LlList<kMany, kRows> list(p, turn, shared.list, parts);
+  LlHead<kMany, kRows>(p, turn, list, shared.list, shared.head).prepare();
 }
 
 // One thread of a receiver block, behind its barrier, where there is something to tell.
@@ -221,11 +237,11 @@ __device__ __forceinline__ LlVerdict await_verdict(const LlShared& turn, bool go
 // share no code but what all must do, since what one role keeps would take registers of the others.
 // Parts are locals, each handed on by reference: parts in one object that refer to one another
 // would lie in memory.
-template <class Quantiser, bool kMany>
+template <class Quantiser, bool kMany, bool kRows>
 class DispatchBlock {
  public:
   using Sender = LlSender<Quantiser, kMany>;
-  using List = LlList<kMany>;
+  using List = LlList<kMany, kRows>;
   using Teller = std::conditional_t<kMany, LlManyTeller, LlFewTeller>;
 
   __device__ DispatchBlock(const LlDispatchParams& params, DispatchShared& shared)
@@ -289,9 +305,9 @@ class DispatchBlock {
   const LlSmemParts parts_;
 };
 
-#define XD_LL_BLOCK(type)                \
-  template <class Quantiser, bool kMany> \
-  __device__ inline type DispatchBlock<Quantiser, kMany>
+#define XD_LL_BLOCK(type)                            \
+  template <class Quantiser, bool kMany, bool kRows> \
+  __device__ inline type DispatchBlock<Quantiser, kMany, kRows>
 
 // Copies tables to shared memory; receiver blocks also have the candidates' names. All first loads
 // are on their way before one of them is waited for.
@@ -340,9 +356,9 @@ XD_LL_BLOCK(void)::control_sender() const {
 // ---- Receiver blocks ---------------------------------------------------------------------------
 
 // All threads of a receiver block. An operation that nobody waits for is only counted.
-template <class Quantiser, bool kMany>
+template <class Quantiser, bool kMany, bool kRows>
 template <class Receive>
-__device__ inline void DispatchBlock<Quantiser, kMany>::receive_all(Receive receive) const {
+__device__ inline void DispatchBlock<Quantiser, kMany, kRows>::receive_all(Receive receive) const {
   const LlCourse& course = s_.turn.course;
   if (!course.receives) return;
   if (!course.leaves) receive(course.take_epoch);
@@ -384,9 +400,10 @@ XD_LL_BLOCK(void)::take_tails() const {
 }
 
 // Movers and tail warps.
-template <class Quantiser, bool kMany>
+template <class Quantiser, bool kMany, bool kRows>
 template <bool kMoves>
-__device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t epoch) const {
+__device__ inline void DispatchBlock<Quantiser, kMany, kRows>::take_rows(
+    std::uint64_t epoch) const {
   LlDispatchTurn turn(p_, s_.turn, kLlDispatch);
   List list(p_, turn, s_.list, parts_);
   bool good = true;
@@ -399,17 +416,24 @@ __device__ inline void DispatchBlock<Quantiser, kMany>::take_rows(std::uint64_t 
     if (kMoves && p_.group.masks) list.drop_gone();
   }
   ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
-  LlReceiver<Quantiser, kMany, kMoves, false> receiver(p_, turn, list, s_.list, s_.receive, epoch);
+  if constexpr (kRows && !kMoves) {
+    if (warp_in_block() == kLlMovers / 32) list.make_zones();
+  }
+  LlReceiver<Quantiser, kMany, kRows, kMoves, false> receiver(p_, turn, list, s_.list, s_.receive,
+                                                              epoch);
   verdict = receiver.take_all(!early, verdict, [this, good] { return await(good); });
+  if constexpr (kRows) {
+    if (verdict == LlVerdict::go) ll_fill_behind<kMany>(p_, s_.turn, s_.list, kMoves);
+  }
   if (kMoves && list.heads() && verdict != LlVerdict::fatal) {
-    write_head<kMany>(p_, s_, verdict == LlVerdict::go);
+    write_head<kMany, kRows>(p_, s_, verdict == LlVerdict::go);
   }
 }
 
 XD_LL_BLOCK(void)::help() const {
   if (lane_id() == 0) {
     s_.receive.taken = {p_.form, static_cast<int>(p_.record.topk)};
-    if (is_first_receiver()) prepare_head<kMany>(p_, s_);
+    if (is_first_receiver()) prepare_head<kMany, kRows>(p_, s_);
   }
   LlRecordSender record(p_, s_.turn);
   if (tells()) {
@@ -435,7 +459,7 @@ XD_LL_BLOCK(void)::watch() const {
     const LlVerdict verdict = await(s_.turn.failed == 0);
     if (verdict != LlVerdict::go || !is_first_receiver()) return;
     count_bad_ids<kMany>(p_, s_, epoch);
-    complete_head<kMany>(p_, s_, epoch);
+    complete_head<kMany, kRows>(p_, s_, epoch);
   });
 }
 
@@ -443,44 +467,47 @@ XD_LL_BLOCK(void)::watch() const {
 
 // Profilers' users, DeepEP's tests among them, look for "::dispatch" in names of kernels.
 namespace low_latency {
-template <class Quantiser, bool kMany>
+template <class Quantiser, bool kMany, bool kRows>
 __global__ void __launch_bounds__(kLlThreads, 1)
     dispatch_kernel(const __grid_constant__ LlDispatchParams p) {
   __shared__ DispatchShared shared;
   fetch_params(p);
   if (p.group.dependent) ptx::let_next_kernel_start();
   ptx::wait_for_kernel_before();
-  DispatchBlock<Quantiser, kMany>(p, shared).run();
+  DispatchBlock<Quantiser, kMany, kRows>(p, shared).run();
 }
 }  // namespace low_latency
 
 using DispatchKernel = void (*)(LlDispatchParams);
 
-template <bool kMany>
+template <bool kMany, bool kRows>
 DispatchKernel kernel_for(const QuantiseFormat& format) {
-  return !format         ? low_latency::dispatch_kernel<NotQuantised, kMany>
-         : format.powers ? low_latency::dispatch_kernel<ByPowers, kMany>
-                         : low_latency::dispatch_kernel<ByQuotients, kMany>;
+  return !format         ? low_latency::dispatch_kernel<NotQuantised, kMany, kRows>
+         : format.powers ? low_latency::dispatch_kernel<ByPowers, kMany, kRows>
+                         : low_latency::dispatch_kernel<ByQuotients, kMany, kRows>;
 }
 
 // The kernels for few ranks and choices have both in registers.
+template <bool kRows>
 DispatchKernel kernel_for(const LlDevice& group, const QuantiseFormat& format) {
-  return ll_is_small(group.ranks(), group.max_topk) ? kernel_for<false>(format)
-                                                    : kernel_for<true>(format);
+  return ll_is_small(group.ranks(), group.max_topk) ? kernel_for<false, kRows>(format)
+                                                    : kernel_for<true, kRows>(format);
 }
 
-}  // namespace
-
-void launch(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream) {
-  launch_dependent(kernel_for(params.group, params.format), params, shape, params.group.dependent,
-                   stream);
+template <bool kRows>
+void launch_dispatch(const LlDispatchParams& params, const LaunchShape& shape,
+                     cudaStream_t stream) {
+  launch_dependent(kernel_for<kRows>(params.group, params.format), params, shape,
+                   params.group.dependent, stream);
 }
 
-void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes) {
+template <bool kRows>
+void load_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes) {
   for (const auto way :
        {XD_EP_QUANTISE_NONE, XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2}) {
-    load_dependent(kernel_for(group, quantise_format(way)), shape, shared_bytes);
+    load_dependent(kernel_for<kRows>(group, quantise_format(way)), shape, shared_bytes);
   }
 }
 
+}  // namespace
 }  // namespace xd::ep::cuda
