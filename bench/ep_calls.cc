@@ -1,6 +1,7 @@
 #include "ep_calls.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace bench {
 namespace {
@@ -19,6 +20,18 @@ Tensor::Shape recv_shape(const Workload& w, const Traffic& traffic) {
 Tensor::Shape recv_scale_shape(const Workload& w, const Traffic& traffic) {
   return {traffic.recv_capacity, scale_columns(w)};
 }
+Tensor::Shape topk_weight_shape(const Workload& w) { return {w.weighted ? w.tokens : 0, w.topk}; }
+Tensor::Shape recv_weight_shape(const Workload& w, const Traffic& traffic) {
+  const std::int64_t rows = w.weighted ? traffic.recv_capacity : 0;
+  return w.layout == Layout::expert ? Tensor::Shape{rows} : Tensor::Shape{rows, w.topk};
+}
+// Of the gradients of a weighted combine, and of its weights.
+Tensor::Shape scaled_shape(const Workload& w, const Traffic& traffic) {
+  return {w.is_scaled() ? traffic.recv_capacity : 0, w.hidden};
+}
+Tensor::Shape grad_weight_shape(const Workload& w, const Traffic& traffic) {
+  return {w.is_scaled() ? traffic.recv_capacity : 0};
+}
 
 // Between the plans of sets.
 std::size_t plan_stride(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -29,8 +42,14 @@ EpInputs::EpInputs(const Workload& w, const Traffic& traffic, xd_comm* symmetric
                    const ComputeDevice& device, int copies)
     : topk_idx(nullptr, device, kInt32, {w.tokens, w.topk}),
       tokens(symmetric_in, device, payload_type(w.element), token_shape(w), copies),
-      scales(symmetric_in, device, kFloat, scale_shape(w), copies) {
+      scales(symmetric_in, device, kFloat, scale_shape(w), copies),
+      topk_weights(nullptr, device, kFloat, topk_weight_shape(w)) {
   device.copy(topk_idx.data(), traffic.choices.data(), topk_idx.bytes());
+  std::vector<float> weights;
+  for (std::int64_t i = 0; i < topk_weights.rows() * w.topk; ++i) {
+    weights.push_back(static_cast<float>(Workload::weight_of(static_cast<int>(i % w.topk))));
+  }
+  if (w.weighted) device.copy(topk_weights.data(), weights.data(), topk_weights.bytes());
 }
 
 EpCalls::EpCalls(const Workload& w, const Traffic& traffic, const EpInputs& inputs, xd_comm* comm,
@@ -44,7 +63,12 @@ EpCalls::EpCalls(const Workload& w, const Traffic& traffic, const EpInputs& inpu
       recv_(staged ? nullptr : comm, device, recv_type(w), recv_shape(w, traffic), recv_copies),
       recv_scales_(staged ? nullptr : comm, device, kFloat, recv_scale_shape(w, traffic),
                    recv_copies),
-      out_(staged ? nullptr : comm, device, payload_type(w.element), token_shape(w), sets) {}
+      out_(staged ? nullptr : comm, device, payload_type(w.element), token_shape(w), sets),
+      recv_weights_(staged ? nullptr : comm, device, kFloat, recv_weight_shape(w, traffic)),
+      grad_expert_out_(staged ? nullptr : comm, device, recv_type(w), scaled_shape(w, traffic),
+                       recv_copies),
+      grad_weights_(staged ? nullptr : comm, device, kFloat, grad_weight_shape(w, traffic)),
+      grad_topk_weights_(nullptr, device, kFloat, topk_weight_shape(w)) {}
 
 std::size_t EpCalls::heap_bytes(const Workload& w, const Traffic& traffic, int token_copies,
                                 int recv_copies, int sets) {
@@ -52,7 +76,10 @@ std::size_t EpCalls::heap_bytes(const Workload& w, const Traffic& traffic, int t
          Tensor::bytes(payload_type(w.element), token_shape(w), sets) +
          Tensor::bytes(kFloat, scale_shape(w), token_copies) +
          Tensor::bytes(recv_type(w), recv_shape(w, traffic), recv_copies) +
-         Tensor::bytes(kFloat, recv_scale_shape(w, traffic), recv_copies);
+         Tensor::bytes(kFloat, recv_scale_shape(w, traffic), recv_copies) +
+         Tensor::bytes(kFloat, recv_weight_shape(w, traffic), 1) +
+         Tensor::bytes(recv_type(w), scaled_shape(w, traffic), recv_copies) +
+         Tensor::bytes(kFloat, grad_weight_shape(w, traffic), 1);
 }
 
 void EpCalls::open(int num_sms) {
@@ -126,12 +153,17 @@ void EpCalls::dispatch(int copy) {
   if (w_.element == Element::fp8) args.scales = in_.scales.dl(copy);
   if (w_.is_fp8()) args.recv_scales = recv_scales_.dl(copy);
   if (w_.element == Element::bf16_to_fp8) args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
+  if (w_.weighted) {
+    args.topk_weights = in_.topk_weights.dl();
+    args.recv_weights = recv_weights_.dl();
+  }
   ok(xd_ep_dispatch(group_.get(), &args, device_.stream()));
 }
 
 void EpCalls::combine(int copy) {
   auto args = with_plan(xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
   args.expert_out = recv_.dl(copy);
+  if (w_.is_scaled()) args.weights = recv_weights_.dl();
   args.out = out_.dl(set_);
   ok(xd_ep_combine(group_.get(), &args, device_.stream()));
 }
@@ -140,13 +172,23 @@ void EpCalls::dispatch_bwd(int copy) {
   auto args = with_plan(xd_ep_dispatch_bwd_args XD_EP_DISPATCH_BWD_ARGS_INIT);
   args.grad_recv_tokens = recv_.dl(copy);
   args.grad_tokens = out_.dl(set_);
+  // The weights stand for gradients of their own.
+  if (w_.weighted) {
+    args.grad_recv_weights = recv_weights_.dl();
+    args.grad_topk_weights = grad_topk_weights_.dl();
+  }
   ok(xd_ep_dispatch_bwd(group_.get(), &args, device_.stream()));
 }
 
 void EpCalls::combine_bwd(int copy) {
   auto args = with_plan(xd_ep_combine_bwd_args XD_EP_COMBINE_BWD_ARGS_INIT);
   args.grad_out = in_.tokens.dl(copy);
-  args.grad_expert_out = recv_.dl(copy);
+  args.grad_expert_out = received_by(Operation::combine_bwd).dl(copy);
+  if (w_.is_scaled()) {
+    args.expert_out = recv_.dl(copy);
+    args.weights = recv_weights_.dl();
+    args.grad_weights = grad_weights_.dl();
+  }
   ok(xd_ep_combine_bwd(group_.get(), &args, device_.stream()));
 }
 

@@ -20,11 +20,12 @@ inline const char* name_of(Operation operation) {
   return kOperationNames[static_cast<int>(operation)];
 }
 
-// The tensors that a rank dispatches. Its tokens, and the scales of fp8 tokens, are zeros at first.
+// The tensors that a rank dispatches. Its tokens, and the scales of fp8 tokens, are zeros at first;
+// weights are there only if the workload has some.
 struct EpInputs {
   EpInputs(const Workload& workload, const Traffic& traffic, xd_comm* symmetric_in,
            const ComputeDevice& device, int copies = 1);
-  Tensor topk_idx, tokens, scales;
+  Tensor topk_idx, tokens, scales, topk_weights;
 };
 
 class EpCalls {
@@ -49,8 +50,15 @@ class EpCalls {
   xd_ep_group* group() const { return group_.get(); }
   xd_ep_memory group_memory() const;
   const Tensor& recv() const { return recv_; }
+  // The rows that an operation writes, dispatch or combine_bwd.
+  const Tensor& received_by(Operation operation) const {
+    return w_.is_scaled() && operation == Operation::combine_bwd ? grad_expert_out_ : recv_;
+  }
   const Tensor& recv_scales() const { return recv_scales_; }
   const Tensor& out() const { return out_; }
+  const Tensor& recv_weights() const { return recv_weights_; }
+  const Tensor& grad_weights() const { return grad_weights_; }
+  const Tensor& grad_topk_weights() const { return grad_topk_weights_; }
   std::size_t recv_bytes() const;  // of rows in use
 
  private:
@@ -69,6 +77,8 @@ class EpCalls {
   const ComputeDevice& device_;
   const bool staged_;
   const Tensor recv_, recv_scales_, out_;
+  // Weighted batches have these, the middle two where combine multiplies by weights.
+  const Tensor recv_weights_, grad_expert_out_, grad_weights_, grad_topk_weights_;
   xd_ep_config config_ = XD_EP_CONFIG_INIT;
   Group group_;
   std::size_t plan_bytes_ = 0;

@@ -21,7 +21,8 @@ std::string title(const Report& report) {
   text << "crossdock-bench ep: " << w.ranks << (report.threads ? " threads" : " processes")
        << ", T=" << w.tokens << " H=" << w.hidden << " K=" << w.topk << " E=" << w.experts << ' '
        << name_of(w.element) << ", " << name_of(w.layout) << "-major, alignment " << w.alignment
-       << ", routing " << w.routing << ", seed " << w.seed << ", " << w.iters << " iterations";
+       << (w.weighted ? ", weighted" : "") << ", routing " << w.routing << ", seed " << w.seed
+       << ", " << w.iters << " iterations";
   return text.str();
 }
 
@@ -69,6 +70,7 @@ Json json_of(const Workload& w) {
           {"topk", w.topk},
           {"experts", w.experts},
           {"alignment", w.alignment},
+          {"weighted", w.weighted},
           {"layout", name_of(w.layout)},
           {"dtype", name_of(w.element)},
           {"routing", w.routing},

@@ -26,6 +26,7 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   word(app, "--dtype", w.element,
        {Element::bf16, Element::fp16, Element::fp32, Element::fp8, Element::bf16_to_fp8});
   app.add_option("--routing", w.routing);
+  app.add_flag("--weighted", w.weighted);
 
   word(app, "--device", driver.device, {Device::cpu, Device::cuda});
   app.add_option("--preset", driver.preset);
@@ -116,6 +117,8 @@ bytes as plain copies, and through MPI_Alltoallv (CUDA: NCCL's all-to-all).
   --routing R     uniform; zipf or zipf:S, expert e with weight 1/(e+1)^S; hot, expert 0
                   for every token; file:PATH, lines of --topk expert ids, tokens of
                   rank 0 first (uniform)
+  --weighted      choices have weights, which combine multiplies by in layout expert, and
+                  which have gradients (else none)
   --zero-copy     tensors in symmetric memory (default)
   --staged        tensors in ordinary memory; with --zero-copy: both, one after another
   --iters N       timed iterations           --warmup N      before them

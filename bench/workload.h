@@ -24,6 +24,7 @@ struct Workload {
   int topk = 8;
   int experts = 64;
   int alignment = 1;
+  bool weighted = false;  // choices have weights
   Layout layout = Layout::expert;
   Receive receive = Receive::slots;  // of low latency alone; `layout` is the one that fits it
   Element element = Element::bf16;
@@ -33,6 +34,10 @@ struct Workload {
   int warmup = -1;
 
   int local_experts() const { return experts / ranks; }
+  // combine multiplies rows by their weights.
+  bool is_scaled() const { return weighted && layout == Layout::expert; }
+  // The weight of a token's choice k. Sums of 32 times any payload are exact in every type.
+  static int weight_of(int k) { return k == 0 ? 2 : 1; }
   bool is_fp8() const { return element == Element::fp8 || element == Element::bf16_to_fp8; }
   // Bytes of an element of the tokens.
   std::size_t element_bytes() const {

@@ -73,6 +73,7 @@ std::string title(const Case& one) {
   text << "T=" << w.tokens << " H=" << w.hidden << " K=" << w.topk << " E=" << w.experts << ' '
        << name_of(w.element) << ", " << name_of(w.layout) << "-major";
   if (w.alignment != 1) text << ", alignment " << w.alignment;
+  if (w.weighted) text << ", weighted";
   text << ", " << w.routing << ", " << w.ranks << " ranks, " << memory_name(one)
        << (one.graph ? ", graphs" : "");
   return text.str();
@@ -88,7 +89,7 @@ std::string summary_name(const Case& one, Operation operation) {
   if (one.part == "gpus") varies = " " + std::to_string(w.ranks) + " ranks";
   return "T=" + std::to_string(w.tokens) + varies + " " + name_of(w.layout) + " " +
          name_of(operation) + (typed ? std::string(" ") + name_of(w.element) : "") +
-         (one.staged ? ", staged" : "");
+         (w.weighted ? ", weighted" : "") + (one.staged ? ", staged" : "");
 }
 
 Json json_line(const Run& run, const Case& one, const StepResult& step, const CaseResult& result) {

@@ -27,6 +27,7 @@ Workload standard(const Options& options, int ranks) {
   w.topk = 8;
   w.experts = 256 / ranks * ranks;
   w.alignment = 1;
+  w.weighted = false;
   w.layout = Layout::rank;
   w.element = Element::bf16;
   w.routing = "uniform";
@@ -43,12 +44,14 @@ class Builder {
     Layout layout = Layout::rank;
     Element element = Element::bf16;
     bool staged = false;
+    bool weighted = false;
   };
   Workload changed(const Change& change) const {
     Workload w = standard_;
     w.tokens = change.tokens;
     w.layout = change.layout;
     w.element = change.element;
+    w.weighted = change.weighted;
     return w;
   }
   // The first budget of --sms, if it has been given, replaces those of the steps.
@@ -99,6 +102,9 @@ std::vector<Case> budget(const Options& options, const Limits& limits) {
   b.add({.element = Element::bf16_to_fp8}, {{kDispatch, 12}});
   b.add({.layout = Layout::expert},
         {{kDispatch, 24, 600}, {kCombine, 32, 600}, {combine_bwd, 24}, {dispatch_bwd, 32}});
+  b.add({.layout = Layout::expert, .weighted = true},
+        {{kDispatch, 24}, {kCombine, 32}, {dispatch_bwd, 32}, {combine_bwd, 24}, {combine_bwd}});
+  b.add({.weighted = true}, {{kDispatch, 12}, {dispatch_bwd, 16}});
   b.add({.layout = Layout::expert, .element = Element::fp8}, {{kDispatch, 24}});
   b.add({.tokens = 128}, {{Operation::prepare}, {kDispatch, 0, 19}, {kCombine, 0, 22}});
   b.add({.tokens = 128, .element = Element::fp8}, {{kDispatch, 0, 15}});

@@ -1,5 +1,7 @@
 #include "ep_rank.h"
 
+#include <stdexcept>
+
 namespace bench::gpu {
 namespace {
 
@@ -47,8 +49,10 @@ EpRank::EpRank(const RankContext& context, bool staged)
       scale_payload_{Cell::fp32,
                      context.workload().is_fp8() ? context.workload().hidden / kScaleColumns : 0,
                      context.workload().seed + 1},
-      received_(context.stream, received_origins()),
-      sums_(context.stream, sum_origins()),
+      received_(context.stream, received_origins(false)),
+      sums_(context.stream, sum_origins(false)),
+      scaled_(context.stream, received_origins(context.workload().is_scaled())),
+      scaled_sums_(context.stream, sum_origins(context.workload().is_scaled())),
       in_(context.workload(), traffic_, staged ? nullptr : context.comm, context.stream,
           token_copies(context.workload(), context.device.dl().device_id)),
       calls_(context.workload(), traffic_, in_, context.comm, context.stream, staged,
@@ -70,8 +74,8 @@ void EpRank::open(int num_sms) {
   for (int copy = 0; copy < copies; ++copy) enqueue(Operation::dispatch, copy);
   at_.stream.wait("the first operations of a group");
   check_status();
-  check_received(0);
-  check_received(copies - 1);
+  check_received(Operation::dispatch, 0);
+  check_received(Operation::dispatch, copies - 1);
   at_.barrier();
 }
 
@@ -81,20 +85,31 @@ void EpRank::check_status() const {
 
 // ---- Checks ------------------------------------------------------------------------------------
 
-std::vector<Origin> EpRank::received_origins() const {
-  const Placement placement = place(at_.workload(), at_.batch.routing, at_.rank);
+// `scaled`: rows are those of a token times the weights of their choices.
+std::vector<Origin> EpRank::received_origins(bool scaled) const {
+  const Workload& w = at_.workload();
+  const Placement placement = place(w, at_.batch.routing, at_.rank);
   std::vector<Origin> origins(static_cast<std::size_t>(placement.total));  // padding: factor 0
   for (const Arrival& arrival : placement.arrivals) {
+    const Choices& choices = at_.batch.routing[static_cast<std::size_t>(arrival.source)];
+    int k = -1;  // a rank's rows of a token are ordered by the choices that name it
+    const auto is_here = [&] {
+      return choices[static_cast<std::size_t>(arrival.token * w.topk + k)] / w.local_experts() ==
+             at_.rank;
+    };
     for (int i = arrival.rows_begin; i < arrival.rows_end; ++i) {
+      do ++k;
+      while (!is_here());
       const auto row = static_cast<std::size_t>(placement.rows[static_cast<std::size_t>(i)]);
-      origins[row] = {arrival.source, arrival.token, 1};
+      origins[row] = {arrival.source, arrival.token, scaled ? Workload::weight_of(k) : 1};
     }
   }
   return origins;
 }
 
-// The sum for a token whose experts return their rows unchanged: the token itself, once per row.
-std::vector<Origin> EpRank::sum_origins() const {
+// The sum for a token whose experts return their rows unchanged: the token itself, once per row, or
+// as often as the weights say.
+std::vector<Origin> EpRank::sum_origins(bool scaled) const {
   const Workload& w = at_.workload();
   std::vector<Origin> origins;
   for (int token = 0; token < w.tokens; ++token) {
@@ -104,7 +119,8 @@ std::vector<Origin> EpRank::sum_origins() const {
       const auto at = static_cast<std::size_t>(token) * static_cast<std::size_t>(w.topk) +
                       static_cast<std::size_t>(k);
       const auto rank = static_cast<std::size_t>(traffic_.choices[at] / w.local_experts());
-      factor += w.layout == Layout::expert || !chosen[rank] ? 1 : 0;
+      const bool has_row = w.layout == Layout::expert || !chosen[rank];
+      factor += !has_row ? 0 : scaled ? Workload::weight_of(k) : 1;
       chosen[rank] = true;
     }
     origins.push_back({at_.rank, token, factor});
@@ -117,26 +133,46 @@ void EpRank::poison(const Tensor& tensor) const {
     at_.stream.fill(tensor.data(copy), 0xff, tensor.bytes());
 }
 
-void EpRank::check_received(int copy) const {
+void EpRank::check_received(Operation operation, int copy) const {
   const WrongElements wrong(at_.stream);
-  const void* const rows = calls_.recv().data(copy);
+  const void* const rows = calls_.received_by(operation).data(copy);
+  const auto& origins = operation == Operation::combine_bwd ? scaled_ : received_;
   const auto* const scales = static_cast<const float*>(calls_.recv_scales().data(copy));
   if (at_.workload().element == Element::bf16_to_fp8) {
-    check_quantised(payload_, rows, scales, received_.data(), received_.size(), wrong.counter(),
+    check_quantised(payload_, rows, scales, origins.data(), origins.size(), wrong.counter(),
                     at_.stream);
   } else {
-    check_rows(payload_, rows, received_.data(), received_.size(), wrong.counter(), at_.stream);
-    check_rows(scale_payload_, scales, received_.data(), received_.size(), wrong.counter(),
-               at_.stream);
+    check_rows(payload_, rows, origins.data(), origins.size(), wrong.counter(), at_.stream);
+    check_rows(scale_payload_, scales, origins.data(), origins.size(), wrong.counter(), at_.stream);
   }
   wrong.expect_none("received rows");
 }
 
-void EpRank::check_sums() const {
+void EpRank::check_sums(Operation operation) const {
   const WrongElements wrong(at_.stream);
-  check_rows(payload_, calls_.out().data(), sums_.data(), sums_.size(), wrong.counter(),
+  const auto& origins = operation == Operation::combine ? scaled_sums_ : sums_;
+  check_rows(payload_, calls_.out().data(), origins.data(), origins.size(), wrong.counter(),
              at_.stream);
   wrong.expect_none("sums per token");
+}
+
+// The weights that dispatch_bwd brings home are those that dispatch has sent; the gradient of a
+// weight is the product of a row with itself.
+void EpRank::check_weights(Operation operation) const {
+  if (operation == Operation::dispatch_bwd) {
+    const auto floats = [&](const Tensor& tensor) {
+      std::vector<float> values(tensor.bytes() / sizeof(float));
+      at_.stream.copy(values.data(), tensor.data(), tensor.bytes());
+      return values;
+    };
+    if (floats(calls_.grad_topk_weights()) == floats(in_.topk_weights)) return;
+    throw std::runtime_error("WRONG RESULT: gradients of weights");
+  }
+  if (operation != Operation::combine_bwd || !at_.workload().is_scaled()) return;
+  const WrongElements wrong(at_.stream);
+  check_norms(payload_, static_cast<const float*>(calls_.grad_weights().data()), received_.data(),
+              received_.size(), wrong.counter(), at_.stream);
+  wrong.expect_none("gradients of weights");
 }
 
 namespace {
@@ -149,8 +185,10 @@ bool receives(Operation operation) {
 
 void EpRank::check(Operation operation) {
   if (operation == Operation::prepare) return;  // open() has checked rows that it has placed
-  poison(receives(operation) ? calls_.recv() : calls_.out());
+  poison(receives(operation) ? calls_.received_by(operation) : calls_.out());
   if (receives(operation)) poison(calls_.recv_scales());
+  if (operation == Operation::combine_bwd) poison(calls_.grad_weights());
+  if (operation == Operation::dispatch_bwd) poison(calls_.grad_topk_weights());
   at_.settle("poisoning");
   // It runs on all copies, so that later operations find their inputs.
   const int runs = receives(operation) ? calls_.recv().copies() : 1;
@@ -164,10 +202,11 @@ void EpRank::check_left_by(Operation operation, int last_iteration) const {
   check_status();
   if (operation == Operation::prepare) return;
   if (receives(operation)) {
-    check_received(last_iteration);
+    check_received(operation, last_iteration);
   } else {
-    check_sums();
+    check_sums(operation);
   }
+  if (at_.workload().weighted) check_weights(operation);
 }
 
 }  // namespace bench::gpu

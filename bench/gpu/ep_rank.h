@@ -41,15 +41,17 @@ class EpRank {
 
  private:
   void poison(const Tensor& tensor) const;
-  void check_received(int copy) const;
-  void check_sums() const;
-  std::vector<Origin> received_origins() const;
-  std::vector<Origin> sum_origins() const;
+  void check_received(Operation operation, int copy) const;
+  void check_sums(Operation operation) const;
+  void check_weights(Operation operation) const;
+  std::vector<Origin> received_origins(bool scaled) const;
+  std::vector<Origin> sum_origins(bool scaled) const;
 
   const RankContext& at_;
   const Traffic traffic_;
   const Payload payload_, scale_payload_;
-  const DeviceArray<Origin> received_, sums_;
+  // Rows that dispatch leaves, sums that dispatch_bwd leaves, and those of combine_bwd and combine.
+  const DeviceArray<Origin> received_, sums_, scaled_, scaled_sums_;
   const EpInputs in_;
   EpCalls calls_;
 };

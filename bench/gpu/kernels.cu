@@ -120,6 +120,27 @@ __global__ void check_kernel(Payload payload, const void* rows, const Origin* or
   if (mine != 0) atomicAdd(wrong, mine);
 }
 
+__global__ void check_norms_kernel(Payload payload, const float* norms, const Origin* origins,
+                                   std::int64_t count, unsigned long long* wrong) {
+  __shared__ int norm;
+  for (std::int64_t row = blockIdx.x; row < count; row += gridDim.x) {
+    const Origin origin = origins[row];
+    if (threadIdx.x == 0) norm = 0;
+    __syncthreads();
+    int mine = 0;
+    for (std::int64_t column = threadIdx.x; column < payload.columns; column += blockDim.x) {
+      const auto number =
+          static_cast<int>(number_of(draw(payload.seed, origin.source, origin.token, column)));
+      mine += number * number;
+    }
+    atomicAdd(&norm, mine);
+    __syncthreads();
+    const float expected = origin.factor == 0 ? 0.0f : static_cast<float>(norm);
+    if (threadIdx.x == 0 && norms[row] != expected) atomicAdd(wrong, 1ull);
+    __syncthreads();
+  }
+}
+
 // One thread per block of 128 columns.
 __global__ void check_quantised_kernel(Payload payload, const void* rows, const float* scales,
                                        const Origin* origins, std::int64_t count,
@@ -258,6 +279,12 @@ void check_rows(const Payload& payload, const void* rows, const Origin* origins,
                 unsigned long long* wrong, cudaStream_t stream) {
   check_kernel<<<kRowBlocks, 256, 0, stream>>>(payload, rows, origins, count, wrong);
   ok(cudaGetLastError(), "check");
+}
+
+void check_norms(const Payload& payload, const float* norms, const Origin* origins,
+                 std::int64_t count, unsigned long long* wrong, cudaStream_t stream) {
+  check_norms_kernel<<<kRowBlocks, 256, 0, stream>>>(payload, norms, origins, count, wrong);
+  ok(cudaGetLastError(), "check of products");
 }
 
 void check_quantised(const Payload& payload, const void* rows, const float* scales,

@@ -62,6 +62,11 @@ void fill_rows(const Payload& payload, int source, void* rows, std::int64_t coun
 void check_rows(const Payload& payload, const void* rows, const Origin* origins, std::int64_t count,
                 unsigned long long* wrong, cudaStream_t stream);
 
+// Row by row, *norms is expected to be the product of the row that comes from a token with itself,
+// and 0 in padding.
+void check_norms(const Payload& payload, const float* norms, const Origin* origins,
+                 std::int64_t count, unsigned long long* wrong, cudaStream_t stream);
+
 // Checks rows that were quantised on the way from `payload` to e4m3 bytes, with one scale per 128
 // columns.
 void check_quantised(const Payload& payload, const void* rows, const float* scales,

@@ -7,6 +7,7 @@
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   gated.h        the gated activation between the two products of experts
  *   gemm.h         products of matrices that are spread over the ranks: tensor and sequence
  *                  parallelism
  *   stats.h        what groups have done so far, for people who look
@@ -30,6 +31,7 @@
 
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
+#include <crossdock/gated.h>
 #include <crossdock/gemm.h>
 #include <crossdock/low_latency.h>
 #include <crossdock/stats.h>

@@ -53,6 +53,7 @@ class constants:
     RECEIVES: dict[str, int]
     COMM_PEER_LOSSES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
+    ACTIVATIONS: dict[str, int]
     GEMM_OPERATIONS: dict[str, int]
     GEMM_BITS: dict[str, int]  # of the operations, in a context's `operations`
     GEMM_ALGOS: dict[str, int]
@@ -182,6 +183,8 @@ class Comm:
     def mem_export(self, ptr: int) -> tuple[int, int, int]: ...
     def mem_import(self, rank: int, segment: int, offset: int) -> int: ...
     def routing_layout(self, fields: dict[str, Any]) -> None: ...
+    def gated(self, fields: dict[str, Any]) -> None: ...
+    def gated_bwd(self, fields: dict[str, Any]) -> None: ...
 
 class Group:
     """xd_ep_group, with the fields of xd_ep_config as keywords. Keeps `comm` alive."""

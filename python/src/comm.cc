@@ -264,6 +264,16 @@ void routing_layout(const Comm& self, const nb::dict& fields) {
   self.call([&](xd_comm* comm) { return xd_ep_routing_layout(comm, args.get(), args.stream()); });
 }
 
+void gated(const Comm& self, const nb::dict& fields) {
+  const Given<xd_gated_args> args(fields, self.info().device);
+  self.call([&](xd_comm* comm) { return xd_gated(comm, args.get(), args.stream()); });
+}
+
+void gated_bwd(const Comm& self, const nb::dict& fields) {
+  const Given<xd_gated_bwd_args> args(fields, self.info().device);
+  self.call([&](xd_comm* comm) { return xd_gated_bwd(comm, args.get(), args.stream()); });
+}
+
 }  // namespace
 
 void bind_comm(nb::module_& module) {
@@ -312,7 +322,9 @@ void bind_comm(nb::module_& module) {
       .def("mem_export", &Comm::export_handle, nb::arg("ptr"))
       .def("mem_import", &Comm::import_handle, nb::arg("rank"), nb::arg("segment"),
            nb::arg("offset"))
-      .def("routing_layout", &routing_layout, nb::arg("fields"));
+      .def("routing_layout", &routing_layout, nb::arg("fields"))
+      .def("gated", &gated, nb::arg("fields"))
+      .def("gated_bwd", &gated_bwd, nb::arg("fields"));
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

@@ -78,6 +78,10 @@ void bind_words(nb::module_& constants) {
   constants.attr("COMM_PEER_LOSSES") =
       words({{"fatal", XD_COMM_PEER_LOSS_FATAL}, {"mask", XD_COMM_PEER_LOSS_MASK}});
   constants.attr("QUANTISE") = quantise_ways();
+  constants.attr("ACTIVATIONS") = words({{"silu", XD_GATED_SILU},
+                                         {"gelu_tanh", XD_GATED_GELU_TANH},
+                                         {"relu", XD_GATED_RELU},
+                                         {"relu2", XD_GATED_RELU_SQUARED}});
 }
 
 void bind_gemm_words(nb::module_& constants) {

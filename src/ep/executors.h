@@ -16,6 +16,7 @@ namespace xd::ep {
 class Group;
 struct Config;
 struct RoutingLayoutCall;
+struct GatedCall;
 class LlGroup;
 struct LlConfig;
 
@@ -26,8 +27,9 @@ struct BulkExecutor {
   std::unique_ptr<Group> (*make_group)(std::shared_ptr<Comm> comm, const xd_ep_config* config);
   // The memory that a group takes on one rank.
   xd_ep_memory (*group_memory)(const Config& config);
-  // A local call, which needs no group. When it returns, the call has finished or is on the stream.
+  // Local calls, which need no group. When one returns, it has finished or is on the stream.
   void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);
+  void (*gated)(const GatedCall& call, const DLDevice& device, xd_stream stream);
 };
 
 // Of groups of low_latency.h.

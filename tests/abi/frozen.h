@@ -249,6 +249,33 @@ FROZEN_FIELD(xd_ep_routing_layout_args, token_in_rank, 40);
 FROZEN_FIELD(xd_ep_routing_layout_args, bad_ids, 48);
 FROZEN_FIELD(xd_ep_routing_layout_args, expert_ranks, 56);
 
+FROZEN_ENUM(xd_gated_activation);
+FROZEN_VALUE(XD_GATED_SILU, 0);
+FROZEN_VALUE(XD_GATED_GELU_TANH, 1);
+FROZEN_VALUE(XD_GATED_RELU, 2);
+FROZEN_VALUE(XD_GATED_RELU_SQUARED, 3);
+
+FROZEN_SIZE(xd_gated_args, 56);
+FROZEN_FIELD(xd_gated_args, struct_size, 0);
+FROZEN_FIELD(xd_gated_args, activation, 8);
+FROZEN_FIELD(xd_gated_args, gate, 16);
+FROZEN_FIELD(xd_gated_args, up, 24);
+FROZEN_FIELD(xd_gated_args, weights, 32);
+FROZEN_FIELD(xd_gated_args, offsets, 40);
+FROZEN_FIELD(xd_gated_args, out, 48);
+
+FROZEN_SIZE(xd_gated_bwd_args, 80);
+FROZEN_FIELD(xd_gated_bwd_args, struct_size, 0);
+FROZEN_FIELD(xd_gated_bwd_args, activation, 8);
+FROZEN_FIELD(xd_gated_bwd_args, grad_out, 16);
+FROZEN_FIELD(xd_gated_bwd_args, gate, 24);
+FROZEN_FIELD(xd_gated_bwd_args, up, 32);
+FROZEN_FIELD(xd_gated_bwd_args, weights, 40);
+FROZEN_FIELD(xd_gated_bwd_args, offsets, 48);
+FROZEN_FIELD(xd_gated_bwd_args, grad_gate, 56);
+FROZEN_FIELD(xd_gated_bwd_args, grad_up, 64);
+FROZEN_FIELD(xd_gated_bwd_args, grad_weights, 72);
+
 FROZEN_ENUM(xd_ep_layout);
 FROZEN_VALUE(XD_EP_EXPERT_MAJOR, 0);
 FROZEN_VALUE(XD_EP_RANK_MAJOR, 1);

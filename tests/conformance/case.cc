@@ -26,7 +26,7 @@ constexpr std::array kTopks{2, 1, 3, 8, 32};
 constexpr std::array kLocalExperts{2, 1, 5, 32};
 constexpr std::array kHomes{Homes::even, Homes::interleaved, Homes::ragged, Homes::one_without,
                             Homes::one_rank};
-constexpr std::array kRowUnits{3, 1, 15, 32, 125};
+constexpr std::array kRowUnits{3, 1, 15, 32, 261};  // the last is more than a piece of a sum
 constexpr std::array kWeights{false, true};
 constexpr std::array kPlacings{Placing::ordinary, Placing::symmetric, Placing::mixed,
                                Placing::unstaged};

@@ -58,8 +58,9 @@ std::vector<Case> large_cases() {
   c.num_ranks = world().num_ranks();
   c.dtype = {kDLBfloat, 16, 1};
   c.index_type = c.output_type = {kDLInt, 32, 1};
-  c.max_tokens = 520;  // tokens of 8 KiB, over 4 MiB in all
-  c.row_units = 512;
+  c.max_tokens = 1100;  // tokens of 4 KiB, over 4 MiB in all; three of them in a chunk
+  c.row_units = 256;
+  c.weights = true;
   c.topk = 2;
   c.local_experts = 2;
   c.capacity = Capacity::exact;

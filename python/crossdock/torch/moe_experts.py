@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ._calls import SUMMABLE
 from ._group import Plan
 from ._sharding import local_tensor
+from .gated import FUSED, gated
 from .grouped import grouped_mm
 from .grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
 
@@ -124,10 +126,17 @@ class GroupedExperts(_FeedForward):
         inner = self._product(rows, self.w_in, plan, grad_group=handle)
         if self.b_in is not None:
             inner = inner + _of_each_row(local_tensor(self.b_in), inner, plan.offsets)
-        out = self._product(self.activate(inner), self.w_out, plan, out_group=handle)
+        out = self._product(self._activated(inner, plan), self.w_out, plan, out_group=handle)
         if self.b_out is not None:
             out = out + _of_each_row(local_tensor(self.b_out), out, plan.offsets)
         return out
+
+    def _activated(self, inner: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """`activate`, in one pass up to the last zone's end where the library has the function."""
+        name = self.activation
+        if not self.gated or name not in FUSED or inner.dtype not in SUMMABLE:
+            return self.activate(inner)
+        return gated(inner, plan.offsets, str(name), group=plan.group.handle)
 
     def _product(
         self,

@@ -25,6 +25,7 @@ WORDS = {
     *constants.PHASES,
     *constants.DTYPES,
     *constants.QUANTISE,
+    *constants.ACTIVATIONS,
     *constants.DEVICE_TYPES,
     *constants.OPERATIONS,
     *constants.GEMM_OPERATIONS,

@@ -37,6 +37,8 @@ def operations(comm: _core.Comm) -> dict[str, Callable[[dict[str, object]], None
         "xd_ep_combine_bwd_args": bulk.combine_bwd,
         "xd_ep_plan_row_experts_args": bulk.row_experts,
         "xd_ep_routing_layout_args": comm.routing_layout,
+        "xd_gated_args": comm.gated,
+        "xd_gated_bwd_args": comm.gated_bwd,
         "xd_ll_config": config(_core.ll_plan_size),
         "xd_ll_dispatch_args": slots.dispatch,
         "xd_ll_combine_args": slots.combine,

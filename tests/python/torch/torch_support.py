@@ -328,7 +328,7 @@ def recording(chains: list[list[str]]) -> Any:
             node for node in graph_module.graph.nodes if str(node.target).startswith("crossdock.")
         ]
         # These take no turn.
-        local = ("row_experts", "grouped")
+        local = ("row_experts", "grouped", "gated")
         operations = [node for node in calls if not any(name in str(node.target) for name in local)]
         for earlier, later in zip(operations, operations[1:]):
             assert earlier in _ancestors(later), f"{later} does not depend on {earlier}"

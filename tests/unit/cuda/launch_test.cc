@@ -68,6 +68,49 @@ TEST(RowPiecesTest, PiecesCoverTheRowAndFitTheirStages) {
   }
 }
 
+TEST(RowPiecesTest, MoreWarpsShareTheArithmeticWhereRowsAreScaled) {
+  const RowPieces moved = RowPieces::make(14336), scaled = RowPieces::make(14336, {}, 0, true);
+  const Traffic traffic{.ranks = 2,
+                        .tokens = 4096,
+                        .topk = 8,
+                        .row_bytes = 14336,
+                        .row_per_expert = true,
+                        .receives = true};
+  Traffic scales = traffic;
+  scales.scaled = true;
+  EXPECT_EQ(dispatch_shape(traffic, moved, moved, 0, 128, kHopper).threads / 32, 7);
+  EXPECT_EQ(dispatch_shape(scales, scaled, scaled, 0, 128, kHopper).threads / 32, 14);
+}
+
+TEST(LaunchShapeTest, EveryWarpThatScalesHasItsRingWhateverTheRow) {
+  for (const std::uint64_t bytes : {16u, 1024u, 14336u, 28672u, 200000u}) {
+    const RowPieces row = RowPieces::make(bytes, {}, 0, true);
+    const Traffic traffic{.ranks = 2,
+                          .tokens = 4096,
+                          .topk = 8,
+                          .row_bytes = bytes,
+                          .row_per_expert = true,
+                          .receives = true,
+                          .scaled = true};
+    const LaunchShape shape = dispatch_shape(traffic, row, row, 0, 128, kHopper);
+    EXPECT_GE(shape.shared_bytes, shape.threads / 32 * sizeof(ScalerShared)) << bytes;
+    EXPECT_LE(shape.shared_bytes + kStaticSharedBytes, kHopper.shared_bytes) << bytes;
+  }
+}
+
+TEST(LaunchShapeTest, ScalingGetsMoreMultiprocessorsThanCopying) {
+  const RowPieces row = RowPieces::make(14336, {}, 0, true);
+  Traffic traffic{.ranks = 8,
+                  .tokens = 4096,
+                  .topk = 8,
+                  .row_bytes = 14336,
+                  .row_per_expert = true,
+                  .receives = true};
+  const int copying = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
+  traffic.scaled = true;
+  EXPECT_GT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, copying);
+}
+
 TEST(RowPiecesTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {
   for (const auto way : {XD_EP_QUANTISE_FP8_BLOCK128, XD_EP_QUANTISE_FP8_BLOCK128_POW2,
                          XD_EP_QUANTISE_FP8_BLOCK128_E8M0, XD_EP_QUANTISE_MXFP8}) {
@@ -152,7 +195,7 @@ TEST(LaunchShapeTest, BlocksAreDividedAsTheRowsThatTheyMove) {
   traffic.staged = false;
   EXPECT_EQ(sending(), 59) << "the first of a peer's rows is in its place";
   traffic.scaled = true;
-  EXPECT_EQ(sending(), 31) << "3.6 rows are sent, all 8 are written at the owner";
+  EXPECT_EQ(sending(), 25) << "2.7 rows are sent, all 8 are written at the owner";
   traffic.ranks = 1;
   traffic.scaled = false;
   EXPECT_EQ(sending(), 100) << "no rows come from peers";

@@ -89,6 +89,9 @@ const BulkExecutor kBulk{.device_type = kDLCPU,
                          .make_group = make_group,
                          .group_memory = group_memory,
                          .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
-                                              xd_stream) { fill_routing_layout(call); }};
+                                              xd_stream) { fill_routing_layout(call); },
+                         .gated = [](const GatedCall& call, const DLDevice&, xd_stream) {
+                           compute_gated(call);
+                         }};
 
 }  // namespace xd::ep::cpu

@@ -67,4 +67,10 @@ void require_memory(const RoutingLayoutCall& c, xd::cuda::KnownMemory& known) {
                  number(c.token_in_rank), number(c.bad_ids)});
 }
 
+void require_memory(const GatedCall& c, xd::cuda::KnownMemory& known) {
+  known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights),
+                 number(c.offsets), claim(c.out), claim(c.grad_gate), claim(c.grad_up),
+                 claim(c.grad_weights)});
+}
+
 }  // namespace xd::ep::cuda

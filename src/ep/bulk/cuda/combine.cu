@@ -100,8 +100,7 @@ class Summer {
 
   // Returns false after a fatal error. Where tokens are few, several warps share one, by columns.
   __device__ bool sum_all() {
-    const int pushing = p_.pushes ? p_.push_blocks : 0, blocks = static_cast<int>(gridDim.x);
-    const Team team{pushing < blocks ? pushing : 0, pushing < blocks ? blocks - pushing : blocks};
+    const Team team = blocks_behind(p_.pushes ? p_.push_blocks : 0);
     const int tokens = turn_.plan().tokens;
     const auto vectors = static_cast<int>(p_.row_bytes / 16);
     const int warps = team.blocks * warps_per_block();

@@ -8,7 +8,8 @@
 //   chunk[src][c] there   a sender's warp, when all    the peer's receivers
 //                         rows of chunk c have landed
 //   own receive rows      receivers: a token's other   the caller
-//                         rows, padding, tail
+//                         rows, padding, tail; scaled
+//                         rows: scaler.cuh
 //   own tensors with      all, at the end: late.cuh    the caller
 //   strides
 //
@@ -22,15 +23,17 @@
 #include "ep/bulk/cuda/mover.cuh"
 #include "ep/bulk/cuda/remote/dispatch.cuh"
 #include "ep/bulk/cuda/rows.cuh"
+#include "ep/bulk/cuda/scaler.cuh"
 #include "ep/plan/cuda/launch.cuh"
-#include "ep/plan/cuda/sums.cuh"
 
 #include <type_traits>
 
 namespace xd::ep::cuda {
 namespace {
 
-struct NotScaled {};  // rows arrive in their final form
+// A kernel's `Scaled` is the type of rows that are multiplied by their weights at their owner, or
+// this one.
+struct NotScaled {};
 
 // ---- Sending -----------------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class Sender {
  private:
   // True if rank d waits for chunks.
   __device__ bool receives(int d) const {
-    if (d == turn_.rank() && p_.own_rows_direct) return false;
+    if (d == turn_.rank() && (p_.own_rows_direct || stays(d))) return false;
     return turn_.group().layout.row_per_expert || turn_.peer(d).staged;
   }
   __device__ bool any_receiver() const {
@@ -116,13 +119,13 @@ class Sender {
     const Choice c = decode(turn_, shared_, token == first_ ? first_code_ : code_of(token));
     MoverTarget to{nullptr, nullptr};
     if constexpr (kRemote) to = remote_target(p_, turn_, token, c);
-    // A row that start() has fetched leaves the mover here, also if nobody wants it.
-    if (token != first_ && !__any_sync(kAllLanes, c.valid || to.row != nullptr)) return;
-    if (c.leader || (c.valid && goes_everywhere(c.rank))) {
+    if ((c.leader && !stays(c.rank)) || (c.valid && goes_everywhere(c.rank))) {
       const PeerTensors& peer = turn_.peer(c.rank);
       to.row = peer.rows + c.row * p_.recv_tokens.row_bytes;
       to.beside = peer.scales + c.row * p_.recv_scales.row_bytes;
     }
+    // A row that start() has fetched leaves the mover here, also if nobody wants it.
+    if (token != first_ && !__any_sync(kAllLanes, to.row != nullptr)) return;
     const MoverSource from = row_of(token);
     mover_.move(from, to);
     if (from.beside != nullptr && p_.send.beside_bytes == 0) send_scales(from.beside, to);
@@ -130,6 +133,8 @@ class Sender {
         p_, turn_, c, [&] { return p_.topk_weights; }, token);
   }
 
+  // True for this rank's own rows where they are scaled, out of `tokens`.
+  __device__ bool stays(int rank) const { return p_.weights != nullptr && rank == turn_.rank(); }
   // True for rows that stay on this rank and go to all their places at once, whether or not they
   // are staged.
   __device__ bool goes_everywhere(int rank) const {
@@ -161,8 +166,7 @@ class Sender {
 
 // ---- Receiving ---------------------------------------------------------------------------------
 
-// `Scaled`: the type of rows that are multiplied by their weights on arrival, or NotScaled.
-template <class Scaled, class Quantiser>
+template <class Quantiser>
 class Receiver {
  public:
   __device__ Receiver(const DispatchParams& params, Turn& turn, const PlanParts& plan,
@@ -171,17 +175,13 @@ class Receiver {
 
   // False = fatal.
   __device__ bool receive_all() {
-    const int sending = p_.send_blocks, blocks = static_cast<int>(gridDim.x);
-    const Team team{sending < blocks ? sending : 0, sending < blocks ? blocks - sending : blocks};
+    const Team team = blocks_behind(p_.send_blocks);
     const bool good =
         for_each_arrival(turn_, plan_, sent_chunks(), 0, 1, team, [&](const Arrival& a) {
           if (a.source == turn_.rank() && p_.own_rows_direct) return true;
           const ItemRange items = items_of(turn_, plan_, a.source, a.token, a.tokens);
           if (items.first >= items.last) return true;
-          bool here = true;
-          if (lane_id() == 0) here = turn_.wait_chunk(a.source, a.flag);
-          if (!__shfl_sync(kAllLanes, here, 0)) return false;
-          __syncwarp();  // passes the acquire on to all lanes
+          if (!await_chunk(turn_, a.source, a.flag)) return false;
           // This thread sees the peers' stores; the fence makes bulk loads see them as well.
           ptx::fence_proxy_async_global();
           for_each_item(turn_, plan_, items,
@@ -196,11 +196,7 @@ class Receiver {
   __device__ void receive(const ItemRows& rows) {
     if (rows.count == 0) return;
     const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
-    if constexpr (std::is_same_v<Scaled, NotScaled>) {
-      fan_out(rows, first);
-    } else {
-      scale(rows, first);
-    }
+    fan_out(rows, first);
     if (p_.fan_out.beside_bytes == 0) copy_rows(p_.recv_scales, rows, first);
     if (turn_.group().layout.choices_beside_rows) {
       copy_rows(p_.recv_weights, rows, first);
@@ -208,10 +204,6 @@ class Receiver {
     } else {
       copy_own(p_.recv_weights, rows);
     }
-  }
-
-  __device__ static const std::byte* arrived(const ReceiveRows& tensor, std::uint32_t row) {
-    return (tensor.staged != nullptr ? tensor.staged : tensor.data) + row * tensor.row_bytes;
   }
 
   // Copies the row that crossed to all the token's rows.
@@ -226,7 +218,7 @@ class Receiver {
     if (mine) {
       to = {tensor.data + rows.row * tensor.row_bytes, beside.data + rows.row * beside.row_bytes};
     }
-    mover_.move({arrived(tensor, first), carried ? arrived(beside, first) : nullptr}, to);
+    mover_.move({tensor.arrived(first), carried ? beside.arrived(first) : nullptr}, to);
   }
 
   __device__ void copy_rows(const ReceiveRows& tensor, const ItemRows& rows, std::uint32_t first) {
@@ -234,7 +226,7 @@ class Receiver {
 #pragma unroll 1
     for (int i = tensor.staged != nullptr ? 0 : 1; i < rows.count; ++i) {
       const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
-      copy_bytes(tensor.data + row * tensor.row_bytes, arrived(tensor, first), tensor.row_bytes);
+      copy_bytes(tensor.data + row * tensor.row_bytes, tensor.arrived(first), tensor.row_bytes);
     }
   }
 
@@ -245,27 +237,23 @@ class Receiver {
         reinterpret_cast<const volatile float*>(tensor.staged)[rows.row];
   }
 
-  // Scales a weighted combine's gradients. The row that crossed may be the first of the outputs, so
-  // that one is written last.
-  __device__ void scale(const ItemRows& rows, std::uint32_t first) {
-    const ReceiveRows& tensor = p_.recv_tokens;
-    const auto vectors = static_cast<std::uint32_t>(tensor.row_bytes / 16);
-#pragma unroll 1
-    for (int i = rows.count - 1; i >= 0; --i) {
-      const std::uint32_t row = __shfl_sync(kAllLanes, rows.row, i);
-      const std::byte* other =
-          p_.expert_out != nullptr ? p_.expert_out + row * tensor.row_bytes : nullptr;
-      const float dot = scale_row<Scaled>(tensor.data + row * tensor.row_bytes,
-                                          arrived(tensor, first), other, p_.weights[row], vectors);
-      if (p_.grad_weights != nullptr && lane_id() == 0) p_.grad_weights[row] = dot;
-    }
-  }
-
   const DispatchParams& p_;
   Turn& turn_;
   const PlanParts& plan_;
   Mover<Quantiser>& mover_;
 };
+
+// False = fatal. `shared`: that of the warp. All warps that have sent call it.
+template <class Scaled, class Quantiser>
+__device__ bool receive_all(const DispatchParams& p, Turn& turn, const PlanParts& plan,
+                            std::byte* shared) {
+  if constexpr (std::is_same_v<Scaled, NotScaled>) {
+    Mover<Quantiser> mover(shared, p.fan_out);
+    return Receiver<Quantiser>(p, turn, plan, mover).receive_all();
+  } else {
+    return Scaler<Scaled>(p, turn, plan, *reinterpret_cast<ScalerShared*>(shared)).scale_all();
+  }
+}
 
 __device__ void fill_gaps(const DispatchParams& p, const Turn& turn, const PlanParts& plan) {
   if (has_gaps(turn)) {
@@ -336,7 +324,9 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
   const bool started = turn.begin();
   auto remote = make_remote_work<kRemote, RemoteDispatch>(p, turn, shared);
   const PlanParts plan = parts_of(p.turn.plan, turn.plan());  // of a plan that was judged
-  std::byte* warp_stages = stages + warp_in_block() * max(p.send.warp_bytes, p.fan_out.warp_bytes);
+  constexpr bool kScaled = !std::is_same_v<Scaled, NotScaled>;
+  std::byte* warp_stages =
+      stages + warp_in_block() * dispatch_warp_bytes(p.send, p.fan_out, kScaled);
   {
     Mover<Quantiser> mover(warp_stages, p.send, besides(p.scales));
     Sender<Quantiser, kRemote> sender(p, turn, shared, plan, mover);
@@ -364,8 +354,7 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
   if (takes_part(turn)) {
     bool failed = false;
     if (moves && p.receives) {
-      Mover<Quantiser> mover(warp_stages, p.fan_out);
-      failed = turn.any_failed(!Receiver<Scaled, Quantiser>(p, turn, plan, mover).receive_all());
+      failed = turn.any_failed(!receive_all<Scaled, Quantiser>(p, turn, plan, warp_stages));
     }
     if (!failed && p.num_late > 0) copy_late(p, turn, remote);
   }

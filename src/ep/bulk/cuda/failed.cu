@@ -11,6 +11,7 @@ void load_prepare(std::size_t shared_bytes, bool remote);
 void load_dispatch(std::size_t shared_bytes, bool remote);
 void load_combine(std::size_t shared_bytes, bool remote);
 void load_local();
+void load_gated();
 
 namespace {
 
@@ -54,6 +55,7 @@ void load_kernels(const LaunchLimits& device, bool remote) {
   load_dispatch(device.shared_bytes, remote);
   load_combine(device.shared_bytes, remote);
   load_local();
+  load_gated();
 }
 
 }  // namespace xd::ep::cuda

@@ -369,6 +369,7 @@ xd_ep_memory group_memory(const Config& config) {
 const BulkExecutor kBulk{.device_type = kDLCUDA,
                          .make_group = make_group,
                          .group_memory = group_memory,
-                         .routing_layout = start_routing_layout};
+                         .routing_layout = start_routing_layout,
+                         .gated = start_gated};
 
 }  // namespace xd::ep::cuda

@@ -137,6 +137,7 @@ struct MovedRows {
   const Tensor &rows, &scales;
   const Tensor &recv_rows, &recv_scales;
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
+  bool scaled = false;
 };
 
 // Fills in how rows and scales are sent and received, and the places in the record by which peers
@@ -150,9 +151,9 @@ void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p
     come_late(p, moved.recv_scales, p.recv_scales, tail_of(fill.config()));
   }
   p.send = RowPieces::make(moved.rows.row_bytes(), quantise_format(moved.quantise),
-                           moved.scales.row_bytes());
+                           moved.scales.row_bytes(), moved.scaled);
   p.fan_out = RowPieces::make(moved.recv_rows.row_bytes(), {},
-                              in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0);
+                              in_bulk(p.recv_scales) ? p.recv_scales.row_bytes : 0, moved.scaled);
   p.tokens = moved.rows.data;
   p.scales = strided(moved.scales);
   p.scale_alignment = static_cast<unsigned>(dtype_bytes(moved.recv_scales.type));
@@ -247,7 +248,8 @@ DispatchStart dispatch_params(const CombineBwdCall& call, const GroupView& view)
             {.rows = call.grad_out,
              .scales = call.grad_out_scales,
              .recv_rows = call.grad_expert_out,
-             .recv_scales = call.grad_expert_out_scales},
+             .recv_scales = call.grad_expert_out_scales,
+             .scaled = static_cast<bool>(call.weights)},
             p);
   fill.own_rows(call.expert_out);
   fill.own_weights(call.weights);

@@ -45,7 +45,7 @@ struct DispatchParams {
   TurnParams turn;
   RowPieces send, fan_out;
   int send_blocks;       // blocks that begin with sending; the others begin with receiving
-  bool own_rows_direct;  // this rank's own rows go to all their places at once
+  bool own_rows_direct;  // this rank's own rows go to all their places at once, unless scaled
   bool indices;          // receive tensors have recv_topk_idx
   bool weighs;           // tokens have topk_weights, on this rank or on others
   bool receives;         // rows are fanned out, copied out of staging or scaled here
@@ -56,7 +56,7 @@ struct DispatchParams {
   ReceiveRows recv_tokens, recv_scales, recv_weights, recv_topk_idx;
   int num_late;  // how many of these first come together in staging memory
   LateCopy late[3];
-  // combine_bwd of a weighted combine:
+  // combine_bwd of a weighted combine, whose rows are scaled where they are received:
   const std::byte* expert_out;  // nullptr = no grad_weights
   const float* weights;
   float* grad_weights;

@@ -115,6 +115,11 @@ struct ReceiveRows {
   std::byte* staged;  // staging; nullptr = used where it lies
   std::int64_t rows;  // the tensor's
   std::uint64_t row_bytes;
+
+  // The place where peers put a row.
+  constexpr const std::byte* arrived(std::uint32_t row) const {
+    return (staged != nullptr ? staged : data) + row * row_bytes;
+  }
 };
 
 // Rows that are read, of any strides (in bytes).

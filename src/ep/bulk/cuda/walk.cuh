@@ -99,6 +99,12 @@ struct Team {
   int first_block, blocks;
 };
 
+// The blocks that do not begin with the first role, or all blocks if each of them does.
+__device__ inline Team blocks_behind(int first) {
+  const auto blocks = static_cast<int>(gridDim.x);
+  return first < blocks ? Team{first, blocks - first} : Team{0, blocks};
+}
+
 // The first unit of a warp of the team's blocks; -1 for others. Neighbouring units go to warps of
 // different blocks, so that few units spread over all multiprocessors.
 __device__ inline int first_unit(const Team& team) {
@@ -204,6 +210,15 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
     if (!__all_sync(kAllLanes, good)) rows.count = 0;
     body(rows, __shfl_sync(kAllLanes, cells, i));
   }
+}
+
+// Waits until the rows of a chunk are here; false = fatal. All lanes call it.
+__device__ inline bool await_chunk(const Turn& turn, int source, int flag) {
+  bool here = true;
+  if (lane_id() == 0) here = turn.wait_chunk(source, flag);
+  if (!__shfl_sync(kAllLanes, here, 0)) return false;
+  __syncwarp();  // passes the acquire on to all lanes
+  return true;
 }
 
 // Part `part` of `parts` of a row: vectors [first, last) of 16 bytes. Cutting a row into twice as

@@ -14,8 +14,8 @@ namespace {
 constexpr int kMostChosen = 64;
 
 // Rates in GB/s (Hopper, NVLink 4): rows that one multiprocessor stores by bulk copies, rows that
-// it reads and writes where it sums, and bytes that a device's links carry. They decide on numbers
-// of blocks only.
+// it reads and writes where it sums or scales, and bytes that a device's links carry. They decide
+// on numbers of blocks only.
 constexpr double kStoreRate = 45.0, kSumRate = 60.0, kLinkRate = 360.0;
 // Rows that one multiprocessor quantises, in bytes read.
 constexpr double kQuantiseRate = 28.0;
@@ -51,10 +51,10 @@ struct Division {
 
 // The sender puts this rank's own rows into all their places at once. A peer's row arrives in the
 // first of its places, and is copied from there to the others, or out of staging memory to all.
-// Rows that are scaled arrive once for each rank, and are all written at the owner.
+// Rows that are scaled arrive from peers alone, once for each, and are all written at the owner.
 Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) {
   if (!traffic.receives) return {1.0, 0.0, 0};
-  const double own = traffic.scaled ? rows.ranks - rows.remote : rows.delivered / traffic.ranks;
+  const double own = traffic.scaled ? 0.0 : rows.delivered / traffic.ranks;
   const double sent = rows.remote + own;
   const double copied =
       traffic.scaled ? rows.delivered : rows.delivered - own - (traffic.staged ? 0.0 : rows.remote);
@@ -137,7 +137,7 @@ LaunchShape prepare_shape(int experts, int ranks, int tokens, int budget,
 
 LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const RowPieces& fan_out,
                            int num_sms, int budget, const LaunchLimits& device) {
-  const std::uint64_t warp_bytes = std::max(send.warp_bytes, fan_out.warp_bytes);
+  const std::uint64_t warp_bytes = dispatch_warp_bytes(send, fan_out, traffic.scaled);
   const int warps = std::min(warps_in(warp_bytes, device), kMostMoverWarps);
   const RowsPerToken rows = rows_per_token(traffic);
   // Rows for this rank itself go to all their places at once. A peer's row arrives first, and is
@@ -147,6 +147,11 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
   const int latency = (tokens_at_once(traffic.tokens) + warps - 1) / warps;
   int wanted = std::max(sms_for_links(moves, rows.remote, kStoreRate, 1.12),
                         traffic.receives ? 2 * latency : latency);
+  // Each scaled row is read in expert_out and written; a token's gradient is read once.
+  if (traffic.scaled) {
+    const double scaled = 2.0 * rows.delivered + rows.ranks;
+    wanted = std::max(wanted, sms_for_links(scaled, rows.remote, kSumRate, 1.05));
+  }
   // Two bytes are read for each that is sent.
   if (send.scales_bytes != 0) {
     wanted = std::max(wanted, sms_for_links(2.0, rows.remote, kQuantiseRate, 1.0));

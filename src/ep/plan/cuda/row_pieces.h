@@ -2,6 +2,7 @@
 // (ep/bulk/cuda/mover.cuh). It is a pure function, tested without a device.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "ep/plan/quantise.h"
@@ -20,16 +21,17 @@ struct RowPieces {
   std::uint32_t beside_bytes;  // bytes of a second row that goes with the first piece; 0 = none
   std::uint32_t warp_bytes;    // shared memory per warp, barriers included
 
-  // Where rows are quantised, pieces hold whole blocks of columns, and they are smaller, so that
-  // more warps share the arithmetic.
-  static constexpr std::uint32_t kMostPieceBytes = 16384, kMostQuantisedBytes = 8192, kAlign = 256;
+  // Where warps also compute, as they quantise or scale rows, pieces are smaller, so that more
+  // warps share the arithmetic. Pieces that are quantised hold whole blocks of columns.
+  static constexpr std::uint32_t kMostPieceBytes = 16384, kMostComputedBytes = 8192, kAlign = 256;
 
   // `beside_bytes`: bytes of a row of scales, if a stage can hold it (else its sender moves it).
+  // `scaled`: the receiver multiplies rows by their weights.
   static constexpr RowPieces make(std::uint64_t row_bytes, const QuantiseFormat& format = {},
-                                  std::uint64_t beside_bytes = 0) {
+                                  std::uint64_t beside_bytes = 0, bool scaled = false) {
     RowPieces row{};
     const bool quantise = static_cast<bool>(format);
-    const std::uint32_t most = quantise ? kMostQuantisedBytes : kMostPieceBytes;
+    const std::uint32_t most = quantise || scaled ? kMostComputedBytes : kMostPieceBytes;
     row.row_bytes = static_cast<std::uint32_t>(row_bytes);
     const bool carried = beside_bytes <= kMostPieceBytes && !quantise;
     row.beside_bytes = carried ? static_cast<std::uint32_t>(beside_bytes) : 0;
@@ -58,5 +60,29 @@ struct TermPieces {
   static constexpr std::uint32_t kColumns = 32 * kVectors;         // vectors of a piece
   static constexpr std::uint32_t kBytes = kAhead * kColumns * 16;  // of a warp
 };
+
+// The rows of one sum, in order, in shared memory of the warp; or a gradient, and the rows with
+// which its dot products are taken.
+struct WarpTerms {
+  static constexpr int kMostRows = 32, kMost = kMostRows + 1;
+  const std::byte* row[kMost];
+  float weight[kMost];
+};
+
+// Shared memory of a warp that scales a token's rows (ep/bulk/cuda/scaler.cuh).
+struct ScalerShared {
+  alignas(128) std::byte ring[TermPieces::kBytes];
+  float dot[WarpTerms::kMostRows][32];  // of each row, what each lane has added up so far
+  WarpTerms terms;
+};
+
+// The shared memory of each warp of a dispatch or combine_bwd, which first sends and then receives.
+constexpr std::uint32_t dispatch_warp_bytes(const RowPieces& send, const RowPieces& fan_out,
+                                            bool scaled) {
+  const std::uint32_t moving =
+      send.warp_bytes > fan_out.warp_bytes ? send.warp_bytes : fan_out.warp_bytes;
+  const auto scaling = static_cast<std::uint32_t>(scaled ? sizeof(ScalerShared) : 0);
+  return moving > scaling ? moving : scaling;
+}
 
 }  // namespace xd::ep::cuda

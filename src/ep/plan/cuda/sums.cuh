@@ -98,13 +98,6 @@ __device__ uint4 quiet(uint4 v) {
   return make_uint4(fix(v.x), fix(v.y), fix(v.z), fix(v.w));
 }
 
-// The rows of one sum, in order, in shared memory of the warp.
-struct WarpTerms {
-  static constexpr int kMost = 32;
-  const std::byte* row[kMost];
-  float weight[kMost];
-};
-
 // The terms of a sum on their way to the lanes of a warp: each lane copies its own vectors of some
 // terms ahead into shared memory, and takes them out in the same order. So the copies of a
 // multiprocessor's warps keep its links busy while the warps add. No lane reads what another has
@@ -226,30 +219,6 @@ __device__ void add_up(std::byte* out, std::byte* ring, const WarpTerms& terms, 
   } else {
     sum_vectors<T, false>(out, ring, terms, count, first, last);
   }
-}
-
-// Computes out = weight * row, and the dot product of `other` (may be null) and row: each lane adds
-// its products by ascending column, then the lanes' sums are added pairwise. `out` may be `row`.
-template <class T>
-__device__ float scale_row(std::byte* out, const std::byte* row, const std::byte* other,
-                           float weight, std::uint32_t vectors) {
-  float dot = 0.0f;
-  for (std::uint32_t v = threadIdx.x % 32; v < vectors; v += 32) {
-    float x[T::kPerVector], y[T::kPerVector];
-    T::unpack(ptx::ld_streaming(row + std::uint64_t{v} * 16), x);
-    if (other != nullptr) {
-      T::unpack(ptx::ld_streaming(other + std::uint64_t{v} * 16), y);
-#pragma unroll
-      for (int n = 0; n < T::kPerVector; ++n) dot = __fadd_rn(dot, __fmul_rn(y[n], x[n]));
-    }
-#pragma unroll
-    for (int n = 0; n < T::kPerVector; ++n) x[n] = __fmul_rn(weight, x[n]);
-    ptx::st_streaming(out + std::uint64_t{v} * 16, pack<T>(x));
-  }
-  for (int step = 16; step > 0; step /= 2) {
-    dot = __fadd_rn(dot, __shfl_xor_sync(0xFFFFFFFFu, dot, step));
-  }
-  return dot == dot ? dot : __uint_as_float(0x7FC00000u);
 }
 
 }  // namespace xd::ep::cuda

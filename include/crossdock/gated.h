@@ -1,0 +1,80 @@
+/* Crossdock: the gated activation between the two products of experts, and its derivative.
+ *
+ * Both are local calls: they concern this rank alone, take no turn among a group's operations, and
+ * work after a fatal error. On CUDA they are enqueued on `stream`, and may be captured.
+ */
+#ifndef CROSSDOCK_GATED_H_
+#define CROSSDOCK_GATED_H_
+
+#include <crossdock/comm.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The function a(g) of a gated activation; s(z) = 1 / (1 + exp(-z)). */
+typedef enum xd_gated_activation {
+  XD_GATED_SILU = 0, /* g s(g): SwiGLU (arXiv:2002.05202) */
+  /* g s(z), z = g (1.5957691216 + 0.0713548163 g^2): GELU by its approximation with tanh */
+  XD_GATED_GELU_TANH = 1,
+  XD_GATED_RELU = 2,        /* max(g, 0) */
+  XD_GATED_RELU_SQUARED = 3 /* max(g, 0)^2 */
+} xd_gated_activation;
+
+/* Tensors of these two calls may have any strides. Packed elements in rows that begin at multiples
+ * of 16 bytes are the fast case on CUDA; halves of one tensor's columns are such rows. */
+typedef struct xd_gated_args {
+  size_t struct_size;
+  xd_gated_activation activation;
+  /* In [R,F]: bf16, fp16 or fp32, and of the same type [R,F]. They are only read. */
+  const DLTensor* gate;
+  const DLTensor* up;
+  /* In [R], optional: float32, a factor of each row. */
+  const DLTensor* weights;
+  /* In [L+1], optional: int32 or int64, as prepare gives them. Rows from the last one on are
+   * neither read nor written. NULL: there are none. */
+  const DLTensor* offsets;
+  /* Out [R,F], type of gate: a(gate) up, times the row's weight. */
+  const DLTensor* out;
+} xd_gated_args;
+#define XD_GATED_ARGS_INIT \
+  { sizeof(xd_gated_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL }
+
+/* Computes the gated activation between an expert's two products, up to the end of the last zone.
+ *
+ * All is float32, and each operation is rounded: a(g); times up; times the weight; then once to the
+ * type. Of the z that has been rounded, s(z) is within 2^-21, relatively, and 0 below -87. All
+ * executors give equal bits. A NaN in a result is the quiet one without sign and payload. `out` may
+ * be gate or up itself, and shares no other memory with an input.
+ *
+ * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device. */
+XD_API xd_status xd_gated(xd_comm* comm, const xd_gated_args* args, xd_stream stream);
+
+typedef struct xd_gated_bwd_args {
+  size_t struct_size;
+  xd_gated_activation activation;
+  /* In [R,F]: the gradient of out, and the same gate, up, weights and offsets. */
+  const DLTensor* grad_out;
+  const DLTensor* gate;
+  const DLTensor* up;
+  const DLTensor* weights;
+  const DLTensor* offsets;
+  /* Out [R,F], type of gate. They may be halves of one tensor's columns. */
+  const DLTensor* grad_gate;
+  const DLTensor* grad_up;
+  /* Out [R], float32, given iff weights are. Its rows from the last zone's end on are left. */
+  const DLTensor* grad_weights;
+} xd_gated_bwd_args;
+#define XD_GATED_BWD_ARGS_INIT \
+  { sizeof(xd_gated_bwd_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* The derivative of xd_gated, likewise. With d = grad_out times the row's weight: grad_up is
+ * d a(gate), grad_gate is (d up) a'(gate), and the weight's gradient the sum over the row of
+ * grad_out times (a(gate) up), whose terms each executor adds in a fixed order of its own. */
+XD_API xd_status xd_gated_bwd(xd_comm* comm, const xd_gated_bwd_args* args, xd_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CROSSDOCK_GATED_H_ */

@@ -1,0 +1,23 @@
+// The gated activation between an expert's two products, and its derivative: the arguments.
+#pragma once
+
+#include <crossdock/gated.h>
+
+#include "base/tensor.h"
+
+namespace xd::ep {
+
+struct GatedCall {
+  xd_gated_activation activation;
+  Tensor gate, up, weights, offsets;
+  Tensor out;                                         // of xd_gated
+  Tensor grad_out, grad_gate, grad_up, grad_weights;  // of xd_gated_bwd
+
+  bool backward() const { return static_cast<bool>(grad_out); }
+};
+
+// Each throws INVALID_ARGUMENT.
+GatedCall read_gated(const xd_gated_args* args, DLDevice device);
+GatedCall read_gated(const xd_gated_bwd_args* args, DLDevice device);
+
+}  // namespace xd::ep
