@@ -23,8 +23,8 @@ bool are_blocks(const Shares& shares, int ranks) {
   return true;
 }
 
-// Seen with cuBLASMp 0.10.0: reduce_scatter by ATOMIC_P2P gives the terms of all ranks the scales of
-// the rank where they are added. Other algorithms scale each rank's term by its own.
+// Seen with cuBLASMp 0.10.0: reduce_scatter by ATOMIC_P2P gives the terms of all ranks the scales
+// of the rank where they are added. Other algorithms scale each rank's term by its own.
 bool scales_sums(const ProductCall& call, int ranks) {
   const bool atomic = call.algo == XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P ||
                       call.algo == XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST;
