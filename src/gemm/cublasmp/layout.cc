@@ -23,6 +23,15 @@ bool are_blocks(const Shares& shares, int ranks) {
   return true;
 }
 
+// Seen with cuBLASMp 0.10.0: reduce_scatter by ATOMIC_P2P gives the terms of all ranks the scales
+// of the rank where they are added. Other algorithms scale each rank's term by its own.
+bool scales_sums(const ProductCall& call, int ranks) {
+  const bool atomic = call.algo == XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P ||
+                      call.algo == XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST;
+  return atomic && call.operation != XD_GEMM_ALL_GATHER && ranks > 1 &&
+         (call.a_scale || call.b_scale);
+}
+
 std::string algorithm_obstacle(const ProductCall& call, const Abilities& abilities) {
   const bool sums = call.operation != XD_GEMM_ALL_GATHER;
   const bool multicast = call.algo == XD_GEMM_ALGO_CUBLASMP_SPLIT_MULTICAST ||
@@ -71,6 +80,9 @@ std::string obstacle(const ProductCall& call, const Config& config, const Abilit
   }
   if (gathers && call.a_scale && config.ranks > 1) {
     return "multiplies the rows of all ranks by one a_scale, and each rank has its own";
+  }
+  if (scales_sums(call, config.ranks)) {
+    return "multiplies a sum by the scales of the rank that keeps it, and each rank has its own";
   }
   return "";
 }

@@ -275,6 +275,24 @@ TEST_F(CublasMpObstacle, IsToldByCall) {
   expect(product, "a_scale", all_);
   product.operation = XD_GEMM_REDUCE_SCATTER;
   EXPECT_EQ(obstacle(product, config_, all_), "");
+  for (const auto algo :
+       {XD_GEMM_ALGO_CUBLASMP_ATOMIC_P2P, XD_GEMM_ALGO_CUBLASMP_ATOMIC_MULTICAST}) {
+    product.algo = algo;
+    expect(product, "scales of the rank that keeps it", all_);
+    product.a_scale.given = false;
+    expect(product, "scales of the rank that keeps it", all_);
+    product.b_scale.given = false;
+    EXPECT_EQ(obstacle(product, config_, all_), "");
+    product.a_scale.given = product.b_scale.given = true;
+  }
+  config_.ranks = 1;
+  starts_ = {0, 7};
+  product.shares = Shares(starts_);
+  EXPECT_EQ(obstacle(product, config_, all_), "");
+  config_.ranks = 2;
+  starts_ = {0, 4, 7};
+  product.shares = Shares(starts_);
+  product.algo = XD_GEMM_ALGO_CUBLASMP;
   product.scaling = Scaling::rows;
   expect(product, "one number", all_);
   config_.keep_gathered = true;
