@@ -11,6 +11,7 @@ namespace xdpy {
 namespace {
 
 using Handle = void*;  // of a context, a stream or an event
+constexpr std::size_t kMostDevices = 128;
 
 void succeed(int error, const char* function) {
   if (error == 0) return;
@@ -53,7 +54,7 @@ const Driver& driver() {
 
 // The context that the runtime, and so torch, uses on a device. It is kept for good.
 Handle context_of(int device) {
-  static std::array<std::atomic<Handle>, 128> known{};
+  static std::array<std::atomic<Handle>, kMostDevices> known{};
   auto& context = known.at(static_cast<std::size_t>(device));
   Handle found = context.load(std::memory_order_acquire);
   if (found != nullptr) return found;
@@ -78,21 +79,29 @@ class CurrentContext {
   const Driver& driver_;
 };
 
-// The driver frees an event that has been destroyed when it has come.
-class Event {
+// The events of a thread, one for each device that it uses: a wait that has been enqueued keeps to
+// the work that was recorded before it, so the next record takes nothing away.
+class Events {
  public:
-  explicit Event(const Driver& driver) : driver_(driver) {
-    constexpr unsigned without_timing = 2;
-    driver_.create_event(&handle, without_timing);
+  explicit Events(const Driver& driver) : driver_(driver) {}
+  ~Events() {
+    for (const Handle event : of_device_) {
+      if (event != nullptr) static_cast<void>(driver_.destroy_event.attempt(event));
+    }
   }
-  ~Event() { static_cast<void>(driver_.destroy_event.attempt(handle)); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
+  Events(const Events&) = delete;
+  Events& operator=(const Events&) = delete;
 
-  Handle handle = nullptr;
+  Handle of(int device) {
+    Handle& event = of_device_.at(static_cast<std::size_t>(device));
+    constexpr unsigned without_timing = 2;
+    if (event == nullptr) driver_.create_event(&event, without_timing);
+    return event;
+  }
 
  private:
   const Driver& driver_;
+  std::array<Handle, kMostDevices> of_device_{};
 };
 
 Handle stream_at(std::uintptr_t address) {
@@ -104,9 +113,10 @@ Handle stream_at(std::uintptr_t address) {
 void order_streams(int device, std::uintptr_t first, std::uintptr_t second) {
   const Driver& all = driver();
   const CurrentContext current(all, device);
-  const Event event(all);
-  all.record_event(event.handle, stream_at(first));
-  all.wait_event(stream_at(second), event.handle, 0U);
+  thread_local Events events(all);
+  const Handle event = events.of(device);
+  all.record_event(event, stream_at(first));
+  all.wait_event(stream_at(second), event, 0U);
 }
 
 }  // namespace xdpy

@@ -6,8 +6,7 @@
 namespace xdpy {
 
 // Work that stream `second` gets from now on begins when all that `first` has got has ended. Both
-// are of that device, and either may be part of a capture. It takes a quarter of the time of an
-// event of torch. Throws std::runtime_error.
+// are of that device, and either may be part of a capture. Any thread. Throws std::runtime_error.
 void order_streams(int device, std::uintptr_t first, std::uintptr_t second);
 
 }  // namespace xdpy

@@ -266,7 +266,8 @@ def _send(
     scales = tokens.scales
     if scales is not None:
         # The library moves scales without reading them: integers travel as float32.
-        scales = scales.view(torch.float32)
+        if scales.dtype != torch.float32:
+            scales = scales.view(torch.float32)
         if scales.ndim == 1:
             scales = scales[:, None]
     fields: dict[str, object] = {

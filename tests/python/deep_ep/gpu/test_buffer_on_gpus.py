@@ -142,6 +142,22 @@ def test_graph_of_a_layer_follows_new_routing(buffer: Buffer) -> None:
 
 @needs_peers
 @on_gpus()
+def test_a_rank_that_outgrows_the_group_alone_takes_all_along(buffer: Buffer) -> None:
+    """Its peers have enqueued prepare when they hear of it; beside it, a mistake is told to all."""
+    cases.everything(buffer, SEED)
+    for number in range(4):
+        tokens = [5 + rank for rank in range(buffer.group_size)]
+        tokens[number % buffer.group_size] = 40 << number
+        caller = cases.Caller(buffer, make_batch(SEED + number, buffer.group_size, tokens=tokens))
+        caller.dispatch_checked()
+        first = buffer.rank == 0
+        with pytest.raises(ValueError if first else Mismatch):
+            caller.dispatch(caller.x[0] if first else caller.x, **caller.topk())
+    cases.everything(buffer, SEED)
+
+
+@needs_peers
+@on_gpus()
 def test_errors_of_the_device_reach_all_ranks(buffer: Buffer) -> None:
     """The next dispatch raises errors that peers can know only later, on all ranks, once."""
     batch = make_batch(SEED, buffer.group_size, tokens=[17, 9, 5, 0][: buffer.group_size])
