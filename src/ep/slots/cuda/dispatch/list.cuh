@@ -209,6 +209,8 @@ class LlList {
     ptx::add_shared_if(counts, parts_.counts() + at / 2, at % 2 != 0 ? 0x10000u : 1u);
   }
   __device__ void count_token(bool here, const LlUnit& unit) const;
+  template <int kZones>
+  __device__ void add_counts(int z, int (&rows)[kZones]) const;
   __device__ void note_home(const LlUnit& unit, const LlRanks<kMany>& home) const;
   // Waits for a pair of words of ids. False: they have been given up.
   __device__ bool take_pair(std::uint64_t epoch, int source, const std::byte* at,
@@ -639,28 +641,61 @@ XD_LL_LIST(void)::count_token(bool here, const LlUnit& unit) const {
   }
 }
 
-// All lanes: each has some zones that follow one another.
+// All lanes: all groups wait for it. A lane has every 32nd zone, four of them at a time, so that
+// their counts are read, and added up, beside one another.
 XD_LL_LIST(void)::make_zones() const {
-  const int zones = num_zones(), each = (zones + 31) / 32;
-  const int first = lane_id() * each, end = min(first + each, zones);
-  const int alignment = p_.rows.alignment;
-  const auto padded = [&](int z) { return (rows_in_zone(z) + alignment - 1) & -alignment; };
-  int rows = 0;
+  constexpr int kAtOnce = 4;
+  const int zones = num_zones(), alignment = p_.rows.alignment;
+  int before = 0;  // rows of all zones so far
 #pragma unroll 1
-  for (int z = first; z < end; ++z) rows += padded(z);
-  int upto = rows;
+  for (int base = 0; base < zones; base += kAtOnce * 32) {
+    int rows[kAtOnce], upto[kAtOnce];
+    add_counts<kAtOnce>(base + lane_id(), rows);
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int lower = __shfl_up_sync(kAllLanes, upto, step);
-    if (lane_id() >= step) upto += lower;
+    for (int j = 0; j < kAtOnce; ++j) {
+      rows[j] = (rows[j] + alignment - 1) & -alignment;
+      upto[j] = rows[j];
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int lower = __shfl_up_sync(kAllLanes, upto[j], step);
+        if (lane_id() >= step) upto[j] += lower;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int z = base + j * 32 + lane_id();
+      if (z < zones) parts_.zones()[z] = before + upto[j] - rows[j];
+      before += __shfl_sync(kAllLanes, upto[j], 31);
+    }
   }
-  int next = upto - rows;
+  if (lane_id() == 0) parts_.zones()[zones] = before;
+}
+
+// The rows, without padding, of the zones z, z + 32, ..; of zones that are not there 0.
+template <bool kMany, bool kRows>
+template <int kZones>
+__device__ inline void LlList<kMany, kRows>::add_counts(int z, int (&rows)[kZones]) const {
+  const int zones = num_zones();
+#pragma unroll
+  for (int j = 0; j < kZones; ++j) rows[j] = 0;
+  if (by_rank()) {
+#pragma unroll
+    for (int j = 0; j < kZones; ++j) {
+      if (z + j * 32 < zones) rows[j] = rows_in_zone(z + j * 32);
+    }
+    return;
+  }
 #pragma unroll 1
-  for (int z = first; z < end; ++z) {
-    parts_.zones()[z] = next;
-    next += padded(z);
+  for (int s = 0; s < g_.ranks(); ++s) {
+    if (g_.masks && turn_.shared().gone[s] != 0) continue;
+#pragma unroll
+    for (int j = 0; j < kZones; ++j) {
+      if (z + j * 32 < zones) rows[j] += count(s, z + j * 32);
+    }
   }
-  if (lane_id() == 31) parts_.zones()[zones] = upto;
 }
 
 XD_LL_LIST(int)::row_in_shared(const LlUnit& unit) const {
