@@ -94,8 +94,8 @@ std::vector<Origin> EpRank::received_origins(bool scaled) const {
     const Choices& choices = at_.batch.routing[static_cast<std::size_t>(arrival.source)];
     int k = -1;  // a rank's rows of a token are ordered by the choices that name it
     const auto is_here = [&] {
-      return choices[static_cast<std::size_t>(arrival.token * w.topk + k)] / w.local_experts() ==
-             at_.rank;
+      const auto first = static_cast<std::size_t>(arrival.token) * static_cast<std::size_t>(w.topk);
+      return choices[first + static_cast<std::size_t>(k)] / w.local_experts() == at_.rank;
     };
     for (int i = arrival.rows_begin; i < arrival.rows_end; ++i) {
       do ++k;

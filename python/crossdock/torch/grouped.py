@@ -116,7 +116,7 @@ def refuse(function: str, kind: type[Exception], problem: str, handle: int = 0) 
     raise kind(f"{function}: {problem} [rank {comm.rank} of {comm.num_ranks}]")
 
 
-def define_operator(schema: str, kernel: Callable[..., torch.Tensor]) -> None:
+def define_operator(schema: str, kernel: Callable[..., object]) -> None:
     """Defines an operator of these modules, which has one kernel for all devices."""
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):

@@ -109,6 +109,9 @@ TEST(LaunchShapeTest, ScalingGetsMoreMultiprocessorsThanCopying) {
   const int copying = dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks;
   traffic.scaled = true;
   EXPECT_GT(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, copying);
+  traffic.ranks = traffic.topk = 2;
+  EXPECT_EQ(dispatch_shape(traffic, row, row, 0, 128, kHopper).blocks, 61)
+      << "7.25 rows are read and written for 0.75 that cross";
 }
 
 TEST(RowPiecesTest, QuantisedPiecesHoldWholeBlocksAndTheirScales) {

@@ -68,9 +68,8 @@ void require_memory(const RoutingLayoutCall& c, xd::cuda::KnownMemory& known) {
 }
 
 void require_memory(const GatedCall& c, xd::cuda::KnownMemory& known) {
-  known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights),
-                 number(c.offsets), claim(c.out), claim(c.grad_gate), claim(c.grad_up),
-                 claim(c.grad_weights)});
+  known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights), number(c.offsets),
+                 claim(c.out), claim(c.grad_gate), claim(c.grad_up), claim(c.grad_weights)});
 }
 
 }  // namespace xd::ep::cuda

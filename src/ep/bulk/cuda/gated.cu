@@ -252,8 +252,9 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
        {&call.gate, &call.up, &call.out, &call.grad_out, &call.grad_gate, &call.grad_up}) {
     vectors = vectors && fits_vectors(*tensor);
   }
-  // As many blocks as a device holds at a time; each takes the same share of the rows.
-  constexpr std::int64_t kMostBlocks = 132 * 8;
+  // Many more blocks than a device holds at a time, so that all multiprocessors end together; but
+  // those behind the last zone cost time, too.
+  constexpr std::int64_t kMostBlocks = 8192;
   const auto blocks =
       static_cast<unsigned>(std::min((params.rows + kWarps - 1) / kWarps, kMostBlocks));
   const auto kernel = kernel_for(call.gate.type, call.activation, call.backward(), vectors);

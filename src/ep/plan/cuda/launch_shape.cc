@@ -147,9 +147,10 @@ LaunchShape dispatch_shape(const Traffic& traffic, const RowPieces& send, const 
   const int latency = (tokens_at_once(traffic.tokens) + warps - 1) / warps;
   int wanted = std::max(sms_for_links(moves, rows.remote, kStoreRate, 1.12),
                         traffic.receives ? 2 * latency : latency);
-  // Each scaled row is read in expert_out and written; a token's gradient is read once.
+  // A token is read and sent. Where it is scaled, its gradient is read once for each rank, and each
+  // row is read in expert_out and written.
   if (traffic.scaled) {
-    const double scaled = 2.0 * rows.delivered + rows.ranks;
+    const double scaled = 1.0 + rows.remote + rows.ranks + 2.0 * rows.delivered;
     wanted = std::max(wanted, sms_for_links(scaled, rows.remote, kSumRate, 1.05));
   }
   // Two bytes are read for each that is sent.
