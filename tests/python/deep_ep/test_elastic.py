@@ -443,7 +443,8 @@ def test_ranks_with_other_numbers_all_hear_it_at_once(me: Rank) -> None:
                 {"topk_idx": torch.cat([idx, idx], 1)},
                 {"num_max_tokens_per_rank": MOST - 1},
                 {"num_max_tokens_per_rank": 3 * MOST},
-                {"do_cpu_sync": False},
+                # On GPUs a rank that does not wait for its rows hears it behind the call.
+                *([{"do_cpu_sync": False}] if isinstance(buffer, ElasticBuffer) else []),
                 {"num_sms": 8},
                 by_expert if not form else {"do_expand": False},
                 *([{"expert_alignment": one} for one in (4, 64, 6)] if form else []),

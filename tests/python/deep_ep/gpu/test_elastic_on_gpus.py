@@ -100,7 +100,6 @@ TAKEN = {
     cases.test_scales_travel_and_lie_as_asked: (2,),
     cases.test_ranks_agree_over_the_host_once: (2,),
     cases.test_ranks_with_other_numbers_all_hear_it_at_once: (2,),
-    cases.test_weights_of_rows_by_expert_go_home_on_all_ranks_or_on_none: (2,),
 }
 for _case, _launches in TAKEN.items():
     globals()[_case.__name__] = needs_peers(on_ranks(*_launches, run=run_on_gpus)(_case))
