@@ -21,7 +21,7 @@ typedef enum xd_gated_activation {
   XD_GATED_RELU_SQUARED = 3 /* max(g, 0)^2 */
 } xd_gated_activation;
 
-/* Tensors of these two calls may have any strides. Packed elements in rows that begin at multiples
+/* Tensors of these two calls, but offsets, may have any strides. Packed elements in rows that begin at multiples
  * of 16 bytes are the fast case on CUDA; halves of one tensor's columns are such rows. */
 typedef struct xd_gated_args {
   size_t struct_size;
@@ -70,7 +70,9 @@ typedef struct xd_gated_bwd_args {
 
 /* The derivative of xd_gated, likewise. With d = grad_out times the row's weight: grad_up is
  * d a(gate), grad_gate is (d up) a'(gate), and the weight's gradient the sum over the row of
- * grad_out times (a(gate) up), whose terms each executor adds in a fixed order of its own. */
+ * grad_out times (a(gate) up), whose terms each executor adds in a fixed order of its own; on CUDA
+ * it is another one where rows are not the fast case. grad_gate and grad_up may be gate, up or
+ * grad_out themselves. */
 XD_API xd_status xd_gated_bwd(xd_comm* comm, const xd_gated_bwd_args* args, xd_stream stream);
 
 #ifdef __cplusplus

@@ -288,7 +288,7 @@ typedef struct xd_ll_dispatch_args {
    * past the last row. */
   const DLTensor* recv_topk_idx;
   /* Both halves: the most tokens that a rank may have in this call, up to max_tokens_per_rank, and
-   * equal on all ranks; 0 = max_tokens_per_rank. It bounds N, and nothing else. */
+   * equal on all ranks; 0 = max_tokens_per_rank. It bounds T and N. */
   int32_t max_tokens;
 } xd_ll_dispatch_args;
 /* clang-format off */

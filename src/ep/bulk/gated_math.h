@@ -41,7 +41,8 @@ struct Activated {
 constexpr Activated gate_by(float g, float z, float slope) {
   const float s = sigmoid(z);
   const float value = g * s;
-  return {value, s + (value * (1.0f - s)) * slope};
+  const float bend = value * (1.0f - s);
+  return {value, bend == 0.0f ? s : s + bend * slope};  // a slope may be infinite
 }
 
 template <xd_gated_activation kActivation>

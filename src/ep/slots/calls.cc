@@ -149,6 +149,38 @@ void read_places(const xd_ll_dispatch_args& args, const Reader& reader, const Ll
   for (const Tensor* tensor : {&call.recv_weights, &call.recv_topk_idx}) {
     if (*tensor) require_rows(*tensor, rows, "rows of recv_tokens");
   }
+  if (call.recv_weights && call.recv_topk_idx) {
+    require_cols(call.recv_weights, call.recv_topk_idx.cols, "columns of recv_topk_idx");
+  }
+}
+
+// Scales fit the rows beside them. A receive half by itself is compared with what its send half sent
+// but for these.
+void require_scales(const LlDispatchReceive& call) {
+  const SlotTensor& scales = call.recv_scales;
+  const QuantiseFormat format = quantise_format(call.quantise);
+  if (!format) {
+    XD_REQUIRE(call.recv_tokens.type != DType::e4m3,
+               "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: recv_tokens is "
+               "float8_e4m3fn");
+    XD_REQUIRE(!scales, "recv_scales: given, expected NULL: quantise is NONE");
+    return;
+  }
+  XD_REQUIRE(scales, "recv_scales = NULL, expected a tensor: quantise = XD_EP_QUANTISE_",
+             quantise_name(call.quantise));
+  const auto columns = static_cast<std::uint64_t>(call.recv_tokens.cols);
+  if (format.scale_bytes == 4) {
+    require_type(scales, DType::f32);
+    return require_columns(scales, columns / format.block, "hidden / 128");
+  }
+  XD_REQUIRE(scales.type != DType::f32, scales.name,
+             ": is float32, expected float8_e8m0fnu, uint8 or int32");
+  if (scales.type != DType::i32) {
+    return require_columns(scales, columns / format.block, "hidden / 128");
+  }
+  XD_REQUIRE(columns % 512 == 0, scales.name, ": is int32, expected hidden = ", columns,
+             " to be a multiple of 512");
+  require_columns(scales, columns / 512, "hidden / 512");
 }
 
 xd_ep_quantise read_way(const xd_ll_dispatch_args& args) {
@@ -225,6 +257,7 @@ LlDispatchReceive read_ll_receive(const xd_ll_dispatch_args& args, const LlCallC
   require_rows(call.counts, config.local_experts, "local experts");
   if (call.expert_load) require_rows(call.expert_load, config.local_experts, "local experts");
   read_places(args, reader, config, call);
+  require_scales(call);
   return call;
 }
 

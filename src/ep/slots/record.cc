@@ -14,31 +14,6 @@ LlRecord record_in(xd_ll_operation operation, DType type, std::uint64_t row_byte
   return record;
 }
 
-void require_type(const SlotTensor& tensor, DType type) {
-  XD_REQUIRE(tensor.type == type, tensor.name, ": is ", dtype_name(tensor.type), ", expected ",
-             dtype_name(type));
-}
-
-void require_columns(const SlotTensor& tensor, std::uint64_t columns, const char* what) {
-  XD_REQUIRE(static_cast<std::uint64_t>(tensor.cols) == columns, tensor.name, ": has ", tensor.cols,
-             " columns, expected ", columns, " (", what, ")");
-}
-
-void require_scales(const SlotTensor& scales, std::uint64_t columns, const QuantiseFormat& format) {
-  if (format.scale_bytes == 4) {
-    require_type(scales, DType::f32);
-    return require_columns(scales, columns / format.block, "hidden / 128");
-  }
-  XD_REQUIRE(scales.type != DType::f32, scales.name,
-             ": is float32, expected float8_e8m0fnu, uint8 or int32");
-  if (scales.type != DType::i32) {
-    return require_columns(scales, columns / format.block, "hidden / 128");
-  }
-  XD_REQUIRE(columns % 512 == 0, scales.name, ": is int32, expected hidden = ", columns,
-             " to be a multiple of 512");
-  require_columns(scales, columns / 512, "hidden / 512");
-}
-
 // Where rows do not go into slots.
 void require_form_fits(const LlDispatchReceive& call, const LlRecord& sent) {
   XD_REQUIRE(static_cast<std::uint16_t>(call.max_tokens) == sent.max_tokens,
@@ -80,19 +55,9 @@ void require_fits(const LlDispatchReceive& call, const LlRecord& sent) {
   const auto type = static_cast<DType>(sent.dtype);
   const std::uint64_t columns = sent.row_bytes / dtype_bytes(type);
   const QuantiseFormat format = quantise_format(call.quantise);
-  XD_REQUIRE(format || call.recv_tokens.type != DType::e4m3,
-             "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: recv_tokens is "
-             "float8_e4m3fn");
   require_type(call.recv_tokens, format ? DType::e4m3 : type);
   require_columns(call.recv_tokens, columns, "columns of tokens");
   if (call.max_tokens != 0) require_form_fits(call, sent);
-  if (!format) {
-    XD_REQUIRE(!call.recv_scales, "recv_scales: given, expected NULL: quantise is NONE");
-    return;
-  }
-  XD_REQUIRE(call.recv_scales, "recv_scales = NULL, expected a tensor: quantise = XD_EP_QUANTISE_",
-             quantise_name(call.quantise));
-  require_scales(call.recv_scales, columns, format);
 }
 
 void require_fits(const LlCombineReceive& call, const LlRecord& sent) {

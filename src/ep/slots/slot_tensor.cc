@@ -113,4 +113,14 @@ SlotTensor read_slot_tensor(const DLTensor* user, const TensorSpec& spec, SlotFi
   return t;
 }
 
+void require_type(const SlotTensor& tensor, DType type) {
+  XD_REQUIRE(tensor.type == type, tensor.name, ": is ", dtype_name(tensor.type), ", expected ",
+             dtype_name(type));
+}
+
+void require_columns(const SlotTensor& tensor, std::uint64_t columns, const char* what) {
+  XD_REQUIRE(static_cast<std::uint64_t>(tensor.cols) == columns, tensor.name, ": has ", tensor.cols,
+             " columns, expected ", columns, " (", what, ")");
+}
+
 }  // namespace xd::ep

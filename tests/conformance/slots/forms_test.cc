@@ -223,6 +223,9 @@ TEST(LlForms, RefuseAReceiveHalfUnlikeItsSendHalf) {
       [](S& s) { s.batch.dispatch_args.max_tokens = s.c.max_tokens - 1; },
       [](S& s) { s.batch.dispatch_args.recv_weights = nullptr; },
       [](S& s) { s.damage(s.batch.dispatch_args.recv_topk_idx).shape[1] -= 1; },
+      [](S& s) { s.damage(s.batch.dispatch_args.recv_weights).shape[1] -= 1; },
+      [](S& s) { s.batch.dispatch_args.recv_scales = nullptr; },
+      [](S& s) { s.damage(s.batch.dispatch_args.recv_scales).shape[1] -= 1; },
   };
   LlCase c = full_case(XD_LL_BY_RANK);
   c.tokens = Tokens::all_zero;
@@ -237,7 +240,7 @@ TEST(LlForms, RefuseAReceiveHalfUnlikeItsSendHalf) {
       EXPECT_EQ(outcome, is_guilty(rank) ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS) << outcome.text;
       if (is_guilty(rank)) {
         EXPECT_TRUE(outcome.mentions("send half") || outcome.mentions("topk_weights") ||
-                    outcome.mentions("topk_idx"))
+                    outcome.mentions("topk_idx") || outcome.mentions("recv_scales"))
             << outcome.text;
       }
       scene.batch.dispatch_args = good;

@@ -61,7 +61,7 @@ void add_plan(const PlanBytes& plan, std::size_t plan_bytes, xd::cuda::KnownMemo
               LlCombineParams& params) {
   require_plan_bytes(plan.data, plan.bytes);
   XD_REQUIRE(plan.bytes >= plan_bytes, "plan_bytes = ", plan.bytes,
-             ", expected at least xd_ep_plan_size = ", plan_bytes);
+             ", expected at least xd_ll_plan_size = ", plan_bytes);
   known.require({{"plan", plan.data, plan_bytes}});
   params.plan = static_cast<const std::byte*>(plan.data);
   params.plan_bytes = plan.bytes;

@@ -305,6 +305,7 @@ void CudaLlGroup::load_kernels() const {
   LlDispatchParams params{};
   LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
   load_ll_control();
+  load_gated();
   load_ll_dispatch(device_, dispatch_shape(step, params), room());
   load_ll_combine(combine_shape(step));
   step.receive = false;

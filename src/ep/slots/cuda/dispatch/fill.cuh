@@ -53,7 +53,7 @@ __device__ inline void LlFiller<kMany>::fill_padding(bool moves) const {
     const int z = base + lane_id();
     int first = 0, end = 0;
     if (z < list_.num_zones()) {
-      first = list_.zone(z) + list_.rows_in_zone(z);
+      first = max(list_.zone(z) + list_.rows_in_zone(z), 0);
       end = min(list_.zone(z + 1), p_.rows.rows);
     }
     unsigned left = __ballot_sync(kAllLanes, first < end);

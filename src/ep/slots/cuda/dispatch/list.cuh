@@ -147,11 +147,15 @@ class LlList {
   __device__ std::int32_t zone(int z) const { return parts_.zones()[z]; }
   // The rows of a zone, without padding.
   __device__ int rows_in_zone(int z) const;
+  // Damaged ids can add up to more rows than there are, or than an int can count.
+  __device__ bool has_row(int row) const {
+    return static_cast<unsigned>(row) < static_cast<unsigned>(p_.rows.rows);
+  }
   // The row of a unit's choice, which is one zone's. All lanes of a warp.
   __device__ LlPlace row_of(const LlPlace& place) const {
     if (place.expert < 0) return place;
     const int row = zone(place.expert) + place.slot;
-    return {row < p_.rows.rows ? 0 : -1, row};
+    return {has_row(row) ? 0 : -1, row};
   }
   // The row that stands for all of a unit's choices here. All lanes of a warp.
   __device__ int row_in(std::uint64_t epoch, const LlUnit& unit) const {

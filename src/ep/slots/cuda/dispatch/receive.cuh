@@ -297,7 +297,7 @@ XD_LL_RECEIVER(void)::find_row(const LlUnit& unit) {
   if (thread_ >= 32) return;
   const int row = kSlow ? list_.row_in(epoch_, unit) : list_.row_in_shared(unit);
   if (lane_id() >= r_.taken.topk) return;
-  const bool here = lane_id() == 0 && row < p_.rows.rows;
+  const bool here = lane_id() == 0 && list_.has_row(row);
   r_.place[group_][parity()][lane_id()] = {here ? 0 : -1, row};
   r_.offset[group_][parity()][lane_id()] = row * p_.recv_tokens.slot_stride;
 }
