@@ -21,8 +21,9 @@ typedef enum xd_gated_activation {
   XD_GATED_RELU_SQUARED = 3 /* max(g, 0)^2 */
 } xd_gated_activation;
 
-/* Tensors of these two calls, but offsets, may have any strides. Packed elements in rows that begin at multiples
- * of 16 bytes are the fast case on CUDA; halves of one tensor's columns are such rows. */
+/* Tensors of these two calls, but offsets, may have any strides. Packed elements in rows that begin
+ * at multiples of 16 bytes are the fast case on CUDA; halves of one tensor's columns are such rows.
+ */
 typedef struct xd_gated_args {
   size_t struct_size;
   xd_gated_activation activation;

@@ -71,8 +71,8 @@ void bind_words(nb::module_& constants) {
   constants.attr("STAGINGS") = words({{"auto", XD_EP_STAGING_AUTO}, {"none", XD_EP_STAGING_NONE}});
   constants.attr("PEER_LOSSES") =
       words({{"fatal", XD_LL_PEER_LOSS_FATAL}, {"mask", XD_LL_PEER_LOSS_MASK}});
-  constants.attr("RECEIVES") = words(
-      {{"slots", XD_LL_SLOTS}, {"by_expert", XD_LL_BY_EXPERT}, {"by_rank", XD_LL_BY_RANK}});
+  constants.attr("RECEIVES") =
+      words({{"slots", XD_LL_SLOTS}, {"by_expert", XD_LL_BY_EXPERT}, {"by_rank", XD_LL_BY_RANK}});
   constants.attr("PHASES") = words(
       {{"both", XD_LL_PHASE_BOTH}, {"send", XD_LL_PHASE_SEND}, {"receive", XD_LL_PHASE_RECEIVE}});
   constants.attr("COMM_PEER_LOSSES") =

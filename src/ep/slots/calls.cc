@@ -154,8 +154,7 @@ void read_places(const xd_ll_dispatch_args& args, const Reader& reader, const Ll
   }
 }
 
-// Scales fit the rows beside them. A receive half by itself is compared with what its send half sent
-// but for these.
+// Scales fit the rows beside them, which alone are compared with what another call has sent.
 void require_scales(const LlDispatchReceive& call) {
   const SlotTensor& scales = call.recv_scales;
   const QuantiseFormat format = quantise_format(call.quantise);

@@ -42,7 +42,7 @@ enum class SlotFit {
 // spec.fit is not looked at. Throws INVALID_ARGUMENT with name, expected and got.
 SlotTensor read_slot_tensor(const DLTensor* tensor, const TensorSpec& spec, SlotFit fit);
 
-// Throw INVALID_ARGUMENT unless the tensor is of that type, and has so many columns: `what` they are.
+// Throw INVALID_ARGUMENT unless the tensor is of that type, and has so many columns (`what`).
 void require_type(const SlotTensor& tensor, DType type);
 void require_columns(const SlotTensor& tensor, std::uint64_t columns, const char* what);
 
