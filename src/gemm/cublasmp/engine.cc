@@ -193,7 +193,7 @@ void Engine::describe(const Description& description, const Operands& operands) 
 Engine::Bytes Engine::bytes_for(const Description& s, const Operands& o) {
   describe(s, o);
   Bytes bytes;
-  library_.mp.check(
+  library_.mp.check_product(
       library_.mp.Matmul_bufferSize(handle_, operation_, s.m, s.n, s.k, &o.alpha, o.first, 1, 1,
                                     first_, o.second, 1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d, 1,
                                     1, d_, &bytes.device, &bytes.host),
@@ -257,7 +257,7 @@ void Engine::enqueue(const Description& s, const Operands& o, cudaStream_t strea
                                       1, 1, d_, memory_, memory_bytes_, host.data(), host.size());
   const mp::Status reset = mp.SetStream(handle_, stream_.get());
   try {
-    mp.check(status, "Matmul");
+    mp.check_product(status, "Matmul");
   } catch (const Error& error) {
     if (error.status() == XD_ERROR_UNSUPPORTED) refused_.emplace(kind_of(s, o), error.what());
     throw;

@@ -342,6 +342,24 @@ TEST_F(CublasMpEngine, RefusesWhatCublasMpRefuses) {
                "cublasMpMatmul_bufferSize: fake reason");
 }
 
+// What this library asks for in every product has no invalid value but by a fault.
+TEST_F(CublasMpEngine, TellsAnInvalidValueOutsideOfProductsAsItsOwnFault) {
+  for (const char* failing : {"GridCreate", "Malloc"}) {
+    fake_.begin(failing, mp::kInvalidValue);
+    expect_error(error_of([&] { engine(); }), XD_ERROR_INTERNAL, failing);
+  }
+  fake_.begin();
+  Engine made = engine();
+  fake_.begin("Set", mp::kInvalidValue);
+  const Operands operands = operands_of(call(), nullptr, false);
+  expect_error(error_of([&] { made.require(description(), operands); }), XD_ERROR_INTERNAL,
+               "cublasMpMatmulDescriptorSetAttribute");
+  for (const mp::Status status : {mp::kArchitectureMismatch, mp::kNotSupported}) {
+    fake_.begin("Malloc", status);
+    expect_unsupported([&] { engine(); }, {"cublasMpMalloc: fake reason"});
+  }
+}
+
 // As cuBLASMp 0.10.0 does with all_gather by ATOMIC_P2P: it says the bytes that the product needs,
 // and refuses to enqueue it.
 TEST_F(CublasMpEngine, KnowsOfARefusedProductFromThenOn) {
