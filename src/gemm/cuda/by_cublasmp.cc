@@ -13,6 +13,12 @@ bool has_rows(const ProductCall& call) {
   return (call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all()) > 0;
 }
 
+Record record_for_cublasmp(const ProductCall& call) {
+  Record record = record_of(call, call.algo);
+  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
+  return record;
+}
+
 // `d`: nullptr = none yet.
 std::pair<cublasmp::Description, cublasmp::Operands> told_to_cublasmp(const ProductCall& call,
                                                                       const Config& config,
@@ -26,9 +32,7 @@ std::pair<cublasmp::Description, cublasmp::Operands> told_to_cublasmp(const Prod
 
 bool CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                                     bool& entered) {
-  Record record = record_of(call, option.algo);
-  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
-  const EnqueuedTurn turn = next_turn(record, entered);
+  const EnqueuedTurn turn = next_turn(record_for_cublasmp(call), entered);
   try {
     const bool taken = meet_and_enqueue(call, option, turn, stream, entered);
     if (!taken) entered = false;  // the turns so far have ended as they should
@@ -76,7 +80,7 @@ bool CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& opt
                                       xd_stream stream, bool& entered) {
   const Operation work(shop_, call, option, turn, stream);
   const auto [description, operands] = told_to_cublasmp(call, config(), work.begin_by_cublasmp());
-  cublasmp::Engine& engine = *cublasmp_->get();
+  const Record& record = turn.params().record;
   if (has_rows(call)) {
     try {
       cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
@@ -84,14 +88,15 @@ bool CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& opt
     } catch (const Error& error) {
       if (error.status() != XD_ERROR_UNSUPPORTED) throw;
       comm().errors().throw_if_failed();
+      kinds_.note_refused(record, error.what());
       return false;
     }
-    if (!engine.has_taken(description, operands)) {
-      const EnqueuedTurn second = next_turn(turn.params().record, entered);
+    if (!kinds_.has_taken(record)) {
+      const EnqueuedTurn second = next_turn(record, entered);
       if (memory_->meeting->hold(second, *memory_->side, comm())) {
-        engine.note_taken(description, operands);
+        kinds_.note_taken(record);
       } else {
-        engine.stop();
+        cublasmp_->get()->stop();
       }
     }
   }
@@ -105,6 +110,7 @@ std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
   if (engine == nullptr) return cublasmp_->why_not();
   std::string found = cublasmp::obstacle(call, config(), engine->abilities());
   if (!found.empty() || !has_rows(call)) return found;
+  if (found = kinds_.refusal(record_for_cublasmp(call)); !found.empty()) return found;
   try {
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
     const auto [description, operands] = told_to_cublasmp(call, config(), nullptr);

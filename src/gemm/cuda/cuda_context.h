@@ -9,6 +9,7 @@
 #include "cuda/memory.h"
 #include "gemm/context.h"
 #include "gemm/cublasmp/attended_engine.h"
+#include "gemm/cublasmp/kinds.h"
 #include "gemm/cuda/meeting.h"
 #include "gemm/cuda/operations.h"
 #include "gemm/cuda/peer_mapped_cells.h"
@@ -111,6 +112,7 @@ class CudaContext final : public Context {
   bool met_ = false;
   xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;               // data = nullptr: nothing
   std::unique_ptr<cublasmp::AttendedEngine> cublasmp_;  // nullptr = the context is not made for it
+  cublasmp::Kinds kinds_;
   Runner runner_;
 };
 
