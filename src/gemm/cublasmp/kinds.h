@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -14,24 +15,35 @@
 
 namespace xd::gemm::cublasmp {
 
+enum class TakenBy { all, none, some };  // ranks
+
 class Kinds {
  public:
-  // The reason why cuBLASMp refuses such products; empty if none is known. Any thread.
-  std::string refusal(const Record& record) const;
-  // Whether cuBLASMp takes such products on all ranks.
-  bool has_taken(const Record& record) const;
-  void note_taken(const Record& record) { note(record, ""); }
-  void note_refused(const Record& record, const std::string& reason) { note(record, reason); }
+  // The reason why cuBLASMp computes no such product; empty if none is known. Any thread.
+  std::string obstacle(const Record& record) const;
+  // Enqueues a product on which the ranks have agreed, all ranks at once, one thread at a time.
+  // `enqueue` throws UNSUPPORTED where cuBLASMp refuses it; `meet` takes this rank to a meeting with
+  // that record, and returns whether all ranks have brought the same.
+  //
+  // The ranks meet behind the first product of a kind, those where it is refused with kIsRefused in
+  // their records. So all of them hear whether it is taken. Where it is so by some ranks alone, the
+  // records differ, and every product has an obstacle from then on. No rank comes to a meeting for
+  // a kind that is known to be taken: a refusal is INTERNAL then.
+  TakenBy enqueue(const Record& record, const std::function<void()>& enqueue,
+                  const std::function<bool(const Record&)>& meet);
 
  private:
   using Kind = std::tuple<std::uint8_t, std::uint8_t, std::uint8_t, std::uint8_t, std::uint8_t,
                           std::uint8_t, std::uint8_t, std::uint32_t, std::uint32_t, std::uint64_t,
                           std::uint16_t, std::uint8_t, std::uint8_t>;
   static Kind kind_of(const Record& record);
+  bool is_taken(const Record& record) const;
   void note(const Record& record, const std::string& refusal);
+  void note_apart(const std::string& refusal);
 
   mutable std::mutex mutex_;           // explain() may be called beside an operation
   std::map<Kind, std::string> known_;  // empty = taken, else why it is refused
+  std::string apart_;                  // not empty = ranks do not agree what cuBLASMp takes
 };
 
 }  // namespace xd::gemm::cublasmp

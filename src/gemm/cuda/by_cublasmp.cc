@@ -61,47 +61,41 @@ bool CudaContext::meet_and_enqueue(const ProductCall& call, const Option& option
     side.order(stream, side.get());
   }
   met_ = false;
-  bool taken = true;
+  bool refused = false;
   if (const auto epoch = memory_->meeting->hold(turn, side, comm())) {
-    taken = enqueue_by_cublasmp(call, option, turn, *epoch, stream, entered);
-    met_ = taken && !call.reduce_bias_grad;
+    const auto taken_by = enqueue_by_cublasmp(call, option, turn, *epoch, stream, entered);
+    refused = taken_by == cublasmp::TakenBy::none;
+    met_ = taken_by == cublasmp::TakenBy::all && !call.reduce_bias_grad;
   }
   side.order(side.get(), stream);
   end(stream);
-  return taken;
+  return !refused;
 }
 
-// cuBLASMp may refuse a product when it is to be enqueued. A rank where it does so goes on with
-// another turn: that of another algorithm, or of a call that fails. So behind the first product of
-// a kind the others come to a turn, too, a second meeting. Where it fails, all ranks hear of that,
-// and the product, which would wait for good, is ended.
-bool CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& option,
-                                      const EnqueuedTurn& turn, std::uint64_t epoch,
-                                      xd_stream stream, bool& entered) {
+// Where some ranks alone have enqueued the product, it would wait for good and is ended: all ranks
+// have heard of that by their second meeting.
+cublasmp::TakenBy CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& option,
+                                                   const EnqueuedTurn& turn, std::uint64_t epoch,
+                                                   xd_stream stream, bool& entered) {
+  using cublasmp::TakenBy;
   const Operation work(shop_, call, option, turn, stream);
-  const auto [description, operands] = told_to_cublasmp(call, config(), work.begin_by_cublasmp());
-  const Record& record = turn.params().record;
+  const auto told = told_to_cublasmp(call, config(), work.begin_by_cublasmp());
+  TakenBy taken_by = TakenBy::all;
   if (has_rows(call)) {
-    try {
-      cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
-                         description, operands, stream);
-    } catch (const Error& error) {
-      if (error.status() != XD_ERROR_UNSUPPORTED) throw;
-      comm().errors().throw_if_failed();
-      kinds_.note_refused(record, error.what());
-      return false;
-    }
-    if (!kinds_.has_taken(record)) {
-      const EnqueuedTurn second = next_turn(record, entered);
-      if (memory_->meeting->hold(second, *memory_->side, comm())) {
-        kinds_.note_taken(record);
-      } else {
-        cublasmp_->get()->stop();
-      }
-    }
+    taken_by = kinds_.enqueue(
+        turn.params().record,
+        [&] {
+          cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
+                             told.first, told.second, stream);
+        },
+        [&](const Record& record) {
+          const EnqueuedTurn second = next_turn(record, entered);
+          return memory_->meeting->hold(second, *memory_->side, comm()).has_value();
+        });
   }
-  work.end_by_cublasmp();
-  return true;
+  if (taken_by == TakenBy::some) cublasmp_->get()->stop();
+  if (taken_by == TakenBy::all) work.end_by_cublasmp();
+  return taken_by;
 }
 
 std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
@@ -110,7 +104,7 @@ std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
   if (engine == nullptr) return cublasmp_->why_not();
   std::string found = cublasmp::obstacle(call, config(), engine->abilities());
   if (!found.empty() || !has_rows(call)) return found;
-  if (found = kinds_.refusal(record_for_cublasmp(call)); !found.empty()) return found;
+  if (found = kinds_.obstacle(record_for_cublasmp(call)); !found.empty()) return found;
   try {
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
     const auto [description, operands] = told_to_cublasmp(call, config(), nullptr);

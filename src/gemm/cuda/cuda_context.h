@@ -84,8 +84,9 @@ class CudaContext final : public Context {
                          bool& entered);
   bool meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
                         xd_stream stream, bool& entered);
-  bool enqueue_by_cublasmp(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
-                           std::uint64_t epoch, xd_stream stream, bool& entered);
+  cublasmp::TakenBy enqueue_by_cublasmp(const ProductCall& call, const Option& option,
+                                        const EnqueuedTurn& turn, std::uint64_t epoch,
+                                        xd_stream stream, bool& entered);
   // The reason why cuBLASMp cannot take the call; empty if it can.
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);
