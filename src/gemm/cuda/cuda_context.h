@@ -79,7 +79,8 @@ class CudaContext final : public Context {
   void enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work);
   void fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream);
   void start(const ProductCall& call, xd_stream stream, bool& entered);
-  // False if cuBLASMp refuses the product: nothing of it has been enqueued.
+  // False if cuBLASMp refuses the product on all ranks. D is undefined then: a part of the product
+  // may have been enqueued, and is looked after like a whole one.
   bool start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                          bool& entered);
   bool meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
