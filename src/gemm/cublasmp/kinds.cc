@@ -25,6 +25,7 @@ bool Kinds::is_taken(const Record& record) const {
 
 void Kinds::note(const Record& record, const std::string& refusal) {
   const std::lock_guard lock(mutex_);
+  if (known_.size() >= kMost) known_.clear();
   known_.insert_or_assign(kind_of(record), refusal);
 }
 

@@ -19,11 +19,15 @@ enum class TakenBy { all, none, some };  // ranks
 
 class Kinds {
  public:
+  // Before it knows more, it forgets them all. Ranks learn of kinds in the same order, so they
+  // forget them in the same turn.
+  static constexpr std::size_t kMost = 1024;
+
   // The reason why cuBLASMp computes no such product; empty if none is known. Any thread.
   std::string obstacle(const Record& record) const;
   // Enqueues a product on which the ranks have agreed, all ranks at once, one thread at a time.
-  // `enqueue` throws UNSUPPORTED where cuBLASMp refuses it; `meet` takes this rank to a meeting with
-  // that record, and returns whether all ranks have brought the same.
+  // `enqueue` throws UNSUPPORTED where cuBLASMp refuses it. `meet` takes this rank to a meeting
+  // with that record, and returns whether all ranks have brought the same.
   //
   // The ranks meet behind the first product of a kind, those where it is refused with kIsRefused in
   // their records. So all of them hear whether it is taken. Where it is so by some ranks alone, the

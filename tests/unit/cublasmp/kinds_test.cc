@@ -143,6 +143,25 @@ TEST_F(CublasMpKinds, FailsWhereAKindIsRefusedThatAllRanksHaveTaken) {
   }
 }
 
+// All ranks forget in the same turn, whichever kinds are taken and refused.
+TEST_F(CublasMpKinds, ForgetsAllKindsWhereItKnowsTooMany) {
+  Kinds kinds;
+  ProductCall other = call();
+  for (std::size_t i = 0; i < Kinds::kMost; ++i) {
+    other.n = call().n + static_cast<std::int64_t>(i);
+    const bool refused = i % 2 != 0;
+    enqueue(kinds, record_of(other), refused ? mp::kNotSupported : mp::kSuccess, true);
+  }
+  EXPECT_FALSE(meets_for(kinds, record()));
+  EXPECT_NE(kinds.obstacle(record_of(other)), "");
+  ++other.n;
+  enqueue(kinds, record_of(other), mp::kNotSupported, true);
+  EXPECT_NE(kinds.obstacle(record_of(other)), "") << "the last one is known";
+  --other.n;
+  EXPECT_EQ(kinds.obstacle(record_of(other)), "");
+  EXPECT_TRUE(meets_for(kinds, record()));
+}
+
 TEST_F(CublasMpKinds, RemembersNoProductThatHasFailedOtherwise) {
   Kinds kinds;
   expect_error(error_of([&] { enqueue(kinds, record(), 6, true); }), XD_ERROR_INTERNAL,
