@@ -54,9 +54,11 @@ std::string of_given(std::uint8_t theirs, std::uint8_t mine) {
   for (const auto& [bit, name] : kOperands) {
     if (((theirs ^ mine) & bit) != 0) return of_operand(name, (theirs & bit) != 0);
   }
-  const auto adds = [](std::uint8_t given) { return (given & kIsFinished) != 0 ? 1 : 0; };
-  return of("bias of the type of d that begins at a multiple of 16 bytes:", adds(theirs),
-            adds(mine));
+  const auto flag = [&](int bit, const char* what) {
+    return of(what, (theirs & bit) != 0 ? 1 : 0, (mine & bit) != 0 ? 1 : 0);
+  };
+  if (((theirs ^ mine) & kIsRefused) != 0) return flag(kIsRefused, "refused by cuBLASMp:");
+  return flag(kIsFinished, "bias of the type of d that begins at a multiple of 16 bytes:");
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ enum GivenFlags : std::uint8_t {
   kGivesAmax = 1 << 4,
   kGivesBScale = 1 << 5,
   kIsFinished = 1 << 6,  // cuBLASMp stores D as it shall be
+  kIsRefused = 1 << 7,   // in a second meeting: cuBLASMp has not enqueued the product
 };
 
 // The record of a rank that enters an operation. Everything but the places must be equal on all

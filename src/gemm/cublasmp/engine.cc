@@ -193,7 +193,7 @@ void Engine::describe(const Description& description, const Operands& operands) 
 Engine::Bytes Engine::bytes_for(const Description& s, const Operands& o) {
   describe(s, o);
   Bytes bytes;
-  library_.mp.check(
+  library_.mp.check_product(
       library_.mp.Matmul_bufferSize(handle_, operation_, s.m, s.n, s.k, &o.alpha, o.first, 1, 1,
                                     first_, o.second, 1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d, 1,
                                     1, d_, &bytes.device, &bytes.host),
@@ -211,29 +211,9 @@ void Engine::require_running() const {
   if (stopped()) fail(XD_ERROR_UNSUPPORTED, "cuBLASMp was stopped by an error of the communicator");
 }
 
-Engine::Kind Engine::kind_of(const Description& description, const Operands& operands) {
-  return {.description = description,
-          .bias_type = operands.bias_type,
-          .adds_c = operands.c != nullptr,
-          .first_scale = operands.first_scale != nullptr,
-          .second_scale = operands.second_scale != nullptr};
-}
-
-bool Engine::has_taken(const Description& description, const Operands& operands) {
-  const std::lock_guard lock(mutex_);
-  return taken_.contains(kind_of(description, operands));
-}
-
-void Engine::note_taken(const Description& description, const Operands& operands) {
-  const std::lock_guard lock(mutex_);
-  taken_.insert(kind_of(description, operands));
-}
-
 void Engine::require(const Description& description, const Operands& operands) {
   const std::lock_guard lock(mutex_);
   require_running();
-  const auto refused = refused_.find(kind_of(description, operands));
-  if (refused != refused_.end()) fail(XD_ERROR_UNSUPPORTED, refused->second);
   const Bytes bytes = bytes_for(description, operands);
   if (bytes.device > memory_bytes_) {
     fail(XD_ERROR_UNSUPPORTED, "cuBLASMp needs ", bytes.device,
@@ -256,12 +236,7 @@ void Engine::enqueue(const Description& s, const Operands& o, cudaStream_t strea
                                       first_, o.second, 1, 1, second_, &o.beta, o.c, 1, 1, d_, o.d,
                                       1, 1, d_, memory_, memory_bytes_, host.data(), host.size());
   const mp::Status reset = mp.SetStream(handle_, stream_.get());
-  try {
-    mp.check(status, "Matmul");
-  } catch (const Error& error) {
-    if (error.status() == XD_ERROR_UNSUPPORTED) refused_.emplace(kind_of(s, o), error.what());
-    throw;
-  }
+  mp.check_product(status, "Matmul");
   mp.check(reset, "SetStream");
 }
 

@@ -14,9 +14,7 @@
 #include <atomic>
 #include <cstddef>
 #include <deque>
-#include <map>
 #include <mutex>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -54,14 +52,11 @@ class Engine {
   static std::size_t small_bytes(const Config& config);
   // Throws UNSUPPORTED where cuBLASMp cannot do it, or needs more working memory than was taken.
   // Local; elements are not looked at. cuBLASMp tells some of what it cannot do when it is to
-  // enqueue the product and not before: require() knows it from then on.
+  // enqueue the product and not before (kinds.h).
   void require(const Description& description, const Operands& operands);
   // Enqueues the product. The peers have to do so, too. Throws UNSUPPORTED if cuBLASMp refuses it,
   // or if the engine has been stopped.
   void enqueue(const Description& description, const Operands& operands, cudaStream_t stream);
-  // Whether cuBLASMp takes such a product on all ranks: noted by note_taken().
-  bool has_taken(const Description& description, const Operands& operands);
-  void note_taken(const Description& description, const Operands& operands);
 
   // Leaves everything where it is after stop(). Once.
   void release() noexcept;
@@ -74,15 +69,6 @@ class Engine {
   struct Bytes {
     std::size_t device = 0, host = 0;
   };
-  // All that cuBLASMp can refuse a product for, which is the same on all ranks.
-  struct Kind {
-    Description description;
-    DType bias_type;
-    bool adds_c, first_scale, second_scale;
-
-    auto operator<=>(const Kind&) const = default;
-  };
-  static Kind kind_of(const Description& description, const Operands& operands);
 
   void connect(const Ranks& ranks);
   void require_running() const;
@@ -117,9 +103,7 @@ class Engine {
   bool registered_ = false;  // with row_, too
   // The last one is in use. The others stay, as a product that runs may still read them.
   std::deque<std::vector<std::byte>> host_memory_;
-  std::vector<std::int64_t> starts_;     // of the plain calls
-  std::map<Kind, std::string> refused_;  // when they were to be enqueued: why
-  std::set<Kind> taken_;
+  std::vector<std::int64_t> starts_;  // of the plain calls
   std::atomic<bool> stopped_{false}, aborted_{false};
   bool released_ = false;
 };

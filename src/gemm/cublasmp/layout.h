@@ -15,7 +15,6 @@
 // Parts are blocks of ceil(size / W), the last ones smaller.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 #include <string>
 
@@ -30,8 +29,6 @@ struct Spread {
   std::int64_t pitch = 0;  // elements from column to column in this rank's part
   DType type = DType::bf16;
   bool parts_of_columns = false;  // on the grid of one row
-
-  auto operator<=>(const Spread&) const = default;
 };
 
 struct Description {
@@ -42,8 +39,6 @@ struct Description {
   int compute = 0;
   int epilogue = 0;
   bool sums = false;  // over the ranks: in the type of D
-
-  auto operator<=>(const Description&) const = default;
 };
 
 // The memory that a product reads and writes.

@@ -100,10 +100,14 @@ int require_versions(const char* name, const Opened& opened, mp::Functions& mp) 
 
 void mp::Functions::check(Status status, const char* call) const {
   if (status == kSuccess) return;
-  const bool refused =
-      status == kInvalidValue || status == kArchitectureMismatch || status == kNotSupported;
+  const bool refused = status == kArchitectureMismatch || status == kNotSupported;
   fail(refused ? XD_ERROR_UNSUPPORTED : XD_ERROR_INTERNAL, "cublasMp", call, ": ",
        GetStatusString(status));
+}
+
+void mp::Functions::check_product(Status status, const char* call) const {
+  if (status != kInvalidValue) return check(status, call);
+  fail(XD_ERROR_UNSUPPORTED, "cublasMp", call, ": ", GetStatusString(status));
 }
 
 void nccl::Functions::check(Result result, const char* call) const {

@@ -97,9 +97,12 @@ struct Functions {
 #undef XD_MP_FUNCTION
   // NOLINTEND(bugprone-macro-parentheses)
 
-  // Throws with the call's name and cuBLASMp's reason: UNSUPPORTED where that is an invalid value,
-  // another architecture or what is not supported, else INTERNAL.
+  // Throws with the call's name and cuBLASMp's reason: UNSUPPORTED where that is another
+  // architecture or what is not supported, else INTERNAL.
   void check(Status status, const char* call) const;
+  // Of a whole product, where an invalid value is UNSUPPORTED, too: cuBLASMp does not publish which
+  // values it takes together.
+  void check_product(Status status, const char* call) const;
 };
 
 }  // namespace mp

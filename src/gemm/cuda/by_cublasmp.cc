@@ -13,6 +13,12 @@ bool has_rows(const ProductCall& call) {
   return (call.operation == XD_GEMM_ALL_REDUCE ? call.a_rows : call.shares.all()) > 0;
 }
 
+Record record_for_cublasmp(const ProductCall& call) {
+  Record record = record_of(call, call.algo);
+  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
+  return record;
+}
+
 // `d`: nullptr = none yet.
 std::pair<cublasmp::Description, cublasmp::Operands> told_to_cublasmp(const ProductCall& call,
                                                                       const Config& config,
@@ -26,9 +32,7 @@ std::pair<cublasmp::Description, cublasmp::Operands> told_to_cublasmp(const Prod
 
 bool CudaContext::start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                                     bool& entered) {
-  Record record = record_of(call, option.algo);
-  if (is_plain_for_cublasmp(call)) record.given |= kIsFinished;
-  const EnqueuedTurn turn = next_turn(record, entered);
+  const EnqueuedTurn turn = next_turn(record_for_cublasmp(call), entered);
   try {
     const bool taken = meet_and_enqueue(call, option, turn, stream, entered);
     if (!taken) entered = false;  // the turns so far have ended as they should
@@ -57,46 +61,41 @@ bool CudaContext::meet_and_enqueue(const ProductCall& call, const Option& option
     side.order(stream, side.get());
   }
   met_ = false;
-  bool taken = true;
+  bool refused = false;
   if (const auto epoch = memory_->meeting->hold(turn, side, comm())) {
-    taken = enqueue_by_cublasmp(call, option, turn, *epoch, stream, entered);
-    met_ = taken && !call.reduce_bias_grad;
+    const auto taken_by = enqueue_by_cublasmp(call, option, turn, *epoch, stream, entered);
+    refused = taken_by == cublasmp::TakenBy::none;
+    met_ = taken_by == cublasmp::TakenBy::all && !call.reduce_bias_grad;
   }
   side.order(side.get(), stream);
   end(stream);
-  return taken;
+  return !refused;
 }
 
-// cuBLASMp may refuse a product when it is to be enqueued. A rank where it does so goes on with
-// another turn: that of another algorithm, or of a call that fails. So behind the first product of
-// a kind the others come to a turn, too, a second meeting. Where it fails, all ranks hear of that,
-// and the product, which would wait for good, is ended.
-bool CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& option,
-                                      const EnqueuedTurn& turn, std::uint64_t epoch,
-                                      xd_stream stream, bool& entered) {
+// Where some ranks alone have enqueued the product, it would wait for good and is ended: all ranks
+// have heard of that by their second meeting.
+cublasmp::TakenBy CudaContext::enqueue_by_cublasmp(const ProductCall& call, const Option& option,
+                                                   const EnqueuedTurn& turn, std::uint64_t epoch,
+                                                   xd_stream stream, bool& entered) {
+  using cublasmp::TakenBy;
   const Operation work(shop_, call, option, turn, stream);
-  const auto [description, operands] = told_to_cublasmp(call, config(), work.begin_by_cublasmp());
-  cublasmp::Engine& engine = *cublasmp_->get();
+  const auto told = told_to_cublasmp(call, config(), work.begin_by_cublasmp());
+  TakenBy taken_by = TakenBy::all;
   if (has_rows(call)) {
-    try {
-      cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
-                         description, operands, stream);
-    } catch (const Error& error) {
-      if (error.status() != XD_ERROR_UNSUPPORTED) throw;
-      comm().errors().throw_if_failed();
-      return false;
-    }
-    if (!engine.has_taken(description, operands)) {
-      const EnqueuedTurn second = next_turn(turn.params().record, entered);
-      if (memory_->meeting->hold(second, *memory_->side, comm())) {
-        engine.note_taken(description, operands);
-      } else {
-        engine.stop();
-      }
-    }
+    taken_by = kinds_.enqueue(
+        turn.params().record,
+        [&] {
+          cublasmp_->enqueue({.group = number(), .operation = call.operation, .epoch = epoch},
+                             told.first, told.second, stream);
+        },
+        [&](const Record& record) {
+          const EnqueuedTurn second = next_turn(record, entered);
+          return memory_->meeting->hold(second, *memory_->side, comm()).has_value();
+        });
   }
-  work.end_by_cublasmp();
-  return true;
+  if (taken_by == TakenBy::some) cublasmp_->get()->stop();
+  if (taken_by == TakenBy::all) work.end_by_cublasmp();
+  return taken_by;
 }
 
 std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
@@ -105,6 +104,7 @@ std::string CudaContext::cublasmp_obstacle(const ProductCall& call) const {
   if (engine == nullptr) return cublasmp_->why_not();
   std::string found = cublasmp::obstacle(call, config(), engine->abilities());
   if (!found.empty() || !has_rows(call)) return found;
+  if (found = kinds_.obstacle(record_for_cublasmp(call)); !found.empty()) return found;
   try {
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
     const auto [description, operands] = told_to_cublasmp(call, config(), nullptr);

@@ -9,6 +9,7 @@
 #include "cuda/memory.h"
 #include "gemm/context.h"
 #include "gemm/cublasmp/attended_engine.h"
+#include "gemm/cublasmp/kinds.h"
 #include "gemm/cuda/meeting.h"
 #include "gemm/cuda/operations.h"
 #include "gemm/cuda/peer_mapped_cells.h"
@@ -78,13 +79,15 @@ class CudaContext final : public Context {
   void enqueue(const EnqueuedTurn& turn, xd_stream stream, Work&& work);
   void fail_turn(const turn::Call& call, std::uint32_t launch, xd_stream stream);
   void start(const ProductCall& call, xd_stream stream, bool& entered);
-  // False if cuBLASMp refuses the product: nothing of it has been enqueued.
+  // False if cuBLASMp refuses the product on all ranks. D is undefined then: a part of the product
+  // may have been enqueued, and is looked after like a whole one.
   bool start_by_cublasmp(const ProductCall& call, const Option& option, xd_stream stream,
                          bool& entered);
   bool meet_and_enqueue(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
                         xd_stream stream, bool& entered);
-  bool enqueue_by_cublasmp(const ProductCall& call, const Option& option, const EnqueuedTurn& turn,
-                           std::uint64_t epoch, xd_stream stream, bool& entered);
+  cublasmp::TakenBy enqueue_by_cublasmp(const ProductCall& call, const Option& option,
+                                        const EnqueuedTurn& turn, std::uint64_t epoch,
+                                        xd_stream stream, bool& entered);
   // The reason why cuBLASMp cannot take the call; empty if it can.
   std::string cublasmp_obstacle(const ProductCall& call) const;
   void keep(const ProductCall& call, DLDataType type);
@@ -111,6 +114,7 @@ class CudaContext final : public Context {
   bool met_ = false;
   xd_gemm_view kept_ = XD_GEMM_VIEW_INIT;               // data = nullptr: nothing
   std::unique_ptr<cublasmp::AttendedEngine> cublasmp_;  // nullptr = the context is not made for it
+  cublasmp::Kinds kinds_;
   Runner runner_;
 };
 

@@ -342,57 +342,36 @@ TEST_F(CublasMpEngine, RefusesWhatCublasMpRefuses) {
                "cublasMpMatmul_bufferSize: fake reason");
 }
 
+// An invalid value of what every product needs is a fault of this library.
+TEST_F(CublasMpEngine, TellsAnInvalidValueOutsideOfProductsAsItsOwnFault) {
+  for (const char* failing : {"GridCreate", "Malloc"}) {
+    fake_.begin(failing, mp::kInvalidValue);
+    expect_error(error_of([&] { engine(); }), XD_ERROR_INTERNAL, failing);
+  }
+  fake_.begin();
+  Engine made = engine();
+  fake_.begin("Set", mp::kInvalidValue);
+  const Operands operands = operands_of(call(), nullptr, false);
+  expect_error(error_of([&] { made.require(description(), operands); }), XD_ERROR_INTERNAL,
+               "cublasMpMatmulDescriptorSetAttribute");
+  for (const mp::Status status : {mp::kArchitectureMismatch, mp::kNotSupported}) {
+    fake_.begin("Malloc", status);
+    expect_unsupported([&] { engine(); }, {"cublasMpMalloc: fake reason"});
+  }
+}
+
 // As cuBLASMp 0.10.0 does with all_gather by ATOMIC_P2P: it says the bytes that the product needs,
 // and refuses to enqueue it.
-TEST_F(CublasMpEngine, KnowsOfARefusedProductFromThenOn) {
+TEST_F(CublasMpEngine, TellsARefusalOfAProductThatIsToBeEnqueued) {
   for (const mp::Status status :
        {mp::kInvalidValue, mp::kArchitectureMismatch, mp::kNotSupported}) {
     Engine made = engine();
     const Operands operands = operands_of(call(), nullptr, false);
     made.require(description(), operands);
     fake_.begin("Matmul", status);
-    const auto enqueue = [&](const Description& of) { made.enqueue(of, operands, nullptr); };
-    expect_unsupported([&] { enqueue(description()); }, {"cublasMpMatmul: fake reason"});
-    fake_.begin();
-    expect_unsupported([&] { made.require(description(), operands); },
+    expect_unsupported([&] { made.enqueue(description(), operands, nullptr); },
                        {"cublasMpMatmul: fake reason"});
-    EXPECT_EQ(fake_.taken(), "");
-
-    ProductCall other = call();
-    other.algo = XD_GEMM_ALGO_CUBLASMP;
-    const Description by_default = describe(other, config_, DType::bf16, false);
-    made.require(by_default, operands);
-    enqueue(by_default);
   }
-}
-
-TEST_F(CublasMpEngine, RemembersNoProductThatHasFailedOtherwise) {
-  Engine made = engine();
-  const Operands operands = operands_of(call(), nullptr, false);
-  fake_.begin("Matmul");
-  expect_error(error_of([&] { made.enqueue(description(), operands, nullptr); }), XD_ERROR_INTERNAL,
-               "cublasMpMatmul: fake reason");
-  fake_.begin();
-  made.require(description(), operands);
-}
-
-// Of another kind is what cuBLASMp may judge otherwise: a size, a type, an operand.
-TEST_F(CublasMpEngine, TellsKindsOfProductsApartThatAllRanksHaveTaken) {
-  Engine made = engine();
-  const Operands operands = operands_of(call(), nullptr, false);
-  EXPECT_FALSE(made.has_taken(description(), operands));
-  made.note_taken(description(), operands);
-  Operands at_other_addresses = operands;
-  at_other_addresses.first = at_other_addresses.d = reinterpret_cast<void*>(64);
-  EXPECT_TRUE(made.has_taken(description(), at_other_addresses));
-
-  Description larger = description();
-  ++larger.n;
-  EXPECT_FALSE(made.has_taken(larger, operands));
-  EXPECT_FALSE(made.has_taken(describe(call(), config_, DType::f32, false), operands));
-  Operands scaled = operands;
-  scaled.first_scale = reinterpret_cast<float*>(64);
-  EXPECT_FALSE(made.has_taken(description(), scaled));
 }
 
 TEST_F(CublasMpEngine, ConnectsTheRanksByTheProductsThatCublasMpTakes) {
