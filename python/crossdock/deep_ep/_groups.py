@@ -74,7 +74,7 @@ class Groups:
         # Between machines all ranks agree in each dispatch, whatever numbers they give.
         try:
             self._first_requests = None if session.apart else EqualNumber(session.host)
-            self._first_asks = None if session.apart else FirstValues(session.host)
+            self._first_asks = None if session.apart else FirstValues(session.host, 1)
         except CrossdockError:
             session.end()
             raise

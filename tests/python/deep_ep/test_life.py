@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import threading
@@ -139,6 +140,27 @@ def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
 def test_a_rank_that_outgrows_the_group_alone_takes_all_along(buffer: Buffer) -> None:
     """One rank after the other, whichever comes first; peers go along with fewer tokens."""
     cases.everything(buffer, SEED)
+    outgrow_in_turn(buffer)
+
+
+@on_buffers(3)
+@pytest.mark.parametrize("calls", [(1 << 21) - 2, (1 << 22) - 2, (1 << 32) - 2])
+def test_a_rank_takes_all_along_however_many_calls_there_were(buffer: Buffer, calls: int) -> None:
+    """Words of decisions are written in each call, those of asks have not been for long."""
+    cases.everything(buffer, SEED)
+    requests = buffer._live_groups()._first_requests
+    assert requests is not None
+    dist.barrier()
+    if buffer.rank == 0:
+        kept = ctypes.cast(requests._values._words, ctypes.POINTER(ctypes.c_uint64))
+        for slot in range(1024):
+            kept[slot] = calls % (1 << 22) << 42
+    requests.calls = calls
+    dist.barrier()
+    outgrow_in_turn(buffer)
+
+
+def outgrow_in_turn(buffer: Buffer) -> None:
     for number in range(9):
         tokens = [5 + rank for rank in range(3)]
         tokens[number % 3] = 40 << number // 3
