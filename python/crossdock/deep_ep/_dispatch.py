@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from crossdock._quantise import widest_scale_bytes
 
 from ._agreement import Request, mismatch
 from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
-from ._batch import Batch
+from ._batch import Batch, GiveUp
 from ._handle import Routing
 from ._session import HostNumbers, Session
 from ._stream_work import StreamWork
@@ -106,7 +105,7 @@ def dispatch_new(
     alignment: int,
     worst_tokens: int,
     events: Events,
-    given_up: Callable[[], bool] = bool,
+    give_up: GiveUp | None = None,
     counted: bool = False,
 ) -> Dispatched:
     """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
@@ -115,7 +114,7 @@ def dispatch_new(
         alignment: of the rows per expert that it returns.
         worst_tokens: rows to return, or those that may become rows by expert; 0 = as many as there
             are.
-        given_up: as of `Batch.turns`.
+        give_up: as of `Batch.turns`.
         counted: whether `Sums.counts` of rows by rank is wanted. `Sums.prefix` is not, and neither
             where the host waits: it can be made of `Sums.rank_rows` then at any time.
     """
@@ -130,7 +129,7 @@ def dispatch_new(
             *between,
             constants.DISPATCH,
             host_waits=host_waits,
-            given_up=given_up,
+            give_up=give_up,
         ),
         StreamWork(session, *events) as work,
     ):

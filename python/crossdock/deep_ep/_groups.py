@@ -25,7 +25,7 @@ from ._agreement import (
     mismatch,
     refuse,
 )
-from ._batch import Batch, Sizes
+from ._batch import Batch, GiveUp, Sizes
 from ._session import Session
 from ._slot_group import Shape, SlotGroup
 
@@ -90,7 +90,7 @@ class Groups:
 
     # ---- Bulk operations -------------------------------------------------------------------------
 
-    def dispatch(self, request: Request, run: Callable[[Batch, Callable[[], bool]], _T]) -> _T:
+    def dispatch(self, request: Request, run: Callable[[Batch, GiveUp | None], _T]) -> _T:
         """Runs an uncached dispatch in its group, which is replaced if it has outgrown its sizes.
 
         On one machine ranks go straight to the group that the first of them has found. Where hosts
@@ -98,7 +98,7 @@ class Groups:
         group's prepare, so that all hear of it, and all agree then and run again.
 
         Args:
-            run: given the group and whether its turns are given up, as `Batch.turns` takes that.
+            run: given the group and what gives up its turns, as `Batch.turns` takes that.
 
         Raises:
             Mismatch: ranks disagree, in ``num_worst_tokens`` say, or a peer has refused.
@@ -113,29 +113,31 @@ class Groups:
                 self._fail_with_peers(batch, f"an earlier operation: {failure}")
                 raise failure
         if batch is None:
-            return run(self._agreed_now(request), bool)
+            return run(self._agreed_now(request), None)
         errors = batch.errors
         try:
-            return run(batch, self._given_up)
+            return run(batch, self._give_up)
         except BaseException as error:
-            if not self._given_up():
+            if not self._give_up(False):
                 raise
             # The failed prepare is one error; others are of earlier work, or of this rank's.
             if not isinstance(error, Mismatch) or batch.errors > errors + 1:
                 refuse(self.session.host, str(error))
                 raise
         self._may_ask = False
-        return run(self._agreed_now(request), bool)
+        return run(self._agreed_now(request), None)
 
-    def _given_up(self) -> bool:
-        """Whether some rank has asked for an agreement in place of this dispatch.
+    def _give_up(self, ask: bool) -> bool:
+        """Whether the ranks agree over their hosts in place of this dispatch, as one has asked.
 
-        After an error of this rank's: if none has asked until now, none will.
+        Args:
+            ask: whether this rank asks, which has taken no turn. If it has taken some and there is
+                an error, and none has asked until now, none will.
         """
         if not self._may_ask:
             return False
         assert self._first_requests is not None and self._first_asks is not None
-        return self._first_asks.of(self._first_requests.calls, 0) == 1
+        return self._first_asks.of(self._first_requests.calls, int(ask)) == 1
 
     def _ask(self, batch: Batch) -> bool:
         """Asks the ranks, who use this group, for an agreement in place of the dispatch.
@@ -143,8 +145,7 @@ class Groups:
         Returns:
             Whether they come: not if the dispatch had failed before.
         """
-        assert self._first_requests is not None and self._first_asks is not None
-        if not self._may_ask or self._first_asks.of(self._first_requests.calls, 1) != 1:
+        if not self._give_up(True):
             return False
         with contextlib.suppress(ValueError), batch.turns(constants.PREPARE, host_waits=True):
             raise ValueError(_ASKS)

@@ -424,7 +424,7 @@ class Buffer(LowLatencyCalls):
         numbers = expert_alignment, worst_tokens, events[:2]
         found = groups.dispatch(
             request_of(tokens, choices, worst_tokens, num_sms),
-            lambda batch, given_up: dispatch_new(batch, tokens, choices, *numbers, given_up),
+            lambda batch, give_up: dispatch_new(batch, tokens, choices, *numbers, give_up),
         )
         got, sums, in_rank = found.received, found.sums, choices.in_rank
         assert sums.rank_rows is not None and in_rank is not None

@@ -353,8 +353,8 @@ class ElasticBuffer:
         how = numbers.alignment, worst, (event, waits[2])
         found = groups.dispatch(
             request,
-            lambda batch, given_up: dispatch_new(
-                batch, tokens, choices, *how, given_up, counted=True
+            lambda batch, give_up: dispatch_new(
+                batch, tokens, choices, *how, give_up, counted=True
             ),
         )
         with StreamWork(groups.session, found.event, waits[2]) as work:

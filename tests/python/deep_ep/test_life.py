@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -190,6 +190,42 @@ def test_a_mistake_beside_a_rank_that_outgrows_the_group_is_told_to_all(buffer: 
         texts = {"x": r"x: expected \[T,H\]", "hidden": "bytes of a row of x = 2048 on rank 0 and"}
         with pytest.raises(kind, match=texts[wrong]):
             caller.dispatch(x, **caller.topk())
+
+
+@on_buffers(3)
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt("stop")])
+@pytest.mark.parametrize("topk", [True, False])
+def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(
+    buffer: Buffer, error: BaseException, topk: bool
+) -> None:
+    """Where all go along, and where one outgrows the group; in any order."""
+    session, failing = buffer._live(), 0
+    for number, (late, outgrows) in enumerate(itertools.product(range(3), (False, True))):
+        known, large = (
+            cases.Caller(buffer, make_batch(SEED, 3, tokens=[4, 4, most]))
+            for most in (4, 60 << number)
+        )
+        known.dispatch(**(known.topk() if topk else {}))
+        caller = large if outgrows else known
+        began = time.monotonic()
+        if buffer.rank == late:
+            time.sleep(0.05)
+        with pytest.MonkeyPatch.context() as patch:
+            if buffer.rank == failing:
+                patch.setattr(session, "host_numbers", fail_with(error))
+            kind = type(error) if buffer.rank == failing else Mismatch
+            says = "" if buffer.rank == failing else "dispatch: rank 0 failed: "
+            with pytest.raises(kind, match=says + str(error)):
+                caller.dispatch(**(caller.topk() if topk else {}))
+        assert time.monotonic() - began < cases.SECONDS
+    cases.everything(buffer, SEED)
+
+
+def fail_with(error: BaseException) -> Callable[..., NoReturn]:
+    def fail(*_: Any) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @on_buffers(2)

@@ -151,6 +151,7 @@ def dispatch(
     topk: bool = True,
     worst_tokens: int = 0,
     previous_event: EventOverlap | None = None,
+    give_up: Callable[[bool], bool] | None = None,
 ) -> Any:
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
     choices = Choices(
@@ -161,7 +162,8 @@ def dispatch(
         torch.ones(TOKENS, RANKS, dtype=torch.bool),
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
+    events = previous_event, False
+    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, events, give_up)
 
 
 def session_of(log: Log) -> Any:
@@ -257,6 +259,28 @@ def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
     assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), *END]
 
 
+@pytest.mark.parametrize("topk", [True, False])
+def test_rank_that_errs_before_turns_that_are_given_up_takes_the_first(
+    log: Log, topk: bool
+) -> None:
+    """Peers wait for it there, and nowhere else."""
+    device, asked = Device(log), list[bool]()
+    device.host_numbers = fail_with(MemoryError("no memory"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no memory"):
+        dispatch(device, topk, give_up=lambda first: asked.append(first) is None)
+    assert turns(log) == [(PREPARE, "no memory"), *END] and asked == [True]
+
+
+@pytest.mark.parametrize("topk", [True, False])
+def test_rank_that_errs_behind_the_first_of_turns_that_are_given_up_takes_none(
+    log: Log, topk: bool
+) -> None:
+    asked = list[bool]()
+    with pytest.raises(Mismatch, match="of earlier"):
+        dispatch(Device(log, [mismatch()]), topk, give_up=lambda first: asked.append(first) is None)
+    assert turns(log) == [*READ, *END] and asked == [False]
+
+
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
     device = Device(log)
     combine_one = device.group.combine
@@ -303,7 +327,7 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     device = Device(log)
     device.checks = Checks(device.rank, RANKS, device.device)  # type: ignore[attr-defined]
     groups = SimpleNamespace(
-        session=device, dispatch=lambda request, run: run(device.batch, bool), close=lambda: None
+        session=device, dispatch=lambda request, run: run(device.batch, None), close=lambda: None
     )
     buffer: Any = ElasticBuffer.__new__(ElasticBuffer)
     inner: Any = Buffer.__new__(Buffer)
