@@ -26,6 +26,7 @@ from ._agreement import (
     refuse,
 )
 from ._batch import Batch, GiveUp, Sizes
+from ._dispatch import turns_of_new
 from ._session import Session
 from ._slot_group import Shape, SlotGroup
 
@@ -39,9 +40,6 @@ _AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 29 for number in rang
 _WAITS = 1 << 31  # of a decision: hosts wait for the number of rows
 _KIND = 3 << 29
 _MOST_DECISIONS = 256  # kept of those so far
-
-# The text with which ranks fail prepare when they want an agreement.
-_ASKS = "the ranks agree over their hosts in place of this operation"
 
 
 def _kind(request: Request) -> int:
@@ -139,17 +137,22 @@ class Groups:
         assert self._first_requests is not None and self._first_asks is not None
         return self._first_asks.of(self._first_requests.calls, int(ask)) == 1
 
-    def _ask(self, batch: Batch) -> bool:
-        """Asks the ranks, who use this group, for an agreement in place of the dispatch.
+    def _join_failed(self, batch: Batch, text: str, experts: int = 0) -> bool:
+        """Takes the turns of this dispatch with a failure, so that no peer waits.
+
+        Args:
+            batch: the group that the peers use.
+            text: what is wrong.
+            experts: of the request, if it is known. Others than the peers' are an error to these.
 
         Returns:
-            Whether they come: not if the dispatch had failed before.
+            Whether all ranks agree over their hosts then, where this rank can go on or refuse.
         """
-        if not self._give_up(True):
-            return False
-        with contextlib.suppress(ValueError), batch.turns(constants.PREPARE, host_waits=True):
-            raise ValueError(_ASKS)
-        return True
+        alone = self._batches.get(_BY_RANK_ALONE) is batch and self._may_ask
+        turns = turns_of_new(batch, max(1, experts) if alone else 0, self._may_ask, self._give_up)
+        with contextlib.suppress(ValueError), turns:
+            raise ValueError(text)
+        return self._give_up(False)
 
     def _agreed_now(self, request: Request) -> Batch:
         """The group for what all ranks request. Collective."""
@@ -194,18 +197,18 @@ class Groups:
         if batch is None:
             return None
         self._may_ask = bool(first & _WAITS)
-        if self._may_ask and first != mine and self._ask(batch):
-            return None
-        if (first ^ mine) & _HASH or self._may_ask and first != mine:
+        same = not (first ^ mine) & _HASH
+        if first == mine or same and not self._may_ask:
+            return batch
+        text = f"another rank failed, and rank {self.session.rank} could not go along"
+        if not same:
             text = (
                 f"{equal_numbers(request)} on rank {self.session.rank} and other numbers on rank "
                 f"{peer}, expected equal values"
             )
-            if not (first ^ mine) & _HASH:
-                text = f"another rank failed, and rank {self.session.rank} could not go along"
-            self._fail_with_peers(batch, text)
-            raise mismatch("dispatch", text, self.session.rank, peer)
-        return batch
+        if self._join_failed(batch, text, request.experts):
+            return None
+        raise mismatch("dispatch", text, self.session.rank, peer)
 
     def _decision(self, request: Request) -> int:
         """The kind of the group that serves `request`, if one does, or `_AGREES`; with its hash.
@@ -257,12 +260,8 @@ class Groups:
             batch: the group that the peers use without an agreement; None = they agree first.
             text: what is wrong.
         """
-        if batch is None or self._ask(batch):
+        if batch is None or self._join_failed(batch, text):
             refuse(self.session.host, text)
-            return
-        turns = batch.turns(constants.PREPARE, constants.DISPATCH)
-        with contextlib.suppress(ValueError), turns:
-            raise ValueError(text)
 
     # ---- Low-latency operations ------------------------------------------------------------------
 

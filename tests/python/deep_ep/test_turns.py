@@ -20,6 +20,7 @@ from crossdock.deep_ep import (
     EventHandle,
     EventOverlap,
     _batch,
+    _groups,
     _stream_work,
     elastic,
 )
@@ -27,6 +28,7 @@ from crossdock.deep_ep._arguments import Checks, Choices, Tokens
 from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import dispatch_new
+from crossdock.deep_ep._groups import Groups
 from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._low_latency import operate
 from crossdock.deep_ep._session import HostNumbers
@@ -105,7 +107,7 @@ class Device:
             session=self,
             sizes=SimpleNamespace(tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN),
         )
-        self.host = SimpleNamespace(all_gather=self.all_gather)
+        self.host = SimpleNamespace(all_gather=self.all_gather, rank=0)
 
     def failure(self) -> Exception | None:
         self.log.append("state read")
@@ -279,6 +281,44 @@ def test_rank_that_errs_behind_the_first_of_turns_that_are_given_up_takes_none(
     with pytest.raises(Mismatch, match="of earlier"):
         dispatch(Device(log, [mismatch()]), topk, give_up=lambda first: asked.append(first) is None)
     assert turns(log) == [*READ, *END] and asked == [False]
+
+
+def groups_of(device: Device, kind: int, asked: bool) -> Any:
+    """Of ranks whose first goes to a group of this kind, and waits for the number of rows.
+
+    Args:
+        asked: whether a rank that asks for an agreement is the first.
+    """
+    groups: Any = Groups.__new__(Groups)
+    vars(groups).update(
+        session=device,
+        _batches={kind: device.batch},
+        _used=[device.batch],
+        _decisions={},
+        _may_ask=False,
+        _first_requests=SimpleNamespace(
+            calls=1, of_first=lambda number: (kind | _groups._WAITS, 1)
+        ),
+        _first_asks=SimpleNamespace(of=lambda call, number: int(asked)),
+    )
+    return groups
+
+
+@pytest.mark.parametrize("kind", [_groups._BY_RANK_ALONE, _groups._BY_RANK])
+@pytest.mark.parametrize("asked", [True, False])
+def test_rank_with_bad_arguments_takes_the_turns_of_its_peers(
+    log: Log, kind: int, asked: bool
+) -> None:
+    """They wait in the exchange of counts, too, unless they agree over their hosts."""
+    groups_of(Device(log), kind, asked).refuse("bad")
+    told = [one for one in turns(log) if one[0] == "gather"]
+    assert turns(log)[0] == (PREPARE, "bad")
+    if asked:
+        assert len(told) == 1 and b"bad" in told[0][1]
+        assert turns(log) == [(PREPARE, "bad"), *END, *told]
+    else:
+        assert len(told) == (kind == _groups._BY_RANK_ALONE)
+        assert turns(log) == [(PREPARE, "bad"), *told, (DISPATCH, "bad"), *END]
 
 
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
