@@ -202,13 +202,17 @@ class Batch:
                 else:
                     self.group.join_failed(turn, text, self.session.raw_stream)
 
-    def forget(self) -> None:
-        """Clears what the group remembers of the failure that the caller hears of now."""
+    def forget(self) -> CrossdockError | None:
+        """Clears what the group remembers of the failure that the caller hears of now; returns it.
+
+        With an earlier one, of which the caller has not heard, there is more than one error.
+        """
         if is_capturing(self.session.device):
-            return  # nothing may wait now
+            return None  # nothing may wait now
         self.session.wait_for_host_data()
         with contextlib.suppress(CrossdockError):
-            self.failure()
+            return self.failure()
+        return None
 
 
 class Turns:

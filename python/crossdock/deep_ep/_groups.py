@@ -147,12 +147,21 @@ class Groups:
 
         Returns:
             Whether all ranks agree over their hosts then, where this rank can go on or refuse.
+
+        Raises:
+            CrossdockError: an earlier operation on the GPU has failed; peers have been told.
         """
+        errors = batch.errors
         alone = self._batches.get(_BY_RANK_ALONE) is batch and self._may_ask
-        turns = turns_of_new(batch, max(1, experts) if alone else 0, self._may_ask, self._give_up)
+        turns = turns_of_new(batch, max(1, experts) if alone else 0, False, self._give_up)
         with contextlib.suppress(ValueError), turns:
             raise ValueError(text)
-        return self._give_up(False)
+        failure = batch.forget() if self._may_ask else None
+        given_up = self._give_up(False)
+        if given_up and failure is not None and batch.errors > errors + 1:  # prepare is one
+            refuse(self.session.host, f"an earlier operation: {failure}")
+            raise failure
+        return given_up
 
     def _agreed_now(self, request: Request) -> Batch:
         """The group for what all ranks request. Collective."""

@@ -24,6 +24,7 @@ from crossdock.deep_ep import (
     _stream_work,
     elastic,
 )
+from crossdock.deep_ep._agreement import Request
 from crossdock.deep_ep._arguments import Checks, Choices, Tokens
 from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
@@ -92,7 +93,7 @@ class Device:
 
     def __init__(self, log: Log, failures: list[Exception] | None = None) -> None:
         self.log = log
-        self.failures = failures or []
+        self.failures, self.errors_at_once = failures or [], 1
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.cuda, self.stream, self.raw_stream = True, Stream("scope", log), STREAM
         self.current_stream = lambda: CALLER
@@ -103,14 +104,18 @@ class Device:
         vars(self.batch).update(
             group=self.group,
             plan_bytes=64,
+            errors=0,
             failure=self.failure,
             session=self,
-            sizes=SimpleNamespace(tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN),
+            sizes=SimpleNamespace(
+                tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN, num_sms=(1,) * RANKS
+            ),
         )
         self.host = SimpleNamespace(all_gather=self.all_gather, rank=0)
 
     def failure(self) -> Exception | None:
         self.log.append("state read")
+        self.batch.errors += self.errors_at_once if self.failures else 0
         return self.failures.pop(0) if self.failures else None
 
     def all_gather(self, row: bytes) -> list[bytes]:
@@ -319,6 +324,25 @@ def test_rank_with_bad_arguments_takes_the_turns_of_its_peers(
     else:
         assert len(told) == (kind == _groups._BY_RANK_ALONE)
         assert turns(log) == [(PREPARE, "bad"), *told, (DISPATCH, "bad"), *END]
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_rank_that_asks_tells_of_an_earlier_failure(log: Log, earlier: bool) -> None:
+    """The group remembers the first, which is not that of the prepare that this rank has failed."""
+    device = Device(log, [mismatch()])
+    device.errors_at_once = 1 + earlier
+    groups = groups_of(device, _groups._BY_RANK, asked=True)
+    groups._agreed_now = lambda request: log.append("agrees")
+    request = Request(topk=TOPK, experts=EXPERTS)
+    if not earlier:
+        groups.dispatch(request, lambda *_: None)
+        assert turns(log)[1:] == [*END, "state read", "agrees"]
+        return
+    with pytest.raises(Mismatch, match="of earlier"):
+        groups.dispatch(request, lambda *_: None)
+    told = turns(log)[-1]
+    assert turns(log)[1:] == [*END, told]
+    assert b"an earlier operation: of earlier" in told[1]
 
 
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
