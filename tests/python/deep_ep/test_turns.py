@@ -398,6 +398,7 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     vars(inner).update(_groups=groups, rank=0, group_size=RANKS)
     vars(buffer).update(_buffer=inner, num_max_tokens_per_rank=TOKENS, group_size=RANKS)
     monkeypatch.setattr(StreamWork, "_record", lambda *_: None)
+    monkeypatch.setattr(_stream_work, "EventHandle", lambda *_: some_event().event)
     monkeypatch.setattr(inner, "_usable", lambda routing: routing)
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
@@ -409,6 +410,23 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     with pytest.raises(MemoryError, match="no memory"):
         buffer.dispatch(x, **given, async_with_compute_stream=True)
     assert "dispatch" in log and log[-1] == "caller waits for scope"
+
+
+def test_error_before_the_lane_has_joined_orders_nothing(log: Log) -> None:
+    """In a capture its work would wait outside of it."""
+    with pytest.raises(MemoryError):
+        with StreamWork(session_of(log), None, False) as work, work.allocating():
+            raise MemoryError
+    assert log == []
+
+
+def test_error_in_a_capture_takes_no_turn(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_batch, "is_capturing", lambda _: True)
+    device = Device(log)
+    device.empty = fail_with(MemoryError("no memory"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no memory"):
+        dispatch(device, worst_tokens=8)
+    assert turns(log) == ["prepare"] and log[-1] == "caller waits for scope"
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:
