@@ -84,6 +84,11 @@ def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
     return requests
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error for the peers, which is never empty."""
+    return str(error) or repr(error)
+
+
 def refuse(comm: _core.Comm, text: str) -> None:
     """Takes part in the peers' `agree` with a mistake of this rank, so that none waits for it."""
     with contextlib.suppress(Mismatch):  # names this rank, or one that is lower

@@ -12,7 +12,7 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError, InvalidArgument, from_status
 from crossdock.torch._calls import described, is_capturing
 
-from ._agreement import Request
+from ._agreement import Request, text_of
 from ._memory import set_bytes
 from ._session import Session
 
@@ -177,13 +177,18 @@ class Batch:
 
     def run(self, operation: str, fields: dict[str, object]) -> None:
         """The next operation, by its name and the fields of its struct, `stream` among them."""
-        self._owed.pop(0)
+        turn = self._owed.pop(0)
         self._in_call = True  # the library itself takes this turn if arguments are bad
         try:
             getattr(self.group, operation)(described(fields))
-        except InvalidArgument as error:
-            error.text = _in_callers_words(error.text)
-            error.args = (error.text,)
+        except CrossdockError as error:
+            if isinstance(error, InvalidArgument):
+                error.text = _in_callers_words(error.text)
+                error.args = (error.text,)
+            raise
+        except Exception:  # an argument is none that the library can be given
+            self._owed.insert(0, turn)
+            self._in_call = False
             raise
         self._in_call = False
 
@@ -230,7 +235,7 @@ class Turns:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        self._batch.fail(str(error), self._give_up)
+        self._batch.fail(text_of(error), self._give_up)
         if self._host_waits and isinstance(error, Exception):
             self._batch.forget()
 

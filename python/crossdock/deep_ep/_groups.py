@@ -24,6 +24,7 @@ from ._agreement import (
     hash_of,
     mismatch,
     refuse,
+    text_of,
 )
 from ._batch import Batch, GiveUp, Sizes
 from ._dispatch import turns_of_new
@@ -120,7 +121,7 @@ class Groups:
                 raise
             # The failed prepare is one error; others are of earlier work, or of this rank's.
             if not isinstance(error, Mismatch) or batch.errors > errors + 1:
-                refuse(self.session.host, str(error))
+                refuse(self.session.host, text_of(error))
                 raise
         self._may_ask = False
         return run(self._agreed_now(request), None)

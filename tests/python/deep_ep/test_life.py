@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import re
 import threading
 import time
 import weakref
@@ -193,7 +194,7 @@ def test_a_mistake_beside_a_rank_that_outgrows_the_group_is_told_to_all(buffer: 
 
 
 @on_buffers(3)
-@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt("stop")])
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt("stop")])
 @pytest.mark.parametrize("topk", [True, False])
 def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(
     buffer: Buffer, error: BaseException, topk: bool
@@ -214,8 +215,10 @@ def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(
             if buffer.rank == failing:
                 patch.setattr(session, "host_numbers", fail_with(error))
             kind = type(error) if buffer.rank == failing else Mismatch
-            says = "" if buffer.rank == failing else "dispatch: rank 0 failed: "
-            with pytest.raises(kind, match=says + str(error)):
+            says = re.escape(f"dispatch: rank 0 failed: {str(error) or 'MemoryError()'}")
+            if outgrows:  # perhaps they have agreed by then, and hear it in prepare
+                says += "|ranks disagree; rank 0: its call failed"
+            with pytest.raises(kind, match="" if buffer.rank == failing else says):
                 caller.dispatch(**(caller.topk() if topk else {}))
         assert time.monotonic() - began < cases.SECONDS
     cases.everything(buffer, SEED)

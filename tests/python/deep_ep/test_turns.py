@@ -288,6 +288,18 @@ def test_rank_that_errs_behind_the_first_of_turns_that_are_given_up_takes_none(
     assert turns(log) == [*READ, *END] and asked == [False]
 
 
+@pytest.mark.parametrize("error", [TypeError("no tensor"), MemoryError()])
+def test_rank_whose_arguments_the_library_is_not_given_takes_their_turn(
+    log: Log, error: Exception
+) -> None:
+    """With a text in any case."""
+    device, text = Device(log), str(error) or "MemoryError()"
+    device.group.errors["prepare"] = error
+    with pytest.raises(type(error)):
+        dispatch(device)
+    assert turns(log) == ["prepare", (PREPARE, text), (DISPATCH, text), *END]
+
+
 def groups_of(device: Device, kind: int, asked: bool) -> Any:
     """Of ranks whose first goes to a group of this kind, and waits for the number of rows.
 
