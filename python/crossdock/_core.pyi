@@ -105,7 +105,8 @@ def segment_taken(ptr: int) -> bool:
 def order_streams(device: int, first: int, second: int) -> None:
     """Work that stream `second` gets from now on waits for all that `first` has got.
 
-    Both are streams of that CUDA device.
+    Both are streams of that CUDA device. 0 is the stream of the current context if that is one of
+    the device, else of its primary one.
 
     Raises:
         RuntimeError: the driver's error.
