@@ -105,7 +105,8 @@ def segment_taken(ptr: int) -> bool:
 def order_streams(device: int, first: int, second: int) -> None:
     """Work that stream `second` gets from now on waits for all that `first` has got.
 
-    Both are streams of that CUDA device.
+    Both are streams of that CUDA device. 0 is the stream of the current context if that is one of
+    the device, else of its primary one.
 
     Raises:
         RuntimeError: the driver's error.
@@ -114,11 +115,12 @@ def order_streams(device: int, first: int, second: int) -> None:
 def reads(kind: type) -> bool:
     """Whether objects of this class are tensors that calls take as they are."""
 
-def first_value(word: int, call: int, value: int) -> int:
+def first_value(word: int, call: int, bits: int, value: int) -> int:
     """The number that the first caller has left in 8 bytes of shared memory, which begin as zero.
 
     Compares an argument between ranks without waiting for any. Where the word serves a later call
-    by now, `value`, which is below 2^42. Calls are counted modulo 2^22, from 1.
+    by now, `value`, which is below 2^bits. Calls are counted modulo 2^(64-bits), from 1: a word has
+    to be asked again before half as many have passed.
     """
 
 class Comm:

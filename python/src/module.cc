@@ -58,18 +58,16 @@ nb::dict plan_info(std::uintptr_t plan, std::size_t plan_bytes) {
   return fields_of(info);
 }
 
-// A word has the number of a call in its upper bits, and below it what the first to make that call
-// has left.
-std::uint64_t first_value(std::uintptr_t word, std::uint32_t call, std::uint64_t value) {
-  constexpr int kCallBits = 22, kValueBits = 64 - kCallBits;
+// A word has the number of a call in its upper bits, and in the `bits` below it what the first to
+// make that call has left.
+std::uint64_t first_value(std::uintptr_t word, std::uint64_t call, int bits, std::uint64_t value) {
   const std::atomic_ref<std::uint64_t> shared(*static_cast<std::uint64_t*>(pointer(word)));
-  const std::uint64_t mine = std::uint64_t{call} << kValueBits | value;
+  const std::uint64_t mine = call << bits | value;
   std::uint64_t seen = shared.load(std::memory_order_relaxed);
   for (;;) {
     // As a signed number in the upper bits: numbers of calls wrap around.
-    const auto ahead = static_cast<std::int64_t>((mine >> kValueBits << kValueBits) -
-                                                 (seen >> kValueBits << kValueBits));
-    if (ahead == 0) return seen & ((std::uint64_t{1} << kValueBits) - 1);
+    const auto ahead = static_cast<std::int64_t>((mine >> bits << bits) - (seen >> bits << bits));
+    if (ahead == 0) return seen & ((std::uint64_t{1} << bits) - 1);
     if (ahead < 0) return value;  // the word serves a later call by now
     // Relaxed: the word stands for itself, no other memory is read because of it.
     if (shared.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) return value;
@@ -132,7 +130,7 @@ NB_MODULE(_core, module) {
   module.def("order_streams", &order_streams, "device"_a, "first"_a, "second"_a,
              nb::call_guard<nb::gil_scoped_release>());
   module.def("reads", &reads, "kind"_a);
-  module.def("first_value", &first_value, "word"_a, "call"_a, "value"_a);
+  module.def("first_value", &first_value, "word"_a, "call"_a, "bits"_a, "value"_a);
   module.attr("version") = version();
   // By how the library was built: to ask it whether CUDA works would start the driver.
   module.attr("built_with_cuda") = XDPY_CUDA != 0;

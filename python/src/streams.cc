@@ -12,6 +12,7 @@ namespace {
 
 using Handle = void*;  // of a context, a stream or an event
 constexpr std::size_t kMostDevices = 128;
+constexpr unsigned kWithoutTiming = 2;  // of an event
 
 void succeed(int error, const char* function) {
   if (error == 0) return;
@@ -39,6 +40,8 @@ class Function {
 
 struct Driver {
   Function<Handle*, int> retain_context{"cuDevicePrimaryCtxRetain"};
+  Function<Handle*> current_context{"cuCtxGetCurrent"};
+  Function<int*> current_device{"cuCtxGetDevice"};
   Function<Handle> push_context{"cuCtxPushCurrent_v2"};
   Function<Handle*> pop_context{"cuCtxPopCurrent_v2"};
   Function<Handle*, unsigned> create_event{"cuEventCreate"};
@@ -61,6 +64,17 @@ Handle context_of(int device) {
   driver().retain_context(&found, device);
   context.store(found, std::memory_order_release);
   return found;
+}
+
+// Whether another context of this device than the primary is current, as under torch's
+// GreenContext: stream 0 is that context's own then.
+bool in_other_context(const Driver& driver, int device) {
+  Handle current = nullptr;
+  driver.current_context(&current);
+  if (current == nullptr || current == context_of(device)) return false;
+  int its_device = -1;
+  driver.current_device(&its_device);
+  return its_device == device;
 }
 
 class CurrentContext {
@@ -94,8 +108,7 @@ class Events {
 
   Handle of(int device) {
     Handle& event = of_device_.at(static_cast<std::size_t>(device));
-    constexpr unsigned without_timing = 2;
-    if (event == nullptr) driver_.create_event(&event, without_timing);
+    if (event == nullptr) driver_.create_event(&event, kWithoutTiming);
     return event;
   }
 
@@ -108,15 +121,35 @@ Handle stream_at(std::uintptr_t address) {
   return reinterpret_cast<Handle>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
+// Lets a stream wait for stream 0 of the current context, by an event of that context.
+void wait_for_own(const Driver& driver, Handle second) {
+  Handle event = nullptr;
+  driver.create_event(&event, kWithoutTiming);
+  const int recorded = driver.record_event.attempt(event, nullptr);
+  const int waited = recorded == 0 ? driver.wait_event.attempt(second, event, 0U) : 0;
+  static_cast<void>(driver.destroy_event.attempt(event));  // once the work before it has ended
+  succeed(recorded, "cuEventRecord");
+  succeed(waited, "cuStreamWaitEvent");
+}
+
 }  // namespace
 
 void order_streams(int device, std::uintptr_t first, std::uintptr_t second) {
   const Driver& all = driver();
-  const CurrentContext current(all, device);
+  const bool other = in_other_context(all, device);
+  if (other && first == 0) {
+    wait_for_own(all, stream_at(second));
+    return;
+  }
   thread_local Events events(all);
-  const Handle event = events.of(device);
-  all.record_event(event, stream_at(first));
-  all.wait_event(stream_at(second), event, 0U);
+  Handle event = nullptr;
+  {
+    const CurrentContext primary(all, device);
+    event = events.of(device);
+    all.record_event(event, stream_at(first));
+    if (!other || second != 0) all.wait_event(stream_at(second), event, 0U);
+  }
+  if (other && second == 0) all.wait_event(nullptr, event, 0U);
 }
 
 }  // namespace xdpy

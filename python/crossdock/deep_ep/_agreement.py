@@ -84,6 +84,11 @@ def agree(comm: _core.Comm, request: Request, text: str = "") -> list[Request]:
     return requests
 
 
+def text_of(error: BaseException) -> str:
+    """The text of an error for the peers, which is never empty."""
+    return str(error) or repr(error)
+
+
 def refuse(comm: _core.Comm, text: str) -> None:
     """Takes part in the peers' `agree` with a mistake of this rank, so that none waits for it."""
     with contextlib.suppress(Mismatch):  # names this rank, or one that is lower
@@ -131,16 +136,20 @@ class FirstValues:
     They lie in words of memory that the ranks share. A rank that comes more than a thousand calls
     late, as can happen when hosts run ahead of their GPUs, finds nothing, and its own number.
 
+    A word has a number and, in the bits above it, the call's. Where those wrap around, as they do
+    beside long numbers, all calls must be made: a word that none has written for long misleads.
+
     Args:
         comm: on the CPU; `BYTES` of rank 0's symmetric memory are used. Making one is collective.
+        bits: of a number.
     """
 
     _SLOTS = 1024  # words: one a call, in turn
     BYTES = 8 * _SLOTS
     _PLACE = struct.Struct("=iiQ")  # the handle of ``mem_export``
-    _CALLS = 1 << 22
 
-    def __init__(self, comm: _core.Comm) -> None:
+    def __init__(self, comm: _core.Comm, bits: int) -> None:
+        self._bits = bits
         place = self._PLACE.pack(0, 0, 0)
         if comm.rank == 0:
             words = comm.mem_alloc(self.BYTES)
@@ -151,7 +160,7 @@ class FirstValues:
     def of(self, call: int, number: int) -> int:
         """The number of the first rank that has come to this call, counted from 1."""
         word = self._words + 8 * (call % self._SLOTS)
-        return _core.first_value(word, call % self._CALLS, number)
+        return _core.first_value(word, call, self._bits, number)
 
 
 class EqualNumber:
@@ -163,9 +172,10 @@ class EqualNumber:
 
     BYTES = FirstValues.BYTES
     _NUMBERS = 1 << 32  # a value is rank * _NUMBERS + number
+    _RANK_BITS = 10
 
     def __init__(self, comm: _core.Comm) -> None:
-        self._values = FirstValues(comm)
+        self._values = FirstValues(comm, 32 + self._RANK_BITS)
         self._rank = comm.rank
         self.calls = 0
 

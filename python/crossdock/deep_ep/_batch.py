@@ -12,9 +12,12 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError, InvalidArgument, from_status
 from crossdock.torch._calls import described, is_capturing
 
-from ._agreement import Request
+from ._agreement import Request, text_of
 from ._memory import set_bytes
 from ._session import Session
+
+# Given whether the caller has taken none of its turns.
+GiveUp = Callable[[bool], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Batch:
         self,
         *turns: int | Callable[[], object],
         host_waits: bool = False,
-        given_up: Callable[[], bool] = bool,
+        give_up: GiveUp | None = None,
     ) -> Turns:
         """A call, in which this rank takes all its turns, even after an error.
 
@@ -160,11 +163,13 @@ class Batch:
                 something else, what tells them there that this rank has failed.
             host_waits: whether the caller hears of a failure before the last operation. It is not
                 told again by later calls then.
-            given_up: asked after an error: whether no rank takes the turns that are left.
+            give_up: asked after an error: whether no rank takes the turns behind the first. None =
+                all do.
         """
         self._owed: list[int | Callable[[], object]] = list(turns)
+        self._num_turns = len(turns)
         self._in_call = False
-        return Turns(self, host_waits, given_up)
+        return Turns(self, host_waits, give_up)
 
     def begin(self) -> None:
         """The next turn, which is no operation, is being taken."""
@@ -172,19 +177,29 @@ class Batch:
 
     def run(self, operation: str, fields: dict[str, object]) -> None:
         """The next operation, by its name and the fields of its struct, `stream` among them."""
-        self._owed.pop(0)
+        turn = self._owed.pop(0)
         self._in_call = True  # the library itself takes this turn if arguments are bad
         try:
             getattr(self.group, operation)(described(fields))
-        except InvalidArgument as error:
-            error.text = _in_callers_words(error.text)
-            error.args = (error.text,)
+        except CrossdockError as error:
+            if isinstance(error, InvalidArgument):
+                error.text = _in_callers_words(error.text)
+                error.args = (error.text,)
+            raise
+        except Exception:  # an argument is none that the library can be given
+            self._owed.insert(0, turn)
+            self._in_call = False
             raise
         self._in_call = False
 
-    def fail(self, text: str) -> None:
-        """Takes the turns that peers wait in."""
-        if not self.session.cuda:
+    def fail(self, text: str, give_up: GiveUp | None) -> None:
+        """Takes the turns that peers wait in; in a capture none, which is never run then."""
+        if is_capturing(self.session.device):
+            return
+        first = len(self._owed) == self._num_turns
+        if give_up is not None and give_up(first):
+            self._owed = self._owed[:1] if first else []
+        elif not self.session.cuda:
             self._owed = [] if self._in_call else self._owed[:1]
         for turn in self._owed:
             # This gives the text again, or the communicator is finished and no rank waits.
@@ -194,30 +209,33 @@ class Batch:
                 else:
                     self.group.join_failed(turn, text, self.session.raw_stream)
 
-    def forget(self) -> None:
-        """Clears what the group remembers of the failure that the caller hears of now."""
+    def forget(self) -> CrossdockError | None:
+        """Clears what the group remembers of the failure that the caller hears of now; returns it.
+
+        With an earlier one, of which the caller has not heard, there is more than one error.
+        """
         if is_capturing(self.session.device):
-            return  # nothing may wait now
+            return None  # nothing may wait now
         self.session.wait_for_host_data()
         with contextlib.suppress(CrossdockError):
-            self.failure()
+            return self.failure()
+        return None
 
 
 class Turns:
     """A call of a group's operations, as `Batch.turns` says. A context manager."""
 
-    __slots__ = ("_batch", "_given_up", "_host_waits")
+    __slots__ = ("_batch", "_give_up", "_host_waits")
 
-    def __init__(self, batch: Batch, host_waits: bool, given_up: Callable[[], bool]) -> None:
-        self._batch, self._host_waits, self._given_up = batch, host_waits, given_up
+    def __init__(self, batch: Batch, host_waits: bool, give_up: GiveUp | None) -> None:
+        self._batch, self._host_waits, self._give_up = batch, host_waits, give_up
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        if not self._given_up():
-            self._batch.fail(str(error))
+        self._batch.fail(text_of(error), self._give_up)
         if self._host_waits and isinstance(error, Exception):
             self._batch.forget()
 

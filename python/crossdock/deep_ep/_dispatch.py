@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from crossdock._quantise import widest_scale_bytes
 
 from ._agreement import Request, mismatch
 from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
-from ._batch import Batch
+from ._batch import Batch, GiveUp, Turns
 from ._handle import Routing
 from ._session import HostNumbers, Session
 from ._stream_work import StreamWork
@@ -106,7 +105,7 @@ def dispatch_new(
     alignment: int,
     worst_tokens: int,
     events: Events,
-    given_up: Callable[[], bool] = bool,
+    give_up: GiveUp | None = None,
     counted: bool = False,
 ) -> Dispatched:
     """Exchanges counts, then dispatches. The host waits for them, unless there are `worst_tokens`.
@@ -115,23 +114,14 @@ def dispatch_new(
         alignment: of the rows per expert that it returns.
         worst_tokens: rows to return, or those that may become rows by expert; 0 = as many as there
             are.
-        given_up: as of `Batch.turns`.
+        give_up: as of `Batch.turns`.
         counted: whether `Sums.counts` of rows by rank is wanted. `Sums.prefix` is not, and neither
             where the host waits: it can be made of `Sums.rank_rows` then at any time.
     """
     session, topk = batch.session, 0 if choices.topk_idx is None else choices.topk_idx.shape[1]
-    # Ranks may hear of an earlier operation's failure at different times, while they wait for the
-    # numbers. A rank that does takes part in all later steps: also in the sum of counts.
-    between = () if topk else (lambda: session.host.all_gather(_FAILED * choices.experts),)
     host_waits = worst_tokens == 0
     with (
-        batch.turns(
-            constants.PREPARE,
-            *between,
-            constants.DISPATCH,
-            host_waits=host_waits,
-            given_up=given_up,
-        ),
+        turns_of_new(batch, 0 if topk else choices.experts, host_waits, give_up),
         StreamWork(session, *events) as work,
     ):
         if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
@@ -167,6 +157,23 @@ def dispatch_new(
     routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
     aligned = [-(-count // alignment) * alignment for count in per_expert]
     return Dispatched(_shaped(tokens, received), routing, aligned, sums, event)
+
+
+def turns_of_new(
+    batch: Batch, alone: int, host_waits: bool, give_up: GiveUp | None = None
+) -> Turns:
+    """The turns of `dispatch_new`.
+
+    Args:
+        alone: experts of a routing by is_token_in_rank alone; 0 = another routing.
+        host_waits, give_up: as of `Batch.turns`.
+    """
+    # Ranks may hear of an earlier operation's failure at different times, while they wait for the
+    # numbers. A rank that does takes part in all later steps: also in the sum of counts.
+    host = batch.session.host
+    between = (lambda: host.all_gather(_FAILED * alone),) if alone else ()
+    turns = constants.PREPARE, *between, constants.DISPATCH
+    return batch.turns(*turns, host_waits=host_waits, give_up=give_up)
 
 
 def _empty_sums(session: Session, choices: Choices, counted: bool, host_waits: bool) -> Sums:

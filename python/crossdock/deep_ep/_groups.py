@@ -24,8 +24,10 @@ from ._agreement import (
     hash_of,
     mismatch,
     refuse,
+    text_of,
 )
-from ._batch import Batch, Sizes
+from ._batch import Batch, GiveUp, Sizes
+from ._dispatch import turns_of_new
 from ._session import Session
 from ._slot_group import Shape, SlotGroup
 
@@ -39,9 +41,6 @@ _AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 29 for number in rang
 _WAITS = 1 << 31  # of a decision: hosts wait for the number of rows
 _KIND = 3 << 29
 _MOST_DECISIONS = 256  # kept of those so far
-
-# The text with which ranks fail prepare when they want an agreement.
-_ASKS = "the ranks agree over their hosts in place of this operation"
 
 
 def _kind(request: Request) -> int:
@@ -74,7 +73,7 @@ class Groups:
         # Between machines all ranks agree in each dispatch, whatever numbers they give.
         try:
             self._first_requests = None if session.apart else EqualNumber(session.host)
-            self._first_asks = None if session.apart else FirstValues(session.host)
+            self._first_asks = None if session.apart else FirstValues(session.host, 1)
         except CrossdockError:
             session.end()
             raise
@@ -90,7 +89,7 @@ class Groups:
 
     # ---- Bulk operations -------------------------------------------------------------------------
 
-    def dispatch(self, request: Request, run: Callable[[Batch, Callable[[], bool]], _T]) -> _T:
+    def dispatch(self, request: Request, run: Callable[[Batch, GiveUp | None], _T]) -> _T:
         """Runs an uncached dispatch in its group, which is replaced if it has outgrown its sizes.
 
         On one machine ranks go straight to the group that the first of them has found. Where hosts
@@ -98,7 +97,7 @@ class Groups:
         group's prepare, so that all hear of it, and all agree then and run again.
 
         Args:
-            run: given the group and whether its turns are given up, as `Batch.turns` takes that.
+            run: given the group and what gives up its turns, as `Batch.turns` takes that.
 
         Raises:
             Mismatch: ranks disagree, in ``num_worst_tokens`` say, or a peer has refused.
@@ -113,42 +112,57 @@ class Groups:
                 self._fail_with_peers(batch, f"an earlier operation: {failure}")
                 raise failure
         if batch is None:
-            return run(self._agreed_now(request), bool)
+            return run(self._agreed_now(request), None)
         errors = batch.errors
         try:
-            return run(batch, self._given_up)
+            return run(batch, self._give_up)
         except BaseException as error:
-            if not self._given_up():
+            if not self._give_up(False):
                 raise
             # The failed prepare is one error; others are of earlier work, or of this rank's.
             if not isinstance(error, Mismatch) or batch.errors > errors + 1:
-                refuse(self.session.host, str(error))
+                refuse(self.session.host, text_of(error))
                 raise
         self._may_ask = False
-        return run(self._agreed_now(request), bool)
+        return run(self._agreed_now(request), None)
 
-    def _given_up(self) -> bool:
-        """Whether some rank has asked for an agreement in place of this dispatch.
+    def _give_up(self, ask: bool) -> bool:
+        """Whether the ranks agree over their hosts in place of this dispatch, as one has asked.
 
-        After an error of this rank's: if none has asked until now, none will.
+        Args:
+            ask: whether this rank asks, which has taken no turn. If it has taken some and there is
+                an error, and none has asked until now, none will.
         """
         if not self._may_ask:
             return False
         assert self._first_requests is not None and self._first_asks is not None
-        return self._first_asks.of(self._first_requests.calls, 0) == 1
+        return self._first_asks.of(self._first_requests.calls, int(ask)) == 1
 
-    def _ask(self, batch: Batch) -> bool:
-        """Asks the ranks, who use this group, for an agreement in place of the dispatch.
+    def _join_failed(self, batch: Batch, text: str, experts: int = 0) -> bool:
+        """Takes the turns of this dispatch with a failure, so that no peer waits.
+
+        Args:
+            batch: the group that the peers use.
+            text: what is wrong.
+            experts: of the request, if it is known. Others than the peers' are an error to these.
 
         Returns:
-            Whether they come: not if the dispatch had failed before.
+            Whether all ranks agree over their hosts then, where this rank can go on or refuse.
+
+        Raises:
+            CrossdockError: an earlier operation on the GPU has failed; peers have been told.
         """
-        assert self._first_requests is not None and self._first_asks is not None
-        if not self._may_ask or self._first_asks.of(self._first_requests.calls, 1) != 1:
-            return False
-        with contextlib.suppress(ValueError), batch.turns(constants.PREPARE, host_waits=True):
-            raise ValueError(_ASKS)
-        return True
+        errors = batch.errors
+        alone = self._batches.get(_BY_RANK_ALONE) is batch and self._may_ask
+        turns = turns_of_new(batch, max(1, experts) if alone else 0, False, self._give_up)
+        with contextlib.suppress(ValueError), turns:
+            raise ValueError(text)
+        failure = batch.forget() if self._may_ask else None
+        given_up = self._give_up(False)
+        if given_up and failure is not None and batch.errors > errors + 1:  # prepare is one
+            refuse(self.session.host, f"an earlier operation: {failure}")
+            raise failure
+        return given_up
 
     def _agreed_now(self, request: Request) -> Batch:
         """The group for what all ranks request. Collective."""
@@ -193,18 +207,18 @@ class Groups:
         if batch is None:
             return None
         self._may_ask = bool(first & _WAITS)
-        if self._may_ask and first != mine and self._ask(batch):
-            return None
-        if (first ^ mine) & _HASH or self._may_ask and first != mine:
+        same = not (first ^ mine) & _HASH
+        if first == mine or same and not self._may_ask:
+            return batch
+        text = f"another rank failed, and rank {self.session.rank} could not go along"
+        if not same:
             text = (
                 f"{equal_numbers(request)} on rank {self.session.rank} and other numbers on rank "
                 f"{peer}, expected equal values"
             )
-            if not (first ^ mine) & _HASH:
-                text = f"another rank failed, and rank {self.session.rank} could not go along"
-            self._fail_with_peers(batch, text)
-            raise mismatch("dispatch", text, self.session.rank, peer)
-        return batch
+        if self._join_failed(batch, text, request.experts):
+            return None
+        raise mismatch("dispatch", text, self.session.rank, peer)
 
     def _decision(self, request: Request) -> int:
         """The kind of the group that serves `request`, if one does, or `_AGREES`; with its hash.
@@ -256,12 +270,8 @@ class Groups:
             batch: the group that the peers use without an agreement; None = they agree first.
             text: what is wrong.
         """
-        if batch is None or self._ask(batch):
+        if batch is None or self._join_failed(batch, text):
             refuse(self.session.host, text)
-            return
-        turns = batch.turns(constants.PREPARE, constants.DISPATCH)
-        with contextlib.suppress(ValueError), turns:
-            raise ValueError(text)
 
     # ---- Low-latency operations ------------------------------------------------------------------
 

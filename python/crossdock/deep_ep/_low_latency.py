@@ -13,6 +13,7 @@ from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import WAYS, QuantiseWay
 from crossdock.torch._calls import current_stream, is_capturing
 
+from ._agreement import text_of
 from ._arguments import Checks
 from ._groups import Groups
 from ._handle import RoutedTuple, routing_of
@@ -165,7 +166,7 @@ def telling(group: SlotGroup) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        group.join_failed(constants.LL_COMBINE, str(error))
+        group.join_failed(constants.LL_COMBINE, text_of(error))
         raise
 
 

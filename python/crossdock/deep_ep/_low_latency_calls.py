@@ -12,6 +12,7 @@ import torch
 from crossdock import _core
 from crossdock._core import constants
 
+from ._agreement import text_of
 from ._arguments import Rows
 from ._config import also_named, require_positive
 from ._low_latency import (
@@ -177,7 +178,7 @@ class LowLatencyCalls:
             ranks = (self.group_size,)
             checks.optional(wait, "dispatch_wait_recv_cost_stats", ranks, torch.int64)
         except Exception as error:
-            groups.refuse_slots(shape, str(error))
+            groups.refuse_slots(shape, text_of(error))
             raise
         group = groups.slots_for(shape)
 

@@ -14,8 +14,8 @@ from .utils import EventHandle, EventOverlap
 class StreamWork:
     """Work on a session's stream, ordered against the caller's stream. A context manager.
 
-    If the body raises, the caller's stream waits for what the other has been given: that stream
-    uses the memory of the operation's tensors next, which die with the error.
+    If the body raises, the caller's stream waits for what the other has been given, if anything:
+    that stream uses the memory of the operation's tensors next, which die with the error.
 
     Args:
         session: on whose stream it runs.
@@ -24,7 +24,7 @@ class StreamWork:
         async_finish: whether the caller's stream goes on without waiting for it.
     """
 
-    __slots__ = ("_session", "_cuda", "_previous", "_async", "_caller", "_behind")
+    __slots__ = ("_session", "_cuda", "_previous", "_async", "_caller", "_behind", "_joined")
 
     def __init__(
         self, session: Session, previous_event: EventOverlap | None, async_finish: bool
@@ -37,13 +37,14 @@ class StreamWork:
         if self._cuda:
             self._caller = self._session.current_stream()
             # With an event the session does not wait for the caller's stream.
-            self._behind = self._previous is not None
+            self._behind = self._joined = self._previous is not None
             if self._previous is not None:
                 self._session.stream.wait_event(self._previous)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None and self._cuda:
+        # A stream that has not joined a capture of the caller's has nothing of it.
+        if error is not None and self._cuda and self._joined:
             self._session.order(self._session.raw_stream, self._caller)
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
@@ -66,7 +67,7 @@ class StreamWork:
             return 0
         if not self._behind:
             self._session.order(self._caller, self._session.raw_stream)
-            self._behind = True
+            self._behind = self._joined = True
         return self._session.raw_stream
 
     def running(self) -> contextlib.AbstractContextManager[object]:

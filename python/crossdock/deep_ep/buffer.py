@@ -12,7 +12,7 @@ from crossdock import _core
 from crossdock._core import constants
 from crossdock.torch._calls import described
 
-from ._agreement import mismatch
+from ._agreement import mismatch, text_of
 from ._arguments import (
     Bias,
     Rows,
@@ -419,12 +419,12 @@ class Buffer(LowLatencyCalls):
                 checks.fail("topk_idx", "a tensor, as num_worst_tokens is given", None)
             num_sms = checks.num_sms(config, Buffer.num_sms)
         except Exception as error:
-            groups.refuse(str(error))
+            groups.refuse(text_of(error))
             raise
         numbers = expert_alignment, worst_tokens, events[:2]
         found = groups.dispatch(
             request_of(tokens, choices, worst_tokens, num_sms),
-            lambda batch, given_up: dispatch_new(batch, tokens, choices, *numbers, given_up),
+            lambda batch, give_up: dispatch_new(batch, tokens, choices, *numbers, give_up),
         )
         got, sums, in_rank = found.received, found.sums, choices.in_rank
         assert sums.rank_rows is not None and in_rank is not None

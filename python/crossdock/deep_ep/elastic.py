@@ -11,6 +11,7 @@ import torch.distributed as dist
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 
+from ._agreement import text_of
 from ._arguments import Bias, Rows
 from ._dispatch import dispatch_new, request_of
 from ._elastic_batch import (
@@ -346,15 +347,15 @@ class ElasticBuffer:
                 ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
                 choices = dataclasses.replace(choices, topk_weights=ones)
         except Exception as error:
-            groups.refuse(str(error))
+            groups.refuse(text_of(error))
             raise
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
         request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
         how = numbers.alignment, worst, (event, waits[2])
         found = groups.dispatch(
             request,
-            lambda batch, given_up: dispatch_new(
-                batch, tokens, choices, *how, given_up, counted=True
+            lambda batch, give_up: dispatch_new(
+                batch, tokens, choices, *how, give_up, counted=True
             ),
         )
         with StreamWork(groups.session, found.event, waits[2]) as work:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -139,6 +141,27 @@ def test_agreements_cost_what_the_page_says(buffer: Buffer) -> None:
 def test_a_rank_that_outgrows_the_group_alone_takes_all_along(buffer: Buffer) -> None:
     """One rank after the other, whichever comes first; peers go along with fewer tokens."""
     cases.everything(buffer, SEED)
+    outgrow_in_turn(buffer)
+
+
+@on_buffers(3)
+@pytest.mark.parametrize("calls", [(1 << 21) - 2, (1 << 22) - 2, (1 << 32) - 2])
+def test_a_rank_takes_all_along_however_many_calls_there_were(buffer: Buffer, calls: int) -> None:
+    """Words of decisions are written in each call, those of asks have not been for long."""
+    cases.everything(buffer, SEED)
+    requests = buffer._live_groups()._first_requests
+    assert requests is not None
+    dist.barrier()
+    if buffer.rank == 0:
+        kept = ctypes.cast(requests._values._words, ctypes.POINTER(ctypes.c_uint64))
+        for slot in range(1024):
+            kept[slot] = calls % (1 << 22) << 42
+    requests.calls = calls
+    dist.barrier()
+    outgrow_in_turn(buffer)
+
+
+def outgrow_in_turn(buffer: Buffer) -> None:
     for number in range(9):
         tokens = [5 + rank for rank in range(3)]
         tokens[number % 3] = 40 << number // 3
@@ -168,6 +191,44 @@ def test_a_mistake_beside_a_rank_that_outgrows_the_group_is_told_to_all(buffer: 
         texts = {"x": r"x: expected \[T,H\]", "hidden": "bytes of a row of x = 2048 on rank 0 and"}
         with pytest.raises(kind, match=texts[wrong]):
             caller.dispatch(x, **caller.topk())
+
+
+@on_buffers(3)
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt("stop")])
+@pytest.mark.parametrize("topk", [True, False])
+def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(
+    buffer: Buffer, error: BaseException, topk: bool
+) -> None:
+    """Where all go along, and where one outgrows the group; in any order."""
+    session, failing = buffer._live(), 0
+    for number, (late, outgrows) in enumerate(itertools.product(range(3), (False, True))):
+        known, large = (
+            cases.Caller(buffer, make_batch(SEED, 3, tokens=[4, 4, most]))
+            for most in (4, 60 << number)
+        )
+        known.dispatch(**(known.topk() if topk else {}))
+        caller = large if outgrows else known
+        began = time.monotonic()
+        if buffer.rank == late:
+            time.sleep(0.05)
+        with pytest.MonkeyPatch.context() as patch:
+            if buffer.rank == failing:
+                patch.setattr(session, "host_numbers", fail_with(error))
+            kind = type(error) if buffer.rank == failing else Mismatch
+            says = re.escape(f"dispatch: rank 0 failed: {str(error) or 'MemoryError()'}")
+            if outgrows:  # perhaps they have agreed by then, and hear it in prepare
+                says += "|ranks disagree; rank 0: its call failed"
+            with pytest.raises(kind, match="" if buffer.rank == failing else says):
+                caller.dispatch(**(caller.topk() if topk else {}))
+        assert time.monotonic() - began < cases.SECONDS
+    cases.everything(buffer, SEED)
+
+
+def fail_with(error: BaseException) -> Callable[..., NoReturn]:
+    def fail(*_: Any) -> NoReturn:
+        raise error
+
+    return fail
 
 
 @on_buffers(2)

@@ -20,13 +20,16 @@ from crossdock.deep_ep import (
     EventHandle,
     EventOverlap,
     _batch,
+    _groups,
     _stream_work,
     elastic,
 )
+from crossdock.deep_ep._agreement import Request
 from crossdock.deep_ep._arguments import Checks, Choices, Tokens
 from crossdock.deep_ep._batch import Batch
 from crossdock.deep_ep._combine import combine
 from crossdock.deep_ep._dispatch import dispatch_new
+from crossdock.deep_ep._groups import Groups
 from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._low_latency import operate
 from crossdock.deep_ep._session import HostNumbers
@@ -90,7 +93,7 @@ class Device:
 
     def __init__(self, log: Log, failures: list[Exception] | None = None) -> None:
         self.log = log
-        self.failures = failures or []
+        self.failures, self.errors_at_once = failures or [], 1
         self.rank, self.num_ranks, self.device = 0, RANKS, torch.device("cpu")
         self.cuda, self.stream, self.raw_stream = True, Stream("scope", log), STREAM
         self.current_stream = lambda: CALLER
@@ -101,14 +104,18 @@ class Device:
         vars(self.batch).update(
             group=self.group,
             plan_bytes=64,
+            errors=0,
             failure=self.failure,
             session=self,
-            sizes=SimpleNamespace(tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN),
+            sizes=SimpleNamespace(
+                tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN, num_sms=(1,) * RANKS
+            ),
         )
-        self.host = SimpleNamespace(all_gather=self.all_gather)
+        self.host = SimpleNamespace(all_gather=self.all_gather, rank=0)
 
     def failure(self) -> Exception | None:
         self.log.append("state read")
+        self.batch.errors += self.errors_at_once if self.failures else 0
         return self.failures.pop(0) if self.failures else None
 
     def all_gather(self, row: bytes) -> list[bytes]:
@@ -151,6 +158,7 @@ def dispatch(
     topk: bool = True,
     worst_tokens: int = 0,
     previous_event: EventOverlap | None = None,
+    give_up: Callable[[bool], bool] | None = None,
 ) -> Any:
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64) if topk else None
     choices = Choices(
@@ -161,7 +169,8 @@ def dispatch(
         torch.ones(TOKENS, RANKS, dtype=torch.bool),
     )
     tokens = Tokens(torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), None)
-    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, (previous_event, False))
+    events = previous_event, False
+    return dispatch_new(device.batch, tokens, choices, 1, worst_tokens, events, give_up)
 
 
 def session_of(log: Log) -> Any:
@@ -257,6 +266,97 @@ def test_rank_whose_event_is_bad_takes_its_turns(log: Log) -> None:
     assert turns(log) == [(PREPARE, "no event"), (DISPATCH, "no event"), *END]
 
 
+@pytest.mark.parametrize("topk", [True, False])
+def test_rank_that_errs_before_turns_that_are_given_up_takes_the_first(
+    log: Log, topk: bool
+) -> None:
+    """Peers wait for it there, and nowhere else."""
+    device, asked = Device(log), list[bool]()
+    device.host_numbers = fail_with(MemoryError("no memory"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no memory"):
+        dispatch(device, topk, give_up=lambda first: asked.append(first) is None)
+    assert turns(log) == [(PREPARE, "no memory"), *END] and asked == [True]
+
+
+@pytest.mark.parametrize("topk", [True, False])
+def test_rank_that_errs_behind_the_first_of_turns_that_are_given_up_takes_none(
+    log: Log, topk: bool
+) -> None:
+    asked = list[bool]()
+    with pytest.raises(Mismatch, match="of earlier"):
+        dispatch(Device(log, [mismatch()]), topk, give_up=lambda first: asked.append(first) is None)
+    assert turns(log) == [*READ, *END] and asked == [False]
+
+
+@pytest.mark.parametrize("error", [TypeError("no tensor"), MemoryError()])
+def test_rank_whose_arguments_the_library_is_not_given_takes_their_turn(
+    log: Log, error: Exception
+) -> None:
+    """With a text in any case."""
+    device, text = Device(log), str(error) or "MemoryError()"
+    device.group.errors["prepare"] = error
+    with pytest.raises(type(error)):
+        dispatch(device)
+    assert turns(log) == ["prepare", (PREPARE, text), (DISPATCH, text), *END]
+
+
+def groups_of(device: Device, kind: int, asked: bool) -> Any:
+    """Of ranks whose first goes to a group of this kind, and waits for the number of rows.
+
+    Args:
+        asked: whether a rank that asks for an agreement is the first.
+    """
+    groups: Any = Groups.__new__(Groups)
+    vars(groups).update(
+        session=device,
+        _batches={kind: device.batch},
+        _used=[device.batch],
+        _decisions={},
+        _may_ask=False,
+        _first_requests=SimpleNamespace(
+            calls=1, of_first=lambda number: (kind | _groups._WAITS, 1)
+        ),
+        _first_asks=SimpleNamespace(of=lambda call, number: int(asked)),
+    )
+    return groups
+
+
+@pytest.mark.parametrize("kind", [_groups._BY_RANK_ALONE, _groups._BY_RANK])
+@pytest.mark.parametrize("asked", [True, False])
+def test_rank_with_bad_arguments_takes_the_turns_of_its_peers(
+    log: Log, kind: int, asked: bool
+) -> None:
+    """They wait in the exchange of counts, too, unless they agree over their hosts."""
+    groups_of(Device(log), kind, asked).refuse("bad")
+    told = [one for one in turns(log) if one[0] == "gather"]
+    assert turns(log)[0] == (PREPARE, "bad")
+    if asked:
+        assert len(told) == 1 and b"bad" in told[0][1]
+        assert turns(log) == [(PREPARE, "bad"), *END, *told]
+    else:
+        assert len(told) == (kind == _groups._BY_RANK_ALONE)
+        assert turns(log) == [(PREPARE, "bad"), *told, (DISPATCH, "bad"), *END]
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_rank_that_asks_tells_of_an_earlier_failure(log: Log, earlier: bool) -> None:
+    """The group remembers the first, which is not that of the prepare that this rank has failed."""
+    device = Device(log, [mismatch()])
+    device.errors_at_once = 1 + earlier
+    groups = groups_of(device, _groups._BY_RANK, asked=True)
+    groups._agreed_now = lambda request: log.append("agrees")
+    request = Request(topk=TOPK, experts=EXPERTS)
+    if not earlier:
+        groups.dispatch(request, lambda *_: None)
+        assert turns(log)[1:] == [*END, "state read", "agrees"]
+        return
+    with pytest.raises(Mismatch, match="of earlier"):
+        groups.dispatch(request, lambda *_: None)
+    told = turns(log)[-1]
+    assert turns(log)[1:] == [*END, told]
+    assert b"an earlier operation: of earlier" in told[1]
+
+
 def test_memory_of_a_call_that_fails_halfway_waits_for_what_has_been_enqueued(log: Log) -> None:
     device = Device(log)
     combine_one = device.group.combine
@@ -303,13 +403,14 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     device = Device(log)
     device.checks = Checks(device.rank, RANKS, device.device)  # type: ignore[attr-defined]
     groups = SimpleNamespace(
-        session=device, dispatch=lambda request, run: run(device.batch, bool), close=lambda: None
+        session=device, dispatch=lambda request, run: run(device.batch, None), close=lambda: None
     )
     buffer: Any = ElasticBuffer.__new__(ElasticBuffer)
     inner: Any = Buffer.__new__(Buffer)
     vars(inner).update(_groups=groups, rank=0, group_size=RANKS)
     vars(buffer).update(_buffer=inner, num_max_tokens_per_rank=TOKENS, group_size=RANKS)
     monkeypatch.setattr(StreamWork, "_record", lambda *_: None)
+    monkeypatch.setattr(_stream_work, "EventHandle", lambda *_: some_event().event)
     monkeypatch.setattr(inner, "_usable", lambda routing: routing)
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
     topk_idx = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
@@ -321,6 +422,23 @@ def test_caller_waits_where_work_behind_an_asynchronous_dispatch_fails(
     with pytest.raises(MemoryError, match="no memory"):
         buffer.dispatch(x, **given, async_with_compute_stream=True)
     assert "dispatch" in log and log[-1] == "caller waits for scope"
+
+
+def test_error_before_the_lane_has_joined_orders_nothing(log: Log) -> None:
+    """In a capture its work would wait outside of it."""
+    with pytest.raises(MemoryError):
+        with StreamWork(session_of(log), None, False) as work, work.allocating():
+            raise MemoryError
+    assert log == []
+
+
+def test_error_in_a_capture_takes_no_turn(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_batch, "is_capturing", lambda _: True)
+    device = Device(log)
+    device.empty = fail_with(MemoryError("no memory"))  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="no memory"):
+        dispatch(device, worst_tokens=8)
+    assert turns(log) == ["prepare"] and log[-1] == "caller waits for scope"
 
 
 def test_lane_waits_for_what_the_callers_allocation_has_waited_for(log: Log) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import NoReturn
 
 import pytest
 import torch
@@ -153,6 +154,30 @@ def test_a_rank_that_outgrows_the_group_alone_takes_all_along(buffer: Buffer) ->
         first = buffer.rank == 0
         with pytest.raises(ValueError if first else Mismatch):
             caller.dispatch(caller.x[0] if first else caller.x, **caller.topk())
+    cases.everything(buffer, SEED)
+
+
+@needs_peers
+@on_gpus()
+@pytest.mark.parametrize("topk", [True, False])
+def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(buffer: Buffer, topk: bool) -> None:
+    """Peers have enqueued prepare, and hear over the host why it has failed."""
+
+    def no_memory(count: int) -> NoReturn:
+        raise MemoryError("no memory")
+
+    caller = cases.Caller(buffer, make_batch(SEED, buffer.group_size))
+    arguments = caller.topk() if topk else {}
+    for _ in range(2):
+        caller.dispatch(**arguments)
+        began, first = time.monotonic(), buffer.rank == 0
+        with pytest.MonkeyPatch.context() as patch:
+            if first:
+                patch.setattr(buffer._live(), "host_numbers", no_memory)
+            text = "no memory" if first else "dispatch: rank 0 failed: no memory"
+            with pytest.raises(MemoryError if first else Mismatch, match=text):
+                caller.dispatch(**arguments)
+        assert time.monotonic() - began < SECONDS
     cases.everything(buffer, SEED)
 
 
