@@ -48,7 +48,8 @@ struct Square {
 // How a child ends, if it ends by itself: the status of the call that failed, or one of these.
 enum Ended : std::uint8_t { kFine = 0, kNoRoomInTest = 100, kWrong = 101, kNoUser = 102 };
 
-xd_status multiply(xd_gemm_context* context, Square& d) {
+// On any thread: its operands, too, may find no memory.
+int multiply(xd_gemm_context* context, Square& d) try {
   Square one(1), two(2);
   const DLTensor a = one.dl(), b = two.dl(), out = d.dl();
   xd_gemm_args args = XD_GEMM_ARGS_INIT;
@@ -56,6 +57,8 @@ xd_status multiply(xd_gemm_context* context, Square& d) {
   args.b = &b;
   args.d = &out;
   return xd_gemm_all_gather(context, &args, nullptr);
+} catch (const std::bad_alloc&) {
+  return kNoRoomInTest;
 }
 
 // Products of one rank on this thread and on another one, under a limit that `limit` sets.
@@ -75,10 +78,10 @@ int compute_under(const std::function<bool()>& limit) {
   if (const xd_status status = xd_gemm_context_create(comm, &bounds, &context)) return status;
   try {
     Square here(0), there(0);
-    if (const xd_status status = multiply(context, here)) return status;
-    xd_status elsewhere = XD_SUCCESS;
+    if (const int end = multiply(context, here)) return end;
+    int elsewhere = kFine;
     std::thread([&] { elsewhere = multiply(context, there); }).join();
-    if (elsewhere != XD_SUCCESS) return elsewhere;
+    if (elsewhere != kFine) return elsewhere;
     return here.is(2 * kSize) && there.is(2 * kSize) ? kFine : kWrong;
   } catch (const std::bad_alloc&) {
     return kNoRoomInTest;
