@@ -1,7 +1,7 @@
 #include <crossdock/gated.h>
 
 #include "capi/boundary.h"
-#include "ep/bulk/gated.h"
+#include "ep/experts/gated.h"
 #include "ep/executors.h"
 
 using xd::guarded_on;
@@ -15,7 +15,7 @@ xd_status run_gated(const char* function, xd_comm* comm, const Args* args, xd_st
   return guarded_on(function, c, [&] {
     c.errors().check_open();
     const auto call = xd::ep::read_gated(args, c.device());
-    xd::ep::bulk_executor_for(c.device().device_type).gated(call, c.device(), stream);
+    xd::ep::experts_executor_for(c.device().device_type).gated(call, c.device(), stream);
   });
 }
 

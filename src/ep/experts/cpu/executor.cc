@@ -1,0 +1,10 @@
+#include "ep/executors.h"
+#include "ep/experts/cpu/experts.h"
+
+namespace xd::ep::cpu {
+
+const ExpertsExecutor kExperts{
+    .device_type = kDLCPU,
+    .gated = [](const GatedCall& call, const DLDevice&, xd_stream) { compute_gated(call); }};
+
+}  // namespace xd::ep::cpu
