@@ -17,6 +17,8 @@ class Group;
 struct Config;
 struct RoutingLayoutCall;
 struct GatedCall;
+struct GroupedProductCall;
+struct GroupedOuterCall;
 class LlGroup;
 struct LlConfig;
 
@@ -31,11 +33,13 @@ struct BulkExecutor {
   void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);
 };
 
-// Of operations on experts' rows (gated.h), which need neither group nor peers. When one returns,
-// it has finished or is on the stream.
+// Of operations on experts' rows (gated.h, grouped.h), which need neither group nor peers. When one
+// returns, it has finished or is on the stream.
 struct ExpertsExecutor {
   std::int32_t device_type;
   void (*gated)(const GatedCall& call, const DLDevice& device, xd_stream stream);
+  void (*grouped_product)(const GroupedProductCall& call, const DLDevice& device, xd_stream stream);
+  void (*grouped_outer)(const GroupedOuterCall& call, const DLDevice& device, xd_stream stream);
 };
 
 // Of groups of low_latency.h.

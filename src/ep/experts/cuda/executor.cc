@@ -3,8 +3,14 @@
 
 namespace xd::ep::cuda {
 
-void load_experts() { load_gated(); }
+void load_experts() {
+  load_gated();
+  load_grouped();
+}
 
-const ExpertsExecutor kExperts{.device_type = kDLCUDA, .gated = start_gated};
+const ExpertsExecutor kExperts{.device_type = kDLCUDA,
+                               .gated = start_gated,
+                               .grouped_product = start_grouped_product,
+                               .grouped_outer = start_grouped_outer};
 
 }  // namespace xd::ep::cuda
