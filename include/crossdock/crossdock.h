@@ -8,6 +8,7 @@
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
  *   gated.h        the gated activation between the two products of experts
+ *   grouped.h      these products: of experts' rows, with a matrix for each expert
  *   gemm.h         products of matrices that are spread over the ranks: tensor and sequence
  *                  parallelism
  *   stats.h        what groups have done so far, for people who look
@@ -33,6 +34,7 @@
 #include <crossdock/ep.h>
 #include <crossdock/gated.h>
 #include <crossdock/gemm.h>
+#include <crossdock/grouped.h>
 #include <crossdock/low_latency.h>
 #include <crossdock/stats.h>
 #include <crossdock/status.h>

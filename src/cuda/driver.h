@@ -32,7 +32,8 @@ namespace xd::cuda {
   XD_DRIVER_FUNCTION(cuMemGetAllocationPropertiesFromHandle, 10020) \
   XD_DRIVER_FUNCTION(cuMemGetAccess, 10020)                         \
   XD_DRIVER_FUNCTION(cuPointerGetAttribute, 4000)                   \
-  XD_DRIVER_FUNCTION(cuMemGetAddressRange, 3020)
+  XD_DRIVER_FUNCTION(cuMemGetAddressRange, 3020)                    \
+  XD_DRIVER_FUNCTION(cuTensorMapEncodeTiled, 12000)
 
 // These functions are null where the driver is older than they are.
 #define XD_OPTIONAL_DRIVER_FUNCTIONS             \

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/address_ranges.h"
+#include "base/tensor.h"
 
 namespace xd::cuda {
 
@@ -37,5 +38,11 @@ class KnownMemory {
   std::mutex mutex_;
   AddressRanges here_, pinned_;  // ranges of whole allocations
 };
+
+// A tensor's memory from its first element to its last.
+inline KnownMemory::Claim claim(const Tensor& tensor, bool pinned = false) {
+  const Tensor::Extent extent = tensor.extent();
+  return {tensor.name, extent.first, extent.bytes, pinned};
+}
 
 }  // namespace xd::cuda

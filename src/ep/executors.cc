@@ -24,6 +24,14 @@ const BulkExecutor& bulk_executor_for(std::int32_t device_type) {
 #endif
 }
 
+const ExpertsExecutor& experts_executor_for(std::int32_t device_type) {
+#ifdef XD_BUILT_FOR_CUDA
+  return find({&cpu::kExperts, &cuda::kExperts}, device_type);
+#else
+  return find({&cpu::kExperts}, device_type);
+#endif
+}
+
 const SlotsExecutor& slots_executor_for(std::int32_t device_type) {
 #ifdef XD_BUILT_FOR_CUDA
   return find({&cpu::kSlots, &cuda::kSlots}, device_type);

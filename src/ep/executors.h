@@ -17,6 +17,8 @@ class Group;
 struct Config;
 struct RoutingLayoutCall;
 struct GatedCall;
+struct GroupedProductCall;
+struct GroupedOuterCall;
 class LlGroup;
 struct LlConfig;
 
@@ -27,9 +29,17 @@ struct BulkExecutor {
   std::unique_ptr<Group> (*make_group)(std::shared_ptr<Comm> comm, const xd_ep_config* config);
   // The memory that a group takes on one rank.
   xd_ep_memory (*group_memory)(const Config& config);
-  // Local calls, which need no group. When one returns, it has finished or is on the stream.
+  // A local call, which needs no group. When it returns, it has finished or is on the stream.
   void (*routing_layout)(const RoutingLayoutCall& call, const DLDevice& device, xd_stream stream);
+};
+
+// Of operations on experts' rows (gated.h, grouped.h), which need neither group nor peers. When one
+// returns, it has finished or is on the stream.
+struct ExpertsExecutor {
+  std::int32_t device_type;
   void (*gated)(const GatedCall& call, const DLDevice& device, xd_stream stream);
+  void (*grouped_product)(const GroupedProductCall& call, const DLDevice& device, xd_stream stream);
+  void (*grouped_outer)(const GroupedOuterCall& call, const DLDevice& device, xd_stream stream);
 };
 
 // Of groups of low_latency.h.
@@ -41,15 +51,18 @@ struct SlotsExecutor {
 
 namespace cpu {
 extern const BulkExecutor kBulk;
+extern const ExpertsExecutor kExperts;
 extern const SlotsExecutor kSlots;
 }  // namespace cpu
 namespace cuda {  // in builds for CUDA
 extern const BulkExecutor kBulk;
+extern const ExpertsExecutor kExperts;
 extern const SlotsExecutor kSlots;
 }  // namespace cuda
 
 // Throws UNSUPPORTED where this build has none for such devices.
 const BulkExecutor& bulk_executor_for(std::int32_t device_type);
+const ExpertsExecutor& experts_executor_for(std::int32_t device_type);
 const SlotsExecutor& slots_executor_for(std::int32_t device_type);
 
 }  // namespace xd::ep

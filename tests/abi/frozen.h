@@ -276,6 +276,28 @@ FROZEN_FIELD(xd_gated_bwd_args, grad_gate, 56);
 FROZEN_FIELD(xd_gated_bwd_args, grad_up, 64);
 FROZEN_FIELD(xd_gated_bwd_args, grad_weights, 72);
 
+FROZEN_SIZE(xd_grouped_product_args, 72);
+FROZEN_FIELD(xd_grouped_product_args, struct_size, 0);
+FROZEN_FIELD(xd_grouped_product_args, a, 8);
+FROZEN_FIELD(xd_grouped_product_args, b, 16);
+FROZEN_FIELD(xd_grouped_product_args, offsets, 24);
+FROZEN_FIELD(xd_grouped_product_args, a_scale, 32);
+FROZEN_FIELD(xd_grouped_product_args, b_scale, 40);
+FROZEN_FIELD(xd_grouped_product_args, d, 48);
+FROZEN_FIELD(xd_grouped_product_args, first_expert, 56);
+FROZEN_FIELD(xd_grouped_product_args, num_experts, 60);
+FROZEN_FIELD(xd_grouped_product_args, accumulate, 64);
+
+FROZEN_SIZE(xd_grouped_outer_args, 56);
+FROZEN_FIELD(xd_grouped_outer_args, struct_size, 0);
+FROZEN_FIELD(xd_grouped_outer_args, a, 8);
+FROZEN_FIELD(xd_grouped_outer_args, b, 16);
+FROZEN_FIELD(xd_grouped_outer_args, offsets, 24);
+FROZEN_FIELD(xd_grouped_outer_args, d, 32);
+FROZEN_FIELD(xd_grouped_outer_args, first_expert, 40);
+FROZEN_FIELD(xd_grouped_outer_args, num_experts, 44);
+FROZEN_FIELD(xd_grouped_outer_args, accumulate, 48);
+
 FROZEN_ENUM(xd_ep_layout);
 FROZEN_VALUE(XD_EP_EXPERT_MAJOR, 0);
 FROZEN_VALUE(XD_EP_RANK_MAJOR, 1);

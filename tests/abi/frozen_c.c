@@ -22,6 +22,10 @@
   X(xd_ll_dispatch_args, XD_LL_DISPATCH_ARGS_INIT)         \
   X(xd_ll_combine_args, XD_LL_COMBINE_ARGS_INIT)           \
   X(xd_ep_plan_info, XD_EP_PLAN_INFO_INIT)                 \
+  X(xd_gated_args, XD_GATED_ARGS_INIT)                     \
+  X(xd_gated_bwd_args, XD_GATED_BWD_ARGS_INIT)             \
+  X(xd_grouped_product_args, XD_GROUPED_PRODUCT_ARGS_INIT) \
+  X(xd_grouped_outer_args, XD_GROUPED_OUTER_ARGS_INIT)     \
   X(xd_gemm_config, XD_GEMM_CONFIG_INIT)                   \
   X(xd_gemm_memory, XD_GEMM_MEMORY_INIT)                   \
   X(xd_gemm_status, XD_GEMM_STATUS_INIT)                   \

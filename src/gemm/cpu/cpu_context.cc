@@ -67,7 +67,7 @@ class CpuContext final : public Context {
              "config.algo or config.nccl_comm asks for cuBLASMp, which needs CUDA devices");
       }
       scratch_.emplace(this->config());
-      multiplier_.emplace(*scratch_);
+      multiplier_.emplace(scratch_->panels());
       require_limits(threads_);
       const StandardFloatModes modes;
       const Threads threads(threads_);

@@ -46,6 +46,12 @@ struct Map {
 // A word that one rank writes and another waits for.
 inline constexpr std::uint64_t kWordBytes = 64;
 
+// The memory in which products are computed: kTileRows lines and kTileColumns lines of kTileDepth
+// numbers, and kTileRows rows of kTileColumns.
+struct Panels {
+  float *a, *b, *tile;
+};
+
 // This rank's working memory.
 class Scratch {
  public:
@@ -55,6 +61,7 @@ class Scratch {
   float* a_panel() const { return at_offset<float>(layout_.a_panel); }
   float* b_panel() const { return at_offset<float>(layout_.b_panel); }
   float* tile() const { return at_offset<float>(layout_.tile); }
+  Panels panels() const { return {a_panel(), b_panel(), tile()}; }
   // Numbers of one row of a tile, and of a second one.
   float* line() const { return at_offset<float>(layout_.line); }
   float* other_line() const { return line() + kLineFloats; }

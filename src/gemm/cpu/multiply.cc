@@ -117,8 +117,8 @@ void Multiplier::compute(const Operand& a, const Operand& b, std::int64_t k, con
     const std::int64_t depth = std::min(most, k - begin);
     const Piece piece_a{&a, a.data, tile.row, tile.rows, begin, depth};
     const Piece piece_b{&b, b.data, tile.column, tile.columns, begin, depth};
-    const Panel rows = panel(piece_a, scratch_.a_panel(), held_a_);
-    const Panel columns = panel(piece_b, scratch_.b_panel(), held_b_);
+    const Panel rows = panel(piece_a, panels_.a, held_a_);
+    const Panel columns = panel(piece_b, panels_.b, held_b_);
     run(Sgemm{.transpose_a = a.by_lines ? 'N' : 'T',
               .transpose_b = b.by_lines ? 'T' : 'N',
               .m = tile.rows,

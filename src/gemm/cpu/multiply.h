@@ -53,7 +53,7 @@ struct Tile {
 
 class Multiplier {
  public:
-  explicit Multiplier(const Scratch& scratch) : scratch_(scratch) {}
+  explicit Multiplier(const Panels& panels) : panels_(panels) {}
 
   // Forgets what it has widened: operands may have changed.
   void begin() { held_a_ = held_b_ = {}; }
@@ -69,7 +69,7 @@ class Multiplier {
     for (std::int64_t j = 0; j < n; j += most_columns) {
       for (std::int64_t i = 0; i < rows; i += most_rows) {
         float* const stored = results.values;
-        const Tile tile{.values = stored ? stored + i * results.stride + j : scratch_.tile(),
+        const Tile tile{.values = stored ? stored + i * results.stride + j : panels_.tile,
                         .stride = results.stride,
                         .row = i,
                         .rows = std::min(most_rows, rows - i),
@@ -100,7 +100,7 @@ class Multiplier {
   static void compute_bf16(const Operand& a, const Operand& b, std::int64_t k, const Tile& tile);
   static Panel panel(const Piece& piece, float* buffer, Piece& held);
 
-  const Scratch& scratch_;
+  const Panels panels_;
   Piece held_a_{}, held_b_{};
 };
 

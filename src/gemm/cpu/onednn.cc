@@ -9,6 +9,8 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/math.h"
+#include "gemm/cpu/elements.h"
 #include "gemm/cpu/limits.h"
 
 namespace xd::gemm::cpu {
@@ -84,9 +86,23 @@ constexpr const char* kMissing =
     "products on the CPU need oneDNN: neither libdnnl.so.3 nor libdnnl.so.2 can be loaded "
     "(Debian and Ubuntu: apt-get install libdnnl-dev; package libdnnl2 or libdnnl3 is enough)";
 
+void run_by_loop(const Sgemm& p) {
+  for (std::int64_t i = 0; i < p.m; ++i) {
+    float* const c = p.c + i * p.ldc;
+    if (p.beta == 0.0f) std::fill_n(c, p.n, 0.0f);
+    for (std::int64_t l = 0; l < p.k; ++l) {
+      const float a = p.transpose_a == 'N' ? p.a[i * p.lda + l] : p.a[l * p.lda + i];
+      if (p.transpose_b == 'N') {
+        add_scaled(c, p.b + l * p.ldb, a, at(p.n));
+      } else {
+        for (std::int64_t j = 0; j < p.n; ++j) c[j] += a * p.b[j * p.ldb + l];
+      }
+    }
+  }
+}
+
 template <class Element>
 void run_by(GemmFunction<Element> gemm, const Gemm<Element>& p) {
-  if (gemm == nullptr) fail(XD_ERROR_UNSUPPORTED, kMissing);
   const double flop =
       2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k);
   const int available = library().max_threads != nullptr ? library().max_threads() : 1;
@@ -119,7 +135,10 @@ int threads_for(double flop, int available) {
   return std::max(1, static_cast<int>(std::min<double>(available, flop / kFlopOfAThread)));
 }
 
-void run(const Sgemm& product) { run_by(library().sgemm, product); }
+void run(const Sgemm& product) {
+  if (library().sgemm == nullptr) return run_by_loop(product);
+  run_by(library().sgemm, product);
+}
 
 void run(const Bgemm& product) { run_by(library().bgemm, product); }
 

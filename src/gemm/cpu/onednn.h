@@ -12,7 +12,8 @@ namespace xd::gemm::cpu {
 Feature onednn_feature();
 
 // C [m,n] = op(A) * op(B) + beta * C, all row-major; a transposed operand is given by 'T'. Throws
-// OUT_OF_MEMORY where oneDNN has no room for its copies, and UNSUPPORTED where it is not there.
+// OUT_OF_MEMORY where oneDNN has no room for its copies. Where it is not there, a plain loop adds
+// up terms in order of K: contexts refuse that, as it is slow.
 template <class Element>
 struct Gemm {
   char transpose_a, transpose_b;
@@ -21,7 +22,7 @@ struct Gemm {
   std::int64_t lda;
   const Element* b;
   std::int64_t ldb;
-  float beta;
+  float beta;  // 0 or 1
   float* c;
   std::int64_t ldc;
 };

@@ -32,12 +32,8 @@ OperationError operation_error_of(const Report& report, const Context& context) 
   return {.status = XD_ERROR_MISMATCH, .text = "ranks disagree", .rank = report.rank};
 }
 
+using xd::cuda::claim;
 using xd::cuda::KnownMemory;
-using Claim = KnownMemory::Claim;
-Claim claim(const Tensor& tensor) {
-  const Tensor::Extent extent = tensor.extent();
-  return {tensor.name, extent.first, extent.bytes};
-}
 
 void require_memory(const ProductCall& c, KnownMemory& known) {
   known.require({claim(c.a), claim(c.b), claim(c.d), claim(c.c), claim(c.bias),

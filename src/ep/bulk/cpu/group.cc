@@ -85,12 +85,10 @@ xd_ep_memory group_memory(const Config& config) {
 
 }  // namespace
 
-const BulkExecutor kBulk{
-    .device_type = kDLCPU,
-    .make_group = make_group,
-    .group_memory = group_memory,
-    .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
-                         xd_stream) { fill_routing_layout(call); },
-    .gated = [](const GatedCall& call, const DLDevice&, xd_stream) { compute_gated(call); }};
+const BulkExecutor kBulk{.device_type = kDLCPU,
+                         .make_group = make_group,
+                         .group_memory = group_memory,
+                         .routing_layout = [](const RoutingLayoutCall& call, const DLDevice&,
+                                              xd_stream) { fill_routing_layout(call); }};
 
 }  // namespace xd::ep::cpu

@@ -1,7 +1,6 @@
 // Local calls on the CPU. They have finished when they return.
 #pragma once
 
-#include "ep/bulk/gated.h"
 #include "ep/bulk/local_calls.h"
 #include "ep/plan/plan.h"
 
@@ -11,7 +10,5 @@ namespace xd::ep::cpu {
 void fill_row_experts(const RowExpertsCall& call, const PlanBinding& binding);
 
 void fill_routing_layout(const RoutingLayoutCall& call);
-
-void compute_gated(const GatedCall& call);
 
 }  // namespace xd::ep::cpu

@@ -7,17 +7,10 @@ namespace {
 
 using Claim = xd::cuda::KnownMemory::Claim;
 
-Claim claim(const Tensor& tensor) {
-  const Tensor::Extent extent = tensor.extent();
-  return {tensor.name, extent.first, extent.bytes};
-}
+using xd::cuda::claim;
 
 // An output that the host may want to read.
-Claim number(const Tensor& tensor) {
-  Claim result = claim(tensor);
-  result.pinned = true;
-  return result;
-}
+Claim number(const Tensor& tensor) { return claim(tensor, true); }
 
 // The claim ends with the size of the group's plans, since no kernel reads more of a plan.
 Claim claim(const PlanBytes& plan, std::size_t most) {
@@ -65,11 +58,6 @@ void require_memory(const RowExpertsCall& c, std::size_t plan_bytes, xd::cuda::K
 void require_memory(const RoutingLayoutCall& c, xd::cuda::KnownMemory& known) {
   known.require({claim(c.topk_idx), number(c.rows_per_rank), number(c.rows_per_expert),
                  number(c.token_in_rank), number(c.bad_ids)});
-}
-
-void require_memory(const GatedCall& c, xd::cuda::KnownMemory& known) {
-  known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights), number(c.offsets),
-                 claim(c.out), claim(c.grad_gate), claim(c.grad_up), claim(c.grad_weights)});
 }
 
 }  // namespace xd::ep::cuda

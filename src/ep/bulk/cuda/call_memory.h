@@ -4,7 +4,6 @@
 
 #include "cuda/known_memory.h"
 #include "ep/bulk/calls.h"
-#include "ep/bulk/gated.h"
 #include "ep/bulk/local_calls.h"
 
 namespace xd::ep::cuda {
@@ -20,6 +19,5 @@ void require_memory(const CombineBwdCall& call, std::size_t plan_bytes,
 void require_memory(const RowExpertsCall& call, std::size_t plan_bytes,
                     xd::cuda::KnownMemory& known);
 void require_memory(const RoutingLayoutCall& call, xd::cuda::KnownMemory& known);
-void require_memory(const GatedCall& call, xd::cuda::KnownMemory& known);
 
 }  // namespace xd::ep::cuda

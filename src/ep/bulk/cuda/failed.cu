@@ -3,6 +3,7 @@
 #include "ep/bulk/cuda/kernels.h"
 #include "ep/bulk/cuda/remote/work.cuh"
 #include "ep/bulk/cuda/turn.cuh"
+#include "ep/experts/cuda/experts.h"
 #include "ep/plan/cuda/launch.cuh"
 
 namespace xd::ep::cuda {
@@ -11,7 +12,6 @@ void load_prepare(std::size_t shared_bytes, bool remote);
 void load_dispatch(std::size_t shared_bytes, bool remote);
 void load_combine(std::size_t shared_bytes, bool remote);
 void load_local();
-void load_gated();
 
 namespace {
 
@@ -55,7 +55,7 @@ void load_kernels(const LaunchLimits& device, bool remote) {
   load_dispatch(device.shared_bytes, remote);
   load_combine(device.shared_bytes, remote);
   load_local();
-  load_gated();
+  load_experts();
 }
 
 }  // namespace xd::ep::cuda

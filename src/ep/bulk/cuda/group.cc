@@ -369,7 +369,6 @@ xd_ep_memory group_memory(const Config& config) {
 const BulkExecutor kBulk{.device_type = kDLCUDA,
                          .make_group = make_group,
                          .group_memory = group_memory,
-                         .routing_layout = start_routing_layout,
-                         .gated = start_gated};
+                         .routing_layout = start_routing_layout};
 
 }  // namespace xd::ep::cuda

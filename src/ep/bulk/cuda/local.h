@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ep/bulk/gated.h"
 #include "ep/bulk/local_calls.h"
 #include "ep/plan/plan.h"
 
@@ -17,7 +16,5 @@ void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding, c
 // Throws UNSUPPORTED for more experts than groups may have on CUDA devices.
 void start_routing_layout(const RoutingLayoutCall& call, const DLDevice& device,
                           cudaStream_t stream);
-
-void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t stream);
 
 }  // namespace xd::ep::cuda

@@ -13,10 +13,7 @@ namespace {
 
 using Claim = xd::cuda::KnownMemory::Claim;
 
-Claim claim(const Tensor& tensor, bool pinned = false) {
-  const Tensor::Extent extent = tensor.extent();
-  return {tensor.name, extent.first, extent.bytes, pinned};
-}
+using xd::cuda::claim;
 
 std::int64_t stride_bytes(const SlotTensor& tensor, std::int64_t stride) {
   return stride * static_cast<std::int64_t>(dtype_bytes(tensor.type));

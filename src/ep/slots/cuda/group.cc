@@ -13,6 +13,7 @@
 #include "cuda/memory.h"
 #include "cuda/stream.h"
 #include "ep/executors.h"
+#include "ep/experts/cuda/experts.h"
 #include "ep/plan/cuda/sm_ledger.h"
 #include "ep/slots/cuda/call_params.h"
 #include "ep/slots/cuda/kernels.h"
@@ -305,7 +306,7 @@ void CudaLlGroup::load_kernels() const {
   LlDispatchParams params{};
   LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
   load_ll_control();
-  load_gated();
+  load_experts();
   load_ll_dispatch(device_, dispatch_shape(step, params), room());
   load_ll_combine(combine_shape(step));
   step.receive = false;

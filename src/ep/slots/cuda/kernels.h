@@ -28,7 +28,5 @@ void load_ll_control();
 // Load the kernels of a group, and check that the device holds all blocks of such a launch at once.
 void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
 void load_ll_combine(const LaunchShape& shape);
-// Of gated activations, which need no group: they are loaded with the first one of either kind.
-void load_gated();
 
 }  // namespace xd::ep::cuda

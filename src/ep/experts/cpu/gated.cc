@@ -1,6 +1,6 @@
 // The gated activation on the CPU, by pieces of a row: elements become float32 numbers side by
 // side, so that the compiler makes vectors of the arithmetic, which is on single numbers.
-#include "ep/bulk/gated.h"
+#include "ep/experts/gated.h"
 
 #include <algorithm>
 #include <array>
@@ -9,8 +9,8 @@
 
 #include "base/float_modes.h"
 #include "base/math.h"
-#include "ep/bulk/cpu/local.h"
-#include "ep/bulk/gated_math.h"
+#include "ep/experts/cpu/experts.h"
+#include "ep/experts/gated_math.h"
 
 namespace xd::ep::cpu {
 namespace {

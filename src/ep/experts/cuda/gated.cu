@@ -6,15 +6,15 @@
 //   offsets
 //   out, grad_gate, grad_up,        the warp that    the caller
 //   grad_weights                    has the row
-#include "ep/bulk/gated.h"
+#include "ep/experts/gated.h"
 
 #include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/error.h"
-#include "ep/bulk/cuda/call_memory.h"
-#include "ep/bulk/cuda/local.h"
-#include "ep/bulk/gated_math.h"
+#include "cuda/known_memory.h"
+#include "ep/experts/cuda/experts.h"
+#include "ep/experts/gated_math.h"
 #include "ep/plan/cuda/sums.cuh"
 #include "ep/plan/cuda/warp.cuh"
 
@@ -91,61 +91,46 @@ struct Lane {
 // Rows are cut into steps of so many pieces of 32 lanes that their loads overlap.
 constexpr int kPieces = 2;
 
-template <class T, xd_gated_activation kActivation, bool kVectors>
-__device__ void forward_row(const GatedParams& p, std::int64_t row, float weight) {
-  using L = Lane<T, kVectors>;
-  constexpr std::int64_t kStep = 32 * L::kCount;
-#pragma unroll 1
-  for (std::int64_t at = lane_id() * L::kCount; at < p.columns; at += kPieces * kStep) {
-    float gate[kPieces][L::kCount], up[kPieces][L::kCount];
+// Calls body(j, at) for the pieces j of a step that lie in the row. `first`: where the step begins.
+template <class L, class Body>
+__device__ void for_pieces(std::int64_t first, std::int64_t columns, Body&& body) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (at + j * kStep >= p.columns) continue;
-      L::load(p.gate, row, at + j * kStep, gate[j]);
-      L::load(p.up, row, at + j * kStep, up[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (at + j * kStep >= p.columns) continue;
-#pragma unroll
-      for (int i = 0; i < L::kCount; ++i) {
-        up[j][i] = gated::forward<kActivation>(gate[j][i], up[j][i], weight);
-      }
-      L::store(p.out, row, at + j * kStep, up[j]);
-    }
+  for (int j = 0; j < kPieces; ++j) {
+    const std::int64_t at = first + j * (32 * L::kCount);
+    if (at < columns) body(j, at);
   }
 }
 
 // Returns this lane's share of the gradient of the row's weight.
-template <class T, xd_gated_activation kActivation, bool kVectors>
-__device__ float backward_row(const GatedParams& p, std::int64_t row, float weight) {
+template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
+__device__ float compute_row(const GatedParams& p, std::int64_t row, float weight) {
   using L = Lane<T, kVectors>;
-  constexpr std::int64_t kStep = 32 * L::kCount;
   float sum = 0.0f;
 #pragma unroll 1
-  for (std::int64_t at = lane_id() * L::kCount; at < p.columns; at += kPieces * kStep) {
+  for (std::int64_t first = lane_id() * L::kCount; first < p.columns;
+       first += kPieces * 32 * L::kCount) {
     float grad[kPieces][L::kCount], gate[kPieces][L::kCount], up[kPieces][L::kCount];
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (at + j * kStep >= p.columns) continue;
-      L::load(p.grad_out, row, at + j * kStep, grad[j]);
-      L::load(p.gate, row, at + j * kStep, gate[j]);
-      L::load(p.up, row, at + j * kStep, up[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (at + j * kStep >= p.columns) continue;
+    for_pieces<L>(first, p.columns, [&](int j, std::int64_t at) {
+      if constexpr (kBackward) L::load(p.grad_out, row, at, grad[j]);
+      L::load(p.gate, row, at, gate[j]);
+      L::load(p.up, row, at, up[j]);
+    });
+    for_pieces<L>(first, p.columns, [&](int j, std::int64_t at) {
 #pragma unroll
       for (int i = 0; i < L::kCount; ++i) {
-        const gated::Gradients g =
-            gated::backward<kActivation>(grad[j][i], gate[j][i], up[j][i], weight);
-        gate[j][i] = g.gate;
-        up[j][i] = g.up;
-        sum = __fadd_rn(sum, g.weight);
+        if constexpr (kBackward) {
+          const gated::Gradients g =
+              gated::backward<kActivation>(grad[j][i], gate[j][i], up[j][i], weight);
+          gate[j][i] = g.gate;
+          up[j][i] = g.up;
+          sum = __fadd_rn(sum, g.weight);
+        } else {
+          up[j][i] = gated::forward<kActivation>(gate[j][i], up[j][i], weight);
+        }
       }
-      L::store(p.grad_gate, row, at + j * kStep, gate[j]);
-      L::store(p.grad_up, row, at + j * kStep, up[j]);
-    }
+      if constexpr (kBackward) L::store(p.grad_gate, row, at, gate[j]);
+      L::store(kBackward ? p.grad_up : p.out, row, at, up[j]);
+    });
   }
   return sum;
 }
@@ -158,15 +143,11 @@ __global__ void __launch_bounds__(kThreads) gated_kernel(const __grid_constant__
   for (std::int64_t row = std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
        row += warps) {
     const float weight = p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f;
-    if constexpr (kBackward) {
-      float sum = backward_row<T, kActivation, kVectors>(p, row, weight);
-      if (p.grad_weights == nullptr) continue;
-      sum = warp_sum(sum);
-      if (lane_id() != 0) continue;
-      p.grad_weights[row * p.grad_weight_stride] = sum == sum ? sum : __uint_as_float(0x7FC00000u);
-    } else {
-      forward_row<T, kActivation, kVectors>(p, row, weight);
-    }
+    float sum = compute_row<T, kActivation, kBackward, kVectors>(p, row, weight);
+    if (!kBackward || p.grad_weights == nullptr) continue;
+    sum = warp_sum(sum);
+    if (lane_id() != 0) continue;
+    p.grad_weights[row * p.grad_weight_stride] = sum == sum ? sum : __uint_as_float(0x7FC00000u);
   }
 }
 
@@ -197,6 +178,13 @@ Elements elements_of(const Tensor& tensor) {
   return {tensor ? tensor.data : nullptr, tensor.row_stride, tensor.col_stride};
 }
 
+void require_memory(const GatedCall& c, xd::cuda::KnownMemory& known) {
+  using xd::cuda::claim;
+  known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights),
+                 claim(c.offsets, true), claim(c.out), claim(c.grad_gate), claim(c.grad_up),
+                 claim(c.grad_weights)});
+}
+
 // True if lanes can load and store vectors.
 bool fits_vectors(const Tensor& tensor) {
   if (!tensor) return true;
@@ -209,7 +197,6 @@ bool fits_vectors(const Tensor& tensor) {
 
 }  // namespace
 
-// A kernel that is loaded when it is first launched would wait for kernels that spin.
 void load_gated() {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
     for (int activation = XD_GATED_SILU; activation <= XD_GATED_RELU_SQUARED; ++activation) {

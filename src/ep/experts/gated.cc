@@ -1,4 +1,4 @@
-#include "ep/bulk/gated.h"
+#include "ep/experts/gated.h"
 
 #include <array>
 

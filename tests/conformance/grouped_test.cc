@@ -1,0 +1,576 @@
+// Grouped products: exact sums where sums are exact, float32 sums elsewhere, from the rows of the
+// range's zones and no others, into their own rows and no others.
+#include <crossdock/grouped.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "conformance/numeric.h"
+#include "conformance/said.h"
+#include "support/gtest_main.h"
+#include "support/random.h"
+#include "support/tensor.h"
+
+namespace xd::test {
+namespace {
+
+Format format(DLDataType type) { return type.code == kE4m3.code ? kFormatE4m3 : format_of(type); }
+
+std::int64_t round_up(std::int64_t n) { return (n + 15) / 16 * 16; }
+
+// A tensor of two or three dimensions, whose last one is packed and whose rows begin at multiples
+// of 16 elements; between them lies poison.
+class Spread3 {
+ public:
+  Spread3(const Rank& rank, DLDataType type, const std::vector<std::int64_t>& shape)
+      : format_(format(type)) {
+    std::copy(shape.rbegin(), shape.rend(), shape_.rbegin());
+    strides_ = {shape_[1] * round_up(shape_[2]), round_up(shape_[2]), 1};
+    bytes_.assign(static_cast<std::size_t>(shape_[0] * strides_[0] * format_.bytes), kPoison);
+    buffer_ = Buffer(rank, bytes_.size(), Place::ordinary);
+    dl_.data = buffer_.data();
+    dl_.device = rank.memory->device();
+    dl_.ndim = static_cast<std::int32_t>(shape.size());
+    dl_.dtype = type;
+    dl_.shape = shape_.data() + 3 - shape.size();
+    dl_.strides = strides_.data() + 3 - shape.size();
+  }
+  Spread3(const Spread3&) = delete;
+  Spread3& operator=(const Spread3&) = delete;
+
+  // The tensor with its last two dimensions exchanged, of the same memory.
+  void transpose() {
+    std::swap(shape_[1], shape_[2]);
+    std::swap(strides_[1], strides_[2]);
+  }
+  const DLTensor* dl() const { return &dl_; }
+  std::int64_t columns() const { return shape_[2]; }
+
+  // Element i, in the order of packed rows.
+  double get(std::int64_t i) const {
+    std::uint32_t code = 0;
+    std::memcpy(&code, &bytes_[place(i)], static_cast<std::size_t>(format_.bytes));
+    return decode(code, format_);
+  }
+  // Returns `value` as this tensor rounds it.
+  double rounded(double value) const {
+    return decode(encode(static_cast<float>(value), format_), format_);
+  }
+  void fill(const std::function<double(std::int64_t)>& value) {
+    values_.clear();
+    for (std::int64_t i = 0; i < shape_[0] * shape_[1] * shape_[2]; ++i) {
+      const double v = value(i);
+      const std::uint32_t code =
+          std::isnan(v) ? nan_code() : encode(static_cast<float>(v), format_);
+      std::memcpy(&bytes_[place(i)], &code, static_cast<std::size_t>(format_.bytes));
+      values_.push_back(decode(code, format_));
+    }
+  }
+  // Element i as fill() has set it.
+  double value(std::int64_t i) const { return values_[static_cast<std::size_t>(i)]; }
+  void upload() { buffer_.write(bytes_); }
+  void download() { bytes_ = buffer_.read(); }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+  bool guards_intact() const { return buffer_.guards_intact(); }
+
+ private:
+  std::uint32_t nan_code() const {
+    return format_.has_infinity ? format_.max_finite() + 2 : format_.max_finite() + 1;
+  }
+  std::size_t place(std::int64_t i) const {
+    const std::int64_t c = i % shape_[2], r = i / shape_[2] % shape_[1];
+    const std::int64_t e = i / shape_[2] / shape_[1];
+    return static_cast<std::size_t>((e * strides_[0] + r * strides_[1] + c * strides_[2]) *
+                                    format_.bytes);
+  }
+
+  const Format format_;
+  std::array<std::int64_t, 3> shape_ = {1, 1, 1}, strides_{};
+  std::vector<std::byte> bytes_;
+  std::vector<double> values_;
+  Buffer buffer_;
+  DLTensor dl_{};
+};
+
+struct Zones {
+  std::int64_t rows;
+  std::vector<std::int64_t> offsets;
+
+  std::int64_t experts() const { return static_cast<std::int64_t>(offsets.size()) - 1; }
+  std::int64_t bound(std::int64_t e) const {
+    return std::min(offsets[static_cast<std::size_t>(e)], rows);
+  }
+};
+struct Sizes {
+  std::int64_t k, n;
+};
+
+// Zones, and the sizes that they are multiplied with. Tiles of CUDA have 64 or 128 rows, and 128 or
+// 256 columns.
+struct Shapes {
+  Zones zones;
+  std::vector<Sizes> sizes;
+};
+const std::vector<Shapes>& all_shapes() {
+  const std::vector<Sizes> some = {{64, 256}, {13, 5}, {72, 520}, {1, 1}};
+  static const std::vector<Shapes> all = {
+      {{9, {0, 0, 1, 3, 6, 6}}, some},                 // 0 to 3 rows, and rows behind the last zone
+      {{20, {0, 10, 30, 40}}, some},                   // a plan that overflows
+      {{145, {5, 135, 135, 140, 142}}, {{200, 264}}},  // begins inside; more rows than a tile has
+      {{192, {0, 64, 192}}, {{64, 256}}},              // whole tiles
+      {{9, {2, 2, 9}}, {{300, 8}, {8, 300}}},
+      {{40, std::vector<std::int64_t>(41, 7)}, {{13, 5}}},  // more experts than a warp has lanes
+  };
+  return all;
+}
+
+struct Range {
+  std::int32_t first, count;  // count 0 = to the end
+};
+
+struct Type {
+  const char* name;
+  DLDataType dl;
+};
+// The first three are those of both calls.
+constexpr Type kTypes[] = {{"bf16", kBf16}, {"f16", kF16}, {"f32", kF32}, {"e4m3", kE4m3}};
+void PrintTo(const Type& type, std::ostream* out) { *out << type.name; }
+
+struct Way {
+  bool transposed = false;  // b or nothing
+  DLDataType d_type = kF32;
+  bool accumulate = false;
+  Range range = {0, 0};
+};
+
+std::string name_of(const Zones& zones, const Sizes& sizes, const Way& way) {
+  return "rows " + std::to_string(zones.rows) + ", k " + std::to_string(sizes.k) + ", n " +
+         std::to_string(sizes.n) + (way.transposed ? ", transposed" : "") + ", d of " +
+         std::to_string(way.d_type.bits) + " bits" + (way.accumulate ? ", accumulated" : "") +
+         ", from expert " + std::to_string(way.range.first);
+}
+
+// Small whole numbers, whose sums are exact in any order.
+double whole(std::uint64_t what, std::int64_t i) {
+  return static_cast<double>(mix(what, static_cast<std::uint64_t>(i)) % 7) - 3;
+}
+// In [-1, 1).
+double fraction(std::uint64_t what, std::int64_t i) {
+  return static_cast<double>(mix(what, static_cast<std::uint64_t>(i)) >> 40) * 0x1p-23 - 1;
+}
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+class Case {
+ public:
+  using Number = double (*)(std::uint64_t, std::int64_t);
+
+  Case(const Rank& rank, const Type& type, const Zones& zones, const Way& way)
+      : rank_(rank),
+        type_(type),
+        zones_(zones),
+        way_(way),
+        offsets_(rank, way.transposed ? kI64 : kI32, {zones.experts() + 1}) {
+    if (way.transposed) {
+      offsets_.write(zones.offsets);
+    } else {
+      offsets_.write(std::vector<std::int32_t>(zones.offsets.begin(), zones.offsets.end()));
+    }
+  }
+
+ protected:
+  std::int64_t last() const {
+    return way_.range.count == 0 ? zones_.experts() : way_.range.first + way_.range.count;
+  }
+  bool in_range(std::int64_t e) const { return e >= way_.range.first && e < last(); }
+  // True if the row lies in a zone of the range.
+  bool counts(std::int64_t row) const {
+    return row >= zones_.bound(way_.range.first) && row < zones_.bound(last());
+  }
+  // Numbers in the range's rows, and NaN in all others.
+  void fill_rows(Spread3& rows, Number number, std::uint64_t what) const {
+    const std::int64_t columns = rows.columns();
+    rows.fill([&](std::int64_t i) { return counts(i / columns) ? number(what, i) : kNan; });
+    rows.upload();
+  }
+  template <class Args>
+  void set_common(Args& args) {
+    args.offsets = offsets_.dl();
+    args.first_expert = way_.range.first;
+    args.num_experts = way_.range.count;
+    args.accumulate = way_.accumulate ? 1 : 0;
+  }
+  // Fills d before the call with numbers to add to, or with poison.
+  void prepare(Spread3& d) const {
+    if (way_.accumulate) d.fill([](std::int64_t i) { return whole(9, i); });
+    d.upload();
+  }
+
+  const Rank& rank_;
+  const Type type_;
+  const Zones& zones_;
+  const Way way_;
+  Tensor offsets_;
+};
+
+class ProductCase : Case {
+ public:
+  ProductCase(const Rank& rank, const Type& type, const Zones& zones, const Sizes& sizes,
+              const Way& way, Number number)
+      : Case(rank, type, zones, way),
+        sizes_(sizes),
+        a_(rank, type.dl, {zones.rows, sizes.k}),
+        b_(rank, type.dl,
+           way.transposed ? std::vector{zones.experts(), sizes.n, sizes.k}
+                          : std::vector{zones.experts(), sizes.k, sizes.n}),
+        d_(rank, way.d_type, {zones.rows, sizes.n}),
+        a_scale_(rank, kF32, {zones.rows}),
+        b_scale_(rank, kF32, {zones.experts(), sizes.n}) {
+    fill_rows(a_, number, 1);
+    if (way.transposed) b_.transpose();
+    const std::int64_t each = sizes.k * sizes.n;
+    b_.fill([&](std::int64_t i) { return in_range(i / each) ? number(2, i) : kNan; });
+    b_.upload();
+    prepare(d_);
+    std::vector<float> rows, columns;
+    for (std::int64_t i = 0; i < zones.rows; ++i) rows.push_back(scale(3, i));
+    for (std::int64_t i = 0; i < zones.experts() * sizes.n; ++i) columns.push_back(scale(4, i));
+    a_scale_.write(rows);
+    b_scale_.write(columns);
+  }
+
+  xd_status call() {
+    xd_grouped_product_args args = XD_GROUPED_PRODUCT_ARGS_INIT;
+    set_common(args);
+    args.a = a_.dl();
+    args.b = b_.dl();
+    args.d = d_.dl();
+    if (scaled()) {
+      args.a_scale = a_scale_.dl();
+      args.b_scale = b_scale_.dl();
+    }
+    const xd_status status = xd_grouped_product(rank_.comm, &args, rank_.stream());
+    rank_.memory->synchronize();
+    return status;
+  }
+
+  // `exact`: sums are; else each may be off by a rounding of every addition.
+  void check(bool exact) {
+    const std::vector<std::byte> before = d_.bytes();
+    d_.download();
+    for (std::int64_t e = way_.range.first; e < last(); ++e) {
+      for (std::int64_t r = zones_.bound(e); r < zones_.bound(e + 1); ++r) {
+        for (std::int64_t c = 0; c < sizes_.n; ++c) {
+          check_element(e, r, c, exact);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+    // All other bytes of d are as they were.
+    std::vector<std::byte> expected = before;
+    const std::size_t pitch = before.size() / static_cast<std::size_t>(zones_.rows);
+    const std::size_t width = static_cast<std::size_t>(sizes_.n) * element_bytes(way_.d_type);
+    for (std::int64_t r = 0; r < zones_.rows; ++r) {
+      if (!counts(r)) continue;
+      const auto at = static_cast<std::ptrdiff_t>(static_cast<std::size_t>(r) * pitch);
+      std::copy_n(d_.bytes().begin() + at, width, expected.begin() + at);
+    }
+    EXPECT_TRUE(d_.bytes() == expected) << "d was written where it should not be";
+    EXPECT_TRUE(d_.guards_intact());
+  }
+
+  const std::vector<std::byte>& result() {
+    d_.download();
+    return d_.bytes();
+  }
+
+ private:
+  bool scaled() const { return type_.dl.bits == 8; }
+  // A power of two, so that nothing is rounded.
+  static float scale(std::uint64_t what, std::int64_t i) {
+    return 0.25f * static_cast<float>(1u << mix(what, static_cast<std::uint64_t>(i)) % 4);
+  }
+  void check_element(std::int64_t e, std::int64_t r, std::int64_t c, bool exact) {
+    double sum = 0, size = 0;
+    for (std::int64_t k = 0; k < sizes_.k; ++k) {
+      const double term = a_.value(r * sizes_.k + k) * b_.value((e * sizes_.k + k) * sizes_.n + c);
+      sum += term;
+      size += std::abs(term);
+    }
+    if (scaled()) {
+      const double factor = static_cast<double>(scale(3, r)) * scale(4, e * sizes_.n + c);
+      sum *= factor;
+      size *= factor;
+    }
+    if (way_.accumulate) sum += whole(9, r * sizes_.n + c);
+    const double got = d_.get(r * sizes_.n + c), expected = d_.rounded(sum);
+    if (exact) {
+      ASSERT_EQ(got, expected) << "row " << r << ", column " << c;
+    } else {
+      const double bound = size * static_cast<double>(sizes_.k) * 0x1p-24 +
+                           std::abs(sum) * (way_.d_type.bits == 32 ? 0 : 0x1p-8);
+      ASSERT_NEAR(got, sum, bound) << "row " << r << ", column " << c;
+    }
+  }
+
+  const Sizes sizes_;
+  Spread3 a_, b_, d_;
+  Tensor a_scale_, b_scale_;
+};
+
+class OuterCase : Case {
+ public:
+  OuterCase(const Rank& rank, const Type& type, const Zones& zones, const Sizes& sizes,
+            const Way& way, Number number)
+      : Case(rank, type, zones, way),
+        sizes_(sizes),
+        a_(rank, type.dl, {zones.rows, sizes.k}),
+        b_(rank, type.dl, {zones.rows, sizes.n}),
+        d_(rank, way.d_type, {zones.experts(), sizes.k, sizes.n}) {
+    fill_rows(a_, number, 1);
+    fill_rows(b_, number, 2);
+    prepare(d_);
+  }
+
+  xd_status call() {
+    xd_grouped_outer_args args = XD_GROUPED_OUTER_ARGS_INIT;
+    set_common(args);
+    args.a = a_.dl();
+    args.b = b_.dl();
+    args.d = d_.dl();
+    const xd_status status = xd_grouped_outer(rank_.comm, &args, rank_.stream());
+    rank_.memory->synchronize();
+    return status;
+  }
+
+  void check() {
+    const std::vector<std::byte> before = d_.bytes();
+    d_.download();
+    for (std::int64_t e = way_.range.first; e < last(); ++e) {
+      for (std::int64_t k = 0; k < sizes_.k; ++k) {
+        for (std::int64_t n = 0; n < sizes_.n; ++n) {
+          const std::int64_t i = (e * sizes_.k + k) * sizes_.n + n;
+          double sum = way_.accumulate ? whole(9, i) : 0;
+          for (std::int64_t r = zones_.bound(e); r < zones_.bound(e + 1); ++r) {
+            sum += a_.value(r * sizes_.k + k) * b_.value(r * sizes_.n + n);
+          }
+          ASSERT_EQ(d_.get(i), d_.rounded(sum)) << "expert " << e << ", " << k << ", " << n;
+        }
+      }
+    }
+    const auto each = static_cast<std::ptrdiff_t>(before.size()) / zones_.experts();
+    for (std::int64_t e = 0; e < zones_.experts(); ++e) {
+      const auto first = before.begin() + e * each;
+      EXPECT_TRUE(in_range(e) || std::equal(first, first + each, d_.bytes().begin() + e * each))
+          << "the matrix of expert " << e << " was written";
+    }
+    EXPECT_TRUE(d_.guards_intact());
+  }
+
+ private:
+  const Sizes sizes_;
+  Spread3 a_, b_, d_;
+};
+
+class Grouped : public testing::TestWithParam<Type> {
+ protected:
+  // Runs a case; on CUDA there is no float32, which is said.
+  template <class Run>
+  void run(const Rank& rank, Run&& one, const std::function<void()>& check) const {
+    if (rank.asynchronous() && GetParam().dl.bits == 32) {
+      expect_error(one.call(), XD_ERROR_UNSUPPORTED, "float32");
+      return;
+    }
+    ASSERT_EQ(one.call(), XD_SUCCESS) << xd_last_error();
+    check();
+  }
+  // Calls body(zones, sizes, way) for all cases.
+  using Body = std::function<void(const Zones&, const Sizes&, const Way&)>;
+  void for_cases(const Body& body) const {
+    for (const auto& [zones, all_sizes] : all_shapes()) {
+      for (const Sizes& sizes : all_sizes) {
+        for_ways([&](const Way& way) {
+          SCOPED_TRACE(name_of(zones, sizes, way));
+          body(zones, sizes, way);
+        });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+
+ private:
+  void for_ways(const std::function<void(const Way&)>& body) const {
+    const DLDataType narrow = GetParam().dl.bits == 8 ? kBf16 : GetParam().dl;
+    for (const Range range : {Range{0, 0}, Range{1, 1}}) {
+      for (const bool transposed : {false, true}) {
+        if (!transposed && GetParam().dl.bits == 8) continue;
+        body({.transposed = transposed, .d_type = narrow, .range = range});
+        if (HasFatalFailure()) return;
+        body({.transposed = transposed, .accumulate = true, .range = range});
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+};
+
+// The types of both calls.
+class GroupedWide : public Grouped {};
+
+TEST_P(Grouped, ProductsAreExactWhereSumsAre) {
+  on_every_rank([this](Rank& rank) {
+    for_cases([&](const Zones& zones, const Sizes& sizes, const Way& way) {
+      ProductCase one(rank, GetParam(), zones, sizes, way, whole);
+      run(rank, one, [&] { one.check(true); });
+    });
+  });
+}
+
+TEST_P(GroupedWide, OuterProductsAreExactWhereSumsAre) {
+  on_every_rank([this](Rank& rank) {
+    for_cases([&](const Zones& zones, const Sizes& sizes, const Way& way) {
+      OuterCase one(rank, GetParam(), zones, sizes, way, whole);
+      run(rank, one, [&] { one.check(); });
+    });
+  });
+}
+
+// Tensor cores keep fewer bits of sums of fp8, as the header says.
+TEST_P(GroupedWide, SumsAreFloat32) {
+  on_every_rank([this](Rank& rank) {
+    const Zones zones{20, {2, 12, 19}};
+    for (const bool transposed : {false, true}) {
+      const Way way{.transposed = transposed};
+      ProductCase one(rank, GetParam(), zones, {1100, 40}, way, fraction);
+      run(rank, one, [&] { one.check(false); });
+    }
+  });
+}
+
+TEST_P(Grouped, HasEqualBitsInEveryCallAndRange) {
+  on_every_rank([this](Rank& rank) {
+    if (rank.asynchronous() && GetParam().dl.bits == 32) return;  // is refused: see above
+    const Zones zones{150, {2, 12, 14, 149}};
+    const auto bits = [&](const Range& range, std::int64_t row) {
+      const Way way{.transposed = true, .range = range};
+      ProductCase one(rank, GetParam(), zones, {300, 40}, way, fraction);
+      EXPECT_EQ(one.call(), XD_SUCCESS) << xd_last_error();
+      const std::vector<std::byte> all = one.result();
+      const auto pitch = static_cast<std::ptrdiff_t>(all.size()) / zones.rows;
+      return std::vector<std::byte>(all.begin() + row * pitch, all.begin() + (row + 1) * pitch);
+    };
+    const std::int64_t row_of[] = {5, 13, 148};
+    for (std::int32_t e = 0; e < 3; ++e) {
+      EXPECT_TRUE(bits({0, 0}, row_of[e]) == bits({e, 1}, row_of[e])) << "expert " << e;
+    }
+  });
+}
+
+std::string type_name(const testing::TestParamInfo<Type>& instance) { return instance.param.name; }
+INSTANTIATE_TEST_SUITE_P(Types, Grouped, testing::ValuesIn(kTypes), type_name);
+INSTANTIATE_TEST_SUITE_P(Types, GroupedWide, testing::ValuesIn(kTypes, kTypes + 3), type_name);
+
+TEST(GroupedCalls, ProductRefusesByNameWhatDoesNotFit) {
+  on_every_rank([](Rank& rank) {
+    Tensor a(rank, kBf16, {4, 16}), b(rank, kBf16, {2, 16, 8}), d(rank, kBf16, {4, 8});
+    Tensor offsets(rank, kI32, {3}), fewer(rank, kI32, {2}), floats(rank, kF32, {3});
+    Tensor narrow(rank, kBf16, {4, 7}), wide(rank, kF32, {4, 8}), half(rank, kF16, {4, 8});
+    Tensor other(rank, kBf16, {2, 15, 8}), halves(rank, kF16, {2, 16, 8});
+    Tensor rows(rank, kF32, {4}), columns(rank, kF32, {2, 8});
+    Tensor a8(rank, kE4m3, {4, 16}), b8(rank, kE4m3, {2, 16, 8});
+    offsets.write(std::vector<std::int32_t>{0, 0, 0});
+    xd_grouped_product_args args = XD_GROUPED_PRODUCT_ARGS_INIT;
+    args.a = a.dl();
+    args.b = b.dl();
+    args.d = d.dl();
+    args.offsets = offsets.dl();
+    const xd_grouped_product_args good = args;
+    const auto refused = [&](const char* named) {
+      expect_error(xd_grouped_product(rank.comm, &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT,
+                   named);
+      args = good;
+    };
+    args.a = nullptr, refused("a = NULL");
+    args.a = narrow.dl(), refused("b: has matrices [16, 8], expected [7, 8]");
+    args.b = nullptr, refused("b = NULL");
+    args.b = d.dl(), refused("b: has 2 dimensions, expected 3");
+    args.b = other.dl(), refused("b: has matrices [15, 8], expected [16, 8]");
+    args.b = halves.dl(), refused("b: is float16, expected bfloat16");
+    args.d = nullptr, refused("d = NULL");
+    args.d = narrow.dl(), refused("d: has 7 columns, expected 8");
+    args.d = half.dl(), refused("d: is float16, expected bfloat16 or float32");
+    args.d = a.dl(), refused("d: has 16 columns");
+    args.offsets = nullptr, refused("offsets = NULL");
+    args.offsets = fewer.dl(), refused("offsets: has 2 elements, expected 3");
+    args.offsets = floats.dl(), refused("offsets: is float32");
+    args.a_scale = rows.dl(), refused("a_scale: is given, expected NULL");
+    args.b_scale = columns.dl(), refused("b_scale: is given, expected NULL");
+    args.first_expert = 2, refused("first_expert = 2, expected 0 to 1");
+    args.first_expert = -1, refused("first_expert = -1");
+    args.first_expert = 1, args.num_experts = 2;
+    refused("num_experts = 2, expected 0 to 1 from expert 1 on");
+    args.accumulate = 1, refused("d: is bfloat16, expected float32 where accumulate = 1");
+    args.accumulate = 2, refused("accumulate = 2");
+    args.struct_size = 0, refused("struct_size");
+
+    DLTensor strided = *b.dl();
+    std::int64_t strides[] = {512, 32, 2};
+    strided.strides = strides;
+    args.b = &strided, refused("b: has strides 512, 32 and 2, expected packed rows or packed");
+    DLTensor inside = *d.dl();  // d in the memory of b
+    inside.data = b.dl()->data;
+    args.d = &inside, refused("d: lies at");
+
+    // fp8 wants scales, and columns of b.
+    args.a = a8.dl(), args.b = b8.dl(), refused("a_scale = NULL");
+    args.a = a8.dl(), args.b = b8.dl(), args.a_scale = rows.dl();
+    refused("b_scale = NULL");
+    args.a = a8.dl(), args.b = b8.dl(), args.a_scale = rows.dl(), args.b_scale = columns.dl();
+    refused("b: has stride 8 along K, expected 1");
+    EXPECT_TRUE(d.untouched());
+    EXPECT_TRUE(wide.untouched());
+    ok(xd_grouped_product(rank.comm, &args, rank.stream()));  // empty zones
+    rank.memory->synchronize();
+    EXPECT_TRUE(d.untouched());
+  });
+}
+
+TEST(GroupedCalls, OuterRefusesByNameWhatDoesNotFit) {
+  on_every_rank([](Rank& rank) {
+    Tensor a(rank, kBf16, {4, 16}), b(rank, kBf16, {4, 8}), d(rank, kBf16, {2, 16, 8});
+    Tensor offsets(rank, kI32, {3}), fewer(rank, kBf16, {3, 8}), half(rank, kF16, {4, 8});
+    Tensor other(rank, kBf16, {2, 16, 7}), bytes(rank, kE4m3, {4, 16});
+    offsets.write(std::vector<std::int32_t>{0, 0, 0});
+    xd_grouped_outer_args args = XD_GROUPED_OUTER_ARGS_INIT;
+    args.a = a.dl();
+    args.b = b.dl();
+    args.d = d.dl();
+    args.offsets = offsets.dl();
+    const xd_grouped_outer_args good = args;
+    const auto refused = [&](const char* named) {
+      expect_error(xd_grouped_outer(rank.comm, &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT,
+                   named);
+      args = good;
+    };
+    args.a = nullptr, refused("a = NULL");
+    args.a = bytes.dl(), refused("a: is float8_e4m3fn");
+    args.b = fewer.dl(), refused("b: has 3 rows, expected 4 (rows of a)");
+    args.b = half.dl(), refused("b: is float16, expected bfloat16, as a");
+    args.d = nullptr, refused("d = NULL");
+    args.d = other.dl(), refused("d: has matrices [16, 7], expected [16, 8]");
+    args.num_experts = 3, refused("num_experts = 3, expected 0 to 2");
+    DLTensor turned = *d.dl();
+    std::int64_t strides[] = {128, 1, 16};
+    turned.strides = strides;
+    args.d = &turned, refused("d: has strides 128, 1 and 16, expected packed rows");
+    EXPECT_TRUE(d.untouched());
+  });
+}
+
+}  // namespace
+}  // namespace xd::test
