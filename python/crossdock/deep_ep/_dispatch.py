@@ -135,8 +135,8 @@ def dispatch_new(
         turns_of_new(batch, 0 if topk else choices.experts, host_waits, give_up),
         StreamWork(session, *events) as work,
     ):
-        if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
-            needed = f"at least W * T = {session.num_ranks * len(tokens.rows)}"
+        if tokens.rows.shape[0] > batch.sizes.tokens:  # only num_worst_tokens can have said so few
+            needed = f"at least W * T = {session.num_ranks * tokens.rows.shape[0]}"
             session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
             sums = _empty_sums(session, choices, counted, host_waits)
@@ -166,7 +166,9 @@ def dispatch_new(
         )
         event = work.finish(inputs, (*received, *sums, plan))
     routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
-    aligned = [-(-count // alignment) * alignment for count in per_expert]
+    aligned = per_expert
+    if alignment > 1:
+        aligned = [-(-count // alignment) * alignment for count in per_expert]
     return Dispatched(_shaped(tokens, received), routing, aligned, sums, event)
 
 
@@ -253,16 +255,16 @@ def _await_numbers(batch: Batch, choices: Choices, numbers: HostNumbers) -> tupl
     failure = batch.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone
-    counts = numbers.counts
     if choices.topk_idx is None:
         batch.begin()
-        gathered = session.host.all_gather(counts.numpy().tobytes())
+        gathered = session.host.all_gather(numbers.counts.numpy().tobytes())
         for peer, row in enumerate(gathered):
             if row.startswith(_FAILED):
                 raise mismatch("dispatch", f"rank {peer} failed", session.rank, peer)
         all_counts = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.int32)
         counts = all_counts.view(session.num_ranks, session.num_ranks, -1).sum(0)[session.rank]
-    return int(numbers.total), counts.tolist()
+        return int(numbers.total), counts.tolist()
+    return numbers.read()
 
 
 def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights: int) -> Received:

@@ -246,7 +246,7 @@ def _await_numbers(work: StreamWork, batch: Batch, places: _Places) -> tuple[int
     failure = batch.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone
-    return int(numbers.total), numbers.counts.tolist()
+    return numbers.read()
 
 
 def _first_rows(received: Received, num_rows: int) -> Received:

@@ -109,7 +109,8 @@ class Groups:
                 get Mismatch.
         """
         batch = self._agreed_before(request)
-        if batch is None or request.worst_tokens == 0:  # the peers' hosts wait for this rank's
+        hosts_wait = batch is None or request.worst_tokens == 0  # the peers' for this rank's
+        if hosts_wait and self.session.cuda:  # on the CPU operations have raised their errors
             failures = [one.failure() for one in self._used]
             failure = next((one for one in failures if one is not None), None)
             if failure is not None:

@@ -288,7 +288,7 @@ class Buffer(LowLatencyCalls):
             with work.allocating():
                 per_rank, per_expert = numbers(ranks), numbers(num_experts)
                 per_host = numbers(hosts) if hosts > 1 else None
-                in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
+                in_rank = numbers(topk_idx.shape[0], ranks, dtype=torch.bool)
             fields: dict[str, object] = {
                 "topk_idx": topk_idx,
                 "rows_per_rank": per_rank,
@@ -410,7 +410,7 @@ class Buffer(LowLatencyCalls):
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         try:
             tokens = read_tokens(checks, x)
-            choices = read_choices(checks, len(tokens.rows), *layout, topk_idx, topk_weights)
+            choices = read_choices(checks, tokens.rows.shape[0], *layout, topk_idx, topk_weights)
             per_host, hosts = num_tokens_per_rdma_rank, (self.num_rdma_ranks,)
             checks.optional(per_host, "num_tokens_per_rdma_rank", hosts, torch.int32)
             checks.events(*events)
@@ -486,8 +486,8 @@ class Buffer(LowLatencyCalls):
         checks, most = self._live().checks, routing.batch.sizes.row_bytes
         checks.events(*events)
         tokens, made_for = read_tokens(checks, x), "as the handle was made for"
-        if len(tokens.rows) != routing.num_tokens:
-            checks.fail("x", f"{routing.num_tokens} rows, {made_for}", len(tokens.rows))
+        if tokens.rows.shape[0] != routing.num_tokens:
+            checks.fail("x", f"{routing.num_tokens} rows, {made_for}", tokens.rows.shape[0])
         if tokens.row_bytes > most:
             checks.fail(
                 "x", f"rows of at most {most} bytes, {made_for}", f"{tokens.row_bytes} bytes"
