@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdock import launch
 from crossdock.cli import _console
-from crossdock.deep_ep import Buffer, Config
+from deep_ep_batch import BufferBatch, add_sizes
 
 IN_A_ROW = 20
 
@@ -37,12 +37,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if gpus else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ranks", type=int, default=min(gpus, 2) or 2)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--sms", type=int, default=24)
-    parser.add_argument("--iterations", type=int, default=100)
+    add_sizes(parser, tokens=128)
     return parser.parse_args()
 
 
@@ -66,30 +62,20 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Calls:
+class Calls(BufferBatch):
     """One rank's Buffer and batch, and the operations to time, by name."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
-        self.buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
-        self.options, self.config = options, Config(options.sms)
-        device = self.buffer._live().device
-        self.cuda = device.type == "cuda"
-        generator = torch.Generator(device).manual_seed(rank)
-        shape, scales = (options.tokens, options.hidden), (options.tokens, options.hidden // 128)
-        self.x = torch.randn(shape, device=device, generator=generator).bfloat16()
-        self.fp8 = self.x.to(torch.float8_e4m3fn), torch.ones(scales, device=device)
-        scores = torch.rand(options.tokens, options.experts, device=device, generator=generator)
-        self.topk_idx = scores.topk(options.topk, dim=1).indices
-        self.weights = torch.ones(self.topk_idx.shape, device=device)
-        self.per_rank, _, self.per_expert, self.in_rank, _ = self.layout()
-        self.rows, _, self.recv_weights, _, self.handle, _ = self.dispatch()
+        super().__init__(options, rank, options.sms, low_latency_mode=True)
+        self.found = self.layout()
+        self.rows, _, self.recv_weights, _, self.handle, _ = self.dispatch(self.found)
 
     def operations(self) -> dict[str, Callable[[], object]]:
         return {
-            "layout": self.layout,
-            "dispatch, new": self.dispatch,
-            "dispatch, handle": lambda: self.buffer.dispatch(self.x, self.handle),
-            "dispatch, handle, fp8": lambda: self.buffer.dispatch(self.fp8, self.handle),
+            "layout": lambda: self.buffer.get_dispatch_layout(self.topk_idx, self.options.experts),
+            "dispatch, new": lambda: self.dispatch(self.found),
+            "dispatch, handle": lambda: self.buffer.dispatch(self.x[0], self.handle),
+            "dispatch, handle, fp8": lambda: self.buffer.dispatch(self.fp8[0], self.handle),
             "combine": lambda: self.buffer.combine(self.rows, self.handle),
             "combine, weights": lambda: self.buffer.combine(
                 self.rows, self.handle, self.recv_weights
@@ -97,24 +83,10 @@ class Calls:
             "dispatch, low latency": self.low_latency,
         }
 
-    def layout(self) -> Any:
-        return self.buffer.get_dispatch_layout(self.topk_idx, self.options.experts)
-
-    def dispatch(self) -> Any:
-        return self.buffer.dispatch(
-            self.x,
-            num_tokens_per_rank=self.per_rank,
-            num_tokens_per_expert=self.per_expert,
-            is_token_in_rank=self.in_rank,
-            topk_idx=self.topk_idx,
-            topk_weights=self.weights,
-            config=self.config,
-        )
-
     def low_latency(self) -> Any:
         few = min(self.options.tokens, 128)
         return self.buffer.low_latency_dispatch(
-            self.x[:few], self.topk_idx[:few], 128, self.options.experts
+            self.x[0][:few], self.topk_idx[:few], 128, self.options.experts
         )
 
     def settle(self) -> None:

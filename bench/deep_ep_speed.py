@@ -25,31 +25,26 @@ import torch.distributed as dist
 
 from crossdock import launch
 from crossdock.cli import _console
-from crossdock.deep_ep import Buffer, Config
+from deep_ep_batch import BufferBatch, add_sizes
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
 COPIES = 3  # copies of the tokens, used in turn; together larger than twice the L2 cache
-SCALE_BLOCK = 128  # columns of fp8 rows that share a scale
 
 # The timed operations, by the method of Bench.
 OPERATIONS = {
-    "dispatch": "dispatch",
-    "dispatch fp8": "dispatch_fp8",
-    "dispatch fp8 columns": "dispatch_fp8_columns",
+    "dispatch": "along",
+    "dispatch fp8": "along_fp8",
+    "dispatch fp8 columns": "along_fp8_columns",
     "combine": "combine",
-    "layout": "layout",
+    "layout": "find_layout",
 }
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--sms", default="12,16,20,24", help="budgets, comma-separated")
-    parser.add_argument("--iterations", type=int, default=100)
+    add_sizes(parser, tokens=4096)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--json", help="file for one object per line")
     options = parser.parse_args()
@@ -61,68 +56,35 @@ def parse() -> argparse.Namespace:
     return options
 
 
-class Bench:
+class Bench(BufferBatch):
     """One rank's Buffer, its batch, and the operations to time."""
 
     def __init__(self, options: argparse.Namespace, rank: int, num_sms: int) -> None:
-        self.options = options
+        super().__init__(options, rank, num_sms, COPIES)
         self.rank = rank
-        self.buffer = Buffer(dist.group.WORLD, explicitly_destroy=True)
-        self.config = Config(num_sms)
-        generator = torch.Generator("cuda").manual_seed(rank)
-        shape = (options.tokens, options.hidden)
-        # Small integers: every sum over ranks is exact.
-        self.x = [
-            torch.randint(-8, 9, shape, device="cuda", generator=generator).bfloat16()
-            for _ in range(COPIES)
-        ]
-        self.fp8 = [one.to(torch.float8_e4m3fn) for one in self.x]
-        scales = (options.tokens, options.hidden // SCALE_BLOCK)
-        self.scales = [
-            torch.rand(scales, device="cuda", generator=generator) for _ in range(COPIES)
-        ]
-        self.columns = [one.t().contiguous().t() for one in self.scales]
-        scores = torch.rand(options.tokens, options.experts, device="cuda", generator=generator)
-        self.topk_idx = scores.topk(options.topk, dim=1).indices
-        self.rows, self.handle, self.in_rank = self._dispatch(self.x[0], self.topk_idx)
+        self.columns = [(rows, scales.t().contiguous().t()) for rows, scales in self.fp8]
+        found = self.layout()
+        self.in_rank = found["is_token_in_rank"]
+        self.rows, *_, self.handle, _ = self.dispatch(found)
         # The meeting in front of each iteration.
         self._first = self.x[0][:1].clone()
-        _, self._meeting, _ = self._dispatch(self._first, self.topk_idx[:1])
+        *_, self._meeting, _ = self.dispatch(self.layout(1), 1)
 
-    def _dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor):
-        per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
-            topk_idx, self.options.experts
-        )
-        weights = torch.ones(topk_idx.shape, device="cuda")
-        rows, *_, handle, _ = self.buffer.dispatch(
-            x,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
-            topk_idx=topk_idx,
-            topk_weights=weights,
-            config=self.config,
-        )
-        return rows, handle, in_rank
-
-    def dispatch(self, iteration: int) -> None:
+    def along(self, iteration: int) -> None:
         self.rows, *_ = self.buffer.dispatch(
             self.x[iteration % COPIES], self.handle, config=self.config
         )
 
-    def dispatch_fp8(self, iteration: int) -> None:
-        self._dispatch_pair(iteration, self.scales)
+    def along_fp8(self, iteration: int) -> None:
+        self._along_pair(self.fp8[iteration % COPIES])
 
-    def dispatch_fp8_columns(self, iteration: int) -> None:
-        self._dispatch_pair(iteration, self.columns)
+    def along_fp8_columns(self, iteration: int) -> None:
+        self._along_pair(self.columns[iteration % COPIES])
 
-    def _dispatch_pair(self, iteration: int, scales: list[torch.Tensor]) -> None:
-        copy = iteration % COPIES
-        self.pair, *_ = self.buffer.dispatch(
-            (self.fp8[copy], scales[copy]), self.handle, config=self.config
-        )
+    def _along_pair(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.pair, *_ = self.buffer.dispatch(pair, self.handle, config=self.config)
 
-    def layout(self, iteration: int) -> None:
+    def find_layout(self, iteration: int) -> None:
         self.buffer.get_dispatch_layout(self.topk_idx, self.options.experts)
 
     def combine(self, iteration: int) -> None:
@@ -133,10 +95,10 @@ class Bench:
 
         And both forms of scales arrive with the same rows.
         """
-        self.dispatch(copy)
-        self.dispatch_fp8(copy)
+        self.along(copy)
+        self.along_fp8(copy)
         rows, scales = self.pair
-        self.dispatch_fp8_columns(copy)
+        self.along_fp8_columns(copy)
         same = (
             torch.equal(rows.bfloat16(), self.rows)
             and torch.equal(self.pair[0].bfloat16(), self.rows)

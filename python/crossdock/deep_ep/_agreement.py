@@ -26,6 +26,7 @@ class Request(NamedTuple):
     experts: int = 0  # E
     worst_tokens: int = 0  # num_worst_tokens; 0 = the host waits for the number of rows
     zones: int = 0  # alignment of experts' zones; 0 = rows by rank
+    few: int = 0  # 1 = the low-latency operations run it
     num_sms: int = 0
     heap_bytes: int = 0  # num_nvl_bytes, the symmetric memory to begin with
 
@@ -34,6 +35,7 @@ class Request(NamedTuple):
 _EQUAL = {
     "most_tokens": "num_max_tokens_per_rank",
     "worst_tokens": "num_worst_tokens",
+    "few": "ElasticBuffer.few_tokens allows it (1 = yes)",
     "row_bytes": "bytes of a row of x",
     "scale_bytes": "bytes of a row of scales",
     "topk": "columns of topk_idx (0 = not given)",

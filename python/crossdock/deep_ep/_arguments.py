@@ -56,7 +56,9 @@ class Checks:
         extents = value.shape
         fits = extents == shape or (
             len(extents) == len(shape)
-            and all(isinstance(want, str) or want == got for want, got in zip(shape, extents))
+            and not [
+                want for want, got in zip(shape, extents) if want != got and type(want) is not str
+            ]
         )
         if not fits or value.dtype not in dtypes:
             self.fail(name, _described(shape, dtypes), _described(extents, (value.dtype,)))
@@ -219,9 +221,8 @@ def require_layout(checks: Checks, choices: Choices, sent: torch.Tensor) -> None
     """Refuses tokens for each rank, [W], other than those that prepare has found; on the CPU."""
     if choices.per_rank is None or choices.in_rank is None:
         return
-    expected = sent.tolist()
-    if choices.per_rank.tolist() != expected:
-        got = choices.per_rank.tolist()
+    expected, got = sent.tolist(), choices.per_rank.tolist()
+    if got != expected:
         checks.fail("num_tokens_per_rank", f"{expected}, as topk_idx has it", got)
     in_rank = choices.in_rank.sum(0).tolist()
     if in_rank != expected:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from crossdock import _core
 from crossdock._core import constants
@@ -15,6 +19,12 @@ from crossdock.torch._calls import described, is_capturing
 from ._agreement import Request, text_of
 from ._memory import set_bytes
 from ._session import Session
+
+# The operations of few tokens, by those of many.
+_LOW_LATENCY = {
+    constants.DISPATCH: constants.LL_DISPATCH,
+    constants.COMBINE: constants.LL_COMBINE,
+}
 
 # Given whether the caller has taken none of its turns.
 GiveUp = Callable[[bool], bool]
@@ -29,8 +39,9 @@ class Sizes:
     tokens: int
     row_bytes: int
     scale_bytes: int
-    zones: int  # largest alignment of experts' zones; 0 = rows by rank
+    zones: int  # largest alignment of experts' zones, or of few tokens the one; 0 = rows by rank
     num_sms: tuple[int, ...]  # by rank
+    few: bool = False  # whether its operations are those of low latency
 
     @classmethod
     def of(cls, requests: list[Request]) -> Sizes:
@@ -48,6 +59,7 @@ class Sizes:
             scale_bytes=first.scale_bytes,
             zones=first.zones,
             num_sms=tuple(one.num_sms for one in requests),
+            few=bool(first.few),
         )
 
     def serve(self, need: Sizes) -> bool:
@@ -59,13 +71,15 @@ class Sizes:
         tokens = self.tokens
         if tokens < need.tokens:
             tokens = max(need.tokens, tokens * 3 // 2)
+        if self.few:
+            tokens = min(tokens, constants.LL_MAX_TOKENS)
         return dataclasses.replace(
             need,
             tokens=tokens,
             topk=max(self.topk, need.topk),
             row_bytes=max(self.row_bytes, need.row_bytes),
             scale_bytes=max(self.scale_bytes, need.scale_bytes),
-            zones=max(self.zones, need.zones),
+            zones=need.zones if self.few else max(self.zones, need.zones),
         )
 
     def set_bytes(self) -> int:
@@ -75,13 +89,46 @@ class Sizes:
         return set_bytes([rows * part for part in parts])
 
 
+_ANY = dict[str, Any]
+_Group = _core.Group | _core.LowLatencyGroup
+
+
+def _new_group(session: Session, sizes: Sizes) -> tuple[_Group, _ANY]:
+    """A group of these sizes, and its config."""
+    comm = session.comm
+    config: _ANY = {
+        "num_experts": sizes.experts,
+        "max_topk": sizes.topk,
+        "max_tokens_per_rank": sizes.tokens,
+        "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
+        "num_sms": sizes.num_sms[comm.rank],
+        "alignment": sizes.zones,
+    }
+    if sizes.few:
+        config |= {
+            "hidden": sizes.row_bytes // torch.bfloat16.itemsize,
+            "dtype": constants.DTYPES["bfloat16"],
+            "receive": constants.RECEIVES["by_expert" if sizes.zones else "by_rank"],
+        }
+        return _core.LowLatencyGroup(comm, **config), config
+    config |= {
+        "hidden": sizes.row_bytes,
+        "dtype": constants.DTYPES["uint8"],
+        "max_scale_bytes": sizes.scale_bytes,
+        "layout": constants.LAYOUTS["expert_major" if sizes.zones else "rank_major"],
+        "zero_tail": 1,
+        "net_buffer_bytes": session.net_buffer_bytes,
+    }
+    return _core.Group(comm, **config), config
+
+
 class Batch:
-    """A group of bulk operations, and the turns of the call that is under way.
+    """A group of operations, and the turns of the call that is under way.
 
     It is closed when the Buffer and all handles have let go of it.
 
     Attributes:
-        group: the ``crossdock._core.Group``.
+        group: the ``crossdock._core.Group``, or of few tokens a ``LowLatencyGroup``.
         sizes: its bounds.
         plan_bytes: bytes of a plan.
         session: where its operations run.
@@ -90,28 +137,20 @@ class Batch:
     """
 
     def __init__(self, session: Session, sizes: Sizes) -> None:
-        comm = session.comm
-        config = {
-            "num_experts": sizes.experts,
-            "max_topk": sizes.topk,
-            "max_tokens_per_rank": sizes.tokens,
-            "hidden": sizes.row_bytes,
-            "dtype": constants.DTYPES["uint8"],
-            "max_scale_bytes": sizes.scale_bytes,
-            "layout": constants.LAYOUTS["expert_major" if sizes.zones else "rank_major"],
-            "alignment": sizes.zones,
-            "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
-            "zero_tail": 1,
-            "num_sms": sizes.num_sms[comm.rank],
-            "net_buffer_bytes": session.net_buffer_bytes,
-        }
         self.sizes = sizes
-        self.group = _core.Group(comm, **config)
-        self.plan_bytes = _core.plan_size(num_ranks=comm.num_ranks, **config)
+        self.group, config = _new_group(session, sizes)
+        self._config = config | {"num_ranks": session.num_ranks}
+        size = _core.ll_plan_size if sizes.few else _core.plan_size
+        self.plan_bytes = size(**self._config)
         self.session = session
         self.errors = 0
         self.close = weakref.finalize(self, session.close_group, self.group)
         session.open_groups.add(self)
+
+    @functools.cached_property
+    def bounds(self) -> Callable[[int], int]:
+        """The rows that a rank may receive of so many tokens of each; of few tokens."""
+        return functools.cache(functools.partial(_core.ll_recv_bound, **self._config))
 
     def failure(self) -> CrossdockError | None:
         """The error that operations on the GPU have met since the last look; on the CPU they raise.
@@ -207,7 +246,8 @@ class Batch:
                 if callable(turn):
                     turn()
                 else:
-                    self.group.join_failed(turn, text, self.session.raw_stream)
+                    number = _LOW_LATENCY[turn] if self.sizes.few else turn
+                    self.group.join_failed(number, text, self.session.raw_stream)
 
     def forget(self) -> CrossdockError | None:
         """Clears what the group remembers of the failure that the caller hears of now; returns it.

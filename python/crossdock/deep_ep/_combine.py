@@ -6,6 +6,7 @@ import torch
 
 from crossdock._core import constants
 
+from ._few import weights_home
 from ._handle import Routing
 from ._stream_work import StreamWork
 from .utils import EventOverlap
@@ -55,7 +56,8 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given, in turns of the group. Nothing waits for the host.
 
-    Weights of rows by expert go home to their choices, beside the first rows.
+    Weights of rows by expert go home to their choices, beside the first rows; of few tokens behind
+    all.
 
     Args:
         events: previous_event, async_finish.
@@ -69,7 +71,7 @@ def combine(
                 columns = routing.topk if routing.by_expert else topk_weights.shape[1]
                 weights = topk_weights.new_empty(routing.num_tokens, columns)
         home: dict[str, torch.Tensor | None] = {}
-        if routing.by_expert and topk_weights is not None:
+        if routing.by_expert and not routing.few and topk_weights is not None:
             home = {"grad_recv_weights": topk_weights, "grad_topk_weights": weights}
         if bias or wide or pieces > 1:
             with work.running():
@@ -77,7 +79,8 @@ def combine(
         else:
             _sum(work, routing, x, out, home)
         if not home and topk_weights is not None and weights is not None:
-            _sum_weights(work, routing, topk_weights, weights)
+            bring = weights_home if routing.by_expert else _sum_weights
+            bring(work, routing, topk_weights, weights)
         event = work.finish((x, topk_weights, *bias, routing.plan), (out, weights))
     return out, weights, event
 

@@ -37,10 +37,14 @@ class Received(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The numbers of a new routing, int32, as far as they are asked for. L experts are here."""
+    """The numbers of a new routing, as far as they are asked for. L experts are here.
+
+    They are int32; of few tokens those without counts are int64.
+    """
 
     counts: torch.Tensor | None = None  # [L]: (token, expert) pairs of each expert
     offsets: torch.Tensor | None = None  # [L+1], of rows by expert: where zones begin and end
+    ends: torch.Tensor | None = None  # [W], of few tokens by rank: rows of ranks up to each
     rank_rows: torch.Tensor | None = None  # [W,W], of rows by rank: rows of each rank for each
     prefix: torch.Tensor | None = None  # [W,W]: the sums of those up to each, as of `Handle`
 
@@ -56,22 +60,29 @@ class Dispatched(NamedTuple):
 
 
 def request_of(
-    tokens: Tokens, choices: Choices, worst_tokens: int, num_sms: int, most_tokens: int = 0
+    tokens: Tokens,
+    choices: Choices,
+    worst_tokens: int,
+    num_sms: int,
+    most_tokens: int = 0,
+    few: bool = False,
 ) -> Request:
     """The request that this rank sends the others before it dispatches."""
     hidden = tokens.rows.shape[1]
+    weights = (8 if few else 4) * constants.MAX_TOPK
     return Request(
         tokens=tokens.rows.shape[0],
         most_tokens=most_tokens,
         # There is room for all forms of a batch, since any of them may come first: fp8 rows, and
         # rows of 4-bit numbers in bytes, are combined as 16-bit rows, their scales may come in a
-        # later, cached dispatch, and weights travel as rows.
-        row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, 4 * constants.MAX_TOPK),
+        # later, cached dispatch, and weights travel as rows: of few tokens in two pieces each.
+        row_bytes=max(tokens.row_bytes, 2 * hidden * tokens.packed, weights),
         scale_bytes=max(4 * tokens.scale_columns, widest_scale_bytes(hidden)),
         topk=0 if choices.topk_idx is None else choices.topk_idx.shape[1],
         experts=choices.experts,
         worst_tokens=worst_tokens,
         zones=choices.zones,
+        few=int(few),
         num_sms=num_sms,
     )
 
@@ -124,8 +135,8 @@ def dispatch_new(
         turns_of_new(batch, 0 if topk else choices.experts, host_waits, give_up),
         StreamWork(session, *events) as work,
     ):
-        if len(tokens.rows) > batch.sizes.tokens:  # only num_worst_tokens can have said so few
-            needed = f"at least W * T = {session.num_ranks * len(tokens.rows)}"
+        if tokens.rows.shape[0] > batch.sizes.tokens:  # only num_worst_tokens can have said so few
+            needed = f"at least W * T = {session.num_ranks * tokens.rows.shape[0]}"
             session.checks.fail("num_worst_tokens", needed, worst_tokens)
         with work.allocating():
             sums = _empty_sums(session, choices, counted, host_waits)
@@ -140,8 +151,8 @@ def dispatch_new(
         num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
             num_rows, per_expert = _await_numbers(batch, choices, numbers)
-        elif choices.zones:
-            num_rows = worst_tokens * min(topk, counts) + (choices.zones - 1) * counts
+        else:
+            num_rows = rows_without_host(choices, worst_tokens, counts)
         with work.allocating():
             received = _allocate(batch, tokens, num_rows, 0 if choices.zones else topk, topk)
         _send(work, batch, plan, tokens, choices.topk_weights, received)
@@ -155,8 +166,17 @@ def dispatch_new(
         )
         event = work.finish(inputs, (*received, *sums, plan))
     routing = Routing(batch, plan, tokens.rows.shape[0], num_rows, topk)
-    aligned = [-(-count // alignment) * alignment for count in per_expert]
+    aligned = per_expert
+    if alignment > 1:
+        aligned = [-(-count // alignment) * alignment for count in per_expert]
     return Dispatched(_shaped(tokens, received), routing, aligned, sums, event)
+
+
+def rows_without_host(choices: Choices, worst_tokens: int, local: int) -> int:
+    """Rows to return where the host does not wait for their number; local: experts here."""
+    if not choices.zones or choices.topk_idx is None:
+        return worst_tokens
+    return worst_tokens * min(choices.topk_idx.shape[1], local) + (choices.zones - 1) * local
 
 
 def turns_of_new(
@@ -168,6 +188,8 @@ def turns_of_new(
         alone: experts of a routing by is_token_in_rank alone; 0 = another routing.
         host_waits, give_up: as of `Batch.turns`.
     """
+    if batch.sizes.few:
+        return batch.turns(constants.DISPATCH, host_waits=host_waits, give_up=give_up)
     # Ranks may hear of an earlier operation's failure at different times, while they wait for the
     # numbers. A rank that does takes part in all later steps: also in the sum of counts.
     host = batch.session.host
@@ -233,16 +255,16 @@ def _await_numbers(batch: Batch, choices: Choices, numbers: HostNumbers) -> tupl
     failure = batch.failure()
     if failure is not None:
         raise failure  # all ranks have it; one of earlier work perhaps this rank alone
-    counts = numbers.counts
     if choices.topk_idx is None:
         batch.begin()
-        gathered = session.host.all_gather(counts.numpy().tobytes())
+        gathered = session.host.all_gather(numbers.counts.numpy().tobytes())
         for peer, row in enumerate(gathered):
             if row.startswith(_FAILED):
                 raise mismatch("dispatch", f"rank {peer} failed", session.rank, peer)
         all_counts = torch.frombuffer(bytearray(b"".join(gathered)), dtype=torch.int32)
         counts = all_counts.view(session.num_ranks, session.num_ranks, -1).sum(0)[session.rank]
-    return int(numbers.total), counts.tolist()
+        return int(numbers.total), counts.tolist()
+    return numbers.read()
 
 
 def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights: int) -> Received:

@@ -63,21 +63,20 @@ class EPHandle:
     def __post_init__(self, sums: Sums) -> None:
         """Derives fields from the others, on the current stream."""
         unit, rows = self.expert_alignment, self.routing.num_rows
-        counts, offsets, rank_rows, _ = sums
+        counts, offsets = sums.counts, sums.offsets
         assert counts is not None
         self.num_unaligned_recv_tokens_per_expert = counts
         self._found: TokenRows | None = None
         self._most = self.num_max_tokens_per_rank
         # Whether there are as many rows as are needed, and not as many as may be.
         self._exact = bool(self.num_recv_tokens_per_expert_list)
-        if rank_rows is not None:
+        if offsets is None:
             aligned = (counts + (unit - 1)) // unit * unit
             self.psum_num_recv_tokens_per_expert = torch.cumsum(aligned, 0, dtype=torch.int32)
-            mine = rank_rows[:, self.routing.batch.session.rank]
-            self.psum_num_recv_tokens_per_scaleup_rank = torch.cumsum(mine, 0, dtype=torch.int32)
+            self.psum_num_recv_tokens_per_scaleup_rank = self._ends(sums)
             self.num_recv_tokens = rows
             return
-        assert offsets is not None
+        offsets = offsets.to(torch.int32)
         self.starts, self.num_expanded_tokens = offsets[:-1], rows
         if zones_of(unit) != unit:
             most = rows + (unit - 1) * len(counts)
@@ -85,6 +84,19 @@ class EPHandle:
             self.padding = Padding(counts, offsets, unit, (rows, with_padding))
             self.starts, self.num_expanded_tokens = self.padding.starts, with_padding
         self.psum_num_recv_tokens_per_expert = self.starts + counts
+
+    def _ends(self, sums: Sums) -> torch.Tensor:
+        """[R] int32: rows by rank from ranks up to each."""
+        if sums.ends is not None:
+            return sums.ends.to(torch.int32)
+        assert sums.rank_rows is not None
+        mine = sums.rank_rows[:, self.routing.batch.session.rank]
+        return torch.cumsum(mine, 0, dtype=torch.int32)
+
+    @property
+    def few_tokens(self) -> bool:
+        """Whether the low-latency operations have brought the rows, and bring the results back."""
+        return self.routing.few
 
     # These two are fields of handles without do_expand.
 

@@ -36,10 +36,12 @@ _T = TypeVar("_T")
 _SETS = 2  # sets of receive tensors that symmetric memory has room for
 
 # Kinds of groups of bulk operations, and of a rank's decision, above the bits of a hash.
-_HASH = (1 << 29) - 1
-_AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT = (number << 29 for number in range(4))
+_HASH = (1 << 28) - 1
+_AGREES, _BY_RANK_ALONE, _BY_RANK, _BY_EXPERT, _FEW_BY_RANK, _FEW_BY_EXPERT = (
+    number << 28 for number in range(6)
+)
 _WAITS = 1 << 31  # of a decision: hosts wait for the number of rows
-_KIND = 3 << 29
+_KIND = 7 << 28
 _MOST_DECISIONS = 256  # kept of those so far
 
 
@@ -47,6 +49,8 @@ def _kind(request: Request) -> int:
     """The kind of group that serves it: for is_token_in_rank, or rows by rank or by expert."""
     if request.topk == 0:
         return _BY_RANK_ALONE
+    if request.few:
+        return _FEW_BY_EXPERT if request.zones else _FEW_BY_RANK
     return _BY_EXPERT if request.zones else _BY_RANK
 
 
@@ -105,7 +109,8 @@ class Groups:
                 get Mismatch.
         """
         batch = self._agreed_before(request)
-        if batch is None or request.worst_tokens == 0:  # the peers' hosts wait for this rank's
+        hosts_wait = batch is None or request.worst_tokens == 0  # the peers' for this rank's
+        if hosts_wait and self.session.cuda:  # on the CPU operations have raised their errors
             failures = [one.failure() for one in self._used]
             failure = next((one for one in failures if one is not None), None)
             if failure is not None:
@@ -176,7 +181,8 @@ class Groups:
         self._batches.pop(kind, None)
         self._decisions.clear()
         del batch
-        self._reserve(sizes, min(one.heap_bytes for one in requests))
+        if not sizes.few:  # low latency takes rows in any memory
+            self._reserve(sizes, min(one.heap_bytes for one in requests))
         batch = self._batches[kind] = Batch(self.session, sizes)
         self.use(batch)
         return batch

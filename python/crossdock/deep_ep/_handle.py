@@ -30,6 +30,15 @@ class Routing:
     num_tokens: int  # T
     num_rows: int  # N, of receive tensors
     topk: int  # K; 0 = made without ``topk_idx``
+    # Of few tokens, to send other rows the same way:
+    topk_idx: torch.Tensor | None = None  # [T,K]
+    most_tokens: int = 0  # T of any rank
+    exact: bool = False  # whether there are as many rows as are needed
+
+    @property
+    def few(self) -> bool:
+        """Whether its operations are those of low latency."""
+        return self.batch.sizes.few
 
     @property
     def by_expert(self) -> bool:

@@ -10,6 +10,8 @@ import torch
 from ._session import Session
 from .utils import EventHandle, EventOverlap
 
+_NOTHING = contextlib.nullcontext()
+
 
 class StreamWork:
     """Work on a session's stream, ordered against the caller's stream. A context manager.
@@ -54,12 +56,12 @@ class StreamWork:
         session's: it must not be given memory that the caller's work may still be using.
         """
         if not self._cuda:
-            return contextlib.nullcontext()
+            return _NOTHING
         if self._previous is not None:
             return torch.cuda.stream(self._session.stream)
         # Memory may come back to the caller's stream while the host waits within an operation.
         self._behind = False
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def stream(self) -> int:
         """The stream for the operation, which waits for what is before it; 0 on the CPU."""
@@ -73,7 +75,7 @@ class StreamWork:
     def running(self) -> contextlib.AbstractContextManager[object]:
         """Within it, also torch's work goes to the session's stream."""
         if not self._cuda:
-            return contextlib.nullcontext()
+            return _NOTHING
         self.stream()
         return torch.cuda.stream(self._session.stream)
 

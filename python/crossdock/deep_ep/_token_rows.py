@@ -12,8 +12,8 @@ import torch
 from crossdock._core import constants
 
 from ._arguments import Tokens, topk_idx_t
-from ._dispatch import dispatch_cached
 from ._expand import Padding
+from ._few import dispatch_along
 from ._handle import Routing
 
 _NUMBERS = constants.ROW_ALIGNMENT // torch.int32.itemsize  # in the shortest row
@@ -70,7 +70,7 @@ def token_rows_of(
         choice = torch.arange(routing.topk, dtype=torch.float32, device=session.device)
         choice = choice.expand(routing.num_tokens, -1).contiguous()
     tokens = Tokens(numbers.view(torch.uint8), None)
-    received, _ = dispatch_cached(tokens, routing, (None, False), choice, choice is None)
+    received, _ = dispatch_along(tokens, routing, (None, False), choice, choice is None)
     routing.batch.raise_failure()
     number, source = received.rows.view(torch.int32)[:, :2].long().unbind(1)
     lines = session.num_ranks * most_tokens

@@ -24,8 +24,9 @@ from ._arguments import (
 )
 from ._combine import BAD_COLUMNS, columns_of_weights, combine, pieces_of
 from ._config import Config, require_positive, require_sms
-from ._dispatch import Received, dispatch_cached, dispatch_new, request_of
+from ._dispatch import Received, dispatch_new, request_of
 from ._expand import Padding
+from ._few import dispatch_along, require_rows
 from ._groups import Groups
 from ._handle import Handle, Routing, routing_of
 from ._low_latency_calls import LowLatencyCalls
@@ -287,7 +288,7 @@ class Buffer(LowLatencyCalls):
             with work.allocating():
                 per_rank, per_expert = numbers(ranks), numbers(num_experts)
                 per_host = numbers(hosts) if hosts > 1 else None
-                in_rank = numbers(len(topk_idx), ranks, dtype=torch.bool)
+                in_rank = numbers(topk_idx.shape[0], ranks, dtype=torch.bool)
             fields: dict[str, object] = {
                 "topk_idx": topk_idx,
                 "rows_per_rank": per_rank,
@@ -409,7 +410,7 @@ class Buffer(LowLatencyCalls):
         layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
         try:
             tokens = read_tokens(checks, x)
-            choices = read_choices(checks, len(tokens.rows), *layout, topk_idx, topk_weights)
+            choices = read_choices(checks, tokens.rows.shape[0], *layout, topk_idx, topk_weights)
             per_host, hosts = num_tokens_per_rdma_rank, (self.num_rdma_ranks,)
             checks.optional(per_host, "num_tokens_per_rdma_rank", hosts, torch.int32)
             checks.events(*events)
@@ -480,20 +481,22 @@ class Buffer(LowLatencyCalls):
         """Dispatches along a handle's routing, in a turn of its group.
 
         Args:
-            topk_weights, with_choices: as of `dispatch_cached`.
+            topk_weights, with_choices: as of `dispatch_along`.
         """
         checks, most = self._live().checks, routing.batch.sizes.row_bytes
         checks.events(*events)
         tokens, made_for = read_tokens(checks, x), "as the handle was made for"
-        if len(tokens.rows) != routing.num_tokens:
-            checks.fail("x", f"{routing.num_tokens} rows, {made_for}", len(tokens.rows))
+        if tokens.rows.shape[0] != routing.num_tokens:
+            checks.fail("x", f"{routing.num_tokens} rows, {made_for}", tokens.rows.shape[0])
         if tokens.row_bytes > most:
             checks.fail(
                 "x", f"rows of at most {most} bytes, {made_for}", f"{tokens.row_bytes} bytes"
             )
         shape = routing.num_tokens, routing.topk
         checks.optional(topk_weights, "topk_weights", shape, torch.float32)
-        return dispatch_cached(tokens, routing, events[:2], topk_weights, with_choices)
+        if routing.few:
+            require_rows(checks, tokens)
+        return dispatch_along(tokens, routing, events[:2], topk_weights, with_choices)
 
     def _combine_along(
         self,
@@ -517,9 +520,12 @@ class Buffer(LowLatencyCalls):
         num_rows = routing.num_rows if padding is None else padding.num_rows
         pieces = pieces_of(x, bias, row_bytes, wide)
         turns, columns, first, peer = [constants.COMBINE] * pieces, 0, 0, 0
-        if not by_expert:
+        if not by_expert or routing.few:
             columns = columns_of_weights(topk_weights)
+            if by_expert:
+                columns = 0 if topk_weights is None else routing.topk
             first, peer = session.weight_columns_of_first(columns)
+            turns += [constants.DISPATCH] * (by_expert and first > 0)
             turns += [constants.COMBINE] * (first > 0)
         elif topk_weights is not None:
             turns[0] = constants.DISPATCH_BWD

@@ -13,7 +13,8 @@ from crossdock._quantise import widest_scale_bytes
 
 from ._agreement import text_of
 from ._arguments import Bias, Rows
-from ._dispatch import dispatch_new, request_of
+from ._batch import Batch, GiveUp
+from ._dispatch import Dispatched, dispatch_new, request_of
 from ._elastic_batch import (
     Numbers,
     by_token,
@@ -24,6 +25,7 @@ from ._elastic_batch import (
     with_padding,
 )
 from ._elastic_handle import EPHandle
+from ._few import dispatch_few, takes_few
 from ._plain import plain
 from ._session import Session
 from ._stream_work import StreamWork
@@ -66,6 +68,9 @@ class ElasticBuffer:
         num_scaleout_ranks, num_scaleup_ranks: as `get_logical_domain_size` has them.
         scaleout_rank_idx, scaleup_rank_idx: the place of this rank in them.
         num_rdma_ranks, num_nvlink_ranks: as `get_physical_domain_size` has them.
+        few_tokens: of the class, or of one buffer: batches with up to so many
+            ``num_max_tokens_per_rank`` go through the low-latency operations, which need no
+            prepare; 0 (so at first) = none. At most 1024, and equal on all ranks.
         group, num_bytes, num_max_tokens_per_rank, num_allocated_qps, deterministic,
             allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute,
             explicitly_destroy: as they were given.
@@ -73,6 +78,8 @@ class ElasticBuffer:
     Raises:
         ValueError: neither bytes nor numbers are given, or a negative one.
     """
+
+    few_tokens: int = 0
 
     def __init__(
         self,
@@ -340,6 +347,8 @@ class ElasticBuffer:
             tokens, choices = read_batch(checks, numbers, x, topk_idx, topk_weights, stats)
             event = self._after(*waits[:2])
             checks.events(event, waits[2], False)
+            most = checks.at_least(self.few_tokens, "few_tokens", 0, constants.LL_MAX_TOKENS)
+            few = takes_few(groups.session, tokens, numbers.most_tokens, most)
             assert topk_idx is not None
             if topk_weights is None:
                 # Made by the current stream, for which an operation with an event does not wait.
@@ -350,17 +359,20 @@ class ElasticBuffer:
             groups.refuse(text_of(error))
             raise
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
-        request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens)
+        request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens, few)
         how = numbers.alignment, worst, (event, waits[2])
-        found = groups.dispatch(
-            request,
-            lambda batch, give_up: dispatch_new(
-                batch, tokens, choices, *how, give_up, counted=True
-            ),
-        )
+
+        def run(batch: Batch, give_up: GiveUp | None) -> Dispatched:
+            if few:
+                return dispatch_few(batch, tokens, choices, request, *how, give_up, keep=do_copy)
+            return dispatch_new(batch, tokens, choices, *how, give_up, counted=True)
+
+        found = groups.dispatch(request, run)
         with StreamWork(groups.session, found.event, waits[2]) as work:
             with work.allocating():
-                kept = topk_idx.clone() if do_copy else topk_idx
+                kept = found.routing.topk_idx
+                if kept is None:
+                    kept = topk_idx.clone() if do_copy else topk_idx
                 made = handle_of(found, numbers, kept)
                 if stats is not None:
                     stats += made.num_unaligned_recv_tokens_per_expert

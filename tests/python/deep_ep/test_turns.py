@@ -108,7 +108,7 @@ class Device:
             failure=self.failure,
             session=self,
             sizes=SimpleNamespace(
-                tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN, num_sms=(1,) * RANKS
+                few=False, tokens=TOKENS, zones=0, row_bytes=2 * HIDDEN, num_sms=(1,) * RANKS
             ),
         )
         self.host = SimpleNamespace(all_gather=self.all_gather, rank=0)
