@@ -47,7 +47,13 @@ def make_layers(settings: Settings, device: torch.device, comms: contextlib.Exit
 
     def experts() -> nn.Module:
         return xd.MoELayer(
-            s.hidden, s.ffn, s.experts, s.topk, group=group, aux_loss_weight=s.aux_loss_weight
+            s.hidden,
+            s.ffn,
+            s.experts,
+            s.topk,
+            group=group,
+            aux_loss_weight=s.aux_loss_weight,
+            global_load=True,  # the loss of one process is that of all ranks' choices
         )
 
     if s.tensor_parallel == 1:

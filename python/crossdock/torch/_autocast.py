@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["autocast", "autocast_dtype"]
+__all__ = ["autocast", "autocast_dtype", "cast"]
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -14,6 +14,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor.to(dtype)``; without an operator where it has the dtype, as it mostly does."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def autocast(*tensors: torch.Tensor | None) -> Any:
@@ -28,4 +33,4 @@ def autocast(*tensors: torch.Tensor | None) -> Any:
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(dtype)
+    return cast(tensor, dtype)

@@ -28,16 +28,13 @@ from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
+from ._direct import FUNCTIONS
 from ._group import EpGroup, group_of, keep_prepared
 from ._unseen import unseen
 
-__all__ = ["FUNCTIONS", "LIBRARY", "as_packed", "as_rows"]
+__all__ = ["LIBRARY", "as_packed", "as_rows"]
 
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
-
-# The functions that operators run, by their names and with their arguments, without torch's
-# dispatcher. Where no order is wanted, that of dispatch and combine may be None.
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 _FLOAT32 = torch.float32
 _WEIGHTS = (_FLOAT32,)
@@ -175,13 +172,15 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
     "prepare(Tensor topk_idx, Tensor order, int group, int alignment) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-def _prepare(topk_idx: Tensor, order: Tensor, group: int, alignment: int) -> tuple[Tensor, ...]:
+def _prepare(
+    topk_idx: Tensor, order: Tensor | None, group: int, alignment: int
+) -> tuple[Tensor | None, ...]:
     """-> plan, info, offsets, order."""
     ep = group_of(group)
     _check(ep, constants.PREPARE, "topk_idx", topk_idx, 2, INDICES)
-    made = _outputs.make(_outputs.prepare(ep), ep.comm.pool, order)
+    made = _outputs.make(_outputs.prepare(ep), ep.comm.pool, ep.first_order)
     plan, info, offsets = made.values()
-    order = torch.zeros_like(order)
+    order = _next(order)
     # On a GPU an operation may fail after its call, and its offsets are read nevertheless.
     torch._foreach_zero_((info, offsets))
     parts = ep.plan_parts

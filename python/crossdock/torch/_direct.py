@@ -9,6 +9,7 @@ they are asked, every call goes through the dispatcher.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from torch.autograd import profiler as _profiler
 from torch.overrides import TorchFunctionMode, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["unobserved"]
+__all__ = ["FUNCTIONS", "unobserved"]
+
+# The functions that operators run, by their names and with their arguments, without torch's
+# dispatcher. Where no order is wanted, that of prepare, dispatch and combine may be None.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 # The keys that a thread adds to the dispatch keys of its tensors in no mode, no transform and no
 # tracer.

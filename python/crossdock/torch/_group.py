@@ -20,11 +20,21 @@ from crossdock.errors import InvalidArgument
 
 from ._comm import Comm, default_comm
 from ._config import read_config
+from ._direct import FUNCTIONS, unobserved
 from ._handles import new_handle
 from ._membership import Membership
 from ._pool import SymmetricPool, block_bytes
 
-__all__ = ["EpGroup", "Plan", "PlanParts", "RoutingLayout", "group_of", "keep_prepared", "pool_of"]
+__all__ = [
+    "EpGroup",
+    "Plan",
+    "PlanParts",
+    "RoutingLayout",
+    "group_of",
+    "keep_prepared",
+    "order_after",
+    "pool_of",
+]
 
 _ALIGNED = 4  # int32 elements in 16 bytes, where every part begins
 
@@ -63,6 +73,21 @@ def keep_prepared(error: InvalidArgument, *parts: torch.Tensor) -> None:
     setattr(error, _PREPARED, parts)
 
 
+def order_after(
+    member: Membership, operation: int, after: Plan | torch.Tensor | None
+) -> torch.Tensor | None:
+    """The order of a plan, or one that was given, behind which `operation` comes; None = none."""
+    order = after.order if isinstance(after, Plan) else after
+    if order is None:
+        return None
+    member.require_tensors(operation, after=order)
+    if order.shape != (1,) or order.dtype != torch.float32:
+        expected = "expected a plan or an order, which is torch.float32 of shape (1,)"
+        got = f"got {order.dtype} of shape {tuple(order.shape)}"
+        member.refuse(operation, ValueError, f"after: {expected}; {got}")
+    return order
+
+
 def pool_of(handle: int) -> SymmetricPool:
     """The pool that the tensors of this group come from."""
     return group_of(handle).comm.pool
@@ -98,8 +123,8 @@ class EpGroup(Membership):
         rows: R, the rows of every receive tensor of this rank.
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_local_experts: L, the experts of this rank.
-        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment:
-            as given.
+        num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment,
+            duplicate_ids, on_error: as given.
         core: the group of the extension.
     """
 
@@ -196,6 +221,7 @@ class EpGroup(Membership):
         self.max_tokens_per_rank = max_tokens_per_rank
         self.layout, self.alignment = layout, alignment
         self.dtype = dtype
+        self.duplicate_ids, self.on_error = duplicate_ids, on_error
         self.max_scale_bytes = widest_scale_bytes(hidden)
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
@@ -250,8 +276,11 @@ class EpGroup(Membership):
             InvalidArgument, CapacityOverflow: on all ranks, expert ids out of range or repeated
                 anywhere; more rows than some capacity. On CUDA `check` raises them.
         """
-        self.require_tensors(constants.PREPARE, topk_idx=topk_idx)
-        order = self._order_after(after)
+        if not self.has(topk_idx):
+            self.require_tensors(constants.PREPARE, topk_idx=topk_idx)
+        order = order_after(self, constants.PREPARE, after)
+        if order is None:
+            order = self.first_order
         if alignment is None:
             alignment = 0
         elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
@@ -274,9 +303,14 @@ class EpGroup(Membership):
         return plan if out is None else out.overwrite(plan)
 
     def _prepared(self, topk_idx: torch.Tensor, order: torch.Tensor, alignment: int) -> Plan:
-        data, info, offsets, order = torch.ops.crossdock.prepare.default(
-            topk_idx, order, self.handle, alignment
-        )
+        given = (self.handle, alignment)
+        recorded = order.requires_grad and torch.is_grad_enabled()
+        if not recorded and unobserved(order, topk_idx):
+            data, info, offsets, _ = FUNCTIONS["prepare"](topk_idx, None, *given)
+            order = order.detach() if order.requires_grad else order
+        else:
+            operator = torch.ops.crossdock.prepare.default
+            data, info, offsets, order = operator(topk_idx, order, *given)
         return Plan(self, data, info, offsets, order, topk_idx.shape[0], topk_idx.shape[1])
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
@@ -290,18 +324,6 @@ class EpGroup(Membership):
             TypeError, InvalidArgument: a bad argument.
         """
         return RoutingLayout(*torch.ops.crossdock.routing_layout.default(topk_idx, self.handle))
-
-    def _order_after(self, after: Plan | torch.Tensor | None) -> torch.Tensor:
-        """The order that the next plan begins with."""
-        order = after.order if isinstance(after, Plan) else after
-        if order is None:
-            return self.first_order
-        self.require_tensors(constants.PREPARE, after=order)
-        if order.shape != (1,) or order.dtype != torch.float32:
-            expected = "expected a plan or an order, which is torch.float32 of shape (1,)"
-            got = f"got {order.dtype} of shape {tuple(order.shape)}"
-            self.refuse(constants.PREPARE, ValueError, f"after: {expected}; {got}")
-        return order
 
     def __repr__(self) -> str:
         return (

@@ -199,6 +199,9 @@ class LowLatencyGroup(Membership):
         self.num_slots: int = self.comm.num_ranks * max_tokens_per_rank
         self.plan_bytes: int = _core.ll_plan_size(**sizes)
         self.num_local_experts: int = _core.ll_local_experts(self.comm.rank, **sizes)
+        # By max_tokens; that of 0 is there before a compiler looks, which cannot call _core.
+        self._bounds: dict[int, int] = {}
+        self.rows()
         self.order = torch.zeros(1, dtype=torch.float32, device=self.comm.device)
         self.dispatch_halves = OpenHalves(in_flight)
         self.combine_halves = OpenHalves(in_flight)
@@ -279,7 +282,11 @@ class LowLatencyGroup(Membership):
         """
         if self.receive == "slots":
             return self.num_local_experts, self.num_slots
-        return (_core.ll_recv_bound(number_of_32_bits("max_tokens", max_tokens), **self._sizes),)
+        known = self._bounds.get(max_tokens)
+        if known is None:
+            number = number_of_32_bits("max_tokens", max_tokens)
+            known = self._bounds[number] = _core.ll_recv_bound(number, **self._sizes)
+        return (known,)
 
     def _beside(
         self, places: tuple[int, ...], topk: int | None, weighted: bool

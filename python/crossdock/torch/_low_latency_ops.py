@@ -21,6 +21,7 @@ from crossdock.errors import CrossdockError, InvalidArgument
 from . import _calls
 from ._calls import INDICES, SUMMABLE
 from ._custom_ops import LIBRARY, as_packed, as_rows
+from ._direct import FUNCTIONS, unobserved
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots, low_latency_group_of
 from ._unseen import unseen
 
@@ -46,8 +47,9 @@ def _operator(schema: str) -> Any:
 
     def define(kernel: Any) -> Any:
         LIBRARY.define(schema, tags=_TAGS)
+        FUNCTIONS[name] = unseen(kernel)
         for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, unseen(kernel), key)
+            LIBRARY.impl(name, FUNCTIONS[name], key)
         torch.library.register_fake(f"crossdock::{name}", lambda *args: None, lib=LIBRARY)
         return kernel
 
@@ -366,7 +368,8 @@ def ll_combine(
     """
     _require_results(plan, expert_out, topk_weights)
     out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
-    plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
+    if not (plan.group.has(out) and plan.group.has_or_none(wait_ns)):
+        plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
     _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH)
     return out
 
@@ -396,8 +399,10 @@ def _new_dispatch(
     if not isinstance(group, LowLatencyGroup):
         raise TypeError(f"group: expected a LowLatencyGroup, got {type(group).__name__}")
     operation = constants.LL_DISPATCH
-    group.require_tensors(operation, tokens=given["tokens"])
-    group.require_tensors(operation, **{name: given[name] for name in ("topk_idx", "topk_weights")})
+    tokens, topk_idx, topk_weights = given.values()
+    if not (group.has(tokens) and group.has(topk_idx) and group.has_or_none(topk_weights)):
+        group.require_tensors(operation, tokens=tokens)
+        group.require_tensors(operation, topk_idx=topk_idx, topk_weights=topk_weights)
     _refuse_gradients(group, operation, given)
     allowed = {"tokens": SUMMABLE, "topk_idx": INDICES, "topk_weights": (torch.float32,)}
     _require_dtypes(group, operation, given, allowed)
@@ -430,6 +435,10 @@ def _require_slots(
     if slots.plan.group is not group:
         group.refuse(operation, ValueError, "out.plan: expected one of this group")
     tokens, scales, counts, plan, ranges, sources, offsets, weights, experts = slots
+    every = (tokens, counts, plan.data)
+    optional = (scales, ranges, sources, offsets, weights, experts, expert_load, wait_ns)
+    if all(map(group.has, every)) and all(map(group.has_or_none, optional)):
+        return
     group.require_tensors(operation, **{"out.tokens": tokens, "out.scales": scales})
     group.require_tensors(operation, **{"out.counts": counts, "out.plan.data": plan.data})
     beside = {"expert_load": expert_load, "wait_ns": wait_ns}
@@ -442,7 +451,8 @@ def _require_results(plan: SlotPlan, expert_out: Tensor, topk_weights: Tensor | 
     if not isinstance(plan, SlotPlan):
         raise TypeError(f"plan: expected a SlotPlan, got {type(plan).__name__}")
     given = {"expert_out": expert_out, "topk_weights": topk_weights}
-    plan.group.require_tensors(constants.LL_COMBINE, **given)
+    if not (plan.group.has(expert_out) and plan.group.has_or_none(topk_weights)):
+        plan.group.require_tensors(constants.LL_COMBINE, **given)
     _refuse_gradients(plan.group, constants.LL_COMBINE, given)
     allowed = {"expert_out": SUMMABLE, "topk_weights": (torch.float32,)}
     _require_dtypes(plan.group, constants.LL_COMBINE, given, allowed)
@@ -504,7 +514,7 @@ def _call_dispatch(
     outputs: tuple[Tensor | None, ...],
     numbers: tuple[int, int, int],
 ) -> None:
-    torch.ops.crossdock.ll_dispatch.default(*inputs, *outputs, group.order, group.handle, *numbers)
+    _call("ll_dispatch", group, *inputs, *outputs, group.order, group.handle, *numbers)
 
 
 def _call_combine(
@@ -516,6 +526,17 @@ def _call_combine(
     phase: int,
 ) -> None:
     group = plan.group
-    torch.ops.crossdock.ll_combine.default(
-        plan.data, expert_out, topk_weights, out, wait_ns, group.order, group.handle, phase
-    )
+    given = (plan.data, expert_out, topk_weights, out, wait_ns)
+    _call("ll_combine", group, *given, group.order, group.handle, phase)
+
+
+def _call(name: str, group: LowLatencyGroup, *args: Any) -> None:
+    """Runs an operator: directly where nothing of torch looks at it, or at what it changes.
+
+    While gradients are recorded a version counter may be looked at.
+    """
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    if not torch.is_grad_enabled() and unobserved(group.order, *tensors):
+        FUNCTIONS[name](*args)
+    else:
+        getattr(torch.ops.crossdock, name).default(*args)

@@ -10,9 +10,8 @@ from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
 
 from ._calls import is_capturing
-from ._custom_ops import FUNCTIONS
 from ._derivatives import call, requires_grad
-from ._direct import unobserved
+from ._direct import FUNCTIONS, unobserved
 from ._group import EpGroup, Plan
 
 __all__ = ["Dispatched", "combine", "dequantise", "dispatch"]

@@ -11,7 +11,7 @@ from crossdock._core import constants
 from . import _calls
 from ._custom_ops import LIBRARY
 from ._group import group_of
-from .grouped import define_operator, refuse
+from .grouped import define_operator, refuse, run_local
 
 __all__ = ["FUSED", "gated"]
 
@@ -52,7 +52,7 @@ def gated(
     if inner.dim() != 2 or inner.shape[1] % 2:
         problem = f"inner: expected shape [rows, 2 F], got {tuple(inner.shape)}"
         refuse("gated", ValueError, problem, group)
-    return torch.ops.crossdock.gated(inner, offsets, weights, FUSED[activation], group)
+    return run_local("gated", inner, offsets, weights, FUSED[activation], group)
 
 
 def _gated(

@@ -6,6 +6,7 @@ zone belong to no expert: they are never read, and are undefined in a result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ import torch
 from ._autocast import autocast
 from ._comm import default_comm
 from ._custom_ops import LIBRARY
+from ._derivatives import requires_grad
+from ._direct import FUNCTIONS, unobserved
 from ._group import group_of, pool_of
 from ._sharding import local_tensor
 from ._unseen import unseen
@@ -61,7 +64,7 @@ def grouped_mm(
     """
     handle = out_group or grad_group
     x, weight = operands_of("grouped_mm", x, weight, offsets, handle)
-    return torch.ops.crossdock.grouped_mm(x, weight, offsets, False, out_group, grad_group)
+    return run_local("grouped_mm", x, weight, offsets, False, out_group, grad_group)
 
 
 def operands_of(
@@ -118,9 +121,19 @@ def refuse(function: str, kind: type[Exception], problem: str, handle: int = 0) 
 
 def define_operator(schema: str, kernel: Callable[..., object]) -> None:
     """Defines an operator of these modules, which has one kernel for all devices."""
+    name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    FUNCTIONS[name] = unseen(kernel)
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(schema.partition("(")[0], unseen(kernel), key)
+        LIBRARY.impl(name, FUNCTIONS[name], key)
+
+
+def run_local(name: str, x: torch.Tensor, *args: Any) -> Any:
+    """Runs such an operator, directly where it has no gradient and nothing of torch looks at it."""
+    given = (x, *(one for one in args if isinstance(one, torch.Tensor)))
+    if not requires_grad(given) and unobserved(*given):
+        return FUNCTIONS[name](x, *args)
+    return getattr(torch.ops.crossdock, name).default(x, *args)
 
 
 def _grouped_mm(
@@ -139,7 +152,8 @@ def _grouped_mm(
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
     for expert, rows in zones_of(offsets):
-        torch.mm(x[rows], matrices[expert], out=out[rows])
+        if rows.start < rows.stop:
+            torch.mm(x[rows], matrices[expert], out=out[rows])
     return out
 
 
@@ -207,8 +221,11 @@ def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape[0] > 0
         and a.shape[-1] % 8 == 0
         and b.shape[-1] % 8 == 0
-        and torch.cuda.get_device_capability(a.device) >= (9, 0)
+        and _capability(a.device) >= (9, 0)
     )
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def ends_inside(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

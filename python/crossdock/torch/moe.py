@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from crossdock._config import Overflow
 from crossdock._core import constants
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
 
-from ._autocast import autocast_dtype
+from ._autocast import autocast_dtype, cast
 from ._beside import Beside
 from ._calls import SUMMABLE
 from ._comm import Comm, default_comm
 from ._experts import ExpertHome, make_shares, require_ordered
 from ._group import EpGroup, Plan
+from ._low_latency import LowLatencyGroup
+from ._membership import Membership
 from ._ops import combine, dispatch
+from .moe_decode import decode as decoded, decode_group, refuse_for_decoding
 from .moe_experts import GroupedExperts, SharedExperts, fill
-from .moe_router import Router, Routing, balance_loss, drop_over_capacity, expert_load
+from .moe_router import (
+    Router,
+    Routing,
+    balance_loss,
+    count_choices,
+    drop_over_capacity,
+    expert_load,
+)
 
 _KNOWN = ", ".join(str(dtype) for dtype in SUMMABLE)
 
@@ -29,9 +41,10 @@ class MoEOutput(NamedTuple):
     """The result of `MoELayer`."""
 
     hidden: torch.Tensor  # shape of the input, and its dtype, or autocast's where that is on
-    aux_loss: torch.Tensor  # [] float32, the losses times their weights: add it to the loss
-    # [E] float32: share of all ranks' choices that went to each expert; no gradient. In inference
-    # of this rank's choices, as is aux_loss.
+    # [] float32, the losses times their weights: add it to the loss. 0 with decode.
+    aux_loss: torch.Tensor
+    # [E] float32: share of this rank's choices that went to each expert; no gradient. With
+    # global_load, in training, of the choices of all ranks.
     load: torch.Tensor
     order: torch.Tensor  # [1] float32, 0: stands for the layer's operations; see `after` of forward
 
@@ -67,6 +80,8 @@ class MoELayer(nn.Module):
         shared: `SharedExperts`, or the caller's module; None = no shared experts.
         group: its ``EpGroup``.
         first_expert, num_local_experts: this rank's experts.
+        decode_group: its ``LowLatencyGroup``, whose `check` and `stats` tell of forward passes with
+            ``decode``; None without ``decode_tokens``.
         param_dtype: the dtype that the experts' parameters were made with.
     """
 
@@ -90,8 +105,12 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
+        global_load: bool = False,
+        decode_tokens: int = 0,
     ) -> None:
-        """Makes the layer on the communicator's device. Collective if it makes its own group.
+        """Makes the layer on the communicator's device.
+
+        Collective if it makes a group: its own, or one of low latency.
 
         Args:
             hidden: H, columns of a token.
@@ -125,6 +144,13 @@ class MoELayer(nn.Module):
             param_dtype: of the parameters of the built-in experts and shared experts, which are
                 cast where they are used; their gradients have it. None = `dtype`. The router's
                 parameters are float32.
+            global_load: whether forward passes of training exchange loads, by an all-reduce of
+                torch.distributed each: `MoEOutput.load` and the load-balancing loss are then of the
+                choices of all ranks. False: of this rank's, and nothing is exchanged. Equal on all
+                ranks.
+            decode_tokens: the most tokens of a rank in a forward pass with ``decode``, 1 to 1024;
+                0 = there is none. Layers that share `group` share the memory for it, too. Equal on
+                all ranks.
 
         Raises:
             TypeError: `param_dtype` is no dtype that parameters can have.
@@ -150,6 +176,11 @@ class MoELayer(nn.Module):
             group = _make_group(sizes, comm, dtype, *limits)
         _check_group(group, hidden, num_experts, topk, dtype)
         self.group = group
+        self.decode_group: LowLatencyGroup | None = None
+        if decode_tokens:
+            alignment = _alignment(group.dtype) if self._has_own_group else group.alignment
+            self.decode_group = decode_group(group, decode_tokens, alignment)
+        self.global_load = global_load
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
         self.num_local_experts = group.num_local_experts
@@ -167,7 +198,7 @@ class MoELayer(nn.Module):
         elif shared_experts * ffn:
             self.shared = SharedExperts(hidden, shared_experts * ffn, **place)
         self.reset_parameters()
-        self._expert_names = [name for name, _ in experts.named_parameters()]
+        self._expert_names = [name.split(".") for name, _ in experts.named_parameters()]
         self.param_dtype = _dtype_of(experts)
         make_shares("experts", experts, group)
 
@@ -188,10 +219,20 @@ class MoELayer(nn.Module):
     if TYPE_CHECKING:  # the type of a call's result; for torch's stubs it is Any
 
         def __call__(
-            self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None
+            self,
+            x: torch.Tensor,
+            *,
+            after: Plan | torch.Tensor | None = None,
+            decode: bool = False,
         ) -> MoEOutput: ...
 
-    def forward(self, x: torch.Tensor, *, after: Plan | torch.Tensor | None = None) -> MoEOutput:
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        after: Plan | torch.Tensor | None = None,
+        decode: bool = False,
+    ) -> MoEOutput:
         """Sends each token of ``x`` ``[..., H]`` through its experts.
 
         Under ``torch.autocast`` tokens travel, experts and shared experts compute, and the result
@@ -204,49 +245,70 @@ class MoELayer(nn.Module):
                 fine, and takes part.
             after: `MoEOutput.order` of a layer, or a plan, whose operations come before these
                 although no data says so; see ``EpGroup.prepare``.
+            decode: whether rows travel by the low-latency operations, on all ranks or on none:
+                for at most ``decode_tokens`` tokens, in ``torch.no_grad()`` or
+                ``torch.inference_mode()``. ``hidden`` has the same bits; ``aux_loss`` is 0, and no
+                row is dropped for ``recv_capacity``.
 
         Raises:
             TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
                 Where ``torch.compile(fullgraph=True)`` meets a bad x, its own error comes instead,
                 and the peers wait until the timeout.
-            CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``.
+            CrossdockError: as ``EpGroup.prepare``, ``dispatch`` and ``combine``, or as
+                ``ll_dispatch`` and ``ll_combine``.
         """
-        self._check_input(x)
-        self._check_experts()
+        few = self._few() if decode else None
+        at = _At(self.group, constants.PREPARE)
+        if few is not None:
+            at = _At(few, constants.LL_DISPATCH)
+        self._check_input(x, at)
         wanted = autocast_dtype(x.device)
-        dtype = wanted or self._dtype_of_rows()
-        tokens = x.reshape(-1, self.hidden).contiguous()
-        routing = self._route(tokens)
+        dtype = wanted or self._dtype_of_rows(self._check_experts(at))
+        tokens = (x if x.dim() == 2 else x.reshape(-1, self.hidden)).contiguous()
+        if few is not None:
+            refuse_for_decoding(few, tokens.shape[0])
+        routing = self._route(tokens, at)
         chosen = routing.topk_idx
         if self.capacity_factor is not None:
             sizes = (tokens.shape[0], self.topk, self.num_experts)
             capacity = capacity_of(self.capacity_factor, *sizes)
             routing = drop_over_capacity(routing, self.num_experts, capacity)
-        rows = tokens.to(dtype)
+        rows = cast(tokens, dtype)
         shared = None if self.shared is None else Beside(self.shared, rows)
-        alignment = self._alignment_of_plan(dtype)
+        if few is None:
+            out, order = self._through_experts(rows, routing, after)
+        else:
+            out, order = decoded(few, self.group, rows, routing, self.experts, after)
+        if shared is not None:
+            out = out + shared.result()
+        aux_loss, load = self._losses(routing, chosen, few is not None)
+        hidden = cast(out, wanted or x.dtype)
+        if x.dim() != 2:
+            hidden = hidden.reshape(x.shape)
+        return MoEOutput(hidden, aux_loss, load, order)
+
+    def _few(self) -> LowLatencyGroup:
+        if self.decode_group is None:
+            raise ValueError("decode: expected a layer made with decode_tokens, got one without")
+        return self.decode_group
+
+    def _through_experts(
+        self, rows: torch.Tensor, routing: Routing, after: Plan | torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of the experts' results for rows ``[T, H]``, and the plan's order."""
+        alignment = self._alignment_of_plan(rows.dtype)
         plan = self.group.prepare(routing.topk_idx, after=after, alignment=alignment)
-        # Counted over ranks, so not before prepare has told whether all ranks are here.
-        infers = self._infers()
-        ranks = None if infers else self.group.comm.process_group
-        load = expert_load(chosen, self.num_experts, ranks)
         received = dispatch(
             plan,
             rows,
             routing.topk_weights,
-            exact=tokens.device.type == "cpu" and not torch.compiler.is_compiling(),
+            exact=rows.device.type == "cpu" and not torch.compiler.is_compiling(),
         )
         out = combine(plan, self.experts(received.tokens, plan), received.weights)
-        if shared is not None:
-            out = out + shared.result()
-        if isinstance(self.router, Router) and not infers:
-            self.router.note_load(load)
-        aux_loss = self._aux_loss(routing, load)
-        hidden = out.to(wanted or x.dtype).reshape(x.shape)
-        return MoEOutput(hidden, aux_loss, load, plan.order)
+        return out, plan.order
 
     def _infers(self) -> bool:
-        """Whether no training can follow, so that nobody's load has to be known to other ranks.
+        """Whether no training can follow, so that this pass counts for no bias, and no loss.
 
         A forward pass without gradients in training mode may be one that activation checkpointing
         repeats with them: its losses must be the same.
@@ -255,9 +317,12 @@ class MoELayer(nn.Module):
             return False
         return not self.training or torch.is_inference_mode_enabled()
 
-    def _dtype_of_rows(self) -> torch.dtype:
-        """In which tokens travel and are multiplied, without autocast."""
-        now = _dtype_of(self.experts)
+    def _dtype_of_rows(self, now: torch.dtype | None) -> torch.dtype:
+        """In which tokens travel and are multiplied, without autocast.
+
+        Args:
+            now: the dtype of the experts' parameters.
+        """
         if now in (None, self.param_dtype) or now.itemsize > self.group.dtype.itemsize:
             return self.group.dtype
         return now
@@ -275,56 +340,76 @@ class MoELayer(nn.Module):
             group.refuse(constants.PREPARE, ValueError, problem)
         return None
 
-    def _route(self, tokens: torch.Tensor) -> Routing:
+    def _route(self, tokens: torch.Tensor, at: _At) -> Routing:
         """The router's choice. A failure of it is one that the peers hear of."""
+        router = self.router
+        if isinstance(router, Router) and at.group is self.decode_group:
+            router = functools.partial(router, losses=False)
         if torch.compiler.is_compiling():
-            return self.router(tokens)
+            return router(tokens)
         try:
-            return self.router(tokens)
+            return router(tokens)
         except Exception as error:
-            text = f"router: {type(error).__name__}: {error}"
             try:
-                self.group.refuse(constants.PREPARE, RuntimeError, text)
+                at.refuse(RuntimeError, f"router: {type(error).__name__}: {error}")
             except RuntimeError:
                 raise error from None
 
-    def _aux_loss(self, routing: Routing, load: torch.Tensor) -> torch.Tensor:
-        loss = torch.zeros_like(load[0]) if routing.loss is None else routing.loss
-        if self.aux_loss_weight and routing.probabilities is not None:
-            loss = loss + self.aux_loss_weight * balance_loss(routing.probabilities, load)
-        return loss
+    def _losses(
+        self, routing: Routing, chosen: torch.Tensor, decode: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`MoEOutput.aux_loss` and `MoEOutput.load`, after all operations of the pass."""
+        router = self.router
+        counts = count_choices(chosen, self.num_experts, real=isinstance(router, Router))
+        trains = not decode and not self._infers()
+        if isinstance(router, Router) and trains:
+            router.note_load(counts)
+        if trains and self.global_load and self.group.comm.process_group is not None:
+            dist.all_reduce(counts, group=self.group.comm.process_group)
+        known = isinstance(router, Router) and not trains
+        load = expert_load(counts, chosen.numel() if known else None)
+        loss = None if decode else routing.loss
+        if not decode and self.aux_loss_weight and routing.probabilities is not None:
+            balance = self.aux_loss_weight * balance_loss(routing.probabilities, load)
+            loss = balance if loss is None else loss + balance
+        return load.new_zeros(()) if loss is None else loss, load
 
-    def _check_input(self, x: torch.Tensor) -> None:
+    def _check_input(self, x: torch.Tensor, at: _At) -> None:
         """Refuses an x that is no batch of tokens, before anything is sent."""
-        kind: type[Exception]
-        self.group.require_tensors(constants.PREPARE, x=x)
+        if not at.group.has(x):
+            at.group.require_tensors(at.operation, x=x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
-            kind = ValueError
-            problem = f"expected shape [..., {self.hidden}], got {tuple(x.shape)}"
-        elif not x.is_floating_point():
-            kind, problem = TypeError, f"expected a floating-point dtype, got {x.dtype}"
-        else:
-            return
-        self.group.refuse(constants.PREPARE, kind, f"x: {problem}")
+            expected = f"expected shape [..., {self.hidden}], got {tuple(x.shape)}"
+            at.refuse(ValueError, f"x: {expected}")
+        if not x.is_floating_point():
+            at.refuse(TypeError, f"x: expected a floating-point dtype, got {x.dtype}")
 
-    def _check_experts(self) -> None:
-        """Refuses parameters that a wrapper has taken away, and those of a dtype that has no sums.
+    def _check_experts(self, at: _At) -> torch.dtype | None:
+        """The dtype of the experts' first parameter of floating point; None = there is none.
 
-        No optimiser would see the first.
+        Refuses parameters that a wrapper has taken away, which no optimiser would see, and those of
+        a dtype that has no sums.
         """
-        parameters = dict(self.experts.named_parameters())
-        for name in self._expert_names:
-            parameter = parameters.get(name)
+        first = None
+        built_in = isinstance(self.experts, GroupedExperts)
+        for *modules, last in self._expert_names:
+            module: Any = self.experts
+            for name in modules:
+                module = module._modules.get(name)
+            parameter = module._parameters.get(last)
             if parameter is None:
                 problem = (
-                    f"experts.{name}: expected a parameter of the layer, got none: what wraps the "
-                    "model, such as DistributedDataParallel(device_mesh=...), has taken it away; "
-                    "use crossdock.torch.data_parallel"
+                    "expected a parameter of the layer, got none: what wraps the model, such as "
+                    "DistributedDataParallel(device_mesh=...), has taken it away; use "
+                    "crossdock.torch.data_parallel"
                 )
-                self.group.refuse(constants.PREPARE, RuntimeError, problem)
-            if isinstance(self.experts, GroupedExperts) and parameter.dtype not in SUMMABLE:
-                problem = f"experts.{name}: expected one of {_KNOWN}, got {parameter.dtype}"
-                self.group.refuse(constants.PREPARE, TypeError, problem)
+                at.refuse(RuntimeError, f"experts.{'.'.join((*modules, last))}: {problem}")
+            if built_in and parameter.dtype not in SUMMABLE:
+                problem = f"expected one of {_KNOWN}, got {parameter.dtype}"
+                at.refuse(TypeError, f"experts.{last}: {problem}")
+            if first is None and parameter.is_floating_point():
+                first = parameter.dtype
+        return first
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of which ranks hold different slices, one slice per expert."""
@@ -337,6 +422,16 @@ class MoELayer(nn.Module):
             f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
             f"topk={self.topk}, experts {self.first_expert} to {last} here"
         )
+
+
+class _At(NamedTuple):
+    """The operation that begins a forward pass: peers that are in it hear of a mistake."""
+
+    group: Membership
+    operation: int
+
+    def refuse(self, kind: type[Exception], problem: str) -> NoReturn:
+        self.group.refuse(self.operation, kind, problem)
 
 
 class _Sizes(NamedTuple):

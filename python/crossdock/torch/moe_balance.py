@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._comm import Comm
 from ._replicas import replicas_of
 from .moe import MoELayer
 from .moe_router import Router
@@ -18,8 +22,9 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
     """Moves each router's bias against the load of its experts since the last call. Collective.
 
     ``bias += rate * sign(mean load - load)``, as in DeepSeek-V3 (arXiv:2408.15664, algorithm 1).
-    Call it once per step, after the optimiser's. Load is that of forward passes in training mode,
-    of all ranks and their ``replicas``, so that biases stay equal everywhere.
+    Call it once per step, after the optimiser's, on all ranks. Forward passes in training mode
+    count the choices of their rank; here the counts of all ranks and their ``replicas`` are added
+    up, those of all layers of a communicator at once, so that biases stay equal everywhere.
 
     Args:
         model: one `MoELayer` or more whose router has a bias.
@@ -46,11 +51,22 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
                 "update_router_bias: expected torch.distributed to be initialised before "
                 "crossdock.torch.init, as ranks compare their load through it"
             )
-    for layer in layers:
-        router = layer.router
-        assert isinstance(router, Router) and router.bias is not None and router.load is not None
-        replicas = replicas_of(model)(layer.group.comm)
-        if replicas is not None:
-            dist.all_reduce(router.load, group=replicas)
-        router.bias.add_(torch.sign(router.load.mean() - router.load), alpha=rate)
+    replicas = replicas_of(model)
+    for comm in dict.fromkeys(layer.group.comm for layer in layers):
+        _move([layer.router for layer in layers if layer.group.comm is comm], comm, replicas, rate)
+
+
+def _move(
+    routers: list[Any],
+    comm: Comm,
+    replicas: Callable[[Comm], dist.ProcessGroup | None],
+    rate: float,
+) -> None:
+    """Moves the biases of a communicator's layers."""
+    counts = torch.cat([router.load for router in routers])
+    for group in (comm.process_group if comm.num_ranks > 1 else None, replicas(comm)):
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+    for router, load in zip(routers, counts.split([len(router.load) for router in routers])):
+        router.bias.add_(torch.sign(load.mean() - load), alpha=rate)
         router.load.zero_()

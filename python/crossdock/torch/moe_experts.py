@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ._autocast import cast
 from ._calls import SUMMABLE
 from ._group import Plan
 from ._sharding import local_tensor
@@ -146,7 +147,7 @@ class GroupedExperts(_FeedForward):
         out_group: int = 0,
         grad_group: int = 0,
     ) -> torch.Tensor:
-        matrices = local_tensor(weight).to(rows.dtype)
+        matrices = cast(local_tensor(weight), rows.dtype)
         if self.fp8:  # torch's kernel makes its result by itself
             return grouped_mm_fp8(rows, matrices, plan.offsets, grad_group=grad_group)
         return grouped_mm(rows, matrices, plan.offsets, out_group=out_group, grad_group=grad_group)
@@ -191,7 +192,9 @@ class SharedExperts(_FeedForward):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` to ``[T, H]``, in the dtype of the tokens."""
-        return self.activate(tokens @ self.w_in.to(tokens.dtype)) @ self.w_out.to(tokens.dtype)
+        return self.activate(tokens @ cast(self.w_in, tokens.dtype)) @ cast(
+            self.w_out, tokens.dtype
+        )
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:

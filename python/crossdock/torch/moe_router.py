@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from crossdock._router import LEAST_SUM, RouterOptions
 
+from ._autocast import autocast_dtype, cast
+
 __all__ = [
     "Router",
     "Routing",
     "balance_loss",
+    "count_choices",
     "drop_over_capacity",
     "expert_load",
     "route",
@@ -45,8 +47,8 @@ class Router(nn.Module):
         weight: parameter ``[E, H]`` float32.
         bias: buffer ``[E]`` float32, with ``options.bias``, else None: added to scores for the
             choice alone; see `update_router_bias`.
-        load: buffer ``[E]`` float32, with a bias: the load of training since the bias has moved.
-            Not saved.
+        load: buffer ``[E]`` float32, with a bias: how often this rank's tokens have chosen each
+            expert in training since the bias has moved. Not saved.
 
     Args:
         hidden: H.
@@ -81,24 +83,30 @@ class Router(nn.Module):
         load = torch.zeros(num_experts, **floats) if with_bias else None
         self.register_buffer("load", load, persistent=False)
 
-    def forward(self, tokens: torch.Tensor) -> Routing:
-        """Chooses experts for ``tokens`` ``[T, H]``; computes in float32."""
+    def forward(self, tokens: torch.Tensor, *, losses: bool = True) -> Routing:
+        """Chooses experts for ``tokens`` ``[T, H]``; computes in float32.
+
+        Args:
+            tokens: of any floating-point dtype.
+            losses: whether the result has what losses are made of: ``probabilities`` and ``loss``.
+        """
         bias = self.bias
         if bias is not None and bias.dtype != torch.float32:
             # It moves by a thousandth at a time, which a number of 16 bits may be too short for.
             raise TypeError(f"bias: expected the router's in torch.float32, got {bias.dtype}")
-        with torch.autocast(tokens.device.type, enabled=False):
-            logits = F.linear(tokens.float(), self.weight.float())
+        logits = _logits(tokens, self.weight)
+        if not losses:
+            return Routing(*_choose(logits, self.topk, self.options, bias)[:2])
         routing = route(logits, self.topk, self.options, bias)
         if self.z_loss_weight:
             routing = routing._replace(loss=self.z_loss_weight * z_loss(logits))
         return routing
 
     @torch.no_grad()
-    def note_load(self, load: torch.Tensor) -> None:
-        """Remembers the ``[E]`` load of a forward pass, for `update_router_bias`."""
+    def note_load(self, counts: torch.Tensor) -> None:
+        """Adds the ``[E]`` choices of a forward pass of training, for `update_router_bias`."""
         if self.load is not None and self.training:
-            self.load.add_(load)
+            self.load.add_(counts)
 
     def extra_repr(self) -> str:
         """Sizes, for ``print(model)``."""
@@ -124,22 +132,43 @@ def route(
         With ``probabilities``: the scores, scaled to sum to 1 for each token.
     """
     options = RouterOptions() if options is None else options
-    logits = logits.float()
-    if options.scores == "softmax":
-        scores = probabilities = torch.softmax(logits, dim=-1)
+    idx, weights, scores = _choose(logits.float(), topk, options, bias)
+    if options.scores == "sigmoid":
+        scores = scores / scores.sum(dim=-1, keepdim=True).clamp(min=LEAST_SUM)
+    return Routing(idx, weights, scores)
+
+
+def _logits(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``[T, E]`` in float32, also under autocast."""
+    if autocast_dtype(tokens.device) is None:
+        return F.linear(cast(tokens, torch.float32), cast(weight, torch.float32))
+    with torch.autocast(tokens.device.type, enabled=False):
+        return F.linear(tokens.float(), weight.float())
+
+
+def _choose(
+    logits: torch.Tensor, topk: int, options: RouterOptions, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts ``[T, K]``, their weights, and all scores ``[T, E]``."""
+    softmax = options.scores == "softmax"
+    scores = torch.softmax(logits, dim=-1) if softmax else torch.sigmoid(logits)
+    least = LEAST_SUM
+    if bias is None and options.num_groups == 1:
+        weights, idx = torch.topk(scores, topk, dim=-1)
+        if softmax:
+            least = 0  # their sum is K / E at least
     else:
-        scores = torch.sigmoid(logits)
-        probabilities = scores / scores.sum(dim=-1, keepdim=True).clamp(min=LEAST_SUM)
-    rank_by = scores.detach() if bias is None else scores.detach() + bias
-    if options.num_groups > 1:
-        rank_by = _in_best_groups(rank_by, options)
-    idx = torch.topk(rank_by, topk, dim=-1).indices
-    weights = scores.gather(1, idx)
+        rank_by = scores.detach() if bias is None else scores.detach() + bias
+        if options.num_groups > 1:
+            rank_by = _in_best_groups(rank_by, options)
+        idx = torch.topk(rank_by, topk, dim=-1).indices
+        weights = scores.gather(1, idx)
     if options.normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=LEAST_SUM)
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total.clamp(min=least) if least else total)
     if options.scale != 1:
         weights = weights * options.scale
-    return Routing(idx, weights, probabilities)
+    return idx, weights, scores
 
 
 def _in_best_groups(scores: torch.Tensor, options: RouterOptions) -> torch.Tensor:
@@ -175,30 +204,39 @@ def drop_over_capacity(routing: Routing, num_experts: int, capacity: int) -> Rou
     )
 
 
-def expert_load(
-    topk_idx: torch.Tensor, num_experts: int, process_group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def count_choices(topk_idx: torch.Tensor, num_experts: int, real: bool = False) -> torch.Tensor:
+    """``[E]`` float32: how many choices of this rank's tokens went to each expert.
+
+    Args:
+        topk_idx: ``[T, K]``. Ids that are no experts do not count.
+        num_experts: E.
+        real: whether all ids are known to be experts, which saves looking at them.
+    """
+    choices = cast(topk_idx.reshape(-1), torch.int64)
+    counts = torch.zeros(num_experts, dtype=torch.float32, device=choices.device)
+    if real:
+        return counts.scatter_(0, choices, 1.0, reduce="add")
+    experts = (choices >= 0) & (choices < num_experts)
+    return counts.scatter_add_(0, choices.masked_fill(~experts, 0), experts.float())
+
+
+def expert_load(counts: torch.Tensor, total: int | None = None) -> torch.Tensor:
     """``[E]`` float32: the share of all choices that went to each expert; sums to 1.
 
-    Counted over the ranks of ``process_group``, or over this rank's tokens if that is None. Ids
-    that are no experts do not count.
+    Args:
+        counts: from `count_choices`; sums over ranks give the load of these.
+        total: of counts, where the host knows it; None = it is computed.
     """
-    choices = topk_idx.detach().reshape(-1).long()
-    real = (choices >= 0) & (choices < num_experts)
-    counts = torch.zeros(num_experts, dtype=torch.float32, device=topk_idx.device)
-    counts = counts.scatter_add(0, choices.masked_fill(~real, 0), real.float())
-    if process_group is not None:
-        dist.all_reduce(counts, group=process_group)
-    return counts / counts.sum().clamp(min=1)
+    return counts / (counts.sum().clamp(min=1) if total is None else max(total, 1))
 
 
 def balance_loss(probabilities: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
     """``E * sum_e load[e] * mean_t probabilities[t, e]``: 1 where all experts are used alike.
 
     The loss of Switch Transformers (arXiv:2101.03961, section 2.2).
-    With ``load`` counted over all ranks it is linear in what each rank adds, so the average of the
-    ranks' losses (of equally many tokens) is the loss of the whole batch, and the same holds for
-    gradients.
+    With the load of this rank's tokens it keeps these even. With that of all ranks it is linear in
+    what each rank adds, so the average of the ranks' losses (of equally many tokens) is the loss of
+    the whole batch, and the same holds for gradients.
 
     Args:
         probabilities: ``[T, E]`` float32; T = 0 gives 0.

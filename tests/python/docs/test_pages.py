@@ -88,6 +88,7 @@ def test_every_example_is_run_here():
         "torch_round_trip.py",
         "torch_moe_layer.py",
         "torch_moe_model.py",
+        "torch_moe_decode.py",
         "torch_compile.py",
         "torch_graph.py",
         "torch_mesh.py",
@@ -150,6 +151,7 @@ def test_torchrun_starts_an_example():
     [
         ("python/torch_moe_layer.py", [], "at last"),
         ("python/torch_moe_model.py", [], "at last"),
+        ("python/torch_moe_decode.py", [], "with the same bits"),
         ("python/torch_own_layer.py", [], "at last; saved"),
         ("python/torch_async_tp.py", [], "as expected"),
         ("python/torch_tensor_parallel.py", [], "gradient as expected"),

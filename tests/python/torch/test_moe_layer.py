@@ -22,7 +22,7 @@ DRAWN = torch.device("cpu")  # parameters are drawn here, also in tests on GPUs
 
 def make_layer(comm: xd.Comm, max_tokens: int = 16, **options: Any) -> xd.MoELayer:
     torch.manual_seed(SEED)
-    options = {"aux_loss_weight": 0.5, "dtype": torch.float32} | options
+    options = {"aux_loss_weight": 0.5, "dtype": torch.float32, "global_load": True} | options
     return xd.MoELayer(
         HIDDEN, FFN, EXPERTS, TOPK, comm=comm, max_tokens_per_rank=max_tokens, **options
     )
@@ -169,22 +169,22 @@ def test_bfloat16_layer_pads_zones_and_is_near_float32(me: Rank) -> None:
 
 
 @on_ranks(2)
-def test_inference_does_without_torch_distributed(me: Rank) -> None:
-    """Loads are this rank's there; a pass without gradients that is training has those of all."""
+def test_a_pass_exchanges_no_statistics_unless_asked(me: Rank) -> None:
+    """Loads are this rank's; with global_load, in training, they are those of all."""
     tokens_of_ranks = (5, 3)
+    used = mock.patch.object(dist, "all_reduce", side_effect=AssertionError("all_reduce was used"))
     with joined() as comm:
         layer = make_layer(comm)
         x = mine(me, batch(tokens_of_ranks)[0], tokens_of_ranks)
         trained = layer(x)
         with torch.no_grad():
-            repeated = layer(x)
+            repeated = layer(x)  # as activation checkpointing does
         assert torch.equal(repeated.load, trained.load)
         assert torch.equal(repeated.aux_loss, trained.aux_loss)
         chosen = xd.route(x @ layer.router.weight.t(), TOPK).topk_idx
         own = torch.bincount(chosen.reshape(-1), minlength=EXPERTS) / chosen.numel()
         assert not torch.equal(own, trained.load)
-        used = AssertionError("torch.distributed was used")
-        with mock.patch.object(dist, "all_reduce", side_effect=used):
+        with used:
             for training, mode in ((False, torch.no_grad), (True, torch.inference_mode)):
                 layer.train(training)
                 with mode():
@@ -194,6 +194,12 @@ def test_inference_does_without_torch_distributed(me: Rank) -> None:
                 assert output.aux_loss > 0
             with pytest.raises(AssertionError, match="was used"):
                 layer(x)
+            layer = make_layer(comm, global_load=False, router=xd.RouterOptions(bias=True))
+            output = layer(x)
+            assert torch.equal(output.hidden, trained.hidden)
+            close(output.load, own)
+            (output.hidden.sum() + output.aux_loss).backward()
+            assert torch.equal(layer.router.load, torch.bincount(chosen.flatten(), minlength=8))
 
 
 @on_ranks(1)

@@ -12,9 +12,8 @@ from crossdock._core import constants
 from crossdock._gemm_config import Algo
 
 from .._autocast import autocast
-from .._custom_ops import FUNCTIONS
 from .._derivatives import call
-from .._direct import unobserved
+from .._direct import FUNCTIONS, unobserved
 from . import _derivatives, _fp8  # noqa: F401  (register operators and derivatives)
 from ._arguments import (
     Fold,

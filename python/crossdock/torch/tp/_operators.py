@@ -23,7 +23,8 @@ from crossdock._core import constants
 from crossdock.errors import CrossdockError
 
 from .._calls import current_stream, spec
-from .._custom_ops import FUNCTIONS, LIBRARY, as_rows
+from .._custom_ops import LIBRARY, as_rows
+from .._direct import FUNCTIONS
 from .._unseen import unseen
 from ._context import TpContext, context_of, rows_of_d
 from ._operands import ALL_GATHER, ALL_REDUCE, BULK, REDUCE_SCATTER, Operands

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import support
+import test_moe_decode as moe_decode
 import test_moe_layer as moe_layer
 import test_moe_mixed_precision as mixed
 import test_torch_compile as compiled
@@ -28,7 +29,7 @@ MODULES = {
     for name in (
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
-        *("moe_grouped", "moe_layer", "training_alike"),
+        *("moe_grouped", "moe_layer", "moe_decode", "training_alike"),
         "moe_mixed_precision",
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
         *("tp_compile", "tp_async"),
@@ -44,6 +45,11 @@ LEFT_OUT = {
     # that rank does not call. The rank's own errors are tested below, and its peers' errors of a
     # single operation are among the errors.
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
+    moe_decode.test_ranks_that_cannot_decode_alike_hear_it_at_once,
+    # It counts the CPU's operators.
+    moe_decode.test_a_step_needs_few_operators,
+    # Ranks of GPUs that make different calls wait until the timeout.
+    moe_decode.test_ranks_of_which_one_decodes_are_out_of_step,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
     # Not all GPUs have the kernel; test_gpu_moe.py tests it.
     mixed.test_fp8_experts_have_wide_parameters,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import crossdock.torch as xd
+from crossdock.torch import moe
 from support import Rank, on_ranks
 from torch_ranks import gpu_ranks, process_group
 
@@ -119,11 +122,41 @@ def test_shared_experts_run_in_a_stream_of_their_own(me: Rank) -> None:
         assert forward == backward != torch.cuda.current_stream()
 
 
-def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
+@on_gpus
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_shared_experts_beside_have_the_bits_of_a_sequence(
+    me: Rank, reentrant: bool | None
+) -> None:
+    """Forward and backward, also where activation checkpointing computes the layer twice."""
+    with joined(me) as comm:
+        layer = make_layer(comm, shared_experts=2, dtype=torch.bfloat16)
+
+        def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            if reentrant is None:
+                return tuple(layer(x))
+            return checkpoint(lambda x: tuple(layer(x)), x, use_reentrant=reentrant)
+
+        x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        beside = [step(layer, x, run) for _ in range(5)]
+        with mock.patch.object(moe, "Beside", InSequence):
+            wanted = step(layer, x, run)
+        for found in beside:
+            for got, expected in zip(found, wanted, strict=True):
+                assert torch.equal(got, expected)
+
+
+class InSequence:
+    """A stand-in for `Beside` without a stream."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+        self.result = lambda: function(x)
+
+
+def step(layer, x: torch.Tensor, run=None) -> list[torch.Tensor]:
     """Forward and backward; output and all gradients, copied."""
     x = x.clone().requires_grad_()
     layer.zero_grad(set_to_none=True)
-    hidden, aux_loss, load, _ = layer(x)
+    hidden, aux_loss, load, _ = (run or layer)(x)
     (hidden.float().square().sum() + aux_loss).backward()
     found = [hidden, aux_loss, load, x.grad, *(p.grad for p in layer.parameters())]
     return [xd.local_tensor(tensor.detach()).clone() for tensor in found]
@@ -169,6 +202,29 @@ def test_inference_is_captured_whatever_the_backend_of_the_group(me: Rank) -> No
         torch.cuda.synchronize()
         layer.group.check()
         assert torch.equal(got, expected)
+
+
+@on_gpus
+def test_decoding_is_captured_and_follows_the_routing(me: Rank) -> None:
+    """Graphs of batches of several sizes, whose replays have the bits of the bulk operations."""
+    with joined(me) as comm, torch.no_grad():
+        options = {"shared_experts": 1, "decode_tokens": 8, "dtype": torch.bfloat16}
+        layer = make_layer(comm, **options).eval()
+        for tokens in (1, 8):
+            x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            layer(x, decode=True)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = layer(x, decode=True).hidden
+            for _ in range(3):
+                x.normal_()
+                wanted = layer(x).hidden
+                got.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                layer.decode_group.check()
+                assert torch.equal(got, wanted)
 
 
 @on_gpus
