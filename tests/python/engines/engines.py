@@ -163,6 +163,6 @@ class Problem:
     def check(self, out: torch.Tensor, rank: int, fp8: bool) -> None:
         """Asserts that these are a rank's sums, but for roundings to bfloat16."""
         want = self.sums(rank, fp8)
-        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.03)
+        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.05)
         if len(want):
             assert want.abs().amax() > 0.3  # against tolerances that everything meets
