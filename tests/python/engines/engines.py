@@ -143,6 +143,13 @@ class Problem:
         self.w1 = (normal(experts, 2 * inner, hidden) / hidden**0.5).bfloat16()
         self.w2 = (normal(experts, hidden, inner) / inner**0.5).bfloat16()
 
+    def on(self, device: torch.device) -> Problem:
+        """This, with all tensors moved to a device."""
+        for name in ("x", "ids", "weights"):
+            setattr(self, name, [one.to(device) for one in getattr(self, name)])
+        self.w1, self.w2 = self.w1.to(device), self.w2.to(device)
+        return self
+
     def apply(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """[n,H] float32: what an expert makes of rows."""
         gate, up = (rows.float() @ self.w1[expert].float().T).chunk(2, 1)

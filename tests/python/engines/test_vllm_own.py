@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,23 +12,24 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossdock import vllm as plugin
 from engines import Problem, installed, needs, plugged_in
 from support import Rank, on_ranks
 from vllm_cases import (
+    BACKENDS,
     BATCHES,
     EXPERTS,
     LAYERS,
-    MOST,
     SECONDS,
     TOPK,
     Experts,
-    engine,
     in_two_threads,
     layer,
-    physical_ids,
+    made_by_vllm,
+    own,
+    own_manager,
     placements,
-    quantise_input,
+    quant_config,
+    run_layer,
     tell_tokens,
 )
 
@@ -39,95 +38,7 @@ pytestmark = needs("vllm")
 # Processes of their own: those of test_vllm.py have changed their vLLM in the other way.
 APART: dict[str, Any] = {"timeout": SECONDS, "among": 5}
 BF16, FP8 = 264, 256  # columns: rows of 528 bytes have no size that DeepEP takes
-BACKENDS = {
-    "ht": "deepep_high_throughput",
-    "ll": "deepep_low_latency",
-    "v2": "deepep_v2",
-    "v2 in graphs": "deepep_v2",
-}
-MANAGERS = {"ht": "DeepEPHTAll2AllManager", "ll": "DeepEPLLAll2AllManager"}
 COPIES = {"copy_", "clone", "_to_copy", "contiguous", "cat", "index_select"}
-
-
-@contextlib.contextmanager
-def vllm(me: Rank) -> Iterator[SimpleNamespace]:
-    """vLLM's modules, with the classes here in their places."""
-    with engine(me, plugin.register) as parts:
-        parts.own = importlib.import_module("crossdock.vllm._manager")
-        parts.standard = importlib.import_module("crossdock.vllm._standard")
-        layers = importlib.import_module("crossdock.vllm._layers")
-        state = importlib.import_module("vllm.distributed.parallel_state")
-        parts.patch.setattr(layers, "moe_kernel_quantize_input", quantise_input)
-        dp = SimpleNamespace(rank_in_group=me.rank, world_size=me.num_ranks)
-        for name in ("get_dp_group", "get_tp_group"):
-            parts.patch.setattr(state, name, lambda: dp)
-        near = lambda group, source_rank: [True]  # noqa: E731
-        parts.patch.setattr(state, "in_the_same_node_as", near)
-        yield parts
-
-
-def configure(parts: SimpleNamespace, kind: str, most: int = MOST, masks: bool = False) -> None:
-    """Lets vLLM's configuration be that of a backend."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            all2all_backend=BACKENDS[kind], enable_fault_tolerance=masks
-        ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=most),
-        model_config=SimpleNamespace(enforce_eager=kind != "v2 in graphs"),
-    )
-    for user in (parts.own, parts.chooser):
-        parts.patch.setattr(user, "get_current_vllm_config", lambda: config)
-
-
-@contextlib.contextmanager
-def manager(parts: SimpleNamespace, kind: str, **options: Any) -> Iterator[Any]:
-    """The manager that vLLM's communicator makes for a backend."""
-    configure(parts, kind, **options)
-    name = MANAGERS.get(kind, "DeepEPV2All2AllManager")
-    group = dist.group.WORLD
-    beside = {} if kind in MANAGERS else {"device_group": group}
-    made = getattr(parts.managers, name)(group, None, **beside)
-    try:
-        yield made
-    finally:
-        made.destroy()
-
-
-def made_by_vllm(
-    parts: SimpleNamespace,
-    made: Any,
-    kind: str,
-    quant: Any,
-    hidden: int,
-    experts: int,
-    most: int = MOST,
-    tables: Any = None,
-) -> Any:
-    """The class of a layer, as vLLM chooses and makes it where a GPU is."""
-    for name in ("HT", "LL", "V2"):
-        attribute = f"DeepEP{name}PrepareAndFinalize"
-        module = f"{LAYERS}.prepare_finalize.deepep_{name.lower()}"
-        found = getattr(importlib.import_module(module), attribute)
-        parts.patch.setattr(parts.chooser, attribute, found, raising=False)
-    block = importlib.import_module(f"{LAYERS}.prepare_finalize.deepep_ll")
-    parts.patch.setattr(
-        parts.chooser, "DEEPEP_QUANT_BLOCK_SHAPE", block.DEEPEP_QUANT_BLOCK_SHAPE, raising=False
-    )
-    ranks = parts.me.num_ranks
-    parallel = SimpleNamespace(use_passthrough_all2all=False, use_all2all_kernels=True, sp_size=1)
-    moe = SimpleNamespace(
-        moe_parallel_config=parallel,
-        use_deepep_ht_kernels=kind == "ht",
-        use_deepep_ll_kernels=kind == "ll",
-        use_deepep_v2_kernels=kind.startswith("v2"),
-        dp_size=ranks,
-        num_experts=experts,
-        num_local_experts=experts // ranks,
-        experts_per_token=TOPK,
-        hidden_dim=hidden,
-        max_num_tokens=most,
-    )
-    return parts.chooser.maybe_make_prepare_finalize(moe, quant, tables, all2all_manager=made)
 
 
 class Operations(TorchDispatchMode):
@@ -163,37 +74,13 @@ def without_copies(pf: Any) -> Any:
     return pf
 
 
-def run_layer(
-    parts: SimpleNamespace,
-    pf: Any,
-    problem: Problem,
-    kind: str,
-    fp8: bool,
-    logical: list[int],
-    dtype: torch.dtype = torch.int64,
-) -> None:
-    """Checks a layer's output with experts that are whole."""
-    rank = parts.me.rank
-    experts = Experts(parts, problem, logical, fp8, batched=kind == "ll")
-    ids = physical_ids(problem, rank, logical).to(dtype)
-    given = (problem.x[rank], ids, problem.weights[rank])
-    problem.check(layer(parts, pf, experts, *given), rank, fp8)
-
-
-def quant_config(parts: SimpleNamespace, fp8: bool) -> Any:
-    if not fp8:
-        return parts.config.FUSED_MOE_UNQUANTIZED_CONFIG
-    scale = Experts.w1_scale
-    return parts.config.fp8_w8a8_moe_quant_config(scale, scale, block_shape=[128, 128])
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("kind", BACKENDS)
 @on_ranks(2, 4, **APART)
 def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
     """Without copies in finalize, and with one group for all batches of an expert placement."""
     hidden = FP8 if fp8 else BF16
-    with vllm(me) as parts, manager(parts, kind) as made:
+    with own(me) as parts, own_manager(parts, kind) as made:
         quant = quant_config(parts, fp8)
         for number, (logical, options) in enumerate(placements(kind, me.num_ranks)):
             tables = None
@@ -214,7 +101,7 @@ def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
 def test_rows_in_graphs_depend_on_nothing_but_the_largest_number_of_tokens(me: Rank) -> None:
     """As many as the next power of two allows, few of them or many, and -1 behind the last."""
     hidden, most = 64, 700
-    with vllm(me) as parts, manager(parts, "v2 in graphs", most=most) as made:
+    with own(me) as parts, own_manager(parts, "v2 in graphs", most=most) as made:
         quant = quant_config(parts, False)
         pf = made_by_vllm(parts, made, "v2 in graphs", quant, hidden, EXPERTS, most)
         receive, seen = pf._received, []
@@ -243,7 +130,7 @@ def test_rows_in_graphs_depend_on_nothing_but_the_largest_number_of_tokens(me: R
 @pytest.mark.parametrize("kind", ["ll", "ht"])
 @on_ranks(2, 4, **APART)
 def test_two_micro_batches_take_turns(me: Rank, kind: str) -> None:
-    with vllm(me) as parts, manager(parts, kind) as made:
+    with own(me) as parts, own_manager(parts, kind) as made:
         quant = quant_config(parts, False)
         pf = without_copies(made_by_vllm(parts, made, kind, quant, BF16, EXPERTS))
         problems = [
@@ -267,7 +154,7 @@ def test_two_micro_batches_take_turns(me: Rank, kind: str) -> None:
 @on_ranks(2, **APART)
 def test_scales_are_packed_where_experts_take_that(me: Rank) -> None:
     hidden, tokens = 512, [5, 3]
-    with vllm(me) as parts, manager(parts, "ll") as made:
+    with own(me) as parts, own_manager(parts, "ll") as made:
         quant = quant_config(parts, True)
         pf = made_by_vllm(parts, made, "ll", quant, hidden, EXPERTS)
         taker = SimpleNamespace(supports_packed_ue8m0_act_scales=lambda: True)
@@ -294,7 +181,7 @@ def test_scales_are_packed_where_experts_take_that(me: Rank) -> None:
 @on_ranks(2, **APART)
 def test_weights_may_go_to_the_input(me: Rank, kind: str) -> None:
     """With one expert for each token."""
-    with vllm(me) as parts, manager(parts, kind) as made:
+    with own(me) as parts, own_manager(parts, kind) as made:
         pf = made_by_vllm(parts, made, kind, quant_config(parts, False), 64, EXPERTS)
         problem = Problem([4, 2], 64, EXPERTS, 1)
         x, ids, weights = problem.x[me.rank], problem.ids[me.rank], problem.weights[me.rank]
@@ -315,7 +202,7 @@ def test_weights_may_go_to_the_input(me: Rank, kind: str) -> None:
 
 @on_ranks(2, **APART)
 def test_results_may_lie_where_peers_read_them(me: Rank) -> None:
-    with vllm(me) as parts, manager(parts, "ht") as made:
+    with own(me) as parts, own_manager(parts, "ht") as made:
         quant = quant_config(parts, False)
         pf = made_by_vllm(parts, made, "ht", quant, BF16, EXPERTS)
         problem = Problem([5, 3], BF16, EXPERTS, TOPK)
@@ -337,7 +224,7 @@ def test_results_may_lie_where_peers_read_them(me: Rank) -> None:
 @on_ranks(2, **APART)
 def test_multiprocessors_are_those_of_groups_to_come(me: Rank) -> None:
     """Steps of both kinds have a group each, and keep it."""
-    with vllm(me) as parts, manager(parts, "ht") as made:
+    with own(me) as parts, own_manager(parts, "ht") as made:
         quant = quant_config(parts, False)
         pf = made_by_vllm(parts, made, "ht", quant, 64, EXPERTS)
         problem = Problem([4, 2], 64, EXPERTS, TOPK)
@@ -350,7 +237,7 @@ def test_multiprocessors_are_those_of_groups_to_come(me: Rank) -> None:
         assert len(made.traffic) == 2
         with pytest.raises(ValueError, match="num_sms: expected at least 2, got 1"):
             made.set_num_sms(1)
-    with vllm(me) as parts, manager(parts, "ll") as made:
+    with own(me) as parts, own_manager(parts, "ll") as made:
         assert made.max_sms_used() == 0
         with pytest.raises(ValueError, match="--max-num-batched-tokens: expected at most 1024"):
             made.get_handle({"max_num_tokens_per_dp_rank": 1025})
@@ -358,7 +245,7 @@ def test_multiprocessors_are_those_of_groups_to_come(me: Rank) -> None:
 
 @on_ranks(2, **APART)
 def test_a_layer_goes_on_without_a_rank_and_gets_it_back(me: Rank) -> None:
-    with vllm(me) as parts, manager(parts, "ll", masks=True) as made:
+    with own(me) as parts, own_manager(parts, "ll", masks=True) as made:
         assert made.support_fault_tolerance and not made.query_fault()
         quant = quant_config(parts, False)
         pf = made_by_vllm(parts, made, "ll", quant, BF16, EXPERTS)
@@ -381,10 +268,10 @@ def test_a_layer_goes_on_without_a_rank_and_gets_it_back(me: Rank) -> None:
 
 @on_ranks(2, **APART)
 def test_rows_keep_their_size_if_it_is_a_multiple_of_16_bytes(me: Rank) -> None:
-    with vllm(me) as parts:
+    with own(me) as parts:
         parts.patch.setattr(parts.chooser, "DeepEPHTPrepareAndFinalize", None, raising=False)
         for kind in BACKENDS:
-            with manager(parts, kind) as made:
+            with own_manager(parts, kind) as made:
                 made_by_vllm(parts, made, kind, quant_config(parts, False), 64, EXPERTS)
             flags = {f"use_{one}_kernels": False for one in ("deepep_ht", "deepep_ll", "deepep_v2")}
             flags |= {"use_nixl_ep_kernels": False, f"use_deepep_{kind[:2]}_kernels": True}
@@ -397,7 +284,7 @@ def test_rows_keep_their_size_if_it_is_a_multiple_of_16_bytes(me: Rank) -> None:
 @on_ranks(2, **APART)
 def test_vllm_finds_the_classes_where_a_gpu_is(me: Rank) -> None:
     """Whether it looks before the plug-in is loaded, or behind it."""
-    with vllm(me) as parts:
+    with own(me) as parts:
         imports = importlib.import_module("vllm.utils.import_utils")
         assert imports.has_deep_ep() and imports.has_deep_ep_v2()
         platform = importlib.import_module("vllm.platforms").current_platform

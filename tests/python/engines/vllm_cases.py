@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from crossdock import vllm as plugin
 from engines import Problem, dequantise, plugged_in, quantise
 from support import Rank
 from torch_ranks import process_group
@@ -21,6 +23,14 @@ EXPERTS, TOPK, MOST = 8, 3, 16
 BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])
 LAYERS = "vllm.model_executor.layers.fused_moe"
 SECONDS = 400  # vLLM has thousands of files to import
+
+BACKENDS = {
+    "ht": "deepep_high_throughput",
+    "ll": "deepep_low_latency",
+    "v2": "deepep_v2",
+    "v2 in graphs": "deepep_v2",
+}
+MANAGERS = {"ht": "DeepEPHTAll2AllManager", "ll": "DeepEPLLAll2AllManager"}
 
 
 class NoStream:
@@ -161,7 +171,7 @@ def placements(kind: str, num_ranks: int) -> list[tuple[list[int], dict[str, Any
 
 def tell_tokens(parts: SimpleNamespace, user: Any, tokens: list[int]) -> None:
     """Lets vLLM's context of a step say how many tokens each rank has."""
-    told = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
+    told = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens, device="cpu"))
     context = functools.partial(SimpleNamespace, dp_metadata=told)
     parts.patch.setattr(user, "get_forward_context", context)
 
@@ -199,3 +209,108 @@ def in_two_threads(
     for thread in threads:
         thread.join()
     return outs
+
+
+@contextlib.contextmanager
+def own(me: Rank) -> Iterator[SimpleNamespace]:
+    """vLLM's modules, with the classes here in their places."""
+    with engine(me, plugin.register) as parts:
+        parts.own = importlib.import_module("crossdock.vllm._manager")
+        parts.standard = importlib.import_module("crossdock.vllm._standard")
+        layers = importlib.import_module("crossdock.vllm._layers")
+        state = importlib.import_module("vllm.distributed.parallel_state")
+        parts.patch.setattr(layers, "moe_kernel_quantize_input", quantise_input)
+        dp = SimpleNamespace(rank_in_group=me.rank, world_size=me.num_ranks)
+        for name in ("get_dp_group", "get_tp_group"):
+            parts.patch.setattr(state, name, lambda: dp)
+        near = lambda group, source_rank: [True]  # noqa: E731
+        parts.patch.setattr(state, "in_the_same_node_as", near)
+        yield parts
+
+
+def configure(parts: SimpleNamespace, kind: str, most: int = MOST, masks: bool = False) -> None:
+    """Lets vLLM's configuration be that of a backend."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            all2all_backend=BACKENDS[kind], enable_fault_tolerance=masks
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most),
+        model_config=SimpleNamespace(enforce_eager=kind != "v2 in graphs"),
+    )
+    for user in (parts.own, parts.chooser):
+        parts.patch.setattr(user, "get_current_vllm_config", lambda: config)
+
+
+@contextlib.contextmanager
+def own_manager(parts: SimpleNamespace, kind: str, **options: Any) -> Iterator[Any]:
+    """The manager that vLLM's communicator makes for a backend."""
+    configure(parts, kind, **options)
+    name = MANAGERS.get(kind, "DeepEPV2All2AllManager")
+    group = dist.group.WORLD
+    beside = {} if kind in MANAGERS else {"device_group": group}
+    made = getattr(parts.managers, name)(group, None, **beside)
+    try:
+        yield made
+    finally:
+        made.destroy()
+
+
+def made_by_vllm(
+    parts: SimpleNamespace,
+    made: Any,
+    kind: str,
+    quant: Any,
+    hidden: int,
+    experts: int,
+    most: int = MOST,
+    tables: Any = None,
+) -> Any:
+    """The class of a layer, as vLLM chooses and makes it where a GPU is."""
+    for name in ("HT", "LL", "V2"):
+        attribute = f"DeepEP{name}PrepareAndFinalize"
+        module = f"{LAYERS}.prepare_finalize.deepep_{name.lower()}"
+        found = getattr(importlib.import_module(module), attribute)
+        parts.patch.setattr(parts.chooser, attribute, found, raising=False)
+    block = importlib.import_module(f"{LAYERS}.prepare_finalize.deepep_ll")
+    parts.patch.setattr(
+        parts.chooser, "DEEPEP_QUANT_BLOCK_SHAPE", block.DEEPEP_QUANT_BLOCK_SHAPE, raising=False
+    )
+    ranks = parts.me.num_ranks
+    parallel = SimpleNamespace(use_passthrough_all2all=False, use_all2all_kernels=True, sp_size=1)
+    moe = SimpleNamespace(
+        moe_parallel_config=parallel,
+        use_deepep_ht_kernels=kind == "ht",
+        use_deepep_ll_kernels=kind == "ll",
+        use_deepep_v2_kernels=kind.startswith("v2"),
+        dp_size=ranks,
+        num_experts=experts,
+        num_local_experts=experts // ranks,
+        experts_per_token=TOPK,
+        hidden_dim=hidden,
+        max_num_tokens=most,
+    )
+    return parts.chooser.maybe_make_prepare_finalize(moe, quant, tables, all2all_manager=made)
+
+
+def run_layer(
+    parts: SimpleNamespace,
+    pf: Any,
+    problem: Problem,
+    kind: str,
+    fp8: bool,
+    logical: list[int],
+    dtype: torch.dtype = torch.int64,
+) -> None:
+    """Checks a layer's output with experts that are whole."""
+    rank = parts.me.rank
+    experts = Experts(parts, problem, logical, fp8, batched=kind == "ll")
+    ids = physical_ids(problem, rank, logical).to(dtype)
+    given = (problem.x[rank], ids, problem.weights[rank])
+    problem.check(layer(parts, pf, experts, *given), rank, fp8)
+
+
+def quant_config(parts: SimpleNamespace, fp8: bool) -> Any:
+    if not fp8:
+        return parts.config.FUSED_MOE_UNQUANTIZED_CONFIG
+    scale = Experts.w1_scale
+    return parts.config.fp8_w8a8_moe_quant_config(scale, scale, block_shape=[128, 128])
