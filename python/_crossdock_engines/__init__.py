@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 _PLUGIN = "crossdock"  # the name of the entry points
 _VARIABLE = "XD_ENGINE"
+_DEEP_EP = "deep_ep"  # the engine's own classes for DeepEP, on crossdock.deep_ep
 _LAYER = "srt/layers/moe/fused_moe_triton/layer.py"
 _MAKER = "create_moe_dispatcher"
 
@@ -27,10 +28,11 @@ def vllm() -> None:
         ValueError: a bad value of ``XD_ENGINE``.
     """
     try:
-        if _wanted("VLLM_PLUGINS"):
-            from crossdock.vllm import register
+        way = _wanted("VLLM_PLUGINS")
+        if way:
+            from crossdock import vllm
 
-            register()
+            vllm.register_deep_ep() if way == _DEEP_EP else vllm.register()
     except Exception:
         plugins: Any = sys.modules.get("vllm.plugins")
         if hasattr(plugins, "plugins_loaded"):
@@ -50,22 +52,29 @@ def sglang() -> None:
         SystemExit: of the former, in an SGLang that does not know the hooks that raise later.
     """
     try:
-        if _wanted("SGLANG_PLUGINS"):
-            from crossdock.sglang import register
+        way = _wanted("SGLANG_PLUGINS")
+        if way:
+            from crossdock import sglang
 
-            register()
+            sglang.register_deep_ep() if way == _DEEP_EP else sglang.register()
     except Exception as error:
         _refuse_dispatchers(error)
         raise
 
 
-def _wanted(allowed: str) -> bool:
-    """Whether ``XD_ENGINE=1``, or the engine's variable `allowed` names this plug-in."""
+def _wanted(allowed: str) -> str:
+    """How this plug-in is wanted: as ``XD_ENGINE`` says, or 1 if `allowed` names it; "" = not.
+
+    Args:
+        allowed: the engine's variable.
+    """
     value = os.environ.get(_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{_VARIABLE}: expected 0 or 1, got {value!r}")
-    named = os.environ.get(allowed, "").split(",")
-    return value == "1" or (value == "" and _PLUGIN in map(str.strip, named))
+    if value not in ("", "0", "1", _DEEP_EP):
+        raise ValueError(f"{_VARIABLE}: expected 0, 1 or {_DEEP_EP}, got {value!r}")
+    named = map(str.strip, os.environ.get(allowed, "").split(","))
+    if not value:
+        return "1" if _PLUGIN in named else ""
+    return "" if value == "0" else value
 
 
 def _refuse_dispatchers(error: Exception) -> None:

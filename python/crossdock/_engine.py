@@ -41,6 +41,7 @@ class Engine:
         callers: files whose classes for DeepEP call its methods.
         instead: what a user does who has another version.
         backends: the values of the engine's flag that mean DeepEP.
+        way: what Crossdock is to these, in the line that says so.
     """
 
     title: str
@@ -50,19 +51,25 @@ class Engine:
     callers: tuple[str, ...]
     instead: str
     backends: str
+    way: str = "is DeepEP for"
 
-    def take_over(self, open_gates: Callable[[], bool], buffer: type, elastic: type) -> None:
-        """Lets the engine's code for DeepEP run on Crossdock.
+    def take_over(
+        self,
+        change: Callable[[], bool],
+        buffer: type | None = None,
+        elastic: type | None = None,
+    ) -> None:
+        """Lets the engine's values for DeepEP mean Crossdock.
 
         Args:
-            open_gates: changes the engine; False if that has been done before.
+            change: changes the engine; False if that has been done before.
             buffer, elastic: as of `require`.
 
         Raises:
-            ImportError: of `require` or `open_gates`; nothing has been changed.
+            ImportError: of `require` or `change`; nothing has been changed.
         """
         self.require(buffer, elastic)
-        changed = open_gates()
+        changed = change()
         limit_waits()
         if changed:
             self.say()
@@ -112,7 +119,7 @@ class Engine:
         version = self.version()
         known = "tested" if version in self.tested else f"tested: {', '.join(self.tested)}"
         here = f"crossdock {crossdock.__version__}"
-        text = f"{here} is DeepEP for {self.backends} ({self.title} {version}"
+        text = f"{here} {self.way} {self.backends} ({self.title} {version}"
         logger = logging.getLogger(f"{self.package}.crossdock")
         if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
             logger.info("%s, %s)", text, known)

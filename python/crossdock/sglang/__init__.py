@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ._known import ENGINE
 
-__all__ = ["register"]
+__all__ = ["register", "register_deep_ep"]
 
 
-def register() -> None:
+def register_deep_ep() -> None:
     """Takes over SGLang's values of ``--moe-a2a-backend`` that mean DeepEP.
 
     Raises:
@@ -23,3 +23,6 @@ def register() -> None:
     from ._gates import open_gates
 
     ENGINE.take_over(open_gates, Buffer, ElasticBuffer)
+
+
+register = register_deep_ep

@@ -143,6 +143,13 @@ class Problem:
         self.w1 = (normal(experts, 2 * inner, hidden) / hidden**0.5).bfloat16()
         self.w2 = (normal(experts, hidden, inner) / inner**0.5).bfloat16()
 
+    def on(self, device: torch.device) -> Problem:
+        """This, with all tensors moved to a device."""
+        for name in ("x", "ids", "weights"):
+            setattr(self, name, [one.to(device) for one in getattr(self, name)])
+        self.w1, self.w2 = self.w1.to(device), self.w2.to(device)
+        return self
+
     def apply(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """[n,H] float32: what an expert makes of rows."""
         gate, up = (rows.float() @ self.w1[expert].float().T).chunk(2, 1)
@@ -163,6 +170,6 @@ class Problem:
     def check(self, out: torch.Tensor, rank: int, fp8: bool) -> None:
         """Asserts that these are a rank's sums, but for roundings to bfloat16."""
         want = self.sums(rank, fp8)
-        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.03)
+        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.05)
         if len(want):
             assert want.abs().amax() > 0.3  # against tolerances that everything meets

@@ -96,10 +96,10 @@ def test_a_crossdock_that_was_built_without_cuda_is_refused_where_torch_has_it(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(_core, "built_with_cuda", False)
     with pytest.raises(ImportError, match="this Crossdock was built without CUDA; see docs/insta"):
-        plugin.register()
+        plugin.register_deep_ep()
     assert nothing_has_changed()
     monkeypatch.setattr(torch.version, "cuda", None)  # for the CPU it will do
-    plugin.register()
+    plugin.register_deep_ep()
     assert sys.modules["deep_ep"] is deep_ep
 
 
@@ -114,7 +114,7 @@ def test_waits_end_before_an_engine_gives_up(
 ) -> None:
     if given is not None:
         monkeypatch.setenv("XD_TIMEOUT_MS", given)
-    installed(engine).register()
+    installed(engine).register_deep_ep()
     assert os.environ["XD_TIMEOUT_MS"] == used
 
 
@@ -141,7 +141,7 @@ def test_vllm_meets_a_refusal_each_time(
 ) -> None:
     installed("vllm", "9.1", {f"{PREPARE}/deepep_v2.py": ("", "")})
     load = loaded_by_vllm(tmp_path)
-    monkeypatch.setenv("XD_ENGINE", "1")
+    monkeypatch.setenv("XD_ENGINE", "deep_ep")
     for _ in range(2):
         with pytest.raises(ImportError, match="there is no vllm/model_executor"):
             load()
@@ -159,7 +159,7 @@ def test_vllm_is_as_it_was_if_a_module_of_it_cannot_be_imported(
     before = dict(vars(imports)), [dict(vars(one)) for one in classes]
     for _ in range(2):
         with pytest.raises(ImportError, match="no_x"):
-            plugin.register()
+            plugin.register_deep_ep()
     assert (dict(vars(imports)), [dict(vars(one)) for one in classes]) == before
     assert "EP_DISABLE_GIN" not in os.environ
 
@@ -205,6 +205,7 @@ def test_vllm_finds_deep_ep_here(
     imports, chooser = of("vllm/utils/import_utils.py"), of(f"{LAYERS}/all2all_utils.py")
     assert not imports.has_deep_ep() and not hasattr(chooser, "DeepEPHTPrepareAndFinalize")
     monkeypatch.setenv("VLLM_PLUGINS", "other,crossdock")
+    monkeypatch.setenv("XD_ENGINE", "deep_ep")
     loaded_by_vllm(tmp_path)()
     ENTRIES["vllm"]()
     assert imports.has_deep_ep() and imports.has_deep_ep_v2()
@@ -228,9 +229,31 @@ def test_vllm_gets_its_names_later_if_it_has_not_looked(
     installed: Installed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugin = installed("vllm", "0.34.5")
-    plugin.register()
+    plugin.register_deep_ep()
     assert of(f"{LAYERS}/all2all_utils.py").DeepEPV2PrepareAndFinalize
     assert "(vLLM 0.34.5, tested: 0.33.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("switch, allowed", [("1", None), (None, "crossdock")])
+def test_vllm_meets_a_refusal_of_our_classes_in_words(
+    installed: Installed, monkeypatch: pytest.MonkeyPatch, switch: str | None, allowed: str | None
+) -> None:
+    """On a package that has what the other way needs, and not all that this one does."""
+    installed("vllm", "9.1")
+    for name, value in (("XD_ENGINE", switch), ("VLLM_PLUGINS", allowed)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ImportError) as caught:
+        ENTRIES["vllm"]()
+    says = str(caught.value)
+    assert says.startswith("crossdock.vllm knows vLLM 0.33.0, and found 9.1, in which there is no ")
+    assert f"there is no {LAYERS}/modular_kernel.py" in says
+    assert "base_device_communicator.py has no All2AllManagerBase.query_fault" in says
+    assert (
+        "DeepEPHTPrepareAndFinalize.__init__ has the parameters (self, buffer) in place of" in says
+    )
+    assert "Use XD_ENGINE=deep_ep" in says
+    assert nothing_has_changed() and "vllm.utils" not in sys.modules
 
 
 CHANGES = {
@@ -311,7 +334,7 @@ def test_another_engine_is_refused_in_words_and_stays_as_it_is(
     engine, file, texts, says = CHANGES[change]
     plugin = installed(engine, "9.1", {file: texts})
     with pytest.raises(ImportError) as caught:
-        plugin.register()
+        plugin.register_deep_ep()
     known = plugin.ENGINE.tested[0]
     begins = f"crossdock.{engine} knows {plugin.ENGINE.title} {known}, and found 9.1, in which "
     assert str(caught.value).startswith(begins) and says in str(caught.value)
@@ -336,7 +359,7 @@ def test_a_deep_ep_that_was_imported_before_is_refused(
     imports = of("vllm/utils/import_utils.py")
     before = dict(vars(imports))
     with pytest.raises(ImportError, match="expected that no other deep_ep has been imported"):
-        plugin.register()
+        plugin.register_deep_ep()
     assert sys.modules["deep_ep"] is other and "EP_DISABLE_GIN" not in os.environ
     assert vars(imports) == before
 
@@ -356,7 +379,7 @@ def test_dispatchers_of_sglang_that_are_imported_take_this_deep_ep(
     assert first.use_deepep is second.use_deepep_v2 is brought
     monkeypatch.setenv("SGLANG_PLUGINS", "other, crossdock")
     ENTRIES["sglang"]()
-    plugin.register()
+    plugin.register_deep_ep()
     assert first.use_deepep and first.Buffer is Buffer and first.Config is deep_ep.Config
     assert second.use_deepep_v2 and second.ElasticBuffer is deep_ep.ElasticBuffer
     quantise = of("sglang/kernels/ops/quantization/fp8_kernel.py").sglang_per_token_group_quant_fp8
@@ -373,8 +396,8 @@ def test_dispatchers_of_sglang_that_are_imported_later_find_this_deep_ep(
 ) -> None:
     plugin = installed("sglang")
     monkeypatch.setenv("XD_ENGINE", "1")
-    plugin.register()
-    plugin.register()
+    plugin.register_deep_ep()
+    plugin.register_deep_ep()
     assert of(f"{DISPATCHERS}/deepep.py").Buffer is Buffer
     assert of(f"{DISPATCHERS}/deepep_v2.py").ElasticBuffer is deep_ep.ElasticBuffer
     assert capsys.readouterr().err.count("\n") == 1
@@ -386,7 +409,10 @@ def test_sglang_which_swallows_an_error_meets_it_again(
 ) -> None:
     installed("sglang", "9.1", {f"{DISPATCHERS}/deepep.py": ("", "")})
     monkeypatch.setenv("XD_ENGINE", switch)
-    says = {"1": "there is no sglang/srt/layers", "yes": "XD_ENGINE: expected 0 or 1, got 'yes'"}
+    says = {
+        "1": "there is no sglang/srt/layers",
+        "yes": "XD_ENGINE: expected 0, 1 or deep_ep, got 'yes'",
+    }
     with pytest.raises((ImportError, ValueError), match=says[switch]):
         ENTRIES["sglang"]()
     registry = of("sglang/srt/plugins/hook_registry.py")
@@ -423,7 +449,7 @@ def test_ranks_are_in_step_when_vllm_has_cleaned_its_buffers(me: Rank, tmp_path:
             patch.setenv("EP_DISABLE_GIN", "0")
             patch.setattr(_core, "built_with_cuda", True)
             try:
-                crossdock.vllm.register()
+                crossdock.vllm.register_deep_ep()
                 managers = of(f"{MANAGERS}/all2all.py").DeepEPLLAll2AllManager
                 check_recovery(me, managers)
                 patch.setattr(_core, "default_timeout_ms", lambda: 500)

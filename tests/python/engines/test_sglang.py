@@ -40,7 +40,7 @@ class NoStream:
 def sglang(me: Rank) -> Iterator[SimpleNamespace]:
     """SGLang's modules, as a server has them that has DeepGEMM."""
     with (
-        plugged_in(plugin.register, UNUSED),
+        plugged_in(plugin.register_deep_ep, UNUSED),
         pytest.MonkeyPatch.context() as patch,
         process_group(),
     ):
@@ -272,7 +272,7 @@ def test_a_layer_of_the_elastic_buffer_is_the_dense_sum(me: Rank, form: str, fp8
                 placed.check(out, fp8)
 
 
-@pytest.mark.parametrize("switch", ["1", "yes"])
+@pytest.mark.parametrize("switch", ["deep_ep", "yes"])
 @on_ranks(1, timeout=SECONDS, fresh=True)
 def test_a_scheduler_loads_the_plug_in_behind_its_dispatchers(
     me: Rank, tmp_path: Any, switch: str
@@ -289,11 +289,13 @@ def test_a_scheduler_loads_the_plug_in_behind_its_dispatchers(
         assert first.Buffer is object
         importlib.import_module("sglang.srt.plugins").load_plugins()
         layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
-        if switch == "1":
+        if switch == "deep_ep":
             assert first.Buffer is deep_ep.Buffer and first.Config is deep_ep.Config
             second = importlib.import_module(f"{DISPATCHERS}.deepep_v2")
             assert second.ElasticBuffer is deep_ep.ElasticBuffer
         else:
             assert first.Buffer is object
-            with pytest.raises(RuntimeError, match="XD_ENGINE: expected 0 or 1, got 'yes'"):
+            with pytest.raises(
+                RuntimeError, match="XD_ENGINE: expected 0, 1 or deep_ep, got 'yes'"
+            ):
                 layer.create_moe_dispatcher(None, None)

@@ -1,0 +1,106 @@
+"""Crossdock's classes at the seams of vLLM, a GPU for each rank: layers as on the CPU, and graphs.
+
+Experts are torch's: vLLM's kernels are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engines import Problem, dequantise, needs
+from support import Rank, on_ranks
+from torch_ranks import gpu_ranks, run_on_gpus
+from vllm_cases import (
+    BACKENDS,
+    BATCHES,
+    EXPERTS,
+    MOST,
+    SECONDS,
+    TOPK,
+    Experts,
+    layer,
+    made_by_vllm,
+    own,
+    own_manager,
+    quant_config,
+    run_layer,
+    tell_tokens,
+)
+
+RANKS = [ranks for ranks in gpu_ranks() if ranks > 1] or [2]
+HIDDEN = {False: 2880, True: 2816}  # by whether rows are FP8: no size that DeepEP takes
+ON_GPUS: dict[str, Any] = {"run": run_on_gpus, "timeout": SECONDS, "fresh": True}
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs("vllm"),
+    pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU"),
+]
+
+
+def problem_of(me: Rank, tokens: Sequence[int], hidden: int, seed: int) -> Problem:
+    with torch.device("cpu"):
+        made = Problem(tokens, hidden, EXPERTS, TOPK, seed)
+    return made.on(torch.device("cuda", me.rank))
+
+
+class StaticExperts(Experts):
+    """Experts that look at all rows, whether a batch has them or not, so that no host waits."""
+
+    def __call__(self, x: Any, scale: Any, meta: Any, ids: Any, weights: Any) -> torch.Tensor:
+        if scale is not None:
+            x = dequantise(x, scale)
+        if self.batched:
+            each = [self.problem.apply(self.logical[one], x[i]) for i, one in enumerate(self.mine)]
+            return torch.stack(each).bfloat16()
+        out = torch.zeros(x.shape)
+        for one in self.mine:
+            share = weights.masked_fill(ids != one, 0).sum(1, keepdim=True)
+            out += torch.where(share > 0, share * self.problem.apply(self.logical[one], x), 0)
+        return out.bfloat16()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind", BACKENDS)
+@on_ranks(*RANKS, **ON_GPUS)
+def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
+    with own(me) as parts, own_manager(parts, kind) as made:
+        quant, logical = quant_config(parts, fp8), list(range(EXPERTS))
+        pf = made_by_vllm(parts, made, kind, quant, HIDDEN[fp8], EXPERTS)
+        for seed, tokens in enumerate(BATCHES):
+            tokens = tokens[: me.num_ranks]
+            tell_tokens(parts, parts.standard, tokens)
+            problem = problem_of(me, tokens, HIDDEN[fp8], seed)
+            for dtype in (torch.int64, torch.int32):
+                run_layer(parts, pf, problem, kind, fp8, logical, dtype)
+        assert len(made.traffic) == 1
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("kind", ["ll", "v2 in graphs"])
+@on_ranks(*RANKS, **ON_GPUS)
+def test_a_graph_follows_new_routing(me: Rank, kind: str, fp8: bool) -> None:
+    with own(me) as parts, own_manager(parts, kind) as made:
+        tokens = [MOST] * me.num_ranks
+        pf = made_by_vllm(parts, made, kind, quant_config(parts, fp8), HIDDEN[fp8], EXPERTS)
+        tell_tokens(parts, parts.standard, tokens)
+        problems = [problem_of(me, tokens, HIDDEN[fp8], seed) for seed in range(4)]
+        for one in problems[1:]:  # the same experts
+            one.w1, one.w2 = problems[0].w1, problems[0].w2
+        batches = [(one.x[me.rank], one.ids[me.rank], one.weights[me.rank]) for one in problems]
+        given = tuple(part.clone() for part in batches[0])
+        experts = StaticExperts(parts, problems[0], list(range(EXPERTS)), fp8, kind == "ll")
+        problems[0].check(layer(parts, pf, experts, *given), me.rank, fp8)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(parts, pf, experts, *given)
+        for number in range(20):
+            for part, value in zip(given, batches[number % 4]):
+                part.copy_(value)
+            graph.replay()
+            problems[number % 4].check(out, me.rank, fp8)
