@@ -67,6 +67,17 @@
  * NaNs, made quiet. Elements that are only moved (dispatch's rows, scales and weights,
  * combine_bwd's rows without weights and their scales, the gradients of weights in dispatch_bwd)
  * keep every bit, also of a signalling NaN.
+ *
+ * Parts (EXPERT_MAJOR): operations on a plan may be called in its P parts, by all ranks from 1 to P
+ * with the same tensors. Part p stands for the local experts (p-1)*L/P to p*L/P - 1 of each rank:
+ *   dispatch, combine_bwd  After part p the zones of parts up to p are complete; rows of later ones
+ *                          may have been written. Rows past the last zone belong to part P.
+ *   combine, dispatch_bwd  Part p reads zones of parts up to p alone, which stay as they are until
+ *                          part P has ended; part P writes the outputs. Between parts 1 and P the
+ *                          group runs nothing but xd_ep_prepare: other operations, and parts that
+ *                          are out of order or follow an error, are INVALID_ARGUMENT on all ranks.
+ * A part is an operation, with its own error. All bits are those of whole operations. Between
+ * machines part 1 (dispatch, combine_bwd) or P does all the work.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
@@ -130,6 +141,7 @@ typedef enum xd_ep_operation {
 #define XD_EP_MAX_EXPERTS 65536
 #define XD_EP_MAX_TOPK    32
 #define XD_EP_MAX_TOKENS  67108864 /* 2^26 */
+#define XD_EP_MAX_PARTS   16
 /* Rows of tokens are multiples of it, and their tensors begin at one; so do plans. In bytes. */
 #define XD_EP_ROW_ALIGNMENT 16
 
@@ -316,9 +328,12 @@ typedef struct xd_ep_prepare_args {
   const DLTensor* total;
   /* Out [W,W]: rows that source s puts into the receive tensor of destination d, after drops. */
   const DLTensor* rank_rows;
+  /* P, equal on all ranks: up to XD_EP_MAX_PARTS and the smallest L, in RANK_MAJOR up to 1; 0 = 1,
+   * whole operations only. More than 1 is UNSUPPORTED on CUDA so far. */
+  int32_t parts;
 } xd_ep_prepare_args;
 #define XD_EP_PREPARE_ARGS_INIT \
-  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, 0 }
 
 /* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable,
  * and on every rank the status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status)
@@ -380,11 +395,16 @@ typedef struct xd_ep_dispatch_args {
   const DLTensor* recv_topk_idx;
   /* Equal on all ranks. */
   xd_ep_quantise quantise;
+  /* 0 = the whole operation; p = its p-th part. Equal on all ranks; 0 in RANK_MAJOR. */
+  int32_t part;
+  /* CUDA: multiprocessors of this call, at most config.num_sms, or if that is 0 the most that the
+   * library chooses; 0 = as the group. May differ between ranks. The CPU executor ignores it. */
+  int32_t num_sms;
 } xd_ep_dispatch_args;
 /* clang-format off */
 #define XD_EP_DISPATCH_ARGS_INIT \
   {sizeof(xd_ep_dispatch_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-   XD_EP_QUANTISE_NONE}
+   XD_EP_QUANTISE_NONE, 0, 0}
 /* clang-format on */
 
 /* Copies each token's row to every rank that holds one of its experts. Which optional tensors are
@@ -403,9 +423,12 @@ typedef struct xd_ep_combine_args {
   /* Out [T,H], type of expert_out: sum over the token's rows, weighted if weights are given; zero
    * for a token without rows. */
   const DLTensor* out;
+  /* Both as in xd_ep_dispatch_args. */
+  int32_t part;
+  int32_t num_sms;
 } xd_ep_combine_args;
 #define XD_EP_COMBINE_ARGS_INIT \
-  { sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL }
+  { sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL, 0, 0 }
 
 /* Sums the experts' results per token. In RANK_MAJOR a row stands for several experts and the
  * caller has reduced it already, so weights are INVALID_ARGUMENT there. */
@@ -424,9 +447,12 @@ typedef struct xd_ep_dispatch_bwd_args {
   const DLTensor* grad_tokens;
   /* Out [T,K], float32: the gradient of that very choice; 0 for -1 and dropped rows. */
   const DLTensor* grad_topk_weights;
+  /* Both as in xd_ep_dispatch_args. */
+  int32_t part;
+  int32_t num_sms;
 } xd_ep_dispatch_bwd_args;
 #define XD_EP_DISPATCH_BWD_ARGS_INIT \
-  { sizeof(xd_ep_dispatch_bwd_args), NULL, 0, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_dispatch_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, 0, 0 }
 
 /* Derivative of dispatch. At least one of the two pairs is given. */
 XD_API xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
@@ -455,9 +481,12 @@ typedef struct xd_ep_combine_bwd_args {
   /* Out [R,S], given iff grad_out_scales is given, and of its type: row t's scales beside each of
    * its rows; padding is 0. Any strides, as recv_scales. */
   const DLTensor* grad_expert_out_scales;
+  /* Both as in xd_ep_dispatch_args. */
+  int32_t part;
+  int32_t num_sms;
 } xd_ep_combine_bwd_args;
 #define XD_EP_COMBINE_BWD_ARGS_INIT \
-  { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_ep_combine_bwd_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0 }
 
 /* Derivative of combine. Rows of 8-bit elements, and rows with scales, are copied and not computed
  * with, so they take no weights: a product would need scales of its own, chosen from the products.
@@ -501,10 +530,12 @@ typedef struct xd_ep_plan_info {
   uint64_t fingerprint;
   /* Number of the prepare in its group. */
   uint64_t epoch;
+  /* P. */
+  int32_t parts;
 } xd_ep_plan_info;
 /* clang-format off */
 #define XD_EP_PLAN_INFO_INIT \
-  {sizeof(xd_ep_plan_info), 0, 0, 0, 0, 0, XD_EP_EXPERT_MAJOR, 0, 0, 0, 0, 0, -1, -1, 0, 0}
+  {sizeof(xd_ep_plan_info), 0, 0, 0, 0, 0, XD_EP_EXPERT_MAJOR, 0, 0, 0, 0, 0, -1, -1, 0, 0, 0}
 /* clang-format on */
 
 /* Reads a plan that lies in host memory. INVALID_ARGUMENT if the bytes are no plan of prepare and

@@ -77,12 +77,22 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             rank_rows=aligned_empty((ranks, ranks), np.int64),
         )
 
-    def prepare(self, topk_idx: np.ndarray, *, alignment: int = 0, out: Plan | None = None) -> Plan:
+    def prepare(
+        self,
+        topk_idx: np.ndarray,
+        *,
+        alignment: int = 0,
+        parts: int = 1,
+        out: Plan | None = None,
+    ) -> Plan:
         """Exchanges counts and makes the plan of a batch.
 
         Args:
             topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
             alignment: of this plan's zones: a power of two up to the group's; 0 = the group's.
+            parts: P, equal on all ranks: operations may be called in that many parts, each of which
+                stands for a share of every rank's experts; up to 16 and the fewest experts of a
+                rank, and 1 in rank_major.
             out: plan to overwrite; None = a new one.
 
         Raises:
@@ -93,13 +103,12 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         """
         with self._joining(constants.PREPARE):
             ids = describe("topk_idx", topk_idx, INDICES)
-            if not -(1 << 31) <= operator.index(alignment) < 1 << 31:
-                raise ValueError(f"alignment: expected a number of 32 bits, got {alignment}")
+            numbers = _numbers(alignment=alignment, parts=parts)
             plan = self.empty_plan() if out is None else of_kind("out", out, Plan)
             given = {"topk_idx": ids, "plan": plan.place("out")}
             for name in ("counts", "padded_counts", "offsets", "total", "rank_rows"):
                 given[name] = describe(f"out.{name}", getattr(plan, name), INDICES, write=True)
-        self._core.prepare(given | {"alignment": alignment})
+        self._core.prepare(given | numbers)
         return plan
 
     def dispatch(
@@ -110,6 +119,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         *,
         scales: np.ndarray | None = None,
         quantise: bool | str = False,
+        part: int = 0,
         out: Dispatched | None = None,
     ) -> Dispatched:
         """Copies each token's row to every rank that holds one of its experts.
@@ -123,6 +133,9 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             quantise: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
                 True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
                 float8_e8m0fnu "fp8_block128_e8m0", and "mxfp8" per 32 columns.
+            part: 0 = the whole operation; p = its p-th part, after which the rows of the experts
+                of parts up to p are there. Call parts 1 to P in order, later ones with ``out=``
+                what the first has returned.
             out: arrays to receive into; None = new ones.
 
         Which optional arrays are given must agree over the ranks.
@@ -138,7 +151,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         with self._joining(constants.DISPATCH):
             place = of_kind("plan", plan, Plan).place()
             way = quantise_way(quantise)
-            fields = {
+            fields = _part_of(part, out) | {
                 "plan": place,
                 "quantise": 0 if way is None else way.code,
                 "tokens": describe("tokens", tokens, PAYLOADS),
@@ -163,6 +176,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         expert_out: np.ndarray,
         weights: np.ndarray | None = None,
         *,
+        part: int = 0,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
         """Sums the experts' results per token, in float32, in one fixed order.
@@ -171,6 +185,9 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             plan: from prepare.
             expert_out: [R,H] float32, float16 or bfloat16: row r is the result for received row r.
             weights: [R] float32, expert_major only: multiplies each row; usually dispatch's.
+            part: 0 = the whole operation; p = its p-th part, which reads the rows of the experts of
+                parts up to p. Call parts 1 to P in order, with nothing but prepare between them,
+                and later ones with ``out=`` what the first has returned; the last one writes it.
             out: [T,H] array to write; None = a new one.
 
         Returns:
@@ -181,7 +198,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         """
         with self._joining(constants.COMBINE):
             place = of_kind("plan", plan, Plan).place()
-            fields = {
+            fields = _part_of(part, out) | {
                 "plan": place,
                 "expert_out": describe("expert_out", expert_out, SUMMABLE),
                 "weights": optional("weights", weights, WEIGHTS),
@@ -197,6 +214,9 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         plan: Plan,
         grad_recv_tokens: np.ndarray | None = None,
         grad_recv_weights: np.ndarray | None = None,
+        *,
+        part: int = 0,
+        out: tuple[np.ndarray | None, np.ndarray | None] | None = None,
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The derivative of dispatch. At least one of the two gradients is given.
 
@@ -204,6 +224,8 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             plan: from prepare.
             grad_recv_tokens: [R,H] float32, float16 or bfloat16.
             grad_recv_weights: float32, expert_major [R], rank_major [R,K].
+            part: as combine's.
+            out: arrays to write, as they are returned; None = new ones.
 
         Returns:
             grad_tokens [T,H], the sum over each token's rows, and grad_topk_weights [T,K] float32,
@@ -214,26 +236,24 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         """
         with self._joining(constants.DISPATCH_BWD):
             place = of_kind("plan", plan, Plan).place()
-            fields = {
+            fields = _part_of(part, out) | {
                 "plan": place,
                 "grad_recv_tokens": optional("grad_recv_tokens", grad_recv_tokens, SUMMABLE),
                 "grad_recv_weights": optional("grad_recv_weights", grad_recv_weights, WEIGHTS),
             }
             info = plan.info()
-            tokens = weights = None
-            if grad_recv_tokens is not None:
+            tokens, weights = (None, None) if out is None else out
+            if grad_recv_tokens is not None and out is None:
                 tokens = self._empty(
                     (info["num_tokens"], *grad_recv_tokens.shape[1:]), grad_recv_tokens.dtype
                 )
-            if grad_recv_weights is not None:
+            if grad_recv_weights is not None and out is None:
                 weights = self._empty((info["num_tokens"], info["topk"]), np.float32)
-        self._core.dispatch_bwd(
-            fields
-            | {
-                "grad_tokens": optional("grad_tokens", tokens, SUMMABLE),
-                "grad_topk_weights": optional("grad_topk_weights", weights, WEIGHTS),
+            fields |= {
+                "grad_tokens": optional("out[0]", tokens, SUMMABLE, write=True),
+                "grad_topk_weights": optional("out[1]", weights, WEIGHTS, write=True),
             }
-        )
+        self._core.dispatch_bwd(fields)
         return tokens, weights
 
     def combine_bwd(
@@ -244,6 +264,8 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         weights: np.ndarray | None = None,
         *,
         grad_out_scales: np.ndarray | None = None,
+        part: int = 0,
+        out: ExpertGrads | None = None,
     ) -> ExpertGrads:
         """The derivative of combine.
 
@@ -255,12 +277,14 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             weights: [R] as combine had them, iff it had them.
             grad_out_scales: [T,S] float32, float8_e8m0fnu or uint8, travelling beside the rows of
                 grad_out; of any strides. Without weights only.
+            part: as dispatch's.
+            out: arrays to write; None = new ones.
 
         Raises:
             As dispatch.
         """
         with self._joining(constants.COMBINE_BWD):
-            fields = {
+            fields = _part_of(part, out) | {
                 "plan": of_kind("plan", plan, Plan).place(),
                 "grad_out": describe("grad_out", grad_out, PAYLOADS),
                 "expert_out": optional("expert_out", expert_out, SUMMABLE),
@@ -269,22 +293,18 @@ class EpGroup(Membership[EpConfig, EpStatus]):
                     "grad_out_scales", grad_out_scales, SCALES, strided=True
                 ),
             }
-            rows = plan.recv_rows
-            grads = scales = None
-            if expert_out is not None:
-                grads = self._empty((rows,), np.float32)
-            if grad_out_scales is not None:
-                scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
-            moved = self._empty((rows, *grad_out.shape[1:]), grad_out.dtype)
-        self._core.combine_bwd(
-            fields
-            | {
-                "grad_expert_out": describe("grad_expert_out", moved, PAYLOADS),
-                "grad_weights": optional("grad_weights", grads, WEIGHTS),
-                "grad_expert_out_scales": optional("grad_expert_out_scales", scales, SCALES),
+            if out is None:
+                out = self._new_expert_grads(plan, grad_out, expert_out, grad_out_scales)
+            of_kind("out", out, ExpertGrads)
+            fields |= {
+                "grad_expert_out": describe("out.expert_out", out.expert_out, PAYLOADS, write=True),
+                "grad_weights": optional("out.weights", out.weights, WEIGHTS, write=True),
+                "grad_expert_out_scales": optional(
+                    "out.scales", out.scales, SCALES, write=True, strided=True
+                ),
             }
-        )
-        return ExpertGrads(moved, grads, scales)
+        self._core.combine_bwd(fields)
+        return out
 
     def row_experts(self, plan: Plan, *, out: np.ndarray | None = None) -> np.ndarray:
         """The local expert of each received row, in expert_major. Local: peers need not call it.
@@ -306,6 +326,21 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         rows = describe("out", out, INDICES, write=True)
         self._core.row_experts({"plan": place, "row_experts": rows})
         return out
+
+    def _new_expert_grads(
+        self,
+        plan: Plan,
+        grad_out: np.ndarray,
+        expert_out: np.ndarray | None,
+        grad_out_scales: np.ndarray | None,
+    ) -> ExpertGrads:
+        rows = plan.recv_rows
+        grads = scales = None
+        if expert_out is not None:
+            grads = self._empty((rows,), np.float32)
+        if grad_out_scales is not None:
+            scales = self._new_scales("grad_out_scales", grad_out_scales, rows)
+        return ExpertGrads(self._empty((rows, *grad_out.shape[1:]), grad_out.dtype), grads, scales)
 
     def _new_dispatched(
         self,
@@ -344,3 +379,18 @@ class EpGroup(Membership[EpConfig, EpStatus]):
                 f"beside a row, got {row_bytes}"
             )
         return self._empty((rows, *given.shape[1:]), given.dtype)
+
+
+def _numbers(**given: int) -> dict[str, int]:
+    """Arguments of 32 bits, which the library judges."""
+    for name, value in given.items():
+        if not -(1 << 31) <= operator.index(value) < 1 << 31:
+            raise ValueError(f"{name}: expected a number of 32 bits, got {value}")
+    return given
+
+
+def _part_of(part: int, out: object) -> dict[str, int]:
+    """The part of an operation. Parts share their outputs, so that new ones are of the first."""
+    if operator.index(part) > 1 and out is None:
+        raise ValueError(f"out: expected what part 1 has returned, got None with part = {part}")
+    return _numbers(part=part)

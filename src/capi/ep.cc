@@ -119,7 +119,8 @@ xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* a
 xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_info* info) {
   return guarded("xd_ep_plan_get_info", [&] {
     // Zones, where the layout has some, are looked at as well.
-    const xd::ep::PlanHeader h = xd::ep::PlanView::open(plan, plan_bytes).header();
+    const auto view = xd::ep::PlanView::open(plan, plan_bytes);
+    const xd::ep::PlanHeader& h = view.header();
     xd_ep_plan_info value XD_EP_PLAN_INFO_INIT;
     value.rank = h.rank;
     value.num_ranks = h.ranks;
@@ -136,6 +137,7 @@ xd_status xd_ep_plan_get_info(const void* plan, size_t plan_bytes, xd_ep_plan_in
     value.overflow_rank = h.overflow_rank;
     value.fingerprint = h.fingerprint;
     value.epoch = h.epoch;
+    value.parts = view.parts();
     xd::write_struct("info", info, value);
   });
 }

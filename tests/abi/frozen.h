@@ -161,7 +161,7 @@ FROZEN_FIELD(xd_ep_status, capacity_rows, 48);
 FROZEN_FIELD(xd_ep_status, dropped_rows, 56);
 FROZEN_FIELD(xd_ep_status, text, 64);
 
-FROZEN_SIZE(xd_ep_prepare_args, 80);
+FROZEN_SIZE(xd_ep_prepare_args, 88);
 FROZEN_FIELD(xd_ep_prepare_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_prepare_args, topk_idx, 8);
 FROZEN_FIELD(xd_ep_prepare_args, plan, 16);
@@ -172,8 +172,9 @@ FROZEN_FIELD(xd_ep_prepare_args, padded_counts, 48);
 FROZEN_FIELD(xd_ep_prepare_args, offsets, 56);
 FROZEN_FIELD(xd_ep_prepare_args, total, 64);
 FROZEN_FIELD(xd_ep_prepare_args, rank_rows, 72);
+FROZEN_FIELD(xd_ep_prepare_args, parts, 80);
 
-FROZEN_SIZE(xd_ep_dispatch_args, 88);
+FROZEN_SIZE(xd_ep_dispatch_args, 96);
 FROZEN_FIELD(xd_ep_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_dispatch_args, plan, 8);
 FROZEN_FIELD(xd_ep_dispatch_args, plan_bytes, 16);
@@ -185,16 +186,20 @@ FROZEN_FIELD(xd_ep_dispatch_args, recv_scales, 56);
 FROZEN_FIELD(xd_ep_dispatch_args, recv_weights, 64);
 FROZEN_FIELD(xd_ep_dispatch_args, recv_topk_idx, 72);
 FROZEN_FIELD(xd_ep_dispatch_args, quantise, 80);
+FROZEN_FIELD(xd_ep_dispatch_args, part, 84);
+FROZEN_FIELD(xd_ep_dispatch_args, num_sms, 88);
 
-FROZEN_SIZE(xd_ep_combine_args, 48);
+FROZEN_SIZE(xd_ep_combine_args, 56);
 FROZEN_FIELD(xd_ep_combine_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_combine_args, plan, 8);
 FROZEN_FIELD(xd_ep_combine_args, plan_bytes, 16);
 FROZEN_FIELD(xd_ep_combine_args, expert_out, 24);
 FROZEN_FIELD(xd_ep_combine_args, weights, 32);
 FROZEN_FIELD(xd_ep_combine_args, out, 40);
+FROZEN_FIELD(xd_ep_combine_args, part, 48);
+FROZEN_FIELD(xd_ep_combine_args, num_sms, 52);
 
-FROZEN_SIZE(xd_ep_dispatch_bwd_args, 56);
+FROZEN_SIZE(xd_ep_dispatch_bwd_args, 64);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, plan, 8);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, plan_bytes, 16);
@@ -202,8 +207,10 @@ FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_recv_tokens, 24);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_recv_weights, 32);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_tokens, 40);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, grad_topk_weights, 48);
+FROZEN_FIELD(xd_ep_dispatch_bwd_args, part, 56);
+FROZEN_FIELD(xd_ep_dispatch_bwd_args, num_sms, 60);
 
-FROZEN_SIZE(xd_ep_combine_bwd_args, 80);
+FROZEN_SIZE(xd_ep_combine_bwd_args, 88);
 FROZEN_FIELD(xd_ep_combine_bwd_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_combine_bwd_args, plan, 8);
 FROZEN_FIELD(xd_ep_combine_bwd_args, plan_bytes, 16);
@@ -214,8 +221,10 @@ FROZEN_FIELD(xd_ep_combine_bwd_args, grad_expert_out, 48);
 FROZEN_FIELD(xd_ep_combine_bwd_args, grad_weights, 56);
 FROZEN_FIELD(xd_ep_combine_bwd_args, grad_out_scales, 64);
 FROZEN_FIELD(xd_ep_combine_bwd_args, grad_expert_out_scales, 72);
+FROZEN_FIELD(xd_ep_combine_bwd_args, part, 80);
+FROZEN_FIELD(xd_ep_combine_bwd_args, num_sms, 84);
 
-FROZEN_SIZE(xd_ep_plan_info, 96);
+FROZEN_SIZE(xd_ep_plan_info, 104);
 FROZEN_FIELD(xd_ep_plan_info, struct_size, 0);
 FROZEN_FIELD(xd_ep_plan_info, rank, 8);
 FROZEN_FIELD(xd_ep_plan_info, num_ranks, 12);
@@ -232,6 +241,7 @@ FROZEN_FIELD(xd_ep_plan_info, bad_id_rank, 72);
 FROZEN_FIELD(xd_ep_plan_info, overflow_rank, 76);
 FROZEN_FIELD(xd_ep_plan_info, fingerprint, 80);
 FROZEN_FIELD(xd_ep_plan_info, epoch, 88);
+FROZEN_FIELD(xd_ep_plan_info, parts, 96);
 
 FROZEN_SIZE(xd_ep_plan_row_experts_args, 32);
 FROZEN_FIELD(xd_ep_plan_row_experts_args, struct_size, 0);

@@ -256,7 +256,38 @@ std::string Case::description() const {
     text << ", batch " << step << " alignment " << alignment_of(step) << " K=" << topk_of(step);
   }
   if (duplicates) text << ", duplicates collapse";
+  if (parts > 1) text << ", in " << parts << " parts";
   return text.str();
+}
+
+void PrintTo(const Case& c, std::ostream* out) { *out << c.description(); }
+
+std::vector<Case> cases_in_parts(int num_ranks) {
+  constexpr std::array kParts{2, 3, 4, 8, 16};
+  std::vector<Case> cases;
+  for (Case c : all_cases(num_ranks)) {
+    if (c.layout != XD_EP_EXPERT_MAJOR || (!full_tests() && mix(c.seed, 0x9A) % 2 == 0)) continue;
+    c.parts = kParts[cases.size() % kParts.size()];
+    // Often no multiple of the parts.
+    c.local_experts =
+        c.parts + static_cast<int>(mix(c.seed, 0x9B) % static_cast<std::uint64_t>(c.parts));
+    c.settle(c.homes == Homes::interleaved || c.homes == Homes::even ? c.homes : Homes::ragged);
+    int most = 0;
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      c.parts = std::min(c.parts, c.local_experts_of(rank));
+      most = std::max(most, c.local_experts_of(rank));
+    }
+    if (c.parts < 2) continue;
+    // As few tokens as make_case() takes, and zones that are not mostly padding.
+    const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
+    c.max_tokens = static_cast<int>(std::clamp<std::int64_t>(
+        kMaxReceiveBytes / (row_bytes * num_ranks * std::min(c.topk, most)), 1, c.max_tokens));
+    while (c.alignment > 1 && most * c.alignment * row_bytes > kMaxReceiveBytes / 4) {
+      c.alignment /= 2;
+    }
+    cases.push_back(c);
+  }
+  return cases;
 }
 
 std::vector<Case> all_cases(int num_ranks) {

@@ -4,6 +4,7 @@
 #include <crossdock/ep.h>
 
 #include <cstdint>
+#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,7 @@ struct Case {
   PerPlan topks = PerPlan::bound;
   bool duplicates = false;  // some ids are repeated in a row, and the group collapses them
   bool bad_ids = false;     // some ids are out of range or repeated
+  int parts = 1;            // operations are called part by part
 
   static constexpr int kSteps = 2;  // batches that go through the group
 
@@ -111,8 +113,13 @@ struct Case {
   xd_ep_overflow overflow() const;
 };
 
+void PrintTo(const Case& c, std::ostream* out);  // for GoogleTest
+
 // The cases of a launch with this number of ranks: all pairs of values, then random samples. The
 // seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
 std::vector<Case> all_cases(int num_ranks);
+
+// Some of these cases, by the seed, with plans that have parts, and with enough experts.
+std::vector<Case> cases_in_parts(int num_ranks);
 
 }  // namespace xd::test

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstdio>
-#include <ostream>
 #include <string>
 #include <vector>
 
@@ -12,10 +11,6 @@
 #include "support/gtest_main.h"
 
 namespace xd::test {
-
-// For GoogleTest's messages.
-void PrintTo(const Case& c, std::ostream* out) { *out << c.description(); }
-
 namespace {
 
 class Grid : public testing::TestWithParam<Case> {};

@@ -62,6 +62,11 @@ void Image::fill_row(std::int64_t row, std::byte value) {
   std::fill_n(bytes_.begin() + row * row_bytes, row_bytes, value);
 }
 
+void Image::take_row(std::int64_t row, const std::vector<std::byte>& from) {
+  const auto row_bytes = static_cast<std::ptrdiff_t>(static_cast<std::size_t>(columns_) * element_);
+  std::copy_n(from.begin() + row * row_bytes, row_bytes, bytes_.begin() + row * row_bytes);
+}
+
 void expect_image(const char* name, const Tensor& tensor, const Image& expected) {
   EXPECT_TRUE(tensor.buffer().guards_intact()) << name << ": bytes beside the tensor were written";
   EXPECT_TRUE(tensor.gaps_intact()) << name << ": bytes between its elements were written";

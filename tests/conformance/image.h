@@ -20,6 +20,7 @@ class Image {
   const std::vector<std::byte>& bytes() const { return bytes_; }
   void set(std::int64_t row, std::int64_t column, std::uint64_t code);
   void fill_row(std::int64_t row, std::byte value);
+  void take_row(std::int64_t row, const std::vector<std::byte>& from);  // of an equal image
   // Writes code(row, column) for every column.
   template <class CodeAt>
   void set_row(std::int64_t row, const CodeAt& code) {

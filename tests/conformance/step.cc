@@ -137,22 +137,39 @@ Tensor Step::token_input(DLDataType type, Shape shape, const CodeAt& code, Grain
 }
 
 Tensor Step::receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain) {
-  Image image(shape[0], columns_of(shape), type, kForbidden);
+  Tensor tensor = output(type, std::move(shape), true, grain);
+  write_received(tensor, code);
+  return tensor;
+}
+
+void Step::write_received(Tensor& tensor, const CodeAt& code) const {
+  Image image(tensor.shape()[0], columns_of(tensor.shape()), tensor.type(), kForbidden);
   const std::int64_t used =
       std::min(image.rows(), static_cast<std::int64_t>(received().rows.size()));
   for (std::int64_t row = 0; row < used; ++row) {
-    if (!row_at(row).padding()) image.set_row(row, code);
+    if (!row_at(row).padding() && (part_ == 0 || part_of(row) <= part_)) image.set_row(row, code);
   }
-  Tensor tensor = output(type, std::move(shape), true, grain);
   tensor.write(image.bytes());
-  return tensor;
+}
+
+int Step::part_of(std::int64_t row) const {
+  const std::vector<std::int64_t>& offsets = received().offsets;
+  const auto experts = static_cast<int>(offsets.size()) - 1;
+  int expert = 0;
+  while (offsets[static_cast<std::size_t>(expert) + 1] <= row) ++expert;
+  int part = 1;
+  while (part * experts / case_.parts <= expert) ++part;
+  return part;
 }
 
 void Step::expect_received(const char* name, const Tensor& tensor, const CodeAt& code) const {
   Image image(tensor.shape()[0], columns_of(tensor.shape()), tensor.type(), kPoison);
   const auto used = static_cast<std::int64_t>(received().rows.size());
+  const std::vector<std::byte> got = before_last_part() ? tensor.read() : std::vector<std::byte>();
   for (std::int64_t row = 0; row < image.rows() && !routed_.refused(); ++row) {
-    if (row < used && !row_at(row).padding()) {
+    if (before_last_part() && (row >= used || part_of(row) > part_)) {
+      if (row < used) image.take_row(row, got);
+    } else if (row < used && !row_at(row).padding()) {
       image.set_row(row, code);
     } else if (row < used || case_.zeroes_tail(rank_.rank)) {
       image.fill_row(row, std::byte{0});
@@ -163,9 +180,8 @@ void Step::expect_received(const char* name, const Tensor& tensor, const CodeAt&
 
 void Step::expect_tokens(const char* name, const Tensor& tensor, const CodeAt& code) const {
   Image image(tokens(), columns_of(tensor.shape()), tensor.type(), kPoison);
-  for (std::int64_t row = 0; row < image.rows() && !routed_.refused(); ++row) {
-    image.set_row(row, code);
-  }
+  const bool written = !routed_.refused() && !before_last_part();
+  for (std::int64_t row = 0; row < image.rows() && written; ++row) image.set_row(row, code);
   expect_image(name, tensor, image);
 }
 

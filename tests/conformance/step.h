@@ -4,6 +4,7 @@
 
 #include <crossdock/ep.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <utility>
@@ -72,10 +73,15 @@ class Step {
   Tensor output(DLDataType type, Shape shape, bool receive, Grain grain = Grain::rows);
   Tensor token_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
   Tensor receive_input(DLDataType type, Shape shape, const CodeAt& code, Grain grain = Grain::rows);
+  // Writes such a tensor again, as the current part may read it: later zones have values that must
+  // not be read.
+  void write_received(Tensor& tensor, const CodeAt& code) const;
+  int part_of(std::int64_t row) const;                   // by its zone
   Spread spread(Grain grain, const Shape& shape) const;  // strides of the next tensor
 
   // Where the plan is refused, the tensor must be untouched. Otherwise rows are as `code` says, and
-  // on the receive side padding is zero and the tail is zero or untouched.
+  // on the receive side padding is zero and the tail is zero or untouched. Before the last part
+  // later zones may hold anything; the tail, and outputs by token, are untouched.
   void expect_received(const char* name, const Tensor& tensor, const CodeAt& code) const;
   void expect_tokens(const char* name, const Tensor& tensor, const CodeAt& code) const;
   enum class ChoiceField { weight, local_expert };
@@ -95,8 +101,27 @@ class Step {
   Routed routed_;
   Buffer plan_;
   int row_units_;  // units of this batch's rows, at most the case's
+  // Runs an operation in each part of the case in turn, or as a whole. Each call has a number of
+  // multiprocessors of its own.
+  template <class Args, class Run>
+  void in_parts(Args& args, const Run& run);
+  bool before_last_part() const { return part_ != 0 && part_ != case_.parts; }
+
   std::uint64_t tensors_ = 0;
+  int part_ = 0;  // of the current call; 0 = the whole operation
   std::int64_t reported_drops_ = 0;
 };
+
+template <class Args, class Run>
+void Step::in_parts(Args& args, const Run& run) {
+  const int last = case_.parts > 1 ? case_.parts : 0;
+  for (part_ = std::min(1, last); part_ <= last; ++part_) {
+    const std::uint64_t chance = own_chance(100 + ++tensors_);
+    args.part = part_;
+    args.num_sms = chance % 2 == 0 ? 0 : 1 + static_cast<std::int32_t>(chance / 2 % 4);
+    run();
+  }
+  part_ = 0;
+}
 
 }  // namespace xd::test

@@ -14,11 +14,10 @@ void Step::combine() {
   const auto code = [&](int rank, std::int64_t r, std::int64_t column) {
     return float_code(element(Content::expert_out, rank, r, column), format);
   };
-  Tensor expert_out = receive_input(case_.dtype, {rows, columns},
-                                    [&](auto r, auto column) { return code(me, r, column); });
-  Tensor weights = receive_input(
-      kF32, {rows}, [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); },
-      Grain::elements);
+  const CodeAt row_code = [&](auto r, auto column) { return code(me, r, column); };
+  const CodeAt weight_code = [&](auto r, auto) { return encode(weight_at(me, r), kFormatF32); };
+  Tensor expert_out = receive_input(case_.dtype, {rows, columns}, row_code);
+  Tensor weights = receive_input(kF32, {rows}, weight_code, Grain::elements);
   Tensor out = output(case_.dtype, {tokens(), columns}, false);
 
   xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
@@ -26,16 +25,21 @@ void Step::combine() {
   args.expert_out = expert_out.dl();
   args.weights = weighted ? weights.dl() : nullptr;
   args.out = out.dl();
-  expect_status(XD_EP_COMBINE, xd_ep_combine(group_, &args, rank_.stream()));
-
   const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
     return decode(code(rank, r, column), format);
   };
   const WeightAt weight_of = [&](int rank, std::int64_t r) { return weight_at(rank, r); };
   const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
-  expect_tokens("out", out, [&](auto t, auto column) {
-    return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value,
-                    weighted ? &weight_of : nullptr);
+  in_parts(args, [&] {
+    if (part_ != 0) {
+      write_received(expert_out, row_code);
+      write_received(weights, weight_code);
+    }
+    expect_status(XD_EP_COMBINE, xd_ep_combine(group_, &args, rank_.stream()));
+    expect_tokens("out", out, [&](auto t, auto column) {
+      return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value,
+                      weighted ? &weight_of : nullptr);
+    });
   });
 }
 
@@ -70,23 +74,25 @@ void Step::combine_bwd() {
   args.expert_out = dot ? expert_out.dl() : nullptr;
   args.grad_expert_out = grad_expert_out.dl();
   args.grad_weights = dot ? grad_weights.dl() : nullptr;
-  expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
-
   const auto grad = [&](std::int64_t r, std::int64_t column) {
     return code(Content::grad_out, row_at(r).source, row_at(r).token, column);
   };
-  expect_received("grad_expert_out", grad_expert_out, [&](auto r, auto column) {
+  const CodeAt row_gradient = [&](auto r, auto column) -> std::uint64_t {
     if (!weighted) return grad(r, column);
     return encode(weight_at(me, r) * decode(grad(r, column), format), format);
-  });
-  if (!dot) return;
-  expect_received("grad_weights", grad_weights, [&](auto r, auto) {
+  };
+  const CodeAt weight_gradient = [&](auto r, auto) {
     float sum = 0;
     for (std::int64_t column = 0; column < columns; ++column) {
       sum += decode(code(Content::expert_out, me, r, column), format) *
              decode(grad(r, column), format);
     }
     return encode(sum, kFormatF32);
+  };
+  in_parts(args, [&] {
+    expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
+    expect_received("grad_expert_out", grad_expert_out, row_gradient);
+    if (dot) expect_received("grad_weights", grad_weights, weight_gradient);
   });
 }
 
@@ -118,11 +124,12 @@ void Step::combine_bwd_copied() {
   args.grad_out_scales = with_scales ? scales.dl() : nullptr;
   args.grad_expert_out = grad_expert_out.dl();
   args.grad_expert_out_scales = with_scales ? received_scales.dl() : nullptr;
-  expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
-
-  expect_received("grad_expert_out", grad_expert_out, rows_of(Content::grad_out));
-  if (!with_scales) return;
-  expect_received("grad_expert_out_scales", received_scales, rows_of(Content::grad_out_scales));
+  in_parts(args, [&] {
+    expect_status(XD_EP_COMBINE_BWD, xd_ep_combine_bwd(group_, &args, rank_.stream()));
+    expect_received("grad_expert_out", grad_expert_out, rows_of(Content::grad_out));
+    if (!with_scales) return;
+    expect_received("grad_expert_out_scales", received_scales, rows_of(Content::grad_out_scales));
+  });
 }
 
 }  // namespace xd::test

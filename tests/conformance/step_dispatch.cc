@@ -106,14 +106,15 @@ void Step::dispatch() {
   args.recv_weights = case_.weights ? recv_weights.dl() : nullptr;
   args.recv_topk_idx = with_idx ? recv_idx.dl() : nullptr;
   args.quantise = p.quantise;
-  expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, rank_.stream()));
-
-  expect_dispatched(p, recv_tokens, recv_scales);
-  if (case_.weights && case_.layout == XD_EP_EXPERT_MAJOR) {
-    expect_received("recv_weights", recv_weights, [&](auto r, auto) {
-      return encode(weight(row_at(r), row_at(r).k), kFormatF32);
-    });
-  }
+  in_parts(args, [&] {
+    expect_status(XD_EP_DISPATCH, xd_ep_dispatch(group_, &args, rank_.stream()));
+    expect_dispatched(p, recv_tokens, recv_scales);
+    if (case_.weights && case_.layout == XD_EP_EXPERT_MAJOR) {
+      expect_received("recv_weights", recv_weights, [&](auto r, auto) {
+        return encode(weight(row_at(r), row_at(r).k), kFormatF32);
+      });
+    }
+  });
   if (case_.weights && case_.layout == XD_EP_RANK_MAJOR) {
     expect_choices("recv_weights", recv_weights, ChoiceField::weight);
   }
@@ -157,11 +158,10 @@ void Step::dispatch_bwd() {
   const auto weight_grad = [&](int rank, std::int64_t r, std::int64_t k) {
     return any_code(element(Content::grad_recv_weights, rank, r, k));
   };
-  Tensor grad_recv_tokens = receive_input(case_.dtype, {rows, columns},
-                                          [&](auto r, auto column) { return grad(me, r, column); });
-  Tensor grad_recv_weights = receive_input(
-      kF32, choice_shape(rows), [&](auto r, auto k) { return weight_grad(me, r, k); },
-      Grain::elements);
+  const CodeAt token_code = [&](auto r, auto column) { return grad(me, r, column); };
+  const CodeAt weight_code = [&](auto r, auto k) { return weight_grad(me, r, k); };
+  Tensor grad_recv_tokens = receive_input(case_.dtype, {rows, columns}, token_code);
+  Tensor grad_recv_weights = receive_input(kF32, choice_shape(rows), weight_code, Grain::elements);
   Tensor grad_tokens = output(case_.dtype, {tokens(), columns}, false);
   Tensor grad_topk_weights = output(kF32, {tokens(), topk_}, false, Grain::elements);
   const bool with_tokens = common_chance(8) % 4 != 0;
@@ -173,24 +173,28 @@ void Step::dispatch_bwd() {
   args.grad_tokens = with_tokens ? grad_tokens.dl() : nullptr;
   args.grad_recv_weights = with_weights ? grad_recv_weights.dl() : nullptr;
   args.grad_topk_weights = with_weights ? grad_topk_weights.dl() : nullptr;
-  expect_status(XD_EP_DISPATCH_BWD, xd_ep_dispatch_bwd(group_, &args, rank_.stream()));
-
-  if (with_tokens) {
-    const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
-      return decode(grad(rank, r, column), format);
-    };
-    const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
-    expect_tokens("grad_tokens", grad_tokens, [&](auto t, auto column) {
-      return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value, nullptr);
-    });
-  }
-  if (!with_weights) return;
-  expect_tokens("grad_topk_weights", grad_topk_weights, [&](auto t, auto k) -> std::uint64_t {
+  const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
+    return decode(grad(rank, r, column), format);
+  };
+  const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
+  const CodeAt token_sum = [&](auto t, auto column) {
+    return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value, nullptr);
+  };
+  const CodeAt weight_of_choice = [&](auto t, auto k) -> std::uint64_t {
     const int token = static_cast<int>(t);
     const std::optional<std::int64_t> row = routed_.row_of(me, token, static_cast<int>(k));
     if (!row) return 0;
     const int owner = routed_.owner(routed_.choices(me).id(token, static_cast<int>(k)));
     return weight_grad(owner, *row, case_.layout == XD_EP_RANK_MAJOR ? k : 0);
+  };
+  in_parts(args, [&] {
+    if (part_ != 0) {
+      write_received(grad_recv_tokens, token_code);
+      write_received(grad_recv_weights, weight_code);
+    }
+    expect_status(XD_EP_DISPATCH_BWD, xd_ep_dispatch_bwd(group_, &args, rank_.stream()));
+    if (with_tokens) expect_tokens("grad_tokens", grad_tokens, token_sum);
+    if (with_weights) expect_tokens("grad_topk_weights", grad_topk_weights, weight_of_choice);
   });
 }
 

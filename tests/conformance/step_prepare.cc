@@ -49,6 +49,7 @@ void Step::prepare() {
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
   set_plan(args, plan_);
+  args.parts = case_.parts > 1 ? case_.parts : static_cast<std::int32_t>(common_chance(31) % 2);
   if (case_.alignments == PerPlan::own) args.alignment = routed_.placement().alignment;
   // In some batches each rank leaves out which outputs it likes.
   const std::uint64_t left_out = common_chance(2) % 4 == 0 ? own_chance(2) : 0;
@@ -121,6 +122,7 @@ void Step::expect_plan_info() const {
   EXPECT_EQ(info.bad_ids, routed_.bad_ids());
   EXPECT_EQ(info.bad_id_rank, routed_.bad_id_rank());
   EXPECT_EQ(info.overflow_rank, routed_.overflow_rank());
+  EXPECT_EQ(info.parts, case_.parts);
 }
 
 }  // namespace xd::test

@@ -30,6 +30,7 @@ from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._direct import FUNCTIONS
 from ._group import EpGroup, group_of, keep_prepared
+from ._parts import WHOLE, Portion
 from ._unseen import unseen
 
 __all__ = ["LIBRARY", "as_packed", "as_rows"]
@@ -169,11 +170,11 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
 
 
 @_operator(
-    "prepare(Tensor topk_idx, Tensor order, int group, int alignment) "
+    "prepare(Tensor topk_idx, Tensor order, int group, int alignment, int parts=1) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 def _prepare(
-    topk_idx: Tensor, order: Tensor | None, group: int, alignment: int
+    topk_idx: Tensor, order: Tensor | None, group: int, alignment: int, parts: int = 1
 ) -> tuple[Tensor | None, ...]:
     """-> plan, info, offsets, order."""
     ep = group_of(group)
@@ -183,20 +184,20 @@ def _prepare(
     order = _next(order)
     # On a GPU an operation may fail after its call, and its offsets are read nevertheless.
     torch._foreach_zero_((info, offsets))
-    parts = ep.plan_parts
+    places = ep.plan_parts
     if plan.is_cpu:
         plan[:_ROW_ALIGNMENT].zero_()  # see keep_prepared(): memory may hold an older plan
     try:
         given = {
             "topk_idx": topk_idx.contiguous(),
             "plan": plan,
-            "counts": info[parts.counts],
-            "padded_counts": info[parts.padded_counts],
+            "counts": info[places.counts],
+            "padded_counts": info[places.padded_counts],
             "offsets": offsets,
-            "total": info[parts.total],
-            "rank_rows": info[parts.rank_rows].view(parts.num_ranks, parts.num_ranks),
+            "total": info[places.total],
+            "rank_rows": info[places.rank_rows].view(places.num_ranks, places.num_ranks),
         }
-        _calls.run(ep.core, "prepare", plan, given, alignment=alignment)
+        _calls.run(ep.core, "prepare", plan, given, alignment=alignment, parts=parts)
     except InvalidArgument as error:
         keep_prepared(error, plan, info, offsets)
         raise
@@ -204,7 +205,7 @@ def _prepare(
 
 
 @_shapes("prepare")
-def _prepare_shapes(topk_idx, order, group, alignment):
+def _prepare_shapes(topk_idx, order, group, alignment, parts=1):
     return _outputs.traced(_outputs.prepare(group_of(group)), order)
 
 
@@ -288,8 +289,12 @@ def _dispatch(
     num_tokens: int,
     topk: int,
     quantise: int,
+    portion: Portion = WHOLE,
 ) -> tuple[Tensor | None, ...]:
-    """-> recv_tokens, recv_weights, recv_topk_idx, recv_scales, link, order."""
+    """-> recv_tokens, recv_weights, recv_topk_idx, recv_scales, link, order.
+
+    The operator has no `portion`: see _parts.py.
+    """
     ep, way = group_of(group), _WAYS.get(quantise)
     operation = constants.DISPATCH
     _check(ep, operation, "tokens", tokens, 2, PAYLOADS)
@@ -300,7 +305,7 @@ def _dispatch(
     if scales is not None:
         _check_scales(ep, scales)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
-    made = _outputs.make(outputs, ep.comm.pool, plan)
+    made = portion.outputs(outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     results = (*made.values(), _next(order))
     del made["link"]
     made |= {
@@ -309,7 +314,7 @@ def _dispatch(
         "scales": scales,
         "topk_weights": as_packed(topk_weights),
     }
-    _calls.run(ep.core, "dispatch", plan, made, quantise=quantise)
+    _calls.run(ep.core, "dispatch", plan, made, quantise=quantise, **portion.fields())
     return results
 
 
@@ -368,8 +373,9 @@ def _combine(
     order: Tensor | None,
     group: int,
     num_tokens: int,
+    portion: Portion = WHOLE,
 ) -> tuple[Tensor | None, ...]:
-    """-> out, order."""
+    """-> out, order. The operator has no `portion`: see _parts.py."""
     ep = group_of(group)
     if weights is not None and ep.layout == "rank_major":
         expected = "expected None in rank_major, where a row stands for several experts, summed"
@@ -377,10 +383,11 @@ def _combine(
         ep.refuse(constants.COMBINE, ValueError, problem)
     _check(ep, constants.COMBINE, "expert_out", expert_out, 2, SUMMABLE)
     _check(ep, constants.COMBINE, "weights", weights, 1, _WEIGHTS)
-    made = _outputs.make(_outputs.combine(expert_out, num_tokens), ep.comm.pool, plan)
+    outputs = _outputs.combine(expert_out, num_tokens)
+    made = portion.outputs(outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     order = _next(order)
     given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights), **made}
-    _calls.run(ep.core, "combine", plan, given)
+    _calls.run(ep.core, "combine", plan, given, **portion.fields())
     return (*made.values(), order)
 
 

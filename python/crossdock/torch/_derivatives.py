@@ -56,9 +56,9 @@ class _Prepare(torch.autograd.Function):
     """Integers have no gradient; the order of what comes before and after has to get through."""
 
     @staticmethod
-    def forward(ctx, topk_idx, order, group, alignment):
+    def forward(ctx, topk_idx, order, group, alignment, parts=1):
         with _below_autograd():
-            return _OPS.prepare.default(topk_idx, order, group, alignment)
+            return _OPS.prepare.default(topk_idx, order, group, alignment, parts)
 
     @staticmethod
     def backward(ctx, grad_plan, grad_info, grad_offsets, grad_order):

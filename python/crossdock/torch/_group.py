@@ -251,6 +251,7 @@ class EpGroup(Membership):
         topk_idx: torch.Tensor,
         *,
         alignment: int | None = None,
+        parts: int = 1,
         after: Plan | torch.Tensor | None = None,
         out: Plan | None = None,
     ) -> Plan:
@@ -261,6 +262,9 @@ class EpGroup(Membership):
                 T may differ per rank, and be 0; K is equal.
             alignment: of this plan's rows per expert, a power of two up to the group's, equal on
                 all ranks; None = the group's.
+            parts: P, equal on all ranks: `dispatch` and `combine` may be called in that many parts,
+                each of which stands for a share of every rank's experts. Up to 16 and the fewest
+                experts of a rank; 1 in rank_major and on CUDA.
             after: a plan whose operations, so far, come before those of this one, and whose
                 backward operations come after, although no data says so; or the order of such a
                 plan (``Plan.order``, ``MoEOutput.order``). Needed under ``torch.compile`` for
@@ -286,15 +290,17 @@ class EpGroup(Membership):
         elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
             problem = f"alignment: expected a power of two, or None; got {alignment!r}"
             self.refuse(constants.PREPARE, ValueError, problem)
+        if not isinstance(parts, int) or not 0 < parts < 1 << 31:
+            self.refuse(constants.PREPARE, ValueError, f"parts: expected 1 or more, got {parts!r}")
         if torch.compiler.is_compiling():
-            plan = self._prepared(topk_idx, order, alignment)
+            plan = self._prepared(topk_idx, order, alignment, parts)
             return plan if out is None else out.overwrite(plan)
         try:
-            plan = self._prepared(topk_idx, order, alignment)
+            plan = self._prepared(topk_idx, order, alignment, parts)
         except InvalidArgument as error:
-            parts = error.__dict__.pop(_PREPARED, None)
-            if parts is not None and out is not None and out.has_shape_of(self, topk_idx):
-                data, info, offsets = parts
+            made = error.__dict__.pop(_PREPARED, None)
+            if made is not None and out is not None and out.has_shape_of(self, topk_idx):
+                data, info, offsets = made
                 num_tokens, topk = topk_idx.shape
                 out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk))
             else:
@@ -302,8 +308,10 @@ class EpGroup(Membership):
             raise
         return plan if out is None else out.overwrite(plan)
 
-    def _prepared(self, topk_idx: torch.Tensor, order: torch.Tensor, alignment: int) -> Plan:
-        given = (self.handle, alignment)
+    def _prepared(
+        self, topk_idx: torch.Tensor, order: torch.Tensor, alignment: int, parts: int
+    ) -> Plan:
+        given = (self.handle, alignment, parts)
         recorded = order.requires_grad and torch.is_grad_enabled()
         if not recorded and unobserved(order, topk_idx):
             data, info, offsets, _ = FUNCTIONS["prepare"](topk_idx, None, *given)

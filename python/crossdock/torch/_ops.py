@@ -13,6 +13,7 @@ from ._calls import is_capturing
 from ._derivatives import call, requires_grad
 from ._direct import FUNCTIONS, unobserved
 from ._group import EpGroup, Plan
+from ._parts import Portion
 
 __all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
 
@@ -46,6 +47,9 @@ def dispatch(
     scales: torch.Tensor | None = None,
     quantise: bool | str = False,
     exact: bool = False,
+    part: int = 0,
+    num_sms: int = 0,
+    out: Dispatched | None = None,
 ) -> Dispatched:
     """Copies every token's row to the ranks that hold its experts. Collective.
 
@@ -67,7 +71,13 @@ def dispatch(
             columns. `dequantise` gives the rows back; their gradient reaches tokens as it is, in
             bfloat16 (straight-through).
         exact: trim the results to the rows that this batch has, after waiting for the device. Not
-            under ``torch.compile`` or in CUDA graphs.
+            under ``torch.compile`` or in CUDA graphs, nor in parts.
+        part: 0 = the whole operation; p = its p-th part, for a plan that was prepared with
+            ``parts``: when it has ended, the rows of the experts of parts up to p are there. Call
+            parts 1 to P in order, later ones with ``out=`` what the first has returned. Calls with
+            `part`, `num_sms` or `out` have no derivative, and are not for ``torch.compile``.
+        num_sms: CUDA: multiprocessors of this call, at most the group's; 0 = as the group.
+        out: the results to write into, not trimmed.
 
     Raises:
         TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
@@ -87,6 +97,13 @@ def dispatch(
     recorded = requires_grad((tokens, topk_weights, order))
     given = (plan.data, tokens, topk_weights, scales)
     routing = (group.handle, plan.num_tokens, plan.topk, 0 if way is None else way.code)
+    if portion := Portion(part, num_sms, out):
+        if exact:
+            problem = "exact: expected False beside part, num_sms or out; got True"
+            group.refuse(constants.DISPATCH, ValueError, problem)
+        portion.check(group, constants.DISPATCH, recorded)
+        *made, _ = FUNCTIONS["dispatch"](*given, None, *routing, portion)
+        return Dispatched(*made)
     if not recorded and unobserved(*given):
         *made, _ = FUNCTIONS["dispatch"](*given, None, *routing)
         plan.order = order.detach() if order.requires_grad else order
@@ -98,7 +115,13 @@ def dispatch(
 
 
 def combine(
-    plan: Plan, expert_out: torch.Tensor, weights: torch.Tensor | None = None
+    plan: Plan,
+    expert_out: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    part: int = 0,
+    num_sms: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Brings the experts' results back and sums them per token. Collective.
 
@@ -111,6 +134,11 @@ def combine(
             `dispatch` gave. In symmetric memory (`empty_symmetric`) it is read in place.
         weights: float32 ``[R]``, usually ``Dispatched.weights``: the sum is weighted. expert_major
             only: in rank_major a row stands for several experts, whose results are summed already.
+        part: 0 = the whole operation; p = its p-th part, as in `dispatch`: it reads the rows of the
+            experts of parts up to p, and the last part writes the result. Between parts 1 and P the
+            group runs nothing but prepare.
+        num_sms: as in `dispatch`.
+        out: the result to write.
 
     Returns:
         ``[T, H]``, dtype of expert_out; zero for a token without rows.
@@ -124,6 +152,10 @@ def combine(
     order = plan.order
     recorded = requires_grad((expert_out, weights, order))
     given = (plan.data, expert_out, weights)
+    if portion := Portion(part, num_sms, None if out is None else (out,)):
+        portion.check(group, constants.COMBINE, recorded)
+        out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens, portion)
+        return out
     if not recorded and unobserved(*given):
         out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens)
         plan.order = order.detach() if order.requires_grad else order

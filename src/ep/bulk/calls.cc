@@ -179,6 +179,29 @@ void read_dispatch_weights(const xd_ep_dispatch_args& a, const Reader& reader, c
   }
 }
 
+// Reads `part` and `num_sms`. The operation compares the part with its plan.
+template <class Args>
+Portion read_portion(const Args& a, const Config& config) {
+  XD_REQUIRE(a.part >= 0 && a.part <= kMaxParts, "part = ", a.part,
+             ", expected 0 (all) or a part of the plan, at most ", kMaxParts);
+  XD_REQUIRE(a.part == 0 || config.layout.has_zones, "part = ", a.part, ": given in ",
+             config.layout.name, ", expected 0: parts are parts of its zones");
+  XD_REQUIRE(a.num_sms >= 0, "num_sms = ", a.num_sms, ", expected 0 (as the group) or more");
+  XD_REQUIRE(config.num_sms == 0 || a.num_sms <= config.num_sms, "num_sms = ", a.num_sms,
+             ", expected at most config.num_sms = ", config.num_sms);
+  return {a.part, a.num_sms};
+}
+
+int read_parts(std::int32_t given, const Config& config) {
+  const int most = config.most_parts();
+  XD_REQUIRE(given >= 0 && given <= most, "parts = ", given, ", expected 0 to ", most,
+             config.layout.has_zones
+                 ? concat(": the smaller of ", kMaxParts, " and the fewest experts of a rank, ",
+                          config.expert_tables.least_local_experts())
+                 : concat(" in ", config.layout.name));
+  return std::max(given, 1);
+}
+
 int read_alignment(std::int32_t given, const Config& config) {
   XD_REQUIRE(
       given >= 0 && std::popcount(static_cast<unsigned>(given)) <= 1 && given <= config.alignment,
@@ -195,6 +218,7 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
   PrepareCall call{.topk_idx = reader.required(a.topk_idx, "topk_idx", 2, kIndexTypes),
                    .plan = static_cast<std::byte*>(a.plan),
                    .alignment = read_alignment(a.alignment, config),
+                   .parts = read_parts(a.parts, config),
                    .counts = reader.numbers(a.counts, "counts", 1),
                    .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
                    .offsets = reader.numbers(a.offsets, "offsets", 1),
@@ -219,11 +243,14 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
 }
 
 DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context) {
-  const auto a = read_struct("args", args, xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+  auto a = read_struct("args", args, xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
+  // The struct of older callers ends with padding where `part` lies.
+  if (a.struct_size < sizeof(a)) a.part = 0;
   const Config& config = *context.config;
   const Reader reader(context);
   DispatchCall call;
   call.plan = read_plan(a.plan, a.plan_bytes);
+  call.portion = read_portion(a, config);
   call.tokens = reader.rows(a.tokens, "tokens", kPayloadTypes);
   call.recv_tokens = reader.rows(a.recv_tokens, "recv_tokens", kPayloadTypes);
   require_tokens_fit(call.tokens, config);
@@ -238,6 +265,7 @@ CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& cont
   const auto a = read_struct("args", args, xd_ep_combine_args XD_EP_COMBINE_ARGS_INIT);
   const Reader reader(context);
   CombineCall call{.plan = read_plan(a.plan, a.plan_bytes),
+                   .portion = read_portion(a, *context.config),
                    .expert_out = reader.reducible(a.expert_out, "expert_out"),
                    .weights = reader.row_weights(a.weights, "weights"),
                    .out = reader.reducible(a.out, "out")};
@@ -251,6 +279,7 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
   const Reader reader(context);
   DispatchBwdCall call{
       .plan = read_plan(a.plan, a.plan_bytes),
+      .portion = read_portion(a, config),
       .grad_recv_tokens =
           reader.rows(a.grad_recv_tokens, "grad_recv_tokens", kReducibleTypes, true),
       .grad_recv_weights = reader.recv_weights(a.grad_recv_weights, "grad_recv_weights"),
@@ -275,6 +304,7 @@ CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallCo
   const Reader reader(context);
   CombineBwdCall call{
       .plan = read_plan(a.plan, a.plan_bytes),
+      .portion = read_portion(a, config),
       .grad_out = reader.rows(a.grad_out, "grad_out", kPayloadTypes),
       .grad_out_scales =
           reader.optional(a.grad_out_scales, "grad_out_scales", 2, kScaleTypes, Fit::input),

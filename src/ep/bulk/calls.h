@@ -12,12 +12,20 @@ struct PrepareCall {
   Tensor topk_idx;
   std::byte* plan;
   int alignment;  // alignment of the plan
+  int parts;      // of the plan, at least 1
   Tensor counts, padded_counts, offsets, total, rank_rows;
 };
 PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);
 
+// The fields of operations on a plan that say how much of it is done, and with what.
+struct Portion {
+  int part = 0;     // 0 = all
+  int num_sms = 0;  // 0 = as the group
+};
+
 struct DispatchCall {
   PlanBytes plan;
+  Portion portion;
   Tensor tokens, scales, topk_weights;
   Tensor recv_tokens, recv_scales, recv_weights, recv_topk_idx;
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
@@ -26,12 +34,14 @@ DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& c
 
 struct CombineCall {
   PlanBytes plan;
+  Portion portion;
   Tensor expert_out, weights, out;
 };
 CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& context);
 
 struct DispatchBwdCall {
   PlanBytes plan;
+  Portion portion;
   Tensor grad_recv_tokens, grad_recv_weights;
   Tensor grad_tokens, grad_topk_weights;
 };
@@ -39,6 +49,7 @@ DispatchBwdCall read_dispatch_bwd(const xd_ep_dispatch_bwd_args* args, const Cal
 
 struct CombineBwdCall {
   PlanBytes plan;
+  Portion portion;
   Tensor grad_out, grad_out_scales, expert_out, weights;
   Tensor grad_expert_out, grad_expert_out_scales, grad_weights;
 };

@@ -1,5 +1,6 @@
 #include "ep/bulk/family.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -30,14 +31,22 @@ std::string of_optional(int theirs, int mine) {
 }  // namespace
 
 std::string Family::difference(const Record& mine, const Record& theirs) {
-  if (theirs.fingerprint != mine.fingerprint) return "a plan of another batch";
+  if (theirs.fingerprint != mine.fingerprint) {
+    if (((theirs.fingerprint ^ mine.fingerprint) & ~kPartBits) != 0)
+      return "a plan of another batch";
+    return differs_in("part", theirs.fingerprint & kPartBits, mine.fingerprint & kPartBits);
+  }
   if (theirs.dtype != mine.dtype) return type_differs(theirs.dtype, mine.dtype);
   const bool prepares = mine.call.operation == XD_EP_PREPARE;
   if (theirs.row_bytes != mine.row_bytes) {
     return differs_in(prepares ? "alignment" : "row bytes", theirs.row_bytes, mine.row_bytes);
   }
   if (theirs.extra != mine.extra) {
-    if (prepares) return differs_in("top-k", theirs.extra, mine.extra);
+    if (prepares) {
+      const ChoiceShape a = ChoiceShape::of(theirs.extra), b = ChoiceShape::of(mine.extra);
+      if (a.topk != b.topk) return differs_in("top-k", a.topk, b.topk);
+      return differs_in("parts", std::max(a.parts, 1), std::max(b.parts, 1));
+    }
     const ScaleRow a = ScaleRow::of(theirs.extra), b = ScaleRow::of(mine.extra);
     if (a.quantise != b.quantise) {
       return quantise_differs(a.quantise, b.quantise);

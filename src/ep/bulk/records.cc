@@ -27,7 +27,8 @@ std::uint8_t flags_of_scales(const Tensor& scales) {
 Record record_of(const PrepareCall& call) {
   Record record = record_in(XD_EP_PREPARE);
   record.row_bytes = static_cast<std::uint32_t>(call.alignment);
-  record.extra = static_cast<std::uint32_t>(call.topk_idx.cols);
+  record.extra =
+      ChoiceShape{static_cast<int>(call.topk_idx.cols), call.parts > 1 ? call.parts : 0}.word();
   return record;
 }
 

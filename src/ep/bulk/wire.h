@@ -66,6 +66,20 @@ struct ScaleRow {
   }
 };
 
+// The sizes of a new plan beside its alignment, in 32 bits.
+struct ChoiceShape {
+  int topk;
+  int parts;  // 0 = one
+
+  static constexpr int kTopkBits = 8;
+  constexpr std::uint32_t word() const {
+    return static_cast<std::uint32_t>(parts) << kTopkBits | static_cast<std::uint32_t>(topk);
+  }
+  static constexpr ChoiceShape of(std::uint32_t word) {
+    return {static_cast<int>(word & ((1u << kTopkBits) - 1)), static_cast<int>(word >> kTopkBits)};
+  }
+};
+
 // The record of a rank that enters an operation. Everything but the places, the number of rows and
 // kWideIndices must be equal on all ranks.
 struct Record {
@@ -73,9 +87,10 @@ struct Record {
   std::uint8_t dtype = 0;  // a DType
   std::uint8_t flags = 0;
   std::uint32_t row_bytes = 0;  // prepare: alignment
-  std::uint32_t extra = 0;  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: top-k
-  std::uint32_t rows = 0;   // rows of each receive tensor
-  std::uint64_t fingerprint = 0;
+  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: ChoiceShape
+  std::uint32_t extra = 0;
+  std::uint32_t rows = 0;          // rows of each receive tensor
+  std::uint64_t fingerprint = 0;   // the plan's; where it leaves kPartBits free, plus the part
   turn::PeerAddress rows_in{};     // receive rows that peers read or write
   turn::PeerAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out
   turn::PeerAddress weights_in{};  // receive weights that peers read or write
@@ -99,14 +114,14 @@ struct ListedWord {
   std::uint32_t items, rows;
 };
 
-// Rows may be announced in chunks of tokens, which few tokens cut by columns into parts. Chunks
+// Rows may be announced in chunks of tokens, which few tokens cut by columns into strips. Chunks
 // depend on the operation, the number of the rank's tokens and the size of a row alone, so both
 // sides agree about them whatever their grids are.
 struct ChunkFlags {
   int most_tokens;  // in a chunk
 
-  static constexpr int kFewestChunks = 512, kMostParts = 8;
-  static constexpr std::uint64_t kLeastPartBytes = 1024;
+  static constexpr int kFewestChunks = 512, kMostStrips = 8;
+  static constexpr std::uint64_t kLeastStripBytes = 1024;
 
   constexpr int tokens_per_chunk(int tokens) const {
     const int wanted = (tokens + kFewestChunks - 1) / kFewestChunks;
@@ -116,20 +131,20 @@ struct ChunkFlags {
     const int each = tokens_per_chunk(tokens);
     return (tokens + each - 1) / each;
   }
-  // The number of parts of a chunk whose rows have `row_bytes` bytes: a power of two. Part i of a
-  // chunk has flag chunk * parts + i.
-  constexpr int parts(int tokens, std::uint64_t row_bytes) const {
-    int parts = 1;
-    while (parts < kMostParts && 2 * parts * count(tokens) <= kFewestChunks &&
-           row_bytes >= 2 * kLeastPartBytes * static_cast<std::uint64_t>(parts)) {
-      parts *= 2;
+  // The number of strips of a chunk whose rows have `row_bytes` bytes: a power of two. Strip i of a
+  // chunk has flag chunk * strips + i.
+  constexpr int strips(int tokens, std::uint64_t row_bytes) const {
+    int strips = 1;
+    while (strips < kMostStrips && 2 * strips * count(tokens) <= kFewestChunks &&
+           row_bytes >= 2 * kLeastStripBytes * static_cast<std::uint64_t>(strips)) {
+      strips *= 2;
     }
-    return parts;
+    return strips;
   }
   // The most flags that any number of tokens up to `max_tokens` has.
   constexpr int bound(int max_tokens) const {
     const int small =
-        max_tokens < kFewestChunks / kMostParts ? max_tokens * kMostParts : kFewestChunks;
+        max_tokens < kFewestChunks / kMostStrips ? max_tokens * kMostStrips : kFewestChunks;
     const int large = count(max_tokens);
     return small > large ? small : large;
   }

@@ -13,6 +13,7 @@
 #include "base/options.h"
 #include "base/tensor.h"
 #include "ep/plan/expert_map.h"
+#include "ep/plan/parts.h"
 #include "ep/plan/quantise.h"
 #include "ep/plan/receive_layout.h"
 
@@ -81,6 +82,10 @@ struct Config : CommonConfig {
   std::uint64_t rows_per_source() const {
     return static_cast<std::uint64_t>(max_tokens) *
            static_cast<std::uint64_t>(std::min(max_topk, most_local_experts()));
+  }
+  // The parts that a plan may have.
+  int most_parts() const {
+    return layout.has_zones ? std::clamp(expert_tables.least_local_experts(), 1, kMaxParts) : 1;
   }
   // Bytes per row of staged scales, which callers give or dispatch makes.
   std::uint64_t scale_room() const {

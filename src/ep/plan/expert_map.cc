@@ -16,7 +16,7 @@ ExpertTables ExpertTables::even(int experts, int ranks) {
                  .ranks = ranks,
                  .each = each,
                  .each_inverse = ((std::uint64_t{1} << 32) + at(each) - 1) / at(each)};
-  result.most_local_experts_ = each;
+  result.most_local_experts_ = result.least_local_experts_ = each;
   return result;
 }
 
@@ -42,7 +42,9 @@ ExpertTables ExpertTables::read(const std::int32_t* expert_ranks, int experts, i
   if (in_order) return even(experts, ranks);
 
   ExpertTables result;
-  result.most_local_experts_ = static_cast<int>(std::ranges::max(tables->firsts));
+  const std::span counts = std::span(tables->firsts).subspan(1);
+  result.most_local_experts_ = static_cast<int>(std::ranges::max(counts));
+  result.least_local_experts_ = static_cast<int>(std::ranges::min(counts));
   for (std::size_t d = 0; d < at(ranks); ++d) tables->firsts[d + 1] += tables->firsts[d];
   std::vector<std::uint32_t> next = tables->firsts;
   tables->physical_experts.resize(at(experts));

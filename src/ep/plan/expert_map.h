@@ -57,6 +57,8 @@ class ExpertTables {
   const ExpertMap& map() const { return map_; }
   // The largest number of experts that a rank holds.
   int most_local_experts() const { return most_local_experts_; }
+  // The smallest.
+  int least_local_experts() const { return least_local_experts_; }
   // Equal for equal maps; 0 where every rank holds E / W experts in order, however that was said.
   std::uint64_t hash() const { return hash_; }
 
@@ -67,7 +69,7 @@ class ExpertTables {
 
   ExpertMap map_;
   std::shared_ptr<const Tables> tables_;
-  int most_local_experts_ = 0;
+  int most_local_experts_ = 0, least_local_experts_ = 0;
   std::uint64_t hash_ = 0;
 };
 

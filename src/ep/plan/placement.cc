@@ -20,6 +20,7 @@ struct Placement::Target {
   int rank;  // the destination
   int self;  // the rank that computes
   std::int64_t alignment;
+  int parts;
   std::int64_t limit;  // rows from here on are dropped; no limit under ERROR
 };
 
@@ -35,6 +36,7 @@ void Placement::place(const CountTable& counts, const Config& config,
     const Target target{.rank = d,
                         .self = view.rank,
                         .alignment = view.alignment,
+                        .parts = view.parts,
                         .limit = drop ? capacity : std::numeric_limits<std::int64_t>::max()};
     if (config.layout.row_per_expert) {
       place_zones(counts, config, target);
@@ -53,8 +55,15 @@ void Placement::place(const CountTable& counts, const Config& config,
 void Placement::place_zones(const CountTable& counts, const Config& config, const Target& target) {
   std::int64_t zone = 0;
   if (target.rank == target.self) dropped_rows = 0;
+  int next_part = 2;
   const int first = config.map().first(target.rank), end = config.map().first(target.rank + 1);
   for (int physical_expert = first; physical_expert < end; ++physical_expert) {
+    if (next_part <= target.parts &&
+        physical_expert - first == first_expert_of_part(next_part, target.parts, end - first)) {
+      part_end[at(target.rank) * at(target.parts - 1) + at(next_part - 2)] =
+          std::min(zone, target.limit);
+      ++next_part;
+    }
     std::int64_t row = zone;
     for (int s = 0; s < config.ranks; ++s) {
       if (s == target.self) first_row[at(physical_expert)] = row;

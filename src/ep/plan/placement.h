@@ -53,6 +53,7 @@ struct Placement {
   struct View {
     int rank;                // the rank that computes
     std::int64_t alignment;  // the plan's
+    int parts = 1;           // the plan's
   };
 
   // The receive side of this rank. Under DROP the zones are cut at the capacity; under ERROR they
@@ -70,6 +71,7 @@ struct Placement {
   // The following hold for all ranks.
   std::vector<std::int64_t> total;      // [W] padded rows each would need
   std::vector<std::int64_t> rank_rows;  // [W*W] rows that source s puts into destination d
+  std::vector<std::int64_t> part_end;   // [W*(P-1)] first row behind each part, after drops
   std::int64_t bad_ids = 0;
   int bad_id_rank = -1;    // lowest rank that has some
   int overflow_rank = -1;  // lowest rank whose capacity is exceeded
@@ -85,6 +87,7 @@ struct Placement {
           config.layout.row_per_expert ? static_cast<std::size_t>(config.experts) : ranks);
     visit(total, ranks);
     visit(rank_rows, ranks * ranks);
+    visit(part_end, ranks * static_cast<std::size_t>(config.most_parts() - 1));
   }
 
   void reserve(const Config& config) {

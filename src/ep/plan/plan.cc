@@ -22,9 +22,9 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanExtent& extent) {
 }
 
 void seal(std::byte* plan, PlanHeader header) {
-  const PlanExtent extent = extent_of(header);
+  const PlanExtent extent = extent_of(header, parts_of(header));
   header.magic = PlanHeader::kMagic;
-  header.version = PlanHeader::kVersion;
+  if (header.version != PlanHeader::kVersionOfParts) header.version = PlanHeader::kVersion;
   header.bytes = extent.end;
   std::memcpy(plan, &header, sizeof(header));
   header.checksum = checksum_of(plan, extent);
@@ -54,8 +54,8 @@ PlanHeader open_plan_header(const void* plan, std::size_t bytes) {
   require_plan_bytes(plan, bytes);
   const auto* at = static_cast<const std::byte*>(plan);
   const PlanHeader h = read_header(at);
-  require_none(header_fault(h, bytes));
-  require_none(checksum_fault(h, checksum_of(at, extent_of(h))));
+  require_none(header_fault(h, bytes, parts_of(h)));
+  require_none(checksum_fault(h, checksum_of(at, extent_of(h, parts_of(h)))));
   return h;
 }
 
@@ -65,9 +65,10 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
   const PlanHeader& h = view.header_;
   require_none(kind_fault(h, false));
   const auto* at = static_cast<const std::byte*>(plan);
-  const PlanMap map = map_of(h);
+  const PlanMap map = map_of(h, parts_of(h));
   view.counts_ = reinterpret_cast<const std::int32_t*>(at + map.count);
   view.offsets_ = reinterpret_cast<const std::int32_t*>(at + map.offset);
+  view.part_ends_ = reinterpret_cast<const std::int32_t*>(at + map.part_end);
   view.codes_ = reinterpret_cast<const std::uint32_t*>(at + map.code);
   view.list_ = reinterpret_cast<const std::uint32_t*>(at + map.list);
   const int local = h.local_experts;
@@ -81,12 +82,14 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
 
 void PlanView::require_binding(const PlanBinding& binding) const {
   const PlanTerms terms = terms_of(binding);
-  require_none(binding_fault(header_, terms), terms);
+  PlanHeader header = header_;
+  header.keeps_list = keeps_list(header) ? 1 : 0;
+  require_none(binding_fault(header, terms), terms);
 }
 
 void seal_plan(std::byte* plan) {
   const PlanHeader header = read_header(plan);
-  const PlanMap map = map_of(header);
+  const PlanMap map = map_of(header, parts_of(header));
   // Zeroes the gaps between the parts, so that equal plans are equal bytes.
   std::memset(plan + map.zones_end, 0, map.code - map.zones_end);
   std::memset(plan + map.list_end, 0, map.end - map.list_end);
@@ -108,7 +111,8 @@ std::size_t plan_size(const Config& config) {
               .topk = config.max_topk,
               .list_rows = config.layout.row_per_expert ? config.capacity : 0,
               .items = config.layout.row_per_expert || config.staging ? config.capacity : 0,
-              .ranks = config.ranks})
+              .ranks = config.ranks,
+              .parts = config.most_parts()})
       .end;
 }
 

@@ -13,6 +13,10 @@
 // here; items are ordered by source rank and token.
 //   tokens[W]       int32: tokens of every rank (after offset[])
 //   item_begin[W+1] int32: first item of every source rank, and the end of the last
+// Plans with parts, which are of a version of their own:
+//   part_end[W][P-1] int32: first row behind each part in each rank's receive tensor, after drops
+//                    (behind item_begin[])
+// Again of plans with items:
 //   start[R+1]      uint32, EXPERT_MAJOR: where an item's rows begin in list[] (no kFirstOfToken)
 //   cell[R]         uint32: token * min(K, W) + i at the source rank, if this rank is the i-th, by
 //                   ascending rank, of those that hold rows of the token
@@ -33,6 +37,7 @@
 #include "base/layout.h"
 #include "base/rank_bits.h"
 #include "ep/plan/config.h"
+#include "ep/plan/parts.h"
 
 namespace xd::ep {
 
@@ -41,6 +46,8 @@ struct PlanHeader {
   // Raised whenever a plan's bytes change; the fields up to this one never do. 2: `hosts`; 3: plans
   // of low latency have no tokens of other ranks.
   static constexpr std::uint32_t kVersion = 3;
+  static constexpr std::uint32_t kVersionOfParts = 4;  // the same, with parts
+  static constexpr int kPartsShift = 8;
   static constexpr std::uint32_t kFirstOfToken = 0x80000000;
 
   std::uint64_t magic;
@@ -53,7 +60,7 @@ struct PlanHeader {
   std::int32_t layout;  // an xd_ep_layout or ll_layout()
   std::int32_t alignment;
   std::int32_t overflow;    // an xd_ep_overflow
-  std::int32_t keeps_list;  // 1 = has a list
+  std::int32_t keeps_list;  // 1 = has a list; kVersionOfParts: plus P << kPartsShift
   std::int32_t
       keeps_items;  // has room for items: 1; in low latency, for items of that many choices
   std::int32_t bad_id_rank;
@@ -77,14 +84,15 @@ struct PlanHeader {
 static_assert(sizeof(PlanHeader) == 176);
 
 struct PlanMap {
-  std::uint64_t count, offset, tokens, item_begin, zones_end, code, list, start, cell, list_end,
-      end;
+  std::uint64_t count, offset, tokens, item_begin, part_end, zones_end, code, list, start, cell,
+      list_end, end;
 
   struct Sizes {
     int local_experts = 1, tokens = 0, topk = 1;
     std::int64_t list_rows = 0;  // 0 = no list
     std::int64_t items = 0;      // room; 0 = the executor keeps none
     int ranks = 1;
+    int parts = 1;
   };
   static constexpr PlanMap make(const Sizes& sizes) {
     const auto local_experts = sizes.local_experts;
@@ -98,6 +106,11 @@ struct PlanMap {
     map.offset = cursor.add<std::int32_t>(static_cast<std::uint64_t>(local_experts) + 1);
     map.tokens = cursor.add<std::int32_t>(ranks);
     map.item_begin = cursor.add<std::int32_t>(ranks > 0 ? ranks + 1 : 0);
+    map.part_end = cursor.at;
+    if (sizes.parts > 1) {
+      map.part_end = cursor.add<std::int32_t>(static_cast<std::uint64_t>(sizes.ranks) *
+                                              static_cast<std::uint64_t>(sizes.parts - 1));
+    }
     map.zones_end = cursor.at;
     map.code = cursor.add<std::uint32_t>(
         static_cast<std::uint64_t>(sizes.tokens) * static_cast<std::uint64_t>(sizes.topk), 16);
@@ -109,6 +122,14 @@ struct PlanMap {
     return map;
   }
 };
+
+// P.
+constexpr int parts_of(const PlanHeader& h) {
+  return h.version == PlanHeader::kVersionOfParts ? h.keeps_list >> PlanHeader::kPartsShift : 1;
+}
+constexpr bool keeps_list(const PlanHeader& h) {
+  return (h.keeps_list & ((1 << PlanHeader::kPartsShift) - 1)) != 0;
+}
 
 // True if the sizes are safe to compute a PlanMap with.
 constexpr bool plausible(const PlanHeader& h) {
@@ -125,13 +146,15 @@ constexpr std::int64_t capacity_of(const PlanHeader& h) {
   return whole_rows(h.capacity, h.alignment);
 }
 
-constexpr PlanMap map_of(const PlanHeader& h) {
+// `parts` is parts_of(h), or 1 where plans with parts are refused.
+constexpr PlanMap map_of(const PlanHeader& h, int parts = 1) {
   return PlanMap::make({.local_experts = h.local_experts,
                         .tokens = h.tokens,
                         .topk = h.topk,
                         .list_rows = h.list_rows,
                         .items = h.keeps_items != 0 ? h.capacity : 0,
-                        .ranks = h.ranks});
+                        .ranks = h.ranks,
+                        .parts = parts});
 }
 
 // The part of low-latency plans behind the header: ep/slots/plan.h describes the parts.
@@ -177,16 +200,16 @@ constexpr LlPlanMap ll_map_of(const PlanHeader& h) {
 }
 
 // The bytes of a plan, and how many of them the checksum covers: whole words, zeros between parts
-// included.
+// included. `parts` as for map_of().
 struct PlanExtent {
   std::uint64_t checked, end;
 };
-constexpr PlanExtent extent_of(const PlanHeader& h) {
+constexpr PlanExtent extent_of(const PlanHeader& h, int parts = 1) {
   if (is_ll_layout(h.layout)) {
     const LlPlanMap map = ll_map_of(h);
     return {map.home, map.end};
   }
-  const PlanMap map = map_of(h);
+  const PlanMap map = map_of(h, parts);
   return {map.code, map.end};
 }
 
@@ -259,10 +282,15 @@ class PlanView {
   void require_binding(const PlanBinding& binding) const;
 
   const PlanHeader& header() const { return header_; }
+  int parts() const { return parts_of(header_); }
   bool refused() const { return ep::refused(header_); }
   std::int32_t count(int e) const { return counts_[e]; }
   std::int32_t offset(int e) const { return offsets_[e]; }
   const std::uint32_t* codes(std::int64_t token) const { return codes_ + token * header_.topk; }
+  int part_of(int rank, std::int64_t row) const {
+    return part_of_row(row, part_ends_ + static_cast<std::ptrdiff_t>(rank) * (parts() - 1),
+                       parts());
+  }
   std::span<const std::uint32_t> list() const {
     return {list_, static_cast<std::size_t>(header_.list_rows)};
   }
@@ -271,6 +299,7 @@ class PlanView {
   PlanHeader header_{};
   const std::int32_t* counts_ = nullptr;
   const std::int32_t* offsets_ = nullptr;
+  const std::int32_t* part_ends_ = nullptr;
   const std::uint32_t* codes_ = nullptr;
   const std::uint32_t* list_ = nullptr;
 };
@@ -286,6 +315,7 @@ struct Batch {
   std::uint64_t hosts;       // HostMap::fingerprint()
   int topk, alignment, group;
   std::uint64_t epoch;  // number of its prepare
+  int parts = 1;
 };
 // The fingerprint is equal on all ranks, and differs from that of every other batch of this group:
 // the epoch tells apart batches whose counts happen to be equal, and the number tells apart groups
@@ -296,7 +326,8 @@ constexpr std::uint64_t plan_fingerprint(const Batch& batch) {
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.topk));
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.alignment));
   hash = hash_combine(hash, static_cast<std::uint64_t>(batch.group));
-  return hash_combine(hash, batch.epoch);
+  hash = hash_combine(hash, batch.epoch);
+  return batch.parts > 1 ? hash & ~kPartBits : hash;
 }
 
 std::size_t plan_size(const Config& config);

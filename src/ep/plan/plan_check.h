@@ -57,14 +57,15 @@ struct PlanTerms {
 };
 PlanTerms terms_of(const PlanBinding& binding);
 
-// A plan that passes header_fault() is one of this version with all its bytes.
-constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes) {
+// A plan that passes header_fault() is one of this version with all its bytes. `parts` is
+// parts_of(h), or 1 where plans with parts are refused.
+constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes, int parts = 1) {
   if (h.magic != PlanHeader::kMagic) return {.kind = PlanFault::no_plan};
-  if (h.version != PlanHeader::kVersion) {
+  if (h.version != PlanHeader::kVersion && parts == 1) {
     return {.kind = PlanFault::version, .got = h.version, .expected = PlanHeader::kVersion};
   }
-  if (!plausible(h)) return {.kind = PlanFault::header};
-  const PlanExtent extent = extent_of(h);
+  if (!plausible(h) || parts < 1 || parts > kMaxParts) return {.kind = PlanFault::header};
+  const PlanExtent extent = extent_of(h, parts);
   if (h.bytes != extent.end) return {.kind = PlanFault::header};
   if (plan_bytes < extent.end) {
     return {.kind = PlanFault::cut_short,

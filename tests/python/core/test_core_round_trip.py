@@ -218,3 +218,41 @@ def test_fp8_rows_come_with_their_scales(me: Rank) -> None:
         group.dispatch(plan, narrow[me.rank], scales=np.asfortranarray(scales[me.rank]), out=out)
         equal(out.scales, routing.dispatch(me.rank, scales), "strided scales")
         assert np.isnan(wide).sum() == wide.size - out.scales.size
+
+
+@on_ranks(4)
+def test_parts_give_what_whole_operations_give(me: Rank) -> None:
+    case = CASES[0]
+    routing, (tokens, weights, grads) = routing_of(case), data_of(case)
+    mine, its_weights, grad = tokens[me.rank], weights[me.rank], grads[me.rank]
+    with me.comm() as comm, crossdock.EpGroup(comm, case.config()) as group:
+        plan = group.prepare(routing.topk_idx[me.rank], parts=2)
+        assert plan.info()["parts"] == 2
+        whole = group.dispatch(plan, mine, its_weights)
+        sums = group.combine(plan, whole.tokens, whole.weights)
+        moved = group.combine_bwd(plan, grad, whole.tokens, whole.weights)
+        back = group.dispatch_bwd(plan, moved.expert_out, moved.weights)
+        received = out = into = gradients = None
+        for part in (1, 2):
+            received = group.dispatch(plan, mine, its_weights, part=part, out=received)
+        for part in (1, 2):
+            out = group.combine(plan, received.tokens, received.weights, part=part, out=out)
+        for part in (1, 2):
+            into = group.combine_bwd(
+                plan, grad, received.tokens, received.weights, part=part, out=into
+            )
+        for part in (1, 2):
+            gradients = group.dispatch_bwd(
+                plan, into.expert_out, into.weights, part=part, out=gradients
+            )
+        equal(received.tokens, whole.tokens, "tokens")
+        equal(received.weights, whole.weights, "weights")
+        equal(out, sums, "out")
+        equal(into.expert_out, moved.expert_out, "grad_expert_out")
+        equal(into.weights, moved.weights, "grad_weights")
+        for got, expected in zip(gradients, back, strict=True):
+            equal(got, expected, "gradients")
+        with pytest.raises(ValueError, match="out: expected what part 1 has returned"):
+            group.combine(plan, whole.tokens, part=2)
+        with pytest.raises(crossdock.InvalidArgument, match="part = 3, expected at most 2"):
+            group.dispatch(plan, mine, part=3, out=received)

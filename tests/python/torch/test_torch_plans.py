@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import crossdock.torch as xd
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import InvalidArgument, Mismatch, Unsupported
 from reference import Routing
 from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, layer, ragged, reported
@@ -230,3 +230,34 @@ def test_activation_checkpointing(me: Rank, plan_too: bool) -> None:
             out = torch.utils.checkpoint.checkpoint(block, x, weights, use_reentrant=False)
             out.backward(grad_out)
             batch.check(me.rank, out, x, weights)
+
+
+@on_ranks(4)
+def test_parts_give_what_whole_operations_give(me: Rank) -> None:
+    batch = Batch(SEED, ragged(me))
+    with xd.init() as comm:
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        x, weights = x.detach(), weights.detach()
+        if comm.device.type == "cuda":
+            with reported(group, Unsupported, "parts = 2, expected 0 or 1"):
+                group.prepare(topk_idx, parts=2)
+            return
+        plan = group.prepare(topk_idx, parts=2)
+        whole = xd.dispatch(plan, x, weights)
+        sums = xd.combine(plan, whole.tokens, whole.weights)
+        received = xd.dispatch(plan, x, weights, part=1, num_sms=2)
+        received = xd.dispatch(plan, x, weights, part=2, out=received)
+        out = xd.combine(plan, received.tokens, received.weights, part=1)
+        out = xd.combine(plan, received.tokens, received.weights, part=2, out=out)
+        for got, expected in zip((*received, out), (*whole, sums), strict=True):
+            if expected is not None:
+                assert torch.equal(got, expected)
+        with pytest.raises(ValueError, match="out: expected what part 1 has returned"):
+            xd.combine(plan, received.tokens, part=2)
+        x.requires_grad_()
+        with pytest.raises(ValueError, match="no derivative"):
+            xd.dispatch(plan, x, weights, part=1)
+        with torch.no_grad():
+            xd.dispatch(plan, x, weights, part=1)
+        batch.check_layer(me.rank, group.prepare(topk_idx, parts=2))

@@ -47,7 +47,7 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
       for (const int bound : {tokens, tokens + 1, 2 * tokens, 20000}) {
         if (bound >= tokens) {
           for (const std::uint64_t row_bytes : {16u, 2048u, 14336u}) {
-            const int flags = count * chunks.parts(tokens, row_bytes);
+            const int flags = count * chunks.strips(tokens, row_bytes);
             EXPECT_LE(flags, chunks.bound(bound)) << tokens << " of " << bound;
           }
         }
@@ -136,12 +136,12 @@ TEST(RowPiecesTest, ScalesTravelBesideRowsWhereBulkCopiesCanCarryThem) {
 }
 
 TEST(ChunkFlagsTest, FewTokensAreCutByColumnsIntoPartsOfSomeSize) {
-  EXPECT_EQ(summed_chunks().parts(1, 14336), 8);
-  EXPECT_EQ(summed_chunks().parts(128, 14336), 4);
-  EXPECT_EQ(summed_chunks().parts(4096, 14336), 1);
-  EXPECT_EQ(summed_chunks().parts(1, 2048), 2);
-  EXPECT_EQ(summed_chunks().parts(1, 2047), 1);
-  EXPECT_EQ(summed_chunks().parts(0, 14336), 8) << "no tokens: no flags, but defined";
+  EXPECT_EQ(summed_chunks().strips(1, 14336), 8);
+  EXPECT_EQ(summed_chunks().strips(128, 14336), 4);
+  EXPECT_EQ(summed_chunks().strips(4096, 14336), 1);
+  EXPECT_EQ(summed_chunks().strips(1, 2048), 2);
+  EXPECT_EQ(summed_chunks().strips(1, 2047), 1);
+  EXPECT_EQ(summed_chunks().strips(0, 14336), 8) << "no tokens: no flags, but defined";
 }
 
 TEST(LaunchShapeTest, FewerRanksNeedMoreMultiprocessorsToFillTheirLinks) {

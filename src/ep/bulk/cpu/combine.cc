@@ -53,18 +53,19 @@ void SumOperation::sum(const RemoteSums::Wish& wish) const {
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)
-    : SumOperation(context, call.plan), call_(call) {
+    : SumOperation(context, XD_EP_COMBINE, call.plan, call.portion), call_(call) {
   require_tokens(call_.out, plan_);
   receive(call_.expert_out, call_.weights);
 }
 
 void CombineOp::move() {
+  if (!part().ends()) return;
   resolve_tensors(context_, {.row = call_.out.row_bytes(), .weights = call_.weights.row_bytes()});
   sum({.sums = call_.out, .weighted = static_cast<bool>(call_.weights), .gradients = {}});
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
-    : SumOperation(context, call.plan), call_(call) {
+    : SumOperation(context, XD_EP_DISPATCH_BWD, call.plan, call.portion), call_(call) {
   require_tokens(call_.grad_tokens, plan_);
   require_tokens(call_.grad_topk_weights, plan_);
   require_topk(call_.grad_topk_weights, plan_);
@@ -73,6 +74,7 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
 }
 
 void DispatchBwdOp::move() {
+  if (!part().ends()) return;
   resolve_tensors(context_, {.row = call_.grad_tokens.row_bytes(),
                              .weights = call_.grad_recv_weights.row_bytes()});
   if (call_.grad_topk_weights) read_weights();

@@ -9,7 +9,7 @@
 namespace xd::ep::cpu {
 
 CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
-    : PlanOperation(context, call.plan), call_(call) {
+    : PlanOperation(context, XD_EP_COMBINE_BWD, call.plan, call.portion), call_(call) {
   require_tokens(call_.grad_out, plan_);
   grad_expert_out_ = receive_rows(call_.grad_expert_out);
   grad_expert_out_scales_ = receive_beside(call_.grad_expert_out_scales, own_map().scales);
@@ -29,8 +29,8 @@ Record CombineBwdOp::record() const {
 
 void CombineBwdOp::stage_in() {
   if (finishes_here()) return;
-  expert_out_.copy_in(plan_, config());
-  weights_.copy_in(plan_, config());
+  expert_out_.copy_in(plan_, config(), moved());
+  weights_.copy_in(plan_, config(), moved());
 }
 
 void CombineBwdOp::move() {
@@ -62,7 +62,7 @@ void CombineBwdOp::move() {
 
 void CombineBwdOp::deliver(const TokenData& token, const TokenRows& rows) const {
   if (call_.weights) return send_scaled(token.row, rows);
-  store_row(rows, token.row, call_.grad_out.row_bytes(), store_,
+  store_row(rows, moved(), token.row, call_.grad_out.row_bytes(), store_,
             [&](int r) { return row_target(r); });
   store_scales(token.scales, call_.grad_out_scales.row_bytes(), rows);
 }
@@ -72,9 +72,10 @@ void CombineBwdOp::send_scaled(const std::byte* grad, const TokenRows& rows) con
   for (int i = 0; i < rows.count; ++i) {
     const RowRef& ref = rows.list[at(i)].ref;
     const RankTensors& to = tensors(ref.rank);
+    if (!rows.is_due(i, to.one_row_per_token, moved())) continue;
     std::byte* const row = to.rows.address(at(ref.row) * bytes);
     if (to.one_row_per_token) {
-      if (rows.first_of_rank(i)) rows::copy(row, grad, bytes, store_);
+      rows::copy(row, grad, bytes, store_);
       continue;
     }
     WeightedRow finished{.weight = to.weights.array<float>()[ref.row], .grad_expert_out = row};
@@ -100,7 +101,7 @@ void CombineBwdOp::finish_row(const std::byte* grad, const WeightedRow& row) con
 // tokens crossed.
 void CombineBwdOp::finish_rows() const {
   const std::uint64_t bytes = call_.grad_out.row_bytes();
-  for_each_token(plan_, [&](std::span<const std::uint32_t> rows, auto) {
+  for_each_token(plan_, moved(), &PartSpan::first, [&](std::span<const std::uint32_t> rows, auto) {
     for (const std::uint32_t row : rows) {
       WeightedRow finished{.weight = call_.weights.as<float>()[row],
                            .grad_expert_out = call_.grad_expert_out.data + row * bytes};
@@ -115,16 +116,17 @@ void CombineBwdOp::finish_rows() const {
 }
 
 OperationError CombineBwdOp::complete() {
+  const Scope scope = moved();
   if (finishes_here()) {
     finish_rows();
   } else {
-    grad_expert_out_.fan_out(plan_, config());
-    grad_expert_out_scales_.fan_out(plan_, config());
-    grad_weights_.copy_out(plan_, config());
+    grad_expert_out_.fan_out(plan_, config(), scope);
+    grad_expert_out_scales_.fan_out(plan_, config(), scope);
+    grad_weights_.copy_out(plan_, config(), scope);
   }
-  grad_expert_out_.zero_gaps(plan_, config());
-  grad_expert_out_scales_.zero_gaps(plan_, config());
-  grad_weights_.zero_gaps(plan_, config());
+  grad_expert_out_.zero_gaps(plan_, config(), scope);
+  grad_expert_out_scales_.zero_gaps(plan_, config(), scope);
+  grad_weights_.zero_gaps(plan_, config(), scope);
   return {};
 }
 

@@ -9,7 +9,7 @@
 namespace xd::ep::cpu {
 
 DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
-    : PlanOperation(context, call.plan), call_(call) {
+    : PlanOperation(context, XD_EP_DISPATCH, call.plan, call.portion), call_(call) {
   require_tokens(call_.tokens, plan_);
   require_topk(call_.topk_weights, plan_);
   if (config().layout.choices_beside_rows) {
@@ -69,7 +69,7 @@ TokenData DispatchOp::read(std::int64_t t) const {
 }
 
 void DispatchOp::deliver(const TokenData& token, const TokenRows& rows) const {
-  store_row(rows, token.row, call_.recv_tokens.row_bytes(), store_,
+  store_row(rows, moved(), token.row, call_.recv_tokens.row_bytes(), store_,
             [&](int r) { return row_target(r); });
   store_scales(token.scales, call_.recv_scales.row_bytes(), rows);
   if (config().layout.choices_beside_rows) {
@@ -83,8 +83,9 @@ void DispatchOp::deliver(const TokenData& token, const TokenRows& rows) const {
 void DispatchOp::store_weights(const TokenData& token, const TokenRows& rows) const {
   if (token.weights == nullptr) return;
   for (int i = 0; i < rows.count; ++i) {
-    const auto& [ref, k] = rows.list[static_cast<std::size_t>(i)];
-    tensors(ref.rank).weights.array<float>()[ref.row] = token.weights[k];
+    if (!rows.is_due(i, false, moved())) continue;
+    const TokenRows::Row& row = rows.list[static_cast<std::size_t>(i)];
+    tensors(row.ref.rank).weights.array<float>()[row.ref.row] = token.weights[row.k];
   }
 }
 
@@ -115,13 +116,14 @@ void DispatchOp::store_choices(const TokenData& token, const TokenRows& rows) co
 }
 
 OperationError DispatchOp::complete() {
-  recv_tokens_.fan_out(plan_, config());
-  recv_scales_.fan_out(plan_, config());
-  recv_weights_.copy_out(plan_, config());
-  recv_topk_idx_.copy_out(plan_, config());
+  const Scope scope = moved();
+  recv_tokens_.fan_out(plan_, config(), scope);
+  recv_scales_.fan_out(plan_, config(), scope);
+  recv_weights_.copy_out(plan_, config(), scope);
+  recv_topk_idx_.copy_out(plan_, config(), scope);
   for (const ReceiveTensor* tensor :
        {&recv_tokens_, &recv_scales_, &recv_weights_, &recv_topk_idx_}) {
-    tensor->zero_gaps(plan_, config());
+    tensor->zero_gaps(plan_, config(), scope);
   }
   if (config().layout.choices_beside_rows) end_choices();
   return {};

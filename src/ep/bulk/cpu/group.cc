@@ -51,6 +51,7 @@ class CpuGroup final : public Group {
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {
+    order_.begin();
     runner_.run_failed(operation, std::move(error));
   }
 
@@ -61,7 +62,8 @@ class CpuGroup final : public Group {
     const StandardFloatModes modes;
     Record record;
     runner_.run(operation, [&] {
-      Operation made(Context{*this, lockstep_, scratch_}, read(args, call_context()));
+      order_.begin();
+      Operation made(Context{*this, lockstep_, scratch_, order_}, read(args, call_context()));
       record = made.record();
       return made;
     });
@@ -70,6 +72,7 @@ class CpuGroup final : public Group {
 
   Lockstep lockstep_;
   Scratch scratch_;
+  PartOrder order_;
   turn::HostRunner<Family> runner_{*this, lockstep_, config().fatal_errors};
 };
 

@@ -19,15 +19,15 @@ struct RowTarget {
   bool one_per_token;  // only a token's first row
 };
 
-// Stores one row to all its places: `target` gives the RowTarget of a rank.
+// Stores one row to all its places in the scope: `target` gives the RowTarget of a rank.
 template <class Target>
-void store_row(const TokenRows& rows, const void* row, std::uint64_t bytes, rows::Store store,
-               Target&& target) {
+void store_row(const TokenRows& rows, const Scope& scope, const void* row, std::uint64_t bytes,
+               rows::Store store, Target&& target) {
   std::array<void*, kMaxTopk> places;
   int count = 0;
   for (int i = 0; i < rows.count; ++i) {
     const RowTarget to = target(rows.list[at(i)].ref.rank);
-    if (to.one_per_token && !rows.first_of_rank(i)) continue;
+    if (!rows.is_due(i, to.one_per_token, scope)) continue;
     places[at(count++)] = to.rows.address(at(rows.list[at(i)].ref.row) * bytes);
   }
   rows::copy_to_many(places.data(), count, row, bytes, store);
@@ -63,8 +63,24 @@ class PlanOperation {
   OperationError obstacle() const { return overflow_of(plan_); }
 
  protected:
-  PlanOperation(const Context& context, PlanBytes plan)
-      : context_(context), plan_(open_plan(context, plan)) {}
+  // Throws INVALID_ARGUMENT where the plan has no such part, or the group expects another one.
+  PlanOperation(const Context& context, xd_ep_operation operation, PlanBytes plan,
+                const Portion& portion)
+      : context_(context),
+        plan_(open_plan(context, plan)),
+        step_{operation, plan_.header().fingerprint, call_part(plan_, portion)} {
+    if (!plan_.refused()) context_.order.require(step_);
+  }
+
+  const CallPart& part() const { return step_.part; }
+  // The rows of the call's part. Between machines one call does the work of all: the first one of
+  // those that store rows, and the last one of sums.
+  Scope scope(bool works_between_machines) const {
+    if (context_.lockstep.remote() == nullptr) {
+      return {.part = part().part, .tail = part().ends()};
+    }
+    return {.empty = !works_between_machines, .tail = part().ends()};
+  }
 
   const Config& config() const { return context_.group.config(); }
   RankTensors& tensors(int rank) const { return context_.scratch.ranks[at(rank)]; }
@@ -83,18 +99,26 @@ class PlanOperation {
   }
   void store_scales(const std::byte* scales, std::uint64_t bytes, const TokenRows& rows) const {
     if (scales == nullptr) return;
-    store_row(rows, scales, bytes, rows::Store::cached, [&](int r) { return scale_target(r); });
+    store_row(rows, moved(), scales, bytes, rows::Store::cached,
+              [&](int r) { return scale_target(r); });
   }
 
-  // Brings every token's data to its rows: `read` gives a token's data, and deliver(data, rows)
-  // stores them in near ranks' memory, also for tokens of other machines whose relay this is.
+  // The scope of operations that store rows.
+  Scope moved() const { return scope(part().begins()); }
+
+  // Brings every token's data to its rows in the scope: `read` gives a token's data, and
+  // deliver(data, rows) stores them in near ranks' memory, also for tokens of other machines whose
+  // relay this is.
   template <class Read, class Deliver>
   void spread(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
+    const Scope scope = moved();
+    if (scope.empty) return;
     if (context_.lockstep.remote() != nullptr) return spread_remote(layout, read, deliver);
     TokenRows rows;
     for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
       rows.gather(context_, plan_.codes(t), plan_.header().topk);
-      if (rows.count > 0) deliver(read(t), rows);
+      if (scope.part != 0) rows.find_parts(plan_);
+      if (rows.is_any_due(scope)) deliver(read(t), rows);
     }
     rows::flush();
   }
@@ -109,12 +133,13 @@ class PlanOperation {
   // Adds to the call's record the facts that it takes from the plan.
   Record plan_record(Record record) const {
     record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
-    record.fingerprint = plan_.header().fingerprint;
+    record.fingerprint = plan_.header().fingerprint | static_cast<std::uint64_t>(part().part);
     return record;
   }
 
   Context context_;
   PlanView plan_;
+  PartOrder::Step step_;
 
  private:
   template <class Read, class Deliver>

@@ -73,7 +73,10 @@ class DispatchOp : public PlanOperation {
 // weight beside each row.
 class SumOperation : public PlanOperation {
  public:
-  OperationError complete() { return {}; }
+  OperationError complete() {
+    context_.order.advance(step_);
+    return {};
+  }
 
  protected:
   using PlanOperation::PlanOperation;
@@ -87,10 +90,11 @@ class SumOperation : public PlanOperation {
     record.weights_in = weights_.place();
     return plan_record(record);
   }
+  // Sums of rows that are staged are made part by part, and all the rest in the last part.
   // `factors` multiply the rows where they are added up here; null = none.
   void stage(const float* factors) {
-    rows_.add_up(plan_, config(), factors);
-    weights_.copy_in(plan_, config());
+    rows_.add_up(plan_, config(), scope(part().ends()), factors);
+    if (part().ends()) weights_.copy_in(plan_, config(), {});
   }
   void sum(const RemoteSums::Wish& wish) const;
 

@@ -52,7 +52,8 @@ PlanMap PrepareOp::plan_map() const {
                         .topk = topk_,
                         .list_rows = 0,
                         .items = 0,
-                        .ranks = config().ranks});
+                        .ranks = config().ranks,
+                        .parts = call_.parts});
 }
 
 void PrepareOp::stage_in() {
@@ -67,7 +68,7 @@ void PrepareOp::move() {
   const CountTable counts = gather_counts();
   fingerprint_ = fingerprint_of(counts);
   context_.scratch.placement.place(counts, config(), context_.group.capacities(),
-                                   {context_.group.rank(), call_.alignment});
+                                   {context_.group.rank(), call_.alignment, call_.parts});
   Numbering numbering = begin_numbering();
   numbering.number(choices_, reinterpret_cast<std::uint32_t*>(call_.plan + plan_map().code));
   if (tells_kept()) send_kept(numbering.kept());
@@ -156,7 +157,8 @@ std::uint64_t PrepareOp::fingerprint_of(const CountTable& counts) const {
                            .topk = topk_,
                            .alignment = call_.alignment,
                            .group = context_.group.number(),
-                           .epoch = context_.lockstep.epoch()});
+                           .epoch = context_.lockstep.epoch(),
+                           .parts = call_.parts});
 }
 
 // With this rank's lists, still empty, in the ranks that keep some.
@@ -228,6 +230,7 @@ void PrepareOp::collect_kept() {
 }
 
 OperationError PrepareOp::complete() {
+  context_.order.resume();
   if (tells_kept() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();
@@ -246,6 +249,10 @@ void PrepareOp::write_zones() const {
   auto* offset = reinterpret_cast<std::int32_t*>(call_.plan + map.offset);
   std::ranges::transform(placement().count, count, clip);
   std::ranges::transform(placement().offset, offset, clip);
+  if (call_.parts == 1) return;
+  auto* part_end = reinterpret_cast<std::int32_t*>(call_.plan + map.part_end);
+  const std::span part_ends(placement().part_end);
+  std::ranges::transform(part_ends.first(at(config().ranks) * at(call_.parts - 1)), part_end, clip);
 }
 
 void PrepareOp::write_header() const {
@@ -264,6 +271,10 @@ void PrepareOp::write_header() const {
   header.alignment = call_.alignment;
   header.overflow = config().overflow;
   header.keeps_list = config().keeps.lists ? 1 : 0;
+  if (call_.parts > 1) {
+    header.version = PlanHeader::kVersionOfParts;
+    header.keeps_list |= call_.parts << PlanHeader::kPartsShift;
+  }
   header.list_rows = collect_lists();
   header.bad_id_rank = p.bad_id_rank;
   header.overflow_rank = p.overflow_rank;

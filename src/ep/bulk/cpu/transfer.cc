@@ -33,20 +33,20 @@ ReceiveTensor::ReceiveTensor(const Context& context, const PlanView& plan, const
   }
 }
 
-void ReceiveTensor::copy_in(const PlanView& plan, const Config& config) const {
+void ReceiveTensor::copy_in(const PlanView& plan, const Config& config, const Scope& scope) const {
   if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
-  for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
+  for_each_run(plan, config, scope, [&](std::int64_t first, std::int64_t count) {
     const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
     rows::copy(staged_ + begin, tensor_.data + begin, size, store_for(size));
   });
   rows::flush();
 }
 
-void ReceiveTensor::copy_out(const PlanView& plan, const Config& config) const {
+void ReceiveTensor::copy_out(const PlanView& plan, const Config& config, const Scope& scope) const {
   if (staged_ == nullptr) return;
   const std::uint64_t bytes = tensor_.row_bytes();
-  for_each_run(plan, config, [&](std::int64_t first, std::int64_t count) {
+  for_each_run(plan, config, scope, [&](std::int64_t first, std::int64_t count) {
     const std::uint64_t begin = at(first) * bytes, size = at(count) * bytes;
     if (!tensor_.packed()) {
       for (std::int64_t i = 0; i < count; ++i) {
@@ -70,13 +70,19 @@ void ListedRows::take(const PlanView& plan, std::size_t& position) {
   }
 }
 
-void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
-  if (!config.keeps.lists) return copy_out(plan, config);
+PartSpan ListedRows::parts(const PlanView& plan) const {
+  PartSpan span;
+  for (const std::uint32_t row : rows()) span.add(plan.part_of(plan.header().rank, row));
+  return span;
+}
+
+void ReceiveTensor::fan_out(const PlanView& plan, const Config& config, const Scope& scope) const {
+  if (!config.keeps.lists) return copy_out(plan, config, scope);
   if (staged_ == nullptr) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
   std::array<void*, kMaxTopk> places;
-  for_each_token(plan, [&](std::span<const std::uint32_t> rows, auto) {
+  for_each_token(plan, scope, &PartSpan::first, [&](std::span<const std::uint32_t> rows, auto) {
     if (!tensor_.packed()) {
       for (const std::uint32_t row : rows) scatter_row(tensor_, row, crossed(rows[0]));
       return;
@@ -88,15 +94,16 @@ void ReceiveTensor::fan_out(const PlanView& plan, const Config& config) const {
   rows::flush();
 }
 
-void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const float* weights) const {
-  if (!config.keeps.lists) return copy_in(plan, config);
+void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const Scope& scope,
+                           const float* weights) const {
+  if (!config.keeps.lists) return copy_in(plan, config, scope);
   if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
   std::array<const void*, kMaxTopk> terms;
   std::array<float, kMaxTopk> factors;
   std::array<const void*, kMaxTopk> coming;
-  for_each_token(plan,
+  for_each_token(plan, scope, &PartSpan::last,
                  [&](std::span<const std::uint32_t> rows, std::span<const std::uint32_t> next) {
                    const auto count = static_cast<int>(rows.size());
                    for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -116,10 +123,11 @@ void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const flo
   rows::flush();
 }
 
-void ReceiveTensor::zero_gaps(const PlanView& plan, const Config& config) const {
+void ReceiveTensor::zero_gaps(const PlanView& plan, const Config& config,
+                              const Scope& scope) const {
   if (!tensor_) return;
   const std::uint64_t bytes = tensor_.row_bytes();
-  for_each_gap(plan, config, tensor_.rows, [&](std::int64_t first, std::int64_t count) {
+  for_each_gap(plan, config, scope, tensor_.rows, [&](std::int64_t first, std::int64_t count) {
     if (!tensor_.packed()) {
       for (std::int64_t i = 0; i < count; ++i) scatter_row(tensor_, first + i, nullptr);
       return;
@@ -132,6 +140,12 @@ PlanView open_plan(const Context& context, PlanBytes bytes) {
   const PlanView plan = PlanView::open(bytes.data, bytes.bytes);
   plan.require_binding(context.group.plan_binding());
   return plan;
+}
+
+CallPart call_part(const PlanView& plan, const Portion& portion) {
+  XD_REQUIRE(portion.part <= plan.parts(), "part = ", portion.part, ", expected at most ",
+             plan.parts(), ", the plan's parts (xd_ep_prepare_args.parts)");
+  return {.part = plan.parts() > 1 ? portion.part : 0, .parts = plan.parts()};
 }
 
 void require_tokens(const Tensor& tensor, const PlanView& plan) {
@@ -187,6 +201,18 @@ void TokenRows::gather(const Context& context, const std::uint32_t* codes, int t
     for (int i = count; i > place; --i) list[at(i)] = list[at(i - 1)];
     list[at(place)] = row;
     ++count;
+  }
+}
+
+void TokenRows::find_parts(const PlanView& plan) {
+  for (int i = 0; i < count;) {
+    const int rank = list[at(i)].ref.rank, first = i;
+    PartSpan span;
+    for (; i < count && list[at(i)].ref.rank == rank; ++i) {
+      list[at(i)].part = plan.part_of(rank, list[at(i)].ref.row);
+      span.add(list[at(i)].part);
+    }
+    list[at(first)].first_part = span.first;
   }
 }
 

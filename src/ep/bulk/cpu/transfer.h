@@ -2,13 +2,16 @@
 // peers' tensors as this rank reaches them, and the rows of one token.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <span>
 #include <vector>
 
+#include "base/math.h"
 #include "ep/bulk/cpu/lockstep.h"
 #include "ep/bulk/cpu/numbering.h"
 #include "ep/bulk/group.h"
+#include "ep/bulk/part_order.h"
 #include "ep/plan/cpu/rows.h"
 
 namespace xd::ep::cpu {
@@ -61,17 +64,41 @@ struct Context {
   Group& group;
   Lockstep& lockstep;
   Scratch& scratch;
+  PartOrder& order;
+};
+
+// The rows that a call deals with: all of the plan, or those of one part, or none.
+struct Scope {
+  int part = 0;  // 0 = all
+  bool empty = false;
+  bool tail = true;  // also the rows past the last zone
+
+  bool has(int other) const { return !empty && (part == 0 || part == other); }
+  // The local experts whose zones these are: [first, end).
+  int first_expert(const PlanView& plan) const { return part == 0 ? 0 : border(plan, part); }
+  int end_expert(const PlanView& plan) const {
+    return part == 0 ? plan.header().local_experts : border(plan, part + 1);
+  }
+
+ private:
+  static int border(const PlanView& plan, int part) {
+    return first_expert_of_part(part, plan.parts(), plan.header().local_experts);
+  }
 };
 
 // Calls body(first, count) for each run of receive rows that hold a token's row.
 template <class Body>
-void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
-  const std::int64_t rows = plan.header().recv_rows;
+void for_each_run(const PlanView& plan, const Config& config, const Scope& scope, Body&& body) {
+  if (scope.empty) return;
+  const int first = scope.first_expert(plan), end = scope.end_expert(plan);
   if (!config.layout.has_zones || plan.header().alignment == 1) {
-    if (rows > 0) body(std::int64_t{0}, rows);
+    const std::int64_t begin = scope.part == 0 ? 0 : plan.offset(first);
+    const std::int64_t rows =
+        (scope.part == 0 ? plan.header().recv_rows : plan.offset(end)) - begin;
+    if (rows > 0) body(begin, rows);
     return;
   }
-  for (int e = 0; e < config.local_experts; ++e) {
+  for (int e = first; e < end; ++e) {
     if (plan.count(e) > 0) body(std::int64_t{plan.offset(e)}, std::int64_t{plan.count(e)});
   }
 }
@@ -79,16 +106,16 @@ void for_each_run(const PlanView& plan, const Config& config, Body&& body) {
 // Calls body(first, count) for each run of receive rows that hold no token's row and must read as
 // zero: padding, and with zero_tail the tail.
 template <class Body>
-void for_each_gap(const PlanView& plan, const Config& config, std::int64_t tensor_rows,
-                  Body&& body) {
-  if (config.layout.has_zones && plan.header().alignment > 1) {
-    for (int e = 0; e < config.local_experts; ++e) {
+void for_each_gap(const PlanView& plan, const Config& config, const Scope& scope,
+                  std::int64_t tensor_rows, Body&& body) {
+  if (config.layout.has_zones && plan.header().alignment > 1 && !scope.empty) {
+    for (int e = scope.first_expert(plan); e < scope.end_expert(plan); ++e) {
       const std::int64_t end = std::int64_t{plan.offset(e)} + plan.count(e);
       if (plan.offset(e + 1) > end) body(end, plan.offset(e + 1) - end);
     }
   }
   const std::int64_t rows = plan.header().recv_rows;
-  if (config.zero_tail && tensor_rows > rows) body(rows, tensor_rows - rows);
+  if (config.zero_tail && tensor_rows > rows && scope.tail) body(rows, tensor_rows - rows);
 }
 
 // A token's rows in this rank's receive tensors, lowest first.
@@ -97,20 +124,31 @@ struct ListedRows {
   std::size_t count = 0;
 
   std::span<const std::uint32_t> rows() const { return {list.data(), count}; }
+  PartSpan parts(const PlanView& plan) const;
   // Takes the token at `position` of the plan's list and moves on behind it. Rows that the plan's
   // tensors do not have are left out. At the end of the list it takes no rows.
   void take(const PlanView& plan, std::size_t& position);
 };
 
-// Calls body(rows, next) for one token after another (EXPERT_MAJOR with staging). Both are spans of
-// receive rows: those of the token, and those of the token after it.
+// The part of a token, out of those of its rows at this rank, in which `scope` has it.
+using PartOfToken = int PartSpan::*;
+
+// Calls body(rows, next) for one token in the scope after another (EXPERT_MAJOR with staging). Both
+// are spans of receive rows: those of the token, and those of the token after it.
 template <class Body>
-void for_each_token(const PlanView& plan, Body&& body) {
+void for_each_token(const PlanView& plan, const Scope& scope, PartOfToken part_of_token,
+                    Body&& body) {
+  if (scope.empty) return;
   std::array<ListedRows, 2> tokens;
   std::size_t position = 0;
-  tokens[0].take(plan, position);
+  const auto take = [&](ListedRows& token) {
+    do {
+      token.take(plan, position);
+    } while (token.count > 0 && !scope.has(token.parts(plan).*part_of_token));
+  };
+  take(tokens[0]);
   for (std::size_t i = 0; tokens[i].count > 0; i = 1 - i) {
-    tokens[1 - i].take(plan, position);
+    take(tokens[1 - i]);
     body(tokens[i].rows(), tokens[1 - i].rows());
   }
 }
@@ -136,20 +174,22 @@ class ReceiveTensor {
 
   // copy_in and copy_out copy row by row between tensor and staging. They do nothing for a tensor
   // that is not staged.
-  void copy_in(const PlanView& plan, const Config& config) const;
-  void copy_out(const PlanView& plan, const Config& config) const;
+  void copy_in(const PlanView& plan, const Config& config, const Scope& scope) const;
+  void copy_out(const PlanView& plan, const Config& config, const Scope& scope) const;
 
   // fan_out and add_up copy token by token, and without lists row by row as copy_out and copy_in
-  // do. `weights` has one number per row.
-  void fan_out(const PlanView& plan, const Config& config) const;
-  void add_up(const PlanView& plan, const Config& config, const float* weights) const;
+  // do. A token's row goes to all its places in the first of their parts, and its sum is made in
+  // the last. `weights` has one number per row.
+  void fan_out(const PlanView& plan, const Config& config, const Scope& scope) const;
+  void add_up(const PlanView& plan, const Config& config, const Scope& scope,
+              const float* weights) const;
 
   // The row that crossed for a token whose first row is `first`.
   const std::byte* crossed(std::uint32_t first) const {
     return staged_ + std::uint64_t{first} * tensor_.row_bytes();
   }
 
-  void zero_gaps(const PlanView& plan, const Config& config) const;
+  void zero_gaps(const PlanView& plan, const Config& config, const Scope& scope) const;
 
  private:
   Tensor tensor_;
@@ -159,6 +199,9 @@ class ReceiveTensor {
 
 // Opens the plan and checks it against the group.
 PlanView open_plan(const Context& context, PlanBytes plan);
+
+// Throws INVALID_ARGUMENT if the plan has no such part.
+CallPart call_part(const PlanView& plan, const Portion& portion);
 
 // Throws INVALID_ARGUMENT unless the tensor has a row per token, or a column per choice.
 void require_tokens(const Tensor& tensor, const PlanView& plan);
@@ -182,6 +225,8 @@ struct TokenRows {
   struct Row {
     RowRef ref;
     int k;
+    int part = 0;        // from find_parts() on
+    int first_part = 0;  // of the token's rows at that rank
   };
   std::array<Row, kMaxTopk> list;
   int count = 0;
@@ -194,6 +239,16 @@ struct TokenRows {
   // Gathers only rows that near ranks' tensors have: other ranks' have none here. `codes` are those
   // of the token's choices.
   void gather(const Context& context, const std::uint32_t* codes, int topk);
+  void find_parts(const PlanView& plan);
+  // True if row i is to be stored in this call, where a token has one row there or each of its own.
+  bool is_due(int i, bool one_per_token, const Scope& scope) const {
+    if (one_per_token && !first_of_rank(i)) return false;
+    return scope.has(one_per_token ? list[at(i)].first_part : list[at(i)].part);
+  }
+  bool is_any_due(const Scope& scope) const {
+    return std::ranges::any_of(std::span(list).first(at(count)),
+                               [&](const Row& row) { return scope.has(row.part); });
+  }
   // From ascending rank to ascending host, and on each host ascending rank.
   void order_by_host(const HostMap& hosts);
 };

@@ -40,7 +40,7 @@ class Pusher {
     const Team team{0, p_.push_blocks};
     for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
       if (reads_itself(a.source)) return true;
-      const Columns columns = Columns::part_of(p_.row_bytes, a.part, a.parts);
+      const Columns columns = Columns::strip_of(p_.row_bytes, a.strip, a.strips);
       const ItemRange items =
           moves ? items_of(turn_, plan_, a.source, a.token, a.tokens) : ItemRange{0, 0};
       for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
@@ -104,14 +104,14 @@ class Summer {
     const int tokens = turn_.plan().tokens;
     const auto vectors = static_cast<int>(p_.row_bytes / 16);
     const int warps = team.blocks * warps_per_block();
-    const int pushed_parts = summed_chunks().parts(tokens, p_.row_bytes);
-    int parts = pushed_parts;
-    while (tokens * parts < 2 * warps && parts * 64 < vectors) parts *= 2;
-    return for_each_unit(turn_, 1, team, tokens * parts, false, [&](int unit) {
-      const int token = unit / parts, part = unit % parts;
+    const int pushed_strips = summed_chunks().strips(tokens, p_.row_bytes);
+    int strips = pushed_strips;
+    while (tokens * strips < 2 * warps && strips * 64 < vectors) strips *= 2;
+    return for_each_unit(turn_, 1, team, tokens * strips, false, [&](int unit) {
+      const int token = unit / strips, strip = unit % strips;
       const int chunk = token / summed_chunks().tokens_per_chunk(tokens);
-      const int flag = chunk * pushed_parts + part * pushed_parts / parts;
-      return sum(token, flag, Columns::part_of(p_.row_bytes, part, parts));
+      const int flag = chunk * pushed_strips + strip * pushed_strips / strips;
+      return sum(token, flag, Columns::strip_of(p_.row_bytes, strip, strips));
     });
   }
 
@@ -144,7 +144,7 @@ class Summer {
                       : RowCodec::kNone);
   }
 
-  // `flag` says that the part of these columns that a peer pushes is here.
+  // `flag` says that the strip of these columns that a peer pushes is here.
   __device__ bool sum(int token, int flag, const Columns& columns) {
     const Choice c = choice_of(token);
     int count = 0;

@@ -100,11 +100,21 @@ class CudaGroup final : public Group {
   int budget_on(xd_stream stream) const {
     return std::min(budget_, xd::cuda::multiprocessors_of(stream, limits_.sms));
   }
-  void log_shape(int operation, const LaunchShape& shape, const Traffic& traffic,
+  // The multiprocessors that the caller asks for; 0 = none in particular.
+  int num_sms_of(const Portion& portion) const {
+    if (portion.part > 1) {
+      fail(XD_ERROR_UNSUPPORTED, "part = ", portion.part,
+           ", expected 0 or 1: plans on CUDA devices have one part so far");
+    }
+    XD_REQUIRE(portion.num_sms <= budget_, "num_sms = ", portion.num_sms,
+               ", expected at most the group's ", budget_);
+    return portion.num_sms > 0 ? portion.num_sms : config().num_sms;
+  }
+  void log_shape(int operation, const LaunchShape& shape, const Traffic& traffic, int num_sms,
                  int budget) const {
     if (!log_enabled("plan")) return;
-    log_line(concat("[plan] ", explain(Family::kOperations.name(operation), shape, traffic,
-                                       config().num_sms, budget)));
+    log_line(concat("[plan] ",
+                    explain(Family::kOperations.name(operation), shape, traffic, num_sms, budget)));
   }
 
   template <class Args, class Call>
@@ -305,6 +315,10 @@ void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
 }
 
 void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
+  if (call.parts > 1) {
+    fail(XD_ERROR_UNSUPPORTED, "parts = ", call.parts,
+         ", expected 0 or 1: plans on CUDA devices have one part so far");
+  }
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
   params.turn.launch = runner_.next_launch();
@@ -314,7 +328,8 @@ void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   const LaunchShape shape =
       prepare_shape(config().experts, config().ranks, params.tokens, budget, limits_);
   log_shape(XD_EP_PREPARE, shape,
-            {.ranks = config().ranks, .tokens = params.tokens, .topk = params.topk}, budget);
+            {.ranks = config().ranks, .tokens = params.tokens, .topk = params.topk},
+            config().num_sms, budget);
   launch(params, remote_ != nullptr, shape, stream);
 }
 
@@ -327,12 +342,12 @@ void CudaGroup::start_dispatch(const Call& call, xd_stream stream) {
   Traffic traffic = traffic_of(tokens, params.recv_tokens.row_bytes, params.receives);
   traffic.staged = params.recv_tokens.staged != nullptr;
   traffic.scaled = params.weights != nullptr;
-  const int budget = budget_on(stream);
+  const int num_sms = num_sms_of(call.portion), budget = budget_on(stream);
   const LaunchShape shape =
-      dispatch_shape(traffic, params.send, params.fan_out, config().num_sms, budget, limits_);
+      dispatch_shape(traffic, params.send, params.fan_out, num_sms, budget, limits_);
   params.turn.launch = runner_.next_launch();
   params.send_blocks = shape.first_blocks;
-  log_shape(params.turn.record.call.operation, shape, traffic, budget);
+  log_shape(params.turn.record.call.operation, shape, traffic, num_sms, budget);
   launch(params, start.tokens.type, remote_ != nullptr, shape, stream);
 }
 
@@ -342,12 +357,12 @@ void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   CombineStart start = combine_params(call, view());
   CombineParams& params = start.params;
   const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
-  const int budget = budget_on(stream);
-  const LaunchShape shape = combine_shape(traffic, config().num_sms, budget, limits_);
+  const int num_sms = num_sms_of(call.portion), budget = budget_on(stream);
+  const LaunchShape shape = combine_shape(traffic, num_sms, budget, limits_);
   params.turn.launch = runner_.next_launch();
   params.push_blocks = shape.first_blocks;
   params.host_keys = host_keys_;
-  log_shape(params.turn.record.call.operation, shape, traffic, budget);
+  log_shape(params.turn.record.call.operation, shape, traffic, num_sms, budget);
   launch(params, start.type, remote_ != nullptr, shape, stream);
 }
 

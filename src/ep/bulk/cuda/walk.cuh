@@ -221,14 +221,14 @@ __device__ inline bool await_chunk(const Turn& turn, int source, int flag) {
   return true;
 }
 
-// Part `part` of `parts` of a row: vectors [first, last) of 16 bytes. Cutting a row into twice as
-// many parts cuts each part in two.
+// One strip of a row: vectors [first, last) of 16 bytes. Cutting a row into twice as many strips
+// cuts each strip in two.
 struct Columns {
   std::uint32_t first, last;
 
-  __device__ static Columns part_of(std::uint64_t row_bytes, int part, int parts) {
+  __device__ static Columns strip_of(std::uint64_t row_bytes, int strip, int strips) {
     const auto vectors = static_cast<std::uint32_t>(row_bytes / 16);
-    return {vectors * part / parts, vectors * (part + 1) / parts};
+    return {vectors * strip / strips, vectors * (strip + 1) / strips};
   }
 };
 
@@ -236,11 +236,11 @@ struct Columns {
 struct Arrival {
   int source, flag;
   int token, tokens;  // the source's first token, and how many follow
-  int part, parts;    // one part of their rows, and how many there are
+  int strip, strips;  // one strip of their rows, and how many there are
 };
 
 // Calls body(arrival) for every arrival, in the order in which arrivals come in: all sources side
-// by side, beginning with the next rank. Rows of `cut_bytes` bytes may come in parts; 0: they do
+// by side, beginning with the next rank. Rows of `cut_bytes` bytes may come in strips; 0: they do
 // not. A body that returns false ends the walk.
 template <class Body>
 __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const ChunkFlags& chunks,
@@ -251,7 +251,7 @@ __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const 
 #pragma unroll 1
   for (int s = 0; s < ranks; ++s) {
     const int tokens = max(plan.tokens[s], 0);
-    most = max(most, chunks.count(tokens) * chunks.parts(tokens, cut_bytes));
+    most = max(most, chunks.count(tokens) * chunks.strips(tokens, cut_bytes));
   }
   most = min(most, turn.group().chunk_stride);
   return for_each_unit(turn, counter, team, most * ranks, false, [&](int unit) {
@@ -260,9 +260,9 @@ __device__ bool for_each_arrival(const Turn& turn, const PlanParts& plan, const 
     a.flag = unit / ranks;
     const int all = min(plan.tokens[a.source], turn.group().max_tokens);
     const int each = chunks.tokens_per_chunk(all);
-    a.parts = chunks.parts(all, cut_bytes);
-    a.part = a.flag % a.parts;
-    a.token = a.flag / a.parts * each;
+    a.strips = chunks.strips(all, cut_bytes);
+    a.strip = a.flag % a.strips;
+    a.token = a.flag / a.strips * each;
     if (a.token >= all) return true;
     a.tokens = min(each, all - a.token);
     return body(a);
