@@ -269,6 +269,16 @@ void gated(const Comm& self, const nb::dict& fields) {
   self.call([&](xd_comm* comm) { return xd_gated(comm, args.get(), args.stream()); });
 }
 
+void grouped_product(const Comm& self, const nb::dict& fields) {
+  const Given<xd_grouped_product_args> args(fields, self.info().device);
+  self.call([&](xd_comm* comm) { return xd_grouped_product(comm, args.get(), args.stream()); });
+}
+
+void grouped_outer(const Comm& self, const nb::dict& fields) {
+  const Given<xd_grouped_outer_args> args(fields, self.info().device);
+  self.call([&](xd_comm* comm) { return xd_grouped_outer(comm, args.get(), args.stream()); });
+}
+
 void gated_bwd(const Comm& self, const nb::dict& fields) {
   const Given<xd_gated_bwd_args> args(fields, self.info().device);
   self.call([&](xd_comm* comm) { return xd_gated_bwd(comm, args.get(), args.stream()); });
@@ -324,7 +334,9 @@ void bind_comm(nb::module_& module) {
            nb::arg("offset"))
       .def("routing_layout", &routing_layout, nb::arg("fields"))
       .def("gated", &gated, nb::arg("fields"))
-      .def("gated_bwd", &gated_bwd, nb::arg("fields"));
+      .def("gated_bwd", &gated_bwd, nb::arg("fields"))
+      .def("grouped_product", &grouped_product, nb::arg("fields"))
+      .def("grouped_outer", &grouped_outer, nb::arg("fields"));
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

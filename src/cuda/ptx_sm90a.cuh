@@ -4,10 +4,6 @@
 
 #include "cuda/ptx.cuh"
 
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "these instructions need the architecture 90a, with the a"
-#endif
-
 namespace xd::ptx {
 
 // ---- Copies of boxes ---------------------------------------------------------------------------

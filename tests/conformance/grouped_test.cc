@@ -453,7 +453,7 @@ TEST_P(GroupedWide, SumsAreFloat32) {
 }
 
 TEST_P(Grouped, HasEqualBitsInEveryCallAndRange) {
-  on_every_rank([this](Rank& rank) {
+  on_every_rank([](Rank& rank) {
     if (rank.asynchronous() && GetParam().dl.bits == 32) return;  // is refused: see above
     const Zones zones{150, {2, 12, 14, 149}};
     const auto bits = [&](const Range& range, std::int64_t row) {
@@ -537,6 +537,23 @@ TEST(GroupedCalls, ProductRefusesByNameWhatDoesNotFit) {
     ok(xd_grouped_product(rank.comm, &args, rank.stream()));  // empty zones
     rank.memory->synchronize();
     EXPECT_TRUE(d.untouched());
+  });
+}
+
+// Copies of boxes want them aligned, which no other executor does.
+TEST(GroupedCalls, RowsAtOddAddressesAreRefusedOnCudaAlone) {
+  on_every_rank([](Rank& rank) {
+    Tensor a(rank, kBf16, {2, 13}), b(rank, kBf16, {1, 13, 8}), d(rank, kBf16, {2, 8});
+    Tensor offsets(rank, kI32, {2});
+    offsets.write(std::vector<std::int32_t>{0, 0});
+    xd_grouped_product_args args = XD_GROUPED_PRODUCT_ARGS_INIT;
+    args.a = a.dl();
+    args.b = b.dl();
+    args.d = d.dl();
+    args.offsets = offsets.dl();
+    const xd_status status = xd_grouped_product(rank.comm, &args, rank.stream());
+    if (!rank.asynchronous()) return ok(status);
+    expect_error(status, XD_ERROR_INVALID_ARGUMENT, "a: is at");
   });
 }
 

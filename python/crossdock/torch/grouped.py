@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from . import _calls
 from ._autocast import autocast
-from ._comm import default_comm
+from ._comm import Comm, default_comm
 from ._custom_ops import LIBRARY
 from ._derivatives import requires_grad
 from ._direct import FUNCTIONS, unobserved
@@ -40,7 +41,8 @@ def grouped_mm(
     with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can
     capture it; anything else there reads the offsets on the host, which a capture refuses. Under
     ``torch.autocast`` both operands are cast to its dtype, as those of ``F.linear`` are (as of
-    torch 2.13 those of ``F.grouped_mm`` are not).
+    torch 2.13 those of ``F.grouped_mm`` are not). On the CPU the library computes it
+    (``xd_grouped_product``), where a communicator has been made; else torch does, zone by zone.
 
     Args:
         x: ``[R, N]``, rows grouped by expert.
@@ -145,12 +147,17 @@ def _grouped_mm(
     grad_group: int,
 ) -> torch.Tensor:
     matrices = weight.transpose(1, 2) if transpose else weight
+    comm = _comm_for(x, weight, out_group or grad_group)
     if _GROUPED_MM is not None and _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
         return _GROUPED_MM(x, matrices, offs=ends_inside(x, offsets))
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
+    if comm is not None:
+        given = {"a": _packed_rows(x), "b": _packed_matrices(matrices), "offsets": offsets}
+        _calls.run(comm.core, "grouped_product", x, given | {"d": out})
+        return out
     for expert, rows in zones_of(offsets):
         if rows.start < rows.stop:
             torch.mm(x[rows], matrices[expert], out=out[rows])
@@ -169,23 +176,32 @@ def _(x, weight, offsets, transpose, out_group, grad_group):
     return x.new_empty(x.shape[0], weight.shape[1] if transpose else weight.shape[2])
 
 
-def _grouped_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _grouped_outer(
+    x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, group: int
+) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
     if _GROUPED_MM is not None and _one_kernel(x, y):
         out = _GROUPED_MM(x.t(), y, offs=ends_inside(x, offsets))
         # Whether the kernel writes a group without rows differs between torch releases.
         return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
+    comm = _comm_for(x, out, group)
+    if comm is not None:
+        given = {"a": _packed_rows(x), "b": _packed_rows(y), "offsets": offsets, "d": out}
+        _calls.run(comm.core, "grouped_outer", x, given)
+        return out
     for expert, rows in zones_of(offsets):
         torch.mm(x[rows].t(), y[rows], out=out[expert])
     return out
 
 
-define_operator("grouped_outer(Tensor x, Tensor y, Tensor offsets) -> Tensor", _grouped_outer)
+define_operator(
+    "grouped_outer(Tensor x, Tensor y, Tensor offsets, int group) -> Tensor", _grouped_outer
+)
 
 
 @torch.library.register_fake("crossdock::grouped_outer", lib=LIBRARY)
-def _(x, y, offsets):
+def _(x, y, offsets, group):
     return x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
 
 
@@ -204,13 +220,37 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         )
     if ctx.needs_input_grad[1]:
         pair = (grad, x) if ctx.transpose else (x, grad)
-        grad_weight = torch.ops.crossdock.grouped_outer(*pair, offsets)
+        group = ctx.out_group or ctx.grad_group
+        grad_weight = torch.ops.crossdock.grouped_outer(*pair, offsets, group)
     return grad_x, grad_weight, None, None, None, None
 
 
 torch.library.register_autograd(
     "crossdock::grouped_mm", _backward, setup_context=_setup_context, lib=LIBRARY
 )
+
+
+def _comm_for(x: torch.Tensor, matrices: torch.Tensor, group: int) -> Comm | None:
+    """The communicator whose rank multiplies these; None: torch does."""
+    if x.is_cuda or x.dtype not in _calls.SUMMABLE or not matrices.numel():
+        return None
+    try:
+        comm = group_of(group).comm if group else default_comm()
+    except RuntimeError:  # there is none
+        return None
+    return comm if comm.device.type == x.device.type and not comm.core.closed else None
+
+
+def _packed_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as the library takes it: the elements of a row side by side."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _packed_matrices(x: torch.Tensor) -> torch.Tensor:
+    """x likewise, or the elements of a column."""
+    rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2]
+    columns = x.stride(1) == 1 and x.stride(2) >= x.shape[1]
+    return x if rows or columns else x.contiguous()
 
 
 def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -135,7 +135,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         grad_x = operators.grouped_mm(grad, weight, offsets, True, ctx.grad_group, 0)
     if ctx.needs_input_grad[1]:
-        grad_weight = operators.grouped_outer(x, grad, offsets)
+        grad_weight = operators.grouped_outer(x, grad, offsets, ctx.grad_group)
     return grad_x, grad_weight, None, None
 
 

@@ -39,6 +39,8 @@ def operations(comm: _core.Comm) -> dict[str, Callable[[dict[str, object]], None
         "xd_ep_routing_layout_args": comm.routing_layout,
         "xd_gated_args": comm.gated,
         "xd_gated_bwd_args": comm.gated_bwd,
+        "xd_grouped_product_args": comm.grouped_product,
+        "xd_grouped_outer_args": comm.grouped_outer,
         "xd_ll_config": config(_core.ll_plan_size),
         "xd_ll_dispatch_args": slots.dispatch,
         "xd_ll_combine_args": slots.combine,

@@ -70,7 +70,7 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(operators.grouped_mm.default, (x, weight, offsets, False, 0, 0))
     y = small_integers(x.shape[0], OUTER, seed=5)
     torch.library.opcheck(operators.grouped_mm.default, (y, weight, offsets, True, 0, 0))
-    torch.library.opcheck(operators.grouped_outer.default, (x.detach(), y, offsets))
+    torch.library.opcheck(operators.grouped_outer.default, (x.detach(), y, offsets, 0))
 
 
 @pytest.mark.parametrize(
@@ -115,3 +115,25 @@ def test_an_error_of_a_product_names_the_rank(me: Rank) -> None:
         group = xd.EpGroup(num_experts=2, hidden=16, max_topk=1, max_tokens_per_rank=1, comm=comm)
         with pytest.raises(TypeError, match=f"grouped_mm_fp8: offsets: .* {place}"):
             xd.grouped_mm_fp8(x, weight, offsets.long(), grad_group=group.handle)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rank_on_the_cpu_multiplies_by_the_library(me: Rank, dtype: torch.dtype) -> None:
+    x, weight, offsets = (value.detach().cpu() for value in operands())
+    x, weight = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    grad = small_integers(x.shape[0], OUTER, seed=3).cpu().to(dtype)
+    grad[-TAIL:] = float("nan")
+    every_other = torch.stack([weight, weight], -1)[..., 0]  # no stride of it is 1
+
+    def by_torch(*_: object, **__: object) -> None:
+        raise AssertionError("torch multiplied")
+
+    with xd.init(device="cpu"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", by_torch)
+        y = grouped_mm(x, every_other, offsets)
+        y.backward(grad)
+    for rows, matrix, matrix_grad in zip(zones(offsets), weight, weight.grad):
+        assert torch.equal(y[rows], x[rows] @ matrix)
+        assert torch.equal(x.grad[rows], grad[rows] @ matrix.t())
+        assert torch.equal(matrix_grad, x[rows].t() @ grad[rows])
