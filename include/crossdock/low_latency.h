@@ -249,6 +249,10 @@ typedef struct xd_ll_dispatch_args {
   /* NONE, FP8_BLOCK128, FP8_BLOCK128_POW2 or FP8_BLOCK128_E8M0: quantised before the rows travel.
    * Equal on all ranks. */
   xd_ep_quantise quantise;
+  /* BY_EXPERT and BY_RANK, 0 in other groups; both halves: the most tokens that a rank may have in
+   * this call, up to max_tokens_per_rank, and equal on all ranks; 0 = max_tokens_per_rank. It
+   * bounds T and N. */
+  int32_t max_tokens;
   /* Out, receive half, plan_bytes >= xd_ll_plan_size: the routing of this batch, as plain bytes in
    * the caller's memory. As a plan of ep.h it may be copied and moved, begins at a multiple of 16
    * bytes, and serves any number of combines in the group, also while other plans are alive. */
@@ -277,7 +281,7 @@ typedef struct xd_ll_dispatch_args {
    * beginning of the receive half until the source's header had come; 0 for this rank. A rank that
    * is always late stands out. */
   const DLTensor* wait_ns;
-  /* The fields from here on are for BY_EXPERT and BY_RANK, and NULL or 0 in other groups. */
+  /* The fields from here on are for BY_EXPERT and BY_RANK, and NULL in other groups. */
   /* Out int64, receive half. BY_EXPERT [L+1]: first row of each zone, and the end of the last;
    * BY_RANK [W+1]: first row of each source rank, and the end of the last. */
   const DLTensor* row_offsets;
@@ -287,14 +291,11 @@ typedef struct xd_ll_dispatch_args {
   /* Out [N,K] int32 or int64, receive half, optional, BY_RANK only: local expert, or -1, and -1
    * past the last row. */
   const DLTensor* recv_topk_idx;
-  /* Both halves: the most tokens that a rank may have in this call, up to max_tokens_per_rank, and
-   * equal on all ranks; 0 = max_tokens_per_rank. It bounds T and N. */
-  int32_t max_tokens;
 } xd_ll_dispatch_args;
 /* clang-format off */
 #define XD_LL_DISPATCH_ARGS_INIT \
   {sizeof(xd_ll_dispatch_args), XD_LL_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
-   NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0}
+   0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Copies each token's row to a slot of every expert that it has chosen, or as the group's receive

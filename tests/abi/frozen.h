@@ -409,13 +409,14 @@ FROZEN_VALUE(XD_LL_PHASE_BOTH, 0);
 FROZEN_VALUE(XD_LL_PHASE_SEND, 1);
 FROZEN_VALUE(XD_LL_PHASE_RECEIVE, 2);
 
-FROZEN_SIZE(xd_ll_dispatch_args, 152);
+FROZEN_SIZE(xd_ll_dispatch_args, 144);
 FROZEN_FIELD(xd_ll_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ll_dispatch_args, phase, 8);
 FROZEN_FIELD(xd_ll_dispatch_args, tokens, 16);
 FROZEN_FIELD(xd_ll_dispatch_args, topk_idx, 24);
 FROZEN_FIELD(xd_ll_dispatch_args, topk_weights, 32);
 FROZEN_FIELD(xd_ll_dispatch_args, quantise, 40);
+FROZEN_FIELD(xd_ll_dispatch_args, max_tokens, 44);
 FROZEN_FIELD(xd_ll_dispatch_args, plan, 48);
 FROZEN_FIELD(xd_ll_dispatch_args, plan_bytes, 56);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_tokens, 64);
@@ -428,7 +429,6 @@ FROZEN_FIELD(xd_ll_dispatch_args, wait_ns, 112);
 FROZEN_FIELD(xd_ll_dispatch_args, row_offsets, 120);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_weights, 128);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_topk_idx, 136);
-FROZEN_FIELD(xd_ll_dispatch_args, max_tokens, 144);
 
 FROZEN_SIZE(xd_ll_combine_args, 64);
 FROZEN_FIELD(xd_ll_combine_args, struct_size, 0);

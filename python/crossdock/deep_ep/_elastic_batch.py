@@ -24,6 +24,7 @@ class Numbers:
     most_tokens: Any
     alignment: Any
     num_sms: Any
+    few_sms: Any  # of few tokens; 0 = the library's choice
     do_expand: bool
     host_waits: bool
 

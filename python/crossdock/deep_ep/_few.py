@@ -127,7 +127,7 @@ def dispatch_along(
         with work.allocating():
             num_rows = 0 if routing.exact else routing.num_rows
             places = _allocate(batch, tokens, routing.most_tokens, num_rows, columns)
-        given = tokens, routing.topk_idx, topk_weights
+        given = tokens, _told(work, routing), topk_weights
         _send(work, batch, given, routing.most_tokens, places)
         inputs = tokens.rows, routing.topk_idx, topk_weights
         event = work.finish(inputs, (*places.received, *places[1:]))
@@ -150,7 +150,7 @@ def weights_home(
         places = _allocate(
             routing.batch, Tokens(nothing, None), routing.most_tokens, routing.num_rows, (0, topk)
         )
-        given = Tokens(nothing, None), routing.topk_idx, choice
+        given = Tokens(nothing, None), _told(work, routing), choice
         _send(work, routing.batch, given, routing.most_tokens, places)
         assert places.received.topk_weights is not None
         mine = places.received.topk_weights[: routing.num_rows].long().clamp(0, topk - 1)
@@ -170,6 +170,14 @@ def weights_home(
         routing.batch.run("combine", fields)
         high, low = total.view(-1, columns, 2)[:, :topk].to(torch.int32).unbind(2)
         out.copy_((high << _HALF | low).view(torch.float32))
+
+
+def _told(work: StreamWork, routing: Routing) -> torch.Tensor:
+    """The choices of a routing, without ids that are no experts: their error has been told once."""
+    ids = routing.topk_idx
+    assert ids is not None
+    with work.running():
+        return ids.masked_fill((ids < 0) | (ids >= routing.batch.sizes.experts), -1)
 
 
 def _allocate(

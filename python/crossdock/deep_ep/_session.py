@@ -221,13 +221,19 @@ class Session:
         if unused:
             self._close()
 
-    def close_group(self, group: _core.Group | _core.LowLatencyGroup) -> None:
-        """Closes a group when its operations have ended."""
+    def close_group(
+        self, group: _core.Group | _core.LowLatencyGroup, everywhere: bool = False
+    ) -> None:
+        """Closes a group when its operations have ended.
+
+        Args:
+            everywhere: whether they run on the caller's streams; else on this session's.
+        """
         if is_capturing(self.device):
             _left_by_captures.append(group)
             return
-        if self.cuda and isinstance(group, _core.LowLatencyGroup):
-            torch.cuda.synchronize(self.device)  # operations run on the caller's streams
+        if self.cuda and everywhere:
+            torch.cuda.synchronize(self.device)
         else:
             self.synchronize()
         group.close()

@@ -68,7 +68,7 @@ class SlotGroup:
         self._last_capture = 0  # and the capture that it is part of
         self._errors = 0  # errors that operations had met at the last look
         self._combine_buffer: torch.Tensor | None = None
-        self.close = weakref.finalize(self, session.close_group, self.core)
+        self.close = weakref.finalize(self, session.close_group, self.core, True)
 
     def run(self, operation: str, fields: dict[str, object]) -> None:
         """Runs an operation on the current stream, behind those so far.

@@ -231,7 +231,7 @@ class ElasticBuffer:
             num_max_tokens_per_rank: largest T of any rank; None = the Buffer's.
             expert_alignment: what rows of an expert are padded to a multiple of; None = 1. With
                 `handle` these three are None, or as they were.
-            num_sms: multiprocessors; 0 = `Buffer.num_sms`.
+            num_sms: multiprocessors; 0 = `Buffer.num_sms`, or with `few_tokens` as many as serve.
             num_qps: ignored.
             previous_event: what to wait for; None = all work of the current stream so far.
             previous_event_before_epilogue: waited for beside it, before anything is sent.
@@ -274,6 +274,7 @@ class ElasticBuffer:
             most_tokens=self.num_max_tokens_per_rank if most is None else most,
             alignment=1 if expert_alignment is None else expert_alignment,
             num_sms=num_sms or Buffer.num_sms,
+            few_sms=num_sms or 0,
             do_expand=do_expand,
             host_waits=do_cpu_sync is None or bool(do_cpu_sync),
         )
@@ -359,7 +360,8 @@ class ElasticBuffer:
             groups.refuse(text_of(error))
             raise
         worst = 0 if numbers.host_waits else self.group_size * numbers.most_tokens
-        request = request_of(tokens, choices, worst, numbers.num_sms, numbers.most_tokens, few)
+        sms = numbers.few_sms if few else numbers.num_sms
+        request = request_of(tokens, choices, worst, sms, numbers.most_tokens, few)
         how = numbers.alignment, worst, (event, waits[2])
 
         def run(batch: Batch, give_up: GiveUp | None) -> Dispatched:

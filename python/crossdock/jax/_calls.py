@@ -168,29 +168,67 @@ def ll_dispatch(
     phase: int,
     columns: int,
     dtype: Any,
+    batch: tuple[int, int, bool],
     tokens: Array | None,
     topk_idx: Array | None,
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Array | None, ...]:
-    """-> plan, recv_tokens, recv_scales, counts, order; after a first half order alone.
+    """-> plan, recv_tokens, recv_scales, counts, row_offsets, recv_weights, recv_topk_idx, order.
+
+    After a first half order alone. The three in front of it are None where there are slots.
 
     Args:
         columns, dtype: of the tokens that are sent, which a second half is not given.
+        batch: T, K, and whether there are weights, likewise.
     """
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
     inputs = {name: _rows(array) for name, array in given.items() if array is not None}
-    outputs: _Results = {}
-    if phase != _SEND:
-        local, slots = group.config.num_experts // group.place.num_ranks, group.num_slots
-        outputs["plan"] = ((group.plan_bytes,), np.uint8)
-        outputs["recv_tokens"] = ((local, slots, columns), dtype if way is None else ELEMENT)
-        if way is not None:
-            shape = (local, slots, columns // way.block)
-            outputs["recv_scales"] = (shape, numpy_dtype(way.scale))
-        outputs["counts"] = ((local,), np.int32)
-    names = () if phase == _SEND else ("plan", "recv_tokens", "recv_scales", "counts")
-    return _call_ll("dispatch", group, inputs, outputs, order, names, way=way, phase=phase)
+    most = 0 if group.has_slots else batch[0]
+    numbers: dict[str, Any] = {"way": way, "phase": phase, "max_tokens": most}
+    if phase == _SEND:
+        return _call_ll("dispatch", group, inputs, {}, order, **numbers)
+    places, local = group.places(most), group.config.num_experts // group.place.num_ranks
+    outputs: _Results = {
+        "plan": ((group.plan_bytes,), np.uint8),
+        "recv_tokens": ((*places, columns), dtype if way is None else ELEMENT),
+    }
+    if way is not None:
+        outputs["recv_scales"] = ((*places, columns // way.block), numpy_dtype(way.scale))
+    outputs["counts"] = ((local,), np.int32)
+    if not group.has_slots:
+        outputs |= _beside(group, places, batch)
+    *found, order = _call_ll("dispatch", group, inputs, outputs, order, _LL_RESULTS, **numbers)
+    if found[4] is not None:
+        found[4] = found[4][:, 0]  # the lower half of each
+    return *found, order
+
+
+_LL_RESULTS = (
+    "plan",
+    "recv_tokens",
+    "recv_scales",
+    "counts",
+    "row_offsets",
+    "recv_weights",
+    "recv_topk_idx",
+)
+
+
+def _beside(
+    group: LowLatencyGroup, places: tuple[int, ...], batch: tuple[int, int, bool]
+) -> _Results:
+    """The outputs that only a dispatch without slots has."""
+    _, topk, weighted = batch
+    by_rank, ranks = group.config.receive == "by_rank", group.place.num_ranks
+    zones = ranks if by_rank else group.config.num_experts // ranks
+    # Each of 64 bits, which JAX does not have unless it is told to.
+    found: _Results = {"row_offsets": ((zones + 1, 2), np.int32)}
+    if weighted:
+        found["recv_weights"] = ((*places, topk) if by_rank else places, np.float32)
+    if by_rank:
+        found["recv_topk_idx"] = ((*places, topk), np.int32)
+    return found
 
 
 def ll_combine(
@@ -291,6 +329,7 @@ def _call_ll(
     order: Array,
     names: tuple[str, ...] = (),
     way: QuantiseWay | None = None,
+    max_tokens: int = 0,
     phase: int = 0,
     mask: tuple[int, bool] = (-1, False),
 ) -> tuple[Any, ...]:
@@ -299,12 +338,14 @@ def _call_ll(
     Args:
         inputs, outputs, names: as of `_run`.
         way: in which rows are quantised.
+        max_tokens: of a rank in a dispatch without slots.
         phase: one of ``constants.PHASES``.
         mask: a rank, and whether it is to be masked.
     """
     arrays = uniform(*inputs.values(), order)
     numbers = {
         "quantise": 0 if way is None else way.code,
+        "max_tokens": max_tokens,
         "phase": phase,
         "rank": mask[0],
         "masked": int(mask[1]),

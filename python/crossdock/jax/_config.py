@@ -18,6 +18,7 @@ from crossdock._config import (
     OnError,
     Overflow,
     PeerLoss,
+    Receive,
     Staging,
     number_of,
 )
@@ -168,15 +169,25 @@ class LowLatencyConfig(_Sizes):
         on_peer_loss: what the loss of a rank does: ``"fatal"``: it finishes the communicator;
             ``"mask"``: the group goes on without the rank.
         wait_timeout_ms: longest wait for a peer; 0 = that of `init`.
+        receive: where received rows lie: ``"slots"``: in slots of their expert; or without gaps,
+            ``"by_expert"`` as layout "expert_major" of `EpConfig` has them, ``"by_rank"`` as
+            "rank_major".
+        alignment: "by_expert": of zones, in rows, a power of two; padding rows are zero.
     """
 
     in_flight: int = 0
     on_peer_loss: PeerLoss = "fatal"
     wait_timeout_ms: int = 0
+    receive: Receive = "slots"
+    alignment: int = 1
 
     def num_slots(self, num_ranks: int) -> int:
         """S, the slots of each expert, which no routing can overflow."""
         return num_ranks * self.max_tokens_per_rank
+
+    def recv_bound(self, num_ranks: int, tokens: int) -> int:
+        """N, the rows of receive arrays without slots, where each rank has so many tokens."""
+        return _core.ll_recv_bound(tokens, **self.sizes(num_ranks))
 
     def plan_bytes(self, num_ranks: int) -> int:
         """Bytes of a plan."""

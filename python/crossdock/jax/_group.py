@@ -77,7 +77,7 @@ class LowLatencyGroup:
     """The same of one `LowLatencyConfig`.
 
     Attributes:
-        num_slots: S, the slots of each expert.
+        num_slots: S, the slots of each expert, in groups that have some.
         number, config, place, plan_bytes, text: as of `EpGroup`.
     """
 
@@ -87,6 +87,22 @@ class LowLatencyGroup:
     num_slots: int
     plan_bytes: int
     text: str
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether rows are received in slots."""
+        return self.config.receive == "slots"
+
+    def places(self, tokens: int) -> tuple[int, ...]:
+        """The leading dimensions of a rank's received rows: ``(L, S)``, or without slots ``(N,)``.
+
+        Args:
+            tokens: of each rank in the call.
+        """
+        ranks = self.place.num_ranks
+        if self.has_slots:
+            return self.config.num_experts // ranks, self.num_slots
+        return (self.config.recv_bound(ranks, tokens),)
 
     def __repr__(self) -> str:
         return f"LowLatencyGroup({self.number}: {self.config}, {self.place.num_ranks} ranks)"

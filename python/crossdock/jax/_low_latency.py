@@ -64,17 +64,29 @@ class Slots(NamedTuple):
     The rows of expert e lie in its slots 0 to ``counts[e] - 1``, by source rank, then token. Slots
     behind them have no meaning, and may be no numbers.
 
+    With ``receive="by_expert"`` or ``"by_rank"`` in the config there are no slots: rows lie in
+    ``[N, H]``, zone by zone, or by source rank, and weights that dispatch was given beside them. N
+    is enough for any routing of T tokens of each rank. Rows behind the last have no meaning.
+
     Attributes:
         tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
         scales: ``[L, S, H / 128]`` float32 or float8_e8m0fnu; None unless quantised.
         counts: ``[L]`` int32: rows of each expert.
         plan: for `ll_combine`, and for what comes after.
+        row_offsets: without slots: int32, where zones ``[L + 1]``, or source ranks ``[W + 1]``,
+            begin, and where the last ends.
+        weights: without slots, where dispatch was given some: float32, of each row ``[N]``, or by
+            rank of its choices here ``[N, K]``, 0 elsewhere.
+        topk_idx: by rank, ``[N, K]`` int32: local experts; -1 elsewhere and past the last row.
     """
 
     tokens: Array
     scales: Array | None
     counts: Array
     plan: SlotPlan
+    row_offsets: Array | None = None
+    weights: Array | None = None
+    topk_idx: Array | None = None
 
 
 class _Kind(NamedTuple):
@@ -86,6 +98,12 @@ class _Kind(NamedTuple):
     columns: int
     dtype: Any
     way: QuantiseWay | None = None
+    weighted: bool = False
+
+    @property
+    def batch(self) -> tuple[int, int, bool]:
+        """T, K, and whether dispatch is given weights."""
+        return math.prod(self.shape), self.topk, self.weighted
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +144,8 @@ def ll_dispatch(
 ) -> Slots:
     """Copies each token's row to a slot of every expert that it has chosen. Collective.
 
+    Or to its place without gaps, where the config's ``receive`` says so.
+
     For inference: it has no derivative. Inside ``shard_map`` over the mesh of `init`, arrays are
     one rank's; outside, on global arrays, their first dimension is split over the axes of data and
     experts.
@@ -134,7 +154,8 @@ def ll_dispatch(
         config: equal on all ranks.
         tokens: ``[..., H]`` bfloat16, float16 or float32.
         topk_idx: ``[..., K]`` int32 or int64, the expert of each choice; -1 = none.
-        topk_weights: ``[..., K]`` float32, for an `ll_combine` that is given none.
+        topk_weights: ``[..., K]`` float32, for an `ll_combine` that is given none; without slots
+            they arrive beside the rows instead.
         quantise: receive bfloat16 rows as float8_e4m3fn with scales, H a multiple of 128:
             "fp8_block128" (or True), "fp8_block128_pow2" or "fp8_block128_e8m0".
         after: what comes before although no data says so: a plan, a first half, or an order.
@@ -191,8 +212,9 @@ def ll_combine(
     Args:
         plan: from `ll_dispatch`.
         expert_out: ``[L, S, H]`` bfloat16, float16 or float32. Slots behind the rows are not read.
+            Without slots ``[N, H]``, of which padding is not read.
         topk_weights: ``[..., K]`` float32, in place of those that dispatch had; without either a
-            row counts once.
+            row counts once. Not where rows came by rank.
         after: as of `ll_dispatch`.
 
     Returns:
@@ -233,7 +255,7 @@ def _dispatch(
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Any, ...]:
-    static = (kind.way, phase, kind.columns, kind.dtype)
+    static = (kind.way, phase, kind.columns, kind.dtype, kind.batch)
     run = on_ranks(_calls.ll_dispatch, kind.group, *static)
     return run(*_calls.uniform(tokens, topk_idx, topk_weights, order))
 
@@ -264,9 +286,9 @@ _combine.defjvp(_no_derivative)
 
 
 def _slots(kind: _Kind, results: tuple[Any, ...]) -> Slots:
-    data, tokens, scales, counts, order = results
+    data, tokens, scales, counts, *beside, order = results
     plan = SlotPlan(data, order, kind.group, kind.shape, kind.topk)
-    return Slots(tokens, scales, counts, plan)
+    return Slots(tokens, scales, counts, plan, *beside)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
@@ -306,7 +328,8 @@ def _read_dispatch(
         )
     topk_weights = _read_weights(group, topk_weights, shape, topk_idx.shape[-1])
     order = first_order(group)
-    kind = _Kind(group, shape, topk_idx.shape[-1], tokens.shape[-1], tokens.dtype, way)
+    weighted = topk_weights is not None
+    kind = _Kind(group, shape, topk_idx.shape[-1], tokens.shape[-1], tokens.dtype, way, weighted)
     return kind, (tokens, topk_idx, topk_weights, _behind(group, order, after))
 
 
@@ -321,11 +344,15 @@ def _read_combine(
     check_payload("expert_out", expert_out, config)
     check_layout(group.place, "expert_out", expert_out)
     local = local_shape(group.place, "expert_out", expert_out.shape[:-1])
-    slots = (config.num_experts // group.place.num_ranks, group.num_slots)
-    if local != slots:
+    places = group.places(math.prod(plan.shape))
+    if local != places:
         raise ValueError(
-            f"expert_out: expected a rank's part with shape {(*slots, 'H')}, got "
+            f"expert_out: expected a rank's part with shape {(*places, 'H')}, got "
             f"{(*local, expert_out.shape[-1])}"
+        )
+    if topk_weights is not None and config.receive == "by_rank":
+        raise ValueError(
+            "topk_weights: expected None, as rows came by rank: the caller sums a token's experts"
         )
     topk_weights = _read_weights(group, topk_weights, plan.shape, plan.topk)
     kind = _Kind(group, plan.shape, plan.topk, expert_out.shape[-1], expert_out.dtype)

@@ -34,10 +34,11 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
 
 template <Platform platform>
 auto make_ll_call(std::int64_t group, std::string_view config, std::string_view arguments,
-                  std::string_view results, std::int64_t quantise, std::int64_t phase,
-                  std::int64_t rank, std::int64_t masked) {
+                  std::string_view results, std::int64_t quantise, std::int64_t max_tokens,
+                  std::int64_t phase, std::int64_t rank, std::int64_t masked) {
   return make_call<platform, LowLatency>(group, config, arguments, results,
                                          {.quantise = static_cast<xd_ep_quantise>(quantise),
+                                          .max_tokens = static_cast<std::int32_t>(max_tokens),
                                           .phase = static_cast<xd_ll_phase>(phase),
                                           .mask = {static_cast<std::int32_t>(rank), masked != 0}});
 }
@@ -50,6 +51,7 @@ XLA_FFI_Error* ll_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::string_view>("arguments")
                                    .Attr<std::string_view>("results")
                                    .Attr<std::int64_t>("quantise")
+                                   .Attr<std::int64_t>("max_tokens")
                                    .Attr<std::int64_t>("phase")
                                    .Attr<std::int64_t>("rank")
                                    .Attr<std::int64_t>("masked")

@@ -6,11 +6,24 @@ namespace {
 using Numbers = LowLatency::Numbers;
 using Operation = LowLatency::Operation;
 
+// [N] int64 where XLA has [N,2] int32, as JAX has no 64-bit types unless it is told to.
+DLTensor as_64_bits(DLTensor pairs) {
+  pairs.dtype.bits = 64;
+  pairs.ndim = 1;
+  return pairs;
+}
+
 xd_status dispatch(const Numbers& numbers, xd_ll_group* group, const Operands& operands,
                    xd_stream stream) {
   auto args = args_of<xd_ll_dispatch_args>(operands);
   args.phase = numbers.phase;
   args.quantise = numbers.quantise;
+  args.max_tokens = numbers.max_tokens;
+  DLTensor offsets;
+  if (args.row_offsets != nullptr) {
+    offsets = as_64_bits(*args.row_offsets);
+    args.row_offsets = &offsets;
+  }
   return xd_ll_dispatch(group, &args, stream);
 }
 

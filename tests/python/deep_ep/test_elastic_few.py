@@ -210,6 +210,25 @@ def test_mistakes_with_few_tokens(me: Rank) -> None:
 
 
 @on_ranks(2)
+def test_bad_ids_are_not_told_again_along_a_handle(me: Rank) -> None:
+    """On GPUs a handle may have some, of which its dispatch has told."""
+    batch = drawn(me, SEED, torch.bfloat16)
+    x, idx, weights = (part[me.rank] for part in (batch.x, batch.topk_idx, batch.topk_weights))
+    with elastic(me) as buffer:
+        buffer.few_tokens = MOST
+        rows, _, beside, handle, _ = buffer.dispatch(
+            x, idx, weights, num_experts=EXPERTS, do_expand=True
+        )
+        _, home, _ = buffer.combine(rows, handle, beside)
+        handle.topk_idx[handle.topk_idx < 0] = EXPERTS
+        again, *_ = buffer.dispatch(x, handle=handle, do_expand=True)
+        same("rows", again, rows)
+        _, home_again, _ = buffer.combine(rows, handle, beside)
+        same("weights", home_again, home)
+        assert len(handle.recv_src_metadata) == len(batch.rows(me.rank))
+
+
+@on_ranks(2)
 def test_a_bad_id_of_one_rank_fails_on_all(me: Rank) -> None:
     batch = drawn(me, SEED, torch.bfloat16)
     x, idx = batch.x[me.rank], batch.topk_idx[me.rank].clone()

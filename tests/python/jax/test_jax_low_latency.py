@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 import crossdock.jax as xd
 import jax_support as support
 from jax_support import EXPERTS, RANKS, World, equal, everywhere, on_devices
-from reference import quantised
+from reference import Routing, quantised
 from slots import SlotRouting, factors
 
 TOKENS = 6
@@ -27,8 +27,8 @@ def slots_of(**options: Any) -> xd.LowLatencyConfig:
 class Batch(support.Batch):
     """Inputs of all ranks, and the slots that they come to."""
 
-    def __init__(self, world: World, seed: int, **options: Any) -> None:
-        super().__init__(seed, TOKENS, **options)
+    def __init__(self, world: World, seed: int, tokens: int = TOKENS, **options: Any) -> None:
+        super().__init__(seed, tokens, **options)
         self.routing = SlotRouting(self.ids, EXPERTS, TOKENS)
         ids, x, weights = self.on(world)
         self.arrays = x, ids, weights  # in the order of ll_dispatch
@@ -234,3 +234,131 @@ def test_masks_are_for_groups_that_mask(world: World) -> None:
     for call in calls:
         with pytest.raises(ValueError, match="config.on_peer_loss: expected 'mask'"):
             call(slots_of())
+
+
+class Packed:
+    """The results that a `Batch` has without slots, in one receive form."""
+
+    def __init__(self, batch: Batch, receive: str, alignment: int) -> None:
+        layout = "rank_major" if receive == "by_rank" else "expert_major"
+        self.batch, self.by_rank = batch, receive == "by_rank"
+        self.routing = Routing(batch.ids, EXPERTS, layout, alignment)
+
+    def check(self, world: World, slots: xd.Slots, weighted: bool = True) -> None:
+        """Rows, and all that comes beside them; padding up to the last row is zero."""
+        routing = self.routing
+        world.equal(slots.counts, lambda rank: np.int32(routing.counts(rank)))
+        world.equal(slots.row_offsets, self.row_offsets)
+        self.check_rows(world, slots.tokens, lambda rank: routing.dispatch(rank, self.batch.x))
+        assert (slots.weights is not None) == weighted
+        if weighted:
+            weights = self.batch.weights
+            self.check_rows(
+                world, slots.weights, lambda rank: routing.dispatch_weights(rank, weights)
+            )
+        assert (slots.topk_idx is not None) == self.by_rank
+        if self.by_rank:
+            self.check_rows(
+                world, slots.topk_idx, lambda rank: np.int32(routing.recv_topk_idx(rank))
+            )
+            for rank, part in world.parts(slots.topk_idx).items():
+                assert (part[routing.total(rank) :] == -1).all()
+
+    def check_rows(
+        self, world: World, array: jax.Array, expected: Callable[[int], np.ndarray]
+    ) -> None:
+        rows = {rank: part[: self.routing.total(rank)] for rank, part in world.parts(array).items()}
+        equal(rows, expected)
+
+    def row_offsets(self, rank: int) -> np.ndarray:
+        if not self.by_rank:
+            return np.int32(self.routing.offsets(rank))
+        return np.cumsum([0, *self.routing.rank_rows()[:, rank]], dtype=np.int32)
+
+    def check_sums(self, world: World, out: jax.Array, weighted: bool) -> None:
+        """Of results that are the rows, each times the number of its place + 1."""
+
+        def sums(rank: int) -> np.ndarray:
+            routing, ranks = self.routing, range(RANKS)
+            rows = [routing.dispatch(one, self.batch.x) for one in ranks]
+            results = [(one * places_of(one)).astype(one.dtype) for one in rows]
+            weights = [routing.dispatch_weights(one, self.batch.weights) for one in ranks]
+            return routing.combine(rank, results, weights if weighted else None)
+
+        world.equal(out, sums)
+
+
+def places_of(rows: Any) -> Any:
+    """[N,1]: by what `results_of` multiplies."""
+    return np.arange(len(rows))[:, None] % 3 + 1
+
+
+def results_of(slots: xd.Slots) -> jax.Array:
+    return slots.tokens * places_of(slots.tokens).astype(slots.tokens.dtype)
+
+
+@everywhere
+@pytest.mark.parametrize("receive, alignment", [("by_expert", 1), ("by_expert", 4), ("by_rank", 1)])
+def test_rows_without_gaps_equal_the_definition(world: World, receive: str, alignment: int) -> None:
+    """Whole calls and halves, fewer tokens than the group's, and a combine with weights."""
+    config = slots_of(receive=receive, alignment=alignment)
+    for seed, tokens in ((70, TOKENS), (71, TOKENS - 2)):
+        batch = Batch(world, seed, tokens=tokens)
+        packed = Packed(batch, receive, alignment)
+
+        def trip(x, ids, weights):
+            slots = xd.ll_dispatch(config, x, ids, weights)
+            out, plan = xd.ll_combine(slots.plan, results_of(slots))
+            sent = xd.ll_dispatch_send(config, x, ids, after=plan)
+            halved = xd.ll_dispatch_receive(sent)
+            given = weights if receive == "by_expert" else None
+            returned = xd.ll_combine_send(halved.plan, results_of(halved), given)
+            other, _ = xd.ll_combine_receive(returned)
+            return slots, out, halved, other
+
+        slots, out, halved, other = world.on_ranks(trip)(*batch.arrays)
+        ranks_choices = min(support.TOPK, EXPERTS // RANKS) if receive == "by_expert" else 1
+        assert len(slots.tokens) // RANKS <= RANKS * tokens * ranks_choices + alignment * EXPERTS
+        packed.check(world, slots)
+        packed.check_sums(world, out, weighted=False)
+        packed.check(world, halved, weighted=False)
+        packed.check_sums(world, other, weighted=receive == "by_expert")
+
+
+@on_devices
+def test_quantised_rows_without_gaps_and_global_arrays(world: World) -> None:
+    options = {"hidden": 256, "dtype": jnp.bfloat16}
+    for receive in ("by_expert", "by_rank"):
+        config, batch = slots_of(receive=receive, **options), Batch(world, 72, **options)
+        packed = Packed(batch, receive, 1)
+        slots = xd.ll_dispatch(config, *batch.arrays, quantise="fp8_block128")
+        elements, scales = zip(*(quantised(rows, "fp8_block128") for rows in batch.x))
+        for array, rows in ((slots.tokens, elements), (slots.scales, scales)):
+            packed.check_rows(
+                world, array, lambda rank, rows=rows: packed.routing.dispatch(rank, list(rows))
+            )
+        plain = xd.ll_dispatch(config, *batch.arrays)
+        packed.check(world, plain)
+        packed.check_sums(world, xd.ll_combine(plain.plan, results_on(plain))[0], weighted=False)
+
+
+def results_on(slots: xd.Slots) -> jax.Array:
+    """`results_of` each rank's part of global rows."""
+    factors = np.tile(places_of(range(len(slots.tokens) // RANKS)), (RANKS, 1))
+    factors = jnp.asarray(factors, slots.tokens.dtype)
+    return slots.tokens * jax.device_put(factors, slots.tokens.sharding)
+
+
+@on_devices
+def test_bad_arguments_without_slots_are_refused_while_tracing(world: World) -> None:
+    config = slots_of(receive="by_rank")
+    batch = Batch(world, 73)
+    slots = xd.ll_dispatch(config, *batch.arrays)
+    with pytest.raises(ValueError, match="topk_weights: expected None, as rows came by rank"):
+        xd.ll_combine(slots.plan, slots.tokens, batch.arrays[2])
+    with pytest.raises(ValueError, match=r"expert_out: expected a rank's part with shape \(24, 'H"):
+        xd.ll_combine(slots.plan, batch.arrays[0])
+    with pytest.raises(ValueError, match="receive: expected"):
+        slots_of(receive="elsewhere")
+    with pytest.raises(ValueError, match="config.alignment = 2, expected 0 or 1"):
+        xd.ll_dispatch(slots_of(receive="by_rank", alignment=2), *batch.arrays)
