@@ -22,7 +22,15 @@ from crossdock.errors import PeerLost
 from crossdock.torch._calls import E8M0, is_capturing, run
 from crossdock.torch._custom_ops import as_packed, as_rows
 
-__all__ = ["Batch", "BulkBatch", "FewBatch", "Traffic", "dispatch_bulk", "dispatch_few"]
+__all__ = [
+    "Batch",
+    "BulkBatch",
+    "FewBatch",
+    "Traffic",
+    "beside",
+    "dispatch_bulk",
+    "dispatch_few",
+]
 
 _Group = TypeVar("_Group", xd.EpGroup, xd.LowLatencyGroup)
 
@@ -196,13 +204,13 @@ class BulkBatch(NamedTuple):
             self.combine(rows, out)
             return _nothing
         comm, here = self.plan.group.comm, torch.cuda.current_stream(rows.device)
-        beside = _stream_beside(rows.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
+        stream = _stream_beside(rows.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
             self.combine(rows, out)
         for tensor in (rows, out, self.plan.data):
-            comm.record_stream(tensor, beside)
-        return lambda: torch.cuda.current_stream(rows.device).wait_stream(beside)
+            comm.record_stream(tensor, stream)
+        return lambda: torch.cuda.current_stream(rows.device).wait_stream(stream)
 
     def results(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for results that peers read in place."""
@@ -219,6 +227,43 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device, priority=-1)
     return _streams[device]
+
+
+@contextmanager
+def beside(
+    comm: xd.Comm, previous: Any, *inputs: torch.Tensor | None
+) -> Iterator[Callable[..., None]]:
+    """Within it work goes to a stream of its own, for which the current stream waits behind it.
+
+    On the CPU it does nothing.
+
+    Args:
+        comm: of the tensors.
+        previous: an event of `crossdock.deep_ep` that the work waits for; None = all that the
+            current stream has been given.
+        inputs: tensors of the current stream that it uses.
+
+    Yields:
+        A function to be given tensors that the work has made, and that the current stream uses.
+    """
+    if comm.device.type != "cuda":
+        yield lambda *made: None
+        return
+    here, stream = torch.cuda.current_stream(comm.device), _stream_beside(comm.device)
+    event = None if previous is None or previous.event is None else previous.event.event
+    stream.wait_stream(here) if event is None else stream.wait_event(event)
+
+    def used_by(user: torch.cuda.Stream, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                comm.record_stream(tensor, user)
+
+    used_by(stream, inputs)
+    try:
+        with torch.cuda.stream(stream):
+            yield lambda *made: used_by(here, made)
+    finally:
+        here.wait_stream(stream)
 
 
 def _nothing() -> None:

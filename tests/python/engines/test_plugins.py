@@ -378,6 +378,7 @@ def test_dispatchers_of_sglang_that_are_imported_take_this_deep_ep(
     first, second = of(f"{DISPATCHERS}/deepep.py"), of(f"{DISPATCHERS}/deepep_v2.py")
     assert first.use_deepep is second.use_deepep_v2 is brought
     monkeypatch.setenv("SGLANG_PLUGINS", "other, crossdock")
+    monkeypatch.setenv("XD_ENGINE", "deep_ep")
     ENTRIES["sglang"]()
     plugin.register_deep_ep()
     assert first.use_deepep and first.Buffer is Buffer and first.Config is deep_ep.Config

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,165 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossdock import deep_ep, sglang as plugin
-from engines import Problem, dequantise, installed, needs, plugged_in, quantise
+from crossdock import deep_ep
+from engines import dequantise, installed, needs, plugged_in
+from sglang_cases import (
+    BATCHES,
+    DISPATCHERS,
+    HIDDEN,
+    SECONDS,
+    TOPK,
+    UNUSED,
+    NoStream,
+    Placed,
+    begin,
+    computed,
+    dispatcher,
+    sglang,
+)
 from support import Rank, on_ranks
-from torch_ranks import process_group
 
 pytestmark = needs("sglang")
-
-HIDDEN, EXPERTS, TOPK, ALIGNMENT = 256, 8, 3, 128
-BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])
-DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
-SECONDS = 400  # SGLang has thousands of files to import
-UNUSED = ("IPython", "gguf", "loguru", "torchvision")
-
-
-class NoStream:
-    """Stands for a CUDA stream where there is no CUDA."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, other: object) -> None: ...
-
-
-@contextlib.contextmanager
-def sglang(me: Rank) -> Iterator[SimpleNamespace]:
-    """SGLang's modules, as a server has them that has DeepGEMM."""
-    with (
-        plugged_in(plugin.register_deep_ep, UNUSED),
-        pytest.MonkeyPatch.context() as patch,
-        process_group(),
-    ):
-        parts = SimpleNamespace(me=me, patch=patch)
-        for name, module in {
-            "first": f"{DISPATCHERS}.deepep",
-            "second": f"{DISPATCHERS}.deepep_v2",
-            "overlap": "sglang.srt.batch_overlap.two_batch_overlap",
-            "single": "sglang.srt.batch_overlap.single_batch_overlap",
-            "utils": "sglang.srt.layers.moe.utils",
-            "context": "sglang.srt.runtime_context",
-        }.items():
-            setattr(parts, name, importlib.import_module(module))
-        device = SimpleNamespace(multi_processor_count=132)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_, **__: device)
-        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-        patch.setattr(parts.first.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
-        for name in ("DEEPGEMM_BLACKWELL", "DEEPGEMM_SCALE_UE8M0"):
-            patch.setattr(parts.first.deep_gemm_wrapper, name, False)
-        for module in (parts.first, parts.second):
-            patch.setattr(module, "sglang_per_token_group_quant_fp8", quantise_rows)
-        capacity = SimpleNamespace(attn_dp_size=me.num_ranks)
-        patch.setattr(parts.second, "get_parallel", lambda: capacity)
-        patch.setattr(parts.second, "_get_allow_hybrid_mode", lambda: False)
-        patch.setattr(parts.first.DeepEPConfig, "_instance", None)
-        moe = parts.context.get_flags().moe
-        patch.setattr(moe, "a2a_backend", parts.utils.MoeA2ABackend.DEEPEP)
-        patch.setattr(moe, "tbo_enabled", True)
-        patch.setattr(moe, "deepep_config", "")
-        patch.setenv("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "16")
-        patch.setenv("SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "16")
-        buffers = parts.context.get_resources().buffers
-        buffers.clear()
-        try:
-            yield parts
-        finally:
-            buffers.clear()
-
-
-def begin(parts: SimpleNamespace, prefill: bool) -> None:
-    """A batch of this kind is next."""
-    for module in (parts.first, parts.second):
-        parts.patch.setattr(module, "get_is_extend_in_batch", lambda: prefill)
-
-
-def quantise_rows(x: torch.Tensor, block: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does as SGLang's kernel, with scales row by row."""
-    return quantise(x, block)
-
-
-class Placed:
-    """A problem whose experts have physical numbers, and this rank's part of them.
-
-    Attributes:
-        mine: the expert of `problem` that each local one is.
-        given: hidden states, and what SGLang's router gives with them.
-    """
-
-    def __init__(self, parts: SimpleNamespace, seed: int, copies: bool) -> None:
-        rank, ranks = parts.me.rank, parts.me.num_ranks
-        logical = [*range(EXPERTS), *range(4 if copies else 0)]
-        self.problem = problem = Problem(BATCHES[seed][:ranks], HIDDEN, EXPERTS, TOPK, seed)
-        self.num_experts, self.local = len(logical), len(logical) // ranks
-        self.rank = rank
-        self.mine = logical[rank * self.local : (rank + 1) * self.local]
-        ids = problem.ids[rank].clone()
-        ids[1::2] += EXPERTS * (ids[1::2] < self.num_experts - EXPERTS)
-        topk = SimpleNamespace(topk_ids=ids.int(), topk_weights=problem.weights[rank])
-        self.given = {"hidden_states": problem.x[rank], "topk_output": topk}
-
-    def by_choice(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sums of rows [N,H] that have ids [N,K] of local experts."""
-        out = torch.zeros(x.shape)
-        for number, one in enumerate(self.mine):
-            rows = (ids == number).any(1)
-            share = weights.masked_fill(ids != number, 0).sum(1)[rows]
-            out[rows] += share.unsqueeze(1) * self.problem.apply(one, x[rows])
-        return out.bfloat16()
-
-    def of_slots(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Results of the first rows of each local expert's slots, [L,S,H]."""
-        out = torch.full(x.shape, torch.nan)
-        for number, one in enumerate(self.mine):
-            rows = int(counts[number])
-            out[number, :rows] = self.problem.apply(one, x[number, :rows])
-        return out.bfloat16()
-
-    def in_order(self, x: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted results of rows in order of local experts, which begin at multiples."""
-        out, first = torch.zeros(x.shape), 0
-        for number, one in enumerate(self.mine):
-            rows = slice(first, int(ends[number]))
-            out[rows] = weights[rows].unsqueeze(1) * self.problem.apply(one, x[rows])
-            first = -(-rows.stop // ALIGNMENT) * ALIGNMENT
-        return out.bfloat16()
-
-    def check(self, out: torch.Tensor, fp8: bool) -> None:
-        self.problem.check(out, self.rank, fp8)
-
-
-def dispatcher(parts: SimpleNamespace, placed: Placed, mode: str, fp8: bool) -> Any:
-    """SGLang's dispatcher of two micro-batches, as its layer makes it."""
-    kind = parts.utils.DispatcherOutputDtype
-    chosen = kind.FP8 if fp8 else kind.BF16
-    parts.patch.setattr(parts.first, "get_deepep_output_dtype", lambda _: chosen)
-    return parts.overlap.MaybeTboDeepEPDispatcher(
-        group=dist.group.WORLD,
-        router_topk=TOPK,
-        permute_fusion=True,
-        num_experts=placed.num_experts,
-        num_local_experts=placed.local,
-        hidden_size=HIDDEN,
-        params_dtype=torch.bfloat16,
-        deepep_mode=parts.utils.DeepEPMode(mode),
-        async_finish=True,
-        return_recv_hook=True,
-    )
-
-
-def computed(parts: SimpleNamespace, placed: Placed, got: Any) -> Any:
-    """The experts' results for what a dispatcher gave, as its combine takes them."""
-    x = got.hidden_states
-    if got.hidden_states_scale is not None:
-        x = dequantise(x, got.hidden_states_scale)
-    if isinstance(got, parts.first.DeepEPLLDispatchOutput):
-        made = placed.of_slots(x, got.masked_m)
-        return parts.first.DeepEPLLCombineInput(made, got.topk_ids, got.topk_weights)
-    rows = [int((got.topk_ids == one).any(1).sum()) for one in range(placed.local)]
-    rounded = [-(-one // ALIGNMENT) * ALIGNMENT for one in rows]
-    assert got.num_recv_tokens_per_expert == rounded
-    made = placed.by_choice(x, got.topk_ids, got.topk_weights)
-    return parts.first.DeepEPNormalCombineInput(made, got.topk_ids, got.topk_weights)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

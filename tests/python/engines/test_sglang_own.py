@@ -1,0 +1,151 @@
+"""Crossdock's classes in SGLang's dispatcher, on ranks of the CPU, against the dense sum."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from crossdock import sglang as plugin
+from engines import installed, needs, plugged_in
+from sglang_cases import (
+    BATCHES,
+    DISPATCHERS,
+    SECONDS,
+    UNUSED,
+    NoStream,
+    Placed,
+    begin,
+    computed,
+    dispatcher,
+    sglang,
+)
+from support import Rank, on_ranks
+
+pytestmark = needs("sglang")
+
+# Processes of their own: those of test_sglang.py have SGLang's classes.
+APART: dict[str, Any] = {"timeout": SECONDS, "among": 6}
+COLUMNS = {False: 264, True: 256}  # by whether rows are FP8: rows of 528 bytes fit DeepEP nowhere
+
+
+@contextlib.contextmanager
+def own(me: Rank) -> Iterator[SimpleNamespace]:
+    """SGLang's modules, with the classes here in their places."""
+    with sglang(me, plugin.register) as parts:
+        parts.ours = importlib.import_module("crossdock.sglang._dispatchers")
+        args = SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64)
+        parts.patch.setattr(parts.ours, "get_server_args", lambda: args)
+        yield parts
+
+
+def number_of_groups(parts: SimpleNamespace) -> int:
+    return sum(map(len, parts.context.get_resources().buffers["crossdock"].values()))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("mode", ["normal", "low_latency", "auto"])
+@on_ranks(2, 4, **APART)
+def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
+    """With one group for all batches of a kind, and without a buffer of DeepEP's."""
+    with own(me) as parts:
+        for copies in (False, True):
+            for seed in range(len(BATCHES)):
+                placed = Placed(parts, seed, copies, COLUMNS[fp8])
+                made = dispatcher(parts, placed, mode, fp8)
+                for prefill in (True, False):
+                    begin(parts, prefill)
+                    got = made.dispatch(**placed.given)
+                    few = mode == "low_latency" or (mode == "auto" and not prefill)
+                    assert isinstance(got, parts.first.DeepEPLLDispatchOutput) == few
+                    out = made.combine(combine_input=computed(parts, placed, got))
+                    placed.check(out, fp8)
+                assert number_of_groups(parts) == (1 + copies) * (1 + (mode == "auto"))
+        assert "deepep_ep_state" not in parts.context.get_resources().buffers
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+@on_ranks(2, 4, **APART)
+def test_two_micro_batches_take_turns(me: Rank, mode: str) -> None:
+    with own(me) as parts:
+        begin(parts, mode == "normal")
+        both = [Placed(parts, seed, False) for seed in range(2)]
+        made = dispatcher(parts, both[0], mode, True)
+        place = [{"tbo_subbatch_index": one} for one in range(2)]
+        for _ in range(2):
+            made.dispatch_a(**both[0].given, **place[0])
+            made.dispatch_a(**both[1].given, **place[1])
+            rows = made.dispatch_b(**place[0])
+            made.combine_a(combine_input=computed(parts, both[0], rows), **place[0])
+            rows = made.dispatch_b(**place[1])
+            both[0].check(made.combine_b(**place[0]), True)
+            made.combine_a(combine_input=computed(parts, both[1], rows), **place[1])
+            both[1].check(made.combine_b(**place[1]), True)
+        assert number_of_groups(parts) == 1
+
+
+@on_ranks(2, **APART)
+def test_combine_may_run_beside_shared_experts_but_not_beside_experts(me: Rank) -> None:
+    with own(me) as parts:
+        placed = Placed(parts, 2, False)
+        for overlap in (False, True):
+            made = dispatcher(parts, placed, "low_latency", False)
+            stream = NoStream()
+            device = SimpleNamespace(current_stream=lambda: stream)
+            made._inners[0]._low_latency_dispatcher.device_module = device
+            for _ in range(2):
+                rows = computed(parts, placed, made.dispatch(**placed.given))
+                given = parts.single.CombineOverlapArgs(
+                    overlap=overlap, stream=stream, wait_event=None, num_sms=20
+                )
+                made.set_overlap_args(given, {"block_m": 64, "threshold": 0})
+                if overlap:
+                    with pytest.raises(ValueError, match="overlap: expected False, as all rows"):
+                        made.combine(combine_input=rows)
+                    break
+                placed.check(made.combine(combine_input=rows), False)
+                made.clear_overlap_args()
+
+
+@on_ranks(2, **APART)
+def test_packed_scales_travel_as_they_are(me: Rank) -> None:
+    """As SGLang's quantiser makes them for Blackwell: four bytes in an int32."""
+    with own(me) as parts:
+        begin(parts, True)
+        placed = Placed(parts, 2, False, 1024)
+        made = dispatcher(parts, placed, "normal", True)
+        packed = torch.arange(4, dtype=torch.int32).view(2, 2) + (me.rank + 1 << 24)
+
+        def quantise(x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.to(torch.float8_e4m3fn), packed.t().contiguous().t()
+
+        parts.patch.setattr(parts.first, "sglang_per_token_group_quant_fp8", quantise)
+        got = made.dispatch(**placed.given)
+        sources = [
+            (row, rank)
+            for rank in range(2)
+            for row, ids in enumerate(placed.problem.ids[rank].tolist())
+            if {me.rank * 4 <= one < me.rank * 4 + 4 for one in ids} != {False}
+        ]
+        want = [[2 * row + (rank + 1 << 24) + i for i in range(2)] for row, rank in sources]
+        assert got.hidden_states_scale.dtype == torch.int32
+        assert got.hidden_states_scale.tolist() == want
+        rows = torch.zeros(got.hidden_states.shape, dtype=torch.bfloat16)
+        given = parts.first.DeepEPNormalCombineInput(rows, got.topk_ids, got.topk_weights)
+        assert not made.combine(combine_input=given).any()
+
+
+@on_ranks(1, timeout=SECONDS, fresh=True)
+def test_a_scheduler_loads_the_plug_in_behind_its_dispatchers(me: Rank, tmp_path: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch, plugged_in(lambda: None, UNUSED):
+        patch.syspath_prepend(installed(tmp_path, "sglang.srt.plugins"))
+        importlib.import_module("sglang.srt.managers.scheduler")
+        first = importlib.import_module(f"{DISPATCHERS}.deepep")
+        importlib.import_module("sglang.srt.plugins").load_plugins()
+        assert first._DeepEPDispatcherImplNormal.__name__ == "CrossdockNormal"
+        assert first._DeepEPDispatcherImplLowLatency.__name__ == "CrossdockLowLatency"
