@@ -1,8 +1,8 @@
 /* Crossdock: products of experts' rows, with a matrix for each expert.
  *
  * A zone is the rows of one local expert, offsets[e] <= row < offsets[e + 1], as a dispatch with
- * XD_EP_EXPERT_MAJOR leaves them. The device reads the offsets, so no host waits for them. Zones
- * that end behind row R are cut off there.
+ * XD_EP_EXPERT_MAJOR leaves them. The device reads the offsets, so no host waits for them. They do
+ * not decrease; zones that end behind row R are cut off there.
  *
  * Both are local calls: they concern this rank alone, take no turn among a group's operations, and
  * work after a fatal error. On CUDA they are enqueued on `stream`, may be captured, and take no
@@ -12,8 +12,9 @@
  * call with the same arguments gives the same bits again, also with another range of experts.
  * On the CPU, where oneDNN multiplies, terms are added in an order of its own.
  *
- * On CUDA both calls need compute capability 9.0, and no fp32 in a and b: UNSUPPORTED otherwise.
- * There a, b and d, and the rows in them, begin at multiples of 16 bytes.
+ * On CUDA both calls need compute capability 9.0, a and b of another type than fp32, and R, K and N
+ * of at most 2^31 - 512: UNSUPPORTED otherwise. There a, b and d, and the rows in them, begin at
+ * multiples of 16 bytes.
  */
 #ifndef CROSSDOCK_GROUPED_H_
 #define CROSSDOCK_GROUPED_H_

@@ -46,7 +46,9 @@ void read_strides(const DLTensor& user, bool output, Matrices& m) {
     m.col_stride = user.strides[2];
   }
   if (m.cols == 1) m.col_stride = m.row_stride == 1 && !output ? any_stride(m.rows) : 1;
-  if (m.rows == 1) m.row_stride = m.col_stride == 1 ? any_stride(m.cols) : 1;
+  // Of fp8 columns are packed, be they of one element.
+  const bool by_rows = m.col_stride == 1 && m.type != DType::e4m3;
+  if (m.rows == 1) m.row_stride = by_rows ? any_stride(m.cols) : 1;
 }
 
 void require_strides(const Matrices& m, bool output) {

@@ -142,9 +142,11 @@ __device__ void find_tile(const GroupedParams& p, Tile& tile) {
 // The copies that a barrier waits for read this device's own memory and end by themselves, and the
 // products that it waits for do, too. The bound is for mistakes: better an error than a hang.
 __device__ void await(std::uint64_t* barrier, unsigned parity) {
-  constexpr int kMostTries = 1 << 26;  // each waits for a while
-  for (int tries = 0; !ptx::mbarrier_try_wait(barrier, parity); ++tries) {
-    if (tries == kMostTries) __trap();
+  constexpr std::uint64_t kMostNs = 10'000'000'000;
+  if (ptx::mbarrier_try_wait(barrier, parity)) return;
+  const std::uint64_t begin = ptx::global_timer_ns();
+  while (!ptx::mbarrier_try_wait(barrier, parity)) {
+    if (ptx::global_timer_ns() - begin > kMostNs) __trap();
   }
 }
 
@@ -456,17 +458,25 @@ Kernel kernel_of_16_bit(const GroupedKind& kind) {
 }
 
 Kernel kernel_for(const GroupedKind& kind) {
+  XD_CHECK(kind.outer ? kind.b == Lie::across && kind.type != DType::e4m3
+                      : kind.b == Lie::lines || kind.type != DType::e4m3);
   if (kind.type == DType::bf16) return kernel_of_16_bit<DType::bf16>(kind);
   if (kind.type == DType::f16) return kernel_of_16_bit<DType::f16>(kind);
   return kind.tile_rows == 64 ? kernel<DType::e4m3, false, Lie::lines, 64>()
                               : kernel<DType::e4m3, false, Lie::lines, 128>();
 }
 
-// Loads a kernel and lets it have its shared memory.
-void load(const Kernel& kernel) {
+// Lets a kernel have its shared memory.
+void allow_shared(const Kernel& kernel) {
   XD_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel.function),
                                      cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      kernel.shared_bytes));
+}
+
+void load(const Kernel& kernel) {
+  cudaFuncAttributes attributes{};
+  XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel.function)));
+  allow_shared(kernel);
 }
 
 }  // namespace
@@ -485,7 +495,7 @@ void load_grouped_kernels() {
 void launch_grouped(const GroupedKind& kind, const GroupedParams& params, int blocks,
                     cudaStream_t stream) {
   const Kernel kernel = kernel_for(kind);
-  load(kernel);
+  allow_shared(kernel);
   kernel.function<<<static_cast<unsigned>(blocks), kThreads,
                     static_cast<std::size_t>(kernel.shared_bytes), stream>>>(params);
   XD_CUDA_CHECK(cudaGetLastError());

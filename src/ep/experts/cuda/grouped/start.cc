@@ -23,7 +23,13 @@ bool has_tensor_cores(int device) {
   return major == 9 && minor == 0;
 }
 
-void require_support(const GroupedCall& call, int device) {
+void require_support(const GroupedCall& call, std::int64_t k, std::int64_t n, int device) {
+  // Kernels count rows and columns up to the ends of tiles in 32 bits.
+  constexpr std::int64_t kMost = std::int64_t{INT32_MAX} - 511;
+  if (std::max({call.a.rows, k, n}) > kMost) {
+    fail(XD_ERROR_UNSUPPORTED, "R = ", call.a.rows, ", K = ", k, ", N = ", n, ", expected at most ",
+         kMost, " on CUDA devices");
+  }
   if (!has_tensor_cores(device)) {
     fail(XD_ERROR_UNSUPPORTED, xd::cuda::describe_device(device),
          ": grouped products expect compute capability 9.0");
@@ -134,7 +140,7 @@ void load_grouped() {
 void start_grouped_product(const GroupedProductCall& call, const DLDevice& device,
                            cudaStream_t stream) {
   const xd::cuda::DeviceGuard guard(device.device_id);
-  require_support(call, device.device_id);
+  require_support(call, call.k(), call.n(), device.device_id);
   KnownMemory::of(device.device_id)
       .require({claim(call.a), claim(call.b.memory()), claim(call.offsets, true),
                 claim(call.a_scale), claim(call.b_scale), claim(call.d)});
@@ -145,7 +151,7 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
   // Small tiles where zones are small, as far as the host can tell.
   const GroupedKind kind{.type = call.a.type,
                          .outer = false,
-                         .b = call.b.row_stride == 1 ? Lie::lines : Lie::across,
+                         .b = call.b.by_rows() ? Lie::across : Lie::lines,
                          .tile_rows = call.a.rows <= 64 * call.b.count ? 64 : 128};
   GroupedParams params = params_of(call);
   params.a = map_of(as_matrices(call.a), Lie::lines, kind.tile_rows);
@@ -168,7 +174,7 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
 void start_grouped_outer(const GroupedOuterCall& call, const DLDevice& device,
                          cudaStream_t stream) {
   const xd::cuda::DeviceGuard guard(device.device_id);
-  require_support(call, device.device_id);
+  require_support(call, call.d.rows, call.d.cols, device.device_id);
   KnownMemory::of(device.device_id)
       .require({claim(call.a), claim(call.b), claim(call.offsets, true), claim(call.d.memory())});
   require_aligned(call.d);
