@@ -18,18 +18,19 @@ import crossdock.torch as xd
 from crossdock import _core
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock.errors import PeerLost
+from crossdock.errors import CrossdockError, PeerLost
 from crossdock.torch._calls import E8M0, is_capturing, run
 from crossdock.torch._custom_ops import as_packed, as_rows
 
 __all__ = [
     "Batch",
-    "BulkBatch",
-    "FewBatch",
+    "BulkReturn",
+    "FewReturn",
     "Traffic",
     "beside",
     "dispatch_bulk",
     "dispatch_few",
+    "telling",
 ]
 
 _Group = TypeVar("_Group", xd.EpGroup, xd.LowLatencyGroup)
@@ -53,6 +54,7 @@ class Traffic:
         self._process_group = process_group
         self._comm: xd.Comm | None = None
         self._groups: dict[Any, Any] = {}
+        self._errors: dict[Any, int] = {}
 
     def bulk(self, device: torch.device, **sizes: Any) -> xd.EpGroup:
         """The group for many tokens of these sizes. Collective the first time."""
@@ -85,6 +87,20 @@ class Traffic:
     def __len__(self) -> int:
         """How many groups there are."""
         return len(self._groups)
+
+    def look(self) -> None:
+        """Raises what operations on a GPU have met since the last look; on the CPU they raise.
+
+        Errors in replays of graphs are among them. Not in a capture. It waits for nothing.
+        """
+        for key, group in self._groups.items():
+            if group.comm.device.type != "cuda" or is_capturing(group.comm.device):
+                return
+            errors = group.errors()
+            if errors != self._errors.get(key, 0):
+                self._errors[key] = errors
+                with self.going_on():
+                    group.check()
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -135,26 +151,10 @@ class Traffic:
             self._comm = None
 
 
-class FewBatch(NamedTuple):
-    """Rows that have come by rank, few, with memory for as many as may come. K choices.
+class FewReturn(NamedTuple):
+    """The way back of few tokens that have come by rank: all that stays until combine."""
 
-    Attributes:
-        tokens: ``[N, H]``; scales: ``[N, S]``, or None.
-        topk_idx: ``[N, K]`` int64: local experts; -1 elsewhere and past the last row.
-        weights: ``[N, K]`` float32, 0 elsewhere.
-        plan: for combine.
-        ends: ``[W]`` int32: one past the last row of each source rank.
-        counts, host_counts: None: (token, expert) pairs are not counted.
-    """
-
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor
-    weights: torch.Tensor
     plan: xd.SlotPlan
-    ends: torch.Tensor
-    counts: torch.Tensor | None = None
-    host_counts: torch.Tensor | None = None
 
     def combine(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the sums of rows ``[N, H]``, or more, over the ranks to out ``[T, H]``."""
@@ -174,24 +174,10 @@ class FewBatch(NamedTuple):
         return None
 
 
-class BulkBatch(NamedTuple):
-    """Rows that have come by rank, many: as `FewBatch`, with these differences.
+class BulkReturn(NamedTuple):
+    """The way back of many tokens, as `FewReturn` that of few."""
 
-    Attributes:
-        plan: an `xd.Plan`.
-        ends: None where the host knows the number of rows.
-        counts, host_counts: ``[L]`` int32 on the device and on the host: pairs of token and local
-            expert. None unless the host knows the number of rows.
-    """
-
-    tokens: torch.Tensor
-    scales: torch.Tensor | None
-    topk_idx: torch.Tensor
-    weights: torch.Tensor
     plan: xd.Plan
-    ends: torch.Tensor | None
-    counts: torch.Tensor | None
-    host_counts: torch.Tensor | None
 
     def combine(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the sums of rows ``[N, H]``, or more, over the ranks to out ``[T, H]``."""
@@ -217,7 +203,29 @@ class BulkBatch(NamedTuple):
         return self.plan.group.comm.empty_symmetric(shape, dtype)
 
 
-Batch = FewBatch | BulkBatch
+class Batch(NamedTuple):
+    """Rows that have come by rank. K choices.
+
+    Attributes:
+        tokens: ``[N, H]``; scales: ``[N, S]``, or None.
+        topk_idx: ``[N, K]`` int64: local experts; -1 elsewhere and past the last row.
+        weights: ``[N, K]`` float32, 0 elsewhere.
+        back: the way back.
+        ends: ``[W]`` int32: one past the last row of each source rank; None where the host knows
+            the number of rows.
+        counts, host_counts: ``[L]`` int32 on the device and on the host: pairs of token and local
+            expert. None unless the host knows the number of rows.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor
+    weights: torch.Tensor
+    back: FewReturn | BulkReturn
+    ends: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    host_counts: torch.Tensor | None = None
+
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -266,6 +274,17 @@ def beside(
         here.wait_stream(stream)
 
 
+@contextmanager
+def telling(group: Any, operation: int) -> Iterator[None]:
+    """Lets the peers' calls of `operation` hear of torch's errors within it, of memory mostly."""
+    try:
+        yield
+    except CrossdockError:
+        raise
+    except RuntimeError as error:
+        group.refuse(operation, type(error), str(error))
+
+
 def _nothing() -> None:
     """Ends what has ended already."""
 
@@ -279,7 +298,7 @@ def dispatch_few(
     quantise: str | None,
     most: int,
     cleared: bool,
-) -> FewBatch:
+) -> Batch:
     """Sends few tokens by rank, and takes those that come. No host waits. Collective.
 
     Args:
@@ -290,15 +309,19 @@ def dispatch_few(
         cleared: whether rows behind the last are zero; else they hold anything.
     """
     hidden, topk = tokens.shape[1], topk_idx.shape[1]
-    slots = group.slots(hidden, tokens.dtype, quantise, topk=topk, max_tokens=most)
-    if cleared:
-        slots.tokens.zero_()
+    with telling(group, constants.LL_DISPATCH):
+        slots = group.slots(hidden, tokens.dtype, quantise, topk=topk, max_tokens=most)
+        if cleared:
+            slots.tokens.zero_()
+        if slots.row_offsets is not None:
+            slots.row_offsets.zero_()  # experts look at them even if this fails on a GPU
     slots = xd.ll_dispatch(
         group, tokens, topk_idx, weights, quantise=quantise or False, max_tokens=most, out=slots
     )
     ends, idx, beside = slots.row_offsets, slots.topk_idx, slots.weights
     assert ends is not None and idx is not None and beside is not None
-    return FewBatch(slots.tokens, slots.scales, idx, beside, slots.plan, ends[1:].int())
+    back = FewReturn(slots.plan)
+    return Batch(slots.tokens, slots.scales, idx, beside, back, ends[1:].int())
 
 
 def dispatch_bulk(
@@ -311,7 +334,7 @@ def dispatch_bulk(
     quantise: str | None,
     most: int | None,
     cleared: bool,
-) -> BulkBatch:
+) -> Batch:
     """Sends tokens by rank, and takes those that come. Collective.
 
     Args:
@@ -324,7 +347,7 @@ def dispatch_bulk(
     device = tokens.device
     if most is None and is_capturing(device):
         raise ValueError("prepare: expected no capture of a CUDA graph where hosts wait, got one")
-    plan, parts = group.prepare(topk_idx), group.plan_parts
+    plan, parts = group.prepare(topk_idx.contiguous()), group.plan_parts
     ends = counts = host_counts = None
     if most is None:
         numbers = plan.info.cpu()
@@ -336,12 +359,13 @@ def dispatch_bulk(
         rows = group.comm.num_ranks * most
         ends = plan.rank_rows[:, group.comm.rank].cumsum(0, dtype=torch.int32)
     way = None if quantise is None else quantise_way(quantise)
-    received, found = _memory(group.comm, tokens, scales, way, rows)
     choices = (rows, topk_idx.shape[1])
-    idx = torch.empty(choices, dtype=torch.int64, device=device)
-    shares = torch.empty(choices, dtype=torch.float32, device=device)
-    if cleared:
-        received.zero_()
+    with telling(group, constants.DISPATCH):
+        received, found = _memory(group.comm, tokens, scales, way, rows)
+        idx = torch.empty(choices, dtype=torch.int64, device=device)
+        shares = torch.empty(choices, dtype=torch.float32, device=device)
+        if cleared:
+            received.zero_()
     given = {
         "tokens": as_rows(tokens),
         "scales": scales,
@@ -352,7 +376,7 @@ def dispatch_bulk(
         "recv_topk_idx": idx,
     }
     _run(plan, constants.DISPATCH, given, quantise=0 if way is None else way.code)
-    return BulkBatch(received, found, idx, shares, plan, ends, counts, host_counts)
+    return Batch(received, found, idx, shares, BulkReturn(plan), ends, counts, host_counts)
 
 
 def _memory(

@@ -25,7 +25,7 @@ from sglang.srt.runtime_context import get_resources, get_server_args
 
 import crossdock.torch as xd
 from crossdock._core import constants
-from crossdock.compat._traffic import BulkBatch, Traffic, beside, dispatch_bulk
+from crossdock.compat._traffic import Traffic, beside, dispatch_bulk, telling
 from crossdock.deep_ep.utils import EventOverlap
 
 __all__ = ["CrossdockLowLatency", "CrossdockNormal"]
@@ -88,6 +88,7 @@ class CrossdockNormal(_DeepEPDispatcherImplNormal):
         scales = given
         if given is not None and given.dtype == torch.int32:  # four bytes that travel as they are
             scales = given.view(torch.float32)
+        _traffic(self.group).look()
         group = self._group(rows, topk_ids.shape[1])
         _deepep_precompile_tp_barrier()
         weights = topk_weights.float()
@@ -95,8 +96,8 @@ class CrossdockNormal(_DeepEPDispatcherImplNormal):
             batch = dispatch_bulk(
                 group, rows, scales, topk_ids, weights, quantise=None, most=None, cleared=False
             )
-        used_here(batch.tokens, batch.scales, batch.topk_idx, batch.weights, batch.plan.data)
-        self.handle = batch
+        used_here(batch.tokens, batch.scales, batch.topk_idx, batch.weights, batch.back.plan.data)
+        self.handle = batch.back
         assert batch.host_counts is not None
         unit = _ALIGNMENT if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else 1
         counts = [-(-count // unit) * unit for count in batch.host_counts.tolist()]
@@ -119,11 +120,11 @@ class CrossdockNormal(_DeepEPDispatcherImplNormal):
     def _combine_core(
         self, x: torch.Tensor, previous_event: EventOverlap | None
     ) -> tuple[torch.Tensor, _Done]:
-        batch: BulkBatch = self.handle
+        back: Any = self.handle
         _deepep_precompile_tp_barrier()
-        out = x.new_empty(batch.plan.num_tokens, x.shape[1])
-        with beside(batch.plan.group.comm, previous_event, x, out, batch.plan.data):
-            batch.combine(x, out)
+        out = x.new_empty(back.plan.num_tokens, x.shape[1])
+        with beside(back.plan.group.comm, previous_event, x, out, back.plan.data):
+            back.combine(x, out)
         return out, _Done()
 
 
@@ -158,15 +159,18 @@ class CrossdockLowLatency(_DeepEPDispatcherImplLowLatency):
             deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM and deep_gemm_wrapper.DEEPGEMM_BLACKWELL
         )
         way = False if not self.use_fp8 else "fp8_block128_e8m0" if packed else "fp8_block128"
+        _traffic(self.group).look()
         group = self._group(hidden_states, topk_ids.shape[1])
         _deepep_precompile_tp_barrier()
-        slots = group.slots(
-            hidden_states.shape[1],
-            hidden_states.dtype,
-            way,
-            packed_scales=packed,
-            column_major_scales=True,
-        )
+        with telling(group, constants.LL_DISPATCH):
+            slots = group.slots(
+                hidden_states.shape[1],
+                hidden_states.dtype,
+                way,
+                packed_scales=packed,
+                column_major_scales=True,
+            )
+            slots.counts.zero_()  # experts look at them even if this fails on a GPU
         sent = xd.ll_dispatch_send(group, hidden_states, topk_ids, quantise=way)
 
         def hook() -> None:

@@ -17,6 +17,8 @@ from vllm.v1.worker.ubatching import (
 )
 
 import crossdock.torch as xd
+from crossdock._core import constants
+from crossdock.compat._traffic import telling
 
 from ._layers import (
     PrepareAndFinalize,
@@ -102,16 +104,18 @@ class CrossdockBatched(PrepareAndFinalize):
         Raises:
             ValueError: experts want quantised rows that nothing here makes.
         """
+        self.handle.manager.traffic.look()
         _check(quant_config, defer_input_quant, self._fp8, a1)
         a1 = self.weighted_input(a1, topk_weights, apply_router_weight_on_input)
         group = self._group(a1, topk_ids.shape[1], num_experts)
-        ids = topk_ids if self._places is None else self._places[topk_ids]
+        ids = topk_ids
+        if self._places is not None:
+            ids = torch.where(ids < 0, -1, self._places[ids.clamp(min=0)].to(ids.dtype))
         way = False if not self._fp8 else "fp8_block128_e8m0" if self._packed else "fp8_block128"
         weights = None if apply_router_weight_on_input else topk_weights.float()
         place, going_on = dbo_current_ubatch_id(), self.handle.manager.traffic.going_on
         clear = not self._fp8 and reads_all_rows(quant_config)
-
-        def memory() -> xd.Slots:
+        with telling(group, constants.LL_DISPATCH):
             slots = group.slots(
                 a1.shape[1],
                 a1.dtype,
@@ -119,23 +123,21 @@ class CrossdockBatched(PrepareAndFinalize):
                 packed_scales=self._packed,
                 column_major_scales=True,
             )
+            slots.counts.zero_()  # experts look at them even if this fails on a GPU
             if clear:
                 slots.tokens.zero_()
-            self.batches[place] = slots
-            return slots
-
+        self.back[place] = slots.plan
+        hook = _nothing
         if dbo_enabled():
-            with going_on():
-                sent = xd.ll_dispatch_send(group, a1, ids, weights, quantise=way)
+            sent = xd.ll_dispatch_send(group, a1, ids, weights, quantise=way)
 
             def hook() -> None:
                 with going_on():
-                    sent.receive(out=memory())
+                    sent.receive(out=slots)
         else:
             with going_on():
-                xd.ll_dispatch(group, a1, ids, weights, quantise=way, out=memory())
-            hook = _nothing
-        return hook, lambda: self._received(self.batch(place), quant_config)
+                xd.ll_dispatch(group, a1, ids, weights, quantise=way, out=slots)
+        return hook, lambda: self._received(slots, quant_config)
 
     def finalize_async(
         self,
@@ -149,8 +151,7 @@ class CrossdockBatched(PrepareAndFinalize):
         """Sends results ``[L, S, H]`` back; the hook writes their weighted sums to output."""
         plan, going_on = self._plan(weight_and_reduce_impl)
         dbo_maybe_run_recv_hook()
-        with going_on():
-            sent = xd.ll_combine_send(plan, fused_expert_output)
+        sent = xd.ll_combine_send(plan, fused_expert_output)
 
         def hook() -> None:
             with going_on():
@@ -180,8 +181,7 @@ class CrossdockBatched(PrepareAndFinalize):
                 "weight_and_reduce_impl: expected TopKWeightAndReduceDelegate, as combine weights "
                 f"and sums, got {type(reduce_impl).__name__}"
             )
-        slots: xd.Slots = self.batch(dbo_current_ubatch_id())
-        return slots.plan, self.handle.manager.traffic.going_on
+        return self.take(dbo_current_ubatch_id()), self.handle.manager.traffic.going_on
 
     def _received(self, slots: xd.Slots, config: Any) -> Prepared:
         """The slots as experts take them."""

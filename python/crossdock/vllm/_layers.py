@@ -33,13 +33,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     Attributes:
         handle: as given.
-        batches: by micro-batch, what its finalize needs.
+        back: by micro-batch, what its finalize needs.
     """
 
     def __init__(self, handle: Handle, num_dispatchers: int) -> None:
         super().__init__()
         self.handle = handle
-        self.batches: list[Any] = [None] * _MICRO_BATCHES
+        self.back: list[Any] = [None] * _MICRO_BATCHES
         self._num_dispatchers = num_dispatchers
 
     @staticmethod
@@ -91,13 +91,13 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             )
         return a1 * weights.to(a1.dtype)
 
-    def batch(self, place: int) -> Any:
-        """The batch that this micro-batch has prepared.
+    def take(self, place: int) -> Any:
+        """The way back of the batch that this micro-batch has prepared, which is kept no longer.
 
         Raises:
             RuntimeError: it has prepared none.
         """
-        found = self.batches[place]
+        found, self.back[place] = self.back[place], None
         if found is None:
             raise RuntimeError(
                 f"finalize: expected a prepare before, got none of micro-batch {place}"

@@ -27,7 +27,7 @@ from vllm.v1.worker.ubatching import (
 )
 
 import crossdock.torch as xd
-from crossdock.compat._traffic import Batch, dispatch_bulk, dispatch_few
+from crossdock.compat._traffic import Batch, BulkReturn, FewReturn, dispatch_bulk, dispatch_few
 
 from ._layers import (
     PrepareAndFinalize,
@@ -106,6 +106,7 @@ class CrossdockStandard(PrepareAndFinalize):
         Rows are quantised on their way if experts want blocks of 128, by vLLM if they want other
         blocks or MXFP8, and else when they have come.
         """
+        self.handle.manager.traffic.look()
         a1 = self.weighted_input(a1, topk_weights, apply_router_weight_on_input)
         rows, scales, way = _quantised(a1, quant_config, defer_input_quant)
         later = not defer_input_quant and scales is None and way is None
@@ -120,13 +121,12 @@ class CrossdockStandard(PrepareAndFinalize):
             dbo_yield_and_switch_from_compute_to_comm()
             self._used_here(rows, scales, topk_ids, topk_weights)
         choices = topk_ids, topk_weights.float()
-        batch: Batch
         if few is not None and most is not None and most <= few.max_tokens_per_rank:
             batch = dispatch_few(few, rows, *choices, **how)
         else:
             assert bulk is not None
             batch = dispatch_bulk(bulk, rows, scales, *choices, **how)
-        self.batches[dbo_current_ubatch_id()] = batch
+        self.back[dbo_current_ubatch_id()] = batch.back
         if self._in_turns:
             dbo_switch_to_compute_sync()
         return lambda: self._received(batch, num_experts, quant_config, later)
@@ -144,9 +144,9 @@ class CrossdockStandard(PrepareAndFinalize):
 
         Experts' results are weighted and summed for each row before, if they are not already.
         """
-        batch = self.batch(dbo_current_ubatch_id())
+        back = self.take(dbo_current_ubatch_id())
         rows = _reduced(
-            batch,
+            back,
             fused_expert_output,
             topk_weights,
             topk_ids,
@@ -154,19 +154,20 @@ class CrossdockStandard(PrepareAndFinalize):
             weight_and_reduce_impl,
         )
         if not self._in_turns:
-            return batch.start(rows, output)
+            end: Callable[[], None] = back.start(rows, output)
+            return end
         dbo_yield_and_switch_from_compute_to_comm()
         self._used_here(rows, output)
-        end = None
+        later = None
         if dbo_enabled():
-            batch.combine(rows, output)
+            back.combine(rows, output)
         else:
-            end = batch.start(rows, output)
+            later = back.start(rows, output)
         dbo_switch_to_compute()
 
         def receive() -> None:
-            if end is not None:
-                end()
+            if later is not None:
+                later()
             dbo_switch_to_comm()
             dbo_yield_and_switch_from_comm_to_compute()
 
@@ -182,23 +183,23 @@ class CrossdockStandard(PrepareAndFinalize):
         weight_and_reduce_impl: Any,
     ) -> None:
         """Writes the sums to output: as `finalize_async`, whole. Not with two micro-batches."""
-        batch = self.batch(dbo_current_ubatch_id())
+        back = self.take(dbo_current_ubatch_id())
         given = (fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input)
-        batch.combine(_reduced(batch, *given, weight_and_reduce_impl), output)
+        back.combine(_reduced(back, *given, weight_and_reduce_impl), output)
 
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reduce_impl: Any
     ) -> torch.Tensor | None:
         """Memory that peers can read, for results that experts have weighted and summed."""
-        batch = self.batches[dbo_current_ubatch_id()]
-        if batch is None or not isinstance(reduce_impl, TopKWeightAndReduceNoOP):
+        back: FewReturn | BulkReturn | None = self.back[dbo_current_ubatch_id()]
+        if back is None or not isinstance(reduce_impl, TopKWeightAndReduceNoOP):
             return None
-        return batch.results(tuple(shape), dtype)
+        return back.results(tuple(shape), dtype)
 
     def _received(self, batch: Batch, num_experts: int, config: Any, later: bool) -> Prepared:
         """The batch as experts take it."""
         rows, scales, ids = batch.tokens, batch.scales, batch.topk_idx
-        self._used_here(rows, scales, ids, batch.weights)
+        self._used_here(rows, scales, ids, batch.weights, batch.counts, batch.ends)
         absent = -1
         if self._in_turns:  # an expert of another rank
             absent = num_experts - 1 if self._first == 0 else 0
@@ -287,7 +288,7 @@ def _quantised(
 
 
 def _reduced(
-    batch: Batch,
+    back: FewReturn | BulkReturn,
     results: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
@@ -299,6 +300,6 @@ def _reduced(
         return results
     if isinstance(reduce_impl, TopKWeightAndReduceDelegate):
         reduce_impl = TopKWeightAndReduceContiguous()
-    out = batch.results((len(ids), results.shape[-1]), results.dtype)
+    out = back.results((len(ids), results.shape[-1]), results.dtype)
     reduced: torch.Tensor = reduce_impl.apply(out, results, weights, ids, on_input)
     return reduced

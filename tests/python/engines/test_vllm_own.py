@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import crossdock.torch as xd
 from engines import Problem, installed, needs, plugged_in
 from support import Rank, on_ranks
 from vllm_cases import (
@@ -219,6 +221,59 @@ def test_results_may_lie_where_peers_read_them(me: Rank) -> None:
         out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16)
         pf.finalize(out, results, weights, ids, False, done)
         problem.check(out, me.rank, False)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@on_ranks(2, **APART)
+def test_a_layer_keeps_no_rows(me: Rank, kind: str) -> None:
+    """Each has a class of its own, whose finalize without a prepare is an error."""
+    with own(me) as parts, own_manager(parts, kind) as made:
+        tell_tokens(parts, parts.standard, [5, 3])
+        quant, logical = quant_config(parts, False), list(range(EXPERTS))
+        problem = Problem([5, 3], BF16, EXPERTS, TOPK)
+        x, ids, weights = problem.x[me.rank], problem.ids[me.rank], problem.weights[me.rank]
+        pfs = [made_by_vllm(parts, made, kind, quant, BF16, EXPERTS) for _ in range(3)]
+        kept = []
+        for pf in pfs:
+            experts = Experts(parts, problem, logical, False, batched=kind == "ll")
+            prepared = pf.prepare(x, weights, ids, EXPERTS, None, False, quant)
+            rows, scale, meta, here, shares = prepared
+            kept.append(weakref.ref(rows))
+            results = experts(rows, scale, meta, here, shares)
+            del prepared, rows, scale, meta
+            assert kept[-1]() is None
+            out = torch.full(x.shape, torch.nan, dtype=torch.bfloat16)
+            given = (weights, ids) if here is None else (shares, here)
+            finalize = (out, results, *given, False, experts.finalize_weight_and_reduce_impl())
+            pf.finalize(*finalize)
+            problem.check(out, me.rank, False)
+            with pytest.raises(RuntimeError, match="finalize: expected a prepare before, got none"):
+                pf.finalize(*finalize)
+        assert len(made.traffic) == 1
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@on_ranks(2, **APART)
+def test_peers_hear_that_a_rank_has_no_memory(me: Rank, kind: str) -> None:
+    with own(me) as parts, own_manager(parts, kind) as made:
+        tell_tokens(parts, parts.standard, [5, 3])
+        pf = made_by_vllm(parts, made, kind, quant_config(parts, False), BF16, EXPERTS)
+        problem = Problem([5, 3], BF16, EXPERTS, TOPK)
+        steps = (parts, pf, problem, kind, False, list(range(EXPERTS)))
+        run_layer(*steps)
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("no memory is left")
+
+        with pytest.MonkeyPatch.context() as patch:
+            traffic = importlib.import_module("crossdock.compat._traffic")
+            if me.rank == 1:
+                patch.setattr(traffic, "_memory", fail)
+                patch.setattr(xd.LowLatencyGroup, "slots", fail)
+            says = "no memory is left" if me.rank == 1 else "rank 1: its call failed"
+            with pytest.raises(RuntimeError, match=says):
+                run_layer(*steps)
+        run_layer(*steps)
 
 
 @on_ranks(2, **APART)
