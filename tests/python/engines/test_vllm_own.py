@@ -292,6 +292,10 @@ def test_multiprocessors_are_those_of_groups_to_come(me: Rank) -> None:
         assert len(made.traffic) == 2
         with pytest.raises(ValueError, match="num_sms: expected at least 2, got 1"):
             made.set_num_sms(1)
+
+
+@on_ranks(2, **APART)
+def test_low_latency_needs_no_multiprocessors_and_takes_few_tokens(me: Rank) -> None:
     with own(me) as parts, own_manager(parts, "ll") as made:
         assert made.max_sms_used() == 0
         with pytest.raises(ValueError, match="--max-num-batched-tokens: expected at most 1024"):
