@@ -383,10 +383,10 @@ XD_API xd_status xd_ll_plan_get_info(const void* plan, size_t plan_bytes, xd_ll_
  * The operation that meets a loss ends with XD_ERROR_PEER_LOST (CPU: returned; CUDA: in
  * xd_ll_group_status), which is not fatal, with the lowest such rank. Its outputs are complete but
  * for that rank's share: a source whose header has not come counts 0 rows; where the header came
- * but rows did not, the missing rows are zero, and counted; combine sums over the other ranks
- * without any new weighting, and gives zero for a token that has no row left. Operations whose send
- * half comes later do without the rank, at full speed, and report nothing; those that were between
- * their halves report the loss once each.
+ * but rows did not, the missing rows are zero, with their scales and the weights beside them, and
+ * counted; combine sums over the other ranks without any new weighting, and gives zero for a token
+ * that has no row left. Operations whose send half comes later do without the rank, at full speed,
+ * and report nothing; those that were between their halves report the loss once each.
  *
  * A masked rank that still runs can come back (a restarted process needs a new communicator): each
  * side unmasks the other by xd_ll_mask_set, then all ranks that are not masked call

@@ -48,6 +48,9 @@ class LlBatch {
 
   // Checks what a call that has ended with `outcome` has written.
   void expect_dispatched(const LlOutcome& outcome);
+  // Checks the rows of a dispatch without gaps, of packed tensors, in which a source may have been
+  // lost: each of its rows has come as a whole, or is zero with all beside it, or none is counted.
+  void expect_rows_whole_or_zero(int source);
   void expect_combined(const LlOutcome& outcome);
   // Names of the operation's outputs that have been written, or beside which a byte has; empty =
   // none. Times do not count: they are told of errors as well.
@@ -93,7 +96,7 @@ class LlBatch {
   std::vector<std::int64_t> strides_of(Slots slots, std::int64_t columns, std::int64_t pad) const;
   // Where rows lie without gaps: slots/received.cc.
   void add_received_outputs();
-  void expect_received_rows();
+  void expect_received_rows(int lossy = -1);
   void fill_received_results(Strided& tensor) const;
   std::vector<std::int64_t> row_strides(Slots slots, std::int64_t columns, std::int64_t pad) const;
   std::int64_t row_bound() const;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "conformance/said.h"
@@ -121,6 +122,47 @@ TEST(LlMask, SplitsAGroupWhoseRowsLieWithoutGaps) {
     c.receive = form;
     c.alignment = form == XD_LL_BY_EXPERT ? 4 : 1;
     splits_and_comes_together(c);
+  }
+}
+
+// Of a rank that is left out while its rows are on their way. Where they come behind its header, as
+// between GPUs, some may be lost though they are counted: nothing of them is left, weights and
+// scales included.
+void loses_whole_rows(const LlCase& c) {
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    const int late = rank.num_ranks - 1;
+    std::vector<bool> others(static_cast<std::size_t>(rank.num_ranks), true);
+    others[static_cast<std::size_t>(rank.rank)] = false;
+    for (int number = 0; number < 8; ++number) {
+      LlBatch batch(rank, c, number);
+      const auto delay = std::chrono::microseconds(25 * (number % 4));
+      ok(xd_comm_barrier(rank.comm));
+      if (rank.rank == late) std::this_thread::sleep_for(delay);
+      ok(batch.call(masking.group(), XD_LL_DISPATCH, XD_LL_PHASE_SEND));
+      if (rank.rank != late) masking.mask(late, true);
+      const LlOutcome outcome = batch.call(masking.group(), XD_LL_DISPATCH, XD_LL_PHASE_RECEIVE);
+      EXPECT_TRUE(outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST) << outcome.text;
+      if (rank.rank != late) batch.expect_rows_whole_or_zero(late);
+      ok(xd_comm_barrier(rank.comm));
+      masking.mask_all(others, false);
+      ok(xd_comm_barrier(rank.comm));
+      masking.reset();
+    }
+  });
+}
+
+TEST(LlMask, LeavesNothingOfARowThatIsLostBehindItsHeader) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank has no other to leave out";
+  for (const xd_ll_receive form : {XD_LL_BY_EXPERT, XD_LL_BY_RANK}) {
+    for (const Sent sent : {Sent::as_they_are, Sent::float_scales}) {
+      LlCase c = plain_ll_case(world().num_ranks());
+      c.receive = form;
+      c.sent = sent;
+      c.row_units = 256;
+      c.max_tokens = 32;
+      loses_whole_rows(c);
+    }
   }
 }
 

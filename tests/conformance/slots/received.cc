@@ -1,6 +1,7 @@
 // The part of LlBatch for groups whose rows lie without gaps, in tensors [N,H].
 #include <algorithm>
 #include <bit>
+#include <span>
 
 #include "conformance/slots/batch.h"
 
@@ -74,9 +75,14 @@ void LlBatch::fill_received_results(Strided& tensor) const {
   }
 }
 
+void LlBatch::expect_rows_whole_or_zero(int source) {
+  const bool counted = plan_info().recv_rows == static_cast<std::int64_t>(received_.rows.size());
+  if (counted) expect_received_rows(source);
+}
+
 // Every row, its scales and weights, padding with zeros, and offsets; behind the last row only the
-// choices are written, as none.
-void LlBatch::expect_received_rows() {
+// choices are written, as none. `lossy`: as expect_rows_whole_or_zero() has it; -1 = none.
+void LlBatch::expect_received_rows(int lossy) {
   const auto of = [&](const char* name, bool given) {
     return given ? field(XD_LL_DISPATCH, name).tensor : nullptr;
   };
@@ -87,14 +93,18 @@ void LlBatch::expect_received_rows() {
   Strided* const experts = of("recv_topk_idx", by_rank && case_.extras);
   const std::vector<int>& own = routing_.experts_of(rank_.rank);
   const auto rows = static_cast<std::int64_t>(received_.rows.size());
+  const std::size_t row_bytes = static_cast<std::size_t>(columns_) * element_bytes(types_.rows);
+  const std::vector<std::byte> got = lossy < 0 ? std::vector<std::byte>{} : tokens.read_buffer();
+  const auto is_zero = [&](std::int64_t i) {
+    const auto row = std::span(got).subspan(static_cast<std::size_t>(i) * row_bytes, row_bytes);
+    return std::ranges::all_of(row, [](std::byte b) { return b == std::byte{0}; });
+  };
   for (std::int64_t i = 0; i < (by_rank ? tokens.extent(0) : rows); ++i) {
     const ReceivedRow row = i < rows ? received_.rows[static_cast<std::size_t>(i)] : ReceivedRow{};
     const bool is_row = row.source >= 0;
-    const SentRow* const sent = is_row ? &sent_row(row.source, row.token) : nullptr;
-    if (i < rows) {
-      const auto bytes = static_cast<std::size_t>(columns_) * element_bytes(types_.rows);
-      tokens.set_row(i, 0, sent ? sent->bytes : std::vector<std::byte>(bytes));
-    }
+    const bool has_come = is_row && (row.source != lossy || !is_zero(i));
+    const SentRow* const sent = has_come ? &sent_row(row.source, row.token) : nullptr;
+    if (i < rows) tokens.set_row(i, 0, sent ? sent->bytes : std::vector<std::byte>(row_bytes));
     for (std::int64_t c = 0; scales && i < rows && c < scales->extent(1); ++c) {
       scales->set(i, c, sent ? sent->scales[static_cast<std::size_t>(c)] : 0);
     }
@@ -102,14 +112,14 @@ void LlBatch::expect_received_rows() {
       return std::bit_cast<std::uint32_t>(weight(kDispatchWeights, row.source, row.token, k));
     };
     if (!by_rank) {
-      if (weights) weights->set(i, is_row ? weight_of(row.k) : 0);
+      if (weights) weights->set(i, has_come ? weight_of(row.k) : 0);
       continue;
     }
     for (int k = 0; k < choices_.topk; ++k) {
       const std::int64_t id = is_row ? routing_.choices(row.source).id(row.token, k) : -1;
       const bool here = id >= 0 && routing_.owner(id) == rank_.rank;
       const auto local = std::ranges::find(own, static_cast<int>(id)) - own.begin();
-      if (weights) weights->set(i, k, here ? weight_of(k) : 0);
+      if (weights) weights->set(i, k, here && has_come ? weight_of(k) : 0);
       if (experts) experts->set(i, k, static_cast<std::uint64_t>(here ? local : -1));
     }
   }

@@ -164,6 +164,7 @@ class LlReceiver {
   __device__ void write_item(const LlUnit& unit, std::byte* item) const;
   __device__ std::byte* item_of(const LlUnit& unit, int list_at) const;
   __device__ void zero_lost(int row);
+  __device__ void zero_tail(int row, unsigned here) const;
 
   const LlDispatchParams& p_;
   const LlDevice& g_;
@@ -589,8 +590,9 @@ XD_LL_RECEIVER(void)::write_item(const LlUnit& unit, std::byte* item) const {
   }
 }
 
-// Zeroes the slots of this group's row of that number, if a thread has given up words of it. All
-// threads of the group, behind the barrier that follows the row.
+// Zeroes the slots of this group's row of that number, its scales, and the weights beside it, if a
+// thread has given up words of it. All threads of the group, behind the barrier that follows the
+// row.
 XD_LL_RECEIVER(void)::zero_lost(int row) {
   if (row == 0 || *static_cast<volatile int*>(&r_.lost[group_][row & 1]) != row) return;
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row).expert >= 0);
@@ -602,8 +604,33 @@ XD_LL_RECEIVER(void)::zero_lost(int row) {
                              make_ulonglong2(0, 0));
     }
   }
+  if constexpr (!kMoves) zero_tail(row, here);
   // The places are written again for the row after the next.
   meet();
+}
+
+// `here`: the choices of the row that have a place.
+XD_LL_RECEIVER(void)::zero_tail(int row, unsigned here) const {
+  const int each = list_.by_rank() ? r_.taken.topk : 1;  // weights
+#pragma unroll 1
+  for (unsigned left = here; left != 0; left &= left - 1) {
+    const LlPlace place = r_.place[group_][row & 1][__ffs(static_cast<int>(left)) - 1];
+    if constexpr (kQuantises) {
+      std::byte* const scales = p_.recv_scales.row(place.expert, place.slot);
+#pragma unroll 1
+      for (std::uint32_t i = lane_id(); i < p_.scale_columns; i += 32) {
+        std::byte* const at = scales + i * p_.recv_scales.col_stride;
+        if (p_.scale_element == 4) {
+          *reinterpret_cast<std::uint32_t*>(at) = 0;
+        } else {
+          *at = std::byte{0};
+        }
+      }
+    }
+    if (kRows && p_.rows.recv_weights != nullptr && lane_id() < each) {
+      p_.rows.recv_weights[std::int64_t{place.slot} * each + lane_id()] = 0.0f;
+    }
+  }
 }
 
 #undef XD_LL_RECEIVER
