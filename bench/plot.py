@@ -11,6 +11,7 @@ Files of these programs have one:
   ll --device cuda   time against the tokens of a rank, with a plain put and NCCL's all-to-all
   gemm               how many times as long as the product alone each way takes, against the tokens
                      of all ranks. Ways that have been captured count by their graphs
+  placement.py       the busiest rank over the mean, against the slots moved
 
 Needs matplotlib.
 """
@@ -26,7 +27,14 @@ from figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE
 from gemm.tables import APART, AUTO, PRODUCT, points_of
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-DRAWN = ("h100x2-tokens", "h100x2-sms", "h100x2-ll", "h100x2-gemm", "xeon2-gemm-bf16")
+DRAWN = (
+    "h100x2-tokens",
+    "h100x2-sms",
+    "h100x2-ll",
+    "h100x2-gemm",
+    "xeon2-gemm-bf16",
+    "xeon2-placement",
+)
 
 DASHES = {"bf16": "-", "fp8": "--", "bf16-fp8": ":"}
 OPERATIONS = {
@@ -172,6 +180,36 @@ def draw_gemm(report, rows, path):
     figures.save(figure, said, report, path)
 
 
+# ---- Placements ----------------------------------------------------------------------------------
+
+PLANS = {
+    "not planned again": {"color": GREY, "marker": "D", "linestyle": ""},
+    "at most": {"color": BLUE, "marker": "o", "linestyle": "-"},
+    "from the current one": {"color": ORANGE, "marker": "s", "linestyle": ""},
+    "from scratch": {"color": PURPLE, "marker": "v", "linestyle": ""},
+}
+
+
+def draw_placement(report, rows, path):
+    """Draws a panel for each number of ranks and slots."""
+    shapes = list(dict.fromkeys((row["experts"], row["ranks"], row["slots"]) for row in rows))
+    figure, panels = figures.new(1, len(shapes), 3.4)
+    for axes, shape in zip(panels, shapes):
+        here = [row for row in rows if (row["experts"], row["ranks"], row["slots"]) == shape]
+        for plan, look in PLANS.items():
+            found = [row for row in here if row["plan"].startswith(plan)]
+            xs = [row["moved_percent"] for row in found]
+            label = "with a bound on moves" if plan == "at most" else plan
+            figures.plot(axes, xs, [row["busiest"] for row in found], label, **look)
+        axes.set_xlabel("slots moved (%)")
+        axes.set_title("E={}, W={}, {} slots each".format(*shape))
+    panels[0].set_ylabel("busiest rank ÷ mean")
+    said = (
+        f"placements after each load has changed by exp(0.2·normal), p50 of {report['draws']} draws"
+    )
+    figures.save(figure, said, report, path)
+
+
 # --------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +219,8 @@ def draw(path, folder, ending):
     place = folder / f"{path.stem}.{ending}"
     if "clock" in rows[0]:
         draw_ll(head, rows, place)
+    elif "plan" in rows[0]:
+        draw_placement(head, rows, place)
     elif "way" in rows[0]:
         draw_gemm(head, rows, place)
     else:

@@ -36,6 +36,7 @@ from crossdock._gemm_config import GemmConfig, GemmMemory
 from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
 from crossdock._membership import EpStatus, LowLatencyStatus
+from crossdock._placement import Move, Placement, placement_moves, plan_placement
 from crossdock._plan import Plan, SlotPlan
 from crossdock._stats import GroupStats
 from crossdock.errors import (
@@ -97,8 +98,10 @@ __all__ = [
     "LowLatencyStatus",
     "MemoryInfo",
     "Mismatch",
+    "Move",
     "OutOfMemory",
     "PeerLost",
+    "Placement",
     "Plan",
     "RoutingLayout",
     "SentCombine",
@@ -112,5 +115,7 @@ __all__ = [
     "feature_available",
     "feature_reason",
     "gemm_local_size",
+    "placement_moves",
+    "plan_placement",
     "unique_id",
 ]

@@ -71,6 +71,24 @@ def ll_recv_bound(max_tokens: int, **config: Any) -> int: ...
 def ll_local_experts(rank: int, **config: Any) -> int: ...
 def ll_plan_size(**config: Any) -> int: ...
 def ll_group_memory(**config: Any) -> dict[str, int]: ...
+def plan_placement(
+    num_experts: int,
+    num_ranks: int,
+    slots_per_rank: int,
+    loads: Sequence[int],
+    rank_slots: Sequence[int] | None,
+    rank_hosts: Sequence[int] | None,
+    current: Sequence[int] | None,
+    max_moves: int,
+    good_enough_permille: int,
+) -> tuple[list[int], dict[str, Any]]:
+    """The expert of each slot, and the fields of xd_ep_placement_info."""
+
+def placement_moves(
+    num_ranks: int, slots_per_rank: int, old: Sequence[int], new: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Expert, from_slot and to_slot of each move."""
+
 def gemm_memory(**config: Any) -> dict[str, int]: ...
 def gemm_local_size(total: int, rank: int, num_ranks: int) -> int: ...
 def plan_info(plan_ptr: int, plan_bytes: int) -> dict[str, int]: ...

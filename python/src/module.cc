@@ -21,6 +21,7 @@
 #include "errors.h"
 #include "gemm.h"
 #include "group.h"
+#include "placement.h"
 #include "segments.h"
 #include "stats.h"
 #include "streams.h"
@@ -111,6 +112,7 @@ NB_MODULE(_core, module) {
   bind_gemm(module);
   bind_constants(module);
   bind_stats(module);
+  bind_placement(module);
   module.def("unique_id", &unique_id, "address"_a = nb::none(), "port"_a = 0, "timeout_ms"_a = 0);
   module.def("recv_bound", &recv_bound);
   module.def("local_experts", &local_experts<BulkApi>, "rank"_a, "options"_a);

@@ -590,4 +590,6 @@ FROZEN_FIELD(xd_stats_source, detail, 176);
 FROZEN_VALUE(XD_STATS_OPERATIONS, 8);
 FROZEN_VALUE(XD_STATS_TEXT_BYTES, 64);
 
+#include "frozen_placement.h"
+
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

@@ -82,6 +82,7 @@ def test_every_example_is_run_here():
     named = {
         "numpy_round_trip.py",
         "numpy_lost_rank.py",
+        "numpy_placement.py",
         "numpy_products.py",
         "numpy_stats.py",
         "errors.py",
@@ -104,6 +105,10 @@ def test_every_example_is_run_here():
 @pytest.mark.parametrize("name", ["numpy_round_trip.py", "numpy_products.py"])
 def test_numpy_example(name):
     assert run_example(name).count("as expected") == 2
+
+
+def test_numpy_placement():
+    assert run_example("numpy_placement.py").count("as expected") == 1
 
 
 def test_numpy_stats():
