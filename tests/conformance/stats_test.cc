@@ -116,8 +116,9 @@ TEST(Stats, CountTokensAndRowsOfPartsOnce) {
     xd_ep_plan_info info XD_EP_PLAN_INFO_INIT;
     const std::vector<std::byte> plan = batch.plan().read();
     ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
-    if (stats.counts_rows != 0)
+    if (stats.counts_rows != 0) {
       EXPECT_EQ(stats.rows, 2 * static_cast<std::uint64_t>(info.recv_rows));
+    }
   });
 }
 
