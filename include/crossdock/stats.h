@@ -35,8 +35,8 @@ typedef struct xd_stats {
   uint64_t call_ns[XD_STATS_OPERATIONS];
   /* Calls that have returned an error. */
   uint64_t failed_calls;
-  /* Groups: tokens [T,H] of this rank that dispatch and combine_bwd have sent, and that combine and
-   * dispatch_bwd have made; and their bytes, without scales and weights. */
+  /* Groups: tokens [T,H] of this rank that dispatch and combine_bwd have sent, and combine and
+   * dispatch_bwd made, those in parts with the first; their bytes, without scales and weights. */
   uint64_t tokens;
   uint64_t token_bytes;
   /* Groups on the CPU: rows of this rank's receive tensors in these operations, without padding,

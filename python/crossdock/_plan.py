@@ -33,8 +33,8 @@ class _PlanBytes:
         """The plan's own numbers.
 
         They are rank, num_ranks, num_experts, num_tokens, topk, recv_rows, bad_ids, bad_id_rank,
-        fingerprint and epoch; of a Plan also layout, alignment, total_rows, capacity_rows and
-        overflow_rank.
+        fingerprint and epoch; of a Plan also layout, alignment, total_rows, capacity_rows,
+        overflow_rank and parts.
 
         Raises:
             InvalidArgument: `data` holds no such plan of this library version.

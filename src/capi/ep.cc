@@ -67,30 +67,36 @@ xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_s
                  [&](xd::ep::Group& g) { g.prepare(args, stream); });
 }
 
+// Tokens of an operation in parts count once, with the first. Older callers know no parts.
+template <class Args>
+static bool counts(xd_status status, const Args* args) {
+  return status == XD_SUCCESS && (args->struct_size < sizeof(Args) || args->part <= 1);
+}
+
 xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream) {
   const xd_status status = operate("xd_ep_dispatch", group, XD_EP_DISPATCH,
                                    [&](xd::ep::Group& g) { g.dispatch(args, stream); });
-  return count_tokens(status, group, status == XD_SUCCESS ? args->tokens : nullptr);
+  return count_tokens(status, group, counts(status, args) ? args->tokens : nullptr);
 }
 
 xd_status xd_ep_combine(xd_ep_group* group, const xd_ep_combine_args* args, xd_stream stream) {
   const xd_status status = operate("xd_ep_combine", group, XD_EP_COMBINE,
                                    [&](xd::ep::Group& g) { g.combine(args, stream); });
-  return count_tokens(status, group, status == XD_SUCCESS ? args->out : nullptr);
+  return count_tokens(status, group, counts(status, args) ? args->out : nullptr);
 }
 
 xd_status xd_ep_dispatch_bwd(xd_ep_group* group, const xd_ep_dispatch_bwd_args* args,
                              xd_stream stream) {
   const xd_status status = operate("xd_ep_dispatch_bwd", group, XD_EP_DISPATCH_BWD,
                                    [&](xd::ep::Group& g) { g.dispatch_bwd(args, stream); });
-  return count_tokens(status, group, status == XD_SUCCESS ? args->grad_tokens : nullptr);
+  return count_tokens(status, group, counts(status, args) ? args->grad_tokens : nullptr);
 }
 
 xd_status xd_ep_combine_bwd(xd_ep_group* group, const xd_ep_combine_bwd_args* args,
                             xd_stream stream) {
   const xd_status status = operate("xd_ep_combine_bwd", group, XD_EP_COMBINE_BWD,
                                    [&](xd::ep::Group& g) { g.combine_bwd(args, stream); });
-  return count_tokens(status, group, status == XD_SUCCESS ? args->grad_out : nullptr);
+  return count_tokens(status, group, counts(status, args) ? args->grad_out : nullptr);
 }
 
 xd_status xd_ep_join_failed(xd_ep_group* group, xd_ep_operation operation, const char* text,

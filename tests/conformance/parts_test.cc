@@ -257,6 +257,16 @@ TEST(NoParts, AreInRankMajor) {
   });
 }
 
+// The struct of such callers ends with padding, in which anything may stand.
+TEST(NoParts, AreReadFromAStructThatHasNone) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    Scene s(rank, c);
+    s.batch.dispatch_args.struct_size = offsetof(xd_ep_dispatch_args, num_sms);
+    ok(s.call(XD_EP_DISPATCH, 99));
+  });
+}
+
 TEST(NoParts, AreOnDevicesSoFar) {
   if (!on_devices()) GTEST_SKIP() << "plans on the CPU have parts";
   const Case c = plain_case(world().num_ranks());

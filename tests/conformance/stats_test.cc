@@ -96,6 +96,32 @@ TEST(Stats, CountCallsTokensAndRows) {
   });
 }
 
+TEST(Stats, CountTokensAndRowsOfPartsOnce) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    const int parts = rank.asynchronous() ? 1 : 3;  // on devices plans have one part
+    batch.prepare_args.parts = parts;
+    batch.prepare(group.get());
+    for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE}) {
+      for (int part = 1; part <= parts; ++part) {
+        batch.dispatch_args.part = batch.combine_args.part = part;
+        ok(batch.call(group.get(), operation));
+      }
+    }
+    const xd_stats stats = numbers_of(rank, group.get()).stats;
+    const auto tokens = static_cast<std::uint64_t>(batch.dispatch_args.tokens->shape[0]);
+    EXPECT_EQ(stats.tokens, 2 * tokens);
+    xd_ep_plan_info info XD_EP_PLAN_INFO_INIT;
+    const std::vector<std::byte> plan = batch.plan().read();
+    ok(xd_ep_plan_get_info(plan.data(), plan.size(), &info));
+    if (stats.counts_rows != 0) {
+      EXPECT_EQ(stats.rows, 2 * static_cast<std::uint64_t>(info.recv_rows));
+    }
+  });
+}
+
 TEST(Stats, CountFailuresBadIdsAndDroppedRows) {
   Case c = plain_case(world().num_ranks());
   c.capacity = Capacity::dropping;

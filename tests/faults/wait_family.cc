@@ -8,6 +8,7 @@
 #include "conformance/batch.h"
 #include "faults/gemm_call.h"
 #include "faults/ll/step.h"
+#include "faults/rank_program.h"
 
 namespace xd::test {
 namespace {
@@ -17,15 +18,23 @@ constexpr const char* kBulkNames[] = {"prepare", "dispatch", "combine", "dispatc
 
 class BulkWaiter final : public Waiter {
  public:
-  BulkWaiter(const Rank& rank, xd_ep_operation operation)
+  // The operation of the test is the last of so many parts.
+  BulkWaiter(const Rank& rank, xd_ep_operation operation, int parts = 1)
       : BulkWaiter(rank, operation,
                    make_group(rank.comm, plain_case(rank.num_ranks).config(rank.rank))) {
+    batch_->prepare_args.parts = parts;
     batch_->prepare(group_);
+    epoch_ = static_cast<std::uint64_t>(parts) + 1;
+    for (int part = 1; parts > 1 && part <= parts; ++part) {
+      batch_->dispatch_args.part = batch_->combine_args.part = part;
+      if (part < parts) ok(batch_->call(group_, operation_));
+    }
   }
   CallEnd call() override {
     Outcome end = batch_->call(group_, operation_);
     return {end.status, std::move(end.text)};
   }
+  std::uint64_t epoch() const override { return epoch_; }
   std::unique_ptr<Waiter> beside(Memory& memory) override {
     auto other = std::unique_ptr<BulkWaiter>(new BulkWaiter(rank_.on(memory), operation_, Group()));
     other->group_ = group_;
@@ -54,6 +63,7 @@ class BulkWaiter final : public Waiter {
 
   const Rank rank_;
   const xd_ep_operation operation_;
+  std::uint64_t epoch_ = 2;
   const Case case_;
   const Group own_;
   xd_ep_group* group_;
@@ -152,6 +162,19 @@ std::vector<Waiting> bulk_waits() {
     const auto operation = static_cast<xd_ep_operation>(i);
     all.push_back({kBulkNames[i], i, kBulkNames[i], true, [operation](const Rank& rank) {
                      return std::make_unique<BulkWaiter>(rank, operation);
+                   }});
+  }
+  return all;
+}
+
+// On devices plans have one part so far, which is the whole operation.
+std::vector<Waiting> part_waits() {
+  std::vector<Waiting> all;
+  for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE}) {
+    const std::string name = kBulkNames[operation];
+    all.push_back({"part_of_" + name, operation, name, true, [operation](const Rank& rank) {
+                     return std::make_unique<BulkWaiter>(rank, operation,
+                                                         executor() == "cpu" ? 2 : 1);
                    }});
   }
   return all;

@@ -2,6 +2,7 @@
 // of such a wait are the same for all of them (wait_test.cc).
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <ostream>
@@ -29,6 +30,7 @@ class Waiter {
   virtual CallEnd call() = 0;
   // Likewise as one call.
   virtual CallEnd call_whole() { return call(); }
+  virtual std::uint64_t epoch() const { return 2; }  // of this operation
   // Other arguments for the same group or context, on another stream.
   virtual std::unique_ptr<Waiter> beside(Memory& memory) = 0;
   // The communicator is finished: every call of the family says so with this status.
@@ -48,6 +50,7 @@ struct Waiting {
 void PrintTo(const Waiting& waiting, std::ostream* out);  // for GoogleTest
 
 std::vector<Waiting> bulk_waits();
+std::vector<Waiting> part_waits();         // of later parts of operations
 std::vector<Waiting> low_latency_waits();  // of whole calls, and of the receiving halves
 std::vector<Waiting> product_waits();
 

@@ -46,10 +46,10 @@ TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
     const CallEnd end = waiter->call();
     EXPECT_EQ(end, XD_ERROR_TIMEOUT);
     expect_timed_out(start);
-    const xd_error_info info = expect_late_peer(rank, GetParam().operation);
+    const xd_error_info info = expect_late_peer(rank, GetParam().operation, waiter->epoch());
     EXPECT_EQ(info.group, 0);
     if (GetParam().tells_epochs) {
-      EXPECT_EQ(info.seen_epoch, 1u);
+      EXPECT_EQ(info.seen_epoch, waiter->epoch() - 1);
     }
     for (const std::string& text : {end.text, std::string(info.text)}) {
       expect_words(text, {"rank 1", GetParam().mentioned});
@@ -122,6 +122,7 @@ TEST_P(Wait, ForAPeerThatHasLeftEndsAtOnce) {
 
 constexpr auto kNameOfWait = [](const auto& instance) { return instance.param.name; };
 INSTANTIATE_TEST_SUITE_P(Bulk, Wait, testing::ValuesIn(bulk_waits()), kNameOfWait);
+INSTANTIATE_TEST_SUITE_P(Parts, Wait, testing::ValuesIn(part_waits()), kNameOfWait);
 INSTANTIATE_TEST_SUITE_P(LowLatency, Wait, testing::ValuesIn(low_latency_waits()), kNameOfWait);
 INSTANTIATE_TEST_SUITE_P(Products, Wait, testing::ValuesIn(product_waits()), kNameOfWait);
 

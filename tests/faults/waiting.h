@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <thread>
 
@@ -31,16 +32,16 @@ inline void expect_timed_out(Clock::time_point start, int timeout_ms = kShortTim
   EXPECT_LT(took, milliseconds(timeout_ms) + kLimit);
 }
 
-// Expects the words of rank 0's communicator when rank 1 has not come to the second epoch of this
+// Expects the words of rank 0's communicator when rank 1 has not come to this epoch of the
 // operation.
-inline xd_error_info expect_late_peer(const Rank& rank, int operation) {
+inline xd_error_info expect_late_peer(const Rank& rank, int operation, std::uint64_t epoch) {
   const xd_error_info info = comm_error(rank.comm);
   EXPECT_EQ(info.status, XD_ERROR_TIMEOUT);
   EXPECT_EQ(info.phase, XD_PHASE_ENTRY);
   EXPECT_EQ(info.rank, 0);
   EXPECT_EQ(info.peer, 1);
   EXPECT_EQ(info.operation, operation);
-  EXPECT_EQ(info.expected_epoch, 2u);
+  EXPECT_EQ(info.expected_epoch, epoch);
   EXPECT_LT(info.seen_epoch, info.expected_epoch);
   return info;
 }

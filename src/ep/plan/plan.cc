@@ -112,7 +112,9 @@ std::size_t plan_size(const Config& config) {
               .list_rows = config.layout.row_per_expert ? config.capacity : 0,
               .items = config.layout.row_per_expert || config.staging ? config.capacity : 0,
               .ranks = config.ranks,
-              .parts = config.most_parts()})
+              .parts = config.layout.has_zones
+                           ? std::clamp(config.most_local_experts(), 1, kMaxParts)
+                           : 1})
       .end;
 }
 

@@ -255,4 +255,4 @@ def test_parts_give_what_whole_operations_give(me: Rank) -> None:
         with pytest.raises(ValueError, match="out: expected what part 1 has returned"):
             group.combine(plan, whole.tokens, part=2)
         with pytest.raises(crossdock.InvalidArgument, match="part = 3, expected at most 2"):
-            group.dispatch(plan, mine, part=3, out=received)
+            group.dispatch(plan, mine, its_weights, part=3, out=received)

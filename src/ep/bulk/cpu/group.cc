@@ -1,5 +1,6 @@
 #include "ep/bulk/group.h"
 
+#include <type_traits>
 #include <utility>
 
 #include "base/float_modes.h"
@@ -65,6 +66,9 @@ class CpuGroup final : public Group {
       order_.begin();
       Operation made(Context{*this, lockstep_, scratch_, order_}, read(args, call_context()));
       record = made.record();
+      if constexpr (std::is_base_of_v<PlanOperation, Operation>) {
+        if (!made.counts_rows()) record.rows = 0;
+      }
       return made;
     });
     if (operation != XD_EP_PREPARE) count_rows(record.rows, record.row_bytes);

@@ -61,6 +61,8 @@ class PlanOperation {
  public:
   void announce() {}
   OperationError obstacle() const { return overflow_of(plan_); }
+  // Rows of an operation in parts count once.
+  bool counts_rows() const { return part().begins(); }
 
  protected:
   // Throws INVALID_ARGUMENT where the plan has no such part, or the group expects another one.
