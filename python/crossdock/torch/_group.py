@@ -305,7 +305,7 @@ class EpGroup(Membership):
     def _prepared(self, topk_idx: torch.Tensor, order: torch.Tensor, alignment: int) -> Plan:
         given = (self.handle, alignment)
         recorded = order.requires_grad and torch.is_grad_enabled()
-        if not recorded and unobserved(order, topk_idx):
+        if not recorded and unobserved(order, order, topk_idx):
             data, info, offsets, _ = FUNCTIONS["prepare"](topk_idx, None, *given)
             order = order.detach() if order.requires_grad else order
         else:
