@@ -125,7 +125,8 @@ typedef enum xd_ep_staging {
   XD_EP_STAGING_AUTO = 0,
   /* The group has no such memory for rows: receive tensors [R,H] outside symmetric memory
    * (xd_mem_alloc, xd_mem_register) are XD_ERROR_INVALID_ARGUMENT. Weights, indices and scales may
-   * lie anywhere all the same. */
+   * lie anywhere all the same; and on CUDA so may rows that their own rank alone reads: expert_out
+   * of combine_bwd, and in EXPERT_MAJOR that of combine and grad_recv_tokens of dispatch_bwd. */
   XD_EP_STAGING_NONE = 1
 } xd_ep_staging;
 

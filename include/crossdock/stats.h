@@ -56,11 +56,14 @@ typedef struct xd_stats {
    * A put without bytes says that a chunk was read. */
   uint64_t net_puts;
   uint64_t net_bytes;
+  /* Groups of ep.h: tensors of rows [R,H] that calls were given outside symmetric memory, and that
+   * have gone through staging memory of the group. Each costs a pass over its rows. */
+  uint64_t staged_tensors;
 } xd_stats;
 /* clang-format off */
 #define XD_STATS_INIT \
   {sizeof(xd_stats), {0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, 0, 0, 0, 0, 0, \
-   0, 0, 0}
+   0, 0, 0, 0}
 /* clang-format on */
 
 /* Reads the numbers of a group. wait_ns: out [W] in host memory, or NULL: for each rank, the

@@ -33,6 +33,7 @@ class GroupStats:
     dropped_rows: int
     net_puts: int  # into memory of other machines, on the CPU
     net_bytes: int  # of these puts
+    staged_tensors: int  # groups: receive tensors of calls that lay outside symmetric memory
     wait_ns: tuple[int, ...] | None  # by rank: how long it was waited for; None = not measured
 
 
@@ -91,6 +92,7 @@ def group_stats(fields: dict[str, Any], *, first_operation: int) -> GroupStats:
                 "dropped_rows",
                 "net_puts",
                 "net_bytes",
+                "staged_tensors",
             )
         },
     )

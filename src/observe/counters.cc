@@ -25,6 +25,7 @@ xd_stats stats_of(const Counters& counters) {
   stats.dropped_rows = counters.dropped_rows.get();
   stats.net_puts = counters.net_puts.get();
   stats.net_bytes = counters.net_bytes.get();
+  stats.staged_tensors = counters.staged_tensors.get();
   stats.counts_rows = static_cast<std::int32_t>(counters.counts_rows.get());
   stats.measures_waits = static_cast<std::int32_t>(counters.measures_waits.get());
   return stats;

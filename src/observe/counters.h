@@ -70,7 +70,7 @@ struct alignas(64) Counters {
   alignas(64) std::array<Number, XD_STATS_OPERATIONS> calls;
   std::array<Number, XD_STATS_OPERATIONS> call_ns;
   Number failed_calls, tokens, token_bytes, rows, row_bytes, bad_ids, dropped_rows;
-  Number net_puts, net_bytes;
+  Number net_puts, net_bytes, staged_tensors;
   Number counts_rows, measures_waits;
   Text comm, name, detail;
 

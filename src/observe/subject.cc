@@ -74,6 +74,7 @@ void Subject::log() const noexcept {
     tell(c.row_bytes, "bytes of rows");
     tell(c.net_puts, "puts to other machines");
     tell(c.net_bytes, "bytes of puts");
+    tell(c.staged_tensors, "staged tensors");
     tell(c.failed_calls, "failed calls");
     tell(c.bad_ids, "bad ids");
     tell(c.dropped_rows, "dropped rows");

@@ -556,7 +556,7 @@ FROZEN_FIELD(xd_gemm_plan_info, gemm_us, 32);
 FROZEN_FIELD(xd_gemm_plan_info, transfer_us, 40);
 FROZEN_FIELD(xd_gemm_plan_info, text, 48);
 
-FROZEN_SIZE(xd_stats, 216);
+FROZEN_SIZE(xd_stats, 224);
 FROZEN_FIELD(xd_stats, struct_size, 0);
 FROZEN_FIELD(xd_stats, calls, 8);
 FROZEN_FIELD(xd_stats, call_ns, 72);
@@ -571,6 +571,7 @@ FROZEN_FIELD(xd_stats, counts_rows, 192);
 FROZEN_FIELD(xd_stats, measures_waits, 196);
 FROZEN_FIELD(xd_stats, net_puts, 200);
 FROZEN_FIELD(xd_stats, net_bytes, 208);
+FROZEN_FIELD(xd_stats, staged_tensors, 216);
 
 FROZEN_SIZE(xd_stats_source, 240);
 FROZEN_FIELD(xd_stats_source, struct_size, 0);

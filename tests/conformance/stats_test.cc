@@ -122,6 +122,24 @@ TEST(Stats, CountTokensAndRowsOfPartsOnce) {
   });
 }
 
+TEST(Stats, CountRowsThatAreStaged) {
+  const Case c = plain_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    for (const Place place : {Place::symmetric, Place::ordinary}) {
+      const Group group = make_group(rank.comm, c.config(rank.rank));
+      Batch batch(rank, c, 0, place);
+      for (const xd_ep_operation operation : {XD_EP_PREPARE, XD_EP_DISPATCH, XD_EP_COMBINE}) {
+        ok(batch.call(group.get(), operation));
+      }
+      // A GPU reads expert_out where it lies.
+      const std::uint64_t staged = rank.asynchronous() ? 1 : 2;
+      EXPECT_EQ(numbers_of(rank, group.get()).stats.staged_tensors,
+                place == Place::symmetric ? 0 : staged);
+      rank.memory->synchronize();
+    }
+  });
+}
+
 TEST(Stats, CountFailuresBadIdsAndDroppedRows) {
   Case c = plain_case(world().num_ranks());
   c.capacity = Capacity::dropping;

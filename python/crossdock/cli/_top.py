@@ -33,7 +33,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Shows the groups and contexts of this user's processes on this machine: what "
         "each rank is doing and whom it waits for, and what it has done per second since the last "
         "look. 'dispatch 3.2s>3': that call has lasted 3.2 seconds, and waits for rank 3; "
-        "'stopped': a signal or a debugger has stopped the process. '50%>3': half of the time"
+        "'stopped': a signal or a debugger has stopped the process; 'staged': between calls, of "
+        "which some had tensors outside symmetric memory, whose rows are copied once more. "
+        "'50%>3': half of the time"
         " it has waited for rank 3, longer than for any other. The processes need no "
         "preparation and do not notice. Waits are measured on the CPU alone.",
     )
@@ -105,11 +107,11 @@ def _count(number: float) -> str:
     return f"{number:.0f}T"
 
 
-def _what_now(seen: SeenGroup) -> str:
+def _what_now(seen: SeenGroup, before: SeenGroup) -> str:
     if _stats.is_stopped(seen.pid):
         return "stopped"
     if seen.operation is None or seen.operation_ns < _SHOWN_AFTER_NS:
-        return "-"
+        return "staged" if seen.stats.staged_tensors > before.stats.staged_tensors else "-"
     who = "" if seen.waits_for is None else f">{seen.waits_for}"
     return _cut(f"{seen.operation} {_duration(seen.operation_ns)}{who}", _NOW_WIDTH)
 
@@ -139,7 +141,7 @@ def rows(
                 f"{seen.rank}/{seen.num_ranks}",
                 str(seen.pid),
                 _name(seen, width),
-                _what_now(seen),
+                _what_now(seen, old),
                 _count(calls / seconds),
                 _count((seen.stats.tokens - old.stats.tokens) / seconds),
                 _count((seen.stats.token_bytes - old.stats.token_bytes) / seconds),

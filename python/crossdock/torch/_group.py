@@ -313,7 +313,7 @@ class EpGroup(Membership):
     ) -> Plan:
         given = (self.handle, alignment, parts)
         recorded = order.requires_grad and torch.is_grad_enabled()
-        if not recorded and unobserved(order, topk_idx):
+        if not recorded and unobserved(order, order, topk_idx):
             data, info, offsets, _ = FUNCTIONS["prepare"](topk_idx, None, *given)
             order = order.detach() if order.requires_grad else order
         else:

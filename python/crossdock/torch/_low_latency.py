@@ -282,7 +282,7 @@ class LowLatencyGroup(Membership):
         """
         if self.receive == "slots":
             return self.num_local_experts, self.num_slots
-        known = self._bounds.get(max_tokens)
+        known = self._bounds.get(max_tokens) if type(max_tokens) is int else None
         if known is None:
             number = number_of_32_bits("max_tokens", max_tokens)
             known = self._bounds[number] = _core.ll_recv_bound(number, **self._sizes)

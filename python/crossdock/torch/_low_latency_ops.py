@@ -311,7 +311,10 @@ def ll_dispatch(
     """
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
     sent = _new_dispatch(group, given, quantise, max_tokens)
-    slots = sent._slots(packed_scales, sources, out)
+    try:
+        slots = sent._slots(packed_scales, sources, out)
+    except RuntimeError as error:  # no memory
+        group.refuse(constants.LL_DISPATCH, type(error), str(error))
     _require_slots(group, constants.LL_DISPATCH, slots, expert_load, wait_ns)
     return sent._fill(slots, tuple(given.values()), _BOTH, expert_load, wait_ns)
 
@@ -367,7 +370,10 @@ def ll_combine(
         As `ll_dispatch`.
     """
     _require_results(plan, expert_out, topk_weights)
-    out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
+    try:
+        out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
+    except RuntimeError as error:  # no memory
+        plan.group.refuse(constants.LL_COMBINE, type(error), str(error))
     if not (plan.group.has(out) and plan.group.has_or_none(wait_ns)):
         plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
     _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH)
@@ -531,12 +537,9 @@ def _call_combine(
 
 
 def _call(name: str, group: LowLatencyGroup, *args: Any) -> None:
-    """Runs an operator: directly where nothing of torch looks at it, or at what it changes.
-
-    While gradients are recorded a version counter may be looked at.
-    """
+    """Runs an operator, directly where nothing of torch looks at it."""
     tensors = [one for one in args if isinstance(one, Tensor)]
-    if not torch.is_grad_enabled() and unobserved(group.order, *tensors):
+    if unobserved(group.order, *tensors):
         FUNCTIONS[name](*args)
     else:
         getattr(torch.ops.crossdock, name).default(*args)

@@ -15,6 +15,7 @@ that capture for ever, and serve each other's successors within it.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections import defaultdict, deque
@@ -35,6 +36,7 @@ from ._calls import DTYPE_CODES, capture_id, is_capturing, stream_source
 __all__ = ["SymmetricPool", "block_bytes"]
 
 _BYTE = DTYPE_CODES[torch.uint8]
+_log = logging.getLogger("crossdock")
 
 # Communicators whose last use went while a CUDA graph was captured, when nothing may wait for the
 # device: they leave with the process.
@@ -90,6 +92,7 @@ class SymmetricPool:
         # By stream: behind its work with memory that has gone back to the heap.
         self._left: dict[int, torch.cuda.Event] = {}
         self._closing = False
+        self._has_told = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the communicator's device, its content undefined.
@@ -119,6 +122,7 @@ class SymmetricPool:
         fitting = self._free.get((capture, stream, size))
         block = fitting.pop() if fitting else self._allocate(size, stream, capture)
         if block is None:
+            self._tell_of_no_room(num_bytes)
             return torch.empty(shape, dtype=dtype, device=self._device)
         self._live[block.address] = block
         until = (*self._place, block, self._give_back)
@@ -127,6 +131,24 @@ class SymmetricPool:
         # As plain bytes, because DLPack in older releases of torch does not know fp8.
         flat = from_dlpack(as_dlpack(block.address, (num_bytes,), _BYTE, *until))
         return flat.view(dtype).view(shape)
+
+    def _tell_of_no_room(self, num_bytes: int) -> None:
+        """Says once that a tensor lies in ordinary memory; not where there is none but that."""
+        memory = self._comm.mem_info()
+        if self._has_told or not memory["total_bytes"]:
+            return
+        self._has_told = True
+        _log.warning(
+            "crossdock: rank %d of %d: a tensor of %d bytes finds no room in symmetric memory of "
+            "%d bytes, of which %d are free in one piece: it lies in ordinary memory, and "
+            "operations copy its rows through staging memory; raise EpGroup(symmetric_tensors=), "
+            "or call Comm.reserve (said once: GroupStats.staged_tensors counts them)",
+            self._comm.rank,
+            self._comm.num_ranks,
+            num_bytes,
+            memory["total_bytes"],
+            memory["largest_free_bytes"],
+        )
 
     def _give_back(self, block: _Block) -> None:
         """Called when the last tensor in the block has died."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ._group import EpGroup, Plan
 from ._low_latency import LowLatencyGroup
 from ._membership import Membership
 from ._ops import combine, dispatch
-from .moe_decode import decode as decoded, decode_group, refuse_for_decoding
+from .moe_decode import decode as decoded, decode_group, refuse_decoding, require_decodable
 from .moe_experts import GroupedExperts, SharedExperts, fill
 from .moe_router import (
     Router,
@@ -60,9 +60,8 @@ class MoELayer(nn.Module):
     experts are plain tensors, equal on every rank.
 
     Every rank calls forward and backward equally often, in one order, also without tokens; tokens
-    per rank may differ. After backward call `average_gradients`. In inference, which is
-    ``torch.inference_mode()``, or ``eval()`` with ``torch.no_grad()``, torch.distributed is not
-    used.
+    per rank may differ. After backward call `average_gradients`. The layer itself does not use
+    torch.distributed, except for `global_load` in training.
 
     Ranks that had the same ``torch.manual_seed`` before they made the layer hold the same model,
     bit for bit, on any number of ranks: each expert has a seed of its own. A module of the
@@ -266,7 +265,7 @@ class MoELayer(nn.Module):
         dtype = wanted or self._dtype_of_rows(self._check_experts(at))
         tokens = (x if x.dim() == 2 else x.reshape(-1, self.hidden)).contiguous()
         if few is not None:
-            refuse_for_decoding(few, tokens.shape[0])
+            require_decodable(few, tokens.shape[0])
         routing = self._route(tokens, at)
         chosen = routing.topk_idx
         if self.capacity_factor is not None:
@@ -343,7 +342,7 @@ class MoELayer(nn.Module):
     def _route(self, tokens: torch.Tensor, at: _At) -> Routing:
         """The router's choice. A failure of it is one that the peers hear of."""
         router = self.router
-        if isinstance(router, Router) and at.group is self.decode_group:
+        if _is_built_in(router) and at.group is self.decode_group:
             router = functools.partial(router, losses=False)
         if torch.compiler.is_compiling():
             return router(tokens)
@@ -360,14 +359,14 @@ class MoELayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`MoEOutput.aux_loss` and `MoEOutput.load`, after all operations of the pass."""
         router = self.router
-        counts = count_choices(chosen, self.num_experts, real=isinstance(router, Router))
+        built_in = _is_built_in(router)
+        counts = count_choices(chosen, self.num_experts, real=built_in)
         trains = not decode and not self._infers()
         if isinstance(router, Router) and trains:
             router.note_load(counts)
         if trains and self.global_load and self.group.comm.process_group is not None:
             dist.all_reduce(counts, group=self.group.comm.process_group)
-        known = isinstance(router, Router) and not trains
-        load = expert_load(counts, chosen.numel() if known else None)
+        load = expert_load(counts, chosen.numel() if built_in and not trains else None)
         loss = None if decode else routing.loss
         if not decode and self.aux_loss_weight and routing.probabilities is not None:
             balance = self.aux_loss_weight * balance_loss(routing.probabilities, load)
@@ -395,8 +394,8 @@ class MoELayer(nn.Module):
         for *modules, last in self._expert_names:
             module: Any = self.experts
             for name in modules:
-                module = module._modules.get(name)
-            parameter = module._parameters.get(last)
+                module = None if module is None else module._modules.get(name)
+            parameter = None if module is None else module._parameters.get(last)
             if parameter is None:
                 problem = (
                     "expected a parameter of the layer, got none: what wraps the model, such as "
@@ -424,6 +423,15 @@ class MoELayer(nn.Module):
         )
 
 
+def _is_built_in(router: object) -> TypeGuard[Router]:
+    """Whether all its choices are experts, as nothing has been put in its place or behind it."""
+    return (
+        isinstance(router, Router)
+        and type(router).forward is Router.forward
+        and not router._forward_hooks
+    )
+
+
 class _At(NamedTuple):
     """The operation that begins a forward pass: peers that are in it hear of a mistake."""
 
@@ -431,6 +439,8 @@ class _At(NamedTuple):
     operation: int
 
     def refuse(self, kind: type[Exception], problem: str) -> NoReturn:
+        if isinstance(self.group, LowLatencyGroup):
+            refuse_decoding(self.group, kind, problem)
         self.group.refuse(self.operation, kind, problem)
 
 

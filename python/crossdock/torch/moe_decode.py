@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from crossdock._core import constants
 
 from ._group import EpGroup, Plan, order_after
-from ._low_latency import LowLatencyGroup
+from ._low_latency import LowLatencyGroup, Slots
 from ._low_latency_ops import ll_combine, ll_dispatch
 from .moe_router import Routing
 
-__all__ = ["DecodePlan", "decode", "decode_group", "refuse_for_decoding"]
+__all__ = ["DecodePlan", "decode", "decode_group", "refuse_decoding", "require_decodable"]
 
 # By group, then by tokens and alignment: layers that share a group share these as well.
 _groups: weakref.WeakKeyDictionary[EpGroup, dict[tuple[int, int], LowLatencyGroup]]
@@ -24,6 +25,8 @@ _groups = weakref.WeakKeyDictionary()
 
 class DecodePlan:
     """A batch of few tokens, as experts are called with it in place of a `Plan`.
+
+    On GPUs, and for compilers, rows behind the last zone hold anything.
 
     Attributes:
         group: the layer's EpGroup.
@@ -47,6 +50,8 @@ def decode_group(group: EpGroup, max_tokens: int, alignment: int) -> LowLatencyG
     """The low-latency group beside an EpGroup; collective where it has to be made first."""
     beside = _groups.setdefault(group, {})
     found = beside.get((max_tokens, alignment))
+    if found is not None and found.core.closed:
+        raise ValueError("decode_tokens: expected the group's low-latency group, which was closed")
     if found is None:
         found = beside[max_tokens, alignment] = LowLatencyGroup(
             num_experts=group.num_experts,
@@ -63,7 +68,7 @@ def decode_group(group: EpGroup, max_tokens: int, alignment: int) -> LowLatencyG
     return found
 
 
-def refuse_for_decoding(few: LowLatencyGroup, num_tokens: int) -> None:
+def require_decodable(few: LowLatencyGroup, num_tokens: int) -> None:
     """Refuses a call that records gradients, or has too many tokens; the peers get Mismatch."""
     if torch.is_grad_enabled():
         problem = (
@@ -74,7 +79,25 @@ def refuse_for_decoding(few: LowLatencyGroup, num_tokens: int) -> None:
         problem = f"x: expected at most decode_tokens = {few.max_tokens_per_rank}, got {num_tokens}"
     else:
         return
-    few.refuse(constants.LL_DISPATCH, ValueError, problem)
+    refuse_decoding(few, ValueError, problem)
+
+
+def refuse_decoding(few: LowLatencyGroup, kind: type[Exception], problem: str) -> NoReturn:
+    """Raises `kind`, after telling the peers' dispatch, and on GPUs their combine as well.
+
+    There they have enqueued both before they can know; on the CPU their dispatch raises.
+    """
+    try:
+        few.refuse(constants.LL_DISPATCH, kind, problem)
+    finally:
+        if few.comm.device.type == "cuda":
+            _fail_combine(few, problem)
+
+
+def _fail_combine(few: LowLatencyGroup, problem: str) -> None:
+    """Takes this rank's turn in the combine that its peers call."""
+    with contextlib.suppress(RuntimeError):
+        few.refuse(constants.LL_COMBINE, RuntimeError, problem)
 
 
 def decode(
@@ -87,19 +110,61 @@ def decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends rows ``[T, H]`` through their experts and back: the sums, and their order. Collective.
 
-    Rows, zones and sums have the bits of prepare, dispatch and combine.
+    Rows, zones and sums have the bits of prepare, dispatch and combine. Peers hear of an error in
+    the call, on whichever side of the experts.
     """
-    order = order_after(few, constants.LL_DISPATCH, after)
-    traced = torch.compiler.is_compiling()
-    topk_idx = routing.topk_idx
-    if traced and order is not None:
-        # Data says to a compiler what comes first; in eager mode the calls do.
-        topk_idx = topk_idx + order.to(topk_idx.dtype)
-    received = ll_dispatch(few, rows, topk_idx)
+    if torch.compiler.is_compiling():
+        return _traced(few, group, rows, routing, experts, after)
+    try:
+        order_after(few, constants.LL_DISPATCH, after)  # in eager mode the calls are in order
+        received = _dispatched(few, rows, routing.topk_idx)
+    except Exception as error:
+        if rows.is_cuda:
+            _fail_combine(few, str(error))
+        raise
     tokens, offsets = received.tokens, received.row_offsets
     assert offsets is not None
-    if tokens.device.type == "cpu" and not traced:
+    if not tokens.is_cuda:
         tokens = tokens[: int(offsets[-1])]
     plan = DecodePlan(group, offsets.to(torch.int32), tokens.shape[0])
-    out = ll_combine(received.plan, experts(tokens, plan), routing.topk_weights)
-    return out, few.order.clone() if traced else few.order
+    try:
+        results = experts(tokens, plan)
+    except Exception as error:
+        _fail_combine(few, f"experts: {type(error).__name__}: {error}")
+        raise
+    return ll_combine(received.plan, results, routing.topk_weights), few.order
+
+
+def _traced(
+    few: LowLatencyGroup,
+    group: EpGroup,
+    rows: torch.Tensor,
+    routing: Routing,
+    experts: Callable[[torch.Tensor, Any], torch.Tensor],
+    after: Plan | torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode` for a compiler, to which data says what comes first."""
+    order = order_after(few, constants.LL_DISPATCH, after)
+    topk_idx = routing.topk_idx
+    if order is not None:
+        topk_idx = topk_idx + order.to(topk_idx.dtype)
+    received = _dispatched(few, rows, topk_idx)
+    assert received.row_offsets is not None
+    plan = DecodePlan(group, received.row_offsets.to(torch.int32), received.tokens.shape[0])
+    out = ll_combine(received.plan, experts(received.tokens, plan), routing.topk_weights)
+    return out, few.order.clone()
+
+
+def _dispatched(few: LowLatencyGroup, rows: torch.Tensor, topk_idx: torch.Tensor) -> Slots:
+    if not rows.is_cuda or topk_idx.dim() != 2:  # where the latter is refused
+        return ll_dispatch(few, rows, topk_idx)
+    try:
+        slots = few.slots(rows.shape[1], rows.dtype, topk=topk_idx.shape[1], weighted=False)
+    except RuntimeError as error:  # no memory
+        few.refuse(constants.LL_DISPATCH, type(error), str(error))
+    assert slots.row_offsets is not None
+    # On a GPU an operation may fail after its call. Its offsets are read nevertheless, and memory
+    # of the plan may hold an older one.
+    slots.row_offsets.zero_()
+    slots.plan.data[: constants.ROW_ALIGNMENT].zero_()
+    return ll_dispatch(few, rows, topk_idx, out=slots)

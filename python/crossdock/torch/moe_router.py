@@ -105,8 +105,11 @@ class Router(nn.Module):
     @torch.no_grad()
     def note_load(self, counts: torch.Tensor) -> None:
         """Adds the ``[E]`` choices of a forward pass of training, for `update_router_bias`."""
-        if self.load is not None and self.training:
-            self.load.add_(counts)
+        if self.load is None or not self.training:
+            return
+        if self.load.dtype != torch.float32:  # model.bfloat16(), in which counts get lost
+            self.load = self.load.float()
+        self.load.add_(counts)
 
     def extra_repr(self) -> str:
         """Sizes, for ``print(model)``."""

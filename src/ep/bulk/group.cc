@@ -95,6 +95,7 @@ Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
              ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
              "xd_mem_register: the group was made with XD_EP_STAGING_NONE");
   reach.staged = true;
+  if (!staging.always) subject().counters().staged_tensors.add(1);
   return reach;
 }
 

@@ -51,7 +51,7 @@ class Group : public GroupOf<Family, Config> {
   }
 
   // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
-  // Throws INVALID_ARGUMENT where there is no memory for that.
+  // Throws INVALID_ARGUMENT where there is no memory for that. Counts staged rows.
   Reach reach(const Tensor& tensor, const Staging& staging) const;
 
   // Collective: allocates this rank's group memory, and maps that of all near ranks. Returns the

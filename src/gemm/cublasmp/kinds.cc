@@ -1,32 +1,41 @@
 #include "gemm/cublasmp/kinds.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace xd::gemm::cublasmp {
 
-// As same_operation() compares records.
-Kinds::Kind Kinds::kind_of(const Record& r) {
-  return {r.call.operation, r.algo,    r.a_type, r.b_type, r.d_type, r.epilogue, r.flags, r.k, r.n,
-          r.fingerprint,    r.scaling, r.mover,  r.given};
+bool Kinds::same_kind(const Record& a, Record b) {
+  b.tag = a.tag;
+  return a.call.operation == b.call.operation && same_operation(a, b);
+}
+
+const Kinds::Known* Kinds::find(const Record& record) const {
+  const auto found = std::find_if(known_.begin(), known_.end(), [&](const Known& known) {
+    return same_kind(known.kind, record);
+  });
+  return found == known_.end() ? nullptr : &*found;
 }
 
 std::string Kinds::obstacle(const Record& record) const {
   const std::lock_guard lock(mutex_);
   if (!apart_.empty()) return apart_;
-  const auto found = known_.find(kind_of(record));
-  return found == known_.end() ? "" : found->second;
+  const Known* known = find(record);
+  return known == nullptr ? "" : known->refusal;
 }
 
 bool Kinds::is_taken(const Record& record) const {
   const std::lock_guard lock(mutex_);
-  const auto found = known_.find(kind_of(record));
-  return found != known_.end() && found->second.empty();
+  const Known* known = find(record);
+  return known != nullptr && known->refusal.empty();
 }
 
 void Kinds::note(const Record& record, const std::string& refusal) {
   const std::lock_guard lock(mutex_);
+  std::erase_if(known_, [&](const Known& known) { return same_kind(known.kind, record); });
   if (known_.size() >= kMost) known_.clear();
-  known_.insert_or_assign(kind_of(record), refusal);
+  known_.push_back({record, refusal});
 }
 
 void Kinds::note_apart(const std::string& refusal) {

@@ -6,10 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <mutex>
 #include <string>
-#include <tuple>
+#include <vector>
 
 #include "gemm/family.h"
 
@@ -37,17 +36,19 @@ class Kinds {
                   const std::function<bool(const Record&)>& meet);
 
  private:
-  using Kind = std::tuple<std::uint8_t, std::uint8_t, std::uint8_t, std::uint8_t, std::uint8_t,
-                          std::uint8_t, std::uint8_t, std::uint32_t, std::uint32_t, std::uint64_t,
-                          std::uint16_t, std::uint8_t, std::uint8_t>;
-  static Kind kind_of(const Record& record);
+  struct Known {
+    Record kind;
+    std::string refusal;  // empty = taken
+  };
+  static bool same_kind(const Record& a, Record b);
+  const Known* find(const Record& record) const;
   bool is_taken(const Record& record) const;
   void note(const Record& record, const std::string& refusal);
   void note_apart(const std::string& refusal);
 
-  mutable std::mutex mutex_;           // explain() may be called beside an operation
-  std::map<Kind, std::string> known_;  // empty = taken, else why it is refused
-  std::string apart_;                  // not empty = ranks do not agree what cuBLASMp takes
+  mutable std::mutex mutex_;  // explain() may be called beside an operation
+  std::vector<Known> known_;
+  std::string apart_;  // not empty = ranks do not agree what cuBLASMp takes
 };
 
 }  // namespace xd::gemm::cublasmp

@@ -21,7 +21,7 @@ from support import Rank, run_threads
 
 def _seen(**changes) -> _stats.SeenGroup:
     calls = {"prepare": 10, "dispatch": 10}
-    nothing = ("failed_calls", "bad_ids", "dropped_rows", "net_puts", "net_bytes")
+    nothing = ("failed_calls", "bad_ids", "dropped_rows", "net_puts", "net_bytes", "staged_tensors")
     stats = crossdock.GroupStats(
         calls=calls,
         call_ns=dict.fromkeys(calls, 1),
@@ -67,6 +67,12 @@ def test_rows_tell_rates_between_two_looks():
     wide = _top.rows([before], [now], 2.0, 100)[0]
     assert wide[2] == "ep#2 EXPERT_MAJOR"
     assert _top.rows([], [now], 2.0, 80) == []  # it came meanwhile
+
+
+def test_groups_whose_tensors_are_staged_stand_out():
+    before = _seen(device="cuda")
+    now = _seen(device="cuda", stats=dataclasses.replace(before.stats, staged_tensors=2))
+    assert [_top.rows([before], [one], 1.0, 80)[0][3] for one in (before, now)] == ["-", "staged"]
 
 
 def test_a_name_is_shown_and_waits_that_are_not_measured_are_not():

@@ -35,6 +35,13 @@ def test_every_activation_of_the_library_is_one_of_the_experts() -> None:
     assert set(FUSED) <= set(ACTIVATIONS)
 
 
+def test_elements_that_are_negated_when_they_are_read_count_as_such(group) -> None:
+    inner = drawn(ROWS, 2 * COLUMNS, seed=6)
+    view = torch._neg_view(inner)
+    got, wanted = (gated(x, offsets(), "silu", group=group.handle) for x in (view, view.clone()))
+    assert torch.equal(got[:END], wanted[:END])
+
+
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("activation", sorted(FUSED))

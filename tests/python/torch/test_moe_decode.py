@@ -129,7 +129,7 @@ def test_a_callers_group_lends_its_alignment_and_shares_memory(me: Rank) -> None
 
 
 class Broken(nn.Module):
-    def forward(self, tokens: torch.Tensor) -> xd.Routing:
+    def forward(self, *_: Any) -> xd.Routing:
         raise KeyError("no such expert")
 
 
@@ -165,6 +165,32 @@ def test_ranks_that_cannot_decode_alike_hear_it_at_once(me: Rank) -> None:
         one_rank_errs(me, 0, layer.decode_group, call, {"x": good}, mistake)
         layer.router = fine
         assert torch.equal(call(good).hidden, expected)
+        experts = layer.experts
+        layer._expert_names = []
+        if me.rank == 0:
+            layer.experts = Broken()
+        one_rank_errs(me, 0, layer.decode_group, call, {"x": good}, mistake)
+        layer.experts = experts
+        assert torch.equal(call(good).hidden, expected)
+
+
+@on_ranks(1)
+def test_routers_whose_choices_a_hook_takes_away_count_the_others(me: Rank) -> None:
+    with joined() as comm, torch.no_grad():
+        layer = make_layer(comm).eval()
+        x = normal(15, 4, HIDDEN)
+        kept = torch.tensor([True, False, True, False], device=where())[:, None]
+
+        def drop(router: Any, given: Any, routing: xd.Routing) -> xd.Routing:
+            return routing._replace(topk_idx=routing.topk_idx.masked_fill(~kept, -1))
+
+        wanted = layer(x)
+        layer.router.register_forward_hook(drop)
+        check_equal(layer, x)
+        got = layer(x)
+        # Products of fewer rows may round otherwise.
+        torch.testing.assert_close(got.hidden, wanted.hidden * kept, rtol=2e-5, atol=2e-6)
+        assert got.load.sum() == 1
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -12,7 +13,7 @@ import crossdock.torch as xd
 from crossdock.errors import InvalidArgument
 from crossdock.torch._pool import block_bytes
 from support import Rank, on_ranks
-from torch_support import Batch, poison, ragged
+from torch_support import Batch, poison, ragged, where
 
 SEED = 3
 
@@ -170,8 +171,45 @@ def test_without_staging_ordinary_receive_tensors_are_refused(me: Rank) -> None:
         own = comm.empty_symmetric(received.tokens.shape, torch.float32).copy_(received.tokens)
         out = xd.combine(plan, own)
         assert torch.equal(out, xd.combine(plan, received.tokens))
+        if where().type == "cuda":  # this rank alone reads it
+            assert torch.equal(out, xd.combine(plan, received.tokens.clone()))
+            return
         with pytest.raises(InvalidArgument, match="expert_out"):
             xd.combine(plan, received.tokens.clone())
+
+
+@on_ranks(2)
+def test_a_pool_that_is_used_up_says_so_once(me: Rank) -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    log = logging.getLogger("crossdock")
+    log.addHandler(handler)
+    try:
+        batch = Batch(SEED + 3, ragged(me))
+        with xd.init() as comm, torch.no_grad():
+            group = batch.group()
+            topk_idx, x, weights, _ = batch.local(me.rank)
+            plan = group.prepare(topk_idx)
+            xd.dispatch(plan, x, weights)
+            assert group.stats().staged_tensors == 0 and not said
+            held = [comm.empty_symmetric((4096,), torch.uint8)]
+            while comm.pool.owns(held[-1]):
+                held.append(comm.empty_symmetric((4096,), torch.uint8))
+            (record,) = said
+            total = comm.core.mem_info()["total_bytes"]
+            assert f"tensor of 4096 bytes finds no room in symmetric memory of {total} bytes" in (
+                record.getMessage()
+            )
+            received = xd.dispatch(plan, x, weights)
+            assert not comm.pool.owns(received.tokens)
+            xd.combine(plan, received.tokens, received.weights)
+            # A GPU sums its own rows where they lie.
+            staged = 1 if where().type == "cuda" else 2
+            assert group.stats().staged_tensors == staged * (len(received.tokens) > 0)
+            assert len(said) == 1
+    finally:
+        log.removeHandler(handler)
 
 
 @on_ranks(4)

@@ -37,11 +37,9 @@ class TurnFiller {
     return receive(tensor, {staging_offset, true}, place);
   }
 
-  // Peers never touch these tensors. They are checked all the same, so that both executors accept
-  // the same arguments.
+  // Rows that peers never touch, which may lie anywhere.
   void own_rows(const Tensor& tensor) const {
-    turn::PeerAddress nobodys;
-    receive_rows(tensor, nobodys);
+    if (tensor) check(Check::recv_rows, tensor.name, tensor.rows);
   }
   void own_weights(const Tensor& tensor) const {
     turn::PeerAddress nobodys;
@@ -163,13 +161,20 @@ void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p
 // tokens' ranks.
 void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
               CombineStart& start) {
+  // In EXPERT_MAJOR this rank reads its own rows alone, and pushes sums of them.
+  const bool own = fill.config().layout.row_per_expert;
   turn::PeerAddress place;
-  const ReceiveRows rows = fill.receive_rows(tensor, place);
+  ReceiveRows rows{};
+  if (own) {
+    fill.own_rows(tensor);
+  } else {
+    rows = fill.receive_rows(tensor, place);
+  }
   if (!out) return;
   start.type = out.type;
   CombineParams& p = start.params;
   p.sums = true;
-  p.pushes = fill.config().layout.row_per_expert || rows.staged != nullptr;
+  p.pushes = own || rows.staged != nullptr;
   p.rows = tensor.data;
   p.out = out.data;
   p.row_bytes = out.row_bytes();
