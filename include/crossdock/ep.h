@@ -123,10 +123,9 @@ typedef enum xd_ep_on_error {
 typedef enum xd_ep_staging {
   /* Receive tensors outside symmetric memory are copied through memory that the group owns. */
   XD_EP_STAGING_AUTO = 0,
-  /* The group has no such memory for rows: receive tensors [R,H] outside symmetric memory
-   * (xd_mem_alloc, xd_mem_register) are XD_ERROR_INVALID_ARGUMENT. Weights, indices and scales may
-   * lie anywhere all the same; and on CUDA so may rows that their own rank alone reads: expert_out
-   * of combine_bwd, and in EXPERT_MAJOR that of combine and grad_recv_tokens of dispatch_bwd. */
+  /* The group has no such memory for rows: receive tensors [R,H] outside symmetric memory are
+   * INVALID_ARGUMENT, but on CUDA not those that their rank alone reads (expert_out of combine_bwd,
+   * in EXPERT_MAJOR also of combine, and grad_recv_tokens there). Other tensors lie anywhere. */
   XD_EP_STAGING_NONE = 1
 } xd_ep_staging;
 
