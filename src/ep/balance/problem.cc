@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 
 #include "base/math.h"
 #include "base/options.h"
@@ -52,7 +53,8 @@ std::vector<int> read_ranks(const char* name, const std::int32_t* given, int ran
 
 void read_current(Problem& p, const std::int32_t* current) {
   if (current == nullptr) return;
-  p.current.assign(current, current + p.ranks * p.slots);
+  const std::span table(current, at(p.ranks) * at(p.slots));
+  p.current.assign(table.begin(), table.end());
   p.held.resize(at(p.ranks) * at(p.experts));
   for (int s = 0; s < p.ranks * p.slots; ++s) {
     const std::int32_t expert = p.current[at(s)];
