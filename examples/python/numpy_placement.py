@@ -18,10 +18,11 @@ def main() -> None:
 
     # A router that knows replicas: choice [T, K] of experts becomes a choice of slots.
     slots, replicas = placement.slots_of_experts()
-    topk_idx = random.integers(0, EXPERTS, (16, 2))
+    topk_idx = random.integers(-1, EXPERTS, (16, 2))  # -1 = no expert
     token = np.arange(16)[:, None]
-    slot_idx = slots[topk_idx, token % replicas[topk_idx]]
-    assert (placement.expert_of_slot.ravel()[slot_idx] == topk_idx).all()
+    slot_idx = np.where(topk_idx < 0, -1, slots[topk_idx, token % replicas[topk_idx]])
+    chosen = topk_idx >= 0
+    assert (placement.expert_of_slot.ravel()[slot_idx[chosen]] == topk_idx[chosen]).all()
 
     loads *= np.exp(0.2 * random.standard_normal(EXPERTS))  # some time later
     later = crossdock.plan_placement(loads, RANKS, SLOTS, current=placement, max_moves=12)

@@ -10,7 +10,8 @@
  *
  * Sums are float32, over K (or over a zone's rows) in order. They are rounded once, to d's type. A
  * call with the same arguments gives the same bits again, also with another range of experts.
- * On the CPU, where oneDNN multiplies, terms are added in an order of its own.
+ * The CPU multiplies by oneDNN where it is installed, which adds terms in an order of its
+ * own: there a row's bits may depend on how many rows its zone has.
  *
  * On CUDA both calls need compute capability 9.0, a and b of another type than fp32, and R, K and N
  * of at most 2^31 - 512: UNSUPPORTED otherwise. There a, b and d, and the rows in them, begin at

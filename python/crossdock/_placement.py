@@ -108,11 +108,19 @@ def plan_placement(
         whole,
         None if rank_slots is None else _whole("rank_slots", rank_slots),
         None if rank_hosts is None else _whole("rank_hosts", rank_hosts),
-        None if current is None else _table("current", current).ravel().tolist(),
+        None if current is None else _current(current, (num_ranks, slots_per_rank)),
         max_moves or 0,
         round(good_enough * 1000),
     )
     return Placement(np.array(table, np.int32).reshape(num_ranks, slots_per_rank), **info)
+
+
+def _current(current: Placement | npt.ArrayLike, shape: tuple[int, int]) -> list[int]:
+    """Slots of today's placement, of as many ranks and slots."""
+    table = _table("current", current)
+    if table.shape != shape:
+        raise ValueError(f"current: expected the shape {shape}, got {table.shape}")
+    return list(table.ravel().tolist())
 
 
 def placement_moves(old: Placement | npt.ArrayLike, new: Placement | npt.ArrayLike) -> list[Move]:

@@ -146,7 +146,9 @@ def weights_home(
     with work.running():
         choice = torch.arange(topk, dtype=torch.float32, device=device)
         choice = choice.expand(routing.num_tokens, -1).contiguous()
-        nothing = torch.zeros(routing.num_tokens, constants.ROW_ALIGNMENT, device=device)
+        nothing = torch.zeros(
+            (routing.num_tokens, constants.ROW_ALIGNMENT), dtype=torch.float32, device=device
+        )
         places = _allocate(
             routing.batch, Tokens(nothing, None), routing.most_tokens, routing.num_rows, (0, topk)
         )

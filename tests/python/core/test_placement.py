@@ -88,7 +88,7 @@ def test_a_rank_without_slots_holds_nothing_and_hosts_share_replicas():
         (ValueError, "rank_hosts: expected the numbers of 2 ranks", {"rank_hosts": [0]}),
         (TypeError, "rank_hosts: expected whole numbers", {"rank_hosts": ["a", "b"]}),
         (TypeError, r"current: expected .*\[ranks, slots\]", {"current": [0, 1, 2, 0]}),
-        (ValueError, "current: expected the numbers of 4", {"current": [[0, 1, 2]]}),
+        (ValueError, r"current: expected the shape \(2, 2\), got", {"current": [[0, 1, 2]]}),
         (
             InvalidArgument,
             r"args.current\[1\] = 7, expected -1 to 2",
@@ -105,6 +105,8 @@ def test_what_cannot_be_planned_is_refused(error, text, changed):
 
 
 def test_tables_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"current: expected the shape \(3, 2\), got \(2, 3\)"):
+        crossdock.plan_placement([1, 2, 3], 3, 2, current=[[0, 1, 2], [0, 1, 2]])
     with pytest.raises(ValueError, match=r"new: expected the shape \(1, 2\) of old"):
         crossdock.placement_moves([[0, 1]], [[0], [1]])
     with pytest.raises(InvalidArgument, match=r"to\[1\] = -2"):
