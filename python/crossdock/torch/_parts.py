@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["WHOLE", "Portion", "raise_versions"]
 
+try:  # older releases take one tensor
+    torch.autograd.graph.increment_version([])
+except TypeError:
+    _TAKES_LISTS = False
+else:
+    _TAKES_LISTS = True
+
 # An output that stands for others in autograd, which the library does not write.
 _UNWRITTEN = "link"
 
@@ -151,9 +158,18 @@ def _is_view_of_recorded(tensor: Tensor) -> bool:
 
 
 def raise_versions(*tensors: Tensor | None) -> None:
-    """Tells autograd that these tensors have been overwritten: see `Portion.tell_graphs`."""
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_inference():
+    """Tells autograd that these tensors have been overwritten: see `Portion.tell_graphs`.
+
+    Not in inference mode, where calls are to take no time that is not needed.
+    """
+    if torch.is_inference_mode_enabled():
+        return
+    given = [one for one in tensors if one is not None]
+    if _TAKES_LISTS:
+        torch.autograd.graph.increment_version(given)
+        return
+    for tensor in given:
+        if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 
