@@ -30,6 +30,7 @@ from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._direct import FUNCTIONS
 from ._group import EpGroup, group_of, keep_prepared
+from ._membership import is_told
 from ._parts import WHOLE, Portion
 from ._unseen import unseen
 
@@ -55,10 +56,13 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
         def run(*args: Any) -> object:
             try:
                 return kernel(*args)
-            except RuntimeError as error:
-                if isinstance(error, CrossdockError):
+            except CrossdockError:
+                raise
+            except Exception as error:
+                if is_told(error):
                     raise
-                # Torch's, of memory for an output mostly: the operation has not begun.
+                # Of memory for an output mostly, or of an argument that the extension does not
+                # take: the operation has not begun.
                 group_of(args[group_position]).refuse(operation, type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
@@ -305,7 +309,7 @@ def _dispatch(
     if scales is not None:
         _check_scales(ep, scales)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
-    made = portion.outputs(outputs) or _outputs.make(outputs, ep.comm.pool, plan)
+    made = portion.outputs(ep, operation, outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     results = (*made.values(), _next(order))
     del made["link"]
     made |= {
@@ -376,15 +380,15 @@ def _combine(
     portion: Portion = WHOLE,
 ) -> tuple[Tensor | None, ...]:
     """-> out, order. The operator has no `portion`: see _parts.py."""
-    ep = group_of(group)
+    ep, operation = group_of(group), constants.COMBINE
     if weights is not None and ep.layout == "rank_major":
         expected = "expected None in rank_major, where a row stands for several experts, summed"
         problem = f"weights: {expected}; got shape {tuple(weights.shape)}"
-        ep.refuse(constants.COMBINE, ValueError, problem)
-    _check(ep, constants.COMBINE, "expert_out", expert_out, 2, SUMMABLE)
-    _check(ep, constants.COMBINE, "weights", weights, 1, _WEIGHTS)
+        ep.refuse(operation, ValueError, problem)
+    _check(ep, operation, "expert_out", expert_out, 2, SUMMABLE)
+    _check(ep, operation, "weights", weights, 1, _WEIGHTS)
     outputs = _outputs.combine(expert_out, num_tokens)
-    made = portion.outputs(outputs) or _outputs.make(outputs, ep.comm.pool, plan)
+    made = portion.outputs(ep, operation, outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     order = _next(order)
     given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights), **made}
     _calls.run(ep.core, "combine", plan, given, **portion.fields())

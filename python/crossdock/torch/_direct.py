@@ -9,16 +9,18 @@ they are asked, every call goes through the dispatcher.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler as _profiler
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FUNCTIONS", "unobserved"]
+__all__ = ["FUNCTIONS", "shown", "unobserved", "why_seen"]
 
 # The functions that operators run, by their names and with their arguments, without torch's
 # dispatcher. Where no order is wanted, that of prepare, dispatch and combine may be None.
@@ -86,7 +88,10 @@ try:
     _keys_of = torch._C._dispatch_keys
     _autocasts = torch._C._is_any_autocast_enabled
     _profiles = torch._C._autograd._profiler_enabled
-except (AttributeError, TypeError):
+    _num_function_modes = torch._C._len_torch_function_stack
+    _function_mode_at = torch._C._get_function_stack_at
+    from torch.utils._device import DeviceContext as _DefaultDevice
+except (AttributeError, ImportError, TypeError):
     _TRUSTED = False
 else:
     _TRUSTED = _tell_observers()
@@ -116,3 +121,41 @@ def unobserved(own: Tensor, *tensors: Tensor | None) -> bool:
         if tensor is not None and _keys_of(tensor).raw_repr() & _OTHER_TENSOR:
             return False
     return True
+
+
+def why_seen(**tensors: Tensor | None) -> str | None:
+    """Why a call with `part`, `num_sms` or `out` must not take these tensors here; None = it may.
+
+    No operator stands for such a call, so it has no other way than the function. Autocast, torch's
+    default device and profilers change nothing that the function does; see `shown` for the last.
+    Modes are found where torch's private names are there.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, Parameter):
+            got = f"a {type(tensor).__name__}"
+        elif tensor.is_neg() or tensor.is_conj():
+            got = "a negated or conjugated view, see torch.Tensor.resolve_neg"
+        elif _TRUSTED and _keys_of(tensor).raw_repr() & _OTHER_TENSOR:
+            got = f"one of torch's {_keys_of(tensor)}"
+        else:
+            continue
+        return f"{name}: expected a torch.Tensor that is its elements in memory, got {got}"
+    if _TRUSTED and (_keys_of_thread().raw_repr() & _OTHER_THREAD or _has_function_mode()):
+        where = "modes, tracers and transforms of torch, which would miss the call"
+        return f"part, num_sms, out: expected none in {where}"
+    return None
+
+
+def _has_function_mode() -> bool:
+    """Whether a function mode is on; torch's default device is one that does not count."""
+    modes = map(_function_mode_at, range(_num_function_modes()))
+    return any(not isinstance(mode, _DefaultDevice) for mode in modes)
+
+
+def shown(name: str) -> contextlib.AbstractContextManager[object]:
+    """Shows a call that is no operator to torch's profilers, under the name of an operator."""
+    if _TRUSTED and not (_profiles() or _profiler._is_profiler_enabled):
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(name)

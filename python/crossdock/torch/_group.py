@@ -287,11 +287,12 @@ class EpGroup(Membership):
             order = self.first_order
         if alignment is None:
             alignment = 0
-        elif not isinstance(alignment, int) or not 0 < alignment < 1 << 31:
+        elif type(alignment) is not int or not 0 < alignment < 1 << 31:
             problem = f"alignment: expected a power of two, or None; got {alignment!r}"
             self.refuse(constants.PREPARE, ValueError, problem)
-        if not isinstance(parts, int) or not 0 < parts < 1 << 31:
-            self.refuse(constants.PREPARE, ValueError, f"parts: expected 1 or more, got {parts!r}")
+        if type(parts) is not int or not 0 < parts < 1 << 31:  # bool is no number here
+            problem = f"parts: expected an int of 1 or more, got {parts!r}"
+            self.refuse(constants.PREPARE, ValueError, problem)
         if torch.compiler.is_compiling():
             plan = self._prepared(topk_idx, order, alignment, parts)
             return plan if out is None else out.overwrite(plan)

@@ -23,6 +23,7 @@ from ._calls import INDICES, SUMMABLE
 from ._custom_ops import LIBRARY, as_packed, as_rows
 from ._direct import FUNCTIONS, unobserved
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots, low_latency_group_of
+from ._parts import raise_versions
 from ._unseen import unseen
 
 __all__ = [
@@ -189,7 +190,9 @@ class SentDispatch:
         slots = self._slots(packed_scales, sources, out)
         _require_slots(self._group, None, slots, expert_load, wait_ns)
         halves.take(self._half)
-        return self._fill(slots, (None, None, None), _RECEIVE, expert_load, wait_ns)
+        self._fill(slots, (None, None, None), _RECEIVE, expert_load, wait_ns)
+        _tell_graphs(out, expert_load, wait_ns)
+        return slots
 
     def _slots(self, packed_scales: bool, sources: bool, out: Slots | None) -> Slots:
         if out is not None:
@@ -212,7 +215,7 @@ class SentDispatch:
         phase: int,
         expert_load: Tensor | None,
         wait_ns: Tensor | None,
-    ) -> Slots:
+    ) -> None:
         tokens, scales, counts, plan, ranges, sources, *beside = slots
         outputs = (
             plan.data,
@@ -235,7 +238,6 @@ class SentDispatch:
                 _read_batch(plan)  # bad ids and lost ranks leave one that is complete
                 raise
         plan.num_tokens, plan.topk = self._num_tokens, self._topk
-        return slots
 
 
 class SentCombine:
@@ -255,6 +257,7 @@ class SentCombine:
         group.require_tensors(None, out=out, wait_ns=wait_ns)
         group.combine_halves.take(self._half)
         _call_combine(plan, None, None, out, wait_ns, _RECEIVE)
+        _tell_graphs(None, out, wait_ns)
         return out
 
 
@@ -316,7 +319,9 @@ def ll_dispatch(
     except RuntimeError as error:  # no memory
         group.refuse(constants.LL_DISPATCH, type(error), str(error))
     _require_slots(group, constants.LL_DISPATCH, slots, expert_load, wait_ns)
-    return sent._fill(slots, tuple(given.values()), _BOTH, expert_load, wait_ns)
+    sent._fill(slots, tuple(given.values()), _BOTH, expert_load, wait_ns)
+    _tell_graphs(out, expert_load, wait_ns)
+    return slots
 
 
 def ll_dispatch_send(
@@ -377,6 +382,7 @@ def ll_combine(
     if not (plan.group.has(out) and plan.group.has_or_none(wait_ns)):
         plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
     _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH)
+    _tell_graphs(None, out, wait_ns)
     return out
 
 
@@ -488,6 +494,18 @@ def _refuse_gradients(group: LowLatencyGroup, operation: int, given: dict[str, A
                 "torch.no_grad(), or an EpGroup to train"
             )
             group.refuse(operation, ValueError, f"{name}: {problem}")
+
+
+def _tell_graphs(slots: Slots | None, *tensors: Tensor | None) -> None:
+    """Lets a backward pass that has saved what was overwritten know; compilers know by themselves.
+
+    Args:
+        slots: those that the caller gave; new ones are in no graph.
+    """
+    if not torch.compiler.is_compiling():
+        if slots is not None:
+            raise_versions(*(one.data if isinstance(one, SlotPlan) else one for one in slots))
+        raise_versions(*tensors)
 
 
 def _add_half(group: LowLatencyGroup, halves: OpenHalves, half: Half) -> None:

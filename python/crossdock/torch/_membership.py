@@ -21,7 +21,16 @@ from crossdock.errors import (
 from ._calls import current_stream, is_capturing
 from ._comm import Comm
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "is_told"]
+
+# Attribute of an exception of which the peers have been told.
+_TOLD = "_told"
+
+
+def is_told(error: Exception) -> bool:
+    """Whether `Membership.refuse` has raised it, so that the operation's turn has been taken."""
+    return hasattr(error, _TOLD)
+
 
 # Groups and contexts whose last reference went while a CUDA graph was captured, when nothing may
 # wait for the device: they are freed with the process.
@@ -171,7 +180,9 @@ class Membership:
                 self.core.join_failed(operation, text, current_stream(device))
             except InvalidArgument:
                 pass  # it says that the peers have been told
-        raise kind(text)
+        error = kind(text)
+        setattr(error, _TOLD, True)
+        raise error
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from crossdock._quantise import QuantiseWay, quantise_way
 
 from ._calls import is_capturing
 from ._derivatives import call, requires_grad
-from ._direct import FUNCTIONS, unobserved
+from ._direct import FUNCTIONS, shown, unobserved
 from ._group import EpGroup, Plan
 from ._parts import Portion
 
@@ -75,9 +75,11 @@ def dispatch(
         part: 0 = the whole operation; p = its p-th part, for a plan that was prepared with
             ``parts``: when it has ended, the rows of the experts of parts up to p are there. Call
             parts 1 to P in order, later ones with ``out=`` what the first has returned. Calls with
-            `part`, `num_sms` or `out` have no derivative, and are not for ``torch.compile``.
+            `part`, `num_sms` or `out` have no derivative, and are not for ``torch.compile`` and
+            whatever else of torch looks at operators (docs/torch_rules.md).
         num_sms: CUDA: multiprocessors of this call, at most the group's; 0 = as the group.
-        out: the results to write into, not trimmed.
+        out: the results to write into, not trimmed. A backward pass that still needs what they
+            held raises RuntimeError.
 
     Raises:
         TypeError, ValueError: a bad argument; no row has moved, and the peers get Mismatch.
@@ -101,8 +103,11 @@ def dispatch(
         if exact:
             problem = "exact: expected False beside part, num_sms or out; got True"
             group.refuse(constants.DISPATCH, ValueError, problem)
-        portion.check(group, constants.DISPATCH, recorded)
-        *made, _ = FUNCTIONS["dispatch"](*given, None, *routing, portion)
+        named = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
+        portion.check(group, constants.DISPATCH, recorded, plan=plan.data, **named)
+        with shown("crossdock::dispatch"):
+            *made, _ = FUNCTIONS["dispatch"](*given, None, *routing, portion)
+        portion.tell_graphs()
         return Dispatched(*made)
     if not recorded and unobserved(*given):
         *made, _ = FUNCTIONS["dispatch"](*given, None, *routing)
@@ -153,8 +158,11 @@ def combine(
     recorded = requires_grad((expert_out, weights, order))
     given = (plan.data, expert_out, weights)
     if portion := Portion(part, num_sms, None if out is None else (out,)):
-        portion.check(group, constants.COMBINE, recorded)
-        out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens, portion)
+        named = {"expert_out": expert_out, "weights": weights}
+        portion.check(group, constants.COMBINE, recorded, plan=plan.data, **named)
+        with shown("crossdock::combine"):
+            out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens, portion)
+        portion.tell_graphs()
         return out
     if not recorded and unobserved(*given):
         out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens)

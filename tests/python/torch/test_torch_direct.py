@@ -290,6 +290,104 @@ def test_tensors_that_are_not_their_memory_are_made_so(inputs, dispatched):
     assert not _direct.unobserved(plan.data, torch._efficientzerotensor((2,), device=x.device))
 
 
+# ---- Calls that are no operators ----------------------------------------------------------------
+
+PORTIONS = {"num_sms": {"num_sms": 1}, "part": {"part": 1}}
+
+
+def wrapped(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.Tensor._make_subclass(Wrapped, tensor)
+    made.plain = tensor
+    return made
+
+
+NO_MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a negated": torch._neg_view,
+    "a negated .*conjugated": lambda tensor: torch.complex(tensor, tensor).conj(),
+    "a negated or": lambda tensor: torch.complex(tensor, tensor).conj().imag,
+    "a Plain": lambda tensor: tensor.as_subclass(Plain),
+    "a Wrapped": wrapped,
+    "one of .*ZeroTensor": lambda tensor: torch._efficientzerotensor(
+        tensor.shape, dtype=tensor.dtype, device=tensor.device
+    ),
+}
+
+
+@pytest.mark.parametrize("portion", PORTIONS.values(), ids=PORTIONS)
+def test_parts_take_tensors_only_that_are_their_memory(inputs, portion):
+    plan, x, weights = inputs
+    received = xd.dispatch(plan, x, weights)
+    rows, beside = received.tokens, received.weights
+    out = xd.combine(plan, rows, beside)
+    for words, made in NO_MEMORY.items():
+        into = received._replace(weights=made(beside))
+        calls: dict[str, Callable[[], object]] = {
+            "tokens": lambda: xd.dispatch(plan, made(x), weights, **portion),
+            "topk_weights": lambda: xd.dispatch(plan, x, made(weights), **portion),
+            "out.weights": lambda: xd.dispatch(plan, x, weights, out=into, **portion),
+            "expert_out": lambda: xd.combine(plan, made(rows), beside, **portion),
+            "weights": lambda: xd.combine(plan, rows, made(beside), **portion),
+            "out": lambda: xd.combine(plan, rows, beside, out=made(out.clone()), **portion),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match=f" {name}: expected .* in memory, got {words}"):
+                call()
+    parameter = torch.nn.Parameter(x)
+    with torch.no_grad():
+        assert torch.equal(xd.dispatch(plan, parameter, weights, **portion).tokens, rows)
+    assert torch.equal(xd.combine(plan, rows, beside, **portion), out)
+
+
+@pytest.mark.parametrize("portion", PORTIONS.values(), ids=PORTIONS)
+def test_parts_are_refused_where_operators_have_to_be_seen(inputs, portion):
+    plan, x, weights = inputs
+    received = xd.dispatch(plan, x, weights)
+    plan = plan.detach()
+
+    def parts(x: torch.Tensor) -> torch.Tensor:
+        return xd.dispatch(plan, x, weights, **portion).tokens
+
+    def sums(rows: torch.Tensor) -> torch.Tensor:
+        return xd.combine(plan, rows, **portion)
+
+    def in_mode(mode: Any) -> Callable[..., Any]:
+        def call(function: Any, given: torch.Tensor) -> None:
+            with mode:
+                function(given)
+
+        return call
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    observers = (
+        lambda function, given: make_fx(function)(given),
+        torch.jit.trace,
+        lambda function, given: torch.func.functionalize(function)(given),
+        lambda function, given: torch.vmap(function)(given[None]),
+        in_mode(SeenByDispatch()),
+        in_mode(SeenByFunction()),
+        in_mode(fake),
+        lambda function, given: function(fake.from_tensor(given)),
+    )
+    for call in observers:
+        for function, given in ((parts, x), (sums, received.tokens)):
+            with pytest.raises(ValueError, match="in modes, tracers and|that is its elements"):
+                call(function, given)
+    assert torch.equal(parts(x), received.tokens)
+
+
+@pytest.mark.parametrize("observer", list(OBSERVERS)[2:])
+def test_other_observers_let_parts_go_on(inputs, dispatched, observer):
+    plan, x, weights = inputs
+    expected = through(plan, x, weights)
+    with OBSERVERS[observer](x.device) as seen:
+        received = xd.dispatch(plan, x, weights, part=1)
+        got = xd.combine(plan, received.tokens, received.weights, num_sms=1)
+    assert torch.equal(got, expected)
+    if observer == "profiler":
+        assert {"crossdock::dispatch", "crossdock::combine"} <= {one.name for one in seen.events()}
+    assert not dispatched
+
+
 class Layer(torch.nn.Module):
     """Scales tokens and takes them through an exchange."""
 

@@ -6,6 +6,7 @@ import re
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from crossdock.errors import (
     PeerLost,
     Unsupported,
 )
+from crossdock.torch import _calls
 from support import Rank, on_ranks
 from torch_support import Batch, assert_equal, layer, one_rank_errs, ragged, reported, settle
 
@@ -348,3 +350,95 @@ def test_bad_arguments_of_empty_symmetric():
         with pytest.raises(ValueError, match=r"shape: expected sizes from 0 on, got \(2, -1\)"):
             xd.empty_symmetric((2, -1))
         assert xd.empty_symmetric((2, 0)).shape == (2, 0)
+
+
+NO_NUMBERS = (True, 1.0, "1", -1, 1 << 31, np.int64(1), None, torch.tensor(1))
+
+
+def mistakes_of_results(received: xd.Dispatched, out: torch.Tensor):
+    """Operation, error, a wrong `out`, and what was expected."""
+    rows = received.tokens
+    leaf = torch.zeros_like(rows).requires_grad_()
+    with torch.no_grad():
+        view = leaf.view(rows.shape)
+    shape = re.escape(str(tuple(rows.shape)))
+    for wrong, got in (
+        (received[:1], "tuple of 1"),
+        (tuple(received) * 2, "tuple of 10"),
+        (list(received), "list"),
+        (rows, "Tensor"),
+        (5, "int"),
+    ):
+        yield "dispatch", TypeError, wrong, f"out: expected what part 1 .* of 5 .*; got a {got}"
+    for name, wrong, kind, words in (
+        ("weights", None, ValueError, "torch.float32 of shape .*, got None"),
+        ("scales", rows, ValueError, "None, got a Tensor"),
+        ("link", rows, ValueError, "None, got a Tensor"),
+        ("tokens", [1], TypeError, r"a tensor, got list \[1\]"),
+        ("tokens", rows.cpu().numpy(), TypeError, "a tensor, got ndarray"),
+        ("tokens", rows.to(torch.complex64), ValueError, f"torch.float32 of shape {shape}, got"),
+        ("tokens", rows.bfloat16(), ValueError, f"torch.float32 of shape {shape}, got .*bfloat16"),
+        ("tokens", rows[1:], ValueError, f"torch.float32 of shape {shape}, got"),
+        ("tokens", rows[0], ValueError, f"torch.float32 of shape {shape}, got"),
+        ("tokens", _narrow(rows), ValueError, "a contiguous tensor, got strides"),
+        ("tokens", rows.to("meta"), ValueError, "a tensor on .*, got one on meta"),
+        ("tokens", rows.to_sparse(), ValueError, "a dense tensor"),
+        ("tokens", leaf, ValueError, "a tensor that does not require grad, and is no view"),
+        ("tokens", view, ValueError, "a tensor that does not require grad, and is no view"),
+    ):
+        changed = received._replace(**{name: wrong})
+        yield "dispatch", kind, changed, f"out.{name}: expected {words}"
+    yield "combine", TypeError, (out,), "out: expected a tensor, got tuple"
+    yield "combine", ValueError, rows, "out: expected torch.float32 of shape"
+    yield "combine", ValueError, out.half(), "out: expected torch.float32 of shape .*float16"
+    yield "combine", ValueError, out.clone().requires_grad_(), "out: .* does not require grad"
+
+
+@on_ranks(2, timeout=120)
+def test_bad_parts_are_named_and_told_to_the_peers(me: Rank) -> None:
+    batch = Batch(SEED + 8, ragged(me))
+    with xd.init():
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        x, weights = x.detach(), weights.detach()
+        plan = group.prepare(topk_idx)
+        received = xd.dispatch(plan, x, weights)
+        out = xd.combine(plan, received.tokens, received.weights)
+        moved = {"plan": plan, "tokens": x, "topk_weights": weights, "out": received}
+        summed = {"expert_out": received.tokens, "weights": received.weights, "out": out}
+        calls = {
+            "prepare": (group.prepare, {"topk_idx": topk_idx}),
+            "dispatch": (xd.dispatch, moved),
+            "combine": (xd.combine, {"plan": plan} | summed),
+        }
+        mistakes = [
+            (
+                operation,
+                ValueError,
+                {name: value},
+                f"{name}: expected .*got {re.escape(repr(value))}",
+            )
+            for value in NO_NUMBERS
+            for operation, name in (
+                ("dispatch", "part"),
+                ("dispatch", "num_sms"),
+                ("combine", "part"),
+                ("prepare", "parts"),
+                ("prepare", "alignment"),
+            )
+            if not (name == "alignment" and value is None)
+        ]
+        mistakes += [
+            (operation, kind, {"out": wrong}, words)
+            for operation, kind, wrong, words in mistakes_of_results(received, out)
+        ]
+        bad = bad_rank(batch)
+        with pytest.MonkeyPatch.context() as patch:
+            if me.rank == bad:
+                patch.setattr(_calls, "run", {}.__getitem__)  # which takes other arguments
+            mistake = (TypeError, "__getitem__", {"out": None})
+            one_rank_errs(me, bad, group, xd.dispatch, moved, mistake)
+        for name, kind, wrong, words in mistakes:
+            text = rf"(?s){name}: {words}.*rank {bad} of {me.num_ranks}"
+            one_rank_errs(me, bad, group, *calls[name], (kind, text, wrong))
+        assert_equal("out", layer(plan, x, weights), batch.expected(me.rank)[0])

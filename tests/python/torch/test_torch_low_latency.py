@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,36 @@ def test_halves_of_two_batches_interleave(me: Rank) -> None:
         with pytest.raises(ValueError, match="receive: expected one call, got a second one"):
             one.receive()
         settle(group)
+
+
+@on_ranks(2)
+def test_overwritten_slots_are_told_to_graphs_that_saved_them(me: Rank) -> None:
+    batch = Batch(SEED, me.num_ranks)
+    x, ids, weights = batch.local(me.rank, torch.float32)
+    with xd.init():
+        group = make_group(dtype=torch.float32)
+        slots, scale = group.slots(), torch.ones(1, device=x.device, requires_grad=True)
+
+        def halves(**out: Any) -> None:
+            xd.ll_dispatch_send(group, x, ids, weights).receive(**out)
+
+        def whole(**out: Any) -> None:
+            xd.ll_dispatch(group, x, ids, weights, **out)
+
+        for call in (whole, halves):
+            call(out=slots)
+            product = (slots.tokens * scale).sum()
+            call()  # into other slots
+            product.backward()
+            product = (slots.tokens * scale).sum()
+            call(out=slots)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+        out = xd.ll_combine(slots.plan, slots.tokens)
+        product = (out * scale).sum()
+        assert xd.ll_combine(slots.plan, slots.tokens, out=out) is out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
 
 
 @on_ranks(2)

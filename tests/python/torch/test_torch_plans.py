@@ -261,3 +261,34 @@ def test_parts_give_what_whole_operations_give(me: Rank) -> None:
         with torch.no_grad():
             xd.dispatch(plan, x, weights, part=1)
         batch.check_layer(me.rank, group.prepare(topk_idx, parts=2))
+
+
+@on_ranks(2)
+def test_overwritten_results_are_told_to_graphs_that_saved_them(me: Rank) -> None:
+    batch = Batch(SEED, ragged(me))
+    with xd.init() as comm:
+        group = batch.group()
+        topk_idx, x, weights, _ = batch.local(me.rank)
+        plan, x, weights = group.prepare(topk_idx), x.detach(), weights.detach()
+        scale = torch.ones(1, device=x.device, requires_grad=True)
+        received = xd.dispatch(plan, x, weights)
+        product = (received.tokens * scale).sum()
+        assert xd.dispatch(plan, x, weights, out=received).tokens is received.tokens
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        out = xd.combine(plan, received.tokens, received.weights)
+        product = (out * scale).sum()
+        assert xd.combine(plan, received.tokens, received.weights, out=out) is out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        if comm.device.type == "cuda":  # its plans have one part
+            return
+        plan = group.prepare(topk_idx, parts=2)
+        received = xd.dispatch(plan, x, weights, part=1)
+        product = (received.tokens[: plan.offsets[1]] * scale).sum()
+        xd.dispatch(plan, x, weights, part=2, out=received)  # leaves the first expert's rows
+        product.backward()
+        product = (received.tokens * scale).sum()
+        xd.dispatch(plan, x, weights, part=1, out=received)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
