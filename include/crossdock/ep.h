@@ -71,13 +71,13 @@
  * Parts (EXPERT_MAJOR): operations on a plan may be called in its P parts, by all ranks from 1 to P
  * with the same tensors. Part p stands for the local experts (p-1)*L/P to p*L/P - 1 of each rank:
  *   dispatch, combine_bwd  After part p the zones of parts up to p are complete; rows of later ones
- *                          may have been written. Rows past the last zone belong to part P.
+ *                          may have been written; P has those past the last zone. Others may run
+ *                          between parts, among them 7 such operations in their parts.
  *   combine, dispatch_bwd  Part p reads zones of parts up to p alone, which stay as they are until
- *                          part P has ended; part P writes the outputs. Between parts 1 and P the
- *                          group runs nothing but xd_ep_prepare: other operations, and parts that
- *                          are out of order or follow an error, are INVALID_ARGUMENT on all ranks.
- * A part is an operation, with its own error. All bits are those of whole operations. Between
- * machines part 1 (dispatch, combine_bwd) or P does all the work.
+ *                          part P, which writes the outputs. Only prepare may run between.
+ * A part > 1 is INVALID_ARGUMENT if it is out of order, if its tensors have other types, row sizes
+ * or memory (symmetric or not), and behind any error but that of a prepare that made its plan;
+ * part 1 begins anew. All bits are those of whole operations. Between machines one part works.
  */
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_

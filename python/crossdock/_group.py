@@ -382,15 +382,20 @@ class EpGroup(Membership[EpConfig, EpStatus]):
 
 
 def _numbers(**given: int) -> dict[str, int]:
-    """Arguments of 32 bits, which the library judges."""
+    """Arguments of 32 bits, which the library judges, of any type of integers but bool."""
+    numbers = {}
     for name, value in given.items():
-        if not -(1 << 31) <= operator.index(value) < 1 << 31:
+        if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
+        numbers[name] = operator.index(value)
+        if not -(1 << 31) <= numbers[name] < 1 << 31:
             raise ValueError(f"{name}: expected a number of 32 bits, got {value}")
-    return given
+    return numbers
 
 
 def _part_of(part: int, out: object) -> dict[str, int]:
     """The part of an operation. Parts share their outputs, so that new ones are of the first."""
-    if operator.index(part) > 1 and out is None:
+    numbers = _numbers(part=part)
+    if numbers["part"] > 1 and out is None:
         raise ValueError(f"out: expected what part 1 has returned, got None with part = {part}")
-    return _numbers(part=part)
+    return numbers

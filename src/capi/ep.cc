@@ -1,6 +1,7 @@
 #include <crossdock/ep.h>
 
 #include "capi/boundary.h"
+#include "ep/bulk/calls.h"
 #include "ep/bulk/local_calls.h"
 #include "ep/executors.h"
 
@@ -67,10 +68,10 @@ xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args, xd_s
                  [&](xd::ep::Group& g) { g.prepare(args, stream); });
 }
 
-// Tokens of an operation in parts count once, with the first. Older callers know no parts.
+// Tokens of an operation in parts count once, with the first.
 template <class Args>
 static bool counts(xd_status status, const Args* args) {
-  return status == XD_SUCCESS && (args->struct_size < sizeof(Args) || args->part <= 1);
+  return status == XD_SUCCESS && (!xd::ep::has_part(*args) || args->part <= 1);
 }
 
 xd_status xd_ep_dispatch(xd_ep_group* group, const xd_ep_dispatch_args* args, xd_stream stream) {

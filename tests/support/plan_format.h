@@ -11,6 +11,8 @@ namespace xd::test {
 inline constexpr std::size_t kPlanHeaderBytes = 176;
 // A 32-bit number that tells how to read the others.
 inline constexpr std::size_t kPlanVersionAt = 8;
-inline constexpr std::uint32_t kPlanVersion = 3;  // with parts it is 4
+inline constexpr std::uint32_t kPlanVersion = 3;
+inline constexpr std::uint32_t kPlanHasParts = 1 << 16;  // set in it where the plan has parts
+inline constexpr std::size_t kPlanPartsAt = 45;          // of such plans, the lowest byte of P
 
 }  // namespace xd::test

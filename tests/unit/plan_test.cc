@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ep/bulk/wire.h"
+#include "ep/plan/plan_check.h"
 #include "support/plan_format.h"
 #include "unit/errors.h"
 
@@ -20,7 +21,9 @@ using test::expect_words;
 // The version is raised with every change of the header.
 static_assert(sizeof(PlanHeader) == test::kPlanHeaderBytes &&
               PlanHeader::kVersion == test::kPlanVersion &&
-              offsetof(PlanHeader, version) == test::kPlanVersionAt);
+              PlanHeader::kHasParts == test::kPlanHasParts &&
+              offsetof(PlanHeader, version) == test::kPlanVersionAt &&
+              offsetof(PlanHeader, keeps_list) + PlanHeader::kPartsShift / 8 == test::kPlanPartsAt);
 
 constexpr std::array<std::int64_t, 4> kCapacities = {7, 0, 1, 100};
 
@@ -58,8 +61,12 @@ TEST(RowCodecTest, RefusesCapacitiesThatDoNotFit) {
 
 class PlanTest : public testing::Test {
  protected:
-  static constexpr PlanMap kMap = PlanMap::make({.local_experts = 2, .tokens = 3, .topk = 2});
-  PlanTest() : bytes_(kMap.end / sizeof(Block)) {
+  PlanTest() { make(1); }
+
+  // Makes the plan anew, with that many parts.
+  void make(int parts) {
+    map_ = PlanMap::make({.local_experts = 2, .tokens = 3, .topk = 2, .ranks = 2, .parts = parts});
+    bytes_.assign(map_.end / sizeof(Block), {});
     PlanHeader header{};
     header.rank = 1;
     header.ranks = 2;
@@ -69,6 +76,10 @@ class PlanTest : public testing::Test {
     header.topk = 2;
     header.alignment = 4;
     header.keeps_list = 1;
+    if (parts > 1) {
+      header.version = PlanHeader::kHasParts;
+      header.keeps_list |= parts << PlanHeader::kPartsShift;
+    }
     header.capacity = 16;
     header.capacities = 99;
     std::memcpy(data(), &header, sizeof(header));
@@ -94,26 +105,57 @@ class PlanTest : public testing::Test {
   struct alignas(16) Block {
     std::byte bytes[16];
   };
+  PlanMap map_{};
   std::vector<Block> bytes_;
   Config config_;
 };
 
 TEST_F(PlanTest, EveryChangedBitOfHeaderAndZonesIsNoticed) {
-  const std::size_t covered = kMap.code;
-  for (std::size_t i = 0; i < covered; ++i) {
-    // Between the zones and the codes there may be padding, which the checksum covers as well.
-    for (int bit = 0; bit < 8; ++bit) {
-      data()[i] ^= std::byte(1 << bit);
-      EXPECT_NE(open_error(size()), "") << "byte " << i << " bit " << bit;
-      data()[i] ^= std::byte(1 << bit);
+  for (const int parts : {1, 2}) {
+    SCOPED_TRACE(std::to_string(parts) + " parts");
+    make(parts);
+    for (std::size_t i = 0; i < map_.code; ++i) {
+      // Between the zones and the codes there may be padding, which the checksum covers as well.
+      for (int bit = 0; bit < 8; ++bit) {
+        data()[i] ^= std::byte(1 << bit);
+        EXPECT_NE(open_error(size()), "") << "byte " << i << " bit " << bit;
+        data()[i] ^= std::byte(1 << bit);
+      }
     }
+    EXPECT_EQ(open_error(size()), "");
   }
-  EXPECT_EQ(open_error(size()), "");
+}
+
+// Also where the sizes that follow from P would be another plan's.
+TEST_F(PlanTest, NumbersOfPartsThatNoPlanHasAreNoticed) {
+  make(2);
+  PlanHeader header{};
+  std::memcpy(&header, data(), sizeof(header));
+  for (const int parts : {-1, 0, 1, 3, 16, 17, 1 << 20}) {
+    header.keeps_list = 1 | parts * (1 << PlanHeader::kPartsShift);
+    std::memcpy(data(), &header, sizeof(header));
+    EXPECT_EQ(open_error(size()), "plan: its header is damaged") << parts;
+  }
+}
+
+// A reader that knows plans of one part alone says what is wrong, and versions are not mixed up.
+TEST_F(PlanTest, PartsThatAReaderDoesNotKnowAreNamed) {
+  make(2);
+  PlanHeader header{};
+  std::memcpy(&header, data(), sizeof(header));
+  EXPECT_EQ(text_of(header_fault(header, size())), "plan: has several parts, expected one part");
+  header.version += 1;
+  for (const int parts : {1, 2}) {
+    expect_words(text_of(header_fault(header, size(), parts)), {"version 4, expected 3"});
+  }
 }
 
 TEST_F(PlanTest, EveryTruncationIsNoticed) {
-  for (std::size_t cut = 0; cut < size(); ++cut) {
-    EXPECT_NE(open_error(cut).find("cut short"), std::string::npos) << cut;
+  for (const int parts : {1, 2}) {
+    make(parts);
+    for (std::size_t cut = 0; cut < size(); ++cut) {
+      EXPECT_NE(open_error(cut).find("cut short"), std::string::npos) << cut;
+    }
   }
 }
 

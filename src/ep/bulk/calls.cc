@@ -244,8 +244,7 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
 
 DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& context) {
   auto a = read_struct("args", args, xd_ep_dispatch_args XD_EP_DISPATCH_ARGS_INIT);
-  // The struct of older callers ends with padding where `part` lies.
-  if (a.struct_size < sizeof(a)) a.part = 0;
+  if (!has_part(a)) a.part = 0;
   const Config& config = *context.config;
   const Reader reader(context);
   DispatchCall call;

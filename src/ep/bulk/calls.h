@@ -4,6 +4,8 @@
 
 #include <crossdock/ep.h>
 
+#include <cstddef>
+
 #include "ep/plan/call.h"
 
 namespace xd::ep {
@@ -22,6 +24,13 @@ struct Portion {
   int part = 0;     // 0 = all
   int num_sms = 0;  // 0 = as the group
 };
+
+// Whether the caller's struct has `part`, which came together with num_sms. Where structs of older
+// callers ended with padding, `part` lies there.
+template <class Args>
+bool has_part(const Args& args) {
+  return args.struct_size >= offsetof(Args, num_sms) + sizeof(args.num_sms);
+}
 
 struct DispatchCall {
   PlanBytes plan;

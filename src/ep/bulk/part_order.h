@@ -1,16 +1,17 @@
-// The order of the parts of combine and dispatch_bwd in a group: between the first and the last one
-// partial sums lie in group memory, so the group runs nothing else there but prepare.
+// The order of the parts of operations in a group.
 //
-// All ranks have seen the same turns, so they come to the same verdict, each by itself. Where they
-// have not (a failure that one rank alone met), the rank that finds a mistake tells its peers.
+// Between the first and the last part of combine and dispatch_bwd partial sums lie in group memory,
+// so the group runs nothing else there but prepare. Rows of dispatch and combine_bwd lie in the
+// caller's memory, so anything may run between their parts; but a row that crosses once for several
+// zones does so in the first of their parts, so no later part may follow one that did not succeed.
+//
+// All ranks have seen the same turns, and they compare their records, so they come to the same
+// verdict, each by itself. Where they do not (a failure that one rank alone met, a tensor that lies
+// elsewhere), the rank that finds a mistake tells its peers.
 #pragma once
 
-#include <crossdock/ep.h>
+#include <array>
 
-#include <cstdint>
-#include <utility>
-
-#include "base/error.h"
 #include "ep/bulk/family.h"
 #include "ep/plan/parts.h"
 
@@ -18,55 +19,44 @@ namespace xd::ep {
 
 class PartOrder {
  public:
+  // The receive tensors that are staged on this rank. A tensor without rows is not.
+  struct Staged {
+    bool rows = false, scales = false;
+    bool operator==(const Staged&) const = default;
+  };
   struct Step {
-    xd_ep_operation operation;
-    std::uint64_t plan;  // fingerprint
+    Record record;  // `fingerprint`: the plan's, without the part
     CallPart part;
+    Staged staged;
   };
 
-  // Every turn begins with it, also a failed one. Sums that have been begun end here, unless the
-  // turn calls advance() or resume().
-  void begin() { open_ = std::exchange(kept_, {}); }
+  // Operations of rows that may be under way. One more, and the one whose last part is the longest
+  // ago has to begin anew.
+  static constexpr int kMostUnderWay = 8;
+
+  // Every turn begins with it, also a failed one. All that is under way ends here, unless the turn
+  // before has called advance() or resume().
+  void begin();
 
   // Throws INVALID_ARGUMENT unless the step may follow the turns before it.
-  void require(const Step& step) const {
-    if (open_.part == 0) {
-      XD_REQUIRE(!sums(step.operation) || step.part.begins(), "part = ", step.part.part, " of ",
-                 name(step.operation), ", expected 1: part ", step.part.part - 1,
-                 " of this plan has not been run just before, or has failed");
-      return;
-    }
-    XD_REQUIRE(step.operation == open_.operation && step.plan == open_.plan &&
-                   step.part.part == open_.part,
-               "part = ", step.part.part, " of ", name(step.operation), ", expected part ",
-               open_.part, " of ", name(open_.operation), " on the plan of part ", open_.part - 1,
-               ": nothing but prepare runs between its parts; part 1 begins anew");
-  }
+  void require(const Step& step) const;
 
   // The step has come to its end.
-  void advance(const Step& step) {
-    if (sums(step.operation) && !step.part.ends()) {
-      kept_ = {step.operation, step.plan, step.part.part + 1};
-    }
-  }
+  void advance(const Step& step);
   // A prepare has come to its end.
-  void resume() { kept_ = open_; }
+  void resume() { succeeded_ = true; }
 
  private:
-  // Sums that have been begun, and the part that comes next; 0 = there are none.
-  struct Open {
-    xd_ep_operation operation = XD_EP_PREPARE;
-    std::uint64_t plan = 0;
-    int part = 0;
-  };
+  // Its next part comes behind `step`, its last one.
+  const Step* find(const Step& step) const;
+  void forget(const Step& step);
 
-  static bool sums(xd_ep_operation operation) {
-    return operation == XD_EP_COMBINE || operation == XD_EP_DISPATCH_BWD;
-  }
-  static std::string name(xd_ep_operation operation) { return Family::kOperations.name(operation); }
-
-  Open open_;  // before the current turn
-  Open kept_;  // behind it
+  // The last parts of operations under way, the latest one last. Sums are alone of their kind.
+  std::array<Step, kMostUnderWay> moves_{};
+  int num_moves_ = 0;
+  Step sums_{};
+  bool has_sums_ = false;
+  bool succeeded_ = false;  // the current turn, or where none is running the last one
 };
 
 }  // namespace xd::ep

@@ -24,7 +24,7 @@ std::uint64_t checksum_of(const std::byte* plan, const PlanExtent& extent) {
 void seal(std::byte* plan, PlanHeader header) {
   const PlanExtent extent = extent_of(header, parts_of(header));
   header.magic = PlanHeader::kMagic;
-  if (header.version != PlanHeader::kVersionOfParts) header.version = PlanHeader::kVersion;
+  header.version = PlanHeader::kVersion | (header.version & PlanHeader::kHasParts);
   header.bytes = extent.end;
   std::memcpy(plan, &header, sizeof(header));
   header.checksum = checksum_of(plan, extent);

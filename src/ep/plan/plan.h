@@ -13,7 +13,7 @@
 // here; items are ordered by source rank and token.
 //   tokens[W]       int32: tokens of every rank (after offset[])
 //   item_begin[W+1] int32: first item of every source rank, and the end of the last
-// Plans with parts, which are of a version of their own:
+// Plans with parts:
 //   part_end[W][P-1] int32: first row behind each part in each rank's receive tensor, after drops
 //                    (behind item_begin[])
 // Again of plans with items:
@@ -46,7 +46,7 @@ struct PlanHeader {
   // Raised whenever a plan's bytes change; the fields up to this one never do. 2: `hosts`; 3: plans
   // of low latency have no tokens of other ranks.
   static constexpr std::uint32_t kVersion = 3;
-  static constexpr std::uint32_t kVersionOfParts = 4;  // the same, with parts
+  static constexpr std::uint32_t kHasParts = 1 << 16;  // set in `version` of plans with parts
   static constexpr int kPartsShift = 8;
   static constexpr std::uint32_t kFirstOfToken = 0x80000000;
 
@@ -60,7 +60,7 @@ struct PlanHeader {
   std::int32_t layout;  // an xd_ep_layout or ll_layout()
   std::int32_t alignment;
   std::int32_t overflow;    // an xd_ep_overflow
-  std::int32_t keeps_list;  // 1 = has a list; kVersionOfParts: plus P << kPartsShift
+  std::int32_t keeps_list;  // 1 = has a list; with parts: plus P << kPartsShift
   std::int32_t
       keeps_items;  // has room for items: 1; in low latency, for items of that many choices
   std::int32_t bad_id_rank;
@@ -125,7 +125,7 @@ struct PlanMap {
 
 // P.
 constexpr int parts_of(const PlanHeader& h) {
-  return h.version == PlanHeader::kVersionOfParts ? h.keeps_list >> PlanHeader::kPartsShift : 1;
+  return (h.version & PlanHeader::kHasParts) != 0 ? h.keeps_list >> PlanHeader::kPartsShift : 1;
 }
 constexpr bool keeps_list(const PlanHeader& h) {
   return (h.keeps_list & ((1 << PlanHeader::kPartsShift) - 1)) != 0;

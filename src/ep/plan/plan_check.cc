@@ -32,6 +32,8 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::version:
       return concat("plan: has format version ", fault.got, ", expected ", fault.expected,
                     ": another version of the library has made it");
+    case PlanFault::parts:
+      return "plan: has several parts, expected one part";
     case PlanFault::header:
       return "plan: its header is damaged";
     case PlanFault::cut_short:

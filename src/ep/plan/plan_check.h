@@ -19,6 +19,7 @@ enum class PlanFault : std::int32_t {
   none,
   no_plan,       // magic
   version,       // got, expected
+  parts,         // has more than one, where plans with parts are refused
   header,        // damaged
   cut_short,     // got bytes, expected
   checksum,      // damaged
@@ -61,8 +62,12 @@ PlanTerms terms_of(const PlanBinding& binding);
 // parts_of(h), or 1 where plans with parts are refused.
 constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes, int parts = 1) {
   if (h.magic != PlanHeader::kMagic) return {.kind = PlanFault::no_plan};
-  if (h.version != PlanHeader::kVersion && parts == 1) {
-    return {.kind = PlanFault::version, .got = h.version, .expected = PlanHeader::kVersion};
+  const std::uint32_t version = h.version & ~PlanHeader::kHasParts;
+  if (version != PlanHeader::kVersion) {
+    return {.kind = PlanFault::version, .got = version, .expected = PlanHeader::kVersion};
+  }
+  if (version != h.version && parts == 1) {
+    return {.kind = parts_of(h) > 1 ? PlanFault::parts : PlanFault::header};
   }
   if (!plausible(h) || parts < 1 || parts > kMaxParts) return {.kind = PlanFault::header};
   const PlanExtent extent = extent_of(h, parts);

@@ -73,7 +73,7 @@ def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank)
                 ("prepare", {"out": (1,)}, "out: expected a Plan, got tuple"),
                 ("dispatch", {"out": (1,)}, "out: expected a Dispatched, got tuple"),
                 ("prepare", {"out": of_bytes}, f"out.data: {no_array} bytes"),
-                ("prepare", {"alignment": "1"}, ".*str"),
+                ("prepare", {"alignment": "1"}, "alignment: expected an integer, got str '1'"),
             ],
             ValueError: [
                 ("dispatch", {"scales": byte}, "scales: .* max_scale_bytes = 0 bytes .*, got 4"),
@@ -95,6 +95,18 @@ def test_a_mistake_found_in_python_is_named_and_peers_are_told_at_once(me: Rank)
                 assert (error.peer, error.rank, error.operation) == (1, 0, operation)
                 assert group.status().status == "XD_SUCCESS"  # the call has raised it
             still_usable(group, me.rank)
+
+
+@on_ranks(2)
+def test_numbers_that_are_no_integers_are_named_and_peers_are_told_at_once(me: Rank) -> None:
+    with me.comm() as comm, crossdock.EpGroup(comm, CONFIG) as group:
+        tokens, prepare = np.ones((2, 8), np.float32), functools.partial(group.prepare, IDS)
+        dispatch = functools.partial(group.dispatch, group.prepare(IDS), tokens)
+        for wrong, got in ((True, "bool True"), (np.bool_(True), "bool"), (1.0, "float 1.0")):
+            for call, name in ((prepare, "parts"), (prepare, "alignment"), (dispatch, "part")):
+                text = f"{name}: expected an integer, got {got}"
+                peers_are_told(me, TypeError, text, functools.partial(call, **{name: wrong}), call)
+                still_usable(group, me.rank)
 
 
 @on_ranks(2)

@@ -226,16 +226,16 @@ def test_parts_give_what_whole_operations_give(me: Rank) -> None:
     routing, (tokens, weights, grads) = routing_of(case), data_of(case)
     mine, its_weights, grad = tokens[me.rank], weights[me.rank], grads[me.rank]
     with me.comm() as comm, crossdock.EpGroup(comm, case.config()) as group:
-        plan = group.prepare(routing.topk_idx[me.rank], parts=2)
+        plan = group.prepare(routing.topk_idx[me.rank], parts=np.uint8(2), alignment=np.int64(1))
         assert plan.info()["parts"] == 2
         whole = group.dispatch(plan, mine, its_weights)
         sums = group.combine(plan, whole.tokens, whole.weights)
         moved = group.combine_bwd(plan, grad, whole.tokens, whole.weights)
         back = group.dispatch_bwd(plan, moved.expert_out, moved.weights)
         received = out = into = gradients = None
-        for part in (1, 2):
+        for part in np.arange(1, 3):  # integers of NumPy's
             received = group.dispatch(plan, mine, its_weights, part=part, out=received)
-        for part in (1, 2):
+        for part in np.arange(1, 3):
             out = group.combine(plan, received.tokens, received.weights, part=part, out=out)
         for part in (1, 2):
             into = group.combine_bwd(

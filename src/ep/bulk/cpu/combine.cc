@@ -53,9 +53,9 @@ void SumOperation::sum(const RemoteSums::Wish& wish) const {
 }
 
 CombineOp::CombineOp(const Context& context, const CombineCall& call)
-    : SumOperation(context, XD_EP_COMBINE, call.plan, call.portion), call_(call) {
+    : SumOperation(context, call.plan, call.portion), call_(call) {
   require_tokens(call_.out, plan_);
-  receive(call_.expert_out, call_.weights);
+  receive(record_of(call_), call_.expert_out, call_.weights);
 }
 
 void CombineOp::move() {
@@ -65,12 +65,12 @@ void CombineOp::move() {
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
-    : SumOperation(context, XD_EP_DISPATCH_BWD, call.plan, call.portion), call_(call) {
+    : SumOperation(context, call.plan, call.portion), call_(call) {
   require_tokens(call_.grad_tokens, plan_);
   require_tokens(call_.grad_topk_weights, plan_);
   require_topk(call_.grad_topk_weights, plan_);
   if (config().layout.choices_beside_rows) require_topk(call_.grad_recv_weights, plan_);
-  receive(call_.grad_recv_tokens, call_.grad_recv_weights);
+  receive(record_of(call_), call_.grad_recv_tokens, call_.grad_recv_weights);
 }
 
 void DispatchBwdOp::move() {

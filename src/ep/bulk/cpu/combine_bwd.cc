@@ -9,17 +9,18 @@
 namespace xd::ep::cpu {
 
 CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
-    : PlanOperation(context, XD_EP_COMBINE_BWD, call.plan, call.portion), call_(call) {
+    : PlanOperation(context, call.plan, call.portion), call_(call) {
   require_tokens(call_.grad_out, plan_);
   grad_expert_out_ = receive_rows(call_.grad_expert_out);
   grad_expert_out_scales_ = receive_beside(call_.grad_expert_out_scales, own_map().scales);
   expert_out_ = receive_rows(call_.expert_out);
   weights_ = receive_beside(call_.weights, own_map().weights);
   grad_weights_ = receive_beside(call_.grad_weights, own_map().weights);
+  require_order(record_of(call_), {grad_expert_out_.staged(), grad_expert_out_scales_.staged()});
 }
 
 Record CombineBwdOp::record() const {
-  Record record = plan_record(record_of(call_));
+  Record record = plan_record();
   record.rows_in = grad_expert_out_.place();
   record.scales_in = call_.expert_out ? expert_out_.place() : grad_expert_out_scales_.place();
   record.weights_in = weights_.place();
@@ -127,6 +128,7 @@ OperationError CombineBwdOp::complete() {
   grad_expert_out_.zero_gaps(plan_, config(), scope);
   grad_expert_out_scales_.zero_gaps(plan_, config(), scope);
   grad_weights_.zero_gaps(plan_, config(), scope);
+  advance();
   return {};
 }
 

@@ -9,7 +9,7 @@
 namespace xd::ep::cpu {
 
 DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
-    : PlanOperation(context, XD_EP_DISPATCH, call.plan, call.portion), call_(call) {
+    : PlanOperation(context, call.plan, call.portion), call_(call) {
   require_tokens(call_.tokens, plan_);
   require_topk(call_.topk_weights, plan_);
   if (config().layout.choices_beside_rows) {
@@ -20,10 +20,11 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
   recv_scales_ = receive_beside(call_.recv_scales, own_map().scales);
   recv_weights_ = receive_beside(call_.recv_weights, own_map().weights);
   recv_topk_idx_ = receive_beside(call_.recv_topk_idx, own_map().indices);
+  require_order(record_of(call_), {recv_tokens_.staged(), recv_scales_.staged()});
 }
 
 Record DispatchOp::record() const {
-  Record record = plan_record(record_of(call_));
+  Record record = plan_record();
   record.rows_in = recv_tokens_.place();
   record.scales_in = recv_scales_.place();
   record.weights_in = recv_weights_.place();
@@ -126,6 +127,7 @@ OperationError DispatchOp::complete() {
     tensor->zero_gaps(plan_, config(), scope);
   }
   if (config().layout.choices_beside_rows) end_choices();
+  advance();
   return {};
 }
 

@@ -52,8 +52,11 @@ class CpuGroup final : public Group {
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {
-    order_.begin();
-    runner_.run_failed(operation, std::move(error));
+    // No operation is made; the order of parts is touched once the group is this call's.
+    runner_.run(operation, [&]() -> PrepareOp {
+      order_.begin();
+      throw std::move(error);
+    });
   }
 
  private:

@@ -65,14 +65,22 @@ class PlanOperation {
   bool counts_rows() const { return part().begins(); }
 
  protected:
-  // Throws INVALID_ARGUMENT where the plan has no such part, or the group expects another one.
-  PlanOperation(const Context& context, xd_ep_operation operation, PlanBytes plan,
-                const Portion& portion)
-      : context_(context),
-        plan_(open_plan(context, plan)),
-        step_{operation, plan_.header().fingerprint, call_part(plan_, portion)} {
+  // Throws INVALID_ARGUMENT where the plan has no such part.
+  PlanOperation(const Context& context, PlanBytes plan, const Portion& portion)
+      : context_(context), plan_(open_plan(context, plan)) {
+    step_.part = call_part(plan_, portion);
+  }
+  // Constructors end with it. `record`: that of the call. Throws INVALID_ARGUMENT where the group
+  // expects another part, or other tensors.
+  void require_order(const Record& record, PartOrder::Staged staged) {
+    const bool has_rows = plan_.header().recv_rows > 0;
+    step_.record = record;
+    step_.record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
+    step_.record.fingerprint = plan_.header().fingerprint;
+    step_.staged = {has_rows && staged.rows, has_rows && staged.scales};
     if (!plan_.refused()) context_.order.require(step_);
   }
+  void advance() const { context_.order.advance(step_); }
 
   const CallPart& part() const { return step_.part; }
   // The rows of the call's part. Between machines one call does the work of all: the first one of
@@ -132,10 +140,10 @@ class PlanOperation {
   ReceiveTensor receive_beside(const Tensor& tensor, std::uint64_t staging_offset) const {
     return ReceiveTensor(context_, plan_, tensor, {staging_offset, true});
   }
-  // Adds to the call's record the facts that it takes from the plan.
-  Record plan_record(Record record) const {
-    record.rows = static_cast<std::uint32_t>(plan_.header().recv_rows);
-    record.fingerprint = plan_.header().fingerprint | static_cast<std::uint64_t>(part().part);
+  // The call's record, but for the places of tensors.
+  Record plan_record() const {
+    Record record = step_.record;
+    record.fingerprint |= static_cast<std::uint64_t>(part().part);
     return record;
   }
 

@@ -73,22 +73,24 @@ class DispatchOp : public PlanOperation {
 // weight beside each row.
 class SumOperation : public PlanOperation {
  public:
-  OperationError complete() {
-    context_.order.advance(step_);
+  Record record() const {
+    Record record = plan_record();
+    record.rows_in = rows_.place();
+    record.weights_in = weights_.place();
+    return record;
+  }
+  OperationError complete() const {
+    advance();
     return {};
   }
 
  protected:
   using PlanOperation::PlanOperation;
 
-  void receive(const Tensor& rows, const Tensor& weights) {
+  void receive(const Record& record, const Tensor& rows, const Tensor& weights) {
     rows_ = receive_rows(rows);
     weights_ = receive_beside(weights, own_map().weights);
-  }
-  Record sum_record(Record record) const {
-    record.rows_in = rows_.place();
-    record.weights_in = weights_.place();
-    return plan_record(record);
+    require_order(record, {.rows = rows_.staged()});
   }
   // Sums of rows that are staged are made part by part, and all the rest in the last part.
   // `factors` multiply the rows where they are added up here; null = none.
@@ -105,7 +107,6 @@ class SumOperation : public PlanOperation {
 class CombineOp : public SumOperation {
  public:
   CombineOp(const Context& context, const CombineCall& call);
-  Record record() const { return sum_record(record_of(call_)); }
   void stage_in() { stage(call_.weights ? call_.weights.as<float>() : nullptr); }
   void move();
 
@@ -116,7 +117,6 @@ class CombineOp : public SumOperation {
 class DispatchBwdOp : public SumOperation {
  public:
   DispatchBwdOp(const Context& context, const DispatchBwdCall& call);
-  Record record() const { return sum_record(record_of(call_)); }
   void stage_in() { stage(nullptr); }
   void move();
 

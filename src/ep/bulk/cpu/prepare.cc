@@ -230,13 +230,13 @@ void PrepareOp::collect_kept() {
 }
 
 OperationError PrepareOp::complete() {
-  context_.order.resume();
   if (tells_kept() && placement().dropped_rows > 0) collect_kept();
   write_zones();
   write_header();
   write_outputs();
   context_.group.count_bad_ids(placement().bad_ids);
   if (drops()) context_.group.count_dropped_rows(placement().dropped_rows);
+  context_.order.resume();
   return report();
 }
 
@@ -272,7 +272,7 @@ void PrepareOp::write_header() const {
   header.overflow = config().overflow;
   header.keeps_list = config().keeps.lists ? 1 : 0;
   if (call_.parts > 1) {
-    header.version = PlanHeader::kVersionOfParts;
+    header.version = PlanHeader::kHasParts;  // sealing adds the number
     header.keeps_list |= call_.parts << PlanHeader::kPartsShift;
   }
   header.list_rows = collect_lists();

@@ -186,7 +186,7 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
 std::string explain(const char* operation, const LaunchShape& shape, const Traffic& traffic,
                     int num_sms, int budget) {
   return concat(operation, ": ", shape.blocks, " multiprocessors (",
-                num_sms > 0 ? "as configured" : "chosen", ", budget ", budget, "), ",
+                num_sms > 0 ? "as asked for" : "chosen", ", budget ", budget, "), ",
                 shape.first_blocks, " begin with rows for peers, ", shape.threads / 32,
                 " warps each, for ", traffic.tokens, " tokens of ", traffic.row_bytes, " bytes, ",
                 traffic.ranks, " ranks, top-", traffic.topk,
