@@ -282,7 +282,7 @@ std::vector<Case> cases_in_parts(int num_ranks) {
     const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
     c.max_tokens = static_cast<int>(std::clamp<std::int64_t>(
         kMaxReceiveBytes / (row_bytes * num_ranks * std::min(c.topk, most)), 1, c.max_tokens));
-    while (c.alignment > 1 && most * c.alignment * row_bytes > kMaxReceiveBytes / 4) {
+    while (c.alignment > 1 && std::int64_t{most} * c.alignment * row_bytes > kMaxReceiveBytes / 4) {
       c.alignment /= 2;
     }
     cases.push_back(c);
