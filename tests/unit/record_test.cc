@@ -51,7 +51,8 @@ TEST(RecordTest, WhatMustBeEqualIsToldInWordsAndNothingElseIsCompared) {
        [](Record& r) {
          r.extra = ScaleRow{XD_EP_QUANTISE_MXFP8, 16}.word();
        }},
-      {"a plan of another batch", [](Record& r) { r.fingerprint = 98; }},
+      {"a plan of another batch", [](Record& r) { r.fingerprint += 1 << 20; }},
+      {"part 2, here 3", [](Record& r) { r.fingerprint -= 1; }},
       {"", [](Record& r) { r.flags |= kWideIndices; }},
       {"", [](Record& r) { r.rows = 6; }},
       {"", [](Record& r) { r.rows_in = turn::PeerAddress::in_heap(3, 256); }},
