@@ -32,6 +32,11 @@ def is_told(error: Exception) -> bool:
     return hasattr(error, _TOLD)
 
 
+def _told(error: Exception) -> Exception:
+    setattr(error, _TOLD, True)
+    return error
+
+
 # Groups and contexts whose last reference went while a CUDA graph was captured, when nothing may
 # wait for the device: they are freed with the process.
 _left_by_captures: list[Any] = []
@@ -180,9 +185,7 @@ class Membership:
                 self.core.join_failed(operation, text, current_stream(device))
             except InvalidArgument:
                 pass  # it says that the peers have been told
-        error = kind(text)
-        setattr(error, _TOLD, True)
-        raise error
+        raise _told(kind(text))  # no local name: with its traceback it would keep this group alive
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
