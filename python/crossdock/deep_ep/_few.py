@@ -171,7 +171,7 @@ def weights_home(
         }
         routing.batch.run("combine", fields)
         high, low = total.view(-1, columns, 2)[:, :topk].to(torch.int32).unbind(2)
-        out.copy_((high << _HALF | low).view(torch.float32))
+        out.copy_(torch.bitwise_or(high << _HALF, low).view(torch.float32))
 
 
 def _told(work: StreamWork, routing: Routing) -> torch.Tensor:

@@ -49,6 +49,9 @@ OTHER_THINGS = {
     ("cli/_doctor.py", 128): "columns of a test",
     ("cli/_trace.py", 128): "what shells add to signals",
     ("jax/tp/_run.py", 128): "columns of a product's scale",
+    ("sglang/_dispatchers.py", 128): "alignment of DeepGEMM's numbers of rows",
+    ("sglang/_dispatchers.py", 1024): "tokens of a group for prefill",
+    ("vllm/_layers.py", 128): "rows and columns of a block of weights",
 }
 
 

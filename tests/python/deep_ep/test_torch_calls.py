@@ -79,7 +79,7 @@ def calls_of_buffer(buffer: Buffer) -> None:
     require(1, lambda: buffer.combine(rows, handle))
     require(6, lambda: buffer.combine(rows, handle, weights))  # padded to 16 bytes
     # On the CPU two look whether the numbers of tokens are right.
-    require(8, lambda: buffer.dispatch(caller.x, **layout, **topk))
+    require(9, lambda: buffer.dispatch(caller.x, **layout, **topk))
     few = (caller.x, caller.topk_idx, 32, batch.num_experts)
     plain = {"use_fp8": False}
     x, _, slots, *_ = buffer.low_latency_dispatch(*few, **plain)
