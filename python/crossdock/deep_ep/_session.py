@@ -227,7 +227,7 @@ class Session:
         """Closes a group when its operations have ended.
 
         Args:
-            everywhere: whether they run on the caller's streams; else on this session's.
+            everywhere: whether they run on the caller's streams; else on this object's own.
         """
         if is_capturing(self.device):
             _left_by_captures.append(group)
