@@ -173,3 +173,58 @@ def computed(parts: SimpleNamespace, placed: Placed, got: Any) -> Any:
     assert got.num_recv_tokens_per_expert == rounded
     made = placed.by_choice(x, got.topk_ids, got.topk_weights)
     return parts.first.DeepEPNormalCombineInput(made, got.topk_ids, got.topk_weights)
+
+
+def layers_are_dense_sums(
+    parts: SimpleNamespace, mode: str, fp8: bool, copies: bool, hidden: int = HIDDEN
+) -> None:
+    """Dispatchers of a mode, batch after batch, of prefill and of decode."""
+    for seed in range(len(BATCHES)):
+        placed = Placed(parts, seed, copies, hidden)
+        made = dispatcher(parts, placed, mode, fp8)
+        for prefill in (True, False):
+            begin(parts, prefill)
+            got = made.dispatch(**placed.given)
+            few = mode == "low_latency" or (mode == "auto" and not prefill)
+            assert isinstance(got, parts.first.DeepEPLLDispatchOutput) == few
+            out = made.combine(combine_input=computed(parts, placed, got))
+            placed.check(out, fp8)
+
+
+def micro_batches_take_turns(parts: SimpleNamespace, mode: str) -> None:
+    """The halves of two micro-batches, as two-batch overlap calls them."""
+    begin(parts, mode == "normal")
+    both = [Placed(parts, seed, False) for seed in range(2)]
+    made = dispatcher(parts, both[0], mode, True)
+    place = [{"tbo_subbatch_index": one} for one in range(2)]
+    for _ in range(2):
+        made.dispatch_a(**both[0].given, **place[0])
+        made.dispatch_a(**both[1].given, **place[1])
+        rows = made.dispatch_b(**place[0])
+        made.combine_a(combine_input=computed(parts, both[0], rows), **place[0])
+        rows = made.dispatch_b(**place[1])
+        both[0].check(made.combine_b(**place[0]), True)
+        made.combine_a(combine_input=computed(parts, both[1], rows), **place[1])
+        both[1].check(made.combine_b(**place[1]), True)
+
+
+def combine_overlaps_shared_experts_alone(parts: SimpleNamespace) -> None:
+    """Combine takes SGLang's words of overlap, and refuses experts whose rows come one by one."""
+    placed = Placed(parts, 2, False)
+    for overlap in (False, True):
+        made = dispatcher(parts, placed, "low_latency", False)
+        stream = NoStream()
+        device = SimpleNamespace(current_stream=lambda: stream)
+        made._inners[0]._low_latency_dispatcher.device_module = device
+        for _ in range(2):
+            rows = computed(parts, placed, made.dispatch(**placed.given))
+            given = parts.single.CombineOverlapArgs(
+                overlap=overlap, stream=stream, wait_event=None, num_sms=20
+            )
+            made.set_overlap_args(given, {"block_m": 64, "threshold": 0})
+            if overlap:
+                with pytest.raises(ValueError, match="overlap: expected False, as all rows"):
+                    made.combine(combine_input=rows)
+                break
+            placed.check(made.combine(combine_input=rows), False)
+            made.clear_overlap_args()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,11 @@ from sglang_cases import (
     SECONDS,
     TOPK,
     UNUSED,
-    NoStream,
     Placed,
     begin,
-    computed,
-    dispatcher,
+    combine_overlaps_shared_experts_alone,
+    layers_are_dense_sums,
+    micro_batches_take_turns,
     sglang,
 )
 from support import Rank, on_ranks
@@ -40,60 +39,21 @@ def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
     with sglang(me) as parts:
         for copies in (False, True):
             parts.context.get_resources().buffers.clear()
-            for seed in range(len(BATCHES)):
-                placed = Placed(parts, seed, copies)
-                made = dispatcher(parts, placed, mode, fp8)
-                for prefill in (True, False):
-                    begin(parts, prefill)
-                    got = made.dispatch(**placed.given)
-                    few = mode == "low_latency" or (mode == "auto" and not prefill)
-                    assert isinstance(got, parts.first.DeepEPLLDispatchOutput) == few
-                    out = made.combine(combine_input=computed(parts, placed, got))
-                    placed.check(out, fp8)
+            layers_are_dense_sums(parts, mode, fp8, copies)
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 @on_ranks(2, 4, timeout=SECONDS)
 def test_two_micro_batches_take_turns(me: Rank, mode: str) -> None:
     with sglang(me) as parts:
-        begin(parts, mode == "normal")
-        both = [Placed(parts, seed, False) for seed in range(2)]
-        made = dispatcher(parts, both[0], mode, True)
-        place = [{"tbo_subbatch_index": one} for one in range(2)]
-        for _ in range(2):
-            made.dispatch_a(**both[0].given, **place[0])
-            made.dispatch_a(**both[1].given, **place[1])
-            rows = made.dispatch_b(**place[0])
-            made.combine_a(combine_input=computed(parts, both[0], rows), **place[0])
-            rows = made.dispatch_b(**place[1])
-            both[0].check(made.combine_b(**place[0]), True)
-            made.combine_a(combine_input=computed(parts, both[1], rows), **place[1])
-            both[1].check(made.combine_b(**place[1]), True)
+        micro_batches_take_turns(parts, mode)
 
 
 @on_ranks(2, timeout=SECONDS)
 def test_what_combine_may_overlap_with(me: Rank) -> None:
     """Shared experts on another stream, but no experts whose rows come one by one."""
     with sglang(me) as parts:
-        placed = Placed(parts, 2, False)
-        for overlap in (False, True):
-            made = dispatcher(parts, placed, "low_latency", False)
-            stream = NoStream()
-            device = SimpleNamespace(current_stream=lambda: stream)
-            made._inners[0]._low_latency_dispatcher.device_module = device
-            for _ in range(2):
-                got = made.dispatch(**placed.given)
-                rows = computed(parts, placed, got)
-                given = parts.single.CombineOverlapArgs(
-                    overlap=overlap, stream=stream, wait_event=None, num_sms=20
-                )
-                made.set_overlap_args(given, {"block_m": 64, "threshold": 0})
-                if overlap:
-                    with pytest.raises(ValueError, match="overlap: expected False, as all rows"):
-                        made.combine(combine_input=rows)
-                    break
-                placed.check(made.combine(combine_input=rows), False)
-                made.clear_overlap_args()
+        combine_overlaps_shared_experts_alone(parts)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

@@ -14,15 +14,15 @@ import torch
 from crossdock import sglang as plugin
 from engines import installed, needs, plugged_in
 from sglang_cases import (
-    BATCHES,
     DISPATCHERS,
     SECONDS,
     UNUSED,
-    NoStream,
     Placed,
     begin,
-    computed,
+    combine_overlaps_shared_experts_alone,
     dispatcher,
+    layers_are_dense_sums,
+    micro_batches_take_turns,
     sglang,
 )
 from support import Rank, on_ranks
@@ -55,17 +55,8 @@ def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
     """With one group for all batches of a kind, and without a buffer of DeepEP's."""
     with own(me) as parts:
         for copies in (False, True):
-            for seed in range(len(BATCHES)):
-                placed = Placed(parts, seed, copies, COLUMNS[fp8])
-                made = dispatcher(parts, placed, mode, fp8)
-                for prefill in (True, False):
-                    begin(parts, prefill)
-                    got = made.dispatch(**placed.given)
-                    few = mode == "low_latency" or (mode == "auto" and not prefill)
-                    assert isinstance(got, parts.first.DeepEPLLDispatchOutput) == few
-                    out = made.combine(combine_input=computed(parts, placed, got))
-                    placed.check(out, fp8)
-                assert number_of_groups(parts) == (1 + copies) * (1 + (mode == "auto"))
+            layers_are_dense_sums(parts, mode, fp8, copies, COLUMNS[fp8])
+            assert number_of_groups(parts) == (1 + copies) * (1 + (mode == "auto"))
         assert "deepep_ep_state" not in parts.context.get_resources().buffers
 
 
@@ -73,43 +64,14 @@ def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
 @on_ranks(2, 4, **APART)
 def test_two_micro_batches_take_turns(me: Rank, mode: str) -> None:
     with own(me) as parts:
-        begin(parts, mode == "normal")
-        both = [Placed(parts, seed, False) for seed in range(2)]
-        made = dispatcher(parts, both[0], mode, True)
-        place = [{"tbo_subbatch_index": one} for one in range(2)]
-        for _ in range(2):
-            made.dispatch_a(**both[0].given, **place[0])
-            made.dispatch_a(**both[1].given, **place[1])
-            rows = made.dispatch_b(**place[0])
-            made.combine_a(combine_input=computed(parts, both[0], rows), **place[0])
-            rows = made.dispatch_b(**place[1])
-            both[0].check(made.combine_b(**place[0]), True)
-            made.combine_a(combine_input=computed(parts, both[1], rows), **place[1])
-            both[1].check(made.combine_b(**place[1]), True)
+        micro_batches_take_turns(parts, mode)
         assert number_of_groups(parts) == 1
 
 
 @on_ranks(2, **APART)
 def test_combine_may_run_beside_shared_experts_but_not_beside_experts(me: Rank) -> None:
     with own(me) as parts:
-        placed = Placed(parts, 2, False)
-        for overlap in (False, True):
-            made = dispatcher(parts, placed, "low_latency", False)
-            stream = NoStream()
-            device = SimpleNamespace(current_stream=lambda: stream)
-            made._inners[0]._low_latency_dispatcher.device_module = device
-            for _ in range(2):
-                rows = computed(parts, placed, made.dispatch(**placed.given))
-                given = parts.single.CombineOverlapArgs(
-                    overlap=overlap, stream=stream, wait_event=None, num_sms=20
-                )
-                made.set_overlap_args(given, {"block_m": 64, "threshold": 0})
-                if overlap:
-                    with pytest.raises(ValueError, match="overlap: expected False, as all rows"):
-                        made.combine(combine_input=rows)
-                    break
-                placed.check(made.combine(combine_input=rows), False)
-                made.clear_overlap_args()
+        combine_overlaps_shared_experts_alone(parts)
 
 
 @on_ranks(2, **APART)
