@@ -142,28 +142,27 @@ Wanderer::Wanderer(const Rank& rank, Way way, int num_sms)
   slots_ = make_group(rank.comm, config);
 }
 
-xd_ep_config Wanderer::bulk_config() const {
-  xd_ep_config config = XD_EP_CONFIG_INIT;
+template <class Config>
+void Wanderer::fill(Config& config) const {
   config.num_ranks = rank_.num_ranks;
   config.num_experts = num_experts_;
   config.max_topk = kTopk;
   config.max_tokens_per_rank = kMostTokens;
   config.hidden = kHidden;
   config.dtype = kF32;
-  config.layout = way_ == Way::expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
   config.num_sms = num_sms_;
+}
+
+xd_ep_config Wanderer::bulk_config() const {
+  xd_ep_config config = XD_EP_CONFIG_INIT;
+  fill(config);
+  config.layout = way_ == Way::expert_major ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
   return config;
 }
 
 xd_ll_config Wanderer::slot_config() const {
   xd_ll_config config = XD_LL_CONFIG_INIT;
-  config.num_ranks = rank_.num_ranks;
-  config.num_experts = num_experts_;
-  config.max_topk = kTopk;
-  config.max_tokens_per_rank = kMostTokens;
-  config.hidden = kHidden;
-  config.dtype = kF32;
-  config.num_sms = num_sms_;
+  fill(config);
   if (way_ == Way::by_expert) config.receive = XD_LL_BY_EXPERT;
   if (way_ == Way::by_rank) config.receive = XD_LL_BY_RANK;
   return config;

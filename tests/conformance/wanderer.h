@@ -47,6 +47,8 @@ class Wanderer {
 
   bool bulk() const { return way_ == Way::expert_major || way_ == Way::rank_major; }
   bool per_rank() const { return way_ == Way::rank_major || way_ == Way::by_rank; }
+  template <class Config>
+  void fill(Config& config) const;  // with the sizes of either kind
   xd_ep_config bulk_config() const;
   xd_ll_config slot_config() const;
   std::int64_t rows_of(const xd_ll_config& config) const;
