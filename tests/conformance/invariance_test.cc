@@ -5,13 +5,17 @@
 
 #include "conformance/wanderer.h"
 #include "support/gtest_main.h"
+#include "support/memory.h"
 
 namespace xd::test {
 namespace {
 
 // Budgets of multiprocessors; the CPU has none.
 std::vector<int> budgets(const Rank& rank) {
-  return rank.asynchronous() ? std::vector{0, 16, 64} : std::vector{0};
+  if (!rank.asynchronous()) return {0};
+  const int devices = device_count("cuda");
+  const int ranks_here = (rank.num_ranks + devices - 1) / devices;
+  return {0, 16 / ranks_here, 64 / ranks_here};
 }
 
 void wander(const Rank& rank, Way way, int num_sms) {
