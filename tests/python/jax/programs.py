@@ -106,7 +106,12 @@ def compiled(
 
     It has no collective but ours, and its operations are this chain, unless that is None.
     """
-    program = function.lower(*args).compile(options)
+    here = {
+        name: value
+        for name, value in options.items()
+        if jax.default_backend() == "cpu" or not name.startswith("xla_cpu_")
+    }
+    program = function.lower(*args).compile(here)
     text = program.as_text()
     assert COLLECTIVES.findall(text) == []
     assert chain is None or chain_of_calls(text) == chain
