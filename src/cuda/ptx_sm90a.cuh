@@ -31,6 +31,19 @@ __device__ inline void mbarrier_arrive(std::uint64_t* barrier) {
                : "memory");
 }
 
+// ---- Registers ---------------------------------------------------------------------------------
+
+// Gives up registers, or waits until there are as many: kCount for each thread from here on. All
+// warps of a warpgroup call them, and warpgroups together take no more than the kernel began with.
+template <int kCount>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
 // ---- Products ----------------------------------------------------------------------------------
 
 // Stands before the first product of a warpgroup that reads or writes registers which other

@@ -37,12 +37,13 @@ def grouped_mm(
 ) -> torch.Tensor:
     """Multiplies the rows of each zone by that expert's matrix: ``y[r] = x[r] @ weight[e]``.
 
-    Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. On a GPU, bfloat16
-    with 16-byte rows runs as one grouped kernel without asking the host, so that CUDA graphs can
-    capture it; anything else there reads the offsets on the host, which a capture refuses. Under
-    ``torch.autocast`` both operands are cast to its dtype, as those of ``F.linear`` are (as of
-    torch 2.13 those of ``F.grouped_mm`` are not). On the CPU the library computes it
-    (``xd_grouped_product``), where a communicator has been made; else torch does, zone by zone.
+    Differentiable once in ``x`` and ``weight``; works under ``torch.compile``. Where a communicator
+    has been made, the library computes it (``xd_grouped_product``) on the CPU, and on Hopper GPUs
+    in bfloat16 and float16 with 16-byte rows; torch's grouped kernel does in bfloat16 elsewhere,
+    and for the gradient of ``weight``. No host is asked then, so that CUDA graphs can capture it.
+    Anything else is multiplied zone by zone, for which a GPU's host reads the offsets; a capture
+    refuses that. Under ``torch.autocast`` both operands are cast to its dtype, as those of
+    ``F.linear`` are (as of torch 2.13 those of ``F.grouped_mm`` are not).
 
     Args:
         x: ``[R, N]``, rows grouped by expert.
@@ -50,8 +51,8 @@ def grouped_mm(
             `mark_experts` makes it, this rank's slices.
         offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
         out_group: handle of an ``EpGroup`` from whose symmetric memory the result is taken, for a
-            result that goes to ``combine``; 0 = ordinary memory. The one grouped kernel makes its
-            result in ordinary memory whatever this says, and nothing is copied for that: on GPUs an
+            result that goes to ``combine``; 0 = ordinary memory. A grouped kernel of GPUs makes its
+            result in ordinary memory whatever this says, and nothing is copied for that: there an
             expert-major ``combine`` reads expert_out where it lies, as each rank sums its own rows
             and sends the sums.
         grad_group: the same for the gradient of ``x``, where ``x`` came from ``dispatch``; the
@@ -147,20 +148,43 @@ def _grouped_mm(
     grad_group: int,
 ) -> torch.Tensor:
     matrices = weight.transpose(1, 2) if transpose else weight
-    comm = _comm_for(x, weight, out_group or grad_group)
+    shape = (x.shape[0], matrices.shape[2])
+    comm = comm_for(out_group or grad_group, x, matrices)
+    if comm is not None:
+        out = pool_of(out_group).empty(shape, x.dtype) if out_group and not x.is_cuda else None
+        return run_product(comm, x, matrices, offsets, out)
     if _GROUPED_MM is not None and _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
-        return _GROUPED_MM(x, matrices, offs=ends_inside(x, offsets))
-    shape = (x.shape[0], matrices.shape[2])
+        return _GROUPED_MM(
+            _packed_rows(x), _packed_matrices(matrices), offs=ends_inside(x, offsets)
+        )
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
-    if comm is not None:
-        given = {"a": _packed_rows(x), "b": _packed_matrices(matrices), "offsets": offsets}
-        _calls.run(comm.core, "grouped_product", x, given | {"d": out})
-        return out
     for expert, rows in zones_of(offsets):
         if rows.start < rows.stop:
             torch.mm(x[rows], matrices[expert], out=out[rows])
+    return out
+
+
+def run_product(
+    comm: Comm,
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor | None = None,
+    **scales: torch.Tensor,
+) -> torch.Tensor:
+    """The product of grouped_mm by the library.
+
+    Args:
+        out: where it goes; None = new memory, bfloat16 if x is fp8.
+        scales: ``a_scale`` and ``b_scale`` of fp8.
+    """
+    if out is None:
+        dtype = x.dtype if x.dtype in _calls.SUMMABLE else torch.bfloat16
+        out = x.new_empty(x.shape[0], matrices.shape[2], dtype=dtype)
+    given = {"a": _packed_rows(x), "b": _packed_matrices(matrices), "offsets": offsets, "d": out}
+    _calls.run(comm.core, "grouped_product", x, given | scales)
     return out
 
 
@@ -181,11 +205,11 @@ def _grouped_outer(
 ) -> torch.Tensor:
     """``[L, N, M]``: for each zone ``x[zone].T @ y[zone]``; zeros for an empty one."""
     if _GROUPED_MM is not None and _one_kernel(x, y):
-        out = _GROUPED_MM(x.t(), y, offs=ends_inside(x, offsets))
+        out = _GROUPED_MM(_packed_rows(x).t(), _packed_rows(y), offs=ends_inside(x, offsets))
         # Whether the kernel writes a group without rows differs between torch releases.
         return out.masked_fill_((offsets[1:] == offsets[:-1])[:, None, None], 0)
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1])
-    comm = _comm_for(x, out, group)
+    comm = comm_for(group, x, y, out)
     if comm is not None:
         given = {"a": _packed_rows(x), "b": _packed_rows(y), "offsets": offsets, "d": out}
         _calls.run(comm.core, "grouped_outer", x, given)
@@ -230,27 +254,46 @@ torch.library.register_autograd(
 )
 
 
-def _comm_for(x: torch.Tensor, matrices: torch.Tensor, group: int) -> Comm | None:
-    """The communicator whose rank multiplies these; None: torch does."""
-    if x.is_cuda or x.dtype not in _calls.SUMMABLE or not matrices.numel():
+def comm_for(group: int, x: torch.Tensor, *others: torch.Tensor) -> Comm | None:
+    """The communicator whose rank multiplies these, x first; None: torch does."""
+    takes = _on_tensor_cores(x, *others) if x.is_cuda else x.dtype in _calls.SUMMABLE
+    if not takes or not others[-1].numel():
         return None
     try:
         comm = group_of(group).comm if group else default_comm()
     except RuntimeError:  # there is none
         return None
-    return comm if comm.device.type == x.device.type and not comm.core.closed else None
+    return comm if comm.device == x.device and not comm.core.closed else None
+
+
+def _on_tensor_cores(*operands: torch.Tensor) -> bool:
+    """Whether the library's kernel takes these operands of a GPU, packed."""
+    return _capability(operands[0].device) == (9, 0) and all(
+        one.dtype in _TENSOR_CORES and one.shape[-1] * one.itemsize % 16 == 0 for one in operands
+    )
+
+
+_TENSOR_CORES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def _packed_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as the library takes it: the elements of a row side by side."""
-    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+    """x as kernels take it: the elements of a row side by side, on GPUs in whole 16 bytes."""
+    return _packed(x, x.stride(1) == 1 and x.stride(0) >= x.shape[1])
 
 
 def _packed_matrices(x: torch.Tensor) -> torch.Tensor:
     """x likewise, or the elements of a column."""
     rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2]
     columns = x.stride(1) == 1 and x.stride(2) >= x.shape[1]
-    return x if rows or columns else x.contiguous()
+    return _packed(x, bool(x.stride(0)) and (rows or columns))
+
+
+def _packed(x: torch.Tensor, is_packed: bool) -> torch.Tensor:
+    aligned = not x.is_cuda or (
+        x.data_ptr() % 16 == 0
+        and all(stride * x.itemsize % 16 == 0 for stride in x.stride() if stride != 1)
+    )
+    return x if is_packed and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _one_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:

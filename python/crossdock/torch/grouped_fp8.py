@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from ._custom_ops import LIBRARY
-from .grouped import define_operator, ends_inside, operands_of, refuse, zones_of
+from .grouped import (
+    comm_for,
+    define_operator,
+    ends_inside,
+    operands_of,
+    refuse,
+    run_product,
+    zones_of,
+)
 
 __all__ = ["FP8_UNIT", "fp8_obstacle", "grouped_mm_fp8"]
 
@@ -28,9 +36,10 @@ def grouped_mm_fp8(
 ) -> torch.Tensor:
     """Multiplies the rows of each zone by that expert's matrix, both in float8_e4m3fn.
 
-    As `grouped_mm`, for bfloat16 with columns in multiples of 16. On a GPU it is one grouped kernel
-    of torch's (compute capability 9.0 or 10.0), which CUDA graphs can capture; on the CPU the
-    elements are rounded alike and multiplied in float32. Matrices are rounded anew in each call.
+    As `grouped_mm`, for bfloat16 with columns in multiples of 16. On a GPU it is one grouped
+    kernel, which CUDA graphs can capture: the library's on Hopper, where a communicator has been
+    made, else torch's (compute capability 9.0 or 10.0). On the CPU the elements are rounded alike
+    and multiplied in float32. Matrices are rounded anew in each call.
 
     Args:
         x: ``[R, N]`` bfloat16, rows grouped by expert.
@@ -95,6 +104,10 @@ def _grouped_mm_fp8(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, grad_group: int
 ) -> torch.Tensor:
     rows, matrices, row_scales, column_scales = in_fp8(x, weight)
+    comm = comm_for(grad_group, rows, matrices) if x.is_cuda else None
+    if comm is not None:
+        scales = {"a_scale": row_scales, "b_scale": column_scales}
+        return run_product(comm, rows, matrices, offsets, **scales)
     if x.is_cuda and x.shape[0]:
         assert _SCALED_GROUPED_MM is not None
         return _SCALED_GROUPED_MM(

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import crossdock.torch as xd
-from crossdock.torch import moe
+from crossdock.torch import grouped, grouped_fp8, moe
 from support import Rank, on_ranks
 from torch_ranks import gpu_ranks, process_group
 
@@ -39,51 +39,108 @@ def small_integers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, generator=generator).to("cuda", torch.bfloat16)
 
 
-@on_ranks(1)
-def test_grouped_kernel_asks_no_host_and_reads_no_tail(me: Rank) -> None:
-    torch.cuda.set_device(me.rank)
-    x = small_integers(sum(COUNTS) + TAIL, 16, seed=1)
-    grad = small_integers(sum(COUNTS) + TAIL, 24, seed=3)
-    x[-TAIL:] = grad[-TAIL:] = torch.nan
-    x.requires_grad_()
-    weight = small_integers(len(COUNTS), 16, 24, seed=2).requires_grad_()
-    offsets = torch.tensor([0, *COUNTS]).cumsum(0).to("cuda", torch.int32)
-    xd.grouped_mm(x, weight, offsets).backward(grad)  # a first call may set up things
-    x.grad = weight.grad = None
-    torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
+@contextmanager
+def products_of(library: bool, me: Rank) -> Iterator[None]:
+    """Products are the library's, as there is a communicator; or torch's, as there is none."""
+    if not library:
+        torch.cuda.set_device(me.rank)
+        yield
+        return
+    with joined(me), mock.patch.object(grouped, "run_product", wraps=grouped.run_product) as run:
+        with mock.patch.object(grouped_fp8, "run_product", run):
+            yield
+        assert run.call_count > 0
+
+
+@contextmanager
+def no_host_asked() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        y = xd.grouped_mm(x, weight, offsets)
-        y.backward(grad)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    first = 0
-    for expert, rows in enumerate(COUNTS):
-        zone = slice(first, first + rows)
-        first += rows
-        assert torch.equal(y[zone], x[zone] @ weight[expert])
-        assert torch.equal(x.grad[zone], grad[zone] @ weight[expert].t())
-        assert torch.equal(weight.grad[expert], x[zone].t() @ grad[zone])
 
 
 @on_ranks(1)
-def test_grouped_fp8_kernel_is_the_cpus_arithmetic(me: Rank) -> None:
+@pytest.mark.parametrize(
+    ("library", "dtype"),
+    [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)],
+)
+def test_grouped_kernel_asks_no_host_and_reads_no_tail(
+    me: Rank, library: bool, dtype: torch.dtype
+) -> None:
+    with products_of(library, me):
+        x = small_integers(sum(COUNTS) + TAIL, 16, seed=1).to(dtype)
+        grad = small_integers(sum(COUNTS) + TAIL, 24, seed=3).to(dtype)
+        x[-TAIL:] = grad[-TAIL:] = torch.nan
+        x.requires_grad_()
+        weight = small_integers(len(COUNTS), 16, 24, seed=2).to(dtype).requires_grad_()
+        offsets = torch.tensor([0, *COUNTS]).cumsum(0).to("cuda", torch.int32)
+        xd.grouped_mm(x, weight, offsets).backward(grad)  # a first call may set up things
+        x.grad = weight.grad = None
+        with no_host_asked():
+            y = xd.grouped_mm(x, weight, offsets)
+            y.backward(grad)
+        first = 0
+        for expert, rows in enumerate(COUNTS):
+            zone = slice(first, first + rows)
+            first += rows
+            assert torch.equal(y[zone], x[zone] @ weight[expert])
+            assert torch.equal(x.grad[zone], grad[zone] @ weight[expert].t())
+            assert torch.equal(weight.grad[expert], x[zone].t() @ grad[zone])
+
+
+@on_ranks(1)
+def test_the_librarys_kernel_has_the_bits_of_torchs(me: Rank) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with joined(me):
+        for counts in ((64, 0, 24, 168), (3, 0, 25, 1000)):
+            x = torch.randn(sum(counts), 520, generator=generator).to("cuda", torch.bfloat16)
+            weight = torch.randn(len(counts), 520, 1032, generator=generator)
+            weight = weight.to("cuda", torch.bfloat16)
+            offsets = torch.tensor([0, *counts]).cumsum(0).to("cuda", torch.int32)
+            for matrices in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+                assert torch.equal(
+                    xd.grouped_mm(x, matrices, offsets),
+                    grouped._GROUPED_MM(x, matrices, offs=offsets[1:]),
+                )
+
+
+@on_ranks(1)
+def test_operands_that_no_kernel_takes_are_multiplied_all_the_same(me: Rank) -> None:
+    """Rows of other than 16 bytes, or that begin elsewhere; one expert's matrix for all."""
+    with joined(me):
+        offsets = torch.tensor([0, *COUNTS]).cumsum(0).to("cuda", torch.int32)
+        wide = small_integers(sum(COUNTS), 25, seed=1)
+        weight = small_integers(len(COUNTS), 25, 24, seed=2)
+        for x, matrices in (
+            (wide[:, 1:], weight[:, 1:]),
+            (wide[:, :20], weight[:, :20]),
+            (wide[:, :16].contiguous(), weight[:1, :16].contiguous().expand(4, 16, 24)),
+        ):
+            y = xd.grouped_mm(x, matrices, offsets)
+            bounds = offsets.tolist()
+            for expert, (first, end) in enumerate(zip(bounds, bounds[1:])):
+                assert torch.equal(y[first:end], x[first:end] @ matrices[expert])
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("library", [False, True])
+def test_grouped_fp8_kernel_is_the_cpus_arithmetic(me: Rank, library: bool) -> None:
     """As on the CPU, where elements are rounded alike; also zones that begin at odd rows."""
-    torch.cuda.set_device(me.rank)
-    for counts in (COUNTS, (3, 0, 25, 16)):
-        generator = torch.Generator().manual_seed(4)
-        x = torch.randn(sum(counts) + TAIL, 64, generator=generator).bfloat16()
-        weight = torch.randn(len(counts), 64, 48, generator=generator).bfloat16()
-        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-        x[-TAIL:] = torch.nan
-        wanted = xd.grouped_mm_fp8(x, weight, offsets)[:-TAIL]
-        ours = [tensor.cuda() for tensor in (x, weight, offsets)]
-        xd.grouped_mm_fp8(*ours)  # a first call may set up things
-        torch.cuda.set_sync_debug_mode("error")  # nothing may ask the host
-        try:
-            got = xd.grouped_mm_fp8(*ours)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(got[:-TAIL].cpu(), wanted, rtol=2**-7, atol=1e-2)
+    with products_of(library, me):
+        for counts in (COUNTS, (3, 0, 25, 16)):
+            generator = torch.Generator().manual_seed(4)
+            x = torch.randn(sum(counts) + TAIL, 64, generator=generator).bfloat16()
+            weight = torch.randn(len(counts), 64, 48, generator=generator).bfloat16()
+            offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+            x[-TAIL:] = torch.nan
+            wanted = xd.grouped_mm_fp8(x, weight, offsets)[:-TAIL]
+            ours = [tensor.cuda() for tensor in (x, weight, offsets)]
+            xd.grouped_mm_fp8(*ours)  # a first call may set up things
+            with no_host_asked():
+                got = xd.grouped_mm_fp8(*ours)
+            torch.testing.assert_close(got[:-TAIL].cpu(), wanted, rtol=2**-7, atol=1e-2)
 
 
 def make_layer(comm: xd.Comm, **options) -> xd.MoELayer:

@@ -3,7 +3,8 @@
 //
 //   warps 0-7  two warpgroups. Of a tile of 128 rows each has 64, and all columns; of one of 64
 //              rows both have all, and half of the columns each. They multiply, and store.
-//   warp 8     one thread, which loads the operands, up to kStages stages ahead.
+//   warp 8     one thread, which loads the operands, up to kStages stages ahead. Of e4m3 three
+//              more warps stand idle, so that the registers of a warpgroup go to the two others.
 //
 //   shared memory    written by                        read by
 //   tile             warp 0, from the offsets          all, behind a barrier of the block
@@ -33,7 +34,7 @@
 //
 // Sums. A warpgroup has one accumulator for each element of d, to which products are added in the
 // order of the sum. Tensor cores keep fewer bits of sums of e4m3; so each stage is summed for
-// itself (128 products), and these sums are added in float32.
+// itself (128 products), and these sums are added in float32 while the next stage is multiplied.
 #include <cuda_runtime.h>
 
 #include "base/error.h"
@@ -44,7 +45,7 @@
 namespace xd::ep::cuda {
 namespace {
 
-constexpr int kConsumers = 256, kThreads = kConsumers + 32;
+constexpr int kConsumers = 256;
 constexpr int kMostStages = 6;
 constexpr int kChunkBytes = 64 * kLineBytes;  // Lie::across: 64 lines
 
@@ -57,8 +58,10 @@ struct Shape {
   static constexpr int kABytes = kTileRows * kLineBytes;
   static constexpr int kBBytes = kKind.tile_columns() * kLineBytes;
   static constexpr int kStageBytes = kABytes + kBBytes;
-  static constexpr int kStages = 200 * 1024 / kStageBytes;  // 4 to 6
-  static_assert(kStages >= 4 && kStages <= kMostStages);
+  static constexpr int kBlocks = kOuter ? 2 : 1;  // of a multiprocessor
+  static constexpr int kStages = 200 * 1024 / kBlocks / kStageBytes;
+  static_assert(kStages >= 3 && kStages <= kMostStages);
+  static constexpr int kThreads = kConsumers + (kPromotes ? 128 : 32);
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // to align the first one
 };
 
@@ -231,14 +234,26 @@ __device__ void multiply(float (&sums)[S::kSums], std::uint64_t a, std::uint64_t
   }
 }
 
+// The descriptors of a warpgroup's operands in the first stage.
+struct Operands {
+  std::uint64_t a, b;
+
+  // In another stage.
+  template <class S>
+  __device__ Operands in(int stage) const {
+    const std::uint64_t at = static_cast<std::uint64_t>(stage) * (S::kStageBytes >> 4);
+    return {a + at, b + at};
+  }
+};
+
 // Issues a stage's products. `adds`: to what the sums are; else the first one sets them.
 template <class S>
-__device__ void multiply_stage(float (&sums)[S::kSums], std::uint64_t a, std::uint64_t b,
-                               bool adds) {
+__device__ void multiply_stage(float (&sums)[S::kSums], const Operands& operands, bool adds) {
   ptx::wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    multiply<S>(sums, a + i * kAlong<S::kKind.a()>, b + i * kAlong<S::kKind.b>, adds || i > 0);
+    multiply<S>(sums, operands.a + i * kAlong<S::kKind.a()>, operands.b + i * kAlong<S::kKind.b>,
+                adds || i > 0);
   }
   ptx::wgmma_commit();
 }
@@ -267,19 +282,23 @@ __device__ void clear_rows(std::byte* stage, int first) {
   ptx::barrier_sync(1, kConsumers);
 }
 
-// This thread's sums of the tile. All warpgroups.
+template <class S>
+__device__ Operands operands_of(const std::byte* stages, const Part& part) {
+  // Of Lie::lines a line takes 128 bytes, of Lie::across 64 lines take a chunk: the same.
+  return {describe<S::kKind.a()>(stages + part.row * kLineBytes),
+          describe<S::kKind.b>(stages + S::kABytes + part.column * kLineBytes)};
+}
+
+// This thread's sums of the tile, to which each stage's products are added as they come. All
+// warpgroups.
 template <class S>
 __device__ void compute(const Tile& tile, Shared& shared, std::byte* stages, const Part& part,
                         float (&sums)[S::kSums]) {
   constexpr GroupedKind kKind = S::kKind;
   const bool tells = threadIdx.x % 32 == 0;
   const int steps = steps_of<S>(tile);
-  // Of Lie::lines a line takes 128 bytes, of Lie::across 64 lines take a chunk: the same.
-  const std::byte* const operands = stages + part.row * kLineBytes;
-  const std::byte* const others = stages + S::kABytes + part.column * kLineBytes;
-  std::uint64_t a = describe<kKind.a()>(operands), b = describe<kKind.b>(others);
+  const Operands operands = operands_of<S>(stages, part);
   Ring<S::kStages> ring;
-  float stage_sums[S::kPromotes ? S::kSums : 1];
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
 #pragma unroll 1
@@ -289,23 +308,59 @@ __device__ void compute(const Tile& tile, Shared& shared, std::byte* stages, con
     if (kKind.outer && rest < kKind.depth()) {
       clear_rows<S>(stages + ring.stage * S::kStageBytes, rest);
     }
-    const std::uint64_t at = static_cast<std::uint64_t>(ring.stage) * (S::kStageBytes >> 4);
-    if constexpr (S::kPromotes) {
-      multiply_stage<S>(stage_sums, a + at, b + at, false);
-      ptx::wgmma_wait<0>();
-      ptx::settle(stage_sums);
-      if (tells) ptx::mbarrier_arrive(&shared.empty[ring.stage]);
-#pragma unroll
-      for (int i = 0; i < S::kSums; ++i) sums[i] = __fadd_rn(sums[i], stage_sums[i]);
-    } else {
-      multiply_stage<S>(sums, a + at, b + at, step > 0);
-      ptx::wgmma_wait<1>();  // the products of the stage before have read it
-      if (tells && step > 0) ptx::mbarrier_arrive(&shared.empty[ring.before()]);
-    }
+    multiply_stage<S>(sums, operands.in<S>(ring.stage), step > 0);
+    ptx::wgmma_wait<1>();  // the products of the stage before have read it
+    if (tells && step > 0) ptx::mbarrier_arrive(&shared.empty[ring.before()]);
   }
-  if constexpr (!S::kPromotes) {
+  ptx::wgmma_wait<0>();
+  ptx::settle(sums);
+}
+
+// This thread's sums of the tile, of stages that are summed for themselves, in two sets of
+// registers by turns: one is added while the next stage's products run. All warpgroups.
+template <class S>
+__device__ void compute_promoted(const Tile& tile, Shared& shared, std::byte* stages,
+                                 const Part& part, float (&sums)[S::kSums]) {
+  const bool tells = threadIdx.x % 32 == 0;
+  const Operands operands = operands_of<S>(stages, part);
+  Ring<S::kStages> ring;
+  float even[S::kSums], odd[S::kSums];
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  const auto begin = [&](float(&stage_sums)[S::kSums]) {
+    await(&shared.full[ring.stage], ring.parity);
+    multiply_stage<S>(stage_sums, operands.in<S>(ring.stage), false);
+    ring.advance();
+  };
+  int ended = 0;
+  const auto add = [&](float(&stage_sums)[S::kSums]) {
+    ptx::settle(stage_sums);
+    if (tells) ptx::mbarrier_arrive(&shared.empty[ended]);
+    if (++ended == S::kStages) ended = 0;
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i) sums[i] = __fadd_rn(sums[i], stage_sums[i]);
+  };
+  int left = steps_of<S>(tile);
+  if (left == 0) return;
+  begin(even);
+#pragma unroll 1
+  for (; left > 2; left -= 2) {
+    begin(odd);
+    ptx::wgmma_wait<1>();
+    add(even);
+    begin(even);
+    ptx::wgmma_wait<1>();
+    add(odd);
+  }
+  if (left == 2) {
+    begin(odd);
+    ptx::wgmma_wait<1>();
+    add(even);
     ptx::wgmma_wait<0>();
-    ptx::settle(sums);
+    add(odd);
+  } else {
+    ptx::wgmma_wait<0>();
+    add(even);
   }
 }
 
@@ -400,7 +455,7 @@ __device__ void store(const GroupedParams& p, const Tile& tile, std::byte* stage
 // ---- The kernel --------------------------------------------------------------------------------
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     grouped_kernel(const __grid_constant__ GroupedParams p) {
   __shared__ Shared shared;
   std::byte* const start = ptx::dynamic_shared();
@@ -422,14 +477,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Tile tile = shared.tile;
   if (tile.rows == 0) return;
-  if (warp == kConsumers / 32) {
+  if (warp >= kConsumers / 32) {
+    if constexpr (S::kPromotes) ptx::give_registers<40>();
     if (threadIdx.x == kConsumers) load_all<S>(p, tile, shared, stages);
     return;
   }
+  if constexpr (S::kPromotes) ptx::take_registers<232>();
   if (p.accumulate && tile.depth == 0) return;
   const Part part = part_of<S>(warp / 4);
   float sums[S::kSums];
-  compute<S>(tile, shared, stages, part, sums);
+  if constexpr (S::kPromotes) {
+    compute_promoted<S>(tile, shared, stages, part, sums);
+  } else {
+    compute<S>(tile, shared, stages, part, sums);
+  }
   store<S>(p, tile, stages, part, sums);
 }
 
@@ -437,13 +498,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 struct Kernel {
   void (*function)(GroupedParams);
+  unsigned threads;
   int shared_bytes;
 };
 
 template <DType kType, bool kOuter, Lie kB, int kTileRows>
 constexpr Kernel kernel() {
   using S = Shape<kType, kOuter, kB, kTileRows>;
-  return {grouped_kernel<S>, S::kSharedBytes};
+  return {grouped_kernel<S>, S::kThreads, S::kSharedBytes};
 }
 
 template <DType kType>
@@ -496,7 +558,7 @@ void launch_grouped(const GroupedKind& kind, const GroupedParams& params, int bl
                     cudaStream_t stream) {
   const Kernel kernel = kernel_for(kind);
   allow_shared(kernel);
-  kernel.function<<<static_cast<unsigned>(blocks), kThreads,
+  kernel.function<<<static_cast<unsigned>(blocks), kernel.threads,
                     static_cast<std::size_t>(kernel.shared_bytes), stream>>>(params);
   XD_CUDA_CHECK(cudaGetLastError());
 }

@@ -24,10 +24,11 @@ struct GroupedKind {
   Lie b = Lie::lines;
   int tile_rows = 128;  // 64 or 128
 
-  // The columns of a tile, and of it each warpgroup's. Sums of e4m3 are promoted, which takes a
-  // second set of registers.
+  // The columns of a tile, and of it each warpgroup's. Sums of e4m3 are promoted, which takes two
+  // more sets of registers. Outer products of few rows are as fast as their results are stored,
+  // so small tiles leave room for another block, which multiplies meanwhile.
   constexpr int warpgroup_columns() const {
-    return type == DType::e4m3 || tile_rows == 64 ? 128 : 256;
+    return type == DType::e4m3 || tile_rows == 64 || outer ? 128 : 256;
   }
   constexpr int tile_columns() const {
     return tile_rows == 64 ? 2 * warpgroup_columns() : warpgroup_columns();

@@ -1,0 +1,135 @@
+"""Times products of experts' rows by the library beside torch's kernels, on one GPU.
+
+    python bench/grouped.py [--rows 16,64,256] [--shapes ds-in,mixtral-in] [--json FILE]
+
+Both multiply the same random operands, in turn: some calls of the one, some of the other, five
+times over; a time is the median of these, between two events around the calls. `uniform` zones have
+all the same number of rows, `skewed` ones any number up to twice as many. torch's kernels are those
+of `torch.nn.functional.grouped_mm` and, in fp8 with scales of rows and columns, of
+`torch._scaled_grouped_mm` without fast accumulation, which like the library adds up float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+
+import torch
+
+import crossdock.torch as xd
+from crossdock.launch import free_port
+from crossdock.torch import grouped
+
+SHAPES = {  # local experts, columns of rows, columns of results
+    "ds-in": (32, 7168, 4096),
+    "ds-out": (32, 2048, 7168),
+    "mixtral-in": (4, 4096, 28672),
+    "qwen3-in": (32, 2048, 1536),
+}
+ROUNDS = 5
+
+
+def microseconds(call: Callable[[], object], number: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(number):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / number
+
+
+def in_turn(*calls: Callable[[], object], flops: int) -> list[float]:
+    number = max(3, min(30, int(2.5e12 / flops)))
+    for call in calls:
+        microseconds(call, 3)
+    rounds = [[microseconds(call, number) for call in calls] for _ in range(ROUNDS)]
+    return [sorted(times)[ROUNDS // 2] for times in zip(*rounds)]
+
+
+def rows_of_zones(experts: int, rows: int, skewed: bool, random: torch.Generator) -> torch.Tensor:
+    counts = torch.full((experts,), rows)
+    if skewed:
+        counts = torch.randint(0, 2 * rows + 1, (experts,), generator=random)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to("cuda", torch.int32)
+
+
+def measure(
+    comm: xd.Comm, name: str, rows: int, skewed: bool, random: torch.Generator
+) -> dict[str, object]:
+    """The library's and torch's times of the product in bf16 and fp8, and of the outer product."""
+    experts, inner, outer = SHAPES[name]
+    offsets = rows_of_zones(experts, rows, skewed, random)
+    ends, total = offsets[1:], int(offsets[-1])
+    flops = 2 * total * inner * outer
+    torch.manual_seed(rows)
+    x = torch.randn(total, inner, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(total, outer, device="cuda", dtype=torch.bfloat16)
+    matrices = torch.randn(experts, outer, inner, device="cuda", dtype=torch.bfloat16)
+    matrices = matrices.transpose(1, 2)
+    codes = x.to(torch.float8_e4m3fn), matrices.to(torch.float8_e4m3fn)
+    scales = torch.rand(total, device="cuda"), torch.rand(experts, outer, device="cuda")
+    gradient = torch.empty(experts, inner, outer, device="cuda", dtype=torch.bfloat16)
+    assert grouped._GROUPED_MM is not None
+    by_torch = grouped._GROUPED_MM
+
+    def scaled() -> object:
+        return torch._scaled_grouped_mm(*codes, *scales, offs=ends, out_dtype=torch.bfloat16)
+
+    def product_fp8() -> object:
+        return grouped.run_product(comm, *codes, offsets, a_scale=scales[0], b_scale=scales[1])
+
+    def outer_product() -> None:
+        given = {"a": x, "b": y, "offsets": offsets, "d": gradient}
+        grouped._calls.run(comm.core, "grouped_outer", x, given)
+
+    bf16 = in_turn(
+        lambda: grouped.run_product(comm, x, matrices, offsets),
+        lambda: by_torch(x, matrices, offs=ends),
+        flops=flops,
+    )
+    fp8 = in_turn(product_fp8, scaled, flops=flops)
+    outers = in_turn(outer_product, lambda: by_torch(x.t(), y, offs=ends), flops=flops)
+    sizes = {"shape": name, "rows": rows, "zones": "skewed" if skewed else "uniform"}
+    return sizes | {"bf16": bf16, "fp8": fp8, "outer": outers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", default="16,64,128,256,512,1024", help="of a zone, on average")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--json", help="file for the times")
+    options = parser.parse_args()
+    torch.cuda.set_device(0)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(place, MASTER_PORT=str(free_port()))
+    random = torch.Generator().manual_seed(1)
+    records = []
+    kinds = ("bf16", "fp8", "outer")
+    print("| shape | rows | zones |", *(f"{kind} µs | torch / ours |" for kind in kinds))
+    print("|---" * (3 + 2 * len(kinds)) + "|")
+    with xd.init(device="cuda") as comm:
+        for name in options.shapes.split(","):
+            for rows in map(int, options.rows.split(",")):
+                for skewed in (False, True):
+                    record = measure(comm, name, rows, skewed, random)
+                    records.append(record)
+                    cells = [
+                        f"{record[kind][0]:.0f} | {record[kind][1] / record[kind][0]:.2f}"
+                        for kind in kinds
+                    ]
+                    print(
+                        f"| {name} | {rows} | {record['zones']} | {' | '.join(cells)} |", flush=True
+                    )
+    if options.json:
+        device = torch.cuda.get_device_name()
+        with open(options.json, "w") as file:
+            json.dump({"device": device, "torch": torch.__version__, "records": records}, file)
+
+
+if __name__ == "__main__":
+    main()
