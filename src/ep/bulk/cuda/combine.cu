@@ -46,7 +46,7 @@ class Pusher {
   // With a blank verdict it raises flags without sums. Before the last part it raises none: nobody
   // waits for them, as the sums are added up in the last part, behind all done flags of this one.
   __device__ void push_all() {
-    const bool moves = turn_.moves(), ends = turn_.part().ends();
+    const bool moves = turn_.moves();
     const Team team = pushing_blocks(p_, turn_);
     for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
       if (reads_itself(a.source)) return true;
@@ -58,7 +58,9 @@ class Pusher {
       });
       // The flag is raised also without items: a source whose codes are damaged must not wait for
       // ever.
-      if (ends) turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
+      if (turn_.part().ends()) {
+        turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
+      }
       return true;
     });
   }
