@@ -27,12 +27,6 @@
 namespace xd::ep::cuda {
 namespace {
 
-// The blocks that begin with partial sums: before the last part all of them, as nobody adds those
-// up.
-__device__ Team pushing_blocks(const CombineParams& p, const Turn& turn) {
-  return {0, turn.part().ends() ? p.push_blocks : static_cast<int>(gridDim.x)};
-}
-
 // ---- At the owner of rows ----------------------------------------------------------------------
 
 // `kRemote`: some ranks are on other machines.
@@ -47,7 +41,7 @@ class Pusher {
   // waits for them, as the sums are added up in the last part, behind all done flags of this one.
   __device__ void push_all() {
     const bool moves = turn_.moves();
-    const Team team = pushing_blocks(p_, turn_);
+    const Team team{0, p_.push_blocks};
     for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
       if (reads_itself(a.source)) return true;
       const Columns columns = Columns::strip_of(p_.row_bytes, a.strip, a.strips);
@@ -244,7 +238,9 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   if (moves || turn.verdict() == Verdict::blank) {
     WarpTerms& terms = terms_of_warp[warp_in_block()];
     std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
-    const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < pushing_blocks(p, turn).blocks;
+    // Before the last part all blocks push, as nobody sums.
+    const bool pushes =
+        p.pushes && (static_cast<int>(blockIdx.x) < p.push_blocks || !turn.part().ends());
     if (pushes) Pusher<T, kRemote>(p, turn, plan, terms, ring).push_all();
     if (moves && turn.part().ends()) {
       Summer<T, kByHost, kRemote> summer(p, turn, shared, plan, terms, ring);
