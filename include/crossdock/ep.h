@@ -329,7 +329,7 @@ typedef struct xd_ep_prepare_args {
   /* Out [W,W]: rows that source s puts into the receive tensor of destination d, after drops. */
   const DLTensor* rank_rows;
   /* P, equal on all ranks: up to XD_EP_MAX_PARTS and the smallest L, in RANK_MAJOR up to 1; 0 = 1,
-   * whole operations only. More than 1 is UNSUPPORTED on CUDA so far. */
+   * whole operations only. */
   int32_t parts;
 } xd_ep_prepare_args;
 #define XD_EP_PREPARE_ARGS_INIT \

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <ostream>
 
@@ -48,6 +49,7 @@ xd_ep_config FixedShape::config(int num_ranks) const {
 void PrintTo(const FixedShape& shape, std::ostream* out) {
   *out << (shape.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major") << " float"
        << int{shape.dtype.bits} << (shape.place == Place::symmetric ? " symmetric" : " staged");
+  if (shape.parts > 1) *out << " in " << shape.parts << " parts";
 }
 
 FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
@@ -136,14 +138,16 @@ void FixedStep::load(int number, bool spoiled) {
   }
 }
 
-xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation) {
+xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation, int part) {
   const auto with_plan = [&](auto args) {
     set_plan(args, plan_);
+    args.part = part;
     return args;
   };
   if (operation == XD_EP_PREPARE) {
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx_.dl();
+    args.parts = shape_.parts;
     set_plan(args, plan_);
     return xd_ep_prepare(group, &args, rank_.stream());
   }
@@ -182,7 +186,10 @@ xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation) {
 }
 
 void FixedStep::enqueue_all(xd_ep_group* group) {
-  for (const xd_ep_operation operation : kStepOperations) ok(enqueue(group, operation));
+  for (const xd_ep_operation operation : kStepOperations) {
+    const int last = operation == XD_EP_PREPARE || shape_.parts == 1 ? 0 : shape_.parts;
+    for (int part = std::min(1, last); part <= last; ++part) ok(enqueue(group, operation, part));
+  }
 }
 
 std::vector<Tensor*> FixedStep::receive_tensors() {

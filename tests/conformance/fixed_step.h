@@ -32,6 +32,7 @@ struct FixedShape {
   int num_sms = 0;
   xd_ep_staging staging = XD_EP_STAGING_AUTO;
   int tokens = 48;
+  int parts = 1;  // of plans
 
   xd_ep_config config(int num_ranks) const;
 };
@@ -52,8 +53,10 @@ class FixedStep {
   void load(int number, bool spoiled = false);
   static constexpr int kSpoiledIds = 2;
 
-  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation);
-  void enqueue_all(xd_ep_group* group);  // throws if a call fails
+  // `part`: 0 = the whole operation.
+  xd_status enqueue(xd_ep_group* group, xd_ep_operation operation, int part = 0);
+  // Operations of plans with parts are called part by part. Throws if a call fails.
+  void enqueue_all(xd_ep_group* group);
   std::vector<Tensor*> receive_tensors();
   // The status with which a step of the loaded batch must end.
   xd_status expected() const;

@@ -20,8 +20,6 @@
 namespace xd::test {
 namespace {
 
-bool on_devices() { return world().memory().device().device_type == kDLCUDA; }
-
 class GridInParts : public testing::TestWithParam<Case> {};
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GridInParts);
 
@@ -39,11 +37,7 @@ TEST_P(GridInParts, EveryElementIsThatOfTheWhole) {
   });
 }
 
-std::vector<Case> cases_of_this_launch() {
-  return on_devices() ? std::vector<Case>() : cases_in_parts(world().num_ranks());
-}
-
-INSTANTIATE_TEST_SUITE_P(Cases, GridInParts, testing::ValuesIn(cases_of_this_launch()),
+INSTANTIATE_TEST_SUITE_P(Cases, GridInParts, testing::ValuesIn(cases_in_parts(world().num_ranks())),
                          [](const testing::TestParamInfo<Case>& instance) {
                            return std::to_string(instance.index);
                          });
@@ -92,9 +86,6 @@ struct Scene {
 
 class Parts : public testing::Test {
  protected:
-  void SetUp() override {
-    if (on_devices()) GTEST_SKIP() << "plans on devices have one part";
-  }
   // Runs the body on every rank, with a scene of its own.
   static void on_scenes(const std::function<void(Scene&)>& body) {
     const Case c = Scene::plain(world().num_ranks());
@@ -444,22 +435,6 @@ TEST(NoParts, AreReadFromAStructThatHasNone) {
     Scene s(rank, c);
     s.batch.dispatch_args.struct_size = offsetof(xd_ep_dispatch_args, num_sms);
     ok(s.call(XD_EP_DISPATCH, 99));
-  });
-}
-
-TEST(NoParts, AreOnDevicesSoFar) {
-  if (!on_devices()) GTEST_SKIP() << "plans on the CPU have parts";
-  const Case c = plain_case(world().num_ranks());
-  on_every_rank([&](Rank& rank) {
-    Scene s(rank, c);
-    const auto expect_unsupported = [](const Outcome& outcome, const std::string& text) {
-      EXPECT_EQ(outcome, XD_ERROR_UNSUPPORTED);
-      EXPECT_TRUE(outcome.mentions(text)) << outcome.text;
-    };
-    s.batch.prepare_args.parts = 2;
-    expect_unsupported(s.batch.call(s.group.get(), XD_EP_PREPARE), "parts = 2, expected 0 or 1");
-    expect_unsupported(s.call(XD_EP_DISPATCH, 2), "part = 2, expected 0 or 1");
-    ok(s.call(XD_EP_DISPATCH, 1));
   });
 }
 

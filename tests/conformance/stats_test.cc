@@ -101,7 +101,7 @@ TEST(Stats, CountTokensAndRowsOfPartsOnce) {
   on_every_rank([&](Rank& rank) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
-    const int parts = rank.asynchronous() ? 1 : 3;  // on devices plans have one part
+    constexpr int parts = 3;
     batch.prepare_args.parts = parts;
     batch.prepare(group.get());
     for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE}) {

@@ -173,8 +173,7 @@ std::vector<Waiting> part_waits() {
   for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE}) {
     const std::string name = kBulkNames[operation];
     all.push_back({"part_of_" + name, operation, name, true, [operation](const Rank& rank) {
-                     return std::make_unique<BulkWaiter>(rank, operation,
-                                                         executor() == "cpu" ? 2 : 1);
+                     return std::make_unique<BulkWaiter>(rank, operation, 2);
                    }});
   }
   return all;

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -41,6 +44,15 @@ TEST(PartOrderTest, ForgetsTheOperationThatIsIdleForLongestWhereTooManyAreUnderW
   test::expect_words(take(order, XD_EP_DISPATCH, 1, 2), {"part = 2 of", "dispatch, expected 1"});
   // The refusal has ended all the others.
   test::expect_words(take(order, XD_EP_DISPATCH, 2, 3), {"expected 1"});
+}
+
+// Kernels have theirs in memory that begins with zeros.
+TEST(PartOrderTest, OfZerosHasNothingUnderWay) {
+  auto order = std::bit_cast<PartOrder>(std::array<std::byte, sizeof(PartOrder)>{});
+  EXPECT_FALSE(order.has_sums());
+  EXPECT_EQ(take(order, XD_EP_COMBINE, 5, 0), "");
+  test::expect_words(take(order, XD_EP_DISPATCH, 5, 2), {"part = 2 of", "expected 1"});
+  for (int part = 1; part <= kParts; ++part) EXPECT_EQ(take(order, XD_EP_COMBINE, 5, part), "");
 }
 
 TEST(PartOrderTest, CountsNoneThatHasEnded) {

@@ -81,16 +81,17 @@ void Group::count_dropped_rows(std::int64_t rows) {
   add_to_status([=](xd_ep_status& status) { status.dropped_rows += rows; });
 }
 
+turn::PeerAddress Group::place_in_heap(const Tensor& tensor) const {
+  if (!tensor.packed()) return {};
+  const auto found = comm().heap().find(tensor.data, tensor.bytes());
+  return found ? turn::PeerAddress::in_heap(found->segment, found->offset) : turn::PeerAddress{};
+}
+
 Reach Group::reach(const Tensor& tensor, const Staging& staging) const {
   Reach reach{turn::PeerAddress::shared(staging.offset), false};
   // No peer touches a tensor without rows, wherever it lies.
   if (tensor.bytes() == 0) return reach;
-  if (tensor.packed()) {
-    if (const auto found = comm().heap().find(tensor.data, tensor.bytes())) {
-      reach.address = turn::PeerAddress::in_heap(found->segment, found->offset);
-      return reach;
-    }
-  }
+  if (const turn::PeerAddress place = place_in_heap(tensor)) return {place, false};
   XD_REQUIRE(staging.always || config_.staging, tensor.name,
              ": lies outside symmetric memory, expected memory from xd_mem_alloc or registered by "
              "xd_mem_register: the group was made with XD_EP_STAGING_NONE");

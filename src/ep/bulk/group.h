@@ -54,6 +54,9 @@ class Group : public GroupOf<Family, Config> {
   // Throws INVALID_ARGUMENT where there is no memory for that. Counts staged rows.
   Reach reach(const Tensor& tensor, const Staging& staging) const;
 
+  // The tensor's place if its rows are packed and lie in symmetric memory; else none.
+  turn::PeerAddress place_in_heap(const Tensor& tensor) const;
+
   // Collective: allocates this rank's group memory, and maps that of all near ranks. Returns the
   // segments by rank.
   Segments share_memory() const;

@@ -54,7 +54,7 @@ PlanHeader open_plan_header(const void* plan, std::size_t bytes) {
   require_plan_bytes(plan, bytes);
   const auto* at = static_cast<const std::byte*>(plan);
   const PlanHeader h = read_header(at);
-  require_none(header_fault(h, bytes, parts_of(h)));
+  require_none(header_fault(h, bytes));
   require_none(checksum_fault(h, checksum_of(at, extent_of(h, parts_of(h)))));
   return h;
 }
@@ -82,9 +82,7 @@ PlanView PlanView::open(const void* plan, std::size_t bytes) {
 
 void PlanView::require_binding(const PlanBinding& binding) const {
   const PlanTerms terms = terms_of(binding);
-  PlanHeader header = header_;
-  header.keeps_list = keeps_list(header) ? 1 : 0;
-  require_none(binding_fault(header, terms), terms);
+  require_none(binding_fault(header_, terms), terms);
 }
 
 void seal_plan(std::byte* plan) {

@@ -146,7 +146,7 @@ constexpr std::int64_t capacity_of(const PlanHeader& h) {
   return whole_rows(h.capacity, h.alignment);
 }
 
-// `parts` is parts_of(h), or 1 where plans with parts are refused.
+// `parts` is parts_of(h), or 1 for the places of what lies in front of `part_end`.
 constexpr PlanMap map_of(const PlanHeader& h, int parts = 1) {
   return PlanMap::make({.local_experts = h.local_experts,
                         .tokens = h.tokens,

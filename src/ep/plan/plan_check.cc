@@ -32,8 +32,6 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::version:
       return concat("plan: has format version ", fault.got, ", expected ", fault.expected,
                     ": another version of the library has made it");
-    case PlanFault::parts:
-      return "plan: has several parts, expected one part";
     case PlanFault::header:
       return "plan: its header is damaged";
     case PlanFault::cut_short:
@@ -74,6 +72,9 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::topk:
       return concat(fault.name, ": has ", fault.got, " columns, expected ", fault.expected,
                     " (top-k of the plan)");
+    case PlanFault::part:
+      return concat("part = ", fault.got, ", expected at most ", fault.expected,
+                    ", the plan's parts (xd_ep_prepare_args.parts)");
   }
   return "plan: unknown fault";
 }

@@ -19,7 +19,6 @@ enum class PlanFault : std::int32_t {
   none,
   no_plan,       // magic
   version,       // got, expected
-  parts,         // has more than one, where plans with parts are refused
   header,        // damaged
   cut_short,     // got bytes, expected
   checksum,      // damaged
@@ -34,6 +33,7 @@ enum class PlanFault : std::int32_t {
   tensor_rows,   // `name` has got rows, expected at least
   tokens,        // `name` has got rows, expected tokens of the plan
   topk,          // `name` has got columns, expected top-k of the plan
+  part,          // got, expected at most
 };
 
 struct Fault {
@@ -58,18 +58,15 @@ struct PlanTerms {
 };
 PlanTerms terms_of(const PlanBinding& binding);
 
-// A plan that passes header_fault() is one of this version with all its bytes. `parts` is
-// parts_of(h), or 1 where plans with parts are refused.
-constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes, int parts = 1) {
+// A plan that passes header_fault() is one of this version with all its bytes.
+constexpr Fault header_fault(const PlanHeader& h, std::uint64_t plan_bytes) {
   if (h.magic != PlanHeader::kMagic) return {.kind = PlanFault::no_plan};
   const std::uint32_t version = h.version & ~PlanHeader::kHasParts;
   if (version != PlanHeader::kVersion) {
     return {.kind = PlanFault::version, .got = version, .expected = PlanHeader::kVersion};
   }
-  if (version != h.version && parts == 1) {
-    return {.kind = parts_of(h) > 1 ? PlanFault::parts : PlanFault::header};
-  }
-  if (!plausible(h) || parts < 1 || parts > kMaxParts) return {.kind = PlanFault::header};
+  const int parts = parts_of(h), fewest = version != h.version ? 2 : 1;
+  if (!plausible(h) || parts < fewest || parts > kMaxParts) return {.kind = PlanFault::header};
   const PlanExtent extent = extent_of(h, parts);
   if (h.bytes != extent.end) return {.kind = PlanFault::header};
   if (plan_bytes < extent.end) {
@@ -122,10 +119,14 @@ constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
     return {.kind = PlanFault::expert_ranks};
   }
   if (same_ranks_and_experts && h.hosts != t.hosts) return {.kind = PlanFault::hosts};
-  const std::int64_t pairs[][2] = {
-      {h.rank, t.rank},         {h.ranks, t.ranks},           {h.experts, t.experts},
-      {h.layout, t.layout},     {h.keeps_list, t.keeps_list}, {h.keeps_items, t.keeps_items},
-      {h.overflow, t.overflow}, {h.capacity, t.capacity}};
+  const std::int64_t pairs[][2] = {{h.rank, t.rank},
+                                   {h.ranks, t.ranks},
+                                   {h.experts, t.experts},
+                                   {h.layout, t.layout},
+                                   {keeps_list(h), t.keeps_list},
+                                   {h.keeps_items, t.keeps_items},
+                                   {h.overflow, t.overflow},
+                                   {h.capacity, t.capacity}};
   static_assert(std::size(pairs) == std::size(kBindingNames));
   std::int32_t which = 0;
   for (const auto& pair : pairs) {
@@ -142,6 +143,16 @@ constexpr Fault binding_fault(const PlanHeader& h, const PlanTerms& t) {
     return {.kind = PlanFault::alignment, .got = h.alignment, .expected = t.alignment};
   }
   return {};
+}
+
+// `part`: that of a call, 0 = all of it.
+constexpr Fault part_fault(const PlanHeader& h, int part) {
+  return part <= parts_of(h) ? Fault{}
+                             : Fault{.kind = PlanFault::part, .got = part, .expected = parts_of(h)};
+}
+// The whole is the only part of a plan that has one.
+constexpr CallPart call_part(const PlanHeader& h, int part) {
+  return {.part = parts_of(h) > 1 ? part : 0, .parts = parts_of(h)};
 }
 
 // A condition that a plan sets to a tensor.

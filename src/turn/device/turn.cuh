@@ -237,6 +237,9 @@ class DeviceTurn {
   __device__ void report(Findings&) const {}
   // One thread resets the family's part of the control block when the launch is over.
   __device__ void reset() const {}
+  // One thread keeps there how the operation has ended, unless it ended ahead. It fences its own
+  // stores.
+  __device__ void conclude() const {}
 
  protected:
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
@@ -661,6 +664,7 @@ XD_TURN_MEMBER(void)::end_launch(bool failed) {
   if (!closes() || failed) return;
   if (s_.finder != ranks() && s_.status == XD_SUCCESS) s_.status = XD_ERROR_MISMATCH;
   if (s_.status != XD_SUCCESS) close_with_operation_error();
+  self().conclude();
   // Release, with the fence of make_ready(): the next launch finds the control block ready.
   ptx::st_relaxed_gpu(&p_.group.control->owner, s_.epoch << 32);
 }

@@ -161,6 +161,12 @@ TEST_P(CudaGraph, ReportsOverflowOfOneReplayAndGoesOn) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, CudaGraph, testing::ValuesIn(kFixedShapes));
 
+// The parts of all operations of a step, one behind another. The order of parts lies on the device,
+// so replays and eager calls go on with it.
+constexpr FixedShape kShapesInParts[] = {{.dtype = kBf16, .place = Place::symmetric, .parts = 3},
+                                         {.dtype = kF32, .place = Place::ordinary, .parts = 4}};
+INSTANTIATE_TEST_SUITE_P(InParts, CudaGraph, testing::ValuesIn(kShapesInParts));
+
 // A graph may go before or after what it was captured from.
 class GraphLife : public testing::TestWithParam<bool> {};
 

@@ -83,13 +83,9 @@ class PlanOperation {
   void advance() const { context_.order.advance(step_); }
 
   const CallPart& part() const { return step_.part; }
-  // The rows of the call's part. Between machines one call does the work of all: the first one of
-  // those that store rows, and the last one of sums.
-  Scope scope(bool works_between_machines) const {
-    if (context_.lockstep.remote() == nullptr) {
-      return {.part = part().part, .tail = part().ends()};
-    }
-    return {.empty = !works_between_machines, .tail = part().ends()};
+  // The rows of the call's part. `works_there`: as scope_of() has it.
+  Scope scope(bool works_there) const {
+    return scope_of(part(), context_.lockstep.remote() != nullptr, works_there);
   }
 
   const Config& config() const { return context_.group.config(); }

@@ -143,9 +143,8 @@ PlanView open_plan(const Context& context, PlanBytes bytes) {
 }
 
 CallPart call_part(const PlanView& plan, const Portion& portion) {
-  XD_REQUIRE(portion.part <= plan.parts(), "part = ", portion.part, ", expected at most ",
-             plan.parts(), ", the plan's parts (xd_ep_prepare_args.parts)");
-  return {.part = plan.parts() > 1 ? portion.part : 0, .parts = plan.parts()};
+  require_none(part_fault(plan.header(), portion.part));
+  return call_part(plan.header(), portion.part);
 }
 
 void require_tokens(const Tensor& tensor, const PlanView& plan) {

@@ -67,30 +67,20 @@ struct Context {
   PartOrder& order;
 };
 
-// The rows that a call deals with: all of the plan, or those of one part, or none.
-struct Scope {
-  int part = 0;  // 0 = all
-  bool empty = false;
-  bool tail = true;  // also the rows past the last zone
-
-  bool has(int other) const { return !empty && (part == 0 || part == other); }
-  // The local experts whose zones these are: [first, end).
-  int first_expert(const PlanView& plan) const { return part == 0 ? 0 : border(plan, part); }
-  int end_expert(const PlanView& plan) const {
-    return part == 0 ? plan.header().local_experts : border(plan, part + 1);
-  }
-
- private:
-  static int border(const PlanView& plan, int part) {
-    return first_expert_of_part(part, plan.parts(), plan.header().local_experts);
-  }
+// The local experts whose zones are in a scope: [first, end).
+struct ScopeExperts {
+  int first, end;
 };
+inline ScopeExperts experts_of(const PlanView& plan, const Scope& scope) {
+  const int local = plan.header().local_experts;
+  return {scope.first_expert(plan.parts(), local), scope.end_expert(plan.parts(), local)};
+}
 
 // Calls body(first, count) for each run of receive rows that hold a token's row.
 template <class Body>
 void for_each_run(const PlanView& plan, const Config& config, const Scope& scope, Body&& body) {
   if (scope.empty) return;
-  const int first = scope.first_expert(plan), end = scope.end_expert(plan);
+  const auto [first, end] = experts_of(plan, scope);
   if (!config.layout.has_zones || plan.header().alignment == 1) {
     const std::int64_t begin = scope.part == 0 ? 0 : plan.offset(first);
     const std::int64_t rows =
@@ -109,7 +99,8 @@ template <class Body>
 void for_each_gap(const PlanView& plan, const Config& config, const Scope& scope,
                   std::int64_t tensor_rows, Body&& body) {
   if (config.layout.has_zones && plan.header().alignment > 1 && !scope.empty) {
-    for (int e = scope.first_expert(plan); e < scope.end_expert(plan); ++e) {
+    const auto [first, end_expert] = experts_of(plan, scope);
+    for (int e = first; e < end_expert; ++e) {
       const std::int64_t end = std::int64_t{plan.offset(e)} + plan.count(e);
       if (plan.offset(e + 1) > end) body(end, plan.offset(e + 1) - end);
     }

@@ -10,6 +10,9 @@
 //   own out                 summers                           the caller
 //   grad_topk_weights       summers, from the owners' rows    the caller
 //
+// In a call with a part the pushers take the tokens whose last part here it is. The last part alone
+// sums, so partial sums wait in group memory: see ep/bulk/part_order.h.
+//
 // Blocks [0, push_blocks) push first, and sum when they have pushed. The others sum from the start.
 // Pushers wait for entry records only; summers wait for chunk flags, which pushers raise without
 // waiting for peers. Where a peer's rows can be read, they are not pushed: the peer's entry record
@@ -34,9 +37,10 @@ class Pusher {
                     WarpTerms& terms, std::byte* ring)
       : p_(params), turn_(turn), plan_(plan), terms_(terms), ring_(ring) {}
 
-  // With a blank verdict it raises flags without sums.
+  // With a blank verdict it raises flags without sums. Before the last part it raises none: nobody
+  // waits for them, as the sums are added up in the last part, behind all done flags of this one.
   __device__ void push_all() {
-    const bool moves = turn_.verdict() == Verdict::go;
+    const bool moves = turn_.moves();
     const Team team{0, p_.push_blocks};
     for_each_arrival(turn_, plan_, summed_chunks(), p_.row_bytes, 0, team, [&](const Arrival& a) {
       if (reads_itself(a.source)) return true;
@@ -44,11 +48,13 @@ class Pusher {
       const ItemRange items =
           moves ? items_of(turn_, plan_, a.source, a.token, a.tokens) : ItemRange{0, 0};
       for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
-        push(a.source, rows, cell, columns);
+        if (is_item_due(turn_, rows, true)) push(a.source, rows, cell, columns);
       });
       // The flag is raised also without items: a source whose codes are damaged must not wait for
       // ever.
-      turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
+      if (turn_.part().ends()) {
+        turn_.release_chunk(a.flag, [&](int d) { return d == a.source; });
+      }
       return true;
     });
   }
@@ -210,7 +216,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   fetch_params(p);
   auto remote = make_remote_work<kRemote, RemoteCombine<T>>(p, turn, shared, terms_of_warp, rings);
   bool started = turn.begin();
-  const bool stages = p.grad_recv_weights.staged != nullptr;
+  // Gradients of weights are read by peers, in the last part.
+  const bool stages = p.grad_recv_weights.staged != nullptr && turn.part().ends();
   if (started && stages) {
     if (turn.verdict() == Verdict::go && !refused(turn.plan())) {
       stage_weights(p.grad_recv_weights, turn.plan().recv_rows);
@@ -227,13 +234,15 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
                 .extra = 0,
                 .partials = p.sums ? p.partial_bytes : 0});
   }
-  const bool moves = turn.verdict() == Verdict::go;
+  const bool moves = turn.moves();
   if (moves || turn.verdict() == Verdict::blank) {
     WarpTerms& terms = terms_of_warp[warp_in_block()];
     std::byte* const ring = rings + warp_in_block() * TermPieces::kBytes;
-    const bool pushes = p.pushes && static_cast<int>(blockIdx.x) < p.push_blocks;
+    // Before the last part all blocks push, as nobody sums.
+    const bool pushes =
+        p.pushes && (static_cast<int>(blockIdx.x) < p.push_blocks || !turn.part().ends());
     if (pushes) Pusher<T, kRemote>(p, turn, plan, terms, ring).push_all();
-    if (moves) {
+    if (moves && turn.part().ends()) {
       Summer<T, kByHost, kRemote> summer(p, turn, shared, plan, terms, ring);
       bool good = true;
       if (p.sums) good = summer.sum_all();

@@ -55,7 +55,7 @@ class Sender {
   __device__ void start() {
     const int tokens = turn_.plan().tokens;
     const int unit = first_unit({0, p_.send_blocks});
-    if (turn_.verdict() != Verdict::go || unit < 0) return;
+    if (!turn_.moves() || unit < 0) return;
     const int token = unit * tokens_at_once(tokens, p_.receives);
     if (token >= tokens) return;
     first_ = token;
@@ -66,7 +66,7 @@ class Sender {
   // With a blank verdict it raises flags without rows. The last rows have not landed when it
   // returns.
   __device__ void send_all() {
-    const bool moves = turn_.verdict() == Verdict::go;
+    const bool moves = turn_.moves();
     const int tokens = turn_.plan().tokens;
     const bool in_chunks = any_receiver();
     if (in_chunks != p_.receives) forget_first();
@@ -116,7 +116,8 @@ class Sender {
   }
 
   __device__ void send_token(int token) {
-    const Choice c = decode(turn_, shared_, token == first_ ? first_code_ : code_of(token));
+    Choice c = decode(turn_, shared_, token == first_ ? first_code_ : code_of(token));
+    if (!kRemote && turn_.selects()) keep_due(turn_, c);
     MoverTarget to{nullptr, nullptr};
     if constexpr (kRemote) to = remote_target(p_, turn_, token, c);
     if ((c.leader && !stays(c.rank)) || (c.valid && goes_everywhere(c.rank))) {
@@ -194,7 +195,7 @@ class Receiver {
 
  private:
   __device__ void receive(const ItemRows& rows) {
-    if (rows.count == 0) return;
+    if (rows.count == 0 || !is_item_due(turn_, rows, false)) return;
     const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
     fan_out(rows, first);
     if (p_.fan_out.beside_bytes == 0) copy_rows(p_.recv_scales, rows, first);
@@ -291,14 +292,15 @@ __device__ Besides besides(const StridedRows& scales) {
 // All threads of every block call it, after leave(). A block may be the only one with a blank
 // verdict, and the others wait for it at the barrier.
 template <class Work>
-__device__ void copy_late(const DispatchParams& p, Turn& turn, const Work& remote) {
+__device__ void copy_late(const DispatchParams& p, Turn& turn, const PlanParts& plan,
+                          const Work& remote) {
   const bool moves = turn.verdict() == Verdict::go;
   // A tensor that is missing somewhere makes the content undefined.
   if (moves && !turn.wait_all_done(remote)) return;
   // This rank's own receivers have also put rows there.
   if (p.receives && !turn.barrier(1)) return;
 #pragma unroll 1
-  for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn).copy_all();
+  for (int i = 0; i < p.num_late && moves; ++i) LateCopier(p.late[i], turn, plan).copy_all();
 }
 
 __device__ bool takes_part(const Turn& turn) {
@@ -347,16 +349,15 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     }
     mover.landed();
   }
-  const bool moves = turn.verdict() == Verdict::go;
-  if (moves) fill_gaps(p, turn, plan);
+  if (turn.verdict() == Verdict::go) fill_gaps(p, turn, plan);
   if (!closes_late(p)) return turn.leave_and_end(remote);
   turn.leave(remote);
   if (takes_part(turn)) {
     bool failed = false;
-    if (moves && p.receives) {
+    if (turn.moves() && p.receives) {
       failed = turn.any_failed(!receive_all<Scaled, Quantiser>(p, turn, plan, warp_stages));
     }
-    if (!failed && p.num_late > 0) copy_late(p, turn, remote);
+    if (!failed && p.num_late > 0) copy_late(p, turn, plan, remote);
   }
   turn.end(remote);
 }

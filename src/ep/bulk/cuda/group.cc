@@ -102,10 +102,6 @@ class CudaGroup final : public Group {
   }
   // The multiprocessors that the caller asks for; 0 = none in particular.
   int num_sms_of(const Portion& portion) const {
-    if (portion.part > 1) {
-      fail(XD_ERROR_UNSUPPORTED, "part = ", portion.part,
-           ", expected 0 or 1: plans on CUDA devices have one part so far");
-    }
     XD_REQUIRE(portion.num_sms <= budget_, "num_sms = ", portion.num_sms,
                ", expected at most the group's ", budget_);
     return portion.num_sms > 0 ? portion.num_sms : config().num_sms;
@@ -315,10 +311,6 @@ void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
 }
 
 void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
-  if (call.parts > 1) {
-    fail(XD_ERROR_UNSUPPORTED, "parts = ", call.parts,
-         ", expected 0 or 1: plans on CUDA devices have one part so far");
-  }
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
   params.turn.launch = runner_.next_launch();

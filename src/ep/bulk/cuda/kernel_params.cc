@@ -19,6 +19,7 @@ class TurnFiller {
     turn_.record = record_of(call);
     turn_.plan = static_cast<const std::byte*>(plan.data);
     turn_.plan_bytes = plan.bytes;
+    turn_.part = call.portion.part;
   }
 
   const Config& config() const { return view_.group.config(); }
@@ -28,7 +29,9 @@ class TurnFiller {
   // Rows of tokens, which are staged where the group has the memory for it. `place` is the name by
   // which peers reach them.
   ReceiveRows receive_rows(const Tensor& tensor, turn::PeerAddress& place) const {
-    return receive(tensor, {map().rows, false}, place);
+    const ReceiveRows rows = receive(tensor, {map().rows, false}, place);
+    turn_.staged.rows = rows.staged != nullptr;
+    return rows;
   }
 
   // A tensor beside rows, for which there is always staging memory.
@@ -37,9 +40,19 @@ class TurnFiller {
     return receive(tensor, {staging_offset, true}, place);
   }
 
+  // Tells the order of parts where scales beside such rows lie.
+  void note_scales(const ReceiveRows& scales) const {
+    turn_.staged.scales = scales.staged != nullptr;
+  }
+
   // Rows that peers never touch, which may lie anywhere.
   void own_rows(const Tensor& tensor) const {
     if (tensor) check(Check::recv_rows, tensor.name, tensor.rows);
+  }
+  // Such rows of sums, for which parts ask where they lie all the same.
+  void own_summed_rows(const Tensor& tensor) const {
+    own_rows(tensor);
+    turn_.staged.rows = tensor.bytes() > 0 && !view_.group.place_in_heap(tensor);
   }
   void own_weights(const Tensor& tensor) const {
     turn::PeerAddress nobodys;
@@ -144,6 +157,7 @@ void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p
   p.recv_tokens = fill.receive_rows(moved.recv_rows, fill.record().rows_in);
   p.recv_scales =
       fill.receive_beside(moved.recv_scales, fill.map().scales, fill.record().scales_in);
+  fill.note_scales(p.recv_scales);
   p.receives = fill.config().layout.row_per_expert || p.recv_tokens.staged != nullptr;
   if (!p.receives || !moved.recv_scales.packed()) {
     come_late(p, moved.recv_scales, p.recv_scales, tail_of(fill.config()));
@@ -166,7 +180,7 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   turn::PeerAddress place;
   ReceiveRows rows{};
   if (own) {
-    fill.own_rows(tensor);
+    fill.own_summed_rows(tensor);
   } else {
     rows = fill.receive_rows(tensor, place);
   }
@@ -203,6 +217,7 @@ PrepareParams prepare_params(const PrepareCall& call, const GroupView& view) {
   params.tokens = static_cast<int>(call.topk_idx.rows);
   params.topk = static_cast<int>(call.topk_idx.cols);
   params.alignment = call.alignment;
+  params.parts = call.parts;
   params.plan = call.plan;
   params.counts = output(call.counts);
   params.padded_counts = output(call.padded_counts);

@@ -19,7 +19,7 @@ struct PrepareParams {
   TurnParams turn;
   const void* topk_idx;
   bool wide_ids;  // int64
-  int tokens, topk, alignment;
+  int tokens, topk, alignment, parts;
   std::byte* plan;
   struct Output {
     void* data;  // nullptr = not given
@@ -36,7 +36,8 @@ struct PrepareParams {
                           .topk = topk,
                           .list_rows = g.layout.row_per_expert ? g.capacity : 0,
                           .items = g.keeps_items ? g.capacity : 0,
-                          .ranks = g.ranks()});
+                          .ranks = g.ranks(),
+                          .parts = parts});
   }
 };
 

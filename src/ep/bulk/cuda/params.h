@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "comm/device/comm.h"
+#include "ep/bulk/part_order.h"
 #include "ep/bulk/wire.h"
 #include "ep/plan/plan_check.h"
 #include "turn/device/group.h"
@@ -19,13 +20,15 @@ struct GroupState : turn::DeviceControl {
   std::uint64_t bad_ids;       // total over all plans made
   std::uint64_t dropped_rows;  // likewise
   const RemoteDevice* remote;  // in device memory; nullptr = all ranks are near
+  PartOrder order;
 };
 
 // The facts that kernels tell about an operation error.
 struct Findings {
   Fault fault;                              // INVALID_ARGUMENT: the mistake in this rank's plan
-  std::int64_t bad_ids;                     // INVALID_ARGUMENT without a fault
+  std::int64_t bad_ids;                     // INVALID_ARGUMENT without either fault
   std::int64_t needed_rows, capacity_rows;  // OVERFLOW
+  OrderFault order;                         // INVALID_ARGUMENT: the mistake in the call's part
 };
 
 // The report of operations to their host: see turn::DeviceReport.
@@ -77,7 +80,7 @@ struct GroupDevice : turn::DeviceGroup<GroupState, Report, GroupMap> {
   bool drop, collapse, zero_tail, keeps_items;
   std::int64_t capacity;
   std::uint64_t capacities_hash;
-  std::uint64_t plan_head_bytes;      // bytes of this group's plans in front of the codes
+  std::uint64_t plan_head_bytes;      // bytes of plans without parts in front of the codes
   std::uint32_t codec_experts;        // RowCodec
   const std::uint32_t* base;          // RowCodec: prefix sums of the capacities, in device memory
   int chunk_stride;                   // flags per source
@@ -105,6 +108,8 @@ struct TurnParams : turn::DeviceTurnParams<GroupDevice, Record> {
 
   const std::byte* plan;  // nullptr: no plan is read
   std::uint64_t plan_bytes;
+  int part;  // 0 = the whole operation
+  PartOrder::Staged staged;
   int num_checks;
   Check checks[kMaxChecks];  // tensors against the plan
 };

@@ -18,6 +18,11 @@ OperationError operation_error_of(const Report& report, const Group& group) {
                        .needed_rows = report.findings.needed_rows,
                        .capacity_rows = report.findings.capacity_rows});
     case XD_ERROR_INVALID_ARGUMENT:
+      if (report.findings.order) {
+        return {.status = XD_ERROR_INVALID_ARGUMENT,
+                .text = text_of(report.findings.order),
+                .rank = group.rank()};
+      }
       if (!report.findings.fault) {
         return bad_expert_ids<Family>(report.findings.bad_ids, report.rank, config);
       }

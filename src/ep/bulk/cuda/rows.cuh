@@ -61,22 +61,34 @@ __device__ inline bool has_gaps(const Turn& turn) {
   return pads_zones(turn) || turn.group().zero_tail;
 }
 
-// Rows that hold no token's row and must read as zero: padding of zones, and the tail if the group
-// zeroes it. No peer touches these rows. All warps of the launch call it.
+// The local experts whose zones are in the call's scope: [first, end).
+struct ScopeExperts {
+  int first, end;
+};
+__device__ inline ScopeExperts experts_of(const Turn& turn) {
+  const int local = turn.group().local_experts;
+  if (!turn.selects()) return {0, turn.scope().empty ? 0 : local};
+  const int parts = turn.part().parts;
+  return {turn.scope().first_expert(parts, local), turn.scope().end_expert(parts, local)};
+}
+
+// Rows in the call's scope that hold no token's row and must read as zero: padding of zones, and
+// the tail if the group zeroes it. No peer touches these rows. All warps of the launch call it.
 __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
                                  const ReceiveRows& tensor) {
   if (tensor.data == nullptr) return;
   const GroupDevice& g = turn.group();
   const std::uint64_t warps = std::uint64_t{gridDim.x} * warps_per_block();
   const std::uint64_t warp = std::uint64_t{blockIdx.x} * warps_per_block() + warp_in_block();
-  if (pads_zones(turn)) {
+  const ScopeExperts zones = experts_of(turn);
+  if (pads_zones(turn) && zones.first < zones.end) {
     // With few experts gaps are long, and several warps share one; with many they are short, and a
     // warp takes several.
-    const auto experts = static_cast<std::uint64_t>(g.local_experts);
+    const auto experts = static_cast<std::uint64_t>(zones.end - zones.first);
     const std::uint64_t parts = max(warps / experts, std::uint64_t{1});
 #pragma unroll 1
     for (std::uint64_t i = warp; i < experts * parts; i += warps) {
-      const std::uint64_t e = i / parts;
+      const std::uint64_t e = zones.first + i / parts;
       const std::int64_t end = std::int64_t{plan.offset[e]} + plan.count[e];
       const std::int64_t gap = plan.offset[e + 1] - end;
       if (gap > 0) {
@@ -86,7 +98,7 @@ __device__ inline void zero_gaps(const Turn& turn, const PlanParts& plan,
     }
   }
   const std::int64_t rows = turn.plan().recv_rows;
-  if (g.zero_tail && tensor.rows > rows) {
+  if (g.zero_tail && turn.scope().tail && tensor.rows > rows) {
     fill_bytes(tensor.data + rows * tensor.row_bytes, (tensor.rows - rows) * tensor.row_bytes, 0,
                warp, warps);
   }

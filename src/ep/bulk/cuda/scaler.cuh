@@ -81,7 +81,7 @@ class Scaler {
     const bool own = source == turn_.rank();
     if (!own && !await_chunk(turn_, source, chunk)) return false;
     for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
-      if (rows.count == 0) return;
+      if (rows.count == 0 || !is_item_due(turn_, rows, false)) return;
       const std::byte* gradient = own ? own_gradient(cell) : arrived_gradient(rows);
       if (gradient == nullptr) return;
       if (p_.expert_out != nullptr) {

@@ -1,5 +1,9 @@
 // The turn of an operation of expert parallelism (turn/device/turn.cuh): what a launch checks of
-// its plan while the turn begins, where the peers' receive tensors lie, and the flags of chunks.
+// its plan and its part while the turn begins, where the peers' receive tensors lie, and the flags
+// of chunks.
+//
+//   memory              written by                       read by
+//   GroupState::order   the thread that ends a launch    all blocks of the next one, as they begin
 #pragma once
 
 #include "base/hash.h"
@@ -21,11 +25,16 @@ struct PeerTensors {
   std::uint32_t num_rows;
   bool staged;        // its rows are copied out of its staging memory
   bool wide_indices;  // its recv_topk_idx is int64
+  PartRows part;      // of the call's part, where Turn::selects()
 };
 
 struct TurnShared : turn::DeviceTurnShared<Record> {
   int first_zone, zones_end;
   Fault fault;
+  bool has_sums;      // PartOrder
+  bool out_of_order;  // so the order finds a fault
+  CallPart part;
+  Scope scope;
   unsigned long long sum;
   PlanHeader plan;
   PeerTensors peer[kMaxDeviceRanks];
@@ -51,6 +60,13 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   }
 
   __device__ const PlanHeader& plan() const { return s_.plan; }
+  // The call's part and its rows; of a call without a part, all of them. After begin().
+  __device__ const CallPart& part() const { return s_.part; }
+  __device__ const Scope& scope() const { return s_.scope; }
+  // True if a block has something to move.
+  __device__ bool moves() const { return verdict() == Verdict::go && !s_.scope.empty; }
+  // True if that is a part of the plan's rows.
+  __device__ bool selects() const { return p_.part != 0 && s_.scope.part != 0; }
   __device__ const PeerTensors& peer(int rank) const { return s_.peer[rank]; }
   __device__ std::uint64_t* chunk_at(int owner, int source, int chunk) const {
     return words(owner, p_.group.map.chunk) +
@@ -90,13 +106,20 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     return s_.status == XD_ERROR_OVERFLOW ? s_.plan.overflow_rank : s_.plan.bad_id_rank;
   }
   __device__ void report(Findings& findings) const {
-    findings = {s_.fault, s_.plan.bad_ids, s_.plan.overflow_needed, s_.plan.overflow_capacity};
+    findings = {s_.fault, s_.plan.bad_ids, s_.plan.overflow_needed, s_.plan.overflow_capacity, {}};
+    if (s_.out_of_order) findings.order = p_.group.control->order.fault(step());
   }
   __device__ void reset() const {
     p_.group.control->next_unit[0] = p_.group.control->next_unit[1] = 0;
   }
+  __device__ void conclude() const;
 
+  __device__ PartOrder::Step step() const;
+  __device__ bool between_machines() const { return p_.group.control->remote != nullptr; }
+  __device__ bool is_out_of_order() const;
+  __device__ void take_part(Record& own) const;
   __device__ HeadLook look_at_plan();
+  __device__ std::uint64_t sum_of_bounds() const;
   static constexpr int kParts = 3;
   __device__ void check_plan(const HeadLook& look);
   __device__ bool has_fault(int part) const;
@@ -112,7 +135,12 @@ __device__ inline Turn::HeadLook Turn::look() {
 }
 
 __device__ inline void Turn::judge(const HeadLook& look) {
-  if (thread() == 0) s_.fault = {};
+  if (thread() == 0) {
+    s_.fault = {};
+    s_.out_of_order = false;
+    s_.part = {};
+    s_.scope = {};
+  }
   if (p_.plan != nullptr) check_plan(look);
 }
 
@@ -123,18 +151,64 @@ __device__ inline void Turn::complete(Record& own) const {
   if (p_.plan != nullptr) {
     own.rows = static_cast<std::uint32_t>(s_.plan.recv_rows);
     own.fingerprint = s_.plan.fingerprint;
+    if (p_.part != 0 || s_.has_sums) take_part(own);
   }
+}
+
+// ---- Parts -------------------------------------------------------------------------------------
+
+// The call as a step in the order of parts.
+__device__ inline PartOrder::Step Turn::step() const {
+  const bool has_rows = s_.plan.recv_rows > 0;
+  PartOrder::Step step{s_.own, s_.part, {has_rows && p_.staged.rows, has_rows && p_.staged.scales}};
+  step.record.fingerprint = s_.plan.fingerprint;
+  return step;
+}
+
+__device__ __noinline__ inline bool Turn::is_out_of_order() const {
+  return static_cast<bool>(p_.group.control->order.fault(step()));
+}
+
+// Thread 0, where the call has a part, or may not be made because of another operation's.
+__device__ inline void Turn::take_part(Record& own) const {
+  if (own.call.status != XD_SUCCESS) return;
+  s_.part = call_part(s_.plan, p_.part);
+  if (!refused(s_.plan) && is_out_of_order()) {
+    s_.out_of_order = true;
+    own.call.status = XD_ERROR_INVALID_ARGUMENT;
+  }
+  own.fingerprint |= static_cast<std::uint64_t>(s_.part.part);
+  const bool works_there = makes_sums(own.call.operation) ? s_.part.ends() : s_.part.begins();
+  s_.scope = scope_of(s_.part, between_machines(), works_there);
+}
+
+// One thread of the last block. A prepare that has made its plan ends nothing, also where that has
+// bad ids or overflows.
+__device__ inline void Turn::conclude() const {
+  const bool prepares = p_.record.call.operation == XD_EP_PREPARE;
+  const bool good = s_.status == XD_SUCCESS || (prepares && s_.own.call.status == XD_SUCCESS &&
+                                                s_.status != XD_ERROR_MISMATCH);
+  if (good && s_.part.whole()) return;
+  PartOrder& order = p_.group.control->order;
+  if (good) {
+    order.advance(step());
+  } else {
+    order.clear();
+  }
+  __threadfence();
 }
 
 // ---- The plan ----------------------------------------------------------------------------------
 
-// Reads the plan's head, if it is as long as this group's plans: all words in front of the codes.
+// Reads the plan's head, if it is as long as this group's plans without parts: all words in front
+// of their codes.
 __device__ inline Turn::HeadLook Turn::look_at_plan() {
   const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
   constexpr std::uint64_t kHeaderWords = sizeof(PlanHeader) / sizeof(std::uint64_t);
   constexpr std::uint64_t kChecksumWord = offsetof(PlanHeader, checksum) / sizeof(std::uint64_t);
   const std::uint64_t end = min(p_.group.plan_head_bytes, p_.plan_bytes) / sizeof(std::uint64_t);
   HeadLook look{0, false};
+  if (threadIdx.x == blockDim.x / 2) s_.has_sums = p_.group.control->order.has_sums();
 #pragma unroll 1
   for (std::uint64_t i = threadIdx.x; i < end; i += blockDim.x) {
     const std::uint64_t word = words[i];
@@ -156,10 +230,29 @@ __device__ inline Turn::HeadLook Turn::look_at_plan() {
   return look;
 }
 
+// This thread's part of the checksum over the bounds of parts, behind the head of plans without
+// parts.
+__device__ __noinline__ inline std::uint64_t Turn::sum_of_bounds() const {
+  const PlanHeader& h = s_.plan;
+  // Then there is a fault, and these bytes may not be there.
+  if (header_fault(h, p_.plan_bytes) || extent_of(h).checked != p_.group.plan_head_bytes) return 0;
+  const auto* words = reinterpret_cast<const std::uint64_t*>(p_.plan);
+  const std::uint64_t end = extent_of(h, ep::parts_of(h)).checked / sizeof(std::uint64_t);
+  std::uint64_t sum = 0;
+#pragma unroll 1
+  for (std::uint64_t i = p_.group.plan_head_bytes / sizeof(std::uint64_t) + threadIdx.x; i < end;
+       i += blockDim.x) {
+    sum += hash_entry(i, words[i]);
+  }
+  return sum;
+}
+
 // All threads call it. Every block comes to the same verdict, since it looks at the same bytes.
 // Mostly a plan has no fault, so warps first ask only whether it has one, each about a part of it.
 __device__ inline void Turn::check_plan(const HeadLook& look) {
-  add_of_warp(&s_.sum, look.sum);
+  std::uint64_t sum = look.sum;
+  if ((s_.plan.version & PlanHeader::kHasParts) != 0) sum += sum_of_bounds();
+  add_of_warp(&s_.sum, sum);
   bool faulty = look.damaged;
   if (lane_id() == 0) {
 #pragma unroll 1
@@ -182,7 +275,8 @@ __device__ inline bool Turn::has_fault(int part) const {
     return header_fault(h, p_.plan_bytes) || extent_of(h).checked != p_.group.plan_head_bytes;
   }
   if (part == 1) return static_cast<bool>(binding_fault(h, p_.group.terms));
-  bool faulty = static_cast<bool>(zones_fault(h, {false, s_.first_zone, s_.zones_end}));
+  bool faulty = static_cast<bool>(zones_fault(h, {false, s_.first_zone, s_.zones_end})) ||
+                static_cast<bool>(part_fault(h, p_.part));
 #pragma unroll 1
   for (int i = 0; i < p_.num_checks; ++i) {
     faulty |= static_cast<bool>(tensor_fault(h, p_.checks[i]));
@@ -200,6 +294,7 @@ __device__ __noinline__ inline Fault Turn::plan_fault(bool zone_damaged) const {
     if (const Fault fault = checksum_fault(h, s_.sum)) return fault;
   }
   if (const Fault fault = binding_fault(h, p_.group.terms)) return fault;
+  if (const Fault fault = part_fault(h, p_.part)) return fault;
 #pragma unroll 1
   for (int i = 0; i < p_.num_checks; ++i) {
     if (const Fault fault = tensor_fault(h, p_.checks[i])) return fault;
@@ -223,6 +318,12 @@ __device__ inline bool Turn::find_tensors(int peer, const Record& record,
     return at;
   };
   to.num_rows = record.rows;
+  if (selects()) {
+    const int parts = s_.part.parts;
+    const auto* bounds =
+        reinterpret_cast<const std::int32_t*>(p_.plan + map_of(s_.plan, parts).part_end);
+    to.part = rows_of_part(s_.part, bounds + peer * (parts - 1));
+  }
   to.staged = record.rows_in.is_shared();
   to.wide_indices = (record.flags & kWideIndices) != 0;
   to.rows = find_rows(record.rows_in, sizes.rows, kRowAlignment);

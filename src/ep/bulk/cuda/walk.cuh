@@ -20,7 +20,7 @@ struct PlanParts {
 };
 
 __device__ inline PlanParts parts_of(const std::byte* plan, const PlanHeader& header) {
-  const PlanMap map = map_of(header);
+  const PlanMap map = map_of(header, ep::parts_of(header));
   const auto at = [&](std::uint64_t offset) {
     return reinterpret_cast<const std::uint32_t*>(plan + offset);
   };
@@ -89,6 +89,18 @@ __device__ inline int order_of(const Choice& c, int& count) {
     lower += __shfl_sync(kAllLanes, c.rank, other) < c.rank ? 1 : 0;
   }
   return lower;
+}
+
+// Leaves the choices whose rows move in the call's part: all of a token's rows at a rank come with
+// the first of their parts. All lanes call it.
+__device__ inline void keep_due(const Turn& turn, Choice& c) {
+  PartRows part;
+  if (c.valid) part = turn.peer(c.rank).part;
+  const unsigned rows = equal_lanes(static_cast<unsigned>(c.rank), c.valid);
+  const unsigned here = __ballot_sync(kAllLanes, c.valid && part.has(c.row));
+  const unsigned earlier = __ballot_sync(kAllLanes, c.valid && part.is_earlier(c.row));
+  c.valid = c.valid && is_due(rows, here, earlier);
+  c.leader = c.leader && c.valid;
 }
 
 // ---- Units of work -----------------------------------------------------------------------------
@@ -179,6 +191,17 @@ struct ItemRows {
   int count;
   std::uint32_t row;  // the row of this lane, if lane < count
 };
+
+// True if the call deals with an item of this rank, which it does in the first of the parts of its
+// rows, or `sums`: in the last one. All lanes call it.
+__device__ inline bool is_item_due(const Turn& turn, const ItemRows& rows, bool sums) {
+  if (!turn.selects()) return true;
+  const PartRows& part = turn.peer(turn.rank()).part;
+  const bool mine = lane_id() < rows.count;
+  const unsigned here = __ballot_sync(kAllLanes, mine && part.has(rows.row));
+  const bool other = sums ? part.is_later(rows.row) : part.is_earlier(rows.row);
+  return is_due(kAllLanes, here, __ballot_sync(kAllLanes, mine && other));
+}
 
 // Calls body(rows, cell) for the items of a range, which belong to one chunk; the next item's rows
 // are fetched meanwhile. All lanes call it.

@@ -73,6 +73,7 @@ class PlanWriter {
   __device__ std::uint64_t pairs_of(int local_expert) const;
   __device__ void write_zones() const;
   __device__ PlanHeader make_header() const;
+  __device__ void write_bounds() const;
   __device__ void write_small_parts() const;
   __device__ void seal() const;
   __device__ void report_totals() const;
@@ -234,7 +235,7 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
   const int overflow = zones_.overflow_rank();
   const bool has = overflow >= 0;
   return {.magic = PlanHeader::kMagic,
-          .version = PlanHeader::kVersion,
+          .version = PlanHeader::kVersion | (p_.parts > 1 ? PlanHeader::kHasParts : 0),
           .rank = g_.rank(),
           .ranks = g_.ranks(),
           .experts = g_.experts,
@@ -243,7 +244,8 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
           .layout = g_.layout.id,
           .alignment = p_.alignment,
           .overflow = g_.drop ? XD_EP_OVERFLOW_DROP : XD_EP_OVERFLOW_ERROR,
-          .keeps_list = g_.layout.row_per_expert ? 1 : 0,
+          .keeps_list = (g_.layout.row_per_expert ? 1 : 0) |
+                        (p_.parts > 1 ? p_.parts << PlanHeader::kPartsShift : 0),
           .keeps_items = g_.keeps_items ? 1 : 0,
           .bad_id_rank = zones_.bad_id_rank(),
           .overflow_rank = overflow,
@@ -264,14 +266,30 @@ __device__ inline PlanHeader PlanWriter::make_header() const {
                                            .topk = p_.topk,
                                            .alignment = p_.alignment,
                                            .group = g_.number,
-                                           .epoch = turn_.epoch()}),
+                                           .epoch = turn_.epoch(),
+                                           .parts = p_.parts}),
           .epoch = turn_.epoch(),
           .bytes = map_.end,
           .checksum = 0};
 }
 
+// Writes where each part of each rank's zones ends: the first row of the next part, after drops.
+__device__ inline void PlanWriter::write_bounds() const {
+  auto* bounds = part<std::int32_t>(map_.part_end);
+  const int each = p_.parts - 1;
+#pragma unroll 1
+  for (int i = thread_in_block(); i < g_.ranks() * each; i += threads_per_block()) {
+    const int d = i / each, first = p_.experts.first(d);
+    const int expert =
+        first + first_expert_of_part(i % each + 2, p_.parts, p_.experts.first(d + 1) - first);
+    const std::uint64_t row = min(std::uint64_t{zones_.first_row(expert)}, zones_.limit_of(d));
+    bounds[i] = static_cast<std::int32_t>(row);
+  }
+}
+
 // Writes the parts that are not large. It ends with a barrier of the block.
 __device__ inline void PlanWriter::write_small_parts() const {
+  if (p_.parts > 1) write_bounds();
   if (g_.keeps_items) {
     auto* tokens = part<std::int32_t>(map_.tokens);
     auto* begin = part<std::int32_t>(map_.item_begin);

@@ -79,7 +79,7 @@ class RemoteWork {
  protected:
   __device__ const RemoteDevice& remote() const { return remote_turn_.remote(); }
   __device__ const Directions& directions() const { return remote_turn_.directions(); }
-  __device__ bool moves() const { return turn_.verdict() == Verdict::go; }
+  __device__ bool moves() const { return turn_.moves(); }
   // The remote machine of a choice's row, or kNear, also if it has none. Any thread.
   __device__ int machine_of_code(std::uint32_t code) const {
     const GroupDevice& g = turn_.group();
