@@ -4,6 +4,7 @@
  *   status.h       status codes, error text           read first
  *   version.h      version and feature queries
  *   comm.h         communicators, symmetric memory
+ *   view.h         which ranks go on together, when others are lost
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
@@ -42,5 +43,6 @@
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>
 #include <crossdock/version.h>
+#include <crossdock/view.h>
 
 #endif /* CROSSDOCK_CROSSDOCK_H_ */
