@@ -8,6 +8,7 @@
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   fault.h        whether an error has spoiled such an operation, as a word on the device
  *   placement.h    which ranks hold which experts, with replicas of those that are chosen often
  *   gated.h        the gated activation between the two products of experts
  *   grouped.h      these products: of experts' rows, with a matrix for each expert
@@ -34,6 +35,7 @@
 
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
+#include <crossdock/fault.h>
 #include <crossdock/gated.h>
 #include <crossdock/gemm.h>
 #include <crossdock/grouped.h>

@@ -341,6 +341,29 @@ TEST(NearDecision, GivesOneViewInRandomOrders) {
   EXPECT_GT(views, kSeeds);
 }
 
+// A guest reads the word, and before it reads the view the proposer has written its place again.
+TEST(NearDecision, TakesNoViewThatIsOnlyProposed) {
+  World world(3, first_view(0b011), votes_of(3), 3);
+  const auto run = [&](int r, std::uint64_t number) {
+    while (world.ranks[at(r)].view.number < number) world.step(r, false);
+  };
+  world.step(1, false);  // votes
+  run(0, 1);
+  while (world.ranks[2].last != "decided65536") world.step(2, false);
+  run(1, 1);
+  world.step(0, false);
+  run(1, 2);
+  run(0, 2);
+  world.step(1, false);
+  while (world.ranks[0].last != "propose") world.step(0, false);
+  world.step(2, false);
+  EXPECT_EQ(world.ranks[2].last, "proposal3");
+  EXPECT_EQ(world.ranks[2].decision->view().number, 0U);
+  run(0, 3);
+  while (world.ranks[2].decision->view().number < 3) world.step(2, false);
+  EXPECT_EQ(world.ranks[2].decision->view(), world.ranks[0].view);
+}
+
 // ---- The view that votes make ----
 
 TEST(Tally, TakesStepsAndAgreementOfMembersAlone) {
