@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -110,7 +111,7 @@ namespace {
 class BallotTime {
  public:
   // `place`: how many members that live are in front of this rank.
-  void count_from_now(int place) { begin_ = Deadline::after_ms(kBallotMs * place); }
+  void count_from_now(int place) { begin_ = Deadline::after_ms(std::int64_t{kBallotMs} * place); }
   bool has_come() const { return begin_ && begin_->passed(); }
   Deadline before(const Deadline& other) const {
     return begin_ && begin_->when() < other.when() ? *begin_ : other;
