@@ -4,9 +4,11 @@
  *   status.h       status codes, error text           read first
  *   version.h      version and feature queries
  *   comm.h         communicators, symmetric memory
+ *   view.h         which ranks go on together, when others are lost
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   fault.h        whether an error has spoiled such an operation, as a word on the device
  *   placement.h    which ranks hold which experts, with replicas of those that are chosen often
  *   gated.h        the gated activation between the two products of experts
  *   grouped.h      these products: of experts' rows, with a matrix for each expert
@@ -33,6 +35,7 @@
 
 #include <crossdock/comm.h>
 #include <crossdock/ep.h>
+#include <crossdock/fault.h>
 #include <crossdock/gated.h>
 #include <crossdock/gemm.h>
 #include <crossdock/grouped.h>
@@ -42,5 +45,6 @@
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>
 #include <crossdock/version.h>
+#include <crossdock/view.h>
 
 #endif /* CROSSDOCK_CROSSDOCK_H_ */

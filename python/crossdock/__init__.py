@@ -39,6 +39,7 @@ from crossdock._membership import EpStatus, LowLatencyStatus
 from crossdock._placement import Move, Placement, placement_moves, plan_placement
 from crossdock._plan import Plan, SlotPlan
 from crossdock._stats import GroupStats
+from crossdock._view import View
 from crossdock.errors import (
     Aborted,
     Busy,
@@ -111,6 +112,7 @@ __all__ = [
     "SystemFailure",
     "Timeout",
     "Unsupported",
+    "View",
     "__version__",
     "feature_available",
     "feature_reason",

@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -19,6 +19,7 @@ from crossdock._arrays import Heap, aligned_empty, describe
 from crossdock._core import constants
 from crossdock._dtypes import INDICES
 from crossdock._experts import ranks_of_experts
+from crossdock._view import View, agree, view_of
 from crossdock.errors import CrossdockError, InvalidArgument, Unsupported, from_details
 
 if TYPE_CHECKING:
@@ -324,6 +325,37 @@ class Comm:
         Their processes have ended, or they have left. Each rank learns of it by itself.
         """
         return self.core().lost()
+
+    @property
+    def view(self) -> View:
+        """The latest view that this rank has found."""
+        return view_of(self.core())
+
+    def agree(
+        self,
+        *,
+        step: int = 0,
+        ok: bool = True,
+        leave: bool = False,
+        leave_out: Iterable[int] = (),
+        timeout: float | None = None,
+    ) -> View:
+        """Decides on the next view with the others, of which some may end meanwhile.
+
+        Its members are the ranks that vote by this call within ``timeout`` seconds. None: see
+        xd_comm_agree. For communicators with ``on_peer_loss="mask"``; blocks on the host.
+
+        Args:
+            step, ok: this rank's, for the view's ``first_step``, ``last_step`` and ``all_ok``.
+            leave: this rank wants to be no member.
+            leave_out: ranks that shall be no members, though they vote.
+
+        Raises:
+            PeerLost: the others have gone on without this rank, or it cannot decide without
+                those that are missing. Not fatal: called again, the rank waits to be taken in.
+        """
+        ms = milliseconds(timeout)
+        return agree(self.core(), step=step, ok=ok, leave=leave, leave_out=leave_out, timeout_ms=ms)
 
     def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """An array in symmetric memory, its content undefined.

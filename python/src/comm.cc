@@ -211,6 +211,59 @@ nb::tuple Comm::lost() const {
   return nb::tuple(ranks);
 }
 
+namespace {
+
+nb::tuple ranks_in(const std::uint64_t* set) {
+  nb::list ranks;
+  for (int r = 0; r < XD_VIEW_WORDS * 64; ++r) {
+    if ((set[r / 64] >> (r % 64) & 1) != 0) ranks.append(r);
+  }
+  return nb::tuple(ranks);
+}
+
+nb::dict fields_of_view(const xd_view& view) {
+  nb::dict fields;
+  fields["number"] = view.number;
+  fields["members"] = ranks_in(view.members);
+  fields["joined"] = ranks_in(view.joined);
+  fields["gone"] = ranks_in(view.gone);
+  fields["all_ok"] = view.all_ok != 0;
+  fields["first_step"] = view.first_step;
+  fields["last_step"] = view.last_step;
+  return fields;
+}
+
+}  // namespace
+
+nb::dict Comm::agree(std::int64_t step, bool ok, bool leave, const std::vector<int>& leave_out,
+                     int timeout_ms, std::uintptr_t stream) const {
+  std::vector<std::uint64_t> set(XD_VIEW_WORDS);
+  for (const int rank : leave_out) {
+    if (rank < 0 || rank >= info_.num_ranks) {
+      throw nb::value_error(("leave_out has rank " + std::to_string(rank) +
+                             ", expected ranks 0 to " + std::to_string(info_.num_ranks - 1))
+                                .c_str());
+    }
+    set[static_cast<std::size_t>(rank) / 64] |= std::uint64_t{1} << (rank % 64);
+  }
+  xd_comm_agree_args args XD_COMM_AGREE_ARGS_INIT;
+  args.step = step;
+  args.ok = ok ? 1 : 0;
+  args.leave = leave ? 1 : 0;
+  args.leave_out = set.data();
+  args.timeout_ms = timeout_ms;
+  args.stream = static_cast<xd_stream>(pointer(stream));
+  xd_view found XD_VIEW_INIT;
+  call([&](xd_comm* comm) { return xd_comm_agree(comm, &args, &found); });
+  return fields_of_view(found);
+}
+
+nb::dict Comm::view() const {
+  xd_view known XD_VIEW_INIT;
+  call([&](xd_comm* comm) { return xd_comm_get_view(comm, &known); });
+  return fields_of_view(known);
+}
+
 std::uintptr_t Comm::allocate(std::size_t bytes) const {
   void* allocated = nullptr;
   call([&](xd_comm* comm) { return xd_mem_alloc(comm, bytes, &allocated); });
@@ -313,6 +366,10 @@ void bind_comm(nb::module_& module) {
       .def("all_gather", &Comm::all_gather, nb::arg("data"))
       .def("error", &Comm::error)
       .def("lost", &Comm::lost)
+      .def("agree", &Comm::agree, nb::kw_only(), nb::arg("step") = 0, nb::arg("ok") = true,
+           nb::arg("leave") = false, nb::arg("leave_out") = std::vector<int>(),
+           nb::arg("timeout_ms") = 0, nb::arg("stream") = 0)
+      .def("view", &Comm::view)
       .def_prop_ro("closed", &Comm::closed)
       .def_prop_ro("rank", [](const Comm& c) { return c.info().rank; })
       .def_prop_ro("num_ranks", [](const Comm& c) { return c.info().num_ranks; })

@@ -48,6 +48,11 @@ class Comm {
   nb::list all_gather(const nb::bytes& data) const;
   [[nodiscard]] nb::object error() const;  // dict, or None
   [[nodiscard]] nb::tuple lost() const;    // ranks, ascending
+  // The fields of crossdock.View.
+  [[nodiscard]] nb::dict agree(std::int64_t step, bool ok, bool leave,
+                               const std::vector<int>& leave_out, int timeout_ms,
+                               std::uintptr_t stream) const;
+  [[nodiscard]] nb::dict view() const;
   [[nodiscard]] bool closed() const { return comm_ == nullptr; }
   [[nodiscard]] const xd_comm_info& info() const { return info_; }
 

@@ -113,6 +113,13 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
   }
 
+  // Of low latency: the address of the word that counts them on the device.
+  [[nodiscard]] std::uintptr_t fault_word() const {
+    const std::uint64_t* word = nullptr;
+    check(xd_ll_group_fault_word(this->usable(), &word), this->comm_.failure());
+    return address(const_cast<std::uint64_t*>(word));
+  }
+
   // Runs fn(Handle*) -> xd_status, one operation, without the GIL.
   template <class Fn>
   void call(Operation operation, Fn fn) {

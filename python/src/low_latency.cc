@@ -48,6 +48,7 @@ void bind_low_latency(nb::module_& module) {
   LowLatencyGroup::bind(module, "LowLatencyGroup")
       .def("dispatch", method<LowLatencyGroup>(XD_LL_DISPATCH, xd_ll_dispatch), "fields"_a)
       .def("combine", method<LowLatencyGroup>(XD_LL_COMBINE, xd_ll_combine), "fields"_a)
+      .def("fault_word", &LowLatencyGroup::fault_word)
       .def("mask_set", &mask_set, "rank"_a, "masked"_a, "stream"_a = 0)
       .def("mask_get", &mask_get, "mask"_a, "stream"_a = 0)
       .def("reset", &reset, "stream"_a = 0);

@@ -114,8 +114,7 @@ std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
   parts.memory = kind_of(parts.device).make_memory(parts.device.device_id);
   parts.introductions = introduce(ranks, parts);
   const HostMap hosts(parts.mesh->rails(), parts.mesh->host_names());
-  parts.boards =
-      share_boards(ranks, HostSegmentMaker(), RankBoardMap::make(parts.num_ranks).end, hosts);
+  parts.boards = share_boards(ranks, HostSegmentMaker(), control_bytes(parts.num_ranks), hosts);
   parts.device_side = share_device_boards(ranks, parts, hosts);
   return std::make_shared<Comm>(std::move(parts));
 }
@@ -193,6 +192,7 @@ Comm::Comm(Parts&& parts)
       device_side_(std::move(parts.device_side)),
       errors_(hosts_, *parts.mesh, std::move(parts.boards), device_side_.get(), parts.on_peer_loss),
       collective_(*parts.mesh, rank_, num_ranks_, timeout_ms_, &errors_),
+      views_(hosts_, errors_),
       memory_(rank_, collective_, errors_, *device_memory_, device_side_.get()),
       events_(std::move(parts.events)),
       mesh_(std::move(parts.mesh)) {
@@ -218,6 +218,26 @@ void Comm::close() {
 void Comm::keep_remote_puts(std::shared_ptr<RemotePuts> puts) noexcept {
   kept_remote_puts_ = std::move(puts);
   remote_puts_.store(kept_remote_puts_.get(), std::memory_order_release);
+}
+
+void Comm::require_not_captured(xd_stream stream) const {
+  const auto is_captured = kind_of(device_).is_captured;
+  XD_REQUIRE(is_captured == nullptr || !is_captured(device_.device_id, stream),
+             "stream is captured into a graph, expected one that is not: a replay would not ask "
+             "again");
+}
+
+int Comm::agree_timeout_ms() const {
+  const std::int64_t longest = longest_group_wait_ms_.load(std::memory_order_relaxed);
+  return longest == 0 ? timeout_ms_
+                      : static_cast<int>(std::min<std::int64_t>(2 * longest + 1000, INT32_MAX));
+}
+
+void Comm::note_group_wait(int timeout_ms) {
+  int longest = longest_group_wait_ms_.load(std::memory_order_relaxed);
+  while (longest < timeout_ms &&
+         !longest_group_wait_ms_.compare_exchange_weak(longest, timeout_ms)) {
+  }
 }
 
 void Comm::require_all_near(const char* what) const {

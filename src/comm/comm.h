@@ -27,6 +27,7 @@
 #include "comm/hosts.h"
 #include "comm/long_wait.h"
 #include "comm/symmetric_memory.h"
+#include "comm/views/views.h"
 #include "meet/mesh.h"
 
 namespace xd {
@@ -118,6 +119,7 @@ class Comm final {
   Errors& errors() { return errors_; }
   const Errors& errors() const { return errors_; }
   Collective& collective() { return collective_; }
+  Views& views() { return views_; }
   SymmetricMemory& memory() { return memory_; }
   SymmetricHeap& heap() { return memory_.heap(); }
   const SymmetricHeap& heap() const { return memory_.heap(); }
@@ -146,6 +148,15 @@ class Comm final {
     }
   }
   int group_number() const { return groups_ - 1; }
+
+  // Throws INVALID_ARGUMENT while a stream of the device is captured.
+  void require_not_captured(xd_stream stream) const;
+
+  // The time that xd_comm_agree gives its peers where the caller says none: they may still wait in
+  // an operation of low latency, one behind another.
+  int agree_timeout_ms() const;
+  // A group that masks waits so long in its operations.
+  void note_group_wait(int timeout_ms);
 
   // Throws UNSUPPORTED if the ranks are on several machines, where `what` cannot be had so far.
   void require_all_near(const char* what) const;
@@ -257,12 +268,14 @@ class Comm final {
   const int local_ranks_;
   const std::chrono::nanoseconds spin_;
   std::atomic<int> groups_{0};
+  std::atomic<int> longest_group_wait_ms_{0};
 
   const std::unique_ptr<SegmentMaker> device_memory_;
   const std::vector<DeviceIntroduction> introductions_;  // by rank
   const std::unique_ptr<DeviceSide> device_side_;        // CUDA only
   Errors errors_;
   Collective collective_;
+  Views views_;
   SymmetricMemory memory_;
   std::shared_ptr<RemotePuts> kept_remote_puts_;
   std::atomic<RemotePuts*> remote_puts_{nullptr};

@@ -45,6 +45,7 @@ Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Seg
       segments_(std::move(boards)),
       boards_(boards_in(segments_)),
       notes_(hosts, mesh, boards_),
+      cards_(hosts, mesh, boards_, segments_),
       device_side_(device_side),
       on_peer_loss_(on_peer_loss),
       presence_(segments_.size()),
@@ -311,10 +312,15 @@ void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
 }
 
-// A remote rank's note, or its error, which a near one would have written to this rank's board, and
-// which it tells once as well.
+// A remote rank's note, or a card of its machine, or its error, which a near one would have written
+// to this rank's board, and which it tells once as well.
 void Errors::on_report(int rank, std::span<const std::byte> report) {
   static_assert(sizeof(WaitNote) != sizeof(ToldError) && sizeof(ToldError) <= kMaxReport);
+  static_assert(sizeof(SentCard) != sizeof(ToldError) && sizeof(SentCard) != sizeof(WaitNote));
+  if (report.size() == sizeof(SentCard)) {
+    cards_.take(report);
+    return bell(hosts_.self()).ring();
+  }
   WaitNote note;
   if (report.size() == sizeof(note)) {
     std::memcpy(static_cast<void*>(&note), report.data(), sizeof(note));

@@ -16,6 +16,7 @@
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/operations.h"
+#include "comm/views/cards.h"
 #include "comm/wait_notes.h"
 #include "meet/mesh.h"
 #include "memory/segment.h"
@@ -92,6 +93,8 @@ class Errors final : public MeshEvents {
   // The long waits of all ranks.
   WaitNotes& notes() { return notes_; }
   const WaitNotes& notes() const { return notes_; }
+  // The ranks' parts in decisions about views.
+  Cards& cards() { return cards_; }
 
   // Names operations in error texts. The table stays, for all groups of its family, since a peer
   // may report an error of one that is gone here. Throws INTERNAL where numbers are another's.
@@ -156,6 +159,7 @@ class Errors final : public MeshEvents {
   const std::vector<std::shared_ptr<Segment>> segments_;
   const std::vector<RankBoard> boards_;  // of the near ranks, by rank
   WaitNotes notes_;
+  Cards cards_;
   DeviceSide* const device_side_;
   const xd_comm_peer_loss on_peer_loss_;
   std::vector<std::atomic<Presence>> presence_;  // by rank

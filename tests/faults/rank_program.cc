@@ -23,6 +23,7 @@
 #include "faults/hex.h"
 #include "faults/ll/program.h"
 #include "faults/meeting.h"
+#include "faults/view_program.h"
 #include "support/handles.h"
 #include "support/memory.h"
 
@@ -81,6 +82,10 @@ class RankRun {
         return say("after " + run_ll_masked(program_, rank_,
                                             {[this](const std::string& text) { say(text); },
                                              [this] { wait_for_go(); }}));
+      case Program::agree:
+        return say("after " + run_agreeing(program_, rank_,
+                                           {[this](const std::string& text) { say(text); },
+                                            [this] { wait_for_go(); }}));
       default:
         return after(run_operations());
     }

@@ -34,6 +34,7 @@ enum class Program {
   gemm_operation,  // one operation of products, after a good one
   gemm_steps,      // operations of products, until one fails
   ll_masked,       // low-latency steps of a group that goes on without lost ranks: see ll_program.h
+  agree,           // agrees on views: see view_program.h
 };
 
 // The part of an argument that is fatal to touch.

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._comm import PeerLoss, join
+from crossdock._comm import PeerLoss, join, milliseconds
 from crossdock._core import constants
+from crossdock._view import View, agree, view_of
 from crossdock.errors import Unsupported
 
-from ._calls import DTYPE_CODES
+from ._calls import DTYPE_CODES, current_stream
 from ._launcher import require_no_other_launcher
 from ._mesh_place import names_of
 from ._pool import SymmetricPool
@@ -165,6 +166,34 @@ class Comm:
     def lost(self) -> tuple[int, ...]:
         """The ranks that take part in nothing any more, ascending; see ``crossdock.Comm.lost``."""
         return self.core.lost()
+
+    @property
+    def view(self) -> View:
+        """The latest view that this rank has found."""
+        return view_of(self.core)
+
+    def agree(
+        self,
+        *,
+        step: int = 0,
+        ok: bool = True,
+        leave: bool = False,
+        leave_out: Iterable[int] = (),
+        timeout: float | None = None,
+    ) -> View:
+        """Decides on the next view with the others; see ``crossdock.Comm.agree``.
+
+        It waits for no CUDA stream, and refuses while the current one is captured.
+        """
+        return agree(
+            self.core,
+            step=step,
+            ok=ok,
+            leave=leave,
+            leave_out=leave_out,
+            timeout_ms=milliseconds(timeout),
+            stream=current_stream(self.device),
+        )
 
     def abort(self) -> None:
         """Gives up: releases every wait of this rank and finishes the communicator everywhere."""

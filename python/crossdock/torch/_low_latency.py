@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from crossdock import _core
 from crossdock._comm import number_of_32_bits
 from crossdock._config import DuplicateIds, OnError, PeerLoss, Receive
+from crossdock._core import as_dlpack
 from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock.errors import InvalidArgument
 
-from ._calls import E8M0, current_stream, spec
+from ._calls import DTYPE_CODES, E8M0, current_stream, spec
 from ._comm import Comm, default_comm
 from ._config import read_config
 from ._handles import new_handle
@@ -303,6 +305,20 @@ class LowLatencyGroup(Membership):
             torch.empty(shape, dtype=torch.float32, device=device) if weighted else None,
             torch.empty(choices, dtype=torch.int64, device=device) if by_rank else None,
         )
+
+    @property
+    def faults(self) -> torch.Tensor:
+        """``[1]`` int64 on the device: the count of `errors`, to be read only.
+
+        An operation that ends with an error, such as the loss of a rank, raises it before its
+        launch ends. So a step that copies it first and compares it last learns on the device, also
+        in a captured graph, whether its results may lack a share. Operations sent without a rank
+        that is masked already do not count. Good until the group is closed.
+        """
+        core = self.comm.core
+        place = (core.device_type, core.device_id)
+        word = as_dlpack(self.core.fault_word(), [1], DTYPE_CODES[torch.int64], *place, self.core)
+        return from_dlpack(word)
 
     def mask(self) -> torch.Tensor:
         """``[W]`` int32: 1 where this rank has masked the rank: neither sends nor waits.

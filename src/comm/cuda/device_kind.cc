@@ -6,6 +6,7 @@
 #include "comm/cuda/segment.h"
 #include "comm/cuda/side.h"
 #include "cuda/device.h"
+#include "cuda/stream.h"
 
 namespace xd::devices::cuda {
 namespace {
@@ -33,6 +34,11 @@ std::unique_ptr<SegmentMaker> make_memory(int ordinal) {
   return std::make_unique<CudaSegmentMaker>(ordinal);
 }
 
+bool is_captured(int ordinal, xd_stream stream) {
+  const xd::cuda::DeviceGuard guard(ordinal);
+  return xd::cuda::is_captured(stream);
+}
+
 }  // namespace
 
 const DeviceKind kDeviceKind{
@@ -47,6 +53,7 @@ const DeviceKind kDeviceKind{
     .make_memory = make_memory,
     .board_bytes = sizeof(DeviceBoard),
     .make_side = make_cuda_side,
+    .is_captured = is_captured,
 };
 
 }  // namespace xd::devices::cuda

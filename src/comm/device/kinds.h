@@ -55,6 +55,8 @@ struct DeviceKind {
   // `boards`: the error boards of all ranks, in shared memory of their devices.
   std::unique_ptr<DeviceSide> (*make_side)(int ordinal, const RankInfo& info,
                                            std::vector<std::shared_ptr<Segment>> boards) = nullptr;
+  // True while a stream of the device is captured into a graph; null = there are no streams.
+  bool (*is_captured)(int ordinal, xd_stream stream) = nullptr;
 };
 
 namespace devices::cpu {

@@ -37,6 +37,8 @@ LlGroup::LlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* config, Machin
   agree_on_sizes<LlTerms>(kEqualFields,
                           [&](int num_ranks) { return read_ll_config(config, num_ranks); });
   if (config_.masks_lost_peers) {
+    comm().note_group_wait(config_.wait_timeout_ms != 0 ? config_.wait_timeout_ms
+                                                        : comm().timeout_ms());
     comm().require_all_near("low latency with on_peer_loss = XD_LL_PEER_LOSS_MASK");
   }
 }

@@ -19,6 +19,8 @@ class LlGroup : public GroupOf<LlFamily, LlConfig> {
   virtual void mask_set(std::int32_t rank, std::int32_t masked, xd_stream stream) = 0;
   virtual void mask_get(const DLTensor* mask, xd_stream stream) = 0;
   virtual void reset(xd_stream stream) = 0;
+  // The count of watch() as a word of the device.
+  virtual const std::uint64_t* fault_word() const = 0;
 
   // Takes this rank's turn with a failure, as Sequence does, in dispatch or combine.
   void join_failed_operation(std::int32_t operation, const char* text, xd_stream stream);

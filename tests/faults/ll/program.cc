@@ -1,5 +1,6 @@
 #include "faults/ll/program.h"
 
+#include <crossdock/fault.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,7 +23,9 @@ class MaskedRun : private LlSeat {
       : LlSeat(of_rank, echo_case(program.num_ranks),
                {XD_LL_PEER_LOSS_MASK, program.wait_timeout_ms}),
         talk_(talk),
-        lost_(nobody(program.num_ranks)) {}
+        lost_(nobody(program.num_ranks)) {
+    ok(xd_ll_group_fault_word(group.get(), &fault_word_));
+  }
 
   // Empty, or what was wrong.
   std::string steps(int first, int count) {
@@ -49,6 +52,7 @@ class MaskedRun : private LlSeat {
     bool unsure = false;
     for (const xd_ll_operation kind : {XD_LL_DISPATCH, XD_LL_COMBINE}) {
       const bool halves = number % 3 == 0;
+      const std::uint64_t faults = count_of_faults();
       LlOutcome outcome = call(batch, kind, halves ? kSend : XD_LL_PHASE_BOTH);
       unsure = note(outcome) || unsure;
       if (halves && accepted(outcome)) {
@@ -56,6 +60,10 @@ class MaskedRun : private LlSeat {
         unsure = note(outcome) || unsure;
       }
       if (!accepted(outcome)) return "batch " + std::to_string(number) + ": " + outcome.text;
+      if ((count_of_faults() != faults) != (outcome == XD_ERROR_PEER_LOST)) {
+        return "batch " + std::to_string(number) + ": the fault word has gone from " +
+               std::to_string(faults) + " to " + std::to_string(count_of_faults());
+      }
     }
     if (!unsure && batch.rows_by_source() != batch.expected_rows(lost_)) {
       return "batch " + std::to_string(number) + " has rows " +
@@ -67,6 +75,13 @@ class MaskedRun : private LlSeat {
 
   static bool accepted(const LlOutcome& outcome) {
     return outcome == XD_SUCCESS || outcome == XD_ERROR_PEER_LOST;
+  }
+
+  // As kernels of this rank would find it behind the operation.
+  std::uint64_t count_of_faults() const {
+    std::uint64_t count = 0;
+    rank.memory->copy_out(&count, fault_word_, sizeof(count));
+    return count;
   }
 
   // True if the operation has met a loss. The first is reported.
@@ -85,6 +100,7 @@ class MaskedRun : private LlSeat {
 
   const Talk& talk_;
   std::vector<bool> lost_;
+  const std::uint64_t* fault_word_ = nullptr;
   int met_at_ = -1;
 };
 

@@ -398,6 +398,15 @@ def outlive(me: Rank) -> None:
             call()
         assert not lost.value.fatal
     assert comm.error() is None
+    assert comm.view.members == (0, 1, 2)
+    view = comm.agree(step=10 + me.rank, ok=me.rank == 1, timeout=30)
+    assert view == crossdock.View(1, (1, 2), (), (0,), False, 11, 12)
+    assert comm.view == view
+    with pytest.raises(ValueError, match="leave_out has rank 3, expected ranks 0 to 2"):
+        comm.agree(leave_out=[3])
+    view = comm.agree(leave_out=[2] if me.rank == 1 else [], leave=me.rank == 2)
+    assert view.members == (1,)
+    assert view.gone == (2,)
     comm.empty(1)
 
 

@@ -434,13 +434,18 @@ def test_group_goes_on_without_a_late_rank_which_comes_back(me: Rank) -> None:
         local = batch.local(me.rank)
         _still_usable(group, me)
         comm.barrier()
+        assert group.faults.tolist() == [0]
         if me.rank == 0:
+            before = group.faults.clone()
             with reported(group, PeerLost, "rank 1"):
                 xd.ll_dispatch(group, *local)
+            assert (group.faults > before).item()
+            before = group.faults.clone()
             assert group.mask().tolist() == [0, 1]
             slots = xd.ll_dispatch(group, *local)  # goes on without it
             xd.ll_combine(slots.plan, experts(slots))
             settle(group)
+            assert (group.faults == before).item()
         comm.barrier()
         group.mask_set(1 - me.rank, False)
         if comm.device.type == "cuda":

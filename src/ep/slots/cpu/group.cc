@@ -44,6 +44,9 @@ class CpuLlGroup final : public LlGroup {
     return status;
   }
   const volatile std::uint64_t* watch() const override { return calls_.watch(); }
+  const std::uint64_t* fault_word() const override {
+    return const_cast<const std::uint64_t*>(calls_.watch());
+  }
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream) override {

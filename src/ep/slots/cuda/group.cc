@@ -89,6 +89,8 @@ class CudaLlGroup final : public LlGroup {
     return status;
   }
   const volatile std::uint64_t* watch() const override { return runner_.watch(); }
+  // The count of which kernels show the host a copy.
+  const std::uint64_t* fault_word() const override { return &runner_.control()->errors; }
 
  protected:
   void take_failed_turn(std::int32_t operation, Error&& error, xd_stream stream) override {

@@ -1,0 +1,99 @@
+/* Crossdock: views, by which ranks agree on who is left.
+ *
+ * A view is a number and a set of ranks that go on together. A communicator begins with view 0, all
+ * of its ranks. When ranks end, hang or return, those that live call xd_comm_agree, which gives
+ * all of them the same next view. Ranks keep their numbers. A view changes nothing by itself: the
+ * masks of low-latency groups are set by xd_ll_mask_set and xd_ll_reset, as it says.
+ */
+#ifndef CROSSDOCK_VIEW_H_
+#define CROSSDOCK_VIEW_H_
+
+#include <crossdock/comm.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Words of a set of ranks: bit r % 64 of word r / 64 stands for rank r. */
+#define XD_VIEW_WORDS 16
+
+typedef struct xd_view {
+  size_t struct_size;
+  /* 0 = the view of creation; else one more than that of the view before. */
+  uint64_t number;
+  int32_t num_members;
+  /* 1 = all members have voted with ok = 1. */
+  int32_t all_ok;
+  /* The lowest and the highest step of the members' votes; 0 in view 0. */
+  int64_t first_step;
+  int64_t last_step;
+  uint64_t members[XD_VIEW_WORDS];
+  /* Members that were not in the view that this rank knew before, and the reverse. */
+  uint64_t joined[XD_VIEW_WORDS];
+  uint64_t gone[XD_VIEW_WORDS];
+} xd_view;
+#define XD_VIEW_INIT                                \
+  {                                                 \
+    sizeof(xd_view), 0, 0, 0, 0, 0, {0}, {0}, { 0 } \
+  }
+
+typedef struct xd_comm_agree_args {
+  size_t struct_size;
+  /* How long votes of members that live are waited for. 0 = a second more than twice the longest
+   * wait_timeout_ms of the low-latency groups that this rank has made with masks, since peers may
+   * still wait in an operation; without such groups the communicator's timeout. */
+  int32_t timeout_ms;
+  /* 1 = this rank has what it needs, as its program understands that; 0 = it has not. The view says
+   * whether all members have voted 1. */
+  int32_t ok;
+  /* 1 = this rank wants to be no member of the next view. */
+  int32_t leave;
+  /* Any number, such as that of the next step of this rank. */
+  int64_t step;
+  /* Ranks that shall not be members, though they live and vote, as a set of XD_VIEW_WORDS words;
+   * NULL = none. This rank itself is INVALID_ARGUMENT: it sets `leave`. */
+  const uint64_t* leave_out;
+  /* CUDA: the stream in whose order the program works, if it may be captured. The call does nothing
+   * on it, and refuses while it is captured: a replay would not ask again. */
+  xd_stream stream;
+} xd_comm_agree_args;
+#define XD_COMM_AGREE_ARGS_INIT \
+  { sizeof(xd_comm_agree_args), 0, 1, 0, 0, NULL, NULL }
+
+/* Decides on the next view together with the other members of the current one: all ranks that get
+ * a view of a number get the same one, whatever ranks end during the call. For communicators with
+ * on_peer_loss = XD_COMM_PEER_LOSS_MASK, in host memory, on CPU and CUDA communicators.
+ *
+ * A rank votes and waits until every member has voted, or is lost (see xd_comm_lost), or until
+ * timeout_ms are over. The members of the next view are then those that have voted, without those
+ * that are lost, leave, or are named in another voter's leave_out (of two that name each other the
+ * lower one's word counts). So a rank that votes is in, whoever has masked it. One rank's count is
+ * taken by all: a rank that votes too late may find that it has been left out. Such a rank may call
+ * again, and votes then as a guest: nobody waits for it, but the next view that is decided while it
+ * waits has it as a member.
+ *
+ * On one machine the decision is one compare-and-swap in shared memory, so a single rank that is
+ * left decides alone. Between machines more than half of the current view's members have to agree,
+ * or half of them with the lowest one, so of two parts of the ranks that cannot reach each other
+ * one at most goes on; for that the call may take up to timeout_ms longer, at least 1 s and at most
+ * 10 s.
+ *
+ * Blocking and bounded. It needs no operation of any group, and may be called while operations of
+ * other ranks still wait for a rank that is gone. One thread per rank at a time.
+ * `view` may be NULL. It is written only on success.
+ * Errors: INVALID_ARGUMENT; BUSY (another thread of this rank is in the call); PEER_LOST about this
+ * rank itself: the others have gone on without it, or it was a guest and nobody took it in, or
+ * between machines it has reached too few members. None of these finishes the communicator, and
+ * the call may be made again. A rank that leaves has success, with a view that it is not in.
+ * The fatal errors. */
+XD_API xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd_view* view);
+
+/* The latest view that a call of this rank has found, also one that this rank is not in. Never
+ * blocks. Any thread. Also works after fatal errors. */
+XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CROSSDOCK_VIEW_H_ */
