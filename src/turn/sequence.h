@@ -40,6 +40,10 @@ class Sequence {
   // its call, so that the peers learn of it at once. `operation`: the caller's number of an
   // operation of the family.
   void join_failed(std::int32_t operation, const char* text, xd_stream stream);
+  // The same with an error that the library has found. Throws what the turn throws.
+  void join_failed(std::int32_t operation, Error&& error, xd_stream stream) {
+    take_failed_turn(operation, std::move(error), stream);
+  }
 
   // Keeps the first operation error that no call has returned until it is read.
   void remember(const OperationError<Family>& operation_error, std::int32_t operation,

@@ -1,0 +1,91 @@
+// The streams of a pass by parts on CUDA devices: one for operations, whose small kernels go before
+// blocks of products that have not begun, and two for products, so that those of one part fill the
+// multiprocessors that the end of another's leaves.
+//
+// All of them wait for the caller's stream when a pass begins, and that stream waits for them when
+// the pass ends, so that a capture of the caller's stream has them all.
+#include "moe/streams.h"
+
+#include <array>
+
+#include "base/deadline.h"
+#include "cuda/device.h"
+#include "cuda/side_stream.h"
+
+namespace xd::moe::cuda {
+namespace {
+
+using xd::cuda::DeviceGuard;
+using xd::cuda::Priority;
+using xd::cuda::SideStream;
+
+class CudaStreams final : public Streams {
+ public:
+  explicit CudaStreams(int device) : device_(device) {
+    const DeviceGuard guard(device);
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      sides_[i] =
+          std::make_unique<SideStream>(device, i == 0 ? Priority::highest : Priority::usual);
+    }
+    sides_[0]->reserve(kEvents);
+  }
+  // A stream on which something still runs does not go back to the pool.
+  ~CudaStreams() override {
+    constexpr int kPatienceMs = 2000;
+    xd::cuda::try_on_device(device_, [this] {
+      const auto deadline = Deadline::after_ms(kPatienceMs);
+      for (std::unique_ptr<SideStream>& side : sides_) {
+        if (!side->comes_to_rest(deadline)) static_cast<void>(side.release());
+      }
+    });
+  }
+  CudaStreams(const CudaStreams&) = delete;
+  CudaStreams& operator=(const CudaStreams&) = delete;
+
+  void begin(xd_stream caller) override {
+    Streams::begin(caller);
+    const DeviceGuard guard(device_);
+    beside_ = false;
+    // Streams of the library would leave a green context's multiprocessors.
+    if (xd::cuda::is_of_green_context(caller)) return;
+    sides_[0]->begin();
+    for (const std::unique_ptr<SideStream>& side : sides_) side->leave_invalidated_capture();
+    const cudaEvent_t begun = sides_[0]->record(caller);
+    for (const std::unique_ptr<SideStream>& side : sides_) SideStream::wait(begun, side->get());
+    beside_ = true;
+  }
+  void end() override {
+    if (!beside_) return;
+    const DeviceGuard guard(device_);
+    beside_ = false;
+    for (const std::unique_ptr<SideStream>& side : sides_) {
+      sides_[0]->order(side->get(), caller_);
+    }
+  }
+
+  xd_stream transfers() const override { return beside_ ? sides_[0]->get() : caller_; }
+  xd_stream products(int part) const override {
+    return beside_ ? sides_[part % 2 == 1 ? 1 : 2]->get() : caller_;
+  }
+  Mark mark(xd_stream stream) override {
+    if (!beside_) return nullptr;
+    const DeviceGuard guard(device_);
+    return sides_[0]->record(stream);
+  }
+  void wait(Mark mark, xd_stream stream) override {
+    if (mark != nullptr) SideStream::wait(static_cast<cudaEvent_t>(mark), stream);
+  }
+
+ private:
+  static constexpr std::size_t kEvents = 48;  // of 16 parts
+
+  const int device_;
+  bool beside_ = false;  // a pass is under way, on the streams of `sides_`
+  std::array<std::unique_ptr<SideStream>, 3> sides_;  // of operations, then of products
+};
+
+}  // namespace
+
+std::unique_ptr<Streams> make_streams(int device) { return std::make_unique<CudaStreams>(device); }
+
+}  // namespace xd::moe::cuda

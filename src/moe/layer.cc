@@ -1,0 +1,262 @@
+#include "moe/layer.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "base/error.h"
+#include "base/math.h"
+#include "moe/calls.h"
+#include "moe/rows.h"
+#include "observe/subject.h"
+#include "turn/operation_error.h"
+
+namespace xd::moe {
+namespace {
+
+using ep::Group;
+
+// In the order of xd_ep_operation.
+constexpr const char* kFunctions[] = {"xd_ep_prepare", "xd_ep_dispatch", "xd_ep_combine",
+                                      "xd_ep_dispatch_bwd", "xd_ep_combine_bwd"};
+
+// Takes this rank's turn in an operation, which counts like a call of the caller's.
+template <class Body>
+void operate(const Group& group, xd_ep_operation operation, Body&& body) {
+  observe::Call watched(kFunctions[operation], group.subject(), operation);
+  try {
+    std::forward<Body>(body)();
+  } catch (...) {
+    std::array<char, 1> text;
+    watched.end(caught(text).status);
+    throw;
+  }
+  watched.end(XD_SUCCESS);
+}
+
+// Runs work of this rank alone, whose failure the peers hear of in `next`, the operation that comes
+// behind it.
+template <class Body>
+void alone(Group& group, xd_ep_operation next, xd_stream stream, Body&& body) {
+  try {
+    std::forward<Body>(body)();
+  } catch (...) {
+    const auto error = turn::current_operation_error<ep::Family>(group.rank());
+    operate(group, next, [&] { group.join_failed(next, Error(error.status, error.text), stream); });
+    throw;
+  }
+}
+
+// The order that both passes have: all parts of an operation that moves rows, then for each part
+// its experts, and that part of an operation that makes sums. Between the parts of the latter a
+// group runs nothing else.
+class Pass {
+ public:
+  Pass(const Pass&) = delete;
+  Pass& operator=(const Pass&) = delete;
+
+ protected:
+  Pass(Group& group, Streams& streams, const Schedule& schedule, const Experts& experts)
+      : group_(group), streams_(streams), schedule_(schedule), rows_(group, experts) {}
+  ~Pass() = default;
+
+  int calls() const { return std::max(schedule_.parts, 1); }
+  // Of an operation's call, from 1; 0 where one call does it all.
+  int part_of(int call) const { return schedule_.parts > 1 ? call : 0; }
+  Range range_of(int call) const { return rows_.range_of(part_of(call), schedule_.parts); }
+  // The multiprocessors of a call that runs beside products, or of one that does not.
+  int num_sms(bool beside) const { return beside && schedule_.parts > 0 ? schedule_.num_sms : 0; }
+
+  // Runs body() between the beginning of the pass's streams and their end. `first` is its first
+  // operation.
+  template <class Body>
+  void run(xd_ep_operation first, xd_stream stream, Body&& body) {
+    try {
+      alone(group_, first, stream, [&] { streams_.begin(stream); });
+      std::forward<Body>(body)();
+    } catch (...) {
+      try {
+        streams_.end();
+      } catch (...) {  // the first error is the one that counts
+      }
+      throw;
+    }
+    streams_.end();
+  }
+
+  // A call of an operation that moves rows; `next` comes behind it.
+  template <class Args>
+  void move(int call, xd_ep_operation operation, xd_ep_operation next, Args args,
+            void (Group::*start)(const Args*, xd_stream)) {
+    args.num_sms = num_sms(call > 1);
+    operate(group_, operation, [&] { (group_.*start)(&args, streams_.transfers()); });
+    alone(group_, next, streams_.transfers(),
+          [&] { arrived_[at(call)] = streams_.mark(streams_.transfers()); });
+  }
+
+  // The experts of a call's rows, on `stream`, and then a call of the operation that sums them.
+  template <class Experts, class Args>
+  void sum(int call, xd_ep_operation operation, bool beside, Experts&& experts, Args args,
+           void (Group::*start)(const Args*, xd_stream)) {
+    alone(group_, operation, streams_.transfers(), [&] {
+      const xd_stream products = streams_.products(call);
+      streams_.wait(arrived_[at(call)], products);
+      if (!rows_.none()) experts(range_of(call), products);
+      streams_.wait(streams_.mark(products), streams_.transfers());
+    });
+    args.num_sms = num_sms(beside);
+    operate(group_, operation, [&] { (group_.*start)(&args, streams_.transfers()); });
+  }
+
+  Group& group_;
+  Streams& streams_;
+  const Schedule schedule_;
+  const Rows rows_;
+
+ private:
+  std::array<Streams::Mark, ep::kMaxParts + 1> arrived_{};
+};
+
+class Forward : Pass {
+ public:
+  Forward(Group& group, Streams& streams, const ForwardCall& call)
+      : Pass(group, streams, call.schedule, call.experts), call_(call) {}
+
+  // Throws what products would throw of their arguments.
+  void check() const {
+    if (rows_.none()) return;
+    rows_.check(first_product(rows_.all()));
+    rows_.check(second_product(rows_.all()));
+  }
+
+  void run(xd_stream stream) {
+    Pass::run(XD_EP_DISPATCH, stream, [this] {
+      for (int call = 1; call <= calls(); ++call) {
+        move(call, XD_EP_DISPATCH, call < calls() ? XD_EP_DISPATCH : XD_EP_COMBINE,
+             dispatch_args(call_, part_of(call)), &Group::dispatch);
+        if (call == 1) group_.count_tokens(*call_.tokens);
+      }
+      for (int call = 1; call <= calls(); ++call) {
+        sum(
+            call, XD_EP_COMBINE, call < calls(),
+            [this](const Range& range, xd_stream products) { compute(range, products); },
+            combine_args(call_, part_of(call)), &Group::combine);
+        if (call == 1) group_.count_tokens(*call_.out);
+      }
+    });
+  }
+
+ private:
+  ep::GroupedProductCall first_product(const Range& range) const {
+    return rows_.product(call_.rows, call_.experts.w_in, call_.inner, range);
+  }
+  ep::GroupedProductCall second_product(const Range& range) const {
+    return rows_.product(call_.activated, call_.experts.w_out, call_.results, range);
+  }
+  void compute(const Range& range, xd_stream stream) const {
+    rows_.start(first_product(range), stream);
+    ep::GatedCall gated = rows_.gated(call_.inner, range);
+    gated.out = call_.activated;
+    rows_.start(gated, stream);
+    rows_.start(second_product(range), stream);
+  }
+
+  const ForwardCall& call_;
+};
+
+class Backward : Pass {
+ public:
+  Backward(Group& group, Streams& streams, const BackwardCall& call)
+      : Pass(group, streams, call.schedule, call.experts), call_(call) {}
+
+  void check() const {
+    if (rows_.none()) return;
+    rows_.check(first_product(rows_.all()));
+    rows_.check(second_product(rows_.all()));
+    if (call_.grad_w_out.data != nullptr) rows_.check(grad_w_out());
+    if (call_.grad_w_in.data != nullptr) rows_.check(grad_w_in());
+  }
+
+  void run(xd_stream stream) {
+    Pass::run(XD_EP_COMBINE_BWD, stream, [this] {
+      for (int call = 1; call <= calls(); ++call) {
+        move(call, XD_EP_COMBINE_BWD, call < calls() ? XD_EP_COMBINE_BWD : XD_EP_DISPATCH_BWD,
+             combine_bwd_args(call_, part_of(call)), &Group::combine_bwd);
+        if (call == 1) group_.count_tokens(*call_.grad_out);
+      }
+      for (int call = 1; call <= calls(); ++call) {
+        sum(
+            call, XD_EP_DISPATCH_BWD, true,
+            [this](const Range& range, xd_stream products) { compute(range, products); },
+            dispatch_bwd_args(call_, part_of(call)), &Group::dispatch_bwd);
+        if (call == 1) group_.count_tokens(*call_.grad_tokens);
+      }
+      if (!rows_.none()) compute_for_weights();
+    });
+  }
+
+ private:
+  ep::GroupedProductCall first_product(const Range& range) const {
+    return rows_.product(call_.grad_results, call_.experts.w_out.transposed(), call_.grad_activated,
+                         range);
+  }
+  ep::GroupedProductCall second_product(const Range& range) const {
+    return rows_.product(call_.grad_inner, call_.experts.w_in.transposed(), call_.grad_rows, range);
+  }
+  ep::GroupedOuterCall grad_w_out() const {
+    return rows_.outer(call_.activated, call_.grad_results, call_.grad_w_out, call_.accumulate);
+  }
+  ep::GroupedOuterCall grad_w_in() const {
+    return rows_.outer(call_.rows, call_.grad_inner, call_.grad_w_in, call_.accumulate);
+  }
+  void compute(const Range& range, xd_stream stream) const {
+    rows_.start(first_product(range), stream);
+    ep::GatedCall gated = rows_.gated(call_.inner, range);
+    gated.grad_out = call_.grad_activated;
+    gated.grad_gate = half_of(call_.grad_inner, 0);
+    gated.grad_up = half_of(call_.grad_inner, 1);
+    rows_.start(gated, stream);
+    rows_.start(second_product(range), stream);
+  }
+  // Products over all rows, which come last: beside the operation that makes sums, where streams
+  // are more than one. Rows of all parts have been written, on either stream of products.
+  void compute_for_weights() {
+    const xd_stream one = streams_.products(1), other = streams_.products(2);
+    const Streams::Mark first = streams_.mark(one), second = streams_.mark(other);
+    streams_.wait(first, other);
+    streams_.wait(second, one);
+    if (call_.grad_w_out.data != nullptr) rows_.start(grad_w_out(), one);
+    if (call_.grad_w_in.data != nullptr) rows_.start(grad_w_in(), other);
+  }
+
+  const BackwardCall& call_;
+};
+
+// Reads a pass's arguments and runs it. The peers hear of a mistake in them in `first`.
+template <class Run, class Call, class Args>
+void run(Group& group, std::unique_ptr<Streams>& streams, xd_ep_operation first, const Args* args,
+         Call (*read)(const Args*, const Group&), xd_stream stream) {
+  Call call{};
+  alone(group, first, stream, [&] {
+    call = read(args, group);
+    Streams none;
+    Run(group, none, call).check();
+    if (call.schedule.parts > 0 && !streams) streams = make_streams(group.comm().device());
+  });
+  Streams serial;
+  Run(group, call.schedule.parts > 0 ? *streams : serial, call).run(stream);
+}
+
+}  // namespace
+
+void forward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_forward_args* args,
+             xd_stream stream) {
+  run<Forward>(group, streams, XD_EP_DISPATCH, args, read_forward, stream);
+}
+
+void backward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_backward_args* args,
+              xd_stream stream) {
+  run<Backward>(group, streams, XD_EP_COMBINE_BWD, args, read_backward, stream);
+}
+
+}  // namespace xd::moe
