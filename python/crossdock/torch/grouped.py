@@ -155,7 +155,7 @@ def _grouped_mm(
     shape = (x.shape[0], matrices.shape[2])
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
     if comm is not None:
-        given = {"a": _packed_rows(x), "b": _packed_matrices(matrices), "offsets": offsets}
+        given = {"a": _packed_rows(x), "b": packed_matrices(matrices), "offsets": offsets}
         _calls.run(comm.core, "grouped_product", x, given | {"d": out})
         return out
     for expert, rows in zones_of(offsets):
@@ -246,7 +246,7 @@ def _packed_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def _packed_matrices(x: torch.Tensor) -> torch.Tensor:
+def packed_matrices(x: torch.Tensor) -> torch.Tensor:
     """x likewise, or the elements of a column."""
     rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2]
     columns = x.stride(1) == 1 and x.stride(2) >= x.shape[1]
