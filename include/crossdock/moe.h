@@ -40,8 +40,11 @@
  * INVALID_ARGUMENT there before anything starts, and MISMATCH on its peers, in their first
  * operation. If a rank fails between two operations (no memory, a kernel that cannot start) its
  * peers get MISMATCH in the next one; a failure in products for weights, which nothing follows, is
- * that rank's alone. The call ends with the first error, and outputs are undefined then. Waits are
- * those of the operations.
+ * that rank's alone. The call ends with the first error, and outputs are undefined then. On CUDA
+ * peers' calls return before they hear of it, so the rank fails in all of its operations that are
+ * left: of each kind `parts`, or one if that is 0, out of bounds or cannot be read (args = NULL, a
+ * bad struct_size). Where it then takes fewer turns than its peers, its caller owes them the rest
+ * by xd_ep_join_failed. Waits are those of the operations.
  */
 #ifndef CROSSDOCK_MOE_H_
 #define CROSSDOCK_MOE_H_

@@ -76,10 +76,13 @@ class Reader {
   const Tensor first_;
 };
 
+int most_parts(const ep::Group& group) {
+  return std::min(group.config().most_parts(), std::max(group.config().local_experts, 1));
+}
+
 Schedule read_schedule(std::int32_t parts, std::int32_t num_sms, const ep::PlanBytes& plan,
                        const ep::Group& group) {
-  const int experts = group.config().local_experts;
-  const int most = std::min(group.config().most_parts(), std::max(experts, 1));
+  const int most = most_parts(group);
   XD_REQUIRE(parts >= 0 && parts <= most, "parts = ", parts, ", expected 0 (serial) to ", most);
   XD_REQUIRE(num_sms >= 0, "num_sms = ", num_sms, ", expected 0 (as the group) or more");
   XD_REQUIRE(plan.data != nullptr, "plan = NULL, expected the bytes of a plan");
@@ -169,6 +172,27 @@ ForwardCall read_forward(const xd_moe_forward_args* args, const ep::Group& group
       {sent.tokens, sent.topk_weights, call.experts.offsets, memory_of(call.experts.w_in),
        memory_of(call.experts.w_out)});
   return call;
+}
+
+namespace {
+
+template <class Args>
+int parts_of(const Args* args, Args init, const ep::Group& group) {
+  try {
+    const int parts = read_struct("args", args, init).parts;
+    return parts >= 0 && parts <= most_parts(group) ? parts : 0;
+  } catch (const Error&) {
+    return 0;
+  }
+}
+
+}  // namespace
+
+int parts_of(const xd_moe_forward_args* args, const ep::Group& group) {
+  return parts_of(args, xd_moe_forward_args XD_MOE_FORWARD_ARGS_INIT, group);
+}
+int parts_of(const xd_moe_backward_args* args, const ep::Group& group) {
+  return parts_of(args, xd_moe_backward_args XD_MOE_BACKWARD_ARGS_INIT, group);
 }
 
 namespace {

@@ -50,6 +50,11 @@ struct BackwardCall {
 ForwardCall read_forward(const xd_moe_forward_args* args, const ep::Group& group);
 BackwardCall read_backward(const xd_moe_backward_args* args, const ep::Group& group);
 
+// The parts that a call names, for one that fails before it has been read: 0 where that number
+// cannot be read or is out of bounds.
+int parts_of(const xd_moe_forward_args* args, const ep::Group& group);
+int parts_of(const xd_moe_backward_args* args, const ep::Group& group);
+
 // The operations' arguments, in one part or whole (0).
 xd_ep_dispatch_args dispatch_args(const ForwardCall& call, int part);
 xd_ep_combine_args combine_args(const ForwardCall& call, int part);

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <exception>
 #include <utility>
 
 #include "base/error.h"
 #include "base/math.h"
 #include "moe/calls.h"
 #include "moe/rows.h"
+#include "moe/turns.h"
 #include "observe/subject.h"
 #include "turn/operation_error.h"
 
@@ -20,31 +22,43 @@ using ep::Group;
 constexpr const char* kFunctions[] = {"xd_ep_prepare", "xd_ep_dispatch", "xd_ep_combine",
                                       "xd_ep_dispatch_bwd", "xd_ep_combine_bwd"};
 
-// Takes this rank's turn in an operation, which counts like a call of the caller's.
+// Takes this rank's turn in the next operation, body(operation), which counts like a call of the
+// caller's.
 template <class Body>
-void operate(const Group& group, xd_ep_operation operation, Body&& body) {
+void operate(const Group& group, Turns& turns, Body&& body) {
+  const xd_ep_operation operation = turns.enter();
   observe::Call watched(kFunctions[operation], group.subject(), operation);
   try {
-    std::forward<Body>(body)();
+    std::forward<Body>(body)(operation);
   } catch (...) {
     std::array<char, 1> text;
     watched.end(caught(text).status);
     throw;
   }
   watched.end(XD_SUCCESS);
+  turns.leave();
 }
 
-// Runs work of this rank alone, whose failure the peers hear of in `next`, the operation that comes
-// behind it.
-template <class Body>
-void alone(Group& group, xd_ep_operation next, xd_stream stream, Body&& body) {
-  try {
-    std::forward<Body>(body)();
-  } catch (...) {
-    const auto error = turn::current_operation_error<ep::Family>(group.rank());
-    operate(group, next, [&] { group.join_failed(next, Error(error.status, error.text), stream); });
-    throw;
+// Ends a pass with the error in flight, called inside a catch block: takes the turns that peers
+// still wait for with that error, and throws it.
+[[noreturn]] void give_up(Group& group, Turns& turns, Streams& streams) {
+  const auto error = turn::current_operation_error<ep::Family>(group.rank());
+  std::exception_ptr first = turns.inside() ? std::current_exception() : nullptr;
+  for (int owed = turns.owed(); owed > 0; --owed) {
+    try {
+      operate(group, turns, [&](xd_ep_operation operation) {
+        group.join_failed(operation, Error(error.status, error.text), streams.transfers());
+      });
+    } catch (...) {  // with what the turn adds to the error
+      if (first == nullptr) first = std::current_exception();
+    }
   }
+  try {
+    streams.end();
+  } catch (...) {  // the first error is the one that counts
+  }
+  if (first != nullptr) std::rethrow_exception(first);
+  throw;
 }
 
 // The order that both passes have: all parts of an operation that moves rows, then for each part
@@ -56,59 +70,44 @@ class Pass {
   Pass& operator=(const Pass&) = delete;
 
  protected:
-  Pass(Group& group, Streams& streams, const Schedule& schedule, const Experts& experts)
-      : group_(group), streams_(streams), schedule_(schedule), rows_(group, experts) {}
+  Pass(Group& group, Turns& turns, Streams& streams, const Schedule& schedule,
+       const Experts& experts)
+      : group_(group),
+        turns_(turns),
+        streams_(streams),
+        schedule_(schedule),
+        rows_(group, experts) {}
   ~Pass() = default;
 
-  int calls() const { return std::max(schedule_.parts, 1); }
+  int calls() const { return turns_.calls(); }
   // Of an operation's call, from 1; 0 where one call does it all.
   int part_of(int call) const { return schedule_.parts > 1 ? call : 0; }
   Range range_of(int call) const { return rows_.range_of(part_of(call), schedule_.parts); }
   // The multiprocessors of a call that runs beside products, or of one that does not.
   int num_sms(bool beside) const { return beside && schedule_.parts > 0 ? schedule_.num_sms : 0; }
 
-  // Runs body() between the beginning of the pass's streams and their end. `first` is its first
-  // operation.
-  template <class Body>
-  void run(xd_ep_operation first, xd_stream stream, Body&& body) {
-    try {
-      alone(group_, first, stream, [&] { streams_.begin(stream); });
-      std::forward<Body>(body)();
-    } catch (...) {
-      try {
-        streams_.end();
-      } catch (...) {  // the first error is the one that counts
-      }
-      throw;
-    }
-    streams_.end();
-  }
-
-  // A call of an operation that moves rows; `next` comes behind it.
+  // A call of the operation that moves rows.
   template <class Args>
-  void move(int call, xd_ep_operation operation, xd_ep_operation next, Args args,
-            void (Group::*start)(const Args*, xd_stream)) {
+  void move(int call, Args args, void (Group::*start)(const Args*, xd_stream)) {
     args.num_sms = num_sms(call > 1);
-    operate(group_, operation, [&] { (group_.*start)(&args, streams_.transfers()); });
-    alone(group_, next, streams_.transfers(),
-          [&] { arrived_[at(call)] = streams_.mark(streams_.transfers()); });
+    operate(group_, turns_, [&](auto) { (group_.*start)(&args, streams_.transfers()); });
+    arrived_[at(call)] = streams_.mark(streams_.transfers());
   }
 
   // The experts of a call's rows, on `stream`, and then a call of the operation that sums them.
   template <class Experts, class Args>
-  void sum(int call, xd_ep_operation operation, bool beside, Experts&& experts, Args args,
+  void sum(int call, bool beside, Experts&& experts, Args args,
            void (Group::*start)(const Args*, xd_stream)) {
-    alone(group_, operation, streams_.transfers(), [&] {
-      const xd_stream products = streams_.products(call);
-      streams_.wait(arrived_[at(call)], products);
-      if (!rows_.none()) experts(range_of(call), products);
-      streams_.wait(streams_.mark(products), streams_.transfers());
-    });
+    const xd_stream products = streams_.products(call);
+    streams_.wait(arrived_[at(call)], products);
+    if (!rows_.none()) experts(range_of(call), products);
+    streams_.wait(streams_.mark(products), streams_.transfers());
     args.num_sms = num_sms(beside);
-    operate(group_, operation, [&] { (group_.*start)(&args, streams_.transfers()); });
+    operate(group_, turns_, [&](auto) { (group_.*start)(&args, streams_.transfers()); });
   }
 
   Group& group_;
+  Turns& turns_;
   Streams& streams_;
   const Schedule schedule_;
   const Rows rows_;
@@ -119,8 +118,8 @@ class Pass {
 
 class Forward : Pass {
  public:
-  Forward(Group& group, Streams& streams, const ForwardCall& call)
-      : Pass(group, streams, call.schedule, call.experts), call_(call) {}
+  Forward(Group& group, Turns& turns, Streams& streams, const ForwardCall& call)
+      : Pass(group, turns, streams, call.schedule, call.experts), call_(call) {}
 
   // Throws what products would throw of their arguments.
   void check() const {
@@ -129,21 +128,18 @@ class Forward : Pass {
     rows_.check(second_product(rows_.all()));
   }
 
-  void run(xd_stream stream) {
-    Pass::run(XD_EP_DISPATCH, stream, [this] {
-      for (int call = 1; call <= calls(); ++call) {
-        move(call, XD_EP_DISPATCH, call < calls() ? XD_EP_DISPATCH : XD_EP_COMBINE,
-             dispatch_args(call_, part_of(call)), &Group::dispatch);
-        if (call == 1) group_.count_tokens(*call_.tokens);
-      }
-      for (int call = 1; call <= calls(); ++call) {
-        sum(
-            call, XD_EP_COMBINE, call < calls(),
-            [this](const Range& range, xd_stream products) { compute(range, products); },
-            combine_args(call_, part_of(call)), &Group::combine);
-        if (call == 1) group_.count_tokens(*call_.out);
-      }
-    });
+  void run() {
+    for (int call = 1; call <= calls(); ++call) {
+      move(call, dispatch_args(call_, part_of(call)), &Group::dispatch);
+      if (call == 1) group_.count_tokens(*call_.tokens);
+    }
+    for (int call = 1; call <= calls(); ++call) {
+      sum(
+          call, call < calls(),
+          [this](const Range& range, xd_stream products) { compute(range, products); },
+          combine_args(call_, part_of(call)), &Group::combine);
+      if (call == 1) group_.count_tokens(*call_.out);
+    }
   }
 
  private:
@@ -166,8 +162,8 @@ class Forward : Pass {
 
 class Backward : Pass {
  public:
-  Backward(Group& group, Streams& streams, const BackwardCall& call)
-      : Pass(group, streams, call.schedule, call.experts), call_(call) {}
+  Backward(Group& group, Turns& turns, Streams& streams, const BackwardCall& call)
+      : Pass(group, turns, streams, call.schedule, call.experts), call_(call) {}
 
   void check() const {
     if (rows_.none()) return;
@@ -177,22 +173,18 @@ class Backward : Pass {
     if (call_.grad_w_in.data != nullptr) rows_.check(grad_w_in());
   }
 
-  void run(xd_stream stream) {
-    Pass::run(XD_EP_COMBINE_BWD, stream, [this] {
-      for (int call = 1; call <= calls(); ++call) {
-        move(call, XD_EP_COMBINE_BWD, call < calls() ? XD_EP_COMBINE_BWD : XD_EP_DISPATCH_BWD,
-             combine_bwd_args(call_, part_of(call)), &Group::combine_bwd);
-        if (call == 1) group_.count_tokens(*call_.grad_out);
-      }
-      for (int call = 1; call <= calls(); ++call) {
-        sum(
-            call, XD_EP_DISPATCH_BWD, true,
-            [this](const Range& range, xd_stream products) { compute(range, products); },
-            dispatch_bwd_args(call_, part_of(call)), &Group::dispatch_bwd);
-        if (call == 1) group_.count_tokens(*call_.grad_tokens);
-      }
-      if (!rows_.none()) compute_for_weights();
-    });
+  void run() {
+    for (int call = 1; call <= calls(); ++call) {
+      move(call, combine_bwd_args(call_, part_of(call)), &Group::combine_bwd);
+      if (call == 1) group_.count_tokens(*call_.grad_out);
+    }
+    for (int call = 1; call <= calls(); ++call) {
+      sum(
+          call, true, [this](const Range& range, xd_stream products) { compute(range, products); },
+          dispatch_bwd_args(call_, part_of(call)), &Group::dispatch_bwd);
+      if (call == 1) group_.count_tokens(*call_.grad_tokens);
+    }
+    if (!rows_.none()) compute_for_weights();
   }
 
  private:
@@ -232,31 +224,40 @@ class Backward : Pass {
   const BackwardCall& call_;
 };
 
-// Reads a pass's arguments and runs it. The peers hear of a mistake in them in `first`.
+// Reads a pass's arguments and runs it: operations that move rows, and as many that sum them.
 template <class Run, class Call, class Args>
-void run(Group& group, std::unique_ptr<Streams>& streams, xd_ep_operation first, const Args* args,
-         Call (*read)(const Args*, const Group&), xd_stream stream) {
-  Call call{};
-  alone(group, first, stream, [&] {
-    call = read(args, group);
-    Streams none;
-    Run(group, none, call).check();
-    if (call.schedule.parts > 0 && !streams) streams = make_streams(group.comm().device());
-  });
+void run(Group& group, std::unique_ptr<Streams>& made, xd_ep_operation moves, xd_ep_operation sums,
+         const Args* args, Call (*read)(const Args*, const Group&), xd_stream stream) {
+  const DLDevice device = group.comm().device();
+  Turns turns(moves, sums, parts_of(args, group), device.device_type != kDLCPU);
   Streams serial;
-  Run(group, call.schedule.parts > 0 ? *streams : serial, call).run(stream);
+  serial.begin(stream);
+  Streams* streams = &serial;
+  try {
+    const Call call = read(args, group);
+    Run(group, turns, serial, call).check();
+    if (call.schedule.parts > 0) {
+      if (!made) made = make_streams(device);
+      made->begin(stream);
+      streams = made.get();
+    }
+    Run(group, turns, *streams, call).run();
+  } catch (...) {
+    give_up(group, turns, *streams);
+  }
+  streams->end();
 }
 
 }  // namespace
 
 void forward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_forward_args* args,
              xd_stream stream) {
-  run<Forward>(group, streams, XD_EP_DISPATCH, args, read_forward, stream);
+  run<Forward>(group, streams, XD_EP_DISPATCH, XD_EP_COMBINE, args, read_forward, stream);
 }
 
 void backward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_backward_args* args,
               xd_stream stream) {
-  run<Backward>(group, streams, XD_EP_COMBINE_BWD, args, read_backward, stream);
+  run<Backward>(group, streams, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD, args, read_backward, stream);
 }
 
 }  // namespace xd::moe
