@@ -85,8 +85,8 @@ typedef struct xd_moe_forward_args {
   /* The schedule: 0, or the plan's parts. Equal on all ranks. */
   int32_t parts;
   /* CUDA, with parts: multiprocessors of operations that run beside products, which are all but the
-   * first part of dispatch or combine_bwd, and the last one of combine. At most the group's; 0 = as
-   * the group. */
+   * first part of dispatch or combine_bwd, and the last one of combine. 0 = as the group, and so is
+   * any number beyond what the group may use. */
   int32_t num_sms;
 } xd_moe_forward_args;
 /* clang-format off */
@@ -174,7 +174,7 @@ typedef struct xd_moe_overlap {
   size_t struct_size;
   /* For xd_ep_prepare, xd_moe_forward and xd_moe_backward: 0 = the serial schedule. */
   int32_t parts;
-  /* For the latter two. */
+  /* For the latter two, which take fewer in a group that may use no more. */
   int32_t num_sms;
   /* Time of the forward pass by these parts, divided by that of the serial schedule; 1 for the
    * serial one. */
@@ -186,8 +186,8 @@ typedef struct xd_moe_overlap {
 /* Chooses a schedule by the sizes alone, so that all ranks choose alike: for batches of `tokens`
  * tokens on every rank (0 = max_tokens_per_rank) with max_topk choices each, spread evenly over the
  * experts, on H200 devices of one machine. Parts are taken only where a ratio of at most 0.97 is
- * predicted: docs/overlap.md has the formula. Configs for the CPU (device_type 0 or kDLCPU) and of
- * one rank get the serial schedule. Errors: as of xd_moe_sizes. */
+ * predicted: docs/overlap.md has the formula. Configs for the CPU (device_type 0 or kDLCPU), of
+ * float32 and of one rank get the serial schedule. Errors: as of xd_moe_sizes. */
 XD_API xd_status xd_moe_schedule(const xd_ep_config* config, int32_t ffn, int32_t tokens,
                                  xd_moe_overlap* overlap);
 

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/options.h"
+#include "moe/executors.h"
 
 namespace xd::moe {
 namespace {
@@ -91,7 +92,7 @@ Schedule read_schedule(std::int32_t parts, std::int32_t num_sms, const ep::PlanB
     XD_REQUIRE(parts == has, "parts = ", parts, ", expected 0 (serial) or ", has,
                ", those of the plan");
   }
-  return {parts, num_sms};
+  return {parts, std::min(num_sms, most_sms(group))};
 }
 
 template <class Args>

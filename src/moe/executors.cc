@@ -1,4 +1,6 @@
-#include "moe/streams.h"
+#include "moe/executors.h"
+
+#include <limits>
 
 namespace xd::moe {
 
@@ -8,6 +10,14 @@ std::unique_ptr<Streams> make_streams(const DLDevice& device) {
 #endif
   static_cast<void>(device);
   return std::make_unique<Streams>();
+}
+
+int most_sms(const ep::Group& group) {
+#ifdef XD_BUILT_FOR_CUDA
+  if (group.comm().device().device_type == kDLCUDA) return cuda::most_sms(group);
+#endif
+  const int own = group.config().num_sms;
+  return own > 0 ? own : std::numeric_limits<int>::max();
 }
 
 }  // namespace xd::moe

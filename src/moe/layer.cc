@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "moe/calls.h"
+#include "moe/executors.h"
 #include "moe/rows.h"
 #include "moe/turns.h"
 #include "observe/subject.h"

@@ -4,7 +4,6 @@
 #include <crossdock/comm.h>
 
 #include <cstdint>
-#include <memory>
 
 namespace xd::moe {
 
@@ -31,11 +30,5 @@ class Streams {
  protected:
   xd_stream caller_ = nullptr;
 };
-
-// The streams of an executor, made with its device; never null.
-std::unique_ptr<Streams> make_streams(const DLDevice& device);
-namespace cuda {  // in builds for CUDA
-std::unique_ptr<Streams> make_streams(int device);
-}
 
 }  // namespace xd::moe

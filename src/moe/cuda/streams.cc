@@ -4,6 +4,7 @@
 //
 // All of them wait for the caller's stream when a pass begins, and that stream waits for them when
 // the pass ends, so that a capture of the caller's stream has them all.
+
 #include "moe/streams.h"
 
 #include <array>
@@ -11,6 +12,8 @@
 #include "base/deadline.h"
 #include "cuda/device.h"
 #include "cuda/side_stream.h"
+#include "ep/plan/cuda/launch_shape.h"
+#include "moe/executors.h"
 
 namespace xd::moe::cuda {
 namespace {
@@ -87,5 +90,11 @@ class CudaStreams final : public Streams {
 }  // namespace
 
 std::unique_ptr<Streams> make_streams(int device) { return std::make_unique<CudaStreams>(device); }
+
+int most_sms(const ep::Group& group) {
+  const Comm& comm = group.comm();
+  return ep::cuda::sm_budget(
+      group.config(), {.sms = comm.multiprocessors(), .ranks_on_device = comm.ranks_on_device()});
+}
 
 }  // namespace xd::moe::cuda

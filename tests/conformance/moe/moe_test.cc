@@ -17,10 +17,12 @@ bool on_devices() { return world().memory().device().device_type == kDLCUDA; }
 
 // A case, and a batch with its plan.
 struct Scene {
-  Scene(const Rank& of, const Case& of_case, xd_ep_staging staging = XD_EP_STAGING_AUTO)
+  Scene(const Rank& of, const Case& of_case, xd_ep_staging staging = XD_EP_STAGING_AUTO,
+        int num_sms = 0)
       : rank(of), c(of_case), batch(of, of_case) {
     xd_ep_config config = c.config(rank.rank);
     config.staging = staging;
+    config.num_sms = num_sms;
     group = make_group(rank.comm, config);
     batch.prepare_args.parts = c.parts;
     batch.prepare(group.get());
@@ -131,6 +133,18 @@ TEST(Moe, MayPutGradientsInThePlaceOfWhatItHasKept) {
     Layer layer(s.rank, s.c, s.batch, {.in_place = true});
     ok(layer.forward(s.group.get(), s.c.parts));
     ok(layer.backward(s.group.get(), s.c.parts));
+    layer.expect_equal(by_calls);
+  });
+}
+
+TEST(Moe, TakesNoMoreMultiprocessorsThanItsGroupMayUse) {
+  on_every_rank([](Rank& rank) {
+    Scene s(rank, layer_case(rank.num_ranks, on_devices() ? 1 : 2), XD_EP_STAGING_AUTO, 4);
+    Layer by_calls(rank, s.c, s.batch, {}), layer(rank, s.c, s.batch, {});
+    by_calls.forward_by_calls(s.group.get());
+    by_calls.backward_by_calls(s.group.get());
+    ok(layer.forward(s.group.get(), s.c.parts, 1000));
+    ok(layer.backward(s.group.get(), s.c.parts, 1000));
     layer.expect_equal(by_calls);
   });
 }

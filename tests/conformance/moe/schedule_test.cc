@@ -57,6 +57,9 @@ TEST(MoeSchedule, IsSerialWhereNothingWouldBeGained) {
   config = large(8);
   config.num_experts = 8;  // a part has an expert at least
   expect_serial(config);
+  config = large(8);
+  config.dtype = kF32;  // has no products on devices
+  expect_serial(config);
 }
 
 TEST(MoeSchedule, KeepsWithinTheGroups) {
