@@ -81,13 +81,16 @@ int most_parts(const ep::Group& group) {
   return std::min(group.config().most_parts(), std::max(group.config().local_experts, 1));
 }
 
+// Whether plans lie where the host may read them, and are complete when it is called.
+bool reads_plans(const ep::Group& group) { return group.comm().device().device_type == kDLCPU; }
+
 Schedule read_schedule(std::int32_t parts, std::int32_t num_sms, const ep::PlanBytes& plan,
                        const ep::Group& group) {
   const int most = most_parts(group);
   XD_REQUIRE(parts >= 0 && parts <= most, "parts = ", parts, ", expected 0 (serial) to ", most);
   XD_REQUIRE(num_sms >= 0, "num_sms = ", num_sms, ", expected 0 (as the group) or more");
   XD_REQUIRE(plan.data != nullptr, "plan = NULL, expected the bytes of a plan");
-  if (parts > 0 && group.comm().device().device_type == kDLCPU) {
+  if (parts > 0 && reads_plans(group)) {
     const int has = ep::PlanView::open(plan.data, plan.bytes).parts();
     XD_REQUIRE(parts == has, "parts = ", parts, ", expected 0 (serial) or ", has,
                ", those of the plan");
@@ -168,6 +171,7 @@ ForwardCall read_forward(const xd_moe_forward_args* args, const ep::Group& group
   const auto combine = combine_args(call, 0);
   const ep::CombineCall summed = ep::read_combine(&combine, group.call_context());
   require_rows(summed.out, sent.tokens.rows, "rows of tokens");
+  call.sums = summed.out;
   require_apart(
       {call.rows, sent.recv_weights, call.inner, call.activated, call.results, summed.out},
       {sent.tokens, sent.topk_weights, call.experts.offsets, memory_of(call.experts.w_in),
@@ -267,6 +271,15 @@ BackwardCall read_backward(const xd_moe_backward_args* args, const ep::Group& gr
   const auto to_tokens = dispatch_bwd_args(call, 0);
   const ep::DispatchBwdCall summed = ep::read_dispatch_bwd(&to_tokens, group.call_context());
   require_rows(summed.grad_tokens, sent.grad_out.rows, "rows of grad_out");
+  call.sums = summed.grad_tokens;
+  call.weight_sums = summed.grad_topk_weights;
+  if (call.weight_sums) {
+    require_rows(call.weight_sums, sent.grad_out.rows, "rows of grad_out");
+    if (reads_plans(group)) {
+      const ep::PlanView plan = ep::PlanView::open(call.plan.data, call.plan.bytes);
+      require_cols(call.weight_sums, plan.header().topk, "choices of each token in the plan");
+    }
+  }
   const Tensor inner = call.inner.data != call.grad_inner.data ? call.inner : Tensor{};
   require_apart(
       {call.grad_results, grad_weights, call.grad_activated, call.grad_inner, call.grad_rows,

@@ -31,7 +31,8 @@ struct ForwardCall {
   Experts experts;
   // The caller's, for the group's operations, which read them by themselves.
   const DLTensor *tokens, *topk_weights, *recv_tokens, *recv_weights, *expert_out, *out;
-  Tensor rows, inner, activated, results;  // recv_tokens and expert_out are the first and the last
+  Tensor rows, inner, activated, results,
+      sums;  // rows: of recv_tokens; results: of expert_out; sums: of out
 };
 
 struct BackwardCall {
@@ -42,6 +43,7 @@ struct BackwardCall {
   const DLTensor *grad_recv_tokens, *grad_tokens, *grad_topk_weights;
   Tensor rows, inner, activated;
   Tensor grad_results, grad_activated, grad_inner, grad_rows;
+  Tensor sums, weight_sums;            // of grad_tokens and grad_topk_weights
   ep::Matrices grad_w_in, grad_w_out;  // data = nullptr: not wanted
   bool accumulate = false;
 };

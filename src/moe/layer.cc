@@ -122,8 +122,9 @@ class Forward : Pass {
   Forward(Group& group, Turns& turns, Streams& streams, const ForwardCall& call)
       : Pass(group, turns, streams, call.schedule, call.experts), call_(call) {}
 
-  // Throws what products would throw of their arguments.
+  // Throws what products would throw of their arguments, and of memory that only later calls see.
   void check() const {
+    rows_.check({call_.inner, call_.results, call_.sums});
     if (rows_.none()) return;
     rows_.check(first_product(rows_.all()));
     rows_.check(second_product(rows_.all()));
@@ -167,6 +168,7 @@ class Backward : Pass {
       : Pass(group, turns, streams, call.schedule, call.experts), call_(call) {}
 
   void check() const {
+    rows_.check({call_.inner, call_.grad_rows, call_.sums, call_.weight_sums});
     if (rows_.none()) return;
     rows_.check(first_product(rows_.all()));
     rows_.check(second_product(rows_.all()));

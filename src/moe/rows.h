@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "ep/executors.h"
 #include "ep/plan/parts.h"
 #include "moe/calls.h"
+#include "moe/executors.h"
 
 namespace xd::moe {
 
@@ -67,6 +69,7 @@ class Rows {
     return call;
   }
 
+  void check(std::initializer_list<Tensor> tensors) const { require_memory(device_, tensors); }
   void check(const ep::GroupedProductCall& call) const { executor_.check_product(call, device_); }
   void check(const ep::GroupedOuterCall& call) const { executor_.check_outer(call, device_); }
   void start(const ep::GroupedProductCall& call, xd_stream stream) const {

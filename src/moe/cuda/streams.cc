@@ -11,6 +11,7 @@
 
 #include "base/deadline.h"
 #include "cuda/device.h"
+#include "cuda/known_memory.h"
 #include "cuda/side_stream.h"
 #include "ep/plan/cuda/launch_shape.h"
 #include "moe/executors.h"
@@ -95,6 +96,13 @@ int most_sms(const ep::Group& group) {
   const Comm& comm = group.comm();
   return ep::cuda::sm_budget(
       group.config(), {.sms = comm.multiprocessors(), .ranks_on_device = comm.ranks_on_device()});
+}
+
+void require_memory(int device, std::initializer_list<Tensor> tensors) {
+  const DeviceGuard guard(device);
+  for (const Tensor& tensor : tensors) {
+    xd::cuda::KnownMemory::of(device).require({xd::cuda::claim(tensor)});
+  }
 }
 
 }  // namespace xd::moe::cuda

@@ -202,6 +202,9 @@ TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
   on_scenes(layer_case(world().num_ranks(), on_devices() ? 1 : 2), [](Scene& s) {
     Tensor odd(s.rank, kF32, {3, 8}), few(s.rank, kI32, {1}), cube(s.rank, kBf16, {1, 8, 8});
     Layer sound(s.rank, s.c, s.batch, {});
+    const std::int64_t* const weights_shape = sound.backward_args.grad_topk_weights->shape;
+    Tensor few_tokens(s.rank, kF32, {weights_shape[0] - 1, weights_shape[1]});
+    Tensor few_choices(s.rank, kF32, {weights_shape[0], weights_shape[1] - 1});
     std::vector<Mistake> mistakes;
     for (const Layer::Field& field : sound.fields()) {
       const bool b = field.backward;
@@ -229,6 +232,10 @@ TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
         [](Layer& l) { l.backward_args.grad_recv_tokens = l.backward_args.grad_expert_out; });
     add("recv_weights = NULL", true, [](Layer& l) { l.backward_args.recv_weights = nullptr; });
     add("parts = 17", false, [](Layer& l) { l.forward_args.parts = 17; });
+    add("grad_topk_weights", true, with("grad_topk_weights", true, few_tokens.dl()));
+    if (!on_devices()) {
+      add("grad_topk_weights", true, with("grad_topk_weights", true, few_choices.dl()));
+    }
     for (const Mistake& mistake : mistakes) expect_refused(s, mistake, s.c.parts);
     expect_bits_of_the_calls(s, {});
   });
