@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <thread>
 #include <vector>
 
@@ -49,9 +50,17 @@ class SideStream {
   // behind there but what its user finds by events.
   void leave_invalidated_capture() {
     if (takes_work(stream_)) return;
-    const auto free =
-        std::ranges::find_if(all_, [](const Stream& one) { return takes_work(one.get()); });
-    stream_ = free != all_.end() ? free->get() : another();
+    take_another(takes_work);
+  }
+  // The same for a stream that is part of any other capture than the one of `caller`, if that is
+  // captured: a wait there would take the other capture down.
+  void leave_other_captures(cudaStream_t caller) {
+    const std::uint64_t own = capture_of(caller);
+    const auto fits = [own](cudaStream_t stream) {
+      const std::uint64_t capture = capture_of(stream);
+      return capture == 0 || capture == own;
+    };
+    if (!fits(stream_)) take_another(fits);
   }
   // Begins an operation: its events may be used again. (A stream that waits for an event has taken
   // note of it when the wait is enqueued.)
@@ -106,6 +115,12 @@ class SideStream {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
     return true;
+  }
+  template <class Fits>
+  void take_another(Fits&& fits) {
+    const auto found =
+        std::ranges::find_if(all_, [&fits](const Stream& one) { return fits(one.get()); });
+    stream_ = found != all_.end() ? found->get() : another();
   }
   cudaStream_t another() { return all_.emplace_back(device_, priority_).get(); }
 

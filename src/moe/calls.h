@@ -31,8 +31,8 @@ struct ForwardCall {
   Experts experts;
   // The caller's, for the group's operations, which read them by themselves.
   const DLTensor *tokens, *topk_weights, *recv_tokens, *recv_weights, *expert_out, *out;
-  Tensor rows, inner, activated, results,
-      sums;  // rows: of recv_tokens; results: of expert_out; sums: of out
+  // Of recv_tokens, inner, activated, expert_out and out.
+  Tensor rows, inner, activated, results, sums;
 };
 
 struct BackwardCall {

@@ -8,8 +8,10 @@
 #include "moe/streams.h"
 
 #include <array>
+#include <exception>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "cuda/device.h"
 #include "cuda/known_memory.h"
 #include "cuda/side_stream.h"
@@ -46,33 +48,41 @@ class CudaStreams final : public Streams {
   CudaStreams(const CudaStreams&) = delete;
   CudaStreams& operator=(const CudaStreams&) = delete;
 
+  // An exception leaves everything on the caller's stream.
   void begin(xd_stream caller) override {
     Streams::begin(caller);
     const DeviceGuard guard(device_);
-    beside_ = false;
+    joined_ = 0;
     // Streams of the library would leave a green context's multiprocessors.
     if (xd::cuda::is_of_green_context(caller)) return;
+    // It is checked before an event is recorded, which would take that capture down.
+    XD_REQUIRE(!xd::cuda::is_legacy_stream(caller) || xd::cuda::takes_work(caller),
+               "stream: is the legacy default stream, as NULL is, expected another one while a "
+               "blocking stream is captured");
     sides_[0]->begin();
-    for (const std::unique_ptr<SideStream>& side : sides_) side->leave_invalidated_capture();
-    const cudaEvent_t begun = sides_[0]->record(caller);
-    for (const std::unique_ptr<SideStream>& side : sides_) SideStream::wait(begun, side->get());
-    beside_ = true;
-  }
-  void end() override {
-    if (!beside_) return;
-    const DeviceGuard guard(device_);
-    beside_ = false;
-    for (const std::unique_ptr<SideStream>& side : sides_) {
-      sides_[0]->order(side->get(), caller_);
+    for (const std::unique_ptr<SideStream>& side : sides_) side->leave_other_captures(caller);
+    try {
+      const cudaEvent_t begun = sides_[0]->record(caller);
+      for (const std::unique_ptr<SideStream>& side : sides_) {
+        SideStream::wait(begun, side->get());
+        ++joined_;
+      }
+    } catch (...) {
+      static_cast<void>(rejoin());
+      throw;
     }
   }
+  void end() override {
+    const DeviceGuard guard(device_);
+    if (const std::exception_ptr error = rejoin()) std::rethrow_exception(error);
+  }
 
-  xd_stream transfers() const override { return beside_ ? sides_[0]->get() : caller_; }
+  xd_stream transfers() const override { return beside() ? sides_[0]->get() : caller_; }
   xd_stream products(int part) const override {
-    return beside_ ? sides_[part % 2 == 1 ? 1 : 2]->get() : caller_;
+    return beside() ? sides_[part % 2 == 1 ? 1 : 2]->get() : caller_;
   }
   Mark mark(xd_stream stream) override {
-    if (!beside_) return nullptr;
+    if (!beside()) return nullptr;
     const DeviceGuard guard(device_);
     return sides_[0]->record(stream);
   }
@@ -81,10 +91,26 @@ class CudaStreams final : public Streams {
   }
 
  private:
+  // A pass is under way on streams of the library.
+  bool beside() const { return joined_ == sides_.size(); }
+  // Lets the caller's stream wait for those that wait for it, all of them also behind an error,
+  // since a capture cannot end without them. Returns the first error.
+  std::exception_ptr rejoin() noexcept {
+    std::exception_ptr first;
+    for (; joined_ > 0; --joined_) {
+      try {
+        sides_[0]->order(sides_[joined_ - 1]->get(), caller_);
+      } catch (...) {
+        if (first == nullptr) first = std::current_exception();
+      }
+    }
+    return first;
+  }
+
   static constexpr std::size_t kEvents = 48;  // of 16 parts
 
   const int device_;
-  bool beside_ = false;  // a pass is under way, on the streams of `sides_`
+  std::size_t joined_ = 0;  // the first of `sides_`, which wait for the caller's stream
   std::array<std::unique_ptr<SideStream>, 3> sides_;  // of operations, then of products
 };
 
