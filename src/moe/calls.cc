@@ -1,6 +1,8 @@
 #include "moe/calls.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
 #include <initializer_list>
 #include <span>
 
@@ -138,6 +140,34 @@ void require_apart(std::initializer_list<Tensor> written, std::initializer_list<
 
 Tensor memory_of(const ep::Matrices& m) { return m.data != nullptr ? m.memory() : Tensor{}; }
 
+bool are_apart(const ep::Matrices& a, const ep::Matrices& b) {
+  const Tensor::Extent one = memory_of(a).extent(), other = memory_of(b).extent();
+  const auto first = [](const Tensor::Extent& e) {
+    return reinterpret_cast<std::uintptr_t>(e.first);
+  };
+  return first(one) + one.bytes <= first(other) || first(other) + other.bytes <= first(one);
+}
+
+// The same for matrices, each of which may lie between those of the other argument, as they do in
+// slices of one tensor.
+void require_apart(const ep::Matrices& written, const ep::Matrices& other) {
+  if (written.data == nullptr || other.data == nullptr || are_apart(written, other)) return;
+  const auto step = [](const ep::Matrices& m) {
+    return m.stride * static_cast<std::int64_t>(dtype_bytes(m.type));
+  };
+  if (step(written) != step(other)) return xd::require_apart(written.memory(), other.memory());
+  const auto one = [&](ep::Matrices m, std::int64_t expert) {
+    m.data += expert * step(m);
+    m.count = 1;
+    return m.memory();
+  };
+  // Pairs of one distance lie alike.
+  for (std::int64_t distance = 1 - written.count; distance < written.count; ++distance) {
+    const std::int64_t first = std::max<std::int64_t>(distance, 0);
+    xd::require_apart(one(written, first), one(other, first - distance));
+  }
+}
+
 void require_layout(const ep::Group& group) {
   XD_REQUIRE(group.config().layout.has_zones, "group: has layout ", group.config().layout.name,
              ", expected EXPERT_MAJOR");
@@ -239,6 +269,22 @@ void read_gradients(const xd_moe_backward_args& a, const Reader& reader, Backwar
   call.grad_w_out = read(a.grad_w_out, "grad_w_out", call.experts.w_out);
 }
 
+// Checks tensors, and the call's matrices among them.
+void require_apart(const BackwardCall& call, std::initializer_list<Tensor> written,
+                   std::initializer_list<Tensor> read) {
+  const ep::Matrices &w_in = call.experts.w_in, &w_out = call.experts.w_out;
+  require_apart(written, read);
+  require_apart(written, {memory_of(w_in), memory_of(w_out)});
+  for (const ep::Matrices* gradient : {&call.grad_w_in, &call.grad_w_out}) {
+    const Tensor memory = memory_of(*gradient);
+    for (const Tensor& other : written) xd::require_apart(memory, other);
+    for (const Tensor& other : read) xd::require_apart(memory, other);
+    require_apart(*gradient, w_in);
+    require_apart(*gradient, w_out);
+  }
+  require_apart(call.grad_w_in, call.grad_w_out);
+}
+
 }  // namespace
 
 BackwardCall read_backward(const xd_moe_backward_args* args, const ep::Group& group) {
@@ -281,12 +327,11 @@ BackwardCall read_backward(const xd_moe_backward_args* args, const ep::Group& gr
     }
   }
   const Tensor inner = call.inner.data != call.grad_inner.data ? call.inner : Tensor{};
-  require_apart(
-      {call.grad_results, grad_weights, call.grad_activated, call.grad_inner, call.grad_rows,
-       summed.grad_tokens, summed.grad_topk_weights, memory_of(call.grad_w_in),
-       memory_of(call.grad_w_out)},
-      {sent.grad_out, sent.expert_out, weights, call.rows, inner, call.activated,
-       call.experts.offsets, memory_of(call.experts.w_in), memory_of(call.experts.w_out)});
+  require_apart(call,
+                {call.grad_results, grad_weights, call.grad_activated, call.grad_inner,
+                 call.grad_rows, call.sums, call.weight_sums},
+                {sent.grad_out, sent.expert_out, weights, call.rows, inner, call.activated,
+                 call.experts.offsets});
   return call;
 }
 

@@ -43,6 +43,8 @@ class Layer {
   void expect_equal(const Layer& other) const;
   bool untouched() const;
   const Tensor& grad_tokens() const { return grad_tokens_; }
+  const Tensor& grad_w_in() const { return grad_w_in_; }
+  const Tensor& grad_w_out() const { return grad_w_out_; }
   std::int64_t rows() const { return rows_; }
   std::int64_t hidden() const { return hidden_; }
 

@@ -149,6 +149,44 @@ TEST(Moe, TakesNoMoreMultiprocessorsThanItsGroupMayUse) {
   });
 }
 
+// The matrices of one tensor [L,n], behind one another in each row, as an optimiser may keep them.
+TEST(Moe, WritesGradientsOfBothMatricesIntoOneTensor) {
+  on_scenes(layer_case(world().num_ranks(), 1), [](Scene& s) {
+    Layer apart(s.rank, s.c, s.batch, {}), layer(s.rank, s.c, s.batch, {});
+    xd_moe_backward_args& args = layer.backward_args;
+    DLTensor in = *args.grad_w_in, out = *args.grad_w_out;
+    const std::int64_t experts = in.shape[0];
+    const std::int64_t in_size = in.shape[1] * in.shape[2], out_size = out.shape[1] * out.shape[2];
+    Tensor both(s.rank, kBf16, {experts, in_size + out_size});
+    std::int64_t in_strides[] = {in_size + out_size, in.shape[2], 1};
+    std::int64_t out_strides[] = {in_size + out_size, out.shape[2], 1};
+    in.data = out.data = both.dl()->data;
+    in.byte_offset = both.dl()->byte_offset;
+    out.byte_offset = in.byte_offset + static_cast<std::uint64_t>(in_size) * 2;
+    in.strides = in_strides;
+    out.strides = out_strides;
+    args.grad_w_in = &in;
+    args.grad_w_out = &out;
+    for (Layer* one : {&apart, &layer}) {
+      ok(one->forward(s.group.get(), 0));
+      ok(one->backward(s.group.get(), 0));
+    }
+    std::vector<std::byte> expected;
+    const auto append = [&](const std::vector<std::byte>& all, std::int64_t expert,
+                            std::int64_t size) {
+      expected.insert(expected.end(), all.begin() + expert * size * 2,
+                      all.begin() + (expert + 1) * size * 2);
+    };
+    for (std::int64_t expert = 0; expert < experts; ++expert) {
+      append(apart.grad_w_in().read(), expert, in_size);
+      append(apart.grad_w_out().read(), expert, out_size);
+    }
+    EXPECT_TRUE(both.read() == expected);
+    out.byte_offset -= 2;  // the last element of each matrix before it
+    EXPECT_EQ(layer.backward(s.group.get(), 0), XD_ERROR_INVALID_ARGUMENT);
+  });
+}
+
 TEST(Moe, LeavesOutGradientsThatNobodyWants) {
   on_scenes(layer_case(world().num_ranks(), 1), [](Scene& s) {
     Layer whole(s.rank, s.c, s.batch, {}), layer(s.rank, s.c, s.batch, {});
@@ -230,6 +268,7 @@ TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
         [](Layer& l) { l.forward_args.expert_out = l.forward_args.recv_tokens; });
     add("shares with", true,
         [](Layer& l) { l.backward_args.grad_recv_tokens = l.backward_args.grad_expert_out; });
+    add("shares with", true, [](Layer& l) { l.backward_args.grad_w_in = l.backward_args.w_in; });
     add("recv_weights = NULL", true, [](Layer& l) { l.backward_args.recv_weights = nullptr; });
     add("parts = 17", false, [](Layer& l) { l.forward_args.parts = 17; });
     add("grad_topk_weights", true, with("grad_topk_weights", true, few_tokens.dl()));
