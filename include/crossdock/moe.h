@@ -18,16 +18,16 @@
  *
  * Schedules (`parts`, equal on all ranks):
  *   0       Serial: these calls one after another, on `stream`.
- *   1 to P  P is the plan's. Operations are called in the plan's parts, and the products of a part
- *           begin when its rows have arrived. On CUDA operations run on a stream of the library of
- *           the highest priority, products on two others; in the backward pass products for weights
- *           come last, beside dispatch_bwd. All wait for `stream` first, and `stream` for them
- *           last, so that callers see one stream, and graphs can capture the call; a stream of a
- *           green context gets all the work itself. On the CPU parts come one after another. The
- *           bits are the serial schedule's.
- * A plan of P parts takes P = `parts`, or 0. The CPU refuses others; on CUDA, where plans are not
- * read before the stream comes to them, `parts` > P is INVALID_ARGUMENT in the group's status, and
- * `parts` < P leaves a combine under way, which the group's next operation reports.
+ *   P       The plan's parts. Operations are called in them, and the products of a part begin when
+ *           its rows have arrived. On CUDA operations run on a stream of the library of the highest
+ *           priority, products on two others; in the backward pass products for weights come last,
+ *           beside dispatch_bwd. All wait for `stream` first, and `stream` for them last, so that
+ *           callers see one stream, and graphs can capture the call; a stream of a green context
+ *           gets all the work itself. On the CPU parts come one after another. The bits are the
+ *           serial schedule's.
+ * The CPU refuses any other number. On CUDA plans are not read before the stream comes to them:
+ * there more than P is INVALID_ARGUMENT in the group's status; 2 to P-1 leave a combine under way,
+ * which the group's next operation reports; and 1 is the schedule of a plan of one part.
  *
  * Tensors are those of ep.h; in [R,...] they are packed rows of a multiple of 16 bytes, at
  * multiples of 16 bytes, and all have one R. A receive tensor that peers write or read should lie
@@ -82,17 +82,19 @@ typedef struct xd_moe_forward_args {
   const DLTensor* out;
   /* a(g). */
   xd_gated_activation activation;
-  /* The schedule: 0, or the plan's parts. Equal on all ranks. */
+  /* The schedule: 0 or P, and nothing between. Equal on all ranks. */
   int32_t parts;
   /* CUDA, with parts: multiprocessors of operations that run beside products, which are all but the
    * first part of dispatch or combine_bwd, and the last one of combine. 0 = as the group, and so is
    * any number beyond what the group may use. */
   int32_t num_sms;
+  /* 0. */
+  int32_t reserved;
 } xd_moe_forward_args;
 /* clang-format off */
 #define XD_MOE_FORWARD_ARGS_INIT \
   {sizeof(xd_moe_forward_args), NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-   NULL, NULL, XD_GATED_SILU, 0, 0}
+   NULL, NULL, XD_GATED_SILU, 0, 0, 0}
 /* clang-format on */
 
 /* Sends each token through its experts and sums the results. */

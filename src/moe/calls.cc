@@ -178,6 +178,7 @@ void require_layout(const ep::Group& group) {
 ForwardCall read_forward(const xd_moe_forward_args* args, const ep::Group& group) {
   require_layout(group);
   const auto a = read_struct("args", args, xd_moe_forward_args XD_MOE_FORWARD_ARGS_INIT);
+  XD_REQUIRE(a.reserved == 0, "reserved = ", a.reserved, ", expected 0");
   ForwardCall call{};
   call.plan = {a.plan, a.plan_bytes};
   call.schedule = read_schedule(a.parts, a.num_sms, call.plan, group);

@@ -1,4 +1,4 @@
-// What passes need of their group's kind of device. executors.cc alone names the kinds.
+// The needs that passes have of their group's kind of device. executors.cc alone names the kinds.
 #pragma once
 
 #include <initializer_list>

@@ -22,6 +22,7 @@ FROZEN_FIELD(xd_moe_forward_args, out, 104);
 FROZEN_FIELD(xd_moe_forward_args, activation, 112);
 FROZEN_FIELD(xd_moe_forward_args, parts, 116);
 FROZEN_FIELD(xd_moe_forward_args, num_sms, 120);
+FROZEN_FIELD(xd_moe_forward_args, reserved, 124);
 
 FROZEN_SIZE(xd_moe_backward_args, 184);
 FROZEN_FIELD(xd_moe_backward_args, struct_size, 0);

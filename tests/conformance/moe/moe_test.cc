@@ -270,6 +270,7 @@ TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
         [](Layer& l) { l.backward_args.grad_recv_tokens = l.backward_args.grad_expert_out; });
     add("shares with", true, [](Layer& l) { l.backward_args.grad_w_in = l.backward_args.w_in; });
     add("recv_weights = NULL", true, [](Layer& l) { l.backward_args.recv_weights = nullptr; });
+    add("reserved = 1", false, [](Layer& l) { l.forward_args.reserved = 1; });
     add("parts = 17", false, [](Layer& l) { l.forward_args.parts = 17; });
     add("grad_topk_weights", true, with("grad_topk_weights", true, few_tokens.dl()));
     if (!on_devices()) {

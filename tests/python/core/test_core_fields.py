@@ -13,6 +13,7 @@ import crossdock
 from crossdock import _core
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
+NO_ARGUMENTS = ("struct_size", "reserved")
 FROZEN = re.compile(r"^FROZEN_FIELD\((\w+), (\w+), \d+\);", re.MULTILINE)
 
 
@@ -20,7 +21,7 @@ def fields_of(struct: str) -> list[str]:
     """The names that the test of the binary interface has of a struct."""
     texts = [(ROOT / "tests/abi" / name).read_text() for name in ("frozen.h", "frozen_moe.h")]
     found = [one for text in texts for one in FROZEN.findall(text)]
-    return [field for of, field in found if of == struct and field != "struct_size"]
+    return [field for of, field in found if of == struct and field not in NO_ARGUMENTS]
 
 
 def operations(comm: _core.Comm) -> dict[str, Callable[[dict[str, object]], None]]:
