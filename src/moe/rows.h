@@ -19,7 +19,7 @@ struct Range {
 inline Tensor half_of(const Tensor& inner, int which) {
   Tensor half = inner;
   half.cols = inner.cols / 2;
-  half.data += which * static_cast<std::int64_t>(half.row_bytes());
+  if (half.data != nullptr) half.data += which * static_cast<std::int64_t>(half.row_bytes());
   return half;
 }
 

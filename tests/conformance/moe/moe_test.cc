@@ -1,6 +1,7 @@
 // A layer as one call: the bits of the calls that it is made of, by every schedule, and errors.
 #include <gtest/gtest.h>
 
+#include <deque>
 #include <functional>
 #include <string>
 #include <utility>
@@ -89,6 +90,29 @@ TEST(Moe, HasThemWithZonesAndRanksThatAreEmpty) {
   for (const Case& c : cases) {
     on_scenes(c, [](Scene& s) { expect_bits_of_the_calls(s, {}); });
   }
+}
+
+// Frameworks give no memory to tensors without elements.
+TEST(Moe, HasThemWhereTensorsWithoutRowsAreNull) {
+  Case c = layer_case(world().num_ranks(), 1);
+  c.pattern = Pattern::nobody;
+  on_scenes(c, [](Scene& s) {
+    Layer by_calls(s.rank, s.c, s.batch, {}), layer(s.rank, s.c, s.batch, {});
+    by_calls.forward_by_calls(s.group.get());
+    by_calls.backward_by_calls(s.group.get());
+    std::deque<DLTensor> nulls;  // whose elements stay where they are
+    for (const Layer::Field& field : layer.fields()) {
+      if (*field.slot == nullptr || (*field.slot)->shape[0] != 0) continue;
+      nulls.push_back(**field.slot);
+      nulls.back().data = nullptr;
+      nulls.back().byte_offset = 0;
+      *field.slot = &nulls.back();
+    }
+    EXPECT_GE(nulls.size(), 5u);
+    ok(layer.forward(s.group.get(), s.c.parts));
+    ok(layer.backward(s.group.get(), s.c.parts));
+    layer.expect_equal(by_calls);
+  });
 }
 
 TEST(Moe, HasThemWhereRowsAreDroppedAndExpertsLieAnywhere) {
