@@ -85,8 +85,9 @@ typedef struct xd_moe_forward_args {
   /* The schedule: 0 or P, and nothing between. Equal on all ranks. */
   int32_t parts;
   /* CUDA, with parts: multiprocessors of operations that run beside products, which are all but the
-   * first part of dispatch or combine_bwd, and the last one of combine. 0 = as the group, and so is
-   * any number beyond what the group may use. */
+   * first part of dispatch or combine_bwd, and the last one of combine, or of dispatch_bwd where no
+   * gradient of weights is wanted. 0 = as the group, and so is any number beyond what the group may
+   * use. */
   int32_t num_sms;
   /* 0. */
   int32_t reserved;

@@ -183,14 +183,18 @@ class Backward : Pass {
     }
     for (int call = 1; call <= calls(); ++call) {
       sum(
-          call, true, [this](const Range& range, xd_stream products) { compute(range, products); },
+          call, call < calls() || has_products_for_weights(),
+          [this](const Range& range, xd_stream products) { compute(range, products); },
           dispatch_bwd_args(call_, part_of(call)), &Group::dispatch_bwd);
       if (call == 1) group_.count_tokens(*call_.grad_tokens);
     }
-    if (!rows_.none()) compute_for_weights();
+    if (has_products_for_weights()) compute_for_weights();
   }
 
  private:
+  bool has_products_for_weights() const {
+    return call_.grad_w_in.data != nullptr || call_.grad_w_out.data != nullptr;
+  }
   ep::GroupedProductCall first_product(const Range& range) const {
     return rows_.product(call_.grad_results, call_.experts.w_out.transposed(), call_.grad_activated,
                          range);
