@@ -113,7 +113,8 @@ typedef struct xd_moe_backward_args {
   const DLTensor* w_in;
   const DLTensor* w_out;
   /* In, as the forward pass has left them; recv_weights iff it was weighted, expert_out iff
-   * grad_topk_weights is given. */
+   * grad_topk_weights is given. recv_tokens is optional without grad_w_in, and activated without
+   * grad_w_out. */
   const DLTensor* recv_tokens;
   const DLTensor* recv_weights;
   const DLTensor* inner;

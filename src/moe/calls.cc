@@ -25,14 +25,16 @@ class Reader {
 
   const Tensor& first() const { return first_; }
   // [R,cols].
-  Tensor received(const DLTensor* tensor, const char* name, std::int64_t cols,
-                  const char* what) const {
-    const Tensor read = rows(tensor, name);
+  Tensor received(const DLTensor* tensor, const char* name, std::int64_t cols, const char* what,
+                  bool optional = false) const {
+    const Tensor read = rows(tensor, name, optional);
+    if (!read) return read;
     require_rows(read, first_.rows, "rows of ", first_.name);
     require_same_type(read, first_);
     require_cols(read, cols, what);
     return read;
   }
+  // [R,F], which tells F.
   Tensor activated(const DLTensor* tensor, const char* name) const {
     const Tensor read = rows(tensor, name);
     return received(tensor, name, read.cols, "columns of an expert");
@@ -67,9 +69,14 @@ class Reader {
   }
 
  private:
-  Tensor rows(const DLTensor* tensor, const char* name) const {
-    const Tensor read = read_tensor(
-        tensor, {.name = name, .ndim = 2, .types = kTypes, .device = device_, .fit = Fit::rows});
+  Tensor rows(const DLTensor* tensor, const char* name, bool optional = false) const {
+    const Tensor read = read_tensor(tensor, {.name = name,
+                                             .ndim = 2,
+                                             .types = kTypes,
+                                             .device = device_,
+                                             .fit = Fit::rows,
+                                             .optional = optional});
+    if (!read) return read;
     XD_REQUIRE(read.row_bytes() > 0 && read.row_bytes() % kRowAlignment == 0, name, ": a row has ",
                read.row_bytes(), " bytes, expected a positive multiple of ", kRowAlignment);
     return read;
@@ -247,15 +254,13 @@ void require_weights(const xd_moe_backward_args& a) {
              "grad_recv_weights: is given, expected NULL as grad_topk_weights is NULL");
 }
 
-// The gradients on their way, and those of weights.
+// The rows that products for weights read, where there are any, and the gradients of weights.
 void read_gradients(const xd_moe_backward_args& a, const Reader& reader, BackwardCall& call) {
-  const std::int64_t hidden = call.rows.cols, ffn = call.activated.cols;
-  const char* const like = "columns of recv_tokens";
-  call.grad_results = reader.received(a.grad_expert_out, "grad_expert_out", hidden, like);
-  call.grad_activated =
-      reader.received(a.grad_activated, "grad_activated", ffn, "columns of activated");
-  call.grad_inner = reader.received(a.grad_inner, "grad_inner", 2 * ffn, "columns of inner");
-  call.grad_rows = reader.received(a.grad_recv_tokens, "grad_recv_tokens", hidden, like);
+  const std::int64_t hidden = reader.first().cols, ffn = call.grad_activated.cols;
+  call.rows = reader.received(a.recv_tokens, "recv_tokens", hidden, "columns of grad_expert_out",
+                              a.grad_w_in == nullptr);
+  call.activated = reader.received(a.activated, "activated", ffn, "columns of grad_activated",
+                                   a.grad_w_out == nullptr);
   XD_REQUIRE(a.accumulate == 0 || a.accumulate == 1, "accumulate = ", a.accumulate,
              ", expected 0 or 1");
   call.accumulate = a.accumulate != 0;
@@ -303,18 +308,24 @@ BackwardCall read_backward(const xd_moe_backward_args* args, const ep::Group& gr
   call.grad_recv_tokens = a.grad_recv_tokens;
   call.grad_tokens = a.grad_tokens;
   call.grad_topk_weights = a.grad_topk_weights;
-  const Reader reader(group, a.recv_tokens, "recv_tokens");
-  call.rows = reader.first();
-  call.activated = reader.activated(a.activated, "activated");
-  call.inner =
-      reader.received(a.inner, "inner", 2 * call.activated.cols, "twice those of activated");
-  call.experts = read_experts(a, reader, call.activated, group);
+  const Reader reader(group, a.grad_expert_out, "grad_expert_out");
+  const std::int64_t hidden = reader.first().cols;
+  call.grad_results = reader.first();
+  call.grad_activated = reader.activated(a.grad_activated, "grad_activated");
+  const std::int64_t both = 2 * call.grad_activated.cols;
+  call.inner = reader.received(a.inner, "inner", both, "twice those of grad_activated");
+  call.grad_inner = reader.received(a.grad_inner, "grad_inner", both, "columns of inner");
+  call.grad_rows =
+      reader.received(a.grad_recv_tokens, "grad_recv_tokens", hidden, "columns of grad_expert_out");
+  call.experts = read_experts(a, reader, call.grad_activated, group);
   const Tensor weights = reader.weights(a.recv_weights, "recv_weights");
   const Tensor grad_weights = reader.weights(a.grad_recv_weights, "grad_recv_weights");
   read_gradients(a, reader, call);
   const auto to_rows = combine_bwd_args(call, 0);
   const ep::CombineBwdCall sent = ep::read_combine_bwd(&to_rows, group.call_context());
-  if (sent.expert_out) require_rows(sent.expert_out, call.rows.rows, "rows of recv_tokens");
+  if (sent.expert_out) {
+    require_rows(sent.expert_out, call.grad_results.rows, "rows of grad_expert_out");
+  }
   const auto to_tokens = dispatch_bwd_args(call, 0);
   const ep::DispatchBwdCall summed = ep::read_dispatch_bwd(&to_tokens, group.call_context());
   require_rows(summed.grad_tokens, sent.grad_out.rows, "rows of grad_out");

@@ -219,7 +219,7 @@ TEST(Moe, LeavesOutGradientsThatNobodyWants) {
     ok(layer.forward(s.group.get(), 0));
     xd_moe_backward_args& args = layer.backward_args;
     args.expert_out = args.grad_recv_weights = args.grad_topk_weights = nullptr;
-    args.grad_w_in = args.grad_w_out = nullptr;
+    args.grad_w_in = args.grad_w_out = args.recv_tokens = args.activated = nullptr;
     ok(layer.backward(s.group.get(), 0));
     EXPECT_TRUE(layer.grad_tokens().read() == whole.grad_tokens().read());
   });
