@@ -85,7 +85,9 @@ class Times {
   // The chance that a token has an expert in one part of `parts` of a rank.
   double held_by(int parts) const {
     const double share = 1.0 / (static_cast<double>(sizes_.config.ranks) * parts);
-    return 1 - std::pow(1 - share, sizes_.config.max_topk);
+    double none = 1;  // a product and no power, whose last bit libraries give differently
+    for (int choice = 0; choice < sizes_.config.max_topk; ++choice) none *= 1 - share;
+    return 1 - none;
   }
 
   const Sizes& sizes_;
