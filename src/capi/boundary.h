@@ -23,9 +23,8 @@ struct xd_comm {
 
 struct xd_ep_group {
   using Family = xd::ep::Family;
-  // Of layers, made by the first that needs them. They go after the group, which waits for what
-  // runs there.
-  std::unique_ptr<xd::moe::Streams> streams;
+  // Their streams go after the group, which waits for what runs there.
+  xd::moe::Passes passes;
   std::unique_ptr<xd::ep::Group> group;
 };
 

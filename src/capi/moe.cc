@@ -9,10 +9,9 @@ namespace {
 // The passes are no operations of their own, but made of these.
 template <class Args>
 xd_status run(const char* function, xd_ep_group* group, const Args* args, xd_stream stream,
-              void (*pass)(xd::ep::Group&, std::unique_ptr<xd::moe::Streams>&, const Args*,
-                           xd_stream)) {
+              void (*pass)(xd::ep::Group&, xd::moe::Passes&, const Args*, xd_stream)) {
   return xd::operate(function, group, xd::kNoOperation,
-                     [&](xd::ep::Group& g) { pass(g, group->streams, args, stream); });
+                     [&](xd::ep::Group& g) { pass(g, group->passes, args, stream); });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -231,10 +232,29 @@ class Backward : Pass {
   const BackwardCall& call_;
 };
 
+// Marks a group's passes as in use by this thread, as turn/host/calls.h does with operations.
+class Claim {
+ public:
+  Claim(const Group& group, Passes& passes, xd_ep_operation first) : busy_(passes.busy) {
+    group.comm().errors().check_usable();
+    if (busy_.exchange(true, std::memory_order_acquire)) {
+      group.comm().errors().raise_and_throw(group.own_fatal_error(XD_ERROR_BUSY, first),
+                                            Spread::everywhere);
+    }
+  }
+  ~Claim() { busy_.store(false, std::memory_order_release); }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+ private:
+  std::atomic<bool>& busy_;
+};
+
 // Reads a pass's arguments and runs it: operations that move rows, and as many that sum them.
 template <class Run, class Call, class Args>
-void run(Group& group, std::unique_ptr<Streams>& made, xd_ep_operation moves, xd_ep_operation sums,
+void run(Group& group, Passes& passes, xd_ep_operation moves, xd_ep_operation sums,
          const Args* args, Call (*read)(const Args*, const Group&), xd_stream stream) {
+  const Claim claim(group, passes, moves);
   const DLDevice device = group.comm().device();
   Turns turns(moves, sums, parts_of(args, group), device.device_type != kDLCPU);
   Streams serial;
@@ -244,9 +264,9 @@ void run(Group& group, std::unique_ptr<Streams>& made, xd_ep_operation moves, xd
     const Call call = read(args, group);
     Run(group, turns, serial, call).check();
     if (call.schedule.parts > 0) {
-      if (!made) made = make_streams(device);
-      made->begin(stream);
-      streams = made.get();
+      if (!passes.streams) passes.streams = make_streams(device);
+      passes.streams->begin(stream);
+      streams = passes.streams.get();
     }
     Run(group, turns, *streams, call).run();
   } catch (...) {
@@ -257,14 +277,12 @@ void run(Group& group, std::unique_ptr<Streams>& made, xd_ep_operation moves, xd
 
 }  // namespace
 
-void forward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_forward_args* args,
-             xd_stream stream) {
-  run<Forward>(group, streams, XD_EP_DISPATCH, XD_EP_COMBINE, args, read_forward, stream);
+void forward(Group& group, Passes& passes, const xd_moe_forward_args* args, xd_stream stream) {
+  run<Forward>(group, passes, XD_EP_DISPATCH, XD_EP_COMBINE, args, read_forward, stream);
 }
 
-void backward(Group& group, std::unique_ptr<Streams>& streams, const xd_moe_backward_args* args,
-              xd_stream stream) {
-  run<Backward>(group, streams, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD, args, read_backward, stream);
+void backward(Group& group, Passes& passes, const xd_moe_backward_args* args, xd_stream stream) {
+  run<Backward>(group, passes, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD, args, read_backward, stream);
 }
 
 }  // namespace xd::moe

@@ -3,7 +3,8 @@
 
 #include <crossdock/comm.h>
 
-#include <cstdint>
+#include <atomic>
+#include <memory>
 
 namespace xd::moe {
 
@@ -29,6 +30,12 @@ class Streams {
 
  protected:
   xd_stream caller_ = nullptr;
+};
+
+// A group has this for its passes.
+struct Passes {
+  std::unique_ptr<Streams> streams;  // made by the first pass by parts
+  std::atomic<bool> busy{false};     // a thread makes one
 };
 
 }  // namespace xd::moe
