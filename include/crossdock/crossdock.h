@@ -12,6 +12,7 @@
  *   placement.h    which ranks hold which experts, with replicas of those that are chosen often
  *   gated.h        the gated activation between the two products of experts
  *   grouped.h      these products: of experts' rows, with a matrix for each expert
+ *   moe.h          dispatch, experts and combine as one call, and its derivative
  *   gemm.h         products of matrices that are spread over the ranks: tensor and sequence
  *                  parallelism
  *   stats.h        what groups have done so far, for people who look
@@ -40,6 +41,7 @@
 #include <crossdock/gemm.h>
 #include <crossdock/grouped.h>
 #include <crossdock/low_latency.h>
+#include <crossdock/moe.h>
 #include <crossdock/placement.h>
 #include <crossdock/stats.h>
 #include <crossdock/status.h>

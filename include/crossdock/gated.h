@@ -37,9 +37,13 @@ typedef struct xd_gated_args {
   const DLTensor* offsets;
   /* Out [R,F], type of gate: a(gate) up, times the row's weight. */
   const DLTensor* out;
+  /* With offsets, the experts whose zones are computed: from offsets[first_expert] on (0 = from
+   * row 0), num_experts zones; 0 = to the last one. Other rows are left alone. */
+  int32_t first_expert;
+  int32_t num_experts;
 } xd_gated_args;
 #define XD_GATED_ARGS_INIT \
-  { sizeof(xd_gated_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(xd_gated_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, 0, 0 }
 
 /* Computes the gated activation between an expert's two products, up to the end of the last zone.
  *
@@ -48,7 +52,8 @@ typedef struct xd_gated_args {
  * executors give equal bits. A NaN in a result is the quiet one without sign and payload. `out` may
  * be gate or up itself, and shares no other memory with an input.
  *
- * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device. */
+ * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device, and for experts that are
+ * not there. */
 XD_API xd_status xd_gated(xd_comm* comm, const xd_gated_args* args, xd_stream stream);
 
 typedef struct xd_gated_bwd_args {
@@ -65,9 +70,14 @@ typedef struct xd_gated_bwd_args {
   const DLTensor* grad_up;
   /* Out [R], float32, given iff weights are. Its rows from the last zone's end on are left. */
   const DLTensor* grad_weights;
+  /* As in xd_gated_args. */
+  int32_t first_expert;
+  int32_t num_experts;
 } xd_gated_bwd_args;
+/* clang-format off */
 #define XD_GATED_BWD_ARGS_INIT \
-  { sizeof(xd_gated_bwd_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  {sizeof(xd_gated_bwd_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0}
+/* clang-format on */
 
 /* The derivative of xd_gated, likewise. With d = grad_out times the row's weight: grad_up is
  * d a(gate), grad_gate is (d up) a'(gate), and the weight's gradient the sum over the row of

@@ -14,6 +14,7 @@
 #include "comm/comm.h"
 #include "ep/bulk/group.h"
 #include "ep/slots/group.h"
+#include "moe/streams.h"
 #include "observe/subject.h"
 
 struct xd_comm {
@@ -22,6 +23,8 @@ struct xd_comm {
 
 struct xd_ep_group {
   using Family = xd::ep::Family;
+  // Their streams go after the group, which waits for what runs there.
+  xd::moe::Passes passes;
   std::unique_ptr<xd::ep::Group> group;
 };
 
@@ -83,11 +86,7 @@ xd_status operate(const char* function, Handle* group, std::int32_t operation, C
 template <class Handle>
 xd_status count_tokens(xd_status status, const Handle* group, const DLTensor* tokens) {
   if (status != XD_SUCCESS || tokens == nullptr) return status;
-  observe::Counters& counters = group->group->subject().counters();
-  const auto rows = static_cast<std::uint64_t>(tokens->shape[0]);
-  const auto columns = static_cast<std::uint64_t>(tokens->shape[1]);
-  counters.tokens.add(rows);
-  counters.token_bytes.add(rows * columns * tokens->dtype.bits / 8);
+  group->group->count_tokens(*tokens);
   return status;
 }
 

@@ -40,6 +40,9 @@ struct ExpertsExecutor {
   void (*gated)(const GatedCall& call, const DLDevice& device, xd_stream stream);
   void (*grouped_product)(const GroupedProductCall& call, const DLDevice& device, xd_stream stream);
   void (*grouped_outer)(const GroupedOuterCall& call, const DLDevice& device, xd_stream stream);
+  // Throw what these two would throw of their arguments, and start nothing.
+  void (*check_product)(const GroupedProductCall& call, const DLDevice& device);
+  void (*check_outer)(const GroupedOuterCall& call, const DLDevice& device);
 };
 
 // Of groups of low_latency.h.

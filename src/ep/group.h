@@ -37,6 +37,12 @@ class GroupOf : public turn::Sequence<Family> {
     this->subject().counters().rows.add(at(rows));
     this->subject().counters().row_bytes.add(at(rows) * row_bytes);
   }
+  // The tokens [T,H] of an operation, once.
+  void count_tokens(const DLTensor& tokens) {
+    const std::uint64_t rows = at(tokens.shape[0]);
+    this->subject().counters().tokens.add(rows);
+    this->subject().counters().token_bytes.add(rows * at(tokens.shape[1]) * tokens.dtype.bits / 8);
+  }
   // Brings the losses that kernels have reported here.
   virtual void collect_losses() {}
 

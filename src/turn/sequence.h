@@ -40,6 +40,17 @@ class Sequence {
   // its call, so that the peers learn of it at once. `operation`: the caller's number of an
   // operation of the family.
   void join_failed(std::int32_t operation, const char* text, xd_stream stream);
+  // The same with an error that the library has found. Throws what the turn throws. last_error()
+  // stays the first of the calling thread's call.
+  void join_failed(std::int32_t operation, Error&& error, xd_stream stream) {
+    const Status first = last_error_;
+    try {
+      take_failed_turn(operation, std::move(error), stream);
+    } catch (...) {
+      if (first.status != XD_SUCCESS) last_error_ = first;
+      throw;
+    }
+  }
 
   // Keeps the first operation error that no call has returned until it is read.
   void remember(const OperationError<Family>& operation_error, std::int32_t operation,

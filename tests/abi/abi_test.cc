@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "abi/frozen.h"
+#include "abi/frozen_moe.h"
 #include "conformance/said.h"
 #include "support/handles.h"
 

@@ -265,7 +265,7 @@ FROZEN_VALUE(XD_GATED_GELU_TANH, 1);
 FROZEN_VALUE(XD_GATED_RELU, 2);
 FROZEN_VALUE(XD_GATED_RELU_SQUARED, 3);
 
-FROZEN_SIZE(xd_gated_args, 56);
+FROZEN_SIZE(xd_gated_args, 64);
 FROZEN_FIELD(xd_gated_args, struct_size, 0);
 FROZEN_FIELD(xd_gated_args, activation, 8);
 FROZEN_FIELD(xd_gated_args, gate, 16);
@@ -273,8 +273,10 @@ FROZEN_FIELD(xd_gated_args, up, 24);
 FROZEN_FIELD(xd_gated_args, weights, 32);
 FROZEN_FIELD(xd_gated_args, offsets, 40);
 FROZEN_FIELD(xd_gated_args, out, 48);
+FROZEN_FIELD(xd_gated_args, first_expert, 56);
+FROZEN_FIELD(xd_gated_args, num_experts, 60);
 
-FROZEN_SIZE(xd_gated_bwd_args, 80);
+FROZEN_SIZE(xd_gated_bwd_args, 88);
 FROZEN_FIELD(xd_gated_bwd_args, struct_size, 0);
 FROZEN_FIELD(xd_gated_bwd_args, activation, 8);
 FROZEN_FIELD(xd_gated_bwd_args, grad_out, 16);
@@ -285,6 +287,8 @@ FROZEN_FIELD(xd_gated_bwd_args, offsets, 48);
 FROZEN_FIELD(xd_gated_bwd_args, grad_gate, 56);
 FROZEN_FIELD(xd_gated_bwd_args, grad_up, 64);
 FROZEN_FIELD(xd_gated_bwd_args, grad_weights, 72);
+FROZEN_FIELD(xd_gated_bwd_args, first_expert, 80);
+FROZEN_FIELD(xd_gated_bwd_args, num_experts, 84);
 
 FROZEN_SIZE(xd_grouped_product_args, 72);
 FROZEN_FIELD(xd_grouped_product_args, struct_size, 0);

@@ -1,5 +1,5 @@
 /* The headers and the frozen numbers as a C11 compiler sees them. */
-#include "abi/frozen.h"
+#include "abi/frozen_moe.h"
 
 #define XD_INITIALISED(X)                                  \
   X(xd_unique_id_config, XD_UNIQUE_ID_CONFIG_INIT)         \
@@ -26,6 +26,10 @@
   X(xd_gated_bwd_args, XD_GATED_BWD_ARGS_INIT)             \
   X(xd_grouped_product_args, XD_GROUPED_PRODUCT_ARGS_INIT) \
   X(xd_grouped_outer_args, XD_GROUPED_OUTER_ARGS_INIT)     \
+  X(xd_moe_forward_args, XD_MOE_FORWARD_ARGS_INIT)         \
+  X(xd_moe_backward_args, XD_MOE_BACKWARD_ARGS_INIT)       \
+  X(xd_moe_memory, XD_MOE_MEMORY_INIT)                     \
+  X(xd_moe_overlap, XD_MOE_OVERLAP_INIT)                   \
   X(xd_gemm_config, XD_GEMM_CONFIG_INIT)                   \
   X(xd_gemm_memory, XD_GEMM_MEMORY_INIT)                   \
   X(xd_gemm_status, XD_GEMM_STATUS_INIT)                   \

@@ -3,6 +3,7 @@
 #include <crossdock/gated.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -78,10 +79,10 @@ class GatedCase {
       weight_values_.push_back(static_cast<float>(draw(3, r) * 2));
     }
     weights_.write(weight_values_);
-    offsets_.write(std::vector<std::int32_t>{0, 3, kEnd});
+    offsets_.write(std::vector<std::int32_t>{0, kFirstEnd, kEnd});
   }
 
-  void forward(xd_gated_activation activation, bool weighted) {
+  void call_forward(xd_gated_activation activation, bool weighted) {
     xd_gated_args args = XD_GATED_ARGS_INIT;
     DLTensor gate = half(inner_, 0), up = half(inner_, 1);
     args.activation = activation;
@@ -89,9 +90,14 @@ class GatedCase {
     args.up = &up;
     args.weights = weighted ? weights_.dl() : nullptr;
     args.offsets = offsets_.dl();
+    args.first_expert = first_expert_;
+    args.num_experts = num_experts_;
     args.out = out_.dl();
     ok(xd_gated(rank_.comm, &args, rank_.stream()));
     rank_.memory->synchronize();
+  }
+  void forward(xd_gated_activation activation, bool weighted) {
+    call_forward(activation, weighted);
     const std::vector<double> out = numbers(out_);
     for (std::int64_t i = 0; i < kEnd * columns_; ++i) {
       const Value v = activate(activation, gate_at(i));
@@ -101,7 +107,7 @@ class GatedCase {
     expect_left("out", out_, columns_);
   }
 
-  void backward(xd_gated_activation activation, bool weighted) {
+  void call_backward(xd_gated_activation activation, bool weighted) {
     xd_gated_bwd_args args = XD_GATED_BWD_ARGS_INIT;
     DLTensor gate = half(inner_, 0), up = half(inner_, 1);
     DLTensor grad_gate = half(grad_inner_, 0), grad_up = half(grad_inner_, 1);
@@ -111,11 +117,16 @@ class GatedCase {
     args.up = &up;
     args.weights = weighted ? weights_.dl() : nullptr;
     args.offsets = offsets_.dl();
+    args.first_expert = first_expert_;
+    args.num_experts = num_experts_;
     args.grad_gate = &grad_gate;
     args.grad_up = &grad_up;
     args.grad_weights = weighted ? grad_weights_.dl() : nullptr;
     ok(xd_gated_bwd(rank_.comm, &args, rank_.stream()));
     rank_.memory->synchronize();
+  }
+  void backward(xd_gated_activation activation, bool weighted) {
+    call_backward(activation, weighted);
     const std::vector<double> grads = numbers(grad_inner_);
     for (std::int64_t i = 0; i < kEnd * columns_; ++i) {
       const Value v = activate(activation, gate_at(i));
@@ -126,6 +137,31 @@ class GatedCase {
     }
     expect_left("grad_inner", grad_inner_, 2 * columns_);
     if (weighted) expect_weights(activation);
+  }
+
+  // The zones that calls compute.
+  void set_range(std::int32_t first, std::int32_t count) {
+    first_expert_ = first;
+    num_experts_ = count;
+  }
+  // All that both calls write.
+  std::vector<std::byte> results() const {
+    std::vector<std::byte> all;
+    for (const Tensor* tensor : {&out_, &grad_inner_, &grad_weights_}) {
+      const std::vector<std::byte> one = tensor->read();
+      all.insert(all.end(), one.begin(), one.end());
+    }
+    return all;
+  }
+
+  // True if no row of the first zone has been written.
+  bool first_zone_untouched() const {
+    for (const Tensor* tensor : {&out_, &grad_inner_, &grad_weights_}) {
+      std::vector<std::byte> bytes = tensor->read();
+      bytes.resize(bytes.size() / at(kRows) * at(kFirstEnd));
+      if (!std::ranges::all_of(bytes, [](std::byte b) { return b == kPoison; })) return false;
+    }
+    return true;
   }
 
   // The bits of both calls' rows, in 64.
@@ -140,7 +176,7 @@ class GatedCase {
   }
 
  private:
-  static constexpr std::int64_t kRows = 9, kEnd = 7;
+  static constexpr std::int64_t kRows = 9, kFirstEnd = 3, kEnd = 7;
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
   // In [-1, 1).
@@ -231,6 +267,7 @@ class GatedCase {
   Tensor inner_, weights_, offsets_, out_, grad_out_, grad_inner_, grad_weights_;
   std::vector<double> inner_values_, grad_values_;
   std::vector<float> weight_values_;
+  std::int32_t first_expert_ = 0, num_experts_ = 0;
   std::int64_t view_shape_[2] = {kRows, columns_};
   std::int64_t view_strides_[2] = {2 * columns_, lie_ == Lie::halves ? 1 : 2};
 };
@@ -255,6 +292,25 @@ TEST_P(Gated, IsNearItsFormulaUpToTheEndOfTheLastZone) {
           }
         }
       }
+    }
+  });
+}
+
+TEST_P(Gated, OfSomeZonesIsTheirRowsAlone) {
+  on_every_rank([](Rank& rank) {
+    for (const std::int64_t columns : {1096, 13}) {
+      GatedCase whole(rank, GetParam(), Lie::halves, columns);
+      whole.call_forward(XD_GATED_SILU, true);
+      whole.call_backward(XD_GATED_SILU, true);
+      GatedCase by_zones(rank, GetParam(), Lie::halves, columns);
+      by_zones.set_range(1, columns == 13 ? 0 : 1);  // 0: to the last one
+      by_zones.call_forward(XD_GATED_SILU, true);
+      by_zones.call_backward(XD_GATED_SILU, true);
+      EXPECT_TRUE(by_zones.first_zone_untouched());
+      by_zones.set_range(0, 1);
+      by_zones.call_forward(XD_GATED_SILU, true);
+      by_zones.call_backward(XD_GATED_SILU, true);
+      EXPECT_TRUE(by_zones.results() == whole.results());
     }
   });
 }
@@ -285,6 +341,7 @@ TEST(GatedCalls, RefuseByNameWhatDoesNotFit) {
   on_every_rank([](Rank& rank) {
     Tensor rows(rank, kBf16, {4, 8}), fewer(rank, kBf16, {3, 8}), wide(rank, kF32, {4, 8});
     Tensor narrow(rank, kBf16, {4, 7}), weights(rank, kF32, {4}), none(rank, kI32, {0});
+    Tensor two(rank, kI32, {3});
     xd_gated_args args = XD_GATED_ARGS_INIT;
     args.gate = args.up = args.out = rows.dl();
     const xd_gated_args good = args;
@@ -307,6 +364,15 @@ TEST(GatedCalls, RefuseByNameWhatDoesNotFit) {
     refused("offsets");
     args.activation = static_cast<xd_gated_activation>(4);
     refused("activation");
+    args.first_expert = 1;
+    refused("first_expert = 1, expected 0 to 0 without offsets");
+    args.offsets = two.dl();
+    args.first_expert = 2;
+    refused("first_expert = 2, expected 0 to 1");
+    args.offsets = two.dl();
+    args.first_expert = 1;
+    args.num_experts = 2;
+    refused("num_experts = 2, expected 0 to 1 from expert 1 on");
     args.struct_size = 0;
     refused("struct_size");
     ok(xd_gated(rank.comm, &args, rank.stream()));  // in place, all rows

@@ -40,11 +40,12 @@ from ._sharding import local_tensor
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8
-from .moe import MoELayer, MoEOutput
 from .moe_balance import update_router_bias
 from .moe_experts import GroupedExperts, SharedExperts
+from .moe_layer import MoELayer, MoEOutput
 from .moe_models import load_pretrained, model_layer
 from .moe_router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
+from .overlap import Overlap, moe
 from .training import (
     assert_replicated,
     average_gradients,
@@ -62,6 +63,7 @@ __all__ = [
     "LowLatencyGroup",
     "MoELayer",
     "MoEOutput",
+    "Overlap",
     "Plan",
     "Router",
     "RouterOptions",
@@ -95,6 +97,7 @@ __all__ = [
     "local_tensor",
     "mark_experts",
     "model_layer",
+    "moe",
     "parameter_groups",
     "route",
     "update_router_bias",

@@ -34,7 +34,7 @@ from ._membership import is_told
 from ._parts import WHOLE, Portion
 from ._unseen import unseen
 
-__all__ = ["LIBRARY", "as_packed", "as_rows"]
+__all__ = ["LIBRARY", "as_packed", "as_rows", "check", "operator", "shapes"]
 
 LIBRARY = torch.library.Library("crossdock", "FRAGMENT")
 
@@ -46,10 +46,17 @@ _WAYS = {way.code: way for way in WAYS.values()}  # operators carry numbers; 0 =
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Defines an operator by its schema and what it runs on the CPU and on CUDA devices."""
+def operator(
+    schema: str, operation: int | None = None
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Defines an operator by its schema and what it runs on the CPU and on CUDA devices.
+
+    Args:
+        schema: with `group`, the group's handle, among its arguments.
+        operation: in which the peers hear of its failure; None = the one of the schema's name.
+    """
     name, arguments = schema.partition(")")[0].split("(")
-    operation = constants.OPERATIONS.index(name)
+    joined = constants.OPERATIONS.index(name) if operation is None else operation
     group_position = arguments.split(", ").index("int group")
 
     def define(kernel: Callable[..., object]) -> Callable[..., object]:
@@ -63,7 +70,7 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
                     raise
                 # Of memory for an output mostly, or of an argument that the extension does not
                 # take: the operation has not begun.
-                group_of(args[group_position]).refuse(operation, type(error), str(error))
+                group_of(args[group_position]).refuse(joined, type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
         FUNCTIONS[name] = unseen(run)
@@ -74,7 +81,7 @@ def _operator(schema: str) -> Callable[[Callable[..., object]], Callable[..., ob
     return define
 
 
-def _shapes(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+def shapes(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Registers what an operator returns when only shapes and dtypes are known."""
     return torch.library.register_fake(f"crossdock::{name}", lib=LIBRARY)
 
@@ -95,7 +102,7 @@ def as_packed(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _check(
+def check(
     group: EpGroup,
     operation: int,
     name: str,
@@ -173,7 +180,7 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
 # ---- prepare ------------------------------------------------------------------------------------
 
 
-@_operator(
+@operator(
     "prepare(Tensor topk_idx, Tensor order, int group, int alignment, int parts=1) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -182,7 +189,7 @@ def _prepare(
 ) -> tuple[Tensor | None, ...]:
     """-> plan, info, offsets, order."""
     ep = group_of(group)
-    _check(ep, constants.PREPARE, "topk_idx", topk_idx, 2, INDICES)
+    check(ep, constants.PREPARE, "topk_idx", topk_idx, 2, INDICES)
     made = _outputs.make(_outputs.prepare(ep), ep.comm.pool, ep.first_order)
     plan, info, offsets = made.values()
     order = _next(order)
@@ -208,7 +215,7 @@ def _prepare(
     return plan, info, offsets, order
 
 
-@_shapes("prepare")
+@shapes("prepare")
 def _prepare_shapes(topk_idx, order, group, alignment, parts=1):
     return _outputs.traced(_outputs.prepare(group_of(group)), order)
 
@@ -241,7 +248,7 @@ def _row_experts(plan: Tensor, group: int, wide: bool) -> Tensor:
     return out
 
 
-_shapes("row_experts")(_row_experts_like)
+shapes("row_experts")(_row_experts_like)
 
 
 @_local("zone_ends(Tensor offsets) -> Tensor")
@@ -249,7 +256,7 @@ def _zone_ends(offsets: Tensor) -> Tensor:
     return offsets[1:].clone()
 
 
-@_shapes("zone_ends")
+@shapes("zone_ends")
 def _zone_ends_shapes(offsets):
     return offsets.new_empty(offsets.shape[0] - 1)
 
@@ -269,7 +276,7 @@ def _routing_layout(topk_idx: Tensor, group: int) -> tuple[Tensor, ...]:
     return tuple(made.values())
 
 
-@_shapes("routing_layout")
+@shapes("routing_layout")
 def _routing_layout_shapes(topk_idx, group):
     outputs = _outputs.routing_layout(group_of(group), topk_idx.shape[0])
     return _outputs.traced(outputs, topk_idx, ordered=False)
@@ -278,7 +285,7 @@ def _routing_layout_shapes(topk_idx, group):
 # ---- dispatch -----------------------------------------------------------------------------------
 
 
-@_operator(
+@operator(
     "dispatch(Tensor plan, Tensor tokens, Tensor? topk_weights, Tensor? scales, Tensor order, "
     "int group, SymInt num_tokens, SymInt topk, int quantise) "
     "-> (Tensor, Tensor?, Tensor?, Tensor?, Tensor?, Tensor)"
@@ -301,9 +308,9 @@ def _dispatch(
     """
     ep, way = group_of(group), _WAYS.get(quantise)
     operation = constants.DISPATCH
-    _check(ep, operation, "tokens", tokens, 2, PAYLOADS)
-    _check(ep, operation, "topk_weights", topk_weights, 2, _WEIGHTS)
-    _check(ep, operation, "scales", scales, 2, SCALES, strided=True)
+    check(ep, operation, "tokens", tokens, 2, PAYLOADS)
+    check(ep, operation, "topk_weights", topk_weights, 2, _WEIGHTS)
+    check(ep, operation, "scales", scales, 2, SCALES, strided=True)
     _check_tokens(ep, operation, "tokens", tokens, num_tokens)
     _check_rows(ep, tokens, way)
     if scales is not None:
@@ -322,14 +329,14 @@ def _dispatch(
     return results
 
 
-@_shapes("dispatch")
+@shapes("dispatch")
 def _dispatch_shapes(plan, tokens, topk_weights, scales, order, group, num_tokens, topk, quantise):
     ep, way = group_of(group), _WAYS.get(quantise)
     outputs = _outputs.dispatch(ep, tokens, topk_weights, scales, topk, way)
     return _outputs.traced(outputs, order)
 
 
-@_operator(
+@operator(
     "dispatch_bwd(Tensor plan, Tensor? grad_recv_tokens, Tensor? grad_recv_weights, "
     "Tensor order, int group, SymInt num_tokens, SymInt topk) -> (Tensor?, Tensor?, Tensor)"
 )
@@ -357,7 +364,7 @@ def _dispatch_bwd(
     return (*made.values(), order)
 
 
-@_shapes("dispatch_bwd")
+@shapes("dispatch_bwd")
 def _dispatch_bwd_shapes(plan, grad_recv_tokens, grad_recv_weights, order, group, num_tokens, topk):
     outputs = _outputs.dispatch_bwd(grad_recv_tokens, grad_recv_weights, num_tokens, topk)
     return _outputs.traced(outputs, order)
@@ -366,7 +373,7 @@ def _dispatch_bwd_shapes(plan, grad_recv_tokens, grad_recv_weights, order, group
 # ---- combine ------------------------------------------------------------------------------------
 
 
-@_operator(
+@operator(
     "combine(Tensor plan, Tensor expert_out, Tensor? weights, Tensor order, int group, "
     "SymInt num_tokens) -> (Tensor, Tensor)"
 )
@@ -385,8 +392,8 @@ def _combine(
         expected = "expected None in rank_major, where a row stands for several experts, summed"
         problem = f"weights: {expected}; got shape {tuple(weights.shape)}"
         ep.refuse(operation, ValueError, problem)
-    _check(ep, operation, "expert_out", expert_out, 2, SUMMABLE)
-    _check(ep, operation, "weights", weights, 1, _WEIGHTS)
+    check(ep, operation, "expert_out", expert_out, 2, SUMMABLE)
+    check(ep, operation, "weights", weights, 1, _WEIGHTS)
     outputs = _outputs.combine(expert_out, num_tokens)
     made = portion.outputs(ep, operation, outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     order = _next(order)
@@ -395,12 +402,12 @@ def _combine(
     return (*made.values(), order)
 
 
-@_shapes("combine")
+@shapes("combine")
 def _combine_shapes(plan, expert_out, weights, order, group, num_tokens):
     return _outputs.traced(_outputs.combine(expert_out, num_tokens), order)
 
 
-@_operator(
+@operator(
     "combine_bwd(Tensor plan, Tensor grad_out, Tensor? expert_out, Tensor? weights, Tensor order, "
     "int group, SymInt rows) -> (Tensor, Tensor?, Tensor)"
 )
@@ -429,7 +436,7 @@ def _combine_bwd(
     return (*made.values(), order)
 
 
-@_shapes("combine_bwd")
+@shapes("combine_bwd")
 def _combine_bwd_shapes(plan, grad_out, expert_out, weights, order, group, rows):
     outputs = _outputs.combine_bwd(grad_out, expert_out, weights, rows)
     return _outputs.traced(outputs, order)

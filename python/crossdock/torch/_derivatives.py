@@ -17,12 +17,19 @@ from ._custom_ops import LIBRARY
 from ._group import group_of
 from ._unseen import unseen
 
-__all__ = ["call", "differentiated", "register", "requires_grad"]
+__all__ = [
+    "below_autograd",
+    "call",
+    "differentiated",
+    "gradients",
+    "register",
+    "requires_grad",
+]
 
 _DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 _OPS = torch.ops.crossdock
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Last(torch.autograd.Function):
@@ -47,7 +54,7 @@ def differentiated(operator: Any, *args: Any) -> Any:
     return _Last.apply(operator, *args) if torch.is_grad_enabled() else operator(*args)
 
 
-def _gradients(operator: Any, **of: Tensor | None) -> tuple[Tensor | None, ...]:
+def gradients(operator: Any, **of: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of an operator's arguments, by their names in its schema; None for the others."""
     return tuple(of.get(argument.name) for argument in operator._schema.arguments)
 
@@ -57,18 +64,18 @@ class _Prepare(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, topk_idx, order, group, alignment, parts=1):
-        with _below_autograd():
+        with below_autograd():
             return _OPS.prepare.default(topk_idx, order, group, alignment, parts)
 
     @staticmethod
     def backward(ctx, grad_plan, grad_info, grad_offsets, grad_order):
-        return _gradients(_OPS.prepare.default, order=grad_order.clone())
+        return gradients(_OPS.prepare.default, order=grad_order.clone())
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise):
-        with _below_autograd():
+        with below_autograd():
             outputs = _OPS.dispatch.default(
                 plan, x, topk_weights, scales, order, group, num_tokens, topk, quantise
             )
@@ -105,7 +112,7 @@ class _Dispatch(torch.autograd.Function):
             )
         else:
             order = grad_order.clone()
-        return _gradients(
+        return gradients(
             _OPS.dispatch.default,
             tokens=grad_x if x_needs else None,
             topk_weights=grad_topk_weights if weights_need else None,
@@ -116,7 +123,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, expert_out, weights, order, group, num_tokens):
-        with _below_autograd():
+        with below_autograd():
             outputs = _OPS.combine.default(plan, expert_out, weights, order, group, num_tokens)
         ctx.group = group_of(group)
         ctx.rows = expert_out.shape[0]
@@ -129,7 +136,7 @@ class _Combine(torch.autograd.Function):
         plan, expert_out, weights = ctx.saved_tensors
         _, out_needs, weights_need, *_ = ctx.needs_input_grad
         if not (out_needs or weights_need):
-            return _gradients(_OPS.combine.default, order=grad_order.clone())
+            return gradients(_OPS.combine.default, order=grad_order.clone())
         grad_expert_out, grad_weights, order = differentiated(
             _OPS.combine_bwd.default,
             plan,
@@ -140,7 +147,7 @@ class _Combine(torch.autograd.Function):
             ctx.group.handle,
             ctx.rows,
         )
-        return _gradients(
+        return gradients(
             _OPS.combine.default,
             expert_out=grad_expert_out,
             weights=grad_weights if weights_need else None,
@@ -155,7 +162,7 @@ def register(name: str, function: type[torch.autograd.Function]) -> None:
     def differentiable(*args: Any) -> Any:
         if requires_grad(args):
             return function.apply(*args)
-        with _below_autograd():
+        with below_autograd():
             return operator(*args)
 
     LIBRARY.impl(name, unseen(differentiable), "Autograd")
@@ -178,7 +185,7 @@ def call(operator: Any, recorded: bool, *args: Any) -> Any:
     """
     if recorded or torch.compiler.is_compiling():
         return operator(*args)
-    with _below_autograd():
+    with below_autograd():
         return operator(*args)
 
 

@@ -125,6 +125,7 @@ class EpGroup(Membership):
         num_local_experts: L, the experts of this rank.
         num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment,
             duplicate_ids, on_error: as given.
+        config: what `core` was made with, but for the bytes of scales.
         core: the group of the extension.
     """
 
@@ -225,6 +226,7 @@ class EpGroup(Membership):
         self.max_scale_bytes = widest_scale_bytes(hidden)
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
+        self.config = config
         device = self.comm.device
         self.first_order = torch.zeros(1, dtype=torch.float32, device=device)
         # See _ops.py: what keeps the operations of a rank without tokens in a compiled graph.
@@ -303,7 +305,7 @@ class EpGroup(Membership):
             if made is not None and out is not None and out.has_shape_of(self, topk_idx):
                 data, info, offsets = made
                 num_tokens, topk = topk_idx.shape
-                out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk))
+                out.overwrite(Plan(self, data, info, offsets, order, num_tokens, topk, parts))
             else:
                 _tell_no_plan(error)
             raise
@@ -320,7 +322,8 @@ class EpGroup(Membership):
         else:
             operator = torch.ops.crossdock.prepare.default
             data, info, offsets, order = operator(topk_idx, order, *given)
-        return Plan(self, data, info, offsets, order, topk_idx.shape[0], topk_idx.shape[1])
+        num_tokens, topk = topk_idx.shape
+        return Plan(self, data, info, offsets, order, num_tokens, topk, parts)
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
         """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
@@ -390,6 +393,7 @@ class Plan:
         order: 1 element float32 that stands for the operations so far; its value is 0.
         num_tokens: T of this rank.
         topk: K.
+        parts: P, in which operations may be called.
     """
 
     def __init__(
@@ -401,6 +405,7 @@ class Plan:
         order: torch.Tensor,
         num_tokens: int,
         topk: int,
+        parts: int = 1,
     ) -> None:
         self.group = group
         self.data = data
@@ -409,6 +414,7 @@ class Plan:
         self.order = order
         self.num_tokens = num_tokens
         self.topk = topk
+        self.parts = parts
 
     @property
     def counts(self) -> torch.Tensor:
@@ -469,8 +475,8 @@ class Plan:
         operations of the first.
         """
         order = self.order.detach()
-        counts = self.info, self.offsets
-        return Plan(self.group, self.data, *counts, order, self.num_tokens, self.topk)
+        counts, sizes = (self.info, self.offsets), (self.num_tokens, self.topk, self.parts)
+        return Plan(self.group, self.data, *counts, order, *sizes)
 
     def has_shape_of(self, group: EpGroup, topk_idx: torch.Tensor) -> bool:
         """Whether a plan of these choices in the group may overwrite this one."""
@@ -492,5 +498,5 @@ class Plan:
         self.data.copy_(other.data)
         self.info.copy_(other.info)
         self.offsets.copy_(other.offsets)
-        self.order = other.order
+        self.order, self.parts = other.order, other.parts
         return self

@@ -15,7 +15,15 @@ from ._direct import FUNCTIONS, shown, unobserved
 from ._group import EpGroup, Plan
 from ._parts import Portion
 
-__all__ = ["Dispatched", "combine", "dequantise", "dispatch"]
+__all__ = [
+    "Dispatched",
+    "combine",
+    "dequantise",
+    "dispatch",
+    "incoming_order",
+    "leave_order",
+    "require_plan",
+]
 
 _DISPATCH = torch.ops.crossdock.dispatch.default
 _COMBINE = torch.ops.crossdock.combine.default
@@ -88,14 +96,14 @@ def dispatch(
         CrossdockError: the others of ``crossdock.errors``. On CUDA, all but bad arguments are
             raised by `EpGroup.check` or by a later call.
     """
-    group = _group_of(plan)
+    group = require_plan(plan)
     if not (group.has(tokens) and group.has_or_none(topk_weights) and group.has_or_none(scales)):
         named = {"tokens": tokens, "topk_weights": topk_weights, "scales": scales}
         group.require_tensors(constants.DISPATCH, **named)
     way = None if quantise is False else _quantise_way(group, quantise)
     if exact:
         _require_host(plan)
-    order = _incoming_order(plan, tokens, topk_weights)
+    order = incoming_order(plan, tokens, topk_weights)
     recorded = requires_grad((tokens, topk_weights, order))
     given = (plan.data, tokens, topk_weights, scales)
     routing = (group.handle, plan.num_tokens, plan.topk, 0 if way is None else way.code)
@@ -114,7 +122,7 @@ def dispatch(
         plan.order = order.detach() if order.requires_grad else order
     else:
         *made, order = call(_DISPATCH, recorded, *given, order, *routing)
-        _leave_order(plan, order)
+        leave_order(plan, order)
     received = Dispatched(*made)
     return _trimmed(received, plan) if exact else received
 
@@ -151,7 +159,7 @@ def combine(
     Raises:
         As `dispatch`.
     """
-    group = _group_of(plan)
+    group = require_plan(plan)
     if not (group.has(expert_out) and group.has_or_none(weights)):
         group.require_tensors(constants.COMBINE, expert_out=expert_out, weights=weights)
     order = plan.order
@@ -169,7 +177,7 @@ def combine(
         plan.order = order.detach() if order.requires_grad else order
     else:
         out, order = call(_COMBINE, recorded, *given, order, group.handle, plan.num_tokens)
-        _leave_order(plan, order)
+        leave_order(plan, order)
     return out
 
 
@@ -189,7 +197,7 @@ def dequantise(received: Dispatched, dtype: torch.dtype = torch.bfloat16) -> tor
     return _StraightThrough.apply(blocks.view(tokens.shape).to(dtype), received.link)
 
 
-def _group_of(plan: Plan) -> EpGroup:
+def require_plan(plan: Plan) -> EpGroup:
     """The group of an operation. Without one no peer can be told of the mistake."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
@@ -220,21 +228,19 @@ class _StraightThrough(torch.autograd.Function):
         return None, grad.to(ctx.link_dtype)
 
 
-def _incoming_order(
-    plan: Plan, tokens: torch.Tensor, topk_weights: torch.Tensor | None
-) -> torch.Tensor:
+def incoming_order(plan: Plan, *given: torch.Tensor | None) -> torch.Tensor:
     """The plan's order; for a rank without tokens, an order that requires a gradient.
 
     Results without elements are constants to a compiler, which would leave out what computes them:
     also operations that the peers wait for. A gradient for a leaf is a result that it must compute.
     """
-    wants_grad = tokens.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
+    wants_grad = any(one is not None and one.requires_grad for one in given)
     if plan.num_tokens == 0 and wants_grad and not plan.order.requires_grad:
         return plan.group.order_leaf
     return plan.order
 
 
-def _leave_order(plan: Plan, order: torch.Tensor) -> None:
+def leave_order(plan: Plan, order: torch.Tensor) -> None:
     """Makes `order` the plan's, and for a rank without tokens a result that compilers must keep."""
     plan.order = order
     if plan.num_tokens == 0 and torch.compiler.is_compiling():

@@ -129,6 +129,55 @@ def dispatch_bwd(
     return {}, plain
 
 
+def moe_forward(ep: EpGroup, tokens: Tensor, topk_weights: Tensor | None, w_out: Tensor) -> Outputs:
+    """Rows on their way through the experts, which the backward pass needs, and ``[T, H]``."""
+    rows, (num_tokens, columns), dtype = ep.rows, tokens.shape, tokens.dtype
+    ffn = w_out.shape[1]
+    symmetric: _Parts = {
+        "recv_tokens": ((rows, columns), dtype),
+        "recv_weights": None if topk_weights is None else ((rows,), _FLOAT32),
+        "expert_out": ((rows, columns), dtype),
+    }
+    plain: _Parts = {
+        "inner": ((rows, 2 * ffn), dtype),
+        "activated": ((rows, ffn), dtype),
+        "out": ((num_tokens, columns), dtype),
+    }
+    return symmetric, plain
+
+
+def moe_backward(
+    grad_out: Tensor, w_in: Tensor | None, w_out: Tensor | None, choices: tuple[int, int] | None
+) -> Outputs:
+    """The gradients of tokens, of ``choices`` weights, and of matrices; None = not wanted."""
+
+    def like(matrices: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
+        return None if matrices is None else (tuple(matrices.shape), matrices.dtype)
+
+    plain: _Parts = {
+        "grad_tokens": (tuple(grad_out.shape), grad_out.dtype),
+        "grad_topk_weights": None if choices is None else (choices, _FLOAT32),
+        "grad_w_in": like(w_in),
+        "grad_w_out": like(w_out),
+    }
+    return {}, plain
+
+
+def moe_way(ep: EpGroup, like: Tensor, ffn: int, weighted: bool) -> Outputs:
+    """Gradients of rows on their way back, which nobody needs afterwards."""
+    rows, columns, dtype = ep.rows, like.shape[1], like.dtype
+    symmetric: _Parts = {
+        "grad_expert_out": ((rows, columns), dtype),
+        "grad_recv_weights": ((rows,), _FLOAT32) if weighted else None,
+        "grad_recv_tokens": ((rows, columns), dtype),
+    }
+    plain: _Parts = {
+        "grad_activated": ((rows, ffn), dtype),
+        "grad_inner": ((rows, 2 * ffn), dtype),
+    }
+    return symmetric, plain
+
+
 def combine(expert_out: Tensor, num_tokens: int) -> Outputs:
     """``[T, H]``."""
     return {}, {"out": ((num_tokens, expert_out.shape[1]), expert_out.dtype)}

@@ -157,7 +157,7 @@ def _grouped_mm(
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
         return _GROUPED_MM(
-            _packed_rows(x), _packed_matrices(matrices), offs=ends_inside(x, offsets)
+            _packed_rows(x), packed_matrices(matrices), offs=ends_inside(x, offsets)
         )
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
     for expert, rows in zones_of(offsets):
@@ -183,7 +183,7 @@ def run_product(
     if out is None:
         dtype = x.dtype if x.dtype in _calls.SUMMABLE else torch.bfloat16
         out = x.new_empty(x.shape[0], matrices.shape[2], dtype=dtype)
-    given = {"a": _packed_rows(x), "b": _packed_matrices(matrices), "offsets": offsets, "d": out}
+    given = {"a": _packed_rows(x), "b": packed_matrices(matrices), "offsets": offsets, "d": out}
     _calls.run(comm.core, "grouped_product", x, given | scales)
     return out
 
@@ -281,7 +281,7 @@ def _packed_rows(x: torch.Tensor) -> torch.Tensor:
     return _packed(x, x.stride(1) == 1 and x.stride(0) >= x.shape[1])
 
 
-def _packed_matrices(x: torch.Tensor) -> torch.Tensor:
+def packed_matrices(x: torch.Tensor) -> torch.Tensor:
     """x likewise, or the elements of a column."""
     rows = x.stride(2) == 1 and x.stride(1) >= x.shape[2]
     columns = x.stride(1) == 1 and x.stride(2) >= x.shape[1]

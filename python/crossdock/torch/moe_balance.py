@@ -11,7 +11,7 @@ from torch import nn
 
 from ._comm import Comm
 from ._replicas import replicas_of
-from .moe import MoELayer
+from .moe_layer import MoELayer
 from .moe_router import Router
 
 __all__ = ["update_router_bias"]

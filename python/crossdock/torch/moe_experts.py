@@ -17,6 +17,7 @@ from ._sharding import local_tensor
 from .gated import FUSED, gated
 from .grouped import grouped_mm
 from .grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
+from .overlap import Overlap, moe
 
 __all__ = ["ACTIVATIONS", "Activation", "GroupedExperts", "SharedExperts"]
 
@@ -73,6 +74,7 @@ class GroupedExperts(_FeedForward):
         w_in: parameter ``[L, H, 2F]``, ``[L, H, F]`` if not gated.
         w_out: parameter ``[L, F, H]``.
         b_in, b_out: with ``bias`` parameters ``[L, 2F]`` (or F) and ``[L, H]``, else None.
+        ffn: F, as given.
 
     Args:
         num_local_experts: L.
@@ -105,7 +107,7 @@ class GroupedExperts(_FeedForward):
     ) -> None:
         super().__init__(activation, gated)
         inner = 2 * ffn if gated else ffn
-        self.fp8 = fp8
+        self.fp8, self.ffn = fp8, ffn
         if fp8:
             _check_fp8(hidden, ffn, dtype, device)
         shapes: dict[str, tuple[int, ...] | None] = {
@@ -121,8 +123,32 @@ class GroupedExperts(_FeedForward):
                 value = nn.Parameter(zeros)
             self.register_parameter(name, value)
 
-    def forward(self, rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """``[R, H]`` to ``[R, H]``, in the same dtype; rows past the last zone give anything."""
+    def forward(
+        self,
+        rows: torch.Tensor,
+        plan: Plan,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        overlap: Overlap | None = None,
+    ) -> torch.Tensor:
+        """``[R, H]`` to ``[R, H]``, in the same dtype; rows past the last zone give anything.
+
+        With `overlap` it is ``[T, H]`` to ``[T, H]``: `moe` of these experts.
+
+        Args:
+            rows: from `dispatch`; with `overlap` tokens.
+            plan: their plan.
+            topk_weights: as of `moe`, with `overlap` only.
+            overlap: a schedule, where `overlap_obstacle` finds nothing against it.
+        """
+        if overlap is not None:
+            w_in, w_out = (
+                cast(local_tensor(weight), rows.dtype) for weight in (self.w_in, self.w_out)
+            )
+            activation = str(self.activation)
+            return moe(
+                plan, rows, topk_weights, w_in, w_out, activation=activation, overlap=overlap
+            )
         handle = plan.group.handle
         inner = self._product(rows, self.w_in, plan, grad_group=handle)
         if self.b_in is not None:
@@ -131,6 +157,15 @@ class GroupedExperts(_FeedForward):
         if self.b_out is not None:
             out = out + _of_each_row(local_tensor(self.b_out), out, plan.offsets)
         return out
+
+    def overlap_obstacle(self) -> str:
+        """A property of these experts that `moe` has not; empty if there is none."""
+        if not self.gated or self.activation not in FUSED:
+            gate = "gated" if self.gated else "not gated"
+            return f"{self.activation!r}, {gate}; expected a gated one of {sorted(FUSED)}"
+        if self.b_in is not None:
+            return "bias; expected none"
+        return "fp8; expected fp8=False" if self.fp8 else ""
 
     def _activated(self, inner: torch.Tensor, plan: Plan) -> torch.Tensor:
         """`activate`, in one pass up to the last zone's end where the library has the function."""

@@ -15,8 +15,8 @@ import torch
 from crossdock._router import RouterOptions
 
 from ._sharding import local_tensor
-from .moe import MoELayer
 from .moe_experts import GroupedExperts, SharedExperts
+from .moe_layer import MoELayer
 from .moe_router import Router
 
 __all__ = ["load_pretrained", "model_layer"]

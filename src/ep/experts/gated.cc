@@ -1,5 +1,6 @@
 #include "ep/experts/gated.h"
 
+#include <algorithm>
 #include <array>
 
 #include "base/error.h"
@@ -60,6 +61,22 @@ xd_gated_activation activation_of(const Args& args) {
   return args.activation;
 }
 
+// The zones that both calls compute.
+template <class Args>
+void read_range(const Args& args, GatedCall& call) {
+  const std::int64_t experts = call.offsets ? call.offsets.rows - 1 : 0;
+  const std::int64_t last = std::max<std::int64_t>(experts - 1, 0);
+  XD_REQUIRE(args.first_expert >= 0 && args.first_expert <= last,
+             "first_expert = ", args.first_expert, ", expected 0 to ", last,
+             call.offsets ? "" : " without offsets");
+  const std::int64_t most = experts - args.first_expert;
+  XD_REQUIRE(args.num_experts >= 0 && args.num_experts <= most, "num_experts = ", args.num_experts,
+             ", expected 0 to ", most, " from expert ", args.first_expert, " on");
+  call.first_expert = args.first_expert;
+  call.end_expert = args.first_expert +
+                    (args.num_experts != 0 ? args.num_experts : static_cast<std::int32_t>(most));
+}
+
 // The inputs that both calls have.
 template <class Args>
 GatedCall read_inputs(const Args& args, Reader& reader) {
@@ -69,6 +86,7 @@ GatedCall read_inputs(const Args& args, Reader& reader) {
   call.up = reader.rows(args.up, "up", Fit::input);
   call.weights = reader.weights(args.weights, "weights", Fit::input);
   call.offsets = reader.offsets(args.offsets);
+  read_range(args, call);
   return call;
 }
 

@@ -10,6 +10,9 @@ namespace xd::ep {
 struct GatedCall {
   xd_gated_activation activation;
   Tensor gate, up, weights, offsets;
+  // With offsets: rows begin at offsets[first_expert], or at 0 if that is 0, and end at
+  // offsets[end_expert].
+  std::int32_t first_expert = 0, end_expert = 0;
   Tensor out;                                         // of xd_gated
   Tensor grad_out, grad_gate, grad_up, grad_weights;  // of xd_gated_bwd
 

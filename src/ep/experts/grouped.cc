@@ -1,6 +1,7 @@
 #include "ep/experts/grouped.h"
 
 #include <array>
+#include <utility>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -65,6 +66,8 @@ void require_strides(const Matrices& m, bool output) {
              m.stride, " along dimension 0, expected at least ", least);
 }
 
+}  // namespace
+
 Matrices read_matrices(const DLTensor* user, const TensorSpec& spec) {
   XD_REQUIRE(user != nullptr, spec.name, " = NULL, expected a tensor");
   Matrices m{.name = spec.name,
@@ -87,6 +90,8 @@ Matrices read_matrices(const DLTensor* user, const TensorSpec& spec) {
              dtype_bytes(m.type), "-byte aligned address");
   return m;
 }
+
+namespace {
 
 void require_shape(const Matrices& m, std::int64_t rows, std::int64_t cols) {
   XD_REQUIRE(m.rows == rows && m.cols == cols, m.name, ": has matrices [", m.rows, ", ", m.cols,
@@ -152,6 +157,13 @@ Tensor Matrices::memory() const {
           .cols = 1,
           .given = true,
           .row_stride = 1};
+}
+
+Matrices Matrices::transposed() const {
+  Matrices other = *this;
+  std::swap(other.rows, other.cols);
+  std::swap(other.row_stride, other.col_stride);
+  return other;
 }
 
 GroupedProductCall read_grouped(const xd_grouped_product_args* args, DLDevice device) {

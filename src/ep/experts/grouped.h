@@ -22,7 +22,12 @@ struct Matrices {
   std::int64_t line_stride() const { return by_rows() ? row_stride : col_stride; }
   // All elements from the first to the last, as of one dimension.
   Tensor memory() const;
+  // The same elements, with rows in the place of columns.
+  Matrices transposed() const;
 };
+
+// Reads [L,K,N] of a caller. Throws INVALID_ARGUMENT.
+Matrices read_matrices(const DLTensor* user, const TensorSpec& spec);
 
 // The arguments that both calls have.
 struct GroupedCall {

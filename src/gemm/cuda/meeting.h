@@ -9,7 +9,7 @@
 #include "comm/comm.h"
 #include "cuda/memory.h"
 #include "gemm/cuda/operations.h"
-#include "gemm/cuda/side_stream.h"
+#include "cuda/side_stream.h"
 
 namespace xd::gemm::cuda {
 

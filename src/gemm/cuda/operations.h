@@ -34,9 +34,11 @@
 #include "gemm/cuda/params.h"
 #include "gemm/cuda/products.h"
 #include "gemm/cuda/schedule.h"
-#include "gemm/cuda/side_stream.h"
+#include "cuda/side_stream.h"
 
 namespace xd::gemm::cuda {
+
+using xd::cuda::SideStream;
 
 // The memory, streams and engines that operations use, made with the context.
 struct Workshop {

@@ -20,9 +20,11 @@
 #include <cstdint>
 
 #include "cuda/stream.h"
-#include "gemm/cuda/side_stream.h"
+#include "cuda/side_stream.h"
 
 namespace xd::gemm::cuda {
+
+using xd::cuda::SideStream;
 
 // Its functions are called with the device current.
 class StartedGather {

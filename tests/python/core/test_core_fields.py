@@ -13,13 +13,15 @@ import crossdock
 from crossdock import _core
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
+NO_ARGUMENTS = ("struct_size", "reserved")
 FROZEN = re.compile(r"^FROZEN_FIELD\((\w+), (\w+), \d+\);", re.MULTILINE)
 
 
 def fields_of(struct: str) -> list[str]:
     """The names that the test of the binary interface has of a struct."""
-    found = FROZEN.findall((ROOT / "tests/abi/frozen.h").read_text())
-    return [field for of, field in found if of == struct and field != "struct_size"]
+    texts = [(ROOT / "tests/abi" / name).read_text() for name in ("frozen.h", "frozen_moe.h")]
+    found = [one for text in texts for one in FROZEN.findall(text)]
+    return [field for of, field in found if of == struct and field not in NO_ARGUMENTS]
 
 
 def operations(comm: _core.Comm) -> dict[str, Callable[[dict[str, object]], None]]:
@@ -36,6 +38,8 @@ def operations(comm: _core.Comm) -> dict[str, Callable[[dict[str, object]], None
         "xd_ep_dispatch_bwd_args": bulk.dispatch_bwd,
         "xd_ep_combine_bwd_args": bulk.combine_bwd,
         "xd_ep_plan_row_experts_args": bulk.row_experts,
+        "xd_moe_forward_args": bulk.moe_forward,
+        "xd_moe_backward_args": bulk.moe_backward,
         "xd_ep_routing_layout_args": comm.routing_layout,
         "xd_gated_args": comm.gated,
         "xd_gated_bwd_args": comm.gated_bwd,

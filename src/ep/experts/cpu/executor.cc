@@ -9,6 +9,8 @@ const ExpertsExecutor kExperts{
     .grouped_product = [](const GroupedProductCall& call, const DLDevice&,
                           xd_stream) { compute_grouped_product(call); },
     .grouped_outer = [](const GroupedOuterCall& call, const DLDevice&,
-                        xd_stream) { compute_grouped_outer(call); }};
+                        xd_stream) { compute_grouped_outer(call); },
+    .check_product = [](const GroupedProductCall&, const DLDevice&) {},
+    .check_outer = [](const GroupedOuterCall&, const DLDevice&) {}};
 
 }  // namespace xd::ep::cpu

@@ -89,13 +89,20 @@ void store(const Tensor& tensor, const Place& at, const Floats& from) {
   }
 }
 
-std::int64_t rows_of(const GatedCall& call) {
+struct RowRange {
+  std::int64_t first, end;
+};
+
+RowRange rows_of(const GatedCall& call) {
   const std::int64_t all = call.gate.rows;
-  if (!call.offsets) return all;
-  const std::int64_t last = call.offsets.rows - 1;
-  const std::int64_t end = call.offsets.type == DType::i64 ? call.offsets.as<std::int64_t>()[last]
-                                                           : call.offsets.as<std::int32_t>()[last];
-  return std::clamp<std::int64_t>(end, 0, all);
+  if (!call.offsets) return {0, all};
+  const auto bound = [&](std::int32_t i) {
+    const std::int64_t offset = call.offsets.type == DType::i64
+                                    ? call.offsets.as<std::int64_t>()[i]
+                                    : call.offsets.as<std::int32_t>()[i];
+    return std::clamp<std::int64_t>(offset, 0, all);
+  };
+  return {call.first_expert > 0 ? bound(call.first_expert) : 0, bound(call.end_expert)};
 }
 
 float weight_of(const GatedCall& call, std::int64_t row) {
@@ -108,7 +115,8 @@ class Rows {
   explicit Rows(const GatedCall& call) : call_(call) {}
 
   void compute() {
-    for (std::int64_t row = 0, end = rows_of(call_); row < end; ++row) {
+    const RowRange rows = rows_of(call_);
+    for (std::int64_t row = rows.first; row < rows.end; ++row) {
       const float weight = weight_of(call_, row);
       terms_.fill(0.0f);
       for (std::int64_t first = 0; first < call_.gate.cols; first += std::int64_t{kPiece}) {

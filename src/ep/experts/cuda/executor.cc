@@ -11,6 +11,8 @@ void load_experts() {
 const ExpertsExecutor kExperts{.device_type = kDLCUDA,
                                .gated = start_gated,
                                .grouped_product = start_grouped_product,
-                               .grouped_outer = start_grouped_outer};
+                               .grouped_outer = start_grouped_outer,
+                               .check_product = check_grouped_product,
+                               .check_outer = check_grouped_outer};
 
 }  // namespace xd::ep::cuda

@@ -13,6 +13,9 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
 void start_grouped_product(const GroupedProductCall& call, const DLDevice& device,
                            cudaStream_t stream);
 void start_grouped_outer(const GroupedOuterCall& call, const DLDevice& device, cudaStream_t stream);
+// Throw what these would throw of their arguments.
+void check_grouped_product(const GroupedProductCall& call, const DLDevice& device);
+void check_grouped_outer(const GroupedOuterCall& call, const DLDevice& device);
 
 // Loads the kernels on the current device, which groups do when they are made: a kernel that is
 // loaded when it is first launched would wait for kernels that spin.

@@ -34,16 +34,17 @@ struct GatedParams {
   const float* weights;  // nullptr = none
   float* grad_weights;
   std::int64_t weight_stride, grad_weight_stride;
-  const void* last_offset;  // nullptr = all rows count
-  bool wide_offsets;        // int64
+  const void* first_offset;  // nullptr = rows count from 0 on
+  const void* last_offset;   // nullptr = all rows count
+  bool wide_offsets;         // int64
   std::int64_t rows, columns;
 };
 
-__device__ std::int64_t end_of_zones(const GatedParams& p) {
-  if (p.last_offset == nullptr) return p.rows;
-  const std::int64_t end = p.wide_offsets ? *static_cast<const std::int64_t*>(p.last_offset)
-                                          : *static_cast<const std::int32_t*>(p.last_offset);
-  return min(max(end, std::int64_t{0}), p.rows);
+__device__ std::int64_t bound_at(const GatedParams& p, const void* offset, std::int64_t otherwise) {
+  if (offset == nullptr) return otherwise;
+  const std::int64_t row = p.wide_offsets ? *static_cast<const std::int64_t*>(offset)
+                                          : *static_cast<const std::int32_t*>(offset);
+  return min(max(row, std::int64_t{0}), p.rows);
 }
 
 // The elements that a lane takes at a time: a vector of 16 bytes, or one.
@@ -137,10 +138,11 @@ __device__ float compute_row(const GatedParams& p, std::int64_t row, float weigh
 
 template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
 __global__ void __launch_bounds__(kThreads) gated_kernel(const __grid_constant__ GatedParams p) {
-  const std::int64_t end = end_of_zones(p);
+  const std::int64_t begin = bound_at(p, p.first_offset, 0);
+  const std::int64_t end = bound_at(p, p.last_offset, p.rows);
   const std::int64_t warps = std::int64_t{gridDim.x} * kWarps;
 #pragma unroll 1
-  for (std::int64_t row = std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
+  for (std::int64_t row = begin + std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
        row += warps) {
     const float weight = p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f;
     float sum = compute_row<T, kActivation, kBackward, kVectors>(p, row, weight);
@@ -217,7 +219,9 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
   require_memory(call, xd::cuda::KnownMemory::of(device.device_id));
   if (call.gate.rows == 0) return;
   const bool wide = call.offsets && call.offsets.type == DType::i64;
-  const std::int64_t offset_bytes = wide ? 8 : 4;
+  const auto offset_of = [&](std::int32_t expert) {
+    return call.offsets.data + expert * std::int64_t{wide ? 8 : 4};
+  };
   const GatedParams params{
       .gate = elements_of(call.gate),
       .up = elements_of(call.up),
@@ -229,8 +233,8 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
       .grad_weights = call.grad_weights ? call.grad_weights.as<float>() : nullptr,
       .weight_stride = call.weights.row_stride,
       .grad_weight_stride = call.grad_weights.row_stride,
-      .last_offset =
-          call.offsets ? call.offsets.data + (call.offsets.rows - 1) * offset_bytes : nullptr,
+      .first_offset = call.first_expert > 0 ? offset_of(call.first_expert) : nullptr,
+      .last_offset = call.offsets ? offset_of(call.end_expert) : nullptr,
       .wide_offsets = wide,
       .rows = call.gate.rows,
       .columns = call.gate.cols};

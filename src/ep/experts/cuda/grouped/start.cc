@@ -137,8 +137,7 @@ void load_grouped() {
   if (has_tensor_cores(device)) load_grouped_kernels();
 }
 
-void start_grouped_product(const GroupedProductCall& call, const DLDevice& device,
-                           cudaStream_t stream) {
+void check_grouped_product(const GroupedProductCall& call, const DLDevice& device) {
   const xd::cuda::DeviceGuard guard(device.device_id);
   require_support(call, call.k(), call.n(), device.device_id);
   KnownMemory::of(device.device_id)
@@ -148,6 +147,24 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
   require_aligned(call.a);
   require_aligned(call.b);
   require_aligned(call.d);
+}
+
+void check_grouped_outer(const GroupedOuterCall& call, const DLDevice& device) {
+  const xd::cuda::DeviceGuard guard(device.device_id);
+  require_support(call, call.d.rows, call.d.cols, device.device_id);
+  KnownMemory::of(device.device_id)
+      .require({claim(call.a), claim(call.b), claim(call.offsets, true), claim(call.d.memory())});
+  require_aligned(call.d);
+  if (call.a.rows == 0) return;  // no tile loads anything
+  require_aligned(call.a);
+  require_aligned(call.b);
+}
+
+void start_grouped_product(const GroupedProductCall& call, const DLDevice& device,
+                           cudaStream_t stream) {
+  check_grouped_product(call, device);
+  const xd::cuda::DeviceGuard guard(device.device_id);
+  if (call.a.rows == 0) return;
   // Small tiles where zones are small, as far as the host can tell.
   const GroupedKind kind{.type = call.a.type,
                          .outer = false,
@@ -173,16 +190,11 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
 
 void start_grouped_outer(const GroupedOuterCall& call, const DLDevice& device,
                          cudaStream_t stream) {
+  check_grouped_outer(call, device);
   const xd::cuda::DeviceGuard guard(device.device_id);
-  require_support(call, call.d.rows, call.d.cols, device.device_id);
-  KnownMemory::of(device.device_id)
-      .require({claim(call.a), claim(call.b), claim(call.offsets, true), claim(call.d.memory())});
-  require_aligned(call.d);
   const GroupedKind kind{.type = call.a.type, .outer = true, .b = Lie::across, .tile_rows = 128};
   GroupedParams params = params_of(call);
   if (call.a.rows > 0) {  // else no tile loads anything
-    require_aligned(call.a);
-    require_aligned(call.b);
     params.a = map_of(as_matrices(call.a), Lie::across, kind.tile_rows);
     params.b = map_of(as_matrices(call.b), Lie::across, kind.tile_columns());
   }

@@ -1,4 +1,4 @@
-// A stream of the library beside a caller's, and the events that order the two.
+// A stream of the library beside a caller's, and the events that order them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <thread>
 #include <vector>
 
@@ -14,10 +15,10 @@
 #include "cuda/error.h"
 #include "cuda/stream.h"
 
-namespace xd::gemm::cuda {
+namespace xd::cuda {
 
-// It has the device's highest priority: the small kernels on it go before blocks of a product that
-// have not begun. Made with the device current, and for one thread at a time. May be captured: what
+// With the highest priority, the small kernels on it go before blocks of a product that have not
+// begun. Made with the device current, and for one thread at a time. May be captured: what
 // it is given waits for the caller's stream first, and the caller's stream for it last, or that of
 // xd_gemm_wait.
 //
@@ -26,12 +27,15 @@ namespace xd::gemm::cuda {
 // another rank's opening waits for this rank's.
 class SideStream {
  public:
-  explicit SideStream(int device) : device_(device), ended_(device) { stream_ = another(); }
+  explicit SideStream(int device, Priority priority = Priority::highest)
+      : device_(device), priority_(priority), ended_(device) {
+    stream_ = another();
+  }
   // A stream that is still part of a capture does not go back to the pool.
   ~SideStream() {
-    xd::cuda::try_on_device(device_, [this] {
-      for (xd::cuda::Stream& stream : all_) {
-        if (!xd::cuda::is_captured(stream.get())) continue;
+    try_on_device(device_, [this] {
+      for (Stream& stream : all_) {
+        if (!is_captured(stream.get())) continue;
         cudaStreamDestroy(stream.get());
         stream.abandon();
       }
@@ -45,10 +49,18 @@ class SideStream {
   // another stream takes the place of one that is part of such a capture. Nothing that runs is left
   // behind there but what its user finds by events.
   void leave_invalidated_capture() {
-    if (xd::cuda::takes_work(stream_)) return;
-    const auto free = std::ranges::find_if(
-        all_, [](const xd::cuda::Stream& one) { return xd::cuda::takes_work(one.get()); });
-    stream_ = free != all_.end() ? free->get() : another();
+    if (takes_work(stream_)) return;
+    take_another(takes_work);
+  }
+  // The same for a stream that is part of any other capture than the one of `caller`, if that is
+  // captured: a wait there would take the other capture down.
+  void leave_other_captures(cudaStream_t caller) {
+    const std::uint64_t own = capture_of(caller);
+    const auto fits = [own](cudaStream_t stream) {
+      const std::uint64_t capture = capture_of(stream);
+      return capture == 0 || capture == own;
+    };
+    if (!fits(stream_)) take_another(fits);
   }
   // Begins an operation: its events may be used again. (A stream that waits for an event has taken
   // note of it when the wait is enqueued.)
@@ -75,10 +87,10 @@ class SideStream {
   // Waits until the marked end has come and its streams have nothing to do; false if that is not so
   // by the deadline. Graphs that run are not seen. It needs nothing that it may not get.
   bool comes_to_rest(const Deadline& deadline) const noexcept {
-    for (const xd::cuda::Stream& one : all_) {
+    for (const Stream& one : all_) {
       // While a stream is captured, nothing else is enqueued there.
       const cudaStream_t stream = one.get();
-      if (xd::cuda::is_captured(stream)) continue;
+      if (is_captured(stream)) continue;
       if (!is_ready([stream] { return cudaStreamQuery(stream); }, deadline)) return false;
     }
     return !marked_ || has_come(ended_.get(), deadline);
@@ -104,15 +116,22 @@ class SideStream {
     }
     return true;
   }
-  cudaStream_t another() { return all_.emplace_back(device_, xd::cuda::Priority::highest).get(); }
+  template <class Fits>
+  void take_another(Fits&& fits) {
+    const auto found =
+        std::ranges::find_if(all_, [&fits](const Stream& one) { return fits(one.get()); });
+    stream_ = found != all_.end() ? found->get() : another();
+  }
+  cudaStream_t another() { return all_.emplace_back(device_, priority_).get(); }
 
   const int device_;
-  const xd::cuda::Event ended_;
+  const Priority priority_;
+  const Event ended_;
   cudaStream_t stream_ = nullptr;
-  std::vector<xd::cuda::Stream> all_;
+  std::vector<Stream> all_;
   bool marked_ = false;
-  std::vector<xd::cuda::Event> events_;
+  std::vector<Event> events_;
   std::size_t used_ = 0;
 };
 
-}  // namespace xd::gemm::cuda
+}  // namespace xd::cuda
