@@ -35,8 +35,8 @@
  * xd_moe_sizes tells how much that is. EXPERT_MAJOR, bf16, fp16 and fp32 (on CUDA as grouped.h
  * says).
  *
- * Errors: both are collective, and take part with several operations of the group, so xd_ep_last_
- * error and xd_ep_group_status tell of the operation that failed. A bad argument of a rank is
+ * Errors: both are collective, and take part with several operations of the group:
+ * xd_ep_last_error and xd_ep_group_status tell of the one that failed. A bad argument of a rank is
  * INVALID_ARGUMENT there before anything starts, and MISMATCH on its peers, in their first
  * operation. If a rank fails between two operations (no memory, a kernel that cannot start) its
  * peers get MISMATCH in the next one; a failure in products for weights, which nothing follows, is
@@ -191,7 +191,7 @@ typedef struct xd_moe_overlap {
  * tokens on every rank (0 = max_tokens_per_rank) with max_topk choices each, spread evenly over the
  * experts, on H200 devices of one machine. Parts are taken only where a ratio of at most 0.97 is
  * predicted: docs/overlap.md has the formula. Configs for the CPU (device_type 0 or kDLCPU), of
- * float32 and of one rank get the serial schedule. Errors: as of xd_moe_sizes. */
+ * float32, of one rank and of more than 8 get the serial schedule. Errors: as of xd_moe_sizes. */
 XD_API xd_status xd_moe_schedule(const xd_ep_config* config, int32_t ffn, int32_t tokens,
                                  xd_moe_overlap* overlap);
 

@@ -48,6 +48,7 @@ struct Device {
 
 constexpr double kWorthIt = 0.97;
 constexpr int kLeastSms = 16;  // fewer were measured not to keep up
+constexpr int kMostRanks = 8;  // a machine's devices; between machines one part moves all rows
 
 // Times of a batch, in microseconds: docs/overlap.md has the formula.
 class Times {
@@ -117,8 +118,11 @@ xd_moe_overlap choose_schedule(const xd_ep_config* config, std::int32_t ffn, std
   XD_REQUIRE(tokens >= 0 && tokens <= sizes.config.max_tokens, "tokens = ", tokens,
              ", expected 0 to max_tokens_per_rank = ", sizes.config.max_tokens);
   xd_moe_overlap best XD_MOE_OVERLAP_INIT;
+  const int ranks = sizes.config.ranks;
   const bool multiplied = dtype_of(config->dtype) != DType::f32;  // by kernels of CUDA
-  if (sizes.config.device_type != kDLCUDA || sizes.config.ranks == 1 || !multiplied) return best;
+  if (sizes.config.device_type != kDLCUDA || ranks == 1 || ranks > kMostRanks || !multiplied) {
+    return best;
+  }
   const Times times(sizes, tokens != 0 ? tokens : sizes.config.max_tokens);
   for (const int parts : {2, 4, 8, 16}) {
     if (parts > sizes.config.most_parts()) break;

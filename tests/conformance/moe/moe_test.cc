@@ -323,6 +323,24 @@ TEST(MoeCalls, RefusePartsThatAreNotThePlans) {
   });
 }
 
+TEST(MoeCalls, FailOnAllRanksWhereThePlanOverflows) {
+  on_every_rank([](Rank& rank) {
+    const Case c = layer_case(rank.num_ranks, on_devices() ? 1 : 2);
+    xd_ep_config config = c.config(rank.rank);
+    config.recv_capacity = c.alignment;
+    const Group group = make_group(rank.comm, config);
+    Batch batch(rank, c);
+    batch.prepare_args.parts = c.parts;
+    EXPECT_EQ(batch.call(group.get(), XD_EP_PREPARE), XD_ERROR_OVERFLOW);
+    for (const int parts : schedules(c)) {
+      Layer layer(rank, c, batch, {});
+      EXPECT_EQ(layer.forward(group.get(), parts), XD_ERROR_OVERFLOW);
+      EXPECT_EQ(layer.backward(group.get(), parts), XD_ERROR_OVERFLOW);
+      EXPECT_TRUE(on_devices() || layer.untouched());
+    }
+  });
+}
+
 // A rank whose last operation is refused has computed by then, and so have its peers.
 TEST(MoeCalls, TellThePeersOfAFailureInTheMiddle) {
   if (on_devices()) GTEST_SKIP() << "devices read expert_out anywhere";

@@ -50,6 +50,7 @@ TEST(MoeSchedule, TakesPartsWhereTransfersWeigh) {
 TEST(MoeSchedule, IsSerialWhereNothingWouldBeGained) {
   expect_serial(large(1));
   expect_serial(large(2));
+  expect_serial(large(16));     // several machines
   expect_serial(large(8), 64);  // products read their matrices, and take long without rows
   xd_ep_config config = large(8);
   config.device_type = kDLCPU;
