@@ -7,6 +7,7 @@
  *   ep.h           expert parallelism: dispatch tokens to experts, combine the results, and both
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
+ *   quantise.h     forms in which rows of both travel: quantised, or sums of combine
  *   placement.h    which ranks hold which experts, with replicas of those that are chosen often
  *   gated.h        the gated activation between the two products of experts
  *   grouped.h      these products: of experts' rows, with a matrix for each expert
@@ -38,6 +39,7 @@
 #include <crossdock/grouped.h>
 #include <crossdock/low_latency.h>
 #include <crossdock/placement.h>
+#include <crossdock/quantise.h>
 #include <crossdock/stats.h>
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>

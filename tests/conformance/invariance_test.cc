@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "conformance/case.h"
 #include "conformance/wanderer.h"
 #include "support/gtest_main.h"
 
@@ -14,15 +15,19 @@ std::vector<int> budgets(const Rank& rank) {
   return rank.asynchronous() ? std::vector{0, 16, 64} : std::vector{0};
 }
 
-void wander(const Rank& rank, Way way, int num_sms) {
-  Wanderer(rank, way, num_sms).wander([](const std::function<void()>& calls) { calls(); });
+bool has_wires(const Rank& rank) {
+  return !rank.asynchronous() || xd_feature_available(XD_FEATURE_CUDA_WIRE, nullptr) != 0;
+}
+
+void wander(const Rank& rank, Way way, Wanderer::Settings settings) {
+  Wanderer(rank, way, settings).wander([](const std::function<void()>& calls) { calls(); });
 }
 
 TEST(BatchInvariance, OfBulkOperations) {
   on_every_rank([](Rank& rank) {
     for (const int num_sms : budgets(rank)) {
-      wander(rank, Way::expert_major, num_sms);
-      wander(rank, Way::rank_major, num_sms);
+      wander(rank, Way::expert_major, {num_sms, XD_EP_WIRE_SAME});
+      wander(rank, Way::rank_major, {num_sms, XD_EP_WIRE_SAME});
     }
   });
 }
@@ -31,8 +36,18 @@ TEST(BatchInvariance, OfLowLatency) {
   on_every_rank([](Rank& rank) {
     for (const int num_sms : budgets(rank)) {
       for (const Way way : {Way::slots, Way::by_expert, Way::by_rank}) {
-        wander(rank, way, num_sms);
+        wander(rank, way, {num_sms, XD_EP_WIRE_SAME});
       }
+    }
+  });
+}
+
+// Blocks are those of the token's own row.
+TEST(BatchInvariance, OfEveryWire) {
+  on_every_rank([](Rank& rank) {
+    if (!has_wires(rank)) return;
+    for (const xd_ep_wire wire : kWires) {
+      for (const Way way : kWays) wander(rank, way, {0, wire});
     }
   });
 }
@@ -49,6 +64,9 @@ TEST(BatchInvariance, FollowsFromTheOrderOfTheSum) {
       EXPECT_EQ(expected(way), expected(Way::expert_major));
     }
     EXPECT_EQ(expected(Way::by_rank), expected(Way::rank_major));
+    if (!has_wires(rank)) return;
+    const Wanderer coded(rank, Way::slots, {0, XD_EP_WIRE_FP8_BLOCK128});
+    EXPECT_NE(coded.expected(), expected(Way::slots));
   });
 }
 
