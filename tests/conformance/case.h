@@ -124,7 +124,8 @@ std::vector<Case> all_cases(int num_ranks);
 inline constexpr xd_ep_wire kWires[] = {XD_EP_WIRE_FLOAT32, XD_EP_WIRE_FP8_BLOCK128,
                                         XD_EP_WIRE_FP8_BLOCK128_POW2, XD_EP_WIRE_FP8_BLOCK128_E8M0};
 
-// These cases with wires, one after another; rows are as long as the wires ask.
+// Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
+// ask.
 std::vector<Case> cases_with_wires(std::vector<Case> cases);
 
 // Some of these cases, by the seed, with plans that have parts, and with enough experts.

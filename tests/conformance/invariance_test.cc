@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "conformance/case.h"
+#include "conformance/has_wires.h"
 #include "conformance/wanderer.h"
 #include "support/gtest_main.h"
 
@@ -13,10 +14,6 @@ namespace {
 // Budgets of multiprocessors; the CPU has none.
 std::vector<int> budgets(const Rank& rank) {
   return rank.asynchronous() ? std::vector{0, 16, 64} : std::vector{0};
-}
-
-bool has_wires(const Rank& rank) {
-  return !rank.asynchronous() || xd_feature_available(XD_FEATURE_CUDA_WIRE, nullptr) != 0;
 }
 
 void wander(const Rank& rank, Way way, Wanderer::Settings settings) {
@@ -45,7 +42,7 @@ TEST(BatchInvariance, OfLowLatency) {
 // Blocks are those of the token's own row.
 TEST(BatchInvariance, OfEveryWire) {
   on_every_rank([](Rank& rank) {
-    if (!has_wires(rank)) return;
+    if (!has_wires()) return;
     for (const xd_ep_wire wire : kWires) {
       for (const Way way : kWays) wander(rank, way, {0, wire});
     }
@@ -64,7 +61,7 @@ TEST(BatchInvariance, FollowsFromTheOrderOfTheSum) {
       EXPECT_EQ(expected(way), expected(Way::expert_major));
     }
     EXPECT_EQ(expected(Way::by_rank), expected(Way::rank_major));
-    if (!has_wires(rank)) return;
+    if (!has_wires()) return;
     const Wanderer coded(rank, Way::slots, {0, XD_EP_WIRE_FP8_BLOCK128});
     EXPECT_NE(coded.expected(), expected(Way::slots));
   });

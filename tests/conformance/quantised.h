@@ -1,5 +1,5 @@
 // The rows that dispatch must make when it quantises, block by block and element by element, from
-// the text of xd_ep_quantise in crossdock/ep.h.
+// the text of xd_ep_quantise in quantise.h.
 #pragma once
 
 #include <crossdock/quantise.h>

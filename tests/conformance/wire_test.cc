@@ -13,6 +13,7 @@
 
 #include "conformance/batch.h"
 #include "conformance/case.h"
+#include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/image.h"
 #include "conformance/quantised.h"
@@ -24,10 +25,6 @@
 namespace xd::test {
 namespace {
 
-bool on_devices() { return world().memory().device().device_type == kDLCUDA; }
-bool has_wires() {
-  return !on_devices() || xd_feature_available(XD_FEATURE_CUDA_WIRE, nullptr) != 0;
-}
 std::vector<Case> if_there(const std::vector<Case>& cases) {
   return has_wires() ? cases : std::vector<Case>();
 }

@@ -104,7 +104,8 @@ LlCase plain_ll_case(int num_ranks);
 // random samples. The seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
 std::vector<LlCase> all_ll_cases(int num_ranks);
 
-// These cases with wires, one after another; rows are as long as the wires ask.
+// Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
+// ask.
 std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases);
 
 // The type of rows that dispatch makes, their scales, and the columns of a scale.

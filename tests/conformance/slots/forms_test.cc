@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "conformance/case.h"
 #include "conformance/families/mistakes.h"
+#include "conformance/has_wires.h"
 
 namespace xd::test {
 namespace {
@@ -118,10 +120,8 @@ TEST(LlForms, AreTheRowsAndSumsOfPrepareDispatchAndCombine) {
       cases.push_back(case_of(XD_LL_BY_EXPERT, sent, alignment));
     }
   }
-  const bool has_wires = world().memory().device().device_type != kDLCUDA ||
-                         xd_feature_available(XD_FEATURE_CUDA_WIRE, nullptr) != 0;
   for (const xd_ep_wire wire : kWires) {
-    if (!has_wires) break;
+    if (!has_wires()) break;
     for (const xd_ll_receive form : {XD_LL_BY_RANK, XD_LL_BY_EXPERT}) {
       cases.push_back(case_of(form, Sent::as_they_are, 1));
       cases.back().wire = wire;

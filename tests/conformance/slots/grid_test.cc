@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/case.h"
+#include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/slots/batch.h"
 #include "support/gtest_main.h"
@@ -103,11 +104,6 @@ TEST(LlHosts, EveryByteOfEveryOutputIsRightOnEveryMap) {
     spread_over_maps(rank, all_ll_cases(rank.num_ranks), 12,
                      [](const Rank& there, const LlCase& c) { CaseRun(there, c).run(); });
   });
-}
-
-bool has_wires() {
-  return world().memory().device().device_type != kDLCUDA ||
-         xd_feature_available(XD_FEATURE_CUDA_WIRE, nullptr) != 0;
 }
 
 TEST(LlHosts, SumsUnderAWireAreRightOnEveryMap) {

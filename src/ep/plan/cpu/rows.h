@@ -76,7 +76,7 @@ void scale(Type type, void* out, const void* row, float weight, std::size_t n, S
 float dot(Type type, const void* a, const void* b, std::size_t n);
 
 // Quantises n bf16 elements, a multiple of format.block, to float8_e4m3fn bytes and a scale per
-// block, as xd_ep_quantise in crossdock/ep.h says. `scales` need no alignment. x * (1 / scale) of a
+// block, as xd_ep_quantise in quantise.h says. `scales` need no alignment. x * (1 / scale) of a
 // denormal x depends on DAZ, nothing else does.
 void quantise_e4m3(const ep::QuantiseFormat& format, void* out, void* scales, const void* bf16_row,
                    std::size_t n);
