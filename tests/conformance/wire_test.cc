@@ -262,7 +262,9 @@ TEST(Wire, MultiplesOfTheCodesComeBackBitForBit) {
 TEST(Wire, ErrorsStayWithinTheBound) {
   if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
   const OneBatch::Value value = [](int rank, int source, int token, std::int64_t column) {
-    Random random(mix(test_seed(), static_cast<std::uint64_t>(rank * 64 + source * 8 + token),
+    const auto place =
+        static_cast<std::uint64_t>(rank) * 64 + static_cast<std::uint64_t>(source) * 8;
+    Random random(mix(test_seed(), place + static_cast<std::uint64_t>(token),
                       static_cast<std::uint64_t>(column)));
     return (static_cast<float>(random.below(1 << 20)) * 0x1p-19f - 1.0f) *
            std::ldexp(1.0f, static_cast<int>(random.below(12)) - 6);
