@@ -9,6 +9,7 @@
  *                  backward
  *   low_latency.h  expert parallelism for few tokens: serving, decode
  *   fault.h        whether an error has spoiled such an operation, as a word on the device
+ *   quantise.h     forms in which rows of both travel: quantised, or sums of combine
  *   placement.h    which ranks hold which experts, with replicas of those that are chosen often
  *   gated.h        the gated activation between the two products of experts
  *   grouped.h      these products: of experts' rows, with a matrix for each expert
@@ -43,6 +44,7 @@
 #include <crossdock/low_latency.h>
 #include <crossdock/moe.h>
 #include <crossdock/placement.h>
+#include <crossdock/quantise.h>
 #include <crossdock/stats.h>
 #include <crossdock/status.h>
 #include <crossdock/tensor.h>

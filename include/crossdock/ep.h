@@ -58,15 +58,15 @@
  * grad_recv_*, expert_out, grad_expert_out and the weights beside them are receive tensors.
  *
  * Sums have one order, so equal inputs give equal bits: on each rank the token's rows by ascending
- * k in float32, rounded once to the payload type; then the ranks' partial sums by ascending rank,
- * likewise. Where ranks have named hosts (xd_comm_config.host) the latter are sums of each host's
- * ranks, and those of the hosts follow by ascending host, likewise. A weight multiplies its row in
- * float32 (product rounded, then added). Rounding is to nearest, ties to even, and denormal numbers
- * count, whatever floating-point modes the calling thread is in. A NaN that a sum or a product
- * gives is the quiet one without sign and payload; a sum of one row without a weight keeps its
- * NaNs, made quiet. Elements that are only moved (dispatch's rows, scales and weights,
- * combine_bwd's rows without weights and their scales, the gradients of weights in dispatch_bwd)
- * keep every bit, also of a signalling NaN.
+ * k in float32, rounded once to the payload type (combine: as xd_ep_wire says); then the ranks'
+ * partial sums by ascending rank, likewise. Where ranks have named hosts (xd_comm_config.host) the
+ * latter are sums of each host's ranks, and those of the hosts follow by ascending host, likewise.
+ * A weight multiplies its row in float32 (product rounded, then added). Rounding is to nearest,
+ * ties to even, and denormal numbers count, whatever floating-point modes the calling thread is in.
+ * A NaN that a sum or a product gives is the quiet one without sign and payload; a sum of one row
+ * without a weight keeps its NaNs, made quiet. Elements that are only moved (dispatch's rows,
+ * scales and weights, combine_bwd's rows without weights and their scales, the gradients of weights
+ * in dispatch_bwd) keep every bit, also of a signalling NaN.
  *
  * Parts (EXPERT_MAJOR): operations on a plan may be called in its P parts, by all ranks from 1 to P
  * with the same tensors. Part p stands for the local experts (p-1)*L/P to p*L/P - 1 of each rank:
@@ -83,6 +83,7 @@
 #define CROSSDOCK_EP_H_
 
 #include <crossdock/comm.h>
+#include <crossdock/quantise.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -191,12 +192,15 @@ typedef struct xd_ep_config {
   /* Several machines: about the bytes of a rank's buffers for rows of others.
    * Each of these has 8 equal pieces of 64 to 512 KiB, or of the longest row; 0 = of 256 KiB. */
   int64_t net_buffer_bytes;
+  /* The wires that calls of combine may name beside SAME: a set of bits XD_EP_WIRE_BIT(wire), for
+   * which there will be memory. Not 0 is UNSUPPORTED on CUDA so far. */
+  uint32_t wire_formats;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -343,37 +347,6 @@ typedef struct xd_ep_prepare_args {
 XD_API xd_status xd_ep_prepare(xd_ep_group* group, const xd_ep_prepare_args* args,
                                xd_stream stream);
 
-/* How dispatch makes float8_e4m3fn rows with scales out of bf16 rows on the way. A row is cut into
- * blocks of B columns (H is a multiple of B), and each has a scale: S = H / B.
- *
- *                       B    recv_scales              scale of a block
- *   FP8_BLOCK128        128  float32                  amax / 448, at least 2^-126; 1 if amax = 0
- *   FP8_BLOCK128_POW2   128  float32                  2^e, e >= -126; 1 if amax = 0
- *   FP8_BLOCK128_E8M0   128  float8_e8m0fnu or uint8  2^e, e >= -127, as the byte e + 127
- *   MXFP8               32   float8_e8m0fnu or uint8  2^e, e >= -127, as the byte e + 127
- *
- * amax is the largest |x| of the block over finite x, 0 if there is none. e is the smallest integer
- * not below its bound with 448 * 2^e >= amax: with e8m0 scales it is the bound, byte 0, where
- * amax = 0, and no finite x is cut off. TransformerEngine casts to MXFP8 in this way, by
- * ceil(log2(amax / 448)); the example of the OCP MX specification v1.0 (6.3) takes
- * floor(log2(amax)) - 8, under which numbers between 448 and 512 times the scale saturate.
- *
- * Element: x times the scale's reciprocal, rounded to the nearest e4m3, ties to even, subnormals
- * included, and limited to +-448. The quotient amax / 448, the reciprocal and the product are
- * float32, each rounded to nearest; where the scale is a power of two, only the last rounding, to
- * e4m3, changes anything. An element that becomes zero keeps its sign, an infinity becomes +-448
- * (0x7e, 0xfe), and a NaN 0x7f with its sign. All devices give equal bits. */
-typedef enum xd_ep_quantise {
-  /* Rows arrive as they are. */
-  XD_EP_QUANTISE_NONE = 0,
-  XD_EP_QUANTISE_FP8_BLOCK128 = 1,
-  XD_EP_QUANTISE_FP8_BLOCK128_POW2 = 2,
-  XD_EP_QUANTISE_FP8_BLOCK128_E8M0 = 3,
-  XD_EP_QUANTISE_MXFP8 = 4
-} xd_ep_quantise;
-/* Columns that share a scale. */
-#define XD_EP_QUANTISE_BLOCK(way) ((way) == XD_EP_QUANTISE_MXFP8 ? 32u : 128u)
-
 typedef struct xd_ep_dispatch_args {
   size_t struct_size;
   const void* plan;
@@ -426,9 +399,13 @@ typedef struct xd_ep_combine_args {
   /* Both as in xd_ep_dispatch_args. */
   int32_t part;
   int32_t num_sms;
+  /* SAME, or one of config.wire_formats. Equal on all ranks. */
+  xd_ep_wire wire;
 } xd_ep_combine_args;
+/* clang-format off */
 #define XD_EP_COMBINE_ARGS_INIT \
-  { sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL, 0, 0 }
+  {sizeof(xd_ep_combine_args), NULL, 0, NULL, NULL, NULL, 0, 0, XD_EP_WIRE_SAME}
+/* clang-format on */
 
 /* Sums the experts' results per token. In RANK_MAJOR a row stands for several experts and the
  * caller has reduced it already, so weights are INVALID_ARGUMENT there. */

@@ -32,12 +32,13 @@
  * Halves. With phase = XD_LL_PHASE_SEND a call sends what this rank has, and with
  * XD_LL_PHASE_RECEIVE a later call takes what has come; XD_LL_PHASE_BOTH does both. A send half
  * reads the inputs, and when it has ended they are the caller's again. A receive half writes the
- * outputs. Each checks and uses only its own fields, and `plan` and `quantise`; the same struct may
- * be given to both. Between the halves nothing of the operation runs on the device. Dispatch and
- * combine count apart, so two batches may be interleaved as S(A) S(B) R(A) R(B); receive halves
- * come in the order of their send halves. At most config.in_flight operations of a kind may be
- * between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and leaves all as
- * it was (on CUDA it is told by xd_ll_group_status, like every error that a kernel finds).
+ * outputs. Each checks and uses only its own fields, and `plan`, `quantise` and `wire`; the same
+ * struct may be given to both. Between the halves nothing of the operation runs on the device.
+ * Dispatch and combine count apart, so two batches may be interleaved as S(A) S(B) R(A) R(B);
+ * receive halves come in the order of their send halves. At most config.in_flight operations of a
+ * kind may be between their halves: one more send half is XD_ERROR_BUSY, which takes no turn and
+ * leaves all as it was (on CUDA it is told by xd_ll_group_status, like every error that a kernel
+ * finds).
  * All ranks make the same calls of a kind, in the same order, halves of one rank being the same as
  * one call of another. A send half waits for a free place: until every rank has ended its receive
  * half of the operation config.in_flight before, of that kind. Of the two kinds, no two ranks may
@@ -59,7 +60,8 @@
  * call, a receive half or a call that fails ends when all that peers need of it reaches them.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
- * and rounds once; then the ranks' sums are added in float32 by ascending rank, and rounded once;
+ * and rounds once (combine: or as its wire says, see xd_ep_wire in ep.h); then the ranks' sums are
+ * added in float32 by ascending rank, and rounded once;
  * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
  * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
@@ -148,11 +150,13 @@ typedef struct xd_ll_config {
   /* BY_EXPERT: zones begin at multiples of so many rows, a power of two up to 2^20; 0 = 1. In other
    * groups 0 or 1. */
   int32_t alignment;
+  /* The wires that calls of combine may name, as in xd_ep_config. */
+  uint32_t wire_formats;
 } xd_ll_config;
 /* clang-format off */
 #define XD_LL_CONFIG_INIT \
   {sizeof(xd_ll_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_EP_DUPLICATE_IDS_ERROR, \
-   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL, XD_LL_SLOTS, 0}
+   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL, XD_LL_SLOTS, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -324,9 +328,13 @@ typedef struct xd_ll_combine_args {
   const DLTensor* out;
   /* In and out [W] int64, optional, receive half: as in dispatch. */
   const DLTensor* wait_ns;
+  /* Both halves: as in xd_ep_combine_args, with the same bits. */
+  xd_ep_wire wire;
 } xd_ll_combine_args;
+/* clang-format off */
 #define XD_LL_COMBINE_ARGS_INIT \
-  { sizeof(xd_ll_combine_args), XD_LL_PHASE_BOTH, NULL, 0, NULL, NULL, NULL, NULL }
+  {sizeof(xd_ll_combine_args), XD_LL_PHASE_BOTH, NULL, 0, NULL, NULL, NULL, NULL, XD_EP_WIRE_SAME}
+/* clang-format on */
 
 /* Brings the experts' results back and sums them per token. A plan may be combined several
  * times. */

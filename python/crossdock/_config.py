@@ -14,6 +14,7 @@ from crossdock._comm import PeerLoss, parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 from crossdock._experts import ranks_of_experts
+from crossdock._wire import Wire, wire_formats
 from crossdock.errors import CrossdockError
 
 __all__ = [
@@ -81,7 +82,7 @@ def fail_group(
         "hidden": 16,
         "dtype": pack("float32"),
     }
-    bad = [-1] * core.num_ranks if field == "expert_ranks" else -1
+    bad = {"expert_ranks": [-1] * core.num_ranks, "wire_formats": 1 << 31}.get(field, -1)
     with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
         make(core, **(good | {field: bad}))
 
@@ -108,6 +109,7 @@ class _Sizes:
     on_error: OnError = "status"
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
+    wire_formats: Sequence[Wire] = ()
 
     def __post_init__(self) -> None:
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
@@ -123,7 +125,8 @@ class _Sizes:
     def _numbers(self) -> dict[str, int]:
         """The library's numbers for the fields that are words."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: number_of(name, getattr(self, name)) for name in names if name in WORDS}
+        words = {name: number_of(name, getattr(self, name)) for name in names if name in WORDS}
+        return words | {"wire_formats": wire_formats(self.wire_formats)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,7 @@ class EpConfig(_Sizes):
         expert_ranks: the rank of each expert, a number per expert; None = equally many on every
             rank, in order. A rank's local experts are its own in ascending order; it may hold none.
             Replicas of an expert are experts of their own, among which your router chooses.
+        wire_formats: the wires that calls of combine may name beside "same"; on CUDA none so far.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines, each of which gets eight equal pieces of 64 KiB to 512 KiB, or
             of one row if that is longer; 0 = of 256 KiB.
@@ -213,7 +217,7 @@ class LowLatencyConfig(_Sizes):
     Equal on all ranks, except for num_sms.
 
     Attributes:
-        num_experts, max_topk, expert_ranks: as of `EpConfig`.
+        num_experts, max_topk, expert_ranks, wire_formats: as of `EpConfig`.
         max_tokens_per_rank: largest number of tokens of a rank in one batch, up to 1024.
         hidden: largest row, in elements of `dtype`.
         dtype: widest payload: float32, float16 or bfloat16, as a dtype or by name.

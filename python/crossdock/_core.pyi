@@ -53,6 +53,7 @@ class constants:
     RECEIVES: dict[str, int]
     COMM_PEER_LOSSES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
+    WIRES: dict[str, int]
     ACTIVATIONS: dict[str, int]
     GEMM_OPERATIONS: dict[str, int]
     GEMM_BITS: dict[str, int]  # of the operations, in a context's `operations`
@@ -249,6 +250,7 @@ class Group:
         num_sms: int = 0,
         expert_ranks: Any = None,  # a sequence of numbers; Any, so that dicts of numbers unpack
         net_buffer_bytes: int = 0,
+        wire_formats: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -297,6 +299,7 @@ class LowLatencyGroup:
         in_flight: int = 0,
         on_peer_loss: int = 0,
         wait_timeout_ms: int = 0,
+        wire_formats: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

@@ -17,6 +17,7 @@ from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, nump
 from crossdock._membership import EpStatus, Membership, of_kind, optional
 from crossdock._plan import Plan
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 
 __all__ = ["Dispatched", "EpGroup", "ExpertGrads"]
 
@@ -176,6 +177,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         expert_out: np.ndarray,
         weights: np.ndarray | None = None,
         *,
+        wire: Wire = "same",
         part: int = 0,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -185,6 +187,11 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             plan: from prepare.
             expert_out: [R,H] float32, float16 or bfloat16: row r is the result for received row r.
             weights: [R] float32, expert_major only: multiplies each row; usually dispatch's.
+            wire: the form in which each rank's sum of a token's rows crosses, one of the config's
+                wire_formats: ``"same"``: rounded to the rows' dtype; ``"float32"``: not rounded;
+                ``"fp8"``, which is ``"fp8_block128"``, ``"fp8_block128_pow2"`` or
+                ``"fp8_block128_e8m0"``: as float8_e4m3fn with a scale per 128 columns, H a multiple
+                of them. ``crossdock/quantise.h`` (xd_ep_wire) defines every bit.
             part: 0 = the whole operation; p = its p-th part, which reads the rows of the experts of
                 parts up to p. Call parts 1 to P in order, with nothing but prepare between them,
                 and later ones with ``out=`` what the first has returned; the last one writes it.
@@ -202,6 +209,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
                 "plan": place,
                 "expert_out": describe("expert_out", expert_out, SUMMABLE),
                 "weights": optional("weights", weights, WEIGHTS),
+                "wire": wire_number(wire),
             }
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)

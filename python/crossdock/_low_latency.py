@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from crossdock._halves import Half, OpenHalves
 from crossdock._membership import LowLatencyStatus, Membership, of_kind, optional
 from crossdock._plan import SlotPlan
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 from crossdock.errors import InvalidArgument
 
 __all__ = ["LowLatencyGroup", "SentCombine", "SentDispatch", "Slots"]
@@ -135,6 +137,7 @@ class SentCombine(_Sent):
     plan: SlotPlan
     columns: int
     dtype: np.dtype
+    wire: int  # the library's number
 
     def receive(
         self, *, wait_ns: np.ndarray | None = None, out: np.ndarray | None = None
@@ -153,7 +156,9 @@ class SentCombine(_Sent):
                 out = aligned_empty((self.plan.num_tokens, self.columns), self.dtype)
             sums = _sums(out, wait_ns)
         halves.take(self._half)
-        self.group._core.combine(sums | {"phase": _RECEIVE, "plan": self.plan.place()})
+        self.group._core.combine(
+            sums | {"phase": _RECEIVE, "plan": self.plan.place(), "wire": self.wire}
+        )
         return out
 
 
@@ -337,6 +342,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         expert_out: np.ndarray,
         topk_weights: np.ndarray | None = None,
         *,
+        wire: Wire = "same",
         wait_ns: np.ndarray | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
@@ -349,6 +355,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
                 more.
             topk_weights: [T,K] float32, in place of those that dispatch had; without either a row
                 counts once. On all ranks or on none. Not where rows came by rank.
+            wire: the form in which sums cross, as of `EpGroup.combine`, with the same bits.
             wait_ns: as in `dispatch`.
             out: [T,H] array to write; None = a new one.
 
@@ -359,7 +366,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             As dispatch.
         """
         with self._joining(constants.LL_COMBINE):
-            results = _results(plan, expert_out, topk_weights)
+            results = _results(plan, expert_out, topk_weights, wire)
             if out is None:
                 out = aligned_empty((plan.num_tokens, expert_out.shape[-1]), expert_out.dtype)
             sums = _sums(out, wait_ns)
@@ -367,15 +374,20 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         return out
 
     def combine_send(
-        self, plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None = None
+        self,
+        plan: SlotPlan,
+        expert_out: np.ndarray,
+        topk_weights: np.ndarray | None = None,
+        *,
+        wire: Wire = "same",
     ) -> SentCombine:
         """The first half of `combine`: reads the arguments and sends.
 
         `receive` of the result is the second half.
         """
         with self._joining(constants.LL_COMBINE):
-            results = _results(plan, expert_out, topk_weights)
-            sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype)
+            results = _results(plan, expert_out, topk_weights, wire)
+            sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype, results["wire"])
         self._core.combine(results | {"phase": _SEND})
         self._combines.add(sent._half)
         return sent
@@ -453,11 +465,14 @@ def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | N
     }
 
 
-def _results(plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None) -> _Tensors:
+def _results(
+    plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None, wire: Wire
+) -> dict[str, Any]:
     return {
         "plan": of_kind("plan", plan, SlotPlan).place(),
         "expert_out": describe("expert_out", expert_out, SUMMABLE, strided=True),
         "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
+        "wire": wire_number(wire),
     }
 
 

@@ -11,7 +11,7 @@ __all__ = ["WAYS", "QuantiseWay", "quantise_way", "widest_scale_bytes"]
 
 
 class QuantiseWay(NamedTuple):
-    """A way: ``xd_ep_quantise`` of ``crossdock/ep.h``, which defines every bit of the result."""
+    """A way: ``xd_ep_quantise`` of ``crossdock/quantise.h``, which defines every bit."""
 
     code: int
     block: int  # columns that share a scale

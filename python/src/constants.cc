@@ -78,6 +78,12 @@ void bind_words(nb::module_& constants) {
   constants.attr("COMM_PEER_LOSSES") =
       words({{"fatal", XD_COMM_PEER_LOSS_FATAL}, {"mask", XD_COMM_PEER_LOSS_MASK}});
   constants.attr("QUANTISE") = quantise_ways();
+  constants.attr("WIRES") = words({{"same", XD_EP_WIRE_SAME},
+                                   {"float32", XD_EP_WIRE_FLOAT32},
+                                   {"fp8", XD_EP_WIRE_FP8_BLOCK128},
+                                   {"fp8_block128", XD_EP_WIRE_FP8_BLOCK128},
+                                   {"fp8_block128_pow2", XD_EP_WIRE_FP8_BLOCK128_POW2},
+                                   {"fp8_block128_e8m0", XD_EP_WIRE_FP8_BLOCK128_E8M0}});
   constants.attr("ACTIVATIONS") = words({{"silu", XD_GATED_SILU},
                                          {"gelu_tanh", XD_GATED_GELU_TANH},
                                          {"relu", XD_GATED_RELU},

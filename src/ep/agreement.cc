@@ -23,6 +23,7 @@ constexpr std::array kEqualFields = {
           [](std::int64_t value) { return value != 0 ? "COLLAPSE" : "ERROR"; }},
     Field{"on_error", &CommonTerms::on_error,
           [](std::int64_t value) { return value != 0 ? "FATAL" : "STATUS"; }},
+    Field{"wire_formats", &CommonTerms::wire_formats},
 };
 
 // Differs from every other that was ever made on this host, as a process makes one at a time.
@@ -68,6 +69,7 @@ CommonTerms CommonTerms::of(const CommonConfig& config) {
           .max_row_bytes = static_cast<std::int64_t>(config.max_row_bytes),
           .duplicate_ids = config.collapse,
           .on_error = config.fatal_errors,
+          .wire_formats = config.wire_formats,
           .expert_ranks = config.expert_tables.hash(),
           .nonce = new_nonce()};
 }

@@ -25,6 +25,11 @@ inline std::string quantise_differs(xd_ep_quantise theirs, xd_ep_quantise mine) 
   return differs_in("quantise", quantise_name(theirs), quantise_name(mine));
 }
 
+inline std::string wire_differs(std::uint32_t theirs, std::uint32_t mine) {
+  return differs_in("wire", wire_name(static_cast<xd_ep_wire>(theirs)),
+                    wire_name(static_cast<xd_ep_wire>(mine)));
+}
+
 std::string bad_ids_text(std::int64_t bad_ids, int lowest_rank, const CommonConfig& config);
 
 template <class Family>

@@ -37,6 +37,7 @@ FROZEN_VALUE(XD_FEATURE_CUDA, 1);
 FROZEN_VALUE(XD_FEATURE_NETWORK, 2);
 FROZEN_VALUE(XD_FEATURE_GEMM, 3);
 FROZEN_VALUE(XD_FEATURE_CUBLASMP, 4);
+FROZEN_VALUE(XD_FEATURE_CUDA_WIRE, 5);
 
 FROZEN_SIZE(xd_unique_id, 128);
 FROZEN_FIELD(xd_unique_id, bytes, 0);
@@ -121,7 +122,7 @@ FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 FROZEN_VALUE(XD_PHASE_CREDIT, 6);
 
-FROZEN_SIZE(xd_ep_config, 104);
+FROZEN_SIZE(xd_ep_config, 112);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -142,6 +143,7 @@ FROZEN_FIELD(xd_ep_config, num_sms, 76);
 FROZEN_FIELD(xd_ep_config, device_type, 80);
 FROZEN_FIELD(xd_ep_config, expert_ranks, 88);
 FROZEN_FIELD(xd_ep_config, net_buffer_bytes, 96);
+FROZEN_FIELD(xd_ep_config, wire_formats, 104);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -189,7 +191,7 @@ FROZEN_FIELD(xd_ep_dispatch_args, quantise, 80);
 FROZEN_FIELD(xd_ep_dispatch_args, part, 84);
 FROZEN_FIELD(xd_ep_dispatch_args, num_sms, 88);
 
-FROZEN_SIZE(xd_ep_combine_args, 56);
+FROZEN_SIZE(xd_ep_combine_args, 64);
 FROZEN_FIELD(xd_ep_combine_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_combine_args, plan, 8);
 FROZEN_FIELD(xd_ep_combine_args, plan_bytes, 16);
@@ -198,6 +200,7 @@ FROZEN_FIELD(xd_ep_combine_args, weights, 32);
 FROZEN_FIELD(xd_ep_combine_args, out, 40);
 FROZEN_FIELD(xd_ep_combine_args, part, 48);
 FROZEN_FIELD(xd_ep_combine_args, num_sms, 52);
+FROZEN_FIELD(xd_ep_combine_args, wire, 56);
 
 FROZEN_SIZE(xd_ep_dispatch_bwd_args, 64);
 FROZEN_FIELD(xd_ep_dispatch_bwd_args, struct_size, 0);
@@ -328,13 +331,6 @@ FROZEN_ENUM(xd_ep_on_error);
 FROZEN_VALUE(XD_EP_ON_ERROR_STATUS, 0);
 FROZEN_VALUE(XD_EP_ON_ERROR_FATAL, 1);
 
-FROZEN_ENUM(xd_ep_quantise);
-FROZEN_VALUE(XD_EP_QUANTISE_NONE, 0);
-FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128, 1);
-FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_POW2, 2);
-FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_E8M0, 3);
-FROZEN_VALUE(XD_EP_QUANTISE_MXFP8, 4);
-
 FROZEN_ENUM(xd_ep_staging);
 FROZEN_VALUE(XD_EP_STAGING_AUTO, 0);
 FROZEN_VALUE(XD_EP_STAGING_NONE, 1);
@@ -346,7 +342,7 @@ FROZEN_VALUE(XD_EP_COMBINE, 2);
 FROZEN_VALUE(XD_EP_DISPATCH_BWD, 3);
 FROZEN_VALUE(XD_EP_COMBINE_BWD, 4);
 
-FROZEN_SIZE(xd_ll_config, 80);
+FROZEN_SIZE(xd_ll_config, 88);
 FROZEN_FIELD(xd_ll_config, struct_size, 0);
 FROZEN_FIELD(xd_ll_config, num_ranks, 8);
 FROZEN_FIELD(xd_ll_config, num_experts, 12);
@@ -364,6 +360,7 @@ FROZEN_FIELD(xd_ll_config, device_type, 56);
 FROZEN_FIELD(xd_ll_config, expert_ranks, 64);
 FROZEN_FIELD(xd_ll_config, receive, 72);
 FROZEN_FIELD(xd_ll_config, alignment, 76);
+FROZEN_FIELD(xd_ll_config, wire_formats, 80);
 
 FROZEN_SIZE(xd_ll_memory, 24);
 FROZEN_FIELD(xd_ll_memory, struct_size, 0);
@@ -434,7 +431,7 @@ FROZEN_FIELD(xd_ll_dispatch_args, row_offsets, 120);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_weights, 128);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_topk_idx, 136);
 
-FROZEN_SIZE(xd_ll_combine_args, 64);
+FROZEN_SIZE(xd_ll_combine_args, 72);
 FROZEN_FIELD(xd_ll_combine_args, struct_size, 0);
 FROZEN_FIELD(xd_ll_combine_args, phase, 8);
 FROZEN_FIELD(xd_ll_combine_args, plan, 16);
@@ -443,6 +440,7 @@ FROZEN_FIELD(xd_ll_combine_args, expert_out, 32);
 FROZEN_FIELD(xd_ll_combine_args, topk_weights, 40);
 FROZEN_FIELD(xd_ll_combine_args, out, 48);
 FROZEN_FIELD(xd_ll_combine_args, wait_ns, 56);
+FROZEN_FIELD(xd_ll_combine_args, wire, 64);
 
 FROZEN_ENUM(xd_gemm_operation);
 FROZEN_VALUE(XD_GEMM_ALL_GATHER, 16);
@@ -597,5 +595,6 @@ FROZEN_VALUE(XD_STATS_TEXT_BYTES, 64);
 
 #include "frozen_placement.h"
 #include "frozen_view.h"
+#include "frozen_quantise.h"
 
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

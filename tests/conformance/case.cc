@@ -203,6 +203,7 @@ std::vector<std::int64_t> Case::capacities() const {
 
 // A row of quantised cargo is one block of bf16 columns at least.
 int Case::least_row_units() const {
+  if (wire > XD_EP_WIRE_FLOAT32) return 128 * static_cast<int>(element_bytes(dtype)) / 16;
   return cargo == Cargo::quantised ? 16 : cargo == Cargo::mxfp8 ? 4 : 1;
 }
 
@@ -228,6 +229,7 @@ xd_ep_config Case::config(int rank) const {
   config.duplicate_ids = duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR;
   config.staging = placing == Placing::unstaged ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
   config.zero_tail = zeroes_tail(rank) ? 1 : 0;
+  config.wire_formats = wire != XD_EP_WIRE_SAME ? XD_EP_WIRE_BIT(wire) : 0;
   return config;
 }
 
@@ -257,10 +259,25 @@ std::string Case::description() const {
   }
   if (duplicates) text << ", duplicates collapse";
   if (parts > 1) text << ", in " << parts << " parts";
+  if (wire != XD_EP_WIRE_SAME) text << ", wire " << static_cast<int>(wire);
   return text.str();
 }
 
 void PrintTo(const Case& c, std::ostream* out) { *out << c.description(); }
+
+std::vector<Case> cases_with_wires(std::vector<Case> cases) {
+  if (!full_tests()) std::erase_if(cases, [](const Case& c) { return mix(c.seed, 0x9D) % 2 == 0; });
+  std::size_t number = 0;
+  for (Case& c : cases) {
+    c.wire = kWires[number++ % std::size(kWires)];
+    if (c.wire == XD_EP_WIRE_FLOAT32) continue;
+    // One to three blocks.
+    const int block = c.least_row_units();
+    c.row_units = block * (1 + static_cast<int>(mix(c.seed, 0x9C) % 3));
+    c.max_tokens = std::min(c.max_tokens, 24);
+  }
+  return cases;
+}
 
 std::vector<Case> cases_in_parts(int num_ranks) {
   constexpr std::array kParts{2, 3, 4, 8, 16};

@@ -85,6 +85,7 @@ struct Case {
   bool duplicates = false;  // some ids are repeated in a row, and the group collapses them
   bool bad_ids = false;     // some ids are out of range or repeated
   int parts = 1;            // operations are called part by part
+  xd_ep_wire wire = XD_EP_WIRE_SAME;  // of combine
 
   static constexpr int kSteps = 2;  // batches that go through the group
 
@@ -118,6 +119,14 @@ void PrintTo(const Case& c, std::ostream* out);  // for GoogleTest
 // The cases of a launch with this number of ranks: all pairs of values, then random samples. The
 // seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
 std::vector<Case> all_cases(int num_ranks);
+
+// The wires of combine that have another form than rows.
+inline constexpr xd_ep_wire kWires[] = {XD_EP_WIRE_FLOAT32, XD_EP_WIRE_FP8_BLOCK128,
+                                        XD_EP_WIRE_FP8_BLOCK128_POW2, XD_EP_WIRE_FP8_BLOCK128_E8M0};
+
+// Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
+// ask.
+std::vector<Case> cases_with_wires(std::vector<Case> cases);
 
 // Some of these cases, by the seed, with plans that have parts, and with enough experts.
 std::vector<Case> cases_in_parts(int num_ranks);

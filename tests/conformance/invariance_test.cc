@@ -1,8 +1,12 @@
 // The bits of a token's result do not depend on other tokens, on its place or on its rank.
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <iterator>
 #include <vector>
 
+#include "conformance/case.h"
+#include "conformance/has_wires.h"
 #include "conformance/wanderer.h"
 #include "support/gtest_main.h"
 #include "support/memory.h"
@@ -18,15 +22,15 @@ std::vector<int> budgets(const Rank& rank) {
   return {0, 16 / ranks_here, 64 / ranks_here};
 }
 
-void wander(const Rank& rank, Way way, int num_sms) {
-  Wanderer(rank, way, num_sms).wander([](const std::function<void()>& calls) { calls(); });
+void wander(const Rank& rank, Way way, Wanderer::Settings settings) {
+  Wanderer(rank, way, settings).wander([](const std::function<void()>& calls) { calls(); });
 }
 
 TEST(BatchInvariance, OfBulkOperations) {
   on_every_rank([](Rank& rank) {
     for (const int num_sms : budgets(rank)) {
-      wander(rank, Way::expert_major, num_sms);
-      wander(rank, Way::rank_major, num_sms);
+      wander(rank, Way::expert_major, {num_sms, XD_EP_WIRE_SAME});
+      wander(rank, Way::rank_major, {num_sms, XD_EP_WIRE_SAME});
     }
   });
 }
@@ -35,8 +39,18 @@ TEST(BatchInvariance, OfLowLatency) {
   on_every_rank([](Rank& rank) {
     for (const int num_sms : budgets(rank)) {
       for (const Way way : {Way::slots, Way::by_expert, Way::by_rank}) {
-        wander(rank, way, num_sms);
+        wander(rank, way, {num_sms, XD_EP_WIRE_SAME});
       }
+    }
+  });
+}
+
+// Blocks are those of the token's own row. Each wire goes two ways, and each way is some wire's.
+TEST(BatchInvariance, OfEveryWire) {
+  on_every_rank([](Rank& rank) {
+    if (!has_wires()) return;
+    for (std::size_t i = 0; i < std::size(kWires); ++i) {
+      for (const std::size_t next : {i, i + 1}) wander(rank, kWays[next], {0, kWires[i]});
     }
   });
 }
@@ -53,6 +67,9 @@ TEST(BatchInvariance, FollowsFromTheOrderOfTheSum) {
       EXPECT_EQ(expected(way), expected(Way::expert_major));
     }
     EXPECT_EQ(expected(Way::by_rank), expected(Way::rank_major));
+    if (!has_wires()) return;
+    const Wanderer coded(rank, Way::slots, {0, XD_EP_WIRE_FP8_BLOCK128});
+    EXPECT_NE(coded.expected(), expected(Way::slots));
   });
 }
 

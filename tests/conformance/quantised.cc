@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "conformance/numeric.h"
 #include "support/tensor.h"
@@ -25,6 +26,19 @@ std::uint8_t element_of(std::uint16_t code, float reciprocal) {
   if (std::isnan(x)) return negative ? 0xff : 0x7f;
   const float limited = std::clamp(x * reciprocal, -448.0f, 448.0f);
   return static_cast<std::uint8_t>(encode(limited, kFormatE4m3));
+}
+
+xd_ep_quantise codes_of(xd_ep_wire wire) {
+  switch (wire) {
+    case XD_EP_WIRE_FP8_BLOCK128:
+      return XD_EP_QUANTISE_FP8_BLOCK128;
+    case XD_EP_WIRE_FP8_BLOCK128_POW2:
+      return XD_EP_QUANTISE_FP8_BLOCK128_POW2;
+    case XD_EP_WIRE_FP8_BLOCK128_E8M0:
+      return XD_EP_QUANTISE_FP8_BLOCK128_E8M0;
+    default:
+      return XD_EP_QUANTISE_NONE;
+  }
 }
 
 }  // namespace
@@ -54,6 +68,30 @@ QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uin
   block.scale = way.scale_type.bits == 32 ? std::bit_cast<std::uint32_t>(scale)
                                           : static_cast<std::uint32_t>(std::ilogb(scale) + 127);
   return block;
+}
+
+std::vector<float> through_wire(xd_ep_wire wire, const std::vector<float>& sum) {
+  if (wire == XD_EP_WIRE_FLOAT32) return sum;
+  constexpr std::size_t kBlock = 128;
+  const QuantisedWay way = quantised_way(codes_of(wire));
+  std::vector<float> arrived;
+  for (std::size_t first = 0; first < sum.size(); first += kBlock) {
+    const std::span<const float> block = std::span(sum).subspan(first, kBlock);
+    float amax = 0;
+    for (const float x : block) {
+      if (std::isfinite(x)) amax = std::max(amax, std::fabs(x));
+    }
+    const float scale = scale_of(way, amax), reciprocal = 1.0f / scale;
+    for (const float x : block) {
+      if (!std::isfinite(x)) {
+        arrived.push_back(std::numeric_limits<float>::quiet_NaN());
+        continue;
+      }
+      const float limited = std::clamp(x * reciprocal, -448.0f, 448.0f);
+      arrived.push_back(decode(encode(limited, kFormatE4m3), kFormatE4m3) * scale);
+    }
+  }
+  return arrived;
 }
 
 }  // namespace xd::test

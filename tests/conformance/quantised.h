@@ -1,8 +1,9 @@
 // The rows that dispatch must make when it quantises, block by block and element by element, from
-// the text of xd_ep_quantise in crossdock/ep.h.
+// the text of xd_ep_quantise in quantise.h.
 #pragma once
 
-#include <crossdock/ep.h>
+#include <crossdock/quantise.h>
+#include <dlpack/dlpack.h>
 
 #include <cstdint>
 #include <span>
@@ -32,5 +33,9 @@ struct QuantisedBlock {
 
 // Quantises one block of bf16 codes.
 QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uint16_t> codes);
+
+// A rank's partial sum of a token as its source adds it under a wire (xd_ep_wire): block by block
+// through codes and a scale, or unchanged with FLOAT32.
+std::vector<float> through_wire(xd_ep_wire wire, const std::vector<float>& sum);
 
 }  // namespace xd::test

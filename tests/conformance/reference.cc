@@ -1,8 +1,11 @@
 #include "conformance/reference.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
+
+#include "conformance/quantised.h"
 
 namespace xd::test {
 namespace {
@@ -197,6 +200,59 @@ std::uint32_t combined(const Routed& routed, const HostRanks& hosts, const Token
     add_rounded(sum, of_host);
   }
   return sum ? encode(*sum, format) : 0;
+}
+
+std::vector<float> partial_sum(const Routed& routed, const TokenOf& of, int rank,
+                               std::int64_t columns, const ElementAt& element,
+                               const WeightAt* weight) {
+  const Choices& choices = routed.choices(of.source);
+  std::vector<float> sum;
+  std::optional<std::int64_t> last;  // RANK_MAJOR: one row stands for several choices
+  for (int k = 0; k < choices.topk; ++k) {
+    const std::int64_t id = choices.id(of.token, k);
+    if (id < 0 || routed.owner(id) != rank) continue;
+    const std::optional<std::int64_t> row = routed.row_of(of.source, of.token, k);
+    if (!row || row == last) continue;
+    last = row;
+    const bool first = sum.empty();
+    sum.resize(static_cast<std::size_t>(columns));
+    for (std::int64_t column = 0; column < columns; ++column) {
+      float term = element(rank, *row, column);
+      if (weight) term = (*weight)(rank, *row) * term;
+      float& at = sum[static_cast<std::size_t>(column)];
+      at = first ? term : at + term;
+    }
+  }
+  return sum;
+}
+
+std::vector<std::uint32_t> combined_under(xd_ep_wire wire, const HostRanks& hosts,
+                                          std::int64_t columns, Format format,
+                                          const PartialSum& sum_of_rank) {
+  const auto code_of = [&](float value) {
+    const std::uint32_t infinity = format.max_finite() + 1;
+    return std::isnan(value) ? infinity | 1u << (format.mantissa_bits - 1) : encode(value, format);
+  };
+  const auto add = [](std::vector<float>& sum, const std::vector<float>& part) {
+    if (sum.empty()) {
+      sum = part;
+      return;
+    }
+    for (std::size_t c = 0; c < part.size(); ++c) sum[c] += part[c];
+  };
+  std::vector<float> sum;
+  for (const std::vector<int>& ranks : hosts) {
+    std::vector<float> of_host;
+    for (const int rank : ranks) add(of_host, through_wire(wire, sum_of_rank(rank)));
+    if (wire != XD_EP_WIRE_FLOAT32) {
+      for (float& value : of_host)
+        value = std::isnan(value) ? value : decode(code_of(value), format);
+    }
+    add(sum, of_host);
+  }
+  std::vector<std::uint32_t> codes(static_cast<std::size_t>(columns), 0);
+  for (std::size_t c = 0; c < sum.size(); ++c) codes[c] = code_of(sum[c]);
+  return codes;
 }
 
 }  // namespace xd::test

@@ -112,4 +112,16 @@ std::uint32_t combined(const Routed& routed, const HostRanks& hosts, const Token
                        std::int64_t column, Format format, const ElementAt& element,
                        const WeightAt* weight);
 
+// A rank's partial sum of a row in float32; empty where it has no rows of the token.
+using PartialSum = std::function<std::vector<float>(int rank)>;
+
+// A row of combine under a wire that is not SAME, out of the ranks' partial sums.
+std::vector<std::uint32_t> combined_under(xd_ep_wire wire, const HostRanks& hosts,
+                                          std::int64_t columns, Format format,
+                                          const PartialSum& sum_of_rank);
+// Partial sums of a token's rows.
+std::vector<float> partial_sum(const Routed& routed, const TokenOf& of, int rank,
+                               std::int64_t columns, const ElementAt& element,
+                               const WeightAt* weight);
+
 }  // namespace xd::test

@@ -37,6 +37,7 @@ Step::Step(const Rank& rank, const Case& c, xd_ep_group* group, int number)
   if (number % 2 == 1) {
     row_units_ = least + static_cast<int>(common_chance(1) %
                                           static_cast<std::uint64_t>(c.row_units - least + 1));
+    if (c.wire > XD_EP_WIRE_FLOAT32) row_units_ -= row_units_ % least;  // whole blocks
   }
 }
 

@@ -90,6 +90,7 @@ class Step {
   void expect_row_experts();
   void expect_dispatched(const Payload& payload, const Tensor& rows, const Tensor& scales) const;
   void combine_bwd_copied();
+  CodeAt under_wire(std::int64_t columns, const ElementAt& element, const WeightAt* weight) const;
   void expect_status(xd_ep_operation operation, xd_status called);
 
   const Rank& rank_;

@@ -1,6 +1,8 @@
 // Step: combine and combine_bwd.
 #include <gtest/gtest.h>
 
+#include <memory>
+
 #include "conformance/step.h"
 
 namespace xd::test {
@@ -25,6 +27,7 @@ void Step::combine() {
   args.expert_out = expert_out.dl();
   args.weights = weighted ? weights.dl() : nullptr;
   args.out = out.dl();
+  args.wire = case_.wire;
   const ElementAt value = [&](int rank, std::int64_t r, std::int64_t column) {
     return decode(code(rank, r, column), format);
   };
@@ -36,11 +39,31 @@ void Step::combine() {
       write_received(weights, weight_code);
     }
     expect_status(XD_EP_COMBINE, xd_ep_combine(group_, &args, rank_.stream()));
+    if (case_.wire != XD_EP_WIRE_SAME) {
+      return expect_tokens("out", out, under_wire(columns, value, weighted ? &weight_of : nullptr));
+    }
     expect_tokens("out", out, [&](auto t, auto column) {
       return combined(routed_, hosts, {me, static_cast<int>(t)}, column, format, value,
                       weighted ? &weight_of : nullptr);
     });
   });
+}
+
+// Tokens are asked for one after another, and a token's blocks are made at once.
+Step::CodeAt Step::under_wire(std::int64_t columns, const ElementAt& element,
+                              const WeightAt* weight) const {
+  const HostRanks hosts = ranks_by_host(rank_.hosts, case_.num_ranks);
+  const auto row = std::make_shared<std::pair<std::int64_t, std::vector<std::uint32_t>>>(-1, 0);
+  return [this, hosts, row, columns, element, weight](std::int64_t t, std::int64_t column) {
+    if (row->first != t) {
+      const TokenOf token{rank_.rank, static_cast<int>(t)};
+      row->first = t;
+      row->second = combined_under(
+          case_.wire, hosts, columns, format_of(case_.dtype),
+          [&](int rank) { return partial_sum(routed_, token, rank, columns, element, weight); });
+    }
+    return std::uint64_t{row->second[static_cast<std::size_t>(column)]};
+  };
 }
 
 void Step::combine_bwd() {

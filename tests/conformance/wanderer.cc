@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kLocalExperts = 8;
 constexpr int kTopk = 5;
-constexpr int kHidden = 64;
+constexpr int kHidden = 128;  // a block of a wire's codes
 
 using Codes = std::vector<std::uint32_t>;
 
@@ -127,8 +127,8 @@ struct Wanderer::Batch {
   Tensor out;
 };
 
-Wanderer::Wanderer(const Rank& rank, Way way, int num_sms)
-    : rank_(rank), way_(way), num_sms_(num_sms), num_experts_(rank.num_ranks * kLocalExperts) {
+Wanderer::Wanderer(const Rank& rank, Way way, Settings settings)
+    : rank_(rank), way_(way), settings_(settings), num_experts_(rank.num_ranks * kLocalExperts) {
   if (bulk()) {
     const xd_ep_config config = bulk_config();
     ok(xd_ep_recv_bound(&config, &rows_));
@@ -150,7 +150,8 @@ void Wanderer::fill(Config& config) const {
   config.max_tokens_per_rank = kMostTokens;
   config.hidden = kHidden;
   config.dtype = kF32;
-  config.num_sms = num_sms_;
+  config.num_sms = settings_.num_sms;
+  if (settings_.wire != XD_EP_WIRE_SAME) config.wire_formats = XD_EP_WIRE_BIT(settings_.wire);
 }
 
 xd_ep_config Wanderer::bulk_config() const {
@@ -262,6 +263,7 @@ void Wanderer::combine(Batch& batch) {
     args.expert_out = batch.rows.dl();
     args.topk_weights = per_rank() ? nullptr : batch.topk_weights.dl();
     args.out = batch.out.dl();
+    args.wire = settings_.wire;
     return ok(xd_ll_combine(slots_.get(), &args, rank_.stream()));
   }
   xd_ep_combine_args args = XD_EP_COMBINE_ARGS_INIT;
@@ -269,6 +271,7 @@ void Wanderer::combine(Batch& batch) {
   args.expert_out = batch.rows.dl();
   args.weights = per_rank() ? nullptr : batch.row_weights.dl();
   args.out = batch.out.dl();
+  args.wire = settings_.wire;
   ok(xd_ep_combine(bulk_.get(), &args, rank_.stream()));
 }
 
@@ -340,11 +343,16 @@ Codes Wanderer::expected(bool backwards) const {
   const WeightAt weight = [&](int rank, std::int64_t row) {
     return weight_of(routed.received(rank).rows[static_cast<std::size_t>(row)].k);
   };
+  const HostRanks hosts = ranks_by_host(rank_.hosts, rank_.num_ranks);
+  if (settings_.wire != XD_EP_WIRE_SAME) {
+    return combined_under(settings_.wire, hosts, kHidden, kFormatF32, [&](int rank) {
+      return partial_sum(routed, {0, 0}, rank, kHidden, element, per_rank() ? nullptr : &weight);
+    });
+  }
   Codes codes;
   for (std::int64_t column = 0; column < kHidden; ++column) {
-    codes.push_back(static_cast<std::uint32_t>(
-        combined(routed, ranks_by_host(rank_.hosts, rank_.num_ranks), {0, 0}, column, kFormatF32,
-                 element, per_rank() ? nullptr : &weight)));
+    codes.push_back(static_cast<std::uint32_t>(combined(routed, hosts, {0, 0}, column, kFormatF32,
+                                                        element, per_rank() ? nullptr : &weight)));
   }
   return codes;
 }

@@ -2,6 +2,8 @@
 // Its result must be the one that it has alone, in every bit.
 #pragma once
 
+#include <crossdock/quantise.h>
+
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -32,7 +34,11 @@ class Wanderer {
  public:
   static constexpr int kMostTokens = 1024;
 
-  Wanderer(const Rank& rank, Way way, int num_sms = 0);
+  struct Settings {
+    int num_sms = 0;
+    xd_ep_wire wire = XD_EP_WIRE_SAME;
+  };
+  Wanderer(const Rank& rank, Way way, Settings settings = {0, XD_EP_WIRE_SAME});
 
   // Dispatch, experts and combine of one batch; fails the test on the token's rank if its result
   // has other bits. Collective.
@@ -59,7 +65,7 @@ class Wanderer {
 
   const Rank& rank_;
   const Way way_;
-  const int num_sms_;
+  const Settings settings_;
   const int num_experts_;
   std::int64_t rows_ = 0;  // of receive tensors
   Buffer plan_;

@@ -144,13 +144,20 @@ class Routing:
         return received
 
     def combine(
-        self, rank: int, expert_out: list[np.ndarray], weights: list[np.ndarray] | None = None
+        self,
+        rank: int,
+        expert_out: list[np.ndarray],
+        weights: list[np.ndarray] | None = None,
+        wire: str = "same",
     ) -> np.ndarray:
-        """[T, H] sums over each of `rank`'s tokens' rows of all ranks' expert_out [R, H]."""
+        """[T, H] sums over each of `rank`'s tokens' rows of all ranks' expert_out [R, H].
+
+        `wire` is one of crossdock.EpGroup.combine: the form in which the ranks' sums cross.
+        """
         dtype = expert_out[0].dtype
-        out = np.zeros((len(self.topk_idx[rank]), expert_out[0].shape[1]), np.float32)
+        sums: dict[int, np.ndarray] = {}  # by token
         for destination in range(self.num_ranks):
-            partial = np.zeros_like(out)
+            partial: dict[int, np.ndarray] = {}
             rows = [
                 (row.choices, row.token, r)
                 for r, row in enumerate(self.rows(destination))
@@ -160,9 +167,17 @@ class Routing:
                 value = expert_out[destination][r].astype(np.float32)
                 if weights is not None:
                     value = value * np.float32(weights[destination][r])
-                partial[token] += value
-            out += partial.astype(dtype).astype(np.float32)
-        return out.astype(dtype)
+                partial[token] = partial[token] + value if token in partial else value
+            for token, value in partial.items():
+                if wire == "same":
+                    value = value.astype(dtype).astype(np.float32)
+                else:
+                    value = through_wire(value[None], wire)[0]
+                sums[token] = sums[token] + value if token in sums else value
+        out = np.zeros((len(self.topk_idx[rank]), expert_out[0].shape[1]), dtype)
+        for token, value in sums.items():
+            out[token] = value.astype(dtype)
+        return out
 
     def dispatch_bwd_weights(self, rank: int, grad_recv_weights: list[np.ndarray]) -> np.ndarray:
         """[T, K] float32: the gradient of each of `rank`'s choices; 0 without a row."""
@@ -193,6 +208,31 @@ class Routing:
         return products.sum(axis=1, dtype=np.float32)
 
 
+def through_wire(sums: np.ndarray, wire: str) -> np.ndarray:
+    """A rank's sums [T, H] of tokens as their sources add them: xd_ep_wire in quantise.h."""
+    if wire == "float32":
+        return sums
+    columns, least, dtype = QUANTISE_WAYS[wire]
+    blocks = sums.reshape(len(sums), -1, columns)
+    finite = np.isfinite(blocks)
+    largest = np.where(finite, np.abs(blocks), np.float32(0)).max(2, keepdims=True)
+    scales = block_scales(largest, least, powers=wire != "fp8_block128")
+    if dtype == "float32":
+        scales = np.where(largest == 0, np.float32(1), scales)
+    codes = np.clip(np.where(finite, blocks, 0) * (np.float32(1) / scales), -448, 448)
+    codes = codes.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return np.where(finite, codes * scales, np.float32("nan")).reshape(sums.shape)
+
+
+def block_scales(largest: np.ndarray, least: int, powers: bool) -> np.ndarray:
+    """The scale of each block, by its largest finite magnitude."""
+    if not powers:
+        return np.maximum(largest / np.float32(448), np.float32(2.0**least))
+    mantissa, exponent = np.frexp(largest.astype(np.float64) / 448)
+    exponent = np.maximum(exponent - (mantissa == 0.5), least)
+    return np.ldexp(np.float32(1), np.where(largest == 0, least, exponent))
+
+
 # By name: columns that share a scale, the least exponent of one, and its dtype.
 QUANTISE_WAYS = {
     "fp8_block128": (128, -126, "float32"),
@@ -203,16 +243,11 @@ QUANTISE_WAYS = {
 
 
 def quantised(rows: np.ndarray, name: str = "fp8_block128") -> tuple[np.ndarray, np.ndarray]:
-    """e4m3 elements and scales of finite bfloat16 rows: xd_ep_quantise in crossdock/ep.h."""
+    """e4m3 elements and scales of finite bfloat16 rows: xd_ep_quantise in quantise.h."""
     block, least, dtype = QUANTISE_WAYS[name]
     blocks = rows.astype(np.float32).reshape(len(rows), rows.shape[1] // block, block)
     largest = np.abs(blocks).max(2, keepdims=True)
-    if name == "fp8_block128":
-        scales = np.maximum(largest / np.float32(448), np.float32(2.0**least))
-    else:
-        mantissa, exponent = np.frexp(largest.astype(np.float64) / 448)
-        exponent = np.maximum(exponent - (mantissa == 0.5), least)
-        scales = np.ldexp(np.float32(1), np.where(largest == 0, least, exponent))
+    scales = block_scales(largest, least, powers=name != "fp8_block128")
     if dtype == "float32":
         scales = np.where(largest == 0, np.float32(1), scales)
     elements = np.clip(blocks * (np.float32(1) / scales), -448, 448)

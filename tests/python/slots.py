@@ -49,14 +49,18 @@ class SlotRouting(Routing):
         return (self.dispatch(rank, tokens) * factors).astype(tokens[rank].dtype)
 
     def sums(
-        self, rank: int, tokens: list[np.ndarray], topk_weights: list[np.ndarray] | None
+        self,
+        rank: int,
+        tokens: list[np.ndarray],
+        topk_weights: list[np.ndarray] | None,
+        wire: str = "same",
     ) -> np.ndarray:
         """[T,H] what combine makes of these results."""
         ranks = range(self.num_ranks)
         weights = None
         if topk_weights is not None:
             weights = [self.dispatch_weights(one, topk_weights) for one in ranks]
-        return self.combine(rank, [self.results(one, tokens) for one in ranks], weights)
+        return self.combine(rank, [self.results(one, tokens) for one in ranks], weights, wire)
 
 
 def factors(local_experts: int) -> np.ndarray:

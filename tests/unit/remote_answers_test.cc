@@ -9,7 +9,7 @@ using ep::RequestItem;
 using ep::cpu::RemoteAnswers;
 
 RequestItem answer(std::uint32_t token, std::uint32_t place) {
-  return {.token = token, .place = place, .host = 0, .unused = 0};
+  return {.token = token, .place = place, .host = 0, .form = 0};
 }
 
 // Three tokens with two, no and one answers, in the places 0 and 1, none, and 2.

@@ -10,6 +10,7 @@
 #include <span>
 #include <string_view>
 
+#include "ep/plan/wire_format.h"
 #include "unit/rows_reference.h"
 
 #if HWY_ARCH_X86
@@ -279,6 +280,140 @@ TEST_P(RowsOnTarget, DotMatchesTheDefinitionBitForBit) {
                 std::bit_cast<std::uint32_t>(ref::dot(p.format, a, b)))
           << p.name << " n = " << n;
     }
+  }
+}
+
+// Random terms of a sum under a wire, with the rows that they are of.
+struct WireSum {
+  WireSum(const Payload& p, std::size_t n, std::mt19937& random) : payload(p), columns(n) {
+    for (int count = 1 + static_cast<int>(random() % 4); count > 0; --count) {
+      for (int more = 1 + static_cast<int>(random() % 3); more > 0; --more) {
+        codes.push_back(random_codes(p, n, random));
+        rows.emplace_back(p, codes.back());
+        weights.push_back(std::normal_distribution<float>(0.0f, 1.0f)(random));
+      }
+      ends.push_back(static_cast<int>(codes.size()));
+    }
+    if (random() % 2 == 0) weights.clear();
+    const int partials = static_cast<int>(ends.size());
+    if (partials > 1 && random() % 2 == 0) {
+      hosts = {1 + static_cast<int>(random() % static_cast<unsigned>(partials - 1)), partials};
+    }
+  }
+
+  // Partial p of the definition.
+  std::vector<float> partial(std::size_t p) const {
+    std::vector<float> sum(columns);
+    const auto first = static_cast<std::size_t>(p == 0 ? 0 : ends[p - 1]);
+    for (std::size_t r = first; r < static_cast<std::size_t>(ends[p]); ++r) {
+      for (std::size_t i = 0; i < columns; ++i) {
+        const double x = ref::decode(codes[r][i], payload.format);
+        const double term = weights.empty() ? x : ref::mul(x, weights[r]);
+        sum[i] = static_cast<float>(r == first ? term : ref::add(sum[i], term));
+      }
+    }
+    return sum;
+  }
+  std::vector<std::uint32_t> expected(xd_ep_wire wire) const {
+    std::vector<std::uint32_t> result;
+    std::vector<std::vector<float>> arrived;
+    for (std::size_t p = 0; p < ends.size(); ++p) {
+      arrived.push_back(xd::test::through_wire(wire, partial(p)));
+    }
+    const std::vector<int> of_hosts =
+        hosts.empty() ? std::vector{static_cast<int>(ends.size())} : hosts;
+    for (std::size_t i = 0; i < columns; ++i) {
+      double total = 0;
+      std::size_t p = 0;
+      for (std::size_t host = 0; host < of_hosts.size(); ++host) {
+        double of_host = arrived[p++][i];
+        for (; p < static_cast<std::size_t>(of_hosts[host]); ++p) {
+          of_host = ref::add(of_host, arrived[p][i]);
+        }
+        if (of_hosts.size() > 1 && wire != XD_EP_WIRE_FLOAT32) {
+          of_host = ref::decode(ref::encode(of_host, payload.format), payload.format);
+        }
+        total = host == 0 ? of_host : ref::add(total, of_host);
+      }
+      result.push_back(ref::encode(total, payload.format));
+    }
+    return result;
+  }
+
+  const Payload& payload;
+  std::size_t columns;
+  std::vector<std::vector<std::uint32_t>> codes;
+  std::vector<Row> rows;
+  std::vector<float> weights;
+  std::vector<int> ends, hosts;
+};
+
+// Each partial is given as rows, or in the wire's form as another rank would send it.
+void expect_sum(WireSum& sum, xd_ep_wire wire, std::mt19937& random) {
+  const xd::ep::WireFormat format = xd::ep::wire_format(wire);
+  const std::size_t bytes = sum.payload.bytes();
+  std::vector<const void*> rows;
+  std::vector<float> weights;
+  std::vector<int> ends;
+  std::vector<xd::rows::PartialForm> forms;
+  std::vector<Row> sent;
+  sent.reserve(sum.ends.size());
+  int first = 0;
+  for (const int end : sum.ends) {
+    std::vector<const void*> own;
+    for (int r = first; r < end; ++r) own.push_back(sum.rows[static_cast<std::size_t>(r)].data());
+    const bool coded = random() % 2 == 0;
+    if (coded) {
+      const auto of_wire =
+          static_cast<std::size_t>(format.row_bytes(sum.columns, sum.columns * bytes));
+      const int count = end - first;
+      constexpr auto kRows = xd::rows::PartialForm::rows;
+      Row& row = sent.emplace_back(of_wire);
+      xd::rows::encode_wire(
+          sum.payload.type, format, row.data(),
+          {{own.data(), sum.weights.empty() ? nullptr : sum.weights.data() + first, &count, 1},
+           &kRows},
+          sum.columns);
+      ASSERT_TRUE(row.guards_intact());
+      own = {row.data()};
+    }
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      rows.push_back(own[i]);
+      weights.push_back(
+          sum.weights.empty() || coded ? 1.0f : sum.weights[static_cast<std::size_t>(first) + i]);
+    }
+    forms.push_back(coded ? xd::rows::PartialForm::wire : xd::rows::PartialForm::rows);
+    ends.push_back(static_cast<int>(rows.size()));
+    first = end;
+  }
+  Row out(sum.columns * bytes);
+  xd::rows::sum_wire(sum.payload.type, format, out.data(),
+                     {{.rows = rows.data(),
+                       .weights = sum.weights.empty() ? nullptr : weights.data(),
+                       .partial_ends = ends.data(),
+                       .num_partials = static_cast<int>(ends.size()),
+                       .host_ends = sum.hosts.empty() ? nullptr : sum.hosts.data(),
+                       .num_hosts = static_cast<int>(sum.hosts.size())},
+                      forms.data()},
+                     sum.columns);
+  EXPECT_TRUE(out.guards_intact());
+  const std::vector<std::uint32_t> want = sum.expected(wire);
+  for (std::size_t i = 0; i < sum.columns; ++i) {
+    ASSERT_EQ(out.code(sum.payload, i), want[i])
+        << sum.payload.name << ", wire " << wire << ", column " << i;
+  }
+}
+
+TEST_P(RowsOnTarget, SumsUnderAWireMatchTheDefinition) {
+  std::mt19937 random(8);
+  for (int round = 0; round < 400; ++round) {
+    const Payload& p = kPayloads[random() % 3];
+    const auto wire = static_cast<xd_ep_wire>(1 + random() % 4);
+    const std::size_t columns =
+        wire == XD_EP_WIRE_FLOAT32 ? p.granule() * (1 + random() % 70) : 128 * (1 + random() % 3);
+    WireSum sum(p, columns, random);
+    expect_sum(sum, wire, random);
+    if (HasFatalFailure()) return;
   }
 }
 

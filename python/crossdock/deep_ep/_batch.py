@@ -19,6 +19,7 @@ from crossdock.torch._calls import described, is_capturing
 from ._agreement import Request, text_of
 from ._memory import set_bytes
 from ._session import Session
+from ._wire import formats_on
 
 # The operations of few tokens, by those of many.
 _LOW_LATENCY = {
@@ -103,6 +104,7 @@ def _new_group(session: Session, sizes: Sizes) -> tuple[_Group, _ANY]:
         "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
         "num_sms": sizes.num_sms[comm.rank],
         "alignment": sizes.zones,
+        "wire_formats": formats_on(session.device),
     }
     if sizes.few:
         config |= {

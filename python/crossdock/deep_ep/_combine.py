@@ -53,6 +53,7 @@ def combine(
     pieces: int,
     events: tuple[EventOverlap | None, bool],
     wide: bool = False,
+    wire: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
     """Sums rows, and weights if they are given, in turns of the group. Nothing waits for the host.
 
@@ -62,6 +63,7 @@ def combine(
     Args:
         events: previous_event, async_finish.
         wide: whether rows travel as float32 in any case.
+        wire: of bfloat16 rows that come without weights, which are gradients, and without bias.
     """
     with StreamWork(routing.batch.session, *events) as work:
         with work.allocating():
@@ -77,7 +79,8 @@ def combine(
             with work.running():
                 _sum_wide(work, routing, x, bias, pieces, out, home)
         else:
-            _sum(work, routing, x, out, home)
+            plain = topk_weights is None and x.dtype == torch.bfloat16
+            _sum(work, routing, x, out, home, wire if plain else 0)
         if not home and topk_weights is not None and weights is not None:
             bring = weights_home if routing.by_expert else _sum_weights
             bring(work, routing, topk_weights, weights)
@@ -91,6 +94,7 @@ def _sum(
     rows: torch.Tensor,
     out: torch.Tensor,
     home: dict[str, torch.Tensor | None] | None = None,
+    wire: int = 0,
 ) -> None:
     """out = the ranks' sum of each token's rows; weights go home with them."""
     fields: dict[str, object] = {"plan": routing.plan, "stream": work.stream()}
@@ -98,7 +102,7 @@ def _sum(
         fields |= {"grad_recv_tokens": rows, "grad_tokens": out, **home}
         routing.batch.run("dispatch_bwd", fields)
         return
-    fields["expert_out"], fields["out"] = rows, out
+    fields |= {"expert_out": rows, "out": out, "wire": wire}
     routing.batch.run("combine", fields)
 
 

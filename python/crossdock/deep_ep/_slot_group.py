@@ -16,6 +16,7 @@ from crossdock.errors import CrossdockError, PeerLost, from_status
 from crossdock.torch._calls import capture_id, current_stream, described, is_capturing, spec
 
 from ._session import Session
+from ._wire import formats_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class SlotGroup:
     """
 
     def __init__(self, session: Session, shape: Shape) -> None:
-        comm, sizes = session.comm, shape.sizes(session.shrink)
+        comm = session.comm
+        sizes = shape.sizes(session.shrink) | {"wire_formats": formats_on(session.device)}
         self.session = session
         self.shape = shape
         self.device = session.device

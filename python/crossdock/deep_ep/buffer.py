@@ -33,6 +33,7 @@ from ._low_latency_calls import LowLatencyCalls
 from ._plain import plain
 from ._session import AllGather, Session
 from ._stream_work import StreamWork
+from ._wire import first_wire, number_of_wire
 from .utils import EventHandle, EventOverlap
 
 if TYPE_CHECKING:
@@ -86,6 +87,13 @@ class Buffer(LowLatencyCalls):
 
     Attributes:
         num_sms: of the class: multiprocessors that operations without a ``config`` may use.
+        combine_wire: of the class: the form in which each rank's sum of a token's rows crosses in
+            `combine` without `topk_weights` and `bias`, and in `low_latency_combine`, of bfloat16
+            rows: ``"same"``: bfloat16; ``"fp8"`` (or ``"fp8_block128"``), ``"fp8_block128_pow2"``,
+            ``"fp8_block128_e8m0"``: as `crossdock.torch.combine` has them, hidden a multiple of
+            128; ``"logfmt"``: "fp8" in calls with ``use_logfmt=True``, and "same" in all others.
+            Equal on all ranks. The environment's XD_DEEP_EP_COMBINE_WIRE is what it begins with;
+            on GPUs there is only "same" so far, and any other raises ValueError.
         rank, group_size: the place of this rank.
         num_rdma_ranks: hosts of the ranks.
         group, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink:
@@ -98,6 +106,7 @@ class Buffer(LowLatencyCalls):
     """
 
     num_sms: int = 20
+    combine_wire: str = first_wire()
 
     def __init__(
         self,
@@ -533,6 +542,7 @@ class Buffer(LowLatencyCalls):
         with routing.batch.turns(*turns):
             checks.events(*events)
             checks.num_sms(config, Buffer.num_sms)
+            wire = number_of_wire(Buffer.combine_wire, session.device)
             read_results(checks, x, num_rows, row_bytes, pieces)
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:
@@ -546,7 +556,7 @@ class Buffer(LowLatencyCalls):
             if padding is not None:
                 x = padding.without(x)
                 topk_weights = None if topk_weights is None else padding.without(topk_weights)
-            return combine(x, routing, topk_weights, biases, pieces, events[:2], wide)
+            return combine(x, routing, topk_weights, biases, pieces, events[:2], wide, wire)
 
     def _known(self, handle: Any) -> Routing:
         """The routing of the handle, if it is one of this Buffer's or of another like it."""

@@ -102,6 +102,7 @@ _DISPATCH_RESULTS = ("recv_tokens", "recv_scales", "recv_weights", "recv_topk_id
 def combine(
     group: EpGroup,
     shape: tuple[int, ...],
+    wire: int,
     plan: Array,
     expert_out: Array,
     weights: Array | None,
@@ -113,7 +114,7 @@ def combine(
     if weights is not None:
         inputs["weights"] = weights
     outputs: _Results = {"out": ((math.prod(shape), hidden), expert_out.dtype)}
-    out, order = _call("combine", group, inputs, outputs, order)
+    out, order = _call("combine", group, inputs, outputs, order, wire=wire)
     return out.reshape(*shape, hidden), order
 
 
@@ -237,6 +238,7 @@ def ll_combine(
     phase: int,
     columns: int,
     dtype: Any,
+    wire: int,
     plan: Array,
     expert_out: Array | None,
     topk_weights: Array | None,
@@ -249,9 +251,9 @@ def ll_combine(
     if topk_weights is not None:
         inputs["topk_weights"] = _rows(topk_weights)
     if phase == _SEND:
-        return _call_ll("combine", group, inputs, {}, order, phase=phase)
+        return _call_ll("combine", group, inputs, {}, order, phase=phase, wire=wire)
     outputs: _Results = {"out": ((math.prod(shape), columns), dtype)}
-    out, order = _call_ll("combine", group, inputs, outputs, order, phase=phase)
+    out, order = _call_ll("combine", group, inputs, outputs, order, phase=phase, wire=wire)
     return out.reshape(*shape, columns), order
 
 
@@ -306,6 +308,7 @@ def _call(
     names: tuple[str, ...] = (),
     alignment: int = 0,
     way: QuantiseWay | None = None,
+    wire: int = 0,
 ) -> tuple[Any, ...]:
     """Runs one operation of ``crossdock/ep.h``.
 
@@ -313,11 +316,13 @@ def _call(
         inputs, outputs, names: as of `_run`.
         alignment: of the plan that prepare makes.
         way: in which rows are quantised.
+        wire: of combine, the library's number.
     """
     arrays = uniform(*inputs.values(), order)
     if operation.endswith("_bwd"):
         arrays = first_order_only(f"ep_{operation}", arrays)
-    numbers = {"quantise": 0 if way is None else way.code, "alignment": alignment}
+    code = 0 if way is None else way.code
+    numbers = {"quantise": code, "alignment": alignment, "wire": wire}
     return _run(f"crossdock_ep_{operation}", group, (inputs, arrays), outputs, names, numbers)
 
 
@@ -332,6 +337,7 @@ def _call_ll(
     max_tokens: int = 0,
     phase: int = 0,
     mask: tuple[int, bool] = (-1, False),
+    wire: int = 0,
 ) -> tuple[Any, ...]:
     """Runs one operation of ``crossdock/low_latency.h``.
 
@@ -341,10 +347,12 @@ def _call_ll(
         max_tokens: of a rank in a dispatch without slots.
         phase: one of ``constants.PHASES``.
         mask: a rank, and whether it is to be masked.
+        wire: of combine, the library's number.
     """
     arrays = uniform(*inputs.values(), order)
     numbers = {
         "quantise": 0 if way is None else way.code,
+        "wire": wire,
         "max_tokens": max_tokens,
         "phase": phase,
         "rank": mask[0],

@@ -25,6 +25,7 @@ from crossdock._config import (
 from crossdock._dtypes import pack
 from crossdock._experts import ranks_of_experts
 from crossdock._quantise import widest_scale_bytes
+from crossdock._wire import Wire, wire_formats
 
 __all__ = ["AnyConfig", "EpConfig", "LowLatencyConfig"]
 
@@ -44,6 +45,7 @@ class _Sizes:
     on_error: OnError = "status"
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
+    wire_formats: Sequence[Wire] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -54,6 +56,8 @@ class _Sizes:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
         object.__setattr__(self, "expert_ranks", ranks)
+        wire_formats(self.wire_formats)
+        object.__setattr__(self, "wire_formats", tuple(self.wire_formats))
 
     def sizes(self, num_ranks: int) -> dict[str, Any]:
         """The fields of ``xd_ep_config``, or ``xd_ll_config``.
@@ -79,6 +83,7 @@ class _Sizes:
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del found["expert_ranks"]
         words = {name: number_of(name, word) for name, word in found.items() if name in WORDS}
+        words["wire_formats"] = wire_formats(self.wire_formats)
         return {**found, **words, "dtype": pack(self.dtype)}
 
 
@@ -115,6 +120,7 @@ class EpConfig(_Sizes):
             all ranks. None = in order. A rank's local experts are its own in ascending order.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines; see ``crossdock.EpConfig``.
+        wire_formats: the wires that calls of combine may name beside "same"; on GPUs none so far.
     """
 
     layout: Layout = "expert_major"
@@ -160,7 +166,7 @@ class LowLatencyConfig(_Sizes):
     """Sizes of one kind of traffic of few tokens, for `ll_dispatch`; hashable.
 
     Attributes:
-        num_experts, max_topk, expert_ranks: as of `EpConfig`.
+        num_experts, max_topk, expert_ranks, wire_formats: as of `EpConfig`.
         max_tokens_per_rank: largest number of tokens of a rank, up to 1024.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         dtype: widest payload: bfloat16, float16 or float32.

@@ -13,6 +13,7 @@ import numpy as np
 
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 
 from . import _calls
 from ._config import LowLatencyConfig
@@ -99,6 +100,7 @@ class _Kind(NamedTuple):
     dtype: Any
     way: QuantiseWay | None = None
     weighted: bool = False
+    wire: int = 0
 
     @property
     def batch(self) -> tuple[int, int, bool]:
@@ -203,7 +205,12 @@ def ll_dispatch_receive(sent: SentDispatch, *, after: _After = None) -> Slots:
 
 
 def ll_combine(
-    plan: SlotPlan, expert_out: Array, topk_weights: Array | None = None, *, after: _After = None
+    plan: SlotPlan,
+    expert_out: Array,
+    topk_weights: Array | None = None,
+    *,
+    wire: Wire = "same",
+    after: _After = None,
 ) -> tuple[Array, SlotPlan]:
     """Brings the experts' results back and sums them per token. Collective, without derivative.
 
@@ -215,22 +222,28 @@ def ll_combine(
             Without slots ``[N, H]``, of which padding is not read.
         topk_weights: ``[..., K]`` float32, in place of those that dispatch had; without either a
             row counts once. Not where rows came by rank.
+        wire: the form in which sums cross, as of `ep_combine`, with the same bits.
         after: as of `ll_dispatch`.
 
     Returns:
         ``[..., H]`` with the leading dimensions of topk_idx, zero for a token without rows; and the
         plan for what comes after.
     """
-    kind, arrays = _read_combine(plan, expert_out, topk_weights, after)
+    kind, arrays = _read_combine(plan, expert_out, topk_weights, wire, after)
     out, order = _combine(kind, _BOTH, *arrays)
     return out, dataclasses.replace(plan, order=order)
 
 
 def ll_combine_send(
-    plan: SlotPlan, expert_out: Array, topk_weights: Array | None = None, *, after: _After = None
+    plan: SlotPlan,
+    expert_out: Array,
+    topk_weights: Array | None = None,
+    *,
+    wire: Wire = "same",
+    after: _After = None,
 ) -> SentCombine:
     """The first half of `ll_combine`, which sends; `ll_combine_receive` is the second."""
-    kind, arrays = _read_combine(plan, expert_out, topk_weights, after)
+    kind, arrays = _read_combine(plan, expert_out, topk_weights, wire, after)
     (order,) = _combine(kind, _SEND, *arrays)
     return SentCombine(dataclasses.replace(plan, order=order), kind)
 
@@ -269,7 +282,7 @@ def _combine(
     topk_weights: Array | None,
     order: Array,
 ) -> tuple[Any, ...]:
-    static = (kind.shape, phase, kind.columns, kind.dtype)
+    static = (kind.shape, phase, kind.columns, kind.dtype, kind.wire)
     run = on_ranks(_calls.ll_combine, kind.group, *static)
     return run(*_calls.uniform(plan, expert_out, topk_weights, order))
 
@@ -334,7 +347,7 @@ def _read_dispatch(
 
 
 def _read_combine(
-    plan: SlotPlan, expert_out: Array, topk_weights: Array | None, after: _After
+    plan: SlotPlan, expert_out: Array, topk_weights: Array | None, wire: Wire, after: _After
 ) -> tuple[_Kind, tuple[Array | None, ...]]:
     """The static part of a combine, and its arrays with the order."""
     if not isinstance(plan, SlotPlan):
@@ -355,7 +368,8 @@ def _read_combine(
             "topk_weights: expected None, as rows came by rank: the caller sums a token's experts"
         )
     topk_weights = _read_weights(group, topk_weights, plan.shape, plan.topk)
-    kind = _Kind(group, plan.shape, plan.topk, expert_out.shape[-1], expert_out.dtype)
+    rows = (expert_out.shape[-1], expert_out.dtype)
+    kind = _Kind(group, plan.shape, plan.topk, *rows, wire=wire_number(wire))
     return kind, (plan.data, expert_out, topk_weights, _behind(group, plan.order, after))
 
 

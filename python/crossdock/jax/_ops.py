@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 
 from . import _calls
 from ._config import AnyConfig, EpConfig
@@ -184,7 +185,7 @@ def ep_dispatch(
 
 
 def ep_combine(
-    plan: EpPlan, expert_out: Array, weights: Array | None = None
+    plan: EpPlan, expert_out: Array, weights: Array | None = None, *, wire: Wire = "same"
 ) -> tuple[Array, EpPlan]:
     """Brings the experts' results back and sums them per token. Collective, differentiable.
 
@@ -195,6 +196,12 @@ def ep_combine(
         expert_out: ``[R, H]`` bfloat16, float16 or float32, a result for each received row.
         weights: ``[R]`` float32, usually ``Dispatched.weights``: the sum is weighted. expert_major
             only: in rank_major a row stands for several experts, whose results are summed already.
+        wire: the form in which each rank's sum of a token's rows crosses, one of the config's
+            ``wire_formats``: ``"same"``: rounded to the dtype of expert_out; ``"float32"``: not
+            rounded; ``"fp8"``, which is ``"fp8_block128"``, ``"fp8_block128_pow2"`` or
+            ``"fp8_block128_e8m0"``: as float8_e4m3fn with a scale per 128 columns, H a multiple of
+            them. ``crossdock/quantise.h`` (xd_ep_wire) defines every bit. The gradient is
+            straight-through: that of "same", and its rows are not quantised.
 
     Returns:
         ``[..., H]`` with the leading dimensions of topk_idx, zero for a token without rows; and the
@@ -226,8 +233,9 @@ def ep_combine(
                 f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
             )
     arrays = _calls.uniform(plan.data, expert_out, weights, plan.order)
+    number = wire_number(wire)
     with refuse_forward_mode("ep_combine"):
-        out, order = _combine(site, *arrays)
+        out, order = _combine(site, number, *arrays)
     return out, plan.after(order)
 
 
@@ -289,20 +297,21 @@ def _dispatch_bwd(site, way, saved, grads):
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _combine(
-    site: _Site, plan: Array, expert_out: Array, weights: Array | None, order: Array
+    site: _Site, wire: int, plan: Array, expert_out: Array, weights: Array | None, order: Array
 ) -> tuple[Array, Array]:
-    return on_ranks(_calls.combine, site.group, site.shape)(plan, expert_out, weights, order)
+    run = on_ranks(_calls.combine, site.group, site.shape, wire)
+    return run(plan, expert_out, weights, order)
 
 
-def _combine_fwd(site, plan, expert_out, weights, order):
-    out, done = _combine(site, plan, expert_out, weights, order)
+def _combine_fwd(site, wire, plan, expert_out, weights, order):
+    out, done = _combine(site, wire, plan, expert_out, weights, order)
     rows = None if weights is None else expert_out
     return (out, done), (plan, rows, weights, kept(done, order))
 
 
-def _combine_bwd(site, saved, grads):
+def _combine_bwd(site, wire, saved, grads):
     plan, expert_out, weights, order = saved
     grad_out, grad_order = grads
     backward = on_ranks(_calls.combine_bwd, site.group)

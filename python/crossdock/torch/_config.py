@@ -10,6 +10,7 @@ from typing import Any
 from crossdock import _core
 from crossdock._config import fail_group, number_of
 from crossdock._experts import ranks_of_experts
+from crossdock._wire import wire_formats
 
 from ._calls import DTYPE_CODES, PAYLOADS
 
@@ -57,6 +58,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "wait_timeout_ms": _number,
     "receive": number_of,
     "net_buffer_bytes": functools.partial(_number, least=0),
+    "wire_formats": lambda _, given: wire_formats(given),
     _OWN: functools.partial(_number, least=0),
 }
 

@@ -375,7 +375,7 @@ def _dispatch_bwd_shapes(plan, grad_recv_tokens, grad_recv_weights, order, group
 
 @operator(
     "combine(Tensor plan, Tensor expert_out, Tensor? weights, Tensor order, int group, "
-    "SymInt num_tokens) -> (Tensor, Tensor)"
+    "SymInt num_tokens, int wire=0) -> (Tensor, Tensor)"
 )
 def _combine(
     plan: Tensor,
@@ -384,6 +384,7 @@ def _combine(
     order: Tensor | None,
     group: int,
     num_tokens: int,
+    wire: int = 0,
     portion: Portion = WHOLE,
 ) -> tuple[Tensor | None, ...]:
     """-> out, order. The operator has no `portion`: see _parts.py."""
@@ -398,12 +399,12 @@ def _combine(
     made = portion.outputs(ep, operation, outputs) or _outputs.make(outputs, ep.comm.pool, plan)
     order = _next(order)
     given = {"plan": plan, "expert_out": as_rows(expert_out), "weights": as_packed(weights), **made}
-    _calls.run(ep.core, "combine", plan, given, **portion.fields())
+    _calls.run(ep.core, "combine", plan, given, wire=wire, **portion.fields())
     return (*made.values(), order)
 
 
 @shapes("combine")
-def _combine_shapes(plan, expert_out, weights, order, group, num_tokens):
+def _combine_shapes(plan, expert_out, weights, order, group, num_tokens, wire=0):
     return _outputs.traced(_outputs.combine(expert_out, num_tokens), order)
 
 

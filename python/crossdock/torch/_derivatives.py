@@ -122,9 +122,10 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, expert_out, weights, order, group, num_tokens):
+    def forward(ctx, plan, expert_out, weights, order, group, num_tokens, wire=0):
+        given = (plan, expert_out, weights, order, group, num_tokens, wire)
         with below_autograd():
-            outputs = _OPS.combine.default(plan, expert_out, weights, order, group, num_tokens)
+            outputs = _OPS.combine.default(*given)
         ctx.group = group_of(group)
         ctx.rows = expert_out.shape[0]
         weights_need = ctx.needs_input_grad[2]

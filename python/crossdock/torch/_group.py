@@ -16,6 +16,7 @@ from crossdock import _core
 from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
+from crossdock._wire import Wire
 from crossdock.errors import InvalidArgument
 
 from ._comm import Comm, default_comm
@@ -149,6 +150,7 @@ class EpGroup(Membership):
         symmetric_tensors: int = 4,
         expert_ranks: Sequence[int] | None = None,
         net_buffer_bytes: int = 0,
+        wire_formats: Sequence[Wire] = (),
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -185,6 +187,8 @@ class EpGroup(Membership):
                 an expert are experts of their own, among which your router chooses.
             net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows
                 to and from other machines; see ``crossdock.EpConfig``.
+            wire_formats: the wires that calls of `combine` may name beside "same"; on GPUs none so
+                far.
             comm: None = the default communicator.
 
         Raises:
@@ -214,6 +218,7 @@ class EpGroup(Membership):
             symmetric_tensors=symmetric_tensors,
             expert_ranks=expert_ranks,
             net_buffer_bytes=net_buffer_bytes,
+            wire_formats=wire_formats,
         )
         self.num_experts = num_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]

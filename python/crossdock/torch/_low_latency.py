@@ -15,6 +15,7 @@ from crossdock._config import DuplicateIds, OnError, PeerLoss, Receive
 from crossdock._core import as_dlpack
 from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire
 from crossdock.errors import InvalidArgument
 
 from ._calls import DTYPE_CODES, E8M0, current_stream, spec
@@ -140,6 +141,7 @@ class LowLatencyGroup(Membership):
         receive: Receive = "slots",
         alignment: int = 1,
         expert_ranks: Sequence[int] | None = None,
+        wire_formats: Sequence[Wire] = (),
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking. Equal on all ranks but for `num_sms`.
@@ -162,7 +164,7 @@ class LowLatencyGroup(Membership):
                 without gaps, ``"by_expert"`` as layout "expert_major" of `EpGroup` has them,
                 ``"by_rank"`` as "rank_major".
             alignment: "by_expert": of zones, in rows, a power of two; padding rows are zero.
-            expert_ranks: as of `EpGroup`.
+            expert_ranks, wire_formats: as of `EpGroup`.
             comm: None = the default communicator.
 
         Raises:
@@ -189,6 +191,7 @@ class LowLatencyGroup(Membership):
             receive=receive,
             alignment=alignment,
             expert_ranks=expert_ranks,
+            wire_formats=wire_formats,
         )
         self.num_experts = num_experts
         self.max_topk = max_topk

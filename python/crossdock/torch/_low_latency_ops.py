@@ -16,6 +16,7 @@ from crossdock._comm import number_of_32_bits
 from crossdock._core import constants
 from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls
@@ -108,7 +109,7 @@ def _dispatch(
 
 @_operator(
     "ll_combine(Tensor plan, Tensor? expert_out, Tensor? topk_weights, Tensor(a!)? out, "
-    "Tensor(b!)? wait_ns, Tensor(c!) order, int group, int phase) -> ()"
+    "Tensor(b!)? wait_ns, Tensor(c!) order, int group, int phase, int wire=0) -> ()"
 )
 def _combine(
     plan: Tensor,
@@ -119,6 +120,7 @@ def _combine(
     order: Tensor,
     group: int,
     phase: int,
+    wire: int = 0,
 ) -> None:
     given = {
         "plan": plan,
@@ -127,7 +129,7 @@ def _combine(
         "out": out,
         "wait_ns": wait_ns,
     }
-    _run(group, constants.LL_COMBINE, given, phase=phase)
+    _run(group, constants.LL_COMBINE, given, phase=phase, wire=wire)
 
 
 def _run(group: int, operation: int, tensors: dict[str, Tensor | None], **numbers: int) -> None:
@@ -243,8 +245,9 @@ class SentDispatch:
 class SentCombine:
     """The results that `ll_combine_send` has sent; `receive` sums those that have come."""
 
-    def __init__(self, plan: SlotPlan, expert_out: Tensor) -> None:
+    def __init__(self, plan: SlotPlan, expert_out: Tensor, wire: int) -> None:
         self._plan = plan
+        self._wire = wire
         self._hidden = expert_out.shape[-1]
         self._dtype = expert_out.dtype
         self._half = Half()
@@ -256,7 +259,7 @@ class SentCombine:
         out = _sums(plan, self._hidden, self._dtype) if out is None else out
         group.require_tensors(None, out=out, wait_ns=wait_ns)
         group.combine_halves.take(self._half)
-        _call_combine(plan, None, None, out, wait_ns, _RECEIVE)
+        _call_combine(plan, None, None, out, wait_ns, _RECEIVE, self._wire)
         _tell_graphs(None, out, wait_ns)
         return out
 
@@ -351,6 +354,7 @@ def ll_combine(
     expert_out: Tensor,
     topk_weights: Tensor | None = None,
     *,
+    wire: Wire = "same",
     wait_ns: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -365,6 +369,7 @@ def ll_combine(
             many rows as came, or more.
         topk_weights: ``[T, K]`` float32, in place of those that `ll_dispatch` had; without either a
             row counts once. On all ranks or on none. Not where rows came by rank.
+        wire: the form in which sums cross, as of `combine`, with the same bits.
         wait_ns: as of `ll_dispatch`.
         out: ``[T, H]`` to write; None = a new one.
 
@@ -375,19 +380,24 @@ def ll_combine(
         As `ll_dispatch`.
     """
     _require_results(plan, expert_out, topk_weights)
+    number = _wire(plan, wire)
     try:
         out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
     except RuntimeError as error:  # no memory
         plan.group.refuse(constants.LL_COMBINE, type(error), str(error))
     if not (plan.group.has(out) and plan.group.has_or_none(wait_ns)):
         plan.group.require_tensors(constants.LL_COMBINE, out=out, wait_ns=wait_ns)
-    _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH)
+    _call_combine(plan, expert_out, topk_weights, out, wait_ns, _BOTH, number)
     _tell_graphs(None, out, wait_ns)
     return out
 
 
 def ll_combine_send(
-    plan: SlotPlan, expert_out: Tensor, topk_weights: Tensor | None = None
+    plan: SlotPlan,
+    expert_out: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    wire: Wire = "same",
 ) -> SentCombine:
     """The first half of `ll_combine`: sends, and has read its arguments when it ends.
 
@@ -395,8 +405,9 @@ def ll_combine_send(
     between their halves.
     """
     _require_results(plan, expert_out, topk_weights)
-    _call_combine(plan, expert_out, topk_weights, None, None, _SEND)
-    sent = SentCombine(plan, expert_out)
+    number = _wire(plan, wire)
+    _call_combine(plan, expert_out, topk_weights, None, None, _SEND, number)
+    sent = SentCombine(plan, expert_out, number)
     _add_half(plan.group, plan.group.combine_halves, sent._half)
     return sent
 
@@ -548,10 +559,19 @@ def _call_combine(
     out: Tensor | None,
     wait_ns: Tensor | None,
     phase: int,
+    wire: int,
 ) -> None:
     group = plan.group
     given = (plan.data, expert_out, topk_weights, out, wait_ns)
-    _call("ll_combine", group, *given, group.order, group.handle, phase)
+    _call("ll_combine", group, *given, group.order, group.handle, phase, wire)
+
+
+def _wire(plan: SlotPlan, wire: Wire) -> int:
+    """The number of a wire; the peers hear of one that does not exist."""
+    try:
+        return wire_number(wire)
+    except ValueError as error:
+        plan.group.refuse(constants.LL_COMBINE, ValueError, str(error))
 
 
 def _call(name: str, group: LowLatencyGroup, *args: Any) -> None:

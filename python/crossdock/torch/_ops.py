@@ -8,6 +8,7 @@ import torch
 
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_number
 
 from ._calls import is_capturing
 from ._derivatives import call, requires_grad
@@ -132,6 +133,7 @@ def combine(
     expert_out: torch.Tensor,
     weights: torch.Tensor | None = None,
     *,
+    wire: Wire = "same",
     part: int = 0,
     num_sms: int = 0,
     out: torch.Tensor | None = None,
@@ -147,6 +149,13 @@ def combine(
             `dispatch` gave. In symmetric memory (`empty_symmetric`) it is read in place.
         weights: float32 ``[R]``, usually ``Dispatched.weights``: the sum is weighted. expert_major
             only: in rank_major a row stands for several experts, whose results are summed already.
+        wire: the form in which each rank's sum of a token's rows crosses, one of the group's
+            ``wire_formats``: ``"same"``: rounded to the dtype of expert_out; ``"float32"``: not
+            rounded; ``"fp8"``, which is ``"fp8_block128"``, ``"fp8_block128_pow2"`` or
+            ``"fp8_block128_e8m0"``: as float8_e4m3fn with a scale per 128 columns, H a multiple of
+            them. ``crossdock/quantise.h`` (xd_ep_wire) defines every bit. The gradient is
+            straight-through: that of the sum in the rows' own dtype, as with "same", and its rows
+            are not quantised.
         part: 0 = the whole operation; p = its p-th part, as in `dispatch`: it reads the rows of the
             experts of parts up to p, and the last part writes the result. Between parts 1 and P the
             group runs nothing but prepare.
@@ -165,18 +174,22 @@ def combine(
     order = plan.order
     recorded = requires_grad((expert_out, weights, order))
     given = (plan.data, expert_out, weights)
+    try:
+        routing = (group.handle, plan.num_tokens, wire_number(wire))
+    except ValueError as error:
+        group.refuse(constants.COMBINE, ValueError, str(error))
     if portion := Portion(part, num_sms, None if out is None else (out,)):
         named = {"expert_out": expert_out, "weights": weights}
         portion.check(group, constants.COMBINE, recorded, plan=plan.data, **named)
         with shown("crossdock::combine"):
-            out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens, portion)
+            out, _ = FUNCTIONS["combine"](*given, None, *routing, portion)
         portion.tell_graphs()
         return out
     if not recorded and unobserved(*given):
-        out, _ = FUNCTIONS["combine"](*given, None, group.handle, plan.num_tokens)
+        out, _ = FUNCTIONS["combine"](*given, None, *routing)
         plan.order = order.detach() if order.requires_grad else order
     else:
-        out, order = call(_COMBINE, recorded, *given, order, group.handle, plan.num_tokens)
+        out, order = call(_COMBINE, recorded, *given, order, *routing)
         leave_order(plan, order)
     return out
 

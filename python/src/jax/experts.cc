@@ -47,7 +47,8 @@ xd_status Experts::run(Operation operation, const Numbers& numbers, Handle* grou
       return xd_ep_dispatch(group, &args, stream);
     }
     case Operation::combine: {
-      const auto args = args_of<xd_ep_combine_args>(operands);
+      auto args = args_of<xd_ep_combine_args>(operands);
+      args.wire = numbers.wire;
       return xd_ep_combine(group, &args, stream);
     }
     case Operation::dispatch_bwd: {

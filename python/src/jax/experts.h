@@ -31,6 +31,7 @@ struct Experts {
   struct Numbers {
     std::int32_t alignment = 0;                     // of the plan that prepare makes
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
+    xd_ep_wire wire = XD_EP_WIRE_SAME;              // of combine
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** group);

@@ -12,10 +12,12 @@ namespace {
 
 template <Platform platform>
 auto make_expert_call(std::int64_t group, std::string_view config, std::string_view arguments,
-                      std::string_view results, std::int64_t quantise, std::int64_t alignment) {
+                      std::string_view results, std::int64_t quantise, std::int64_t alignment,
+                      std::int64_t wire) {
   return make_call<platform, Experts>(group, config, arguments, results,
                                       {.alignment = static_cast<std::int32_t>(alignment),
-                                       .quantise = static_cast<xd_ep_quantise>(quantise)});
+                                       .quantise = static_cast<xd_ep_quantise>(quantise),
+                                       .wire = static_cast<xd_ep_wire>(wire)});
 }
 
 template <Platform platform>
@@ -27,6 +29,7 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::string_view>("results")
                                    .Attr<std::int64_t>("quantise")
                                    .Attr<std::int64_t>("alignment")
+                                   .Attr<std::int64_t>("wire")
                                    .To(&make_expert_call<platform>)
                                    .release();
   return handler->Call(frame);
@@ -34,10 +37,12 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
 
 template <Platform platform>
 auto make_ll_call(std::int64_t group, std::string_view config, std::string_view arguments,
-                  std::string_view results, std::int64_t quantise, std::int64_t max_tokens,
-                  std::int64_t phase, std::int64_t rank, std::int64_t masked) {
+                  std::string_view results, std::int64_t quantise, std::int64_t wire,
+                  std::int64_t max_tokens, std::int64_t phase, std::int64_t rank,
+                  std::int64_t masked) {
   return make_call<platform, LowLatency>(group, config, arguments, results,
                                          {.quantise = static_cast<xd_ep_quantise>(quantise),
+                                          .wire = static_cast<xd_ep_wire>(wire),
                                           .max_tokens = static_cast<std::int32_t>(max_tokens),
                                           .phase = static_cast<xd_ll_phase>(phase),
                                           .mask = {static_cast<std::int32_t>(rank), masked != 0}});
@@ -51,6 +56,7 @@ XLA_FFI_Error* ll_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::string_view>("arguments")
                                    .Attr<std::string_view>("results")
                                    .Attr<std::int64_t>("quantise")
+                                   .Attr<std::int64_t>("wire")
                                    .Attr<std::int64_t>("max_tokens")
                                    .Attr<std::int64_t>("phase")
                                    .Attr<std::int64_t>("rank")

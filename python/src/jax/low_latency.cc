@@ -31,6 +31,7 @@ xd_status combine(const Numbers& numbers, xd_ll_group* group, const Operands& op
                   xd_stream stream) {
   auto args = args_of<xd_ll_combine_args>(operands);
   args.phase = numbers.phase;
+  args.wire = numbers.wire;
   return xd_ll_combine(group, &args, stream);
 }
 

@@ -30,6 +30,7 @@ struct LowLatency {
   // The arguments of a call beside buffers. Each number is for some operations.
   struct Numbers {
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
+    xd_ep_wire wire = XD_EP_WIRE_SAME;              // of combine
     std::int32_t max_tokens = 0;                    // of a rank in this dispatch, without slots
     xd_ll_phase phase = XD_LL_PHASE_BOTH;           // the half of dispatch or combine
     Mask mask;

@@ -267,8 +267,10 @@ CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& cont
                    .portion = read_portion(a, *context.config),
                    .expert_out = reader.reducible(a.expert_out, "expert_out"),
                    .weights = reader.row_weights(a.weights, "weights"),
-                   .out = reader.reducible(a.out, "out")};
+                   .out = reader.reducible(a.out, "out"),
+                   .wire = read_wire(a.wire, *context.config)};
   require_sums(call.expert_out, call.out, *context.config);
+  require_wire_fits(call.wire, call.expert_out.name, call.expert_out.cols);
   return call;
 }
 

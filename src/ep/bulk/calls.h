@@ -45,6 +45,7 @@ struct CombineCall {
   PlanBytes plan;
   Portion portion;
   Tensor expert_out, weights, out;
+  WireFormat wire{};
 };
 CombineCall read_combine(const xd_ep_combine_args* args, const CallContext& context);
 

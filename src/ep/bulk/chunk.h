@@ -76,13 +76,16 @@ struct RowsLayout {
 struct RequestItem {
   std::uint32_t token, place;  // both come back in the answer; place: see RemoteSums
   std::int32_t host;
-  std::uint32_t unused;
+  std::uint32_t form;  // of an answer: an AnswerForm; in requests 0
 };
 constexpr std::size_t request_bytes(int topk) {
   return sizeof(RequestItem) + net::item_size(at(topk) * sizeof(std::uint32_t));
 }
 
-// The request, gradients of the choices' weights, and the sum.
+// How an answer has its sum: as a row of the payload type, or as combine's wire has rows.
+enum class AnswerForm : std::uint32_t { payload = 0, wire = 1 };
+
+// The request, gradients of the choices' weights, and the sum. `row_bytes`: of the answer's form.
 struct AnswerLayout {
   int topk;  // 0: no gradients
   std::size_t row_bytes;
@@ -90,7 +93,7 @@ struct AnswerLayout {
   constexpr std::size_t row_at() const {
     return sizeof(RequestItem) + net::item_size(at(topk) * sizeof(float));
   }
-  constexpr std::size_t item_bytes() const { return row_at() + row_bytes; }
+  constexpr std::size_t item_bytes() const { return row_at() + net::item_size(row_bytes); }
 };
 
 // The longest item of a group; the counts of a rank are one item here.
@@ -99,7 +102,7 @@ inline std::size_t longest_remote_item(const Config& config, std::size_t counts)
                         .weights = true,
                         .row_bytes = config.max_row_bytes,
                         .scale_bytes = config.scale_room()};
-  const AnswerLayout answer{.topk = config.max_topk, .row_bytes = config.max_row_bytes};
+  const AnswerLayout answer{.topk = config.max_topk, .row_bytes = config.max_wire_bytes()};
   return std::max({rows.item_bytes(), answer.item_bytes(), request_bytes(config.max_topk),
                    net::item_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }

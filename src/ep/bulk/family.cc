@@ -47,6 +47,7 @@ std::string Family::difference(const Record& mine, const Record& theirs) {
       if (a.topk != b.topk) return differs_in("top-k", a.topk, b.topk);
       return differs_in("parts", std::max(a.parts, 1), std::max(b.parts, 1));
     }
+    if (mine.call.operation == XD_EP_COMBINE) return wire_differs(theirs.extra, mine.extra);
     const ScaleRow a = ScaleRow::of(theirs.extra), b = ScaleRow::of(mine.extra);
     if (a.quantise != b.quantise) {
       return quantise_differs(a.quantise, b.quantise);

@@ -45,6 +45,7 @@ Record record_of(const DispatchCall& call) {
 
 Record record_of(const CombineCall& call) {
   Record record = of_rows(XD_EP_COMBINE, call.out);
+  record.extra = static_cast<std::uint32_t>(call.wire.wire);
   record.flags = static_cast<std::uint8_t>(call.weights ? kHasWeights : 0);
   return record;
 }

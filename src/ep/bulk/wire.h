@@ -87,7 +87,8 @@ struct Record {
   std::uint8_t dtype = 0;  // a DType
   std::uint8_t flags = 0;
   std::uint32_t row_bytes = 0;  // prepare: alignment
-  // dispatch: ScaleRow; combine_bwd: bytes of a scale row; prepare: ChoiceShape
+  // dispatch: ScaleRow; combine: an xd_ep_wire; combine_bwd: bytes of a scale row; prepare:
+  // ChoiceShape
   std::uint32_t extra = 0;
   std::uint32_t rows = 0;          // rows of each receive tensor
   std::uint64_t fingerprint = 0;   // the plan's; where it leaves kPartBits free, plus the part

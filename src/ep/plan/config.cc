@@ -88,6 +88,30 @@ void require_range(const char* field, std::int64_t value, std::int64_t low, std:
              " to ", high);
 }
 
+WireFormat read_wire(const xd_ep_wire& given, const CommonConfig& config) {
+  const int wire = raw_enum(given);
+  XD_REQUIRE(wire >= XD_EP_WIRE_SAME && wire < kNumWires, "wire = ", wire,
+             ", expected an xd_ep_wire, 0 to ", kNumWires - 1);
+  XD_REQUIRE(given == XD_EP_WIRE_SAME || (config.wire_formats >> wire & 1) != 0,
+             "wire = XD_EP_WIRE_", wire_name(given),
+             ", expected XD_EP_WIRE_SAME or one of config.wire_formats = ", config.wire_formats,
+             ", which lacks XD_EP_WIRE_BIT(", wire, ") = ", 1u << wire);
+  return wire_format(given);
+}
+
+void require_wire_fits(const WireFormat& wire, const char* tensor, std::int64_t columns) {
+  XD_REQUIRE(!wire.codes || columns % wire.codes.block == 0, tensor, ": has ", columns,
+             " columns, expected a multiple of ", wire.codes.block, ": wire = XD_EP_WIRE_",
+             wire_name(wire.wire));
+}
+
+void require_no_wires(const CommonConfig& config) {
+  if (config.wire_formats >> 1 == 0) return;
+  fail(XD_ERROR_UNSUPPORTED, "config.wire_formats = ", config.wire_formats,
+       ", expected 0: on CUDA devices combine has no wire but XD_EP_WIRE_SAME so far "
+       "(XD_FEATURE_CUDA_WIRE)");
+}
+
 CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads) {
   CommonConfig config;
   read_device(user, config);
@@ -100,6 +124,9 @@ CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payload
   config.fatal_errors = user.on_error == XD_EP_ON_ERROR_FATAL;
   require_range("num_sms", user.num_sms, 0, 4096);
   config.num_sms = user.num_sms;
+  XD_REQUIRE(user.wire_formats >> kNumWires == 0, "config.wire_formats = ", user.wire_formats,
+             ", expected a set of XD_EP_WIRE_BIT of wires, below ", 1u << kNumWires);
+  config.wire_formats = user.wire_formats;
   return config;
 }
 

@@ -16,6 +16,7 @@
 #include "ep/plan/parts.h"
 #include "ep/plan/quantise.h"
 #include "ep/plan/receive_layout.h"
+#include "ep/plan/wire_format.h"
 
 namespace xd::ep {
 
@@ -53,14 +54,17 @@ struct CommonConfig {
   int max_topk = 0;
   int max_tokens = 0;
   std::uint64_t max_row_bytes = 0;
-  bool collapse = false;      // duplicate ids are not bad
-  bool fatal_errors = false;  // errors finish the communicator
-  int device_type = 0;        // as given
-  int num_sms = 0;            // multiprocessors; 0 = chosen by the library
+  bool collapse = false;           // duplicate ids are not bad
+  bool fatal_errors = false;       // errors finish the communicator
+  int device_type = 0;             // as given
+  int num_sms = 0;                 // multiprocessors; 0 = chosen by the library
+  std::uint32_t wire_formats = 0;  // bits of the wires that combine may have
 
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int most_cells_per_token() const { return std::min(max_topk, ranks); }
   const ExpertMap& map() const { return expert_tables.map(); }
+  // Bytes of the longest partial sum of combine on its way.
+  std::uint64_t max_wire_bytes() const { return longest_wire_row(wire_formats, max_row_bytes); }
   // Of any rank. Sizes that ranks must agree about follow from it.
   int most_local_experts() const { return expert_tables.most_local_experts(); }
 };
@@ -104,6 +108,7 @@ struct CommonFields {
   std::int32_t duplicate_ids, on_error;  // enumerators, if they are good
   std::int32_t num_sms, device_type;
   const std::int32_t* expert_ranks;
+  std::uint32_t wire_formats;
 
   template <class User>
   static CommonFields of(const User& user) {
@@ -117,7 +122,8 @@ struct CommonFields {
             raw_enum(user.on_error),
             user.num_sms,
             user.device_type,
-            user.expert_ranks};
+            user.expert_ranks,
+            user.wire_formats};
   }
 };
 
@@ -132,6 +138,14 @@ struct Payloads {
 // was expected and what came.
 Config read_config(const xd_ep_config* user, int comm_ranks);
 CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads);
+
+// Reads the wire of a call. Throws INVALID_ARGUMENT unless it is SAME or one of the config's.
+WireFormat read_wire(const xd_ep_wire& given, const CommonConfig& config);
+// Throws INVALID_ARGUMENT unless rows of so many columns fit the wire.
+void require_wire_fits(const WireFormat& wire, const char* tensor, std::int64_t columns);
+
+// Throws UNSUPPORTED where combine may have another wire than SAME: on CUDA devices so far.
+void require_no_wires(const CommonConfig& config);
 
 // Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.
 void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high);

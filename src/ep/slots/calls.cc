@@ -265,6 +265,8 @@ LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& 
   LlCombineSend call{.plan = read_plan(args.plan, args.plan_bytes),
                      .expert_out = reader.rows_of_experts(args.expert_out, "expert_out", kRowTypes,
                                                           SlotFit::rows_in)};
+  call.wire = read_wire(args.wire, *context.config);
+  require_wire_fits(call.wire, call.expert_out.name, call.expert_out.cols);
   if (context.config->by_rank()) {
     reader.require_none_given(args.topk_weights, "topk_weights");
   } else {
@@ -277,7 +279,8 @@ LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallCon
   const Reader reader(context);
   return {.plan = read_plan(args.plan, args.plan_bytes),
           .out = reader.rows(args.out, "out"),
-          .wait_ns = reader.wait_ns(args.wait_ns)};
+          .wait_ns = reader.wait_ns(args.wait_ns),
+          .wire = read_wire(args.wire, *context.config)};
 }
 
 Tensor read_ll_mask(const DLTensor* mask, const LlCallContext& context) {

@@ -36,10 +36,21 @@ struct LlCombineSend {
   PlanBytes plan;
   SlotTensor expert_out;
   Tensor topk_weights{};
+  WireFormat wire{};
+
+  // Bytes of a partial sum on its way.
+  std::uint64_t sum_bytes() const {
+    return wire.row_bytes(static_cast<std::uint64_t>(expert_out.cols), expert_out.row_bytes());
+  }
 };
 struct LlCombineReceive {
   PlanBytes plan;
   Tensor out, wait_ns;
+  WireFormat wire{};
+
+  std::uint64_t sum_bytes() const {
+    return wire.row_bytes(static_cast<std::uint64_t>(out.cols), out.row_bytes());
+  }
 };
 
 // An args struct as this library knows it, and its halves.

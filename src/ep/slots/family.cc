@@ -15,6 +15,7 @@ std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
   }
   if (theirs.topk != mine.topk) return differs_in("top-k", theirs.topk, mine.topk);
   if (theirs.quantise != mine.quantise) {
+    if (mine.call.operation == XD_LL_COMBINE) return wire_differs(theirs.quantise, mine.quantise);
     return quantise_differs(static_cast<xd_ep_quantise>(theirs.quantise),
                             static_cast<xd_ep_quantise>(mine.quantise));
   }

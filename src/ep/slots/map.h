@@ -12,7 +12,8 @@
 //   rows[stage][t]             r, in dispatch     the row of r's token t, which its peers read;
 //                                                 behind it its scales if it is quantised
 //   weights[stage][src][t]     src, in combine    K weights of token t, where the call has weights
-//   partials[stage][t][place]  ranks, in combine  partial sum of r's token t: partial_of()
+//   partials[stage][t][place]  ranks, in combine  partial sum of r's token t, in the form of the
+//                                                 call's wire: partial_of()
 //
 // stage = number of the operation mod in_flight. A stage is written again only under the credits of
 // all that take part: they have taken the operation that was there. All that lies in a stage is
@@ -58,7 +59,7 @@ struct LlMap {
     map.weights = cursor.add<float>(cells * tokens * topk, 64);
     map.rows = cursor.add<std::byte>(stages * tokens * c.max_row_bytes, 256);
     map.partials = cursor.add<std::byte>(
-        stages * tokens * static_cast<std::uint64_t>(partial_places(c)) * c.max_row_bytes, 256);
+        stages * tokens * static_cast<std::uint64_t>(partial_places(c)) * c.max_wire_bytes(), 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
   }

@@ -9,7 +9,7 @@ namespace xd::ep {
 
 std::size_t longest_ll_message(const LlConfig& config) {
   const LlRemoteRows rows{.topk = config.max_topk, .row_bytes = config.max_row_bytes};
-  const LlRemoteSums sums{.row_bytes = config.max_row_bytes};
+  const LlRemoteSums sums{.row_bytes = config.max_wire_bytes()};
   const std::size_t each =
       std::max({rows.item_bytes(), sums.item_bytes(), at(config.max_topk) * sizeof(float)});
   return sizeof(LlRemoteHeader) + at(config.max_tokens) * each;

@@ -43,7 +43,7 @@ struct LlRemoteRows {
   constexpr std::size_t item_bytes() const { return row_at() + net::item_size(row_bytes); }
 };
 
-// The token's number, 32 bits, then the sum. By ascending token.
+// The token's number, 32 bits, then the sum in the form of the call's wire. By ascending token.
 struct LlRemoteSums {
   std::size_t row_bytes;
 

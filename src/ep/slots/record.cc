@@ -43,6 +43,7 @@ LlRecord record_of(const LlCombineSend& call, int topk, int tokens) {
   LlRecord record = record_in(XD_LL_COMBINE, call.expert_out.type, call.expert_out.row_bytes());
   record.topk = static_cast<std::uint32_t>(topk);
   record.tokens = static_cast<std::uint32_t>(tokens);
+  record.quantise = static_cast<std::uint16_t>(call.wire.wire);
   record.flags = call.topk_weights ? kWeighted : 0;
   return record;
 }
@@ -66,6 +67,9 @@ void require_fits(const LlCombineReceive& call, const LlRecord& sent) {
              dtype_name(type), ", as expert_out");
   XD_REQUIRE(call.out.row_bytes() == sent.row_bytes, "out: has ", call.out.cols,
              " columns, expected ", sent.row_bytes / dtype_bytes(type), " (columns of expert_out)");
+  XD_REQUIRE(static_cast<std::uint16_t>(call.wire.wire) == sent.quantise, "wire = XD_EP_WIRE_",
+             wire_name(call.wire.wire), ", expected XD_EP_WIRE_",
+             wire_name(static_cast<xd_ep_wire>(sent.quantise)), ", as in the send half");
 }
 
 }  // namespace xd::ep

@@ -18,7 +18,7 @@ struct LlRecord {
   std::uint8_t dtype = 0;        // a DType: of the rows that the caller gives
   std::uint8_t flags = 0;        // kWeighted
   std::uint32_t row_bytes = 0;   // of the rows that the caller gives
-  std::uint16_t quantise = 0;    // dispatch: an xd_ep_quantise
+  std::uint16_t quantise = 0;    // dispatch: an xd_ep_quantise; combine: an xd_ep_wire
   std::uint16_t max_tokens = 0;  // dispatch, but into slots: the most tokens of a rank
   std::uint32_t topk = 0;
   std::uint64_t fingerprint = 0;  // combine: its plan's

@@ -69,6 +69,9 @@ TEST(LlArguments, BesideTensorsAreRefused) {
        {{"plan"}, [](S& s) { s.batch.combine_args.plan = nullptr; }},
        {{"plan"}, [](S& s) { s.batch.combine_args.plan_bytes = 0; }},
        {{"plan"}, [](S& s) { s.batch.combine_args.plan_bytes = 64; }},
+       {{"wire = 5", "0 to 4"}, [](S& s) { force(s.batch.combine_args.wire, 5); }},
+       {{"XD_EP_WIRE_FLOAT32", "config.wire_formats = 0"},
+        [](S& s) { s.batch.combine_args.wire = XD_EP_WIRE_FLOAT32; }},
        {{"plan"}, [](S& s) {
           const void*& plan = s.batch.combine_args.plan;
           plan = static_cast<const std::byte*>(plan) + 4;

@@ -141,6 +141,7 @@ void LlBatch::add_combine() {
     add(XD_LL_COMBINE, "topk_weights", &args.topk_weights, false,
         Strided(rank_, kF32, {t, choices_.topk}));
   }
+  args.wire = case_.wire;
   add(XD_LL_COMBINE, "out", &args.out, true,
       Strided(rank_, case_.combine_dtype, {t, combine_columns_}));
   if (case_.extras) {
@@ -493,13 +494,15 @@ void LlBatch::expect_combined(const LlOutcome& outcome) {
   const ResultRow result = [&](int expert, std::int64_t slot) { return result_row(expert, slot); };
   Strided& out = *field(XD_LL_COMBINE, "out").tensor;
   for (int t = 0; t < choices_.tokens; ++t) {
-    out.set_row(
-        t, 0,
-        bytes_of(
-            combined_row(routing_, rank_.hosts, rank_.rank, t,
-                         static_cast<std::size_t>(combine_columns_), format_of(case_.combine_dtype),
-                         result, weighted() ? &weight_of : nullptr, case_.receive == XD_LL_BY_RANK),
-            case_.combine_dtype));
+    out.set_row(t, 0,
+                bytes_of(combined_row(routing_, rank_.hosts, rank_.rank, t,
+                                      static_cast<std::size_t>(combine_columns_),
+                                      format_of(case_.combine_dtype),
+                                      {.result = result,
+                                       .weight = weighted() ? &weight_of : nullptr,
+                                       .one_per_rank = case_.receive == XD_LL_BY_RANK,
+                                       .wire = case_.wire}),
+                         case_.combine_dtype));
   }
   out.expect("out");
   if (case_.extras) {

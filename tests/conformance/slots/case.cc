@@ -4,6 +4,7 @@
 #include <array>
 #include <sstream>
 
+#include "conformance/case.h"
 #include "conformance/dimensions.h"
 #include "support/random.h"
 #include "support/tensor.h"
@@ -246,6 +247,7 @@ xd_ll_config LlCase::config(const std::vector<std::int32_t>& owners) const {
   config.expert_ranks = owned == Owners::even ? nullptr : owners.data();
   config.receive = receive;
   config.alignment = alignment;
+  config.wire_formats = wire != XD_EP_WIRE_SAME ? XD_EP_WIRE_BIT(wire) : 0;
   return config;
 }
 
@@ -281,7 +283,24 @@ std::string LlCase::description() const {
   if (duplicates) text << ", duplicates collapse";
   if (bad_ids) text << ", bad ids";
   if (extras) text << ", optional outputs";
+  if (wire != XD_EP_WIRE_SAME) text << ", wire " << static_cast<int>(wire);
   return text.str();
+}
+
+std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases) {
+  if (!full_tests()) {
+    std::erase_if(cases, [](const LlCase& c) { return mix(c.seed, 0x9D) % 2 == 0; });
+  }
+  std::size_t number = 0;
+  for (LlCase& c : cases) {
+    c.wire = kWires[number++ % std::size(kWires)];
+    if (c.wire == XD_EP_WIRE_FLOAT32) continue;
+    c.row_units = 64;  // whole blocks of any type, and of packed scales
+    c.shorter_rows = false;
+    c.max_tokens = std::min(c.max_tokens, 12);
+    c.local_experts = std::min(c.local_experts, 8);
+  }
+  return cases;
 }
 
 std::vector<LlCase> all_ll_cases(int num_ranks) {

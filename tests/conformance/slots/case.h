@@ -74,6 +74,7 @@ struct LlCase {
   bool duplicates = false;  // some ids are repeated in a row, and the group collapses them
   bool bad_ids = false;     // some ids are out of range or repeated
   bool extras = false;      // the outputs that are optional
+  xd_ep_wire wire = XD_EP_WIRE_SAME;  // of combine
   // Together the tokens are all numbers of 16 bits: neighbours in even batches, mixed in odd ones.
   bool every_number = false;
 
@@ -102,6 +103,10 @@ LlCase plain_ll_case(int num_ranks);
 // The cases of a launch with this number of ranks: a few large ones, all pairs of values, then
 // random samples. The seed is XD_TEST_SEED, else 1; XD_TEST_FULL=1 makes many more.
 std::vector<LlCase> all_ll_cases(int num_ranks);
+
+// Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
+// ask.
+std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases);
 
 // The type of rows that dispatch makes, their scales, and the columns of a scale.
 struct SentTypes {

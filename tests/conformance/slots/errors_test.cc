@@ -2,9 +2,13 @@
 // plans that do not fit, and calls that a group does not take.
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
+#include <vector>
 
+#include "conformance/case.h"
 #include "conformance/families/mistakes.h"
+#include "conformance/has_wires.h"
 
 namespace xd::test {
 namespace {
@@ -33,6 +37,41 @@ TEST(LlDisagreement, OnTheWayToQuantiseNamesBoth) {
     EXPECT_TRUE(outcome.mentions("FP8_BLOCK128_POW2")) << outcome.text;
     EXPECT_EQ(batch.written(XD_LL_DISPATCH), "");
     LowLatency::expect_works(rank, c, group.get());
+  });
+}
+
+// Partial sums of equal length: nothing but the wire tells them apart. A receive half names that of
+// its send half.
+TEST(LlDisagreement, OnTheWireNamesBoth) {
+  if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
+  LlCase c = wide_case();
+  c.wire = XD_EP_WIRE_FP8_BLOCK128;
+  on_every_rank([&](Rank& rank) {
+    const std::vector<std::int32_t> owners = c.owners();
+    xd_ll_config config = c.config(owners);
+    config.wire_formats |= XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128_POW2);
+    const LlGroup group = make_group(rank.comm, config);
+    LlBatch batch(rank, c, 0);
+    batch.dispatch(group.get());
+    if (rank.rank == 0) batch.combine_args.wire = XD_EP_WIRE_FP8_BLOCK128_POW2;
+    if (rank.num_ranks > 1) {
+      const LlOutcome outcome = batch.call(group.get(), XD_LL_COMBINE);
+      EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+      EXPECT_TRUE(outcome.mentions(rank.rank == 0 ? "wire FP8_BLOCK128, here FP8_BLOCK128_POW2"
+                                                  : "wire FP8_BLOCK128_POW2, here FP8_BLOCK128"))
+          << outcome.text;
+    }
+    batch.combine_args.wire = c.wire;
+    ok(batch.call(group.get(), XD_LL_COMBINE, kSend));
+    batch.combine_args.wire = XD_EP_WIRE_SAME;
+    const LlOutcome outcome = batch.call(group.get(), XD_LL_COMBINE, kReceive);
+    EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_TRUE(
+        outcome.mentions("wire = XD_EP_WIRE_SAME, expected XD_EP_WIRE_FP8_BLOCK128, as in "
+                         "the send half"))
+        << outcome.text;
+    batch.combine_args.wire = c.wire;
+    batch.combine(group.get());
   });
 }
 

@@ -7,7 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "conformance/case.h"
 #include "conformance/families/mistakes.h"
+#include "conformance/has_wires.h"
 
 namespace xd::test {
 namespace {
@@ -36,6 +38,7 @@ xd_ep_config bulk_config(const LlCase& c, std::int64_t capacity) {
   config.layout = c.receive == XD_LL_BY_EXPERT ? XD_EP_EXPERT_MAJOR : XD_EP_RANK_MAJOR;
   config.alignment = c.alignment;
   config.recv_capacity = capacity;
+  config.wire_formats = ll.wire_formats;
   return config;
 }
 
@@ -85,6 +88,7 @@ class BulkTwin {
     set_plan(combine, plan_);
     combine.expert_out = batch_.combine_args.expert_out;
     combine.weights = weighted ? recv_weights_ : nullptr;
+    combine.wire = batch_.combine_args.wire;
     Strided& out = *batch_.field(XD_LL_COMBINE, "out").tensor;
     Strided sums(rank_, out.type(), out.shape());
     combine.out = sums.dl();
@@ -114,6 +118,13 @@ TEST(LlForms, AreTheRowsAndSumsOfPrepareDispatchAndCombine) {
     cases.push_back(case_of(XD_LL_BY_RANK, sent, 1));
     for (const int alignment : {1, 8}) {
       cases.push_back(case_of(XD_LL_BY_EXPERT, sent, alignment));
+    }
+  }
+  for (const xd_ep_wire wire : kWires) {
+    if (!has_wires()) break;
+    for (const xd_ll_receive form : {XD_LL_BY_RANK, XD_LL_BY_EXPERT}) {
+      cases.push_back(case_of(form, Sent::as_they_are, 1));
+      cases.back().wire = wire;
     }
   }
   on_every_rank([&](Rank& rank) {

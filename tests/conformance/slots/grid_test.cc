@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/case.h"
+#include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/slots/batch.h"
 #include "support/gtest_main.h"
@@ -105,6 +106,14 @@ TEST(LlHosts, EveryByteOfEveryOutputIsRightOnEveryMap) {
   });
 }
 
+TEST(LlHosts, SumsUnderAWireAreRightOnEveryMap) {
+  if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
+  on_every_rank([](Rank& rank) {
+    spread_over_maps(rank, cases_with_wires(all_ll_cases(rank.num_ranks)), 6,
+                     [](const Rank& there, const LlCase& c) { CaseRun(there, c).run(); });
+  });
+}
+
 std::vector<LlCase> cases_of_this_launch() {
   if (world().reports()) {
     std::printf("XD_TEST_SEED=%llu\n", static_cast<unsigned long long>(test_seed()));
@@ -113,6 +122,14 @@ std::vector<LlCase> cases_of_this_launch() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, LlGrid, testing::ValuesIn(cases_of_this_launch()),
+                         [](const testing::TestParamInfo<LlCase>& instance) {
+                           return std::to_string(instance.index);
+                         });
+
+INSTANTIATE_TEST_SUITE_P(Wires, LlGrid,
+                         testing::ValuesIn(has_wires()
+                                               ? cases_with_wires(all_ll_cases(world().num_ranks()))
+                                               : std::vector<LlCase>()),
                          [](const testing::TestParamInfo<LlCase>& instance) {
                            return std::to_string(instance.index);
                          });

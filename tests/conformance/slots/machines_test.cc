@@ -163,5 +163,31 @@ TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
   });
 }
 
+// A rank sends each token's sum straight to its source: codes in the place of a row of bfloat16.
+TEST_F(LlMachines, SumsUnderAWireHaveHalfTheBytes) {
+  LlCase c = plain_ll_case(world().num_ranks());
+  c.row_units = 512;  // 4096 columns, beside which headers are few
+  c.tokens = Tokens::full;
+  c.wire = XD_EP_WIRE_FP8_BLOCK128;
+  on_every_rank([&](Rank& rank) {
+    const LlGroup group = make_group(rank, c);
+    LlBatch batch(rank, c, 0);
+    batch.dispatch(group.get());
+    const auto bytes_under = [&](xd_ep_wire wire) {
+      ok(xd_comm_barrier(rank.comm));
+      xd_stats before = XD_STATS_INIT, after = XD_STATS_INIT;
+      ok(xd_ll_group_stats(group.get(), &before, nullptr));
+      batch.combine_args.wire = wire;
+      ok(batch.call(group.get(), XD_LL_COMBINE));
+      ok(xd_ll_group_stats(group.get(), &after, nullptr));
+      return static_cast<double>(after.net_bytes - before.net_bytes);
+    };
+    const double same = bytes_under(XD_EP_WIRE_SAME), coded = bytes_under(c.wire);
+    ASSERT_GT(same, 8192);
+    EXPECT_LT(coded, 0.56 * same);
+    EXPECT_GT(coded, 0.45 * same);
+  });
+}
+
 }  // namespace
 }  // namespace xd::test

@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "conformance/reference.h"
+
 namespace xd::test {
 namespace {
 
@@ -129,8 +131,8 @@ ReceivedRows received_rows(const SlotRouting& routing, int rank, xd_ll_receive f
 
 std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
                                         int token, std::size_t columns, Format format,
-                                        const ResultRow& result, const ChoiceWeight* weight,
-                                        bool one_per_rank) {
+                                        const Combined& how) {
+  const auto& [result, weight, one_per_rank, wire] = how;
   const Choices& choices = routing.choices(source);
   // Sums are empty as long as nothing has been added.
   const auto sum_of_rank = [&](int rank) {
@@ -158,6 +160,10 @@ std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts&
       sum[c] = first ? rounded : sum[c] + rounded;
     }
   };
+  if (wire != XD_EP_WIRE_SAME) {
+    return combined_under(wire, ranks_by_host(hosts, routing.num_ranks()),
+                          static_cast<std::int64_t>(columns), format, sum_of_rank);
+  }
   std::vector<float> sum;
   for (const std::vector<int>& ranks : ranks_by_host(hosts, routing.num_ranks())) {
     std::vector<float> of_host;

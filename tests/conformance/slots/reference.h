@@ -81,11 +81,15 @@ using ChoiceWeight = std::function<float(int token, int k)>;
 
 // The row of `out` for a token of `source`, as codes of `format`: on each rank the sum over its
 // rows by ascending k, rounded; then the sum over the ranks of each host, rounded where there are
-// several; then the sum over the hosts, rounded. `one_per_rank`: of a token's rows on a rank only
-// the first counts.
+// several; then the sum over the hosts, rounded; with a wire as that says.
+struct Combined {
+  const ResultRow& result;
+  const ChoiceWeight* weight = nullptr;
+  bool one_per_rank = false;  // of a token's rows on a rank only the first counts
+  xd_ep_wire wire = XD_EP_WIRE_SAME;
+};
 std::vector<std::uint32_t> combined_row(const SlotRouting& routing, const Hosts& hosts, int source,
                                         int token, std::size_t columns, Format format,
-                                        const ResultRow& result, const ChoiceWeight* weight,
-                                        bool one_per_rank = false);
+                                        const Combined& how);
 
 }  // namespace xd::test

@@ -4,6 +4,7 @@
 // Reading a peer's memory costs as much as reading its own, so the partial sums of tensors that are
 // used in place are formed by the rank that needs them. Where rows are staged, and so copied
 // anyway, their owner forms the partial sums while it copies. Order and roundings are the same.
+// Under a wire a sum that does not cross is put into the wire's form and back all the same.
 #include <array>
 
 #include "base/math.h"
@@ -11,7 +12,8 @@
 
 namespace xd::ep::cpu {
 
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted) {
+void sum_rows(const Context& context, const PlanView& plan, const RemoteSums::Wish& wish) {
+  const Tensor& out = wish.sums;
   const std::uint64_t bytes = out.row_bytes();
   const rows::Store store = store_for(out.bytes());
   const std::int64_t tokens = plan.header().tokens;
@@ -19,7 +21,8 @@ void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, b
     terms.collect(context, {.codes = plan.codes(t),
                             .topk = plan.header().topk,
                             .row_bytes = bytes,
-                            .weighted = weighted});
+                            .weighted = wish.weighted,
+                            .coded = static_cast<bool>(wish.wire)});
   };
   // A token's rows lie anywhere in the peers' memory: while one token is summed, the next one's
   // rows are fetched.
@@ -29,7 +32,7 @@ void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, b
     TokenTerms& next = terms[at((t + 1) % 2)];
     next.num_rows = 0;
     if (t + 1 < tokens) collect(next, t + 1);
-    terms[at(t % 2)].sum(out, weighted, out.data + at(t) * bytes, store,
+    terms[at(t % 2)].sum(wish.shape(), out.data + at(t) * bytes, store,
                          {next.rows.data(), at(next.num_rows)});
   }
   rows::flush();
@@ -46,7 +49,7 @@ float weight_gradient(const Context& context, const std::uint32_t* codes, int to
 
 void SumOperation::sum(const RemoteSums::Wish& wish) const {
   if (context_.lockstep.remote() == nullptr) {
-    if (wish.sums) sum_rows(context_, plan_, wish.sums, wish.weighted);
+    if (wish.sums) sum_rows(context_, plan_, wish);
     return;
   }
   RemoteSums(context_, plan_, wish).run();
@@ -60,8 +63,13 @@ CombineOp::CombineOp(const Context& context, const CombineCall& call)
 
 void CombineOp::move() {
   if (!part().ends()) return;
-  resolve_tensors(context_, {.row = call_.out.row_bytes(), .weights = call_.weights.row_bytes()});
-  sum({.sums = call_.out, .weighted = static_cast<bool>(call_.weights), .gradients = {}});
+  resolve_tensors(context_, {.row = call_.out.row_bytes(),
+                             .weights = call_.weights.row_bytes(),
+                             .added_up = adds_up(call_.wire)});
+  sum({.sums = call_.out,
+       .weighted = static_cast<bool>(call_.weights),
+       .gradients = {},
+       .wire = call_.wire});
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
@@ -78,7 +86,10 @@ void DispatchBwdOp::move() {
   resolve_tensors(context_, {.row = call_.grad_tokens.row_bytes(),
                              .weights = call_.grad_recv_weights.row_bytes()});
   if (call_.grad_topk_weights) read_weights();
-  sum({.sums = call_.grad_tokens, .weighted = false, .gradients = call_.grad_topk_weights});
+  sum({.sums = call_.grad_tokens,
+       .weighted = false,
+       .gradients = call_.grad_topk_weights,
+       .wire = {}});
 }
 
 // Each choice's gradient comes from its own row (and in RANK_MAJOR from its own k there); choices

@@ -94,8 +94,8 @@ class SumOperation : public PlanOperation {
   }
   // Sums of rows that are staged are made part by part, and all the rest in the last part.
   // `factors` multiply the rows where they are added up here; null = none.
-  void stage(const float* factors) {
-    rows_.add_up(plan_, config(), scope(part().ends()), factors);
+  void stage(const float* factors, const WireFormat& wire = {}) {
+    rows_.add_up(plan_, config(), scope(part().ends()), factors, wire);
     if (part().ends()) weights_.copy_in(plan_, config(), {});
   }
   void sum(const RemoteSums::Wish& wish) const;
@@ -107,7 +107,7 @@ class SumOperation : public PlanOperation {
 class CombineOp : public SumOperation {
  public:
   CombineOp(const Context& context, const CombineCall& call);
-  void stage_in() { stage(call_.weights ? call_.weights.as<float>() : nullptr); }
+  void stage_in() { stage(call_.weights ? call_.weights.as<float>() : nullptr, call_.wire); }
   void move();
 
  private:
@@ -155,8 +155,8 @@ class CombineBwdOp : public PlanOperation {
   rows::Store store_ = rows::Store::cached;
 };
 
-// Computes out[t] = the sum over token t's rows in the peers' tensors, for all tokens; `weighted`
-// multiplies each row by its weight there. All ranks are near.
-void sum_rows(const Context& context, const PlanView& plan, const Tensor& out, bool weighted);
+// Computes the sums of the wish, out[t] = the sum over token t's rows in the peers' tensors. All
+// ranks are near.
+void sum_rows(const Context& context, const PlanView& plan, const RemoteSums::Wish& wish);
 
 }  // namespace xd::ep::cpu

@@ -32,6 +32,8 @@ void TokenTerms::collect(const Context& context, const Source& source, int only_
     }
     // A rank's rows follow one another and form one partial sum.
     if (!first) --num_partials;
+    forms[at(num_partials)] =
+        from.one_row_per_token && source.coded ? rows::PartialForm::wire : rows::PartialForm::rows;
     ++num_rows;
     ends[at(num_partials++)] = num_rows;
     if (!by_host) continue;
@@ -48,23 +50,39 @@ void TokenTerms::add_remote(const RemoteTerms& remote, int& next, int before_hos
   for (; next < remote.count && remote.hosts[at(next)] < before_host; ++next) {
     rows[at(num_rows)] = remote.rows[at(next)];
     weights[at(num_rows)] = 1.0f;
+    forms[at(num_partials)] = remote.forms[at(next)];
     ends[at(num_partials++)] = ++num_rows;
     host_ends[at(num_hosts++)] = num_partials;
   }
 }
 
-void TokenTerms::sum(const Tensor& shape, bool weighted, std::byte* to, rows::Store store,
+rows::Terms TokenTerms::terms(bool weighted, std::span<const void* const> next) const {
+  return {.rows = rows.data(),
+          .weights = weighted ? weights.data() : nullptr,
+          .partial_ends = ends.data(),
+          .num_partials = num_partials,
+          .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
+          .num_hosts = num_hosts,
+          .next_rows = next};
+}
+
+void TokenTerms::sum(const Shape& shape, std::byte* to, rows::Store store,
                      std::span<const void* const> next) const {
-  if (num_partials == 0) return rows::zero(to, shape.row_bytes(), store);
-  rows::sum(rows::type_of(shape.type), to,
-            {.rows = rows.data(),
-             .weights = weighted ? weights.data() : nullptr,
-             .partial_ends = ends.data(),
-             .num_partials = num_partials,
-             .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
-             .num_hosts = num_hosts,
-             .next_rows = next},
-            static_cast<std::size_t>(shape.cols), store);
+  const Tensor& out = shape.rows;
+  if (num_partials == 0) return rows::zero(to, out.row_bytes(), store);
+  const rows::Type type = rows::type_of(out.type);
+  const rows::Terms terms = this->terms(shape.weighted, next);
+  if (shape.wire) return rows::sum_wire(type, shape.wire, to, {terms, forms.data()}, at(out.cols));
+  rows::sum(type, to, terms, at(out.cols), store);
+}
+
+void TokenTerms::encode(const Shape& shape, std::byte* to) const {
+  const Tensor& out = shape.rows;
+  if (num_partials == 0) {
+    return rows::zero(to, shape.wire.row_bytes(at(out.cols), out.row_bytes()), rows::Store::cached);
+  }
+  rows::encode_wire(rows::type_of(out.type), shape.wire, to,
+                    {terms(shape.weighted, {}), forms.data()}, at(out.cols));
 }
 
 }  // namespace xd::ep::cpu

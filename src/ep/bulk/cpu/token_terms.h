@@ -11,6 +11,7 @@ namespace xd::ep::cpu {
 struct RemoteTerms {
   std::array<int, kMaxTopk> hosts;
   std::array<const std::byte*, kMaxTopk> rows;
+  std::array<rows::PartialForm, kMaxTopk> forms;
   int count = 0;
 };
 
@@ -18,6 +19,7 @@ struct TokenTerms {
   std::array<const void*, kMaxTopk> rows;
   std::array<float, kMaxTopk> weights;
   std::array<int, kMaxTopk> ends;
+  std::array<rows::PartialForm, kMaxTopk> forms;  // of partials
   std::array<int, kMaxTopk> host_ends;
   int num_rows = 0;
   int num_partials = 0;
@@ -27,18 +29,28 @@ struct TokenTerms {
     const std::uint32_t* codes;  // of the token's choices
     int topk;
     std::uint64_t row_bytes;
-    bool weighted;  // each row is multiplied by its weight there
+    bool weighted;       // each row is multiplied by its weight there
+    bool coded = false;  // owners that have added up rows have put them into the wire's form
   };
   static constexpr int kAllHosts = -1;
 
   // The rows on one host, or on all, and sums of other machines, if there are some.
   void collect(const Context& context, const Source& source, int only_host = kAllHosts,
                const RemoteTerms* remote = nullptr);
+  // The sums that are wanted: of the shape and type of a tensor's rows.
+  struct Shape {
+    const Tensor& rows;
+    bool weighted;
+    WireFormat wire;
+  };
   // Writes the sum, or zeros where there is no term.
-  void sum(const Tensor& shape, bool weighted, std::byte* to, rows::Store store,
+  void sum(const Shape& shape, std::byte* to, rows::Store store,
            std::span<const void* const> next) const;
+  // Writes it in the wire's form; for one partial sum, or where the wire is FLOAT32.
+  void encode(const Shape& shape, std::byte* to) const;
 
  private:
+  rows::Terms terms(bool weighted, std::span<const void* const> next) const;
   void add_remote(const RemoteTerms& remote, int& next, int before_host);
 };
 

@@ -95,8 +95,8 @@ void ReceiveTensor::fan_out(const PlanView& plan, const Config& config, const Sc
 }
 
 void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const Scope& scope,
-                           const float* weights) const {
-  if (!config.keeps.lists) return copy_in(plan, config, scope);
+                           const float* weights, const WireFormat& wire) const {
+  if (!config.keeps.lists || !adds_up(wire)) return copy_in(plan, config, scope);
   if (staged_ == nullptr || plan.refused()) return;
   const std::uint64_t bytes = tensor_.row_bytes();
   const rows::Store store = store_for(at(plan.header().recv_rows) * bytes);
@@ -112,13 +112,19 @@ void ReceiveTensor::add_up(const PlanView& plan, const Config& config, const Sco
                    }
                    for (std::size_t i = 0; i < next.size(); ++i)
                      coming[i] = tensor_.data + next[i] * bytes;
-                   rows::sum(rows::type_of(tensor_.type), staged_ + rows[0] * bytes,
-                             {.rows = terms.data(),
-                              .weights = weights != nullptr ? factors.data() : nullptr,
-                              .partial_ends = &count,
-                              .num_partials = 1,
-                              .next_rows = {coming.data(), next.size()}},
-                             at(tensor_.cols), store);
+                   const rows::Terms sum{.rows = terms.data(),
+                                         .weights = weights != nullptr ? factors.data() : nullptr,
+                                         .partial_ends = &count,
+                                         .num_partials = 1,
+                                         .next_rows = {coming.data(), next.size()}};
+                   const rows::Type type = rows::type_of(tensor_.type);
+                   std::byte* const to = staged_ + rows[0] * bytes;
+                   if (wire) {
+                     constexpr auto kForm = rows::PartialForm::rows;
+                     rows::encode_wire(type, wire, to, {sum, &kForm}, at(tensor_.cols));
+                   } else {
+                     rows::sum(type, to, sum, at(tensor_.cols), store);
+                   }
                  });
   rows::flush();
 }
@@ -180,7 +186,7 @@ void resolve_tensors(const Context& context, const RowSizes& sizes) {
         .weights = find(record.weights_in, sizes.weights, sizeof(float)),
         .extra =
             find(record.extra_in, wide ? 2 * sizes.extra : sizes.extra, wide ? kWide : kNarrow),
-        .one_row_per_token = staged(record.rows_in),
+        .one_row_per_token = sizes.added_up && staged(record.rows_in),
         .one_scale_per_token = staged(record.scales_in),
         .num_rows = record.rows,
         .wide_indices = wide};

@@ -172,8 +172,10 @@ class ReceiveTensor {
   // do. A token's row goes to all its places in the first of their parts, and its sum is made in
   // the last. `weights` has one number per row.
   void fan_out(const PlanView& plan, const Config& config, const Scope& scope) const;
-  void add_up(const PlanView& plan, const Config& config, const Scope& scope,
-              const float* weights) const;
+  // Under a wire the sum stands there in the wire's form; where that may be longer than a row,
+  // nothing is added up, and rows are copied.
+  void add_up(const PlanView& plan, const Config& config, const Scope& scope, const float* weights,
+              const WireFormat& wire) const;
 
   // The row that crossed for a token whose first row is `first`.
   const std::byte* crossed(std::uint32_t first) const {
@@ -205,8 +207,11 @@ struct RowSizes {
   std::uint64_t row = 0, scales = 0, weights = 0;  // bytes per receive row
   std::uint64_t extra = 0;                         // bytes per receive row; indices count as int32
   std::uint64_t scale_alignment =
-      kRowAlignment;  // alignment of the tensor that `scales` stands for
+      kRowAlignment;     // alignment of the tensor that `scales` stands for
+  bool added_up = true;  // owners that keep lists have one row per token in staged tensors
 };
+// True unless sums of staged rows may be longer in the wire's form than rows.
+inline bool adds_up(const WireFormat& wire) { return !wire.is_float(); }
 // Fills scratch.ranks from the records of all ranks, for the tensors whose rows have bytes in
 // `sizes`. Call it after await().
 void resolve_tensors(const Context& context, const RowSizes& sizes);

@@ -213,6 +213,7 @@ void CudaGroup::keep_for_good() noexcept {
 }
 
 void CudaGroup::check_limits() const {
+  require_no_wires(config());
   if (config().ranks > kMaxDeviceRanks || config().experts > kMaxDeviceExperts) {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks and ", config().experts,
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,

@@ -12,7 +12,7 @@
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
-#include "base/codec-inl.h"
+#include "ep/plan/cpu/partials-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace xd::rows::HWY_NAMESPACE {
@@ -68,36 +68,6 @@ void stream_zero(void* dst, std::size_t bytes) {
 }
 
 // ---- sum --------------------------------------------------------------------------------------
-
-// Whether terms have weights is known to the compiler, so that the loop over rows does not ask.
-template <class Codec, bool kWeighted, class D>
-HWY_INLINE void load_term(D d, const Terms& terms, int row, std::size_t at, Floats<D>& even,
-                          Floats<D>& odd) {
-  Codec::unpack(d, hn::LoadU(d, static_cast<const std::uint32_t*>(terms.rows[row]) + at), even,
-                odd);
-  if constexpr (kWeighted) {
-    const auto weight = hn::Set(FloatTag<D>(), terms.weights[row]);
-    even = hn::Mul(even, weight);
-    if constexpr (Codec::kPerWord == 2) odd = hn::Mul(odd, weight);
-  }
-}
-
-template <class Codec, bool kWeighted, class D>
-HWY_INLINE void sum_partial(D d, const Terms& terms, int begin, int end, std::size_t at,
-                            Floats<D>& even, Floats<D>& odd) {
-  load_term<Codec, kWeighted>(d, terms, begin, at, even, odd);
-  for (int row = begin + 1; row < end; ++row) {
-    auto next_even = even, next_odd = odd;
-    load_term<Codec, kWeighted>(d, terms, row, at, next_even, next_odd);
-    even = hn::Add(even, next_even);
-    if constexpr (Codec::kPerWord == 2) odd = hn::Add(odd, next_odd);
-  }
-}
-
-template <class D>
-HWY_INLINE Floats<D> with_canonical_nan(D d, Floats<D> v) {
-  return floats(d, hn::IfThenElse(is_nan(d, v), hn::Set(d, 0x7fc00000u), bits(d, v)));
-}
 
 // Adds the numbers of `count` parts, each rounded; load(part, even, odd) brings one part's. The
 // result is not rounded.
@@ -230,111 +200,6 @@ float dot_bf16(const void* a, const void* b, std::size_t n) { return dot_as<Bf16
 float dot_f16(const void* a, const void* b, std::size_t n) { return dot_as<F16>(a, b, n); }
 float dot_f32(const void* a, const void* b, std::size_t n) { return dot_as<F32>(a, b, n); }
 
-// ---- quantise ---------------------------------------------------------------------------------
-
-// The smallest block has 16 words.
-using BlockPiece = hn::CappedTag<std::uint32_t, 16>;
-
-// Returns |x| as bf16 bits in the upper half of each lane, and 0 where x is not finite.
-template <class D>
-HWY_INLINE Words<D> finite_magnitude(D d, Words<D> upper) {
-  const auto magnitude = hn::And(upper, hn::Set(d, 0x7fff0000u));
-  return hn::IfThenElseZero(less(d, magnitude, hn::Set(d, 0x7f800000u)), magnitude);
-}
-
-HWY_INLINE float largest_finite(const std::uint32_t* block, std::size_t words) {
-  const BlockPiece d;
-  const hn::RebindToSigned<BlockPiece> di;  // magnitudes are below 2^31, where both orders agree
-  auto largest = hn::Zero(di);
-  for (std::size_t w = 0; w < words; w += hn::Lanes(d)) {
-    const auto both = hn::LoadU(d, block + w);
-    const auto even = finite_magnitude(d, hn::ShiftLeft<16>(both));
-    const auto odd = finite_magnitude(d, both);
-    largest = hn::Max(largest, hn::Max(hn::BitCast(di, even), hn::BitCast(di, odd)));
-  }
-  return std::bit_cast<float>(hn::GetLane(hn::MaxOfLanes(di, largest)));
-}
-
-// Returns the e4m3fn bits of v * inverse in the low byte of each lane.
-template <class D>
-HWY_INLINE Words<D> e4m3_bits(D d, Floats<D> v, float inverse) {
-  const auto scaled = bits(d, hn::Mul(v, hn::Set(FloatTag<D>(), inverse)));
-  const auto sign = hn::And(hn::ShiftRight<24>(bits(d, v)), hn::Set(d, 0x80u));
-  const auto magnitude = hn::And(scaled, hn::Set(d, 0x7fffffffu));
-  const auto largest = hn::Set(d, 0x43e00000u);  // 448.0f
-  const auto limited = hn::IfThenElse(less(d, magnitude, largest), magnitude, largest);
-  const auto rounded = SmallFloat<3, 7>::round(d, limited);
-  return hn::Or(hn::IfThenElse(is_nan(d, v), hn::Set(d, 0x7fu), rounded), sign);
-}
-
-void quantise_block(std::uint8_t* out, float inverse, const std::uint32_t* block,
-                    std::size_t words) {
-  const BlockPiece d;
-  const hn::Rebind<std::uint16_t, BlockPiece> d16;
-  for (std::size_t w = 0; w < words; w += hn::Lanes(d)) {
-    auto even = hn::Zero(FloatTag<BlockPiece>()), odd = even;
-    Bf16::unpack(d, hn::LoadU(d, block + w), even, odd);
-    const auto pair =
-        hn::Or(e4m3_bits(d, even, inverse), hn::ShiftLeft<8>(e4m3_bits(d, odd, inverse)));
-    const hn::RebindToSigned<BlockPiece> di;
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, pair)), d16,
-               reinterpret_cast<std::uint16_t*>(out) + w);
-  }
-}
-
-// The scale of a block, and the scale's reciprocal.
-struct BlockScale {
-  float scale, inverse;
-};
-
-BlockScale quotient_scale(float amax) {
-  const float wanted = amax / 448.0f;
-  const float scale = amax == 0.0f ? 1.0f : (wanted < 0x1p-126f ? 0x1p-126f : wanted);
-  return {scale, 1.0f / scale};
-}
-
-// The biased exponent of the smallest power of two that amax / 448 does not exceed, at least
-// `bound`. 448 = 1.75 * 2^8, so the addend is chosen such that a mantissa of amax above 1.75
-// carries into the exponent.
-int power_of(float amax, int bound) {
-  const auto up = static_cast<int>((std::bit_cast<std::uint32_t>(amax) + 0x1fffffu) >> 23);
-  return up - 8 > bound ? up - 8 : bound;
-}
-
-float with_exponent(int biased) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(biased) << 23);
-}
-
-BlockScale power_scale(float amax) {
-  const int exponent = amax == 0.0f ? 127 : power_of(amax, 1);
-  return {with_exponent(exponent), with_exponent(254 - exponent)};
-}
-
-void quantise(const ep::QuantiseFormat& format, void* out, void* scales, const void* row,
-              std::size_t n) {
-  const std::size_t words = format.block / Bf16::kPerWord;
-  auto* to = static_cast<std::uint8_t*>(out);
-  auto* scale = static_cast<std::uint8_t*>(scales);
-  const auto* block = static_cast<const std::uint32_t*>(row);
-  for (std::size_t done = 0; done < n; done += format.block) {
-    const float amax = largest_finite(block, words);
-    float inverse = 0.0f;
-    if (format.scale_bytes == 1) {
-      const int byte = power_of(amax, 0);
-      *scale = static_cast<std::uint8_t>(byte);
-      inverse = with_exponent(254 - byte);
-    } else {
-      const BlockScale s = format.powers ? power_scale(amax) : quotient_scale(amax);
-      std::memcpy(scale, &s.scale, sizeof(float));
-      inverse = s.inverse;
-    }
-    quantise_block(to, inverse, block, words);
-    to += format.block;
-    scale += format.scale_bytes;
-    block += words;
-  }
-}
-
 }  // namespace xd::rows::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -349,7 +214,6 @@ HWY_EXPORT(sum_f32);
 HWY_EXPORT(dot_bf16);
 HWY_EXPORT(dot_f16);
 HWY_EXPORT(dot_f32);
-HWY_EXPORT(quantise);
 
 namespace {
 
@@ -432,11 +296,6 @@ float dot(Type type, const void* a, const void* b, std::size_t n) {
       return HWY_DYNAMIC_DISPATCH(dot_f32)(a, b, n);
   }
   return 0.0f;
-}
-
-void quantise_e4m3(const ep::QuantiseFormat& format, void* out, void* scales, const void* bf16_row,
-                   std::size_t n) {
-  HWY_DYNAMIC_DISPATCH(quantise)(format, out, scales, bf16_row, n);
 }
 
 }  // namespace xd::rows

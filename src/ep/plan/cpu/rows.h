@@ -15,10 +15,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "base/dtype.h"
 #include "ep/plan/quantise.h"
+#include "ep/plan/wire_format.h"
 
 namespace xd::rows {
 
@@ -74,9 +76,35 @@ void scale(Type type, void* out, const void* row, float weight, std::size_t n, S
 float dot(Type type, const void* a, const void* b, std::size_t n);
 
 // Quantises n bf16 elements, a multiple of format.block, to float8_e4m3fn bytes and a scale per
-// block, as xd_ep_quantise in crossdock/ep.h says. `scales` need no alignment. x * (1 / scale) of a
+// block, as xd_ep_quantise in quantise.h says. `scales` need no alignment. x * (1 / scale) of a
 // denormal x depends on DAZ, nothing else does.
 void quantise_e4m3(const ep::QuantiseFormat& format, void* out, void* scales, const void* bf16_row,
                    std::size_t n);
+
+// How a partial sum of a WireTerms is given.
+enum class PartialForm : std::uint8_t {
+  rows,    // as rows of the payload type, to be added up and put into the wire's form
+  wire,    // as one row in the wire's form
+  payload  // as one row of the payload type, which is not put into the wire's form: a host's sum
+};
+
+// Terms under a wire that is not SAME, with a form for each partial sum. A row in the wire's form
+// has WireFormat::row_bytes: float32, or codes and their scales. Weights are those of rows to be
+// added up.
+struct WireTerms {
+  Terms sum;
+  const PartialForm* forms;
+};
+
+// out[i] = the sum over partials, in order, of their values in the wire's form, in float32, rounded
+// once to `type`; with several hosts each host's sum is rounded before it is added, but where the
+// wire is FLOAT32. A NaN is the quiet one without sign and payload. n is a multiple of 128 under
+// wires with codes.
+void sum_wire(Type type, const ep::WireFormat& wire, void* out, const WireTerms& terms,
+              std::size_t n);
+
+// The same sum in the wire's form. There is one partial, or the wire is FLOAT32.
+void encode_wire(Type type, const ep::WireFormat& wire, void* out, const WireTerms& terms,
+                 std::size_t n);
 
 }  // namespace xd::rows

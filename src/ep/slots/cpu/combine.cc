@@ -24,6 +24,7 @@ struct LlCombine::Terms {
   std::array<const void*, kMost> rows;
   std::array<float, kMost> weights;
   std::array<int, XD_LL_MAX_RANKS> ends, host_ends;
+  std::array<rows::PartialForm, XD_LL_MAX_RANKS> forms;  // of partials
   int num_rows = 0;
   int num_partials = 0;
   int num_hosts = 0;  // 0: the sum is not made by host
@@ -37,25 +38,40 @@ struct LlCombine::Terms {
     num_rows = num_partials = num_hosts = 0;
     last_host = -1;
   }
-  void end_partial() { ends[at(num_partials++)] = num_rows; }
+  void end_partial(rows::PartialForm form) {
+    forms[at(num_partials)] = form;
+    ends[at(num_partials++)] = num_rows;
+  }
   // The partial that has ended last is one of `host`. Hosts come by number.
   void end_host(int host) {
     if (host != last_host) ++num_hosts;
     last_host = host;
     host_ends[at(num_hosts - 1)] = num_partials;
   }
+  // Under a wire the sum of rows that go to another rank is put into its form.
+  enum class Result { row, partial };
+  struct Shape {
+    DType type;
+    std::uint64_t cols;
+    WireFormat wire;
+    bool weighted;
+  };
   // Meanwhile the rows of the sum after it are fetched.
-  void sum(DType type, std::byte* out, std::uint64_t cols, bool weighted, const Terms& next,
-           rows::Store store) const {
-    rows::sum(rows::type_of(type), out,
-              {.rows = rows.data(),
-               .weights = weighted ? weights.data() : nullptr,
-               .partial_ends = ends.data(),
-               .num_partials = num_partials,
-               .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
-               .num_hosts = num_hosts,
-               .next_rows = {next.rows.data(), at(next.num_rows)}},
-              cols, store);
+  void sum(const Shape& shape, Result result, std::byte* out, const Terms& next) const {
+    const rows::Terms terms{.rows = rows.data(),
+                            .weights = shape.weighted ? weights.data() : nullptr,
+                            .partial_ends = ends.data(),
+                            .num_partials = num_partials,
+                            .host_ends = num_hosts > 0 ? host_ends.data() : nullptr,
+                            .num_hosts = num_hosts,
+                            .next_rows = {next.rows.data(), at(next.num_rows)}};
+    const rows::Type type = rows::type_of(shape.type);
+    if (!shape.wire) {
+      const rows::Store store = result == Result::row ? rows::Store::cached : kForPeers;
+      return rows::sum(type, out, terms, shape.cols, store);
+    }
+    const auto finish = result == Result::row ? rows::sum_wire : rows::encode_wire;
+    finish(type, shape.wire, out, {terms, forms.data()}, shape.cols);
   }
 };
 
@@ -139,7 +155,7 @@ void LlCombine::open_remote_sums() {
 }
 
 void LlCombine::send_remote_sums() const {
-  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = send_.sum_bytes()};
   for (const int rank : context_.remote->ranks()) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
     context_.remote->send(rank, sums_part(bool{send_.topk_weights}), items,
@@ -193,7 +209,7 @@ std::byte* LlCombine::target_of(const LlItem& item) {
     return context_.memory.partial(*near, context_.pipeline.sent(), item.token(),
                                    static_cast<int>(item.place));
   }
-  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = send_.sum_bytes()};
   const std::uint64_t items = context_.scratch.listed[at(source_)];
   if (items >= at(config().max_tokens)) return nullptr;
   return context_.scratch.bodies[at(source_)] + items * layout.item_bytes() + layout.row_at();
@@ -202,7 +218,7 @@ std::byte* LlCombine::target_of(const LlItem& item) {
 // A sum goes where target_of() has said.
 void LlCombine::keep_target(const LlItem& item) {
   if (!is_remote(source_)) return;
-  const LlRemoteSums layout{.row_bytes = send_.expert_out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = send_.sum_bytes()};
   const std::uint64_t number = context_.scratch.listed[at(source_)]++;
   const auto token = static_cast<std::uint32_t>(item.token());
   std::memcpy(context_.scratch.bodies[at(source_)] + number * layout.item_bytes(), &token,
@@ -233,8 +249,8 @@ void LlCombine::send_partials() {
   for (bool more = find_next(sums[now]); more; now = 1 - now) {
     Sum& next = sums[1 - now];
     more = find_next(next);
-    sums[now].terms.sum(send_.expert_out.type, sums[now].out, at(send_.expert_out.cols), weighted(),
-                        next.terms, kForPeers);
+    sums[now].terms.sum({send_.expert_out.type, at(send_.expert_out.cols), send_.wire, weighted()},
+                        Terms::Result::partial, sums[now].out, next.terms);
   }
   rows::flush();
 }
@@ -270,7 +286,7 @@ int LlCombine::collect(const LlItem& item, Terms& terms) const {
     terms.add(send_.expert_out.row(row / slots, row % slots),
               weights != nullptr ? weights[k] : 1.0f);
   }
-  if (terms.num_rows > before) terms.end_partial();
+  if (terms.num_rows > before) terms.end_partial(rows::PartialForm::rows);
   return terms.num_rows - before;
 }
 
@@ -317,7 +333,7 @@ void LlCombine::await_remote_sums() {
 }
 
 void LlCombine::read_remote_sums() {
-  const LlRemoteSums layout{.row_bytes = receive_.out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = receive_.sum_bytes()};
   const Pipeline& pipeline = context_.pipeline;
   const Part part = sums_part((pipeline.own_record().flags & kWeighted) != 0);
   for (const int rank : context_.remote->ranks()) {
@@ -342,8 +358,8 @@ void LlCombine::sum_tokens() {
     if (terms[now].num_partials == 0) {
       rows::zero(out, bytes, rows::Store::cached);
     } else {
-      terms[now].sum(receive_.out.type, out, at(receive_.out.cols), weighs[now], terms[next],
-                     rows::Store::cached);
+      terms[now].sum({receive_.out.type, at(receive_.out.cols), receive_.wire, weighs[now]},
+                     Terms::Result::row, out, terms[next]);
     }
   }
 }
@@ -383,13 +399,13 @@ void LlCombine::add_partial(const RankBits& home, int rank, std::int64_t token,
   const int place = partial_place(rank, home, config());
   if (place >= partial_places(config())) return;
   terms.add(context_.memory.partial(context_.self(), context_.pipeline.next(), token, place), 1.0f);
-  terms.end_partial();
+  terms.end_partial(rows::PartialForm::wire);
 }
 
 // A remote rank's sums are by ascending token, as its plan has the items that it makes them of. A
 // rank whose plan is damaged may have made fewer.
 void LlCombine::add_remote_partial(int rank, std::int64_t token, Terms& terms) const {
-  const LlRemoteSums layout{.row_bytes = receive_.out.row_bytes()};
+  const LlRemoteSums layout{.row_bytes = receive_.sum_bytes()};
   const Part part = sums_part((context_.pipeline.own_record().flags & kWeighted) != 0);
   const LlRemoteMessage& sums = *context_.remote->find(rank, part, context_.pipeline.next());
   std::uint64_t& number = context_.scratch.listed[at(rank)];
@@ -400,7 +416,7 @@ void LlCombine::add_remote_partial(int rank, std::int64_t token, Terms& terms) c
     if (their_token > token) return;
     if (their_token < token) continue;
     terms.add(item + layout.row_at(), 1.0f);
-    return terms.end_partial();
+    return terms.end_partial(rows::PartialForm::wire);
   }
 }
 

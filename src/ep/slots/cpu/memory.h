@@ -57,7 +57,7 @@ class LlMemory {
     const int places = partial_places(config_);
     const std::uint64_t number =
         stage(epoch) * tokens() * at(places) + at(partial_of(token, place, places));
-    return array<std::byte>(owner, map_.partials + number * config_.max_row_bytes);
+    return array<std::byte>(owner, map_.partials + number * config_.max_wire_bytes());
   }
 
  private:

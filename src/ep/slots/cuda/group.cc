@@ -199,6 +199,7 @@ CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
 CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 
 void CudaLlGroup::check_limits() const {
+  require_no_wires(config());
   const LlConfig& c = config();
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;

@@ -22,6 +22,9 @@ class RemoteSums final : public ChunkSink {
     Tensor sums;       // shape and type of the sums; none = no sums
     bool weighted;     // rows are multiplied by their weights
     Tensor gradients;  // of the weights, by token and choice: answers are written here
+    WireFormat wire;   // of the sums
+
+    TokenTerms::Shape shape() const { return {sums, weighted, wire}; }
   };
   RemoteSums(const Context& context, const PlanView& plan, const Wish& wish);
   ~RemoteSums() { side_.end(); }
@@ -39,23 +42,26 @@ class RemoteSums final : public ChunkSink {
   int host_at(const RequestItem& request) const;
   void ask(std::int64_t token);
   bool answer(RemoteChunk& chunk);
-  void answer_item(const std::byte* request, std::byte* item) const;
+  std::size_t answer_item(const std::byte* request, std::byte* item) const;
+  AnswerLayout layout_of(AnswerForm form) const;
   void receive(const RemoteChunk& chunk);
   // `last`: the answer that has come last, which is read where it is.
+  void receive_item(const RequestItem& request, const std::byte* item);
   void add_up(std::int64_t token, std::uint32_t last_place, const std::byte* last) const;
   void keep_gradients(const RequestItem& request, const float* gradients);
-  std::byte* sum_at(std::uint32_t place) const { return sums_.data() + place * answer_.row_bytes; }
+  std::byte* sum_at(std::uint32_t place) const { return sums_.data() + place * longest_.row_bytes; }
 
   const Context context_;
   const PlanView& plan_;
   const Wish wish_;
   RemoteSide& side_;
   const int topk_;
-  const AnswerLayout answer_;
+  const AnswerLayout longest_;
   RemoteStream requests_;
   RemoteArrivals arrivals_;
   const rows::Store store_;
-  std::span<std::byte> sums_;  // by place: (token, host) in the order of requests
+  std::span<std::byte> sums_;      // by place: (token, host) in the order of requests
+  std::vector<AnswerForm> forms_;  // of sums, likewise
   RemoteAnswers answers_;
   std::vector<std::uint32_t> awaited_;  // answers, by neighbour
 };

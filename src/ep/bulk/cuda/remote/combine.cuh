@@ -91,7 +91,7 @@ class RemoteCombine : public RemoteWork<RemoteCombine<T>> {
       const std::uint32_t place = place_of(token, machine, machines_of(code));
       if (lane_id() == 0) {
         *reinterpret_cast<RequestItem*>(item) = {
-            .token = token, .place = place, .host = remote().host_of[machine], .unused = 0};
+            .token = token, .place = place, .host = remote().host_of[machine], .form = 0};
       }
       if (lane_id() < topk()) {
         reinterpret_cast<std::uint32_t*>(item + sizeof(RequestItem))[lane_id()] = code;

@@ -1,0 +1,96 @@
+"""Buffer.combine_wire: sums that travel as float8 where the user says so, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import low_latency_cases as cases
+from crossdock.deep_ep import Buffer
+from crossdock.deep_ep._wire import first_wire
+from deep_ep_cases import on_buffers
+from deep_ep_reference import make_batch
+
+SEED = 140
+
+
+@pytest.fixture(autouse=True)
+def _same_again() -> Iterator[None]:
+    yield
+    Buffer.combine_wire = "same"
+
+
+@on_buffers(1, 3, **cases.LOW_LATENCY)
+def test_few_tokens(buffer: Buffer) -> None:
+    batch = cases.Batch(SEED, buffer)
+    # Results that no code of 8 bits has, and sums of which bfloat16 has none.
+    random = np.random.default_rng(SEED)
+    batch.rows = [
+        random.standard_normal(rows.shape).astype(ml_dtypes.bfloat16) for rows in batch.rows
+    ]
+    batch.x = batch.put(batch.rows[buffer.rank].astype(np.float32)).bfloat16()
+    x, _, handle, _, _ = batch.dispatch(buffer)
+    results = batch.experts_of(x)
+
+    def sums(wire: str, **options: bool) -> torch.Tensor:
+        Buffer.combine_wire = wire
+        out, _, hook = batch.combine(buffer, results, handle, **options)
+        if hook is not None:
+            hook()
+        return out.float()
+
+    def wanted(wire: str) -> torch.Tensor:
+        want = batch.routing.sums(buffer.rank, batch.rows, batch.weights, wire)
+        return torch.from_numpy(want.astype(np.float32))
+
+    same = wanted("same")
+    for wire in ("fp8_block128", "fp8_block128_pow2", "fp8_block128_e8m0"):
+        coded = wanted(wire)
+        assert len(same) == 0 or not torch.equal(coded, same)
+        assert torch.equal(sums(wire), coded)
+        assert torch.equal(sums(wire, return_recv_hook=True), coded)
+    assert torch.equal(sums("same", use_logfmt=True), same)  # never in silence
+    assert torch.equal(sums("logfmt"), same)
+    assert torch.equal(sums("logfmt", use_logfmt=True), wanted("fp8_block128"))
+    with pytest.raises(ValueError, match=r"combine_wire .*expected 'same', 'fp8', .*got 'fp4'"):
+        sums("fp4")
+    assert torch.equal(sums("same"), same)  # the Buffer is good
+
+
+@on_buffers(2)
+def test_many_tokens(buffer: Buffer) -> None:
+    batch = make_batch(SEED, buffer.group_size, hidden=256)
+    rank = buffer.rank
+    x, ids = batch.x[rank].bfloat16(), batch.topk_idx[rank]
+    layout = buffer.get_dispatch_layout(ids, batch.num_experts)
+    received, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(
+        x,
+        num_tokens_per_rank=layout[0],
+        is_token_in_rank=layout[3],
+        num_tokens_per_expert=layout[2],
+        topk_idx=ids,
+        topk_weights=torch.ones(ids.shape),
+    )
+    generator = torch.Generator().manual_seed(SEED)
+    outputs = [
+        torch.randn(len(batch.rows(r)), 256, generator=generator).bfloat16()
+        for r in range(buffer.group_size)
+    ]
+    bits = [one.float().numpy().astype(ml_dtypes.bfloat16) for one in outputs]
+    Buffer.combine_wire = "fp8"
+    out, _, _ = buffer.combine(outputs[rank], handle)
+    want = batch.routing.combine(rank, bits, None, "fp8_block128").astype(np.float32)
+    assert torch.equal(out.float(), torch.from_numpy(want))
+    # Gradients come with weights, and travel as ever.
+    out, _, _ = buffer.combine(outputs[rank], handle, recv_weights)
+    assert torch.equal(out, batch.combined(rank, outputs))
+
+
+def test_the_environment_says_what_it_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_wire() == "same"
+    monkeypatch.setenv("XD_DEEP_EP_COMBINE_WIRE", "logfmt")
+    assert first_wire() == "logfmt"
