@@ -22,13 +22,15 @@ typedef struct xd_view {
   /* 0 = the view of creation; else one more than that of the view before. */
   uint64_t number;
   int32_t num_members;
-  /* 1 = all members have voted with ok = 1. */
+  /* 1 = all members have voted with ok = 1. Ranks that are `gone` do not count, and may have voted
+   * 0 or not at all. */
   int32_t all_ok;
-  /* The lowest and the highest step of the members' votes; 0 in view 0. */
+  /* The lowest and the highest step of the members' votes; 0 in view 0. Of members that have
+   * `joined`, neither step nor ok counts, unless the view before has no members left. */
   int64_t first_step;
   int64_t last_step;
   uint64_t members[XD_VIEW_WORDS];
-  /* Members that were not in the view that this rank knew before, and the reverse. */
+  /* Members that were not in the view of this rank's last call that succeeded, and the reverse. */
   uint64_t joined[XD_VIEW_WORDS];
   uint64_t gone[XD_VIEW_WORDS];
 } xd_view;
@@ -51,7 +53,8 @@ typedef struct xd_comm_agree_args {
   /* Any number, such as that of the next step of this rank. */
   int64_t step;
   /* Ranks that shall not be members, though they live and vote, as a set of XD_VIEW_WORDS words;
-   * NULL = none. This rank itself is INVALID_ARGUMENT: it sets `leave`. */
+   * NULL = none. It has no effect if this rank leaves, or is a guest. This rank itself is
+   * INVALID_ARGUMENT: it sets `leave`. */
   const uint64_t* leave_out;
   /* CUDA: the stream in whose order the program works, if it may be captured. The call does nothing
    * on it, and refuses while it is captured: a replay would not ask again. */
@@ -66,17 +69,20 @@ typedef struct xd_comm_agree_args {
  *
  * A rank votes and waits until every member has voted, or is lost (see xd_comm_lost), or until
  * timeout_ms are over. The members of the next view are then those that have voted, without those
- * that are lost, leave, or are named in another voter's leave_out (of two that name each other the
- * lower one's word counts). So a rank that votes is in, whoever has masked it. One rank's count is
- * taken by all: a rank that votes too late may find that it has been left out. Such a rank may call
- * again, and votes then as a guest: nobody waits for it, but the next view that is decided while it
- * waits has it as a member.
+ * that are lost, leave, or are named in leave_out. These sets are taken by ascending rank of the
+ * voter, and a rank that a lower one has left out has no say. So a rank that votes is in, whoever
+ * has masked it. One rank's count is taken by all: a rank that votes too late may find that it has
+ * been left out. Such a rank may call again, and votes then as a guest: nobody waits for it, but
+ * the next view that is decided while it waits has it as a member. A guest that leaves has success
+ * at once. A call that fails takes its vote back; where others have counted it all the same, the
+ * next call of this rank does not return their view, but votes for the one behind it.
  *
  * On one machine the decision is one compare-and-swap in shared memory, so a single rank that is
- * left decides alone. Between machines more than half of the current view's members have to agree,
- * or half of them with the lowest one, so of two parts of the ranks that cannot reach each other
- * one at most goes on; for that the call may take up to timeout_ms longer, at least 1 s and at most
- * 10 s.
+ * left decides alone, also a guest when all members have ended. Between machines more than half of
+ * the current view's members have to agree, or half of them with the lowest one, so of two parts of
+ * the ranks that cannot reach each other one at most goes on; for that the call may take up to
+ * timeout_ms longer, at least 1 s and at most 10 s. Where too many members have ended there, or all
+ * leave, no call decides any more: the ranks that are left make a new communicator.
  *
  * Blocking and bounded. It needs no operation of any group, and may be called while operations of
  * other ranks still wait for a rank that is gone. One thread per rank at a time.
@@ -84,8 +90,9 @@ typedef struct xd_comm_agree_args {
  * Errors: INVALID_ARGUMENT; BUSY (another thread of this rank is in the call); PEER_LOST about this
  * rank itself: the others have gone on without it, or it was a guest and nobody took it in, or
  * between machines it has reached too few members. None of these finishes the communicator, and
- * the call may be made again. A rank that leaves has success, with a view that it is not in.
- * The fatal errors. */
+ * the call may be made again; xd_comm_get_view tells the former from the others, as its view is
+ * then without this rank. A rank that leaves has success, with a view that it is not in.
+ * The fatal errors, such as ABORTED, also when this thread's xd_set_interrupt asks for it. */
 XD_API xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd_view* view);
 
 /* The latest view that a call of this rank has found, also one that this rank is not in. Never

@@ -291,6 +291,7 @@ void Errors::on_lost(const Loss& loss) {
   const std::span<const int> ranks = loss.ranks;
   if (masks_losses()) {
     set_lost(ranks, Presence::lost);
+    cards_.on_lost();
     if (device_side_ == nullptr) return;
     for (const int rank : ranks) device_side_->set_lost(rank, false);
     return;
@@ -305,6 +306,7 @@ void Errors::on_lost(const Loss& loss) {
 
 void Errors::on_left(int rank) {
   set_lost({&rank, 1}, Presence::left);
+  cards_.on_lost();
   if (device_side_ != nullptr) device_side_->set_lost(rank, true);
 }
 
@@ -312,13 +314,16 @@ void Errors::on_abort(int rank) {
   raise({.status = XD_ERROR_ABORTED, .rank = rank, .peer = rank}, Spread::here);
 }
 
-// A remote rank's note, or a card of its machine, or its error, which a near one would have written
-// to this rank's board, and which it tells once as well.
+// A remote rank's note, or a card of its machine or a receipt for some, or its error, which a near
+// one would have written to this rank's board, and which it tells once as well.
 void Errors::on_report(int rank, std::span<const std::byte> report) {
   static_assert(sizeof(WaitNote) != sizeof(ToldError) && sizeof(ToldError) <= kMaxReport);
   static_assert(sizeof(SentCard) != sizeof(ToldError) && sizeof(SentCard) != sizeof(WaitNote));
+  static_assert(sizeof(CardReceipt) < sizeof(WaitNote));
+  static_assert(sizeof(CardReceipt) < sizeof(ToldError) && sizeof(CardReceipt) < sizeof(SentCard));
+  if (report.size() == sizeof(CardReceipt)) return cards_.take_receipt(rank, report);
   if (report.size() == sizeof(SentCard)) {
-    cards_.take(report);
+    cards_.take_card(rank, report);
     return bell(hosts_.self()).ring();
   }
   WaitNote note;

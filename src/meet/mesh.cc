@@ -270,6 +270,13 @@ void Mesh::send_report(std::span<const std::byte> report) noexcept {
   look_after_unsent();
 }
 
+bool Mesh::send_report_to(int rank, std::span<const std::byte> report) noexcept {
+  const MeshHeader header{MeshMessageType::report, 0, 0, this->rank()};
+  const bool is_done = parts_.links[at(rank)].send(bytes_of(header), report) == Sent::done;
+  look_after_unsent();
+  return is_done;
+}
+
 void Mesh::send_failure() noexcept {
   FailureWords().tell(parts_.links, rank());
   look_after_unsent();

@@ -92,6 +92,12 @@ class Mesh {
   // Gives ranks on other hosts at most kMaxReport bytes for their MeshEvents::on_report(). Does not
   // block; safe on any thread.
   void send_report(std::span<const std::byte> report) noexcept;
+  // Likewise for one rank that this rank is connected to, also a near one. False = there is no room
+  // at the moment, or no connection. Where a relay has not passed it on yet, a later report of this
+  // rank takes its place if size and first 8 bytes are the same.
+  bool send_report_to(int rank, std::span<const std::byte> report) noexcept;
+  // On another host, and connected to this rank.
+  bool is_rail(int rank) const { return parts_.links[at(rank)].is_tcp(); }
 
   // Tells every peer that this rank cannot go on, and why: the exception in flight. Their calls
   // that wait for this rank throw MISMATCH.

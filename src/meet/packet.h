@@ -29,7 +29,7 @@ enum class MeshMessageType : std::uint32_t {
   lost = 6     // `source` is lost, and its process or host with it
 };
 inline constexpr std::size_t kMaxFailureText = 512;
-inline constexpr std::size_t kMaxReport = 768;
+inline constexpr std::size_t kMaxReport = 3072;
 inline constexpr std::size_t kMaxMeshBlob = 32768;
 
 struct MeshHeader {

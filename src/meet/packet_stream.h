@@ -12,8 +12,9 @@
 namespace xd {
 
 // The room that a rank's system has for a connection while the rank does not read. A rank is at
-// most one round ahead of another, so it sends that two letters and a few small messages, and the
-// room is never full: a full one would look like the silence of a host.
+// most one round ahead of another, so it sends that two letters, a few small messages, and cards
+// (comm/views/cards.h) that are a letter and a half, and the room is never full: a full one would
+// look like the silence of a host.
 inline constexpr int kStreamRoom = 4 * kMaxMeshPacket;
 
 class PacketStream {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
@@ -219,10 +220,26 @@ void MeshWatch::spread_loss(int rank, int silence_ms) {
 }
 
 void MeshWatch::post(int to, std::shared_ptr<const Bytes> packet) {
-  if (!is_heard(to)) return;
+  if (!is_heard(to) || replace_post(to, packet)) return;
   posts_[at(to)].push_back(std::move(packet));
   waiting_posts_.fetch_add(1, std::memory_order_relaxed);
   send_posts(to);
+}
+
+// Takes the place of an older report about the same, so that those for a process that stands still
+// do not pile up.
+bool MeshWatch::replace_post(int to, const std::shared_ptr<const Bytes>& packet) {
+  constexpr std::size_t kKey = sizeof(MeshHeader) + sizeof(std::uint64_t);
+  MeshHeader header;
+  std::memcpy(&header, packet->data(), sizeof(header));
+  if (header.type != MeshMessageType::report || packet->size() < kKey) return false;
+  for (auto& older : posts_[at(to)]) {
+    if (older->size() != packet->size()) continue;
+    if (std::memcmp(older->data(), packet->data(), kKey) != 0) continue;
+    older = packet;
+    return true;
+  }
+  return false;
 }
 
 // Sends what `to` has room for; the rest follows when there is room.

@@ -21,15 +21,15 @@
 namespace xd {
 
 // The reports of the watch thread. They are called on that thread, one at a time, and must neither
-// block nor call the mesh, except that on_tick() may send_abort() and cancel(). The object outlives
-// the mesh.
+// block nor call the mesh, except that on_tick() may send_abort() and cancel(), and the events of
+// ranks may send_report_to(). The object outlives the mesh.
 class MeshEvents {
  public:
   virtual ~MeshEvents() = default;
   virtual void on_lost(const Loss& loss) = 0;  // ranks that are gone without goodbye
   virtual void on_left(int rank) = 0;          // the rank said goodbye
   virtual void on_abort(int rank) = 0;         // the rank called abort
-  // A rank on another host has sent these bytes, by Mesh::send_report().
+  // A rank has sent these bytes, by Mesh::send_report() or send_report_to().
   virtual void on_report(int rank, std::span<const std::byte> report) = 0;
   // The watch thread cannot go on, and reports nothing from now on. This call must not allocate,
   // and may also send_abort() and cancel().
@@ -82,6 +82,7 @@ class MeshWatch {
   void pass_on(int rank, std::span<const std::byte> packet);
   void spread_loss(int rank, int silence_ms);
   void post(int to, std::shared_ptr<const Bytes> packet);
+  bool replace_post(int to, const std::shared_ptr<const Bytes>& packet);
   void send_posts(int to);
   void forget_posts(int to);
 

@@ -55,6 +55,7 @@ class RankRun {
     config.device = memory_->device();
     const std::string host = "host" + std::to_string(rank_.rank);
     if (program_.apart) config.host = host.c_str();
+    if (program_.silence_ms > 0) config.silence_ms = program_.silence_ms;
     config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;

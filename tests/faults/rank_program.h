@@ -67,6 +67,8 @@ struct RankSettings {
   int tokens = 12;
   int timeout_ms = 20000;       // of the communicator
   int wait_timeout_ms = 0;      // of a low-latency group
+  int silence_ms = 0;           // of the communicator; 0 = its default
+  int views = 20;               // Program::agree: decided after the loss
   std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   int losses = 0;           // Program::outlive: ranks that will be lost

@@ -7,8 +7,6 @@
 namespace xd::test {
 namespace {
 
-constexpr int kViewsAfterLoss = 20;
-
 std::string members_of(const xd_view& view, int num_ranks) {
   std::string members;
   for (int r = 0; r < num_ranks; ++r) {
@@ -30,7 +28,7 @@ class Agreeing {
     talk_.wait_for_go();
     const int left = program_.num_ranks - program_.losses;
     for (int more = 0;;) {
-      const bool enough = more >= kViewsAfterLoss;
+      const bool enough = more >= program_.views;
       if (!agree(enough)) return come_back();
       if (view_.number == kViewsBeforeLoss) talk_.say("progress");
       if (view_.num_members == left) ++more;

@@ -129,6 +129,25 @@ TEST_P(LateInAgree, ARankThatStandsStillIsLeftOutAndComesBack) {
   for (int rank = 0; rank < 3; ++rank) expect_ends_with(ranks.wait_for_after(rank), "0,1,2");
 }
 
+// Its connections take what the others say to it for hundreds of views, and it is not lost.
+TEST(LongLateInAgree, ARankThatStandsStillForManyViewsBetweenMachinesComesBack) {
+  RankProgram program = impatient(true);
+  program.views = 400;
+  program.silence_ms = 1000;
+  Processes ranks(program, {{0}, {1}, {2}});
+  ranks.start();
+  for (int rank = 0; rank < 3; ++rank) ranks.wait_for_progress(rank);
+  ranks.stop(0);
+  for (const int rank : {1, 2}) ranks.wait_until_ready(rank);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // a full connection would end
+  ranks.resume(0);
+  const Result result = ranks.wait_for_result(0);
+  EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+  ranks.wait_until_ready(0);
+  for (int rank = 0; rank < 3; ++rank) ranks.go(rank);
+  for (int rank = 0; rank < 3; ++rank) expect_ends_with(ranks.wait_for_after(rank), "0,1,2");
+}
+
 const auto kNameOfMedium = [](const auto& info) {
   return info.param ? "BetweenMachines" : "OnOneMachine";
 };

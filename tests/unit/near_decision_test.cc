@@ -22,13 +22,13 @@ constexpr int kMost = 4;
 struct Rank {
   std::optional<NearDecision> decision;
   View view;  // the latest that it has got
-  DecisionWord word;
   Vote vote;
   bool dead = false;
   bool late = false;
   int waits_since = -1;  // number of the store after which it has looked at everything; -1 = none
   int calls_left = 0;
-  unsigned gone = 0;  // the ranks that it knows to be lost
+  std::array<std::uint64_t, kMost> tallied{};  // the calls whose votes its proposal counts
+  unsigned gone = 0;                           // the ranks that it knows to be lost
   // Its last access, and what that gave: with its tally and its view all that its next step
   // depends on.
   std::string last;
@@ -49,8 +49,9 @@ class World final : public NearPlaces {
   }
 
   std::array<Rank, kMost> ranks;
-  // By number, as ranks have got it.
+  // By number, as ranks have got it, and the calls whose votes it counts, by rank.
   std::array<std::optional<View>, 8> got;
+  std::array<std::array<std::uint64_t, kMost>, 8> counted{};
   std::string failure;
   bool anyone_late = false;
 
@@ -85,6 +86,7 @@ class World final : public NearPlaces {
 
   std::string key() const {
     std::string key = std::to_string(word_.word());
+    for (const std::uint64_t call : counted[word_.number()]) key += '.' + std::to_string(call);
     for (int r = 0; r < num_ranks_; ++r) {
       const Rank& rank = ranks[at(r)];
       key += '|';
@@ -93,7 +95,10 @@ class World final : public NearPlaces {
       if (rank.waits_since == stores_) key += 'w';
       if (looked_late_[at(r)]) key += 'L';
       key += std::to_string(rank.gone) + ',' + std::to_string(rank.calls_left) + ',' +
-             (votes_[at(r)] ? std::to_string(votes_[at(r)]->number) : "torn");
+             (votes_[at(r)] ? std::to_string(votes_[at(r)]->number) + '.' +
+                                  std::to_string(votes_[at(r)]->call)
+                            : "torn");
+      for (const std::uint64_t call : rank.tallied) key += '.' + std::to_string(call);
       for (const auto& proposal : proposals_[at(r)])
         key += proposal ? ',' + std::to_string(proposal->number) + ':' +
                               std::to_string(proposal->members.words()[0])
@@ -101,9 +106,10 @@ class World final : public NearPlaces {
       if (!rank.decision) continue;
       const NearDecision& d = *rank.decision;
       key += ';' + rank.last + ',' + std::to_string(d.view().number) + ',' +
-             std::to_string(d.view().members.words()[0]) + ',' + std::to_string(d.word().word()) +
-             ',' + std::to_string(d.tally().voters.words()[0]) + ',' +
+             std::to_string(d.view().members.words()[0]) + ',' +
+             std::to_string(d.tally().voters.words()[0]) + ',' +
              std::to_string(d.tally().gone.words()[0]);
+      for (const Vote& vote : d.tally().votes) key += '.' + std::to_string(vote.call);
     }
     return key;
   }
@@ -124,6 +130,10 @@ class World final : public NearPlaces {
   }
   void propose(const View& view) override {
     note("propose");
+    Rank& rank = ranks[at(actor_)];
+    const Tally& tally = rank.decision->tally();
+    for (int r = 0; r < num_ranks_; ++r)
+      rank.tallied[at(r)] = tally.voters.has(r) ? tally.votes[at(r)].call : 0;
     store(proposals_[at(actor_)][view.number % 2], view);
   }
   std::optional<View> proposal(DecisionWord word) override {
@@ -135,11 +145,16 @@ class World final : public NearPlaces {
     note("decided" + std::to_string(word_.word()));
     return word_;
   }
-  void decide(DecisionWord before, DecisionWord next) override {
+  bool decide(DecisionWord before, DecisionWord next) override {
+    if (torn_ || word_.word() != before.word()) {
+      note("decide nothing");
+      return false;
+    }
     note("decide");
-    if (torn_ || word_.word() != before.word()) return;
+    if (next.number() > before.number()) counted[next.number()] = ranks[at(actor_)].tallied;
     word_ = next;
     ++stores_;
+    return true;
   }
 
  private:
@@ -156,7 +171,9 @@ class World final : public NearPlaces {
 
   void begin(int r) {
     Rank& rank = ranks[at(r)];
-    rank.decision.emplace(r, num_ranks_, rank.view, rank.word, rank.vote);
+    ++rank.vote.call;
+    rank.vote.step += 100;
+    rank.decision.emplace(r, num_ranks_, rank.view, rank.vote);
     rank.waits_since = -1;
     rank.late = false;
     rank.last = "begin";
@@ -169,10 +186,10 @@ class World final : public NearPlaces {
     const NearDecision& d = *rank.decision;
     if (d.outcome() == Outcome::member) {
       if (!d.view().members.has(r)) failure = "a member is not in its view";
+      if (counted[d.view().number][at(r)] != rank.vote.call) failure = "an older call has voted";
       expect_one(d.view());
     }
     rank.view = d.view();
-    rank.word = d.word();
     rank.decision.reset();
     if (rank.calls_left > 0) begin(r);
   }
@@ -312,6 +329,36 @@ TEST(NearDecision, GivesOneViewInEveryOrderOfThreeRanksWithAGuestAndALateOne) {
   EXPECT_GT(outside, 0);
 }
 
+// A guest that waits no more takes its vote back, or finds that it has been counted. A view
+// that a later call returns counts that call's vote.
+TEST(NearDecision, CountsTheVoteOfAGuestsOwnCallInEveryOrder) {
+  World start(2, first_view(0b01), votes_of(2), 1);
+  start.ranks[1].calls_left = 2;
+  int taken_in = 0, late_and_taken_in = 0;
+  explore(start, 2, {.deaths = 1, .lates = 2}, [&](const World& world) {
+    expect_ended(world, 2);
+    taken_in += world.got[1] && world.counted[1][1] == 1 ? 1 : 0;
+    late_and_taken_in += world.got[1] && world.counted[1][1] == 2 ? 1 : 0;
+  });
+  EXPECT_GT(taken_in, 0);
+  EXPECT_GT(late_and_taken_in, 0);
+}
+
+// Ranks that have been left out go on alone when all members have ended.
+TEST(NearDecision, LetsGuestsDecideWhenNoMemberIsLeft) {
+  World start(3, first_view(0b001), votes_of(3), 1);
+  start.ranks[0].dead = true;
+  for (Rank& rank : start.ranks) rank.gone = 0b001;
+  int both = 0, one = 0;  // the other one is a guest of the next view
+  explore(start, 3, {.deaths = 1, .lates = 0}, [&](const World& world) {
+    ASSERT_TRUE(world.got[1]) << world.key();
+    both += world.got[1]->members.count() == 2 ? 1 : 0;
+    one += world.got[1]->members.count() == 1 ? 1 : 0;
+  });
+  EXPECT_GT(both, 0);
+  EXPECT_GT(one, 0);
+}
+
 TEST(NearDecision, GivesOneViewInRandomOrders) {
   constexpr unsigned kSeeds = 4000;
   std::size_t views = 0;
@@ -349,7 +396,8 @@ TEST(NearDecision, TakesNoViewThatIsOnlyProposed) {
   };
   world.step(1, false);  // votes
   run(0, 1);
-  while (world.ranks[2].last != "decided65536") world.step(2, false);
+  while (world.ranks[2].last != "decided" + std::to_string(DecisionWord(1, 0).word()))
+    world.step(2, false);
   run(1, 1);
   world.step(0, false);
   run(1, 2);
@@ -384,6 +432,41 @@ TEST(Tally, TakesStepsAndAgreementOfMembersAlone) {
   EXPECT_EQ(view.all_ok, 1);
   tally.votes[2].ok = 0;
   EXPECT_EQ(tally.view(before).all_ok, 0);
+}
+
+TEST(Tally, LetsGuestsAndLeaversHaveNoSay) {
+  const View before = first_view(0b0111);
+  Tally tally(4);
+  for (int r = 0; r < 4; ++r) {
+    tally.voters.add(r);
+    tally.votes[at(r)].step = 100 - 10 * r;
+  }
+  tally.votes[0].leave = 1;
+  tally.votes[0].leave_out.add(1);
+  tally.votes[3].leave_out.add(2);
+  tally.votes[3].ok = 0;
+  View view = tally.view(before);
+  EXPECT_EQ(view.members, Members(Members::Words{0b1110}));
+  EXPECT_EQ(view.first_step, 80);
+  EXPECT_EQ(view.last_step, 90);
+  EXPECT_EQ(view.all_ok, 1);
+  for (const int member : {1, 2}) tally.gone.add(member);
+  view = tally.view(before);
+  EXPECT_EQ(view.members, Members(Members::Words{0b1000}));
+  EXPECT_EQ(view.first_step, 70);
+  EXPECT_EQ(view.all_ok, 0);
+}
+
+TEST(Tally, TakesNoWordOfARankThatALowerOneHasLeftOut) {
+  Tally tally(3);
+  for (int r = 0; r < 3; ++r) tally.voters.add(r);
+  tally.votes[0].leave_out.add(1);
+  tally.votes[1].leave_out.add(2);
+  EXPECT_EQ(tally.view(first_view(0b111)).members, Members(Members::Words{0b101}));
+  tally.votes[0].leave_out = {};
+  tally.votes[1].leave_out = Members(Members::Words{0b001});
+  tally.votes[2].leave_out = Members(Members::Words{0b010});
+  EXPECT_EQ(tally.view(first_view(0b111)).members, Members(Members::Words{0b100}));
 }
 
 TEST(Tally, OfTwoRanksThatNameEachOtherLeavesTheLowerOne) {

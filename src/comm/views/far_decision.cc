@@ -17,7 +17,8 @@ FarDecision::FarDecision(int rank, int num_ranks, const View& before, const Card
 // Votes for the number behind the view. Promises of the same number stay, as ranks rely on them.
 void FarDecision::vote_again() {
   vote_.number = view_.number + 1;
-  if (card_.vote.number != vote_.number) {
+  if (card_.number != vote_.number) {
+    card_.number = vote_.number;
     card_.promised = card_.accepted = 0;
     card_.proposal = {};
   }
@@ -28,13 +29,14 @@ void FarDecision::vote_again() {
 
 bool FarDecision::step(const Seen& seen) {
   const Card before = card_;
-  const View* latest = nullptr;
+  const CountedView* latest = nullptr;
   for (int r = 0; r < num_ranks_; ++r) {
-    const View& theirs = card_of(r, seen).latest;
-    if (theirs.number > (latest != nullptr ? latest->number : view_.number)) latest = &theirs;
+    const CountedView& theirs = card_of(r, seen).latest;
+    const View& known = latest != nullptr ? latest->view : view_;
+    if (theirs.view.number > known.number) latest = &theirs;
   }
   if (latest != nullptr) {
-    adopt(View(*latest));
+    adopt(CountedView(*latest));
   } else {
     count(seen);
     if (is_member()) {
@@ -48,12 +50,14 @@ bool FarDecision::step(const Seen& seen) {
   return true;
 }
 
-void FarDecision::adopt(const View& latest) {
+void FarDecision::adopt(const CountedView& latest) {
   const bool was_member = is_member();
-  view_ = card_.latest = latest;
-  if (is_member()) {
+  card_.latest = latest;
+  view_ = latest.view;
+  const bool is_own_call = latest.calls[at(rank_)] == static_cast<std::uint8_t>(vote_.call);
+  if (is_member() && is_own_call) {
     outcome_ = Outcome::member;
-  } else if (was_member) {
+  } else if (was_member && !is_member()) {
     outcome_ = Outcome::outsider;
   } else {
     vote_again();
@@ -104,7 +108,7 @@ void FarDecision::lead(const Seen& seen) {
     if (card.accepted > (highest != nullptr ? highest->accepted : 0)) highest = &card;
   });
   if (!is_quorum(promised)) return;
-  card_.proposal = highest != nullptr ? View(highest->proposal) : tally_.view(view_);
+  card_.proposal = highest != nullptr ? CountedView(highest->proposal) : proposal();
   card_.accepted = leads_;
   leads_ = 0;
 }
@@ -117,7 +121,15 @@ void FarDecision::close(const Seen& seen) {
   for_members(seen, [&](int r, const Card& card) {
     if (card.accepted == card_.accepted) accepted.add(r);
   });
-  if (is_quorum(accepted)) adopt(View(card_.proposal));
+  if (is_quorum(accepted)) adopt(CountedView(card_.proposal));
+}
+
+CountedView FarDecision::proposal() const {
+  CountedView result{.view = tally_.view(view_)};
+  for (std::size_t r = 0; r < tally_.votes.size(); ++r) {
+    result.calls[r] = static_cast<std::uint8_t>(tally_.votes[r].call);
+  }
+  return result;
 }
 
 bool FarDecision::is_quorum(const Members& ranks) const {

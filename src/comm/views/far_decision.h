@@ -5,6 +5,7 @@
 // others see, some later than others and not each of its values, but never an older one after a
 // newer one:
 //
+//   vote      what the rank says in a call; withdrawn when that ends without a view
 //   promised  the highest ballot that the rank has heard of; it accepts none below
 //   accepted  the highest ballot whose view it has accepted, and that view
 //   latest    the latest view that it knows to be decided
@@ -16,6 +17,7 @@
 // one. So of two parts of the ranks that cannot reach each other, one at most decides.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -24,12 +26,21 @@
 
 namespace xd {
 
+// A view, and whose votes it counts. A vote that is withdrawn may be in a ballot that others bring
+// to its end later; the number of its call tells the rank that this view is not about its next one.
+struct CountedView {
+  View view;
+  std::array<std::uint8_t, Members::kWords * 64> calls{};  // by member: the last bits of Vote::call
+  bool operator==(const CountedView&) const = default;
+};
+
 struct Card {
   std::uint64_t serial = 0;                  // its values are numbered by its rank
-  Vote vote;                                 // promised, accepted and proposal are of its number
+  Vote vote;                                 // none between calls, unless the last one succeeded
+  std::uint64_t number = 0;                  // of the view that the ballots are for
   std::uint64_t promised = 0, accepted = 0;  // round 48 bits, rank + 1 16 bits; 0 = none
-  View proposal;                             // of `accepted`
-  View latest;
+  CountedView proposal;                      // of `accepted`
+  CountedView latest;
   bool operator==(const Card&) const = default;
 };
 static_assert(std::has_unique_object_representations_v<Card>);
@@ -50,7 +61,8 @@ class FarDecision {
   // Goes on as far as that allows. True: the card has changed, and others have to see it before the
   // next step.
   bool step(const Seen& seen);
-  // Of a rank that waits no more: it is not taken in any more.
+  // Takes the vote back at the end of a call without an outcome. Promises and acceptances stay, as
+  // others rely on them.
   void withdraw();
 
   const Card& card() const { return card_; }
@@ -58,17 +70,18 @@ class FarDecision {
   Outcome outcome() const { return outcome_; }
   const View& view() const { return view_; }
   const Tally& tally() const { return tally_; }
-  // True: the votes are there, and the ranks have only to decide.
-  bool is_voted() const { return voted_; }
+  // True: this rank is a member, the votes are there, and the ranks have only to decide.
+  bool is_voted() const { return voted_ && is_member(); }
+  bool is_member() const { return view_.members.has(rank_); }
 
  private:
-  bool is_member() const { return view_.members.has(rank_); }
   void vote_again();
-  void adopt(const View& latest);
+  void adopt(const CountedView& latest);
   void count(const Seen& seen);
   void answer(const Seen& seen);
   void lead(const Seen& seen);
   void close(const Seen& seen);
+  CountedView proposal() const;
   bool is_quorum(const Members& ranks) const;
   const Card& card_of(int rank, const Seen& seen) const {
     return rank == rank_ ? card_ : seen.cards[at(rank)];
@@ -79,7 +92,7 @@ class FarDecision {
     for (int r = 0; r < num_ranks_; ++r) {
       if (!view_.members.has(r)) continue;
       const Card& card = card_of(r, seen);
-      if (card.vote.number == view_.number + 1) use(r, card);
+      if (card.number == view_.number + 1) use(r, card);
     }
   }
 
@@ -89,8 +102,8 @@ class FarDecision {
   Card card_;
   Vote vote_;
   Tally tally_;
-  std::uint64_t leads_ =
-      0;  // the ballot that this rank has begun and not yet proposed in; 0 = none
+  // The ballot that this rank has begun and not yet proposed in; 0 = none.
+  std::uint64_t leads_ = 0;
   bool voted_ = false;
   Outcome outcome_ = Outcome::none;
 };

@@ -2,14 +2,8 @@
 
 namespace xd {
 
-NearDecision::NearDecision(int rank, int num_ranks, const View& before, DecisionWord before_word,
-                           const Vote& vote)
-    : rank_(rank),
-      num_ranks_(num_ranks),
-      view_(before),
-      word_(before_word),
-      vote_(vote),
-      tally_(at(num_ranks)) {}
+NearDecision::NearDecision(int rank, int num_ranks, const View& before, const Vote& vote)
+    : rank_(rank), num_ranks_(num_ranks), view_(before), vote_(vote), tally_(at(num_ranks)) {}
 
 bool NearDecision::step(NearPlaces& places, bool late) {
   switch (next_) {
@@ -19,7 +13,6 @@ bool NearDecision::step(NearPlaces& places, bool late) {
       next_ = Next::look;
       return true;
     case Next::look:
-    case Next::last_look:
       look(places);
       return true;
     case Next::read:
@@ -30,7 +23,7 @@ bool NearDecision::step(NearPlaces& places, bool late) {
       next_ = Next::decide;
       return true;
     case Next::decide:
-      places.decide(word_, DecisionWord(view_.number + 1, rank_));
+      places.decide(found_, DecisionWord(view_.number + 1, rank_));
       next_ = Next::look;  // finds this rank's decision, or that of another one
       return true;
     case Next::take:
@@ -39,7 +32,11 @@ bool NearDecision::step(NearPlaces& places, bool late) {
     case Next::withdraw:
       places.publish(Vote{});
       withdrawn_ = true;
-      next_ = Next::last_look;
+      next_ = Next::look;
+      return true;
+    case Next::confirm:
+      if (places.decide(found_, found_.with_withdrawal())) outcome_ = Outcome::outsider;
+      next_ = Next::look;
       return true;
   }
   return false;
@@ -50,7 +47,7 @@ void NearDecision::look(NearPlaces& places) {
   if (found_.number() > view_.number) {
     next_ = Next::take;
   } else if (withdrawn_) {
-    outcome_ = Outcome::outsider;
+    next_ = Next::confirm;
   } else {
     tally_ = Tally(at(num_ranks_));
     reading_ = 0;
@@ -70,7 +67,9 @@ void NearDecision::read(NearPlaces& places, int rank) {
 
 // Called when all votes have been read. False = this rank waits for others.
 bool NearDecision::count(bool late) {
-  if (is_member() && (late || tally_.missing(view_).count() == 0)) {
+  const bool is_left_alone = view_.members.without(tally_.gone).count() == 0 && vote_.leave == 0;
+  const bool may_propose = is_member() ? late || tally_.missing(view_).count() == 0 : is_left_alone;
+  if (may_propose) {
     next_ = Next::propose;
     return true;
   }
@@ -86,7 +85,6 @@ void NearDecision::take(NearPlaces& places) {
   }
   const bool was_member = is_member();
   view_ = *view;
-  word_ = found_;
   if (is_member()) {
     outcome_ = Outcome::member;
   } else if (was_member || withdrawn_) {

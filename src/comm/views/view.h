@@ -43,6 +43,7 @@ class Members {
     }
     return -1;
   }
+  Members common(const Members& others) const { return without(without(others)); }
   Members without(const Members& others) const {
     Members result = *this;
     for (std::size_t i = 0; i < kWords; ++i) result.words_[i] &= ~others.words_[i];
@@ -61,6 +62,7 @@ class Members {
 // A rank's say in the next view.
 struct Vote {
   std::uint64_t number = 0;  // of the view that it is for; 0 = there is no vote
+  std::uint64_t call = 0;    // the calls of a rank are counted
   std::int64_t step = 0;
   std::int32_t ok = 1;
   std::int32_t leave = 0;  // 1 = the rank itself wants to be no member
@@ -71,7 +73,7 @@ struct Vote {
 struct View {
   std::uint64_t number = 0;
   Members members;
-  std::int64_t first_step = 0, last_step = 0;  // the lowest and the highest of the members
+  std::int64_t first_step = 0, last_step = 0;  // the lowest and the highest that count
   std::int64_t all_ok = 1;
   bool operator==(const View&) const = default;
 };
@@ -88,9 +90,10 @@ struct Tally {
 
   // Members whose votes may still come.
   Members missing(const View& before) const { return before.members.without(voters).without(gone); }
-  // The view that the votes make: all voters that live, but for those that leave or are named by
-  // another voter. Of two voters that name each other the lower one's word counts, so somebody is
-  // left.
+  // The view that the votes make: all voters that live, but for those that leave or are left out by
+  // a member of `before` that stays. These name others in ascending order, and a rank that a lower
+  // one has named has no say. Guests have none either: steps and agreement are those of members of
+  // `before`, unless none of them is left.
   View view(const View& before) const;
 };
 

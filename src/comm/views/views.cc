@@ -12,7 +12,8 @@
 namespace xd {
 namespace {
 
-// Between machines ranks repeat so often what they have said, since a relay may have ended with it.
+// Between machines ranks look so often for what others of their machine have said, and send that as
+// well, since a relay may have ended with it, or stand still.
 constexpr int kRepeatMs = 50;
 // The time without news after which the second rank begins a ballot; the third waits twice as long.
 constexpr int kBallotMs = 20;
@@ -45,11 +46,12 @@ class Views::SharedPlaces final : public NearPlaces {
     return of(word.proposer()).proposals[word.number() % 2].read();
   }
   DecisionWord decided() override { return DecisionWord(word().load(std::memory_order_acquire)); }
-  void decide(DecisionWord before, DecisionWord next) override {
+  bool decide(DecisionWord before, DecisionWord next) override {
     std::uint64_t expected = before.word();
-    if (word().compare_exchange_strong(expected, next.word(), std::memory_order_acq_rel)) {
-      cards_.ring_peers();
-    }
+    const bool is_first =
+        word().compare_exchange_strong(expected, next.word(), std::memory_order_acq_rel);
+    if (is_first) cards_.ring_peers();
+    return is_first;
   }
 
  private:
@@ -65,29 +67,50 @@ Views::Known Views::known() const {
   return {view_, before_};
 }
 
+Views::Known Views::give() {
+  const std::lock_guard lock(mutex_);
+  given_ = view_;
+  return {view_, before_};
+}
+
 void Views::keep(const View& view) {
   const std::lock_guard lock(mutex_);
   if (view.number == view_.number) return;
-  before_ = view_;
+  before_ = given_;
   view_ = view;
 }
 
-Views::Known Views::agree(const Vote& vote, int timeout_ms) {
+Views::Known Views::agree(const Vote& wish, int timeout_ms) {
   const std::unique_lock lock(deciding_, std::try_to_lock);
   if (!lock.owns_lock()) {
     fail(XD_ERROR_BUSY, "another thread of this rank is in this call, expected one at a time");
   }
   const bool was_member = view_.members.has(errors_.rank());
+  if (!was_member && wish.leave != 0) return known();
+  Vote vote = wish;
+  vote.call = ++calls_;
   const Outcome outcome =
       hosts_.all_are_near() ? decide_near(vote, timeout_ms) : decide_far(vote, timeout_ms);
   const bool has_left = outcome == Outcome::outsider && vote.leave != 0;
   if (outcome != Outcome::member && !has_left) fail_outside(outcome, was_member, timeout_ms);
-  return known();
+  return give();
 }
 
 Outcome Views::decide_near(const Vote& vote, int timeout_ms) {
   SharedPlaces places(*this);
-  NearDecision decision(errors_.rank(), num_ranks(), view_, word_, vote);
+  NearDecision decision(errors_.rank(), num_ranks(), view_, vote);
+  try {
+    wait_near(decision, places, timeout_ms);
+  } catch (...) {
+    decision.withdraw();
+    while (decision.outcome() == Outcome::none) decision.step(places, true);
+    throw;
+  }
+  keep(decision.view());
+  return decision.outcome();
+}
+
+void Views::wait_near(NearDecision& decision, NearPlaces& places, int timeout_ms) {
   const Deadline deadline = Deadline::after_ms(timeout_ms);
   Interruption interruption;
   for (;;) {
@@ -96,21 +119,26 @@ Outcome Views::decide_near(const Vote& vote, int timeout_ms) {
     const bool late = deadline.passed();
     while (decision.outcome() == Outcome::none && decision.step(places, late)) {
     }
-    if (decision.outcome() != Outcome::none) break;
+    if (decision.outcome() != Outcome::none) return;
     sleep(rings, deadline, interruption);
   }
-  word_ = decision.word();
-  keep(decision.view());
-  return decision.outcome();
 }
 
 namespace {
+
+// Voters in front of a rank that are members.
+int place_of(int rank, const FarDecision& decision) {
+  const Members voters = decision.tally().voters.common(decision.view().members);
+  int place = 0;
+  for (int r = 0; r < rank; ++r) place += voters.has(r) ? 1 : 0;
+  return place;
+}
 
 // The time at which a rank begins a ballot, so that mostly one rank does. Each lets those in front
 // of it begin earlier, and waits anew while something comes of that.
 class BallotTime {
  public:
-  // `place`: how many members that live are in front of this rank.
+  // `place`: how many voters are in front of this rank.
   void count_from_now(int place) { begin_ = Deadline::after_ms(std::int64_t{kBallotMs} * place); }
   bool has_come() const { return begin_ && begin_->passed(); }
   Deadline before(const Deadline& other) const {
@@ -124,58 +152,65 @@ class BallotTime {
 
 }  // namespace
 
-// Members of the view in front of this rank, of those that live.
-int Views::place_in(const View& view) const {
-  int place = 0;
-  for (int r = 0; r < errors_.rank(); ++r) place += view.members.has(r) && !errors_.lost(r) ? 1 : 0;
-  return place;
-}
-
 Outcome Views::decide_far(const Vote& vote, int timeout_ms) {
   FarDecision decision(errors_.rank(), num_ranks(), view_, card_, vote);
+  const auto withdraw = [&] {
+    decision.withdraw();
+    publish(decision);
+  };
+  try {
+    wait_far(decision, timeout_ms);
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+  if (decision.outcome() == Outcome::none) withdraw();
+  missing_ = decision.tally().missing(decision.view());
+  keep(decision.view());
+  return decision.outcome();
+}
+
+void Views::publish(const FarDecision& decision) {
+  card_ = decision.card();
+  errors_.cards().publish(card_);
+}
+
+void Views::wait_far(FarDecision& decision, int timeout_ms) {
   const Deadline deadline = Deadline::after_ms(timeout_ms);
   const int ballots_ms = std::clamp(timeout_ms, kLeastBallotsMs, kMostBallotsMs);
   const Deadline end(deadline.when() + std::chrono::milliseconds(ballots_ms));
-  const auto publish = [&] {
-    card_ = decision.card();
-    errors_.cards().publish(card_);
-  };
   const auto waits = [&] {
-    const bool is_member = decision.view().members.has(errors_.rank());
-    return decision.outcome() == Outcome::none && !(is_member ? end : deadline).passed();
+    return decision.outcome() == Outcome::none && !(decision.is_member() ? end : deadline).passed();
   };
   BallotTime ballot;
   Deadline repeat = Deadline::after_ms(kRepeatMs);
   Interruption interruption;
-  publish();
+  publish(decision);
   while (waits()) {
     const std::uint32_t rings = errors_.bell(hosts_.self()).value();
     const Members absent = gone();
     const bool begins = ballot.has_come();
     const std::uint64_t number = decision.view().number;
-    if (decision.step({errors_.cards().all(), absent, deadline.passed(), begins})) {
-      publish();
-      if (decision.view().number != number) ballot = {};
-      if (ballot.is_set()) ballot.count_from_now(place_in(decision.view()) + 1);
-    } else if (decision.is_voted() && !ballot.is_set()) {
-      ballot.count_from_now(place_in(decision.view()));
-    } else {
-      if (repeat.passed()) {
-        errors_.cards().repeat();
-        repeat = Deadline::after_ms(kRepeatMs);
-      }
-      const Deadline next = ballot.before(repeat);
-      sleep(rings, deadline.passed() || next.when() < deadline.when() ? next : deadline,
-            interruption);
+    const bool has_changed =
+        decision.step({errors_.cards().all(), absent, deadline.passed(), begins});
+    if (has_changed) publish(decision);
+    if (!decision.is_voted() || decision.view().number != number) ballot = {};
+    if (has_changed) {
+      if (ballot.is_set()) ballot.count_from_now(place_of(errors_.rank(), decision) + 1);
+      continue;
     }
+    if (decision.is_voted() && !ballot.is_set()) {
+      ballot.count_from_now(place_of(errors_.rank(), decision));
+      continue;
+    }
+    if (repeat.passed()) {
+      errors_.cards().repeat();
+      repeat = Deadline::after_ms(kRepeatMs);
+    }
+    const Deadline next = ballot.before(repeat);
+    sleep(rings, deadline.passed() || next.when() < deadline.when() ? next : deadline,
+          interruption);
   }
-  if (decision.outcome() == Outcome::none && !decision.view().members.has(errors_.rank())) {
-    decision.withdraw();
-    publish();
-  }
-  missing_ = decision.tally().missing(decision.view());
-  keep(decision.view());
-  return decision.outcome();
 }
 
 Members Views::gone() const {
@@ -190,7 +225,9 @@ Members Views::gone() const {
 void Views::sleep(std::uint32_t rings, const Deadline& until, Interruption& interruption) {
   errors_.throw_if_failed();
   errors_.bell(hosts_.self()).sleep(rings, interruption.next(until));
-  if (interruption.requested()) errors_.abort();
+  if (!interruption.requested()) return;
+  errors_.abort();
+  errors_.throw_if_failed();
 }
 
 std::vector<int> Views::list(const Members& members) const {
@@ -206,7 +243,7 @@ void Views::fail_outside(Outcome outcome, bool was_member, int timeout_ms) const
   const RankNames& names = errors_.names();
   const std::string latest =
       error_text("view ", view_.number, " has ", names.of(list(view_.members)));
-  if (was_member && outcome == Outcome::none) {
+  if (outcome == Outcome::none && view_.members.has(rank)) {
     throw Error(
         XD_ERROR_PEER_LOST,
         error_text(names.of(rank), " has reached too few members of view ", view_.number,

@@ -22,16 +22,17 @@ class Views {
       : hosts_(hosts),
         errors_(errors),
         view_{.members = Members::all(static_cast<int>(hosts.host_of().size()))},
-        before_(view_) {}
+        before_(view_),
+        given_(view_) {}
 
-  // The latest view that this rank knows, and the one that it knew before.
+  // The latest view that this rank knows, and the one that a call had given before.
   struct Known {
     View now, before;
   };
   Known known() const;
 
   // As xd_comm_agree says. `timeout_ms`: resolved.
-  Known agree(const Vote& vote, int timeout_ms);
+  Known agree(const Vote& wish, int timeout_ms);
 
  private:
   class SharedPlaces;
@@ -39,21 +40,25 @@ class Views {
   int num_ranks() const { return static_cast<int>(hosts_.host_of().size()); }
   Outcome decide_near(const Vote& vote, int timeout_ms);
   Outcome decide_far(const Vote& vote, int timeout_ms);
+  void wait_near(NearDecision& decision, NearPlaces& places, int timeout_ms);
+  void wait_far(FarDecision& decision, int timeout_ms);
+  void publish(const FarDecision& decision);
   Members gone() const;
   void sleep(std::uint32_t rings, const Deadline& until, Interruption& interruption);
   void keep(const View& view);
-  int place_in(const View& view) const;
+  Known give();
   [[noreturn]] void fail_outside(Outcome outcome, bool was_member, int timeout_ms) const;
   std::vector<int> list(const Members& members) const;
 
   const HostMap& hosts_;
   Errors& errors_;
   std::mutex deciding_;  // one call at a time
-  DecisionWord word_;    // of view_, where all ranks are near
+  std::uint64_t calls_ = 0;
   Card card_;
   Members missing_;  // when the last call ended
   mutable std::mutex mutex_;
   View view_, before_;
+  View given_;  // by the last call that succeeded
 };
 
 }  // namespace xd
