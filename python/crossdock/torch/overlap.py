@@ -24,8 +24,6 @@ __all__ = ["Overlap", "OverlapOption", "moe", "resolve"]
 _FORWARD = torch.ops.crossdock.moe_forward.default
 _ROW_ALIGNMENT = constants.ROW_ALIGNMENT
 _DEFAULT_PARTS, _DEFAULT_SMS, _MOST_PARTS = 4, 16, 16
-# Plans on GPUs have one part so far: "auto" is serial there, whatever the formula says.
-_PARTS_ON_GPUS = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +89,6 @@ def resolve(overlap: OverlapOption, group: EpGroup, topk: int, ffn: int) -> Over
 
 def _automatic(group: EpGroup, topk: int, ffn: int) -> Overlap | None:
     """The schedule that the library chooses by the sizes alone."""
-    if group.comm.device.type == "cuda" and not _PARTS_ON_GPUS:
-        return None
     sizes = group.config | {
         "num_ranks": group.comm.num_ranks,
         "max_topk": topk,

@@ -15,14 +15,14 @@ namespace {
 TEST(CudaGraphOfALayer, ReplaysBothPassesWithTheirBits) {
   constexpr int kReplays = 20;
   on_every_rank([](Rank& rank) {
-    const Case c = layer_case(rank.num_ranks, 1);  // plans on devices have one part so far
+    const Case c = layer_case(rank.num_ranks, 3);
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
     batch.prepare(group.get());
     Layer eager(rank, c, batch, {});
     ok(eager.forward(group.get(), 0));
     ok(eager.backward(group.get(), 0));
-    for (const int parts : {1, 0}) {
+    for (const int parts : {c.parts, 0}) {
       SCOPED_TRACE("parts " + std::to_string(parts));
       Layer captured(rank, c, batch, {});
       captured.forward_args.parts = captured.backward_args.parts = parts;

@@ -43,10 +43,7 @@ void on_scenes(const Case& c, const std::function<void(Scene&)>& body) {
   });
 }
 
-// Plans on devices have one part so far.
-std::vector<int> plans_parts() {
-  return on_devices() ? std::vector{1} : std::vector{1, 2, 3, 5, 16};
-}
+std::vector<int> plans_parts() { return {1, 2, 3, 5, 16}; }
 
 // Both schedules of a plan.
 std::vector<int> schedules(const Case& c) { return {0, c.parts}; }
@@ -80,12 +77,12 @@ TEST(Moe, HasThemWithZonesAndRanksThatAreEmpty) {
   for (const Pattern pattern : {Pattern::one_hot, Pattern::empty_ranks, Pattern::holes,
                                 Pattern::nobody, Pattern::one_rank}) {
     for (const Tokens tokens : {Tokens::some_zero, Tokens::differ}) {
-      cases.push_back(layer_case(world().num_ranks(), on_devices() ? 1 : 3));
+      cases.push_back(layer_case(world().num_ranks(), 3));
       cases.back().pattern = pattern;
       cases.back().tokens = tokens;
     }
   }
-  cases.push_back(layer_case(world().num_ranks(), on_devices() ? 1 : 2));
+  cases.push_back(layer_case(world().num_ranks(), 2));
   cases.back().tokens = Tokens::all_zero;
   for (const Case& c : cases) {
     on_scenes(c, [](Scene& s) { expect_bits_of_the_calls(s, {}); });
@@ -118,7 +115,7 @@ TEST(Moe, HasThemWhereTensorsWithoutRowsAreNull) {
 TEST(Moe, HasThemWhereRowsAreDroppedAndExpertsLieAnywhere) {
   std::vector<Case> cases;
   for (const Homes homes : {Homes::interleaved, Homes::ragged, Homes::one_without}) {
-    Case c = layer_case(world().num_ranks(), on_devices() || homes == Homes::one_without ? 1 : 2);
+    Case c = layer_case(world().num_ranks(), homes == Homes::one_without ? 1 : 2);
     if (homes == Homes::one_without && c.num_ranks == 1) continue;
     c.settle(homes);
     cases.push_back(c);
@@ -131,7 +128,7 @@ TEST(Moe, HasThemWhereRowsAreDroppedAndExpertsLieAnywhere) {
 }
 
 TEST(Moe, HasThemInEveryFormOfItsTensors) {
-  Case c = layer_case(world().num_ranks(), on_devices() ? 1 : 4);
+  Case c = layer_case(world().num_ranks(), 4);
   std::vector<Layer::Options> all = {{.grad_type = kF32},
                                      {.grad_type = kF32, .accumulate = true},
                                      {.activation = XD_GATED_RELU_SQUARED},
@@ -150,7 +147,7 @@ TEST(Moe, HasThemInEveryFormOfItsTensors) {
 }
 
 TEST(Moe, MayPutGradientsInThePlaceOfWhatItHasKept) {
-  on_scenes(layer_case(world().num_ranks(), on_devices() ? 1 : 2), [](Scene& s) {
+  on_scenes(layer_case(world().num_ranks(), 2), [](Scene& s) {
     Layer by_calls(s.rank, s.c, s.batch, {.in_place = true});
     by_calls.forward_by_calls(s.group.get());
     by_calls.backward_by_calls(s.group.get());
@@ -163,7 +160,7 @@ TEST(Moe, MayPutGradientsInThePlaceOfWhatItHasKept) {
 
 TEST(Moe, TakesNoMoreMultiprocessorsThanItsGroupMayUse) {
   on_every_rank([](Rank& rank) {
-    Scene s(rank, layer_case(rank.num_ranks, on_devices() ? 1 : 2), XD_EP_STAGING_AUTO, 4);
+    Scene s(rank, layer_case(rank.num_ranks, 2), XD_EP_STAGING_AUTO, 4);
     Layer by_calls(rank, s.c, s.batch, {}), layer(rank, s.c, s.batch, {});
     by_calls.forward_by_calls(s.group.get());
     by_calls.backward_by_calls(s.group.get());
@@ -262,7 +259,7 @@ std::function<void(Layer&)> with(const char* name, bool backward, const DLTensor
 }
 
 TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
-  on_scenes(layer_case(world().num_ranks(), on_devices() ? 1 : 2), [](Scene& s) {
+  on_scenes(layer_case(world().num_ranks(), 2), [](Scene& s) {
     Tensor odd(s.rank, kF32, {3, 8}), few(s.rank, kI32, {1}), cube(s.rank, kBf16, {1, 8, 8});
     Layer sound(s.rank, s.c, s.batch, {});
     const std::int64_t* const weights_shape = sound.backward_args.grad_topk_weights->shape;
@@ -307,7 +304,7 @@ TEST(MoeCalls, RefuseByNameWhatDoesNotFit) {
 }
 
 TEST(MoeCalls, RefusePartsThatAreNotThePlans) {
-  if (on_devices()) GTEST_SKIP() << "plans on devices have one part";
+  if (on_devices()) GTEST_SKIP() << "hosts do not read plans on devices";
   on_scenes(layer_case(world().num_ranks(), 3), [](Scene& s) {
     for (const int parts : {1, 2, 4}) {
       Layer layer(s.rank, s.c, s.batch, {});
@@ -325,7 +322,7 @@ TEST(MoeCalls, RefusePartsThatAreNotThePlans) {
 
 TEST(MoeCalls, FailOnAllRanksWhereThePlanOverflows) {
   on_every_rank([](Rank& rank) {
-    const Case c = layer_case(rank.num_ranks, on_devices() ? 1 : 2);
+    const Case c = layer_case(rank.num_ranks, 2);
     xd_ep_config config = c.config(rank.rank);
     config.recv_capacity = c.alignment;
     const Group group = make_group(rank.comm, config);
