@@ -60,7 +60,7 @@
  * call, a receive half or a call that fails ends when all that peers need of it reaches them.
  *
  * Sums and rounding are those of ep.h: each rank sums the token's rows in float32 by ascending k,
- * and rounds once (combine: or as its wire says, see xd_ep_wire in ep.h); then the ranks' sums are
+ * and rounds once (combine: or as its wire says, see quantise.h);        then the ranks' sums are
  * added in float32 by ascending rank, and rounded once;
  * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a

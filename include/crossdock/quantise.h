@@ -55,8 +55,8 @@ typedef enum xd_ep_quantise {
  * the payload type before it is added, but with FLOAT32. Every NaN in the result of a wire other
  * than SAME is the quiet one without sign and payload; a token without rows gets +0.
  *
- * e4m3 has 3 bits behind the point: per rank the error of an element is at most
- * max(|p| / 16, scale / 1024), and a scale is at most amax / 448, with powers of two twice that. */
+ * e4m3 has 3 bits behind the point: per rank an element's error is at most max(|p| / 16, scale /
+ * 1024) + |p| / 2^22, but with powers of two |p| >= 0.96875 * 2^128 arrives as an infinity. */
 typedef enum xd_ep_wire {
   XD_EP_WIRE_SAME = 0,
   XD_EP_WIRE_FLOAT32 = 1,

@@ -126,7 +126,7 @@ CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payload
   config.num_sms = user.num_sms;
   XD_REQUIRE(user.wire_formats >> kNumWires == 0, "config.wire_formats = ", user.wire_formats,
              ", expected a set of XD_EP_WIRE_BIT of wires, below ", 1u << kNumWires);
-  config.wire_formats = user.wire_formats;
+  config.wire_formats = user.wire_formats & ~XD_EP_WIRE_BIT(XD_EP_WIRE_SAME);  // needs none
   return config;
 }
 
