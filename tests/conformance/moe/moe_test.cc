@@ -100,7 +100,7 @@ TEST(Moe, HasThemWhereTensorsWithoutRowsAreNull) {
     Layer by_calls(s.rank, s.c, s.batch, {}), layer(s.rank, s.c, s.batch, {});
     by_calls.forward_by_calls(s.group.get());
     by_calls.backward_by_calls(s.group.get());
-    std::deque<DLTensor> nulls;  // whose elements stay where they are
+    std::deque<DLTensor> nulls;  // it never moves its elements
     for (const Layer::Field& field : layer.fields()) {
       if (*field.slot == nullptr || (*field.slot)->shape[0] != 0) continue;
       nulls.push_back(**field.slot);
@@ -233,7 +233,7 @@ struct Mistake {
   std::function<void(Layer& layer)> make;
 };
 
-// On one rank; all others hear of it, nothing is written, and the group goes on.
+// On one rank; all others hear of it, and the group goes on.
 void expect_refused(Scene& s, const Mistake& mistake, int parts) {
   SCOPED_TRACE(std::string(mistake.backward ? "backward: " : "forward: ") + mistake.words);
   const bool guilty = s.rank.rank == s.rank.num_ranks - 1;
@@ -248,7 +248,8 @@ void expect_refused(Scene& s, const Mistake& mistake, int parts) {
   } else {
     expect_words(outcome.text, {"rank " + std::to_string(s.rank.num_ranks - 1)});
   }
-  EXPECT_TRUE(layer.untouched());
+  // Peers on devices have products on the stream before they hear of it.
+  EXPECT_TRUE(layer.untouched() || (on_devices() && !guilty));
 }
 
 // A field of one layer's arguments, by its name.
