@@ -41,7 +41,8 @@ class CudaStreams final : public Streams {
     xd::cuda::try_on_device(device_, [this] {
       const auto deadline = Deadline::after_ms(kPatienceMs);
       for (std::unique_ptr<SideStream>& side : sides_) {
-        if (!side->comes_to_rest(deadline)) static_cast<void>(side.release());
+        if (side->comes_to_rest(deadline)) continue;
+        [[maybe_unused]] const SideStream* const kept = side.release();
       }
     });
   }
