@@ -90,9 +90,9 @@ typedef struct xd_comm_agree_args {
  * Errors: INVALID_ARGUMENT; BUSY (another thread of this rank is in the call); PEER_LOST about this
  * rank itself: the others have gone on without it, or it was a guest and nobody took it in, or
  * between machines it has reached too few members. None of these finishes the communicator, and
- * the call may be made again; xd_comm_get_view tells the former from the others, as its view is
- * then without this rank. A rank that leaves has success, with a view that it is not in.
- * The fatal errors, such as ABORTED, also when this thread's xd_set_interrupt asks for it. */
+ * the call may be made again. The view of xd_comm_get_view has this rank in the last case alone. A
+ * rank that leaves has success, with a view that it is not in. The fatal errors; ABORTED also when
+ * the function of xd_set_interrupt asks for it. */
 XD_API xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd_view* view);
 
 /* The latest view that a call of this rank has found, also one that this rank is not in. Never

@@ -361,6 +361,8 @@ void EventRelay::report_to(MeshEvents& events) {
   for (std::size_t r = 0; r < left_.size(); ++r) {
     if (left_[r]) events.on_left(static_cast<int>(r));
   }
+  for (const auto& [rank, report] : early_) events.on_report(rank, report);
+  early_.clear();
 }
 
 void EventRelay::on_lost(const Loss& loss) {
@@ -381,7 +383,8 @@ void EventRelay::on_abort(int rank) {
 
 void EventRelay::on_report(int rank, std::span<const std::byte> report) {
   const std::lock_guard lock(mutex_);
-  if (events_ != nullptr) events_->on_report(rank, report);
+  if (events_ != nullptr) return events_->on_report(rank, report);
+  early_.emplace_back(rank, Bytes(report.begin(), report.end()));
 }
 
 void EventRelay::on_end(xd_status status, int error_number) noexcept {

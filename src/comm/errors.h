@@ -9,9 +9,11 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/math.h"
+#include "base/wire.h"
 #include "comm/device/side.h"
 #include "comm/fatal.h"
 #include "comm/hosts.h"
@@ -180,7 +182,7 @@ class Errors final : public MeshEvents {
 
 // Stands between the watch thread, which starts before the ranks have boards, and Errors. The mesh
 // itself remembers events that end a wait before that; the relay passes on later which ranks have
-// left.
+// left, and what peers that were ready earlier have reported.
 class EventRelay final : public MeshEvents {
  public:
   EventRelay(int num_ranks, int tick_ms) : left_(at(num_ranks)), tick_ms_(tick_ms) {}
@@ -200,6 +202,7 @@ class EventRelay final : public MeshEvents {
   std::mutex mutex_;
   MeshEvents* events_ = nullptr;
   std::vector<bool> left_;
+  std::vector<std::pair<int, Bytes>> early_;
   const int tick_ms_;
 };
 

@@ -289,11 +289,12 @@ TEST(FarDecision, KeepsPromisesOfARankThatGaveUp) {
   EXPECT_EQ(decision.card().promised, leader.promised);
 }
 
-// Three ranks of which one is late and has no patience: ballots for different views.
+// Three ranks of which one has no patience from the start: ballots for different views.
 TEST(FarDecision, GivesOneViewInEveryOrderOfThreeRanks) {
   std::vector<Vote> votes = votes_of(3);
   World start(3, first_view(0b111), votes, 1, 1);
   start.ranks[2].ballots_left = 0;
+  start.ranks[1].late = true;
   const Explored all = explore(start, 3, {.deaths = 0, .lates = 1});
   EXPECT_GT(all.states, 10000U);
   EXPECT_GT(all.decided, 0U);
