@@ -16,7 +16,7 @@ up to 60 microseconds a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -47,16 +47,17 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def operator(
-    schema: str, operation: int | None = None
+    schema: str, operations: Callable[..., Sequence[int]] | None = None
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Defines an operator by its schema and what it runs on the CPU and on CUDA devices.
 
     Args:
         schema: with `group`, the group's handle, among its arguments.
-        operation: in which the peers hear of its failure; None = the one of the schema's name.
+        operations: given its arguments, those in which the peers hear of its failure; None = the
+            one of the schema's name.
     """
     name, arguments = schema.partition(")")[0].split("(")
-    joined = constants.OPERATIONS.index(name) if operation is None else operation
+    own = None if operations else constants.OPERATIONS.index(name)
     group_position = arguments.split(", ").index("int group")
 
     def define(kernel: Callable[..., object]) -> Callable[..., object]:
@@ -70,6 +71,7 @@ def operator(
                     raise
                 # Of memory for an output mostly, or of an argument that the extension does not
                 # take: the operation has not begun.
+                joined = operations(*args) if operations else own
                 group_of(args[group_position]).refuse(joined, type(error), str(error))
 
         LIBRARY.define(schema, tags=_TAGS)
@@ -104,7 +106,7 @@ def as_packed(tensor: Tensor | None) -> Tensor | None:
 
 def check(
     group: EpGroup,
-    operation: int,
+    operation: int | Sequence[int],
     name: str,
     tensor: Tensor | None,
     dimensions: int,

@@ -27,11 +27,24 @@ def _matrices(weight: Tensor) -> Tensor | None:
     return packed_matrices(weight) if weight.numel() else None
 
 
+def _calls_of(parts: int) -> int:
+    return max(parts, 1)
+
+
+def forward_operations(parts: int) -> list[int]:
+    """The group's operations in a forward pass of a schedule."""
+    return [constants.DISPATCH] * _calls_of(parts) + [constants.COMBINE] * _calls_of(parts)
+
+
+def _backward_operations(parts: int) -> list[int]:
+    return [constants.COMBINE_BWD] * _calls_of(parts) + [constants.DISPATCH_BWD] * _calls_of(parts)
+
+
 @operator(
     "moe_forward(Tensor plan, Tensor offsets, Tensor tokens, Tensor? topk_weights, Tensor w_in, "
     "Tensor w_out, Tensor order, int group, int activation, int parts, int num_sms) "
     "-> (Tensor, Tensor?, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    constants.DISPATCH,
+    lambda *args: forward_operations(args[9]),
 )
 def _moe_forward(
     plan: Tensor,
@@ -47,11 +60,11 @@ def _moe_forward(
     num_sms: int,
 ) -> tuple[Tensor | None, ...]:
     """-> recv_tokens, recv_weights, expert_out, inner, activated, out, order."""
-    ep, operation = group_of(group), constants.DISPATCH
-    check(ep, operation, "tokens", tokens, 2, SUMMABLE)
-    check(ep, operation, "topk_weights", topk_weights, 2, (torch.float32,))
+    ep, operations = group_of(group), forward_operations(parts)
+    check(ep, operations, "tokens", tokens, 2, SUMMABLE)
+    check(ep, operations, "topk_weights", topk_weights, 2, (torch.float32,))
     for name, weight in (("w_in", w_in), ("w_out", w_out)):
-        check(ep, operation, name, weight, 3, (tokens.dtype,), strided=True)
+        check(ep, operations, name, weight, 3, (tokens.dtype,), strided=True)
     made = _outputs.make(_outputs.moe_forward(ep, tokens, topk_weights, w_out), ep.comm.pool, plan)
     results = (*made.values(), None if order is None else torch.zeros_like(order))
     made |= {
@@ -80,7 +93,7 @@ def _moe_forward_shapes(
     "Tensor recv_tokens, Tensor? recv_weights, Tensor inner, Tensor activated, "
     "Tensor? expert_out, Tensor order, int group, SymInt topk, bool[] wanted, int activation, "
     "int parts, int num_sms) -> (Tensor, Tensor?, Tensor?, Tensor?, Tensor)",
-    constants.COMBINE_BWD,
+    lambda *args: _backward_operations(args[15]),
 )
 def _moe_backward(
     plan: Tensor,

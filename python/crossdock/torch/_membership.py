@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -142,7 +143,7 @@ class Membership:
         """Whether it is such a tensor, or none."""
         return value is None or self.has(value)
 
-    def require_tensors(self, operation: int | None, **values: object) -> None:
+    def require_tensors(self, operation: int | Sequence[int] | None, **values: object) -> None:
         """Checks that the first value is such a tensor; others may also be None.
 
         Args:
@@ -167,24 +168,29 @@ class Membership:
                 )
                 self.refuse(operation, NotImplementedError, f"{name}: {problem}")
 
-    def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:
+    def refuse(
+        self, operation: int | Sequence[int] | None, kind: type[Exception], problem: str
+    ) -> NoReturn:
         """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
 
         Not in a capture: what is not captured is never run, here or by the peers.
 
         Args:
-            operation: None = no peer has to hear of it.
+            operation: None = no peer has to hear of it. Of a call of several, all of them: peers on
+                GPUs have enqueued them before they hear of the first.
         """
         device = self.comm.device
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
         if operation is None:
             raise kind(f"{problem} {place}")
-        text = f"{operation_word(operation)}: {problem} {place}"
+        operations = (operation,) if isinstance(operation, int) else operation
+        text = f"{operation_word(operations[0])}: {problem} {place}"
         if not is_capturing(device):
-            try:
-                self.core.join_failed(operation, text, current_stream(device))
-            except InvalidArgument:
-                pass  # it says that the peers have been told
+            for one in operations if device.type == "cuda" else operations[:1]:
+                try:
+                    self.core.join_failed(one, text, current_stream(device))
+                except InvalidArgument:
+                    pass  # it says that the peers have been told
         raise _told(kind(text))  # no local name: with its traceback it would keep this group alive
 
 

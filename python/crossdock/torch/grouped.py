@@ -156,9 +156,7 @@ def _grouped_mm(
     if _GROUPED_MM is not None and _one_kernel(x, matrices):
         # Torch's kernel has no out=. It runs on GPUs alone, where an expert-major combine or
         # dispatch_bwd reads these rows in any memory: there is nothing to gain by a copy.
-        return _GROUPED_MM(
-            _packed_rows(x), packed_matrices(matrices), offs=ends_inside(x, offsets)
-        )
+        return _GROUPED_MM(_packed_rows(x), packed_matrices(matrices), offs=ends_inside(x, offsets))
     out = pool_of(out_group).empty(shape, x.dtype) if out_group else x.new_empty(shape)
     for expert, rows in zones_of(offsets):
         if rows.start < rows.stop:

@@ -142,15 +142,19 @@ def moe(
             Mismatch in the operation that comes next.
     """
     group = require_plan(plan)
-    operation = constants.DISPATCH
-    tokens, w_in = autocast(tokens, local_tensor(w_in))
-    tokens, w_out = autocast(tokens, local_tensor(w_out))
+    operations = _layer_ops.forward_operations(plan.parts if overlap else 0)
+    w_in, w_out = local_tensor(w_in), local_tensor(w_out)
+    for name, value in (("tokens", tokens), ("w_in", w_in), ("w_out", w_out)):
+        if not group.has(value):
+            group.require_tensors(operations, **{name: value})
+    if not group.has_or_none(topk_weights):
+        group.require_tensors(operations, tokens=tokens, topk_weights=topk_weights)
+    tokens, w_in = autocast(tokens, w_in)
+    tokens, w_out = autocast(tokens, w_out)
     given = {"tokens": tokens, "topk_weights": topk_weights, "w_in": w_in, "w_out": w_out}
-    if not all(group.has_or_none(one) for one in given.values()):
-        group.require_tensors(operation, **given)
     if activation not in FUSED:
         problem = f"activation: expected one of {sorted(FUSED)}, got {activation!r}"
-        group.refuse(operation, ValueError, problem)
+        group.refuse(operations, ValueError, problem)
     parts, sms = _schedule(plan, overlap)
     order = incoming_order(plan, *given.values())
     recorded = requires_grad((*given.values(), order))
@@ -178,5 +182,6 @@ def _schedule(plan: Plan, overlap: bool | Overlap) -> tuple[int, int]:
     elif overlap.parts != plan.parts:
         problem = f"overlap: expected the plan's parts = {plan.parts}, got {overlap}"
     if problem:
-        plan.group.refuse(constants.DISPATCH, ValueError, problem)
+        operations = _layer_ops.forward_operations(plan.parts)
+        plan.group.refuse(operations, ValueError, problem)
     return overlap.parts, overlap.sms

@@ -163,7 +163,9 @@ class TpContext(Membership):
         taken, self._tag = ((self._tag & 0xFFFFFFF) << 4) + tag, 0
         return taken
 
-    def refuse(self, operation: int | None, kind: type[Exception], problem: str) -> NoReturn:
+    def refuse(
+        self, operation: int | Sequence[int] | None, kind: type[Exception], problem: str
+    ) -> NoReturn:
         """As of Membership. Peers that hear of it have compared their tags: so has this rank."""
         if operation is not None:
             self._tag = 0

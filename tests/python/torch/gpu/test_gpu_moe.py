@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import crossdock.torch as xd
-from crossdock.torch import grouped, grouped_fp8, moe
+from crossdock.torch import grouped, grouped_fp8, moe_layer
 from support import Rank, on_ranks
 from torch_ranks import gpu_ranks, process_group
 
@@ -195,7 +195,7 @@ def test_shared_experts_beside_have_the_bits_of_a_sequence(
 
         x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
         beside = [step(layer, x, run) for _ in range(5)]
-        with mock.patch.object(moe, "Beside", InSequence):
+        with mock.patch.object(moe_layer, "Beside", InSequence):
             wanted = step(layer, x, run)
         for found in beside:
             for got, expected in zip(found, wanted, strict=True):
