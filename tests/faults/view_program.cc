@@ -75,7 +75,7 @@ class Agreeing {
     args.timeout_ms = 30000;
     const xd_status status = xd_comm_agree(rank_.comm, &args, &view_);
     if (status != XD_SUCCESS) wrong_ = xd_last_error();
-    if ((view_.joined[0] >> rank_.rank & 1) == 0) wrong_ = "has not joined";
+    if ((view_.members[0] >> rank_.rank & 1) == 0) wrong_ = "has not come back";
     history_ = "last " + std::to_string(view_.number) + ':' + members_of(view_, program_.num_ranks);
   }
 
