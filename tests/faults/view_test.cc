@@ -139,7 +139,7 @@ TEST(LongLateInAgree, ARankThatStandsStillForManyViewsBetweenMachinesComesBack) 
   for (int rank = 0; rank < 3; ++rank) ranks.wait_for_progress(rank);
   ranks.stop(0);
   for (const int rank : {1, 2}) ranks.wait_until_ready(rank);
-  std::this_thread::sleep_for(std::chrono::milliseconds(2500));  // a full connection would end
+  std::this_thread::sleep_for(std::chrono::milliseconds(6000));  // a full connection would end
   ranks.resume(0);
   const Result result = ranks.wait_for_result(0);
   EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
