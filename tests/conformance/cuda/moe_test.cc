@@ -18,6 +18,7 @@ TEST(CudaGraphOfALayer, ReplaysBothPassesWithTheirBits) {
     const Case c = layer_case(rank.num_ranks, 3);
     const Group group = make_group(rank.comm, c.config(rank.rank));
     Batch batch(rank, c);
+    batch.prepare_args.parts = c.parts;
     batch.prepare(group.get());
     Layer eager(rank, c, batch, {});
     ok(eager.forward(group.get(), 0));
