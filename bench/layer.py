@@ -76,10 +76,10 @@ def measure(options: argparse.Namespace, tokens: int, comm: xd.Comm) -> list[dic
 
     def forward(layer: xd.MoELayer) -> torch.Tensor:
         with torch.no_grad():
-            return layer(x)
+            return layer(x).hidden
 
     def both(layer: xd.MoELayer) -> None:
-        layer(x).backward(grad)
+        layer(x).hidden.backward(grad)
 
     outputs = [forward(layer) for layer in layers.values()]
     assert all(torch.equal(outputs[0], one) for one in outputs[1:])

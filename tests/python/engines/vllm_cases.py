@@ -109,7 +109,7 @@ class Experts:
         out.copy_(torch.nn.functional.silu(gate) * up)
 
     def dequant(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return self.parts.batched.NaiveBatchedExperts.dequant(self, x, scale)
+        return self.parts.batched.NaiveBatchedExperts.dequant(self, x, scale.to(x.device))
 
     def __call__(self, x: Any, scale: Any, meta: Any, ids: Any, weights: Any) -> torch.Tensor:
         if self.batched:
