@@ -594,7 +594,7 @@ FROZEN_VALUE(XD_STATS_OPERATIONS, 8);
 FROZEN_VALUE(XD_STATS_TEXT_BYTES, 64);
 
 #include "frozen_placement.h"
-#include "frozen_view.h"
 #include "frozen_quantise.h"
+#include "frozen_view.h"
 
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

@@ -8,8 +8,8 @@
 
 #include "comm/comm.h"
 #include "cuda/memory.h"
-#include "gemm/cuda/operations.h"
 #include "cuda/side_stream.h"
+#include "gemm/cuda/operations.h"
 
 namespace xd::gemm::cuda {
 

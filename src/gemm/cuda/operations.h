@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/side_stream.h"
 #include "cuda/stream.h"
 #include "gemm/calls.h"
 #include "gemm/cost_model.h"
@@ -34,7 +35,6 @@
 #include "gemm/cuda/params.h"
 #include "gemm/cuda/products.h"
 #include "gemm/cuda/schedule.h"
-#include "cuda/side_stream.h"
 
 namespace xd::gemm::cuda {
 

@@ -19,8 +19,8 @@
 
 #include <cstdint>
 
-#include "cuda/stream.h"
 #include "cuda/side_stream.h"
+#include "cuda/stream.h"
 
 namespace xd::gemm::cuda {
 
