@@ -80,7 +80,8 @@ TEST(View, IsWithoutARankThatLeavesOrIsNamedByAnother) {
         ok(status);
         expect_members(view, rank.num_ranks, last);
         EXPECT_EQ(view.gone[0], set[0]);
-        EXPECT_EQ(view.last_step, last - 1);
+        // A rank that leaves may hear of a later view of the others.
+        EXPECT_TRUE(rank.rank == last || view.last_step == last - 1) << view.last_step;
       } else {
         EXPECT_EQ(status, XD_ERROR_PEER_LOST);
         expect_words(xd_last_error(), {"the others have gone on without rank"});
