@@ -16,9 +16,11 @@ extern "C" {
  * kernels of its own on the stream of the operations, finds by itself that its results may lack a
  * share, and can mark its tokens invalid without a host that waits, also in a captured graph. The
  * word is this rank's: a token is summed where it comes from, so the tokens of a rank whose word
- * has not moved lack nothing. Operations that are sent without a rank that is masked already report
- * nothing and do not count. The word is only read, starts at 0, and lies at the same address until
- * the group is destroyed. Never blocks. Any thread. */
+ * has not moved lack nothing, unless the communicator is finished: a fatal error does not move the
+ * word, and launches behind it leave their outputs as they were, so a host that uses the results
+ * looks at xd_comm_error as well. Operations that are sent without a rank that is masked already
+ * report nothing and do not count. The word is only read, starts at 0, and lies at the same address
+ * until the group is destroyed. Never blocks. Any thread. */
 XD_API xd_status xd_ll_group_fault_word(xd_ll_group* group, const uint64_t** word);
 
 #ifdef __cplusplus

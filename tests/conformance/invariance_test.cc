@@ -9,7 +9,6 @@
 #include "conformance/has_wires.h"
 #include "conformance/wanderer.h"
 #include "support/gtest_main.h"
-#include "support/memory.h"
 
 namespace xd::test {
 namespace {
@@ -17,9 +16,7 @@ namespace {
 // Budgets of multiprocessors; the CPU has none.
 std::vector<int> budgets(const Rank& rank) {
   if (!rank.asynchronous()) return {0};
-  const int devices = device_count("cuda");
-  const int ranks_here = (rank.num_ranks + devices - 1) / devices;
-  return {0, 16 / ranks_here, 64 / ranks_here};
+  return {0, 16 / rank.ranks_on_device(), 64 / rank.ranks_on_device()};
 }
 
 void wander(const Rank& rank, Way way, Wanderer::Settings settings) {

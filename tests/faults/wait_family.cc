@@ -167,7 +167,6 @@ std::vector<Waiting> bulk_waits() {
   return all;
 }
 
-// On devices plans have one part so far, which is the whole operation.
 std::vector<Waiting> part_waits() {
   std::vector<Waiting> all;
   for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE}) {

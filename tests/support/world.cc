@@ -69,6 +69,11 @@ Comm Rank::another_comm(const std::string& name, std::size_t heap_bytes, std::in
   return make_comm(config);
 }
 
+int Rank::ranks_on_device() const {
+  const int devices = device_count("cuda");
+  return (num_ranks + devices - 1) / devices;
+}
+
 Rank Rank::on(Memory& other) const {
   Rank result = *this;
   result.memory = &other;

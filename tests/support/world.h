@@ -31,6 +31,8 @@ struct Rank {
   xd_stream stream() const { return memory->stream(); }
   // True if calls of operations return before the operations have ended: see support/outcome.h.
   bool asynchronous() const { return stream() != nullptr; }
+  // The most ranks of the launch that share a CUDA device.
+  int ranks_on_device() const;
   // The same rank, enqueueing on another stream.
   Rank on(Memory& other) const;
 

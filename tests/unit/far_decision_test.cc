@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "unit/views_support.h"
 
 namespace xd::test {
 namespace {
@@ -141,18 +142,6 @@ class World {
   int num_ranks_;
   int ballots_;
 };
-
-View first_view(unsigned members) {
-  View view;
-  view.members = Members(Members::Words{members});
-  return view;
-}
-
-std::vector<Vote> votes_of(int num_ranks) {
-  std::vector<Vote> votes(at(num_ranks));
-  for (int r = 0; r < num_ranks; ++r) votes[at(r)].step = 10 + r;
-  return votes;
-}
 
 struct Bounds {
   int deaths, lates;

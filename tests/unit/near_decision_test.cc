@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "unit/views_support.h"
+
 namespace xd::test {
 namespace {
 
@@ -212,18 +214,6 @@ class World final : public NearPlaces {
   bool torn_ = false;
   std::array<bool, kMost> looked_late_{};
 };
-
-View first_view(unsigned members) {
-  View view;
-  view.members = Members(Members::Words{members});
-  return view;
-}
-
-std::vector<Vote> votes_of(int num_ranks) {
-  std::vector<Vote> votes(at(num_ranks));
-  for (int r = 0; r < num_ranks; ++r) votes[at(r)].step = 10 + r;
-  return votes;
-}
 
 struct Bounds {
   int deaths, lates;

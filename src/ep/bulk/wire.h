@@ -13,7 +13,8 @@
 //
 // Where the executor keeps them (Keeps in ep/plan/config.h):
 //   chunk[src][c]      src, once per op  all that src brings here in this operation for the tokens
-//                                        of chunk c has landed (ChunkFlags)
+//                                        of chunk c has landed (ChunkFlags). Of a sum in parts
+//                                        in its last part alone: its earlier ones end with `done`
 //   listed[src]        src, in prepare   lengths of what follows: items, rows
 //   items[src]         src, in prepare   its tokens with rows here (ItemWord); before its done flag
 //   partials           peers, in combine partial sums of r's tokens: row cell (PlanView). The same

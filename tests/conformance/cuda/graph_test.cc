@@ -99,9 +99,7 @@ TEST_P(CudaGraph, OfTwoPlansInterleaved) {
 
 // Multiprocessors for each of `groups` groups of every rank, so that all can run together.
 int fair_share(const Rank& rank, int groups) {
-  const int devices = device_count("cuda");
-  const int ranks_here = (rank.num_ranks + devices - 1) / devices;
-  return std::clamp(96 / (groups * ranks_here), 1, 8);
+  return std::clamp(96 / (groups * rank.ranks_on_device()), 1, 8);
 }
 
 TEST_P(CudaGraph, OfTwoGroupsRunOnTwoStreams) {
