@@ -40,12 +40,12 @@ from ._sharding import local_tensor
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8
-from .moe_balance import update_router_bias
-from .moe_experts import GroupedExperts, SharedExperts
-from .moe_layer import MoELayer, MoEOutput
-from .moe_models import load_pretrained, model_layer
-from .moe_router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
-from .overlap import Overlap, moe
+from .layers.balance import update_router_bias
+from .layers.experts import GroupedExperts, SharedExperts
+from .layers.layer import MoELayer, MoEOutput
+from .layers.models import load_pretrained, model_layer
+from .layers.overlap import Overlap, moe
+from .layers.router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
 from .training import (
     assert_replicated,
     average_gradients,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import crossdock.torch as xd
 from crossdock.torch.gated import FUSED, gated
-from crossdock.torch.moe_experts import ACTIVATIONS
+from crossdock.torch.layers.experts import ACTIVATIONS
 from torch_support import where
 
 ROWS, COLUMNS, END = 7, 24, 5

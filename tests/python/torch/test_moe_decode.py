@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from crossdock.torch._direct import FUNCTIONS
-from crossdock.torch.moe_decode import DecodePlan
+from crossdock.torch.layers.decode import DecodePlan
 from moe_formulas import CONFIGS, EXPERTS, FFN, HIDDEN, TOPK
 from support import Rank, on_ranks
 from torch_support import joined, normal, one_rank_errs, settle, where

@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import crossdock.torch as xd
-from crossdock.torch import grouped, grouped_fp8, moe_layer
+from crossdock.torch import grouped, grouped_fp8
+from crossdock.torch.layers import layer as moe_layer
 from support import Rank, on_ranks
 from torch_ranks import gpu_ranks, process_group
 

@@ -10,14 +10,14 @@ import torch
 from crossdock import _core
 from crossdock._core import constants
 
-from . import _layer_ops  # noqa: F401, defines the operators
-from ._autocast import autocast
-from ._derivatives import call, requires_grad
-from ._direct import FUNCTIONS, unobserved
-from ._group import EpGroup, Plan
-from ._ops import incoming_order, leave_order, require_plan
-from ._sharding import local_tensor
-from .gated import FUSED
+from .._autocast import autocast
+from .._derivatives import call, requires_grad
+from .._direct import FUNCTIONS, unobserved
+from .._group import EpGroup, Plan
+from .._ops import incoming_order, leave_order, require_plan
+from .._sharding import local_tensor
+from ..gated import FUSED
+from . import _ops  # noqa: F401, defines the operators
 
 __all__ = ["Overlap", "OverlapOption", "moe", "resolve"]
 
@@ -142,7 +142,7 @@ def moe(
             Mismatch in the operation that comes next.
     """
     group = require_plan(plan)
-    operations = _layer_ops.forward_operations(plan.parts if overlap else 0)
+    operations = _ops.forward_operations(plan.parts if overlap else 0)
     w_in, w_out = local_tensor(w_in), local_tensor(w_out)
     for name, value in (("tokens", tokens), ("w_in", w_in), ("w_out", w_out)):
         if not group.has(value):
@@ -182,6 +182,6 @@ def _schedule(plan: Plan, overlap: bool | Overlap) -> tuple[int, int]:
     elif overlap.parts != plan.parts:
         problem = f"overlap: expected the plan's parts = {plan.parts}, got {overlap}"
     if problem:
-        operations = _layer_ops.forward_operations(plan.parts)
+        operations = _ops.forward_operations(plan.parts)
         plan.group.refuse(operations, ValueError, problem)
     return overlap.parts, overlap.sms

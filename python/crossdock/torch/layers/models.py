@@ -14,10 +14,10 @@ import torch
 
 from crossdock._router import RouterOptions
 
-from ._sharding import local_tensor
-from .moe_experts import GroupedExperts, SharedExperts
-from .moe_layer import MoELayer
-from .moe_router import Router
+from .._sharding import local_tensor
+from .experts import GroupedExperts, SharedExperts
+from .layer import MoELayer
+from .router import Router
 
 __all__ = ["load_pretrained", "model_layer"]
 

@@ -11,10 +11,10 @@ import torch
 
 from crossdock._core import constants
 
-from ._group import EpGroup, Plan, order_after
-from ._low_latency import LowLatencyGroup, Slots
-from ._low_latency_ops import ll_combine, ll_dispatch
-from .moe_router import Routing
+from .._group import EpGroup, Plan, order_after
+from .._low_latency import LowLatencyGroup, Slots
+from .._low_latency_ops import ll_combine, ll_dispatch
+from .router import Routing
 
 __all__ = ["DecodePlan", "decode", "decode_group", "refuse_decoding", "require_decodable"]
 

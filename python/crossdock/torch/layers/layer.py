@@ -14,18 +14,19 @@ from crossdock._config import Overflow
 from crossdock._core import constants
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
 
-from ._autocast import autocast_dtype, cast
-from ._beside import Beside
-from ._calls import SUMMABLE
-from ._comm import Comm, default_comm
-from ._experts import ExpertHome, make_shares, require_ordered
-from ._group import EpGroup, Plan
-from ._low_latency import LowLatencyGroup
-from ._membership import Membership
-from ._ops import combine, dispatch
-from .moe_decode import decode as decoded, decode_group, refuse_decoding, require_decodable
-from .moe_experts import GroupedExperts, SharedExperts, fill
-from .moe_router import (
+from .._autocast import autocast_dtype, cast
+from .._beside import Beside
+from .._calls import SUMMABLE
+from .._comm import Comm, default_comm
+from .._experts import ExpertHome, make_shares, require_ordered
+from .._group import EpGroup, Plan
+from .._low_latency import LowLatencyGroup
+from .._membership import Membership
+from .._ops import combine, dispatch
+from .decode import decode as decoded, decode_group, refuse_decoding, require_decodable
+from .experts import GroupedExperts, SharedExperts, fill
+from .overlap import Overlap, OverlapOption, resolve
+from .router import (
     Router,
     Routing,
     balance_loss,
@@ -33,7 +34,6 @@ from .moe_router import (
     drop_over_capacity,
     expert_load,
 )
-from .overlap import Overlap, OverlapOption, resolve
 
 _KNOWN = ", ".join(str(dtype) for dtype in SUMMABLE)
 

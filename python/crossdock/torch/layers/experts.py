@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ._autocast import cast
-from ._calls import SUMMABLE
-from ._group import Plan
-from ._sharding import local_tensor
-from .gated import FUSED, gated
-from .grouped import grouped_mm
-from .grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
+from .._autocast import cast
+from .._calls import SUMMABLE
+from .._group import Plan
+from .._sharding import local_tensor
+from ..gated import FUSED, gated
+from ..grouped import grouped_mm
+from ..grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
 from .overlap import Overlap, moe
 
 __all__ = ["ACTIVATIONS", "Activation", "GroupedExperts", "SharedExperts"]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._comm import Comm
-from ._replicas import replicas_of
-from .moe_layer import MoELayer
-from .moe_router import Router
+from .._comm import Comm
+from .._replicas import replicas_of
+from .layer import MoELayer
+from .router import Router
 
 __all__ = ["update_router_bias"]
 

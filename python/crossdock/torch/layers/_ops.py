@@ -10,12 +10,12 @@ from torch import Tensor
 
 from crossdock._core import constants
 
-from . import _calls, _outputs
-from ._calls import SUMMABLE
-from ._custom_ops import as_packed, as_rows, check, operator, shapes
-from ._derivatives import below_autograd, differentiated, gradients, register
-from ._group import group_of
-from .grouped import packed_matrices
+from .. import _calls, _outputs
+from .._calls import SUMMABLE
+from .._custom_ops import as_packed, as_rows, check, operator, shapes
+from .._derivatives import below_autograd, differentiated, gradients, register
+from .._group import group_of
+from ..grouped import packed_matrices
 
 __all__: list[str] = []
 

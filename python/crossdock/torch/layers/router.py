@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from crossdock._router import LEAST_SUM, RouterOptions
 
-from ._autocast import autocast_dtype, cast
+from .._autocast import autocast_dtype, cast
 
 __all__ = [
     "Router",

@@ -1,0 +1,1 @@
+"""Layers of mixtures of experts: their parts, and those of known models."""
