@@ -14,7 +14,8 @@ Cards::Cards(const HostMap& hosts, Mesh& mesh, const std::vector<RankBoard>& boa
       seen_(hosts.host_of().size()),
       arrived_(hosts.all_are_near() ? 0 : seen_.size()) {
   for (int r = 0; r < static_cast<int>(seen_.size()); ++r) {
-    if (mesh_.is_rail(r)) lines_.push_back({.rank = r, .shown = {}});
+    const bool is_remote = !hosts.find_near(r);
+    if (is_remote && mesh.is_rail(r)) lines_.push_back({.rank = r, .shown = {}});
   }
   for (Line& line : lines_) line.shown.resize(seen_.size());
 }
