@@ -45,8 +45,8 @@ class Pusher {
   using Params = typename Sums::Params;
 
  public:
-  __device__ Pusher(const Params& params, Turn& turn, const PlanParts& plan,
-                    WarpTerms& terms, std::byte* ring)
+  __device__ Pusher(const Params& params, Turn& turn, const PlanParts& plan, WarpTerms& terms,
+                    std::byte* ring)
       : p_(params), turn_(turn), plan_(plan), terms_(terms), ring_(ring) {}
 
   // With a blank verdict it raises flags without sums. Before the last part it raises none: nobody
@@ -185,8 +185,8 @@ class Summer {
         const std::uint64_t cell =
             static_cast<std::uint64_t>(token) * turn_.group().cells_per_token(turn_.plan().topk) +
             cell_of_rank;
-        terms_.row[place.index] =
-            turn_.area(turn_.rank()).base + turn_.group().map.partials() + cell * Sums::cell_bytes(p_);
+        terms_.row[place.index] = turn_.area(turn_.rank()).base + turn_.group().map.partials() +
+                                  cell * Sums::cell_bytes(p_);
       }
     }
     if (!__all_sync(kAllLanes, here)) return false;
@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
   extern __shared__ __align__(128) std::byte rings[];
   Turn turn(p.turn, shared);
   fetch_params(p);
-  auto remote = make_remote_work<kRemote, RemoteCombine<typename Sums::T>>(p, turn, shared, terms_of_warp, rings);
+  auto remote = make_remote_work<kRemote, RemoteCombine<typename Sums::T>>(p, turn, shared,
+                                                                           terms_of_warp, rings);
   bool started = turn.begin();
   // Gradients of weights are read by peers, in the last part.
   const bool stages = p.grad_recv_weights.staged != nullptr && turn.part().ends();

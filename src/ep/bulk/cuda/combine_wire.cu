@@ -62,15 +62,15 @@ struct WireSums {
   __device__ static void push_sum(const Params& p, std::byte* to, std::byte* ring,
                                   const WarpTerms& terms, int count, const Columns& columns) {
     const bool codes = p.form == CellForm::codes;
-    for_each_sum<T, kWeighted>(
-        ring, terms, count, columns.first, columns.last,
-        [&](std::uint32_t first, const PieceSum<T>& sum) {
-          if (codes) {
-            put_codes<T>(to, sum, p.codes, columns_of(p), first, columns.last);
-          } else {
-            put_numbers<T>(to, sum, first, columns.last);
-          }
-        });
+    for_each_sum<T, kWeighted>(ring, terms, count, columns.first, columns.last,
+                               [&](std::uint32_t first, const PieceSum<T>& sum) {
+                                 if (codes) {
+                                   put_codes<T>(to, sum, p.codes, columns_of(p), first,
+                                                columns.last);
+                                 } else {
+                                   put_numbers<T>(to, sum, first, columns.last);
+                                 }
+                               });
   }
 
   // Its registers are not those of the usual sum.
