@@ -62,8 +62,8 @@ Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) 
 }
 
 // Where sums are codes, arithmetic decides: to put a row into codes takes as long as to add one up
-// from codes, and a link carries two of them in the time of a row. By rank a rank's own rows are put
-// into codes and back where they are added up.
+// from codes, and a link carries two of them in the time of a row. By rank a rank's own rows are
+// put into codes and back where they are added up.
 Division division_of_codes(const RowsPerToken& rows, const Traffic& traffic) {
   const double pushed = traffic.row_per_expert ? rows.delivered + rows.ranks : rows.remote;
   const double own = traffic.row_per_expert ? 0.0 : rows.ranks - rows.remote;
