@@ -182,7 +182,7 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
   double moves = pushed + rows.ranks + 1.0;
   if (traffic.coded) {
     const Division codes = division_of_codes(rows, traffic);
-    moves = 2.0 * (codes.first + codes.other);
+    moves = 2.5 * (codes.first + codes.other);
   }
   // With few tokens several warps share each.
   const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);
