@@ -91,8 +91,8 @@ struct Config : CommonConfig {
   int most_parts() const {
     return layout.has_zones ? std::clamp(expert_tables.least_local_experts(), 1, kMaxParts) : 1;
   }
-  // True if some executor pushes sums of this rank's rows to the tokens' ranks, for which plans have
-  // room: also in RANK_MAJOR where peers cannot read the rows, or sums cross in another form.
+  // True if some executor pushes sums of this rank's rows to the tokens' ranks, for which plans
+  // have room: also in RANK_MAJOR where peers cannot read the rows, or sums have another form.
   bool pushes_sums() const { return layout.row_per_expert || staging || wire_formats != 0; }
   // Bytes per row of staged scales, which callers give or dispatch makes.
   std::uint64_t scale_room() const {
