@@ -125,7 +125,7 @@ class EpGroup(Membership):
         max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
         num_local_experts: L, the experts of this rank.
         num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment,
-            duplicate_ids, on_error: as given.
+            duplicate_ids, on_error, wire_formats: as given.
         config: what `core` was made with, but for the bytes of scales.
         core: the group of the extension.
     """
@@ -222,6 +222,7 @@ class EpGroup(Membership):
         )
         self.num_experts = num_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]
+        self.wire_formats = tuple(wire_formats)
         self.hidden = hidden
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
