@@ -41,7 +41,8 @@ nb::dict dtypes() {
                 {"bfloat16", packed(XD_DTYPE_BFLOAT16)},
                 {"float8_e4m3fn", packed(XD_DTYPE_FLOAT8_E4M3FN)},
                 {"float8_e5m2", packed(XD_DTYPE_FLOAT8_E5M2)},
-                {"float8_e8m0fnu", packed(XD_DTYPE_FLOAT8_E8M0FNU)}});
+                {"float8_e8m0fnu", packed(XD_DTYPE_FLOAT8_E8M0FNU)},
+                {"float4_e2m1fn_x2", packed(XD_DTYPE_FLOAT4_E2M1FN_X2)}});
 }
 
 // By name (number, columns that share a scale, dtype of the scales).
