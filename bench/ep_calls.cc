@@ -97,6 +97,7 @@ void EpCalls::open(int num_sms) {
   config_.staging = staged_ ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
   config_.max_scale_bytes = static_cast<std::int32_t>(scale_columns(w_) * kFloat.bits / 8);
   config_.num_sms = num_sms;
+  config_.wire_formats = XD_EP_WIRE_BIT(w_.combine_wire);
   config_.device_type = device_.dl().device_type;
   xd_ep_group* group = nullptr;
   ok(xd_ep_group_create(comm_, &config_, &group));
@@ -165,6 +166,7 @@ void EpCalls::combine(int copy) {
   args.expert_out = recv_.dl(copy);
   if (w_.is_scaled()) args.weights = recv_weights_.dl();
   args.out = out_.dl(set_);
+  args.wire = w_.combine_wire;
   ok(xd_ep_combine(group_.get(), &args, device_.stream()));
 }
 

@@ -18,6 +18,7 @@ xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
                    : w.receive == Receive::by_expert ? XD_LL_BY_EXPERT
                                                      : XD_LL_BY_RANK;
   config.alignment = w.alignment;
+  config.wire_formats = XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128);  // no wire needs less memory
   return config;
 }
 
@@ -97,6 +98,13 @@ void LlCalls::combine(xd_ll_phase phase, int set) {
   use(set);
   combine_.phase = phase;
   ok(xd_ll_combine(group_.get(), &combine_, at_.device.stream()));
+}
+
+void LlCalls::combine_fp8(xd_ll_phase phase) {
+  xd_ll_combine_args args = combine_;
+  args.phase = phase;
+  args.wire = XD_EP_WIRE_FP8_BLOCK128;
+  ok(xd_ll_combine(group_.get(), &args, at_.device.stream()));
 }
 
 void LlCalls::check_status() const {

@@ -17,6 +17,8 @@ class LlCalls {
   void dispatch(xd_ll_phase phase = XD_LL_PHASE_BOTH, int set = 0);
   void dispatch_fp8(xd_ll_phase phase = XD_LL_PHASE_BOTH);
   void combine(xd_ll_phase phase = XD_LL_PHASE_BOTH, int set = 0);
+  // Partial sums cross as codes.
+  void combine_fp8(xd_ll_phase phase = XD_LL_PHASE_BOTH);
 
   // Throws if an operation of this rank has failed on the device. The stream must have come to
   // rest.

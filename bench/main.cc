@@ -120,6 +120,9 @@ int finish(Report report, const DriverOptions& driver, const std::vector<std::st
 int run_on_cpu(const std::vector<std::string>& arguments) {
   const Launch launch = read_launch();
   const Options options = parse_options(arguments, launch.num_ranks);
+  if (options.workload.combine_wire != XD_EP_WIRE_SAME) {
+    throw std::invalid_argument("--combine-wire: expected same without --device cuda");
+  }
   Report report{
       .machine = describe_machine(launch.num_ranks),  // asked before this run loads the machine
       .workload = options.workload,

@@ -25,6 +25,9 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   word(app, "--layout", w.layout, {Layout::expert, Layout::rank});
   word(app, "--dtype", w.element,
        {Element::bf16, Element::fp16, Element::fp32, Element::fp8, Element::bf16_to_fp8});
+  word(app, "--combine-wire", w.combine_wire,
+       {XD_EP_WIRE_SAME, XD_EP_WIRE_FLOAT32, XD_EP_WIRE_FP8_BLOCK128, XD_EP_WIRE_FP8_BLOCK128_POW2,
+        XD_EP_WIRE_FP8_BLOCK128_E8M0});
   app.add_option("--routing", w.routing);
   app.add_flag("--weighted", w.weighted);
 
@@ -62,7 +65,10 @@ void check(const Workload& w) {
                                 ", the number of ranks");
   }
   if (w.topk > w.experts) throw std::invalid_argument("--topk is larger than --experts");
-  if (w.is_fp8() && w.hidden % 128 != 0) {
+  if (w.is_fp8() && w.combine_wire != XD_EP_WIRE_SAME) {
+    throw std::invalid_argument("--combine-wire: expected same where --dtype is fp8 or bf16-fp8");
+  }
+  if ((w.is_fp8() || w.has_codes()) && w.hidden % 128 != 0) {
     throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
                                 ": expected a multiple of 128, the columns of one scale");
   }
@@ -100,6 +106,22 @@ const char* name_of(Element element) {
   return "?";
 }
 
+const char* name_of(xd_ep_wire wire) {
+  switch (wire) {
+    case XD_EP_WIRE_SAME:
+      return "same";
+    case XD_EP_WIRE_FLOAT32:
+      return "float32";
+    case XD_EP_WIRE_FP8_BLOCK128:
+      return "fp8_block128";
+    case XD_EP_WIRE_FP8_BLOCK128_POW2:
+      return "fp8_block128_pow2";
+    case XD_EP_WIRE_FP8_BLOCK128_E8M0:
+      return "fp8_block128_e8m0";
+  }
+  return "?";
+}
+
 const char* name_of(Device device) { return device == Device::cuda ? "cuda" : "cpu"; }
 
 const char* options_help() {
@@ -117,6 +139,8 @@ bytes as plain copies, and through MPI_Alltoallv (CUDA: NCCL's all-to-all).
   --routing R     uniform; zipf or zipf:S, expert e with weight 1/(e+1)^S; hot, expert 0
                   for every token; file:PATH, lines of --topk expert ids, tokens of
                   rank 0 first (uniform)
+  --combine-wire W  CUDA: combine also under a wire: float32, fp8_block128, or that with
+                  _pow2 or _e8m0 behind it; its sums are not compared
   --weighted      choices have weights, which combine multiplies by in layout expert, and
                   which have gradients (else none)
   --zero-copy     tensors in symmetric memory (default)

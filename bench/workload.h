@@ -3,6 +3,8 @@
 // rows.
 #pragma once
 
+#include <crossdock/quantise.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -28,6 +30,7 @@ struct Workload {
   Layout layout = Layout::expert;
   Receive receive = Receive::slots;  // of low latency alone; `layout` is the one that fits it
   Element element = Element::bf16;
+  xd_ep_wire combine_wire = XD_EP_WIRE_SAME;
   std::string routing = "uniform";  // uniform, zipf, zipf:EXPONENT, hot, file:PATH
   std::uint64_t seed = 1;
   int iters = 0;  // 0: by device
@@ -44,10 +47,12 @@ struct Workload {
     return element == Element::fp8 ? 1 : element == Element::fp32 ? 4 : 2;
   }
   std::size_t row_bytes() const { return static_cast<std::size_t>(hidden) * element_bytes(); }
-  // Bytes of a row that crosses, scales included.
+  bool has_codes() const { return combine_wire > XD_EP_WIRE_FLOAT32; }
+  // Bytes of a row that crosses, scales included: of combine, if it has a wire.
   std::size_t wire_row_bytes() const {
     const auto columns = static_cast<std::size_t>(hidden);
-    return is_fp8() ? columns + columns / 128 * sizeof(float) : row_bytes();
+    if (combine_wire == XD_EP_WIRE_FLOAT32) return columns * sizeof(float);
+    return is_fp8() || has_codes() ? columns + columns / 128 * sizeof(float) : row_bytes();
   }
 };
 
@@ -92,6 +97,7 @@ void check(const Workload& workload);
 const char* name_of(Layout layout);
 const char* name_of(Receive receive);
 const char* name_of(Element element);
+const char* name_of(xd_ep_wire wire);
 const char* name_of(Device device);
 
 // Payload elements are multiples of 1/128 in [-1, 1), exact in every type; they depend on the seed,

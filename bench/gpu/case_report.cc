@@ -74,6 +74,7 @@ std::string title(const Case& one) {
        << name_of(w.element) << ", " << name_of(w.layout) << "-major";
   if (w.alignment != 1) text << ", alignment " << w.alignment;
   if (w.weighted) text << ", weighted";
+  if (w.combine_wire != XD_EP_WIRE_SAME) text << ", combine's wire " << name_of(w.combine_wire);
   text << ", " << w.routing << ", " << w.ranks << " ranks, " << memory_name(one)
        << (one.graph ? ", graphs" : "");
   return text.str();

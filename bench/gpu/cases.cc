@@ -189,10 +189,20 @@ std::vector<Case> sweep(const Options& options, const std::string& only, const L
   return cases;
 }
 
+// A wire is a case of its own behind that without.
+void add_with_wire(const Case& one, xd_ep_wire wire, std::vector<Case>& cases) {
+  cases.push_back(one);
+  Case wired = one;
+  wired.workload.combine_wire = wire;
+  std::erase_if(wired.steps, [](const Step& step) { return step.operation != kCombine; });
+  if (wire != XD_EP_WIRE_SAME && !wired.steps.empty()) cases.push_back(std::move(wired));
+}
+
 std::vector<Case> from_command_line(const Options& options, int ranks) {
   Workload w = options.workload;
   w.ranks = ranks;
   check(w);
+  w.combine_wire = XD_EP_WIRE_SAME;
   std::vector<std::string> names = options.driver.operations;
   if (names.empty()) {
     names.assign(std::begin(kOperationNames), std::end(kOperationNames));
@@ -211,7 +221,7 @@ std::vector<Case> from_command_line(const Options& options, int ranks) {
     for (const int sms : options.driver.sms) {
       for (const std::string& name : names) one.steps.push_back({operation_named(name), sms});
     }
-    cases.push_back(std::move(one));
+    add_with_wire(one, options.workload.combine_wire, cases);
   }
   return cases;
 }

@@ -148,7 +148,9 @@ void EpRank::check_received(Operation operation, int copy) const {
   wrong.expect_none("received rows");
 }
 
+// Sums under a wire are rounded as it says, and the conformance suite compares them.
 void EpRank::check_sums(Operation operation) const {
+  if (operation == Operation::combine && at_.workload().combine_wire != XD_EP_WIRE_SAME) return;
   const WrongElements wrong(at_.stream);
   const auto& origins = operation == Operation::combine ? scaled_sums_ : sums_;
   check_rows(payload_, calls_.out().data(), origins.data(), origins.size(), wrong.counter(),

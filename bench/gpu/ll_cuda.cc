@@ -54,6 +54,7 @@ class LlMeasurement {
     const double idle = percentile(empty, 0.5);  // of this rank
     whole({"dispatch", kLowLatency, "bf16", ""}, idle, [&] { ll_.dispatch(); });
     whole({"combine", kLowLatency, "bf16", ""}, idle, [&] { ll_.combine(); });
+    whole({"combine", kLowLatency, "fp8", ""}, idle, [&] { ll_.combine_fp8(); });
     whole({"dispatch", kLowLatency, "fp8", ""}, idle, [&] { ll_.dispatch_fp8(); });
     ll_.dispatch();
     chain({"dispatch + combine", kLowLatency, "bf16", ""}, [&] {
@@ -64,6 +65,7 @@ class LlMeasurement {
     halves("fp8", "dispatch", [&](xd_ll_phase phase) { ll_.dispatch_fp8(phase); });
     ll_.dispatch();
     halves("bf16", "combine", [&](xd_ll_phase phase) { ll_.combine(phase); });
+    halves("fp8", "combine", [&](xd_ll_phase phase) { ll_.combine_fp8(phase); });
     check();
     if (at_.ranks > 1) floors(has_nccl);
     add({"empty kernel", "-", "-", kEvents},

@@ -32,8 +32,8 @@ Feature feature(std::int32_t which) {
   switch (which) {
     case XD_FEATURE_NETWORK:
       return network();
-    case XD_FEATURE_CUDA_WIRE:
-      return {false, "combine on CUDA devices has no wire but XD_EP_WIRE_SAME so far"};
+    case XD_FEATURE_CUDA_WIRE:  // of all builds with CUDA devices
+      return feature(XD_FEATURE_CUDA);
     default:
       return {false, "unknown feature"};
   }

@@ -200,12 +200,28 @@ __device__ inline uint4 ld_streaming(const void* p) {
   return v;
 }
 
+__device__ inline uint2 ld_streaming_half(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 __device__ inline void st_streaming(void* p, const uint4& v) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
                "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
+__device__ inline void st_streaming(void* p, const uint2& v) {
+  asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)
+               : "memory");
+}
+__device__ inline void st_streaming(void* p, std::uint32_t v) {
+  asm volatile("st.global.L1::no_allocate.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 __device__ inline void st_streaming_pair(void* p, const ulonglong2& v) {
   asm volatile("st.global.L1::no_allocate.v2.b64 [%0], {%1, %2};" ::"l"(p), "l"(v.x), "l"(v.y)
                : "memory");
@@ -369,6 +385,13 @@ __device__ inline std::uint32_t pack_e4m3_four(float a, float b, float c, float 
       " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n mov.b32 %0, {low, high}; }"
       : "=r"(v)
       : "f"(a), "f"(b), "f"(c), "f"(d));
+  return v;
+}
+
+// The numbers of two e4m3 codes, as a pair of float16, the lower byte's in the lower half.
+__device__ inline std::uint32_t unpack_e4m3(std::uint16_t codes) {
+  std::uint32_t v;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"(codes));
   return v;
 }
 

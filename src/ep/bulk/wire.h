@@ -204,7 +204,8 @@ struct GroupMap {
     const auto chunks = static_cast<std::uint64_t>(summed_chunks().bound(c.max_tokens));
     const bool cuts_pairs = !c.layout.row_per_expert && c.overflow == XD_EP_OVERFLOW_DROP;
     const std::uint64_t values = capacity * c.weights_per_row();
-    const std::uint64_t rows = std::max(c.staging ? capacity : 0, keeps.partials ? cells_of(c) : 0);
+    const std::uint64_t rows = std::max(c.staging ? capacity * c.max_row_bytes : 0,
+                                        keeps.partials ? cells_of(c) * c.max_wire_bytes() : 0);
     const auto bytes_if = [](bool kept, std::uint64_t count, std::uint64_t size) {
       return kept ? count * size : 0;
     };
@@ -220,7 +221,7 @@ struct GroupMap {
              {&GroupMap::weights, values * sizeof(float), 256},
              {&GroupMap::indices,
               bytes_if(c.layout.choices_beside_rows, values, sizeof(std::int64_t)), 256},
-             {&GroupMap::rows, rows * c.max_row_bytes, 256}}};
+             {&GroupMap::rows, rows, 256}}};
   }
 };
 

@@ -108,8 +108,8 @@ void require_wire_fits(const WireFormat& wire, const char* tensor, std::int64_t 
 void require_no_wires(const CommonConfig& config) {
   if (config.wire_formats >> 1 == 0) return;
   fail(XD_ERROR_UNSUPPORTED, "config.wire_formats = ", config.wire_formats,
-       ", expected 0: on CUDA devices combine has no wire but XD_EP_WIRE_SAME so far "
-       "(XD_FEATURE_CUDA_WIRE)");
+       ", expected 0: between machines combine has no wire but XD_EP_WIRE_SAME on CUDA devices so "
+       "far");
 }
 
 CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads) {

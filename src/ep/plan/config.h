@@ -144,7 +144,8 @@ WireFormat read_wire(const xd_ep_wire& given, const CommonConfig& config);
 // Throws INVALID_ARGUMENT unless rows of so many columns fit the wire.
 void require_wire_fits(const WireFormat& wire, const char* tensor, std::int64_t columns);
 
-// Throws UNSUPPORTED where combine may have another wire than SAME: on CUDA devices so far.
+// Throws UNSUPPORTED if combine may have another wire than SAME, which no group on CUDA devices of
+// several machines has so far.
 void require_no_wires(const CommonConfig& config);
 
 // Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.

@@ -25,7 +25,8 @@ LlSizes served() {
           .max_topk = 8,
           .stages = ll_stages(2),
           .masks = false,
-          .max_row_bytes = std::uint64_t{7168} * 2};
+          .max_row_bytes = std::uint64_t{7168} * 2,
+          .max_partial_bytes = std::uint64_t{7168} * 2};
 }
 
 std::vector<LlSizes> many_sizes() {

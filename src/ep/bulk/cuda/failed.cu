@@ -11,6 +11,7 @@ namespace xd::ep::cuda {
 void load_prepare(std::size_t shared_bytes, bool remote);
 void load_dispatch(std::size_t shared_bytes, bool remote);
 void load_combine(std::size_t shared_bytes, bool remote);
+void load_combine_wire(std::size_t shared_bytes);
 void load_local();
 
 namespace {
@@ -49,11 +50,12 @@ void launch(const FailedParams& params, bool remote, const LaunchShape& shape,
   launch_cooperative(remote ? failed_kernel<true> : failed_kernel<false>, params, shape, stream);
 }
 
-void load_kernels(const LaunchLimits& device, bool remote) {
+void load_kernels(const LaunchLimits& device, bool remote, bool wires) {
   load_kernel(remote ? failed_kernel<true> : failed_kernel<false>, device.shared_bytes);
   load_prepare(device.shared_bytes, remote);
   load_dispatch(device.shared_bytes, remote);
   load_combine(device.shared_bytes, remote);
+  if (wires) load_combine_wire(device.shared_bytes);
   load_local();
   load_experts();
 }

@@ -28,9 +28,10 @@ constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devi
 
 // Rows cross between devices once for all of a token's rows, and partial sums are pushed.
 Keeps keeps_of(const Config& config) {
+  const bool pushes = config.layout.row_per_expert || config.wire_formats != 0;
   return {.lists = config.layout.row_per_expert,
-          .items = config.layout.row_per_expert || config.staging,
-          .partials = config.layout.row_per_expert || config.any_staging,
+          .items = pushes || config.staging,
+          .partials = pushes || config.any_staging,
           .chunks = true};
 }
 
@@ -184,7 +185,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     runner_.allocate();
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
-    load_kernels(limits_, remote_ != nullptr);
+    load_kernels(limits_, remote_ != nullptr, config().wire_formats != 0);
     describe_group();
     describe_ranks();
     if (remote_ != nullptr) runner_.set_control(&GroupState::remote, remote_->device());
@@ -213,7 +214,7 @@ void CudaGroup::keep_for_good() noexcept {
 }
 
 void CudaGroup::check_limits() const {
-  require_no_wires(config());
+  if (!comm().hosts().all_are_near()) require_no_wires(config());
   if (config().ranks > kMaxDeviceRanks || config().experts > kMaxDeviceExperts) {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks and ", config().experts,
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,
@@ -348,15 +349,17 @@ template <class Call>
 void CudaGroup::start_combine(const Call& call, xd_stream stream) {
   require_memory(call, plan_bytes_, known_memory_);
   CombineStart start = combine_params(call, view());
-  CombineParams& params = start.params;
-  const Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
+  WireCombineParams& params = start.params;
+  Traffic traffic = traffic_of(start.tokens, params.row_bytes, params.pushes);
+  traffic.coded = start.wire && params.form == CellForm::codes;
   const int num_sms = num_sms_of(call.portion), budget = budget_on(stream);
   const LaunchShape shape = combine_shape(traffic, num_sms, budget, limits_);
   params.turn.launch = runner_.next_launch();
   params.push_blocks = shape.first_blocks;
   params.host_keys = host_keys_;
   log_shape(params.turn.record.call.operation, shape, traffic, num_sms, budget);
-  launch(params, start.type, remote_ != nullptr, shape, stream);
+  if (start.wire) return launch(params, start.type, shape, stream);
+  launch(static_cast<const CombineParams&>(params), start.type, remote_ != nullptr, shape, stream);
 }
 
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {

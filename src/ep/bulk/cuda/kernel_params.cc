@@ -171,10 +171,25 @@ void move_rows(const TurnFiller& fill, const MovedRows& moved, DispatchParams& p
   p.scale_alignment = static_cast<unsigned>(dtype_bytes(moved.recv_scales.type));
 }
 
+// Sources cannot read rows that cross as codes: they are pushed.
+CellForm cell_form(const WireFormat& wire, const Layout& layout) {
+  if (wire.codes) return CellForm::codes;
+  return wire.is_float() && layout.row_per_expert ? CellForm::floats : CellForm::payload;
+}
+
+std::uint64_t cell_bytes(CellForm form, const Tensor& out) {
+  const auto columns = static_cast<std::uint64_t>(out.cols);
+  if (form == CellForm::payload) return out.row_bytes();
+  if (form == CellForm::floats) return columns * sizeof(float);
+  return round_up(columns + columns / XD_EP_QUANTISE_BLOCK(XD_EP_QUANTISE_FP8_BLOCK128) *
+                                sizeof(float),
+                  kRowAlignment);
+}
+
 // Fills in the sums of a receive tensor's rows into `out`, if they are given, and their way to the
 // tokens' ranks.
 void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
-              CombineStart& start) {
+              const WireFormat& wire, CombineStart& start) {
   // In EXPERT_MAJOR this rank reads its own rows alone, and pushes sums of them.
   const bool own = fill.config().layout.row_per_expert;
   turn::PeerAddress place;
@@ -186,13 +201,17 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
   }
   if (!out) return;
   start.type = out.type;
-  CombineParams& p = start.params;
+  start.wire = static_cast<bool>(wire);
+  WireCombineParams& p = start.params;
+  p.form = cell_form(wire, fill.config().layout);
+  p.codes = wire.codes;
+  p.cell_bytes = cell_bytes(p.form, out);
   p.sums = true;
-  p.pushes = own || rows.staged != nullptr;
+  p.pushes = own || rows.staged != nullptr || p.form == CellForm::codes;
   p.rows = tensor.data;
   p.out = out.data;
   p.row_bytes = out.row_bytes();
-  p.partial_bytes = GroupMap::cells_of(fill.config()) * p.row_bytes;
+  p.partial_bytes = GroupMap::cells_of(fill.config()) * p.cell_bytes;
   if (!p.pushes) fill.record().rows_in = place;
   if (fill.config().keeps.partials) {
     fill.record().extra_in = turn::PeerAddress::shared(fill.map().partials());
@@ -286,7 +305,7 @@ CombineStart combine_params(const CombineCall& call, const GroupView& view) {
   CombineStart start;
   const TurnFiller fill(view, call, start.params.turn);
   fill.tokens_of_plan(call.out);
-  sum_rows(fill, call.expert_out, call.out, start);
+  sum_rows(fill, call.expert_out, call.out, call.wire, start);
   fill.own_weights(call.weights);
   start.tokens = static_cast<int>(call.out.rows);
   start.params.weights = given<float>(call.weights);
@@ -300,7 +319,7 @@ CombineStart combine_params(const DispatchBwdCall& call, const GroupView& view) 
   fill.tokens_of_plan(call.grad_topk_weights);
   fill.topk_of_plan(call.grad_topk_weights);
   if (fill.config().layout.choices_beside_rows) fill.topk_of_plan(call.grad_recv_weights);
-  sum_rows(fill, call.grad_recv_tokens, call.grad_tokens, start);
+  sum_rows(fill, call.grad_recv_tokens, call.grad_tokens, {}, start);
   start.params.grad_recv_weights =
       fill.receive_beside(call.grad_recv_weights, fill.map().weights, fill.record().weights_in);
   const Tensor& tokens = call.grad_tokens ? call.grad_tokens : call.grad_topk_weights;

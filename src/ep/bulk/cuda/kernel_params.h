@@ -20,7 +20,8 @@ struct DispatchStart {
 
 // All parameters but the number of the launch and push_blocks.
 struct CombineStart {
-  CombineParams params{};
+  WireCombineParams params{};
+  bool wire = false;  // other than SAME
   int tokens = 0;
   DType type = DType::bf16;
 };

@@ -83,6 +83,19 @@ struct CombineParams {
   const std::uint32_t* host_keys;
 };
 
+// The form of partial sums in cells where the wire is not SAME.
+enum class CellForm : std::uint8_t {
+  payload,  // FLOAT32 of single rows of the payload type, which lose nothing as they are
+  floats,   // FLOAT32
+  codes     // FP8_*: codes, then a float32 for each scale
+};
+
+struct WireCombineParams : CombineParams {
+  CellForm form;
+  QuantiseFormat codes;
+  std::uint64_t cell_bytes;
+};
+
 // The words of working memory that prepare needs, for any launch of up to kMaxBlocks blocks.
 struct PrepareScratch {
   static constexpr int kMaxBlocks = 64;
@@ -113,9 +126,12 @@ void launch(const DispatchParams& params, DType scaled_type, bool remote, const 
 void launch(const CombineParams& params, DType type, bool remote, const LaunchShape& shape,
             cudaStream_t stream);
 
+void launch(const WireCombineParams& params, DType type, const LaunchShape& shape,
+            cudaStream_t stream);
+
 // Loads every kernel on the current device and sets its attributes; throws if one cannot run here.
 // A kernel that is loaded when it is first launched would wait for kernels that spin. `remote`:
-// those of groups over several machines.
-void load_kernels(const LaunchLimits& device, bool remote);
+// those of groups over several machines; `wires`: of groups whose combine may have some.
+void load_kernels(const LaunchLimits& device, bool remote, bool wires);
 
 }  // namespace xd::ep::cuda

@@ -61,9 +61,19 @@ Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) 
   return {sent, copied, sms_for_links(sent, rows.remote, kStoreRate, 1.0)};
 }
 
+// Where sums are codes, arithmetic decides: to put a row into codes takes as long as to add one up
+// from codes, and a link carries two of them in the time of a row. By rank a rank's own rows are put
+// into codes and back where they are added up.
+Division division_of_codes(const RowsPerToken& rows, const Traffic& traffic) {
+  const double pushed = traffic.row_per_expert ? rows.delivered + rows.ranks : rows.remote;
+  const double own = traffic.row_per_expert ? 0.0 : rows.ranks - rows.remote;
+  return {pushed, rows.ranks + own, sms_for_links(2.0 * pushed, rows.remote, kSumRate, 1.0)};
+}
+
 // A rank's rows are read, and their sums written for the token's rank, which reads them again. By
 // rank a sum is a copy of one row, so fewer blocks fill the links than the division gives.
 Division division_of_combine(const RowsPerToken& rows, const Traffic& traffic) {
+  if (traffic.coded) return division_of_codes(rows, traffic);
   const double pushed = rows.delivered + rows.ranks;
   const int filling =
       traffic.row_per_expert ? sms_for_links(pushed, rows.remote, kSumRate, 1.0) : 0;
@@ -169,7 +179,11 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
                           const LaunchLimits& device) {
   const RowsPerToken rows = rows_per_token(traffic);
   const double pushed = traffic.receives ? rows.delivered + rows.ranks : 0.0;
-  const double moves = pushed + rows.ranks + 1.0;
+  double moves = pushed + rows.ranks + 1.0;
+  if (traffic.coded) {
+    const Division codes = division_of_codes(rows, traffic);
+    moves = 2.0 * (codes.first + codes.other);
+  }
   // With few tokens several warps share each.
   const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);
   const int wanted = std::max(sms_for_links(moves, rows.remote, kSumRate, 1.05),

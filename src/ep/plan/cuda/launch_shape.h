@@ -49,6 +49,7 @@ struct Traffic {
   bool receives = false;  // dispatch: copies at the owner follow. combine: partial sums are pushed
   bool staged = false;    // dispatch: peers' rows arrive in the group's memory
   bool scaled = false;    // dispatch: rows are multiplied by their weights at the owner
+  bool coded = false;     // combine: partial sums cross as codes
 };
 
 // Multiprocessors that operations of a group may use on this device: config.num_sms, or so few that

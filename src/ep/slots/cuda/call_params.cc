@@ -65,10 +65,16 @@ void add_plan(const PlanBytes& plan, std::size_t plan_bytes, xd::cuda::KnownMemo
   params.head = LlPlanHead::of(params.group.terms, params.group.plan.end);
 }
 
+void add_wire(const WireFormat& wire, LlCombineParams& p) {
+  p.form = wire.codes ? LlForm::codes : wire.is_float() ? LlForm::floats : LlForm::same;
+  p.codes = wire.codes;
+  p.record.quantise = static_cast<std::uint16_t>(wire.wire);
+}
+
 LlCombineRoute route_of(const LlCombineParams& p) {
   const LlDevice& g = p.group;
   const std::uint64_t item_bytes = ll_item_bytes(g.max_topk);
-  const std::uint32_t vectors = p.row_bytes / 16;
+  const std::uint32_t vectors = p.row_bytes / ll_vector_bytes(p.form, static_cast<DType>(p.type));
   LlCombineRoute r{};
   r.weighs = (p.record.flags & kWeighted) != 0;
   r.dependent = g.dependent;
@@ -100,7 +106,7 @@ bool is_quick(LlCombineParams& p, const SlotTensor& rows) {
   };
   const std::int64_t experts = p.expert_out.expert_stride, slots = p.expert_out.slot_stride;
   if (!p.step.send || !p.step.receive || g.masks || g.ranks() > kLlFewRanks) return false;
-  if (g.num_hosts > 1) return false;
+  if (g.num_hosts > 1 || p.form == LlForm::floats) return false;
   if (2 + 2 * g.max_topk > 32 || p.route.vectors > kLlMoverThreads) return false;
   if (!fits(experts, rows.experts) || !fits(slots, rows.slots)) return false;
   p.route.expert_stride = static_cast<std::int32_t>(experts / 16);
@@ -184,6 +190,7 @@ void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::Known
   p.weight_cols = static_cast<int>(call.topk_weights.cols);
   p.row_bytes = static_cast<std::uint32_t>(call.expert_out.row_bytes());
   p.type = static_cast<std::uint8_t>(call.expert_out.type);
+  add_wire(call.wire, p);
   p.route = route_of(p);
   const bool has_rows = call.expert_out.slots > 0;
   p.route.local_experts = has_rows ? static_cast<std::uint32_t>(call.expert_out.experts) : 0;
@@ -198,6 +205,7 @@ void add_receive(const LlCombineReceive& call, std::size_t plan_bytes, xd::cuda:
   p.out_rows = static_cast<int>(call.out.rows);
   p.row_bytes = static_cast<std::uint32_t>(call.out.row_bytes());
   p.type = static_cast<std::uint8_t>(call.out.type);
+  add_wire(call.wire, p);
   p.wait_ns = given<std::int64_t>(call.wait_ns);
 }
 

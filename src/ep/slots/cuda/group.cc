@@ -35,6 +35,7 @@ LlSizes sizes_of(const LlConfig& c) {
           .stages = ll_stages(c.in_flight),
           .masks = c.masks_lost_peers,
           .max_row_bytes = c.max_row_bytes,
+          .max_partial_bytes = c.max_wire_bytes(),
           .has_slots = c.has_slots()};
 }
 
@@ -199,7 +200,6 @@ CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
 CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 
 void CudaLlGroup::check_limits() const {
-  require_no_wires(config());
   const LlConfig& c = config();
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
@@ -311,7 +311,7 @@ void CudaLlGroup::load_kernels() const {
   load_ll_control();
   load_experts();
   load_ll_dispatch(device_, dispatch_shape(step, params), room());
-  load_ll_combine(combine_shape(step));
+  load_ll_combine(combine_shape(step), config().wire_formats != 0);
   step.receive = false;
   dispatch_shape(step, params);
   step.send = false;
@@ -393,7 +393,9 @@ LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHa
   }
   const LlOperationError bad =
       read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
-  const std::int64_t pieces = (params.row_bytes / 16 + kLlMoverThreads - 1) / kLlMoverThreads;
+  const std::int64_t vectors =
+      params.row_bytes / ll_vector_bytes(params.form, static_cast<DType>(params.type));
+  const std::int64_t pieces = (vectors + kLlMoverThreads - 1) / kLlMoverThreads;
   enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
   return bad;
 }

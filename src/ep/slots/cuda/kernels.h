@@ -16,6 +16,10 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
 void launch_rows(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
 void load_ll_rows(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
 
+// Those for combine whose wire is not SAME.
+void launch_wire(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);
+void load_ll_wire(const LaunchShape& shape);
+
 // Masks or unmasks a rank.
 void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t stream);
 void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream);
@@ -26,7 +30,8 @@ void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream);
 void load_ll_control();
 
 // Load the kernels of a group, and check that the device holds all blocks of such a launch at once.
+// `wires`: of combine may be other ones than SAME.
 void load_ll_dispatch(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
-void load_ll_combine(const LaunchShape& shape);
+void load_ll_combine(const LaunchShape& shape, bool wires);
 
 }  // namespace xd::ep::cuda

@@ -84,7 +84,8 @@ struct LlSizes {
   int ranks, experts, local_experts, max_tokens, max_topk, stages;
   bool masks;
   std::uint64_t max_row_bytes;
-  bool has_slots = true;  // else rows lie without gaps
+  std::uint64_t max_partial_bytes;  // of a partial sum, in any form
+  bool has_slots = true;            // else rows lie without gaps
 
   // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies
   // there for good, and no other rank's sum is taken from it.
@@ -131,7 +132,7 @@ struct LlWordsMap {
         cursor.add<std::uint64_t>(cells * tokens * static_cast<std::uint64_t>(s.max_topk), 64);
     map.meet = cursor.add<LlMeeting>(2 * ranks, 64);
     map.row_stride = s.row_stride();
-    map.partial_stride = s.max_row_bytes;
+    map.partial_stride = s.max_partial_bytes;
     map.rows = cursor.add<std::byte>(cells * tokens * map.row_stride, 256);
     map.partials =
         cursor.add<std::byte>(stages * tokens * s.partials_per_token() * map.partial_stride, 256);

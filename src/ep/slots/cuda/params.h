@@ -31,7 +31,8 @@ enum class LlFault : std::int32_t {
   not_clean,     // XD_LL_VERIFY: words of an operation that has been taken are not free
   topk,          // topk_weights has other columns than the plan: got, expected
   rows,          // expert_out has fewer rows than the plan brings: got, expected
-  form_not_as_sent  // a receive half whose max_tokens, weights or choices are not the send half's
+  form_not_as_sent,  // a receive half whose max_tokens, weights or choices are not the send half's
+  wire_not_as_sent   // a receive half under another wire than the send half's: got, expected
 };
 
 struct LlFindings {
@@ -289,6 +290,19 @@ static_assert(offsetof(PlanHeader, rank) % 8 == 4 && offsetof(PlanHeader, expert
               offsetof(PlanHeader, keeps_items) % 8 == 0 &&
               offsetof(PlanHeader, local_experts) % 8 == 4);
 
+// How partial sums of a combine travel.
+enum class LlForm : std::uint8_t {
+  same,    // in the payload type
+  floats,  // as float32
+  codes    // as codes, with a word of 8 bytes for the float32 scale of each block
+};
+
+// The columns of a row that a mover of combine has: those of 16 bytes of the payload type, and of
+// float32 sums in all types.
+constexpr std::uint32_t ll_vector_bytes(LlForm form, DType type) {
+  return form == LlForm::floats ? 4 * static_cast<std::uint32_t>(dtype_bytes(type)) : 16;
+}
+
 struct LlCombineParams {
   LlCombineRoute route;
   LlDivisor slots;  // S
@@ -309,6 +323,8 @@ struct LlCombineParams {
   std::uint64_t plan_bytes;
   LlSlots expert_out;
   std::int64_t* wait_ns;
+  LlForm form;
+  QuantiseFormat codes;
 };
 
 }  // namespace xd::ep::cuda

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "ep/plan/wire_format.h"
 #include "ep/slots/family.h"
 #include "turn/disagreement.h"
 
@@ -35,6 +36,11 @@ std::string text_of_fault(const LlFindings& f, const LlGroup& group) {
     case LlFault::form_not_as_sent:
       return "receive half: max_tokens, recv_weights (given or not) or the columns of "
              "recv_weights and recv_topk_idx are not those of the send half";
+    case LlFault::wire_not_as_sent: {
+      const auto name = [](std::int64_t wire) { return wire_name(static_cast<xd_ep_wire>(wire)); };
+      return concat("wire = XD_EP_WIRE_", name(f.got), ", expected XD_EP_WIRE_", name(f.expected),
+                    ", as in the send half");
+    }
     case LlFault::not_clean:
       return "XD_LL_VERIFY: words of an operation that has been taken are not free";
     case LlFault::none:

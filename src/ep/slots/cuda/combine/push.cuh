@@ -14,7 +14,7 @@
 // this rank's memory; blocks of their own have those, so that they do not stand behind the links.
 #pragma once
 
-#include "ep/plan/cuda/sums.cuh"
+#include "ep/slots/cuda/combine/form.cuh"
 #include "ep/slots/cuda/dispatch/list.cuh"
 
 namespace xd::ep::cuda {
@@ -164,7 +164,6 @@ struct LlPushBlocks {
 };
 
 // One row of partial sums, or a part of one, as the lanes of a warp hold it: lane k has choice k.
-template <class T>
 struct LlSum {
   static constexpr int kAhead = 3;  // rows that are loaded ahead
 
@@ -176,7 +175,7 @@ struct LlSum {
   uint4 row[kAhead];
 };
 
-template <class T>
+template <class F>
 class LlPusher {
  public:
   __device__ LlPusher(const LlCombineParams& params, LlCombineTurn& turn,
@@ -186,7 +185,7 @@ class LlPusher {
         turn_(turn),
         shared_(shared),
         parts_(parts),
-        vectors_(params.row_bytes / 16),
+        vectors_(params.row_bytes / F::kBytes),
         has_first_(params.step.receive && static_cast<int>(blockIdx.x) < params.out_rows),
         blocks_(LlPushBlocks::of(params)) {}
 
@@ -225,7 +224,7 @@ class LlPusher {
   __device__ void take_weight(std::uint64_t epoch);
   __device__ const std::byte* row_at(int k) const {
     const long long offset = __shfl_sync(kAllLanes, static_cast<long long>(now_.offset), k);
-    return p_.expert_out.data + offset + now_.vector * 16;
+    return p_.expert_out.data + offset + now_.vector * F::kBytes;
   }
 
   const LlCombineParams& p_;
@@ -238,13 +237,13 @@ class LlPusher {
   const LlPushBlocks blocks_;
   std::uint32_t unit_ = 0, units_ = 0;  // among those of this block's kind
   bool weighted_ = false;               // the plan's items have weights
-  LlSum<T> now_{};
+  LlSum now_{};
   Ahead next_{};  // of the unit behind this one
 };
 
 #define XD_LL_PUSHER(type) \
-  template <class T>       \
-  __device__ inline type LlPusher<T>
+  template <class F>       \
+  __device__ inline type LlPusher<F>
 
 // A plan's items have places for all that may come, so they are loaded before it is known how many
 // there are: one load's time for all.
@@ -330,11 +329,11 @@ XD_LL_PUSHER(void)::take(const LlChoice& choice, std::uint32_t vector, bool ther
 XD_LL_PUSHER(void)::load_rows() {
   unsigned left = now_.here;
 #pragma unroll
-  for (int q = 0; q < LlSum<T>::kAhead; ++q, left &= left - 1) {
+  for (int q = 0; q < LlSum::kAhead; ++q, left &= left - 1) {
     now_.row[q] = make_uint4(0, 0, 0, 0);
     if (left == 0) continue;
     const std::byte* at = row_at(__ffs(static_cast<int>(left)) - 1);
-    if (now_.vector < vectors_) now_.row[q] = ptx::ld_streaming(at);
+    if (now_.vector < vectors_) now_.row[q] = F::load_row(at);
   }
 }
 
@@ -360,23 +359,24 @@ XD_LL_PUSHER(void)::take_weight(std::uint64_t epoch) {
   load_rows();
 }
 
-// The sum of the unit's rows by ascending k, rounded once. All lanes.
+// The sum of the unit's rows by ascending k, as it travels. All lanes.
 XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
   if (now_.here == 0) return make_uint4(0, 0, 0, 0);
   const bool given = has_weights(p_);
-  if (!given && !weighted_ && (now_.here & (now_.here - 1)) == 0) return quiet<T>(now_.row[0]);
+  if (!given && !weighted_ && (now_.here & (now_.here - 1)) == 0) {
+    return F::partial_of_row(p_, now_.row[0]);
+  }
   const int source = now_.item.source();
   if (given && source != g_.rank() && !turn_.leaves_out(source)) take_weight(epoch);
   const float weight = now_.weight;
-  float sum[T::kPerVector];
+  float sum[F::kColumns];
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;
+  for (int n = 0; n < F::kColumns; ++n) sum[n] = -0.0f;
   unsigned left = now_.here;
 #pragma unroll
-  for (int q = 0; q < LlSum<T>::kAhead; ++q, left &= left - 1) {
+  for (int q = 0; q < LlSum::kAhead; ++q, left &= left - 1) {
     if (left == 0) continue;
-    add_term<T>(sum, now_.row[q],
-                __shfl_sync(kAllLanes, weight, __ffs(static_cast<int>(left)) - 1));
+    F::add_row(sum, now_.row[q], __shfl_sync(kAllLanes, weight, __ffs(static_cast<int>(left)) - 1));
   }
 #pragma unroll 1
   while (left != 0) {
@@ -387,13 +387,13 @@ XD_LL_PUSHER(uint4)::add_up(std::uint64_t epoch) {
     left &= left - 1;
     const std::byte *first = row_at(a), *second = row_at(b);
     uint4 x{}, y{};
-    if (now_.vector < vectors_) x = ptx::ld_streaming(first);
-    if (two && now_.vector < vectors_) y = ptx::ld_streaming(second);
-    add_term<T>(sum, x, __shfl_sync(kAllLanes, weight, a));
+    if (now_.vector < vectors_) x = F::load_row(first);
+    if (two && now_.vector < vectors_) y = F::load_row(second);
+    F::add_row(sum, x, __shfl_sync(kAllLanes, weight, a));
     const float other = __shfl_sync(kAllLanes, weight, b);
-    if (two) add_term<T>(sum, y, other);
+    if (two) F::add_row(sum, y, other);
   }
-  return pack<T>(sum);
+  return F::partial_of(p_, sum);
 }
 
 XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
@@ -413,7 +413,7 @@ XD_LL_PUSHER(void)::push_all(std::uint64_t epoch, uint4& sum) {
     if (!sends) continue;
     std::byte* to = turn_.shared().area[item.source()].base +
                     ll_partial_offset(g_, turn_.stage(epoch), item.place);
-    send_pair(to + vector * 16, words_of(sum));
+    typename F::Place(to, vector, p_).send(sum);
   }
 }
 

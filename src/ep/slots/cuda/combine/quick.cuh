@@ -20,7 +20,7 @@ struct LlRest {
 
 // A warp of movers. Lane 2 + k has the word of a plan's item for its choice k, lane 2 + room + k
 // the choice's weight; lanes 0 and 1 have the source, token and place.
-template <class T>
+template <class F>
 class LlQuickMover {
  public:
   __device__ LlQuickMover(const LlCombineParams& params, LlCombineShared& shared)
@@ -73,8 +73,8 @@ class LlQuickMover {
 };
 
 #define XD_LL_QUICK(type) \
-  template <class T>      \
-  __device__ inline type LlQuickMover<T>
+  template <class F>      \
+  __device__ inline type LlQuickMover<F>
 
 XD_LL_QUICK(void)::load_first() {
   unit_ = warp_in_block() / (kLlPartThreads / 32) * gridDim.x + blockIdx.x;
@@ -134,12 +134,12 @@ XD_LL_QUICK(void)::take(std::uint32_t word, bool there) {
 
 // Threads behind the row's end load its last vector. Returns the rows that are left.
 XD_LL_QUICK(unsigned)::load_rows(unsigned left) {
-  const std::byte* at = r_.rows + min(vector_, r_.vectors - 1) * 16;
+  const std::byte* at = r_.rows + min(vector_, r_.vectors - 1) * F::kBytes;
 #pragma unroll
   for (int q = 0; q < kAhead; ++q) {
     if (left == 0) break;
     const int offset = __shfl_sync(kAllLanes, offset_, __ffs(static_cast<int>(left)) - 1);
-    row_[q] = ptx::ld_streaming(at + std::int64_t{offset} * 16);
+    row_[q] = F::load_row(at + std::int64_t{offset} * 16);
     left &= left - 1;
   }
   return left;
@@ -169,13 +169,13 @@ XD_LL_QUICK(bool)::take_weights() {
 XD_LL_QUICK(bool)::add_up(uint4& sum) {
   unsigned left = here_;
   if (!weighted_ && (left & (left - 1)) == 0) {
-    sum = left != 0 ? quiet<T>(row_[0]) : make_uint4(0, 0, 0, 0);
+    sum = left != 0 ? F::partial_of_row(p_, row_[0]) : make_uint4(0, 0, 0, 0);
     return true;
   }
   if (r_.weighs && !is_own() && !take_weights()) return false;
-  float x[T::kPerVector];
+  float x[F::kColumns];
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) x[n] = -0.0f;
+  for (int n = 0; n < F::kColumns; ++n) x[n] = -0.0f;
 #pragma unroll 1
   for (;;) {
     unsigned rest = left;
@@ -183,14 +183,14 @@ XD_LL_QUICK(bool)::add_up(uint4& sum) {
     for (int q = 0; q < kAhead; ++q) {
       if (rest == 0) break;
       const int lane = __ffs(static_cast<int>(rest)) - 1 + static_cast<int>(r_.topk);
-      add_term<T>(x, row_[q], __uint_as_float(__shfl_sync(kAllLanes, word_, lane)));
+      F::add_row(x, row_[q], __uint_as_float(__shfl_sync(kAllLanes, word_, lane)));
       rest &= rest - 1;
     }
     left = rest;
     if (left == 0) break;
     load_rows(left);
   }
-  sum = here_ != 0 ? pack<T>(x) : make_uint4(0, 0, 0, 0);
+  sum = here_ != 0 ? F::partial_of(p_, x) : make_uint4(0, 0, 0, 0);
   return true;
 }
 
@@ -202,8 +202,9 @@ XD_LL_QUICK(bool)::push_all(uint4& own) {
   for (;;) {
     if (!add_up(own)) return false;
     if (is_own()) return true;
-    std::byte* to = s_.turn.area[source_token_ >> 16].base + s_.stage_offset +
-                    std::uint64_t{place_} * r_.partial_stride + vector_ * 16;
+    const typename F::Place to(s_.turn.area[source_token_ >> 16].base + s_.stage_offset +
+                                   std::uint64_t{place_} * r_.partial_stride,
+                               vector_, p_);
     const bool sends = here_ != 0 && vector_ < r_.vectors;
     unit_ += step;
     if (is_own()) {
@@ -213,7 +214,7 @@ XD_LL_QUICK(bool)::push_all(uint4& own) {
       next_ = item_word(unit_ + step);
       take_unit(word);
     }
-    if (sends) send_pair(to, words_of(own));
+    if (sends) to.send(own);
   }
 }
 
@@ -243,19 +244,19 @@ XD_LL_QUICK(bool)::sum_token(int token, std::uint32_t home, const uint4& own, bo
   const int count = min(__popc(home), r_.partials_per_token);
   const int own_order = (home >> r_.rank & 1) != 0 ? __popc(home & ((1u << r_.rank) - 1)) : -1;
   const bool active = threadIdx.x < r_.vectors;
-  std::byte* const at =
+  const typename F::Place at(
       r_.own_area + s_.stage_offset +
-      static_cast<std::uint64_t>(static_cast<std::uint32_t>(token * r_.partials_per_token)) *
-          r_.partial_stride +
-      threadIdx.x * 16;
-  float x[T::kPerVector];
+          static_cast<std::uint64_t>(static_cast<std::uint32_t>(token * r_.partials_per_token)) *
+              r_.partial_stride,
+      threadIdx.x, p_);
+  float x[F::kColumns];
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) x[n] = -0.0f;
+  for (int n = 0; n < F::kColumns; ++n) x[n] = -0.0f;
   uint4 only = make_uint4(0, 0, 0, 0);
   bool come = true;
 #pragma unroll 1
   for (int base = 0; base < count && come; base += kAtOnce) {
-    const std::byte* from = at + static_cast<std::uint64_t>(base) * r_.partial_stride;
+    const std::uint64_t from = static_cast<std::uint64_t>(base) * r_.partial_stride;
     unsigned missing = 0;
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
@@ -268,8 +269,7 @@ XD_LL_QUICK(bool)::sum_token(int token, std::uint32_t home, const uint4& own, bo
     for (int i = 0; i < turn::kPollsBetweenLooks && !come; ++i) {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        if ((missing >> j & 1) != 0)
-          words[j] = ptx::ld_relaxed_sys_pair(from + j * r_.partial_stride);
+        if ((missing >> j & 1) != 0) words[j] = at.load(from + j * r_.partial_stride);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -282,19 +282,18 @@ XD_LL_QUICK(bool)::sum_token(int token, std::uint32_t home, const uint4& own, bo
     for (int j = 0; j < kAtOnce; ++j) {
       if (base + j >= count) break;
       only = base + j == own_order ? own : vector_of(words[j]);
-      add_vector<T>(x, only);
+      F::add(x, only);
     }
   }
   if (first) go_ = ll_meet_verdict(true);
   if (!come || !go_) return false;
   if (!active) return true;
-  if (count > 1) only = pack<T>(x);
-  if (count == 1) only = quiet<T>(only);
-  ptx::st_streaming(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes + threadIdx.x * 16,
-                    only);
+  if (count > 1) only = F::round(x);
+  if (count == 1) only = F::round_one(only);
+  F::put(p_.out + static_cast<std::uint64_t>(token) * p_.row_bytes + threadIdx.x * F::kBytes, only);
 #pragma unroll 1
   for (int j = 0; j < count; ++j) {
-    if (j != own_order) put_back_pair(at + static_cast<std::uint64_t>(j) * r_.partial_stride);
+    if (j != own_order) at.put_back(static_cast<std::uint64_t>(j) * r_.partial_stride);
   }
   return true;
 }

@@ -28,15 +28,6 @@ __device__ inline int lowest_of(const RankBits& ranks) {
                             : 63 + __ffsll(static_cast<long long>(ranks.word[1]));
 }
 
-// sum += vector.
-template <class T>
-__device__ void add_vector(float* sum, const uint4& vector) {
-  float x[T::kPerVector];
-  T::unpack(vector, x);
-#pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) sum[n] = __fadd_rn(sum[n], x[n]);
-}
-
 // All threads of a block, once, where it waits for an operation: true if that is delivered. The
 // control warp knows; `go` of all others is true.
 __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0 : 1) == 0; }
@@ -44,25 +35,25 @@ __device__ inline bool ll_meet_verdict(bool go) { return __syncthreads_or(go ? 0
 // A block's tokens from one on that sum_all() leaves: those that have to be waited for, that have
 // many sums, or that need this rank's own part. It is no part of sum_all(): it would take registers
 // of that.
-template <class T, bool kByHost>
+template <class F, bool kByHost>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,
                                          uint4 sum);
 
-template <class T, bool kByHost>
+template <class F, bool kByHost>
 class LlSummer {
  public:
   static constexpr int kAtOnce = 4;  // partial sums of a token that are waited for together
 
   __device__ LlSummer(const LlCombineParams& params, LlCombineTurn& turn, LlCombineShared& shared,
-                      const LlPlanParts& parts, LlPusher<T>& pusher, bool go)
+                      const LlPlanParts& parts, LlPusher<F>& pusher, bool go)
       : p_(params),
         g_(params.group),
         turn_(turn),
         s_(shared),
         parts_(parts),
         pusher_(pusher),
-        vectors_(params.row_bytes / 16),
+        vectors_(params.row_bytes / F::kBytes),
         pieces_((vectors_ + kLlCombineMovers - 1) / kLlCombineMovers),
         go_(go) {}
 
@@ -81,6 +72,16 @@ class LlSummer {
   // work, as they would where they polled.
   __device__ bool await_verdict() { return go_ = ll_meet_verdict(true); }
 
+  // Kernels of wires ask the group.
+  __device__ bool by_host() const {
+    if constexpr (F::kWire) return g_.num_hosts > 1;
+    return kByHost;
+  }
+  // Behind a wait of each thread: words of others may be put back.
+  __device__ static void meet_in_warp() {
+    if constexpr (F::kShared) __syncwarp();
+  }
+
   // Tokens times pieces of their rows.
   __device__ int units() const { return p_.out_rows * static_cast<int>(pieces_); }
   struct Token {
@@ -91,6 +92,10 @@ class LlSummer {
   __device__ std::uint64_t place_of(int token, int order, std::uint64_t epoch) const {
     return ll_partial_offset(g_, turn_.stage(epoch),
                              static_cast<std::uint32_t>(token * g_.partials_per_token() + order));
+  }
+  // A mover's words of the sums from a place on.
+  __device__ typename F::Place words_at(const Token& t, int order, std::uint64_t epoch) const {
+    return {g_.own_area + place_of(t.token, order, epoch), t.vector, p_};
   }
   __device__ Token look_at(int unit, bool own, bool first) const;
   // Behind the verdict: looks at a unit, and makes this rank's part of it unless `has_sum`.
@@ -107,7 +112,7 @@ class LlSummer {
   __device__ uint4 sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
                           const uint4& own) const;
   __device__ void add(const Token& t, std::uint64_t epoch, const uint4& own) {
-    if constexpr (kByHost) {
+    if (by_host()) {
       add_by_host(t, epoch, own);
     } else {
       add_by_rank(t, epoch, own);
@@ -118,8 +123,7 @@ class LlSummer {
   __device__ bool take_one(const Token& t, std::uint64_t epoch, int place, const uint4& own,
                            uint4& taken, bool& all_good);
   __device__ void put(const Token& t, const uint4& sum) const {
-    ptx::st_streaming(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16,
-                      sum);
+    F::put(p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * F::kBytes, sum);
   }
   __device__ int rank_of(const Token& t, int order) const;
 
@@ -128,14 +132,14 @@ class LlSummer {
   LlCombineTurn& turn_;
   LlCombineShared& s_;
   const LlPlanParts& parts_;
-  LlPusher<T>& pusher_;
+  LlPusher<F>& pusher_;
   const std::uint32_t vectors_, pieces_;
   bool go_;  // the verdict that this warp has met last
 };
 
 #define XD_LL_SUMMER(type)         \
-  template <class T, bool kByHost> \
-  __device__ inline type LlSummer<T, kByHost>
+  template <class F, bool kByHost> \
+  __device__ inline type LlSummer<F, kByHost>
 
 XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
   auto unit = static_cast<int>(blockIdx.x);
@@ -143,7 +147,7 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
   // The part that push_all() has left belongs to the first token's first piece.
   bool has_sum = own && pieces_ == 1;
 #pragma unroll 1
-  for (; !kByHost && unit < units() && !g_.masks; unit += static_cast<int>(gridDim.x)) {
+  for (; !by_host() && unit < units() && !g_.masks; unit += static_cast<int>(gridDim.x)) {
     const Token t = look_at(unit, own, first);
     if (t.count > kAtOnce || (own && !has_sum)) break;
     const bool done = add_few(t, epoch, sum, first);
@@ -153,14 +157,14 @@ XD_LL_SUMMER(void)::sum_all(std::uint64_t epoch, bool own, const uint4& sum) {
     has_sum = false;
   }
   if (first) await_verdict();
-  if (unit < units() && go_) ll_sum_rest<T, kByHost>(p_, s_, epoch, unit, own, has_sum, sum);
+  if (unit < units() && go_) ll_sum_rest<F, kByHost>(p_, s_, epoch, unit, own, has_sum, sum);
 }
 
 XD_LL_SUMMER(void)::sum_from(std::uint64_t epoch, int unit, bool own, bool has_sum, uint4 sum) {
 #pragma unroll 1
   for (; unit < units(); unit += static_cast<int>(gridDim.x)) {
     const Token t = begin(epoch, unit, own, has_sum, sum);
-    const bool few = !kByHost && t.count <= kAtOnce;
+    const bool few = !by_host() && t.count <= kAtOnce;
     if (!few || !add_few(t, epoch, sum, false)) add(t, epoch, sum);
     if (!go_) return;
   }
@@ -183,15 +187,15 @@ XD_LL_SUMMER(void)::sum_whole_rows(std::uint64_t epoch, int token, bool own, boo
   }
 }
 
-template <class T, bool kByHost>
+template <class F, bool kByHost>
 __device__ __noinline__ void ll_sum_rest(const LlCombineParams& p, LlCombineShared& s,
                                          std::uint64_t epoch, int unit, bool own, bool has_sum,
                                          uint4 sum) {
   LlCombineTurn turn(p, s.turn, kLlCombine);
   const LlPlanParts parts(p);
-  LlPusher<T> pusher(p, turn, s, parts);
+  LlPusher<F> pusher(p, turn, s, parts);
   pusher.look_at_facts();
-  LlSummer<T, kByHost> summer(p, turn, s, parts, pusher, true);
+  LlSummer<F, kByHost> summer(p, turn, s, parts, pusher, true);
   if (p.group.masks) return summer.sum_whole_rows(epoch, unit, own, has_sum, sum);
   summer.sum_from(epoch, unit, own, has_sum, sum);
 }
@@ -243,7 +247,7 @@ XD_LL_SUMMER(int)::rank_of(const Token& t, int order) const {
 // take.
 XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, unsigned& wanted,
                                ulonglong2 (&words)[kAtOnce]) {
-  const std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
+  const typename F::Place at = words_at(t, first, epoch);
   if (!go_) return false;
   unsigned missing = wanted;
   turn::LongWait wait;
@@ -252,7 +256,7 @@ XD_LL_SUMMER(bool)::wait_words(std::uint64_t epoch, const Token& t, int first, u
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           if ((missing >> j & 1) != 0) {
-            words[j] = ptx::ld_relaxed_sys_pair(at + j * g_.map.partial_stride);
+            words[j] = at.load(j * g_.map.partial_stride);
           }
         }
 #pragma unroll
@@ -303,8 +307,7 @@ XD_LL_SUMMER(void)::wait_all_words(std::uint64_t epoch, const Token& t) {
 // and none has been taken. Here is no call, over which the words would have to lie in memory.
 XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& own, bool first) {
   const bool active = t.vector < vectors_;
-  std::byte* at = g_.own_area + place_of(t.token, 0, epoch) + t.vector * 16;
-  std::byte* to = p_.out + static_cast<std::uint64_t>(t.token) * p_.row_bytes + t.vector * 16;
+  const typename F::Place at = words_at(t, 0, epoch);
   const unsigned places = (1u << t.count) - 1, own_place = t.own >= 0 ? 1u << t.own : 0;
   unsigned missing = active ? places & ~own_place : 0;
   bool come = false;
@@ -314,7 +317,7 @@ XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& ow
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if ((missing >> j & 1) != 0) {
-        words[j] = ptx::ld_relaxed_sys_pair(at + j * g_.map.partial_stride);
+        words[j] = at.load(j * g_.map.partial_stride);
       }
     }
 #pragma unroll
@@ -330,10 +333,10 @@ XD_LL_SUMMER(bool)::add_few(const Token& t, std::uint64_t epoch, const uint4& ow
   if (!go_) return true;
   if (!come) return false;
   if (!active) return true;
-  ptx::st_streaming(to, sum_of(t, words, own));
+  put(t, sum_of(t, words, own));
 #pragma unroll
   for (int j = 0; j < kAtOnce; ++j) {
-    if (j < t.count && j != t.own) put_back_pair(at + j * g_.map.partial_stride);
+    if (j < t.count && j != t.own) at.put_back(j * g_.map.partial_stride);
   }
   return true;
 }
@@ -343,21 +346,21 @@ XD_LL_SUMMER(uint4)::sum_of(const Token& t, const ulonglong2 (&words)[kAtOnce],
                             const uint4& own) const {
   const uint4 first = t.own == 0 ? own : vector_of(words[0]);
   if (t.count == 0) return make_uint4(0, 0, 0, 0);
-  if (t.count == 1) return quiet<T>(first);
-  float sum[T::kPerVector];
-  T::unpack(first, sum);
+  if (t.count == 1) return F::round_one(first);
+  float sum[F::kColumns];
+  F::unpack(first, sum);
 #pragma unroll
   for (int j = 1; j < kAtOnce; ++j) {
-    if (j < t.count) add_vector<T>(sum, j == t.own ? own : vector_of(words[j]));
+    if (j < t.count) F::add(sum, j == t.own ? own : vector_of(words[j]));
   }
-  return pack<T>(sum);
+  return F::round(sum);
 }
 
 XD_LL_SUMMER(void)::add_by_rank(const Token& t, std::uint64_t epoch, const uint4& own) {
   const bool active = t.vector < vectors_;
-  float sum[T::kPerVector];
+  float sum[F::kColumns];
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) sum[n] = -0.0f;
+  for (int n = 0; n < F::kColumns; ++n) sum[n] = -0.0f;
   int added = 0;
   uint4 only = make_uint4(0, 0, 0, 0);
   bool all_good = true;
@@ -369,22 +372,23 @@ XD_LL_SUMMER(void)::add_by_rank(const Token& t, std::uint64_t epoch, const uint4
     ulonglong2 words[kAtOnce];
     const bool good = wait_words(epoch, t, first, wanted, words);
     if (g_.masks) places &= ~lost_places(t, first);
+    meet_in_warp();
     all_good &= good;
     if (!good || !active) continue;
-    std::byte* at = g_.own_area + place_of(t.token, first, epoch) + t.vector * 16;
+    const typename F::Place at = words_at(t, first, epoch);
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if ((places >> j & 1) == 0) continue;
       const bool mine = (own_place >> j & 1) != 0;
       only = mine ? own : vector_of(words[j]);
       ++added;
-      add_vector<T>(sum, only);
-      if (!mine) put_back_pair(at + j * g_.map.partial_stride);
+      F::add(sum, only);
+      if (!mine) at.put_back(j * g_.map.partial_stride);
     }
   }
   if (!active || !all_good) return;
-  if (added > 1) only = pack<T>(sum);
-  if (added == 1) only = quiet<T>(only);
+  if (added > 1) only = F::round(sum);
+  if (added == 1) only = F::round_one(only);
   put(t, only);
 }
 
@@ -397,10 +401,11 @@ XD_LL_SUMMER(bool)::take_one(const Token& t, std::uint64_t epoch, int place, con
   ulonglong2 words[kAtOnce];
   const bool good = wait_words(epoch, t, place, wanted, words);
   if (g_.masks) here &= ~lost_places(t, place);
+  meet_in_warp();
   all_good &= good;
   if (!good || !active || here == 0) return false;
   taken = mine ? own : vector_of(words[0]);
-  if (!mine) put_back_pair(g_.own_area + place_of(t.token, place, epoch) + t.vector * 16);
+  if (!mine) words_at(t, place, epoch).put_back(0);
   return true;
 }
 
@@ -408,16 +413,16 @@ XD_LL_SUMMER(bool)::take_one(const Token& t, std::uint64_t epoch, int place, con
 // the same way through hosts and ranks.
 XD_LL_SUMMER(void)::add_by_host(const Token& t, std::uint64_t epoch, const uint4& own) {
   const RankBits home = parts_.home(t.token);
-  float total[T::kPerVector], of_host[T::kPerVector];
+  float total[F::kColumns], of_host[F::kColumns];
 #pragma unroll
-  for (int n = 0; n < T::kPerVector; ++n) total[n] = -0.0f;
+  for (int n = 0; n < F::kColumns; ++n) total[n] = -0.0f;
   int added = 0;
   uint4 only = make_uint4(0, 0, 0, 0);
   bool all_good = true;
 #pragma unroll 1
   for (int h = 0; h < g_.num_hosts; ++h) {
 #pragma unroll
-    for (int n = 0; n < T::kPerVector; ++n) of_host[n] = -0.0f;
+    for (int n = 0; n < F::kColumns; ++n) of_host[n] = -0.0f;
     const int before = added;
     RankBits left = home & g_.hosts[h];
 #pragma unroll 1
@@ -427,13 +432,13 @@ XD_LL_SUMMER(void)::add_by_host(const Token& t, std::uint64_t epoch, const uint4
       const int place = g_.masks ? rank : order_of(home, rank);
       if (place >= t.count || !take_one(t, epoch, place, own, only, all_good)) continue;
       ++added;
-      add_vector<T>(of_host, only);
+      F::add(of_host, only);
     }
-    if (added > before) add_vector<T>(total, pack<T>(of_host));
+    if (added > before) F::add_host(total, of_host);
   }
   if (t.vector >= vectors_ || !all_good) return;
-  if (added > 1) only = pack<T>(total);
-  if (added == 1) only = quiet<T>(only);
+  if (added > 1) only = F::round(total);
+  if (added == 1) only = F::round_one(only);
   put(t, only);
 }
 
