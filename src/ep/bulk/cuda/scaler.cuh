@@ -77,11 +77,12 @@ class Scaler {
     const int tokens = min(min(kMostTokens, each - begin), all - token);
     if (tokens <= 0) return true;
     const ItemRange items = items_of(turn_, plan_, source, token, tokens);
-    if (items.first >= items.last) return true;
+    const unsigned due = due_items(turn_, plan_, items, false);
+    if (due == 0) return true;
     const bool own = source == turn_.rank();
     if (!own && !await_chunk(turn_, source, chunk)) return false;
-    for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
-      if (rows.count == 0 || !is_item_due(turn_, rows, false)) return;
+    for_each_item(turn_, plan_, items, due, [&](const ItemRows& rows, std::uint32_t cell) {
+      if (rows.count == 0) return;
       const std::byte* gradient = own ? own_gradient(cell) : arrived_gradient(rows);
       if (gradient == nullptr) return;
       if (p_.expert_out != nullptr) {
