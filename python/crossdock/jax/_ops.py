@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._quantise import WAYS, QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_formats, wire_number
 
 from . import _calls
 from ._config import AnyConfig, EpConfig
@@ -33,6 +33,7 @@ __all__ = [
     "ep_prepare",
     "first_order",
     "order_of",
+    "wire_of",
 ]
 
 Array: TypeAlias = jax.Array
@@ -215,6 +216,7 @@ def ep_combine(
     config, place = site.group.config, site.group.place
     expert_out = jnp.asarray(expert_out)
     check_payload("expert_out", expert_out, config)
+    number = wire_of(config, wire, expert_out)
     refuse_vmap("ep_combine", expert_out, weights)
     check_layout(place, "expert_out", expert_out)
     rows = local_shape(place, "expert_out", expert_out.shape[:1])
@@ -233,7 +235,6 @@ def ep_combine(
                 f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
             )
     arrays = _calls.uniform(plan.data, expert_out, weights, plan.order)
-    number = wire_number(wire)
     with refuse_forward_mode("ep_combine"):
         out, order = _combine(site, number, *arrays)
     return out, plan.after(order)
@@ -382,6 +383,24 @@ def check_payload(
             f"{argument}: expected rows of at most {config.hidden} elements of {config.dtype}, got "
             f"shape {array.shape} of {array.dtype}"
         )
+
+
+def wire_of(config: AnyConfig, wire: Wire, expert_out: Array) -> int:
+    """The library's number for a wire, if a group of this config has it and these rows fit it."""
+    number = wire_number(wire)
+    if number and not wire_formats(config.wire_formats) >> number & 1:
+        raise ValueError(
+            f"wire: expected 'same' or one of the config's wire_formats = {config.wire_formats}, "
+            f"got {wire!r}"
+        )
+    if number and wire != "float32":
+        block, columns = WAYS.get(wire, WAYS["fp8_block128"]).block, expert_out.shape[-1]
+        if columns % block:
+            raise ValueError(
+                f"expert_out: expected a multiple of {block} columns with wire = {wire!r}, got "
+                f"shape {expert_out.shape}"
+            )
+    return number
 
 
 def check_weights(argument: str, array: Array) -> None:
