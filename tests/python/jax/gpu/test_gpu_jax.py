@@ -28,7 +28,7 @@ import test_jax_order as order
 import test_moe as moe
 import test_sharding as sharding
 from crossdock import _jax, errors
-from jax_support import EXPERTS, RANKS, Batch, World, config_of, everywhere, run
+from jax_support import EXPERTS, RANKS, Batch, World, config_of, everywhere, on_devices, run
 from programs import all_same, same
 
 pytestmark = MARKS
@@ -185,7 +185,8 @@ def test_values_of_layers_and_all_gradients(where):
 
 @everywhere
 def test_command_buffers_replay_layers(world: World) -> None:
-    """In parts, whose streams a captured call has beside XLA's."""
+    """In parts, whose streams a captured call has beside XLA's, and with rows in XLA's pool."""
+    world.ep.register_memory()
     step, args, expected = layers.trained(
         world, functools.partial(layers.layer, overlap=layers.LOCAL)
     )
@@ -210,7 +211,7 @@ def test_a_rank_that_fails_in_a_layer(world: World) -> None:
     world.ep.check()
 
 
-@everywhere
+@on_devices
 def test_layers_of_float32_are_refused(world: World) -> None:
     numbers = layers.Numbers(np.dtype(np.float32))
     with pytest.raises(TypeError, match="tokens: expected bfloat16 or float16 on GPUs"):
