@@ -130,6 +130,7 @@ void bind_constants(nb::module_& module) {
   constants.attr("MAX_EXPERTS") = XD_EP_MAX_EXPERTS;
   constants.attr("MAX_TOPK") = XD_EP_MAX_TOPK;
   constants.attr("MAX_TOKENS") = XD_EP_MAX_TOKENS;
+  constants.attr("MAX_PARTS") = XD_EP_MAX_PARTS;
   constants.attr("ROW_ALIGNMENT") = XD_EP_ROW_ALIGNMENT;
   constants.attr("LL_MAX_TOKENS") = XD_LL_MAX_TOKENS;
   constants.attr("LL_MAX_RANKS") = XD_LL_MAX_RANKS;
