@@ -194,7 +194,7 @@ typedef struct xd_ep_config {
    * Each of these has 8 equal pieces of 64 to 512 KiB, or of the longest row; 0 = of 256 KiB. */
   int64_t net_buffer_bytes;
   /* The wires that calls of combine may name beside SAME: a set of bits XD_EP_WIRE_BIT(wire), for
-   * which there will be memory. Not 0 is UNSUPPORTED on CUDA so far. */
+   * which there will be memory. CUDA devices of several machines have none: UNSUPPORTED. */
   uint32_t wire_formats;
 } xd_ep_config;
 /* clang-format off */

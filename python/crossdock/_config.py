@@ -166,7 +166,7 @@ class EpConfig(_Sizes):
         expert_ranks: the rank of each expert, a number per expert; None = equally many on every
             rank, in order. A rank's local experts are its own in ascending order; it may hold none.
             Replicas of an expert are experts of their own, among which your router chooses.
-        wire_formats: the wires that calls of combine may name beside "same"; on CUDA none so far.
+        wire_formats: the wires that calls of combine may name beside "same"; on CUDA of one host.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines, each of which gets eight equal pieces of 64 KiB to 512 KiB, or
             of one row if that is longer; 0 = of 256 KiB.

@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kTopk = 4;
 constexpr int kLocalExperts = 4;
-constexpr int kHidden = 64;
 constexpr int kAlignment = 4;
 
 constexpr Pattern kPatterns[] = {Pattern::uniform, Pattern::one_hot,     Pattern::holes,
@@ -36,7 +35,8 @@ xd_ep_config FixedShape::config(int num_ranks) const {
   config.num_experts = num_ranks * kLocalExperts;
   config.max_topk = kTopk;
   config.max_tokens_per_rank = tokens;
-  config.hidden = kHidden;
+  config.hidden = hidden();
+  config.wire_formats = XD_EP_WIRE_BIT(wire);
   config.dtype = dtype;
   config.layout = layout;
   config.alignment = kAlignment;
@@ -50,6 +50,7 @@ void PrintTo(const FixedShape& shape, std::ostream* out) {
   *out << (shape.layout == XD_EP_EXPERT_MAJOR ? "expert-major" : "rank-major") << " float"
        << int{shape.dtype.bits} << (shape.place == Place::symmetric ? " symmetric" : " staged");
   if (shape.parts > 1) *out << " in " << shape.parts << " parts";
+  if (shape.wire != XD_EP_WIRE_SAME) *out << " wire " << static_cast<int>(shape.wire);
 }
 
 FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
@@ -57,19 +58,19 @@ FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
       shape_(shape),
       config_(shape.config(rank.num_ranks)),
       rows_(capacity_of(config_)),
-      hidden_(kHidden),
+      hidden_(shape.hidden()),
       plan_(make_plan(rank, config_)),
       topk_idx_(rank, kI64, {shape_.tokens, kTopk}),
-      tokens_(rank, shape.dtype, {shape_.tokens, kHidden}),
+      tokens_(rank, shape.dtype, {shape_.tokens, hidden_}),
       topk_weights_(rank, kF32, {shape_.tokens, kTopk}),
-      recv_tokens_(rank, shape.dtype, {rows_, kHidden}, shape.place),
+      recv_tokens_(rank, shape.dtype, {rows_, hidden_}, shape.place),
       recv_weights_(rank, kF32,
                     expert_major() ? std::vector{rows_} : std::vector<std::int64_t>{rows_, kTopk},
                     shape.place),
-      out_(rank, shape.dtype, {shape_.tokens, kHidden}),
-      grad_expert_out_(rank, shape.dtype, {rows_, kHidden}, shape.place),
+      out_(rank, shape.dtype, {shape_.tokens, hidden_}),
+      grad_expert_out_(rank, shape.dtype, {rows_, hidden_}, shape.place),
       grad_weights_(rank, kF32, {rows_}, shape.place),
-      grad_tokens_(rank, shape.dtype, {shape_.tokens, kHidden}),
+      grad_tokens_(rank, shape.dtype, {shape_.tokens, hidden_}),
       grad_topk_weights_(rank, kF32, {shape_.tokens, kTopk}) {}
 
 float FixedStep::token_value(int rank, int token, std::int64_t column) const {
@@ -80,7 +81,7 @@ float FixedStep::token_value(int rank, int token, std::int64_t column) const {
 }
 
 float FixedStep::weight_value(int rank, int token, int k) const {
-  return token_value(rank, token, kHidden + k) + 5;  // 1 to 9
+  return token_value(rank, token, hidden_ + k) + 5;  // 1 to 9
 }
 
 float FixedStep::square(int rank, int token) const {
@@ -164,6 +165,7 @@ xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation, int 
     args.expert_out = recv_tokens_.dl();
     args.weights = expert_major() ? recv_weights_.dl() : nullptr;
     args.out = out_.dl();
+    args.wire = shape_.wire;
     return xd_ep_combine(group, &args, rank_.stream());
   }
   if (operation == XD_EP_COMBINE_BWD) {

@@ -33,7 +33,11 @@ struct FixedShape {
   xd_ep_staging staging = XD_EP_STAGING_AUTO;
   int tokens = 48;
   int parts = 1;  // of plans
+  // Of combine: one under which the sums are exact. Codes that are powers of two lose nothing of
+  // tokens, which sums of RANK_MAJOR are made of.
+  xd_ep_wire wire = XD_EP_WIRE_SAME;
 
+  int hidden() const { return wire == XD_EP_WIRE_SAME ? 64 : 128; }
   xd_ep_config config(int num_ranks) const;
 };
 

@@ -104,7 +104,7 @@ def _new_group(session: Session, sizes: Sizes) -> tuple[_Group, _ANY]:
         "duplicate_ids": constants.DUPLICATE_IDS["collapse"],
         "num_sms": sizes.num_sms[comm.rank],
         "alignment": sizes.zones,
-        "wire_formats": formats_on(session.device),
+        "wire_formats": formats_on(session.device, session.apart),
     }
     if sizes.few:
         config |= {

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from crossdock import _core
 from crossdock._wire import WIRES
 
 LOGFMT = "logfmt"
@@ -20,19 +19,27 @@ def first_wire() -> str:
     return os.environ.get(_VARIABLE, "") or "same"
 
 
-def formats_on(device: torch.device) -> int:
-    """The ``wire_formats`` of a group on a device: what `number_of_wire` may answer there."""
-    if device.type == "cuda" and not _core.feature_available("cuda_wire"):
+def formats_on(device: torch.device, apart: bool = False) -> int:
+    """The ``wire_formats`` of a group on a device: what `number_of_wire` may answer there.
+
+    Args:
+        device: of the group's tensors.
+        apart: whether its ranks are on several machines, where CUDA devices have no wires.
+    """
+    if device.type == "cuda" and apart:
         return 0
     return sum(1 << WIRES[wire] for wire in _CODED)
 
 
-def number_of_wire(wire: Any, device: torch.device, logfmt: bool | None = None) -> int:
+def number_of_wire(
+    wire: Any, device: torch.device, logfmt: bool | None = None, *, apart: bool = False
+) -> int:
     """The library's number of the wire of one combine.
 
     Args:
         wire: `Buffer.combine_wire`.
         logfmt: ``use_logfmt`` of the call; None = the call has no such argument.
+        device, apart: as of `formats_on`.
 
     Raises:
         ValueError: no such wire, or none on this device.
@@ -44,9 +51,8 @@ def number_of_wire(wire: Any, device: torch.device, logfmt: bool | None = None) 
     if wire == LOGFMT:
         wire = "fp8_block128" if logfmt else "same"
     number = WIRES[wire]
-    if number and not formats_on(device) >> number & 1:
-        reason = _core.feature_reason("cuda_wire")
+    if number and not formats_on(device, apart) >> number & 1:
         raise ValueError(
-            f"Buffer.combine_wire: expected 'same' on {device}, got {wire!r}: {reason}"
+            f"Buffer.combine_wire: expected 'same' on {device} of several machines, got {wire!r}"
         )
     return number

@@ -542,7 +542,7 @@ class Buffer(LowLatencyCalls):
         with routing.batch.turns(*turns):
             checks.events(*events)
             checks.num_sms(config, Buffer.num_sms)
-            wire = number_of_wire(self.combine_wire, session.device)
+            wire = number_of_wire(self.combine_wire, session.device, apart=session.apart)
             read_results(checks, x, num_rows, row_bytes, pieces)
             biases = read_bias(checks, bias, (routing.num_tokens, x.shape[1]), x.dtype)
             if topk_weights is not None:

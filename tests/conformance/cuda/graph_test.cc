@@ -165,6 +165,15 @@ constexpr FixedShape kShapesInParts[] = {{.dtype = kBf16, .place = Place::symmet
                                          {.dtype = kF32, .place = Place::ordinary, .parts = 4}};
 INSTANTIATE_TEST_SUITE_P(InParts, CudaGraph, testing::ValuesIn(kShapesInParts));
 
+constexpr FixedShape kShapesWithWires[] = {
+    {.layout = XD_EP_RANK_MAJOR, .place = Place::symmetric, .wire = XD_EP_WIRE_FP8_BLOCK128_POW2},
+    {.layout = XD_EP_RANK_MAJOR,
+     .dtype = kF32,
+     .place = Place::ordinary,
+     .wire = XD_EP_WIRE_FP8_BLOCK128_E8M0},
+    {.place = Place::symmetric, .parts = 3, .wire = XD_EP_WIRE_FLOAT32}};
+INSTANTIATE_TEST_SUITE_P(UnderWires, CudaGraph, testing::ValuesIn(kShapesWithWires));
+
 // A graph may go before or after what it was captured from.
 class GraphLife : public testing::TestWithParam<bool> {};
 

@@ -230,6 +230,13 @@ TEST(LaunchShapeTest, BlocksBeginWithRowsForPeersUntilTheseFillTheLinks) {
   EXPECT_EQ(sending(12), 12) << "1 of 2 rows crosses";
   EXPECT_EQ(sending(24), 16);
   EXPECT_EQ(pushing(16), 9) << "every row that is pushed crosses";
+  traffic.staged = false;
+  traffic.coded = true;
+  EXPECT_EQ(pushing(64), 16) << "1 row is put into codes, 1 too where 2 are added up";
+  traffic.coded = traffic.receives = false;
+  const int rows = combine_shape(traffic, 0, 128, kHopper).blocks;
+  traffic.coded = traffic.receives = true;
+  EXPECT_GT(combine_shape(traffic, 0, 128, kHopper).blocks, rows) << "links carry codes in half";
 }
 
 TEST(LaunchShapeTest, TheChoiceChangesSmoothlyWithTheNumberOfTokens) {

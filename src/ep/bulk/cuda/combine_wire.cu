@@ -1,6 +1,6 @@
-// combine under a wire other than SAME, between the GPUs of one host. Whether ranks have named hosts
-// and the way of quantising are questions to the parameters: kernels differ in the payload type
-// alone.
+// combine under a wire other than SAME, between the GPUs of one host. Whether ranks have named
+// hosts, and the way of quantising, are questions to the parameters: kernels differ in the payload
+// type alone.
 #include "ep/bulk/cuda/combine.cuh"
 #include "ep/bulk/cuda/wire_sums.cuh"
 

@@ -19,7 +19,7 @@ struct CodePiece {
   static constexpr int kVectors = TermPieces::kVectors;
   static constexpr std::uint32_t kColumns = TermPieces::kColumns * T::kPerVector;
   static constexpr std::uint32_t kBlocks = kColumns / kCodeBlock;
-  static constexpr std::uint32_t kLanes = kCodeBlock / T::kPerVector;  // that share a block
+  static constexpr std::uint32_t kLanes = kCodeBlock / T::kPerVector;  // lanes with a block
   using Vector = Codes<T::kPerVector>;
 
   // The block of this lane's vector j, among the piece's.
@@ -99,8 +99,8 @@ class CodeRing : TermPieces {
     for (int i = 0; i < kAhead; ++i) load_next();
   }
 
-  // Calls body(j, numbers) with vector j of the next term, which is term `r`, as the source adds it.
-  // Numbers behind the last block have any value. All lanes call it.
+  // Calls body(j, numbers) with vector j of the next term, which is term `r`, as the source adds
+  // it. Numbers behind the last block have any value. All lanes call it.
   template <class Body>
   __device__ void take(int r, Body&& body) {
     ptx::copy_async_wait<kAhead - 1>();

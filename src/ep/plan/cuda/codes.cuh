@@ -28,8 +28,8 @@ struct CodeScale {
 };
 
 // The scale of a block whose largest finite magnitude is `most`. scale_of() has been tried for all
-// float32 numbers; inverse_of() has the steps of the compiler's own division, which is rounded right
-// for scales as they are: normal numbers whose reciprocals are normal. It makes no call.
+// float32 numbers; inverse_of() has the steps of the compiler's own division, which is rounded
+// right for scales as they are: normal numbers whose reciprocals are normal. It makes no call.
 __device__ inline CodeScale code_scale(float most, const QuantiseFormat& format) {
   if (!format.powers) {
     const float scale = scale_of(most);

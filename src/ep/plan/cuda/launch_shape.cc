@@ -62,8 +62,8 @@ Division division_of_dispatch(const RowsPerToken& rows, const Traffic& traffic) 
 }
 
 // Where sums are codes, arithmetic decides: to put a row into codes takes as long as to add one up
-// from codes, and a link carries two of them in the time of a row. By rank a rank's own rows are put
-// into codes and back where they are added up.
+// from codes, and a link carries two of them in the time of a row. By rank a rank's own rows are
+// put into codes and back where they are added up.
 Division division_of_codes(const RowsPerToken& rows, const Traffic& traffic) {
   const double pushed = traffic.row_per_expert ? rows.delivered + rows.ranks : rows.remote;
   const double own = traffic.row_per_expert ? 0.0 : rows.ranks - rows.remote;
@@ -182,7 +182,7 @@ LaunchShape combine_shape(const Traffic& traffic, int num_sms, int budget,
   double moves = pushed + rows.ranks + 1.0;
   if (traffic.coded) {
     const Division codes = division_of_codes(rows, traffic);
-    moves = 2.0 * (codes.first + codes.other);
+    moves = 2.5 * (codes.first + codes.other);
   }
   // With few tokens several warps share each.
   const int latency = std::min(tokens_at_once(traffic.tokens) / 4 + 1, kMostChosen);

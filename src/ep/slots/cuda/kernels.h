@@ -16,7 +16,7 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
 void launch_rows(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
 void load_ll_rows(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
 
-// Those for combine whose wire is not SAME.
+// The same for a combine whose wire is not SAME.
 void launch_wire(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);
 void load_ll_wire(const LaunchShape& shape);
 

@@ -1,5 +1,5 @@
-// The forms in which partial sums of a combine travel. A mover has the same columns of each row, and
-// of each sum a value of 16 bytes, `partial`: two words that it polls. A form `F` says
+// The forms in which partial sums of a combine travel. A mover has the same columns of each row,
+// and of each sum a value of 16 bytes, `partial`: two words that it polls. A form `F` says
 //   T, kColumns, kBytes   the payload type, a mover's columns, and their bytes in a row
 //   kWire                 it is not that of XD_EP_WIRE_SAME
 //   kShared               movers of a warp poll words of others, which one of them frees
@@ -67,7 +67,7 @@ struct LlSame {
   }
 };
 
-// What forms of wires have in common: a partial sum is never a copy.
+// The common part of the forms of wires. A partial sum is never a copy there.
 template <class Form>
 struct LlWire {
   static constexpr bool kWire = true;
@@ -104,7 +104,7 @@ struct LlCodes : LlWire<LlCodes<Payload>> {
   static constexpr bool kShared = true;
   static constexpr int kColumns = T::kPerVector;
   static constexpr std::uint32_t kBytes = 16;
-  static constexpr std::uint32_t kLanes = kCodeBlock / kColumns;  // that share a scale
+  static constexpr std::uint32_t kLanes = kCodeBlock / kColumns;  // lanes with a scale
   static constexpr std::uint32_t kPerWord = 8 / kColumns;  // lanes that share a word of codes
 
   class Place {

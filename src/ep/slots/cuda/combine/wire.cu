@@ -1,5 +1,5 @@
-// xd_ll_combine under a wire other than SAME. Codes have a kernel for usual launches, as the payload
-// type has; all else has one kernel, which also sums by host.
+// xd_ll_combine under a wire other than SAME. Codes have a kernel for usual launches, as the
+// payload type has; all else has one kernel, which also sums by host.
 #include "ep/slots/cuda/combine/kernel.cuh"
 
 namespace xd::ep::cuda {
