@@ -39,8 +39,8 @@ struct NotScaled {};
 
 // The tokens that a warp sends at a time: those of a chunk, or one where nobody waits for chunks,
 // so that all warps end at the same time.
-__device__ int tokens_at_once(int tokens, bool in_chunks) {
-  return in_chunks ? sent_chunks().tokens_per_chunk(tokens) : 1;
+__device__ int tokens_at_once(const Turn& turn, bool in_chunks) {
+  return in_chunks ? sent_chunks(turn.selects()).tokens_per_chunk(turn.plan().tokens) : 1;
 }
 
 // `kRemote`: some ranks are on other machines.
@@ -56,7 +56,7 @@ class Sender {
     const int tokens = turn_.plan().tokens;
     const int unit = first_unit({0, p_.send_blocks});
     if (!turn_.moves() || unit < 0) return;
-    const int token = unit * tokens_at_once(tokens, p_.receives);
+    const int token = unit * tokens_at_once(turn_, p_.receives);
     if (token >= tokens) return;
     first_ = token;
     first_code_ = code_of(first_);
@@ -70,7 +70,7 @@ class Sender {
     const int tokens = turn_.plan().tokens;
     const bool in_chunks = any_receiver();
     if (in_chunks != p_.receives) forget_first();
-    const int each = tokens_at_once(tokens, in_chunks);
+    const int each = tokens_at_once(turn_, in_chunks);
     const Team team{0, p_.send_blocks};
     for_each_unit(turn_, 0, team, (tokens + each - 1) / each, !in_chunks, [&](int unit) {
       const int first = unit * each, last = min(first + each, tokens);
@@ -194,8 +194,8 @@ class Receiver {
   // False = fatal.
   __device__ bool receive_all() {
     const Team team = blocks_behind(p_.send_blocks);
-    const bool good =
-        for_each_arrival(turn_, plan_, sent_chunks(), 0, 1, team, [&](const Arrival& a) {
+    const bool good = for_each_arrival(
+        turn_, plan_, sent_chunks(turn_.selects()), 0, 1, team, [&](const Arrival& a) {
           if (a.source == turn_.rank() && p_.own_rows_direct) return true;
           const ItemRange items = items_of(turn_, plan_, a.source, a.token, a.tokens);
           const unsigned due = due_items(turn_, plan_, items, false);

@@ -61,17 +61,18 @@ class Scaler {
   __device__ int tokens_of(int source) const {
     return min(max(plan_.tokens[source], 0), turn_.group().max_tokens);
   }
-  __device__ static int units_per_chunk(int tokens) {
-    return (sent_chunks().tokens_per_chunk(tokens) + kMostTokens - 1) / kMostTokens;
+  __device__ ChunkFlags chunks() const { return sent_chunks(turn_.selects()); }
+  __device__ int units_per_chunk(int tokens) const {
+    return (chunks().tokens_per_chunk(tokens) + kMostTokens - 1) / kMostTokens;
   }
   __device__ int units_of(int source) const {
     const int tokens = tokens_of(source);
-    return sent_chunks().count(tokens) * units_per_chunk(tokens);
+    return chunks().count(tokens) * units_per_chunk(tokens);
   }
 
   __device__ bool scale_unit(int source, int unit) {
     const int all = tokens_of(source);
-    const int each = sent_chunks().tokens_per_chunk(all), units = units_per_chunk(all);
+    const int each = chunks().tokens_per_chunk(all), units = units_per_chunk(all);
     const int chunk = unit / units, begin = unit % units * kMostTokens;
     const int token = chunk * each + begin;
     const int tokens = min(min(kMostTokens, each - begin), all - token);

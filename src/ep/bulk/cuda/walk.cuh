@@ -230,7 +230,7 @@ __device__ inline unsigned due_items(const Turn& turn, const PlanParts& plan,
 template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
                               unsigned due, Body&& body) {
-  static_assert(sent_chunks().most_tokens < 32 && summed_chunks().most_tokens < 32);
+  static_assert(sent_chunks(true).most_tokens < 32 && summed_chunks().most_tokens < 32);
   const bool listed = turn.group().layout.row_per_expert;  // else items are rows
   const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
   const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
