@@ -33,7 +33,7 @@ WAYS = (
     ),
 )
 TOLERANCE = 0.1  # of log-probabilities: sums are rounded to bfloat16 in another order
-_ERROR = re.compile(r"(?!.*EngineDead|.*Engine core)[\w.]*(Error|Exception|Timeout)\b")
+_ERROR = re.compile(r"(?!.*EngineDead|.*Engine core)(\(.*\] )?[\w.]*(Error|Exception|Timeout)\b")
 _COUNT = 64  # ids of prompts are below
 
 
@@ -126,6 +126,7 @@ class Way:
         self.logs = [options.logs / f"{name.replace(':', '-')}.{rank}.log" for rank in options.each]
         self.ranks: list[subprocess.Popen[str]] = []
         for rank, log in zip(options.each, self.logs):
+            log.unlink(missing_ok=True)
             environment = os.environ | {
                 "XD_ENGINE": self.engine,
                 "VLLM_DP_RANK": str(rank),
@@ -142,7 +143,7 @@ class Way:
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=log.open("w"),
+                    stderr=log.open("a"),
                     text=True,
                 )
             )
@@ -160,6 +161,8 @@ class Way:
                 if line.startswith("@"):
                     heard.append(json.loads(line[1:]))
                     break
+                with self.logs[number].open("a") as log:  # vLLM's words
+                    log.write(line)
             else:
                 lines = self.logs[number].read_text().splitlines()
                 first = next((i for i, one in enumerate(lines) if _ERROR.match(one)), len(lines))
