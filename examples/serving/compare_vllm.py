@@ -33,7 +33,9 @@ WAYS = (
     ),
 )
 TOLERANCE = 0.1  # of log-probabilities: sums are rounded to bfloat16 in another order
-_ERROR = re.compile(r"(?!.*EngineDead|.*Engine core)(\(.*\] )?[\w.]*(Error|Exception|Timeout)\b")
+_ERROR = re.compile(
+    r"(?!.*EngineDead|.*Engine core)(\(.* ERROR .*\] )?[\w.]*(Error|Exception|Timeout)\b"
+)
 _COUNT = 64  # ids of prompts are below
 
 
