@@ -21,7 +21,9 @@ def environment(folder: pathlib.Path, *paths: str) -> dict[str, str]:
         folder: an empty one.
         paths: more folders of ``PYTHONPATH``.
     """
-    found = [installed(folder, "vllm.general_plugins"), *paths, *PATHS, *sys.path]
+    # Not sys.path: tests have a folder deep_ep, which vLLM would take for DeepEP.
+    known = os.environ.get("PYTHONPATH", "")
+    found = [installed(folder, "vllm.general_plugins"), *paths, *PATHS, known]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, found)),
         "VLLM_DEEPEP_BUFFER_SIZE_MB": "16",
