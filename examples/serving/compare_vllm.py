@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +34,10 @@ WAYS = (
     ),
 )
 TOLERANCE = 0.1  # of log-probabilities: sums are rounded to bfloat16 in another order
-_ERROR = re.compile(r"(?!.*EngineDead|.*Engine core)[\w.]*(Error|Exception|Timeout)\b")
+_ERROR = re.compile(
+    r"(?!.*EngineDead|.*Engine core)(\(.* ERROR .*\] )?[\w.]*(Error|Exception|Timeout)\b"
+)
+_PATIENCE = 8.0  # seconds that ranks have to end by themselves
 _COUNT = 64  # ids of prompts are below
 
 
@@ -126,6 +130,7 @@ class Way:
         self.logs = [options.logs / f"{name.replace(':', '-')}.{rank}.log" for rank in options.each]
         self.ranks: list[subprocess.Popen[str]] = []
         for rank, log in zip(options.each, self.logs):
+            log.unlink(missing_ok=True)
             environment = os.environ | {
                 "XD_ENGINE": self.engine,
                 "VLLM_DP_RANK": str(rank),
@@ -142,8 +147,9 @@ class Way:
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=log.open("w"),
+                    stderr=log.open("a"),
                     text=True,
+                    start_new_session=True,
                 )
             )
 
@@ -160,6 +166,8 @@ class Way:
                 if line.startswith("@"):
                     heard.append(json.loads(line[1:]))
                     break
+                with self.logs[number].open("a") as log:  # vLLM's words
+                    log.write(line)
             else:
                 lines = self.logs[number].read_text().splitlines()
                 first = next((i for i, one in enumerate(lines) if _ERROR.match(one)), len(lines))
@@ -188,15 +196,18 @@ class Way:
             made = self.hear()
         return made
 
-    def end(self) -> None:
-        """Ends the ranks."""
+    def leave(self) -> None:
+        """Lets ranks end by themselves."""
         for rank in self.ranks:
-            rank.terminate()
+            assert rank.stdin is not None
+            with contextlib.suppress(OSError):
+                rank.stdin.close()
+
+    def kill(self) -> None:
+        """Ends all these processes at once."""
         for rank in self.ranks:
-            try:
-                rank.wait(10)
-            except subprocess.TimeoutExpired:
-                rank.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(rank.pid, signal.SIGKILL)
 
 
 def judge(way: str, made: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> list[str]:
@@ -222,7 +233,7 @@ def _apart(some: list[list[float]], others: list[list[float]]) -> float:
 def compare(options: argparse.Namespace) -> int:
     """Runs all ways. The number of those that failed."""
     ways = [Way(options, name) for name in options.ways]
-    clock = threading.Timer(options.timeout, lambda: [way.end() for way in ways])
+    clock = threading.Timer(options.timeout, lambda: [way.kill() for way in ways])
     clock.daemon = True
     clock.start()
     failed, want = 0, None
@@ -233,8 +244,10 @@ def compare(options: argparse.Namespace) -> int:
                 made = way.run()
             except RuntimeError as error:
                 print(f"{way.name:<32} FAILED: {error}", flush=True)
+                way.kill()
                 failed += 1
                 continue
+            way.leave()
             want = want or made
             wrong = judge(way.name, made, want)
             failed += bool(wrong)
@@ -247,8 +260,14 @@ def compare(options: argparse.Namespace) -> int:
             for line in wrong:
                 print(f"  WRONG: {line}")
     finally:
+        patience = time.monotonic() + _PATIENCE
         for way in ways:
-            way.end()
+            way.leave()
+        for rank in [rank for way in ways for rank in way.ranks]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(patience - time.monotonic(), 0))
+        for way in ways:
+            way.kill()  # and what vLLM has begun for them
     if want is not None:
         print(
             f"{len(ways) - failed} of {len(ways)} ways gave the tokens {want[0]['tokens'][0]} ..."

@@ -100,6 +100,15 @@ def _make_communicator() -> type:
     return Communicator
 
 
+def globalize(
+    ids: torch.Tensor, rows_per_rank: torch.Tensor, first: int, experts: int
+) -> torch.Tensor:
+    """Does as vLLM's kernel: ids of all experts, and -1 in rows that are none."""
+    row = torch.arange(len(ids)).unsqueeze(1)
+    kept = (ids >= 0) & (ids + first < experts) & (row < rows_per_rank[-1])
+    return torch.where(kept, ids + first, -1)
+
+
 _LIBRARIES: list[Any] = []
 
 
@@ -196,10 +205,12 @@ def put_layers_in_place() -> None:
 
     vLLM imports these where it finds CUDA alone. Its plug-ins have been loaded before.
     """
+    from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe import all2all_utils, modular_kernel
     from vllm.utils.import_utils import has_deep_ep
 
+    modular_kernel.PIN_MEMORY = False
     utils.check_cpu_sgl_kernel = lambda *_: False  # type: ignore[assignment]
     if has_deep_ep():
         for module, names in {
@@ -210,6 +221,9 @@ def put_layers_in_place() -> None:
             found = importlib.import_module(f"{_LAYERS}.prepare_finalize.{module}")
             for name in names:
                 setattr(all2all_utils, name, getattr(found, name))
+            if hasattr(found, "_globalize_recv_topk_idx"):
+                found._globalize_recv_topk_idx = globalize  # type: ignore[attr-defined]
+        all2all.DeepEPV2All2AllManager._check_gin_support = lambda *_: None  # type: ignore
     _put_experts_in_place()
 
 
@@ -293,5 +307,6 @@ def _put_experts_in_place() -> None:
                 made.index_add_(0, rows, share * (inner @ w2[local].T).float())
             output.copy_(made)
 
+    fused_batched_moe._is_capturing_or_compiling = lambda: False  # type: ignore[assignment]
     unquantized._has_loops = True  # type: ignore[attr-defined]
     unquantized.backend_to_kernel_cls = lambda _: [Standard, Batched]  # type: ignore[assignment]
