@@ -79,12 +79,12 @@ def test_registration_takes_a_tensor_or_says_why_not(me: Rank) -> None:
     with xd.init(device=torch.device("cuda", me.rank)) as comm:
         tensor = torch.zeros(LARGE, dtype=torch.uint8, device="cuda")
         try:
-            registration = comm.core().mem_register(tensor.data_ptr(), tensor.nbytes)
+            registration = comm.core.mem_register(tensor.data_ptr(), tensor.nbytes)
         except (errors.InvalidArgument, errors.Unsupported) as refused:
             print(f"rank {me.rank}: {refused}")
             assert re.search("one allocation|cannot be shared", str(refused))
         else:
-            comm.core().mem_deregister(registration)
+            comm.core.mem_deregister(registration)
         comm.barrier()
 
 
