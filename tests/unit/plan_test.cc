@@ -218,6 +218,39 @@ TEST(WireTest, AreasOfAGroupDoNotOverlapAndStagingIsOptional) {
   EXPECT_EQ(GroupMap::make(config).end, map.rows);
 }
 
+// Sums of rows that their owner pushes have a place in plans and in memory, by either layout.
+TEST(WireTest, PlansAndMemoryHaveRoomWhereSumsArePushed) {
+  for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
+    for (const bool staging : {false, true}) {
+      for (const std::uint32_t wires : {0u, XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128)}) {
+        Config config;
+        config.ranks = config.experts = 2;
+        config.expert_tables = ExpertTables::even(2, 2);
+        config.max_topk = config.max_tokens = 2;
+        config.max_row_bytes = 256;
+        config.layout = Layout::of(layout);
+        config.capacity = 1000;
+        config.staging = staging;
+        config.wire_formats = wires;
+        const bool pushes = layout == XD_EP_EXPERT_MAJOR || staging || wires != 0;
+        EXPECT_EQ(config.pushes_sums(), pushes);
+        const PlanMap map = PlanMap::make({.local_experts = 1,
+                                           .tokens = 2,
+                                           .topk = 2,
+                                           .list_rows = config.layout.row_per_expert ? 1000 : 0,
+                                           .items = pushes ? 1000 : 0,
+                                           .ranks = 2,
+                                           .parts = 1});
+        EXPECT_EQ(plan_size(config), map.end) << layout << staging << wires;
+        config.staging = false;
+        config.keeps.partials = pushes;
+        const GroupMap memory = GroupMap::make(config);
+        EXPECT_EQ(memory.end - memory.partials() >= 4 * 256, pushes);
+      }
+    }
+  }
+}
+
 TEST(WireTest, StagingHasRoomForTheScalesOfEveryWayToQuantise) {
   for (const std::uint64_t hidden : {32u, 96u, 128u, 7168u}) {
     Config config;

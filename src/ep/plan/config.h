@@ -91,6 +91,9 @@ struct Config : CommonConfig {
   int most_parts() const {
     return layout.has_zones ? std::clamp(expert_tables.least_local_experts(), 1, kMaxParts) : 1;
   }
+  // True if some executor pushes sums of this rank's rows to the tokens' ranks, for which plans
+  // have room: also in RANK_MAJOR where peers cannot read the rows, or sums have another form.
+  bool pushes_sums() const { return layout.row_per_expert || staging || wire_formats != 0; }
   // Bytes per row of staged scales, which callers give or dispatch makes.
   std::uint64_t scale_room() const {
     return std::max(max_scale_bytes, quantised_scale_bytes(max_row_bytes));

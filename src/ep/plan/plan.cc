@@ -103,16 +103,15 @@ void seal_ll_plan(std::byte* plan) {
 
 std::size_t plan_size(const Config& config) {
   // Room for every part, whether or not the executor keeps it, and on every rank.
-  return PlanMap::make(
-             {.local_experts = config.most_local_experts(),
-              .tokens = config.max_tokens,
-              .topk = config.max_topk,
-              .list_rows = config.layout.row_per_expert ? config.capacity : 0,
-              .items = config.layout.row_per_expert || config.staging ? config.capacity : 0,
-              .ranks = config.ranks,
-              .parts = config.layout.has_zones
-                           ? std::clamp(config.most_local_experts(), 1, kMaxParts)
-                           : 1})
+  return PlanMap::make({.local_experts = config.most_local_experts(),
+                        .tokens = config.max_tokens,
+                        .topk = config.max_topk,
+                        .list_rows = config.layout.row_per_expert ? config.capacity : 0,
+                        .items = config.pushes_sums() ? config.capacity : 0,
+                        .ranks = config.ranks,
+                        .parts = config.layout.has_zones
+                                     ? std::clamp(config.most_local_experts(), 1, kMaxParts)
+                                     : 1})
       .end;
 }
 

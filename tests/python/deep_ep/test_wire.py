@@ -11,7 +11,7 @@ import torch
 
 import low_latency_cases as cases
 from crossdock.deep_ep import Buffer
-from crossdock.deep_ep._wire import first_wire
+from crossdock.deep_ep._wire import first_wire, formats_on, number_of_wire
 from deep_ep_cases import on_buffers
 from deep_ep_reference import make_batch
 
@@ -94,3 +94,13 @@ def test_the_environment_says_what_it_begins_with(monkeypatch: pytest.MonkeyPatc
     assert first_wire() == "same"
     monkeypatch.setenv("XD_DEEP_EP_COMBINE_WIRE", "logfmt")
     assert first_wire() == "logfmt"
+
+
+def test_devices_of_several_machines_have_none() -> None:
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert formats_on(cuda, True) == 0
+    assert formats_on(cuda) == formats_on(cpu, True) == formats_on(cpu) != 0
+    assert number_of_wire("same", cuda, apart=True) == 0
+    with pytest.raises(ValueError, match="expected 'same' on cuda:0 of several machines"):
+        number_of_wire("fp8", cuda, apart=True)
+    assert number_of_wire("fp8", cuda) == number_of_wire("fp8", cpu, apart=True) == 2

@@ -28,10 +28,9 @@ constexpr std::uint64_t kGranularity = std::uint64_t{2} << 20;  // in which devi
 
 // Rows cross between devices once for all of a token's rows, and partial sums are pushed.
 Keeps keeps_of(const Config& config) {
-  const bool pushes = config.layout.row_per_expert || config.wire_formats != 0;
   return {.lists = config.layout.row_per_expert,
-          .items = pushes || config.staging,
-          .partials = pushes || config.any_staging,
+          .items = config.pushes_sums(),
+          .partials = config.pushes_sums() || config.any_staging,
           .chunks = true};
 }
 
