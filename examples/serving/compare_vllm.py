@@ -242,7 +242,7 @@ def compare(options: argparse.Namespace) -> int:
         for way in ways:
             try:
                 made = way.run()
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:
                 print(f"{way.name:<32} FAILED: {error}", flush=True)
                 way.kill()
                 failed += 1
