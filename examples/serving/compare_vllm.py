@@ -52,6 +52,8 @@ def prompts_of(rank: int) -> list[list[int]]:
 
 def serve(options: argparse.Namespace) -> None:
     """A rank of one way: makes an engine, and generates when it is told to. JSON lines out."""
+    heard = os.fdopen(os.dup(1), "w", buffering=1)  # by this program
+    os.dup2(2, 1)  # vLLM's words, and its processes', go to the log
     from vllm import LLM, SamplingParams
 
     backend = options.way.rpartition(":")[2]
@@ -76,23 +78,22 @@ def serve(options: argparse.Namespace) -> None:
         temperature=0.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0, detokenize=False
     )
     for _ in range(2):  # the first run compiles, and makes groups
-        _say({"ready": True})
+        print(json.dumps({"ready": True}), file=heard)
         sys.stdin.readline()
         start = time.perf_counter()
         made = [one.outputs[0] for one in engine.generate(prompts, greedy, use_tqdm=False)]
         seconds = time.perf_counter() - start
         tokens = [list(one.token_ids) for one in made]
-        _say(
-            {
-                "tokens": tokens,
-                "logprobs": [
-                    [place[token].logprob for place, token in zip(one.logprobs, one.token_ids)]
-                    for one in made
-                ],
-                "seconds": seconds,
-                "crossdock": engine.collective_rpc(_calls)[0],
-            }
-        )
+        said = {
+            "tokens": tokens,
+            "logprobs": [
+                [place[token].logprob for place, token in zip(one.logprobs, one.token_ids)]
+                for one in made
+            ],
+            "seconds": seconds,
+            "crossdock": engine.collective_rpc(_calls)[0],
+        }
+        print(json.dumps(said), file=heard)
     sys.stdin.readline()
 
 
@@ -110,10 +111,6 @@ def _calls(_: Any) -> dict[str, Any]:
                 calls[operation] = calls.get(operation, 0) + number
     kind = type(manager)
     return {"manager": f"{kind.__module__}.{kind.__name__}", "calls": calls}
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(f"@{json.dumps(message)}", flush=True)
 
 
 class Way:
@@ -162,12 +159,9 @@ class Way:
         heard = []
         for number, rank in enumerate(self.ranks):
             assert rank.stdout is not None
-            for line in rank.stdout:
-                if line.startswith("@"):
-                    heard.append(json.loads(line[1:]))
-                    break
-                with self.logs[number].open("a") as log:  # vLLM's words
-                    log.write(line)
+            line = rank.stdout.readline()
+            if line:
+                heard.append(json.loads(line))
             else:
                 lines = self.logs[number].read_text().splitlines()
                 first = next((i for i, one in enumerate(lines) if _ERROR.match(one)), len(lines))
