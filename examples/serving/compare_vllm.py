@@ -5,7 +5,8 @@
 
 A way is a value of ``--all2all-backend``, behind ``XD_ENGINE=`` and a colon where it runs on
 Crossdock. Greedy tokens must be those of the first way, and their log-probabilities about the same.
-All ways' engines start beside one another; they generate one after the other.
+One way runs after the other, unless ``--together`` starts all engines at once; they generate one
+after the other also then. No process of theirs outlives this program, however it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TOLERANCE = 0.1  # of log-probabilities: sums are rounded to bfloat16 in another
 _ERROR = re.compile(
     r"(?!.*EngineDead|.*Engine core)(\(.* ERROR .*\] )?[\w.]*(Error|Exception|Timeout)\b"
 )
-_PATIENCE = 8.0  # seconds that ranks have to end by themselves
+_PATIENCE = 3.0  # seconds that ranks have to end by themselves
 _COUNT = 64  # ids of prompts are below
 
 
@@ -52,6 +53,9 @@ def prompts_of(rank: int) -> list[list[int]]:
 
 def serve(options: argparse.Namespace) -> None:
     """A rank of one way: makes an engine, and generates when it is told to. JSON lines out."""
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    heard = os.fdopen(os.dup(1), "w", buffering=1)  # by this program
+    os.dup2(2, 1)  # vLLM's words, and its processes', go to the log
     from vllm import LLM, SamplingParams
 
     backend = options.way.rpartition(":")[2]
@@ -76,24 +80,30 @@ def serve(options: argparse.Namespace) -> None:
         temperature=0.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0, detokenize=False
     )
     for _ in range(2):  # the first run compiles, and makes groups
-        _say({"ready": True})
+        print(json.dumps({"ready": True}), file=heard)
         sys.stdin.readline()
         start = time.perf_counter()
         made = [one.outputs[0] for one in engine.generate(prompts, greedy, use_tqdm=False)]
         seconds = time.perf_counter() - start
         tokens = [list(one.token_ids) for one in made]
-        _say(
-            {
-                "tokens": tokens,
-                "logprobs": [
-                    [place[token].logprob for place, token in zip(one.logprobs, one.token_ids)]
-                    for one in made
-                ],
-                "seconds": seconds,
-                "crossdock": engine.collective_rpc(_calls)[0],
-            }
-        )
+        said = {
+            "tokens": tokens,
+            "logprobs": [
+                [place[token].logprob for place, token in zip(one.logprobs, one.token_ids)]
+                for one in made
+            ],
+            "seconds": seconds,
+            "crossdock": engine.collective_rpc(_calls)[0],
+        }
+        print(json.dumps(said), file=heard)
     sys.stdin.readline()
+
+
+def _leave_with(parent: int) -> None:
+    """Ends this process group, in which are all that vLLM has begun, when `parent` has ended."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _calls(_: Any) -> dict[str, Any]:
@@ -110,10 +120,6 @@ def _calls(_: Any) -> dict[str, Any]:
                 calls[operation] = calls.get(operation, 0) + number
     kind = type(manager)
     return {"manager": f"{kind.__module__}.{kind.__name__}", "calls": calls}
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(f"@{json.dumps(message)}", flush=True)
 
 
 class Way:
@@ -162,12 +168,9 @@ class Way:
         heard = []
         for number, rank in enumerate(self.ranks):
             assert rank.stdout is not None
-            for line in rank.stdout:
-                if line.startswith("@"):
-                    heard.append(json.loads(line[1:]))
-                    break
-                with self.logs[number].open("a") as log:  # vLLM's words
-                    log.write(line)
+            line = rank.stdout.readline()
+            if line:
+                heard.append(json.loads(line))
             else:
                 lines = self.logs[number].read_text().splitlines()
                 first = next((i for i, one in enumerate(lines) if _ERROR.match(one)), len(lines))
@@ -196,12 +199,17 @@ class Way:
             made = self.hear()
         return made
 
-    def leave(self) -> None:
-        """Lets ranks end by themselves."""
+    def end(self) -> None:
+        """Lets ranks end by themselves for a while, and then ends what is left of them."""
+        patience = time.monotonic() + _PATIENCE
         for rank in self.ranks:
             assert rank.stdin is not None
             with contextlib.suppress(OSError):
                 rank.stdin.close()
+        for rank in self.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(patience - time.monotonic(), 0))
+        self.kill()
 
     def kill(self) -> None:
         """Ends all these processes at once."""
@@ -230,48 +238,52 @@ def _apart(some: list[list[float]], others: list[list[float]]) -> float:
     return max(abs(a - b) for one, other in zip(some, others) for a, b in zip(one, other))
 
 
+def _line(way: str, made: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> str:
+    tokens = sum(len(one) for rank in made for one in rank["tokens"])
+    speed = tokens / max(rank["seconds"] for rank in made)
+    apart = max(_apart(a["logprobs"], b["logprobs"]) for a, b in zip(made, want))
+    calls = [sum(rank["crossdock"]["calls"].values()) for rank in made]
+    manager = made[0]["crossdock"]["manager"].rpartition(".")[2]
+    return f"{way:<32} {speed:>9.0f} {apart:>7.3f}  {calls} {manager}"
+
+
 def compare(options: argparse.Namespace) -> int:
     """Runs all ways. The number of those that failed."""
-    ways = [Way(options, name) for name in options.ways]
+    ways: list[Way] = []
     clock = threading.Timer(options.timeout, lambda: [way.kill() for way in ways])
     clock.daemon = True
     clock.start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     failed, want = 0, None
-    print(f"{'way':<32} {'tokens/s':>9} {'apart':>7}  Crossdock's calls per rank")
+    print(f"{'way':<32} {'tokens/s':>9} {'apart':>7}  Crossdock's calls per rank", flush=True)
     try:
-        for way in ways:
+        if options.together:
+            ways += [Way(options, name) for name in options.ways]
+        for number, name in enumerate(options.ways):
+            if not options.together:
+                ways.append(Way(options, name))
             try:
-                made = way.run()
-            except RuntimeError as error:
-                print(f"{way.name:<32} FAILED: {error}", flush=True)
-                way.kill()
+                made = ways[number].run()
+            except (OSError, RuntimeError) as error:
+                print(f"{name:<32} FAILED: {error}", flush=True)
                 failed += 1
                 continue
-            way.leave()
+            finally:
+                ways[number].end()
             want = want or made
-            wrong = judge(way.name, made, want)
+            wrong = judge(name, made, want)
             failed += bool(wrong)
-            tokens = sum(len(one) for rank in made for one in rank["tokens"])
-            speed = tokens / max(rank["seconds"] for rank in made)
-            apart = max(_apart(a["logprobs"], b["logprobs"]) for a, b in zip(made, want))
-            calls = [sum(rank["crossdock"]["calls"].values()) for rank in made]
-            manager = made[0]["crossdock"]["manager"].rpartition(".")[2]
-            print(f"{way.name:<32} {speed:>9.0f} {apart:>7.3f}  {calls} {manager}", flush=True)
-            for line in wrong:
-                print(f"  WRONG: {line}")
+            print(
+                *(_line(name, made, want), *(f"  WRONG: {one}" for one in wrong)),
+                sep="\n",
+                flush=True,
+            )
     finally:
-        patience = time.monotonic() + _PATIENCE
         for way in ways:
-            way.leave()
-        for rank in [rank for way in ways for rank in way.ranks]:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(patience - time.monotonic(), 0))
-        for way in ways:
-            way.kill()  # and what vLLM has begun for them
+            way.kill()
     if want is not None:
-        print(
-            f"{len(ways) - failed} of {len(ways)} ways gave the tokens {want[0]['tokens'][0]} ..."
-        )
+        right = f"{len(options.ways) - failed} of {len(options.ways)}"
+        print(f"{right} ways gave the tokens {want[0]['tokens'][0]} ...")
     return failed
 
 
@@ -291,6 +303,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--together", action="store_true", help="start all engines at once")
     parser.add_argument("--graphs", action="store_true", help="let vLLM use CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.05, help="of a GPU, for each engine")
     parser.add_argument("--engine-options", default="{}", help="JSON, more arguments of vLLM's LLM")

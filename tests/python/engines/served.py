@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import crossdock
 from engines import PATHS, installed
 
 SERVING = pathlib.Path(__file__).parents[3] / "examples" / "serving"
@@ -22,10 +23,10 @@ def environment(folder: pathlib.Path, *paths: str) -> dict[str, str]:
         paths: more folders of ``PYTHONPATH``.
     """
     # Not sys.path: tests have a folder deep_ep, which vLLM would take for DeepEP.
-    known = os.environ.get("PYTHONPATH", "")
-    found = [installed(folder, "vllm.general_plugins"), *paths, *PATHS, known]
+    own = str(pathlib.Path(os.path.abspath(crossdock.__file__)).parents[1])
+    found = [installed(folder, "vllm.general_plugins"), *paths, *PATHS, own]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, found)),
+        "PYTHONPATH": os.pathsep.join(found),
         "VLLM_DEEPEP_BUFFER_SIZE_MB": "16",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",

@@ -16,7 +16,11 @@ WAYS = ["allgather_reducescatter"] + [
     for engine in ("1", "deep_ep")
     for kind in ("high_throughput", "low_latency", "v2")
 ]
-KERNELS = {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
+KERNELS = {
+    "attention_backend": "TRITON_ATTN",
+    "moe_backend": "triton",
+    "distributed_executor_backend": "uni",
+}
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +31,7 @@ pytestmark = [
 
 def test_tokens_are_the_same_with_and_without_crossdock(tmp_path: pathlib.Path) -> None:
     options = json.dumps(KERNELS)
-    ways_agree(tmp_path, environment(tmp_path), WAYS, "--engine-options", options)
+    ways_agree(tmp_path, environment(tmp_path), WAYS, "--together", "--engine-options", options)
 
 
 def test_tokens_of_graphs_are_the_same(tmp_path: pathlib.Path) -> None:
@@ -35,4 +39,5 @@ def test_tokens_of_graphs_are_the_same(tmp_path: pathlib.Path) -> None:
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
     options = json.dumps(KERNELS | graphs)
     ways = [way for way in WAYS if not way.endswith("high_throughput")]
-    ways_agree(tmp_path, environment(tmp_path), ways, "--graphs", "--engine-options", options)
+    words = ("--together", "--graphs", "--engine-options", options)
+    ways_agree(tmp_path, environment(tmp_path), ways, *words)
