@@ -1,17 +1,22 @@
 """Times products of experts' rows by the library beside torch's kernels, on one GPU.
 
-    python bench/grouped.py [--rows 16,64,256] [--shapes ds-in,mixtral-in] [--json FILE]
+    python bench/grouped.py [--rows 16,64,256] [--shapes ds-in,mixtral-in] [--kinds gated]
+                            [--json FILE]
 
 Both multiply the same random operands, in turn: some calls of the one, some of the other, five
 times over; a time is the median of these, between two events around the calls. `uniform` zones have
 all the same number of rows, `skewed` ones any number up to twice as many. torch's kernels are those
 of `torch.nn.functional.grouped_mm` and, in fp8 with scales of rows and columns, of
 `torch._scaled_grouped_mm` without fast accumulation, which like the library adds up float32.
+
+Gated activations, of the first products' results, stand beside their floor: the time in which a
+copy on the device moves as many bytes, as measured in turn with them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -21,6 +26,7 @@ import torch
 import crossdock.torch as xd
 from crossdock.launch import free_port
 from crossdock.torch import grouped
+from crossdock.torch.gated import FUSED
 
 SHAPES = {  # local experts, columns of rows, columns of results
     "ds-in": (32, 7168, 4096),
@@ -41,8 +47,8 @@ def microseconds(call: Callable[[], object], number: int) -> float:
     return begin.elapsed_time(end) * 1e3 / number
 
 
-def in_turn(*calls: Callable[[], object], flops: int) -> list[float]:
-    number = max(3, min(30, int(2.5e12 / flops)))
+def in_turn(*calls: Callable[[], object], flops: int = 0) -> list[float]:
+    number = max(3, min(30, int(2.5e12 / max(flops, 1))))
     for call in calls:
         microseconds(call, 3)
     rounds = [[microseconds(call, number) for call in calls] for _ in range(ROUNDS)]
@@ -96,12 +102,75 @@ def measure(
     return sizes | {"bf16": bf16, "fp8": fp8, "outer": outers}
 
 
+def print_products(
+    comm: xd.Comm, shapes: list[str], rows: list[int], random: torch.Generator
+) -> list[dict[str, object]]:
+    records = []
+    kinds = ("bf16", "fp8", "outer")
+    print("| shape | rows | zones |", *(f"{kind} µs | torch / ours |" for kind in kinds))
+    print("|---" * (3 + 2 * len(kinds)) + "|")
+    for name, count, skewed in itertools.product(shapes, rows, (False, True)):
+        record = measure(comm, name, count, skewed, random)
+        records.append(record)
+        pairs = [record[kind] for kind in kinds]
+        cells = [f"{ours:.0f} | {torchs / ours:.2f}" for ours, torchs in pairs]
+        print(f"| {name} | {count} | {record['zones']} | {' | '.join(cells)} |", flush=True)
+    return records
+
+
+def measure_gated(comm: xd.Comm, name: str, rows: int, activation: str) -> dict[str, object]:
+    """Times of the activation and its derivative, each with that of a copy of as many bytes."""
+    experts, _, outer = SHAPES[name]
+    offsets = torch.arange(experts + 1, device="cuda", dtype=torch.int32) * rows
+    total, columns = experts * rows, outer // 2
+    torch.manual_seed(rows)
+    inner = torch.randn(total, outer, device="cuda", dtype=torch.bfloat16)
+    grad_out = torch.randn(total, columns, device="cuda", dtype=torch.bfloat16)
+    out, grad_inner = torch.empty_like(grad_out), torch.empty_like(inner)
+    halves = dict(zip(("gate", "up"), inner.chunk(2, dim=-1))) | {"offsets": offsets}
+    gradients = dict(zip(("grad_gate", "grad_up"), grad_inner.chunk(2, dim=-1)))
+    fields = {"activation": FUSED[activation]}
+
+    def forward() -> None:
+        grouped._calls.run(comm.core, "gated", inner, halves | {"out": out}, **fields)
+
+    def backward() -> None:
+        given = halves | gradients | {"grad_out": grad_out}
+        grouped._calls.run(comm.core, "gated_bwd", inner, given, **fields)
+
+    def copies(tensors: int) -> Callable[[], object]:
+        """A copy that reads and writes the bytes of so many tensors like `out`."""
+        source = torch.empty(tensors * out.numel(), device="cuda", dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    pairs = {"forward": (forward, copies(3)), "backward": (backward, copies(5))}
+    times = {kind: in_turn(*pair) for kind, pair in pairs.items()}
+    return {"shape": name, "rows": rows, "activation": activation} | times
+
+
+def print_gated(comm: xd.Comm, shapes: list[str], rows: list[int]) -> list[dict[str, object]]:
+    records = []
+    print("| columns of | rows | activation | forward, µs | of a copy | backward, µs | of a copy |")
+    print("|---" * 7 + "|")
+    for name in (name for name in shapes if name.endswith("-in")):
+        for count in rows:
+            for activation in ("silu", "gelu_tanh"):
+                record = measure_gated(comm, name, count, activation)
+                records.append(record)
+                pairs = (record["forward"], record["backward"])
+                cells = [f"{time:.0f} | {time / copy:.2f}" for time, copy in pairs]
+                print(f"| {name} | {count} | {activation} | {' | '.join(cells)} |", flush=True)
+    return records
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rows", default="16,64,128,256,512,1024", help="of a zone, on average")
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--kinds", default="products,gated")
     parser.add_argument("--json", help="file for the times")
     options = parser.parse_args()
     torch.cuda.set_device(0)
@@ -109,22 +178,12 @@ def main() -> None:
     os.environ.update(place, MASTER_PORT=str(free_port()))
     random = torch.Generator().manual_seed(1)
     records = []
-    kinds = ("bf16", "fp8", "outer")
-    print("| shape | rows | zones |", *(f"{kind} µs | torch / ours |" for kind in kinds))
-    print("|---" * (3 + 2 * len(kinds)) + "|")
+    shapes, rows = options.shapes.split(","), [int(one) for one in options.rows.split(",")]
     with xd.init(device="cuda") as comm:
-        for name in options.shapes.split(","):
-            for rows in map(int, options.rows.split(",")):
-                for skewed in (False, True):
-                    record = measure(comm, name, rows, skewed, random)
-                    records.append(record)
-                    cells = [
-                        f"{record[kind][0]:.0f} | {record[kind][1] / record[kind][0]:.2f}"
-                        for kind in kinds
-                    ]
-                    print(
-                        f"| {name} | {rows} | {record['zones']} | {' | '.join(cells)} |", flush=True
-                    )
+        if "products" in options.kinds:
+            records += print_products(comm, shapes, rows, random)
+        if "gated" in options.kinds:
+            records += print_gated(comm, shapes, rows)
     if options.json:
         device = torch.cuda.get_device_name()
         with open(options.json, "w") as file:

@@ -1,17 +1,38 @@
-"""Times MoELayer with its schedules in turn: serial, and transfers beside products in parts.
+"""Times the routed experts of a layer, `xd.moe`, by its schedules, beside their parts and bounds.
 
-    python bench/layer.py [--ranks 2] [--tokens 1024,4096] [--json FILE]
+    python bench/layer.py [--ranks 2] [--shapes E,A,B] [--passes forward,backward,fp8] [--json FILE]
 
-Layers share their weights and their group, so that only the schedule differs. Each time is that of
-a pass among some in a row, of the slowest rank, the median of five rounds, in which the schedules
-take turns. Outputs of all schedules are compared, bit for bit, before anything is timed.
+Each pass is timed twice. Cool: alone, 40 ms after the one before, all ranks at once. Hot: one
+behind the other without a pause, the later half of them. A time is the median of the slowest
+rank's, between two events that were enqueued ahead, so no time of the host is in it. The clock of
+rank 0's multiprocessors (nvidia-smi) during each measurement stands beside it.
+
+The routing is uniform and random. A forward pass has prepare in it. Rows of the tables:
+
+    serial, N parts  `xd.moe`; outputs of all schedules are compared, bit for bit, before
+    auto             the schedule that `xd_moe_schedule` chooses
+    operators        `xd.dispatch`, products by torch (backward: by `xd.grouped_mm`), `xd.combine`
+    products         those of the pass alone, on rows that have arrived
+    transfers        prepare and the operations alone; with 16 multiprocessors, also in parts
+    bound            perfect overlap: prepare and products, and the time of 132 multiprocessors that
+                     transfers take, for which they run with 16
+
+fp8 has no schedule by parts: the table shows rows of fp8 and products in fp8 one after another, and
+what overlap could make of them. Tokens and matrices are rounded before, activations on the way.
+
+Shapes are those of 2 GPUs: in E transfers weigh as much as on 8 ranks, A has few rows of many
+experts, B is between them. `--device cpu --shapes tiny` shows that the program works, not times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -19,98 +40,379 @@ import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock import launch
+from crossdock.torch import grouped
+from crossdock.torch.gated import FUSED, gated
+from crossdock.torch.layers.overlap import resolve
 
-SCHEDULES: dict[str, bool | xd.Overlap] = {
-    "serial": False,
-    "1 part": xd.Overlap(1),
-    "2 parts": xd.Overlap(2),
-    "4 parts": xd.Overlap(4),
+SHAPES = {  # tokens of a rank, K, experts of all ranks, columns of a token, columns in an expert
+    "E": (16384, 2, 64, 7168, 1536),
+    "A": (4096, 8, 256, 7168, 2048),
+    "B": (4096, 8, 64, 7168, 2048),
+    "tiny": (64, 2, 16, 128, 64),
 }
-ROUNDS, CALLS = 5, 8
+MULTIPROCESSORS, FEW = 132, 16
+SMS_BESIDE = xd.Overlap().sms
+Calls = dict[str, Callable[[], object]]
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Of one call, of the slowest rank."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    dist.barrier()
-    begin.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    time = torch.tensor([begin.elapsed_time(end) / CALLS], device="cuda")
-    dist.all_reduce(time, dist.ReduceOp.MAX)
-    return time.item()
+class Clock:
+    """The clock of a GPU's multiprocessors, as nvidia-smi tells it every 20 ms."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = []
+        self._program: subprocess.Popen[str] | None = None
+        if not torch.cuda.is_available():
+            return
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        command = ["nvidia-smi", f"--id=GPU-{device.uuid}"]
+        command += ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "20"]
+        try:
+            self._program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        except FileNotFoundError:
+            return
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._program is not None and self._program.stdout is not None
+        for line in self._program.stdout:
+            if line.strip().isdigit():
+                self._seen.append((time.perf_counter(), int(line)))
+
+    def since(self, begin: float) -> int | None:
+        """The median in MHz; None: it is not known."""
+        seen = [mhz for when, mhz in self._seen if when >= begin]
+        return int(statistics.median(seen)) if seen else None
+
+    def close(self) -> None:
+        if self._program is not None:
+            self._program.terminate()
+            self._program.wait()
 
 
-def in_turn(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    for call in calls.values():
-        milliseconds(call)
-    rounds = [{name: milliseconds(call) for name, call in calls.items()} for _ in range(ROUNDS)]
-    return {name: sorted(one[name] for one in rounds)[ROUNDS // 2] for name in calls}
+class Stopwatch:
+    """Microseconds of calls, on a device or on the CPU."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self._device, self._clock = device, clock
+
+    def cool(self, call: Callable[[], object], number: int) -> tuple[float, int | None]:
+        def one() -> float:
+            time.sleep(0.04)
+            dist.barrier()
+            return self._times(call, 1)[0]
+
+        one()
+        begin = time.perf_counter()
+        return self._slowest([one() for _ in range(number)]), self._clock.since(begin)
+
+    def hot(self, call: Callable[[], object], number: int) -> tuple[float, int | None]:
+        dist.barrier()
+        self._times(call, number)
+        begin = time.perf_counter()
+        return self._slowest(self._times(call, number)), self._clock.since(begin)
+
+    def _times(self, call: Callable[[], object], number: int) -> list[float]:
+        if self._device.type == "cpu":
+            return [_seconds(call) * 1e6 for _ in range(number)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * number)]
+        torch.cuda._sleep(4_000_000)  # 2 ms, in which the host gets ahead
+        for begin, end in zip(events[::2], events[1::2]):
+            begin.record()
+            call()
+            end.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in zip(events[::2], events[1::2])]
+
+    def _slowest(self, times: list[float]) -> float:
+        all_times = torch.tensor(times, device=self._device, dtype=torch.float64)
+        dist.all_reduce(all_times, dist.ReduceOp.MAX)
+        return all_times.median().item()
 
 
-def layers_of(options: argparse.Namespace, tokens: int, comm: xd.Comm) -> dict[str, xd.MoELayer]:
-    """One layer for each schedule, on the first one's group and weights."""
-    layers: dict[str, xd.MoELayer] = {}
-    for name, overlap in SCHEDULES.items():
-        first = next(iter(layers.values()), None)
-        place = {"comm": comm, "max_tokens_per_rank": tokens} if first is None else {}
-        if first is not None:
-            place = {"group": first.group}
-        layer = xd.MoELayer(
-            options.hidden, options.ffn, options.experts, options.topk, overlap=overlap, **place
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+class Layer:
+    """The tensors of one shape on this rank, and the calls that are timed."""
+
+    def __init__(self, name: str, comm: xd.Comm, device: torch.device) -> None:
+        tokens, topk, experts, hidden, ffn = SHAPES[name]
+        self.comm, self.ffn, self.topk = comm, ffn, topk
+        # Room for uneven routing, but not for any: what lies behind the last row costs time.
+        rows = int(1.15 * tokens * topk) + 64
+        self.group = xd.EpGroup(
+            num_experts=experts,
+            max_topk=topk,
+            max_tokens_per_rank=tokens,
+            hidden=hidden,
+            recv_capacity=rows // 16 * 16,
+            zero_tail=False,
+            symmetric_tensors=16,
+            comm=comm,
         )
-        if first is not None:
-            layer.router, layer.experts = first.router, first.experts
-        layers[name] = layer
-    return layers
+        local = self.group.num_local_experts
+        torch.manual_seed(comm.rank)
+        self.idx = torch.rand(tokens, experts, device=device).topk(topk).indices.int()
+        self.weights = torch.rand(tokens, topk, device=device)
 
+        def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16) * scale
 
-def measure(options: argparse.Namespace, tokens: int, comm: xd.Comm) -> list[dict[str, object]]:
-    torch.manual_seed(comm.rank)
-    x = torch.randn(tokens, options.hidden, device="cuda", dtype=torch.bfloat16)
-    x.requires_grad_()
-    grad = torch.randn_like(x)
-    layers = layers_of(options, tokens, comm)
+        self.x, self.grad = random(tokens, hidden), random(tokens, hidden)
+        self.w_in = random(local, hidden, 2 * ffn, scale=hidden**-0.5)
+        self.w_out = random(local, ffn, hidden, scale=ffn**-0.5)
 
-    def forward(layer: xd.MoELayer) -> torch.Tensor:
+    def schedules(self) -> dict[str, xd.Overlap | None]:
+        auto = resolve("auto", self.group, self.topk, self.ffn)
+        chosen: dict[str, xd.Overlap | None] = {"serial" if auto else "serial, auto": None}
+        for parts in (2, 4):
+            chosen[f"{parts} parts"] = xd.Overlap(parts, SMS_BESIDE)
+        if auto is not None:
+            chosen[f"auto: {auto.parts} parts, {auto.sms} SMs"] = auto
+        return chosen
+
+    def prepare(self, overlap: xd.Overlap | None = None) -> xd.Plan:
+        return self.group.prepare(self.idx, parts=1 if overlap is None else overlap.parts)
+
+    def moe(self, plan: xd.Plan, overlap: xd.Overlap | None) -> torch.Tensor:
+        given = (plan, self.x, self.weights, self.w_in, self.w_out)
+        return xd.moe(*given, overlap=False if overlap is None else overlap)
+
+    def whole(self, overlap: xd.Overlap | None) -> torch.Tensor:
+        return self.moe(self.prepare(overlap), overlap)
+
+    def transfers(self, sms: int = 0) -> torch.Tensor:
+        plan = self.prepare()
+        received = xd.dispatch(plan, self.x, self.weights, num_sms=sms)
+        return xd.combine(plan, received.tokens, received.weights, num_sms=sms)
+
+    def transfers_in_parts(self, parts: int, sms: int) -> torch.Tensor:
+        plan = self.group.prepare(self.idx, parts=parts)
+        received: xd.Dispatched | None = None
+        for part in range(1, parts + 1):
+            received = xd.dispatch(plan, self.x, self.weights, part=part, num_sms=sms, out=received)
+        assert received is not None
+        out: torch.Tensor | None = None
+        for part in range(1, parts + 1):
+            rows = received.tokens
+            out = xd.combine(plan, rows, received.weights, part=part, num_sms=sms, out=out)
+        assert out is not None
+        return out
+
+    def experts(self, plan: xd.Plan, rows: torch.Tensor, by_torch: bool = False) -> torch.Tensor:
+        def product(a: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+            if by_torch and grouped._GROUPED_MM is not None and a.is_cuda:
+                return grouped._GROUPED_MM(a, matrices, offs=plan.offsets[1:])
+            return xd.grouped_mm(a, matrices, plan.offsets)
+
+        inner = product(rows, self.w_in)
+        return product(gated(inner, plan.offsets, "silu", group=self.group.handle), self.w_out)
+
+    def operators(self, plan: xd.Plan, by_torch: bool) -> torch.Tensor:
+        received = xd.dispatch(plan, self.x, self.weights)
+        return xd.combine(plan, self.experts(plan, received.tokens, by_torch), received.weights)
+
+    # ---- The calls of each pass ------------------------------------------------------------------
+
+    def forward(self) -> Calls:
+        plan = self.prepare()
+        rows = xd.dispatch(plan, self.x, self.weights).tokens
+        schedules = self.schedules()
+        calls: Calls = {name: partial(self.whole, overlap) for name, overlap in schedules.items()}
+        outputs = [self.whole(overlap) for overlap in schedules.values()]
+        assert all(torch.equal(outputs[0], one) for one in outputs[1:]), "outputs differ"
+        return calls | {
+            "operators": lambda: self.operators(self.prepare(), True),
+            "products": lambda: self.experts(plan, rows),
+            "transfers": partial(self.transfers, 0),
+            f"transfers, {FEW} SMs": partial(self.transfers, FEW),
+            f"transfers, 4 parts, {FEW} SMs": partial(self.transfers_in_parts, 4, FEW),
+            "prepare": self.prepare,
+        }
+
+    def backward(self) -> Calls:
+        tensors = [self.x, self.weights, self.w_in, self.w_out]
+        for tensor in tensors:
+            tensor.requires_grad_()
+
+        def retained(
+            out: torch.Tensor, of: list[torch.Tensor]
+        ) -> Callable[[], tuple[torch.Tensor, ...]]:
+            return lambda: torch.autograd.grad(out, of, self.grad, retain_graph=True)
+
+        calls: Calls = {}
+        serial: tuple[torch.Tensor, ...] | None = None
+        for name, overlap in self.schedules().items():
+            calls[name] = call = retained(self.whole(overlap), tensors)
+            gradients = call()
+            serial = serial or gradients
+            assert all(map(torch.equal, serial, gradients)), f"gradients of {name} differ"
+        del serial, gradients
+        calls["operators"] = retained(self.operators(self.prepare(), False), tensors)
+        calls["products"] = self.products_of_backward()
+        calls["transfers"] = retained(self.transfers(), tensors[:2])
+        return calls
+
+    def products_of_backward(self) -> Callable[[], object]:
         with torch.no_grad():
-            return layer(x).hidden
+            plan = self.prepare()
+            rows = xd.dispatch(plan, self.x, self.weights).tokens
+            inner = xd.grouped_mm(rows, self.w_in, plan.offsets)
+            activated = gated(inner, plan.offsets, "silu", group=self.group.handle)
+        offsets, grads = plan.offsets, torch.empty_like(rows)
+        grads.copy_(rows)
+        w_in, w_out = self.w_in.detach(), self.w_out.detach()
 
-    def both(layer: xd.MoELayer) -> None:
-        layer(x).hidden.backward(grad)
+        def outer(a: torch.Tensor, b: torch.Tensor, like: torch.Tensor) -> None:
+            given = {"a": a, "b": b, "offsets": offsets, "d": torch.empty_like(like)}
+            grouped._calls.run(self.comm.core, "grouped_outer", a, given)
 
-    outputs = [forward(layer) for layer in layers.values()]
-    assert all(torch.equal(outputs[0], one) for one in outputs[1:])
-    del outputs
-    records = []
-    for kind, step in (("forward", forward), ("forward and backward", both)):
-        times = in_turn({name: partial(step, layer) for name, layer in layers.items()})
-        records.append({"pass": kind, "tokens": tokens, "ms": times})
-        if comm.rank == 0:
-            cells = [f"{one:.2f} ({one / times['serial']:.3f})" for one in times.values()]
-            print(f"| {kind} | {tokens} | {' | '.join(cells)} |", flush=True)
-    return records
+        def products() -> None:
+            grad = grouped.run_product(self.comm, grads, w_out.transpose(1, 2), offsets)
+            grad_inner, _ = torch.ops.crossdock.gated_bwd(
+                grad, inner, offsets, None, FUSED["silu"], self.group.handle
+            )
+            grouped.run_product(self.comm, grad_inner, w_in.transpose(1, 2), offsets)
+            outer(activated, grads, w_out)
+            outer(rows, grad_inner, w_in)
+
+        return products
+
+    def fp8(self) -> Calls:
+        code = torch.float8_e4m3fn
+        device, tokens = self.x.device, self.x.shape[0]
+        x, scales = self.x.to(code), torch.ones(tokens, 1, device=device)
+        # Columns of matrices are packed in fp8.
+        matrices = [
+            w.to(code).transpose(1, 2).contiguous().transpose(1, 2) for w in self._weights()
+        ]
+        b_scales = [torch.ones(w.shape[0], w.shape[2], device=device) for w in matrices]
+        a_scale = torch.ones(self.group.rows, device=device)
+
+        def dispatch(plan: xd.Plan, sms: int = 0) -> xd.Dispatched:
+            return xd.dispatch(plan, x, self.weights, scales=scales, num_sms=sms)
+
+        def experts(plan: xd.Plan, received: xd.Dispatched) -> torch.Tensor:
+            def product(a: torch.Tensor, a_scale: torch.Tensor, which: int) -> torch.Tensor:
+                given = {"a_scale": a_scale, "b_scale": b_scales[which]}
+                return grouped.run_product(self.comm, a, matrices[which], plan.offsets, **given)
+
+            assert received.scales is not None
+            inner = product(received.tokens, received.scales.flatten(), 0)
+            activated = gated(inner, plan.offsets, "silu", group=self.group.handle)
+            return product(activated.to(code), a_scale, 1)
+
+        def serial() -> torch.Tensor:
+            plan = self.prepare()
+            received = dispatch(plan)
+            return xd.combine(plan, experts(plan, received), received.weights)
+
+        plan = self.prepare()
+        received = dispatch(plan)
+        out = experts(plan, received)
+
+        def transfers(sms: int = 0) -> torch.Tensor:
+            plan = self.prepare()
+            weights = dispatch(plan, sms).weights
+            return xd.combine(plan, out, weights, num_sms=sms)
+
+        return {
+            "serial": serial,
+            "products": lambda: experts(plan, received),
+            "transfers": transfers,
+            f"transfers, {FEW} SMs": lambda: transfers(FEW),
+            "prepare": self.prepare,
+        }
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        yield self.w_in.detach()
+        yield self.w_out.detach()
+
+
+def bound(times: dict[str, float]) -> float | None:
+    """Prepare, products, and the multiprocessors' time that transfers take from them."""
+    taken = times.get(f"transfers, {FEW} SMs")
+    if taken is None:
+        return None
+    moved = (taken - times["prepare"]) * FEW / MULTIPROCESSORS
+    return times["prepare"] + times["products"] + moved
+
+
+def report(shape: str, name: str, records: list[dict[str, object]]) -> None:
+    serial = records[0]
+    for record in records:
+        cells = []
+        for state in ("cool", "hot"):
+            micros, base = record[state], serial[state]
+            assert isinstance(micros, float) and isinstance(base, float)
+            cells += [
+                f"{micros:.0f}",
+                f"{micros / base:.3f}",
+                str(record.get(f"{state}_mhz") or ""),
+            ]
+        print(f"| {shape} | {name} | {record['what']} | {' | '.join(cells)} |", flush=True)
+
+
+def measure(
+    layer: Layer, shape: str, name: str, watch: Stopwatch, options: argparse.Namespace
+) -> list[dict[str, object]]:
+    with torch.set_grad_enabled(name == "backward"):
+        calls: Calls = getattr(layer, name)()
+    records: list[dict[str, object]] = []
+    cool, hot = {}, {}
+    with torch.set_grad_enabled(name == "backward"):
+        for what, call in calls.items():
+            cool[what], cool_mhz = watch.cool(call, options.cool)
+            records.append({"what": what, "cool": cool[what], "cool_mhz": cool_mhz})
+        for record, (what, call) in zip(records, calls.items()):
+            hot[what], hot_mhz = watch.hot(call, options.hot)
+            record |= {"hot": hot[what], "hot_mhz": hot_mhz}
+    bounds = bound(cool), bound(hot)
+    if None not in bounds:
+        records.append({"what": "bound", "cool": bounds[0], "hot": bounds[1]})
+    if layer.comm.rank == 0:
+        report(shape, name, records)
+    return [{"shape": shape, "pass": name} | record for record in records]
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.set_default_device(device)
-    torch.set_default_dtype(torch.bfloat16)
-    dist.init_process_group("nccl", device_id=device)
+    device = torch.device(f"cuda:{rank}" if options.device == "cuda" else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,
+    )
+    clock = Clock() if rank == 0 else None
     if rank == 0:
-        print(f"| pass | tokens | {' | '.join(f'{name}, ms' for name in SCHEDULES)} |")
-        print("|---" * (2 + len(SCHEDULES)) + "|", flush=True)
+        columns = ("shape", "pass", "what", "cool, µs", "of serial", "MHz", "hot, µs")
+        print(f"| {' | '.join((*columns, 'of serial', 'MHz'))} |")
+        print("|---" * (len(columns) + 2) + "|", flush=True)
     records = []
-    with xd.init(device=device) as comm:
-        for tokens in map(int, options.tokens.split(",")):
-            records += measure(options, tokens, comm)
+    try:
+        with xd.init(device=device) as comm:
+            watch = Stopwatch(device, clock or _NoClock())
+            for shape in options.shapes.split(","):
+                layer = Layer(shape, comm, device)
+                for name in options.passes.split(","):
+                    records += measure(layer, shape, name, watch, options)
+                layer.group.close()
+                del layer
+    finally:
+        if clock is not None:
+            clock.close()
     if options.json and rank == 0:
         with open(options.json, "w") as file:
-            json.dump(vars(options) | {"records": records}, file)
+            json.dump(vars(options) | {"torch": torch.__version__, "records": records}, file)
     dist.destroy_process_group()
+
+
+class _NoClock(Clock):
+    def __init__(self) -> None:
+        self._seen, self._program = [], None
 
 
 def main() -> None:
@@ -118,11 +420,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", default="1024,4096", help="of a rank")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--ffn", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=64, help="of all ranks")
-    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shapes", default="E,A,B", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--passes", default="forward,fp8,backward")
+    parser.add_argument("--cool", type=int, default=9, help="passes with pauses")
+    parser.add_argument("--hot", type=int, default=30, help="passes without; half of all")
     parser.add_argument("--json", help="file for the times")
     options = parser.parse_args()
     launch.run(options.ranks, run_rank, options)

@@ -1,4 +1,5 @@
-/* Tokens go to their experts and come back: one dispatch and one combine between N ranks.
+/* Tokens go to their experts and come back: one dispatch and one combine between N ranks, and then
+ * both again in parts.
  *
  *   crossdock-run -n 4 ./round_trip
  *
@@ -7,8 +8,9 @@
 #include <crossdock/crossdock.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { TOKENS = 8, HIDDEN = 64, TOPK = 2, LOCAL_EXPERTS = 2 };
+enum { TOKENS = 8, HIDDEN = 64, TOPK = 2, LOCAL_EXPERTS = 2, PARTS = 2 };
 
 static const DLDevice kCpu = {kDLCPU, 0};
 
@@ -60,8 +62,9 @@ static batch make_batch(xd_comm* comm, const xd_ep_config* config, int rank) {
   return b;
 }
 
-static void run_experts(batch* b, int rank) {
-  for (int e = 0; e < LOCAL_EXPERTS; ++e) {
+/* Of this rank the local experts from `first` to `end` - 1. */
+static void run_experts(batch* b, int rank, int first, int end) {
+  for (int e = first; e < end; ++e) {
     const float factor = (float)(rank * LOCAL_EXPERTS + e + 1);
     for (int32_t r = b->offsets[e]; r < b->offsets[e + 1]; ++r) {
       for (int h = 0; h < HIDDEN; ++h) b->recv[r][h] *= factor;
@@ -69,7 +72,36 @@ static void run_experts(batch* b, int rank) {
   }
 }
 
-static void round_trip(xd_ep_group* group, batch* b, int rank) {
+static int count_wrong(const batch* b) {
+  int wrong = 0;
+  for (int t = 0; t < TOKENS; ++t) {
+    float factor = 0;
+    for (int k = 0; k < TOPK; ++k) {
+      factor += b->topk_weights[t][k] * (float)(b->topk_idx[t][k] + 1);
+    }
+    for (int h = 0; h < HIDDEN; ++h) wrong += b->out[t][h] != b->tokens[t][h] * factor;
+  }
+  return wrong;
+}
+
+/* The same calls for some of the experts of each rank at a time. */
+static void in_parts(xd_ep_group* group, batch* b, int rank, xd_ep_prepare_args prepare,
+                     xd_ep_dispatch_args dispatch, xd_ep_combine_args combine) {
+  prepare.parts = PARTS;
+  check(xd_ep_prepare(group, &prepare, NULL));
+  for (dispatch.part = 1; dispatch.part <= PARTS; ++dispatch.part) {
+    check(xd_ep_dispatch(group, &dispatch, NULL));
+    /* The rows of part p are here. On a GPU its experts run on another stream, beside the next. */
+    const int first = (dispatch.part - 1) * LOCAL_EXPERTS / PARTS;
+    run_experts(b, rank, first, dispatch.part * LOCAL_EXPERTS / PARTS);
+  }
+  for (combine.part = 1; combine.part <= PARTS; ++combine.part) {
+    check(xd_ep_combine(group, &combine, NULL));
+  }
+}
+
+/* Returns the number of wrong elements. */
+static int round_trip(xd_ep_group* group, batch* b, int rank) {
   xd_tensor topk_idx = xd_tensor_2d(b->topk_idx, XD_DTYPE_INT32, kCpu, TOKENS, TOPK);
   xd_tensor offsets = xd_tensor_1d(b->offsets, XD_DTYPE_INT32, kCpu, LOCAL_EXPERTS + 1);
   xd_tensor tokens = xd_tensor_2d(b->tokens, XD_DTYPE_FLOAT32, kCpu, TOKENS, HIDDEN);
@@ -96,7 +128,7 @@ static void round_trip(xd_ep_group* group, batch* b, int rank) {
   dispatch.recv_weights = xd_tensor_view(&recv_weights);
   check(xd_ep_dispatch(group, &dispatch, NULL));
 
-  run_experts(b, rank);
+  run_experts(b, rank, 0, LOCAL_EXPERTS);
 
   /* and the results come back, weighted and summed per token. */
   xd_ep_combine_args combine = XD_EP_COMBINE_ARGS_INIT;
@@ -106,18 +138,11 @@ static void round_trip(xd_ep_group* group, batch* b, int rank) {
   combine.weights = dispatch.recv_weights;
   combine.out = xd_tensor_view(&out);
   check(xd_ep_combine(group, &combine, NULL));
-}
+  const int wrong = count_wrong(b);
 
-static int count_wrong(const batch* b) {
-  int wrong = 0;
-  for (int t = 0; t < TOKENS; ++t) {
-    float factor = 0;
-    for (int k = 0; k < TOPK; ++k) {
-      factor += b->topk_weights[t][k] * (float)(b->topk_idx[t][k] + 1);
-    }
-    for (int h = 0; h < HIDDEN; ++h) wrong += b->out[t][h] != b->tokens[t][h] * factor;
-  }
-  return wrong;
+  memset(b->out, 0xff, TOKENS * sizeof(*b->out));
+  in_parts(group, b, rank, prepare, dispatch, combine);
+  return wrong + count_wrong(b);
 }
 
 int main(void) {
@@ -142,8 +167,7 @@ int main(void) {
   check(xd_ep_group_create(comm, &config, &group));
 
   batch b = make_batch(comm, &config, info.rank);
-  round_trip(group, &b, info.rank);
-  const int wrong = count_wrong(&b);
+  const int wrong = round_trip(group, &b, info.rank);
   printf("rank %d of %d: %d tokens out and back, %d rows here, %d wrong elements\n", (int)info.rank,
          (int)info.num_ranks, TOKENS, (int)b.offsets[LOCAL_EXPERTS], wrong);
 

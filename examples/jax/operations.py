@@ -1,4 +1,7 @@
-"""One batch to its experts and back, in jax.shard_map: gradients of tokens and router weights."""
+"""One batch to its experts and back, in jax.shard_map: gradients of tokens and router weights.
+
+Then the same batch through SwiGLU experts, in one call.
+"""
 
 import os
 
@@ -10,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import crossdock.jax as xd
 
-RANKS, EXPERTS, TOKENS, HIDDEN, TOPK = 4, 8, 16, 32, 2
+RANKS, EXPERTS, TOKENS, HIDDEN, FFN, TOPK = 4, 8, 16, 32, 64, 2
 
 mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
 xd.init(mesh, "expert")
@@ -40,3 +43,17 @@ grad_x, grad_weights = jax.jit(jax.grad(loss, (1, 2)))(topk_idx, x, topk_weights
 if not ((grad_x == 8).all() and (grad_weights == 8 * HIDDEN).all()):
     raise SystemExit("gradients differ")
 print("gradients as expected")
+
+
+def experts(topk_idx, x, topk_weights, w_in, w_out):  # the latter [L, H, 2F] and [L, F, H]
+    y, plan = xd.ep_moe(config, topk_idx, x, topk_weights, w_in, w_out, overlap="auto")
+    return y
+
+
+in_map = jax.shard_map(experts, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+w_in = jnp.full((EXPERTS, HIDDEN, 2 * FFN), 1 / HIDDEN)
+w_out = jnp.full((EXPERTS, FFN, HIDDEN), 1 / FFN)
+y = jax.jit(in_map)(topk_idx, x, topk_weights, w_in, w_out)
+if not jnp.allclose(y, jax.nn.silu(1.0)):  # of gates and values that are 1
+    raise SystemExit("results differ")
+print("experts as expected")

@@ -33,6 +33,7 @@ from moe_lm.trainer import train
 
 _MORE = {  # option: help
     "tensor-parallel": "ranks that share attention, each some of the heads; 1 = none do",
+    "combine-wire": "form in which experts' results come back, as of crossdock.torch.combine",
     "save-every": "steps between checkpoints; 0 = none",
     "sample-bytes": "of text to write at the end; 0 = none",
 }

@@ -31,7 +31,8 @@
  * device cannot follow is INVALID_ARGUMENT. On the CPU the DLDevice of a tensor is believed: an
  * address that the host cannot follow, as of a GPU's memory under kDLCPU, ends the process.
  * Element types by DLPack code: bf16 (4), fp16 and fp32 (2), int (0), uint (1), float8_e4m3fn (10),
- * float8_e5m2 (12), float8_e8m0fnu (14), also where the DLPack header at hand has no name for them.
+ * float8_e5m2 (12), float8_e8m0fnu (14), float4_e2m1fn (17, two lanes: an element is a byte of two
+ * numbers), also where the DLPack header at hand has no name for them.
  *
  * Operations are collective, in one order per group, also on a rank with T = 0. They allocate
  * nothing. Every operation of a rank first tells every peer what it is about to do. If anything
@@ -351,9 +352,11 @@ typedef struct xd_ep_dispatch_args {
   size_t struct_size;
   const void* plan;
   size_t plan_bytes;
-  /* In [T,H]: bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8 or uint8; bf16 to be quantised. */
+  /* In [T,H]: bf16, fp16, fp32, float8_e4m3fn, float8_e5m2, int8, uint8 or float4_e2m1fn_x2, of
+   * which H counts bytes; bf16 to be quantised. */
   const DLTensor* tokens;
-  /* In [T,S], optional: float32, float8_e8m0fnu or uint8, any strides. NULL when quantising. */
+  /* In [T,S], optional: float32, float8_e8m0fnu, float8_e4m3fn or uint8, any strides; beside rows
+   * of float4_e2m1fn_x2 one for 16 or for 32 numbers. NULL when quantising. */
   const DLTensor* scales;
   /* In [T,K], optional: float32. */
   const DLTensor* topk_weights;

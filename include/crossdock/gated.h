@@ -37,8 +37,8 @@ typedef struct xd_gated_args {
   const DLTensor* offsets;
   /* Out [R,F], type of gate: a(gate) up, times the row's weight. */
   const DLTensor* out;
-  /* With offsets, the experts whose zones are computed: from offsets[first_expert] on (0 = from
-   * row 0), num_experts zones; 0 = to the last one. Other rows are left alone. */
+  /* Experts first_expert .. first_expert + num_experts - 1 alone; num_experts 0 = to the last one.
+   * Expert 0 begins at row 0. Rows of others are left alone. Without offsets both are 0. */
   int32_t first_expert;
   int32_t num_experts;
 } xd_gated_args;

@@ -13,12 +13,13 @@
 #include <stdint.h>
 
 #ifdef __cplusplus
-#define XD_DTYPE(code, bits) \
-  DLDataType { (code), (bits), 1 }
+#define XD_DTYPE_OF_LANES(code, bits, lanes) \
+  DLDataType { (code), (bits), (lanes) }
 extern "C" {
 #else
-#define XD_DTYPE(code, bits) ((DLDataType){(code), (bits), 1})
+#define XD_DTYPE_OF_LANES(code, bits, lanes) ((DLDataType){(code), (bits), (lanes)})
 #endif
+#define XD_DTYPE(code, bits) XD_DTYPE_OF_LANES(code, bits, 1)
 
 /* Element types by DLPack's codes, whether or not the DLPack header at hand has a name for them. */
 #define XD_DTYPE_INT8           XD_DTYPE(0, 8)
@@ -32,6 +33,8 @@ extern "C" {
 #define XD_DTYPE_FLOAT8_E4M3FN  XD_DTYPE(10, 8)
 #define XD_DTYPE_FLOAT8_E5M2    XD_DTYPE(12, 8)
 #define XD_DTYPE_FLOAT8_E8M0FNU XD_DTYPE(14, 8)
+/* Two numbers in a byte: an element of a tensor is such a byte. */
+#define XD_DTYPE_FLOAT4_E2M1FN_X2 XD_DTYPE_OF_LANES(17, 4, 2)
 
 /* A tensor with the storage of its shape and strides. */
 typedef struct xd_tensor {

@@ -21,14 +21,15 @@ __all__ = [
 ]
 
 # By NumPy's name: DLPack's code and bits, as crossdock._core takes them.
-DLPACK = constants.DTYPES
+# NumPy has no bytes of two numbers.
+DLPACK = {name: code for name, code in constants.DTYPES.items() if name != "float4_e2m1fn_x2"}
 # The element types that the library takes for each argument.
 INDICES = ("int32", "int64")
 WEIGHTS = ("float32",)
 SUMMABLE = ("float32", "float16", "bfloat16")
 OPERANDS = (*SUMMABLE, "float8_e4m3fn", "float8_e5m2")
 PAYLOADS = (*OPERANDS, "int8", "uint8")
-SCALES = ("float32", "float8_e8m0fnu", "uint8")
+SCALES = ("float32", "float8_e8m0fnu", "uint8", "float8_e4m3fn")
 
 _OF_ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 

@@ -10,7 +10,9 @@ void expected(const char* name, const char* what, nb::handle value) {
 }
 
 DLDataType data_type(int packed) {
-  return {static_cast<std::uint8_t>(packed >> 8), static_cast<std::uint8_t>(packed & 0xff), 1};
+  const auto bits = static_cast<std::uint8_t>(packed & 0xff);
+  const std::uint16_t lanes = bits < 8 ? 8 / bits : 1;  // bytes of several numbers
+  return {static_cast<std::uint8_t>(packed >> 8), bits, lanes};
 }
 
 namespace {

@@ -41,7 +41,8 @@ nb::dict dtypes() {
                 {"bfloat16", packed(XD_DTYPE_BFLOAT16)},
                 {"float8_e4m3fn", packed(XD_DTYPE_FLOAT8_E4M3FN)},
                 {"float8_e5m2", packed(XD_DTYPE_FLOAT8_E5M2)},
-                {"float8_e8m0fnu", packed(XD_DTYPE_FLOAT8_E8M0FNU)}});
+                {"float8_e8m0fnu", packed(XD_DTYPE_FLOAT8_E8M0FNU)},
+                {"float4_e2m1fn_x2", packed(XD_DTYPE_FLOAT4_E2M1FN_X2)}});
 }
 
 // By name (number, columns that share a scale, dtype of the scales).
@@ -129,6 +130,7 @@ void bind_constants(nb::module_& module) {
   constants.attr("MAX_EXPERTS") = XD_EP_MAX_EXPERTS;
   constants.attr("MAX_TOPK") = XD_EP_MAX_TOPK;
   constants.attr("MAX_TOKENS") = XD_EP_MAX_TOKENS;
+  constants.attr("MAX_PARTS") = XD_EP_MAX_PARTS;
   constants.attr("ROW_ALIGNMENT") = XD_EP_ROW_ALIGNMENT;
   constants.attr("LL_MAX_TOKENS") = XD_LL_MAX_TOKENS;
   constants.attr("LL_MAX_RANKS") = XD_LL_MAX_RANKS;

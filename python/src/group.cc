@@ -10,6 +10,14 @@ void row_experts(Group& self, const nb::dict& fields) {
       [&](xd_ep_group* group) { return xd_ep_plan_row_experts(group, args.get(), args.stream()); });
 }
 
+// The fields of xd_moe_memory.
+nb::dict moe_sizes(std::int32_t ffn, const nb::kwargs& options) {
+  const Given<xd_ep_config> config(options);
+  xd_moe_memory memory XD_MOE_MEMORY_INIT;
+  check(xd_moe_sizes(config.get(), ffn, &memory));
+  return fields_of(memory);
+}
+
 // The fields of xd_moe_overlap: parts, num_sms and predicted_ratio.
 nb::dict moe_schedule(std::int32_t ffn, std::int32_t tokens, const nb::kwargs& options) {
   const Given<xd_ep_config> config(options);
@@ -31,6 +39,7 @@ void bind_group(nb::module_& module) {
       .def("moe_forward", method<Group>(XD_EP_DISPATCH, xd_moe_forward), "fields"_a)
       .def("moe_backward", method<Group>(XD_EP_COMBINE_BWD, xd_moe_backward), "fields"_a)
       .def("row_experts", &row_experts, "fields"_a);
+  module.def("moe_sizes", &moe_sizes, "ffn"_a, "options"_a);
   module.def("moe_schedule", &moe_schedule, "ffn"_a, "tokens"_a, "options"_a);
 }
 

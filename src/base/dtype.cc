@@ -11,6 +11,7 @@ struct Entry {
   DType type;
   std::uint8_t code, bits;
   const char* name;
+  std::uint8_t lanes = 1;
 };
 
 // The entries stand in the order of DType, so that a type is its entry's index.
@@ -26,6 +27,7 @@ constexpr std::array kEntries = {
     Entry{DType::e5m2, kDLPackFloat8E5m2, 8, "float8_e5m2"},
     Entry{DType::e8m0, kDLPackFloat8E8m0fnu, 8, "float8_e8m0fnu"},
     Entry{DType::boolean, kDLPackBool, 8, "bool"},
+    Entry{DType::e2m1x2, kDLPackFloat4E2m1fn, 4, "float4_e2m1fn_x2", 2},
 };
 
 const Entry& entry(DType type) { return kEntries[static_cast<std::size_t>(type)]; }
@@ -33,16 +35,15 @@ const Entry& entry(DType type) { return kEntries[static_cast<std::size_t>(type)]
 }  // namespace
 
 std::optional<DType> dtype_of(DLDataType type) {
-  if (type.lanes != 1) return std::nullopt;
   for (const Entry& e : kEntries) {
-    if (e.code == type.code && e.bits == type.bits) return e.type;
+    if (e.code == type.code && e.bits == type.bits && e.lanes == type.lanes) return e.type;
   }
   return std::nullopt;
 }
 
-DLDataType dl_dtype(DType type) { return {entry(type).code, entry(type).bits, 1}; }
+DLDataType dl_dtype(DType type) { return {entry(type).code, entry(type).bits, entry(type).lanes}; }
 
-std::size_t dtype_bytes(DType type) { return entry(type).bits / 8u; }
+std::size_t dtype_bytes(DType type) { return entry(type).bits * entry(type).lanes / 8u; }
 const char* dtype_name(DType type) {
   return static_cast<std::size_t>(type) < kEntries.size() ? entry(type).name : "unknown type";
 }

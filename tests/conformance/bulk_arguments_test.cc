@@ -101,6 +101,27 @@ TEST(BulkArguments, AWayToQuantiseThatDoesNotFitTheTensorsIsRefused) {
   });
 }
 
+TEST(BulkArguments, ScalesOfFourBitRowsAreOneFor16Or32Numbers) {
+  on_every_rank([](Rank& rank) {
+    const Case c = plain();
+    const Group group = Bulk::make_roomy(rank);
+    S scene(rank, group.get(), c);
+    for (const std::int64_t columns : {1, 3, 5}) {
+      const std::string named = "scales: has " + std::to_string(columns) +
+                                " columns beside tokens of 32 bytes of two numbers";
+      scene.expect_refused(XD_EP_DISPATCH, {named.c_str()}, [&](S& s) {
+        xd_ep_dispatch_args& args = s.batch.dispatch_args;
+        const std::int64_t tokens = args.tokens->shape[0], rows = args.recv_tokens->shape[0];
+        args.tokens = s.tensor(kE2m1x2, {tokens, 32});
+        args.recv_tokens = s.tensor(kE2m1x2, {rows, 32});
+        args.scales = s.tensor(kE8m0, {tokens, columns});
+        args.recv_scales = s.tensor(kE8m0, {rows, columns});
+      });
+    }
+    Bulk::expect_works(rank, c, group.get());
+  });
+}
+
 // Rows of 32 bytes, or rows as they are, with a scale each.
 void give_bytes(S& s) {
   xd_ep_combine_bwd_args& a = s.batch.combine_bwd_args;

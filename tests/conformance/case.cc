@@ -13,8 +13,9 @@ namespace {
 
 constexpr std::array kLayouts{XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR};
 constexpr std::array kDtypes{kBf16, kF16, kF32};
-constexpr std::array kCargoes{Cargo::payload, Cargo::e4m3_with_floats, Cargo::e5m2_with_e8m0,
-                              Cargo::quantised, Cargo::mxfp8};
+constexpr std::array kCargoes{Cargo::payload,        Cargo::e4m3_with_floats,
+                              Cargo::e5m2_with_e8m0, Cargo::quantised,
+                              Cargo::mxfp8,          Cargo::fp4};
 constexpr std::array kAlignments{1, 4, 16, 128};
 constexpr std::array kIndexTypes{kI32, kI64};
 constexpr std::array kPatterns{Pattern::uniform, Pattern::zipf,     Pattern::holes,
@@ -234,7 +235,8 @@ xd_ep_config Case::config(int rank) const {
 }
 
 std::string Case::description() const {
-  constexpr const char* kCargoNames[] = {"payload", "e4m3+f32", "e5m2+e8m0", "quantised", "mxfp8"};
+  constexpr const char* kCargoNames[] = {"payload",   "e4m3+f32", "e5m2+e8m0",
+                                         "quantised", "mxfp8",    "fp4"};
   constexpr const char* kPlacingNames[] = {"ordinary", "symmetric", "mixed", "unstaged"};
   constexpr const char* kCapacityNames[] = {"bound", "exact", "larger", "refusing", "dropping"};
   constexpr const char* kHomesNames[] = {"even", "interleaved", "ragged", "one without",

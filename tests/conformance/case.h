@@ -24,6 +24,7 @@ enum class Cargo {
   // combine_bwd carries `dtype`
   quantised,
   mxfp8,
+  fp4,  // opaque rows of two numbers in a byte, with a scale for 16 or 32 numbers
 };
 
 enum class Placing {
@@ -103,7 +104,8 @@ struct Case {
   bool zeroes_tail(int rank) const;
   int least_row_units() const;  // units of the shortest row that dispatch can carry
   bool carries_scales() const {
-    return cargo == Cargo::e4m3_with_floats || cargo == Cargo::e5m2_with_e8m0;
+    return cargo == Cargo::e4m3_with_floats || cargo == Cargo::e5m2_with_e8m0 ||
+           cargo == Cargo::fp4;
   }
   std::string description() const;
 

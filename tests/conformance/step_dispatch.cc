@@ -50,6 +50,14 @@ Step::Payload Step::payload() const {
       p.scale_columns = 1 + static_cast<std::int64_t>(common_chance(3) % 4) * row_units_;
       p.scaled = true;
       break;
+    case Cargo::fp4: {
+      const bool of_16 = common_chance(3) % 2 == 0;
+      p.type = p.recv_type = kE2m1x2;
+      p.scale_type = of_16 ? kE4m3 : kE8m0;
+      p.scale_columns = (of_16 ? 2 : 1) * row_units_;
+      p.scaled = true;
+      break;
+    }
     case Cargo::quantised:
     case Cargo::mxfp8: {
       const QuantisedWay way =

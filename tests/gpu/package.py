@@ -17,7 +17,14 @@ import subprocess
 import sys
 
 BRING = re.compile(r"lib(hwy|sodium)\b")  # libraries of the system that travel along
-SOURCES = ["python", "tests/python", "examples/jax", "examples/python", "examples/torch"]
+SOURCES = [
+    "python",
+    "tests/python",
+    "examples/jax",
+    "examples/python",
+    "examples/torch",
+    "examples/serving",
+]
 PROGRAMS = ["bench/crossdock-bench", "tools/run/crossdock-run"]  # wanted beside the tests
 
 

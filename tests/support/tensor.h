@@ -23,8 +23,9 @@ inline constexpr DLDataType kBool = XD_DTYPE_BOOL;
 inline constexpr DLDataType kE4m3 = XD_DTYPE_FLOAT8_E4M3FN;
 inline constexpr DLDataType kE5m2 = XD_DTYPE_FLOAT8_E5M2;
 inline constexpr DLDataType kE8m0 = XD_DTYPE_FLOAT8_E8M0FNU;
+inline constexpr DLDataType kE2m1x2 = XD_DTYPE_FLOAT4_E2M1FN_X2;
 
-constexpr std::size_t element_bytes(DLDataType type) { return type.bits / 8u; }
+constexpr std::size_t element_bytes(DLDataType type) { return type.bits * type.lanes / 8u; }
 
 // Where a tensor lies: in the device's ordinary memory, or in the communicator's symmetric memory.
 enum class Place { ordinary, symmetric };

@@ -42,6 +42,7 @@ def make_layers(settings: Settings, device: torch.device, comms: contextlib.Exit
         dtype=torch.float32,
         # Each layer keeps what went into and out of its experts until its backward pass.
         symmetric_tensors=2 * s.layers + 4,
+        wire_formats=(s.combine_wire,),
         comm=comm,
     )
 
@@ -53,6 +54,7 @@ def make_layers(settings: Settings, device: torch.device, comms: contextlib.Exit
             s.topk,
             group=group,
             aux_loss_weight=s.aux_loss_weight,
+            combine_wire=s.combine_wire,
             global_load=True,  # the loss of one process is that of all ranks' choices
         )
 

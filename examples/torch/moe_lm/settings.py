@@ -25,6 +25,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     tensor_parallel: int = 1  # ranks that share attention, each some of the heads
+    combine_wire: str = "same"  # the form in which experts' results come back
     aux_loss_weight: float = 0.05
     learning_rate: float = 3e-3
     warmup: int = 20  # steps

@@ -14,6 +14,7 @@ tensors where torch has no pools with an allocator of their own.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import sys
 import threading
@@ -28,6 +29,8 @@ from crossdock import _core
 from crossdock._comm import grow
 from crossdock.errors import OutOfMemory
 from crossdock.torch._calls import current_stream, is_capturing
+
+_log = logging.getLogger("crossdock")
 
 _MIB = 1 << 20
 # torch cuts smaller tensors out of segments of their own.
@@ -162,8 +165,9 @@ class ReceiveMemory:
         whole = self._allocate(size, torch.uint8)
         _core.offer_segment(0, 0)
         if not _core.segment_taken(address):
-            # Settings of torch's allocator, such as expandable_segments, are at odds with pools
-            # like this one.
+            # Settings of torch's allocator, such as expandable_segments in some releases, are at
+            # odds with pools like this one.
+            _tell_of_no_pool("torch's caching allocator did not take the segment that was offered")
             self._comm.mem_free(address)
             self._pool = None if not self._sets else self._pool
             return False
@@ -193,13 +197,27 @@ def leave_unused() -> None:
 
 def _torch_pool(device: torch.device) -> Any:
     """A ``torch.cuda.MemPool`` that asks for what it is offered; None where there can be none."""
-    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+    if device.type != "cuda":
+        return None
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        _tell_of_no_pool(f"torch's allocator is {backend}, which has no pools")
         return None
     # Without it a pool would also serve the other threads of the process.
     if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):
+        _tell_of_no_pool(f"torch {torch.__version__} has no pools of a thread")
         return None
     with torch.cuda.device(device):
         return torch.cuda.MemPool(_allocator())
+
+
+@functools.cache
+def _tell_of_no_pool(reason: str) -> None:
+    """Says once that received tensors lie in ordinary memory."""
+    _log.warning(
+        "crossdock: %s: tensors that crossdock.deep_ep returns lie in ordinary memory, and "
+        "operations copy their rows through staging memory",
+        reason,
+    )
 
 
 @functools.cache

@@ -30,6 +30,7 @@ except ImportError as error:
 from crossdock._router import RouterOptions, capacity_rows
 
 from ._config import EpConfig, LowLatencyConfig
+from ._experts import ep_moe
 from ._low_latency import (
     SentCombine,
     SentDispatch,
@@ -68,6 +69,7 @@ __all__ = [
     "drop_over_capacity",
     "ep_combine",
     "ep_dispatch",
+    "ep_moe",
     "ep_prepare",
     "init",
     "ll_combine",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ._group import AnyGroup, EpGroup, LowLatencyGroup
 
 __all__ = [
+    "Layer",
     "combine",
     "combine_bwd",
     "dispatch",
@@ -35,6 +36,8 @@ __all__ = [
     "ll_mask_get",
     "ll_mask_set",
     "ll_reset",
+    "moe_backward",
+    "moe_forward",
     "prepare",
     "uniform",
     "varying",
@@ -43,9 +46,12 @@ __all__ = [
 Array: TypeAlias = jax.Array
 _Given = TypeVar("_Given", bound=jax.Array | None)
 _Results = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
+_NONE: Mapping[str, str] = {}
 
 
-def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tuple[Array, ...]:
+def prepare(
+    group: EpGroup, alignment: int, parts: int, topk_idx: Array, order: Array
+) -> tuple[Array, ...]:
     """-> plan, counts, padded_counts, offsets, total, rank_rows, order."""
     ranks = group.place.num_ranks
     experts = group.config.num_experts // ranks
@@ -58,7 +64,7 @@ def prepare(group: EpGroup, alignment: int, topk_idx: Array, order: Array) -> tu
         "rank_rows": ((ranks, ranks), np.int32),
     }
     inputs = {"topk_idx": _rows(topk_idx)}
-    return _call("prepare", group, inputs, outputs, order, alignment=alignment)
+    return _call("prepare", group, inputs, outputs, order, alignment=alignment, parts=parts)
 
 
 def dispatch(
@@ -161,6 +167,95 @@ def combine_bwd(
         outputs["grad_weights"] = ((group.rows,), np.float32)
     names = ("grad_expert_out", "grad_weights")
     return _call("combine_bwd", group, inputs, outputs, order, names)
+
+
+class Layer(NamedTuple):
+    """The numbers of a layer's passes, by the names of ``crossdock/moe.h``."""
+
+    activation: int
+    parts: int
+    num_sms: int
+
+
+def moe_forward(
+    group: EpGroup,
+    layer: Layer,
+    shape: tuple[int, ...],
+    plan: Array,
+    offsets: Array,
+    tokens: Array,
+    topk_weights: Array | None,
+    w_in: Array,
+    w_out: Array,
+    order: Array,
+) -> tuple[Any, ...]:
+    """-> recv_tokens, recv_weights, inner, activated, expert_out, out ``[*shape, H]``, order.
+
+    recv_weights is None without topk_weights.
+    """
+    (hidden, ffn), dtype = (tokens.shape[-1], w_out.shape[-2]), tokens.dtype
+    inputs = {"plan": plan, "offsets": offsets, "tokens": _rows(tokens)}
+    outputs: _Results = {"recv_tokens": ((group.rows, hidden), dtype)}
+    if topk_weights is not None:
+        inputs["topk_weights"] = _rows(topk_weights)
+        outputs["recv_weights"] = ((group.rows,), np.float32)
+    inputs |= {"w_in": w_in, "w_out": w_out}
+    columns = {"inner": 2 * ffn, "activated": ffn, "expert_out": hidden}
+    outputs |= {name: ((group.rows, number), dtype) for name, number in columns.items()}
+    outputs["out"] = ((math.prod(shape), hidden), dtype)
+    names = ("recv_tokens", "recv_weights", *columns, "out")
+    *found, out, order = _call(
+        "moe_forward", group, inputs, outputs, order, names, **layer._asdict()
+    )
+    return *found, out.reshape(*shape, hidden), order
+
+
+def moe_backward(
+    group: EpGroup,
+    layer: Layer,
+    shape: tuple[int, ...],
+    topk: int,
+    plan: Array,
+    offsets: Array,
+    grad_out: Array,
+    w_in: Array,
+    w_out: Array,
+    recv_tokens: Array | None,
+    recv_weights: Array | None,
+    inner: Array,
+    activated: Array | None,
+    expert_out: Array | None,
+    order: Array,
+) -> tuple[Any, ...]:
+    """-> gradients of tokens, topk_weights, w_in and w_out, order.
+
+    Without expert_out topk_weights has none, without recv_tokens w_in, and without activated w_out.
+    """
+    rows, (hidden, ffn), dtype = group.rows, (grad_out.shape[-1], w_out.shape[-2]), grad_out.dtype
+    given = {"recv_tokens": recv_tokens, "recv_weights": recv_weights, "inner": inner}
+    given |= {"activated": activated, "expert_out": expert_out}
+    inputs = {"plan": plan, "offsets": offsets, "grad_out": _rows(grad_out)}
+    inputs |= {"w_in": w_in, "w_out": w_out}
+    inputs |= {name: array for name, array in given.items() if array is not None}
+    columns = {"grad_expert_out": hidden, "grad_activated": ffn, "grad_inner": 2 * ffn}
+    columns["grad_recv_tokens"] = hidden
+    outputs: _Results = {name: ((rows, number), dtype) for name, number in columns.items()}
+    outputs["grad_tokens"] = ((math.prod(shape), hidden), dtype)
+    if expert_out is not None:
+        outputs["grad_recv_weights"] = ((rows,), np.float32)
+        outputs["grad_topk_weights"] = ((math.prod(shape), topk), np.float32)
+    if recv_tokens is not None:
+        outputs["grad_w_in"] = (w_in.shape, dtype)
+    if activated is not None:
+        outputs["grad_w_out"] = (w_out.shape, dtype)
+    names = ("grad_tokens", "grad_topk_weights", "grad_w_in", "grad_w_out")
+    numbers = layer._asdict()
+    grad_tokens, grad_weights, *grads, order = _call(
+        "moe_backward", group, inputs, outputs, order, names, {"inner": "grad_inner"}, **numbers
+    )
+    if grad_weights is not None:
+        grad_weights = grad_weights.reshape(*shape, topk)
+    return grad_tokens.reshape(*shape, hidden), grad_weights, *grads, order
 
 
 def ll_dispatch(
@@ -306,24 +401,28 @@ def _call(
     outputs: _Results,
     order: Array,
     names: tuple[str, ...] = (),
-    alignment: int = 0,
+    reused: Mapping[str, str] = _NONE,
     way: QuantiseWay | None = None,
-    wire: int = 0,
+    **numbers: int,
 ) -> tuple[Any, ...]:
-    """Runs one operation of ``crossdock/ep.h``.
+    """Runs one operation of ``crossdock/ep.h`` or ``crossdock/moe.h``.
 
     Args:
-        inputs, outputs, names: as of `_run`.
-        alignment: of the plan that prepare makes.
+        inputs, outputs, names, reused: as of `_run`.
         way: in which rows are quantised.
-        wire: of combine, the library's number.
+        numbers: of `_NUMBERS`, those that are not 0.
     """
     arrays = uniform(*inputs.values(), order)
-    if operation.endswith("_bwd"):
+    if operation.endswith(("_bwd", "_backward")):
         arrays = first_order_only(f"ep_{operation}", arrays)
-    code = 0 if way is None else way.code
-    numbers = {"quantise": code, "alignment": alignment, "wire": wire}
-    return _run(f"crossdock_ep_{operation}", group, (inputs, arrays), outputs, names, numbers)
+    all_numbers = _NUMBERS | {"quantise": 0 if way is None else way.code} | numbers
+    target, given = f"crossdock_ep_{operation}", (inputs, arrays)
+    return _run(target, group, given, outputs, names, all_numbers, reused)
+
+
+_NUMBERS = dict.fromkeys(
+    ("quantise", "alignment", "wire", "parts", "num_sms", "activation"), 0
+)  # of each call, by the names of the C API's arguments
 
 
 def _call_ll(
@@ -368,6 +467,7 @@ def _run(
     outputs: _Results,
     names: tuple[str, ...],
     numbers: Mapping[str, int],
+    reused: Mapping[str, str] = _NONE,
 ) -> tuple[Any, ...]:
     """Runs one operation.
 
@@ -378,6 +478,7 @@ def _run(
         outputs: by their names in the C header, as (shape, dtype).
         names: of the results, those that are not in `outputs` as None; () = all outputs.
         numbers: what the call is given beside arrays.
+        reused: by an input's name the output that may lie in its memory.
 
     Returns:
         The results, and the order. The order is only passed through: it is one buffer before and
@@ -388,10 +489,13 @@ def _run(
     kind = _kind(order)
     results = [jax.ShapeDtypeStruct(shape, dtype, **kind) for shape, dtype in outputs.values()]
     results.append(jax.ShapeDtypeStruct(order.shape, order.dtype, **kind))
+    at, to = (list(one) for one in (inputs, outputs))
+    aliases = {at.index(name): to.index(reused[name]) for name in reused}
+    aliases[len(inputs)] = len(outputs)
     call = jax.ffi.ffi_call(
         target,
         results,
-        input_output_aliases={len(inputs): len(outputs)},
+        input_output_aliases=aliases,
         vmap_method=None,
     )
     *found, order = call(

@@ -151,6 +151,22 @@ class EpConfig(_Sizes):
         """Bytes of a plan."""
         return _core.plan_size(**self.sizes(num_ranks))
 
+    def moe_bytes(self, num_ranks: int, ffn: int) -> int:
+        """Bytes of the arrays that a rank keeps of an `ep_moe` for its backward pass.
+
+        Where tokens have `hidden` columns of `dtype`, weights are given, and everything has a
+        gradient. The backward pass writes as many on its way, of which `ffn` times two columns lie
+        where others were.
+
+        Args:
+            num_ranks: W.
+            ffn: F, the columns inside an expert.
+
+        Raises:
+            InvalidArgument: sizes that do not fit, such as another layout than expert_major.
+        """
+        return int(_core.moe_sizes(ffn, **self.sizes(num_ranks))["kept_bytes"])
+
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
         return {

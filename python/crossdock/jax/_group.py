@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
+from crossdock._core import constants
+
 from ._config import EpConfig, LowLatencyConfig
 
 __all__ = [
@@ -43,6 +45,12 @@ class Place:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that the first dimension of tokens is split over."""
         return self.data_axes + self.axes
+
+    @property
+    def device_type(self) -> int:
+        """DLPack's number for the mesh's devices."""
+        platform = self.mesh.devices.flat[0].platform
+        return constants.DEVICE_TYPES["cpu" if platform == "cpu" else "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

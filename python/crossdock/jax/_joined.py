@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from crossdock import _jax
 from crossdock._comm import milliseconds
-from crossdock._core import constants
 from crossdock._place import other_numbers, place_name
 from crossdock.errors import from_details, from_status
 
@@ -182,8 +181,7 @@ def join(
     devices, rank_infos = _rank_infos(place, timeout_ms, name)
     if not rank_infos:
         raise ValueError(f"mesh: expected devices of process {jax.process_index()}, got {mesh}")
-    device_type = constants.DEVICE_TYPES["cpu" if platform == "cpu" else "cuda"]
-    return place, _jax.Ranks(device_type, rank_infos, timeout_ms), devices
+    return place, _jax.Ranks(place.device_type, rank_infos, timeout_ms), devices
 
 
 def _place(

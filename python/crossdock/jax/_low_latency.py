@@ -13,13 +13,13 @@ import numpy as np
 
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._wire import Wire
 
 from . import _calls
 from ._config import LowLatencyConfig
 from ._group import LowLatencyGroup
 from ._mesh import EpMesh, current_mesh
-from ._ops import check_payload, check_weights, first_order, order_of
+from ._ops import check_payload, check_weights, first_order, order_of, wire_of
 from ._where import check_layout, local_shape, on_ranks
 
 __all__ = [
@@ -369,7 +369,7 @@ def _read_combine(
         )
     topk_weights = _read_weights(group, topk_weights, plan.shape, plan.topk)
     rows = (expert_out.shape[-1], expert_out.dtype)
-    kind = _Kind(group, plan.shape, plan.topk, *rows, wire=wire_number(wire))
+    kind = _Kind(group, plan.shape, plan.topk, *rows, wire=wire_of(config, wire, expert_out))
     return kind, (plan.data, expert_out, topk_weights, _behind(group, plan.order, after))
 
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._quantise import WAYS, QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_formats, wire_number
 
 from . import _calls
 from ._config import AnyConfig, EpConfig
@@ -26,6 +26,8 @@ from ._quantised import ELEMENT, QuantisedRows
 from ._where import batch_parts, check_layout, inside, laid, local_shape, on_ranks
 
 __all__ = [
+    "Site",
+    "check_batch",
     "check_payload",
     "check_weights",
     "ep_combine",
@@ -33,13 +35,15 @@ __all__ = [
     "ep_prepare",
     "first_order",
     "order_of",
+    "plan_of",
+    "wire_of",
 ]
 
 Array: TypeAlias = jax.Array
 _X = TypeVar("_X", bound=jax.Array | QuantisedRows)
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """The static part of an operation: its group, and one rank's batch ``[*shape, K]``."""
 
     group: EpGroup
@@ -84,6 +88,22 @@ def ep_prepare(
             capacity, FAILED_PRECONDITION where ranks disagree. On GPUs `EpMesh.check` raises these.
     """
     group = (current_mesh() if mesh is None else mesh).group(config)
+    return plan_of(group, topk_idx, alignment, after)
+
+
+def plan_of(
+    group: EpGroup,
+    topk_idx: Array,
+    alignment: int | None,
+    after: EpPlan | Array | None,
+    parts: int = 0,
+) -> EpPlan:
+    """`ep_prepare` of a group.
+
+    Args:
+        parts: of the plan; 0 = 1.
+    """
+    config = group.config
     topk_idx = jnp.asarray(topk_idx)
     if topk_idx.dtype not in (np.int32, np.int64):
         raise TypeError(f"topk_idx: expected int32 or int64, got {topk_idx.dtype}")
@@ -104,12 +124,12 @@ def ep_prepare(
             f"alignment: expected a power of two up to the config's {config.alignment}, or None; "
             f"got {alignment}"
         )
-    site = _Site(group, shape, topk_idx.shape[-1])
+    site = Site(group, shape, topk_idx.shape[-1])
     if after is None:
         order = first_order(group)
     else:
         order = order_of(group, after.order if isinstance(after, EpPlan) else after)
-    arrays = _prepare(site, alignment, *_calls.uniform(topk_idx, order))
+    arrays = _prepare(site, alignment, parts, *_calls.uniform(topk_idx, order))
     data, counts, padded_counts, offsets, total, rank_rows, order = arrays
     return EpPlan(data, counts, padded_counts, offsets, total, rank_rows, order, *site)
 
@@ -159,7 +179,7 @@ def ep_dispatch(
     tokens = jnp.asarray(tokens.elements if isinstance(tokens, QuantisedRows) else tokens)
     check_payload("tokens", tokens, site.group.config, _NARROW)
     refuse_vmap("ep_dispatch", tokens, topk_weights)
-    _check_batch(site, "tokens", tokens, None)
+    check_batch(site, "tokens", tokens, None)
     if way is not None and (tokens.dtype != jnp.bfloat16 or tokens.shape[-1] % way.block):
         raise ValueError(
             f"tokens: expected bfloat16 with a multiple of {way.block} columns, to be quantised; "
@@ -172,11 +192,11 @@ def ep_dispatch(
             raise TypeError(
                 f"tokens.scales: expected float32, float8_e8m0fnu or uint8, got {scales.dtype}"
             )
-        _check_batch(site, "tokens.scales", scales, None)
+        check_batch(site, "tokens.scales", scales, None)
     if topk_weights is not None:
         topk_weights = jnp.asarray(topk_weights)
         check_weights("topk_weights", topk_weights)
-        _check_batch(site, "topk_weights", topk_weights, site.topk)
+        check_batch(site, "topk_weights", topk_weights, site.topk)
     arrays = _calls.uniform(plan.data, tokens, scales, topk_weights, plan.order)
     with refuse_forward_mode("ep_dispatch"):
         received, scales, link, weights, topk_idx, order = _dispatch(site, way, *arrays)
@@ -215,6 +235,7 @@ def ep_combine(
     config, place = site.group.config, site.group.place
     expert_out = jnp.asarray(expert_out)
     check_payload("expert_out", expert_out, config)
+    number = wire_of(config, wire, expert_out)
     refuse_vmap("ep_combine", expert_out, weights)
     check_layout(place, "expert_out", expert_out)
     rows = local_shape(place, "expert_out", expert_out.shape[:1])
@@ -233,7 +254,6 @@ def ep_combine(
                 f"weights: expected one for each of {expert_out.shape[0]} rows, got {weights.shape}"
             )
     arrays = _calls.uniform(plan.data, expert_out, weights, plan.order)
-    number = wire_number(wire)
     with refuse_forward_mode("ep_combine"):
         out, order = _combine(site, number, *arrays)
     return out, plan.after(order)
@@ -243,17 +263,21 @@ def ep_combine(
 # Their order: _order.py.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _prepare(site: _Site, alignment: int, topk_idx: Array, order: Array) -> tuple[Array, ...]:
-    return on_ranks(_calls.prepare, site.group, alignment)(topk_idx, order)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _prepare(
+    site: Site, alignment: int, parts: int, topk_idx: Array, order: Array
+) -> tuple[Array, ...]:
+    return on_ranks(_calls.prepare, site.group, alignment, parts)(topk_idx, order)
 
 
-def _prepare_fwd(site: _Site, alignment: int, topk_idx: Array, order: Array) -> tuple[Any, None]:
-    return _prepare(site, alignment, topk_idx, order), None
+def _prepare_fwd(
+    site: Site, alignment: int, parts: int, topk_idx: Array, order: Array
+) -> tuple[Any, None]:
+    return _prepare(site, alignment, parts, topk_idx, order), None
 
 
 def _prepare_bwd(
-    site: _Site, alignment: int, saved: None, grads: tuple[Any, ...]
+    site: Site, alignment: int, parts: int, saved: None, grads: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     return None, grads[-1]
 
@@ -263,7 +287,7 @@ _prepare.defvjp(_prepare_fwd, _prepare_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dispatch(
-    site: _Site,
+    site: Site,
     way: QuantiseWay | None,
     plan: Array,
     tokens: Array,
@@ -299,7 +323,7 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _combine(
-    site: _Site, wire: int, plan: Array, expert_out: Array, weights: Array | None, order: Array
+    site: Site, wire: int, plan: Array, expert_out: Array, weights: Array | None, order: Array
 ) -> tuple[Array, Array]:
     run = on_ranks(_calls.combine, site.group, site.shape, wire)
     return run(plan, expert_out, weights, order)
@@ -327,10 +351,10 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 # ---- Arguments ----------------------------------------------------------------------------------
 
 
-def _site(plan: EpPlan) -> _Site:
+def _site(plan: EpPlan) -> Site:
     if not isinstance(plan, EpPlan):
         raise TypeError(f"plan: expected an EpPlan from ep_prepare, got {type(plan).__name__}")
-    return _Site(plan.group, plan.shape, plan.topk)
+    return Site(plan.group, plan.shape, plan.topk)
 
 
 def order_of(group: AnyGroup, after: Array) -> Array:
@@ -384,6 +408,24 @@ def check_payload(
         )
 
 
+def wire_of(config: AnyConfig, wire: Wire, expert_out: Array) -> int:
+    """The library's number for a wire, if a group of this config has it and these rows fit it."""
+    number = wire_number(wire)
+    if number and not wire_formats(config.wire_formats) >> number & 1:
+        raise ValueError(
+            f"wire: expected 'same' or one of the config's wire_formats = {config.wire_formats}, "
+            f"got {wire!r}"
+        )
+    if number and wire != "float32":
+        block, columns = WAYS.get(wire, WAYS["fp8_block128"]).block, expert_out.shape[-1]
+        if columns % block:
+            raise ValueError(
+                f"expert_out: expected a multiple of {block} columns with wire = {wire!r}, got "
+                f"shape {expert_out.shape}"
+            )
+    return number
+
+
 def check_weights(argument: str, array: Array) -> None:
     """Refuses weights of another dtype than float32."""
     if array.dtype != np.float32:
@@ -392,7 +434,7 @@ def check_weights(argument: str, array: Array) -> None:
         )
 
 
-def _check_batch(site: _Site, argument: str, array: Array, columns: int | None) -> None:
+def check_batch(site: Site, argument: str, array: Array, columns: int | None) -> None:
     """Refuses anything but the plan's batch in the leading dimensions, and other columns."""
     place = site.group.place
     check_layout(place, argument, array)

@@ -198,7 +198,8 @@ def on_each_rank(
     if inside(place):
         return run(*given)
     in_specs = check_split(place, arrays)
-    return jax.shard_map(run, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs)(*given)
+    mapped = jax.shard_map(run, mesh=place.mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(mapped, inline=True)(*given)
 
 
 def check_split(

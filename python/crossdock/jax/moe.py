@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from crossdock._router import RouterOptions, capacity_of
 
 from ._config import EpConfig
+from ._experts import Overlap, check_overlap, ep_moe
 from ._group import Place
 from ._mesh import EpMesh, current_mesh
 from ._ops import ep_combine, ep_dispatch, ep_prepare
@@ -69,6 +70,7 @@ def moe_layer(
     router: RouterOptions | Router | None = None,
     capacity_factor: float | None = None,
     z_loss_weight: float = 0.0,
+    overlap: Overlap | None = None,
     after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
@@ -90,6 +92,8 @@ def moe_layer(
             what is left. None = no limit.
         z_loss_weight: factor of `z_loss` in `MoEOutput.aux_loss`, beside the load-balancing loss,
             whose factor there is 1.
+        overlap: the experts as one call with this schedule: see `ep_moe`. None = dispatch,
+            ``jax.lax.ragged_dot`` and combine, one after another.
         after: the order of a layer whose operations come before these, forward, and after these,
             backward. Needed where neither layer's input depends on the other's output.
         mesh: from `init`; None = the last one.
@@ -98,9 +102,12 @@ def moe_layer(
         ValueError: shapes that do not fit, or arrays that lie otherwise on the mesh; the latter as
             ``jax.errors.JaxRuntimeError`` where only XLA knows how they lie.
     """
-    place = (current_mesh() if mesh is None else mesh).group(config).place
+    group = (current_mesh() if mesh is None else mesh).group(config)
+    place = group.place
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
+    if overlap is not None:
+        check_overlap(group, overlap, None)
     if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
         raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
     choose = _chooser(config, RouterOptions() if router is None else router, params.router_bias)
@@ -125,6 +132,7 @@ def moe_layer(
             choose,
             capacity_factor,
             z_loss_weight,
+            overlap,
             params.router_bias is not None,
         ),
         arrays,
@@ -155,6 +163,7 @@ def _layer_of_rank(
     choose: _Choice,
     capacity_factor: float | None,
     z_loss_weight: float,
+    overlap: Overlap | None,
     with_bias: bool,
     router: jax.Array,
     experts_in: jax.Array,
@@ -182,22 +191,31 @@ def _layer_of_rank(
     if z_loss_weight:
         aux_loss += z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
 
-    plan = ep_prepare(config, routing.topk_idx, after=after, mesh=mesh)
-    received = ep_dispatch(plan, tokens.astype(config.dtype), routing.topk_weights)
-    rows = _experts(config, params, received.tokens, plan.padded_counts)
-    out, plan = ep_combine(received.plan, rows, received.weights)
+    tokens, experts_in, experts_out = (
+        array.astype(config.dtype) for array in (tokens, experts_in, experts_out)
+    )
+    idx, weights = routing.topk_idx, routing.topk_weights
+    if overlap is None:
+        plan = ep_prepare(config, idx, after=after, mesh=mesh)
+        received = ep_dispatch(plan, tokens, weights)
+        rows = _experts(experts_in, experts_out, received.tokens, plan.padded_counts)
+        out, plan = ep_combine(received.plan, rows, received.weights)
+    else:
+        matrices = (experts_in, experts_out)
+        out, plan = ep_moe(
+            config, idx, tokens, weights, *matrices, overlap=overlap, after=after, mesh=mesh
+        )
     return MoEOutput(out.astype(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
 
 
-def _experts(config: EpConfig, params: MoEParams, rows: jax.Array, counts: jax.Array) -> jax.Array:
+def _experts(
+    experts_in: jax.Array, experts_out: jax.Array, rows: jax.Array, counts: jax.Array
+) -> jax.Array:
     """``[R, H]``, ``counts[e]`` rows for each local expert e, through the experts.
 
     A grouped product leaves any values in rows behind the last expert's. Neither combine nor a
     product's derivative reads them.
     """
-    experts_in, experts_out = (
-        weights.astype(config.dtype) for weights in (params.experts_in, params.experts_out)
-    )
     gate, up = jnp.split(jax.lax.ragged_dot(rows, experts_in, counts), 2, axis=-1)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts_out, counts)
 

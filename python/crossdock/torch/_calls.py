@@ -21,7 +21,8 @@ from crossdock._core import constants
 Spec = tuple[int, tuple[int, ...], int] | tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 
-# As ``_core`` takes them, of the dtypes that torch has: float8_e8m0fnu from release 2.7 on.
+# As ``_core`` takes them, of the dtypes that torch has: float8_e8m0fnu from release 2.7 on,
+# float4_e2m1fn_x2, two numbers in a byte, from 2.8 on.
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in constants.DTYPES.items() if hasattr(torch, name)
 }
@@ -29,9 +30,10 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 # The element types that the library takes for each argument; it has the others for other arguments.
 INDICES = (torch.int32, torch.int64)
 SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
-PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+_FP4 = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
+PAYLOADS = (*SUMMABLE, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, *_FP4)
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)  # of scales that are made
-SCALES = (torch.float32, *dict.fromkeys((E8M0, torch.uint8)))
+SCALES = (torch.float32, *dict.fromkeys((E8M0, torch.uint8)), torch.float8_e4m3fn)
 
 # The handle of a device's current stream without making a Stream object, where torch has it.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)

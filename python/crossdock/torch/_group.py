@@ -122,10 +122,10 @@ class EpGroup(Membership):
         comm: its Comm.
         handle: a number by which operators find it.
         rows: R, the rows of every receive tensor of this rank.
-        max_scale_bytes: the largest row of scales beside a token's: a float32 per 128 columns.
+        max_scale_bytes: the largest row of scales beside a token's.
         num_local_experts: L, the experts of this rank.
         num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment,
-            duplicate_ids, on_error: as given.
+            duplicate_ids, on_error, wire_formats: as given.
         config: what `core` was made with, but for the bytes of scales.
         core: the group of the extension.
     """
@@ -151,6 +151,7 @@ class EpGroup(Membership):
         expert_ranks: Sequence[int] | None = None,
         net_buffer_bytes: int = 0,
         wire_formats: Sequence[Wire] = (),
+        max_scale_bytes: int | None = None,
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -165,7 +166,8 @@ class EpGroup(Membership):
             hidden: largest row, in elements of `dtype`.
             layout: ``"expert_major"``: receive tensors have one row per (token, expert), grouped by
                 expert; ``"rank_major"``: one per (token, rank), grouped by source.
-            dtype: widest payload: bfloat16, float16, float32, fp8 or 8-bit integer.
+            dtype: widest payload: bfloat16, float16, float32, fp8, 8-bit integer or
+                float4_e2m1fn_x2, of which `hidden` counts bytes.
             recv_capacity: R in rows; 0 = enough for any routing. Rows over a multiple of a
                 plan's alignment stay empty.
             overflow: ``"error"``: a batch that needs more rows than a capacity moves nothing and
@@ -189,6 +191,8 @@ class EpGroup(Membership):
                 to and from other machines; see ``crossdock.EpConfig``.
             wire_formats: the wires that calls of `combine` may name beside "same"; on GPUs none so
                 far.
+            max_scale_bytes: the largest row of scales that `dispatch` is given beside a token's;
+                None = a float32 per 128 columns, hidden / 32. NVFP4's are bytes per 16 numbers.
             comm: None = the default communicator.
 
         Raises:
@@ -222,13 +226,16 @@ class EpGroup(Membership):
         )
         self.num_experts = num_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]
+        self.wire_formats = tuple(wire_formats)
         self.hidden = hidden
         self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
         self.layout, self.alignment = layout, alignment
         self.dtype = dtype
         self.duplicate_ids, self.on_error = duplicate_ids, on_error
-        self.max_scale_bytes = widest_scale_bytes(hidden)
+        if max_scale_bytes is None:
+            max_scale_bytes = widest_scale_bytes(hidden)
+        self.max_scale_bytes = max_scale_bytes
         self._create(config | {"max_scale_bytes": self.max_scale_bytes})
         self.comm.provide(symmetric_tensors * self._tensor_bytes())
         self.config = config

@@ -68,12 +68,12 @@ def dispatch(
 
     Args:
         plan: from `EpGroup.prepare`.
-        tokens: ``[T, H]``, contiguous; bfloat16, float16, float32, fp8 or 8-bit integers. A row has
-            a multiple of 16 bytes.
+        tokens: ``[T, H]``, contiguous; bfloat16, float16, float32, fp8, 8-bit integers or
+            float4_e2m1fn_x2. A row has a multiple of 16 bytes.
         topk_weights: ``[T, K]`` float32, contiguous.
-        scales: ``[T, S]`` float32, float8_e8m0fnu or uint8 that travels beside the rows, as for fp8
-            tokens; of any strides. Neither gets a gradient then unless tokens are of a
-            wider type.
+        scales: ``[T, S]`` float32, float8_e8m0fnu, float8_e4m3fn or uint8 that travels beside the
+            rows, as for fp8 tokens; of any strides. Neither gets a gradient then unless tokens are
+            of a wider type.
         quantise: send bfloat16 rows as float8_e4m3fn with scales, H a multiple of what shares one.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu; "mxfp8": likewise, per 32

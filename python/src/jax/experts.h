@@ -1,4 +1,4 @@
-// The operations of crossdock/ep.h on buffers that have their names.
+// The operations of crossdock/ep.h and moe.h on buffers that have their names.
 #pragma once
 
 #include <crossdock/crossdock.h>
@@ -25,13 +25,19 @@ struct Experts {
     combine,
     dispatch_bwd,
     combine_bwd,
+    moe_forward,
+    moe_backward,
   };
 
-  // The arguments of a call beside buffers. Each number is for one operation.
+  // The arguments of a call beside buffers. Each number is for the operations that it names.
   struct Numbers {
     std::int32_t alignment = 0;                     // of the plan that prepare makes
     xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;  // how dispatch quantises
     xd_ep_wire wire = XD_EP_WIRE_SAME;              // of combine
+    // Of the plan that prepare makes, or the schedule of moe_forward and moe_backward.
+    std::int32_t parts = 0;
+    std::int32_t num_sms = 0;                        // of the latter two
+    xd_gated_activation activation = XD_GATED_SILU;  // likewise
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** group);

@@ -13,11 +13,15 @@ namespace {
 template <Platform platform>
 auto make_expert_call(std::int64_t group, std::string_view config, std::string_view arguments,
                       std::string_view results, std::int64_t quantise, std::int64_t alignment,
-                      std::int64_t wire) {
+                      std::int64_t wire, std::int64_t parts, std::int64_t num_sms,
+                      std::int64_t activation) {
   return make_call<platform, Experts>(group, config, arguments, results,
                                       {.alignment = static_cast<std::int32_t>(alignment),
                                        .quantise = static_cast<xd_ep_quantise>(quantise),
-                                       .wire = static_cast<xd_ep_wire>(wire)});
+                                       .wire = static_cast<xd_ep_wire>(wire),
+                                       .parts = static_cast<std::int32_t>(parts),
+                                       .num_sms = static_cast<std::int32_t>(num_sms),
+                                       .activation = static_cast<xd_gated_activation>(activation)});
 }
 
 template <Platform platform>
@@ -30,6 +34,9 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::int64_t>("quantise")
                                    .Attr<std::int64_t>("alignment")
                                    .Attr<std::int64_t>("wire")
+                                   .Attr<std::int64_t>("parts")
+                                   .Attr<std::int64_t>("num_sms")
+                                   .Attr<std::int64_t>("activation")
                                    .To(&make_expert_call<platform>)
                                    .release();
   return handler->Call(frame);
@@ -127,6 +134,8 @@ nb::dict registration() {
   targets["crossdock_ep_combine"] = expert<platform, Operation::combine>();
   targets["crossdock_ep_dispatch_bwd"] = expert<platform, Operation::dispatch_bwd>();
   targets["crossdock_ep_combine_bwd"] = expert<platform, Operation::combine_bwd>();
+  targets["crossdock_ep_moe_forward"] = expert<platform, Operation::moe_forward>();
+  targets["crossdock_ep_moe_backward"] = expert<platform, Operation::moe_backward>();
   targets["crossdock_ll_dispatch"] = low_latency<platform, LowLatency::Operation::dispatch>();
   targets["crossdock_ll_combine"] = low_latency<platform, LowLatency::Operation::combine>();
   targets["crossdock_ll_mask_get"] = low_latency<platform, LowLatency::Operation::mask_get>();

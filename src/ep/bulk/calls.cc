@@ -14,8 +14,8 @@ constexpr std::array kIndexTypes = {DType::i32, DType::i64};
 constexpr std::array kWeightTypes = {DType::f32};
 constexpr std::array kReducibleTypes = {DType::bf16, DType::f16, DType::f32};
 constexpr std::array kPayloadTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3,
-                                      DType::e5m2, DType::i8,  DType::u8};
-constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8};
+                                      DType::e5m2, DType::i8,  DType::u8,  DType::e2m1x2};
+constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::e4m3};
 
 // Reads the tensors of one call, which differ in name, dimensions and types only.
 class Reader {
@@ -120,6 +120,11 @@ void require_scales(const Tensor& scales, const Tensor& received, const Tensor& 
   XD_REQUIRE(received.row_bytes() >= 1 && received.row_bytes() <= config.max_scale_bytes,
              received.name, ": a row has ", received.row_bytes(),
              " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
+  const std::int64_t numbers = 2 * rows.cols;  // of FP4
+  XD_REQUIRE(
+      rows.type != DType::e2m1x2 || scales.cols * 16 == numbers || scales.cols * 32 == numbers,
+      scales.name, ": has ", scales.cols, " columns beside ", rows.name, " of ", rows.cols,
+      " bytes of two numbers, expected one for 16 or for 32 numbers");
 }
 
 // Checks the types, columns and scales that a way of quantising asks for.

@@ -151,9 +151,10 @@ struct ChunkFlags {
     return small > large ? small : large;
   }
 };
-// A sender stops at the end of each chunk until the rows have landed. Receivers wait for partial
-// sums one token at a time.
-constexpr ChunkFlags sent_chunks() { return {8}; }
+// A sender stops at the end of each chunk until the rows have landed. In a call with a part it
+// sends only some of a chunk's tokens, so there are more of them. Receivers wait for partial sums
+// one token at a time.
+constexpr ChunkFlags sent_chunks(bool of_a_part = false) { return {of_a_part ? 16 : 8}; }
 constexpr ChunkFlags summed_chunks() { return {2}; }
 
 // Byte offsets inside the memory that a rank of a group shares.

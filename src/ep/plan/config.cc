@@ -12,7 +12,7 @@ namespace xd::ep {
 namespace {
 
 constexpr DType kPayloads[] = {DType::bf16, DType::f16, DType::f32, DType::e4m3,
-                               DType::e5m2, DType::i8,  DType::u8};
+                               DType::e5m2, DType::i8,  DType::u8,  DType::e2m1x2};
 
 void read_device(const CommonFields& user, CommonConfig& config) {
   XD_REQUIRE(user.device_type == 0 || find_device_kind(user.device_type) != nullptr,
@@ -133,7 +133,7 @@ CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payload
 Config read_config(const xd_ep_config* user, int comm_ranks) {
   const xd_ep_config read = read_struct("config", user, xd_ep_config XD_EP_CONFIG_INIT);
   constexpr const char* kNames =
-      "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8 or uint8";
+      "bfloat16, float16, float32, float8_e4m3fn, float8_e5m2, int8, uint8 or float4_e2m1fn_x2";
   Config config;
   static_cast<CommonConfig&>(config) =
       read_common(CommonFields::of(read), comm_ranks, {kPayloads, kNames});

@@ -22,6 +22,8 @@ BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])
 DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
 SECONDS = 400  # SGLang has thousands of files to import
 UNUSED = ("IPython", "gguf", "loguru", "torchvision")
+# SGLang imports these where there is CUDA: kernels, for which torch's functions stand here.
+KERNELS = ("deep_gemm", "sgl_kernel")
 
 
 class NoStream:
@@ -38,7 +40,7 @@ def sglang(
 ) -> Iterator[SimpleNamespace]:
     """SGLang's modules with a plug-in, as a server has them that has DeepGEMM."""
     with (
-        plugged_in(register, UNUSED),
+        plugged_in(register, UNUSED + (KERNELS if torch.cuda.is_available() else ())),
         pytest.MonkeyPatch.context() as patch,
         process_group(),
     ):
@@ -52,9 +54,10 @@ def sglang(
             "context": "sglang.srt.runtime_context",
         }.items():
             setattr(parts, name, importlib.import_module(module))
-        device = SimpleNamespace(multi_processor_count=132)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_, **__: device)
-        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        if not torch.cuda.is_available():
+            device = SimpleNamespace(multi_processor_count=132)
+            patch.setattr(torch.cuda, "get_device_properties", lambda *_, **__: device)
+            patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(parts.first.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
         for name in ("DEEPGEMM_BLACKWELL", "DEEPGEMM_SCALE_UE8M0"):
             patch.setattr(parts.first.deep_gemm_wrapper, name, False)
@@ -76,6 +79,16 @@ def sglang(
             yield parts
         finally:
             buffers.clear()
+
+
+@contextlib.contextmanager
+def own(me: Rank) -> Iterator[SimpleNamespace]:
+    """SGLang's modules, with Crossdock's classes in their places."""
+    with sglang(me, plugin.register) as parts:
+        parts.ours = importlib.import_module("crossdock.sglang._dispatchers")
+        args = SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64)
+        parts.patch.setattr(parts.ours, "get_server_args", lambda: args)
+        yield parts
 
 
 def begin(parts: SimpleNamespace, prefill: bool) -> None:
@@ -102,7 +115,10 @@ class Placed:
     ) -> None:
         rank, ranks = parts.me.rank, parts.me.num_ranks
         logical = [*range(EXPERTS), *range(4 if copies else 0)]
-        self.problem = problem = Problem(BATCHES[seed][:ranks], hidden, EXPERTS, TOPK, seed)
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # the same numbers on all ranks
+            problem = Problem(BATCHES[seed][:ranks], hidden, EXPERTS, TOPK, seed)
+        self.problem = problem.on(device)
         self.num_experts, self.local = len(logical), len(logical) // ranks
         self.rank = rank
         self.mine = logical[rank * self.local : (rank + 1) * self.local]

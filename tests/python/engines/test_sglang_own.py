@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from crossdock import sglang as plugin
 from engines import installed, needs, plugged_in
 from sglang_cases import (
     DISPATCHERS,
@@ -23,7 +20,7 @@ from sglang_cases import (
     dispatcher,
     layers_are_dense_sums,
     micro_batches_take_turns,
-    sglang,
+    own,
 )
 from support import Rank, on_ranks
 
@@ -32,16 +29,6 @@ pytestmark = needs("sglang")
 # Processes of their own: those of test_sglang.py have SGLang's classes.
 APART: dict[str, Any] = {"timeout": SECONDS, "among": 6}
 COLUMNS = {False: 264, True: 256}  # by whether rows are FP8: rows of 528 bytes fit DeepEP nowhere
-
-
-@contextlib.contextmanager
-def own(me: Rank) -> Iterator[SimpleNamespace]:
-    """SGLang's modules, with the classes here in their places."""
-    with sglang(me, plugin.register) as parts:
-        parts.ours = importlib.import_module("crossdock.sglang._dispatchers")
-        args = SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64)
-        parts.patch.setattr(parts.ours, "get_server_args", lambda: args)
-        yield parts
 
 
 def number_of_groups(parts: SimpleNamespace) -> int:

@@ -25,7 +25,6 @@ from vllm_cases import (
     TOPK,
     Experts,
     engine,
-    globalize,
     in_two_threads,
     layer,
     physical_ids,
@@ -33,6 +32,7 @@ from vllm_cases import (
     quantise_input,
     tell_tokens,
 )
+from vllm_on_cpu import globalize
 
 pytestmark = needs("vllm")
 

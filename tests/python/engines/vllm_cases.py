@@ -66,15 +66,6 @@ def quantise_input(x: torch.Tensor, scale: Any, quant_dtype: Any, **_: Any) -> A
     return (x, scale) if quant_dtype is None else quantise(x)
 
 
-def globalize(
-    ids: torch.Tensor, rows_per_rank: torch.Tensor, first: int, experts: int
-) -> torch.Tensor:
-    """Does as vLLM's kernel: ids of all experts, and -1 in rows that are none."""
-    row = torch.arange(len(ids)).unsqueeze(1)
-    kept = (ids >= 0) & (ids + first < experts) & (row < rows_per_rank[-1])
-    return torch.where(kept, ids + first, -1)
-
-
 class Experts:
     """This rank's experts, as vLLM's kernel of a layer has them.
 

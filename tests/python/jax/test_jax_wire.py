@@ -77,3 +77,25 @@ def test_few_tokens_whole_and_in_halves(world: World) -> None:
 def test_a_wire_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="wire_formats: expected one of"):
         config_of(TOKENS, wire_formats=("logfmt",))
+
+
+def test_a_wire_that_the_group_has_not_is_refused_while_tracing(world: World) -> None:
+    """By rows in slots as well, and rows that no scale of fp8 fits."""
+    ids = np.concatenate(routing(SEED, TOKENS, EXPERTS, TOPK, "uniform"))
+    for sizes in ({"hidden": HIDDEN}, {"hidden": HIDDEN + 64, "wire_formats": ("fp8",)}):
+        config, few = config_of(TOKENS, **sizes), low_latency_config_of(TOKENS, **sizes)
+        columns = sizes["hidden"]
+        plan = xd.ep_prepare(config, ids)
+        rows = np.zeros((RANKS * world.ep.group(config).rows, columns), np.float32)
+        slots = xd.ll_dispatch(few, np.zeros((RANKS * TOKENS, columns), np.float32), ids)
+        lacking = "float32" if "wire_formats" in sizes else "fp8"
+        text = rf"wire: expected 'same' or one of .* wire_formats = \(.*\), got '{lacking}'"
+        with pytest.raises(ValueError, match=text):
+            xd.ep_combine(plan, rows, wire=lacking)
+        with pytest.raises(ValueError, match=text):
+            xd.ll_combine(slots.plan, slots.tokens, wire=lacking)
+    text = "expert_out: expected a multiple of 128 columns with wire = 'fp8', got shape .* 192"
+    with pytest.raises(ValueError, match=text):
+        xd.ep_combine(plan, rows, wire="fp8")
+    with pytest.raises(ValueError, match=text):
+        xd.ll_combine(slots.plan, slots.tokens, wire="fp8")

@@ -114,14 +114,19 @@ def in_a_map(ep: xd.EpMesh, layer: Callable[..., xd.MoEOutput]) -> Callable[...,
 
 
 @pytest.mark.parametrize(
-    "mesh, leading", list(zip(MESHES, [(TOKENS,), (4, 7), (4, 3, 2), (TOKENS,)])), ids=str
+    "mesh, leading, overlap",
+    [
+        *zip(MESHES, [(TOKENS,), (4, 7), (4, 3, 2), (TOKENS,)], [None] * 4),
+        (MESHES[1], (4, 7), 3),
+    ],
+    ids=str,
 )
-def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading):
+def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading, overlap):
     batch = values(*leading)
     ep = make_mesh(*mesh)
     config = config_of(int(np.prod(leading)) // RANKS)
-    got = on_mesh(ep, *batch, lambda params, x: xd.moe_layer(config, params, x))
-    jax.tree.map(close, got, plain(*batch))
+    layer = functools.partial(xd.moe_layer, config, overlap=overlap)
+    jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
 def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
@@ -145,7 +150,8 @@ def test_gradients_outside_jit_of_arrays_that_are_nowhere_yet():
     jax.tree.map(close, got, plain(params, x, grad)[1])
 
 
-def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
+@pytest.mark.parametrize("overlap", [None, "serial"])
+def test_layers_in_scan_with_remat_have_the_gradients_of_one_device(overlap):
     params, x, grad = values(TOKENS)
     stacked = {name: np.stack([array, array[..., ::-1]]) for name, array in params.items()}
     ep = make_mesh(*MESHES[1])
@@ -170,9 +176,13 @@ def test_layers_in_scan_with_remat_have_the_gradients_of_one_device():
         for name, array in stacked.items()
     }
     along = NamedSharding(ep.mesh, P(("data", "expert")))
-    got = jax.jit(
-        jax.grad(objective(lambda p, x: xd.moe_layer(config, xd.MoEParams(**p), x).hidden), (0, 1))
-    )(sharded, jax.device_put(x, along), jax.device_put(grad, along))
+
+    def layer(p, x):
+        return xd.moe_layer(config, xd.MoEParams(**p), x, overlap=overlap).hidden
+
+    got = jax.jit(jax.grad(objective(layer), (0, 1)))(
+        sharded, jax.device_put(x, along), jax.device_put(grad, along)
+    )
     jax.tree.map(close, got, expected)
 
 
@@ -197,12 +207,15 @@ def test_layers_side_by_side_are_chained(mapped):
     jax.tree.map(lambda got, one, other: close(got, one + other), got, left[1][0], right[1][0])
 
 
-def test_bfloat16_layer_is_near_float32():
+@pytest.mark.parametrize("overlap", [None, EXPERTS // RANKS])
+def test_bfloat16_layer_is_near_float32(overlap):
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[0])
     config = config_of(TOKENS // RANKS, dtype=jnp.bfloat16, alignment=8)
     (out, _, _), _ = on_mesh(
-        ep, *batch, lambda params, x: xd.moe_layer(config, params, x.astype(jnp.bfloat16))
+        ep,
+        *batch,
+        lambda params, x: xd.moe_layer(config, params, x.astype(jnp.bfloat16), overlap=overlap),
     )
     assert out.dtype == jnp.bfloat16
     close(out, plain(*batch)[0][0], tolerance=0.06)

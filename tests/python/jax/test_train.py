@@ -105,7 +105,7 @@ def test_gpus_that_are_not_there_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "program, said",
     [
-        ("operations.py", "gradients as expected"),
+        ("operations.py", "gradients as expected\nexperts as expected"),
         ("decode.py", "three steps as expected"),
     ],
 )

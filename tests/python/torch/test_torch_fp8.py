@@ -111,3 +111,36 @@ def test_given_scales_travel_with_their_rows(me: Rank, layout: str) -> None:
             weights.grad,
             batch.routing.dispatch_bwd_weights(me.rank, ones),
         )
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch 2.8 has FP4 rows")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("numbers", [16, 32], ids=["nvfp4", "mxfp4"])
+@on_ranks(2)
+def test_rows_of_fp4_travel_with_their_scales(me: Rank, layout: str, numbers: int) -> None:
+    """As the same bytes do without that name."""
+    batch = Batch(SEED + 4, ragged(me, HIDDEN), layout)
+    kind = torch.float8_e4m3fn if numbers == 16 else torch.float8_e8m0fnu
+    generator = torch.Generator().manual_seed(SEED + me.rank)
+    tokens, columns = batch.tokens[me.rank], HIDDEN // numbers
+    shapes = (tokens, HIDDEN // 2), (tokens, columns)
+    rows, scales = (
+        torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device="cpu")
+        for shape in shapes
+    )
+    rows, scales = rows.to(where()), scales.to(where())
+    with xd.init(), torch.no_grad():
+        group = batch.group(torch.bfloat16, max_scale_bytes=columns)
+        topk_idx, *_ = batch.local(me.rank)
+        plan = group.prepare(topk_idx)
+        plain = xd.dispatch(plan, rows, scales=scales)
+        named = xd.dispatch(plan, rows.view(torch.float4_e2m1fn_x2), scales=scales.view(kind))
+        assert named.tokens.dtype == torch.float4_e2m1fn_x2
+        assert named.scales is not None and plain.scales is not None
+        assert named.scales.dtype == kind
+        used = int(plan.total)
+        for one, other in ((named.tokens, plain.tokens), (named.scales, plain.scales)):
+            assert torch.equal(one.view(torch.uint8)[:used], other[:used])
+        wrong = scales[:, 1:].contiguous().view(kind)
+        with pytest.raises(ValueError, match="one for 16 or for 32 numbers"):
+            xd.dispatch(plan, rows.view(torch.float4_e2m1fn_x2), scales=wrong)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from crossdock._core import constants
+from crossdock._wire import Wire
 
 from .._group import EpGroup, Plan, order_after
 from .._low_latency import LowLatencyGroup, Slots
@@ -18,8 +19,8 @@ from .router import Routing
 
 __all__ = ["DecodePlan", "decode", "decode_group", "refuse_decoding", "require_decodable"]
 
-# By group, then by tokens and alignment: layers that share a group share these as well.
-_groups: weakref.WeakKeyDictionary[EpGroup, dict[tuple[int, int], LowLatencyGroup]]
+# By group, then by tokens, alignment and wire: layers that share a group share these as well.
+_groups: weakref.WeakKeyDictionary[EpGroup, dict[tuple[int, int, Wire], LowLatencyGroup]]
 _groups = weakref.WeakKeyDictionary()
 
 
@@ -46,14 +47,16 @@ class DecodePlan:
         return experts.masked_fill(experts == self.group.num_local_experts, -1)
 
 
-def decode_group(group: EpGroup, max_tokens: int, alignment: int) -> LowLatencyGroup:
+def decode_group(
+    group: EpGroup, max_tokens: int, alignment: int, wire: Wire = "same"
+) -> LowLatencyGroup:
     """The low-latency group beside an EpGroup; collective where it has to be made first."""
     beside = _groups.setdefault(group, {})
-    found = beside.get((max_tokens, alignment))
+    found = beside.get((max_tokens, alignment, wire))
     if found is not None and found.core.closed:
         raise ValueError("decode_tokens: expected the group's low-latency group, which was closed")
     if found is None:
-        found = beside[max_tokens, alignment] = LowLatencyGroup(
+        found = beside[max_tokens, alignment, wire] = LowLatencyGroup(
             num_experts=group.num_experts,
             max_topk=group.max_topk,
             max_tokens_per_rank=max_tokens,
@@ -63,6 +66,7 @@ def decode_group(group: EpGroup, max_tokens: int, alignment: int) -> LowLatencyG
             on_error=group.on_error,
             receive="by_expert",
             alignment=alignment,
+            wire_formats=(wire,),
             comm=group.comm,
         )
     return found
@@ -107,6 +111,7 @@ def decode(
     routing: Routing,
     experts: Callable[[torch.Tensor, Any], torch.Tensor],
     after: Plan | torch.Tensor | None,
+    wire: Wire,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends rows ``[T, H]`` through their experts and back: the sums, and their order. Collective.
 
@@ -114,7 +119,7 @@ def decode(
     the call, on whichever side of the experts.
     """
     if torch.compiler.is_compiling():
-        return _traced(few, group, rows, routing, experts, after)
+        return _traced(few, group, rows, routing, experts, after, wire)
     try:
         order_after(few, constants.LL_DISPATCH, after)  # in eager mode the calls are in order
         received = _dispatched(few, rows, routing.topk_idx)
@@ -132,7 +137,7 @@ def decode(
     except Exception as error:
         _fail_combine(few, f"experts: {type(error).__name__}: {error}")
         raise
-    return ll_combine(received.plan, results, routing.topk_weights), few.order
+    return ll_combine(received.plan, results, routing.topk_weights, wire=wire), few.order
 
 
 def _traced(
@@ -142,6 +147,7 @@ def _traced(
     routing: Routing,
     experts: Callable[[torch.Tensor, Any], torch.Tensor],
     after: Plan | torch.Tensor | None,
+    wire: Wire,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`decode` for a compiler, to which data says what comes first."""
     order = order_after(few, constants.LL_DISPATCH, after)
@@ -151,7 +157,8 @@ def _traced(
     received = _dispatched(few, rows, topk_idx)
     assert received.row_offsets is not None
     plan = DecodePlan(group, received.row_offsets.to(torch.int32), received.tokens.shape[0])
-    out = ll_combine(received.plan, experts(received.tokens, plan), routing.topk_weights)
+    results = experts(received.tokens, plan)
+    out = ll_combine(received.plan, results, routing.topk_weights, wire=wire)
     return out, few.order.clone()
 
 

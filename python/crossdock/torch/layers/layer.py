@@ -13,6 +13,7 @@ from torch import nn
 from crossdock._config import Overflow
 from crossdock._core import constants
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
+from crossdock._wire import Wire, wire_number
 
 from .._autocast import autocast_dtype, cast
 from .._beside import Beside
@@ -83,6 +84,7 @@ class MoELayer(nn.Module):
         decode_group: its ``LowLatencyGroup``, whose `check` and `stats` tell of forward passes with
             ``decode``; None without ``decode_tokens``.
         param_dtype: the dtype that the experts' parameters were made with.
+        combine_wire: as given.
         overlap: the schedule that `overlap` stands for; None = serial.
     """
 
@@ -109,6 +111,7 @@ class MoELayer(nn.Module):
         global_load: bool = False,
         decode_tokens: int = 0,
         overlap: OverlapOption = False,
+        combine_wire: Wire = "same",
     ) -> None:
         """Makes the layer on the communicator's device.
 
@@ -158,6 +161,9 @@ class MoELayer(nn.Module):
                 pay (docs/overlap.md). For the built-in experts, of a gated activation that the
                 library has, without bias and fp8. Equal on all ranks; it changes no bits where the
                 products are the same, as on the CPU.
+            combine_wire: the form in which sums of experts' results come back, as of `combine`, in
+                all forward passes; of a given `group`, "same" or one of its ``wire_formats``. Not
+                with `overlap`. Equal on all ranks.
 
         Raises:
             TypeError: `param_dtype` is no dtype that parameters can have.
@@ -177,16 +183,17 @@ class MoELayer(nn.Module):
                 "z_loss_weight: expected 0 beside a router of the caller's, whose losses are its "
                 f"Routing.loss; got {z_loss_weight}"
             )
+        _check_wire(combine_wire, group, overlap)
         self._has_own_group = group is None
         if group is None:
             limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
-            group = _make_group(sizes, comm, dtype, *limits)
+            group = _make_group(sizes, comm, dtype, combine_wire, *limits)
         _check_group(group, hidden, num_experts, topk, dtype)
-        self.group = group
+        self.group, self.combine_wire = group, combine_wire
         self.decode_group: LowLatencyGroup | None = None
         if decode_tokens:
             alignment = _alignment(group.dtype) if self._has_own_group else group.alignment
-            self.decode_group = decode_group(group, decode_tokens, alignment)
+            self.decode_group = decode_group(group, decode_tokens, alignment, combine_wire)
         self.global_load = global_load
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
@@ -289,7 +296,8 @@ class MoELayer(nn.Module):
         if few is None:
             out, order = self._through_experts(rows, routing, after)
         else:
-            out, order = decoded(few, self.group, rows, routing, self.experts, after)
+            given = (rows, routing, self.experts, after, self.combine_wire)
+            out, order = decoded(few, self.group, *given)
         if shared is not None:
             out = out + shared.result()
         aux_loss, load = self._losses(routing, chosen, few is not None)
@@ -322,8 +330,8 @@ class MoELayer(nn.Module):
             routing.topk_weights,
             exact=rows.device.type == "cpu" and not torch.compiler.is_compiling(),
         )
-        out = combine(plan, self.experts(received.tokens, plan), received.weights)
-        return out, plan.order
+        results = self.experts(received.tokens, plan)
+        return combine(plan, results, received.weights, wire=self.combine_wire), plan.order
 
     def _infers(self) -> bool:
         """Whether no training can follow, so that this pass counts for no bias, and no loss.
@@ -484,6 +492,7 @@ def _make_group(
     sizes: _Sizes,
     comm: Comm | None,
     dtype: torch.dtype | None,
+    combine_wire: Wire,
     max_tokens_per_rank: int | None,
     recv_capacity: int,
     overflow: Overflow,
@@ -507,8 +516,21 @@ def _make_group(
         recv_capacity=recv_capacity,
         overflow=overflow,
         alignment=alignment,
+        wire_formats=(combine_wire,),
         comm=comm,
     )
+
+
+def _check_wire(wire: Wire, group: EpGroup | None, overlap: OverlapOption) -> None:
+    if not wire_number(wire, "combine_wire"):
+        return
+    if overlap is not False:
+        raise ValueError(f"combine_wire: expected 'same' beside overlap, got {wire!r}")
+    if group is not None and wire_number(wire) not in map(wire_number, group.wire_formats):
+        raise ValueError(
+            f"combine_wire: expected 'same' or one of the group's wire_formats "
+            f"{list(group.wire_formats)}, got {wire!r}"
+        )
 
 
 def _alignment(dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ __all__ = ["Overlap", "OverlapOption", "moe", "resolve"]
 
 _FORWARD = torch.ops.crossdock.moe_forward.default
 _ROW_ALIGNMENT = constants.ROW_ALIGNMENT
-_DEFAULT_PARTS, _DEFAULT_SMS, _MOST_PARTS = 4, 16, 16
+_DEFAULT_PARTS, _DEFAULT_SMS = 4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def resolve(overlap: OverlapOption, group: EpGroup, topk: int, ffn: int) -> Over
             f"ffn: expected rows of a multiple of {_ROW_ALIGNMENT} bytes beside overlap, got "
             f"{ffn} elements of {group.dtype}"
         )
-    most = min(_MOST_PARTS, _fewest_experts(group))
+    most = min(constants.MAX_PARTS, _fewest_experts(group))
     if isinstance(overlap, Overlap):
         if overlap.parts > most:
             raise ValueError(

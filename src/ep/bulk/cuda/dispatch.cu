@@ -39,8 +39,8 @@ struct NotScaled {};
 
 // The tokens that a warp sends at a time: those of a chunk, or one where nobody waits for chunks,
 // so that all warps end at the same time.
-__device__ int tokens_at_once(int tokens, bool in_chunks) {
-  return in_chunks ? sent_chunks().tokens_per_chunk(tokens) : 1;
+__device__ int tokens_at_once(const Turn& turn, bool in_chunks) {
+  return in_chunks ? sent_chunks(turn.selects()).tokens_per_chunk(turn.plan().tokens) : 1;
 }
 
 // `kRemote`: some ranks are on other machines.
@@ -56,7 +56,7 @@ class Sender {
     const int tokens = turn_.plan().tokens;
     const int unit = first_unit({0, p_.send_blocks});
     if (!turn_.moves() || unit < 0) return;
-    const int token = unit * tokens_at_once(tokens, p_.receives);
+    const int token = unit * tokens_at_once(turn_, p_.receives);
     if (token >= tokens) return;
     first_ = token;
     first_code_ = code_of(first_);
@@ -70,12 +70,13 @@ class Sender {
     const int tokens = turn_.plan().tokens;
     const bool in_chunks = any_receiver();
     if (in_chunks != p_.receives) forget_first();
-    const int each = tokens_at_once(tokens, in_chunks);
+    const int each = tokens_at_once(turn_, in_chunks);
     const Team team{0, p_.send_blocks};
     for_each_unit(turn_, 0, team, (tokens + each - 1) / each, !in_chunks, [&](int unit) {
-      const int last = min((unit + 1) * each, tokens);
+      const int first = unit * each, last = min(first + each, tokens);
+      unsigned due = moves ? due_tokens(first, last) : 0;
 #pragma unroll 1
-      for (int t = unit * each; moves && t < last; ++t) send_token(t);
+      for (; due != 0; due &= due - 1) send_token(first + __ffs(static_cast<int>(due)) - 1);
       if (in_chunks) {
         mover_.landed();
         turn_.release_chunk(unit, [&](int d) { return receives(d); });
@@ -113,6 +114,22 @@ class Sender {
   __device__ MoverSource row_of(int token) const {
     return {p_.tokens + static_cast<std::uint64_t>(token) * p_.send.row_bytes,
             p_.scales.data != nullptr ? p_.scales.row(token) : nullptr};
+  }
+
+  // The tokens [first, last), up to 31, some of whose rows may go in the call's part, as bits; in a
+  // call without a part all of them. A lane looks at a token, so that those of other parts cost
+  // little. All lanes call it.
+  __device__ unsigned due_tokens(int first, int last) const {
+    if (kRemote || !turn_.selects()) return (1u << (last - first)) - 1;
+    const int token = first + lane_id(), topk = turn_.plan().topk;
+    bool due = false;
+    if (token < last) {
+      const std::uint32_t* codes = plan_.code + static_cast<std::uint64_t>(token) * topk;
+#pragma unroll 1
+      for (int k = 0; k < topk; ++k) due |= has_row_in_part(turn_, shared_, codes[k]);
+      due |= token == first_;
+    }
+    return __ballot_sync(kAllLanes, due);
   }
 
   __device__ void send_token(int token) {
@@ -177,15 +194,16 @@ class Receiver {
   // False = fatal.
   __device__ bool receive_all() {
     const Team team = blocks_behind(p_.send_blocks);
-    const bool good =
-        for_each_arrival(turn_, plan_, sent_chunks(), 0, 1, team, [&](const Arrival& a) {
+    const bool good = for_each_arrival(
+        turn_, plan_, sent_chunks(turn_.selects()), 0, 1, team, [&](const Arrival& a) {
           if (a.source == turn_.rank() && p_.own_rows_direct) return true;
           const ItemRange items = items_of(turn_, plan_, a.source, a.token, a.tokens);
-          if (items.first >= items.last) return true;
+          const unsigned due = due_items(turn_, plan_, items, false);
+          if (due == 0) return true;
           if (!await_chunk(turn_, a.source, a.flag)) return false;
           // This thread sees the peers' stores; the fence makes bulk loads see them as well.
           ptx::fence_proxy_async_global();
-          for_each_item(turn_, plan_, items,
+          for_each_item(turn_, plan_, items, due,
                         [&](const ItemRows& rows, std::uint32_t) { receive(rows); });
           return true;
         });
@@ -195,7 +213,7 @@ class Receiver {
 
  private:
   __device__ void receive(const ItemRows& rows) {
-    if (rows.count == 0 || !is_item_due(turn_, rows, false)) return;
+    if (rows.count == 0) return;
     const std::uint32_t first = __shfl_sync(kAllLanes, rows.row, 0);
     fan_out(rows, first);
     if (p_.fan_out.beside_bytes == 0) copy_rows(p_.recv_scales, rows, first);

@@ -238,6 +238,14 @@ PrepareParams prepare_params(const PrepareCall& call, const GroupView& view) {
   params.alignment = call.alignment;
   params.parts = call.parts;
   params.plan = call.plan;
+  const GroupDevice& group = view.device;
+  params.map = PlanMap::make({.local_experts = group.local_experts,
+                              .tokens = params.tokens,
+                              .topk = params.topk,
+                              .list_rows = group.layout.row_per_expert ? group.capacity : 0,
+                              .items = group.keeps_items ? group.capacity : 0,
+                              .ranks = group.ranks(),
+                              .parts = params.parts});
   params.counts = output(call.counts);
   params.padded_counts = output(call.padded_counts);
   params.offsets = output(call.offsets);

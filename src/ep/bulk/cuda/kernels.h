@@ -21,6 +21,7 @@ struct PrepareParams {
   bool wide_ids;  // int64
   int tokens, topk, alignment, parts;
   std::byte* plan;
+  PlanMap map;  // computed by the host: kernels have no registers to keep it in
   struct Output {
     void* data;  // nullptr = not given
     bool wide;   // int64
@@ -28,17 +29,6 @@ struct PrepareParams {
   Output counts, padded_counts, offsets, total, rank_rows;
   std::uint32_t* scratch;  // PrepareScratch
   ExpertMap experts;       // with tables in device memory
-
-  constexpr PlanMap plan_map() const {
-    const GroupDevice& g = turn.group;
-    return PlanMap::make({.local_experts = g.local_experts,
-                          .tokens = tokens,
-                          .topk = topk,
-                          .list_rows = g.layout.row_per_expert ? g.capacity : 0,
-                          .items = g.keeps_items ? g.capacity : 0,
-                          .ranks = g.ranks(),
-                          .parts = parts});
-  }
 };
 
 // The parameters of dispatch, and of combine_bwd, which sends gradients in the same way.

@@ -61,27 +61,29 @@ class Scaler {
   __device__ int tokens_of(int source) const {
     return min(max(plan_.tokens[source], 0), turn_.group().max_tokens);
   }
-  __device__ static int units_per_chunk(int tokens) {
-    return (sent_chunks().tokens_per_chunk(tokens) + kMostTokens - 1) / kMostTokens;
+  __device__ ChunkFlags chunks() const { return sent_chunks(turn_.selects()); }
+  __device__ int units_per_chunk(int tokens) const {
+    return (chunks().tokens_per_chunk(tokens) + kMostTokens - 1) / kMostTokens;
   }
   __device__ int units_of(int source) const {
     const int tokens = tokens_of(source);
-    return sent_chunks().count(tokens) * units_per_chunk(tokens);
+    return chunks().count(tokens) * units_per_chunk(tokens);
   }
 
   __device__ bool scale_unit(int source, int unit) {
     const int all = tokens_of(source);
-    const int each = sent_chunks().tokens_per_chunk(all), units = units_per_chunk(all);
+    const int each = chunks().tokens_per_chunk(all), units = units_per_chunk(all);
     const int chunk = unit / units, begin = unit % units * kMostTokens;
     const int token = chunk * each + begin;
     const int tokens = min(min(kMostTokens, each - begin), all - token);
     if (tokens <= 0) return true;
     const ItemRange items = items_of(turn_, plan_, source, token, tokens);
-    if (items.first >= items.last) return true;
+    const unsigned due = due_items(turn_, plan_, items, false);
+    if (due == 0) return true;
     const bool own = source == turn_.rank();
     if (!own && !await_chunk(turn_, source, chunk)) return false;
-    for_each_item(turn_, plan_, items, [&](const ItemRows& rows, std::uint32_t cell) {
-      if (rows.count == 0 || !is_item_due(turn_, rows, false)) return;
+    for_each_item(turn_, plan_, items, due, [&](const ItemRows& rows, std::uint32_t cell) {
+      if (rows.count == 0) return;
       const std::byte* gradient = own ? own_gradient(cell) : arrived_gradient(rows);
       if (gradient == nullptr) return;
       if (p_.expert_out != nullptr) {

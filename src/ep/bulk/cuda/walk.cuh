@@ -91,6 +91,15 @@ __device__ inline int order_of(const Choice& c, int& count) {
   return lower;
 }
 
+// Whether the row of a choice is of the call's part, where the call selects one. Any thread.
+__device__ inline bool has_row_in_part(const Turn& turn, const TurnShared& shared,
+                                       std::uint32_t code) {
+  const int ranks = turn.ranks();
+  if (code == RowCodec::kNone || code >= shared.base[ranks]) return false;
+  const int rank = rank_of_row(shared, ranks, code);
+  return turn.peer(rank).part.has(code - shared.base[rank]);
+}
+
 // Leaves the choices whose rows move in the call's part: all of a token's rows at a rank come with
 // the first of their parts. All lanes call it.
 __device__ inline void keep_due(const Turn& turn, Choice& c) {
@@ -192,28 +201,41 @@ struct ItemRows {
   std::uint32_t row;  // the row of this lane, if lane < count
 };
 
-// True if the call deals with an item of this rank, which it does in the first of the parts of its
-// rows, or `sums`: in the last one. All lanes call it.
-__device__ inline bool is_item_due(const Turn& turn, const ItemRows& rows, bool sums) {
-  if (!turn.selects()) return true;
+// The items of a range, up to 31, that the call deals with, as bits. In a call with a part these
+// are the items of whose parts it is the first, or `sums`: the last one. A lane looks at an item,
+// so that items of other parts cost little. All lanes call it.
+__device__ inline unsigned due_items(const Turn& turn, const PlanParts& plan,
+                                     const ItemRange& range, bool sums) {
+  const int count = min(max(range.last - range.first, 0), 31);  // more only in damaged plans
+  if (!turn.selects()) return (1u << count) - 1;
   const PartRows& part = turn.peer(turn.rank()).part;
-  const bool mine = lane_id() < rows.count;
-  const unsigned here = __ballot_sync(kAllLanes, mine && part.has(rows.row));
-  const bool other = sums ? part.is_later(rows.row) : part.is_earlier(rows.row);
-  return is_due(kAllLanes, here, __ballot_sync(kAllLanes, mine && other));
+  unsigned here = 0, other = 0;
+  if (lane_id() < count) {
+    const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
+    const int item = range.first + lane_id();
+    const std::uint32_t begin = min(plan.start[item], capacity);
+    const std::uint32_t end = min(min(plan.start[item + 1], capacity), begin + 32);
+#pragma unroll 1
+    for (std::uint32_t i = begin; i < end; ++i) {
+      const std::uint32_t row = plan.list[i];
+      here |= part.has(row) ? 1 : 0;
+      other |= (sums ? part.is_later(row) : part.is_earlier(row)) ? 1 : 0;
+    }
+  }
+  return __ballot_sync(kAllLanes, is_due(1, here, other));
 }
 
-// Calls body(rows, cell) for the items of a range, which belong to one chunk; the next item's rows
-// are fetched meanwhile. All lanes call it.
+// Calls body(rows, cell) for those items of a range that `due` has, which belong to one chunk; the
+// next item's rows are fetched meanwhile. All lanes call it.
 template <class Body>
 __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const ItemRange& range,
-                              Body&& body) {
-  static_assert(sent_chunks().most_tokens < 32 && summed_chunks().most_tokens < 32);
+                              unsigned due, Body&& body) {
+  static_assert(sent_chunks(true).most_tokens < 32 && summed_chunks().most_tokens < 32);
   const bool listed = turn.group().layout.row_per_expert;  // else items are rows
   const auto capacity = static_cast<std::uint32_t>(turn.group().capacity);
   const auto limit = static_cast<std::uint32_t>(turn.plan().recv_rows);
   const int lane = lane_id();
-  const int count = min(range.last - range.first, 31);  // more only in damaged plans
+  const int count = min(range.last - range.first, 31);
   const std::uint32_t cells = lane < count ? plan.cell[range.first + lane] : 0;
   std::uint32_t starts = static_cast<std::uint32_t>(range.first + lane);
   if (listed) starts = lane <= count ? min(plan.start[range.first + lane], capacity) : 0;
@@ -224,11 +246,14 @@ __device__ void for_each_item(const Turn& turn, const PlanParts& plan, const Ite
     const bool mine = static_cast<std::uint32_t>(lane) < rows;
     return ItemRows{static_cast<int>(rows), !mine ? 0 : listed ? plan.list[first + lane] : first};
   };
-  ItemRows next = count > 0 ? rows_at(0) : ItemRows{0, 0};
+  const auto first_of = [](unsigned bits) { return __ffs(static_cast<int>(bits)) - 1; };
+  ItemRows next = due != 0 ? rows_at(first_of(due)) : ItemRows{0, 0};
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
+  while (due != 0) {
+    const int i = first_of(due);
+    due &= due - 1;
     ItemRows rows = next;
-    if (i + 1 < count) next = rows_at(i + 1);
+    if (due != 0) next = rows_at(first_of(due));
     const bool good = lane >= rows.count || rows.row < limit;
     if (!__all_sync(kAllLanes, good)) rows.count = 0;
     body(rows, __shfl_sync(kAllLanes, cells, i));

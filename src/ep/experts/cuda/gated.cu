@@ -47,27 +47,46 @@ __device__ std::int64_t bound_at(const GatedParams& p, const void* offset, std::
   return min(max(row, std::int64_t{0}), p.rows);
 }
 
-// The elements that a lane takes at a time: a vector of 16 bytes, or one.
+struct Arithmetic {
+  __device__ static float larger(float x, float y) { return fmaxf(x, y); }
+  // The compiler's own steps to 1 / x, but for its branch for numbers out of range: no branch keeps
+  // a lane's elements apart.
+  __device__ static float reciprocal(float x) {
+    const float near = ptx::approximate_reciprocal(x);
+    return __fmaf_rn(near, __fmaf_rn(-x, near, 1.0f), near);
+  }
+};
+
+// The elements that a lane takes at a time, a vector of 16 bytes or one, and the word that they
+// make in memory.
 template <class T, bool kVectors>
 struct Lane {
   static constexpr int kCount = kVectors ? T::kPerVector : 1;
+  using Word = std::conditional_t<kVectors, uint4, std::uint32_t>;
 
   // `at`: in elements.
-  __device__ static void load(const Elements& from, std::int64_t row, std::int64_t at, float* x) {
-    const std::int64_t place = row * from.row_stride + at * from.col_stride;
-    const std::byte* p = from.data + place * T::kBytes;
+  __device__ static Word load(const Elements& from, std::int64_t row, std::int64_t at) {
+    const std::byte* p = from.data + place_of(from, row, at);
     if constexpr (kVectors) {
-      T::unpack(ptx::ld_streaming(p), x);
+      return ptx::ld_streaming(p);
+    } else if constexpr (T::kBytes == 4) {
+      return *reinterpret_cast<const std::uint32_t*>(p);
+    } else {
+      return *reinterpret_cast<const std::uint16_t*>(p);
+    }
+  }
+  __device__ static void unpack(const Word& word, float* x) {
+    if constexpr (kVectors) {
+      T::unpack(word, x);
     } else {
       float all[T::kPerVector];
-      T::unpack(make_uint4(word_at(p), 0, 0, 0), all);
+      T::unpack(make_uint4(word, 0, 0, 0), all);
       x[0] = all[0];
     }
   }
   __device__ static void store(const Elements& to, std::int64_t row, std::int64_t at,
                                const float* x) {
-    const std::int64_t place = row * to.row_stride + at * to.col_stride;
-    std::byte* p = to.data + place * T::kBytes;
+    std::byte* p = to.data + place_of(to, row, at);
     if constexpr (kVectors) {
       ptx::st_streaming(p, pack<T>(x));
     } else {
@@ -83,61 +102,75 @@ struct Lane {
   }
 
  private:
-  __device__ static std::uint32_t word_at(const std::byte* p) {
-    if constexpr (T::kBytes == 4) return *reinterpret_cast<const std::uint32_t*>(p);
-    return *reinterpret_cast<const std::uint16_t*>(p);
+  __device__ static std::int64_t place_of(const Elements& e, std::int64_t row, std::int64_t at) {
+    return (row * e.row_stride + (kVectors ? at : at * e.col_stride)) * T::kBytes;
   }
 };
 
-// Rows are cut into steps of so many pieces of 32 lanes that their loads overlap.
-constexpr int kPieces = 2;
-
-// Calls body(j, at) for the pieces j of a step that lie in the row. `first`: where the step begins.
-template <class L, class Body>
-__device__ void for_pieces(std::int64_t first, std::int64_t columns, Body&& body) {
+// Computes a lane's elements of a row at `at`. Returns `sum` with their share of the gradient of
+// the row's weight.
+template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors, class Word>
+__device__ float compute_piece(const GatedParams& p, std::int64_t row, std::int64_t at,
+                               float weight, const Word& grads, const Word& gates, const Word& ups,
+                               float sum) {
+  using L = Lane<T, kVectors>;
+  float grad[L::kCount], gate[L::kCount], up[L::kCount];
+  if constexpr (kBackward) L::unpack(grads, grad);
+  L::unpack(gates, gate);
+  L::unpack(ups, up);
 #pragma unroll
-  for (int j = 0; j < kPieces; ++j) {
-    const std::int64_t at = first + j * (32 * L::kCount);
-    if (at < columns) body(j, at);
+  for (int i = 0; i < L::kCount; ++i) {
+    if constexpr (kBackward) {
+      const gated::Gradients g =
+          gated::backward<kActivation, Arithmetic>(grad[i], gate[i], up[i], weight);
+      gate[i] = g.gate;
+      up[i] = g.up;
+      sum = __fadd_rn(sum, g.weight);
+    } else {
+      up[i] = gated::forward<kActivation, Arithmetic>(gate[i], up[i], weight);
+    }
   }
+  if constexpr (kBackward) L::store(p.grad_gate, row, at, gate);
+  L::store(kBackward ? p.grad_up : p.out, row, at, up);
+  return sum;
 }
 
-// Returns this lane's share of the gradient of the row's weight.
+// Returns this lane's share of the gradient of the row's weight. Rows are cut into steps of so many
+// pieces of 32 lanes that their loads overlap: all of a step's words are loaded before the first
+// one is looked at.
 template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
 __device__ float compute_row(const GatedParams& p, std::int64_t row, float weight) {
   using L = Lane<T, kVectors>;
+  using Word = typename L::Word;
+  constexpr int kPieces = kBackward ? 2 : 4;
   float sum = 0.0f;
 #pragma unroll 1
   for (std::int64_t first = lane_id() * L::kCount; first < p.columns;
        first += kPieces * 32 * L::kCount) {
-    float grad[kPieces][L::kCount], gate[kPieces][L::kCount], up[kPieces][L::kCount];
-    for_pieces<L>(first, p.columns, [&](int j, std::int64_t at) {
-      if constexpr (kBackward) L::load(p.grad_out, row, at, grad[j]);
-      L::load(p.gate, row, at, gate[j]);
-      L::load(p.up, row, at, up[j]);
-    });
-    for_pieces<L>(first, p.columns, [&](int j, std::int64_t at) {
+    Word grad[kPieces], gate[kPieces], up[kPieces];
+    // Calls body(j, at) for the pieces j of the step that lie in the row.
+    const auto for_pieces = [&](auto&& body) {
 #pragma unroll
-      for (int i = 0; i < L::kCount; ++i) {
-        if constexpr (kBackward) {
-          const gated::Gradients g =
-              gated::backward<kActivation>(grad[j][i], gate[j][i], up[j][i], weight);
-          gate[j][i] = g.gate;
-          up[j][i] = g.up;
-          sum = __fadd_rn(sum, g.weight);
-        } else {
-          up[j][i] = gated::forward<kActivation>(gate[j][i], up[j][i], weight);
-        }
+      for (int j = 0; j < kPieces; ++j) {
+        const std::int64_t at = first + j * (32 * L::kCount);
+        if (at < p.columns) body(j, at);
       }
-      if constexpr (kBackward) L::store(p.grad_gate, row, at, gate[j]);
-      L::store(kBackward ? p.grad_up : p.out, row, at, up[j]);
+    };
+    for_pieces([&](int j, std::int64_t at) {
+      if constexpr (kBackward) grad[j] = L::load(p.grad_out, row, at);
+      gate[j] = L::load(p.gate, row, at);
+      up[j] = L::load(p.up, row, at);
+    });
+    for_pieces([&](int j, std::int64_t at) {
+      sum = compute_piece<T, kActivation, kBackward, kVectors>(p, row, at, weight, grad[j], gate[j],
+                                                               up[j], sum);
     });
   }
   return sum;
 }
 
 template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
-__global__ void __launch_bounds__(kThreads) gated_kernel(const __grid_constant__ GatedParams p) {
+__global__ void __launch_bounds__(kThreads, 3) gated_kernel(const __grid_constant__ GatedParams p) {
   const std::int64_t begin = bound_at(p, p.first_offset, 0);
   const std::int64_t end = bound_at(p, p.last_offset, p.rows);
   const std::int64_t warps = std::int64_t{gridDim.x} * kWarps;

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import test_elastic as cases
+import test_elastic_few as few_tokens
 from crossdock.deep_ep import ElasticBuffer
 from deep_ep_cases import process_group, same
 from deep_ep_reference import Batch
@@ -33,6 +34,12 @@ class FromHost:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._buffer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_buffer":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._buffer, name, value)
 
     def dispatch(self, *args: Any, **options: Any) -> Any:
         return self._call(self._buffer.dispatch, args, options)
@@ -87,7 +94,8 @@ def run_on_gpus(num_ranks: int, test: Callable[..., Any], *args: Any, **options:
 
 def _on_gpu(me: Rank, test: Callable[..., Any], *args: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "elastic", elastic_on_gpu)
+        for module in (cases, few_tokens):
+            patch.setattr(module, "elastic", elastic_on_gpu)
         test(me, *args)
 
 
@@ -100,6 +108,7 @@ TAKEN = {
     cases.test_scales_travel_and_lie_as_asked: (2,),
     cases.test_ranks_agree_over_the_host_once: (2,),
     cases.test_ranks_with_other_numbers_all_hear_it_at_once: (2,),
+    few_tokens.test_few_tokens_bring_the_bits_of_many: (MOST,),
 }
 for _case, _launches in TAKEN.items():
     globals()[_case.__name__] = needs_peers(on_ranks(*_launches, run=run_on_gpus)(_case))

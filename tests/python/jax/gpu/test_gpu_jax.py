@@ -7,6 +7,7 @@ that take its devices in their own process run in another one here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -21,12 +22,14 @@ import test_jax_fp8 as fp8
 import test_jax_gradients as gradients
 import test_jax_life as life
 import test_jax_low_latency as low_latency
+import test_jax_moe as layers
 import test_jax_ops as ops
 import test_jax_order as order
 import test_moe as moe
 import test_sharding as sharding
 from crossdock import _jax, errors
-from jax_support import EXPERTS, RANKS, Batch, World, config_of, everywhere, run
+from jax_support import EXPERTS, RANKS, Batch, World, config_of, everywhere, on_devices, run
+from programs import all_same, same
 
 pytestmark = MARKS
 
@@ -35,6 +38,8 @@ pytestmark = MARKS
 test_low_latency_round_trip = low_latency.test_every_element_equals_the_definition
 test_low_latency_halves = low_latency.test_halves_of_two_batches_interleave
 test_low_latency_fp8 = low_latency.test_quantised_rows_and_scales_equal_the_definition
+test_low_latency_rows_without_gaps = low_latency.test_rows_without_gaps_equal_the_definition
+test_low_latency_fp8_without_gaps = low_latency.test_quantised_rows_without_gaps_and_global_arrays
 test_leading_dimensions_and_global_arrays = ops.test_leading_dimensions_and_global_arrays
 test_two_groups_in_one_program = ops.test_two_groups_in_one_program
 test_every_choice_has_its_own_weight_gradient = (
@@ -80,11 +85,13 @@ def test_overflow_drops_the_last_rows(where):
         (life.test_operations_outside_of_jit_keep_nothing, ()),
         (life.test_what_is_closed_cannot_be_compiled, ()),
         (life.test_another_mesh_takes_over, ()),
-        (moe.test_layer_and_all_gradients_are_those_of_one_device, (moe.MESHES[1], (4, 7))),
+        (moe.test_layer_and_all_gradients_are_those_of_one_device, (moe.MESHES[1], (4, 7), None)),
         (moe.test_layer_inside_shard_map_is_the_layer_on_global_arrays, ()),
-        (moe.test_layers_in_scan_with_remat_have_the_gradients_of_one_device, ()),
+        (moe.test_layers_in_scan_with_remat_have_the_gradients_of_one_device, (None,)),
         (moe.test_layers_side_by_side_are_chained, (True,)),
-        (moe.test_bfloat16_layer_is_near_float32, ()),
+        (moe.test_bfloat16_layer_is_near_float32, (None,)),
+        (moe.test_bfloat16_layer_is_near_float32, (EXPERTS // RANKS,)),
+        (layers.test_global_arrays_over_axes_of_data_and_of_experts, ()),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)).removeprefix("test_"),
 )
@@ -168,3 +175,46 @@ def test_memory_pool_of_xla_in_place(world: World, layout: str) -> None:
     world.ep.check()  # errors that calls have raised are not told again
     world.ep.register_memory()
     round_trips(world, 5, 2, config)
+
+
+# ---- A layer's experts in one call ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["devices", "processes"])
+def test_values_of_layers_and_all_gradients(where):
+    run(where, layers.test_values_and_all_gradients_are_those_of_a_dense_layer)
+
+
+@everywhere
+def test_command_buffers_replay_layers(world: World) -> None:
+    """In parts, whose streams a captured call has beside XLA's, and with rows in XLA's pool."""
+    world.ep.register_memory()
+    step, args, expected = layers.trained(
+        world, functools.partial(layers.layer, overlap=layers.LOCAL)
+    )
+    before, runs = _jax.calls(), 30
+    for _ in range(runs):
+        all_same(step(*args), expected)
+    made, run = _jax.calls() - before, 3 * runs * len(world.ep.devices)
+    print(f"{made} calls of handlers for {run} operations")
+    assert made < run / 2
+    world.ep.check()
+
+
+@everywhere
+def test_a_rank_that_fails_in_a_layer(world: World) -> None:
+    """The rank, and its peers, are told by check(), and the next call works."""
+    broken, out = layers.with_a_broken_plan(world)
+    for _ in range(2):
+        jax.block_until_ready(broken(1))
+        with pytest.raises((errors.InvalidArgument, errors.Mismatch)):
+            world.ep.check()
+        same("out", broken(0), out)
+    world.ep.check()
+
+
+@on_devices
+def test_layers_of_float32_are_refused(world: World) -> None:
+    numbers = layers.Numbers(np.dtype(np.float32))
+    with pytest.raises(TypeError, match="tokens: expected bfloat16 or float16 on GPUs"):
+        xd.ep_moe(layers.config(dtype=np.float32), numbers.ids, *numbers.arrays)

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import crossdock.torch as xd
+import test_torch_low_latency as low_latency
+from crossdock.errors import PeerLost
+from slots import factors
 from support import Rank, on_ranks
 from torch_ranks import gpu_ranks
-from torch_support import Batch, assert_equal, experts, layer, poison
+from torch_support import Batch, assert_equal, experts, layer, poison, reported
 
 pytestmark = pytest.mark.gpu
 
@@ -157,3 +160,42 @@ def test_graph_of_a_layer_replays_with_other_routing(me: Rank, layout: str) -> N
             batch.check(me.rank, out, x, weights)
         torch.cuda.synchronize()
         group.check()
+
+
+@pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU")
+@on_gpus
+def test_a_captured_step_finds_the_loss_that_has_spoiled_it(me: Rank) -> None:
+    """It compares the group's word behind its operations with what it was in front of them."""
+    batch, late = low_latency.Batch(SEED, me.num_ranks), me.num_ranks - 1
+    with join(me) as comm, torch.no_grad():
+        group = low_latency.make_group(
+            dtype=torch.float32, on_peer_loss="mask", wait_timeout_ms=500
+        )
+        local = [part.cuda() for part in batch.local(me.rank)]
+        gains = torch.from_numpy(factors(group.num_local_experts)).to("cuda", torch.float32)
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            before = group.faults.clone()
+            slots = xd.ll_dispatch(group, *local)
+            out = xd.ll_combine(slots.plan, slots.tokens * gains)
+            return out, group.faults == before
+
+        step()
+        torch.cuda.synchronize()
+        comm.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, whole = step()
+        for _ in range(3):
+            graph.replay()
+            batch.check_sums(me.rank, out)
+            assert whole.item()
+        comm.barrier()
+        if me.rank != late:
+            with reported(group, PeerLost, f"rank {late}"):
+                graph.replay()
+            assert not whole.item()
+            graph.replay()
+            assert whole.item()
+        comm.barrier()
+        del graph

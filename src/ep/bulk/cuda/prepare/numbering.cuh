@@ -32,7 +32,7 @@ class Numbering {
         exchange_(exchange),
         zones_(zones),
         surviving_(params.scratch + PrepareScratch::make(g_.experts, g_.ranks()).kept),
-        codes_(reinterpret_cast<std::uint32_t*>(params.plan + params.plan_map().code)) {}
+        codes_(reinterpret_cast<std::uint32_t*>(params.plan + params.map.code)) {}
 
   // All threads call it, before grid barrier 1.
   __device__ void clear() const;

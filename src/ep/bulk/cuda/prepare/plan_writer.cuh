@@ -37,7 +37,7 @@ class PlanWriter {
         exchange_(exchange),
         zones_(zones),
         s_(shared),
-        map_(params.plan_map()) {}
+        map_(params.map) {}
 
   // Makes sure that the plan's bytes are no plan from now on. All threads call it.
   __device__ void invalidate() const;
@@ -98,7 +98,7 @@ class PlanWriter {
   const Exchange& exchange_;
   const Zones& zones_;
   Shared& s_;
-  const PlanMap map_;
+  const PlanMap& map_;
 };
 
 __device__ inline void PlanWriter::invalidate() const {
