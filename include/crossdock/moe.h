@@ -180,8 +180,8 @@ typedef struct xd_moe_overlap {
   int32_t parts;
   /* For the latter two, which take fewer in a group that may use no more. */
   int32_t num_sms;
-  /* Time of the forward pass by these parts, divided by that of the serial schedule; 1 for the
-   * serial one. */
+  /* Time of the forward pass by these parts, divided by that of the serial schedule, both on
+   * devices that work without pauses; 1 for the serial one. */
   double predicted_ratio;
 } xd_moe_overlap;
 #define XD_MOE_OVERLAP_INIT \

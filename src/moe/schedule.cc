@@ -34,16 +34,21 @@ Sizes read_sizes(const xd_ep_config* config, std::int32_t ffn) {
 }
 
 // An H200 device among others of one machine, as measured: bytes and operations per microsecond.
+//
+// Devices that work without pauses run at their limit of power, and multiply more slowly, least so
+// where they cool down while rows travel. A schedule in parts has no such pauses.
 struct Device {
   double link = 353e3;                   // to all peers, each way
   double memory = 4.2e6;                 // reads
   double products = 664e6;               // bf16, zones of `full_zone` rows or more
   double full_zone = 512;                // smaller zones leave tiles empty
   double small_zone_loss = 0.176;        // for half of it
-  double moved_by_sm[2] = {45e3, 60e3};  // by a multiprocessor in dispatch, and in combine
+  double moved_by_sm[2] = {32e3, 43e3};  // by a multiprocessor in parts of dispatch, and of combine
   double multiprocessors = 132;
-  double prepare = 25;   // microseconds
-  double tail = 0.0114;  // of products, for each launch more
+  double prepare = 25;          // microseconds
+  double tail = 0.033;          // of products, for each launch more
+  double slowed = 0.177;        // of products, without pauses
+  double cooled_share = 0.566;  // of products in a serial layer that slows none down
 };
 
 constexpr double kWorthIt = 0.97;
@@ -70,10 +75,15 @@ class Times {
     products_ = std::max(computed, weights / device_.memory);
   }
 
-  double serial() const { return device_.prepare + 2 * transfer_ + products_; }
+  double serial() const {
+    const double cool = device_.prepare + 2 * transfer_ + products_;
+    const double heat = (products_ / cool - device_.cooled_share) / (1 - device_.cooled_share);
+    return cool + products_ * device_.slowed * std::max(heat, 0.0);
+  }
   double in_parts(int parts) const {
     const double first = held_by(parts) / held_by(1);  // the share of rows that cross with part 1
-    return device_.prepare + first * 2 * transfer_ + products_ * (1 + device_.tail * (parts - 1)) +
+    return device_.prepare + first * 2 * transfer_ +
+           products_ * (1 + device_.slowed + device_.tail * (parts - 1)) +
            (1 - first) * sm_time_ / device_.multiprocessors;
   }
   // Multiprocessors that keep up with the products beside them.

@@ -11,7 +11,8 @@
 namespace xd::test {
 namespace {
 
-constexpr std::int32_t kFfn = 2048;
+// Columns of an expert whose products take about as long as transfers between eight ranks.
+constexpr std::int32_t kFfn = 1024;
 
 // 256 experts of a large model, eight for each token.
 xd_ep_config large(int num_ranks) {
@@ -25,29 +26,34 @@ xd_ep_config large(int num_ranks) {
   return config;
 }
 
-xd_moe_overlap schedule_of(const xd_ep_config& config, std::int32_t tokens = 0) {
+xd_moe_overlap schedule_of(const xd_ep_config& config, std::int32_t tokens = 0,
+                           std::int32_t ffn = kFfn) {
   xd_moe_overlap overlap = XD_MOE_OVERLAP_INIT;
-  ok(xd_moe_schedule(&config, kFfn, tokens, &overlap));
+  ok(xd_moe_schedule(&config, ffn, tokens, &overlap));
   return overlap;
 }
 
-void expect_serial(const xd_ep_config& config, std::int32_t tokens = 0) {
-  const xd_moe_overlap overlap = schedule_of(config, tokens);
+void expect_serial(const xd_ep_config& config, std::int32_t tokens = 0, std::int32_t ffn = kFfn) {
+  const xd_moe_overlap overlap = schedule_of(config, tokens, ffn);
   EXPECT_EQ(overlap.parts, 0);
   EXPECT_EQ(overlap.num_sms, 0);
   EXPECT_EQ(overlap.predicted_ratio, 1.0);
 }
 
 TEST(MoeSchedule, TakesPartsWhereTransfersWeigh) {
-  const xd_moe_overlap four = schedule_of(large(4)), eight = schedule_of(large(8));
+  const xd_moe_overlap four = schedule_of(large(4), 0, kFfn / 2), eight = schedule_of(large(8));
   EXPECT_GE(four.parts, 4);
-  EXPECT_NEAR(four.predicted_ratio, 0.95, 0.015);
-  EXPECT_GE(eight.parts, 4);
-  EXPECT_NEAR(eight.predicted_ratio, 0.865, 0.015);
-  EXPECT_EQ(eight.num_sms, 16);
+  EXPECT_NEAR(four.predicted_ratio, 0.955, 0.01);
+  EXPECT_EQ(eight.parts, 4);
+  EXPECT_NEAR(eight.predicted_ratio, 0.937, 0.01);
+  EXPECT_EQ(eight.num_sms, 22);
+  EXPECT_EQ(schedule_of(large(8), 0, kFfn / 2).num_sms, 44);
 }
 
 TEST(MoeSchedule, IsSerialWhereNothingWouldBeGained) {
+  // Products that take longer than transfers slow down without pauses by what overlap would gain.
+  expect_serial(large(8), 0, 2 * kFfn);
+  expect_serial(large(4));
   expect_serial(large(1));
   expect_serial(large(2));
   expect_serial(large(16));     // several machines
@@ -66,7 +72,7 @@ TEST(MoeSchedule, IsSerialWhereNothingWouldBeGained) {
 TEST(MoeSchedule, KeepsWithinTheGroups) {
   xd_ep_config config = large(8);
   config.num_experts = 24;
-  EXPECT_EQ(schedule_of(config).parts, 2);
+  EXPECT_EQ(schedule_of(config, 0, kFfn / 2).parts, 2);
   config = large(8);
   config.num_sms = 12;
   EXPECT_EQ(schedule_of(config).num_sms, 12);
@@ -79,7 +85,7 @@ TEST(MoeSizes, AreTheBytesOfTheTensorsBetweenOperations) {
   ok(xd_moe_sizes(&config, kFfn, &memory));
   EXPECT_EQ(memory.rows, 1000);
   EXPECT_EQ(memory.row_tensor_bytes, 1000u * 7168 * 2);
-  EXPECT_EQ(memory.kept_bytes, 1000u * (2 * 7168 * 2 + 3 * 2048 * 2 + 4));
+  EXPECT_EQ(memory.kept_bytes, 1000u * (2 * 7168 * 2 + 3 * kFfn * 2 + 4));
   EXPECT_EQ(memory.backward_bytes, memory.kept_bytes);
 }
 

@@ -37,7 +37,7 @@ TEST(DirectionsTest, CountUsesOfSlotsForMoreChunksThanWordsCanTell) {
 }
 
 TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
-  for (const ChunkFlags chunks : {sent_chunks(), summed_chunks()}) {
+  for (const ChunkFlags chunks : {sent_chunks(), sent_chunks(true), summed_chunks()}) {
     for (int tokens = 0; tokens <= 20000; tokens = tokens * 5 / 4 + 1) {
       const int each = chunks.tokens_per_chunk(tokens), count = chunks.count(tokens);
       EXPECT_GE(each, 1);
@@ -49,6 +49,7 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
           for (const std::uint64_t row_bytes : {16u, 2048u, 14336u}) {
             const int flags = count * chunks.strips(tokens, row_bytes);
             EXPECT_LE(flags, chunks.bound(bound)) << tokens << " of " << bound;
+            EXPECT_LE(flags, summed_chunks().bound(bound)) << "a group's flags of a source";
           }
         }
       }
