@@ -120,7 +120,8 @@ class EpConfig(_Sizes):
             all ranks. None = in order. A rank's local experts are its own in ascending order.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines; see ``crossdock.EpConfig``.
-        wire_formats: the wires that calls of combine may name beside "same"; on GPUs of one host.
+        wire_formats: the wires that calls of combine may name beside "same"; on GPUs where all
+            ranks are on one host.
     """
 
     layout: Layout = "expert_major"

@@ -173,8 +173,8 @@ def _check_scales(group: EpGroup, scales: Tensor) -> None:
     row_bytes, most = scales.shape[1] * scales.element_size(), group.max_scale_bytes
     if not 0 < row_bytes <= most:
         problem = (
-            f"expected rows of 1 to {most} bytes, got {row_bytes}: {scales.dtype} of shape "
-            f"{tuple(scales.shape)}"
+            f"expected rows of 1 to {most} bytes, the group's max_scale_bytes, got {row_bytes}: "
+            f"{scales.dtype} of shape {tuple(scales.shape)}"
         )
         group.refuse(constants.DISPATCH, ValueError, f"scales: {problem}")
 

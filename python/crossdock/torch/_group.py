@@ -189,10 +189,11 @@ class EpGroup(Membership):
                 an expert are experts of their own, among which your router chooses.
             net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows
                 to and from other machines; see ``crossdock.EpConfig``.
-            wire_formats: the wires that calls of `combine` may name beside "same"; on GPUs none so
-                far.
+            wire_formats: the wires that calls of `combine` may name beside "same"; on GPUs where
+                all ranks are on one host.
             max_scale_bytes: the largest row of scales that `dispatch` is given beside a token's;
-                None = a float32 per 128 columns, hidden / 32. NVFP4's are bytes per 16 numbers.
+                None = a float32 per 128 columns, hidden / 32. Of N numbers NVFP4 has N / 16 bytes,
+                and MXFP4 N / 32.
             comm: None = the default communicator.
 
         Raises:

@@ -277,10 +277,12 @@ LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& 
 
 LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallContext& context) {
   const Reader reader(context);
-  return {.plan = read_plan(args.plan, args.plan_bytes),
-          .out = reader.rows(args.out, "out"),
-          .wait_ns = reader.wait_ns(args.wait_ns),
-          .wire = read_wire(args.wire, *context.config)};
+  LlCombineReceive call{.plan = read_plan(args.plan, args.plan_bytes),
+                        .out = reader.rows(args.out, "out"),
+                        .wait_ns = reader.wait_ns(args.wait_ns),
+                        .wire = read_wire(args.wire, *context.config)};
+  require_wire_fits(call.wire, call.out.name, call.out.cols);
+  return call;
 }
 
 Tensor read_ll_mask(const DLTensor* mask, const LlCallContext& context) {

@@ -75,6 +75,27 @@ TEST(LlDisagreement, OnTheWireNamesBoth) {
   });
 }
 
+// A kernel that polls codes beside their scales would look for them at places that are none.
+TEST(LlWire, OfAReceiveHalfNeedsWholeBlocksOfColumns) {
+  if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
+  LlCase c = wide_case();
+  c.wire = XD_EP_WIRE_FP8_BLOCK128;
+  on_every_rank([&](Rank& rank) {
+    const LlGroup group = make_group(rank, c);
+    LlBatch batch(rank, c, 0);
+    batch.dispatch(group.get());
+    ok(batch.call(group.get(), XD_LL_COMBINE, kSend));
+    const DLTensor* const sound = batch.combine_args.out;
+    Tensor narrow(rank, sound->dtype, {sound->shape[0], sound->shape[1] - 8});
+    batch.combine_args.out = narrow.dl();
+    const LlOutcome outcome = batch.call(group.get(), XD_LL_COMBINE, kReceive);
+    EXPECT_EQ(outcome, XD_ERROR_INVALID_ARGUMENT);
+    EXPECT_TRUE(outcome.mentions("expected a multiple of 128")) << outcome.text;
+    batch.combine_args.out = sound;
+    batch.combine(group.get());
+  });
+}
+
 // One rank's scales are bytes and another's are packed: both have chosen E8M0, and rows agree.
 TEST(LlDisagreement, OnTheFormOfTheScalesIsNone) {
   LlCase c = wide_case();

@@ -66,5 +66,7 @@ def test_wires_that_a_layer_cannot_have_are_refused(me: Rank) -> None:
         ):
             with pytest.raises(ValueError, match=text):
                 make_layer(comm, wire, **options)
+        with pytest.raises(ValueError, match="hidden: expected a multiple of 128 .* got 192"):
+            xd.MoELayer(192, FFN, EXPERTS, TOPK, comm=comm, combine_wire="fp8")
         shared = make_layer(comm, "same", group=make_layer(comm, "fp8_block128").group)
         assert make_layer(comm, "fp8", group=shared.group).combine_wire == "fp8"

@@ -183,7 +183,7 @@ class MoELayer(nn.Module):
                 "z_loss_weight: expected 0 beside a router of the caller's, whose losses are its "
                 f"Routing.loss; got {z_loss_weight}"
             )
-        _check_wire(combine_wire, group, overlap)
+        _check_wire(combine_wire, hidden, group, overlap)
         self._has_own_group = group is None
         if group is None:
             limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
@@ -521,9 +521,12 @@ def _make_group(
     )
 
 
-def _check_wire(wire: Wire, group: EpGroup | None, overlap: OverlapOption) -> None:
+def _check_wire(wire: Wire, hidden: int, group: EpGroup | None, overlap: OverlapOption) -> None:
     if not wire_number(wire, "combine_wire"):
         return
+    if wire != "float32" and hidden % 128:
+        got = f"got {hidden}"
+        raise ValueError(f"hidden: expected a multiple of 128 beside combine_wire={wire!r}, {got}")
     if overlap is not False:
         raise ValueError(f"combine_wire: expected 'same' beside overlap, got {wire!r}")
     if group is not None and wire_number(wire) not in map(wire_number, group.wire_formats):

@@ -181,9 +181,9 @@ std::uint64_t cell_bytes(CellForm form, const Tensor& out) {
   const auto columns = static_cast<std::uint64_t>(out.cols);
   if (form == CellForm::payload) return out.row_bytes();
   if (form == CellForm::floats) return columns * sizeof(float);
-  return round_up(columns + columns / XD_EP_QUANTISE_BLOCK(XD_EP_QUANTISE_FP8_BLOCK128) *
-                                sizeof(float),
-                  kRowAlignment);
+  return round_up(
+      columns + columns / XD_EP_QUANTISE_BLOCK(XD_EP_QUANTISE_FP8_BLOCK128) * sizeof(float),
+      kRowAlignment);
 }
 
 // Fills in the sums of a receive tensor's rows into `out`, if they are given, and their way to the
