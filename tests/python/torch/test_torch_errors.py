@@ -44,11 +44,15 @@ def mistakes_of_dispatch(x: torch.Tensor, w: torch.Tensor) -> dict[type, list[tu
                 "tokens",
                 x.double(),
                 "a dtype of torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, "
-                "torch.float8_e5m2, torch.int8, torch.uint8; got torch.float64",
+                "torch.float8_e5m2, torch.int8, torch.uint8[^;]*; got torch.float64",
             ),
             ("tokens", [], r"a tensor, got list \[\]"),
             ("topk_weights", w.bfloat16(), "a dtype of torch.float32; got torch.bfloat16"),
-            ("scales", torch.zeros(9, 1).half(), "a dtype of .*32, [^;]*uint8; got torch.float16"),
+            (
+                "scales",
+                torch.zeros(9, 1).half(),
+                "a dtype of .*32, [^;]*uint8[^;]*; got torch.float16",
+            ),
         ],
         ValueError: [
             ("tokens", _narrow(x), r"a contiguous tensor, got shape \(9, 32\) .* \(64, 2\)"),
@@ -64,8 +68,16 @@ def mistakes_of_dispatch(x: torch.Tensor, w: torch.Tensor) -> dict[type, list[tu
             ("tokens", x.to_sparse(), "a dense tensor, got one of layout torch.sparse_coo"),
             ("topk_weights", _narrow(w), "a contiguous tensor"),
             ("topk_weights", w.to_sparse_csr(), "a dense tensor, got one of .* torch.sparse_csr"),
-            ("scales", torch.zeros(9, 2), r"rows of 1 to 4 bytes, got 8: .*float32 .* \(9, 2\)"),
-            ("scales", torch.zeros(9, 0), r"rows of 1 to 4 bytes, got 0: .*float32 .* \(9, 0\)"),
+            (
+                "scales",
+                torch.zeros(9, 2),
+                r"rows of 1 to 4 bytes, .*, got 8: .*float32 .* \(9, 2\)",
+            ),
+            (
+                "scales",
+                torch.zeros(9, 0),
+                r"rows of 1 to 4 bytes, .*, got 0: .*float32 .* \(9, 0\)",
+            ),
         ],
     }
 
@@ -195,7 +207,7 @@ BAD_SIZES = [
         torch.int32,
         ValueError,
         r"expected one of \[torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, "
-        r"torch.float8_e5m2, torch.int8, torch.uint8\], got torch.int32",
+        r"torch.float8_e5m2, torch.int8, torch.uint8.*\], got torch.int32",
         "config.dtype",
     ),
     ("staging", True, ValueError, "expected 'auto' or 'none', got True", "config.staging"),

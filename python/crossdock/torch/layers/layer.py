@@ -12,6 +12,7 @@ from torch import nn
 
 from crossdock._config import Overflow
 from crossdock._core import constants
+from crossdock._quantise import WAYS
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
 from crossdock._wire import Wire, wire_number
 
@@ -524,9 +525,10 @@ def _make_group(
 def _check_wire(wire: Wire, hidden: int, group: EpGroup | None, overlap: OverlapOption) -> None:
     if not wire_number(wire, "combine_wire"):
         return
-    if wire != "float32" and hidden % 128:
-        got = f"got {hidden}"
-        raise ValueError(f"hidden: expected a multiple of 128 beside combine_wire={wire!r}, {got}")
+    block = WAYS["fp8_block128"].block  # columns that share a scale
+    if wire != "float32" and hidden % block:
+        expected = f"expected a multiple of {block} beside combine_wire={wire!r}"
+        raise ValueError(f"hidden: {expected}, got {hidden}")
     if overlap is not False:
         raise ValueError(f"combine_wire: expected 'same' beside overlap, got {wire!r}")
     if group is not None and wire_number(wire) not in map(wire_number, group.wire_formats):
