@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import crossdock.torch as xd
+from crossdock.errors import Mismatch
 from support import Rank, on_ranks
 from torch_support import joined, normal
 
@@ -70,3 +71,17 @@ def test_wires_that_a_layer_cannot_have_are_refused(me: Rank) -> None:
             xd.MoELayer(192, FFN, EXPERTS, TOPK, comm=comm, combine_wire="fp8")
         shared = make_layer(comm, "same", group=make_layer(comm, "fp8_block128").group)
         assert make_layer(comm, "fp8", group=shared.group).combine_wire == "fp8"
+
+
+@on_ranks(2)
+def test_a_bad_argument_of_one_ranks_layer_is_told_to_the_peers(me: Rank) -> None:
+    with joined() as comm:
+        for bad in (
+            {"wire": "fp9"},
+            {"capacity_factor": -1.0},
+            {"z_loss_weight": 1.0, "router": abs},
+        ):
+            given = {"wire": "same"} | (bad if me.rank == 0 else {})
+            with pytest.raises(ValueError if me.rank == 0 else Mismatch, match="rank 0|expected"):
+                make_layer(comm, **given)
+        assert make_layer(comm, "same").num_experts == EXPERTS

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crossdock._config import Overflow
+from crossdock import _core
+from crossdock._config import Overflow, fail_group
 from crossdock._core import constants
 from crossdock._quantise import WAYS
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
@@ -32,6 +33,7 @@ from .router import (
     Router,
     Routing,
     balance_loss,
+    checked_router,
     count_choices,
     drop_over_capacity,
     expert_load,
@@ -172,19 +174,16 @@ class MoELayer(nn.Module):
                 parameters of another dtype than `param_dtype` says.
         """
         super().__init__()
-        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
-            raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
-        _check_param_dtype(param_dtype, experts=experts, shared_experts=shared_experts)
         sizes = _Sizes(hidden, num_experts, topk)
-        if router is None or isinstance(router, RouterOptions):
-            router = RouterOptions() if router is None else router
-            router.check(num_experts, topk)
-        elif z_loss_weight:
-            raise ValueError(
-                "z_loss_weight: expected 0 beside a router of the caller's, whose losses are its "
-                f"Routing.loss; got {z_loss_weight}"
-            )
-        _check_wire(combine_wire, hidden, group, overlap)
+        try:
+            _check_factor(capacity_factor)
+            _check_param_dtype(param_dtype, experts=experts, shared_experts=shared_experts)
+            router = checked_router(router, *sizes[1:], z_loss_weight)
+            _check_wire(combine_wire, hidden, group, overlap)
+        except (TypeError, ValueError):
+            if group is None:  # peers are making theirs
+                fail_group((comm or default_comm()).core, _core.Group)
+            raise
         self._has_own_group = group is None
         if group is None:
             limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
@@ -520,6 +519,11 @@ def _make_group(
         wire_formats=(combine_wire,),
         comm=comm,
     )
+
+
+def _check_factor(factor: float | None) -> None:
+    if factor is not None and not 0 < factor < float("inf"):
+        raise ValueError(f"capacity_factor: expected a positive number, got {factor}")
 
 
 def _check_wire(wire: Wire, hidden: int, group: EpGroup | None, overlap: OverlapOption) -> None:

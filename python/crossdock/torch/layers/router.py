@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,22 @@ class Router(nn.Module):
         """Sizes, for ``print(model)``."""
         experts, hidden = self.weight.shape
         return f"hidden={hidden}, num_experts={experts}, topk={self.topk}, {self.options}"
+
+
+def checked_router(
+    router: RouterOptions | Callable[[torch.Tensor], Routing] | None,
+    num_experts: int,
+    topk: int,
+    z_loss_weight: float,
+) -> RouterOptions | Callable[[torch.Tensor], Routing]:
+    """The router of a layer, or its options, if they fit the other arguments."""
+    router = RouterOptions() if router is None else router
+    if isinstance(router, RouterOptions):
+        router.check(num_experts, topk)
+    elif z_loss_weight:
+        problem = "expected 0 beside a router of the caller's, whose losses are its Routing.loss"
+        raise ValueError(f"z_loss_weight: {problem}; got {z_loss_weight}")
+    return router
 
 
 def route(
