@@ -54,7 +54,7 @@ Step::Payload Step::payload() const {
       const bool of_16 = common_chance(3) % 2 == 0;
       p.type = p.recv_type = kE2m1x2;
       p.scale_type = of_16 ? kE4m3 : kE8m0;
-      p.scale_columns = (of_16 ? 2 : 1) * row_units_;
+      p.scale_columns = std::int64_t{of_16 ? 2 : 1} * row_units_;
       p.scaled = true;
       break;
     }
