@@ -13,6 +13,8 @@ Files of these programs have one:
                      of all ranks. Ways that have been captured count by their graphs
   placement.py       the busiest rank over the mean, against the slots moved
 
+and so have the losses of train_moe_lm.py by the wire of combine, put into one file.
+
 Needs matplotlib.
 """
 
@@ -34,6 +36,7 @@ DRAWN = (
     "h100x2-gemm",
     "xeon2-gemm-bf16",
     "xeon2-placement",
+    "xeon2-wire-loss",
 )
 
 DASHES = {"bf16": "-", "fp8": "--", "bf16-fp8": ":"}
@@ -210,6 +213,22 @@ def draw_placement(report, rows, path):
     figures.save(figure, said, report, path)
 
 
+# ---- Losses --------------------------------------------------------------------------------------
+
+
+def draw_losses(report, rows, path):
+    """Draws the loss of each step by the wire."""
+    figure, (axes,) = figures.new(1, 1, 3.2)
+    looks = ({"color": GREY, "linewidth": 4}, {"color": ORANGE, "linewidth": 1})
+    for row, look in zip(rows, looks):
+        steps = range(1, len(row["losses"]) + 1)
+        figures.plot(axes, steps, row["losses"], f'combine_wire="{row["wire"]}"', **look)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per byte (nats)")
+    said = f"a small language model with experts on {report['ranks']} ranks, float32"
+    figures.save(figure, said, report, path)
+
+
 # --------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +238,8 @@ def draw(path, folder, ending):
     place = folder / f"{path.stem}.{ending}"
     if "clock" in rows[0]:
         draw_ll(head, rows, place)
+    elif "losses" in rows[0]:
+        draw_losses(head, rows, place)
     elif "plan" in rows[0]:
         draw_placement(head, rows, place)
     elif "way" in rows[0]:
