@@ -55,6 +55,8 @@ def test_sums_cross_in_the_wire_and_gradients_are_those_without(me: Rank) -> Non
 
 @on_ranks(1)
 def test_wires_that_a_layer_cannot_have_are_refused(me: Rank) -> None:
+    with pytest.raises(ValueError, match="combine_wire: expected one of"):  # not that there is none
+        xd.MoELayer(HIDDEN, FFN, EXPERTS, TOPK, combine_wire="fp9")
     with joined() as comm:
         for wire, options, text in (
             ("fp4", {}, "combine_wire: expected one of 'same'"),

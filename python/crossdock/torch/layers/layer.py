@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
@@ -181,8 +182,9 @@ class MoELayer(nn.Module):
             router = checked_router(router, *sizes[1:], z_loss_weight)
             _check_wire(combine_wire, hidden, group, overlap)
         except (TypeError, ValueError):
-            if group is None:  # peers are making theirs
-                fail_group((comm or default_comm()).core, _core.Group)
+            if group is None:  # peers are making theirs; without a communicator there are none
+                with contextlib.suppress(RuntimeError):
+                    fail_group((comm or default_comm()).core, _core.Group)
             raise
         self._has_own_group = group is None
         if group is None:
