@@ -60,15 +60,21 @@ TEST_P(Wait, ForALatePeerEndsInTimeAndSaysWhereItStood) {
 }
 
 TEST_P(Wait, IsReleasedByAnAbortHereAndOnPeers) {
+  std::latch released(2);
   on_thread_ranks(3, kLongTimeoutMs, [&](Rank& rank, Comm&) {
     const auto waiter = GetParam().make(rank);
-    // Rank 2 does not come; another thread of rank 0 gives up for all.
+    // Rank 2 does not come in time; another thread of rank 0 gives up for all.
     const auto since = Clock::now();
     std::optional<Quitter> quitter;
     if (rank.rank == 0) quitter.emplace(rank);
-    if (rank.rank == 2) std::this_thread::sleep_for(4 * kMoment);
-    EXPECT_EQ(rank.rank == 2 ? waiter->call_whole() : waiter->call(), XD_ERROR_ABORTED);
-    EXPECT_LT(Clock::now() - since, 4 * kMoment + kLimit);
+    if (rank.rank == 2) {
+      released.wait();
+      EXPECT_EQ(waiter->call_whole(), XD_ERROR_ABORTED);
+    } else {
+      EXPECT_EQ(waiter->call(), XD_ERROR_ABORTED);
+      released.count_down();
+    }
+    EXPECT_LT(Clock::now() - since, kMoment + kLimit);
     quitter.reset();
     EXPECT_EQ(comm_error(rank.comm).peer, 0);
     expect_finished(rank, *waiter, XD_ERROR_ABORTED);
@@ -265,13 +271,17 @@ TEST_P(OutOfStepAnywhere, IsNotSaidOfRanksWhoseCallsComeFromSeveralThreads) {
 
 // Rank 2 waits for rank 0, and that one for rank 1, which does not come.
 TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
-  std::latch timed_out(2);
+  std::latch comes(1), timed_out(2);
   on_thread_ranks(3, 2 * kShortTimeoutMs, [&](Rank& rank, Comm&) {
     const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
     ok(xd_comm_barrier(rank.comm));
     if (rank.rank == 1) return timed_out.wait();
-    // The error of the first to give up is that of all.
-    if (rank.rank == 0) std::this_thread::sleep_for(4 * kMoment);
+    // The error of the first to give up is that of all: it is to be rank 2's.
+    if (rank.rank == 2) comes.count_down();
+    if (rank.rank == 0) {
+      comes.wait();
+      std::this_thread::sleep_for(4 * kMoment);
+    }
     const CallEnd end = waiters[rank.rank == 2 ? 0 : 1]->call();
     EXPECT_EQ(end, XD_ERROR_TIMEOUT);
     EXPECT_EQ(comm_error(rank.comm).peer, 1) << end.text;

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Prints pytest's closing line of each Python test of the last run of a build's tests.
+# Prints, of each Python test of the last run of a build's tests, pytest's closing line and before it
+# the names of tests that failed.
 #   closing-lines.sh BUILD
 set -euo pipefail
 awk '/^[0-9]+\/[0-9]+ Test: / { name = $3 }
+     name ~ /^python\./ && /^(FAILED|ERROR) / { print name ": " $0 }
      name ~ /^python\./ && /^=+ .*(passed|failed|error).* in .*=+$/ {
        gsub(/^=+ | =+$/, ""); print name ": " $0
      }' "$1/Testing/Temporary/LastTest.log"
