@@ -40,6 +40,7 @@ class Case:
     hidden: int = 7168
     topk: int = 8
     experts: int = 32
+    combine_wire: str = "same"
 
     @property
     def ranks(self) -> int:
@@ -51,7 +52,8 @@ class Case:
         """The case as the programs of bench/ take it."""
         numbers = {"tokens": self.tokens, "hidden": self.hidden, "topk": self.topk}
         numbers |= {"experts": self.experts, "iters": self.iters, "warmup": self.warmup}
-        return [word for name, n in numbers.items() for word in (f"--{name}", str(n))]
+        words = [word for name, n in numbers.items() for word in (f"--{name}", str(n))]
+        return words + ["--combine-wire", self.combine_wire]
 
 
 class Programs:

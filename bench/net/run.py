@@ -2,10 +2,10 @@
 
     python3 bench/net/run.py --build build/release --json FILE
 
-Dispatch and combine of the library, beside pack + MPI_Alltoallv + unpack of the same routing,
-torch's all_to_all_single over gloo, one TCP connection for each rank, and puts of the library's
-links. They take turns, in several rounds, over a link of 1 Gbit/s and over one that is as fast as
-the machine. As root; needs iproute2, and takes about five minutes.
+Dispatch and combine of the library, also with sums that cross as fp8, beside pack + MPI_Alltoallv
++ unpack of the same routing, torch's all_to_all_single over gloo, one TCP connection for each rank,
+and puts of the library's links. They take turns, in several rounds, over a link of 1 Gbit/s and
+over one that is as fast as the machine. As root; needs iproute2, and takes about five minutes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import net_hosts  # noqa: E402  (of this tree)
 from programs import Case, Programs, environment, median  # noqa: E402
 
 GIGABIT = 1e9
+FP8_SUMS = "fp8_block128"
+ALONE = "a core for each rank"
 WIRES: dict[str, float | None] = {"1 Gbit/s": GIGABIT, "unthrottled": None}
 
 # At most this, in the order of the table; the words for people are in the JSON, too.
@@ -34,6 +36,7 @@ TARGETS = {
     "bytes put / bytes of unique (token, host) rows": 1.02,
     "idle, of a core": 0.005,
     "8 tokens: dispatch in one-way puts": 6.0,
+    "1 Gbit/s: combine of fp8 sums, time against bf16": 0.60,
     "1 Gbit/s: dispatch, time against MPI": 0.50,
     "1 Gbit/s: combine, time against MPI": 0.50,
     "unthrottled: dispatch, time against MPI": 0.80,
@@ -123,16 +126,23 @@ def measure(programs: Programs, rounds: int, tell: Callable[[str], None]) -> Fin
         if has_torch and peers:
             add("gloo", programs.gloo(case, findings.facts[name]))
 
+    # Sums cross in a wire's form where one rank of a host has rows of the token.
+    lone = dataclasses.replace(large, ranks_per_host=1)
+    coded = dataclasses.replace(lone, combine_wire=FP8_SUMS)
+
     for i in range(rounds):
         tell(f"round {i + 1} of {rounds}")
         for wire, rate in WIRES.items():
             programs.hosts.throttle(rate)
             turn(wire, "1024 tokens", large)
+            for by, case in (("crossdock", lone), ("fp8 sums", coded)):
+                lines = programs.crossdock(case, "ep")
+                findings.add(wire, f"1024 tokens, {ALONE}", by, lines)
             if rate is None:
                 turn(wire, "8 tokens", small)
                 # Short enough to find a quiet moment by trying.
                 for _ in range(4):
-                    turn(wire, "8 tokens, a core for each rank", alone, peers=False)
+                    turn(wire, f"8 tokens, {ALONE}", alone, peers=False)
     findings.idle = next(
         line["core"] for line in programs.crossdock(large, "idle") if line["step"] == "idle"
     )
@@ -180,11 +190,17 @@ def targets_of(findings: Findings, rows: list[dict[str, Any]]) -> list[dict[str,
         for key, words in (("of_mpi", "time against MPI"), ("wire_share", "share of the wire")):
             if key in row:
                 values[f"{row['wire']}: {row['step']}, {words}"] = row[key]
-    case = "8 tokens, a core for each rank"
+    case = f"8 tokens, {ALONE}"
     dispatch = findings.p50("unthrottled", case, "crossdock", "dispatch")
     ping = findings.p50("unthrottled", case, "links", "ping")
     if dispatch and ping:
         values["8 tokens: dispatch in one-way puts"] = round(dispatch / (ping / 200), 2)
+    coded, plain = (
+        findings.p50("1 Gbit/s", f"1024 tokens, {ALONE}", by, "combine")
+        for by in ("fp8 sums", "crossdock")
+    )
+    if coded and plain:
+        values["1 Gbit/s: combine of fp8 sums, time against bf16"] = round(coded / plain, 3)
     result = []
     for name, limit in {**TARGETS, **SHARES}.items():
         if name not in values:
