@@ -14,6 +14,7 @@ from torch import nn
 from crossdock import _core
 from crossdock._config import Overflow, fail_group
 from crossdock._core import constants
+from crossdock._overlap import Overlap, OverlapOption
 from crossdock._quantise import WAYS
 from crossdock._router import RouterOptions, capacity_of, capacity_rows
 from crossdock._wire import Wire, wire_number
@@ -29,7 +30,7 @@ from .._membership import Membership
 from .._ops import combine, dispatch
 from .decode import decode as decoded, decode_group, refuse_decoding, require_decodable
 from .experts import GroupedExperts, SharedExperts, fill
-from .overlap import Overlap, OverlapOption, resolve
+from .overlap import resolve
 from .router import (
     Router,
     Routing,
@@ -160,9 +161,10 @@ class MoELayer(nn.Module):
             decode_tokens: the most tokens of a rank in a forward pass with ``decode``, 1 to 1024;
                 0 = there is none. Layers that share `group` share the memory for it, too. Equal on
                 all ranks.
-            overlap: whether rows travel beside products, in parts of the experts: False, True (4
-                parts), an `Overlap`, or "auto", which takes parts only where they are predicted to
-                pay (docs/overlap.md). For the built-in experts, of a gated activation that the
+            overlap: whether rows travel beside products, in parts of the experts: False; True = in
+                4 parts, or as many as the rank with the fewest experts has; an `Overlap`; or
+                "auto", which takes parts only where they are predicted to pay (docs/overlap.md).
+                For the built-in experts, of a gated activation that the
                 library has, without bias and fp8. Equal on all ranks; it changes no bits where the
                 products are the same, as on the CPU.
             combine_wire: the form in which sums of experts' results come back, as of `combine`, in
@@ -444,11 +446,13 @@ class MoELayer(nn.Module):
         yield from self.experts.parameters()
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(model)``."""
+        """Sizes, ranks and ways, for ``print(model)``."""
         last = self.first_expert + self.num_local_experts - 1
         return (
             f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
-            f"topk={self.topk}, experts {self.first_expert} to {last} here"
+            f"topk={self.topk}, num_ranks={self.group.comm.num_ranks}, experts "
+            f"{self.first_expert} to {last} here, combine_wire={self.combine_wire!r}, "
+            f"overlap={self.overlap or False}"
         )
 
 
