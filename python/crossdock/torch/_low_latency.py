@@ -193,11 +193,9 @@ class LowLatencyGroup(Membership):
             expert_ranks=expert_ranks,
             wire_formats=wire_formats,
         )
-        self.num_experts = num_experts
-        self.max_topk = max_topk
+        self.num_experts, self.max_topk = num_experts, max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
-        self.hidden = hidden
-        self.dtype = dtype
+        self.hidden, self.dtype = hidden, dtype
         self.receive: Receive = receive
         self.wire_formats = tuple(wire_formats)
         self.core = _core.LowLatencyGroup(self.comm.core, **config)
