@@ -218,6 +218,39 @@ class Way:
                 os.killpg(rank.pid, signal.SIGKILL)
 
 
+class Clock:
+    """The seconds that all ways have together. When they are over it ends what runs.
+
+    Args:
+        seconds: how many.
+        ways: those that have begun.
+
+    Attributes:
+        is_over: whether they are.
+    """
+
+    def __init__(self, seconds: float, ways: list[Way]) -> None:
+        self.is_over, self._ways, self._lock = False, ways, threading.Lock()
+        clock = threading.Timer(seconds, self._stop)
+        clock.daemon = True
+        clock.start()
+
+    def begin(self, options: argparse.Namespace, name: str) -> Way | None:
+        """A way, which begins unless it has; None if it is too late for that."""
+        with self._lock:
+            found = next((way for way in self._ways if way.name == name), None)
+            if found is None and not self.is_over:
+                found = Way(options, name)
+                self._ways.append(found)
+            return found
+
+    def _stop(self) -> None:
+        with self._lock:
+            self.is_over = True
+            for way in self._ways:
+                way.kill()
+
+
 def judge(way: str, made: Sequence[dict[str, Any]], want: Sequence[dict[str, Any]]) -> list[str]:
     """The mistakes in the results of a way's ranks, in words."""
     wrong = []
@@ -250,26 +283,29 @@ def _line(way: str, made: Sequence[dict[str, Any]], want: Sequence[dict[str, Any
 def compare(options: argparse.Namespace) -> int:
     """Runs all ways. The number of those that failed."""
     ways: list[Way] = []
-    clock = threading.Timer(options.timeout, lambda: [way.kill() for way in ways])
-    clock.daemon = True
-    clock.start()
+    clock = Clock(options.timeout, ways)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     failed, want = 0, None
     print(f"{'way':<32} {'tokens/s':>9} {'apart':>7}  Crossdock's calls per rank", flush=True)
     try:
         if options.together:
-            ways += [Way(options, name) for name in options.ways]
-        for number, name in enumerate(options.ways):
-            if not options.together:
-                ways.append(Way(options, name))
+            for name in options.ways:
+                clock.begin(options, name)
+        for name in options.ways:
+            way = clock.begin(options, name)
+            if way is None:
+                print(f"{name:<32} NOT RUN: --timeout {options.timeout:g} is over", flush=True)
+                failed += 1
+                continue
             try:
-                made = ways[number].run()
+                made = way.run()
             except (OSError, RuntimeError) as error:
-                print(f"{name:<32} FAILED: {error}", flush=True)
+                over = f"--timeout {options.timeout:g} is over; " if clock.is_over else ""
+                print(f"{name:<32} FAILED: {over}{error}", flush=True)
                 failed += 1
                 continue
             finally:
-                ways[number].end()
+                way.end()
             want = want or made
             wrong = judge(name, made, want)
             failed += bool(wrong)
@@ -307,7 +343,7 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="let vLLM use CUDA graphs")
     parser.add_argument("--memory", type=float, default=0.05, help="of a GPU, for each engine")
     parser.add_argument("--engine-options", default="{}", help="JSON, more arguments of vLLM's LLM")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, of all")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that all ways have")
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("."))
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

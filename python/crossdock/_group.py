@@ -17,7 +17,7 @@ from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, nump
 from crossdock._membership import EpStatus, Membership, of_kind, optional
 from crossdock._plan import Plan
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._wire import Wire, wire_of_rows
 
 __all__ = ["Dispatched", "EpGroup", "ExpertGrads"]
 
@@ -209,7 +209,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
                 "plan": place,
                 "expert_out": describe("expert_out", expert_out, SUMMABLE),
                 "weights": optional("weights", weights, WEIGHTS),
-                "wire": wire_number(wire),
+                "wire": wire_of_rows(wire, self._config.wire_formats, expert_out.shape, "config"),
             }
             if out is None:
                 out = self._empty((plan.num_tokens, *expert_out.shape[1:]), expert_out.dtype)

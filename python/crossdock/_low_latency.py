@@ -18,7 +18,7 @@ from crossdock._halves import Half, OpenHalves
 from crossdock._membership import LowLatencyStatus, Membership, of_kind, optional
 from crossdock._plan import SlotPlan
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._wire import Wire, wire_of_rows
 from crossdock.errors import InvalidArgument
 
 __all__ = ["LowLatencyGroup", "SentCombine", "SentDispatch", "Slots"]
@@ -366,7 +366,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             As dispatch.
         """
         with self._joining(constants.LL_COMBINE):
-            results = _results(plan, expert_out, topk_weights, wire)
+            results = _results(self._config, plan, expert_out, topk_weights, wire)
             if out is None:
                 out = aligned_empty((plan.num_tokens, expert_out.shape[-1]), expert_out.dtype)
             sums = _sums(out, wait_ns)
@@ -386,7 +386,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         `receive` of the result is the second half.
         """
         with self._joining(constants.LL_COMBINE):
-            results = _results(plan, expert_out, topk_weights, wire)
+            results = _results(self._config, plan, expert_out, topk_weights, wire)
             sent = SentCombine(self, plan, expert_out.shape[-1], expert_out.dtype, results["wire"])
         self._core.combine(results | {"phase": _SEND})
         self._combines.add(sent._half)
@@ -466,13 +466,17 @@ def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | N
 
 
 def _results(
-    plan: SlotPlan, expert_out: np.ndarray, topk_weights: np.ndarray | None, wire: Wire
+    config: LowLatencyConfig,
+    plan: SlotPlan,
+    expert_out: np.ndarray,
+    topk_weights: np.ndarray | None,
+    wire: Wire,
 ) -> dict[str, Any]:
     return {
         "plan": of_kind("plan", plan, SlotPlan).place(),
         "expert_out": describe("expert_out", expert_out, SUMMABLE, strided=True),
         "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
-        "wire": wire_number(wire),
+        "wire": wire_of_rows(wire, config.wire_formats, expert_out.shape, "config"),
     }
 
 

@@ -164,9 +164,28 @@ def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:
     if usable != len(gpus):
         chosen = os.environ["CUDA_VISIBLE_DEVICES"]
         yield "usable", usable > 0, f"{usable} of them: CUDA_VISIBLE_DEVICES is '{chosen}'"
+    yield from _allocator_facts()
     if len(gpus) > 1:
         yield from _pair_facts("links", *_gpus.links())
         yield from _pair_facts("peer access", *_gpus.peer_access(), good="OK")
+
+
+def _allocator_facts() -> Iterator[Fact]:
+    """Settings of torch's allocator beside which rows may be copied once more."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(variable, "").replace(" ", "").split(",")
+        if "backend:cudaMallocAsync" in settings:
+            yield "torch memory", None, f"{variable} has {_ASYNC}"
+        elif "expandable_segments:True" in settings:
+            yield "torch memory", None, f"{variable} has {_EXPANDABLE}"
+
+
+_ASYNC = "backend:cudaMallocAsync: rows that crossdock.deep_ep returns are copied once more"
+_EXPANDABLE = (
+    "expandable_segments:True: no copy is added (torch 2.11, on H200); where torch does not take "
+    "symmetric memory, rows that crossdock.deep_ep returns are copied once more, and the log says "
+    "so"
+)
 
 
 def _pair_facts(

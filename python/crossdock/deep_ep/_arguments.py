@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -54,12 +54,10 @@ class Checks:
         if not isinstance(value, torch.Tensor):
             self.fail(name, f"a tensor {_described(shape, dtypes)}", _kind(value))
         extents = value.shape
-        fits = extents == shape or (
-            len(extents) == len(shape)
-            and not [
-                want for want, got in zip(shape, extents) if want != got and type(want) is not str
-            ]
-        )
+        fits = len(extents) == len(shape)
+        for want, got in zip(shape, extents):
+            if want != got and type(want) is not str:
+                fits = False
         if not fits or value.dtype not in dtypes:
             self.fail(name, _described(shape, dtypes), _described(extents, (value.dtype,)))
         if value.device != self.device:
@@ -128,8 +126,7 @@ class Checks:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The argument x of dispatch."""
 
     rows: torch.Tensor  # [T,H]
@@ -175,8 +172,7 @@ def read_tokens(checks: Checks, x: Any) -> Tokens:
     return tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Choices:
+class Choices(NamedTuple):
     """Where the tokens of an uncached dispatch go."""
 
     experts: int  # E

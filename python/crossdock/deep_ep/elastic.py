@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -355,7 +354,7 @@ class ElasticBuffer:
                 # Made by the current stream, for which an operation with an event does not wait.
                 event = self._after(event, EventOverlap())
                 ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
-                choices = dataclasses.replace(choices, topk_weights=ones)
+                choices = choices._replace(topk_weights=ones)
         except Exception as error:
             groups.refuse(text_of(error))
             raise

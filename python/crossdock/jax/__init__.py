@@ -27,6 +27,7 @@ except ImportError as error:
         "folder, pip install --no-build-isolation ."
     ) from error
 
+from crossdock._overlap import Overlap
 from crossdock._router import RouterOptions, capacity_rows
 
 from ._config import EpConfig, LowLatencyConfig
@@ -58,6 +59,7 @@ __all__ = [
     "EpPlan",
     "MoEOutput",
     "MoEParams",
+    "Overlap",
     "QuantisedRows",
     "RouterOptions",
     "Routing",

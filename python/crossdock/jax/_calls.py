@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ._group import AnyGroup, EpGroup, LowLatencyGroup
 
 __all__ = [
+    "LayerInputs",
+    "LayerSaved",
     "Layer",
     "combine",
     "combine_bwd",
@@ -177,29 +179,50 @@ class Layer(NamedTuple):
     num_sms: int
 
 
+class LayerInputs(NamedTuple):
+    """The arrays of a layer's forward pass, by the names of ``crossdock/moe.h``, and the order."""
+
+    plan: Array
+    offsets: Array
+    tokens: Array
+    topk_weights: Array | None
+    w_in: Array
+    w_out: Array
+    order: Array
+
+
+class LayerSaved(NamedTuple):
+    """The arrays that the backward pass reads of the forward pass.
+
+    Without expert_out topk_weights has no gradient, without recv_tokens w_in, and without activated
+    w_out.
+    """
+
+    plan: Array
+    offsets: Array
+    w_in: Array
+    w_out: Array
+    recv_tokens: Array | None
+    recv_weights: Array | None
+    inner: Array
+    activated: Array | None
+    expert_out: Array | None
+
+
 def moe_forward(
-    group: EpGroup,
-    layer: Layer,
-    shape: tuple[int, ...],
-    plan: Array,
-    offsets: Array,
-    tokens: Array,
-    topk_weights: Array | None,
-    w_in: Array,
-    w_out: Array,
-    order: Array,
+    group: EpGroup, layer: Layer, shape: tuple[int, ...], given: LayerInputs
 ) -> tuple[Any, ...]:
     """-> recv_tokens, recv_weights, inner, activated, expert_out, out ``[*shape, H]``, order.
 
     recv_weights is None without topk_weights.
     """
-    (hidden, ffn), dtype = (tokens.shape[-1], w_out.shape[-2]), tokens.dtype
-    inputs = {"plan": plan, "offsets": offsets, "tokens": _rows(tokens)}
+    hidden, ffn, dtype = given.tokens.shape[-1], given.w_out.shape[-2], given.tokens.dtype
+    inputs = _present(given._replace(tokens=_rows(given.tokens)))
+    order = inputs.pop("order")
     outputs: _Results = {"recv_tokens": ((group.rows, hidden), dtype)}
-    if topk_weights is not None:
-        inputs["topk_weights"] = _rows(topk_weights)
+    if given.topk_weights is not None:
+        inputs["topk_weights"] = _rows(given.topk_weights)
         outputs["recv_weights"] = ((group.rows,), np.float32)
-    inputs |= {"w_in": w_in, "w_out": w_out}
     columns = {"inner": 2 * ffn, "activated": ffn, "expert_out": hidden}
     outputs |= {name: ((group.rows, number), dtype) for name, number in columns.items()}
     outputs["out"] = ((math.prod(shape), hidden), dtype)
@@ -215,39 +238,25 @@ def moe_backward(
     layer: Layer,
     shape: tuple[int, ...],
     topk: int,
-    plan: Array,
-    offsets: Array,
+    saved: LayerSaved,
     grad_out: Array,
-    w_in: Array,
-    w_out: Array,
-    recv_tokens: Array | None,
-    recv_weights: Array | None,
-    inner: Array,
-    activated: Array | None,
-    expert_out: Array | None,
     order: Array,
 ) -> tuple[Any, ...]:
-    """-> gradients of tokens, topk_weights, w_in and w_out, order.
-
-    Without expert_out topk_weights has none, without recv_tokens w_in, and without activated w_out.
-    """
-    rows, (hidden, ffn), dtype = group.rows, (grad_out.shape[-1], w_out.shape[-2]), grad_out.dtype
-    given = {"recv_tokens": recv_tokens, "recv_weights": recv_weights, "inner": inner}
-    given |= {"activated": activated, "expert_out": expert_out}
-    inputs = {"plan": plan, "offsets": offsets, "grad_out": _rows(grad_out)}
-    inputs |= {"w_in": w_in, "w_out": w_out}
-    inputs |= {name: array for name, array in given.items() if array is not None}
+    """-> gradients of tokens, topk_weights, w_in and w_out, order."""
+    rows, hidden, dtype = group.rows, grad_out.shape[-1], grad_out.dtype
+    ffn = saved.w_out.shape[-2]
+    inputs = {"grad_out": _rows(grad_out), **_present(saved)}
     columns = {"grad_expert_out": hidden, "grad_activated": ffn, "grad_inner": 2 * ffn}
     columns["grad_recv_tokens"] = hidden
     outputs: _Results = {name: ((rows, number), dtype) for name, number in columns.items()}
     outputs["grad_tokens"] = ((math.prod(shape), hidden), dtype)
-    if expert_out is not None:
+    if saved.expert_out is not None:
         outputs["grad_recv_weights"] = ((rows,), np.float32)
         outputs["grad_topk_weights"] = ((math.prod(shape), topk), np.float32)
-    if recv_tokens is not None:
-        outputs["grad_w_in"] = (w_in.shape, dtype)
-    if activated is not None:
-        outputs["grad_w_out"] = (w_out.shape, dtype)
+    if saved.recv_tokens is not None:
+        outputs["grad_w_in"] = (saved.w_in.shape, dtype)
+    if saved.activated is not None:
+        outputs["grad_w_out"] = (saved.w_out.shape, dtype)
     names = ("grad_tokens", "grad_topk_weights", "grad_w_in", "grad_w_out")
     numbers = layer._asdict()
     grad_tokens, grad_weights, *grads, order = _call(
@@ -387,6 +396,11 @@ def varying(array: Array) -> frozenset[str]:
     """The mesh axes over which an array is known to vary inside shard_map."""
     kind = jax.typeof(array).manual_axis_type
     return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def _present(arrays: LayerInputs | LayerSaved) -> dict[str, Array]:
+    """The arrays that are there, by name."""
+    return {name: array for name, array in arrays._asdict().items() if array is not None}
 
 
 def _rows(array: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock._overlap import Overlap, OverlapOption, schedule_of
 
 from . import _calls
-from ._calls import Layer
+from ._calls import Layer, LayerInputs, LayerSaved
 from ._config import EpConfig
 from ._group import EpGroup, programs_of
 from ._limits import refuse_forward_mode, refuse_vmap
@@ -25,16 +26,12 @@ from ._order import kept
 from ._plan import EpPlan
 from ._where import check_split, check_varies, inside
 
-__all__ = ["Overlap", "check_overlap", "ep_moe"]
+__all__ = ["ep_moe", "schedule"]
 
 Array: TypeAlias = jax.Array
-Overlap: TypeAlias = int | Literal["serial", "auto"]
 
-_Way: TypeAlias = tuple[int, Overlap, int | None, int | None]
-"""The library's number for an activation, and overlap, num_sms and alignment."""
-
-# Multiprocessors of transfers beside products, where neither the caller nor "auto" says.
-_DEFAULT_SMS = 16
+_Way: TypeAlias = tuple[int, OverlapOption, int | None]
+"""The library's number for an activation, overlap and alignment."""
 
 
 def ep_moe(
@@ -46,8 +43,7 @@ def ep_moe(
     w_out: Array,
     *,
     activation: str = "silu",
-    overlap: Overlap = "serial",
-    num_sms: int | None = None,
+    overlap: OverlapOption = False,
     alignment: int | None = None,
     after: EpPlan | Array | None = None,
     mesh: EpMesh | None = None,
@@ -70,11 +66,9 @@ def ep_moe(
             Outside of ``shard_map`` ``[E, H, 2F]``, split over the axes of experts, rank by rank.
         w_out: likewise, ``[L, F, H]``. A row of F elements has a multiple of 16 bytes.
         activation: act: "silu", "gelu_tanh", "relu" or "relu2".
-        overlap: "serial" = one after another; a number P = in P parts of every rank's experts, on
-            GPUs with transfers beside products, 1 to 16 and at most L; "auto" = as
-            ``xd_moe_schedule`` chooses for the sizes of this call, on CPUs "serial".
-        num_sms: GPUs: multiprocessors of transfers beside products; None = 16, or as "auto"
-            chooses; at most the config's.
+        overlap: False = one after another; True = in 4 parts of every rank's experts, or as many
+            as L, on GPUs with transfers beside products; an `Overlap` says how many parts; "auto" =
+            as ``xd_moe_schedule`` chooses for the sizes of this call, on CPUs as False.
         alignment, after, mesh: as of `ep_prepare`.
 
     Returns:
@@ -92,7 +86,7 @@ def ep_moe(
     if activation not in constants.ACTIVATIONS:
         expected = ", ".join(map(repr, constants.ACTIVATIONS))
         raise ValueError(f"activation: expected one of {expected}, got {activation!r}")
-    check_overlap(group, overlap, num_sms)
+    schedule(group, overlap)
     order = after.order if isinstance(after, EpPlan) else after
     batch, experts = PartitionSpec(place.batch_axes), PartitionSpec(place.axes)
     given = {
@@ -105,7 +99,7 @@ def ep_moe(
     }
     arrays = {name: (jnp.asarray(a), s) for name, (a, s) in given.items() if a is not None}
     refuse_vmap("ep_moe", *(array for array, _ in arrays.values()))
-    way = (constants.ACTIVATIONS[activation], overlap, num_sms, alignment)
+    way = (constants.ACTIVATIONS[activation], overlap, alignment)
     with refuse_forward_mode("ep_moe"):
         return _on_ranks(group, way, arrays)(*(array for array, _ in arrays.values()))
 
@@ -127,20 +121,6 @@ def _on_ranks(
     return programs[key]
 
 
-def check_overlap(group: EpGroup, overlap: Any, num_sms: Any) -> None:
-    """Refuses what is no schedule of a group."""
-    most = min(constants.MAX_PARTS, _local_experts(group))
-    number = type(overlap) is int and 1 <= overlap <= most  # bool is no number here
-    if not number and overlap not in ("serial", "auto"):
-        raise ValueError(
-            f"overlap: expected 'serial', 'auto' or a number of parts from 1 to {most}, the "
-            f"experts of a rank or {constants.MAX_PARTS}; got {overlap!r}"
-        )
-    if num_sms is not None and (type(num_sms) is not int or num_sms < 1 or overlap == "serial"):
-        wanted = "None with overlap = 'serial'" if overlap == "serial" else "1 or more, or None"
-        raise ValueError(f"num_sms: expected {wanted}, got {num_sms!r}")
-
-
 def _of_rank(
     group: EpGroup, way: _Way, names: tuple[str, ...], *arrays: Array
 ) -> tuple[Array, EpPlan]:
@@ -150,86 +130,97 @@ def _of_rank(
         given[name] for name in ("topk_idx", "tokens", "w_in", "w_out")
     )
     topk_weights = given.get("topk_weights")
-    activation, overlap, num_sms, alignment = way
+    activation, overlap, alignment = way
     _check_rows(group, tokens, w_in, w_out)
     sizes = (tokens.size // tokens.shape[-1], topk_idx.shape[-1], w_out.shape[1])
-    layer = Layer(activation, *_schedule(group, overlap, num_sms, *sizes))
+    chosen = schedule(group, overlap, *sizes)
+    parts, num_sms = (0, 0) if chosen is None else (chosen.parts, chosen.sms or 0)
+    layer = Layer(activation, parts, num_sms)
     plan = plan_of(group, topk_idx, alignment, given.get("after"), layer.parts)
     site = Site(group, plan.shape, plan.topk)
     check_batch(site, "tokens", tokens, None)
     if topk_weights is not None:
         check_weights("topk_weights", topk_weights)
         check_batch(site, "topk_weights", topk_weights, site.topk)
-    inputs = (plan.data, plan.offsets, tokens, topk_weights, w_in, w_out, plan.order)
-    out, order = _moe(site, layer, *_calls.uniform(*inputs))
+    inputs: Any = (plan.data, plan.offsets, tokens, topk_weights, w_in, w_out, plan.order)
+    out, order = _called(site, layer, LayerInputs(*_calls.uniform(*inputs)))
     return out, plan.after(order)
 
 
-def _schedule(
-    group: EpGroup, overlap: Overlap, num_sms: int | None, tokens: int, topk: int, ffn: int
-) -> tuple[int, int]:
-    """`parts` and `num_sms` of the C API."""
-    if overlap == "serial":
-        return 0, 0
-    most_sms = group.config.num_sms
-    if overlap != "auto":
-        return overlap, num_sms or min(_DEFAULT_SMS, most_sms or _DEFAULT_SMS)
-    sizes = group.config.sizes(group.place.num_ranks) | {"max_topk": topk}
-    sizes["device_type"] = group.place.device_type
-    chosen = _core.moe_schedule(ffn, min(tokens, group.config.max_tokens_per_rank), **sizes)
-    return chosen["parts"], num_sms or chosen["num_sms"]
+def _called(site: Site, layer: Layer, given: LayerInputs) -> tuple[Array, Array]:
+    try:
+        return _moe(site, layer, given)
+    except NotImplementedError as error:
+        # Eager code in shard_map, of which nothing asks for a derivative: JAX has no rule for one
+        # that knows which gradients are wanted, and says so before anything runs.
+        if "symbolic_zeros" not in str(error):
+            raise
+        return _forward(site, layer, given)
+
+
+def schedule(
+    group: EpGroup, overlap: OverlapOption, tokens: int = 0, topk: int = 1, ffn: int = 1
+) -> Overlap | None:
+    """The schedule of a call of these sizes; None = one after another.
+
+    Raises:
+        TypeError, ValueError: an option that a group cannot have, whatever the sizes are.
+    """
+    config = group.config
+
+    def automatic() -> dict[str, Any]:
+        sizes = config.sizes(group.place.num_ranks) | {"max_topk": topk}
+        sizes["device_type"] = group.place.device_type
+        return _core.moe_schedule(ffn, min(tokens, config.max_tokens_per_rank), **sizes)
+
+    return schedule_of(overlap, _local_experts(group), config.num_sms, automatic)
 
 
 # ---- Derivative ---------------------------------------------------------------------------------
 # Its order: _order.py.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moe(
-    site: Site,
-    layer: Layer,
-    plan: Array,
-    offsets: Array,
-    tokens: Array,
-    topk_weights: Array | None,
-    w_in: Array,
-    w_out: Array,
-    order: Array,
-) -> tuple[Array, Array]:
-    given = (plan, offsets, tokens, topk_weights, w_in, w_out, order)
-    *_, out, order = _calls.moe_forward(site.group, layer, site.shape, *given)
+def _forward(site: Site, layer: Layer, given: LayerInputs) -> tuple[Array, Array]:
+    *_, out, order = _calls.moe_forward(site.group, layer, site.shape, given)
     return out, order
 
 
-def _moe_fwd(site, layer, *given):
-    values: list[Any] = [None if one is None else one.value for one in given]
-    plan, offsets, _, _, w_in, w_out, order = values
+_moe = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+
+
+def _moe_fwd(site, layer, given):
+    given_values: list[Any] = [None if one is None else one.value for one in given]
+    values = LayerInputs(*given_values)
     recv_tokens, recv_weights, inner, activated, expert_out, out, done = _calls.moe_forward(
-        site.group, layer, site.shape, *values
+        site.group, layer, site.shape, values
     )
+
+    def has_gradient(one: Any) -> bool:
+        return one is not None and one.perturbed
+
     # An array that only the gradient of one argument needs is kept if that has one.
-    weights_need, in_needs, out_needs = (one is not None and one.perturbed for one in given[3:6])
-    saved = (
-        *(plan, offsets, w_in, w_out),
-        recv_tokens if in_needs else None,
+    saved = LayerSaved(
+        *(values.plan, values.offsets, values.w_in, values.w_out),
+        recv_tokens if has_gradient(given.w_in) else None,
         recv_weights,
         inner,
-        activated if out_needs else None,
-        expert_out if weights_need else None,
-        kept(done, order),
+        activated if has_gradient(given.w_out) else None,
+        expert_out if has_gradient(given.topk_weights) else None,
     )
-    return (out, done), saved
+    return (out, done), (saved, kept(done, values.order))
 
 
-def _moe_bwd(site, layer, saved, grads):
-    plan, offsets, *kept_arrays, order = saved
+def _moe_bwd(site, layer, kept_arrays, grads):
+    saved, order = kept_arrays
     grad_out, grad_order = (
         jnp.zeros(grad.shape, grad.dtype) if isinstance(grad, SymbolicZero) else grad
         for grad in grads
     )
+    *arrays, grad_out, order = _calls.uniform(*saved, grad_out, grad_order + order)
     static = (site.group, layer, site.shape, site.topk)
-    arrays = _calls.uniform(plan, offsets, grad_out, *kept_arrays, grad_order + order)
-    return None, None, *_calls.moe_backward(*static, *arrays)
+    found = _calls.moe_backward(*static, LayerSaved(*arrays), grad_out, order)
+    grads_of_all: list[Any] = [None, None, *found]  # of plan and offsets there are none
+    return (LayerInputs(*grads_of_all),)
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd, symbolic_zeros=True)

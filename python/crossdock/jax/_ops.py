@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from crossdock._quantise import WAYS, QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_formats, wire_number
+from crossdock._quantise import QuantiseWay, quantise_way
+from crossdock._wire import Wire, wire_of_rows
 
 from . import _calls
 from ._config import AnyConfig, EpConfig
@@ -410,20 +410,7 @@ def check_payload(
 
 def wire_of(config: AnyConfig, wire: Wire, expert_out: Array) -> int:
     """The library's number for a wire, if a group of this config has it and these rows fit it."""
-    number = wire_number(wire)
-    if number and not wire_formats(config.wire_formats) >> number & 1:
-        raise ValueError(
-            f"wire: expected 'same' or one of the config's wire_formats = {config.wire_formats}, "
-            f"got {wire!r}"
-        )
-    if number and wire != "float32":
-        block, columns = WAYS.get(wire, WAYS["fp8_block128"]).block, expert_out.shape[-1]
-        if columns % block:
-            raise ValueError(
-                f"expert_out: expected a multiple of {block} columns with wire = {wire!r}, got "
-                f"shape {expert_out.shape}"
-            )
-    return number
+    return wire_of_rows(wire, config.wire_formats, expert_out.shape, "config")
 
 
 def check_weights(argument: str, array: Array) -> None:

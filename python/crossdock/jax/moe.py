@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from crossdock._overlap import OverlapOption
 from crossdock._router import RouterOptions, capacity_of
 
 from ._config import EpConfig
-from ._experts import Overlap, check_overlap, ep_moe
-from ._group import Place
+from ._experts import ep_moe, schedule
+from ._group import EpGroup, Place
 from ._mesh import EpMesh, current_mesh
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._where import on_each_rank
@@ -70,7 +71,7 @@ def moe_layer(
     router: RouterOptions | Router | None = None,
     capacity_factor: float | None = None,
     z_loss_weight: float = 0.0,
-    overlap: Overlap | None = None,
+    overlap: OverlapOption = False,
     after: jax.Array | None = None,
     mesh: EpMesh | None = None,
 ) -> MoEOutput:
@@ -92,8 +93,8 @@ def moe_layer(
             what is left. None = no limit.
         z_loss_weight: factor of `z_loss` in `MoEOutput.aux_loss`, beside the load-balancing loss,
             whose factor there is 1.
-        overlap: the experts as one call with this schedule: see `ep_moe`. None = dispatch,
-            ``jax.lax.ragged_dot`` and combine, one after another.
+        overlap: as of `ep_moe`, which is called where this gives parts. Where it does not, as with
+            False, dispatch, ``jax.lax.ragged_dot`` and combine come one after another.
         after: the order of a layer whose operations come before these, forward, and after these,
             backward. Needed where neither layer's input depends on the other's output.
         mesh: from `init`; None = the last one.
@@ -106,8 +107,7 @@ def moe_layer(
     place = group.place
     if config.rank_major:
         raise ValueError(f"config: expected layout 'expert_major', got {config.layout!r}")
-    if overlap is not None:
-        check_overlap(group, overlap, None)
+    schedule(group, overlap)
     if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
         raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor}")
     choose = _chooser(config, RouterOptions() if router is None else router, params.router_bias)
@@ -122,25 +122,28 @@ def moe_layer(
         arrays["params.router_bias"] = (params.router_bias, PartitionSpec())
     if after is not None:
         arrays["after"] = (after, batch)
+    layer = _Layer(group, mesh, choose, capacity_factor, z_loss_weight, overlap, tuple(arrays))
     return on_each_rank(
         place,
-        functools.partial(
-            _layer_of_rank,
-            config,
-            place,
-            mesh,
-            choose,
-            capacity_factor,
-            z_loss_weight,
-            overlap,
-            params.router_bias is not None,
-        ),
+        functools.partial(_layer_of_rank, layer),
         arrays,
         out_specs=MoEOutput._make((batch, PartitionSpec(), PartitionSpec(), batch)),
     )
 
 
 _Choice = Callable[[jax.Array, jax.Array | None], Routing]
+
+
+class _Layer(NamedTuple):
+    """The options of `moe_layer`, and the names of its arrays."""
+
+    group: EpGroup
+    mesh: EpMesh | None
+    choose: _Choice
+    capacity_factor: float | None
+    z_loss_weight: float
+    overlap: OverlapOption
+    names: tuple[str, ...]
 
 
 def _chooser(config: EpConfig, router: RouterOptions | Router, bias: jax.Array | None) -> _Choice:
@@ -156,55 +159,41 @@ def _chooser(config: EpConfig, router: RouterOptions | Router, bias: jax.Array |
     return lambda logits, bias: route(logits, config.max_topk, router, bias)
 
 
-def _layer_of_rank(
-    config: EpConfig,
-    place: Place,
-    mesh: EpMesh | None,
-    choose: _Choice,
-    capacity_factor: float | None,
-    z_loss_weight: float,
-    overlap: Overlap | None,
-    with_bias: bool,
-    router: jax.Array,
-    experts_in: jax.Array,
-    experts_out: jax.Array,
-    x: jax.Array,
-    *more: jax.Array,
-) -> MoEOutput:
-    beside = list(more)
-    bias = beside.pop(0) if with_bias else None
-    after = beside.pop(0) if beside else None
-    params = MoEParams(router, experts_in, experts_out, bias)
+def _layer_of_rank(layer: _Layer, *arrays: jax.Array) -> MoEOutput:
+    config, place = layer.group.config, layer.group.place
+    given = dict(zip(layer.names, arrays))
+    x, after = given["x"], given.get("after")
+    found: list[Any] = [given.get(f"params.{name}") for name in MoEParams._fields]
+    params = MoEParams(*found)
     _check_shapes(config, place, params, x)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
-    routing = choose(logits, bias)
+    routing = layer.choose(logits, params.router_bias)
     chosen = routing.topk_idx[..., None] == jnp.arange(config.num_experts)
-    if capacity_factor is not None:
+    if layer.capacity_factor is not None:
         sizes = (tokens.shape[0], config.max_topk, config.num_experts)
-        capacity = capacity_of(capacity_factor, *sizes)
+        capacity = capacity_of(layer.capacity_factor, *sizes)
         routing = drop_over_capacity(routing, config.num_experts, capacity)
     # Means over all ranks, which have equally many tokens.
     load = jax.lax.pmean(chosen.mean((0, 1), dtype=jnp.float32), place.batch_axes)
     mean = jax.lax.pmean(routing.probabilities.mean(0), place.batch_axes)
     aux_loss = config.num_experts * load @ mean
-    if z_loss_weight:
-        aux_loss += z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
+    if layer.z_loss_weight:
+        aux_loss += layer.z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
 
-    tokens, experts_in, experts_out = (
-        array.astype(config.dtype) for array in (tokens, experts_in, experts_out)
+    tokens, w_in, w_out = (
+        array.astype(config.dtype) for array in (tokens, params.experts_in, params.experts_out)
     )
     idx, weights = routing.topk_idx, routing.topk_weights
-    if overlap is None:
-        plan = ep_prepare(config, idx, after=after, mesh=mesh)
-        received = ep_dispatch(plan, tokens, weights)
-        rows = _experts(experts_in, experts_out, received.tokens, plan.padded_counts)
-        out, plan = ep_combine(received.plan, rows, received.weights)
+    options: dict[str, Any] = {"after": after, "mesh": layer.mesh}
+    sizes = (tokens.shape[0], idx.shape[-1], w_out.shape[1])
+    if overlap := schedule(layer.group, layer.overlap, *sizes):
+        out, plan = ep_moe(config, idx, tokens, weights, w_in, w_out, overlap=overlap, **options)
     else:
-        matrices = (experts_in, experts_out)
-        out, plan = ep_moe(
-            config, idx, tokens, weights, *matrices, overlap=overlap, after=after, mesh=mesh
-        )
+        plan = ep_prepare(config, idx, **options)
+        received = ep_dispatch(plan, tokens, weights)
+        rows = _experts(w_in, w_out, received.tokens, plan.padded_counts)
+        out, plan = ep_combine(received.plan, rows, received.weights)
     return MoEOutput(out.astype(x.dtype).reshape(x.shape), aux_loss, load, plan.order)
 
 

@@ -21,6 +21,7 @@ except ImportError as error:
         "crossdock.torch needs PyTorch 2.6 or newer: pip install torch, or 'crossdock[torch]'"
     ) from error
 
+from crossdock._overlap import Overlap
 from crossdock._router import RouterOptions
 
 from ._comm import Comm, default_comm, empty_symmetric, init
@@ -44,7 +45,7 @@ from .layers.balance import update_router_bias
 from .layers.experts import GroupedExperts, SharedExperts
 from .layers.layer import MoELayer, MoEOutput
 from .layers.models import load_pretrained, model_layer
-from .layers.overlap import Overlap, moe
+from .layers.overlap import moe
 from .layers.router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
 from .training import (
     assert_replicated,

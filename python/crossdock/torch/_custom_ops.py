@@ -16,7 +16,7 @@ up to 60 microseconds a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -30,7 +30,7 @@ from . import _calls, _outputs
 from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._direct import FUNCTIONS
 from ._group import EpGroup, group_of, keep_prepared
-from ._membership import is_told
+from ._membership import Operations, is_told
 from ._parts import WHOLE, Portion
 from ._unseen import unseen
 
@@ -47,7 +47,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
 def operator(
-    schema: str, operations: Callable[..., Sequence[int]] | None = None
+    schema: str, operations: Callable[..., Operations] | None = None
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Defines an operator by its schema and what it runs on the CPU and on CUDA devices.
 
@@ -106,7 +106,7 @@ def as_packed(tensor: Tensor | None) -> Tensor | None:
 
 def check(
     group: EpGroup,
-    operation: int | Sequence[int],
+    operation: int | Operations,
     name: str,
     tensor: Tensor | None,
     dimensions: int,

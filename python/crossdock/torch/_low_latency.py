@@ -118,7 +118,7 @@ class LowLatencyGroup(Membership):
         num_slots: S, W * max_tokens_per_rank: the slots of each expert, which cannot overflow.
         plan_bytes: bytes of a plan.
         num_local_experts: L, the experts of this rank.
-        num_experts, max_topk, max_tokens_per_rank, hidden, dtype, receive: as given.
+        num_experts, max_topk, max_tokens_per_rank, hidden, dtype, receive, wire_formats: as given.
         dispatch_halves, combine_halves: the operations that are between their halves.
         order: stands for the operations so far, so that compilers keep them, in their order.
         core: the group of the extension.
@@ -193,12 +193,11 @@ class LowLatencyGroup(Membership):
             expert_ranks=expert_ranks,
             wire_formats=wire_formats,
         )
-        self.num_experts = num_experts
-        self.max_topk = max_topk
+        self.num_experts, self.max_topk = num_experts, max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
-        self.hidden = hidden
-        self.dtype = dtype
+        self.hidden, self.dtype = hidden, dtype
         self.receive: Receive = receive
+        self.wire_formats = tuple(wire_formats)
         self.core = _core.LowLatencyGroup(self.comm.core, **config)
         self._sizes = sizes = config | {"num_ranks": self.comm.num_ranks}
         self.num_slots: int = self.comm.num_ranks * max_tokens_per_rank

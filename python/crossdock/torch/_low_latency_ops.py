@@ -16,7 +16,7 @@ from crossdock._comm import number_of_32_bits
 from crossdock._core import constants
 from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._wire import Wire, wire_of_rows
 from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls
@@ -380,7 +380,7 @@ def ll_combine(
         As `ll_dispatch`.
     """
     _require_results(plan, expert_out, topk_weights)
-    number = _wire(plan, wire)
+    number = _wire(plan, wire, expert_out)
     try:
         out = _sums(plan, expert_out.shape[-1], expert_out.dtype) if out is None else out
     except RuntimeError as error:  # no memory
@@ -405,7 +405,7 @@ def ll_combine_send(
     between their halves.
     """
     _require_results(plan, expert_out, topk_weights)
-    number = _wire(plan, wire)
+    number = _wire(plan, wire, expert_out)
     _call_combine(plan, expert_out, topk_weights, None, None, _SEND, number)
     sent = SentCombine(plan, expert_out, number)
     _add_half(plan.group, plan.group.combine_halves, sent._half)
@@ -566,10 +566,10 @@ def _call_combine(
     _call("ll_combine", group, *given, group.order, group.handle, phase, wire)
 
 
-def _wire(plan: SlotPlan, wire: Wire) -> int:
-    """The number of a wire; the peers hear of one that does not exist."""
+def _wire(plan: SlotPlan, wire: Wire, expert_out: Tensor) -> int:
+    """The number of a wire; the peers hear of one that cannot be."""
     try:
-        return wire_number(wire)
+        return wire_of_rows(wire, plan.group.wire_formats, expert_out.shape, "group")
     except ValueError as error:
         plan.group.refuse(constants.LL_COMBINE, ValueError, str(error))
 

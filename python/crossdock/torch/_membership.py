@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -22,7 +21,7 @@ from crossdock.errors import (
 from ._calls import current_stream, is_capturing
 from ._comm import Comm
 
-__all__ = ["Membership", "is_told"]
+__all__ = ["Membership", "Operations", "is_told"]
 
 # Attribute of an exception of which the peers have been told.
 _TOLD = "_told"
@@ -41,6 +40,13 @@ def _told(error: Exception) -> Exception:
 # Groups and contexts whose last reference went while a CUDA graph was captured, when nothing may
 # wait for the device: they are freed with the process.
 _left_by_captures: list[Any] = []
+
+
+class Operations(NamedTuple):
+    """The operations of one call that is several, and its name, which errors say."""
+
+    call: str
+    numbers: list[int]
 
 
 class Membership:
@@ -143,7 +149,7 @@ class Membership:
         """Whether it is such a tensor, or none."""
         return value is None or self.has(value)
 
-    def require_tensors(self, operation: int | Sequence[int] | None, **values: object) -> None:
+    def require_tensors(self, operation: int | Operations | None, **values: object) -> None:
         """Checks that the first value is such a tensor; others may also be None.
 
         Args:
@@ -169,7 +175,7 @@ class Membership:
                 self.refuse(operation, NotImplementedError, f"{name}: {problem}")
 
     def refuse(
-        self, operation: int | Sequence[int] | None, kind: type[Exception], problem: str
+        self, operation: int | Operations | None, kind: type[Exception], problem: str
     ) -> NoReturn:
         """Raises `kind`, after telling the peers' calls of `operation`, which raise Mismatch.
 
@@ -183,10 +189,11 @@ class Membership:
         place = f"[rank {self.comm.rank} of {self.comm.num_ranks}]"
         if operation is None:
             raise kind(f"{problem} {place}")
-        operations = (operation,) if isinstance(operation, int) else operation
-        text = f"{operation_word(operations[0])}: {problem} {place}"
+        if isinstance(operation, int):
+            operation = Operations(str(operation_word(operation)), [operation])
+        text = f"{operation.call}: {problem} {place}"
         if not is_capturing(device):
-            for one in operations if device.type == "cuda" else operations[:1]:
+            for one in operation.numbers[: None if device.type == "cuda" else 1]:
                 try:
                     self.core.join_failed(one, text, current_stream(device))
                 except InvalidArgument:

@@ -8,7 +8,7 @@ import torch
 
 from crossdock._core import constants
 from crossdock._quantise import QuantiseWay, quantise_way
-from crossdock._wire import Wire, wire_number
+from crossdock._wire import Wire, wire_of_rows
 
 from ._calls import is_capturing
 from ._derivatives import call, requires_grad
@@ -175,9 +175,10 @@ def combine(
     recorded = requires_grad((expert_out, weights, order))
     given = (plan.data, expert_out, weights)
     try:
-        routing = (group.handle, plan.num_tokens, wire_number(wire))
+        number = wire_of_rows(wire, group.wire_formats, expert_out.shape, "group")
     except ValueError as error:
         group.refuse(constants.COMBINE, ValueError, str(error))
+    routing = (group.handle, plan.num_tokens, number)
     if portion := Portion(part, num_sms, None if out is None else (out,)):
         named = {"expert_out": expert_out, "weights": weights}
         portion.check(group, constants.COMBINE, recorded, plan=plan.data, **named)

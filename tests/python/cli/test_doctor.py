@@ -162,6 +162,23 @@ def test_counts_the_gpus_that_cuda_shows(host_with_gpus, chosen, said):
     assert ("usable " in text) == bool(said)
 
 
+@pytest.mark.parametrize(
+    "variable, settings, said",
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True", "no copy is"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "PYTORCH_ALLOC_CONF has expandable_seg"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "deep_ep returns are copied once"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", None),
+    ],
+)
+def test_tells_where_torchs_allocator_adds_a_copy(host_with_gpus, variable, settings, said):
+    cleared = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "")
+    environment = host_with_gpus | cleared | {variable: settings, "COLUMNS": "400"}
+    text = run("doctor", "--no-trial", environment=environment).stdout
+    assert (said or "GPU 0-3") in text
+    assert ("torch memory" in text) == bool(said)
+
+
 def test_a_broken_nvidia_smi_is_quoted(tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: no driver'; exit 9\n")

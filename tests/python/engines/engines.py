@@ -16,13 +16,19 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from crossdock import _core
+from support import Rank, on_ranks
+from torch_ranks import gpu_ranks, process_group, run_on_gpus
 
+EXPERTS, TOPK = 8, 3
+BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])  # tokens of each rank
+SECONDS = 400  # engines have thousands of files to import
 PATHS = [path for path in os.environ.get("XD_TEST_ENGINES", "").split(os.pathsep) if path]
 
 
@@ -32,6 +38,39 @@ def needs(engine: str) -> pytest.MarkDecorator:
     found = here is not None and here.origin is not None
     reason = f"{engine} is neither installed nor in XD_TEST_ENGINES"
     return pytest.mark.skipif(not found, reason=reason)
+
+
+def on_gpus_with(engine: str) -> list[pytest.MarkDecorator]:
+    """The marks of a module whose tests have a GPU for each rank."""
+    several = pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU")
+    return [pytest.mark.gpu, needs(engine), several]
+
+
+on_gpus = on_ranks(
+    *([ranks for ranks in gpu_ranks() if ranks > 1] or [2]),
+    run=run_on_gpus,
+    timeout=SECONDS,
+    fresh=True,
+)
+"""Runs a test on ranks with a GPU each."""
+
+
+@contextmanager
+def modules_of(
+    me: Rank, register: Callable[[], None], modules: dict[str, str], without: Sequence[str] = ()
+) -> Iterator[SimpleNamespace]:
+    """An engine's modules by these names, beside `me` and `patch`, with its plug-in in them.
+
+    Args:
+        register, without: as of `plugged_in`.
+    """
+    with (
+        plugged_in(register, without),
+        pytest.MonkeyPatch.context() as patch,
+        process_group(),
+    ):
+        found = {name: importlib.import_module(module) for name, module in modules.items()}
+        yield SimpleNamespace(me=me, patch=patch, **found)
 
 
 @contextmanager
@@ -107,6 +146,16 @@ class _Unused(types.ModuleType):
         return self
 
 
+class NoStream:
+    """Stands for a CUDA stream, and for an event in one, where there is no CUDA."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+
 def quantise(x: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """[M,H] as e4m3 with a float32 scale for each block of columns, [M, H/block]."""
     blocks = x.float().reshape(len(x), x.shape[1] // block, block)
@@ -143,8 +192,15 @@ class Problem:
         self.w1 = (normal(experts, 2 * inner, hidden) / hidden**0.5).bfloat16()
         self.w2 = (normal(experts, hidden, inner) / inner**0.5).bfloat16()
 
-    def on(self, device: torch.device) -> Problem:
-        """This, with all tensors moved to a device."""
+    @classmethod
+    def here(cls, tokens: Sequence[int], hidden: int, seed: int) -> Problem:
+        """The same numbers on all ranks, on torch's default device."""
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            made = cls(tokens, hidden, EXPERTS, TOPK, seed)
+        return made._on(device)
+
+    def _on(self, device: torch.device) -> Problem:
         for name in ("x", "ids", "weights"):
             setattr(self, name, [one.to(device) for one in getattr(self, name)])
         self.w1, self.w2 = self.w1.to(device), self.w2.to(device)

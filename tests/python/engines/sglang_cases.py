@@ -13,25 +13,23 @@ import torch
 import torch.distributed as dist
 
 from crossdock import sglang as plugin
-from engines import Problem, dequantise, plugged_in, quantise
+from engines import (
+    BATCHES,
+    EXPERTS,
+    TOPK,
+    NoStream,
+    Problem,
+    dequantise,
+    modules_of,
+    quantise,
+)
 from support import Rank
-from torch_ranks import process_group
 
-HIDDEN, EXPERTS, TOPK, ALIGNMENT = 256, 8, 3, 128
-BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])
+HIDDEN, ALIGNMENT = 256, 128
 DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
-SECONDS = 400  # SGLang has thousands of files to import
 UNUSED = ("IPython", "gguf", "loguru", "torchvision")
 # SGLang imports these where there is CUDA: kernels, for which torch's functions stand here.
 KERNELS = ("deep_gemm", "sgl_kernel")
-
-
-class NoStream:
-    """Stands for a CUDA stream where there is no CUDA."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, other: object) -> None: ...
 
 
 @contextlib.contextmanager
@@ -39,21 +37,17 @@ def sglang(
     me: Rank, register: Callable[[], None] = plugin.register_deep_ep
 ) -> Iterator[SimpleNamespace]:
     """SGLang's modules with a plug-in, as a server has them that has DeepGEMM."""
-    with (
-        plugged_in(register, UNUSED + (KERNELS if torch.cuda.is_available() else ())),
-        pytest.MonkeyPatch.context() as patch,
-        process_group(),
-    ):
-        parts = SimpleNamespace(me=me, patch=patch)
-        for name, module in {
-            "first": f"{DISPATCHERS}.deepep",
-            "second": f"{DISPATCHERS}.deepep_v2",
-            "overlap": "sglang.srt.batch_overlap.two_batch_overlap",
-            "single": "sglang.srt.batch_overlap.single_batch_overlap",
-            "utils": "sglang.srt.layers.moe.utils",
-            "context": "sglang.srt.runtime_context",
-        }.items():
-            setattr(parts, name, importlib.import_module(module))
+    modules = {
+        "first": f"{DISPATCHERS}.deepep",
+        "second": f"{DISPATCHERS}.deepep_v2",
+        "overlap": "sglang.srt.batch_overlap.two_batch_overlap",
+        "single": "sglang.srt.batch_overlap.single_batch_overlap",
+        "utils": "sglang.srt.layers.moe.utils",
+        "context": "sglang.srt.runtime_context",
+    }
+    without = UNUSED + (KERNELS if torch.cuda.is_available() else ())
+    with modules_of(me, register, modules, without) as parts:
+        patch = parts.patch
         if not torch.cuda.is_available():
             device = SimpleNamespace(multi_processor_count=132)
             patch.setattr(torch.cuda, "get_device_properties", lambda *_, **__: device)
@@ -115,10 +109,7 @@ class Placed:
     ) -> None:
         rank, ranks = parts.me.rank, parts.me.num_ranks
         logical = [*range(EXPERTS), *range(4 if copies else 0)]
-        device = torch.get_default_device()
-        with torch.device("cpu"):  # the same numbers on all ranks
-            problem = Problem(BATCHES[seed][:ranks], hidden, EXPERTS, TOPK, seed)
-        self.problem = problem.on(device)
+        problem = self.problem = Problem.here(BATCHES[seed][:ranks], hidden, seed)
         self.num_experts, self.local = len(logical), len(logical) // ranks
         self.rank = rank
         self.mine = logical[rank * self.local : (rank + 1) * self.local]

@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 
 from crossdock import deep_ep
-from engines import dequantise, installed, needs, plugged_in
+from engines import BATCHES, SECONDS, TOPK, dequantise, installed, needs, plugged_in
 from sglang_cases import (
-    BATCHES,
     DISPATCHERS,
     HIDDEN,
-    SECONDS,
-    TOPK,
     UNUSED,
     Placed,
     begin,

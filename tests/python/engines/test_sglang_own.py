@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engines import installed, needs, plugged_in
+from engines import SECONDS, installed, needs, plugged_in
 from sglang_cases import (
     DISPATCHERS,
-    SECONDS,
     UNUSED,
     Placed,
     begin,

@@ -14,15 +14,11 @@ import torch
 import torch.distributed as dist
 
 from crossdock import deep_ep, vllm as plugin
-from engines import Problem, installed, needs, plugged_in
+from engines import BATCHES, EXPERTS, SECONDS, TOPK, Problem, installed, needs, plugged_in
 from support import Rank, on_ranks
 from vllm_cases import (
-    BATCHES,
-    EXPERTS,
     LAYERS,
     MOST,
-    SECONDS,
-    TOPK,
     Experts,
     engine,
     in_two_threads,

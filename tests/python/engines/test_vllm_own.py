@@ -14,15 +14,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import crossdock.torch as xd
-from engines import Problem, installed, needs, plugged_in
+from engines import BATCHES, EXPERTS, SECONDS, TOPK, Problem, installed, needs, plugged_in
 from support import Rank, on_ranks
 from vllm_cases import (
     BACKENDS,
-    BATCHES,
-    EXPERTS,
     LAYERS,
-    SECONDS,
-    TOPK,
     Experts,
     in_two_threads,
     layer,

@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from crossdock import vllm as plugin
-from engines import Problem, dequantise, plugged_in, quantise
+from engines import (
+    EXPERTS,
+    TOPK,
+    NoStream,
+    Problem,
+    dequantise,
+    modules_of,
+    quantise,
+)
 from support import Rank
-from torch_ranks import process_group
 
-EXPERTS, TOPK, MOST = 8, 3, 16
-BATCHES = ([5, 0, 7, 3], [0, 6, 1, 16], [2, 2, 2, 2])
+MOST = 16
 LAYERS = "vllm.model_executor.layers.fused_moe"
-SECONDS = 400  # vLLM has thousands of files to import
 
 BACKENDS = {
     "ht": "deepep_high_throughput",
@@ -33,31 +37,21 @@ BACKENDS = {
 MANAGERS = {"ht": "DeepEPHTAll2AllManager", "ll": "DeepEPLLAll2AllManager"}
 
 
-class NoStream:
-    """Stands for a CUDA stream, and for an event in one, where there is no CUDA."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record(self, stream: object = None) -> None: ...
-
-
 @contextlib.contextmanager
 def engine(me: Rank, register: Callable[[], None]) -> Iterator[SimpleNamespace]:
     """vLLM's modules with a plug-in, and torch's functions in place of kernels for GPUs alone."""
-    with plugged_in(register), pytest.MonkeyPatch.context() as patch, process_group():
-        parts = SimpleNamespace(me=me, patch=patch)
-        for name, module in {
-            "chooser": f"{LAYERS}.all2all_utils",
-            "kernel": f"{LAYERS}.modular_kernel",
-            "config": f"{LAYERS}.config",
-            "reduce": f"{LAYERS}.topk_weight_and_reduce",
-            "batched": f"{LAYERS}.experts.fused_batched_moe",
-            "managers": "vllm.distributed.device_communicators.all2all",
-            "ubatching": "vllm.v1.worker.ubatching",
-        }.items():
-            setattr(parts, name, importlib.import_module(module))
-        patch.setattr(parts.kernel, "PIN_MEMORY", False)
-        patch.setattr(parts.batched, "_is_capturing_or_compiling", lambda: False)
+    modules = {
+        "chooser": f"{LAYERS}.all2all_utils",
+        "kernel": f"{LAYERS}.modular_kernel",
+        "config": f"{LAYERS}.config",
+        "reduce": f"{LAYERS}.topk_weight_and_reduce",
+        "batched": f"{LAYERS}.experts.fused_batched_moe",
+        "managers": "vllm.distributed.device_communicators.all2all",
+        "ubatching": "vllm.v1.worker.ubatching",
+    }
+    with modules_of(me, register, modules) as parts:
+        parts.patch.setattr(parts.kernel, "PIN_MEMORY", False)
+        parts.patch.setattr(parts.batched, "_is_capturing_or_compiling", lambda: False)
         yield parts
 
 

@@ -229,36 +229,46 @@ def put_layers_in_place() -> None:
 
 def _put_experts_in_place() -> None:
     """Lets vLLM's CPU backend of experts be loops in torch, for both forms of rows."""
-    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
     from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    if getattr(unquantized, "_has_loops", False):
+        return
+    classes = _experts_of_torch()
+    fused_batched_moe._is_capturing_or_compiling = lambda: False  # type: ignore[assignment]
+    unquantized._has_loops = True  # type: ignore[attr-defined]
+    unquantized.backend_to_kernel_cls = lambda _: classes  # type: ignore[assignment]
+
+
+class _Supported:
+    """Says yes to what is asked before a class is used."""
+
+    @staticmethod
+    def is_supported_config(cls: Any, moe: Any, weights: Any, rows: Any, form: Any) -> Any:
+        """Whether rows have this form."""
+        return form == cls.activation_format(), "rows have another form"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leaves weights as they are."""
+
+    def activation(self, activation: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+        """The one of this model."""
+        gate, up = input.chunk(2, -1)
+        output.copy_(F.silu(gate) * up)
+
+
+def _experts_of_torch() -> list[type]:
+    """Classes of experts, of rows one below the other and of rows in slots."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+    from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
         TopKWeightAndReduceNoOP,
     )
 
-    if getattr(unquantized, "_has_loops", False):
-        return
-
-    class Supported:
-        """Says yes to what is asked before a class is used."""
-
-        @staticmethod
-        def is_supported_config(cls: Any, moe: Any, weights: Any, rows: Any, form: Any) -> Any:
-            """Whether rows have this form."""
-            return form == cls.activation_format(), "rows have another form"
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            """Leaves weights as they are."""
-
-        def activation(self, activation: Any, output: torch.Tensor, input: torch.Tensor) -> None:
-            """The one of this model."""
-            gate, up = input.chunk(2, -1)
-            output.copy_(F.silu(gate) * up)
-
-    class Batched(Supported, fused_batched_moe.NaiveBatchedExperts):
+    class Batched(_Supported, fused_batched_moe.NaiveBatchedExperts):
         """vLLM's reference."""
 
-    class Standard(Supported, mk.FusedMoEExpertsModular):
+    class Standard(_Supported, mk.FusedMoEExpertsModular):
         """A loop over experts."""
 
         expects_unquantized_inputs = False
@@ -267,6 +277,7 @@ def _put_experts_in_place() -> None:
         _supports_quant_scheme = staticmethod(lambda *_: True)
         _supports_activation = staticmethod(lambda *_: True)
         _supports_parallel_config = staticmethod(lambda *_: True)
+        apply = _apply_one_by_one
 
         @staticmethod
         def activation_format() -> Any:
@@ -281,32 +292,31 @@ def _put_experts_in_place() -> None:
             """Of the two that are not used, and of the output."""
             return (1,), (1,), (M, K)
 
-        def apply(
-            self,
-            output: Any,
-            hidden_states: Any,
-            w1: Any,
-            w2: Any,
-            topk_weights: Any,
-            topk_ids: Any,
-            activation: Any,
-            global_num_experts: int,
-            expert_map: Any,
-            **_: Any,
-        ) -> None:
-            """The weighted sum over this rank's experts."""
-            made = torch.zeros(output.shape, dtype=torch.float32)
-            for one in range(global_num_experts):
-                local = one if expert_map is None else int(expert_map[one])
-                rows, place = (topk_ids == one).nonzero(as_tuple=True)
-                if local < 0 or not len(rows):
-                    continue
-                inner = torch.empty(len(rows), w2.shape[2], dtype=w1.dtype)
-                self.activation(activation, inner, hidden_states[rows] @ w1[local].T)
-                share = topk_weights[rows, place].unsqueeze(1).float()
-                made.index_add_(0, rows, share * (inner @ w2[local].T).float())
-            output.copy_(made)
+    return [Standard, Batched]
 
-    fused_batched_moe._is_capturing_or_compiling = lambda: False  # type: ignore[assignment]
-    unquantized._has_loops = True  # type: ignore[attr-defined]
-    unquantized.backend_to_kernel_cls = lambda _: [Standard, Batched]  # type: ignore[assignment]
+
+def _apply_one_by_one(
+    experts: Any,
+    output: Any,
+    hidden_states: Any,
+    w1: Any,
+    w2: Any,
+    topk_weights: Any,
+    topk_ids: Any,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Any,
+    **_: Any,
+) -> None:
+    """The weighted sum over this rank's experts."""
+    made = torch.zeros(output.shape, dtype=torch.float32)
+    for one in range(global_num_experts):
+        local = one if expert_map is None else int(expert_map[one])
+        rows, place = (topk_ids == one).nonzero(as_tuple=True)
+        if local < 0 or not len(rows):
+            continue
+        inner = torch.empty(len(rows), w2.shape[2], dtype=w1.dtype)
+        experts.activation(activation, inner, hidden_states[rows] @ w1[local].T)
+        share = topk_weights[rows, place].unsqueeze(1).float()
+        made.index_add_(0, rows, share * (inner @ w2[local].T).float())
+    output.copy_(made)

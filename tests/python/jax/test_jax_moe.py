@@ -122,7 +122,7 @@ def test_values_and_all_gradients_are_those_of_a_dense_layer(world: World) -> No
     """Also of the layer that is made of single operations; with one chain of calls."""
     for function, chain, options in (
         (layer, CHAIN, {}),
-        (functools.partial(layer, overlap=LOCAL), CHAIN, {"check_vma": False}),
+        (functools.partial(layer, overlap=xd.Overlap(LOCAL)), CHAIN, {"check_vma": False}),
         (of_parts, None, {}),
     ):
         step, args, expected = trained(world, function, **options)
@@ -142,7 +142,7 @@ def test_global_arrays_over_axes_of_data_and_of_experts() -> None:
 
     def step(ids, grad, *arrays):
         def function(tokens, *matrices):
-            return layer(ids, tokens, None, *matrices, overlap=2)
+            return layer(ids, tokens, None, *matrices, overlap=xd.Overlap(2))
 
         return with_gradients(function)(grad, *arrays)
 
@@ -152,6 +152,19 @@ def test_global_arrays_over_axes_of_data_and_of_experts() -> None:
         same("outside jit", layer(ids, arrays[0], None, *arrays[1:]), out)
     finally:
         ep.close()
+
+
+@on_devices
+def test_eager_code_in_shard_map_has_values_and_gradients(world: World) -> None:
+    numbers = Numbers()
+    args = placed(world.mesh, (numbers.ids, numbers.grad, *numbers.arrays), [P("ep")] * 6)
+    spec = {"in_specs": P("ep"), "out_specs": P("ep")}
+    mapped = jax.shard_map(layer, mesh=world.mesh, **spec)
+    expected = numbers.expected()
+    ids, grad, *arrays = args
+    same("out", mapped(ids, *arrays), expected[0])
+    out, backward = jax.vjp(functools.partial(mapped, ids), *arrays)
+    all_same((out, backward(grad)), expected)
 
 
 # ---- The C call ---------------------------------------------------------------------------------
@@ -204,7 +217,7 @@ def test_bits_are_those_of_the_call_in_c(world: World) -> None:
     args = placed(world.mesh, (numbers.ids, numbers.grad, *numbers.arrays), [P("ep")] * 6)
 
     def step(ids, grad, *arrays):
-        given = functools.partial(layer, ids, activation="silu", overlap=LOCAL)
+        given = functools.partial(layer, ids, activation="silu", overlap=xd.Overlap(LOCAL))
         return with_gradients(given)(grad, *arrays)
 
     out, grads = world.on_ranks(step)(*args)
@@ -219,7 +232,8 @@ def raw_forward(world: World, parts: int, plan: Any, *arrays: Any) -> tuple[Any,
     """All results of the custom call, on one rank's arrays."""
     group = world.ep.group(config())
     numbers = _calls.Layer(constants.ACTIVATIONS["relu"], parts, 0)
-    return _calls.moe_forward(group, numbers, plan.shape, *_calls.uniform(*arrays, plan.order))
+    inputs = _calls.LayerInputs(*_calls.uniform(*arrays, plan.order))
+    return _calls.moe_forward(group, numbers, plan.shape, inputs)
 
 
 def test_buffers_of_xla_are_all_memory_that_a_pass_keeps(world):
@@ -266,10 +280,14 @@ def test_nothing_is_computed_for_a_gradient_that_nobody_asks_for(world):
 NARROW = jnp.bfloat16 if not ON_GPUS else np.float16
 MISTAKES = [
     ("activation", lambda _: "tanh", ValueError, "activation: expected one of 'silu', .* 'tanh'"),
-    ("overlap", lambda _: LOCAL + 1, ValueError, f"overlap: .* from 1 to {LOCAL}, .* {LOCAL + 1}"),
-    ("overlap", lambda _: True, ValueError, "overlap: expected 'serial', 'auto' or .* got True"),
-    ("overlap", lambda _: "parts", ValueError, "overlap: expected 'serial', .* got 'parts'"),
-    ("num_sms", lambda _: 8, ValueError, "num_sms: expected None with overlap = 'serial', got 8"),
+    (
+        "overlap",
+        lambda _: xd.Overlap(LOCAL + 1),
+        ValueError,
+        f"overlap: expected at most {LOCAL} parts, .*parts={LOCAL + 1}",
+    ),
+    ("overlap", lambda _: 2, TypeError, "overlap: expected a bool, 'auto' or an Overlap, got 2"),
+    ("overlap", lambda _: "serial", TypeError, "overlap: expected a bool, .* got 'serial'"),
     ("alignment", lambda _: 3, ValueError, "alignment: expected a power of two"),
     ("topk_idx", lambda a: a[:, 0], ValueError, "topk_idx: expected"),
     ("tokens", lambda a: a.astype(np.int8), TypeError, "tokens: expected bfloat16, float16 or "),
@@ -303,8 +321,8 @@ def test_other_mistakes_are_named_while_tracing(world):
     with pytest.raises(ValueError, match="config: expected layout 'expert_major', got 'rank_"):
         xd.ep_moe(by_rank, numbers.ids, *numbers.arrays)
     params = xd.MoEParams(np.zeros((HIDDEN, EXPERTS), DTYPE), w_in, w_out)
-    with pytest.raises(ValueError, match="overlap: expected 'serial', 'auto' or .* got 0"):
-        xd.moe_layer(config(), params, tokens, overlap=0)
+    with pytest.raises(TypeError, match="overlap: expected a bool, 'auto' or .* got None"):
+        xd.moe_layer(config(), params, tokens, overlap=None)
     given = numbers.arrays[1:]
     with pytest.raises(NotImplementedError, match="ep_moe: there is no jvp through it"):
         jax.jvp(lambda x: layer(numbers.ids, x, *given), (tokens,), (tokens,))

@@ -116,8 +116,8 @@ def in_a_map(ep: xd.EpMesh, layer: Callable[..., xd.MoEOutput]) -> Callable[...,
 @pytest.mark.parametrize(
     "mesh, leading, overlap",
     [
-        *zip(MESHES, [(TOKENS,), (4, 7), (4, 3, 2), (TOKENS,)], [None] * 4),
-        (MESHES[1], (4, 7), 3),
+        *zip(MESHES, [(TOKENS,), (4, 7), (4, 3, 2), (TOKENS,)], [False] * 4),
+        (MESHES[1], (4, 7), xd.Overlap(3)),
     ],
     ids=str,
 )
@@ -150,7 +150,7 @@ def test_gradients_outside_jit_of_arrays_that_are_nowhere_yet():
     jax.tree.map(close, got, plain(params, x, grad)[1])
 
 
-@pytest.mark.parametrize("overlap", [None, "serial"])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_layers_in_scan_with_remat_have_the_gradients_of_one_device(overlap):
     params, x, grad = values(TOKENS)
     stacked = {name: np.stack([array, array[..., ::-1]]) for name, array in params.items()}
@@ -207,7 +207,7 @@ def test_layers_side_by_side_are_chained(mapped):
     jax.tree.map(lambda got, one, other: close(got, one + other), got, left[1][0], right[1][0])
 
 
-@pytest.mark.parametrize("overlap", [None, EXPERTS // RANKS])
+@pytest.mark.parametrize("overlap", [False, xd.Overlap(EXPERTS // RANKS)])
 def test_bfloat16_layer_is_near_float32(overlap):
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[0])

@@ -107,7 +107,12 @@ def test_the_function_takes_tokens_without_weights_and_frozen_matrices(me: Rank)
         expected.square().sum().backward()
         grad, tokens.grad = tokens.grad, None
         transposed = w_in.mT.contiguous().mT
-        for overlap, matrices in ((False, w_in), (True, transposed), (xd.Overlap(2), w_in)):
+        for overlap, matrices in (
+            (False, w_in),
+            (True, transposed),
+            (xd.Overlap(2), w_in),
+            ("auto", w_in),
+        ):
             plan = group.prepare(idx, parts=2)
             got = xd.moe(plan, tokens, None, matrices, w_out, overlap=overlap)
             close(got, expected)
@@ -135,22 +140,43 @@ def test_a_mistake_is_named_and_the_peers_hear_of_it(me: Rank) -> None:
         expected = xd.moe(plan, **good)
         narrow = w_in[..., :8].contiguous()
         mistakes: list[tuple[type[Exception], str, dict[str, Any]]] = [
-            (ValueError, "overlap: expected the plan's parts = 3", {"overlap": xd.Overlap(2)}),
-            (ValueError, "overlap: expected a bool or an Overlap", {"overlap": "auto"}),
-            (ValueError, "activation: expected one of", {"activation": "tanh"}),
-            (TypeError, "tokens: expected a dtype of", {"tokens": tokens.long()}),
+            (ValueError, "moe: overlap: expected the plan's parts = 3", {"overlap": xd.Overlap(2)}),
+            (TypeError, "moe: overlap: expected a bool, 'auto' or an Overlap", {"overlap": 3}),
+            (ValueError, "moe: activation: expected one of", {"activation": "tanh"}),
+            (TypeError, "moe: tokens: expected a dtype of", {"tokens": tokens.long()}),
             (TypeError, "tokens: expected a tensor, got list", {"tokens": [1.0]}),
-            (TypeError, "w_in: expected a tensor, got NoneType", {"w_in": None}),
+            (TypeError, "moe: w_in: expected a tensor, got NoneType", {"w_in": None}),
             (TypeError, "w_out: expected a tensor, got str", {"w_out": "w_out"}),
-            (TypeError, "topk_weights: expected a tensor, got float", {"topk_weights": 0.5}),
-            (TypeError, "w_in: expected a dtype of torch.float32", {"w_in": w_in.bfloat16()}),
+            (TypeError, "moe: topk_weights: expected a tensor, got float", {"topk_weights": 0.5}),
+            (TypeError, "moe: w_in: expected a dtype of torch.float32", {"w_in": w_in.bfloat16()}),
             (ValueError, "w_out: expected 3 dimensions", {"w_out": w_out[0]}),
-            (InvalidArgument, "w_in: has shape", {"w_in": narrow}),
+            (InvalidArgument, "xd_moe_forward: w_in: has shape", {"w_in": narrow}),
             (ValueError, f"w_out: expected a tensor on {where()}", {"w_out": w_out.to("meta")}),
         ]
         for mistake in mistakes:
             one_rank_errs(me, 0, group, lambda **given: xd.moe(plan, **given), good, mistake)
             assert torch.equal(xd.moe(plan, **good), expected)
+
+
+@on_ranks(2)
+def test_parts_of_a_plan_without_parts_are_refused(me: Rank) -> None:
+    with joined() as comm:
+        sizes = {"hidden": HIDDEN, "max_topk": 1, "max_tokens_per_rank": 8, "comm": comm}
+        matrices = normal(1, 2, HIDDEN, 2 * FFN), normal(2, 2, FFN, HIDDEN)
+        group = xd.EpGroup(num_experts=4, dtype=torch.float32, **sizes)
+        plan = group.prepare(torch.tensor([[0], [3]]))
+        given = (plan, normal(3, 2, HIDDEN), None, *matrices)
+        for overlap in (True, "auto"):
+            text = f"moe: overlap: expected False or Overlap.1. with a plan of one .* {overlap!r}"
+            with pytest.raises(ValueError, match=text):
+                xd.moe(*given, overlap=overlap)
+        expected = xd.moe(*given)
+        assert torch.equal(xd.moe(*given, overlap=xd.Overlap(1)), expected)
+        # One expert of a rank is one part.
+        group = xd.EpGroup(num_experts=2, dtype=torch.float32, **sizes)
+        plan = group.prepare(torch.tensor([[0], [1]]))
+        given = (plan, given[1], None, *(one[:1] for one in matrices))
+        assert torch.equal(xd.moe(*given, overlap=True), xd.moe(*given))
 
 
 class Own(xd.GroupedExperts):
@@ -195,7 +221,32 @@ def test_nothing_is_automatic_where_nothing_would_be_gained(me: Rank) -> None:
     with joined() as comm:
         layer = make_layer(comm, overlap="auto")
         assert layer.overlap is None
-        assert make_layer(comm, overlap=True).overlap == xd.Overlap(4)
+        assert make_layer(comm, overlap=True).overlap == xd.Overlap(4, 16)
+
+
+@on_ranks(2)
+def test_a_layer_shows_its_ranks_and_ways(me: Rank) -> None:
+    with joined() as comm:
+        shown = repr(make_layer(comm, overlap=True))
+        assert "num_experts=10, topk=3, num_ranks=2, experts " in shown
+        assert "combine_wire='same', overlap=Overlap(parts=4, sms=16)" in shown
+        assert "overlap=False" in repr(make_layer(comm))
+
+
+@on_ranks(2)
+def test_transfers_beside_products_get_no_more_multiprocessors_than_the_group(me: Rank) -> None:
+    with joined() as comm:
+        group = xd.EpGroup(
+            comm=comm,
+            num_experts=10,
+            hidden=HIDDEN,
+            max_topk=TOPK,
+            max_tokens_per_rank=16,
+            dtype=torch.float32,
+            num_sms=8,
+        )
+        chosen = xd.MoELayer(HIDDEN, FFN, 10, TOPK, group=group, overlap=xd.Overlap(2))
+        assert chosen.overlap == xd.Overlap(2, 8)
 
 
 def test_operators_pass_torchs_own_checks() -> None:

@@ -78,6 +78,11 @@ def test_few_tokens_whole_and_in_halves(me: Rank) -> None:
         assert_equal("whole", xd.ll_combine(received.plan, expert_out, wire="fp8"), want)
         sent = xd.ll_combine_send(received.plan, expert_out, wire="fp8_block128")
         assert_equal("halves", sent.receive(), want)
+        for call in (xd.ll_combine, xd.ll_combine_send):
+            with pytest.raises(
+                ValueError, match=r"wire: .* group's wire_formats = \('fp8',\), got "
+            ):
+                call(received.plan, expert_out, wire="float32")
 
 
 @on_ranks(2)
@@ -90,6 +95,14 @@ def test_peers_are_told_of_a_wire_that_does_not_exist(me: Rank) -> None:
         problem = "wire: expected one of" if me.rank == 0 else "rank 0"
         with pytest.raises(ValueError if me.rank == 0 else Mismatch, match=problem):
             xd.combine(plan, expert_out, wire="logfmt" if me.rank == 0 else "fp8")
+        text = (
+            r"wire: expected 'same' or one of the group's wire_formats = \('fp8',\), got 'float32'"
+        )
+        with pytest.raises(ValueError, match=f"combine: {text}"):
+            xd.combine(plan, expert_out, wire="float32")
+        narrow = r"expert_out: expected a multiple of 128 columns with wire = 'fp8', got .* 64\)"
+        with pytest.raises(ValueError, match=f"combine: {narrow}"):
+            xd.combine(plan, expert_out[:, :64].contiguous(), wire="fp8")
         xd.combine(plan, expert_out, wire="fp8")
 
 

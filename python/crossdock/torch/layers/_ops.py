@@ -15,6 +15,7 @@ from .._calls import SUMMABLE
 from .._custom_ops import as_packed, as_rows, check, operator, shapes
 from .._derivatives import below_autograd, differentiated, gradients, register
 from .._group import group_of
+from .._membership import Operations
 from ..grouped import packed_matrices
 
 __all__: list[str] = []
@@ -27,17 +28,17 @@ def _matrices(weight: Tensor) -> Tensor | None:
     return packed_matrices(weight) if weight.numel() else None
 
 
-def _calls_of(parts: int) -> int:
-    return max(parts, 1)
+def _operations(parts: int, *numbers: int) -> Operations:
+    return Operations("moe", [number for number in numbers for _ in range(max(parts, 1))])
 
 
-def forward_operations(parts: int) -> list[int]:
+def forward_operations(parts: int) -> Operations:
     """The group's operations in a forward pass of a schedule."""
-    return [constants.DISPATCH] * _calls_of(parts) + [constants.COMBINE] * _calls_of(parts)
+    return _operations(parts, constants.DISPATCH, constants.COMBINE)
 
 
-def _backward_operations(parts: int) -> list[int]:
-    return [constants.COMBINE_BWD] * _calls_of(parts) + [constants.DISPATCH_BWD] * _calls_of(parts)
+def _backward_operations(parts: int) -> Operations:
+    return _operations(parts, constants.COMBINE_BWD, constants.DISPATCH_BWD)
 
 
 @operator(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -17,7 +17,14 @@ from .._low_latency import LowLatencyGroup, Slots
 from .._low_latency_ops import ll_combine, ll_dispatch
 from .router import Routing
 
-__all__ = ["DecodePlan", "decode", "decode_group", "refuse_decoding", "require_decodable"]
+__all__ = [
+    "DecodeCall",
+    "DecodePlan",
+    "decode",
+    "decode_group",
+    "refuse_decoding",
+    "require_decodable",
+]
 
 # By group, then by tokens, alignment and wire: layers that share a group share these as well.
 _groups: weakref.WeakKeyDictionary[EpGroup, dict[tuple[int, int, Wire], LowLatencyGroup]]
@@ -104,25 +111,51 @@ def _fail_combine(few: LowLatencyGroup, problem: str) -> None:
         few.refuse(constants.LL_COMBINE, RuntimeError, problem)
 
 
-def decode(
-    few: LowLatencyGroup,
-    group: EpGroup,
-    rows: torch.Tensor,
-    routing: Routing,
-    experts: Callable[[torch.Tensor, Any], torch.Tensor],
-    after: Plan | torch.Tensor | None,
-    wire: Wire,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class DecodeCall(NamedTuple):
+    """A pass of few tokens.
+
+    Attributes:
+        few: the group whose operations it runs.
+        group: the layer's.
+        rows: ``[T, H]``.
+        routing: where they go.
+        experts: called with what arrives, and a `DecodePlan`.
+        after: as of ``MoELayer.forward``.
+        wire: of the sums.
+    """
+
+    few: LowLatencyGroup
+    group: EpGroup
+    rows: torch.Tensor
+    routing: Routing
+    experts: Callable[[torch.Tensor, Any], torch.Tensor]
+    after: Plan | torch.Tensor | None
+    wire: Wire
+
+    def through_experts(self, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """The results of the experts for the rows that have come."""
+        return self.experts(
+            tokens, DecodePlan(self.group, offsets.to(torch.int32), tokens.shape[0])
+        )
+
+    def combined(self, received: Slots, results: torch.Tensor) -> torch.Tensor:
+        """The sums."""
+        weights = self.routing.topk_weights
+        return ll_combine(received.plan, results, weights, wire=self.wire)
+
+
+def decode(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Sends rows ``[T, H]`` through their experts and back: the sums, and their order. Collective.
 
     Rows, zones and sums have the bits of prepare, dispatch and combine. Peers hear of an error in
     the call, on whichever side of the experts.
     """
     if torch.compiler.is_compiling():
-        return _traced(few, group, rows, routing, experts, after, wire)
+        return _traced(call)
+    few, rows = call.few, call.rows
     try:
-        order_after(few, constants.LL_DISPATCH, after)  # in eager mode the calls are in order
-        received = _dispatched(few, rows, routing.topk_idx)
+        order_after(few, constants.LL_DISPATCH, call.after)  # in eager mode calls are in order
+        received = _dispatched(few, rows, call.routing.topk_idx)
     except Exception as error:
         if rows.is_cuda:
             _fail_combine(few, str(error))
@@ -131,35 +164,24 @@ def decode(
     assert offsets is not None
     if not tokens.is_cuda:
         tokens = tokens[: int(offsets[-1])]
-    plan = DecodePlan(group, offsets.to(torch.int32), tokens.shape[0])
     try:
-        results = experts(tokens, plan)
+        results = call.through_experts(tokens, offsets)
     except Exception as error:
         _fail_combine(few, f"experts: {type(error).__name__}: {error}")
         raise
-    return ll_combine(received.plan, results, routing.topk_weights, wire=wire), few.order
+    return call.combined(received, results), few.order
 
 
-def _traced(
-    few: LowLatencyGroup,
-    group: EpGroup,
-    rows: torch.Tensor,
-    routing: Routing,
-    experts: Callable[[torch.Tensor, Any], torch.Tensor],
-    after: Plan | torch.Tensor | None,
-    wire: Wire,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _traced(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """`decode` for a compiler, to which data says what comes first."""
-    order = order_after(few, constants.LL_DISPATCH, after)
-    topk_idx = routing.topk_idx
+    order = order_after(call.few, constants.LL_DISPATCH, call.after)
+    topk_idx = call.routing.topk_idx
     if order is not None:
         topk_idx = topk_idx + order.to(topk_idx.dtype)
-    received = _dispatched(few, rows, topk_idx)
+    received = _dispatched(call.few, call.rows, topk_idx)
     assert received.row_offsets is not None
-    plan = DecodePlan(group, received.row_offsets.to(torch.int32), received.tokens.shape[0])
-    results = experts(received.tokens, plan)
-    out = ll_combine(received.plan, results, routing.topk_weights, wire=wire)
-    return out, few.order.clone()
+    results = call.through_experts(received.tokens, received.row_offsets)
+    return call.combined(received, results), call.few.order.clone()
 
 
 def _dispatched(few: LowLatencyGroup, rows: torch.Tensor, topk_idx: torch.Tensor) -> Slots:

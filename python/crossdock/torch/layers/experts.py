@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from crossdock._overlap import Overlap
+
 from .._autocast import cast
 from .._calls import SUMMABLE
 from .._group import Plan
@@ -17,7 +19,7 @@ from .._sharding import local_tensor
 from ..gated import FUSED, gated
 from ..grouped import grouped_mm
 from ..grouped_fp8 import FP8_UNIT, fp8_obstacle, grouped_mm_fp8
-from .overlap import Overlap, moe
+from .overlap import moe
 
 __all__ = ["ACTIVATIONS", "Activation", "GroupedExperts", "SharedExperts"]
 

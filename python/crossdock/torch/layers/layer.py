@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
@@ -11,25 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crossdock import _core
-from crossdock._config import Overflow, fail_group
+from crossdock._config import Overflow
 from crossdock._core import constants
-from crossdock._quantise import WAYS
-from crossdock._router import RouterOptions, capacity_of, capacity_rows
-from crossdock._wire import Wire, wire_number
+from crossdock._overlap import Overlap, OverlapOption
+from crossdock._router import RouterOptions, capacity_of
+from crossdock._wire import Wire
 
 from .._autocast import autocast_dtype, cast
 from .._beside import Beside
 from .._calls import SUMMABLE
-from .._comm import Comm, default_comm
-from .._experts import ExpertHome, make_shares, require_ordered
+from .._comm import Comm
+from .._experts import ExpertHome, make_shares
 from .._group import EpGroup, Plan
 from .._low_latency import LowLatencyGroup
 from .._membership import Membership
 from .._ops import combine, dispatch
-from .decode import decode as decoded, decode_group, refuse_decoding, require_decodable
+from ._arguments import (
+    KNOWN_DTYPES,
+    Sizes,
+    alignment_of,
+    check_factor,
+    check_group,
+    check_param_dtype,
+    check_wire,
+    dtype_of,
+    make_group,
+    peers_told,
+)
+from .decode import DecodeCall, decode as decoded, decode_group, refuse_decoding, require_decodable
 from .experts import GroupedExperts, SharedExperts, fill
-from .overlap import Overlap, OverlapOption, resolve
+from .overlap import resolve
 from .router import (
     Router,
     Routing,
@@ -39,8 +49,6 @@ from .router import (
     drop_over_capacity,
     expert_load,
 )
-
-_KNOWN = ", ".join(str(dtype) for dtype in SUMMABLE)
 
 
 class MoEOutput(NamedTuple):
@@ -160,9 +168,10 @@ class MoELayer(nn.Module):
             decode_tokens: the most tokens of a rank in a forward pass with ``decode``, 1 to 1024;
                 0 = there is none. Layers that share `group` share the memory for it, too. Equal on
                 all ranks.
-            overlap: whether rows travel beside products, in parts of the experts: False, True (4
-                parts), an `Overlap`, or "auto", which takes parts only where they are predicted to
-                pay (docs/overlap.md). For the built-in experts, of a gated activation that the
+            overlap: whether rows travel beside products, in parts of the experts: False; True = in
+                4 parts, or as many as the rank with the fewest experts has; an `Overlap`; or
+                "auto", which takes parts only where they are predicted to pay (docs/overlap.md).
+                For the built-in experts, of a gated activation that the
                 library has, without bias and fp8. Equal on all ranks; it changes no bits where the
                 products are the same, as on the CPU.
             combine_wire: the form in which sums of experts' results come back, as of `combine`, in
@@ -175,52 +184,54 @@ class MoELayer(nn.Module):
                 parameters of another dtype than `param_dtype` says.
         """
         super().__init__()
-        sizes = _Sizes(hidden, num_experts, topk)
-        try:
-            _check_factor(capacity_factor)
-            _check_param_dtype(param_dtype, experts=experts, shared_experts=shared_experts)
+        sizes = Sizes(hidden, num_experts, topk)
+        with peers_told(group, comm):
+            check_factor(capacity_factor)
+            check_param_dtype(param_dtype, experts=experts, shared_experts=shared_experts)
             router = checked_router(router, *sizes[1:], z_loss_weight)
-            _check_wire(combine_wire, hidden, group, overlap)
-        except (TypeError, ValueError):
-            if group is None:  # peers are making theirs; without a communicator there are none
-                with contextlib.suppress(RuntimeError):
-                    fail_group((comm or default_comm()).core, _core.Group)
-            raise
+            check_wire(combine_wire, hidden, group, overlap)
         self._has_own_group = group is None
         if group is None:
             limits = (max_tokens_per_rank, recv_capacity, overflow, capacity_factor)
-            group = _make_group(sizes, comm, dtype, combine_wire, *limits)
-        _check_group(group, hidden, num_experts, topk, dtype)
+            group = make_group(sizes, comm, dtype, combine_wire, *limits)
+        check_group(group, hidden, num_experts, topk, dtype)
         self.group, self.combine_wire = group, combine_wire
         self.decode_group: LowLatencyGroup | None = None
         if decode_tokens:
-            alignment = _alignment(group.dtype) if self._has_own_group else group.alignment
+            alignment = alignment_of(group.dtype) if self._has_own_group else group.alignment
             self.decode_group = decode_group(group, decode_tokens, alignment, combine_wire)
         self.global_load = global_load
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.capacity_factor, self.aux_loss_weight = capacity_factor, aux_loss_weight
         self.num_local_experts = group.num_local_experts
         self.first_expert = ExpertHome(group).first_expert
-        place: Any = {"dtype": param_dtype or group.dtype, "device": group.comm.device}
+        device = group.comm.device
         if isinstance(router, RouterOptions):
-            router = Router(*sizes, router, z_loss_weight=z_loss_weight, device=place["device"])
+            router = Router(*sizes, router, z_loss_weight=z_loss_weight, device=device)
         self.router: Callable[[torch.Tensor], Routing] = router
-        if experts is None:
-            experts = GroupedExperts(self.num_local_experts, hidden, ffn, **place)
+        self._take_experts(experts, shared_experts, param_dtype or group.dtype)
         self.overlap: Overlap | None = None
         if overlap is not False:
-            ffn = _require_overlapped(experts).ffn
-            self.overlap = resolve(overlap, group, topk, ffn)
+            inner = _require_overlapped(self.experts).ffn
+            self.overlap = resolve(overlap, group, topk, inner)
+        self.reset_parameters()
+        self._expert_names = [name.split(".") for name, _ in self.experts.named_parameters()]
+        self.param_dtype = dtype_of(self.experts)
+        make_shares("experts", self.experts, group)
+
+    def _take_experts(
+        self, experts: nn.Module | None, shared: int | nn.Module, dtype: torch.dtype
+    ) -> None:
+        """The caller's modules, or built-in ones of this dtype."""
+        place: Any = {"dtype": dtype, "device": self.group.comm.device}
+        if experts is None:
+            experts = GroupedExperts(self.num_local_experts, self.hidden, self.ffn, **place)
         self.experts = experts
         self.shared: nn.Module | None = None
-        if isinstance(shared_experts, nn.Module):
-            self.shared = shared_experts
-        elif shared_experts * ffn:
-            self.shared = SharedExperts(hidden, shared_experts * ffn, **place)
-        self.reset_parameters()
-        self._expert_names = [name.split(".") for name, _ in experts.named_parameters()]
-        self.param_dtype = _dtype_of(experts)
-        make_shares("experts", experts, group)
+        if isinstance(shared, nn.Module):
+            self.shared = shared
+        elif shared * self.ffn:
+            self.shared = SharedExperts(self.hidden, shared * self.ffn, **place)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -299,7 +310,7 @@ class MoELayer(nn.Module):
             out, order = self._through_experts(rows, routing, after)
         else:
             given = (rows, routing, self.experts, after, self.combine_wire)
-            out, order = decoded(few, self.group, *given)
+            out, order = decoded(DecodeCall(few, self.group, *given))
         if shared is not None:
             out = out + shared.result()
         aux_loss, load = self._losses(routing, chosen, few is not None)
@@ -357,7 +368,7 @@ class MoELayer(nn.Module):
 
     def _alignment_of_plan(self, dtype: torch.dtype) -> int | None:
         """The alignment that rows of this dtype need; None = the group is the caller's."""
-        wanted, group = _alignment(dtype), self.group
+        wanted, group = alignment_of(dtype), self.group
         if self._has_own_group:
             return wanted
         if dtype != group.dtype and group.alignment % wanted and group.comm.device.type == "cuda":
@@ -433,7 +444,7 @@ class MoELayer(nn.Module):
                 )
                 at.refuse(RuntimeError, f"experts.{'.'.join((*modules, last))}: {problem}")
             if built_in and parameter.dtype not in SUMMABLE:
-                problem = f"expected one of {_KNOWN}, got {parameter.dtype}"
+                problem = f"expected one of {KNOWN_DTYPES}, got {parameter.dtype}"
                 at.refuse(TypeError, f"experts.{last}: {problem}")
             if first is None and parameter.is_floating_point():
                 first = parameter.dtype
@@ -444,11 +455,13 @@ class MoELayer(nn.Module):
         yield from self.experts.parameters()
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print(model)``."""
+        """Sizes, ranks and ways, for ``print(model)``."""
         last = self.first_expert + self.num_local_experts - 1
         return (
             f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}, "
-            f"topk={self.topk}, experts {self.first_expert} to {last} here"
+            f"topk={self.topk}, num_ranks={self.group.comm.num_ranks}, experts "
+            f"{self.first_expert} to {last} here, combine_wire={self.combine_wire!r}, "
+            f"overlap={self.overlap or False}"
         )
 
 
@@ -482,111 +495,3 @@ class _At(NamedTuple):
         if isinstance(self.group, LowLatencyGroup):
             refuse_decoding(self.group, kind, problem)
         self.group.refuse(self.operation, kind, problem)
-
-
-class _Sizes(NamedTuple):
-    hidden: int
-    num_experts: int
-    topk: int
-
-
-def _make_group(
-    sizes: _Sizes,
-    comm: Comm | None,
-    dtype: torch.dtype | None,
-    combine_wire: Wire,
-    max_tokens_per_rank: int | None,
-    recv_capacity: int,
-    overflow: Overflow,
-    capacity_factor: float | None,
-) -> EpGroup:
-    if max_tokens_per_rank is None:
-        raise ValueError("max_tokens_per_rank: expected a number, as no group is given; got None")
-    comm = default_comm() if comm is None else comm
-    experts, topk, ranks = sizes.num_experts, sizes.topk, comm.num_ranks
-    alignment = _alignment(torch.bfloat16)  # the largest: autocast may ask for it
-    if capacity_factor is not None and not recv_capacity:
-        recv_capacity = capacity_rows(
-            capacity_factor, max_tokens_per_rank, topk, experts, ranks, alignment
-        )
-    return EpGroup(
-        num_experts=experts,
-        hidden=sizes.hidden,
-        max_topk=topk,
-        max_tokens_per_rank=max_tokens_per_rank,
-        dtype=dtype or torch.get_default_dtype(),
-        recv_capacity=recv_capacity,
-        overflow=overflow,
-        alignment=alignment,
-        wire_formats=(combine_wire,),
-        comm=comm,
-    )
-
-
-def _check_factor(factor: float | None) -> None:
-    if factor is not None and not 0 < factor < float("inf"):
-        raise ValueError(f"capacity_factor: expected a positive number, got {factor}")
-
-
-def _check_wire(wire: Wire, hidden: int, group: EpGroup | None, overlap: OverlapOption) -> None:
-    if not wire_number(wire, "combine_wire"):
-        return
-    block = WAYS["fp8_block128"].block  # columns that share a scale
-    if wire != "float32" and hidden % block:
-        expected = f"expected a multiple of {block} beside combine_wire={wire!r}"
-        raise ValueError(f"hidden: {expected}, got {hidden}")
-    if overlap is not False:
-        raise ValueError(f"combine_wire: expected 'same' beside overlap, got {wire!r}")
-    if group is not None and wire_number(wire) not in map(wire_number, group.wire_formats):
-        raise ValueError(
-            f"combine_wire: expected 'same' or one of the group's wire_formats "
-            f"{list(group.wire_formats)}, got {wire!r}"
-        )
-
-
-def _alignment(dtype: torch.dtype) -> int:
-    """Of each expert's rows.
-
-    Torch's grouped kernel wants the start of every zone at 16 bytes also when rows are what is
-    summed over.
-    """
-    return 8 if dtype == torch.bfloat16 else 1
-
-
-def _dtype_of(experts: nn.Module) -> torch.dtype | None:
-    """The dtype of parameters: of the first of floating point; None where there is none."""
-    dtypes = [p.dtype for p in experts.parameters() if p.is_floating_point()]
-    return dtypes[0] if dtypes else None
-
-
-def _check_param_dtype(param_dtype: torch.dtype | None, **parts: Any) -> None:
-    if param_dtype is None:
-        return
-    if param_dtype not in SUMMABLE:
-        raise TypeError(f"param_dtype: expected one of {_KNOWN}, got {param_dtype}")
-    for name, part in parts.items():
-        own = _dtype_of(part) if isinstance(part, nn.Module) else None
-        if own not in (None, param_dtype):
-            raise ValueError(
-                f"param_dtype: expected None or {own}, which the parameters of {name} have, got "
-                f"{param_dtype}"
-            )
-
-
-def _check_group(
-    group: EpGroup, hidden: int, num_experts: int, topk: int, dtype: torch.dtype | None
-) -> None:
-    if group.layout != "expert_major":
-        raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
-    require_ordered(group)
-    if group.num_experts != num_experts:
-        expected = group.num_experts
-        raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
-    if hidden > group.hidden:
-        raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
-    if not 1 <= topk <= num_experts:
-        raise ValueError(f"topk: expected 1 to {num_experts}, the experts, got {topk}")
-    if topk > group.max_topk:
-        raise ValueError(f"topk: expected at most the group's {group.max_topk}, got {topk}")
-    if dtype is not None and dtype != group.dtype:
-        raise ValueError(f"dtype: expected the group's {group.dtype}, got {dtype}")

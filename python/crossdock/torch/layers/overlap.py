@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+import functools
+from typing import Any
 
 import torch
 
 from crossdock import _core
 from crossdock._core import constants
+from crossdock._overlap import Overlap, OverlapOption, check_overlap, schedule_of, sms_of
 
 from .._autocast import autocast
 from .._derivatives import call, requires_grad
@@ -19,43 +20,17 @@ from .._sharding import local_tensor
 from ..gated import FUSED
 from . import _ops  # noqa: F401, defines the operators
 
-__all__ = ["Overlap", "OverlapOption", "moe", "resolve"]
+__all__ = ["moe", "resolve"]
 
 _FORWARD = torch.ops.crossdock.moe_forward.default
 _ROW_ALIGNMENT = constants.ROW_ALIGNMENT
-_DEFAULT_PARTS, _DEFAULT_SMS = 4, 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Overlap:
-    """A schedule: how many parts, and the multiprocessors of transfers beside products.
-
-    Attributes:
-        parts: P: the experts of every rank are dealt into that many parts, and the products of one
-            run while rows of others travel. 1 to 16, at most the fewest experts of a rank; 1: in
-            the backward pass alone something runs beside transfers, the gradients of matrices.
-        sms: CUDA: multiprocessors of transfers that run beside products, at most the group's; 0 =
-            as the group.
-    """
-
-    parts: int = _DEFAULT_PARTS
-    sms: int = _DEFAULT_SMS
-
-    def __post_init__(self) -> None:
-        for name, value, least in (("parts", self.parts, 1), ("sms", self.sms, 0)):
-            if type(value) is not int or not least <= value < 1 << 31:
-                raise ValueError(f"{name}: expected an int of {least} or more, got {value!r}")
-
-
-OverlapOption = bool | Literal["auto"] | Overlap
 
 
 def resolve(overlap: OverlapOption, group: EpGroup, topk: int, ffn: int) -> Overlap | None:
     """The schedule of a layer, the same on all ranks; None = serial.
 
     Args:
-        overlap: True = 4 parts, or as many as the ranks have experts; "auto" = as
-            ``xd_moe_schedule`` chooses for full batches.
+        overlap: as of `schedule_of`; "auto" = as ``xd_moe_schedule`` chooses for full batches.
         group: the layer's.
         topk: K.
         ffn: F.
@@ -64,38 +39,24 @@ def resolve(overlap: OverlapOption, group: EpGroup, topk: int, ffn: int) -> Over
         TypeError: another type.
         ValueError: more parts than a rank has experts, or rows that the products do not take.
     """
-    if overlap is False:
-        return None
-    if not (overlap is True or overlap == "auto" or isinstance(overlap, Overlap)):
-        raise TypeError(f"overlap: expected a bool, 'auto' or an Overlap, got {overlap!r}")
-    if ffn * group.dtype.itemsize % _ROW_ALIGNMENT:
+    check_overlap(overlap)
+    if overlap is not False and ffn * group.dtype.itemsize % _ROW_ALIGNMENT:
         raise ValueError(
             f"ffn: expected rows of a multiple of {_ROW_ALIGNMENT} bytes beside overlap, got "
             f"{ffn} elements of {group.dtype}"
         )
-    most = min(constants.MAX_PARTS, _fewest_experts(group))
-    if isinstance(overlap, Overlap):
-        if overlap.parts > most:
-            raise ValueError(
-                f"overlap: expected at most {most} parts, the experts of the rank with the "
-                f"fewest, got {overlap}"
-            )
-        return overlap
-    sms = min(_DEFAULT_SMS, group.config["num_sms"] or _DEFAULT_SMS)
-    if overlap is True:
-        return Overlap(max(1, min(_DEFAULT_PARTS, most)), sms)
-    return _automatic(group, topk, ffn)
+    automatic = functools.partial(_automatic, group, topk, ffn)
+    return schedule_of(overlap, _fewest_experts(group), group.config["num_sms"], automatic)
 
 
-def _automatic(group: EpGroup, topk: int, ffn: int) -> Overlap | None:
-    """The schedule that the library chooses by the sizes alone."""
+def _automatic(group: EpGroup, topk: int, ffn: int) -> dict[str, Any]:
+    """The choice of the library, which goes by the sizes alone."""
     sizes = group.config | {
         "num_ranks": group.comm.num_ranks,
         "max_topk": topk,
         "device_type": group.comm.core.device_type,
     }
-    chosen = _core.moe_schedule(ffn, 0, **sizes)
-    return Overlap(chosen["parts"], chosen["num_sms"]) if chosen["parts"] else None
+    return _core.moe_schedule(ffn, 0, **sizes)
 
 
 def _fewest_experts(group: EpGroup) -> int:
@@ -113,7 +74,7 @@ def moe(
     w_out: torch.Tensor,
     *,
     activation: str = "silu",
-    overlap: bool | Overlap = False,
+    overlap: OverlapOption = False,
 ) -> torch.Tensor:
     """dispatch, the experts ``act(gate) * up @ w_out`` and combine as one operator. Collective.
 
@@ -130,8 +91,11 @@ def moe(
         w_in: ``[L, H, 2F]``, dtype of tokens; any strides. Of a DTensor, this rank's slices.
         w_out: ``[L, F, H]``, likewise. A row of F elements has a multiple of 16 bytes.
         activation: "silu", "gelu_tanh", "relu" or "relu2".
-        overlap: False = one after another; True = in the plan's parts, on GPUs with transfers
-            beside products; or an `Overlap` of as many parts as the plan has.
+        overlap: as of `MoELayer`, but the plan says how many parts there are: False = one after
+            another; True = in the plan's parts, on GPUs with transfers beside products; "auto" = so
+            where ``xd_moe_schedule`` predicts for full batches that parts pay, else one after
+            another; or an `Overlap` of as many parts as the plan has. With True and "auto" the plan
+            has 2 or more, unless some rank has no second expert.
 
     Returns:
         ``[T, H]``, dtype of tokens; zero for a token without rows.
@@ -155,7 +119,11 @@ def moe(
     if activation not in FUSED:
         problem = f"activation: expected one of {sorted(FUSED)}, got {activation!r}"
         group.refuse(operations, ValueError, problem)
-    parts, sms = _schedule(plan, overlap)
+    try:
+        parts, sms = _schedule(plan, overlap, w_out)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        group.refuse(operations, kind, str(error))
     order = incoming_order(plan, *given.values())
     recorded = requires_grad((*given.values(), order))
     tensors = (plan.offsets, *given.values())
@@ -170,18 +138,28 @@ def moe(
     return out
 
 
-def _schedule(plan: Plan, overlap: bool | Overlap) -> tuple[int, int]:
-    """`parts` and `num_sms` of the C call; a mistake the peers hear of."""
+def _schedule(plan: Plan, overlap: OverlapOption, w_out: torch.Tensor) -> tuple[int, int]:
+    """`parts` and `num_sms` of the C call.
+
+    Raises:
+        TypeError, ValueError: a bad option.
+    """
     if overlap is False:
         return 0, 0
+    check_overlap(overlap)
+    group, parts = plan.group, plan.parts
+    if isinstance(overlap, Overlap):
+        if overlap.parts != parts:
+            raise ValueError(f"overlap: expected the plan's parts = {parts}, got {overlap}")
+        return parts, sms_of(overlap.sms, group.config["num_sms"])
+    if parts == 1 and _fewest_experts(group) > 1:
+        raise ValueError(
+            "overlap: expected False or Overlap(1) with a plan of one part, as prepare makes it "
+            f"without parts=, got {overlap!r}"
+        )
     if overlap is True:
-        return plan.parts, 0
-    problem = ""
-    if not isinstance(overlap, Overlap):
-        problem = f"overlap: expected a bool or an Overlap, got {overlap!r}"
-    elif overlap.parts != plan.parts:
-        problem = f"overlap: expected the plan's parts = {plan.parts}, got {overlap}"
-    if problem:
-        operations = _ops.forward_operations(plan.parts)
-        plan.group.refuse(operations, ValueError, problem)
-    return overlap.parts, overlap.sms
+        return parts, sms_of(None, group.config["num_sms"])
+    if w_out.dim() != 3:
+        return parts, 0  # the operator refuses it
+    chosen = _automatic(group, plan.topk, w_out.shape[1])
+    return (parts, chosen["num_sms"]) if chosen["parts"] else (0, 0)

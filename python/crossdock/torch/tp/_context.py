@@ -18,7 +18,7 @@ from crossdock._gemm_config import Algo, GemmOperation, fail_context, gemm_word,
 from .._calls import DTYPE_CODES
 from .._comm import Comm, default_comm
 from .._handles import new_handle
-from .._membership import Membership
+from .._membership import Membership, Operations
 from ._operands import ALL_GATHER, REDUCE_SCATTER, Operands
 
 __all__ = ["OPERANDS", "TpContext", "context_of", "find_shared", "rows_of_d", "shared_context"]
@@ -164,7 +164,7 @@ class TpContext(Membership):
         return taken
 
     def refuse(
-        self, operation: int | Sequence[int] | None, kind: type[Exception], problem: str
+        self, operation: int | Operations | None, kind: type[Exception], problem: str
     ) -> NoReturn:
         """As of Membership. Peers that hear of it have compared their tags: so has this rank."""
         if operation is not None:

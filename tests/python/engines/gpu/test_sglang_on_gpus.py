@@ -5,14 +5,11 @@ Experts are torch's: SGLang's kernels are not needed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from engines import needs
+from engines import on_gpus, on_gpus_with
 from sglang_cases import (
-    SECONDS,
     Placed,
     begin,
     computed,
@@ -21,23 +18,16 @@ from sglang_cases import (
     micro_batches_take_turns,
     own,
 )
-from support import Rank, on_ranks
-from torch_ranks import gpu_ranks, run_on_gpus
+from support import Rank
 
-RANKS = [ranks for ranks in gpu_ranks() if ranks > 1] or [2]
 COLUMNS = {False: 2888, True: 2816}  # by whether rows are FP8: no size that DeepEP takes
-ON_GPUS: dict[str, Any] = {"run": run_on_gpus, "timeout": SECONDS, "fresh": True}
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs("sglang"),
-    pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU"),
-]
+pytestmark = on_gpus_with("sglang")
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("mode", ["normal", "low_latency", "auto"])
-@on_ranks(*RANKS, **ON_GPUS)
+@on_gpus
 def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
     with own(me) as parts:
         for copies in (False, True):
@@ -45,7 +35,7 @@ def test_a_layer_is_the_dense_sum(me: Rank, mode: str, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
-@on_ranks(*RANKS, **ON_GPUS)
+@on_gpus
 def test_two_micro_batches_take_turns(me: Rank, mode: str) -> None:
     with own(me) as parts:
         micro_batches_take_turns(parts, mode)
@@ -60,7 +50,7 @@ class OfAllSlots(Placed):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@on_ranks(*RANKS, **ON_GPUS)
+@on_gpus
 def test_a_graph_of_decode_follows_new_routing(me: Rank, fp8: bool) -> None:
     with own(me) as parts:
         begin(parts, False)

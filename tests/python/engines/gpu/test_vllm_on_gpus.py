@@ -5,22 +5,23 @@ Experts are torch's: vLLM's kernels are not needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from engines import Problem, dequantise, needs
-from support import Rank, on_ranks
-from torch_ranks import gpu_ranks, run_on_gpus
-from vllm_cases import (
-    BACKENDS,
+from engines import (
     BATCHES,
     EXPERTS,
+    Problem,
+    dequantise,
+    on_gpus,
+    on_gpus_with,
+)
+from support import Rank
+from vllm_cases import (
+    BACKENDS,
     MOST,
-    SECONDS,
-    TOPK,
     Experts,
     layer,
     made_by_vllm,
@@ -31,21 +32,9 @@ from vllm_cases import (
     tell_tokens,
 )
 
-RANKS = [ranks for ranks in gpu_ranks() if ranks > 1] or [2]
 HIDDEN = {False: 2880, True: 2816}  # by whether rows are FP8: no size that DeepEP takes
-ON_GPUS: dict[str, Any] = {"run": run_on_gpus, "timeout": SECONDS, "fresh": True}
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs("vllm"),
-    pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU"),
-]
-
-
-def problem_of(me: Rank, tokens: Sequence[int], hidden: int, seed: int) -> Problem:
-    with torch.device("cpu"):
-        made = Problem(tokens, hidden, EXPERTS, TOPK, seed)
-    return made.on(torch.device("cuda", me.rank))
+pytestmark = on_gpus_with("vllm")
 
 
 class StaticExperts(Experts):
@@ -66,7 +55,7 @@ class StaticExperts(Experts):
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("kind", BACKENDS)
-@on_ranks(*RANKS, **ON_GPUS)
+@on_gpus
 def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
     with own(me) as parts, own_manager(parts, kind) as made:
         quant, logical = quant_config(parts, fp8), list(range(EXPERTS))
@@ -74,7 +63,7 @@ def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
         for seed, tokens in enumerate(BATCHES):
             tokens = tokens[: me.num_ranks]
             tell_tokens(parts, parts.standard, tokens)
-            problem = problem_of(me, tokens, HIDDEN[fp8], seed)
+            problem = Problem.here(tokens, HIDDEN[fp8], seed)
             for dtype in (torch.int64, torch.int32):
                 run_layer(parts, pf, problem, kind, fp8, logical, dtype)
         assert len(made.traffic) == 1
@@ -82,13 +71,13 @@ def test_a_layer_is_the_dense_sum(me: Rank, kind: str, fp8: bool) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("kind", ["ll", "v2 in graphs"])
-@on_ranks(*RANKS, **ON_GPUS)
+@on_gpus
 def test_a_graph_follows_new_routing(me: Rank, kind: str, fp8: bool) -> None:
     with own(me) as parts, own_manager(parts, kind) as made:
         tokens = [MOST] * me.num_ranks
         pf = made_by_vllm(parts, made, kind, quant_config(parts, fp8), HIDDEN[fp8], EXPERTS)
         tell_tokens(parts, parts.standard, tokens)
-        problems = [problem_of(me, tokens, HIDDEN[fp8], seed) for seed in range(4)]
+        problems = [Problem.here(tokens, HIDDEN[fp8], seed) for seed in range(4)]
         for one in problems[1:]:  # the same experts
             one.w1, one.w2 = problems[0].w1, problems[0].w2
         batches = [(one.x[me.rank], one.ids[me.rank], one.weights[me.rank]) for one in problems]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 
-import pytest
-
-from engines import needs
+from engines import on_gpus_with
 from served import environment, ways_agree
-from torch_ranks import gpu_ranks
 
 WAYS = ["allgather_reducescatter"] + [
     f"{engine}:deepep_{kind}"
@@ -22,11 +19,7 @@ KERNELS = {
     "distributed_executor_backend": "uni",
 }
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs("vllm"),
-    pytest.mark.skipif(gpu_ranks()[-1] < 2, reason="peers need a second GPU"),
-]
+pytestmark = on_gpus_with("vllm")
 
 
 def test_tokens_are_the_same_with_and_without_crossdock(tmp_path: pathlib.Path) -> None:

@@ -190,7 +190,7 @@ def test_command_buffers_replay_layers(world: World) -> None:
     """In parts, whose streams a captured call has beside XLA's, and with rows in XLA's pool."""
     world.ep.register_memory()
     step, args, expected = layers.trained(
-        world, functools.partial(layers.layer, overlap=layers.LOCAL)
+        world, functools.partial(layers.layer, overlap=xd.Overlap(layers.LOCAL))
     )
     before, runs = _jax.calls(), 30
     for _ in range(runs):
