@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -54,10 +54,12 @@ class Checks:
         if not isinstance(value, torch.Tensor):
             self.fail(name, f"a tensor {_described(shape, dtypes)}", _kind(value))
         extents = value.shape
-        fits = len(extents) == len(shape)
-        for want, got in zip(shape, extents):
-            if want != got and type(want) is not str:
-                fits = False
+        fits = extents == shape or (
+            len(extents) == len(shape)
+            and not [
+                want for want, got in zip(shape, extents) if want != got and type(want) is not str
+            ]
+        )
         if not fits or value.dtype not in dtypes:
             self.fail(name, _described(shape, dtypes), _described(extents, (value.dtype,)))
         if value.device != self.device:
@@ -126,7 +128,8 @@ class Checks:
         return found
 
 
-class Tokens(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tokens:
     """The argument x of dispatch."""
 
     rows: torch.Tensor  # [T,H]
@@ -172,7 +175,8 @@ def read_tokens(checks: Checks, x: Any) -> Tokens:
     return tokens
 
 
-class Choices(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Choices:
     """Where the tokens of an uncached dispatch go."""
 
     experts: int  # E

@@ -148,8 +148,7 @@ def dispatch_new(
         if sums.rank_rows is not None and sums.prefix is not None:
             with work.running():
                 torch.cumsum(sums.rank_rows, 0, dtype=torch.int32, out=sums.prefix)
-        num_rows: int = worst_tokens
-        per_expert: list[int] = []
+        num_rows, per_expert = worst_tokens, list[int]()
         if numbers is not None:
             num_rows, per_expert = _await_numbers(batch, choices, numbers)
         else:

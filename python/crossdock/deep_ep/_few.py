@@ -7,7 +7,6 @@ this rank, K choices of each, N received rows, L experts of this rank, W ranks.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from crossdock.torch._calls import SUMMABLE
 from ._agreement import Request
 from ._arguments import Checks, Choices, Tokens, topk_idx_t
 from ._batch import Batch, GiveUp
-from ._cut import Cut
 from ._dispatch import (
     Dispatched,
     Events,
@@ -207,15 +205,12 @@ def _allocate(
         empty(shape, dtype=torch.float32, device=device) if weights else None,
     )
     ends = (local if zones else session.num_ranks) + 1
-    plan, offsets, counts = _numbers(batch.plan_bytes, ends, local).make(device)
-    return _Places(received, counts, offsets, plan)
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers(plan_bytes: int, ends: int, local: int) -> Cut:
-    """The plan, where zones or ranks begin and end, and counts; local: experts here."""
-    counts = (local,), torch.int32
-    return Cut(((plan_bytes,), torch.uint8), ((ends,), torch.int64), counts)
+    return _Places(
+        received,
+        torch.empty(local, dtype=torch.int32, device=device),
+        torch.empty(ends, dtype=torch.int64, device=device),
+        torch.empty(batch.plan_bytes, dtype=torch.uint8, device=device),
+    )
 
 
 def _send(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from crossdock.torch._calls import current_stream, is_capturing
 
 from ._agreement import text_of
 from ._arguments import Checks
-from ._cut import Cut
 from ._groups import Groups
 from ._handle import RoutedTuple, routing_of
 from ._plain import plain
@@ -141,25 +139,22 @@ def allocate(group: SlotGroup, way: QuantiseWay | None, packed: bool, num_tokens
         kind = torch.int32 if packed else torch.float32
         scales = torch.empty(local, columns, slots, dtype=kind, device=device).transpose(1, 2)
     kind = torch.bfloat16 if way is None else torch.float8_e4m3fn
-    plan, tokens, ranges, counts = _numbers(
-        group.plan_bytes, local, slots, group.session.num_ranks
-    ).make(device)
+    plan = torch.empty(group.plan_bytes, dtype=torch.uint8, device=device)
     return Received(
         torch.empty(local, slots, shape.hidden, dtype=kind, device=device),
         scales,
-        counts,
+        torch.empty(local, dtype=torch.int32, device=device),
         SlotHandle(
-            (tokens, ranges, shape.max_tokens, shape.hidden, shape.experts),
+            (
+                torch.empty(local, slots, dtype=torch.int32, device=device),
+                torch.empty(local, group.session.num_ranks, dtype=torch.int64, device=device),
+                shape.max_tokens,
+                shape.hidden,
+                shape.experts,
+            ),
             SlotRouting(group, plan, num_tokens, shape.topk),
         ),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _numbers(plan_bytes: int, local: int, slots: int, ranks: int) -> Cut:
-    """The plan, tokens of slots, ranges of sources and counts, of the experts here."""
-    tokens, ranges = ((local, slots), torch.int32), ((local, ranks), torch.int64)
-    return Cut(((plan_bytes,), torch.uint8), tokens, ranges, ((local,), torch.int32))
 
 
 # ---- Arguments -----------------------------------------------------------------------------------

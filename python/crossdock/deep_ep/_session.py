@@ -174,12 +174,9 @@ class Session:
     def wait_for_host_data(self) -> None:
         """The host waits, without the GIL, for the work that has been enqueued so far."""
         if self.cuda:
-            self._waited.record(self.stream)
-            self._waited.synchronize()
-
-    @functools.cached_property
-    def _waited(self) -> torch.cuda.Event:
-        return torch.cuda.Event()  # to make one takes as long as to record it
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            event.synchronize()
 
     def host_numbers(self, count: int) -> HostNumbers:
         """Memory for `count` counts that host and device write; good until the next call."""

@@ -24,7 +24,6 @@ from ._arguments import (
 )
 from ._combine import BAD_COLUMNS, columns_of_weights, combine, pieces_of
 from ._config import Config, require_positive, require_sms
-from ._cut import places_of_layout
 from ._dispatch import Received, dispatch_new, request_of
 from ._expand import Padding
 from ._few import dispatch_along, require_rows
@@ -290,13 +289,15 @@ class Buffer(LowLatencyCalls):
         checks.topk_idx(topk_idx)
         checks.experts(num_experts, "num_experts")
         ranks, hosts = self.group_size, self.num_rdma_ranks
-        places = places_of_layout(topk_idx.shape[0], ranks, num_experts)
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=session.device)
+
         with StreamWork(session, previous_event, async_finish) as work:
             with work.allocating():
-                in_rank, per_expert, per_rank = places.make(session.device)
-                per_host = None
-                if hosts > 1:
-                    per_host = torch.empty(hosts, dtype=torch.int32, device=session.device)
+                per_rank, per_expert = numbers(ranks), numbers(num_experts)
+                per_host = numbers(hosts) if hosts > 1 else None
+                in_rank = numbers(topk_idx.shape[0], ranks, dtype=torch.bool)
             fields: dict[str, object] = {
                 "topk_idx": topk_idx,
                 "rows_per_rank": per_rank,

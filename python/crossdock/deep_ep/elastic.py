@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -354,7 +355,7 @@ class ElasticBuffer:
                 # Made by the current stream, for which an operation with an event does not wait.
                 event = self._after(event, EventOverlap())
                 ones = torch.ones(topk_idx.shape, dtype=torch.float32, device=topk_idx.device)
-                choices = choices._replace(topk_weights=ones)
+                choices = dataclasses.replace(choices, topk_weights=ones)
         except Exception as error:
             groups.refuse(text_of(error))
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import io
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import torch.multiprocessing
 import deep_ep_cases as cases
 from crossdock import _core
 from crossdock.deep_ep import Buffer, _memory
-from crossdock.deep_ep._cut import Cut
 from crossdock.deep_ep._memory import ReceiveMemory, set_bytes
 from crossdock.errors import OutOfMemory
 from deep_ep_cases import on_buffers
@@ -57,35 +55,6 @@ def test_results_on_the_cpu_can_be_sent_to_other_processes(buffer: Buffer) -> No
     queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     queue.put(x)
     cases.same("through a queue", queue.get(), x)
-
-
-@pytest.mark.parametrize("tokens", [0, 5, 128])
-def test_tensors_that_share_an_allocation_are_strangers_otherwise(tokens: int) -> None:
-    wanted = (
-        ((tokens, 3), torch.bool),
-        ((32,), torch.int32),
-        ((7,), torch.int32),
-        ((2, 5), torch.int64),
-        ((301,), torch.uint8),
-    )
-    for made in (Cut(*wanted).make_of_one(CPU), Cut(*wanted).make(CPU)):
-        for number, (one, (shape, dtype)) in enumerate(zip(made, wanted, strict=True)):
-            assert (tuple(one.shape), one.dtype, one.is_contiguous()) == (shape, dtype, True)
-            assert one._base is None and one.is_leaf and not one.requires_grad
-            one.fill_(number)
-        copies = [copy.deepcopy(one) for one in made]
-        for number, one in enumerate(made):
-            assert torch.equal(one, torch.full_like(one, number)), "another one lies in it"
-            assert torch.equal(copies[number], one) and torch.equal(one.clone(), one)
-            assert one._version == 1  # others were written as well
-    shared = Cut(*wanted).make_of_one(CPU)
-    assert len({one.untyped_storage().data_ptr() for one in shared}) == 1
-    assert all(one.data_ptr() % 16 == 0 and one.storage_offset() >= 0 for one in shared)
-    begins = [one.storage_offset() * one.element_size() for one in shared]
-    assert all(begin % 128 == 0 for begin in begins)
-    last = shared.pop().fill_(9)
-    del shared, one
-    assert last.tolist() == [9] * 301
 
 
 # ---- Segments ------------------------------------------------------------------------------------
