@@ -78,6 +78,8 @@ def test_tensors_that_share_an_allocation_are_strangers_otherwise(tokens: int) -
             assert torch.equal(one, torch.full_like(one, number)), "another one lies in it"
             assert torch.equal(copies[number], one) and torch.equal(one.clone(), one)
             assert one._version == 1  # others were written as well
+    with torch.inference_mode():  # as engines have it
+        assert all(one.is_inference() for one in Cut(*wanted).make_of_one(CPU))
     shared = Cut(*wanted).make_of_one(CPU)
     assert len({one.untyped_storage().data_ptr() for one in shared}) == 1
     assert all(one.data_ptr() % 16 == 0 and one.storage_offset() >= 0 for one in shared)
