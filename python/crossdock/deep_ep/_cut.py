@@ -36,7 +36,9 @@ class Cut:
     def make(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors, in order."""
         if device.type == "cpu":
-            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._wanted]
+            return [
+                torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in self._wanted
+            ]
         return self.make_of_one(device)
 
     def make_of_one(self, device: torch.device) -> list[torch.Tensor]:
