@@ -200,7 +200,7 @@ def turns_of_new(
 
 def _empty_sums(session: Session, choices: Choices, counted: bool, host_waits: bool) -> Sums:
     def numbers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=session.device)
+        return torch.empty(*shape, dtype=torch.int32, device=session.device)
 
     ranks, local = session.num_ranks, choices.experts // session.num_ranks
     if choices.zones:

@@ -79,7 +79,7 @@ class ReceiveMemory:
             tensor = self._from_set(math.prod(shape) * dtype.itemsize, dtype)
             if tensor is not None:
                 return tensor.resize_(shape)  # with a storage of its own, no view of another
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(*shape, dtype=dtype, device=self._device)  # faster than of a tuple
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in symmetric memory."""
