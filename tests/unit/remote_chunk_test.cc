@@ -12,7 +12,7 @@ constexpr std::size_t kKiB = 1 << 10, kMiB = 1 << 20;
 
 // Their bytes with what links put in front of chunks.
 RemoteWindow window(int num_machines, std::int64_t net_buffer_bytes = 0, int hidden = 7168,
-                    int tokens = 4096) {
+                    int tokens = 4096, int most_frames = kMostDirectionFrames) {
   xd_ep_config user XD_EP_CONFIG_INIT;
   user.num_ranks = 64;
   user.num_experts = 256;
@@ -20,7 +20,7 @@ RemoteWindow window(int num_machines, std::int64_t net_buffer_bytes = 0, int hid
   user.max_tokens_per_rank = tokens;
   user.hidden = hidden;
   user.net_buffer_bytes = net_buffer_bytes;
-  RemoteWindow found = remote_window(read_config(&user, 0), num_machines);
+  RemoteWindow found = remote_window(read_config(&user, 0), num_machines, most_frames);
   found.frame_bytes += sizeof(net::LinkHeader);
   return found;
 }
@@ -58,14 +58,16 @@ TEST(RemoteWindows, AreNoLongerThanTheLargestBatch) {
   EXPECT_EQ(window(2, 0, 7168, 64).frames, 4);
 }
 
-TEST(RemoteWindows, AreOfTwoFramesWhereAnExecutorHasNoMore) {
-  xd_ep_config user XD_EP_CONFIG_INIT;
-  user.num_ranks = 4;
-  user.num_experts = 4;
-  user.max_topk = 1;
-  user.max_tokens_per_rank = 4096;
-  user.hidden = 7168;
-  EXPECT_EQ(remote_window(read_config(&user, 0), 2, 2).frames, 2);
+// As over TCP, and on CUDA devices: 2 MiB for each other machine.
+TEST(RemoteWindows, AreOfTwoFramesWhereMoreAreOfNoUse) {
+  const auto short_window = [](int machines, std::int64_t bytes) {
+    return window(machines, bytes, 7168, 4096, kFewestDirectionFrames);
+  };
+  expect_window(short_window(2, 0), 2, 256 * kKiB);
+  expect_window(short_window(32, 0), 2, 256 * kKiB);
+  expect_window(short_window(2, std::int64_t{8} * 100 * kKiB), 2, 100 * kKiB);
+  expect_window(short_window(5, std::int64_t{4} * 8 * 100 * kKiB), 2, 100 * kKiB);
+  expect_window(short_window(2, std::int64_t{1} << 62), 2, 512 * kKiB);
 }
 
 TEST(RemoteWindows, HaveRoomForTheLongestRow) {

@@ -62,9 +62,9 @@ RemoteWindow remote_window(const Config& config, int num_machines, int most_fram
   // Memory of frames is a round number of bytes.
   const std::size_t frame = net::item_size(std::max(wish, least) - sizeof(net::LinkHeader));
   const std::size_t batch = at(config.max_tokens) * longest / frame + 1;
-  return {.frames =
-              static_cast<int>(std::min(frames_of(bytes, frame), std::max<std::size_t>(batch, 2))),
-          .frame_bytes = frame};
+  const std::size_t frames =
+      std::min(frames_of(bytes, frame), std::max(batch, at(kFewestDirectionFrames)));
+  return {.frames = static_cast<int>(frames), .frame_bytes = frame};
 }
 
 }  // namespace xd::ep

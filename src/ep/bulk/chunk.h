@@ -113,11 +113,10 @@ inline std::size_t longest_remote_item(const Config& config, std::size_t counts)
 // ranks, as they go by the config and the number of machines: where these are of equal size, that
 // of neighbours is one less.
 struct RemoteWindow {
-  int frames;               // 2 at least: an entry and counts are sent before anything is awaited
+  int frames;
   std::size_t frame_bytes;  // room for the longest item, or for many
 };
-// `most_frames`: of the executor.
-RemoteWindow remote_window(const Config& config, int num_machines,
-                           int most_frames = kMostDirectionFrames);
+// `most_frames`: the fewest, where bytes that are under way do not lie in frames.
+RemoteWindow remote_window(const Config& config, int num_machines, int most_frames);
 
 }  // namespace xd::ep

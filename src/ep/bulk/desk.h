@@ -12,7 +12,8 @@ namespace xd::ep {
 enum class Direction : int { to_relay = 0, to_source = 1 };
 inline constexpr int kDirections = 2;
 
-inline constexpr int kMostDirectionFrames = 16;  // of a partner and direction
+// Frames of a partner and direction. An entry and counts are sent before anything is awaited.
+inline constexpr int kFewestDirectionFrames = 2, kMostDirectionFrames = 16;
 
 // The number of prepare's words, as entries have it: each of the words' headers says it, and there
 // is one chunk at least.

@@ -186,7 +186,7 @@ void PlanOperation::spread_remote(const RowsLayout& layout, Read&& read, Deliver
   std::size_t near = side.chunk_room();  // bytes since other machines were served
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
     if (near >= side.chunk_room()) {
-      side.serve();
+      side.poll();
       near = 0;
     }
     rows.gather(context_, plan_.codes(t), topk);

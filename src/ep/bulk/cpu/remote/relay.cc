@@ -9,16 +9,19 @@
 
 namespace xd::ep::cpu {
 
-RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep)
+RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep, std::unique_ptr<net::Engine> engine)
     : group_(group),
       lockstep_(lockstep),
       comm_(group.comm()),
-      window_(remote_window(group.config(), comm_.machines().num_hosts())),
+      window_(
+          remote_window(group.config(), comm_.machines().num_hosts(),
+                        engine->buffers_puts() ? kFewestDirectionFrames : kMostDirectionFrames)),
       routes_(comm_.machines()),
       links_(comm_, Family::kCreate,
              {.neighbours = routes_.neighbours(),
               .frames = kDirections * window_.frames,
-              .frame_bytes = window_.frame_bytes}),
+              .frame_bytes = window_.frame_bytes},
+             std::move(engine)),
       lists_(at(group.config().ranks)) {
   comm_.collective().agree(Family::kCreate, [this] {
     const std::size_t neighbours = routes().neighbours().size();
@@ -134,14 +137,16 @@ void RemoteSide::finish() {
       });
 }
 
+// Between two units the network goes on.
 bool RemoteSide::poll() {
   bool news = false;
   with_links([&] {
     net::Links& links = links_.links();
-    news = links.poll();
-    for (int p = 0; p < static_cast<int>(routes().neighbours().size()); ++p)
-      while (const auto chunk = links.next(p)) take_in(*chunk);
-    if (hands_ != nullptr) news |= do_unit();
+    do {
+      news |= links.poll();
+      for (int p = 0; p < static_cast<int>(routes().neighbours().size()); ++p)
+        while (const auto chunk = links.next(p)) take_in(*chunk);
+    } while (hands_ != nullptr && do_unit());
     // Nothing is put between the last look of an operation and its end.
     group_.subject().counters().net_puts.set(links.sent().puts);
     group_.subject().counters().net_bytes.set(links.sent().bytes);
@@ -149,7 +154,6 @@ bool RemoteSide::poll() {
   return news;
 }
 
-// One at a time: between two of them the network goes on.
 bool RemoteSide::do_unit() {
   net::Links& links = links_.links();
   for (int p = 0; p < static_cast<int>(partners_.size()); ++p) {

@@ -8,11 +8,13 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "comm/remote/links.h"
+#include "comm/remote/network.h"
 #include "comm/remote/routes.h"
 #include "ep/bulk/chunk.h"
 #include "ep/bulk/cpu/remote/items.h"
@@ -49,7 +51,8 @@ class RemoteHands {
 class RemoteSide final : public turn::RemoteTurn<Record> {
  public:
   // Collective.
-  RemoteSide(const Group& group, Lockstep& lockstep);
+  RemoteSide(const Group& group, Lockstep& lockstep)
+      : RemoteSide(group, lockstep, network().open_together(group.comm(), Family::kCreate)) {}
   ~RemoteSide();
   RemoteSide(const RemoteSide&) = delete;
   RemoteSide& operator=(const RemoteSide&) = delete;
@@ -67,6 +70,7 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   // without this rank's next operation.
   bool at_rest() const override;
   int late() const override;
+  // Does all that can be done without a wait.
   bool poll() override;
   bool is_busy() override;
 
@@ -79,11 +83,6 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   // From now on chunks are the work's. It is called inside poll(), so also in waits. `kind`: of
   // chunks to relays; requests are answered. `chunks`: as announced, or those that were not known.
   void begin(RemoteHands& hands, RemoteKind kind, std::span<const std::uint32_t> chunks);
-  // Does what can be done now.
-  void serve() {
-    while (poll()) {
-    }
-  }
   // Returns when all chunks have been sent and read.
   void finish();
   void end() noexcept { hands_ = nullptr; }
@@ -100,6 +99,7 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   }
 
  private:
+  RemoteSide(const Group& group, Lockstep& lockstep, std::unique_ptr<net::Engine> engine);
   template <class Body>
   void with_links(Body&& body);
   net::Links::Frame take_frame(int neighbour, Direction direction, int frame);

@@ -46,7 +46,7 @@ std::size_t RemoteSums::requests_in_chunk(const RemoteSide& side, const PlanView
 }
 
 void RemoteSums::run() {
-  side_.serve();
+  side_.poll();
   // Meanwhile the requests travel.
   std::size_t near = 0;  // bytes since other machines were served
   for (std::int64_t t = 0; wish_.sums && t < plan_.header().tokens; ++t) {
@@ -54,7 +54,7 @@ void RemoteSums::run() {
     add_up(t, 0, nullptr);
     near += longest_.row_bytes;
     if (near < side_.chunk_room()) continue;
-    side_.serve();
+    side_.poll();
     near = 0;
   }
   side_.finish();
