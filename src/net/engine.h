@@ -104,6 +104,9 @@ class Engine {
   virtual bool put(const Put& put) = 0;
   virtual void poll(Events& events) = 0;
 
+  // True = what is under way lies in buffers of the engine's own, so that a source is soon free.
+  virtual bool buffers_puts() const { return false; }
+
   // False = anybody who reaches this engine can make tags, which are reported as those of peers.
   virtual bool vouches_for_tags() const { return true; }
 

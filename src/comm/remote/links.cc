@@ -43,9 +43,10 @@ std::vector<Kept>& all_kept() {
 
 }  // namespace
 
-RemoteLinks::RemoteLinks(Comm& comm, CollectiveCall call, Config config)
-    : neighbours_(std::move(config.neighbours)) {
-  engine_ = network().open_together(comm, call);
+RemoteLinks::RemoteLinks(Comm& comm, CollectiveCall call, Config config,
+                         std::unique_ptr<net::Engine> engine)
+    : neighbours_(std::move(config.neighbours)),
+      engine_(engine ? std::move(engine) : network().open_together(comm, call)) {
   const net::LinkConfig links{.rank = comm.rank(),
                               .frames = config.frames,
                               .frame_bytes = config.frame_bytes,

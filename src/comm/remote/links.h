@@ -21,9 +21,11 @@ class RemoteLinks {
     std::size_t frame_bytes;        // likewise
     std::span<std::byte> memory{};  // LinkConfig::memory
   };
-  // Collective: opens an engine, and connects to the neighbours; throws as open_engine_together(),
-  // and TIMEOUT or SYSTEM where no data come through to a neighbour that control messages reach.
-  RemoteLinks(Comm& comm, CollectiveCall call, Config config);
+  // Collective: opens an engine, unless it is given, and connects to the neighbours; throws as
+  // Network::open_together(), and TIMEOUT or SYSTEM where no data come through to a neighbour that
+  // control messages reach.
+  RemoteLinks(Comm& comm, CollectiveCall call, Config config,
+              std::unique_ptr<net::Engine> engine = nullptr);
 
   // Ends nothing: the connections are those of the process that this one is a fork of.
   void leave_behind() {

@@ -8,6 +8,7 @@
 #include "base/wire.h"
 #include "comm/comm.h"
 #include "net/fabric/fabric.h"
+#include "net/link_tag.h"
 
 namespace xd {
 namespace {
@@ -29,7 +30,9 @@ std::vector<std::string> lines_of(const Bytes& bytes) {
 
 std::uint32_t Network::part_of_host(std::string_view) const { return 0; }
 
-std::size_t Network::usual_frame_bytes() const { return std::size_t{256} << 10; }
+Network::Frames Network::usual_frames() const {
+  return {.bytes = std::size_t{256} << 10, .most = net::kMaxLinkFrames / 2};
+}
 
 std::unique_ptr<net::Engine> Network::open_together(Comm& comm, CollectiveCall call) const {
   std::shared_ptr<const net::FabricLibrary> library;

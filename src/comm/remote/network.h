@@ -28,8 +28,12 @@ class Network {
   // Collective: opens an engine that all ranks agree on. Throws UNSUPPORTED where a rank has no
   // libfabric, and MISMATCH where ranks have no provider in common.
   virtual std::unique_ptr<net::Engine> open_together(Comm& comm, CollectiveCall call) const;
-  // The bytes of a frame of links that pay, with its header, where nobody asks for others.
-  virtual std::size_t usual_frame_bytes() const;
+  // Frames of links that pay, where nobody asks for others.
+  struct Frames {
+    std::size_t bytes;  // of a frame with its header
+    int most;           // of a direction, of which links have two
+  };
+  virtual Frames usual_frames() const;
 };
 
 // The network of this library, alone in its file: the shared library of the tests is linked with

@@ -40,16 +40,31 @@ void require_items(const RemoteHeader& header, std::span<const std::byte> items,
     refuse_chunk(header, items.size(), "its items have other sizes here");
 }
 
-std::size_t remote_frame_bytes(const Config& config, int num_machines) {
-  constexpr std::size_t kKiB = 1 << 10, kLeast = 64 * kKiB, kMost = 512 * kKiB;
-  const std::size_t frames =
-      2 * std::size_t{kRemoteFrames} * at(num_machines - 1);  // both directions
-  std::size_t wish = network().usual_frame_bytes();
-  if (config.net_buffer_bytes != 0)
-    wish = std::clamp<std::size_t>(config.net_buffer_bytes / frames, kLeast, kMost);
-  wish -= sizeof(net::LinkHeader);  // so that memory of frames is a round number of bytes
+// As much is under way to each machine as one may need of which all traffic goes there, but no more
+// than the largest batch has.
+RemoteWindow remote_window(const Config& config, int num_machines, int most_frames) {
+  constexpr std::size_t kKiB = 1 << 10, kFewest = 4, kUsualBytes = 4096 * kKiB;
+  const Network::Frames usual = network().usual_frames();
+  const std::size_t others = at(num_machines - 1);
+  const std::size_t most = std::min(at(most_frames), at(usual.most));
+  const auto frames_of = [&](std::size_t bytes, std::size_t frame_bytes) {
+    return std::min(std::max(bytes / frame_bytes, kFewest), most);
+  };
+  std::size_t wish = usual.bytes / (num_machines > 64 ? 4 : num_machines > 32 ? 2 : 1);
+  std::size_t bytes = kUsualBytes / others;  // of a direction at one end
+  if (config.net_buffer_bytes != 0) {
+    bytes = config.net_buffer_bytes / (2 * kDirections * others);
+    wish = std::clamp(bytes / frames_of(bytes, wish), 64 * kKiB, 512 * kKiB);
+  }
   const std::size_t counts = CountLayout{config.experts, config.ranks}.size();
-  return net::item_size(std::max(wish, sizeof(RemoteHeader) + longest_remote_item(config, counts)));
+  const std::size_t longest = longest_remote_item(config, counts);
+  const std::size_t least = sizeof(net::LinkHeader) + sizeof(RemoteHeader) + longest;
+  // Memory of frames is a round number of bytes.
+  const std::size_t frame = net::item_size(std::max(wish, least) - sizeof(net::LinkHeader));
+  const std::size_t batch = at(config.max_tokens) * longest / frame + 1;
+  const std::size_t frames =
+      std::min(frames_of(bytes, frame), std::max(batch, at(kFewestDirectionFrames)));
+  return {.frames = static_cast<int>(frames), .frame_bytes = frame};
 }
 
 }  // namespace xd::ep

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "base/math.h"
+#include "ep/bulk/desk.h"
 #include "ep/bulk/wire.h"
 #include "ep/plan/config.h"
 #include "net/link_map.h"
@@ -24,14 +25,15 @@ enum class RemoteKind : std::uint32_t {
   answer = 6,   // items: see AnswerLayout
 };
 
-// Rows, requests and words of an operation are the chunks that a source numbers: its last one to a
-// relay says how many there were, since chunks arrive in any order. There is always one.
+// Words, rows and requests of an operation, and answers, are the chunks that desks count (desk.h).
 struct RemoteHeader {
   std::uint64_t epoch;
   RemoteKind kind;
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
-  std::uint32_t chunks;         // 0: not the last
+  // How many chunks are counted: in an entry those that follow it to this relay, or kUnknownChunks,
+  // and in each of them as well. CUDA has no such number, but 1 in the last one of a source.
+  std::uint32_t chunks;
   std::uint32_t tokens;         // of the source; CUDA: of the last chunk
   std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
 };
@@ -107,12 +109,14 @@ inline std::size_t longest_remote_item(const Config& config, std::size_t counts)
                    net::item_size(counts * sizeof(std::uint32_t)), sizeof(Record)});
 }
 
-// Frames of a group's links, of each neighbour and direction. An entry and counts are sent before
-// anything is awaited, so there are two to relays at least; two for answers are beside them.
-inline constexpr int kRemoteFrames = 4;
-
-// The bytes of such a frame: room for the longest item, or for many. Equal on all ranks, as it goes
-// by the number of machines: where these are of equal size, that of neighbours is one less.
-std::size_t remote_frame_bytes(const Config& config, int num_machines);
+// The frames of a group's links, for each neighbour and direction at either end. Equal on all
+// ranks, as they go by the config and the number of machines: where these are of equal size, that
+// of neighbours is one less.
+struct RemoteWindow {
+  int frames;
+  std::size_t frame_bytes;  // room for the longest item, or for many
+};
+// `most_frames`: the fewest, where bytes that are under way do not lie in frames.
+RemoteWindow remote_window(const Config& config, int num_machines, int most_frames);
 
 }  // namespace xd::ep

@@ -68,6 +68,7 @@ class Fabric final : public Engine {
   std::unique_ptr<Region> expose(std::span<std::byte> memory) override;
   bool put(const Put& put) override;
   void poll(Events& events) override;
+  bool buffers_puts() const override { return buffers_puts_; }
   bool vouches_for_tags() const override { return seal_.has_check != 0; }
   int sleep_on() override;
   void shut() override { door_.shut(); }
@@ -107,7 +108,8 @@ class Fabric final : public Engine {
   Owned<fid_domain> domain_;
   Owned<fid_av> addresses_;
   Owned<fid_cq> queue_;
-  int descriptor_ = -1;  // of the queue; -1 = its provider has none
+  int descriptor_ = -1;      // of the queue; -1 = its provider has none
+  const bool buffers_puts_;  // in those of sockets
   Owned<fid_ep> endpoint_;
   Door door_;          // of the endpoint
   TagSeal seal_;       // of what comes
@@ -129,7 +131,9 @@ Owned<Object> made(const FabricLibrary& library, const char* name, Call&& call) 
 
 Fabric::Fabric(std::shared_ptr<const FabricLibrary> library, const std::string& provider,
                const std::string& address)
-    : library_(std::move(library)), info_(find_infos(*library_, address, provider)) {
+    : library_(std::move(library)),
+      info_(find_infos(*library_, address, provider)),
+      buffers_puts_(provider.starts_with("tcp")) {
   if (!info_) {
     fail(XD_ERROR_SYSTEM, "libfabric ", fabric_version(*library_), " has no provider ", provider,
          " for ", address);

@@ -23,6 +23,7 @@ class EngineLayer : public Engine {
   }
   bool put(const Put& put) override { return below_->put(put); }
   void poll(Events& events) override { below_->poll(events); }
+  bool buffers_puts() const override { return below_->buffers_puts(); }
   bool vouches_for_tags() const override { return below_->vouches_for_tags(); }
   int sleep_on() override { return below_->sleep_on(); }
   void shut() override { below_->shut(); }

@@ -59,6 +59,7 @@ CombineOp::CombineOp(const Context& context, const CombineCall& call)
     : SumOperation(context, call.plan, call.portion), call_(call) {
   require_tokens(call_.out, plan_);
   receive(record_of(call_), call_.expert_out, call_.weights);
+  list_requests(wish());
 }
 
 void CombineOp::move() {
@@ -66,10 +67,7 @@ void CombineOp::move() {
   resolve_tensors(context_, {.row = call_.out.row_bytes(),
                              .weights = call_.weights.row_bytes(),
                              .added_up = adds_up(call_.wire)});
-  sum({.sums = call_.out,
-       .weighted = static_cast<bool>(call_.weights),
-       .gradients = {},
-       .wire = call_.wire});
+  sum(wish());
 }
 
 DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call)
@@ -79,6 +77,7 @@ DispatchBwdOp::DispatchBwdOp(const Context& context, const DispatchBwdCall& call
   require_topk(call_.grad_topk_weights, plan_);
   if (config().layout.choices_beside_rows) require_topk(call_.grad_recv_weights, plan_);
   receive(record_of(call_), call_.grad_recv_tokens, call_.grad_recv_weights);
+  list_requests(wish());
 }
 
 void DispatchBwdOp::move() {
@@ -86,10 +85,7 @@ void DispatchBwdOp::move() {
   resolve_tensors(context_, {.row = call_.grad_tokens.row_bytes(),
                              .weights = call_.grad_recv_weights.row_bytes()});
   if (call_.grad_topk_weights) read_weights();
-  sum({.sums = call_.grad_tokens,
-       .weighted = false,
-       .gradients = call_.grad_topk_weights,
-       .wire = {}});
+  sum(wish());
 }
 
 // Each choice's gradient comes from its own row (and in RANK_MAJOR from its own k there); choices

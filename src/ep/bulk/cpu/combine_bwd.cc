@@ -17,6 +17,7 @@ CombineBwdOp::CombineBwdOp(const Context& context, const CombineBwdCall& call)
   weights_ = receive_beside(call_.weights, own_map().weights);
   grad_weights_ = receive_beside(call_.grad_weights, own_map().weights);
   require_order(record_of(call_), {grad_expert_out_.staged(), grad_expert_out_scales_.staged()});
+  list_rows(layout());
 }
 
 Record CombineBwdOp::record() const {
@@ -46,16 +47,11 @@ void CombineBwdOp::move() {
            call_.expert_out ? kRowAlignment : dtype_bytes(call_.grad_expert_out_scales.type)});
   store_ =
       store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) * call_.grad_out.row_bytes());
-  // The scales of a weighted sum are not there: weights are the rows' owner's.
-  const RowsLayout layout{.topk = plan_.header().topk,
-                          .weights = false,
-                          .row_bytes = call_.grad_out.row_bytes(),
-                          .scale_bytes = call_.grad_out_scales.row_bytes()};
   spread(
-      layout,
+      layout(),
       [&](std::int64_t t) {
         return TokenData{.codes = plan_.codes(t),
-                         .row = call_.grad_out.data + at(t) * layout.row_bytes,
+                         .row = call_.grad_out.data + at(t) * call_.grad_out.row_bytes(),
                          .scales = read_scales(call_.grad_out_scales, t)};
       },
       [&](const TokenData& token, const TokenRows& rows) { deliver(token, rows); });

@@ -21,6 +21,7 @@ DispatchOp::DispatchOp(const Context& context, const DispatchCall& call)
   recv_weights_ = receive_beside(call_.recv_weights, own_map().weights);
   recv_topk_idx_ = receive_beside(call_.recv_topk_idx, own_map().indices);
   require_order(record_of(call_), {recv_tokens_.staged(), recv_scales_.staged()});
+  list_rows(layout());
 }
 
 Record DispatchOp::record() const {
@@ -41,16 +42,12 @@ void DispatchOp::move() {
                  .scale_alignment = dtype_bytes(call_.recv_scales.type)});
   store_ = store_for(static_cast<std::uint64_t>(plan_.header().recv_rows) *
                      call_.recv_tokens.row_bytes());
-  const RowsLayout layout{.topk = plan_.header().topk,
-                          .weights = static_cast<bool>(call_.topk_weights),
-                          .row_bytes = call_.recv_tokens.row_bytes(),
-                          .scale_bytes = call_.recv_scales.row_bytes()};
   spread(
-      layout, [&](std::int64_t t) { return read(t); },
+      layout(), [&](std::int64_t t) { return read(t); },
       [&](const TokenData& token, const TokenRows& rows) { deliver(token, rows); });
 }
 
-// Quantised rows are made here, once.
+// Quantised rows are made here: once for this machine, and once for each other one.
 TokenData DispatchOp::read(std::int64_t t) const {
   TokenData token{.codes = plan_.codes(t),
                   .row = call_.tokens.data + at(t) * call_.tokens.row_bytes()};

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "base/math.h"
-#include "ep/bulk/cpu/remote/stream.h"
+#include "ep/bulk/cpu/remote/rows.h"
 #include "ep/bulk/cpu/strided.h"
 #include "ep/bulk/cpu/transfer.h"
 #include "ep/bulk/records.h"
@@ -128,6 +128,13 @@ class PlanOperation {
     }
     rows::flush();
   }
+  // Constructors of operations that spread tokens end with it.
+  void list_rows(const RowsLayout& layout) const {
+    RemoteSide* const side = context_.lockstep.remote();
+    if (side == nullptr || plan_.refused() || moved().empty) return;
+    side->items().list(context_, plan_, RemotePlace::machine,
+                       side->chunk_room() / layout.item_bytes());
+  }
   const GroupMap& own_map() const { return context_.lockstep.map_of(context_.group.self()); }
   ReceiveTensor receive_rows(const Tensor& tensor) const {
     return ReceiveTensor(context_, plan_, tensor, {own_map().rows, false});
@@ -156,29 +163,37 @@ template <class Read, class Deliver>
 void PlanOperation::spread_remote(const RowsLayout& layout, Read&& read, Deliver&& deliver) const {
   RemoteSide& side = *context_.lockstep.remote();
   const int topk = plan_.header().topk;
-  RemoteRows remote(side, RemoteKind::rows,
-                    [&](const RemoteHeader& header, std::span<const std::byte> items) {
-                      require_items(header, items, layout.item_bytes());
-                      TokenRows rows;
-                      for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
-                        const TokenData data = TokenData::unpack(layout, items.data() + i);
-                        rows.gather(context_, data.codes, topk);
-                        if (rows.count > 0) deliver(data, rows);
-                      }
-                    });
+  const auto fill = [&](int relay, std::uint32_t chunk, std::byte* room) {
+    RemoteHands::Filled filled;
+    for (const RequestItem& item : side.items().of(relay, chunk)) {
+      read(item.token).pack(layout, room + filled.bytes);
+      filled.bytes += layout.item_bytes();
+      ++filled.items;
+    }
+    return filled;
+  };
+  const auto take = [&](const RemoteHeader& header, std::span<const std::byte> items) {
+    require_items(header, items, layout.item_bytes());
+    TokenRows rows;
+    for (std::size_t i = 0; i < items.size(); i += layout.item_bytes()) {
+      const TokenData data = TokenData::unpack(layout, items.data() + i);
+      rows.gather(context_, data.codes, topk);
+      if (rows.count > 0) deliver(data, rows);
+    }
+  };
+  const RemoteRows remote(side, RemoteKind::rows, side.items().chunks, fill, take);
   TokenRows rows;
-  RemotePlaces machines;
+  std::size_t near = side.chunk_room();  // bytes since other machines were served
   for (std::int64_t t = 0; t < plan_.header().tokens; ++t) {
-    const std::uint32_t* const codes = plan_.codes(t);
-    rows.gather(context_, codes, topk);
-    machines.find(context_, codes, topk, [&](int r) { return side.routes().machine_of(r); });
-    if (rows.count == 0 && machines.count == 0) continue;
-    const TokenData data = read(t);
-    if (rows.count > 0) deliver(data, rows);
-    for (int i = 0; i < machines.count; ++i)
-      data.pack(layout, remote.add(machines.list[at(i)], layout.item_bytes()));
+    if (near >= side.chunk_room()) {
+      side.poll();
+      near = 0;
+    }
+    rows.gather(context_, plan_.codes(t), topk);
+    if (rows.count > 0) deliver(read(t), rows);
+    near += at(rows.count) * layout.row_bytes;
   }
-  remote.finish();
+  side.finish();
   rows::flush();
 }
 

@@ -24,6 +24,9 @@ class PrepareOp {
   void send_kept(std::span<const std::uint32_t> kept) const;
   void send_remote(RemoteSide& side, std::span<const std::uint32_t> kept) const;
   void bring_words(const RemoteHeader& header, std::span<const std::byte> items) const;
+  bool may_send_words(int remote_rank) const {
+    return context_.group.config_of(remote_rank).keeps.lists || tells_kept();
+  }
   void collect_kept();
   std::int64_t collect_lists() const;
   std::uint32_t* kept_of(NearRank owner, int source) const;
@@ -58,6 +61,12 @@ class DispatchOp : public PlanOperation {
   OperationError complete();
 
  private:
+  RowsLayout layout() const {
+    return {.topk = plan_.header().topk,
+            .weights = static_cast<bool>(call_.topk_weights),
+            .row_bytes = call_.recv_tokens.row_bytes(),
+            .scale_bytes = call_.recv_scales.row_bytes()};
+  }
   TokenData read(std::int64_t token) const;
   void deliver(const TokenData& token, const TokenRows& rows) const;
   void store_weights(const TokenData& token, const TokenRows& rows) const;
@@ -98,6 +107,13 @@ class SumOperation : public PlanOperation {
     rows_.add_up(plan_, config(), scope(part().ends()), factors, wire);
     if (part().ends()) weights_.copy_in(plan_, config(), {});
   }
+  // Constructors end with it.
+  void list_requests(const RemoteSums::Wish& wish) const {
+    RemoteSide* const side = context_.lockstep.remote();
+    if (side == nullptr || plan_.refused() || !part().ends()) return;
+    side->items().list(context_, plan_, RemotePlace::host,
+                       RemoteSums::requests_in_chunk(*side, plan_, wish));
+  }
   void sum(const RemoteSums::Wish& wish) const;
 
  private:
@@ -111,6 +127,13 @@ class CombineOp : public SumOperation {
   void move();
 
  private:
+  RemoteSums::Wish wish() const {
+    return {.sums = call_.out,
+            .weighted = static_cast<bool>(call_.weights),
+            .gradients = {},
+            .wire = call_.wire};
+  }
+
   CombineCall call_;
 };
 
@@ -121,6 +144,12 @@ class DispatchBwdOp : public SumOperation {
   void move();
 
  private:
+  RemoteSums::Wish wish() const {
+    return {.sums = call_.grad_tokens,
+            .weighted = false,
+            .gradients = call_.grad_topk_weights,
+            .wire = {}};
+  }
   void read_weights() const;
 
   DispatchBwdCall call_;
@@ -144,6 +173,13 @@ class CombineBwdOp : public PlanOperation {
   // True if the operation is weighted, and staged in EXPERT_MAJOR.
   bool finishes_here() const {
     return call_.weights && config().layout.row_per_expert && grad_expert_out_.staged();
+  }
+  // The scales of a weighted sum are not there: weights are the rows' owner's.
+  RowsLayout layout() const {
+    return {.topk = plan_.header().topk,
+            .weights = false,
+            .row_bytes = call_.grad_out.row_bytes(),
+            .scale_bytes = call_.grad_out_scales.row_bytes()};
   }
   void deliver(const TokenData& token, const TokenRows& rows) const;
   void send_scaled(const std::byte* grad, const TokenRows& rows) const;

@@ -14,7 +14,7 @@
 #include "base/hash.h"
 #include "base/math.h"
 #include "ep/bulk/cpu/operations.h"
-#include "ep/bulk/cpu/remote/stream.h"
+#include "ep/bulk/cpu/remote/rows.h"
 #include "ep/bulk/family.h"
 
 namespace xd::ep::cpu {
@@ -35,13 +35,82 @@ void write_numbers(const Tensor& out, std::int64_t count, Value&& value) {
   }
 }
 
+// Words for ranks on other machines, cut into chunks for their relays.
+class WordChunks {
+ public:
+  explicit WordChunks(const RemoteSide& side)
+      : room_(side.chunk_room()),
+        pieces_(side.routes().neighbours().size()),
+        chunks_(pieces_.size()),
+        used_(pieces_.size()) {}
+
+  // A relay gets a chunk, if only an empty one.
+  void open(int relay) { chunks_[at(relay)] = std::max(chunks_[at(relay)], 1U); }
+  void add(int relay, RemoteWords area, int owner, std::span<const std::uint32_t> words) {
+    std::size_t& used = used_[at(relay)];
+    for (std::size_t first = 0; first < words.size();) {
+      const auto piece =
+          words.subspan(first, std::min(room_ / 2 / sizeof(words[0]), words.size() - first));
+      if (used + bytes_of(piece) > room_) {
+        ++chunks_[at(relay)];
+        used = 0;
+      }
+      used += bytes_of(piece);
+      pieces_[at(relay)].push_back({.head = {.area = area,
+                                             .owner = owner,
+                                             .first = static_cast<std::uint32_t>(first),
+                                             .count = static_cast<std::uint32_t>(piece.size())},
+                                    .words = piece,
+                                    .chunk = chunks_[at(relay)] - 1});
+      first += piece.size();
+    }
+  }
+
+  std::span<const std::uint32_t> chunks() const { return chunks_; }  // by neighbour
+  RemoteHands::Filled fill(int relay, std::uint32_t chunk, std::byte* room) const {
+    RemoteHands::Filled filled;
+    for (const Piece& piece :
+         std::ranges::equal_range(pieces_[at(relay)], chunk, {}, &Piece::chunk)) {
+      std::byte* const to = room + filled.bytes;
+      std::memcpy(to, &piece.head, sizeof(piece.head));
+      std::memcpy(to + sizeof(piece.head), piece.words.data(), piece.words.size_bytes());
+      filled.bytes += bytes_of(piece.words);
+      ++filled.items;
+    }
+    return filled;
+  }
+
+ private:
+  struct Piece {
+    WordsItem head;
+    std::span<const std::uint32_t> words;
+    std::uint32_t chunk;
+  };
+  static std::size_t bytes_of(std::span<const std::uint32_t> words) {
+    return sizeof(WordsItem) + net::item_size(words.size_bytes());
+  }
+
+  const std::size_t room_;
+  std::vector<std::vector<Piece>> pieces_;  // by neighbour, in the order of chunks
+  std::vector<std::uint32_t> chunks_;
+  std::vector<std::size_t> used_;  // of the last chunk
+};
+
 }  // namespace
 
 PrepareOp::PrepareOp(const Context& context, const PrepareCall& call)
     : context_(context),
       call_(call),
       tokens_(static_cast<int>(call_.topk_idx.rows)),
-      topk_(static_cast<int>(call_.topk_idx.cols)) {}
+      topk_(static_cast<int>(call_.topk_idx.cols)) {
+  RemoteSide* const side = context_.lockstep.remote();
+  if (side == nullptr) return;
+  std::vector<std::uint32_t>& chunks = side->items().chunks;
+  std::ranges::fill(chunks, 0U);
+  for (const int d : side->ranks())
+    if (may_send_words(d)) chunks[at(side->relay_for(d))] = kUnknownChunks;
+  side->announce(chunks);
+}
 
 Record PrepareOp::record() const { return record_of(call_); }
 
@@ -79,36 +148,28 @@ void PrepareOp::move() {
 
 // The same for ranks on other machines: their relays write it into those ranks' memory.
 void PrepareOp::send_remote(RemoteSide& side, std::span<const std::uint32_t> kept) const {
-  RemoteRows remote(side, RemoteKind::words,
-                    [&](const RemoteHeader& header, std::span<const std::byte> items) {
-                      bring_words(header, items);
-                    });
-  const std::size_t room = side.chunk_room() / 2 / sizeof(std::uint32_t);
-  const auto send = [&](RemoteWords area, int owner, std::span<const std::uint32_t> words) {
-    for (std::size_t first = 0; first < words.size();) {
-      const std::size_t count = std::min(room, words.size() - first);
-      std::byte* const item =
-          remote.add(side.routes().machine_of(owner),
-                     sizeof(WordsItem) + net::item_size(count * sizeof(words[0])));
-      const WordsItem head{.area = area,
-                           .owner = owner,
-                           .first = static_cast<std::uint32_t>(first),
-                           .count = static_cast<std::uint32_t>(count)};
-      std::memcpy(item, &head, sizeof(head));
-      std::memcpy(item + sizeof(head), &words[first], count * sizeof(words[0]));
-      first += count;
-    }
-  };
+  WordChunks words(side);
   const ExpertMap& map = config().map();
   for (const int d : side.ranks()) {
+    if (may_send_words(d)) words.open(side.relay_for(d));
     if (context_.group.config_of(d).keeps.lists) {
       const std::span<const std::uint32_t> list = side.list_for(d);
-      send(RemoteWords::list, d, list.first(at(std::int64_t{1} + list[0])));
+      words.add(side.relay_for(d), RemoteWords::list, d, list.first(at(std::int64_t{1} + list[0])));
     }
-    if (!kept.empty() && placement().total[at(d)] > capacity_of(d))
-      send(RemoteWords::kept, d, kept.subspan(at(map.first(d)), at(map.local_experts(d))));
+    if (!kept.empty() && placement().total[at(d)] > capacity_of(d)) {
+      words.add(side.relay_for(d), RemoteWords::kept, d,
+                kept.subspan(at(map.first(d)), at(map.local_experts(d))));
+    }
   }
-  remote.finish();
+  const RemoteRows remote(
+      side, RemoteKind::words, words.chunks(),
+      [&](int relay, std::uint32_t chunk, std::byte* room) {
+        return words.fill(relay, chunk, room);
+      },
+      [&](const RemoteHeader& header, std::span<const std::byte> items) {
+        bring_words(header, items);
+      });
+  side.finish();
 }
 
 void PrepareOp::bring_words(const RemoteHeader& header, std::span<const std::byte> items) const {

@@ -34,6 +34,8 @@ class RemoteAnswers {
     return true;
   }
 
+  // Of all answers that are expected.
+  std::size_t places() const { return next_place_; }
   bool has_all(std::int64_t token) const { return tokens_[at(token)].missing == 0; }
   std::uint32_t first_place(std::int64_t token) const { return tokens_[at(token)].first_place; }
 

@@ -8,26 +8,30 @@
 #include "ep/bulk/cpu/lockstep.h"
 
 namespace xd::ep::cpu {
-namespace {
 
-constexpr int kToRelay = kRemoteFrames / 2;  // the other frames are for answers
-
-}  // namespace
-
-RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep)
+RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep, std::unique_ptr<net::Engine> engine)
     : group_(group),
       lockstep_(lockstep),
       comm_(group.comm()),
-      frame_bytes_(remote_frame_bytes(group.config(), comm_.machines().num_hosts())),
+      window_(
+          remote_window(group.config(), comm_.machines().num_hosts(),
+                        engine->buffers_puts() ? kFewestDirectionFrames : kMostDirectionFrames)),
       routes_(comm_.machines()),
       links_(comm_, Family::kCreate,
              {.neighbours = routes_.neighbours(),
-              .frames = kRemoteFrames,
-              .frame_bytes = frame_bytes_}),
+              .frames = kDirections * window_.frames,
+              .frame_bytes = window_.frame_bytes},
+             std::move(engine)),
       lists_(at(group.config().ranks)) {
   comm_.collective().agree(Family::kCreate, [this] {
-    chunks_.reserve(at(kRemoteFrames) * routes().neighbours().size());
-    counts_seen_.resize(routes().neighbours().size());
+    const std::size_t neighbours = routes().neighbours().size();
+    chunks_.resize(neighbours * kDirections * at(window_.frames));
+    partners_.resize(neighbours);
+    next_chunks_.resize(neighbours);
+    announced_.resize(neighbours);
+    counts_seen_.resize(neighbours);
+    items_.of_relay.resize(neighbours);
+    items_.chunks.resize(neighbours);
     for (const int rank : ranks()) {
       if (!group_.config_of(rank).keeps.lists) continue;
       lists_[at(rank)].resize(GroupMap::list_words(group_.config()));
@@ -40,25 +44,33 @@ RemoteSide::~RemoteSide() {
   if (comm_.errors().in_fork()) links_.leave_behind();
 }
 
+// The last frames, so that the operation's first chunks need not wait for them.
 void RemoteSide::enter(const Record& record) {
-  announce(RemoteKind::entry, 1, std::as_bytes(std::span(&record, 1)));
+  tell_relays(RemoteKind::entry, window_.frames - 1, 1, std::as_bytes(std::span(&record, 1)));
+  std::ranges::fill(next_chunks_, 0U);
 }
 
 void RemoteSide::send_counts(std::span<const std::uint32_t> counts) {
-  announce(RemoteKind::counts, static_cast<std::uint32_t>(counts.size()), std::as_bytes(counts));
+  tell_relays(RemoteKind::counts, window_.frames - 2, static_cast<std::uint32_t>(counts.size()),
+              std::as_bytes(counts));
 }
 
 // An operation's announcements find their frames free, since this rank has ended the operation
 // before, where it was at rest.
-void RemoteSide::announce(RemoteKind kind, std::uint32_t items, std::span<const std::byte> bytes) {
+void RemoteSide::tell_relays(RemoteKind kind, int frame, std::uint32_t items,
+                             std::span<const std::byte> bytes) {
   with_links([&] {
     for (const int machine : routes().remote_machines()) {
-      const auto frame = take_frame(routes().relay(machine), Direction::to_relay);
-      XD_CHECK(frame.has_value());
-      std::memcpy(items_of(*frame), bytes.data(), bytes.size());
-      send(*frame, kind, items, 0, bytes.size());
+      const int relay = routes().relay(machine);
+      const net::Links::Frame to = take_frame(relay, Direction::to_relay, frame);
+      std::memcpy(to.bytes.data() + sizeof(RemoteHeader), bytes.data(), bytes.size());
+      send(to, kind, {items, bytes.size()}, next_chunks_[at(relay)]);
     }
   });
+}
+
+void RemoteSide::announce(std::span<const std::uint32_t> chunks) {
+  std::ranges::copy(chunks, next_chunks_.begin());
 }
 
 // A rank whose prepare is good sends its counts, whether or not others agree.
@@ -81,47 +93,92 @@ int RemoteSide::late() const {
   return neighbour < 0 ? -1 : routes().neighbours()[at(neighbour)];
 }
 
-std::optional<net::Links::Frame> RemoteSide::take_frame(int neighbour, Direction direction) {
-  std::optional<net::Links::Frame> frame;
-  with_links([&] {
-    frame = direction == Direction::to_relay
-                ? links_.links().take(neighbour, {.first = 0, .end = kToRelay})
-                : links_.links().take(neighbour, {.first = kToRelay, .end = kRemoteFrames});
-  });
-  return frame;
+net::Links::Frame RemoteSide::take_frame(int neighbour, Direction direction, int frame) {
+  const int place = static_cast<int>(place_of(direction, frame));
+  const auto taken = links_.links().take(neighbour, {.first = place, .end = place + 1});
+  XD_CHECK(taken.has_value());
+  return *taken;
 }
 
-void RemoteSide::send(const net::Links::Frame& frame, RemoteKind kind, std::uint32_t items,
-                      std::uint32_t chunks, std::size_t used) {
+void RemoteSide::send(const net::Links::Frame& frame, RemoteKind kind, RemoteHands::Filled filled,
+                      std::uint32_t chunks) {
   const RemoteHeader header{.epoch = lockstep_.epoch(),
                             .kind = kind,
                             .source = comm_.rank(),
-                            .items = items,
+                            .items = filled.items,
                             .chunks = chunks,
                             .tokens = 0,
                             .found_missing = 0};
   std::memcpy(frame.bytes.data(), &header, sizeof(header));
-  with_links([&] { links_.links().send(frame, sizeof(header) + used); });
+  links_.links().send(frame, sizeof(header) + filled.bytes);
 }
 
-void RemoteSide::begin(ChunkSink& work) {
+void RemoteSide::begin(RemoteHands& hands, RemoteKind kind, std::span<const std::uint32_t> chunks) {
   site_ = lockstep_.site(XD_PHASE_ROWS);
-  work_ = &work;
+  kind_ = kind;
+  const int neighbours = static_cast<int>(partners_.size());
+  desk_.emplace(partners_.data(), neighbours, window_.frames, kind == RemoteKind::request);
+  for (int p = 0; p < neighbours; ++p) desk_->send(p, chunks[at(p)]);
+  for (const int source : routes().sources())
+    desk_->expect(source, announced_[at(source)][turn::stage_of(lockstep_.epoch())]);
+  with_links([this] {
+    for (const auto& chunk : chunks_)
+      if (chunk) land(*chunk);
+  });
+  hands_ = &hands;
 }
 
+void RemoteSide::finish() {
+  comm_.wait_for(
+      comm_.rank(), *site_, [&] { return desk_->is_done(); }, [&] { return site_->epoch - 1; },
+      [&] {
+        const int partner = desk_->first_awaited();
+        return partner < 0 ? -1 : routes().neighbours()[at(partner)];
+      });
+}
+
+// Between two units the network goes on.
 bool RemoteSide::poll() {
   bool news = false;
   with_links([&] {
     net::Links& links = links_.links();
-    news = links.poll();
-    for (int p = 0; p < static_cast<int>(routes().neighbours().size()); ++p)
-      while (const auto chunk = links.next(p)) take_in(*chunk);
-    if (work_ != nullptr) serve();
+    do {
+      news |= links.poll();
+      for (int p = 0; p < static_cast<int>(routes().neighbours().size()); ++p)
+        while (const auto chunk = links.next(p)) take_in(*chunk);
+    } while (hands_ != nullptr && do_unit());
     // Nothing is put between the last look of an operation and its end.
     group_.subject().counters().net_puts.set(links.sent().puts);
     group_.subject().counters().net_bytes.set(links.sent().bytes);
   });
   return news;
+}
+
+bool RemoteSide::do_unit() {
+  net::Links& links = links_.links();
+  for (int p = 0; p < static_cast<int>(partners_.size()); ++p) {
+    for (const Direction direction : {Direction::to_relay, Direction::to_source}) {
+      const int frame = desk_->awaited_frame(p, direction);
+      if (frame < 0) continue;
+      if (links.is_free(p, place_of(direction, frame))) desk_->freed(p, direction, frame);
+    }
+  }
+  const DeskUnit unit = desk_->next();
+  if (unit.work == DeskUnit::nothing) return false;
+  const int frame = desk_->frame_of(unit.chunk);
+  std::optional<RemoteChunk> come;
+  if (unit.reads()) come.swap(chunk_in(unit.partner, place_of(unit.read_from(), frame)));
+  std::optional<net::Links::Frame> out;
+  if (unit.fills()) out = take_frame(unit.partner, unit.fills_for(), frame);
+  const RemoteHands::Filled filled = hands_->work(
+      unit, come ? &*come : nullptr, out ? out->bytes.data() + sizeof(RemoteHeader) : nullptr);
+  if (out) {
+    send(*out, unit.work == DeskUnit::fill ? kind_ : RemoteKind::answer, filled,
+         desk_->chunks(unit.partner, unit.fills_for()));
+  }
+  if (come) links.give_back(come->chunk);
+  desk_->finished(unit);
+  return true;
 }
 
 bool RemoteSide::is_busy() {
@@ -130,7 +187,7 @@ bool RemoteSide::is_busy() {
   return busy;
 }
 
-// Entries and counts go into frames of their epoch, which near ranks have done with: their rank
+// Entries and counts go into memory of their epoch, which near ranks have done with: their rank
 // entered this operation after it had seen the entries of all ranks to the one before.
 void RemoteSide::take_in(const net::Links::Chunk& chunk) {
   const RemoteHeader header =
@@ -140,6 +197,7 @@ void RemoteSide::take_in(const net::Links::Chunk& chunk) {
     Record record;
     if (items.size() != sizeof(record)) refuse_chunk(header, items.size(), "it is no entry");
     std::memcpy(&record, items.data(), sizeof(record));
+    announced_[at(chunk.neighbour)][turn::stage_of(header.epoch)] = header.chunks;
     lockstep_.bring_entry(header.source, header.epoch, record);
   } else if (header.kind == RemoteKind::counts) {
     const CountLayout layout{group_.config().experts, group_.config().ranks};
@@ -149,24 +207,25 @@ void RemoteSide::take_in(const net::Links::Chunk& chunk) {
                            {reinterpret_cast<const std::uint32_t*>(items.data()), layout.size()});
     counts_seen_[at(chunk.neighbour)] = header.epoch;
   } else {
-    chunks_.push_back({.chunk = chunk, .header = header});
+    auto& come = chunk_in(chunk.neighbour, chunk.frame);
+    come = {.chunk = chunk, .header = header};
+    if (hands_ != nullptr) land(*come);
     return;
   }
   links_.links().give_back(chunk);
 }
 
-void RemoteSide::serve() {
-  for (std::size_t i = 0; i < chunks_.size();) {
-    RemoteChunk& chunk = chunks_[i];
-    if (chunk.header.epoch != lockstep_.epoch())
-      refuse_chunk(chunk.header, chunk.items().size(), "an operation has ended without it");
-    if (!work_->take(chunk)) {
-      ++i;
-      continue;
-    }
-    links_.links().give_back(chunk.chunk);
-    chunks_.erase(chunks_.begin() + static_cast<std::ptrdiff_t>(i));
-  }
+void RemoteSide::land(const RemoteChunk& chunk) {
+  const RemoteHeader& header = chunk.header;
+  const auto refuse = [&](const char* why) { refuse_chunk(header, chunk.items().size(), why); };
+  if (header.epoch != lockstep_.epoch()) refuse("an operation has ended without it");
+  const auto frames = static_cast<unsigned>(window_.frames);
+  const auto direction = static_cast<Direction>(chunk.chunk.frame / frames);
+  if (header.kind != (direction == Direction::to_relay ? kind_ : RemoteKind::answer))
+    refuse("this operation has no such kind");
+  const int frame = static_cast<int>(chunk.chunk.frame % frames);
+  if (!desk_->landed(chunk.chunk.neighbour, direction, frame, header.chunks))
+    refuse("its sender has announced others");
 }
 
 template <class Body>

@@ -16,6 +16,13 @@ std::size_t room_for_sums(const Context& context, const PlanView& plan, std::siz
   return most > 1 ? at(plan.header().tokens) * at(most) * row_bytes : 0;
 }
 
+// The longest answer.
+AnswerLayout longest_answer(const PlanView& plan, const RemoteSums::Wish& wish) {
+  const std::uint64_t payload = wish.sums.row_bytes();
+  return {.topk = wish.gradients ? plan.header().topk : 0,
+          .row_bytes = std::max(payload, wish.wire.row_bytes(at(wish.sums.cols), payload))};
+}
+
 }  // namespace
 
 RemoteSums::RemoteSums(const Context& context, const PlanView& plan, const Wish& wish)
@@ -24,92 +31,67 @@ RemoteSums::RemoteSums(const Context& context, const PlanView& plan, const Wish&
       wish_(wish),
       side_(*context.lockstep.remote()),
       topk_(plan.header().topk),
-      longest_{
-          .topk = wish.gradients ? topk_ : 0,
-          .row_bytes = std::max(wish.sums.row_bytes(),
-                                wish.wire.row_bytes(at(wish.sums.cols), wish.sums.row_bytes()))},
-      requests_(side_, RemoteKind::request),
-      arrivals_(side_.routes()),
+      longest_(longest_answer(plan, wish)),
       store_(store_for(wish.sums.bytes())),
       sums_(side_.sums(room_for_sums(context, plan, longest_.row_bytes))),
-      answers_(plan.header().tokens),
-      awaited_(side_.routes().neighbours().size()) {
-  side_.begin(*this);
+      forms_(side_.items().answers.places()),
+      answers_(side_.items().answers) {
+  side_.begin(*this, RemoteKind::request, side_.items().chunks);
 }
 
-RemotePlaces RemoteSums::hosts_of(std::int64_t token) const {
-  RemotePlaces hosts;
-  hosts.find(context_, plan_.codes(token), topk_,
-             [&](int r) { return context_.group.comm().hosts().host_of(r); });
-  return hosts;
+std::size_t RemoteSums::requests_in_chunk(const RemoteSide& side, const PlanView& plan,
+                                          const Wish& wish) {
+  return side.chunk_room() /
+         std::max(request_bytes(plan.header().topk), longest_answer(plan, wish).item_bytes());
 }
 
 void RemoteSums::run() {
-  const RemoteRoutes& routes = side_.routes();
-  for (std::int64_t t = 0; t < plan_.header().tokens; ++t) ask(t);
-  requests_.finish();
+  side_.poll();
   // Meanwhile the requests travel.
-  for (std::int64_t t = 0; wish_.sums && t < plan_.header().tokens; ++t)
-    if (hosts_of(t).count == 0) add_up(t, 0, nullptr);
-  for (const int machine : routes.remote_machines()) {
-    const int relay = routes.relay(machine);
-    side_.wait(relay, [&] { return awaited_[at(relay)] == 0; });
+  std::size_t near = 0;  // bytes since other machines were served
+  for (std::int64_t t = 0; wish_.sums && t < plan_.header().tokens; ++t) {
+    if (hosts_of(t).count > 0) continue;
+    add_up(t, 0, nullptr);
+    near += longest_.row_bytes;
+    if (near < side_.chunk_room()) continue;
+    side_.poll();
+    near = 0;
   }
+  side_.finish();
   rows::flush();
-  await_sources(side_, arrivals_);
 }
 
-// Waits for frames, and answers others: what this rank asks for is counted before.
-void RemoteSums::ask(std::int64_t token) {
-  const RemoteRoutes& routes = side_.routes();
-  const HostMap& hosts = context_.group.comm().hosts();
-  const RemotePlaces places = hosts_of(token);
-  const std::uint32_t first_place = answers_.expect(token, places.count);
-  forms_.resize(first_place + at(places.count));
-  for (int i = 0; i < places.count; ++i) {
-    const int host = places.list[at(i)];
-    const auto first = std::ranges::find(hosts.host_of(), host) - hosts.host_of().begin();
-    const int machine = routes.machine_of(static_cast<int>(first));
-    const RequestItem request{.token = static_cast<std::uint32_t>(token),
-                              .place = first_place + static_cast<std::uint32_t>(i),
-                              .host = host,
-                              .form = 0};
-    ++awaited_[at(routes.relay(machine))];
-    std::byte* const item = requests_.add(machine, request_bytes(topk_));
+RemoteHands::Filled RemoteSums::work(const DeskUnit& unit, const RemoteChunk* come,
+                                     std::byte* room) {
+  if (unit.work == DeskUnit::fill) return ask(unit.partner, unit.chunk, room);
+  if (unit.work == DeskUnit::answer) return answer(*come, room);
+  receive(*come, side_.items().of(unit.partner, unit.chunk).size());
+  return {};
+}
+
+RemoteHands::Filled RemoteSums::ask(int relay, std::uint32_t chunk, std::byte* room) const {
+  Filled filled;
+  for (const RequestItem& request : side_.items().of(relay, chunk)) {
+    std::byte* const item = room + filled.bytes;
     std::memcpy(item, &request, sizeof(request));
-    std::memcpy(item + sizeof(request), plan_.codes(token), at(topk_) * sizeof(std::uint32_t));
+    std::memcpy(item + sizeof(request), plan_.codes(request.token),
+                at(topk_) * sizeof(std::uint32_t));
+    filled.bytes += request_bytes(topk_);
+    ++filled.items;
   }
+  return filled;
 }
 
-bool RemoteSums::take(RemoteChunk& chunk) {
-  if (chunk.header.kind == RemoteKind::answer) {
-    receive(chunk);
-    return true;
-  }
-  if (chunk.header.kind != RemoteKind::request)
-    refuse_chunk(chunk.header, chunk.items().size(), "this operation has no such kind");
-  if (!answer(chunk)) return false;
-  arrivals_.count(chunk);
-  return true;
-}
-
-// As many items as there are frames for. False = some are left.
-bool RemoteSums::answer(RemoteChunk& chunk) {
-  const std::size_t size = request_bytes(topk_), items = chunk.header.items;
-  require_items(chunk.header, chunk.items(), size);
-  while (chunk.done < items) {
-    const auto frame = side_.take_frame(chunk.neighbour(), RemoteSide::Direction::to_source);
-    if (!frame) return false;
-    std::byte* const begin = RemoteSide::items_of(*frame);
-    std::size_t used = 0;
-    std::uint32_t count = 0;
-    for (; chunk.done < items && used + longest_.item_bytes() <= side_.chunk_room(); ++chunk.done) {
-      used += answer_item(chunk.items().data() + chunk.done * size, begin + used);
-      ++count;
-    }
-    side_.send(*frame, RemoteKind::answer, count, 0, used);
-  }
-  return true;
+RemoteHands::Filled RemoteSums::answer(const RemoteChunk& requests, std::byte* room) const {
+  const std::size_t size = request_bytes(topk_);
+  const auto items = requests.items();
+  require_items(requests.header, items, size);
+  if (requests.header.items * longest_.item_bytes() > side_.chunk_room())
+    refuse_chunk(requests.header, items.size(), "its answers are longer than a chunk");
+  Filled filled{.items = requests.header.items, .bytes = 0};
+  for (std::size_t i = 0; i < items.size(); i += size)
+    filled.bytes += answer_item(items.data() + i, room + filled.bytes);
+  return filled;
 }
 
 AnswerLayout RemoteSums::layout_of(AnswerForm form) const {
@@ -155,12 +137,11 @@ std::size_t RemoteSums::answer_item(const std::byte* request, std::byte* item) c
 }
 
 // Answers have different lengths where the wire has another form than the payload.
-void RemoteSums::receive(const RemoteChunk& chunk) {
-  std::uint32_t& awaited = awaited_[at(chunk.neighbour())];
+void RemoteSums::receive(const RemoteChunk& chunk, std::size_t asked) {
   const auto refuse = [&](const char* why) {
     refuse_chunk(chunk.header, chunk.items().size(), why);
   };
-  if (chunk.header.items > awaited) refuse("nobody asked for it");
+  if (chunk.header.items != asked) refuse("it answers another number of requests");
   std::span<const std::byte> rest = chunk.items();
   for (std::uint32_t i = 0; i < chunk.header.items; ++i) {
     RequestItem request{};
@@ -175,7 +156,6 @@ void RemoteSums::receive(const RemoteChunk& chunk) {
     rest = rest.subspan(size);
   }
   if (!rest.empty()) refuse("its items have other sizes here");
-  awaited -= chunk.header.items;
 }
 
 void RemoteSums::receive_item(const RequestItem& request, const std::byte* item) {

@@ -20,8 +20,7 @@ namespace xd::ep::cuda {
 
 // Frames of a neighbour and direction: two to a relay, two back to a source. Chunks of a direction
 // take its frames in turn, so they are read in the order in which they were filled.
-enum class Direction : int { to_relay = 0, to_source = 1 };
-inline constexpr int kDirections = 2, kDirectionFrames = kRemoteFrames / kDirections;
+inline constexpr int kDirectionFrames = 2, kRemoteFrames = kDirections * kDirectionFrames;
 
 // Of other machines. Sets of them are 64 bits.
 inline constexpr int kMaxRemoteMachines = 64;
