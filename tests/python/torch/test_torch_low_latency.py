@@ -132,6 +132,76 @@ def test_every_element_equals_the_reference(me: Rank, dtype: torch.dtype, elsewh
         settle(group)
 
 
+def given_rows() -> list[tuple[torch.dtype, int, torch.dtype | None, int]]:
+    """Rows that a caller has quantised, in rows of 512 bytes: their dtype and columns, and scales.
+
+    The widths of scales are in bytes. On GPUs there are none of them.
+    """
+    fp4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+    return [
+        (torch.float8_e4m3fn, 256, torch.float32, 8),
+        (fp4, 128, torch.float8_e4m3fn, 16),
+        (fp4, 128, torch.uint8, 8),
+        (torch.uint8, 512, None, 0),
+    ]
+
+
+@pytest.mark.parametrize("receive", ["slots", "by_expert", "by_rank"])
+@on_ranks(2)
+def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank, receive: str) -> None:
+    def bits(seed: int, columns: int) -> list[np.ndarray]:
+        rows = [
+            np.random.default_rng(seed + r).integers(0, 256, (t, columns), np.uint8)
+            for r, t in enumerate((4, 3))
+        ]
+        rows[1][2] = 0xFF
+        return rows
+
+    ids = choices(SEED, (4, 3), EXPERTS, TOPK)
+    layout = "rank_major" if receive == "by_rank" else "expert_major"
+    routing = (
+        SlotRouting(ids, EXPERTS, MOST) if receive == "slots" else Routing(ids, EXPERTS, layout)
+    )
+
+    def in_rows(received: torch.Tensor) -> np.ndarray:
+        array = received.view(torch.uint8).numpy()
+        if isinstance(routing, SlotRouting):
+            return routing.in_rows(me.rank, array)
+        return array[: routing.total(me.rank)]
+
+    with xd.init(), torch.no_grad():
+        group = make_group(hidden=256, dtype=torch.bfloat16, receive=receive)
+        own = torch.from_numpy(ids[me.rank])
+        for number, (dtype, columns, scale_dtype, width) in enumerate(given_rows()):
+            rows, given = bits(SEED + number, columns), bits(SEED - number, max(width, 1))
+            tokens = torch.from_numpy(rows[me.rank]).view(dtype)
+            scales = None
+            if scale_dtype is not None:
+                scales = torch.from_numpy(given[me.rank]).view(scale_dtype).t().contiguous().t()
+            if number % 2:
+                got = xd.ll_dispatch(group, tokens, own, scales=scales)
+            else:
+                got = xd.ll_dispatch_send(group, tokens, own, scales=scales).receive()
+            assert got.tokens.dtype == dtype
+            equal(in_rows(got.tokens), routing.dispatch(me.rank, rows))
+            if scales is None:
+                assert got.scales is None
+            else:
+                assert got.scales.dtype == scale_dtype
+                equal(in_rows(got.scales), routing.dispatch(me.rank, given))
+        tokens, scales = tokens[:, :256].contiguous(), torch.zeros(len(own), 4)
+        other = group.slots(256, torch.uint8, scales=(3, torch.float32), weighted=False)
+        mistakes = (
+            (TypeError, "scales", {"scales": scales.double()}),
+            (ValueError, "scales", {"scales": scales[:, 0]}),
+            (InvalidArgument, "columns of scales", {"out": other}),
+        )
+        good = {"group": group, "tokens": tokens, "topk_idx": own, "scales": scales}
+        for number, mistake in enumerate(mistakes):
+            one_rank_errs(me, number % 2, group, xd.ll_dispatch, good, mistake)
+        settle(group)
+
+
 @on_ranks(2)
 def test_halves_of_two_batches_interleave(me: Rank) -> None:
     with xd.init(), torch.no_grad():
@@ -337,7 +407,7 @@ def test_operators_pass_torchs_checks():
         beside = (group.order, group.handle, both)
         # Values are not compared: no two plans are equal.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        dispatch = (x, ids, weights, *outputs, *beside, code, 0)
+        dispatch = (x, ids, weights, None, *outputs, *beside, code, 0)
         torch.library.opcheck(OPS.ll_dispatch.default, dispatch, test_utils=checks)
         settle(group)
         OPS.ll_dispatch.default(*dispatch)
@@ -373,7 +443,7 @@ def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
             combine: {"plan": slots.plan, "expert_out": rows},
         }
         arguments[send] = arguments[dispatch]
-        floats = "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32; got"
+        floats = "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32, torch"
         mistakes = [
             (dispatch, TypeError, "tokens: expected a tensor", {"tokens": None}),
             (dispatch, ValueError, "no gradient", {"tokens": wants_grad}),

@@ -128,9 +128,22 @@ void add_rows(const LlDispatchReceive& call, xd::cuda::KnownMemory& known, LlDis
             .recv_topk_idx = given<void>(call.recv_topk_idx)};
 }
 
+// A word of all ones cannot travel (words.cuh): in a row of numbers it is a NaN.
+void require_numbers(const LlDispatchSend& call) {
+  const DType type = call.tokens.type;
+  if (type != DType::bf16 && type != DType::f16 && type != DType::f32) {
+    fail(XD_ERROR_UNSUPPORTED, "tokens: is ", dtype_name(type),
+         ", expected bfloat16, float16 or float32 in low latency on CUDA devices");
+  }
+  if (call.scales) {
+    fail(XD_ERROR_UNSUPPORTED, "scales: given, expected NULL in low latency on CUDA devices");
+  }
+}
+
 }  // namespace
 
 void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlDispatchParams& p) {
+  require_numbers(call);
   known.require({claim(call.tokens), claim(call.topk_idx), claim(call.topk_weights)});
   p.record = record_of(call);
   p.tokens = call.tokens.data;
@@ -146,6 +159,9 @@ void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlDispat
 
 void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
                  xd::cuda::KnownMemory& known, LlDispatchParams& p) {
+  XD_REQUIRE(!call.recv_scales || call.quantise != XD_EP_QUANTISE_NONE,
+             "recv_scales: given, expected NULL: quantise is NONE, and low latency on CUDA devices "
+             "takes no scales");
   known.require({{"plan", call.plan, plan_bytes},
                  claim(call.recv_tokens),
                  claim(call.recv_scales),
