@@ -64,7 +64,8 @@
  * added in float32 by ascending rank, and rounded once;
  * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
- * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
+ * row of bf16, fp16 or fp32 without scales, or in one that is quantised here, arrive on CUDA as
+ * another NaN, and so does a pair of weights of ones.
  *
  * Lost ranks. In a group with on_peer_loss = XD_LL_PEER_LOSS_FATAL the loss of a rank finishes the
  * communicator, as everywhere. With XD_LL_PEER_LOSS_MASK the group goes on without the rank: see
@@ -244,7 +245,8 @@ typedef struct xd_ll_dispatch_args {
   size_t struct_size;
   xd_ll_phase phase;
   /* In [T,H], send half: any type of xd_ep_dispatch_args, up to the group's row; bf16 to be
-   * quantised. On CUDA bf16, fp16 or fp32; others are UNSUPPORTED there. */
+   * quantised. On CUDA other types than bf16, fp16 and fp32, and rows with `scales`, have a byte
+   * more for 32; they are UNSUPPORTED where that has no room in the group's row. */
   const DLTensor* tokens;
   /* In [T,K] int32 or int64, send half: expert of each choice; -1 = none. K is equal on all ranks,
    * up to the group's max_topk. Bad and repeated ids are taken as by xd_ep_prepare. */
@@ -301,7 +303,7 @@ typedef struct xd_ll_dispatch_args {
    * xd_ep_dispatch_args: float32, float8_e8m0fnu, float8_e4m3fn or uint8, any strides, up to
    * XD_LL_MAX_SCALES columns; beside float4_e2m1fn_x2 one for 16 or for 32 numbers. A row and its
    * scales together have at most the bytes of the group's row. Given on all ranks or on none, with
-   * one S and element size. They arrive in recv_scales, bit for bit. UNSUPPORTED on CUDA. */
+   * one S and element size. They arrive in recv_scales, bit for bit. */
   const DLTensor* scales;
 } xd_ll_dispatch_args;
 /* clang-format off */

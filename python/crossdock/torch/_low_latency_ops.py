@@ -290,13 +290,13 @@ def ll_dispatch(
     graph, whose replays follow the routing that `topk_idx` holds then.
 
     Args:
-        tokens: ``[T, H]`` of any dtype that `dispatch` takes, contiguous; on GPUs bfloat16, float16
-            or float32. T may differ per rank, and be 0.
+        tokens: ``[T, H]`` of any dtype that `dispatch` takes, contiguous. T may differ per rank,
+            and be 0.
         topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none.
         topk_weights: ``[T, K]`` float32, for an `ll_combine` that is given none; without slots they
             arrive beside the rows instead. On all ranks or on none.
         scales: ``[T, S]`` that arrive beside the rows, as of `dispatch`, bit for bit; both together
-            have at most the bytes of the group's row. On all ranks or on none; not on GPUs.
+            have at most the bytes of the group's row. On all ranks or on none.
         quantise: receive bfloat16 rows as float8_e4m3fn with scales, H a multiple of 128.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu.

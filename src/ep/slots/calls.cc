@@ -174,7 +174,11 @@ void read_places(const xd_ll_dispatch_args& args, const Reader& reader, const Ll
 void require_scales(const LlDispatchReceive& call) {
   const SlotTensor& scales = call.recv_scales;
   const QuantiseFormat format = quantise_format(call.quantise);
-  if (!format) return;  // as the send half has them
+  if (!format) {  // they are as the send half has them
+    XD_REQUIRE(!scales || (scales.cols >= 1 && scales.cols <= XD_LL_MAX_SCALES),
+               "recv_scales: has ", scales.cols, " columns, expected 1 to ", XD_LL_MAX_SCALES);
+    return;
+  }
   XD_REQUIRE(scales, "recv_scales = NULL, expected a tensor: quantise = XD_EP_QUANTISE_",
              quantise_name(call.quantise));
   const auto columns = static_cast<std::uint64_t>(call.recv_tokens.cols);

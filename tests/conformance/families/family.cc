@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "conformance/slots/given_rows.h"
 #include "conformance/step.h"
 
 namespace xd::test {
@@ -118,7 +117,6 @@ std::vector<LlCase> LowLatency::full_cases() {
   by_rank.weights = Weights::at_dispatch;
   LlCase given = c;
   given.sent = Sent::e4m3_and_floats;
-  if (!has_given_rows()) return {c, by_expert, by_rank};
   return {c, by_expert, by_rank, given};
 }
 

@@ -226,7 +226,7 @@ int LlCase::units_of(int batch) const {
 std::int64_t LlCase::columns_of(int batch) const {
   const std::int64_t bytes = std::int64_t{16} * units_of(batch);
   const SentTypes types = sent_types(*this);
-  if (is_given(sent)) return types.columns_per_scale > 0 ? bytes / 2 : bytes;
+  if (is_given(sent)) return full_rows ? bytes : (bytes / 2 + 15) / 16 * 16;
   return bytes / static_cast<std::int64_t>(element_bytes(types.tokens));
 }
 

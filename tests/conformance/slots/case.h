@@ -69,6 +69,7 @@ struct LlCase {
   int local_experts = 1;
   int row_units = 1;           // bytes of the group's rows, in units of 16
   bool shorter_rows = false;   // the batches have fewer
+  bool full_rows = false;      // of bytes, as long as the group's
   bool fewer_choices = false;  // the batches' K is below the bound
   Weights weights = Weights::none;
   Slots slots = Slots::packed;
@@ -95,8 +96,8 @@ struct LlCase {
   int topk_of(int batch) const;
   // Units of a batch's rows, in dispatch and in combine.
   int units_of(int batch) const;
-  // Columns of its rows in dispatch. Rows with scales that are given leave half of the group's row
-  // for these.
+  // Columns of its rows in dispatch. Rows that are given leave half of the group's row for scales,
+  // but those of bytes where `full_rows` is set.
   std::int64_t columns_of(int batch) const;
   std::vector<std::int32_t> owners() const;  // of all experts
   std::vector<Choices> choices(int batch) const;

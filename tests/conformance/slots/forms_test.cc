@@ -10,7 +10,6 @@
 #include "conformance/case.h"
 #include "conformance/families/mistakes.h"
 #include "conformance/has_wires.h"
-#include "conformance/slots/given_rows.h"
 
 namespace xd::test {
 namespace {
@@ -120,7 +119,6 @@ TEST(LlForms, AreTheRowsAndSumsOfPrepareDispatchAndCombine) {
   for (const Sent sent : {Sent::as_they_are, Sent::float_scales, Sent::powers_of_two, Sent::e8m0,
                           Sent::e4m3_and_floats, Sent::e4m3_and_e8m0, Sent::fp4_and_e4m3,
                           Sent::fp4_and_e8m0, Sent::bytes}) {
-    if (is_given(sent) && !has_given_rows()) continue;
     cases.push_back(case_of(XD_LL_BY_RANK, sent, 1));
     for (const int alignment : {1, 8}) {
       cases.push_back(case_of(XD_LL_BY_EXPERT, sent, alignment));

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "conformance/families/mistakes.h"
-#include "conformance/slots/given_rows.h"
 
 namespace xd::test {
 namespace {
@@ -22,14 +21,7 @@ LlCase case_of(Sent sent) {
   return c;
 }
 
-class LlGiven : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!has_given_rows()) GTEST_SKIP() << "these devices take rows of numbers alone";
-  }
-};
-
-TEST_F(LlGiven, ScalesThatDoNotFitTheirRowsAreRefused) {
+TEST(LlGiven, ScalesThatDoNotFitTheirRowsAreRefused) {
   expect_mistakes<LowLatency>(
       case_of(Sent::e4m3_and_floats), XD_LL_DISPATCH,
       {{{"scales", "rows of tokens"},
@@ -73,7 +65,7 @@ TEST_F(LlGiven, ScalesThatDoNotFitTheirRowsAreRefused) {
 }
 
 // Rows that are wider than the quantised ones that they are received as.
-TEST_F(LlGiven, RowsThatOnlyQuantisingMakesNameIt) {
+TEST(LlGiven, RowsThatOnlyQuantisingMakesNameIt) {
   expect_mistakes<LowLatency>(
       case_of(Sent::as_they_are), XD_LL_DISPATCH,
       {{{"quantise = XD_EP_QUANTISE_NONE", "tokens are bfloat16"}, [](S& s) {
@@ -82,7 +74,7 @@ TEST_F(LlGiven, RowsThatOnlyQuantisingMakesNameIt) {
         }}});
 }
 
-TEST_F(LlGiven, AReceiveHalfNeedsTheTypeOfTheScalesThatWereSent) {
+TEST(LlGiven, AReceiveHalfNeedsTheTypeOfTheScalesThatWereSent) {
   const LlCase c = case_of(Sent::e4m3_and_e8m0);
   on_every_rank([&](Rank& rank) {
     const LlGroup group = make_group(rank, c);
@@ -94,7 +86,8 @@ TEST_F(LlGiven, AReceiveHalfNeedsTheTypeOfTheScalesThatWereSent) {
     }
     const LlOutcome outcome = scene.batch.call(group.get(), XD_LL_DISPATCH, XD_LL_PHASE_RECEIVE);
     EXPECT_EQ(outcome, is_guilty(rank) ? XD_ERROR_INVALID_ARGUMENT : XD_SUCCESS) << outcome.text;
-    EXPECT_TRUE(!is_guilty(rank) || outcome.mentions("recv_scales: is float8_e4m3fn"))
+    EXPECT_TRUE(!is_guilty(rank) || outcome.mentions("recv_scales: is float8_e4m3fn") ||
+                outcome.mentions("scales beside them"))  // found by a kernel
         << outcome.text;
     scene.batch.dispatch_args = good;
     LowLatency::expect_works(rank, c, group.get());
@@ -102,7 +95,7 @@ TEST_F(LlGiven, AReceiveHalfNeedsTheTypeOfTheScalesThatWereSent) {
 }
 
 // Rank 0 has other scales than all others, and the words in which each hears of it.
-TEST_F(LlGiven, ScalesThatRanksDisagreeAboutAreNamed) {
+TEST(LlGiven, ScalesThatRanksDisagreeAboutAreNamed) {
   if (world().num_ranks() == 1) GTEST_SKIP() << "one rank always agrees with itself";
   struct Disagreement {
     DLDataType type;
@@ -139,7 +132,7 @@ TEST_F(LlGiven, ScalesThatRanksDisagreeAboutAreNamed) {
 }
 
 // Types of scales of one size may differ between ranks, as in ep.h: bytes are moved.
-TEST_F(LlGiven, ScalesOfAnyTypeOfOneByteAgree) {
+TEST(LlGiven, ScalesOfAnyTypeOfOneByteAgree) {
   on_every_rank([&](Rank& rank) {
     LlCase c = case_of(Sent::e4m3_and_e8m0);
     const LlGroup group = make_group(rank, c);
@@ -152,20 +145,19 @@ TEST_F(LlGiven, ScalesOfAnyTypeOfOneByteAgree) {
   });
 }
 
-// Kernels do not take such rows so far, and say so before anything moves.
-TEST(LlGivenOnDevices, RowsAreUnsupportedInWords) {
-  if (has_given_rows()) GTEST_SKIP() << "these devices take them";
-  const LlCase plain = case_of(Sent::as_they_are);
+// Bytes of all ones are more than a row, where words of ones cannot travel.
+TEST(LlGiven, RowsThatFillTheGroupsRowArriveOrHaveNoRoomInWords) {
+  LlCase c = case_of(Sent::bytes);
+  c.row_units = 896;
+  c.full_rows = true;
   on_every_rank([&](Rank& rank) {
-    const LlGroup group = make_group(rank, plain);
-    for (const Sent sent : {Sent::e4m3_and_floats, Sent::fp4_and_e4m3, Sent::bytes}) {
-      LlBatch batch(rank, case_of(sent), 0);
-      const LlOutcome outcome = batch.call(group.get(), XD_LL_DISPATCH);
-      EXPECT_EQ(outcome, XD_ERROR_UNSUPPORTED);
-      EXPECT_TRUE(outcome.mentions("low latency on CUDA devices")) << outcome.text;
-      EXPECT_EQ(batch.written(XD_LL_DISPATCH), "");
-    }
-    LowLatency::expect_works(rank, plain, group.get());
+    const LlGroup group = make_group(rank, c);
+    LlBatch batch(rank, c, 0);
+    const LlOutcome outcome = batch.call(group.get(), XD_LL_DISPATCH);
+    if (!rank.asynchronous()) return batch.expect_dispatched(outcome);
+    EXPECT_EQ(outcome, XD_ERROR_UNSUPPORTED);
+    EXPECT_TRUE(outcome.mentions("the room of this group's rows")) << outcome.text;
+    EXPECT_EQ(batch.written(XD_LL_DISPATCH), "");
   });
 }
 

@@ -11,7 +11,6 @@
 #include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/slots/batch.h"
-#include "conformance/slots/given_rows.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -102,7 +101,7 @@ TEST_P(LlGrid, EveryByteOfEveryOutputIsRight) {
 // The reference has the hosts, so every byte of every sum is compared.
 TEST(LlHosts, EveryByteOfEveryOutputIsRightOnEveryMap) {
   on_every_rank([](Rank& rank) {
-    spread_over_maps(rank, cases_here(all_ll_cases(rank.num_ranks)), 12,
+    spread_over_maps(rank, all_ll_cases(rank.num_ranks), 12,
                      [](const Rank& there, const LlCase& c) { CaseRun(there, c).run(); });
   });
 }
@@ -110,7 +109,7 @@ TEST(LlHosts, EveryByteOfEveryOutputIsRightOnEveryMap) {
 TEST(LlHosts, SumsUnderAWireAreRightOnEveryMap) {
   if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
   on_every_rank([](Rank& rank) {
-    spread_over_maps(rank, cases_with_wires(cases_here(all_ll_cases(rank.num_ranks))), 6,
+    spread_over_maps(rank, cases_with_wires(all_ll_cases(rank.num_ranks)), 6,
                      [](const Rank& there, const LlCase& c) { CaseRun(there, c).run(); });
   });
 }
@@ -119,7 +118,7 @@ std::vector<LlCase> cases_of_this_launch() {
   if (world().reports()) {
     std::printf("XD_TEST_SEED=%llu\n", static_cast<unsigned long long>(test_seed()));
   }
-  return cases_here(all_ll_cases(world().num_ranks()));
+  return all_ll_cases(world().num_ranks());
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, LlGrid, testing::ValuesIn(cases_of_this_launch()),
@@ -127,11 +126,13 @@ INSTANTIATE_TEST_SUITE_P(Cases, LlGrid, testing::ValuesIn(cases_of_this_launch()
                            return std::to_string(instance.index);
                          });
 
-INSTANTIATE_TEST_SUITE_P(
-    Wires, LlGrid,
-    testing::ValuesIn(has_wires() ? cases_with_wires(cases_here(all_ll_cases(world().num_ranks())))
-                                  : std::vector<LlCase>()),
-    [](const testing::TestParamInfo<LlCase>& instance) { return std::to_string(instance.index); });
+INSTANTIATE_TEST_SUITE_P(Wires, LlGrid,
+                         testing::ValuesIn(has_wires()
+                                               ? cases_with_wires(all_ll_cases(world().num_ranks()))
+                                               : std::vector<LlCase>()),
+                         [](const testing::TestParamInfo<LlCase>& instance) {
+                           return std::to_string(instance.index);
+                         });
 
 }  // namespace
 }  // namespace xd::test

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core_support import Case, dtype_of, equal, peers_are_told
-from crossdock import LowLatencyGroup, Slots
+from crossdock import Comm, LowLatencyGroup, Slots
 from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
 from reference import Routing, quantised
 from slots import SlotRouting, factors
@@ -189,8 +189,13 @@ GIVEN = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("receive", ["slots", "by_expert", "by_rank"])
-def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank, receive: str) -> None:
+def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank) -> None:
+    with me.comm() as comm:
+        for receive in ("slots", "by_expert", "by_rank"):
+            rows_arrive_bit_for_bit(me, comm, receive)
+
+
+def rows_arrive_bit_for_bit(me: Rank, comm: Comm, receive: str) -> None:
     case, rank = Case((4, 3), 4, 2, 256, dtype="bfloat16"), me.rank
     ids = case.ids(SEED)
     layout = "rank_major" if receive == "by_rank" else "expert_major"
@@ -211,10 +216,7 @@ def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank, receive: s
             return routing.in_rows(rank, received.view(np.uint8))
         return received.view(np.uint8)[: routing.total(rank)]
 
-    with (
-        me.comm() as comm,
-        LowLatencyGroup(comm, case.low_latency_config(receive=receive)) as group,
-    ):
+    with LowLatencyGroup(comm, case.low_latency_config(receive=receive)) as group:
         for number, (kind, columns, scale_kind, width) in enumerate(GIVEN):
             rows = bits(SEED + number, columns)
             tokens = rows[rank].view(dtype_of(kind))

@@ -135,7 +135,7 @@ def test_every_element_equals_the_reference(me: Rank, dtype: torch.dtype, elsewh
 def given_rows() -> list[tuple[torch.dtype, int, torch.dtype | None, int]]:
     """Rows that a caller has quantised, in rows of 512 bytes: their dtype and columns, and scales.
 
-    The widths of scales are in bytes. On GPUs there are none of them.
+    The widths of scales are in bytes.
     """
     fp4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
     return [
@@ -146,9 +146,25 @@ def given_rows() -> list[tuple[torch.dtype, int, torch.dtype | None, int]]:
     ]
 
 
-@pytest.mark.parametrize("receive", ["slots", "by_expert", "by_rank"])
 @on_ranks(2)
-def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank, receive: str) -> None:
+def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank) -> None:
+    with xd.init(), torch.no_grad():
+        for receive in ("slots", "by_expert", "by_rank"):
+            group = make_group(hidden=256, dtype=torch.bfloat16, receive=receive)
+            _rows_arrive_bit_for_bit(me, group)
+            _peers_hear_of_bad_scales(me, group)
+            settle(group)
+
+
+def _rows_arrive_bit_for_bit(me: Rank, group: xd.LowLatencyGroup) -> None:
+    ids = choices(SEED, (4, 3), EXPERTS, TOPK)
+    routing: Any
+    if group.receive == "slots":
+        routing = SlotRouting(ids, EXPERTS, MOST)
+    else:
+        layout = "rank_major" if group.receive == "by_rank" else "expert_major"
+        routing = Routing(ids, EXPERTS, layout)
+
     def bits(seed: int, columns: int) -> list[np.ndarray]:
         rows = [
             np.random.default_rng(seed + r).integers(0, 256, (t, columns), np.uint8)
@@ -157,49 +173,46 @@ def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank, receive: s
         rows[1][2] = 0xFF
         return rows
 
-    ids = choices(SEED, (4, 3), EXPERTS, TOPK)
-    layout = "rank_major" if receive == "by_rank" else "expert_major"
-    routing = (
-        SlotRouting(ids, EXPERTS, MOST) if receive == "slots" else Routing(ids, EXPERTS, layout)
-    )
-
     def in_rows(received: torch.Tensor) -> np.ndarray:
-        array = received.view(torch.uint8).numpy()
+        array = received.view(torch.uint8).cpu().numpy()
         if isinstance(routing, SlotRouting):
             return routing.in_rows(me.rank, array)
         return array[: routing.total(me.rank)]
 
-    with xd.init(), torch.no_grad():
-        group = make_group(hidden=256, dtype=torch.bfloat16, receive=receive)
-        own = torch.from_numpy(ids[me.rank])
-        for number, (dtype, columns, scale_dtype, width) in enumerate(given_rows()):
-            rows, given = bits(SEED + number, columns), bits(SEED - number, max(width, 1))
-            tokens = torch.from_numpy(rows[me.rank]).view(dtype)
-            scales = None
-            if scale_dtype is not None:
-                scales = torch.from_numpy(given[me.rank]).view(scale_dtype).t().contiguous().t()
-            if number % 2:
-                got = xd.ll_dispatch(group, tokens, own, scales=scales)
-            else:
-                got = xd.ll_dispatch_send(group, tokens, own, scales=scales).receive()
-            assert got.tokens.dtype == dtype
-            equal(in_rows(got.tokens), routing.dispatch(me.rank, rows))
-            if scales is None:
-                assert got.scales is None
-            else:
-                assert got.scales.dtype == scale_dtype
-                equal(in_rows(got.scales), routing.dispatch(me.rank, given))
-        tokens, scales = tokens[:, :256].contiguous(), torch.zeros(len(own), 4)
-        other = group.slots(256, torch.uint8, scales=(3, torch.float32), weighted=False)
-        mistakes = (
-            (TypeError, "scales", {"scales": scales.double()}),
-            (ValueError, "scales", {"scales": scales[:, 0]}),
-            (InvalidArgument, "columns of scales", {"out": other}),
-        )
-        good = {"group": group, "tokens": tokens, "topk_idx": own, "scales": scales}
-        for number, mistake in enumerate(mistakes):
-            one_rank_errs(me, number % 2, group, xd.ll_dispatch, good, mistake)
-        settle(group)
+    own = torch.from_numpy(ids[me.rank]).to(where())
+    for number, (dtype, columns, scale_dtype, width) in enumerate(given_rows()):
+        rows, given = bits(SEED + number, columns), bits(SEED - number, max(width, 1))
+        tokens = torch.from_numpy(rows[me.rank]).to(where()).view(dtype)
+        scales = None
+        if scale_dtype is not None:
+            scales = torch.from_numpy(given[me.rank]).to(where()).view(scale_dtype)
+            scales = scales.t().contiguous().t()
+        if number % 2:
+            got = xd.ll_dispatch(group, tokens, own, scales=scales)
+        else:
+            got = xd.ll_dispatch_send(group, tokens, own, scales=scales).receive()
+        assert got.tokens.dtype == dtype
+        equal(in_rows(got.tokens), routing.dispatch(me.rank, rows))
+        if scales is None:
+            assert got.scales is None
+        else:
+            assert got.scales.dtype == scale_dtype
+            equal(in_rows(got.scales), routing.dispatch(me.rank, given))
+
+
+def _peers_hear_of_bad_scales(me: Rank, group: xd.LowLatencyGroup) -> None:
+    own = torch.from_numpy(choices(SEED, (4, 3), EXPERTS, TOPK)[me.rank]).to(where())
+    tokens = torch.zeros(len(own), 256, dtype=torch.uint8, device=where())
+    scales = torch.zeros(len(own), 4, device=where())
+    other = group.slots(256, torch.uint8, scales=(3, torch.float32), weighted=False)
+    mistakes = (
+        (TypeError, "scales", {"scales": scales.double()}),
+        (ValueError, "scales", {"scales": scales[:, 0]}),
+        (InvalidArgument, "columns of scales", {"out": other}),
+    )
+    good = {"group": group, "tokens": tokens, "topk_idx": own, "scales": scales}
+    for number, mistake in enumerate(mistakes):
+        one_rank_errs(me, number % 2, group, xd.ll_dispatch, good, mistake)
 
 
 @on_ranks(2)
