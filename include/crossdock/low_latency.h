@@ -64,7 +64,8 @@
  * added in float32 by ascending rank, and rounded once;
  * where ranks have named several hosts, on each host, and then the hosts' sums, likewise.
  * The one exception to "moved elements keep every bit": 8 bytes of ones, aligned to 8 bytes in a
- * row, arrive on CUDA as another NaN, and so does a pair of weights of ones.
+ * row of bf16, fp16 or fp32 without scales, or in one that is quantised here, arrive on CUDA as
+ * another NaN, and so does a pair of weights of ones.
  *
  * Lost ranks. In a group with on_peer_loss = XD_LL_PEER_LOSS_FATAL the loss of a rank finishes the
  * communicator, as everywhere. With XD_LL_PEER_LOSS_MASK the group goes on without the rank: see
@@ -114,6 +115,7 @@ typedef enum xd_ll_operation {
 #define XD_LL_MAX_TOKENS    1024 /* of max_tokens_per_rank */
 #define XD_LL_MAX_RANKS     72
 #define XD_LL_MAX_IN_FLIGHT 4
+#define XD_LL_MAX_SCALES    16383 /* of the columns of dispatch's scales */
 
 /* Sizes of one kind of low-latency traffic. Equal on all ranks, but for num_sms (of hidden and
  * dtype, the row's bytes are what must be equal). */
@@ -242,7 +244,9 @@ XD_API xd_status xd_ll_group_watch(xd_ll_group* group, const volatile uint64_t**
 typedef struct xd_ll_dispatch_args {
   size_t struct_size;
   xd_ll_phase phase;
-  /* In [T,H], send half: bf16, fp16 or fp32, up to the group's row; bf16 to be quantised. */
+  /* In [T,H], send half: any type of xd_ep_dispatch_args, up to the group's row; bf16 to be
+   * quantised. On CUDA other types than bf16, fp16 and fp32, and rows with `scales`, have a byte
+   * more for 32; they are UNSUPPORTED where that has no room in the group's row. */
   const DLTensor* tokens;
   /* In [T,K] int32 or int64, send half: expert of each choice; -1 = none. K is equal on all ranks,
    * up to the group's max_topk. Bad and repeated ids are taken as by xd_ep_prepare. */
@@ -265,10 +269,10 @@ typedef struct xd_ll_dispatch_args {
   /* Out [L,S,H], or [N,H] in other receive forms, receive half: type of tokens; float8_e4m3fn when
    * quantising. */
   const DLTensor* recv_tokens;
-  /* Out, receive half, given iff quantising: [L,S,H/128] float32; with E8M0 float8_e8m0fnu or
-   * uint8, or [L,S,H/512] int32, which packs the bytes of 4 blocks, the first lowest (H is a
-   * multiple of 512); in other forms [N,..] likewise. Any strides under which each element has a
-   * place of its own. */
+  /* Out, receive half, given iff quantising, or `scales` is given: [L,S,H/128] float32; with E8M0
+   * float8_e8m0fnu or uint8, or [L,S,H/512] int32, which packs the bytes of 4 blocks, the first
+   * lowest (H is a multiple of 512); with `scales` its columns and type; in other forms [N,..]
+   * likewise. Any strides under which each element has a place of its own. */
   const DLTensor* recv_scales;
   /* Out [L] int32, receive half: rows per local expert, without padding (BY_RANK: pairs of token
    * and expert). */
@@ -295,11 +299,17 @@ typedef struct xd_ll_dispatch_args {
   /* Out [N,K] int32 or int64, receive half, optional, BY_RANK only: local expert, or -1, and -1
    * past the last row. */
   const DLTensor* recv_topk_idx;
+  /* In [T,S], optional, send half, NULL when quantising: scales of the rows, as in
+   * xd_ep_dispatch_args: float32, float8_e8m0fnu, float8_e4m3fn or uint8, any strides, up to
+   * XD_LL_MAX_SCALES columns; beside float4_e2m1fn_x2 one for 16 or for 32 numbers. A row and its
+   * scales together have at most the bytes of the group's row. Given on all ranks or on none, with
+   * one S and element size. They arrive in recv_scales, bit for bit. */
+  const DLTensor* scales;
 } xd_ll_dispatch_args;
 /* clang-format off */
 #define XD_LL_DISPATCH_ARGS_INIT \
   {sizeof(xd_ll_dispatch_args), XD_LL_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
-   0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+   0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Copies each token's row to a slot of every expert that it has chosen, or as the group's receive

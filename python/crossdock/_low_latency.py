@@ -13,7 +13,7 @@ from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm, number_of_32_bits
 from crossdock._config import LowLatencyConfig
 from crossdock._core import constants
-from crossdock._dtypes import INDICES, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
+from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype
 from crossdock._halves import Half, OpenHalves
 from crossdock._membership import LowLatencyStatus, Membership, of_kind, optional
 from crossdock._plan import SlotPlan
@@ -25,7 +25,6 @@ __all__ = ["LowLatencyGroup", "SentCombine", "SentDispatch", "Slots"]
 
 _BOTH, _SEND, _RECEIVE = (constants.PHASES[half] for half in ("both", "send", "receive"))
 _ELEMENT = "float8_e4m3fn"  # of rows that are quantised
-_RECEIVED = (*SUMMABLE, _ELEMENT)
 _RECEIVED_SCALES = (*SCALES, "int32")
 _PACKED = 4  # scales in an int32
 
@@ -46,7 +45,9 @@ class Slots:
     """
 
     tokens: np.ndarray  # [L,S,H], of any strides over L and S; or [N,H], of any over N
-    scales: np.ndarray | None  # [L,S,H/128], of any strides; of packed ones int32 [L,S,H/512]
+    # [L,S,H/128], of any strides; of packed ones int32 [L,S,H/512]; of scales that dispatch was
+    # given [L,S,columns]
+    scales: np.ndarray | None
     counts: np.ndarray  # [L] int32
     plan: SlotPlan
     source_ranges: np.ndarray | None = None  # [L,W] int64: first slot << 32 | rows of each source
@@ -67,17 +68,25 @@ class _Sent:
 
 @dataclasses.dataclass(frozen=True)
 class _Beside:
-    """The sizes from which the shapes of rows without gaps follow, beside those of rows."""
+    """The sizes beside those of rows from which the shapes of what is received follow."""
 
     topk: int
     weighted: bool
     max_tokens: int
+    scales: tuple[int, np.dtype] | None
 
     @classmethod
-    def of(cls, topk_idx: np.ndarray, topk_weights: np.ndarray | None, max_tokens: int) -> _Beside:
+    def of(
+        cls,
+        topk_idx: np.ndarray,
+        topk_weights: np.ndarray | None,
+        max_tokens: int,
+        scales: np.ndarray | None,
+    ) -> _Beside:
         """Of a dispatch's inputs."""
         most = number_of_32_bits("max_tokens", max_tokens)
-        return cls(topk_idx.shape[-1], topk_weights is not None, most)
+        beside = None if scales is None else (scales.shape[-1], scales.dtype)
+        return cls(topk_idx.shape[-1], topk_weights is not None, most, beside)
 
     def slots(
         self,
@@ -89,8 +98,11 @@ class _Beside:
         sources: bool,
     ) -> Slots:
         """New arrays to receive into."""
-        rows = dataclasses.asdict(self) if group.config.receive != "slots" else {}
-        return group.slots(columns, dtype, way, sources=sources, **rows)
+        rows: dict[str, Any] = {}
+        if group.config.receive != "slots":
+            names = ("topk", "weighted", "max_tokens")
+            rows = {name: getattr(self, name) for name in names}
+        return group.slots(columns, dtype, way, scales=self.scales, sources=sources, **rows)
 
 
 @dataclasses.dataclass
@@ -208,6 +220,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         quantise: bool | str | QuantiseWay | None = False,
         *,
         packed_scales: bool = False,
+        scales: tuple[int, npt.DTypeLike] | None = None,
         sources: bool = False,
         topk: int | None = None,
         weighted: bool = True,
@@ -220,6 +233,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
             dtype: of the tokens that are sent; None = the config's.
             quantise: as in `dispatch`.
             packed_scales: "fp8_block128_e8m0": scales are int32, each four bytes of e8m0.
+            scales: columns and dtype of those that dispatch is given.
             sources: with source_ranges and source_tokens.
             topk, weighted, max_tokens: without slots: K (None = max_topk), whether dispatch is
                 given weights, and `max_tokens` of dispatch.
@@ -229,15 +243,13 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         columns = self._config.hidden if columns is None else columns
         dtype = numpy_dtype(self._config.dtype if dtype is None else dtype)
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
-        scales = None
         if way is not None:
             dtype = numpy_dtype(_ELEMENT)
             width = columns // way.block // (_PACKED if packed_scales else 1)
-            scale = "int32" if packed_scales else way.scale
-            scales = aligned_empty((*places, width), numpy_dtype(scale))
+            scales = width, "int32" if packed_scales else way.scale
         slots = Slots(
             aligned_empty((*places, columns), dtype),
-            scales,
+            scales and aligned_empty((*places, scales[0]), numpy_dtype(scales[1])),
             aligned_empty(local, np.int32),
             SlotPlan(aligned_empty(self._plan_size, np.uint8)),
             aligned_empty((local, ranks), np.int64) if sources else None,
@@ -266,6 +278,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         topk_idx: np.ndarray,
         topk_weights: np.ndarray | None = None,
         *,
+        scales: np.ndarray | None = None,
         quantise: bool | str = False,
         sources: bool = False,
         expert_load: np.ndarray | None = None,
@@ -278,10 +291,14 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         Or to its place without gaps, where ``config.receive`` says so.
 
         Args:
-            tokens: [T,H] bfloat16, float16 or float32.
+            tokens: [T,H] bfloat16, float16, float32, fp8, or 8-bit integers: any bytes, such as two
+                FP4 numbers each. They arrive bit for bit.
             topk_idx: [T,K] int32 or int64: expert of each choice; -1 = none.
             topk_weights: [T,K] float32: for a combine that is given none; without slots they arrive
                 beside the rows instead. On all ranks or on none.
+            scales: [T,S] float32, float8_e8m0fnu, float8_e4m3fn or uint8, of any strides, which
+                arrive beside the rows, bit for bit: those of rows that the caller has quantised.
+                Both together have at most the bytes of the config's row. On all ranks or on none.
             quantise: receive bfloat16 tokens as float8_e4m3fn with scales: "fp8_block128" (or
                 True), a float32 per 128 columns; "fp8_block128_pow2", powers of two; or as
                 float8_e8m0fnu "fp8_block128_e8m0", which may be packed into int32 (see `slots`).
@@ -306,8 +323,8 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         """
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
-            inputs = _inputs(tokens, topk_idx, topk_weights)
-            beside = _Beside.of(topk_idx, topk_weights, max_tokens)
+            inputs = _inputs(tokens, topk_idx, topk_weights, scales)
+            beside = _Beside.of(topk_idx, topk_weights, max_tokens, scales)
             if out is None:
                 out = beside.slots(self, tokens.shape[-1], tokens.dtype, way, sources=sources)
             outputs = _outputs(out, expert_load, wait_ns)
@@ -320,6 +337,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         topk_idx: np.ndarray,
         topk_weights: np.ndarray | None = None,
         *,
+        scales: np.ndarray | None = None,
         quantise: bool | str = False,
         max_tokens: int = 0,
     ) -> SentDispatch:
@@ -329,8 +347,8 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         """
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
-            inputs = _inputs(tokens, topk_idx, topk_weights)
-            beside = _Beside.of(topk_idx, topk_weights, max_tokens)
+            inputs = _inputs(tokens, topk_idx, topk_weights, scales)
+            beside = _Beside.of(topk_idx, topk_weights, max_tokens, scales)
             sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way, beside)
         self._dispatch(_SEND, way, inputs, beside.max_tokens)
         self._dispatches.add(sent._half)
@@ -437,11 +455,17 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         self._core.dispatch(tensors | numbers)
 
 
-def _inputs(tokens: np.ndarray, topk_idx: np.ndarray, topk_weights: np.ndarray | None) -> _Tensors:
+def _inputs(
+    tokens: np.ndarray,
+    topk_idx: np.ndarray,
+    topk_weights: np.ndarray | None,
+    scales: np.ndarray | None,
+) -> _Tensors:
     return {
-        "tokens": describe("tokens", tokens, SUMMABLE),
+        "tokens": describe("tokens", tokens, PAYLOADS),
         "topk_idx": describe("topk_idx", topk_idx, INDICES),
         "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
+        "scales": optional("scales", scales, SCALES, strided=True),
     }
 
 
@@ -450,7 +474,7 @@ def _outputs(out: Slots, expert_load: np.ndarray | None, wait_ns: np.ndarray | N
     ranges, sources = out.source_ranges, out.source_tokens
     return {
         "plan": of_kind("out.plan", out.plan, SlotPlan).place("out.plan"),
-        "recv_tokens": describe("out.tokens", out.tokens, _RECEIVED, write=True, strided=True),
+        "recv_tokens": describe("out.tokens", out.tokens, PAYLOADS, write=True, strided=True),
         "recv_scales": optional(
             "out.scales", out.scales, _RECEIVED_SCALES, write=True, strided=True
         ),

@@ -13,7 +13,6 @@
   static_assert(offsetof(type, field) == (bytes), "place of " #type "." #field)
 #define FROZEN_ENUM(type)         static_assert(sizeof(type) == 4, "size of " #type)
 #define FROZEN_VALUE(name, value) static_assert((int)(name) == (value), "value of " #name)
-
 static_assert(sizeof(void*) == 8 && sizeof(size_t) == 8, "the numbers below are those of LP64");
 static_assert(XD_UNIQUE_ID_BYTES == 128, "value of XD_UNIQUE_ID_BYTES");
 
@@ -410,7 +409,7 @@ FROZEN_VALUE(XD_LL_PHASE_BOTH, 0);
 FROZEN_VALUE(XD_LL_PHASE_SEND, 1);
 FROZEN_VALUE(XD_LL_PHASE_RECEIVE, 2);
 
-FROZEN_SIZE(xd_ll_dispatch_args, 144);
+FROZEN_SIZE(xd_ll_dispatch_args, 152);
 FROZEN_FIELD(xd_ll_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ll_dispatch_args, phase, 8);
 FROZEN_FIELD(xd_ll_dispatch_args, tokens, 16);
@@ -430,6 +429,7 @@ FROZEN_FIELD(xd_ll_dispatch_args, wait_ns, 112);
 FROZEN_FIELD(xd_ll_dispatch_args, row_offsets, 120);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_weights, 128);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_topk_idx, 136);
+FROZEN_FIELD(xd_ll_dispatch_args, scales, 144);
 
 FROZEN_SIZE(xd_ll_combine_args, 72);
 FROZEN_FIELD(xd_ll_combine_args, struct_size, 0);

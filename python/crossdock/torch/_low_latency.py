@@ -76,7 +76,7 @@ class Slots(NamedTuple):
     Attributes:
         tokens: ``[L, S, H]`` in the dtype of those sent, or float8_e4m3fn when quantised.
         scales: ``[L, S, H / 128]`` float32 or float8_e8m0fnu, or packed int32 ``[L, S, H / 512]``;
-            None unless quantised.
+            of scales that dispatch was given their columns and dtype; else None.
         counts: ``[L]`` int32: rows of each expert.
         plan: for `ll_combine`.
         source_ranges: ``[L, W]`` int64: first slot << 32 | rows of each source; None unless asked
@@ -222,6 +222,7 @@ class LowLatencyGroup(Membership):
         *,
         packed_scales: bool = False,
         column_major_scales: bool = False,
+        scales: tuple[int, torch.dtype] | None = None,
         sources: bool = False,
         topk: int | None = None,
         weighted: bool = True,
@@ -236,6 +237,7 @@ class LowLatencyGroup(Membership):
             packed_scales: with "fp8_block128_e8m0": int32 scales, each four bytes of e8m0.
             column_major_scales: the slots of an expert are contiguous for each block of columns, as
                 DeepGEMM takes scales; else the scales of each slot are.
+            scales: columns and dtype of those that dispatch is given.
             sources: with source_ranges and source_tokens.
             topk, weighted, max_tokens: without slots: K (None = the group's), whether dispatch is
                 given weights, and its `max_tokens`.
@@ -245,19 +247,19 @@ class LowLatencyGroup(Membership):
         hidden = self.hidden if hidden is None else hidden
         dtype = self.dtype if dtype is None else dtype
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
-        scales = ranges = tokens = None
+        received = ranges = tokens = None
         if way is not None:
             dtype = torch.float8_e4m3fn
-            kind = torch.float32 if way.scale == "float32" else E8M0
-            width = hidden // way.block
+            scales = hidden // way.block, torch.float32 if way.scale == "float32" else E8M0
             if packed_scales:
-                kind, width = torch.int32, width // _PACKED
+                scales = scales[0] // _PACKED, torch.int32
+        if scales is not None:
+            width, kind = scales
+            *outer, rows = places
+            shape = (*outer, width, rows) if column_major_scales else (*places, width)
+            received = torch.empty(shape, dtype=kind, device=device)
             if column_major_scales:
-                *outer, rows = places
-                scales = torch.empty(*outer, width, rows, dtype=kind, device=device)
-                scales = scales.transpose(-2, -1)
-            else:
-                scales = torch.empty(*places, width, dtype=kind, device=device)
+                received = received.transpose(-2, -1)
         if sources:
             ranks = self.comm.num_ranks
             ranges = torch.empty(local, ranks, dtype=torch.int64, device=device)
@@ -265,7 +267,7 @@ class LowLatencyGroup(Membership):
         offsets, weights, experts = self._beside(places, topk, weighted)
         return Slots(
             torch.empty(*places, hidden, dtype=dtype, device=device),
-            scales,
+            received,
             torch.empty(local, dtype=torch.int32, device=device),
             SlotPlan(self, torch.empty(self.plan_bytes, dtype=torch.uint8, device=device)),
             ranges,

@@ -20,7 +20,7 @@ from crossdock._wire import Wire, wire_of_rows
 from crossdock.errors import CrossdockError, InvalidArgument
 
 from . import _calls
-from ._calls import INDICES, SUMMABLE
+from ._calls import INDICES, PAYLOADS, SCALES, SUMMABLE
 from ._custom_ops import LIBRARY, as_packed, as_rows
 from ._direct import FUNCTIONS, unobserved
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots, low_latency_group_of
@@ -59,8 +59,8 @@ def _operator(schema: str) -> Any:
 
 
 @_operator(
-    "ll_dispatch(Tensor? tokens, Tensor? topk_idx, Tensor? topk_weights, Tensor(a!)? plan, "
-    "Tensor(b!)? recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? counts, "
+    "ll_dispatch(Tensor? tokens, Tensor? topk_idx, Tensor? topk_weights, Tensor? scales, "
+    "Tensor(a!)? plan, Tensor(b!)? recv_tokens, Tensor(c!)? recv_scales, Tensor(d!)? counts, "
     "Tensor(e!)? source_ranges, Tensor(f!)? source_tokens, Tensor(g!)? expert_load, "
     "Tensor(h!)? wait_ns, Tensor(i!)? row_offsets, Tensor(j!)? recv_weights, "
     "Tensor(k!)? recv_topk_idx, Tensor(l!) order, int group, int phase, int quantise, "
@@ -70,6 +70,7 @@ def _dispatch(
     tokens: Tensor | None,
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
+    scales: Tensor | None,
     plan: Tensor | None,
     recv_tokens: Tensor | None,
     recv_scales: Tensor | None,
@@ -91,6 +92,7 @@ def _dispatch(
         "tokens": as_rows(tokens),
         "topk_idx": as_packed(topk_idx),
         "topk_weights": as_packed(topk_weights),
+        "scales": scales,
         "plan": plan,
         "recv_tokens": recv_tokens,
         "recv_scales": recv_scales,
@@ -155,18 +157,18 @@ class SentDispatch:
     def __init__(
         self,
         group: LowLatencyGroup,
-        tokens: Tensor,
-        topk: int,
+        given: dict[str, Any],
         way: QuantiseWay | None,
-        weighted: bool,
         max_tokens: int,
     ) -> None:
+        tokens, topk_idx, topk_weights, scales = given.values()
         self._group = group
-        self._weighted = weighted
+        self._weighted = topk_weights is not None
         self._max_tokens = max_tokens
         self._num_tokens, self._hidden = tokens.shape
-        self._topk = topk
+        self._topk = topk_idx.shape[1]
         self._dtype = tokens.dtype
+        self._scales = None if scales is None else (scales.shape[1], scales.dtype)
         self._way = way
         self._half = Half()
 
@@ -192,7 +194,7 @@ class SentDispatch:
         slots = self._slots(packed_scales, sources, out)
         _require_slots(self._group, None, slots, expert_load, wait_ns)
         halves.take(self._half)
-        self._fill(slots, (None, None, None), _RECEIVE, expert_load, wait_ns)
+        self._fill(slots, (None,) * 4, _RECEIVE, expert_load, wait_ns)
         _tell_graphs(out, expert_load, wait_ns)
         return slots
 
@@ -204,6 +206,7 @@ class SentDispatch:
             self._dtype,
             self._way,
             packed_scales=packed_scales,
+            scales=self._scales,
             sources=sources,
             topk=self._topk,
             weighted=self._weighted,
@@ -270,6 +273,7 @@ def ll_dispatch(
     topk_idx: Tensor,
     topk_weights: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     quantise: bool | str = False,
     packed_scales: bool = False,
     sources: bool = False,
@@ -286,11 +290,13 @@ def ll_dispatch(
     graph, whose replays follow the routing that `topk_idx` holds then.
 
     Args:
-        tokens: ``[T, H]`` bfloat16, float16 or float32, contiguous. T may differ per rank, and be
-            0.
+        tokens: ``[T, H]`` of any dtype that `dispatch` takes, contiguous. T may differ per rank,
+            and be 0.
         topk_idx: ``[T, K]`` int32 or int64, the expert of each choice; -1 = none.
         topk_weights: ``[T, K]`` float32, for an `ll_combine` that is given none; without slots they
             arrive beside the rows instead. On all ranks or on none.
+        scales: ``[T, S]`` that arrive beside the rows, as of `dispatch`, bit for bit; both together
+            have at most the bytes of the group's row. On all ranks or on none.
         quantise: receive bfloat16 rows as float8_e4m3fn with scales, H a multiple of 128.
             "fp8_block128" (or True): a float32 per 128 columns; "fp8_block128_pow2": these are
             powers of two; "fp8_block128_e8m0": as float8_e8m0fnu.
@@ -315,7 +321,7 @@ def ll_dispatch(
         CrossdockError: the others of ``crossdock.errors``. On CUDA, all but bad arguments are
             raised by `LowLatencyGroup.check` or by a later call.
     """
-    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights, "scales": scales}
     sent = _new_dispatch(group, given, quantise, max_tokens)
     try:
         slots = sent._slots(packed_scales, sources, out)
@@ -333,6 +339,7 @@ def ll_dispatch_send(
     topk_idx: Tensor,
     topk_weights: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     quantise: bool | str = False,
     max_tokens: int = 0,
 ) -> SentDispatch:
@@ -341,7 +348,7 @@ def ll_dispatch_send(
     `SentDispatch.receive` is the second half. At most ``in_flight`` dispatches of the group may be
     between their halves.
     """
-    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights, "scales": scales}
     sent = _new_dispatch(group, given, quantise, max_tokens)
     code = 0 if sent._way is None else sent._way.code
     _call_dispatch(group, tuple(given.values()), (None,) * 11, (_SEND, code, sent._max_tokens))
@@ -422,15 +429,18 @@ def _new_dispatch(
     if not isinstance(group, LowLatencyGroup):
         raise TypeError(f"group: expected a LowLatencyGroup, got {type(group).__name__}")
     operation = constants.LL_DISPATCH
-    tokens, topk_idx, topk_weights = given.values()
-    if not (group.has(tokens) and group.has(topk_idx) and group.has_or_none(topk_weights)):
+    tokens, topk_idx, topk_weights, scales = given.values()
+    optional = (topk_weights, scales)
+    if not (group.has(tokens) and group.has(topk_idx) and all(map(group.has_or_none, optional))):
         group.require_tensors(operation, tokens=tokens)
-        group.require_tensors(operation, topk_idx=topk_idx, topk_weights=topk_weights)
+        group.require_tensors(
+            operation, topk_idx=topk_idx, topk_weights=topk_weights, scales=scales
+        )
     _refuse_gradients(group, operation, given)
-    allowed = {"tokens": SUMMABLE, "topk_idx": INDICES, "topk_weights": (torch.float32,)}
-    _require_dtypes(group, operation, given, allowed)
-    for name in ("tokens", "topk_idx"):
-        if given[name].dim() != 2:
+    allowed = {"tokens": PAYLOADS, "topk_idx": INDICES, "topk_weights": (torch.float32,)}
+    _require_dtypes(group, operation, given, allowed | {"scales": SCALES})
+    for name in ("tokens", "topk_idx", "scales"):
+        if given[name] is not None and given[name].dim() != 2:
             problem = f"expected 2 dimensions, got shape {tuple(given[name].shape)}"
             group.refuse(operation, ValueError, f"{name}: {problem}")
     try:
@@ -441,8 +451,7 @@ def _new_dispatch(
         group.refuse(operation, ValueError, str(error))
     except (TypeError, ValueError) as error:
         group.refuse(operation, type(error), str(error))
-    weighted = given["topk_weights"] is not None
-    return SentDispatch(group, given["tokens"], given["topk_idx"].shape[1], way, weighted, most)
+    return SentDispatch(group, given, way, most)
 
 
 def _require_slots(

@@ -13,9 +13,6 @@ namespace {
 constexpr std::array kIndexTypes = {DType::i32, DType::i64};
 constexpr std::array kWeightTypes = {DType::f32};
 constexpr std::array kReducibleTypes = {DType::bf16, DType::f16, DType::f32};
-constexpr std::array kPayloadTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3,
-                                      DType::e5m2, DType::i8,  DType::u8,  DType::e2m1x2};
-constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::e4m3};
 
 // Reads the tensors of one call, which differ in name, dimensions and types only.
 class Reader {
@@ -120,11 +117,7 @@ void require_scales(const Tensor& scales, const Tensor& received, const Tensor& 
   XD_REQUIRE(received.row_bytes() >= 1 && received.row_bytes() <= config.max_scale_bytes,
              received.name, ": a row has ", received.row_bytes(),
              " bytes, expected 1 to max_scale_bytes = ", config.max_scale_bytes);
-  const std::int64_t numbers = 2 * rows.cols;  // of FP4
-  XD_REQUIRE(
-      rows.type != DType::e2m1x2 || scales.cols * 16 == numbers || scales.cols * 32 == numbers,
-      scales.name, ": has ", scales.cols, " columns beside ", rows.name, " of ", rows.cols,
-      " bytes of two numbers, expected one for 16 or for 32 numbers");
+  require_fp4_scales(scales, rows);
 }
 
 // Checks the types, columns and scales that a way of quantising asks for.
@@ -159,8 +152,9 @@ void read_dispatch_scales(const xd_ep_dispatch_args& a, const Reader& reader, co
   XD_REQUIRE(way >= XD_EP_QUANTISE_NONE && way <= XD_EP_QUANTISE_MXFP8, "quantise = ", way,
              ", expected an xd_ep_quantise, 0 to ", int{XD_EP_QUANTISE_MXFP8});
   call.quantise = a.quantise;
-  call.scales = reader.optional(a.scales, "scales", 2, kScaleTypes, Fit::input);
-  call.recv_scales = reader.optional(a.recv_scales, "recv_scales", 2, kScaleTypes, Fit::output);
+  call.scales = reader.optional(a.scales, "scales", 2, kGivenScaleTypes, Fit::input);
+  call.recv_scales =
+      reader.optional(a.recv_scales, "recv_scales", 2, kGivenScaleTypes, Fit::output);
   if (call.quantise != XD_EP_QUANTISE_NONE) return require_quantised(call);
   XD_REQUIRE(call.tokens.type != DType::bf16 || call.recv_tokens.type != DType::e4m3,
              "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: tokens are bfloat16 "
@@ -255,8 +249,8 @@ DispatchCall read_dispatch(const xd_ep_dispatch_args* args, const CallContext& c
   DispatchCall call;
   call.plan = read_plan(a.plan, a.plan_bytes);
   call.portion = read_portion(a, config);
-  call.tokens = reader.rows(a.tokens, "tokens", kPayloadTypes);
-  call.recv_tokens = reader.rows(a.recv_tokens, "recv_tokens", kPayloadTypes);
+  call.tokens = reader.rows(a.tokens, "tokens", kMovedTypes);
+  call.recv_tokens = reader.rows(a.recv_tokens, "recv_tokens", kMovedTypes);
   require_tokens_fit(call.tokens, config);
   require_row_fits(call.tokens, config);
   require_cols(call.recv_tokens, call.tokens.cols, "columns of tokens");
@@ -311,14 +305,14 @@ CombineBwdCall read_combine_bwd(const xd_ep_combine_bwd_args* args, const CallCo
   CombineBwdCall call{
       .plan = read_plan(a.plan, a.plan_bytes),
       .portion = read_portion(a, config),
-      .grad_out = reader.rows(a.grad_out, "grad_out", kPayloadTypes),
+      .grad_out = reader.rows(a.grad_out, "grad_out", kMovedTypes),
       .grad_out_scales =
-          reader.optional(a.grad_out_scales, "grad_out_scales", 2, kScaleTypes, Fit::input),
+          reader.optional(a.grad_out_scales, "grad_out_scales", 2, kGivenScaleTypes, Fit::input),
       .expert_out = reader.rows(a.expert_out, "expert_out", kReducibleTypes, true),
       .weights = reader.row_weights(a.weights, "weights"),
-      .grad_expert_out = reader.rows(a.grad_expert_out, "grad_expert_out", kPayloadTypes),
+      .grad_expert_out = reader.rows(a.grad_expert_out, "grad_expert_out", kMovedTypes),
       .grad_expert_out_scales = reader.optional(a.grad_expert_out_scales, "grad_expert_out_scales",
-                                                2, kScaleTypes, Fit::output),
+                                                2, kGivenScaleTypes, Fit::output),
       .grad_weights = reader.row_weights(a.grad_weights, "grad_weights")};
   require_tokens_fit(call.grad_out, config);
   require_row_fits(call.grad_out, config);

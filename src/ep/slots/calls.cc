@@ -15,8 +15,7 @@ constexpr std::array kInt32 = {DType::i32};
 constexpr std::array kInt64 = {DType::i64};
 constexpr std::array kFloat32 = {DType::f32};
 constexpr std::array kRowTypes = {DType::bf16, DType::f16, DType::f32};
-constexpr std::array kReceivedTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3};
-constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::i32};
+constexpr std::array kScaleTypes = {DType::f32, DType::e8m0, DType::u8, DType::e4m3, DType::i32};
 
 template <class Args>
 LlArgs<Args> with_halves(const Args& args) {
@@ -37,14 +36,18 @@ class Reader {
     return read_tensor(t,
                        {.name = name, .ndim = ndim, .types = types, .device = device_, .fit = fit});
   }
-  Tensor optional(const DLTensor* t, const char* name, int ndim,
-                  std::span<const DType> types) const {
-    return read_tensor(
-        t, {.name = name, .ndim = ndim, .types = types, .device = device_, .optional = true});
+  Tensor optional(const DLTensor* t, const char* name, int ndim, std::span<const DType> types,
+                  Fit fit = Fit::elements) const {
+    return read_tensor(t, {.name = name,
+                           .ndim = ndim,
+                           .types = types,
+                           .device = device_,
+                           .fit = fit,
+                           .optional = true});
   }
   // Reads rows of tokens [T,H].
-  Tensor rows(const DLTensor* t, const char* name) const {
-    const Tensor read = tensor(t, name, 2, kRowTypes, Fit::rows);
+  Tensor rows(const DLTensor* t, const char* name, std::span<const DType> types) const {
+    const Tensor read = tensor(t, name, 2, types, Fit::rows);
     XD_REQUIRE(read.rows <= config_.max_tokens, name, ": has ", read.rows,
                " rows, expected at most max_tokens_per_rank = ", config_.max_tokens);
     require_row(name, read.row_bytes());
@@ -86,6 +89,19 @@ class Reader {
   // Refuses a tensor that the group's receive form has no place for.
   void require_none_given(const DLTensor* t, const char* name) const {
     XD_REQUIRE(t == nullptr, name, ": given, expected NULL: ", why_form());
+  }
+  // Reads scales that the caller gives beside rows.
+  Tensor scales(const DLTensor* t, const Tensor& rows) const {
+    const Tensor read = optional(t, "scales", 2, kGivenScaleTypes, Fit::input);
+    if (!read) return read;
+    require_rows(read, rows.rows, "rows of tokens");
+    require_fp4_scales(read, rows);
+    XD_REQUIRE(read.cols >= 1 && read.cols <= XD_LL_MAX_SCALES, "scales: has ", read.cols,
+               " columns, expected 1 to ", XD_LL_MAX_SCALES);
+    XD_REQUIRE(rows.row_bytes() + read.row_bytes() <= config_.max_row_bytes, "scales: a row has ",
+               read.row_bytes(), " bytes beside ", rows.row_bytes(),
+               " of tokens, expected together at most the group's ", config_.max_row_bytes);
+    return read;
   }
   Tensor weights(const DLTensor* t) const { return optional(t, "topk_weights", 2, kFloat32); }
   Tensor wait_ns(const DLTensor* t) const {
@@ -158,11 +174,9 @@ void read_places(const xd_ll_dispatch_args& args, const Reader& reader, const Ll
 void require_scales(const LlDispatchReceive& call) {
   const SlotTensor& scales = call.recv_scales;
   const QuantiseFormat format = quantise_format(call.quantise);
-  if (!format) {
-    XD_REQUIRE(call.recv_tokens.type != DType::e4m3,
-               "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: recv_tokens is "
-               "float8_e4m3fn");
-    XD_REQUIRE(!scales, "recv_scales: given, expected NULL: quantise is NONE");
+  if (!format) {  // they are as the send half has them
+    XD_REQUIRE(!scales || (scales.cols >= 1 && scales.cols <= XD_LL_MAX_SCALES),
+               "recv_scales: has ", scales.cols, " columns, expected 1 to ", XD_LL_MAX_SCALES);
     return;
   }
   XD_REQUIRE(scales, "recv_scales = NULL, expected a tensor: quantise = XD_EP_QUANTISE_",
@@ -207,9 +221,10 @@ LlArgs<xd_ll_combine_args> read_ll_args(const xd_ll_combine_args* args) {
 
 LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext& context) {
   const Reader reader(context);
-  LlDispatchSend call{.tokens = reader.rows(args.tokens, "tokens"),
+  LlDispatchSend call{.tokens = reader.rows(args.tokens, "tokens", kMovedTypes),
                       .topk_idx = reader.tensor(args.topk_idx, "topk_idx", 2, kIndexTypes),
                       .topk_weights = reader.weights(args.topk_weights),
+                      .scales = {},
                       .quantise = read_way(args),
                       .max_tokens = reader.max_tokens(args.max_tokens)};
   const LlConfig& config = *context.config;
@@ -223,12 +238,15 @@ LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext
     require_cols(call.topk_weights, call.topk_idx.cols, "columns of topk_idx");
   }
   if (const QuantiseFormat format = quantise_format(call.quantise)) {
+    XD_REQUIRE(args.scales == nullptr, "scales: given, expected NULL: quantise = XD_EP_QUANTISE_",
+               quantise_name(call.quantise));
     XD_REQUIRE(call.tokens.type == DType::bf16, "tokens: is ", dtype_name(call.tokens.type),
                ", expected bfloat16: quantise = XD_EP_QUANTISE_", quantise_name(call.quantise));
     XD_REQUIRE(call.tokens.cols % format.block == 0, "tokens: has ", call.tokens.cols,
                " columns, expected a multiple of ", format.block, ": quantise = XD_EP_QUANTISE_",
                quantise_name(call.quantise));
   }
+  call.scales = reader.scales(args.scales, call.tokens);
   return call;
 }
 
@@ -244,8 +262,8 @@ LlDispatchReceive read_ll_receive(const xd_ll_dispatch_args& args, const LlCallC
   LlDispatchReceive call{
       .plan = static_cast<std::byte*>(args.plan),
       .quantise = read_way(args),
-      .recv_tokens = reader.rows_of_experts(args.recv_tokens, "recv_tokens", kReceivedTypes,
-                                            SlotFit::rows_out),
+      .recv_tokens =
+          reader.rows_of_experts(args.recv_tokens, "recv_tokens", kMovedTypes, SlotFit::rows_out),
       .recv_scales = reader.rows_of_experts(args.recv_scales, "recv_scales", kScaleTypes,
                                             SlotFit::elements, true),
       .counts = reader.tensor(args.counts, "counts", 1, kInt32),
@@ -278,7 +296,7 @@ LlCombineSend read_ll_send(const xd_ll_combine_args& args, const LlCallContext& 
 LlCombineReceive read_ll_receive(const xd_ll_combine_args& args, const LlCallContext& context) {
   const Reader reader(context);
   LlCombineReceive call{.plan = read_plan(args.plan, args.plan_bytes),
-                        .out = reader.rows(args.out, "out"),
+                        .out = reader.rows(args.out, "out", kRowTypes),
                         .wait_ns = reader.wait_ns(args.wait_ns),
                         .wire = read_wire(args.wire, *context.config)};
   require_wire_fits(call.wire, call.out.name, call.out.cols);

@@ -16,8 +16,14 @@ std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
   if (theirs.topk != mine.topk) return differs_in("top-k", theirs.topk, mine.topk);
   if (theirs.quantise != mine.quantise) {
     if (mine.call.operation == XD_LL_COMBINE) return wire_differs(theirs.quantise, mine.quantise);
-    return quantise_differs(static_cast<xd_ep_quantise>(theirs.quantise),
-                            static_cast<xd_ep_quantise>(mine.quantise));
+    const LlScales their_scales = LlScales::of(theirs.quantise), own = LlScales::of(mine.quantise);
+    if (!their_scales && !own) return quantise_differs(quantise_of(theirs), quantise_of(mine));
+    if (!their_scales) return "without scales, here with them";
+    if (!own) return "with scales, here without";
+    if (their_scales.columns != own.columns) {
+      return differs_in("columns of scales", their_scales.columns, own.columns);
+    }
+    return differs_in("bytes of a scale", their_scales.element, own.element);
   }
   if (theirs.max_tokens != mine.max_tokens) {
     return differs_in("max_tokens", theirs.max_tokens, mine.max_tokens);

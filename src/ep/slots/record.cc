@@ -27,11 +27,27 @@ void require_form_fits(const LlDispatchReceive& call, const LlRecord& sent) {
   if (call.recv_topk_idx) require_cols(call.recv_topk_idx, sent.topk, "columns of topk_idx");
 }
 
+// Where rows are not quantised.
+void require_scales_fit(const SlotTensor& received, const LlRecord& sent) {
+  const LlScales scales = LlScales::of(sent.quantise);
+  XD_REQUIRE(bool{received} == bool{scales}, "recv_scales",
+             scales ? " = NULL, expected a tensor: scales are given"
+                    : ": given, expected NULL: scales are not, and quantise is NONE");
+  if (!scales) return;
+  require_type(received, static_cast<DType>(sent.scale_type));
+  require_columns(received, scales.columns, "columns of scales");
+}
+
 }  // namespace
 
 LlRecord record_of(const LlDispatchSend& call) {
   LlRecord record = record_in(XD_LL_DISPATCH, call.tokens.type, call.tokens.row_bytes());
   record.quantise = static_cast<std::uint16_t>(call.quantise);
+  if (const Tensor& scales = call.scales) {
+    const auto element = static_cast<std::uint32_t>(dtype_bytes(scales.type));
+    record.quantise = LlScales{static_cast<std::uint32_t>(scales.cols), element}.word();
+    record.scale_type = static_cast<std::uint64_t>(scales.type);
+  }
   record.max_tokens = static_cast<std::uint16_t>(call.max_tokens);
   record.topk = static_cast<std::uint32_t>(call.topk_idx.cols);
   record.tokens = static_cast<std::uint32_t>(call.tokens.rows);
@@ -48,16 +64,30 @@ LlRecord record_of(const LlCombineSend& call, int topk, int tokens) {
   return record;
 }
 
+std::uint64_t sent_row_bytes(const LlRecord& dispatch) {
+  const std::uint64_t bytes = dispatch.row_bytes;
+  return quantise_format(quantise_of(dispatch)) ? bytes / dtype_bytes(DType::bf16) : bytes;
+}
+
+std::uint64_t sent_scale_bytes(const LlRecord& dispatch) {
+  const QuantiseFormat format = quantise_format(quantise_of(dispatch));
+  return format ? format.scale_row_bytes(sent_row_bytes(dispatch))
+                : LlScales::of(dispatch.quantise).row_bytes();
+}
+
 void require_fits(const LlDispatchReceive& call, const LlRecord& sent) {
-  XD_REQUIRE(static_cast<std::uint16_t>(call.quantise) == sent.quantise,
-             "quantise = XD_EP_QUANTISE_", quantise_name(call.quantise),
-             ", expected XD_EP_QUANTISE_",
-             quantise_name(static_cast<xd_ep_quantise>(sent.quantise)), ", as in the send half");
+  const xd_ep_quantise way = quantise_of(sent);
+  XD_REQUIRE(call.quantise == way, "quantise = XD_EP_QUANTISE_", quantise_name(call.quantise),
+             ", expected XD_EP_QUANTISE_", quantise_name(way), ", as in the send half");
   const auto type = static_cast<DType>(sent.dtype);
   const std::uint64_t columns = sent.row_bytes / dtype_bytes(type);
-  const QuantiseFormat format = quantise_format(call.quantise);
-  require_type(call.recv_tokens, format ? DType::e4m3 : type);
+  const bool quantises = way != XD_EP_QUANTISE_NONE;
+  XD_REQUIRE(quantises || type != DType::bf16 || call.recv_tokens.type != DType::e4m3,
+             "quantise = XD_EP_QUANTISE_NONE, expected another xd_ep_quantise: tokens are bfloat16 "
+             "and recv_tokens float8_e4m3fn");
+  require_type(call.recv_tokens, quantises ? DType::e4m3 : type);
   require_columns(call.recv_tokens, columns, "columns of tokens");
+  if (!quantises) require_scales_fit(call.recv_scales, sent);
   if (call.max_tokens != 0) require_form_fits(call, sent);
 }
 

@@ -54,8 +54,7 @@ LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vecto
       received_(received_rows(routing_, rank.rank, c.receive, c.alignment)),
       choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
       types_(sent_types(c)),
-      columns_(std::int64_t{16} * c.units_of(number) /
-               static_cast<std::int64_t>(element_bytes(c.dtype))),
+      columns_(c.columns_of(number)),
       combine_columns_(std::int64_t{16} * c.units_of(number) /
                        static_cast<std::int64_t>(element_bytes(c.combine_dtype))) {
   const std::vector<std::int32_t> owners = c.owners();
@@ -84,10 +83,16 @@ Strided& LlBatch::add(xd_ll_operation operation, const char* name, const DLTenso
 void LlBatch::add_dispatch_inputs() {
   const std::int64_t t = choices_.tokens, k = choices_.topk;
   const auto input = [&](const char* name, const DLTensor** slot, DLDataType type,
-                         std::int64_t columns) {
-    add(XD_LL_DISPATCH, name, slot, false, Strided(rank_, type, {t, columns}));
+                         std::int64_t columns, std::vector<std::int64_t> strides = {}) {
+    add(XD_LL_DISPATCH, name, slot, false, Strided(rank_, type, {t, columns}, std::move(strides)));
   };
-  input("tokens", &dispatch_args.tokens, case_.dtype, columns_);
+  input("tokens", &dispatch_args.tokens, types_.tokens, columns_);
+  if (is_given(case_.sent) && types_.columns_per_scale > 0) {
+    const std::int64_t scales = columns_ / types_.columns_per_scale;
+    std::vector<std::int64_t> strides = row_strides(case_.scale_slots, scales, 1);
+    if (case_.scale_slots == Slots::slots_first) strides = {1, std::max<std::int64_t>(t, 1)};
+    input("scales", &dispatch_args.scales, types_.scales, scales, std::move(strides));
+  }
   input("topk_idx", &dispatch_args.topk_idx, case_.index_type, k);
   if (case_.weighs_dispatch()) {
     input("topk_weights", &dispatch_args.topk_weights, kF32, k);
@@ -182,6 +187,7 @@ std::vector<std::byte> LlBatch::token_row(int source, int token) const {
   std::vector<std::uint32_t> codes(columns);
   const std::uint64_t row =
       mix(seed_, 0x70C, static_cast<std::uint64_t>(source), static_cast<std::uint64_t>(token));
+  const std::uint32_t ones = ones_of(token);
   for (std::size_t c = 0; c < columns; ++c) {
     if (case_.every_number) {
       const auto at = static_cast<std::uint32_t>(static_cast<std::size_t>(token) * columns + c);
@@ -189,11 +195,22 @@ std::vector<std::byte> LlBatch::token_row(int source, int token) const {
       continue;
     }
     codes[c] =
-        case_.sent == Sent::as_they_are
-            ? static_cast<std::uint32_t>(mix(row + c))
+        types_.quantise == XD_EP_QUANTISE_NONE
+            ? static_cast<std::uint32_t>(mix(row + c)) | ones
             : float_code({row, Content::tokens, 0, 0, static_cast<std::int64_t>(c)}, kFormatBf16);
   }
-  return bytes_of(codes, case_.dtype);
+  return bytes_of(codes, types_.tokens);
+}
+
+std::uint32_t LlBatch::ones_of(int token) const {
+  return is_given(case_.sent) && token % 5 == 3 ? ~0u : 0;
+}
+
+std::uint32_t LlBatch::given_scale(int source, int token, std::int64_t column) const {
+  const std::uint64_t row =
+      mix(seed_, 0x5CA, static_cast<std::uint64_t>(source), static_cast<std::uint64_t>(token));
+  const auto code = static_cast<std::uint32_t>(mix(row + static_cast<std::uint64_t>(column)));
+  return (code | ones_of(token)) & (types_.scales.bits == 8 ? 0xFFu : ~0u);
 }
 
 const LlBatch::SentRow& LlBatch::sent_row(int source, int token) {
@@ -201,7 +218,13 @@ const LlBatch::SentRow& LlBatch::sent_row(int source, int token) {
   SentRow& sent = at->second;
   if (!fresh) return sent;
   sent.bytes = token_row(source, token);
-  if (case_.sent == Sent::as_they_are) return sent;
+  if (types_.quantise == XD_EP_QUANTISE_NONE) {
+    for (std::int64_t c = 0;
+         types_.columns_per_scale > 0 && c < columns_ / types_.columns_per_scale; ++c) {
+      sent.scales.push_back(given_scale(source, token, c));
+    }
+    return sent;
+  }
   std::vector<std::uint16_t> codes(static_cast<std::size_t>(columns_));
   std::memcpy(codes.data(), sent.bytes.data(), sent.bytes.size());
   const QuantisedWay way = quantised_way(types_.quantise);
@@ -272,6 +295,12 @@ void LlBatch::fill_inputs(xd_ll_operation operation) {
     Strided& tensor = *field.tensor;
     if (name == "tokens") {
       for (int t = 0; t < choices_.tokens; ++t) tensor.set_row(t, 0, token_row(rank_.rank, t));
+    } else if (name == "scales") {
+      for (int t = 0; t < choices_.tokens; ++t) {
+        for (std::int64_t c = 0; c < tensor.extent(1); ++c) {
+          tensor.set(t, c, given_scale(rank_.rank, t, c));
+        }
+      }
     } else if (name == "topk_idx") {
       for (int t = 0; t < choices_.tokens; ++t) {
         for (int k = 0; k < choices_.topk; ++k) {

@@ -104,6 +104,9 @@ class LlBatch {
 
   static std::vector<std::byte> bytes_of(const std::vector<std::uint32_t>& codes, DLDataType type);
   std::vector<std::byte> token_row(int source, int token) const;
+  // Some rows that are given are ones altogether, and so are their scales.
+  std::uint32_t ones_of(int token) const;
+  std::uint32_t given_scale(int source, int token, std::int64_t column) const;
   const SentRow& sent_row(int source, int token);
   std::vector<std::uint32_t> result_row(int expert, std::int64_t slot) const;
   float weight(std::uint64_t salt, int source, int token, int k) const;

@@ -14,8 +14,17 @@ namespace {
 
 constexpr std::array kDtypes{kBf16, kF16, kF32};
 constexpr std::array kIndexTypes{kI32, kI64};
-constexpr std::array kSent{Sent::as_they_are, Sent::float_scales,  Sent::powers_of_two,
-                           Sent::e8m0,        Sent::e8m0_as_uint8, Sent::packed};
+constexpr std::array kSent{Sent::as_they_are,
+                           Sent::float_scales,
+                           Sent::powers_of_two,
+                           Sent::e8m0,
+                           Sent::e8m0_as_uint8,
+                           Sent::packed,
+                           Sent::e4m3_and_floats,
+                           Sent::e4m3_and_e8m0,
+                           Sent::fp4_and_e4m3,
+                           Sent::fp4_and_e8m0,
+                           Sent::bytes};
 constexpr std::array kOwners{Owners::even, Owners::dealt, Owners::uneven, Owners::on_one,
                              Owners::replicas};
 constexpr std::array kPatterns{Pattern::uniform, Pattern::zipf, Pattern::holes, Pattern::one_hot,
@@ -75,8 +84,21 @@ static void for_each_dimension(LlCase& c, Visit&& visit) {
 
 namespace {
 
-// Rows come in whole blocks of scales, of 16 or 64 units.
-int grain_of(Sent sent) { return sent == Sent::as_they_are ? 1 : sent == Sent::packed ? 64 : 16; }
+// Rows come in whole blocks of scales, of so many units.
+int grain_of(Sent sent) {
+  switch (sent) {
+    case Sent::as_they_are:
+    case Sent::bytes:
+      return 1;
+    case Sent::fp4_and_e4m3:
+    case Sent::fp4_and_e8m0:
+      return 2;
+    case Sent::packed:
+      return 64;
+    default:
+      return 16;
+  }
+}
 
 LlCase make_case(int num_ranks, const std::vector<int>& values, std::uint64_t seed,
                  const Bounds& bounds) {
@@ -84,7 +106,7 @@ LlCase make_case(int num_ranks, const std::vector<int>& values, std::uint64_t se
   c.num_ranks = num_ranks;
   c.seed = seed;
   set_values(c, values);
-  if (c.sent != Sent::as_they_are) c.dtype = kBf16;
+  if (c.sent != Sent::as_they_are && !is_given(c.sent)) c.dtype = kBf16;
   c.row_units = std::max(c.row_units, grain_of(c.sent));
   const std::int64_t row_bytes = std::int64_t{16} * c.row_units;
   const std::int64_t most_of_one = c.owned == Owners::on_one   ? num_ranks
@@ -148,17 +170,27 @@ std::vector<LlCase> large_cases(int num_ranks) {
 SentTypes sent_types(const LlCase& c) {
   switch (c.sent) {
     case Sent::as_they_are:
-      return {XD_EP_QUANTISE_NONE, c.dtype, kF32, 0};
+      return {XD_EP_QUANTISE_NONE, c.dtype, c.dtype, kF32, 0};
     case Sent::float_scales:
-      return {XD_EP_QUANTISE_FP8_BLOCK128, kE4m3, kF32, 128};
+      return {XD_EP_QUANTISE_FP8_BLOCK128, kBf16, kE4m3, kF32, 128};
     case Sent::powers_of_two:
-      return {XD_EP_QUANTISE_FP8_BLOCK128_POW2, kE4m3, kF32, 128};
+      return {XD_EP_QUANTISE_FP8_BLOCK128_POW2, kBf16, kE4m3, kF32, 128};
     case Sent::e8m0:
-      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kE4m3, kE8m0, 128};
+      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kBf16, kE4m3, kE8m0, 128};
     case Sent::e8m0_as_uint8:
-      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kE4m3, kU8, 128};
+      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kBf16, kE4m3, kU8, 128};
     case Sent::packed:
-      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kE4m3, kI32, 512};
+      return {XD_EP_QUANTISE_FP8_BLOCK128_E8M0, kBf16, kE4m3, kI32, 512};
+    case Sent::e4m3_and_floats:
+      return {XD_EP_QUANTISE_NONE, kE4m3, kE4m3, kF32, 128};
+    case Sent::e4m3_and_e8m0:
+      return {XD_EP_QUANTISE_NONE, kE4m3, kE4m3, kE8m0, 128};
+    case Sent::fp4_and_e4m3:
+      return {XD_EP_QUANTISE_NONE, kE2m1x2, kE2m1x2, kE4m3, 8};
+    case Sent::fp4_and_e8m0:
+      return {XD_EP_QUANTISE_NONE, kE2m1x2, kE2m1x2, kE8m0, 16};
+    case Sent::bytes:
+      return {XD_EP_QUANTISE_NONE, kU8, kU8, kU8, 0};
   }
   return {};
 }
@@ -189,6 +221,13 @@ int LlCase::units_of(int batch) const {
   const std::uint64_t chance = mix(seed, 0x57, static_cast<std::uint64_t>(batch));
   const int grains = row_units / grain_of(sent);
   return (1 + static_cast<int>(chance % static_cast<std::uint64_t>(grains))) * grain_of(sent);
+}
+
+std::int64_t LlCase::columns_of(int batch) const {
+  const std::int64_t bytes = std::int64_t{16} * units_of(batch);
+  const SentTypes types = sent_types(*this);
+  if (is_given(sent)) return full_rows ? bytes : (bytes / 2 + 15) / 16 * 16;
+  return bytes / static_cast<std::int64_t>(element_bytes(types.tokens));
 }
 
 std::vector<std::int32_t> LlCase::owners() const {
@@ -257,8 +296,10 @@ LlGroup make_group(const Rank& rank, const LlCase& c) {
 }
 
 std::string LlCase::description() const {
-  constexpr const char* kSentNames[] = {"as they are", "fp8+float32", "fp8+powers of two",
-                                        "fp8+e8m0",    "fp8+uint8",   "fp8+packed"};
+  constexpr const char* kSentNames[] = {"as they are",       "fp8+float32",    "fp8+powers of two",
+                                        "fp8+e8m0",          "fp8+uint8",      "fp8+packed",
+                                        "given fp8+float32", "given fp8+e8m0", "given fp4+e4m3",
+                                        "given fp4+e8m0",    "given bytes"};
   constexpr const char* kOwnerNames[] = {"even", "dealt", "uneven", "on rank 0", "replicas"};
   constexpr const char* kWeightNames[] = {"none", "at dispatch", "at combine", "at both"};
   constexpr const char* kSlotNames[] = {"packed", "padded", "slots first", "backwards"};

@@ -30,7 +30,14 @@ enum class Sent {
   e8m0,           // one byte each
   e8m0_as_uint8,  // likewise, by another name
   packed,         // four in an int32
+  // Rows of any bytes, and scales that the caller gives beside them:
+  e4m3_and_floats,  // one for 128 columns
+  e4m3_and_e8m0,    // likewise
+  fp4_and_e4m3,     // one for 16 numbers
+  fp4_and_e8m0,     // one for 32 numbers
+  bytes,            // none
 };
+constexpr bool is_given(Sent sent) { return sent >= Sent::e4m3_and_floats; }
 
 enum class Weights { none, at_dispatch, at_combine, both };
 
@@ -62,6 +69,7 @@ struct LlCase {
   int local_experts = 1;
   int row_units = 1;           // bytes of the group's rows, in units of 16
   bool shorter_rows = false;   // the batches have fewer
+  bool full_rows = false;      // of bytes, as long as the group's
   bool fewer_choices = false;  // the batches' K is below the bound
   Weights weights = Weights::none;
   Slots slots = Slots::packed;
@@ -88,6 +96,9 @@ struct LlCase {
   int topk_of(int batch) const;
   // Units of a batch's rows, in dispatch and in combine.
   int units_of(int batch) const;
+  // Columns of its rows in dispatch. Rows that are given leave half of the group's row for scales,
+  // but those of bytes where `full_rows` is set.
+  std::int64_t columns_of(int batch) const;
   std::vector<std::int32_t> owners() const;  // of all experts
   std::vector<Choices> choices(int batch) const;
   SlotRouting routing(int batch, const std::vector<bool>& absent = {}) const;
@@ -108,10 +119,11 @@ std::vector<LlCase> all_ll_cases(int num_ranks);
 // ask.
 std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases);
 
-// The type of rows that dispatch makes, their scales, and the columns of a scale.
+// The type of rows that dispatch takes, of those that it makes, of their scales, and the columns of
+// a scale.
 struct SentTypes {
   xd_ep_quantise quantise;
-  DLDataType rows, scales;
+  DLDataType tokens, rows, scales;
   std::int64_t columns_per_scale;  // 0 = no scales
 };
 SentTypes sent_types(const LlCase& c);

@@ -39,6 +39,7 @@ xd_ep_config bulk_config(const LlCase& c, std::int64_t capacity) {
   config.alignment = c.alignment;
   config.recv_capacity = capacity;
   config.wire_formats = ll.wire_formats;
+  config.max_scale_bytes = ll.hidden;
   return config;
 }
 
@@ -69,6 +70,7 @@ class BulkTwin {
     xd_ep_dispatch_args dispatch = XD_EP_DISPATCH_ARGS_INIT;
     set_plan(dispatch, plan_);
     dispatch.tokens = ll.tokens;
+    dispatch.scales = ll.scales;
     dispatch.topk_weights = ll.topk_weights;
     dispatch.quantise = ll.quantise;
     dispatch.recv_tokens = twin("recv_tokens");
@@ -114,7 +116,9 @@ class BulkTwin {
 
 TEST(LlForms, AreTheRowsAndSumsOfPrepareDispatchAndCombine) {
   std::vector<LlCase> cases;
-  for (const Sent sent : {Sent::as_they_are, Sent::float_scales, Sent::powers_of_two, Sent::e8m0}) {
+  for (const Sent sent : {Sent::as_they_are, Sent::float_scales, Sent::powers_of_two, Sent::e8m0,
+                          Sent::e4m3_and_floats, Sent::e4m3_and_e8m0, Sent::fp4_and_e4m3,
+                          Sent::fp4_and_e8m0, Sent::bytes}) {
     cases.push_back(case_of(XD_LL_BY_RANK, sent, 1));
     for (const int alignment : {1, 8}) {
       cases.push_back(case_of(XD_LL_BY_EXPERT, sent, alignment));

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core_support import Case, dtype_of, equal, peers_are_told
-from crossdock import LowLatencyGroup, Slots
+from crossdock import Comm, LowLatencyGroup, Slots
 from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost
 from reference import Routing, quantised
 from slots import SlotRouting, factors
@@ -175,6 +175,96 @@ def test_rows_without_gaps_equal_the_reference(me: Rank, receive: str, alignment
             assert group.dispatch(*inputs[:2], out=out) is out
             equal(out.tokens[:rows], routing.dispatch(rank, batch.rows))
             assert out.weights is None
+
+
+# Rows that a caller has quantised, in a group of rows of 512 bytes: their dtype and columns, and
+# those of their scales.
+GIVEN = [
+    ("float8_e4m3fn", 256, "float32", 2),
+    ("float8_e5m2", 256, "float8_e8m0fnu", 8),
+    ("uint8", 128, "float8_e4m3fn", 16),  # FP4, a scale for 16 numbers
+    ("uint8", 128, "uint8", 8),  # FP4, a scale for 32 numbers
+    ("int8", 512, None, 0),
+]
+
+
+@on_ranks(2)
+def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank) -> None:
+    with me.comm() as comm:
+        for receive in ("slots", "by_expert", "by_rank"):
+            rows_arrive_bit_for_bit(me, comm, receive)
+
+
+def rows_arrive_bit_for_bit(me: Rank, comm: Comm, receive: str) -> None:
+    case, rank = Case((4, 3), 4, 2, 256, dtype="bfloat16"), me.rank
+    ids = case.ids(SEED)
+    layout = "rank_major" if receive == "by_rank" else "expert_major"
+    routing = (
+        SlotRouting(ids, case.experts, max(case.tokens))
+        if receive == "slots"
+        else Routing(ids, case.experts, layout)
+    )
+
+    def bits(seed: int, columns: int) -> list[np.ndarray]:
+        random = np.random.default_rng(seed)
+        rows = [random.integers(0, 256, (t, columns), np.uint8) for t in case.tokens]
+        rows[0][1] = 0xFF  # NaN, if they are numbers
+        return rows
+
+    def in_rows(received: np.ndarray) -> np.ndarray:
+        if isinstance(routing, SlotRouting):
+            return routing.in_rows(rank, received.view(np.uint8))
+        return received.view(np.uint8)[: routing.total(rank)]
+
+    with LowLatencyGroup(comm, case.low_latency_config(receive=receive)) as group:
+        for number, (kind, columns, scale_kind, width) in enumerate(GIVEN):
+            rows = bits(SEED + number, columns)
+            tokens = rows[rank].view(dtype_of(kind))
+            given = scales = None
+            if scale_kind is not None:
+                scale_type = dtype_of(scale_kind)
+                given = bits(SEED - number, width * scale_type.itemsize)
+                packed = given[rank].view(scale_type)
+                scales = np.asfortranarray(packed) if number % 2 else packed
+            if number % 2:
+                got = group.dispatch(tokens, ids[rank], scales=scales)
+            else:
+                got = group.dispatch_send(tokens, ids[rank], scales=scales).receive()
+            assert got.tokens.dtype == tokens.dtype
+            equal(in_rows(got.tokens), routing.dispatch(rank, rows))
+            if given is None:
+                assert got.scales is None
+            else:
+                assert got.scales.dtype == scale_type
+                equal(in_rows(got.scales), routing.dispatch(rank, given))
+
+
+@on_ranks(2)
+def test_peers_hear_of_mistakes_about_scales(me: Rank) -> None:
+    case = Case((3, 2), 4, 2, 128, dtype="bfloat16")
+    rows, ids = case.whole(SEED, 128)[me.rank], case.ids(SEED)[me.rank]
+    bits = np.zeros((len(rows), 128), np.uint8)
+    scales = np.zeros((len(rows), 4), np.float32)
+    with me.comm() as comm, LowLatencyGroup(comm, case.low_latency_config()) as group:
+        right = functools.partial(group.dispatch, bits, ids, scales=scales)
+        right()
+        for wrong in [
+            (
+                InvalidArgument,
+                "rows of tokens",
+                lambda: group.dispatch(bits, ids, scales=scales[1:]),
+            ),
+            (TypeError, "scales", lambda: group.dispatch(bits, ids, scales=scales.astype("f8"))),
+            (
+                InvalidArgument,
+                "quantise",
+                lambda: group.dispatch(rows, ids, scales=scales, quantise=True),
+            ),
+            (InvalidArgument, "recv_scales", lambda: right(out=group.slots(dtype="uint8"))),
+        ]:
+            peers_are_told(me, *wrong, right)
+        slots = group.slots(128, "uint8", scales=(4, "float32"))
+        assert right(out=slots) is slots
 
 
 CASE = Case((3, 2), 4, 2, 8)

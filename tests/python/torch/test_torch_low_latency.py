@@ -132,6 +132,89 @@ def test_every_element_equals_the_reference(me: Rank, dtype: torch.dtype, elsewh
         settle(group)
 
 
+def given_rows() -> list[tuple[torch.dtype, int, torch.dtype | None, int]]:
+    """Rows that a caller has quantised, in rows of 512 bytes: their dtype and columns, and scales.
+
+    The widths of scales are in bytes.
+    """
+    fp4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+    return [
+        (torch.float8_e4m3fn, 256, torch.float32, 8),
+        (fp4, 128, torch.float8_e4m3fn, 16),
+        (fp4, 128, torch.uint8, 8),
+        (torch.uint8, 512, None, 0),
+    ]
+
+
+@on_ranks(2)
+def test_rows_that_are_quantised_already_arrive_bit_for_bit(me: Rank) -> None:
+    with xd.init(), torch.no_grad():
+        for receive in ("slots", "by_expert", "by_rank"):
+            group = make_group(hidden=256, dtype=torch.bfloat16, receive=receive)
+            _rows_arrive_bit_for_bit(me, group)
+            _peers_hear_of_bad_scales(me, group)
+            settle(group)
+
+
+def _rows_arrive_bit_for_bit(me: Rank, group: xd.LowLatencyGroup) -> None:
+    ids = choices(SEED, (4, 3), EXPERTS, TOPK)
+    routing: Any
+    if group.receive == "slots":
+        routing = SlotRouting(ids, EXPERTS, MOST)
+    else:
+        layout = "rank_major" if group.receive == "by_rank" else "expert_major"
+        routing = Routing(ids, EXPERTS, layout)
+
+    def bits(seed: int, columns: int) -> list[np.ndarray]:
+        rows = [
+            np.random.default_rng(seed + r).integers(0, 256, (t, columns), np.uint8)
+            for r, t in enumerate((4, 3))
+        ]
+        rows[1][2] = 0xFF
+        return rows
+
+    def in_rows(received: torch.Tensor) -> np.ndarray:
+        array = received.view(torch.uint8).cpu().numpy()
+        if isinstance(routing, SlotRouting):
+            return routing.in_rows(me.rank, array)
+        return array[: routing.total(me.rank)]
+
+    own = torch.from_numpy(ids[me.rank]).to(where())
+    for number, (dtype, columns, scale_dtype, width) in enumerate(given_rows()):
+        rows, given = bits(SEED + number, columns), bits(SEED - number, max(width, 1))
+        tokens = torch.from_numpy(rows[me.rank]).to(where()).view(dtype)
+        scales = None
+        if scale_dtype is not None:
+            scales = torch.from_numpy(given[me.rank]).to(where()).view(scale_dtype)
+            scales = scales.t().contiguous().t()
+        if number % 2:
+            got = xd.ll_dispatch(group, tokens, own, scales=scales)
+        else:
+            got = xd.ll_dispatch_send(group, tokens, own, scales=scales).receive()
+        assert got.tokens.dtype == dtype
+        equal(in_rows(got.tokens), routing.dispatch(me.rank, rows))
+        if scales is None:
+            assert got.scales is None
+        else:
+            assert got.scales.dtype == scale_dtype
+            equal(in_rows(got.scales), routing.dispatch(me.rank, given))
+
+
+def _peers_hear_of_bad_scales(me: Rank, group: xd.LowLatencyGroup) -> None:
+    own = torch.from_numpy(choices(SEED, (4, 3), EXPERTS, TOPK)[me.rank]).to(where())
+    tokens = torch.zeros(len(own), 256, dtype=torch.uint8, device=where())
+    scales = torch.zeros(len(own), 4, device=where())
+    other = group.slots(256, torch.uint8, scales=(3, torch.float32), weighted=False)
+    mistakes = (
+        (TypeError, "scales", {"scales": scales.double()}),
+        (ValueError, "scales", {"scales": scales[:, 0]}),
+        (InvalidArgument, "columns of scales", {"out": other}),
+    )
+    good = {"group": group, "tokens": tokens, "topk_idx": own, "scales": scales}
+    for number, mistake in enumerate(mistakes):
+        one_rank_errs(me, number % 2, group, xd.ll_dispatch, good, mistake)
+
+
 @on_ranks(2)
 def test_halves_of_two_batches_interleave(me: Rank) -> None:
     with xd.init(), torch.no_grad():
@@ -337,7 +420,7 @@ def test_operators_pass_torchs_checks():
         beside = (group.order, group.handle, both)
         # Values are not compared: no two plans are equal.
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        dispatch = (x, ids, weights, *outputs, *beside, code, 0)
+        dispatch = (x, ids, weights, None, *outputs, *beside, code, 0)
         torch.library.opcheck(OPS.ll_dispatch.default, dispatch, test_utils=checks)
         settle(group)
         OPS.ll_dispatch.default(*dispatch)
@@ -373,7 +456,7 @@ def test_peers_hear_of_mistakes_and_the_group_goes_on(me: Rank) -> None:
             combine: {"plan": slots.plan, "expert_out": rows},
         }
         arguments[send] = arguments[dispatch]
-        floats = "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32; got"
+        floats = "tokens: expected a dtype of torch.bfloat16, torch.float16, torch.float32, torch"
         mistakes = [
             (dispatch, TypeError, "tokens: expected a tensor", {"tokens": None}),
             (dispatch, ValueError, "no gradient", {"tokens": wants_grad}),

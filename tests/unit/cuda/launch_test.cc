@@ -57,6 +57,21 @@ TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
   }
 }
 
+// As combine computes the end of the last strip of one token's row, with all warps of the device.
+TEST(CombineShapeTest, TheLongestRowsStripsFit32Bits) {
+  EXPECT_EQ(longest_row_in_strips(kHopper.sms), (std::uint64_t{8} << 20) - 16);
+  EXPECT_EQ(longest_row_in_strips(204), (std::uint64_t{8} << 20) - 16);
+  EXPECT_EQ(longest_row_in_strips(205), (std::uint64_t{4} << 20) - 16);
+  for (int sms = 1; sms <= 512; ++sms) {
+    const std::uint64_t vectors = longest_row_in_strips(sms) / 16;
+    std::uint64_t strips = 8;  // the most that partial sums come in
+    ASSERT_EQ(strips, ChunkFlags::kMostStrips);
+    while (strips < static_cast<std::uint64_t>(2 * sms * kCombineWarps)) strips *= 2;
+    EXPECT_LE(vectors * strips, UINT32_MAX) << sms;
+    EXPECT_GT((vectors + 1) * strips, UINT32_MAX) << sms;
+  }
+}
+
 TEST(RowPiecesTest, PiecesCoverTheRowAndFitTheirStages) {
   for (std::uint64_t bytes = 16; bytes <= (1u << 20); bytes = (bytes * 3 / 2 + 16) / 16 * 16) {
     const RowPieces row = RowPieces::make(bytes);

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ep/slots/cuda/map.h"
@@ -124,6 +125,32 @@ TEST(LlWordsMap, HasRoomForEveryRowAndItsScalesAndWeights) {
       EXPECT_LE(form.payload() + form.tail_words() * 8, s.row_stride()) << quantised;
     }
     EXPECT_EQ(s.row_stride() % 16, 0u);
+  }
+}
+
+// Escapes lie behind the scales, each word of the row has a bit of its own, and rows of half the
+// group's bytes have room for all.
+TEST(LlGivenForm, HasABitForEveryWord) {
+  for (const LlSizes& s : many_sizes()) {
+    SCOPED_TRACE(text(s));
+    const auto row = static_cast<std::uint32_t>((s.max_row_bytes / 2 + 15) / 16 * 16);
+    for (const std::uint32_t scale_bytes : {0u, 1u, 9u, row / 128 * 4, row / 8}) {
+      const LlGivenForm form = LlGivenForm::of(row, scale_bytes);
+      std::set<std::pair<std::uint32_t, std::uint32_t>> bits;
+      for (std::uint32_t v = 0; v < row / 16; ++v) {
+        for (const std::uint32_t half : {0u, 1u})
+          bits.emplace(form.escapes_of_vector(v, half), v % 32);
+      }
+      for (std::uint32_t w = 0; w < form.scale_words; ++w) {
+        bits.emplace(form.escapes_of_scales(w), w % 32);
+      }
+      EXPECT_EQ(bits.size(), row / 8 + form.scale_words);
+      EXPECT_EQ(form.scale_words, (scale_bytes + 7) / 8);
+      EXPECT_EQ(bits.begin()->first, form.scale_words);
+      EXPECT_EQ(bits.rbegin()->first, form.words() - 1);
+      const std::uint64_t weights = (static_cast<std::uint64_t>(s.max_topk) + 1) / 2;
+      EXPECT_LE(row + (form.words() + weights) * 8, s.row_stride());
+    }
   }
 }
 

@@ -7,9 +7,9 @@
 
 #include "base/math.h"
 #include "ep/bulk/cpu/remote/rows.h"
-#include "ep/bulk/cpu/strided.h"
 #include "ep/bulk/cpu/transfer.h"
 #include "ep/bulk/records.h"
+#include "ep/plan/cpu/strided.h"
 
 namespace xd::ep::cpu {
 

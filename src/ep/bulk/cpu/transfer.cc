@@ -5,8 +5,8 @@
 
 #include "base/error.h"
 #include "base/math.h"
-#include "ep/bulk/cpu/strided.h"
 #include "ep/bulk/family.h"
+#include "ep/plan/cpu/strided.h"
 #include "ep/plan/plan_check.h"
 
 namespace xd::ep::cpu {

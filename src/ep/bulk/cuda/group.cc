@@ -80,6 +80,7 @@ class CudaGroup final : public Group {
   void keep_for_good() noexcept;
   void check_limits() const;
   void require_shared_memory() const;
+  void require_strips() const;
   void describe_group();
   void describe_ranks();
 
@@ -180,6 +181,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
                .ranks_on_device = comm().ranks_on_device()};
     budget_ = sm_budget(config(), limits_);
     require_shared_memory();
+    require_strips();
     const PrepareScratch scratch = PrepareScratch::make(config().experts, config().ranks);
     runner_.allocate();
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
@@ -223,6 +225,15 @@ void CudaGroup::check_limits() const {
   if (at(config().ranks) * at(config().max_tokens) > UINT32_MAX / 2) {
     fail(XD_ERROR_UNSUPPORTED, "config.max_tokens_per_rank = ", config().max_tokens, " on ",
          config().ranks, " ranks, expected less than 2^31 tokens together on CUDA devices");
+  }
+}
+
+void CudaGroup::require_strips() const {
+  const std::uint64_t most = longest_row_in_strips(limits_.sms);
+  if (config().max_row_bytes > most) {
+    fail(XD_ERROR_UNSUPPORTED, "config.hidden: rows have ", config().max_row_bytes,
+         " bytes, expected at most ", most, " on a CUDA device of ", limits_.sms,
+         " multiprocessors");
   }
 }
 

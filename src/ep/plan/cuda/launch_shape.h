@@ -2,8 +2,10 @@
 // with: a pure function of the problem and the device, tested without a device.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "ep/plan/config.h"
@@ -31,6 +33,14 @@ struct LaunchLimits {
 
 // Multiprocessors left to others: a caller's small kernels start while ours wait for peers.
 inline constexpr int kReservedSms = 4;
+
+// The longest row that combine can cut into strips (bulk/cuda/walk.cuh). It cuts the rows of few
+// tokens in two until each warp of the device has two strips, and finds their columns, in vectors
+// of 16 bytes, by 32-bit products with the number of strips.
+constexpr std::uint64_t longest_row_in_strips(int sms) {
+  const auto wanted = static_cast<std::uint32_t>(2 * sms * kCombineWarps);
+  return std::uint64_t{std::numeric_limits<std::uint32_t>::max() / std::bit_ceil(wanted)} * 16;
+}
 
 struct LaunchShape {
   int blocks = 1;        // one per multiprocessor

@@ -46,6 +46,7 @@ LlOperationError LlDispatch::receive(bool own_staged) {
   own_staged_ = own_staged;
   Pipeline& pipeline = context_.pipeline;
   sent_ = pipeline.own_record();
+  receiving_ = message_layout(sent_);
   // These bytes may have been a plan before; they are none from now on.
   std::memset(receive_.plan, 0, sizeof(PlanHeader));
   observe::WaitTimes times = wait_times(context_, receive_.wait_ns);
@@ -96,14 +97,8 @@ const LlRemoteMessage& LlDispatch::message_of(int source) const {
   return *context_.remote->find(source, LlRemotePipeline::Part::entry, context_.pipeline.next());
 }
 
-LlRemoteRows LlDispatch::received_layout() const {
-  return message_layout(sent_.row_bytes, static_cast<xd_ep_quantise>(sent_.quantise),
-                        static_cast<int>(sent_.topk));
-}
-
 const LlItem& LlDispatch::remote_item(int source, std::uint64_t i) const {
-  return *reinterpret_cast<const LlItem*>(
-      message_of(source).item(i, received_layout().item_bytes()));
+  return *reinterpret_cast<const LlItem*>(message_of(source).item(i, receiving_.item_bytes()));
 }
 
 void LlDispatch::judge_remote(int source) const {
@@ -111,7 +106,7 @@ void LlDispatch::judge_remote(int source) const {
   const LlRemoteMessage& message = message_of(source);
   context_.remote->judge([&] {
     message.require_items(std::min<std::uint64_t>(record.tokens, at(config().max_tokens)),
-                          received_layout().item_bytes());
+                          receiving_.item_bytes());
     if (record.tokens > at(config().max_tokens))
       message.refuse("its sender has more tokens than the group allows");
     for (std::uint64_t i = 0; i < message.header.items; ++i) {
@@ -174,9 +169,9 @@ void LlDispatch::place_rows(int source, std::byte* plan_items) {
   for (std::uint64_t i = 0; i < count; ++i) {
     auto& item = *reinterpret_cast<LlItem*>(plan_items + i * ll_item_bytes(topk));
     const turn::UnjudgedReads reads(config().masks_lost_peers);
-    place_row(item, near ? row_of(*near, item)
-                         : message_of(source).item(i, received_layout().item_bytes()) +
-                               received_layout().row_at());
+    place_row(item,
+              near ? row_of(*near, item)
+                   : message_of(source).item(i, receiving_.item_bytes()) + receiving_.row_at());
   }
   // A peer that leaves this rank out may have stored other rows there meanwhile.
   const bool may_leave = near && source != context_.self() && context_.pipeline.here().has(source);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "ep/plan/cpu/strided.h"
 #include "ep/plan/plan.h"
 #include "ep/slots/cpu/remote/pipelines.h"
 #include "ep/slots/family.h"
@@ -29,6 +30,7 @@ struct LlDispatch::TokenRoute {
 
 void LlDispatch::send(bool stage_own) {
   own_staged_ = stage_own;
+  sending_ = message_layout(this->record());
   LlScratch& scratch = context_.scratch;
   Pipeline& pipeline = context_.pipeline;
   const Choices choices = read_choices(send_.topk_idx, config(), scratch.choices);
@@ -54,13 +56,9 @@ void LlDispatch::send(bool stage_own) {
   if (context_.remote != nullptr) send_messages();
 }
 
-LlRemoteRows LlDispatch::message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise,
-                                        int topk) const {
-  if (const QuantiseFormat format = quantise_format(quantise)) {
-    const std::uint64_t columns = row_bytes / dtype_bytes(DType::bf16);
-    row_bytes = columns + format.scale_row_bytes(columns);
-  }
-  return {.topk = topk, .row_bytes = row_bytes};
+LlRemoteRows LlDispatch::message_layout(const LlRecord& record) {
+  return {.topk = static_cast<int>(record.topk),
+          .row_bytes = sent_row_bytes(record) + sent_scale_bytes(record)};
 }
 
 void LlDispatch::open_messages() {
@@ -70,11 +68,10 @@ void LlDispatch::open_messages() {
 }
 
 void LlDispatch::send_messages() const {
-  const LlRemoteRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise,
-                                             static_cast<int>(send_.topk_idx.cols));
   for (const int rank : context_.remote->ranks()) {
     const std::uint64_t items = context_.scratch.listed[at(rank)];
-    context_.remote->send(rank, LlRemotePipeline::Part::entry, items, items * layout.item_bytes());
+    context_.remote->send(rank, LlRemotePipeline::Part::entry, items,
+                          items * sending_.item_bytes());
   }
 }
 
@@ -85,7 +82,6 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
       send_.topk_weights ? send_.topk_weights.as<float>() + token * topk : nullptr;
   const int self = context_.self();
   const RankBits& company = context_.pipeline.company();
-  const LlRemoteRows layout = message_layout(send_.tokens.row_bytes(), send_.quantise, topk);
   TokenRoute to;
   for (int k = 0; k < topk; ++k) {
     if (experts[k] == Choices::kNone) continue;
@@ -104,8 +100,8 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
         to.has_near_peer = to.has_near_peer || place.rank != self;
       } else {
         std::byte* const item =
-            context_.scratch.bodies[at(place.rank)] + number * layout.item_bytes();
-        target = {place.rank, reinterpret_cast<LlItem*>(item), item + layout.row_at()};
+            context_.scratch.bodies[at(place.rank)] + number * sending_.item_bytes();
+        target = {place.rank, reinterpret_cast<LlItem*>(item), item + sending_.row_at()};
       }
       target.item->source_token = LlItem::name(self, token);
       std::fill_n(target.item->rows(), topk, -1);
@@ -120,19 +116,25 @@ LlDispatch::TokenRoute LlDispatch::route(std::int64_t token, const std::uint32_t
 }
 
 // The row goes into this rank's own memory, where near ranks read it, and beside remote ranks'
-// items.
+// items; its scales behind it.
 void LlDispatch::send_row(std::int64_t token, const TokenRoute& to) const {
   const QuantiseFormat format = quantise_format(send_.quantise);
   std::uint64_t bytes = send_.tokens.row_bytes();
   const std::byte* row = send_.tokens.data + at(token) * bytes;
+  std::byte* const scratch = context_.scratch.row.data();
   if (format) {
     const std::uint64_t columns = at(send_.tokens.cols);
-    std::byte* const quantised = context_.scratch.quantised.data();
-    rows::quantise_e4m3(format, quantised, quantised + columns, row, columns);
-    row = quantised;
-    bytes = columns + format.scale_row_bytes(columns);
+    rows::quantise_e4m3(format, scratch, scratch + columns, row, columns);
+  } else if (send_.scales) {
+    rows::copy(scratch, row, bytes, rows::Store::cached);
+    gather_row(send_.scales, token, scratch + bytes);
   }
-  const bool read_here = to.home.has(context_.self()) && (own_staged_ || format);
+  const bool has_scales = format || send_.scales;
+  if (has_scales) {
+    row = scratch;
+    bytes = sending_.row_bytes;
+  }
+  const bool read_here = to.home.has(context_.self()) && (own_staged_ || has_scales);
   if (to.has_near_peer || read_here) {
     rows::copy(context_.memory.row(context_.self(), context_.pipeline.sent(), token), row, bytes,
                kForPeers);

@@ -39,8 +39,8 @@ class LlDispatch {
   LlMemory::Cell own_cell(int source) const {
     return {context_.self(), source, context_.pipeline.next()};
   }
-  // Of the messages of a call for rows like these.
-  LlRemoteRows message_layout(std::uint64_t row_bytes, xd_ep_quantise quantise, int topk) const;
+  // Of the messages of an operation with that record.
+  static LlRemoteRows message_layout(const LlRecord& record);
   TokenRoute route(std::int64_t token, const std::uint32_t* experts) const;
   void open_messages();
   void send_messages() const;
@@ -48,7 +48,6 @@ class LlDispatch {
   std::uint64_t take_items(int source, std::byte* plan_items);
   void take_item(const LlItem& from, LlItem& to);
   const LlRemoteMessage& message_of(int source) const;
-  LlRemoteRows received_layout() const;
   const LlItem& remote_item(int source, std::uint64_t i) const;
   void judge_remote(int source) const;
   void begin_rows();
@@ -69,6 +68,8 @@ class LlDispatch {
   LlContext context_;
   LlDispatchSend send_;
   LlDispatchReceive receive_;
+  LlRemoteRows sending_{};    // of the messages of the call whose rows are sent
+  LlRemoteRows receiving_{};  // of the one whose rows are received
   bool own_staged_ = false;
   LlRecord sent_{};        // this rank's record of the operation that is received
   std::int64_t rows_ = 0;  // the end of the rows that have places

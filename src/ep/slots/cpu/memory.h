@@ -9,7 +9,6 @@
 #include "base/rank_bits.h"
 #include "comm/near_memory.h"
 #include "ep/plan/cpu/choices.h"
-#include "ep/plan/quantise.h"
 #include "ep/slots/group.h"
 #include "ep/slots/map.h"
 #include "ep/slots/plan.h"
@@ -93,7 +92,7 @@ struct LlScratch {
   std::vector<std::int64_t> counts;   // [L] rows
   std::vector<std::int64_t> next;     // [L] the next free slot, or row
   std::vector<std::int64_t> first;    // [L] the first slot of the current source
-  std::vector<std::byte> quantised;   // a row and its scales
+  std::vector<std::byte> row;         // a row and its scales
 
   // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
@@ -105,7 +104,7 @@ struct LlScratch {
     visit(counts, at(config.local_experts));
     visit(next, at(config.local_experts));
     visit(first, at(config.local_experts));
-    visit(quantised, config.max_row_bytes / 2 + quantised_scale_bytes(config.max_row_bytes));
+    visit(row, config.max_row_bytes);
   }
   void reserve(const LlConfig& config) {
     for_each_vector(config, [](auto& vector, std::size_t size) { vector.resize(size); });

@@ -128,9 +128,46 @@ void add_rows(const LlDispatchReceive& call, xd::cuda::KnownMemory& known, LlDis
             .recv_topk_idx = given<void>(call.recv_topk_idx)};
 }
 
+// Words of all ones are a NaN in rows of numbers, and may be anything in others.
+bool is_given(DType type, bool has_scales) {
+  return has_scales || (type != DType::bf16 && type != DType::f16 && type != DType::f32);
+}
+
+void add_given(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlGivenParams& p) {
+  const Tensor& scales = call.scales;
+  known.require({claim(scales)});
+  p.given = true;
+  p.given_form =
+      LlGivenForm::of(p.record.row_bytes, static_cast<std::uint32_t>(scales.row_bytes()));
+  p.form.scale_words = p.given_form.words();
+  const std::uint64_t bytes = p.form.payload() + std::uint64_t{p.form.tail_words()} * 8;
+  if (bytes > p.group.map.row_stride) {
+    fail(XD_ERROR_UNSUPPORTED, "tokens: a row has ", bytes,
+         " bytes with scales, weights and escapes on CUDA devices, expected at most ",
+         p.group.map.row_stride, ", the room of this group's rows");
+  }
+  if (!scales) return;
+  const std::uint64_t element = dtype_bytes(scales.type);
+  p.scales = scales.data;
+  p.scale_row_stride = scales.row_stride * static_cast<std::int64_t>(element);
+  p.scale_col_stride = scales.col_stride * static_cast<std::int64_t>(element);
+  p.scale_element = static_cast<std::uint32_t>(element);
+  p.scale_columns = static_cast<std::uint32_t>(scales.cols);
+}
+
+void add_given(const LlDispatchReceive& call, LlGivenParams& p) {
+  const SlotTensor& scales = call.recv_scales;
+  p.given = true;
+  p.given_form = LlGivenForm::of(p.recv_row_bytes,
+                                 static_cast<std::uint32_t>(scales ? scales.row_bytes() : 0));
+  if (!scales) return;
+  p.record.quantise = LlScales{p.scale_columns, p.scale_element}.word();
+  p.record.scale_type = static_cast<std::uint64_t>(scales.type);
+}
+
 }  // namespace
 
-void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlDispatchParams& p) {
+void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlGivenParams& p) {
   known.require({claim(call.tokens), claim(call.topk_idx), claim(call.topk_weights)});
   p.record = record_of(call);
   p.tokens = call.tokens.data;
@@ -142,10 +179,11 @@ void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlDispat
                        static_cast<std::uint32_t>(p.format.scale_row_bytes(at(call.tokens.cols))),
                        static_cast<bool>(p.format),
                        call.topk_weights ? static_cast<int>(p.record.topk) : 0);
+  if (is_given(call.tokens.type, bool{call.scales})) add_given(call, known, p);
 }
 
 void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
-                 xd::cuda::KnownMemory& known, LlDispatchParams& p) {
+                 xd::cuda::KnownMemory& known, LlGivenParams& p) {
   known.require({{"plan", call.plan, plan_bytes},
                  claim(call.recv_tokens),
                  claim(call.recv_scales),
@@ -173,6 +211,10 @@ void add_receive(const LlDispatchReceive& call, std::size_t plan_bytes,
   p.wide_load = call.expert_load && call.expert_load.type == DType::i64;
   p.wait_ns = given<std::int64_t>(call.wait_ns);
   if (call.row_offsets) add_rows(call, known, p);
+  if (call.quantise == XD_EP_QUANTISE_NONE &&
+      is_given(call.recv_tokens.type, bool{call.recv_scales})) {
+    add_given(call, p);
+  }
 }
 
 void add_send(const LlCombineSend& call, std::size_t plan_bytes, xd::cuda::KnownMemory& known,

@@ -311,6 +311,7 @@ void CudaLlGroup::load_kernels() const {
   load_ll_control();
   load_experts();
   load_ll_dispatch(device_, dispatch_shape(step, params), room());
+  load_ll_given(device_, dispatch_shape(step, params), room());
   load_ll_combine(combine_shape(step), config().wire_formats != 0);
   step.receive = false;
   dispatch_shape(step, params);
@@ -368,7 +369,7 @@ LlOperationError CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, Ll
                                              xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
-  LlDispatchParams params{};
+  LlGivenParams params{};
   params.group = device_;
   params.step = step_of(read.halves);
   params.record.call.operation = XD_LL_DISPATCH;

@@ -16,6 +16,11 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
 void launch_rows(const LlDispatchParams& params, const LaunchShape& shape, cudaStream_t stream);
 void load_ll_rows(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
 
+// The same for dispatch of rows that are given. Where params.given is not set, launch() is that of
+// other rows.
+void launch(const LlGivenParams& params, const LaunchShape& shape, cudaStream_t stream);
+void load_ll_given(const LlDevice& group, const LaunchShape& shape, std::size_t shared_bytes);
+
 // The same for a combine whose wire is not SAME.
 void launch_wire(const LlCombineParams& params, const LaunchShape& shape, cudaStream_t stream);
 void load_ll_wire(const LaunchShape& shape);

@@ -80,6 +80,32 @@ constexpr LlRowForm ll_row_form(std::uint32_t row_bytes, std::uint32_t scale_byt
           .weight_words = (static_cast<std::uint32_t>(weights) + 1) / 2};
 }
 
+// The words in the place of scales in a row of bytes that the caller gives: its scales, then
+// escapes, words with a bit for each of 32 words (dispatch/given.cuh).
+struct LlGivenForm {
+  std::uint32_t scale_words;
+  // Of the payload: for 32 vectors those of their lower words, then of their upper ones.
+  std::uint32_t payload_escapes;
+  std::uint32_t scale_escapes;
+
+  static constexpr std::uint32_t kEach = 32;
+  static constexpr LlGivenForm of(std::uint32_t row_bytes, std::uint32_t scale_bytes) {
+    const std::uint32_t scales = (scale_bytes + 7) / 8;
+    return {.scale_words = scales,
+            .payload_escapes = (row_bytes / 16 + kEach - 1) / kEach * 2,
+            .scale_escapes = (scales + kEach - 1) / kEach};
+  }
+  constexpr std::uint32_t escapes() const { return payload_escapes + scale_escapes; }
+  constexpr std::uint32_t words() const { return scale_words + escapes(); }
+  // The escapes of a vector's lower (0) or upper (1) word, and those of a word of scales.
+  constexpr std::uint32_t escapes_of_vector(std::uint32_t vector, std::uint32_t half) const {
+    return scale_words + vector / kEach * 2 + half;
+  }
+  constexpr std::uint32_t escapes_of_scales(std::uint32_t word) const {
+    return scale_words + payload_escapes + word / kEach;
+  }
+};
+
 struct LlSizes {
   int ranks, experts, local_experts, max_tokens, max_topk, stages;
   bool masks;

@@ -203,6 +203,17 @@ struct LlDispatchParams {
   LlRowsOut rows;
 };
 
+// A dispatch of rows of any bytes, beside which the caller gives scales. Kernels of their own have
+// these parameters, as the size of a kernel's parameters is in its code.
+struct LlGivenParams : LlDispatchParams {
+  bool given;  // it is one of those; else the base is all
+  LlGivenForm given_form;
+  // Send half: [T,S], strides in bytes. They are as many, and as large, as the base says of
+  // recv_scales.
+  const std::byte* scales;
+  std::int64_t scale_row_stride, scale_col_stride;
+};
+
 // A divisor that the host knows. A kernel's own division would take longer than a load of its
 // registers' worth of words.
 struct LlDivisor {

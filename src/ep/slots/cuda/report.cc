@@ -22,7 +22,7 @@ std::string text_of_fault(const LlFindings& f, const LlGroup& group) {
                     " operations are between their halves");
     case LlFault::not_as_sent:
       return concat("receive half: rows have ", f.got,
-                    " bytes, expected type and size of the rows "
+                    " bytes, expected type and size of the rows, and scales beside them, "
                     "that the send half has sent, ",
                     f.expected, " bytes");
     case LlFault::tokens:

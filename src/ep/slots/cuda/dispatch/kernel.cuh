@@ -86,6 +86,33 @@ __device__ __forceinline__ void watch_sources(const LlDispatchParams& p, Dispatc
     shared.receive.taken = LlTaken::of(s.record[p.group.rank()]);
   }
 }
+
+// The same for rows that are given. The type of the scales is this rank's own.
+template <bool kMany>
+__device__ __forceinline__ void watch_given_sources(const LlDispatchParams& p,
+                                                    DispatchShared& shared, std::uint64_t epoch) {
+  LlShared& s = shared.turn;
+  const LlRecord& own = s.record[p.group.rank()];
+  const auto fits = [&] {
+    if (!fits_what_was_sent(p, s)) return false;
+    if (s.course.rows || s.failed != 0 || p.record.scale_type == own.scale_type) return true;
+    s.findings.kind = LlFault::not_as_sent;
+    s.findings.got = s.findings.expected = p.recv_row_bytes;
+    return false;
+  };
+  if (lane_id() == 0) s.bad_id_rank = p.group.ranks();
+  LlDispatchTurn turn(p, s, kLlDispatch);
+  if (p.group.masks && !turn.is_last_block()) {
+    turn.follow_sources(epoch);
+  } else {
+    LlSources<kMany>(p, turn, shared.list, epoch).wait();
+    turn.judge(lane_id() != 0 || fits());
+    if (p.group.masks) turn.tell_sources(epoch);
+  }
+  if (lane_id() == 0 && !s.course.rows) {
+    shared.receive.taken = LlTaken::of_given(own, ll_given(p).given_form);
+  }
+}
 template <bool kMany>
 __device__ __forceinline__ void count_bad_ids(const LlDispatchParams& p, DispatchShared& shared,
                                               std::uint64_t epoch) {
@@ -455,7 +482,11 @@ XD_LL_BLOCK(void)::watch() const {
   __syncthreads();
   if (!takes_turn()) return;
   receive_all([&](std::uint64_t epoch) {
-    watch_sources<kMany>(p_, s_, epoch);
+    if constexpr (kIsGiven<Quantiser>) {
+      watch_given_sources<kMany>(p_, s_, epoch);
+    } else {
+      watch_sources<kMany>(p_, s_, epoch);
+    }
     const LlVerdict verdict = await(s_.turn.failed == 0);
     if (verdict != LlVerdict::go || !is_first_receiver()) return;
     count_bad_ids<kMany>(p_, s_, epoch);

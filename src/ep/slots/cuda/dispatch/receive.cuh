@@ -36,6 +36,13 @@ struct LlTaken {
                         (record.flags & kWeighted) != 0 ? static_cast<int>(record.topk) : 0),
             static_cast<int>(record.topk)};
   }
+  // Of rows that are given: scales are as this rank's receive half has them.
+  __device__ static LlTaken of_given(const LlRecord& record, const LlGivenForm& form) {
+    return {{.vectors = record.row_bytes / 16,
+             .scale_words = form.words(),
+             .weight_words = (record.flags & kWeighted) != 0 ? (record.topk + 1) / 2 : 0},
+            static_cast<int>(record.topk)};
+  }
 };
 
 struct LlReceiveShared {
@@ -155,6 +162,18 @@ class LlReceiver {
   __device__ bool take_tail(const LlUnit& unit, int list_at);
   __device__ void take_long_tail(const LlUnit& unit, std::byte* item, bool own);
   __device__ std::uint64_t own_tail_word(const LlUnit& unit, std::uint32_t w) const;
+  // Rows that are given:
+  template <class Await>
+  __device__ LlVerdict take_given(bool known, LlVerdict verdict, Await await);
+  __device__ std::uint64_t escapes_at(const std::byte* row, std::uint32_t number) const {
+    const std::byte* const at = row + r_.taken.form.payload() + number * 8;
+    return ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
+  }
+  __device__ bool has_escapes(const std::byte* row, std::uint32_t piece, const Held& held) const;
+  __device__ void put_ones(const std::byte* row, std::uint32_t piece, Held& held) const;
+  __device__ void take_given_tail(const LlUnit& unit, std::byte* item, bool own);
+  __device__ void take_given_scales(const LlUnit& unit, bool own);
+  __device__ bool await_tail_word(const LlUnit& unit, const std::byte* at, std::uint64_t& word);
   __device__ bool wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word);
   __device__ void deliver_tail_word(const LlUnit& unit, unsigned here, std::uint32_t w,
                                     std::uint64_t word, std::byte* item) const;
@@ -189,6 +208,7 @@ template <class Await>
 __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_all(
     bool known, LlVerdict verdict, Await await) {
   static_assert(!kSlow);
+  if constexpr (kIsGiven<Quantiser>) return take_given(known, verdict, await);
   const bool is_usual = !g_.masks && p_.smem.has_ids && r_.taken.form.tail_words() <= 32;
   LlListCursor cursor;
   LlRowStep step = start();
@@ -267,6 +287,13 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
 
 XD_LL_RECEIVER(bool)::take(const LlUnit& unit, LlRowStep& step, Held& held) {
   if constexpr (!kMoves) return take_tail(unit, step.at);
+  if constexpr (kIsGiven<Quantiser>) {
+    if (!reads_here(unit)) {
+      const bool taken = take_remote(unit, step, held);
+      meet();  // the tail warp frees the escapes
+      return taken;
+    }
+  }
   if (!reads_here(unit)) return take_remote(unit, step, held);
   take_own(unit, held);
   return true;
@@ -325,6 +352,7 @@ XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const std::byte* row, std::
     bool here = true;
 #pragma unroll
     for (int i = 0; i < kTaken; ++i) here &= has_come(held.v[i]);
+    if constexpr (kIsGiven<Quantiser>) here = here && has_escapes(row, piece, held);
     loaded = here;
     return __all_sync(kAllLanes, here) != 0;
   };
@@ -353,6 +381,7 @@ XD_LL_RECEIVER(bool)::take_remote(const LlUnit& unit, LlRowStep& step, Held& hel
       step.piece = static_cast<int>(piece);
       return false;
     }
+    if constexpr (kIsGiven<Quantiser>) put_ones(row, piece, held);
     store(here, piece, held);
 #pragma unroll
     for (int i = 0; i < kTaken; ++i) {
@@ -427,6 +456,10 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
   // Weights that dispatch is given go into the plan only where rows have slots.
   if ((kRows || r_.taken.form.weight_words == 0) && lane_id() < g_.max_topk) {
     ll_weights_of(item, g_.max_topk)[lane_id()] = 1.0f;
+  }
+  if constexpr (kIsGiven<Quantiser>) {
+    take_given_tail(unit, item, own);
+    return true;
   }
   if constexpr (kSlow) {
     take_long_tail(unit, item, own);
@@ -615,7 +648,7 @@ XD_LL_RECEIVER(void)::zero_tail(int row, unsigned here) const {
 #pragma unroll 1
   for (unsigned left = here; left != 0; left &= left - 1) {
     const LlPlace place = r_.place[group_][row & 1][__ffs(static_cast<int>(left)) - 1];
-    if constexpr (kQuantises) {
+    if constexpr (kQuantises || kIsGiven<Quantiser>) {
       std::byte* const scales = p_.recv_scales.row(place.expert, place.slot);
 #pragma unroll 1
       for (std::uint32_t i = lane_id(); i < p_.scale_columns; i += 32) {
@@ -631,6 +664,120 @@ XD_LL_RECEIVER(void)::zero_tail(int row, unsigned here) const {
       p_.rows.recv_weights[std::int64_t{place.slot} * each + lane_id()] = 0.0f;
     }
   }
+}
+
+// ---- Rows that are given -----------------------------------------------------------------------
+
+// All of them are taken by the steps of rare launches.
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
+template <class Await>
+__device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_given(
+    bool known, LlVerdict verdict, Await await) {
+  if constexpr (kRows) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);  // the zones
+  if (!known) verdict = await();
+  if (verdict == LlVerdict::go) hand_over(start());
+  return verdict;
+}
+
+// True if the escapes of all words that may stand for ones are here. A mover.
+XD_LL_RECEIVER(bool)::has_escapes(const std::byte* row, std::uint32_t piece,
+                                  const Held& held) const {
+  const LlGivenForm& form = ll_given(p_).given_form;
+  bool here = true;
+#pragma unroll
+  for (int i = 0; i < kTaken; ++i) {
+    const std::uint32_t v = at(piece, i);
+    if (held.v[i].x == kInPlaceOfOnes)
+      here &= escapes_at(row, form.escapes_of_vector(v, 0)) != kFree;
+    if (held.v[i].y == kInPlaceOfOnes)
+      here &= escapes_at(row, form.escapes_of_vector(v, 1)) != kFree;
+  }
+  return here;
+}
+
+// Puts ones in the place of the words that stand for them. The escapes are here: nobody frees one
+// before the group's barrier behind the row.
+XD_LL_RECEIVER(void)::put_ones(const std::byte* row, std::uint32_t piece, Held& held) const {
+  const LlGivenForm& form = ll_given(p_).given_form;
+#pragma unroll
+  for (int i = 0; i < kTaken; ++i) {
+    const std::uint32_t v = at(piece, i), bit = v % LlGivenForm::kEach;
+    const auto stands_for_ones = [&](std::uint64_t word, std::uint32_t half) {
+      return word == kInPlaceOfOnes &&
+             (escapes_at(row, form.escapes_of_vector(v, half)) >> bit & 1) != 0;
+    };
+    if (stands_for_ones(held.v[i].x, 0)) held.v[i].x = kFree;
+    if (stands_for_ones(held.v[i].y, 1)) held.v[i].y = kFree;
+  }
+}
+
+// As wait_tail_word(), of a word that is not put back.
+XD_LL_RECEIVER(bool)::await_tail_word(const LlUnit& unit, const std::byte* at,
+                                      std::uint64_t& word) {
+  if (ll_has_failed(g_, turn_.shared())) return false;
+  turn::LongWait wait;
+  return turn::poll_until(
+      [&] {
+        word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
+        return word != kFree;
+      },
+      [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait); });
+}
+
+// The tail warp.
+XD_LL_RECEIVER(void)::take_given_tail(const LlUnit& unit, std::byte* item, bool own) {
+  const LlGivenForm& form = ll_given(p_).given_form;
+  std::byte* const escapes = staged(unit) + r_.taken.form.payload() + form.scale_words * 8;
+#pragma unroll 1
+  for (std::uint32_t m = lane_id(); m < form.escapes() && !own; m += 32) {
+    std::uint64_t word = 0;
+    if (!await_tail_word(unit, escapes + m * 8, word)) note_lost();
+  }
+  __syncwarp();
+  take_given_scales(unit, own);
+  const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
+#pragma unroll 1
+  for (std::uint32_t w = r_.taken.form.scale_words + lane_id(); w < r_.taken.form.tail_words();
+       w += 32) {
+    std::uint64_t word = 0;
+    if (own) {
+      word = own_tail_word(unit, w);
+    } else if (!wait_tail_word(unit, staged(unit) + r_.taken.form.payload() + w * 8, word)) {
+      note_lost();
+      word = 0;
+    }
+    deliver_tail_word(unit, here, w, word, item);
+  }
+  __syncwarp();
+  if (own) return;
+  meet();  // movers have looked at the escapes
+#pragma unroll 1
+  for (std::uint32_t m = lane_id(); m < form.escapes(); m += 32) {
+    if (escapes_at(staged(unit), form.scale_words + m) != kFree) put_back_word(escapes + m * 8);
+  }
+  __syncwarp();
+}
+
+// Behind the escapes.
+XD_LL_RECEIVER(void)::take_given_scales(const LlUnit& unit, bool own) {
+  const LlGivenForm& form = ll_given(p_).given_form;
+  const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
+  std::byte* const row = staged(unit);
+#pragma unroll 1
+  for (std::uint32_t w = lane_id(); w < form.scale_words; w += 32) {
+    std::uint64_t word = 0;
+    if (own) {
+      word = ll_given_scale_word(ll_given(p_), unit.token(), w);
+    } else if (!wait_tail_word(unit, row + r_.taken.form.payload() + w * 8, word)) {
+      note_lost();
+      word = 0;
+    } else if (word == kInPlaceOfOnes) {
+      const std::uint64_t escapes = escapes_at(row, form.escapes_of_scales(w));
+      if ((escapes >> (w % LlGivenForm::kEach) & 1) != 0) word = kFree;
+    }
+    store_scales(here, w, word);
+  }
+  __syncwarp();
 }
 
 #undef XD_LL_RECEIVER

@@ -10,6 +10,7 @@
 // whose stores the links hold back also gets its loads late.
 #pragma once
 
+#include "ep/slots/cuda/dispatch/given.cuh"
 #include "ep/slots/cuda/quantise.cuh"
 #include "ep/slots/cuda/shape.h"
 #include "ep/slots/cuda/turn.cuh"
@@ -197,6 +198,12 @@ class LlSender {
   }
   __device__ void send(const LlRanks<kMany>& to, std::uint64_t offset, int token,
                        std::uint32_t piece, const Loaded& loaded);
+  template <class Body>
+  __device__ void for_each_row_of(const LlRanks<kMany>& to, std::uint64_t offset,
+                                  Body&& body) const;
+  __device__ void send_given(const LlRanks<kMany>& to, std::uint64_t offset, int token,
+                             std::uint32_t piece, const Loaded& loaded);
+  __device__ void send_given_tail(const LlRanks<kMany>& to, std::uint64_t offset, int token);
   __device__ std::uint64_t weight_word(int token, std::uint32_t word) const {
     return ll_weight_word(p_.topk_weights + static_cast<std::int64_t>(token) * topk_, topk_,
                           word - p_.form.scale_words);
@@ -243,6 +250,7 @@ template <class Quantiser, bool kMany>
 __device__ void LlSender<Quantiser, kMany>::send(const LlRanks<kMany>& to, std::uint64_t offset,
                                                  int token, std::uint32_t piece,
                                                  const Loaded& loaded) {
+  if constexpr (kIsGiven<Quantiser>) return send_given(to, offset, token, piece, loaded);
   constexpr int kSent = kQuantises ? kLlVectors / 2 : kLlVectors;
   const bool last = piece + 1 == pieces();
   ulonglong2 words[kSent];
@@ -288,6 +296,75 @@ __device__ void LlSender<Quantiser, kMany>::send(const LlRanks<kMany>& to, std::
       const bool scales = kQuantises && w < p_.form.scale_words;
       send_word(to_tail + w * 8, scales ? scale_word(w) : weight_word(token, w));
     }
+  }
+}
+
+// ---- Rows that are given -----------------------------------------------------------------------
+
+// Calls body(row) for the row's place at each of the ranks, as send() does.
+template <class Quantiser, bool kMany>
+template <class Body>
+__device__ void LlSender<Quantiser, kMany>::for_each_row_of(const LlRanks<kMany>& to,
+                                                            std::uint64_t offset,
+                                                            Body&& body) const {
+  const int count = s_.course.receives ? g_.ranks() - 1 : g_.ranks();
+#pragma unroll 1
+  for (int n = 1; n <= count; ++n) {
+    int d = g_.rank() + n;
+    if (d >= g_.ranks()) d -= g_.ranks();
+    if (to.has(d) && !(g_.masks && s_.masked.has(d))) body(s_.area[d].base + offset);
+  }
+}
+
+// The lanes of a warp have neighbouring vectors, whose first is a multiple of 32: all words of two
+// escapes.
+template <class Quantiser, bool kMany>
+__device__ void LlSender<Quantiser, kMany>::send_given(const LlRanks<kMany>& to,
+                                                       std::uint64_t offset, int token,
+                                                       std::uint32_t piece, const Loaded& loaded) {
+  static_assert(LlGivenForm::kEach == 32 && kLlGroupThreads % 32 == 0);
+  const LlGivenForm& form = ll_given(p_).given_form;
+  const auto lane = static_cast<std::uint32_t>(lane_id());
+#pragma unroll
+  for (int i = 0; i < kLlVectors; ++i) {
+    const ulonglong2 words = words_of(loaded.row.v[i]);
+    const std::uint32_t at = LlVectors<false>::at(piece, thread_, i);
+    const unsigned lower = __ballot_sync(kAllLanes, words.x == kFree);
+    const unsigned upper = __ballot_sync(kAllLanes, words.y == kFree);
+    const bool has_escapes = lane < 2 && at - lane < p_.form.vectors;
+    for_each_row_of(to, offset, [&](std::byte* row) {
+      if (at < p_.form.vectors) send_pair(row + at * 16, words);
+      if (!has_escapes) return;
+      send_word(row + p_.form.payload() + form.escapes_of_vector(at, lane) * 8,
+                lane == 0 ? lower : upper);
+    });
+  }
+  if (piece + 1 == pieces()) send_given_tail(to, offset, token);
+}
+
+template <class Quantiser, bool kMany>
+__device__ void LlSender<Quantiser, kMany>::send_given_tail(const LlRanks<kMany>& to,
+                                                            std::uint64_t offset, int token) {
+  const LlGivenForm& form = ll_given(p_).given_form;
+  const auto lane = static_cast<std::uint32_t>(lane_id());
+#pragma unroll 1
+  for (std::uint32_t first = thread_ - lane; first < form.scale_words; first += kLlGroupThreads) {
+    const std::uint32_t w = first + lane;
+    std::uint64_t word = 0;
+    if (w < form.scale_words) word = ll_given_scale_word(ll_given(p_), token, w);
+    const unsigned ones = __ballot_sync(kAllLanes, word == kFree);
+    for_each_row_of(to, offset, [&](std::byte* row) {
+      std::byte* const tail = row + p_.form.payload();
+      if (w < form.scale_words) send_word(tail + w * 8, word);
+      if (lane == 0) send_word(tail + form.escapes_of_scales(first) * 8, ones);
+    });
+  }
+#pragma unroll 1
+  for (std::uint32_t w = p_.form.scale_words + thread_; w < p_.form.tail_words();
+       w += kLlGroupThreads) {
+    const std::uint64_t word = weight_word(token, w);
+    for_each_row_of(to, offset,
+                    [&](std::byte* row) { send_word(row + p_.form.payload() + w * 8, word); });
   }
 }
 

@@ -1,4 +1,4 @@
-#include "ep/bulk/cpu/strided.h"
+#include "ep/plan/cpu/strided.h"
 
 #include <cstring>
 
