@@ -62,8 +62,8 @@ def feature_available(name: str) -> bool:
     """Whether a part of the library can be used in this process now.
 
     Args:
-        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"`` or ``"cuda_wire"``;
-            anything else is a ValueError.
+        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"``, ``"cuda_wire"`` or
+            ``"cuda_placement"``; anything else is a ValueError.
     """
     return _core.feature_available(name)
 
