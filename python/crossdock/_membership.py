@@ -214,6 +214,11 @@ class Membership(Member, Generic[_Config, _Status]):
             given = table_and_lists(placement, choices, sizes)
         self._core.set_placement(*given)
 
+    def fail_set_placement(self, problem: str) -> None:
+        """Takes this rank's turn in the peers' `set_placement`, which raises Mismatch there."""
+        with contextlib.suppress(CrossdockError):  # it says what the caller knows
+            self._core.join_failed(self._SET_PLACEMENT, problem)
+
     def status(self) -> _Status:
         """Reads and clears the group's non-fatal error state. Never blocks."""
         return cast(_Status, self._STATUS(**in_words(self._core.status())))

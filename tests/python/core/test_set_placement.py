@@ -9,9 +9,9 @@ import pytest
 
 import crossdock
 from core_support import config_of, dtype_of, equal, low_latency_config_of, peers_are_told, raises
-from crossdock.errors import Busy, InvalidArgument, Mismatch
+from crossdock.errors import Busy, InvalidArgument, Mismatch, Unsupported
 from slots import choices
-from support import Rank, on_ranks, run_threads
+from support import Apart, Rank, on_ranks, run_threads
 
 SEED = 17
 LOGICAL, SLOTS, TOPK, HIDDEN = 6, 3, 4, 24  # slots of each of 4 ranks
@@ -178,3 +178,108 @@ def test_few_tokens_find_the_same_slots(me: Rank) -> None:
         # Tokens 0 and 2 of each rank choose expert 1: rank 0 has two slots of its own for them.
         assert slots.counts.tolist() == [[2, 0], [0, 2]][me.rank]
         assert few.status().unplaced_choices == 3
+
+
+def weights_of(expert: np.ndarray) -> list[np.ndarray]:
+    """Weights by which an expert is known: of two shapes and dtypes, of each number given."""
+    tags = np.asarray(expert, np.float32)
+    return [
+        tags[..., None, None] * 100 + np.arange(12, dtype=np.float32).reshape(4, 3),
+        np.repeat(tags[..., None], 5, axis=-1).astype(dtype_of("bfloat16")),
+    ]
+
+
+def has_weights(arrays: list[np.ndarray], table: list[list[int]], rank: int) -> None:
+    """Every slot that is not empty has its expert's weights."""
+    held = np.array(table[rank]) >= 0
+    for got, want in zip(arrays, weights_of(table[rank]), strict=True):
+        equal(got[held], want[held])
+
+
+MOVES = [
+    # Experts that change places, over two ranks, over all, and within one.
+    ([[0, 1, 2], [3, 4, 5]], [[3, 1, 2], [0, 4, 5]]),
+    ([[0, 1, 2], [3, 4, 5]], [[5, 3, 0], [1, 2, 4]]),
+    ([[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]),
+    # One slot is free, then another; replicas come and go.
+    ([[0, 1, -1], [3, 4, 5]], [[0, -1, 1], [5, 3, 4]]),
+    ([[0, 1, 2], [0, 4, 2]], [[2, 4, 0], [1, 1, -1]]),
+    ([[0, -1, -1], [-1, -1, -1]], [[0, 0, 0], [0, 0, -1]]),
+]
+
+
+@on_ranks(2)
+def test_moves_bring_the_weights_that_the_new_table_says(me: Rank) -> None:
+    sizes = {"num_experts": 6, "num_logical_experts": 6}
+    with (
+        me.comm(heap_bytes=1 << 20) as comm,
+        crossdock.EpGroup(comm, config_of(**sizes)) as bulk,
+        crossdock.LowLatencyGroup(comm, low_latency_config_of(**sizes)) as few,
+    ):
+        for old, new in MOVES:
+            for group in (bulk, few):
+                group.set_placement(old)
+                arrays = [comm.empty(one.shape, one.dtype) for one in weights_of(old[me.rank])]
+                for array, weights in zip(arrays, weights_of(old[me.rank]), strict=True):
+                    array[:] = weights
+                moves = crossdock.move_experts(group, arrays, old, new)
+                assert {move.to_slot // 3 for move in moves} <= {me.rank}
+                has_weights(arrays, new, me.rank)
+        old, new = [[0, 1, 2], [3, 4, -1]], [[0, 1, 5], [3, 4, 5]]
+
+        def load(expert: int, slot: int) -> None:
+            for array, weights in zip(arrays, weights_of(expert), strict=True):
+                array[slot] = weights
+
+        bulk.set_placement(old)
+        crossdock.move_experts(bulk, arrays, old, new, load=load)
+        has_weights([one[2:] for one in arrays], [[5]] * 2, me.rank)
+
+
+@on_ranks(2, run=run_threads)
+def test_moves_that_cannot_be_made_leave_the_weights_and_peers_are_told(me: Rank) -> None:
+    sizes = {"num_experts": 4, "num_logical_experts": 4}
+    old, new = [[0, 1], [2, 3]], [[2, 1], [0, 3]]
+    with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config_of(**sizes)) as group:
+        good = comm.empty((2, 5), np.float32)
+        good[:] = 7
+        move = functools.partial(crossdock.move_experts, group)
+        right = functools.partial(move, [good], old, new)
+        wrong: list[tuple[type[Exception], str, object, object]] = [
+            (ValueError, r"arrays\[0\]: expected \[2, ...\], got shape \(3,\)", good[0, :3], new),
+            (ValueError, r"arrays\[0\]: expected a C-contiguous", good[:, ::2], new),
+            (InvalidArgument, "xd_mem_export", np.zeros((2, 5), np.float32), new),
+            (TypeError, r"arrays\[0\]: expected a ndarray, got list", [[1], [2]], new),
+            (ValueError, "old: expected a slot of expert 4, or load", good, [[4, 1], [2, 3]]),
+            (ValueError, "new: expected the slots of 2 ranks, got 1", good, [[4, 1]]),
+        ]
+        for kind, text, array, table in wrong:
+            peers_are_told(me, kind, text, functools.partial(move, [array], old, table), right)
+        shorter = good if me.rank == 0 else comm.empty((2, 4), np.float32)
+        with pytest.raises(ValueError, match="20. bytes on rank 0 and .16. on rank 1"):
+            move([shorter], old, new)
+        peers_are_told(
+            me,
+            InvalidArgument,
+            "logical",
+            functools.partial(move, [good], old, [[2, 9], [0, 3]], load=print),
+            right,
+        )
+        assert (good == 7).all()
+
+
+@on_ranks(Apart(2))
+def test_weights_of_another_machine_are_refused_and_all_ranks_hear_of_it(me: Rank) -> None:
+    sizes = {"num_experts": 4, "num_logical_experts": 4}
+    old, new = [[0, 1], [2, 3]], [[0, 1], [0, 3]]  # rank 1 alone needs weights
+    with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config_of(**sizes)) as group:
+        group.set_placement(old)
+        weights = comm.empty((2, 5), np.float32)
+        error = raises(
+            Mismatch if me.rank == 0 else Unsupported,
+            functools.partial(crossdock.move_experts, group, [weights], old, new),
+        )
+        assert me.rank == 1 or error.peer == 1
+        group.set_placement(new)
+        plan = group.prepare(np.array([[0, 2]]))
+        assert plan.rank_rows.tolist() == [[1, 0], [0, 1]]
