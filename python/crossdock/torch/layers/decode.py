@@ -58,6 +58,7 @@ def decode_group(
     if found is None:
         found = beside[max_tokens, alignment, wire] = LowLatencyGroup(
             num_experts=group.num_experts,
+            num_logical_experts=group.num_logical_experts,
             max_topk=group.max_topk,
             max_tokens_per_rank=max_tokens,
             hidden=group.hidden,

@@ -27,6 +27,7 @@ from .._group import EpGroup, Plan
 from .._low_latency import LowLatencyGroup
 from .._membership import Membership
 from .._ops import combine, dispatch
+from .._placement import into_symmetric
 from .decode import decode as decoded, decode_group, refuse_decoding, require_decodable
 from .experts import GroupedExperts, SharedExperts, fill
 from .overlap import Overlap, OverlapOption, resolve
@@ -129,6 +130,8 @@ class MoELayer(nn.Module):
             group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
                 may share; or None, and the layer makes one from the four arguments that follow. To
                 train in bfloat16 on GPUs, also under autocast, its alignment is a multiple of 8.
+                With ``num_logical_experts`` = E each rank has room for more experts than its share,
+                and `rebalance` moves them; no other layer shares it then.
             comm: communicator of the group to make; None = the default one.
             max_tokens_per_rank: largest number of tokens per rank and call.
             recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
@@ -220,6 +223,8 @@ class MoELayer(nn.Module):
         self.reset_parameters()
         self._expert_names = [name.split(".") for name, _ in experts.named_parameters()]
         self.param_dtype = _dtype_of(experts)
+        if group.num_logical_experts:
+            into_symmetric(experts, group.comm)
         make_shares("experts", experts, group)
 
     @torch.no_grad()
@@ -579,8 +584,8 @@ def _check_group(
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
     require_ordered(group)
-    if group.num_experts != num_experts:
-        expected = group.num_experts
+    expected = group.num_logical_experts or group.num_experts
+    if expected != num_experts:
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
     if hidden > group.hidden:
         raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")
