@@ -15,7 +15,8 @@ from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, LowLatencyConfig, fail_group
-from crossdock._placement import Placement, table_and_lists
+from crossdock._placed import Placed, read_table
+from crossdock._placement import Placement
 from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     CrossdockError,
@@ -152,8 +153,13 @@ class Member:
                 raise
 
 
-class Membership(Member, Generic[_Config, _Status]):
-    """This rank's part of a group."""
+class Membership(Member, Placed, Generic[_Config, _Status]):
+    """This rank's part of a group.
+
+    Attributes:
+        placement: the table in force, as of `set_placement`, ``[ranks, slots]`` int32; None without
+            logical experts, and with ``expert_ranks`` until the first call.
+    """
 
     _MAKE: ClassVar[type[_core.Group] | type[_core.LowLatencyGroup]]
     _CONFIG: ClassVar[type[EpConfig] | type[LowLatencyConfig]]
@@ -165,6 +171,7 @@ class Membership(Member, Generic[_Config, _Status]):
         self._core = self._make(config)
         self._config: _Config = config
         self._plan_size = config.plan_size(comm.num_ranks)
+        self._place_in_order(self._placed_sizes(), config.expert_ranks)
 
     def _make(self, config: _Config) -> Any:
         """The group of the raw layer; of a mistake that is found in Python the peers hear."""
@@ -205,14 +212,18 @@ class Membership(Member, Generic[_Config, _Status]):
             TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
                 Mismatch naming the ranks whose tables differ. The old table is in force then.
             Busy: low latency: a dispatch is between its halves.
+            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
         """
         if self._config.num_logical_experts == 0:
             raise ValueError("set_placement: the group's config has no num_logical_experts")
         with self._joining(self._SET_PLACEMENT):
-            config, ranks = self._config, self._comm.num_ranks
-            sizes = (ranks, config.num_experts, config.num_logical_experts)
-            given = table_and_lists(placement, choices, sizes)
-        self._core.set_placement(*given)
+            given, table = read_table(placement, choices, self._placed_sizes())
+        self._set_table(self._core, given, table, choices)
+
+    def _placed_sizes(self) -> tuple[int, int, int]:
+        """Ranks, slots and logical experts."""
+        config = self._config
+        return self._comm.num_ranks, config.num_experts, config.num_logical_experts
 
     def fail_set_placement(self, problem: str) -> None:
         """Takes this rank's turn in the peers' `set_placement`, which raises Mismatch there."""

@@ -184,27 +184,38 @@ def table_and_lists(
     placement: Placement | npt.ArrayLike,
     choices: Sequence[Sequence[Sequence[int]]] | None,
     sizes: tuple[int, int, int],
+    name: str = "placement",
 ) -> tuple[list[int], tuple[list[int], list[int]] | None]:
     """The arguments of ``set_placement`` as crossdock._core takes them.
 
     Args:
-        placement, choices: as callers give them.
+        placement, choices: as callers give them; `name`: as they call the former.
         sizes: of the group: ranks, slots of all ranks, logical experts.
 
     Raises:
         TypeError, ValueError: no table, or of another size.
     """
     ranks, slots, experts = sizes
-    table = expert_of_slot("placement", placement).ravel()
-    if len(table) != slots:
+    table = expert_of_slot(name, placement)
+    if table.shape != (ranks, slots // ranks):
         raise ValueError(
-            f"placement: expected the expert of each of {slots} slots, got {len(table)}"
+            f"{name}: expected the expert of each of {slots} slots, "
+            f"{[ranks, slots // ranks]}, got shape {list(table.shape)}"
         )
+    numbers = _of_32_bits(name, table.ravel().tolist())
     if choices is None:
-        return table.tolist(), None
+        return numbers, None
     if len(choices) != ranks or any(len(lists) != experts for lists in choices):
         raise ValueError(f"choices: expected a list for each of [{ranks} ranks, {experts} experts]")
     every = [one for lists in choices for one in lists]
     flat = [whole_numbers("choices", one) if len(one) else [] for one in every]
     first = np.cumsum([0, *map(len, flat)])
-    return table.tolist(), (first.tolist(), [slot for one in flat for slot in one])
+    listed = _of_32_bits("choices", [slot for one in flat for slot in one])
+    return numbers, (first.tolist(), listed)
+
+
+def _of_32_bits(name: str, numbers: list[int]) -> list[int]:
+    for number in numbers:
+        if not -(1 << 31) <= number < 1 << 31:
+            raise ValueError(f"{name}: expected numbers of 32 bits, got {number}")
+    return numbers

@@ -255,7 +255,7 @@ class EpGroup(PlacedGroup):
         self.order_leaf = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
         ranks = (self.comm.rank, self.comm.num_ranks)
-        self._place_in_order(expert_ranks)
+        self._place_first(expert_ranks)
         self.handle = new_handle(ranks, self.rows, self.plan_bytes, sorted(config.items()))
         _groups[self.handle] = self
 
@@ -370,7 +370,11 @@ class EpGroup(PlacedGroup):
 
         Raises:
             TypeError, InvalidArgument: a bad argument.
+            ValueError: a group with logical experts, whose slots it does not know.
         """
+        if self.num_logical_experts:
+            problem = "routing_layout: expected a group without num_logical_experts, got one with"
+            self.refuse(None, ValueError, problem)
         return RoutingLayout(*torch.ops.crossdock.routing_layout.default(topk_idx, self.handle))
 
     def __repr__(self) -> str:

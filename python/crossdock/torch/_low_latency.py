@@ -216,7 +216,7 @@ class LowLatencyGroup(PlacedGroup):
         self.combine_halves = OpenHalves(in_flight)
         shapes = (self.num_slots, self.plan_bytes, self.num_local_experts)
         ranks = (self.comm.rank, self.comm.num_ranks)
-        self._place_in_order(expert_ranks)
+        self._place_first(expert_ranks)
         self.handle: int = new_handle(ranks, shapes, sorted(config.items()))
         _groups[self.handle] = self
 

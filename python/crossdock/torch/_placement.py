@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from crossdock._moves import Turn, move
-from crossdock._placement import Move, Placement, expert_of_slot, table_and_lists
+from crossdock._moves import Serving, move
+from crossdock._placed import Placed, read_table
+from crossdock._placement import Move, Placement
 from crossdock.errors import CrossdockError
 
 from ._comm import Comm
@@ -22,27 +24,28 @@ from ._pool import block_bytes
 __all__ = ["PlacedGroup", "into_symmetric", "move_experts"]
 
 
-class PlacedGroup(Membership):
+class PlacedGroup(Membership, Placed):
     """The part of a group that knows of logical experts.
 
     Attributes:
         num_logical_experts: as given; 0 = ids name experts.
-        placement: the table in force, as `set_placement` has it; with ``expert_ranks`` None until
-            the first call.
+        placement: as of ``crossdock.EpGroup``.
     """
 
     _SET_PLACEMENT: ClassVar[int]
     num_experts: int
     num_logical_experts: int
-    placement: np.ndarray | None
+    _in_order: bool  # made without expert_ranks
+    layer: weakref.ref[Any] | None = None  # the MoELayer whose experts it places
 
-    def _place_in_order(self, expert_ranks: Sequence[int] | None) -> None:
+    def _place_first(self, expert_ranks: Sequence[int] | None) -> None:
         """Notes the table of a new group."""
-        self.placement = None
-        if expert_ranks is None:
-            table = np.arange(self.num_experts, dtype=np.int32)
-            table[self.num_logical_experts or self.num_experts :] = -1
-            self.placement = table.reshape(self.comm.num_ranks, -1)
+        self._in_order = expert_ranks is None
+        self._place_in_order(self._placed_sizes(), expert_ranks)
+
+    def _placed_sizes(self) -> tuple[int, int, int]:
+        """Ranks, slots and logical experts."""
+        return self.comm.num_ranks, self.num_experts, self.num_logical_experts
 
     def set_placement(
         self,
@@ -64,16 +67,15 @@ class PlacedGroup(Membership):
             TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
                 Mismatch naming the ranks whose tables differ. The old table is in force then.
             Busy: low latency: a dispatch is between its halves.
+            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
         """
         if self.num_logical_experts == 0:
             self.refuse(None, ValueError, "set_placement: the group has no num_logical_experts")
-        sizes = (self.comm.num_ranks, self.num_experts, self.num_logical_experts)
         try:
-            given = table_and_lists(placement, choices, sizes)
+            given, table = read_table(placement, choices, self._placed_sizes())
         except (TypeError, ValueError) as error:
             self.refuse(self._SET_PLACEMENT, type(error), str(error))
-        self.core.set_placement(*given)
-        self.placement = expert_of_slot("placement", placement).copy()
+        self._set_table(self.core, given, table, choices)
 
     def fail_set_placement(self, problem: str) -> None:
         """Takes this rank's turn in the peers' `set_placement`, which raises Mismatch there."""
@@ -103,16 +105,16 @@ def move_experts(
         old, new, choices, load: as there.
     """
     several = (groups,) if isinstance(groups, PlacedGroup) else tuple(groups)
+    if not several:
+        raise ValueError("groups: expected one or more, got none")
 
     def views(num_slots: int) -> list[np.ndarray]:
         return [_bytes_of(f"tensors[{i}]", one, num_slots) for i, one in enumerate(tensors)]
 
-    def set_placements(table: np.ndarray) -> None:
-        for group in several:
-            group.set_placement(table, choices=choices)
-
-    turn = Turn(set_placements, several[0].fail_set_placement)
-    return move(several[0].comm.core, views, (old, new), turn, load)
+    serving = [
+        Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in several
+    ]
+    return move(several[0].comm.core, serving, views, (old, new), choices, load)
 
 
 @torch.no_grad()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 import crossdock
 from core_support import config_of, dtype_of, equal, low_latency_config_of, peers_are_told, raises
-from crossdock.errors import Busy, InvalidArgument, Mismatch, Unsupported
+from crossdock.errors import Busy, InvalidArgument, Mismatch, PeerLost, Unsupported
 from slots import choices
 from support import Apart, Rank, on_ranks, run_threads
 
@@ -134,7 +136,10 @@ def test_mistakes_are_named_and_peers_are_told_at_once(me: Rank) -> None:
     good = [[0, 1], [2, 0]]
     wrong: list[tuple[type[Exception], str, object, object]] = [
         (TypeError, r"placement: expected the expert of each slot", [0, 1, 2, 0], None),
-        (ValueError, "expected the expert of each of 4 slots, got 2", [[0, 1]], None),
+        (ValueError, r"of 4 slots, \[2, 2\], got shape \[1, 2\]", [[0, 1]], None),
+        (ValueError, r"of 4 slots, \[2, 2\], got shape \[1, 4\]", [[0, 1, 2, 0]], None),
+        (ValueError, "placement: expected numbers of 32 bits", [[0, 1], [2, 1 << 40]], None),
+        (ValueError, "choices: expected numbers of 32 bits", good, [[[1 << 31], [], []]] * 2),
         (InvalidArgument, r"expert_of_slot\[2\] = 3, expected a logical", [[0, 1], [3, 0]], None),
         (ValueError, r"choices: expected a list for each of \[2 ranks, 3 exp", good, [[[]] * 3]),
         (TypeError, "choices: expected whole numbers", good, [[[0.5], [], []]] * 2),
@@ -250,22 +255,103 @@ def test_moves_that_cannot_be_made_leave_the_weights_and_peers_are_told(me: Rank
             (ValueError, r"arrays\[0\]: expected a C-contiguous", good[:, ::2], new),
             (InvalidArgument, "xd_mem_export", np.zeros((2, 5), np.float32), new),
             (TypeError, r"arrays\[0\]: expected a ndarray, got list", [[1], [2]], new),
-            (ValueError, "old: expected a slot of expert 4, or load", good, [[4, 1], [2, 3]]),
-            (ValueError, "new: expected the slots of 2 ranks, got 1", good, [[4, 1]]),
+            (ValueError, "new: expected logical experts, 0 to 3, got 4", good, [[4, 1], [2, 3]]),
+            (ValueError, "new: expected the expert of each of 4 slots", good, [[4, 1]]),
+            (TypeError, "new: expected the expert of each slot", good, [0, 1, 2, 3]),
         ]
         for kind, text, array, table in wrong:
             peers_are_told(me, kind, text, functools.partial(move, [array], old, table), right)
         shorter = good if me.rank == 0 else comm.empty((2, 4), np.float32)
         with pytest.raises(ValueError, match="20. bytes on rank 0 and .16. on rank 1"):
             move([shorter], old, new)
-        peers_are_told(
-            me,
-            InvalidArgument,
-            "logical",
-            functools.partial(move, [good], old, [[2, 9], [0, 3]], load=print),
-            right,
-        )
+        for name, tables in (
+            ("old", ([old, new][me.rank], new)),
+            ("new", (old, [new, old][me.rank])),
+        ):
+            with pytest.raises((ValueError, Mismatch), match=f"{name}: expected|rank 1"):
+                move([good], *tables)
+        with pytest.raises(ValueError, match="old: expected the group's placement, got another"):
+            move([good], new, old)
+        group.set_placement([[0, 1], [2, 2]])
+        with pytest.raises(ValueError, match="old: expected a slot of expert 3, or load"):
+            move([good], [[0, 1], [2, 2]], new)
         assert (good == 7).all()
+
+
+@on_ranks(2, run=run_threads)
+def test_groups_whose_slots_lie_elsewhere_are_refused(me: Rank) -> None:
+    old, new = [[0, 1], [2, 3]], [[2, 1], [0, 3]]
+    sizes: dict[str, object] = {"num_experts": 4}
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("with expert_ranks", {"num_logical_experts": 4, "expert_ranks": [0, 1, 0, 1]}),
+        ("expected one with num_logical_experts", {}),
+    ]
+    with me.comm(heap_bytes=1 << 20) as comm:
+        weights = comm.empty((2, 5), np.float32)
+        for text, options in wrong:
+            with crossdock.EpGroup(comm, config_of(**sizes | options)) as group:
+                assert group.placement is None
+                with pytest.raises(ValueError, match=text):
+                    crossdock.move_experts(group, [weights], old, new)
+        with pytest.raises(ValueError, match="expected one that is open"):
+            crossdock.move_experts(group, [weights], old, new)
+
+
+@on_ranks(2, run=run_threads)
+def test_a_load_that_fails_leaves_the_table_where_slots_were_empty(me: Rank) -> None:
+    sizes = {"num_experts": 6, "num_logical_experts": 6}
+    old, new = [[0, 1, -1], [2, 3, 4]], [[0, 1, 5], [2, 3, 4]]  # rank 0 alone loads
+
+    def load(expert: int, slot: int) -> None:
+        assert (expert, slot, me.rank) == (5, 2, 0)
+        raise OSError("no such file")
+
+    with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config_of(**sizes)) as group:
+        group.set_placement(old)
+        weights = comm.empty((3, 5), np.float32)
+        with pytest.raises(OSError if me.rank == 0 else Mismatch):
+            crossdock.move_experts(group, [weights], old, new, load=load)
+        assert group.placement is not None
+        assert group.placement.tolist() == old
+        seen = []
+        crossdock.move_experts(group, [weights], old, new, load=lambda *call: seen.append(call))
+        assert seen == ([(5, 2)] if me.rank == 0 else [])
+        assert group.placement.tolist() == new
+
+
+ENTERED = threading.Barrier(3)
+
+
+@on_ranks(3, run=run_threads)
+def test_a_rank_that_is_late_in_the_turn_leaves_no_weights_behind(me: Rank) -> None:
+    sizes = {"num_experts": 6, "num_logical_experts": 6}
+    masks = {"on_peer_loss": "mask", "wait_timeout_ms": 300}
+    old, new = [[0, 1], [2, 3], [4, 5]], [[2, 1], [4, 3], [0, 5]]
+    with (
+        me.comm(heap_bytes=1 << 20) as comm,
+        crossdock.LowLatencyGroup(comm, low_latency_config_of(**sizes | masks)) as few,
+    ):
+        arrays = [comm.empty(one.shape, one.dtype) for one in weights_of(old[me.rank])]
+        for array, weights in zip(arrays, weights_of(old[me.rank]), strict=True):
+            array[:] = weights
+        if me.rank == 2:
+            few.set_placement = functools.partial(set_late, few.set_placement)
+        try:
+            crossdock.move_experts(few, arrays, old, new)
+            assert me.rank == 2
+        except PeerLost as error:
+            assert not error.fatal
+        if me.rank < 2:
+            ENTERED.wait(60)
+        assert few.placement is not None
+        assert few.placement.tolist() == new
+        has_weights(arrays, new, me.rank)
+
+
+def set_late(set_placement: Callable[..., None], *args: object, **options: object) -> None:
+    """Takes a turn that the other ranks have ended without this one."""
+    ENTERED.wait(60)
+    set_placement(*args, **options)
 
 
 @on_ranks(Apart(2))
@@ -279,7 +365,7 @@ def test_weights_of_another_machine_are_refused_and_all_ranks_hear_of_it(me: Ran
             Mismatch if me.rank == 0 else Unsupported,
             functools.partial(crossdock.move_experts, group, [weights], old, new),
         )
-        assert me.rank == 1 or error.peer == 1
+        assert me.rank == 1 or "rank 1" in error.text
         group.set_placement(new)
         plan = group.prepare(np.array([[0, 2]]))
         assert plan.rank_rows.tolist() == [[1, 0], [0, 1]]

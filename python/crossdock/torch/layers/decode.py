@@ -70,6 +70,8 @@ def decode_group(
             wire_formats=(wire,),
             comm=group.comm,
         )
+        if group.has_moved and group.placement is not None:
+            found.set_placement(group.placement, choices=group.choices)
     return found
 
 

@@ -27,10 +27,10 @@ from .._group import EpGroup, Plan
 from .._low_latency import LowLatencyGroup
 from .._membership import Membership
 from .._ops import combine, dispatch
-from .._placement import into_symmetric
 from .decode import decode as decoded, decode_group, refuse_decoding, require_decodable
 from .experts import GroupedExperts, SharedExperts, fill
 from .overlap import Overlap, OverlapOption, resolve
+from .placed import place_experts, require_free, require_placed
 from .router import (
     Router,
     Routing,
@@ -89,6 +89,7 @@ class MoELayer(nn.Module):
         decode_group: its ``LowLatencyGroup``, whose `check` and `stats` tell of forward passes with
             ``decode``; None without ``decode_tokens``.
         param_dtype: the dtype that the experts' parameters were made with.
+        placement: with ``num_logical_experts``: a buffer, by which table the weights lie in slots.
         combine_wire: as given.
         overlap: the schedule that `overlap` stands for; None = serial.
     """
@@ -195,6 +196,7 @@ class MoELayer(nn.Module):
             group = _make_group(sizes, comm, dtype, combine_wire, *limits)
         _check_group(group, hidden, num_experts, topk, dtype)
         self.group, self.combine_wire = group, combine_wire
+        self.placement: torch.Tensor
         self.decode_group: LowLatencyGroup | None = None
         if decode_tokens:
             alignment = _alignment(group.dtype) if self._has_own_group else group.alignment
@@ -223,8 +225,7 @@ class MoELayer(nn.Module):
         self.reset_parameters()
         self._expert_names = [name.split(".") for name, _ in experts.named_parameters()]
         self.param_dtype = _dtype_of(experts)
-        if group.num_logical_experts:
-            into_symmetric(experts, group.comm)
+        place_experts(self, experts)
         make_shares("experts", experts, group)
 
     @torch.no_grad()
@@ -287,6 +288,7 @@ class MoELayer(nn.Module):
         if few is not None:
             at = _At(few, constants.LL_DISPATCH)
         self._check_input(x, at)
+        require_placed(self, few, at)
         wanted = autocast_dtype(x.device)
         dtype = wanted or self._dtype_of_rows(self._check_experts(at))
         tokens = (x if x.dim() == 2 else x.reshape(-1, self.hidden)).contiguous()
@@ -584,6 +586,7 @@ def _check_group(
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
     require_ordered(group)
+    require_free(group)
     expected = group.num_logical_experts or group.num_experts
     if expected != num_experts:
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
