@@ -136,7 +136,9 @@ typedef enum xd_ep_operation {
   XD_EP_DISPATCH = 1,
   XD_EP_COMBINE = 2,
   XD_EP_DISPATCH_BWD = 3,
-  XD_EP_COMBINE_BWD = 4
+  XD_EP_COMBINE_BWD = 4,
+  /* xd_ep_group_set_placement in placement.h. */
+  XD_EP_SET_PLACEMENT = 8
 } xd_ep_operation;
 
 /* Bounds of what follows. */
@@ -197,12 +199,16 @@ typedef struct xd_ep_config {
   /* The wires that calls of combine may name beside SAME: a set of bits XD_EP_WIRE_BIT(wire), for
    * which there will be memory. CUDA devices of several machines have none: UNSUPPORTED. */
   uint32_t wire_formats;
+  /* N, up to num_experts: ids in topk_idx name N logical experts, which a table places in the
+   * experts of this group (placement.h); these are then slots. 0 = ids name the experts themselves.
+   * CUDA: UNSUPPORTED but for 0 (XD_FEATURE_CUDA_PLACEMENT). */
+  int64_t num_logical_experts;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -273,17 +279,20 @@ typedef struct xd_ep_status {
   /* Rows that this rank did not receive under XD_EP_OVERFLOW_DROP, in plans made since. */
   int64_t dropped_rows;
   char text[256];
+  /* Choices of this rank whose logical expert had no slot, in plans made since: they count as
+   * -1. */
+  int64_t unplaced_choices;
 } xd_ep_status;
 /* clang-format off */
 #define XD_EP_STATUS_INIT \
-  {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}}
+  {sizeof(xd_ep_status), XD_SUCCESS, XD_EP_PREPARE, 0, -1, 0, 0, 0, 0, {0}, 0}
 /* clang-format on */
 
 /* Reads and clears what the group remembers. This is the first non-fatal error (overflow, bad ids,
  * mismatch, a plan that does not fit) that an operation met after its call had returned XD_SUCCESS,
- * and the bad ids and dropped rows of all plans. An error that a call has returned is not told
- * again here: on the CPU, where calls return all of them, that leaves the numbers. Never blocks.
- * Any thread. */
+ * and the bad ids, dropped rows and unplaced choices of all plans. An error that a call has
+ * returned is not told again here: on the CPU, where calls return all of them, that leaves the
+ * numbers. Never blocks. Any thread. */
 XD_API xd_status xd_ep_group_status(xd_ep_group* group, xd_ep_status* status);
 
 /* The error of its own that the calling thread's last operation (or xd_ep_join_failed) returned, as
@@ -313,7 +322,8 @@ typedef struct xd_ep_prepare_args {
   size_t struct_size;
   /* In [T,K] int32 or int64: expert of each choice; -1 = none. K is equal on all ranks, and may
    * differ from plan to plan. Ids < -1 or >= E count as -1 and as bad; so do an expert's second and
-   * later mentions in a row, unless the group collapses them. */
+   * later mentions in a row, unless the group collapses them. In groups with logical experts all
+   * this is about these, N of them. */
   const DLTensor* topk_idx;
   /* Out, plan_bytes >= xd_ep_plan_size. */
   void* plan;
@@ -337,9 +347,14 @@ typedef struct xd_ep_prepare_args {
   /* P, equal on all ranks: up to XD_EP_MAX_PARTS and the smallest L, in RANK_MAJOR up to 1; 0 = 1,
    * whole operations only. */
   int32_t parts;
+  /* In [T] int32 or int64, optional, with logical experts only: a number that takes the place of t
+   * in the choice of a replica (placement.h), such as a hash of the request and the position in it:
+   * then a token's replicas do not depend on its batch. Taken as 64 bits without sign. A rank's own
+   * choice. */
+  const DLTensor* replica_hint;
 } xd_ep_prepare_args;
 #define XD_EP_PREPARE_ARGS_INIT \
-  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, 0 }
+  { sizeof(xd_ep_prepare_args), NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, NULL }
 
 /* Exchanges counts and writes the plan. Bad expert ids anywhere: the plan is complete and usable,
  * and on every rank the status is INVALID_ARGUMENT (CPU: returned; CUDA: in xd_ep_group_status)

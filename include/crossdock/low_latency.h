@@ -108,7 +108,9 @@ typedef enum xd_ll_receive {
 typedef enum xd_ll_operation {
   XD_LL_DISPATCH = 5,
   XD_LL_COMBINE = 6,
-  XD_LL_RESET = 7
+  XD_LL_RESET = 7,
+  /* xd_ll_group_set_placement in placement.h. */
+  XD_LL_SET_PLACEMENT = 9
 } xd_ll_operation;
 
 /* Bounds of what follows, beside those of ep.h. */
@@ -154,11 +156,13 @@ typedef struct xd_ll_config {
   int32_t alignment;
   /* The wires that calls of combine may name, as in xd_ep_config. */
   uint32_t wire_formats;
+  /* N logical experts, as in xd_ep_config; 0 = ids name the experts themselves. */
+  int64_t num_logical_experts;
 } xd_ll_config;
 /* clang-format off */
 #define XD_LL_CONFIG_INIT \
   {sizeof(xd_ll_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, XD_EP_DUPLICATE_IDS_ERROR, \
-   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL, XD_LL_SLOTS, 0, 0}
+   XD_EP_ON_ERROR_STATUS, XD_LL_PEER_LOSS_FATAL, 0, 0, 0, 0, NULL, XD_LL_SLOTS, 0, 0, 0}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -220,10 +224,13 @@ typedef struct xd_ll_status {
    * in step. Bit r % 64 of word r / 64 stands for rank r. */
   uint64_t masked[2];
   uint64_t masked_by[2];
+  /* Choices of this rank whose logical expert had no slot, in batches dispatched since: they count
+   * as -1. */
+  int64_t unplaced_choices;
 } xd_ll_status;
 /* clang-format off */
 #define XD_LL_STATUS_INIT \
-  {sizeof(xd_ll_status), XD_SUCCESS, XD_LL_DISPATCH, 0, -1, 0, {0}, {0, 0}, {0, 0}}
+  {sizeof(xd_ll_status), XD_SUCCESS, XD_LL_DISPATCH, 0, -1, 0, {0}, {0, 0}, {0, 0}, 0}
 /* clang-format on */
 
 /* Reads and clears what the group remembers, as xd_ep_group_status does: the first non-fatal error
@@ -305,11 +312,14 @@ typedef struct xd_ll_dispatch_args {
    * scales together have at most the bytes of the group's row. Given on all ranks or on none, with
    * one S and element size. They arrive in recv_scales, bit for bit. */
   const DLTensor* scales;
+  /* In [T] int32 or int64, send half, optional, with logical experts only: as in
+   * xd_ep_prepare_args. */
+  const DLTensor* replica_hint;
 } xd_ll_dispatch_args;
 /* clang-format off */
 #define XD_LL_DISPATCH_ARGS_INIT \
   {sizeof(xd_ll_dispatch_args), XD_LL_PHASE_BOTH, NULL, NULL, NULL, XD_EP_QUANTISE_NONE, \
-   0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+   0, NULL, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 /* clang-format on */
 
 /* Copies each token's row to a slot of every expert that it has chosen, or as the group's receive
@@ -351,8 +361,8 @@ typedef struct xd_ll_combine_args {
 XD_API xd_status xd_ll_combine(xd_ll_group* group, const xd_ll_combine_args* args,
                                xd_stream stream);
 
-/* Takes this rank's turn in XD_LL_DISPATCH or XD_LL_COMBINE with a failure, as xd_ep_join_failed
- * does. It stands for both halves of the operation. */
+/* Takes this rank's turn in XD_LL_DISPATCH, XD_LL_COMBINE or XD_LL_SET_PLACEMENT with a failure, as
+ * xd_ep_join_failed does. It stands for both halves of the operation. */
 XD_API xd_status xd_ll_join_failed(xd_ll_group* group, xd_ll_operation operation, const char* text,
                                    xd_stream stream);
 

@@ -5,18 +5,79 @@
  * s / slots_per_rank. An expert that stands in several slots is replicated, and its load is split
  * evenly between them. A placement is a table [E] with the expert of each slot, -1 = empty.
  *
- * All functions here are pure: they need no communicator and no device, may be called from any
- * thread, and give equal results for equal arguments on all machines, as all their arithmetic is on
- * integers. So ranks that know the same loads plan alike without a message.
+ * A group with num_logical_experts = N routes by such a table: a router's ids name logical experts,
+ * and the library makes slots of them. The group's experts are then the slots: its counts, zones
+ * and tensors are by slot, and stay what they are when the table changes.
  */
 #ifndef CROSSDOCK_PLACEMENT_H_
 #define CROSSDOCK_PLACEMENT_H_
 
-#include <crossdock/ep.h>
+#include <crossdock/low_latency.h>
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- Groups with logical experts ------------------------------------------------------------- */
+
+typedef struct xd_ep_placement {
+  size_t struct_size;
+  /* In [E]: the logical expert in each slot, 0 to N - 1; -1 = the slot is empty. Slot s is the
+   * group's expert s, wherever expert_ranks puts it. An expert may have no slot: choices of it
+   * count as -1, and are counted in the group's status. */
+  const int32_t* expert_of_slot;
+  /* In [W * N + 1], optional, with choice_slots: tokens of rank s that choose expert e go to the
+   * slots choice_slots[choice_first[s * N + e]] up to, without, choice_first[s * N + e + 1]. It
+   * begins with 0 and never falls. */
+  const int32_t* choice_first;
+  /* In [choice_first[W * N]]: slots that hold that expert; one that stands n times in a list gets n
+   * shares. */
+  const int32_t* choice_slots;
+} xd_ep_placement;
+#define XD_EP_PLACEMENT_INIT \
+  { sizeof(xd_ep_placement), NULL, NULL, NULL }
+
+/* Makes the group route by another table. Until the first call expert e is in slot e.
+ *
+ * Token t of rank s, which chooses expert e, goes to entry (t + s) mod n of a list of n slots. The
+ * list is the one that choice_first gives, or where that has none or an empty one: the slots of e
+ * on rank s, and where there are none all slots of e, ascending. t counts the rows of topk_idx, or
+ * is the token's replica_hint.
+ *
+ * An operation in which all ranks take a turn with equal tables, which are read during the call
+ * only. When it ends no rank routes by the old table any more: what a rank had done before its
+ * call, such as copying weights to slots of its own, has been done for every later batch. Plans
+ * made before stay good, as they hold slots. The weights of a slot may be overwritten only when no
+ * batch that was prepared under the old table still waits for its experts; the library does not
+ * know of that. It may stand between the parts of operations wherever a prepare may. In a
+ * low-latency group it takes its turn among dispatches.
+ *
+ * Errors, after which the old table is in force on all ranks: INVALID_ARGUMENT on a rank with a bad
+ * table, and MISMATCH on the others; MISMATCH where tables differ; OUT_OF_MEMORY on one rank, and
+ * MISMATCH on the others; in low-latency groups BUSY while dispatches of this rank are between
+ * their halves, of which peers do not hear. INVALID_ARGUMENT in groups without logical experts.
+ * PEER_LOST in a group with masks tells of ranks that are lost; the new table is in force then.
+ * xd_stats does not count these calls. */
+XD_API xd_status xd_ep_group_set_placement(xd_ep_group* group, const xd_ep_placement* placement,
+                                           xd_stream stream);
+XD_API xd_status xd_ll_group_set_placement(xd_ll_group* group, const xd_ep_placement* placement,
+                                           xd_stream stream);
+
+/* Tells how often each logical expert has been chosen, in all plans that this rank has made since
+ * the group was made, or since `clear`. Choices that have no row are not counted (-1, bad ids,
+ * experts without a slot); rows that were dropped are.
+ *   loads   out int64 [W, N], by the rank of the tokens; or [N], over all ranks
+ *   clear   1 = count anew from 0
+ * Equal on all ranks behind the same prepare, so that they may plan by it without a message. A
+ * local call, as those of ep.h: any thread, also beside operations. Low-latency groups count by
+ * expert_load of xd_ll_dispatch instead. INVALID_ARGUMENT in groups without logical experts. */
+XD_API xd_status xd_ep_group_loads(xd_ep_group* group, const DLTensor* loads, int32_t clear,
+                                   xd_stream stream);
+
+/* ---- Plans of placements --------------------------------------------------------------------- */
+/* The functions below are pure: they need no communicator and no device, may be called from any
+ * thread, and give equal results for equal arguments on all machines, as all their arithmetic is on
+ * integers. So ranks that know the same loads plan alike without a message. */
 
 typedef struct xd_ep_planner_args {
   size_t struct_size;

@@ -31,7 +31,9 @@ typedef enum xd_feature {
   /* cuBLASMp, for products over ranks by the algorithms named XD_GEMM_ALGO_CUBLASMP. */
   XD_FEATURE_CUBLASMP = 4,
   /* Wires of combine other than XD_EP_WIRE_SAME on CUDA devices; the CPU executor has them. */
-  XD_FEATURE_CUDA_WIRE = 5
+  XD_FEATURE_CUDA_WIRE = 5,
+  /* Groups with num_logical_experts on CUDA devices; the CPU executor has them. */
+  XD_FEATURE_CUDA_PLACEMENT = 6
 } xd_feature;
 
 /* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a

@@ -36,6 +36,7 @@ from crossdock._gemm_config import GemmConfig, GemmMemory
 from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
 from crossdock._membership import EpStatus, LowLatencyStatus
+from crossdock._moves import move_experts
 from crossdock._placement import Move, Placement, placement_moves, plan_placement
 from crossdock._plan import Plan, SlotPlan
 from crossdock._stats import GroupStats
@@ -62,8 +63,8 @@ def feature_available(name: str) -> bool:
     """Whether a part of the library can be used in this process now.
 
     Args:
-        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"`` or ``"cuda_wire"``;
-            anything else is a ValueError.
+        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"``, ``"cuda_wire"`` or
+            ``"cuda_placement"``; anything else is a ValueError.
     """
     return _core.feature_available(name)
 
@@ -117,6 +118,7 @@ __all__ = [
     "feature_available",
     "feature_reason",
     "gemm_local_size",
+    "move_experts",
     "placement_moves",
     "plan_placement",
     "unique_id",

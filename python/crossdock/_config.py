@@ -110,6 +110,7 @@ class _Sizes:
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
     wire_formats: Sequence[Wire] = ()
+    num_logical_experts: int = 0
 
     def __post_init__(self) -> None:
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
@@ -167,6 +168,9 @@ class EpConfig(_Sizes):
             rank, in order. A rank's local experts are its own in ascending order; it may hold none.
             Replicas of an expert are experts of their own, among which your router chooses.
         wire_formats: the wires that calls of combine may name beside "same"; on CUDA of one host.
+        num_logical_experts: ids in topk_idx name so many logical experts, up to num_experts, which
+            `EpGroup.set_placement` places in the num_experts slots of all ranks; 0 = they name
+            experts. On the CPU.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines, each of which gets eight equal pieces of 64 KiB to 512 KiB, or
             of one row if that is longer; 0 = of 256 KiB.
@@ -217,7 +221,7 @@ class LowLatencyConfig(_Sizes):
     Equal on all ranks, except for num_sms.
 
     Attributes:
-        num_experts, max_topk, expert_ranks, wire_formats: as of `EpConfig`.
+        num_experts, max_topk, expert_ranks, wire_formats, num_logical_experts: as of `EpConfig`.
         max_tokens_per_rank: largest number of tokens of a rank in one batch, up to 1024.
         hidden: largest row, in elements of `dtype`.
         dtype: widest payload: float32, float16 or bfloat16, as a dtype or by name.

@@ -64,6 +64,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
     _MAKE = _core.Group
     _CONFIG = EpConfig
     _STATUS = EpStatus
+    _SET_PLACEMENT = constants.SET_PLACEMENT
 
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""
@@ -84,6 +85,7 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         *,
         alignment: int = 0,
         parts: int = 1,
+        replica_hint: np.ndarray | None = None,
         out: Plan | None = None,
     ) -> Plan:
         """Exchanges counts and makes the plan of a batch.
@@ -94,6 +96,9 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             parts: P, equal on all ranks: operations may be called in that many parts, each of which
                 stands for a share of every rank's experts; up to 16 and the fewest experts of a
                 rank, and 1 in rank_major.
+            replica_hint: [T] int32 or int64, with logical experts: a number of each token that
+                decides which replica it goes to, such as a hash of its request and position; None
+                = its place in the batch.
             out: plan to overwrite; None = a new one.
 
         Raises:
@@ -106,7 +111,8 @@ class EpGroup(Membership[EpConfig, EpStatus]):
             ids = describe("topk_idx", topk_idx, INDICES)
             numbers = _numbers(alignment=alignment, parts=parts)
             plan = self.empty_plan() if out is None else of_kind("out", out, Plan)
-            given = {"topk_idx": ids, "plan": plan.place("out")}
+            hint = optional("replica_hint", replica_hint, INDICES)
+            given = {"topk_idx": ids, "plan": plan.place("out"), "replica_hint": hint}
             for name in ("counts", "padded_counts", "offsets", "total", "rank_rows"):
                 given[name] = describe(f"out.{name}", getattr(plan, name), INDICES, write=True)
         self._core.prepare(given | numbers)
@@ -334,6 +340,25 @@ class EpGroup(Membership[EpConfig, EpStatus]):
         rows = describe("out", out, INDICES, write=True)
         self._core.row_experts({"plan": place, "row_experts": rows})
         return out
+
+    def loads(self, *, clear: bool = False) -> np.ndarray:
+        """How often each logical expert was chosen, in all plans so far. Local; any thread.
+
+        Equal on all ranks behind the same prepare, so that they may plan by it without a message.
+        Choices that have no row are not counted (-1, bad ids, experts without a slot).
+
+        Args:
+            clear: count anew from 0.
+
+        Returns:
+            ``[ranks, num_logical_experts]`` int64, by the rank of the tokens.
+
+        Raises:
+            InvalidArgument: the group has no logical experts.
+        """
+        loads = np.empty((self._comm.num_ranks, self._config.num_logical_experts), np.int64)
+        self._core.loads(describe("loads", loads, ("int64",), write=True), clear)
+        return loads
 
     def _new_expert_grads(
         self,

@@ -205,6 +205,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
     _MAKE = _core.LowLatencyGroup
     _CONFIG = LowLatencyConfig
     _STATUS = LowLatencyStatus
+    _SET_PLACEMENT = constants.LL_SET_PLACEMENT
 
     def __init__(self, comm: Comm, config: LowLatencyConfig) -> None:
         super().__init__(comm, config)
@@ -284,6 +285,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         expert_load: np.ndarray | None = None,
         wait_ns: np.ndarray | None = None,
         max_tokens: int = 0,
+        replica_hint: np.ndarray | None = None,
         out: Slots | None = None,
     ) -> Slots:
         """Copies each token's row to a slot of every expert that it has chosen.
@@ -308,6 +310,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
                 come.
             max_tokens: without slots: the most tokens that a rank has in this call, which bounds N;
                 0 = max_tokens_per_rank. Equal on all ranks.
+            replica_hint: [T] int32 or int64: as of `EpGroup.prepare`.
             out: arrays to receive into; None = new ones, which are lost where the call raises.
 
         Raises:
@@ -323,7 +326,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         """
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
-            inputs = _inputs(tokens, topk_idx, topk_weights, scales)
+            inputs = _inputs(tokens, topk_idx, topk_weights, scales, replica_hint)
             beside = _Beside.of(topk_idx, topk_weights, max_tokens, scales)
             if out is None:
                 out = beside.slots(self, tokens.shape[-1], tokens.dtype, way, sources=sources)
@@ -340,6 +343,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         scales: np.ndarray | None = None,
         quantise: bool | str = False,
         max_tokens: int = 0,
+        replica_hint: np.ndarray | None = None,
     ) -> SentDispatch:
         """The first half of `dispatch`: reads the arguments and sends.
 
@@ -347,7 +351,7 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         """
         with self._joining(constants.LL_DISPATCH):
             way = quantise_way(quantise)
-            inputs = _inputs(tokens, topk_idx, topk_weights, scales)
+            inputs = _inputs(tokens, topk_idx, topk_weights, scales, replica_hint)
             beside = _Beside.of(topk_idx, topk_weights, max_tokens, scales)
             sent = SentDispatch(self, tokens.shape[-1], tokens.dtype, way, beside)
         self._dispatch(_SEND, way, inputs, beside.max_tokens)
@@ -460,12 +464,14 @@ def _inputs(
     topk_idx: np.ndarray,
     topk_weights: np.ndarray | None,
     scales: np.ndarray | None,
+    replica_hint: np.ndarray | None,
 ) -> _Tensors:
     return {
         "tokens": describe("tokens", tokens, PAYLOADS),
         "topk_idx": describe("topk_idx", topk_idx, INDICES),
         "topk_weights": optional("topk_weights", topk_weights, WEIGHTS),
         "scales": optional("scales", scales, SCALES, strided=True),
+        "replica_hint": optional("replica_hint", replica_hint, INDICES),
     }
 
 

@@ -15,6 +15,8 @@ from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
 from crossdock._comm import Comm
 from crossdock._config import EpConfig, LowLatencyConfig, fail_group
+from crossdock._placed import Placed, read_table
+from crossdock._placement import Placement
 from crossdock._stats import GroupStats, group_stats
 from crossdock.errors import (
     CrossdockError,
@@ -47,6 +49,7 @@ class EpStatus:
     capacity_rows: int  # ... and its capacity
     dropped_rows: int  # rows this rank did not receive, with overflow="drop"
     text: str
+    unplaced_choices: int  # of this rank, whose logical expert had no slot: they count as -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ class LowLatencyStatus:
     masked: tuple[int, ...]  # ranks that this rank has masked,
     masked_by: tuple[int, ...]  # and those that have said that they have masked this rank
     text: str
+    unplaced_choices: int
 
 
 class Member:
@@ -149,18 +153,25 @@ class Member:
                 raise
 
 
-class Membership(Member, Generic[_Config, _Status]):
-    """This rank's part of a group."""
+class Membership(Member, Placed, Generic[_Config, _Status]):
+    """This rank's part of a group.
+
+    Attributes:
+        placement: the table in force, as of `set_placement`, ``[ranks, slots]`` int32; None without
+            logical experts, and with ``expert_ranks`` until the first call.
+    """
 
     _MAKE: ClassVar[type[_core.Group] | type[_core.LowLatencyGroup]]
     _CONFIG: ClassVar[type[EpConfig] | type[LowLatencyConfig]]
     _STATUS: ClassVar[type[EpStatus] | type[LowLatencyStatus]]
+    _SET_PLACEMENT: ClassVar[int]
 
     def __init__(self, comm: Comm, config: _Config) -> None:
         super().__init__(comm)
         self._core = self._make(config)
         self._config: _Config = config
         self._plan_size = config.plan_size(comm.num_ranks)
+        self._place_in_order(self._placed_sizes(), config.expert_ranks)
 
     def _make(self, config: _Config) -> Any:
         """The group of the raw layer; of a mistake that is found in Python the peers hear."""
@@ -177,6 +188,47 @@ class Membership(Member, Generic[_Config, _Status]):
     def config(self) -> _Config:
         """The sizes the group was made with."""
         return self._config
+
+    def set_placement(
+        self,
+        placement: Placement | npt.ArrayLike,
+        *,
+        choices: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> None:
+        """Makes the group route by another table. Collective, of groups with logical experts.
+
+        Until the first call expert e is in slot e. Plans made before stay good. When it returns no
+        rank routes by the old table any more, and what each rank did before its call is done. The
+        weights of a slot may be overwritten only when no batch that was prepared before still waits
+        for its experts.
+
+        Args:
+            placement: the expert in each slot, ``[ranks, slots]``, -1 = empty. An expert may have
+                no slot: choices of it count as -1, and `status` counts them.
+            choices: ``choices[s][e]``: the slots that tokens of rank s which choose expert e take
+                in turn; None, and for each empty list: those of the own rank, else all.
+
+        Raises:
+            TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
+                Mismatch naming the ranks whose tables differ. The old table is in force then.
+            Busy: low latency: a dispatch is between its halves.
+            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
+        """
+        if self._config.num_logical_experts == 0:
+            raise ValueError("set_placement: the group's config has no num_logical_experts")
+        with self._joining(self._SET_PLACEMENT):
+            given, table = read_table(placement, choices, self._placed_sizes())
+        self._set_table(self._core, given, table, choices)
+
+    def _placed_sizes(self) -> tuple[int, int, int]:
+        """Ranks, slots and logical experts."""
+        config = self._config
+        return self._comm.num_ranks, config.num_experts, config.num_logical_experts
+
+    def fail_set_placement(self, problem: str) -> None:
+        """Takes this rank's turn in the peers' `set_placement`, which raises Mismatch there."""
+        with contextlib.suppress(CrossdockError):  # it says what the caller knows
+            self._core.join_failed(self._SET_PLACEMENT, problem)
 
     def status(self) -> _Status:
         """Reads and clears the group's non-fatal error state. Never blocks."""

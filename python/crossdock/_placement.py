@@ -106,8 +106,8 @@ def plan_placement(
         num_ranks,
         slots_per_rank,
         whole,
-        None if rank_slots is None else _whole("rank_slots", rank_slots),
-        None if rank_hosts is None else _whole("rank_hosts", rank_hosts),
+        None if rank_slots is None else whole_numbers("rank_slots", rank_slots),
+        None if rank_hosts is None else whole_numbers("rank_hosts", rank_hosts),
         None if current is None else _current(current, (num_ranks, slots_per_rank)),
         max_moves or 0,
         round(good_enough * 1000),
@@ -117,7 +117,7 @@ def plan_placement(
 
 def _current(current: Placement | npt.ArrayLike, shape: tuple[int, int]) -> list[int]:
     """Slots of today's placement, of as many ranks and slots."""
-    table = _table("current", current)
+    table = expert_of_slot("current", current)
     if table.shape != shape:
         raise ValueError(f"current: expected the shape {shape}, got {table.shape}")
     return list(table.ravel().tolist())
@@ -135,7 +135,7 @@ def placement_moves(old: Placement | npt.ArrayLike, new: Placement | npt.ArrayLi
     Raises:
         TypeError, ValueError: no table of whole numbers, or tables of different shapes.
     """
-    before, after = _table("old", old), _table("new", new)
+    before, after = expert_of_slot("old", old), expert_of_slot("new", new)
     if before.shape != after.shape:
         raise ValueError(f"new: expected the shape {before.shape} of old, got {after.shape}")
     ranks, slots = before.shape
@@ -161,14 +161,16 @@ def _whole_loads(loads: npt.ArrayLike) -> list[int]:
     return [int(load) for load in np.rint(np.ldexp(real, _FLOAT_BITS - exponent))]
 
 
-def _whole(name: str, given: npt.ArrayLike) -> list[int]:
+def whole_numbers(name: str, given: npt.ArrayLike) -> list[int]:
+    """A list of integers of any type."""
     numbers = np.asarray(given)
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected whole numbers, got {numbers.dtype}")
     return [int(number) for number in numbers.ravel()]
 
 
-def _table(name: str, given: Placement | npt.ArrayLike) -> np.ndarray:
+def expert_of_slot(name: str, given: Placement | npt.ArrayLike) -> np.ndarray:
+    """The table of a placement, ``[ranks, slots]``."""
     table = given.expert_of_slot if isinstance(given, Placement) else np.asarray(given)
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise TypeError(
@@ -176,3 +178,44 @@ def _table(name: str, given: Placement | npt.ArrayLike) -> np.ndarray:
             f"got shape {table.shape} of {table.dtype}"
         )
     return table
+
+
+def table_and_lists(
+    placement: Placement | npt.ArrayLike,
+    choices: Sequence[Sequence[Sequence[int]]] | None,
+    sizes: tuple[int, int, int],
+    name: str = "placement",
+) -> tuple[list[int], tuple[list[int], list[int]] | None]:
+    """The arguments of ``set_placement`` as crossdock._core takes them.
+
+    Args:
+        placement, choices: as callers give them; `name`: as they call the former.
+        sizes: of the group: ranks, slots of all ranks, logical experts.
+
+    Raises:
+        TypeError, ValueError: no table, or of another size.
+    """
+    ranks, slots, experts = sizes
+    table = expert_of_slot(name, placement)
+    if table.shape != (ranks, slots // ranks):
+        raise ValueError(
+            f"{name}: expected the expert of each of {slots} slots, "
+            f"{[ranks, slots // ranks]}, got shape {list(table.shape)}"
+        )
+    numbers = _of_32_bits(name, table.ravel().tolist())
+    if choices is None:
+        return numbers, None
+    if len(choices) != ranks or any(len(lists) != experts for lists in choices):
+        raise ValueError(f"choices: expected a list for each of [{ranks} ranks, {experts} experts]")
+    every = [one for lists in choices for one in lists]
+    flat = [whole_numbers("choices", one) if len(one) else [] for one in every]
+    first = np.cumsum([0, *map(len, flat)])
+    listed = _of_32_bits("choices", [slot for one in flat for slot in one])
+    return numbers, (first.tolist(), listed)
+
+
+def _of_32_bits(name: str, numbers: list[int]) -> list[int]:
+    for number in numbers:
+        if not -(1 << 31) <= number < 1 << 31:
+            raise ValueError(f"{name}: expected numbers of 32 bits, got {number}")
+    return numbers

@@ -310,6 +310,14 @@ std::uintptr_t Comm::import_handle(int rank, int segment, std::uint64_t offset) 
   return address(place);
 }
 
+void Comm::copy(std::uintptr_t to, int rank, int segment, std::uint64_t offset, std::size_t bytes,
+                std::uintptr_t stream) const {
+  const xd_mem_handle handle{rank, segment, offset};
+  call([&](xd_comm* comm) {
+    return xd_mem_copy(comm, pointer(to), &handle, bytes, stream_of(stream));
+  });
+}
+
 namespace {
 
 void routing_layout(const Comm& self, const nb::dict& fields) {
@@ -389,6 +397,8 @@ void bind_comm(nb::module_& module) {
       .def("mem_export", &Comm::export_handle, nb::arg("ptr"))
       .def("mem_import", &Comm::import_handle, nb::arg("rank"), nb::arg("segment"),
            nb::arg("offset"))
+      .def("mem_copy", &Comm::copy, nb::arg("to"), nb::arg("rank"), nb::arg("segment"),
+           nb::arg("offset"), nb::arg("bytes"), nb::arg("stream") = 0)
       .def("routing_layout", &routing_layout, nb::arg("fields"))
       .def("gated", &gated, nb::arg("fields"))
       .def("gated_bwd", &gated_bwd, nb::arg("fields"))

@@ -64,6 +64,8 @@ class Comm {
   void deregister_memory(int registration) const;
   [[nodiscard]] nb::tuple export_handle(std::uintptr_t address) const;
   [[nodiscard]] std::uintptr_t import_handle(int rank, int segment, std::uint64_t offset) const;
+  void copy(std::uintptr_t to, int rank, int segment, std::uint64_t offset, std::size_t bytes,
+            std::uintptr_t stream) const;
 
   // The communicator for a call; throws if it has been closed.
   [[nodiscard]] xd_comm* usable() const;

@@ -14,12 +14,13 @@ namespace nb = nanobind;
 namespace {
 
 // Every xd_ep_operation and xd_ll_operation, by its number.
-constexpr std::array<const char*, 8> kOperations = {"prepare",      "dispatch",    "combine",
-                                                    "dispatch_bwd", "combine_bwd", "ll_dispatch",
-                                                    "ll_combine",   "ll_reset"};
+constexpr std::array kOperations = {
+    "prepare",     "dispatch",   "combine",  "dispatch_bwd",  "combine_bwd",
+    "ll_dispatch", "ll_combine", "ll_reset", "set_placement", "ll_set_placement"};
 static_assert(XD_EP_PREPARE == 0 && XD_EP_DISPATCH == 1 && XD_EP_COMBINE == 2 &&
               XD_EP_DISPATCH_BWD == 3 && XD_EP_COMBINE_BWD == 4 && XD_LL_DISPATCH == 5 &&
-              XD_LL_COMBINE == 6 && XD_LL_RESET == 7);
+              XD_LL_COMBINE == 6 && XD_LL_RESET == 7 && XD_EP_SET_PLACEMENT == 8 &&
+              XD_LL_SET_PLACEMENT == 9);
 
 // By the words that Python's arguments have for them.
 nb::dict words(std::initializer_list<std::pair<const char*, int>> known) {
@@ -143,6 +144,8 @@ void bind_constants(nb::module_& module) {
   constants.attr("LL_DISPATCH") = static_cast<int>(XD_LL_DISPATCH);
   constants.attr("LL_COMBINE") = static_cast<int>(XD_LL_COMBINE);
   constants.attr("LL_RESET") = static_cast<int>(XD_LL_RESET);
+  constants.attr("SET_PLACEMENT") = static_cast<int>(XD_EP_SET_PLACEMENT);
+  constants.attr("LL_SET_PLACEMENT") = static_cast<int>(XD_LL_SET_PLACEMENT);
   nb::list operations;
   for (const char* name : kOperations) operations.append(name);
   constants.attr("OPERATIONS") = nb::tuple(operations);

@@ -10,6 +10,13 @@ void row_experts(Group& self, const nb::dict& fields) {
       [&](xd_ep_group* group) { return xd_ep_plan_row_experts(group, args.get(), args.stream()); });
 }
 
+void loads(Group& self, nb::handle out, bool clear) {
+  const Tensor to(out, "loads", self.device());
+  self.call_local([&](xd_ep_group* group) {
+    return xd_ep_group_loads(group, to.get(), clear ? 1 : 0, nullptr);
+  });
+}
+
 // The fields of xd_moe_memory.
 nb::dict moe_sizes(std::int32_t ffn, const nb::kwargs& options) {
   const Given<xd_ep_config> config(options);
@@ -38,7 +45,8 @@ void bind_group(nb::module_& module) {
       .def("combine_bwd", method<Group>(XD_EP_COMBINE_BWD, xd_ep_combine_bwd), "fields"_a)
       .def("moe_forward", method<Group>(XD_EP_DISPATCH, xd_moe_forward), "fields"_a)
       .def("moe_backward", method<Group>(XD_EP_COMBINE_BWD, xd_moe_backward), "fields"_a)
-      .def("row_experts", &row_experts, "fields"_a);
+      .def("row_experts", &row_experts, "fields"_a)
+      .def("loads", &loads, "loads"_a, "clear"_a);
   module.def("moe_sizes", &moe_sizes, "ffn"_a, "options"_a);
   module.def("moe_schedule", &moe_schedule, "ffn"_a, "tokens"_a, "options"_a);
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "errors.h"
@@ -33,6 +34,8 @@ struct BulkApi {
   static constexpr auto stats = &xd_ep_group_stats;
   static constexpr auto set_name = &xd_ep_group_set_name;
   static constexpr auto join_failed = &xd_ep_join_failed;
+  static constexpr auto set_placement = &xd_ep_group_set_placement;
+  static constexpr Operation placing = XD_EP_SET_PLACEMENT;
   static constexpr auto local_experts = &xd_ep_local_experts;
   static constexpr auto plan_size = &xd_ep_plan_size;
   static void tell(const Status& met, Failure& failure) {
@@ -56,6 +59,8 @@ struct LowLatencyApi {
   static constexpr auto stats = &xd_ll_group_stats;
   static constexpr auto set_name = &xd_ll_group_set_name;
   static constexpr auto join_failed = &xd_ll_join_failed;
+  static constexpr auto set_placement = &xd_ll_group_set_placement;
+  static constexpr Operation placing = XD_LL_SET_PLACEMENT;
   static constexpr auto local_experts = &xd_ll_local_experts;
   static constexpr auto plan_size = &xd_ll_plan_size;
   static void tell(const Status&, Failure&) {}
@@ -87,6 +92,8 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
   GroupOf(nb::object comm, const nb::kwargs& options)
       : Member<Handle, Api::destroy>(std::move(comm), "group") {
     const Given<typename Api::Config> config(options);
+    slots_ = config.get()->num_experts;
+    logical_experts_ = config.get()->num_logical_experts;
     this->comm_.call(
         [&](xd_comm* handle) { return Api::create(handle, config.get(), &this->handle_); });
   }
@@ -134,6 +141,28 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
     });
   }
 
+  // `choices`: (choice_first, choice_slots) of the struct, or None.
+  void set_placement(nb::handle expert_of_slot, nb::handle choices, std::uintptr_t stream) {
+    const auto table = integers<std::int32_t>(expert_of_slot, "expert_of_slot", "a sequence");
+    check_length("expert_of_slot", table.size(), slots_, "the expert of each of", "slots");
+    std::vector<std::int32_t> first, slots;
+    if (!choices.is_none()) {
+      first = integers<std::int32_t>(choices[nb::int_(0)], "choice_first", "a sequence");
+      slots = integers<std::int32_t>(choices[nb::int_(1)], "choice_slots", "a sequence");
+      check_length("choice_first", first.size(), this->num_ranks() * logical_experts_ + 1,
+                   "the beginnings and the end of lists,", "numbers");
+      check_length("choice_slots", slots.size(), first.back(), "as choice_first ends with,",
+                   "slots");
+      slots.push_back(-1);  // so that an empty list has an address
+    }
+    xd_ep_placement placement XD_EP_PLACEMENT_INIT;
+    placement.expert_of_slot = table.data();
+    placement.choice_first = first.empty() ? nullptr : first.data();
+    placement.choice_slots = slots.empty() ? nullptr : slots.data();
+    call(Api::placing,
+         [&](Handle* group) { return Api::set_placement(group, &placement, stream_of(stream)); });
+  }
+
   // A Python class with what groups of both kinds have.
   static nb::class_<GroupOf> bind(nb::module_& module, const char* name) {
     using namespace nb::literals;
@@ -151,12 +180,16 @@ class GroupOf : public Member<typename Api::Handle, Api::destroy> {
         .def("errors", &GroupOf::errors)
         .def("stats", &GroupOf::stats)
         .def("set_name", &GroupOf::set_name, "name"_a)
-        .def("join_failed", &GroupOf::join_failed, "operation"_a, "text"_a, "stream"_a = 0);
+        .def("join_failed", &GroupOf::join_failed, "operation"_a, "text"_a, "stream"_a = 0)
+        .def("set_placement", &GroupOf::set_placement, "expert_of_slot"_a,
+             "choices"_a.none() = nb::none(), "stream"_a = 0);
     group.attr("FIRST_OPERATION") = static_cast<int>(Api::first_operation);
     return group;
   }
 
  private:
+  std::int64_t slots_ = 0, logical_experts_ = 0;
+
   [[noreturn]] void fail(Operation operation, xd_status status) const {
     Failure failure = this->comm_.failure();
     failure.operation = operation;

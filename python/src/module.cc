@@ -76,13 +76,14 @@ std::uint64_t first_value(std::uintptr_t word, std::uint64_t call, int bits, std
 }
 
 std::pair<bool, std::string> feature(const std::string& name) {
-  static constexpr std::array<std::pair<const char*, xd_feature>, 6> features = {{
+  static constexpr std::array<std::pair<const char*, xd_feature>, 7> features = {{
       {"cpu", XD_FEATURE_CPU},
       {"cuda", XD_FEATURE_CUDA},
       {"network", XD_FEATURE_NETWORK},
       {"gemm", XD_FEATURE_GEMM},
       {"cublasmp", XD_FEATURE_CUBLASMP},
       {"cuda_wire", XD_FEATURE_CUDA_WIRE},
+      {"cuda_placement", XD_FEATURE_CUDA_PLACEMENT},
   }};
   for (const auto& [known, which] : features) {
     if (name != known) continue;
@@ -91,7 +92,8 @@ std::pair<bool, std::string> feature(const std::string& name) {
     return {available, reason};
   }
   throw nb::value_error(
-      ("feature: expected 'cpu', 'cuda', 'network', 'gemm', 'cublasmp' or 'cuda_wire', got '" +
+      ("feature: expected 'cpu', 'cuda', 'network', 'gemm', 'cublasmp', 'cuda_wire' or "
+       "'cuda_placement', got '" +
        name + "'")
           .c_str());
 }

@@ -189,21 +189,38 @@ xd_status xd_mem_export(xd_comm* comm, const void* ptr, xd_mem_handle* handle) {
   });
 }
 
+// Where this process sees a place in some rank's symmetric memory.
+static std::byte* see(xd::Comm& c, const char* name, const xd_mem_handle& handle,
+                      std::size_t bytes) {
+  XD_REQUIRE(handle.rank >= 0 && handle.rank < c.num_ranks(), name, ".rank = ", handle.rank,
+             ", expected 0 to ", c.num_ranks() - 1);
+  if (!c.hosts().is_near(handle.rank))
+    xd::fail(XD_ERROR_UNSUPPORTED, name, ".rank = ", handle.rank,
+             " is on another machine, whose memory has no address here");
+  std::byte* const found = c.heap().address(
+      handle.rank, {.segment = static_cast<uint32_t>(handle.segment), .offset = handle.offset},
+      bytes);
+  XD_REQUIRE(found != nullptr, name, ": rank ", handle.rank, " has no place at segment ",
+             handle.segment, ", offset ", handle.offset);
+  return found;
+}
+
 xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void** ptr) {
   XD_REQUIRE_GIVEN("xd_mem_import", comm);
   XD_REQUIRE_GIVEN("xd_mem_import", handle);
   XD_REQUIRE_GIVEN("xd_mem_import", ptr);
   *ptr = nullptr;
-  return alone("xd_mem_import", comm, [&](xd::Comm& c) {
-    XD_REQUIRE(handle->rank >= 0 && handle->rank < c.num_ranks(), "handle.rank = ", handle->rank,
-               ", expected 0 to ", c.num_ranks() - 1);
-    if (!c.hosts().is_near(handle->rank))
-      xd::fail(XD_ERROR_UNSUPPORTED, "handle.rank = ", handle->rank,
-               " is on another machine, whose memory has no address here");
-    *ptr = c.heap().address(
-        handle->rank, {.segment = static_cast<uint32_t>(handle->segment), .offset = handle->offset},
-        1);
-    XD_REQUIRE(*ptr != nullptr, "handle: rank ", handle->rank, " has no place at segment ",
-               handle->segment, ", offset ", handle->offset);
+  return alone("xd_mem_import", comm, [&](xd::Comm& c) { *ptr = see(c, "handle", *handle, 1); });
+}
+
+xd_status xd_mem_copy(xd_comm* comm, void* to, const xd_mem_handle* from, size_t bytes,
+                      xd_stream stream) {
+  XD_REQUIRE_GIVEN("xd_mem_copy", comm);
+  XD_REQUIRE_GIVEN("xd_mem_copy", to);
+  XD_REQUIRE_GIVEN("xd_mem_copy", from);
+  return alone("xd_mem_copy", comm, [&](xd::Comm& c) {
+    const std::byte* const source = see(c, "from", *from, bytes);
+    const DLDevice device = c.device();
+    xd::kind_of(device).copy(device.device_id, to, source, bytes, stream);
   });
 }

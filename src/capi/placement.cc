@@ -6,6 +6,25 @@
 #include "ep/balance/planner.h"
 
 using xd::guarded;
+using xd::operate;
+
+xd_status xd_ep_group_set_placement(xd_ep_group* group, const xd_ep_placement* placement,
+                                    xd_stream stream) {
+  return operate("xd_ep_group_set_placement", group, XD_EP_SET_PLACEMENT,
+                 [&](xd::ep::Group& g) { g.set_placement(placement, stream); });
+}
+
+xd_status xd_ll_group_set_placement(xd_ll_group* group, const xd_ep_placement* placement,
+                                    xd_stream stream) {
+  return operate("xd_ll_group_set_placement", group, XD_LL_SET_PLACEMENT,
+                 [&](xd::ep::LlGroup& g) { g.set_placement(placement, stream); });
+}
+
+xd_status xd_ep_group_loads(xd_ep_group* group, const DLTensor* loads, int32_t clear,
+                            xd_stream stream) {
+  return operate("xd_ep_group_loads", group, xd::kNoOperation,
+                 [&](xd::ep::Group& g) { g.tell_loads(loads, clear, stream); });
+}
 
 xd_status xd_ep_plan_placement(const xd_ep_planner_args* args, int32_t* expert_of_slot,
                                xd_ep_placement_info* info) {

@@ -34,6 +34,8 @@ Feature feature(std::int32_t which) {
       return network();
     case XD_FEATURE_CUDA_WIRE:  // of all builds with CUDA devices
       return feature(XD_FEATURE_CUDA);
+    case XD_FEATURE_CUDA_PLACEMENT:
+      return {false, "groups on CUDA devices have no logical experts so far"};
     default:
       return {false, "unknown feature"};
   }

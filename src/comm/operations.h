@@ -25,7 +25,14 @@ struct Operations {
   // Each operation from this number on has a pipeline: an epoch counts that operation alone. One
   // epoch of the group counts all operations below.
   std::int32_t first_pipeline = std::numeric_limits<std::int32_t>::max();
+  // One more operation, with a number behind those of all families, which statistics do not count.
+  std::int32_t rare = -1;
+  const char* rare_name = nullptr;
 
+  constexpr bool knows(std::int32_t operation) const {
+    return contains(operation) || (operation == rare && rare_name != nullptr);
+  }
+  // One that statistics count.
   constexpr bool contains(std::int32_t operation) const {
     return operation >= first && static_cast<std::size_t>(operation - first) < names.size();
   }
@@ -34,7 +41,8 @@ struct Operations {
     return a == b || (a < first_pipeline && b < first_pipeline);
   }
   constexpr const char* name(std::int32_t operation) const {
-    return contains(operation) ? names[static_cast<std::size_t>(operation - first)] : "?";
+    if (contains(operation)) return names[static_cast<std::size_t>(operation - first)];
+    return knows(operation) ? rare_name : "?";
   }
 };
 

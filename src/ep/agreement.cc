@@ -24,6 +24,7 @@ constexpr std::array kEqualFields = {
     Field{"on_error", &CommonTerms::on_error,
           [](std::int64_t value) { return value != 0 ? "FATAL" : "STATUS"; }},
     Field{"wire_formats", &CommonTerms::wire_formats},
+    Field{"num_logical_experts", &CommonTerms::logical_experts},
 };
 
 // Differs from every other that was ever made on this host, as a process makes one at a time.
@@ -70,6 +71,7 @@ CommonTerms CommonTerms::of(const CommonConfig& config) {
           .duplicate_ids = config.collapse,
           .on_error = config.fatal_errors,
           .wire_formats = config.wire_formats,
+          .logical_experts = config.logical_experts,
           .expert_ranks = config.expert_tables.hash(),
           .nonce = new_nonce()};
 }

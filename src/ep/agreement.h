@@ -15,7 +15,7 @@ namespace xd::ep {
 // The part of a config that ranks tell one another. A kind of groups adds its own.
 struct CommonTerms {
   std::int64_t experts, max_topk, max_tokens, max_row_bytes, duplicate_ids, on_error;  // equal
-  std::int64_t wire_formats;                                                           // equal
+  std::int64_t wire_formats, logical_experts;                                          // equal
   std::uint64_t expert_ranks;  // hash of the expert map
   std::uint64_t nonce;         // rank 0's becomes the group's
 

@@ -30,6 +30,10 @@ inline std::string wire_differs(std::uint32_t theirs, std::uint32_t mine) {
                     wire_name(static_cast<xd_ep_wire>(mine)));
 }
 
+// Where tables of set_placement differ, of which ranks tell hashes alone.
+inline constexpr const char* kOtherTable =
+    "another placement (expert_of_slot, choice_first or choice_slots differ)";
+
 std::string bad_ids_text(std::int64_t bad_ids, int lowest_rank, const CommonConfig& config);
 
 template <class Family>

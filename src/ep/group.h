@@ -13,6 +13,7 @@
 #include "comm/rank_set.h"
 #include "ep/agreement.h"
 #include "ep/plan/call.h"
+#include "ep/plan/slot_table.h"
 #include "turn/sequence.h"
 
 namespace xd::ep {
@@ -29,6 +30,15 @@ class GroupOf : public turn::Sequence<Family> {
   // Whether sums are made by host, as they are where ranks have named several.
   bool sums_by_host() const { return hosts().num_hosts() > 1; }
   CallContextOf<Sizes> call_context() const { return {&config_, this->comm().device()}; }
+  // An operation: all ranks take another table. Executors without logical experts have no group for
+  // it.
+  virtual void set_placement(const xd_ep_placement*, xd_stream) {
+    require_logical_experts(config_);
+    require_no_logical_experts(config_);
+  }
+  // The table by which this rank's tokens find slots; empty in groups without logical experts.
+  const SlotTable& slot_table() const { return slot_table_; }
+  void use(SlotTable&& table) noexcept { slot_table_ = std::move(table); }
   // A number that tells this group from others, equal on all ranks.
   std::uint64_t nonce() const { return nonce_; }
 
@@ -46,6 +56,12 @@ class GroupOf : public turn::Sequence<Family> {
   // Brings the losses that kernels have reported here.
   virtual void collect_losses() {}
 
+  // Choices of logical experts without a slot, for the group's status.
+  void count_unplaced(std::int64_t choices) {
+    if (choices == 0) return;
+    this->add_to_status(
+        [=](typename Family::Status& status) { status.unplaced_choices += choices; });
+  }
   // Bad ids of all batches, for the group's status and its numbers.
   void count_bad_ids(std::int64_t bad_ids) {
     this->subject().counters().bad_ids.add(static_cast<std::uint64_t>(bad_ids));
@@ -67,6 +83,7 @@ class GroupOf : public turn::Sequence<Family> {
     const std::vector<Terms> of_rank = comm.collective().agree_on(Family::kCreate, [&] {
       config_ = read(comm.num_ranks());
       require_device(config_, comm);
+      slot_table_ = SlotTable::first(config_, this->rank());
       comm.collective().describe(Terms::sizes_of(config_));
       return Terms::of(config_);
     });
@@ -83,6 +100,7 @@ class GroupOf : public turn::Sequence<Family> {
 
  private:
   RankSet ranks_;
+  SlotTable slot_table_;
 };
 
 }  // namespace xd::ep

@@ -117,7 +117,7 @@ class Sequence {
 template <class Family>
 void Sequence<Family>::join_failed(std::int32_t operation, const char* text, xd_stream stream) {
   const Operations& names = Family::kOperations;
-  if (!names.contains(operation)) {
+  if (!names.knows(operation)) {
     // The peers wait for this rank's turn in any operation, so any operation will do.
     Error unknown(XD_ERROR_INVALID_ARGUMENT,
                   error_text("operation = ", operation, ", expected ", names.type));

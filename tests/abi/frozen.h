@@ -37,6 +37,7 @@ FROZEN_VALUE(XD_FEATURE_NETWORK, 2);
 FROZEN_VALUE(XD_FEATURE_GEMM, 3);
 FROZEN_VALUE(XD_FEATURE_CUBLASMP, 4);
 FROZEN_VALUE(XD_FEATURE_CUDA_WIRE, 5);
+FROZEN_VALUE(XD_FEATURE_CUDA_PLACEMENT, 6);
 
 FROZEN_SIZE(xd_unique_id, 128);
 FROZEN_FIELD(xd_unique_id, bytes, 0);
@@ -121,7 +122,7 @@ FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 FROZEN_VALUE(XD_PHASE_CREDIT, 6);
 
-FROZEN_SIZE(xd_ep_config, 112);
+FROZEN_SIZE(xd_ep_config, 120);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);
@@ -143,6 +144,7 @@ FROZEN_FIELD(xd_ep_config, device_type, 80);
 FROZEN_FIELD(xd_ep_config, expert_ranks, 88);
 FROZEN_FIELD(xd_ep_config, net_buffer_bytes, 96);
 FROZEN_FIELD(xd_ep_config, wire_formats, 104);
+FROZEN_FIELD(xd_ep_config, num_logical_experts, 112);
 
 FROZEN_SIZE(xd_ep_memory, 32);
 FROZEN_FIELD(xd_ep_memory, struct_size, 0);
@@ -150,7 +152,7 @@ FROZEN_FIELD(xd_ep_memory, symmetric_bytes, 8);
 FROZEN_FIELD(xd_ep_memory, staging_bytes, 16);
 FROZEN_FIELD(xd_ep_memory, private_bytes, 24);
 
-FROZEN_SIZE(xd_ep_status, 320);
+FROZEN_SIZE(xd_ep_status, 328);
 FROZEN_FIELD(xd_ep_status, struct_size, 0);
 FROZEN_FIELD(xd_ep_status, status, 8);
 FROZEN_FIELD(xd_ep_status, operation, 12);
@@ -161,8 +163,9 @@ FROZEN_FIELD(xd_ep_status, needed_rows, 40);
 FROZEN_FIELD(xd_ep_status, capacity_rows, 48);
 FROZEN_FIELD(xd_ep_status, dropped_rows, 56);
 FROZEN_FIELD(xd_ep_status, text, 64);
+FROZEN_FIELD(xd_ep_status, unplaced_choices, 320);
 
-FROZEN_SIZE(xd_ep_prepare_args, 88);
+FROZEN_SIZE(xd_ep_prepare_args, 96);
 FROZEN_FIELD(xd_ep_prepare_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_prepare_args, topk_idx, 8);
 FROZEN_FIELD(xd_ep_prepare_args, plan, 16);
@@ -174,6 +177,7 @@ FROZEN_FIELD(xd_ep_prepare_args, offsets, 56);
 FROZEN_FIELD(xd_ep_prepare_args, total, 64);
 FROZEN_FIELD(xd_ep_prepare_args, rank_rows, 72);
 FROZEN_FIELD(xd_ep_prepare_args, parts, 80);
+FROZEN_FIELD(xd_ep_prepare_args, replica_hint, 88);
 
 FROZEN_SIZE(xd_ep_dispatch_args, 96);
 FROZEN_FIELD(xd_ep_dispatch_args, struct_size, 0);
@@ -340,8 +344,9 @@ FROZEN_VALUE(XD_EP_DISPATCH, 1);
 FROZEN_VALUE(XD_EP_COMBINE, 2);
 FROZEN_VALUE(XD_EP_DISPATCH_BWD, 3);
 FROZEN_VALUE(XD_EP_COMBINE_BWD, 4);
+FROZEN_VALUE(XD_EP_SET_PLACEMENT, 8);
 
-FROZEN_SIZE(xd_ll_config, 88);
+FROZEN_SIZE(xd_ll_config, 96);
 FROZEN_FIELD(xd_ll_config, struct_size, 0);
 FROZEN_FIELD(xd_ll_config, num_ranks, 8);
 FROZEN_FIELD(xd_ll_config, num_experts, 12);
@@ -360,13 +365,14 @@ FROZEN_FIELD(xd_ll_config, expert_ranks, 64);
 FROZEN_FIELD(xd_ll_config, receive, 72);
 FROZEN_FIELD(xd_ll_config, alignment, 76);
 FROZEN_FIELD(xd_ll_config, wire_formats, 80);
+FROZEN_FIELD(xd_ll_config, num_logical_experts, 88);
 
 FROZEN_SIZE(xd_ll_memory, 24);
 FROZEN_FIELD(xd_ll_memory, struct_size, 0);
 FROZEN_FIELD(xd_ll_memory, symmetric_bytes, 8);
 FROZEN_FIELD(xd_ll_memory, private_bytes, 16);
 
-FROZEN_SIZE(xd_ll_status, 328);
+FROZEN_SIZE(xd_ll_status, 336);
 FROZEN_FIELD(xd_ll_status, struct_size, 0);
 FROZEN_FIELD(xd_ll_status, status, 8);
 FROZEN_FIELD(xd_ll_status, operation, 12);
@@ -376,6 +382,7 @@ FROZEN_FIELD(xd_ll_status, bad_ids, 32);
 FROZEN_FIELD(xd_ll_status, text, 40);
 FROZEN_FIELD(xd_ll_status, masked, 296);
 FROZEN_FIELD(xd_ll_status, masked_by, 312);
+FROZEN_FIELD(xd_ll_status, unplaced_choices, 328);
 
 FROZEN_SIZE(xd_ll_plan_info, 72);
 FROZEN_FIELD(xd_ll_plan_info, struct_size, 0);
@@ -403,13 +410,14 @@ FROZEN_ENUM(xd_ll_operation);
 FROZEN_VALUE(XD_LL_DISPATCH, 5);
 FROZEN_VALUE(XD_LL_COMBINE, 6);
 FROZEN_VALUE(XD_LL_RESET, 7);
+FROZEN_VALUE(XD_LL_SET_PLACEMENT, 9);
 
 FROZEN_ENUM(xd_ll_phase);
 FROZEN_VALUE(XD_LL_PHASE_BOTH, 0);
 FROZEN_VALUE(XD_LL_PHASE_SEND, 1);
 FROZEN_VALUE(XD_LL_PHASE_RECEIVE, 2);
 
-FROZEN_SIZE(xd_ll_dispatch_args, 152);
+FROZEN_SIZE(xd_ll_dispatch_args, 160);
 FROZEN_FIELD(xd_ll_dispatch_args, struct_size, 0);
 FROZEN_FIELD(xd_ll_dispatch_args, phase, 8);
 FROZEN_FIELD(xd_ll_dispatch_args, tokens, 16);
@@ -430,6 +438,7 @@ FROZEN_FIELD(xd_ll_dispatch_args, row_offsets, 120);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_weights, 128);
 FROZEN_FIELD(xd_ll_dispatch_args, recv_topk_idx, 136);
 FROZEN_FIELD(xd_ll_dispatch_args, scales, 144);
+FROZEN_FIELD(xd_ll_dispatch_args, replica_hint, 152);
 
 FROZEN_SIZE(xd_ll_combine_args, 72);
 FROZEN_FIELD(xd_ll_combine_args, struct_size, 0);
@@ -558,43 +567,22 @@ FROZEN_FIELD(xd_gemm_plan_info, gemm_us, 32);
 FROZEN_FIELD(xd_gemm_plan_info, transfer_us, 40);
 FROZEN_FIELD(xd_gemm_plan_info, text, 48);
 
-FROZEN_SIZE(xd_stats, 224);
-FROZEN_FIELD(xd_stats, struct_size, 0);
-FROZEN_FIELD(xd_stats, calls, 8);
-FROZEN_FIELD(xd_stats, call_ns, 72);
-FROZEN_FIELD(xd_stats, failed_calls, 136);
-FROZEN_FIELD(xd_stats, tokens, 144);
-FROZEN_FIELD(xd_stats, token_bytes, 152);
-FROZEN_FIELD(xd_stats, rows, 160);
-FROZEN_FIELD(xd_stats, row_bytes, 168);
-FROZEN_FIELD(xd_stats, bad_ids, 176);
-FROZEN_FIELD(xd_stats, dropped_rows, 184);
-FROZEN_FIELD(xd_stats, counts_rows, 192);
-FROZEN_FIELD(xd_stats, measures_waits, 196);
-FROZEN_FIELD(xd_stats, net_puts, 200);
-FROZEN_FIELD(xd_stats, net_bytes, 208);
-FROZEN_FIELD(xd_stats, staged_tensors, 216);
+FROZEN_ENUM(xd_ep_quantise);
+FROZEN_VALUE(XD_EP_QUANTISE_NONE, 0);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128, 1);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_POW2, 2);
+FROZEN_VALUE(XD_EP_QUANTISE_FP8_BLOCK128_E8M0, 3);
+FROZEN_VALUE(XD_EP_QUANTISE_MXFP8, 4);
 
-FROZEN_SIZE(xd_stats_source, 240);
-FROZEN_FIELD(xd_stats_source, struct_size, 0);
-FROZEN_FIELD(xd_stats_source, in_use, 8);
-FROZEN_FIELD(xd_stats_source, rank, 12);
-FROZEN_FIELD(xd_stats_source, num_ranks, 16);
-FROZEN_FIELD(xd_stats_source, first_operation, 20);
-FROZEN_FIELD(xd_stats_source, number, 24);
-FROZEN_FIELD(xd_stats_source, device_type, 28);
-FROZEN_FIELD(xd_stats_source, operation, 32);
-FROZEN_FIELD(xd_stats_source, waits_for, 36);
-FROZEN_FIELD(xd_stats_source, operation_ns, 40);
-FROZEN_FIELD(xd_stats_source, comm, 48);
-FROZEN_FIELD(xd_stats_source, name, 112);
-FROZEN_FIELD(xd_stats_source, detail, 176);
-
-FROZEN_VALUE(XD_STATS_OPERATIONS, 8);
-FROZEN_VALUE(XD_STATS_TEXT_BYTES, 64);
+FROZEN_ENUM(xd_ep_wire);
+FROZEN_VALUE(XD_EP_WIRE_SAME, 0);
+FROZEN_VALUE(XD_EP_WIRE_FLOAT32, 1);
+FROZEN_VALUE(XD_EP_WIRE_FP8_BLOCK128, 2);
+FROZEN_VALUE(XD_EP_WIRE_FP8_BLOCK128_POW2, 3);
+FROZEN_VALUE(XD_EP_WIRE_FP8_BLOCK128_E8M0, 4);
 
 #include "frozen_placement.h"
-#include "frozen_quantise.h"
+#include "frozen_stats.h"
 #include "frozen_view.h"
 
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_H_ */

@@ -2,6 +2,12 @@
 #ifndef CROSSDOCK_TESTS_ABI_FROZEN_PLACEMENT_H_
 #define CROSSDOCK_TESTS_ABI_FROZEN_PLACEMENT_H_
 
+FROZEN_SIZE(xd_ep_placement, 32);
+FROZEN_FIELD(xd_ep_placement, struct_size, 0);
+FROZEN_FIELD(xd_ep_placement, expert_of_slot, 8);
+FROZEN_FIELD(xd_ep_placement, choice_first, 16);
+FROZEN_FIELD(xd_ep_placement, choice_slots, 24);
+
 FROZEN_SIZE(xd_ep_planner_args, 64);
 FROZEN_FIELD(xd_ep_planner_args, struct_size, 0);
 FROZEN_FIELD(xd_ep_planner_args, num_ranks, 8);

@@ -148,12 +148,36 @@ RoutingShape Case::routing(int step) const {
   return {num_ranks, num_experts(), topk_of(step), max_tokens, pattern, tokens, expert_ranks_};
 }
 
-std::vector<Choices> Case::choices(int step) const {
+std::vector<std::int32_t> Case::owners() const {
+  if (!expert_ranks_.empty()) return expert_ranks_;
+  std::vector<std::int32_t> result;
+  for (int e = 0; e < num_experts(); ++e) result.push_back(e / local_experts);
+  return result;
+}
+
+Table Case::table(int step) const {
+  return make_table(tables, num_ranks, num_experts(),
+                    mix(seed, 0x7AB, static_cast<std::uint64_t>(step)));
+}
+
+std::vector<Choices> Case::ids(int step) const {
   const std::uint64_t batch = mix(seed, static_cast<std::uint64_t>(step));
-  std::vector<Choices> ranks = make_routing(routing(step), batch);
+  RoutingShape shape = routing(step);
+  if (tables != Tables::none) {
+    // Patterns that know of ranks need some for logical experts as well.
+    shape.num_experts = logical_experts(tables, num_experts());
+    shape.expert_ranks.clear();
+    for (int e = 0; e < shape.num_experts; ++e) shape.expert_ranks.push_back(e % num_ranks);
+  }
+  std::vector<Choices> ranks = make_routing(shape, batch);
   if (duplicates) repeat_ids(ranks, mix(batch, 0xD0));
-  if (bad_ids) spoil_ids(ranks, num_experts(), batch);
+  if (bad_ids) spoil_ids(ranks, shape.num_experts, batch);
   return ranks;
+}
+
+std::vector<Choices> Case::choices(int step) const {
+  if (tables == Tables::none) return ids(step);
+  return table(step).in_slots(ids(step), owners(), duplicates);
 }
 
 Placement Case::placement(int step) const {
@@ -231,6 +255,7 @@ xd_ep_config Case::config(int rank) const {
   config.staging = placing == Placing::unstaged ? XD_EP_STAGING_NONE : XD_EP_STAGING_AUTO;
   config.zero_tail = zeroes_tail(rank) ? 1 : 0;
   config.wire_formats = wire != XD_EP_WIRE_SAME ? XD_EP_WIRE_BIT(wire) : 0;
+  config.num_logical_experts = logical_experts(tables, num_experts());
   return config;
 }
 
@@ -262,6 +287,7 @@ std::string Case::description() const {
   if (duplicates) text << ", duplicates collapse";
   if (parts > 1) text << ", in " << parts << " parts";
   if (wire != XD_EP_WIRE_SAME) text << ", wire " << static_cast<int>(wire);
+  if (tables != Tables::none) text << ", tables " << static_cast<int>(tables);
   return text.str();
 }
 
@@ -278,6 +304,15 @@ std::vector<Case> cases_with_wires(std::vector<Case> cases) {
     c.row_units = block * (1 + static_cast<int>(mix(c.seed, 0x9C) % 3));
     c.max_tokens = std::min(c.max_tokens, 24);
   }
+  return cases;
+}
+
+std::vector<Case> cases_with_tables(std::vector<Case> cases) {
+  if (!full_tests()) std::erase_if(cases, [](const Case& c) { return mix(c.seed, 0x7A) % 2 == 0; });
+  constexpr std::array kTables{Tables::in_order, Tables::permuted, Tables::replicas,
+                               Tables::with_gaps, Tables::with_lists};
+  std::size_t number = 0;
+  for (Case& c : cases) c.tables = kTables[number++ % kTables.size()];
   return cases;
 }
 

@@ -11,6 +11,7 @@
 #include "conformance/dimensions.h"
 #include "conformance/reference.h"
 #include "conformance/routing.h"
+#include "conformance/tables.h"
 
 namespace xd::test {
 
@@ -87,6 +88,7 @@ struct Case {
   bool bad_ids = false;     // some ids are out of range or repeated
   int parts = 1;            // operations are called part by part
   xd_ep_wire wire = XD_EP_WIRE_SAME;  // of combine
+  Tables tables = Tables::none;       // a new one for each batch
 
   static constexpr int kSteps = 2;  // batches that go through the group
 
@@ -98,8 +100,10 @@ struct Case {
   int alignment_of(int step) const;
   int topk_of(int step) const;
   RoutingShape routing(int step) const;
-  std::vector<Choices> choices(int step) const;
-  Placement placement(int step) const;  // with the capacities of all ranks
+  std::vector<Choices> ids(int step) const;      // as callers give them
+  Table table(int step) const;                   // where ids are those of logical experts
+  std::vector<Choices> choices(int step) const;  // by the group's experts
+  Placement placement(int step) const;           // with the capacities of all ranks
   xd_ep_config config(int rank) const;
   bool zeroes_tail(int rank) const;
   int least_row_units() const;  // units of the shortest row that dispatch can carry
@@ -111,6 +115,8 @@ struct Case {
 
  private:
   std::vector<std::int32_t> expert_ranks_;  // empty where homes is even; configs point to it
+
+  std::vector<std::int32_t> owners() const;  // of all experts
 
   std::vector<std::int64_t> capacities() const;  // capacities of all ranks, as configured
   xd_ep_overflow overflow() const;
@@ -129,6 +135,9 @@ inline constexpr xd_ep_wire kWires[] = {XD_EP_WIRE_FLOAT32, XD_EP_WIRE_FP8_BLOCK
 // Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
 // ask.
 std::vector<Case> cases_with_wires(std::vector<Case> cases);
+
+// Some of these cases, by the seed, with logical experts, by one kind of tables after another.
+std::vector<Case> cases_with_tables(std::vector<Case> cases);
 
 // Some of these cases, by the seed, with plans that have parts, and with enough experts.
 std::vector<Case> cases_in_parts(int num_ranks);

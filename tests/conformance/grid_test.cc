@@ -7,6 +7,7 @@
 
 #include "conformance/batch.h"
 #include "conformance/case.h"
+#include "conformance/has_tables.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
@@ -22,7 +23,9 @@ TEST_P(Grid, EveryElementOfEveryOutputIsRight) {
     const Group group = make_group(rank.comm, c.config(rank.rank));
     for (int number = 0; number < Case::kSteps; ++number) {
       SCOPED_TRACE("batch " + std::to_string(number));
-      Step(rank, c, group.get(), number).run_all();
+      Step step(rank, c, group.get(), number);
+      step.set_table();
+      step.run_all();
     }
   });
 }
@@ -76,7 +79,20 @@ std::vector<Case> cases_of_this_launch() {
   return all_cases(world().num_ranks());
 }
 
+std::vector<Case> cases_of_tables() {
+  if (!has_tables()) return {};
+  std::vector<Case> cases = cases_with_tables(all_cases(world().num_ranks()));
+  const std::vector<Case> in_parts = cases_with_tables(cases_in_parts(world().num_ranks()));
+  cases.insert(cases.end(), in_parts.begin(), in_parts.end());
+  return cases;
+}
+
 INSTANTIATE_TEST_SUITE_P(Cases, Grid, testing::ValuesIn(cases_of_this_launch()),
+                         [](const testing::TestParamInfo<Case>& instance) {
+                           return std::to_string(instance.index);
+                         });
+
+INSTANTIATE_TEST_SUITE_P(Tables, Grid, testing::ValuesIn(cases_of_tables()),
                          [](const testing::TestParamInfo<Case>& instance) {
                            return std::to_string(instance.index);
                          });

@@ -90,8 +90,39 @@ TEST(SymmetricMemory, IsSeenByEveryRankThroughHandles) {
       rank.memory->copy_out(got.data(), seen, got.size());
       const std::vector<std::byte> theirs = pattern(peer, kBytes);
       EXPECT_TRUE(std::equal(got.begin(), got.end(), theirs.begin() + 100)) << "rank " << peer;
+      // The same by a copy of some of it, whose neighbours stay as they are.
+      Buffer copied(rank, 5000, Place::ordinary);
+      copied.fill(kPoison);
+      ok(xd_mem_copy(comm.get(), copied.data(), &there, 0, rank.stream()));
+      ok(xd_mem_copy(comm.get(), copied.data(), &there, 4999, rank.stream()));
+      rank.memory->synchronize();
+      const std::vector<std::byte> some = copied.read();
+      EXPECT_TRUE(std::equal(some.begin(), some.end() - 1, theirs.begin() + 100));
+      EXPECT_EQ(some.back(), kPoison);
+      EXPECT_TRUE(copied.guards_intact());
     }
     ok(xd_comm_barrier(comm.get()));
+  });
+}
+
+TEST(SymmetricMemory, IsNotCopiedFromPlacesThatDoNotExist) {
+  on_every_rank([](Rank& rank) {
+    const Comm comm = rank.another_comm("memory", kHeap);
+    Buffer to(rank, 64, Place::ordinary);
+    to.fill(kPoison);
+    const auto refused = [&](const xd_mem_handle& from, std::size_t bytes, const char* words) {
+      expect_error(xd_mem_copy(comm.get(), to.data(), &from, bytes, rank.stream()),
+                   XD_ERROR_INVALID_ARGUMENT, words);
+    };
+    refused({rank.num_ranks, 0, 0}, 1, "from.rank = ");
+    refused({-1, 0, 0}, 1, "from.rank = -1");
+    refused({0, 7, 0}, 1, "from: rank 0 has no place at segment 7");
+    refused({0, 0, std::uint64_t{1} << 40}, 1, "from: rank 0 has no place");
+    refused({0, 0, 0}, std::size_t{1} << 40, "from: rank 0 has no place");
+    EXPECT_EQ(xd_mem_copy(comm.get(), nullptr, nullptr, 0, rank.stream()),
+              XD_ERROR_INVALID_ARGUMENT);
+    const std::vector<std::byte> bytes = to.read();
+    EXPECT_TRUE(std::ranges::all_of(bytes, [](std::byte b) { return b == kPoison; }));
   });
 }
 

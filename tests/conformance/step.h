@@ -23,6 +23,8 @@ class Step {
   // `number` chooses one of the case's batches.
   Step(const Rank& rank, const Case& c, xd_ep_group* group, int number);
 
+  // Sets the batch's table, where ids are those of logical experts.
+  void set_table();
   void prepare();
   void dispatch();
   void combine();

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "conformance/said.h"
@@ -38,8 +39,14 @@ std::vector<CountOutput> count_outputs(const Routed& routed, int rank) {
 
 }  // namespace
 
+void Step::set_table() {
+  if (case_.tables == Tables::none) return;
+  const Given table(case_.table(number_));
+  ok(finish(rank_, group_, xd_ep_group_set_placement(group_, table.get(), rank_.stream())));
+}
+
 void Step::prepare() {
-  const Choices mine = case_.choices(number_)[static_cast<std::size_t>(rank_.rank)];  // bad ids too
+  const Choices mine = case_.ids(number_)[static_cast<std::size_t>(rank_.rank)];  // bad ids too
   Tensor topk_idx = token_input(
       case_.index_type, {tokens(), topk_},
       [&](std::int64_t t, std::int64_t k) {
@@ -48,6 +55,16 @@ void Step::prepare() {
       Grain::elements);
   xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
   args.topk_idx = topk_idx.dl();
+  std::optional<Tensor> hint;
+  if (case_.tables != Tables::none && case_.table(number_).hints) {
+    hint.emplace(token_input(
+        own_chance(33) % 2 == 0 ? kI32 : kI64, {tokens()},
+        [&](std::int64_t t, std::int64_t) {
+          return static_cast<std::uint64_t>(Table::hint_of(rank_.rank, static_cast<int>(t)));
+        },
+        Grain::elements));
+    args.replica_hint = hint->dl();
+  }
   set_plan(args, plan_);
   args.parts = case_.parts > 1 ? case_.parts : static_cast<std::int32_t>(common_chance(31) % 2);
   if (case_.alignments == PerPlan::own) args.alignment = routed_.placement().alignment;

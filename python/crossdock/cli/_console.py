@@ -101,7 +101,7 @@ def facts(title: str, rows: Sequence[tuple[str, bool | None, str]]) -> None:
         if console:
             mark = f"[{style}]{mark}[/{style}]"
         first, *rest = textwrap.wrap(text, width) or [""]
-        line = f"  {name:<12}{mark}"
+        line = f"  {name:<11} {mark}"
         if console:
             console.print(line, end="", highlight=False)
             print(first)

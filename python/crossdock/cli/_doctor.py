@@ -18,7 +18,7 @@ from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import FAILED, OK, CommandError
 from crossdock.cli._workload import Workload
 
-FEATURES = ("cpu", "cuda", "network", "gemm", "cublasmp", "cuda_wire")
+FEATURES = ("cpu", "cuda", "network", "gemm", "cublasmp", "cuda_wire", "cuda_placement")
 _OLDEST_TORCH = (2, 6)
 _OLDEST_JAX = (0, 10)
 _TRIAL_SECONDS = 120

@@ -37,6 +37,7 @@ from ._low_latency_ops import (
     ll_dispatch_send,
 )
 from ._ops import Dispatched, combine, dequantise, dispatch
+from ._placement import move_experts
 from ._sharding import local_tensor
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
@@ -46,6 +47,7 @@ from .layers.experts import GroupedExperts, SharedExperts
 from .layers.layer import MoELayer, MoEOutput
 from .layers.models import load_pretrained, model_layer
 from .layers.overlap import moe
+from .layers.rebalance import rebalance
 from .layers.router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
 from .training import (
     assert_replicated,
@@ -99,7 +101,9 @@ __all__ = [
     "mark_experts",
     "model_layer",
     "moe",
+    "move_experts",
     "parameter_groups",
+    "rebalance",
     "route",
     "update_router_bias",
     "z_loss",

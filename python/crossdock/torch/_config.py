@@ -57,6 +57,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "on_peer_loss": number_of,
     "wait_timeout_ms": _number,
     "receive": number_of,
+    "num_logical_experts": functools.partial(_number, least=0),
     "net_buffer_bytes": functools.partial(_number, least=0),
     "wire_formats": lambda _, given: wire_formats(given),
     _OWN: functools.partial(_number, least=0),

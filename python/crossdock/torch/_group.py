@@ -19,11 +19,13 @@ from crossdock._quantise import widest_scale_bytes
 from crossdock._wire import Wire
 from crossdock.errors import InvalidArgument
 
+from ._calls import spec
 from ._comm import Comm, default_comm
 from ._config import read_config
 from ._direct import FUNCTIONS, unobserved
 from ._handles import new_handle
 from ._membership import Membership
+from ._placement import PlacedGroup
 from ._pool import SymmetricPool, block_bytes
 
 __all__ = [
@@ -110,7 +112,7 @@ class RoutingLayout(NamedTuple):
     bad_ids: torch.Tensor
 
 
-class EpGroup(Membership):
+class EpGroup(PlacedGroup):
     """Sizes and memory of one kind of expert-parallel traffic between the ranks.
 
     With W ranks and E experts, rank d holds the experts ``d * E / W`` to ``(d + 1) * E / W - 1``,
@@ -125,10 +127,12 @@ class EpGroup(Membership):
         max_scale_bytes: the largest row of scales beside a token's.
         num_local_experts: L, the experts of this rank.
         num_experts, expert_ranks, hidden, max_topk, max_tokens_per_rank, layout, dtype, alignment,
-            duplicate_ids, on_error, wire_formats: as given.
+            duplicate_ids, on_error, wire_formats, num_logical_experts: as given.
         config: what `core` was made with, but for the bytes of scales.
         core: the group of the extension.
     """
+
+    _SET_PLACEMENT = constants.SET_PLACEMENT
 
     def __init__(
         self,
@@ -152,6 +156,7 @@ class EpGroup(Membership):
         net_buffer_bytes: int = 0,
         wire_formats: Sequence[Wire] = (),
         max_scale_bytes: int | None = None,
+        num_logical_experts: int = 0,
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -194,6 +199,8 @@ class EpGroup(Membership):
             max_scale_bytes: the largest row of scales that `dispatch` is given beside a token's;
                 None = a float32 per 128 columns, hidden / 32. Of N numbers NVFP4 has N / 16 bytes,
                 and MXFP4 N / 32.
+            num_logical_experts: ids name so many logical experts, which `set_placement` places in
+                the num_experts slots of all ranks; 0 = they name experts. On the CPU.
             comm: None = the default communicator.
 
         Raises:
@@ -224,8 +231,9 @@ class EpGroup(Membership):
             expert_ranks=expert_ranks,
             net_buffer_bytes=net_buffer_bytes,
             wire_formats=wire_formats,
+            num_logical_experts=num_logical_experts,
         )
-        self.num_experts = num_experts
+        self.num_experts, self.num_logical_experts = num_experts, num_logical_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]
         self.wire_formats = tuple(wire_formats)
         self.hidden = hidden
@@ -247,6 +255,7 @@ class EpGroup(Membership):
         self.order_leaf = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         self.order_leaf.register_post_accumulate_grad_hook(_drop_grad)
         ranks = (self.comm.rank, self.comm.num_ranks)
+        self._place_first(expert_ranks)
         self.handle = new_handle(ranks, self.rows, self.plan_bytes, sorted(config.items()))
         _groups[self.handle] = self
 
@@ -338,6 +347,20 @@ class EpGroup(Membership):
         num_tokens, topk = topk_idx.shape
         return Plan(self, data, info, offsets, order, num_tokens, topk, parts)
 
+    def loads(self, *, clear: bool = False) -> torch.Tensor:
+        """How often each logical expert was chosen, in all plans so far. Local; any thread.
+
+        ``[ranks, num_logical_experts]`` int64, by the rank of the tokens, on the CPU; equal on all
+        ranks behind the same prepare. See ``crossdock.EpGroup.loads``.
+
+        Args:
+            clear: count anew from 0.
+        """
+        shape = (self.comm.num_ranks, self.num_logical_experts)
+        loads = torch.empty(shape, dtype=torch.int64, device="cpu")
+        self.core.loads(spec(loads), clear)
+        return loads
+
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
         """Counts where this rank's tokens go, without a plan. Local: peers need not call it.
 
@@ -347,7 +370,11 @@ class EpGroup(Membership):
 
         Raises:
             TypeError, InvalidArgument: a bad argument.
+            ValueError: a group with logical experts, whose slots it does not know.
         """
+        if self.num_logical_experts:
+            problem = "routing_layout: expected a group without num_logical_experts, got one with"
+            self.refuse(None, ValueError, problem)
         return RoutingLayout(*torch.ops.crossdock.routing_layout.default(topk_idx, self.handle))
 
     def __repr__(self) -> str:

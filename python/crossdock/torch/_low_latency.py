@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from crossdock import _core
 from crossdock._comm import number_of_32_bits
 from crossdock._config import DuplicateIds, OnError, PeerLoss, Receive
-from crossdock._core import as_dlpack
+from crossdock._core import as_dlpack, constants
 from crossdock._halves import OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way
 from crossdock._wire import Wire
@@ -22,7 +22,7 @@ from ._calls import DTYPE_CODES, E8M0, current_stream, spec
 from ._comm import Comm, default_comm
 from ._config import read_config
 from ._handles import new_handle
-from ._membership import Membership
+from ._placement import PlacedGroup
 
 __all__ = ["LowLatencyGroup", "SlotPlan", "Slots", "low_latency_group_of"]
 
@@ -100,7 +100,7 @@ class Slots(NamedTuple):
     topk_idx: torch.Tensor | None = None
 
 
-class LowLatencyGroup(Membership):
+class LowLatencyGroup(PlacedGroup):
     """Sizes and memory of traffic of few tokens between the ranks, as in decoding.
 
     For `ll_dispatch` and `ll_combine`, which need no plan beforehand, no counts on the host, and no
@@ -124,6 +124,8 @@ class LowLatencyGroup(Membership):
         core: the group of the extension.
     """
 
+    _SET_PLACEMENT = constants.LL_SET_PLACEMENT
+
     def __init__(
         self,
         *,
@@ -142,6 +144,7 @@ class LowLatencyGroup(Membership):
         alignment: int = 1,
         expert_ranks: Sequence[int] | None = None,
         wire_formats: Sequence[Wire] = (),
+        num_logical_experts: int = 0,
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking. Equal on all ranks but for `num_sms`.
@@ -164,7 +167,7 @@ class LowLatencyGroup(Membership):
                 without gaps, ``"by_expert"`` as layout "expert_major" of `EpGroup` has them,
                 ``"by_rank"`` as "rank_major".
             alignment: "by_expert": of zones, in rows, a power of two; padding rows are zero.
-            expert_ranks, wire_formats: as of `EpGroup`.
+            expert_ranks, wire_formats, num_logical_experts: as of `EpGroup`.
             comm: None = the default communicator.
 
         Raises:
@@ -192,8 +195,10 @@ class LowLatencyGroup(Membership):
             alignment=alignment,
             expert_ranks=expert_ranks,
             wire_formats=wire_formats,
+            num_logical_experts=num_logical_experts,
         )
-        self.num_experts, self.max_topk = num_experts, max_topk
+        self.num_experts, self.num_logical_experts = num_experts, num_logical_experts
+        self.max_topk = max_topk
         self.max_tokens_per_rank = max_tokens_per_rank
         self.hidden, self.dtype = hidden, dtype
         self.receive: Receive = receive
@@ -211,6 +216,7 @@ class LowLatencyGroup(Membership):
         self.combine_halves = OpenHalves(in_flight)
         shapes = (self.num_slots, self.plan_bytes, self.num_local_experts)
         ranks = (self.comm.rank, self.comm.num_ranks)
+        self._place_first(expert_ranks)
         self.handle: int = new_handle(ranks, shapes, sorted(config.items()))
         _groups[self.handle] = self
 

@@ -1,11 +1,16 @@
-#include "comm/device/kinds.h"
+#include <cstring>
 
+#include "comm/device/kinds.h"
 #include "memory/host_segment.h"
 
 namespace xd::devices::cpu {
 namespace {
 
 std::unique_ptr<SegmentMaker> make_memory(int) { return std::make_unique<HostSegmentMaker>(); }
+
+void copy(int, void* to, const void* from, std::size_t bytes, xd_stream) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
 
 }  // namespace
 
@@ -20,6 +25,7 @@ const DeviceKind kDeviceKind{
         },
     .introduce = [](int, int) { return DeviceIntroduction{}; },
     .make_memory = make_memory,
+    .copy = copy,
 };
 
 }  // namespace xd::devices::cpu

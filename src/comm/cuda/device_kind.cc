@@ -6,6 +6,7 @@
 #include "comm/cuda/segment.h"
 #include "comm/cuda/side.h"
 #include "cuda/device.h"
+#include "cuda/error.h"
 #include "cuda/stream.h"
 
 namespace xd::devices::cuda {
@@ -39,6 +40,13 @@ bool is_captured(int ordinal, xd_stream stream) {
   return xd::cuda::is_captured(stream);
 }
 
+// Written, not yet run on GPUs.
+void copy(int ordinal, void* to, const void* from, std::size_t bytes, xd_stream stream) {
+  const xd::cuda::DeviceGuard guard(ordinal);
+  XD_CUDA_CHECK(
+      cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
 
 const DeviceKind kDeviceKind{
@@ -54,6 +62,7 @@ const DeviceKind kDeviceKind{
     .board_bytes = sizeof(DeviceBoard),
     .make_side = make_cuda_side,
     .is_captured = is_captured,
+    .copy = copy,
 };
 
 }  // namespace xd::devices::cuda

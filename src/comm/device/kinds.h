@@ -57,6 +57,9 @@ struct DeviceKind {
                                            std::vector<std::shared_ptr<Segment>> boards) = nullptr;
   // True while a stream of the device is captured into a graph; null = there are no streams.
   bool (*is_captured)(int ordinal, xd_stream stream) = nullptr;
+  // Copies memory that this rank's device reaches, in the order of the stream.
+  void (*copy)(int ordinal, void* to, const void* from, std::size_t bytes,
+               xd_stream stream) = nullptr;
 };
 
 namespace devices::cpu {

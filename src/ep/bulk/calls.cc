@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/options.h"
 #include "ep/plan/plan.h"
+#include "ep/plan/slot_table.h"
 
 namespace xd::ep {
 namespace {
@@ -222,9 +223,11 @@ PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& cont
                    .padded_counts = reader.numbers(a.padded_counts, "padded_counts", 1),
                    .offsets = reader.numbers(a.offsets, "offsets", 1),
                    .total = reader.numbers(a.total, "total", 1),
-                   .rank_rows = reader.numbers(a.rank_rows, "rank_rows", 2)};
+                   .rank_rows = reader.numbers(a.rank_rows, "rank_rows", 2),
+                   .replica_hint = {}};
   require_tokens_fit(call.topk_idx, config);
   require_topk_fits(call.topk_idx, config);
+  call.replica_hint = read_replica_hint(a.replica_hint, call.topk_idx.rows, config, context.device);
   XD_REQUIRE(a.plan != nullptr, "plan = NULL, expected ", plan_size(config), " bytes");
   XD_REQUIRE(reinterpret_cast<std::uintptr_t>(a.plan) % 16 == 0, "plan is at ", a.plan,
              ", expected a 16-byte aligned address");

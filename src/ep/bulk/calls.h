@@ -16,6 +16,7 @@ struct PrepareCall {
   int alignment;  // alignment of the plan
   int parts;      // of the plan, at least 1
   Tensor counts, padded_counts, offsets, total, rank_rows;
+  Tensor replica_hint;
 };
 PrepareCall read_prepare(const xd_ep_prepare_args* args, const CallContext& context);
 

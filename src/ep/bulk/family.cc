@@ -32,6 +32,7 @@ std::string of_optional(int theirs, int mine) {
 
 std::string Family::difference(const Record& mine, const Record& theirs) {
   if (theirs.fingerprint != mine.fingerprint) {
+    if (mine.call.operation == XD_EP_SET_PLACEMENT) return kOtherTable;
     if (((theirs.fingerprint ^ mine.fingerprint) & ~kPartBits) != 0)
       return "a plan of another batch";
     return differs_in("part", theirs.fingerprint & kPartBits, mine.fingerprint & kPartBits);

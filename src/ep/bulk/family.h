@@ -29,8 +29,12 @@ struct Family {
   using Status = xd_ep_status;
 
   static constexpr CollectiveCall kCreate{"xd_ep_group_create"};
-  static constexpr Operations kOperations{"xd_ep_", "an xd_ep_operation", XD_EP_PREPARE,
-                                          kOperationNames};
+  static constexpr Operations kOperations{.prefix = "xd_ep_",
+                                          .type = "an xd_ep_operation",
+                                          .first = XD_EP_PREPARE,
+                                          .names = kOperationNames,
+                                          .rare = XD_EP_SET_PLACEMENT,
+                                          .rare_name = "group_set_placement"};
 
   static constexpr bool same_operation(const Record& a, const Record& b) {
     return ep::same_operation(a, b);

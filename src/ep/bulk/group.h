@@ -41,6 +41,11 @@ class Group : public GroupOf<Family, Config> {
   virtual void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) = 0;
   // A local call, which takes no turn.
   virtual void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) = 0;
+  // Likewise, of executors with logical experts.
+  virtual void tell_loads(const DLTensor*, std::int32_t /*clear*/, xd_stream) {
+    require_logical_experts(config_);
+    require_no_logical_experts(config_);
+  }
 
   // The config of a rank: like this rank's, except for the fields that may differ.
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }

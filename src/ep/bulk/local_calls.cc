@@ -14,6 +14,20 @@ constexpr std::int64_t kMostTokens = std::int64_t{1} << 26;
 
 }  // namespace
 
+Tensor read_loads(const DLTensor* loads, std::int32_t clear, const CallContext& context) {
+  const Config& config = *context.config;
+  XD_REQUIRE(clear == 0 || clear == 1, "clear = ", clear, ", expected 0 or 1");
+  constexpr std::array kTypes = {DType::i64};
+  const int ndim = loads != nullptr && loads->ndim == 1 ? 1 : 2;
+  const Tensor out = read_tensor(
+      loads, {.name = "loads", .ndim = ndim, .types = kTypes, .device = context.device});
+  if (ndim == 2) require_rows(out, config.ranks, "ranks");
+  const std::int64_t experts = ndim == 2 ? out.cols : out.rows;
+  XD_REQUIRE(experts == config.logical_experts, "loads: has ", experts,
+             " numbers of experts, expected num_logical_experts = ", config.logical_experts);
+  return out;
+}
+
 RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
                                 const CallContext& context) {
   const auto a =

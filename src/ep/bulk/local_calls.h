@@ -13,6 +13,9 @@ struct RowExpertsCall {
   PlanBytes plan;
   Tensor row_experts;
 };
+// Where xd_ep_group_loads writes to.
+Tensor read_loads(const DLTensor* loads, std::int32_t clear, const CallContext& context);
+
 RowExpertsCall read_row_experts(const xd_ep_plan_row_experts_args* args,
                                 const CallContext& context);
 

@@ -32,6 +32,12 @@ Record record_of(const PrepareCall& call) {
   return record;
 }
 
+Record record_of(const SlotTable& table) {
+  Record record = record_in(XD_EP_SET_PLACEMENT);
+  record.fingerprint = table.hash();
+  return record;
+}
+
 Record record_of(const DispatchCall& call) {
   Record record = of_rows(XD_EP_DISPATCH, call.tokens);
   record.extra =

@@ -4,10 +4,12 @@
 
 #include "ep/bulk/calls.h"
 #include "ep/bulk/wire.h"
+#include "ep/plan/slot_table.h"
 
 namespace xd::ep {
 
 Record record_of(const PrepareCall& call);
+Record record_of(const SlotTable& table);
 Record record_of(const DispatchCall& call);
 Record record_of(const CombineCall& call);
 Record record_of(const DispatchBwdCall& call);

@@ -91,8 +91,9 @@ struct Record {
   // dispatch: ScaleRow; combine: an xd_ep_wire; combine_bwd: bytes of a scale row; prepare:
   // ChoiceShape
   std::uint32_t extra = 0;
-  std::uint32_t rows = 0;          // rows of each receive tensor
-  std::uint64_t fingerprint = 0;   // the plan's; where it leaves kPartBits free, plus the part
+  std::uint32_t rows = 0;  // rows of each receive tensor
+  // The plan's; where it leaves kPartBits free, plus the part. set_placement: the table's hash.
+  std::uint64_t fingerprint = 0;
   turn::PeerAddress rows_in{};     // receive rows that peers read or write
   turn::PeerAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out
   turn::PeerAddress weights_in{};  // receive weights that peers read or write

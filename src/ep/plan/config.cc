@@ -31,6 +31,8 @@ void read_sizes(const CommonFields& user, int comm_ranks, CommonConfig& config) 
   config.ranks = comm_ranks > 0 ? comm_ranks : user.num_ranks;
   require_range("num_experts", user.num_experts, 1, kMaxExperts);
   config.experts = user.num_experts;
+  require_range("num_logical_experts", user.num_logical_experts, 0, user.num_experts);
+  config.logical_experts = static_cast<int>(user.num_logical_experts);
   config.expert_tables =
       ExpertTables::read(user.expert_ranks, config.experts, config.ranks, "config.");
   config.local_experts = config.most_local_experts();
@@ -110,6 +112,18 @@ void require_no_wires(const CommonConfig& config) {
   fail(XD_ERROR_UNSUPPORTED, "config.wire_formats = ", config.wire_formats,
        ", expected 0: between machines combine has no wire but XD_EP_WIRE_SAME on CUDA devices so "
        "far");
+}
+
+void require_logical_experts(const CommonConfig& config) {
+  XD_REQUIRE(
+      config.logical_experts > 0,
+      "group: was made with num_logical_experts = 0, expected 1 to num_experts = ", config.experts);
+}
+
+void require_no_logical_experts(const CommonConfig& config) {
+  if (config.logical_experts == 0) return;
+  fail(XD_ERROR_UNSUPPORTED, "config.num_logical_experts = ", config.logical_experts,
+       ", expected 0: groups on CUDA devices have no logical experts so far");
 }
 
 CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads) {

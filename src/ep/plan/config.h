@@ -48,6 +48,7 @@ struct Keeps {
 struct CommonConfig {
   int ranks = 0;
   int experts = 0;
+  int logical_experts = 0;  // the ids that a router gives are theirs; 0 = the experts' own
   ExpertTables expert_tables;
   // Of this rank; where no rank is meant, the largest number of any.
   int local_experts = 0;
@@ -63,6 +64,8 @@ struct CommonConfig {
   // The most ranks that hold rows of one token, and so the most partial sums it can have.
   int most_cells_per_token() const { return std::min(max_topk, ranks); }
   const ExpertMap& map() const { return expert_tables.map(); }
+  // The number of ids that a router chooses among.
+  int num_ids() const { return logical_experts > 0 ? logical_experts : experts; }
   // Bytes of the longest partial sum of combine on its way.
   std::uint64_t max_wire_bytes() const { return longest_wire_row(wire_formats, max_row_bytes); }
   // Of any rank. Sizes that ranks must agree about follow from it.
@@ -112,6 +115,7 @@ struct CommonFields {
   std::int32_t num_sms, device_type;
   const std::int32_t* expert_ranks;
   std::uint32_t wire_formats;
+  std::int64_t num_logical_experts;
 
   template <class User>
   static CommonFields of(const User& user) {
@@ -126,7 +130,8 @@ struct CommonFields {
             user.num_sms,
             user.device_type,
             user.expert_ranks,
-            user.wire_formats};
+            user.wire_formats,
+            user.num_logical_experts};
   }
 };
 
@@ -150,6 +155,12 @@ void require_wire_fits(const WireFormat& wire, const char* tensor, std::int64_t 
 // Throws UNSUPPORTED if combine may have another wire than SAME, which no group on CUDA devices of
 // several machines has so far.
 void require_no_wires(const CommonConfig& config);
+
+// Throws INVALID_ARGUMENT unless the group has logical experts.
+void require_logical_experts(const CommonConfig& config);
+// Throws UNSUPPORTED if ids are those of logical experts, which no group on CUDA devices has so
+// far.
+void require_no_logical_experts(const CommonConfig& config);
 
 // Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.
 void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high);

@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/options.h"
 #include "ep/plan/plan.h"
+#include "ep/plan/slot_table.h"
 #include "ep/slots/placement.h"
 
 namespace xd::ep {
@@ -231,6 +232,8 @@ LlDispatchSend read_ll_send(const xd_ll_dispatch_args& args, const LlCallContext
   XD_REQUIRE(config.has_slots() || call.tokens.rows <= call.max_tokens, "tokens: has ",
              call.tokens.rows, " rows, expected at most max_tokens = ", call.max_tokens);
   require_rows(call.topk_idx, call.tokens.rows, "rows of tokens");
+  call.replica_hint =
+      read_replica_hint(args.replica_hint, call.tokens.rows, config, context.device);
   XD_REQUIRE(call.topk_idx.cols >= 1 && call.topk_idx.cols <= config.max_topk, "topk_idx: has ",
              call.topk_idx.cols, " columns, expected 1 to max_topk = ", config.max_topk);
   if (call.topk_weights) {

@@ -21,6 +21,7 @@ struct LlDispatchSend {
   Tensor tokens, topk_idx, topk_weights, scales;
   xd_ep_quantise quantise = XD_EP_QUANTISE_NONE;
   std::int32_t max_tokens = 0;  // as the group's default says; 0 in groups with slots
+  Tensor replica_hint{};
 };
 struct LlDispatchReceive {
   std::byte* plan = nullptr;

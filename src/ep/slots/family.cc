@@ -8,7 +8,9 @@
 namespace xd::ep {
 
 std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
-  if (theirs.fingerprint != mine.fingerprint) return "a plan of another batch";
+  if (theirs.fingerprint != mine.fingerprint) {
+    return mine.call.operation == XD_LL_SET_PLACEMENT ? kOtherTable : "a plan of another batch";
+  }
   if (theirs.dtype != mine.dtype) return type_differs(theirs.dtype, mine.dtype);
   if (theirs.row_bytes != mine.row_bytes) {
     return differs_in("row bytes", theirs.row_bytes, mine.row_bytes);

@@ -30,8 +30,13 @@ struct LlFamily {
   using Status = xd_ll_status;
 
   static constexpr CollectiveCall kCreate{"xd_ll_group_create"};
-  static constexpr Operations kOperations{"xd_", "an xd_ll_operation", XD_LL_DISPATCH,
-                                          kLlOperationNames, XD_LL_DISPATCH};
+  static constexpr Operations kOperations{.prefix = "xd_",
+                                          .type = "an xd_ll_operation",
+                                          .first = XD_LL_DISPATCH,
+                                          .names = kLlOperationNames,
+                                          .first_pipeline = XD_LL_DISPATCH,
+                                          .rare = XD_LL_SET_PLACEMENT,
+                                          .rare_name = "ll_group_set_placement"};
 
   static constexpr bool same_operation(const LlRecord& a, const LlRecord& b) {
     return ep::same_operation(a, b);

@@ -51,8 +51,11 @@ void LlGroup::require_masks() const {
 
 void LlGroup::join_failed_operation(std::int32_t operation, const char* text, xd_stream stream) {
   // Dispatch and combine take turns apart, so no other operation would do.
-  XD_REQUIRE(operation == XD_LL_DISPATCH || operation == XD_LL_COMBINE, "operation = ", operation,
-             ", expected XD_LL_DISPATCH or XD_LL_COMBINE; peers do not hear of this call");
+  XD_REQUIRE(operation == XD_LL_DISPATCH || operation == XD_LL_COMBINE ||
+                 (operation == XD_LL_SET_PLACEMENT && config_.logical_experts > 0),
+             "operation = ", operation,
+             ", expected XD_LL_DISPATCH or XD_LL_COMBINE, or in groups with logical experts "
+             "XD_LL_SET_PLACEMENT; peers do not hear of this call");
   join_failed(operation, text, stream);
 }
 

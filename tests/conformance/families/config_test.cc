@@ -36,6 +36,7 @@ std::vector<EpChange> bad_fields<Bulk>() {
   return {
       {"num_experts", [](xd_ep_config& c) { c.num_experts += c.num_ranks > 1 ? 1 : -1000; }},
       {"layout", [](xd_ep_config& c) { force(c.layout, 2); }},
+      {"num_logical_experts", [](xd_ep_config& c) { c.num_logical_experts = c.num_experts + 1; }},
       {"wire_formats", [](xd_ep_config& c) { c.wire_formats = 1u << 31; }, "2147483648"},
   };
 }
@@ -68,6 +69,7 @@ std::vector<LlChange> bad_fields<LowLatency>() {
       {"num_experts", [](xd_ll_config& c) { c.num_experts = 0; }},
       {"max_topk", [](xd_ll_config& c) { c.max_topk = XD_EP_MAX_TOPK + 1; }},
       {"wire_formats", [](xd_ll_config& c) { c.wire_formats = 32; }, "32"},
+      {"num_logical_experts", [](xd_ll_config& c) { c.num_logical_experts = -1; }, "-1"},
       {"receive", [](xd_ll_config& c) { force(c.receive, 3); }},
       {"receive", [](xd_ll_config& c) { force(c.receive, -1); }},
       {"alignment", [](xd_ll_config& c) { c.alignment = 2; }},
@@ -174,6 +176,7 @@ std::vector<EpChange> common_fields<Bulk>() {
       {"overflow", [](xd_ep_config& c) { c.overflow = XD_EP_OVERFLOW_DROP; }},
       {"on_error", [](xd_ep_config& c) { c.on_error = XD_EP_ON_ERROR_FATAL; }},
       {"duplicate_ids", [](xd_ep_config& c) { c.duplicate_ids = XD_EP_DUPLICATE_IDS_COLLAPSE; }},
+      {"num_logical_experts", [](xd_ep_config& c) { c.num_logical_experts = 1; }},
       {"net_buffer_bytes", [](xd_ep_config& c) { c.net_buffer_bytes = 1 << 20; }},
       {"wire_formats",
        [](xd_ep_config& c) { c.wire_formats = XD_EP_WIRE_BIT(XD_EP_WIRE_FLOAT32); }},
@@ -189,6 +192,7 @@ template <>
 std::vector<LlChange> common_fields<LowLatency>() {
   return {
       {"in_flight", [](xd_ll_config& c) { c.in_flight = 3; }},
+      {"num_logical_experts", [](xd_ll_config& c) { c.num_logical_experts = 1; }},
       {"receive", [](xd_ll_config& c) { c.receive = XD_LL_BY_RANK; }},
       {"wire_formats",
        [](xd_ll_config& c) { c.wire_formats = XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128); }},

@@ -52,7 +52,7 @@ LlBatch::LlBatch(const Rank& rank, const LlCase& c, int number, const std::vecto
       seed_(mix(c.seed, 0xBA7C4, static_cast<std::uint64_t>(number))),
       routing_(c.routing(number, absent)),
       received_(received_rows(routing_, rank.rank, c.receive, c.alignment)),
-      choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
+      choices_(c.ids(number)[static_cast<std::size_t>(rank.rank)]),
       types_(sent_types(c)),
       columns_(c.columns_of(number)),
       combine_columns_(std::int64_t{16} * c.units_of(number) /
@@ -96,6 +96,10 @@ void LlBatch::add_dispatch_inputs() {
   input("topk_idx", &dispatch_args.topk_idx, case_.index_type, k);
   if (case_.weighs_dispatch()) {
     input("topk_weights", &dispatch_args.topk_weights, kF32, k);
+  }
+  if (case_.tables != Tables::none && case_.table(number_).hints) {
+    add(XD_LL_DISPATCH, "replica_hint", &dispatch_args.replica_hint, false,
+        Strided(rank_, number_ % 2 == 0 ? kI32 : kI64, {t}));
   }
 }
 
@@ -306,6 +310,10 @@ void LlBatch::fill_inputs(xd_ll_operation operation) {
         for (int k = 0; k < choices_.topk; ++k) {
           tensor.set(t, k, static_cast<std::uint64_t>(choices_.id(t, k)));
         }
+      }
+    } else if (name == "replica_hint") {
+      for (int t = 0; t < choices_.tokens; ++t) {
+        tensor.set(t, static_cast<std::uint64_t>(Table::hint_of(rank_.rank, t)));
       }
     } else if (name == "expert_out") {
       fill_results(tensor);

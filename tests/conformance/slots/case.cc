@@ -247,8 +247,22 @@ std::vector<std::int32_t> LlCase::owners() const {
   return result;
 }
 
+Table LlCase::table(int batch) const {
+  return make_table(tables, num_ranks, static_cast<int>(owners().size()),
+                    mix(seed, 0x7AB, static_cast<std::uint64_t>(batch / batches_together())));
+}
+
 std::vector<Choices> LlCase::choices(int batch) const {
-  const std::vector<std::int32_t> owner = owners();
+  if (tables == Tables::none) return ids(batch);
+  return table(batch).in_slots(ids(batch), owners(), duplicates);
+}
+
+std::vector<Choices> LlCase::ids(int batch) const {
+  std::vector<std::int32_t> owner = owners();
+  if (tables != Tables::none) {
+    owner.resize(
+        static_cast<std::size_t>(test::logical_experts(tables, static_cast<int>(owner.size()))));
+  }
   const std::uint64_t number = mix(seed, 0x11, static_cast<std::uint64_t>(batch));
   const int logical = logical_experts(*this, owner.size());
   // No pattern of these needs equally many experts per rank.
@@ -287,6 +301,7 @@ xd_ll_config LlCase::config(const std::vector<std::int32_t>& owners) const {
   config.receive = receive;
   config.alignment = alignment;
   config.wire_formats = wire != XD_EP_WIRE_SAME ? XD_EP_WIRE_BIT(wire) : 0;
+  config.num_logical_experts = test::logical_experts(tables, static_cast<int>(owners.size()));
   return config;
 }
 
@@ -325,7 +340,23 @@ std::string LlCase::description() const {
   if (bad_ids) text << ", bad ids";
   if (extras) text << ", optional outputs";
   if (wire != XD_EP_WIRE_SAME) text << ", wire " << static_cast<int>(wire);
+  if (tables != Tables::none) text << ", tables " << static_cast<int>(tables);
   return text.str();
+}
+
+std::vector<LlCase> cases_with_tables(std::vector<LlCase> cases) {
+  if (!full_tests()) {
+    std::erase_if(cases, [](const LlCase& c) { return mix(c.seed, 0x7A) % 2 == 0; });
+  }
+  constexpr std::array kTables{Tables::in_order, Tables::permuted, Tables::replicas,
+                               Tables::with_gaps, Tables::with_lists};
+  std::size_t number = 0;
+  for (LlCase& c : cases) {
+    c.tables = kTables[number++ % kTables.size()];
+    c.max_tokens = std::min(c.max_tokens, 24);
+    c.local_experts = std::min(c.local_experts, 12);
+  }
+  return cases;
 }
 
 std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases) {

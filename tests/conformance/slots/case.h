@@ -9,6 +9,7 @@
 
 #include "conformance/routing.h"
 #include "conformance/slots/reference.h"
+#include "conformance/tables.h"
 #include "support/world.h"
 
 namespace xd::test {
@@ -83,6 +84,7 @@ struct LlCase {
   bool bad_ids = false;     // some ids are out of range or repeated
   bool extras = false;      // the outputs that are optional
   xd_ep_wire wire = XD_EP_WIRE_SAME;  // of combine
+  Tables tables = Tables::none;       // a new one for each batch
   // Together the tokens are all numbers of 16 bits: neighbours in even batches, mixed in odd ones.
   bool every_number = false;
 
@@ -99,8 +101,12 @@ struct LlCase {
   // Columns of its rows in dispatch. Rows that are given leave half of the group's row for scales,
   // but those of bytes where `full_rows` is set.
   std::int64_t columns_of(int batch) const;
-  std::vector<std::int32_t> owners() const;  // of all experts
-  std::vector<Choices> choices(int batch) const;
+  std::vector<std::int32_t> owners() const;   // of all experts
+  std::vector<Choices> ids(int batch) const;  // as callers give them
+  // Where ids are those of logical experts. Batches that may be in flight together have one.
+  Table table(int batch) const;
+  int batches_together() const { return order == Order::deep ? in_flight_of_group() : 2; }
+  std::vector<Choices> choices(int batch) const;  // by the group's experts
   SlotRouting routing(int batch, const std::vector<bool>& absent = {}) const;
   // expert_ranks lies in `owners`, which must live as long as the config is used.
   xd_ll_config config(const std::vector<std::int32_t>& owners) const;
@@ -118,6 +124,9 @@ std::vector<LlCase> all_ll_cases(int num_ranks);
 // Some of these cases, by the seed, with wires, one after another; rows are as long as the wires
 // ask.
 std::vector<LlCase> cases_with_wires(std::vector<LlCase> cases);
+
+// Some of these cases, by the seed, with logical experts, by one kind of tables after another.
+std::vector<LlCase> cases_with_tables(std::vector<LlCase> cases);
 
 // The type of rows that dispatch takes, of those that it makes, of their scales, and the columns of
 // a scale.

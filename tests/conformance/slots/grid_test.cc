@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conformance/case.h"
+#include "conformance/has_tables.h"
 #include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/slots/batch.h"
@@ -26,7 +27,7 @@ constexpr xd_ll_phase kBoth = XD_LL_PHASE_BOTH, kSend = XD_LL_PHASE_SEND,
 // The batches of one group, in the order that the case wants.
 class CaseRun {
  public:
-  CaseRun(const Rank& rank, const LlCase& c) : case_(c), group_(make_group(rank, c)) {
+  CaseRun(const Rank& rank, const LlCase& c) : rank_(rank), case_(c), group_(make_group(rank, c)) {
     // More than are in flight, so that the place of each is used again.
     const int batches = c.order == Order::deep ? 2 * c.in_flight_of_group() : 4;
     for (int number = 0; number < batches; ++number) batches_.emplace_back(rank, c, number);
@@ -34,9 +35,13 @@ class CaseRun {
   }
 
   void run() {
-    const std::size_t step =
-        case_.order == Order::deep ? static_cast<std::size_t>(case_.in_flight_of_group()) : 2;
+    const auto step = static_cast<std::size_t>(case_.batches_together());
     for (std::size_t first = 0; first < batches_.size(); first += step) {
+      if (case_.tables != Tables::none) {
+        const Given table(case_.table(static_cast<int>(first)));
+        ok(finish(rank_, group_.get(),
+                  xd_ll_group_set_placement(group_.get(), table.get(), rank_.stream())));
+      }
       if (order_ == Order::crossed) {
         cross(batches_[first], batches_[first + 1]);
         continue;
@@ -82,6 +87,7 @@ class CaseRun {
     b.combine(group, kReceive);
   }
 
+  const Rank& rank_;
   const LlCase& case_;
   const LlGroup group_;
   Order order_;
@@ -125,6 +131,12 @@ INSTANTIATE_TEST_SUITE_P(Cases, LlGrid, testing::ValuesIn(cases_of_this_launch()
                          [](const testing::TestParamInfo<LlCase>& instance) {
                            return std::to_string(instance.index);
                          });
+
+INSTANTIATE_TEST_SUITE_P(
+    Tables, LlGrid,
+    testing::ValuesIn(has_tables() ? cases_with_tables(all_ll_cases(world().num_ranks()))
+                                   : std::vector<LlCase>()),
+    [](const testing::TestParamInfo<LlCase>& instance) { return std::to_string(instance.index); });
 
 INSTANTIATE_TEST_SUITE_P(Wires, LlGrid,
                          testing::ValuesIn(has_wires()

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "conformance/has_tables.h"
 #include "conformance/said.h"
 #include "conformance/slots/batch.h"
 #include "conformance/slots/echo.h"
@@ -100,6 +101,30 @@ void splits_and_comes_together(const LlCase& c) {
       expect_ranks(masking.status().masked, none);
     }
     step(rank, c, masking.group(), none, 5);
+  });
+}
+
+// Ranks that have masked each other agree about tables apart.
+TEST(LlMask, PartsOfAGroupHaveTablesOfTheirOwn) {
+  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
+  LlCase c = masked_case();
+  c.tables = Tables::replicas;
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    std::vector<bool> others(static_cast<std::size_t>(rank.num_ranks));
+    for (int peer = 0; peer < rank.num_ranks; ++peer) {
+      others[static_cast<std::size_t>(peer)] = peer % 2 != rank.rank % 2;
+    }
+    masking.mask_all(others, true);
+    // Batches 0 and 2 have tables of their own.
+    for (const int number : {2 * (rank.rank % 2), 2 - 2 * (rank.rank % 2)}) {
+      const Given table(c.table(number));
+      ok(finish(rank, masking.group(),
+                xd_ll_group_set_placement(masking.group(), table.get(), rank.stream())));
+      LlBatch batch(rank, c, number, others);
+      batch.dispatch(masking.group());
+      batch.combine(masking.group());
+    }
   });
 }
 

@@ -84,6 +84,7 @@ def test_every_example_is_run_here():
         "numpy_lost_rank.py",
         "numpy_placement.py",
         "numpy_products.py",
+        "numpy_rebalance.py",
         "numpy_stats.py",
         "errors.py",
         "torch_round_trip.py",
@@ -109,6 +110,10 @@ def test_numpy_example(name):
 
 def test_numpy_placement():
     assert run_example("numpy_placement.py").count("as expected") == 1
+
+
+def test_numpy_rebalance():
+    assert run_example("numpy_rebalance.py").count("as expected") == 4
 
 
 def test_numpy_stats():

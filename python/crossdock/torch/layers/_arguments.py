@@ -20,6 +20,7 @@ from .._calls import SUMMABLE
 from .._comm import Comm, default_comm
 from .._experts import require_ordered
 from .._group import EpGroup
+from .placed import require_free
 
 KNOWN_DTYPES = ", ".join(str(dtype) for dtype in SUMMABLE)
 
@@ -134,8 +135,9 @@ def check_group(
     if group.layout != "expert_major":
         raise ValueError(f"group: expected layout 'expert_major', got {group.layout!r}")
     require_ordered(group)
-    if group.num_experts != num_experts:
-        expected = group.num_experts
+    require_free(group)
+    expected = group.num_logical_experts or group.num_experts
+    if expected != num_experts:
         raise ValueError(f"num_experts: expected the group's {expected}, got {num_experts}")
     if hidden > group.hidden:
         raise ValueError(f"hidden: expected at most the group's {group.hidden}, got {hidden}")

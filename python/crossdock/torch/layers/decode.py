@@ -65,6 +65,7 @@ def decode_group(
     if found is None:
         found = beside[max_tokens, alignment, wire] = LowLatencyGroup(
             num_experts=group.num_experts,
+            num_logical_experts=group.num_logical_experts,
             max_topk=group.max_topk,
             max_tokens_per_rank=max_tokens,
             hidden=group.hidden,
@@ -76,6 +77,8 @@ def decode_group(
             wire_formats=(wire,),
             comm=group.comm,
         )
+        if group.has_moved and group.placement is not None:
+            found.set_placement(group.placement, choices=group.choices)
     return found
 
 

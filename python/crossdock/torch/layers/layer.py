@@ -40,6 +40,7 @@ from ._arguments import (
 from .decode import DecodeCall, decode as decoded, decode_group, refuse_decoding, require_decodable
 from .experts import GroupedExperts, SharedExperts, fill
 from .overlap import resolve
+from .placed import place_experts, require_placed
 from .router import (
     Router,
     Routing,
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         decode_group: its ``LowLatencyGroup``, whose `check` and `stats` tell of forward passes with
             ``decode``; None without ``decode_tokens``.
         param_dtype: the dtype that the experts' parameters were made with.
+        placement: with ``num_logical_experts``: a buffer, by which table the weights lie in slots.
         combine_wire: as given.
         overlap: the schedule that `overlap` stands for; None = serial.
     """
@@ -137,6 +139,8 @@ class MoELayer(nn.Module):
             group: an ``EpGroup`` (expert-major) to use, which layers that run one after the other
                 may share; or None, and the layer makes one from the four arguments that follow. To
                 train in bfloat16 on GPUs, also under autocast, its alignment is a multiple of 8.
+                With ``num_logical_experts`` = E each rank has room for more experts than its share,
+                and `rebalance` moves them; no other layer shares it then.
             comm: communicator of the group to make; None = the default one.
             max_tokens_per_rank: largest number of tokens per rank and call.
             recv_capacity: rows of the receive tensor; 0 = as many as can ever arrive.
@@ -196,6 +200,7 @@ class MoELayer(nn.Module):
             group = make_group(sizes, comm, dtype, combine_wire, *limits)
         check_group(group, hidden, num_experts, topk, dtype)
         self.group, self.combine_wire = group, combine_wire
+        self.placement: torch.Tensor
         self.decode_group: LowLatencyGroup | None = None
         if decode_tokens:
             alignment = alignment_of(group.dtype) if self._has_own_group else group.alignment
@@ -217,6 +222,7 @@ class MoELayer(nn.Module):
         self.reset_parameters()
         self._expert_names = [name.split(".") for name, _ in self.experts.named_parameters()]
         self.param_dtype = dtype_of(self.experts)
+        place_experts(self, self.experts)
         make_shares("experts", self.experts, group)
 
     def _take_experts(
@@ -293,6 +299,7 @@ class MoELayer(nn.Module):
         if few is not None:
             at = _At(few, constants.LL_DISPATCH)
         self._check_input(x, at)
+        require_placed(self, few, at)
         wanted = autocast_dtype(x.device)
         dtype = wanted or self._dtype_of_rows(self._check_experts(at))
         tokens = (x if x.dim() == 2 else x.reshape(-1, self.hidden)).contiguous()

@@ -17,6 +17,7 @@ from crossdock._router import RouterOptions
 from .._sharding import local_tensor
 from .experts import GroupedExperts, SharedExperts
 from .layer import MoELayer
+from .placed import experts_here, note_table
 from .router import Router
 
 __all__ = ["load_pretrained", "model_layer"]
@@ -121,7 +122,8 @@ def load_pretrained(
 
     It understands the names that models have in files (``experts.7.gate_proj.weight``,
     of Mixtral ``experts.7.w1.weight``), and those that transformers gives them in memory
-    (``experts.gate_up_proj``).
+    (``experts.gate_up_proj``). With ``num_logical_experts`` an expert goes to the slots where the
+    group's table has it.
 
     Args:
         layer: as `model_layer` makes it: built-in router, experts and shared experts.
@@ -154,18 +156,21 @@ def load_pretrained(
         name = "gate.e_score_correction_bias"
         _copy(router.bias, get(name), name)
     w_in, w_out = local_tensor(experts.w_in), local_tensor(experts.w_out)
-    first = layer.first_expert
     if prefix + "experts.gate_up_proj" in state:
-        here = slice(first, first + layer.num_local_experts)
-        _copy(w_in.mT, get("experts.gate_up_proj")[here], "experts.gate_up_proj")
-        _copy(w_out.mT, get("experts.down_proj")[here], "experts.down_proj")
+        for name, weights in (("gate_up_proj", w_in), ("down_proj", w_out)):
+            every = get(f"experts.{name}")
+            for local, expert in experts_here(layer):
+                here = weights[local : local + 1].mT
+                _copy(here, every[expert : expert + 1], f"experts.{name}")
     else:
-        for local in range(layer.num_local_experts):
-            names = [f"experts.{first + local}.{one}.weight" for one in model.projections]
+        for local, expert in experts_here(layer):
+            names = [f"experts.{expert}.{one}.weight" for one in model.projections]
             _copy_projections(w_in[local], w_out[local], names, get)
     if isinstance(shared, SharedExperts):
         names = [f"shared_experts.{one}.weight" for one in _PROJECTIONS]
         _copy_projections(shared.w_in, shared.w_out, names, get)
+    if layer.group.num_logical_experts:
+        note_table(layer)
 
 
 def _missing(state: Mapping[str, torch.Tensor], prefix: str, name: str) -> str:

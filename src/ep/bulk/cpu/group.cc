@@ -31,6 +31,13 @@ class CpuGroup final : public Group {
   void prepare(const xd_ep_prepare_args* args, xd_stream) override {
     run<PrepareOp>(XD_EP_PREPARE, read_prepare, args);
   }
+  void set_placement(const xd_ep_placement* placement, xd_stream) override {
+    require_logical_experts(config());
+    runner_.run(XD_EP_SET_PLACEMENT, [&] {
+      order_.begin();
+      return SetPlacementOp(Context{*this, lockstep_, scratch_, order_}, placement);
+    });
+  }
   void dispatch(const xd_ep_dispatch_args* args, xd_stream) override {
     run<DispatchOp>(XD_EP_DISPATCH, read_dispatch, args);
   }
@@ -46,6 +53,12 @@ class CpuGroup final : public Group {
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream) override {
     comm().errors().check_open();
     fill_row_experts(read_row_experts(args, call_context()), plan_binding());
+  }
+
+  void tell_loads(const DLTensor* loads, std::int32_t clear, xd_stream) override {
+    require_logical_experts(config());
+    comm().errors().check_open();
+    scratch_.loads.tell(read_loads(loads, clear, call_context()), clear != 0);
   }
 
   const volatile std::uint64_t* watch() const override { return runner_.watch(); }

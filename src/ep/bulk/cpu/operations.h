@@ -1,4 +1,4 @@
-// The five operations of the CPU executor; the steps are described at turn::HostOperation.
+// The operations of the CPU executor; the steps are described at turn::HostOperation.
 #pragma once
 
 #include "ep/bulk/cpu/operation.h"
@@ -50,6 +50,28 @@ class PrepareOp {
   int topk_;
   Choices choices_;                // from stage_in() on
   std::uint64_t fingerprint_ = 0;  // from move() on
+};
+
+// Moves nothing: the ranks only compare their tables.
+class SetPlacementOp {
+ public:
+  SetPlacementOp(const Context& context, const xd_ep_placement* placement)
+      : context_(context),
+        table_(SlotTable::read(placement, context.group.config(), context.group.rank())) {}
+  Record record() const { return record_of(table_); }
+  void stage_in() {}
+  void announce() {}
+  OperationError obstacle() const { return {}; }
+  void move() {}
+  OperationError complete() {
+    context_.group.use(std::move(table_));
+    context_.order.resume();
+    return {};
+  }
+
+ private:
+  Context context_;
+  SlotTable table_;
 };
 
 class DispatchOp : public PlanOperation {

@@ -128,7 +128,9 @@ PlanMap PrepareOp::plan_map() const {
 void PrepareOp::stage_in() {
   // These bytes may have been a plan before; they are none from now on.
   std::memset(call_.plan, 0, sizeof(PlanHeader));
-  choices_ = read_choices(call_.topk_idx, config(), context_.scratch.choices);
+  choices_ =
+      read_choices(call_.topk_idx, config(), {context_.group.slot_table(), call_.replica_hint},
+                   context_.scratch.choices);
 }
 
 void PrepareOp::announce() { context_.lockstep.send_counts(choices_.counts); }
@@ -296,6 +298,11 @@ OperationError PrepareOp::complete() {
   write_header();
   write_outputs();
   context_.group.count_bad_ids(placement().bad_ids);
+  context_.group.count_unplaced(choices_.unplaced);
+  if (config().logical_experts > 0) {
+    context_.scratch.loads.add({{config().experts, config().ranks}, context_.scratch.table},
+                               context_.group.slot_table());
+  }
   if (drops()) context_.group.count_dropped_rows(placement().dropped_rows);
   context_.order.resume();
   return report();

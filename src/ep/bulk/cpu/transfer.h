@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/math.h"
+#include "ep/bulk/cpu/loads.h"
 #include "ep/bulk/cpu/lockstep.h"
 #include "ep/bulk/cpu/numbering.h"
 #include "ep/bulk/group.h"
@@ -41,6 +42,7 @@ struct Scratch {
   ChoicesMemory choices;
   Placement placement;
   NumberingMemory numbering;
+  Loads loads;
 
   // Calls visit(vector, size) for every vector, including those of the members.
   template <class Visit>
@@ -55,6 +57,7 @@ struct Scratch {
     choices.for_each_vector(config, visit);
     placement.for_each_vector(config, visit);
     numbering.for_each_vector(config, visit);
+    loads.for_each_vector(config, visit);
   }
   void reserve(const Config& config);
   static std::size_t bytes(const Config& config);

@@ -8,6 +8,7 @@
 #include "base/tensor.h"
 #include "ep/plan/config.h"
 #include "ep/plan/placement.h"
+#include "ep/plan/slot_table.h"
 
 namespace xd::ep::cpu {
 
@@ -20,13 +21,14 @@ struct Choices {
       experts;  // [T][K] physical number of each choice; kNone = does not count
   std::span<const std::uint32_t> counts;  // this rank's counts, for the others (CountLayout)
   int topk = 1;
+  std::int64_t unplaced = 0;  // choices of logical experts without a slot
 };
 
 // Working memory, allocated with the group.
 struct ChoicesMemory {
   std::vector<std::uint32_t> experts;  // [T][K] physical experts
   std::vector<std::uint32_t> counts;   // CountLayout
-  std::vector<std::uint32_t> seen;  // [E + W] the token that last named a physical number or a rank
+  std::vector<std::uint32_t> seen;     // [E + W] the token that last named an id or a rank
 
   template <class Visit>
   void for_each_vector(const CommonConfig& config, Visit&& visit) {
@@ -39,7 +41,12 @@ struct ChoicesMemory {
 
 // A choice counts if its id is an expert's and its token has not named that expert before. A choice
 // that does not count is an error, unless its id is "none", or it is a duplicate in a group that
-// collapses them.
-Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, ChoicesMemory& memory);
+// collapses them. In groups with logical experts a choice needs a slot to count.
+struct Router {
+  const SlotTable& slots;
+  const Tensor& replica_hint;  // may be absent
+};
+Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, const Router& router,
+                     ChoicesMemory& memory);
 
 }  // namespace xd::ep::cpu

@@ -33,7 +33,8 @@ void LlDispatch::send(bool stage_own) {
   sending_ = message_layout(this->record());
   LlScratch& scratch = context_.scratch;
   Pipeline& pipeline = context_.pipeline;
-  const Choices choices = read_choices(send_.topk_idx, config(), scratch.choices);
+  const Choices choices = read_choices(
+      send_.topk_idx, config(), {context_.group.slot_table(), send_.replica_hint}, scratch.choices);
   std::ranges::fill(scratch.listed, 0);
   if (context_.remote != nullptr) open_messages();
   RankBits* const home = scratch.home_of(pipeline.sent(), config());
@@ -47,6 +48,7 @@ void LlDispatch::send(bool stage_own) {
     if (rank != context_.self() && !pipeline.company().has(rank)) continue;
     context_.memory.listed({rank, context_.self(), pipeline.sent()}) = scratch.listed[at(rank)];
   }
+  context_.group.count_unplaced(choices.unplaced);
   LlRecord record = this->record();
   record.bad_ids = choices.counts[CountLayout{config().experts, config().ranks}.bad_ids()];
   record.mask = context_.masks.masked();

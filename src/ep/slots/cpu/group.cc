@@ -34,6 +34,7 @@ class CpuLlGroup final : public LlGroup {
     run<LlCombine>(LlKind::combine, XD_LL_COMBINE, args);
   }
 
+  void set_placement(const xd_ep_placement* placement, xd_stream) override;
   void mask_set(std::int32_t peer, std::int32_t masked, xd_stream) override;
   void mask_get(const DLTensor* mask, xd_stream) override;
   void reset(xd_stream) override;
@@ -78,6 +79,7 @@ class CpuLlGroup final : public LlGroup {
                                 std::string text) const;
   [[noreturn]] void fail_send(LlKind kind, std::int32_t operation,
                               LlOperationError operation_error);
+  void enter_alone(LlKind kind, const LlRecord& record);
   Pipeline& pipeline_of(LlKind kind) { return kind == LlKind::combine ? combines_ : dispatches_; }
   LlRemotePipeline* remote_pipeline(LlKind kind) {
     return remote_ ? &remote_->pipeline(kind) : nullptr;
@@ -199,19 +201,66 @@ RankBits CpuLlGroup::gone() const {
 void CpuLlGroup::fail_send(LlKind kind, std::int32_t operation, LlOperationError operation_error) {
   Pipeline& pipeline = pipeline_of(kind);
   operation_error.met_by_all = true;  // peers judge by the record
-  if (remote_) remote_->begin_call(pipeline.site(XD_PHASE_ROWS, pipeline.sent() + 1));
-  pipeline.begin();
   LlRecord failed;
   failed.call.status = static_cast<std::uint8_t>(operation_error.status);
-  failed.mask = masks_.masked();
-  pipeline.enter(failed);
-  pipeline.ring_peers();
-  if (remote_) remote_->pipeline(kind).send_record();
+  enter_alone(kind, failed);
   const std::uint64_t epoch = pipeline.sent();
   pipeline.drop_sent();
   pipeline.rest(epoch);
   calls_.settle(operation_error, operation, epoch);
   fail(XD_ERROR_INTERNAL, "a failed call has no error");
+}
+
+// Begins and enters an operation that has nothing to send but its record.
+void CpuLlGroup::enter_alone(LlKind kind, const LlRecord& record) {
+  Pipeline& pipeline = pipeline_of(kind);
+  if (remote_) remote_->begin_call(pipeline.site(XD_PHASE_ROWS, pipeline.sent() + 1));
+  pipeline.begin();
+  LlRecord told = record;
+  told.mask = masks_.masked();
+  pipeline.enter(told);
+  pipeline.ring_peers();
+  if (remote_) remote_->pipeline(kind).send_record();
+}
+
+// Takes a turn among dispatches, both halves at once. Items travel with slots in them, so peers
+// need nothing of this rank's table.
+void CpuLlGroup::set_placement(const xd_ep_placement* placement, xd_stream) {
+  constexpr auto kOperation = XD_LL_SET_PLACEMENT;
+  require_logical_experts(config());
+  const Claim claim(calls_, kOperation);
+  if (dispatches_.between_halves() > 0) {
+    refuse_call(dispatches_, kOperation, XD_ERROR_BUSY,
+                concat(dispatches_.between_halves(),
+                       " dispatches are between their halves, expected none; peers do not hear of "
+                       "this call"));
+  }
+  SlotTable table;
+  LlOperationError operation_error;
+  try {
+    table = SlotTable::read(placement, config(), rank());
+  } catch (...) {
+    operation_error = current_operation_error();
+  }
+  if (operation_error) fail_send(LlKind::dispatch, kOperation, std::move(operation_error));
+  LlRecord record;
+  record.call.operation = static_cast<std::uint8_t>(kOperation);
+  record.fingerprint = table.hash();
+  enter_alone(LlKind::dispatch, record);
+  const std::uint64_t epoch = dispatches_.next();
+  observe::WaitTimes times(subject());
+  dispatches_.await(times);
+  operation_error = verdict(dispatches_, rank());
+  const RankBits lost = dispatches_.lost();
+  dispatches_.leave();
+  dispatches_.rest(epoch);
+  if (remote_) remote_->push();
+  if (!operation_error) {
+    use(std::move(table));
+    if (!lost.empty())
+      operation_error = lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
+  }
+  calls_.settle(operation_error, kOperation, epoch);
 }
 
 void CpuLlGroup::refuse_call(const Pipeline& pipeline, std::int32_t operation, xd_status status,

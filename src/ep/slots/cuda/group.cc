@@ -201,6 +201,7 @@ CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 
 void CudaLlGroup::check_limits() const {
   const LlConfig& c = config();
+  require_no_logical_experts(c);
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
   if (counters > 65536 || c.local_experts >= 65535) {
@@ -456,6 +457,7 @@ std::unique_ptr<LlGroup> make_group(std::shared_ptr<Comm> comm, const xd_ll_conf
 }
 
 xd_ll_memory group_memory(const LlConfig& config) {
+  require_no_logical_experts(config);
   constexpr int kMostBlocks = 256;
   xd_ll_memory memory XD_LL_MEMORY_INIT;
   memory.symmetric_bytes = round_up(LlWordsMap::make<LlRecord>(sizes_of(config)).end, kGranularity);

@@ -1,0 +1,277 @@
+"""Moves experts' weights to the slots where another placement has them."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crossdock import _core
+from crossdock._group import EpGroup
+from crossdock._low_latency import LowLatencyGroup
+from crossdock._membership import of_kind
+from crossdock._placed import Choices, digest_of
+from crossdock._placement import (
+    Move,
+    Placement,
+    expert_of_slot,
+    placement_moves,
+    table_and_lists,
+)
+from crossdock.errors import Busy, CrossdockError, PeerLost
+
+__all__ = ["Serving", "move", "move_experts", "told"]
+
+
+class Moving:
+    """Weights on their way from the slots of one placement to those of another.
+
+    Making one exchanges addresses, and is collective. `pull` copies what this rank's slots need,
+    and overwrites no slot that is in use. When all ranks have done so, `finish` writes the rest.
+
+    Args:
+        comm: a rank's communicator on the CPU.
+        tensors: ``[slots, bytes]`` uint8 each, C-contiguous, in symmetric memory.
+        old, new: ``[ranks, slots]``, equal on all ranks.
+
+    Raises:
+        InvalidArgument: a tensor lies elsewhere. ValueError: its slots have another size on another
+            rank, or `old` or `new` differs there. Mismatch: another rank has other numbers of
+            tensors, or has raised.
+    """
+
+    _TABLES = struct.Struct("=8s8s")
+    _PLACE = struct.Struct("=iQQ")
+
+    def __init__(
+        self,
+        comm: _core.Comm,
+        tensors: Sequence[np.ndarray],
+        old: np.ndarray,
+        new: np.ndarray,
+    ) -> None:
+        self._comm, self._tensors, self._old = comm, tensors, old
+        with told(comm):
+            own = [(*comm.mem_export(one.ctypes.data)[1:], one.shape[1]) for one in tensors]
+        mine = self._TABLES.pack(digest_of(old), digest_of(new))
+        every = comm.all_gather(mine + b"".join(self._PLACE.pack(*place) for place in own))
+        tables = [self._TABLES.unpack_from(of_rank) for of_rank in every]
+        for name, digests in zip(("old", "new"), zip(*tables, strict=True), strict=True):
+            for rank, digest in enumerate(digests):
+                if digest != digests[0]:
+                    raise ValueError(
+                        f"{name}: expected equal placements on all ranks, got another on rank "
+                        f"{rank} than on rank 0"
+                    )
+        places = [of_rank[self._TABLES.size :] for of_rank in every]
+        self._places = [list(self._PLACE.iter_unpack(of_rank)) for of_rank in places]
+        sizes = [[place[2] for place in places] for places in self._places]
+        for rank, of_rank in enumerate(sizes):
+            if of_rank != sizes[0]:
+                raise ValueError(
+                    f"arrays: slots have {sizes[0]} bytes on rank 0 and {of_rank} on rank {rank}"
+                )
+        moves = placement_moves(old, new)
+        self.moves = [move for move in moves if move.to_slot // old.shape[1] == comm.rank]
+        self._staged: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def pull(self) -> None:
+        """Copies weights into slots that are empty, and for the others into staging."""
+        num_slots = self._old.shape[1]
+        for move in self.moves:
+            if move.from_slot < 0:
+                continue
+            rank, index = divmod(move.from_slot, num_slots)
+            for tensor, (segment, offset, size) in zip(self._tensors, self._places[rank]):
+                to = tensor[move.to_slot % num_slots]
+                if self._old.flat[move.to_slot] >= 0:
+                    self._staged.append((to, np.empty_like(to)))
+                    to = self._staged[-1][1]
+                self._comm.mem_copy(to.ctypes.data, rank, segment, offset + index * size, size)
+
+    def finish(self) -> None:
+        """Writes what was staged."""
+        for slot, weights in self._staged:
+            slot[:] = weights
+        self._staged.clear()
+
+    def load(self, load: Callable[[int, int], object], *, into_empty: bool) -> None:
+        """Lets `load` write experts that were in no slot, into slots that were empty or others."""
+        for one in self.moves:
+            if one.from_slot < 0 and (self._old.flat[one.to_slot] < 0) == into_empty:
+                load(one.expert, one.to_slot % self._old.shape[1])
+
+
+@contextlib.contextmanager
+def told(comm: _core.Comm) -> Iterator[None]:
+    """Lets the peers, which gather bytes next, hear of a mistake that is found before."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
+            comm.all_gather(b"!")  # they have another number of bytes
+        raise
+
+
+def move_experts(
+    group: EpGroup | LowLatencyGroup,
+    arrays: Sequence[np.ndarray],
+    old: Placement | npt.ArrayLike,
+    new: Placement | npt.ArrayLike,
+    *,
+    choices: Choices | None = None,
+    load: Callable[[int, int], object] | None = None,
+) -> list[Move]:
+    """Moves experts' weights to where `new` has them, and makes the group route by it.
+
+    Collective, between batches: none that was prepared before may still wait for its experts. Each
+    rank copies what it needs out of the others' memory, straight into slots that were empty, and
+    through staging into others. For ranks of one machine.
+
+    Args:
+        group: with logical experts and without ``expert_ranks``, whose placement is `old`.
+        arrays: weights, ``[slots, ...]`` each, C-contiguous, in symmetric memory (``comm.empty``).
+        old, new: placements, equal on all ranks.
+        choices: as of ``set_placement``.
+        load: called as ``load(expert, slot)`` for each slot of this rank, from 0 on, whose expert
+            was in no slot: it writes the weights from elsewhere. Slots that were empty come before
+            the table changes, others behind that. None = there is no such expert.
+
+    Returns:
+        The moves into this rank's slots.
+
+    Raises:
+        TypeError, ValueError, InvalidArgument: a bad argument, and Mismatch on the other ranks;
+            ValueError on all where `old` or `new` differ. No slot in use has changed then, and
+            `old` is in force. So it is after an exception of `load` for a slot that was empty.
+        Unsupported: weights lie on another machine.
+        Busy: as ``set_placement``, and Mismatch on the other ranks, if it is not full of halves.
+        PeerLost: with ``on_peer_loss="mask"``: ranks were lost in the turn; `new` is in force, and
+            all weights are in their slots.
+        Exceptions of `load` for a slot that was in use leave `new` in force. That slot, and those
+        that it was not yet called for, hold other experts, or parts of one.
+    """
+    if not isinstance(group, (EpGroup, LowLatencyGroup)):
+        raise TypeError(f"group: expected a group, got {type(group).__name__}")
+
+    def views(num_slots: int) -> list[np.ndarray]:
+        return [_bytes_of(f"arrays[{i}]", one, num_slots) for i, one in enumerate(arrays)]
+
+    config = group.config
+    sizes = (group.comm.num_ranks, config.num_experts, config.num_logical_experts)
+    serving = Serving(group, group.comm, group._core, sizes, config.expert_ranks is None)
+    return move(group.comm.core(), [serving], views, (old, new), choices, load)
+
+
+class Serving(NamedTuple):
+    """A group whose experts move, of arrays of any kind."""
+
+    group: Any  # has set_placement, fail_set_placement, placement and choices
+    comm: object
+    core: Any  # its part of the raw layer
+    sizes: tuple[int, int, int]  # ranks, slots, logical experts
+    in_order: bool  # made without expert_ranks
+
+    def check(self, old: np.ndarray) -> None:
+        """Refuses a group whose experts cannot move from where `old` has them."""
+        if self.core.closed:
+            raise ValueError("group: expected one that is open, got one that was closed")
+        if self.sizes[2] == 0:
+            raise ValueError("group: expected one with num_logical_experts, got one without")
+        if not self.in_order:
+            raise ValueError("group: expected slots in order, got a group with expert_ranks")
+        if not np.array_equal(self.group.placement, old):
+            raise ValueError("old: expected the group's placement, got another")
+
+
+def move(
+    comm: _core.Comm,
+    groups: Sequence[Serving],
+    views: Callable[[int], list[np.ndarray]],
+    placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
+    choices: Choices | None,
+    load: Callable[[int, int], object] | None,
+) -> list[Move]:
+    """`move_experts`, of tensors of any kind.
+
+    Args:
+        comm: of the first group.
+        groups: all of which route by the placements.
+        views: gives the weights as ``[slots, bytes]`` uint8, for so many slots of each rank.
+        placements: the old one and the new one.
+    """
+    with told(comm):
+        old, new = (
+            expert_of_slot(name, one) for name, one in zip(("old", "new"), placements, strict=True)
+        )
+        for group in groups:
+            if group.comm is not groups[0].comm or group.sizes != groups[0].sizes:
+                raise ValueError("groups: expected one communicator and equal numbers of experts")
+            group.check(old)
+        _check_new(old, new, choices, groups[0].sizes, load is not None)
+        tensors = views(old.shape[1])
+    moving = Moving(comm, tensors, old, new)
+    with told(comm):
+        moving.pull()
+        if load is not None:
+            moving.load(load, into_empty=True)
+    comm.all_gather(b"pulled")  # so that nobody is late in the turn, which may be a short one
+    lost = _take_turns([one.group for one in groups], new, choices)
+    moving.finish()
+    if load is not None:
+        moving.load(load, into_empty=False)
+    if lost is not None:
+        raise lost
+    return moving.moves
+
+
+def _check_new(
+    old: np.ndarray,
+    new: np.ndarray,
+    choices: Choices | None,
+    sizes: tuple[int, int, int],
+    loads: bool,
+) -> None:
+    table_and_lists(new, choices, sizes, "new")
+    if new.max() >= sizes[2]:
+        raise ValueError(f"new: expected logical experts, 0 to {sizes[2] - 1}, got {new.max()}")
+    nowhere = [move.expert for move in placement_moves(old, new) if move.from_slot < 0]
+    if nowhere and not loads:
+        raise ValueError(f"old: expected a slot of expert {nowhere[0]}, or load, got neither")
+
+
+def _take_turns(groups: list[Any], table: np.ndarray, choices: Choices | None) -> PeerLost | None:
+    """Lets groups route by a table, or none of them; an error after which all do so."""
+    lost = None
+    done: list[tuple[Any, np.ndarray, Choices | None]] = []
+    for group in groups:
+        before = (group, group.placement, group.choices)
+        try:
+            group.set_placement(table, choices=choices)
+        except PeerLost as error:
+            if error.fatal:
+                raise
+            lost = lost or error
+        except CrossdockError as error:
+            if isinstance(error, Busy):  # of which peers have not heard
+                group.fail_set_placement(f"move_experts: {error}")
+            with contextlib.suppress(CrossdockError):  # the caller has to hear of `error`
+                for earlier, old, lists in done:
+                    earlier.set_placement(old, choices=lists)
+            raise
+        done.append(before)
+    return lost
+
+
+def _bytes_of(name: str, array: np.ndarray, num_slots: int) -> np.ndarray:
+    """A view ``[slots, bytes]`` of weights."""
+    of_kind(name, array, np.ndarray)
+    if array.ndim < 1 or len(array) != num_slots:
+        raise ValueError(f"{name}: expected [{num_slots}, ...], got shape {array.shape}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError(f"{name}: expected a C-contiguous array that can be written")
+    return array.reshape(num_slots, -1).view(np.uint8)
