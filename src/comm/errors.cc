@@ -264,6 +264,18 @@ void Errors::require_all_ranks() const {
     if (presence(r) == wanted) gone.push_back(r);
   }
   if (!gone.empty()) throw_gone(gone, wanted, "; all ranks are needed");
+  const int replaced = replaced_.load(std::memory_order_acquire);
+  if (replaced < 0) return;
+  fail(XD_ERROR_UNSUPPORTED, names_.with_process(replaced),
+       " has taken the place of another process: calls that need all ranks are not there yet in a "
+       "communicator with such a rank");
+}
+
+void Errors::on_replaced(int rank, std::int64_t pid) {
+  mark_replaced(rank);
+  names_.replace_process(rank, pid);
+  presence_[at(rank)].store(Presence::here, std::memory_order_release);
+  bell(hosts_.self()).ring();
 }
 
 void Errors::throw_masked_loss(int rank) const {

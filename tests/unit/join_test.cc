@@ -1,0 +1,368 @@
+// Doors: who is let into the place of a rank whose process has ended, who is refused and in which
+// words, and that nothing of a process that is not let in stays behind. What ranks compute with one
+// that was let in is in tests/faults/join_test.cc.
+#include "comm/join/join.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fd.h"
+#include "base/math.h"
+#include "comm/comm.h"
+#include "comm/join/entrance.h"
+#include "meet/invitation.h"
+#include "unit/net_support.h"
+
+namespace xd::test {
+namespace {
+
+constexpr int kTimeoutMs = 20000;
+
+// A process that is forked while this one has no threads of the library, and is told later what it
+// needs. It ends when it is killed.
+class Child {
+ public:
+  // `body` gets the 128 bytes of tell(), and returns when the child has said by `said` that it is
+  // ready.
+  explicit Child(const std::function<void(const xd_unique_id& told, const std::function<void()>& said)>& body) {
+    int to_child[2], from_child[2];
+    EXPECT_EQ(::pipe(to_child), 0);
+    EXPECT_EQ(::pipe(from_child), 0);
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      xd_unique_id told;
+      if (::read(to_child[0], told.bytes, sizeof(told.bytes)) == sizeof(told.bytes)) {
+        try {
+          body(told, [&] { [[maybe_unused]] const auto n = ::write(from_child[1], "y", 1); });
+        } catch (...) {
+        }
+      }
+      ::_exit(1);
+    }
+    ::close(to_child[0]);
+    ::close(from_child[1]);
+    in_.reset(to_child[1]);
+    out_.reset(from_child[0]);
+  }
+  ~Child() { kill(); }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+
+  void tell(const xd_unique_id& bytes) const {
+    EXPECT_EQ(::write(in_.get(), bytes.bytes, sizeof(bytes.bytes)), sizeof(bytes.bytes));
+  }
+  bool is_ready() const {
+    char said = 'n';
+    return ::read(out_.get(), &said, 1) == 1 && said == 'y';
+  }
+  pid_t pid() const { return pid_; }
+  void kill() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+
+ private:
+  pid_t pid_ = -1;
+  UniqueFd in_, out_;
+};
+
+[[noreturn]] void wait_to_be_killed() {
+  while (true) ::pause();
+}
+
+xd_comm_config elastic_config(const xd_unique_id& id, int rank, int num_ranks) {
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.unique_id = &id;
+  config.rank = rank;
+  config.num_ranks = num_ranks;
+  config.timeout_ms = kTimeoutMs;
+  config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
+  config.elastic = 1;
+  config.heap_bytes = 4096;
+  return config;
+}
+
+xd_comm_config join_config(const xd_unique_id& invitation, int rank = -1,
+                           int timeout_ms = kTimeoutMs) {
+  xd_comm_config config = XD_COMM_CONFIG_INIT;
+  config.bootstrap = XD_BOOTSTRAP_JOIN;
+  config.unique_id = &invitation;
+  config.rank = rank;
+  config.timeout_ms = timeout_ms;
+  return config;
+}
+
+std::unique_ptr<Child> child_rank(int rank, int num_ranks) {
+  return std::make_unique<Child>([=](const xd_unique_id& id, const std::function<void()>& said) {
+    const auto comm = Comm::create(elastic_config(id, rank, num_ranks));
+    said();
+    wait_to_be_killed();
+  });
+}
+
+// Claims the place `rank` at the door of the invitation, and says nothing more.
+std::unique_ptr<Child> child_claimant(int rank) {
+  return std::make_unique<Child>(
+      [=](const xd_unique_id& invitation, const std::function<void()>& said) {
+        const Invitation read = decode_invitation(invitation);
+        Entrance entrance(read.doors[0], read.secret, "rank", Deadline::after_ms(kTimeoutMs));
+        entrance.ask({.ask = Ask::claim, .rank = rank});
+        said();
+        wait_to_be_killed();
+      });
+}
+
+// The lowest ranks are threads of this process, the others are children.
+class Doors {
+ public:
+  Doors(int here, int children) : num_ranks_(here + children) {
+    for (int r = here; r < num_ranks_; ++r) children_.push_back(child_rank(r, num_ranks_));
+  }
+  void meet() {
+    comms_.resize(at(num_ranks_) - children_.size());
+    const xd_unique_id id = new_id();
+    for (const auto& child : children_) child->tell(id);
+    expect_no_errors(on_threads(static_cast<int>(comms_.size()), [&](int rank) {
+      comms_[at(rank)] = Comm::create(elastic_config(id, rank, num_ranks_));
+    }));
+    for (const auto& child : children_) EXPECT_TRUE(child->is_ready());
+  }
+  void kill(int rank) { children_[at(rank) - comms_.size()]->kill(); }
+  std::string pid_of(int rank) const {
+    return std::to_string(children_[at(rank) - comms_.size()]->pid());
+  }
+  Comm& comm(int rank) { return *comms_[at(rank)]; }
+  // These ranks of this process agree on a view.
+  void agree(std::vector<int> ranks) {
+    expect_no_errors(on_threads(static_cast<int>(ranks.size()), [&](int i) {
+      comm(ranks[at(i)]).views().agree(Vote{}, ranks.size() == comms_.size() ? kTimeoutMs : 300);
+    }));
+  }
+  void agree() {
+    std::vector<int> ranks;
+    for (std::size_t r = 0; r < comms_.size(); ++r) ranks.push_back(static_cast<int>(r));
+    agree(ranks);
+  }
+
+ private:
+  const int num_ranks_;
+  std::vector<std::unique_ptr<Child>> children_;
+  std::vector<std::shared_ptr<Comm>> comms_;
+};
+
+std::optional<Error> error_of_joining(const xd_comm_config& config) {
+  return error_of([&] { Comm::create(config); });
+}
+
+void expect_joins(Doors& doors, int rank, const xd_unique_id& invitation) {
+  const auto joined = Comm::create(join_config(invitation, rank));
+  EXPECT_EQ(joined->rank(), rank);
+  EXPECT_FALSE(doors.comm(0).errors().lost(rank));
+  EXPECT_EQ(joined->views().known().now.number, 0u);
+  EXPECT_EQ(joined->views().known().now.members, Members::of(rank));
+}
+
+TEST(Door, LetsAProcessIntoAPlaceThatHasEnded) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.kill(2);
+  doors.agree();
+  const xd_unique_id invitation = doors.comm(1).invite();
+  auto joined = Comm::create(join_config(invitation));
+  EXPECT_EQ(joined->rank(), 2);
+  EXPECT_EQ(joined->serial(), 1u);
+  // All are let into the next view that they look for it in.
+  std::thread guest([&] { joined->views().agree(Vote{}, kTimeoutMs); });
+  do {
+    doors.agree();
+  } while (!doors.comm(0).views().known().now.members.has(2));
+  guest.join();
+  EXPECT_EQ(joined->views().known().now, doors.comm(0).views().known().now);
+  EXPECT_EQ(joined->views().known().now.members, Members::all(3));
+  // Its symmetric memory is that of the process before, as the others have it.
+  void* const mine = joined->heap().allocate(64);
+  const auto place = joined->heap().find(mine, 64);
+  ASSERT_TRUE(place);
+  std::memset(mine, 7, 64);
+  EXPECT_EQ(static_cast<int>(*doors.comm(0).heap().address(2, *place, 64)), 7);
+  // Calls that need all ranks are refused, as often as they are made, and finish nothing.
+  for (int i = 0; i < 2; ++i) {
+    for (Comm* comm : {&doors.comm(0), &doors.comm(1), joined.get()}) {
+      expect_error(error_of([&] { comm->collective().barrier(); }), XD_ERROR_UNSUPPORTED,
+                   "has taken the place of another process");
+      EXPECT_EQ(comm->errors().fatal_error(), nullptr);
+    }
+  }
+  joined.reset();
+  EXPECT_TRUE(eventually([&] { return doors.comm(0).errors().left(2); }));
+  // The process lives, though the rank has left.
+  expect_error(error_of_joining(join_config(invitation, 2)), XD_ERROR_INVALID_ARGUMENT,
+               {"config.rank = 2", "lives"});
+}
+
+TEST(Door, RefusesInWordsAndLetsTheNextOneIn) {
+  Doors doors(2, 1);
+  doors.meet();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  for (const int rank : {0, 1, 2}) {
+    expect_error(error_of_joining(join_config(invitation, rank)), XD_ERROR_INVALID_ARGUMENT,
+                 {"config.rank = " + std::to_string(rank), "lives, expected a place"});
+  }
+  expect_error(error_of_joining(join_config(invitation, 2)), XD_ERROR_INVALID_ARGUMENT,
+               doors.pid_of(2));
+  expect_error(error_of_joining(join_config(invitation)), XD_ERROR_INVALID_ARGUMENT,
+               "the processes of all 3 ranks live");
+  doors.kill(2);
+  doors.agree();
+  expect_error(error_of_joining(join_config(invitation, 3)), XD_ERROR_INVALID_ARGUMENT,
+               "config.rank = 3, expected -1 to 2");
+  xd_comm_config config = join_config(invitation, 2);
+  config.num_ranks = 4;
+  expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT, "config.num_ranks = 4");
+  config = join_config(invitation, 2);
+  config.host = "elsewhere";
+  expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT, {"'elsewhere'", "rank 2"});
+  Invitation other = decode_invitation(invitation);
+  other.secret[0] ^= 1;
+  const xd_unique_id forged = encode_invitation(other);
+  expect_error(error_of_joining(join_config(forged, 2)), XD_ERROR_MISMATCH,
+               {"the rank of the invitation", "another meeting"});
+  xd_unique_id damaged = invitation;
+  damaged.bytes[40] ^= 1;
+  expect_error(error_of_joining(join_config(damaged, 2)), XD_ERROR_INVALID_ARGUMENT, "damaged");
+  damaged = invitation;
+  damaged.bytes[4] ^= 0x40;
+  expect_error(error_of_joining(join_config(damaged, 2)), XD_ERROR_MISMATCH, "protocol version");
+  const xd_unique_id no_invitation = new_id(100);
+  expect_error(error_of_joining(join_config(no_invitation, 2)), XD_ERROR_INVALID_ARGUMENT,
+               "holds no invitation");
+  expect_joins(doors, 2, invitation);
+}
+
+TEST(Door, RefusesAnotherVersionAndBytesThatAreNone) {
+  Doors doors(2, 1);
+  doors.meet();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  const Invitation read = decode_invitation(invitation);
+  const auto ends = [&](const Bytes& first) {
+    const UniqueFd fd = connect_link(read.doors[0]);
+    ASSERT_TRUE(fd);
+    ASSERT_EQ(send_packet(fd.get(), first), Sent::done);
+    Bytes buffer(4096);
+    EXPECT_TRUE(eventually([&] {
+      return receive_packet(fd.get(), buffer).kind == Packet::Kind::end;
+    }));
+  };
+  ends(Handshake(Side::client, read.secret, 0, kProtocolVersion + 1).take_output());
+  ends(Bytes(72, std::byte{1}));
+  ends(Bytes(3, std::byte{1}));
+  doors.kill(2);
+  doors.agree();
+  expect_joins(doors, 2, invitation);
+}
+
+TEST(Door, WaitsUntilAllHaveAgreedOnAViewWithoutThePlace) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.kill(2);
+  const xd_unique_id invitation = doors.comm(0).invite();
+  expect_error(error_of_joining(join_config(invitation, 2, 300)), XD_ERROR_TIMEOUT,
+               {"rank 0", "has not let this process in as rank 2", "agreed on a view"});
+  std::shared_ptr<Comm> joined;
+  std::thread joining([&] { joined = Comm::create(join_config(invitation, 2)); });
+  doors.agree();
+  joining.join();
+  EXPECT_EQ(joined->rank(), 2);
+}
+
+// What a process may still write into is not another's before that process has ended.
+TEST(Door, KeepsAPlaceForAProcessThatHeldItUntilThatHasEnded) {
+  Doors doors(2, 1);
+  const auto claimant = child_claimant(2);
+  doors.meet();
+  doors.kill(2);
+  doors.agree();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  claimant->tell(invitation);
+  ASSERT_TRUE(claimant->is_ready());
+  expect_error(error_of_joining(join_config(invitation, 2, 300)), XD_ERROR_TIMEOUT,
+               {"rank 0", "lets another process in"});
+  claimant->kill();
+  expect_joins(doors, 2, invitation);
+}
+
+TEST(Door, ForgetsAProcessThatGivesUpItsClaim) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.kill(2);
+  doors.agree();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  const Invitation read = decode_invitation(invitation);
+  for (int i = 0; i < 3; ++i) {
+    Entrance entrance(read.doors[0], read.secret, "rank 0", Deadline::after_ms(kTimeoutMs));
+    EXPECT_EQ(entrance.ask({.ask = Ask::claim, .rank = 2}).reply.rank, 2);
+  }
+  expect_joins(doors, 2, invitation);
+}
+
+TEST(Door, LetsTwoProcessesInAtOnceWhichKnowEachOther) {
+  Doors doors(2, 2);
+  doors.meet();
+  doors.kill(2);
+  doors.kill(3);
+  doors.agree();
+  const xd_unique_id invitations[] = {doors.comm(0).invite(), doors.comm(1).invite()};
+  std::shared_ptr<Comm> joined[2];
+  expect_no_errors(on_threads(2, [&](int i) { joined[i] = Comm::create(join_config(invitations[i])); }));
+  EXPECT_EQ(joined[0]->rank() + joined[1]->rank(), 2 + 3);
+  for (const Comm* comm : {&doors.comm(0), &doors.comm(1), joined[0].get(), joined[1].get()}) {
+    for (int rank = 0; rank < 4; ++rank) {
+      EXPECT_TRUE(rank == comm->rank() || eventually([&] { return !comm->errors().lost(rank); }));
+    }
+  }
+}
+
+// ---- Configs -----------------------------------------------------------------------------------
+
+TEST(Elastic, NeedsMasksAndMoreThanOneRank) {
+  const xd_unique_id id = new_id(100);
+  xd_comm_config config = elastic_config(id, 0, 1);
+  config.on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
+  expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT,
+               {"config.on_peer_loss = FATAL", "expected MASK"});
+  config = elastic_config(id, 0, 1);
+  config.elastic = 2;
+  expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT, "config.elastic = 2");
+  config.elastic = 1;
+  const auto alone = Comm::create(config);
+  expect_error(error_of([&] { alone->invite(); }), XD_ERROR_INVALID_ARGUMENT, "has one rank");
+  config.elastic = 0;
+  const auto rigid = Comm::create(config);
+  expect_error(error_of([&] { rigid->invite(); }), XD_ERROR_INVALID_ARGUMENT, "elastic = 0");
+}
+
+TEST(Elastic, IsEqualOnAllRanks) {
+  const xd_unique_id id = new_id();
+  const auto errors = on_threads(2, [&](int rank) {
+    xd_comm_config config = elastic_config(id, rank, 2);
+    config.elastic = rank;
+    Comm::create(config);
+  });
+  for (const auto& error : errors)
+    expect_error(error, XD_ERROR_MISMATCH, "config.elastic = 0 on rank 0 and 1 on rank 1");
+}
+
+}  // namespace
+}  // namespace xd::test
