@@ -90,8 +90,8 @@ class Ranks {
     EXPECT_EQ(result.status, XD_SUCCESS) << result.text;
     return from_hex<xd_unique_id>(result.text.substr(1));
   }
-  void start_joiner(int place, const xd_unique_id& invitation, int wanted) {
-    RankProgram program = joining();
+  void start_joiner(int place, const xd_unique_id& invitation, int wanted,
+                    RankProgram program = joining()) {
     program.num_ranks = num_ranks_;
     program.joins = true;
     program.id = invitation;
@@ -100,14 +100,24 @@ class Ranks {
     processes_.restart(program);
   }
   // The members look for the guest in each of their views, as schedulers do between steps.
-  void take_in(int place) {
-    processes_.tell(place, "agree " + std::to_string(kLongMs));
-    const std::vector<int> members = others(place);
-    std::string view;
-    do {
-      view = agree_without_reset(members);
-    } while (!has(view, place));
-    EXPECT_EQ(views_of({place}), view);
+  void take_in(const std::vector<int>& guests) {
+    tell(guests, "agree " + std::to_string(kLongMs));
+    std::vector<int> members;
+    std::ranges::copy_if(all(), std::back_inserter(members), [&](int rank) {
+      return std::ranges::find(guests, rank) == guests.end();
+    });
+    // The first of the guests may be in, and is to be asked as the others then.
+    std::vector<int> waiting = guests;
+    while (!waiting.empty()) {
+      const std::string view = agree(members);
+      if (testing::Test::HasFailure()) return;
+      for (const int guest : std::vector<int>(waiting)) {
+        if (!has(view, guest)) continue;
+        EXPECT_EQ(views_of({guest}), view);
+        std::erase(waiting, guest);
+        members.push_back(guest);
+      }
+    }
   }
   std::string resources(int rank) {
     processes_.tell(rank, "resources");
@@ -132,8 +142,6 @@ class Ranks {
     const std::string members = view.substr(view.find(':') + 1) + ",";
     return ("," + members).find("," + std::to_string(rank) + ",") != std::string::npos;
   }
-  std::string agree_without_reset(const std::vector<int>& members) { return agree(members); }
-
   const int num_ranks_;
   Processes processes_;
   int number_ = 0;
@@ -214,7 +222,7 @@ void kill_and_replace(int loops) {
     ranks.tell({victim}, "alone 2");
     ranks.processes().wait_until_done(victim);
     ranks.steps(others, 3, lost);
-    ranks.take_in(victim);
+    ranks.take_in({victim});
     ranks.steps(ranks.all(), 5, "-");
     if (testing::Test::HasFailure()) return;
     held[at(victim)] = Held::of(ranks.resources(victim));
@@ -229,6 +237,105 @@ void kill_and_replace(int loops) {
 
 TEST(Join, KilledRanksAreReplacedAgainAndAgain) { kill_and_replace(12); }
 TEST(LongJoin, KilledRanksAreReplacedAgainAndAgain) { kill_and_replace(200); }
+
+// ---- Ranks that are not let in, or not taken in --------------------------------------------------
+
+// Kills the rank, brings the others to the view without it, and gives an invitation of theirs.
+xd_unique_id lose_and_invite(Ranks& ranks, int victim) {
+  lose(ranks, victim, Moment::in_steps);
+  return ranks.invitation(ranks.others(victim)[0]);
+}
+
+TEST(JoinRefused, AGroupOfAnotherConfigNamesTheField) {
+  Ranks ranks(3);
+  const xd_unique_id invitation = lose_and_invite(ranks, 1);
+  RankProgram other = joining();
+  other.wait_timeout_ms = 1234;
+  ranks.start_joiner(1, invitation, 1, other);
+  expect_words(ranks.processes().wait_for_after(1),
+               {"config.wait_timeout_ms = 1234, expected " + std::to_string(kLongMs)});
+  ranks.processes().kill(1);
+  ranks.start_joiner(1, invitation, 1);
+  ranks.processes().wait_until_ready(1);
+  ranks.take_in({1});
+  ranks.steps(ranks.all(), 5, "-");
+}
+
+TEST(JoinRefused, CallsThatNeedAllRanksAreUnsupportedAndFinishNothing) {
+  Ranks ranks(3);
+  ranks.start_joiner(2, lose_and_invite(ranks, 2), 2);
+  ranks.processes().wait_until_ready(2);
+  ranks.take_in({2});
+  ranks.tell(ranks.all(), "refused");
+  for (const int rank : ranks.all()) {
+    for (int i = 0; i < 6; ++i) {
+      const Result result = ranks.processes().wait_for_result(rank);
+      const bool is_group = rank == 2 && i % 3 == 2;  // it would take over one of the others'
+      EXPECT_EQ(result.status, is_group ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_UNSUPPORTED)
+          << result.text;
+    }
+  }
+  ranks.steps(ranks.all(), 5, "-");
+}
+
+TEST(JoinRefused, AGuestThatDiesIsLostAndReplaced) {
+  Ranks ranks(3);
+  const xd_unique_id invitation = lose_and_invite(ranks, 0);
+  for (int i = 0; i < 3; ++i) {
+    ranks.start_joiner(0, invitation, 0);
+    ranks.processes().wait_until_ready(0);
+    ranks.processes().tell(1, "lost");
+    EXPECT_EQ(ranks.processes().wait_for_losses(1).ranks, "-");
+    ranks.processes().kill(0);
+    ranks.steps(ranks.others(0), 3, "0");
+  }
+  ranks.start_joiner(0, invitation, -1);
+  ranks.processes().wait_until_ready(0);
+  ranks.take_in({0});
+  ranks.steps(ranks.all(), 5, "-");
+}
+
+// At any time while it joins.
+TEST(JoinRefused, AProcessThatDiesWhileItJoinsLeavesNothing) {
+  Ranks ranks(3);
+  const xd_unique_id invitation = lose_and_invite(ranks, 1);
+  const Held before = Held::of(ranks.resources(0));
+  for (int i = 0; i < 20; ++i) {
+    ranks.start_joiner(1, invitation, 1);
+    ranks.steps(ranks.others(1), 1 + 3 * i, "1");  // as a clock
+    ranks.processes().kill(1);
+  }
+  ranks.start_joiner(1, invitation, 1);
+  ranks.processes().wait_until_ready(1);
+  Held after = before;
+  after.replaced.insert(1);
+  ranks.expect_resources(0, after.text());
+  ranks.take_in({1});
+  ranks.steps(ranks.all(), 5, "-");
+}
+
+TEST(Join, TwoPlacesAreTakenAtOnce) {
+  Ranks ranks(4);
+  lose(ranks, 3, Moment::in_steps);
+  ranks.processes().kill(1);
+  ranks.run({0, 2});
+  ranks.expect_losses({0, 2}, 1);
+  ranks.agree({0, 2});
+  ranks.start_joiner(1, ranks.invitation(0), 1);
+  ranks.start_joiner(3, ranks.invitation(2), 3);
+  ranks.steps({0, 2}, 20, "1,3");
+  for (const int rank : {1, 3}) ranks.processes().wait_until_ready(rank);
+  ranks.take_in({1, 3});
+  ranks.steps(ranks.all(), 5, "-");
+  // Those that came later replace others as those from the beginning do.
+  for (const int rank : {0, 2}) {
+    lose(ranks, rank, Moment::in_steps);
+    ranks.start_joiner(rank, ranks.invitation(1), rank);
+    ranks.processes().wait_until_ready(rank);
+    ranks.take_in({rank});
+    ranks.steps(ranks.all(), 5, "-");
+  }
+}
 
 }  // namespace
 }  // namespace xd::test

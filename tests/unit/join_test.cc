@@ -216,7 +216,7 @@ TEST(Door, RefusesInWordsAndLetsTheNextOneIn) {
   Doors doors(2, 1);
   doors.meet();
   const xd_unique_id invitation = doors.comm(0).invite();
-  for (const int rank : {0, 1, 2}) {
+  for (const int rank : {0, 1, 2}) {  // of threads of this process, too
     expect_error(error_of_joining(join_config(invitation, rank)), XD_ERROR_INVALID_ARGUMENT,
                  {"config.rank = " + std::to_string(rank), "lives, expected a place"});
   }

@@ -266,10 +266,12 @@ bool Door::has_ended(int place) const {
 void Door::require_ended(int place) const {
   if (has_ended(place)) return;
   const std::string who = comm_.errors().names().with_process(place);
-  if (place != comm_.rank() && holder_of(place) == nullptr && !comm_.process_of(place).pidfd)
+  const auto card = comm_.door_place(*comm_.hosts().find_near(place)).card.read();
+  const bool is_here = card && card->process == card_.process;
+  if (!is_here && holder_of(place) == nullptr && !comm_.process_of(place).pidfd)
     fail(XD_ERROR_UNSUPPORTED, "config.rank = ", place, ": ", comm_.errors().names().of(comm_.rank()),
          " cannot know when the process of ", who,
-         " ends: it is its own, or the system has no descriptors of processes (pidfd)");
+         " ends: the system has no descriptors of processes (pidfd)");
   fail(XD_ERROR_INVALID_ARGUMENT, "config.rank = ", place, ": ", who,
        " lives, expected a place whose process has ended");
 }
