@@ -93,6 +93,7 @@ class CommOptions(TypedDict, total=False):
     host: str | None
     net_interface: str | None
     silence_ms: int
+    elastic: bool
 
 
 class Comm:
@@ -125,6 +126,8 @@ class Comm:
             it reaches the meeting point, or with an all-gather the machine's only address.
         silence_ms: several machines only: milliseconds, at least 1000, after which the ranks of a
             machine that does not answer are lost; 0 = XD_SILENCE_MS, else 10000; -1 = never.
+        elastic: another process may take the place of a rank whose process has ended, see
+            `invite`. On the CPU of one machine, with ``on_peer_loss="mask"``. Equal on all ranks.
 
     Raises:
         TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
@@ -149,6 +152,7 @@ class Comm:
         host: str | None = None,
         net_interface: str | None = None,
         silence_ms: int = 0,
+        elastic: bool = False,
     ) -> None:
         options: CommOptions = {
             "device": device,
@@ -159,6 +163,7 @@ class Comm:
             "host": host,
             "net_interface": net_interface,
             "silence_ms": silence_ms,
+            "elastic": elastic,
         }
         self._join(
             options, bootstrap="unique_id", unique_id=unique_id, rank=rank, num_ranks=num_ranks
@@ -213,6 +218,36 @@ class Comm:
         if not isinstance(nccl_comm, int) or nccl_comm <= 0:
             raise ValueError(f"nccl_comm: expected the address of an ncclComm_t, got {nccl_comm!r}")
         return cls.__new__(cls)._join(options, bootstrap="nccl", nccl_comm=nccl_comm)
+
+    @classmethod
+    def join(
+        cls,
+        invitation: bytes | bytearray,
+        *,
+        rank: int = -1,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> Comm:
+        """Takes the place of a rank whose process has ended, while the others work.
+
+        Returns when all that live have let this process in, for which they must have agreed on a
+        view without the place. Its view has only itself until `agree` takes it in. Its low-latency
+        groups are made in the order of the others', whose arguments must be equal, and go on alone
+        until the members set their masks and reset them.
+
+        Args:
+            invitation: from `invite` of any of them.
+            rank: the place that is taken; -1 = the lowest that is free.
+            timeout, name: as of Comm.
+
+        Raises:
+            InvalidArgument: no invitation, or the place's process lives.
+            Mismatch: another version of the library, or another secret.
+            PeerLost: none of the invitation's ranks lives, or one has ended meanwhile: try again.
+            Timeout: naming the rank that has not let this process in.
+        """
+        options: CommOptions = {"timeout": timeout, "name": name}
+        return cls.__new__(cls)._join(options, bootstrap="join", unique_id=invitation, rank=rank)
 
     def _join(self, options: CommOptions, **bootstrap: Any) -> Comm:
         for name in options:
@@ -286,6 +321,14 @@ class Comm:
                 rank=self.rank,
             )
         return self._core
+
+    def invite(self) -> bytes:
+        """An invitation for `join`: 128 bytes, which strangers must not read.
+
+        Good any number of times, while this rank lives or one of the next three that live now.
+        For communicators with ``elastic=True``. Local; any thread.
+        """
+        return self.core().invite()
 
     def barrier(self) -> None:
         """Returns when all ranks have called it. Collective. No operation needs it."""

@@ -48,7 +48,7 @@ FROZEN_FIELD(xd_unique_id_config, address, 8);
 FROZEN_FIELD(xd_unique_id_config, port, 16);
 FROZEN_FIELD(xd_unique_id_config, timeout_ms, 20);
 
-FROZEN_SIZE(xd_comm_config, 128);
+FROZEN_SIZE(xd_comm_config, 136);
 FROZEN_FIELD(xd_comm_config, struct_size, 0);
 FROZEN_FIELD(xd_comm_config, bootstrap, 8);
 FROZEN_FIELD(xd_comm_config, rank, 12);
@@ -66,6 +66,7 @@ FROZEN_FIELD(xd_comm_config, host, 96);
 FROZEN_FIELD(xd_comm_config, net_interface, 104);
 FROZEN_FIELD(xd_comm_config, silence_ms, 112);
 FROZEN_FIELD(xd_comm_config, global_ranks, 120);
+FROZEN_FIELD(xd_comm_config, elastic, 128);
 
 FROZEN_SIZE(xd_comm_info, 48);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);
