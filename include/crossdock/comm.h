@@ -316,7 +316,8 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 /* Tells which ranks take part in nothing any more: their processes have ended, their connections
  * have broken, or they have left. `lost` has room for num_ranks words: lost[r] becomes 1 if rank r
  * is one of them, else 0. A rank that is lost stays lost, unless another process takes its place
- * (xd_comm_invite). Ranks learn of it each by itself, mostly within milliseconds. Never blocks. Any thread. Also works after fatal errors. */
+ * (xd_comm_invite). Ranks learn of it each by itself, mostly within milliseconds. Never blocks. Any
+ * thread. Also works after fatal errors. */
 XD_API xd_status xd_comm_lost(xd_comm* comm, int32_t* lost);
 
 /* ---- Symmetric memory ------------------------------------------------------------------------ */

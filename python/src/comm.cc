@@ -357,11 +357,11 @@ void bind_comm(nb::module_& module) {
              std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss,
              std::optional<std::string> host, std::optional<std::string> net_interface,
              int silence_ms, std::vector<int> global_ranks, bool elastic) {
-            new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
-                             std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
-                             timeout_ms, std::move(name), on_peer_loss, std::move(host),
-                             std::move(net_interface), silence_ms, std::move(global_ranks),
-                             elastic});
+            new (self)
+                Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
+                      std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
+                      timeout_ms, std::move(name), on_peer_loss, std::move(host),
+                      std::move(net_interface), silence_ms, std::move(global_ranks), elastic});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),

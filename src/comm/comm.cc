@@ -246,7 +246,8 @@ void Comm::open_door(const Secret& secret) {
 
 xd_unique_id Comm::invite() const {
   XD_REQUIRE(door_ != nullptr, "the communicator has elastic = 0, expected 1");
-  XD_REQUIRE(num_ranks_ > 1, "the communicator has one rank, expected more: nobody could let a new "
+  XD_REQUIRE(num_ranks_ > 1,
+             "the communicator has one rank, expected more: nobody could let a new "
              "process in");
   return door_->invite();
 }

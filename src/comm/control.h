@@ -1,4 +1,4 @@
-// A rank's control segment, in host memory that its near ranks have mapped: the bell, note and error
+// A rank's control segment, in host memory that its near ranks have mapped: bell, note and error
 // board of RankBoard, its part in decisions about views, and its door.
 #pragma once
 

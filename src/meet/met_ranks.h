@@ -20,8 +20,8 @@ struct MetRanks {
   static MetRanks of(int rank, std::vector<Introduction> introductions,
                      std::string_view job_secret = {}, const std::int32_t* numbers = nullptr);
 
-  // Those of a rank that has joined others of its machine later. `host_names` as below; `pidfds` and
-  // `pids` are by rank, with none for ranks that are not there.
+  // For a rank that has joined the others of its machine later. `host_names` as below; `pidfds` and
+  // `pids` are by rank, with none for ranks that are gone.
   static MetRanks of_joined(int rank, std::vector<std::string> host_names,
                             std::vector<UniqueFd> pidfds, const std::vector<std::int64_t>& pids,
                             const std::int32_t* numbers);

@@ -30,8 +30,8 @@ void require_equal(std::span<const EqualField<T>> fields, std::span<const T> of_
     for (const EqualField<T>& field : fields) {
       const std::int64_t first = of_rank[0].*field.value, other = of_rank[r].*field.value;
       if (first != other) {
-        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", field.shown(first),
-             " on rank 0 and ", field.shown(other), " on rank ", r, ", expected equal values");
+        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", field.shown(first), " on rank 0 and ",
+             field.shown(other), " on rank ", r, ", expected equal values");
       }
     }
   }

@@ -66,7 +66,6 @@ FROZEN_FIELD(xd_comm_config, host, 96);
 FROZEN_FIELD(xd_comm_config, net_interface, 104);
 FROZEN_FIELD(xd_comm_config, silence_ms, 112);
 FROZEN_FIELD(xd_comm_config, global_ranks, 120);
-FROZEN_FIELD(xd_comm_config, elastic, 128);
 
 FROZEN_SIZE(xd_comm_info, 48);
 FROZEN_FIELD(xd_comm_info, struct_size, 0);

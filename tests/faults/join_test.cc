@@ -103,9 +103,8 @@ class Ranks {
   void take_in(const std::vector<int>& guests) {
     tell(guests, "agree " + std::to_string(kLongMs));
     std::vector<int> members;
-    std::ranges::copy_if(all(), std::back_inserter(members), [&](int rank) {
-      return std::ranges::find(guests, rank) == guests.end();
-    });
+    std::ranges::copy_if(all(), std::back_inserter(members),
+                         [&](int rank) { return std::ranges::find(guests, rank) == guests.end(); });
     // The first of the guests may be in, and is to be asked as the others then.
     std::vector<int> waiting = guests;
     while (!waiting.empty()) {
@@ -123,7 +122,7 @@ class Ranks {
     processes_.tell(rank, "resources");
     return processes_.wait_for_result(rank).text;
   }
-  // What has ended may be closed a moment later.
+  // Connections that have ended may be closed a moment later.
   void expect_resources(int rank, const std::string& wanted) {
     const auto end = Clock::now() + std::chrono::seconds(20);
     std::string found;
@@ -147,8 +146,8 @@ class Ranks {
   int number_ = 0;
 };
 
-// What a process holds. Of a place that is taken again it keeps the first connection and process,
-// beside the latest.
+// The descriptors of a process, and the rest of its resources. Of a place that is taken again it
+// keeps the first connection and process, beside the latest.
 struct Held {
   std::size_t descriptors = 0;
   std::string rest;
@@ -201,7 +200,9 @@ void kill_and_replace(int loops) {
   const unsigned seed = std::random_device()();
   std::cout << "seed " << seed << "\n";
   std::mt19937 random(seed);
-  const auto draw = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
+  const auto draw = [&](int count) {
+    return static_cast<int>(random() % static_cast<unsigned>(count));
+  };
   Ranks ranks(kRanks);
   ranks.steps(ranks.all(), 3, "-");
   std::vector<Held> held;
@@ -238,7 +239,7 @@ void kill_and_replace(int loops) {
 TEST(Join, KilledRanksAreReplacedAgainAndAgain) { kill_and_replace(12); }
 TEST(LongJoin, KilledRanksAreReplacedAgainAndAgain) { kill_and_replace(200); }
 
-// ---- Ranks that are not let in, or not taken in --------------------------------------------------
+// ---- Ranks that are not let in, or not taken in -------------------------------------------------
 
 // Kills the rank, brings the others to the view without it, and gives an invitation of theirs.
 xd_unique_id lose_and_invite(Ranks& ranks, int victim) {
@@ -327,7 +328,7 @@ TEST(Join, TwoPlacesAreTakenAtOnce) {
   for (const int rank : {1, 3}) ranks.processes().wait_until_ready(rank);
   ranks.take_in({1, 3});
   ranks.steps(ranks.all(), 5, "-");
-  // Those that came later replace others as those from the beginning do.
+  // Ranks that came later let others in as those from the beginning do.
   for (const int rank : {0, 2}) {
     lose(ranks, rank, Moment::in_steps);
     ranks.start_joiner(rank, ranks.invitation(1), rank);

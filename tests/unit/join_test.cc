@@ -1,6 +1,6 @@
 // Doors: who is let into the place of a rank whose process has ended, who is refused and in which
-// words, and that nothing of a process that is not let in stays behind. What ranks compute with one
-// that was let in is in tests/faults/join_test.cc.
+// words, and that nothing of a process that is not let in stays behind. tests/faults/join_test.cc
+// has the operations of ranks with one that was let in.
 #include "comm/join/join.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,8 @@ class Child {
  public:
   // `body` gets the 128 bytes of tell(), and returns when the child has said by `said` that it is
   // ready.
-  explicit Child(const std::function<void(const xd_unique_id& told, const std::function<void()>& said)>& body) {
+  explicit Child(const std::function<void(const xd_unique_id& told,
+                                          const std::function<void()>& said)>& body) {
     int to_child[2], from_child[2];
     EXPECT_EQ(::pipe(to_child), 0);
     EXPECT_EQ(::pipe(from_child), 0);
@@ -261,9 +262,8 @@ TEST(Door, RefusesAnotherVersionAndBytesThatAreNone) {
     ASSERT_TRUE(fd);
     ASSERT_EQ(send_packet(fd.get(), first), Sent::done);
     Bytes buffer(4096);
-    EXPECT_TRUE(eventually([&] {
-      return receive_packet(fd.get(), buffer).kind == Packet::Kind::end;
-    }));
+    EXPECT_TRUE(
+        eventually([&] { return receive_packet(fd.get(), buffer).kind == Packet::Kind::end; }));
   };
   ends(Handshake(Side::client, read.secret, 0, kProtocolVersion + 1).take_output());
   ends(Bytes(72, std::byte{1}));
@@ -287,7 +287,7 @@ TEST(Door, WaitsUntilAllHaveAgreedOnAViewWithoutThePlace) {
   EXPECT_EQ(joined->rank(), 2);
 }
 
-// What a process may still write into is not another's before that process has ended.
+// A place is not another's while a process that may write into its memory lives.
 TEST(Door, KeepsAPlaceForAProcessThatHeldItUntilThatHasEnded) {
   Doors doors(2, 1);
   const auto claimant = child_claimant(2);
@@ -325,7 +325,8 @@ TEST(Door, LetsTwoProcessesInAtOnceWhichKnowEachOther) {
   doors.agree();
   const xd_unique_id invitations[] = {doors.comm(0).invite(), doors.comm(1).invite()};
   std::shared_ptr<Comm> joined[2];
-  expect_no_errors(on_threads(2, [&](int i) { joined[i] = Comm::create(join_config(invitations[i])); }));
+  expect_no_errors(
+      on_threads(2, [&](int i) { joined[i] = Comm::create(join_config(invitations[i])); }));
   EXPECT_EQ(joined[0]->rank() + joined[1]->rank(), 2 + 3);
   for (const Comm* comm : {&doors.comm(0), &doors.comm(1), joined[0].get(), joined[1].get()}) {
     for (int rank = 0; rank < 4; ++rank) {

@@ -22,14 +22,14 @@ namespace xd {
 // A group as a new process takes it over.
 struct AdoptedGroup {
   int number = -1;
-  Bytes terms;                                   // what its ranks have agreed on
+  Bytes terms;                                   // sizes on which its ranks agree
   std::vector<std::shared_ptr<Segment>> memory;  // by rank
 };
 
 class Catalogue {
  public:
   struct Group {
-    std::string call;  // that has made it
+    std::string call;  // the function that has made it
     Bytes terms;
     std::vector<std::shared_ptr<Segment>> memory;  // by rank, with descriptors
     std::function<void(NearRank)> mask;            // leaves a rank out; any thread

@@ -27,7 +27,7 @@ constexpr int kGreetingMs = 5000;    // for a caller to prove the secret
 constexpr int kLookMs = 10;          // between looks at what a claim waits for
 constexpr int kGoodbyeMs = 1000;     // for ranks that have not read earlier messages
 constexpr int kAcceptPauseMs = 50;   // this process has no descriptor or memory for a connection
-constexpr int kMostCallers = 16;     // that have not been let in
+constexpr int kMostCallers = 16;     // not counting those that were let in
 constexpr std::size_t kRoom = 4096;  // for a caller's packet
 
 std::span<const std::byte> bytes_of(const std::string& text) {
@@ -86,7 +86,8 @@ void Door::run() noexcept {
     std::array<char, 256> text;
     const Caught error = caught(text);
     comm_.errors().on_end(error.status, error.error_number);
-    log_warning(comm_.errors().names().of(comm_.rank()), " lets no process in any more: ", text.data());
+    log_warning(comm_.errors().names().of(comm_.rank()),
+                " lets no process in any more: ", text.data());
   }
 }
 
@@ -101,7 +102,8 @@ void Door::wait_and_serve() {
   int pause_ms = accept_again_.passed() ? -1 : kAcceptPauseMs;
   for (const auto& caller : callers_) {
     calls.push_back(items.add(caller->fd.get(), POLLIN));
-    const bool counts = caller->state == Caller::State::holds || caller->state == Caller::State::is_in;
+    const bool counts =
+        caller->state == Caller::State::holds || caller->state == Caller::State::is_in;
     ends.push_back(items.add(counts && !caller->has_ended ? caller->pidfd.get() : -1, POLLIN));
     if (caller->state == Caller::State::is_in || !caller->fd) continue;
     const int left = caller->state == Caller::State::waits ? kLookMs : caller->limit.remaining_ms();
@@ -133,11 +135,12 @@ void Door::accept() {
   const pid_t pid = peer_process(fd.get());
   // The process lives as long as it answers here, so the number is not another's yet.
   UniqueFd pidfd = pid > 0 ? open_pidfd(pid) : UniqueFd();
-  callers_.push_back(std::make_unique<Caller>(Caller{.fd = std::move(fd),
-                                                     .pidfd = std::move(pidfd),
-                                                     .pid = pid,
-                                                     .handshake = Handshake(Side::server, secret_, at(comm_.rank())),
-                                                     .limit = Deadline::after_ms(kGreetingMs)}));
+  callers_.push_back(std::make_unique<Caller>(
+      Caller{.fd = std::move(fd),
+             .pidfd = std::move(pidfd),
+             .pid = pid,
+             .handshake = Handshake(Side::server, secret_, at(comm_.rank())),
+             .limit = Deadline::after_ms(kGreetingMs)}));
 }
 
 // Takes all that has come from a caller.
@@ -145,7 +148,8 @@ void Door::serve(Caller& caller) {
   while (caller.fd && !caller.is_over) {
     const Packet packet = receive_packet(caller.fd.get(), buffer_);
     if (packet.kind == Packet::Kind::nothing_yet) return;
-    if (packet.kind != Packet::Kind::data || packet.fd || packet.fd_discarded) return hang_up(caller);
+    if (packet.kind != Packet::Kind::data || packet.fd || packet.fd_discarded)
+      return hang_up(caller);
     switch (caller.state) {
       case Caller::State::greets:
         greet(caller, packet.bytes);
@@ -165,8 +169,8 @@ void Door::greet(Caller& caller, std::span<const std::byte> bytes) {
   const Bytes output = caller.handshake.take_output();
   const bool sent = output.empty() || send_packet(caller.fd.get(), output) == Sent::done;
   if (caller.handshake.refusal() != Refusal::none) {
-    log_warning(comm_.errors().names().of(comm_.rank()), " does not let a process (pid ", caller.pid, ") in: it ",
-                caller.handshake.refusal_text());
+    log_warning(comm_.errors().names().of(comm_.rank()), " does not let a process (pid ",
+                caller.pid, ") in: it ", caller.handshake.refusal_text());
     return hang_up(caller);
   }
   if (!sent) return hang_up(caller);
@@ -203,7 +207,8 @@ void Door::reply(Caller& caller, const Question& question, std::span<const std::
       return claim(caller, question.rank);
     case Ask::heap: {
       const auto all = comm_.heap().all();
-      XD_REQUIRE(question.number >= 0 && at(question.number) < all.size(), "there is no segment ", question.number);
+      XD_REQUIRE(question.number >= 0 && at(question.number) < all.size(), "there is no segment ",
+                 question.number);
       return pass(caller, shared(all[at(question.number)], question.rank));
     }
     case Ask::group: {
@@ -227,8 +232,9 @@ void Door::reply(Caller& caller, const Question& question, std::span<const std::
 Reply Door::enter(const Question& question) const {
   comm_.errors().check_usable();
   const int num_ranks = comm_.num_ranks();
-  XD_REQUIRE(question.number == 0 || question.number == num_ranks, "config.num_ranks = ", question.number,
-             ", expected 0 or ", num_ranks, " as the communicator has");
+  XD_REQUIRE(question.number == 0 || question.number == num_ranks,
+             "config.num_ranks = ", question.number, ", expected 0 or ", num_ranks,
+             " as the communicator has");
   XD_REQUIRE(question.rank >= -1 && question.rank < num_ranks, "config.rank = ", question.rank,
              ", expected -1 to ", num_ranks - 1);
   const int place = question.rank >= 0 ? question.rank : free_place();
@@ -269,8 +275,8 @@ void Door::require_ended(int place) const {
   const auto card = comm_.door_place(*comm_.hosts().find_near(place)).card.read();
   const bool is_here = card && card->process == card_.process;
   if (!is_here && holder_of(place) == nullptr && !comm_.process_of(place).pidfd)
-    fail(XD_ERROR_UNSUPPORTED, "config.rank = ", place, ": ", comm_.errors().names().of(comm_.rank()),
-         " cannot know when the process of ", who,
+    fail(XD_ERROR_UNSUPPORTED, "config.rank = ", place, ": ",
+         comm_.errors().names().of(comm_.rank()), " cannot know when the process of ", who,
          " ends: the system has no descriptors of processes (pidfd)");
   fail(XD_ERROR_INVALID_ARGUMENT, "config.rank = ", place, ": ", who,
        " lives, expected a place whose process has ended");
@@ -329,7 +335,8 @@ void Door::let_in(Caller& caller) {
     if (other->state == Caller::State::is_in && other->place == caller.place) other->forget();
   caller.state = Caller::State::is_in;
   comm_.errors().on_replaced(caller.place, caller.pid);
-  log_topic("comm", comm_.errors().names().with_process(caller.place), " has taken a place that was free");
+  log_topic("comm", comm_.errors().names().with_process(caller.place),
+            " has taken a place that was free");
   say(caller, {.rank = caller.place});
 }
 
@@ -365,7 +372,7 @@ void Door::hang_up(Caller& caller) {
 }
 
 void Door::on_process_end(Caller& caller) {
-  serve(caller);  // what it has said before counts
+  serve(caller);  // its earlier words count
   caller.has_ended = true;
   if (caller.state == Caller::State::holds) caller.is_over = true;
   if (caller.state == Caller::State::is_in) hang_up(caller);
@@ -382,7 +389,8 @@ void Door::refuse(Caller& caller, const Error& error) {
   if (caller.fd) say(caller, {.status = error.status()}, bytes_of(error.text()));
 }
 
-std::shared_ptr<Segment> Door::shared(const std::vector<std::shared_ptr<Segment>>& of_rank, int rank) {
+std::shared_ptr<Segment> Door::shared(const std::vector<std::shared_ptr<Segment>>& of_rank,
+                                      int rank) {
   return rank >= 0 && at(rank) < of_rank.size() ? of_rank[at(rank)] : nullptr;
 }
 

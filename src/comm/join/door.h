@@ -8,10 +8,10 @@
 //
 //   new process                                 rank r, for each r that lives, by ascending rank
 //   handshake (meet/handshake.h)            ->  proves the secret of the doors
-//   claim place p                           ->  waits until p's process has ended, r knows that it is
-//                                               lost and has agreed on a view without it, and no
-//                                               other process is being let in here; masks p in all
-//                                               groups, holds p
+//   claim place p                           ->  waits until p's process has ended, r knows that it
+//                                               is lost and has agreed on a view without it, and
+//                                               no other process is being let in here; masks p in
+//                                               all groups, holds p
 //   takes the memory over; opens its door
 //   ready                                   ->  p is here: r watches connection and process
 //
@@ -71,7 +71,7 @@ class Door {
     Handshake handshake;
     Deadline limit;  // of its handshake, and of its claim
     State state = State::greets;
-    int place = -1;          // that it claims, holds or has
+    int place = -1;          // the rank that it claims, holds or has
     bool has_left = false;   // said goodbye, or lost: it was told
     bool has_ended = false;  // its process
     bool is_over = false;    // to be taken off the list
@@ -104,7 +104,8 @@ class Door {
   const Caller* holder_of(int place) const;
   int free_place() const;
 
-  void say(Caller& caller, const Reply& reply, std::span<const std::byte> more = {}, int passed = -1);
+  void say(Caller& caller, const Reply& reply, std::span<const std::byte> more = {},
+           int passed = -1);
   void refuse(Caller& caller, const Error& error);
   static std::shared_ptr<Segment> shared(const std::vector<std::shared_ptr<Segment>>& of_rank,
                                          int rank);

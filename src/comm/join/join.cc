@@ -35,7 +35,8 @@ class Joining {
           const Deadline& deadline)
       : config_(config), wish_(wish), secret_(invitation.secret), deadline_(deadline) {
     Entrance first = knock(invitation);
-    const auto entered = first.ask({.ask = Ask::enter, .rank = config.rank, .number = config.num_ranks});
+    const auto entered =
+        first.ask({.ask = Ask::enter, .rank = config.rank, .number = config.num_ranks});
     place_ = entered.reply.rank;
     num_ranks_ = entered.reply.number;
     XD_REQUIRE(num_ranks_ > 1 && num_ranks_ <= XD_MAX_RANKS && place_ >= 0 && place_ < num_ranks_,
@@ -122,13 +123,16 @@ class Joining {
     return !pidfd && errno == ESRCH;
   }
 
-  Entrance& anybody() { return **std::ranges::find_if(links_, [](const auto& l) { return l.has_value(); }); }
+  Entrance& anybody() {
+    return **std::ranges::find_if(links_, [](const auto& l) { return l.has_value(); });
+  }
 
   std::vector<Segments> heap_of_all() {
     std::vector<Segments> heap(at(segments_));
     for (int s = 0; s < segments_; ++s) {
       for (int r = 0; r < num_ranks_; ++r)
-        heap[at(s)].push_back(anybody().ask_memory({.ask = Ask::heap, .rank = r, .number = s}, memory()));
+        heap[at(s)].push_back(
+            anybody().ask_memory({.ask = Ask::heap, .rank = r, .number = s}, memory()));
     }
     return heap;
   }
@@ -153,14 +157,18 @@ class Joining {
     for (int r = 0; r < num_ranks_; ++r) {
       pids.push_back(r == place_ ? ::getpid() : cards_[at(r)].process.pid);
       if (r == place_) continue;
-      pidfds[at(r)] = open_pidfd(links_[at(r)] ? links_[at(r)]->pid() : static_cast<pid_t>(pids.back()));
+      pidfds[at(r)] =
+          open_pidfd(links_[at(r)] ? links_[at(r)]->pid() : static_cast<pid_t>(pids.back()));
     }
-    auto ranks = std::make_unique<MetRanks>(
-        MetRanks::of_joined(place_, std::move(hosts), std::move(pidfds), pids, config_.global_ranks));
+    auto ranks = std::make_unique<MetRanks>(MetRanks::of_joined(
+        place_, std::move(hosts), std::move(pidfds), pids, config_.global_ranks));
     // Of a rank that was gone before there may be no process to watch.
     for (int r = 0; r < num_ranks_; ++r)
       if (r != place_ && !links_[at(r)]) ranks->processes.processes[at(r)].has_ended = is_ended(r);
-    Mesh::Parts parts{.wake = UniqueFd(::eventfd(0, EFD_CLOEXEC)), .ranks = std::move(ranks), .links = {}, .silence_ms = 0};
+    Mesh::Parts parts{.wake = UniqueFd(::eventfd(0, EFD_CLOEXEC)),
+                      .ranks = std::move(ranks),
+                      .links = {},
+                      .silence_ms = 0};
     if (!parts.wake) fail_errno("eventfd", errno);
     parts.links.resize(at(num_ranks_));
     for (int r = 0; r < num_ranks_; ++r)
@@ -206,8 +214,8 @@ class Joining {
   const Deadline deadline_;
   const HostSegmentMaker maker_{true};
   int place_ = -1, num_ranks_ = 0, segments_ = 0;
-  Segments controls_;            // by rank
-  std::vector<DoorCard> cards_;  // by rank; empty where a rank has none
+  Segments controls_;                           // by rank
+  std::vector<DoorCard> cards_;                 // by rank; empty where a rank has none
   std::vector<std::optional<Entrance>> links_;  // by rank
   std::uint64_t serial_ = 0;
 };
@@ -240,11 +248,12 @@ AdoptedGroup adopt_group(Comm& comm, int number, const std::string& call) {
     try {
       Entrance entrance(card.socket_name, comm.door_secret(),
                         comm.errors().names().with_process(rank), comm.deadline());
-      const auto found = entrance.ask({.ask = Ask::group, .number = number},
-                                      std::as_bytes(std::span(call)));
-      XD_REQUIRE(found.reply.number >= 0,
-                 "the others have no more groups with masks that this rank, which has joined later, "
-                 "could have a part in; new groups need the ranks that began together");
+      const auto found =
+          entrance.ask({.ask = Ask::group, .number = number}, std::as_bytes(std::span(call)));
+      XD_REQUIRE(
+          found.reply.number >= 0,
+          "the others have no more groups with masks that this rank, which has joined later, "
+          "could have a part in; new groups need the ranks that began together");
       AdoptedGroup group{found.reply.number, found.more, {}};
       for (int r = 0; r < comm.num_ranks(); ++r)
         group.memory.push_back(entrance.ask_memory(

@@ -1,6 +1,6 @@
-// What a new process and the ranks of a communicator say to one another at doors (comm/join/door.h),
-// behind the handshake: a question and its answer, one packet each. A packet of an answer may have a
-// descriptor, and bytes behind the struct.
+// The words of a new process and the ranks of a communicator at doors (comm/join/door.h), behind
+// the handshake: a question and its answer, one packet each. An answer may have a descriptor, and
+// bytes behind the struct.
 #pragma once
 
 #include <crossdock/status.h>

@@ -1,4 +1,5 @@
-// What a rank's control segment says of the process that has the rank's place, for those that join.
+// The words in a rank's control segment about the process that has the rank's place, for those that
+// join.
 #pragma once
 
 #include <atomic>

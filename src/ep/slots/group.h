@@ -38,7 +38,7 @@ class LlGroup : public GroupOf<LlFamily, LlConfig> {
 
   // Throws INVALID_ARGUMENT unless the group may leave ranks out.
   void require_masks() const;
-  // What the ranks have agreed on, for one that takes the group over.
+  // The sizes on which the ranks have agreed, for one that takes the group over.
   const Bytes& terms() const { return terms_; }
 
  private:
