@@ -189,7 +189,7 @@ void Comm::barrier() const { call(xd_comm_barrier); }
 nb::bytes Comm::invite() const {
   xd_unique_id invitation;
   call([&](xd_comm* comm) { return xd_comm_invite(comm, &invitation); });
-  return {reinterpret_cast<const char*>(invitation.bytes), sizeof(invitation.bytes)};
+  return nb::bytes(reinterpret_cast<const char*>(invitation.bytes), sizeof(invitation.bytes));
 }
 
 nb::list Comm::all_gather(const nb::bytes& data) const {

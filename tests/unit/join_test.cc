@@ -335,6 +335,34 @@ TEST(Door, LetsTwoProcessesInAtOnceWhichKnowEachOther) {
   }
 }
 
+// A fork that a process leaves behind holds its door open, and answers nobody.
+TEST(Door, OfARankThatHasEndedIsPassedByThoughAForkOfItLives) {
+  const auto rank_with_fork = [](const xd_unique_id& id, const std::function<void()>& said) {
+    const auto comm = Comm::create(elastic_config(id, 0, 3));
+    if (::fork() != 0) {
+      said();
+      wait_to_be_killed();
+    }
+    for (int fd = 0; fd <= 2; ++fd) ::close(fd);  // for which others may wait
+    ::alarm(20);
+    wait_to_be_killed();
+  };
+  Child first(rank_with_fork);
+  const auto third = child_rank(2, 3);
+  const xd_unique_id id = new_id();
+  first.tell(id);
+  third->tell(id);
+  const auto comm = Comm::create(elastic_config(id, 1, 3));
+  EXPECT_TRUE(first.is_ready() && third->is_ready());
+  first.kill();
+  third->kill();
+  comm->views().agree(Vote{}, kTimeoutMs);
+  const auto joined = Comm::create(join_config(comm->invite(), 2));
+  EXPECT_EQ(joined->rank(), 2);
+  EXPECT_TRUE(joined->errors().lost(0));
+  EXPECT_FALSE(joined->errors().lost(1));
+}
+
 // ---- Configs -----------------------------------------------------------------------------------
 
 TEST(Elastic, NeedsMasksAndMoreThanOneRank) {

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/math.h"
+#include "base/pidfd.h"
 #include "meet/packet.h"
 
 namespace xd {
@@ -34,6 +35,8 @@ Entrance::Entrance(const Tag& door, const Secret& secret, std::string whose,
   if (!peer_has_our_user(fd_.get()))
     fail(XD_ERROR_MISMATCH, whose_, " runs as another user than this process");
   pid_ = peer_process(fd_.get());
+  pidfd_ = open_pidfd(pid_);
+  if (!pidfd_ && errno == ESRCH) fail_gone();
   prove(secret);
 }
 
@@ -117,8 +120,9 @@ Entrance::Answer Entrance::receive(const std::string& waits_for) {
 void Entrance::wait(short events, const std::string& waits_for) {
   interruption_.check();
   if (deadline_.passed()) fail(XD_ERROR_TIMEOUT, whose_, waits_for, " in time");
-  pollfd item{fd_.get(), events, 0};
-  ::poll(&item, 1, interruption_.next(deadline_).remaining_ms());
+  std::array<pollfd, 2> items{pollfd{fd_.get(), events, 0}, pollfd{pidfd_.get(), POLLIN, 0}};
+  ::poll(items.data(), items.size(), interruption_.next(deadline_).remaining_ms());
+  if (items[0].revents == 0 && items[1].revents != 0) fail_gone();
 }
 
 void Entrance::fail_gone() const {

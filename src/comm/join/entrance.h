@@ -54,6 +54,8 @@ class Entrance {
   Deadline deadline_;
   Interruption interruption_;
   UniqueFd fd_;
+  // The rank's process may have ended, and a fork of it hold its sockets open.
+  UniqueFd pidfd_;
   pid_t pid_ = 0;
   bool is_proven_ = false;
   Bytes buffer_;
