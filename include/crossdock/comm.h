@@ -104,7 +104,7 @@ typedef struct xd_comm_config {
    * {kDLCUDA, -1} for that of `nccl_comm` (NCCL) or of LOCAL_RANK (all others). */
   DLDevice device;
   /* Size of this rank's symmetric memory, rounded up to (huge) pages. It may differ per rank;
-   * 0 = none yet. */
+   * 0 = none yet. JOIN: 0, as it takes over the memory that is there. */
   size_t heap_bytes;
   /* Longest wait for a peer, here and in every later call. 0 = XD_TIMEOUT_MS, else 600000. */
   int32_t timeout_ms;
@@ -115,7 +115,7 @@ typedef struct xd_comm_config {
    * all-gather on it, on a stream of the library. No other thread may use it meanwhile, and it is
    * not needed afterwards. */
   void* nccl_comm;
-  /* Equal on all ranks. */
+  /* Equal on all ranks; JOIN takes it as MASK. */
   xd_comm_peer_loss on_peer_loss;
   /* The host that this rank counts to, by a name of 1 to 63 bytes: ranks that give equal names are
    * on one host, and must be on one machine. It decides the order of sums over ranks

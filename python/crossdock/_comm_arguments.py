@@ -50,6 +50,9 @@ def join(*, heap_bytes: int = 0, **options: Any) -> _core.Comm:
         if argument in options:
             options[argument] = number_of_32_bits(argument, options[argument])
     options["on_peer_loss"] = _peer_loss(options.get("on_peer_loss", "fatal"))
+    elastic = options.get("elastic", False)
+    if not isinstance(elastic, bool):
+        raise TypeError(f"elastic: expected a bool, got {elastic!r}")
     name = options.get("name", "")
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {name!r}")

@@ -56,13 +56,14 @@ class RankRun {
     config.device = memory_->device();
     const std::string host = "host" + std::to_string(rank_.rank);
     if (program_.apart) config.host = host.c_str();
+    if (program_.silence_ms > 0) config.silence_ms = program_.silence_ms;
+    config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     config.elastic = program_.program == Program::join ? 1 : 0;
     if (program_.joins) {
       config.bootstrap = XD_BOOTSTRAP_JOIN;
       config.rank = program_.wanted;
+      config.heap_bytes = 0;
     }
-    if (program_.silence_ms > 0) config.silence_ms = program_.silence_ms;
-    config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;
     const xd_status created = xd_comm_create(&config, &comm);

@@ -235,6 +235,10 @@ TEST(Door, RefusesInWordsAndLetsTheNextOneIn) {
   config = join_config(invitation, 2);
   config.host = "elsewhere";
   expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT, {"'elsewhere'", "rank 2"});
+  config = join_config(invitation, 2);
+  config.heap_bytes = 4096;
+  expect_error(error_of_joining(config), XD_ERROR_INVALID_ARGUMENT,
+               "config.heap_bytes = 4096, expected 0");
   Invitation other = decode_invitation(invitation);
   other.secret[0] ^= 1;
   const xd_unique_id forged = encode_invitation(other);

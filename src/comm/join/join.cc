@@ -225,6 +225,8 @@ class Joining {
 std::shared_ptr<Comm> join_comm(const xd_comm_config& config, const JoinWish& wish) {
   XD_REQUIRE(config.unique_id != nullptr,
              "config.unique_id = NULL, expected an invitation from xd_comm_invite");
+  XD_REQUIRE(config.heap_bytes == 0, "config.heap_bytes = ", config.heap_bytes,
+             ", expected 0: the symmetric memory is that of the process before");
   const Invitation invitation = decode_invitation(*config.unique_id);
   const Deadline deadline = Deadline::after_ms(wish.timeout_ms);
   while (true) {
