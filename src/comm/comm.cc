@@ -131,10 +131,7 @@ std::shared_ptr<Comm> set_up(Comm::Parts& parts, bool elastic) {
   parts.boards =
       share_boards(ranks, HostSegmentMaker(elastic), control_bytes(parts.num_ranks), hosts);
   parts.device_side = share_device_boards(ranks, parts, hosts);
-  const Secret secret = door_secret(parts.mesh->secret());
-  auto comm = std::make_shared<Comm>(std::move(parts));
-  if (elastic) comm->open_door(secret);
-  return comm;
+  return std::make_shared<Comm>(std::move(parts));
 }
 
 // Whether ranks may be replaced.
@@ -197,6 +194,7 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   mesh.start(*parts.events);
   try {
     comm = set_up(parts, elastic);
+    if (elastic) comm->open_door(xd::door_secret(mesh.secret()));
     comm->memory_.add(Collective::kCreate, config.heap_bytes);
   } catch (const Error& error) {
     // On one host every rank notices and names a peer that is gone or has failed. On others ranks
@@ -320,6 +318,8 @@ int Comm::ranks_on_device() const {
 
 int Comm::missing(int peer, const HostWait& site) const {
   if (site.needs_all_ranks && errors_.dead() >= 0) return errors_.dead();
+  if ((site.needs_all_ranks || site.needs_first_ranks) && errors_.replaced() >= 0)
+    return errors_.replaced();
   return errors_.lost(peer) ? peer : -1;
 }
 

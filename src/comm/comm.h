@@ -62,6 +62,8 @@ struct HostWait {
   int timeout_ms = 0;  // the time that ends at the deadline; 0 = the communicator's
   // Whether the death of any rank ends the wait, since the operation cannot end without that rank.
   bool needs_all_ranks = false;
+  // Whether a rank's replacement ends the wait: its successor has no part in the operation.
+  bool needs_first_ranks = false;
   Progress* progress = nullptr;  // outlives the wait
 
   WaitPlace place() const { return {group, operation, phase, epoch, {}, deadline}; }

@@ -121,13 +121,20 @@ class Errors final : public MeshEvents {
   // Throws PEER_LOST, which finishes nothing, if losses are masked and some rank is lost, and
   // UNSUPPORTED if some rank has been replaced. This is for calls that need all ranks.
   void require_all_ranks() const;
-  // Likewise for a call that needs one rank, which is lost.
+  // Likewise for a call that needs one rank, which is lost or has been replaced.
   [[noreturn]] void throw_masked_loss(int rank) const;
 
   // A rank is here again, with another process. Any thread.
   void on_replaced(int rank, std::int64_t pid);
   // From now on calls that need all ranks are refused, as some rank is not the first of its place.
   void mark_replaced(int rank) { replaced_.store(rank, std::memory_order_release); }
+  // A rank that has been replaced; -1 = none.
+  int replaced() const { return replaced_.load(std::memory_order_acquire); }
+  // How often this rank has seen the rank replaced. Arrangements with one process of a rank do not
+  // hold for the next.
+  std::uint32_t incarnation(int rank) const {
+    return incarnations_[at(rank)].load(std::memory_order_acquire);
+  }
   // The near ranks' control segments, by rank.
   const std::vector<std::shared_ptr<Segment>>& segments() const { return segments_; }
   const RankBoard& own_board() const { return boards_[at(hosts_.self())]; }
@@ -173,7 +180,8 @@ class Errors final : public MeshEvents {
   std::vector<std::atomic<Presence>> presence_;  // by rank
   std::vector<bool> has_reported_;               // by rank; the watch thread's
   std::atomic<int> dead_{-1};
-  std::atomic<int> replaced_{-1};  // a rank that has been replaced; -1 = none
+  std::atomic<int> replaced_{-1};
+  std::vector<std::atomic<std::uint32_t>> incarnations_;  // by rank
   std::atomic<bool> closed_{false};
 
   mutable std::mutex mutex_;

@@ -103,7 +103,9 @@ class PeerMasks {
   bool wait_unless(NearRank peer, const HostWait& site, Ready&& ready, Seen&& seen,
                    InVain&& in_vain) {
     if (!rules_.masks_lost_peers) {
-      comm_.wait_for(peer, site, ready, seen);
+      HostWait strict = site;
+      strict.needs_first_ranks = true;
+      comm_.wait_for(peer, strict, ready, seen);
       return true;
     }
     if (masked().has(peer)) return ready();
