@@ -186,8 +186,9 @@ XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
  *
  * xd_ll_group_create on such a rank waits for nobody. It makes the rank's part of the next
  * low-latency group with masks that the others have, in the order in which these were made; its
- * config must be equal. It begins with all others masked, so its operations go on alone, until the
- * members of the new view set their masks and reset the group (crossdock/low_latency.h).
+ * config must be equal. Where the others have no further one it is UNSUPPORTED. It begins with all
+ * others masked, so its operations go on alone, until the members of the new view set their masks
+ * and reset the group (crossdock/low_latency.h).
  * Once a rank has been replaced, collective calls of the communicator and of its memory are
  * UNSUPPORTED on all ranks, and so is the making of groups and contexts.
  *

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 
 #include "base/fd.h"
 #include "base/math.h"
+#include "comm/channel.h"
 #include "comm/comm.h"
 #include "comm/join/entrance.h"
 #include "meet/invitation.h"
@@ -105,10 +107,13 @@ xd_comm_config join_config(const xd_unique_id& invitation, int rank = -1,
   return config;
 }
 
-std::unique_ptr<Child> child_rank(int rank, int num_ranks) {
+using Then = std::function<void(const std::shared_ptr<Comm>&)>;
+
+std::unique_ptr<Child> child_rank(int rank, int num_ranks, const Then& then = {}) {
   return std::make_unique<Child>([=](const xd_unique_id& id, const std::function<void()>& said) {
     const auto comm = Comm::create(elastic_config(id, rank, num_ranks));
     said();
+    if (then) then(comm);
     wait_to_be_killed();
   });
 }
@@ -125,26 +130,31 @@ std::unique_ptr<Child> child_claimant(int rank) {
       });
 }
 
-// The lowest ranks are threads of this process, the others are children.
+// The lowest ranks are threads of this process, the others are children, who do `then` at last;
+// or the other way round.
 class Doors {
  public:
-  Doors(int here, int children) : num_ranks_(here + children) {
-    for (int r = here; r < num_ranks_; ++r) children_.push_back(child_rank(r, num_ranks_));
+  Doors(int here, int children, const Then& then = {}, bool children_first = false)
+      : num_ranks_(here + children),
+        first_here_(children_first ? children : 0),
+        first_child_(children_first ? 0 : here),
+        comms_(at(here)) {
+    for (int i = 0; i < children; ++i)
+      children_.push_back(child_rank(first_child_ + i, num_ranks_, then));
   }
   void meet() {
-    comms_.resize(at(num_ranks_) - children_.size());
     const xd_unique_id id = new_id();
     for (const auto& child : children_) child->tell(id);
-    expect_no_errors(on_threads(static_cast<int>(comms_.size()), [&](int rank) {
-      comms_[at(rank)] = Comm::create(elastic_config(id, rank, num_ranks_));
+    expect_no_errors(on_threads(static_cast<int>(comms_.size()), [&](int i) {
+      comms_[at(i)] = Comm::create(elastic_config(id, first_here_ + i, num_ranks_));
     }));
     for (const auto& child : children_) EXPECT_TRUE(child->is_ready());
   }
-  void kill(int rank) { children_[at(rank) - comms_.size()]->kill(); }
-  std::string pid_of(int rank) const {
-    return std::to_string(children_[at(rank) - comms_.size()]->pid());
-  }
-  Comm& comm(int rank) { return *comms_[at(rank)]; }
+  Child& child(int rank) { return *children_[at(rank - first_child_)]; }
+  void kill(int rank) { child(rank).kill(); }
+  std::string pid_of(int rank) { return std::to_string(child(rank).pid()); }
+  const std::shared_ptr<Comm>& shared(int rank) { return comms_[at(rank - first_here_)]; }
+  Comm& comm(int rank) { return *shared(rank); }
   // These ranks of this process agree on a view.
   void agree(std::vector<int> ranks) {
     expect_no_errors(on_threads(static_cast<int>(ranks.size()), [&](int i) {
@@ -153,12 +163,18 @@ class Doors {
   }
   void agree() {
     std::vector<int> ranks;
-    for (std::size_t r = 0; r < comms_.size(); ++r) ranks.push_back(static_cast<int>(r));
+    for (std::size_t i = 0; i < comms_.size(); ++i)
+      ranks.push_back(first_here_ + static_cast<int>(i));
     agree(ranks);
+  }
+  // The children end, the others agree on that.
+  void lose_children() {
+    for (const auto& child : children_) child->kill();
+    agree();
   }
 
  private:
-  const int num_ranks_;
+  const int num_ranks_, first_here_, first_child_;
   std::vector<std::unique_ptr<Child>> children_;
   std::vector<std::shared_ptr<Comm>> comms_;
 };
@@ -321,22 +337,150 @@ TEST(Door, ForgetsAProcessThatGivesUpItsClaim) {
   expect_joins(doors, 2, invitation);
 }
 
-TEST(Door, LetsTwoProcessesInAtOnceWhichKnowEachOther) {
-  Doors doors(2, 2);
+// Two processes take the places of the children at once, and get to know each other.
+void expect_two_join_at_once(bool children_first) {
+  Doors doors(2, 2, {}, children_first);
   doors.meet();
-  doors.kill(2);
-  doors.kill(3);
-  doors.agree();
-  const xd_unique_id invitations[] = {doors.comm(0).invite(), doors.comm(1).invite()};
+  doors.lose_children();
+  const int first = children_first ? 2 : 0;
+  const xd_unique_id invitations[] = {doors.comm(first).invite(), doors.comm(first + 1).invite()};
   std::shared_ptr<Comm> joined[2];
   expect_no_errors(
       on_threads(2, [&](int i) { joined[i] = Comm::create(join_config(invitations[i])); }));
-  EXPECT_EQ(joined[0]->rank() + joined[1]->rank(), 2 + 3);
-  for (const Comm* comm : {&doors.comm(0), &doors.comm(1), joined[0].get(), joined[1].get()}) {
+  EXPECT_EQ(joined[0]->rank() + joined[1]->rank(), children_first ? 0 + 1 : 2 + 3);
+  for (const Comm* comm :
+       {&doors.comm(first), &doors.comm(first + 1), joined[0].get(), joined[1].get()}) {
     for (int rank = 0; rank < 4; ++rank) {
       EXPECT_TRUE(rank == comm->rank() || eventually([&] { return !comm->errors().lost(rank); }));
     }
+    EXPECT_EQ(comm->heap().all().size(), doors.comm(first).heap().all().size());
   }
+}
+
+TEST(Door, LetsTwoProcessesInAtOnce) { expect_two_join_at_once(false); }
+
+// Then the one that is in first is the first whom the other has to ask.
+TEST(Door, LetsTwoProcessesIntoTheLowestPlacesAtOnce) { expect_two_join_at_once(true); }
+
+// ---- Processes that fail on the way, and live ---------------------------------------------------
+
+// Another rank may have failed it.
+TEST(Door, TakesAPlaceBackThatWasGivenUpBehindReady) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.lose_children();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  const Invitation read = decode_invitation(invitation);
+  for (int i = 0; i < 3; ++i) {
+    Entrance entrance(read.doors[0], read.secret, "rank 0", Deadline::after_ms(kTimeoutMs));
+    entrance.ask({.ask = Ask::claim, .rank = 2});
+    entrance.ask({.ask = Ask::ready});
+    EXPECT_FALSE(doors.comm(0).errors().lost(2));
+  }
+  expect_joins(doors, 2, invitation);
+}
+
+TEST(Door, TakesAPlaceBackFromAProcessThatHeldItForTooLong) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.lose_children();
+  const xd_unique_id invitation = doors.comm(0).invite();
+  const Invitation read = decode_invitation(invitation);
+  {
+    Entrance late(read.doors[0], read.secret, "rank 0", Deadline::after_ms(kTimeoutMs));
+    late.ask({.ask = Ask::claim, .rank = 2, .number = 0});
+    Entrance other(read.doors[0], read.secret, "rank 0", Deadline::after_ms(kTimeoutMs));
+    // This has come later, so when its time is over that of the first is, too.
+    expect_error(error_of([&] { other.ask({.ask = Ask::claim, .rank = 2, .number = 0}); }),
+                 XD_ERROR_PEER_LOST, {"rank 0", "has hung up"});
+    expect_error(error_of([&] { late.ask({.ask = Ask::ready}); }), XD_ERROR_PEER_LOST,
+                 {"rank 0", "has hung up"});
+  }
+  expect_joins(doors, 2, invitation);
+}
+
+// ---- Arrangements with the process before -------------------------------------------------------
+
+std::unique_ptr<Channel> channel_to(int peer, const std::shared_ptr<Comm>& comm,
+                                    std::byte* memory) {
+  return std::make_unique<Channel>(
+      comm, Channel::Config{.peer = peer, .memory = memory, .bytes = 64, .counters = 1});
+}
+
+TEST(Replaced, AChannelToTheProcessBeforeIsLostForGood) {
+  const auto memory_of = [](Comm& comm) {
+    return static_cast<std::byte*>(comm.heap().allocate(64));
+  };
+  Doors doors(2, 1, [&](const std::shared_ptr<Comm>& comm) {
+    const auto channel = channel_to(0, comm, memory_of(*comm));
+    wait_to_be_killed();
+  });
+  doors.meet();
+  std::byte* memory[2] = {memory_of(doors.comm(0)), memory_of(doors.comm(1))};
+  std::unique_ptr<Channel> channels[2];
+  expect_no_errors(on_threads(2, [&](int rank) {
+    channels[rank] = channel_to(rank == 0 ? 2 : 1, doors.shared(rank), memory[rank]);
+  }));
+  doors.lose_children();
+  const auto joined = Comm::create(join_config(doors.comm(0).invite()));
+  std::byte* const theirs = memory_of(*joined);
+  std::memset(theirs, 7, 64);
+  const std::vector<std::byte> before(theirs, theirs + 64);
+  for (int i = 0; i < 2; ++i) {
+    for (const auto& error :
+         {error_of([&] { channels[0]->put(0, memory[0], 64, 0); }),
+          error_of([&] { channels[0]->test(0, 1); }), error_of([&] { channels[0]->wait(0, 1); })})
+      expect_error(error, XD_ERROR_PEER_LOST, {"rank 2", "has been replaced"});
+  }
+  EXPECT_EQ(std::vector<std::byte>(theirs, theirs + 64), before);
+  EXPECT_EQ(doors.comm(0).errors().fatal_error(), nullptr);
+  channels[1]->put(0, memory[1], 64, 0);  // of others it is untouched
+  channels[1]->wait(0, 1);
+}
+
+// Though nobody has been lost: the process had left before it ended.
+TEST(Replaced, EndsWaitsThatNeedTheProcessBefore) {
+  Doors doors(2, 1, [](const std::shared_ptr<Comm>& comm) { comm->close(); });
+  doors.meet();
+  for (const int rank : {0, 1})
+    EXPECT_TRUE(eventually([&] { return doors.comm(rank).errors().left(2); }));
+  doors.lose_children();
+  const auto joined = Comm::create(join_config(doors.comm(0).invite()));
+  EXPECT_LT(doors.comm(0).errors().dead(), 0);
+  for (const bool all : {false, true}) {
+    HostWait site{.phase = XD_PHASE_HOST,
+                  .group = -1,
+                  .operation = -1,
+                  .epoch = 0,
+                  .deadline = doors.comm(0).deadline()};
+    (all ? site.needs_all_ranks : site.needs_first_ranks) = true;
+    EXPECT_EQ(doors.comm(0).wait(1, site, [] { return false; }), Waited::lost);
+  }
+}
+
+TEST(Replaced, TheNextGroupIsTheFirstThatAnyRankHas) {
+  Doors doors(2, 1);
+  doors.meet();
+  doors.lose_children();
+  const auto joined = Comm::create(join_config(doors.comm(0).invite()));
+  const auto list = [&](int rank, int number) {
+    Comm& comm = doors.comm(rank);
+    comm.catalogue().list(
+        number,
+        {.call = "call", .terms = {}, .memory = comm.errors().segments(), .mask = [](NearRank) {}});
+  };
+  expect_error(error_of([&] { adopt_group(*joined, -1, "call"); }), XD_ERROR_UNSUPPORTED,
+               "the others have no more groups");
+  list(1, 5);
+  EXPECT_EQ(adopt_group(*joined, -1, "call").number, 5);
+  list(0, 7);
+  const AdoptedGroup group = adopt_group(*joined, -1, "call");
+  EXPECT_EQ(group.number, 5);
+  ASSERT_EQ(group.memory.size(), 3u);
+  for (const auto& memory : group.memory) EXPECT_TRUE(memory);
+  EXPECT_EQ(adopt_group(*joined, 5, "call").number, 7);
+  list(0, 3);
+  EXPECT_EQ(adopt_group(*joined, -1, "call").number, 3);
 }
 
 // A fork that a process leaves behind holds its door open, and answers nobody.
@@ -367,7 +511,7 @@ TEST(Door, OfARankThatHasEndedIsPassedByThoughAForkOfItLives) {
   EXPECT_FALSE(joined->errors().lost(1));
 }
 
-// ---- Configs -----------------------------------------------------------------------------------
+// ---- Configs ------------------------------------------------------------------------------------
 
 TEST(Elastic, NeedsMasksAndMoreThanOneRank) {
   const xd_unique_id id = new_id(100);
@@ -384,6 +528,27 @@ TEST(Elastic, NeedsMasksAndMoreThanOneRank) {
   config.elastic = 0;
   const auto rigid = Comm::create(config);
   expect_error(error_of([&] { rigid->invite(); }), XD_ERROR_INVALID_ARGUMENT, "elastic = 0");
+}
+
+// Whichever descriptor there is none for: that of the door is among them.
+TEST(Elastic, FailsInWordsWithoutDescriptors) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const xd_unique_id id = new_id(100);
+  const xd_comm_config config = elastic_config(id, 0, 1);
+  std::vector<Error> errors;
+  bool is_made = false;
+  for (rlim_t most = 3; !is_made && most < 200; ++most) {
+    const rlimit tight{most, before.rlim_max};
+    ::setrlimit(RLIMIT_NOFILE, &tight);
+    const auto error = error_of_joining(config);
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    is_made = !error;
+    if (error) errors.push_back(*error);
+  }
+  EXPECT_TRUE(is_made);
+  EXPECT_FALSE(errors.empty());
+  for (const Error& error : errors) EXPECT_EQ(error.status(), XD_ERROR_SYSTEM) << error.text();
 }
 
 TEST(Elastic, IsEqualOnAllRanks) {

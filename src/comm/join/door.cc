@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -27,11 +28,19 @@ constexpr int kGreetingMs = 5000;    // for a caller to prove the secret
 constexpr int kLookMs = 10;          // between looks at what a claim waits for
 constexpr int kGoodbyeMs = 1000;     // for ranks that have not read earlier messages
 constexpr int kAcceptPauseMs = 50;   // this process has no descriptor or memory for a connection
+constexpr int kPatienceMs = 1000;    // behind the end of a claim, which its process may see first
 constexpr int kMostCallers = 16;     // not counting those that were let in
 constexpr std::size_t kRoom = 4096;  // for a caller's packet
 
 std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
+}
+
+bool is_withdrawal(std::span<const std::byte> packet) {
+  Question question{};
+  if (packet.size() != sizeof(question)) return false;
+  std::memcpy(static_cast<void*>(&question), packet.data(), sizeof(question));
+  return question.ask == Ask::withdraw;
 }
 
 Loss loss_of(const int& rank) { return {.ranks = {&rank, 1}}; }
@@ -86,8 +95,9 @@ void Door::run() noexcept {
     std::array<char, 256> text;
     const Caught error = caught(text);
     comm_.errors().on_end(error.status, error.error_number);
-    log_warning(comm_.errors().names().of(comm_.rank()),
-                " lets no process in any more: ", text.data());
+    std::array<char, 32> name;
+    std::snprintf(name.data(), name.size(), "rank %d", comm_.rank());
+    log_warning(name.data(), " lets no process in any more: ", text.data());
   }
 }
 
@@ -105,7 +115,7 @@ void Door::wait_and_serve() {
     const bool counts =
         caller->state == Caller::State::holds || caller->state == Caller::State::is_in;
     ends.push_back(items.add(counts && !caller->has_ended ? caller->pidfd.get() : -1, POLLIN));
-    if (caller->state == Caller::State::is_in || !caller->fd) continue;
+    if (!has_limit(*caller)) continue;
     const int left = caller->state == Caller::State::waits ? kLookMs : caller->limit.remaining_ms();
     pause_ms = pause_ms < 0 ? left : std::min(pause_ms, left);
   }
@@ -114,18 +124,30 @@ void Door::wait_and_serve() {
     return;
   }
   for (std::size_t i = 0; i < calls.size(); ++i) {
-    Caller& caller = *callers_[i];
-    if (items.has_news(calls[i])) serve(caller);
-    if (items.has_news(ends[i])) on_process_end(caller);
-    const bool has_limit = caller.state != Caller::State::is_in && caller.fd;
-    if (has_limit && caller.limit.passed()) hang_up(caller);
+    attend(*callers_[i], items.has_news(calls[i]), items.has_news(ends[i]));
   }
   grant();
   std::erase_if(callers_, [](const auto& caller) { return caller->is_over; });
   if (items.has_news(listener)) accept();
 }
 
-void Door::accept() {
+bool Door::has_limit(const Caller& caller) const {
+  return caller.state != Caller::State::is_in && caller.fd && !caller.is_late;
+}
+
+// An error that one caller has caused ends that caller alone, unless it is a rank.
+void Door::attend(Caller& caller, bool calls, bool has_ended) {
+  try {
+    if (calls) serve(caller);
+    if (has_ended) on_process_end(caller);
+    if (has_limit(caller) && caller.limit.passed()) give_up(caller);
+  } catch (...) {
+    if (caller.state == Caller::State::is_in) throw;
+    caller.is_late ? hang_up(caller) : give_up(caller);
+  }
+}
+
+void Door::accept() try {
   UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!fd) {
     accept_again_ = Deadline::after_ms(kAcceptPauseMs);
@@ -135,12 +157,18 @@ void Door::accept() {
   const pid_t pid = peer_process(fd.get());
   // The process lives as long as it answers here, so the number is not another's yet.
   UniqueFd pidfd = pid > 0 ? open_pidfd(pid) : UniqueFd();
+  if (pid > 0 && !pidfd && (errno == EMFILE || errno == ENFILE)) {
+    accept_again_ = Deadline::after_ms(kAcceptPauseMs);
+    return;
+  }
   callers_.push_back(std::make_unique<Caller>(
       Caller{.fd = std::move(fd),
              .pidfd = std::move(pidfd),
              .pid = pid,
              .handshake = Handshake(Side::server, secret_, at(comm_.rank())),
              .limit = Deadline::after_ms(kGreetingMs)}));
+} catch (...) {
+  accept_again_ = Deadline::after_ms(kAcceptPauseMs);  // no memory
 }
 
 // Takes all that has come from a caller.
@@ -185,7 +213,8 @@ void Door::answer(Caller& caller, std::span<const std::byte> packet) {
   if (packet.size() < sizeof(question)) return hang_up(caller);
   std::memcpy(static_cast<void*>(&question), packet.data(), sizeof(question));
   const auto more = packet.subspan(sizeof(question));
-  if (question.ask == Ask::withdraw || (is_goodbye && question.ask != Ask::group)) {
+  if (is_goodbye && question.ask != Ask::group) return;  // it withdraws when it has unmapped all
+  if (question.ask == Ask::withdraw) {
     caller.is_over = true;
     return;
   }
@@ -204,7 +233,7 @@ void Door::reply(Caller& caller, const Question& question, std::span<const std::
     case Ask::control:
       return pass(caller, shared(comm_.errors().segments(), question.rank));
     case Ask::claim:
-      return claim(caller, question.rank);
+      return claim(caller, question);
     case Ask::heap: {
       const auto all = comm_.heap().all();
       XD_REQUIRE(question.number >= 0 && at(question.number) < all.size(), "there is no segment ",
@@ -220,7 +249,7 @@ void Door::reply(Caller& caller, const Question& question, std::span<const std::
     case Ask::group_memory:
       return pass(caller, comm_.catalogue().memory(question.number, question.rank));
     case Ask::ready:
-      XD_REQUIRE(holds, "the process holds no place here");
+      XD_REQUIRE(holds && !caller.is_late, "the process holds no place here");
       return let_in(caller);
     default:
       hang_up(caller);
@@ -262,7 +291,8 @@ const Door::Caller* Door::holder_of(int place) const {
 
 bool Door::has_ended(int place) const {
   if (place == comm_.rank()) return false;
-  if (const Caller* holder = holder_of(place)) return has_process_ended(holder->pidfd);
+  if (const Caller* holder = holder_of(place))
+    return holder->gave_back || has_process_ended(holder->pidfd);
   const PeerProcess& first = comm_.process_of(place);
   return first.has_ended || has_process_ended(first.pidfd);
 }
@@ -277,12 +307,13 @@ void Door::require_ended(int place) const {
   if (!is_here && holder_of(place) == nullptr && !comm_.process_of(place).pidfd)
     fail(XD_ERROR_UNSUPPORTED, "config.rank = ", place, ": ",
          comm_.errors().names().of(comm_.rank()), " cannot know when the process of ", who,
-         " ends: the system has no descriptors of processes (pidfd)");
+         " ends: the system has no descriptors of processes (pidfd), or has shown it none");
   fail(XD_ERROR_INVALID_ARGUMENT, "config.rank = ", place, ": ", who,
        " lives, expected a place whose process has ended");
 }
 
-void Door::claim(Caller& caller, int place) {
+void Door::claim(Caller& caller, const Question& question) {
+  const int place = question.rank;
   XD_REQUIRE(caller.state == Caller::State::asks && place >= 0 && place < comm_.num_ranks(),
              "the process cannot claim rank ", place);
   if (!caller.pidfd)
@@ -291,7 +322,8 @@ void Door::claim(Caller& caller, int place) {
          "processes, or the system has no descriptors of processes (pidfd)");
   caller.place = place;
   caller.state = Caller::State::waits;
-  caller.limit = comm_.deadline();
+  const std::int64_t ms = question.number >= 0 ? question.number : comm_.timeout_ms();
+  caller.limit = Deadline::after_ms(ms + kPatienceMs);
 }
 
 // Answers the claims that need not wait any more.
@@ -301,22 +333,34 @@ void Door::grant() {
     try {
       comm_.errors().check_usable();
       require_ended(caller->place);
-      if (!may_hold(*caller)) continue;
-      caller->state = Caller::State::holds;
-      caller->limit = comm_.deadline();
-      comm_.catalogue().mask(*comm_.hosts().find_near(caller->place));
-      Reply reply{.rank = caller->place, .number = static_cast<int>(comm_.heap().all().size())};
-      Members here;
-      for (int r = 0; r < comm_.num_ranks(); ++r)
-        if (!comm_.errors().lost(r) && !has_ended(r)) here.add(r);  // the watch may be a bit behind
-      reply.here = here.words();
-      say(*caller, reply);
+      if (may_hold(*caller)) hold(*caller);
     } catch (const Error& error) {
       caller->state = Caller::State::asks;
       caller->place = -1;
       refuse(*caller, error);
+    } catch (...) {
+      caller->state = Caller::State::asks;
+      caller->place = -1;
+      hang_up(*caller);
     }
   }
+}
+
+void Door::hold(Caller& caller) {
+  comm_.catalogue().mask(*comm_.hosts().find_near(caller.place));
+  Reply reply{.rank = caller.place, .number = static_cast<int>(comm_.heap().all().size())};
+  Members here, ended;
+  for (int r = 0; r < comm_.num_ranks(); ++r) {
+    if (!comm_.errors().lost(r) && !has_ended(r)) here.add(r);  // the watch may be a bit behind
+    const bool is_held = std::ranges::any_of(callers_, [r](const auto& other) {
+      return other->state == Caller::State::holds && other->place == r && !other->is_over;
+    });
+    if (has_ended(r) && !is_held) ended.add(r);
+  }
+  reply.here = here.words();
+  reply.ended = ended.words();
+  caller.state = Caller::State::holds;
+  say(caller, reply);
 }
 
 bool Door::may_hold(const Caller& caller) const {
@@ -325,7 +369,7 @@ bool Door::may_hold(const Caller& caller) const {
   // One at a time is let in, so that those who are know each other.
   return std::ranges::none_of(callers_, [&](const auto& other) {
     if (other->state != Caller::State::holds || other->is_over) return false;
-    return other->fd || other->place == caller.place;
+    return (other->fd && !other->is_late) || other->place == caller.place;
   });
 }
 
@@ -343,6 +387,10 @@ void Door::let_in(Caller& caller) {
 // ---- Ranks that were let in --------------------------------------------------------------------
 
 void Door::hear(Caller& caller, std::span<const std::byte> packet) {
+  if (is_withdrawal(packet)) {  // its creation has failed at another rank
+    caller.gave_back = true;
+    return hang_up(caller);
+  }
   const auto message = decode_mesh_packet(packet, false);
   if (!message || message->header.source != caller.place) return hang_up(caller);
   switch (message->header.type) {
@@ -371,6 +419,14 @@ void Door::hang_up(Caller& caller) {
   }
 }
 
+// Ends the connection with a caller that lives. One that holds a place hears that it has lost it,
+// and has to say that it uses nothing of it any more, or to end, before the place is free.
+void Door::give_up(Caller& caller) {
+  if (caller.state != Caller::State::holds || !caller.fd) return hang_up(caller);
+  caller.is_late = true;
+  ::shutdown(caller.fd.get(), SHUT_WR);
+}
+
 void Door::on_process_end(Caller& caller) {
   serve(caller);  // its earlier words count
   caller.has_ended = true;
@@ -382,7 +438,7 @@ void Door::on_process_end(Caller& caller) {
 
 void Door::say(Caller& caller, const Reply& reply, std::span<const std::byte> more, int passed) {
   if (send_packet(caller.fd.get(), std::as_bytes(std::span(&reply, 1)), more, passed) != Sent::done)
-    hang_up(caller);
+    give_up(caller);
 }
 
 void Door::refuse(Caller& caller, const Error& error) {

@@ -72,6 +72,8 @@ class Door {
     Deadline limit;  // of its handshake, and of its claim
     State state = State::greets;
     int place = -1;          // the rank that it claims, holds or has
+    bool is_late = false;    // it had held the place for too long, and has yet to give it back
+    bool gave_back = false;  // it uses nothing of its place any more
     bool has_left = false;   // said goodbye, or lost: it was told
     bool has_ended = false;  // its process
     bool is_over = false;    // to be taken off the list
@@ -87,19 +89,23 @@ class Door {
   void run() noexcept;
   void wait_and_serve();
   void accept();
+  void attend(Caller& caller, bool calls, bool has_ended);
   void serve(Caller& caller);
   void greet(Caller& caller, std::span<const std::byte> bytes);
   void answer(Caller& caller, std::span<const std::byte> packet);
   void hear(Caller& caller, std::span<const std::byte> packet);
   void reply(Caller& caller, const Question& question, std::span<const std::byte> more);
   Reply enter(const Question& question) const;
-  void claim(Caller& caller, int place);
+  void claim(Caller& caller, const Question& question);
   void grant();
+  void hold(Caller& caller);
   void let_in(Caller& caller);
   void hang_up(Caller& caller);
+  void give_up(Caller& caller);
   void on_process_end(Caller& caller);
   bool may_hold(const Caller& caller) const;
   bool has_ended(int place) const;
+  bool has_limit(const Caller& caller) const;
   void require_ended(int place) const;
   const Caller* holder_of(int place) const;
   int free_place() const;

@@ -22,7 +22,7 @@ struct JoinWish {
 std::shared_ptr<Comm> join_comm(const xd_comm_config& config, const JoinWish& wish);
 
 // The next group behind `number` that the others have made by `call`, with its memory, for a rank
-// that has joined. Throws INVALID_ARGUMENT where there is none.
+// that has joined. Throws UNSUPPORTED where there is none.
 AdoptedGroup adopt_group(Comm& comm, int number, const std::string& call);
 
 }  // namespace xd
