@@ -64,7 +64,10 @@ typedef enum xd_bootstrap {
   /* The ranks meet through `all_gather`: MPI, or a framework's process group. */
   XD_BOOTSTRAP_ALL_GATHER = 2,
   /* The ranks meet through `nccl_comm`. */
-  XD_BOOTSTRAP_NCCL = 3
+  XD_BOOTSTRAP_NCCL = 3,
+  /* The others work already, and this rank takes the place of one whose process has ended:
+   * `unique_id` is an invitation (xd_comm_invite). */
+  XD_BOOTSTRAP_JOIN = 4
 } xd_bootstrap;
 
 /* The most ranks of a communicator. */
@@ -88,10 +91,11 @@ typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;
   /* 0 <= rank < num_ranks <= XD_MAX_RANKS. With num_ranks = 0 ENVIRONMENT takes both from the
-   * environment, and NCCL from its communicator. */
+   * environment, and NCCL from its communicator. JOIN: rank = the place that is taken, -1 = the
+   * lowest that is free; num_ranks = 0 or that of the communicator. */
   int32_t rank;
   int32_t num_ranks;
-  /* UNIQUE_ID only. */
+  /* UNIQUE_ID and JOIN only. */
   const xd_unique_id* unique_id;
   /* ALL_GATHER only: the function, and the context that it gets. */
   xd_all_gather_fn all_gather;
@@ -100,7 +104,7 @@ typedef struct xd_comm_config {
    * {kDLCUDA, -1} for that of `nccl_comm` (NCCL) or of LOCAL_RANK (all others). */
   DLDevice device;
   /* Size of this rank's symmetric memory, rounded up to (huge) pages. It may differ per rank;
-   * 0 = none yet. */
+   * 0 = none yet. JOIN: 0, as it takes over the memory that is there. */
   size_t heap_bytes;
   /* Longest wait for a peer, here and in every later call. 0 = XD_TIMEOUT_MS, else 600000. */
   int32_t timeout_ms;
@@ -111,7 +115,7 @@ typedef struct xd_comm_config {
    * all-gather on it, on a stream of the library. No other thread may use it meanwhile, and it is
    * not needed afterwards. */
   void* nccl_comm;
-  /* Equal on all ranks. */
+  /* Equal on all ranks; JOIN takes it as MASK. */
   xd_comm_peer_loss on_peer_loss;
   /* The host that this rank counts to, by a name of 1 to 63 bytes: ranks that give equal names are
    * on one host, and must be on one machine. It decides the order of sums over ranks
@@ -130,11 +134,16 @@ typedef struct xd_comm_config {
    * ranks: W values by rank, read during the call. Errors that end waits then name "rank 1 (global
    * rank 3)". NULL = the ranks are known by no other numbers. */
   const int32_t* global_ranks;
+  /* 1 = a new process may take the place of a rank whose process has ended (xd_comm_invite). Equal
+   * on all ranks; JOIN takes it as 1. Needs on_peer_loss = MASK; UNSUPPORTED on CUDA devices and
+   * with ranks on several machines. Each process then keeps a descriptor of every rank's shared
+   * memory, and has one thread more. */
+  int32_t elastic;
 } xd_comm_config;
 /* clang-format off */
 #define XD_COMM_CONFIG_INIT \
   {sizeof(xd_comm_config), XD_BOOTSTRAP_UNIQUE_ID, 0, 0, NULL, NULL, NULL, {kDLCPU, 0}, 0, 0, \
-   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0, NULL}
+   NULL, NULL, XD_COMM_PEER_LOSS_FATAL, NULL, NULL, 0, NULL, 0}
 /* clang-format on */
 
 /* The milliseconds that a timeout_ms of 0 stands for in this process. */
@@ -163,6 +172,34 @@ XD_API int32_t xd_default_timeout_ms(void);
  * On error *comm is NULL, nothing is left behind, and the peers get an error: at once if this rank
  * had met them, else TIMEOUT. */
 XD_API xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm);
+
+/* Makes an invitation, by which a new process takes the place of a rank whose process has ended: it
+ * calls xd_comm_create with XD_BOOTSTRAP_JOIN. For communicators with `elastic`. Plain bytes like a
+ * unique id, and as secret. They serve any number of times, while this rank lives or one of the
+ * next three that lived at this call. Local; does not block; any thread.
+ *
+ * xd_comm_create returns there when all ranks that live have let the process in, each by a thread
+ * of the library, whatever its program does. A rank does so when it has agreed on a view without
+ * the place (xd_comm_agree), which is waited for. The new rank has the number, the symmetric memory
+ * (its size and its bytes, none of which is allocated) and the host's name of the one before. It is
+ * a guest: its view has the number 0 and itself as only member, until xd_comm_agree takes it in.
+ *
+ * xd_ll_group_create on such a rank waits for nobody. It makes the rank's part of the next
+ * low-latency group with masks that the others have, in the order in which these were made; its
+ * config must be equal. Where the others have no further one it is UNSUPPORTED. It begins with all
+ * others masked, so its operations go on alone, until the members of the new view set their masks
+ * and reset the group (crossdock/low_latency.h).
+ * Once a rank has been replaced, collective calls of the communicator and of its memory are
+ * UNSUPPORTED on all ranks, and so is the making of groups and contexts.
+ *
+ * Errors of this call: INVALID_ARGUMENT (the communicator is not elastic, or has one rank); the
+ * fatal errors. Errors of XD_BOOTSTRAP_JOIN, which leave nothing behind at the others:
+ * INVALID_ARGUMENT (no invitation; the place does not exist, or its process lives; another device,
+ * num_ranks or host); MISMATCH (another version of the library, another secret); PEER_LOST (no rank
+ * of the invitation lives, or one has ended meanwhile: try again); TIMEOUT naming the rank that has
+ * not let this one in; UNSUPPORTED (the system cannot tell the end of the place's process); SYSTEM,
+ * OUT_OF_MEMORY, ABORTED. */
+XD_API xd_status xd_comm_invite(xd_comm* comm, xd_unique_id* invitation);
 
 /* Leaves and frees. Local and bounded. It says goodbye and waits for no peer, except at most a
  * second until peers that have not read this rank's earlier messages have room for it, and until
@@ -279,8 +316,9 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
 
 /* Tells which ranks take part in nothing any more: their processes have ended, their connections
  * have broken, or they have left. `lost` has room for num_ranks words: lost[r] becomes 1 if rank r
- * is one of them, else 0. A rank that is lost stays lost. Ranks learn of it each by itself, mostly
- * within milliseconds. Never blocks. Any thread. Also works after fatal errors. */
+ * is one of them, else 0. A rank that is lost stays lost, unless another process takes its place
+ * (xd_comm_invite). Ranks learn of it each by itself, mostly within milliseconds. Never blocks. Any
+ * thread. Also works after fatal errors. */
 XD_API xd_status xd_comm_lost(xd_comm* comm, int32_t* lost);
 
 /* ---- Symmetric memory ------------------------------------------------------------------------ */

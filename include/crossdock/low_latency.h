@@ -196,9 +196,10 @@ XD_API xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* me
 
 /* ---- Groups ---------------------------------------------------------------------------------- */
 
-/* Makes a group, as xd_ep_group_create does, and with its errors. A communicator may have groups of
- * both kinds. UNSUPPORTED between machines without libfabric, with masks or on CUDA; on CUDA with
- * hosts on one. */
+/* Makes a group, as xd_ep_group_create does, and with its errors. On a rank that has taken
+ * another's place it takes over that rank's part of a group: see xd_comm_invite. A communicator may
+ * have groups of both kinds. UNSUPPORTED between machines without libfabric, with masks or on CUDA;
+ * on CUDA with hosts on one. */
 XD_API xd_status xd_ll_group_create(xd_comm* comm, const xd_ll_config* config, xd_ll_group** group);
 
 /* Frees, as xd_ep_group_destroy does; between machines it waits at most 6 seconds for peers that
@@ -416,9 +417,10 @@ XD_API xd_status xd_ll_plan_get_info(const void* plan, size_t plan_bytes, xd_ll_
  * that has no row left. Operations whose send half comes later do without the rank, at full speed,
  * and report nothing; those that were between their halves report the loss once each.
  *
- * A masked rank that still runs can come back (a restarted process needs a new communicator): each
- * side unmasks the other by xd_ll_mask_set, then all ranks that are not masked call
- * xd_ll_reset. Bytes that it sends before that are never read. */
+ * A masked rank that still runs can come back, and so can a process that has taken the place of a
+ * masked one (xd_comm_invite): each side unmasks the other by xd_ll_mask_set, then all ranks that
+ * are not masked call xd_ll_reset. CUDA: when both sides have unmasked. Bytes that it sends before
+ * that are never read. */
 
 /* This and the next two calls are for groups with on_peer_loss = XD_LL_PEER_LOSS_MASK; in others
  * they are XD_ERROR_INVALID_ARGUMENT.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import numbers
 import operator
-import re
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from crossdock import _core
 from crossdock._arrays import Heap, aligned_empty, describe
+from crossdock._comm_arguments import PeerLoss, grow, join, milliseconds, parse_device
 from crossdock._core import constants
 from crossdock._dtypes import INDICES
 from crossdock._experts import ranks_of_experts
@@ -29,19 +27,10 @@ __all__ = [
     "Comm",
     "MemoryInfo",
     "RoutingLayout",
-    "grow",
-    "join",
-    "milliseconds",
-    "number_of_32_bits",
-    "parse_device",
     "unique_id",
 ]
 
-PeerLoss = Literal["fatal", "mask"]
-
-_CPU, _CUDA = constants.DEVICE_TYPES["cpu"], constants.DEVICE_TYPES["cuda"]
-_MOST_BYTES = 1 << 62
-_IMPOSSIBLE = 1 << 63  # bytes: more than any machine has, so that asking for them fails
+_CPU = constants.DEVICE_TYPES["cpu"]
 
 
 def unique_id(address: str | None = None, *, port: int = 0, timeout: float | None = None) -> bytes:
@@ -93,6 +82,7 @@ class CommOptions(TypedDict, total=False):
     host: str | None
     net_interface: str | None
     silence_ms: int
+    elastic: bool
 
 
 class Comm:
@@ -125,6 +115,8 @@ class Comm:
             it reaches the meeting point, or with an all-gather the machine's only address.
         silence_ms: several machines only: milliseconds, at least 1000, after which the ranks of a
             machine that does not answer are lost; 0 = XD_SILENCE_MS, else 10000; -1 = never.
+        elastic: another process may take the place of a rank whose process has ended, see
+            `invite`. On the CPU of one machine, with ``on_peer_loss="mask"``. Equal on all ranks.
 
     Raises:
         TypeError, ValueError: a bad heap_bytes, of which the others hear by Mismatch; another
@@ -149,6 +141,7 @@ class Comm:
         host: str | None = None,
         net_interface: str | None = None,
         silence_ms: int = 0,
+        elastic: bool = False,
     ) -> None:
         options: CommOptions = {
             "device": device,
@@ -159,6 +152,7 @@ class Comm:
             "host": host,
             "net_interface": net_interface,
             "silence_ms": silence_ms,
+            "elastic": elastic,
         }
         self._join(
             options, bootstrap="unique_id", unique_id=unique_id, rank=rank, num_ranks=num_ranks
@@ -213,6 +207,36 @@ class Comm:
         if not isinstance(nccl_comm, int) or nccl_comm <= 0:
             raise ValueError(f"nccl_comm: expected the address of an ncclComm_t, got {nccl_comm!r}")
         return cls.__new__(cls)._join(options, bootstrap="nccl", nccl_comm=nccl_comm)
+
+    @classmethod
+    def join(
+        cls,
+        invitation: bytes | bytearray,
+        *,
+        rank: int = -1,
+        timeout: float | None = None,
+        name: str = "",
+    ) -> Comm:
+        """Takes the place of a rank whose process has ended, while the others work.
+
+        Returns when all that live have let this process in, for which they must have agreed on a
+        view without the place. Its view has only itself until `agree` takes it in. Its low-latency
+        groups are made in the order of the others', whose arguments must be equal, and go on alone
+        until the members set their masks and reset them.
+
+        Args:
+            invitation: from `invite` of any of them.
+            rank: the place that is taken; -1 = the lowest that is free.
+            timeout, name: as of Comm.
+
+        Raises:
+            InvalidArgument: no invitation, or the place's process lives.
+            Mismatch: another version of the library, or another secret.
+            PeerLost: none of the invitation's ranks lives, or one has ended meanwhile: try again.
+            Timeout: naming the rank that has not let this process in.
+        """
+        options: CommOptions = {"timeout": timeout, "name": name}
+        return cls.__new__(cls)._join(options, bootstrap="join", unique_id=invitation, rank=rank)
 
     def _join(self, options: CommOptions, **bootstrap: Any) -> Comm:
         for name in options:
@@ -286,6 +310,14 @@ class Comm:
                 rank=self.rank,
             )
         return self._core
+
+    def invite(self) -> bytes:
+        """An invitation for `join`: 128 bytes, which strangers must not read.
+
+        Good any number of times, while this rank lives or one of the next three that live now.
+        For communicators with ``elastic=True``. Local; any thread.
+        """
+        return self.core().invite()
 
     def barrier(self) -> None:
         """Returns when all ranks have called it. Collective. No operation needs it."""
@@ -473,124 +505,3 @@ class Comm:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.device
         return f"<crossdock.Comm rank {self.rank} of {self.num_ranks}, {state}>"
-
-
-def milliseconds(timeout: float | None) -> int:
-    """A timeout in seconds as the library takes it; None = its default.
-
-    Raises:
-        ValueError: not above zero, or beyond 2^31 milliseconds.
-    """
-    if timeout is None:
-        return 0
-    if not isinstance(timeout, numbers.Real):
-        raise TypeError(f"timeout: expected seconds or None, got {timeout!r}")
-    if not 0 < timeout < 2**31 / 1000:
-        raise ValueError(
-            f"timeout: expected seconds above 0, below {2**31 / 1000:.0f}, got {timeout}"
-        )
-    return max(1, round(timeout * 1000))
-
-
-def join(*, heap_bytes: int = 0, **options: Any) -> _core.Comm:
-    """``_core.Comm``; a bad `heap_bytes` raises here, and Mismatch at once on the other ranks.
-
-    Raises:
-        TypeError, ValueError: as `_byte_count`; a rank, number of ranks, name, host, interface or
-            number of milliseconds that is none.
-        CrossdockError: as ``xd_comm_create``.
-    """
-    for argument in ("rank", "num_ranks", "silence_ms"):
-        if argument in options:
-            options[argument] = number_of_32_bits(argument, options[argument])
-    options["on_peer_loss"] = _peer_loss(options.get("on_peer_loss", "fatal"))
-    name = options.get("name", "")
-    if not isinstance(name, str):
-        raise TypeError(f"name: expected a str, got {name!r}")
-    for argument in ("host", "net_interface"):
-        text = options.get(argument)
-        if not isinstance(text, str | None):
-            raise TypeError(f"{argument}: expected a str or None, got {text!r}")
-        if text is not None and "\0" in text:
-            raise ValueError(f"{argument}: expected a text without NUL, got {text!r}")
-    try:
-        wanted = _byte_count("heap_bytes", heap_bytes)
-    except (TypeError, ValueError):
-        with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
-            _core.Comm(heap_bytes=_IMPOSSIBLE, **options)
-        raise
-    return _core.Comm(heap_bytes=wanted, **options)
-
-
-def _peer_loss(word: Any) -> int:
-    """The library's number for it.
-
-    Raises:
-        ValueError: there is no such word.
-    """
-    known = constants.COMM_PEER_LOSSES
-    if not isinstance(word, str) or word not in known:
-        raise ValueError(f"on_peer_loss: expected {' or '.join(map(repr, known))}, got {word!r}")
-    return known[word]
-
-
-def number_of_32_bits(name: str, given: Any) -> int:
-    """A whole number as the library takes it, which checks whether it is a fitting one.
-
-    Raises:
-        TypeError, ValueError: no whole number, or one that has more bits.
-    """
-    try:
-        number = operator.index(given)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {given!r}") from None
-    if not -(1 << 31) <= number < 1 << 31:
-        raise ValueError(f"{name}: expected a number of 32 bits, got {given}")
-    return number
-
-
-def _byte_count(name: str, given: Any) -> int:
-    """A number of bytes as the library takes it.
-
-    Raises:
-        TypeError, ValueError: no whole number, negative, or more than there can be.
-    """
-    try:
-        number = operator.index(given)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number of bytes, got {given!r}") from None
-    if not 0 <= number <= _MOST_BYTES:
-        raise ValueError(f"{name}: expected 0 to 2^62 bytes, got {given!r}")
-    return number
-
-
-def grow(comm: _core.Comm, num_bytes: int) -> None:
-    """``mem_grow``; a bad `num_bytes` raises here, and Mismatch at once on the other ranks.
-
-    Raises:
-        TypeError, ValueError: as `_byte_count`; no rank's memory has grown.
-        CrossdockError: as ``xd_mem_grow``.
-    """
-    try:
-        wanted = _byte_count("num_bytes", num_bytes)
-    except (TypeError, ValueError):
-        with contextlib.suppress(CrossdockError):  # the caller has to hear of the mistake
-            comm.mem_grow(_IMPOSSIBLE)
-        raise
-    comm.mem_grow(wanted)
-
-
-def parse_device(device: str) -> tuple[int, int]:
-    """DLPack's (device type, number) of ``"cpu"``, ``"cuda"`` (-1 = LOCAL_RANK) or ``"cuda:0"``.
-
-    Raises:
-        TypeError, ValueError: no text, or any other.
-    """
-    if not isinstance(device, str):
-        raise TypeError(f"device: expected a str, got {device!r}")
-    found = re.fullmatch(r"(cpu)|cuda(?::(\d+))?", device)
-    if not found:
-        raise ValueError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', got {device!r}")
-    if found[1]:
-        return _CPU, 0
-    return _CUDA, -1 if found[2] is None else int(found[2])

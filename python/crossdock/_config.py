@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from crossdock import _core
-from crossdock._comm import PeerLoss, parse_device
+from crossdock._comm_arguments import PeerLoss, parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 from crossdock._experts import ranks_of_experts

@@ -153,7 +153,7 @@ class Comm:
     def __init__(
         self,
         *,
-        bootstrap: Literal["unique_id", "environment", "all_gather", "nccl"],
+        bootstrap: Literal["unique_id", "environment", "all_gather", "nccl", "join"],
         rank: int = 0,
         num_ranks: int = 0,
         unique_id: bytes | bytearray | None = None,
@@ -169,6 +169,7 @@ class Comm:
         net_interface: str | None = None,
         silence_ms: int = 0,
         global_ranks: Sequence[int] = (),
+        elastic: bool = False,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -196,6 +197,7 @@ class Comm:
     def abort(self) -> None: ...
     def barrier(self) -> None: ...
     def all_gather(self, data: bytes) -> list[bytes]: ...
+    def invite(self) -> bytes: ...
     def error(self) -> dict[str, Any] | None:
         """The fatal error as crossdock.errors.from_details takes it, or None."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy.typing as npt
 
 from crossdock import _core
-from crossdock._comm import parse_device
+from crossdock._comm_arguments import parse_device
 from crossdock._core import constants
 from crossdock._dtypes import dtype_name, pack
 from crossdock.errors import CrossdockError

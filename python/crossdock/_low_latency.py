@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from crossdock import _core
 from crossdock._arrays import Spec, aligned_empty, describe
-from crossdock._comm import Comm, number_of_32_bits
+from crossdock._comm import Comm
+from crossdock._comm_arguments import number_of_32_bits
 from crossdock._config import LowLatencyConfig
 from crossdock._core import constants
 from crossdock._dtypes import INDICES, PAYLOADS, SCALES, SUMMABLE, WEIGHTS, numpy_dtype

@@ -95,8 +95,10 @@ xd_bootstrap bootstrap_of(const std::string& name) {
   if (name == "environment") return XD_BOOTSTRAP_ENVIRONMENT;
   if (name == "all_gather") return XD_BOOTSTRAP_ALL_GATHER;
   if (name == "nccl") return XD_BOOTSTRAP_NCCL;
+  if (name == "join") return XD_BOOTSTRAP_JOIN;
   throw nb::value_error(
-      ("bootstrap: expected 'unique_id', 'environment', 'all_gather' or 'nccl', got '" + name + "'")
+      ("bootstrap: expected 'unique_id', 'environment', 'all_gather', 'nccl' or 'join', got '" +
+       name + "'")
           .c_str());
 }
 
@@ -137,6 +139,7 @@ Comm::Comm(const Options& options) {
   if (options.net_interface) config.net_interface = options.net_interface->c_str();
   config.silence_ms = options.silence_ms;
   if (!options.global_ranks.empty()) config.global_ranks = options.global_ranks.data();
+  config.elastic = options.elastic ? 1 : 0;
 
   const xd_status status = without_gil([&] { return xd_comm_create(&config, &comm_); });
   if (all_gather.thrown) std::rethrow_exception(all_gather.thrown);
@@ -182,6 +185,12 @@ void Comm::abort() const {
 }
 
 void Comm::barrier() const { call(xd_comm_barrier); }
+
+nb::bytes Comm::invite() const {
+  xd_unique_id invitation;
+  call([&](xd_comm* comm) { return xd_comm_invite(comm, &invitation); });
+  return nb::bytes(reinterpret_cast<const char*>(invitation.bytes), sizeof(invitation.bytes));
+}
 
 nb::list Comm::all_gather(const nb::bytes& data) const {
   const std::size_t bytes = data.size();
@@ -355,11 +364,12 @@ void bind_comm(nb::module_& module) {
              nb::object all_gather, std::uintptr_t nccl_comm, int device_type, int device_id,
              std::size_t heap_bytes, int timeout_ms, std::string name, int on_peer_loss,
              std::optional<std::string> host, std::optional<std::string> net_interface,
-             int silence_ms, std::vector<int> global_ranks) {
-            new (self) Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
-                             std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
-                             timeout_ms, std::move(name), on_peer_loss, std::move(host),
-                             std::move(net_interface), silence_ms, std::move(global_ranks)});
+             int silence_ms, std::vector<int> global_ranks, bool elastic) {
+            new (self)
+                Comm({std::move(bootstrap), rank, num_ranks, std::move(unique_id),
+                      std::move(all_gather), nccl_comm, device_type, device_id, heap_bytes,
+                      timeout_ms, std::move(name), on_peer_loss, std::move(host),
+                      std::move(net_interface), silence_ms, std::move(global_ranks), elastic});
           },
           nb::kw_only(), nb::arg("bootstrap"), nb::arg("rank") = 0, nb::arg("num_ranks") = 0,
           nb::arg("unique_id") = nb::none(), nb::arg("all_gather") = nb::none(),
@@ -367,11 +377,12 @@ void bind_comm(nb::module_& module) {
           nb::arg("heap_bytes") = 0, nb::arg("timeout_ms") = 0, nb::arg("name") = "",
           nb::arg("on_peer_loss") = int(XD_COMM_PEER_LOSS_FATAL), nb::arg("host") = nb::none(),
           nb::arg("net_interface") = nb::none(), nb::arg("silence_ms") = 0,
-          nb::arg("global_ranks") = std::vector<int>())
+          nb::arg("global_ranks") = std::vector<int>(), nb::arg("elastic") = false)
       .def("close", &Comm::close)
       .def("abort", &Comm::abort)
       .def("barrier", &Comm::barrier)
       .def("all_gather", &Comm::all_gather, nb::arg("data"))
+      .def("invite", &Comm::invite)
       .def("error", &Comm::error)
       .def("lost", &Comm::lost)
       .def("agree", &Comm::agree, nb::kw_only(), nb::arg("step") = 0, nb::arg("ok") = true,

@@ -34,6 +34,7 @@ class Comm {
     std::optional<std::string> net_interface;
     int silence_ms = 0;
     std::vector<int> global_ranks;  // empty = none
+    bool elastic = false;
   };
 
   // Blocks until all ranks have come.
@@ -46,6 +47,7 @@ class Comm {
   void abort() const;
   void barrier() const;
   nb::list all_gather(const nb::bytes& data) const;
+  [[nodiscard]] nb::bytes invite() const;
   [[nodiscard]] nb::object error() const;  // dict, or None
   [[nodiscard]] nb::tuple lost() const;    // ranks, ascending
   // The fields of crossdock.View.

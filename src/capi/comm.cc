@@ -54,6 +54,12 @@ xd_status xd_comm_create(const xd_comm_config* config, xd_comm** comm) {
   });
 }
 
+xd_status xd_comm_invite(xd_comm* comm, xd_unique_id* invitation) {
+  XD_REQUIRE_GIVEN("xd_comm_invite", comm);
+  XD_REQUIRE_GIVEN("xd_comm_invite", invitation);
+  return take_part("xd_comm_invite", comm, [&](xd::Comm& c) { *invitation = c.invite(); });
+}
+
 xd_status xd_comm_destroy(xd_comm* comm) {
   if (comm == nullptr) return XD_SUCCESS;
   return guarded("xd_comm_destroy", [&] {

@@ -69,6 +69,7 @@ bool Channel::read_offers() {
   }
   own_ = offers[at(comm_->rank())];
   theirs_ = offers[at(config_.peer)];
+  incarnation_ = comm_->errors().incarnation(config_.peer);
   return any_remote;
 }
 
@@ -132,7 +133,7 @@ void Channel::put(std::size_t to, const std::byte* from, std::size_t bytes, std:
                                               reinterpret_cast<std::uintptr_t>(config_.memory);
   XD_REQUIRE(lies_in(offset, bytes, config_.bytes), "from: expected ", bytes, " bytes in the ",
              config_.bytes, " of this rank's memory of the channel");
-  if (comm_->errors().lost(config_.peer)) throw_lost();
+  if (is_lost()) throw_lost();
   if (near_) {
     put_near(to, from, bytes, counter);
     return get_on();
@@ -170,7 +171,7 @@ bool Channel::test(std::uint32_t counter, std::uint64_t count) {
   const NearMemory counted = own_count(counter);
   get_on();
   if (counted.seen() >= count) return true;
-  const bool is_lost = comm_->errors().lost(config_.peer);
+  const bool is_lost = this->is_lost();
   const RemotePuts::Failure* const failed = failure();
   // Puts that came before the end are there now.
   if ((is_lost || failed != nullptr) && counted.seen() >= count) return true;
@@ -197,11 +198,12 @@ HostWait Channel::site() const {
 template <class Ready, class ToDo>
 void Channel::wait_for(Ready&& ready, ToDo&& to_do) {
   get_on();
-  const Waited ended =
-      comm_->wait(config_.peer, site(), [&] { return ready() || failure() != nullptr; });
+  const Waited ended = comm_->wait(
+      config_.peer, site(), [&] { return ready() || failure() != nullptr || is_replaced(); });
   const RemotePuts::Failure* const failed = failure();
-  if (ended == Waited::ready && (failed == nullptr || ready())) return;
-  if (ended == Waited::lost) throw_lost();
+  const bool is_replaced = this->is_replaced();
+  if (ended == Waited::ready && ((failed == nullptr && !is_replaced) || ready())) return;
+  if (ended == Waited::lost || is_replaced) throw_lost();
   if (failed != nullptr) throw_failure(*failed);
   throw Error(
       XD_ERROR_TIMEOUT,

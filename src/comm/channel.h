@@ -67,12 +67,16 @@ class Channel final {
   void wait_for(Ready&& ready, ToDo&& to_do);
   const RemotePuts::Failure* failure() const { return remote_ ? remote_->failure() : nullptr; }
   [[noreturn]] void throw_failure(const RemotePuts::Failure& failure);
+  // The process with which the channel was made takes part in nothing any more.
+  bool is_lost() const { return comm_->errors().lost(config_.peer) || is_replaced(); }
+  bool is_replaced() const { return comm_->errors().incarnation(config_.peer) != incarnation_; }
   [[noreturn]] void throw_lost();
   HostWait site() const;
 
   const std::shared_ptr<Comm> comm_;
   const Config config_;
   Offer own_{}, theirs_{};
+  std::uint32_t incarnation_ = 0;  // of the peer
   Segments counts_;  // a word for each counter; a near peer writes here, or else RemotePuts
   std::optional<NearEnd> near_;
   std::optional<RemoteEnd> remote_;

@@ -10,8 +10,12 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/options.h"
+#include "comm/control.h"
+#include "comm/join/door.h"
+#include "comm/join/join.h"
 #include "comm/remote/network.h"
 #include "comm/remote/puts.h"
+#include "meet/invitation.h"
 #include "meet/nccl/library.h"
 #include "memory/host_segment.h"
 
@@ -57,13 +61,15 @@ int read_silence(const xd_comm_config& config) {
 struct Introduction {
   DeviceIntroduction device;
   std::int32_t on_peer_loss;
+  std::int32_t elastic;
 };
 
 // The ranks compare what each has said, so all come to the same verdict.
-std::vector<DeviceIntroduction> introduce(Collective& ranks, const Comm::Parts& parts) {
+std::vector<DeviceIntroduction> introduce(Collective& ranks, const Comm::Parts& parts,
+                                          bool elastic) {
   const auto of_rank = ranks.agree_on(Collective::kCreate, [&] {
     return Introduction{kind_of(parts.device).introduce(parts.device.device_id, parts.num_ranks),
-                        parts.on_peer_loss};
+                        parts.on_peer_loss, elastic ? 1 : 0};
   });
   const auto kind = [](const Introduction& rank) {
     const DeviceKind* known = find_device_kind(rank.device.type);
@@ -78,6 +84,10 @@ std::vector<DeviceIntroduction> introduce(Collective& ranks, const Comm::Parts& 
     if (of_rank[r].on_peer_loss != of_rank[0].on_peer_loss) {
       fail(XD_ERROR_MISMATCH, "config.on_peer_loss = ", of_rank[0].on_peer_loss, " on rank 0 and ",
            of_rank[r].on_peer_loss, " on rank ", r, ", expected equal values");
+    }
+    if (of_rank[r].elastic != of_rank[0].elastic) {
+      fail(XD_ERROR_MISMATCH, "config.elastic = ", of_rank[0].elastic, " on rank 0 and ",
+           of_rank[r].elastic, " on rank ", r, ", expected equal values");
     }
     devices.push_back(of_rank[r].device);
   }
@@ -109,14 +119,34 @@ std::unique_ptr<DeviceSide> share_device_boards(Collective& ranks, const Comm::P
 }
 
 // Takes the steps that all ranks take together once they are connected.
-std::shared_ptr<Comm> set_up(Comm::Parts& parts) {
+std::shared_ptr<Comm> set_up(Comm::Parts& parts, bool elastic) {
   Collective ranks(*parts.mesh, parts.rank, parts.num_ranks, parts.timeout_ms, nullptr);
-  parts.memory = kind_of(parts.device).make_memory(parts.device.device_id);
-  parts.introductions = introduce(ranks, parts);
+  parts.memory = elastic ? std::make_unique<HostSegmentMaker>(true)
+                         : kind_of(parts.device).make_memory(parts.device.device_id);
+  parts.introductions = introduce(ranks, parts, elastic);
   const HostMap hosts(parts.mesh->rails(), parts.mesh->host_names());
-  parts.boards = share_boards(ranks, HostSegmentMaker(), control_bytes(parts.num_ranks), hosts);
+  if (elastic && !hosts.all_are_near())
+    fail(XD_ERROR_UNSUPPORTED,
+         "config.elastic = 1 is not there yet between machines, expected all ranks on one");
+  parts.boards =
+      share_boards(ranks, HostSegmentMaker(elastic), control_bytes(parts.num_ranks), hosts);
   parts.device_side = share_device_boards(ranks, parts, hosts);
   return std::make_shared<Comm>(std::move(parts));
+}
+
+// Whether ranks may be replaced.
+bool read_elastic(const xd_comm_config& config, xd_comm_peer_loss on_peer_loss, DLDevice device) {
+  XD_REQUIRE(config.elastic == 0 || config.elastic == 1, "config.elastic = ", config.elastic,
+             ", expected 0 or 1");
+  const bool joins = raw_enum(config.bootstrap) == XD_BOOTSTRAP_JOIN;
+  if (config.elastic == 0 && !joins) return false;
+  XD_REQUIRE(joins || on_peer_loss == XD_COMM_PEER_LOSS_MASK,
+             "config.on_peer_loss = FATAL with elastic = 1, expected MASK: others must outlive a "
+             "rank before it can be replaced");
+  if (device.device_type != kDLCPU)
+    fail(XD_ERROR_UNSUPPORTED, "config.", joins ? "bootstrap = XD_BOOTSTRAP_JOIN" : "elastic = 1",
+         " is not there yet for ", kind_of(device).device_in_words, ", expected the CPU");
+  return true;
 }
 
 // The device that the config asks for: where it names none, that of its NCCL communicator.
@@ -136,6 +166,9 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   const int timeout_ms = resolve_timeout(config.timeout_ms);
   const xd_comm_peer_loss on_peer_loss = read_peer_loss(config);
   const std::string host = read_host(config);
+  const bool elastic = read_elastic(config, on_peer_loss, device);
+  if (raw_enum(config.bootstrap) == XD_BOOTSTRAP_JOIN)
+    return join_comm(config, {.device = device, .timeout_ms = timeout_ms, .host = host});
   const MeshOptions options{.host_name = host,
                             .net_interface = interface_wish(config.net_interface),
                             .silence_ms = read_silence(config),
@@ -160,7 +193,8 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
   try {
-    comm = set_up(parts);
+    comm = set_up(parts, elastic);
+    if (elastic) comm->open_door(xd::door_secret(mesh.secret()));
     comm->memory_.add(Collective::kCreate, config.heap_bytes);
   } catch (const Error& error) {
     // On one host every rank notices and names a peer that is gone or has failed. On others ranks
@@ -187,21 +221,49 @@ Comm::Comm(Parts&& parts)
       timeout_ms_(parts.timeout_ms),
       local_ranks_(parts.mesh->local_ranks()),
       spin_(spin_time(static_cast<int>(hosts_.near().size()))),
+      serial_(parts.serial),
       device_memory_(std::move(parts.memory)),
       introductions_(std::move(parts.introductions)),
       device_side_(std::move(parts.device_side)),
       errors_(hosts_, *parts.mesh, std::move(parts.boards), device_side_.get(), parts.on_peer_loss),
       collective_(*parts.mesh, rank_, num_ranks_, timeout_ms_, &errors_),
-      views_(hosts_, errors_),
+      views_(hosts_, errors_, parts.serial != 0),
       memory_(rank_, collective_, errors_, *device_memory_, device_side_.get()),
       events_(std::move(parts.events)),
       mesh_(std::move(parts.mesh)) {
   events_->report_to(errors_);
 }
 
+Comm::~Comm() { close(); }
+
+void Comm::open_door(const Secret& secret) {
+  auto door = std::make_unique<Door>(*this, secret);
+  door->open();
+  door_ = std::move(door);
+}
+
+xd_unique_id Comm::invite() const {
+  XD_REQUIRE(door_ != nullptr, "the communicator has elastic = 0, expected 1");
+  XD_REQUIRE(num_ranks_ > 1,
+             "the communicator has one rank, expected more: nobody could let a new "
+             "process in");
+  return door_->invite();
+}
+
+const Secret& Comm::door_secret() const { return door_->secret(); }
+
+DoorPlace& Comm::door_place(NearRank rank) const {
+  return xd::door_place(NearMemory(errors_.segments()[at(rank)]->base()), num_ranks_);
+}
+
+AdoptedGroup Comm::next_group(CollectiveCall call) {
+  return adopt_group(*this, group_number(), call.name);
+}
+
 void Comm::close() {
   if (errors_.in_fork()) {
     errors_.close_silently();
+    [[maybe_unused]] const Door* without_thread = door_.release();
     if (kept_remote_puts_) kept_remote_puts_->leave_behind();
     // A fork has the watch thread's state without the thread, so the state cannot be taken down,
     // and a goodbye would be the parent's.
@@ -210,6 +272,7 @@ void Comm::close() {
   }
   if (!errors_.close()) return;
   if (kept_remote_puts_) kept_remote_puts_->close();
+  door_.reset();
   mesh_.reset();
   // The caller has promised that no kernel runs any more; one that does is told to go.
   if (device_side_) device_side_->set_finished();
@@ -255,6 +318,8 @@ int Comm::ranks_on_device() const {
 
 int Comm::missing(int peer, const HostWait& site) const {
   if (site.needs_all_ranks && errors_.dead() >= 0) return errors_.dead();
+  if ((site.needs_all_ranks || site.needs_first_ranks) && errors_.replaced() >= 0)
+    return errors_.replaced();
   return errors_.lost(peer) ? peer : -1;
 }
 

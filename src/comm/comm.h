@@ -13,7 +13,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +27,8 @@
 #include "comm/device/kinds.h"
 #include "comm/errors.h"
 #include "comm/hosts.h"
+#include "comm/join/catalogue.h"
+#include "comm/join/place.h"
 #include "comm/long_wait.h"
 #include "comm/symmetric_memory.h"
 #include "comm/views/views.h"
@@ -32,6 +36,7 @@
 
 namespace xd {
 
+class Door;
 class RemotePuts;
 
 // Work for other ranks that a thread goes on with while it waits, because no other thread does it.
@@ -57,6 +62,8 @@ struct HostWait {
   int timeout_ms = 0;  // the time that ends at the deadline; 0 = the communicator's
   // Whether the death of any rank ends the wait, since the operation cannot end without that rank.
   bool needs_all_ranks = false;
+  // Whether a rank's replacement ends the wait: its successor has no part in the operation.
+  bool needs_first_ranks = false;
   Progress* progress = nullptr;  // outlives the wait
 
   WaitPlace place() const { return {group, operation, phase, epoch, {}, deadline}; }
@@ -88,10 +95,11 @@ class Comm final {
     std::unique_ptr<DeviceSide> device_side;        // CUDA only
     std::unique_ptr<EventRelay> events;             // to which the mesh reports
     std::unique_ptr<Mesh> mesh;                     // its watch thread runs already
+    std::uint64_t serial = 0;                       // see serial()
   };
   // Takes the mesh only once nothing can fail any more.
   explicit Comm(Parts&& parts);
-  ~Comm() { close(); }
+  ~Comm();
   Comm(const Comm&) = delete;
   Comm& operator=(const Comm&) = delete;
 
@@ -112,6 +120,26 @@ class Comm final {
   int multiprocessors() const { return introductions_[at(rank_)].multiprocessors; }
   Deadline deadline() const { return Deadline::after_ms(timeout_ms_); }
 
+  // ---- Ranks that are replaced (comm/join) ----
+
+  // Lets new processes in from now on, at a door with this secret.
+  void open_door(const Secret& secret);
+  // A rank that lets new processes in.
+  bool is_elastic() const { return door_ != nullptr; }
+  xd_unique_id invite() const;
+  const Secret& door_secret() const;
+  DoorPlace& door_place(NearRank rank) const;
+  // The process of a rank as it was when this rank came.
+  const PeerProcess& process_of(int rank) const { return mesh_->process_of(rank); }
+  const std::vector<std::string>& host_names() const { return mesh_->host_names(); }
+  // 0 = this process was there from the beginning; else it has taken a place, and no process has
+  // the same number in that place.
+  std::uint64_t serial() const { return serial_; }
+  Catalogue& catalogue() { return catalogue_; }
+  // The group that this rank is taking over from the process that had its place; nullptr = groups
+  // are made by all ranks together.
+  const AdoptedGroup* adopted() const { return adopted_ ? &*adopted_ : nullptr; }
+
   // The work of xd_comm_destroy: says goodbye. Groups may keep the object alive, but its calls fail
   // from now on.
   void close();
@@ -127,7 +155,7 @@ class Comm final {
   // Allocates `bytes` of the devices' shared memory here (0 = none), and maps every rank's.
   // Collective.
   Segments share(CollectiveCall call, std::size_t bytes) {
-    return collective_.share(*device_memory_, call, bytes);
+    return adopted_ ? adopted_->memory : collective_.share(*device_memory_, call, bytes);
   }
 
   // The engine that channels to other machines share; nullptr before the first of them.
@@ -139,6 +167,7 @@ class Comm final {
   // The collective call that makes one. It is no group where not all ranks have been asked.
   template <class Body>
   void make_group(CollectiveCall call, Body&& body) {
+    if (serial_ != 0) return take_over_group(call, std::forward<Body>(body));
     begin_group();
     try {
       collective_.run(call, std::forward<Body>(body));
@@ -148,6 +177,14 @@ class Comm final {
     }
   }
   int group_number() const { return groups_ - 1; }
+  // A step of the making of a group: all ranks do it, unless this one takes the group over.
+  void agree_on_group(CollectiveCall call, const std::function<void()>& work) {
+    if (adopted_) return work();
+    collective_.agree(call, [&work] {
+      work();
+      return Collective::Contribution{};
+    });
+  }
 
   // Throws INVALID_ARGUMENT while a stream of the device is captured.
   void require_not_captured(xd_stream stream) const;
@@ -212,6 +249,23 @@ class Comm final {
   }
 
  private:
+  AdoptedGroup next_group(CollectiveCall call);
+  // A group that could not be taken over is the next one's again.
+  template <class Body>
+  void take_over_group(CollectiveCall call, Body&& body) {
+    const int before = groups_;
+    adopted_ = next_group(call);
+    groups_ = adopted_->number + 1;
+    try {
+      std::forward<Body>(body)();
+    } catch (...) {
+      groups_ = before;
+      adopted_.reset();
+      throw;
+    }
+    adopted_.reset();
+  }
+
   // `look(begun)` is called now and then, and returns when it wants to be called again.
   template <class Ready, class Look>
   Waited wait_watched(int peer, const HostWait& site, Ready&& ready, Look&& look) {
@@ -269,6 +323,9 @@ class Comm final {
   const std::chrono::nanoseconds spin_;
   std::atomic<int> groups_{0};
   std::atomic<int> longest_group_wait_ms_{0};
+  const std::uint64_t serial_;
+  Catalogue catalogue_;
+  std::optional<AdoptedGroup> adopted_;
 
   const std::unique_ptr<SegmentMaker> device_memory_;
   const std::vector<DeviceIntroduction> introductions_;  // by rank
@@ -280,7 +337,8 @@ class Comm final {
   std::shared_ptr<RemotePuts> kept_remote_puts_;
   std::atomic<RemotePuts*> remote_puts_{nullptr};
   std::unique_ptr<EventRelay> events_;
-  std::unique_ptr<Mesh> mesh_;  // last: its watch thread uses all of the above
+  std::unique_ptr<Mesh> mesh_;  // its watch thread uses all of the above
+  std::unique_ptr<Door> door_;  // and its thread that as well
 };
 
 }  // namespace xd

@@ -49,7 +49,8 @@ Errors::Errors(const HostMap& hosts, Mesh& mesh, std::vector<std::shared_ptr<Seg
       device_side_(device_side),
       on_peer_loss_(on_peer_loss),
       presence_(segments_.size()),
-      has_reported_(segments_.size()) {}
+      has_reported_(segments_.size()),
+      incarnations_(segments_.size()) {}
 
 bool Errors::in_fork() const { return process_ != ::getpid(); }
 
@@ -264,6 +265,18 @@ void Errors::require_all_ranks() const {
     if (presence(r) == wanted) gone.push_back(r);
   }
   if (!gone.empty()) throw_gone(gone, wanted, "; all ranks are needed");
+  if (replaced() < 0) return;
+  fail(XD_ERROR_UNSUPPORTED, names_.with_process(replaced()),
+       " has taken the place of another process: calls that need all ranks are not there yet in a "
+       "communicator with such a rank");
+}
+
+void Errors::on_replaced(int rank, std::int64_t pid) {
+  mark_replaced(rank);
+  incarnations_[at(rank)].fetch_add(1, std::memory_order_acq_rel);
+  names_.replace_process(rank, pid);
+  presence_[at(rank)].store(Presence::here, std::memory_order_release);
+  bell(hosts_.self()).ring();
 }
 
 void Errors::throw_masked_loss(int rank) const {
@@ -271,7 +284,8 @@ void Errors::throw_masked_loss(int rank) const {
 }
 
 void Errors::throw_gone(std::span<const int> gone, Presence presence, const char* needed) const {
-  const char* what = presence == Presence::left ? " left the communicator"
+  const char* what = presence == Presence::left   ? " left the communicator"
+                     : presence == Presence::here ? " been replaced: the process before has ended"
                      : !hosts_.all_are_near()
                          ? " been lost: the process has ended or broken the protocol, or its host "
                            "has not answered"

@@ -118,13 +118,28 @@ class Errors final : public MeshEvents {
   // The first rank that was lost and has not left; -1 = none.
   int dead() const { return dead_.load(std::memory_order_acquire); }
   bool masks_losses() const { return on_peer_loss_ == XD_COMM_PEER_LOSS_MASK; }
-  // Throws PEER_LOST, which finishes nothing, if losses are masked and some rank is lost. This is
-  // for calls that need all ranks.
+  // Throws PEER_LOST, which finishes nothing, if losses are masked and some rank is lost, and
+  // UNSUPPORTED if some rank has been replaced. This is for calls that need all ranks.
   void require_all_ranks() const;
-  // Likewise for a call that needs one rank, which is lost.
+  // Likewise for a call that needs one rank, which is lost or has been replaced.
   [[noreturn]] void throw_masked_loss(int rank) const;
 
-  // ---- Events of the watch thread ----
+  // A rank is here again, with another process. Any thread.
+  void on_replaced(int rank, std::int64_t pid);
+  // From now on calls that need all ranks are refused, as some rank is not the first of its place.
+  void mark_replaced(int rank) { replaced_.store(rank, std::memory_order_release); }
+  // A rank that has been replaced; -1 = none.
+  int replaced() const { return replaced_.load(std::memory_order_acquire); }
+  // How often this rank has seen the rank replaced. Arrangements with one process of a rank do not
+  // hold for the next.
+  std::uint32_t incarnation(int rank) const {
+    return incarnations_[at(rank)].load(std::memory_order_acquire);
+  }
+  // The near ranks' control segments, by rank.
+  const std::vector<std::shared_ptr<Segment>>& segments() const { return segments_; }
+  const RankBoard& own_board() const { return boards_[at(hosts_.self())]; }
+
+  // ---- Events of the watch thread; those of a rank that was let in later are the door's ----
 
   void on_lost(const Loss& loss) override;
   void on_left(int rank) override;
@@ -151,8 +166,6 @@ class Errors final : public MeshEvents {
     return error.met_by_all != 0 && error.rank != rank_;
   }
 
-  const RankBoard& own_board() const { return boards_[at(hosts_.self())]; }
-
   const HostMap& hosts_;
   const int rank_;
   const int process_;  // getpid() at creation
@@ -167,6 +180,8 @@ class Errors final : public MeshEvents {
   std::vector<std::atomic<Presence>> presence_;  // by rank
   std::vector<bool> has_reported_;               // by rank; the watch thread's
   std::atomic<int> dead_{-1};
+  std::atomic<int> replaced_{-1};
+  std::vector<std::atomic<std::uint32_t>> incarnations_;  // by rank
   std::atomic<bool> closed_{false};
 
   mutable std::mutex mutex_;

@@ -122,6 +122,12 @@ class RankBoard {
 
   bool post(int writer, const FatalError& error) const { return post(writer, ToldError(error)); }
 
+  // Forgets the error and the note of a process that had this board before.
+  void clear() const {
+    first().store(0, std::memory_order_release);
+    note().write(WaitNote{});
+  }
+
   // The error of this board, or nullptr. If the board names a writer that does not exist, it is
   // damaged, and the first record, which may be empty, is as good as any.
   const ToldError* error() const {

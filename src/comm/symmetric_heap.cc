@@ -123,6 +123,13 @@ std::byte* SymmetricHeap::address(int rank, HeapAddress place, std::size_t bytes
   return there.base + place.offset;
 }
 
+std::vector<SymmetricHeap::OfRank> SymmetricHeap::all() const {
+  const std::shared_lock lock(mutex_);
+  std::vector<OfRank> segments;
+  for (const Entry& entry : entries_) segments.push_back(entry.of_rank);
+  return segments;
+}
+
 HeapRange SymmetricHeap::range(int rank, std::uint32_t number) const {
   const std::shared_lock lock(mutex_);
   const Segment* there = segment(number, rank);

@@ -57,6 +57,9 @@ class SymmetricHeap {
   // A rank's segment; {nullptr, 0} if it has none of that number.
   HeapRange range(int rank, std::uint32_t segment) const;
 
+  // The segments of all ranks, by number.
+  std::vector<OfRank> all() const;
+
   Heap::Usage usage() const { return heap_.usage(); }
   bool huge_pages() const;
 

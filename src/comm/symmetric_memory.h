@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "comm/collective.h"
 #include "comm/device/side.h"
@@ -32,6 +33,12 @@ class SymmetricMemory {
   // Adds the next segment to the heaps, as a step of `call`. Nothing is added where no rank asks
   // for memory.
   void add(CollectiveCall call, std::size_t bytes);
+
+  // Adds a segment that the ranks had before this one took its place. Local.
+  void adopt(Segments segments) {
+    heap_.make_room();
+    heap_.add(std::move(segments));
+  }
 
   // ---- Collective calls as a whole ----
 

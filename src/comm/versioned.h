@@ -7,7 +7,7 @@
 //
 // A reader that finds a word of the next value also finds the odd version, by the two fences. All
 // words are atomic and relaxed. The place orders nothing else. A writer that dies in the middle
-// leaves none for good.
+// leaves none, until another process takes its place and writes.
 #pragma once
 
 #include <array>
@@ -28,11 +28,11 @@ class Versioned {
   void write(const T& value) {
     std::array<std::uint64_t, kWords> words;
     std::memcpy(words.data(), &value, sizeof(value));
-    const std::uint64_t version = version_.load(std::memory_order_relaxed);
-    version_.store(version + 1, std::memory_order_relaxed);
+    const std::uint64_t odd = version_.load(std::memory_order_relaxed) | 1;
+    version_.store(odd, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_relaxed);
-    version_.store(version + 2, std::memory_order_release);
+    version_.store(odd + 1, std::memory_order_release);
   }
   // None while it is being written.
   std::optional<T> read() const {

@@ -56,11 +56,11 @@ class WaitNotePlace {
   void write(const WaitNote& note) {
     std::array<std::uint64_t, kWords> words;
     std::memcpy(words.data(), &note, sizeof(note));
-    const std::uint64_t version = version_.load(std::memory_order_relaxed);
-    version_.store(version + 1, std::memory_order_relaxed);
+    const std::uint64_t odd = version_.load(std::memory_order_relaxed) | 1;  // see versioned.h
+    version_.store(odd, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_relaxed);
-    version_.store(version + 2, std::memory_order_release);
+    version_.store(odd + 1, std::memory_order_release);
   }
   // A note that is being written meanwhile is none.
   WaitNote read() const {

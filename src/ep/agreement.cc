@@ -94,6 +94,12 @@ void require_common(CollectiveCall call, Comm& comm, const CommonConfig& config,
   }
 }
 
+void require_common_as_theirs(const CommonTerms& theirs, const CommonTerms& mine) {
+  turn::require_as_theirs<CommonTerms>(kEqualFields, theirs, mine);
+  XD_REQUIRE(mine.expert_ranks == theirs.expert_ranks,
+             "config.expert_ranks: places experts otherwise than the others have it");
+}
+
 std::string common_sizes(const CommonConfig& config) {
   return concat("E=", config.experts, " K<=", config.max_topk, " T<=", config.max_tokens,
                 " row<=", config.max_row_bytes, " B");

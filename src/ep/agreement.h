@@ -30,6 +30,10 @@ void require_device(const CommonConfig& config, const Comm& comm);
 void require_common(CollectiveCall call, Comm& comm, const CommonConfig& config,
                     const std::vector<CommonTerms>& of_rank);
 
+// Throws INVALID_ARGUMENT where the common part of this rank's config is not that of a group which
+// the others have.
+void require_common_as_theirs(const CommonTerms& theirs, const CommonTerms& mine);
+
 // The common sizes, for people who look: "E=8 K<=2 T<=8 row<=32 B".
 std::string common_sizes(const CommonConfig& config);
 

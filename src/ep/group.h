@@ -3,6 +3,7 @@
 // from that and carries the operations out.
 #pragma once
 
+#include <cstring>
 #include <memory>
 #include <span>
 #include <utility>
@@ -80,6 +81,7 @@ class GroupOf : public turn::Sequence<Family> {
   template <class Terms, class Read>
   std::vector<Terms> agree_on_sizes(std::span<const turn::EqualField<Terms>> equal, Read&& read) {
     Comm& comm = this->comm();
+    if (comm.adopted() != nullptr) return {take_over_sizes<Terms>(equal, read)};
     const std::vector<Terms> of_rank = comm.collective().agree_on(Family::kCreate, [&] {
       config_ = read(comm.num_ranks());
       require_device(config_, comm);
@@ -99,6 +101,26 @@ class GroupOf : public turn::Sequence<Family> {
   std::uint64_t nonce_ = 0;
 
  private:
+  // For a rank that takes the group over from a process before it: the config must be the group's.
+  template <class Terms, class Read>
+  Terms take_over_sizes(std::span<const turn::EqualField<Terms>> equal, Read&& read) {
+    Comm& comm = this->comm();
+    config_ = read(comm.num_ranks());
+    require_device(config_, comm);
+    Terms theirs;
+    const Bytes& bytes = comm.adopted()->terms;
+    if (bytes.size() != sizeof(theirs))
+      fail(XD_ERROR_MISMATCH, "the other ranks run another version of the library");
+    std::memcpy(static_cast<void*>(&theirs), bytes.data(), sizeof(theirs));
+    const Terms mine = Terms::of(config_);
+    require_common_as_theirs(theirs, mine);
+    turn::require_as_theirs<Terms>(equal, theirs, mine);
+    config_.local_experts = config_.map().local_experts(this->rank());
+    nonce_ = theirs.nonce;
+    this->subject().describe(Terms::sizes_of(config_));
+    return theirs;
+  }
+
   RankSet ranks_;
   SlotTable slot_table_;
 };

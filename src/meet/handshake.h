@@ -73,7 +73,7 @@ bool proof_holds(const Secret& secret, std::span<const std::byte> message, const
 
 // The number is raised whenever a message of the bootstrap or the mesh changes. The layout of Hello
 // up to and including `version` never changes, so that versions can tell each other apart.
-inline constexpr std::uint32_t kProtocolVersion = 4;
+inline constexpr std::uint32_t kProtocolVersion = 5;
 
 enum class Side : std::uint32_t { client = 1, server = 2 };
 

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/pidfd.h"
 #include "base/rank_list.h"
 #include "meet/handshake.h"
 
@@ -32,14 +32,6 @@ HostIdentity this_host() {
   if (::stat("/proc/self/ns/net", &status) != 0) fail_errno("stat /proc/self/ns/net", errno);
   host.network_namespace = status.st_ino;
   return host;
-}
-
-ProcessIdentity this_process() {
-  // The bytes are made once per process; a forked child has the same bytes, and another pid.
-  static const auto random = make_random<std::array<unsigned char, 16>>();
-  struct stat status;
-  if (::stat("/proc/self/ns/pid", &status) != 0) fail_errno("stat /proc/self/ns/pid", errno);
-  return {status.st_ino, ::getpid(), random};
 }
 
 HostName this_node() {
@@ -67,17 +59,22 @@ Proof prove_job(std::string_view job_secret, const Nonce& nonce) {
 void watch(PeerProcess& process, const Introduction& own, const ProcessIdentity& identity,
            int& shortage) {
   if (identity.pid_namespace != own.process.pid_namespace) return;
-#ifdef SYS_pidfd_open
-  process.pidfd =
-      UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, static_cast<pid_t>(identity.pid), 0)));
+  process.pidfd = open_pidfd(static_cast<pid_t>(identity.pid));
   if (process.pidfd) return;
   // Should the pid have been given to another process meanwhile, the peer's connection will fail.
   process.has_ended = errno == ESRCH;
   if (errno == EMFILE || errno == ENFILE) shortage = errno;
-#endif
 }
 
 }  // namespace
+
+ProcessIdentity this_process() {
+  // The bytes are made once per process; a forked child has the same bytes, and another pid.
+  static const auto random = make_random<std::array<unsigned char, 16>>();
+  struct stat status;
+  if (::stat("/proc/self/ns/pid", &status) != 0) fail_errno("stat /proc/self/ns/pid", errno);
+  return {status.st_ino, ::getpid(), random};
+}
 
 Introduction make_introduction(int num_ranks, std::string_view host_name,
                                std::string_view job_secret) {

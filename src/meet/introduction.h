@@ -62,6 +62,8 @@ struct Introduction {
   std::array<char, 508> failure;
 };
 
+ProcessIdentity this_process();
+
 // The introduction of the calling process, with a new socket name and nonce, and no address.
 // `host_name` has at most kMaxHostBytes.
 Introduction make_introduction(int num_ranks, std::string_view host_name = {},

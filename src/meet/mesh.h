@@ -29,6 +29,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/math.h"
 #include "meet/bootstrap.h"
 #include "meet/control_address.h"
 #include "meet/inbox.h"
@@ -116,6 +117,12 @@ class Mesh {
   int local_ranks() const { return ranks().processes.local_ranks; }
   const Rails& rails() const { return ranks().rails; }
   const RankNames& names() const { return ranks().names; }
+  // The secret of the connections.
+  const Secret& secret() const { return ranks().secret; }
+  // The process of a rank as it was when the ranks met.
+  const PeerProcess& process_of(int rank) const {
+    return ranks().processes.processes[at(ranks().processes.of_rank[at(rank)])];
+  }
 
  private:
   const MetRanks& ranks() const { return *parts_.ranks; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/math.h"
 #include "meet/several_hosts.h"
 
 namespace xd {
@@ -47,6 +48,28 @@ MetRanks MetRanks::of(int rank, std::vector<Introduction> introductions,
           .names = std::move(names),
           .processes = std::move(processes),
           .secret = secret};
+}
+
+MetRanks MetRanks::of_joined(int rank, std::vector<std::string> host_names,
+                             std::vector<UniqueFd> pidfds, const std::vector<std::int64_t>& pids,
+                             const std::int32_t* numbers) {
+  const auto num_ranks = static_cast<int>(pids.size());
+  RankNames names = host_names.empty() ? RankNames() : name_by(host_names);
+  names.set_processes(pids);
+  if (numbers != nullptr) names.set_numbers({numbers, numbers + pids.size()});
+  // Each rank is a process of its own: those of one process end at one time.
+  PeerProcesses processes;
+  processes.local_ranks = 1;
+  for (int r = 0; r < num_ranks; ++r) {
+    processes.of_rank.push_back(r);
+    processes.processes.push_back({.ranks = {r}, .pidfd = std::move(pidfds[at(r)])});
+  }
+  return {.introductions = {},
+          .host_names = std::move(host_names),
+          .rails = Rails(rank, std::vector<int>(at(num_ranks), 0)),
+          .names = std::move(names),
+          .processes = std::move(processes),
+          .secret = {}};
 }
 
 }  // namespace xd

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/fd.h"
 #include "meet/handshake.h"
 #include "meet/introduction.h"
 #include "meet/rails.h"
@@ -18,6 +19,12 @@ struct MetRanks {
   // `numbers`: the caller's for the ranks, in texts; nullptr = none.
   static MetRanks of(int rank, std::vector<Introduction> introductions,
                      std::string_view job_secret = {}, const std::int32_t* numbers = nullptr);
+
+  // For a rank that has joined the others of its machine later. `host_names` as below; `pidfds` and
+  // `pids` are by rank, with none for ranks that are gone.
+  static MetRanks of_joined(int rank, std::vector<std::string> host_names,
+                            std::vector<UniqueFd> pidfds, const std::vector<std::int64_t>& pids,
+                            const std::int32_t* numbers);
 
   int rank() const { return rails.rank(); }
   int num_ranks() const { return rails.num_ranks(); }

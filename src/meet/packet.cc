@@ -98,6 +98,12 @@ UniqueFd connect_link(const Tag& name) {
   return fd;
 }
 
+pid_t peer_process(int fd) {
+  ucred credentials{};
+  socklen_t size = sizeof(credentials);
+  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &size) == 0 ? credentials.pid : 0;
+}
+
 bool peer_has_our_user(int fd) {
   ucred credentials{};
   socklen_t size = sizeof(credentials);

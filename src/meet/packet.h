@@ -4,6 +4,7 @@
 #pragma once
 
 #include <crossdock/status.h>
+#include <sys/types.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -74,6 +75,9 @@ UniqueFd listen_for_links(const Tag& name, int backlog);
 // Connects. Returns no descriptor, with errno set, if the listener has no room at the moment
 // (EAGAIN) or is not there, or this process has no descriptor.
 UniqueFd connect_link(const Tag& name);
+
+// The process at the other end, by its number here; 0 = it has none here, or cannot be known.
+pid_t peer_process(int fd);
 
 // True if the kernel vouches that the process at the other end runs as this user, or as root.
 bool peer_has_our_user(int fd);

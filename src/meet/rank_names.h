@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -23,7 +25,10 @@ class RankNames {
       : host_of_(host_of.begin(), host_of.end()), names_(std::move(names)) {}
 
   // Both by rank.
-  void set_processes(std::vector<std::int64_t> pids) { pids_ = std::move(pids); }
+  void set_processes(const std::vector<std::int64_t>& pids) {
+    pids_ = std::make_shared<Pids>(pids.size());
+    for (std::size_t r = 0; r < pids.size(); ++r) (*pids_)[r] = pids[r];
+  }
   void set_numbers(std::vector<int> numbers) { numbers_ = std::move(numbers); }
 
   // "rank 2", or where there are several hosts "rank 2 of host 1 (node7)". With numbers "rank 2
@@ -35,7 +40,12 @@ class RankNames {
   std::string with_process(int rank) const { return with_hosts({&rank, 1}, process_of(rank)); }
   // "pid 4711", or "" where it is not known.
   std::string process_of(int rank) const {
-    return knows(rank, pids_.size()) ? concat("pid ", pids_[at(rank)]) : "";
+    const std::size_t known = pids_ != nullptr ? pids_->size() : 0;
+    return knows(rank, known) ? concat("pid ", (*pids_)[at(rank)].load()) : "";
+  }
+  // The rank has another process from now on, in all copies of this object. Any thread.
+  void replace_process(int rank, std::int64_t pid) const {
+    if (pids_ != nullptr) (*pids_)[at(rank)] = pid;
   }
   // "global rank 6", or "" without numbers.
   std::string number_of(int rank) const {
@@ -80,7 +90,8 @@ class RankNames {
 
   std::vector<int> host_of_;
   std::vector<std::string> names_;
-  std::vector<std::int64_t> pids_;
+  using Pids = std::vector<std::atomic<std::int64_t>>;
+  std::shared_ptr<Pids> pids_;
   std::vector<int> numbers_;
 };
 

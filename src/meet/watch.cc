@@ -31,6 +31,13 @@ MeshWatch::MeshWatch(const Sources& sources)
       posts_(sources.ranks.rails.num_hosts() > 1 ? sources.links.size() : 0) {
   sources_.reserve(1 + states_.size() + ended_.size());
   lost_.reserve(states_.size());
+  // All ranks of one host are connected, but for those that were gone when this one joined them.
+  if (sources.ranks.rails.num_hosts() > 1) return;
+  for (std::size_t r = 0; r < states_.size(); ++r) {
+    if (sources.links[r] || static_cast<int>(r) == sources.ranks.rank()) continue;
+    states_[r] = State::lost;
+    ended_[at(sources.ranks.processes.of_rank[r])] = true;
+  }
 }
 
 void MeshWatch::run(int wake, const std::atomic<bool>& leaving) {

@@ -87,6 +87,12 @@ void allocate_pages(const UniqueFd& fd, const HostSegment& segment, const char* 
   }
 }
 
+UniqueFd duplicate(const UniqueFd& fd) {
+  UniqueFd second(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+  if (!second) fail_errno("duplicate of a memory segment's descriptor", errno);
+  return second;
+}
+
 // Memory files count as files here: growing one past this limit would raise SIGXFSZ.
 std::uint64_t file_size_limit() {
   struct rlimit limit {};
@@ -131,6 +137,12 @@ HostSegment::HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages)
 }
 
 HostSegment::~HostSegment() { ::munmap(base(), bytes()); }
+
+void HostSegment::keep(UniqueFd fd) {
+  static std::mutex& mutex = *new std::mutex;  // ranks of a process share its segments
+  const std::scoped_lock lock(mutex);
+  if (!kept_) kept_ = std::move(fd);
+}
 
 std::shared_ptr<HostSegment> HostSegmentTable::map(const UniqueFd& fd, std::size_t bytes,
                                                    bool huge_pages) {
@@ -203,6 +215,7 @@ OwnDemand HostSegmentMaker::demand(std::size_t bytes, const char* what) const {
 
 SegmentMaker::Made HostSegmentMaker::create(std::size_t bytes, const char* what) const {
   auto created = HostSegment::create(bytes, what);
+  if (keeps_descriptors_) created.segment->keep(duplicate(created.fd));
   const std::uint64_t size = created.segment->bytes();
   Made made{.segment = std::move(created.segment),
             .description = std::vector<std::byte>(sizeof(size)),
@@ -218,7 +231,10 @@ std::shared_ptr<Segment> HostSegmentMaker::open(int owner, std::span<const std::
     fail(XD_ERROR_MISMATCH, "rank ", owner, " sent a malformed segment description");
   }
   std::memcpy(&size, description.data(), sizeof(size));
-  return HostSegment::open(std::move(fd), size);
+  UniqueFd kept = keeps_descriptors_ ? duplicate(fd) : UniqueFd();
+  auto segment = HostSegment::open(std::move(fd), size);
+  if (kept) segment->keep(std::move(kept));
+  return segment;
 }
 
 }  // namespace xd

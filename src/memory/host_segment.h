@@ -32,9 +32,15 @@ class HostSegment final : public Segment {
 
   ~HostSegment() override;
 
+  int descriptor() const override { return kept_.get(); }
+  // Keeps a descriptor from now on, for descriptor(). Before others use the segment.
+  void keep(UniqueFd fd);
+
  private:
   friend class HostSegmentTable;
   HostSegment(const UniqueFd& fd, std::size_t bytes, bool huge_pages);
+
+  UniqueFd kept_;
 };
 
 // A segment, and its descriptor to hand to peers; close that when every peer has it.
@@ -45,11 +51,18 @@ struct HostSegment::Created {
 
 class HostSegmentMaker final : public SegmentMaker {
  public:
+  // `keeps_descriptors`: its segments have a descriptor() for as long as they live.
+  explicit HostSegmentMaker(bool keeps_descriptors = false)
+      : keeps_descriptors_(keeps_descriptors) {}
+
   bool must_compare() const override { return true; }
   OwnDemand demand(std::size_t bytes, const char* what) const override;
   Made create(std::size_t bytes, const char* what) const override;
   std::shared_ptr<Segment> open(int owner, std::span<const std::byte> description,
                                 UniqueFd fd) const override;
+
+ private:
+  bool keeps_descriptors_;
 };
 
 }  // namespace xd

@@ -23,6 +23,9 @@ class Segment {
   // True if the pages come from the system's pool of huge pages; ordinary memory that the kernel
   // happens to merge into huge pages does not count.
   bool huge_pages() const { return huge_pages_; }
+  // A descriptor by which other processes can map it, where it keeps one (see HostSegmentMaker);
+  // else -1.
+  virtual int descriptor() const { return -1; }
   bool contains(const void* ptr) const {
     const auto* p = static_cast<const std::byte*>(ptr);
     return p >= base_ && p < base_ + bytes_;

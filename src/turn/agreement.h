@@ -16,6 +16,11 @@ struct EqualField {
   const char* name;
   std::int64_t T::*value;
   const char* (*word)(std::int64_t) = nullptr;  // for texts; nullptr = the number
+
+  std::string shown(std::int64_t number) const {
+    const char* const text = word != nullptr ? word(number) : nullptr;
+    return text != nullptr ? std::string(text) : std::to_string(number);
+  }
 };
 
 // Every rank compares all ranks with rank 0, so all come to the same verdict.
@@ -25,14 +30,20 @@ void require_equal(std::span<const EqualField<T>> fields, std::span<const T> of_
     for (const EqualField<T>& field : fields) {
       const std::int64_t first = of_rank[0].*field.value, other = of_rank[r].*field.value;
       if (first != other) {
-        const auto shown = [&](std::int64_t value) {
-          const char* const word = field.word != nullptr ? field.word(value) : nullptr;
-          return word != nullptr ? std::string(word) : std::to_string(value);
-        };
-        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", shown(first), " on rank 0 and ",
-             shown(other), " on rank ", r, ", expected equal values");
+        fail(XD_ERROR_MISMATCH, "config.", field.name, " = ", field.shown(first), " on rank 0 and ",
+             field.shown(other), " on rank ", r, ", expected equal values");
       }
     }
+  }
+}
+
+// The same for a rank that takes over a sequence which the others have.
+template <class T>
+void require_as_theirs(std::span<const EqualField<T>> fields, const T& theirs, const T& mine) {
+  for (const EqualField<T>& field : fields) {
+    XD_REQUIRE(mine.*field.value == theirs.*field.value, "config.", field.name, " = ",
+               field.shown(mine.*field.value), ", expected ", field.shown(theirs.*field.value),
+               " as the others have it");
   }
 }
 

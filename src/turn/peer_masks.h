@@ -91,11 +91,11 @@ class PeerMasks {
     return wait_unless(peer, site, ready, seen,
                        [&] { return standing_at(peer) != Standing::in_step; });
   }
-  // The same in a reset, to which a peer may come that has been out of step.
+  // The same in a reset, to which a peer may come that has been out of step, also one that is yet
+  // to unmask this rank.
   template <class Ready, class Seen>
   bool wait_in_reset(NearRank peer, const HostWait& site, Ready&& ready, Seen&& seen) {
-    return wait_unless(peer, site, ready, seen,
-                       [&] { return standing_at(peer) == Standing::masked; });
+    return wait_unless(peer, site, ready, seen, [] { return false; });
   }
 
  private:
@@ -103,7 +103,9 @@ class PeerMasks {
   bool wait_unless(NearRank peer, const HostWait& site, Ready&& ready, Seen&& seen,
                    InVain&& in_vain) {
     if (!rules_.masks_lost_peers) {
-      comm_.wait_for(peer, site, ready, seen);
+      HostWait strict = site;
+      strict.needs_first_ranks = true;
+      comm_.wait_for(peer, strict, ready, seen);
       return true;
     }
     if (masked().has(peer)) return ready();

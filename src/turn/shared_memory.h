@@ -18,6 +18,7 @@ class SharedMemory {
   explicit SharedMemory(Segments segments) : segments_(std::move(segments)), areas_(segments_) {}
 
   const NearTable& areas() const { return areas_; }
+  const Segments& segments() const { return segments_; }
   NearMemory area_of(NearRank rank, std::uint64_t offset) const {
     return areas_.of(rank).from(offset);
   }

@@ -1,6 +1,9 @@
-/* The part of frozen.h, which includes it, that belongs to view.h. */
+/* The part of frozen.h, which includes it, that belongs to views and to ranks that are replaced. */
 #ifndef CROSSDOCK_TESTS_ABI_FROZEN_VIEW_H_
 #define CROSSDOCK_TESTS_ABI_FROZEN_VIEW_H_
+
+FROZEN_VALUE(XD_BOOTSTRAP_JOIN, 4);
+FROZEN_FIELD(xd_comm_config, elastic, 128);
 
 FROZEN_VALUE(XD_VIEW_WORDS, 16);
 

@@ -72,6 +72,18 @@ Clock::time_point Processes::kill(int rank) {
   return when;
 }
 
+void Processes::restart(const RankProgram& program) {
+  for (Process& process : processes_) {
+    if (process.ranks != program.ranks) continue;
+    for (const int rank : process.ranks) lines_[rank].clear();
+    process.child.reset();
+    process.child =
+        std::make_unique<ChildProcess>(ChildProcess::Program{to_arguments(program), {}, {}});
+  }
+}
+
+void Processes::tell(int rank, const std::string& line) { child_of(rank).tell(line); }
+
 void Processes::stop(int rank) { child_of(rank).signal(SIGSTOP); }
 
 void Processes::resume(int rank) { child_of(rank).signal(SIGCONT); }
@@ -125,6 +137,8 @@ Result Processes::expect_loss(int rank, int peer, Clock::time_point since,
   EXPECT_LT(result.when - since, limit) << took.count() << " ms";
   return result;
 }
+
+void Processes::wait_until_done(int rank) { wait_for(rank, "done"); }
 
 void Processes::wait_for_progress(int rank) { wait_for(rank, "progress"); }
 

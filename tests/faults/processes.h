@@ -46,6 +46,7 @@ class Processes {
   // The rank's next result is the loss of `peer`, and has come soon after `since`.
   Result expect_loss(int rank, int peer, Clock::time_point since, std::chrono::milliseconds limit);
   std::string wait_for_after(int rank);
+  void wait_until_done(int rank);
   void wait_for_progress(int rank);
 
   void go(int rank);
@@ -56,6 +57,10 @@ class Processes {
   std::vector<std::string> named_shared_memory(int rank);
   // Kills the process by SIGKILL, and returns when it is gone. Its peers know nothing yet.
   Clock::time_point kill(int rank);
+  // Starts the process of a rank that has been killed again. A rank that is told by tell() says
+  // what it does.
+  void restart(const RankProgram& program);
+  void tell(int rank, const std::string& line);
   void stop(int rank);  // the process stands still until it is continued
   void resume(int rank);
   // Waits for a process that ends itself, and returns its status as waitpid() tells it. Throws if

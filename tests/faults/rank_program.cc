@@ -21,6 +21,7 @@
 #include "faults/fatal_argument.h"
 #include "faults/gemm_call.h"
 #include "faults/hex.h"
+#include "faults/join_program.h"
 #include "faults/ll/program.h"
 #include "faults/meeting.h"
 #include "faults/view_program.h"
@@ -57,11 +58,19 @@ class RankRun {
     if (program_.apart) config.host = host.c_str();
     if (program_.silence_ms > 0) config.silence_ms = program_.silence_ms;
     config.heap_bytes = program_.program == Program::create ? program_.bytes : std::size_t{1} << 20;
+    config.elastic = program_.program == Program::join ? 1 : 0;
+    if (program_.joins) {
+      config.bootstrap = XD_BOOTSTRAP_JOIN;
+      config.rank = program_.wanted;
+      config.heap_bytes = 0;
+    }
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;
     const xd_status created = xd_comm_create(&config, &comm);
     comm_.reset(comm);
     rank_.comm = comm;
+    if (program_.program == Program::join && created != XD_SUCCESS) return report(created);
+    if (program_.joins) check_place();
     if (program_.program == Program::create || created != XD_SUCCESS) {
       report(created);
       return after(created);
@@ -87,6 +96,11 @@ class RankRun {
         return say("after " + run_agreeing(program_, rank_,
                                            {[this](const std::string& text) { say(text); },
                                             [this] { wait_for_go(); }}));
+      case Program::join:
+        return say("after " + run_joining(program_, rank_,
+                                          {[this](const std::string& text) { say(text); },
+                                           [this] { wait_for_go(); }},
+                                          [this] { return read_line(); }));
       default:
         return after(run_operations());
     }
@@ -101,9 +115,22 @@ class RankRun {
 
   void wait_for_go() {
     say("ready");
+    read_line();
+  }
+
+  std::string read_line() {
     const std::lock_guard lock(input_mutex);
     std::string line;
     if (!std::getline(std::cin, line)) throw std::runtime_error("the test has gone");
+    return line;
+  }
+
+  // The test knows the rank by the number with which it was started.
+  void check_place() const {
+    xd_comm_info info XD_COMM_INFO_INIT;
+    ok(xd_comm_get_info(comm_.get(), &info));
+    if (info.rank != rank_.rank)
+      throw std::runtime_error("has taken the place of rank " + std::to_string(info.rank));
   }
 
   void report(xd_status status) {

@@ -35,6 +35,7 @@ enum class Program {
   gemm_steps,      // operations of products, until one fails
   ll_masked,       // low-latency steps of a group that goes on without lost ranks: see ll_program.h
   agree,           // agrees on views: see view_program.h
+  join,            // does as it is told: see join_program.h
 };
 
 // The part of an argument that is fatal to touch.
@@ -73,6 +74,8 @@ struct RankSettings {
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   int losses = 0;           // Program::outlive: ranks that will be lost
   bool apart = false;       // each rank is on a machine of its own, as far as the library knows
+  bool joins = false;       // takes a place by `id`, an invitation
+  int wanted = -1;          // the place that it asks for
   bool registered = false;  // tensors lie in virtual memory that the rank has registered
   xd_unique_id id{};
   RankDeath death;

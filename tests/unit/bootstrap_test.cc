@@ -129,11 +129,11 @@ const Stranger kStrangers[] = {
      "does not speak this library's protocol"},
     {"WrongVersion",
      [](const UniqueFd& fd, const MeetingPoint& point) {
-       Handshake handshake(Side::client, point.secret, 0, kProtocolVersion + 6);
+       Handshake handshake(Side::client, point.secret, 0, kProtocolVersion + 5);
        do_handshake(fd, handshake);
        EXPECT_EQ(handshake.refusal(), Refusal::version);
      },
-     "speaks protocol version 10, expected 4"},
+     "speaks protocol version 10, expected 5"},
     {"WrongSecret",
      [](const UniqueFd& fd, const MeetingPoint&) {
        Handshake handshake(Side::client, make_random<Secret>());

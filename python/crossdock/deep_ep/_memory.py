@@ -26,7 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
 from crossdock import _core
-from crossdock._comm import grow
+from crossdock._comm_arguments import grow
 from crossdock.errors import OutOfMemory
 from crossdock.torch._calls import current_stream, is_capturing
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from crossdock import _jax
-from crossdock._comm import milliseconds
+from crossdock._comm_arguments import milliseconds
 from crossdock._place import other_numbers, place_name
 from crossdock.errors import from_details, from_status
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._comm import PeerLoss, join, milliseconds
+from crossdock._comm_arguments import PeerLoss, join, milliseconds
 from crossdock._core import constants
 from crossdock._view import View, agree, view_of
 from crossdock.errors import Unsupported

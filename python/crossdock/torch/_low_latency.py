@@ -10,7 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from crossdock import _core
-from crossdock._comm import number_of_32_bits
+from crossdock._comm_arguments import number_of_32_bits
 from crossdock._config import DuplicateIds, OnError, PeerLoss, Receive
 from crossdock._core import as_dlpack, constants
 from crossdock._halves import OpenHalves

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from crossdock import _core
-from crossdock._comm import number_of_32_bits
+from crossdock._comm_arguments import number_of_32_bits
 from crossdock._core import constants
 from crossdock._halves import Half, OpenHalves
 from crossdock._quantise import QuantiseWay, quantise_way

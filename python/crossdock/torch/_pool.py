@@ -27,7 +27,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from crossdock import _core
-from crossdock._comm import grow
+from crossdock._comm_arguments import grow
 from crossdock._core import as_dlpack
 from crossdock.errors import OutOfMemory
 

@@ -15,11 +15,11 @@
 #include <span>
 #include <vector>
 
+#include "comm/control.h"
 #include "comm/fatal.h"
 #include "comm/hosts.h"
 #include "comm/near_memory.h"
 #include "comm/views/far_decision.h"
-#include "comm/views/places.h"
 #include "meet/mesh.h"
 
 namespace xd {

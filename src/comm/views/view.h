@@ -29,6 +29,12 @@ class Members {
     return result;
   }
 
+  static Members of(int rank) {
+    Members result;
+    result.add(rank);
+    return result;
+  }
+
   bool has(int rank) const { return (words_[at(rank) / 64] >> (rank % 64) & 1) != 0; }
   void add(int rank) { words_[at(rank) / 64] |= std::uint64_t{1} << (rank % 64); }
   void remove(int rank) { words_[at(rank) / 64] &= ~(std::uint64_t{1} << (rank % 64)); }

@@ -78,14 +78,17 @@ void Views::keep(const View& view) {
   if (view.number == view_.number) return;
   before_ = given_;
   view_ = view;
+  is_alone_ = false;
 }
+
+View Views::basis() const { return is_alone_ ? View{} : view_; }
 
 Views::Known Views::agree(const Vote& wish, int timeout_ms) {
   const std::unique_lock lock(deciding_, std::try_to_lock);
   if (!lock.owns_lock()) {
     fail(XD_ERROR_BUSY, "another thread of this rank is in this call, expected one at a time");
   }
-  const bool was_member = view_.members.has(errors_.rank());
+  const bool was_member = basis().members.has(errors_.rank());
   if (!was_member && wish.leave != 0) return known();
   Vote vote = wish;
   vote.call = ++calls_;
@@ -98,7 +101,7 @@ Views::Known Views::agree(const Vote& wish, int timeout_ms) {
 
 Outcome Views::decide_near(const Vote& vote, int timeout_ms) {
   SharedPlaces places(*this);
-  NearDecision decision(errors_.rank(), num_ranks(), view_, vote);
+  NearDecision decision(errors_.rank(), num_ranks(), basis(), vote);
   try {
     wait_near(decision, places, timeout_ms);
   } catch (...) {

@@ -17,11 +17,14 @@ namespace xd {
 
 class Views {
  public:
-  // All outlive the object.
-  Views(const HostMap& hosts, Errors& errors)
+  // All outlive the object. `joined`: this rank has come later, and is a guest until a call
+  // succeeds: its view has only itself.
+  Views(const HostMap& hosts, Errors& errors, bool joined)
       : hosts_(hosts),
         errors_(errors),
-        view_{.members = Members::all(static_cast<int>(hosts.host_of().size()))},
+        is_alone_(joined),
+        view_{.members = joined ? Members::of(hosts.self())
+                                : Members::all(static_cast<int>(hosts.host_of().size()))},
         before_(view_),
         given_(view_) {}
 
@@ -38,6 +41,8 @@ class Views {
   class SharedPlaces;
 
   int num_ranks() const { return static_cast<int>(hosts_.host_of().size()); }
+  // The view that the next decision stands on, as this rank knows it.
+  View basis() const;
   Outcome decide_near(const Vote& vote, int timeout_ms);
   Outcome decide_far(const Vote& vote, int timeout_ms);
   void wait_near(NearDecision& decision, NearPlaces& places, int timeout_ms);
@@ -53,6 +58,7 @@ class Views {
   const HostMap& hosts_;
   Errors& errors_;
   std::mutex deciding_;  // one call at a time
+  bool is_alone_;        // a guest that knows no view of the others yet
   std::uint64_t calls_ = 0;
   Card card_;
   Members missing_;  // when the last call ended

@@ -1,6 +1,8 @@
 #include "ep/slots/group.h"
 
 #include <array>
+#include <span>
+#include <vector>
 
 #include "base/error.h"
 
@@ -34,8 +36,10 @@ constexpr std::array kEqualFields = {
 LlGroup::LlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* config, Machines machines)
     : GroupOf(std::move(owner)) {
   if (machines == Machines::one) comm().require_all_near("low latency on CUDA devices");
-  agree_on_sizes<LlTerms>(kEqualFields,
-                          [&](int num_ranks) { return read_ll_config(config, num_ranks); });
+  const std::vector<LlTerms> of_rank = agree_on_sizes<LlTerms>(
+      kEqualFields, [&](int num_ranks) { return read_ll_config(config, num_ranks); });
+  const auto terms = std::as_bytes(std::span(&of_rank[0], 1));
+  terms_.assign(terms.begin(), terms.end());
   if (config_.masks_lost_peers) {
     comm().note_group_wait(config_.wait_timeout_ms != 0 ? config_.wait_timeout_ms
                                                         : comm().timeout_ms());

@@ -38,6 +38,11 @@ class LlGroup : public GroupOf<LlFamily, LlConfig> {
 
   // Throws INVALID_ARGUMENT unless the group may leave ranks out.
   void require_masks() const;
+  // The sizes on which the ranks have agreed, for one that takes the group over.
+  const Bytes& terms() const { return terms_; }
+
+ private:
+  Bytes terms_;
 };
 
 }  // namespace xd::ep

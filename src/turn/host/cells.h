@@ -1,6 +1,7 @@
 // The words of turn/entry.h in the memory of near ranks, as the host reads and writes them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -62,6 +63,18 @@ class HostCells {
   }
   std::uint64_t done_by(int peer, std::uint64_t epoch) const {
     return done(rank_, peer, epoch).seen();
+  }
+
+  // The highest number that a process of this rank has left in its peers' memory.
+  std::uint64_t highest_left() const {
+    std::uint64_t highest = 0;
+    for (const NearRank peer : peers_) {
+      for (std::uint64_t stage = 0; stage < stages_; ++stage) {
+        highest = std::max({highest, entry(peer, rank_, stage).from(kEntryEpoch).seen(),
+                            done(peer, rank_, stage).seen()});
+      }
+    }
+    return highest;
   }
 
   Comm& comm() const { return comm_; }

@@ -110,6 +110,10 @@ class HostPipeline : public HostCells<Record> {
     take_dropped();
   }
 
+  // Counts on behind all that a process before this one has done in this rank's place, which may
+  // have been under way in each stage.
+  void take_over() { sent_ = taken_ = this->highest_left() + this->stages(); }
+
   // Forgets what is between its halves, and counts on from `epoch`, which no rank has passed.
   void restart(std::uint64_t epoch);
 

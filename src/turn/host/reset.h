@@ -5,7 +5,8 @@
 //
 // A rank greets every peer with a number that it has never used, and answers each greeting by its
 // number. A peer that has answered this greeting takes part in this reset, so what it has written
-// before is of this reset as well; an old greeting or answer proves nothing.
+// before is of this reset as well; an old greeting or answer proves nothing. The numbers of a
+// process that has taken another one's place begin where no other's have been.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +38,11 @@ class HostReset {
  public:
   // reset[] lies at the offset `cells` in the memory that each near rank shares.
   HostReset(Comm& comm, PeerMasks& masks, NearTable areas, std::uint64_t cells)
-      : comm_(comm), masks_(masks), areas_(std::move(areas)), cells_(cells) {}
+      : comm_(comm),
+        masks_(masks),
+        areas_(std::move(areas)),
+        cells_(cells),
+        greeting_(comm.serial() << 32) {}
 
   // Returns when every peer that is not masked has called it, or has been lost: with the highest
   // numbers that any rank has given. `lost` gets the peers that have been lost meanwhile.
@@ -122,7 +127,7 @@ class HostReset {
   PeerMasks& masks_;
   const NearTable areas_;
   const std::uint64_t cells_;
-  std::uint64_t greeting_ = 0;
+  std::uint64_t greeting_;
   std::size_t round_ = 0;
 };
 

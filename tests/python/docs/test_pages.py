@@ -85,6 +85,7 @@ def test_every_example_is_run_here():
         "numpy_placement.py",
         "numpy_products.py",
         "numpy_rebalance.py",
+        "numpy_replaced_rank.py",
         "numpy_stats.py",
         "errors.py",
         "torch_round_trip.py",
@@ -127,6 +128,12 @@ def test_numpy_lost_rank():
     said = run_example("numpy_lost_rank.py")
     assert said.count("goes on without rank 2") == 2
     assert said.count("12 steps, mask [0, 0, 1]") == 2
+
+
+def test_numpy_replaced_rank():
+    said = run_example("numpy_replaced_rank.py")
+    assert said.count("goes on with [0, 1]") == 2
+    assert said.count("works with [0, 1, 2]") == 3
 
 
 def test_errors_are_what_the_page_quotes():

@@ -19,12 +19,18 @@ class CpuLlGroup final : public LlGroup {
       : LlGroup(std::move(comm), config, Machines::several), memory_(*this) {
     subject().counters().measures_waits.set(1);
     subject().counters().counts_rows.set(1);
-    this->comm().collective().agree(LlFamily::kCreate, [this] {
-      scratch_.reserve(this->config());
-      return Collective::Contribution{};
-    });
+    this->comm().agree_on_group(LlFamily::kCreate, [this] { scratch_.reserve(this->config()); });
     if (!this->comm().hosts().all_are_near())
       remote_ = std::make_unique<LlRemote>(*this, dispatches_, combines_);
+    if (this->comm().adopted() != nullptr) take_over();
+    if (!this->comm().is_elastic() || !this->config().masks_lost_peers) return;
+    this->comm().catalogue().list(number(), {.call = LlFamily::kCreate.name,
+                                             .terms = terms(),
+                                             .memory = memory_.segments(),
+                                             .mask = [this](NearRank rank) { masks_.mask(rank); }});
+  }
+  ~CpuLlGroup() override {
+    if (!comm().errors().in_fork()) comm().catalogue().unlist(number());
   }
 
   void dispatch(const xd_ll_dispatch_args* args, xd_stream) override {
@@ -72,6 +78,7 @@ class CpuLlGroup final : public LlGroup {
   LlOperationError receive(Operation& op, Pipeline& pipeline,
                            const LlArgs<typename Operation::Args>& args);
 
+  void take_over();
   RankBits gone() const;
   void require_place(const Pipeline& pipeline, std::int32_t operation) const;
   void require_turn(const Pipeline& pipeline, std::int32_t operation, const LlHalves& halves) const;
@@ -186,6 +193,13 @@ LlOperationError CpuLlGroup::receive(Operation& op, Pipeline& pipeline,
   }
   pipeline.await_remote();
   return bad;
+}
+
+// The group goes on alone until it is reset.
+void CpuLlGroup::take_over() {
+  for (const NearRank peer : comm().hosts().peers()) masks_.mask(peer);
+  dispatches_.take_over();
+  combines_.take_over();
 }
 
 RankBits CpuLlGroup::gone() const {

@@ -24,6 +24,7 @@ class LlMemory {
 
   const LlMap& map() const { return map_; }
   const NearTable& areas() const { return shared_.areas(); }
+  const Segments& segments() const { return shared_.segments(); }
 
   // The bytes that `source` writes into the owner's memory in the operation `epoch`.
   struct Cell {
