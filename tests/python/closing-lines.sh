@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints, of each Python test of the last run of a build's tests, pytest's closing line and before it
-# the names of tests that failed.
+# Prints, of each Python test of the last run of a build's tests, the names of tests that failed, and
+# pytest's closing line.
 #   closing-lines.sh BUILD
 set -euo pipefail
 awk '/^[0-9]+\/[0-9]+ Test: / { name = $3 }
