@@ -187,8 +187,8 @@ void require_scales(const LlDispatchReceive& call) {
     require_type(scales, DType::f32);
     return require_columns(scales, columns / format.block, "hidden / 128");
   }
-  XD_REQUIRE(scales.type != DType::f32, scales.name,
-             ": is float32, expected float8_e8m0fnu, uint8 or int32");
+  XD_REQUIRE(scales.type != DType::f32 && scales.type != DType::e4m3, scales.name, ": is ",
+             dtype_name(scales.type), ", expected float8_e8m0fnu, uint8 or int32");
   if (scales.type != DType::i32) {
     return require_columns(scales, columns / format.block, "hidden / 128");
   }

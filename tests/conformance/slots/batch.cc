@@ -203,17 +203,35 @@ std::vector<std::byte> LlBatch::token_row(int source, int token) const {
             ? static_cast<std::uint32_t>(mix(row + c)) | ones
             : float_code({row, Content::tokens, 0, 0, static_cast<std::int64_t>(c)}, kFormatBf16);
   }
-  return bytes_of(codes, types_.tokens);
+  std::vector<std::byte> bytes = bytes_of(codes, types_.tokens);
+  for (std::size_t at = 0; has_words_of_ones(token) && at < bytes.size(); ++at) {
+    if (const int one = byte_of_ones(row, at); one >= 0) bytes[at] = static_cast<std::byte>(one);
+  }
+  return bytes;
 }
 
 std::uint32_t LlBatch::ones_of(int token) const {
   return is_given(case_.sent) && token % 5 == 3 ? ~0u : 0;
 }
 
+// Of the words of 8 bytes some are all ones, some all ones but their highest bit, some any bits.
+bool LlBatch::has_words_of_ones(int token) const { return is_given(case_.sent) && token % 5 == 1; }
+
+int LlBatch::byte_of_ones(std::uint64_t row, std::size_t at) {
+  const std::uint64_t kind = mix(row, 0x0E5, at / 8) % 3;
+  if (kind == 2) return -1;
+  return kind == 1 && at % 8 == 7 ? 0x7F : 0xFF;
+}
+
 std::uint32_t LlBatch::given_scale(int source, int token, std::int64_t column) const {
   const std::uint64_t row =
       mix(seed_, 0x5CA, static_cast<std::uint64_t>(source), static_cast<std::uint64_t>(token));
-  const auto code = static_cast<std::uint32_t>(mix(row + static_cast<std::uint64_t>(column)));
+  auto code = static_cast<std::uint32_t>(mix(row + static_cast<std::uint64_t>(column)));
+  const std::size_t size = types_.scales.bits / 8;
+  for (std::size_t i = 0; has_words_of_ones(token) && i < size; ++i) {
+    const int one = byte_of_ones(row, static_cast<std::size_t>(column) * size + i);
+    if (one >= 0) code = (code & ~(0xFFu << 8 * i)) | static_cast<std::uint32_t>(one) << 8 * i;
+  }
   return (code | ones_of(token)) & (types_.scales.bits == 8 ? 0xFFu : ~0u);
 }
 

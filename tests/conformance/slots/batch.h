@@ -106,6 +106,9 @@ class LlBatch {
   std::vector<std::byte> token_row(int source, int token) const;
   // Some rows that are given are ones altogether, and so are their scales.
   std::uint32_t ones_of(int token) const;
+  bool has_words_of_ones(int token) const;
+  // This byte of a row that has such words; -1 = any.
+  static int byte_of_ones(std::uint64_t row, std::size_t at);
   std::uint32_t given_scale(int source, int token, std::int64_t column) const;
   const SentRow& sent_row(int source, int token);
   std::vector<std::uint32_t> result_row(int expert, std::int64_t slot) const;
