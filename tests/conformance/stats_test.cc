@@ -96,6 +96,32 @@ TEST(Stats, CountCallsTokensAndRows) {
   });
 }
 
+// A rank without rows for a machine sends it the entry of each operation and nothing else, and
+// gives back the entry that comes from there. Among machines of unequal size ranks have other
+// numbers.
+TEST(Stats, CountPutsOfEntriesAloneWhereNoRowGoesToOtherMachines) {
+  Case c = plain_case(world().num_ranks());
+  c.pattern = Pattern::nobody;
+  on_every_rank([&](Rank& rank) {
+    xd_comm_info info XD_COMM_INFO_INIT;
+    ok(xd_comm_get_info(rank.comm, &info));
+    const bool apart = info.near_ranks < rank.num_ranks;
+    const bool even = info.near_ranks * info.num_hosts == rank.num_ranks;
+    if (rank.asynchronous() || (apart && !even)) return;
+    const Group group = make_group(rank.comm, c.config(rank.rank));
+    Batch batch(rank, c);
+    batch.prepare(group.get());
+    const std::uint64_t before = numbers_of(rank, group.get()).stats.net_puts;
+    ok(xd_comm_barrier(rank.comm));  // an entry of the next operation may come in this one
+    for (const xd_ep_operation operation :
+         {XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD, XD_EP_DISPATCH_BWD})
+      ok(batch.call(group.get(), operation));
+    const std::uint64_t puts = numbers_of(rank, group.get()).stats.net_puts - before;
+    const int machines = apart ? info.num_hosts : 1;
+    EXPECT_EQ(puts, static_cast<std::uint64_t>(4 * 2 * (machines - 1)));
+  });
+}
+
 TEST(Stats, CountTokensAndRowsOfPartsOnce) {
   const Case c = plain_case(world().num_ranks());
   on_every_rank([&](Rank& rank) {
