@@ -43,7 +43,11 @@ PrepareOp::PrepareOp(const Context& context, const PrepareCall& call)
       tokens_(static_cast<int>(call_.topk_idx.rows)),
       topk_(static_cast<int>(call_.topk_idx.cols)) {}
 
-Record PrepareOp::record() const { return record_of(call_); }
+Record PrepareOp::record() const {
+  Record record = record_of(call_);
+  record.fingerprint = context_.group.slot_table().hash();
+  return record;
+}
 
 // Up to where its list begins.
 PlanMap PrepareOp::plan_map() const {
