@@ -411,8 +411,9 @@ XD_API xd_status xd_mem_import(xd_comm* comm, const xd_mem_handle* handle, void*
 /* Copies bytes out of some rank's symmetric memory to `to`, memory of this rank's device, such as
  * weights of an expert that moves here. No other rank takes part. On the CPU it returns when they
  * are there; on CUDA they are copied in the order of `stream`, by a copy engine, and it may be
- * captured. The caller orders it behind what wrote the bytes, and before what overwrites them. The
- * owner may have died: its memory stays mapped. bytes = 0 is allowed. Any thread.
+ * captured. The caller orders it behind what wrote the bytes, and before what overwrites them; on
+ * CUDA the two ranges do not overlap. The owner may have died: its memory stays mapped. bytes = 0
+ * is allowed. Any thread.
  * Errors: INVALID_ARGUMENT if [from, from + bytes) does not exist; UNSUPPORTED if it is on another
  * machine; SYSTEM. */
 XD_API xd_status xd_mem_copy(xd_comm* comm, void* to, const xd_mem_handle* from, size_t bytes,

@@ -585,7 +585,8 @@ typedef struct xd_ep_routing_layout_args {
 #define XD_EP_ROUTING_LAYOUT_ARGS_INIT \
   { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL, NULL }
 
-/* Tells where the tokens of this rank go, without a plan. */
+/* Tells where the tokens of this rank go, without a plan. Ids are those of the E experts, never of
+ * logical ones. */
 XD_API xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
                                       xd_stream stream);
 

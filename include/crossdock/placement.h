@@ -42,7 +42,7 @@ typedef struct xd_ep_placement {
  * Token t of rank s, which chooses expert e, goes to entry (t + s) mod n of a list of n slots. The
  * list is the one that choice_first gives, or where that has none or an empty one: the slots of e
  * on rank s, and where there are none all slots of e, ascending. t counts the rows of topk_idx, or
- * is the token's replica_hint.
+ * is the token's replica_hint; t + s is taken modulo 2^64.
  *
  * An operation in which all ranks take a turn with equal tables, which are read during the call
  * only. When it ends no rank routes by the old table any more: what a rank had done before its
@@ -57,6 +57,9 @@ typedef struct xd_ep_placement {
  * MISMATCH on the others; in low-latency groups BUSY while dispatches of this rank are between
  * their halves, of which peers do not hear. INVALID_ARGUMENT in groups without logical experts.
  * PEER_LOST in a group with masks tells of ranks that are lost; the new table is in force then.
+ * Ranks that are masked meanwhile do not hear of the call, and where masks differ one rank may end
+ * with MISMATCH and another with success. No batch is sent under tables that differ: prepare and
+ * xd_ll_dispatch compare them, and are a MISMATCH until all ranks have set equal ones.
  * xd_stats does not count these calls. */
 XD_API xd_status xd_ep_group_set_placement(xd_ep_group* group, const xd_ep_placement* placement,
                                            xd_stream stream);

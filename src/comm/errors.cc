@@ -177,7 +177,7 @@ std::string Errors::text_of(const ToldError& error) const {
 // The table that has this operation, or nullptr. The caller holds mutex_.
 const Operations* Errors::operations_with(std::int32_t operation) const {
   const auto found = std::ranges::find_if(
-      operations_, [&](const Operations* table) { return table->contains(operation); });
+      operations_, [&](const Operations* table) { return table->knows(operation); });
   return found != operations_.end() ? *found : nullptr;
 }
 

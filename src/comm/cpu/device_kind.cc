@@ -9,7 +9,7 @@ namespace {
 std::unique_ptr<SegmentMaker> make_memory(int) { return std::make_unique<HostSegmentMaker>(); }
 
 void copy(int, void* to, const void* from, std::size_t bytes, xd_stream) {
-  if (bytes > 0) std::memcpy(to, from, bytes);
+  if (bytes > 0) std::memmove(to, from, bytes);
 }
 
 }  // namespace

@@ -31,14 +31,14 @@ std::string of_optional(int theirs, int mine) {
 }  // namespace
 
 std::string Family::difference(const Record& mine, const Record& theirs) {
+  const bool prepares = mine.call.operation == XD_EP_PREPARE;
   if (theirs.fingerprint != mine.fingerprint) {
-    if (mine.call.operation == XD_EP_SET_PLACEMENT) return kOtherTable;
+    if (prepares || mine.call.operation == XD_EP_SET_PLACEMENT) return kOtherTable;
     if (((theirs.fingerprint ^ mine.fingerprint) & ~kPartBits) != 0)
       return "a plan of another batch";
     return differs_in("part", theirs.fingerprint & kPartBits, mine.fingerprint & kPartBits);
   }
   if (theirs.dtype != mine.dtype) return type_differs(theirs.dtype, mine.dtype);
-  const bool prepares = mine.call.operation == XD_EP_PREPARE;
   if (theirs.row_bytes != mine.row_bytes) {
     return differs_in(prepares ? "alignment" : "row bytes", theirs.row_bytes, mine.row_bytes);
   }

@@ -92,7 +92,8 @@ struct Record {
   // ChoiceShape
   std::uint32_t extra = 0;
   std::uint32_t rows = 0;  // rows of each receive tensor
-  // The plan's; where it leaves kPartBits free, plus the part. set_placement: the table's hash.
+  // The plan's; where it leaves kPartBits free, plus the part. prepare and set_placement: the hash
+  // of the table of slots.
   std::uint64_t fingerprint = 0;
   turn::PeerAddress rows_in{};     // receive rows that peers read or write
   turn::PeerAddress scales_in{};   // receive scales; combine_bwd with weights: expert_out

@@ -9,7 +9,7 @@ namespace xd::ep {
 
 std::string LlFamily::difference(const LlRecord& mine, const LlRecord& theirs) {
   if (theirs.fingerprint != mine.fingerprint) {
-    return mine.call.operation == XD_LL_SET_PLACEMENT ? kOtherTable : "a plan of another batch";
+    return mine.call.operation == XD_LL_COMBINE ? "a plan of another batch" : kOtherTable;
   }
   if (theirs.dtype != mine.dtype) return type_differs(theirs.dtype, mine.dtype);
   if (theirs.row_bytes != mine.row_bytes) {

@@ -41,7 +41,7 @@ struct LlRecord {
   std::uint16_t quantise = 0;    // dispatch: an xd_ep_quantise, or LlScales; combine: an xd_ep_wire
   std::uint16_t max_tokens = 0;  // dispatch, but into slots: the most tokens of a rank
   std::uint32_t topk = 0;
-  std::uint64_t fingerprint = 0;  // combine: its plan's; set_placement: its table's hash
+  std::uint64_t fingerprint = 0;  // combine: its plan's; else the hash of the table of slots
   std::uint32_t tokens = 0;       // T of the sender
   std::uint32_t bad_ids = 0;      // dispatch: of the sender
   RankBits mask{};                // the ranks that the sender leaves out

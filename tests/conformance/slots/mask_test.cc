@@ -104,7 +104,8 @@ void splits_and_comes_together(const LlCase& c) {
   });
 }
 
-// Ranks that have masked each other agree about tables apart.
+// Ranks that have masked each other agree about tables apart, and find out when they are together
+// again.
 TEST(LlMask, PartsOfAGroupHaveTablesOfTheirOwn) {
   if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   LlCase c = masked_case();
@@ -125,6 +126,20 @@ TEST(LlMask, PartsOfAGroupHaveTablesOfTheirOwn) {
       batch.dispatch(masking.group());
       batch.combine(masking.group());
     }
+    if (rank.num_ranks == 1) return;
+    masking.mask_all(others, false);
+    ok(xd_comm_barrier(rank.comm));
+    masking.reset();
+    LlBatch batch(rank, c, 0);
+    const LlOutcome outcome = batch.call(masking.group(), XD_LL_DISPATCH);
+    EXPECT_EQ(outcome, XD_ERROR_MISMATCH);
+    expect_words(outcome.text, {"another placement"});
+    const Given table(c.table(0));
+    ok(finish(rank, masking.group(),
+              xd_ll_group_set_placement(masking.group(), table.get(), rank.stream())));
+    LlBatch whole(rank, c, 0);
+    whole.dispatch(masking.group());
+    whole.combine(masking.group());
   });
 }
 

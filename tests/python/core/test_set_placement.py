@@ -167,6 +167,15 @@ def test_mistakes_are_named_and_peers_are_told_at_once(me: Rank) -> None:
 
 
 @on_ranks(2, run=run_threads)
+def test_a_rank_that_leaves_is_told_by_the_name_of_the_call(me: Rank) -> None:
+    with me.comm() as comm, crossdock.EpGroup(comm, config_of(num_logical_experts=4)) as group:
+        if me.rank == 0:
+            error = raises(PeerLost, functools.partial(group.set_placement, [[0, 1], [2, 3]]))
+            assert "is needed by xd_ep_group_set_placement" in error.text
+            assert error.fatal
+
+
+@on_ranks(2, run=run_threads)
 def test_few_tokens_find_the_same_slots(me: Rank) -> None:
     sizes = {"num_experts": 4, "num_logical_experts": 3}
     ids = np.array([[0, 1], [2, 0], [1, -1]])

@@ -112,7 +112,11 @@ PrepareOp::PrepareOp(const Context& context, const PrepareCall& call)
   side->announce(chunks);
 }
 
-Record PrepareOp::record() const { return record_of(call_); }
+Record PrepareOp::record() const {
+  Record record = record_of(call_);
+  record.fingerprint = context_.group.slot_table().hash();
+  return record;
+}
 
 // Up to where its list begins.
 PlanMap PrepareOp::plan_map() const {

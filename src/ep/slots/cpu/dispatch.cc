@@ -51,6 +51,7 @@ void LlDispatch::send(bool stage_own) {
   context_.group.count_unplaced(choices.unplaced);
   LlRecord record = this->record();
   record.bad_ids = choices.counts[CountLayout{config().experts, config().ranks}.bad_ids()];
+  record.fingerprint = context_.group.slot_table().hash();
   record.mask = context_.masks.masked();
   rows::flush();
   pipeline.enter(record);
