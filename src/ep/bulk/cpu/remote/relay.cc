@@ -14,7 +14,7 @@ RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep, std::unique_ptr<n
       lockstep_(lockstep),
       comm_(group.comm()),
       window_(
-          remote_window(group.config(), comm_.machines().num_hosts(),
+          remote_window(group.config(), most_neighbours(comm_.machines()),
                         engine->buffers_puts() ? kFewestDirectionFrames : kMostDirectionFrames)),
       routes_(comm_.machines()),
       links_(comm_, Family::kCreate,
