@@ -194,7 +194,7 @@ typedef struct xd_ep_config {
   const int32_t* expert_ranks;
   /* Several machines: about the bytes of a rank's buffers for rows of others.
    * Each of these has 8 equal pieces of 64 to 512 KiB, or of the longest row; 0 = of 256 KiB. On
-   * CPUs whose network keeps nothing of what is under way, so not over TCP, it has 16 to 64. */
+   * CPUs whose network keeps nothing of what is under way, so not over TCP, it has up to 64. */
   int64_t net_buffer_bytes;
   /* The wires that calls of combine may name beside SAME: a set of bits XD_EP_WIRE_BIT(wire), for
    * which there will be memory. CUDA devices of several machines have none: UNSUPPORTED. */

@@ -57,6 +57,9 @@ struct PeerFailure {
   std::string text;
 };
 
+// An engine has room for as many findings, or more, until poll() takes them.
+inline constexpr int kEngineEvents = 8192;
+
 // The findings of poll(). It adds to the lists; the caller empties them.
 struct Events {
   std::vector<std::uint32_t> arrived;  // tags of peers' puts

@@ -44,11 +44,9 @@ Links::Links(Engine& engine, const LinkConfig& config, std::vector<LinkNeighbour
     neighbour.sending.resize(at(config.frames));
     neighbour.receiving.resize(at(config.frames));
   }
-  memory_ = config.memory;
-  if (memory_.empty()) {
-    own_memory_ = std::make_unique_for_overwrite<std::byte[]>(map_.bytes());
-    memory_ = {own_memory_.get(), map_.bytes()};
-  }
+  // Zeros: no header is taken for one that was filled, and gaps between items go to other machines.
+  if (config.memory.empty()) own_memory_.resize(map_.bytes());
+  memory_ = config.memory.empty() ? std::span(own_memory_) : config.memory;
   XD_CHECK(memory_.size() == map_.bytes());
   region_ = engine.expose(memory_);
   // A chunk or its credit, of each frame of either direction; greetings come before these.

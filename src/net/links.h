@@ -209,7 +209,7 @@ class Links final {
   const LinkConfig config_;
   std::vector<Neighbour> neighbours_;
   const LinkMap map_;
-  std::unique_ptr<std::byte[]> own_memory_;  // pages that no frame was in are not touched
+  std::vector<std::byte> own_memory_;
   std::span<std::byte> memory_;
   std::unique_ptr<Region> region_;                    // of memory_
   std::vector<Put> outbox_;                           // puts that the engine has not taken yet

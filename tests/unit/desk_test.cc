@@ -22,12 +22,15 @@ namespace xd::ep {
 namespace {
 
 constexpr int kMost = 3;  // machines, each with one rank: partner p of a rank is the rank p
+constexpr int kMostFrames = 3;
 
 // chunks[from][to], as rows or as requests.
 struct Problem {
   int ranks, frames, hands;
   bool requests;
   std::uint8_t chunks[kMost][kMost];
+  // The last two frames to a relay have brought an entry and counts, and are on their way back.
+  bool announced = false;
   bool unknown = false;  // as prepare's words: the headers alone say how many there are
 };
 
@@ -42,8 +45,8 @@ struct Frame {
 struct State {
   DeskPartner partners[kMost][kMost];
   DeskUnit hands[kMost][2];
-  Frame frames[kMost][kMost][kDirections][2];    // [sender][receiver]
-  std::uint8_t read[kMost][kMost][kDirections];  // likewise, a bit for each chunk
+  Frame frames[kMost][kMost][kDirections][kMostFrames];  // [sender][receiver]
+  std::uint8_t read[kMost][kMost][kDirections];          // likewise, a bit for each chunk
   std::uint8_t flagged[kMost][kMost];  // [source][relay]: chunks whose flags near ranks can see
   std::uint8_t late[kMost], zeros[2];  // a mutant's relay has flags to raise
 };
@@ -62,8 +65,17 @@ class Search {
         const std::uint32_t come = problem.chunks[p][r];
         desks_[at(r)].send(p, problem.chunks[r][p]);
         desks_[at(r)].expect(p, problem.unknown && come > 0 ? kUnknownChunks : come);
-        for (int f = 0; f < problem.frames; ++f)
-          for (const Direction d : kBoth) desks_[at(r)].freed(p, d, f);
+        for (int f = 0; f < problem.frames; ++f) {
+          for (const Direction d : kBoth) {
+            const bool held =
+                problem.announced && p != r && d == Direction::to_relay && f >= problem.frames - 2;
+            if (held) {
+              frame(r, p, d, at(f)).state = Frame::credited;
+            } else {
+              desks_[at(r)].freed(p, d, f);
+            }
+          }
+        }
       }
     }
   }
@@ -260,6 +272,24 @@ constexpr Problem kProblems[] = {
      .hands = 1,
      .requests = true,
      .chunks = {{0, 2, 1}, {0, 0, 1}, {0, 0, 0}}},
+    {.ranks = 2,
+     .frames = 3,
+     .hands = 1,
+     .requests = false,
+     .chunks = {{0, 5}, {2, 0}},
+     .announced = true},
+    {.ranks = 2,
+     .frames = 3,
+     .hands = 1,
+     .requests = true,
+     .chunks = {{0, 4}, {1, 0}},
+     .announced = true},
+    {.ranks = 2,
+     .frames = 2,
+     .hands = 1,
+     .requests = true,
+     .chunks = {{0, 3}, {2, 0}},
+     .announced = true},
 };
 
 TEST(Desk, ComesToItsEndInAnyOrder) {
@@ -324,7 +354,24 @@ struct AsksBeforeItAnswers : Desk {
   int count_;
 };
 
+// Numbers what has landed in a way that is right for powers of two.
+struct CountsFramesByWrapping : Desk {
+  CountsFramesByWrapping(DeskPartner* partners, int count, int frames, bool answered)
+      : Desk(partners, count, frames, answered),
+        partners_(partners),
+        frames_(static_cast<std::uint32_t>(frames)) {}
+  bool landed(int partner, Direction direction, int frame, std::uint32_t chunks) const {
+    const std::uint32_t done = partners_[partner].in[static_cast<int>(direction)].done;
+    const auto place = static_cast<std::uint32_t>(frame);
+    const std::uint32_t chunk = done + (place - done) % frames_;
+    return Desk::landed(partner, direction, frame_of(chunk), chunks);
+  }
+  const DeskPartner* partners_;
+  std::uint32_t frames_;
+};
+
 TEST(Desk, WouldBeFoundWithMistakes) {
+  EXPECT_EQ(verdict_about<CountsFramesByWrapping>(), "a good chunk is refused");
   EXPECT_EQ(verdict_about<AnswersWithoutAFrame>(), "a frame is filled that is under way");
   EXPECT_EQ(verdict_about<Desk>(/*flags_late=*/true), "a source may go whose flags are not raised");
   EXPECT_EQ(verdict_about<CountsChunksInHand>(), "a flag is raised before its chunk is read");

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "net/engine.h"
 #include "net/link_map.h"
 
 namespace xd::ep {
@@ -20,7 +21,7 @@ RemoteWindow window(int num_machines, std::int64_t net_buffer_bytes = 0, int hid
   user.max_tokens_per_rank = tokens;
   user.hidden = hidden;
   user.net_buffer_bytes = net_buffer_bytes;
-  RemoteWindow found = remote_window(read_config(&user, 0), num_machines, most_frames);
+  RemoteWindow found = remote_window(read_config(&user, 0), num_machines - 1, most_frames);
   found.frame_bytes += sizeof(net::LinkHeader);
   return found;
 }
@@ -68,6 +69,17 @@ TEST(RemoteWindows, AreOfTwoFramesWhereMoreAreOfNoUse) {
   expect_window(short_window(2, std::int64_t{8} * 100 * kKiB), 2, 100 * kKiB);
   expect_window(short_window(5, std::int64_t{4} * 8 * 100 * kKiB), 2, 100 * kKiB);
   expect_window(short_window(2, std::int64_t{1} << 62), 2, 512 * kKiB);
+}
+
+// Else an engine loses credits.
+TEST(RemoteWindows, HaveNoMoreEventsThanAnEngineReports) {
+  for (const int machines : {2, 33, 64, 65, 66, 129, 257, 400, 512}) {
+    const RemoteWindow found = window(machines, std::int64_t{1} << 62);
+    EXPECT_GE(found.frames, 2);
+    EXPECT_LE(found.frames * 8 * (machines - 1), net::kEngineEvents) << machines;
+  }
+  EXPECT_EQ(window(65, std::int64_t{1} << 62).frames, 16);
+  EXPECT_EQ(window(66, std::int64_t{1} << 62).frames, 15);
 }
 
 TEST(RemoteWindows, HaveRoomForTheLongestRow) {

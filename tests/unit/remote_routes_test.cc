@@ -62,6 +62,9 @@ TEST(RemoteRoutes, BothEndsOfEveryWayAgree) {
         EXPECT_TRUE(Rails(a, machine_of).is_rail(b)) << a << " and " << b;
       }
     }
+    std::size_t most = 0;
+    for (const RemoteRoutes& of : routes) most = std::max(most, of.neighbours().size());
+    for (const int a : ranks) EXPECT_EQ(at(most_neighbours(Rails(a, machine_of))), most);
   }
 }
 

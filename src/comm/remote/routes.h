@@ -5,6 +5,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <numeric>
 #include <vector>
 
 #include "base/math.h"
@@ -57,5 +59,21 @@ class RemoteRoutes {
   std::vector<int> relays_;  // by machine
   std::vector<int> sources_;
 };
+
+// The most neighbours that any rank has, equal on all ranks. Where a machine has fewer ranks than
+// another one, its ranks are relays of several there.
+inline int most_neighbours(const Rails& machines) {
+  std::ptrdiff_t most = 0;
+  std::vector<int> ranks(at(machines.num_ranks()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  for (const int a : ranks) {
+    most = std::max(most, std::ranges::count_if(ranks, [&](int b) {
+                      const int here = machines.host_of(a), there = machines.host_of(b);
+                      if (here == there) return false;
+                      return machines.relay(there, a) == b || machines.relay(here, b) == a;
+                    }));
+  }
+  return static_cast<int>(most);
+}
 
 }  // namespace xd

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "comm/remote/network.h"
 #include "ep/plan/placement.h"
+#include "net/engine.h"
 #include "net/link_map.h"
 
 namespace xd::ep {
@@ -40,17 +41,20 @@ void require_items(const RemoteHeader& header, std::span<const std::byte> items,
     refuse_chunk(header, items.size(), "its items have other sizes here");
 }
 
-// As much is under way to each machine as one may need of which all traffic goes there, but no more
-// than the largest batch has.
-RemoteWindow remote_window(const Config& config, int num_machines, int most_frames) {
+// As much is under way to each neighbour as one may need of which all traffic goes there, but no
+// more than the largest batch has, and than an engine can report at once: of each frame, at either
+// end, that a chunk has come and one was sent, and likewise of its credit.
+RemoteWindow remote_window(const Config& config, int most_neighbours, int most_frames) {
   constexpr std::size_t kKiB = 1 << 10, kFewest = 4, kUsualBytes = 4096 * kKiB;
   const Network::Frames usual = network().usual_frames();
-  const std::size_t others = at(num_machines - 1);
-  const std::size_t most = std::min(at(most_frames), at(usual.most));
+  const std::size_t others = at(most_neighbours);
+  const std::size_t reported =
+      std::max(at(net::kEngineEvents) / (4 * kDirections * others), at(kFewestDirectionFrames));
+  const std::size_t most = std::min({at(most_frames), at(usual.most), reported});
   const auto frames_of = [&](std::size_t bytes, std::size_t frame_bytes) {
     return std::min(std::max(bytes / frame_bytes, kFewest), most);
   };
-  std::size_t wish = usual.bytes / (num_machines > 64 ? 4 : num_machines > 32 ? 2 : 1);
+  std::size_t wish = usual.bytes / (others >= 64 ? 4 : others >= 32 ? 2 : 1);
   std::size_t bytes = kUsualBytes / others;  // of a direction at one end
   if (config.net_buffer_bytes != 0) {
     bytes = config.net_buffer_bytes / (2 * kDirections * others);
@@ -61,7 +65,7 @@ RemoteWindow remote_window(const Config& config, int num_machines, int most_fram
   const std::size_t least = sizeof(net::LinkHeader) + sizeof(RemoteHeader) + longest;
   // Memory of frames is a round number of bytes.
   const std::size_t frame = net::item_size(std::max(wish, least) - sizeof(net::LinkHeader));
-  const std::size_t batch = at(config.max_tokens) * longest / frame + 1;
+  const std::size_t batch = at(config.max_tokens) / ((frame - sizeof(RemoteHeader)) / longest) + 1;
   const std::size_t frames =
       std::min(frames_of(bytes, frame), std::max(batch, at(kFewestDirectionFrames)));
   return {.frames = static_cast<int>(frames), .frame_bytes = frame};

@@ -110,13 +110,12 @@ inline std::size_t longest_remote_item(const Config& config, std::size_t counts)
 }
 
 // The frames of a group's links, for each neighbour and direction at either end. Equal on all
-// ranks, as they go by the config and the number of machines: where these are of equal size, that
-// of neighbours is one less.
+// ranks, as they go by the config and the most neighbours that any rank has.
 struct RemoteWindow {
   int frames;
   std::size_t frame_bytes;  // room for the longest item, or for many
 };
 // `most_frames`: the fewest, where bytes that are under way do not lie in frames.
-RemoteWindow remote_window(const Config& config, int num_machines, int most_frames);
+RemoteWindow remote_window(const Config& config, int most_neighbours, int most_frames);
 
 }  // namespace xd::ep

@@ -1,7 +1,7 @@
 // The protocol of chunks between machines in one operation, as an automaton: which chunk may be
 // filled, taken or answered now, and which ones are missing. It knows no bytes, no clock and no
-// memory but its own; nothing of it waits. Host and device run it: docs/internals/machines.md has
-// the protocol, and shows why no wait goes in a circle.
+// memory but its own; nothing of it waits. docs/internals/machines.md has the protocol, and shows
+// why no wait goes in a circle.
 #pragma once
 
 #include <cstdint>

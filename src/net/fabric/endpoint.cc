@@ -156,7 +156,7 @@ Fabric::Fabric(std::shared_ptr<const FabricLibrary> library, const std::string& 
 void Fabric::open_queue() {
   fi_cq_attr attributes{};
   attributes.format = FI_CQ_FORMAT_DATA;
-  attributes.size = 8192;
+  attributes.size = kEngineEvents;
   attributes.wait_obj = FI_WAIT_FD;
   fid_cq* queue = nullptr;
   if (::fi_cq_open(domain_.get(), &attributes, &queue, nullptr) == 0) {

@@ -14,7 +14,7 @@ RemoteSide::RemoteSide(const Group& group, Lockstep& lockstep, std::unique_ptr<n
       lockstep_(lockstep),
       comm_(group.comm()),
       window_(
-          remote_window(group.config(), comm_.machines().num_hosts(),
+          remote_window(group.config(), most_neighbours(comm_.machines()),
                         engine->buffers_puts() ? kFewestDirectionFrames : kMostDirectionFrames)),
       routes_(comm_.machines()),
       links_(comm_, Family::kCreate,
@@ -119,13 +119,26 @@ void RemoteSide::begin(RemoteHands& hands, RemoteKind kind, std::span<const std:
   const int neighbours = static_cast<int>(partners_.size());
   desk_.emplace(partners_.data(), neighbours, window_.frames, kind == RemoteKind::request);
   for (int p = 0; p < neighbours; ++p) desk_->send(p, chunks[at(p)]);
-  for (const int source : routes().sources())
-    desk_->expect(source, announced_[at(source)][turn::stage_of(lockstep_.epoch())]);
   with_links([this] {
+    for (const int source : routes().sources()) desk_->expect(source, announced_by(source));
     for (const auto& chunk : chunks_)
       if (chunk) land(*chunk);
   });
   hands_ = &hands;
+}
+
+// The chunks of this operation; only of words their number may be unknown.
+std::uint32_t RemoteSide::announced_by(int source) const {
+  const std::uint32_t chunks = announced_[at(source)][turn::stage_of(lockstep_.epoch())];
+  if (chunks != kUnknownChunks || kind_ == RemoteKind::words) return chunks;
+  refuse_chunk({.epoch = lockstep_.epoch(),
+                .kind = RemoteKind::entry,
+                .source = routes().neighbours()[at(source)],
+                .items = 1,
+                .chunks = chunks,
+                .tokens = 0,
+                .found_missing = 0},
+               sizeof(Record), "its operation knows how many chunks follow");
 }
 
 void RemoteSide::finish() {
@@ -135,18 +148,24 @@ void RemoteSide::finish() {
         const int partner = desk_->first_awaited();
         return partner < 0 ? -1 : routes().neighbours()[at(partner)];
       });
+  finished_epoch_ = lockstep_.epoch();
 }
 
-// Between two units the network goes on.
+// Between two units the network goes on, but chunks may come as fast as units are done: the caller
+// is to see its deadline, and whatever else ends its wait.
 bool RemoteSide::poll() {
+  constexpr int kMostUnits = 16;
   bool news = false;
   with_links([&] {
     net::Links& links = links_.links();
-    do {
+    bool worked = true;
+    for (int units = 0; worked && units < kMostUnits; ++units) {
       news |= links.poll();
       for (int p = 0; p < static_cast<int>(routes().neighbours().size()); ++p)
         while (const auto chunk = links.next(p)) take_in(*chunk);
-    } while (hands_ != nullptr && do_unit());
+      worked = hands_ != nullptr && do_unit();
+      news |= worked;
+    }
     // Nothing is put between the last look of an operation and its end.
     group_.subject().counters().net_puts.set(links.sent().puts);
     group_.subject().counters().net_bytes.set(links.sent().bytes);
@@ -207,6 +226,7 @@ void RemoteSide::take_in(const net::Links::Chunk& chunk) {
                            {reinterpret_cast<const std::uint32_t*>(items.data()), layout.size()});
     counts_seen_[at(chunk.neighbour)] = header.epoch;
   } else {
+    if (header.epoch == finished_epoch_) refuse_chunk(header, items.size(), "all have been read");
     auto& come = chunk_in(chunk.neighbour, chunk.frame);
     come = {.chunk = chunk, .header = header};
     if (hands_ != nullptr) land(*come);

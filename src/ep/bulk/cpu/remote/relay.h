@@ -70,7 +70,7 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   // without this rank's next operation.
   bool at_rest() const override;
   int late() const override;
-  // Does all that can be done without a wait.
+  // Does what can be done without a wait, but a bounded number of units.
   bool poll() override;
   bool is_busy() override;
 
@@ -109,6 +109,7 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   void tell_relays(RemoteKind kind, int frame, std::uint32_t items,
                    std::span<const std::byte> bytes);
   bool lacks_counts(int source) const;
+  std::uint32_t announced_by(int source) const;
   void take_in(const net::Links::Chunk& chunk);
   void land(const RemoteChunk& chunk);
   bool do_unit();
@@ -136,6 +137,7 @@ class RemoteSide final : public turn::RemoteTurn<Record> {
   std::vector<std::uint32_t> next_chunks_;
   std::vector<std::array<std::uint32_t, turn::kStages>> announced_;
   std::vector<std::uint64_t> counts_seen_;  // epoch, by neighbour
+  std::uint64_t finished_epoch_ = 0;        // of the last operation whose chunks have all been read
   std::optional<HostWait> site_;            // of the operation's waits, from begin() on
   RemoteItems items_;
   std::vector<std::vector<std::uint32_t>> lists_;  // by rank

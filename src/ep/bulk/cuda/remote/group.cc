@@ -15,9 +15,9 @@ namespace {
 net::LinkMap link_map(const Group& group, const RemoteRoutes& routes) {
   return {.neighbours = routes.neighbours().size(),
           .frames = kRemoteFrames,
-          .frame_bytes =
-              remote_window(group.config(), group.comm().machines().num_hosts(), kDirectionFrames)
-                  .frame_bytes};
+          .frame_bytes = remote_window(group.config(), most_neighbours(group.comm().machines()),
+                                       kDirectionFrames)
+                             .frame_bytes};
 }
 
 // A rank stores into a remote rank's stand-in what it would store into its memory, at the same
