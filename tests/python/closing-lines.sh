@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints, of each Python test of the last run of a build's tests, the names of tests that failed, and
-# pytest's closing line.
+# Prints names of tests that failed, and the closing line, of each Python test of the last run of a
+# build's tests.
 #   closing-lines.sh BUILD
 set -euo pipefail
 awk '/^[0-9]+\/[0-9]+ Test: / { name = $3 }
