@@ -280,7 +280,7 @@ TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
     if (rank.rank == 2) comes.count_down();
     if (rank.rank == 0) {
       comes.wait();
-      std::this_thread::sleep_for(4 * kMoment);
+      std::this_thread::sleep_for(milliseconds(kShortTimeoutMs));
     }
     const CallEnd end = waiters[rank.rank == 2 ? 0 : 1]->call();
     EXPECT_EQ(end, XD_ERROR_TIMEOUT);
