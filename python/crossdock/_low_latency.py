@@ -246,8 +246,6 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         dtype = numpy_dtype(self._config.dtype if dtype is None else dtype)
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
         if way is not None:
-            if scales is not None:
-                raise ValueError(f"scales: expected None beside quantise, got {scales}")
             dtype = numpy_dtype(_ELEMENT)
             width = columns // way.block // (_PACKED if packed_scales else 1)
             scales = width, "int32" if packed_scales else way.scale

@@ -255,8 +255,6 @@ class LowLatencyGroup(PlacedGroup):
         way = quantise if isinstance(quantise, QuantiseWay) else quantise_way(quantise or False)
         received = ranges = tokens = None
         if way is not None:
-            if scales is not None:
-                raise ValueError(f"scales: expected None beside quantise, got {scales}")
             dtype = torch.float8_e4m3fn
             scales = hidden // way.block, torch.float32 if way.scale == "float32" else E8M0
             if packed_scales:
