@@ -159,7 +159,7 @@ def _called(site: Site, layer: Layer, given: LayerInputs) -> tuple[Array, Array]
 
 
 def schedule(
-    group: EpGroup, overlap: OverlapOption, tokens: int = 0, topk: int = 1, ffn: int = 1
+    group: EpGroup, overlap: OverlapOption, tokens: int = 1, topk: int = 1, ffn: int = 16
 ) -> Overlap | None:
     """The schedule of a call of these sizes; None = one after another.
 
