@@ -319,6 +319,7 @@ std::string verdict_about(bool flags_late = false) {
   return {};
 }
 
+// NOLINTBEGIN(bugprone-derived-method-shadowing-base-method): mutants do it another way
 struct AnswersWithoutAFrame : Desk {
   using Desk::Desk;
   DeskUnit next() const {
@@ -369,6 +370,7 @@ struct CountsFramesByWrapping : Desk {
   const DeskPartner* partners_;
   std::uint32_t frames_;
 };
+// NOLINTEND(bugprone-derived-method-shadowing-base-method)
 
 TEST(Desk, WouldBeFoundWithMistakes) {
   EXPECT_EQ(verdict_about<CountsFramesByWrapping>(), "a good chunk is refused");

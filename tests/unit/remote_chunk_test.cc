@@ -43,7 +43,7 @@ TEST(RemoteWindows, HaveAUsualSize) {
 
 TEST(RemoteWindows, ShareTheBytesThatTheConfigGives) {
   expect_window(window(2, std::int64_t{16} * kMiB), 16, 256 * kKiB);
-  expect_window(window(5, std::int64_t{4 * 4} * 4 * 100 * kKiB), 4, 100 * kKiB);
+  expect_window(window(5, std::int64_t{4} * 4 * 4 * 100 * kKiB), 4, 100 * kKiB);
 }
 
 TEST(RemoteWindows, HaveBounds) {

@@ -48,8 +48,9 @@ RemoteWindow remote_window(const Config& config, int most_neighbours, int most_f
   constexpr std::size_t kKiB = 1 << 10, kFewest = 4, kUsualBytes = 4096 * kKiB;
   const Network::Frames usual = network().usual_frames();
   const std::size_t others = at(most_neighbours);
+  constexpr std::size_t kWays = kDirections;
   const std::size_t reported =
-      std::max(at(net::kEngineEvents) / (4 * kDirections * others), at(kFewestDirectionFrames));
+      std::max(at(net::kEngineEvents) / (4 * kWays * others), at(kFewestDirectionFrames));
   const std::size_t most = std::min({at(most_frames), at(usual.most), reported});
   const auto frames_of = [&](std::size_t bytes, std::size_t frame_bytes) {
     return std::min(std::max(bytes / frame_bytes, kFewest), most);
@@ -57,7 +58,7 @@ RemoteWindow remote_window(const Config& config, int most_neighbours, int most_f
   std::size_t wish = usual.bytes / (others >= 64 ? 4 : others >= 32 ? 2 : 1);
   std::size_t bytes = kUsualBytes / others;  // of a direction at one end
   if (config.net_buffer_bytes != 0) {
-    bytes = config.net_buffer_bytes / (2 * kDirections * others);
+    bytes = config.net_buffer_bytes / (2 * kWays * others);
     wish = std::clamp(bytes / frames_of(bytes, wish), 64 * kKiB, 512 * kKiB);
   }
   const std::size_t counts = CountLayout{config.experts, config.ranks}.size();

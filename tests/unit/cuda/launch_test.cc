@@ -66,7 +66,7 @@ TEST(CombineShapeTest, TheLongestRowsStripsFit32Bits) {
     const std::uint64_t vectors = longest_row_in_strips(sms) / 16;
     std::uint64_t strips = 8;  // the most that partial sums come in
     ASSERT_EQ(strips, ChunkFlags::kMostStrips);
-    while (strips < static_cast<std::uint64_t>(2 * sms * kCombineWarps)) strips *= 2;
+    while (strips < static_cast<std::uint64_t>(sms) * 2 * kCombineWarps) strips *= 2;
     EXPECT_LE(vectors * strips, UINT32_MAX) << sms;
     EXPECT_GT((vectors + 1) * strips, UINT32_MAX) << sms;
   }
