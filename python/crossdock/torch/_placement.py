@@ -55,13 +55,11 @@ class PlacedGroup(Membership, Placed):
     ) -> None:
         """Makes the group route by another table. Collective, of groups with logical experts.
 
-        Until the first call expert e is in slot e. Plans made before stay good. When it returns no
-        rank routes by the old table any more, and what each rank did before its call is done. The
-        weights of a slot may be overwritten only when no batch that was prepared before still waits
-        for its experts.
+        When weights may be overwritten, and what becomes of plans: see
+        ``crossdock.EpGroup.set_placement``.
 
         Args:
-            placement, choices: as of ``crossdock.EpGroup.set_placement``.
+            placement, choices: as there.
 
         Raises:
             TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
