@@ -24,6 +24,17 @@ def sizes_of_groups() -> dict[str, Any]:
     return sizes | {"max_tokens_per_rank": TOKENS, "hidden": HIDDEN, "dtype": torch.float32}
 
 
+def placed(comm: xd.Comm, rank: int) -> tuple[tuple[xd.EpGroup, xd.LowLatencyGroup], torch.Tensor]:
+    """Groups of both kinds by the old table, and this rank's weights in slots."""
+    sizes = sizes_of_groups()
+    groups = xd.EpGroup(**sizes), xd.LowLatencyGroup(**sizes)
+    for group in groups:
+        group.set_placement(OLD)
+    weights = comm.empty_symmetric((SLOTS, HIDDEN), torch.float32)
+    weights.copy_(torch.tensor(OLD[rank])[:, None].add(1))
+    return groups, weights
+
+
 def served(
     groups: tuple[xd.EpGroup, xd.LowLatencyGroup],
     weights: torch.Tensor,
@@ -51,12 +62,8 @@ def served(
 @on_ranks(2)
 def test_experts_move_while_both_kinds_of_groups_serve_them(me: Rank) -> None:
     with xd.init(device="cpu", heap_bytes=1 << 20) as comm, torch.no_grad():
-        sizes = sizes_of_groups()
-        bulk, few = groups = xd.EpGroup(**sizes), xd.LowLatencyGroup(**sizes)
-        for group in groups:
-            group.set_placement(OLD)
-        weights = comm.empty_symmetric((SLOTS, HIDDEN), torch.float32)
-        weights.copy_(torch.tensor(OLD[me.rank])[:, None].add(1))
+        groups, weights = placed(comm, me.rank)
+        bulk = groups[0]
         out, decoded, expected = served(groups, weights, me.rank)
         assert torch.equal(out, expected)
         assert torch.equal(decoded, expected)
@@ -80,12 +87,8 @@ def test_experts_move_while_both_kinds_of_groups_serve_them(me: Rank) -> None:
 @on_ranks(2)
 def test_groups_change_their_tables_together_or_not_at_all(me: Rank) -> None:
     with xd.init(device="cpu", heap_bytes=1 << 20) as comm, torch.no_grad():
-        sizes = sizes_of_groups()
-        bulk, few = groups = xd.EpGroup(**sizes), xd.LowLatencyGroup(**sizes)
-        for group in groups:
-            group.set_placement(OLD)
-        weights = comm.empty_symmetric((SLOTS, HIDDEN), torch.float32)
-        weights.copy_(torch.tensor(OLD[me.rank])[:, None].add(1))
+        groups, weights = placed(comm, me.rank)
+        bulk, few = groups
         none = torch.full((1, 2), -1)
         if me.rank == 1:  # rank 0 sends its half as well, and has received it
             sent = xd.ll_dispatch_send(few, torch.zeros(1, HIDDEN), none)
@@ -105,7 +108,7 @@ def test_groups_change_their_tables_together_or_not_at_all(me: Rank) -> None:
             assert torch.equal(out, served(groups, weights, 7 + me.rank)[2])
         with pytest.raises(ValueError, match="groups: expected one or more, got none"):
             xd.move_experts([], [weights], NEW, OLD)
-        other = xd.EpGroup(**sizes | {"num_logical_experts": LOGICAL - 1})
+        other = xd.EpGroup(**sizes_of_groups() | {"num_logical_experts": LOGICAL - 1})
         with pytest.raises(ValueError, match="equal numbers of experts"):
             xd.move_experts([bulk, other], [weights], NEW, OLD)
         with pytest.raises(ValueError, match="routing_layout: expected a group without num_log"):
