@@ -368,11 +368,11 @@ def test_rows_without_gaps_equal_the_reference(me: Rank, receive: str) -> None:
     """By whole calls and by halves, and while the most tokens of a call change."""
     layout = {"by_expert": "expert_major", "by_rank": "rank_major"}[receive]
     alignment = 4 if receive == "by_expert" else 1
-    rank, ranks = me.rank, range(4)
+    rank, ranks = me.rank, range(me.num_ranks)
     with xd.init(), torch.no_grad():
         group = make_group(dtype=torch.float32, receive=receive, alignment=alignment)
         for number, most in enumerate((0, 6, MOST)):
-            batch = Batch(SEED + number, 4)
+            batch = Batch(SEED + number, len(ranks))
             routing = Routing(batch.ids, EXPERTS, layout, alignment)
             x, ids, weights = batch.local(rank)
             if number == 1:
