@@ -1,4 +1,4 @@
-"""Megatron's dispatcher on GPUs: layers of equal losses, streams and graphs."""
+"""Megatron's dispatcher on GPUs: layers of equal losses, streams, graphs, and overlap."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from support import Rank
 from torch_ranks import gpu_ranks, process_group, run_on_gpus
@@ -15,7 +20,7 @@ from torch_ranks import gpu_ranks, process_group, run_on_gpus
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import test_megatron as cases  # noqa: E402
-from megatron_layers import installed  # noqa: E402
+from megatron_layers import EXPERTS, HIDDEN, TOKENS, TOPK, installed, use  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +47,53 @@ def on_nccl(me: Rank, body: Callable[..., None], release: str) -> None:
 )
 def test_managers(body: Callable[..., None]) -> None:
     run_on_gpus(gpu_ranks()[-1], on_nccl, body, installed(), timeout=120)
+
+
+def operations_beside_a_product(me: Rank, release: str) -> None:
+    """As `overlap_moe_expert_parallel_comm` calls: in a stream for transfers, beside products."""
+    use(release)
+    from crossdock.compat import megatron
+
+    megatron.install(max_tokens_per_rank=TOKENS)
+    shape = (TOKENS, me.num_ranks, EXPERTS // me.num_ranks)
+    x, probs = torch.ones(TOKENS, HIDDEN), torch.ones(shape)
+    routing = torch.arange(EXPERTS).roll(me.rank).expand(TOKENS, -1).reshape(shape) < TOPK
+    matrix = torch.ones(8192, 8192, dtype=torch.bfloat16)
+    transfers = torch.cuda.Stream()
+
+    def step(manager: Any) -> torch.Tensor:
+        transfers.wait_stream(torch.cuda.current_stream())
+        for _ in range(4):  # a millisecond each
+            matrix @ matrix
+        with torch.cuda.stream(transfers):
+            manager.setup_metadata(routing, probs)
+            rows = manager.dispatch(x, async_finish=True, allocate_on_comm_stream=True)
+            out = manager.combine(rows, async_finish=True, allocate_on_comm_stream=True)
+        torch.cuda.synchronize()
+        return out
+
+    with process_group("nccl"), torch.no_grad():
+        manager = cases.manager_of(me, **cases.STATIC)
+        step(manager)
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            step(manager)
+        dist.barrier()
+    spans = [
+        (
+            event.name.replace("(anonymous namespace)::", ""),
+            event.time_range.start,
+            event.time_range.end,
+        )
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    end_of_products = max(end for _, start, end in spans if end - start > 300)
+    for operation in ("prepare", "dispatch", "combine"):
+        ours = [span for span in spans if f"xd::ep::cuda::{operation}_kernel" in span[0]]
+        assert ours and all(end < end_of_products for _, _, end in ours), (operation, spans)
+    megatron.uninstall()
+
+
+def test_operations_run_beside_a_product() -> None:
+    run_on_gpus(gpu_ranks()[-1], operations_beside_a_product, installed(), timeout=120)
