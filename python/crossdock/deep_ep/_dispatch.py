@@ -13,6 +13,7 @@ from ._agreement import Request, mismatch
 from ._arguments import Choices, Tokens, as_payload, require_layout, topk_idx_t
 from ._batch import Batch, GiveUp, Turns
 from ._handle import Routing
+from ._memory import Wanted
 from ._session import HostNumbers, Session
 from ._stream_work import StreamWork
 from .utils import EventOverlap
@@ -273,14 +274,17 @@ def _allocate(batch: Batch, tokens: Tokens, num_rows: int, choices: int, weights
     Args:
         choices, weights: columns of recv_topk_idx and of recv_topk_weights; 0 = not wanted.
     """
-    empty = batch.session.memory.empty
     rows, columns = tokens.rows, tokens.scale_columns
-    # The rows last: small tensors that live on do not lie in the way of the next rows.
-    topk_idx = empty((num_rows, choices), topk_idx_t) if choices else None
     shape = (num_rows,) if batch.sizes.zones else (num_rows, weights)
-    topk_weights = empty(shape, torch.float32) if weights else None
-    scales = empty((num_rows, columns), torch.float32) if columns else None
-    return Received(empty((num_rows, rows.shape[1]), rows.dtype), scales, topk_idx, topk_weights)
+    # The rows last: small tensors that live on do not lie in the way of the next rows.
+    wanted: tuple[Wanted, ...] = (
+        ((num_rows, choices), topk_idx_t) if choices else None,
+        (shape, torch.float32) if weights else None,
+        ((num_rows, columns), torch.float32) if columns else None,
+        ((num_rows, rows.shape[1]), rows.dtype),
+    )
+    topk_idx, topk_weights, scales, received = batch.session.memory.tensors(wanted)
+    return Received(received, scales, topk_idx, topk_weights)
 
 
 def _send(

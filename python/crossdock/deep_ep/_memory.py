@@ -13,12 +13,14 @@ tensors where torch has no pools with an allocator of their own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import sys
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -40,6 +42,8 @@ _SEGMENT_UNIT, _LEAST_SEGMENT = 2 * _MIB, 10 * _MIB
 # The memory that torch may lose by cutting: a rest of up to 1 MiB stays with the tensor.
 _CUTTING = _MIB
 _FEW = 16  # storages
+
+Wanted = tuple[tuple[int, ...], torch.dtype] | None  # shape and dtype of a tensor
 
 # All that have given memory to torch, for those who want to send tensors to other processes.
 _giving: weakref.WeakSet[ReceiveMemory] = weakref.WeakSet()
@@ -75,11 +79,20 @@ class ReceiveMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of undefined content; it belongs to the current stream."""
+        made: torch.Tensor = self.tensors([(shape, dtype)])[0]
+        return made
+
+    def tensors(self, wanted: Sequence[Wanted]) -> list[Any]:
+        """A tensor for each, as `empty` makes it, and None for None; faster than one by one."""
+        found: list[Any] = [None] * len(wanted)
         if self._pool is not None and not is_capturing(self._device):
-            tensor = self._from_set(math.prod(shape) * dtype.itemsize, dtype)
-            if tensor is not None:
-                return tensor.resize_(shape)  # with a storage of its own, no view of another
-        return torch.empty(*shape, dtype=dtype, device=self._device)  # faster than of a tuple
+            self._take_from_sets(wanted, found)
+        for place, one in enumerate(wanted):
+            if one is not None and found[place] is None:
+                shape, dtype = one
+                # faster than of a tuple
+                found[place] = torch.empty(*shape, dtype=dtype, device=self._device)
+        return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in symmetric memory."""
@@ -123,36 +136,54 @@ class ReceiveMemory:
             self._comm.close()
             return True
 
-    def _from_set(self, num_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
-        """At least so many bytes of a set, if one has room."""
-        size = max(num_bytes, _LEAST_TENSOR)
+    def _take_from_sets(self, wanted: Sequence[Wanted], found: list[Any]) -> None:
+        """Puts tensors in sets into `found`, as many as there is room for, in their order."""
         stream = current_stream(self._device)
         with self._lock:
             if stream in self._full or len(self._alive) >= self._look_at:
                 self._forget_dead()
-            if size > self._set_bytes or stream in self._full:
-                return None
-            tensor = self._allocate(size, dtype) if stream in self._streams else None
-            if tensor is None and self._give_set(stream):
-                tensor = self._allocate(size, dtype)
-            if tensor is None:
-                self._full.add(stream)
-                return None
-            self._alive.append(StorageWeakRef(tensor.untyped_storage()))
-            return tensor
+            if stream in self._full:
+                return
+            with self._allocating():
+                for place, one in enumerate(wanted):
+                    if one is None:
+                        continue
+                    num_bytes = math.prod(one[0]) * one[1].itemsize
+                    if max(num_bytes, _LEAST_TENSOR) > self._set_bytes:
+                        continue
+                    tensor = self._allocate(*one, num_bytes) if stream in self._streams else None
+                    if tensor is None and self._give_set(stream):
+                        tensor = self._allocate(*one, num_bytes)
+                    if tensor is None:
+                        self._full.add(stream)
+                        return
+                    self._alive.append(StorageWeakRef(tensor.untyped_storage()))
+                    found[place] = tensor
 
-    def _allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Bytes of torch's pool; None if it has no room and was offered no segment."""
+    @contextlib.contextmanager
+    def _allocating(self) -> Iterator[None]:
+        """Within it this thread's tensors come from torch's pool."""
         assert self._pool is not None
         place = self._device.index, self._pool.id
         torch._C._cuda_beginAllocateCurrentThreadToPool(*place)
         try:
-            return torch.empty(-(-size // dtype.itemsize), dtype=dtype, device=self._device)
-        except torch.cuda.OutOfMemoryError:
-            return None
+            yield
         finally:
             torch._C._cuda_endAllocateToPool(*place)
             torch._C._cuda_releasePool(*place)
+
+    def _allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int
+    ) -> torch.Tensor | None:
+        """A tensor of torch's pool; None if that has no room and was offered no segment."""
+        try:
+            if num_bytes >= _LEAST_TENSOR:
+                return torch.empty(*shape, dtype=dtype, device=self._device)
+            # With a storage of its own, no view of another.
+            least = -(-_LEAST_TENSOR // dtype.itemsize)
+            return torch.empty(least, dtype=dtype, device=self._device).resize_(shape)
+        except torch.cuda.OutOfMemoryError:
+            return None
 
     def _give_set(self, stream: int) -> bool:
         """Lets torch have one more set, for this stream; whether there was one."""
@@ -162,7 +193,7 @@ class ReceiveMemory:
         except OutOfMemory:
             return False
         _core.offer_segment(address, size)
-        whole = self._allocate(size, torch.uint8)
+        whole = self._allocate((size,), torch.uint8, size)
         _core.offer_segment(0, 0)
         if not _core.segment_taken(address):
             # Settings of torch's allocator, such as expandable_segments in some releases, are at

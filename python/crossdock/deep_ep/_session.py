@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from crossdock import _core
@@ -37,10 +38,17 @@ class HostNumbers(NamedTuple):
 
     total: torch.Tensor  # [1]
     counts: torch.Tensor  # [L]
+    # NumPy reads numbers of the host in a fraction of torch's time.
+    total_here: np.ndarray[Any, np.dtype[np.int32]]
+    counts_here: np.ndarray[Any, np.dtype[np.int32]]
+
+    @classmethod
+    def of(cls, total: torch.Tensor, counts: torch.Tensor) -> HostNumbers:
+        return cls(total, counts, total.numpy(), counts.numpy())
 
     def read(self) -> tuple[int, list[int]]:
-        """Both; NumPy reads numbers of the host in a fraction of torch's time."""
-        return int(self.total.numpy()[0]), self.counts.numpy().tolist()
+        """Both, once the device has written them."""
+        return int(self.total_here[0]), self.counts_here.tolist()
 
 
 class Session:
@@ -107,6 +115,7 @@ class Session:
         self.raw_stream = self.stream.cuda_stream if self.cuda else 0
         self.current_stream = stream_source(device)
         self.order = functools.partial(_core.order_streams, device.index or 0)
+        self._reached = torch.cuda.Event() if self.cuda else None
         self.memory = ReceiveMemory(self.comm, device)
         self.open_groups: weakref.WeakSet[Any] = weakref.WeakSet()
         self._captured = False  # whether some combine was: its replays are not counted
@@ -173,10 +182,9 @@ class Session:
 
     def wait_for_host_data(self) -> None:
         """The host waits, without the GIL, for the work that has been enqueued so far."""
-        if self.cuda:
-            event = torch.cuda.Event()
-            event.record(self.stream)
-            event.synchronize()
+        if self._reached is not None:
+            self._reached.record(self.stream)
+            self._reached.synchronize()
 
     def host_numbers(self, count: int) -> HostNumbers:
         """Memory for `count` counts that host and device write; good until the next call."""
@@ -186,7 +194,7 @@ class Session:
             memory = torch.empty(
                 begin + count, dtype=torch.int32, device="cpu", pin_memory=self.cuda
             )
-            found = self._numbers[count] = HostNumbers(memory[:1], memory[begin:])
+            found = self._numbers[count] = HostNumbers.of(memory[:1], memory[begin:])
         return found
 
     def weight_columns_of_first(self, columns: int) -> tuple[int, int]:

@@ -151,17 +151,17 @@ def test_on_another_stream_bits_are_equal(me: Rank, release: str) -> None:
     megatron.install(max_tokens_per_rank=TOKENS)
     torch.manual_seed(me.rank)
     shape = (TOKENS, me.num_ranks, EXPERTS // me.num_ranks)
-    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    probs = torch.rand(shape, requires_grad=True)
+    x, probs = torch.randn(TOKENS, HIDDEN), torch.rand(shape)
     routing = torch.arange(EXPERTS).roll(me.rank).expand(TOKENS, -1).reshape(shape) < TOPK
 
     def step(manager: Any, beside: bool) -> tuple[torch.Tensor, ...]:
-        manager.setup_metadata(routing, probs)
-        rows = manager.dispatch(x, async_finish=beside, allocate_on_comm_stream=beside)
+        # A capture must find no node of a graph on another stream, also none of a leaf.
+        leaves = x.detach().requires_grad_(), probs.detach().requires_grad_()
+        manager.setup_metadata(routing, leaves[1])
+        rows = manager.dispatch(leaves[0], async_finish=beside, allocate_on_comm_stream=beside)
         rows, weights = manager.get_permuted_hidden_states_by_experts(rows)
         out = manager.combine(rows * weights.unsqueeze(-1), beside, beside)
-        grads = torch.autograd.grad(out.square().sum(), (x, probs))
-        return out.detach(), *grads  # a capture must find no node of a graph on another stream
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
     with process_group():
         for options in (STATIC, {}):
@@ -175,9 +175,8 @@ def test_on_another_stream_bits_are_equal(me: Rank, release: str) -> None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 got = step(manager, True)
-            with torch.no_grad():
-                x *= 2
-                routing.logical_and_(torch.rand(shape) < 0.7)
+            x *= 2
+            routing.logical_and_(torch.rand(shape) < 0.7)
             expected = step(manager, False)
             graph.replay()
             for one, other in zip(got, expected):

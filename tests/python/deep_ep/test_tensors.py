@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 from collections.abc import Iterator
@@ -128,8 +129,10 @@ class Pool:
         self.alive: set[int] = set()
         self.failures = 0
         memory._allocate = self.allocate  # type: ignore[method-assign]
+        memory._allocating = contextlib.nullcontext  # type: ignore[method-assign]
 
-    def allocate(self, size: int, dtype: torch.dtype) -> Any:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Any:
+        size = max(num_bytes, MIB + 512)
         blocks = self.free.setdefault(self.stream, [])
         for number, (address, room) in enumerate(blocks):
             if room >= size:
@@ -150,6 +153,13 @@ class Pool:
     def die(self, tensor: Any, size: int) -> None:
         self.alive.discard(tensor.data_ptr())
         self.free[self.stream].append((tensor.data_ptr(), size))
+
+
+def from_sets(memory: ReceiveMemory, *sizes: int) -> Any:
+    """A tensor of so many bytes, or several: what is not in a set is None."""
+    found: list[Any] = [None] * len(sizes)
+    memory._take_from_sets([((size,), torch.uint8) for size in sizes], found)
+    return found if len(sizes) > 1 else found[0]
 
 
 @pytest.fixture
@@ -188,36 +198,47 @@ def test_a_set_has_room_for_the_tensors_of_a_dispatch() -> None:
 
 def test_tensors_of_a_stream_come_from_its_sets_until_they_are_full(sets: SimpleNamespace) -> None:
     memory, pool = sets.memory, sets.pool
-    first = [memory._from_set(6 * MIB) for _ in range(4)]
+    first = [from_sets(memory, 6 * MIB) for _ in range(4)]
     assert all(first) and len(pool.segments) == 2
     failures = pool.failures
     for _ in range(5):  # without asking torch again
-        assert memory._from_set(6 * MIB) is None
+        assert from_sets(memory, 6 * MIB) is None
     assert pool.failures == failures + 1
     pool.die(first.pop(), 6 * MIB)
-    assert memory._from_set(6 * MIB) is not None
+    assert from_sets(memory, 6 * MIB) is not None
     assert len(pool.segments) == 2
+
+
+def test_several_tensors_are_made_in_order_as_long_as_there_is_room(sets: SimpleNamespace) -> None:
+    memory, pool = sets.memory, sets.pool
+    small, large, rows = from_sets(memory, 1, 12 * MIB + 1, 9 * MIB)
+    assert small and rows and large is None and len(pool.segments) == 1
+    first, second, third = from_sets(memory, 11 * MIB, 9 * MIB, 1)
+    assert first and second is None and third is None  # no later one in the place of an earlier
+    made = memory.tensors([((3, 0), torch.int64), None, ((2, 3), torch.float16)])
+    assert made[1] is None and made[0].shape == (3, 0) and made[0].dtype == torch.int64
+    assert made[2].shape == (2, 3) and made[2].dtype == torch.float16
 
 
 def test_each_stream_has_sets_of_its_own(sets: SimpleNamespace) -> None:
     memory, pool = sets.memory, sets.pool
-    assert memory._from_set(1) is not None
+    assert from_sets(memory, 1) is not None
     pool.stream = 7
-    assert memory._from_set(1) is not None
+    assert from_sets(memory, 1) is not None
     pool.stream = 8  # the third one finds nothing, and costs torch no failure
     failures = pool.failures
-    assert memory._from_set(1) is None
+    assert from_sets(memory, 1) is None
     assert pool.failures == failures
     pool.stream = 7
-    assert memory._from_set(1) is not None
+    assert from_sets(memory, 1) is not None
 
 
 def test_what_is_larger_than_a_set_is_ordinary_memory(sets: SimpleNamespace) -> None:
-    assert sets.memory._from_set(12 * MIB + 1) is None
+    assert from_sets(sets.memory, 12 * MIB + 1) is None
     assert not sets.pool.segments
     sets.heap.mem_grow(26 * MIB)
     sets.memory.reserve(0, 26 * MIB)
-    assert sets.memory._from_set(12 * MIB + 1) is not None
+    assert from_sets(sets.memory, 12 * MIB + 1) is not None
 
 
 def test_a_pool_that_takes_no_segment_is_not_used(
@@ -226,7 +247,7 @@ def test_a_pool_that_takes_no_segment_is_not_used(
     """As with settings of torch's allocator under which it gives memory of its own."""
     freed: list[int] = []
     monkeypatch.setattr(sets.heap, "mem_free", freed.append)
-    sets.memory._allocate = lambda size, dtype: sets.pool.tensor(77)
+    sets.memory._allocate = lambda shape, dtype, num_bytes: sets.pool.tensor(77)
     tensor = sets.memory.empty((3, 5), torch.bfloat16)
     assert tensor.shape == (3, 5) and tensor.dtype == torch.bfloat16
     assert len(freed) == 1 and sets.memory._pool is None
@@ -239,7 +260,7 @@ def test_communicator_stays_until_torch_gives_its_segments_back(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(_memory.torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
-    tensor = sets.memory._from_set(MIB)
+    tensor = from_sets(sets.memory, MIB)
     sets.memory.close()
     assert not sets.heap.closed and sets.memory._pool is not None
     sets.pool.die(tensor, MIB)

@@ -6,7 +6,7 @@ Each stand-in writes down what it is asked for; nothing runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from crossdock.deep_ep._dispatch import dispatch_new
 from crossdock.deep_ep._groups import Groups
 from crossdock.deep_ep._handle import Routing
 from crossdock.deep_ep._low_latency import operate
+from crossdock.deep_ep._memory import Wanted
 from crossdock.deep_ep._session import HostNumbers
 from crossdock.deep_ep._stream_work import StreamWork
 from crossdock.errors import InvalidArgument, Mismatch
@@ -125,6 +126,9 @@ class Device:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def tensors(self, wanted: Sequence[Wanted]) -> list[torch.Tensor | None]:
+        return [None if one is None else self.empty(*one) for one in wanted]
+
     def serve(self, handle: object) -> None:
         pass
 
@@ -133,7 +137,7 @@ class Device:
         self.log.append(f"{names[second]} waits for {names[first]}")
 
     def host_numbers(self, count: int) -> HostNumbers:
-        return HostNumbers(*(torch.zeros(n, dtype=torch.int32) for n in (1, count)))
+        return HostNumbers.of(*(torch.zeros(n, dtype=torch.int32) for n in (1, count)))
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def operations_beside_a_product(me: Rank, release: str) -> None:
 
     def step(manager: Any) -> torch.Tensor:
         transfers.wait_stream(torch.cuda.current_stream())
-        for _ in range(4):  # a millisecond each
+        for _ in range(8):  # a millisecond each, all multiprocessors but at its end
             matrix @ matrix
         with torch.cuda.stream(transfers):
             manager.setup_metadata(routing, probs)
@@ -88,10 +88,14 @@ def operations_beside_a_product(me: Rank, release: str) -> None:
         for event in seen.events()
         if event.device_type == DeviceType.CUDA
     ]
-    end_of_products = max(end for _, start, end in spans if end - start > 300)
+    products = [
+        (start, end) for name, start, end in spans if "xd::" not in name and end - start > 300
+    ]
     for operation in ("prepare", "dispatch", "combine"):
         ours = [span for span in spans if f"xd::ep::cuda::{operation}_kernel" in span[0]]
-        assert ours and all(end < end_of_products for _, _, end in ours), (operation, spans)
+        assert ours, spans
+        for _, begun, ended in ours:
+            assert any(start < ended and begun < end for start, end in products), (ours, products)
     megatron.uninstall()
 
 
