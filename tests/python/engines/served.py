@@ -118,10 +118,10 @@ class Server:
         return found
 
     def end(self) -> list[int]:
-        """Tells its first process to end. Returns those that this kills a minute later."""
+        """Tells its first process to end. Returns those that this kills five minutes later."""
         self._process.terminate()
         left = self.processes()
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while left and time.monotonic() < until:
             self._process.poll()
             time.sleep(0.1)
