@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import re
+import shlex
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import crossdock
 from engines import PATHS, installed
 
-SERVING = pathlib.Path(__file__).parents[3] / "examples" / "serving"
+_ROOT = pathlib.Path(__file__).parents[3]
+SERVING = _ROOT / "examples" / "serving"
 SECONDS = 900  # of imports, in ten processes
 
 
@@ -34,21 +44,133 @@ def environment(folder: pathlib.Path, *paths: str) -> dict[str, str]:
     }
 
 
+def run(folder: pathlib.Path, environment: dict[str, str], program: str, *words: str) -> str:
+    """Runs a program of ``examples/serving`` in a folder. Returns its output."""
+    done = subprocess.run(
+        [sys.executable, SERVING / program, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
 def ways_agree(
     folder: pathlib.Path, environment: dict[str, str], ways: Sequence[str], *words: str
 ) -> None:
     """Makes the model, and has vLLM serve it in these ways, of which each must give its tokens."""
-    program = ["compare_vllm.py", "tiny", "--logs", "logs", "--timeout", str(SECONDS)]
-    for command in (["tiny_moe.py", "tiny"], [*program, *words, "--ways", *ways]):
-        done = subprocess.run(
-            [sys.executable, SERVING / command[0], *command[1:]],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS + 60,
-            check=False,
+    run(folder, environment, "tiny_moe.py", "tiny")
+    limits = ("--logs", "logs", "--timeout", str(SECONDS))
+    said = run(folder, environment, "compare_vllm.py", "tiny", *limits, *words, "--ways", *ways)
+    assert f"{len(ways)} of {len(ways)} ways gave the tokens" in said, said
+    print(said)
+
+
+class Server:
+    """``vllm serve`` as a page of the documentation has it, and requests to it.
+
+    Attributes:
+        group: the process group in which are all that it has begun.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: pathlib.Path, url: str) -> None:
+        self.group, self._process, self._log, self._url = process.pid, process, log, url
+
+    def text(self) -> str:
+        """Its log."""
+        return self._log.read_text(errors="replace")
+
+    def wait(self) -> None:
+        """Waits until it takes requests."""
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            assert self._process.poll() is None, self.text()[-5000:]
+            try:
+                with urllib.request.urlopen(f"{self._url}/health", timeout=10):
+                    return
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(f"no answer in {SECONDS} s: {self.text()[-5000:]}")
+
+    def ask(self, path: str, body: dict[str, Any]) -> list[int]:
+        """The tokens that it answers."""
+        request = urllib.request.Request(
+            self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert f"{len(ways)} of {len(ways)} ways gave the tokens" in done.stdout, done.stdout
-    print(done.stdout)
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+        return tokens
+
+    def processes(self) -> list[int]:
+        """The numbers of the processes in its group that have not ended."""
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            except (OSError, ValueError):  # it has just ended
+                continue
+            if int(group) == self.group and state not in "ZX":
+                found.append(int(path.parent.name))
+        return found
+
+    def end(self) -> list[int]:
+        """Tells its first process to end. Returns those that this kills five minutes later."""
+        self._process.terminate()
+        left = self.processes()
+        until = time.monotonic() + 300
+        while left and time.monotonic() < until:
+            self._process.poll()
+            time.sleep(0.1)
+            left = self.processes()
+        if left:
+            os.killpg(self.group, signal.SIGKILL)
+        self._process.wait(60)
+        return left
+
+
+def page_commands(page: str) -> tuple[list[str], str, dict[str, Any]]:
+    """The words of a page's ``vllm serve``, and the path and the body of the request below it."""
+    text = (_ROOT / "docs" / page).read_text()
+    found = re.search(r"^```\n(XD_ENGINE=1 vllm serve tiny .*?)^```", text, re.M | re.S)
+    assert found is not None
+    serve, curl = (shlex.split(line) for line in found[1].replace("\\\n", " ").splitlines())
+    assert serve[:3] == ["XD_ENGINE=1", "vllm", "serve"] and curl[0] == "curl"
+    path = curl[1].removeprefix("http://localhost:8000")
+    return serve[2:], path, json.loads(curl[curl.index("-d") + 1])
+
+
+@contextmanager
+def server(
+    folder: pathlib.Path, environment: dict[str, str], words: Sequence[str]
+) -> Iterator[Server]:
+    """A server of vLLM with these words of its command line; none of its processes stays.
+
+    Args:
+        folder: where it runs.
+        environment: of `environment`.
+        words: behind ``vllm``.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    log = folder / "serve.log"
+    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, "--port", port]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            program,
+            cwd=folder,
+            env=environment | {"XD_ENGINE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    made = Server(process, log, f"http://127.0.0.1:{port}")
+    try:
+        yield made
+    finally:
+        made.end()
