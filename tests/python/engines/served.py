@@ -25,16 +25,19 @@ SERVING = _ROOT / "examples" / "serving"
 SECONDS = 900  # of imports, in ten processes
 
 
-def environment(folder: pathlib.Path, *paths: str) -> dict[str, str]:
-    """Variables by which vLLM finds Crossdock's plug-in, and what it imports.
+def environment(
+    folder: pathlib.Path, *paths: str, group: str = "vllm.general_plugins"
+) -> dict[str, str]:
+    """Variables by which an engine finds Crossdock's plug-in, and what it imports.
 
     Args:
         folder: an empty one.
         paths: more folders of ``PYTHONPATH``.
+        group: of entry points.
     """
     # Not sys.path: tests have a folder deep_ep, which vLLM would take for DeepEP.
     own = str(pathlib.Path(os.path.abspath(crossdock.__file__)).parents[1])
-    found = [installed(folder, "vllm.general_plugins"), *paths, *PATHS, own]
+    found = [installed(folder, group), *paths, *PATHS, own]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(found),
         "VLLM_DEEPEP_BUFFER_SIZE_MB": "16",
@@ -71,7 +74,7 @@ def ways_agree(
 
 
 class Server:
-    """``vllm serve`` as a page of the documentation has it, and requests to it.
+    """An engine's server as a page of the documentation has it, and requests to it.
 
     Attributes:
         group: the process group in which are all that it has begun.
@@ -96,14 +99,13 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError(f"no answer in {SECONDS} s: {self.text()[-5000:]}")
 
-    def ask(self, path: str, body: dict[str, Any]) -> list[int]:
-        """The tokens that it answers."""
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Its answer."""
         request = urllib.request.Request(
             self._url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
-        return tokens
+            return json.load(answer)
 
     def processes(self) -> list[int]:
         """The numbers of the processes in its group that have not ended."""
@@ -132,38 +134,48 @@ class Server:
         return left
 
 
-def page_commands(page: str) -> tuple[list[str], str, dict[str, Any]]:
-    """The words of a page's ``vllm serve``, and the path and the body of the request below it."""
-    text = (_ROOT / "docs" / page).read_text()
-    found = re.search(r"^```\n(XD_ENGINE=1 vllm serve tiny .*?)^```", text, re.M | re.S)
-    assert found is not None
-    serve, curl = (shlex.split(line) for line in found[1].replace("\\\n", " ").splitlines())
-    assert serve[:3] == ["XD_ENGINE=1", "vllm", "serve"] and curl[0] == "curl"
-    path = curl[1].removeprefix("http://localhost:8000")
-    return serve[2:], path, json.loads(curl[curl.index("-d") + 1])
+class Page:
+    """The commands by which a page of the documentation serves the model of ``tiny_moe.py``.
+
+    Attributes:
+        variables, words: of the server's command line, up to its program.
+        path, body: of the request.
+    """
+
+    def __init__(self, name: str) -> None:
+        text = (_ROOT / "docs" / name).read_text()
+        found = re.search(r"^```\n(XD_ENGINE=1 [^\n]* tiny .*?)^```", text, re.M | re.S)
+        assert found is not None
+        serve, curl = (shlex.split(line) for line in found[1].replace("\\\n", " ").splitlines())
+        program = next(place for place, word in enumerate(serve) if "=" not in word)
+        self.variables = dict(word.split("=", 1) for word in serve[:program])
+        self.words = serve[program:]
+        assert curl[0] == "curl"
+        self.path = re.sub("^http://localhost:[0-9]+", "", curl[1])
+        self.body: dict[str, Any] = json.loads(curl[curl.index("-d") + 1])
 
 
 @contextmanager
 def server(
-    folder: pathlib.Path, environment: dict[str, str], words: Sequence[str]
+    folder: pathlib.Path, environment: dict[str, str], module: str, words: Sequence[str]
 ) -> Iterator[Server]:
-    """A server of vLLM with these words of its command line; none of its processes stays.
+    """A server of an engine; none of its processes stays.
 
     Args:
         folder: where it runs.
-        environment: of `environment`.
-        words: behind ``vllm``.
+        environment: of `environment`, and the page's.
+        module: its program.
+        words: of its command line.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     log = folder / "serve.log"
-    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, "--port", port]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            program,
+            [sys.executable, "-m", module, *words, "--port", port],
             cwd=folder,
-            env=environment | {"XD_ENGINE": "1"},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -7,13 +7,14 @@ import importlib.util
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import crossdock
 from crossdock._stats import seen_groups
 from engines import PATHS, needs
-from served import environment, page_commands, run, server, ways_agree
+from served import Page, environment, run, server, ways_agree
 
 pytestmark = [
     needs("vllm"),
@@ -61,19 +62,27 @@ def test_tokens_are_the_same_with_and_without_crossdock(tmp_path: pathlib.Path) 
 )
 def test_a_server_answers_as_the_page_says(tmp_path: pathlib.Path) -> None:
     """The commands of docs/vllm.md, without graphs; and 16 requests at once."""
-    variables = _on_cpu(tmp_path)
-    words, path, body = page_commands("vllm.md")
+    page = Page("vllm.md")
+    variables = _on_cpu(tmp_path) | page.variables
+    assert page.words[0] == "vllm"
     run(tmp_path, variables, "tiny_moe.py", "tiny")
     # For time and memory: no graphs, and a small cache.
-    words += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
-    with server(tmp_path, variables, words) as vllm:
+    words = [*page.words[1:], "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+    with server(tmp_path, variables, "vllm.entrypoints.cli.main", words) as vllm:
+
+        def tokens(body: dict[str, Any]) -> Any:
+            return vllm.ask(page.path, body)["choices"][0]["token_ids"]
+
+        def count_from(first: int) -> Any:
+            return tokens(
+                {
+                    "token_ids": [first],
+                    "sampling_params": {"temperature": 0, "max_tokens": 16},
+                }
+            )
+
         vllm.wait()
-        assert vllm.ask(path, body) == [6, 7, 8, 9]
-
-        def count_from(first: int) -> list[int]:
-            sampling = {"temperature": 0, "max_tokens": 16}
-            return vllm.ask(path, {"token_ids": [first], "sampling_params": sampling})
-
+        assert tokens(page.body) == [6, 7, 8, 9]
         with ThreadPoolExecutor(8) as pool:
             made = list(pool.map(count_from, range(0, _COUNT, 4)))
         assert made == [
