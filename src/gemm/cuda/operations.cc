@@ -364,6 +364,7 @@ void Operation::reduce_by_words() const {
   InlineFlagParams params{.turn = turn_.params(),
                           .product = w_.scratch,
                           .starts = {},
+                          .longest = 0,
                           .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                           .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                           .one_step = option_.mover == Mover::one_shot,
@@ -375,10 +376,14 @@ void Operation::reduce_by_words() const {
     params.starts[r] = params.gathers ? std::min(r * part, vectors)
                        : r == ranks() ? vectors
                                       : call_.shares.start(r) * params.row_vectors;
+    if (r > 0) params.longest = std::max(params.longest, params.starts[r] - params.starts[r - 1]);
   }
+  if (params.one_step) params.longest = vectors;
   auto* const exact = reinterpret_cast<float*>(w_.exact);
   if (call_.bias_grad) params.epilogue.exact = exact;
-  launch_words(params, call_.wide_type(), comm_multiprocessors(), s_);
+  // AUTO keeps the kernel that has run on GPUs until both have been measured there.
+  const auto launch = call_.algo == XD_GEMM_ALGO_AUTO ? launch_words_before : launch_words;
+  launch(params, call_.wide_type(), comm_multiprocessors(), s_);
   turn_.note_entered();
   sum_columns(exact, call_.d.rows);
 }
