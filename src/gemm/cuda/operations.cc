@@ -368,9 +368,10 @@ void Operation::reduce_by_words() const {
                           .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                           .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                           .one_step = option_.mover == Mover::one_shot,
-                          .dependent = may_depend() && call_.a_rows > 0,
+                          .dependent = false,
                           .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
+  params.dependent = may_depend() && vectors > 0;  // else there is no product before it
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
   for (int r = 0; r <= ranks(); ++r) {
     params.starts[r] = params.gathers ? std::min(r * part, vectors)

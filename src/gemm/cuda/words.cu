@@ -24,9 +24,9 @@
 // A block waits for words that any block of a peer may push. The warps that push wait for records
 // alone, and all blocks are resident.
 //
-// The turn begins while the product still ends: that reads what this rank's operations before have
-// left, which had ended when the product began. Its fence also comes before the product's end is
-// waited for, since no peer reads what the product has stored.
+// A launch that depends on the product begins its turn, and enters, while that still ends. Its
+// record says that this rank's operations before have ended, which they had when the product began;
+// no peer reads what the product stores.
 #include "gemm/cuda/epilogue.cuh"
 #include "gemm/cuda/kernels.h"
 #include "gemm/cuda/launch.cuh"
@@ -291,9 +291,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   Turn turn(p.turn, shared);
   Words<kType> words(p, turn);
   const bool begun = turn.begin();
+  if (begun) turn.enter();
   ptx::wait_for_kernel_before();
   if (begun) {
-    turn.enter();
     words.begin();
     turn.await();
   }
