@@ -90,8 +90,8 @@ class Words {
   __device__ std::byte* word_at(int owner, int step, int source, int i) const {
     return turn_.words_at(owner, step, source) + std::int64_t{i} * 16;
   }
-  // Members are the peers, next rank first. Where vectors are summed they are all ranks by ascending
-  // number, and behind them as many as fill whole groups.
+  // Members are the peers, next rank first. Where vectors are summed they are all ranks by
+  // ascending number, and behind them as many as fill whole groups.
   __device__ int members() const {
     return role_ == Role::sum ? (ranks() + group() - 1) / group() * group() : ranks() - 1;
   }
@@ -220,6 +220,8 @@ __device__ void Words<kType>::add(Places& places, Vectors& v) {
 template <DType kType>
 __device__ bool Words<kType>::take(const Places& places, unsigned wanted, Vectors& to) const {
   const int step = role_ == Role::sum ? kPushed : kSummed;
+  device::KernelWait site = turn_.site(XD_PHASE_ROWS);
+  if (role_ == Role::gather) site.timeouts = 2;  // sums wait for what was pushed
   std::byte* at[kAtOnce];
 #pragma unroll
   for (int j = 0; j < kAtOnce; ++j) {
@@ -249,7 +251,7 @@ __device__ bool Words<kType>::take(const Places& places, unsigned wanted, Vector
       late = j;
       source = rank_of(places[j].member);
     }
-    if (!device::wait_until(p_.turn.group.comm, turn_.site(XD_PHASE_ROWS), source, came,
+    if (!device::wait_until(p_.turn.group.comm, site, source, came,
                             [] { return std::uint64_t{0}; })) {
       return false;
     }
