@@ -125,10 +125,17 @@ void Operation::gather_inline() const {
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
 // side; what comes behind the opening is enqueued while they run. Flags are waited for behind the
 // opening, which says which epoch they will have.
+//
+// The opening comes from another stream, some microseconds later than the product would, and blocks
+// of a long product keep their multiprocessors to its end: copies would wait for that. So such a
+// product waits for a mark in front of the opening. Graphs do without: there the mark is nothing.
 void Operation::gather_by_copies() const {
+  constexpr double kLongUs = 300;
   w_.side->order(s_, c());
+  const cudaEvent_t opening = w_.side->record(c());
   turn_.open(c());
   const cudaEvent_t opened = w_.side->record(c());
+  if (option_.gemm_us > kLongUs) SideStream::wait(opening, s_);
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) own_product();
   send_rows();
   launch_close(turn_.params(), c());
