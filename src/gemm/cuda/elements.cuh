@@ -39,23 +39,6 @@ __device__ inline void widen(const uint4& v, float (&to)[kWidth<kType>]) {
   }
 }
 
-// Rounds 16 bytes of elements of kType, as store() does.
-template <DType kType>
-__device__ inline uint4 narrow(const float (&from)[kWidth<kType>]) {
-  std::uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (kType == DType::f32) {
-      word[i] = __float_as_uint(from[i]);
-    } else if constexpr (kType == DType::bf16) {
-      word[i] = ptx::pack_bf16(from[2 * i], from[2 * i + 1]);
-    } else {
-      word[i] = ptx::pack_f16(from[2 * i], from[2 * i + 1]);
-    }
-  }
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
 // Loads kCount elements of bf16, fp16 or fp32 that begin at element `at`, a multiple of kCount.
 template <int kCount>
 __device__ inline void load(const std::byte* from, DType type, std::int64_t at,

@@ -80,10 +80,10 @@ __device__ inline void keep_largest(const Epilogue& e, std::uint32_t largest) {
   if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<std::uint32_t*>(e.d_amax), largest);
 }
 
-// The whole way from sums to D but the last step: x is what D's elements are rounded from.
+// The whole way from sums to D.
 template <int kCount>
-__device__ inline void complete(const Epilogue& e, std::int64_t at, std::int64_t column,
-                                float (&x)[kCount], std::uint32_t& largest) {
+__device__ inline void finish(const Epilogue& e, std::int64_t at, std::int64_t column,
+                              float (&x)[kCount], std::uint32_t& largest) {
   activate(e, at, column, x);
   if (e.d_amax != nullptr) note_largest(x, largest);
   if (e.exact != nullptr) store(reinterpret_cast<std::byte*>(e.exact), DType::f32, at, x);
@@ -92,12 +92,6 @@ __device__ inline void complete(const Epilogue& e, std::int64_t at, std::int64_t
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] *= scale;
   }
-}
-
-template <int kCount>
-__device__ inline void finish(const Epilogue& e, std::int64_t at, std::int64_t column,
-                              float (&x)[kCount], std::uint32_t& largest) {
-  complete(e, at, column, x, largest);
   store(e.d, e.d_type, at, x);
 }
 

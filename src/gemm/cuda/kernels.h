@@ -32,8 +32,6 @@ void launch_part_sum(const SumParams& params, DType type, int most_blocks, cudaS
 // Whole operations.
 void launch_words(const InlineFlagParams& params, DType type, int multiprocessors,
                   cudaStream_t stream);
-void launch_words_before(const InlineFlagParams& params, DType type, int multiprocessors,
-                         cudaStream_t stream);
 void launch_gather_words(const GatherInlineParams& params, int multiprocessors,
                          cudaStream_t stream);
 void launch_push(const PushParams& params, int multiprocessors, cudaStream_t stream);

@@ -22,7 +22,6 @@ namespace xd::gemm::cuda {
 
 void load_sum();
 void load_words();
-void load_words_before();
 void load_push();
 void load_gather_words();
 void load_finish();
@@ -126,7 +125,6 @@ void load_kernels() {
   load_kernel(landed_kernel);
   load_sum();
   load_words();
-  load_words_before();
   load_push();
   load_gather_words();
   load_finish();

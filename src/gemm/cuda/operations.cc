@@ -125,17 +125,10 @@ void Operation::gather_inline() const {
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
 // side; what comes behind the opening is enqueued while they run. Flags are waited for behind the
 // opening, which says which epoch they will have.
-//
-// The opening comes from another stream, some microseconds later than the product would, and blocks
-// of a long product keep their multiprocessors to its end: copies would wait for that. So such a
-// product waits for a mark in front of the opening. Graphs do without: there the mark is nothing.
 void Operation::gather_by_copies() const {
-  constexpr double kLongUs = 300;
   w_.side->order(s_, c());
-  const cudaEvent_t opening = w_.side->record(c());
   turn_.open(c());
   const cudaEvent_t opened = w_.side->record(c());
-  if (option_.gemm_us > kLongUs) SideStream::wait(opening, s_);
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) own_product();
   send_rows();
   launch_close(turn_.params(), c());
@@ -371,27 +364,21 @@ void Operation::reduce_by_words() const {
   InlineFlagParams params{.turn = turn_.params(),
                           .product = w_.scratch,
                           .starts = {},
-                          .longest = 0,
                           .row_vectors = static_cast<std::int64_t>(partial_row_bytes() / 16),
                           .gathers = call_.operation == XD_GEMM_ALL_REDUCE,
                           .one_step = option_.mover == Mover::one_shot,
-                          .dependent = false,
+                          .dependent = may_depend() && call_.a_rows > 0,
                           .epilogue = epilogue_from(call_, 0)};
   const std::int64_t vectors = call_.a_rows * params.row_vectors;
-  params.dependent = may_depend() && vectors > 0;  // else there is no product before it
   const std::int64_t part = (vectors + ranks() - 1) / ranks();
   for (int r = 0; r <= ranks(); ++r) {
     params.starts[r] = params.gathers ? std::min(r * part, vectors)
                        : r == ranks() ? vectors
                                       : call_.shares.start(r) * params.row_vectors;
-    if (r > 0) params.longest = std::max(params.longest, params.starts[r] - params.starts[r - 1]);
   }
-  if (params.one_step) params.longest = vectors;
   auto* const exact = reinterpret_cast<float*>(w_.exact);
   if (call_.bias_grad) params.epilogue.exact = exact;
-  // AUTO keeps the kernel that has run on GPUs until both have been measured there.
-  const auto launch = call_.algo == XD_GEMM_ALGO_AUTO ? launch_words_before : launch_words;
-  launch(params, call_.wide_type(), comm_multiprocessors(), s_);
+  launch_words(params, call_.wide_type(), comm_multiprocessors(), s_);
   turn_.note_entered();
   sum_columns(exact, call_.d.rows);
 }

@@ -171,7 +171,6 @@ struct InlineFlagParams {
   // The part of each rank in vectors of 16 bytes of the product: the first one, and behind the last
   // rank's their number. In reduce_scatter a rank's rows, in all_reduce equal parts.
   std::int64_t starts[kMaxDeviceRanks + 1];
-  std::int64_t longest;      // of the parts that words of a rank make up, the number of vectors
   std::int64_t row_vectors;  // of a row
   bool gathers;              // all_reduce: sums go to everybody
   bool one_step;             // all_reduce: the products go to everybody

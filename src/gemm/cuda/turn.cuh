@@ -32,34 +32,23 @@ struct TurnShared : turn::DeviceTurnShared<Record> {};
 // another NaN on its way.
 inline constexpr std::uint64_t kNoWord = ~std::uint64_t{0};
 
-__device__ inline uint4 vector_of(const ulonglong2& v) {
-  return make_uint4(static_cast<std::uint32_t>(v.x), static_cast<std::uint32_t>(v.x >> 32),
-                    static_cast<std::uint32_t>(v.y), static_cast<std::uint32_t>(v.y >> 32));
-}
-
-// Both words have arrived.
-__device__ inline bool is_here(const uint4& v) {
-  return (v.x & v.y) != UINT32_MAX && (v.z & v.w) != UINT32_MAX;
-}
-
-__device__ inline void take_away(std::byte* at) {
-  ptx::st_relaxed_sys_pair(at, make_ulonglong2(kNoWord, kNoWord));
-}
-
 // Waits for the 16 bytes at `at`, which `source` pushes; single threads. Takes them away, so that
 // the place is empty when it comes round, two operations later. Nothing orders a word before or
 // behind another: each is its own flag. False after a fatal error.
 __device__ inline bool take_words(const DeviceComm& comm, const device::KernelWait& site,
                                   std::byte* at, int source, uint4& to) {
+  ulonglong2 v;
   const bool here = device::wait_until(
       comm, site, source,
       [&] {
-        to = vector_of(ptx::ld_relaxed_sys_pair(at));
-        return is_here(to);
+        v = ptx::ld_relaxed_sys_pair(at);
+        return v.x != kNoWord && v.y != kNoWord;
       },
       [] { return std::uint64_t{0}; });
   if (!here) return false;
-  take_away(at);
+  ptx::st_relaxed_sys_pair(at, make_ulonglong2(kNoWord, kNoWord));
+  to = make_uint4(static_cast<std::uint32_t>(v.x), static_cast<std::uint32_t>(v.x >> 32),
+                  static_cast<std::uint32_t>(v.y), static_cast<std::uint32_t>(v.y >> 32));
   return true;
 }
 
@@ -151,7 +140,7 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
     if (bytes == 0) return;
     std::byte* const at = words_at(rank(), 0, 0);
     for (std::int64_t i = first(); i < static_cast<std::int64_t>(bytes / 16); i += stride()) {
-      take_away(at + i * 16);
+      ptx::st_relaxed_sys_pair(at + i * 16, make_ulonglong2(kNoWord, kNoWord));
     }
   }
 };

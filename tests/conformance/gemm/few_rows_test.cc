@@ -59,8 +59,6 @@ TEST(FewRows, FollowOneAnotherWhateverDelaysARank) {
       for (int i = 0; i < 6; ++i) {
         batches.push_back(
             std::make_unique<GemmBatch>(rank, small_case(rank.num_ranks, chance), round));
-        // Alike on all ranks.
-        if (chance.one_in(2)) batches.back()->args.algo = XD_GEMM_ALGO_SEQUENTIAL;
       }
       for (const auto& batch : batches) {
         delay(delays);
