@@ -137,6 +137,14 @@ std::vector<GemmCase> large_cases() {
     c.tokens = TokenCounts::announced;
     c.seed = 17838;  // 64 and 16 tokens
     cases.push_back(c);
+    // Words of which each thread pushes, sums and takes several at once, and more behind them.
+    for (const xd_gemm_operation operation : {XD_GEMM_REDUCE_SCATTER, XD_GEMM_ALL_REDUCE}) {
+      GemmCase words = large_all_reduce();
+      words.operation = operation;
+      words.token_units = 400;
+      words.tokens = TokenCounts::uneven;
+      cases.push_back(words);
+    }
     // More than all_reduce sends as words.
     GemmCase all = large_all_reduce();
     all.tokens = TokenCounts::uneven;
