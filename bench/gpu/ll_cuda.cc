@@ -67,7 +67,7 @@ class LlMeasurement {
     halves("bf16", "combine", [&](xd_ll_phase phase) { ll_.combine(phase); });
     halves("fp8", "combine", [&](xd_ll_phase phase) { ll_.combine_fp8(phase); });
     check();
-    if (at_.ranks > 1) floors(has_nccl);
+    if (at_.ranks > 1 && at_.workload().sms == 0) floors(has_nccl);  // which no budget changes
     add({"empty kernel", "-", "-", kEvents},
         at_.watch.measure(at_.iterations(), [&](int) { launch_nothing(sms_, 1024, at_.stream); }));
     results_.memory = ll_.memory();
@@ -226,7 +226,8 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
   const int device = place.device_of(rank);
   ok(cudaSetDevice(device), "cudaSetDevice");
   const Batch batch(with(workload, Element::bf16)), fp8(with(workload, Element::bf16_to_fp8));
-  const std::string name = "bench-ll-" + std::to_string(workload.tokens);
+  const std::string name =
+      "bench-ll-" + std::to_string(workload.tokens) + "-" + std::to_string(workload.sms);
   const std::size_t landing = WireFloor::landing_bytes(batch);
   const Means means(launch, rank,
                     {.name = name.c_str(),
