@@ -267,6 +267,13 @@ TEST(LlShape, GivesReceiversABlockForEachUnitUpToAll) {
   EXPECT_EQ(ll_receive_blocks(20, 128), 20);
 }
 
+TEST(LlShape, FetchesTheRowsOfSoManyChoicesAsABlockHasRoomFor) {
+  constexpr std::size_t kShared = std::size_t{227} * 1024 - kStaticSharedBytes;
+  EXPECT_EQ(ll_fetched_bytes(8), 8u * 14336);
+  EXPECT_LE(ll_fetched_bytes(14), kShared);
+  EXPECT_GT(ll_fetched_bytes(15), kShared);
+}
+
 TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {
   LlSizes s = served();
   for (const int tokens : {1, 47, 128}) {

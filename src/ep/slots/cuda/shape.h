@@ -46,11 +46,11 @@ constexpr int ll_senders(int blocks) {
 }
 
 // Blocks of launches that do one half: rows leave for as long as the links take, with few blocks.
-// Receivers have to wait for words, so more of them are faster.
+// Receivers have one block for each unit, as a block's units come one after another: of a combine
+// what it sums at once, of a dispatch kLlGroups rows.
 constexpr int ll_send_blocks(int blocks) {
   return ll_senders(blocks) < blocks ? ll_senders(blocks) + 1 : blocks;
 }
-// `units`: what each block of a combine sums one after another.
 constexpr int ll_receive_blocks(int blocks, std::int64_t units = 0) {
   constexpr std::int64_t kFewest = 48;
   const std::int64_t wanted = units < kFewest ? kFewest : units;
@@ -58,6 +58,12 @@ constexpr int ll_receive_blocks(int blocks, std::int64_t units = 0) {
 }
 
 inline constexpr int kLlFewestBlocks = 2;
+
+// The shared memory of a block of combine in which a token's own rows wait while the token before
+// it is summed.
+constexpr std::size_t ll_fetched_bytes(int topk) {
+  return static_cast<std::size_t>(topk) * kLlMoverThreads * 16;
+}
 
 // The shared memory of a block of dispatch.
 LlSmemLayout ll_smem_layout(const LlSizes& sizes, std::size_t shared_bytes);

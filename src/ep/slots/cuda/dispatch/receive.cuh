@@ -82,6 +82,8 @@ template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
 class LlReceiver {
  public:
   static constexpr bool kQuantises = Quantiser::kQuantises;
+  // Movers that quantise own rows have no registers for the next one.
+  static constexpr bool kLoadsAhead = !kMoves || !kQuantises;
 
   __device__ LlReceiver(const LlDispatchParams& params, LlDispatchTurn& turn,
                         const LlList<kMany, kRows>& list, LlListShared& of_list,
@@ -149,18 +151,32 @@ class LlReceiver {
       } else {
         load_words(staged(unit), 0, held);
       }
+    } else if constexpr (!kSlow) {
+      held.v[0].x = tail_word(unit);
     }
+  }
+  // The lane's word of a row's tail of up to 32 words, as it lies there.
+  __device__ std::uint64_t tail_word(const LlUnit& unit) const {
+    const auto w = static_cast<std::uint32_t>(lane_id());
+    if (reads_here(unit) || w >= r_.taken.form.tail_words()) return 0;
+    const std::byte* const at = staged(unit) + r_.taken.form.payload() + w * 8;
+    return ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
   }
   __device__ bool take_words(const LlUnit& unit, const std::byte* row, std::uint32_t piece,
                              Held& held);
   __device__ void load_own(const LlUnit& unit, std::uint32_t piece, Held& held) const;
-  __device__ bool take(const LlUnit& unit, LlRowStep& step, Held& held);
-  __device__ bool take_remote(const LlUnit& unit, LlRowStep& step, Held& held);
-  __device__ void take_own(const LlUnit& unit, Held& held);
+  // `ahead`: called once, in front of the stores of the row's last piece.
+  template <class Ahead>
+  __device__ bool take(const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead);
+  template <class Ahead>
+  __device__ bool take_remote(const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead);
+  template <class Ahead>
+  __device__ void take_own(const LlUnit& unit, Held& held, Ahead ahead);
   __device__ void store(unsigned here, std::uint32_t piece, const Held& held) const;
   __device__ void note_lost() { *static_cast<volatile int*>(&r_.lost[group_][parity()]) = row_; }
-  __device__ bool take_tail(const LlUnit& unit, int list_at);
-  __device__ void take_long_tail(const LlUnit& unit, std::byte* item, bool own);
+  __device__ bool take_tail(const LlUnit& unit, int list_at, std::uint64_t word);
+  __device__ void take_long_tail(const LlUnit& unit, std::uint32_t first, std::byte* item,
+                                 bool own);
   __device__ std::uint64_t own_tail_word(const LlUnit& unit, std::uint32_t w) const;
   // Rows that are given:
   template <class Await>
@@ -212,20 +228,25 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
   const bool is_usual = !g_.masks && p_.smem.has_ids && r_.taken.form.tail_words() <= 32;
   LlListCursor cursor;
   LlRowStep step = start();
-  LlUnit unit;
+  LlUnit unit, next;
+  // Words are on their way while their places are found; mostly they have come. The next row's are
+  // asked for in front of this row's stores, behind which they would come late (kLoadsAhead).
+  Held held, next_held;
   // Every warp of the groups meets the one that makes the zones, once.
   bool has_zones = !kRows;
   const auto await_zones = [&has_zones] {
     if (!has_zones) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
     has_zones = true;
   };
-  while (is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit)) {
+  bool more = is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit);
+  if (more) load_first(unit, held);
+#pragma unroll 1
+  while (more) {
     step.row = ++row_;
-    // Words are on their way while their places are found; mostly they have come.
-    Held held;
-    load_first(unit, held);
     await_zones();
     find_places(unit);
+    const int next_at = step.at + kLlGroups * list_.takers();
+    more = list_.find(next_at, cursor, next);
     // The places are there behind either barrier.
     if (known) {
       meet();
@@ -235,12 +256,20 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
     known = true;
     step.piece = 0;
     if (verdict != LlVerdict::go) break;
-    if (!take(unit, step, held)) {
+    const auto ahead = [&] {
+      if (kLoadsAhead && more) load_first(next, next_held);
+    };
+    if (!take(unit, step, held, ahead)) {
       hand_over(step);
       return verdict;
     }
-    step.at += kLlGroups * list_.takers();
-    step.piece = LlRowStep::kFromStart;
+    step.at = next_at;
+    unit = next;
+    if constexpr (kLoadsAhead) {
+      held = next_held;
+    } else if (more) {
+      load_first(unit, held);
+    }
   }
   await_zones();
   if (!known) verdict = await();
@@ -277,7 +306,7 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
     } else if (kMoves) {
       load_words(staged(unit), step.piece, held);
     }
-    take(unit, step, held);
+    take(unit, step, held, [] {});
     step.piece = LlRowStep::kFromStart;
   }
   if (!g_.masks) return;
@@ -285,17 +314,26 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
   zero_lost(row_);
 }
 
-XD_LL_RECEIVER(bool)::take(const LlUnit& unit, LlRowStep& step, Held& held) {
-  if constexpr (!kMoves) return take_tail(unit, step.at);
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
+template <class Ahead>
+__device__ inline bool LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take(const LlUnit& unit,
+                                                                                LlRowStep& step,
+                                                                                Held& held,
+                                                                                Ahead ahead) {
+  if constexpr (!kMoves) {
+    const std::uint64_t word = kSlow ? 0 : held.v[0].x;
+    ahead();
+    return take_tail(unit, step.at, word);
+  }
   if constexpr (kIsGiven<Quantiser>) {
     if (!reads_here(unit)) {
-      const bool taken = take_remote(unit, step, held);
+      const bool taken = take_remote(unit, step, held, ahead);
       meet();  // the tail warp frees the escapes
       return taken;
     }
   }
-  if (!reads_here(unit)) return take_remote(unit, step, held);
-  take_own(unit, held);
+  if (!reads_here(unit)) return take_remote(unit, step, held, ahead);
+  take_own(unit, held, ahead);
   return true;
 }
 
@@ -369,7 +407,10 @@ XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const std::byte* row, std::
 }
 
 // False: it waits for long.
-XD_LL_RECEIVER(bool)::take_remote(const LlUnit& unit, LlRowStep& step, Held& held) {
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
+template <class Ahead>
+__device__ inline bool LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_remote(
+    const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead) {
   std::byte* row = staged(unit);
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
   const std::uint32_t vectors = r_.taken.form.vectors;
@@ -382,6 +423,7 @@ XD_LL_RECEIVER(bool)::take_remote(const LlUnit& unit, LlRowStep& step, Held& hel
       return false;
     }
     if constexpr (kIsGiven<Quantiser>) put_ones(row, piece, held);
+    if ((piece + 1) * kPiece >= vectors) ahead();
     store(here, piece, held);
 #pragma unroll
     for (int i = 0; i < kTaken; ++i) {
@@ -401,7 +443,10 @@ XD_LL_RECEIVER(void)::load_own(const LlUnit& unit, std::uint32_t piece, Held& he
   for (int i = 0; i < kLlVectors; ++i) held.v[i] = words_of(row.v[i]);
 }
 
-XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, Held& held) {
+template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
+template <class Ahead>
+__device__ inline void LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_own(
+    const LlUnit& unit, Held& held, Ahead ahead) {
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
   const std::uint32_t vectors = r_.taken.form.vectors;
 #pragma unroll 1
@@ -420,6 +465,7 @@ XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, Held& held) {
         held.v[i] = make_ulonglong2(canon(words.x), canon(words.y));
       }
     }
+    if ((piece + 1) * kPiece >= vectors) ahead();
     store(here, piece, held);
   }
   if constexpr (kQuantises) meet();
@@ -445,8 +491,9 @@ XD_LL_RECEIVER(void)::store(unsigned here, std::uint32_t piece, const Held& held
   }
 }
 
-// The tail warp: scales, weights, and the row's item in the plan. False: it waits for long.
-XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
+// The tail warp: scales, weights, and the row's item in the plan. `word`: tail_word(), as the first
+// look has found it. False: it waits for long.
+XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at, std::uint64_t word) {
   const bool own = reads_here(unit);
   std::byte* const item = item_of(unit, list_at);
   write_item(unit, item);
@@ -462,22 +509,22 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
     return true;
   }
   if constexpr (kSlow) {
-    take_long_tail(unit, item, own);
+    take_long_tail(unit, 0, item, own);
     return true;
   }
   const auto w = static_cast<std::uint32_t>(lane_id());
   const bool has_word = w < r_.taken.form.tail_words();
-  auto* const at = staged(unit) + r_.taken.form.payload() + w * 8;
-  std::uint64_t word = 0;
   if (!own) {
+    bool loaded = true;
     const bool come = turn::poll_until(
         [&] {
-          if (has_word) word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
+          if (!loaded) word = tail_word(unit);
+          loaded = false;
           return __all_sync(kAllLanes, word != kFree) != 0;
         },
         [] { return false; });
     if (!come) return false;
-    if (has_word) put_back_word(at);
+    if (has_word) put_back_word(staged(unit) + r_.taken.form.payload() + w * 8);
   } else if (has_word) {
     word = own_tail_word(unit, w);
   }
@@ -487,11 +534,12 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
   return true;
 }
 
-// Each lane waits for its words.
-XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::byte* item, bool own) {
+// The tail's words from one on. Each lane waits for its words.
+XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::uint32_t first, std::byte* item,
+                                     bool own) {
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
 #pragma unroll 1
-  for (std::uint32_t w = lane_id(); w < r_.taken.form.tail_words(); w += 32) {
+  for (std::uint32_t w = first + lane_id(); w < r_.taken.form.tail_words(); w += 32) {
     std::uint64_t word = 0;
     if (own) {
       word = own_tail_word(unit, w);
@@ -513,16 +561,22 @@ XD_LL_RECEIVER(std::uint64_t)::own_tail_word(const LlUnit& unit, std::uint32_t w
   return ll_weight_word(p_.topk_weights + unit.token() * topk, topk, w - r_.taken.form.scale_words);
 }
 
-// False: the word has been given up.
-XD_LL_RECEIVER(bool)::wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word) {
+// Waits for a word. False: it has been given up.
+XD_LL_RECEIVER(bool)::await_tail_word(const LlUnit& unit, const std::byte* at,
+                                      std::uint64_t& word) {
   if (ll_has_failed(g_, turn_.shared())) return false;
   turn::LongWait wait;
-  const bool come = turn::poll_until(
+  return turn::poll_until(
       [&] {
         word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
         return word != kFree;
       },
       [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait); });
+}
+
+// The same of a word that is taken.
+XD_LL_RECEIVER(bool)::wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word) {
+  const bool come = await_tail_word(unit, at, word);
   if (come) put_back_word(at);
   return come;
 }
@@ -711,19 +765,6 @@ XD_LL_RECEIVER(void)::put_ones(const std::byte* row, std::uint32_t piece, Held& 
   }
 }
 
-// As wait_tail_word(), of a word that is not put back.
-XD_LL_RECEIVER(bool)::await_tail_word(const LlUnit& unit, const std::byte* at,
-                                      std::uint64_t& word) {
-  if (ll_has_failed(g_, turn_.shared())) return false;
-  turn::LongWait wait;
-  return turn::poll_until(
-      [&] {
-        word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
-        return word != kFree;
-      },
-      [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait); });
-}
-
 // The tail warp.
 XD_LL_RECEIVER(void)::take_given_tail(const LlUnit& unit, std::byte* item, bool own) {
   const LlGivenForm& form = ll_given(p_).given_form;
@@ -735,20 +776,7 @@ XD_LL_RECEIVER(void)::take_given_tail(const LlUnit& unit, std::byte* item, bool 
   }
   __syncwarp();
   take_given_scales(unit, own);
-  const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
-#pragma unroll 1
-  for (std::uint32_t w = r_.taken.form.scale_words + lane_id(); w < r_.taken.form.tail_words();
-       w += 32) {
-    std::uint64_t word = 0;
-    if (own) {
-      word = own_tail_word(unit, w);
-    } else if (!wait_tail_word(unit, staged(unit) + r_.taken.form.payload() + w * 8, word)) {
-      note_lost();
-      word = 0;
-    }
-    deliver_tail_word(unit, here, w, word, item);
-  }
-  __syncwarp();
+  take_long_tail(unit, r_.taken.form.scale_words, item, own);
   if (own) return;
   meet();  // movers have looked at the escapes
 #pragma unroll 1
