@@ -239,10 +239,11 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
     has_zones = true;
   };
   bool more = is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit);
-  if (more) load_first(unit, held);
+  if (kLoadsAhead && more) load_first(unit, held);
 #pragma unroll 1
   while (more) {
     step.row = ++row_;
+    if constexpr (!kLoadsAhead) load_first(unit, held);
     await_zones();
     find_places(unit);
     const int next_at = step.at + kLlGroups * list_.takers();
@@ -265,11 +266,7 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
     }
     step.at = next_at;
     unit = next;
-    if constexpr (kLoadsAhead) {
-      held = next_held;
-    } else if (more) {
-      load_first(unit, held);
-    }
+    if constexpr (kLoadsAhead) held = next_held;
   }
   await_zones();
   if (!known) verdict = await();
