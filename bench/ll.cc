@@ -281,7 +281,7 @@ rank-major one), on the same tokens.
   --alignment N     of by_expert's zones (1)
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
   --sms N,N,...     CUDA: budgets of the group, one after another; 0 = the library's
-                    choice (0)
+                    choice, with the floors (0)
   --chain N         the period of a batch in streams of N (20) times dispatch and
                     combine, beside the times of these alone
   --device cuda     on GPUs: time in kernel, by events, and in CUDA graphs, and the

@@ -165,7 +165,7 @@ std::vector<LlCase> large_cases(int num_ranks) {
   LlCase by_rank = most;
   by_rank.receive = XD_LL_BY_RANK;
   LlCase few_blocks = plain_ll_case(num_ranks);  // each block has many rows, and several tokens
-  few_blocks.num_sms = 5;
+  few_blocks.num_sms = 7;
   few_blocks.topk = 8;
   few_blocks.local_experts = 6;
   few_blocks.max_tokens = 40;
@@ -173,8 +173,14 @@ std::vector<LlCase> large_cases(int num_ranks) {
   LlCase few_quantised = few_blocks;
   few_quantised.sent = Sent::float_scales;
   few_quantised.weights = Weights::at_combine;
-  few_quantised.order = Order::pairs;
-  return {many, long_rows, most, longest, by_expert, by_rank, few_blocks, few_quantised};
+  LlCase few_halves = few_blocks;
+  few_halves.order = Order::pairs;
+  LlCase few_pieces = few_blocks;  // rows that no group of threads has at once
+  few_pieces.num_sms = 4;
+  few_pieces.max_tokens = 12;
+  few_pieces.row_units = 1000;
+  return {many,    long_rows,  most,          longest,    by_expert,
+          by_rank, few_blocks, few_quantised, few_halves, few_pieces};
 }
 
 }  // namespace

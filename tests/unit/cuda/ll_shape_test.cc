@@ -254,6 +254,11 @@ TEST(LlShape, LeavesBlocksForEitherRole) {
     EXPECT_LT(ll_senders(blocks), blocks);
     EXPECT_LE(ll_send_blocks(blocks), blocks);
     EXPECT_GT(ll_send_blocks(blocks), ll_senders(blocks));  // one tells the routing
+    if (blocks == kLlFewestBlocks) continue;
+    EXPECT_GE(ll_senders(blocks), ll_senders(blocks - 1));
+  }
+  for (int blocks = kLlFewestBlocks; blocks < 12; ++blocks) {
+    EXPECT_GE(blocks - ll_senders(blocks), ll_senders(blocks)) << blocks;
   }
   EXPECT_EQ(ll_senders(132), 24);
 }
@@ -267,11 +272,15 @@ TEST(LlShape, GivesReceiversABlockForEachUnitUpToAll) {
   EXPECT_EQ(ll_receive_blocks(20, 128), 20);
 }
 
-TEST(LlShape, FetchesTheRowsOfSoManyChoicesAsABlockHasRoomFor) {
-  constexpr std::size_t kShared = std::size_t{227} * 1024 - kStaticSharedBytes;
-  EXPECT_EQ(ll_fetched_bytes(8), 8u * 14336);
-  EXPECT_LE(ll_fetched_bytes(14), kShared);
-  EXPECT_GT(ll_fetched_bytes(15), kShared);
+TEST(LlShape, LeavesRoomForASendHalfBesideReceiversOfRows) {
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 2), 48);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 97), 50);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 128), 65);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 512), 132 - ll_send_blocks(132));
+  EXPECT_EQ(ll_receive_blocks_of_rows(20, 512), 20);
+  for (int blocks = 60; blocks <= 160; ++blocks) {
+    EXPECT_LE(ll_receive_blocks_of_rows(blocks, 1 << 16) + ll_send_blocks(blocks), blocks);
+  }
 }
 
 TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {

@@ -119,11 +119,6 @@ class CudaLlGroup final : public LlGroup {
 
   // The shape of a launch that does these halves.
   LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
-  // Of a dispatch: the rows that may come, kLlGroups at a time, and the plan's head.
-  std::int64_t receive_units() const {
-    return std::int64_t{config().ranks} * config().max_tokens / kLlGroups + 1;
-  }
-  bool may_fetch() const { return ll_fetched_bytes(config().max_topk) <= room(); }
   // `units`: pieces of rows that a receive half sums.
   LaunchShape combine_shape(const LlStep& step, std::int64_t units = 0) const;
   LlStep step_of(const LlHalves& halves) {
@@ -318,9 +313,7 @@ void CudaLlGroup::load_kernels() const {
   load_experts();
   load_ll_dispatch(device_, dispatch_shape(step, params), room());
   load_ll_given(device_, dispatch_shape(step, params), room());
-  LaunchShape combine = combine_shape(step);
-  if (may_fetch()) combine.shared_bytes = ll_fetched_bytes(config().max_topk);
-  load_ll_combine(combine, config().wire_formats != 0);
+  load_ll_combine(combine_shape(step), config().wire_formats != 0);
   step.receive = false;
   dispatch_shape(step, params);
   step.send = false;
@@ -334,8 +327,9 @@ LaunchShape CudaLlGroup::dispatch_shape(const LlStep& step, LlDispatchParams& pa
   // A call that has failed waits for no rows.
   const bool sends_only = step.send && (!step.receive || step.failed);
   const bool receives_only = step.receive && !step.send;
+  const std::int64_t rows = std::int64_t{config().ranks} * config().max_tokens;
   const int blocks = sends_only      ? ll_send_blocks(blocks_)
-                     : receives_only ? ll_receive_blocks(blocks_, receive_units())
+                     : receives_only ? ll_receive_blocks_of_rows(blocks_, rows)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
   params.smem = ll_smem_layout(sizes_of(config()), room());
@@ -405,12 +399,7 @@ LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHa
   const std::int64_t vectors =
       params.row_bytes / ll_vector_bytes(params.form, static_cast<DType>(params.type));
   const std::int64_t pieces = (vectors + kLlMoverThreads - 1) / kLlMoverThreads;
-  LaunchShape shape = combine_shape(params.step, params.out_rows * pieces);
-  if (params.route.quick && params.out_rows > shape.blocks) {
-    params.route.quick = may_fetch();
-    if (may_fetch()) shape.shared_bytes = ll_fetched_bytes(config().max_topk);
-  }
-  enqueue(params, shape, kLlCombine, stream);
+  enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
   return bad;
 }
 

@@ -29,9 +29,9 @@ void launch(const LlCombineParams& params, const LaunchShape& shape, cudaStream_
 void load_ll_combine(const LaunchShape& shape, bool wires) {
   if (wires) load_ll_wire(shape);
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    load_dependent(kernel_for<LlWay::quick>(type), shape, shape.shared_bytes);
-    load_dependent(kernel_for<LlWay::any>(type), shape, shape.shared_bytes);
-    load_dependent(kernel_for<LlWay::by_host>(type), shape, shape.shared_bytes);
+    load_dependent(kernel_for<LlWay::quick>(type), shape, 0);
+    load_dependent(kernel_for<LlWay::any>(type), shape, 0);
+    load_dependent(kernel_for<LlWay::by_host>(type), shape, 0);
   }
 }
 

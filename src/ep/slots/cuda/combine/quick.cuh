@@ -1,9 +1,6 @@
 // The usual combine: both halves in one launch, in a group of up to 32 ranks that does not mask, of
 // rows that a block's movers hold at once, with up to 15 choices a token (LlCombineRoute).
 //
-// Where a block has further tokens, their own rows come through shared memory while it waits for
-// the sums of the one before: they would take registers of that.
-//
 // It does what LlPusher and LlSummer do, in fewer instructions and registers, and it makes no call:
 // values that live over one would lie in memory. Where something is unusual, a wait that becomes
 // long or a verdict against delivery, a warp stops, and they go on from there (LlRest).
@@ -54,16 +51,8 @@ class LlQuickMover {
   __device__ void take_unit(std::uint32_t word);
   __device__ void take_own(std::uint32_t word, std::uint32_t home);
   __device__ void take(std::uint32_t word, bool there);
-  __device__ void find_rows(std::uint32_t word, bool there);
-  __device__ const std::byte* rows_at() const {
-    return r_.rows + min(vector_, r_.vectors - 1) * F::kBytes;
-  }
-  __device__ static uint4* fetched() { return reinterpret_cast<uint4*>(ptx::dynamic_shared()); }
-  __device__ void fetch_own(int token);
-  template <bool kFetched>
   __device__ unsigned load_rows(unsigned left);
   __device__ bool take_weights();
-  template <bool kFetched>
   __device__ bool add_up(uint4& sum);
   __device__ bool push_all(uint4& own);
   __device__ bool sum_token(int token, std::uint32_t home, const uint4& own, bool first);
@@ -73,7 +62,7 @@ class LlQuickMover {
   LlCombineShared& s_;
   std::uint32_t unit_ = 0, units_ = 0;
   std::uint32_t next_ = 0;            // item_word() of the unit behind this one
-  std::uint32_t own_ = 0, home_ = 0;  // of the token whose own rows are loaded next
+  std::uint32_t own_ = 0, home_ = 0;  // of the block's first token
   bool weighted_ = false, go_ = false;
   // The rows that are on their way:
   std::uint32_t word_ = 0, vector_ = 0;
@@ -130,13 +119,8 @@ XD_LL_QUICK(void)::take_own(std::uint32_t word, std::uint32_t home) {
   take(word, (home >> r_.rank & 1) != 0);
 }
 
-XD_LL_QUICK(void)::take(std::uint32_t word, bool there) {
-  find_rows(word, there);
-  load_rows<false>(here_);
-}
-
 // A plan's items are not under its checksum, so they are held within the bounds of all memory.
-XD_LL_QUICK(void)::find_rows(std::uint32_t word, bool there) {
+XD_LL_QUICK(void)::take(std::uint32_t word, bool there) {
   word_ = word;
   const auto k = static_cast<std::uint32_t>(lane_id()) - 2;
   const std::uint32_t expert = p_.slots.divides(word & 0x7FFFFFFFu);
@@ -145,43 +129,17 @@ XD_LL_QUICK(void)::find_rows(std::uint32_t word, bool there) {
   offset_ = static_cast<std::int32_t>(expert) * r_.expert_stride +
             static_cast<std::int32_t>(word - expert * p_.slots.by) * r_.slot_stride;
   here_ = __ballot_sync(kAllLanes, good);
+  load_rows(here_);
 }
 
-// Asks for the rows of a further token of the block: each thread has its columns of them in shared
-// memory when copy_async_wait() returns. `own_` and `home_` are the token's.
-XD_LL_QUICK(void)::fetch_own(int token) {
-  vector_ = threadIdx.x;
-  find_rows(own_, (home_ >> r_.rank & 1) != 0);
-  const std::byte* const at = rows_at();
-  uint4* to = fetched() + threadIdx.x;
-#pragma unroll 1
-  for (unsigned left = here_; left != 0; left &= left - 1, to += kLlCombineMovers) {
-    const int offset = __shfl_sync(kAllLanes, offset_, __ffs(static_cast<int>(left)) - 1);
-    ptx::copy_async(to, at + std::int64_t{offset} * 16);
-  }
-  ptx::copy_async_commit();
-  const int next = min(token + static_cast<int>(gridDim.x), r_.max_tokens - 1);
-  home_ = home_of(next);
-  own_ = own_word(next);
-}
-
-// Threads behind the row's end load its last vector. Returns the rows that are left. `kFetched`: of
-// those that fetch_own() has asked for.
-template <class F>
-template <bool kFetched>
-__device__ inline unsigned LlQuickMover<F>::load_rows(unsigned left) {
-  const std::byte* at = rows_at();
+// Threads behind the row's end load its last vector. Returns the rows that are left.
+XD_LL_QUICK(unsigned)::load_rows(unsigned left) {
+  const std::byte* at = r_.rows + min(vector_, r_.vectors - 1) * F::kBytes;
 #pragma unroll
   for (int q = 0; q < kAhead; ++q) {
     if (left == 0) break;
-    const int lane = __ffs(static_cast<int>(left)) - 1;
-    if constexpr (kFetched) {
-      const int row = __popc(here_ & ((1u << lane) - 1));
-      row_[q] = fetched()[row * kLlCombineMovers + threadIdx.x];
-    } else {
-      const int offset = __shfl_sync(kAllLanes, offset_, lane);
-      row_[q] = F::load_row(at + std::int64_t{offset} * 16);
-    }
+    const int offset = __shfl_sync(kAllLanes, offset_, __ffs(static_cast<int>(left)) - 1);
+    row_[q] = F::load_row(at + std::int64_t{offset} * 16);
     left &= left - 1;
   }
   return left;
@@ -208,10 +166,7 @@ XD_LL_QUICK(bool)::take_weights() {
 }
 
 // The sum of the rows by ascending k, rounded once. False: weights are late.
-template <class F>
-template <bool kFetched>
-__device__ inline bool LlQuickMover<F>::add_up(uint4& sum) {
-  if constexpr (kFetched) load_rows<true>(here_);
+XD_LL_QUICK(bool)::add_up(uint4& sum) {
   unsigned left = here_;
   if (!weighted_ && (left & (left - 1)) == 0) {
     sum = left != 0 ? F::partial_of_row(p_, row_[0]) : make_uint4(0, 0, 0, 0);
@@ -233,7 +188,7 @@ __device__ inline bool LlQuickMover<F>::add_up(uint4& sum) {
     }
     left = rest;
     if (left == 0) break;
-    load_rows<kFetched>(left);
+    load_rows(left);
   }
   sum = here_ != 0 ? F::partial_of(p_, x) : make_uint4(0, 0, 0, 0);
   return true;
@@ -245,7 +200,7 @@ XD_LL_QUICK(bool)::push_all(uint4& own) {
   const std::uint32_t step = 4 * gridDim.x;
 #pragma unroll 1
   for (;;) {
-    if (!add_up<false>(own)) return false;
+    if (!add_up(own)) return false;
     if (is_own()) return true;
     const typename F::Place to(s_.turn.area[source_token_ >> 16].base + s_.stage_offset +
                                    std::uint64_t{place_} * r_.partial_stride,
@@ -269,24 +224,16 @@ XD_LL_QUICK(LlRest)::move() {
   if (!push_all(own)) return {unit_, first, false, false};
   if (first >= p_.out_rows) go_ = ll_meet_verdict(true);
   std::uint32_t home = home_;
-  int next = first + static_cast<int>(gridDim.x);
-  if (next < p_.out_rows) {
-    home_ = home_of(next);
-    own_ = own_word(next);
-  }
 #pragma unroll 1
   for (int token = first; token < p_.out_rows;) {
-    const std::uint32_t next_home = home_;
-    if (next < p_.out_rows) fetch_own(next);
     if (!sum_token(token, home, own, token == first)) {
       return {units_, token, true, !go_};
     }
-    token = next;
+    token += static_cast<int>(gridDim.x);
     if (token >= p_.out_rows) break;
-    next += static_cast<int>(gridDim.x);
-    home = next_home;
-    ptx::copy_async_wait<0>();
-    add_up<true>(own);
+    home = home_of(token);
+    take_own(own_word(token), home);
+    add_up(own);
   }
   return {units_, 0, true, true};
 }

@@ -29,9 +29,9 @@ void launch_wire(const LlCombineParams& params, const LaunchShape& shape, cudaSt
 
 void load_ll_wire(const LaunchShape& shape) {
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    load_dependent(kernel_for<LlCodes, LlWay::quick>(type), shape, shape.shared_bytes);
-    load_dependent(kernel_for<LlCodes, LlWay::any>(type), shape, shape.shared_bytes);
-    load_dependent(kernel_for<LlFloats, LlWay::any>(type), shape, shape.shared_bytes);
+    load_dependent(kernel_for<LlCodes, LlWay::quick>(type), shape, 0);
+    load_dependent(kernel_for<LlCodes, LlWay::any>(type), shape, 0);
+    load_dependent(kernel_for<LlFloats, LlWay::any>(type), shape, 0);
   }
 }
 

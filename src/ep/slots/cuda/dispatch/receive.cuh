@@ -82,8 +82,6 @@ template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
 class LlReceiver {
  public:
   static constexpr bool kQuantises = Quantiser::kQuantises;
-  // Movers that quantise own rows have no registers for the next one.
-  static constexpr bool kLoadsAhead = !kMoves || !kQuantises;
 
   __device__ LlReceiver(const LlDispatchParams& params, LlDispatchTurn& turn,
                         const LlList<kMany, kRows>& list, LlListShared& of_list,
@@ -151,30 +149,17 @@ class LlReceiver {
       } else {
         load_words(staged(unit), 0, held);
       }
-    } else if constexpr (!kSlow) {
-      held.v[0].x = tail_word(unit);
     }
-  }
-  // The lane's word of a row's tail of up to 32 words, as it lies there.
-  __device__ std::uint64_t tail_word(const LlUnit& unit) const {
-    const auto w = static_cast<std::uint32_t>(lane_id());
-    if (reads_here(unit) || w >= r_.taken.form.tail_words()) return 0;
-    const std::byte* const at = staged(unit) + r_.taken.form.payload() + w * 8;
-    return ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
   }
   __device__ bool take_words(const LlUnit& unit, const std::byte* row, std::uint32_t piece,
                              Held& held);
   __device__ void load_own(const LlUnit& unit, std::uint32_t piece, Held& held) const;
-  // `ahead`: called once, in front of the stores of the row's last piece.
-  template <class Ahead>
-  __device__ bool take(const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead);
-  template <class Ahead>
-  __device__ bool take_remote(const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead);
-  template <class Ahead>
-  __device__ void take_own(const LlUnit& unit, Held& held, Ahead ahead);
+  __device__ bool take(const LlUnit& unit, LlRowStep& step, Held& held);
+  __device__ bool take_remote(const LlUnit& unit, LlRowStep& step, Held& held);
+  __device__ void take_own(const LlUnit& unit, Held& held);
   __device__ void store(unsigned here, std::uint32_t piece, const Held& held) const;
   __device__ void note_lost() { *static_cast<volatile int*>(&r_.lost[group_][parity()]) = row_; }
-  __device__ bool take_tail(const LlUnit& unit, int list_at, std::uint64_t word);
+  __device__ bool take_tail(const LlUnit& unit, int list_at);
   __device__ void take_long_tail(const LlUnit& unit, std::uint32_t first, std::byte* item,
                                  bool own);
   __device__ std::uint64_t own_tail_word(const LlUnit& unit, std::uint32_t w) const;
@@ -228,26 +213,20 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
   const bool is_usual = !g_.masks && p_.smem.has_ids && r_.taken.form.tail_words() <= 32;
   LlListCursor cursor;
   LlRowStep step = start();
-  LlUnit unit, next;
-  // Words are on their way while their places are found; mostly they have come. The next row's are
-  // asked for in front of this row's stores, behind which they would come late (kLoadsAhead).
-  Held held, next_held;
+  LlUnit unit;
   // Every warp of the groups meets the one that makes the zones, once.
   bool has_zones = !kRows;
   const auto await_zones = [&has_zones] {
     if (!has_zones) ptx::barrier_sync(kLlListBarrier, kLlHelper * 32);
     has_zones = true;
   };
-  bool more = is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit);
-  if (kLoadsAhead && more) load_first(unit, held);
-#pragma unroll 1
-  while (more) {
+  while (is_usual && (!known || verdict == LlVerdict::go) && list_.find(step.at, cursor, unit)) {
     step.row = ++row_;
-    if constexpr (!kLoadsAhead) load_first(unit, held);
+    // Words are on their way while their places are found; mostly they have come.
+    Held held;
+    load_first(unit, held);
     await_zones();
     find_places(unit);
-    const int next_at = step.at + kLlGroups * list_.takers();
-    more = list_.find(next_at, cursor, next);
     // The places are there behind either barrier.
     if (known) {
       meet();
@@ -257,16 +236,12 @@ __device__ inline LlVerdict LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::
     known = true;
     step.piece = 0;
     if (verdict != LlVerdict::go) break;
-    const auto ahead = [&] {
-      if (kLoadsAhead && more) load_first(next, next_held);
-    };
-    if (!take(unit, step, held, ahead)) {
+    if (!take(unit, step, held)) {
       hand_over(step);
       return verdict;
     }
-    step.at = next_at;
-    unit = next;
-    if constexpr (kLoadsAhead) held = next_held;
+    step.at += kLlGroups * list_.takers();
+    step.piece = LlRowStep::kFromStart;
   }
   await_zones();
   if (!known) verdict = await();
@@ -303,7 +278,7 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
     } else if (kMoves) {
       load_words(staged(unit), step.piece, held);
     }
-    take(unit, step, held, [] {});
+    take(unit, step, held);
     step.piece = LlRowStep::kFromStart;
   }
   if (!g_.masks) return;
@@ -311,26 +286,17 @@ XD_LL_RECEIVER(void)::take_from(LlRowStep step) {
   zero_lost(row_);
 }
 
-template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
-template <class Ahead>
-__device__ inline bool LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take(const LlUnit& unit,
-                                                                                LlRowStep& step,
-                                                                                Held& held,
-                                                                                Ahead ahead) {
-  if constexpr (!kMoves) {
-    const std::uint64_t word = kSlow ? 0 : held.v[0].x;
-    ahead();
-    return take_tail(unit, step.at, word);
-  }
+XD_LL_RECEIVER(bool)::take(const LlUnit& unit, LlRowStep& step, Held& held) {
+  if constexpr (!kMoves) return take_tail(unit, step.at);
   if constexpr (kIsGiven<Quantiser>) {
     if (!reads_here(unit)) {
-      const bool taken = take_remote(unit, step, held, ahead);
+      const bool taken = take_remote(unit, step, held);
       meet();  // the tail warp frees the escapes
       return taken;
     }
   }
-  if (!reads_here(unit)) return take_remote(unit, step, held, ahead);
-  take_own(unit, held, ahead);
+  if (!reads_here(unit)) return take_remote(unit, step, held);
+  take_own(unit, held);
   return true;
 }
 
@@ -404,10 +370,7 @@ XD_LL_RECEIVER(bool)::take_words(const LlUnit& unit, const std::byte* row, std::
 }
 
 // False: it waits for long.
-template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
-template <class Ahead>
-__device__ inline bool LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_remote(
-    const LlUnit& unit, LlRowStep& step, Held& held, Ahead ahead) {
+XD_LL_RECEIVER(bool)::take_remote(const LlUnit& unit, LlRowStep& step, Held& held) {
   std::byte* row = staged(unit);
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
   const std::uint32_t vectors = r_.taken.form.vectors;
@@ -420,7 +383,6 @@ __device__ inline bool LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_
       return false;
     }
     if constexpr (kIsGiven<Quantiser>) put_ones(row, piece, held);
-    if ((piece + 1) * kPiece >= vectors) ahead();
     store(here, piece, held);
 #pragma unroll
     for (int i = 0; i < kTaken; ++i) {
@@ -440,10 +402,7 @@ XD_LL_RECEIVER(void)::load_own(const LlUnit& unit, std::uint32_t piece, Held& he
   for (int i = 0; i < kLlVectors; ++i) held.v[i] = words_of(row.v[i]);
 }
 
-template <class Quantiser, bool kMany, bool kRows, bool kMoves, bool kSlow>
-template <class Ahead>
-__device__ inline void LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_own(
-    const LlUnit& unit, Held& held, Ahead ahead) {
+XD_LL_RECEIVER(void)::take_own(const LlUnit& unit, Held& held) {
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
   const std::uint32_t vectors = r_.taken.form.vectors;
 #pragma unroll 1
@@ -462,7 +421,6 @@ __device__ inline void LlReceiver<Quantiser, kMany, kRows, kMoves, kSlow>::take_
         held.v[i] = make_ulonglong2(canon(words.x), canon(words.y));
       }
     }
-    if ((piece + 1) * kPiece >= vectors) ahead();
     store(here, piece, held);
   }
   if constexpr (kQuantises) meet();
@@ -488,9 +446,8 @@ XD_LL_RECEIVER(void)::store(unsigned here, std::uint32_t piece, const Held& held
   }
 }
 
-// The tail warp: scales, weights, and the row's item in the plan. `word`: tail_word(), as the first
-// look has found it. False: it waits for long.
-XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at, std::uint64_t word) {
+// The tail warp: scales, weights, and the row's item in the plan. False: it waits for long.
+XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
   const bool own = reads_here(unit);
   std::byte* const item = item_of(unit, list_at);
   write_item(unit, item);
@@ -511,17 +468,17 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at, std::uint64_t w
   }
   const auto w = static_cast<std::uint32_t>(lane_id());
   const bool has_word = w < r_.taken.form.tail_words();
+  auto* const at = staged(unit) + r_.taken.form.payload() + w * 8;
+  std::uint64_t word = 0;
   if (!own) {
-    bool loaded = true;
     const bool come = turn::poll_until(
         [&] {
-          if (!loaded) word = tail_word(unit);
-          loaded = false;
+          if (has_word) word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
           return __all_sync(kAllLanes, word != kFree) != 0;
         },
         [] { return false; });
     if (!come) return false;
-    if (has_word) put_back_word(staged(unit) + r_.taken.form.payload() + w * 8);
+    if (has_word) put_back_word(at);
   } else if (has_word) {
     word = own_tail_word(unit, w);
   }
