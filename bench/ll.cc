@@ -23,13 +23,14 @@ namespace {
 
 struct LlOptions {
   std::vector<int> tokens{1, 8, 16, 32, 64, 128, 256, 512};
-  Workload workload;  // of one number of tokens
+  std::vector<int> sms{0};
+  Workload workload;  // of one number of tokens, and one budget
   Device device = Device::cpu;
   int chain = 0;  // batches of a chain; 0 = none: single operations
   std::string json;
 };
 
-// The results of one number of tokens.
+// The results of one number of tokens, and one budget.
 struct LlCase {
   Workload workload;
   LlResults results;
@@ -47,6 +48,7 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   app.add_option("--tokens", options.tokens)
       ->delimiter(',')
       ->check(CLI::Range(1, XD_LL_MAX_TOKENS));
+  app.add_option("--sms", options.sms)->delimiter(',')->check(CLI::Range(0, 1024));
   number(app, "--hidden", w.hidden, 1, kMost);
   number(app, "--topk", w.topk, 1, kMost);
   number(app, "--experts", w.experts, 1, kMost);
@@ -71,6 +73,9 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   if (w.hidden % 128 != 0) {
     throw std::invalid_argument("--hidden " + std::to_string(w.hidden) +
                                 ": expected a multiple of 128, the columns of one scale");
+  }
+  if (options.sms != std::vector<int>{0} && (options.device == Device::cpu || options.chain != 0)) {
+    throw std::invalid_argument("--sms: expected --device cuda, and no --chain, with it");
   }
 #ifndef XD_CUDA
   if (options.device == Device::cuda) {
@@ -106,6 +111,7 @@ std::vector<Json> rows_of(const LlCase& one) {
     set_number(row, "p50_us", p50 * 1e6, 3);
     set_number(row, "p99_us", percentile(times.seconds, 0.99) * 1e6, 3);
     if (times.sms != 0) row["sms"] = times.sms;
+    if (one.workload.sms != 0) row["sms_allowed"] = one.workload.sms;
     const bool ours = times.step.by == one.results.times.front().step.by;
     for (const auto& [key, way] :
          {std::pair{"zero_copy_ratio", "zero-copy"}, std::pair{"staged_ratio", "staged"}}) {
@@ -158,7 +164,9 @@ void print(const LlReport& report) {
   }
   for (const LlCase& one : report.cases) {
     const xd_ll_memory& memory = one.results.memory;
-    std::printf("\n%d tokens per rank; a group takes %.1f MB per rank\n", one.workload.tokens,
+    const int sms = one.workload.sms;
+    std::printf("\n%d tokens per rank%s; a group takes %.1f MB per rank\n", one.workload.tokens,
+                sms == 0 ? "" : (", at most " + std::to_string(sms) + " SMs").c_str(),
                 static_cast<double>(memory.symmetric_bytes + memory.private_bytes) * 1e-6);
     print_table("", columns, rows_of(one));
   }
@@ -272,6 +280,8 @@ rank-major one), on the same tokens.
   --receive F       slots, by_expert or by_rank: the form of received rows (slots)
   --alignment N     of by_expert's zones (1)
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
+  --sms N,N,...     CUDA: budgets of the group, one after another; 0 = the library's
+                    choice, with the floors (0)
   --chain N         the period of a batch in streams of N (20) times dispatch and
                     combine, beside the times of these alone
   --device cuda     on GPUs: time in kernel, by events, and in CUDA graphs, and the
@@ -291,16 +301,19 @@ int run_ll_command(const std::vector<std::string>& arguments) {
 #endif
   if (report.options.chain != 0) return run_chains(launch, report);
   for (const int tokens : report.options.tokens) {
-    LlCase one{.workload = report.options.workload, .results = {}};
-    one.workload.tokens = tokens;
-    LlResults on_rank_0;
-    const int failures = run_ranks(launch, [&](int rank) {
-      LlResults results = run_on(report.options.device, launch, rank, one.workload);
-      if (rank == 0) on_rank_0 = std::move(results);
-    });
-    if (failures != 0) return 1;
-    one.results = std::move(on_rank_0);
-    report.cases.push_back(std::move(one));
+    for (const int sms : report.options.sms) {
+      LlCase one{.workload = report.options.workload, .results = {}};
+      one.workload.tokens = tokens;
+      one.workload.sms = sms;
+      LlResults on_rank_0;
+      const int failures = run_ranks(launch, [&](int rank) {
+        LlResults results = run_on(report.options.device, launch, rank, one.workload);
+        if (rank == 0) on_rank_0 = std::move(results);
+      });
+      if (failures != 0) return 1;
+      one.results = std::move(on_rank_0);
+      report.cases.push_back(std::move(one));
+    }
   }
   return launch.first_rank == 0 ? finish(report) : 0;
 }

@@ -18,6 +18,7 @@ xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
                    : w.receive == Receive::by_expert ? XD_LL_BY_EXPERT
                                                      : XD_LL_BY_RANK;
   config.alignment = w.alignment;
+  config.num_sms = w.sms;
   config.wire_formats = XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128);  // no wire needs less memory
   return config;
 }

@@ -123,7 +123,7 @@ def draw_ll(report, rows, path):
     """Draws a panel for each of two ways to take the time."""
     figure, panels = figures.new(1, 2, 4.4)
     for axes, (clock, title) in zip(panels, CLOCKS.items()):
-        here = [row for row in rows if row["clock"] == clock]
+        here = [row for row in rows if row["clock"] == clock and "sms_allowed" not in row]
         for operation, look in OPERATIONS.items():
             for dtype in ("bf16", "fp8"):
                 one = [row for row in here if (row["operation"], row["rows"]) == (operation, dtype)]

@@ -29,6 +29,7 @@ struct Workload {
   bool weighted = false;  // choices have weights
   Layout layout = Layout::expert;
   Receive receive = Receive::slots;  // of low latency alone; `layout` is the one that fits it
+  int sms = 0;                       // CUDA, likewise: the group's budget; 0 = the library's choice
   Element element = Element::bf16;
   xd_ep_wire combine_wire = XD_EP_WIRE_SAME;
   std::string routing = "uniform";  // uniform, zipf, zipf:EXPONENT, hot, file:PATH

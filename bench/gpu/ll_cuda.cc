@@ -19,10 +19,12 @@ constexpr int kChain = 20;  // operations of a graph
 constexpr const char* kLowLatency = "low latency";
 constexpr const char *kEvents = "events", *kKernel = "kernel";
 
-// With XD_LL_DEPENDENT=0 in the environment kernels begin one after the other.
-const char* graph_clock() {
+// With XD_LL_DEPENDENT=0 in the environment kernels begin one after the other, and so they do where
+// two of a budget fit the device.
+const char* graph_clock(int budget, int sms) {
   const char* const set = std::getenv("XD_LL_DEPENDENT");
-  return set != nullptr && std::string(set) == "0" ? "graph" : "graph, dependent";
+  const bool off = set != nullptr && std::string(set) == "0";
+  return off || (budget != 0 && 2 * budget <= sms) ? "graph" : "graph, dependent";
 }
 
 Workload with(Workload w, Element element) {
@@ -67,7 +69,7 @@ class LlMeasurement {
     halves("bf16", "combine", [&](xd_ll_phase phase) { ll_.combine(phase); });
     halves("fp8", "combine", [&](xd_ll_phase phase) { ll_.combine_fp8(phase); });
     check();
-    if (at_.ranks > 1) floors(has_nccl);
+    if (at_.ranks > 1 && at_.workload().sms == 0) floors(has_nccl);  // which no budget changes
     add({"empty kernel", "-", "-", kEvents},
         at_.watch.measure(at_.iterations(), [&](int) { launch_nothing(sms_, 1024, at_.stream); }));
     results_.memory = ll_.memory();
@@ -162,7 +164,7 @@ class LlMeasurement {
     for (double& one : seconds) one /= kChain;
     at_.settle("a graph");
     ll_.check_status();
-    add(by(step, graph_clock()), seconds, sms_of(step, enqueue));
+    add(by(step, graph_clock(at_.workload().sms, sms_)), seconds, sms_of(step, enqueue));
   }
 
   void halves(const char* rows, const std::string& name,
@@ -226,7 +228,8 @@ LlResults run_ll(const Launch& launch, int rank, const Workload& workload) {
   const int device = place.device_of(rank);
   ok(cudaSetDevice(device), "cudaSetDevice");
   const Batch batch(with(workload, Element::bf16)), fp8(with(workload, Element::bf16_to_fp8));
-  const std::string name = "bench-ll-" + std::to_string(workload.tokens);
+  const std::string name =
+      "bench-ll-" + std::to_string(workload.tokens) + "-" + std::to_string(workload.sms);
   const std::size_t landing = WireFloor::landing_bytes(batch);
   const Means means(launch, rank,
                     {.name = name.c_str(),

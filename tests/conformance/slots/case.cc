@@ -42,6 +42,7 @@ constexpr std::array kSlots{Slots::packed, Slots::padded, Slots::slots_first, Sl
 constexpr std::array kOrders{Order::whole,   Order::halves, Order::pairs,
                              Order::crossed, Order::deep,   Order::mixed};
 constexpr std::array kInFlight{0, 2, 3, 4};
+constexpr std::array kNumSms{0, 2, 3, 20};
 constexpr std::array kReceive{XD_LL_SLOTS, XD_LL_BY_EXPERT, XD_LL_BY_RANK};
 constexpr std::array kAlignments{1, 4, 16};
 
@@ -80,6 +81,7 @@ static void for_each_dimension(LlCase& c, Visit&& visit) {
   visit(c.duplicates, kFlags);
   visit(c.bad_ids, kFlags);
   visit(c.extras, kFlags);
+  visit(c.num_sms, kNumSms);
 }
 
 namespace {
@@ -162,7 +164,23 @@ std::vector<LlCase> large_cases(int num_ranks) {
   by_expert.alignment = 16;
   LlCase by_rank = most;
   by_rank.receive = XD_LL_BY_RANK;
-  return {many, long_rows, most, longest, by_expert, by_rank};
+  LlCase few_blocks = plain_ll_case(num_ranks);  // each block has many rows, and several tokens
+  few_blocks.num_sms = 7;
+  few_blocks.topk = 8;
+  few_blocks.local_experts = 6;
+  few_blocks.max_tokens = 40;
+  few_blocks.row_units = 896;
+  LlCase few_quantised = few_blocks;
+  few_quantised.sent = Sent::float_scales;
+  few_quantised.weights = Weights::at_combine;
+  LlCase few_halves = few_blocks;
+  few_halves.order = Order::pairs;
+  LlCase few_pieces = few_blocks;  // rows that no group of threads has at once
+  few_pieces.num_sms = 4;
+  few_pieces.max_tokens = 12;
+  few_pieces.row_units = 1000;
+  return {many,    long_rows,  most,          longest,    by_expert,
+          by_rank, few_blocks, few_quantised, few_halves, few_pieces};
 }
 
 }  // namespace
@@ -297,6 +315,7 @@ xd_ll_config LlCase::config(const std::vector<std::int32_t>& owners) const {
   config.hidden = 16 * row_units / static_cast<int>(element_bytes(dtype));
   config.duplicate_ids = duplicates ? XD_EP_DUPLICATE_IDS_COLLAPSE : XD_EP_DUPLICATE_IDS_ERROR;
   config.in_flight = in_flight;
+  config.num_sms = num_sms;
   config.expert_ranks = owned == Owners::even ? nullptr : owners.data();
   config.receive = receive;
   config.alignment = alignment;
@@ -332,7 +351,8 @@ std::string LlCase::description() const {
        << name_of(tokens) << ", weights " << kWeightNames[static_cast<int>(weights)] << ", slots "
        << kSlotNames[static_cast<int>(slots)] << ", scales "
        << kSlotNames[static_cast<int>(scale_slots)] << ", order "
-       << kOrderNames[static_cast<int>(order)] << ", in flight " << in_flight;
+       << kOrderNames[static_cast<int>(order)] << ", in flight " << in_flight << ", SMs "
+       << num_sms;
   if (receive == XD_LL_BY_EXPERT) text << ", by expert, alignment " << alignment;
   if (receive == XD_LL_BY_RANK) text << ", by rank";
   if (!has_slots() && bounded) text << ", bounded";

@@ -77,6 +77,7 @@ struct LlCase {
   Slots scale_slots = Slots::packed;
   Order order = Order::whole;
   int in_flight = 0;
+  int num_sms = 0;  // CUDA; elsewhere it changes nothing
   xd_ll_receive receive = XD_LL_SLOTS;
   int alignment = 1;        // of zones, by expert
   bool bounded = false;     // not into slots: calls say how many tokens a rank has at most

@@ -254,6 +254,11 @@ TEST(LlShape, LeavesBlocksForEitherRole) {
     EXPECT_LT(ll_senders(blocks), blocks);
     EXPECT_LE(ll_send_blocks(blocks), blocks);
     EXPECT_GT(ll_send_blocks(blocks), ll_senders(blocks));  // one tells the routing
+    if (blocks == kLlFewestBlocks) continue;
+    EXPECT_GE(ll_senders(blocks), ll_senders(blocks - 1));
+  }
+  for (int blocks = kLlFewestBlocks; blocks < 12; ++blocks) {
+    EXPECT_GE(blocks - ll_senders(blocks), ll_senders(blocks)) << blocks;
   }
   EXPECT_EQ(ll_senders(132), 24);
 }
@@ -265,6 +270,17 @@ TEST(LlShape, GivesReceiversABlockForEachUnitUpToAll) {
   EXPECT_EQ(ll_receive_blocks(132, 3000000000), 132);
   EXPECT_EQ(ll_receive_blocks(20), 20);
   EXPECT_EQ(ll_receive_blocks(20, 128), 20);
+}
+
+TEST(LlShape, LeavesRoomForASendHalfBesideReceiversOfRows) {
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 2), 48);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 97), 50);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 128), 65);
+  EXPECT_EQ(ll_receive_blocks_of_rows(132, 512), 132 - ll_send_blocks(132));
+  EXPECT_EQ(ll_receive_blocks_of_rows(20, 512), 20);
+  for (int blocks = 60; blocks <= 160; ++blocks) {
+    EXPECT_LE(ll_receive_blocks_of_rows(blocks, 1 << 16) + ll_send_blocks(blocks), blocks);
+  }
 }
 
 TEST(LlOrder, HasEveryTokenOfEveryRankOnceAndItsOwnFirst) {

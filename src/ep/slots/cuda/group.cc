@@ -327,8 +327,9 @@ LaunchShape CudaLlGroup::dispatch_shape(const LlStep& step, LlDispatchParams& pa
   // A call that has failed waits for no rows.
   const bool sends_only = step.send && (!step.receive || step.failed);
   const bool receives_only = step.receive && !step.send;
+  const std::int64_t rows = std::int64_t{config().ranks} * config().max_tokens;
   const int blocks = sends_only      ? ll_send_blocks(blocks_)
-                     : receives_only ? ll_receive_blocks(blocks_)
+                     : receives_only ? ll_receive_blocks_of_rows(blocks_, rows)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
   params.smem = ll_smem_layout(sizes_of(config()), room());

@@ -42,19 +42,28 @@ constexpr int ll_senders(int blocks) {
   const int sixth = (blocks + 5) / 6;
   const int even = (sixth + 1) / 2 * 2;
   const int senders = even < 4 ? 4 : even;
-  return senders < blocks ? senders : blocks / 2;
+  return senders < blocks / 2 ? senders : blocks / 2;
 }
 
 // Blocks of launches that do one half: rows leave for as long as the links take, with few blocks.
-// Receivers have to wait for words, so more of them are faster.
+// Receivers have to wait for words, so more of them are faster: one for each unit, as a block's
+// units come one after another.
 constexpr int ll_send_blocks(int blocks) {
   return ll_senders(blocks) < blocks ? ll_senders(blocks) + 1 : blocks;
 }
-// `units`: what each block of a combine sums one after another.
+// `units`: of a combine what a block sums at once.
 constexpr int ll_receive_blocks(int blocks, std::int64_t units = 0) {
   constexpr std::int64_t kFewest = 48;
   const std::int64_t wanted = units < kFewest ? kFewest : units;
   return wanted < blocks ? static_cast<int>(wanted) : blocks;
+}
+
+// Of a dispatch: kLlGroups of the `rows` that may come, and the plan's head. A send half fits
+// beside it: another rank may wait for that one before it sends what this half waits for.
+constexpr int ll_receive_blocks_of_rows(int blocks, std::int64_t rows) {
+  const std::int64_t units = (rows + kLlGroups - 1) / kLlGroups + 1;
+  const std::int64_t beside = blocks - ll_send_blocks(blocks);
+  return ll_receive_blocks(blocks, units < beside ? units : beside);
 }
 
 inline constexpr int kLlFewestBlocks = 2;

@@ -67,38 +67,22 @@ __device__ __forceinline__ void ll_begin(const LlDispatchParams& params, LlShare
   LlDispatchTurn(params, shared, kLlDispatch).begin();
 }
 
+// The same of the type of scales that are given, which is this rank's own.
+__device__ inline bool scales_fit_what_was_sent(const LlDispatchParams& p, LlShared& turn) {
+  const LlRecord& own = turn.record[p.group.rank()];
+  if (turn.course.rows || turn.failed != 0 || p.record.scale_type == own.scale_type) return true;
+  turn.findings.kind = LlFault::not_as_sent;
+  turn.findings.got = turn.findings.expected = p.recv_row_bytes;
+  return false;
+}
+
 // The steps of a receiver block that move no rows: see ll_begin(). Warps of which each calls one.
-template <bool kMany>
+template <bool kMany, bool kGiven>
 __device__ __forceinline__ void watch_sources(const LlDispatchParams& p, DispatchShared& shared,
                                               std::uint64_t epoch) {
   LlShared& s = shared.turn;
-  if (lane_id() == 0) s.bad_id_rank = p.group.ranks();
-  LlDispatchTurn turn(p, s, kLlDispatch);
-  if (p.group.masks && !turn.is_last_block()) {
-    turn.follow_sources(epoch);
-  } else {
-    LlSources<kMany>(p, turn, shared.list, epoch).wait();
-    turn.judge(lane_id() != 0 || fits_what_was_sent(p, s));
-    if (p.group.masks) turn.tell_sources(epoch);
-  }
-  // Rows of a launch that does both halves have the form that it sends.
-  if (lane_id() == 0 && !s.course.rows) {
-    shared.receive.taken = LlTaken::of(s.record[p.group.rank()]);
-  }
-}
-
-// The same for rows that are given. The type of the scales is this rank's own.
-template <bool kMany>
-__device__ __forceinline__ void watch_given_sources(const LlDispatchParams& p,
-                                                    DispatchShared& shared, std::uint64_t epoch) {
-  LlShared& s = shared.turn;
-  const LlRecord& own = s.record[p.group.rank()];
   const auto fits = [&] {
-    if (!fits_what_was_sent(p, s)) return false;
-    if (s.course.rows || s.failed != 0 || p.record.scale_type == own.scale_type) return true;
-    s.findings.kind = LlFault::not_as_sent;
-    s.findings.got = s.findings.expected = p.recv_row_bytes;
-    return false;
+    return fits_what_was_sent(p, s) && (!kGiven || scales_fit_what_was_sent(p, s));
   };
   if (lane_id() == 0) s.bad_id_rank = p.group.ranks();
   LlDispatchTurn turn(p, s, kLlDispatch);
@@ -109,10 +93,17 @@ __device__ __forceinline__ void watch_given_sources(const LlDispatchParams& p,
     turn.judge(lane_id() != 0 || fits());
     if (p.group.masks) turn.tell_sources(epoch);
   }
+  // Rows of a launch that does both halves have the form that it sends.
   if (lane_id() == 0 && !s.course.rows) {
-    shared.receive.taken = LlTaken::of_given(own, ll_given(p).given_form);
+    const LlRecord& own = s.record[p.group.rank()];
+    if constexpr (kGiven) {
+      shared.receive.taken = LlTaken::of_given(own, ll_given(p).given_form);
+    } else {
+      shared.receive.taken = LlTaken::of(own);
+    }
   }
 }
+
 template <bool kMany>
 __device__ __forceinline__ void count_bad_ids(const LlDispatchParams& p, DispatchShared& shared,
                                               std::uint64_t epoch) {
@@ -482,11 +473,7 @@ XD_LL_BLOCK(void)::watch() const {
   __syncthreads();
   if (!takes_turn()) return;
   receive_all([&](std::uint64_t epoch) {
-    if constexpr (kIsGiven<Quantiser>) {
-      watch_given_sources<kMany>(p_, s_, epoch);
-    } else {
-      watch_sources<kMany>(p_, s_, epoch);
-    }
+    watch_sources<kMany, kIsGiven<Quantiser>>(p_, s_, epoch);
     const LlVerdict verdict = await(s_.turn.failed == 0);
     if (verdict != LlVerdict::go || !is_first_receiver()) return;
     count_bad_ids<kMany>(p_, s_, epoch);

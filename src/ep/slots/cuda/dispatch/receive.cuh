@@ -160,7 +160,8 @@ class LlReceiver {
   __device__ void store(unsigned here, std::uint32_t piece, const Held& held) const;
   __device__ void note_lost() { *static_cast<volatile int*>(&r_.lost[group_][parity()]) = row_; }
   __device__ bool take_tail(const LlUnit& unit, int list_at);
-  __device__ void take_long_tail(const LlUnit& unit, std::byte* item, bool own);
+  __device__ void take_long_tail(const LlUnit& unit, std::uint32_t first, std::byte* item,
+                                 bool own);
   __device__ std::uint64_t own_tail_word(const LlUnit& unit, std::uint32_t w) const;
   // Rows that are given:
   template <class Await>
@@ -462,7 +463,7 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
     return true;
   }
   if constexpr (kSlow) {
-    take_long_tail(unit, item, own);
+    take_long_tail(unit, 0, item, own);
     return true;
   }
   const auto w = static_cast<std::uint32_t>(lane_id());
@@ -487,11 +488,12 @@ XD_LL_RECEIVER(bool)::take_tail(const LlUnit& unit, int list_at) {
   return true;
 }
 
-// Each lane waits for its words.
-XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::byte* item, bool own) {
+// The tail's words from one on. Each lane waits for its words.
+XD_LL_RECEIVER(void)::take_long_tail(const LlUnit& unit, std::uint32_t first, std::byte* item,
+                                     bool own) {
   const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
 #pragma unroll 1
-  for (std::uint32_t w = lane_id(); w < r_.taken.form.tail_words(); w += 32) {
+  for (std::uint32_t w = first + lane_id(); w < r_.taken.form.tail_words(); w += 32) {
     std::uint64_t word = 0;
     if (own) {
       word = own_tail_word(unit, w);
@@ -513,16 +515,22 @@ XD_LL_RECEIVER(std::uint64_t)::own_tail_word(const LlUnit& unit, std::uint32_t w
   return ll_weight_word(p_.topk_weights + unit.token() * topk, topk, w - r_.taken.form.scale_words);
 }
 
-// False: the word has been given up.
-XD_LL_RECEIVER(bool)::wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word) {
+// Waits for a word. False: it has been given up.
+XD_LL_RECEIVER(bool)::await_tail_word(const LlUnit& unit, const std::byte* at,
+                                      std::uint64_t& word) {
   if (ll_has_failed(g_, turn_.shared())) return false;
   turn::LongWait wait;
-  const bool come = turn::poll_until(
+  return turn::poll_until(
       [&] {
         word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
         return word != kFree;
       },
       [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait); });
+}
+
+// The same of a word that is taken.
+XD_LL_RECEIVER(bool)::wait_tail_word(const LlUnit& unit, std::byte* at, std::uint64_t& word) {
+  const bool come = await_tail_word(unit, at, word);
   if (come) put_back_word(at);
   return come;
 }
@@ -711,19 +719,6 @@ XD_LL_RECEIVER(void)::put_ones(const std::byte* row, std::uint32_t piece, Held& 
   }
 }
 
-// As wait_tail_word(), of a word that is not put back.
-XD_LL_RECEIVER(bool)::await_tail_word(const LlUnit& unit, const std::byte* at,
-                                      std::uint64_t& word) {
-  if (ll_has_failed(g_, turn_.shared())) return false;
-  turn::LongWait wait;
-  return turn::poll_until(
-      [&] {
-        word = ptx::ld_relaxed_sys(reinterpret_cast<const std::uint64_t*>(at));
-        return word != kFree;
-      },
-      [&] { return turn_.goes_on(XD_PHASE_ROWS, epoch_, unit.source(), wait); });
-}
-
 // The tail warp.
 XD_LL_RECEIVER(void)::take_given_tail(const LlUnit& unit, std::byte* item, bool own) {
   const LlGivenForm& form = ll_given(p_).given_form;
@@ -735,20 +730,7 @@ XD_LL_RECEIVER(void)::take_given_tail(const LlUnit& unit, std::byte* item, bool 
   }
   __syncwarp();
   take_given_scales(unit, own);
-  const unsigned here = __ballot_sync(kAllLanes, place_of_lane(row_).expert >= 0);
-#pragma unroll 1
-  for (std::uint32_t w = r_.taken.form.scale_words + lane_id(); w < r_.taken.form.tail_words();
-       w += 32) {
-    std::uint64_t word = 0;
-    if (own) {
-      word = own_tail_word(unit, w);
-    } else if (!wait_tail_word(unit, staged(unit) + r_.taken.form.payload() + w * 8, word)) {
-      note_lost();
-      word = 0;
-    }
-    deliver_tail_word(unit, here, w, word, item);
-  }
-  __syncwarp();
+  take_long_tail(unit, r_.taken.form.scale_words, item, own);
   if (own) return;
   meet();  // movers have looked at the escapes
 #pragma unroll 1
