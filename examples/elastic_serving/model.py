@@ -37,7 +37,7 @@ class Requests:
 
     def __init__(self, checkpoint: pathlib.Path, rank: int, tokens: int = 256) -> None:
         weights = np.load(checkpoint)
-        self._random = rank
+        self._rank = rank
         pool = np.random.default_rng(rank).integers(-2, 3, (tokens, HIDDEN))
         self._tokens = pool.astype(np.float32)
         self._experts = route(self._tokens, weights["router"])
@@ -48,5 +48,5 @@ class Requests:
 
     def batch(self, step: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of a step, their experts, and their exact outputs."""
-        chosen = np.random.default_rng((self._random, step)).integers(0, len(self._tokens), size)
+        chosen = np.random.default_rng((self._rank, step)).integers(0, len(self._tokens), size)
         return self._tokens[chosen], self._experts[chosen], self._expected[chosen]
