@@ -46,7 +46,7 @@ demo-elastic:  ## kill one of 4 ranks that serve, go on, get it back; demo/elast
 	@tools/setup.sh demo python
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),_core crossdock-run)
 	@PYTHONPATH=build/python OMP_NUM_THREADS=1 $(RELEASE)/tools/run/crossdock-run -n 4 --respawn 3 \
-	  --timeout 120 -- .venv/bin/python $(ELASTIC)/serve.py --folder demo/elastic
+	  --timeout 300 -- .venv/bin/python $(ELASTIC)/serve.py --folder demo/elastic
 	@PYTHONPATH=build/python .venv/bin/python $(ELASTIC)/timeline.py demo/elastic \
 	  --json demo/elastic.json
 	@.venv/bin/python bench/plot.py demo/elastic.json --out demo --format png

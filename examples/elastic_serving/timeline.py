@@ -14,7 +14,6 @@ import datetime
 import json
 import pathlib
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -158,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
