@@ -54,7 +54,7 @@ def eventually(found: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@on_ranks(3, loses=1)
+@on_ranks(3, loses=1, fresh=True)  # other tests keep their processes
 def test_the_place_of_a_killed_rank_is_taken(me: Rank, tmp_path: pathlib.Path) -> None:
     """Ranks 0 and 1 begin, 1 is killed, and the third process takes its place."""
     invitation = tmp_path / "invitation"
