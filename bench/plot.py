@@ -236,10 +236,11 @@ def draw_losses(report, rows, path):
 MARKS = {
     "killed": {"color": ORANGE, "linestyle": "-"},
     "agreed": {"color": BLACK, "linestyle": "--"},
-    "started": {"color": GREY, "linestyle": ":"},
+    "runs": {"color": GREY, "linestyle": ":"},
     "joined": {"color": PURPLE, "linestyle": "-."},
     "activated": {"color": GREEN, "linestyle": "-"},
 }
+LABELS = {"runs": "runs again"}
 
 
 def draw_elastic(report, rows, path):
@@ -250,7 +251,7 @@ def draw_elastic(report, rows, path):
     for what, look in MARKS.items():
         at = report["marks"][what]
         later = f"{at - report['marks']['killed']:+.3f} s" if what != "killed" else f"at {at:.2f} s"
-        axes.axvline(at, label=f"{what} {later}", linewidth=1, zorder=1, **look)
+        axes.axvline(at, label=f"{LABELS.get(what, what)} {later}", linewidth=1, zorder=1, **look)
     axes.set_ylim(0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("tokens per second, all ranks")

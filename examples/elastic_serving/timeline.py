@@ -9,54 +9,40 @@ bench/plot.py draws that file.
 from __future__ import annotations
 
 import argparse
-import collections
 import datetime
+import itertools
 import json
+import math
+import os
 import pathlib
-import statistics
 import time
 from typing import Any
 
-BIN = 0.1  # seconds
+RANKS, BIN = 4, 0.1  # seconds
 MARKS = {  # in the order in which they come
     "killed": "rank {rank} is killed",
     "agreed": "the others have agreed on a view without it",
-    "started": "the launcher has started it again",
+    "runs": "its new process runs",
     "joined": "the others have let it in",
     "activated": "it is a member, and works",
 }
 
 
 class Log:
-    """A process's diary, line by line, so that much of it is left when it is killed."""
+    """A process's diary, line by line, so that it is left when that is killed."""
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, options: argparse.Namespace) -> None:
         self._file = path.open("w", buffering=1)
-        self._bin = self._tokens = 0
-        self._latest, self._longest = time.monotonic(), 0.0
-        self._steps: collections.Counter[int] = collections.Counter()
+        given = vars(options) | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+        self._write(options={name: value for name, value in given.items() if name != "folder"})
 
     def mark(self, what: str) -> None:
         """Something has happened. Any thread."""
         self._write(mark=what, at=time.monotonic())
 
-    def count(self, tokens: int, members: int) -> None:
-        """So many ranks have made a step, and compared all outputs; this one's tokens."""
-        now = time.monotonic()
-        if self._steps:
-            self._longest = max(self._longest, now - self._latest)
-        self._latest = now
-        if int(now / BIN) != self._bin:
-            self._write(bin=self._bin, tokens=self._tokens)
-            self._bin, self._tokens = int(now / BIN), 0
-        self._tokens += tokens
-        self._steps[members] += 1
-
-    def close(self) -> None:
-        """The end of a process that has done all."""
-        self._write(bin=self._bin, tokens=self._tokens)
-        self._write(steps=self._steps, longest_pause=round(self._longest, 4))
-        self._file.close()
+    def count(self, step: int, tokens: int, members: int) -> None:
+        """So many ranks have made a step, each with exact outputs; this one's tokens."""
+        self._write(step=step, tokens=tokens, members=members, at=time.monotonic())
 
     def _write(self, **line: object) -> None:
         self._file.write(json.dumps(line) + "\n")
@@ -73,50 +59,53 @@ def read(folder: pathlib.Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return dict(sorted(found.items()))
 
 
+def require(holds: bool, expected: str) -> None:
+    """Ends the program if something is not as it has to be."""
+    if not holds:
+        raise SystemExit(f"expected {expected}: serve.py has failed, or still runs")
+
+
 def report(folder: pathlib.Path) -> dict[str, Any]:
     """All events, in seconds since all ranks worked, and the tokens of tenths of a second."""
     processes = read(folder)
-    tokens: collections.Counter[int] = collections.Counter()
-    marks: dict[str, float] = {}
-    again = []
-    for (_, times), lines in processes.items():
-        for line in lines:
-            if line.get("tokens"):
-                tokens[line["bin"]] += line["tokens"]
-            if line.get("mark") in MARKS and (line["mark"] != "started" or times > 0):
-                marks[line["mark"]] = max(line["at"], marks.get(line["mark"], 0))  # the last rank's
-        again.append(sum(line.get("mark") == "made again" for line in lines))
-    survivors = [lines[-1] for (_, times), lines in processes.items() if times == 0]
-    survivors = [line for line in survivors if "steps" in line]
-    missing = [what for what in MARKS if what not in marks]
-    if missing or not survivors:
-        raise SystemExit(f"{folder}: serve.py has not come to its end: {missing} missing")
-    steps = {int(members): count for members, count in survivors[0]["steps"].items()}
-    # Parts of the first and of the last tenth are missing.
-    first, last = min(tokens) + 1, max(tokens) - 1
+    rank = max((r for r, times in processes if times > 0), default=-1)
+    require(rank >= 0, "a process that came later")
+    done = {p: lines for p, lines in processes.items() if p != (rank, 0)}
+    ended = {r for (r, _), lines in done.items() if lines and lines[-1].get("mark") == "done"}
+    require(len(done) == RANKS == len(ended), "that all but the killed process come to their end")
+    made = {p: [line for line in lines if "step" in line] for p, lines in processes.items()}
+    survivors = [made[process] for process in done if process[1] == 0]
+    equal = [[(line["step"], line["members"]) for line in steps] for steps in survivors]
+    numbers = [step for step, _ in equal[0]]
+    same = equal == [equal[0]] * (RANKS - 1) and numbers == list(range(len(numbers)))
+    require(same, "the same steps on all survivors, each once")
+    events = [line for lines in processes.values() for line in lines if "mark" in line]
+    marks = {line["mark"]: line["at"] for line in sorted(events, key=lambda one: one["at"])}
+    require(set(marks) >= set(MARKS), f"the marks {list(MARKS)}, not only {list(marks)}")
+    # The figure is of the time when all first processes had begun, and none had ended.
+    begin = max(steps[0]["at"] for (_, times), steps in made.items() if times == 0 and steps)
+    end = min(made[process][-1]["at"] for process in done)
+    tokens = [0] * int((end - begin) / BIN)
+    for line in (line for steps in made.values() for line in steps):
+        if 0 <= (n := math.floor((line["at"] - begin) / BIN)) < len(tokens):
+            tokens[n] += line["tokens"]
+    pauses = [[b["at"] - a["at"] for a, b in itertools.pairwise(s)] for s in survivors]
+    again = [sum(line.get("mark") == "made again" for line in lines) for lines in done.values()]
     return {
-        "ranks": max(steps),
-        "killed_rank": max(rank for rank, times in processes if times > 0),
-        "marks": {what: round(marks[what] - first * BIN, 4) for what in MARKS},
-        "steps": sum(steps.values()),
-        "steps_without_it": sum(steps.values()) - steps[max(steps)],
+        "options": processes[0, 0][0]["options"],
+        "ranks": RANKS,
+        "killed_rank": rank,
+        "marks": {what: round(marks[what] - begin, 4) for what in MARKS},
+        "steps": len(numbers),
+        "steps_without_it": sum(members < RANKS for _, members in equal[0]),
         "steps_made_again": max(again),
-        "longest_pause": max(line["longest_pause"] for line in survivors),
+        "outputs_checked": sum(line["tokens"] for steps in made.values() for line in steps),
+        "longest_pause": round(max(map(max, pauses)), 4),
         "rows": [
-            {"second": round((n - first) * BIN, 1), "tokens_per_second": round(tokens[n] / BIN)}
-            for n in range(first, last + 1)
+            {"second": round(n * BIN, 1), "tokens_per_second": round(count / BIN)}
+            for n, count in enumerate(tokens)
         ],
     }
-
-
-def mean_rate(found: dict[str, Any], begin: float, end: float) -> int:
-    """Tokens per second of the whole tenths between two times."""
-    inside = [
-        row["tokens_per_second"]
-        for row in found["rows"]
-        if begin <= row["second"] and row["second"] + BIN <= end
-    ]
-    return round(statistics.mean(inside)) if inside else 0
 
 
 def tell(found: dict[str, Any]) -> None:
@@ -127,15 +116,10 @@ def tell(found: dict[str, Any]) -> None:
         print(f"{time_of}  {words.format(rank=found['killed_rank'])}")
     print(
         f"{found['steps']} steps, {found['steps_without_it']} of them without rank "
-        f"{found['killed_rank']}, {found['steps_made_again']} made again; all outputs are exact"
+        f"{found['killed_rank']}, {found['steps_made_again']} made again; "
+        f"{found['outputs_checked']:,} outputs compared, all exact"
     )
-    print(f"longest pause between two steps of a rank: {1000 * found['longest_pause']:.0f} ms")
-    rates = (
-        mean_rate(found, 0, begin),
-        mean_rate(found, marks["agreed"], marks["started"]),
-        mean_rate(found, marks["activated"], float("inf")),
-    )
-    print("tokens per second: {:,} before, {:,} without it, {:,} after".format(*rates))
+    print(f"longest time between the ends of two steps: {1000 * found['longest_pause']:.0f} ms")
 
 
 def main() -> None:
@@ -149,8 +133,8 @@ def main() -> None:
     if options.json:
         from crossdock.cli import _host
 
-        head = {"title": "examples/elastic_serving", "machine": _host.processor()}
-        head |= {"date": datetime.date.today().isoformat()} | found
+        head = {"title": "examples/elastic_serving", "machine": _host.processor()} | found
+        head["date"] = datetime.date.today().isoformat()
         rows = ",\n".join(map(json.dumps, head.pop("rows")))
         begin = json.dumps(head).removesuffix("}")
         options.json.write_text(f'{begin}, "rows": [\n{rows}\n]}}\n')
