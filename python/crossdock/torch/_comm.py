@@ -155,7 +155,11 @@ class Comm:
         self._missing_bytes = missing - granted
 
     def invite(self) -> bytes:
-        """An invitation for `join`; see ``crossdock.Comm.invite``."""
+        """An invitation for `join`; see ``crossdock.Comm.invite``. Local; any thread.
+
+        Raises:
+            InvalidArgument: the communicator is not elastic, or has one rank.
+        """
         return self.core.invite()
 
     def barrier(self) -> None:
@@ -335,13 +339,25 @@ def join(
 ) -> Comm:
     """Takes the place of a rank whose process has ended, while the others work. On the CPU.
 
-    ``crossdock.Comm.join`` says when it returns, what then has to be done, and what it raises. The
-    communicator has no process group, whatever that of the others has.
+    Blocking; not collective: the others call nothing. It returns when all that live have let this
+    process in, for which they must have agreed on a view without the place. The view has only this
+    rank until `Comm.agree` takes it in. The communicator is the default if no other is open. It has
+    no process group and no mesh, and serves LowLatencyGroups with masks alone, made in the order of
+    the others': collective calls, EpGroups, layers and products raise Unsupported.
 
     Args:
         invitation: from `Comm.invite` of any of them.
         rank: the place that is taken; -1 = the lowest that is free.
-        timeout, name: as of `init`.
+        timeout: longest wait for a peer, here and in every operation, in seconds; as of `init`.
+        name: shown in logs and behind error texts.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong kind; a timeout out of range.
+        InvalidArgument: no invitation, no such place, or the place's process lives.
+        Mismatch: another version of the library, or another secret.
+        PeerLost: none of the invitation's ranks lives, or one has ended meanwhile: try again.
+        Timeout: naming the rank that has not let this process in.
+        Unsupported: the system cannot tell the end of the place's process.
     """
     _import_compiler()
     core = meet(
