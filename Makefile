@@ -18,11 +18,11 @@ export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-net docs wheel gpu-test gpu-bench gpu-package format check \
-  sanitize sanitize-quick clean
+.PHONY: help demo demo-elastic test bench bench-net docs wheel gpu-test gpu-bench gpu-package \
+  format check sanitize sanitize-quick clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Notes how long a command takes, for .ci/run.
 PART := tools/part.sh
@@ -39,6 +39,17 @@ demo:  ## train a language model with its experts on 4 ranks, beside one process
 	@tools/setup.sh demo torch python
 	$(call build,$(RELEASE),$(RELEASE_OPTIONS),_core)
 	@PYTHONPATH=build/python .venv/bin/python examples/torch/train_moe_lm.py --demo --folder demo
+
+# The ranks write into demo/elastic.
+ELASTIC := examples/elastic_serving
+demo-elastic:  ## kill one of 4 ranks that serve, go on, get it back; demo/elastic.png
+	@tools/setup.sh demo python
+	$(call build,$(RELEASE),$(RELEASE_OPTIONS),_core crossdock-run)
+	@PYTHONPATH=build/python OMP_NUM_THREADS=1 $(RELEASE)/tools/run/crossdock-run -n 4 --respawn 3 \
+	  --timeout 300 -- .venv/bin/python $(ELASTIC)/serve.py --folder demo/elastic
+	@PYTHONPATH=build/python .venv/bin/python $(ELASTIC)/timeline.py demo/elastic \
+	  --json demo/elastic.json
+	@.venv/bin/python bench/plot.py demo/elastic.json --out demo --format png
 
 # See cmake/Tests.cmake for the places of a test.
 CTEST := ctest --no-tests=error --output-on-failure -j $(shell echo $$((2 * $(JOBS))))

@@ -12,6 +12,7 @@ Files of these programs have one:
   gemm               how many times as long as the product alone each way takes, against the tokens
                      of all ranks. Ways that have been captured count by their graphs
   placement.py       the busiest rank over the mean, against the slots moved
+  timeline.py        tokens per second while a rank of examples/elastic_serving is replaced
 
 and so have the losses of train_moe_lm.py by the wire of combine, put into one file.
 
@@ -35,6 +36,7 @@ DRAWN = (
     "h100x2-ll",
     "h100x2-gemm",
     "xeon2-gemm-bf16",
+    "xeon2-elastic",
     "xeon2-placement",
     "xeon2-wire-loss",
 )
@@ -229,6 +231,34 @@ def draw_losses(report, rows, path):
     figures.save(figure, said, report, path)
 
 
+# ---- A rank that is replaced ---------------------------------------------------------------------
+
+MARKS = {
+    "killed": {"color": ORANGE, "linestyle": "-"},
+    "agreed": {"color": BLACK, "linestyle": "--"},
+    "runs": {"color": GREY, "linestyle": ":"},
+    "joined": {"color": PURPLE, "linestyle": "-."},
+    "activated": {"color": GREEN, "linestyle": "-"},
+}
+LABELS = {"runs": "runs again"}
+
+
+def draw_elastic(report, rows, path):
+    """Draws tokens per second over time, and what happened when."""
+    figure, (axes,) = figures.new(1, 1, 3.2)
+    xs, ys = [row["second"] for row in rows], [row["tokens_per_second"] for row in rows]
+    axes.step([*xs, 2 * xs[-1] - xs[-2]], [*ys, ys[-1]], where="post", color=BLUE)
+    for what, look in MARKS.items():
+        at = report["marks"][what]
+        later = f"{at - report['marks']['killed']:+.3f} s" if what != "killed" else f"at {at:.2f} s"
+        axes.axvline(at, label=f"{LABELS.get(what, what)} {later}", linewidth=1, zorder=1, **look)
+    axes.set_ylim(0)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("tokens per second, all ranks")
+    said = f"{report['ranks']} ranks decode, rank {report['killed_rank']} is killed and replaced; "
+    figures.save(figure, f"{said}sums of tenths of a second", report, path)
+
+
 # --------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +268,8 @@ def draw(path, folder, ending):
     place = folder / f"{path.stem}.{ending}"
     if "clock" in rows[0]:
         draw_ll(head, rows, place)
+    elif "marks" in head:
+        draw_elastic(head, rows, place)
     elif "losses" in rows[0]:
         draw_losses(head, rows, place)
     elif "plan" in rows[0]:

@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,14 +17,31 @@ DIES, LAST_STEP = 2, 4  # this rank, behind this step
 STEPS_TOGETHER = 5  # in the end, with the process that has come
 
 
-def one_step(group: crossdock.LowLatencyGroup, members: set[int]) -> None:
-    """Each token goes to an expert of each rank; those of members give it back."""
+def is_whole(operation: Callable[..., object], *given: object, out: object) -> bool:
+    """Whether an operation has met no loss; the step goes on, as others may wait in the next."""
+    try:
+        operation(*given, out=out)
+    except PeerLost as error:
+        if error.fatal:
+            raise
+        return False
+    return True
+
+
+def one_step(group: crossdock.LowLatencyGroup, members: set[int]) -> bool:
+    """Each token goes to an expert of each rank; those of members give it back.
+
+    Returns whether the step has met no loss.
+    """
     tokens = np.random.default_rng(0).standard_normal((TOKENS, HIDDEN), np.float32)
     topk_idx = np.tile(np.arange(RANKS) * EXPERTS // RANKS, (TOKENS, 1))
     topk_idx[:, [rank not in members for rank in range(RANKS)]] = -1
-    slots = group.dispatch(tokens, topk_idx)
-    out = group.combine(slots.plan, slots.tokens)
+    slots, out = group.slots(), np.empty_like(tokens)
+    ok = is_whole(group.dispatch, tokens, topk_idx, out=slots)
+    if not is_whole(group.combine, slots.plan, slots.tokens, out=out) or not ok:
+        return False
     np.testing.assert_allclose(out, tokens * len(members), rtol=1e-5)
+    return True
 
 
 def next_view(comm: crossdock.Comm, group: crossdock.LowLatencyGroup) -> set[int]:
@@ -48,7 +66,7 @@ def serve(comm: crossdock.Comm, invitations: multiprocessing.SimpleQueue) -> Non
     with comm, crossdock.LowLatencyGroup(comm, config) as group:
         members = set(comm.view.members)
         if members == {comm.rank}:
-            one_step(group, members)  # a guest warms up alone
+            assert one_step(group, members)  # a guest warms up alone
             members = next_view(comm, group)
         else:
             steps_until_a_loss(comm, group)
@@ -57,21 +75,17 @@ def serve(comm: crossdock.Comm, invitations: multiprocessing.SimpleQueue) -> Non
             if comm.rank == min(members):
                 invitations.put(comm.invite())
             while len(members) < RANKS:  # a server looks now and then
-                one_step(group, members)
+                assert one_step(group, members)
                 members = next_view(comm, group)
         for _ in range(STEPS_TOGETHER):
-            one_step(group, members)
+            assert one_step(group, members)
         print(f"rank {comm.rank}: works with {sorted(members)}", flush=True)
 
 
 def steps_until_a_loss(comm: crossdock.Comm, group: crossdock.LowLatencyGroup) -> None:
     """Returns when this rank has met the loss of another."""
     for step in itertools.count():
-        try:
-            one_step(group, set(range(RANKS)))
-        except PeerLost as error:
-            if error.fatal:
-                raise
+        if not one_step(group, set(range(RANKS))):
             return
         if (comm.rank, step) == (DIES, LAST_STEP):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -84,6 +84,9 @@ typedef struct xd_comm_agree_args {
  * timeout_ms longer, at least 1 s and at most 10 s. Where too many members have ended there, or all
  * leave, no call decides any more: the ranks that are left make a new communicator.
  *
+ * A rank that has met a loss in an operation makes the other operations of its step all the same
+ * before it calls: a rank that has met none waits for it there, up to its wait_timeout_ms.
+ *
  * Blocking and bounded. It needs no operation of any group, and may be called while operations of
  * other ranks still wait for a rank that is gone. One thread per rank at a time.
  * `view` may be NULL. It is written only on success.

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <iostream>
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/math.h"
@@ -38,12 +40,13 @@ class Ranks {
   }
 
   Processes& processes() { return processes_; }
-  std::vector<int> others(int rank) const {
+  std::vector<int> others(const std::vector<int>& some) const {
     std::vector<int> ranks;
     for (int r = 0; r < num_ranks_; ++r)
-      if (r != rank) ranks.push_back(r);
+      if (std::ranges::find(some, r) == some.end()) ranks.push_back(r);
     return ranks;
   }
+  std::vector<int> others(int rank) const { return others(std::vector<int>{rank}); }
   std::vector<int> all() const { return others(-1); }
 
   void tell(const std::vector<int>& ranks, const std::string& line) {
@@ -100,11 +103,9 @@ class Ranks {
     processes_.restart(program);
   }
   // The members look for the guest in each of their views, as schedulers do between steps.
-  void take_in(const std::vector<int>& guests) {
+  void take_in(const std::vector<int>& guests) { take_in(guests, others(guests)); }
+  void take_in(const std::vector<int>& guests, std::vector<int> members) {
     tell(guests, "agree " + std::to_string(kLongMs));
-    std::vector<int> members;
-    std::ranges::copy_if(all(), std::back_inserter(members),
-                         [&](int rank) { return std::ranges::find(guests, rank) == guests.end(); });
     // The first of the guests may be in, and is to be asked as the others then.
     std::vector<int> waiting = guests;
     while (!waiting.empty()) {
@@ -335,6 +336,61 @@ TEST(Join, TwoPlacesAreTakenAtOnce) {
     ranks.steps(ranks.all(), 5, "-");
   }
 }
+
+// It may be in the middle of what it says to one of them, surely so where one of them stands still
+// and keeps it from coming to its end. It is the guest of those that are left, perhaps at its
+// second try; or it fails, and another process joins them.
+void kill_two_while_one_joins(int loops) {
+  constexpr int kRanks = 5;
+  const unsigned seed = std::random_device()();
+  std::cout << "seed " << seed << "\n";
+  std::mt19937 random(seed);
+  Ranks ranks(kRanks);
+  int failures = 0;
+  for (int loop = 0; loop < loops; ++loop) {
+    std::vector<int> drawn = ranks.all();
+    std::ranges::shuffle(drawn, random);
+    const int joins = drawn[0];
+    const std::vector<int> dead{drawn[1], drawn[2]};
+    const std::vector<int> left{drawn[3], drawn[4]};
+    const auto clock = static_cast<int>(random() % 40);
+    const bool is_held_up = loop % 2 == 0;
+    SCOPED_TRACE("loop " + std::to_string(loop) + ": " + testing::PrintToString(drawn) + ", " +
+                 std::to_string(clock) + (is_held_up ? " times 5 ms" : " steps"));
+    lose(ranks, joins, Moment::in_steps);
+    const xd_unique_id invitation = ranks.invitation(drawn[1 + random() % 4]);
+    if (is_held_up) ranks.processes().stop(dead[0]);
+    ranks.start_joiner(joins, invitation, joins);
+    if (is_held_up) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5 * clock));
+    } else {
+      ranks.steps(ranks.others(joins), 1 + clock, std::to_string(joins));
+    }
+    for (const int rank : dead) ranks.processes().kill(rank);
+    ranks.run(left);
+    for (const int rank : left) {
+      const Result result = ranks.processes().wait_for_result(rank);
+      EXPECT_EQ(result.status, XD_ERROR_PEER_LOST) << result.text;
+    }
+    ranks.agree(left);
+    for (std::string problem; !ranks.processes().is_ready(joins, problem); ++failures) {
+      std::cout << "loop " << loop << ": " << problem << "\n";
+      ASSERT_LT(failures, 3 * loops);
+      ranks.start_joiner(joins, ranks.invitation(left[random() % 2]), joins);
+    }
+    ranks.take_in({joins}, left);
+    ranks.steps({joins, left[0], left[1]}, 3,
+                std::to_string(dead[0]) + "," + std::to_string(dead[1]));
+    for (const int rank : dead) ranks.start_joiner(rank, ranks.invitation(joins), rank);
+    for (const int rank : dead) ranks.processes().wait_until_ready(rank);
+    ranks.take_in(dead);
+    ranks.steps(ranks.all(), 5, "-");
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(Join, TwoOthersMayDieWhileAProcessJoins) { kill_two_while_one_joins(5); }
+TEST(LongJoin, TwoOthersMayDieWhileAProcessJoins) { kill_two_while_one_joins(100); }
 
 }  // namespace
 }  // namespace xd::test

@@ -98,6 +98,11 @@ bool Processes::lives(int rank) { return !child_of(rank).has_ended(); }
 
 void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
 
+bool Processes::is_ready(int rank, std::string& problem) {
+  problem = wait_for_line(rank, "ready").text;
+  return problem == "ready";
+}
+
 void Processes::wait_until_all_are_ready() {
   for (const Process& process : processes_) {
     for (const int rank : process.ranks) wait_until_ready(rank);
@@ -146,7 +151,17 @@ std::string Processes::wait_for_after(int rank) { return wait_for(rank, "after")
 
 // The rest of the rank's next line, which must begin with `word`.
 Processes::Line Processes::wait_for(int rank, const std::string& word) {
-  const std::string who = "rank " + std::to_string(rank);
+  Line line = wait_for_line(rank, word);
+  if (!line.text.starts_with(word + " ") && line.text != word) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " said '" + line.text +
+                             "', expected '" + word + "'");
+  }
+  line.text.erase(0, std::min(line.text.size(), word.size() + 1));
+  return line;
+}
+
+// The rank's next line.
+Processes::Line Processes::wait_for_line(int rank, const std::string& wanted) {
   const ChildProcess& child = child_of(rank);
   const auto deadline = Clock::now() + kPatience;
   while (lines_[rank].empty()) {
@@ -155,15 +170,12 @@ Processes::Line Processes::wait_for(int rank, const std::string& word) {
     }
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
     if (left.count() <= 0 || !read_some(left)) {
-      throw std::runtime_error(who + " did not say '" + word + "' in time");
+      throw std::runtime_error("rank " + std::to_string(rank) + " did not say '" + wanted +
+                               "' in time");
     }
   }
   Line line = lines_[rank].front();
   lines_[rank].pop_front();
-  if (!line.text.starts_with(word + " ") && line.text != word) {
-    throw std::runtime_error(who + " said '" + line.text + "', expected '" + word + "'");
-  }
-  line.text.erase(0, std::min(line.text.size(), word.size() + 1));
   return line;
 }
 

@@ -68,8 +68,7 @@ TEST(Launcher, NeverTearsALine) {
   for (const std::string& line : lines_of(result.out)) {
     ASSERT_GT(line.size(), 4u);
     const char rank = line[1];
-    ASSERT_EQ(line,
-              std::string("[") + rank + "] abcdefghijklmnopqrst" + std::to_string(next[rank]++));
+    ASSERT_EQ(line.substr(2), "] abcdefghijklmnopqrst" + std::to_string(next[rank]++));
   }
   ASSERT_EQ(next.size(), 8u);
   for (const auto& [rank, lines] : next) EXPECT_EQ(lines, 300) << rank;
@@ -198,6 +197,75 @@ TEST(Launcher, AnExpendableRankThatHangsIsEndedAfterTheOthers) {
   EXPECT_LT(result.time, 20s);
 }
 
+// A launch of `script` in a new folder, in which its ranks find what others have written.
+std::vector<std::string> launch_in_folder(std::vector<std::string> options,
+                                          const std::string& script) {
+  options.insert(options.begin(), {"--timeout", "50"});
+  auto command = launch(std::move(options), script);
+  command.insert(command.begin(), {"sh", "-c",
+                                   "folder=$(mktemp -d) && cd $folder || exit 99; \"$@\"; code=$?; "
+                                   "rm -r $folder; exit $code",
+                                   "sh"});
+  return command;
+}
+
+TEST(Launcher, StartsAFailedRankAgainWhileOthersGoOn) {
+  const auto result = Command(launch_in_folder({"-n", "3", "--respawn", "2"},
+                                               "if [ $RANK != 1 ]; then until [ -e back ]; do "
+                                               "sleep 0.02; done; echo ok; exit 0; fi; "
+                                               "echo start $XD_RUN_RESPAWNED; "
+                                               "case $XD_RUN_RESPAWNED in 0) kill -KILL $$;; "
+                                               "1) exit 5;; esac; touch back"))
+                          .wait();
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(sorted_lines(result.out),
+            (Texts{"[0] ok", "[1] start 0", "[1] start 1", "[1] start 2", "[2] ok"}));
+  EXPECT_EQ(result.err,
+            "crossdock-run: rank 1 failed: killed by signal 9 (Killed); started again, 1 of 2\n"
+            "crossdock-run: rank 1 failed: exit code 5; started again, 2 of 2\n");
+}
+
+TEST(Launcher, ReturnsTheLastFailureOfARankThatHasBeenStartedAgain) {
+  const auto result = run({"-n", "2", "--grace", "0", "--respawn", "2"},
+                          "[ $RANK = 1 ] && exit $((5 + XD_RUN_RESPAWNED)); sleep 100");
+  EXPECT_EQ(result.code, 7);
+  EXPECT_EQ(result.err,
+            "crossdock-run: rank 1 failed: exit code 5; started again, 1 of 2\n"
+            "crossdock-run: rank 1 failed: exit code 6; started again, 2 of 2\n"
+            "crossdock-run: rank 1 failed: exit code 7; ended rank 0\n");
+}
+
+TEST(Launcher, TellsARankThatIsStartedAgainTheSame) {
+  const auto result = run({"-n", "2", "--grace", "0", "--respawn", "1", "--no-prefix"},
+                          "[ $RANK = 0 ] && sleep 100; "
+                          "echo $RANK $WORLD_SIZE $MASTER_PORT $XD_JOB_SECRET; exit 1");
+  const auto lines = lines_of(result.out);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_EQ(lines[0], lines[1]);
+}
+
+TEST(Launcher, StartsNoRankAgainWhenNoneIsLeft) {
+  // A process that has ended is there until the launcher has looked at it.
+  const auto result =
+      Command(launch_in_folder({"-n", "2", "--respawn", "3"},
+                               "[ $RANK = 0 ] && { echo $$ >pid.new; mv pid.new pid; exit 0; }; "
+                               "until [ -e pid ]; do sleep 0.02; done; "
+                               "while kill -0 $(cat pid) 2>/dev/null; do sleep 0.02; done; exit 4"))
+          .wait();
+  EXPECT_EQ(result.code, 4);
+  EXPECT_EQ(result.err, "crossdock-run: rank 1 failed: exit code 4\n");
+}
+
+TEST(Launcher, AnExpendableRankMayFailWhenItHasBeenStartedAgain) {
+  const auto result =
+      Command(launch_in_folder({"-n", "2", "--respawn", "1", "--expendable", "1"},
+                               "[ $RANK = 1 ] && { touch start-$XD_RUN_RESPAWNED; exit 5; }; "
+                               "until [ -e start-1 ]; do sleep 0.02; done"))
+          .wait();
+  EXPECT_EQ(result.code, 0);
+  EXPECT_EQ(result.err, "crossdock-run: rank 1 failed: exit code 5; started again, 1 of 1\n");
+}
+
 // The process numbers that a script has printed, once there are `count`.
 std::vector<pid_t> printed_pids(const Command& command, std::size_t count) {
   EXPECT_TRUE(eventually([&] { return lines_of(command.out()).size() >= count; }));
@@ -243,6 +311,21 @@ TEST(Launcher, NothingSurvivesWhenItIsKilled) {
   command.signal(SIGKILL);
   EXPECT_EQ(command.wait().code, 128 + SIGKILL);
   EXPECT_TRUE(all_gone(pids));
+}
+
+TEST(Launcher, ARankThatHasBeenStartedAgainDoesNotSurviveEither) {
+  for (const int number : {SIGINT, SIGKILL}) {
+    const std::string once = "[ $RANK$XD_RUN_RESPAWNED = 10 ] && exit 1; trap 'exit 3' INT; ";
+    Command command(launch({"-n", "2", "--no-prefix", "--respawn", "9", "--grace", "0"},
+                           once + "sleep 1000 & echo $!; echo $$; wait"));
+    const auto pids = printed_pids(command, 4);
+    ASSERT_TRUE(std::all_of(pids.begin(), pids.end(), alive));
+    command.signal(number);
+    const auto result = command.wait();
+    EXPECT_EQ(result.code, 128 + number);
+    EXPECT_TRUE(all_gone(pids));
+    EXPECT_EQ(lines_of(result.out).size(), 4u) << "nobody is started again behind a signal";
+  }
 }
 
 TEST(Launcher, NothingSurvivesWhenNobodyReadsTheOutput) {

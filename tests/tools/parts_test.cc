@@ -37,18 +37,20 @@ TEST(Options, Defaults) {
   EXPECT_EQ(options.timeout, 600s);
   EXPECT_EQ(options.grace, 5s);
   EXPECT_TRUE(options.expendable.empty());
+  EXPECT_EQ(options.respawns, 0);
   EXPECT_EQ(options.command, Texts{"program"});
 }
 
 TEST(Options, AllOfThem) {
   const Options options =
       parse_options({"--timeout", "1.5", "--no-prefix", "--grace", "0", "--expendable", "2,0,2",
-                     "-n", "3", "--", "-program", "-n", "9"});
+                     "--respawn", "2", "-n", "3", "--", "-program", "-n", "9"});
   EXPECT_EQ(options.ranks, 3);
   EXPECT_FALSE(options.prefix);
   EXPECT_EQ(options.timeout, 1500ms);
   EXPECT_EQ(options.grace, 0s);
   EXPECT_EQ(options.expendable, (std::set<int>{0, 2}));
+  EXPECT_EQ(options.respawns, 2);
   EXPECT_TRUE(options.hosts.empty());
   EXPECT_EQ(options.command, (Texts{"-program", "-n", "9"}));
 }
@@ -113,12 +115,18 @@ TEST(Options, MistakesAreNamed) {
             "--expendable : expected a whole number from 0 to 1023");
   EXPECT_EQ(usage_error({"-n", "2", "--threads", "--expendable", "0", "program"}),
             "--expendable needs a process per rank, but --threads makes one of all");
+  EXPECT_EQ(usage_error({"-n", "2", "--respawn", "0", "program"}),
+            "--respawn 0: expected a whole number from 1 to 1000");
+  EXPECT_EQ(usage_error({"-n", "1", "--respawn", "1", "program"}),
+            "--respawn needs another process that goes on, but there is one rank");
+  EXPECT_EQ(usage_error({"-n", "2", "--threads", "--respawn", "1", "program"}),
+            "--respawn needs another process that goes on, but --threads makes one of all");
 }
 
 TEST(Options, TheManualNamesEachOption) {
   const std::string manual = help_text();
   for (const char* option : {"-n N", "--threads", "--timeout", "--grace", "--expendable",
-                             "--no-prefix", "--help", "--version"}) {
+                             "--respawn", "--no-prefix", "--help", "--version"}) {
     EXPECT_NE(manual.find(option), std::string::npos) << option;
   }
 }
@@ -155,16 +163,18 @@ TEST(Lines, OfEndlessLengthAreCut) {
 TEST(Environment, ReplacesOnlyItsOwnVariables) {
   const JobEnvironment job{
       .ranks = 4, .threads = false, .master_port = 1234, .secret = "abc", .hosts = {}};
-  const auto environment = rank_environment(job, 2, {"RANK=9", "RANKS=9", "PATH=/bin", "odd"});
+  const auto environment =
+      rank_environment(job, 2, 3, {"RANK=9", "XD_RUN_RESPAWNED=7", "RANKS=9", "PATH=/bin", "odd"});
   const auto has = [&](const char* entry) {
     return std::count(environment.begin(), environment.end(), entry) == 1;
   };
-  for (const char* entry : {"RANK=2", "LOCAL_RANK=2", "WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4",
-                            "MASTER_ADDR=127.0.0.1", "MASTER_PORT=1234", "XD_JOB_SECRET=abc",
-                            "XD_RUN_KIND=processes", "RANKS=9", "PATH=/bin", "odd"}) {
+  for (const char* entry :
+       {"RANK=2", "LOCAL_RANK=2", "WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4", "MASTER_ADDR=127.0.0.1",
+        "MASTER_PORT=1234", "XD_JOB_SECRET=abc", "XD_RUN_KIND=processes", "XD_RUN_RESPAWNED=3",
+        "RANKS=9", "PATH=/bin", "odd"}) {
     EXPECT_TRUE(has(entry)) << entry;
   }
-  EXPECT_EQ(environment.size(), 11u);
+  EXPECT_EQ(environment.size(), 12u);
 }
 
 TEST(Environment, TellsAProcessItsHost) {
@@ -172,7 +182,7 @@ TEST(Environment, TellsAProcessItsHost) {
       .ranks = 5, .threads = false, .master_port = 1234, .secret = "abc", .hosts = {2, 1, 2}};
   const auto host_of = [&](int rank) {
     std::string hosts;
-    for (const std::string& entry : rank_environment(job, rank, {"XD_HOST_ID=mine"})) {
+    for (const std::string& entry : rank_environment(job, rank, 0, {"XD_HOST_ID=mine"})) {
       if (entry.starts_with("XD_HOST_ID=") || entry.starts_with("XD_RUN_HOSTS=")) {
         hosts += entry + " ";
       }

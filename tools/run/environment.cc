@@ -38,7 +38,7 @@ std::string host_of(const std::vector<int>& hosts, int rank) {
 
 }  // namespace
 
-std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
+std::vector<std::string> rank_environment(const JobEnvironment& job, int rank, int respawned,
                                           const std::vector<std::string>& inherited) {
   std::vector<std::pair<std::string, std::string>> variables{
       {"RANK", std::to_string(rank)},
@@ -49,6 +49,7 @@ std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
       {"MASTER_PORT", std::to_string(job.master_port)},
       {"XD_JOB_SECRET", job.secret},
       {"XD_RUN_KIND", job.threads ? "threads" : "processes"},
+      {"XD_RUN_RESPAWNED", std::to_string(respawned)},
   };
   if (!job.hosts.empty()) {
     variables.emplace_back("XD_RUN_HOSTS", comma_list(job.hosts));

@@ -14,8 +14,9 @@ struct JobEnvironment {
   std::vector<int> hosts;  // ranks per host; empty = ranks name no host
 };
 
-// `inherited` ("NAME=value" each) with the rank's own variables added or replaced.
-std::vector<std::string> rank_environment(const JobEnvironment& job, int rank,
+// `inherited` ("NAME=value" each) with the variables added or replaced of a rank that has been
+// started again `respawned` times.
+std::vector<std::string> rank_environment(const JobEnvironment& job, int rank, int respawned,
                                           const std::vector<std::string>& inherited);
 
 // A TCP port that no process listens on now. Ranks look for the meeting point from this port

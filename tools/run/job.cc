@@ -15,8 +15,6 @@
 #include <system_error>
 #include <utility>
 
-#include "environment.h"
-
 namespace xd::run {
 namespace {
 
@@ -75,30 +73,44 @@ Job::Signals::Signals() {
 }
 
 Job::Job(const Options& options)
-    : options_(options), timeout_(Deadline::after_ms(options.timeout.count())), end_at_(timeout_) {
-  start_ranks();
+    : options_(options),
+      environment_{.ranks = options.ranks,
+                   .threads = options.threads,
+                   .master_port = find_free_port(),
+                   .secret = make_secret(),
+                   .hosts = options.hosts},
+      inherited_(inherited_environment()),
+      ranks_(static_cast<std::size_t>(options.processes())),
+      respawned_(ranks_.size()),
+      timeout_(Deadline::after_ms(options.timeout.count())),
+      patience_(timeout_.when() + std::chrono::milliseconds(kKillAfterMs)),
+      end_at_(timeout_) {
+  for (int rank = 0; rank < options.processes(); ++rank) start(rank);
 }
 
-void Job::start_ranks() {
-  const JobEnvironment job{.ranks = options_.ranks,
-                           .threads = options_.threads,
-                           .master_port = find_free_port(),
-                           .secret = make_secret(),
-                           .hosts = options_.hosts};
-  const auto inherited = inherited_environment();
+void Job::start(int rank) {
+  const auto place = static_cast<std::size_t>(rank);
+  const auto environment = rank_environment(environment_, rank, respawned_[place], inherited_);
   const bool capture = options_.processes() > 1;
-  for (int rank = 0; rank < options_.processes(); ++rank) {
-    const auto environment = rank_environment(job, rank, inherited);
-    const Start start{.command = options_.command,
-                      .environment = environment,
-                      .signal_mask = signals_.mask_before,
-                      .capture = capture};
-    auto& process = *ranks_.emplace_back(std::make_unique<Process>(start, guardian_));
-    if (!capture) continue;
-    const std::string prefix = options_.prefix ? "[" + std::to_string(rank) + "] " : "";
-    streams_.push_back({std::move(process.out), STDOUT_FILENO, Lines(prefix)});
-    streams_.push_back({std::move(process.err), STDERR_FILENO, Lines(prefix)});
-  }
+  const Start start{.command = options_.command,
+                    .environment = environment,
+                    .signal_mask = signals_.mask_before,
+                    .capture = capture};
+  ranks_[place] = std::make_unique<Process>(start, guardian_);
+  if (!capture) return;
+  const std::string prefix = options_.prefix ? "[" + std::to_string(rank) + "] " : "";
+  streams_.push_back({std::move(ranks_[place]->out), STDOUT_FILENO, Lines(prefix)});
+  streams_.push_back({std::move(ranks_[place]->err), STDERR_FILENO, Lines(prefix)});
+}
+
+void Job::start_again(int rank, const Process::End& end) {
+  const int times = ++respawned_[static_cast<std::size_t>(rank)];
+  start(rank);
+  write_all(STDERR_FILENO,
+            "crossdock-run: rank " + std::to_string(rank) + " failed: " + end.text +
+                "; started again, " + std::to_string(times) + " of " +
+                std::to_string(options_.respawns) + "\n",
+            patience_);
 }
 
 int Job::run() {
@@ -124,18 +136,17 @@ void Job::wait_for_event() {
 // Reads the output that is there, without blocking, and passes whole lines on.
 void Job::pump(Stream& stream) {
   std::array<char, 65536> chunk;
-  const Deadline patience(timeout_.when() + std::chrono::milliseconds(kKillAfterMs));
   while (stream.from) {
     const ssize_t bytes = ::read(stream.from.get(), chunk.data(), chunk.size());
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes < 0 && errno == EAGAIN) return;
     if (bytes <= 0) {
       stream.from.reset();
-      write_all(stream.to, stream.lines.finish(), patience);
+      write_all(stream.to, stream.lines.finish(), patience_);
       return;
     }
     const std::string_view read(chunk.data(), static_cast<std::size_t>(bytes));
-    write_all(stream.to, stream.lines.feed(read), patience);
+    write_all(stream.to, stream.lines.feed(read), patience_);
     // A read of less than was asked for has emptied the pipe, and the other ranks have their turn.
     if (read.size() < chunk.size()) return;
   }
@@ -155,19 +166,26 @@ void Job::read_signals() {
 }
 
 void Job::reap_ranks() {
-  bool by_signal = false;
-  bool failed = false;
-  Outcome failure;
+  std::vector<std::pair<int, Process::End>> failed;
   for (int rank = 0; rank < options_.processes(); ++rank) {
     const auto end = ranks_[static_cast<std::size_t>(rank)]->reap();
-    if (!end || end->code == 0 || options_.expendable.contains(rank)) continue;
-    // If several ends are found at once, a rank that crashed is the likely cause of the others.
-    if (failed && (by_signal || !end->by_signal)) continue;
-    failed = true;
-    by_signal = end->by_signal;
-    failure = {end->code, "rank " + std::to_string(rank) + " failed: " + end->text};
+    if (end && end->code != 0) failed.emplace_back(rank, *end);
   }
-  if (failed && !outcome_) {
+  const bool others_go_on = !is_ending() && !running().empty();
+  bool by_signal = false;
+  std::optional<Outcome> failure;
+  for (const auto& [rank, end] : failed) {
+    if (others_go_on && respawned_[static_cast<std::size_t>(rank)] < options_.respawns) {
+      start_again(rank, end);
+      continue;
+    }
+    if (options_.expendable.contains(rank)) continue;
+    // If several ends are found at once, a rank that crashed is the likely cause of the others.
+    if (failure && (by_signal || !end.by_signal)) continue;
+    by_signal = end.by_signal;
+    failure = {end.code, "rank " + std::to_string(rank) + " failed: " + end.text};
+  }
+  if (failure && !outcome_) {
     outcome_ = failure;
     end_by(Deadline::after_ms(options_.grace.count()));
   }
@@ -193,6 +211,8 @@ void Job::keep_deadlines() {
 void Job::end_by(Deadline deadline) {
   if (deadline.when() < end_at_.when()) end_at_ = deadline;
 }
+
+bool Job::is_ending() const { return outcome_ || end_at_.when() < timeout_.when() || kill_at_; }
 
 void Job::signal_all(int number) {
   for (const auto& rank : ranks_) rank->signal(number);

@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "environment.h"
 #include "guardian.h"
 #include "lines.h"
 #include "options.h"
@@ -44,12 +45,14 @@ class Job {
     UniqueFd fd;
   };
 
-  void start_ranks();
+  void start(int rank);
+  void start_again(int rank, const Process::End& end);
   void wait_for_event();
   void read_signals();
   void reap_ranks();
   void keep_deadlines();
   void end_by(Deadline deadline);
+  bool is_ending() const;
   void signal_all(int number);
   std::vector<int> running() const;
   bool only_expendable_run() const;
@@ -59,10 +62,14 @@ class Job {
 
   const Options options_;
   Signals signals_;
+  const JobEnvironment environment_;
+  const std::vector<std::string> inherited_;
   Guardian guardian_;
   std::vector<std::unique_ptr<Process>> ranks_;
+  std::vector<int> respawned_;  // how many times each rank has been started again
   std::vector<Stream> streams_;
   const Deadline timeout_;
+  const Deadline patience_;  // of those who read the output
   // The first failure decides; failures that follow from it do not count.
   std::optional<Outcome> outcome_;
   Deadline end_at_;                  // running ranks get SIGTERM ...

@@ -10,6 +10,7 @@ namespace xd::run {
 namespace {
 
 constexpr int kMaxRanks = 1024;
+constexpr int kMaxRespawns = 1'000;
 constexpr double kMaxSeconds = 1e6;
 
 template <class T>
@@ -98,6 +99,10 @@ void check(Options& options) {
   if (options.threads && !options.expendable.empty()) {
     throw UsageError("--expendable needs a process per rank, but --threads makes one of all");
   }
+  if (options.respawns > 0 && options.processes() == 1) {
+    throw UsageError(std::string("--respawn needs another process that goes on, but ") +
+                     (options.threads ? "--threads makes one of all" : "there is one rank"));
+  }
   if (!options.expendable.empty() && *options.expendable.rbegin() >= options.ranks) {
     throw UsageError("--expendable " + std::to_string(*options.expendable.rbegin()) +
                      ": expected ranks below " + std::to_string(options.ranks));
@@ -123,6 +128,9 @@ Options parse_options(std::vector<std::string> arguments) {
   add(app, "--timeout", options.timeout, seconds);
   add(app, "--grace", options.grace, seconds);
   add(app, "--expendable", options.expendable, rank_list);
+  add(app, "--respawn", options.respawns, [](const std::string& option, const std::string& text) {
+    return number(option, text, 1, kMaxRespawns);
+  });
   add(app, "--hosts", options.hosts, ranks_per_host);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
   try {
@@ -153,16 +161,18 @@ output on line by line.
   --expendable R[,R...]   ranks that may fail; when all others have ended they
                           are ended, too, after the grace period. If all are
                           in the list, each ends by itself
+  --respawn N             up to N times, start a rank anew when it fails and
+                          another one runs; its failure counts behind that
   --no-prefix             no "[rank] " before lines of output
   --help, --version
 
 Each rank finds in its environment RANK, LOCAL_RANK, WORLD_SIZE,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, XD_JOB_SECRET, and XD_RUN_KIND,
-which is "processes" or "threads". With --hosts there is also XD_RUN_HOSTS, the
-number of ranks on each host, and for processes XD_HOST_ID. Its standard input
-is empty. A process is asked to end by SIGTERM, and 2 seconds later by SIGKILL,
-with all that it has started; the same happens when crossdock-run itself is
-killed.
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, XD_JOB_SECRET, XD_RUN_KIND, which is
+"processes" or "threads", and XD_RUN_RESPAWNED, how many times it has been
+started again. With --hosts there is also XD_RUN_HOSTS, the number of ranks on
+each host, and for processes XD_HOST_ID. Its standard input is empty. A process
+is asked to end by SIGTERM, and 2 seconds later by SIGKILL, with all that it has
+started; the same happens when crossdock-run itself is killed.
 
 Exit code: 0 if all ranks succeeded; that of the first rank that failed, or 128
 plus the number of the signal that ended it; 2 after a usage error, 124 after

@@ -16,6 +16,7 @@ struct Options {
   std::chrono::milliseconds timeout{600'000};
   std::chrono::milliseconds grace{5'000};
   std::set<int> expendable;
+  int respawns = 0;        // of each rank that fails while another runs
   std::vector<int> hosts;  // ranks per host, if ranks are to count to several
   std::vector<std::string> command;
   bool help = false;

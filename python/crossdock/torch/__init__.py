@@ -24,7 +24,7 @@ except ImportError as error:
 from crossdock._overlap import Overlap
 from crossdock._router import RouterOptions
 
-from ._comm import Comm, default_comm, empty_symmetric, init
+from ._comm import Comm, default_comm, empty_symmetric, init, join
 from ._experts import expert_parameters, mark_experts
 from ._group import EpGroup, Plan, RoutingLayout
 from ._low_latency import LowLatencyGroup, SlotPlan, Slots
@@ -92,6 +92,7 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_fp8",
     "init",
+    "join",
     "ll_combine",
     "ll_combine_send",
     "ll_dispatch",

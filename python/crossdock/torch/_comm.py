@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from crossdock import _core
-from crossdock._comm_arguments import PeerLoss, join, milliseconds
+from crossdock._comm_arguments import PeerLoss, join as meet, milliseconds
 from crossdock._core import constants
 from crossdock._view import View, agree, view_of
 from crossdock.errors import Unsupported
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Comm", "default_comm", "empty_symmetric", "init", "open_comms"]
+__all__ = ["Comm", "default_comm", "empty_symmetric", "init", "join", "open_comms"]
 
 _GROWTHS_FOR_ONE = 32  # growths of symmetric memory that provide for one group
 
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 class Comm:
     """A set of ranks, each with its device, and this rank's pool of symmetric memory.
 
-    Made by `init`. EpGroups and tensors of the pool keep it alive.
+    Made by `init` or `join`. EpGroups and tensors of the pool keep it alive.
 
     Attributes:
         rank: this rank.
@@ -153,6 +153,14 @@ class Comm:
         self._growths += 1
         self._groups_provided = ahead
         self._missing_bytes = missing - granted
+
+    def invite(self) -> bytes:
+        """An invitation for `join`; see ``crossdock.Comm.invite``. Local; any thread.
+
+        Raises:
+            InvalidArgument: the communicator is not elastic, or has one rank.
+        """
+        return self.core.invite()
 
     def barrier(self) -> None:
         """Returns when all ranks have called it. It waits for no CUDA stream."""
@@ -264,6 +272,7 @@ def init(
     host: str | None = None,
     net_interface: str | None = None,
     silence_ms: int = 0,
+    elastic: bool = False,
 ) -> Comm:
     """Joins a communicator. Collective, blocking.
 
@@ -284,7 +293,7 @@ def init(
             the environment at the same time. Equal on all ranks. By default of a mesh that is part
             of another one the indices of the other dimensions, such as ``"data=1"``. Errors that
             end waits tell the global rank beside the rank where the two differ.
-        on_peer_loss, host, net_interface, silence_ms: as of ``crossdock.Comm``.
+        on_peer_loss, host, net_interface, silence_ms, elastic: as of ``crossdock.Comm``.
 
     Raises:
         TypeError, ValueError: a bad argument; of `heap_bytes` the others hear by Mismatch.
@@ -293,7 +302,6 @@ def init(
         CrossdockError: see ``crossdock.errors``: Timeout names the ranks that did not come;
             Unsupported says what this machine lacks.
     """
-    global _default
     where = _device(device)
     options: dict[str, Any] = {
         "device_type": constants.DEVICE_TYPES[where.type],
@@ -305,6 +313,7 @@ def init(
         "host": host,
         "net_interface": net_interface,
         "silence_ms": silence_ms,
+        "elastic": elastic,
     }
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_group is None and distributed:
@@ -312,22 +321,71 @@ def init(
     process_group, mesh = _group_and_mesh(process_group)
     if process_group is not None:
         options |= names_of(process_group, mesh, name)
-    # Before the ranks meet, for what takes seconds on a slow disk must not be waited for by peers:
-    # torch imports its compiler when an operator that compilers must not look into is first called.
-    importlib.import_module("torch._dynamo")
+    _import_compiler()
     if process_group is not None:
         core = _meet_through(process_group, where, options)
     elif "WORLD_SIZE" in os.environ:
-        core = join(bootstrap="environment", **options)
+        core = meet(bootstrap="environment", **options)
     else:
         require_no_other_launcher()
-        core = join(
+        core = meet(
             bootstrap="unique_id", rank=0, num_ranks=1, unique_id=_core.unique_id(), **options
         )
-    comm = Comm(core, where, process_group, mesh)
+    return _as_default(Comm(core, where, process_group, mesh))
+
+
+def join(
+    invitation: bytes, *, rank: int = -1, timeout: float | timedelta | None = None, name: str = ""
+) -> Comm:
+    """Takes the place of a rank whose process has ended, while the others work. On the CPU.
+
+    Blocking; not collective: the others call nothing. It returns when all that live have let this
+    process in, for which they must have agreed on a view without the place. The view has only this
+    rank until `Comm.agree` takes it in. The communicator is the default if no other is open. It has
+    no process group and no mesh, and serves LowLatencyGroups with masks alone, made in the order of
+    the others': collective calls, EpGroups, layers and products raise Unsupported.
+
+    Args:
+        invitation: from `Comm.invite` of any of them.
+        rank: the place that is taken; -1 = the lowest that is free.
+        timeout: longest wait for a peer, here and in every operation, in seconds; as of `init`.
+        name: shown in logs and behind error texts.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong kind; a timeout out of range.
+        InvalidArgument: no invitation, no such place, or the place's process lives.
+        Mismatch: another version of the library, or another secret.
+        PeerLost: none of the invitation's ranks lives, or one has ended meanwhile: try again.
+        Timeout: naming the rank that has not let this process in.
+        Unsupported: the system cannot tell the end of the place's process.
+    """
+    _import_compiler()
+    core = meet(
+        bootstrap="join",
+        unique_id=invitation,
+        rank=rank,
+        device_type=constants.DEVICE_TYPES["cpu"],
+        device_id=0,
+        timeout_ms=_milliseconds(timeout),
+        name=name,
+    )
+    return _as_default(Comm(core, torch.device("cpu"), None))
+
+
+def _as_default(comm: Comm) -> Comm:
+    """Notes a new communicator as the default, where there is none."""
+    global _default
     if _default is None:
         _default = comm
     return comm
+
+
+def _import_compiler() -> None:
+    """To be called before ranks meet: what takes seconds on a slow disk peers must not wait for.
+
+    torch imports its compiler when an operator that compilers must not look into is first called.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def default_comm() -> Comm:
@@ -371,7 +429,7 @@ def _meet_through(
         _on_a_thread(lambda: gather(piece, pieces))
         return pieces
 
-    return join(
+    return meet(
         bootstrap="all_gather",
         rank=dist.get_rank(process_group),
         num_ranks=size,
