@@ -98,9 +98,17 @@ bool Processes::lives(int rank) { return !child_of(rank).has_ended(); }
 
 void Processes::wait_until_ready(int rank) { wait_for(rank, "ready"); }
 
-bool Processes::is_ready(int rank, std::string& problem) {
-  problem = wait_for_line(rank, "ready").text;
-  return problem == "ready";
+void Processes::wait_until_it_joins(int rank) { wait_for(rank, "joins"); }
+
+Result Processes::wait_until_ready_or_refused(int rank) {
+  Line line = wait_for_line(rank, "ready");
+  if (line.text == "ready") return {XD_SUCCESS, -1, {}, false, "", line.when};
+  const std::string word = "result ";
+  if (!line.text.starts_with(word)) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " said '" + line.text + "'");
+  }
+  line.text.erase(0, word.size());
+  return result_of(line);
 }
 
 void Processes::wait_until_all_are_ready() {
@@ -119,8 +127,9 @@ Losses Processes::wait_for_losses(int rank) {
   return losses;
 }
 
-Result Processes::wait_for_result(int rank) {
-  const Line line = wait_for(rank, "result");
+Result Processes::wait_for_result(int rank) { return result_of(wait_for(rank, "result")); }
+
+Result Processes::result_of(const Line& line) {
   std::istringstream fields(line.text);
   int status = 0, phase = 0;
   Result result{};

@@ -41,8 +41,9 @@ class Processes {
   // Each of these throws std::runtime_error if the rank does not report in time.
   void wait_until_ready(int rank);
   void wait_until_all_are_ready();
-  // Whether a rank that joins is ready; else `problem` is what it has said instead.
-  bool is_ready(int rank, std::string& problem);
+  void wait_until_it_joins(int rank);  // it is about to call
+  // The end of a rank's call that joins.
+  Result wait_until_ready_or_refused(int rank);
   Losses wait_for_losses(int rank);
   Result wait_for_result(int rank);
   // The rank's next result is the loss of `peer`, and has come soon after `since`.
@@ -78,6 +79,7 @@ class Processes {
 
   ChildProcess& child_of(int rank);
   Line wait_for(int rank, const std::string& word);
+  static Result result_of(const Line& line);
   Line wait_for_line(int rank, const std::string& wanted);
   bool read_some(std::chrono::milliseconds patience);
 

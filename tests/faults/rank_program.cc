@@ -63,6 +63,7 @@ class RankRun {
       config.bootstrap = XD_BOOTSTRAP_JOIN;
       config.rank = program_.wanted;
       config.heap_bytes = 0;
+      say("joins");
     }
     if (program_.program == Program::create) wait_for_go();
     xd_comm* comm = nullptr;

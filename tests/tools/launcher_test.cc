@@ -233,6 +233,83 @@ TEST(Launcher, ReturnsTheLastFailureOfARankThatHasBeenStartedAgain) {
             "crossdock-run: rank 1 failed: exit code 5; started again, 1 of 2\n"
             "crossdock-run: rank 1 failed: exit code 6; started again, 2 of 2\n"
             "crossdock-run: rank 1 failed: exit code 7; ended rank 0\n");
+  EXPECT_GE(result.time, 300ms) << "0.1 s before its first start again, and 0.2 s before the next";
+}
+
+// Rank 1 removes the program, and fails.
+std::vector<std::string> launch_that_removes_itself(std::vector<std::string> options,
+                                                    const std::string& rank_0) {
+  auto command = launch_in_folder(std::move(options), "");
+  const auto script =
+      "#!/bin/sh\n[ $RANK = 1 ] && { until [ -e up ]; do sleep 0.02; done; rm program; exit 5; "
+      "}\n" +
+      rank_0;
+  // Instead of the shell.
+  command.resize(command.size() - 3);
+  command.emplace_back("./program");
+  command[2].insert(command[2].find("\"$@\""), "printf '%s' \"$0\" >program; chmod +x program; ");
+  command[3] = script;
+  return command;
+}
+
+TEST(Launcher, ARankThatCannotBeStartedAgainHasFailed) {
+  const auto result = Command(launch_that_removes_itself(
+                                  {"-n", "2", "--respawn", "2", "--grace", "0.1"},
+                                  "trap 'echo ends; exit 0' TERM; sleep 100 & touch up; wait"))
+                          .wait();
+  EXPECT_EQ(result.code, 5);
+  EXPECT_EQ(result.out, "[0] ends\n");
+  const std::string why = "cannot run './program': No such file or directory\n";
+  EXPECT_EQ(result.err,
+            "crossdock-run: rank 1 failed: exit code 5; cannot be started again, 1 of 2: " + why +
+                "crossdock-run: rank 1 failed: exit code 5; cannot be started again, 2 of 2: " +
+                why + "crossdock-run: rank 1 failed: exit code 5; ended rank 0\n");
+}
+
+TEST(Launcher, AnExpendableRankNeedNotBeStartedAgain) {
+  const auto result =
+      Command(launch_that_removes_itself({"-n", "2", "--respawn", "1", "--expendable", "1"},
+                                         "touch up; while [ -e program ]; do sleep 0.02; done; "
+                                         "sleep 1; echo ok"))
+          .wait();
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(result.out, "[0] ok\n");
+}
+
+// One after the other: each is started again, while the next is there from the beginning. Nobody
+// can join those that have just been started again.
+TEST(Launcher, AMistakeThatAllMakeEndsTheJob) {
+  const auto result =
+      Command(launch_in_folder({"-n", "3", "--respawn", "9", "--grace", "0"},
+                               "echo start; [ $XD_RUN_RESPAWNED = 1 ] && { touch again-$RANK; "
+                               "sleep 100; }; touch again--1; "
+                               "until [ -e again-$((RANK - 1)) ]; do sleep 0.02; done; "
+                               "exit $((5 + RANK))"))
+          .wait();
+  EXPECT_EQ(result.code, 7) << result.err;
+  EXPECT_EQ(sorted_lines(result.out),
+            (Texts{"[0] start", "[0] start", "[1] start", "[1] start", "[2] start"}));
+}
+
+TEST(Launcher, RanksThatCameBackLongAgoAreThereForOthers) {
+  const auto result =
+      Command(launch_in_folder(
+                  {"-n", "2", "--respawn", "1"},
+                  "case $RANK$XD_RUN_RESPAWNED in 10) exit 4;; 01) touch back; exit 0;; "
+                  "11) sleep 10.1; touch settled; until [ -e back ]; do sleep 0.02; done;; "
+                  "00) until [ -e settled ]; do sleep 0.02; done; exit 5;; esac"))
+          .wait();
+  EXPECT_EQ(result.code, 0) << result.err;
+}
+
+TEST(Launcher, AnInterruptEndsAPauseBetweenStarts) {
+  Command command(launch({"-n", "2", "--no-prefix", "--respawn", "1000"},
+                         "[ $RANK = 0 ] && exec sleep 1000; echo start; exit 1"));
+  ASSERT_TRUE(eventually([&] { return lines_of(command.out()).size() >= 4; }));
+  command.signal(SIGINT);
+  const auto result = command.wait();
+  EXPECT_EQ(result.code, 128 + SIGINT);
+  EXPECT_NE(result.err.find("interrupted by "), std::string::npos) << result.err;
 }
 
 TEST(Launcher, TellsARankThatIsStartedAgainTheSame) {

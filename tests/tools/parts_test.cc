@@ -115,8 +115,8 @@ TEST(Options, MistakesAreNamed) {
             "--expendable : expected a whole number from 0 to 1023");
   EXPECT_EQ(usage_error({"-n", "2", "--threads", "--expendable", "0", "program"}),
             "--expendable needs a process per rank, but --threads makes one of all");
-  EXPECT_EQ(usage_error({"-n", "2", "--respawn", "0", "program"}),
-            "--respawn 0: expected a whole number from 1 to 1000");
+  EXPECT_EQ(usage_error({"-n", "2", "--respawn", "-1", "program"}),
+            "--respawn -1: expected a whole number from 0 to 1000");
   EXPECT_EQ(usage_error({"-n", "1", "--respawn", "1", "program"}),
             "--respawn needs another process that goes on, but there is one rank");
   EXPECT_EQ(usage_error({"-n", "2", "--threads", "--respawn", "1", "program"}),

@@ -22,6 +22,11 @@ constexpr std::int64_t kKillAfterMs = 2'000;
 // The output of processes that have ended is in the pipe already. Only a process that has left its
 // session could still hold the pipe open.
 constexpr std::int64_t kDrainMs = 1'000;
+// Before a rank is started again. Ranks that all make the same mistake fail meanwhile.
+constexpr int kFirstPauseMs = 100;
+constexpr int kLongestPauseMs = 1'000;
+// A process that has been started again and has run for so long counts as one that goes on.
+constexpr std::int64_t kSettledMs = 10'000;
 
 std::vector<std::string> inherited_environment() {
   std::vector<std::string> result;
@@ -82,6 +87,8 @@ Job::Job(const Options& options)
       inherited_(inherited_environment()),
       ranks_(static_cast<std::size_t>(options.processes())),
       respawned_(ranks_.size()),
+      settled_(ranks_.size(), Deadline::after_ms(0)),
+      pause_ms_(ranks_.size(), kFirstPauseMs),
       timeout_(Deadline::after_ms(options.timeout.count())),
       patience_(timeout_.when() + std::chrono::milliseconds(kKillAfterMs)),
       end_at_(timeout_) {
@@ -103,22 +110,78 @@ void Job::start(int rank) {
   streams_.push_back({std::move(ranks_[place]->err), STDERR_FILENO, Lines(prefix)});
 }
 
-void Job::start_again(int rank, const Process::End& end) {
-  const int times = ++respawned_[static_cast<std::size_t>(rank)];
-  start(rank);
-  write_all(STDERR_FILENO,
-            "crossdock-run: rank " + std::to_string(rank) + " failed: " + end.text +
-                "; started again, " + std::to_string(times) + " of " +
-                std::to_string(options_.respawns) + "\n",
-            patience_);
+bool Job::may_start_again(int rank) const {
+  return !is_ending() && others_go_on() &&
+         respawned_[static_cast<std::size_t>(rank)] < options_.respawns;
+}
+
+void Job::wait_to_start(int rank, const Process::End& end) {
+  const auto place = static_cast<std::size_t>(rank);
+  if (settled_[place].passed()) pause_ms_[place] = kFirstPauseMs;
+  waiting_.push_back({rank, end, Deadline::after_ms(pause_ms_[place])});
+  pause_ms_[place] = std::min(2 * pause_ms_[place], kLongestPauseMs);
+}
+
+void Job::start_waiting() {
+  for (const Failed& failed : std::exchange(waiting_, {})) {
+    if (is_ending() || !failed.start_at.passed()) {
+      waiting_.push_back(failed);
+    } else {
+      start_again(failed);
+    }
+  }
+}
+
+// A start that fails is one of the rank's N.
+void Job::start_again(const Failed& failed) {
+  const auto place = static_cast<std::size_t>(failed.rank);
+  const std::string which =
+      ", " + std::to_string(++respawned_[place]) + " of " + std::to_string(options_.respawns);
+  settled_[place] = Deadline::after_ms(kSettledMs);
+  try {
+    start(failed.rank);
+    tell(failed.rank, failed.end, "started again" + which);
+  } catch (const std::runtime_error& error) {
+    tell(failed.rank, failed.end, "cannot be started again" + which + ": " + error.what());
+    if (may_start_again(failed.rank)) {
+      wait_to_start(failed.rank, failed.end);
+    } else {
+      count(failed.rank, failed.end);
+    }
+  }
+}
+
+void Job::tell(int rank, const Process::End& end, const std::string& rest) const {
+  write_all(
+      STDERR_FILENO,
+      "crossdock-run: rank " + std::to_string(rank) + " failed: " + end.text + "; " + rest + "\n",
+      patience_);
+}
+
+void Job::count(int rank, const Process::End& end) {
+  if (outcome_ || options_.expendable.contains(rank)) return;
+  outcome_ = {end.code, "rank " + std::to_string(rank) + " failed: " + end.text};
+  end_by(Deadline::after_ms(options_.grace.count()));
+}
+
+// Where the job ends nobody is started any more, and where nobody goes on the failures count.
+void Job::drop_waiting() {
+  if (is_ending()) {
+    for (const Failed& failed : waiting_) tell(failed.rank, failed.end, "not started again");
+  } else {
+    for (const Failed& failed : waiting_) count(failed.rank, failed.end);
+  }
+  waiting_.clear();
 }
 
 int Job::run() {
   while (!running().empty()) {
     wait_for_event();
     for (Stream& stream : streams_) pump(stream);
+    std::erase_if(streams_, [](const Stream& stream) { return !stream.from; });
     read_signals();
     reap_ranks();
+    start_waiting();
     keep_deadlines();
   }
   drain();
@@ -130,7 +193,11 @@ void Job::wait_for_event() {
   for (const Stream& stream : streams_) {
     if (stream.from) polled.push_back({.fd = stream.from.get(), .events = POLLIN, .revents = 0});
   }
-  ::poll(polled.data(), polled.size(), (kill_at_ ? *kill_at_ : end_at_).remaining_ms());
+  auto next = kill_at_ ? *kill_at_ : end_at_;
+  for (const Failed& failed : waiting_) {
+    if (failed.start_at.when() < next.when()) next = failed.start_at;
+  }
+  ::poll(polled.data(), polled.size(), next.remaining_ms());
 }
 
 // Reads the output that is there, without blocking, and passes whole lines on.
@@ -171,23 +238,15 @@ void Job::reap_ranks() {
     const auto end = ranks_[static_cast<std::size_t>(rank)]->reap();
     if (end && end->code != 0) failed.emplace_back(rank, *end);
   }
-  const bool others_go_on = !is_ending() && !running().empty();
-  bool by_signal = false;
-  std::optional<Outcome> failure;
+  // If several ends are found at once, a rank that crashed is the likely cause of the others.
+  std::ranges::stable_partition(failed, [](const auto& one) { return one.second.by_signal; });
+  if (is_ending() || !others_go_on()) drop_waiting();
   for (const auto& [rank, end] : failed) {
-    if (others_go_on && respawned_[static_cast<std::size_t>(rank)] < options_.respawns) {
-      start_again(rank, end);
-      continue;
+    if (may_start_again(rank)) {
+      wait_to_start(rank, end);
+    } else {
+      count(rank, end);
     }
-    if (options_.expendable.contains(rank)) continue;
-    // If several ends are found at once, a rank that crashed is the likely cause of the others.
-    if (failure && (by_signal || !end.by_signal)) continue;
-    by_signal = end.by_signal;
-    failure = {end.code, "rank " + std::to_string(rank) + " failed: " + end.text};
-  }
-  if (failure && !outcome_) {
-    outcome_ = failure;
-    end_by(Deadline::after_ms(options_.grace.count()));
   }
 }
 
@@ -214,6 +273,15 @@ void Job::end_by(Deadline deadline) {
 
 bool Job::is_ending() const { return outcome_ || end_at_.when() < timeout_.when() || kill_at_; }
 
+// Whether there is a rank that one which comes back can join: a process from the beginning, or one
+// that has run for long since it was started again. Others may have failed of the same mistake.
+bool Job::others_go_on() const {
+  return std::ranges::any_of(running(), [this](int rank) {
+    const auto place = static_cast<std::size_t>(rank);
+    return respawned_[place] == 0 || settled_[place].passed();
+  });
+}
+
 void Job::signal_all(int number) {
   for (const auto& rank : ranks_) rank->signal(number);
 }
@@ -229,7 +297,8 @@ std::vector<int> Job::running() const {
 bool Job::only_expendable_run() const {
   // Where all may be lost, none is there for another's sake.
   if (options_.expendable.size() == static_cast<std::size_t>(options_.ranks)) return false;
-  const auto left = running();
+  auto left = running();
+  for (const Failed& failed : waiting_) left.push_back(failed.rank);
   return std::all_of(left.begin(), left.end(),
                      [this](int rank) { return options_.expendable.contains(rank); });
 }

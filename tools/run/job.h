@@ -38,6 +38,13 @@ class Job {
     std::string text;
   };
 
+  // A rank that has failed and is to be started again.
+  struct Failed {
+    int rank;
+    Process::End end;
+    Deadline start_at;
+  };
+
   // Blocks the signals that the launcher handles, and reads them from `fd`.
   struct Signals {
     Signals();
@@ -46,13 +53,21 @@ class Job {
   };
 
   void start(int rank);
-  void start_again(int rank, const Process::End& end);
+  bool may_start_again(int rank) const;
+  void wait_to_start(int rank, const Process::End& end);
+  void start_waiting();
+  void start_again(const Failed& failed);
+  void tell(int rank, const Process::End& end, const std::string& rest) const;
+  // A failure of a rank that is not started again.
+  void count(int rank, const Process::End& end);
+  void drop_waiting();
   void wait_for_event();
   void read_signals();
   void reap_ranks();
   void keep_deadlines();
   void end_by(Deadline deadline);
   bool is_ending() const;
+  bool others_go_on() const;
   void signal_all(int number);
   std::vector<int> running() const;
   bool only_expendable_run() const;
@@ -66,7 +81,10 @@ class Job {
   const std::vector<std::string> inherited_;
   Guardian guardian_;
   std::vector<std::unique_ptr<Process>> ranks_;
-  std::vector<int> respawned_;  // how many times each rank has been started again
+  std::vector<int> respawned_;     // how many times each rank has been started again
+  std::vector<Deadline> settled_;  // when each rank's process has run for long
+  std::vector<int> pause_ms_;      // before each rank's next start
+  std::vector<Failed> waiting_;    // in the order of their failures
   std::vector<Stream> streams_;
   const Deadline timeout_;
   const Deadline patience_;  // of those who read the output

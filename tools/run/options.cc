@@ -129,7 +129,7 @@ Options parse_options(std::vector<std::string> arguments) {
   add(app, "--grace", options.grace, seconds);
   add(app, "--expendable", options.expendable, rank_list);
   add(app, "--respawn", options.respawns, [](const std::string& option, const std::string& text) {
-    return number(option, text, 1, kMaxRespawns);
+    return number(option, text, 0, kMaxRespawns);
   });
   add(app, "--hosts", options.hosts, ranks_per_host);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes a vector
@@ -161,8 +161,9 @@ output on line by line.
   --expendable R[,R...]   ranks that may fail; when all others have ended they
                           are ended, too, after the grace period. If all are
                           in the list, each ends by itself
-  --respawn N             up to N times, start a rank anew when it fails and
-                          another one runs; its failure counts behind that
+  --respawn N             start a rank that fails again while others go on, up
+                          to N times (0 to 1000) in all; after that its failure
+                          ends the job, unless it is expendable
   --no-prefix             no "[rank] " before lines of output
   --help, --version
 
