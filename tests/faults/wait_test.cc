@@ -272,15 +272,16 @@ TEST_P(OutOfStepAnywhere, IsNotSaidOfRanksWhoseCallsComeFromSeveralThreads) {
 // Rank 2 waits for rank 0, and that one for rank 1, which does not come.
 TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
   std::latch comes(1), timed_out(2);
-  on_thread_ranks(3, 2 * kShortTimeoutMs, [&](Rank& rank, Comm&) {
+  on_thread_ranks(3, 6 * kShortTimeoutMs, [&](Rank& rank, Comm&) {
     const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
     ok(xd_comm_barrier(rank.comm));
     if (rank.rank == 1) return timed_out.wait();
-    // The error of the first to give up is that of all: it is to be rank 2's.
+    // The error of the first to give up is that of all: it is to be rank 2's, which comes first by a
+    // third of the timeout. Rank 0 has the rest to come in.
     if (rank.rank == 2) comes.count_down();
     if (rank.rank == 0) {
       comes.wait();
-      std::this_thread::sleep_for(milliseconds(kShortTimeoutMs));
+      std::this_thread::sleep_for(milliseconds(2 * kShortTimeoutMs));
     }
     const CallEnd end = waiters[rank.rank == 2 ? 0 : 1]->call();
     EXPECT_EQ(end, XD_ERROR_TIMEOUT);
