@@ -67,7 +67,8 @@ __device__ __forceinline__ void ll_begin(const LlDispatchParams& params, LlShare
   LlDispatchTurn(params, shared, kLlDispatch).begin();
 }
 
-// The same of the type of scales that are given, which is this rank's own.
+// Of rows that are given, whose type of scales is this rank's own: whether a receive half names
+// the one that the send half has sent.
 __device__ inline bool scales_fit_what_was_sent(const LlDispatchParams& p, LlShared& turn) {
   const LlRecord& own = turn.record[p.group.rank()];
   if (turn.course.rows || turn.failed != 0 || p.record.scale_type == own.scale_type) return true;
