@@ -276,8 +276,8 @@ TEST_P(OutOfStepAnywhere, RanksNameTheOneForWhichAllWait) {
     const std::unique_ptr<Waiter> waiters[] = {GetParam().make(rank), GetParam().make(rank)};
     ok(xd_comm_barrier(rank.comm));
     if (rank.rank == 1) return timed_out.wait();
-    // The error of the first to give up is that of all: it is to be rank 2's, which comes first by a
-    // third of the timeout. Rank 0 has the rest to come in.
+    // The error of the first to give up is that of all: it is to be rank 2's, which comes first by
+    // a third of the timeout. Rank 0 has the rest to come in.
     if (rank.rank == 2) comes.count_down();
     if (rank.rank == 0) {
       comes.wait();
