@@ -105,11 +105,20 @@ def installed(folder: pathlib.Path, group: str) -> str:
         re.MULTILINE,
     )
     assert table is not None
-    info = folder / "crossdock-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: crossdock\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n{table[1]} = {table[2]}\n")
+    write_distribution(folder, "crossdock", entry=(group, table[1], table[2]))
     return str(folder)
+
+
+def write_distribution(
+    folder: pathlib.Path, name: str, version: str = "0", entry: tuple[str, str, str] | None = None
+) -> None:
+    """What importlib.metadata knows of a package in `folder`; entry: group, name and object."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if entry is not None:
+        group, called, value = entry
+        (info / "entry_points.txt").write_text(f"[{group}]\n{called} = {value}\n")
 
 
 def _is_here(name: str) -> bool:

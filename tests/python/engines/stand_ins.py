@@ -6,6 +6,8 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
+from engines import write_distribution
+
 LAYERS = "vllm/model_executor/layers/fused_moe"
 PREPARE = f"{LAYERS}/prepare_finalize"
 MANAGERS = "vllm/distributed/device_communicators"
@@ -202,11 +204,7 @@ def write(
         assert old in text, (name, old)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text.replace(old, new) if old else text)
-    info = folder / f"{engine}-{version or known}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version or known}\n"
-    )
+    write_distribution(folder, engine, version or known)
 
 
 def forget() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from crossdock._stats import seen_groups
-from engines import PATHS, needs
+from engines import PATHS, needs, write_distribution
 from served import Page, environment, run, server
 
 
@@ -36,15 +36,12 @@ _COUNT = 64  # tokens of the model: after each comes the next one
 
 def _on_cpu(folder: pathlib.Path) -> dict[str, str]:
     """Variables by which SGLang finds Crossdock's plug-in, and what it lacks on CPUs."""
-    info = folder / "sglang_on_cpu-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang_on_cpu\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\nsglang_on_cpu = sglang_on_cpu:plug\n"
+    group = "sglang.srt.plugins"
+    write_distribution(
+        folder, "sglang_on_cpu", entry=(group, "sglang_on_cpu", "sglang_on_cpu:plug")
     )
     (folder / "sitecustomize.py").write_text("import sglang_on_cpu\n\nsglang_on_cpu.begin()\n")
     here = pathlib.Path(__file__).parent
-    group = "sglang.srt.plugins"
     return environment(folder, str(here), str(here.parent), group=group) | {
         "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # a core for each rank: the same one
         "HF_HUB_OFFLINE": "1",

@@ -13,7 +13,7 @@ import pytest
 
 import crossdock
 from crossdock._stats import seen_groups
-from engines import PATHS, needs
+from engines import PATHS, needs, write_distribution
 from served import Page, environment, run, server, ways_agree
 
 pytestmark = [
@@ -36,12 +36,8 @@ _COUNT = 64  # tokens of the model: after each comes the next one
 
 def _on_cpu(folder: pathlib.Path) -> dict[str, str]:
     """Variables by which vLLM finds Crossdock's plug-in, and its platform for CPUs."""
-    platform = folder / "vllm_on_cpu-0.dist-info"
-    platform.mkdir()
-    (platform / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm_on_cpu\nVersion: 0\n")
-    (platform / "entry_points.txt").write_text(
-        "[vllm.platform_plugins]\nvllm_on_cpu = vllm_on_cpu:platform\n"
-    )
+    entry = "vllm.platform_plugins", "vllm_on_cpu", "vllm_on_cpu:platform"
+    write_distribution(folder, "vllm_on_cpu", entry=entry)
     return environment(folder, str(pathlib.Path(__file__).parent)) | {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one is kernels of Triton
         "VLLM_CPU_SIM_MULTI_NUMA": "1",  # ranks may share the memory of one socket
