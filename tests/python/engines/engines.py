@@ -112,7 +112,7 @@ def installed(folder: pathlib.Path, group: str) -> str:
 def write_distribution(
     folder: pathlib.Path, name: str, version: str = "0", entry: tuple[str, str, str] | None = None
 ) -> None:
-    """What importlib.metadata knows of a package in `folder`; entry: group, name and object."""
+    """Lets importlib.metadata find a package in `folder`; entry: group, name and object."""
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
