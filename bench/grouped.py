@@ -16,6 +16,7 @@ copy on the device moves as many bytes, as measured in turn with them.
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from crossdock.torch.gated import FUSED
 
 SHAPES = {  # local experts, columns of rows, columns of results
     "ds-in": (32, 7168, 4096),
+    "ds64-in": (64, 7168, 4096),
     "ds-out": (32, 2048, 7168),
     "mixtral-in": (4, 4096, 28672),
     "qwen3-in": (32, 2048, 1536),
@@ -185,9 +187,10 @@ def main() -> None:
         if "gated" in options.kinds:
             records += print_gated(comm, shapes, rows)
     if options.json:
-        device = torch.cuda.get_device_name()
+        head = {"title": "bench/grouped.py", "date": datetime.date.today().isoformat()}
+        head |= {"gpus": {"name": torch.cuda.get_device_name(), "count": 1}}
         with open(options.json, "w") as file:
-            json.dump({"device": device, "torch": torch.__version__, "records": records}, file)
+            json.dump(head | {"torch": torch.__version__, "rows": records}, file, indent=0)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Times the routed experts of a layer, `xd.moe`, by its schedules, beside their parts and bounds.
 
-    python bench/layer.py [--ranks 2] [--shapes E,A,B] [--passes forward,backward,fp8] [--json FILE]
+    python bench/layer.py [--ranks 2] [--shapes E,A,B] [--passes forward,fp8,backward,step]
+                          [--json FILE]
 
 Each pass is timed twice. Cool: alone, 40 ms after the one before, all ranks at once. Hot: without
 pauses, schedules in turn, several times over, after as many passes of the same that do not count:
 a device that gets hot slows down for a second, and would favour the first. A time is the median of
-the slowest rank's, between two events that were enqueued ahead, so no time of the host is in it.
-The clock of rank 0's multiprocessors (nvidia-smi) during a measurement stands beside it.
+the slowest rank's, between two events that were enqueued ahead, so no time of the host is in it;
+but a step of `MoELayer`, which is eager, has what the host takes longer than the device. The clock
+of rank 0's multiprocessors (nvidia-smi) during a measurement stands beside it.
 
 The routing is uniform and random. A forward pass has prepare in it. Rows of the tables:
 
     serial, N parts  `xd.moe`, and the multiprocessors of transfers beside products; outputs of all
                      schedules are compared, bit for bit, before
-    auto             the schedule that `xd_moe_schedule` chooses
+    1 part           backward: only the products for gradients of matrices run beside a transfer
+    auto             the schedule that `xd_moe_schedule` chooses; the serial one is timed once more
     operators        `xd.dispatch`, products by torch (backward: by `xd.grouped_mm`), `xd.combine`
     products         those of the pass alone, on rows that have arrived
     transfers        prepare and the operations alone; with 16 multiprocessors, also in parts
@@ -20,7 +23,8 @@ The routing is uniform and random. A forward pass has prepare in it. Rows of the
                      transfers take, for which they run with 16
 
 fp8 has no schedule by parts: the table shows rows of fp8 and products in fp8 one after another, and
-what overlap could make of them. Tokens and matrices are rounded before, activations on the way.
+what overlap could make of them. Tokens and matrices are rounded before, activations on the way. A
+step is the forward and backward pass of `MoELayer` in bfloat16, with router and balancing loss.
 
 Shapes are those of 2 GPUs: in E transfers weigh as much as on 8 ranks, A has few rows of many
 experts, B is between them. `--device cpu --shapes tiny` shows that the program works, not times.
@@ -29,6 +33,7 @@ experts, B is between them. `--device cpu --shapes tiny` shows that the program 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import subprocess
@@ -167,6 +172,7 @@ class Layer:
             symmetric_tensors=24,
             comm=comm,
         )
+        self.groups = [self.group]
         local = self.group.num_local_experts
         torch.manual_seed(comm.rank)
         self.idx = torch.rand(tokens, experts, device=device).topk(topk).indices.int()
@@ -179,14 +185,13 @@ class Layer:
         self.w_in = random(local, hidden, 2 * ffn, scale=hidden**-0.5)
         self.w_out = random(local, ffn, hidden, scale=ffn**-0.5)
 
-    def schedules(self) -> dict[str, xd.Overlap | None]:
+    def schedules(self, *more: xd.Overlap) -> dict[str, xd.Overlap | None]:
+        """The serial one, some in parts, and auto's, by name."""
+        chosen: dict[str, xd.Overlap | None] = {"serial": None}
+        for one in (*more, xd.Overlap(2, 16), xd.Overlap(4, 16), xd.Overlap(4, 32)):
+            chosen[_name(one)] = one
         auto = resolve("auto", self.group, self.topk, self.ffn)
-        chosen: dict[str, xd.Overlap | None] = {"serial" if auto else "serial, auto": None}
-        for parts, sms in ((2, 16), (4, 16), (4, 32)):
-            chosen[f"{parts} parts, {sms} SMs"] = xd.Overlap(parts, sms)
-        if auto is not None:
-            chosen[f"auto: {auto.parts} parts, {auto.sms} SMs"] = auto
-        return chosen
+        return chosen | {f"auto: {_name(auto) if auto else 'serial'}": auto}
 
     def prepare(self, overlap: xd.Overlap | None = None) -> xd.Plan:
         return self.group.prepare(self.idx, parts=1 if overlap is None else overlap.parts)
@@ -259,7 +264,7 @@ class Layer:
 
         calls: Calls = {}
         serial: tuple[torch.Tensor, ...] | None = None
-        for name, overlap in self.schedules().items():
+        for name, overlap in self.schedules(xd.Overlap(1, FEW)).items():
             calls[name] = call = retained(self.whole(overlap), tensors)
             gradients = call()
             serial = serial or gradients
@@ -294,6 +299,35 @@ class Layer:
             outer(rows, grad_inner, w_in)
 
         return products
+
+    def step(self) -> Calls:
+        """Of one layer, whose schedule is changed before each pass."""
+        tokens, hidden = self.x.shape
+        layer = xd.MoELayer(
+            hidden,
+            self.ffn,
+            self.group.num_experts,
+            self.topk,
+            comm=self.comm,
+            max_tokens_per_rank=tokens,
+            recv_capacity=self.group.rows,
+            dtype=self.x.dtype,
+        )
+        self.groups.append(layer.group)
+        x = self.x.detach().requires_grad_()
+
+        def call(overlap: xd.Overlap | None) -> torch.Tensor:
+            layer.overlap = overlap
+            layer.zero_grad(set_to_none=True)
+            x.grad = None
+            output = layer(x)
+            torch.autograd.backward([output.hidden, output.aux_loss], [self.grad, None])
+            return output.hidden.detach()
+
+        schedules = self.schedules(xd.Overlap(1, FEW))
+        outputs = [call(overlap) for overlap in schedules.values()]
+        assert all(torch.equal(outputs[0], one) for one in outputs[1:]), "outputs differ"
+        return {name: partial(call, overlap) for name, overlap in schedules.items()}
 
     def fp8(self) -> Calls:
         code = torch.float8_e4m3fn
@@ -346,6 +380,11 @@ class Layer:
         yield self.w_out.detach()
 
 
+def _name(overlap: xd.Overlap) -> str:
+    parts = "1 part" if overlap.parts == 1 else f"{overlap.parts} parts"
+    return f"{parts}, {overlap.sms} SMs"
+
+
 def bound(times: dict[str, float]) -> float | None:
     """Prepare, products, and the multiprocessors' time that transfers take from them."""
     taken = times.get(f"transfers, {FEW} SMs")
@@ -360,7 +399,7 @@ def report(shape: str, name: str, records: list[dict[str, object]]) -> None:
     for record in records:
         cells = []
         for state in ("cool", "hot"):
-            micros, base = record[state], serial[state]
+            micros, base = record[f"{state}_us"], serial[f"{state}_us"]
             assert isinstance(micros, float) and isinstance(base, float)
             cells += [
                 f"{micros:.0f}",
@@ -373,15 +412,15 @@ def report(shape: str, name: str, records: list[dict[str, object]]) -> None:
 def measure(
     layer: Layer, shape: str, name: str, watch: Stopwatch, options: argparse.Namespace
 ) -> list[dict[str, object]]:
-    with torch.set_grad_enabled(name == "backward"):
+    with torch.set_grad_enabled(name in ("backward", "step")):
         calls: Calls = getattr(layer, name)()
     records: list[dict[str, object]] = []
     cool: dict[str, float] = {}
     hot: dict[str, float] = {}
-    with torch.set_grad_enabled(name == "backward"):
+    with torch.set_grad_enabled(name in ("backward", "step")):
         for what, call in calls.items():
             cool[what], cool_mhz = watch.cool(call, options.cool)
-            records.append({"what": what, "cool": cool[what], "cool_mhz": cool_mhz})
+            records.append({"what": what, "cool_us": cool[what], "cool_mhz": cool_mhz})
         # Calls that leave a device time to cool down do not come between the others.
         most = max(cool.values()) / 2
         light = {what: call for what, call in calls.items() if cool[what] < most}
@@ -389,10 +428,10 @@ def measure(
         both = watch.hot(heavy, options.hot) | watch.hot(light, options.hot)
         for record, what in zip(records, calls):
             hot[what], mhz = both[what]
-            record |= {"hot": hot[what], "hot_mhz": mhz}
+            record |= {"hot_us": hot[what], "hot_mhz": mhz}
     bounds = bound(cool), bound(hot)
     if None not in bounds:
-        records.append({"what": "bound", "cool": bounds[0], "hot": bounds[1]})
+        records.append({"what": "bound", "cool_us": bounds[0], "hot_us": bounds[1]})
     if layer.comm.rank == 0:
         report(shape, name, records)
     return [{"shape": shape, "pass": name} | record for record in records]
@@ -411,23 +450,54 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         columns = ("shape", "pass", "what", "cool, µs", "of serial", "MHz", "hot, µs")
         print(f"| {' | '.join((*columns, 'of serial', 'MHz'))} |")
         print("|---" * (len(columns) + 2) + "|", flush=True)
-    records = []
+    file = Results(options) if options.json and rank == 0 else None
     try:
         with xd.init(device=device) as comm:
             watch = Stopwatch(device, clock or _NoClock())
             for shape in options.shapes.split(","):
                 layer = Layer(shape, comm, device)
                 for name in options.passes.split(","):
-                    records += measure(layer, shape, name, watch, options)
-                layer.group.close()
+                    records = measure(layer, shape, name, watch, options)
+                    if file is not None:
+                        file.write(records)
+                for group in layer.groups:
+                    group.close()
                 del layer
     finally:
         if clock is not None:
             clock.close()
-    if options.json and rank == 0:
-        with open(options.json, "w") as file:
-            json.dump(vars(options) | {"torch": torch.__version__, "records": records}, file)
     dist.destroy_process_group()
+
+
+class Results:
+    """A file of times, an object a line: what it says of their origin, and what was measured."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._path = options.json
+        name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+        shapes = {name: SHAPES[name] for name in options.shapes.split(",")}
+        head = {
+            "title": f"bench/layer.py: {options.ranks} processes, {options.device}",
+            "date": datetime.date.today().isoformat(),
+            "gpus": {"name": name, "count": options.ranks},
+            "torch": torch.__version__,
+            "ranks": options.ranks,
+            "cool": options.cool,
+            "hot": options.hot,
+            "shapes": shapes,
+        }
+        with open(self._path, "w") as file:
+            print(json.dumps(head), file=file)
+
+    def write(self, records: list[dict[str, object]]) -> None:
+        """Adds a pass, so that what has been measured stays if the program does not end."""
+        with open(self._path, "a") as file:
+            for record in records:
+                rounded = {
+                    key: round(value, 1) if isinstance(value, float) else value
+                    for key, value in record.items()
+                }
+                print(json.dumps(rounded), file=file)
 
 
 class _NoClock(Clock):
@@ -442,7 +512,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--shapes", default="E,A,B", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--passes", default="forward,fp8,backward")
+    parser.add_argument("--passes", default="forward,fp8,backward,step")
     parser.add_argument("--cool", type=int, default=9, help="passes with pauses")
     parser.add_argument("--hot", type=int, default=15, help="passes without, in each round")
     parser.add_argument("--json", help="file for the times")

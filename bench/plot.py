@@ -11,6 +11,7 @@ Files of these programs have one:
   ll --device cuda   time against the tokens of a rank, with a plain put and NCCL's all-to-all
   gemm               how many times as long as the product alone each way takes, against the tokens
                      of all ranks. Ways that have been captured count by their graphs
+  layer.py           times of a layer's schedules and of their parts, by the serial schedule's
   placement.py       the busiest rank over the mean, against the slots moved
   timeline.py        tokens per second while a rank of examples/elastic_serving is replaced
 
@@ -20,6 +21,7 @@ Needs matplotlib.
 """
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
@@ -185,6 +187,49 @@ def draw_gemm(report, rows, path):
     figures.save(figure, said, report, path)
 
 
+# ---- Layers of experts ---------------------------------------------------------------------------
+
+STATES = {
+    "cool_us": ("with pauses between passes", {"color": BLUE, "marker": "o"}),
+    "hot_us": ("without pauses", {"color": ORANGE, "marker": "s"}),
+}
+NOT_DRAWN = ("prepare", "transfers,", "operators")  # of no use to readers of a page
+BOUND = {"bound": "perfect overlap", "products": "products alone", "transfers": "transfers alone"}
+
+
+def draw_layer_panel(axes, rows, places):
+    """Draws a mark for each way, at its time by that of the serial schedule."""
+    serial = rows[0]
+    for state, (label, look) in STATES.items():
+        xs, ys = [row[state] / serial[state] for row in rows], [places[row["way"]] for row in rows]
+        figures.plot(axes, xs, ys, label, linestyle="", **look)
+    axes.axvline(1, color=BLACK, linewidth=1, zorder=1)
+    axes.set_title(f"shape {serial['shape']}, {serial['pass']}")
+    axes.set_xlim(0)
+
+
+def draw_layer(head, rows, path):
+    """Draws a line of panels for each shape, with one for each pass that has schedules."""
+    shown = []
+    for row in rows:
+        what = row["what"]
+        if row["pass"] != "fp8" and not what.startswith(NOT_DRAWN):
+            what = "auto" if what.startswith("auto") else what.replace(" SMs", " multiprocessors")
+            shown.append(row | {"way": BOUND.get(what, what)})
+    shapes, passes = (list(dict.fromkeys(row[key] for row in shown)) for key in ("shape", "pass"))
+    ways = list(dict.fromkeys(row["way"] for row in shown))
+    places = {way: -index for index, way in enumerate(ways)}
+    figure, panels = figures.new(len(shapes), len(passes), 2.3 * len(shapes) + 0.9)
+    for axes, (shape, name) in zip(panels, itertools.product(shapes, passes)):
+        here = [row for row in shown if (row["shape"], row["pass"]) == (shape, name)]
+        draw_layer_panel(axes, here, places)
+    for axes in panels[-len(passes) :]:
+        axes.set_xlabel("p50 ÷ serial schedule")
+    panels[0].set_yticks(list(places.values()), labels=ways)
+    said = f"routed experts of a layer, {head['ranks']} ranks; 1 is the serial schedule"
+    figures.save(figure, said, head, path)
+
+
 # ---- Placements ----------------------------------------------------------------------------------
 
 PLANS = {
@@ -268,6 +313,8 @@ def draw(path, folder, ending):
     place = folder / f"{path.stem}.{ending}"
     if "clock" in rows[0]:
         draw_ll(head, rows, place)
+    elif "what" in rows[0]:
+        draw_layer(head, rows, place)
     elif "marks" in head:
         draw_elastic(head, rows, place)
     elif "losses" in rows[0]:

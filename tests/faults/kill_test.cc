@@ -67,6 +67,7 @@ struct Place {
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   bool apart = false;
+  int part = 0;  // of two
 };
 
 void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
@@ -84,6 +85,8 @@ class KillIn : public testing::TestWithParam<Place> {
     result.on_peer_loss = GetParam().on_peer_loss;
     result.product = GetParam().product;
     result.apart = GetParam().apart;
+    result.parts = GetParam().part > 0 ? 2 : 1;
+    result.part = GetParam().part;
     return result;
   }
   int peer() const {
@@ -130,6 +133,23 @@ INSTANTIATE_TEST_SUITE_P(
                     Place{"ll_dispatch", Program::ll_operation, XD_LL_DISPATCH},
                     Place{"ll_combine", Program::ll_operation, XD_LL_COMBINE}),
     kNameOfPlace);
+
+constexpr Place in_part(const char* name, int part, std::int32_t operation) {
+  Place place{name, Program::operation, operation};
+  place.part = part;
+  return place;
+}
+
+INSTANTIATE_TEST_SUITE_P(Parts, KillIn,
+                         testing::Values(in_part("first_of_dispatch", 1, XD_EP_DISPATCH),
+                                         in_part("last_of_dispatch", 2, XD_EP_DISPATCH),
+                                         in_part("first_of_combine", 1, XD_EP_COMBINE),
+                                         in_part("last_of_combine", 2, XD_EP_COMBINE),
+                                         in_part("first_of_combine_bwd", 1, XD_EP_COMBINE_BWD),
+                                         in_part("last_of_combine_bwd", 2, XD_EP_COMBINE_BWD),
+                                         in_part("first_of_dispatch_bwd", 1, XD_EP_DISPATCH_BWD),
+                                         in_part("last_of_dispatch_bwd", 2, XD_EP_DISPATCH_BWD)),
+                         kNameOfPlace);
 
 std::vector<Place> products() {
   std::vector<Place> places{{"create_context", Program::create_context, XD_EP_PREPARE}};
@@ -184,6 +204,7 @@ TEST_P(KillAfter, SomeMicrosecondsOfStepsReleasesAll) {
   program.apart = apart;
   program.program = steps;
   program.tokens = 512;
+  program.parts = steps == Program::layers ? 3 : 1;
   program.on_peer_loss = on_peer_loss;
   Processes ranks(program, {{0}, {1}, {2}});
   ranks.start();
@@ -215,6 +236,8 @@ INSTANTIATE_TEST_SUITE_P(MomentsBetweenMachines, KillAfter,
                                      XD_COMM_PEER_LOSS_FATAL, true));
 INSTANTIATE_TEST_SUITE_P(GemmMoments, KillAfter,
                          kills_after({Program::gemm_steps}, {0, 900, 3100, 8100, 24500}));
+INSTANTIATE_TEST_SUITE_P(LayerMoments, KillAfter,
+                         kills_after({Program::layers}, {0, 1100, 3700, 9300, 30500}));
 INSTANTIATE_TEST_SUITE_P(MaskedMoments, KillAfter,
                          kills_after({Program::steps}, {0, 700, 3300, 7900, 31000},
                                      XD_COMM_PEER_LOSS_MASK));

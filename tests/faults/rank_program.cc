@@ -18,6 +18,7 @@
 
 #include "conformance/batch.h"
 #include "conformance/fixed_step.h"
+#include "conformance/moe/layer.h"
 #include "faults/fatal_argument.h"
 #include "faults/gemm_call.h"
 #include "faults/hex.h"
@@ -89,6 +90,8 @@ class RankRun {
       case Program::gemm_operation:
       case Program::gemm_steps:
         return after(run_products());
+      case Program::layers:
+        return after(run_layers());
       case Program::ll_masked:
         return say("after " + run_ll_masked(program_, rank_,
                                             {[this](const std::string& text) { say(text); },
@@ -216,7 +219,9 @@ class RankRun {
     group_ = make_group(comm_.get(), c.config(rank_.rank));
     // In symmetric memory outputs show what peers have moved; the fatal argument alone is staged.
     Batch batch(rank_, c, 0, someone_dies() ? Place::symmetric : Place::ordinary);
+    batch.prepare_args.parts = program_.parts;
     batch.prepare(group_.get());
+    go_to_part(batch);
     batch.poison_outputs();
     wait_for_go();
     if (rank_.rank == program_.death.victim) die(batch);
@@ -238,6 +243,34 @@ class RankRun {
     if (outcome == XD_SUCCESS) return XD_SUCCESS;
     const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
+    return outcome.status;
+  }
+
+  // The operation's next call is the program's part of it.
+  void go_to_part(Batch& batch) {
+    for (int part = 1; part <= program_.part; ++part) {
+      batch.dispatch_args.part = batch.combine_args.part = part;
+      batch.dispatch_bwd_args.part = batch.combine_bwd_args.part = part;
+      if (part < program_.part) ok(batch.call(group_.get(), program_.bulk_operation()));
+    }
+  }
+
+  xd_status run_layers() {
+    const Case c = layer_case(program_.num_ranks, program_.parts);
+    group_ = make_group(comm_.get(), c.config(rank_.rank));
+    Batch batch(rank_, c);
+    batch.prepare_args.parts = c.parts;
+    batch.prepare(group_.get());
+    Layer layer(rank_, c, batch, {});
+    wait_for_go();
+    Outcome outcome{};
+    for (bool forward = true; outcome == XD_SUCCESS; forward = !forward) {
+      outcome =
+          forward ? layer.forward(group_.get(), c.parts) : layer.backward(group_.get(), c.parts);
+    }
+    report(outcome.status, outcome.text, false);
+    const Outcome later = layer.forward(group_.get(), c.parts);
+    if (later != outcome.status) say("after a later pass gave another status: " + later.text);
     return outcome.status;
   }
 

@@ -27,6 +27,7 @@ enum class Program {
   operation,       // EP operations of one kind
   steps,           // whole training steps, until one fails
   replays,         // whole training steps, captured in a CUDA graph
+  layers,          // passes of a layer by its parts, forward and backward, until one fails
   outlive,         // notices that peers are lost; then calls that need them, and others
   ll_operation,    // one low-latency operation, after a good step
   ll_steps,        // low-latency steps, whole and in halves, until one fails
@@ -65,6 +66,8 @@ struct RankSettings {
   xd_gemm_operation product = XD_GEMM_ALL_GATHER;
   int num_ranks = 1;
   int calls = 1;  // calls of the operation, while they succeed
+  int parts = 1;  // of plans
+  int part = 0;   // of the operation, whose earlier parts are done by then; 0 = the whole
   int tokens = 12;
   int timeout_ms = 20000;       // of the communicator
   int wait_timeout_ms = 0;      // of a low-latency group

@@ -17,6 +17,19 @@ Case layer_case(int num_ranks, int parts) {
   return c;
 }
 
+void turn_routing(const Rank& rank, const Case& c, Batch& batch, int by) {
+  const Choices& given = batch.routed().choices(rank.rank);
+  std::vector<std::int64_t> ids;
+  for (int token = 0; token < given.tokens; ++token) {
+    for (int k = 0; k < given.topk; ++k) {
+      const std::int64_t id = given.id((token + by) % given.tokens, k);
+      const std::int64_t local = id % c.local_experts;
+      ids.push_back(id < 0 ? id : id - local + (local + by) % c.local_experts);
+    }
+  }
+  batch.field(XD_EP_PREPARE, "topk_idx").tensor->write(ids);
+}
+
 namespace {
 
 constexpr std::int64_t kFfn = 24;  // other than hidden, in whole units of 16 bytes

@@ -16,6 +16,10 @@ namespace xd::test {
 // A case whose plans have `parts`, with rows on every rank.
 Case layer_case(int num_ranks, int parts);
 
+// Gives each token the choices of another one of its rank, and other experts of the same ranks, so
+// that as many rows arrive everywhere. The batch's next prepare reads that. Equal on all ranks.
+void turn_routing(const Rank& rank, const Case& c, Batch& batch, int by);
+
 class Layer {
  public:
   struct Options {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conformance/moe/layer.h"
+#include "conformance/random_delay.h"
 #include "conformance/said.h"
 #include "support/gtest_main.h"
 
@@ -129,6 +130,27 @@ TEST(Moe, HasThemWhereRowsAreDroppedAndExpertsLieAnywhere) {
   for (const Case& c : cases) {
     on_scenes(c, [](Scene& s) { expect_bits_of_the_calls(s, {}); });
   }
+}
+
+// The same tensors, batch after batch, while each rank is late now and then.
+TEST(Moe, HasThemWithOtherRoutingAndRanksOutOfStep) {
+  on_scenes(layer_case(world().num_ranks(), 3), [](Scene& s) {
+    Random delays(mix(s.c.seed, 0xDE1A7, static_cast<std::uint64_t>(s.rank.rank)));
+    Layer layer(s.rank, s.c, s.batch, {});
+    for (int step = 0; step < 8; ++step) {
+      SCOPED_TRACE("step " + std::to_string(step));
+      turn_routing(s.rank, s.c, s.batch, step);
+      s.batch.prepare(s.group.get());
+      Layer by_calls(s.rank, s.c, s.batch, {});
+      by_calls.forward_by_calls(s.group.get());
+      by_calls.backward_by_calls(s.group.get());
+      random_delay(delays);
+      ok(layer.forward(s.group.get(), s.c.parts));
+      random_delay(delays);
+      ok(layer.backward(s.group.get(), s.c.parts));
+      layer.expect_equal(by_calls);
+    }
+  });
 }
 
 TEST(Moe, HasThemInEveryFormOfItsTensors) {

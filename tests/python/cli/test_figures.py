@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 RESULTS, FIGURES = ROOT / "docs/results", ROOT / "docs/figures"
+DEVICES = {"h100": "2 × NVIDIA H100", "h200": "2 × NVIDIA H200", "xeon": "Intel Xeon"}
 
 pytest.importorskip("matplotlib")
 
@@ -41,7 +43,7 @@ def test_figures_in_the_documentation_are_those_of_the_results_there(drawn):
 def test_figures_name_device_and_day_and_are_dark_where_their_readers_are(drawn):
     for name, figure in drawn.items():
         (title,) = [word for word in words(figure) if re.search(r", \d+ November 2026$", word)]
-        assert title.startswith("2 × NVIDIA H100" if name.startswith("h100") else "Intel Xeon")
+        assert title.startswith(DEVICES[name[:4]])
         assert figure.count("prefers-color-scheme: dark") == 1
 
 
@@ -64,6 +66,26 @@ def test_a_figure_of_products_has_every_way_and_names_the_baseline(drawn):
     ways = ["SEQUENTIAL", "SPLIT", "SPLIT_P2P", "DIRECT", "AUTO"]
     assert sorted(legend(drawn["xeon2-gemm-bf16.svg"])) == sorted([*ways, "one after the other"])
     assert "NCCL and product, one after the other" in legend(drawn["h100x2-gemm.svg"])
+
+
+def test_a_figure_of_layers_has_a_panel_for_each_pass_with_schedules(tmp_path):
+    head = {"date": "2026-11-30", "gpus": {"name": "NVIDIA H200", "count": 2}, "ranks": 2}
+    ways = ("serial", "2 parts, 16 SMs", "auto: serial", "operators", "products", "prepare")
+    rows = [
+        {"shape": shape, "pass": name, "what": what, "cool_us": 8.0 + at, "hot_us": 9.0 + at}
+        for shape in "EA"
+        for name, more in (("forward", ["transfers, 16 SMs", "bound"]), ("fp8", []), ("step", []))
+        for at, what in enumerate([*ways, *more])
+    ]
+    results = tmp_path / "layer.json"
+    results.write_text("\n".join(map(json.dumps, [head, *rows])))
+    said = words(draw(tmp_path / "out", results)["layer.svg"])
+    panels = [word for word in said if word.startswith("shape ")]
+    assert panels == ["shape E, forward", "shape E, step", "shape A, forward", "shape A, step"]
+    # The ways are named once in each line, at its left.
+    labels = ["serial", "2 parts, 16 multiprocessors", "auto", "products alone", "perfect overlap"]
+    assert [word for word in said if word in labels] == 2 * labels
+    assert not {"operators", "prepare"} & set(said) and not any("transfers" in one for one in said)
 
 
 def test_a_sweep_has_a_figure_for_each_of_its_parts(tmp_path):

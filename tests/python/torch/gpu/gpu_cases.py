@@ -17,6 +17,7 @@ import support
 import test_moe_decode as moe_decode
 import test_moe_layer as moe_layer
 import test_moe_mixed_precision as mixed
+import test_moe_overlap as moe_overlap
 import test_torch_compile as compiled
 import test_torch_pool as pool
 import test_torch_tools as tools
@@ -29,7 +30,7 @@ MODULES = {
     for name in (
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
-        *("moe_grouped", "moe_layer", "moe_decode", "training_alike"),
+        *("moe_grouped", "moe_layer", "moe_decode", "moe_overlap", "training_alike"),
         "moe_mixed_precision",
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
         *("tp_compile", "tp_async"),
@@ -60,6 +61,7 @@ FIXTURES = ("alone", "comm", "dispatched", "inputs", "prepared")
 # Cases of any number of ranks but one.
 ABOUT_PEERS = (
     moe_layer.test_gradients_are_averaged_and_those_of_experts_scaled,
+    moe_overlap.test_a_replicated_layer_has_the_bits_of_the_serial_one,
     mixed.test_recipes_have_gradients_of_one_process,
     mixed.test_an_overflow_of_one_ranks_experts_is_one_of_all,
     training_alike.test_experts_of_two_communicators_are_scaled_by_their_own_ranks,
