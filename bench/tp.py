@@ -4,10 +4,12 @@
   PYTHONPATH=build/python bench/tp.py [--device cpu] [--ranks 2] [--json FILE]
 
 Beside them the product alone, a collective of torch.distributed and the product one after the
-other, and on GPUs torch's own fused operators. Ways take rounds in turn, so that they meet the same
-machine. A sample is a number of calls in a row, from a barrier until the device has finished, over
-that number; a time is that of the slowest rank. Results are compared first. A second table has the
-host's time for a call of one rank with a handful of tokens, beside an operator that does nothing.
+other, and on GPUs torch's own ways by its symmetric memory: its fused operators and, as it has none
+that ends with an all-reduce, the product before its one-shot and its two-shot one. Nothing uses
+NVLink multicast. Ways take rounds in turn, so that they meet the same machine. A sample is a number
+of calls in a row, from a barrier until the device has finished, over that number; a time is that of
+the slowest rank. Results are compared first. A second table has the host's time for a call of one
+rank with a handful of tokens, beside an operator that does nothing.
 The C API's own program, with all algorithms: crossdock-bench gemm.
 """
 
@@ -73,6 +75,8 @@ def set_up(options: argparse.Namespace) -> None:
     """Sets what torch and JAX read when they are imported: they share cores and GPUs."""
     os.environ["OMP_NUM_THREADS"] = str(max(1, _host.cores() // options.ranks))
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast, which the library has no use for
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     if options.device == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 

@@ -59,8 +59,13 @@ class TorchWays:
         yield self._way(PRODUCT, self._product)._replace(result=None)
         yield from self._both("C API", self._core)
         yield from self._both("torch", self._torch)
-        if self.cuda and self.p.operation != "all_reduce":
+        if not self.cuda:
+            return
+        if self.p.operation != "all_reduce":
             yield from self._both("torch's fused", self._fused())
+        else:
+            for name, call in self._reduced().items():
+                yield from self._both(name, call)
 
     def _way(self, name: str, call: Callable[[], Any]) -> Way:
         finish = (lambda _: torch.cuda.synchronize()) if self.cuda else (lambda _: None)
@@ -116,6 +121,28 @@ class TorchWays:
         if self.p.gathers:
             return lambda: operators.fused_all_gather_matmul(self.a, [b], 0, name)[1][0]
         return lambda: operators.fused_matmul_reduce_scatter(self.a, b, "sum", 0, name)
+
+    def _reduced(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """The product into symmetric memory of torch's, and its sums by loads of peers' memory.
+
+        Operations by multicast are none of these, and set_up() has switched it off.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        name = dist.group.WORLD.group_name
+        symmetric_memory.enable_symm_mem_for_group(name)
+        shape = {"dtype": self.a.dtype, "device": self.device}
+        partial = symmetric_memory.empty(self.p.tokens, self.p.n, **shape)
+        symmetric_memory.rendezvous(partial, name)
+        operators = torch.ops.symm_mem
+
+        def product() -> torch.Tensor:
+            return torch.matmul(self.a, self.weight.t(), out=partial)
+
+        return {
+            "torch's one-shot": lambda: operators.one_shot_all_reduce(product(), "sum", name),
+            "torch's two-shot": lambda: operators.two_shot_all_reduce_(product(), "sum", name),
+        }
 
     def _captured(self, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         call()

@@ -80,6 +80,7 @@ Option Estimate::gather(bool doubling) const {
   const double each = copy(gather_bytes_) + m_.flag_us;
   const auto arrival = [&](int peers) { return m_.open_us + m_.first_copy_us + peers * each; };
   const double own = product(p_.most_tokens);
+  o.opens_first = peers_ > 0 && own >= m_.blocking_us;
   o.gemm_us = own;
   double now = own;
   for (int done = 0; done < peers_; ++o.products) {

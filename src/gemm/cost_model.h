@@ -25,6 +25,7 @@ struct Machine {
   double copy_us = 4;              // of every copy
   double open_us = 7;              // until copies may begin, if nothing hides it
   double first_copy_us = 4;        // of the first copy on a stream, in addition
+  double blocking_us = 150;        // products from here on keep an opening that comes later waiting
   double flag_us = 1.5;            // of the copy of a flag behind rows
   double wait_us = 1.5;            // of a kernel that finds its flags raised
   double boundary_us = 1;          // between two products
@@ -120,7 +121,8 @@ struct Option {
   xd_gemm_algo algo = XD_GEMM_ALGO_AUTO;
   Mover mover = Mover::copies;
   Obstacle obstacle = Obstacle::none;
-  bool doubles = false;  // SPLIT gathers: each step has the rows of twice as many ranks
+  bool doubles = false;      // SPLIT gathers: each step has the rows of twice as many ranks
+  bool opens_first = false;  // SPLIT gathers: the opening goes onto the device before a product
   int products = 0;
   std::int64_t pitch = 0;  // of DIRECT: columns from one row of the stitched rows to the next
   double us = 0;

@@ -125,8 +125,15 @@ void Operation::gather_inline() const {
 // The own product is enqueued behind the opening and needs nothing of it, so the two run side by
 // side; what comes behind the opening is enqueued while they run. Flags are waited for behind the
 // opening, which says which epoch they will have.
+//
+// Outside graphs the opening reaches the device some microseconds later than the product would, as
+// it comes from another stream. Blocks of a long product keep their multiprocessors to its end, and
+// no copy begins before that. So such a product waits for a mark in front of the opening. In graphs
+// the mark is an edge that is there anyway. Written, not yet run on GPUs: AUTO does without.
 void Operation::gather_by_copies() const {
   w_.side->order(s_, c());
+  const bool marks = option_.opens_first && call_.algo == XD_GEMM_ALGO_SPLIT && !w_.shares_device;
+  if (marks) w_.side->order(c(), s_);
   turn_.open(c());
   const cudaEvent_t opened = w_.side->record(c());
   if (option_.algo != XD_GEMM_ALGO_SEQUENTIAL) own_product();

@@ -1,16 +1,20 @@
-"""bench/tp.py: which products it measures."""
+"""bench/tp.py: which products it measures, and by what."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import pathlib
 import re
 import sys
+from unittest import mock
 
 import pytest
 
 BENCH = pathlib.Path(__file__).resolve().parents[3] / "bench"
 sys.path.append(str(BENCH))
 
+from tp import set_up  # noqa: E402
 from tp_problem import MODELS, read_shapes  # noqa: E402
 
 
@@ -42,3 +46,11 @@ def test_sizes_are_those_of_a_rank():
 def test_shapes_that_there_are_not(text, ranks, error):
     with pytest.raises(ValueError, match=error):
         read_shapes(text, ranks)
+
+
+def test_no_way_uses_multicast():
+    with mock.patch.dict(os.environ, {"NCCL_NVLS_ENABLE": "1"}):
+        set_up(argparse.Namespace(ranks=2, device="cuda"))
+        assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert not re.search(r"multimem", (BENCH / "tp_torch.py").read_text())
