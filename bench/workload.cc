@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 #include "option.h"
@@ -25,9 +26,7 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   word(app, "--layout", w.layout, {Layout::expert, Layout::rank});
   word(app, "--dtype", w.element,
        {Element::bf16, Element::fp16, Element::fp32, Element::fp8, Element::bf16_to_fp8});
-  word(app, "--combine-wire", w.combine_wire,
-       {XD_EP_WIRE_SAME, XD_EP_WIRE_FLOAT32, XD_EP_WIRE_FP8_BLOCK128, XD_EP_WIRE_FP8_BLOCK128_POW2,
-        XD_EP_WIRE_FP8_BLOCK128_E8M0});
+  word(app, "--combine-wire", w.combine_wire, {std::begin(kWires), std::end(kWires)});
   app.add_option("--routing", w.routing);
   app.add_flag("--weighted", w.weighted);
 
@@ -160,6 +159,8 @@ With --device cuda ranks are threads, one per GPU, or those of crossdock-run:
                      on the multiprocessors that are left: the times of both
   --operations O,O   of prepare, dispatch, combine, dispatch_bwd, combine_bwd
   --preset budget    the operations that have a target, in one table
+  --preset wires     combine under each wire, of 4096 and of 128 tokens, in both layouts,
+                     with each budget of --sms
   --preset sweep     a table for each of tokens, topk, experts, skew, gpus, sms;
                      sweep:tokens and so on: only that one
 )";

@@ -18,6 +18,9 @@ enum class Receive { slots, by_expert, by_rank };  // of low latency
 // rows that are quantised on the way.
 enum class Element { bf16, fp16, fp32, fp8, bf16_to_fp8 };
 enum class Device { cpu, cuda };
+inline constexpr xd_ep_wire kWires[] = {XD_EP_WIRE_SAME, XD_EP_WIRE_FLOAT32,
+                                        XD_EP_WIRE_FP8_BLOCK128, XD_EP_WIRE_FP8_BLOCK128_POW2,
+                                        XD_EP_WIRE_FP8_BLOCK128_E8M0};
 
 struct Workload {
   int ranks = 0;  // ranks of the launch; not on the command line

@@ -88,6 +88,7 @@ std::string summary_name(const Case& one, Operation operation) {
   if (one.part == "experts") varies = " E=" + std::to_string(w.experts);
   if (one.part == "skew") varies = " " + w.routing;
   if (one.part == "gpus") varies = " " + std::to_string(w.ranks) + " ranks";
+  if (one.part == "wires") varies = std::string(" ") + name_of(w.combine_wire);
   return "T=" + std::to_string(w.tokens) + varies + " " + name_of(w.layout) + " " +
          name_of(operation) + (typed ? std::string(" ") + name_of(w.element) : "") +
          (w.weighted ? ", weighted" : "") + (one.staged ? ", staged" : "");
@@ -103,6 +104,7 @@ Json json_line(const Run& run, const Case& one, const StepResult& step, const Ca
            {"sms_allowed", step.step.sms},
            {"gpus", (w.ranks + per_gpu - 1) / per_gpu},
            {"memory", memory_name(one)},
+           {"combine_wire", name_of(w.combine_wire)},
            {"graph", one.graph}};
   row.update(json_of(w));
   add_times(row, step.seconds, 3);

@@ -114,6 +114,23 @@ std::vector<Case> budget(const Options& options, const Limits& limits) {
   return b.take();
 }
 
+// Combine under each wire, of many and of few tokens, with each budget.
+std::vector<Case> wires(const Options& options, const Limits& limits) {
+  Builder b(options, limits);
+  std::vector<Step> steps;
+  for (const int sms : options.driver.sms) steps.push_back({kCombine, sms});
+  for (const int tokens : {4096, 128}) {
+    for (const Layout layout : {Layout::rank, Layout::expert}) {
+      Workload w = b.changed({.tokens = tokens, .layout = layout});
+      for (const xd_ep_wire wire : kWires) {
+        w.combine_wire = wire;
+        b.add_as_is("wires", w, false, steps);
+      }
+    }
+  }
+  return b.take();
+}
+
 void sweep_tokens(Builder& b) {
   for (const int tokens : {1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}) {
     const Step prepare{.operation = Operation::prepare};
@@ -232,9 +249,11 @@ std::vector<Case> make_cases(const Options& options, const Limits& limits) {
   const std::string& preset = options.driver.preset;
   if (preset.empty()) return from_command_line(options, limits.ranks);
   if (preset == "budget") return budget(options, limits);
+  if (preset == "wires") return wires(options, limits);
   if (preset == "sweep") return sweep(options, "", limits);
   if (preset.starts_with("sweep:")) return sweep(options, preset.substr(6), limits);
-  throw std::invalid_argument("--preset " + preset + ": expected budget, sweep or sweep:PART");
+  throw std::invalid_argument("--preset " + preset +
+                              ": expected budget, wires, sweep or sweep:PART");
 }
 
 }  // namespace bench::gpu

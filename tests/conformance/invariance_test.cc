@@ -46,8 +46,10 @@ TEST(BatchInvariance, OfLowLatency) {
 TEST(BatchInvariance, OfEveryWire) {
   on_every_rank([](Rank& rank) {
     if (!has_wires()) return;
-    for (std::size_t i = 0; i < std::size(kWires); ++i) {
-      for (const std::size_t next : {i, i + 1}) wander(rank, kWays[next], {0, kWires[i]});
+    for (const int num_sms : budgets(rank)) {
+      for (std::size_t i = 0; i < std::size(kWires); ++i) {
+        for (const std::size_t next : {i, i + 1}) wander(rank, kWays[next], {num_sms, kWires[i]});
+      }
     }
   });
 }

@@ -20,6 +20,7 @@ _WIDTH = 80  # of a table whose groups have their least width
 _UNBOUNDED = 1 << 20
 _GROUP_WIDTH, _NOW_WIDTH = 12, 17
 _SHOWN_AFTER_NS = 1_000_000  # shorter calls come and go between two looks
+_UNEVEN = 1.1  # the most rows of a rank by the mean that is worth a word
 
 Rows = list[tuple[str, ...]]
 """Cells of a table under _HEADER."""
@@ -34,7 +35,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "each rank is doing and whom it waits for, and what it has done per second since the last "
         "look. 'dispatch 3.2s>3': that call has lasted 3.2 seconds, and waits for rank 3; "
         "'stopped': a signal or a debugger has stopped the process; 'staged': between calls, of "
-        "which some had tensors outside symmetric memory, whose rows are copied once more. "
+        "which some had tensors outside symmetric memory, whose rows are copied once more; "
+        "'1.8x rows': likewise, and of the group's ranks this one has received the most rows, 1.8 "
+        "times their mean (on the CPU, where all ranks of the group are on this machine). "
         "'50%>3': half of the time"
         " it has waited for rank 3, longer than for any other. The processes need no "
         "preparation and do not notice. Waits are measured on the CPU alone.",
@@ -107,11 +110,35 @@ def _count(number: float) -> str:
     return f"{number:.0f}T"
 
 
-def _what_now(seen: SeenGroup, before: SeenGroup) -> str:
+def _place(seen: SeenGroup) -> tuple[int, ...]:
+    return seen.pid, seen.place, seen.rank, seen.number
+
+
+def _most_rows(looks: Sequence[tuple[SeenGroup, SeenGroup]]) -> dict[tuple[int, ...], str]:
+    """By the place of the rank that has received the most rows of a group: these by their mean."""
+    groups: dict[tuple[int, str, int, str], dict[int, list[tuple[int, SeenGroup]]]] = {}
+    for old, seen in looks:
+        if seen.stats.rows is not None and old.stats.rows is not None:
+            kind = seen.detail.split(",")[0]
+            ranks = groups.setdefault((seen.num_ranks, seen.comm, seen.number, kind), {})
+            ranks.setdefault(seen.rank, []).append((seen.stats.rows - old.stats.rows, seen))
+    found = {}
+    for (num_ranks, *_), ranks in groups.items():
+        # Jobs whose communicators have one name, or none, are not told apart.
+        if len(ranks) < num_ranks or any(len(one) > 1 for one in ranks.values()):
+            continue
+        most, seen = max((one[0] for one in ranks.values()), key=lambda one: one[0])
+        mean = sum(one[0][0] for one in ranks.values()) / len(ranks)
+        if mean > 0 and most >= _UNEVEN * mean:
+            found[_place(seen)] = f"{most / mean:.1f}x rows"
+    return found
+
+
+def _what_now(seen: SeenGroup, before: SeenGroup, otherwise: str) -> str:
     if _stats.is_stopped(seen.pid):
         return "stopped"
     if seen.operation is None or seen.operation_ns < _SHOWN_AFTER_NS:
-        return "staged" if seen.stats.staged_tensors > before.stats.staged_tensors else "-"
+        return "staged" if seen.stats.staged_tensors > before.stats.staged_tensors else otherwise
     who = "" if seen.waits_for is None else f">{seen.waits_for}"
     return _cut(f"{seen.operation} {_duration(seen.operation_ns)}{who}", _NOW_WIDTH)
 
@@ -129,19 +156,18 @@ def rows(
 ) -> Rows:
     """A row for each group that was there at both looks, `seconds` apart, for so many columns."""
     width = _GROUP_WIDTH + max(0, columns - _WIDTH)
-    known = {(seen.pid, seen.place, seen.rank, seen.number): seen for seen in before}
+    known = {_place(seen): seen for seen in before}
+    looks = [(known[_place(seen)], seen) for seen in now if _place(seen) in known]
+    most = _most_rows(looks)
     found: Rows = []
-    for seen in now:
-        old = known.get((seen.pid, seen.place, seen.rank, seen.number))
-        if old is None:
-            continue
+    for old, seen in looks:
         calls = sum(seen.stats.calls.values()) - sum(old.stats.calls.values())
         found.append(
             (
                 f"{seen.rank}/{seen.num_ranks}",
                 str(seen.pid),
                 _name(seen, width),
-                _what_now(seen, old),
+                _what_now(seen, old, most.get(_place(seen), "-")),
                 _count(calls / seconds),
                 _count((seen.stats.tokens - old.stats.tokens) / seconds),
                 _count((seen.stats.token_bytes - old.stats.token_bytes) / seconds),

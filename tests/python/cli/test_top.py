@@ -75,6 +75,42 @@ def test_groups_whose_tensors_are_staged_stand_out():
     assert [_top.rows([before], [one], 1.0, 80)[0][3] for one in (before, now)] == ["-", "staged"]
 
 
+def _received(*rows: int | None, comm: str = "ep", first_pid: int = 10) -> list[_stats.SeenGroup]:
+    """The ranks of a group, which have received so many rows."""
+    return [
+        _seen(
+            pid=first_pid + rank,
+            rank=rank,
+            num_ranks=len(rows),
+            comm=comm,
+            stats=dataclasses.replace(_seen().stats, rows=count),
+        )
+        for rank, count in enumerate(rows)
+    ]
+
+
+def test_the_rank_of_a_group_with_the_most_rows_stands_out():
+    before, now = _received(5, 5, 5, 5), _received(15, 105, 35, 25)
+
+    def shown(before: list[_stats.SeenGroup], now: list[_stats.SeenGroup]) -> list[str]:
+        return [row[3] for row in _top.rows(before, now, 1.0, 80)]
+
+    assert shown(before, now) == ["-", "2.5x rows", "-", "-"]  # 100 of 10, 100, 30 and 20
+    other, later = (_received(*n, comm="other", first_pid=20) for n in ((0, 0), (30, 10)))
+    assert shown(before + other, now + later) == ["-", "2.5x rows", "-", "-", "1.5x rows", "-"]
+    twin, grown = (_received(*n, first_pid=20) for n in ((0, 0, 0, 0), (1, 9, 1, 1)))
+    for few, more in (
+        (before[:3], now[:3]),  # a rank elsewhere
+        (before + twin, now + grown),  # another job like this one
+        (before, before),
+        (_received(0, 0), _received(100, 110)),  # even
+        (_received(None, None), _received(None, None)),  # not counted
+    ):
+        assert set(shown(few, more)) == {"-"}
+    waits = [dataclasses.replace(one, operation="combine", operation_ns=10**9) for one in now]
+    assert shown(before, waits) == ["combine 1.0s"] * 4
+
+
 def test_a_name_is_shown_and_waits_that_are_not_measured_are_not():
     gpu = _seen(name="layer 3 of a model with many", device="cuda")
     gpu = dataclasses.replace(gpu, stats=dataclasses.replace(gpu.stats, wait_ns=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -18,10 +19,12 @@ from deep_ep_reference import make_batch
 SEED = 140
 
 
-@pytest.fixture(autouse=True)
-def _same_again() -> Iterator[None]:
-    yield
-    Buffer.combine_wire = "same"
+@contextmanager
+def combining_by(wire: str) -> Iterator[None]:
+    """Has Buffers of this process combine by that wire."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buffer, "combine_wire", wire)
+        yield
 
 
 @on_buffers(1, 3, **cases.LOW_LATENCY)
@@ -37,11 +40,11 @@ def test_few_tokens(buffer: Buffer) -> None:
     results = batch.experts_of(x)
 
     def sums(wire: str, **options: bool) -> torch.Tensor:
-        Buffer.combine_wire = wire
-        out, _, hook = batch.combine(buffer, results, handle, **options)
-        if hook is not None:
-            hook()
-        return out.float()
+        with combining_by(wire):
+            out, _, hook = batch.combine(buffer, results, handle, **options)
+            if hook is not None:
+                hook()
+        return out.float().cpu()
 
     def wanted(wire: str) -> torch.Tensor:
         want = batch.routing.sums(buffer.rank, batch.rows, batch.weights, wire)
@@ -65,7 +68,8 @@ def test_few_tokens(buffer: Buffer) -> None:
 def test_many_tokens(buffer: Buffer) -> None:
     batch = make_batch(SEED, buffer.group_size, hidden=256)
     rank = buffer.rank
-    x, ids = batch.x[rank].bfloat16(), batch.topk_idx[rank]
+    device = buffer._live().device
+    x, ids = batch.x[rank].to(device), batch.topk_idx[rank].to(device)
     layout = buffer.get_dispatch_layout(ids, batch.num_experts)
     received, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(
         x,
@@ -73,7 +77,7 @@ def test_many_tokens(buffer: Buffer) -> None:
         is_token_in_rank=layout[3],
         num_tokens_per_expert=layout[2],
         topk_idx=ids,
-        topk_weights=torch.ones(ids.shape),
+        topk_weights=torch.ones(ids.shape, device=device),
     )
     generator = torch.Generator().manual_seed(SEED)
     outputs = [
@@ -81,13 +85,13 @@ def test_many_tokens(buffer: Buffer) -> None:
         for r in range(buffer.group_size)
     ]
     bits = [one.float().numpy().astype(ml_dtypes.bfloat16) for one in outputs]
-    Buffer.combine_wire = "fp8"
-    out, _, _ = buffer.combine(outputs[rank], handle)
     want = batch.routing.combine(rank, bits, None, "fp8_block128").astype(np.float32)
-    assert torch.equal(out.float(), torch.from_numpy(want))
-    # Gradients come with weights, and travel as ever.
-    out, _, _ = buffer.combine(outputs[rank], handle, recv_weights)
-    assert torch.equal(out, batch.combined(rank, outputs))
+    with combining_by("fp8"):
+        out, _, _ = buffer.combine(outputs[rank].to(device), handle)
+        assert torch.equal(out.float().cpu(), torch.from_numpy(want))
+        # Gradients come with weights, and travel as ever.
+        out, _, _ = buffer.combine(outputs[rank].to(device), handle, recv_weights)
+        assert torch.equal(out.cpu(), batch.combined(rank, outputs))
 
 
 def test_the_environment_says_what_it_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import crossdock.torch as xd
 from crossdock._router import capacity_of, capacity_rows
+from crossdock.errors import PeerLost
 from support import Rank, on_ranks
-from torch_support import joined, normal
+from torch_support import joined, normal, where
 
 E, K, HIDDEN = 8, 2, 16
 
@@ -138,7 +140,7 @@ def test_a_capacity_factor_bounds_experts_and_memory(me: Rank) -> None:
 
 @on_ranks(2)
 def test_a_bias_evens_out_the_load_alike_on_all_ranks(me: Rank) -> None:
-    with joined() as comm:
+    with xd.init(device=where()) as comm:  # without torch.distributed
         layer = make_layer(comm, router=xd.RouterOptions("sigmoid", bias=True))
         assert "router.bias" in layer.state_dict() and "router.load" not in layer.state_dict()
         bias = layer.router.bias
@@ -157,11 +159,26 @@ def test_a_bias_evens_out_the_load_alike_on_all_ranks(me: Rank) -> None:
             layer(tokens(me))
             xd.update_router_bias(layer, rate=0.05)
         assert layer(tokens(me)).load.max() < 0.3
-        gathered = [torch.empty_like(bias) for _ in range(me.num_ranks)]
-        dist.all_gather(gathered, bias)
-        assert all(torch.equal(one, gathered[0]) for one in gathered)
+        gathered = comm.all_gather(bias.detach().cpu().numpy().tobytes())
+        assert all(one == gathered[0] for one in gathered)
         with pytest.raises(ValueError, match="RouterOptions.bias=True., got none"):
             xd.update_router_bias(make_layer(comm))
+
+
+@on_ranks(2, loses=1, fresh=True)  # other tests keep their processes
+def test_a_rank_that_has_ended_does_not_hold_up_a_bias(me: Rank) -> None:
+    with xd.init(device=where(), on_peer_loss="mask") as comm:
+        layer = make_layer(comm, router=xd.RouterOptions(bias=True))
+        layer(tokens(me))
+        comm.barrier()
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = layer.router.bias.clone(), layer.router.load.clone()
+        with pytest.raises(PeerLost, match="rank 1 has been lost") as lost:
+            xd.update_router_bias(layer)
+        assert not lost.value.fatal
+        after = layer.router.bias, layer.router.load
+        assert all(torch.equal(one, other) for one, other in zip(before, after))
 
 
 @on_ranks(2)

@@ -9,7 +9,15 @@ import torch
 import crossdock.torch as xd
 from crossdock.errors import Mismatch
 from support import Rank, on_ranks
-from torch_support import Batch, assert_equal, ragged
+from torch_support import (
+    Batch,
+    assert_equal,
+    one_rank_errs,
+    ragged,
+    reported,
+    settle,
+    where,
+)
 
 SEED = 90
 HIDDEN = 128
@@ -25,6 +33,13 @@ def results_of(batch: Batch, num_ranks: int) -> list[np.ndarray]:
     ]
 
 
+def padded(values: np.ndarray, rows: int) -> torch.Tensor:
+    """The values where the test computes; behind them, up to the group's rows, there are zeros."""
+    given = np.zeros((rows, *values.shape[1:]), np.float32)
+    given[: len(values)] = values
+    return torch.from_numpy(given).to(where())
+
+
 @pytest.mark.parametrize("layout", ["expert_major", "rank_major"])
 @on_ranks(4)
 def test_sums_and_their_gradient(me: Rank, layout: str) -> None:
@@ -38,15 +53,10 @@ def test_sums_and_their_gradient(me: Rank, layout: str) -> None:
         grads = {}
         for wire in ("same", *WIRES):
             plan = group.prepare(topk_idx)
-            # Behind the rows there may be more.
-            given = np.zeros((group.rows, HIDDEN), np.float32)
-            given[: len(rows[me.rank])] = rows[me.rank]
-            expert_out = torch.from_numpy(given).requires_grad_()
+            expert_out = padded(rows[me.rank], group.rows).requires_grad_()
             factors = None
             if weighted:
-                padded = np.zeros(group.rows, np.float32)
-                padded[: len(weights[me.rank])] = weights[me.rank]
-                factors = torch.from_numpy(padded).requires_grad_()
+                factors = padded(weights[me.rank], group.rows).requires_grad_()
             out = xd.combine(plan, expert_out, factors, wire=wire)
             want = batch.routing.combine(me.rank, rows, weights if weighted else None, wire)
             assert_equal(wire, out, want)
@@ -58,8 +68,7 @@ def test_sums_and_their_gradient(me: Rank, layout: str) -> None:
 
 @on_ranks(3)
 def test_few_tokens_whole_and_in_halves(me: Rank) -> None:
-    case = (4, 0, 6), 6, 3, HIDDEN
-    batch = Batch(SEED, case)
+    batch = Batch(SEED, ((4, 0, 6)[: me.num_ranks], 6, 3, HIDDEN))
     with xd.init():
         group = xd.LowLatencyGroup(
             num_experts=6,
@@ -70,19 +79,20 @@ def test_few_tokens_whole_and_in_halves(me: Rank) -> None:
             dtype=torch.float32,
             wire_formats=["fp8"],
         )
-        topk_idx = torch.from_numpy(batch.topk_idx[me.rank])
-        received = xd.ll_dispatch(group, torch.from_numpy(batch.x[me.rank]).float(), topk_idx)
+        topk_idx, x, *_ = batch.local(me.rank)
+        received = xd.ll_dispatch(group, x.detach(), topk_idx)
         rows = results_of(batch, me.num_ranks)
         want = batch.routing.combine(me.rank, rows, None, "fp8_block128")
-        expert_out = torch.from_numpy(rows[me.rank])
+        expert_out = torch.from_numpy(rows[me.rank]).to(where())
         assert_equal("whole", xd.ll_combine(received.plan, expert_out, wire="fp8"), want)
         sent = xd.ll_combine_send(received.plan, expert_out, wire="fp8_block128")
         assert_equal("halves", sent.receive(), want)
+        text = r"wire: .* group's wire_formats = \('fp8',\), got "
+        good = {"plan": received.plan, "expert_out": expert_out, "wire": "fp8"}
         for call in (xd.ll_combine, xd.ll_combine_send):
-            with pytest.raises(
-                ValueError, match=r"wire: .* group's wire_formats = \('fp8',\), got "
-            ):
-                call(received.plan, expert_out, wire="float32")
+            made = call if me.rank == 0 else xd.ll_combine
+            one_rank_errs(me, 0, group, made, good, (ValueError, text, {"wire": "float32"}))
+        settle(group)
 
 
 @on_ranks(2)
@@ -93,17 +103,18 @@ def test_peers_are_told_of_a_wire_that_does_not_exist(me: Rank) -> None:
         plan = group.prepare(batch.local(me.rank)[0])
         expert_out = torch.ones(group.rows, HIDDEN)
         problem = "wire: expected one of" if me.rank == 0 else "rank 0"
-        with pytest.raises(ValueError if me.rank == 0 else Mismatch, match=problem):
+        with reported(group, ValueError if me.rank == 0 else Mismatch, problem):
             xd.combine(plan, expert_out, wire="logfmt" if me.rank == 0 else "fp8")
         text = (
             r"wire: expected 'same' or one of the group's wire_formats = \('fp8',\), got 'float32'"
         )
-        with pytest.raises(ValueError, match=f"combine: {text}"):
+        with reported(group, ValueError, f"combine: {text}"):
             xd.combine(plan, expert_out, wire="float32")
         narrow = r"expert_out: expected a multiple of 128 columns with wire = 'fp8', got .* 64\)"
-        with pytest.raises(ValueError, match=f"combine: {narrow}"):
+        with reported(group, ValueError, f"combine: {narrow}"):
             xd.combine(plan, expert_out[:, :64].contiguous(), wire="fp8")
         xd.combine(plan, expert_out, wire="fp8")
+        settle(group)
 
 
 @on_ranks(1)
@@ -113,12 +124,11 @@ def test_a_compiled_combine_keeps_its_wire(me: Rank) -> None:
     with xd.init():
         group = batch.group(torch.float32, wire_formats=["fp8"])
         plan = group.prepare(batch.local(me.rank)[0])
-        given = np.zeros((group.rows, HIDDEN), np.float32)
-        given[: len(rows[0])] = rows[0]
+        given = padded(rows[0], group.rows)
 
         def combined(expert_out: torch.Tensor) -> torch.Tensor:
             return xd.combine(plan, expert_out, wire="fp8")
 
         compiled = torch.compile(combined, backend="eager", fullgraph=True)
         want = batch.routing.combine(0, rows, None, "fp8_block128")
-        assert_equal("compiled", compiled(torch.from_numpy(given)), want)
+        assert_equal("compiled", compiled(given), want)

@@ -24,7 +24,9 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
     ``bias += rate * sign(mean load - load)``, as in DeepSeek-V3 (arXiv:2408.15664, algorithm 1).
     Call it once per step, after the optimiser's, on all ranks. Forward passes in training mode
     count the choices of their rank; here the counts of all ranks and their ``replicas`` are added
-    up, those of all layers of a communicator at once, so that biases stay equal everywhere.
+    up, those of all layers of a communicator at once, so that biases stay equal everywhere. Ranks
+    exchange them by `Comm.all_gather`, for which the host waits, and only replicas by
+    torch.distributed.
 
     Args:
         model: one `MoELayer` or more whose router has a bias.
@@ -32,8 +34,8 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
 
     Raises:
         ValueError: no layer of the model has a router with a bias.
-        RuntimeError: a communicator of several ranks was made without torch.distributed, and so
-            each of them knows its own load only.
+        PeerLost, Timeout, Mismatch: as of `Comm.all_gather`, where a rank has ended, does not come,
+            or has other layers. Biases and counts of that communicator's layers stay as they were.
     """
     layers = [
         layer
@@ -44,13 +46,6 @@ def update_router_bias(model: nn.Module, rate: float = 0.001) -> None:
     ]
     if not layers:
         raise ValueError("model: expected a MoELayer with RouterOptions(bias=True), got none")
-    for layer in layers:
-        comm = layer.group.comm
-        if comm.num_ranks > 1 and comm.process_group is None:
-            raise RuntimeError(
-                "update_router_bias: expected torch.distributed to be initialised before "
-                "crossdock.torch.init, as ranks compare their load through it"
-            )
     replicas = replicas_of(model)
     for comm in dict.fromkeys(layer.group.comm for layer in layers):
         _move([layer.router for layer in layers if layer.group.comm is comm], comm, replicas, rate)
@@ -64,9 +59,12 @@ def _move(
 ) -> None:
     """Moves the biases of a communicator's layers."""
     counts = torch.cat([router.load for router in routers])
-    for group in (comm.process_group if comm.num_ranks > 1 else None, replicas(comm)):
-        if group is not None:
-            dist.all_reduce(counts, group=group)
+    if comm.num_ranks > 1:
+        parts = comm.all_gather(counts.double().cpu().numpy().tobytes())
+        total = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.float64)
+        counts.copy_(total.view(comm.num_ranks, -1).sum(0))
+    if (group := replicas(comm)) is not None:
+        dist.all_reduce(counts, group=group)
     for router, load in zip(routers, counts.split([len(router.load) for router in routers])):
         router.bias.add_(torch.sign(load.mean() - load), alpha=rate)
         router.load.zero_()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import deep_ep_cases as cases
+import test_wire as wire
 from crossdock.deep_ep import Buffer
 from crossdock.errors import CrossdockError, Mismatch
 from deep_ep_cases import on_gpus
@@ -37,6 +38,9 @@ def test_mode_equals_reference(buffer: Buffer, name: str, streams: dict[str, boo
 @on_gpus(*RANKS[:-1] or RANKS)
 def test_modes_equal_reference_with_fewer_ranks(buffer: Buffer) -> None:
     cases.everything(buffer, SEED)
+
+
+test_wire_of_many_tokens = on_gpus(*RANKS)(wire.test_many_tokens)
 
 
 @needs_peers
