@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -18,10 +19,12 @@ from deep_ep_reference import make_batch
 SEED = 140
 
 
-@pytest.fixture(autouse=True)
-def _same_again() -> Iterator[None]:
-    yield
-    Buffer.combine_wire = "same"
+@contextlib.contextmanager
+def all_buffers(wire: str) -> Iterator[None]:
+    """Has the class say so, of which a rank's process has only one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buffer, "combine_wire", wire)
+        yield
 
 
 @on_buffers(1, 3, **cases.LOW_LATENCY)
@@ -37,11 +40,11 @@ def test_few_tokens(buffer: Buffer) -> None:
     results = batch.experts_of(x)
 
     def sums(wire: str, **options: bool) -> torch.Tensor:
-        Buffer.combine_wire = wire
-        out, _, hook = batch.combine(buffer, results, handle, **options)
-        if hook is not None:
-            hook()
-        return out.float()
+        with all_buffers(wire):
+            out, _, hook = batch.combine(buffer, results, handle, **options)
+            if hook is not None:
+                hook()
+        return out.float().cpu()
 
     def wanted(wire: str) -> torch.Tensor:
         want = batch.routing.sums(buffer.rank, batch.rows, batch.weights, wire)
@@ -64,8 +67,8 @@ def test_few_tokens(buffer: Buffer) -> None:
 @on_buffers(2)
 def test_many_tokens(buffer: Buffer) -> None:
     batch = make_batch(SEED, buffer.group_size, hidden=256)
-    rank = buffer.rank
-    x, ids = batch.x[rank].bfloat16(), batch.topk_idx[rank]
+    rank, device = buffer.rank, buffer._live().device
+    x, ids = batch.x[rank].bfloat16().to(device), batch.topk_idx[rank].to(device)
     layout = buffer.get_dispatch_layout(ids, batch.num_experts)
     received, recv_ids, recv_weights, _, handle, _ = buffer.dispatch(
         x,
@@ -73,7 +76,7 @@ def test_many_tokens(buffer: Buffer) -> None:
         is_token_in_rank=layout[3],
         num_tokens_per_expert=layout[2],
         topk_idx=ids,
-        topk_weights=torch.ones(ids.shape),
+        topk_weights=torch.ones(ids.shape, device=device),
     )
     generator = torch.Generator().manual_seed(SEED)
     outputs = [
@@ -81,13 +84,14 @@ def test_many_tokens(buffer: Buffer) -> None:
         for r in range(buffer.group_size)
     ]
     bits = [one.float().numpy().astype(ml_dtypes.bfloat16) for one in outputs]
-    Buffer.combine_wire = "fp8"
-    out, _, _ = buffer.combine(outputs[rank], handle)
+    mine = outputs[rank].to(device)
+    with all_buffers("fp8"):
+        out, _, _ = buffer.combine(mine, handle)
+        # Gradients come with weights, and travel as ever.
+        again, _, _ = buffer.combine(mine, handle, recv_weights)
     want = batch.routing.combine(rank, bits, None, "fp8_block128").astype(np.float32)
-    assert torch.equal(out.float(), torch.from_numpy(want))
-    # Gradients come with weights, and travel as ever.
-    out, _, _ = buffer.combine(outputs[rank], handle, recv_weights)
-    assert torch.equal(out, batch.combined(rank, outputs))
+    assert torch.equal(out.float().cpu(), torch.from_numpy(want))
+    assert torch.equal(again.cpu(), batch.combined(rank, outputs))
 
 
 def test_the_environment_says_what_it_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:

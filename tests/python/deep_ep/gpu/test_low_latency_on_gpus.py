@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import low_latency_cases as cases
+import test_wire as wire
 from crossdock.deep_ep import Buffer
 from crossdock.errors import InvalidArgument
 from deep_ep_cases import on_gpus
@@ -23,6 +24,11 @@ def test_calls_equal_reference(buffer: Buffer, name: str) -> None:
     getattr(cases, name)(buffer, SEED)
     torch.cuda.synchronize()
     cases.plain(buffer, SEED)  # raises what has been met
+
+
+# Sums that travel as float8.
+test_wires_of_few_tokens = on_gpus(**cases.LOW_LATENCY)(wire.test_few_tokens)
+test_wires_of_many_tokens = on_gpus()(wire.test_many_tokens)
 
 
 @pytest.mark.skipif(RANKS[-1] < 2, reason="peers need a second GPU")

@@ -25,6 +25,7 @@ import test_jax_low_latency as low_latency
 import test_jax_moe as layers
 import test_jax_ops as ops
 import test_jax_order as order
+import test_jax_wire as wires
 import test_moe as moe
 import test_sharding as sharding
 from crossdock import _jax, errors
@@ -50,6 +51,8 @@ test_plans_are_ordinary_arrays = gradients.test_plans_are_ordinary_arrays
 test_no_tail_reaches_a_gradient = gradients.test_no_tail_reaches_a_gradient
 test_quantised_rows = fp8.test_quantised_rows_and_their_gradient
 test_given_scales = fp8.test_given_scales_travel_with_their_rows
+test_wires = wires.test_sums_and_their_gradient
+test_wires_of_few_tokens = wires.test_few_tokens_whole_and_in_halves
 test_branches_are_one_chain = order.test_branches_are_one_chain_forward_and_backward
 test_two_programs_back_to_back = order.test_two_programs_back_to_back
 test_another_init_while_an_executable_lives = life.test_another_init_while_an_executable_lives

@@ -20,6 +20,7 @@ import test_moe_mixed_precision as mixed
 import test_torch_compile as compiled
 import test_torch_pool as pool
 import test_torch_tools as tools
+import test_torch_wire as wire
 import test_training_alike as training_alike
 from torch_ranks import computing_on, gpu_ranks, run_on_gpus
 
@@ -29,6 +30,7 @@ MODULES = {
     for name in (
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile"),
+        *("torch_wire", "moe_wire"),
         *("moe_grouped", "moe_layer", "moe_decode", "training_alike"),
         "moe_mixed_precision",
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),
@@ -47,6 +49,8 @@ LEFT_OUT = {
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     # It counts the CPU's operators.
     moe_decode.test_a_step_needs_few_operators,
+    # Peers on GPUs hear of a mistake in a single operation later.
+    wire.test_peers_are_told_of_a_wire_that_does_not_exist,
     # Ranks of GPUs that make different calls wait until the timeout.
     moe_decode.test_ranks_of_which_one_decodes_are_out_of_step,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,

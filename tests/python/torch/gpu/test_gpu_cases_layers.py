@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from gpu_cases import cases_of, moe_layer, run_case
 
-globals().update(cases_of("moe_grouped", "moe_layer", "moe_decode", "tools", "training_alike"))
+globals().update(
+    cases_of("moe_grouped", "moe_layer", "moe_decode", "moe_wire", "tools", "training_alike")
+)
 
 
 def test_a_bad_input_of_a_layer_is_named() -> None:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from gpu_cases import cases_of
 
-globals().update(cases_of("ops", "direct", "plans", "fp8", "pool"))
+globals().update(cases_of("ops", "direct", "plans", "fp8", "pool", "wire"))
