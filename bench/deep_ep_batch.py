@@ -22,6 +22,22 @@ def add_sizes(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--iterations", type=int, default=100)
 
 
+def draws(rank: int, device: torch.device) -> dict[str, Any]:
+    """Options by which torch's functions draw a rank's numbers."""
+    return {"device": device, "generator": torch.Generator(device).manual_seed(rank)}
+
+
+def draw_tokens(
+    options: argparse.Namespace, made: dict[str, Any], copies: int
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Rows, experts and weights of tokens, as `BufferBatch` has them."""
+    shape = options.tokens, options.hidden
+    x = [torch.randint(-8, 9, shape, **made).bfloat16() for _ in range(copies)]
+    scores = torch.rand(options.tokens, options.experts, **made)
+    topk_idx = scores.topk(options.topk, dim=1).indices
+    return x, topk_idx, torch.ones(topk_idx.shape, device=made["device"])
+
+
 class BufferBatch:
     """A Buffer over all ranks of torch's process group, and batches of one routing.
 
@@ -51,16 +67,10 @@ class BufferBatch:
         self.options, self.config = options, Config(num_sms)
         device = self.buffer._live().device
         self.cuda = device.type == "cuda"
-        made = {"device": device, "generator": torch.Generator(device).manual_seed(rank)}
-        shape, scales = (
-            (options.tokens, options.hidden),
-            (options.tokens, options.hidden // SCALE_BLOCK),
-        )
-        self.x = [torch.randint(-8, 9, shape, **made).bfloat16() for _ in range(copies)]
+        made = draws(rank, device)
+        self.x, self.topk_idx, self.weights = draw_tokens(options, made, copies)
+        scales = options.tokens, options.hidden // SCALE_BLOCK
         self.fp8 = [(one.to(torch.float8_e4m3fn), torch.rand(scales, **made)) for one in self.x]
-        scores = torch.rand(options.tokens, options.experts, **made)
-        self.topk_idx = scores.topk(options.topk, dim=1).indices
-        self.weights = torch.ones(self.topk_idx.shape, device=device)
 
     def layout(self, tokens: int | None = None) -> dict[str, Any]:
         """Finds the layout of the first tokens; returns it as arguments of `Buffer.dispatch`."""

@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""Times crossdock.deep_ep.Buffer on the GPUs of this host, one process per GPU.
+"""Times crossdock.deep_ep on the GPUs of this host, one process per GPU.
 
   PYTHONPATH=build/python deep_ep_speed.py [--ranks 4] [--sms 12,16,20] [--json FILE]
+  PYTHONPATH=build/python deep_ep_speed.py --through few-by-rank,few-by-expert --tokens 128
 
-It times one `dispatch` along a handle (of bfloat16 rows; of fp8 rows with row-major scales, and
-with column-major ones), one `combine` of bfloat16 rows, or one `get_dispatch_layout`: from an event
-before it on the caller's stream to an event behind it, so streams and events of the Buffer are part
-of it. Before each iteration the GPUs are made busy until all hosts have enqueued, and then meet in
-a small operation. The slowest rank of each iteration counts; p50 and p99 are over the iterations.
-Results are compared with their expected values, before and after. To compare: crossdock-bench ep
---device cuda --layout rank, with the same --sms.
+Of Buffer it times one `dispatch` along a handle (of bfloat16 rows; of fp8 rows with row-major
+scales, and with column-major ones), one `combine` of bfloat16 rows, or one `get_dispatch_layout`:
+from an event before it on the caller's stream to an event behind it, so streams and events of the
+Buffer are part of it. Before each iteration the GPUs are made busy until all hosts have enqueued,
+and then meet in a small operation. The slowest rank of each iteration counts; p50 and p99 are over
+the iterations. Results are compared with their expected values, before and after. To compare:
+crossdock-bench ep --device cuda --layout rank, with the same --sms.
+
+"elastic" is ElasticBuffer with `do_expand` (dispatch along a handle; compare with --layout expert).
+"few-by-rank" and "few-by-expert" are its few tokens (a new dispatch; compare with crossdock-bench
+ll --device cuda --receive by_rank or by_expert), which take as many multiprocessors as serve.
 """
 
 from __future__ import annotations
@@ -19,30 +24,26 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from crossdock import launch
+from crossdock._core import constants
 from crossdock.cli import _console
 from deep_ep_batch import BufferBatch, add_sizes
+from deep_ep_elastic import COPIES, ElasticBench, FewByExpert, FewByRank
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: longer than a host needs to enqueue one iteration
-COPIES = 3  # copies of the tokens, used in turn; together larger than twice the L2 cache
-
-# The timed operations, by the method of Bench.
-OPERATIONS = {
-    "dispatch": "along",
-    "dispatch fp8": "along_fp8",
-    "dispatch fp8 columns": "along_fp8_columns",
-    "combine": "combine",
-    "layout": "find_layout",
-}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument(
+        "--through", default="buffer", help=f"comma-separated: {', '.join(BENCHES)}"
+    )
     parser.add_argument("--sms", default="12,16,20,24", help="budgets, comma-separated")
     add_sizes(parser, tokens=4096)
     parser.add_argument("--warmup", type=int, default=10)
@@ -53,11 +54,27 @@ def parse() -> argparse.Namespace:
             f"--ranks: expected 1 to {torch.cuda.device_count()}, the number of GPUs, "
             f"got {options.ranks}"
         )
+    options.through = options.through.split(",")
+    for name in options.through:
+        if name not in BENCHES:
+            parser.error(f"--through: expected {', '.join(BENCHES)}, got {name}")
+        if BENCHES[name].few and options.tokens > constants.LL_MAX_TOKENS:
+            most = constants.LL_MAX_TOKENS
+            parser.error(f"--tokens: expected at most {most} with {name}, got {options.tokens}")
     return options
 
 
 class Bench(BufferBatch):
-    """One rank's Buffer, its batch, and the operations to time."""
+    """One rank's Buffer, its batch, and the operations to time, by their methods."""
+
+    few = False
+    operations = {
+        "dispatch": "along",
+        "dispatch fp8": "along_fp8",
+        "dispatch fp8 columns": "along_fp8_columns",
+        "combine": "combine",
+        "layout": "find_layout",
+    }
 
     def __init__(self, options: argparse.Namespace, rank: int, num_sms: int) -> None:
         super().__init__(options, rank, num_sms, COPIES)
@@ -110,43 +127,55 @@ class Bench(BufferBatch):
         if not same or not torch.equal(self.combined, want):
             raise SystemExit(f"rank {self.rank}: wrong result")
 
-    def times(self, operation: Callable[[int], None]) -> list[float]:
-        """Microseconds of every iteration, the slowest rank's."""
-        events = []
-        total = self.options.warmup + self.options.iterations
-        for iteration in range(total):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(BUSY_CYCLES)
-            self.buffer.dispatch(self._first, self._meeting)
-            begin.record()
-            operation(iteration)
-            end.record()
-            events.append((begin, end))
-            torch.cuda.synchronize()
-            dist.barrier()
-        mine = torch.tensor(
-            [begin.elapsed_time(end) * 1000 for begin, end in events], device="cuda"
-        )[self.options.warmup :]
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        return mine.tolist()
+    def meet(self) -> None:
+        self.buffer.dispatch(self._first, self._meeting)
 
 
-def measure(options: argparse.Namespace, rank: int, num_sms: int) -> list[dict[str, object]]:
+BENCHES: dict[str, Any] = {
+    "buffer": Bench,
+    "elastic": ElasticBench,
+    "few-by-rank": FewByRank,
+    "few-by-expert": FewByExpert,
+}
+
+
+def times(options: argparse.Namespace, bench: Any, operation: Callable[[int], None]) -> list[float]:
+    """Microseconds of every iteration, the slowest rank's."""
+    events = []
+    for iteration in range(options.warmup + options.iterations):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
+        bench.meet()
+        begin.record()
+        operation(iteration)
+        end.record()
+        events.append((begin, end))
+        torch.cuda.synchronize()
+        dist.barrier()
+    found = [begin.elapsed_time(end) * 1000 for begin, end in events[options.warmup :]]
+    mine = torch.tensor(found, device="cuda")
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return mine.tolist()
+
+
+def measure(
+    options: argparse.Namespace, rank: int, through: str, num_sms: int
+) -> list[dict[str, object]]:
     """All operations with one budget."""
-    bench = Bench(options, rank, num_sms)
+    bench = BENCHES[through](options, rank, num_sms)
     results = []
-    for name, method in OPERATIONS.items():
+    for name, method in bench.operations.items():
         bench.check(0)
-        times = bench.times(getattr(bench, method))
+        found = times(options, bench, getattr(bench, method))
         bench.pair = None
         bench.check(COPIES - 1)
         results.append(
             {
                 "operation": name,
-                "through": "deep_ep.Buffer",
+                "through": "deep_ep.Buffer" if through == "buffer" else through,
                 "sms": num_sms,
-                "p50_us": round(statistics.median(times), 1),
-                "p99_us": round(statistics.quantiles(times, n=100)[98], 1),
+                "p50_us": round(statistics.median(found), 1),
+                "p99_us": round(statistics.quantiles(found, n=100)[98], 1),
                 "received_rows": len(bench.rows),
                 **{
                     key: getattr(options, key)
@@ -169,12 +198,14 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             f"{options.iterations} iterations",
             flush=True,
         )
-    for num_sms in (int(text) for text in options.sms.split(",")):
-        lines += measure(options, rank, num_sms)
+    for through in options.through:
+        budgets = [0] if BENCHES[through].few else map(int, options.sms.split(","))
+        for num_sms in budgets:
+            lines += measure(options, rank, through, num_sms)
     if rank == 0:
-        keys = ("operation", "sms", "p50_us", "p99_us")
+        keys = ("through", "operation", "sms", "p50_us", "p99_us")
         cells = [[str(line[key]) for key in keys] for line in lines]
-        _console.table(("operation", "SMs", "p50 us", "p99 us"), cells, right=3)
+        _console.table(("through", "operation", "SMs", "p50 us", "p99 us"), cells, right=3)
     if rank == 0 and options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)

@@ -28,7 +28,8 @@ kernels() {
 }
 
 # Every kernel of a wheel for CUDA is there as machine code, also for Blackwell where the compiler
-# knows it, and as PTX for newer chips.
+# knows it, and as PTX for newer chips; but products of experts' rows (ep/experts/cuda/grouped) as
+# machine code for Hopper alone, which no other chip can run.
 has_kernels() {
   local all kinds=(sm_90.cubin sm_90.ptx) kind
   [[ $("$nvcc" --list-gpu-arch) != *compute_100* ]] || kinds+=(sm_100.cubin)
@@ -41,8 +42,10 @@ has_kernels() {
       exit 1
     }
   done
+  [[ $(kernels sm_90a.cubin) == kernel ]] ||
+    { echo "wheel: ${1##*/}: expected one file of kernels as sm_90a.cubin" >&2; exit 1; }
   rm -rf "$work/look"
-  echo "wheel: $(wc -l <<<"$all") files of kernels, each as ${kinds[*]}"
+  echo "wheel: $(wc -l <<<"$all") files of kernels, each as ${kinds[*]}, one more as sm_90a.cubin"
 }
 
 # wheel FOLDER ON|OFF

@@ -21,6 +21,7 @@ import test_moe_overlap as moe_overlap
 import test_torch_compile as compiled
 import test_torch_pool as pool
 import test_torch_tools as tools
+import test_torch_wire as wire
 import test_training_alike as training_alike
 from torch_ranks import computing_on, gpu_ranks, run_on_gpus
 
@@ -48,6 +49,8 @@ LEFT_OUT = {
     moe_layer.test_a_bad_input_is_named_and_the_peers_hear_of_it,
     # It counts the CPU's operators.
     moe_decode.test_a_step_needs_few_operators,
+    # Peers on GPUs hear of a mistake in a single operation later.
+    wire.test_peers_are_told_of_a_wire_that_does_not_exist,
     # Ranks of GPUs that make different calls wait until the timeout.
     moe_decode.test_ranks_of_which_one_decodes_are_out_of_step,
     compiled.test_mistakes_inside_compiled_code_reach_the_peers,
