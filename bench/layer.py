@@ -316,17 +316,14 @@ class Layer:
         self.groups.append(layer.group)
         x = self.x.detach().requires_grad_()
 
-        def call(overlap: xd.Overlap | None) -> torch.Tensor:
+        def call(overlap: xd.Overlap | None) -> None:
             layer.overlap = overlap
             layer.zero_grad(set_to_none=True)
             x.grad = None
             output = layer(x)
             torch.autograd.backward([output.hidden, output.aux_loss], [self.grad, None])
-            return output.hidden.detach()
 
         schedules = self.schedules(xd.Overlap(1, FEW))
-        outputs = [call(overlap) for overlap in schedules.values()]
-        assert all(torch.equal(outputs[0], one) for one in outputs[1:]), "outputs differ"
         return {name: partial(call, overlap) for name, overlap in schedules.items()}
 
     def fp8(self) -> Calls:
