@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Times a decode layer of vLLM on Crossdock: rung A, vLLM's own classes, beside rung B, those here.
+"""Times a decode layer of an engine on Crossdock: rung A, its own classes, beside rung B, ours.
 
-  PYTHONPATH=build/python engines.py [--ranks 2] [--tokens 1,16,128] [--fp8] [--json FILE]
+  PYTHONPATH=build/python engines.py [--engine vllm|sglang] [--ranks 2] [--tokens 1,16,128] [--fp8]
 
-vLLM must be installed or on PYTHONPATH. Rung A is what XD_ENGINE=deep_ep makes of
---all2all-backend deepep_low_latency, rung B what XD_ENGINE=1 does. vLLM's modular kernel runs the
-whole layer. Its experts hand back the rows that they get (with --fp8: the same results each time),
-so a step is dispatch, combine and all that vLLM does around them on the host. The rungs take turns
-on the same batches. A figure is the time of one of many steps in a row, eager ones, on GPUs also
-replays of a CUDA graph of one step; of the slowest rank, p50 over the rounds. Results are compared
-with their expected values, before and after.
+The engine must be installed, or vLLM on PYTHONPATH, SGLang in XD_TEST_ENGINES. Rung A is what
+XD_ENGINE=deep_ep makes of --all2all-backend deepep_low_latency (SGLang: --moe-a2a-backend deepep
+--deepep-mode low_latency), rung B what XD_ENGINE=1 does. vLLM's modular kernel, SGLang's dispatcher
+run the layer. Its experts hand back the rows that they get (with --fp8: the same results each
+time), so a step is dispatch, combine and all that these do around them on the host. The rungs take
+turns on the same batches. A figure is the time of one of many steps in a row, eager ones, on GPUs
+also replays of a CUDA graph of one step; of the slowest rank, p50 over the rounds. Results are
+compared with their expected values, before and after.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ RUNGS = {"A": plugin.register_deep_ep, "B": plugin.register}  # in this order in
 def parse() -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang"))
     parser.add_argument("--device", default="cuda" if gpus else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--ranks", type=int, default=gpus or 2)
     parser.add_argument("--tokens", default="1,16,128", help="of each rank, comma-separated")
@@ -64,11 +66,25 @@ def parse() -> argparse.Namespace:
 
 
 class Experts:
-    """Experts in slots as vLLM's kernel asks for them, which hand back their rows.
+    """Experts in slots, which hand back their rows.
 
     Attributes:
         known: [L,S,H] bfloat16 results of fp8 rows, that are to be given; None = make them.
     """
+
+    known: torch.Tensor | None = None
+
+    def __call__(self, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        if scales is None:
+            return rows
+        if self.known is None:
+            blocks = rows.float().unflatten(-1, (-1, SCALE_BLOCK)) * scales.unsqueeze(-1)
+            self.known = blocks.flatten(-2).bfloat16()
+        return self.known
+
+
+class VllmExperts(Experts):
+    """The same as vLLM's kernel asks for them."""
 
     expects_unquantized_inputs = False
 
@@ -81,18 +97,9 @@ class Experts:
             block = [SCALE_BLOCK, SCALE_BLOCK]
             self.quant_config = config.fp8_w8a8_moe_quant_config(scale, scale, block_shape=block)
         self.finalize_weight_and_reduce_impl = reduce.TopKWeightAndReduceDelegate
-        self.known: torch.Tensor | None = None
 
     def output_hidden_dim(self, hidden: int) -> int:
         return hidden
-
-    def __call__(self, rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-        if scales is None:
-            return rows
-        if self.known is None:
-            blocks = rows.float().unflatten(-1, (-1, SCALE_BLOCK)) * scales.unsqueeze(-1)
-            self.known = blocks.flatten(-2).bfloat16()
-        return self.known
 
 
 class Batch:
@@ -100,7 +107,7 @@ class Batch:
 
     Attributes:
         x: [T,H] bfloat16, small integers, and the largest e4m3 in each block, so its scale is 1.
-        ids, weights: [T,K] int64 experts, and 1/K.
+        ids, ids32, weights: [T,K] int64 experts, the same as int32, and 1/K.
     """
 
     def __init__(self, options: argparse.Namespace, tokens: int, rank: int) -> None:
@@ -110,10 +117,11 @@ class Batch:
         scores = torch.rand(tokens, options.experts, generator=draw)
         self.x = x.to(options.device)
         self.ids = scores.topk(options.topk, dim=1).indices.to(options.device)
+        self.ids32 = self.ids.int()
         self.weights = torch.full(self.ids.shape, 1 / options.topk, device=options.device)
 
 
-class Layer:
+class Vllm:
     """A layer as vLLM makes it once a rung's plug-in is registered."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -146,7 +154,7 @@ class Layer:
             num_dispatchers=options.ranks,
             use_fp8_dispatch=options.fp8,
         )
-        self.experts = Experts(options)
+        self.experts = VllmExperts(options)
         self.kernel = Kernel(prepare_finalize, self.experts)
         self.weights = torch.empty(local, 1, 1, device=options.device)  # the kernel counts experts
 
@@ -160,22 +168,25 @@ class Layer:
             global_num_experts=self.options.experts,
         )
 
-    def check(self, batch: Batch) -> None:
-        self.experts.known = None
-        if not torch.equal(self.step(batch), batch.x):
-            raise SystemExit(f"rank {dist.get_rank()}: wrong result")
 
-    def graph(self, batch: Batch) -> torch.cuda.CUDAGraph:
-        """One step, whose result its first replay has to write."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = self.step(batch)
-        out.fill_(torch.nan)
-        graph.replay()
-        if not torch.equal(out, batch.x):
-            raise SystemExit(f"rank {dist.get_rank()}: wrong result of a graph")
-        return graph
+def check(layer: Any, batch: Batch) -> None:
+    """Ends a rank whose step of a layer does not give its rows back."""
+    layer.experts.known = None
+    if not torch.equal(layer.step(batch), batch.x):
+        raise SystemExit(f"rank {dist.get_rank()}: wrong result")
+
+
+def graph_of(layer: Any, batch: Batch) -> torch.cuda.CUDAGraph:
+    """One step, whose result its first replay has to write."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = layer.step(batch)
+    out.fill_(torch.nan)
+    graph.replay()
+    if not torch.equal(out, batch.x):
+        raise SystemExit(f"rank {dist.get_rank()}: wrong result of a graph")
+    return graph
 
 
 @contextlib.contextmanager
@@ -216,17 +227,17 @@ def microseconds(options: argparse.Namespace, step: Callable[[], object]) -> flo
 
 
 def measure(
-    options: argparse.Namespace, layers: dict[str, Layer], tokens: int
+    options: argparse.Namespace, layers: dict[str, Any], tokens: int
 ) -> list[dict[str, object]]:
     """A row for eager steps of so many tokens, and on GPUs one for graphs."""
     batch = Batch(options, tokens, dist.get_rank())
     for layer in layers.values():
-        layer.check(batch)
+        check(layer, batch)
     ways: dict[str, dict[str, Callable[[], object]]] = {
         "eager": {name: functools.partial(one.step, batch) for name, one in layers.items()}
     }
     if options.device == "cuda":
-        graphs = {name: one.graph(batch) for name, one in layers.items()}
+        graphs = {name: graph_of(one, batch) for name, one in layers.items()}
         ways["graph"] = {name: one.replay for name, one in graphs.items()}
     found = []
     for way, steps in ways.items():
@@ -239,7 +250,7 @@ def measure(
         p50 = [statistics.median(times) for times in slowest.tolist()]
         found.append({"tokens": tokens, "way": way, "a_us": p50[0], "b_us": p50[1]})
     for layer in layers.values():
-        layer.check(batch)
+        check(layer, batch)
     return found
 
 
@@ -249,23 +260,37 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
+    if options.engine == "vllm":
+        made = vllm_layers(options, rank)
+    else:
+        made = importlib.import_module("sglang_layer").layers(options, rank, Experts)
+    with made as layers:
+        rows = [row for tokens in options.tokens for row in measure(options, layers, tokens)]
+        if rank == 0:
+            report(options, rows)
+
+
+@contextlib.contextmanager
+def vllm_layers(options: argparse.Namespace, rank: int) -> Iterator[dict[str, Vllm]]:
+    """A layer of each rung, in torch's process group, which is begun here."""
     dist.init_process_group("gloo")
     layers = {}
     for name, register in RUNGS.items():
         register()
         importlib.import_module("crossdock.vllm._manager")
         with served(options, rank):
-            layers[name] = Layer(options)
-    rows = [row for tokens in options.tokens for row in measure(options, layers, tokens)]
-    if rank == 0:
-        report(options, rows)
+            layers[name] = Vllm(options)
+    yield layers
     for layer in layers.values():
         layer.manager.destroy()
     dist.destroy_process_group()
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    sizes = {key: getattr(options, key) for key in ("ranks", "hidden", "experts", "topk", "fp8")}
+    sizes = {
+        key: getattr(options, key)
+        for key in ("engine", "ranks", "hidden", "experts", "topk", "fp8")
+    }
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     print(f"{device}, torch {torch.__version__}, {sizes}; microseconds of a step\n")
     print("| tokens of a rank | step | A | B | B / A |\n| ---: | --- | ---: | ---: | ---: |")

@@ -1,7 +1,7 @@
 """Parts of SGLang that have no code for ranks of the CPU, as lines of torch.
 
-A plug-in of SGLang (entry point ``sglang.srt.plugins``), and packages that it imports and nothing
-here uses.
+A plug-in of SGLang (entry point ``sglang.srt.plugins``), which it finds where this folder is on
+``PYTHONPATH``. It is for trying Crossdock without a GPU: experts are loops.
 """
 
 from __future__ import annotations
@@ -13,17 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_UNUSED = ("IPython", "anthropic", "gguf", "scipy", "soundfile", "torchvision", "traitlets")
 _LAYERS = "sglang.srt.layers"
-
-
-def begin() -> None:
-    """Lets a process find packages that are unused, as ``sitecustomize`` does before all else."""
-    import sys
-
-    from engines import _Missing
-
-    sys.meta_path.append(_Missing(set(_UNUSED)))
 
 
 def plug() -> None:

@@ -134,6 +134,25 @@ class Server:
         return left
 
 
+def words_of(name: str, begin: str) -> tuple[dict[str, str], list[str]]:
+    """The variables and the words of the server's command line that begins so on a page."""
+    return _split(_block(name, begin)[0])
+
+
+def _block(name: str, begin: str) -> list[list[str]]:
+    """The words of each command in the block of a page that begins so, and serves the model."""
+    text = (_ROOT / "docs" / name).read_text()
+    found = re.search(rf"^```\n({begin}[^`]* tiny .*?)^```", text, re.M | re.S)
+    assert found is not None
+    return [shlex.split(line) for line in found[1].replace("\\\n", " ").splitlines()]
+
+
+def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Its variables, and the words from its program on."""
+    program = next(place for place, word in enumerate(words) if "=" not in word)
+    return dict(word.split("=", 1) for word in words[:program]), words[program:]
+
+
 class Page:
     """The commands by which a page of the documentation serves the model of ``tiny_moe.py``.
 
@@ -143,13 +162,8 @@ class Page:
     """
 
     def __init__(self, name: str) -> None:
-        text = (_ROOT / "docs" / name).read_text()
-        found = re.search(r"^```\n(XD_ENGINE=1 [^\n]* tiny .*?)^```", text, re.M | re.S)
-        assert found is not None
-        serve, curl = (shlex.split(line) for line in found[1].replace("\\\n", " ").splitlines())
-        program = next(place for place, word in enumerate(serve) if "=" not in word)
-        self.variables = dict(word.split("=", 1) for word in serve[:program])
-        self.words = serve[program:]
+        serve, curl = _block(name, "XD_ENGINE=1 ")
+        self.variables, self.words = _split(serve)
         assert curl[0] == "curl"
         self.path = re.sub("^http://localhost:[0-9]+", "", curl[1])
         self.body: dict[str, Any] = json.loads(curl[curl.index("-d") + 1])

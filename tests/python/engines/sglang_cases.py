@@ -26,6 +26,7 @@ from engines import (
 from support import Rank
 
 HIDDEN, ALIGNMENT = 256, 128
+FORMS = ("prefill", "prefill by choice", "decode")  # of a layer by DeepEP 2
 DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
 UNUSED = ("IPython", "gguf", "loguru", "torchvision")
 # SGLang imports these where there is CUDA: kernels, for which torch's functions stand here.
@@ -196,6 +197,51 @@ def layers_are_dense_sums(
             assert isinstance(got, parts.first.DeepEPLLDispatchOutput) == few
             out = made.combine(combine_input=computed(parts, placed, got))
             placed.check(out, fp8)
+
+
+def second_dispatcher(parts: SimpleNamespace, placed: Placed, fp8: bool) -> Any:
+    """SGLang's dispatcher for DeepEP 2, with its buffer."""
+    made = parts.second.DeepEPv2Dispatcher(
+        group=dist.group.WORLD,
+        router_topk=TOPK,
+        num_experts=placed.num_experts,
+        num_local_experts=placed.local,
+        hidden_size=placed.problem.w1.shape[2],
+        params_dtype=torch.bfloat16,
+        use_fp8_dispatch=fp8,
+    )
+    made.prebuild()
+    return made
+
+
+def second_layer(parts: SimpleNamespace, placed: Placed, made: Any, form: str) -> torch.Tensor:
+    """The output of a layer by that dispatcher, in one of its three forms."""
+    got = made.dispatch(**placed.given)
+    x = got.hidden_states
+    if made.use_fp8_dispatch:
+        x = dequantise(x, got.hidden_states_scale)
+    expand = form != "prefill by choice"
+    assert got.is_expanded == expand and got.use_masked_gemm == (form == "decode")
+    if expand:
+        rows = placed.in_order(x, got.psum_num_recv_tokens_per_expert, got.topk_weights)
+    else:
+        rows = placed.by_choice(x, got.topk_ids, got.topk_weights)
+    out: torch.Tensor = made.combine(parts.second.DeepEPv2CombineInput(rows, None))
+    return out
+
+
+def second_layers_are_dense_sums(
+    parts: SimpleNamespace, form: str, fp8: bool, hidden: int = HIDDEN
+) -> None:
+    """Dispatchers for DeepEP 2, batch after batch."""
+    by_choice = form == "prefill by choice"
+    parts.patch.setenv("SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND", str(not by_choice).lower())
+    begin(parts, form != "decode")
+    for copies in (False, True):
+        for seed in range(len(BATCHES)):
+            placed = Placed(parts, seed, copies, hidden)
+            made = second_dispatcher(parts, placed, fp8)
+            placed.check(second_layer(parts, placed, made, form), fp8)
 
 
 def micro_batches_take_turns(parts: SimpleNamespace, mode: str) -> None:

@@ -8,20 +8,17 @@ import types
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from crossdock import deep_ep
-from engines import BATCHES, SECONDS, TOPK, dequantise, installed, needs, plugged_in
+from engines import SECONDS, installed, needs, plugged_in
 from sglang_cases import (
     DISPATCHERS,
-    HIDDEN,
+    FORMS,
     UNUSED,
-    Placed,
-    begin,
     combine_overlaps_shared_experts_alone,
     layers_are_dense_sums,
     micro_batches_take_turns,
+    second_layers_are_dense_sums,
     sglang,
 )
 from support import Rank, on_ranks
@@ -54,37 +51,11 @@ def test_what_combine_may_overlap_with(me: Rank) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("form", ["prefill", "prefill by choice", "decode"])
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2, 4, timeout=SECONDS)
 def test_a_layer_of_the_elastic_buffer_is_the_dense_sum(me: Rank, form: str, fp8: bool) -> None:
     with sglang(me) as parts:
-        expand = form != "prefill by choice"
-        parts.patch.setenv("SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND", str(expand).lower())
-        begin(parts, form != "decode")
-        for copies in (False, True):
-            for seed in range(len(BATCHES)):
-                placed = Placed(parts, seed, copies)
-                made = parts.second.DeepEPv2Dispatcher(
-                    group=dist.group.WORLD,
-                    router_topk=TOPK,
-                    num_experts=placed.num_experts,
-                    num_local_experts=placed.local,
-                    hidden_size=HIDDEN,
-                    params_dtype=torch.bfloat16,
-                    use_fp8_dispatch=fp8,
-                )
-                made.prebuild()
-                got = made.dispatch(**placed.given)
-                x = got.hidden_states
-                if fp8:
-                    x = dequantise(x, got.hidden_states_scale)
-                assert got.is_expanded == expand and got.use_masked_gemm == (form == "decode")
-                if expand:
-                    rows = placed.in_order(x, got.psum_num_recv_tokens_per_expert, got.topk_weights)
-                else:
-                    rows = placed.by_choice(x, got.topk_ids, got.topk_weights)
-                out = made.combine(parts.second.DeepEPv2CombineInput(rows, None))
-                placed.check(out, fp8)
+        second_layers_are_dense_sums(parts, form, fp8)
 
 
 @pytest.mark.parametrize("switch", ["deep_ep", "yes"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from crossdock._stats import seen_groups
-from engines import PATHS, needs, write_distribution
-from served import Page, environment, run, server
+from engines import PATHS, needs
+from served import SERVING, Page, environment, run, server, words_of
 
 
 def _is_whole() -> bool:
@@ -32,30 +32,35 @@ pytestmark = [
     ),
 ]
 _COUNT = 64  # tokens of the model: after each comes the next one
+# Packages that SGLang imports and nothing here uses.
+_UNUSED = ("IPython", "anthropic", "gguf", "scipy", "soundfile", "torchvision", "traitlets")
+_FIND_UNUSED = f"""\
+import sys
+
+from engines import _Missing
+
+sys.meta_path.append(_Missing(set({_UNUSED})))
+"""
 
 
-def _on_cpu(folder: pathlib.Path) -> dict[str, str]:
-    """Variables by which SGLang finds Crossdock's plug-in, and what it lacks on CPUs."""
-    group = "sglang.srt.plugins"
-    write_distribution(
-        folder, "sglang_on_cpu", entry=(group, "sglang_on_cpu", "sglang_on_cpu:plug")
-    )
-    (folder / "sitecustomize.py").write_text("import sglang_on_cpu\n\nsglang_on_cpu.begin()\n")
-    here = pathlib.Path(__file__).parent
-    return environment(folder, str(here), str(here.parent), group=group) | {
-        "SGLANG_CPU_OMP_THREADS_BIND": "0|0",  # a core for each rank: the same one
-        "HF_HUB_OFFLINE": "1",
-    }
+def _on_cpu(folder: pathlib.Path, path: str) -> dict[str, str]:
+    """Variables by which SGLang finds Crossdock's plug-in, what it imports, and the page's path."""
+    (folder / "sitecustomize.py").write_text(_FIND_UNUSED)
+    here, page = pathlib.Path(__file__).parent, SERVING.parents[1] / path
+    assert page.is_dir()
+    found = (str(page), str(here), str(here.parent))
+    return environment(folder, *found, group="sglang.srt.plugins") | {"HF_HUB_OFFLINE": "1"}
 
 
 def test_a_server_answers_as_the_page_says(tmp_path: pathlib.Path) -> None:
-    """The commands of docs/sglang.md, with torch's attention; and 16 requests at once."""
+    """The commands of docs/sglang.md for CPUs; and 16 requests at once."""
     page = Page("sglang.md")
-    variables = _on_cpu(tmp_path) | page.variables
-    assert page.words[:3] == ["python", "-m", "sglang.launch_server"]
+    given, words = words_of("sglang.md", "PYTHONPATH=")
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert words[: len(page.words)] == page.words
+    variables = _on_cpu(tmp_path, given.pop("PYTHONPATH")) | given
     run(tmp_path, variables, "tiny_moe.py", "tiny")
-    words = [*page.words[3:], "--device", "cpu", "--attention-backend", "torch_native"]
-    with server(tmp_path, variables, page.words[2], words) as sglang:
+    with server(tmp_path, variables, words[2], words[3:]) as sglang:
 
         def count_from(first: int) -> Any:
             sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}

@@ -24,8 +24,10 @@ from engines import (
     quantise,
 )
 from support import Rank
+from vllm_on_cpu import globalize
 
 MOST = 16
+HIDDEN = 2048  # of rows by DeepEP
 LAYERS = "vllm.model_executor.layers.fused_moe"
 
 BACKENDS = {
@@ -194,6 +196,81 @@ def in_two_threads(
     for thread in threads:
         thread.join()
     return outs
+
+
+@contextlib.contextmanager
+def vllm(me: Rank) -> Iterator[SimpleNamespace]:
+    """vLLM's modules, with its own classes for DeepEP on Crossdock."""
+    with engine(me, plugin.register_deep_ep) as parts:
+        for name in ("ht", "ll", "v2"):
+            module = f"{LAYERS}.prepare_finalize.deepep_{name}"
+            setattr(parts, name, importlib.import_module(module))
+        patch = parts.patch
+        patch.setenv("VLLM_DEEPEP_BUFFER_SIZE_MB", "1")
+        for module in (parts.ht, parts.v2):
+            patch.setattr(module, "moe_kernel_quantize_input", quantise_input)
+        patch.setattr(parts.v2, "_globalize_recv_topk_idx", globalize)
+        yield parts
+
+
+def manager(parts: SimpleNamespace, name: str, **options: Any) -> Any:
+    """One of vLLM's managers as its constructor makes it, of ranks on one machine."""
+    made = object.__new__(getattr(parts.managers, name))
+    group = dist.group.WORLD
+    vars(made).update(
+        cpu_group=group,
+        rank=parts.me.rank,
+        world_size=parts.me.num_ranks,
+        internode=False,
+        handle_cache=parts.managers.Cache(),
+        num_sms=20,
+        support_fault_tolerance=False,
+        _device_group=None,
+        _num_sms=None,
+        _gin_checked=True,  # it asks a GPU
+    )
+    vars(made).update(options)
+    return made
+
+
+@contextlib.contextmanager
+def prepare_finalize(
+    parts: SimpleNamespace, kind: str, fp8: bool, experts: int, **options: Any
+) -> Iterator[Any]:
+    """vLLM's class of this kind, with a buffer from its manager."""
+    me, local = parts.me, experts // parts.me.num_ranks
+    common = {"num_dispatchers": me.num_ranks}
+    placed = common | {"dp_size": me.num_ranks, "rank_expert_offset": me.rank * local}
+    if kind == "ht":
+        made = manager(parts, "DeepEPHTAll2AllManager")
+        made.set_num_sms(7)
+        yield parts.ht.DeepEPHTPrepareAndFinalize(made.get_handle({}), **placed)
+    elif kind == "ll":
+        made = manager(parts, "DeepEPLLAll2AllManager")
+        sizes = {
+            "max_num_tokens_per_dp_rank": MOST,
+            "token_hidden_size": HIDDEN,
+            "num_ep_ranks": me.num_ranks,
+            "num_global_experts": experts,
+            "num_local_experts": local,
+        }
+        buffer = made.get_handle(sizes)
+        yield parts.ll.DeepEPLLPrepareAndFinalize(
+            buffer, max_tokens_per_rank=MOST, use_fp8_dispatch=fp8, **common, **options
+        )
+    else:
+        made = manager(parts, "DeepEPV2All2AllManager")
+        sizes = {"num_max_tokens_per_rank": MOST, "hidden": HIDDEN, "num_topk": TOPK}
+        buffer = made.get_handle(sizes | {"num_experts": experts, "use_fp8_dispatch": fp8})
+        yield parts.v2.DeepEPV2PrepareAndFinalize(
+            buffer,
+            num_experts=experts,
+            num_topk=TOPK,
+            use_fp8_dispatch=fp8,
+            use_cudagraph=kind == "v2 in graphs",
+            **placed,
+        )
+    made.destroy()
 
 
 @contextlib.contextmanager
