@@ -36,8 +36,9 @@ def test_measures_every_pass(me: Rank) -> None:
 def test_measures_nothing_where_results_differ(me: Rank) -> None:
     ones = torch.ones(2)
     right = {"forward": ones, "training": ones, "decode": ones, "decode, few": ones}
-    for way in right:
-        for wrong in (torch.zeros(2), torch.full((2,), torch.nan)):
-            passes = {name: lambda x=x: x for name, x in (right | {way: wrong}).items()}
-            with joined(), pytest.raises(SystemExit, match=f"results of .*{way}.* differ"):
-                moe_layer.check(passes)
+    with joined():
+        for way in right:
+            for wrong in (torch.zeros(2), torch.full((2,), torch.nan)):
+                passes = {name: lambda x=x: x for name, x in (right | {way: wrong}).items()}
+                with pytest.raises(SystemExit, match=f"results of .*{way}.* differ"):
+                    moe_layer.check(passes)
