@@ -1,10 +1,10 @@
 // Measures what a rank that joins or dies costs the others through memory that processes share:
-//   mapping    mapping a peer's memory beside kernels: how long the calls take, and what launches and
-//              a kernel that runs notice of them
 //   exporter   whether memory of a killed process stays whole while it is mapped, and is free behind
 //              the last unmapping
+//   mapping    mapping a peer's memory beside kernels: how long the calls take, and what launches
+//              and a kernel that runs notice of them
 //   stores     whether stores of a killed process still arrive when its pidfd says that it has ended
-// The other process is on the second device where there is one. It is forked before CUDA is in use.
+// The other process is on the second device where there is one, and forked before CUDA is in use.
 //   crossdock-bench-peer-memory [ROUNDS]
 #include <cuda_runtime_api.h>
 #include <poll.h>
@@ -200,10 +200,10 @@ Shared exported(std::size_t bytes) {
 
 struct Beside {
   std::vector<double> launches;  // microseconds of a launch and its end
-  std::uint64_t longest_ns;      // that a running kernel did not run
+  std::uint64_t longest_ns;      // the longest time in which a kernel did not run
 };
 
-// What launches and a kernel of this process notice while `work` runs.
+// Watches launches and a kernel of this process while `work` runs.
 template <class Work>
 Beside beside(Work work) {
   void* pinned = nullptr;
