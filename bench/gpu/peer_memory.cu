@@ -1,9 +1,10 @@
 // Measures what a rank that joins or dies costs the others through memory that processes share:
-//   exporter   whether memory of a killed process stays whole while it is mapped, and is free behind
-//              the last unmapping
+//   exporter   whether memory of a killed process stays whole while it is mapped, and is free
+//              behind the last unmapping
 //   mapping    mapping a peer's memory beside kernels: how long the calls take, and what launches
 //              and a kernel that runs notice of them
-//   stores     whether stores of a killed process still arrive when its pidfd says that it has ended
+//   stores     whether stores of a killed process still arrive when its pidfd says that it has
+//              ended
 // The other process is on the second device where there is one, and forked before CUDA is in use.
 //   crossdock-bench-peer-memory [ROUNDS]
 #include <cuda_runtime_api.h>
