@@ -83,9 +83,20 @@ typedef enum xd_comm_peer_loss {
    * they do not need it. Collective calls of the communicator and of its memory, and
    * xd_ep_group_create, need all ranks: they return PEER_LOST naming it, at once, and finish
    * nothing. An operation that needs all ranks cannot end without it: there PEER_LOST finishes the
-   * communicator of the rank that meets it. */
+   * communicator of the rank that meets it, but for groups with XD_EP_PEER_LOSS_RESUME. */
   XD_COMM_PEER_LOSS_MASK = 1
 } xd_comm_peer_loss;
+
+/* The same for a group of ep.h whose operation needs the rank. */
+typedef enum xd_ep_peer_loss {
+  /* The loss finishes the communicator. */
+  XD_EP_PEER_LOSS_FATAL = 0,
+  /* The operation ends with PEER_LOST on all ranks that are left, and finishes nothing; the group
+   * goes on without the rank when they have entered a view: see xd_ep_group_enter_view in view.h.
+   * Needs a communicator with XD_COMM_PEER_LOSS_MASK. UNSUPPORTED on CUDA devices and between
+   * machines. */
+  XD_EP_PEER_LOSS_RESUME = 1
+} xd_ep_peer_loss;
 
 typedef struct xd_comm_config {
   size_t struct_size;

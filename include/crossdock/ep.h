@@ -137,8 +137,9 @@ typedef enum xd_ep_operation {
   XD_EP_COMBINE = 2,
   XD_EP_DISPATCH_BWD = 3,
   XD_EP_COMBINE_BWD = 4,
-  /* xd_ep_group_set_placement in placement.h. */
-  XD_EP_SET_PLACEMENT = 8
+  /* xd_ep_group_set_placement in placement.h, xd_ep_group_enter_view in view.h. */
+  XD_EP_SET_PLACEMENT = 8,
+  XD_EP_ENTER_VIEW = 10
 } xd_ep_operation;
 
 /* Bounds of what follows. */
@@ -203,12 +204,13 @@ typedef struct xd_ep_config {
    * experts of this group (placement.h); these are then slots. 0 = ids name the experts themselves.
    * CUDA: UNSUPPORTED but for 0 (XD_FEATURE_CUDA_PLACEMENT). */
   int64_t num_logical_experts;
+  xd_ep_peer_loss on_peer_loss;
 } xd_ep_config;
 /* clang-format off */
 #define XD_EP_CONFIG_INIT \
   {sizeof(xd_ep_config), 0, 0, 0, 0, 0, {kDLBfloat, 16, 1}, 0, XD_EP_EXPERT_MAJOR, 0, 0, \
    XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, XD_EP_ON_ERROR_STATUS, \
-   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, 0, 0}
+   XD_EP_STAGING_AUTO, 0, 0, 0, NULL, 0, 0, 0, XD_EP_PEER_LOSS_FATAL}
 /* clang-format on */
 
 /* ---- Sizes ----------------------------------------------------------------------------------- */
@@ -279,8 +281,8 @@ typedef struct xd_ep_status {
   /* Rows that this rank did not receive under XD_EP_OVERFLOW_DROP, in plans made since. */
   int64_t dropped_rows;
   char text[256];
-  /* Choices of this rank whose logical expert had no slot, in plans made since: they count as
-   * -1. */
+  /* Choices of this rank whose logical expert had no slot, or whose expert is on a rank that the
+   * group goes on without, in plans made since: they count as -1. */
   int64_t unplaced_choices;
 } xd_ep_status;
 /* clang-format off */

@@ -3,12 +3,13 @@
  * A view is a number and a set of ranks that go on together. A communicator begins with view 0, all
  * of its ranks. When ranks end, hang or return, those that live call xd_comm_agree, which gives
  * all of them the same next view. Ranks keep their numbers. A view changes nothing by itself: the
- * masks of low-latency groups are set by xd_ll_mask_set and xd_ll_reset, as it says.
+ * masks of low-latency groups are set by xd_ll_mask_set and xd_ll_reset, as it says, and groups of
+ * ep.h enter it by xd_ep_group_enter_view.
  */
 #ifndef CROSSDOCK_VIEW_H_
 #define CROSSDOCK_VIEW_H_
 
-#include <crossdock/comm.h>
+#include <crossdock/ep.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -101,6 +102,39 @@ XD_API xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd
 /* The latest view that a call of this rank has found, also one that this rank is not in. Never
  * blocks. Any thread. Also works after fatal errors. */
 XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
+
+/* Makes a group with on_peer_loss = XD_EP_PEER_LOSS_RESUME go on with the members of the
+ * communicator's view, the latest that a call of xd_comm_agree has given this rank.
+ *
+ * Losses. An operation in which a rank is lost (see xd_comm_lost) ends with PEER_LOST on all ranks
+ * that are left, which finishes nothing. All get it from the same operation: the last one that
+ * ended well did so on all of them. (A rank that does not come to that operation any more is not
+ * waited for.) No rank touches the tensors of another then. Each further call returns PEER_LOST at
+ * once, xd_ep_join_failed included, until the group has entered a view without the rank. So every
+ * rank goes on like this, with no barrier between:
+ *   xd_comm_agree           one view for all
+ *   xd_ep_group_enter_view  once for each group, in the same order
+ *   xd_ep_group_set_placement, or a router that chooses no expert of ranks that are gone
+ *   xd_ep_prepare           the step is made again, from view.first_step for instance
+ * A rank that is late is no loss: TIMEOUT, which is fatal.
+ *
+ * Behind it. All sizes stay those of W ranks. A rank that is gone has no tokens, receives none, and
+ * its numbers in outputs are 0. Choices of its experts count as -1, in groups with logical experts
+ * those of slots on it; xd_ep_group_status counts them as unplaced_choices. Plans that were made
+ * with other ranks are INVALID_ARGUMENT. Operations in parts begin anew. Sums have the same order
+ * of ranks, so equal inputs give equal bits, as in a group where the others choose no expert of the
+ * rank and it has no tokens. A rank that is gone does not return to the group, also not where
+ * another process takes its place in the communicator.
+ *
+ * Collective over the members, an operation of the group; when it returns all are in step again.
+ * It waits until ranks that were in the group and are no members have ended or left, so a rank that
+ * has only been left out of the view has to be killed: that wait, and that for each member, is
+ * bounded by the communicator's timeout. In the view that the group has entered already it does
+ * nothing. xd_stats does not count these calls.
+ * Errors: INVALID_ARGUMENT in a group with XD_EP_PEER_LOSS_FATAL; PEER_LOST, which finishes
+ * nothing: a member has been lost meanwhile, and all members get it (they agree on another view),
+ * or this rank is not in the view; the fatal errors, TIMEOUT among them. */
+XD_API xd_status xd_ep_group_enter_view(xd_ep_group* group, xd_stream stream);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy.typing as npt
 
@@ -18,9 +18,11 @@ from crossdock._wire import Wire, wire_formats
 from crossdock.errors import CrossdockError
 
 __all__ = [
+    "EP_WORDS",
     "WORDS",
     "DuplicateIds",
     "EpConfig",
+    "EpPeerLoss",
     "GroupMemory",
     "Layout",
     "LowLatencyConfig",
@@ -39,6 +41,7 @@ DuplicateIds = Literal["error", "collapse"]
 OnError = Literal["status", "fatal"]
 Staging = Literal["auto", "none"]
 Receive = Literal["slots", "by_expert", "by_rank"]
+EpPeerLoss = Literal["fatal", "resume"]
 
 # By the field of a config: its words, and the library's numbers for them.
 WORDS: dict[str, dict[str, int]] = {
@@ -50,15 +53,17 @@ WORDS: dict[str, dict[str, int]] = {
     "on_peer_loss": constants.PEER_LOSSES,
     "receive": constants.RECEIVES,
 }
+# The same for the fields of EpConfig.
+EP_WORDS = WORDS | {"on_peer_loss": constants.EP_PEER_LOSSES}
 
 
-def number_of(field: str, word: Any) -> int:
+def number_of(field: str, word: Any, words: dict[str, dict[str, int]] = WORDS) -> int:
     """The library's number for a word of a config's field.
 
     Raises:
         ValueError: there is no such word.
     """
-    known = WORDS[field]
+    known = words[field]
     if not isinstance(word, str) or word not in known:
         raise ValueError(f"{field}: expected {' or '.join(map(repr, known))}, got {word!r}")
     return known[word]
@@ -111,6 +116,7 @@ class _Sizes:
     expert_ranks: Sequence[int] | None = None
     wire_formats: Sequence[Wire] = ()
     num_logical_experts: int = 0
+    _WORDS: ClassVar[dict[str, dict[str, int]]] = WORDS
 
     def __post_init__(self) -> None:
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
@@ -126,7 +132,10 @@ class _Sizes:
     def _numbers(self) -> dict[str, int]:
         """The library's numbers for the fields that are words."""
         names = [field.name for field in dataclasses.fields(self)]
-        words = {name: number_of(name, getattr(self, name)) for name in names if name in WORDS}
+        known = self._WORDS
+        words = {
+            name: number_of(name, getattr(self, name), known) for name in names if name in known
+        }
         return words | {"wire_formats": wire_formats(self.wire_formats)}
 
 
@@ -174,6 +183,10 @@ class EpConfig(_Sizes):
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines, each of which gets eight equal pieces of 64 KiB to 512 KiB, or
             of one row if that is longer; 0 = of 256 KiB.
+        on_peer_loss: what the loss of a rank does that an operation needs: ``"fatal"``: it finishes
+            the communicator; ``"resume"``: the operation raises PeerLost on all ranks that are
+            left, and the group goes on without the rank after `EpGroup.enter_view`. Needs a
+            communicator with ``on_peer_loss="mask"``, on the CPU of one machine.
 
     Raises:
         TypeError, ValueError: a dtype or a word that does not exist, or another number of ranks
@@ -188,6 +201,8 @@ class EpConfig(_Sizes):
     staging: Staging = "auto"
     zero_tail: bool = True
     net_buffer_bytes: int = 0
+    on_peer_loss: EpPeerLoss = "fatal"
+    _WORDS = EP_WORDS
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of crossdock._core's functions."""

@@ -54,6 +54,7 @@ class constants:
     PEER_LOSSES: dict[str, int]
     PHASES: dict[str, int]
     RECEIVES: dict[str, int]
+    EP_PEER_LOSSES: dict[str, int]
     COMM_PEER_LOSSES: dict[str, int]
     QUANTISE: dict[str, tuple[int, int, str]]  # number, columns that share a scale, its dtype
     WIRES: dict[str, int]
@@ -261,6 +262,7 @@ class Group:
         net_buffer_bytes: int = 0,
         wire_formats: int = 0,
         num_logical_experts: int = 0,
+        on_peer_loss: int = 0,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...
@@ -290,6 +292,7 @@ class Group:
     def moe_backward(self, fields: dict[str, Any]) -> None: ...
     def row_experts(self, fields: dict[str, Any]) -> None: ...
     def loads(self, loads: _Spec, clear: bool) -> None: ...
+    def enter_view(self, stream: int = 0) -> None: ...
 
 class LowLatencyGroup:
     """xd_ll_group, with the fields of xd_ll_config as keywords. Keeps `comm` alive."""

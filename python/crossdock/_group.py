@@ -66,6 +66,25 @@ class EpGroup(Membership[EpConfig, EpStatus]):
     _STATUS = EpStatus
     _SET_PLACEMENT = constants.SET_PLACEMENT
 
+    def enter_view(self) -> None:
+        """Goes on with the members of ``comm.view``. Collective over these; blocks.
+
+        With ``on_peer_loss="resume"`` only. An operation that needs a rank which is lost raises
+        PeerLost, on all ranks that are left alike, and so does each further one at once. Then every
+        rank calls ``comm.agree``, then this for each of its groups, and makes the step again from
+        `prepare` on. Choices of experts on ranks that are gone count as -1 (`status` tells how
+        many), and plans of before are InvalidArgument.
+
+        Waits for ranks that are no members to end, up to the communicator's timeout. Does nothing
+        in a view that the group has entered already.
+
+        Raises:
+            InvalidArgument: the config has ``on_peer_loss="fatal"``.
+            PeerLost: a member has been lost meanwhile, which all members are told: agree again. Or
+                this rank is not in the view.
+        """
+        self._core.enter_view()
+
     def empty_plan(self) -> Plan:
         """A plan for prepare's ``out``, without routing."""
         ranks = self._comm.num_ranks

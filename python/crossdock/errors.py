@@ -104,7 +104,8 @@ class PeerLost(CrossdockError, ConnectionError):
     """A peer's process ended, or the peer has left. Fatal.
 
     Not fatal in a group with ``on_peer_loss="mask"``, which goes on without the peer, and where the
-    peer may also be late only, or have masked this rank.
+    peer may also be late only, or have masked this rank; nor in one with ``"resume"``, which goes
+    on after its ``enter_view``.
     """
 
 

@@ -15,12 +15,12 @@ namespace {
 
 // Every xd_ep_operation and xd_ll_operation, by its number.
 constexpr std::array kOperations = {
-    "prepare",     "dispatch",   "combine",  "dispatch_bwd",  "combine_bwd",
-    "ll_dispatch", "ll_combine", "ll_reset", "set_placement", "ll_set_placement"};
+    "prepare",    "dispatch", "combine",       "dispatch_bwd",     "combine_bwd", "ll_dispatch",
+    "ll_combine", "ll_reset", "set_placement", "ll_set_placement", "enter_view"};
 static_assert(XD_EP_PREPARE == 0 && XD_EP_DISPATCH == 1 && XD_EP_COMBINE == 2 &&
               XD_EP_DISPATCH_BWD == 3 && XD_EP_COMBINE_BWD == 4 && XD_LL_DISPATCH == 5 &&
               XD_LL_COMBINE == 6 && XD_LL_RESET == 7 && XD_EP_SET_PLACEMENT == 8 &&
-              XD_LL_SET_PLACEMENT == 9);
+              XD_LL_SET_PLACEMENT == 9 && XD_EP_ENTER_VIEW == 10);
 
 // By the words that Python's arguments have for them.
 nb::dict words(std::initializer_list<std::pair<const char*, int>> known) {
@@ -77,6 +77,8 @@ void bind_words(nb::module_& constants) {
       words({{"slots", XD_LL_SLOTS}, {"by_expert", XD_LL_BY_EXPERT}, {"by_rank", XD_LL_BY_RANK}});
   constants.attr("PHASES") = words(
       {{"both", XD_LL_PHASE_BOTH}, {"send", XD_LL_PHASE_SEND}, {"receive", XD_LL_PHASE_RECEIVE}});
+  constants.attr("EP_PEER_LOSSES") =
+      words({{"fatal", XD_EP_PEER_LOSS_FATAL}, {"resume", XD_EP_PEER_LOSS_RESUME}});
   constants.attr("COMM_PEER_LOSSES") =
       words({{"fatal", XD_COMM_PEER_LOSS_FATAL}, {"mask", XD_COMM_PEER_LOSS_MASK}});
   constants.attr("QUANTISE") = quantise_ways();

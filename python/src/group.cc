@@ -17,6 +17,11 @@ void loads(Group& self, nb::handle out, bool clear) {
   });
 }
 
+void enter_view(Group& self, std::uintptr_t stream) {
+  self.call(XD_EP_ENTER_VIEW,
+            [&](xd_ep_group* group) { return xd_ep_group_enter_view(group, stream_of(stream)); });
+}
+
 // The fields of xd_moe_memory.
 nb::dict moe_sizes(std::int32_t ffn, const nb::kwargs& options) {
   const Given<xd_ep_config> config(options);
@@ -46,6 +51,7 @@ void bind_group(nb::module_& module) {
       .def("moe_forward", method<Group>(XD_EP_DISPATCH, xd_moe_forward), "fields"_a)
       .def("moe_backward", method<Group>(XD_EP_COMBINE_BWD, xd_moe_backward), "fields"_a)
       .def("row_experts", &row_experts, "fields"_a)
+      .def("enter_view", &enter_view, "stream"_a = 0)
       .def("loads", &loads, "loads"_a, "clear"_a);
   module.def("moe_sizes", &moe_sizes, "ffn"_a, "options"_a);
   module.def("moe_schedule", &moe_schedule, "ffn"_a, "tokens"_a, "options"_a);

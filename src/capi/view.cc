@@ -68,6 +68,11 @@ xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd_view* 
   });
 }
 
+xd_status xd_ep_group_enter_view(xd_ep_group* group, xd_stream stream) {
+  return xd::operate("xd_ep_group_enter_view", group, XD_EP_ENTER_VIEW,
+                     [&](xd::ep::Group& g) { g.enter_view(stream); });
+}
+
 xd_status xd_comm_get_view(xd_comm* comm, xd_view* view) {
   XD_REQUIRE_GIVEN("xd_comm_get_view", comm);
   XD_REQUIRE_GIVEN("xd_comm_get_view", view);

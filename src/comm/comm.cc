@@ -3,13 +3,16 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <string>
+#include <thread>
 
 #include "base/env.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/options.h"
+#include "base/pidfd.h"
 #include "comm/control.h"
 #include "comm/join/door.h"
 #include "comm/join/join.h"
@@ -321,6 +324,17 @@ int Comm::missing(int peer, const HostWait& site) const {
   if ((site.needs_all_ranks || site.needs_first_ranks) && errors_.replaced() >= 0)
     return errors_.replaced();
   return errors_.lost(peer) ? peer : -1;
+}
+
+bool Comm::has_ended(int rank) const {
+  if (errors_.left(rank) || errors_.incarnation(rank) != 0) return true;
+  if (!errors_.lost(rank)) return false;
+  const PeerProcess& process = process_of(rank);
+  if (!process.pidfd || process.has_ended) return true;
+  if (has_process_ended(process.pidfd)) return true;
+  // Nothing rings a bell when it does, so this waits for a moment itself.
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return has_process_ended(process.pidfd);
 }
 
 void Comm::fail_lost(int peer, const HostWait& site) {

@@ -236,6 +236,10 @@ class Comm final {
     site.deadline = Deadline::after_ms(site.timeout_ms);
     return wait(peer, site, [] { return false; }) == Waited::lost;
   }
+  // True if nothing stores into memory any more on behalf of the rank as it was when this one came:
+  // it has left, or its process has ended, which the system tells a little later than the end of
+  // its connections. Where it has no descriptors of processes, that has to do.
+  bool has_ended(int rank) const;
   // Throws the loss by which a wait for `peer` at this place has ended.
   [[noreturn]] void throw_lost(int peer, const HostWait& site) {
     fail_lost(missing(peer, site), site);

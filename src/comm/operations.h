@@ -25,12 +25,15 @@ struct Operations {
   // Each operation from this number on has a pipeline: an epoch counts that operation alone. One
   // epoch of the group counts all operations below.
   std::int32_t first_pipeline = std::numeric_limits<std::int32_t>::max();
-  // One more operation, with a number behind those of all families, which statistics do not count.
-  std::int32_t rare = -1;
-  const char* rare_name = nullptr;
+  // More operations, with numbers behind those of all families, which statistics do not count.
+  struct Rare {
+    std::int32_t number;
+    const char* name;
+  };
+  std::span<const Rare> rare{};
 
   constexpr bool knows(std::int32_t operation) const {
-    return contains(operation) || (operation == rare && rare_name != nullptr);
+    return contains(operation) || rare_name(operation) != nullptr;
   }
   // One that statistics count.
   constexpr bool contains(std::int32_t operation) const {
@@ -42,7 +45,15 @@ struct Operations {
   }
   constexpr const char* name(std::int32_t operation) const {
     if (contains(operation)) return names[static_cast<std::size_t>(operation - first)];
-    return knows(operation) ? rare_name : "?";
+    return knows(operation) ? rare_name(operation) : "?";
+  }
+
+ private:
+  constexpr const char* rare_name(std::int32_t operation) const {
+    for (const Rare& other : rare) {
+      if (other.number == operation) return other.name;
+    }
+    return nullptr;
   }
 };
 

@@ -91,6 +91,17 @@ struct alignas(64) DoneFlag {
 // some rank offers, and has moved nothing, so the operation is a mismatch for all.
 inline constexpr std::uint64_t kFoundMissing = std::uint64_t{1} << 63;
 
+// Likewise on the host: the flag's rank has ended the operation because of a loss, and has moved
+// nothing, or not all (turn/host/turn.h).
+inline constexpr std::uint64_t kBroken = std::uint64_t{1} << 62;
+
+// A rank has come to enter a view of the communicator. Of sequences on the host that outlive the
+// loss of ranks.
+struct alignas(64) ViewCell {
+  std::uint64_t number;  // of the view, plus one
+  std::uint64_t epoch;   // of the rank's last operation; written before the number
+};
+
 // Byte offsets inside the memory that a rank shares.
 struct TurnMap {
   std::uint64_t entry, done;

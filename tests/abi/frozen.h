@@ -122,7 +122,7 @@ FROZEN_VALUE(XD_PHASE_DONE, 4);
 FROZEN_VALUE(XD_PHASE_ROWS, 5);
 FROZEN_VALUE(XD_PHASE_CREDIT, 6);
 
-FROZEN_SIZE(xd_ep_config, 120);
+FROZEN_SIZE(xd_ep_config, 128);
 FROZEN_FIELD(xd_ep_config, struct_size, 0);
 FROZEN_FIELD(xd_ep_config, num_ranks, 8);
 FROZEN_FIELD(xd_ep_config, num_experts, 12);

@@ -27,4 +27,10 @@ FROZEN_FIELD(xd_comm_agree_args, step, 24);
 FROZEN_FIELD(xd_comm_agree_args, leave_out, 32);
 FROZEN_FIELD(xd_comm_agree_args, stream, 40);
 
+FROZEN_VALUE(XD_EP_ENTER_VIEW, 10);
+FROZEN_ENUM(xd_ep_peer_loss);
+FROZEN_VALUE(XD_EP_PEER_LOSS_FATAL, 0);
+FROZEN_VALUE(XD_EP_PEER_LOSS_RESUME, 1);
+FROZEN_FIELD(xd_ep_config, on_peer_loss, 120);
+
 #endif /* CROSSDOCK_TESTS_ABI_FROZEN_VIEW_H_ */

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <sstream>
 
 #include "conformance/dimensions.h"
@@ -172,12 +173,44 @@ std::vector<Choices> Case::ids(int step) const {
   std::vector<Choices> ranks = make_routing(shape, batch);
   if (duplicates) repeat_ids(ranks, mix(batch, 0xD0));
   if (bad_ids) spoil_ids(ranks, shape.num_experts, batch);
+  for (int r = 0; r < num_ranks; ++r) {
+    if (is_gone(r)) ranks[static_cast<std::size_t>(r)] = {0, shape.topk, {}};
+  }
   return ranks;
 }
 
-std::vector<Choices> Case::choices(int step) const {
+// Choices of experts on ranks that are gone are there still.
+std::vector<Choices> Case::placed(int step) const {
   if (tables == Tables::none) return ids(step);
   return table(step).in_slots(ids(step), owners(), duplicates);
+}
+
+std::vector<Choices> Case::choices(int step) const {
+  std::vector<Choices> ranks = placed(step);
+  if (gone == 0) return ranks;
+  const std::vector<std::int32_t> owner = owners();
+  for (Choices& choices : ranks) {
+    for (std::int64_t& id : choices.ids) {
+      if (id >= 0 && is_gone(owner[static_cast<std::size_t>(id)])) id = -1;
+    }
+  }
+  return ranks;
+}
+
+std::int64_t Case::unplaced(int step, int rank) const {
+  const auto at = static_cast<std::size_t>(rank);
+  std::int64_t count = tables == Tables::none ? 0 : table(step).unplaced(ids(step)[at]);
+  if (gone == 0) return count;
+  const Choices all = placed(step)[at];
+  const std::vector<std::int32_t> owner = owners();
+  for (int token = 0; token < all.tokens; ++token) {
+    std::set<std::int64_t> chosen;  // each once
+    for (int k = 0; k < all.topk; ++k) chosen.insert(all.id(token, k));
+    count += std::ranges::count_if(chosen, [&](std::int64_t id) {
+      return id >= 0 && is_gone(owner[static_cast<std::size_t>(id)]);
+    });
+  }
+  return count;
 }
 
 Placement Case::placement(int step) const {
@@ -202,11 +235,13 @@ std::vector<std::int64_t> Case::capacities() const {
   const std::int64_t bound = bound_of(*this, expert_ranks_);
   std::vector<std::int64_t> result(static_cast<std::size_t>(num_ranks), bound);
   if (capacity == Capacity::bound) return result;
+  Case full = *this;
+  full.gone = 0;
   std::vector<Routed> roomy;
   for (int step = 0; step < kSteps; ++step) {
     roomy.emplace_back(Placement{num_ranks, local_experts, layout, alignment_of(step), result,
                                  XD_EP_OVERFLOW_ERROR, XD_EP_DUPLICATE_IDS_ERROR, expert_ranks_},
-                       choices(step));
+                       full.placed(step));
   }
   for (int rank = 0; rank < num_ranks; ++rank) {
     std::int64_t& rows = result[static_cast<std::size_t>(rank)];
@@ -256,6 +291,7 @@ xd_ep_config Case::config(int rank) const {
   config.zero_tail = zeroes_tail(rank) ? 1 : 0;
   config.wire_formats = wire != XD_EP_WIRE_SAME ? XD_EP_WIRE_BIT(wire) : 0;
   config.num_logical_experts = logical_experts(tables, num_experts());
+  config.on_peer_loss = resumes ? XD_EP_PEER_LOSS_RESUME : XD_EP_PEER_LOSS_FATAL;
   return config;
 }
 

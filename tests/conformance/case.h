@@ -89,6 +89,8 @@ struct Case {
   int parts = 1;            // operations are called part by part
   xd_ep_wire wire = XD_EP_WIRE_SAME;  // of combine
   Tables tables = Tables::none;       // a new one for each batch
+  bool resumes = false;               // the group outlives losses
+  std::uint64_t gone = 0;             // bit r: the group goes on without rank r
 
   static constexpr int kSteps = 2;  // batches that go through the group
 
@@ -102,8 +104,10 @@ struct Case {
   RoutingShape routing(int step) const;
   std::vector<Choices> ids(int step) const;      // as callers give them
   Table table(int step) const;                   // where ids are those of logical experts
-  std::vector<Choices> choices(int step) const;  // by the group's experts
-  Placement placement(int step) const;           // with the capacities of all ranks
+  std::vector<Choices> choices(int step) const;  // by the group's experts, of ranks that are there
+  std::int64_t unplaced(int step, int rank) const;  // choices that have no expert there
+  bool is_gone(int rank) const { return (gone >> rank & 1) != 0; }
+  Placement placement(int step) const;  // with the capacities of all ranks
   xd_ep_config config(int rank) const;
   bool zeroes_tail(int rank) const;
   int least_row_units() const;  // units of the shortest row that dispatch can carry
@@ -117,6 +121,7 @@ struct Case {
   std::vector<std::int32_t> expert_ranks_;  // empty where homes is even; configs point to it
 
   std::vector<std::int32_t> owners() const;  // of all experts
+  std::vector<Choices> placed(int step) const;
 
   std::vector<std::int64_t> capacities() const;  // capacities of all ranks, as configured
   xd_ep_overflow overflow() const;

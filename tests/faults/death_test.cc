@@ -98,6 +98,31 @@ TEST_P(Death, IsToldToAllWhoGoOnWithoutIt) {
   for (const int survivor : kSurvivors) EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
 }
 
+// The same where the group outlives it: nothing is finished, and the next batches are right without
+// the victim.
+TEST_P(Death, IsOutlivedByGroupsThatResume) {
+  if (executor() != "cpu") GTEST_SKIP() << "groups on CUDA devices outlive no losses so far";
+  RankProgram resuming = program();
+  resuming.resumes = true;
+  resuming.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
+  Processes ranks(resuming, {{0}, {kVictim}, {2}});
+  ranks.wait_until_all_are_ready();
+  const auto since = release(ranks);
+  ranks.wait_for_death(kVictim);
+  for (const int survivor : kSurvivors) {
+    SCOPED_TRACE("rank " + std::to_string(survivor));
+    const bool succeeds_once = GetParam().step == Step::after_leaving;
+    if (succeeds_once) {
+      const Result first = ranks.wait_for_result(survivor);
+      ASSERT_EQ(first.status, XD_SUCCESS) << first.text;
+    }
+    const Result result = ranks.expect_loss(survivor, -1, since, kLimit);  // nothing is finished
+    if (!succeeds_once) expect_step(result);
+    expect_words(result.text, {"rank " + std::to_string(kVictim) + " has been lost"});
+  }
+  for (const int survivor : kSurvivors) EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Steps, Death,
     testing::Values(

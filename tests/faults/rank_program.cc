@@ -25,9 +25,11 @@
 #include "faults/join_program.h"
 #include "faults/ll/program.h"
 #include "faults/meeting.h"
+#include "faults/resume_program.h"
 #include "faults/view_program.h"
 #include "support/handles.h"
 #include "support/memory.h"
+#include "support/usage.h"
 
 #if defined(XD_CUDA)
 #include "conformance/cuda/graph.h"
@@ -100,6 +102,10 @@ class RankRun {
         return say("after " + run_agreeing(program_, rank_,
                                            {[this](const std::string& text) { say(text); },
                                             [this] { wait_for_go(); }}));
+      case Program::resume:
+        return end_clean(run_resuming(
+            program_, rank_,
+            {[this](const std::string& text) { say(text); }, [this] { wait_for_go(); }}));
       case Program::join:
         return say("after " + run_joining(program_, rank_,
                                           {[this](const std::string& text) { say(text); },
@@ -241,6 +247,7 @@ class RankRun {
       report(outcome.status, outcome.text, false);
     }
     if (outcome == XD_SUCCESS) return XD_SUCCESS;
+    if (program_.resumes) return go_on(outcome);
     const Outcome later = batch.call(group_.get(), XD_EP_COMBINE);
     if (later != outcome.status) say("after a later call gave another status: " + later.text);
     return outcome.status;
@@ -272,6 +279,24 @@ class RankRun {
     const Outcome later = layer.forward(group_.get(), c.parts);
     if (later != outcome.status) say("after a later pass gave another status: " + later.text);
     return outcome.status;
+  }
+
+  // The group has outlived a loss.
+  xd_status go_on(const Outcome& outcome) {
+    std::vector<Resumed> groups;
+    groups.push_back({case_of(program_), std::move(group_)});
+    resume(rank_, groups, static_cast<int>(outcome.met.epoch));
+    run_batches(rank_, groups, 0, 3);
+    return XD_SUCCESS;
+  }
+
+  // Nothing is left of groups and communicator.
+  void end_clean(const std::string& history) {
+    if (comm_error(comm_.get()).status != XD_SUCCESS) return say("after a fatal error");
+    comm_.reset();
+    if (open_descriptors() > descriptors_) return say("after descriptors are left");
+    if (shared_bytes() > 0) return say("after memory is left");
+    say("after" + history);
   }
 
   xd_status run_low_latency() {
@@ -393,6 +418,7 @@ class RankRun {
   }
 
   const RankProgram& program_;
+  const std::size_t descriptors_ = open_descriptors();
   std::unique_ptr<Memory> memory_;
   std::unique_ptr<Memory> registered_;
   Rank rank_;
@@ -409,6 +435,7 @@ void set_executor(const std::string& name) { executor_name = name; }
 
 Case case_of(const RankProgram& program) {
   Case c = plain_case(program.num_ranks);
+  c.resumes = program.resumes;
   c.max_tokens = program.tokens;
   c.row_units = program.tokens > 100 ? 128 : 4;
   return c;

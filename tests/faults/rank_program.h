@@ -37,6 +37,7 @@ enum class Program {
   ll_masked,       // low-latency steps of a group that goes on without lost ranks: see ll_program.h
   agree,           // agrees on views: see view_program.h
   join,            // does as it is told: see join_program.h
+  resume,          // batches through groups that outlive losses: see resume_program.h
 };
 
 // The part of an argument that is fatal to touch.
@@ -75,7 +76,8 @@ struct RankSettings {
   int views = 20;               // Program::agree: decided after the loss
   std::size_t bytes = 1 << 20;  // size of the heap that is created, or of its growth
   xd_comm_peer_loss on_peer_loss = XD_COMM_PEER_LOSS_FATAL;
-  int losses = 0;           // Program::outlive: ranks that will be lost
+  int losses = 0;           // Program::outlive, resume: ranks that will be lost
+  bool resumes = false;     // the group outlives losses
   bool apart = false;       // each rank is on a machine of its own, as far as the library knows
   bool joins = false;       // takes a place by `id`, an invitation
   int wanted = -1;          // the place that it asks for

@@ -53,12 +53,13 @@ struct Family {
 // The memory that every rank shares.
 struct Map {
   turn::TurnMap turn;
-  std::uint64_t mailbox, end;
+  std::uint64_t views, mailbox, end;
 
   static constexpr Map make(int ranks) {
     LayoutCursor cursor;
     Map map{};
     map.turn = turn::TurnMap::add<Record>(cursor, ranks);
+    map.views = cursor.add<turn::ViewCell>(static_cast<std::uint64_t>(ranks), 64);
     map.mailbox = cursor.add<std::uint64_t>(1);
     map.end = cursor.at;
     return map;
@@ -82,6 +83,15 @@ class HostToy final : public turn::Sequence<Family> {
     runner_.run(0, [&] { return Pass{*this, number, factor, received}; });
     return received;
   }
+  // From now on the loss of a rank finishes nothing.
+  void outlive_losses() { turn_.outlive_losses(map_.views); }
+  void enter_view(const View& view) {
+    forget_last_error();
+    runner_.enter_view(1, view, [] {});
+  }
+  std::uint64_t epoch() const { return turn_.epoch(); }
+  const Map& map() const { return map_; }
+  const NearTable& areas() const { return areas_; }
   std::uint64_t& mailbox() {
     const NearRank self = comm().hosts().self();
     return *areas_.of(self).from(map_.mailbox).array<std::uint64_t>();
@@ -115,10 +125,12 @@ class HostToy final : public turn::Sequence<Family> {
     }
   };
 
-  // The mailbox of the next rank.
+  // The mailbox of the next rank that takes part.
   std::uint64_t* next_mailbox() {
     const NearRanks& near = comm().hosts().near();
-    const NearRank next = near[at(rank() + 1) % near.size()];
+    std::size_t place = at(rank() + 1) % near.size();
+    while (!turn_.takes_part(near[place])) place = (place + 1) % near.size();
+    const NearRank next = near[place];
     std::byte* found = turn::find_peer_memory(
         turn_.record_of(next).mailbox, sizeof(std::uint64_t), alignof(std::uint64_t),
         {areas_.of(next).address(), segments_[at(next)]->bytes()}, [](std::uint64_t) {

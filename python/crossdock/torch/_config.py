@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdock import _core
-from crossdock._config import fail_group, number_of
+from crossdock._config import EP_WORDS, fail_group, number_of
 from crossdock._experts import ranks_of_experts
 from crossdock._wire import wire_formats
 
@@ -77,6 +77,8 @@ def read_config(
     readers = _READERS | {
         "expert_ranks": lambda _, ranks: ranks_of_experts(ranks, given["num_experts"])
     }
+    if make is _core.Group:
+        readers["on_peer_loss"] = functools.partial(number_of, words=EP_WORDS)
     for name, value in given.items():
         try:
             number = readers[name](name, value)

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from crossdock import _core
-from crossdock._config import DuplicateIds, Layout, OnError, Overflow, Staging
+from crossdock._config import DuplicateIds, EpPeerLoss, Layout, OnError, Overflow, Staging
 from crossdock._core import constants
 from crossdock._quantise import widest_scale_bytes
 from crossdock._wire import Wire
 from crossdock.errors import InvalidArgument
 
-from ._calls import spec
+from ._calls import current_stream, spec
 from ._comm import Comm, default_comm
 from ._config import read_config
 from ._direct import FUNCTIONS, unobserved
@@ -157,6 +157,7 @@ class EpGroup(PlacedGroup):
         wire_formats: Sequence[Wire] = (),
         max_scale_bytes: int | None = None,
         num_logical_experts: int = 0,
+        on_peer_loss: EpPeerLoss = "fatal",
         comm: Comm | None = None,
     ) -> None:
         """Makes the group. Collective, blocking.
@@ -201,6 +202,11 @@ class EpGroup(PlacedGroup):
                 and MXFP4 N / 32.
             num_logical_experts: ids name so many logical experts, which `set_placement` places in
                 the num_experts slots of all ranks; 0 = they name experts. On the CPU.
+            on_peer_loss: what the loss of a rank does that an operation needs: ``"fatal"``: it
+                finishes the communicator; ``"resume"``: the operation raises PeerLost on all ranks
+                that are left, and the group goes on without the rank after `enter_view`. Needs a
+                `comm` with ``on_peer_loss="mask"`` (``init(on_peer_loss=)``), on the CPU of one
+                machine.
             comm: None = the default communicator.
 
         Raises:
@@ -232,6 +238,7 @@ class EpGroup(PlacedGroup):
             net_buffer_bytes=net_buffer_bytes,
             wire_formats=wire_formats,
             num_logical_experts=num_logical_experts,
+            on_peer_loss=on_peer_loss,
         )
         self.num_experts, self.num_logical_experts = num_experts, num_logical_experts
         self.expert_ranks: tuple[int, ...] | None = config["expert_ranks"]
@@ -258,6 +265,14 @@ class EpGroup(PlacedGroup):
         self._place_first(expert_ranks)
         self.handle = new_handle(ranks, self.rows, self.plan_bytes, sorted(config.items()))
         _groups[self.handle] = self
+
+    def enter_view(self) -> None:
+        """Goes on with the members of ``comm.view``, after ranks were lost. Collective over these.
+
+        With ``on_peer_loss="resume"`` only; ``crossdock.EpGroup.enter_view`` says more, and which
+        errors it raises. Outputs and gradients of the step that met the loss are not to be used.
+        """
+        self.core.enter_view(current_stream(self.comm.device))
 
     def _create(self, config: dict[str, Any]) -> None:
         """Makes the extension's group and asks for its sizes."""

@@ -23,6 +23,9 @@ struct Facts {
   std::int64_t capacity_rows = 0;
 };
 
+inline constexpr Operations::Rare kRareOperations[] = {{XD_EP_SET_PLACEMENT, "group_set_placement"},
+                                                       {XD_EP_ENTER_VIEW, "group_enter_view"}};
+
 struct Family {
   using Record = ep::Record;
   using Facts = ep::Facts;
@@ -33,8 +36,7 @@ struct Family {
                                           .type = "an xd_ep_operation",
                                           .first = XD_EP_PREPARE,
                                           .names = kOperationNames,
-                                          .rare = XD_EP_SET_PLACEMENT,
-                                          .rare_name = "group_set_placement"};
+                                          .rare = kRareOperations};
 
   static constexpr bool same_operation(const Record& a, const Record& b) {
     return ep::same_operation(a, b);

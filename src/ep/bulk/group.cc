@@ -3,6 +3,7 @@
 #include <array>
 
 #include "base/error.h"
+#include "base/hash.h"
 
 namespace xd::ep {
 namespace {
@@ -10,13 +11,15 @@ namespace {
 // The part of a config that ranks tell one another.
 struct Terms : CommonTerms {
   std::int64_t max_scale_bytes, layout, alignment, overflow, net_buffer_bytes;  // equal
+  std::int64_t outlives_losses;                                                 // likewise
   std::int64_t capacity, staging, zero_tail;                                    // may differ
 
   static Terms of(const Config& c) {
-    return {
-        CommonTerms::of(c), static_cast<std::int64_t>(c.max_scale_bytes),  c.layout.id, c.alignment,
-        c.overflow,         static_cast<std::int64_t>(c.net_buffer_bytes), c.capacity,  c.staging,
-        c.zero_tail};
+    return {CommonTerms::of(c), static_cast<std::int64_t>(c.max_scale_bytes),
+            c.layout.id,        c.alignment,
+            c.overflow,         static_cast<std::int64_t>(c.net_buffer_bytes),
+            c.outlives_losses,  c.capacity,
+            c.staging,          c.zero_tail};
   }
   static std::string sizes_of(const Config& c) {
     return concat(c.layout.name, ", ", common_sizes(c));
@@ -32,6 +35,8 @@ constexpr std::array kEqualFields = {
     Field{"overflow", &Terms::overflow,
           [](std::int64_t value) { return value != 0 ? "DROP" : "ERROR"; }},
     Field{"net_buffer_bytes", &Terms::net_buffer_bytes},
+    Field{"on_peer_loss", &Terms::outlives_losses,
+          [](std::int64_t value) { return value != 0 ? "RESUME" : "FATAL"; }},
 };
 
 }  // namespace
@@ -53,6 +58,7 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
     : GroupOf(std::move(comm)) {
   const std::vector<Terms> of_rank = agree_on_sizes<Terms>(
       kEqualFields, [&](int num_ranks) { return read_config(config, num_ranks); });
+  if (config_.outlives_losses) require_may_outlive();
   for (const Terms& terms : of_rank) config_.any_staging |= terms.staging != 0;
   config_.keeps = keeps_of(config_);
   for (const Terms& terms : of_rank) {
@@ -67,6 +73,23 @@ Group::Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf kee
   }
   capacities_hash_ = hash_capacities(capacities_);
   codec_ = std::make_unique<RowCodec>(capacities_, config_.layout, config_.most_local_experts());
+}
+
+// Equal on all ranks.
+void Group::require_may_outlive() const {
+  constexpr const char* kField = "config.on_peer_loss = XD_EP_PEER_LOSS_RESUME";
+  XD_REQUIRE(comm().errors().masks_losses(), kField,
+             ": the communicator has on_peer_loss = FATAL, expected MASK, as a rank that is lost "
+             "finishes it otherwise");
+  comm().require_all_near(kField);
+}
+
+void Group::keep_members(const Members& members) {
+  members_ = members;
+  const Members& kept = *members_;
+  members_hash_ = kept == Members::all(config_.ranks)
+                      ? 0
+                      : hash_bytes(1, kept.words().data(), sizeof(Members::Words)) | 1;  // not 0
 }
 
 Segments Group::share_memory() const {

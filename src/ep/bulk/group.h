@@ -4,9 +4,11 @@
 #include <crossdock/ep.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "comm/views/view.h"
 #include "ep/bulk/calls.h"
 #include "ep/bulk/family.h"
 #include "ep/group.h"
@@ -47,12 +49,21 @@ class Group : public GroupOf<Family, Config> {
     require_no_logical_experts(config_);
   }
 
+  // An operation: goes on with the members of the communicator's view (view.h).
+  virtual void enter_view(xd_stream) {
+    require_outlives_losses(config_);
+    require_no_resume(config_);
+  }
+
+  // The ranks that take part; nullptr = all.
+  const Members* members() const { return members_ ? &*members_ : nullptr; }
+
   // The config of a rank: like this rank's, except for the fields that may differ.
   const Config& config_of(int rank) const { return configs_[static_cast<std::size_t>(rank)]; }
   std::span<const std::int64_t> capacities() const { return capacities_; }
   const RowCodec& codec() const { return *codec_; }
   PlanBinding plan_binding() const {
-    return {rank(), &config_, capacities_hash_, hosts().fingerprint()};
+    return {rank(), &config_, capacities_hash_, hosts().fingerprint() ^ members_hash_};
   }
 
   // A tensor whose rows are packed and lie in symmetric memory is used there; others are staged.
@@ -74,10 +85,17 @@ class Group : public GroupOf<Family, Config> {
   // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere.
   Group(std::shared_ptr<Comm> comm, const xd_ep_config* config, KeepsOf keeps_of);
 
+  // From now on only these take part. Plans of before are refused if it were others.
+  void keep_members(const Members& members);
+
  private:
+  void require_may_outlive() const;
+
   std::vector<Config> configs_;
   std::vector<std::int64_t> capacities_;
   std::uint64_t capacities_hash_ = 0;
+  std::optional<Members> members_;
+  std::uint64_t members_hash_ = 0;
   std::unique_ptr<RowCodec> codec_;
 };
 

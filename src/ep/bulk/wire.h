@@ -2,6 +2,8 @@
 //
 //   area of rank r      written by        means
 //   entry, done         src, once per op  the turns of the group's operations: see turn/entry.h
+//   views[src]          src, once per     where losses are outlived: see turn/host/turn.h
+//                       view
 //   counts[stage][src]  src, in prepare   src's counts; each word carries the epoch's low half
 //   kept[src]           src, in prepare   RANK_MAJOR under DROP: pairs per local expert of r that
 //                                        src still sends after drops; before its done flag
@@ -162,7 +164,8 @@ constexpr ChunkFlags summed_chunks() { return {2}; }
 // Byte offsets inside the memory that a rank of a group shares.
 struct GroupMap {
   turn::TurnMap turn;
-  std::uint64_t counts, kept, chunk, listed, items, lists, scales, weights, indices, rows, end;
+  std::uint64_t views, counts, kept, chunk, listed, items, lists, scales, weights, indices, rows,
+      end;
 
   // Partial sums, where the executor keeps some, take the place of staged rows.
   constexpr std::uint64_t partials() const { return rows; }
@@ -198,7 +201,7 @@ struct GroupMap {
   };
 
   // In the order in which they lie; an area that is not kept has no bytes.
-  static std::array<Area, 10> areas_of(const Config& c) {
+  static std::array<Area, 11> areas_of(const Config& c) {
     const Keeps& keeps = c.keeps;
     const auto ranks = static_cast<std::uint64_t>(c.ranks);
     const auto local = static_cast<std::uint64_t>(c.most_local_experts());
@@ -212,8 +215,10 @@ struct GroupMap {
     const auto bytes_if = [](bool kept, std::uint64_t count, std::uint64_t size) {
       return kept ? count * size : 0;
     };
+    constexpr std::uint64_t kViewCell = sizeof(turn::ViewCell);
     const std::uint64_t counts = turn::kStages * ranks * CountLayout{c.experts, c.ranks}.size();
-    return {{{&GroupMap::counts, counts * sizeof(std::uint64_t), 64},
+    return {{{&GroupMap::views, bytes_if(c.outlives_losses, ranks, kViewCell), kViewCell},
+             {&GroupMap::counts, counts * sizeof(std::uint64_t), 64},
              {&GroupMap::kept, bytes_if(cuts_pairs, ranks * local, sizeof(std::uint32_t)), 64},
              {&GroupMap::chunk, bytes_if(keeps.chunks, ranks * chunks, sizeof(std::uint64_t)), 64},
              {&GroupMap::listed, bytes_if(keeps.chunks, ranks, sizeof(ListedWord)), 64},

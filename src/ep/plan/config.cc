@@ -61,6 +61,9 @@ void read_receive(const xd_ep_config& user, Config& config) {
   require_range("overflow", raw_enum(user.overflow), XD_EP_OVERFLOW_ERROR, XD_EP_OVERFLOW_DROP);
   require_range("staging", raw_enum(user.staging), XD_EP_STAGING_AUTO, XD_EP_STAGING_NONE);
   require_range("zero_tail", user.zero_tail, 0, 1);
+  require_range("on_peer_loss", raw_enum(user.on_peer_loss), XD_EP_PEER_LOSS_FATAL,
+                XD_EP_PEER_LOSS_RESUME);
+  config.outlives_losses = user.on_peer_loss == XD_EP_PEER_LOSS_RESUME;
   require_range("net_buffer_bytes", user.net_buffer_bytes, 0, std::int64_t{1} << 62);
   config.net_buffer_bytes = static_cast<std::uint64_t>(user.net_buffer_bytes);
   XD_REQUIRE(user.alignment >= 0 && user.alignment <= (1 << 20) &&
@@ -124,6 +127,19 @@ void require_no_logical_experts(const CommonConfig& config) {
   if (config.logical_experts == 0) return;
   fail(XD_ERROR_UNSUPPORTED, "config.num_logical_experts = ", config.logical_experts,
        ", expected 0: groups on CUDA devices have no logical experts so far");
+}
+
+void require_outlives_losses(const Config& config) {
+  XD_REQUIRE(config.outlives_losses,
+             "group: was made with on_peer_loss = XD_EP_PEER_LOSS_FATAL, expected "
+             "XD_EP_PEER_LOSS_RESUME");
+}
+
+void require_no_resume(const Config& config) {
+  if (!config.outlives_losses) return;
+  fail(XD_ERROR_UNSUPPORTED,
+       "config.on_peer_loss = XD_EP_PEER_LOSS_RESUME is not there yet on CUDA devices, expected "
+       "XD_EP_PEER_LOSS_FATAL");
 }
 
 CommonConfig read_common(const CommonFields& user, int comm_ranks, const Payloads& payloads) {

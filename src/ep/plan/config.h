@@ -82,6 +82,7 @@ struct Config : CommonConfig {
   // True if any rank stages. Until the ranks have agreed: whether this one does.
   bool any_staging = true;
   bool zero_tail = false;
+  bool outlives_losses = false;        // XD_EP_PEER_LOSS_RESUME
   Keeps keeps;                         // as the executor says
   std::uint64_t net_buffer_bytes = 0;  // of links to all other machines; 0 = usual frames
 
@@ -161,6 +162,11 @@ void require_logical_experts(const CommonConfig& config);
 // Throws UNSUPPORTED if ids are those of logical experts, which no group on CUDA devices has so
 // far.
 void require_no_logical_experts(const CommonConfig& config);
+
+// Throws INVALID_ARGUMENT unless the group outlives the loss of ranks.
+void require_outlives_losses(const Config& config);
+// Throws UNSUPPORTED if it does, which no group on CUDA devices does so far.
+void require_no_resume(const Config& config);
 
 // Throws INVALID_ARGUMENT, naming config.<field>, unless the value is within the bounds.
 void require_range(const char* field, std::int64_t value, std::int64_t low, std::int64_t high);

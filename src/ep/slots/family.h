@@ -24,6 +24,9 @@ struct LlFacts {
   RankBits masked{}, masked_by{};  // PEER_LOST only
 };
 
+inline constexpr Operations::Rare kLlRareOperations[] = {
+    {XD_LL_SET_PLACEMENT, "ll_group_set_placement"}};
+
 struct LlFamily {
   using Record = LlRecord;
   using Facts = LlFacts;
@@ -35,8 +38,7 @@ struct LlFamily {
                                           .first = XD_LL_DISPATCH,
                                           .names = kLlOperationNames,
                                           .first_pipeline = XD_LL_DISPATCH,
-                                          .rare = XD_LL_SET_PLACEMENT,
-                                          .rare_name = "ll_group_set_placement"};
+                                          .rare = kLlRareOperations};
 
   static constexpr bool same_operation(const LlRecord& a, const LlRecord& b) {
     return ep::same_operation(a, b);

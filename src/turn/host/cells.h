@@ -26,13 +26,15 @@ class HostCells {
         map_(map),
         areas_(std::move(areas)) {}
 
-  // All near ranks but this one.
+  // All near ranks that take part, but this one.
   const NearRanks& peers() const { return peers_; }
   void ring_peers() const {
     for (const NearRank peer : peers()) comm_.ring(peer);
   }
 
  protected:
+  // From now on these are all that take part beside this rank.
+  void keep_peers(NearRanks&& peers) { peers_ = std::move(peers); }
   // Tells a peer that this rank has entered an operation. A rank that sees the epoch also sees the
   // record, and all that was stored before.
   void post_entry(NearRank peer, std::uint64_t epoch, const Record& record) const {
@@ -63,6 +65,14 @@ class HostCells {
   }
   std::uint64_t done_by(int peer, std::uint64_t epoch) const {
     return done(rank_, peer, epoch).seen();
+  }
+
+  // Whether a rank has left a done flag of the operation in any rank's memory. `bits`: those of the
+  // flag that do not count.
+  bool has_left(NearRank source, std::uint64_t epoch, std::uint64_t bits) const {
+    return std::ranges::any_of(comm_.hosts().near(), [&](NearRank owner) {
+      return (done(owner, source, epoch).seen() & ~bits) == epoch;
+    });
   }
 
   // The highest number that a process of this rank has left in its peers' memory.
@@ -100,7 +110,7 @@ class HostCells {
   Comm& comm_;
   const int number_;
   const NearRank rank_;
-  const NearRanks peers_;
+  NearRanks peers_;
   const std::uint64_t stages_;
   const TurnMap map_;
   const NearTable areas_;

@@ -63,6 +63,14 @@ class HostRunner {
   void settle(const OperationError<Family>& operation_error, std::int32_t operation) {
     calls_.settle(operation_error, operation, turn_.epoch());
   }
+  // Goes on with the members of the view that take part (HostTurn::enter_view). `entered()` follows
+  // when all are in step. Throws PEER_LOST where one has been lost meanwhile.
+  template <class Entered>
+  void enter_view(std::int32_t operation, const View& view, Entered&& entered);
+  // Throws PEER_LOST where the sequence is broken by a loss.
+  void require_whole(std::int32_t operation) {
+    if (turn_.is_broken()) calls_.settle(loss(), operation, turn_.epoch());
+  }
   void keep(const OperationError<Family>& operation_error, std::int32_t operation) {
     calls_.keep(operation_error, operation, turn_.epoch());
   }
@@ -89,6 +97,7 @@ class HostRunner {
   OperationError<Family> move(std::int32_t operation, Op& op);
   template <HostOperation<Family> Op>
   OperationError<Family> complete(Op& op);
+  OperationError<Family> loss() const;
 
   Sequence<Family>& sequence_;
   Turn& turn_;
@@ -99,6 +108,7 @@ template <class Family>
 template <class Make>
 void HostRunner<Family>::run(std::int32_t operation, Make&& make) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
+  require_whole(operation);
   std::optional<decltype(make())> op;
   OperationError<Family> operation_error = enter(operation, op, std::forward<Make>(make));
   operation_error = leave(operation, op, std::move(operation_error));
@@ -159,14 +169,37 @@ OperationError<Family> HostRunner<Family>::leave(std::int32_t operation, std::op
     const observe::Span span(sequence_.subject(), "wait for entries");
     turn_.await();
   }
-  if (!operation_error) operation_error = move(operation, *op);
+  if (!operation_error && !turn_.is_broken()) operation_error = move(operation, *op);
   {
     const observe::Span span(sequence_.subject(), "wait for ends");
     turn_.leave();
     turn_.end();
   }
+  // All that are left return it, also a rank with an error of its own: so they know alike.
+  if (turn_.is_broken()) return loss();
   if (!operation_error) operation_error = complete(*op);
   return operation_error;
+}
+
+template <class Family>
+template <class Entered>
+void HostRunner<Family>::enter_view(std::int32_t operation, const View& view, Entered&& entered) {
+  const typename HostCalls<Family>::Claim claim(calls_, operation);
+  if (!turn_.enter_view(operation, view)) return calls_.settle(loss(), operation, turn_.epoch());
+  std::forward<Entered>(entered)();
+}
+
+// The loss by which the sequence is broken.
+template <class Family>
+OperationError<Family> HostRunner<Family>::loss() const {
+  const Errors& errors = sequence_.comm().errors();
+  const int rank = turn_.broken_by();
+  OperationError<Family> found;
+  found.status = XD_ERROR_PEER_LOST;
+  found.rank = rank;
+  found.text = concat(errors.names().of(rank), errors.left(rank) ? " has left" : " has been lost",
+                      ": nothing is moved until the group enters a view without it");
+  return found;
 }
 
 // A failure here that is not fatal (no memory for an error's text, a peer's record that names no
@@ -176,7 +209,11 @@ template <class Family>
 template <HostOperation<Family> Op>
 OperationError<Family> HostRunner<Family>::move(std::int32_t operation, Op& op) {
   try {
-    if (auto found = disagreement<Family>(turn_.records(), sequence_.rank())) return found;
+    const auto takes_part = [&](int rank) { return turn_.takes_part(rank); };
+    if (auto found = disagreement<Family, typename Family::Record>(turn_.records(),
+                                                                   sequence_.rank(), takes_part)) {
+      return found;
+    }
     if (auto found = op.obstacle()) return found;
     const observe::Span span(sequence_.subject(), "move");
     op.move();

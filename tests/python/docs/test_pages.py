@@ -86,6 +86,7 @@ def test_every_example_is_run_here():
         "numpy_products.py",
         "numpy_rebalance.py",
         "numpy_replaced_rank.py",
+        "numpy_resumed_group.py",
         "numpy_stats.py",
         "errors.py",
         "torch_round_trip.py",
@@ -134,6 +135,12 @@ def test_numpy_replaced_rank():
     said = run_example("numpy_replaced_rank.py")
     assert said.count("goes on with [0, 1]") == 2
     assert said.count("works with [0, 1, 2]") == 3
+
+
+def test_numpy_resumed_group():
+    said = run_example("numpy_resumed_group.py")
+    assert said.count("step 3 again with (0, 1, 3)") == 3
+    assert said.count("8 steps are right") == 3
 
 
 def test_errors_are_what_the_page_quotes():

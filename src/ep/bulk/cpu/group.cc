@@ -1,8 +1,12 @@
 #include "ep/bulk/group.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
+#include "base/error.h"
 #include "base/float_modes.h"
 #include "ep/bulk/cpu/local.h"
 #include "ep/bulk/cpu/operations.h"
@@ -38,6 +42,7 @@ class CpuGroup final : public Group {
       return SetPlacementOp(Context{*this, lockstep_, scratch_, order_}, placement);
     });
   }
+  void enter_view(xd_stream) override;
   void dispatch(const xd_ep_dispatch_args* args, xd_stream) override {
     run<DispatchOp>(XD_EP_DISPATCH, read_dispatch, args);
   }
@@ -93,8 +98,38 @@ class CpuGroup final : public Group {
   Lockstep lockstep_;
   Scratch scratch_;
   PartOrder order_;
+  std::optional<std::uint64_t> entered_;  // the number of the view, once there is one
   turn::HostRunner<Family> runner_{*this, lockstep_, config().fatal_errors};
 };
+
+void CpuGroup::enter_view(xd_stream) {
+  require_outlives_losses(config());
+  comm().errors().check_usable();
+  const View view = comm().views().known().now;
+  if (!view.members.has(rank())) {
+    throw Error(XD_ERROR_PEER_LOST,
+                error_text("the others have gone on without ", comm().errors().names().of(rank()),
+                           ", which is not in view ", view.number),
+                rank());
+  }
+  // All have come to this view already. Where a rank has been lost since, another one is needed.
+  if (view.number == entered_) return runner_.require_whole(XD_EP_ENTER_VIEW);
+  runner_.enter_view(XD_EP_ENTER_VIEW, view, [&] {
+    entered_ = view.number;
+    for (int i = 0; i < 2; ++i) order_.begin();  // nothing is under way any more
+    const CountLayout counts{config().experts, config().ranks};
+    Members members;
+    for (const int r : ranks()) {
+      if (lockstep_.takes_part(r)) {
+        members.add(r);
+      } else {
+        std::fill_n(scratch_.table.begin() + static_cast<std::ptrdiff_t>(at(r) * counts.size()),
+                    counts.size(), 0U);
+      }
+    }
+    keep_members(members);
+  });
+}
 
 std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config* config) {
   return std::make_unique<CpuGroup>(std::move(comm), config);

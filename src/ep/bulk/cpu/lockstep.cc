@@ -17,7 +17,9 @@ Lockstep::Lockstep(const Group& group)
       HostTurn(group.comm(), group.number(), map_of(group.self()).turn, shared().areas(),
                group.subject()),
       comm_(group.comm()),
-      count_layout_{group.config().experts, group.config().ranks} {}
+      count_layout_{group.config().experts, group.config().ranks} {
+  if (group.config().outlives_losses) outlive_losses(map_of(group.self()).views);
+}
 
 Lockstep::~Lockstep() = default;
 
@@ -71,7 +73,10 @@ void Lockstep::await_counts_of(int source, const HostWait& site, std::span<std::
     }
     return true;
   };
-  comm_.wait_for(source, site, take, [&] { return last_entered(source); });
+  const bool came = wait_for(
+      source, site, take, [&] { return last_entered(source); }, [&] { return source; });
+  // The operation's own error tells of the loss.
+  if (!came) fail(XD_ERROR_PEER_LOST, "the counts of rank ", source, " have not come");
 }
 
 std::atomic<std::uint64_t>* Lockstep::counts(NearRank owner, int source,

@@ -133,7 +133,8 @@ void PrepareOp::stage_in() {
   // These bytes may have been a plan before; they are none from now on.
   std::memset(call_.plan, 0, sizeof(PlanHeader));
   choices_ =
-      read_choices(call_.topk_idx, config(), {context_.group.slot_table(), call_.replica_hint},
+      read_choices(call_.topk_idx, config(),
+                   {context_.group.slot_table(), call_.replica_hint, context_.group.members()},
                    context_.scratch.choices);
 }
 
@@ -236,7 +237,7 @@ Numbering PrepareOp::begin_numbering() const {
                        .alignment = call_.alignment},
                       placement(), context_.scratch.numbering);
   for (const NearRank d : context_.group.near()) {
-    if (!context_.group.config_of(d).keeps.lists) continue;
+    if (!context_.group.config_of(d).keeps.lists || !context_.lockstep.takes_part(d)) continue;
     numbering.open_list(d, list_of(d, context_.group.rank()).array<std::uint32_t>());
   }
   if (RemoteSide* const remote = context_.lockstep.remote()) {
@@ -276,6 +277,7 @@ std::int64_t PrepareOp::collect_lists() const {
   auto* to = reinterpret_cast<std::uint32_t*>(call_.plan + map.list);
   std::int64_t rows = 0;
   for (const int s : context_.group.ranks()) {
+    if (!context_.lockstep.takes_part(s)) continue;
     const auto* list = list_of(context_.group.self(), s).array<std::uint32_t>();
     const std::int64_t count = std::min<std::int64_t>(
         {*list, static_cast<std::int64_t>(config().rows_per_source()), config().capacity - rows});
@@ -290,6 +292,7 @@ void PrepareOp::collect_kept() {
   const NearRank self = context_.group.self();
   std::ranges::fill(scratch.kept_pairs, 0);
   for (const int s : context_.group.ranks()) {
+    if (!context_.lockstep.takes_part(s)) continue;
     const std::uint32_t* kept = kept_of(self, s);
     for (std::size_t e = 0; e < scratch.kept_pairs.size(); ++e) scratch.kept_pairs[e] += kept[e];
   }

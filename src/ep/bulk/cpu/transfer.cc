@@ -171,6 +171,10 @@ OperationError overflow_of(const PlanView& plan) {
 
 void resolve_tensors(const Context& context, const RowSizes& sizes) {
   for (const NearRank r : context.group.near()) {
+    if (!context.lockstep.takes_part(r)) {
+      context.scratch.ranks[at(r)] = {};
+      continue;
+    }
     const Record& record = context.lockstep.record_of(r);
     const bool wide = (record.flags & kWideIndices) != 0;
     const bool lists = context.group.config_of(r).keeps.lists;

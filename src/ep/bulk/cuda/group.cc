@@ -217,6 +217,7 @@ void CudaGroup::keep_for_good() noexcept {
 void CudaGroup::check_limits() const {
   if (!comm().hosts().all_are_near()) require_no_wires(config());
   require_no_logical_experts(config());
+  require_no_resume(config());
   if (config().ranks > kMaxDeviceRanks || config().experts > kMaxDeviceExperts) {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks and ", config().experts,
          " experts, expected at most ", kMaxDeviceRanks, " and ", kMaxDeviceExperts,
@@ -379,6 +380,7 @@ std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config
 
 xd_ep_memory group_memory(const Config& config) {
   require_no_logical_experts(config);
+  require_no_resume(config);
   xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =

@@ -47,6 +47,10 @@ Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, const R
       continue;
     }
     const int rank = config.map().rank_at(physical_expert);
+    if (router.members != nullptr && !router.members->has(rank)) {
+      ++unplaced;
+      continue;
+    }
     memory.experts[at(i)] = static_cast<std::uint32_t>(physical_expert);
     ++counts[layout.expert(physical_expert)];
     std::uint32_t& rank_seen = seen[at(config.experts + rank)];

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/tensor.h"
+#include "comm/views/view.h"
 #include "ep/plan/config.h"
 #include "ep/plan/placement.h"
 #include "ep/plan/slot_table.h"
@@ -21,7 +22,8 @@ struct Choices {
       experts;  // [T][K] physical number of each choice; kNone = does not count
   std::span<const std::uint32_t> counts;  // this rank's counts, for the others (CountLayout)
   int topk = 1;
-  std::int64_t unplaced = 0;  // choices of logical experts without a slot
+  std::int64_t unplaced =
+      0;  // choices of logical experts without a slot, or on ranks that are gone
 };
 
 // Working memory, allocated with the group.
@@ -45,6 +47,8 @@ struct ChoicesMemory {
 struct Router {
   const SlotTable& slots;
   const Tensor& replica_hint;  // may be absent
+  // The ranks that take part; nullptr = all. Choices of experts on others have no place.
+  const Members* members = nullptr;
 };
 Choices read_choices(const Tensor& topk_idx, const CommonConfig& config, const Router& router,
                      ChoicesMemory& memory);
