@@ -25,12 +25,16 @@ __all__ = ["MoEOutput", "MoEParams", "moe_layer"]
 
 
 class MoEParams(NamedTuple):
-    """Parameters of `moe_layer`. E counts all experts; inside ``shard_map`` a rank has L of them.
+    """Parameters of `moe_layer`. Inside ``shard_map`` a rank has L experts of W * L.
+
+    L is the config's ``local_experts``, E / W unless ranks hold unequal numbers of experts.
+    E experts are routed to.
 
     Attributes:
         router: ``[H, E]`` on every rank, inside ``shard_map``, too.
-        experts_in: ``[E, H, 2F]`` along the expert axes; gate and up projection side by side.
-        experts_out: ``[E, F, H]`` along the expert axes.
+        experts_in: ``[W * L, H, 2F]`` along the expert axes, rank by rank; gate and up projection
+            side by side.
+        experts_out: ``[W * L, F, H]`` along the expert axes.
         router_bias: ``[E]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
             gets no gradient: see `update_router_bias`.
     """
@@ -169,15 +173,16 @@ def _layer_of_rank(layer: _Layer, *arrays: jax.Array) -> MoEOutput:
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
     routing = layer.choose(logits, params.router_bias)
-    chosen = routing.topk_idx[..., None] == jnp.arange(config.num_experts)
+    experts = config.num_experts
+    chosen = routing.topk_idx[..., None] == jnp.arange(experts)
     if layer.capacity_factor is not None:
-        sizes = (tokens.shape[0], config.max_topk, config.num_experts)
+        sizes = (tokens.shape[0], config.max_topk, experts)
         capacity = capacity_of(layer.capacity_factor, *sizes)
-        routing = drop_over_capacity(routing, config.num_experts, capacity)
+        routing = drop_over_capacity(routing, experts, capacity)
     # Means over all ranks, which have equally many tokens.
     load = jax.lax.pmean(chosen.mean((0, 1), dtype=jnp.float32), place.batch_axes)
     mean = jax.lax.pmean(routing.probabilities.mean(0), place.batch_axes)
-    aux_loss = config.num_experts * load @ mean
+    aux_loss = experts * load @ mean
     if layer.z_loss_weight:
         aux_loss += layer.z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
 
@@ -211,12 +216,7 @@ def _experts(
 
 def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Array) -> None:
     """Raises if one rank's arrays do not fit the config."""
-    if config.expert_ranks is not None:
-        raise ValueError(
-            "config: expected experts in order, as the layer's parameters have them, got "
-            "expert_ranks"
-        )
-    hidden, local = x.shape[-1], config.num_experts // place.num_ranks
+    hidden, local = x.shape[-1], config.local_experts(place.num_ranks)
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
     expected = {
         "router": (hidden, config.num_experts),
