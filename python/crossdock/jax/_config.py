@@ -46,6 +46,7 @@ class _Sizes:
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
     wire_formats: Sequence[Wire] = ()
+    num_logical_experts: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,6 +57,11 @@ class _Sizes:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
         object.__setattr__(self, "expert_ranks", ranks)
+        if ranks is not None and self.num_logical_experts:
+            raise ValueError(
+                "num_logical_experts: expected 0 beside expert_ranks, as slots lie in order and "
+                f"may stay empty; got {self.num_logical_experts}"
+            )
         wire_formats(self.wire_formats)
         object.__setattr__(self, "wire_formats", tuple(self.wire_formats))
 
@@ -79,6 +85,11 @@ class _Sizes:
     def local_experts(self, num_ranks: int) -> int:
         """L, the experts in the shapes of a rank's arrays: those of the rank with the most."""
         return max(self.held_experts(num_ranks))
+
+    @property
+    def routed_experts(self) -> int:
+        """The experts that ids name: `num_logical_experts`, or `num_experts` without these."""
+        return self.num_logical_experts or self.num_experts
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
@@ -126,6 +137,9 @@ class EpConfig(_Sizes):
             and from other machines; see ``crossdock.EpConfig``.
         wire_formats: the wires that calls of combine may name beside "same"; on GPUs where all
             ranks are on one host.
+        num_logical_experts: N, up to `num_experts`: ids in topk_idx name so many logical experts,
+            which `EpMesh.set_placement` places in the E slots of all ranks; 0 = they name experts.
+            On the CPU, and without `expert_ranks`.
     """
 
     layout: Layout = "expert_major"
@@ -187,7 +201,7 @@ class LowLatencyConfig(_Sizes):
     """Sizes of one kind of traffic of few tokens, for `ll_dispatch`; hashable.
 
     Attributes:
-        num_experts, max_topk, expert_ranks, wire_formats: as of `EpConfig`.
+        num_experts, max_topk, expert_ranks, wire_formats, num_logical_experts: as of `EpConfig`.
         max_tokens_per_rank: largest number of tokens of a rank, up to 1024.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         dtype: widest payload: bfloat16, float16 or float32.

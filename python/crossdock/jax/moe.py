@@ -27,15 +27,15 @@ __all__ = ["MoEOutput", "MoEParams", "moe_layer"]
 class MoEParams(NamedTuple):
     """Parameters of `moe_layer`. Inside ``shard_map`` a rank has L experts of W * L.
 
-    L is the config's ``local_experts``, E / W unless ranks hold unequal numbers of experts.
-    E experts are routed to.
+    L is the config's ``local_experts``, E / W unless ranks hold unequal numbers of experts. N
+    experts are routed to: the logical ones, or all E.
 
     Attributes:
-        router: ``[H, E]`` on every rank, inside ``shard_map``, too.
+        router: ``[H, N]`` on every rank, inside ``shard_map``, too.
         experts_in: ``[W * L, H, 2F]`` along the expert axes, rank by rank; gate and up projection
             side by side.
         experts_out: ``[W * L, F, H]`` along the expert axes.
-        router_bias: ``[E]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
+        router_bias: ``[N]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
             gets no gradient: see `update_router_bias`.
     """
 
@@ -46,7 +46,7 @@ class MoEParams(NamedTuple):
 
 
 Router = Callable[[jax.Array], Routing]
-"""A router of the caller's, from logits ``[T, E]`` float32."""
+"""A router of the caller's, from logits ``[T, N]`` float32."""
 
 
 class MoEOutput(NamedTuple):
@@ -57,7 +57,7 @@ class MoEOutput(NamedTuple):
         aux_loss: ``[]`` float32, 1 if all experts are used alike, more if not: the load-balancing
             loss of the whole batch, plus the weighted z-loss. Add it to the loss with a factor such
             as 0.01.
-        load: ``[E]`` float32: share of all choices that went to each expert; no gradient.
+        load: ``[N]`` float32: share of all choices that went to each expert; no gradient.
         order: stands for the layer's operations, for the ``after`` of a layer beside it.
     """
 
@@ -91,7 +91,7 @@ def moe_layer(
         params: see `MoEParams`.
         x: ``[..., H]``, the first dimension along the mesh's data and expert axes.
         router: how experts are chosen; None = ``RouterOptions()``. Or a function that takes logits
-            ``[T, E]`` float32 of a rank's tokens and gives a `Routing`.
+            ``[T, N]`` float32 of a rank's tokens and gives a `Routing`.
         capacity_factor: an expert takes at most that many times its even share of a rank's tokens:
             see `drop_over_capacity`. ``EpConfig(recv_capacity=capacity_rows(...))`` has room for
             what is left. None = no limit.
@@ -156,7 +156,7 @@ def _chooser(config: EpConfig, router: RouterOptions | Router, bias: jax.Array |
         if bias is not None:
             raise ValueError("params.router_bias: expected None beside a router of the caller's")
         return lambda logits, _: router(logits)
-    router.check(config.num_experts, config.max_topk)
+    router.check(config.routed_experts, config.max_topk)
     if router.bias != (bias is not None):
         expected = "an array, as RouterOptions.bias is set" if router.bias else "None"
         raise ValueError(f"params.router_bias: expected {expected}, got {bias}")
@@ -173,7 +173,7 @@ def _layer_of_rank(layer: _Layer, *arrays: jax.Array) -> MoEOutput:
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
     routing = layer.choose(logits, params.router_bias)
-    experts = config.num_experts
+    experts = config.routed_experts
     chosen = routing.topk_idx[..., None] == jnp.arange(experts)
     if layer.capacity_factor is not None:
         sizes = (tokens.shape[0], config.max_topk, experts)
@@ -219,10 +219,10 @@ def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Arra
     hidden, local = x.shape[-1], config.local_experts(place.num_ranks)
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
     expected = {
-        "router": (hidden, config.num_experts),
+        "router": (hidden, config.routed_experts),
         "experts_in": (local, hidden, 2 * ffn),
         "experts_out": (local, ffn, hidden),
-        "router_bias": (config.num_experts,),
+        "router_bias": (config.routed_experts,),
     }
     for name, shape in expected.items():
         array = getattr(params, name)
