@@ -148,8 +148,9 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         return {d: np.array(each, np.int64).reshape(ranks, -1) for d, each in found.items()}
 
     def _table(self, config: AnyConfig) -> _Table:
-        if config.num_logical_experts == 0:
+        if _of_any_kind(config).num_logical_experts == 0:
             raise ValueError(f"config: expected num_logical_experts, got none in {config}")
+        self._of(config)  # which refuses sizes that do not fit
         if config not in self._tables:
             sizes = (self.num_ranks, config.num_experts, config.num_logical_experts)
             self._tables[config] = _Table(sizes)
@@ -201,6 +202,13 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         if _current is self:
             _current = None
         super().close()
+
+
+def _of_any_kind(config: AnyConfig) -> AnyConfig:
+    """The config. Raises TypeError where it is none."""
+    if not isinstance(config, (EpConfig, LowLatencyConfig)):
+        raise TypeError(f"config: expected one of a group, got {type(config).__name__}")
+    return config
 
 
 class _Table(Placed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -293,6 +294,11 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(world: World) -> None:
         with pytest.raises(ValueError, match=text):
             call()
         np.testing.assert_array_equal(world.ep.placement(config()), IN_ORDER)
+    for sizes in ({"num_experts": ALL + 1}, {"num_logical_experts": ALL + 1}):
+        with pytest.raises(InvalidArgument, match="|".join(sizes)):
+            world.ep.set_placement(dataclasses.replace(config(), **sizes), IN_ORDER)
+    with pytest.raises(TypeError, match="config: expected one of a group, got dict"):
+        world.ep.set_placement({}, IN_ORDER)
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda scales: xd.move_experts(config(), scales, SPREAD))(scales)
     unknown = [[LOGICAL, 1, 2], *IN_ORDER[1:]]
