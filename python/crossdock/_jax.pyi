@@ -69,6 +69,20 @@ class Group:
     def errors(self, index: int) -> int | None:
         """How many operations of that rank have ended with a non-fatal error."""
 
+    def set_placement(self, table: list[int], choices: tuple[list[int], list[int]] | None) -> None:
+        """Makes the groups, which it creates if need be, route by a table. Collective, blocking.
+
+        Args:
+            table: the expert in each slot of all ranks.
+            choices: choice_first and choice_slots of ``xd_ep_placement``.
+        """
+
+    def fail_set_placement(self, text: str) -> None:
+        """Takes the turn of peers' `set_placement`, which fails there. It raises."""
+
+    def loads(self, index: int, ranks: int, experts: int, clear: bool) -> list[int] | None:
+        """``xd_ep_group_loads`` of that rank, [ranks, experts]; None before `create`."""
+
     def close(self) -> None: ...
 
 class LowLatencyGroup:
@@ -87,6 +101,10 @@ class LowLatencyGroup:
     def create(self) -> None: ...
     def status(self, index: int) -> dict[str, Any] | None: ...
     def errors(self, index: int) -> int | None: ...
+    def set_placement(
+        self, table: list[int], choices: tuple[list[int], list[int]] | None
+    ) -> None: ...
+    def fail_set_placement(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 class Context:

@@ -45,6 +45,7 @@ from ._low_latency import (
     ll_dispatch_send,
 )
 from ._mesh import EpMesh, init
+from ._moves import move_experts
 from ._ops import ep_combine, ep_dispatch, ep_prepare
 from ._plan import Dispatched, EpPlan
 from ._quantised import QuantisedRows
@@ -80,6 +81,7 @@ __all__ = [
     "ll_dispatch",
     "ll_dispatch_receive",
     "ll_dispatch_send",
+    "move_experts",
     "moe_layer",
     "route",
     "update_router_bias",

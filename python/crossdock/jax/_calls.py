@@ -19,6 +19,7 @@ from crossdock._dtypes import numpy_dtype
 
 from ._limits import first_order_only
 from ._quantised import ELEMENT
+from ._unequal import own, own_offsets, unequal
 
 if TYPE_CHECKING:
     from crossdock._quantise import QuantiseWay
@@ -56,7 +57,7 @@ def prepare(
 ) -> tuple[Array, ...]:
     """-> plan, counts, padded_counts, offsets, total, rank_rows, order."""
     ranks = group.place.num_ranks
-    experts = group.config.num_experts // ranks
+    experts = group.config.local_experts(ranks)
     outputs: _Results = {
         "plan": ((group.plan_bytes,), np.uint8),
         "counts": ((experts,), np.int32),
@@ -66,7 +67,11 @@ def prepare(
         "rank_rows": ((ranks, ranks), np.int32),
     }
     inputs = {"topk_idx": _rows(topk_idx)}
-    return _call("prepare", group, inputs, outputs, order, alignment=alignment, parts=parts)
+    data, counts, padded_counts, offsets, *others = _call(
+        "prepare", group, inputs, outputs, order, alignment=alignment, parts=parts
+    )
+    counts, padded_counts = (own(group, array) for array in (counts, padded_counts))
+    return data, counts, padded_counts, own_offsets(group, offsets), *others
 
 
 def dispatch(
@@ -264,6 +269,7 @@ def moe_backward(
     )
     if grad_weights is not None:
         grad_weights = grad_weights.reshape(*shape, topk)
+    grads = [None if grad is None else own(group, grad) for grad in grads]
     return grad_tokens.reshape(*shape, hidden), grad_weights, *grads, order
 
 
@@ -293,7 +299,7 @@ def ll_dispatch(
     numbers: dict[str, Any] = {"way": way, "phase": phase, "max_tokens": most}
     if phase == _SEND:
         return _call_ll("dispatch", group, inputs, {}, order, **numbers)
-    places, local = group.places(most), group.config.num_experts // group.place.num_ranks
+    places, local = group.places(most), group.config.local_experts(group.place.num_ranks)
     outputs: _Results = {
         "plan": ((group.plan_bytes,), np.uint8),
         "recv_tokens": ((*places, columns), dtype if way is None else ELEMENT),
@@ -304,8 +310,11 @@ def ll_dispatch(
     if not group.has_slots:
         outputs |= _beside(group, places, batch)
     *found, order = _call_ll("dispatch", group, inputs, outputs, order, _LL_RESULTS, **numbers)
+    found[3] = own(group, found[3])
     if found[4] is not None:
         found[4] = found[4][:, 0]  # the lower half of each
+        if group.config.receive == "by_expert":
+            found[4] = own_offsets(group, found[4])
     return *found, order
 
 
@@ -326,7 +335,7 @@ def _beside(
     """The outputs that only a dispatch without slots has."""
     _, topk, weighted = batch
     by_rank, ranks = group.config.receive == "by_rank", group.place.num_ranks
-    zones = ranks if by_rank else group.config.num_experts // ranks
+    zones = ranks if by_rank else group.config.local_experts(ranks)
     # Each of 64 bits, which JAX does not have unless it is told to.
     found: _Results = {"row_offsets": ((zones + 1, 2), np.int32)}
     if weighted:
@@ -506,6 +515,7 @@ def _run(
     at, to = (list(one) for one in (inputs, outputs))
     aliases = {at.index(name): to.index(reused[name]) for name in reused}
     aliases[len(inputs)] = len(outputs)
+    missing, shortened = unequal(group, [*inputs, *outputs])
     call = jax.ffi.ffi_call(
         target,
         results,
@@ -518,6 +528,8 @@ def _run(
         config=group.text,
         arguments=" ".join([*inputs, "order"]),
         results=" ".join([*outputs, "order"]),
+        by_expert=" ".join(shortened),
+        missing=np.array(missing, np.int64),
         **{name: np.int64(number) for name, number in numbers.items()},
     )
     by_name = dict(zip(outputs, found))

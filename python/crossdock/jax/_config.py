@@ -46,6 +46,7 @@ class _Sizes:
     num_sms: int = 0
     expert_ranks: Sequence[int] | None = None
     wire_formats: Sequence[Wire] = ()
+    num_logical_experts: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,6 +57,11 @@ class _Sizes:
             raise ValueError(f"dtype: expected bfloat16, float16 or float32, got {self.dtype}")
         ranks = ranks_of_experts(self.expert_ranks, self.num_experts)
         object.__setattr__(self, "expert_ranks", ranks)
+        if ranks is not None and self.num_logical_experts:
+            raise ValueError(
+                "num_logical_experts: expected 0 beside expert_ranks, as slots lie in order and "
+                f"may stay empty; got {self.num_logical_experts}"
+            )
         wire_formats(self.wire_formats)
         object.__setattr__(self, "wire_formats", tuple(self.wire_formats))
 
@@ -64,18 +70,26 @@ class _Sizes:
 
         Raises:
             InvalidArgument: when they are used, if they do not fit one another.
-            ValueError: `expert_ranks` does not give all ranks equally many experts.
         """
         fields = {**self._fields, "num_ranks": num_ranks}
         if self.expert_ranks is None:
             return fields
-        held = [self.expert_ranks.count(rank) for rank in range(num_ranks)]
-        if len(set(held)) > 1:
-            raise ValueError(
-                "expert_ranks: expected equally many experts on every rank, since arrays have the "
-                f"same shapes on all of them; got {held} on ranks 0 to {num_ranks - 1}"
-            )
         return {**fields, "expert_ranks": self.expert_ranks}
+
+    def held_experts(self, num_ranks: int) -> tuple[int, ...]:
+        """The number of experts that each rank holds."""
+        if self.expert_ranks is None:
+            return (self.num_experts // num_ranks,) * num_ranks
+        return tuple(self.expert_ranks.count(rank) for rank in range(num_ranks))
+
+    def local_experts(self, num_ranks: int) -> int:
+        """L, the experts in the shapes of a rank's arrays: those of the rank with the most."""
+        return max(self.held_experts(num_ranks))
+
+    @property
+    def routed_experts(self) -> int:
+        """The experts that ids name: `num_logical_experts`, or `num_experts` without these."""
+        return self.num_logical_experts or self.num_experts
 
     @functools.cached_property
     def _fields(self) -> dict[str, int]:
@@ -95,7 +109,7 @@ class EpConfig(_Sizes):
     unless `expert_ranks` says which rank holds which.
 
     Attributes:
-        num_experts: E, a multiple of the number of ranks.
+        num_experts: E; without `expert_ranks` a multiple of the number of ranks.
         max_topk: largest number of experts per token, 1 to 32.
         max_tokens_per_rank: largest number of tokens of a rank.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
@@ -116,12 +130,16 @@ class EpConfig(_Sizes):
         staging: ``"auto"``: the group has memory of its own, through which rows go where XLA's
             buffers are not symmetric memory; ``"none"``: it has not, and such buffers are refused
             (GPUs, after `EpMesh.register_memory`).
-        expert_ranks: the rank of each expert, E / W for each rank: arrays have the same shapes on
-            all ranks. None = in order. A rank's local experts are its own in ascending order.
+        expert_ranks: the rank of each expert; None = E / W each, in order. A rank's local experts
+            are its own in ascending order, and it may hold none. Arrays have the same shapes on all
+            ranks: L in them is `local_experts`, and behind a rank's own experts their counts are 0.
         net_buffer_bytes: several machines: about how many bytes of buffers a rank has for rows to
             and from other machines; see ``crossdock.EpConfig``.
         wire_formats: the wires that calls of combine may name beside "same"; on GPUs where all
             ranks are on one host.
+        num_logical_experts: N, up to `num_experts`: ids in topk_idx name so many logical experts,
+            which `EpMesh.set_placement` places in the E slots of all ranks; 0 = they name experts.
+            On the CPU, and without `expert_ranks`.
     """
 
     layout: Layout = "expert_major"
@@ -183,7 +201,7 @@ class LowLatencyConfig(_Sizes):
     """Sizes of one kind of traffic of few tokens, for `ll_dispatch`; hashable.
 
     Attributes:
-        num_experts, max_topk, expert_ranks, wire_formats: as of `EpConfig`.
+        num_experts, max_topk, expert_ranks, wire_formats, num_logical_experts: as of `EpConfig`.
         max_tokens_per_rank: largest number of tokens of a rank, up to 1024.
         hidden: largest row, in elements of `dtype`; a row is a multiple of 16 bytes.
         dtype: widest payload: bfloat16, float16 or float32.

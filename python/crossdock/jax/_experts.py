@@ -63,7 +63,9 @@ def ep_moe(
             topk_idx.
         topk_weights: ``[..., K]`` float32, factors of the experts' results; None = 1.
         w_in: dtype of tokens, ``[L, H, 2F]`` of a rank, gate and up projection side by side.
-            Outside of ``shard_map`` ``[E, H, 2F]``, split over the axes of experts, rank by rank.
+            Outside of ``shard_map`` ``[W * L, H, 2F]``, which is ``[E, H, 2F]`` where ranks have
+            equally many, split over the axes of experts, rank by rank. The matrices behind a rank's
+            own experts are not read, and have the gradient 0.
         w_out: likewise, ``[L, F, H]``. A row of F elements has a multiple of 16 bytes.
         activation: act: "silu", "gelu_tanh", "relu" or "relu2".
         overlap: False = one after another; True = in 4 parts of every rank's experts, or as many
@@ -173,7 +175,8 @@ def schedule(
         sizes["device_type"] = group.place.device_type
         return _core.moe_schedule(ffn, min(tokens, config.max_tokens_per_rank), **sizes)
 
-    return schedule_of(overlap, _local_experts(group), config.num_sms, automatic)
+    fewest = min(config.held_experts(group.place.num_ranks))
+    return schedule_of(overlap, fewest, config.num_sms, automatic)
 
 
 # ---- Derivative ---------------------------------------------------------------------------------
@@ -229,16 +232,12 @@ _moe.defvjp(_moe_fwd, _moe_bwd, symbolic_zeros=True)
 # ---- Arguments ----------------------------------------------------------------------------------
 
 
-def _local_experts(group: EpGroup) -> int:
-    return group.config.num_experts // group.place.num_ranks
-
-
 def _check_rows(group: EpGroup, tokens: Array, w_in: Array, w_out: Array) -> None:
     """Refuses rows, or matrices of one rank, that do not fit one another."""
     check_payload("tokens", tokens, group.config)
     if group.place.device_type != constants.DEVICE_TYPES["cpu"] and tokens.dtype == jnp.float32:
         raise TypeError("tokens: expected bfloat16 or float16 on GPUs, got float32")
-    local, hidden = _local_experts(group), tokens.shape[-1]
+    local, hidden = group.config.local_experts(group.place.num_ranks), tokens.shape[-1]
     for name, array in (("w_in", w_in), ("w_out", w_out)):
         if inside(group.place):
             check_varies(group.place, name, array)

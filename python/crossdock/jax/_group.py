@@ -109,7 +109,7 @@ class LowLatencyGroup:
         """
         ranks = self.place.num_ranks
         if self.has_slots:
-            return self.config.num_experts // ranks, self.num_slots
+            return self.config.local_experts(ranks), self.num_slots
         return (self.config.recv_bound(ranks, tokens),)
 
     def __repr__(self) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh
 
 from crossdock import _jax
 from crossdock._membership import of_kind
+from crossdock._placed import Choices, Placed, read_table
+from crossdock._placement import Placement
+from crossdock.errors import CrossdockError
 
 from ._config import AnyConfig, EpConfig, LowLatencyConfig
 from ._group import AnyGroup, EpGroup, LowLatencyGroup, Place
@@ -38,6 +43,7 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
     def __init__(self, place: Place, ranks: _jax.Ranks, devices: list[jax.Device]) -> None:
         super().__init__(place, ranks, devices)
         self.ep_axes = place.axes
+        self._tables: dict[AnyConfig, _Table] = {}
 
     def group(self, config: EpConfig) -> EpGroup:
         """The group of a config, the same for equal configs. Local.
@@ -50,6 +56,10 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
     def low_latency_group(self, config: LowLatencyConfig) -> LowLatencyGroup:
         """The same for `ll_dispatch`."""
         return cast(LowLatencyGroup, self._of(of_kind("config", config, LowLatencyConfig))[0])
+
+    def described(self, config: AnyConfig) -> AnyGroup:
+        """The group of a config of either kind. Local."""
+        return self._of(config)[0]
 
     def _make(self, config: AnyConfig) -> tuple[AnyGroup, _jax.Group | _jax.LowLatencyGroup]:
         sizes = config.sizes(self.num_ranks)
@@ -65,6 +75,86 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         core = _jax.Group(self._ranks, text, **sizes)
         rows = config.rows(self.num_ranks)
         return EpGroup(core.number, config, self.place, rows, plan_bytes, text), core
+
+    def set_placement(
+        self,
+        config: AnyConfig,
+        placement: Placement | npt.ArrayLike,
+        *,
+        choices: Choices | None = None,
+    ) -> None:
+        """Makes the group of a config with logical experts route by another table. Collective.
+
+        Outside of ``jit``. Programs that have been compiled route by it from their next run on, and
+        plans that have been made stay good. Call it when the programs that were called before have
+        ended: see ``jax.block_until_ready``. Until the first call expert e is in slot e.
+
+        Args:
+            config: of either kind.
+            placement: the expert in each slot, ``[ranks, slots]``, -1 = empty. An expert may have
+                no slot: choices of it count as -1, and `status` counts them (unplaced_choices).
+            choices: ``choices[s][e]``: the slots that tokens of rank s which choose expert e take
+                in turn; None, and for each empty list: those of the own rank, else all.
+
+        Raises:
+            TypeError, ValueError, InvalidArgument: a bad table, and Mismatch in other processes;
+                Mismatch naming the ranks whose tables differ. The old table is in force then.
+            Busy: low latency: a dispatch is between its halves.
+            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
+            Unsupported: on GPUs.
+        """
+        table = self._table(config)
+        core: Any = self._of(config)[1]
+        try:
+            given, slots = read_table(placement, choices, table.sizes)
+        except (TypeError, ValueError) as error:
+            self.fail_set_placement(config, str(error))
+            raise
+        table.set(core, given, slots, choices)
+
+    def fail_set_placement(self, config: AnyConfig, problem: str) -> None:
+        """Takes this process's part in the peers' `set_placement`, which raises Mismatch there."""
+        core: Any = self._of(config)[1]
+        with contextlib.suppress(CrossdockError):  # it says what the caller knows
+            core.fail_set_placement(problem)
+
+    def placement(self, config: AnyConfig) -> np.ndarray:
+        """The table in force, as of `set_placement`: ``[ranks, slots]`` int32."""
+        placement = self._table(config).placement
+        assert placement is not None  # the config has logical experts
+        return placement.copy()
+
+    def choices(self, config: AnyConfig) -> Choices | None:
+        """The lists in force, as `set_placement` was given them."""
+        return self._table(config).choices
+
+    def loads(self, config: EpConfig, *, clear: bool = False) -> dict[jax.Device, np.ndarray]:
+        """Counts how often each logical expert was chosen, in all plans so far. Never blocks.
+
+        Choices without a row are not counted: -1, bad ids, experts without a slot. With low latency
+        add up `Slots.counts` by the table.
+
+        Args:
+            clear: count anew from 0.
+
+        Returns:
+            By this process's devices: ``[W, N]`` int64, by the rank of the tokens, equal for all
+            devices of a set of ranks behind the same `ep_prepare`; nothing before the config is in
+            use.
+        """
+        ranks, _, experts = self._table(of_kind("config", config, EpConfig)).sizes
+        core: Any = self._of(config)[1]
+        found = self._by_device(lambda index: core.loads(index, ranks, experts, bool(clear)))
+        return {d: np.array(each, np.int64).reshape(ranks, -1) for d, each in found.items()}
+
+    def _table(self, config: AnyConfig) -> _Table:
+        if _of_any_kind(config).num_logical_experts == 0:
+            raise ValueError(f"config: expected num_logical_experts, got none in {config}")
+        self._of(config)  # which refuses sizes that do not fit
+        if config not in self._tables:
+            sizes = (self.num_ranks, config.num_experts, config.num_logical_experts)
+            self._tables[config] = _Table(sizes)
+        return self._tables[config]
 
     def mask(self, config: LowLatencyConfig) -> dict[jax.Device, np.ndarray]:
         """Which ranks the ranks of this process have masked: neither sent to nor waited for.
@@ -112,6 +202,26 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         if _current is self:
             _current = None
         super().close()
+
+
+def _of_any_kind(config: AnyConfig) -> AnyConfig:
+    """The config. Raises TypeError where it is none."""
+    if not isinstance(config, (EpConfig, LowLatencyConfig)):
+        raise TypeError(f"config: expected one of a group, got {type(config).__name__}")
+    return config
+
+
+class _Table(Placed):
+    """The table of one config's group, as this process has set it."""
+
+    def __init__(self, sizes: tuple[int, int, int]) -> None:
+        self.sizes = sizes  # ranks, slots of all, logical experts
+        self._place_in_order(sizes, None)
+
+    def set(
+        self, core: Any, given: tuple[Any, Any], slots: np.ndarray, choices: Choices | None
+    ) -> None:
+        self._set_table(core, given, slots, choices)
 
 
 def current_mesh() -> EpMesh:

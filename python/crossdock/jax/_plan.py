@@ -29,7 +29,8 @@ class EpPlan:
 
     Attributes:
         data: the routing, opaque, uint8.
-        counts: ``[L]`` int32: rows per local expert without padding (rank_major: pairs).
+        counts: ``[L]`` int32: rows per local expert without padding (rank_major: pairs). Where the
+            ranks hold unequal numbers of experts, L is that of the rank with the most.
         padded_counts: ``[L]`` int32: rows per local expert with padding.
         offsets: ``[L + 1]`` int32: first row of each expert's zone, and the end of the last.
         total: ``[1]`` int32: rows that the rank needs, padding included, before any are dropped.
@@ -67,7 +68,7 @@ class EpPlan:
                 "row_experts: expected a plan of an expert_major group, got one of "
                 "rank_major; Dispatched.topk_idx has its experts"
             )
-        local_experts = config.num_experts // self.group.place.num_ranks
+        local_experts = config.local_experts(self.group.place.num_ranks)
         ends = self.offsets.reshape(-1, local_experts + 1)[:, 1:]
         rows = jnp.arange(self.group.rows, dtype=jnp.int32)
         found = jax.vmap(lambda of_rank: jnp.searchsorted(of_rank, rows, side="right"))(ends)

@@ -25,13 +25,17 @@ __all__ = ["MoEOutput", "MoEParams", "moe_layer"]
 
 
 class MoEParams(NamedTuple):
-    """Parameters of `moe_layer`. E counts all experts; inside ``shard_map`` a rank has L of them.
+    """Parameters of `moe_layer`. Inside ``shard_map`` a rank has L experts of W * L.
+
+    L is the config's ``local_experts``, E / W unless ranks hold unequal numbers of experts. N
+    experts are routed to: the logical ones, or all E.
 
     Attributes:
-        router: ``[H, E]`` on every rank, inside ``shard_map``, too.
-        experts_in: ``[E, H, 2F]`` along the expert axes; gate and up projection side by side.
-        experts_out: ``[E, F, H]`` along the expert axes.
-        router_bias: ``[E]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
+        router: ``[H, N]`` on every rank, inside ``shard_map``, too.
+        experts_in: ``[W * L, H, 2F]`` along the expert axes, rank by rank; gate and up projection
+            side by side.
+        experts_out: ``[W * L, F, H]`` along the expert axes.
+        router_bias: ``[N]`` float32 on every rank, with ``RouterOptions(bias=True)``, else None. It
             gets no gradient: see `update_router_bias`.
     """
 
@@ -42,7 +46,7 @@ class MoEParams(NamedTuple):
 
 
 Router = Callable[[jax.Array], Routing]
-"""A router of the caller's, from logits ``[T, E]`` float32."""
+"""A router of the caller's, from logits ``[T, N]`` float32."""
 
 
 class MoEOutput(NamedTuple):
@@ -53,7 +57,7 @@ class MoEOutput(NamedTuple):
         aux_loss: ``[]`` float32, 1 if all experts are used alike, more if not: the load-balancing
             loss of the whole batch, plus the weighted z-loss. Add it to the loss with a factor such
             as 0.01.
-        load: ``[E]`` float32: share of all choices that went to each expert; no gradient.
+        load: ``[N]`` float32: share of all choices that went to each expert; no gradient.
         order: stands for the layer's operations, for the ``after`` of a layer beside it.
     """
 
@@ -87,7 +91,7 @@ def moe_layer(
         params: see `MoEParams`.
         x: ``[..., H]``, the first dimension along the mesh's data and expert axes.
         router: how experts are chosen; None = ``RouterOptions()``. Or a function that takes logits
-            ``[T, E]`` float32 of a rank's tokens and gives a `Routing`.
+            ``[T, N]`` float32 of a rank's tokens and gives a `Routing`.
         capacity_factor: an expert takes at most that many times its even share of a rank's tokens:
             see `drop_over_capacity`. ``EpConfig(recv_capacity=capacity_rows(...))`` has room for
             what is left. None = no limit.
@@ -152,7 +156,7 @@ def _chooser(config: EpConfig, router: RouterOptions | Router, bias: jax.Array |
         if bias is not None:
             raise ValueError("params.router_bias: expected None beside a router of the caller's")
         return lambda logits, _: router(logits)
-    router.check(config.num_experts, config.max_topk)
+    router.check(config.routed_experts, config.max_topk)
     if router.bias != (bias is not None):
         expected = "an array, as RouterOptions.bias is set" if router.bias else "None"
         raise ValueError(f"params.router_bias: expected {expected}, got {bias}")
@@ -169,15 +173,16 @@ def _layer_of_rank(layer: _Layer, *arrays: jax.Array) -> MoEOutput:
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ params.router.astype(jnp.float32)
     routing = layer.choose(logits, params.router_bias)
-    chosen = routing.topk_idx[..., None] == jnp.arange(config.num_experts)
+    experts = config.routed_experts
+    chosen = routing.topk_idx[..., None] == jnp.arange(experts)
     if layer.capacity_factor is not None:
-        sizes = (tokens.shape[0], config.max_topk, config.num_experts)
+        sizes = (tokens.shape[0], config.max_topk, experts)
         capacity = capacity_of(layer.capacity_factor, *sizes)
-        routing = drop_over_capacity(routing, config.num_experts, capacity)
+        routing = drop_over_capacity(routing, experts, capacity)
     # Means over all ranks, which have equally many tokens.
     load = jax.lax.pmean(chosen.mean((0, 1), dtype=jnp.float32), place.batch_axes)
     mean = jax.lax.pmean(routing.probabilities.mean(0), place.batch_axes)
-    aux_loss = config.num_experts * load @ mean
+    aux_loss = experts * load @ mean
     if layer.z_loss_weight:
         aux_loss += layer.z_loss_weight * jax.lax.pmean(z_loss(logits), place.batch_axes)
 
@@ -211,18 +216,13 @@ def _experts(
 
 def _check_shapes(config: EpConfig, place: Place, params: MoEParams, x: jax.Array) -> None:
     """Raises if one rank's arrays do not fit the config."""
-    if config.expert_ranks is not None:
-        raise ValueError(
-            "config: expected experts in order, as the layer's parameters have them, got "
-            "expert_ranks"
-        )
-    hidden, local = x.shape[-1], config.num_experts // place.num_ranks
+    hidden, local = x.shape[-1], config.local_experts(place.num_ranks)
     ffn = params.experts_out.shape[1] if params.experts_out.ndim == 3 else 0
     expected = {
-        "router": (hidden, config.num_experts),
+        "router": (hidden, config.routed_experts),
         "experts_in": (local, hidden, 2 * ffn),
         "experts_out": (local, ffn, hidden),
-        "router_bias": (config.num_experts,),
+        "router_bias": (config.routed_experts,),
     }
     for name, shape in expected.items():
         array = getattr(params, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -12,16 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from crossdock._moves import Serving, move
+from crossdock._moves import Serving, move, told
 from crossdock._placed import Placed, read_table
 from crossdock._placement import Move, Placement
 from crossdock.errors import CrossdockError
 
+from ._calls import DTYPE_CODES
 from ._comm import Comm
 from ._membership import Membership
 from ._pool import block_bytes
 
 __all__ = ["PlacedGroup", "into_symmetric", "move_experts"]
+
+_STATES = struct.Struct("=qq")  # how many states a rank has, and the bytes of those to be moved
 
 
 class PlacedGroup(Membership, Placed):
@@ -89,6 +93,7 @@ def move_experts(
     *,
     choices: Sequence[Sequence[Sequence[int]]] | None = None,
     load: Callable[[int, int], object] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> list[Move]:
     """Moves experts' weights to where `new` has them, and makes groups route by it.
 
@@ -101,18 +106,62 @@ def move_experts(
         tensors: weights, ``[slots, ...]`` each, contiguous, in symmetric memory
             (`empty_symmetric`).
         old, new, choices, load: as there.
+        optimizer: whose states of these tensors move along: those with the shape of their
+            parameter, such as moments. The first call puts them into symmetric memory. `load`
+            writes the states of its experts as well.
+
+    Raises:
+        TypeError, ValueError: also another optimizer, or one with other numbers of states on
+            another rank. As there.
     """
     several = (groups,) if isinstance(groups, PlacedGroup) else tuple(groups)
     if not several:
         raise ValueError("groups: expected one or more, got none")
 
+    comm = several[0].comm
+    named = {f"tensors[{i}]": one for i, one in enumerate(tensors)}
+    if optimizer is not None:
+        named |= _states(comm, optimizer, tensors)
+
     def views(num_slots: int) -> list[np.ndarray]:
-        return [_bytes_of(f"tensors[{i}]", one, num_slots) for i, one in enumerate(tensors)]
+        return [_bytes_of(name, one, num_slots) for name, one in named.items()]
 
     serving = [
         Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in several
     ]
-    return move(several[0].comm.core, serving, views, (old, new), choices, load)
+    return move(comm.core, serving, views, (old, new), choices, load)
+
+
+@torch.no_grad()
+def _states(
+    comm: Comm, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """An optimiser's states by slot, by names for errors, where peers can read them. Collective."""
+    with told(comm.core):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: expected one of torch's, got {type(optimizer).__name__}")
+        shapes = {one.data_ptr(): one.shape for one in tensors if isinstance(one, torch.Tensor)}
+        found = {
+            f"optimizer.state[{i}][{name!r}]": state
+            for i, (parameter, states) in enumerate(optimizer.state.items())
+            if shapes.get(parameter.data_ptr()) == parameter.shape
+            for name, state in states.items()
+            if isinstance(state, torch.Tensor) and state.shape == parameter.shape
+        }
+        elsewhere = [state for state in found.values() if not comm.pool.owns(state)]
+        for state in elsewhere:
+            if state.dtype not in DTYPE_CODES:
+                raise TypeError(f"optimizer: expected states of other dtypes, got {state.dtype}")
+        mine = _STATES.pack(len(found), sum(block_bytes(state.nbytes) for state in elsewhere))
+    every = [_STATES.unpack(one) for one in comm.core.all_gather(mine)]
+    numbers = [number for number, _ in every]
+    if len(set(numbers)) > 1:
+        raise ValueError(f"optimizer: expected as many states on all ranks, got {numbers}")
+    if any(num_bytes for _, num_bytes in every):
+        comm.reserve(every[comm.rank][1])
+    for state in elsewhere:
+        state.data = comm.empty_symmetric(tuple(state.shape), state.dtype).copy_(state)
+    return found
 
 
 @torch.no_grad()

@@ -27,6 +27,18 @@ enum class Platform { cpu, cuda };
 // How often XLA has called a handler of an operation in this process.
 inline std::atomic<std::uint64_t> made_calls = 0;
 
+// Adds the buffers of a call under their names.
+std::optional<Problem> add_all(Operands& operands, const std::vector<std::string>& arguments,
+                               const std::vector<std::string>& results, ffi::RemainingArgs args,
+                               ffi::RemainingRets rets);
+
+// Buffers that begin with a dimension of a rank's experts, where the ranks have unequal numbers of
+// them. XLA's have as many as the rank with the most; the library sees those that a rank has.
+struct ByExpert {
+  std::vector<std::string> buffers;
+  std::vector<std::int64_t> missing;  // by rank, up to the most; empty where all have as many
+};
+
 // The state that an executable keeps for one of its calls. Each platform has its own registry of
 // types, which numbers this type.
 template <Platform platform, class Family>
@@ -38,18 +50,25 @@ struct Call {
   std::vector<std::string> arguments;  // names of the buffers, in XLA's order
   std::vector<std::string> results;
   typename Family::Numbers numbers;
+  ByExpert by_expert;
+
+  // The buffers of one run, under their names. A problem says where their numbers differ, or which
+  // of them the library does not take.
+  std::optional<Problem> add_all(Operands& operands, ffi::RemainingArgs args,
+                                 ffi::RemainingRets rets) const {
+    if (auto problem = xdjax::add_all(operands, arguments, results, args, rets)) return problem;
+    if (by_expert.missing.empty()) return std::nullopt;
+    for (const std::string& name : by_expert.buffers) {
+      operands.shorten(name, by_expert.missing[static_cast<std::size_t>(operands.rank())]);
+    }
+    return std::nullopt;
+  }
 };
 
 ffi::Error error_of(const Problem& problem);
 
 // The words of a text that blanks separate.
 std::vector<std::string> words(std::string_view text);
-
-// Adds the buffers of a call under their names. A problem says where their numbers differ, or which
-// of them the library does not take.
-std::optional<Problem> add_all(Operands& operands, const std::vector<std::string>& arguments,
-                               const std::vector<std::string>& results, ffi::RemainingArgs args,
-                               ffi::RemainingRets rets);
 
 // ---- Making an executable -----------------------------------------------------------------------
 
@@ -72,12 +91,13 @@ std::shared_ptr<Sequence<Family>> sequence_for(std::int64_t number, std::string_
 template <Platform platform, class Family>
 ffi::ErrorOr<std::unique_ptr<Call<platform, Family>>> make_call(
     std::int64_t number, std::string_view config, std::string_view arguments,
-    std::string_view results, const typename Family::Numbers& numbers) {
+    std::string_view results, const typename Family::Numbers& numbers, ByExpert by_expert = {}) {
   try {
     auto call = std::make_unique<Call<platform, Family>>();
     call->arguments = words(arguments);
     call->results = words(results);
     call->numbers = numbers;
+    call->by_expert = std::move(by_expert);
     call->sequence = sequence_for<Family>(number, config);
     return call;
   } catch (const Problem& problem) {
@@ -118,7 +138,7 @@ ffi::Error on_cuda(xd_stream stream, int ordinal, Call<Platform::cuda, Family>* 
   try {
     auto& member = member_of(*call, ordinal);
     Operands operands(member.device, member.rank);
-    const auto bad = add_all(operands, call->arguments, call->results, args, rets);
+    const auto bad = call->add_all(operands, args, rets);
     const auto problem =
         run_or_fail<Family>(operation, call->numbers, member.handle, operands, bad, stream);
     return problem ? error_of(*problem) : ffi::Error::Success();
@@ -143,7 +163,7 @@ ffi::Future on_cpu(int ordinal, Call<Platform::cpu, Family>* call, ffi::Remainin
   try {
     auto& member = member_of(*call, ordinal);
     auto operands = std::make_shared<Operands>(member.device, member.rank);
-    auto bad = add_all(*operands, call->arguments, call->results, args, rets);
+    auto bad = call->add_all(*operands, args, rets);
     ffi::Promise promise;
     ffi::Future future(promise);
     member.worker->post([sequence = call->sequence, numbers = call->numbers, &member, operands, bad,

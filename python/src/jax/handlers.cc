@@ -10,18 +10,24 @@ namespace nb = nanobind;
 namespace xdjax {
 namespace {
 
+ByExpert by_expert(std::string_view buffers, ffi::Span<const std::int64_t> missing) {
+  return {.buffers = words(buffers), .missing = {missing.begin(), missing.end()}};
+}
+
 template <Platform platform>
 auto make_expert_call(std::int64_t group, std::string_view config, std::string_view arguments,
                       std::string_view results, std::int64_t quantise, std::int64_t alignment,
                       std::int64_t wire, std::int64_t parts, std::int64_t num_sms,
-                      std::int64_t activation) {
+                      std::int64_t activation, std::string_view buffers,
+                      ffi::Span<const std::int64_t> missing) {
   return make_call<platform, Experts>(group, config, arguments, results,
                                       {.alignment = static_cast<std::int32_t>(alignment),
                                        .quantise = static_cast<xd_ep_quantise>(quantise),
                                        .wire = static_cast<xd_ep_wire>(wire),
                                        .parts = static_cast<std::int32_t>(parts),
                                        .num_sms = static_cast<std::int32_t>(num_sms),
-                                       .activation = static_cast<xd_gated_activation>(activation)});
+                                       .activation = static_cast<xd_gated_activation>(activation)},
+                                      by_expert(buffers, missing));
 }
 
 template <Platform platform>
@@ -37,6 +43,8 @@ XLA_FFI_Error* expert_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::int64_t>("parts")
                                    .Attr<std::int64_t>("num_sms")
                                    .Attr<std::int64_t>("activation")
+                                   .Attr<std::string_view>("by_expert")
+                                   .Attr<ffi::Span<const std::int64_t>>("missing")
                                    .To(&make_expert_call<platform>)
                                    .release();
   return handler->Call(frame);
@@ -46,13 +54,15 @@ template <Platform platform>
 auto make_ll_call(std::int64_t group, std::string_view config, std::string_view arguments,
                   std::string_view results, std::int64_t quantise, std::int64_t wire,
                   std::int64_t max_tokens, std::int64_t phase, std::int64_t rank,
-                  std::int64_t masked) {
+                  std::int64_t masked, std::string_view buffers,
+                  ffi::Span<const std::int64_t> missing) {
   return make_call<platform, LowLatency>(group, config, arguments, results,
                                          {.quantise = static_cast<xd_ep_quantise>(quantise),
                                           .wire = static_cast<xd_ep_wire>(wire),
                                           .max_tokens = static_cast<std::int32_t>(max_tokens),
                                           .phase = static_cast<xd_ll_phase>(phase),
-                                          .mask = {static_cast<std::int32_t>(rank), masked != 0}});
+                                          .mask = {static_cast<std::int32_t>(rank), masked != 0}},
+                                         by_expert(buffers, missing));
 }
 
 template <Platform platform>
@@ -68,6 +78,8 @@ XLA_FFI_Error* ll_instantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<std::int64_t>("phase")
                                    .Attr<std::int64_t>("rank")
                                    .Attr<std::int64_t>("masked")
+                                   .Attr<std::string_view>("by_expert")
+                                   .Attr<ffi::Span<const std::int64_t>>("missing")
                                    .To(&make_ll_call<platform>)
                                    .release();
   return handler->Call(frame);

@@ -37,6 +37,10 @@ struct LowLatency {
   };
 
   static xd_status create(xd_comm* comm, const Config& config, Handle** group);
+  static constexpr auto set_placement = &xd_ll_group_set_placement;
+  static xd_status fail_set_placement(Handle* group, const char* text) {
+    return xd_ll_join_failed(group, XD_LL_SET_PLACEMENT, text, nullptr);
+  }
   static xd_status destroy(Handle* group) { return xd_ll_group_destroy(group); }
 
   // Whether a recorded command buffer may do again what a call does: masks are set, and ranks

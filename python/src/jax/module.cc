@@ -1,10 +1,14 @@
 // crossdock._jax: XLA's custom calls, and the groups and contexts that they find.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -74,6 +78,8 @@ struct RanksHandle {
     return ranks;
   }
 };
+
+using Choices = std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>;
 
 // Python's share of a group, or of a context.
 template <class Family>
@@ -150,6 +156,62 @@ nb::object errors(const Handle<Family>& self, std::size_t index) {
   return nb::int_(__atomic_load_n(word, __ATOMIC_ACQUIRE));
 }
 
+// Runs fn(Handle*) -> xd_status on every rank of this process, whose groups it makes if need be.
+template <class Family, class Fn>
+void on_all(const Handle<Family>& self, Fn fn) {
+  std::shared_ptr<Sequence<Family>> sequence = self.open();
+  std::optional<Problem> problem;
+  {
+    const nb::gil_scoped_release released;
+    problem = sequence->create();
+    if (!problem) problem = sequence->on_all(fn);
+    sequence.reset();
+  }
+  if (problem) raise(*problem);
+}
+
+// `choices`: (choice_first, choice_slots) of the struct, or None.
+template <class Family>
+void set_placement(const Handle<Family>& self, const std::vector<std::int32_t>& table,
+                   const std::optional<Choices>& choices) {
+  xd_ep_placement placement XD_EP_PLACEMENT_INIT;
+  placement.expert_of_slot = table.data();
+  std::vector<std::int32_t> slots;
+  if (choices) {
+    slots = choices->second;
+    slots.push_back(-1);  // so that an empty list has an address
+    placement.choice_first = choices->first.data();
+    placement.choice_slots = slots.data();
+  }
+  on_all(self, [&](auto* group) { return Family::set_placement(group, &placement, nullptr); });
+}
+
+template <class Family>
+void fail_set_placement(const Handle<Family>& self, const std::string& text) {
+  on_all(self, [&](auto* group) { return Family::fail_set_placement(group, text.c_str()); });
+}
+
+// How often each logical expert was chosen, [ranks, experts], as the rank with that index knows;
+// None before create().
+nb::object loads(const Handle<Experts>& self, std::size_t index, std::int64_t ranks,
+                 std::int64_t experts, bool clear) {
+  const auto sequence = self.open();
+  const auto* member = sequence->member(index);
+  if (member == nullptr) return nb::none();
+  std::vector<std::int64_t> found(static_cast<std::size_t>(ranks * experts));
+  std::array<std::int64_t, 2> shape{ranks, experts};
+  const DLTensor to{.data = found.data(),
+                    .device = member->device,
+                    .ndim = 2,
+                    .dtype = {kDLInt, 64, 1},
+                    .shape = shape.data(),
+                    .strides = nullptr,
+                    .byte_offset = 0};
+  const xd_status status = xd_ep_group_loads(member->handle, &to, clear ? 1 : 0, nullptr);
+  if (const auto problem = problem_of(status)) raise(*problem);
+  return nb::cast(found);
+}
+
 // Says what a product of the rank with that index would do; None before create(). All ranks have
 // equally many tokens here.
 nb::object explain(const Handle<Products>& self, std::size_t index, int operation,
@@ -183,6 +245,14 @@ nb::class_<Handle<Family>> bind(nb::module_& module, const char* name) {
       .def("status", &status<Family>, "index"_a)
       .def("errors", &errors<Family>, "index"_a)
       .def("close", [](Self& self) { drop(self.sequence); });
+}
+
+template <class Family>
+nb::class_<Handle<Family>> bind_group(nb::module_& module, const char* name) {
+  using namespace nb::literals;
+  return bind<Family>(module, name)
+      .def("set_placement", &set_placement<Family>, "table"_a, "choices"_a.none())
+      .def("fail_set_placement", &fail_set_placement<Family>, "text"_a);
 }
 
 // (status, text) of the first rank of this process whose communicator is finished, or None.
@@ -235,7 +305,8 @@ NB_MODULE(_jax, module) {
       .def("error", &fatal_error)
       .def("register_memory", &register_memory, "pointers"_a, "bytes"_a)
       .def("abort", &give_up);
-  bind<Experts>(module, "Group");
-  bind<LowLatency>(module, "LowLatencyGroup");
+  bind_group<Experts>(module, "Group")
+      .def("loads", &loads, "index"_a, "ranks"_a, "experts"_a, "clear"_a);
+  bind_group<LowLatency>(module, "LowLatencyGroup");
   bind<Products>(module, "Context").def("explain", &explain, "index"_a, "operation"_a, "fields"_a);
 }

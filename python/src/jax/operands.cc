@@ -64,10 +64,19 @@ std::optional<Problem> Operands::add(std::string_view name, const xla::ffi::AnyB
   return std::nullopt;
 }
 
+void Operands::shorten(std::string_view name, std::int64_t rows) {
+  if (Item* const found = item(name)) found->shape[0] -= rows;
+}
+
 const DLTensor* Operands::find(std::string_view name) const {
+  const Item* const found = item(name);
+  return found == nullptr ? nullptr : &found->tensor;
+}
+
+Operands::Item* Operands::item(std::string_view name) const {
   const auto found = std::find_if(items_.begin(), items_.end(),
                                   [&](const auto& item) { return item->name == name; });
-  return found == items_.end() ? nullptr : &(*found)->tensor;
+  return found == items_.end() ? nullptr : found->get();
 }
 
 void* Operands::data(std::string_view name) const {

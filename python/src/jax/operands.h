@@ -30,6 +30,9 @@ class Operands {
   // Returns a problem for a type or a number of dimensions that the library does not have.
   std::optional<Problem> add(std::string_view name, const xla::ffi::AnyBuffer& buffer);
 
+  // Shows the library a buffer without its last `rows` of the first dimension.
+  void shorten(std::string_view name, std::int64_t rows);
+
   // The buffer of that name, or NULL.
   [[nodiscard]] const DLTensor* find(std::string_view name) const;
 
@@ -43,6 +46,8 @@ class Operands {
     DLTensor tensor{};
     std::array<std::int64_t, max_dims> shape{};
   };
+
+  [[nodiscard]] Item* item(std::string_view name) const;
 
   DLDevice device_;
   int rank_;

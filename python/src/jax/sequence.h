@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -51,6 +52,11 @@ class Sequence {
 
   // The rank on the device that XLA calls `ordinal`; NULL if there is none.
   [[nodiscard]] Member* on_device(int ordinal);
+
+  // Calls fn(Handle*) -> xd_status for every rank, on the thread that runs its operations, after
+  // create(). Waits for all.
+  template <class Fn>
+  std::optional<Problem> on_all(Fn fn);
 
   // The member of the ranks' all()[index]; NULL before create(), for which it does not wait.
   [[nodiscard]] const Member* member(std::size_t index) const {
@@ -98,6 +104,20 @@ typename Sequence<Family>::Member* Sequence<Family>::on_device(int ordinal) {
     if (ranks[i].ordinal == ordinal || ranks[i].ordinal == any_ordinal) return &members_[i];
   }
   return nullptr;
+}
+
+template <class Family>
+template <class Fn>
+std::optional<Problem> Sequence<Family>::on_all(Fn fn) {
+  return for_each_rank(members_.size(), [&](std::size_t i) {
+    const Member& member = members_[i];
+    if (member.worker == nullptr) return problem_of(fn(member.handle));
+    // The worker may be in set_value() still when the result is here.
+    const auto done = std::make_shared<std::promise<std::optional<Problem>>>();
+    std::future<std::optional<Problem>> result = done->get_future();
+    member.worker->post([&, done] { done->set_value(problem_of(fn(member.handle))); });
+    return result.get();
+  });
 }
 
 // The sequences of a family in this process, by numbers that no other one of the family ever gets.

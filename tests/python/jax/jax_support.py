@@ -31,6 +31,8 @@ from xla_flags import QUICK_TO_COMPILE
 RANKS = int(os.environ.get("XD_JAX_GPUS", 4))
 ON_GPUS = "XD_JAX_GPUS" in os.environ
 EXPERTS, TOPK, HIDDEN = 8, 3, 16
+# The last rank holds no expert, unless it is the only one; the others hold unequally many.
+UNEQUAL = tuple(0 if e % 2 else (e // 2) % max(1, RANKS - 1) for e in range(EXPERTS))
 
 
 class World:
@@ -151,6 +153,18 @@ def low_latency_config_of(tokens: int, **options: Any) -> xd.LowLatencyConfig:
     """The same for `ll_dispatch`."""
     sizes = {"num_experts": EXPERTS, "hidden": HIDDEN, "max_topk": TOPK, "dtype": np.float32}
     return xd.LowLatencyConfig(max_tokens_per_rank=tokens, **sizes | options)
+
+
+def by_expert(numbers: Any, expert_ranks: tuple[int, ...] | None, extra: int = 0) -> np.ndarray:
+    """A rank's numbers by expert, int32, as JAX has them: as many as the rank with the most.
+
+    Args:
+        extra: behind the last expert's; what follows is like it then, else 0.
+    """
+    given = np.array(numbers, np.int32)
+    ranks = expert_ranks or [e * RANKS // EXPERTS for e in range(EXPERTS)]
+    missing = int(np.bincount(ranks).max()) + extra - len(given)
+    return np.pad(given, (0, missing), constant_values=given[-1] if extra else 0)
 
 
 class Batch:

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 import crossdock.jax as xd
 import jax_support as support
-from jax_support import EXPERTS, RANKS, World, equal, everywhere, on_devices
+from jax_support import EXPERTS, RANKS, UNEQUAL, World, by_expert, equal, everywhere, on_devices
 from reference import Routing, quantised
 from slots import SlotRouting, factors
 
@@ -27,14 +27,24 @@ def slots_of(**options: Any) -> xd.LowLatencyConfig:
 class Batch(support.Batch):
     """Inputs of all ranks, and the slots that they come to."""
 
-    def __init__(self, world: World, seed: int, tokens: int = TOKENS, **options: Any) -> None:
+    def __init__(
+        self,
+        world: World,
+        seed: int,
+        tokens: int = TOKENS,
+        expert_ranks: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(seed, tokens, **options)
-        self.routing = SlotRouting(self.ids, EXPERTS, TOKENS)
+        self.routing = SlotRouting(self.ids, EXPERTS, TOKENS, expert_ranks)
+        self.expert_ranks = expert_ranks
         ids, x, weights = self.on(world)
         self.arrays = x, ids, weights  # in the order of ll_dispatch
 
     def check(self, world: World, slots: xd.Slots) -> None:
-        world.equal(slots.counts, lambda rank: np.int32(self.routing.counts(rank)))
+        world.equal(
+            slots.counts, lambda rank: by_expert(self.routing.counts(rank), self.expert_ranks)
+        )
         self.check_rows(world.parts(slots.tokens), self.x)
 
     def check_rows(self, parts: dict[int, np.ndarray], per_token: list[np.ndarray]) -> None:
@@ -49,14 +59,16 @@ class Batch(support.Batch):
 def experts(slots: xd.Slots) -> jax.Array:
     """The model's experts on one rank's slots: local expert e multiplies by e + 1."""
     tokens = slots.tokens
-    return tokens * factors(EXPERTS // RANKS).astype(tokens.dtype)
+    return tokens * factors(len(tokens)).astype(tokens.dtype)
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_element_equals_the_definition(world: World, dtype: str) -> None:
-    config = slots_of(dtype=dtype)
-    batch = Batch(world, 61, dtype=dtype)
+@pytest.mark.parametrize("dtype, expert_ranks", [("float32", None), ("bfloat16", UNEQUAL)])
+def test_every_element_equals_the_definition(
+    world: World, dtype: str, expert_ranks: tuple[int, ...] | None
+) -> None:
+    config = slots_of(dtype=dtype, expert_ranks=expert_ranks)
+    batch = Batch(world, 61, dtype=dtype, expert_ranks=expert_ranks)
 
     def trip(x, ids, weights):
         slots = xd.ll_dispatch(config, x, ids, weights)
@@ -242,12 +254,13 @@ class Packed:
     def __init__(self, batch: Batch, receive: str, alignment: int) -> None:
         layout = "rank_major" if receive == "by_rank" else "expert_major"
         self.batch, self.by_rank = batch, receive == "by_rank"
-        self.routing = Routing(batch.ids, EXPERTS, layout, alignment)
+        self.routing = Routing(batch.ids, EXPERTS, layout, alignment, batch.expert_ranks)
 
     def check(self, world: World, slots: xd.Slots, weighted: bool = True) -> None:
         """Rows, and all that comes beside them; padding up to the last row is zero."""
         routing = self.routing
-        world.equal(slots.counts, lambda rank: np.int32(routing.counts(rank)))
+        ranks = self.batch.expert_ranks
+        world.equal(slots.counts, lambda rank: by_expert(routing.counts(rank), ranks))
         world.equal(slots.row_offsets, self.row_offsets)
         self.check_rows(world, slots.tokens, lambda rank: routing.dispatch(rank, self.batch.x))
         assert (slots.weights is not None) == weighted
@@ -272,7 +285,7 @@ class Packed:
 
     def row_offsets(self, rank: int) -> np.ndarray:
         if not self.by_rank:
-            return np.int32(self.routing.offsets(rank))
+            return by_expert(self.routing.offsets(rank), self.batch.expert_ranks, 1)
         return np.cumsum([0, *self.routing.rank_rows()[:, rank]], dtype=np.int32)
 
     def check_sums(self, world: World, out: jax.Array, weighted: bool) -> None:
@@ -298,12 +311,17 @@ def results_of(slots: xd.Slots) -> jax.Array:
 
 
 @everywhere
-@pytest.mark.parametrize("receive, alignment", [("by_expert", 1), ("by_expert", 4), ("by_rank", 1)])
-def test_rows_without_gaps_equal_the_definition(world: World, receive: str, alignment: int) -> None:
+@pytest.mark.parametrize(
+    "receive, alignment, expert_ranks",
+    [("by_expert", 1, None), ("by_expert", 4, UNEQUAL), ("by_rank", 1, UNEQUAL)],
+)
+def test_rows_without_gaps_equal_the_definition(
+    world: World, receive: str, alignment: int, expert_ranks: tuple[int, ...] | None
+) -> None:
     """Whole calls and halves, fewer tokens than the group's, and a combine with weights."""
-    config = slots_of(receive=receive, alignment=alignment)
+    config = slots_of(receive=receive, alignment=alignment, expert_ranks=expert_ranks)
     for seed, tokens in ((70, TOKENS), (71, TOKENS - 2)):
-        batch = Batch(world, seed, tokens=tokens)
+        batch = Batch(world, seed, tokens=tokens, expert_ranks=expert_ranks)
         packed = Packed(batch, receive, alignment)
 
         def trip(x, ids, weights):
@@ -317,7 +335,8 @@ def test_rows_without_gaps_equal_the_definition(world: World, receive: str, alig
             return slots, out, halved, other
 
         slots, out, halved, other = world.on_ranks(trip)(*batch.arrays)
-        ranks_choices = min(support.TOPK, EXPERTS // RANKS) if receive == "by_expert" else 1
+        most = config.local_experts(RANKS)
+        ranks_choices = min(support.TOPK, most) if receive == "by_expert" else 1
         assert len(slots.tokens) // RANKS <= RANKS * tokens * ranks_choices + alignment * EXPERTS
         packed.check(world, slots)
         packed.check_sums(world, out, weighted=False)

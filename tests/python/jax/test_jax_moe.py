@@ -25,6 +25,7 @@ from jax_support import (
     ON_GPUS,
     RANKS,
     TOPK,
+    UNEQUAL,
     World,
     config_of,
     on_devices,
@@ -91,13 +92,16 @@ class Numbers:
         return np.asarray(out).astype(self.grad.dtype), tuple(cast)
 
 
-def layer(ids: Any, *arrays: Any, **options: Any) -> jax.Array:
-    return xd.ep_moe(config(), ids, *arrays, **{"activation": "relu"} | options)[0]
+def layer(ids: Any, *arrays: Any, expert_ranks: Any = None, **options: Any) -> jax.Array:
+    sizes = config(expert_ranks=expert_ranks)
+    return xd.ep_moe(sizes, ids, *arrays, **{"activation": "relu"} | options)[0]
 
 
-def of_parts(ids: Any, tokens: Any, weights: Any, w_in: Any, w_out: Any) -> jax.Array:
+def of_parts(
+    ids: Any, tokens: Any, weights: Any, w_in: Any, w_out: Any, expert_ranks: Any = None
+) -> jax.Array:
     """The same layer of single operations, and of products of JAX."""
-    plan = xd.ep_prepare(config(), ids)
+    plan = xd.ep_prepare(config(expert_ranks=expert_ranks), ids)
     received = xd.ep_dispatch(plan, tokens, weights)
     inner = jax.lax.ragged_dot(received.tokens, w_in, plan.padded_counts)
     gate, up = jnp.split(inner, 2, axis=-1)
@@ -127,6 +131,30 @@ def test_values_and_all_gradients_are_those_of_a_dense_layer(world: World) -> No
     ):
         step, args, expected = trained(world, function, **options)
         all_same(compiled(step, args, chain)(*args), expected)
+
+
+@on_devices
+def test_ranks_with_unequal_experts_have_the_gradients_of_a_dense_layer(world: World) -> None:
+    """One rank has no expert. Matrices behind a rank's own are not read; their gradients are 0."""
+    numbers = Numbers()
+    out, grads = numbers.expected()
+    most = config(expert_ranks=UNEQUAL).local_experts(RANKS)
+
+    def spread(matrices: np.ndarray, fill: float) -> np.ndarray:
+        found = np.full((RANKS, most, *matrices.shape[1:]), fill, matrices.dtype)
+        for rank in range(RANKS):
+            own = matrices[np.array(UNEQUAL) == rank]
+            found[rank, : len(own)] = own
+        return found.reshape(-1, *matrices.shape[1:])
+
+    expected = out, (*grads[:2], *(spread(grad, 0) for grad in grads[2:]))
+    # JAX's grouped product on the CPU multiplies what lies behind by zeros.
+    for function, fill in ((layer, np.nan), (of_parts, 9)):
+        matrices = [spread(array, fill) for array in numbers.arrays[2:]]
+        given = (numbers.ids, numbers.grad, *numbers.arrays[:2], *matrices)
+        ids, *rest = placed(world.mesh, given, [P("ep")] * 6)
+        mapped = world.on_ranks(functools.partial(function, expert_ranks=UNEQUAL))
+        all_same(with_gradients(functools.partial(mapped, ids))(*rest), expected)
 
 
 def test_global_arrays_over_axes_of_data_and_of_experts() -> None:

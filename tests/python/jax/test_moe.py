@@ -129,6 +129,42 @@ def test_layer_and_all_gradients_are_those_of_one_device(mesh, leading, overlap)
     jax.tree.map(close, on_mesh(ep, *batch, layer), plain(*batch))
 
 
+# The experts in the slots of two ranks, -1 = none: with replicas, and with 7 on one rank.
+IN_SLOTS = {
+    "replicas": [[*range(6)], [6, 7, 0, 3, -1, 0]],
+    "unequal": [[0, 1, 2, 4, 5, 6, 7], [3, -1, -1, -1, -1, -1, -1]],
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", IN_SLOTS)
+def test_a_layer_of_experts_in_slots_has_the_gradients_of_one_device(kind, overlap):
+    """Gradients of replicas add up to those of their expert. There are axes of data, too."""
+    params, x, grad = values(TOKENS)
+    ep = make_mesh(*MESHES[1])
+    slots = np.ravel(IN_SLOTS[kind])
+    if kind == "replicas":
+        sizes = {"num_experts": slots.size, "num_logical_experts": EXPERTS}
+    else:
+        sizes = {"expert_ranks": [int(e == 3) for e in range(EXPERTS)]}
+    config = config_of(TOKENS // RANKS, **sizes)
+    if kind == "replicas":
+        ep.set_placement(config, IN_SLOTS[kind])
+    by_slot = {name: array if name == "router" else array[slots] for name, array in params.items()}
+    layer = functools.partial(xd.moe_layer, config, overlap=overlap)
+    outputs, (of_params, of_x) = on_mesh(ep, by_slot, x, grad, layer)
+
+    wanted_outputs, (wanted, wanted_x) = plain(params, x, grad)
+    jax.tree.map(close, outputs, wanted_outputs)
+    close(of_x, wanted_x)
+    close(of_params["router"], wanted["router"])
+    for name in ("experts_in", "experts_out"):
+        of_slots, of_experts = np.asarray(of_params[name]), np.zeros_like(params[name])
+        np.add.at(of_experts, slots[slots >= 0], of_slots[slots >= 0])
+        np.testing.assert_allclose(of_experts, wanted[name], TOLERANCE, TOLERANCE)
+        assert not of_slots[slots < 0].any()
+
+
 def test_layer_inside_shard_map_is_the_layer_on_global_arrays():
     batch = values(TOKENS)
     ep = make_mesh(*MESHES[1])

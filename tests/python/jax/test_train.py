@@ -107,6 +107,7 @@ def test_gpus_that_are_not_there_are_named(tmp_path, monkeypatch):
     [
         ("operations.py", "gradients as expected\nexperts as expected"),
         ("decode.py", "three steps as expected"),
+        ("rebalance.py", "sums as expected"),
     ],
 )
 def test_programs_of_the_documentation(program, said):

@@ -115,6 +115,49 @@ def test_groups_change_their_tables_together_or_not_at_all(me: Rank) -> None:
             bulk.routing_layout(none)
 
 
+@on_ranks(2)
+def test_states_of_an_optimiser_move_with_their_experts(me: Rank) -> None:
+    """Steps before and behind moves have the bits of those on one rank, where nothing moves."""
+    tables = [OLD, [[5, 0, -1, 3], [2, -1, 4, 1]], [[3, -1, 4, 5], [1, 2, 0, -1]], OLD]
+    generator = torch.Generator().manual_seed(11)
+    whole = torch.nn.Parameter(torch.randn(LOGICAL, HIDDEN, generator=generator))
+    with xd.init(device="cpu", heap_bytes=1 << 12) as comm:
+        group = xd.EpGroup(**sizes_of_groups())
+        group.set_placement(OLD)
+        comm.reserve(1 << 12)
+        weights = torch.nn.Parameter(comm.empty_symmetric((SLOTS, HIDDEN), torch.float32))
+        weights.data.copy_(whole[OLD[me.rank]].detach())
+        other = torch.nn.Parameter(torch.zeros(SLOTS, HIDDEN))  # which stays where it is
+        adam = torch.optim.Adam([other, weights], amsgrad=True)
+        reference = torch.optim.Adam([whole], amsgrad=True)
+        for old, new in zip(tables, [*tables[1:], OLD], strict=True):
+            for _ in range(2):
+                whole.grad = torch.randn(whole.shape, generator=generator)
+                weights.grad = whole.grad[old[me.rank]].clone()
+                other.grad = torch.ones_like(other)
+                for optimizer in (adam, reference):
+                    optimizer.step()
+            before = {name: one.clone() for name, one in adam.state[other].items()}
+            xd.move_experts(group, [weights], old, new, optimizer=adam)
+            held = torch.tensor(new[me.rank])
+            used = held >= 0
+            assert torch.equal(weights[used], whole[held[used]])
+            for name, state in adam.state[weights].items():
+                expected = reference.state[whole][name]
+                same = state if state.dim() == 0 else state[used]
+                assert torch.equal(same, expected if state.dim() == 0 else expected[held[used]])
+            for name, state in adam.state[other].items():
+                assert torch.equal(state, before[name])
+        kind = ValueError, "expected as many states on all ranks"
+        if me.rank == 1:
+            adam = torch.optim.Adam([weights])  # has made no step
+        with pytest.raises(kind[0], match=kind[1]):
+            xd.move_experts(group, [weights], OLD, NEW, optimizer=adam)
+        with pytest.raises(TypeError if me.rank == 1 else Mismatch):
+            one = [weights] if me.rank == 1 else reference
+            xd.move_experts(group, [weights], OLD, NEW, optimizer=one)
+
+
 def layer_of(group: xd.EpGroup, **options: Any) -> xd.MoELayer:
     """A layer whose router always chooses expert 0, with all the weight, and then expert 3."""
 
