@@ -32,10 +32,10 @@ struct RemoteHeader {
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
   // How many chunks are counted: in an entry those that follow it to this relay, or kUnknownChunks,
-  // and in each of them as well. CUDA has no such number, but 1 in the last one of a source.
+  // and in each of them as well. CUDA: not in entries; in words 1 in the last one, else 0.
   std::uint32_t chunks;
-  std::uint32_t tokens;         // of the source; CUDA: of the last chunk
-  std::uint32_t found_missing;  // likewise: 1 = the source has not found memory of a near rank
+  std::uint32_t tokens;         // CUDA, rows: the last token in it, and 1
+  std::uint32_t found_missing;  // CUDA: 1 = the source has not found memory of a near rank
 };
 static_assert(sizeof(RemoteHeader) == 32 && std::has_unique_object_representations_v<RemoteHeader>);
 

@@ -15,16 +15,16 @@ inline constexpr int kDirections = 2;
 // Frames of a partner and direction. An entry and counts are sent before anything is awaited.
 inline constexpr int kFewestDirectionFrames = 2, kMostDirectionFrames = 16;
 
-// The number of prepare's words, as entries have it: each of the words' headers says it, and there
-// is one chunk at least.
+// A number that entries do not have, as that of prepare's words, and all numbers of kernels: each
+// of the chunks' headers says it, and there is one chunk at least.
 inline constexpr std::uint32_t kUnknownChunks = UINT32_MAX;
 
 // Chunks of a direction are numbered from 0; chunk c has frame c mod S.
 struct DeskUnit {
   enum Work : std::uint32_t { nothing, keep, take, answer, fill };
-  Work work = nothing;
-  int partner = 0;
-  std::uint32_t chunk = 0;  // an answer has the number of its request
+  Work work;
+  int partner;
+  std::uint32_t chunk;  // an answer has the number of its request
 
   // A chunk that has come, and one that goes.
   constexpr bool reads() const { return work == keep || work == take || work == answer; }
@@ -56,13 +56,14 @@ struct DeskPartner {
 class Desk {
  public:
   // `partners`: outlive the desk. `answered`: chunks to relays are requests, each of which is
-  // answered by one chunk.
-  constexpr Desk(DeskPartner* partners, int num_partners, int frames, bool answered)
+  // answered by one chunk. `anew` = false: another object has had these partners, and ends.
+  constexpr Desk(DeskPartner* partners, int num_partners, int frames, bool answered,
+                 bool anew = true)
       : partners_(partners),
         num_partners_(num_partners),
         frames_(static_cast<std::uint32_t>(frames)),
         answered_(answered) {
-    for (int p = 0; p < num_partners; ++p) partners[p] = {};
+    for (int p = 0; anew && p < num_partners; ++p) partners[p] = {};
   }
 
   // ---- Events ----
@@ -83,7 +84,10 @@ class Desk {
     const auto place = static_cast<std::uint32_t>(frame);
     // Its sender has filled all chunks before it, and had back all those a round of frames before.
     const std::uint32_t chunk = from.done + (place + frames_ - from.done % frames_) % frames_;
-    if (from.total == kUnknownChunks) from.total = chunks;
+    if (from.total == kUnknownChunks) {
+      from.total = chunks;
+      if (answered_) out(partner, Direction::to_source).total = chunks;
+    }
     if (chunks != from.total || chunk >= from.total || chunk < from.begun) return false;
     if ((from.landed & bit(chunk)) != 0) return false;
     from.landed |= bit(chunk);

@@ -31,8 +31,9 @@ namespace {
 
 struct Wishes {
   bool apart = false;  // declared hosts of one machine share no memory
-  // Ranks, which are threads of one process, reach one another through the chaos engine with this
-  // seed, over memory.
+  // Ranks, which are threads of one process, reach one another by copies in memory, and through the
+  // chaos engine with this seed.
+  bool memory = false;
   std::optional<std::uint64_t> chaos;
   net::ChaosConfig config;      // of the chaos engine; its seed follows from the one above
   std::size_t frame_bytes = 0;  // of links, for their chunks; 0 = the usual number
@@ -57,7 +58,10 @@ Wishes read_wishes() {
     rest.remove_prefix(std::min(comma + 1, rest.size()));
     if (word == "apart") {
       wishes.apart = true;
+    } else if (word == "memory") {
+      wishes.memory = true;
     } else if (word.starts_with("chaos=")) {
+      wishes.memory = true;
       wishes.chaos = number_in(word, "chaos=");
     } else if (word.starts_with("damage=")) {
       wishes.config.damaged_in = static_cast<unsigned>(number_in(word, "damage="));
@@ -67,7 +71,7 @@ Wishes read_wishes() {
       wishes.config.longest_put = number_in(word, "put=");
     } else {
       fail(XD_ERROR_INVALID_ARGUMENT, "XD_NET_TEST: '", word,
-           "', expected apart, chaos=SEED, damage=PIECES, frame=BYTES or put=BYTES");
+           "', expected apart, memory, chaos=SEED, damage=PIECES, frame=BYTES or put=BYTES");
     }
   }
   return wishes;
@@ -110,8 +114,7 @@ class Openings {
   std::uint64_t last_ = 0;
 };
 
-std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call,
-                                                 std::uint64_t seed) {
+std::unique_ptr<net::Engine> open_in_memory_together(Comm& comm, CollectiveCall call) {
   struct Opening {
     std::int64_t process;
     std::uint64_t number;  // rank 0's
@@ -122,21 +125,25 @@ std::unique_ptr<net::Engine> open_chaos_together(Comm& comm, CollectiveCall call
     made->engines = net::make_in_process_engines(comm.num_ranks());
     return Opening{::getpid(), Openings::instance().add(made)};
   });
-  const std::uint64_t own_seed = seed + of_rank[0].number - 1;  // each call has its own
+  const auto& chaos = wishes().chaos;
+  const std::uint64_t own_seed =
+      chaos.value_or(0) + of_rank[0].number - 1;  // each call has its own
   std::unique_ptr<net::Engine> engine;
   comm.collective().agree(call, [&] {
     for (const Opening& rank : of_rank) {
       XD_REQUIRE(rank.process == ::getpid(),
-                 "XD_NET_TEST: chaos is for ranks that are threads of one process");
+                 "XD_NET_TEST: memory and chaos are for ranks that are threads of one process");
     }
     const auto all = Openings::instance().find(of_rank[0].number);
     XD_REQUIRE(all, "XD_NET_TEST: rank 0 has left before this rank could take its engine");
     net::ChaosConfig config = wishes().config;
     config.seed = own_seed * at(comm.num_ranks()) + at(comm.rank());
-    engine = net::make_chaos(std::move(all->engines[at(comm.rank())]), all->world, config);
+    engine = std::move(all->engines[at(comm.rank())]);
+    if (chaos) engine = net::make_chaos(std::move(engine), all->world, config);
     return Collective::Contribution{};
   });
-  log_topic("comm", "rank ", comm.rank(), " reaches other machines through chaos, seed ", own_seed);
+  log_topic("comm", "rank ", comm.rank(), " reaches other machines by memory",
+            chaos ? concat(" through chaos, seed ", own_seed) : "");
   return engine;
 }
 
@@ -147,8 +154,8 @@ class NetworkOfTests final : public Network {
     return static_cast<std::uint32_t>(hash_bytes(1, host.data(), host.size()) >> 32) | 1;
   }
   std::unique_ptr<net::Engine> open_together(Comm& comm, CollectiveCall call) const override {
-    const auto& chaos = wishes().chaos;
-    return chaos ? open_chaos_together(comm, call, *chaos) : Network::open_together(comm, call);
+    return wishes().memory ? open_in_memory_together(comm, call)
+                           : Network::open_together(comm, call);
   }
   // Small frames are few, so that ranks wait for them.
   Frames usual_frames() const override {

@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "base/tensor.h"
-#include "ep/bulk/cuda/remote/params.h"
 #include "ep/bulk/wire.h"
 #include "ep/plan/cuda/launch_shape.h"
 #include "ep/plan/cuda/row_pieces.h"
@@ -22,19 +21,6 @@ constexpr LaunchLimits kHopper{
     .sms = 132, .shared_bytes = std::size_t{227} * 1024, .ranks_on_device = 1};
 
 constexpr QuantiseFormat kBlock128 = quantise_format(XD_EP_QUANTISE_FP8_BLOCK128);
-
-// The proxy counts uses of a frame in 32 bits, which wrap.
-TEST(DirectionsTest, CountUsesOfSlotsForMoreChunksThanWordsCanTell) {
-  for (const std::uint64_t n :
-       {std::uint64_t{0}, std::uint64_t{0xFFFFFFF0}, std::uint64_t{1} << 33}) {
-    std::uint32_t uses[kDirectionFrames];
-    for (int frame = 0; frame < kDirectionFrames; ++frame) uses[frame] = uses_before(n + frame);
-    for (std::uint64_t chunk = n; chunk < n + 64; ++chunk) {
-      EXPECT_EQ(uses_before(chunk), uses[direction_frame_of(chunk)]) << chunk;
-      ++uses[direction_frame_of(chunk)];  // as the proxy does
-    }
-  }
-}
 
 TEST(ChunkFlagsTest, CoverAllTokensAndStayWithinTheirBound) {
   for (const ChunkFlags chunks : {sent_chunks(), sent_chunks(true), summed_chunks()}) {

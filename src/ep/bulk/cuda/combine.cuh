@@ -265,6 +265,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32, 1)
     }
   }
   turn.leave_and_end(remote);
+  if constexpr (kRemote) remote.help();
 }
 
 }  // namespace xd::ep::cuda

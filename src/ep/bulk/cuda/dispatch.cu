@@ -368,8 +368,13 @@ __global__ void __launch_bounds__(kMostMoverWarps * 32, 1)
     mover.landed();
   }
   if (turn.verdict() == Verdict::go) fill_gaps(p, turn, plan);
-  if (!closes_late(p)) return turn.leave_and_end(remote);
+  if (!closes_late(p)) {
+    turn.leave_and_end(remote);
+    if constexpr (kRemote) remote.help();
+    return;
+  }
   turn.leave(remote);
+  if constexpr (kRemote) remote.help();
   if (takes_part(turn)) {
     bool failed = false;
     if (turn.moves() && p.receives) {

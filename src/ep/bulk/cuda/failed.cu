@@ -19,14 +19,14 @@ namespace {
 // It has nothing for other machines but its entry, since nobody moves anything.
 class RemoteNothing : public RemoteWork<RemoteNothing> {
  public:
-  static constexpr RemoteKind kKind = RemoteKind::rows;
+  using Shared = RemoteShared;
 
   __device__ RemoteNothing(const FailedParams& params, Turn& turn, TurnShared& turn_shared,
-                           RemoteShared& shared)
+                           Shared& shared)
       : RemoteWork(params.turn, turn, turn_shared, shared) {}
   __device__ void meet() const { meet_remote(remote_turn_, turn_); }
-  __device__ bool fill(int, RemoteHeader*) { return true; }
-  __device__ void take(int, const RemoteHeader&) {}
+  __device__ void clear() const {}
+  __device__ bool do_all() const { return true; }
 };
 
 template <bool kRemote>

@@ -67,6 +67,8 @@ class Turn : public turn::DeviceTurn<Turn, Family, TurnParams, TurnShared> {
   __device__ bool moves() const { return verdict() == Verdict::go && !s_.scope.empty; }
   // True if that is a part of the plan's rows.
   __device__ bool selects() const { return p_.part != 0 && s_.scope.part != 0; }
+  // Behind leave(): this block was the last one that left, and has done the work of that one.
+  __device__ bool left_last() const { return s_.is_last != 0; }
   __device__ const PeerTensors& peer(int rank) const { return s_.peer[rank]; }
   __device__ std::uint64_t* chunk_at(int owner, int source, int chunk) const {
     return words(owner, p_.group.map.chunk) +

@@ -21,73 +21,49 @@ class Directions {
 
   // ---- To a neighbour ----
 
-  // True if the next chunk may be written: its frame's last one has been read. One thread.
-  __device__ bool may_fill(int neighbour, Direction direction) const {
-    const std::uint64_t n = f_.state->filled[neighbour][at(direction)];
-    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + frame(neighbour, direction, n))) ==
-           uses_before(n);
+  // True if a chunk may be written into the frame: its last one has been read.
+  __device__ bool may_fill(int frame) const {
+    return net::use_of(ptx::ld_acquire_sys(f_.words.freed + frame)) == f_.state->sent[frame];
   }
-  // The chunk that fill() sends.
-  __device__ RemoteHeader* next_out(int neighbour, Direction direction) const {
-    return chunk(false, neighbour, direction, f_.state->filled[neighbour][at(direction)]);
-  }
+  __device__ RemoteHeader* chunk_out(int frame) const { return chunk(false, frame); }
   // Sends it. One thread, behind a barrier if others have written items.
-  __device__ void fill(int neighbour, Direction direction, std::uint32_t item_bytes) const {
-    std::uint64_t& n = f_.state->filled[neighbour][at(direction)];
-    const std::uint64_t word = net::frame_word(
-        uses_before(n) + 1, static_cast<std::uint32_t>(sizeof(RemoteHeader)) + item_bytes);
-    ptx::st_release_sys(f_.words.filled + frame(neighbour, direction, n), word);
-    ++n;
+  __device__ void send(int frame, std::uint32_t item_bytes) const {
+    const std::uint32_t use = ++f_.state->sent[frame];
+    ptx::st_release_sys(
+        f_.words.filled + frame,
+        net::frame_word(use, static_cast<std::uint32_t>(sizeof(RemoteHeader)) + item_bytes));
   }
-  // True if the neighbour has read all chunks of the direction.
-  __device__ bool all_read(int neighbour, Direction direction) const {
-    const std::uint64_t n = f_.state->filled[neighbour][at(direction)];
+  // True if the neighbour has read all chunks.
+  __device__ bool all_read(int neighbour) const {
     bool all = true;
-    for (std::uint64_t next = n; next < n + kDirectionFrames; ++next) {
-      const std::uint64_t* freed = f_.words.freed + frame(neighbour, direction, next);
-      all &= net::use_of(ptx::ld_acquire_sys(freed)) == uses_before(next);
-    }
+    const int first = f_.frame(neighbour, Direction::to_relay, 0);
+    for (int i = first; i < first + kDirections * f_.frames; ++i) all &= may_fill(i);
     return all;
   }
 
   // ---- From a neighbour ----
 
-  // True if the direction's next chunk is here. One thread.
-  __device__ bool landed(int neighbour, Direction direction) const {
-    const std::uint64_t n = f_.state->read[neighbour][at(direction)];
-    return net::use_of(ptx::ld_acquire_sys(f_.words.landed + frame(neighbour, direction, n))) ==
-           uses_before(n) + 1;
+  // True if a chunk is in the frame that has not been given back.
+  __device__ bool landed(int frame) const {
+    return net::use_of(ptx::ld_acquire_sys(f_.words.landed + frame)) == f_.state->read[frame] + 1;
   }
   // Bytes of items of the chunk that is here; none if it is no chunk.
-  __device__ std::uint32_t bytes_in(int neighbour, Direction direction) const {
-    const std::uint64_t n = f_.state->read[neighbour][at(direction)];
-    const std::uint32_t bytes =
-        net::bytes_of(ptx::ld_relaxed_sys(f_.words.landed + frame(neighbour, direction, n)));
+  __device__ std::uint32_t bytes_in(int frame) const {
+    const std::uint32_t bytes = net::bytes_of(ptx::ld_relaxed_sys(f_.words.landed + frame));
     return bytes < sizeof(RemoteHeader) ? 0
                                         : bytes - static_cast<std::uint32_t>(sizeof(RemoteHeader));
   }
-  __device__ const RemoteHeader* next_in(int neighbour, Direction direction) const {
-    return chunk(true, neighbour, direction, f_.state->read[neighbour][at(direction)]);
-  }
+  __device__ const RemoteHeader* chunk_in(int frame) const { return chunk(true, frame); }
   // Gives it back. One thread, behind a barrier if others have read it.
-  __device__ void give_back(int neighbour, Direction direction) const {
-    std::uint64_t& n = f_.state->read[neighbour][at(direction)];
-    ptx::st_release_sys(f_.words.read + frame(neighbour, direction, n),
-                        net::frame_word(uses_before(n) + 1, 0));
-    ++n;
+  __device__ void give_back(int frame) const {
+    ptx::st_release_sys(f_.words.read + frame, net::frame_word(++f_.state->read[frame], 0));
   }
 
  private:
-  __device__ static constexpr int at(Direction direction) { return static_cast<int>(direction); }
-  __device__ static int frame(int neighbour, Direction direction, std::uint64_t n) {
-    return neighbour * kRemoteFrames + at(direction) * kDirectionFrames + direction_frame_of(n);
-  }
-  __device__ RemoteHeader* chunk(bool incoming, int neighbour, Direction direction,
-                                 std::uint64_t n) const {
-    const auto place =
-        static_cast<unsigned>(frame(neighbour, direction, n) - neighbour * kRemoteFrames);
-    return reinterpret_cast<RemoteHeader*>(f_.frames + f_.links.place(incoming, neighbour, place) +
-                                           sizeof(net::LinkHeader));
+  __device__ RemoteHeader* chunk(bool incoming, int frame) const {
+    return reinterpret_cast<RemoteHeader*>(
+        f_.frames_at + f_.links.place(incoming, 0, static_cast<unsigned>(frame)) +
+        sizeof(net::LinkHeader));
   }
 
   const RemoteDevice& f_;

@@ -2,20 +2,18 @@
 // has rows, and its relay there stores it as the source would have.
 //
 //   memory                  written by                       read by
-//   RemoteDevice::rows,     this rank's senders, as rows     the last block that leaves, which
-//   scales: by token        are sent (quantised, packed)     sends them
-//   near ranks' tensors     this block, from chunks: the     their receivers, after the flags; the
+//   RemoteDevice::rows,     this rank's senders, as rows     hands, which send them, when all
+//   scales: by token        are sent (quantised, packed)     blocks have left
+//   near ranks' tensors     hands, from chunks: the          their receivers, after the flags; the
 //                           token's first row there          caller, after the done flags
-//   chunk[s][c] there,      this block, when it has the      near ranks' receivers
-//   s a source of this      last chunk of s
+//   chunk[s][c] there,      the desk, when chunks of s are   near ranks' receivers
+//   s a source of this      taken as far as its tokens go
 //   rank
-//
-// A relay raises all flags of a source at once, behind its last chunk.
 #pragma once
 
 #include "ep/bulk/cuda/dispatch_beside.cuh"
 #include "ep/bulk/cuda/mover.cuh"
-#include "ep/bulk/cuda/remote/work.cuh"
+#include "ep/bulk/cuda/remote/desk.cuh"
 
 namespace xd::ep::cuda {
 
@@ -63,20 +61,31 @@ __device__ inline void copy_row(const std::byte* from, std::byte* to, std::uint6
   }
 }
 
-class RemoteDispatch : public RemoteWork<RemoteDispatch> {
+struct RemoteDispatchShared : DeskShared {
+  DeskPartner partners[kMaxDeviceRanks];
+};
+
+class RemoteDispatch : public RemoteHandsWork<RemoteDispatch> {
  public:
+  using Shared = RemoteDispatchShared;
   static constexpr RemoteKind kKind = RemoteKind::rows;
+  static constexpr bool kAnswers = false;
 
   __device__ RemoteDispatch(const DispatchParams& params, Turn& turn, TurnShared& turn_shared,
-                            RemoteShared& shared)
-      : RemoteWork(params.turn, turn, turn_shared, shared), p_(params) {}
+                            Shared& shared)
+      : RemoteHandsWork(params.turn, turn, turn_shared, shared, shared.partners), p_(params) {}
 
-  // Behind enter(). All threads of all blocks call it.
-  __device__ void meet() const { meet_remote(remote_turn_, turn_); }
+  // ---- Of RemoteHandsWork ----
 
+  // Every second block, where rows are also fanned out here: the others do that meanwhile.
+  __device__ bool helps() const { return !p_.receives || blockIdx.x % 2 == 0; }
+  __device__ std::uint32_t helping_blocks() const {
+    return p_.receives ? (gridDim.x + 1) / 2 : gridDim.x;
+  }
+  __device__ void begin() const {}
   // Rows of remote sources reach this rank's tensors as those of near ones do: in staging memory,
   // where there is some. This block has sent its own rows, which go elsewhere.
-  __device__ void start() const {
+  __device__ void begin_hands() const {
     if (thread_in_block() != 0) return;  // the others use them behind the next barrier
     PeerTensors& own = shared_.peer[turn_.rank()];
     const auto arrives = [](const ReceiveRows& tensor) {
@@ -87,40 +96,46 @@ class RemoteDispatch : public RemoteWork<RemoteDispatch> {
     own.weights = arrives(p_.recv_weights);
     own.extra = arrives(p_.recv_topk_idx);
   }
-
-  __device__ bool fill(int machine, RemoteHeader* chunk) const {
-    const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
-    const RowsLayout layout = item_layout();
-    const bool last = pick_tokens(machine, plan.code, layout.item_bytes());
-#pragma unroll 1
-    for (int i = warp_in_block(); i < s_.items; i += warps_per_block()) {
-      write_item(plan, layout, static_cast<int>(s_.picks[i]),
-                 items_of(chunk) + static_cast<std::uint64_t>(i) * layout.item_bytes());
-    }
-    return last;
-  }
+  __device__ bool near_ready() const { return true; }
 
   __device__ std::uint64_t bytes_of_item(RemoteKind) const { return item_layout().item_bytes(); }
-  __device__ void take(int, const RemoteHeader& chunk) const {
-    if (!moves()) return;
-    const RowsLayout layout = item_layout();
-#pragma unroll 1
-    for (auto i = static_cast<std::uint32_t>(warp_in_block()); i < chunk.items;
-         i += static_cast<std::uint32_t>(warps_per_block())) {
-      replay(layout, items_of(&chunk) + std::uint64_t{i} * layout.item_bytes());
-    }
+  __device__ std::uint32_t in_chunk() const {
+    return static_cast<std::uint32_t>(remote().chunk_room / item_layout().item_bytes());
   }
+  __device__ const std::uint32_t* codes() const {
+    return parts_of(p_.turn.plan, turn_.plan()).code;
+  }
+  __device__ void fill(int, std::uint32_t token, std::byte* item) const {
+    write_item(parts_of(p_.turn.plan, turn_.plan()), item_layout(), static_cast<int>(token), item);
+  }
+  __device__ void take(const std::byte* item) const { replay(item_layout(), item); }
+  __device__ void answer(const std::byte*, std::byte*, bool) const {}
+  __device__ void keep(int, const std::byte*) const {}
 
-  // Behind a barrier of the block.
-  __device__ void took_all(int neighbour, const RemoteHeader& chunk) const {
-    const int tokens = min(static_cast<int>(chunk.tokens), turn_.group().max_tokens);
-    const int flags = sent_chunks().count(tokens), near = remote().num_near;
+  // Raises the flags of the source's chunks of tokens whose rows have all been taken. All lanes.
+  __device__ void took(int neighbour, std::uint32_t chunks) {
+    const int source = remote().rank_of[neighbour], near = remote().num_near;
+    const PlanParts plan = parts_of(p_.turn.plan, turn_.plan());
+    const int tokens = min(max(plan.tokens[source], 0), turn_.group().max_tokens);
+    const auto all = static_cast<std::uint32_t>(sent_chunks().count(tokens));
+    std::uint32_t end = all;
+    if (chunks != kUnknownChunks) {
+      if (chunks == 0) return;
+      const int last = remote().frame(neighbour, Direction::to_relay, chunks - 1);
+      end = min(all, remote().state->tokens_in[last] /
+                         static_cast<std::uint32_t>(sent_chunks().tokens_per_chunk(tokens)));
+    }
+    const std::uint32_t first = s_.flagged[neighbour];
+    __syncwarp();  // all lanes have read it
+    if (end <= first) return;
 #pragma unroll 1
-    for (int i = thread_in_block(); i < flags * near; i += threads_per_block()) {
+    for (std::uint32_t i = first * near + lane_id(); i < end * near; i += 32) {
       ptx::st_release_sys(
-          turn_.chunk_at(remote().near[i % near], remote().rank_of[neighbour], i / near),
+          turn_.chunk_at(remote().near[i % near], source, static_cast<int>(i / near)),
           turn_.epoch());
     }
+    if (lane_id() == 0) s_.flagged[neighbour] = end;
+    __syncwarp();
   }
 
  private:
@@ -141,7 +156,8 @@ class RemoteDispatch : public RemoteWork<RemoteDispatch> {
             p_.topk_weights[t * layout.topk + k];
       }
     }
-    copy_bytes(item + layout.row_at(), remote().rows + t * layout.row_bytes, layout.row_bytes);
+    copy_row(remote().rows + t * layout.row_bytes, k == 0 ? item + layout.row_at() : nullptr,
+             layout.row_bytes);
     copy_bytes(item + layout.scales_at(), remote().scales + t * layout.scale_bytes,
                layout.scale_bytes);
   }

@@ -4,20 +4,23 @@
 #include <chrono>
 #include <cstdio>
 #include <thread>
+#include <utility>
 
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/math.h"
+#include "comm/remote/network.h"
 
 namespace xd::ep::cuda {
 namespace {
 
-net::LinkMap link_map(const Group& group, const RemoteRoutes& routes) {
+net::LinkMap link_map(const Group& group, const RemoteRoutes& routes, const net::Engine& engine) {
+  const RemoteWindow window =
+      remote_window(group.config(), most_neighbours(group.comm().machines()),
+                    engine.buffers_puts() ? kFewestDirectionFrames : kMostDirectionFrames);
   return {.neighbours = routes.neighbours().size(),
-          .frames = kRemoteFrames,
-          .frame_bytes = remote_window(group.config(), most_neighbours(group.comm().machines()),
-                                       kDirectionFrames)
-                             .frame_bytes};
+          .frames = at(kDirections * window.frames),
+          .frame_bytes = window.frame_bytes};
 }
 
 // A rank stores into a remote rank's stand-in what it would store into its memory, at the same
@@ -52,10 +55,13 @@ void require_hosts_are_machines(const Comm& comm) {
 }  // namespace
 
 RemoteGroup::RemoteGroup(const Group& group)
+    : RemoteGroup(group, network().open_together(group.comm(), Family::kCreate)) {}
+
+RemoteGroup::RemoteGroup(const Group& group, std::unique_ptr<net::Engine> engine)
     : comm_(group.comm()),
       number_(group.number()),
       routes_(comm_.machines()),
-      map_(link_map(group, routes_)),
+      map_(link_map(group, routes_, *engine)),
       stand_in_bytes_(longest_stand_in(group)),
       counters_(&group.subject().counters()) {
   const Config& config = group.config();
@@ -68,9 +74,10 @@ RemoteGroup::RemoteGroup(const Group& group)
   links_ = std::make_unique<RemoteLinks>(
       comm_, Family::kCreate,
       RemoteLinks::Config{.neighbours = routes_.neighbours(),
-                          .frames = kRemoteFrames,
+                          .frames = static_cast<int>(map_.frames),
                           .frame_bytes = map_.frame_bytes,
-                          .memory = std::span(frames_.data(), map_.bytes())});
+                          .memory = std::span(frames_.data(), map_.bytes())},
+      std::move(engine));
   comm_.collective().agree(Family::kCreate, [&] {
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
@@ -105,6 +112,13 @@ void RemoteGroup::allocate(const Config& config) {
                                    "scales for other machines");
   answers_ =
       xd::cuda::DeviceBuffer(device, most_answers * config.max_row_bytes, "sums of other machines");
+  answers_here_ =
+      xd::cuda::DeviceBuffer(device, std::max<std::size_t>(tokens, 1) * sizeof(std::uint64_t),
+                             "which sums of other machines are here");
+  picks_ = xd::cuda::DeviceBuffer(
+      device,
+      std::max<std::size_t>(routes_.remote_machines().size() * tokens, 1) * sizeof(std::uint32_t),
+      "tokens for other machines");
   table_ = xd::cuda::DeviceBuffer(device, sizeof(RemoteDevice), "a group's table of machines");
 }
 
@@ -118,8 +132,9 @@ void RemoteGroup::describe(const Config& config) {
   const HostMap& hosts = comm_.hosts();
   RemoteDevice d{};
   d.links = map_;
+  d.frames = static_cast<int>(map_.frames) / kDirections;
   d.words = net::FrameWords::in(words_.as<std::uint64_t>(), map_.num_frames());
-  d.frames = frames_.data();
+  d.frames_at = frames_.data();
   d.state = state_.as<RemoteState>();
   d.chunk_room = map_.frame_bytes - sizeof(RemoteHeader);
   d.num_neighbours = static_cast<int>(routes_.neighbours().size());
@@ -146,6 +161,8 @@ void RemoteGroup::describe(const Config& config) {
   d.rows = rows_.data();
   d.scales = scales_.data();
   d.answers = answers_.data();
+  d.answers_here = answers_here_.as<std::uint64_t>();
+  d.picks = picks_.as<std::uint32_t>();
   table_.write(0, &d, sizeof(d));
 }
 

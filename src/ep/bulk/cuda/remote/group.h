@@ -31,6 +31,7 @@ class RemoteGroup {
   void outlive_group();
 
  private:
+  RemoteGroup(const Group& group, std::unique_ptr<net::Engine> engine);
   void allocate(const Config& config);
   void describe(const Config& config);
   void give_up(const Error& error) const;
@@ -45,7 +46,8 @@ class RemoteGroup {
   std::mutex mutex_;
   observe::Counters* counters_;  // of the group, while it lives; under mutex_
   xd::cuda::PinnedBlock frames_, words_;
-  xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, table_;
+  xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, answers_here_, picks_,
+      table_;
   Segments areas_;  // of near ranks: RemoteMap
   std::unique_ptr<RemoteLinks> links_;
   std::unique_ptr<net::Proxy> proxy_;  // uses all of the above

@@ -11,6 +11,7 @@
 
 #include "comm/device/comm.h"
 #include "ep/bulk/chunk.h"
+#include "ep/bulk/cuda/remote/units.h"
 #include "ep/bulk/wire.h"
 #include "net/commands.h"
 #include "net/link_map.h"
@@ -18,25 +19,41 @@
 
 namespace xd::ep::cuda {
 
-// Frames of a neighbour and direction: two to a relay, two back to a source. Chunks of a direction
-// take its frames in turn, so they are read in the order in which they were filled.
-inline constexpr int kDirectionFrames = 2, kRemoteFrames = kDirections * kDirectionFrames;
-
 // Of other machines. Sets of them are 64 bits.
 inline constexpr int kMaxRemoteMachines = 64;
 inline constexpr int kNear = -1;
 
-// How many chunks have gone through each direction: of this rank's, filled; of the neighbour's,
-// read. A group may live for more than 2^32 of them; the uses of a frame are counted modulo 2^32.
-struct RemoteState {
-  std::uint64_t filled[kMaxDeviceRanks][kDirections];
-  std::uint64_t read[kMaxDeviceRanks][kDirections];
+// Frames of a rank, by the words of its links: neighbour * frames of it + direction * frames of a
+// direction + frame.
+inline constexpr int kMostFrames = kMaxDeviceRanks * kDirections * kMostDirectionFrames;
+
+// A unit's place: see units.h. `gone` of RemoteState: how many blocks of hands look at none of its
+// words any more; then the last block resets them.
+using Units = DealtUnits<32, 16>;
+struct alignas(128) HandUnit {
+  std::uint64_t number;
+  DeskUnit unit;
+  std::uint32_t items;
+  std::uint32_t moves;  // 0 = this rank moves nothing in the operation
+  alignas(64) std::uint32_t done;
 };
-// The frame of a direction's chunk n, and how often it has been used before.
-constexpr int direction_frame_of(std::uint64_t n) { return static_cast<int>(n % kDirectionFrames); }
-constexpr std::uint32_t uses_before(std::uint64_t n) {
-  return static_cast<std::uint32_t>(n / kDirectionFrames);
-}
+
+struct RemoteState {
+  // By frame, over the life of the group, modulo 2^32: how often this rank has sent a chunk from
+  // it, and has given back one that had landed in it.
+  std::uint32_t sent[kMostFrames], read[kMostFrames];
+
+  // Of an operation. Items to each remote machine, in the order of tokens, in front of those that
+  // each warp of the block that lists them has found; behind its last warp: all.
+  static constexpr int kSegments = 32;
+  std::uint32_t items_before[kMaxRemoteMachines][kSegments + 1];
+  // By frame: of the chunk that has landed.
+  std::uint32_t items_in[kMostFrames], tokens_in[kMostFrames];
+  alignas(128) std::uint32_t tickets;
+  alignas(128) std::uint64_t over;
+  std::uint32_t gone;
+  HandUnit units[Units::kPlaces];
+};
 
 // A second area of each rank's shared memory, beside GroupMap's.
 //   added[stage][src]  src, once per combine  the sums of its rows of remote tokens are in `sums`
@@ -58,9 +75,9 @@ struct RemoteMap {
 
 struct RemoteDevice {
   net::LinkMap links;
-  // By frame: neighbour * kRemoteFrames + direction * kDirectionFrames + frame of the direction.
-  net::FrameWords words;
-  std::byte* frames;  // pinned, by links
+  int frames;             // of a neighbour and direction
+  net::FrameWords words;  // by frame
+  std::byte* frames_at;   // pinned, by links
   RemoteState* state;
   std::uint64_t chunk_room;  // bytes of items
 
@@ -80,7 +97,14 @@ struct RemoteDevice {
   std::byte* rows;     // by token: those that go to other machines, as they are sent
   std::byte* scales;   // likewise
   std::byte* answers;  // rows by token and remote machine, most_answers() of a token
+  // By token: which of these are here, as bits, below the low half of the operation's epoch.
+  std::uint64_t* answers_here;
+  std::uint32_t* picks;  // by remote machine and place: the tokens that have rows there
 
+  constexpr int frame(int neighbour, Direction direction, std::uint32_t chunk) const {
+    return (neighbour * kDirections + static_cast<int>(direction)) * frames +
+           static_cast<int>(chunk % static_cast<std::uint32_t>(frames));
+  }
   constexpr int most_answers(int topk) const { return topk < num_machines ? topk : num_machines; }
 };
 

@@ -35,16 +35,24 @@ class RemoteTurn {
   __device__ void send_counts() const;
   // False after a fatal error.
   __device__ bool forward() const;
-  // Raises the done flags of this rank's sources in near ranks' memory. `missing`: by source.
+  // Raises the done flags of this rank's sources in near ranks' memory. `missing`: by neighbour.
   __device__ void raise_done(const std::uint8_t* missing) const;
   // Returns when all that this rank has sent was read. False after a fatal error.
   __device__ bool rest() const;
 
   // ---- Single threads ----
 
-  // True if the next chunk of a direction, which is here, is the one that is expected.
-  __device__ bool is_in_step(int neighbour, Direction direction, RemoteKind kind) const {
-    const RemoteHeader& header = *directions_.next_in(neighbour, direction);
+  // An entry and counts have the last two frames, so that chunks of the operation need not wait for
+  // these.
+  __device__ int entry_frame(int neighbour) const {
+    return remote_.frame(neighbour, Direction::to_relay, remote_.frames - 1);
+  }
+  __device__ int counts_frame(int neighbour) const {
+    return remote_.frame(neighbour, Direction::to_relay, remote_.frames - 2);
+  }
+  // True if the chunk that is here in a frame is of this operation, and of this kind.
+  __device__ bool is_in_step(int neighbour, int frame, RemoteKind kind) const {
+    const auto& header = *static_cast<const volatile RemoteHeader*>(directions_.chunk_in(frame));
     return header.epoch == turn_.epoch() && header.kind == kind &&
            header.source == remote_.rank_of[neighbour];
   }
@@ -55,9 +63,9 @@ class RemoteTurn {
                                    remote_.rank_of[neighbour]),
                   device::Spread::everywhere);
   }
-  // Waits for a neighbour's next chunk, of a kind, with so many bytes of items. False after a fatal
-  // error.
-  __device__ bool wait_chunk(int neighbour, RemoteKind kind, std::uint64_t item_bytes,
+  // Waits for a neighbour's chunk in a frame, of a kind, with so many bytes of items. False after a
+  // fatal error.
+  __device__ bool wait_chunk(int neighbour, int frame, RemoteKind kind, std::uint64_t item_bytes,
                              int phase) const;
   __device__ void write_header(RemoteHeader* chunk, RemoteKind kind, std::uint32_t items) const {
     *chunk = {.epoch = turn_.epoch(),
@@ -97,11 +105,12 @@ __device__ inline void RemoteTurn::send_entry(const Record& own) const {
   for (int m = thread_in_block(); m < remote_.num_machines; m += threads_per_block()) {
     const int relay = remote_.relays[m];
     // The frame is free: the last operation ended at rest.
-    RemoteHeader* chunk = directions_.next_out(relay, Direction::to_relay);
+    const int frame = entry_frame(relay);
+    RemoteHeader* chunk = directions_.chunk_out(frame);
     write_header(chunk, RemoteKind::entry, 1);
     auto* to = reinterpret_cast<std::uint64_t*>(items_of(chunk));
     for (int w = 0; w < turn::kRecordWords; ++w) to[w] = words[w];
-    directions_.fill(relay, Direction::to_relay, sizeof(Record));
+    directions_.send(frame, sizeof(Record));
   }
   __syncthreads();
 }
@@ -128,32 +137,29 @@ __device__ inline void RemoteTurn::send_counts() const {
         [=] { return epoch - 1; });
 #pragma unroll 1
     for (int m = 0; m < remote_.num_machines && good; ++m) {
-      RemoteHeader* chunk = directions_.next_out(remote_.relays[m], Direction::to_relay);
+      RemoteHeader* chunk = directions_.chunk_out(counts_frame(remote_.relays[m]));
       reinterpret_cast<std::uint32_t*>(items_of(chunk))[i] = count_of(word);
     }
   }
   if (__syncthreads_or(good ? 0 : 1) != 0) return;  // forward() finds the error
 #pragma unroll 1
   for (int m = thread_in_block(); m < remote_.num_machines; m += threads_per_block()) {
-    const int relay = remote_.relays[m];
-    write_header(directions_.next_out(relay, Direction::to_relay), RemoteKind::counts,
+    const int frame = counts_frame(remote_.relays[m]);
+    write_header(directions_.chunk_out(frame), RemoteKind::counts,
                  static_cast<std::uint32_t>(words));
-    directions_.fill(relay, Direction::to_relay,
-                     static_cast<std::uint32_t>(words * sizeof(std::uint32_t)));
+    directions_.send(frame, static_cast<std::uint32_t>(words * sizeof(std::uint32_t)));
   }
   __syncthreads();
 }
 
-__device__ inline bool RemoteTurn::wait_chunk(int neighbour, RemoteKind kind,
+__device__ inline bool RemoteTurn::wait_chunk(int neighbour, int frame, RemoteKind kind,
                                               std::uint64_t item_bytes, int phase) const {
   const std::uint64_t epoch = turn_.epoch();
   const bool here = device::wait_until(
       turn_.group().comm, turn_.site(phase), remote_.rank_of[neighbour],
-      [=, this] { return directions_.landed(neighbour, Direction::to_relay); },
-      [=] { return epoch - 1; });
+      [=, this] { return directions_.landed(frame); }, [=] { return epoch - 1; });
   if (!here) return false;
-  if (is_in_step(neighbour, Direction::to_relay, kind) &&
-      directions_.bytes_in(neighbour, Direction::to_relay) == item_bytes) {
+  if (is_in_step(neighbour, frame, kind) && directions_.bytes_in(frame) == item_bytes) {
     return true;
   }
   refuse(neighbour);
@@ -162,9 +168,10 @@ __device__ inline bool RemoteTurn::wait_chunk(int neighbour, RemoteKind kind,
 
 // One thread for each source.
 __device__ inline bool RemoteTurn::take_entry(int source, bool& sends_counts) const {
-  if (!wait_chunk(source, RemoteKind::entry, sizeof(Record), XD_PHASE_ENTRY)) return false;
-  const auto* from = reinterpret_cast<const volatile std::uint64_t*>(
-      items_of(directions_.next_in(source, Direction::to_relay)));
+  const int frame = entry_frame(source);
+  if (!wait_chunk(source, frame, RemoteKind::entry, sizeof(Record), XD_PHASE_ENTRY)) return false;
+  const auto* from =
+      reinterpret_cast<const volatile std::uint64_t*>(items_of(directions_.chunk_in(frame)));
   struct Words {
     std::uint64_t word[turn::kRecordWords];
   } words;
@@ -182,14 +189,14 @@ __device__ inline bool RemoteTurn::take_entry(int source, bool& sends_counts) co
     for (int w = 0; w < turn::kRecordWords; ++w) ptx::st_relaxed_sys(to + w, words.word[w]);
     ptx::st_relaxed_sys(to + turn::kRecordWords, seal);
   }
-  directions_.give_back(source, Direction::to_relay);
+  directions_.give_back(frame);
   return true;
 }
 
 // All threads, when the chunk is here.
 __device__ inline void RemoteTurn::bring_counts(int source) const {
   const auto* from = reinterpret_cast<const volatile std::uint32_t*>(
-      items_of(directions_.next_in(source, Direction::to_relay)));
+      items_of(directions_.chunk_in(counts_frame(source))));
   const int words = static_cast<int>(count_layout().size());
 #pragma unroll 1
   for (int i = thread_in_block(); i < words; i += threads_per_block()) {
@@ -218,11 +225,14 @@ __device__ inline bool RemoteTurn::forward() const {
     const bool mine = t == s % threads && (counted >> (s / threads) & 1) != 0;
     const bool comes = __syncthreads_or(mine ? 1 : 0) != 0;
     if (!comes) continue;
-    if (t == 0) good = wait_chunk(source, RemoteKind::counts, count_bytes, XD_PHASE_COUNTS);
+    if (t == 0) {
+      good = wait_chunk(source, counts_frame(source), RemoteKind::counts, count_bytes,
+                        XD_PHASE_COUNTS);
+    }
     if (turn_.any_failed(!good)) return false;
     bring_counts(source);
     __syncthreads();
-    if (t == 0) directions_.give_back(source, Direction::to_relay);
+    if (t == 0) directions_.give_back(counts_frame(source));
   }
   __syncthreads();
   return true;
@@ -235,8 +245,9 @@ __device__ inline void RemoteTurn::raise_done(const std::uint8_t* missing) const
        i += threads_per_block()) {
     const int s = i / remote_.num_near, owner = remote_.near[i % remote_.num_near];
     // Release: as the done flags of near ranks (turn/device/turn.cuh).
-    ptx::st_release_sys(turn_.done_at(owner, remote_.rank_of[remote_.sources[s]]),
-                        turn_.epoch() | (missing[s] != 0 ? turn::kFoundMissing : 0));
+    ptx::st_release_sys(
+        turn_.done_at(owner, remote_.rank_of[remote_.sources[s]]),
+        turn_.epoch() | (missing[remote_.sources[s]] != 0 ? turn::kFoundMissing : 0));
   }
 }
 
@@ -248,14 +259,10 @@ __device__ inline bool RemoteTurn::rest() const {
   site.leaving_ends = false;
   site.timeouts = 2;  // a relay may be late by a wait of its own
   const std::uint64_t epoch = turn_.epoch();
-  const int count = remote_.num_neighbours * kDirections;
 #pragma unroll 1
-  for (int i = thread_in_block(); i < count && good; i += threads_per_block()) {
-    const int neighbour = i / kDirections;
-    const auto direction = static_cast<Direction>(i % kDirections);
+  for (int i = thread_in_block(); i < remote_.num_neighbours && good; i += threads_per_block()) {
     good = device::wait_until(
-        turn_.group().comm, site, remote_.rank_of[neighbour],
-        [=, this] { return directions_.all_read(neighbour, direction); },
+        turn_.group().comm, site, remote_.rank_of[i], [=, this] { return directions_.all_read(i); },
         [=] { return epoch - 1; });
   }
   return !turn_.any_failed(!good);
