@@ -115,7 +115,7 @@ TEST_F(Resume, EndsOperationsOfARankThatHasLeftWithItsLossUntilAViewIsEntered) {
     Group group = make_group(comm.get(), c.config(rank.rank));
     Batch batch(mine, c);
     batch.prepare(group.get());
-    if (rank.rank == last) return;  // its communicator goes
+    if (rank.rank == last) return;                            // its communicator goes
     const std::string lost = "rank " + std::to_string(last);  // and its host, where it has a name
     for (int i = 0; i < 2; ++i) {
       for (const xd_ep_operation operation : {XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_PREPARE}) {
