@@ -48,16 +48,22 @@ struct State {
   Frame frames[kMost][kMost][kDirections][kMostFrames];  // [sender][receiver]
   std::uint8_t read[kMost][kMost][kDirections];          // likewise, a bit for each chunk
   std::uint8_t flagged[kMost][kMost];  // [source][relay]: chunks whose flags near ranks can see
-  std::uint8_t late[kMost], zeros[2];  // a mutant's relay has flags to raise
+  // [source][relay]: by the frame, the chunk to the relay whose words are in it, and 1
+  std::uint8_t words[kMost][kMost][kMostFrames];
+  std::uint8_t late[kMost], zeros[3];  // a mutant's relay has flags to raise
 };
 static_assert(std::has_unique_object_representations_v<State>);
+
+// How a relay raises flags: before a frame goes back, up to where the words in the frame of the
+// last chunk say, if there is one more; and two mistakes.
+enum class Flags : std::uint8_t { right, late, also_without_news };
 
 // Goes through all states that can be reached from the beginning of an operation.
 template <class D>
 class Search {
  public:
-  explicit Search(const Problem& problem, bool flags_late = false)
-      : problem_(problem), flags_late_(flags_late) {
+  explicit Search(const Problem& problem, Flags flags = Flags::right)
+      : problem_(problem), flags_(flags) {
     for (int r = 0; r < problem.ranks; ++r)
       desks_.emplace_back(now_.partners[r], problem.ranks, problem.frames, problem.requests);
     for (int r = 0; r < problem.ranks; ++r) {
@@ -155,6 +161,10 @@ class Search {
     const std::uint32_t chunks =
         direction == Direction::to_relay ? problem_.chunks[from][to] : problem_.chunks[to][from];
     expect(desks_[at(to)].landed(from, direction, place, chunks), "a good chunk is refused");
+    if (direction == Direction::to_relay) {
+      now_.words[from][to][place] =
+          static_cast<std::uint8_t>(frame(from, to, direction, at(place)).chunk + 1);
+    }
   }
   void credit(int from, int to, Direction direction, int place) {
     frame(from, to, direction, at(place)) = {};
@@ -184,7 +194,7 @@ class Search {
     std::uint8_t& all = read(unit.partner, rank, unit.read_from());
     expect((all >> unit.chunk & 1) == 0, "a chunk is read twice");
     all = static_cast<std::uint8_t>(all | 1u << unit.chunk);
-    if (flags_late_) {
+    if (flags_ == Flags::late) {
       now_.late[rank] = 1;
     } else {
       raise_flags(rank);
@@ -198,6 +208,11 @@ class Search {
       const std::uint32_t before = (1u << behind) - 1;
       expect((read(p, rank, Direction::to_relay) & before) == before,
              "a flag is raised before its chunk is read");
+      const std::uint32_t told = flags_ == Flags::also_without_news ? 0 : now_.flagged[p][rank];
+      if (behind > told && flags_ != Flags::late) {
+        expect(now_.words[p][rank][place_of(behind - 1)] == behind,
+               "flags are raised by the words of a later chunk");
+      }
       now_.flagged[p][rank] = static_cast<std::uint8_t>(behind);
     }
   }
@@ -241,7 +256,7 @@ class Search {
   };
 
   const Problem problem_;
-  const bool flags_late_;
+  const Flags flags_;
   State now_{};
   std::vector<D> desks_;  // their partners are those of now_
   std::unordered_set<Key, Hash> seen_;
@@ -310,9 +325,9 @@ TEST(Desk, ComesToItsEndInAnyOrder) {
 
 // The search's verdict about another desk.
 template <class Mutant>
-std::string verdict_about(bool flags_late = false) {
+std::string verdict_about(Flags flags = Flags::right) {
   for (const Problem& problem : kProblems) {
-    std::string mistake = Search<Mutant>(problem, flags_late).run();
+    std::string mistake = Search<Mutant>(problem, flags).run();
     if (!mistake.empty()) return mistake;
   }
   return {};
@@ -374,7 +389,9 @@ struct CountsFramesByWrapping : Desk {
 TEST(Desk, WouldBeFoundWithMistakes) {
   EXPECT_EQ(verdict_about<CountsFramesByWrapping>(), "a good chunk is refused");
   EXPECT_EQ(verdict_about<AnswersWithoutAFrame>(), "a frame is filled that is under way");
-  EXPECT_EQ(verdict_about<Desk>(/*flags_late=*/true), "a source may go whose flags are not raised");
+  EXPECT_EQ(verdict_about<Desk>(Flags::late), "a source may go whose flags are not raised");
+  EXPECT_EQ(verdict_about<Desk>(Flags::also_without_news),
+            "flags are raised by the words of a later chunk");
   EXPECT_EQ(verdict_about<CountsChunksInHand>(), "a flag is raised before its chunk is read");
   EXPECT_EQ(verdict_about<AsksBeforeItAnswers>(), "nobody can go on");
 }

@@ -259,7 +259,14 @@ __device__ inline bool RemoteHandsWork<Derived>::finish() {
     const int neighbour = s_.unit[__ffs(static_cast<int>(left)) - 1].partner;
     const DeskPartner::Incoming& in =
         partners_[neighbour].in[static_cast<int>(Direction::to_relay)];
+    // The frame of chunk done - 1 still has that chunk's words where `done` has moved just now: a
+    // later chunk in it comes behind one in the frame of the chunk that was missing, which goes
+    // back below. Where it has not moved, the frame may have a later chunk's.
+    if (in.done == s_.taken[neighbour]) continue;
     self().took(neighbour, in.done == in.total ? kUnknownChunks : in.done);
+    __syncwarp();
+    if (lane == 0) s_.taken[neighbour] = in.done;
+    __syncwarp();
   }
   // The source may leave now: what near ranks wait for from it, flags of chunks, is there.
   __syncwarp();

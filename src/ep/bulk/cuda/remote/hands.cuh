@@ -28,6 +28,7 @@ static_assert(Units::kPlaces == 32);  // one for each lane of the desk
 struct DeskShared : RemoteShared {
   std::uint32_t held[kMaxDeviceRanks];     // by neighbour: frames with a chunk that has landed
   std::uint32_t filling[kMaxDeviceRanks];  // likewise: frames that hands fill
+  std::uint32_t taken[kMaxDeviceRanks];    // likewise: chunks, from the first, that it was told of
   std::uint32_t flagged[kMaxDeviceRanks];  // likewise: chunk flags of it that are raised
   DeskUnit unit[Units::kPlaces];
   std::uint32_t items[Units::kPlaces];
@@ -96,7 +97,7 @@ class RemoteHandsWork : public RemoteWork<Derived> {
 
   __device__ void clear() {
     for (int i = thread_in_block(); i < kMaxDeviceRanks; i += threads_per_block())
-      s_.held[i] = s_.filling[i] = s_.flagged[i] = 0;
+      s_.held[i] = s_.filling[i] = s_.taken[i] = s_.flagged[i] = 0;
     if (thread_in_block() == 0) s_.handed_on = s_.open = s_.fresh = s_.near_ready = 0;
   }
   __device__ bool do_all();
