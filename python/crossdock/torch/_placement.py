@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -22,10 +23,12 @@ from ._calls import DTYPE_CODES
 from ._comm import Comm
 from ._membership import Membership
 from ._pool import block_bytes
+from ._sharding import is_share, local_tensor
 
 __all__ = ["PlacedGroup", "into_symmetric", "move_experts"]
 
-_STATES = struct.Struct("=qq")  # how many states a rank has, and the bytes of those to be moved
+# How many states a rank has, the checksum of their names, and the bytes of those to be moved.
+_STATES = struct.Struct("=qqq")
 
 
 class PlacedGroup(Membership, Placed):
@@ -106,13 +109,15 @@ def move_experts(
         tensors: weights, ``[slots, ...]`` each, contiguous, in symmetric memory
             (`empty_symmetric`).
         old, new, choices, load: as there.
-        optimizer: whose states of these tensors move along: those with the shape of their
-            parameter, such as moments. The first call puts them into symmetric memory. `load`
-            writes the states of its experts as well.
+        optimizer: all tensors are parameters of, whose states of them move along: those of
+            ``[slots, ...]``, such as moments. One element for all slots, such as a number of
+            steps, stays. The first call puts states into symmetric memory. `load` writes those of
+            its experts as well. Gradients do not move: call it behind ``step()`` and
+            ``zero_grad()``.
 
     Raises:
-        TypeError, ValueError: also another optimizer, or one with other numbers of states on
-            another rank. As there.
+        TypeError, ValueError: also an optimizer that does not have a tensor, states that do not
+            lie by slots or are no plain tensors, or other states on another rank. As there.
     """
     several = (groups,) if isinstance(groups, PlacedGroup) else tuple(groups)
     if not several:
@@ -132,33 +137,60 @@ def move_experts(
     return move(comm.core, serving, views, (old, new), choices, load)
 
 
+def _states_by_slot(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """An optimiser's states by slot of these tensors, in their order, by names for errors.
+
+    Raises:
+        TypeError, ValueError: a tensor is no parameter of it, or has a state that cannot move.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: expected one of torch's, got {type(optimizer).__name__}")
+    parameters = {
+        local_tensor(one).data_ptr(): one
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
+    found = {}
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            continue  # an error that comes
+        parameter = parameters.get(tensor.data_ptr())
+        if parameter is None or local_tensor(parameter).shape != tensor.shape:
+            raise ValueError(f"tensors[{i}]: expected a parameter of the optimizer, got another")
+        for name, state in sorted(optimizer.state.get(parameter, {}).items()):
+            if not isinstance(state, torch.Tensor) or state.numel() == 1:
+                continue  # one for all slots, such as a number of steps
+            what = f"optimizer.state of tensors[{i}]: {name!r}"
+            if is_share(state) or type(state) is not torch.Tensor:
+                raise TypeError(f"{what}: expected a plain tensor, got {type(state).__name__}")
+            if state.shape[:1] != tensor.shape[:1] or state.dtype not in DTYPE_CODES:
+                raise TypeError(
+                    f"{what}: expected [{len(tensor)}, ...] of other dtypes, "
+                    f"got {tuple(state.shape)}, {state.dtype}"
+                )
+            found[what] = state
+    return found
+
+
 @torch.no_grad()
 def _states(
     comm: Comm, optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """An optimiser's states by slot, by names for errors, where peers can read them. Collective."""
+    """The same where peers can read them. Collective."""
     with told(comm.core):
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer: expected one of torch's, got {type(optimizer).__name__}")
-        shapes = {one.data_ptr(): one.shape for one in tensors if isinstance(one, torch.Tensor)}
-        found = {
-            f"optimizer.state[{i}][{name!r}]": state
-            for i, (parameter, states) in enumerate(optimizer.state.items())
-            if shapes.get(parameter.data_ptr()) == parameter.shape
-            for name, state in states.items()
-            if isinstance(state, torch.Tensor) and state.shape == parameter.shape
-        }
+        found = _states_by_slot(optimizer, tensors)
         elsewhere = [state for state in found.values() if not comm.pool.owns(state)]
-        for state in elsewhere:
-            if state.dtype not in DTYPE_CODES:
-                raise TypeError(f"optimizer: expected states of other dtypes, got {state.dtype}")
-        mine = _STATES.pack(len(found), sum(block_bytes(state.nbytes) for state in elsewhere))
+        names = zlib.crc32("\n".join(found).encode())
+        num_bytes = sum(block_bytes(state.nbytes) for state in elsewhere)
+        mine = _STATES.pack(len(found), names, num_bytes)
     every = [_STATES.unpack(one) for one in comm.core.all_gather(mine)]
-    numbers = [number for number, _ in every]
-    if len(set(numbers)) > 1:
-        raise ValueError(f"optimizer: expected as many states on all ranks, got {numbers}")
-    if any(num_bytes for _, num_bytes in every):
-        comm.reserve(every[comm.rank][1])
+    if len({names for _, names, _ in every}) > 1:
+        numbers = [number for number, *_ in every]
+        raise ValueError(f"optimizer: expected equal states on all ranks, got {numbers} of them")
+    if any(num_bytes for *_, num_bytes in every):
+        comm.reserve(every[comm.rank][2])
     for state in elsewhere:
         state.data = comm.empty_symmetric(tuple(state.shape), state.dtype).copy_(state)
     return found

@@ -148,13 +148,21 @@ def test_states_of_an_optimiser_move_with_their_experts(me: Rank) -> None:
                 assert torch.equal(same, expected if state.dim() == 0 else expected[held[used]])
             for name, state in adam.state[other].items():
                 assert torch.equal(state, before[name])
-        kind = ValueError, "expected as many states on all ranks"
+        with pytest.raises(ValueError, match=r"tensors\[0\]: expected a parameter of the optim"):
+            xd.move_experts(group, [weights], OLD, NEW, optimizer=torch.optim.SGD([other]))
+        kept = adam.state[weights]["exp_avg"]
+        adam.state[weights]["exp_avg"] = torch.zeros(3)  # as of factored or quantised moments
+        with pytest.raises(TypeError, match=r"'exp_avg': expected \[4, ...\] of other dt.*\(3,\)"):
+            xd.move_experts(group, [weights], OLD, NEW, optimizer=adam)
+        adam.state[weights]["exp_avg"] = kept
+        assert torch.equal(weights[used], whole[held[used]])
+        kind = ValueError, "expected equal states on all ranks"
         if me.rank == 1:
             adam = torch.optim.Adam([weights])  # has made no step
         with pytest.raises(kind[0], match=kind[1]):
             xd.move_experts(group, [weights], OLD, NEW, optimizer=adam)
         with pytest.raises(TypeError if me.rank == 1 else Mismatch):
-            one = [weights] if me.rank == 1 else reference
+            one = [weights] if me.rank == 1 else torch.optim.Adam([weights])
             xd.move_experts(group, [weights], OLD, NEW, optimizer=one)
 
 
