@@ -1,13 +1,17 @@
 // Chunks between a kernel and ranks on other machines, through the proxy (net/commands.h). A block
-// at a time uses the directions; what is said to be for one thread is for any thread of it.
+// at a time sends chunks and gives them back: first the one that enters, at last the one that
+// leaves last; what is said to be for one thread is for any thread of it.
 //
-//   memory                 written by                  read by
-//   frames that are sent   this block, when it may     the proxy, after `filled`
-//   frames that land       the network                 this block, after `landed`
-//   RemoteState            this block; later kernels   this block
+//   memory                 written by                    read by
+//   frames that are sent   that block, and hands of      the proxy, after `filled`
+//                          others, when they may
+//   frames that land       the network                   that block, after `landed`, and hands
+//   RemoteState::sent,     that block; later kernels     that block
+//     read
 //
-// All words are in pinned memory. `filled` and `read` are stored with release (sys) behind a
-// barrier of the block, which covers the stores and loads of all its threads.
+// All words are in pinned memory. `filled` and `read` are stored with release (sys). It covers the
+// stores and loads of this block's threads behind its barrier, and those of hands (hands.cuh)
+// behind their shares' `done`, which the storing lane, or one of its warp, has acquired.
 #pragma once
 
 #include "cuda/ptx.cuh"
