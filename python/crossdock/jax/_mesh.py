@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -87,7 +88,8 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
 
         Outside of ``jit``. Programs that have been compiled route by it from their next run on, and
         plans that have been made stay good. Call it when the programs that were called before have
-        ended: see ``jax.block_until_ready``. Until the first call expert e is in slot e.
+        ended: see ``jax.block_until_ready``. Until the first call expert e is in slot e. All layers
+        of the config route by one table.
 
         Args:
             config: of either kind.
@@ -102,7 +104,10 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
             Busy: low latency: a dispatch is between its halves.
             PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
             Unsupported: on GPUs.
+            ValueError: the mesh is of several processes, and has other axes beside the experts',
+                whose sets of ranks could take different tables.
         """
+        self.check_sets()
         table = self._table(config)
         core: Any = self._of(config)[1]
         try:
@@ -110,13 +115,35 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         except (TypeError, ValueError) as error:
             self.fail_set_placement(config, str(error))
             raise
-        table.set(core, given, slots, choices)
+
+        def set_placement(*given: Any) -> None:
+            try:
+                core.set_placement(*given)
+            except CrossdockError as error:  # the extension does not tell
+                error.fatal = self._ranks.error() is not None
+                raise
+
+        table.set(SimpleNamespace(set_placement=set_placement), given, slots, choices)
 
     def fail_set_placement(self, config: AnyConfig, problem: str) -> None:
         """Takes this process's part in the peers' `set_placement`, which raises Mismatch there."""
         core: Any = self._of(config)[1]
         with contextlib.suppress(CrossdockError):  # it says what the caller knows
             core.fail_set_placement(problem)
+
+    def check_sets(self) -> None:
+        """Raises ValueError where sets of ranks could take different tables. Local."""
+        others = {
+            axis: size
+            for axis, size in self.mesh.shape.items()
+            if axis not in self.ep_axes and size > 1
+        }
+        if others and len({device.process_index for device in self.mesh.devices.flat}) > 1:
+            raise ValueError(
+                f"mesh: expected no axes but {self.ep_axes} where several processes set a "
+                f"placement, or one process alone, got {others} too: each of their sets of ranks "
+                "could take another table"
+            )
 
     def placement(self, config: AnyConfig) -> np.ndarray:
         """The table in force, as of `set_placement`: ``[ranks, slots]`` int32."""
@@ -250,8 +277,8 @@ def init(
     (``jax.distributed``) or several. The result serves every `ep_prepare` that names no other.
 
     Args:
-        mesh: devices of one host, CPUs or GPUs. Functions in ``shard_map`` use this mesh, or one
-            with the same devices in the same order.
+        mesh: CPUs, also of several hosts, or GPUs of one. Functions in ``shard_map`` use this mesh,
+            or one with the same devices in the same order.
         ep_axis: its axis of experts, or several, the first one counting slowest.
         data_axes: for calls outside ``shard_map``: the axes over which, before `ep_axis`, the first
             dimension of arrays is split.

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from crossdock._placed import Choices
 from crossdock._placement import Move, Placement, expert_of_slot, placement_moves
-from crossdock.errors import CrossdockError
+from crossdock.errors import Busy, CrossdockError, PeerLost
 
-from ._config import AnyConfig
+from ._config import AnyConfig, LowLatencyConfig
 from ._group import Place, programs_of
 from ._mesh import EpMesh, current_mesh
 from ._where import check_split
@@ -36,16 +36,18 @@ def move_experts(
 ) -> _Weights:
     """Makes groups route by another table, and gives the weights that belong to it. Collective.
 
-    Outside of ``jit``, when the programs that were called before have ended. The arrays that are
-    given stay as they are, so plans made before still fit them. Each slot that gets another expert
-    is copied from a slot that holds it, bit for bit; the others keep what they hold. One array
-    after another is in memory together with its successor.
+    Outside of ``jit``, when the programs that were called before have ended. All layers of one
+    config have one table: give the weights of all of them in one call. Each slot that gets another
+    expert is copied from a slot that holds it, bit for bit; the others keep what they hold. The
+    arrays that are given stay as they are, so plans made before still fit them, and both trees are
+    in memory until you drop the old one.
 
     Args:
         configs: one, or several with equal experts, as of prefill and decode, whose tables are
             equal: all change, or none.
-        weights: any pytree of arrays ``[E, ...]`` by slot, split over the axes of experts, such as
-            parameters together with their moments of an optimiser.
+        weights: any pytree of arrays ``[E, ...]`` by slot, split over the axes of experts and no
+            others, such as experts' parameters together with the moments of these alone. Layers
+            that are stacked for ``scan`` have slots first, ``[E, layers, ...]``.
         placement, choices: as of `EpMesh.set_placement`. Every expert that a slot gets is in some
             slot already.
         mesh: from `init`; None = the last one.
@@ -55,30 +57,42 @@ def move_experts(
 
     Raises:
         TypeError, ValueError: weights that do not fit, or lie otherwise on the mesh; a bad table,
-            or groups whose tables differ. Mismatch in other processes; the old table is in force.
-        Mismatch, Busy, PeerLost, Unsupported: as `EpMesh.set_placement`; likewise.
+            or groups whose tables differ. Mismatch in other processes, and the old table is in
+            force. Of a first config that is none, or has no logical experts, others do not hear.
+            The mesh as of `EpMesh.set_placement`.
+        Mismatch, Busy, PeerLost, Unsupported: as `EpMesh.set_placement`, but the old table is in
+            force, as it is behind all that JAX raises here, such as where memory ends: Mismatch in
+            other processes then. Processes that wait for weights of this one hear of it when XLA's
+            collectives give up; later than `init`'s timeout the communicator is finished. Where a
+            rank is lost while the old table is set again, or in the last turn, `EpMesh.placement`
+            says which table this process has, and operations raise Mismatch until all have set the
+            same one.
     """
     joined = current_mesh() if mesh is None else mesh
+    joined.check_sets()
     several = list(configs) if isinstance(configs, Sequence) else [configs]
     if not several:
         raise ValueError("configs: expected one or more, got none")
     old = joined.placement(several[0])
-    try:
+    with _told(joined, several[0]):
         for config in several:
             if not np.array_equal(joined.placement(config), old):
                 raise ValueError("configs: expected groups of equal tables, got others")
         new = expert_of_slot("placement", placement)
         routes = _Routes.of(_moves(old, new), *old.shape)
         leaves, tree = _leaves(joined.place, weights, old.size)
-    except (TypeError, ValueError) as error:
-        joined.fail_set_placement(several[0], str(error))
-        raise
-    jax.block_until_ready(leaves)
+        jax.block_until_ready(leaves)
     with _all_or_none(joined, several, old):
-        for config in several:
-            joined.set_placement(config, new, choices=choices)
-        run = _mover(joined, several[0])
-        moved = [jax.block_until_ready(run(*routes, leaf)) for leaf in leaves]
+        lost = _take_turns(joined, several, new, choices)
+        last = min(several, key=_masks)
+        with _told(joined, last):
+            run = _mover(joined, several[0])
+            moved = [jax.block_until_ready(run(*routes, leaf)) for leaf in leaves]
+            if _masks(last):
+                _meet(joined, last)
+            if lost is not None:
+                raise lost
+        joined.set_placement(last, new, choices=choices)  # all have copied, or all hear of it
     return jax.tree.unflatten(tree, moved)
 
 
@@ -143,17 +157,69 @@ def _leaves(place: Place, weights: Any, slots: int) -> tuple[list[jax.Array], An
 
 
 @contextlib.contextmanager
+def _told(joined: EpMesh, config: AnyConfig, kinds: type[Exception] = Exception) -> Iterator[None]:
+    """Lets peers, which set a table of this config next, hear of a mistake that is made before."""
+    try:
+        yield
+    except kinds as error:
+        joined.fail_set_placement(config, f"move_experts: {error}")
+        raise
+
+
+@contextlib.contextmanager
 def _all_or_none(joined: EpMesh, configs: list[AnyConfig], old: np.ndarray) -> Iterator[None]:
-    """Sets the old tables again if not all groups get the new one, or weights cannot be moved."""
+    """Sets the old tables again if not all groups get the new one, or weights cannot be moved.
+
+    All processes do, as all of them hear of what has failed in one.
+    """
     choices = [joined.choices(config) for config in configs]
     try:
         yield
     except Exception:
         for config, before in zip(configs, choices, strict=True):
-            if not np.array_equal(joined.placement(config), old):
+            same = np.array_equal(joined.placement(config), old)
+            if not same or joined.choices(config) is not before:
                 with contextlib.suppress(CrossdockError):  # the caller has to hear of the first one
                     joined.set_placement(config, old, choices=before)
         raise
+
+
+def _take_turns(
+    joined: EpMesh, configs: list[AnyConfig], table: np.ndarray, choices: Choices | None
+) -> PeerLost | None:
+    """Lets groups route by a table; an error after which all do so, of which peers do not hear."""
+    lost = None
+    for config in configs:
+        try:
+            with _told(joined, config, Busy):
+                joined.set_placement(config, table, choices=choices)
+        except PeerLost as error:
+            if error.fatal:
+                raise
+            lost = lost or error
+    return lost
+
+
+def _masks(config: AnyConfig) -> bool:
+    """Whether a late rank is left out of the group's turns, which are short then."""
+    return isinstance(config, LowLatencyConfig) and config.on_peer_loss == "mask"
+
+
+def _meet(joined: EpMesh, config: AnyConfig) -> None:
+    """Waits for all ranks, by XLA."""
+    place = joined.place
+    programs = programs_of(joined.described(config))
+    if _meet not in programs:
+        programs[_meet] = jax.jit(
+            jax.shard_map(
+                lambda: jax.lax.psum(jax.lax.axis_index(place.axes), place.axes),
+                mesh=place.mesh,
+                in_specs=(),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+        )
+    jax.block_until_ready(programs[_meet]())
 
 
 def _mover(joined: EpMesh, config: AnyConfig) -> Callable[..., jax.Array]:

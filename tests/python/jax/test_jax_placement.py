@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import crossdock
 import crossdock.jax as xd
-from crossdock.errors import InvalidArgument, Mismatch
+from crossdock.errors import InvalidArgument, Mismatch, PeerLost
 from jax_support import (
     HIDDEN,
     RANKS,
@@ -187,7 +187,9 @@ def test_choices_of_an_expert_without_a_slot_count_as_none(world: World) -> None
 @everywhere
 def test_low_latency_and_bulk_groups_move_together(world: World) -> None:
     """Slots of both have the same experts; rows come to the slots that the table says."""
-    few = low_latency_config_of(TOKENS, num_experts=ALL, num_logical_experts=LOGICAL)
+    few = low_latency_config_of(
+        TOKENS, num_experts=ALL, num_logical_experts=LOGICAL, on_peer_loss="mask"
+    )
     batch = Batch()
     ids, x, weights, _ = batch.on(world)
     world.ep.set_placement(config(), IN_ORDER)
@@ -206,6 +208,10 @@ def test_low_latency_and_bulk_groups_move_together(world: World) -> None:
             out, counts = function(ids, x, weights, scales)
             world.equal(out, batch.out)
             world.equal(counts, lambda rank, table=table: batch.slot_counts(table)[rank])
+    scales = xd.move_experts(few, scales, SPREAD)  # the other stays behind
+    out, counts = compiled[0](ids, x, weights, scales)
+    world.equal(out, batch.out)
+    world.equal(counts, lambda rank: batch.slot_counts(SPREAD)[rank])
 
 
 # ---- Weights ------------------------------------------------------------------------------------
@@ -325,3 +331,74 @@ def test_processes_that_disagree_hear_of_it_and_keep_the_old_table(world: World)
     out, _ = world.on_ranks(layer)(*batch.on(world)[:3], scales)
     world.equal(out, batch.out)
     np.testing.assert_array_equal(world.ep.placement(config()), IN_ORDER)
+
+
+@on_processes
+def test_what_fails_in_one_process_leaves_all_with_the_old_table(world: World) -> None:
+    me = jax.process_index()
+    few = low_latency_config_of(TOKENS, num_experts=ALL, num_logical_experts=LOGICAL)
+    both = [few, config()]
+    for one in both:
+        world.ep.set_placement(one, REPLICAS, choices=CHOICES)
+    batch = Batch()
+    scales = by_slot(world, batch.scales, REPLICAS)
+    within = [row[::-1] for row in REPLICAS]  # so that no process waits for another's weights
+
+    def no_memory(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if me == 1:  # behind the turn of all
+            patch.setattr("crossdock.jax._moves._mover", no_memory)
+        kind, text = (
+            (RuntimeError, "^no memory") if me == 1 else (Mismatch, "rank 1: its call failed")
+        )
+        for table in (within, REPLICAS):  # the latter with other lists alone
+            with pytest.raises(kind, match=text):
+                xd.move_experts(both, scales, table)
+    deleted = scales + 0
+    if me == 2:  # before it
+        deleted.delete()
+    kind, text = (RuntimeError, "deleted") if me == 2 else (Mismatch, "rank 2: its call failed")
+    with pytest.raises(kind, match=text):
+        xd.move_experts(both, deleted, within)
+    for one in both:
+        np.testing.assert_array_equal(world.ep.placement(one), REPLICAS)
+        assert world.ep.choices(one) is CHOICES
+    out, counts = world.on_ranks(layer)(*batch.on(world)[:3], scales)
+    world.equal(out, batch.out)
+    world.equal(counts, lambda rank: batch.slot_counts(REPLICAS, CHOICES)[rank])
+
+
+@on_devices
+def test_a_rank_that_the_turn_finds_lost_leaves_all_with_the_old_table(world: World) -> None:
+    few = low_latency_config_of(
+        TOKENS, num_experts=ALL, num_logical_experts=LOGICAL, on_peer_loss="mask"
+    )
+    scales = by_slot(world, np.ones(LOGICAL, np.float32), IN_ORDER)
+    for one in (few, config()):
+        world.ep.set_placement(one, IN_ORDER)
+    world.ep.mask_set(few, RANKS - 1)  # of which this rank itself hears in the turn
+    with pytest.raises(PeerLost, match="have masked this rank") as caught:
+        xd.move_experts([few, config()], scales, SPREAD)
+    assert not caught.value.fatal
+    for one in (few, config()):
+        np.testing.assert_array_equal(world.ep.placement(one), IN_ORDER)
+    batch = Batch()
+    _, counts = world.on_ranks(layer)(*batch.on(world)[:3], scales)
+    world.equal(counts, lambda rank: batch.slot_counts(IN_ORDER)[rank])
+
+
+@on_processes
+def test_sets_of_ranks_of_several_processes_are_refused(world: World) -> None:
+    mesh = Mesh(world.mesh.devices.reshape(2, -1), ("data", "ep"))
+    ep = xd.init(mesh, "ep")
+    one = config_of(TOKENS, num_experts=ep.num_ranks * SLOTS, num_logical_experts=LOGICAL)
+    table = ep.placement(one)
+    for call in (
+        lambda: ep.set_placement(one, table),
+        lambda: xd.move_experts(one, np.ones(table.size), table),
+    ):
+        with pytest.raises(ValueError, match="mesh: expected no axes but .*{'data': 2} too"):
+            call()
+    ep.close()
