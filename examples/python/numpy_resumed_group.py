@@ -37,6 +37,17 @@ def check(results: tuple[np.ndarray, np.ndarray, np.ndarray], comm: xd.Comm) -> 
     np.testing.assert_array_equal(out, tokens * factors)
 
 
+def go_on(group: xd.EpGroup, step: int) -> int:
+    """Agrees with those that are left, again while more are lost; the step to make again."""
+    while True:
+        view = group.comm.agree(step=step, ok=False, timeout=60)
+        try:
+            group.enter_view()
+        except xd.PeerLost:
+            continue
+        return view.first_step
+
+
 def run(comm: xd.Comm) -> None:
     """The part of each rank."""
     config = xd.EpConfig(
@@ -54,10 +65,8 @@ def run(comm: xd.Comm) -> None:
                 check(one_step(group, step), comm)
                 step += 1
             except xd.PeerLost:
-                view = comm.agree(step=step, ok=False, timeout=60)
-                group.enter_view()
-                step = view.first_step
-                print(f"rank {comm.rank}: step {step} again with {view.members}", flush=True)
+                step = go_on(group, step)
+                print(f"rank {comm.rank}: step {step} again with {comm.view.members}", flush=True)
         print(f"rank {comm.rank}: {STEPS} steps are right", flush=True)
 
 

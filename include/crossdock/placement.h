@@ -56,7 +56,8 @@ typedef struct xd_ep_placement {
  * table, and MISMATCH on the others; MISMATCH where tables differ; OUT_OF_MEMORY on one rank, and
  * MISMATCH on the others; in low-latency groups BUSY while dispatches of this rank are between
  * their halves, of which peers do not hear. INVALID_ARGUMENT in groups without logical experts.
- * PEER_LOST in a group with masks tells of ranks that are lost; the new table is in force then.
+ * PEER_LOST in a group with masks tells of ranks that are lost; the new table is in force then. In
+ * a group that resumes (xd_ep_group_enter_view) the old one is, also behind its next view.
  * Ranks that are masked meanwhile do not hear of the call, and where masks differ one rank may end
  * with MISMATCH and another with success. No batch is sent under tables that differ: prepare and
  * xd_ll_dispatch compare them, and are a MISMATCH until all ranks have set equal ones.

@@ -85,8 +85,9 @@ typedef struct xd_comm_agree_args {
  * timeout_ms longer, at least 1 s and at most 10 s. Where too many members have ended there, or all
  * leave, no call decides any more: the ranks that are left make a new communicator.
  *
- * A rank that has met a loss in an operation makes the other operations of its step all the same
- * before it calls: a rank that has met none waits for it there, up to its wait_timeout_ms.
+ * A rank that has met a loss in an operation of a low-latency group makes the others of its step
+ * all the same before it calls: a rank that has met none waits for it there, up to its
+ * wait_timeout_ms. In groups that resume nobody waits for it.
  *
  * Blocking and bounded. It needs no operation of any group, and may be called while operations of
  * other ranks still wait for a rank that is gone. One thread per rank at a time.
@@ -109,14 +110,18 @@ XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
  * Losses. An operation in which a rank is lost (see xd_comm_lost) ends with PEER_LOST on all ranks
  * that are left, which finishes nothing. All get it from the same operation: the last one that
  * ended well did so on all of them. (A rank that does not come to that operation any more is not
- * waited for.) No rank touches the tensors of another then. Each further call returns PEER_LOST at
- * once, xd_ep_join_failed included, until the group has entered a view without the rank. So every
+ * waited for.) It names one of those lost, which need not be the same one everywhere: the view says
+ * who is gone. No rank touches the tensors of another then. Each further call returns PEER_LOST at
+ * once, xd_ep_join_failed included, until the group has entered a view without the lost. So every
  * rank goes on like this, with no barrier between:
  *   xd_comm_agree           one view for all
- *   xd_ep_group_enter_view  once for each group, in the same order
+ *   xd_ep_group_enter_view  once for each group, in the same order; PEER_LOST: agree again
+ *   xd_ll_mask_set, xd_ll_reset, where there are low-latency groups with masks
  *   xd_ep_group_set_placement, or a router that chooses no expert of ranks that are gone
  *   xd_ep_prepare           the step is made again, from view.first_step for instance
- * A rank that is late is no loss: TIMEOUT, which is fatal.
+ * Nothing else that waits for peers comes between the first call and the last
+ * xd_ep_group_enter_view: a rank that met a further loss there would agree anew, while others wait
+ * for it until TIMEOUT. A rank that is late is no loss: TIMEOUT, which is fatal.
  *
  * Behind it. All sizes stay those of W ranks. A rank that is gone has no tokens, receives none, and
  * its numbers in outputs are 0. Choices of its experts count as -1, in groups with logical experts

@@ -65,15 +65,17 @@ class EpGroup(Membership[EpConfig, EpStatus]):
     _CONFIG = EpConfig
     _STATUS = EpStatus
     _SET_PLACEMENT = constants.SET_PLACEMENT
+    _BREAKS = True
 
     def enter_view(self) -> None:
         """Goes on with the members of ``comm.view``. Collective over these; blocks.
 
         With ``on_peer_loss="resume"`` only. An operation that needs a rank which is lost raises
-        PeerLost, on all ranks that are left alike, and so does each further one at once. Then every
-        rank calls ``comm.agree``, then this for each of its groups, and makes the step again from
-        `prepare` on. Choices of experts on ranks that are gone count as -1 (`status` tells how
-        many), and plans of before are InvalidArgument.
+        PeerLost about one of those lost, on all ranks that are left alike, and so does each further
+        one at once. Then every rank calls ``comm.agree``, then this for each of its groups, with no
+        call between that waits for peers: masks of low-latency groups, and their ``reset``, come
+        behind. The step is made again from `prepare` on. Choices of experts on ranks that are gone
+        count as -1 (`status` tells how many), and plans of before are InvalidArgument.
 
         Waits for ranks that are no members to end, up to the communicator's timeout. Does nothing
         in a view that the group has entered already.

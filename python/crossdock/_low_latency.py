@@ -437,7 +437,8 @@ class LowLatencyGroup(Membership[LowLatencyConfig, LowLatencyStatus]):
         """Brings the ranks that are not masked back into step. Collective over those.
 
         Operations between their halves are forgotten; plans stay good. Needed when a rank has been
-        unmasked on both sides. With ``on_peer_loss="mask"`` only.
+        unmasked on both sides. With ``on_peer_loss="mask"`` only. Where groups that resume enter a
+        view (`EpGroup.enter_view`), that comes first.
         """
         try:
             self._core.reset()

@@ -212,7 +212,8 @@ class Membership(Member, Placed, Generic[_Config, _Status]):
             TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
                 Mismatch naming the ranks whose tables differ. The old table is in force then.
             Busy: low latency: a dispatch is between its halves.
-            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
+            PeerLost: ranks are lost. With ``on_peer_loss="mask"`` the new table is in force; with
+                ``"resume"`` the old one, also behind `enter_view`.
         """
         if self._config.num_logical_experts == 0:
             raise ValueError("set_placement: the group's config has no num_logical_experts")

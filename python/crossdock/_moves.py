@@ -150,8 +150,11 @@ def move_experts(
             `old` is in force. So it is after an exception of `load` for a slot that was empty.
         Unsupported: weights lie on another machine.
         Busy: as ``set_placement``, and Mismatch on the other ranks, if it is not full of halves.
-        PeerLost: with ``on_peer_loss="mask"``: ranks were lost in the turn; `new` is in force, and
-            all weights are in their slots.
+        PeerLost: ranks are lost. If they were in the turn of a group that masks, `new` is in force,
+            and all weights are in their slots. If that group resumes, or they were lost before it,
+            no slot in use has changed, and `old` is in force; of several groups that resume, those
+            whose turn had ended keep `new`, as their ``placement`` says: set `old` on all of them
+            behind ``enter_view``.
         Exceptions of `load` for a slot that was in use leave `new` in force. That slot, and those
         that it was not yet called for, hold other experts, or parts of one.
     """
@@ -245,22 +248,28 @@ def _check_new(
 
 
 def _take_turns(groups: list[Any], table: np.ndarray, choices: Choices | None) -> PeerLost | None:
-    """Lets groups route by a table, or none of them; an error after which all do so."""
+    """Lets groups route by a table, or none of them; an error after which all do so.
+
+    None, but for those that resume and had their turn before a loss broke that of another.
+    """
     lost = None
     done: list[tuple[Any, np.ndarray, Choices | None]] = []
     for group in groups:
         before = (group, group.placement, group.choices)
         try:
             group.set_placement(table, choices=choices)
-        except PeerLost as error:
-            if error.fatal:
-                raise
-            lost = lost or error
         except CrossdockError as error:
+            if isinstance(error, PeerLost):
+                if error.fatal:
+                    raise
+                if np.array_equal(group.placement, table):  # it masks
+                    lost = lost or error
+                    done.append(before)
+                    continue
             if isinstance(error, Busy):  # of which peers have not heard
                 group.fail_set_placement(f"move_experts: {error}")
-            with contextlib.suppress(CrossdockError):  # the caller has to hear of `error`
-                for earlier, old, lists in done:
+            for earlier, old, lists in done:
+                with contextlib.suppress(CrossdockError):  # the caller has to hear of `error`
                     earlier.set_placement(old, choices=lists)
             raise
         done.append(before)

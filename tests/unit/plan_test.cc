@@ -169,8 +169,8 @@ TEST_F(PlanTest, ForeignPlansAreNamedByWhatDiffers) {
   other.expert_tables = ExpertTables::read(swapped.data(), 4, 2, "");
   EXPECT_EQ(refusal({1, &other, 99}), "plan: made for other expert_ranks than this group's");
   EXPECT_EQ(refusal({1, &config_, 99, 5}),
-            "plan: made for ranks on other hosts than this communicator's (config.host), or with "
-            "other ranks than have entered this group's view");
+            "plan: made with other ranks than have entered this group's view, or on other hosts "
+            "than this communicator's (config.host): make it again by xd_ep_prepare");
   other = config_;
   other.overflow = XD_EP_OVERFLOW_DROP;
   expect_words(refusal({1, &other, 99}), {"overflow policy"});

@@ -133,6 +133,7 @@ class EpGroup(PlacedGroup):
     """
 
     _SET_PLACEMENT = constants.SET_PLACEMENT
+    _BREAKS = True
 
     def __init__(
         self,

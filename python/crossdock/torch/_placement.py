@@ -72,7 +72,8 @@ class PlacedGroup(Membership, Placed):
             TypeError, ValueError, InvalidArgument: a bad table, and Mismatch on the others;
                 Mismatch naming the ranks whose tables differ. The old table is in force then.
             Busy: low latency: a dispatch is between its halves.
-            PeerLost: with ``on_peer_loss="mask"``: ranks are lost; the new table is in force.
+            PeerLost: ranks are lost. With ``on_peer_loss="mask"`` the new table is in force; with
+                ``"resume"`` the old one, also behind `enter_view`.
         """
         if self.num_logical_experts == 0:
             self.refuse(None, ValueError, "set_placement: the group has no num_logical_experts")

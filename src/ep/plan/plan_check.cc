@@ -56,8 +56,10 @@ std::string text_of(const Fault& fault, const PlanTerms& terms) {
     case PlanFault::expert_ranks:
       return "plan: made for other expert_ranks than this group's";
     case PlanFault::hosts:
-      return "plan: made for ranks on other hosts than this communicator's (config.host), or with "
-             "other ranks than have entered this group's view";
+      return is_ll_layout(terms.layout)
+                 ? "plan: made for ranks on other hosts than this communicator's (config.host)"
+                 : "plan: made with other ranks than have entered this group's view, or on other "
+                   "hosts than this communicator's (config.host): make it again by xd_ep_prepare";
     case PlanFault::too_large:
       return concat("plan: made for ", fault.got, " tokens and top-", fault.expected,
                     ", the group's bounds are ", terms.max_tokens, " and ", terms.max_topk);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -361,6 +363,42 @@ def set_late(set_placement: Callable[..., None], *args: object, **options: objec
     """Takes a turn that the other ranks have ended without this one."""
     ENTERED.wait(60)
     set_placement(*args, **options)
+
+
+def die(*args: object, **options: object) -> None:
+    """Ends this rank's process where it would take its turn."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@on_ranks(3, loses=2, fresh=True)  # other tests keep their processes
+def test_a_loss_in_the_turn_of_a_group_that_resumes_leaves_the_old_table(me: Rank) -> None:
+    sizes = {"num_experts": 6, "num_logical_experts": 6, "on_peer_loss": "resume"}
+    old, new = [[0, 1], [2, 3], [4, 5]], [[2, 1], [4, 3], [0, 5]]
+    with (
+        me.comm(heap_bytes=1 << 20, on_peer_loss="mask") as comm,
+        crossdock.EpGroup(comm, config_of(**sizes)) as group,
+    ):
+        arrays = [comm.empty(one.shape, one.dtype) for one in weights_of(old[me.rank])]
+        for array, weights in zip(arrays, weights_of(old[me.rank]), strict=True):
+            array[:] = weights
+        if me.rank == 2:
+            group.set_placement = die
+        moves = functools.partial(crossdock.move_experts, group, arrays, old, new)
+        for call in (moves, functools.partial(group.set_placement, new)):
+            assert not raises(PeerLost, call).fatal
+            assert group.placement is not None
+            assert group.placement.tolist() == old
+            has_weights(arrays, old, me.rank)
+        assert comm.agree(timeout=60).members == (0, 1)
+        group.enter_view()
+        assert group.placement.tolist() == old
+        plan = group.prepare(np.array([[0, 2]]))  # in `new` expert 0 is on rank 2
+        assert plan.rank_rows.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0]]
+        left = [[2, 1], [0, 3], [-1, -1]]
+        group.set_placement(left)
+        assert group.placement.tolist() == left
+        plan = group.prepare(np.array([[2, 1]]))
+        assert plan.rank_rows.tolist() == [[2, 0, 0], [2, 0, 0], [0, 0, 0]]
 
 
 @on_ranks(Apart(2))

@@ -73,6 +73,34 @@ def test_steps_go_on_without_a_killed_rank(me: Rank, dies_in: str) -> None:
         assert comm.view.members == (0, 2)
 
 
+@on_ranks(RANKS, loses=DIES, fresh=True)
+def test_weights_stay_where_a_loss_breaks_the_turn_of_one_of_several_groups(me: Rank) -> None:
+    old, new = [[0, 1], [2, 3], [4, 5]], [[4, 1], [0, 3], [2, 5]]
+    with xd.init(device="cpu", on_peer_loss="mask", heap_bytes=1 << 20) as comm:
+        sizes = {"num_experts": EXPERTS, "max_topk": TOPK, "max_tokens_per_rank": TOKENS}
+        sizes |= {"hidden": HIDDEN, "dtype": torch.float32, "num_logical_experts": EXPERTS}
+        few = xd.LowLatencyGroup(**sizes, on_peer_loss="mask", comm=comm)
+        first, second = (make_group(comm, num_logical_experts=EXPERTS) for _ in range(2))
+        groups = (first, few, second)
+        weights = comm.empty_symmetric((2, HIDDEN), torch.float32)
+        weights.copy_(torch.tensor(old[me.rank])[:, None])
+        if me.rank == DIES:  # the others have had the turns of the first two groups then
+            second.set_placement = lambda *_, **__: die_if(True)
+        with pytest.raises(PeerLost) as lost:
+            xd.move_experts(groups, [weights], old, new)
+        assert not lost.value.fatal
+        assert [group.placement.tolist() for group in groups] == [new, old, old]
+        assert weights[:, 0].tolist() == old[me.rank]
+        assert comm.agree(timeout=60).members == (0, 2)
+        for group in (first, second):
+            group.enter_view()
+        few.mask_set(DIES, True)
+        few.reset()
+        for group in groups:
+            group.set_placement(old)
+        assert [group.placement.tolist() for group in groups] == [old] * 3
+
+
 @on_ranks(2)
 def test_groups_resume_only_where_it_was_asked_for(me: Rank) -> None:
     with xd.init(on_peer_loss="mask") as comm:
