@@ -43,8 +43,9 @@ typedef struct xd_view {
 typedef struct xd_comm_agree_args {
   size_t struct_size;
   /* How long votes of members that live are waited for. 0 = a second more than twice the longest
-   * wait_timeout_ms of the low-latency groups that this rank has made with masks, since peers may
-   * still wait in an operation; without such groups the communicator's timeout. */
+   * wait of groups of this rank that outlive losses, since peers may still wait in an operation:
+   * wait_timeout_ms of low-latency groups with masks, the communicator's timeout of groups that
+   * resume. Without such groups 0 = the communicator's timeout. */
   int32_t timeout_ms;
   /* 1 = this rank has what it needs, as its program understands that; 0 = it has not. The view says
    * whether all members have voted 1. */

@@ -82,6 +82,7 @@ void Group::require_may_outlive() const {
              ": the communicator has on_peer_loss = FATAL, expected MASK, as a rank that is lost "
              "finishes it otherwise");
   comm().require_all_near(kField);
+  comm().note_group_wait(comm().timeout_ms());
 }
 
 void Group::keep_members(const Members& members) {
