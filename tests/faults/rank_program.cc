@@ -79,6 +79,12 @@ class RankRun {
       report(created);
       return after(created);
     }
+    run_program();
+  }
+
+ private:
+  // With a communicator.
+  void run_program() {
     switch (program_.program) {
       case Program::create_group:
       case Program::grow:
@@ -116,7 +122,6 @@ class RankRun {
     }
   }
 
- private:
   void say(const std::string& text) {
     const std::lock_guard lock(output_mutex);
     std::printf("%d %s\n", rank_.rank, text.c_str());
