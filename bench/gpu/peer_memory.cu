@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -81,36 +82,39 @@ __global__ void watch_clock(const volatile int* stop, volatile std::uint64_t* lo
 
 // ---- The other process ----
 
-void send_descriptor(int socket, int fd) {
+// A message of one byte, and a descriptor beside it.
+struct Parcel {
   char byte = 0;
   iovec part{&byte, 1};
   alignas(cmsghdr) char room[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = room;
-  message.msg_controllen = sizeof room;
-  cmsghdr* const control = CMSG_FIRSTHDR(&message);
+
+  Parcel() {
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = room;
+    message.msg_controllen = sizeof room;
+  }
+  Parcel(const Parcel&) = delete;
+  Parcel& operator=(const Parcel&) = delete;
+};
+
+void send_descriptor(int socket, int fd) {
+  Parcel parcel;
+  cmsghdr* const control = CMSG_FIRSTHDR(&parcel.message);
   control->cmsg_level = SOL_SOCKET;
   control->cmsg_type = SCM_RIGHTS;
   control->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(control), &fd, sizeof fd);
-  if (::sendmsg(socket, &message, 0) != 1) throw std::runtime_error("sendmsg failed");
+  if (::sendmsg(socket, &parcel.message, 0) != 1) throw std::runtime_error("sendmsg failed");
 }
 
 xd::UniqueFd receive_descriptor(int socket, int timeout_ms = 30'000) {
   pollfd item{socket, POLLIN, 0};
   if (::poll(&item, 1, timeout_ms) != 1) throw std::runtime_error("the other process says nothing");
-  char byte = 0;
-  iovec part{&byte, 1};
-  alignas(cmsghdr) char room[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = room;
-  message.msg_controllen = sizeof room;
+  Parcel parcel;
   const cmsghdr* control = nullptr;
-  if (::recvmsg(socket, &message, 0) == 1) control = CMSG_FIRSTHDR(&message);
+  if (::recvmsg(socket, &parcel.message, 0) == 1) control = CMSG_FIRSTHDR(&parcel.message);
   if (control == nullptr) throw std::runtime_error("the other process has ended");
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(control), sizeof fd);
@@ -149,6 +153,7 @@ class Child {
       throw std::runtime_error("socketpair failed");
     pid_ = ::fork();
     if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       try {
         body(ends[1]);
         for (;;) ::pause();
@@ -330,7 +335,7 @@ void measure_stores(int rounds) {
   std::vector<std::unique_ptr<Child>> children;  // all of them before CUDA is in use
   for (int round = 0; round < rounds; ++round)
     children.push_back(std::make_unique<Child>([](int socket) {
-      const xd::UniqueFd fd = receive_descriptor(socket, -1);
+      const xd::UniqueFd fd = receive_descriptor(socket, 600'000);
       const int device = devices() > 1 ? 1 : 0;
       XD_CUDA_CHECK(cudaSetDevice(device));
       XD_CUDA_CHECK(cudaFree(nullptr));
