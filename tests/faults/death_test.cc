@@ -70,9 +70,24 @@ class Death : public testing::TestWithParam<Spot> {
     return last;
   }
 
-  void expect_step(const Result& result) const {
+  // Both survivors: the death is at its step, and the loss of `finished_by` says these words; -1 =
+  // nothing is finished.
+  void expect_losses(Processes& ranks, int finished_by, Clock::time_point since,
+                     const std::string& words) const {
+    const bool succeeds_once = GetParam().step == Step::after_leaving;
     const bool moves_rows = GetParam().operation != XD_EP_PREPARE;
-    EXPECT_EQ(result.outputs_written, GetParam().step == Step::moving && moves_rows);
+    for (const int survivor : kSurvivors) {
+      SCOPED_TRACE("rank " + std::to_string(survivor));
+      if (succeeds_once) {
+        const Result first = ranks.wait_for_result(survivor);
+        ASSERT_EQ(first.status, XD_SUCCESS) << first.text;
+      }
+      const Result result = ranks.expect_loss(survivor, finished_by, since, kLimit);
+      if (!succeeds_once) {
+        EXPECT_EQ(result.outputs_written, GetParam().step == Step::moving && moves_rows);
+      }
+      expect_words(result.text, {words});
+    }
   }
 };
 
@@ -83,17 +98,7 @@ TEST_P(Death, IsToldToAllWhoGoOnWithoutIt) {
   const auto since = release(ranks);
   const int ended = ranks.wait_for_death(kVictim);
   EXPECT_TRUE(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGSEGV) << ended;
-  for (const int survivor : kSurvivors) {
-    SCOPED_TRACE("rank " + std::to_string(survivor));
-    const bool succeeds_once = GetParam().step == Step::after_leaving;
-    if (succeeds_once) {
-      const Result first = ranks.wait_for_result(survivor);
-      ASSERT_EQ(first.status, XD_SUCCESS) << first.text;
-    }
-    const Result result = ranks.expect_loss(survivor, kVictim, since, kLimit);
-    if (!succeeds_once) expect_step(result);
-    expect_words(result.text, {"rank " + std::to_string(kVictim)});
-  }
+  expect_losses(ranks, kVictim, since, "rank " + std::to_string(kVictim));
   // They have made a communicator of their own.
   for (const int survivor : kSurvivors) EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
 }
@@ -109,17 +114,7 @@ TEST_P(Death, IsOutlivedByGroupsThatResume) {
   ranks.wait_until_all_are_ready();
   const auto since = release(ranks);
   ranks.wait_for_death(kVictim);
-  for (const int survivor : kSurvivors) {
-    SCOPED_TRACE("rank " + std::to_string(survivor));
-    const bool succeeds_once = GetParam().step == Step::after_leaving;
-    if (succeeds_once) {
-      const Result first = ranks.wait_for_result(survivor);
-      ASSERT_EQ(first.status, XD_SUCCESS) << first.text;
-    }
-    const Result result = ranks.expect_loss(survivor, -1, since, kLimit);  // nothing is finished
-    if (!succeeds_once) expect_step(result);
-    expect_words(result.text, {"rank " + std::to_string(kVictim) + " has been lost"});
-  }
+  expect_losses(ranks, -1, since, "rank " + std::to_string(kVictim) + " has been lost");
   for (const int survivor : kSurvivors) EXPECT_EQ(ranks.wait_for_after(survivor), "clean");
 }
 
