@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr auto kSoon = milliseconds(1000);
+constexpr auto kSoon = milliseconds(5000);
 constexpr int kMeetingTimeoutMs = 700;
 constexpr const char* kExhausted = "Too many open files";
 

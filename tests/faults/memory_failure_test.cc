@@ -30,8 +30,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr auto kSoon = milliseconds(1000);
-constexpr int kTimeoutMs = 20000;  // timeout of calls that nothing may delay that long
+constexpr auto kSoon = milliseconds(5000);  // far from the timeouts below, also on a busy machine
+constexpr int kTimeoutMs = 20000;           // timeout of calls that nothing may delay that long
 constexpr int kMeetingTimeoutMs = 400;
 
 bool full() { return std::getenv("XD_TEST_FULL") != nullptr; }
@@ -129,10 +129,13 @@ class MemoryFailure : public testing::TestWithParam<Shortage> {
     constexpr xd_status kNamed[] = {XD_ERROR_OUT_OF_MEMORY, XD_ERROR_MISMATCH,
                                     XD_ERROR_INVALID_ARGUMENT, XD_ERROR_PEER_LOST, XD_ERROR_SYSTEM};
     // A rank that has failed before it could meet the others is missed, as it would be for any
-    // other reason; and one that never gets memory again cannot even call them.
+    // other reason; and one that never gets memory again cannot even call them. The meeting point
+    // says who is missing a little before their time is over, which a busy machine may not notice.
     const bool lasting = GetParam().spec.lasting;
     if (trial.mine.status == XD_ERROR_TIMEOUT || (lasting && trial.mine.after >= kSoon)) {
-      EXPECT_TRUE(trial.mine.mentions("did not come in time") || lasting) << trial.mine;
+      EXPECT_TRUE(trial.mine.mentions("did not come in time") ||
+                  trial.mine.mentions("the meeting point did not answer") || lasting)
+          << trial.mine;
       EXPECT_LT(trial.mine.after, milliseconds(kMeetingTimeoutMs) + kSoon) << trial.mine;
       return;
     }
