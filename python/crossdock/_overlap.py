@@ -65,7 +65,7 @@ def schedule_of(
 
     Raises:
         TypeError: as `check_overlap`.
-        ValueError: more parts than a rank has experts.
+        ValueError: more parts than one, and than a rank has experts.
     """
     check_overlap(overlap)
     if overlap is False:
@@ -73,9 +73,9 @@ def schedule_of(
     if overlap == "auto":
         chosen = automatic()
         return Overlap(chosen["parts"], chosen["num_sms"]) if chosen["parts"] else None
-    most = min(constants.MAX_PARTS, fewest)
-    asked = Overlap(max(1, min(_DEFAULT_PARTS, most))) if overlap is True else overlap
-    if overlap is not True and asked.parts > most:
+    most = max(1, min(constants.MAX_PARTS, fewest))  # one part is everybody's, also without experts
+    asked = Overlap(min(_DEFAULT_PARTS, most)) if overlap is True else overlap
+    if asked.parts > most:
         raise ValueError(
             f"overlap: expected at most {most} parts, the experts of the rank with the fewest, got "
             f"{overlap}"

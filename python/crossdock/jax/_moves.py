@@ -149,6 +149,8 @@ def _leaves(place: Place, weights: Any, slots: int) -> tuple[list[jax.Array], An
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(f"{name}: expected an array, as outside of jit, got {leaf}")
         array = jnp.asarray(leaf)
+        if isinstance(leaf, np.ndarray) and array.dtype != leaf.dtype:
+            raise ValueError(f"{name}: expected a dtype that JAX has here, got {leaf.dtype}")
         if array.ndim < 1 or len(array) != slots:
             raise ValueError(f"{name}: expected [{slots}, ...] by slot, got shape {array.shape}")
         check_split(place, {name: (array, spec)})

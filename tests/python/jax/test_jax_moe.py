@@ -148,8 +148,9 @@ def test_ranks_with_unequal_experts_have_the_gradients_of_a_dense_layer(world: W
         return found.reshape(-1, *matrices.shape[1:])
 
     expected = out, (*grads[:2], *(spread(grad, 0) for grad in grads[2:]))
-    # JAX's grouped product on the CPU multiplies what lies behind by zeros.
-    for function, fill in ((layer, np.nan), (of_parts, 9)):
+    # One part is as the whole. JAX's grouped product on the CPU multiplies the rest by zeros.
+    in_one_part = functools.partial(layer, overlap=xd.Overlap(1))
+    for function, fill in ((layer, np.nan), (in_one_part, np.nan), (of_parts, 9)):
         matrices = [spread(array, fill) for array in numbers.arrays[2:]]
         given = (numbers.ids, numbers.grad, *numbers.arrays[:2], *matrices)
         ids, *rest = placed(world.mesh, given, [P("ep")] * 6)

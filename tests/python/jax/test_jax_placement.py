@@ -288,6 +288,10 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(world: World) -> None:
             lambda: xd.move_experts(config(), {"w": scales[:6]}, SPREAD),
         ),
         (
+            r"weights\['w'\]: expected a dtype that JAX has here, got float64",
+            lambda: xd.move_experts(config(), {"w": np.ones(ALL)}, SPREAD),
+        ),
+        (
             r"weights\[0\]: expected P\('ep'",
             lambda: xd.move_experts(config(), [elsewhere], SPREAD),
         ),
