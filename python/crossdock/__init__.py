@@ -36,7 +36,7 @@ from crossdock._gemm_config import GemmConfig, GemmMemory
 from crossdock._group import Dispatched, EpGroup, ExpertGrads
 from crossdock._low_latency import LowLatencyGroup, SentCombine, SentDispatch, Slots
 from crossdock._membership import EpStatus, LowLatencyStatus
-from crossdock._moves import move_experts
+from crossdock._moves import ExpertMove, move_experts
 from crossdock._placement import Move, Placement, placement_moves, plan_placement
 from crossdock._plan import Plan, SlotPlan
 from crossdock._stats import GroupStats
@@ -85,6 +85,7 @@ __all__ = [
     "EpGroup",
     "EpStatus",
     "ExpertGrads",
+    "ExpertMove",
     "GemmArgs",
     "GemmConfig",
     "GemmContext",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +25,14 @@ from crossdock._placement import (
 )
 from crossdock.errors import Busy, CrossdockError, PeerLost
 
-__all__ = ["Serving", "move", "move_experts", "told"]
+__all__ = ["ExpertMove", "Moves", "Serving", "move_experts", "told"]
 
 
 class Moving:
     """Weights on their way from the slots of one placement to those of another.
 
     Making one exchanges addresses, and is collective. `pull` copies what this rank's slots need,
-    and overwrites no slot that is in use. When all ranks have done so, `finish` writes the rest.
+    and overwrites no slot that is in use. When all ranks have all of it, `finish` writes the rest.
 
     Args:
         comm: a rank's communicator on the CPU.
@@ -78,9 +79,13 @@ class Moving:
         moves = placement_moves(old, new)
         self.moves = [move for move in moves if move.to_slot // old.shape[1] == comm.rank]
         self._staged: list[tuple[np.ndarray, np.ndarray]] = []
+        self._missing = collections.deque(self._pieces())
 
-    def pull(self) -> None:
-        """Copies weights into slots that are empty, and for the others into staging."""
+    def _pieces(self) -> Iterator[tuple[np.ndarray, int, int, int]]:
+        """The memory that weights are copied into, and the rank, segment and offset they lie at.
+
+        Slots that are empty, and staging for the others.
+        """
         num_slots = self._old.shape[1]
         for move in self.moves:
             if move.from_slot < 0:
@@ -91,7 +96,19 @@ class Moving:
                 if self._old.flat[move.to_slot] >= 0:
                     self._staged.append((to, np.empty_like(to)))
                     to = self._staged[-1][1]
-                self._comm.mem_copy(to.ctypes.data, rank, segment, offset + index * size, size)
+                yield to, rank, segment, offset + index * size
+
+    def pull(self, most_bytes: int | None) -> bool:
+        """Copies weights, no more than so many bytes of them; returns whether all are there."""
+        room = most_bytes
+        while self._missing and room != 0:
+            to, rank, segment, offset = self._missing.popleft()
+            size = len(to) if room is None else min(room, len(to))
+            self._comm.mem_copy(to.ctypes.data, rank, segment, offset, size)
+            if size < len(to):
+                self._missing.appendleft((to[size:], rank, segment, offset + size))
+            room = None if room is None else room - size
+        return not self._missing
 
     def finish(self) -> None:
         """Writes what was staged."""
@@ -158,16 +175,9 @@ def move_experts(
         Exceptions of `load` for a slot that was in use leave `new` in force. That slot, and those
         that it was not yet called for, hold other experts, or parts of one.
     """
-    if not isinstance(group, (EpGroup, LowLatencyGroup)):
-        raise TypeError(f"group: expected a group, got {type(group).__name__}")
-
-    def views(num_slots: int) -> list[np.ndarray]:
-        return [_bytes_of(f"arrays[{i}]", one, num_slots) for i, one in enumerate(arrays)]
-
-    config = group.config
-    sizes = (group.comm.num_ranks, config.num_experts, config.num_logical_experts)
-    serving = Serving(group, group.comm, group._core, sizes, config.expert_ranks is None)
-    return move(group.comm.core(), [serving], views, (old, new), choices, load)
+    whole = ExpertMove(group, arrays, old, new, choices=choices, load=load)
+    whole.step()
+    return whole.moves
 
 
 class Serving(NamedTuple):
@@ -191,45 +201,140 @@ class Serving(NamedTuple):
             raise ValueError("old: expected the group's placement, got another")
 
 
-def move(
-    comm: _core.Comm,
-    groups: Sequence[Serving],
-    views: Callable[[int], list[np.ndarray]],
-    placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
-    choices: Choices | None,
-    load: Callable[[int, int], object] | None,
-) -> list[Move]:
-    """`move_experts`, of tensors of any kind.
+class Moves:
+    """`ExpertMove`, of tensors of any kind.
 
     Args:
         comm: of the first group.
         groups: all of which route by the placements.
         views: gives the weights as ``[slots, bytes]`` uint8, for so many slots of each rank.
         placements: the old one and the new one.
+        choices, load, bytes_per_step: as of `ExpertMove`.
+        versions: gives a number for each tensor that another one follows where its owner writes it.
     """
-    with told(comm):
-        old, new = (
-            expert_of_slot(name, one) for name, one in zip(("old", "new"), placements, strict=True)
-        )
-        for group in groups:
-            if group.comm is not groups[0].comm or group.sizes != groups[0].sizes:
-                raise ValueError("groups: expected one communicator and equal numbers of experts")
-            group.check(old)
-        _check_new(old, new, choices, groups[0].sizes, load is not None)
-        tensors = views(old.shape[1])
-    moving = Moving(comm, tensors, old, new)
-    with told(comm):
-        moving.pull()
-        if load is not None:
-            moving.load(load, into_empty=True)
-    comm.all_gather(b"pulled")  # so that nobody is late in the turn, which may be a short one
-    lost = _take_turns([one.group for one in groups], new, choices)
-    moving.finish()
-    if load is not None:
-        moving.load(load, into_empty=False)
-    if lost is not None:
-        raise lost
-    return moving.moves
+
+    def __init__(
+        self,
+        comm: _core.Comm,
+        groups: Sequence[Serving],
+        views: Callable[[int], list[np.ndarray]],
+        placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
+        choices: Choices | None,
+        load: Callable[[int, int], object] | None,
+        bytes_per_step: int | None,
+        versions: Callable[[], list[int]] = list,
+    ) -> None:
+        with told(comm):
+            if bytes_per_step is not None and not (
+                isinstance(bytes_per_step, int) and bytes_per_step > 0
+            ):
+                raise ValueError(f"bytes_per_step: expected an int above 0, got {bytes_per_step}")
+            old, new = (
+                expert_of_slot(name, one)
+                for name, one in zip(("old", "new"), placements, strict=True)
+            )
+            for group in groups:
+                if group.comm is not groups[0].comm or group.sizes != groups[0].sizes:
+                    raise ValueError(
+                        "groups: expected one communicator and equal numbers of experts"
+                    )
+                group.check(old)
+            _check_new(old, new, choices, groups[0].sizes, load is not None)
+            tensors = views(old.shape[1])
+        self._comm, self._groups, self._choices, self._load = comm, groups, choices, load
+        self._bytes_per_step, self._versions, self._loaded = bytes_per_step, versions, False
+        self._old, self._new, self._first_versions = old, new, versions()
+        self._moving: Moving | None = Moving(comm, tensors, old, new)
+        self.moves: list[Move] = self._moving.moves
+        self.done = False
+
+    def step(self) -> bool:
+        """Copies some bytes; when all ranks have all, makes the groups route by the new placement.
+
+        Collective. It does nothing when `done`.
+
+        Returns:
+            `done`.
+
+        Raises:
+            ValueError: a group has another table since, or weights have been written since, and
+                Mismatch on the other ranks; or an earlier step has raised.
+            As `move_experts`. The move has ended then.
+        """
+        if self.done:
+            return True
+        moving, self._moving = self._moving, None  # back in place if all goes well
+        if moving is None:  # as on all ranks
+            raise ValueError("step: expected a move whose steps have not raised")
+        with told(self._comm):
+            ready = self._prepare(moving)
+        every = self._comm.all_gather(b"done" if ready else b"more")
+        if any(one != b"done" for one in every):
+            self._moving = moving
+            return False
+        lost = _take_turns([one.group for one in self._groups], self._new, self._choices)
+        self.done = True
+        moving.finish()
+        if self._load is not None:
+            moving.load(self._load, into_empty=False)
+        if lost is not None:
+            raise lost
+        return True
+
+    def _prepare(self, moving: Moving) -> bool:
+        """Copies, and loads what comes from elsewhere; whether nothing of it is missing."""
+        for group in self._groups:
+            group.check(self._old)
+        if self._versions() != self._first_versions:
+            raise ValueError("weights: expected those of the first step, got some written since")
+        ready = moving.pull(self._bytes_per_step)
+        if ready and self._load is not None and not self._loaded:
+            moving.load(self._load, into_empty=True)
+            self._loaded = True
+        return ready
+
+
+class ExpertMove(Moves):
+    """`move_experts` in steps of few bytes, between which the group goes on serving.
+
+    Each step copies into empty slots and into staging, which batches do not read. The last one, the
+    same on all ranks, changes the table, and writes what was staged into its slots. Weights must
+    stay as they are until then. Without the last step nothing has changed but slots that are empty.
+
+    Args:
+        group, arrays, old, new, choices, load: as of `move_experts`; collective likewise.
+        bytes_per_step: what a rank copies in a step, at most; None = all in one.
+
+    Attributes:
+        moves: into this rank's slots.
+        done: whether the new placement is in force.
+
+    Raises:
+        As `move_experts`. ValueError: bytes_per_step.
+    """
+
+    def __init__(
+        self,
+        group: EpGroup | LowLatencyGroup,
+        arrays: Sequence[np.ndarray],
+        old: Placement | npt.ArrayLike,
+        new: Placement | npt.ArrayLike,
+        *,
+        bytes_per_step: int | None = None,
+        choices: Choices | None = None,
+        load: Callable[[int, int], object] | None = None,
+    ) -> None:
+        if not isinstance(group, (EpGroup, LowLatencyGroup)):
+            raise TypeError(f"group: expected a group, got {type(group).__name__}")
+
+        def views(num_slots: int) -> list[np.ndarray]:
+            return [_bytes_of(f"arrays[{i}]", one, num_slots) for i, one in enumerate(arrays)]
+
+        config = group.config
+        sizes = (group.comm.num_ranks, config.num_experts, config.num_logical_experts)
+        serving = Serving(group, group.comm, group._core, sizes, config.expert_ranks is None)
+        comm = group.comm.core()
+        super().__init__(comm, [serving], views, (old, new), choices, load, bytes_per_step)
 
 
 def _check_new(

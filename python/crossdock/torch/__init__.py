@@ -37,7 +37,7 @@ from ._low_latency_ops import (
     ll_dispatch_send,
 )
 from ._ops import Dispatched, combine, dequantise, dispatch
-from ._placement import move_experts
+from ._placement import ExpertMove, move_experts
 from ._sharding import local_tensor
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
@@ -47,7 +47,7 @@ from .layers.experts import GroupedExperts, SharedExperts
 from .layers.layer import MoELayer, MoEOutput
 from .layers.models import load_pretrained, model_layer
 from .layers.overlap import moe
-from .layers.rebalance import rebalance
+from .layers.rebalance import Rebalance, rebalance
 from .layers.router import Router, Routing, balance_loss, drop_over_capacity, route, z_loss
 from .training import (
     assert_replicated,
@@ -61,6 +61,7 @@ __all__ = [
     "Comm",
     "Dispatched",
     "EpGroup",
+    "ExpertMove",
     "GradScaler",
     "GroupedExperts",
     "LowLatencyGroup",
@@ -68,6 +69,7 @@ __all__ = [
     "MoEOutput",
     "Overlap",
     "Plan",
+    "Rebalance",
     "Router",
     "RouterOptions",
     "Routing",

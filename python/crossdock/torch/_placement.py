@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from crossdock._moves import Serving, move, told
+from crossdock._moves import Moves, Serving, told
 from crossdock._placed import Placed, read_table
 from crossdock._placement import Move, Placement
 from crossdock.errors import CrossdockError
@@ -25,7 +25,7 @@ from ._membership import Membership
 from ._pool import block_bytes
 from ._sharding import is_share, local_tensor
 
-__all__ = ["PlacedGroup", "into_symmetric", "move_experts"]
+__all__ = ["ExpertMove", "PlacedGroup", "into_symmetric", "move_experts"]
 
 # How many states a rank has, the checksum of their names, and the bytes of those to be moved.
 _STATES = struct.Struct("=qqq")
@@ -120,22 +120,82 @@ def move_experts(
         TypeError, ValueError: also an optimizer that does not have a tensor, states that do not
             lie by slots or are no plain tensors, or other states on another rank. As there.
     """
+    several = _several(groups)
+    named = _named(tensors)
+    if optimizer is not None:
+        named |= _states(several[0].comm, optimizer, tensors)
+    whole = Moves(*_move_of(several, named, (old, new), choices, load, None))
+    whole.step()
+    return whole.moves
+
+
+class ExpertMove(Moves):
+    """`move_experts` in steps of few bytes, between which groups go on serving.
+
+    ``crossdock.ExpertMove`` of torch's tensors, on the CPU; it says more. Not for training: weights
+    stay as they are until it is done.
+
+    Args:
+        groups, tensors, old, new, choices, load: as of `move_experts`; collective likewise.
+        bytes_per_step: what a rank copies in a step, at most; None = all in one.
+
+    Attributes:
+        moves: into this rank's slots.
+        done: whether the new placement is in force.
+
+    Raises:
+        As `move_experts`. ValueError: bytes_per_step.
+    """
+
+    def __init__(
+        self,
+        groups: PlacedGroup | Sequence[PlacedGroup],
+        tensors: Sequence[torch.Tensor],
+        old: Placement | npt.ArrayLike,
+        new: Placement | npt.ArrayLike,
+        *,
+        bytes_per_step: int | None = None,
+        choices: Sequence[Sequence[Sequence[int]]] | None = None,
+        load: Callable[[int, int], object] | None = None,
+    ) -> None:
+        placements, named = (old, new), _named(tensors)
+        super().__init__(
+            *_move_of(_several(groups), named, placements, choices, load, bytes_per_step)
+        )
+
+
+def _several(groups: PlacedGroup | Sequence[PlacedGroup]) -> tuple[PlacedGroup, ...]:
     several = (groups,) if isinstance(groups, PlacedGroup) else tuple(groups)
     if not several:
         raise ValueError("groups: expected one or more, got none")
+    return several
 
-    comm = several[0].comm
-    named = {f"tensors[{i}]": one for i, one in enumerate(tensors)}
-    if optimizer is not None:
-        named |= _states(comm, optimizer, tensors)
+
+def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"tensors[{i}]": one for i, one in enumerate(tensors)}
+
+
+def _move_of(
+    groups: Sequence[PlacedGroup],
+    named: dict[str, torch.Tensor],
+    placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
+    choices: Sequence[Sequence[Sequence[int]]] | None,
+    load: Callable[[int, int], object] | None,
+    bytes_per_step: int | None,
+) -> tuple[Any, ...]:
+    """The arguments of `Moves` for tensors, by names for errors."""
 
     def views(num_slots: int) -> list[np.ndarray]:
         return [_bytes_of(name, one, num_slots) for name, one in named.items()]
 
+    def versions() -> list[int]:
+        return [0 if one.is_inference() else one._version for one in named.values()]
+
     serving = [
-        Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in several
+        Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in groups
     ]
-    return move(comm.core, serving, views, (old, new), choices, load)
+    comm = groups[0].comm.core
+    return comm, serving, views, placements, choices, load, bytes_per_step, versions
 
 
 def _states_by_slot(

@@ -224,6 +224,12 @@ MOVES = [
 ]
 
 
+def most_moves(old: list[list[int]], new: list[list[int]]) -> int:
+    """The moves into the slots of the rank that has most."""
+    ranks = [move.to_slot // 3 for move in crossdock.placement_moves(old, new)]
+    return max(map(ranks.count, set(ranks)), default=0)
+
+
 @on_ranks(2)
 def test_moves_bring_the_weights_that_the_new_table_says(me: Rank) -> None:
     sizes = {"num_experts": 6, "num_logical_experts": 6}
@@ -241,6 +247,18 @@ def test_moves_bring_the_weights_that_the_new_table_says(me: Rank) -> None:
                 moves = crossdock.move_experts(group, arrays, old, new)
                 assert {move.to_slot // 3 for move in moves} <= {me.rank}
                 has_weights(arrays, new, me.rank)
+                steps = crossdock.ExpertMove(group, arrays, new, old, bytes_per_step=7)
+                held = weights_of(old[me.rank])
+                size = sum(one[0].nbytes for one in held)
+                for left in range(most_moves(new, old) * size, 7, -7):
+                    assert not steps.step() and not steps.done, left
+                    in_use = np.array(new[me.rank]) >= 0
+                    for array, weights in zip(arrays, weights_of(new[me.rank]), strict=True):
+                        equal(array[in_use], weights[in_use])
+                    assert group.placement is not None
+                    assert group.placement.tolist() == new
+                assert steps.step() and steps.done and steps.step()
+                has_weights(arrays, old, me.rank)
         old, new = [[0, 1, 2], [3, 4, -1]], [[0, 1, 5], [3, 4, 5]]
 
         def load(expert: int, slot: int) -> None:
@@ -328,6 +346,44 @@ def test_a_load_that_fails_leaves_the_table_where_slots_were_empty(me: Rank) -> 
         crossdock.move_experts(group, [weights], old, new, load=lambda *call: seen.append(call))
         assert seen == ([(5, 2)] if me.rank == 0 else [])
         assert group.placement.tolist() == new
+
+
+@on_ranks(2, run=run_threads)
+def test_steps_load_once_and_end_with_the_first_mistake(me: Rank) -> None:
+    sizes = {"num_experts": 6, "num_logical_experts": 6}
+    old, new = [[0, 1, -1], [2, 3, 4]], [[4, 1, 5], [2, 0, 3]]
+    with me.comm(heap_bytes=1 << 20) as comm, crossdock.EpGroup(comm, config_of(**sizes)) as group:
+        group.set_placement(old)
+        weights = comm.empty((3, 5), np.float32)
+        weights[:] = np.array(old[me.rank])[:, None]
+        start = functools.partial(crossdock.ExpertMove, group, [weights], old, new)
+        seen: list[tuple[int, int]] = []
+        loads = functools.partial(start, load=lambda *call: seen.append(call), bytes_per_step=9)
+        for wrong in (0, -1, 1.5):
+            with pytest.raises(ValueError, match=f"bytes_per_step: .* above 0, got {wrong}"):
+                start(load=print, bytes_per_step=wrong)
+
+        moves = loads()
+        assert not moves.step()
+        group.set_placement(new)
+        with pytest.raises(ValueError, match="old: expected the group's placement, got another"):
+            moves.step()
+        group.set_placement(old)
+        with pytest.raises(ValueError, match="expected a move whose steps have not raised"):
+            moves.step()
+        assert not moves.done
+
+        seen.clear()
+        moves = loads()
+        number = 1
+        while not moves.step():
+            number += 1
+        assert number == 5  # 40 bytes into rank 1
+        assert seen == ([(5, 2)] if me.rank == 0 else [])
+        assert group.placement is not None
+        assert group.placement.tolist() == new
+        held = np.array(new[me.rank])
+        equal(weights[held < 5], np.repeat(held[held < 5, None], 5, axis=1).astype(np.float32))
 
 
 ENTERED = threading.Barrier(3)

@@ -299,3 +299,38 @@ def test_a_layer_that_is_rebalanced_gives_the_same_bits(me: Rank) -> None:
             assert torch.equal(one, other)
         with pytest.raises(ValueError, match="expected one in eval mode"):
             xd.rebalance(layer.train())
+
+
+@on_ranks(2)
+def test_a_model_is_rebalanced_in_steps_while_it_serves(me: Rank) -> None:
+    with xd.init(device="cpu"), torch.no_grad():
+        model = torch.nn.Sequential(*(layer_of(xd.EpGroup(**sizes_of_groups())) for _ in range(2)))
+        first, second = model
+        x = torch.randn(TOKENS, HIDDEN)
+
+        def bits() -> list[torch.Tensor]:
+            return [layer(x).hidden for layer in (first, second)]
+
+        wanted, tables = bits(), [layer.group.table for layer in (first, second)]
+        steps = xd.Rebalance(model, bytes_per_step=100, good_enough=1.0)
+        assert not steps.step()
+        if me.rank == 0:
+            next(iter(first.expert_parameters())).mul_(1)
+        with pytest.raises(ValueError if me.rank == 0 else Mismatch, match="written since|rank 0"):
+            steps.step()
+
+        number, moved_first = 0, 0
+        while not steps.step():
+            number += 1
+            moved_first += first.group.table == tables[0]
+            for got, want in zip(bits(), wanted, strict=True):
+                assert torch.equal(got, want)
+        assert 2 < moved_first < number - 2
+        assert steps.done and steps.step()
+        for layer, table in zip((first, second), tables, strict=True):
+            assert layer.group.table != table
+        assert second.group.loads().sum() == 0
+        for got, want in zip(bits(), wanted, strict=True):
+            assert torch.equal(got, want)
+    with pytest.raises(ValueError, match="model: expected a MoELayer whose group has num_log"):
+        xd.Rebalance(torch.nn.Linear(1, 1), bytes_per_step=1)

@@ -11,12 +11,12 @@ from crossdock._moves import told
 from crossdock._placement import Move, plan_placement
 from crossdock.errors import InvalidArgument
 
-from .._placement import move_experts
+from .._placement import ExpertMove
 from .._sharding import local_tensor
 from .layer import MoELayer
 from .placed import note_table
 
-__all__ = ["rebalance"]
+__all__ = ["Rebalance", "rebalance"]
 
 
 def rebalance(
@@ -46,28 +46,117 @@ def rebalance(
             layer; Mismatch on the other ranks. The loads stay counted.
         As `move_experts` and ``crossdock.plan_placement``.
     """
-    group = layer.group
-    with told(group.comm.core):
-        ranks, slots = _placement_of(layer).shape
-        new = plan_placement(
-            group.loads().sum(dim=0) if loads is None else loads,
-            ranks,
-            slots,
-            current=group.placement,
-            max_moves=max_moves,
-            good_enough=good_enough,
-        )
-        weights = [_symmetric(layer, one) for one in layer.expert_parameters()]
-        groups = [one for one in (group, layer.decode_group) if one is not None]
-        before = group.table
-    try:
-        moves = move_experts(groups, weights, layer.placement.numpy(), new)
-    finally:
-        if group.table != before:  # also where ranks were lost
-            note_table(layer)
+    move = _Move(layer, loads, max_moves, good_enough, None)
+    move.step()
     if loads is None:
-        group.loads(clear=True)
-    return moves
+        layer.group.loads(clear=True)
+    return move.moves
+
+
+class Rebalance:
+    """`rebalance` of all serving layers of a model, a few bytes at a time beside forward passes.
+
+    One layer after another: its experts' weights are copied in steps, from which forward passes see
+    nothing, and the step that ends it changes its tables. Weights must stay as they are until then.
+
+    Args:
+        model: with layers as of `rebalance`, at least one, in the same order on all ranks.
+        bytes_per_step: what a rank copies in a step, at most. The step that ends a layer also moves
+            what was staged into its slots, in this rank's memory.
+        max_moves, good_enough: as of `rebalance`, for each layer.
+
+    Attributes:
+        done: whether all layers have been rebalanced.
+
+    Raises:
+        ValueError: a model without such layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        bytes_per_step: int,
+        max_moves: int | None = None,
+        good_enough: float = 1.05,
+    ) -> None:
+        self._left = [
+            one
+            for one in model.modules()
+            if isinstance(one, MoELayer) and one.group.num_logical_experts
+        ]
+        if not self._left:
+            raise ValueError(
+                "model: expected a MoELayer whose group has num_logical_experts, got none"
+            )
+        self._options = (max_moves, good_enough, bytes_per_step)
+        self._move: _Move | None = None
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def step(self) -> bool:
+        """Goes on with one layer, between two forward passes. It does nothing when `done`.
+
+        Collective. A layer is planned in its first step, by the loads counted until then.
+
+        Returns:
+            `done`.
+
+        Raises:
+            As `rebalance`, and as ``crossdock.ExpertMove.step``. The layer keeps its table, unless
+            the error says otherwise, and the next step begins anew with it.
+        """
+        if not self._left:
+            return True
+        layer, move = self._left[0], self._move
+        self._move = None  # unless all goes well
+        if move is None:
+            move = _Move(layer, None, *self._options)
+        if move.step():
+            layer.group.loads(clear=True)
+            del self._left[0]
+        else:
+            self._move = move
+        return self.done
+
+
+class _Move(ExpertMove):
+    """A layer's experts on their way to where the loads are even."""
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        loads: npt.ArrayLike | None,
+        max_moves: int | None,
+        good_enough: float,
+        bytes_per_step: int | None,
+    ) -> None:
+        self._layer, group = layer, layer.group
+        with told(group.comm.core):
+            ranks, slots = _placement_of(layer).shape
+            new = plan_placement(
+                group.loads().sum(dim=0) if loads is None else loads,
+                ranks,
+                slots,
+                current=group.placement,
+                max_moves=max_moves,
+                good_enough=good_enough,
+            )
+            weights = [_symmetric(layer, one) for one in layer.expert_parameters()]
+            groups = [one for one in (group, layer.decode_group) if one is not None]
+        old = layer.placement.numpy()
+        super().__init__(groups, weights, old, new, bytes_per_step=bytes_per_step)
+
+    def step(self) -> bool:
+        group = self._layer.group
+        before = group.table
+        try:
+            return super().step()
+        finally:
+            if group.table != before:  # also where ranks were lost
+                note_table(self._layer)
 
 
 def _placement_of(layer: MoELayer) -> np.ndarray:
