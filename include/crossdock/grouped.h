@@ -36,8 +36,12 @@ typedef struct xd_grouped_product_args {
   const DLTensor* b;
   /* In [L+1]: int32 or int64, as prepare gives them. */
   const DLTensor* offsets;
-  /* In [R] and [L,N]: float32, for fp8 and for no other type. A sum is multiplied by the scale of
-   * its row, then by that of its column, each time rounded to float32. */
+  /* In, float32, for fp8 and for no other type, in one of two forms:
+   * a_scale [R] and b_scale [L,N]: of rows and columns. A sum is multiplied by the scale of its
+   * row, then by that of its column, each time rounded to float32.
+   * a_scale [R,ceil(K/128)] and b_scale [L,ceil(N/128),ceil(K/128)]: of 128 elements of a row, as
+   * dispatch gives them with XD_EP_QUANTISE_FP8_BLOCK128 and its POW2 form, and of blocks of 128
+   * by 128. Elements of a row of scales are packed; rows, and experts, may lie further apart. */
   const DLTensor* a_scale;
   const DLTensor* b_scale;
   /* Out [R,N], rows as those of a: type of a, or fp32; if a is fp8, bf16 or fp32. Rows outside of
@@ -56,7 +60,8 @@ typedef struct xd_grouped_product_args {
 /* Multiplies each row of a zone by its expert's matrix: d[r] = a[r] b[e].
  *
  * Products of fp8 are exact, and their sums float32: CUDA adds up 128 of them at a time as tensor
- * cores do, with some bits less, and these sums in float32.
+ * cores do, with some bits less, and these sums in float32. Scales of blocks multiply elements on
+ * the CPU, and the sums of 128 on CUDA, by the product of both scales, in float32.
  *
  * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device, and for experts that are
  * not there; UNSUPPORTED, as above. Nothing has been written then. */

@@ -64,9 +64,11 @@ struct Range {
 struct Type {
   const char* name;
   DLDataType dl;
+  bool has_blocks = false;  // scales of blocks
 };
 // The first three are those of both calls.
-constexpr Type kTypes[] = {{"bf16", kBf16}, {"f16", kF16}, {"f32", kF32}, {"e4m3", kE4m3}};
+constexpr Type kTypes[] = {
+    {"bf16", kBf16}, {"f16", kF16}, {"f32", kF32}, {"e4m3", kE4m3}, {"e4m3_blocks", kE4m3, true}};
 void PrintTo(const Type& type, std::ostream* out) { *out << type.name; }
 
 struct Way {
@@ -162,7 +164,9 @@ class ProductCase : Case {
            kNans),
         d_(rank, way.d_type, {zones.rows, sizes.n}),
         a_scale_(rank, kF32, {zones.rows}),
-        b_scale_(rank, kF32, {zones.experts(), sizes.n}) {
+        b_scale_(rank, kF32, {zones.experts(), sizes.n}),
+        a_blocks_(rank, kF32, {zones.rows, blocks(sizes.k)}, kNans),
+        b_blocks_(rank, kF32, {zones.experts(), blocks(sizes.n), blocks(sizes.k)}, kNans) {
     fill_rows(a_, number, 1);
     if (way.transposed) b_.transpose();
     const std::int64_t each = sizes.k * sizes.n;
@@ -174,6 +178,10 @@ class ProductCase : Case {
     for (std::int64_t i = 0; i < zones.experts() * sizes.n; ++i) columns.push_back(scale(4, i));
     a_scale_.write(rows);
     b_scale_.write(columns);
+    fill_rows(a_blocks_, power, 5);
+    const std::int64_t of_expert = blocks(sizes.n) * blocks(sizes.k);
+    b_blocks_.fill([&](std::int64_t i) { return in_range(i / of_expert) ? power(6, i) : kNan; });
+    b_blocks_.upload();
   }
 
   xd_status call() {
@@ -183,8 +191,8 @@ class ProductCase : Case {
     args.b = b_.dl();
     args.d = d_.dl();
     if (scaled()) {
-      args.a_scale = a_scale_.dl();
-      args.b_scale = b_scale_.dl();
+      args.a_scale = type_.has_blocks ? a_blocks_.dl() : a_scale_.dl();
+      args.b_scale = type_.has_blocks ? b_blocks_.dl() : b_scale_.dl();
     }
     const xd_status status = xd_grouped_product(rank_.comm, &args, rank_.stream());
     rank_.memory->synchronize();
@@ -226,15 +234,28 @@ class ProductCase : Case {
   static float scale(std::uint64_t what, std::int64_t i) {
     return static_cast<float>(0.3 + static_cast<double>(mix(what, at(i)) % 7) / 3);
   }
+  // Under which sums stay exact.
+  static double power(std::uint64_t what, std::int64_t i) {
+    return std::ldexp(1, static_cast<int>(mix(what, at(i)) % 4) - 2);
+  }
+  static std::int64_t blocks(std::int64_t extent) { return (extent + 127) / 128; }
   static std::uint64_t at(std::int64_t i) { return static_cast<std::uint64_t>(i); }
+  double factor(std::int64_t e, std::int64_t r, std::int64_t c, std::int64_t k) const {
+    if (!type_.has_blocks) return 1;
+    const std::int64_t along = blocks(sizes_.k);
+    return a_blocks_.value(r * along + k / 128) *
+           b_blocks_.value((e * blocks(sizes_.n) + c / 128) * along + k / 128);
+  }
   void check_element(std::int64_t e, std::int64_t r, std::int64_t c, bool exact) {
     double sum = 0, size = 0;
     for (std::int64_t k = 0; k < sizes_.k; ++k) {
-      const double term = a_.value(r * sizes_.k + k) * b_.value((e * sizes_.k + k) * sizes_.n + c);
+      const double product =
+          a_.value(r * sizes_.k + k) * b_.value((e * sizes_.k + k) * sizes_.n + c);
+      const double term = product * factor(e, r, c, k);
       sum += term;
       size += std::abs(term);
     }
-    if (scaled()) {
+    if (scaled() && !type_.has_blocks) {
       const float of_row = scale(3, r), of_column = scale(4, e * sizes_.n + c);
       const volatile float once = static_cast<float>(sum) * of_row;  // each step is rounded
       const volatile float twice = once * of_column;
@@ -256,6 +277,7 @@ class ProductCase : Case {
   const Sizes sizes_;
   Spread3 a_, b_, d_;
   Tensor a_scale_, b_scale_;
+  Spread3 a_blocks_, b_blocks_;
 };
 
 class OuterCase : Case {
@@ -481,6 +503,19 @@ TEST(GroupedCalls, ProductRefusesByNameWhatDoesNotFit) {
     refused("b_scale = NULL");
     args.a = a8.dl(), args.b = b8.dl(), args.a_scale = rows.dl(), args.b_scale = columns.dl();
     refused("b: has stride 8 along K, expected 1");
+    Tensor a_blocks(rank, kF32, {4, 1}), b_blocks(rank, kF32, {2, 1, 1});
+    Tensor more(rank, kF32, {4, 2}), one(rank, kF32, {1, 1, 1}), high(rank, kF32, {2, 2, 1});
+    const auto in_blocks = [&](Tensor& of_a, const DLTensor* of_b) {
+      args.a = a8.dl(), args.b = b8.dl(), args.a_scale = of_a.dl(), args.b_scale = of_b;
+    };
+    in_blocks(a_blocks, columns.dl()), refused("b_scale: has 2 dimensions, expected 3");
+    in_blocks(a_blocks, nullptr), refused("b_scale = NULL");
+    in_blocks(rows, b_blocks.dl()), refused("b_scale: has 3 dimensions, expected 2");
+    in_blocks(more, b_blocks.dl()), refused("a_scale: has 2 columns, expected 1 (ceil(K / 128))");
+    in_blocks(a_blocks, one.dl()), refused("b_scale: has 1 matrices, expected 2, as b");
+    in_blocks(a_blocks, high.dl()), refused("b_scale: has matrices [2, 1], expected [1, 1]");
+    in_blocks(a_blocks, b_blocks.dl()), refused("b: has stride 8 along K, expected 1");
+    args.a_scale = a_blocks.dl(), refused("a_scale: is given, expected NULL");
     EXPECT_TRUE(d.untouched());
     EXPECT_TRUE(wide.untouched());
     ok(xd_grouped_product(rank.comm, &args, rank.stream()));  // empty zones

@@ -41,7 +41,7 @@ from ._placement import ExpertMove, move_experts
 from ._sharding import local_tensor
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
-from .grouped_fp8 import grouped_mm_fp8
+from .grouped_fp8 import grouped_mm_fp8, grouped_mm_scaled
 from .layers.balance import update_router_bias
 from .layers.experts import GroupedExperts, SharedExperts
 from .layers.layer import MoELayer, MoEOutput
@@ -93,6 +93,7 @@ __all__ = [
     "expert_parameters",
     "grouped_mm",
     "grouped_mm_fp8",
+    "grouped_mm_scaled",
     "init",
     "join",
     "ll_combine",

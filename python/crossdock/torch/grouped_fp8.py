@@ -1,8 +1,9 @@
-"""Products over the zones of a receive tensor, of operands that are made fp8 on the way.
+"""Products over the zones of a receive tensor, of fp8.
 
-Each row of ``x``, and each column of each matrix, has a scale of its own: a power of two, as large
-as its largest element allows, so nothing is rounded but the elements themselves. Gradients are
-those of `grouped_mm`, of the operands as they were before.
+`grouped_mm_scaled` takes operands that are fp8, and their scales. `grouped_mm_fp8` makes them on
+the way: each row of ``x``, and each column of each matrix, has a scale of its own: a power of two,
+as large as its largest element allows, so nothing is rounded but the elements themselves. Gradients
+are those of `grouped_mm`, of the operands as they were before.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from typing import Any
 
 import torch
 
+from ._comm import default_comm
 from ._custom_ops import LIBRARY
+from ._group import group_of
 from .grouped import (
     comm_for,
     define_operator,
     ends_inside,
     operands_of,
     refuse,
+    run_local,
     run_product,
     zones_of,
 )
 
-__all__ = ["FP8_UNIT", "fp8_obstacle", "grouped_mm_fp8"]
+__all__ = ["FP8_UNIT", "fp8_obstacle", "grouped_mm_fp8", "grouped_mm_scaled"]
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of _FP8
@@ -68,6 +72,75 @@ def grouped_mm_fp8(
     if obstacle:
         refuse(function, RuntimeError, obstacle, grad_group)
     return torch.ops.crossdock.grouped_mm_fp8(x, weight, offsets, grad_group)
+
+
+def grouped_mm_scaled(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    *,
+    group: int = 0,
+) -> torch.Tensor:
+    """Multiplies the rows of each zone by that expert's matrix, both of which are fp8 already.
+
+    For inference, with rows as `dispatch` brings them in fp8 (``Dispatched.tokens`` and
+    ``scales``), and matrices of published fp8 models, whose blocks of 128 by 128 elements have a
+    scale each. It has no gradient. ``xd_grouped_product`` of the library: on the CPU, and on Hopper
+    GPUs as one kernel, which CUDA graphs can capture.
+
+    Args:
+        x: ``[R, N]`` float8_e4m3fn, rows grouped by expert.
+        weight: ``[L, N, M]`` float8_e4m3fn, the elements of a column side by side: the transposed
+            view of ``[L, M, N]``.
+        offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
+        x_scales, weight_scales: float32, ``[R, ceil(N / 128)]`` and ``[L, ceil(M / 128), ceil(N /
+            128)]`` of blocks, or ``[R]`` and ``[L, M]`` of rows and columns.
+        group: handle of the ``EpGroup`` whose rows they are; 0 = of the default communicator.
+
+    Returns:
+        ``[R, M]`` bfloat16. Rows past the last zone are undefined.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError, InvalidArgument: shapes, strides or devices do not fit each other.
+        Unsupported: a GPU that is no Hopper.
+        RuntimeError: there is no communicator (see `init`).
+    """
+    function = "grouped_mm_scaled"
+    x, weight = operands_of(function, x, weight, offsets, group)
+    if x.dtype != _FP8:
+        refuse(function, TypeError, f"x: expected dtype {_FP8}, got {x.dtype}", group)
+    for name, scales in (("x_scales", x_scales), ("weight_scales", weight_scales)):
+        if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
+            got = getattr(scales, "dtype", type(scales).__name__)
+            refuse(function, TypeError, f"{name}: expected a float32 tensor, got {got}", group)
+    return run_local(function, x, weight, offsets, x_scales, weight_scales, group)
+
+
+def _grouped_mm_scaled(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    group: int,
+) -> torch.Tensor:
+    comm = group_of(group).comm if group else default_comm()
+    return run_product(comm, x, weight, offsets, a_scale=x_scales, b_scale=weight_scales)
+
+
+define_operator(
+    "grouped_mm_scaled(Tensor x, Tensor weight, Tensor offsets, Tensor x_scales, "
+    "Tensor weight_scales, int group) -> Tensor",
+    _grouped_mm_scaled,
+)
+
+
+@torch.library.register_fake("crossdock::grouped_mm_scaled", lib=LIBRARY)
+def _(x, weight, offsets, x_scales, weight_scales, group):
+    return x.new_empty(x.shape[0], weight.shape[2], dtype=torch.bfloat16)
 
 
 def fp8_obstacle(device: torch.device) -> str:

@@ -1,5 +1,7 @@
 #include "ep/experts/grouped.h"
 
+#include <crossdock/quantise.h>
+
 #include <array>
 #include <utility>
 
@@ -14,6 +16,12 @@ constexpr std::array kWideTypes = {DType::bf16, DType::f16, DType::f32};
 constexpr std::array kProductTypes = {DType::bf16, DType::f16, DType::f32, DType::e4m3};
 constexpr std::array kScaleTypes = {DType::f32};
 constexpr std::array kOffsetTypes = {DType::i32, DType::i64};
+
+// Scales of blocks along so many elements.
+std::int64_t blocks_of(std::int64_t elements) {
+  constexpr std::int64_t kBlock = XD_EP_QUANTISE_BLOCK(XD_EP_QUANTISE_FP8_BLOCK128);
+  return (elements + kBlock - 1) / kBlock;
+}
 
 // A stride along an extent of 1 is never used and may be anything. It becomes one that all
 // executors take: beyond `length` elements, and a multiple of 16.
@@ -126,6 +134,25 @@ void read_zones(const Args& args, DLDevice device, std::int64_t experts, DType d
              ", expected float32 where accumulate = 1");
 }
 
+// Scales of 128 elements of a row, and of 128 by 128 elements of a matrix.
+void read_block_scales(const xd_grouped_product_args& args, DLDevice device,
+                       GroupedProductCall& call) {
+  call.a_scale = read_rows(
+      args.a_scale,
+      {.name = "a_scale", .ndim = 2, .types = kScaleTypes, .device = device, .fit = Fit::input});
+  require_rows(call.a_scale, call.a.rows, "rows of a");
+  require_cols(call.a_scale, blocks_of(call.k()), "ceil(K / 128)");
+  call.b_blocks = read_matrices(
+      args.b_scale,
+      {.name = "b_scale", .ndim = 3, .types = kScaleTypes, .device = device, .fit = Fit::input});
+  XD_REQUIRE(call.b_blocks.count == call.b.count, "b_scale: has ", call.b_blocks.count,
+             " matrices, expected ", call.b.count, ", as b");
+  require_shape(call.b_blocks, blocks_of(call.n()), blocks_of(call.k()));
+  if (call.b_blocks.cols == 1) call.b_blocks.col_stride = 1;
+  XD_REQUIRE(call.b_blocks.by_rows(), "b_scale: has stride ", call.b_blocks.col_stride,
+             " along K, expected 1");
+}
+
 void read_scales(const xd_grouped_product_args& args, DLDevice device, GroupedProductCall& call) {
   const bool scaled = call.a.type == DType::e4m3;
   const auto read = [&](const DLTensor* tensor, const char* name, int ndim) {
@@ -135,12 +162,16 @@ void read_scales(const xd_grouped_product_args& args, DLDevice device, GroupedPr
         tensor,
         {.name = name, .ndim = ndim, .types = kScaleTypes, .device = device, .optional = !scaled});
   };
-  call.a_scale = read(args.a_scale, "a_scale", 1);
-  call.b_scale = read(args.b_scale, "b_scale", 2);
-  if (!scaled) return;
-  require_rows(call.a_scale, call.a.rows, "rows of a");
-  require_rows(call.b_scale, call.b.count, "experts");
-  require_cols(call.b_scale, call.n(), "columns of b");
+  if (scaled && args.a_scale != nullptr && args.a_scale->ndim == 2) {
+    read_block_scales(args, device, call);
+  } else {
+    call.a_scale = read(args.a_scale, "a_scale", 1);
+    call.b_scale = read(args.b_scale, "b_scale", 2);
+    if (!scaled) return;
+    require_rows(call.a_scale, call.a.rows, "rows of a");
+    require_rows(call.b_scale, call.b.count, "experts");
+    require_cols(call.b_scale, call.n(), "columns of b");
+  }
   XD_REQUIRE(call.b.row_stride == 1, "b: has stride ", call.b.row_stride,
              " along K, expected 1 where its type is float8_e4m3fn");
 }
@@ -183,7 +214,8 @@ GroupedProductCall read_grouped(const xd_grouped_product_args* args, DLDevice de
   require_output_type("d", call.d.type, call.a);
   read_zones(in, device, call.b.count, call.d.type, call);
   read_scales(in, device, call);
-  for (const Tensor& other : {call.a, call.b.memory(), call.offsets, call.a_scale, call.b_scale}) {
+  for (const Tensor& other : {call.a, call.b.memory(), call.offsets, call.a_scale,
+                              call.has_blocks() ? call.b_blocks.memory() : call.b_scale}) {
     require_apart(call.d, other);
   }
   return call;

@@ -39,7 +39,12 @@ struct GroupedCall {
 
 struct GroupedProductCall : GroupedCall {
   Matrices b;
-  Tensor a_scale, b_scale, d;
+  // Of fp8: scales of rows and columns [R] and [L,N], or of blocks [R,K/128] and [L,N/128,K/128].
+  Tensor a_scale, b_scale;
+  Matrices b_blocks;
+  Tensor d;
+
+  bool has_blocks() const { return b_blocks.count > 0; }
 
   std::int64_t k() const { return b.rows; }
   std::int64_t n() const { return b.cols; }

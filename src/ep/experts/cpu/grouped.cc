@@ -110,19 +110,26 @@ std::byte* matrix(const Matrices& m, std::int32_t expert) {
 void compute_grouped_product(const GroupedProductCall& call) {
   for_zones(call, [&](Multiplier& multiplier, std::int32_t expert, const Zone& zone) {
     if (zone.rows == 0) return;
-    const Operand a{.data = element(call.a, zone.first),
-                    .type = call.a.type,
-                    .by_lines = true,
-                    .stride = call.a.row_stride};
-    const Operand b{.data = matrix(call.b, expert),
-                    .type = call.b.type,
-                    .by_lines = !call.b.by_rows(),
-                    .stride = call.b.line_stride()};
+    Operand a{.data = element(call.a, zone.first),
+              .type = call.a.type,
+              .by_lines = true,
+              .stride = call.a.row_stride};
+    Operand b{.data = matrix(call.b, expert),
+              .type = call.b.type,
+              .by_lines = !call.b.by_rows(),
+              .stride = call.b.line_stride()};
     Target to{.data = element(call.d, zone.first),
               .type = call.d.type,
               .stride = call.d.row_stride,
               .accumulate = call.accumulate};
-    if (call.a_scale) {
+    if (call.has_blocks()) {
+      a.scaling = b.scaling = gemm::Scaling::blocks;
+      a.scales = reinterpret_cast<const float*>(element(call.a_scale, zone.first));
+      a.scale_columns = call.a_scale.row_stride;
+      b.scales = reinterpret_cast<const float*>(matrix(call.b_blocks, expert));
+      b.scale_columns = call.b_blocks.row_stride;
+      b.lines_per_scale = gemm::kScaleBlock;
+    } else if (call.a_scale) {
       to.row_scales = call.a_scale.as<float>() + zone.first;
       to.column_scales = call.b_scale.as<float>() + expert * call.n();
     }

@@ -7,7 +7,10 @@ from gpu_cases import cases_of, moe_layer, run_case
 import test_moe_router as moe_router
 
 globals().update(
-    cases_of("moe_grouped", "moe_layer", "moe_decode", "moe_wire", "tools", "training_alike")
+    cases_of(
+        *("moe_grouped", "moe_grouped_scaled", "moe_layer", "moe_decode", "moe_wire", "tools"),
+        "training_alike",
+    )
 )
 
 

@@ -35,110 +35,17 @@
 // Sums. A warpgroup has one accumulator for each element of d, to which products are added in the
 // order of the sum. Tensor cores keep fewer bits of sums of e4m3; so each stage is summed for
 // itself (128 products), and these sums are added in float32 while the next stage is multiplied.
+// A stage is also what scales of blocks are for, and the columns of a warpgroup: its sums are
+// multiplied by a factor for each row as they are added.
 #include <cuda_runtime.h>
 
 #include "base/error.h"
 #include "cuda/error.h"
 #include "cuda/ptx_sm90a.cuh"
-#include "ep/experts/cuda/grouped/params.h"
+#include "ep/experts/cuda/grouped/tile.cuh"
 
 namespace xd::ep::cuda {
 namespace {
-
-constexpr int kConsumers = 256;
-constexpr int kMostStages = 6;
-constexpr int kChunkBytes = 64 * kLineBytes;  // Lie::across: 64 lines
-
-template <DType kType, bool kOuter, Lie kB, int kTileRows>
-struct Shape {
-  static constexpr GroupedKind kKind{kType, kOuter, kB, kTileRows};
-  static constexpr bool kPromotes = kType == DType::e4m3;
-  static constexpr int kColumns = kKind.warpgroup_columns();
-  static constexpr int kSums = kColumns / 2;  // of a thread
-  static constexpr int kABytes = kTileRows * kLineBytes;
-  static constexpr int kBBytes = kKind.tile_columns() * kLineBytes;
-  static constexpr int kStageBytes = kABytes + kBBytes;
-  static constexpr int kBlocks = kOuter ? 2 : 1;  // of a multiprocessor
-  static constexpr int kStages = 200 * 1024 / kBlocks / kStageBytes;
-  static_assert(kStages >= 3 && kStages <= kMostStages);
-  static constexpr int kThreads = kConsumers + (kPromotes ? 128 : 32);
-  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // to align the first one
-};
-
-struct Tile {
-  std::int32_t expert;
-  std::int32_t row, rows;     // of d: of the tensor, or if outer of the expert's matrix
-  std::int32_t column;        // of d
-  std::int32_t first, depth;  // the sum's first element (if outer, a row of the tensor), and length
-};
-
-struct Shared {
-  std::uint64_t full[kMostStages], empty[kMostStages];
-  Tile tile;
-};
-
-// ---- The block's tile --------------------------------------------------------------------------
-
-struct Zone {
-  std::int32_t first, end;
-};
-
-// Offsets of a plan that overflows go on behind the tensor.
-__device__ Zone zone_of(const GroupedParams& p, int expert) {
-  const auto bound = [&](int i) {
-    const std::int64_t offset = p.wide_offsets ? static_cast<const std::int64_t*>(p.offsets)[i]
-                                               : static_cast<const std::int32_t*>(p.offsets)[i];
-    return static_cast<std::int32_t>(min(max(offset, std::int64_t{0}), std::int64_t{p.rows}));
-  };
-  const std::int32_t first = bound(expert);
-  return {first, max(first, bound(expert + 1))};
-}
-
-__device__ int tiles_of(int extent, int of_tile) { return (extent + of_tile - 1) / of_tile; }
-
-// A warp looks for the block's tile; a tile without rows is none. All lanes.
-template <class S>
-__device__ void find_tile(const GroupedParams& p, Tile& tile) {
-  constexpr int kRows = S::kKind.tile_rows, kColumns = S::kKind.tile_columns();
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int wide = tiles_of(p.n, kColumns);
-  int left = static_cast<int>(blockIdx.x);  // tiles from the first of these experts to this block's
-  if (lane == 0) tile.rows = 0;
-  __syncwarp();
-#pragma unroll 1
-  for (int i = lane; i - lane < p.num_experts; i += 32) {
-    const bool there = i < p.num_experts;
-    const Zone zone = there ? zone_of(p, p.first_expert + i) : Zone{0, 0};
-    const int high = S::kKind.outer ? (there ? tiles_of(p.k, kRows) : 0)
-                                    : tiles_of(zone.end - zone.first, kRows);
-    int behind = high * wide;  // tiles up to the end of this lane's expert
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFFu, behind, step);
-      if (lane >= step) behind += other;
-    }
-    const int before = behind - high * wide;
-    if (before <= left && left < behind) {
-      const int at = left - before;
-      const int row = at % high * kRows;
-      tile.expert = p.first_expert + i;
-      tile.column = at / high * kColumns;
-      if (S::kKind.outer) {
-        tile.row = row;
-        tile.rows = min(kRows, p.k - row);
-        tile.first = zone.first;
-        tile.depth = zone.end - zone.first;
-      } else {
-        tile.row = zone.first + row;
-        tile.rows = min(kRows, zone.end - tile.row);
-        tile.first = 0;
-        tile.depth = p.k;
-      }
-    }
-    const int all = __shfl_sync(0xFFFFFFFFu, behind, 31);
-    if (left < all) return;
-    left -= all;
-  }
-}
 
 // ---- Loads -------------------------------------------------------------------------------------
 
@@ -316,29 +223,73 @@ __device__ void compute(const Tile& tile, Shared& shared, std::byte* stages, con
   ptx::settle(sums);
 }
 
+// A stage's sums, on their way to those of the tile.
+template <class S>
+struct StageSums {
+  float sums[S::kSums];
+  float factors[2];  // with scales of blocks: of the thread's rows
+};
+
+// The scales of blocks that a thread's sums take.
+template <class S>
+class BlockScales {
+ public:
+  __device__ BlockScales(const GroupedParams& p, const Tile& tile, const Part& part) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int row = part.row + thread / 32 % 4 * 16 + thread % 32 / 4;
+    // A row that is not stored takes the scales of one that is.
+    for (int h = 0; h < 2; ++h) {
+      of_rows_[h] = p.a_scale + (tile.row + min(row + 8 * h, tile.rows - 1)) * p.a_scale_stride;
+    }
+    const std::int64_t block = min(tile.column + part.column, p.n - 1) / 128;
+    of_columns_ = p.b_scale + tile.expert * p.b_scale_stride + block * p.b_scale_row_stride;
+  }
+  // Reads those of a stage.
+  __device__ void read(int stage, float (&factors)[2]) const {
+    const float of_columns = __ldg(of_columns_ + stage);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      factors[h] = __fmul_rn(__ldg(of_rows_[h] + stage), of_columns);
+    }
+  }
+
+ private:
+  const float* of_rows_[2];
+  const float* of_columns_;
+};
+
 // This thread's sums of the tile, of stages that are summed for themselves, in two sets of
 // registers by turns: one is added while the next stage's products run. All warpgroups.
 template <class S>
-__device__ void compute_promoted(const Tile& tile, Shared& shared, std::byte* stages,
-                                 const Part& part, float (&sums)[S::kSums]) {
+__device__ void compute_promoted(const GroupedParams& p, const Tile& tile, Shared& shared,
+                                 std::byte* stages, const Part& part, float (&sums)[S::kSums]) {
   const bool tells = threadIdx.x % 32 == 0;
   const Operands operands = operands_of<S>(stages, part);
   Ring<S::kStages> ring;
-  float even[S::kSums], odd[S::kSums];
+  [[maybe_unused]] const BlockScales<S> scales(p, tile, part);
+  StageSums<S> even, odd;
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
-  const auto begin = [&](float(&stage_sums)[S::kSums]) {
+  int begun = 0;
+  const auto begin = [&](StageSums<S>& stage) {
     await(&shared.full[ring.stage], ring.parity);
-    multiply_stage<S>(stage_sums, operands.in<S>(ring.stage), false);
+    multiply_stage<S>(stage.sums, operands.in<S>(ring.stage), false);
+    if constexpr (S::kKind.block_scales) scales.read(begun++, stage.factors);
     ring.advance();
   };
   int ended = 0;
-  const auto add = [&](float(&stage_sums)[S::kSums]) {
-    ptx::settle(stage_sums);
+  const auto add = [&](StageSums<S>& stage) {
+    ptx::settle(stage.sums);
     if (tells) ptx::mbarrier_arrive(&shared.empty[ended]);
     if (++ended == S::kStages) ended = 0;
 #pragma unroll
-    for (int i = 0; i < S::kSums; ++i) sums[i] = __fadd_rn(sums[i], stage_sums[i]);
+    for (int i = 0; i < S::kSums; ++i) {
+      if constexpr (S::kKind.block_scales) {
+        sums[i] = __fmaf_rn(stage.sums[i], stage.factors[i / 2 % 2], sums[i]);
+      } else {
+        sums[i] = __fadd_rn(sums[i], stage.sums[i]);
+      }
+    }
   };
   int left = steps_of<S>(tile);
   if (left == 0) return;
@@ -441,7 +392,9 @@ __device__ void store(const GroupedParams& p, const Tile& tile, std::byte* stage
                       float (&sums)[S::kSums]) {
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int row = part.row + warp % 4 * 16, column = tile.column + part.column;
-  if constexpr (S::kPromotes) apply_scales<S>(p, tile, row, column, sums);
+  if constexpr (S::kPromotes && !S::kKind.block_scales) {
+    apply_scales<S>(p, tile, row, column, sums);
+  }
   const std::int64_t first =
       tile.row * p.d_row_stride + (S::kKind.outer ? tile.expert * p.d_stride : 0);
   if (p.d_type == DType::f32) {
@@ -487,7 +440,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   const Part part = part_of<S>(warp / 4);
   float sums[S::kSums];
   if constexpr (S::kPromotes) {
-    compute_promoted<S>(tile, shared, stages, part, sums);
+    compute_promoted<S>(p, tile, shared, stages, part, sums);
   } else {
     compute<S>(tile, shared, stages, part, sums);
   }
@@ -502,9 +455,9 @@ struct Kernel {
   int shared_bytes;
 };
 
-template <DType kType, bool kOuter, Lie kB, int kTileRows>
+template <DType kType, bool kOuter, Lie kB, int kTileRows, bool kBlockScales = false>
 constexpr Kernel kernel() {
-  using S = Shape<kType, kOuter, kB, kTileRows>;
+  using S = Shape<kType, kOuter, kB, kTileRows, kBlockScales>;
   return {grouped_kernel<S>, S::kThreads, S::kSharedBytes};
 }
 
@@ -519,13 +472,18 @@ Kernel kernel_of_16_bit(const GroupedKind& kind) {
                               : kernel<kType, false, Lie::across, 128>();
 }
 
+template <bool kBlockScales>
+Kernel kernel_of_e4m3(const GroupedKind& kind) {
+  return kind.tile_rows == 64 ? kernel<DType::e4m3, false, Lie::lines, 64, kBlockScales>()
+                              : kernel<DType::e4m3, false, Lie::lines, 128, kBlockScales>();
+}
+
 Kernel kernel_for(const GroupedKind& kind) {
   XD_CHECK(kind.outer ? kind.b == Lie::across && kind.type != DType::e4m3
                       : kind.b == Lie::lines || kind.type != DType::e4m3);
   if (kind.type == DType::bf16) return kernel_of_16_bit<DType::bf16>(kind);
   if (kind.type == DType::f16) return kernel_of_16_bit<DType::f16>(kind);
-  return kind.tile_rows == 64 ? kernel<DType::e4m3, false, Lie::lines, 64>()
-                              : kernel<DType::e4m3, false, Lie::lines, 128>();
+  return kind.block_scales ? kernel_of_e4m3<true>(kind) : kernel_of_e4m3<false>(kind);
 }
 
 // Lets a kernel have its shared memory.
@@ -547,7 +505,10 @@ void load_grouped_kernels() {
   for (const DType type : {DType::bf16, DType::f16, DType::e4m3}) {
     for (const int rows : {64, 128}) {
       load(kernel_for({.type = type, .b = Lie::lines, .tile_rows = rows}));
-      if (type == DType::e4m3) continue;
+      if (type == DType::e4m3) {
+        load(kernel_for({.type = type, .b = Lie::lines, .tile_rows = rows, .block_scales = true}));
+        continue;
+      }
       load(kernel_for({.type = type, .b = Lie::across, .tile_rows = rows}));
     }
     if (type != DType::e4m3) load(kernel_for({.type = type, .outer = true, .b = Lie::across}));

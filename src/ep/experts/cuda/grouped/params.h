@@ -22,7 +22,8 @@ struct GroupedKind {
   DType type = DType::bf16;  // of a and b: bf16, f16 or e4m3
   bool outer = false;
   Lie b = Lie::lines;
-  int tile_rows = 128;  // 64 or 128
+  int tile_rows = 128;        // 64 or 128
+  bool block_scales = false;  // of e4m3: of 128 elements, else of rows and columns
 
   // The columns of a tile, and of it each warpgroup's. Sums of e4m3 are promoted, which takes two
   // more sets of registers. Outer products of few rows are as fast as their results are stored,
@@ -57,6 +58,8 @@ struct GroupedParams {
   std::int64_t d_row_stride, d_stride;  // in elements; the latter between matrices, if outer
   const float* a_scale;                 // [R], [L,N]: of e4m3 alone
   const float* b_scale;
+  // Of scales of blocks, [R,K/128] and [L,N/128,K/128], in elements.
+  std::int64_t a_scale_stride, b_scale_stride, b_scale_row_stride;
 };
 static_assert(sizeof(GroupedParams) <= 4096);  // the limit of every device
 

@@ -119,7 +119,23 @@ GroupedParams params_of(const GroupedCall& call) {
           .d_row_stride = 0,
           .d_stride = 0,
           .a_scale = nullptr,
-          .b_scale = nullptr};
+          .b_scale = nullptr,
+          .a_scale_stride = 0,
+          .b_scale_stride = 0,
+          .b_scale_row_stride = 0};
+}
+
+void set_scales(const GroupedProductCall& call, GroupedParams& params) {
+  if (!call.a_scale) return;
+  params.a_scale = call.a_scale.as<float>();
+  if (!call.has_blocks()) {
+    params.b_scale = call.b_scale.as<float>();
+    return;
+  }
+  params.b_scale = reinterpret_cast<const float*>(call.b_blocks.data);
+  params.a_scale_stride = call.a_scale.row_stride;
+  params.b_scale_stride = call.b_blocks.count > 1 ? call.b_blocks.stride : 0;
+  params.b_scale_row_stride = call.b_blocks.row_stride;
 }
 
 void launch(const GroupedKind& kind, const GroupedParams& params, std::int64_t tiles,
@@ -142,7 +158,8 @@ void check_grouped_product(const GroupedProductCall& call, const DLDevice& devic
   require_support(call, call.k(), call.n(), device.device_id);
   KnownMemory::of(device.device_id)
       .require({claim(call.a), claim(call.b.memory()), claim(call.offsets, true),
-                claim(call.a_scale), claim(call.b_scale), claim(call.d)});
+                claim(call.a_scale),
+                claim(call.has_blocks() ? call.b_blocks.memory() : call.b_scale), claim(call.d)});
   if (call.a.rows == 0) return;
   require_aligned(call.a);
   require_aligned(call.b);
@@ -169,7 +186,8 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
   const GroupedKind kind{.type = call.a.type,
                          .outer = false,
                          .b = call.b.by_rows() ? Lie::across : Lie::lines,
-                         .tile_rows = call.a.rows <= 64 * call.b.count ? 64 : 128};
+                         .tile_rows = call.a.rows <= 64 * call.b.count ? 64 : 128,
+                         .block_scales = call.has_blocks()};
   GroupedParams params = params_of(call);
   params.a = map_of(as_matrices(call.a), Lie::lines, kind.tile_rows);
   params.b = map_of(call.b, kind.b, kind.tile_columns());
@@ -178,10 +196,7 @@ void start_grouped_product(const GroupedProductCall& call, const DLDevice& devic
   params.d = call.d.data;
   params.d_type = call.d.type;
   params.d_row_stride = call.d.row_stride;
-  if (call.a_scale) {
-    params.a_scale = call.a_scale.as<float>();
-    params.b_scale = call.b_scale.as<float>();
-  }
+  set_scales(call, params);
   // Each zone has at most one tile that is not full.
   const std::int64_t high = std::min(call.a.rows / kind.tile_rows + call.num_experts,
                                      tiles_of(call.a.rows, kind.tile_rows) * call.num_experts);
