@@ -7,6 +7,7 @@
 #define CROSSDOCK_GATED_H_
 
 #include <crossdock/comm.h>
+#include <crossdock/quantise.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,8 +23,8 @@ typedef enum xd_gated_activation {
 } xd_gated_activation;
 
 /* Tensors of these two calls, but offsets, may have any strides. Packed elements in rows that begin
- * at multiples of 16 bytes are the fast case on CUDA; halves of one tensor's columns are such rows.
- */
+ * at multiples of 16 bytes are the fast case on CUDA, and the only one where the result is fp8;
+ * halves of one tensor's columns are such rows. */
 typedef struct xd_gated_args {
   size_t struct_size;
   xd_gated_activation activation;
@@ -35,22 +36,32 @@ typedef struct xd_gated_args {
   /* In [L+1], optional: int32 or int64, as prepare gives them. Rows from the last one on are
    * neither read nor written. NULL: there are none. */
   const DLTensor* offsets;
-  /* Out [R,F], type of gate: a(gate) up, times the row's weight. */
+  /* Out [R,F], type of gate, or float8_e4m3fn by `quantise`: a(gate) up, times the row's weight. */
   const DLTensor* out;
   /* Experts first_expert .. first_expert + num_experts - 1 alone; num_experts 0 = to the last one.
    * Expert 0 begins at row 0. Rows of others are left alone. Without offsets both are 0. */
   int32_t first_expert;
   int32_t num_experts;
+  /* Out [R,F/128] float32, with fp8 alone: the scales of out's blocks of 128 columns, as
+   * xd_grouped_product takes them. Elements of a row are packed. */
+  const DLTensor* out_scales;
+  /* The way in which out becomes fp8: FP8_BLOCK128 or FP8_BLOCK128_POW2, with F a multiple of 128.
+   * As there, but x is a float32, and an infinity becomes a NaN, so that no limited number hides
+   * an overflow. A NaN's code is 0x7f. */
+  xd_ep_quantise quantise;
 } xd_gated_args;
+/* clang-format off */
 #define XD_GATED_ARGS_INIT \
-  { sizeof(xd_gated_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, 0, 0 }
+  {sizeof(xd_gated_args), XD_GATED_SILU, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, \
+   XD_EP_QUANTISE_NONE}
+/* clang-format on */
 
 /* Computes the gated activation between an expert's two products, up to the end of the last zone.
  *
  * All is float32, and each operation is rounded: a(g); times up; times the weight; then once to the
- * type. Of the z that has been rounded, s(z) is within 2^-21, relatively, and 0 below -87. All
- * executors give equal bits. A NaN in a result is the quiet one without sign and payload. `out` may
- * be gate or up itself, and shares no other memory with an input.
+ * type, or to fp8. Of z, which has been rounded, s(z) is within 2^-21, relatively, and 0 below -87.
+ * All executors give equal bits. A NaN in a result is the quiet one without sign and payload. `out`
+ * may be gate or up itself, if it has their type, and shares no other memory with an input.
  *
  * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device, and for experts that are
  * not there. */

@@ -271,7 +271,7 @@ FROZEN_VALUE(XD_GATED_GELU_TANH, 1);
 FROZEN_VALUE(XD_GATED_RELU, 2);
 FROZEN_VALUE(XD_GATED_RELU_SQUARED, 3);
 
-FROZEN_SIZE(xd_gated_args, 64);
+FROZEN_SIZE(xd_gated_args, 80);
 FROZEN_FIELD(xd_gated_args, struct_size, 0);
 FROZEN_FIELD(xd_gated_args, activation, 8);
 FROZEN_FIELD(xd_gated_args, gate, 16);
@@ -281,6 +281,8 @@ FROZEN_FIELD(xd_gated_args, offsets, 40);
 FROZEN_FIELD(xd_gated_args, out, 48);
 FROZEN_FIELD(xd_gated_args, first_expert, 56);
 FROZEN_FIELD(xd_gated_args, num_experts, 60);
+FROZEN_FIELD(xd_gated_args, out_scales, 64);
+FROZEN_FIELD(xd_gated_args, quantise, 72);
 
 FROZEN_SIZE(xd_gated_bwd_args, 88);
 FROZEN_FIELD(xd_gated_bwd_args, struct_size, 0);

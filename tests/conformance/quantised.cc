@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "conformance/numeric.h"
 #include "support/tensor.h"
@@ -18,6 +17,11 @@ float scale_of(const QuantisedWay& way, float amax) {
   int exponent = way.least_exponent;
   while (std::ldexp(448.0, exponent) < static_cast<double>(amax)) ++exponent;
   return std::ldexp(1.0f, exponent);
+}
+
+std::uint32_t scale_code(const QuantisedWay& way, float scale) {
+  return way.scale_type.bits == 32 ? std::bit_cast<std::uint32_t>(scale)
+                                   : static_cast<std::uint32_t>(std::ilogb(scale) + 127);
 }
 
 std::uint8_t element_of(std::uint16_t code, float reciprocal) {
@@ -65,8 +69,23 @@ QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uin
   const float scale = scale_of(way, amax);
   QuantisedBlock block;
   for (const std::uint16_t code : codes) block.elements.push_back(element_of(code, 1.0f / scale));
-  block.scale = way.scale_type.bits == 32 ? std::bit_cast<std::uint32_t>(scale)
-                                          : static_cast<std::uint32_t>(std::ilogb(scale) + 127);
+  block.scale = scale_code(way, scale);
+  return block;
+}
+
+QuantisedBlock coded_block(const QuantisedWay& way, std::span<const float> numbers) {
+  float amax = 0;
+  for (const float x : numbers) {
+    if (std::isfinite(x)) amax = std::max(amax, std::fabs(x));
+  }
+  const float scale = scale_of(way, amax), reciprocal = 1.0f / scale;
+  QuantisedBlock block;
+  for (const float x : numbers) {
+    const float limited = std::clamp(x * reciprocal, -448.0f, 448.0f);
+    const std::uint32_t code = std::isfinite(x) ? encode(limited, kFormatE4m3) : 0x7f;
+    block.elements.push_back(static_cast<std::uint8_t>(code));
+  }
+  block.scale = scale_code(way, scale);
   return block;
 }
 
@@ -76,19 +95,12 @@ std::vector<float> through_wire(xd_ep_wire wire, const std::vector<float>& sum) 
   const QuantisedWay way = quantised_way(codes_of(wire));
   std::vector<float> arrived;
   for (std::size_t first = 0; first < sum.size(); first += kBlock) {
-    const std::span<const float> block = std::span(sum).subspan(first, kBlock);
-    float amax = 0;
-    for (const float x : block) {
-      if (std::isfinite(x)) amax = std::max(amax, std::fabs(x));
-    }
-    const float scale = scale_of(way, amax), reciprocal = 1.0f / scale;
-    for (const float x : block) {
-      if (!std::isfinite(x)) {
-        arrived.push_back(std::numeric_limits<float>::quiet_NaN());
-        continue;
-      }
-      const float limited = std::clamp(x * reciprocal, -448.0f, 448.0f);
-      arrived.push_back(decode(encode(limited, kFormatE4m3), kFormatE4m3) * scale);
+    const QuantisedBlock block = coded_block(way, std::span(sum).subspan(first, kBlock));
+    const float scale = way.scale_type.bits == 32
+                            ? std::bit_cast<float>(block.scale)
+                            : std::ldexp(1.0f, static_cast<int>(block.scale) - 127);
+    for (const std::uint8_t code : block.elements) {
+      arrived.push_back(decode(code, kFormatE4m3) * scale);
     }
   }
   return arrived;

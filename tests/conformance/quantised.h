@@ -34,6 +34,9 @@ struct QuantisedBlock {
 // Quantises one block of bf16 codes.
 QuantisedBlock quantised_block(const QuantisedWay& way, std::span<const std::uint16_t> codes);
 
+// Quantises one block of float32 numbers as a wire does: what is not finite becomes 0x7f.
+QuantisedBlock coded_block(const QuantisedWay& way, std::span<const float> numbers);
+
 // A rank's partial sum of a token as its source adds it under a wire (xd_ep_wire): block by block
 // through codes and a scale, or unchanged with FLOAT32.
 std::vector<float> through_wire(xd_ep_wire wire, const std::vector<float>& sum);

@@ -39,6 +39,7 @@ from ._low_latency_ops import (
 from ._ops import Dispatched, combine, dequantise, dispatch
 from ._placement import ExpertMove, move_experts
 from ._sharding import local_tensor
+from .gated import gated_fp8
 from .grad_scaler import GradScaler
 from .grouped import grouped_mm
 from .grouped_fp8 import grouped_mm_fp8, grouped_mm_scaled
@@ -91,6 +92,7 @@ __all__ = [
     "drop_over_capacity",
     "empty_symmetric",
     "expert_parameters",
+    "gated_fp8",
     "grouped_mm",
     "grouped_mm_fp8",
     "grouped_mm_scaled",

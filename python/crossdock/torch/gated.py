@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from crossdock._core import constants
+from crossdock._quantise import WAYS
 
 from . import _calls
+from ._comm import default_comm
 from ._custom_ops import LIBRARY
 from ._group import group_of
 from .grouped import define_operator, refuse, run_local
 
-__all__ = ["FUSED", "gated"]
+__all__ = ["FUSED", "gated", "gated_fp8"]
 
 FUSED: dict[str, int] = constants.ACTIVATIONS
 """The activations that are computed so, by their names in `ACTIVATIONS`."""
@@ -46,13 +48,56 @@ def gated(
     Raises:
         InvalidArgument, TypeError, ValueError: tensors that do not fit; nothing has been computed.
     """
+    _check("gated", inner, activation, group)
+    return run_local("gated", inner, offsets, weights, FUSED[activation], group)
+
+
+def gated_fp8(
+    inner: torch.Tensor,
+    offsets: torch.Tensor,
+    activation: str = "silu",
+    *,
+    weights: torch.Tensor | None = None,
+    powers: bool = False,
+    group: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``act(gate) * up`` as fp8 with a scale per 128 columns, as `grouped_mm_scaled` takes it.
+
+    For inference: it has no gradient. One pass, from float32, up to the end of the last zone.
+    `quantise.h` says how a block is rounded; an element that is not finite becomes a NaN.
+
+    Args:
+        inner: ``[R, 2F]`` bfloat16, float16 or float32: F columns of gates, then F of the others;
+            F is a multiple of 128.
+        offsets: ``[L + 1]`` int32, as in ``Plan.offsets``.
+        activation: ``"silu"``, ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``.
+        weights: ``[R]`` float32, a factor of each row; None = 1.
+        powers: whether scales are powers of two.
+        group: handle of the ``EpGroup`` whose rows they are; 0 = of the default communicator.
+
+    Returns:
+        ``[R, F]`` float8_e4m3fn and ``[R, F / 128]`` float32, undefined behind the last zone.
+
+    Raises:
+        InvalidArgument, TypeError, ValueError: tensors that do not fit; nothing has been computed.
+        RuntimeError: there is no communicator (see `init`).
+    """
+    _check("gated_fp8", inner, activation, group)
+    if inner.shape[1] % 256:
+        problem = f"inner: expected 2 F columns, F a multiple of 128, got {inner.shape[1]}"
+        refuse("gated_fp8", ValueError, problem, group)
+    way = WAYS["fp8_block128_pow2" if powers else "fp8_block128"].code
+    return run_local("gated_fp8", inner, offsets, weights, FUSED[activation], way, group)
+
+
+def _check(function: str, inner: torch.Tensor, activation: str, group: int) -> None:
+    """Refuses what neither of these functions takes."""
     if activation not in FUSED:
         problem = f"activation: expected one of {sorted(FUSED)}, got {activation!r}"
-        refuse("gated", ValueError, problem, group)
+        refuse(function, ValueError, problem, group)
     if inner.dim() != 2 or inner.shape[1] % 2:
         problem = f"inner: expected shape [rows, 2 F], got {tuple(inner.shape)}"
-        refuse("gated", ValueError, problem, group)
-    return run_local("gated", inner, offsets, weights, FUSED[activation], group)
+        refuse(function, ValueError, problem, group)
 
 
 def _gated(
@@ -78,6 +123,41 @@ define_operator(
 @torch.library.register_fake("crossdock::gated", lib=LIBRARY)
 def _(inner, offsets, weights, activation, group):
     return inner.new_empty(inner.shape[0], inner.shape[1] // 2)
+
+
+def _gated_fp8(
+    inner: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    activation: int,
+    quantise: int,
+    group: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = inner.chunk(2, dim=-1)
+    out, scales = _coded(inner)
+    given = {"gate": gate, "up": up, "weights": weights, "offsets": offsets, "out": out}
+    comm = group_of(group).comm if group else default_comm()
+    numbers = {"activation": activation, "quantise": quantise}
+    _calls.run(comm.core, "gated", inner, given | {"out_scales": scales}, **numbers)
+    return out, scales
+
+
+def _coded(inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = inner.shape[0], inner.shape[1] // 2
+    out = inner.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    return out, inner.new_empty(rows, columns // 128, dtype=torch.float32)
+
+
+define_operator(
+    "gated_fp8(Tensor inner, Tensor offsets, Tensor? weights, int activation, int quantise, "
+    "int group) -> (Tensor, Tensor)",
+    _gated_fp8,
+)
+
+
+@torch.library.register_fake("crossdock::gated_fp8", lib=LIBRARY)
+def _(inner, offsets, weights, activation, quantise, group):
+    return _coded(inner)
 
 
 def _gated_bwd(

@@ -12,6 +12,20 @@ namespace {
 constexpr std::array kTypes = {DType::bf16, DType::f16, DType::f32};
 constexpr std::array kWeightTypes = {DType::f32};
 constexpr std::array kOffsetTypes = {DType::i32, DType::i64};
+constexpr std::array kCodeTypes = {DType::e4m3};
+
+// Rounds as a wire of that name does: from float32, with infinities as NaN.
+WireFormat codes_of(const xd_gated_args& args) {
+  const std::int32_t way = raw_enum(args.quantise);
+  XD_REQUIRE(way == XD_EP_QUANTISE_NONE || way == XD_EP_QUANTISE_FP8_BLOCK128 ||
+                 way == XD_EP_QUANTISE_FP8_BLOCK128_POW2,
+             "quantise = ", way, ", expected ", int{XD_EP_QUANTISE_NONE}, " (NONE), ",
+             int{XD_EP_QUANTISE_FP8_BLOCK128}, " (FP8_BLOCK128) or ",
+             int{XD_EP_QUANTISE_FP8_BLOCK128_POW2}, " (FP8_BLOCK128_POW2)");
+  return wire_format(way == XD_EP_QUANTISE_NONE           ? XD_EP_WIRE_SAME
+                     : way == XD_EP_QUANTISE_FP8_BLOCK128 ? XD_EP_WIRE_FP8_BLOCK128
+                                                          : XD_EP_WIRE_FP8_BLOCK128_POW2);
+}
 
 class Reader {
  public:
@@ -39,6 +53,27 @@ class Reader {
                                              .optional = true});
     if (read) require_rows(read, gate_.rows, "rows of ", gate_.name);
     return read;
+  }
+  // The result of xd_gated as fp8.
+  void codes(const xd_gated_args& args, GatedCall& call) const {
+    const std::int64_t block = call.codes.codes.block;
+    XD_REQUIRE(gate_.cols % block == 0, "gate: has ", gate_.cols,
+               " columns, expected a multiple of ", block, " where out is fp8");
+    call.out = read_tensor(
+        args.out,
+        {.name = "out", .ndim = 2, .types = kCodeTypes, .device = device_, .fit = Fit::output});
+    require_rows(call.out, gate_.rows, "rows of gate");
+    require_cols(call.out, gate_.cols, "columns of gate");
+    call.out_scales = read_tensor(args.out_scales, {.name = "out_scales",
+                                                    .ndim = 2,
+                                                    .types = kWeightTypes,
+                                                    .device = device_,
+                                                    .fit = Fit::output});
+    require_rows(call.out_scales, gate_.rows, "rows of gate");
+    require_cols(call.out_scales, gate_.cols / block, "F / 128");
+    XD_REQUIRE(call.out_scales.cols <= 1 || call.out_scales.col_stride == 1,
+               "out_scales: has stride ", call.out_scales.col_stride,
+               " along dimension 1, expected 1");
   }
   Tensor offsets(const DLTensor* tensor) const {
     const Tensor read = read_tensor(
@@ -96,6 +131,13 @@ GatedCall read_gated(const xd_gated_args* args, DLDevice device) {
   const auto a = read_struct("args", args, xd_gated_args XD_GATED_ARGS_INIT);
   Reader reader(device);
   GatedCall call = read_inputs(a, reader);
+  call.codes = codes_of(a);
+  if (call.codes) {
+    reader.codes(a, call);
+    return call;
+  }
+  XD_REQUIRE(a.out_scales == nullptr,
+             "out_scales: is given, expected NULL where quantise = ", int{XD_EP_QUANTISE_NONE});
   call.out = reader.rows(a.out, "out", Fit::output);
   return call;
 }

@@ -4,6 +4,7 @@
 #include <crossdock/gated.h>
 
 #include "base/tensor.h"
+#include "ep/plan/wire_format.h"
 
 namespace xd::ep {
 
@@ -13,7 +14,8 @@ struct GatedCall {
   // With offsets: rows begin at offsets[first_expert], or at 0 if that is 0, and end at
   // offsets[end_expert].
   std::int32_t first_expert = 0, end_expert = 0;
-  Tensor out;                                         // of xd_gated
+  Tensor out, out_scales;                             // of xd_gated
+  WireFormat codes;                                   // of out, if it is fp8
   Tensor grad_out, grad_gate, grad_up, grad_weights;  // of xd_gated_bwd
 
   bool backward() const { return static_cast<bool>(grad_out); }

@@ -10,9 +10,11 @@ import torch
 
 import crossdock.torch as xd
 from crossdock.errors import InvalidArgument
+from crossdock.torch.gated import gated
 from support import Rank, on_ranks
 from torch_support import joined, normal, where
 
+FP8 = torch.float8_e4m3fn
 COUNTS, TAIL = (3, 0, 5, 8), 4  # rows of each of four zones; rows of nobody
 
 
@@ -87,3 +89,72 @@ def test_rows_that_dispatch_brings_in_fp8_are_multiplied_as_they_are(me: Rank) -
             wanted = plain[rows].float() @ weight[expert].float().T
             near = wanted.abs().max().item() / 32
             torch.testing.assert_close(y[rows].float(), wanted, rtol=0, atol=near)
+
+
+@on_ranks(1)
+def test_activations_in_fp8_are_those_of_float32_in_blocks(me: Rank) -> None:
+    ffn = 256
+    with joined():
+        inner = normal(11, sum(COUNTS) + TAIL, 2 * ffn, dtype=torch.bfloat16)
+        inner[1, :128] = 0
+        offsets = torch.tensor([0, *COUNTS], device=where()).cumsum(0).to(torch.int32)
+        weights = normal(12, len(inner), dtype=torch.float32)
+        group = xd.EpGroup(num_experts=4, max_topk=1, max_tokens_per_rank=8, hidden=16)
+        wide = gated(inner.float(), offsets, "silu", weights=weights, group=group.handle)
+        wide = wide[:-TAIL].unflatten(1, (-1, 128))
+        compiled: Any = torch.compile(xd.gated_fp8, fullgraph=True, backend="aot_eager")
+        for function, powers in ((xd.gated_fp8, False), (compiled, True)):
+            codes, scales = function(inner, offsets, weights=weights, powers=powers)
+            assert codes.dtype == torch.float8_e4m3fn and scales.shape == (len(inner), 2)
+            most = wide.abs().amax(-1)
+            wanted = torch.where(most == 0, 1.0, most / 448)
+            if powers:
+                wanted = torch.where(most == 0, 1.0, 2.0 ** torch.ceil(torch.log2(most / 448)))
+            assert torch.equal(scales[:-TAIL], wanted)
+            numbers = (wide * (1 / wanted)[..., None]).to(torch.float8_e4m3fn).flatten(1)
+            assert torch.equal(codes[:-TAIL].view(torch.uint8), numbers.view(torch.uint8))
+        for change, text in (
+            ({"activation": "tanh"}, "activation: expected one of"),
+            (
+                {"inner": inner[:, :192]},
+                "inner: expected 2 F columns, F a multiple of 128, got 192",
+            ),
+        ):
+            with pytest.raises(ValueError, match=text):
+                xd.gated_fp8(**{"inner": inner, "offsets": offsets} | change)
+
+
+@on_ranks(2)
+def test_a_layer_of_fp8_is_near_that_of_bfloat16(me: Rank) -> None:
+    """Rows travel as fp8, and all products are of fp8; results come back in bfloat16."""
+    hidden, ffn, blocks = 256, 128, (2, 2, 2)  # scales of matrices [L, 2 F / 128, H / 128]
+    with joined():
+        sizes = {"num_experts": 4, "max_topk": 2, "max_tokens_per_rank": 8, "hidden": hidden}
+        group = xd.EpGroup(dtype=torch.bfloat16, **sizes)
+        x = normal(5 + me.rank, 8, hidden, dtype=torch.bfloat16)
+        ids = torch.tensor([[t % 4, (t + 1) % 4] for t in range(8)], device=where())
+        weights = torch.full(ids.shape, 0.5, device=where())
+        w_in = (normal(20 + me.rank, 2, 2 * ffn, hidden, dtype=torch.float32) / 16).to(FP8)
+        w_out = (normal(30 + me.rank, 2, hidden, ffn, dtype=torch.float32) / 11).to(FP8)
+        plan = group.prepare(ids)
+
+        plain = xd.dispatch(plan, x, weights)
+        inner = xd.grouped_mm(plain.tokens, w_in.bfloat16().transpose(1, 2), plan.offsets)
+        gate, up = inner.chunk(2, dim=-1)
+        rows = xd.grouped_mm(
+            torch.nn.functional.silu(gate) * up, w_out.bfloat16().transpose(1, 2), plan.offsets
+        )
+        wanted = xd.combine(plan, rows, plain.weights)
+
+        received = xd.dispatch(plan, x, weights, quantise=True)
+        ones = torch.ones(blocks, device=where())
+        inner = xd.grouped_mm_scaled(
+            received.tokens, w_in.transpose(1, 2), plan.offsets, received.scales, ones
+        )
+        codes, scales = xd.gated_fp8(inner, plan.offsets)
+        rows = xd.grouped_mm_scaled(
+            codes, w_out.transpose(1, 2), plan.offsets, scales, ones[:, :, :1]
+        )
+        got = xd.combine(plan, rows, received.weights)
+        near = wanted.float().abs().max().item() / 16
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=near)

@@ -6,11 +6,14 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "base/float_modes.h"
 #include "base/math.h"
 #include "ep/experts/cpu/experts.h"
 #include "ep/experts/gated_math.h"
+#include "ep/plan/cpu/rows.h"
 
 namespace xd::ep::cpu {
 namespace {
@@ -109,10 +112,46 @@ float weight_of(const GatedCall& call, std::int64_t row) {
   return call.weights ? call.weights.as<float>()[row * call.weights.row_stride] : 1.0f;
 }
 
+// A row of results on its way to fp8.
+class CodedRow {
+ public:
+  explicit CodedRow(const GatedCall& call)
+      : call_(call),
+        numbers_(call.codes ? at(call.gate.cols) : 0),
+        coded_(call.codes ? call.codes.row_bytes(numbers_.size(), 0) : 0) {}
+
+  void keep(const Place& place, const Floats& from) {
+    for (std::size_t i = 0; i < place.count; ++i) {
+      const float x = from[i];  // an infinity is one of the NaNs
+      numbers_[at(place.first) + i] = x - x == 0.0f ? x : std::bit_cast<float>(0x7FC00000u);
+    }
+  }
+  void store(std::int64_t row) {
+    const void* const rows[] = {numbers_.data()};
+    const int ends[] = {1};
+    const rows::PartialForm forms[] = {rows::PartialForm::rows};
+    const rows::Terms sum{
+        .rows = rows, .weights = nullptr, .partial_ends = ends, .num_partials = 1};
+    rows::encode_wire(rows::Type::f32, call_.codes, coded_.data(), {.sum = sum, .forms = forms},
+                      numbers_.size());
+    const Tensor& out = call_.out;
+    for (std::size_t i = 0; i < numbers_.size(); ++i) {
+      out.data[row * out.row_stride + static_cast<std::int64_t>(i) * out.col_stride] = coded_[i];
+    }
+    std::memcpy(call_.out_scales.as<float>() + row * call_.out_scales.row_stride,
+                coded_.data() + numbers_.size(), coded_.size() - numbers_.size());
+  }
+
+ private:
+  const GatedCall& call_;
+  std::vector<float> numbers_;
+  std::vector<std::byte> coded_;  // codes, then their scales
+};
+
 template <class Type, xd_gated_activation kActivation>
 class Rows {
  public:
-  explicit Rows(const GatedCall& call) : call_(call) {}
+  explicit Rows(const GatedCall& call) : call_(call), coded_(call) {}
 
   void compute() {
     const RowRange rows = rows_of(call_);
@@ -131,6 +170,7 @@ class Rows {
           forward(at, weight);
         }
       }
+      if (call_.codes) coded_.store(row);
       if (call_.grad_weights) store_weight(row);
     }
   }
@@ -140,7 +180,11 @@ class Rows {
     for (std::size_t i = 0; i < kPiece; ++i) {
       result_[i] = gated::forward<kActivation>(gate_[i], up_[i], weight);
     }
-    store<Type>(call_.out, at, result_);
+    if (call_.codes) {
+      coded_.keep(at, result_);
+    } else {
+      store<Type>(call_.out, at, result_);
+    }
   }
 
   void backward(const Place& at, float weight) {
@@ -164,6 +208,7 @@ class Rows {
   }
 
   const GatedCall& call_;
+  CodedRow coded_;
   Floats gate_, up_, grad_, result_;
   Floats terms_;  // of the weight's gradient: what each place of a piece has added up
 };

@@ -4,17 +4,19 @@
 //   memory                          written by       read by
 //   gate, up, grad_out, weights,    the caller       the warp that has the row
 //   offsets
-//   out, grad_gate, grad_up,        the warp that    the caller
-//   grad_weights                    has the row
+//   out, out_scales, grad_gate,     the warp that    the caller
+//   grad_up, grad_weights           has the row
 #include "ep/experts/gated.h"
 
 #include <type_traits>
 
+#include "base/error.h"
 #include "cuda/device.h"
 #include "cuda/error.h"
 #include "cuda/known_memory.h"
 #include "ep/experts/cuda/experts.h"
 #include "ep/experts/gated_math.h"
+#include "ep/plan/cuda/codes.cuh"
 #include "ep/plan/cuda/sums.cuh"
 #include "ep/plan/cuda/warp.cuh"
 
@@ -38,6 +40,10 @@ struct GatedParams {
   const void* last_offset;   // nullptr = all rows count
   bool wide_offsets;         // int64
   std::int64_t rows, columns;
+  // If out is fp8.
+  float* scales;
+  std::int64_t scale_stride;  // elements from one row to the next
+  QuantiseFormat codes;
 };
 
 __device__ std::int64_t bound_at(const GatedParams& p, const void* offset, std::int64_t otherwise) {
@@ -186,6 +192,64 @@ __global__ void __launch_bounds__(kThreads, 3) gated_kernel(const __grid_constan
   }
 }
 
+// Puts a lane's numbers of a row, at `at`, into codes, and their block's scale beside. All lanes of
+// a warp; those of a block have it whole. `there`: false behind the row's end.
+template <int kCount>
+__device__ void store_codes(const GatedParams& p, std::int64_t row, std::int64_t at, bool there,
+                            float (&x)[kCount]) {
+  constexpr int kLanes = static_cast<int>(kCodeBlock) / kCount;
+  make_infinities_nan(x);
+  float most = largest_of(x);
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    most = fmaxf(most, __shfl_xor_sync(kWholeWarp, most, step));
+  }
+  if (!there) return;
+  const CodeScale scale = code_scale(most, p.codes);
+  *reinterpret_cast<Codes<kCount>*>(p.out.data + row * p.out.row_stride + at) =
+      codes_of(x, scale.inverse);
+  if (lane_id() % kLanes == 0) p.scales[row * p.scale_stride + at / kCodeBlock] = scale.scale;
+}
+
+// The forward call with a result in fp8. Columns are multiples of a block.
+template <class T, xd_gated_activation kActivation>
+__global__ void __launch_bounds__(kThreads, 3)
+    gated_codes_kernel(const __grid_constant__ GatedParams p) {
+  using L = Lane<T, true>;
+  constexpr int kPieces = 4;
+  const std::int64_t begin = bound_at(p, p.first_offset, 0);
+  const std::int64_t end = bound_at(p, p.last_offset, p.rows);
+  const std::int64_t warps = std::int64_t{gridDim.x} * kWarps;
+#pragma unroll 1
+  for (std::int64_t row = begin + std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
+       row += warps) {
+    const float weight = p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f;
+#pragma unroll 1
+    for (std::int64_t first = 0; first < p.columns; first += kPieces * 32 * L::kCount) {
+      typename L::Word gate[kPieces], up[kPieces];
+      const auto place = [&](int j) { return first + (j * 32 + lane_id()) * L::kCount; };
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        gate[j] = up[j] = make_uint4(0, 0, 0, 0);
+        if (place(j) >= p.columns) continue;
+        gate[j] = L::load(p.gate, row, place(j));
+        up[j] = L::load(p.up, row, place(j));
+      }
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        float of_gate[L::kCount], x[L::kCount];
+        L::unpack(gate[j], of_gate);
+        L::unpack(up[j], x);
+#pragma unroll
+        for (int i = 0; i < L::kCount; ++i) {
+          x[i] = gated::forward<kActivation, Arithmetic>(of_gate[i], x[i], weight);
+        }
+        store_codes(p, row, place(j), place(j) < p.columns, x);
+      }
+    }
+  }
+}
+
 // ---- Launches ----------------------------------------------------------------------------------
 
 using GatedKernel = void (*)(GatedParams);
@@ -196,6 +260,21 @@ GatedKernel kernel_of(bool backward, bool vectors) {
                              : gated_kernel<T, kActivation, true, false>
           : vectors ? gated_kernel<T, kActivation, false, true>
                    : gated_kernel<T, kActivation, false, false>;
+}
+
+template <class T>
+GatedKernel codes_kernel_of(xd_gated_activation activation) {
+  GatedKernel kernel = nullptr;
+  gated::with_activation(activation, [&](auto constant) {
+    kernel = gated_codes_kernel<T, decltype(constant)::value>;
+  });
+  return kernel;
+}
+
+GatedKernel codes_kernel_for(DType type, xd_gated_activation activation) {
+  return type == DType::bf16  ? codes_kernel_of<Bf16>(activation)
+         : type == DType::f16 ? codes_kernel_of<F16>(activation)
+                              : codes_kernel_of<F32>(activation);
 }
 
 GatedKernel kernel_for(DType type, xd_gated_activation activation, bool backward, bool vectors) {
@@ -216,8 +295,8 @@ Elements elements_of(const Tensor& tensor) {
 void require_memory(const GatedCall& c, xd::cuda::KnownMemory& known) {
   using xd::cuda::claim;
   known.require({claim(c.grad_out), claim(c.gate), claim(c.up), claim(c.weights),
-                 claim(c.offsets, true), claim(c.out), claim(c.grad_gate), claim(c.grad_up),
-                 claim(c.grad_weights)});
+                 claim(c.offsets, true), claim(c.out), claim(c.out_scales), claim(c.grad_gate),
+                 claim(c.grad_up), claim(c.grad_weights)});
 }
 
 // True if lanes can load and store vectors.
@@ -233,14 +312,17 @@ bool fits_vectors(const Tensor& tensor) {
 }  // namespace
 
 void load_gated() {
+  const auto load = [](GatedKernel kernel) {
+    cudaFuncAttributes attributes{};
+    XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+  };
   for (const DType type : {DType::bf16, DType::f16, DType::f32}) {
-    for (int activation = XD_GATED_SILU; activation <= XD_GATED_RELU_SQUARED; ++activation) {
+    for (int number = XD_GATED_SILU; number <= XD_GATED_RELU_SQUARED; ++number) {
+      const auto activation = static_cast<xd_gated_activation>(number);
+      load(codes_kernel_for(type, activation));
       for (const bool backward : {false, true}) {
         for (const bool vectors : {false, true}) {
-          cudaFuncAttributes attributes{};
-          const auto kernel =
-              kernel_for(type, static_cast<xd_gated_activation>(activation), backward, vectors);
-          XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+          load(kernel_for(type, activation, backward, vectors));
         }
       }
     }
@@ -270,7 +352,10 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
       .last_offset = call.offsets ? offset_of(call.end_expert) : nullptr,
       .wide_offsets = wide,
       .rows = call.gate.rows,
-      .columns = call.gate.cols};
+      .columns = call.gate.cols,
+      .scales = call.out_scales ? call.out_scales.as<float>() : nullptr,
+      .scale_stride = call.out_scales.row_stride,
+      .codes = call.codes.codes};
   bool vectors = true;
   for (const Tensor* tensor :
        {&call.gate, &call.up, &call.out, &call.grad_out, &call.grad_gate, &call.grad_up}) {
@@ -281,7 +366,12 @@ void start_gated(const GatedCall& call, const DLDevice& device, cudaStream_t str
   constexpr std::int64_t kMostBlocks = 8192;
   const auto blocks =
       static_cast<unsigned>(std::min((params.rows + kWarps - 1) / kWarps, kMostBlocks));
-  const auto kernel = kernel_for(call.gate.type, call.activation, call.backward(), vectors);
+  XD_REQUIRE(vectors || !call.codes,
+             "gate, up, out: expected packed elements, and rows at multiples of ", kRowAlignment,
+             " bytes, where out is fp8 on CUDA devices");
+  const auto kernel = call.codes
+                          ? codes_kernel_for(call.gate.type, call.activation)
+                          : kernel_for(call.gate.type, call.activation, call.backward(), vectors);
   kernel<<<blocks, kThreads, 0, stream>>>(params);
   XD_CUDA_CHECK(cudaGetLastError());
 }
