@@ -7,10 +7,12 @@ Both multiply the same random operands, in turn: some calls of the one, some of 
 times over; a time is the median of these, between two events around the calls. `uniform` zones have
 all the same number of rows, `skewed` ones any number up to twice as many. torch's kernels are those
 of `torch.nn.functional.grouped_mm` and, in fp8 with scales of rows and columns, of
-`torch._scaled_grouped_mm` without fast accumulation, which like the library adds up float32.
+`torch._scaled_grouped_mm` without fast accumulation, which like the library adds up float32. The
+library's fp8 with scales of blocks of 128 stands beside its own with scales of rows and columns.
 
 Gated activations, of the first products' results, stand beside their floor: the time in which a
-copy on the device moves as many bytes, as measured in turn with them.
+copy on the device moves as many bytes, as measured in turn with them. `fp8` is the forward call
+whose result is fp8.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ def measure(
     matrices = matrices.transpose(1, 2)
     codes = x.to(torch.float8_e4m3fn), matrices.to(torch.float8_e4m3fn)
     scales = torch.rand(total, device="cuda"), torch.rand(experts, outer, device="cuda")
+    of_rows = torch.rand(total, -(-inner // 128), device="cuda")
+    of_blocks = torch.rand(experts, -(-outer // 128), -(-inner // 128), device="cuda")
     gradient = torch.empty(experts, inner, outer, device="cuda", dtype=torch.bfloat16)
     assert grouped._GROUPED_MM is not None
     by_torch = grouped._GROUPED_MM
@@ -89,6 +93,9 @@ def measure(
     def product_fp8() -> object:
         return grouped.run_product(comm, *codes, offsets, a_scale=scales[0], b_scale=scales[1])
 
+    def in_blocks() -> object:
+        return grouped.run_product(comm, *codes, offsets, a_scale=of_rows, b_scale=of_blocks)
+
     def outer_product() -> None:
         given = {"a": x, "b": y, "offsets": offsets, "d": gradient}
         grouped._calls.run(comm.core, "grouped_outer", x, given)
@@ -98,18 +105,21 @@ def measure(
         lambda: by_torch(x, matrices, offs=ends),
         flops=flops,
     )
-    fp8 = in_turn(product_fp8, scaled, flops=flops)
+    fp8 = in_turn(product_fp8, scaled, in_blocks, flops=flops)
     outers = in_turn(outer_product, lambda: by_torch(x.t(), y, offs=ends), flops=flops)
     sizes = {"shape": name, "rows": rows, "zones": "skewed" if skewed else "uniform"}
-    return sizes | {"bf16": bf16, "fp8": fp8, "outer": outers}
+    blocks = [fp8[2], fp8[0]]
+    return sizes | {"bf16": bf16, "fp8": fp8[:2], "fp8 in blocks": blocks, "outer": outers}
 
 
 def print_products(
     comm: xd.Comm, shapes: list[str], rows: list[int], random: torch.Generator
 ) -> list[dict[str, object]]:
     records = []
-    kinds = ("bf16", "fp8", "outer")
-    print("| shape | rows | zones |", *(f"{kind} µs | torch / ours |" for kind in kinds))
+    kinds = ("bf16", "fp8", "fp8 in blocks", "outer")
+    peers = ("torch", "torch", "by rows", "torch")
+    heads = (f"{kind} µs | {peer} / it |" for kind, peer in zip(kinds, peers, strict=True))
+    print("| shape | rows | zones |", *heads)
     print("|---" * (3 + 2 * len(kinds)) + "|")
     for name, count, skewed in itertools.product(shapes, rows, (False, True)):
         record = measure(comm, name, count, skewed, random)
@@ -140,27 +150,39 @@ def measure_gated(comm: xd.Comm, name: str, rows: int, activation: str) -> dict[
         given = halves | gradients | {"grad_out": grad_out}
         grouped._calls.run(comm.core, "gated_bwd", inner, given, **fields)
 
-    def copies(tensors: int) -> Callable[[], object]:
+    codes = torch.empty_like(out, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(total, columns // 128, device="cuda")
+
+    def in_fp8() -> None:
+        given = halves | {"out": codes, "out_scales": scales}
+        grouped._calls.run(comm.core, "gated", inner, given, quantise=1, **fields)
+
+    def copies(tensors: float) -> Callable[[], object]:
         """A copy that reads and writes the bytes of so many tensors like `out`."""
-        source = torch.empty(tensors * out.numel(), device="cuda", dtype=torch.uint8)
+        source = torch.empty(int(tensors * out.numel()), device="cuda", dtype=torch.uint8)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
-    pairs = {"forward": (forward, copies(3)), "backward": (backward, copies(5))}
+    pairs = {
+        "forward": (forward, copies(3)),
+        "fp8": (in_fp8, copies(2.5 + 1 / 64)),
+        "backward": (backward, copies(5)),
+    }
     times = {kind: in_turn(*pair) for kind, pair in pairs.items()}
     return {"shape": name, "rows": rows, "activation": activation} | times
 
 
 def print_gated(comm: xd.Comm, shapes: list[str], rows: list[int]) -> list[dict[str, object]]:
     records = []
-    print("| columns of | rows | activation | forward, µs | of a copy | backward, µs | of a copy |")
-    print("|---" * 7 + "|")
+    kinds = ("forward", "fp8", "backward")
+    print("| columns of | rows | activation |", *(f"{kind}, µs | of a copy |" for kind in kinds))
+    print("|---" * (3 + 2 * len(kinds)) + "|")
     for name in (name for name in shapes if name.endswith("-in")):
         for count in rows:
             for activation in ("silu", "gelu_tanh"):
                 record = measure_gated(comm, name, count, activation)
                 records.append(record)
-                pairs = (record["forward"], record["backward"])
+                pairs = [record[kind] for kind in kinds]
                 cells = [f"{time:.0f} | {time / copy:.2f}" for time, copy in pairs]
                 print(f"| {name} | {count} | {activation} | {' | '.join(cells)} |", flush=True)
     return records
