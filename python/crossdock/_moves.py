@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -81,32 +82,32 @@ class Moving:
         self._staged: list[tuple[np.ndarray, np.ndarray]] = []
         self._missing = collections.deque(self._pieces())
 
-    def _pieces(self) -> Iterator[tuple[np.ndarray, int, int, int]]:
-        """The memory that weights are copied into, and the rank, segment and offset they lie at.
-
-        Slots that are empty, and staging for the others.
-        """
+    def _pieces(self) -> Iterator[tuple[np.ndarray, bool, int, int, int]]:
+        """Slots, whether they are in use, and the rank, segment and offset of their weights."""
         num_slots = self._old.shape[1]
         for move in self.moves:
             if move.from_slot < 0:
                 continue
             rank, index = divmod(move.from_slot, num_slots)
+            in_use = bool(self._old.flat[move.to_slot] >= 0)
             for tensor, (segment, offset, size) in zip(self._tensors, self._places[rank]):
-                to = tensor[move.to_slot % num_slots]
-                if self._old.flat[move.to_slot] >= 0:
-                    self._staged.append((to, np.empty_like(to)))
-                    to = self._staged[-1][1]
-                yield to, rank, segment, offset + index * size
+                yield tensor[move.to_slot % num_slots], in_use, rank, segment, offset + index * size
 
     def pull(self, most_bytes: int | None) -> bool:
-        """Copies weights, no more than so many bytes of them; returns whether all are there."""
+        """Copies weights, no more than so many bytes of them; returns whether all are there.
+
+        Into slots that are empty, and into staging for the others.
+        """
         room = most_bytes
         while self._missing and room != 0:
-            to, rank, segment, offset = self._missing.popleft()
+            to, in_use, rank, segment, offset = self._missing.popleft()
+            if in_use:
+                self._staged.append((to, np.empty_like(to)))
+                to = self._staged[-1][1]
             size = len(to) if room is None else min(room, len(to))
             self._comm.mem_copy(to.ctypes.data, rank, segment, offset, size)
             if size < len(to):
-                self._missing.appendleft((to[size:], rank, segment, offset + size))
+                self._missing.appendleft((to[size:], False, rank, segment, offset + size))
             room = None if room is None else room - size
         return not self._missing
 
@@ -210,7 +211,6 @@ class Moves:
         views: gives the weights as ``[slots, bytes]`` uint8, for so many slots of each rank.
         placements: the old one and the new one.
         choices, load, bytes_per_step: as of `ExpertMove`.
-        versions: gives a number for each tensor that another one follows where its owner writes it.
     """
 
     def __init__(
@@ -222,15 +222,12 @@ class Moves:
         choices: Choices | None,
         load: Callable[[int, int], object] | None,
         bytes_per_step: int | None,
-        versions: Callable[[], list[int]] = list,
     ) -> None:
         with told(comm):
-            if bytes_per_step is not None and not (
-                isinstance(bytes_per_step, int) and bytes_per_step > 0
-            ):
-                raise ValueError(f"bytes_per_step: expected an int above 0, got {bytes_per_step}")
-            old, new = (
-                expert_of_slot(name, one)
+            if bytes_per_step is not None:
+                bytes_per_step = _whole("bytes_per_step", bytes_per_step)
+            old, new = (  # the caller's may change before the last step
+                np.array(expert_of_slot(name, one))
                 for name, one in zip(("old", "new"), placements, strict=True)
             )
             for group in groups:
@@ -242,8 +239,10 @@ class Moves:
             _check_new(old, new, choices, groups[0].sizes, load is not None)
             tensors = views(old.shape[1])
         self._comm, self._groups, self._choices, self._load = comm, groups, choices, load
-        self._bytes_per_step, self._versions, self._loaded = bytes_per_step, versions, False
-        self._old, self._new, self._first_versions = old, new, versions()
+        self._bytes_per_step, self._loaded = bytes_per_step, False
+        self._old, self._new = old, new
+        self._in_force = [one.group.placement for one in groups]  # set anew, it is another object
+        self._first_marks = self._marks()
         self._moving: Moving | None = Moving(comm, tensors, old, new)
         self.moves: list[Move] = self._moving.moves
         self.done = False
@@ -257,8 +256,8 @@ class Moves:
             `done`.
 
         Raises:
-            ValueError: a group has another table since, or weights have been written since, and
-                Mismatch on the other ranks; or an earlier step has raised.
+            ValueError: a group's table has been set since, or weights are seen to have been
+                written, and Mismatch on the other ranks; or an earlier step has raised.
             As `move_experts`. The move has ended then.
         """
         if self.done:
@@ -283,15 +282,32 @@ class Moves:
 
     def _prepare(self, moving: Moving) -> bool:
         """Copies, and loads what comes from elsewhere; whether nothing of it is missing."""
-        for group in self._groups:
+        for group, placement in zip(self._groups, self._in_force):
             group.check(self._old)
-        if self._versions() != self._first_versions:
+            if group.group.placement is not placement:
+                raise ValueError("group: expected the table of the first step, got one set since")
+        if self._marks() != self._first_marks:
             raise ValueError("weights: expected those of the first step, got some written since")
         ready = moving.pull(self._bytes_per_step)
         if ready and self._load is not None and not self._loaded:
             moving.load(self._load, into_empty=True)
-            self._loaded = True
+            self._loaded, self._first_marks = True, self._marks()
         return ready
+
+    def _marks(self) -> object:
+        """Gives a value that another one follows where weights are seen to be written."""
+        return None
+
+
+def _whole(name: str, number: object) -> int:
+    """A number of bytes."""
+    try:
+        whole = 0 if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        whole = 0
+    if whole < 1:
+        raise ValueError(f"{name}: expected an int above 0, got {number}")
+    return whole
 
 
 class ExpertMove(Moves):
@@ -299,7 +315,8 @@ class ExpertMove(Moves):
 
     Each step copies into empty slots and into staging, which batches do not read. The last one, the
     same on all ranks, changes the table, and writes what was staged into its slots. Weights must
-    stay as they are until then. Without the last step nothing has changed but slots that are empty.
+    stay as they are until then, which is not checked. Without the last step nothing has changed but
+    slots that are empty.
 
     Args:
         group, arrays, old, new, choices, load: as of `move_experts`; collective likewise.

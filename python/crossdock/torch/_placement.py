@@ -133,7 +133,8 @@ class ExpertMove(Moves):
     """`move_experts` in steps of few bytes, between which groups go on serving.
 
     ``crossdock.ExpertMove`` of torch's tensors, on the CPU; it says more. Not for training: weights
-    stay as they are until it is done.
+    stay as they are until it is done. Writes that autograd would notice are found; those through
+    ``.data`` or NumPy, and to inference tensors, are not.
 
     Args:
         groups, tensors, old, new, choices, load: as of `move_experts`; collective likewise.
@@ -158,10 +159,14 @@ class ExpertMove(Moves):
         choices: Sequence[Sequence[Sequence[int]]] | None = None,
         load: Callable[[int, int], object] | None = None,
     ) -> None:
-        placements, named = (old, new), _named(tensors)
+        self._named, placements = _named(tensors), (old, new)
         super().__init__(
-            *_move_of(_several(groups), named, placements, choices, load, bytes_per_step)
+            *_move_of(_several(groups), self._named, placements, choices, load, bytes_per_step)
         )
+
+    def _marks(self) -> object:
+        every = self._named.values()
+        return [(one.data_ptr(), one.is_inference() or one._version) for one in every]
 
 
 def _several(groups: PlacedGroup | Sequence[PlacedGroup]) -> tuple[PlacedGroup, ...]:
@@ -188,14 +193,11 @@ def _move_of(
     def views(num_slots: int) -> list[np.ndarray]:
         return [_bytes_of(name, one, num_slots) for name, one in named.items()]
 
-    def versions() -> list[int]:
-        return [0 if one.is_inference() else one._version for one in named.values()]
-
     serving = [
         Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in groups
     ]
     comm = groups[0].comm.core
-    return comm, serving, views, placements, choices, load, bytes_per_step, versions
+    return comm, serving, views, placements, choices, load, bytes_per_step
 
 
 def _states_by_slot(

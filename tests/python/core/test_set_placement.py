@@ -359,22 +359,31 @@ def test_steps_load_once_and_end_with_the_first_mistake(me: Rank) -> None:
         start = functools.partial(crossdock.ExpertMove, group, [weights], old, new)
         seen: list[tuple[int, int]] = []
         loads = functools.partial(start, load=lambda *call: seen.append(call), bytes_per_step=9)
-        for wrong in (0, -1, 1.5):
+        for wrong in (0, -1, 1.5, True):
             with pytest.raises(ValueError, match=f"bytes_per_step: .* above 0, got {wrong}"):
                 start(load=print, bytes_per_step=wrong)
 
-        moves = loads()
-        assert not moves.step()
-        group.set_placement(new)
-        with pytest.raises(ValueError, match="old: expected the group's placement, got another"):
-            moves.step()
-        group.set_placement(old)
+        for tables, text in (
+            ((new,), "old: expected the group's placement, got another"),
+            ((new, old), "group: expected the table of the first step, got one set since"),
+        ):
+            moves = loads()
+            assert not moves.step()
+            for table in tables:
+                group.set_placement(table)
+            with pytest.raises(ValueError, match=text):
+                moves.step()
+            group.set_placement(old)
         with pytest.raises(ValueError, match="expected a move whose steps have not raised"):
             moves.step()
         assert not moves.done
 
         seen.clear()
-        moves = loads()
+        given = np.array(new)
+        moves = crossdock.ExpertMove(
+            group, [weights], old, given, load=lambda *call: seen.append(call), bytes_per_step=9
+        )
+        given[:] = 0  # it may be the caller's buffer for the next plan
         number = 1
         while not moves.step():
             number += 1

@@ -302,6 +302,27 @@ def test_a_layer_that_is_rebalanced_gives_the_same_bits(me: Rank) -> None:
 
 
 @on_ranks(2)
+def test_a_rank_that_has_loaded_waits_for_the_others_in_steps(me: Rank) -> None:
+    with xd.init(device="cpu") as comm, torch.no_grad():
+        (group, _), weights = placed(comm, me.rank)
+        new = [[0, 1, 2, 4], [0, 1, 2, 5]]
+        old = [[0, 1, 2, -1], [3, 5, 5, -1]]  # expert 4 is in no slot; rank 1 copies most
+        group.set_placement(old)
+
+        def load(expert: int, slot: int) -> None:
+            assert (me.rank, expert, slot) == (0, 4, 3)
+            weights[slot] = expert + 1
+
+        weights.copy_(torch.tensor(old[me.rank])[:, None].add(1))
+        steps = xd.ExpertMove(group, [weights], old, new, load=load, bytes_per_step=64)
+        number = 1
+        while not steps.step():
+            number += 1
+        assert number == 4  # 256 bytes into rank 1
+        assert torch.equal(weights[:, 0], torch.tensor(new[me.rank]).add(1.0))
+
+
+@on_ranks(2)
 def test_a_model_is_rebalanced_in_steps_while_it_serves(me: Rank) -> None:
     with xd.init(device="cpu"), torch.no_grad():
         model = torch.nn.Sequential(*(layer_of(xd.EpGroup(**sizes_of_groups())) for _ in range(2)))
@@ -317,6 +338,19 @@ def test_a_model_is_rebalanced_in_steps_while_it_serves(me: Rank) -> None:
         if me.rank == 0:
             next(iter(first.expert_parameters())).mul_(1)
         with pytest.raises(ValueError if me.rank == 0 else Mismatch, match="written since|rank 0"):
+            steps.step()
+        assert not steps.step()
+        if me.rank == 1:
+            parameter = next(iter(first.expert_parameters()))
+            before, parameter.data = parameter.data, parameter.data.clone()
+        with pytest.raises(ValueError if me.rank == 1 else Mismatch, match="written since|rank 1"):
+            steps.step()
+        if me.rank == 1:
+            parameter.data = before
+        assert not steps.step()
+        first.group.set_placement(MOVED)
+        first.group.set_placement(first.placement)
+        with pytest.raises(ValueError, match="got one set since"):
             steps.step()
 
         number, moved_first = 0, 0

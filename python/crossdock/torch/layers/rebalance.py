@@ -60,7 +60,7 @@ class Rebalance:
     nothing, and the step that ends it changes its tables. Weights must stay as they are until then.
 
     Args:
-        model: with layers as of `rebalance`, at least one, in the same order on all ranks.
+        model: with layers as of `rebalance`, at least one, and the same on all ranks.
         bytes_per_step: what a rank copies in a step, at most. The step that ends a layer also moves
             what was staged into its slots, in this rank's memory.
         max_moves, good_enough: as of `rebalance`, for each layer.
@@ -69,7 +69,7 @@ class Rebalance:
         done: whether all layers have been rebalanced.
 
     Raises:
-        ValueError: a model without such layers.
+        ValueError: a model without such layers, of which peers do not hear.
     """
 
     def __init__(
@@ -114,11 +114,13 @@ class Rebalance:
         self._move = None  # unless all goes well
         if move is None:
             move = _Move(layer, None, *self._options)
-        if move.step():
-            layer.group.loads(clear=True)
-            del self._left[0]
-        else:
-            self._move = move
+        try:
+            if not move.step():
+                self._move = move
+        finally:
+            if move.done:  # also where ranks were lost in its turn
+                layer.group.loads(clear=True)
+                del self._left[0]
         return self.done
 
 
@@ -148,6 +150,10 @@ class _Move(ExpertMove):
             groups = [one for one in (group, layer.decode_group) if one is not None]
         old = layer.placement.numpy()
         super().__init__(groups, weights, old, new, bytes_per_step=bytes_per_step)
+
+    def _marks(self) -> object:
+        here = [local_tensor(one).data_ptr() for one in self._layer.expert_parameters()]
+        return super()._marks(), here  # a parameter may have been replaced
 
     def step(self) -> bool:
         group = self._layer.group
