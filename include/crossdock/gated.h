@@ -63,8 +63,8 @@ typedef struct xd_gated_args {
  * All executors give equal bits. A NaN in a result is the quiet one without sign and payload. `out`
  * may be gate or up itself, if it has their type, and shares no other memory with an input.
  *
- * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device, and for experts that are
- * not there. */
+ * Errors: INVALID_ARGUMENT for a tensor of another shape, type or device, for experts that are not
+ * there, and on CUDA for fp8 where rows are not the fast case. */
 XD_API xd_status xd_gated(xd_comm* comm, const xd_gated_args* args, xd_stream stream);
 
 typedef struct xd_gated_bwd_args {

@@ -3,9 +3,10 @@
 #include <crossdock/gated.h>
 #include <gtest/gtest.h>
 
-#include <bit>
+#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,20 @@ std::vector<std::byte> as_bytes(const std::vector<float>& numbers, const Format&
   return bytes;
 }
 
+// The first columns of a tensor's rows.
+struct View {
+  View(Tensor& of, std::int64_t columns) : dl(*of.dl()), shape{kRows, columns} {
+    strides[0] = of.shape()[1];
+    dl.shape = shape;
+    dl.strides = strides;
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  DLTensor dl;
+  std::int64_t shape[2], strides[2] = {0, 1};
+};
+
 class CodedCase {
  public:
   CodedCase(const Rank& rank, const Type& type, std::int64_t columns)
@@ -78,45 +93,46 @@ class CodedCase {
   }
 
   void check(xd_gated_activation activation, bool weighted, xd_ep_quantise way, bool last_alone) {
-    call(activation, weighted, XD_EP_QUANTISE_NONE, last_alone, wide_inner_, wide_out_, nullptr);
-    Tensor out(rank_, kE4m3, {kRows, columns_}), scales(rank_, kF32, {kRows, columns_ / 128});
-    call(activation, weighted, way, last_alone, inner_, out, &scales);
-    const auto codes = out.read_as<std::uint8_t>();
-    const auto scale_codes = scales.read_as<std::uint32_t>();
+    View wide(wide_out_, columns_);
+    call(activation, weighted, XD_EP_QUANTISE_NONE, last_alone, wide_inner_, wide, nullptr);
+    const std::int64_t blocks = columns_ / 128, pitch = columns_ + 16, scale_pitch = blocks + 3;
+    Tensor out(rank_, kE4m3, {kRows, pitch}), scales(rank_, kF32, {kRows, scale_pitch});
+    View codes_view(out, columns_), scales_view(scales, blocks);
+    call(activation, weighted, way, last_alone, inner_, codes_view, &scales_view);
+    // Behind rows and zones both are as they were.
+    std::vector<std::uint8_t> codes(at(kRows * pitch), kPoisoned);
+    std::vector<std::uint32_t> scale_codes(at(kRows * scale_pitch), 0xA5A5A5A5u);
     const auto numbers = wide_out_.read_as<float>();
-    for (std::int64_t b = 0; b < kRows * columns_ / 128; ++b) {
-      const std::int64_t row = b * 128 / columns_;
-      const std::span block = std::span(numbers).subspan(at(b * 128), 128);
-      const bool counts = row >= (last_alone ? kFirstEnd : 0) && row < kEnd;
-      QuantisedBlock expected{std::vector<std::uint8_t>(128, kPoisoned), 0xA5A5A5A5u};
-      if (counts) expected = coded_block(quantised_way(way), block);
-      ASSERT_EQ(scale_codes[at(b)], expected.scale) << "block " << b;
-      for (std::int64_t i = 0; i < 128; ++i) {
-        ASSERT_EQ(codes[at(b * 128 + i)], expected.elements[at(i)]) << "block " << b << ", " << i;
+    for (std::int64_t row = last_alone ? kFirstEnd : 0; row < kEnd; ++row) {
+      for (std::int64_t b = 0; b < blocks; ++b) {
+        const auto first = at(row * columns_ + b * 128);
+        const QuantisedBlock block =
+            coded_block(quantised_way(way), std::span(numbers).subspan(first, 128));
+        scale_codes[at(row * scale_pitch + b)] = block.scale;
+        std::ranges::copy(block.elements, codes.begin() + row * pitch + b * 128);
       }
     }
+    EXPECT_EQ(scales.read_as<std::uint32_t>(), scale_codes);
+    EXPECT_EQ(out.read_as<std::uint8_t>(), codes);
     EXPECT_TRUE(out.buffer().guards_intact());
     EXPECT_TRUE(scales.buffer().guards_intact());
   }
 
  private:
   void call(xd_gated_activation activation, bool weighted, xd_ep_quantise way, bool last_alone,
-            Tensor& inner, Tensor& out, Tensor* scales) {
+            Tensor& inner, const View& out, const View* scales) {
     xd_gated_args args = XD_GATED_ARGS_INIT;
-    std::int64_t shape[] = {kRows, columns_}, strides[] = {2 * columns_, 1};
-    DLTensor gate = *inner.dl();
-    gate.shape = shape;
-    gate.strides = strides;
-    DLTensor up = gate;
-    up.byte_offset += at(columns_) * at(gate.dtype.bits / 8);
+    const View gate(inner, columns_);
+    View up(inner, columns_);
+    up.dl.byte_offset += at(columns_) * at(up.dl.dtype.bits / 8);
     args.activation = activation;
-    args.gate = &gate;
-    args.up = &up;
+    args.gate = &gate.dl;
+    args.up = &up.dl;
     args.weights = weighted ? weights_.dl() : nullptr;
     args.offsets = offsets_.dl();
     args.first_expert = last_alone ? 1 : 0;
-    args.out = out.dl();
-    args.out_scales = scales == nullptr ? nullptr : scales->dl();
+    args.out = &out.dl;
+    args.out_scales = scales == nullptr ? nullptr : &scales->dl;
     args.quantise = way;
     ok(xd_gated(rank_.comm, &args, rank_.stream()));
     rank_.memory->synchronize();
@@ -175,8 +191,31 @@ TEST(GatedFp8Calls, RefuseByNameWhatDoesNotFit) {
     args.out_scales = nullptr, refused("out_scales = NULL");
     args.out_scales = more.dl(), refused("out_scales: has 3 columns, expected 2 (F / 128)");
     args.quantise = XD_EP_QUANTISE_NONE, refused("out_scales: is given, expected NULL");
+    DLTensor inside = *out.dl();  // out in the memory of gate
+    inside.data = gate.dl()->data;
+    args.out = &inside, refused("out: lies at");
     EXPECT_TRUE(out.untouched());
     EXPECT_TRUE(scales.untouched());
+  });
+}
+
+// Lanes store whole vectors there, which no other executor does.
+TEST(GatedFp8Calls, RowsAtOddAddressesAreRefusedOnCudaAlone) {
+  on_every_rank([](Rank& rank) {
+    Tensor gate(rank, kBf16, {kRows, 128 + 1}), up(rank, kBf16, {kRows, 128});
+    Tensor out(rank, kE4m3, {kRows, 128}), scales(rank, kF32, {kRows, 1}), offsets(rank, kI32, {2});
+    offsets.write(std::vector<std::int32_t>{0, 0});
+    const View odd(gate, 128);
+    xd_gated_args args = XD_GATED_ARGS_INIT;
+    args.gate = &odd.dl;
+    args.up = up.dl();
+    args.offsets = offsets.dl();
+    args.out = out.dl();
+    args.out_scales = scales.dl();
+    args.quantise = XD_EP_QUANTISE_FP8_BLOCK128;
+    const xd_status status = xd_gated(rank.comm, &args, rank.stream());
+    if (!rank.asynchronous()) return ok(status);
+    expect_error(status, XD_ERROR_INVALID_ARGUMENT, "expected packed elements, and rows at");
   });
 }
 

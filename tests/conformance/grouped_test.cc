@@ -44,13 +44,13 @@ const std::vector<Shapes>& all_shapes() {
   std::vector<std::int64_t> steps(41);  // tiles behind those of a warp's lanes
   std::iota(steps.begin(), steps.end(), 0);
   static const std::vector<Shapes> all = {
-      {{9, {0, 0, 1, 3, 6, 6}}, some},                // 0 to 3 rows, and rows behind them
-      {{20, {0, 10, 30, 40}}, some},                  // a plan that overflows
-      {{145, {5, 135, 135, 140, 142}}, {{200, 24}}},  // begins inside
-      {{192, {0, 64, 192}}, {{64, 256}}},             // whole tiles
-      {{290, {3, 86, 281}}, {{840, 16}, {72, 264}}},  // cut tiles, many stages and columns
-      {{420, {7, 330, 415}}, {{40, 136}}},            // sums over many rows
-      {{9, {0, 2, 5, 9}}, {{1000, 40}, {300, 8}, {8, 300}}},
+      {{9, {0, 0, 1, 3, 6, 6}}, some},                 // 0 to 3 rows, and rows behind them
+      {{20, {0, 10, 30, 40}}, some},                   // a plan that overflows
+      {{145, {5, 135, 135, 140, 142}}, {{200, 24}}},   // begins inside
+      {{192, {0, 64, 192}}, {{64, 256}}},              // whole tiles
+      {{290, {3, 86, 281}}, {{840, 16}, {300, 264}}},  // cut tiles, many stages and columns
+      {{420, {7, 330, 415}}, {{40, 136}}},             // sums over many rows
+      {{9, {0, 2, 5, 9}}, {{1000, 40}, {300, 520}, {8, 300}}},
       {{41, steps}, {{24, 136}}},
       {{40, std::vector<std::int64_t>(41, 7)}, {{13, 5}}},  // empty zones alone
   };

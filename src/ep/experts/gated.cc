@@ -74,6 +74,11 @@ class Reader {
     XD_REQUIRE(call.out_scales.cols <= 1 || call.out_scales.col_stride == 1,
                "out_scales: has stride ", call.out_scales.col_stride,
                " along dimension 1, expected 1");
+    for (const Tensor& other : {call.gate, call.up, call.weights, call.out}) {
+      require_apart(call.out_scales, other);
+    }
+    require_apart(call.out, call.gate);
+    require_apart(call.out, call.up);
   }
   Tensor offsets(const DLTensor* tensor) const {
     const Tensor read = read_tensor(
