@@ -87,17 +87,6 @@ typedef enum xd_comm_peer_loss {
   XD_COMM_PEER_LOSS_MASK = 1
 } xd_comm_peer_loss;
 
-/* The same for a group of ep.h whose operation needs the rank. */
-typedef enum xd_ep_peer_loss {
-  /* The loss finishes the communicator. */
-  XD_EP_PEER_LOSS_FATAL = 0,
-  /* The operation ends with PEER_LOST on all ranks that are left, and finishes nothing; the group
-   * goes on without the rank when they have entered a view: see xd_ep_group_enter_view in view.h.
-   * Needs a communicator with XD_COMM_PEER_LOSS_MASK. UNSUPPORTED on CUDA devices and between
-   * machines. */
-  XD_EP_PEER_LOSS_RESUME = 1
-} xd_ep_peer_loss;
-
 typedef struct xd_comm_config {
   size_t struct_size;
   xd_bootstrap bootstrap;

@@ -83,8 +83,8 @@
 #ifndef CROSSDOCK_EP_H_
 #define CROSSDOCK_EP_H_
 
-#include <crossdock/comm.h>
 #include <crossdock/quantise.h>
+#include <crossdock/view.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -588,7 +588,7 @@ typedef struct xd_ep_routing_layout_args {
   { sizeof(xd_ep_routing_layout_args), 0, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Tells where the tokens of this rank go, without a plan. Ids are those of the E experts, never of
- * logical ones. */
+ * logical ones, and experts of ranks that are gone count as all others. */
 XD_API xd_status xd_ep_routing_layout(xd_comm* comm, const xd_ep_routing_layout_args* args,
                                       xd_stream stream);
 

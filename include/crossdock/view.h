@@ -9,7 +9,7 @@
 #ifndef CROSSDOCK_VIEW_H_
 #define CROSSDOCK_VIEW_H_
 
-#include <crossdock/ep.h>
+#include <crossdock/comm.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -105,6 +105,19 @@ XD_API xd_status xd_comm_agree(xd_comm* comm, const xd_comm_agree_args* args, xd
  * blocks. Any thread. Also works after fatal errors. */
 XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
 
+/* A group of ep.h. */
+typedef struct xd_ep_group xd_ep_group;
+
+/* How such a group takes the end of a rank that an operation needs (xd_ep_config.on_peer_loss). */
+typedef enum xd_ep_peer_loss {
+  /* The loss finishes the communicator. */
+  XD_EP_PEER_LOSS_FATAL = 0,
+  /* The operation ends with PEER_LOST on all ranks that are left, and finishes nothing; the group
+   * goes on without the rank when they have entered a view: see xd_ep_group_enter_view. Needs a
+   * communicator with XD_COMM_PEER_LOSS_MASK. UNSUPPORTED on CUDA devices and between machines. */
+  XD_EP_PEER_LOSS_RESUME = 1
+} xd_ep_peer_loss;
+
 /* Makes a group with on_peer_loss = XD_EP_PEER_LOSS_RESUME go on with the members of the
  * communicator's view, the latest that a call of xd_comm_agree has given this rank.
  *
@@ -120,17 +133,18 @@ XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
  *   xd_ll_mask_set, xd_ll_reset, where there are low-latency groups with masks
  *   xd_ep_group_set_placement, or a router that chooses no expert of ranks that are gone
  *   xd_ep_prepare           the step is made again, from view.first_step for instance
- * Nothing else that waits for peers comes between the first call and the last
- * xd_ep_group_enter_view: a rank that met a further loss there would agree anew, while others wait
- * for it until TIMEOUT. A rank that is late is no loss: TIMEOUT, which is fatal.
+ * A rank that hears of a further loss before it has entered its last group, in whatever call, may
+ * agree anew at once: the end of a member ends the waits of all others there. Without such an end
+ * they wait for that rank. A rank that is late is no loss: TIMEOUT, which is fatal.
  *
  * Behind it. All sizes stay those of W ranks. A rank that is gone has no tokens, receives none, and
- * its numbers in outputs are 0. Choices of its experts count as -1, in groups with logical experts
- * those of slots on it; xd_ep_group_status counts them as unplaced_choices. Plans that were made
- * with other ranks are INVALID_ARGUMENT. Operations in parts begin anew. Sums have the same order
- * of ranks, so equal inputs give equal bits, as in a group where the others choose no expert of the
- * rank and it has no tokens. A rank that is gone does not return to the group, also not where
- * another process takes its place in the communicator.
+ * its numbers in outputs are 0. Choices of its experts count as -1; xd_ep_group_status counts
+ * them as unplaced_choices. In groups with logical experts so do choices that fall to a slot on it,
+ * though a replica lives elsewhere, until xd_ep_group_set_placement sets a table without the rank.
+ * Plans that were made with other ranks are INVALID_ARGUMENT. Operations in parts begin anew. Sums
+ * have the same order of ranks, so equal inputs give equal bits, as in a group where the others
+ * choose no expert of the rank and it has no tokens. A rank that is gone does not return to the
+ * group, also not where another process takes its place in the communicator.
  *
  * Collective over the members, an operation of the group; when it returns all are in step again.
  * It waits until ranks that were in the group and are no members have ended or left, so a rank that
@@ -138,8 +152,9 @@ XD_API xd_status xd_comm_get_view(xd_comm* comm, xd_view* view);
  * bounded by the communicator's timeout. In the view that the group has entered already it does
  * nothing. xd_stats does not count these calls.
  * Errors: INVALID_ARGUMENT in a group with XD_EP_PEER_LOSS_FATAL; PEER_LOST, which finishes
- * nothing: a member has been lost meanwhile, and all members get it (they agree on another view),
- * or this rank is not in the view; the fatal errors, TIMEOUT among them. */
+ * nothing: a member has been lost meanwhile (a member that had come to all others may still enter,
+ * and meets the loss in its next operation), or this rank is not in the view; the fatal errors,
+ * TIMEOUT among them. */
 XD_API xd_status xd_ep_group_enter_view(xd_ep_group* group, xd_stream stream);
 
 #ifdef __cplusplus

@@ -72,18 +72,19 @@ class EpGroup(Membership[EpConfig, EpStatus]):
 
         With ``on_peer_loss="resume"`` only. An operation that needs a rank which is lost raises
         PeerLost about one of those lost, on all ranks that are left alike, and so does each further
-        one at once. Then every rank calls ``comm.agree``, then this for each of its groups, with no
-        call between that waits for peers: masks of low-latency groups, and their ``reset``, come
-        behind. The step is made again from `prepare` on. Choices of experts on ranks that are gone
-        count as -1 (`status` tells how many), and plans of before are InvalidArgument.
+        one at once. Then every rank calls ``comm.agree``, then this for each of its groups; masks
+        of low-latency groups, and their ``reset``, come behind. The step is made again from
+        `prepare` on. Choices of experts on ranks that are gone count as -1 (`status` tells how
+        many), and plans of before are InvalidArgument.
 
         Waits for ranks that are no members to end, up to the communicator's timeout. Does nothing
         in a view that the group has entered already.
 
         Raises:
             InvalidArgument: the config has ``on_peer_loss="fatal"``.
-            PeerLost: a member has been lost meanwhile, which all members are told: agree again. Or
-                this rank is not in the view.
+            PeerLost: a member has been lost meanwhile: agree again. (A member that had come to all
+                others may still enter, and meets the loss in its next operation.) Or this rank is
+                not in the view.
         """
         self._core.enter_view()
 

@@ -332,7 +332,8 @@ bool Comm::has_ended(int rank) const {
   const PeerProcess& process = process_of(rank);
   if (!process.pidfd || process.has_ended) return true;
   if (has_process_ended(process.pidfd)) return true;
-  // Nothing rings a bell when it does, so this waits for a moment itself.
+  // Nothing rings a bell when it does, so this waits for a moment itself; a slower end is seen at
+  // the next look of the wait (LongWait), a quarter of a second later at most.
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return has_process_ended(process.pidfd);
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "abi/frozen_moe.h"
+#include "abi/initialised.h"
 #include "conformance/said.h"
 #include "support/handles.h"
 
@@ -18,6 +19,62 @@ namespace xd::test {
 namespace {
 
 TEST(Abi, InitialisersKnowTheSizeOfTheirStruct) { EXPECT_EQ(wrong_initialisers_in_c(), 0); }
+
+#if __has_builtin(__builtin_clear_padding)
+// Bytes behind the last field of a struct. A caller of that version passes them with anything in
+// them, and in a struct of the same size as one in which a field lies there. So they stay padding
+// for ever: a new field begins at the size of before, and no line here ever changes.
+struct Tail {
+  const char* type;
+  std::size_t begin, end;
+};
+constexpr Tail kTails[] = {
+    {"xd_comm_config", 132, 136},
+    {"xd_comm_info", 44, 48},
+    {"xd_error_info", 308, 312},
+    {"xd_ep_config", 124, 128},
+    {"xd_ep_dispatch_args", 92, 96},
+    {"xd_ep_combine_args", 60, 64},
+    {"xd_ep_plan_info", 100, 104},
+    {"xd_ep_planner_args", 60, 64},
+    {"xd_ll_combine_args", 68, 72},
+    {"xd_gemm_bulk_args", 52, 56},
+    {"xd_gemm_gather_args", 36, 40},
+    {"xd_gemm_status", 284, 288},
+    {"xd_gemm_view", 44, 48},
+    {"xd_gated_args", 76, 80},
+    {"xd_grouped_outer_args", 52, 56},
+    {"xd_grouped_product_args", 68, 72},
+};
+
+template <class T>
+void expect_known_tails(const std::string& type) {
+  T fields;
+  std::memset(static_cast<void*>(&fields), 0xFF, sizeof(fields));
+  __builtin_clear_padding(&fields);
+  std::vector<unsigned char> bytes(sizeof(T));
+  std::memcpy(bytes.data(), static_cast<const void*>(&fields), sizeof(T));
+  std::size_t end = 0;  // of the last field
+  for (std::size_t i = 0; i < sizeof(T); ++i) {
+    if (bytes[i] != 0) end = i + 1;
+  }
+  bool is_known = end == sizeof(T);
+  for (const Tail& tail : kTails) {
+    if (tail.type != type) continue;
+    is_known |= tail.begin == end && tail.end == sizeof(T);
+    for (std::size_t i = tail.begin; i < tail.end; ++i) {
+      EXPECT_EQ(bytes[i], 0) << type << " has a field in byte " << i << ", expected it at "
+                             << tail.end;
+    }
+  }
+  EXPECT_TRUE(is_known) << type << " ends in padding from byte " << end << " on";
+}
+
+TEST(Abi, NoFieldBeginsInPaddingOfAnOlderVersion) {
+#define EXPECT_KNOWN_TAILS(type, init) expect_known_tails<type>(#type);
+  XD_INITIALISED(EXPECT_KNOWN_TAILS)
+}
+#endif
 
 TEST(Abi, TheLoadedLibraryIsTheHeadersVersion) { EXPECT_EQ(xd_version(), XD_VERSION); }
 

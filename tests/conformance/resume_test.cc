@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -47,6 +49,19 @@ xd_status agree(const Comm& comm, bool leaves = false) {
   args.timeout_ms = Rank::kTimeoutMs;
   args.leave = leaves ? 1 : 0;
   return xd_comm_agree(comm.get(), &args, nullptr);
+}
+
+// The calling thread's last call, the first that failed in the group, has returned an error of the
+// group that is about this rank.
+void expect_counted(xd_ep_group* group, xd_status status, int about) {
+  xd_ep_status met XD_EP_STATUS_INIT;
+  ok(xd_ep_last_error(&met));
+  EXPECT_EQ(met.status, status);
+  EXPECT_EQ(met.operation, XD_EP_ENTER_VIEW);
+  EXPECT_EQ(met.rank, about);
+  const volatile std::uint64_t* errors = nullptr;
+  ok(xd_ep_group_watch(group, &errors));
+  EXPECT_EQ(*errors, 1U);
 }
 
 // One communicator and a group for each case.
@@ -99,6 +114,79 @@ TEST_F(Resume, GoesOnWithoutRanksThatLeaveByTheirVote) {
       if (rank.rank == gone) return run.leave();
       run.enter_view(gone);
       run.step(1);
+    }
+  });
+}
+
+// A member leaves between its groups: all have entered the same ones of them, and go on from there
+// to the next view.
+TEST_F(Resume, MeetsAFurtherLossBetweenGroupsOnTheWayToAView) {
+  on_every_rank([](Rank& rank) {
+    if (rank.num_ranks < 3) return;
+    Resuming run(rank, "on the way");
+    const int first = rank.num_ranks - 1, second = 0;
+    ok(agree(run.comm(), rank.rank == first));
+    if (rank.rank == first) return run.leave();
+    const std::size_t half = run.groups().size() / 2;
+    for (std::size_t i = 0; i < run.groups().size(); ++i) {
+      if (rank.rank == second && i == half) return run.leave();
+      EXPECT_EQ(xd_ep_group_enter_view(run.groups()[i].get(), rank.stream()),
+                i < half ? XD_SUCCESS : XD_ERROR_PEER_LOST)
+          << "group " << i;
+    }
+    EXPECT_EQ(comm_error(run.comm().get()).status, XD_SUCCESS);
+    ok(agree(run.comm()));
+    run.enter_view(first);
+    run.enter_view(second);
+    run.step(0);
+  });
+}
+
+// Each operation in its parts is cut off behind the first one.
+TEST_F(Resume, BeginsPartsAnew) {
+  on_every_rank([](Rank& rank) {
+    const int last = rank.num_ranks - 1;
+    const Comm comm = rank.another_comm("parts", kHeap, Rank::kTimeoutMs, XD_COMM_PEER_LOSS_MASK);
+    Rank mine = rank;
+    mine.comm = comm.get();
+    Case c = plain_case(rank.num_ranks);
+    c.resumes = true;
+    c.local_experts = c.parts = 3;
+    std::vector<Group> groups;
+    std::deque<Batch> batches;
+    constexpr std::array kOperations{XD_EP_DISPATCH, XD_EP_COMBINE, XD_EP_COMBINE_BWD,
+                                     XD_EP_DISPATCH_BWD};
+    const auto call_part = [&](std::size_t i, int part) {
+      Batch& batch = batches[i];
+      batch.dispatch_args.part = batch.combine_args.part = part;
+      batch.dispatch_bwd_args.part = batch.combine_bwd_args.part = part;
+      return batch.call(groups[i].get(), kOperations[i]);
+    };
+    for (std::size_t i = 0; i < kOperations.size(); ++i) {
+      groups.push_back(make_group(comm.get(), c.config(rank.rank)));
+      batches.emplace_back(mine, c);
+      batches[i].prepare_args.parts = c.parts;
+      batches[i].prepare(groups[i].get());
+      ok(call_part(i, 1));
+    }
+    // Also where nobody is lost.
+    ok(agree(comm));
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      ok(xd_ep_group_enter_view(groups[i].get(), mine.stream()));
+      const Outcome outcome = call_part(i, 2);
+      EXPECT_EQ(outcome.status, XD_ERROR_INVALID_ARGUMENT) << outcome.text;
+      expect_words(outcome.text, {"part"});
+      ok(call_part(i, 1));
+    }
+    if (rank.num_ranks < 2 || rank.rank == last) return;  // a communicator goes
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      EXPECT_EQ(call_part(i, 2).status, XD_ERROR_PEER_LOST);
+    }
+    ok(agree(comm));
+    c.gone = std::uint64_t{1} << last;
+    for (const Group& group : groups) {
+      ok(xd_ep_group_enter_view(group.get(), mine.stream()));
+      Step(mine, c, group.get(), 0).run_all();
     }
   });
 }
@@ -162,12 +250,30 @@ TEST_F(Resume, InAViewOfAllRanksChangesNothing) {
   });
 }
 
+TEST_F(Resume, TellsARankThatHasLeftTheViewThatTheOthersHaveGoneOn) {
+  on_every_rank([](Rank& rank) {
+    if (rank.num_ranks < 2) return;
+    const int last = rank.num_ranks - 1;
+    const Comm comm = rank.another_comm("leaves", kHeap, Rank::kTimeoutMs, XD_COMM_PEER_LOSS_MASK);
+    Case c = plain_case(rank.num_ranks);
+    c.resumes = true;
+    const Group group = make_group(comm.get(), c.config(rank.rank));
+    ok(agree(comm, rank.rank == last));
+    const xd_status status = xd_ep_group_enter_view(group.get(), rank.stream());
+    if (rank.rank != last) return ok(status);
+    EXPECT_EQ(status, XD_ERROR_PEER_LOST);
+    expect_said("the others have gone on without rank " + std::to_string(last));
+    expect_counted(group.get(), XD_ERROR_PEER_LOST, last);
+  });
+}
+
 TEST_F(Resume, IsRefusedWhereItCannotBe) {
   on_every_rank([](Rank& rank) {
     const Case plain = plain_case(rank.num_ranks);
     const Group fixed = make_group(rank.comm, plain.config(rank.rank));
     EXPECT_EQ(xd_ep_group_enter_view(fixed.get(), rank.stream()), XD_ERROR_INVALID_ARGUMENT);
     expect_said("on_peer_loss = XD_EP_PEER_LOSS_FATAL, expected XD_EP_PEER_LOSS_RESUME");
+    expect_counted(fixed.get(), XD_ERROR_INVALID_ARGUMENT, rank.rank);
     EXPECT_EQ(xd_ep_group_enter_view(nullptr, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
     xd_ep_config config = plain.config(rank.rank);
     xd_ep_group* made = nullptr;

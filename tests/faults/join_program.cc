@@ -9,6 +9,7 @@
 
 #include "conformance/batch.h"
 #include "faults/hex.h"
+#include "faults/resume_program.h"
 #include "support/usage.h"
 
 namespace xd::test {
@@ -33,7 +34,11 @@ class Joining : private LlSeat {
   Joining(const RankProgram& program, const Rank& of_rank, const Talk& talk)
       : LlSeat(of_rank, echo_case(program.num_ranks),
                {XD_LL_PEER_LOSS_MASK, program.wait_timeout_ms}),
-        talk_(talk) {}
+        talk_(talk) {
+    if (!program.resumes || program.joins) return;
+    Case many = case_of(program);
+    resumed_.push_back({many, make_group(rank.comm, many.config(rank.rank))});
+  }
 
   // False = the rank leaves.
   bool obey(const std::string& line) {
@@ -80,6 +85,7 @@ class Joining : private LlSeat {
     std::istringstream list(ranks == "-" ? "" : ranks);
     for (std::string one; std::getline(list, one, ',');) lost.at(std::stoul(one)) = true;
     for (int number = first; number < first + count; ++number) step(number, lost);
+    run_batches(rank, resumed_, first, count);
     talk_.say("done");
   }
 
@@ -121,6 +127,11 @@ class Joining : private LlSeat {
     xd_view view XD_VIEW_INIT;
     const xd_status status = xd_comm_agree(rank.comm, &args, &view);
     if (status != XD_SUCCESS) return tell(status, xd_last_error());
+    for (Resumed& resumed : resumed_) {
+      ok(xd_ep_group_enter_view(resumed.group.get(), rank.stream()));
+      // A place that is taken anew is none of this group.
+      resumed.c.gone |= ~view.members[0] & ((std::uint64_t{1} << rank.num_ranks) - 1);
+    }
     for (int other = 0; other < rank.num_ranks; ++other) {
       const bool is_member = (view.members[other / 64] >> other % 64 & 1) != 0;
       if (other != rank.rank) mask(other, !is_member);
@@ -166,6 +177,7 @@ class Joining : private LlSeat {
   }
 
   const Talk& talk_;
+  std::vector<Resumed> resumed_;  // of a rank from the beginning
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 // The program of a rank process that does what the test tells it, line by line, with a low-latency
-// group that masks: it is one of the first ranks, or takes the place of one that has ended.
+// group that masks: it is one of the first ranks, or takes the place of one that has ended. With
+// RankProgram::resumes the first ranks also have a group that resumes, in which no place is taken
+// anew.
 #pragma once
 
 #include <functional>
@@ -17,7 +19,7 @@ namespace xd::test {
 //   run <first>                    batches until one meets a loss: "progress" when some are done,
 //                                  "result" with the loss
 //   send <number>                  the send half of that batch's dispatch: "done"
-//   agree <timeout>                one xd_comm_agree, and masks and a reset as its view says:
+//   agree <timeout>                one xd_comm_agree, then its view, masks and a reset:
 //                                  "result" with its status, and number:members of the view
 //   alone <count>                  batches as a guest, to whom all others are lost: "done"
 //   invite                         "result" with the invitation in hexadecimal digits

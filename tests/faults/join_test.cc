@@ -36,7 +36,8 @@ RankProgram joining() {
 // A communicator, and what the test knows of it.
 class Ranks {
  public:
-  explicit Ranks(int num_ranks) : num_ranks_(num_ranks), processes_(joining(), each(num_ranks)) {
+  explicit Ranks(int num_ranks, const RankProgram& program = joining())
+      : num_ranks_(num_ranks), processes_(program, each(num_ranks)) {
     processes_.wait_until_all_are_ready();
   }
 
@@ -346,6 +347,23 @@ TEST_F(Join, TwoPlacesAreTakenAtOnce) {
     ranks.processes().wait_until_ready(rank);
     ranks.take_in({rank});
     ranks.steps(ranks.all(), 5, "-");
+  }
+}
+
+// A group of many tokens goes on without each place that was taken anew, beside a low-latency group
+// that goes on with it: in one communicator, by the same views.
+TEST_F(Join, GroupsThatResumeGoOnBesideAGuest) {
+  RankProgram program = joining();
+  program.resumes = true;
+  Ranks ranks(4, program);
+  ranks.steps(ranks.all(), 2, "-");
+  for (const int rank : {2, 0}) {
+    lose(ranks, rank, Moment::in_steps);
+    ranks.steps(ranks.others(rank), 2, std::to_string(rank));
+    ranks.start_joiner(rank, ranks.invitation(1), rank);
+    ranks.processes().wait_until_ready(rank);
+    ranks.take_in({rank});
+    ranks.steps(ranks.all(), 2, "-");
   }
 }
 

@@ -63,26 +63,34 @@ std::string run_resuming(const RankProgram& program, Rank& rank, const Talk& tal
     Case c = case_of(program);
     c.layout = layout;
     c.placing = layout == XD_EP_EXPERT_MAJOR ? Placing::mixed : Placing::symmetric;
+    c.capacity = layout == XD_EP_EXPERT_MAJOR ? Capacity::bound : Capacity::dropping;
     groups.push_back({c, make_group(rank.comm, c.config(rank.rank))});
   }
   talk.wait_for_go();
   std::string history;
   int left = kBatchesAfterLoss;  // batches behind the last loss
+  bool has_just_entered = false;
   for (int number = 0, losses = 0; left > 0; ++number) {
     if (number == kBatchesBeforeLoss) talk.say("progress");
     std::size_t group = 0;
     try {
       for (; group < groups.size(); ++group) {
         Step(rank, groups[group].c, groups[group].group.get(), number).run_all();
+        has_just_entered = false;
       }
       if (losses == program.losses) --left;
     } catch (const CallFailed& error) {
       if (error.status() != XD_ERROR_PEER_LOST) throw;
       xd_ep_status met XD_EP_STATUS_INIT;
       ok(xd_ep_last_error(&met));
-      history += " " + std::to_string(number) + ":" + std::to_string(group) + ":" +
-                 std::to_string(met.operation);
+      if (has_just_entered && met.operation == XD_EP_PREPARE) {
+        --number;  // others may have met this loss on their way to the view
+      } else {
+        history += " " + std::to_string(number) + ":" + std::to_string(group) + ":" +
+                   std::to_string(met.operation);
+      }
       losses = resume(rank, groups, number);
+      has_just_entered = true;
     }
   }
   return history;

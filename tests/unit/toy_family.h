@@ -87,7 +87,8 @@ class HostToy final : public turn::Sequence<Family> {
   void outlive_losses() { turn_.outlive_losses(map_.views); }
   void enter_view(const View& view) {
     forget_last_error();
-    runner_.enter_view(1, view, [] {});
+    runner_.enter_view(
+        1, [&] { return view; }, [] {});
   }
   std::uint64_t epoch() const { return turn_.epoch(); }
   const Map& map() const { return map_; }

@@ -50,6 +50,18 @@ class Victim : private turn::HostCells<toy::Record> {
       ring_peers();
     }
   }
+  // An operation that it breaks: an entry for each peer, a done flag for each that says so.
+  void break_off(int stores) {
+    const int others = static_cast<int>(peers().size());
+    for (int i = 0; i < stores; ++i) {
+      if (i < others) {
+        post_entry(peer(i), epoch_, toy::Record{});
+      } else {
+        post_done(peer(i - others), epoch_ | turn::kBroken);
+      }
+      ring_peers();
+    }
+  }
   // The words of a view: one for each peer.
   static constexpr int kViewStores = 2;
   void come_to_view(int stores, std::uint64_t number) {
@@ -83,32 +95,40 @@ View view_of(std::uint64_t number, std::initializer_list<int> ranks) {
 
 class TurnLoss : public testing::Test {
  protected:
-  TurnLoss() {
-    expect_no_errors(on_threads(kRanks, [&](int rank) {
+  explicit TurnLoss(int ranks = kRanks) : comms_(make_comms(ranks, masking())), toys_(at(ranks)) {
+    expect_no_errors(on_threads(ranks, [&](int rank) {
       comms_[at(rank)]->begin_group();
       toys_[at(rank)] = std::make_unique<toy::HostToy>(comms_[at(rank)]);
       toys_[at(rank)]->outlive_losses();
     }));
     for (std::uint64_t n = 0; n < 3; ++n) {
-      expect_no_errors(on_threads(kRanks, [&](int rank) { toys_[at(rank)]->pass(n, kFactor); }));
+      expect_no_errors(on_threads(ranks, [&](int rank) { toys_[at(rank)]->pass(n, kFactor); }));
     }
   }
 
-  void hear_of_end(int rank) const {
-    constexpr std::array kLost{kVictim};
-    comms_[at(rank)]->errors().on_lost({.ranks = kLost});
+  void hear_of_end(int rank, int victim = kVictim) const {
+    const std::array lost{victim};
+    comms_[at(rank)]->errors().on_lost({.ranks = lost});
   }
   std::uint64_t pass(int rank, std::uint64_t number) {
     return toys_[at(rank)]->pass(number + static_cast<std::uint64_t>(rank), kFactor);
   }
-  // The error of a survivor's next operation.
-  std::optional<Error> error_of_pass(int rank) {
+  template <class Call>
+  static std::optional<Error> error_of(Call&& call) {
     try {
-      pass(rank, 100);
+      call();
     } catch (const Error& error) {
       return error;
     }
     return {};
+  }
+  // The error of a survivor's next operation.
+  std::optional<Error> error_of_pass(int rank) {
+    return error_of([&] { pass(rank, 100); });
+  }
+  // The error of its call by which it enters a view of all.
+  std::optional<Error> error_of_view(int rank, std::uint64_t number) {
+    return error_of([&] { toys_[at(rank)]->enter_view(view_of(number, {0, 1, 2})); });
   }
   void expect_loss(const std::optional<Error>& error) const {
     expect_error(error, XD_ERROR_PEER_LOST, "rank 1 has been lost");
@@ -136,8 +156,8 @@ class TurnLoss : public testing::Test {
     config.on_peer_loss = XD_COMM_PEER_LOSS_MASK;
     return config;
   }
-  const std::vector<std::shared_ptr<Comm>> comms_ = make_comms(kRanks, masking());
-  std::vector<std::unique_ptr<toy::HostToy>> toys_{kRanks};
+  const std::vector<std::shared_ptr<Comm>> comms_;
+  std::vector<std::unique_ptr<toy::HostToy>> toys_;
 };
 
 // How many stores of an operation the victim makes, and the rank that hears of its end first: the
@@ -203,10 +223,55 @@ TEST_F(TurnLoss, NeedsNoOperationOfARankThatKnowsOtherwise) {
   expect_to_go_on(1);
 }
 
+// A second victim breaks the operation by the loss of the first one, and ends while it says so: how
+// many stores it has made, the survivor that hears of both ends first, and of which one first.
+class SecondLossAt : public TurnLoss,
+                     public testing::WithParamInterface<std::tuple<int, int, bool>> {
+ protected:
+  static constexpr int kSecond = 3;
+  SecondLossAt() : TurnLoss(kRanks + 1) {}
+
+  void hear_of_both(int rank, bool second_first) const {
+    for (const bool of_second : {second_first, !second_first})
+      hear_of_end(rank, of_second ? kSecond : kVictim);
+  }
+};
+
+TEST_P(SecondLossAt, EndsTheSameOperationOnAllThatAreLeft) {
+  const auto [stores, first, second_first] = GetParam();
+  std::atomic<bool> died{false}, first_has_returned{false};
+  const auto errors = on_threads(
+      kRanks + 2, [&, stores = stores, first = first, second_first = second_first](int rank) {
+        if (rank == kVictim) return;  // has made no store
+        if (rank == kSecond) {
+          Victim(*comms_[kSecond], *toys_[kSecond]).break_off(stores);
+          died = true;
+        } else if (rank > kSecond) {
+          EXPECT_TRUE(eventually([&] { return died.load(); }));
+          hear_of_both(first, second_first);
+          EXPECT_TRUE(eventually([&] { return first_has_returned.load(); }));
+          hear_of_both(2 - first, second_first);
+        } else {
+          const std::optional<Error> error = error_of_pass(rank);
+          if (rank == first) first_has_returned = true;
+          if (error) throw Error(*error);
+        }
+      });
+  for (const int rank : kSurvivors) {
+    expect_error(errors[at(rank)], XD_ERROR_PEER_LOST, "has been lost");
+    EXPECT_EQ(toys_[at(rank)]->epoch(), 4U);
+  }
+  expect_to_go_on(1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Stores, SecondLossAt,
+                         testing::Combine(testing::Range(0, 2 * kRanks + 1),
+                                          testing::ValuesIn(kSurvivors), testing::Bool()));
+
 // The victim is a member of the view, and ends while it comes to it.
 class ViewLossAt : public TurnLoss, public testing::WithParamInterface<std::tuple<int, int>> {};
 
-TEST_P(ViewLossAt, IsMetByAllMembersAlike) {
+TEST_P(ViewLossAt, IsMetByAllMembersAtTheLatestInTheirNextOperation) {
   const auto [stores, first] = GetParam();
   std::atomic<bool> first_has_returned{false};
   Victim(*comms_[1], *toys_[1]).come_to_view(stores, 1);
@@ -216,20 +281,56 @@ TEST_P(ViewLossAt, IsMetByAllMembersAlike) {
       EXPECT_TRUE(eventually([&] { return stores > 0 || first_has_returned.load(); }));
       return hear_of_end(2 - first);
     }
-    std::optional<Error> error;
-    try {
-      toys_[at(rank)]->enter_view(view_of(1, {0, 1, 2}));
-    } catch (const Error& met) {
-      error = met;
-    }
+    const std::optional<Error> error = error_of_view(rank, 1);
     if (rank == first) first_has_returned = true;
     if (error) throw Error(*error);
   });
   for (const int rank : kSurvivors) {
-    EXPECT_EQ(errors[at(rank)].has_value(), stores == 0) << "rank " << rank;
-    if (stores == 0) expect_loss(errors[at(rank)]);
+    // If the victim has left its word, this follows from the order in which ranks come and hear.
+    if (stores == 0 || errors[at(rank)]) expect_loss(errors[at(rank)]);
     expect_loss(error_of_pass(rank));
   }
+  expect_to_go_on(2);
+}
+
+TEST_F(TurnLoss, OfAMemberIsMetBehindTheViewOnceAllHaveCome) {
+  Victim(*comms_[1], *toys_[1]).come_to_view(1, 1);
+  expect_no_errors(on_threads(kRanks, [&](int rank) {
+    if (rank != kVictim) toys_[at(rank)]->enter_view(view_of(1, {0, 1, 2}));
+  }));
+  for (const int rank : kSurvivors) {
+    hear_of_end(rank);
+    expect_loss(error_of_pass(rank));
+  }
+  expect_to_go_on(2);
+}
+
+// The other survivor has heard of the end elsewhere, and agrees on the next view instead: it comes
+// to this one when the first has given it up, or never.
+TEST_P(ViewLossAt, EndsTheWaitForAMemberThatAgreesAnew) {
+  const auto [stores, first] = GetParam();
+  const int other = 2 - first;
+  Victim(*comms_[1], *toys_[1]).come_to_view(stores, 1);
+  for (const int rank : kSurvivors) hear_of_end(rank);
+  expect_loss(error_of_view(first, 1));
+  expect_loss(error_of_pass(first));
+  // All words are there, if the victim has left its own.
+  const std::optional<Error> late = error_of_view(other, 1);
+  EXPECT_EQ(late.has_value(), stores == 0);
+  if (late) expect_loss(late);
+  expect_loss(error_of_pass(other));
+  expect_to_go_on(2);
+}
+
+// The same while a rank that is no member has yet to end.
+TEST_P(ViewLossAt, EndsTheWaitForARankThatIsLeftOut) {
+  const auto [stores, first] = GetParam();
+  Victim(*comms_[1], *toys_[1]).come_to_view(stores, 1);
+  hear_of_end(first);
+  expect_loss(error_of([&, first = first] {
+    toys_[at(first)]->enter_view(view_of(1, {first, kVictim}));
+  }));
+  hear_of_end(2 - first);
   expect_to_go_on(2);
 }
 

@@ -54,6 +54,7 @@ class HostRunner {
   // An operation whose halves are two calls, with no other operation between them. start() enters
   // and waits for nobody; it throws this rank's own operation error, with `op` left empty. finish()
   // must follow in either case: it goes through the rest of the turn and returns what became of it.
+  // For sequences that outlive no losses, as neither of the two looks for one.
   template <class Op, class Make>
   void start(std::int32_t operation, std::optional<Op>& op, Make&& make);
   template <HostOperation<Family> Op>
@@ -63,14 +64,11 @@ class HostRunner {
   void settle(const OperationError<Family>& operation_error, std::int32_t operation) {
     calls_.settle(operation_error, operation, turn_.epoch());
   }
-  // Goes on with the members of the view that take part (HostTurn::enter_view). `entered()` follows
-  // when all are in step. Throws PEER_LOST where one has been lost meanwhile.
-  template <class Entered>
-  void enter_view(std::int32_t operation, const View& view, Entered&& entered);
-  // Throws PEER_LOST where the sequence is broken by a loss.
-  void require_whole(std::int32_t operation) {
-    if (turn_.is_broken()) calls_.settle(loss(), operation, turn_.epoch());
-  }
+  // Goes on with the members of the view that take part (HostTurn::enter_view); `find` returns that
+  // view, or throws an operation error. `entered()` follows when all are in step; in the view that
+  // has been entered last nothing does. Throws PEER_LOST where one has been lost meanwhile.
+  template <class Find, class Entered>
+  void enter_view(std::int32_t operation, Find&& find, Entered&& entered);
   void keep(const OperationError<Family>& operation_error, std::int32_t operation) {
     calls_.keep(operation_error, operation, turn_.epoch());
   }
@@ -98,10 +96,15 @@ class HostRunner {
   template <HostOperation<Family> Op>
   OperationError<Family> complete(Op& op);
   OperationError<Family> loss() const;
+  // Throws PEER_LOST where the sequence is broken by a loss.
+  void require_whole(std::int32_t operation) {
+    if (turn_.is_broken()) settle(loss(), operation);
+  }
 
   Sequence<Family>& sequence_;
   Turn& turn_;
   HostCalls<Family> calls_;
+  std::optional<std::uint64_t> entered_;  // the number of the view, once there is one
 };
 
 template <class Family>
@@ -182,10 +185,19 @@ OperationError<Family> HostRunner<Family>::leave(std::int32_t operation, std::op
 }
 
 template <class Family>
-template <class Entered>
-void HostRunner<Family>::enter_view(std::int32_t operation, const View& view, Entered&& entered) {
+template <class Find, class Entered>
+void HostRunner<Family>::enter_view(std::int32_t operation, Find&& find, Entered&& entered) {
   const typename HostCalls<Family>::Claim claim(calls_, operation);
-  if (!turn_.enter_view(operation, view)) return calls_.settle(loss(), operation, turn_.epoch());
+  View view;
+  try {
+    view = std::forward<Find>(find)();
+  } catch (...) {
+    return settle(current_operation_error<Family>(sequence_.rank()), operation);
+  }
+  // All have come to this view already. Where a rank has been lost since, another one is needed.
+  if (view.number == entered_) return require_whole(operation);
+  if (!turn_.enter_view(operation, view)) return settle(loss(), operation);
+  entered_ = view.number;
   std::forward<Entered>(entered)();
 }
 

@@ -89,8 +89,9 @@ class HostTurn : public HostCells<Record> {
   // The rank by whose loss it is broken, behind end() or enter_view().
   int broken_by() const { return broken_by_; }
   // Goes on with those ranks that take part and are members, when all of them have called it; all
-  // others have ended by then. False, on all members alike, where one of them has been lost
-  // meanwhile: the sequence is broken by it.
+  // others have ended by then. False where one of them has been lost meanwhile: the sequence is
+  // broken by it. A member for which all words are there enters all the same: the others come to
+  // none of its operations, and the first one is broken.
   bool enter_view(std::int32_t operation, const View& view);
 
   // ---- For what a family makes its ranks wait for inside an operation ----
@@ -157,7 +158,9 @@ class HostTurn : public HostCells<Record> {
   }
   // The epoch of a rank that has come to enter the view; none where it has not.
   std::optional<std::uint64_t> came_to_view(NearRank source, std::uint64_t number) const;
-  NearRanks stay_with(const Members& members);
+  template <class Ready>
+  bool comes_to_view(NearRank peer, const NearRanks& members, Ready&& ready);
+  void tell_of_view(const NearRanks& members, std::uint64_t number) const;
 
   const NearTable areas_;
   observe::Subject& subject_;
@@ -281,55 +284,64 @@ bool HostTurn<Record>::look_for_losses() {
 template <class Record>
 bool HostTurn<Record>::enter_view(std::int32_t operation, const View& view) {
   operation_ = operation;
-  NearRanks others = stay_with(view.members);
-  for (const NearRank peer : others) {
-    const NearMemory cell = view_cell(peer, this->self());
-    *cell.from(offsetof(ViewCell, epoch)).template array<std::uint64_t>() = epoch_;
-    cell.from(offsetof(ViewCell, number)).signal(view.number + 1);
-    this->comm().ring(peer);
+  NearRanks members, others;
+  for (const NearRank peer : peers()) {
+    const bool stays = view.members.has(peer) && this->comm().errors().incarnation(peer) == 0;
+    (stays ? members : others).push_back(peer);
   }
-  const HostWait site = this->site(XD_PHASE_ENTRY);
-  std::uint64_t highest = epoch_;
   for (const NearRank peer : others) {
+    if (!comes_to_view(peer, members, [&] { return this->comm().has_ended(peer); })) return false;
+  }
+  tell_of_view(members, view.number);
+  std::uint64_t highest = epoch_;
+  for (const NearRank peer : members) {
     std::optional<std::uint64_t> theirs;
-    wait_through_losses(
-        site,
-        [&] {
-          const bool has_ended = this->comm().has_ended(peer);
-          return (theirs = came_to_view(peer, view.number)).has_value() || has_ended;
-        },
-        [&] { return last_entered(peer); }, [&] { return int{peer}; });
-    if (!theirs) {
-      is_broken_ = true;
-      broken_by_ = peer;
-      return false;
-    }
+    const auto has_come = [&] { return (theirs = came_to_view(peer, view.number)).has_value(); };
+    if (!comes_to_view(peer, members, has_come)) return false;
     highest = std::max(highest, *theirs);
   }
   epoch_ = highest;
   std::fill(takes_part_.begin(), takes_part_.end(), false);
   takes_part_[at(this->self())] = true;
-  for (const NearRank peer : others) takes_part_[at(peer)] = true;
-  this->keep_peers(std::move(others));
+  for (const NearRank peer : members) takes_part_[at(peer)] = true;
+  this->keep_peers(std::move(members));
   is_broken_ = false;
   broken_by_ = -1;
   return true;
 }
 
-// The peers that are members still. Returns when all others have ended.
+// Waits for what the view needs of a peer. False where a member has ended and it is not there: the
+// peer may have heard of that elsewhere, and not come to this view any more.
 template <class Record>
-NearRanks HostTurn<Record>::stay_with(const Members& members) {
-  NearRanks others;
-  for (const NearRank peer : peers()) {
-    if (members.has(peer) && this->comm().errors().incarnation(peer) == 0) {
-      others.push_back(peer);
-      continue;
-    }
-    wait_through_losses(
-        this->site(XD_PHASE_ENTRY), [&] { return this->comm().has_ended(peer); },
-        [&] { return last_entered(peer); }, [&] { return int{peer}; });
+template <class Ready>
+bool HostTurn<Record>::comes_to_view(NearRank peer, const NearRanks& members, Ready&& ready) {
+  bool is_ready = false;
+  int lost = -1;
+  wait_through_losses(
+      this->site(XD_PHASE_ENTRY),
+      [&] {
+        // In front of the look at its words: behind its end there are no others.
+        const auto ended = std::ranges::find_if(
+            members, [this](NearRank member) { return this->comm().has_ended(member); });
+        lost = ended == members.end() ? -1 : int{*ended};
+        is_ready = ready();
+        return is_ready || lost >= 0;
+      },
+      [&] { return last_entered(peer); }, [&] { return int{peer}; });
+  if (is_ready) return true;
+  is_broken_ = true;
+  broken_by_ = lost;
+  return false;
+}
+
+template <class Record>
+void HostTurn<Record>::tell_of_view(const NearRanks& members, std::uint64_t number) const {
+  for (const NearRank peer : members) {
+    const NearMemory cell = view_cell(peer, this->self());
+    *cell.from(offsetof(ViewCell, epoch)).template array<std::uint64_t>() = epoch_;
+    cell.from(offsetof(ViewCell, number)).signal(number + 1);
+    this->comm().ring(peer);
   }
-  return others;
 }
 
 template <class Record>

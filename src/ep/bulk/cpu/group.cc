@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -98,24 +97,18 @@ class CpuGroup final : public Group {
   Lockstep lockstep_;
   Scratch scratch_;
   PartOrder order_;
-  std::optional<std::uint64_t> entered_;  // the number of the view, once there is one
   turn::HostRunner<Family> runner_{*this, lockstep_, config().fatal_errors};
 };
 
 void CpuGroup::enter_view(xd_stream) {
-  require_outlives_losses(config());
-  comm().errors().check_usable();
-  const View view = comm().views().known().now;
-  if (!view.members.has(rank())) {
-    throw Error(XD_ERROR_PEER_LOST,
-                error_text("the others have gone on without ", comm().errors().names().of(rank()),
-                           ", which is not in view ", view.number),
-                rank());
-  }
-  // All have come to this view already. Where a rank has been lost since, another one is needed.
-  if (view.number == entered_) return runner_.require_whole(XD_EP_ENTER_VIEW);
-  runner_.enter_view(XD_EP_ENTER_VIEW, view, [&] {
-    entered_ = view.number;
+  const auto find = [&] {
+    require_outlives_losses(config());
+    const View view = comm().views().known().now;
+    if (view.members.has(rank())) return view;
+    fail(XD_ERROR_PEER_LOST, "the others have gone on without ", comm().errors().names().of(rank()),
+         ", which is not in view ", view.number);
+  };
+  runner_.enter_view(XD_EP_ENTER_VIEW, find, [&] {
     for (int i = 0; i < 2; ++i) order_.begin();  // nothing is under way any more
     const CountLayout counts{config().experts, config().ranks};
     Members members;
