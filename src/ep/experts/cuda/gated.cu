@@ -175,21 +175,28 @@ __device__ float compute_row(const GatedParams& p, std::int64_t row, float weigh
   return sum;
 }
 
-template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
-__global__ void __launch_bounds__(kThreads, 3) gated_kernel(const __grid_constant__ GatedParams p) {
+// Calls body(row, weight) for each row that this warp has. All lanes.
+template <class Body>
+__device__ __forceinline__ void for_own_rows(const GatedParams& p, Body&& body) {
   const std::int64_t begin = bound_at(p, p.first_offset, 0);
   const std::int64_t end = bound_at(p, p.last_offset, p.rows);
   const std::int64_t warps = std::int64_t{gridDim.x} * kWarps;
 #pragma unroll 1
   for (std::int64_t row = begin + std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
        row += warps) {
-    const float weight = p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f;
-    float sum = compute_row<T, kActivation, kBackward, kVectors>(p, row, weight);
-    if (!kBackward || p.grad_weights == nullptr) continue;
-    sum = warp_sum(sum);
-    if (lane_id() != 0) continue;
-    p.grad_weights[row * p.grad_weight_stride] = sum == sum ? sum : __uint_as_float(0x7FC00000u);
+    body(row, p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f);
   }
+}
+
+template <class T, xd_gated_activation kActivation, bool kBackward, bool kVectors>
+__global__ void __launch_bounds__(kThreads, 3) gated_kernel(const __grid_constant__ GatedParams p) {
+  for_own_rows(p, [&](std::int64_t row, float weight) {
+    float sum = compute_row<T, kActivation, kBackward, kVectors>(p, row, weight);
+    if (!kBackward || p.grad_weights == nullptr) return;
+    sum = warp_sum(sum);
+    if (lane_id() != 0) return;
+    p.grad_weights[row * p.grad_weight_stride] = sum == sum ? sum : __uint_as_float(0x7FC00000u);
+  });
 }
 
 // Puts a lane's numbers of a row, at `at`, into codes, and their block's scale beside. All lanes of
@@ -211,43 +218,41 @@ __device__ void store_codes(const GatedParams& p, std::int64_t row, std::int64_t
   if (lane_id() % kLanes == 0) p.scales[row * p.scale_stride + at / kCodeBlock] = scale.scale;
 }
 
-// The forward call with a result in fp8. Columns are multiples of a block.
+// The forward call of a row with a result in fp8. Columns are multiples of a block.
+template <class T, xd_gated_activation kActivation>
+__device__ void code_row(const GatedParams& p, std::int64_t row, float weight) {
+  using L = Lane<T, true>;
+  constexpr int kPieces = 4;
+#pragma unroll 1
+  for (std::int64_t first = 0; first < p.columns; first += kPieces * 32 * L::kCount) {
+    typename L::Word gate[kPieces], up[kPieces];
+    const auto place = [&](int j) { return first + (j * 32 + lane_id()) * L::kCount; };
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      gate[j] = up[j] = make_uint4(0, 0, 0, 0);
+      if (place(j) >= p.columns) continue;
+      gate[j] = L::load(p.gate, row, place(j));
+      up[j] = L::load(p.up, row, place(j));
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      float of_gate[L::kCount], x[L::kCount];
+      L::unpack(gate[j], of_gate);
+      L::unpack(up[j], x);
+#pragma unroll
+      for (int i = 0; i < L::kCount; ++i) {
+        x[i] = gated::forward<kActivation, Arithmetic>(of_gate[i], x[i], weight);
+      }
+      store_codes(p, row, place(j), place(j) < p.columns, x);
+    }
+  }
+}
+
 template <class T, xd_gated_activation kActivation>
 __global__ void __launch_bounds__(kThreads, 3)
     gated_codes_kernel(const __grid_constant__ GatedParams p) {
-  using L = Lane<T, true>;
-  constexpr int kPieces = 4;
-  const std::int64_t begin = bound_at(p, p.first_offset, 0);
-  const std::int64_t end = bound_at(p, p.last_offset, p.rows);
-  const std::int64_t warps = std::int64_t{gridDim.x} * kWarps;
-#pragma unroll 1
-  for (std::int64_t row = begin + std::int64_t{blockIdx.x} * kWarps + warp_in_block(); row < end;
-       row += warps) {
-    const float weight = p.weights != nullptr ? p.weights[row * p.weight_stride] : 1.0f;
-#pragma unroll 1
-    for (std::int64_t first = 0; first < p.columns; first += kPieces * 32 * L::kCount) {
-      typename L::Word gate[kPieces], up[kPieces];
-      const auto place = [&](int j) { return first + (j * 32 + lane_id()) * L::kCount; };
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        gate[j] = up[j] = make_uint4(0, 0, 0, 0);
-        if (place(j) >= p.columns) continue;
-        gate[j] = L::load(p.gate, row, place(j));
-        up[j] = L::load(p.up, row, place(j));
-      }
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) {
-        float of_gate[L::kCount], x[L::kCount];
-        L::unpack(gate[j], of_gate);
-        L::unpack(up[j], x);
-#pragma unroll
-        for (int i = 0; i < L::kCount; ++i) {
-          x[i] = gated::forward<kActivation, Arithmetic>(of_gate[i], x[i], weight);
-        }
-        store_codes(p, row, place(j), place(j) < p.columns, x);
-      }
-    }
-  }
+  for_own_rows(p,
+               [&](std::int64_t row, float weight) { code_row<T, kActivation>(p, row, weight); });
 }
 
 // ---- Launches ----------------------------------------------------------------------------------
