@@ -29,22 +29,14 @@ struct Tail {
   std::size_t begin, end;
 };
 constexpr Tail kTails[] = {
-    {"xd_comm_config", 132, 136},
-    {"xd_comm_info", 44, 48},
-    {"xd_error_info", 308, 312},
-    {"xd_ep_config", 124, 128},
-    {"xd_ep_dispatch_args", 92, 96},
-    {"xd_ep_combine_args", 60, 64},
-    {"xd_ep_plan_info", 100, 104},
-    {"xd_ep_planner_args", 60, 64},
-    {"xd_ll_combine_args", 68, 72},
-    {"xd_gemm_bulk_args", 52, 56},
-    {"xd_gemm_gather_args", 36, 40},
-    {"xd_gemm_status", 284, 288},
-    {"xd_gemm_view", 44, 48},
-    {"xd_gated_args", 76, 80},
-    {"xd_grouped_outer_args", 52, 56},
-    {"xd_grouped_product_args", 68, 72},
+    {"xd_comm_config", 132, 136},      {"xd_comm_info", 44, 48},
+    {"xd_error_info", 308, 312},       {"xd_ep_config", 124, 128},
+    {"xd_ep_dispatch_args", 92, 96},   {"xd_ep_combine_args", 60, 64},
+    {"xd_ep_plan_info", 100, 104},     {"xd_ep_planner_args", 60, 64},
+    {"xd_ll_combine_args", 68, 72},    {"xd_gemm_bulk_args", 52, 56},
+    {"xd_gemm_gather_args", 36, 40},   {"xd_gemm_status", 284, 288},
+    {"xd_gemm_view", 44, 48},          {"xd_gated_args", 76, 80},
+    {"xd_grouped_outer_args", 52, 56}, {"xd_grouped_product_args", 68, 72},
 };
 
 template <class T>
