@@ -20,6 +20,8 @@ __all__ = ["FUSED", "gated", "gated_fp8"]
 FUSED: dict[str, int] = constants.ACTIVATIONS
 """The activations that are computed so, by their names in `ACTIVATIONS`."""
 
+_BLOCK = WAYS["fp8_block128"].block  # columns that share a scale
+
 
 def gated(
     inner: torch.Tensor,
@@ -83,8 +85,8 @@ def gated_fp8(
         RuntimeError: there is no communicator (see `init`).
     """
     _check("gated_fp8", inner, activation, group)
-    if inner.shape[1] % 256:
-        problem = f"inner: expected 2 F columns, F a multiple of 128, got {inner.shape[1]}"
+    if inner.shape[1] % (2 * _BLOCK):
+        problem = f"inner: expected 2 F columns, F a multiple of {_BLOCK}, got {inner.shape[1]}"
         refuse("gated_fp8", ValueError, problem, group)
     way = WAYS["fp8_block128_pow2" if powers else "fp8_block128"].code
     return run_local("gated_fp8", inner, offsets, weights, FUSED[activation], way, group)
@@ -145,7 +147,7 @@ def _gated_fp8(
 def _coded(inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = inner.shape[0], inner.shape[1] // 2
     out = inner.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-    return out, inner.new_empty(rows, columns // 128, dtype=torch.float32)
+    return out, inner.new_empty(rows, columns // _BLOCK, dtype=torch.float32)
 
 
 define_operator(
