@@ -173,12 +173,17 @@ def outgrow_in_turn(buffer: Buffer) -> None:
         assert groups[0] is groups[1]
 
 
+def outgrowing(number: int) -> int:
+    """Tokens beyond a group that has grown for the number before: by half, or to as many."""
+    return 60 * 8**number // 5**number
+
+
 @on_buffers(3)
 def test_a_mistake_beside_a_rank_that_outgrows_the_group_is_told_to_all(buffer: Buffer) -> None:
     """In any order, and the next dispatch works; so are numbers that are not equal."""
     cases.everything(buffer, SEED)
     for number, (late, wrong) in enumerate(itertools.product(range(3), (None, "x", "hidden"))):
-        tokens = [60 << number if rank == 2 else 4 for rank in range(3)]
+        tokens = [outgrowing(number) if rank == 2 else 4 for rank in range(3)]
         sizes = {"hidden": 1024} if wrong == "hidden" and buffer.rank == 0 else {}
         caller = cases.Caller(buffer, make_batch(SEED, 3, tokens=tokens, **sizes))
         if buffer.rank == late:
@@ -204,7 +209,7 @@ def test_an_error_before_the_turns_of_a_dispatch_is_told_to_all(
     for number, (late, outgrows) in enumerate(itertools.product(range(3), (False, True))):
         known, large = (
             cases.Caller(buffer, make_batch(SEED, 3, tokens=[4, 4, most]))
-            for most in (4, 60 << number)
+            for most in (4, outgrowing(number))
         )
         known.dispatch(**(known.topk() if topk else {}))
         caller = large if outgrows else known
