@@ -27,6 +27,7 @@ from collections.abc import Callable
 import torch
 
 import crossdock.torch as xd
+from crossdock._quantise import WAYS
 from crossdock.launch import free_port
 from crossdock.torch import grouped
 from crossdock.torch.gated import FUSED
@@ -155,7 +156,9 @@ def measure_gated(comm: xd.Comm, name: str, rows: int, activation: str) -> dict[
 
     def in_fp8() -> None:
         given = halves | {"out": codes, "out_scales": scales}
-        grouped._calls.run(comm.core, "gated", inner, given, quantise=1, **fields)
+        grouped._calls.run(
+            comm.core, "gated", inner, given, quantise=WAYS["fp8_block128"].code, **fields
+        )
 
     def copies(tensors: float) -> Callable[[], object]:
         """A copy that reads and writes the bytes of so many tensors like `out`."""

@@ -10,10 +10,9 @@ from crossdock._core import constants
 from crossdock._quantise import WAYS
 
 from . import _calls
-from ._comm import default_comm
 from ._custom_ops import LIBRARY
 from ._group import group_of
-from .grouped import define_operator, refuse, run_local
+from .grouped import comm_of, define_operator, refuse, run_local
 
 __all__ = ["FUSED", "gated", "gated_fp8"]
 
@@ -138,9 +137,8 @@ def _gated_fp8(
     gate, up = inner.chunk(2, dim=-1)
     out, scales = _coded(inner)
     given = {"gate": gate, "up": up, "weights": weights, "offsets": offsets, "out": out}
-    comm = group_of(group).comm if group else default_comm()
     numbers = {"activation": activation, "quantise": quantise}
-    _calls.run(comm.core, "gated", inner, given | {"out_scales": scales}, **numbers)
+    _calls.run(comm_of(group).core, "gated", inner, given | {"out_scales": scales}, **numbers)
     return out, scales
 
 

@@ -116,10 +116,15 @@ def refuse(function: str, kind: type[Exception], problem: str, handle: int = 0) 
         handle: of the group in question; 0 = unknown, and the default communicator's rank is told.
     """
     try:
-        comm = group_of(handle).comm if handle else default_comm()
+        comm = comm_of(handle)
     except RuntimeError:  # there is none
         raise kind(f"{function}: {problem}") from None
     raise kind(f"{function}: {problem} [rank {comm.rank} of {comm.num_ranks}]")
+
+
+def comm_of(handle: int) -> Comm:
+    """The communicator of a group; 0 = the default one, and RuntimeError where there is none."""
+    return group_of(handle).comm if handle else default_comm()
 
 
 def define_operator(schema: str, kernel: Callable[..., object]) -> None:
@@ -258,7 +263,7 @@ def comm_for(group: int, x: torch.Tensor, *others: torch.Tensor) -> Comm | None:
     if not takes or not others[-1].numel():
         return None
     try:
-        comm = group_of(group).comm if group else default_comm()
+        comm = comm_of(group)
     except RuntimeError:  # there is none
         return None
     return comm if comm.device == x.device and not comm.core.closed else None

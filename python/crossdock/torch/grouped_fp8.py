@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ._comm import default_comm
 from ._custom_ops import LIBRARY
-from ._group import group_of
 from .grouped import (
     comm_for,
+    comm_of,
     define_operator,
     ends_inside,
     operands_of,
@@ -127,8 +126,7 @@ def _grouped_mm_scaled(
     weight_scales: torch.Tensor,
     group: int,
 ) -> torch.Tensor:
-    comm = group_of(group).comm if group else default_comm()
-    return run_product(comm, x, weight, offsets, a_scale=x_scales, b_scale=weight_scales)
+    return run_product(comm_of(group), x, weight, offsets, a_scale=x_scales, b_scale=weight_scales)
 
 
 define_operator(
