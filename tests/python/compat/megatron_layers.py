@@ -81,6 +81,10 @@ class NoStream:
     def record_event(self) -> NoStream:
         return self
 
+    def record(self, other: object) -> None: ...
+
+    def wait(self, other: object) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -121,7 +125,14 @@ def megatron_of(me: Rank, release: str) -> Any:
 def _expect_no_gpu(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
-    stream = NoStream()
+    stream, zeros = NoStream(), torch.zeros
+
+    def zeros_here(*shape: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return zeros(*shape, device=None if device == "cuda" else device, **options)
+
+    patch.setattr(torch, "zeros", zeros_here)
+    patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    patch.setattr(torch.cuda, "Event", lambda *_, **__: stream)
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     patch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
     patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
@@ -131,11 +142,11 @@ def _expect_no_gpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(num_ranks: int, kind: str, **options: Any) -> Any:
-    """A model of one MoE layer with that kind of dispatcher."""
+    """A model of one MoE layer, or of `num_layers`, with that kind of dispatcher."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=1,
+        num_layers=options.pop("num_layers", 1),
         hidden_size=HIDDEN,
         num_attention_heads=4,
         num_moe_experts=EXPERTS,

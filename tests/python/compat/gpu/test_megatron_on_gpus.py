@@ -20,6 +20,7 @@ from torch_ranks import gpu_ranks, process_group, run_on_gpus
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import test_megatron as cases  # noqa: E402
+import test_megatron_schedule as schedule  # noqa: E402
 from megatron_layers import EXPERTS, HIDDEN, TOKENS, TOPK, installed, use  # noqa: E402
 
 pytestmark = [
@@ -30,7 +31,8 @@ pytestmark = [
 
 def on_nccl(me: Rank, body: Callable[..., None], release: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "process_group", functools.partial(process_group, "nccl"))
+        module = sys.modules[body.__module__]
+        patch.setattr(module, "process_group", functools.partial(process_group, "nccl"))
         body(me, release)
 
 
@@ -42,6 +44,7 @@ def on_nccl(me: Rank, body: Callable[..., None], release: str) -> None:
         cases.test_layers_share_the_buffers_of_experts_also_where_they_run_again,
         cases.test_on_another_stream_bits_are_equal,
         cases.test_an_error_that_no_host_waited_for_comes_with_a_later_dispatch,
+        schedule.test_overlapped_micro_batches_give_equal_bits,
     ],
     ids=lambda body: body.__name__,
 )
