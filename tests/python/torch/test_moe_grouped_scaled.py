@@ -107,9 +107,11 @@ def test_activations_in_fp8_are_those_of_float32_in_blocks(me: Rank) -> None:
             codes, scales = function(inner, offsets, weights=weights, powers=powers)
             assert codes.dtype == torch.float8_e4m3fn and scales.shape == (len(inner), 2)
             most = wide.abs().amax(-1)
-            wanted = torch.where(most == 0, 1.0, most / 448)
-            if powers:
-                wanted = torch.where(most == 0, 1.0, 2.0 ** torch.ceil(torch.log2(most / 448)))
+            # Torch multiplies by the inverse of a number on GPUs; it divides by a tensor.
+            wanted = torch.where(most == 0, 1.0, most / torch.full_like(most, 448))
+            if powers:  # the least that is no smaller
+                part, exponent = torch.frexp(wanted)
+                wanted = torch.ldexp(torch.ones_like(part), exponent - (part == 0.5).int())
             assert torch.equal(scales[:-TAIL], wanted)
             numbers = (wide * (1 / wanted)[..., None]).to(torch.float8_e4m3fn).flatten(1)
             assert torch.equal(codes[:-TAIL].view(torch.uint8), numbers.view(torch.uint8))
