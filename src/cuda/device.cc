@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -41,6 +43,10 @@ DeviceFacts query_facts(int ordinal) {
                     .minor = properties.minor};
   static_assert(sizeof(properties.uuid) == sizeof(facts.uuid));
   std::memcpy(facts.uuid.data(), &properties.uuid, sizeof(facts.uuid));
+  std::array<char, 32> address;
+  std::snprintf(address.data(), address.size(), "%04x:%02x:%02x.0", properties.pciDomainID,
+                properties.pciBusID, properties.pciDeviceID);  // GPUs have no function but 0
+  facts.pci_address = address.data();
   return facts;
 }
 
@@ -118,6 +124,15 @@ std::string why_unavailable() noexcept {
   } catch (const std::exception& error) {
     return error.what();
   }
+}
+
+std::vector<std::string> pci_addresses() {
+  const int count = device_count();
+  const RelaxedCapture relaxed;
+  std::vector<std::string> addresses;
+  for (int ordinal = 0; ordinal < count; ++ordinal)
+    addresses.push_back(facts_of(ordinal).pci_address);
+  return addresses;
 }
 
 int find_device(const Uuid& uuid) {

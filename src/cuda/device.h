@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <string>
+#include <vector>
 
 namespace xd::cuda {
 
@@ -15,6 +16,7 @@ struct DeviceFacts {
   Uuid uuid{};
   int multiprocessors = 0;
   int major = 0, minor = 0;  // compute capability
+  std::string pci_address{};
 };
 
 // Checks all that the library needs of this machine and of the device. Throws UNSUPPORTED naming
@@ -23,6 +25,10 @@ DeviceFacts require_device(int ordinal);
 
 // The reason why no device of this machine can be used; empty if one can. Never throws.
 std::string why_unavailable() noexcept;
+
+// The places of this process's devices on PCI buses, by ordinal: "0000:17:00.0", in small letters
+// as sysfs writes them. Makes no context.
+std::vector<std::string> pci_addresses();
 
 // The device of this process with that uuid; -1 = not visible here.
 int find_device(const Uuid& uuid);

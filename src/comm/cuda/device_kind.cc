@@ -58,6 +58,7 @@ const DeviceKind kDeviceKind{
     .is_numbered = true,
     .tick_ms = 50,
     .introduce = introduce,
+    .pci_addresses = xd::cuda::pci_addresses,
     .make_memory = make_memory,
     .board_bytes = sizeof(DeviceBoard),
     .make_side = make_cuda_side,

@@ -48,6 +48,9 @@ struct DeviceKind {
   // Checks that the device is there and has what the library needs, and that communicators may have
   // that many ranks. Throws UNSUPPORTED, INVALID_ARGUMENT.
   DeviceIntroduction (*introduce)(int ordinal, int num_ranks) = nullptr;
+  // Where the devices of this process are on PCI buses ("0000:17:00.0"), by ordinal. Null = such
+  // devices are on none.
+  std::vector<std::string> (*pci_addresses)() = nullptr;
   // Makes shared memory of the device.
   std::unique_ptr<SegmentMaker> (*make_memory)(int ordinal) = nullptr;
   // Bytes of that memory which every rank gives for its error board; 0 = there is no DeviceSide.
