@@ -416,6 +416,36 @@ TEST_F(FakeFabric, RanksOfAMachineShareNoAdapterWhereThereAreEnough) {
   EXPECT_EQ(taken, (Strings{"mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1"}));
 }
 
+// As `crossdock doctor` does.
+TEST_F(FakeFabric, TheListSaysWhichDevicesWouldTakeWhichAdapter) {
+  std::vector<PciPlace> devices;
+  for (const char* gpu : {"0000:98:00.0", "0000:18:00.0", "0000:19:00.0", "0000:ff:00.0"})
+    devices.push_back(pci_place(sysfs_.root(), gpu));
+  fake_->adapters.push_back({.provider = "tcp",
+                             .fabric = "10.0.0.0/24",
+                             .domain = "eth0",
+                             .device = "",
+                             .address = "10.0.0.1"});
+  const auto listed = [&](const AdapterWish& wish) {
+    Strings lines;
+    for (const ListedAdapter& one : list_adapters(*library_, wish, devices, sysfs_.root()))
+      lines.push_back(concat(one.adapter.name, " ", one.adapter.provider, " ", one.cuda_devices));
+    return lines;
+  };
+  AdapterWish all;  // the address at which ranks will meet is not known
+  EXPECT_EQ(listed(all),
+            (Strings{"mlx5_0 verbs;ofi_rxm 1", "mlx5_1 verbs;ofi_rxm 0", "mlx5_2 verbs;ofi_rxm 2",
+                     "mlx5_3 verbs;ofi_rxm 4", "eth0 tcp 0"}));
+  all.address = "10.2.0.1";
+  all.names_interface = true;
+  EXPECT_EQ(listed(all)[1], "mlx5_1 verbs;ofi_rxm 15");
+  all.name = "eth0";
+  EXPECT_EQ(listed(all)[4], "eth0 tcp 15");
+  all.name = "eth9";
+  devices.clear();
+  expect_error(error_of([&] { listed(all); }), XD_ERROR_INVALID_ARGUMENT, "XD_NET_DEVICE = eth9");
+}
+
 TEST_F(FakeFabric, AnOfferThatCannotBeReadNamesItsRank) {
   Bytes offer = write_offer(choose_adapters(*library_, wish("0000:18:00.0"), sysfs_.root()));
   EXPECT_EQ(read_offer(offer, 1).size(), 2U);

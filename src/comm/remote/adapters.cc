@@ -4,9 +4,12 @@
 #include <cstddef>
 #include <utility>
 
+#include "base/env.h"
 #include "base/error.h"
+#include "base/interfaces.h"
 #include "base/math.h"
 #include "comm/device/kinds.h"
+#include "meet/control_address.h"
 
 namespace xd {
 namespace {
@@ -151,6 +154,52 @@ PciPlace place_of_device(DLDevice device) {
   const std::vector<std::string> addresses = kind.pci_addresses();
   if (at(device.device_id) >= addresses.size()) return {};
   return pci_place(kSysfs, addresses[at(device.device_id)]);
+}
+
+std::vector<ListedAdapter> list_adapters(const net::FabricLibrary& library, AdapterWish wish,
+                                         std::span<const PciPlace> devices,
+                                         const std::filesystem::path& sysfs) {
+  std::vector<ListedAdapter> listed;
+  for (net::Adapter& adapter :
+       net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs)) {
+    const bool is_known = std::ranges::any_of(
+        listed, [&](const ListedAdapter& other) { return other.adapter.name == adapter.name; });
+    if (!is_known) listed.push_back({std::move(adapter)});
+  }
+  if (devices.empty()) choose_adapters(library, wish, sysfs);  // tells of a bad name
+  std::vector<std::vector<net::Adapter>> choices;
+  std::vector<std::vector<net::AdapterId>> ids;
+  for (const PciPlace& device : devices) {
+    wish.device = device;
+    auto found = choose_adapters(library, wish, sysfs);
+    choices.push_back(found.empty() ? std::vector<net::Adapter>{}
+                                    : std::move(found.front().adapters));
+    ids.push_back(ids_of(choices.back()));
+  }
+  const std::vector<std::size_t> places = net::spread_over_adapters(ids);
+  for (std::size_t d = 0; d < std::min<std::size_t>(devices.size(), 64); ++d) {
+    if (choices[d].empty()) continue;
+    const std::string& name = choices[d][places[d]].name;
+    for (ListedAdapter& one : listed)
+      if (one.adapter.name == name) one.cuda_devices |= std::uint64_t{1} << d;
+  }
+  return listed;
+}
+
+std::vector<ListedAdapter> list_adapters() {
+  const auto library = net::load_fabric();
+  const InterfaceWish interface = interface_wish(nullptr);
+  AdapterWish wish{.name = env().net_device, .address = {}, .names_interface = false};
+  if (!interface.text.empty()) {
+    wish.address = choose_address(interface_addresses(), interface, nullptr).host();
+    wish.names_interface = true;
+  }
+  std::vector<PciPlace> devices;
+  const DeviceKind& cuda = *find_device_kind(kDLCUDA);
+  if (cuda.availability().available)
+    for (const std::string& address : cuda.pci_addresses())
+      devices.push_back(pci_place(kSysfs, address));
+  return list_adapters(*library, std::move(wish), devices);
 }
 
 }  // namespace xd

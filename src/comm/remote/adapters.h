@@ -3,7 +3,7 @@
 
 #include <dlpack/dlpack.h>
 
-#include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -51,5 +51,20 @@ std::size_t place_of_adapter(const HostMap& hosts, const std::string& provider,
 
 // The place of a device of this process on PCI buses.
 PciPlace place_of_device(DLDevice device);
+
+// An adapter, and the CUDA devices of this process by which ranks would take it, if each device had
+// a rank: bit d stands for device d.
+struct ListedAdapter {
+  net::Adapter adapter;
+  std::uint64_t cuda_devices = 0;
+};
+// One for each name, with its best provider. `wish` is that of all devices, but for its place, and
+// `devices` has their places, by ordinal. Throws as choose_adapters().
+std::vector<ListedAdapter> list_adapters(const net::FabricLibrary& library, AdapterWish wish,
+                                         std::span<const PciPlace> devices,
+                                         const std::filesystem::path& sysfs = kSysfs);
+// The same of this process. Throws UNSUPPORTED as load_fabric(), INVALID_ARGUMENT also as
+// choose_address().
+std::vector<ListedAdapter> list_adapters();
 
 }  // namespace xd
