@@ -126,13 +126,21 @@ std::string why_unavailable() noexcept {
   }
 }
 
-std::vector<std::string> pci_addresses() {
-  const int count = device_count();
-  const RelaxedCapture relaxed;
-  std::vector<std::string> addresses;
-  for (int ordinal = 0; ordinal < count; ++ordinal)
-    addresses.push_back(facts_of(ordinal).pci_address);
-  return addresses;
+int visible_devices() noexcept {
+  try {
+    return device_count();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+std::string pci_address(int ordinal) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    return facts_of(ordinal).pci_address;
+  } catch (const std::exception&) {
+    return {};
+  }
 }
 
 int find_device(const Uuid& uuid) {

@@ -26,9 +26,12 @@ DeviceFacts require_device(int ordinal);
 // The reason why no device of this machine can be used; empty if one can. Never throws.
 std::string why_unavailable() noexcept;
 
-// The places of this process's devices on PCI buses, by ordinal: "0000:17:00.0", in small letters
-// as sysfs writes them. Makes no context.
-std::vector<std::string> pci_addresses();
+// How many devices this process sees; 0 also where CUDA fails. Never throws.
+int visible_devices() noexcept;
+
+// The place of a device on PCI buses: "0000:17:00.0", in small letters as sysfs writes them; ""
+// where CUDA fails. Never throws, makes no context.
+std::string pci_address(int ordinal) noexcept;
 
 // The device of this process with that uuid; -1 = not visible here.
 int find_device(const Uuid& uuid);

@@ -170,7 +170,7 @@ TEST(NearestAdapters, AreThoseOfTheDevicesSwitchInAnOrderOfTheirOwn) {
   std::mt19937 random(testing::UnitTest::GetInstance()->random_seed());
   for (int i = 0; i < 20; ++i) {
     std::ranges::shuffle(all, random);
-    EXPECT_EQ(names(net::nearest_adapters(gpu, all)), (Strings{"mlx5_1", "mlx5_0"}));
+    EXPECT_EQ(names(net::nearest_adapters(gpu, "", all)), (Strings{"mlx5_1", "mlx5_0"}));
   }
 }
 
@@ -181,15 +181,40 @@ TEST(NearestAdapters, AreThoseOfTheNumaNodeWhereNoneSharesTheRoot) {
                                  at_place(sysfs, "near", "0000:1e:00.0"),
                                  at_place(sysfs, "nowhere", "0000:ff:00.0")};
   const PciPlace gpu = pci_place(sysfs.root(), "0000:18:00.0");
-  EXPECT_EQ(names(net::nearest_adapters(gpu, all)), Strings{"near"});
+  EXPECT_EQ(names(net::nearest_adapters(gpu, "", all)), Strings{"near"});
 }
 
-TEST(NearestAdapters, AreAllWhereTheirPlacesAreNotKnown) {
+TEST(NearestAdapters, AreTheRanksOwnElseAllWhereTheirPlacesAreNotKnown) {
   const Sysfs sysfs;
-  const std::vector<Adapter> all{at_place(sysfs, "b", "0000:1a:00.0"),
-                                 at_place(sysfs, "a", "0000:1b:00.0")};
+  std::vector<Adapter> all{at_place(sysfs, "b", "0000:1a:00.0"),
+                           at_place(sysfs, "a", "0000:1b:00.0")};
+  all[0].address = "10.0.0.2";
+  all[1].bits_per_second = all[0].bits_per_second = 400;
   const PciPlace gpu{.path = "pci0000:00/0000:01:00.0"};
-  EXPECT_EQ(names(net::nearest_adapters(gpu, all)), (Strings{"a", "b"}));
+  const auto near = [&](const char* control) {
+    return names(net::nearest_adapters(gpu, control, all));
+  };
+  for (const char* control : {"", "10.0.0.9"}) EXPECT_EQ(near(control), (Strings{"a", "b"}));
+  EXPECT_EQ(near("10.0.0.2"), Strings{"b"});
+  all[0].bits_per_second = 25;
+  EXPECT_EQ(near("10.0.0.2"), Strings{"b"});
+  all[0].address = "";
+  EXPECT_EQ(near(""), Strings{"a"});
+}
+
+TEST(NearestAdapters, AreTheFastestOfThoseEquallyNear) {
+  Sysfs sysfs;
+  add_host(sysfs);
+  std::vector<Adapter> all{
+      at_place(sysfs, "slow", "0000:1a:00.0"), at_place(sysfs, "unknown", "0000:1a:00.0"),
+      at_place(sysfs, "first", "0000:1a:00.0"), at_place(sysfs, "second", "0000:1b:00.0"),
+      at_place(sysfs, "far", "0000:9a:00.0")};
+  for (const auto& [place, rate] : {std::pair(0, 25), {2, 400}, {3, 400}, {4, 800}})
+    all[at(place)].bits_per_second = static_cast<std::uint64_t>(rate);
+  const PciPlace gpu = pci_place(sysfs.root(), "0000:18:00.0");
+  // Near ones have the rank's address without standing alone.
+  for (const char* control : {"", "10.0.0.1"})
+    EXPECT_EQ(names(net::nearest_adapters(gpu, control, all)), (Strings{"first", "second"}));
 }
 
 TEST(NearestAdapters, HaveTheirLinkUpAndAreNoVirtualOnesBesideThePhysical) {
@@ -203,7 +228,8 @@ TEST(NearestAdapters, HaveTheirLinkUpAndAreNoVirtualOnesBesideThePhysical) {
                                  at_place(sysfs, "off", "0000:16:00.1", Link::down),
                                  at_place(sysfs, "virtual", "0000:16:00.2"),
                                  at_place(sysfs, "lone", "0000:16:00.3")};
-  EXPECT_EQ(names(net::nearest_adapters({.path = port + "x"}, all)), (Strings{"physical", "lone"}));
+  EXPECT_EQ(names(net::nearest_adapters({.path = port + "x"}, "", all)),
+            (Strings{"physical", "lone"}));
 }
 
 using Ids = std::vector<net::AdapterId>;
@@ -312,6 +338,8 @@ TEST_F(FakeFabric, ARankWhosePlaceIsNotKnownStaysOnItsInterface) {
   AdapterWish by_address = wish();
   by_address.address = "10.2.0.1";
   EXPECT_EQ(choices(by_address), Strings{"verbs;ofi_rxm mlx5_1"});
+  by_address.device = {.path = "pci0000:ff/0000:ff:00.0"};  // nothing is near it
+  EXPECT_EQ(choices(by_address), Strings{"verbs;ofi_rxm mlx5_1"});
 }
 
 TEST_F(FakeFabric, ANamedInterfaceGoesBeforeTheNearestAdapter) {
@@ -375,6 +403,20 @@ TEST_F(FakeFabric, OfAnAdaptersAddressesTheOneOfTheRankIsTakenElseOneOfItsFamily
             Strings{"mlx5_0"});
 }
 
+TEST_F(FakeFabric, AnAdapterWithTheAddressOfOneWhoseNameBeginsItsOwnIsLeftOut) {
+  const auto found = [&] {
+    return names(net::fabric_adapters(*library_, "", net::Where::anywhere, sysfs_.root()));
+  };
+  fake_->adapters = {rdma("mlx5_10", "", "10.2.0.1"), rdma("mlx5_1", "", "10.2.0.1"),
+                     rdma("mlx5_2", "", "10.2.0.1"),  rdma("mlx5_20", "", "10.3.0.1"),
+                     rdma("mlx5_3", "", ""),          rdma("mlx5_30", "", "")};
+  EXPECT_EQ(found(), (Strings{"mlx5_1", "mlx5_2", "mlx5_20", "mlx5_3", "mlx5_30"}));
+  // Both providers of one interface have its address.
+  fake_->adapters = {rdma("mlx5_10", "", "10.2.0.1"), rdma("mlx5_1", "", "10.2.0.1")};
+  fake_->adapters[1].provider = "tcp;ofi_rxm";
+  EXPECT_EQ(found(), (Strings{"mlx5_10", "mlx5_1"}));
+}
+
 TEST_F(FakeFabric, EfaIsTakenByTheFabricOfItsName) {
   const auto efa = [](const char* fabric) {
     return FakeAdapter{.provider = "efa",
@@ -433,9 +475,11 @@ TEST_F(FakeFabric, TheListSaysWhichDevicesWouldTakeWhichAdapter) {
     return lines;
   };
   AdapterWish all;  // the address at which ranks will meet is not known
+  fake_->calls.clear();
   EXPECT_EQ(listed(all),
             (Strings{"mlx5_0 verbs;ofi_rxm 1", "mlx5_1 verbs;ofi_rxm 0", "mlx5_2 verbs;ofi_rxm 2",
                      "mlx5_3 verbs;ofi_rxm 4", "eth0 tcp 0"}));
+  EXPECT_EQ(fake_->calls.size(), 1U);
   all.address = "10.2.0.1";
   all.names_interface = true;
   EXPECT_EQ(listed(all)[1], "mlx5_1 verbs;ofi_rxm 15");

@@ -21,9 +21,8 @@ AdapterChoice& choice_of(std::vector<AdapterChoice>& choices, const std::string&
   return choices.emplace_back(AdapterChoice{provider, {}, why});
 }
 
-std::vector<AdapterChoice> named_adapter(const net::FabricLibrary& library, const AdapterWish& wish,
-                                         const std::filesystem::path& sysfs) {
-  const auto all = net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs);
+std::vector<AdapterChoice> named_adapter(std::span<const net::Adapter> all,
+                                         const AdapterWish& wish) {
   std::vector<AdapterChoice> choices;
   const net::Adapter* unfit = nullptr;
   for (const net::Adapter& adapter : all) {
@@ -43,33 +42,44 @@ std::vector<AdapterChoice> named_adapter(const net::FabricLibrary& library, cons
   return choices;
 }
 
-// The adapter of the interface with the rank's address.
-void add_own_interface(std::vector<AdapterChoice>& choices, const net::FabricLibrary& library,
-                       const AdapterWish& wish, const char* why,
-                       const std::filesystem::path& sysfs) {
-  if (wish.address.empty()) return;
-  for (net::Adapter& adapter :
-       net::fabric_adapters(library, wish.address, net::Where::at_address, sysfs)) {
-    AdapterChoice& choice = choice_of(choices, adapter.provider, why);
-    if (choice.adapters.empty()) choice.adapters.push_back(std::move(adapter));
-  }
-}
-
-void add_nearest(std::vector<AdapterChoice>& choices, const net::FabricLibrary& library,
-                 const AdapterWish& wish, const std::filesystem::path& sysfs) {
+void add_nearest(std::vector<AdapterChoice>& choices, std::span<const net::Adapter> all,
+                 const AdapterWish& wish) {
   constexpr const char* kWhy = "none is nearer to its device";
   constexpr std::size_t kMost = 128;  // more than a machine has ranks, and short to tell
   std::vector<AdapterChoice> found;
-  for (net::Adapter& adapter :
-       net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs)) {
+  for (const net::Adapter& adapter : all) {
     if (!net::is_rdma(adapter) || !net::fits(adapter, wish.address)) continue;
-    choice_of(found, adapter.provider, kWhy).adapters.push_back(std::move(adapter));
+    choice_of(found, adapter.provider, kWhy).adapters.push_back(adapter);
   }
   for (AdapterChoice& choice : found) {
-    choice.adapters = net::nearest_adapters(wish.device, std::move(choice.adapters));
+    choice.adapters = net::nearest_adapters(wish.device, wish.address, std::move(choice.adapters));
     choice.adapters.resize(std::min(choice.adapters.size(), kMost));
     if (!choice.adapters.empty()) choices.push_back(std::move(choice));
   }
+}
+
+// libfabric finds these at the interface with the address of the rank.
+std::vector<net::Adapter> own_adapters(const net::FabricLibrary& library, const AdapterWish& wish,
+                                       const std::filesystem::path& sysfs) {
+  if (!wish.name.empty() || wish.address.empty()) return {};
+  return net::fabric_adapters(library, wish.address, net::Where::at_address, sysfs);
+}
+
+// Out of all adapters and those of the rank's address.
+std::vector<AdapterChoice> choose_among(std::span<const net::Adapter> all,
+                                        std::span<const net::Adapter> own,
+                                        const AdapterWish& wish) {
+  if (!wish.name.empty()) return named_adapter(all, wish);
+  std::vector<AdapterChoice> choices;
+  if (!wish.names_interface && wish.device.is_known()) add_nearest(choices, all, wish);
+  const char* const why = wish.names_interface     ? "its interface is named"
+                          : wish.device.is_known() ? "no other network has an adapter here"
+                                                   : "its device has no known place on PCI buses";
+  for (const net::Adapter& adapter : own) {
+    AdapterChoice& choice = choice_of(choices, adapter.provider, why);
+    if (choice.adapters.empty()) choice.adapters.push_back(adapter);
+  }
+  return choices;
 }
 
 void put_text(WireWriter& writer, const std::string& text) {
@@ -93,14 +103,10 @@ std::vector<net::AdapterId> ids_of(std::span<const net::Adapter> adapters) {
 std::vector<AdapterChoice> choose_adapters(const net::FabricLibrary& library,
                                            const AdapterWish& wish,
                                            const std::filesystem::path& sysfs) {
-  if (!wish.name.empty()) return named_adapter(library, wish, sysfs);
-  std::vector<AdapterChoice> choices;
-  if (!wish.names_interface && wish.device.is_known()) add_nearest(choices, library, wish, sysfs);
-  const char* const why = wish.names_interface     ? "its interface is named"
-                          : wish.device.is_known() ? "no other network has an adapter here"
-                                                   : "its device has no known place on PCI buses";
-  add_own_interface(choices, library, wish, why, sysfs);
-  return choices;
+  std::vector<net::Adapter> all;
+  if (!wish.name.empty() || (!wish.names_interface && wish.device.is_known()))
+    all = net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs);
+  return choose_among(all, own_adapters(library, wish, sysfs), wish);
 }
 
 Bytes write_offer(std::span<const AdapterChoice> choices) {
@@ -150,28 +156,27 @@ std::size_t place_of_adapter(const HostMap& hosts, const std::string& provider,
 
 PciPlace place_of_device(DLDevice device) {
   const DeviceKind& kind = kind_of(device);
-  if (kind.pci_addresses == nullptr) return {};
-  const std::vector<std::string> addresses = kind.pci_addresses();
-  if (at(device.device_id) >= addresses.size()) return {};
-  return pci_place(kSysfs, addresses[at(device.device_id)]);
+  if (kind.pci_address == nullptr) return {};
+  return pci_place(kSysfs, kind.pci_address(device.device_id));
 }
 
 std::vector<ListedAdapter> list_adapters(const net::FabricLibrary& library, AdapterWish wish,
                                          std::span<const PciPlace> devices,
                                          const std::filesystem::path& sysfs) {
+  const auto all = net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs);
+  const auto own = own_adapters(library, wish, sysfs);
   std::vector<ListedAdapter> listed;
-  for (net::Adapter& adapter :
-       net::fabric_adapters(library, wish.address, net::Where::anywhere, sysfs)) {
+  for (const net::Adapter& adapter : all) {
     const bool is_known = std::ranges::any_of(
         listed, [&](const ListedAdapter& other) { return other.adapter.name == adapter.name; });
-    if (!is_known) listed.push_back({std::move(adapter)});
+    if (!is_known) listed.push_back({adapter});
   }
-  if (devices.empty()) choose_adapters(library, wish, sysfs);  // tells of a bad name
+  if (devices.empty()) choose_among(all, own, wish);  // tells of a bad name
   std::vector<std::vector<net::Adapter>> choices;
   std::vector<std::vector<net::AdapterId>> ids;
   for (const PciPlace& device : devices) {
     wish.device = device;
-    auto found = choose_adapters(library, wish, sysfs);
+    auto found = choose_among(all, own, wish);
     choices.push_back(found.empty() ? std::vector<net::Adapter>{}
                                     : std::move(found.front().adapters));
     ids.push_back(ids_of(choices.back()));
@@ -197,8 +202,8 @@ std::vector<ListedAdapter> list_adapters() {
   std::vector<PciPlace> devices;
   const DeviceKind& cuda = *find_device_kind(kDLCUDA);
   if (cuda.availability().available)
-    for (const std::string& address : cuda.pci_addresses())
-      devices.push_back(pci_place(kSysfs, address));
+    for (int ordinal = 0, count = cuda.count(); ordinal < count; ++ordinal)
+      devices.push_back(place_of_device({kDLCUDA, ordinal}));
   return list_adapters(*library, std::move(wish), devices);
 }
 

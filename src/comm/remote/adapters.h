@@ -53,7 +53,8 @@ std::size_t place_of_adapter(const HostMap& hosts, const std::string& provider,
 PciPlace place_of_device(DLDevice device);
 
 // An adapter, and the CUDA devices of this process by which ranks would take it, if each device had
-// a rank: bit d stands for device d.
+// a rank: bit d stands for device d. The address of ranks may change the choice, and is not known
+// here unless an interface is named.
 struct ListedAdapter {
   net::Adapter adapter;
   std::uint64_t cuda_devices = 0;

@@ -1,6 +1,7 @@
 #include "net/fabric/adapter.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <tuple>
@@ -23,7 +24,8 @@ std::string names_of(std::span<const Adapter> adapters) {
   return text.empty() ? "none" : text;
 }
 
-std::vector<Adapter> nearest_adapters(const PciPlace& device, std::vector<Adapter> adapters) {
+std::vector<Adapter> nearest_adapters(const PciPlace& device, const std::string& control,
+                                      std::vector<Adapter> adapters) {
   std::erase_if(adapters, [](const Adapter& a) { return a.link == Adapter::Link::down; });
   const auto has_physical_one = [whole = adapters](const Adapter& adapter) {
     return adapter.place.physical != adapter.place.function &&
@@ -34,6 +36,12 @@ std::vector<Adapter> nearest_adapters(const PciPlace& device, std::vector<Adapte
   Nearness best;
   for (const Adapter& adapter : adapters) best = std::max(best, nearness(device, adapter.place));
   std::erase_if(adapters, [&](const Adapter& a) { return nearness(device, a.place) < best; });
+  const auto is_own = [&](const Adapter& a) { return !control.empty() && a.address == control; };
+  if (best == Nearness{} && std::ranges::any_of(adapters, is_own))
+    std::erase_if(adapters, std::not_fn(is_own));
+  std::uint64_t rate = 0;
+  for (const Adapter& adapter : adapters) rate = std::max(rate, adapter.bits_per_second);
+  std::erase_if(adapters, [&](const Adapter& a) { return a.bits_per_second < rate; });
   std::ranges::sort(adapters, {},
                     [](const Adapter& a) { return std::tie(a.place.path, a.name, a.provider); });
   return adapters;

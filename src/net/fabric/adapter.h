@@ -33,10 +33,12 @@ bool fits(const Adapter& adapter, const std::string& control);
 // "eth0 (tcp), mlx5_0 (verbs;ofi_rxm)"
 std::string names_of(std::span<const Adapter> adapters);
 
-// The adapters that are nearest to a device, all equally near, in an order that is the same in all
-// processes of a machine. Adapters whose link is down are left out, and so are virtual functions
+// The adapters that are nearest to a device, and of these the fastest, in an order that is the same
+// in all processes of a machine. Where none is near, the one with the address `control` (empty =
+// not known) stands alone. Adapters whose link is down are left out, and so are virtual functions
 // beside the physical one.
-std::vector<Adapter> nearest_adapters(const PciPlace& device, std::vector<Adapter> adapters);
+std::vector<Adapter> nearest_adapters(const PciPlace& device, const std::string& control,
+                                      std::vector<Adapter> adapters);
 
 // As the ranks of a machine know an adapter. Those with the same physical one share its port.
 struct AdapterId {

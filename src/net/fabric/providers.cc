@@ -87,6 +87,18 @@ int fitness(const Adapter& adapter, const std::string& control) {
   return (fits(adapter, control) ? 1 : 0) + (adapter.address == control ? 1 : 0);
 }
 
+// libfabric 1.17, 1.18.0 to 1.18.2 and 1.19.0 give mlx5_10 the address of mlx5_1, and would open
+// mlx5_1 by it.
+void drop_misnamed(std::vector<Adapter>& adapters) {
+  const auto has_anothers_address = [all = adapters](const Adapter& adapter) {
+    return !adapter.address.empty() && std::ranges::any_of(all, [&](const Adapter& other) {
+      return adapter.provider == other.provider && adapter.address == other.address &&
+             adapter.name != other.name && adapter.name.starts_with(other.name);
+    });
+  };
+  std::erase_if(adapters, has_anothers_address);
+}
+
 }  // namespace
 
 Infos find_infos(const FabricLibrary& library, const std::string& address,
@@ -149,6 +161,7 @@ std::vector<Adapter> fabric_adapters(const FabricLibrary& library, const std::st
       known->address = adapter.address;
     }
   }
+  drop_misnamed(found);
   std::ranges::stable_sort(
       found, {}, [](const Adapter& adapter) { return rank_of_provider(adapter.provider); });
   return found;
