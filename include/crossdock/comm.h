@@ -337,8 +337,8 @@ typedef struct xd_net_adapter {
   char pci_path[256];
   /* The rate of its link; 0 = not known. */
   uint64_t bits_per_second;
-  /* The devices {kDLCUDA, d} of this process that take it, bit d for d < 64, if each has one rank in
-   * the order of devices; as far as that is known without the address at which ranks will meet. */
+  /* The devices {kDLCUDA, d} of this process that take it, bit d for d < 64, if each has one rank
+   * in their order; as far as that is known without the address at which ranks will meet. */
   uint64_t cuda_devices;
   /* -1 = not known. */
   int32_t numa_node;
@@ -348,8 +348,9 @@ typedef struct xd_net_adapter {
 
 /* Lists them, those of the best provider first. `adapters` has room for *count structs of
  * adapter_bytes = sizeof(xd_net_adapter) each, and may be NULL if *count is 0. As many are written
- * as have room; *count becomes the number that there are. May take some hundred milliseconds. Where
- * CUDA is built it initialises CUDA's driver in this process, which then must not fork. Any thread.
+ * as have room; *count becomes the number that there are. May take some hundred milliseconds. A
+ * build with CUDA initialises its driver in this process: children forked later cannot use it.
+ * Any thread.
  * Errors: INVALID_ARGUMENT (a pointer is NULL, adapter_bytes; XD_NET_DEVICE or XD_NET_IFACE names
  * none, with those that there are); UNSUPPORTED (no libfabric); SYSTEM. *count is 0 then. */
 XD_API xd_status xd_net_adapters(xd_net_adapter* adapters, size_t adapter_bytes, int32_t* count);
