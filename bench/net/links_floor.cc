@@ -91,9 +91,10 @@ class LinksFloor final : public Floor {
  private:
   static std::unique_ptr<xd::net::Engine> open(const FloorConfig& config) {
     const auto library = xd::net::load_fabric();
-    const auto providers = xd::net::fabric_providers(*library, config.address);
-    const std::vector<std::string> all[] = {providers};
-    return xd::net::open_fabric(library, xd::net::agree_on_provider(all), config.address);
+    const auto adapters =
+        xd::net::fabric_adapters(*library, config.address, xd::net::Where::at_address);
+    if (adapters.empty()) xd::fail(XD_ERROR_UNSUPPORTED, "no provider for ", config.address);
+    return xd::net::open_fabric(library, adapters.front());
   }
   void say() {
     const xd::net::Put put{

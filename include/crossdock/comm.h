@@ -321,6 +321,40 @@ XD_API xd_status xd_comm_error(xd_comm* comm, xd_error_info* info);
  * thread. Also works after fatal errors. */
 XD_API xd_status xd_comm_lost(xd_comm* comm, int32_t* lost);
 
+/* ---- Network adapters ------------------------------------------------------------------------ */
+
+/* A network adapter or interface of this machine by which rows may go to other machines, as
+ * libfabric tells of it. Texts that have no room are cut, and end with 0. */
+typedef struct xd_net_adapter {
+  /* The name that XD_NET_DEVICE takes: "mlx5_0", "eth0". */
+  char name[64];
+  /* libfabric's provider for it, the best where there are several: "verbs;ofi_rxm", "tcp". */
+  char provider[32];
+  /* One of its numeric IP addresses; "" where its network has others. */
+  char address[48];
+  /* Its place on this machine's PCI buses, as in sysfs: "pci0000:15/0000:15:01.0/0000:17:00.0".
+   * "" = not known. */
+  char pci_path[256];
+  /* The rate of its link; 0 = not known. */
+  uint64_t bits_per_second;
+  /* The devices {kDLCUDA, d} of this process that take it, bit d for d < 64, if each has one rank
+   * in their order; as far as that is known without the address at which ranks will meet. */
+  uint64_t cuda_devices;
+  /* -1 = not known. */
+  int32_t numa_node;
+  /* Whether its link is up: 1 or 0; -1 = not known. */
+  int32_t is_up;
+} xd_net_adapter;
+
+/* Lists them, those of the best provider first. `adapters` has room for *count structs of
+ * adapter_bytes = sizeof(xd_net_adapter) each, and may be NULL if *count is 0. As many are written
+ * as have room; *count becomes the number that there are. May take some hundred milliseconds. A
+ * build with CUDA initialises its driver in this process: children forked later cannot use it.
+ * Any thread.
+ * Errors: INVALID_ARGUMENT (a pointer is NULL, adapter_bytes; XD_NET_DEVICE or XD_NET_IFACE names
+ * none, with those that there are); UNSUPPORTED (no libfabric); SYSTEM. *count is 0 then. */
+XD_API xd_status xd_net_adapters(xd_net_adapter* adapters, size_t adapter_bytes, int32_t* count);
+
 /* ---- Symmetric memory ------------------------------------------------------------------------ */
 /* Memory that every peer of the host has mapped already, so that operations move rows straight into
  * and out of tensors that lie in it ("zero-copy"): operations find such tensors by address. Other

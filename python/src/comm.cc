@@ -354,6 +354,33 @@ void gated_bwd(const Comm& self, const nb::dict& fields) {
   self.call([&](xd_comm* comm) { return xd_gated_bwd(comm, args.get(), args.stream()); });
 }
 
+nb::list net_adapters() {
+  std::vector<xd_net_adapter> adapters;
+  std::int32_t count = 0;
+  do {  // there may be more than there were a moment ago
+    adapters.resize(static_cast<std::size_t>(count));
+    check(xd_net_adapters(adapters.data(), sizeof(xd_net_adapter), &count));
+  } while (adapters.size() < static_cast<std::size_t>(count));
+  adapters.resize(static_cast<std::size_t>(count));
+  nb::list found;
+  for (const xd_net_adapter& adapter : adapters) {
+    nb::dict fields;
+    fields["name"] = adapter.name;
+    fields["provider"] = adapter.provider;
+    fields["address"] = adapter.address;
+    fields["pci_path"] = adapter.pci_path;
+    fields["bits_per_second"] = adapter.bits_per_second;
+    nb::list devices;
+    for (int device = 0; device < 64; ++device)
+      if ((adapter.cuda_devices >> device & 1) != 0) devices.append(device);
+    fields["cuda_devices"] = devices;
+    fields["numa_node"] = adapter.numa_node;
+    fields["is_up"] = adapter.is_up < 0 ? nb::none() : nb::object(nb::bool_(adapter.is_up != 0));
+    found.append(std::move(fields));
+  }
+  return found;
+}
+
 }  // namespace
 
 void bind_comm(nb::module_& module) {
@@ -415,6 +442,7 @@ void bind_comm(nb::module_& module) {
       .def("gated_bwd", &gated_bwd, nb::arg("fields"))
       .def("grouped_product", &grouped_product, nb::arg("fields"))
       .def("grouped_outer", &grouped_outer, nb::arg("fields"));
+  module.def("net_adapters", &net_adapters);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
 

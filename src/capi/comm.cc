@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "base/env.h"
 #include "base/interrupt.h"
 #include "base/options.h"
 #include "capi/boundary.h"
+#include "comm/remote/adapters.h"
 #include "meet/unique_id.h"
 
 using xd::guarded;
@@ -133,6 +136,51 @@ xd_status xd_comm_lost(xd_comm* comm, int32_t* lost) {
   XD_REQUIRE_GIVEN("xd_comm_lost", lost);
   return alone("xd_comm_lost", comm, [&](const xd::Comm& c) {
     for (int r = 0; r < c.num_ranks(); ++r) lost[r] = c.errors().lost(r) ? 1 : 0;
+  });
+}
+
+// Text that ends with 0 in a field of a struct.
+template <std::size_t N>
+static void write_text(char (&field)[N], const std::string& text) {
+  const std::size_t bytes = std::min(text.size(), N - 1);
+  std::memcpy(field, text.data(), bytes);
+  field[bytes] = 0;
+}
+
+static xd_net_adapter describe(const xd::ListedAdapter& listed) {
+  using Link = xd::net::Adapter::Link;
+  xd_net_adapter value{};
+  write_text(value.name, listed.adapter.name);
+  write_text(value.provider, listed.adapter.provider);
+  write_text(value.address, listed.adapter.address);
+  write_text(value.pci_path, listed.adapter.place.path);
+  value.bits_per_second = listed.adapter.bits_per_second;
+  value.cuda_devices = listed.cuda_devices;
+  value.numa_node = listed.adapter.place.numa_node;
+  value.is_up = listed.adapter.link == Link::unknown ? -1 : listed.adapter.link == Link::up ? 1 : 0;
+  return value;
+}
+
+xd_status xd_net_adapters(xd_net_adapter* adapters, size_t adapter_bytes, int32_t* count) {
+  XD_REQUIRE_GIVEN("xd_net_adapters", count);
+  const int32_t room = *count;
+  *count = 0;
+  return guarded("xd_net_adapters", [&] {
+    constexpr std::size_t kFirstBytes = 424;  // of the struct's first version
+    XD_REQUIRE(room >= 0, "*count = ", room, ", expected 0 or more");
+    XD_REQUIRE(room == 0 || adapters != nullptr, "adapters = NULL, expected room for ", room);
+    XD_REQUIRE(adapter_bytes >= kFirstBytes && adapter_bytes % alignof(xd_net_adapter) == 0,
+               "adapter_bytes = ", adapter_bytes, ", expected ", sizeof(xd_net_adapter));
+    static_assert(sizeof(xd_net_adapter) >= kFirstBytes);
+    const std::vector<xd::ListedAdapter> listed = xd::list_adapters();
+    auto* place = reinterpret_cast<unsigned char*>(adapters);
+    const std::size_t fitting = std::min(listed.size(), static_cast<std::size_t>(room));
+    for (std::size_t i = 0; i < fitting; ++i, place += adapter_bytes) {
+      const xd_net_adapter value = describe(listed[i]);
+      std::memset(place, 0, adapter_bytes);
+      std::memcpy(place, &value, std::min(adapter_bytes, sizeof(value)));
+    }
+    *count = static_cast<int32_t>(listed.size());
   });
 }
 

@@ -191,7 +191,8 @@ std::shared_ptr<Comm> Comm::create(const xd_comm_config& config) {
       .boards = {},
       .device_side = nullptr,
       .events = std::make_unique<EventRelay>(bootstrap->num_ranks(), kind_of(device).tick_ms),
-      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), options)};
+      .mesh = Mesh::connect(*bootstrap, Deadline::after_ms(timeout_ms), options),
+      .names_interface = !options.net_interface.text.empty()};
   Mesh& mesh = *parts.mesh;  // good also when the communicator owns it
   std::shared_ptr<Comm> comm;
   mesh.start(*parts.events);
@@ -223,6 +224,7 @@ Comm::Comm(Parts&& parts)
       device_(parts.device),
       timeout_ms_(parts.timeout_ms),
       local_ranks_(parts.mesh->local_ranks()),
+      names_interface_(parts.names_interface),
       spin_(spin_time(static_cast<int>(hosts_.near().size()))),
       serial_(parts.serial),
       device_memory_(std::move(parts.memory)),

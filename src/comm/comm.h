@@ -96,6 +96,7 @@ class Comm final {
     std::unique_ptr<EventRelay> events;             // to which the mesh reports
     std::unique_ptr<Mesh> mesh;                     // its watch thread runs already
     std::uint64_t serial = 0;                       // see serial()
+    bool names_interface = false;                   // see names_interface()
   };
   // Takes the mesh only once nothing can fail any more.
   explicit Comm(Parts&& parts);
@@ -111,6 +112,8 @@ class Comm final {
   const Rails& machines() const { return mesh_->rails(); }
   // The address of this rank's machine; with several machines, until close().
   std::string address() const { return mesh_->own_address(); }
+  // The caller has named this address, or its interface.
+  bool names_interface() const { return names_interface_; }
   DLDevice device() const { return device_; }
   int timeout_ms() const { return timeout_ms_; }
   int local_ranks() const { return local_ranks_; }
@@ -324,6 +327,7 @@ class Comm final {
   const DLDevice device_;
   const int timeout_ms_;
   const int local_ranks_;
+  const bool names_interface_;
   const std::chrono::nanoseconds spin_;
   std::atomic<int> groups_{0};
   std::atomic<int> longest_group_wait_ms_{0};

@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -41,6 +43,10 @@ DeviceFacts query_facts(int ordinal) {
                     .minor = properties.minor};
   static_assert(sizeof(properties.uuid) == sizeof(facts.uuid));
   std::memcpy(facts.uuid.data(), &properties.uuid, sizeof(facts.uuid));
+  std::array<char, 32> address;
+  std::snprintf(address.data(), address.size(), "%04x:%02x:%02x.0", properties.pciDomainID,
+                properties.pciBusID, properties.pciDeviceID);  // GPUs have no function but 0
+  facts.pci_address = address.data();
   return facts;
 }
 
@@ -117,6 +123,23 @@ std::string why_unavailable() noexcept {
     return why;
   } catch (const std::exception& error) {
     return error.what();
+  }
+}
+
+int visible_devices() noexcept {
+  try {
+    return device_count();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+std::string pci_address(int ordinal) noexcept {
+  try {
+    const RelaxedCapture relaxed;
+    return facts_of(ordinal).pci_address;
+  } catch (const std::exception&) {
+    return {};
   }
 }
 

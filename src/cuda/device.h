@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <string>
+#include <vector>
 
 namespace xd::cuda {
 
@@ -15,6 +16,7 @@ struct DeviceFacts {
   Uuid uuid{};
   int multiprocessors = 0;
   int major = 0, minor = 0;  // compute capability
+  std::string pci_address{};
 };
 
 // Checks all that the library needs of this machine and of the device. Throws UNSUPPORTED naming
@@ -23,6 +25,13 @@ DeviceFacts require_device(int ordinal);
 
 // The reason why no device of this machine can be used; empty if one can. Never throws.
 std::string why_unavailable() noexcept;
+
+// How many devices this process sees; 0 also where CUDA fails. Never throws.
+int visible_devices() noexcept;
+
+// The place of a device on PCI buses: "0000:17:00.0", in small letters as sysfs writes them; ""
+// where CUDA fails. Never throws, makes no context.
+std::string pci_address(int ordinal) noexcept;
 
 // The device of this process with that uuid; -1 = not visible here.
 int find_device(const Uuid& uuid);

@@ -86,6 +86,47 @@ TEST(Abi, UnknownFeaturesAreUnavailable) {
   EXPECT_EQ(networked, std::string(reason) == "available");
 }
 
+// Callers of this version, of a newer one with longer structs, and of none.
+TEST(Abi, AdaptersAreWrittenAtTheCallersDistance) {
+  std::int32_t count = 0;
+  if (xd_feature_available(XD_FEATURE_NETWORK, nullptr) == 0) {
+    EXPECT_EQ(xd_net_adapters(nullptr, sizeof(xd_net_adapter), &count), XD_ERROR_UNSUPPORTED);
+    GTEST_SKIP() << xd_last_error();
+  }
+  ok(xd_net_adapters(nullptr, sizeof(xd_net_adapter), &count));
+  ASSERT_GT(count, 0);  // lo at least
+  const std::int32_t all = count;
+  std::vector<xd_net_adapter> adapters(static_cast<std::size_t>(all));
+  ok(xd_net_adapters(adapters.data(), sizeof(xd_net_adapter), &count));
+  ASSERT_EQ(count, all);
+  const std::size_t longer = sizeof(xd_net_adapter) + 16;
+  std::vector<unsigned char> bytes(static_cast<std::size_t>(all) * longer, 0xAB);
+  count = all - 1;  // the last one has no room
+  ok(xd_net_adapters(reinterpret_cast<xd_net_adapter*>(bytes.data()), longer, &count));
+  EXPECT_EQ(count, all);
+  for (std::size_t i = 0; i + 1 < adapters.size(); ++i) {
+    EXPECT_NE(adapters[i].name[0], 0) << i;
+    EXPECT_EQ(std::memcmp(&adapters[i], &bytes[i * longer], sizeof(xd_net_adapter)), 0) << i;
+    for (std::size_t b = sizeof(xd_net_adapter); b < longer; ++b)
+      EXPECT_EQ(bytes[i * longer + b], 0) << i << ", byte " << b;
+  }
+  for (std::size_t b = (adapters.size() - 1) * longer; b < bytes.size(); ++b)
+    EXPECT_EQ(bytes[b], 0xAB) << b;
+  for (const std::size_t size : {std::size_t{0}, sizeof(xd_net_adapter) - 8, longer + 4}) {
+    count = all;
+    EXPECT_EQ(xd_net_adapters(adapters.data(), size, &count), XD_ERROR_INVALID_ARGUMENT) << size;
+    EXPECT_NE(std::string(xd_last_error()).find("adapter_bytes = "), std::string::npos);
+    EXPECT_EQ(count, 0);
+  }
+  count = -1;
+  EXPECT_EQ(xd_net_adapters(adapters.data(), sizeof(xd_net_adapter), &count),
+            XD_ERROR_INVALID_ARGUMENT);
+  count = 1;
+  EXPECT_EQ(xd_net_adapters(nullptr, sizeof(xd_net_adapter), &count), XD_ERROR_INVALID_ARGUMENT);
+  EXPECT_EQ(xd_net_adapters(adapters.data(), sizeof(xd_net_adapter), nullptr),
+            XD_ERROR_INVALID_ARGUMENT);
+}
+
 xd_ep_config small_config() {
   xd_ep_config config = XD_EP_CONFIG_INIT;
   config.num_ranks = 1;

@@ -104,6 +104,15 @@ FROZEN_SIZE(xd_mem_handle, 16);
 FROZEN_FIELD(xd_mem_handle, rank, 0);
 FROZEN_FIELD(xd_mem_handle, segment, 4);
 FROZEN_FIELD(xd_mem_handle, offset, 8);
+FROZEN_SIZE(xd_net_adapter, 424);
+FROZEN_FIELD(xd_net_adapter, name, 0);
+FROZEN_FIELD(xd_net_adapter, provider, 64);
+FROZEN_FIELD(xd_net_adapter, address, 96);
+FROZEN_FIELD(xd_net_adapter, pci_path, 144);
+FROZEN_FIELD(xd_net_adapter, bits_per_second, 400);
+FROZEN_FIELD(xd_net_adapter, cuda_devices, 408);
+FROZEN_FIELD(xd_net_adapter, numa_node, 416);
+FROZEN_FIELD(xd_net_adapter, is_up, 420);
 
 FROZEN_ENUM(xd_bootstrap);
 FROZEN_VALUE(XD_BOOTSTRAP_UNIQUE_ID, 0);

@@ -85,6 +85,32 @@ TEST_F(NetConnect, OfSeveralInterfacesTheCallerNamesOneWhereNoMeetingPointShowsI
                             "at 10.97.0.1:", "from 10.98.0.2 within 3000 ms"});
 }
 
+TEST_F(NetConnect, RowsGoByTheAdapterThatIsNamedAndControlAsBefore) {
+  NetHosts hosts(2);
+  hosts.add_dead_interface(1);
+  {
+    CommJob job(hosts, {0, 1}, Family::ipv4,
+                {{"XD_NET_DEVICE", "eth0"}, {"rank 1", "XD_NET_IFACE=eth0"}});
+    job.all_fine("steps 1");
+  }
+  {
+    CommJob job(hosts, {0, 1}, Family::ipv4,
+                {{"XD_TEST_TIMEOUT_MS", "4000"}, {"rank 1", "XD_NET_DEVICE=eth1"}});
+    const auto answers = job.all("steps 1");
+    expect_words(answers[0],
+                 {"control reaches rank 1 of host 1 (", "data do not (tcp", ", 10.98.0.2:"});
+    job.all_fine("barrier");
+  }
+  CommJob job(hosts, {0, 1}, Family::ipv4, {{"rank 1", "XD_NET_DEVICE=mlx5_9"}});
+  const auto answers = job.all("steps 1");
+  expect_words(answers[0], {"XD_ERROR_MISMATCH"});
+  expect_words(answers[1], {"XD_ERROR_INVALID_ARGUMENT",
+                            "XD_NET_DEVICE = mlx5_9, expected an adapter that libfabric can use "
+                            "here: ",
+                            "eth0 (tcp"});
+  job.all_fine("barrier");
+}
+
 TEST_F(NetConnect, ARankThatIsKilledAtTheMeetingIsNamedInTime) {
   NetHosts hosts(2);
   Job job(hosts, {0, 0, 1, 1}, Family::ipv4, {{"XD_TEST_TIMEOUT_MS", "2500"}});

@@ -10,6 +10,7 @@
 
 #include "base/math.h"
 #include "base/tcp.h"
+#include "comm/remote/adapters.h"
 #include "net/engines/chaos.h"
 #include "net/fabric/tag_seal.h"
 #include "support/stranger.h"
@@ -80,15 +81,14 @@ class Fabric : public testing::TestWithParam<Source> {
       if (error.status() != XD_ERROR_UNSUPPORTED) throw;
       GTEST_SKIP() << error.text();
     }
-    const Providers providers = net::fabric_providers(*library_, "127.0.0.1");
-    provider_ = net::agree_on_provider(std::span(&providers, 1));
-    std::printf("libfabric %s, %s\n", net::fabric_version(*library_).c_str(), provider_.c_str());
+    adapter_ = net::fabric_adapters(*library_, "127.0.0.1", net::Where::at_address).at(0);
+    std::printf("libfabric %s, %s\n", net::fabric_version(*library_).c_str(),
+                adapter_.provider.c_str());
   }
 
   Engines open(int ranks) {
     Engines engines;
-    for (int r = 0; r < ranks; ++r)
-      engines.push_back(net::open_fabric(library_, provider_, "127.0.0.1"));
+    for (int r = 0; r < ranks; ++r) engines.push_back(net::open_fabric(library_, adapter_));
     return engines;
   }
 
@@ -99,11 +99,23 @@ class Fabric : public testing::TestWithParam<Source> {
   }
 
   Library library_;
-  std::string provider_;
+  net::Adapter adapter_;
 };
 INSTANTIATE_TEST_SUITE_P(Versions, Fabric,
                          testing::Values(Source{"system", ""}, Source{"wheel", FABRIC_WHEEL}),
                          [](const auto& test) { return std::string(test.param.name); });
+
+TEST_P(Fabric, AnInterfaceThatIsNamedIsFoundWithTheAddressThatItHas) {
+  EXPECT_EQ(adapter_.name, "lo");
+  const auto named = choose_adapters(*library_, {.name = "lo", .address = "127.0.0.1"});
+  ASSERT_FALSE(named.empty());
+  EXPECT_EQ(named[0].provider, adapter_.provider);
+  ASSERT_EQ(named[0].adapters.size(), 1U);
+  EXPECT_EQ(named[0].adapters[0].address, "127.0.0.1");
+  EXPECT_NO_THROW(net::open_fabric(library_, named[0].adapters[0]));
+  expect_error(error_of([&] { choose_adapters(*library_, {.name = "eth-9"}); }),
+               XD_ERROR_INVALID_ARGUMENT, {"XD_NET_DEVICE = eth-9", "lo (tcp"});
+}
 
 TEST_P(Fabric, LinksCarryChunksBetweenThreads) {
   Fleet fleet(open(3), config_of(2, 200));
@@ -241,8 +253,9 @@ TEST_P(Fabric, AnAddressOfAnotherKindIsRefused) {
 }
 
 TEST_P(Fabric, AProviderThatIsNotThereIsAnError) {
-  expect_error(error_of([&] { net::open_fabric(library_, "nowhere", "127.0.0.1"); }),
-               XD_ERROR_SYSTEM, "has no provider nowhere for 127.0.0.1");
+  const net::Adapter nowhere{.provider = "nowhere", .name = "lo", .address = "127.0.0.1"};
+  expect_error(error_of([&] { net::open_fabric(library_, nowhere); }), XD_ERROR_SYSTEM,
+               "has no provider nowhere for lo 127.0.0.1");
 }
 
 }  // namespace

@@ -10,10 +10,12 @@ import pathlib
 import platform
 import runpy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import crossdock
-from crossdock.cli import _console, _gpus, _host, _rank
+from crossdock import _core
+from crossdock.cli import _console, _gpus, _host, _rank, _report
 from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import FAILED, OK, CommandError
 from crossdock.cli._workload import Workload
@@ -35,30 +37,58 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "a few tokens on every kind of device. Exit code 0: something can run; 1: nothing can.",
     )
     parser.add_argument("--no-trial", action="store_true", help="look only, start no ranks")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="all facts")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report; OK if some kind of device can run."""
     gpus, why_none = _gpus.find()
+    adapters, why_no_adapters = _find_adapters()
     print(f"crossdock {crossdock.__version__} in {_host.installed_at()}")
-    _console.facts("Versions", list(_versions()))
-    _console.facts("Features", [(name, *feature(name)) for name in FEATURES])
-    _console.facts("Host", list(_host_facts()))
-    _console.facts("Network", list(_network_facts()))
-    _console.facts("GPUs", list(_gpu_facts(gpus, why_none)))
+    told: dict[str, list[Fact]] = {}
+
+    def tell(title: str, facts: Iterable[Fact]) -> None:
+        told[title] = list(facts)
+        _console.facts(title, told[title])
+
+    tell("Versions", _versions())
+    tell("Features", ((name, *feature(name)) for name in FEATURES))
+    tell("Host", _host_facts())
+    tell("Network", _network_facts(adapters, why_no_adapters))
+    tell("GPUs", _gpu_facts(gpus, why_none))
     if arguments.no_trial:
         usable = [name for name in ("cpu", "cuda") if feature(name)[0]]
     else:
-        trials = list(_trials(_gpus.usable_count(gpus)))
-        _console.facts("Trial", trials)
-        usable = [name for name, good, _ in trials if good]
+        tell("Trial", _trials(_gpus.usable_count(gpus)))
+        usable = [name for name, good, _ in told["Trial"] if good]
+    if arguments.json:
+        _report.write_json(_as_json(told, adapters, usable), arguments.json)
     print(
         f"Crossdock can run here on: {', '.join(usable)}"
         if usable
         else "Nothing can run here: see what is missing above"
     )
     return OK if usable else FAILED
+
+
+def _as_json(
+    told: dict[str, list[Fact]], adapters: list[dict[str, Any]], usable: list[str]
+) -> dict[str, Any]:
+    """Sections with their facts, where `good` is null for what is neither good nor bad."""
+    sections = {
+        title.lower(): [{"name": name, "good": good, "text": text} for name, good, text in facts]
+        for title, facts in told.items()
+    }
+    return {"crossdock": crossdock.__version__, **sections, "adapters": adapters, "usable": usable}
+
+
+def _find_adapters() -> tuple[list[dict[str, Any]], str]:
+    """(network adapters and interfaces as libfabric tells of them, why there are none)."""
+    try:
+        return _core.net_adapters(), ""
+    except crossdock.CrossdockError as error:
+        return [], error.text
 
 
 def feature(name: str) -> tuple[bool, str]:
@@ -133,17 +163,54 @@ def _host_facts() -> Iterator[Fact]:
     )
 
 
-def _network_facts() -> Iterator[Fact]:
+def _network_facts(adapters: list[dict[str, Any]], why_none: str) -> Iterator[Fact]:
     """The means of ranks on several hosts to meet here, if the feature `network` is available."""
     for name, text in _host.interfaces():
         yield name, None, text
     yield "rdma", None, _host.rdma_devices()
+    if feature("network")[0]:
+        yield from _adapter_facts(adapters, why_none)
     secret = bool(os.environ.get("XD_JOB_SECRET"))
     yield "job secret", None, "set" if secret else "XD_JOB_SECRET is not set: no ranks on two hosts"
-    chosen = os.environ.get("XD_NET_IFACE")
-    if chosen:
-        yield "chosen", None, f"XD_NET_IFACE={chosen}"
+    for variable in ("XD_NET_IFACE", "XD_NET_DEVICE", "FI_PROVIDER"):
+        chosen = os.environ.get(variable)
+        if chosen:
+            yield "chosen", None, f"{variable}={chosen}"
     yield "try it", None, "crossdock net-check, as the ranks of a job"
+
+
+def _adapter_facts(adapters: list[dict[str, Any]], why_none: str) -> Iterator[Fact]:
+    """The adapters that libfabric can use, but for interfaces, of which others tell already."""
+    if why_none:
+        yield "adapters", False, why_none
+        return
+    shown = [one for one in adapters if one["cuda_devices"] or not _is_tcp(one)]
+    for one in shown:
+        yield one["name"], one["is_up"] or None, _adapter(one)
+    if not shown and _host.rdma_devices() != "none":
+        providers = sorted({one["provider"] for one in adapters})
+        yield "adapters", None, f"none of RDMA that libfabric can use: {' '.join(providers)}"
+
+
+def _is_tcp(adapter: dict[str, Any]) -> bool:
+    return str(adapter["provider"]).startswith("tcp")
+
+
+def _adapter(one: dict[str, Any]) -> str:
+    """Its facts, and the devices whose ranks would take it, by CUDA's numbers."""
+    facts = [one["provider"]]
+    if one["address"]:
+        facts.append(one["address"])
+    if one["bits_per_second"]:
+        facts.append(f"{one['bits_per_second'] / 1e9:g} Gbit/s")
+    if one["is_up"] is False:
+        facts.append("down")
+    if one["numa_node"] >= 0:
+        facts.append(f"NUMA node {one['numa_node']}")
+    facts.append(one["pci_path"] or "place on PCI buses not known")
+    text = ", ".join(facts)
+    takers = ", ".join(map(str, one["cuda_devices"]))
+    return f"{text}; of CUDA devices {takers}" if takers else text
 
 
 def _gpu_facts(gpus: list[_gpus.Gpu], why_none: str) -> Iterator[Fact]:

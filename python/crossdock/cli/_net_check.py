@@ -32,6 +32,8 @@ and XD_JOB_SECRET, in any case. Of a host alone:
 
   XD_NET_IFACE   the interface, or the address, that other hosts reach;
                  default: the one from which this rank reaches MASTER_ADDR
+  XD_NET_DEVICE  the network adapter that carries rows, as crossdock doctor
+                 names it; default: the one of that interface
   XD_SILENCE_MS  milliseconds without an answer until another host is lost;
                  default: 10000
 

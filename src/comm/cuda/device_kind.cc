@@ -58,6 +58,8 @@ const DeviceKind kDeviceKind{
     .is_numbered = true,
     .tick_ms = 50,
     .introduce = introduce,
+    .count = xd::cuda::visible_devices,
+    .pci_address = xd::cuda::pci_address,
     .make_memory = make_memory,
     .board_bytes = sizeof(DeviceBoard),
     .make_side = make_cuda_side,

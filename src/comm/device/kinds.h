@@ -48,6 +48,11 @@ struct DeviceKind {
   // Checks that the device is there and has what the library needs, and that communicators may have
   // that many ranks. Throws UNSUPPORTED, INVALID_ARGUMENT.
   DeviceIntroduction (*introduce)(int ordinal, int num_ranks) = nullptr;
+  // How many of them this process sees; 0 also after an error. Never throws.
+  int (*count)() = nullptr;
+  // Where a device is on PCI buses ("0000:17:00.0"); "" = not known, also after an error. Never
+  // throws. Null = such devices are on none.
+  std::string (*pci_address)(int ordinal) = nullptr;
   // Makes shared memory of the device.
   std::unique_ptr<SegmentMaker> (*make_memory)(int ordinal) = nullptr;
   // Bytes of that memory which every rank gives for its error board; 0 = there is no DeviceSide.

@@ -58,8 +58,7 @@ class FabricRegion final : public Region {
 
 class Fabric final : public Engine {
  public:
-  Fabric(std::shared_ptr<const FabricLibrary> library, const std::string& provider,
-         const std::string& address);
+  Fabric(std::shared_ptr<const FabricLibrary> library, const Adapter& adapter);
 
   std::size_t max_put() const override { return info_->ep_attr->max_msg_size; }
   Bytes address() const override;
@@ -129,14 +128,13 @@ Owned<Object> made(const FabricLibrary& library, const char* name, Call&& call) 
   return Owned<Object>(object);
 }
 
-Fabric::Fabric(std::shared_ptr<const FabricLibrary> library, const std::string& provider,
-               const std::string& address)
+Fabric::Fabric(std::shared_ptr<const FabricLibrary> library, const Adapter& adapter)
     : library_(std::move(library)),
-      info_(find_infos(*library_, address, provider)),
-      buffers_puts_(provider.starts_with("tcp")) {
+      info_(find_info(*library_, adapter)),
+      buffers_puts_(!is_rdma(adapter)) {
   if (!info_) {
-    fail(XD_ERROR_SYSTEM, "libfabric ", fabric_version(*library_), " has no provider ", provider,
-         " for ", address);
+    fail(XD_ERROR_SYSTEM, "libfabric ", fabric_version(*library_), " has no provider ",
+         adapter.provider, " for ", adapter.name, adapter.name.empty() ? "" : " ", adapter.address);
   }
   fabric_ = made<fid_fabric>(*library_, "fi_fabric", [&](fid_fabric** fabric) {
     return library_->fabric(info_->fabric_attr, fabric, nullptr);
@@ -342,8 +340,8 @@ void Fabric::fail_peer(int peer, std::string text) {
 }  // namespace
 
 std::unique_ptr<Engine> open_fabric(std::shared_ptr<const FabricLibrary> library,
-                                    const std::string& provider, const std::string& address) {
-  return std::make_unique<Fabric>(std::move(library), provider, address);
+                                    const Adapter& adapter) {
+  return std::make_unique<Fabric>(std::move(library), adapter);
 }
 
 }  // namespace xd::net

@@ -6,12 +6,14 @@
 // regions. Over TCP peers' hosts alone reach the port, and nobody after shut() (door.h).
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "net/engine.h"
+#include "net/fabric/adapter.h"
 
 namespace xd::net {
 
@@ -23,9 +25,15 @@ class FabricLibrary;
 std::shared_ptr<const FabricLibrary> load_fabric(const std::string& name = {});
 std::string fabric_version(const FabricLibrary& library);  // "1.17"
 
-// The providers that can do what the engine needs from the interface with this numeric IP address,
-// the best first.
-std::vector<std::string> fabric_providers(const FabricLibrary& library, const std::string& address);
+// The adapters that can do what the engine needs, those of the best provider first; an adapter with
+// several providers comes once for each. `control` is the numeric IP address at which ranks reach
+// one another already: of an adapter's addresses this one is taken, else one of its family.
+enum class Where {
+  at_address,  // the interface with the address `control`, and adapters behind it
+  anywhere,    // of this machine; `control` may be empty
+};
+std::vector<Adapter> fabric_adapters(const FabricLibrary& library, const std::string& control,
+                                     Where where, const std::filesystem::path& sysfs = kSysfs);
 
 // The best provider that all ranks have; lists are by rank. Throws MISMATCH, on all ranks alike,
 // with what each has.
@@ -33,6 +41,6 @@ std::string agree_on_provider(std::span<const std::vector<std::string>> of_ranks
 
 // Throws SYSTEM with the call of libfabric that failed. May take a second.
 std::unique_ptr<Engine> open_fabric(std::shared_ptr<const FabricLibrary> library,
-                                    const std::string& provider, const std::string& address);
+                                    const Adapter& adapter);
 
 }  // namespace xd::net

@@ -41,9 +41,11 @@ struct FreeInfo {
 };
 using Infos = std::unique_ptr<fi_info, FreeInfo>;
 
-// All ways of this machine to do what the engine needs, from the interface with this address.
-// `provider` = one of them; empty = any.
+// All ways of this machine to do what the engine needs, from the interface with this address; empty
+// = from anywhere. `provider` = one of them; empty = any.
 Infos find_infos(const FabricLibrary& library, const std::string& address,
                  const std::string& provider);
+// The first of them that is this adapter's; null if there is none.
+Infos find_info(const FabricLibrary& library, const Adapter& adapter);
 
 }  // namespace xd::net

@@ -17,11 +17,11 @@ class FabricLibrary {};
 
 std::shared_ptr<const FabricLibrary> load_fabric(const std::string&) { fail_unbuilt(); }
 std::string fabric_version(const FabricLibrary&) { fail_unbuilt(); }
-std::vector<std::string> fabric_providers(const FabricLibrary&, const std::string&) {
+std::vector<Adapter> fabric_adapters(const FabricLibrary&, const std::string&, Where,
+                                     const std::filesystem::path&) {
   fail_unbuilt();
 }
-std::unique_ptr<Engine> open_fabric(std::shared_ptr<const FabricLibrary>, const std::string&,
-                                    const std::string&) {
+std::unique_ptr<Engine> open_fabric(std::shared_ptr<const FabricLibrary>, const Adapter&) {
   fail_unbuilt();
 }
 

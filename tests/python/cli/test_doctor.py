@@ -94,6 +94,81 @@ def test_tells_what_ranks_on_several_hosts_need():
     assert "XD_JOB_SECRET is not set" in text.stdout
 
 
+# A host of two GPUs with an adapter each, and an interface, as libfabric could tell of it.
+ADAPTERS = [
+    {
+        "name": "mlx5_0",
+        "provider": "verbs;ofi_rxm",
+        "address": "10.1.0.1",
+        "pci_path": "pci0000:15/0000:15:01.0/0000:16:00.0",
+        "bits_per_second": 400_000_000_000,
+        "cuda_devices": [0, 1],
+        "numa_node": 0,
+        "is_up": True,
+    },
+    {
+        "name": "rdmap16s27-rdm",
+        "provider": "efa",
+        "address": "",
+        "pci_path": "",
+        "bits_per_second": 0,
+        "cuda_devices": [],
+        "numa_node": -1,
+        "is_up": False,
+    },
+    {
+        "name": "eth0",
+        "provider": "tcp",
+        "address": "10.0.0.1",
+        "pci_path": "",
+        "bits_per_second": 0,
+        "cuda_devices": [],
+        "numa_node": -1,
+        "is_up": None,
+    },
+]
+
+
+def test_tells_adapters_and_whose_they_are(monkeypatch):
+    monkeypatch.setattr(_host, "rdma_devices", lambda: "mlx5_0")
+    assert list(_doctor._adapter_facts(ADAPTERS, "")) == [
+        (
+            "mlx5_0",
+            True,
+            "verbs;ofi_rxm, 10.1.0.1, 400 Gbit/s, NUMA node 0, "
+            "pci0000:15/0000:15:01.0/0000:16:00.0; of CUDA devices 0, 1",
+        ),
+        ("rdmap16s27-rdm", None, "efa, down, place on PCI buses not known"),
+    ]
+    assert list(_doctor._adapter_facts(ADAPTERS[2:], "")) == [
+        ("adapters", None, "none of RDMA that libfabric can use: tcp")
+    ]
+    assert list(_doctor._adapter_facts([], "XD_NET_DEVICE = x")) == [
+        ("adapters", False, "XD_NET_DEVICE = x")
+    ]
+
+
+@pytest.mark.skipif(not crossdock.feature_available("network"), reason="no libfabric")
+def test_json_has_all_facts_and_the_adapters_that_are_here(tmp_path):
+    file = tmp_path / "doctor.json"
+    ended = run("doctor", "--no-trial", "--json", str(file))
+    told = json.loads(file.read_text())
+    assert told["crossdock"] == crossdock.__version__ and "cpu" in told["usable"]
+    assert [one["name"] for one in told["features"]] == list(_doctor.FEATURES)
+    assert all(one["text"] in ended.stdout for one in told["features"])
+    by_name = {one["name"]: one for one in told["adapters"]}
+    assert by_name["lo"].keys() == ADAPTERS[0].keys()
+    assert by_name["lo"]["provider"].startswith("tcp") and by_name["lo"]["cuda_devices"] == []
+
+
+@pytest.mark.skipif(not crossdock.feature_available("network"), reason="no libfabric")
+def test_an_adapter_that_is_none_is_told_with_those_that_are_here():
+    ended = process("doctor", "--no-trial", environment={"XD_NET_DEVICE": "eth-9"})
+    text = " ".join(ended.stdout.split())
+    assert "adapters no xd_net_adapters: XD_NET_DEVICE = eth-9, expected an adapter that" in text
+    assert "lo (tcp" in text and "XD_NET_DEVICE=eth-9" in text
+
+
 NO_EXTENSION = (
     "no crossdock.jax: crossdock was built where there was no jaxlib; in its source folder, "
     "pip install --no-build-isolation . builds it where there is one"
