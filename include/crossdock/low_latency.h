@@ -198,8 +198,8 @@ XD_API xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* me
 
 /* Makes a group, as xd_ep_group_create does, and with its errors. On a rank that has taken
  * another's place it takes over that rank's part of a group: see xd_comm_invite. A communicator may
- * have groups of both kinds. UNSUPPORTED between machines without libfabric, with masks or on CUDA;
- * on CUDA with hosts on one. */
+ * have groups of both kinds. UNSUPPORTED between machines without libfabric, with masks, or on CUDA
+ * with wires. */
 XD_API xd_status xd_ll_group_create(xd_comm* comm, const xd_ll_config* config, xd_ll_group** group);
 
 /* Frees, as xd_ep_group_destroy does; between machines it waits at most 6 seconds for peers that

@@ -33,7 +33,10 @@ typedef enum xd_feature {
   /* Wires of combine other than XD_EP_WIRE_SAME on CUDA devices; the CPU executor has them. */
   XD_FEATURE_CUDA_WIRE = 5,
   /* Groups with num_logical_experts on CUDA devices; the CPU executor has them. */
-  XD_FEATURE_CUDA_PLACEMENT = 6
+  XD_FEATURE_CUDA_PLACEMENT = 6,
+  /* Low latency on CUDA devices of several machines, without masks and wires. It needs
+   * XD_FEATURE_NETWORK as well. */
+  XD_FEATURE_CUDA_LL_MACHINES = 7
 } xd_feature;
 
 /* 1 if the feature can be used in this process now, else 0. With `reason` not NULL, *reason gets a

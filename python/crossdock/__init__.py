@@ -63,8 +63,8 @@ def feature_available(name: str) -> bool:
     """Whether a part of the library can be used in this process now.
 
     Args:
-        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"``, ``"cuda_wire"`` or
-            ``"cuda_placement"``; anything else is a ValueError.
+        name: ``"cpu"``, ``"cuda"``, ``"network"``, ``"gemm"``, ``"cublasmp"``, ``"cuda_wire"``,
+            ``"cuda_placement"`` or ``"cuda_ll_machines"``; anything else is a ValueError.
     """
     return _core.feature_available(name)
 

@@ -76,7 +76,7 @@ std::uint64_t first_value(std::uintptr_t word, std::uint64_t call, int bits, std
 }
 
 std::pair<bool, std::string> feature(const std::string& name) {
-  static constexpr std::array<std::pair<const char*, xd_feature>, 7> features = {{
+  static constexpr std::array<std::pair<const char*, xd_feature>, 8> features = {{
       {"cpu", XD_FEATURE_CPU},
       {"cuda", XD_FEATURE_CUDA},
       {"network", XD_FEATURE_NETWORK},
@@ -84,6 +84,7 @@ std::pair<bool, std::string> feature(const std::string& name) {
       {"cublasmp", XD_FEATURE_CUBLASMP},
       {"cuda_wire", XD_FEATURE_CUDA_WIRE},
       {"cuda_placement", XD_FEATURE_CUDA_PLACEMENT},
+      {"cuda_ll_machines", XD_FEATURE_CUDA_LL_MACHINES},
   }};
   for (const auto& [known, which] : features) {
     if (name != known) continue;
@@ -92,8 +93,8 @@ std::pair<bool, std::string> feature(const std::string& name) {
     return {available, reason};
   }
   throw nb::value_error(
-      ("feature: expected 'cpu', 'cuda', 'network', 'gemm', 'cublasmp', 'cuda_wire' or "
-       "'cuda_placement', got '" +
+      ("feature: expected 'cpu', 'cuda', 'network', 'gemm', 'cublasmp', 'cuda_wire', "
+       "'cuda_placement' or 'cuda_ll_machines', got '" +
        name + "'")
           .c_str());
 }

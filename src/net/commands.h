@@ -10,7 +10,10 @@
 //   freed    the proxy   the neighbour has read this use:     -
 //                        the frame may be filled again
 //   landed   the proxy   a chunk of the neighbour is here     seen the chunk land
-//   read     kernels     the chunk has been read            read it
+//   read     kernels     the chunk has been read            read it, or has no use for it
+//
+// `read` is about all uses up to the one that it names, and may be ahead of what has landed: a
+// chunk that nobody has a use for goes back as soon as it comes.
 //
 // Every word has one writer, which stores it with release; its reader loads it with acquire. All of
 // them lie in memory that host and device see, those of either writer apart from the other's.

@@ -87,7 +87,7 @@ bool Courier::step() {
 bool Courier::at_rest() const {
   for (std::size_t s = 0; s < outgoing_.size(); ++s) {
     if (use_of(seen(words_.filled[s])) != outgoing_[s].use) return false;
-    if (incoming_[s].chunk && use_of(seen(words_.read[s])) == incoming_[s].use) return false;
+    if (incoming_[s].chunk && has_read(s)) return false;
   }
   return links_.at_rest();
 }
@@ -131,9 +131,14 @@ bool Courier::take_in(int neighbour) {
   return news;
 }
 
+// Uses wrap.
+bool Courier::has_read(std::size_t frame) const {
+  return static_cast<std::int32_t>(use_of(seen(words_.read[frame])) - incoming_[frame].use) >= 0;
+}
+
 bool Courier::give_back(std::size_t frame) {
   Incoming& mine = incoming_[frame];
-  if (!mine.chunk || use_of(seen(words_.read[frame])) != mine.use) return false;
+  if (!mine.chunk || !has_read(frame)) return false;
   links_.give_back(*mine.chunk);
   mine.chunk.reset();
   return true;

@@ -31,6 +31,7 @@ class Courier {
  private:
   bool send(std::size_t frame);
   bool give_back(std::size_t frame);
+  bool has_read(std::size_t frame) const;
   bool take_in(int neighbour);
   bool free(std::size_t frame);
   int neighbour_of(std::size_t frame) const { return static_cast<int>(frame / frames_); }

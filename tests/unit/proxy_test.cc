@@ -169,6 +169,22 @@ TEST(Proxy, SleepsAndWakesUp) {
   expect_no_complaints(stations);
 }
 
+TEST(Proxy, GivesBackWhatNobodyHasAUseForAsSoonAsItComes) {
+  Stations stations(net::make_in_process_engines(2), short_frames(1));
+  Station &from = *stations.of_rank[0], &to = *stations.of_rank[1];
+  store(to.words.read[0], net::frame_word(2, 0));  // nothing has come yet
+  for (const std::uint32_t use : {1u, 2u, 3u}) {
+    store(from.words.filled[0], net::frame_word(use, 1));
+    if (use == 3) {
+      ASSERT_TRUE(eventually([&] { return load(to.words.landed[0]) == net::frame_word(3, 1); }));
+      EXPECT_EQ(load(from.words.freed[0]), net::frame_word(2, 0));
+      store(to.words.read[0], net::frame_word(3, 0));
+    }
+    ASSERT_TRUE(eventually([&] { return load(from.words.freed[0]) == net::frame_word(use, 0); }));
+  }
+  expect_no_complaints(stations);
+}
+
 TEST(Proxy, DoesWhatWasCommandedBeforeItEnds) {
   Stations stations(net::make_in_process_engines(2), short_frames(1));
   Station& from = *stations.of_rank[0];

@@ -20,7 +20,16 @@ from crossdock.cli._launch import run_ranks
 from crossdock.cli._usage import FAILED, OK, CommandError
 from crossdock.cli._workload import Workload
 
-FEATURES = ("cpu", "cuda", "network", "gemm", "cublasmp", "cuda_wire", "cuda_placement")
+FEATURES = (
+    "cpu",
+    "cuda",
+    "network",
+    "gemm",
+    "cublasmp",
+    "cuda_wire",
+    "cuda_placement",
+    "cuda_ll_machines",
+)
 _OLDEST_TORCH = (2, 6)
 _OLDEST_JAX = (0, 10)
 _TRIAL_SECONDS = 120

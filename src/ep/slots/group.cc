@@ -33,9 +33,8 @@ constexpr std::array kEqualFields = {
 
 }  // namespace
 
-LlGroup::LlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* config, Machines machines)
+LlGroup::LlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* config)
     : GroupOf(std::move(owner)) {
-  if (machines == Machines::one) comm().require_all_near("low latency on CUDA devices");
   const std::vector<LlTerms> of_rank = agree_on_sizes<LlTerms>(
       kEqualFields, [&](int num_ranks) { return read_ll_config(config, num_ranks); });
   const auto terms = std::as_bytes(std::span(&of_rank[0], 1));

@@ -28,13 +28,10 @@ class LlGroup : public GroupOf<LlFamily, LlConfig> {
   PlanTerms plan_terms() const { return terms_of(config(), rank(), hosts().fingerprint()); }
 
  protected:
-  // The machines that a group's ranks may be on.
-  enum class Machines { one, several };
-
   // Collective: validates this rank's config, and checks that the ranks agree. Throws
   // INVALID_ARGUMENT where the config is bad and MISMATCH elsewhere; UNSUPPORTED where ranks are on
-  // several machines and the group must be on one.
-  LlGroup(std::shared_ptr<Comm> comm, const xd_ll_config* config, Machines machines);
+  // several machines and the group masks.
+  LlGroup(std::shared_ptr<Comm> comm, const xd_ll_config* config);
 
   // Throws INVALID_ARGUMENT unless the group may leave ranks out.
   void require_masks() const;

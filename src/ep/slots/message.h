@@ -28,7 +28,7 @@ struct LlRemoteHeader {
   LlRemoteKind kind;
   std::int32_t source;  // the rank that has sent it
   std::uint32_t items;
-  std::uint32_t unused;
+  std::uint32_t item_bytes;  // of CUDA devices: of an item behind its head; 0 on the CPU
   LlRecord record;
 };
 static_assert(sizeof(LlRemoteHeader) % net::kItemAlignment == 0 &&

@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "conformance/has_wires.h"
 #include "conformance/slots/batch.h"
 #include "conformance/slots/echo.h"
 #include "support/gtest_main.h"
@@ -165,6 +166,7 @@ TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
 
 // A rank sends each token's sum straight to its source: codes in the place of a row of bfloat16.
 TEST_F(LlMachines, SumsUnderAWireHaveHalfTheBytes) {
+  if (!has_wires()) GTEST_SKIP() << "no wires on these devices";
   LlCase c = plain_ll_case(world().num_ranks());
   c.row_units = 512;  // 4096 columns, beside which headers are few
   c.tokens = Tokens::full;

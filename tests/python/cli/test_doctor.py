@@ -63,7 +63,16 @@ esac
 
 def test_says_what_the_library_says_of_every_feature():
     text = run("doctor", "--no-trial").stdout
-    for name in ("cpu", "cuda", "network", "gemm", "cublasmp", "cuda_wire", "cuda_placement"):
+    for name in (
+        "cpu",
+        "cuda",
+        "network",
+        "gemm",
+        "cublasmp",
+        "cuda_wire",
+        "cuda_placement",
+        "cuda_ll_machines",
+    ):
         mark = "ok" if crossdock.feature_available(name) else "no"
         line = next(line for line in text.splitlines() if line.split()[:1] == [name])
         assert line.split(maxsplit=2) == [name, mark, crossdock.feature_reason(name)]

@@ -16,7 +16,7 @@ namespace {
 class CpuLlGroup final : public LlGroup {
  public:
   CpuLlGroup(std::shared_ptr<Comm> comm, const xd_ll_config* config)
-      : LlGroup(std::move(comm), config, Machines::several), memory_(*this) {
+      : LlGroup(std::move(comm), config), memory_(*this) {
     subject().counters().measures_waits.set(1);
     subject().counters().counts_rows.set(1);
     this->comm().agree_on_group(LlFamily::kCreate, [this] { scratch_.reserve(this->config()); });

@@ -17,6 +17,7 @@
 #include "ep/plan/cuda/sm_ledger.h"
 #include "ep/slots/cuda/call_params.h"
 #include "ep/slots/cuda/kernels.h"
+#include "ep/slots/cuda/remote/group.h"
 #include "ep/slots/cuda/report.h"
 #include "ep/slots/cuda/shape.h"
 #include "turn/device/runner.h"
@@ -63,12 +64,14 @@ class CudaLlGroup final : public LlGroup {
   ~CudaLlGroup() override;
 
   void dispatch(const xd_ll_dispatch_args* args, xd_stream stream) override {
-    run(XD_LL_DISPATCH, stream,
-        [&](LlHalves& halves) { return start_dispatch(args, halves, stream); });
+    run(XD_LL_DISPATCH, stream, [&](LlHalves& halves, bool& entered) {
+      return start_dispatch(args, halves, entered, stream);
+    });
   }
   void combine(const xd_ll_combine_args* args, xd_stream stream) override {
-    run(XD_LL_COMBINE, stream,
-        [&](LlHalves& halves) { return start_combine(args, halves, stream); });
+    run(XD_LL_COMBINE, stream, [&](LlHalves& halves, bool& entered) {
+      return start_combine(args, halves, entered, stream);
+    });
   }
   void mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
   void mask_get(const DLTensor* mask, xd_stream stream) override;
@@ -105,22 +108,29 @@ class CudaLlGroup final : public LlGroup {
   int device_id() const { return comm().device().device_id; }
   void check_limits() const;
   void share_memory();
+  std::vector<HeapRange> near_areas() const;
   void choose_shapes();
   void describe_group();
   void describe_tables();
-  void load_kernels() const;
+  void load_kernels();
   std::size_t room() const { return limits_.shared_bytes - kStaticSharedBytes; }
   // A dependent launch takes multiprocessors while it waits for the launch before it. Where others
   // may need them so that that one ends, another rank on this device or this rank's other pipeline
   // on another stream, launches begin one after the other.
   bool may_depend() const {
-    return env().ll_dependent != 0 && limits_.ranks_on_device == 1 && 2 * blocks_ > limits_.sms;
+    return env().ll_dependent != 0 && limits_.ranks_on_device == 1 && 2 * blocks_ > limits_.sms &&
+           remote_ == nullptr;
   }
 
   // The shape of a launch that does these halves.
   LaunchShape dispatch_shape(const LlStep& step, LlDispatchParams& params) const;
   // `units`: pieces of rows that a receive half sums.
   LaunchShape combine_shape(const LlStep& step, std::int64_t units = 0) const;
+  static std::int64_t units_of(const LlCombineParams& params) {
+    const std::int64_t vectors =
+        params.row_bytes / ll_vector_bytes(params.form, static_cast<DType>(params.type));
+    return params.out_rows * ((vectors + kLlMoverThreads - 1) / kLlMoverThreads);
+  }
   LlStep step_of(const LlHalves& halves) {
     return {.send = halves.send,
             .receive = halves.receive,
@@ -129,14 +139,15 @@ class CudaLlGroup final : public LlGroup {
             .launch = runner_.next_launch()};
   }
 
-  // start(halves) returns the mistake of a receive half that has taken its turn all the same. It
-  // sets the halves of the call when it knows them.
+  // start(halves, entered) returns the mistake of a receive half that has taken its turn all the
+  // same. It sets the halves of the call when it knows them, and `entered` as DeviceRunner::run().
   template <class Start>
   void run(xd_ll_operation operation, xd_stream stream, Start&& start) {
     LlOperationError bad;
     LlHalves halves = kUnknownHalves;
     runner_.run(
-        operation, stream, [&] { bad = start(halves); }, failed_turn(halves));
+        operation, stream, [&](bool& entered) { bad = start(halves, entered); },
+        failed_turn(halves));
     if (bad) give_back(bad, operation, 0);
   }
   // A failed call is the whole operation. One that is known to have both halves takes no turn where
@@ -149,9 +160,9 @@ class CudaLlGroup final : public LlGroup {
   }
   template <class Read, class Params>
   LlOperationError add_receive_half(const Read& read, Params& params);
-  LlOperationError start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
+  LlOperationError start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves, bool& entered,
                                   xd_stream stream);
-  LlOperationError start_combine(const xd_ll_combine_args* args, LlHalves& halves,
+  LlOperationError start_combine(const xd_ll_combine_args* args, LlHalves& halves, bool& entered,
                                  xd_stream stream);
   void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
                           xd_stream stream) const;
@@ -159,6 +170,17 @@ class CudaLlGroup final : public LlGroup {
   void enqueue(Params& params, const LaunchShape& shape, int pipeline, xd_stream stream) const {
     if (verifies_) launch_verify(device_, pipeline, stream);
     launch(params, shape, stream);
+  }
+  // Where ranks are on other machines.
+  void enqueue_remote(LlGivenParams& params, bool& entered, xd_stream stream) const {
+    if (verifies_) launch_verify(device_, kLlDispatch, stream);
+    const auto shape = [&](const LlStep& step) { return dispatch_shape(step, params); };
+    remote_->enqueue(params, shape, entered, stream);
+  }
+  void enqueue_remote(LlCombineParams& params, bool& entered, xd_stream stream) const {
+    if (verifies_) launch_verify(device_, kLlCombine, stream);
+    const auto shape = [&](const LlStep& step) { return combine_shape(step, units_of(params)); };
+    remote_->enqueue(params, shape, entered, stream);
   }
 
   std::shared_ptr<Comm> keeps_comm_;  // and so its memory, which kernels use
@@ -168,7 +190,9 @@ class CudaLlGroup final : public LlGroup {
   LaunchLimits limits_;
   int blocks_ = 0;
   SmShare share_;
+  LlSizes sizes_;
   Segments segments_;
+  std::unique_ptr<LlRemoteGroup> remote_;  // where some ranks are on other machines
   xd::cuda::DeviceBuffer tables_;
   LlDevice device_{};
   std::mutex losses_mutex_;
@@ -178,11 +202,17 @@ class CudaLlGroup final : public LlGroup {
 };
 
 CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
-    : LlGroup(owner, user, Machines::one),
+    : LlGroup(owner, user),
       keeps_comm_(std::move(owner)),
       plan_bytes_(plan_size(config())),
-      known_memory_(xd::cuda::KnownMemory::of(device_id())) {
+      known_memory_(xd::cuda::KnownMemory::of(device_id())),
+      sizes_(sizes_of(config())) {
+  sizes_.rows_last = !comm().hosts().all_are_near();
   share_memory();
+  if (!comm().hosts().all_are_near()) {
+    remote_ =
+        std::make_unique<LlRemoteGroup>(*this, near_areas(), LlWordsMap::make<LlRecord>(sizes_));
+  }
   comm().collective().agree(LlFamily::kCreate, [this] {
     const xd::cuda::DeviceGuard guard(device_id());
     check_limits();
@@ -202,6 +232,7 @@ CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 void CudaLlGroup::check_limits() const {
   const LlConfig& c = config();
   require_no_logical_experts(c);
+  if (remote_ != nullptr) require_no_wires(c);
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
   if (counters > 65536 || c.local_experts >= 65535) {
@@ -220,8 +251,14 @@ void CudaLlGroup::check_limits() const {
 }
 
 void CudaLlGroup::share_memory() {
-  const LlWordsMap map = LlWordsMap::make<LlRecord>(sizes_of(config()));
-  segments_ = comm().share(LlFamily::kCreate, map.end);
+  segments_ = comm().share(LlFamily::kCreate, LlWordsMap::make<LlRecord>(sizes_).end);
+}
+
+std::vector<HeapRange> CudaLlGroup::near_areas() const {
+  std::vector<HeapRange> areas(at(config().ranks), HeapRange{});
+  for (const NearRank r : near())
+    areas[at(r)] = {segments_[at(r)]->base(), segments_[at(r)]->bytes()};
+  return areas;
 }
 
 void CudaLlGroup::choose_shapes() {
@@ -258,7 +295,7 @@ void CudaLlGroup::describe_group() {
   g.control = runner_.control();
   g.report = runner_.report();
   g.own_area = segments_[at(rank())]->base();
-  g.map = LlWordsMap::make<LlRecord>(sizes_of(c));
+  g.map = LlWordsMap::make<LlRecord>(sizes_);
   g.ids = LlIdWords::make(c.experts, c.max_topk);
   g.terms = plan_terms();
   // A plan has room for all items that may come, and items for so many choices, so that kernels
@@ -275,12 +312,9 @@ void CudaLlGroup::describe_group() {
 void CudaLlGroup::describe_tables() {
   const LlConfig& c = config();
   const LlTables tables = LlTables::make(c, blocks_);
-  std::vector<HeapRange> areas;
-  for (int r = 0; r < c.ranks; ++r) {
-    areas.push_back({segments_[at(r)]->base(), segments_[at(r)]->bytes()});
-  }
+  const std::vector<HeapRange> areas = near_areas();
   const std::vector<std::uint32_t> places = ll_places(c);
-  const std::vector<std::uint32_t> order = ll_order(sizes_of(c), rank(), ll_senders(blocks_));
+  const std::vector<std::uint32_t> order = ll_order(sizes_, rank(), ll_senders(blocks_));
   tables_ = xd::cuda::DeviceBuffer(device_id(), tables.end, "a group's tables");
   tables_.write(tables.areas, areas.data(), std::span(areas).size_bytes());
   tables_.write(tables.places, places.data(), std::span(places).size_bytes());
@@ -300,20 +334,26 @@ void CudaLlGroup::describe_tables() {
         reinterpret_cast<turn::PipelineCount*>(base + tables.counts[pipeline]);
   }
   const xd::cuda::Stream stream(device_id());
-  XD_CUDA_CHECK(cudaMemsetAsync(device_.own_area + device_.map.rows, 0xFF,
-                                device_.map.end - device_.map.rows, stream.get()));
+  const std::uint64_t staging = std::min(device_.map.rows, device_.map.partials);
+  XD_CUDA_CHECK(
+      cudaMemsetAsync(device_.own_area + staging, 0xFF, device_.map.end - staging, stream.get()));
+  if (remote_ != nullptr) remote_->give_credits(device_, stream.get());
   stream.synchronize();
 }
 
 // Loads every kernel, and checks that each launch that there may be fits the device.
-void CudaLlGroup::load_kernels() const {
+void CudaLlGroup::load_kernels() {
   LlDispatchParams params{};
   LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
   load_ll_control();
   load_experts();
-  load_ll_dispatch(device_, dispatch_shape(step, params), room());
-  load_ll_given(device_, dispatch_shape(step, params), room());
-  load_ll_combine(combine_shape(step), config().wire_formats != 0);
+  if (remote_ != nullptr) {
+    remote_->load(device_, dispatch_shape(step, params), room(), combine_shape(step));
+  } else {
+    load_ll_dispatch(device_, dispatch_shape(step, params), room());
+    load_ll_given(device_, dispatch_shape(step, params), room());
+    load_ll_combine(combine_shape(step), config().wire_formats != 0);
+  }
   step.receive = false;
   dispatch_shape(step, params);
   step.send = false;
@@ -332,7 +372,7 @@ LaunchShape CudaLlGroup::dispatch_shape(const LlStep& step, LlDispatchParams& pa
                      : receives_only ? ll_receive_blocks_of_rows(blocks_, rows)
                                      : blocks_;
   params.senders = receives_only ? 0 : ll_senders(blocks_);
-  params.smem = ll_smem_layout(sizes_of(config()), room());
+  params.smem = ll_smem_layout(sizes_, room());
   if (params.smem.end > room()) {
     fail(XD_ERROR_UNSUPPORTED, "config: dispatch needs ", params.smem.end,
          " bytes of shared memory per block, this device has ", room());
@@ -368,7 +408,7 @@ LlOperationError CudaLlGroup::add_receive_half(const Read& read, Params& params)
 }
 
 LlOperationError CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, LlHalves& halves,
-                                             xd_stream stream) {
+                                             bool& entered, xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlGivenParams params{};
@@ -378,13 +418,17 @@ LlOperationError CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, Ll
   if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
   const LlOperationError bad =
       read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
+  if (remote_ != nullptr) {
+    enqueue_remote(params, entered, stream);
+    return bad;
+  }
   const LaunchShape shape = dispatch_shape(params.step, params);
   enqueue(params, shape, kLlDispatch, stream);
   return bad;
 }
 
 LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& halves,
-                                            xd_stream stream) {
+                                            bool& entered, xd_stream stream) {
   const auto read = read_ll_args(args);
   halves = read.halves;
   LlCombineParams params{};
@@ -396,10 +440,11 @@ LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHa
   }
   const LlOperationError bad =
       read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
-  const std::int64_t vectors =
-      params.row_bytes / ll_vector_bytes(params.form, static_cast<DType>(params.type));
-  const std::int64_t pieces = (vectors + kLlMoverThreads - 1) / kLlMoverThreads;
-  enqueue(params, combine_shape(params.step, params.out_rows * pieces), kLlCombine, stream);
+  if (remote_ != nullptr) {
+    enqueue_remote(params, entered, stream);
+    return bad;
+  }
+  enqueue(params, combine_shape(params.step, units_of(params)), kLlCombine, stream);
   return bad;
 }
 
@@ -408,6 +453,7 @@ LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHa
 void CudaLlGroup::launch_failed_turn(const turn::Call& call, const LlHalves& halves,
                                      std::uint32_t number, xd_stream stream) const {
   if (!halves.send) fail(XD_ERROR_INTERNAL, "a receive half could not be launched");
+  bool entered = false;
   const LlStep step{
       .send = true, .receive = halves.receive, .failed = true, .silent = false, .launch = number};
   if (call.operation == XD_LL_COMBINE) {
@@ -416,15 +462,17 @@ void CudaLlGroup::launch_failed_turn(const turn::Call& call, const LlHalves& hal
     params.step = step;
     params.record.call = call;
     params.type = static_cast<std::uint8_t>(DType::bf16);
+    if (remote_ != nullptr) return enqueue_remote(params, entered, stream);
     return enqueue(params, combine_shape(step), kLlCombine, stream);
   }
-  LlDispatchParams params{};
+  LlGivenParams params{};
   params.group = device_;
   params.step = step;
   params.record.call = call;
   params.scale_element = sizeof(float);
+  if (remote_ != nullptr) return enqueue_remote(params, entered, stream);
   const LaunchShape shape = dispatch_shape(step, params);
-  enqueue(params, shape, kLlDispatch, stream);
+  enqueue(static_cast<const LlDispatchParams&>(params), shape, kLlDispatch, stream);
 }
 
 // ---- Masks -------------------------------------------------------------------------------------

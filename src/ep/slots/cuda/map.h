@@ -112,6 +112,7 @@ struct LlSizes {
   std::uint64_t max_row_bytes;
   std::uint64_t max_partial_bytes;  // of a partial sum, in any form
   bool has_slots = true;            // else rows lie without gaps
+  bool rows_last = false;           // behind the partial sums: where ranks are on several machines
 
   // Where ranks may be masked, each has a place of its own: what a masked rank has stored lies
   // there for good, and no other rank's sum is taken from it.
@@ -137,7 +138,8 @@ struct LlMeeting {
 struct LlWordsMap {
   turn::PipelineMap pipeline[2];
   std::uint64_t bad_ids, ids, weights, meet;
-  std::uint64_t rows, partials, end;  // from `rows` on memory is all ones when it is free
+  // From the first of both on memory is all ones when it is free.
+  std::uint64_t rows, partials, end;
   std::uint64_t row_stride, partial_stride;
 
   template <class Record>
@@ -159,9 +161,11 @@ struct LlWordsMap {
     map.meet = cursor.add<LlMeeting>(2 * ranks, 64);
     map.row_stride = s.row_stride();
     map.partial_stride = s.max_partial_bytes;
-    map.rows = cursor.add<std::byte>(cells * tokens * map.row_stride, 256);
+    const std::uint64_t row_bytes = cells * tokens * map.row_stride;
+    if (!s.rows_last) map.rows = cursor.add<std::byte>(row_bytes, 256);
     map.partials =
         cursor.add<std::byte>(stages * tokens * s.partials_per_token() * map.partial_stride, 256);
+    if (s.rows_last) map.rows = cursor.add<std::byte>(row_bytes, 256);
     map.end = cursor.add<std::byte>(0, 256);
     return map;
   }

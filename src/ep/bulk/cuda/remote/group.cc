@@ -1,12 +1,8 @@
 #include "ep/bulk/cuda/remote/group.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
-#include <thread>
 #include <utility>
 
-#include "base/deadline.h"
 #include "base/error.h"
 #include "base/math.h"
 #include "comm/remote/network.h"
@@ -59,11 +55,10 @@ RemoteGroup::RemoteGroup(const Group& group)
 
 RemoteGroup::RemoteGroup(const Group& group, std::unique_ptr<net::Engine> engine)
     : comm_(group.comm()),
-      number_(group.number()),
       routes_(comm_.machines()),
       map_(link_map(group, routes_, *engine)),
       stand_in_bytes_(longest_stand_in(group)),
-      counters_(&group.subject().counters()) {
+      proxied_(comm_, group.number(), group.subject().counters()) {
   const Config& config = group.config();
   comm_.collective().agree(Family::kCreate, [&] {
     require_hosts_are_machines(comm_);
@@ -82,9 +77,7 @@ RemoteGroup::RemoteGroup(const Group& group, std::unique_ptr<net::Engine> engine
     describe(config);
     proxy_ = std::make_unique<net::Proxy>(
         links_->links(), net::FrameWords::in(words_.as<std::uint64_t>(), map_.num_frames()),
-        net::Proxy::Calls{.failed = [this](const Error& error) { give_up(error); },
-                          .sent = [this](const net::Links::Sent& sent) { count(sent); },
-                          .is_over = [this] { return nobody_waits(); }});
+        proxied_.calls());
     return Collective::Contribution{};
   });
 }
@@ -164,45 +157,6 @@ void RemoteGroup::describe(const Config& config) {
   d.answers_here = answers_here_.as<std::uint64_t>();
   d.picks = picks_.as<std::uint32_t>();
   table_.write(0, &d, sizeof(d));
-}
-
-void RemoteGroup::outlive_group() {
-  const std::lock_guard lock(mutex_);
-  counters_ = nullptr;
-}
-
-// On the proxy's thread.
-void RemoteGroup::count(const net::Links::Sent& sent) {
-  const std::lock_guard lock(mutex_);
-  if (counters_ == nullptr) return;
-  counters_->net_puts.set(sent.puts);
-  counters_->net_bytes.set(sent.bytes);
-}
-
-// Puts that are made now have no reader any more. Not so behind an operation error that has
-// finished communicators one by one: others may still be in that operation, and wait for this
-// rank's credits.
-bool RemoteGroup::nobody_waits() const {
-  const FatalError* error = comm_.errors().fatal_error();
-  return error != nullptr && error->met_by_all == 0;
-}
-
-// On the proxy's thread. An engine may notice first that a neighbour has ended. Then the watch
-// names it with its process or host, for all ranks alike, and that is what ends operations here.
-void RemoteGroup::give_up(const Error& error) const {
-  const Errors& errors = comm_.errors();
-  const Deadline verdict = Deadline::after_ms(comm_.verdict_ms());
-  while (error.status() == XD_ERROR_SYSTEM && !verdict.passed()) {
-    if (errors.fatal_error() != nullptr) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const Cause cause = cause_of(error, comm_.rank());
-  comm_.errors().raise_cause({.status = error.status(),
-                              .phase = XD_PHASE_ROWS,
-                              .rank = comm_.rank(),
-                              .peer = cause.peer,
-                              .group = number_},
-                             cause);
 }
 
 }  // namespace xd::ep::cuda

@@ -4,13 +4,13 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
 
 #include "comm/remote/links.h"
 #include "comm/remote/routes.h"
 #include "cuda/memory.h"
 #include "ep/bulk/cuda/remote/params.h"
 #include "ep/bulk/group.h"
+#include "ep/proxied.h"
 #include "net/proxy.h"
 
 namespace xd::ep::cuda {
@@ -28,23 +28,18 @@ class RemoteGroup {
   // The memory here that stands in for a remote rank's.
   HeapRange stand_in(int remote_rank) const;
   // The group goes, and this stays for kernels that still run: no more puts are counted.
-  void outlive_group();
+  void outlive_group() { proxied_.outlive_group(); }
 
  private:
   RemoteGroup(const Group& group, std::unique_ptr<net::Engine> engine);
   void allocate(const Config& config);
   void describe(const Config& config);
-  void give_up(const Error& error) const;
-  bool nobody_waits() const;
-  void count(const net::Links::Sent& sent);
 
   Comm& comm_;
-  const int number_;  // of the group
   const RemoteRoutes routes_;
   const net::LinkMap map_;
   const std::size_t stand_in_bytes_;
-  std::mutex mutex_;
-  observe::Counters* counters_;  // of the group, while it lives; under mutex_
+  Proxied proxied_;
   xd::cuda::PinnedBlock frames_, words_;
   xd::cuda::DeviceBuffer state_, stand_ins_, rows_, scales_, answers_, answers_here_, picks_,
       table_;

@@ -62,7 +62,7 @@ void LlRemotePipeline::send(int rank, Part part, std::uint64_t items, std::size_
                               .kind = kind_of(part),
                               .source = remote_.comm_.rank(),
                               .items = static_cast<std::uint32_t>(items),
-                              .unused = 0,
+                              .item_bytes = 0,
                               .record = pipeline_.sent_record()};
   std::memcpy(frame.bytes.data(), &header, sizeof(header));
   remote_.with_links([&] { remote_.links_.links().send(frame, sizeof(header) + bytes); });
