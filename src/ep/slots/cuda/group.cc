@@ -207,6 +207,7 @@ CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
       plan_bytes_(plan_size(config())),
       known_memory_(xd::cuda::KnownMemory::of(device_id())),
       sizes_(sizes_of(config())) {
+  if (!comm().hosts().all_are_near()) require_no_wires(config());  // equal on all ranks
   sizes_.rows_last = !comm().hosts().all_are_near();
   share_memory();
   if (!comm().hosts().all_are_near()) {
@@ -232,7 +233,6 @@ CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 void CudaLlGroup::check_limits() const {
   const LlConfig& c = config();
   require_no_logical_experts(c);
-  if (remote_ != nullptr) require_no_wires(c);
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
   if (counters > 65536 || c.local_experts >= 65535) {

@@ -94,11 +94,13 @@ void LlRemoteGroup::enqueue(LlCombineParams& params, const ShapeOf& shape, bool&
   params.group.areas = areas(kLlCombine);
   const LlStep step = params.step;
   const bool has_weights = (params.record.flags & kWeighted) != 0;
-  if (step.failed) has_failed_.store(true, std::memory_order_relaxed);
+  params.route.quick = false;  // a launch of both halves
+  if (has_weights || step.failed) may_leave_weights_.store(true, std::memory_order_relaxed);
   LlCarry carry{};
   carry.kind = kLlCombine;
   carry.weights = step.send && !step.failed && has_weights;
   carry.item_bytes = params.row_bytes;
+  carry.plan = params.plan;
   carry.topk_weights = params.topk_weights;
   carry.tokens = static_cast<std::uint32_t>(params.weight_rows);
   carry.topk = static_cast<std::uint32_t>(params.weight_cols);

@@ -116,11 +116,12 @@ class LlCarrier {
     return first != 0 && first <= static_cast<std::uint32_t>(g_.ranks()) &&
            board.record[first - 1].met_by_all != 0;
   }
-  // Waits for a frame, also where the communicator has failed, for one timeout. One thread.
+  // Waits for a frame, also where the communicator has failed, for a timeout, but no more than a
+  // second: then the peer does not read, and hears of it otherwise. One thread.
   template <class Ready>
   __device__ bool wait_failed(int neighbour, Ready ready) const {
-    const std::uint64_t deadline =
-        ptx::global_timer_ns() + static_cast<std::uint64_t>(g_.comm.timeout_ms) * 1000000;
+    const auto most_ms = static_cast<std::uint64_t>(min(g_.comm.timeout_ms, 1000));
+    const std::uint64_t deadline = ptx::global_timer_ns() + most_ms * 1000000;
     while (!ready()) {
       if (device::is_lost(g_.comm, r_.rank_of[neighbour])) return false;
       if (ptx::global_timer_ns() >= deadline) return false;
@@ -200,6 +201,7 @@ class LlCarrier {
   __device__ bool land_rows(std::uint64_t epoch) const;
 
   __device__ void carry_weights();
+  __device__ bool weights_fit() const;
   __device__ bool post_weights(std::uint64_t epoch) const;
   __device__ bool give_up_weights(int neighbour, std::uint64_t epoch) const;
   __device__ bool needs_none(int neighbour, std::uint64_t epoch, bool& here) const;
@@ -387,12 +389,14 @@ __device__ inline void LlCarrier::post_sums(std::uint64_t epoch) {
 }
 
 // All threads of the last block. An operation that has failed is over for this rank: it has no use
-// for its peers' messages.
+// for its peers' messages. Where the communicator failed while the near kernel began, it has left
+// no record, and peers hear of that as of any failure.
 __device__ inline void LlCarrier::send_all(std::uint64_t epoch) {
   const std::uint64_t* const own = entry(epoch, g_.rank());
   LlRecord record;
   std::uint64_t words[turn::kRecordWords];
   for (int w = 0; w < turn::kRecordWords; ++w) words[w] = ptx::ld_relaxed_sys(own + w);
+  if (ptx::ld_relaxed_sys(own + turn::kRecordWords) != epoch + turn::hash_of(words)) return;
   memcpy(&record, words, sizeof(record));
   const int n = thread_in_block();
   if (n < r_.num_neighbours) {

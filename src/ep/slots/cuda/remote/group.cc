@@ -160,8 +160,8 @@ void LlRemoteGroup::linger() const noexcept {
   constexpr int kForPeersMs = 5000, kForWeightsMs = 100;
   const auto deadline = Deadline::after_ms(std::min(kForPeersMs, comm_.timeout_ms()));
   // Nobody knows how many weights are to come: those leave before the peer's sums.
-  const bool has_failed = has_failed_.load(std::memory_order_relaxed);
-  const auto weights = Deadline::after_ms(has_failed ? kForWeightsMs : 0);
+  const bool may_come = may_leave_weights_.load(std::memory_order_relaxed);
+  const auto weights = Deadline::after_ms(may_come ? kForWeightsMs : 0);
   read_all();
   const Errors& errors = comm_.errors();
   const auto in_vain = [&] {

@@ -72,7 +72,7 @@ class LlRemoteGroup {
   const net::LinkMap map_;
   LaunchShape carrier_;
   // A combine has failed on the host: peers may have sent weights that nobody has read.
-  mutable std::atomic<bool> has_failed_{false};
+  mutable std::atomic<bool> may_leave_weights_{false};
   Proxied proxied_;
   xd::cuda::PinnedBlock frames_, words_;
   xd::cuda::DeviceBuffer state_, stand_ins_, areas_, table_;

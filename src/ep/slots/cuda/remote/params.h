@@ -109,6 +109,7 @@ struct LlCarry {
   bool lands;     // brings in those of the next one that is received
   bool gives_up;  // in the place of that: does without them
   std::uint32_t item_bytes;   // of a row or sum that is sent, a multiple of 16
+  const std::byte* plan;      // of a combine with weights
   const float* topk_weights;  // [tokens,topk]
   std::uint32_t tokens, topk;
   std::int64_t* wait_ns;

@@ -5,6 +5,7 @@
 // A rank that fails sends no weights, nor does one whose call has none; its sums say so. Where they
 // are here first, it needs none either. Messages of weights are numbered for each pair of ranks, so
 // a rank that has failed meets those of its peers later, with a number of an operation before.
+// Weights of another shape than the plan's are a mistake that the send half finds: none go.
 #pragma once
 
 #include "ep/slots/cuda/combine/push.cuh"
@@ -16,8 +17,16 @@ namespace xd::ep::cuda {
 __device__ inline void LlCarrier::carry_weights() {
   const std::uint64_t open = sent_ - taken_;
   const bool goes = p_.whole ? open == 0 : open < static_cast<std::uint64_t>(g_.in_flight);
-  if (!goes || !post_weights(sent_ + 1)) return;
+  if (!goes || !weights_fit() || !post_weights(sent_ + 1)) return;
   static_cast<void>(land_weights(sent_ + 1));
+}
+
+__device__ inline bool LlCarrier::weights_fit() const {
+  const PlanHeader& plan = *reinterpret_cast<const PlanHeader*>(p_.plan);
+  return p_.tokens <= static_cast<std::uint32_t>(g_.max_tokens) &&
+         p_.topk <= static_cast<std::uint32_t>(g_.max_topk) &&
+         p_.tokens == static_cast<std::uint32_t>(plan.tokens) &&
+         p_.topk == static_cast<std::uint32_t>(plan.topk);
 }
 
 // One thread for each neighbour. True if weights of an operation before this one were here, which
@@ -119,7 +128,8 @@ __device__ inline bool LlCarrier::land_weights(std::uint64_t epoch) const {
   return true;
 }
 
-// All threads find the same. False: the message cannot be.
+// All threads find the same. False: the message cannot be. Every cell is written, whatever the
+// message has, so that none is waited for in vain.
 __device__ inline bool LlCarrier::land_weights_of(int neighbour, std::uint64_t epoch) const {
   const std::uint64_t number = state_.weights_read[neighbour] + 1;
   const std::uint32_t frame = r_.frame(neighbour, LlRemoteKind::combine, number);
@@ -138,14 +148,16 @@ __device__ inline bool LlCarrier::land_weights_of(int neighbour, std::uint64_t e
   }
   auto* const to =
       reinterpret_cast<std::uint64_t*>(g_.own_area + ll_weight_offset(g_, stage(epoch), source, 0));
+  const auto* const weights = reinterpret_cast<const std::uint32_t*>(from + sizeof(h));
+  const auto most_topk = static_cast<std::uint32_t>(g_.max_topk);
+  const std::uint32_t cells = static_cast<std::uint32_t>(g_.max_tokens) * most_topk;
 #pragma unroll 1
-  for (auto i = static_cast<std::uint32_t>(thread_in_block()); i < h.items * topk;
+  for (auto i = static_cast<std::uint32_t>(thread_in_block()); i < cells;
        i += static_cast<std::uint32_t>(threads_per_block())) {
-    const std::uint32_t t = i / topk, k = i - t * topk;
-    const std::uint32_t weight =
-        ptx::ld_relaxed_sys(reinterpret_cast<const std::uint32_t*>(from + sizeof(h)) + i);
-    ptx::st_relaxed_sys(to + t * static_cast<std::uint32_t>(g_.max_topk) + k,
-                        count_word(weight, epoch));
+    const std::uint32_t t = i / most_topk, k = i - t * most_topk;
+    const bool has = t < h.items && k < topk;
+    const std::uint32_t weight = has ? ptx::ld_relaxed_sys(weights + t * topk + k) : 0;
+    ptx::st_relaxed_sys(to + i, count_word(weight, epoch));
   }
   return true;
 }
