@@ -36,7 +36,8 @@ class Echo {
                  xd_ll_phase phase = XD_LL_PHASE_BOTH);
   int tokens() const { return choices_.tokens; }
   // Gives weights to combine, all of them 1. All ranks call it.
-  void weigh_in_combine() { combine_.topk_weights = weights_.dl(); }
+  void weigh_in_combine() { weigh_in_combine(weights_.dl()); }
+  void weigh_in_combine(const DLTensor* weights) { combine_.topk_weights = weights; }
   Buffer& plan() { return plan_; }
 
   // The slots [L,S,H] that dispatch writes and combine reads, and others in their place.

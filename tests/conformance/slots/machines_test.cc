@@ -137,6 +137,34 @@ TEST_F(LlMachines, ARankWhoseCallHasFailedEarlyIsNeededNoMore) {
   });
 }
 
+// Whatever has come of them before that is found.
+TEST_F(LlMachines, WeightsOfAnotherShapeThanThePlansAreAMistakeOfOneOperation) {
+  LlCase c = echo_case(world().num_ranks());
+  c.tokens = Tokens::full;
+  const std::int64_t tokens = c.max_tokens;
+  on_every_rank([&](Rank& rank) {
+    const LlGroup group = make_group(rank, c, {});
+    int number = 0;
+    for (const std::int64_t rows : {tokens - 1, tokens + 1, 100 * tokens, tokens}) {
+      Echo batch(rank, c, number++);
+      const std::int64_t columns = rows == tokens ? c.topk - 1 : c.topk;
+      Tensor weights(rank, kF32, {rows, columns});
+      weights.write(std::vector<float>(static_cast<std::size_t>(rows * columns), 1.0f));
+      batch.weigh_in_combine();
+      if (rank.rank == 0) batch.weigh_in_combine(weights.dl());
+      ok(batch.dispatch(group.get()));
+      EXPECT_EQ(batch.combine(group.get()),
+                rank.rank == 0 ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
+          << rows << " rows, " << columns << " columns";
+      batch.weigh_in_combine();
+      ok(batch.dispatch(group.get()));
+      ok(batch.combine(group.get()));
+      EXPECT_EQ(batch.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
+    }
+    EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS) << comm_error(rank.comm).text;
+  });
+}
+
 // Connections that are closed while megabytes arrive have ended processes.
 TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
   LlCase c = echo_case(world().num_ranks());
