@@ -72,11 +72,11 @@ TEST_F(LlMachines, ARankMayGoAtOnceBehindItsLastOperation) {
       there.comm = comm.get();
       const LlGroup group = make_group(there, c, {});
       Echo batch(there, c, round);
-      ok(batch.dispatch(group.get()));
-      ok(batch.combine(group.get(), XD_LL_PHASE_SEND));
+      ok(finish(there, group.get(), batch.dispatch(group.get())));
+      ok(finish(there, group.get(), batch.combine(group.get(), XD_LL_PHASE_SEND)));
       if (rank.rank == round % rank.num_ranks)
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      ok(batch.combine(group.get(), XD_LL_PHASE_RECEIVE));
+      ok(finish(there, group.get(), batch.combine(group.get(), XD_LL_PHASE_RECEIVE)));
       EXPECT_EQ(batch.wrong(none), "");
     }
     ok(xd_comm_barrier(rank.comm));
@@ -115,23 +115,24 @@ TEST_F(LlMachines, ARankWhoseCallHasFailedEarlyIsNeededNoMore) {
       const LlGroup group = make_group(rank, c, {});
       Echo batch(rank, c, 0);
       if (rank.rank == 0) {
-        ok(batch.dispatch(group.get(), XD_LL_PHASE_SEND));
+        ok(finish(rank, group.get(), batch.dispatch(group.get(), XD_LL_PHASE_SEND)));
         EXPECT_EQ(xd_ll_combine(group.get(), nullptr, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
-        ok(batch.dispatch(group.get(), XD_LL_PHASE_RECEIVE));
+        ok(finish(rank, group.get(), batch.dispatch(group.get(), XD_LL_PHASE_RECEIVE)));
       } else {
-        ok(batch.dispatch(group.get()));
-        ok(batch.combine(group.get(), XD_LL_PHASE_SEND));
+        ok(finish(rank, group.get(), batch.dispatch(group.get())));
+        ok(finish(rank, group.get(), batch.combine(group.get(), XD_LL_PHASE_SEND)));
         if (bad_receive) {  // it does not look at what has come
           xd_ll_combine_args args = XD_LL_COMBINE_ARGS_INIT;
           args.phase = XD_LL_PHASE_RECEIVE;
           EXPECT_EQ(xd_ll_combine(group.get(), &args, rank.stream()), XD_ERROR_INVALID_ARGUMENT);
         } else {
-          EXPECT_EQ(batch.combine(group.get(), XD_LL_PHASE_RECEIVE), XD_ERROR_MISMATCH);
+          EXPECT_EQ(finish(rank, group.get(), batch.combine(group.get(), XD_LL_PHASE_RECEIVE)),
+                    XD_ERROR_MISMATCH);
         }
       }
       ok(xd_comm_barrier(rank.comm));
-      ok(batch.dispatch(group.get()));
-      ok(batch.combine(group.get()));
+      ok(finish(rank, group.get(), batch.dispatch(group.get())));
+      ok(finish(rank, group.get(), batch.combine(group.get())));
       EXPECT_EQ(batch.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
     }
   });
@@ -152,13 +153,13 @@ TEST_F(LlMachines, WeightsOfAnotherShapeThanThePlansAreAMistakeOfOneOperation) {
       weights.write(std::vector<float>(static_cast<std::size_t>(rows * columns), 1.0f));
       batch.weigh_in_combine();
       if (rank.rank == 0) batch.weigh_in_combine(weights.dl());
-      ok(batch.dispatch(group.get()));
-      EXPECT_EQ(batch.combine(group.get()),
+      ok(finish(rank, group.get(), batch.dispatch(group.get())));
+      EXPECT_EQ(finish(rank, group.get(), batch.combine(group.get())),
                 rank.rank == 0 ? XD_ERROR_INVALID_ARGUMENT : XD_ERROR_MISMATCH)
           << rows << " rows, " << columns << " columns";
       batch.weigh_in_combine();
-      ok(batch.dispatch(group.get()));
-      ok(batch.combine(group.get()));
+      ok(finish(rank, group.get(), batch.dispatch(group.get())));
+      ok(finish(rank, group.get(), batch.combine(group.get())));
       EXPECT_EQ(batch.wrong(std::vector<bool>(static_cast<std::size_t>(c.num_ranks))), "");
     }
     EXPECT_EQ(comm_error(rank.comm).status, XD_SUCCESS) << comm_error(rank.comm).text;
@@ -183,7 +184,7 @@ TEST_F(LlMachines, GroupsMayGoAfterATimeoutWithALongMessageUnderWay) {
       ok(batch.dispatch(group.get(), XD_LL_PHASE_SEND));
     } else {
       // Whose message is whole has no reason to wait.
-      const xd_status status = batch.dispatch(group.get());
+      const xd_status status = finish(there, group.get(), batch.dispatch(group.get())).status;
       EXPECT_TRUE(status == XD_ERROR_TIMEOUT || status == XD_SUCCESS) << xd_last_error();
     }
     ok(xd_comm_barrier(rank.comm));
