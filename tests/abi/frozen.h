@@ -1,7 +1,6 @@
-/* The binary interface as it was released: sizes, offsets and values that compiled callers rely on.
- * A new field begins at the size of its struct so far (abi_test.cc) and gets a line here, a new
- * code gets the next number; but for sizes no line that stands here ever changes. LP64; included by
- * a C and by a C++ translation unit. */
+/* The binary interface as it was released, which compiled callers rely on. A new field begins at
+ * the size of its struct so far (abi_test.cc) and gets a line here, a new code the next number; but
+ * for sizes no line ever changes. LP64; included by a C and by a C++ translation unit. */
 #ifndef CROSSDOCK_TESTS_ABI_FROZEN_H_
 #define CROSSDOCK_TESTS_ABI_FROZEN_H_
 

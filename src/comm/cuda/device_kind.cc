@@ -40,7 +40,6 @@ bool is_captured(int ordinal, xd_stream stream) {
   return xd::cuda::is_captured(stream);
 }
 
-// Written, not yet run on GPUs.
 void copy(int ordinal, void* to, const void* from, std::size_t bytes, xd_stream stream) {
   const xd::cuda::DeviceGuard guard(ordinal);
   XD_CUDA_CHECK(

@@ -138,7 +138,7 @@ TEST_F(LlMachines, ARankWhoseCallHasFailedEarlyIsNeededNoMore) {
   });
 }
 
-// Whatever has come of them before that is found.
+// None of them may cross: peers have no room for more than the plan says, and wait for no less.
 TEST_F(LlMachines, WeightsOfAnotherShapeThanThePlansAreAMistakeOfOneOperation) {
   LlCase c = echo_case(world().num_ranks());
   c.tokens = Tokens::full;

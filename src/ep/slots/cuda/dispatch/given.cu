@@ -1,4 +1,4 @@
-// Dispatch of rows that are given, into slots and without gaps. Written, not yet run on GPUs.
+// Dispatch of rows that are given, into slots and without gaps.
 #include "ep/slots/cuda/dispatch/kernel.cuh"
 
 namespace xd::ep::cuda {

@@ -1,4 +1,4 @@
-// The kernel of the carrier. Written, not yet run on GPUs.
+// The kernel of the carrier.
 #include "ep/plan/cuda/launch.cuh"
 #include "ep/slots/cuda/remote/weights.cuh"
 

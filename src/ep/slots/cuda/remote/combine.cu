@@ -1,5 +1,4 @@
 // Combine of groups with ranks on other machines: the near kernels in halves. They sum by host.
-// Written, not yet run on GPUs.
 #include "ep/slots/cuda/combine/kernel.cuh"
 #include "ep/slots/cuda/remote/guard.cuh"
 #include "ep/slots/cuda/remote/kernels.h"

@@ -1,5 +1,5 @@
 // Dispatch of groups with ranks on other machines: the near kernels in halves, for which those
-// ranks' words lie in this rank's own memory. Written, not yet run on GPUs.
+// ranks' words lie in this rank's own memory.
 #include "ep/slots/cuda/dispatch/kernel.cuh"
 #include "ep/slots/cuda/remote/guard.cuh"
 #include "ep/slots/cuda/remote/kernels.h"
