@@ -381,9 +381,7 @@ nb::list net_adapters() {
   return found;
 }
 
-}  // namespace
-
-void bind_comm(nb::module_& module) {
+void bind_class(nb::module_& module) {
   nb::class_<Comm>(module, "Comm", nb::is_weak_referenceable())
       .def(
           "__init__",
@@ -442,6 +440,12 @@ void bind_comm(nb::module_& module) {
       .def("gated_bwd", &gated_bwd, nb::arg("fields"))
       .def("grouped_product", &grouped_product, nb::arg("fields"))
       .def("grouped_outer", &grouped_outer, nb::arg("fields"));
+}
+
+}  // namespace
+
+void bind_comm(nb::module_& module) {
+  bind_class(module);
   module.def("net_adapters", &net_adapters);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_all));
 }
