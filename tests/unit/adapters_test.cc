@@ -517,6 +517,15 @@ TEST_F(FakeFabric, AnAdapterIsOpenedByItsAddressItsProviderAndItsName) {
       error_of([&] { net::open_fabric(library_, {.provider = "efa", .name = "rdmap9s27-rdm"}); }),
       XD_ERROR_SYSTEM, "has no provider efa for rdmap9s27-rdm");
 }
+
+// Its name was that of an interface which was down when a rank looked.
+TEST_F(FakeFabric, AnInterfaceIsOpenedByItsAddressAlone) {
+  for (const char* name : {"eth0", "tcp"}) {
+    const Adapter adapter{.provider = "tcp;ofi_rxm", .name = name, .address = "10.0.0.1"};
+    expect_error(error_of([&] { net::open_fabric(library_, adapter); }), XD_ERROR_SYSTEM,
+                 "fi_fabric: fake reason");
+  }
+}
 #endif
 
 }  // namespace

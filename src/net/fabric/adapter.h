@@ -15,7 +15,7 @@ namespace xd::net {
 // An adapter, or an interface, with a provider that can use it, as libfabric tells of it.
 struct Adapter {
   std::string provider{};  // "verbs;ofi_rxm"
-  std::string name{};      // libfabric's domain: "mlx5_0", "rdmap16s27-rdm", "eth0"; empty = any
+  std::string name{};      // libfabric's domain: "mlx5_0", "rdmap16s27-rdm", "eth0"
   std::string device{};    // the adapter's own name, where it differs: "rdmap16s27"
   std::string address{};   // numeric IP; empty where the network has addresses of another kind
   PciPlace place{};

@@ -123,11 +123,12 @@ Infos find_infos(const FabricLibrary& library, const std::string& address,
   return Infos(found, freed);
 }
 
+// An interface is known by its address: libfabric calls it "tcp" while it is down.
 Infos find_info(const FabricLibrary& library, const Adapter& adapter) {
   const Infos infos = find_infos(library, adapter.address, adapter.provider);
   for (const fi_info* info = infos.get(); info != nullptr; info = info->next) {
     if (adapter.provider != text_of(info->fabric_attr->prov_name) || !will_do(*info)) continue;
-    if (adapter.name.empty() || adapter.name == text_of(info->domain_attr->name))
+    if (!is_rdma(adapter) || adapter.name == text_of(info->domain_attr->name))
       return Infos(library.dupinfo(info), FreeInfo{library.freeinfo});
   }
   return Infos(nullptr, FreeInfo{library.freeinfo});
