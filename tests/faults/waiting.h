@@ -16,8 +16,10 @@ namespace xd::test {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr auto kMoment = milliseconds(30);        // enough to enter a call
-constexpr auto kLimit = std::chrono::seconds(1);  // within which all must be over
+constexpr auto kMoment = milliseconds(30);  // enough to enter a call
+// All must be over within a second, as is promised; where many tests share few cores, the ranks
+// must have run as well. It stays far below kLongTimeoutMs.
+inline const auto kLimit = std::chrono::seconds(std::thread::hardware_concurrency() < 8 ? 3 : 1);
 constexpr int kShortTimeoutMs = 600;
 constexpr int kLongTimeoutMs = 30000;
 
