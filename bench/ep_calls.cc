@@ -97,6 +97,7 @@ void EpCalls::open(int num_sms) {
   config_.staging = staged_ ? XD_EP_STAGING_AUTO : XD_EP_STAGING_NONE;
   config_.max_scale_bytes = static_cast<std::int32_t>(scale_columns(w_) * kFloat.bits / 8);
   config_.num_sms = num_sms;
+  config_.num_logical_experts = w_.tables ? w_.experts : 0;
   config_.wire_formats = XD_EP_WIRE_BIT(w_.combine_wire);
   config_.device_type = device_.dl().device_type;
   xd_ep_group* group = nullptr;

@@ -59,6 +59,7 @@ LlOptions parse(std::vector<std::string> arguments, int ranks) {
   word(app, "--receive", w.receive, {Receive::slots, Receive::by_expert, Receive::by_rank});
   word(app, "--device", options.device, {Device::cpu, Device::cuda});
   number(app, "--chain", options.chain, 2, kMost);
+  app.add_flag("--tables", w.tables);
   app.add_option("--routing", w.routing);
   app.add_option("--json", options.json);
   parse_all(app, std::move(arguments));
@@ -128,8 +129,8 @@ std::string title(const LlOptions& options, bool threads) {
   std::ostringstream text;
   text << "crossdock-bench ll: " << w.ranks << (threads ? " threads" : " processes")
        << ", received " << name_of(w.receive) << ", H=" << w.hidden << " K=" << w.topk
-       << " E=" << w.experts << ", routing " << w.routing << ", seed " << w.seed << ", " << w.iters
-       << " iterations";
+       << " E=" << w.experts << (w.tables ? ", tables" : "") << ", routing " << w.routing
+       << ", seed " << w.seed << ", " << w.iters << " iterations";
   return text.str();
 }
 
@@ -203,6 +204,7 @@ void write_json(const LlReport& report) {
                {"hidden", w.hidden},
                {"topk", w.topk},
                {"experts", w.experts},
+               {"tables", w.tables},
                {"routing", w.routing},
                {"seed", w.seed},
                {"iterations", w.iters},
@@ -279,6 +281,7 @@ rank-major one), on the same tokens.
   --iters N         timed iterations (200)    --warmup N    before them (20)
   --receive F       slots, by_expert or by_rank: the form of received rows (slots)
   --alignment N     of by_expert's zones (1)
+  --tables          a table of slots stands between ids and experts
   --json FILE       write the tables' rows    --seed N      of routing and data (1)
   --sms N,N,...     CUDA: budgets of the group, one after another; 0 = the library's
                     choice, with the floors (0)

@@ -19,6 +19,7 @@ xd_ll_config config_of(const Workload& w, const ComputeDevice& device) {
                                                      : XD_LL_BY_RANK;
   config.alignment = w.alignment;
   config.num_sms = w.sms;
+  config.num_logical_experts = w.tables ? w.experts : 0;
   config.wire_formats = XD_EP_WIRE_BIT(XD_EP_WIRE_FP8_BLOCK128);  // no wire needs less memory
   return config;
 }

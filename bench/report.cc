@@ -21,8 +21,8 @@ std::string title(const Report& report) {
   text << "crossdock-bench ep: " << w.ranks << (report.threads ? " threads" : " processes")
        << ", T=" << w.tokens << " H=" << w.hidden << " K=" << w.topk << " E=" << w.experts << ' '
        << name_of(w.element) << ", " << name_of(w.layout) << "-major, alignment " << w.alignment
-       << (w.weighted ? ", weighted" : "") << ", routing " << w.routing << ", seed " << w.seed
-       << ", " << w.iters << " iterations";
+       << (w.weighted ? ", weighted" : "") << (w.tables ? ", tables" : "") << ", routing "
+       << w.routing << ", seed " << w.seed << ", " << w.iters << " iterations";
   return text.str();
 }
 
@@ -71,6 +71,7 @@ Json json_of(const Workload& w) {
           {"experts", w.experts},
           {"alignment", w.alignment},
           {"weighted", w.weighted},
+          {"tables", w.tables},
           {"layout", name_of(w.layout)},
           {"dtype", name_of(w.element)},
           {"routing", w.routing},

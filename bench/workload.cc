@@ -29,6 +29,7 @@ void add_options(CLI::App& app, Workload& w, DriverOptions& driver) {
   word(app, "--combine-wire", w.combine_wire, {std::begin(kWires), std::end(kWires)});
   app.add_option("--routing", w.routing);
   app.add_flag("--weighted", w.weighted);
+  app.add_flag("--tables", w.tables);
 
   word(app, "--device", driver.device, {Device::cpu, Device::cuda});
   app.add_option("--preset", driver.preset);
@@ -142,6 +143,7 @@ bytes as plain copies, and through MPI_Alltoallv (CUDA: NCCL's all-to-all).
                   _pow2 or _e8m0 behind it; its sums are not compared
   --weighted      choices have weights, which combine multiplies by in layout expert, and
                   which have gradients (else none)
+  --tables        a table of slots stands between ids and experts
   --zero-copy     tensors in symmetric memory (default)
   --staged        tensors in ordinary memory; with --zero-copy: both, one after another
   --iters N       timed iterations           --warmup N      before them

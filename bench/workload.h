@@ -30,6 +30,7 @@ struct Workload {
   int experts = 64;
   int alignment = 1;
   bool weighted = false;  // choices have weights
+  bool tables = false;    // ids name logical experts, as many, each in the slot of its number
   Layout layout = Layout::expert;
   Receive receive = Receive::slots;  // of low latency alone; `layout` is the one that fits it
   int sms = 0;                       // CUDA, likewise: the group's budget; 0 = the library's choice

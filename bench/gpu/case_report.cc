@@ -74,6 +74,7 @@ std::string title(const Case& one) {
        << name_of(w.element) << ", " << name_of(w.layout) << "-major";
   if (w.alignment != 1) text << ", alignment " << w.alignment;
   if (w.weighted) text << ", weighted";
+  if (w.tables) text << ", tables";
   if (w.combine_wire != XD_EP_WIRE_SAME) text << ", combine's wire " << name_of(w.combine_wire);
   text << ", " << w.routing << ", " << w.ranks << " ranks, " << memory_name(one)
        << (one.graph ? ", graphs" : "");
@@ -91,7 +92,8 @@ std::string summary_name(const Case& one, Operation operation) {
   if (one.part == "wires") varies = std::string(" ") + name_of(w.combine_wire);
   return "T=" + std::to_string(w.tokens) + varies + " " + name_of(w.layout) + " " +
          name_of(operation) + (typed ? std::string(" ") + name_of(w.element) : "") +
-         (w.weighted ? ", weighted" : "") + (one.staged ? ", staged" : "");
+         (w.weighted ? ", weighted" : "") + (w.tables ? ", tables" : "") +
+         (one.staged ? ", staged" : "");
 }
 
 Json json_line(const Run& run, const Case& one, const StepResult& step, const CaseResult& result) {
