@@ -202,7 +202,7 @@ typedef struct xd_ep_config {
   uint32_t wire_formats;
   /* N, up to num_experts: ids in topk_idx name N logical experts, which a table places in the
    * experts of this group (placement.h); these are then slots. 0 = ids name the experts themselves.
-   * CUDA: UNSUPPORTED but for 0 (XD_FEATURE_CUDA_PLACEMENT). */
+   * CUDA: see XD_FEATURE_CUDA_PLACEMENT. */
   int64_t num_logical_experts;
   xd_ep_peer_loss on_peer_loss;
 } xd_ep_config;
@@ -282,7 +282,8 @@ typedef struct xd_ep_status {
   int64_t dropped_rows;
   char text[256];
   /* Choices of this rank whose logical expert had no slot, or whose expert is on a rank that the
-   * group goes on without, in plans made since: they count as -1. */
+   * group goes on without, in plans made since, on CUDA also in prepares that made none: they count
+   * as -1. */
   int64_t unplaced_choices;
 } xd_ep_status;
 /* clang-format off */

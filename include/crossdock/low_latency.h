@@ -225,8 +225,8 @@ typedef struct xd_ll_status {
    * in step. Bit r % 64 of word r / 64 stands for rank r. */
   uint64_t masked[2];
   uint64_t masked_by[2];
-  /* Choices of this rank whose logical expert had no slot, in batches dispatched since: they count
-   * as -1. */
+  /* Choices of this rank whose logical expert had no slot, in batches dispatched since, on CUDA
+   * also in dispatches that came to nothing: they count as -1. */
   int64_t unplaced_choices;
 } xd_ll_status;
 /* clang-format off */

@@ -31,7 +31,7 @@ typedef struct xd_ep_placement {
    * begins with 0 and never falls. */
   const int32_t* choice_first;
   /* In [choice_first[W * N]]: slots that hold that expert; one that stands n times in a list gets n
-   * shares. */
+   * shares. CUDA: the lists of a rank have at most 65536 slots together. */
   const int32_t* choice_slots;
 } xd_ep_placement;
 #define XD_EP_PLACEMENT_INIT \
@@ -61,6 +61,9 @@ typedef struct xd_ep_placement {
  * Ranks that are masked meanwhile do not hear of the call, and where masks differ one rank may end
  * with MISMATCH and another with success. No batch is sent under tables that differ: prepare and
  * xd_ll_dispatch compare them, and are a MISMATCH until all ranks have set equal ones.
+ * CUDA: in the order of `stream`, which must not be captured (INVALID_ARGUMENT, of which peers do
+ * not hear); errors that need the peers come by the group's status. Graphs that have been captured
+ * route by the table that is in force when they run.
  * xd_stats does not count these calls. */
 XD_API xd_status xd_ep_group_set_placement(xd_ep_group* group, const xd_ep_placement* placement,
                                            xd_stream stream);
@@ -73,7 +76,8 @@ XD_API xd_status xd_ll_group_set_placement(xd_ll_group* group, const xd_ep_place
  *   loads   out int64 [W, N], by the rank of the tokens; or [N], over all ranks
  *   clear   1 = count anew from 0
  * Equal on all ranks behind the same prepare, so that they may plan by it without a message. A
- * local call, as those of ep.h: any thread, also beside operations. Low-latency groups count by
+ * local call, as those of ep.h: any thread, also beside operations; on CUDA in the order of
+ * `stream`, by which the caller orders it with prepares. Low-latency groups count by
  * expert_load of xd_ll_dispatch instead. INVALID_ARGUMENT in groups without logical experts. */
 XD_API xd_status xd_ep_group_loads(xd_ep_group* group, const DLTensor* loads, int32_t clear,
                                    xd_stream stream);

@@ -26,7 +26,34 @@ from crossdock._placement import (
 )
 from crossdock.errors import Busy, CrossdockError, PeerLost
 
-__all__ = ["ExpertMove", "Moves", "Serving", "move_experts", "told"]
+__all__ = ["ExpertMove", "Moves", "OfNumpy", "Serving", "move_experts", "told"]
+
+
+class OfNumpy:
+    """A move treats weights of one kind by this: NumPy arrays ``[bytes]``, or their like."""
+
+    @property
+    def stream(self) -> int:
+        """The one that copies follow."""
+        return 0
+
+    def address(self, weights: Any) -> int:
+        """Where they are."""
+        return int(weights.ctypes.data)
+
+    def empty_like(self, weights: Any) -> Any:
+        """As many bytes elsewhere."""
+        return np.empty_like(weights)
+
+    def write(self, slot: Any, weights: Any) -> None:
+        """Copies bytes into a slot."""
+        slot[:] = weights
+
+    def wait(self) -> None:
+        """Returns when what was enqueued so far, on `stream` or by the caller, has been done."""
+
+    def wait_for_copies(self) -> None:
+        """The same on `stream` alone."""
 
 
 class Moving:
@@ -36,7 +63,8 @@ class Moving:
     and overwrites no slot that is in use. When all ranks have all of it, `finish` writes the rest.
 
     Args:
-        comm: a rank's communicator on the CPU.
+        comm: a rank's communicator.
+        kind: of the tensors.
         tensors: ``[slots, bytes]`` uint8 each, C-contiguous, in symmetric memory.
         old, new: ``[ranks, slots]``, equal on all ranks.
 
@@ -52,13 +80,15 @@ class Moving:
     def __init__(
         self,
         comm: _core.Comm,
-        tensors: Sequence[np.ndarray],
+        kind: OfNumpy,
+        tensors: Sequence[Any],
         old: np.ndarray,
         new: np.ndarray,
     ) -> None:
-        self._comm, self._tensors, self._old = comm, tensors, old
+        self._comm, self._kind, self._tensors, self._old = comm, kind, tensors, old
         with told(comm):
-            own = [(*comm.mem_export(one.ctypes.data)[1:], one.shape[1]) for one in tensors]
+            own = [(*comm.mem_export(kind.address(one))[1:], one.shape[1]) for one in tensors]
+            kind.wait()  # peers read what has been written here
         mine = self._TABLES.pack(digest_of(old), digest_of(new))
         every = comm.all_gather(mine + b"".join(self._PLACE.pack(*place) for place in own))
         tables = [self._TABLES.unpack_from(of_rank) for of_rank in every]
@@ -79,10 +109,10 @@ class Moving:
                 )
         moves = placement_moves(old, new)
         self.moves = [move for move in moves if move.to_slot // old.shape[1] == comm.rank]
-        self._staged: list[tuple[np.ndarray, np.ndarray]] = []
+        self._staged: list[tuple[Any, Any]] = []
         self._missing = collections.deque(self._pieces())
 
-    def _pieces(self) -> Iterator[tuple[np.ndarray, bool, int, int, int]]:
+    def _pieces(self) -> Iterator[tuple[Any, bool, int, int, int]]:
         """Slots, whether they are in use, and the rank, segment and offset of their weights."""
         num_slots = self._old.shape[1]
         for move in self.moves:
@@ -98,23 +128,33 @@ class Moving:
 
         Into slots that are empty, and into staging for the others.
         """
-        room = most_bytes
+        kind, room = self._kind, most_bytes
         while self._missing and room != 0:
             to, in_use, rank, segment, offset = self._missing.popleft()
             if in_use:
-                self._staged.append((to, np.empty_like(to)))
+                self._staged.append((to, kind.empty_like(to)))
                 to = self._staged[-1][1]
             size = len(to) if room is None else min(room, len(to))
-            self._comm.mem_copy(to.ctypes.data, rank, segment, offset, size)
+            self._comm.mem_copy(kind.address(to), rank, segment, offset, size, kind.stream)
             if size < len(to):
                 self._missing.appendleft((to[size:], False, rank, segment, offset + size))
             room = None if room is None else room - size
-        return not self._missing
+        if self._missing:
+            return False
+        kind.wait_for_copies()
+        return True
+
+    def abandon(self) -> None:
+        """Returns when no copy is under way any more."""
+        self._kind.wait_for_copies()
 
     def finish(self) -> None:
         """Writes what was staged."""
-        for slot, weights in self._staged:
-            slot[:] = weights
+        try:
+            for slot, weights in self._staged:
+                self._kind.write(slot, weights)
+        finally:
+            self._kind.wait()  # staging is free when this returns
         self._staged.clear()
 
     def load(self, load: Callable[[int, int], object], *, into_empty: bool) -> None:
@@ -207,6 +247,7 @@ class Moves:
 
     Args:
         comm: of the first group.
+        kind: of the weights.
         groups: all of which route by the placements.
         views: gives the weights as ``[slots, bytes]`` uint8, for so many slots of each rank.
         placements: the old one and the new one.
@@ -216,8 +257,9 @@ class Moves:
     def __init__(
         self,
         comm: _core.Comm,
+        kind: OfNumpy,
         groups: Sequence[Serving],
-        views: Callable[[int], list[np.ndarray]],
+        views: Callable[[int], Sequence[Any]],
         placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
         choices: Choices | None,
         load: Callable[[int, int], object] | None,
@@ -243,7 +285,7 @@ class Moves:
         self._old, self._new = old, new
         self._in_force = [one.group.placement for one in groups]  # set anew, it is another object
         self._first_marks = self._marks()
-        self._moving: Moving | None = Moving(comm, tensors, old, new)
+        self._moving: Moving | None = Moving(comm, kind, tensors, old, new)
         self.moves: list[Move] = self._moving.moves
         self.done = False
 
@@ -265,9 +307,13 @@ class Moves:
         moving, self._moving = self._moving, None  # back in place if all goes well
         if moving is None:  # as on all ranks
             raise ValueError("step: expected a move whose steps have not raised")
-        with told(self._comm):
-            ready = self._prepare(moving)
-        every = self._comm.all_gather(b"done" if ready else b"more")
+        try:
+            with told(self._comm):
+                ready = self._prepare(moving)
+            every = self._comm.all_gather(b"done" if ready else b"more")
+        except BaseException:
+            moving.abandon()
+            raise
         if any(one != b"done" for one in every):
             self._moving = moving
             return False
@@ -351,7 +397,8 @@ class ExpertMove(Moves):
         sizes = (group.comm.num_ranks, config.num_experts, config.num_logical_experts)
         serving = Serving(group, group.comm, group._core, sizes, config.expert_ranks is None)
         comm = group.comm.core()
-        super().__init__(comm, [serving], views, (old, new), choices, load, bytes_per_step)
+        given = (views, (old, new), choices, load, bytes_per_step)
+        super().__init__(comm, OfNumpy(), [serving], *given)
 
 
 def _check_new(

@@ -10,10 +10,10 @@ void row_experts(Group& self, const nb::dict& fields) {
       [&](xd_ep_group* group) { return xd_ep_plan_row_experts(group, args.get(), args.stream()); });
 }
 
-void loads(Group& self, nb::handle out, bool clear) {
+void loads(Group& self, nb::handle out, bool clear, std::uintptr_t stream) {
   const Tensor to(out, "loads", self.device());
   self.call_local([&](xd_ep_group* group) {
-    return xd_ep_group_loads(group, to.get(), clear ? 1 : 0, nullptr);
+    return xd_ep_group_loads(group, to.get(), clear ? 1 : 0, stream_of(stream));
   });
 }
 
@@ -52,7 +52,7 @@ void bind_group(nb::module_& module) {
       .def("moe_backward", method<Group>(XD_EP_COMBINE_BWD, xd_moe_backward), "fields"_a)
       .def("row_experts", &row_experts, "fields"_a)
       .def("enter_view", &enter_view, "stream"_a = 0)
-      .def("loads", &loads, "loads"_a, "clear"_a);
+      .def("loads", &loads, "loads"_a, "clear"_a, "stream"_a = 0);
   module.def("moe_sizes", &moe_sizes, "ffn"_a, "options"_a);
   module.def("moe_schedule", &moe_schedule, "ffn"_a, "tokens"_a, "options"_a);
 }

@@ -34,9 +34,8 @@ Feature feature(std::int32_t which) {
       return network();
     case XD_FEATURE_CUDA_WIRE:  // of all builds with CUDA devices
     case XD_FEATURE_CUDA_LL_MACHINES:
-      return feature(XD_FEATURE_CUDA);
     case XD_FEATURE_CUDA_PLACEMENT:
-      return {false, "groups on CUDA devices have no logical experts so far"};
+      return feature(XD_FEATURE_CUDA);
     default:
       return {false, "unknown feature"};
   }

@@ -31,13 +31,10 @@ class GroupOf : public turn::Sequence<Family> {
   // Whether sums are made by host, as they are where ranks have named several.
   bool sums_by_host() const { return hosts().num_hosts() > 1; }
   CallContextOf<Sizes> call_context() const { return {&config_, this->comm().device()}; }
-  // An operation: all ranks take another table. Executors without logical experts have no group for
-  // it.
-  virtual void set_placement(const xd_ep_placement*, xd_stream) {
-    require_logical_experts(config_);
-    require_no_logical_experts(config_);
-  }
-  // The table by which this rank's tokens find slots; empty in groups without logical experts.
+  // An operation: all ranks take another table.
+  virtual void set_placement(const xd_ep_placement* placement, xd_stream stream) = 0;
+  // The table by which this rank's tokens find slots; empty in groups without logical experts. An
+  // executor that keeps it elsewhere has the first one here.
   const SlotTable& slot_table() const { return slot_table_; }
   void use(SlotTable&& table) noexcept { slot_table_ = std::move(table); }
   // A number that tells this group from others, equal on all ranks.

@@ -43,6 +43,7 @@ xd_ep_config FixedShape::config(int num_ranks) const {
   config.recv_capacity = recv_capacity;
   config.num_sms = num_sms;
   config.staging = staging;
+  config.num_logical_experts = test::logical_experts(tables, config.num_experts);
   return config;
 }
 
@@ -61,6 +62,7 @@ FixedStep::FixedStep(const Rank& rank, const FixedShape& shape)
       hidden_(shape.hidden()),
       plan_(make_plan(rank, config_)),
       topk_idx_(rank, kI64, {shape_.tokens, kTopk}),
+      hints_(rank, kI64, {shape_.tokens}),
       tokens_(rank, shape.dtype, {shape_.tokens, hidden_}),
       topk_weights_(rank, kF32, {shape_.tokens, kTopk}),
       recv_tokens_(rank, shape.dtype, {rows_, hidden_}, shape.place),
@@ -106,8 +108,10 @@ void FixedStep::write(Tensor& tensor, const Values& values) const {
 
 void FixedStep::load(int number, bool spoiled) {
   number_ = number;
+  const bool placed = shape_.tables != Tables::none;
+  const auto num_ids = static_cast<int>(placed ? config_.num_logical_experts : config_.num_experts);
   const RoutingShape shape{rank_.num_ranks,
-                           config_.num_experts,
+                           num_ids,
                            kTopk,
                            shape_.tokens,
                            kPatterns[static_cast<std::size_t>(number) % std::size(kPatterns)],
@@ -116,10 +120,21 @@ void FixedStep::load(int number, bool spoiled) {
       make_routing(shape, mix(test_seed(), 0xF1, static_cast<std::uint64_t>(number)));
   if (spoiled) {
     std::vector<std::int64_t>& ids = choices.back().ids;
-    ids[0] = config_.num_experts;
+    ids[0] = num_ids;
     ids[ids.size() - 1] = -7;
   }
   topk_idx_.write(choices[static_cast<std::size_t>(rank_.rank)].ids);
+  if (placed) {
+    std::vector<std::int32_t> owners;
+    for (int slot = 0; slot < config_.num_experts; ++slot) owners.push_back(slot / kLocalExperts);
+    const Table now = table();
+    std::vector<std::int64_t> hints;
+    for (int t = 0; t < shape_.tokens; ++t) {
+      hints.push_back(now.hints ? Table::hint_of(rank_.rank, t) : t);
+    }
+    hints_.write(hints);
+    choices = now.in_slots(choices, owners, false);
+  }
   routed_.emplace(Placement{rank_.num_ranks, kLocalExperts, shape_.layout, kAlignment,
                             std::vector(static_cast<std::size_t>(rank_.num_ranks), rows_),
                             XD_EP_OVERFLOW_ERROR},
@@ -139,6 +154,16 @@ void FixedStep::load(int number, bool spoiled) {
   }
 }
 
+Table FixedStep::table() const {
+  return make_table(shape_.tables, rank_.num_ranks, config_.num_experts,
+                    mix(test_seed(), 0xF2, static_cast<std::uint64_t>(number_)));
+}
+
+void FixedStep::set_table(xd_ep_group* group) const {
+  const Given given(table());
+  ok(finish(rank_, group, xd_ep_group_set_placement(group, given.get(), rank_.stream())));
+}
+
 xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation, int part) {
   const auto with_plan = [&](auto args) {
     set_plan(args, plan_);
@@ -148,6 +173,7 @@ xd_status FixedStep::enqueue(xd_ep_group* group, xd_ep_operation operation, int 
   if (operation == XD_EP_PREPARE) {
     xd_ep_prepare_args args = XD_EP_PREPARE_ARGS_INIT;
     args.topk_idx = topk_idx_.dl();
+    if (shape_.tables != Tables::none) args.replica_hint = hints_.dl();
     args.parts = shape_.parts;
     set_plan(args, plan_);
     return xd_ep_prepare(group, &args, rank_.stream());

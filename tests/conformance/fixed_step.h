@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "conformance/reference.h"
+#include "conformance/tables.h"
 #include "support/outcome.h"
 #include "support/tensor.h"
 
@@ -36,6 +37,7 @@ struct FixedShape {
   // Of combine: one under which the sums are exact. Codes that are powers of two lose nothing of
   // tokens, which sums of RANK_MAJOR are made of.
   xd_ep_wire wire = XD_EP_WIRE_SAME;
+  Tables tables = Tables::none;  // ids name logical experts, by the table that set_table() sets
 
   int hidden() const { return wire == XD_EP_WIRE_SAME ? 64 : 128; }
   xd_ep_config config(int num_ranks) const;
@@ -56,6 +58,8 @@ class FixedStep {
   // kSpoiledIds bad ids.
   void load(int number, bool spoiled = false);
   static constexpr int kSpoiledIds = 2;
+  // Makes the group route by the loaded batch's table.
+  void set_table(xd_ep_group* group) const;
 
   // `part`: 0 = the whole operation.
   xd_status enqueue(xd_ep_group* group, xd_ep_operation operation, int part = 0);
@@ -75,6 +79,7 @@ class FixedStep {
   float weight_value(int rank, int token, int k) const;
   float row_value(const Row& row, std::int64_t column, bool weighted) const;
   float square(int rank, int token) const;  // squared length of a token
+  Table table() const;
   const Choices& mine() const { return routed_->choices(rank_.rank); }
   bool expert_major() const { return shape_.layout == XD_EP_EXPERT_MAJOR; }
 
@@ -93,7 +98,7 @@ class FixedStep {
   int number_ = 0;
   std::optional<Routed> routed_;
   Buffer plan_;
-  Tensor topk_idx_, tokens_, topk_weights_;
+  Tensor topk_idx_, hints_, tokens_, topk_weights_;
   Tensor recv_tokens_, recv_weights_;
   Tensor out_, grad_expert_out_, grad_weights_, grad_tokens_, grad_topk_weights_;
 };

@@ -1,4 +1,4 @@
-// Whether groups of this launch may have logical experts: on CUDA devices they have none so far.
+// Whether groups of this launch may have logical experts.
 #pragma once
 
 #include <crossdock/crossdock.h>

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from crossdock import _jax
+from crossdock._core import constants
 from crossdock._membership import of_kind
 from crossdock._placed import Choices, Placed, read_table
 from crossdock._placement import Placement
-from crossdock.errors import CrossdockError
+from crossdock.errors import CrossdockError, Unsupported
 
 from ._config import AnyConfig, EpConfig, LowLatencyConfig
 from ._group import AnyGroup, EpGroup, LowLatencyGroup, Place
@@ -63,6 +64,9 @@ class EpMesh(JoinedMesh[AnyConfig, AnyGroup]):
         return self._of(config)[0]
 
     def _make(self, config: AnyConfig) -> tuple[AnyGroup, _jax.Group | _jax.LowLatencyGroup]:
+        if config.num_logical_experts and self.place.device_type != constants.DEVICE_TYPES["cpu"]:
+            # A change of the table would have to come behind programs on streams of XLA.
+            raise Unsupported("config: expected num_logical_experts = 0 in JAX on GPUs")
         sizes = config.sizes(self.num_ranks)
         text = " ".join(f"{name}={value}" for name, value in sizes.items())
         plan_bytes = config.plan_bytes(self.num_ranks)

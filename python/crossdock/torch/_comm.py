@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import itertools
 import os
@@ -85,6 +86,11 @@ class Comm:
         self._groups_provided = 0
         self._missing_bytes = 0
         _made[next(_numbers)] = self
+
+    @functools.cached_property
+    def beside(self) -> torch.cuda.Stream:
+        """On a GPU: a stream of the library, for copies beside what the current one does."""
+        return torch.cuda.Stream(self.device)
 
     @property
     def mesh(self) -> DeviceMesh | None:

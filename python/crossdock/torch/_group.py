@@ -25,7 +25,7 @@ from ._config import read_config
 from ._direct import FUNCTIONS, unobserved
 from ._handles import new_handle
 from ._membership import Membership
-from ._placement import PlacedGroup
+from ._placement import PlacedGroup, require_uncaptured
 from ._pool import SymmetricPool, block_bytes
 
 __all__ = [
@@ -367,15 +367,18 @@ class EpGroup(PlacedGroup):
         """How often each logical expert was chosen, in all plans so far. Local; any thread.
 
         ``[ranks, num_logical_experts]`` int64, by the rank of the tokens, on the CPU; equal on all
-        ranks behind the same prepare. See ``crossdock.EpGroup.loads``.
+        ranks behind the same prepare. On GPUs it waits for the current stream, which is the one of
+        the prepares, and is not captured. See ``crossdock.EpGroup.loads``.
 
         Args:
             clear: count anew from 0.
         """
         shape = (self.comm.num_ranks, self.num_logical_experts)
-        loads = torch.empty(shape, dtype=torch.int64, device="cpu")
-        self.core.loads(spec(loads), clear)
-        return loads
+        device = self.comm.device
+        require_uncaptured(device, "loads")
+        loads = torch.empty(shape, dtype=torch.int64, device=device)
+        self.core.loads(spec(loads), clear, current_stream(device))
+        return loads.cpu()
 
     def routing_layout(self, topk_idx: torch.Tensor) -> RoutingLayout:
         """Counts where this rank's tokens go, without a plan. Local: peers need not call it.

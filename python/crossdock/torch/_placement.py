@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import struct
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from crossdock._moves import Moves, Serving, told
+from crossdock._moves import Moves, OfNumpy, Serving, told
 from crossdock._placed import Placed, read_table
 from crossdock._placement import Move, Placement
-from crossdock.errors import CrossdockError
+from crossdock.errors import CrossdockError, from_details, from_status
 
-from ._calls import DTYPE_CODES
+from ._calls import DTYPE_CODES, current_stream, is_capturing
 from ._comm import Comm
 from ._membership import Membership
 from ._pool import block_bytes
 from ._sharding import is_share, local_tensor
 
-__all__ = ["ExpertMove", "PlacedGroup", "into_symmetric", "move_experts"]
+__all__ = ["ExpertMove", "PlacedGroup", "into_symmetric", "move_experts", "require_uncaptured"]
 
 # How many states a rank has, the checksum of their names, and the bytes of those to be moved.
 _STATES = struct.Struct("=qqq")
+
+# The numbers of a group's status, which grow until it is read.
+_COUNTS = ("bad_ids", "dropped_rows", "unplaced_choices")
 
 
 class PlacedGroup(Membership, Placed):
@@ -47,6 +51,7 @@ class PlacedGroup(Membership, Placed):
 
     def _place_first(self, expert_ranks: Sequence[int] | None) -> None:
         """Notes the table of a new group."""
+        self._counted: collections.Counter[str] = collections.Counter()
         self._in_order = expert_ranks is None
         self._place_in_order(self._placed_sizes(), expert_ranks)
 
@@ -63,7 +68,10 @@ class PlacedGroup(Membership, Placed):
         """Makes the group route by another table. Collective, of groups with logical experts.
 
         When weights may be overwritten, and what becomes of plans: see
-        ``crossdock.EpGroup.set_placement``.
+        ``crossdock.EpGroup.set_placement``. On GPUs it takes its turn on the current stream, waits
+        for its end, and cannot be captured; captured graphs route by the new table when it returns.
+        Before that it raises what earlier operations have met: the old table is in force then, and
+        the others get Mismatch.
 
         Args:
             placement, choices: as there.
@@ -77,16 +85,49 @@ class PlacedGroup(Membership, Placed):
         """
         if self.num_logical_experts == 0:
             self.refuse(None, ValueError, "set_placement: the group has no num_logical_experts")
+        if isinstance(placement, torch.Tensor):
+            placement = placement.cpu()
         try:
             given, table = read_table(placement, choices, self._placed_sizes())
         except (TypeError, ValueError) as error:
             self.refuse(self._SET_PLACEMENT, type(error), str(error))
-        self._set_table(self.core, given, table, choices)
+        if self.comm.device.type != "cuda":
+            return self._set_table(self.core, given, table, choices)
+        if not _is_captured(self.comm.device):  # else the call refuses
+            try:
+                self._take_errors()  # as a status tells of one alone
+            except CrossdockError as error:
+                self.fail_set_placement(f"set_placement: an earlier operation met: {error}")
+                raise
+        core = SimpleNamespace(set_placement=self._set_on_gpu)
+        self._set_table(core, given, table, choices)
+
+    def _set_on_gpu(self, *given: Any) -> None:
+        """Takes the turn on the current stream, waits for its end, and raises what it met."""
+        self.core.set_placement(*given, current_stream(self.comm.device))
+        self._take_errors()
+
+    def _take_errors(self) -> None:
+        """Raises what operations on the current stream have met; counts stay for `status`."""
+        torch.cuda.current_stream(self.comm.device).synchronize()
+        if (fatal := self.comm.core.error()) is not None:
+            raise from_details(fatal)
+        found = self.core.status()
+        if found["status"] != "XD_SUCCESS":
+            raise from_status(found, self.comm.rank)
+        self._counted.update({name: found[name] for name in _COUNTS if name in found})
+
+    def status(self) -> dict[str, Any]:
+        found = super().status()
+        counted, self._counted = self._counted, collections.Counter()
+        return found | {name: found[name] + number for name, number in counted.items()}
 
     def fail_set_placement(self, problem: str) -> None:
         """Takes this rank's turn in the peers' `set_placement`, which raises Mismatch there."""
         with contextlib.suppress(CrossdockError):  # it says what the caller knows
-            self.core.join_failed(self._SET_PLACEMENT, problem)
+            self.core.join_failed(self._SET_PLACEMENT, problem, current_stream(self.comm.device))
+            if self.comm.device.type == "cuda":
+                self._take_errors()
 
 
 def move_experts(
@@ -101,8 +142,9 @@ def move_experts(
 ) -> list[Move]:
     """Moves experts' weights to where `new` has them, and makes groups route by it.
 
-    ``crossdock.move_experts`` of torch's tensors, on the CPU; it says more. Values alone are
-    written, which autograd does not see.
+    ``crossdock.move_experts`` of torch's tensors, on the communicator's device; it says more.
+    Values alone are written, which autograd does not see. On GPUs copies go by copy engines on a
+    stream of the library's own; it waits for them, and for the current stream.
 
     Args:
         groups: with logical experts, whose placement is `old`; several of one communicator, as for
@@ -132,9 +174,10 @@ def move_experts(
 class ExpertMove(Moves):
     """`move_experts` in steps of few bytes, between which groups go on serving.
 
-    ``crossdock.ExpertMove`` of torch's tensors, on the CPU; it says more. Not for training: weights
-    stay as they are until it is done. Writes that autograd would notice are found; those through
-    ``.data`` or NumPy, and to inference tensors, are not.
+    ``crossdock.ExpertMove`` of torch's tensors; it says more. On GPUs steps copy beside what the
+    current stream does, and the last one waits for both. Not for training: weights stay as they are
+    until it is done. Writes that autograd would notice are found; those through ``.data`` or NumPy,
+    and to inference tensors, are not.
 
     Args:
         groups, tensors, old, new, choices, load: as of `move_experts`; collective likewise.
@@ -189,15 +232,62 @@ def _move_of(
     bytes_per_step: int | None,
 ) -> tuple[Any, ...]:
     """The arguments of `Moves` for tensors, by names for errors."""
+    comm = groups[0].comm
+    on_gpu = comm.device.type == "cuda"
 
-    def views(num_slots: int) -> list[np.ndarray]:
-        return [_bytes_of(name, one, num_slots) for name, one in named.items()]
+    def views(num_slots: int) -> list[Any]:
+        bytes_of = [_bytes_of(name, one, num_slots, comm.device) for name, one in named.items()]
+        return bytes_of if on_gpu else [one.numpy() for one in bytes_of]
 
     serving = [
         Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in groups
     ]
-    comm = groups[0].comm.core
-    return comm, serving, views, placements, choices, load, bytes_per_step
+    kind = _OnGpu(comm) if on_gpu else OfNumpy()
+    return comm.core, kind, serving, views, placements, choices, load, bytes_per_step
+
+
+class _OnGpu(OfNumpy):
+    """Tensors ``[bytes]`` uint8 on a communicator's GPU; copies go beside the current stream."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    @property
+    def stream(self) -> int:
+        return self._comm.beside.cuda_stream
+
+    def address(self, weights: torch.Tensor) -> int:
+        return weights.data_ptr()
+
+    def empty_like(self, weights: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._comm.beside):  # the memory is its own until `wait` returns
+            return torch.empty_like(weights)
+
+    def write(self, slot: torch.Tensor, weights: torch.Tensor) -> None:
+        with torch.inference_mode():  # weights may be tensors of that mode
+            slot.copy_(weights)
+
+    def wait(self) -> None:
+        require_uncaptured(self._comm.device, "move_experts, ExpertMove")
+        self.wait_for_copies()
+        torch.cuda.current_stream(self._comm.device).synchronize()
+
+    def wait_for_copies(self) -> None:
+        self._comm.beside.synchronize()
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether the device's current stream is, whichever device is the current one."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return is_capturing(device)
+
+
+def require_uncaptured(device: torch.device, call: str) -> None:
+    """Refuses a call that waits for the current stream while that is captured."""
+    if _is_captured(device):
+        raise ValueError(f"{call}: expected a current stream that is not captured into a graph")
 
 
 def _states_by_slot(
@@ -269,14 +359,16 @@ def into_symmetric(module: nn.Module, comm: Comm) -> None:
         parameter.data = comm.empty_symmetric(shape, parameter.dtype).copy_(parameter)
 
 
-def _bytes_of(name: str, tensor: torch.Tensor, num_slots: int) -> np.ndarray:
+def _bytes_of(
+    name: str, tensor: torch.Tensor, num_slots: int, device: torch.device
+) -> torch.Tensor:
     """A view ``[slots, bytes]`` of weights."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: expected a tensor on the CPU, got one on {tensor.device}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
     if tensor.dim() < 1 or tensor.shape[0] != num_slots:
         raise ValueError(f"{name}: expected [{num_slots}, ...], got shape {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor")
-    return tensor.detach().reshape(num_slots, -1).view(torch.uint8).numpy()
+    return tensor.data.reshape(num_slots, -1).view(torch.uint8)  # of which autograd knows nothing

@@ -43,11 +43,8 @@ class Group : public GroupOf<Family, Config> {
   virtual void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) = 0;
   // A local call, which takes no turn.
   virtual void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) = 0;
-  // Likewise, of executors with logical experts.
-  virtual void tell_loads(const DLTensor*, std::int32_t /*clear*/, xd_stream) {
-    require_logical_experts(config_);
-    require_no_logical_experts(config_);
-  }
+  // Likewise.
+  virtual void tell_loads(const DLTensor* loads, std::int32_t clear, xd_stream stream) = 0;
 
   // An operation: goes on with the members of the communicator's view (view.h).
   virtual void enter_view(xd_stream) {

@@ -123,12 +123,6 @@ void require_logical_experts(const CommonConfig& config) {
       "group: was made with num_logical_experts = 0, expected 1 to num_experts = ", config.experts);
 }
 
-void require_no_logical_experts(const CommonConfig& config) {
-  if (config.logical_experts == 0) return;
-  fail(XD_ERROR_UNSUPPORTED, "config.num_logical_experts = ", config.logical_experts,
-       ", expected 0: groups on CUDA devices have no logical experts so far");
-}
-
 void require_outlives_losses(const Config& config) {
   XD_REQUIRE(config.outlives_losses,
              "group: was made with on_peer_loss = XD_EP_PEER_LOSS_FATAL, expected "

@@ -159,9 +159,6 @@ void require_no_wires(const CommonConfig& config);
 
 // Throws INVALID_ARGUMENT unless the group has logical experts.
 void require_logical_experts(const CommonConfig& config);
-// Throws UNSUPPORTED if ids are those of logical experts, which no group on CUDA devices has so
-// far.
-void require_no_logical_experts(const CommonConfig& config);
 
 // Throws INVALID_ARGUMENT unless the group outlives the loss of ranks.
 void require_outlives_losses(const Config& config);

@@ -28,9 +28,17 @@ class SlotTable {
     const std::uint32_t* const first = &first_[static_cast<std::size_t>(logical_expert)];
     const std::uint32_t count = first[1] - first[0];
     if (count == 0) return kNoSlot;
-    const std::uint64_t turn = (hint + rank_) % count;
-    return static_cast<int>(slots_[first[0] + turn]);
+    return static_cast<int>(slots_[first[0] + entry_of(hint, rank_, count)]);
   }
+  // The entry of a list of so many slots that a token of the rank takes, on host and device.
+  static constexpr std::uint64_t entry_of(std::uint64_t hint, std::uint64_t rank,
+                                          std::uint32_t count) {
+    return (hint + rank) % count;
+  }
+  // The lists of this rank's tokens, for an executor that looks into them itself: logical expert e
+  // has slots()[firsts()[e]] up to, without, slots()[firsts()[e + 1]], by their physical numbers.
+  const std::vector<std::uint32_t>& firsts() const { return first_; }
+  const std::vector<std::uint32_t>& slots() const { return slots_; }
   // Logical experts by the physical numbers of their slots [E]; -1 = empty.
   const std::vector<std::int32_t>& experts() const { return experts_; }
   // Equal for equal tables.

@@ -57,4 +57,13 @@ LlOperationError lost_peers(const LostPeers& peers) {
           .facts = {.masked = peers.masked, .masked_by = peers.masked_by}};
 }
 
+LlOperationError busy_with_halves(std::int64_t dispatches, int rank) {
+  return {
+      .status = XD_ERROR_BUSY,
+      .text = concat(dispatches,
+                     " dispatches are between their halves, expected none; peers do not hear of "
+                     "this call"),
+      .rank = rank};
+}
+
 }  // namespace xd::ep

@@ -68,4 +68,7 @@ struct LostPeers {
 };
 LlOperationError lost_peers(const LostPeers& peers);
 
+// A change of the table of slots while so many dispatches of this rank are between their halves.
+LlOperationError busy_with_halves(std::int64_t dispatches, int rank);
+
 }  // namespace xd::ep

@@ -9,6 +9,7 @@
 
 #include "conformance/cuda/graph.h"
 #include "conformance/fixed_step.h"
+#include "conformance/has_tables.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -65,6 +66,51 @@ TEST_P(CudaGraph, OfSomeRanksMeetsEagerCallsOfOthers) {
       }
       stage.expect_end();
     }
+  });
+}
+
+// Replays route by the table that is in force, under which some choices have no slot.
+TEST(CudaGraphOfLogicalExperts, FollowsChangesOfTheTable) {
+  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
+  for (FixedShape shape : kFixedShapes) {
+    // One rank alone has no more experts than a token chooses.
+    shape.tables = world().num_ranks() == 1 ? Tables::permuted
+                   : shape.dtype.bits == 16 ? Tables::with_gaps
+                                            : Tables::replicas;
+    on_every_rank([&](Rank& rank) {
+      SCOPED_TRACE(testing::PrintToString(shape));
+      Stage stage(rank, shape);
+      const auto graph = capture(stage);
+      for (int number = 0; number < kReplays; ++number) {
+        stage.step.load(number);
+        stage.step.set_table(stage.group.get());
+        if (number % 4 == 3) {
+          stage.enqueue();
+        } else {
+          graph->launch();
+        }
+        stage.expect_end();
+      }
+    });
+  }
+}
+
+TEST(CudaGraphOfLogicalExperts, HasNoChangeOfTheTable) {
+  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
+  FixedShape shape;
+  shape.tables = Tables::permuted;
+  on_every_rank([&](Rank& rank) {
+    Stage stage(rank, shape);
+    const Given other(make_table(shape.tables, rank.num_ranks, 4 * rank.num_ranks, 7));
+    stage.step.load(0);
+    stage.step.set_table(stage.group.get());
+    const Graph graph(rank, [&] {
+      EXPECT_EQ(xd_ep_group_set_placement(stage.group.get(), other.get(), rank.stream()),
+                XD_ERROR_INVALID_ARGUMENT);
+      stage.enqueue();
+    });
+    graph.launch();
+    stage.expect_end();
   });
 }
 

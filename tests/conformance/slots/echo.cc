@@ -33,6 +33,7 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
       choices_(c.choices(number)[static_cast<std::size_t>(rank.rank)]),
       owners_(c.owners()),
       topk_idx_(rank, kI64, {choices_.tokens, choices_.topk}),
+      hints_(rank, kI32, {choices_.tokens}),
       weights_(rank, kF32, {choices_.tokens, choices_.topk}),
       tokens_(rank, kF32, {choices_.tokens, std::int64_t{4} * c.row_units}),
       rows_(rank, kF32, {c.local_experts, c.num_slots(), std::int64_t{4} * c.row_units}),
@@ -47,6 +48,7 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
   set_plan(combine_, plan_);
   dispatch_.tokens = tokens_.dl();
   dispatch_.topk_idx = topk_idx_.dl();
+  if (c.tables != Tables::none) dispatch_.replica_hint = hints_.dl();
   dispatch_.recv_tokens = combine_.expert_out = rows_.dl();
   dispatch_.counts = counts_.dl();
   dispatch_.source_ranges = ranges_.dl();
@@ -58,7 +60,13 @@ Echo::Echo(const Rank& rank, const LlCase& c, int number)
 void Echo::load(int number) {
   number_ = number;
   choices_ = case_.choices(number)[static_cast<std::size_t>(rank_.rank)];
-  topk_idx_.write(choices_.ids);
+  topk_idx_.write(case_.ids(number)[static_cast<std::size_t>(rank_.rank)].ids);
+  const bool hints = case_.tables != Tables::none && case_.table(number).hints;
+  std::vector<std::int32_t> hint;
+  for (int t = 0; t < choices_.tokens; ++t) {
+    hint.push_back(hints ? Table::hint_of(rank_.rank, t) : t);
+  }
+  hints_.write(hint);
   for (int t = 0; t < choices_.tokens; ++t) {
     for (std::int64_t column = 0; column < tokens_.extent(1); ++column) {
       tokens_.set(t, column, std::bit_cast<std::uint32_t>(value(t, column)));

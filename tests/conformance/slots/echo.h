@@ -68,7 +68,7 @@ class Echo {
   Choices choices_;
   const std::vector<std::int32_t> owners_;
   Buffer plan_;
-  Tensor topk_idx_, weights_;
+  Tensor topk_idx_, hints_, weights_;
   Strided tokens_, rows_;
   Tensor counts_, ranges_, out_, waits_;
   xd_ll_dispatch_args dispatch_ = XD_LL_DISPATCH_ARGS_INIT;

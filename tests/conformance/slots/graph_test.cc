@@ -18,6 +18,7 @@ struct GraphShape {
   const char* name;
   bool halves;
   xd_ll_peer_loss on_peer_loss;
+  Tables tables = Tables::none;
 };
 void PrintTo(const GraphShape& shape, std::ostream* out) { *out << shape.name; }
 
@@ -26,14 +27,20 @@ class Pair {
  public:
   Pair(const Rank& rank, const LlCase& c, const GraphShape& shape)
       : rank_(rank),
+        case_(c),
         halves_(shape.halves),
         group_(make_group(rank, c, {shape.on_peer_loss, 0})),
         first_(rank, c, 0),
         second_(rank, c, 1) {}
 
+  // Two batches have one table.
   void load(int number) {
     first_.load(2 * number);
     second_.load(2 * number + 1);
+    if (case_.tables == Tables::none) return;
+    const Given table(case_.table(2 * number));
+    ok(finish(rank_, group_.get(),
+              xd_ll_group_set_placement(group_.get(), table.get(), rank_.stream())));
   }
   void enqueue() {
     const std::vector<xd_ll_phase> phases = halves_
@@ -56,13 +63,15 @@ class Pair {
 
  private:
   const Rank& rank_;
+  const LlCase case_;
   const bool halves_;
   const LlGroup group_;
   Echo first_, second_;
 };
 
-LlCase graph_case() {
+LlCase graph_case(const GraphShape& shape) {
   LlCase c = echo_case(world().num_ranks());
+  c.tables = shape.tables;
   c.tokens = Tokens::full;  // a graph keeps its tensors' shapes
   c.max_tokens = 24;
   return c;
@@ -72,7 +81,7 @@ class LlGraph : public testing::TestWithParam<GraphShape> {};
 
 TEST_P(LlGraph, ReplaysWithOtherRoutingBetweenEagerSteps) {
   on_every_rank([](Rank& rank) {
-    Pair pair(rank, graph_case(), GetParam());
+    Pair pair(rank, graph_case(GetParam()), GetParam());
     const Graph graph(rank, [&] { pair.enqueue(); });
     for (int number = 0; number < kReplays; ++number) {
       pair.load(number);
@@ -90,7 +99,7 @@ TEST_P(LlGraph, ReplaysWithOtherRoutingBetweenEagerSteps) {
 
 TEST_P(LlGraph, OfSomeRanksMeetsEagerCallsOfOthers) {
   on_every_rank([](Rank& rank) {
-    Pair pair(rank, graph_case(), GetParam());
+    Pair pair(rank, graph_case(GetParam()), GetParam());
     const Graph graph(rank, [&] { pair.enqueue(); });
     for (int number = 0; number < kReplays; ++number) {
       pair.load(number);
@@ -109,7 +118,10 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(GraphShape{"whole", false, XD_LL_PEER_LOSS_FATAL},
                     GraphShape{"halves", true, XD_LL_PEER_LOSS_FATAL},
                     GraphShape{"whole_that_masks", false, XD_LL_PEER_LOSS_MASK},
-                    GraphShape{"halves_that_mask", true, XD_LL_PEER_LOSS_MASK}),
+                    GraphShape{"halves_that_mask", true, XD_LL_PEER_LOSS_MASK},
+                    GraphShape{"whole_by_tables", false, XD_LL_PEER_LOSS_FATAL, Tables::with_gaps},
+                    GraphShape{"halves_by_tables_that_mask", true, XD_LL_PEER_LOSS_MASK,
+                               Tables::replicas}),
     [](const testing::TestParamInfo<GraphShape>& instance) { return instance.param.name; });
 
 }  // namespace

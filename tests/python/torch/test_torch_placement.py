@@ -12,6 +12,7 @@ import torch
 import crossdock.torch as xd
 from crossdock.errors import Busy, Mismatch
 from support import Rank, on_ranks
+from torch_support import where
 
 LOGICAL, SLOTS, HIDDEN, TOKENS = 6, 4, 16, 5  # slots of each of 2 ranks
 OLD = [[0, 1, 2, -1], [3, 4, 5, -1]]
@@ -44,7 +45,7 @@ def served(
 ) -> list[torch.Tensor]:
     """A batch through the experts, each of which multiplies by its weights, on both ways."""
     bulk, few = groups
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(where()).manual_seed(seed)
     ids = torch.rand(TOKENS, LOGICAL, generator=generator).argsort(dim=1)[:, :2].contiguous()
     tokens = torch.randint(-4, 5, (TOKENS, HIDDEN), generator=generator).float()
     plan = bulk.prepare(ids)
@@ -61,7 +62,7 @@ def served(
 
 @on_ranks(2)
 def test_experts_move_while_both_kinds_of_groups_serve_them(me: Rank) -> None:
-    with xd.init(device="cpu", heap_bytes=1 << 20) as comm, torch.no_grad():
+    with xd.init(device=where(), heap_bytes=1 << 20) as comm, torch.no_grad():
         groups, weights = placed(comm, me.rank)
         bulk = groups[0]
         out, decoded, expected = served(groups, weights, me.rank)
@@ -84,9 +85,39 @@ def test_experts_move_while_both_kinds_of_groups_serve_them(me: Rank) -> None:
                 move([weights if me.rank == 0 else tensor])
 
 
+@on_ranks(1)
+def test_a_move_ends_in_another_mode_of_autograd_than_it_began(me: Rank) -> None:
+    old, new = [[0, 1, 2, -1]], [[2, 0, 0, 1]]
+    sizes = sizes_of_groups() | {"num_experts": SLOTS, "num_logical_experts": 3}
+    generator = torch.Generator(where()).manual_seed(5)
+    tokens = torch.randint(-4, 5, (TOKENS, HIDDEN), generator=generator).float()
+    ids = torch.rand(TOKENS, 3, generator=generator).argsort(dim=1)[:, :2].contiguous()
+    ids[0, 0] = -1
+    expected = tokens * (1 + ids).sum(dim=1, keepdim=True)
+    with xd.init(device=where(), heap_bytes=1 << 20) as comm:
+        for begins, ends in ((True, False), (False, True)):
+            group = xd.EpGroup(**sizes)
+            group.set_placement(torch.tensor(old))
+            with torch.inference_mode(begins):
+                weights = comm.empty_symmetric((SLOTS, HIDDEN), torch.float32)
+                weights.copy_(torch.tensor(old[0])[:, None].add(1))
+                steps = xd.ExpertMove(group, [weights], old, new, bytes_per_step=100)
+            with torch.inference_mode(ends):
+                while not steps.step():
+                    assert weights[:3, 0].tolist() == [1, 2, 3]
+            assert weights[:, 0].tolist() == [3, 1, 1, 2]
+            with torch.no_grad():
+                plan = group.prepare(ids)
+                received = xd.dispatch(plan, tokens)
+                out = xd.combine(plan, received.tokens * weights[plan.row_experts().clamp(min=0)])
+            assert torch.equal(out, expected)
+            assert group.loads().tolist() == [[int((ids == expert).sum()) for expert in range(3)]]
+            group.close()
+
+
 @on_ranks(2)
 def test_groups_change_their_tables_together_or_not_at_all(me: Rank) -> None:
-    with xd.init(device="cpu", heap_bytes=1 << 20) as comm, torch.no_grad():
+    with xd.init(device=where(), heap_bytes=1 << 20) as comm, torch.no_grad():
         groups, weights = placed(comm, me.rank)
         bulk, few = groups
         none = torch.full((1, 2), -1)
@@ -119,9 +150,9 @@ def test_groups_change_their_tables_together_or_not_at_all(me: Rank) -> None:
 def test_states_of_an_optimiser_move_with_their_experts(me: Rank) -> None:
     """Steps before and behind moves have the bits of those on one rank, where nothing moves."""
     tables = [OLD, [[5, 0, -1, 3], [2, -1, 4, 1]], [[3, -1, 4, 5], [1, 2, 0, -1]], OLD]
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator(where()).manual_seed(11)
     whole = torch.nn.Parameter(torch.randn(LOGICAL, HIDDEN, generator=generator))
-    with xd.init(device="cpu", heap_bytes=1 << 12) as comm:
+    with xd.init(device=where(), heap_bytes=1 << 12) as comm:
         group = xd.EpGroup(**sizes_of_groups())
         group.set_placement(OLD)
         comm.reserve(1 << 12)
@@ -184,7 +215,7 @@ MOVED = [[1, 0, 3, 2], [4, 5, 0, -1]]
 
 @on_ranks(2)
 def test_layers_refuse_tables_that_their_weights_do_not_lie_by(me: Rank) -> None:
-    with xd.init(device="cpu"):
+    with xd.init(device=where()):
         group = xd.EpGroup(**sizes_of_groups())
         layer = layer_of(group, decode_tokens=2)
         few = layer.decode_group
@@ -210,7 +241,7 @@ def test_layers_refuse_tables_that_their_weights_do_not_lie_by(me: Rank) -> None
 
 @on_ranks(2)
 def test_checkpoints_of_moved_experts_load_by_their_table(me: Rank) -> None:
-    with xd.init(device="cpu"), torch.no_grad():
+    with xd.init(device=where()), torch.no_grad():
         layer = layer_of(xd.EpGroup(**sizes_of_groups()))
         x = torch.randn(2, HIDDEN)
         wanted = layer(x).hidden
@@ -251,7 +282,7 @@ class Scaled(torch.nn.Module):
 
 @on_ranks(2)
 def test_experts_that_cannot_move_are_refused_and_loads_stay(me: Rank) -> None:
-    with xd.init(device="cpu"), torch.no_grad():
+    with xd.init(device=where()), torch.no_grad():
         with pytest.raises(ValueError, match="experts.scale: expected parameters only"):
             layer_of(xd.EpGroup(**sizes_of_groups()), experts=Scaled())
         layer = layer_of(xd.EpGroup(**sizes_of_groups()))
@@ -273,7 +304,7 @@ def test_experts_that_cannot_move_are_refused_and_loads_stay(me: Rank) -> None:
 
 @on_ranks(2)
 def test_a_layer_that_is_rebalanced_gives_the_same_bits(me: Rank) -> None:
-    with xd.init(device="cpu"), torch.inference_mode():
+    with xd.init(device=where()), torch.inference_mode():
         group = xd.EpGroup(**sizes_of_groups())
         torch.manual_seed(3)
         # Only experts 0 to 3 are chosen, which are in the slots of rank 0 at first. One choice has
@@ -303,7 +334,7 @@ def test_a_layer_that_is_rebalanced_gives_the_same_bits(me: Rank) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_has_loaded_waits_for_the_others_in_steps(me: Rank) -> None:
-    with xd.init(device="cpu") as comm, torch.no_grad():
+    with xd.init(device=where()) as comm, torch.no_grad():
         (group, _), weights = placed(comm, me.rank)
         new = [[0, 1, 2, 4], [0, 1, 2, 5]]
         old = [[0, 1, 2, -1], [3, 5, 5, -1]]  # expert 4 is in no slot; rank 1 copies most
@@ -324,7 +355,7 @@ def test_a_rank_that_has_loaded_waits_for_the_others_in_steps(me: Rank) -> None:
 
 @on_ranks(2)
 def test_a_model_is_rebalanced_in_steps_while_it_serves(me: Rank) -> None:
-    with xd.init(device="cpu"), torch.no_grad():
+    with xd.init(device=where()), torch.no_grad():
         model = torch.nn.Sequential(*(layer_of(xd.EpGroup(**sizes_of_groups())) for _ in range(2)))
         first, second = model
         x = torch.randn(TOKENS, HIDDEN)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -201,6 +202,7 @@ class MoELayer(nn.Module):
         check_group(group, hidden, num_experts, topk, dtype)
         self.group, self.combine_wire = group, combine_wire
         self.placement: torch.Tensor
+        self._host_table: tuple[object, np.ndarray] | None = None
         self.decode_group: LowLatencyGroup | None = None
         if decode_tokens:
             alignment = alignment_of(group.dtype) if self._has_own_group else group.alignment

@@ -12,7 +12,14 @@ from torch import nn
 from .._group import EpGroup
 from .._placement import PlacedGroup, into_symmetric
 
-__all__ = ["experts_here", "note_table", "place_experts", "require_free", "require_placed"]
+__all__ = [
+    "experts_here",
+    "note_table",
+    "place_experts",
+    "require_free",
+    "require_placed",
+    "table_of",
+]
 
 
 class PlacedLayer(Protocol):
@@ -20,6 +27,7 @@ class PlacedLayer(Protocol):
 
     group: EpGroup
     placement: torch.Tensor
+    _host_table: tuple[object, np.ndarray] | None
     first_expert: int
     num_local_experts: int
 
@@ -47,13 +55,26 @@ def place_experts(layer: PlacedLayer, experts: nn.Module) -> None:
         )
     into_symmetric(experts, group.comm)
     # A state dict has it beside the weights, which lie by slot.
-    layer.register_buffer("placement", torch.from_numpy(_table(group).copy()))
+    table = torch.from_numpy(_table(group).copy()).to(group.comm.device)
+    layer.register_buffer("placement", table)
     group.layer = weakref.ref(layer)
 
 
 def note_table(layer: PlacedLayer) -> None:
     """Says that the weights are where the group's table has them."""
     layer.placement.copy_(torch.from_numpy(_table(layer.group)))
+    layer._host_table = None
+
+
+def table_of(layer: PlacedLayer) -> np.ndarray:
+    """The table by which the weights lie. From a GPU it is copied once, until it is written."""
+    table = layer.placement
+    if table.device.type == "cpu":
+        return table.numpy()
+    mark = table.data_ptr(), table.is_inference() or table._version
+    if layer._host_table is None or layer._host_table[0] != mark:
+        layer._host_table = mark, table.cpu().numpy()
+    return layer._host_table[1]
 
 
 def experts_here(layer: PlacedLayer) -> list[tuple[int, int]]:
@@ -88,7 +109,7 @@ def require_placed(layer: PlacedLayer, few: PlacedGroup | None, at: Any) -> None
         )
     if torch.compiler.is_compiling():
         return
-    if not np.array_equal(layer.placement.numpy(), _table(group)):
+    if not np.array_equal(table_of(layer), _table(group)):
         at.refuse(
             ValueError,
             "layer.placement: expected the group's placement, as weights lie by it, got another; "

@@ -14,7 +14,7 @@ from crossdock.errors import InvalidArgument
 from .._placement import ExpertMove
 from .._sharding import local_tensor
 from .layer import MoELayer
-from .placed import note_table
+from .placed import note_table, table_of
 
 __all__ = ["Rebalance", "rebalance"]
 
@@ -148,7 +148,7 @@ class _Move(ExpertMove):
             )
             weights = [_symmetric(layer, one) for one in layer.expert_parameters()]
             groups = [one for one in (group, layer.decode_group) if one is not None]
-        old = layer.placement.numpy()
+        old = table_of(layer)
         super().__init__(groups, weights, old, new, bytes_per_step=bytes_per_step)
 
     def _marks(self) -> object:

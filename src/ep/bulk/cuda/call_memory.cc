@@ -22,6 +22,7 @@ Claim claim(const PlanBytes& plan, std::size_t most) {
 void require_memory(const PrepareCall& c, std::size_t plan_bytes, xd::cuda::KnownMemory& known) {
   known.require({{"plan", c.plan, plan_bytes},
                  claim(c.topk_idx),
+                 claim(c.replica_hint),
                  number(c.counts),
                  number(c.padded_counts),
                  number(c.offsets),

@@ -18,6 +18,7 @@
 #include "ep/bulk/cuda/report.h"
 #include "ep/bulk/records.h"
 #include "ep/executors.h"
+#include "ep/plan/cuda/device_slot_table.h"
 #include "ep/plan/cuda/sm_ledger.h"
 #include "turn/device/runner.h"
 
@@ -54,6 +55,8 @@ class CudaGroup final : public Group {
   void combine_bwd(const xd_ep_combine_bwd_args* args, xd_stream stream) override {
     run(XD_EP_COMBINE_BWD, read_combine_bwd, args, stream);
   }
+  void set_placement(const xd_ep_placement* placement, xd_stream stream) override;
+  void tell_loads(const DLTensor* loads, std::int32_t clear, xd_stream stream) override;
   void row_experts(const xd_ep_plan_row_experts_args* args, xd_stream stream) override {
     comm().errors().check_open();
     const xd::cuda::DeviceGuard guard(comm().device().device_id);
@@ -62,7 +65,7 @@ class CudaGroup final : public Group {
     start_row_experts(call, plan_binding(), stream);
   }
 
-  void collect_losses() override { losses_.collect(*runner_.report(), *this); }
+  void collect_losses() override { losses_.collect(*runner_.report(), slots_, *this); }
   xd_ep_status take_status() override {
     runner_.collect();
     collect_losses();
@@ -139,6 +142,7 @@ class CudaGroup final : public Group {
     xd::cuda::DeviceBuffer scratch, tables;
     Runner::Memory of_turns;
     std::unique_ptr<RemoteGroup> remote;
+    DeviceSlotTable slots;
     Kept* next = nullptr;
   };
   std::unique_ptr<Kept> kept_ = std::make_unique<Kept>();
@@ -151,6 +155,7 @@ class CudaGroup final : public Group {
   Segments segments_;
   std::unique_ptr<RemoteGroup> remote_;  // where some ranks are on other machines
   xd::cuda::DeviceBuffer scratch_, tables_;
+  DeviceSlotTable slots_;
   GroupDevice device_{};
   ExpertMap experts_;                         // with tables in device memory
   const std::uint32_t* host_keys_ = nullptr;  // CombineParams::host_keys
@@ -186,6 +191,7 @@ CudaGroup::CudaGroup(std::shared_ptr<Comm> owner, const xd_ep_config* user)
     runner_.allocate();
     scratch_ = xd::cuda::DeviceBuffer(ordinal, scratch.words * sizeof(std::uint32_t),
                                       "a group's working memory");
+    slots_ = DeviceSlotTable(config(), slot_table(), rank(), ordinal, true);
     load_kernels(limits_, remote_ != nullptr, config().wire_formats != 0);
     describe_group();
     describe_ranks();
@@ -209,14 +215,13 @@ void CudaGroup::keep_for_good() noexcept {
   if (remote_ != nullptr) remote_->outlive_group();
   Kept* const kept = kept_.release();
   *kept = {std::move(keeps_comm_), std::move(segments_), std::move(scratch_), std::move(tables_),
-           runner_.take_memory(),  std::move(remote_),   all.load()};
+           runner_.take_memory(),  std::move(remote_),   std::move(slots_),   all.load()};
   while (!all.compare_exchange_weak(kept->next, kept)) {
   }
 }
 
 void CudaGroup::check_limits() const {
   if (!comm().hosts().all_are_near()) require_no_wires(config());
-  require_no_logical_experts(config());
   require_no_resume(config());
   if (config().ranks > kMaxDeviceRanks || config().experts > kMaxDeviceExperts) {
     fail(XD_ERROR_UNSUPPORTED, "config: ", config().ranks, " ranks and ", config().experts,
@@ -257,6 +262,7 @@ void CudaGroup::describe_group() {
   g.comm = comm().device_comm();
   g.number = number();
   g.experts = c.experts;
+  g.slots = slots_.device();
   g.local_experts = c.local_experts;
   g.max_tokens = c.max_tokens;
   g.terms = terms_of(plan_binding());
@@ -318,15 +324,44 @@ void CudaGroup::describe_ranks() {
 
 void CudaGroup::launch_failed_turn(const turn::Call& call, std::uint32_t number,
                                    xd_stream stream) const {
-  FailedParams params = failed_params(call, view());
+  Record record;
+  record.call = call;
+  BareParams params = bare_params(record, view());
   params.turn.launch = number;
-  launch(params, remote_ != nullptr,
-         {.blocks = 1, .first_blocks = 0, .threads = 128, .shared_bytes = 0}, stream);
+  launch(params, remote_ != nullptr, stream);
+}
+
+void CudaGroup::set_placement(const xd_ep_placement* placement, xd_stream stream) {
+  require_logical_experts(config());
+  comm().require_not_captured(stream);
+  runner_.run(XD_EP_SET_PLACEMENT, stream, [&] {
+    const SlotTable table = SlotTable::read(placement, config(), rank());
+    BareParams params = bare_params(record_of(table), view());
+    params.turn.launch = runner_.next_launch();
+    slots_.change(table, [&](const SlotTableChange& change) {
+      params.change = change;
+      launch(params, remote_ != nullptr, stream);
+    });
+  });
+}
+
+void CudaGroup::tell_loads(const DLTensor* loads, std::int32_t clear, xd_stream stream) {
+  require_logical_experts(config());
+  comm().errors().check_open();
+  const xd::cuda::DeviceGuard guard(comm().device().device_id);
+  const Tensor out = read_loads(loads, clear, call_context());
+  known_memory_.require({xd::cuda::claim(out, true)});
+  slots_.tell_loads(out, clear != 0, stream);
 }
 
 void CudaGroup::start(const PrepareCall& call, xd_stream stream) {
   require_memory(call, plan_bytes_, known_memory_);
   PrepareParams params = prepare_params(call, view());
+  if (slots_) {
+    const Tensor slots = slots_.to_slots(call.topk_idx, call.replica_hint, false, stream);
+    params.topk_idx = slots.data;
+    params.wide_ids = false;
+  }
   params.turn.launch = runner_.next_launch();
   params.scratch = scratch_.as<std::uint32_t>();
   params.experts = experts_;
@@ -379,13 +414,13 @@ std::unique_ptr<Group> make_group(std::shared_ptr<Comm> comm, const xd_ep_config
 }
 
 xd_ep_memory group_memory(const Config& config) {
-  require_no_logical_experts(config);
   require_no_resume(config);
   xd_ep_memory memory = shared_memory_of(config, keeps_of);
   memory.symmetric_bytes = round_up(memory.symmetric_bytes, kGranularity);
   memory.private_bytes =
       PrepareScratch::make(config.experts, config.ranks).words * sizeof(std::uint32_t) +
-      GroupTables::make(config.map()).end + sizeof(GroupState) + sizeof(Report);
+      DeviceSlotTable::bytes(config, true) + GroupTables::make(config.map()).end +
+      sizeof(GroupState) + sizeof(Report);
   return memory;
 }
 

@@ -220,10 +220,10 @@ void sum_rows(const TurnFiller& fill, const Tensor& tensor, const Tensor& out,
 
 }  // namespace
 
-FailedParams failed_params(const turn::Call& call, const GroupView& view) {
-  FailedParams params{};
+BareParams bare_params(const Record& record, const GroupView& view) {
+  BareParams params{};
   params.turn.group = view.device;
-  params.turn.record.call = call;
+  params.turn.record = record;
   return params;
 }
 

@@ -26,7 +26,7 @@ struct CombineStart {
   DType type = DType::bf16;
 };
 
-FailedParams failed_params(const turn::Call& call, const GroupView& view);
+BareParams bare_params(const Record& record, const GroupView& view);
 
 // All throw INVALID_ARGUMENT where a tensor lies outside symmetric memory and the group does not
 // stage. The caller fills in the number of the launch, and prepare's working memory.

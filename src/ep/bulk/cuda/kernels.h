@@ -10,9 +10,10 @@
 
 namespace xd::ep::cuda {
 
-// The parameters of a call that failed on the host, which takes part in the turn and moves nothing.
-struct FailedParams {
+// The parameters of a turn that moves no rows: of a call that failed on the host, or of a change.
+struct BareParams {
   TurnParams turn;
+  SlotTableChange change;
 };
 
 struct PrepareParams {
@@ -108,7 +109,7 @@ struct PrepareScratch {
 
 // Each starts a cooperative launch on `stream`; nothing waits. `remote`: some ranks are on other
 // machines, as GroupState says.
-void launch(const FailedParams& params, bool remote, const LaunchShape& shape, cudaStream_t stream);
+void launch(const BareParams& params, bool remote, cudaStream_t stream);
 void launch(const PrepareParams& params, bool remote, const LaunchShape& shape,
             cudaStream_t stream);
 void launch(const DispatchParams& params, DType scaled_type, bool remote, const LaunchShape& shape,

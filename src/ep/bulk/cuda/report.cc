@@ -41,15 +41,18 @@ OperationError operation_error_of(const Report& report, const Group& group) {
   }
 }
 
-void LossCounter::collect(Report& report, Group& group) {
+void LossCounter::collect(Report& report, const DeviceSlotTable& slots, Group& group) {
   const std::lock_guard lock(mutex_);
+  const std::int64_t unplaced = slots.unplaced();
   const std::uint64_t bad = std::atomic_ref(report.total_bad_ids).load(std::memory_order_relaxed);
   const std::uint64_t dropped =
       std::atomic_ref(report.total_dropped_rows).load(std::memory_order_relaxed);
   group.count_bad_ids(static_cast<std::int64_t>(bad - bad_ids_));
   group.count_dropped_rows(static_cast<std::int64_t>(dropped - dropped_rows_));
+  group.count_unplaced(unplaced - unplaced_);
   bad_ids_ = bad;
   dropped_rows_ = dropped;
+  unplaced_ = unplaced;
 }
 
 }  // namespace xd::ep::cuda

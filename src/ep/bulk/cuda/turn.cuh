@@ -154,6 +154,8 @@ __device__ inline void Turn::complete(Record& own) const {
     own.rows = static_cast<std::uint32_t>(s_.plan.recv_rows);
     own.fingerprint = s_.plan.fingerprint;
     if (p_.part != 0 || s_.has_sums) take_part(own);
+  } else if (own.call.operation == XD_EP_PREPARE && p_.group.slots != nullptr) {
+    own.fingerprint = p_.group.slots->hash;
   }
 }
 

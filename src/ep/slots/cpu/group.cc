@@ -244,10 +244,8 @@ void CpuLlGroup::set_placement(const xd_ep_placement* placement, xd_stream) {
   require_logical_experts(config());
   const Claim claim(calls_, kOperation);
   if (dispatches_.between_halves() > 0) {
-    refuse_call(dispatches_, kOperation, XD_ERROR_BUSY,
-                concat(dispatches_.between_halves(),
-                       " dispatches are between their halves, expected none; peers do not hear of "
-                       "this call"));
+    give_back(busy_with_halves(static_cast<std::int64_t>(dispatches_.between_halves()), rank()),
+              kOperation, dispatches_.sent());
   }
   SlotTable table;
   LlOperationError operation_error;

@@ -168,7 +168,8 @@ void add_given(const LlDispatchReceive& call, LlGivenParams& p) {
 }  // namespace
 
 void add_send(const LlDispatchSend& call, xd::cuda::KnownMemory& known, LlGivenParams& p) {
-  known.require({claim(call.tokens), claim(call.topk_idx), claim(call.topk_weights)});
+  known.require({claim(call.tokens), claim(call.topk_idx), claim(call.topk_weights),
+                 claim(call.replica_hint)});
   p.record = record_of(call);
   p.tokens = call.tokens.data;
   p.topk_idx = call.topk_idx.data;

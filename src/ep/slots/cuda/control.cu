@@ -1,4 +1,5 @@
-// The small operations of low latency: masks, reset, and the check of staging.
+// The small operations of low latency: masks, reset, the end of a change of the table of slots, and
+// the check of staging.
 //
 // A reset is three kernels, one after another on the stream:
 //
@@ -14,6 +15,7 @@
 // answer proves nothing. The words are released and acquired at system scope, in both rounds.
 #include "cuda/error.h"
 #include "ep/plan/cuda/launch.cuh"
+#include "ep/plan/cuda/slot_table.cuh"
 #include "ep/slots/cuda/kernels.h"
 #include "ep/slots/cuda/turn.cuh"
 #include "ep/slots/cuda/words.cuh"
@@ -187,6 +189,13 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constan
   }
 }
 
+// ---- The table of slots ------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kControlThreads)
+    end_change_kernel(const __grid_constant__ SlotTableChange change, const PlanHeader* plan) {
+  end_change(change, plan->magic == PlanHeader::kMagic);
+}
+
 // ---- The check ---------------------------------------------------------------------------------
 
 // True if all that this thread looks at in an operation's stage is free.
@@ -258,6 +267,10 @@ void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stre
   launch_plain(meet_kernel, 1, kControlThreads, stream, params);
 }
 
+void launch_end_change(const SlotTableChange& change, const PlanHeader* plan, cudaStream_t stream) {
+  launch_plain(end_change_kernel, 1, kControlThreads, stream, change, plan);
+}
+
 void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream) {
   launch_plain(verify_kernel, kFillBlocks, kFillThreads, stream, group, pipeline);
   launch_plain(verified_kernel, 1, 1, stream, group, pipeline);
@@ -268,7 +281,8 @@ void load_ll_control() {
        {reinterpret_cast<const void*>(mask_set_kernel),
         reinterpret_cast<const void*>(mask_get_kernel), reinterpret_cast<const void*>(meet_kernel),
         reinterpret_cast<const void*>(fill_kernel), reinterpret_cast<const void*>(verify_kernel),
-        reinterpret_cast<const void*>(verified_kernel)}) {
+        reinterpret_cast<const void*>(verified_kernel),
+        reinterpret_cast<const void*>(end_change_kernel)}) {
     cudaFuncAttributes attributes{};
     XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
   }

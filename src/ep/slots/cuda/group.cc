@@ -14,12 +14,14 @@
 #include "cuda/stream.h"
 #include "ep/executors.h"
 #include "ep/experts/cuda/experts.h"
+#include "ep/plan/cuda/device_slot_table.h"
 #include "ep/plan/cuda/sm_ledger.h"
 #include "ep/slots/cuda/call_params.h"
 #include "ep/slots/cuda/kernels.h"
 #include "ep/slots/cuda/remote/group.h"
 #include "ep/slots/cuda/report.h"
 #include "ep/slots/cuda/shape.h"
+#include "ep/slots/cuda/tables.h"
 #include "turn/device/runner.h"
 
 namespace xd::ep::cuda {
@@ -40,24 +42,6 @@ LlSizes sizes_of(const LlConfig& c) {
           .has_slots = c.has_slots()};
 }
 
-// Tables of a group in device memory, as byte offsets.
-struct LlTables {
-  std::uint64_t areas, places, order, counts[2], hosts, end;
-
-  static LlTables make(const LlConfig& c, int blocks) {
-    LayoutCursor cursor;
-    LlTables tables{};
-    tables.areas = cursor.add<HeapRange>(at(c.ranks));
-    tables.places = cursor.add<std::uint32_t>(at(c.experts));
-    tables.order = cursor.add<std::uint32_t>(at(c.ranks) * at(c.max_tokens));
-    for (std::uint64_t& counts : tables.counts)
-      counts = cursor.add<turn::PipelineCount>(at(blocks));
-    tables.hosts = cursor.add<RankBits>(at(c.ranks));
-    tables.end = cursor.at;
-    return tables;
-  }
-};
-
 class CudaLlGroup final : public LlGroup {
  public:
   CudaLlGroup(std::shared_ptr<Comm> comm, const xd_ll_config* config);
@@ -73,6 +57,14 @@ class CudaLlGroup final : public LlGroup {
       return start_combine(args, halves, entered, stream);
     });
   }
+  void set_placement(const xd_ep_placement* placement, xd_stream stream) override {
+    require_logical_experts(config());
+    comm().require_not_captured(stream);
+    run(XD_LL_SET_PLACEMENT, stream, [&](LlHalves& halves, bool& entered) {
+      start_set_placement(placement, halves, entered, stream);
+      return LlOperationError{};
+    });
+  }
   void mask_set(std::int32_t peer, std::int32_t masked, xd_stream stream) override;
   void mask_get(const DLTensor* mask, xd_stream stream) override;
   void reset(xd_stream stream) override;
@@ -83,6 +75,9 @@ class CudaLlGroup final : public LlGroup {
         std::atomic_ref(runner_.report()->total_bad_ids).load(std::memory_order_relaxed);
     count_bad_ids(static_cast<std::int64_t>(bad - bad_ids_));
     bad_ids_ = bad;
+    const std::int64_t unplaced = slots_.unplaced();
+    count_unplaced(unplaced - unplaced_);
+    unplaced_ = unplaced;
   }
   xd_ll_status take_status() override {
     runner_.collect();
@@ -164,6 +159,9 @@ class CudaLlGroup final : public LlGroup {
                                   xd_stream stream);
   LlOperationError start_combine(const xd_ll_combine_args* args, LlHalves& halves, bool& entered,
                                  xd_stream stream);
+  void start_set_placement(const xd_ep_placement* placement, LlHalves& halves, bool& entered,
+                           xd_stream stream);
+  void enqueue_dispatch(LlGivenParams& params, bool& entered, xd_stream stream) const;
   void launch_failed_turn(const turn::Call& call, const LlHalves& halves, std::uint32_t number,
                           xd_stream stream) const;
   template <class Params>
@@ -194,9 +192,12 @@ class CudaLlGroup final : public LlGroup {
   Segments segments_;
   std::unique_ptr<LlRemoteGroup> remote_;  // where some ranks are on other machines
   xd::cuda::DeviceBuffer tables_;
+  DeviceSlotTable slots_;
+  xd::cuda::DeviceBuffer verdict_;  // LlVerdictMap
   LlDevice device_{};
   std::mutex losses_mutex_;
   std::uint64_t bad_ids_ = 0;  // bad ids that the group has been told of
+  std::int64_t unplaced_ = 0;  // likewise choices of experts without a slot
   Runner runner_{*this, config().fatal_errors,
                  [this](const LlReport& report) { return operation_error_of(report, *this); }};
 };
@@ -219,6 +220,9 @@ CudaLlGroup::CudaLlGroup(std::shared_ptr<Comm> owner, const xd_ll_config* user)
     check_limits();
     choose_shapes();
     runner_.allocate();
+    slots_ = DeviceSlotTable(config(), slot_table(), rank(), device_id(), false);
+    verdict_ = xd::cuda::DeviceBuffer(device_id(), LlVerdictMap::make(config(), plan_bytes_).end,
+                                      "a group's table of slots");
     describe_group();
     describe_tables();
     load_kernels();
@@ -232,7 +236,6 @@ CudaLlGroup::~CudaLlGroup() { static_cast<void>(runner_.end()); }
 
 void CudaLlGroup::check_limits() const {
   const LlConfig& c = config();
-  require_no_logical_experts(c);
   // Counts of rows from each source lie in shared memory.
   const std::int64_t counters = std::int64_t{c.ranks} * c.local_experts;
   if (counters > 65536 || c.local_experts >= 65535) {
@@ -306,6 +309,7 @@ void CudaLlGroup::describe_group() {
                             .topk = c.max_topk,
                             .items = std::int64_t{c.ranks} * c.max_tokens});
   g.nonce = nonce();
+  g.slots = slots_.device();
 }
 
 // Also frees all staging for the first time. All ranks do before any of them begins an operation.
@@ -346,6 +350,7 @@ void CudaLlGroup::load_kernels() {
   LlDispatchParams params{};
   LlStep step{.send = true, .receive = true, .failed = false, .silent = false, .launch = 0};
   load_ll_control();
+  load_slot_table();
   load_experts();
   if (remote_ != nullptr) {
     remote_->load(device_, dispatch_shape(step, params), room(), combine_shape(step));
@@ -415,16 +420,59 @@ LlOperationError CudaLlGroup::start_dispatch(const xd_ll_dispatch_args* args, Ll
   params.group = device_;
   params.step = step_of(read.halves);
   params.record.call.operation = XD_LL_DISPATCH;
-  if (read.halves.send) add_send(read_ll_send(read.args, call_context()), known_memory_, params);
+  LlDispatchSend send;
+  if (read.halves.send) {
+    send = read_ll_send(read.args, call_context());
+    add_send(send, known_memory_, params);
+  }
   const LlOperationError bad =
       read.halves.receive ? add_receive_half(read, params) : LlOperationError{};
-  if (remote_ != nullptr) {
-    enqueue_remote(params, entered, stream);
-    return bad;
+  if (slots_ && read.halves.send) {
+    const bool dependent = device_.dependent;
+    params.topk_idx = slots_.to_slots(send.topk_idx, send.replica_hint, dependent, stream).data;
+    params.wide_ids = false;
   }
+  enqueue_dispatch(params, entered, stream);
+  return bad;
+}
+
+void CudaLlGroup::enqueue_dispatch(LlGivenParams& params, bool& entered, xd_stream stream) const {
+  if (remote_ != nullptr) return enqueue_remote(params, entered, stream);
   const LaunchShape shape = dispatch_shape(params.step, params);
   enqueue(params, shape, kLlDispatch, stream);
-  return bad;
+}
+
+// It takes its turn as a dispatch without tokens. Where all ranks agree that one makes a plan, by
+// which the kernel behind it knows.
+void CudaLlGroup::start_set_placement(const xd_ep_placement* placement, LlHalves& halves,
+                                      bool& entered, xd_stream stream) {
+  const SlotTable table = SlotTable::read(placement, config(), rank());
+  constexpr std::uint32_t kRowBytes = 16;  // of the rows that nobody sends
+  const LlVerdictMap map = LlVerdictMap::make(config(), plan_bytes_);
+  LlGivenParams params{};
+  params.group = device_;
+  params.step = step_of(LlHalves{});
+  params.record.call.operation = XD_LL_SET_PLACEMENT;
+  params.record.fingerprint = table.hash();
+  params.record.dtype = params.recv_type = static_cast<std::uint8_t>(DType::bf16);
+  params.record.row_bytes = params.recv_row_bytes = kRowBytes;
+  params.record.topk = 1;
+  params.form = ll_row_form(kRowBytes, 0, false, 0);
+  params.scale_element = sizeof(float);
+  params.plan = verdict_.data() + map.plan;
+  params.counts = reinterpret_cast<std::int32_t*>(verdict_.data() + map.counts);
+  params.rows.alignment = 1;
+  if (!config().has_slots()) {
+    params.rows.row_offsets = reinterpret_cast<std::int64_t*>(verdict_.data() + map.row_offsets);
+  }
+  slots_.change(table, [&](const SlotTableChange& change) {
+    // The call is right. While others are between their halves, it takes no turn.
+    halves = {};
+    XD_CUDA_CHECK(cudaMemsetAsync(params.plan, 0, sizeof(PlanHeader), stream));
+    enqueue_dispatch(params, entered, stream);
+    entered = true;
+    launch_end_change(change, reinterpret_cast<const PlanHeader*>(params.plan), stream);
+  });
 }
 
 LlOperationError CudaLlGroup::start_combine(const xd_ll_combine_args* args, LlHalves& halves,
@@ -470,9 +518,7 @@ void CudaLlGroup::launch_failed_turn(const turn::Call& call, const LlHalves& hal
   params.step = step;
   params.record.call = call;
   params.scale_element = sizeof(float);
-  if (remote_ != nullptr) return enqueue_remote(params, entered, stream);
-  const LaunchShape shape = dispatch_shape(step, params);
-  enqueue(static_cast<const LlDispatchParams&>(params), shape, kLlDispatch, stream);
+  enqueue_dispatch(params, entered, stream);
 }
 
 // ---- Masks -------------------------------------------------------------------------------------
@@ -506,12 +552,12 @@ std::unique_ptr<LlGroup> make_group(std::shared_ptr<Comm> comm, const xd_ll_conf
 }
 
 xd_ll_memory group_memory(const LlConfig& config) {
-  require_no_logical_experts(config);
   constexpr int kMostBlocks = 256;
   xd_ll_memory memory XD_LL_MEMORY_INIT;
   memory.symmetric_bytes = round_up(LlWordsMap::make<LlRecord>(sizes_of(config)).end, kGranularity);
-  memory.private_bytes =
-      LlTables::make(config, kMostBlocks).end + sizeof(LlControl) + sizeof(LlReport);
+  memory.private_bytes = LlTables::make(config, kMostBlocks).end + sizeof(LlControl) +
+                         sizeof(LlReport) + DeviceSlotTable::bytes(config, false) +
+                         LlVerdictMap::make(config, plan_size(config)).end;
   return memory;
 }
 

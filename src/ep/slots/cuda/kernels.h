@@ -30,6 +30,8 @@ void launch_mask_set(const LlDevice& group, int rank, bool masked, cudaStream_t 
 void launch_mask_get(const LlDevice& group, std::int32_t* mask, cudaStream_t stream);
 // Brings the ranks back into step.
 void launch_reset(const LlDevice& group, std::uint32_t launch, cudaStream_t stream);
+// Ends a change of the table of slots, behind the dispatch that has a plan where all ranks agree.
+void launch_end_change(const SlotTableChange& change, const PlanHeader* plan, cudaStream_t stream);
 // Checks that a stage that has been taken is free: XD_LL_VERIFY.
 void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream);
 void load_ll_control();

@@ -8,6 +8,7 @@
 #include "base/rank_bits.h"
 #include "comm/device/comm.h"
 #include "ep/plan/count_word.h"
+#include "ep/plan/cuda/slot_table.h"
 #include "ep/plan/plan_check.h"
 #include "ep/plan/quantise.h"
 #include "ep/slots/cuda/map.h"
@@ -100,8 +101,9 @@ struct LlDevice {
   // The parts of this group's plans, which have room for all that may come.
   LlPlanMap plan;
   std::uint64_t nonce;
-  int num_hosts;          // 1: sums are not made by host
-  const RankBits* hosts;  // [num_hosts] the ranks of each, in device memory
+  const SlotTableDevice* slots;  // nullptr = no logical experts
+  int num_hosts;                 // 1: sums are not made by host
+  const RankBits* hosts;         // [num_hosts] the ranks of each, in device memory
 
   constexpr int rank() const { return comm.rank; }
   constexpr int ranks() const { return comm.num_ranks; }

@@ -76,6 +76,10 @@ LlOperationError operation_error_of(const LlReport& report, const LlGroup& group
           records, group.rank(), [&](int r) { return records[at(r)].call.operation != 0; });
     }
     default:
+      if (report.operation == XD_LL_SET_PLACEMENT &&
+          report.findings.kind == LlFault::both_between) {
+        return busy_with_halves(report.findings.got, group.rank());
+      }
       if (report.findings.kind == LlFault::none) {
         return bad_expert_ids<LlFamily>(report.findings.bad_ids, report.rank, group.config());
       }

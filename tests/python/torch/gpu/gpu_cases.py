@@ -31,6 +31,7 @@ MODULES = {
     for name in (
         *("torch_ops", "torch_direct", "torch_plans", "torch_fp8", "torch_pool", "torch_errors"),
         *("torch_opcheck", "torch_low_latency", "torch_tools", "torch_compile", "torch_wire"),
+        "torch_placement",
         *("moe_grouped", "moe_grouped_scaled", "moe_layer", "moe_decode", "moe_overlap"),
         *("moe_wire", "moe_mixed_precision", "training_alike"),
         *("tp_ops", "tp_errors", "tp_layers", "tp_fp8", "tp_dtensor", "tp_training"),

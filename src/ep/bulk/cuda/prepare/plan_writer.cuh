@@ -77,6 +77,7 @@ class PlanWriter {
   __device__ void write_small_parts() const;
   __device__ void seal() const;
   __device__ void report_totals() const;
+  __device__ void add_loads() const;
   __device__ void copy_items() const;
   __device__ std::uint64_t rows_between(int source, int rank, int lane) const;
   __device__ void write_rank_rows() const;
@@ -174,6 +175,7 @@ __device__ inline void PlanWriter::write_head() const {
   write_small_parts();
   seal();
   report_totals();
+  if (g_.slots != nullptr) add_loads();
 }
 
 // RANK_MAJOR: the pairs of a local expert, after drops.
@@ -339,6 +341,21 @@ __device__ inline void PlanWriter::report_totals() const {
   g_.control->dropped_rows += dropped;
   g_.report->total_bad_ids = g_.control->bad_ids;
   g_.report->total_dropped_rows = g_.control->dropped_rows;
+}
+
+// All ranks add the same numbers.
+__device__ inline void PlanWriter::add_loads() const {
+  const SlotTableDevice& table = *g_.slots;
+  const int all = g_.ranks() * g_.experts;
+#pragma unroll 1
+  for (int i = thread_in_block(); i < all; i += threads_per_block()) {
+    const int source = i / g_.experts, slot = i - source * g_.experts;
+    const std::int32_t expert = table.experts[slot];
+    const std::uint32_t choices = exchange_.choices(source, slot);
+    if (expert < 0 || choices == 0) continue;
+    // Nobody waits for the addition. Only the kernel that tells the loads may run beside it.
+    atomicAdd(table.loads + std::int64_t{source} * table.logical_experts + expert, choices);
+  }
 }
 
 // ---- All blocks --------------------------------------------------------------------------------

@@ -156,6 +156,13 @@ __device__ __noinline__ void tell_operation(const LlDispatchParams& p, LlShared&
   ptx::st_relaxed_sys(&p.group.report->total_bad_ids, control->bad_ids);
 }
 
+// The fingerprint of this launch's record: a batch has that of the table in force.
+__device__ inline std::uint64_t own_fingerprint(const LlDispatchParams& p) {
+  const SlotTableDevice* const slots = p.group.slots;
+  return slots != nullptr && p.record.call.operation == XD_LL_DISPATCH ? slots->hash
+                                                                       : p.record.fingerprint;
+}
+
 // Sends this rank's record to all: a warp of the last block. Eight lanes have a word each, and so
 // four ranks are told at once.
 class LlRecordSender {
@@ -171,6 +178,10 @@ class LlRecordSender {
 #pragma unroll
     for (std::uint32_t w = 0; w < kSealed; ++w) {
       if (at == w) word_ = reinterpret_cast<const std::uint64_t*>(&p_.record)[w];
+    }
+    static_assert(offsetof(LlRecord, fingerprint) % sizeof(std::uint64_t) == 0);
+    if (at == offsetof(LlRecord, fingerprint) / sizeof(std::uint64_t)) {
+      word_ = own_fingerprint(p_);
     }
     std::uint64_t hash = word_ * turn::seal_factor(static_cast<int>(at));
 #pragma unroll
@@ -189,7 +200,11 @@ class LlRecordSender {
   __device__ void send(std::uint64_t epoch) const {
     if (sent_ != 0) return;
     LlDispatchTurn turn(p_, s_, kLlDispatch);
-    if (p_.group.masks) return turn.send_record(p_.record);
+    if (p_.group.masks) {
+      LlRecord record = p_.record;
+      record.fingerprint = own_fingerprint(p_);
+      return turn.send_record(record);
+    }
     send_words(epoch, s_.area);
   }
 
