@@ -267,7 +267,9 @@ class LowLatencyCalls:
             checks.optional(out, "out", sums, torch.bfloat16)
             ranks = (self.group_size,)
             checks.optional(wait, "combine_wait_recv_cost_stats", ranks, torch.int64)
-            wire = number_of_wire(self.combine_wire, group.device, bool(use_logfmt))
+            wire = number_of_wire(
+                self.combine_wire, group.device, bool(use_logfmt), apart=group.session.apart
+            )
         rows = group.combine_buffer() if zero_copy else x
 
         if out is None:

@@ -83,8 +83,7 @@ class Session:
 
     Raises:
         Mismatch: those two contradict one another; on all ranks alike.
-        Unsupported: low-latency operations between machines are on CPUs, and leave out no rank; on
-            all ranks alike.
+        Unsupported: low-latency operations between machines leave out no rank; on all ranks alike.
     """
 
     def __init__(
@@ -154,12 +153,11 @@ class Session:
             host_of, modes, sizes = zip(*map(_TERMS.unpack, host.all_gather(mine)))
             require_equal("Buffer", "low_latency_mode", list(map(bool, modes)), self.rank, None)
             require_equal("Buffer", "num_rdma_bytes", sizes, self.rank, None)
-            if self.apart and low_latency_mode and (self.shrink or self.cuda):
-                what = "enable_shrink" if self.shrink else "low_latency_mode"
+            if self.apart and low_latency_mode and self.shrink:
                 raise Unsupported(
-                    f"Buffer: {what} = True, expected False, as the ranks are on several machines "
-                    f"({host.near_ranks} of {self.num_ranks} on this one): low-latency operations "
-                    f"between machines are on CPUs, and leave out no rank (rank {self.rank})",
+                    "Buffer: enable_shrink = True, expected False, as the ranks are on several "
+                    f"machines ({host.near_ranks} of {self.num_ranks} on this one): low-latency "
+                    f"operations between machines leave out no rank (rank {self.rank})",
                     status="XD_ERROR_UNSUPPORTED",
                     rank=self.rank,
                 )

@@ -56,7 +56,8 @@ class SlotGroup:
 
     def __init__(self, session: Session, shape: Shape) -> None:
         comm = session.comm
-        sizes = shape.sizes(session.shrink) | {"wire_formats": formats_on(session.device)}
+        wires = formats_on(session.device, session.apart)
+        sizes = shape.sizes(session.shrink) | {"wire_formats": wires}
         self.session = session
         self.shape = shape
         self.device = session.device

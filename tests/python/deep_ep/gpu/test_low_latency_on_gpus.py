@@ -10,12 +10,14 @@ import test_wire as wire
 from crossdock.deep_ep import Buffer
 from crossdock.errors import InvalidArgument
 from deep_ep_cases import on_gpus
+from support import Apart
 from torch_ranks import gpu_ranks
 
 SEED = 130
 RANKS = gpu_ranks()
 
 pytestmark = pytest.mark.gpu
+needs_peers = pytest.mark.skipif(RANKS == [1], reason="peers need a second GPU")
 
 
 @on_gpus(*RANKS, **cases.LOW_LATENCY)
@@ -29,7 +31,20 @@ def test_calls_equal_reference(buffer: Buffer, name: str) -> None:
 test_wires_of_few_tokens = on_gpus(*RANKS, **cases.LOW_LATENCY)(wire.test_few_tokens)
 
 
-@pytest.mark.skipif(RANKS[-1] < 2, reason="peers need a second GPU")
+@needs_peers
+@on_gpus(Apart(RANKS[-1]), **cases.LOW_LATENCY)
+def test_calls_equal_reference_between_hosts(buffer: Buffer) -> None:
+    assert buffer.num_rdma_ranks == 2
+    for name in cases.CASES:
+        getattr(cases, name)(buffer, SEED)
+    torch.cuda.synchronize()
+    cases.plain(buffer, SEED)  # raises what has been met
+    buffer.combine_wire = "fp8"
+    with pytest.raises(ValueError, match="expected 'same' on cuda:. of several machines"):
+        cases.plain(buffer, SEED)
+
+
+@needs_peers
 @on_gpus(**cases.SHRINKING)
 def test_a_rank_is_left_out_and_comes_back(buffer: Buffer) -> None:
     cases.left_out(buffer, SEED)
