@@ -123,6 +123,17 @@ class MemoryFailure : public testing::TestWithParam<Shortage> {
     }
   }
 
+  // A rank that has all its memory was missed: it did not run for so long, on a busy machine.
+  bool missed_another(const Trial& trial) const {
+    const int ranks = static_cast<int>(trial.statuses.size());
+    const int starved = GetParam().on_rank_0 ? 0 : ranks - 1;
+    for (int r = 0; r < ranks; ++r) {
+      const std::string name = "for rank " + std::to_string(r);
+      if (r != starved && trial.mine.mentions(name.c_str())) return true;
+    }
+    return false;
+  }
+
   // The error is one of those that memory's end may cause, and came soon.
   void expect_named(const Trial& trial) const {
     if (trial.mine.status == XD_SUCCESS) return;
@@ -134,7 +145,8 @@ class MemoryFailure : public testing::TestWithParam<Shortage> {
     const bool lasting = GetParam().spec.lasting;
     if (trial.mine.status == XD_ERROR_TIMEOUT || (lasting && trial.mine.after >= kSoon)) {
       EXPECT_TRUE(trial.mine.mentions("did not come in time") ||
-                  trial.mine.mentions("the meeting point did not answer") || lasting)
+                  trial.mine.mentions("the meeting point did not answer") || lasting ||
+                  missed_another(trial))
           << trial.mine;
       EXPECT_LT(trial.mine.after, milliseconds(kMeetingTimeoutMs) + kSoon) << trial.mine;
       return;
