@@ -26,10 +26,10 @@ from crossdock._placement import (
 )
 from crossdock.errors import Busy, CrossdockError, PeerLost
 
-__all__ = ["ExpertMove", "Moves", "OfNumpy", "Serving", "move_experts", "told"]
+__all__ = ["ExpertMove", "Moves", "OnHost", "Serving", "move_experts", "told"]
 
 
-class OfNumpy:
+class OnHost:
     """A move treats weights of one kind by this: NumPy arrays ``[bytes]``, or their like."""
 
     @property
@@ -80,7 +80,7 @@ class Moving:
     def __init__(
         self,
         comm: _core.Comm,
-        kind: OfNumpy,
+        kind: OnHost,
         tensors: Sequence[Any],
         old: np.ndarray,
         new: np.ndarray,
@@ -257,7 +257,7 @@ class Moves:
     def __init__(
         self,
         comm: _core.Comm,
-        kind: OfNumpy,
+        kind: OnHost,
         groups: Sequence[Serving],
         views: Callable[[int], Sequence[Any]],
         placements: tuple[Placement | npt.ArrayLike, Placement | npt.ArrayLike],
@@ -398,7 +398,7 @@ class ExpertMove(Moves):
         serving = Serving(group, group.comm, group._core, sizes, config.expert_ranks is None)
         comm = group.comm.core()
         given = (views, (old, new), choices, load, bytes_per_step)
-        super().__init__(comm, OfNumpy(), [serving], *given)
+        super().__init__(comm, OnHost(), [serving], *given)
 
 
 def _check_new(

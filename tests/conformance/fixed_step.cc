@@ -129,9 +129,7 @@ void FixedStep::load(int number, bool spoiled) {
     for (int slot = 0; slot < config_.num_experts; ++slot) owners.push_back(slot / kLocalExperts);
     const Table now = table();
     std::vector<std::int64_t> hints;
-    for (int t = 0; t < shape_.tokens; ++t) {
-      hints.push_back(now.hints ? Table::hint_of(rank_.rank, t) : t);
-    }
+    for (int t = 0; t < shape_.tokens; ++t) hints.push_back(now.turn_of(rank_.rank, t));
     hints_.write(hints);
     choices = now.in_slots(choices, owners, false);
   }

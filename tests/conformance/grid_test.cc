@@ -7,7 +7,6 @@
 
 #include "conformance/batch.h"
 #include "conformance/case.h"
-#include "conformance/has_tables.h"
 #include "conformance/step.h"
 #include "support/gtest_main.h"
 
@@ -80,7 +79,6 @@ std::vector<Case> cases_of_this_launch() {
 }
 
 std::vector<Case> cases_of_tables() {
-  if (!has_tables()) return {};
   std::vector<Case> cases = cases_with_tables(all_cases(world().num_ranks()));
   const std::vector<Case> in_parts = cases_with_tables(cases_in_parts(world().num_ranks()));
   cases.insert(cases.end(), in_parts.begin(), in_parts.end());

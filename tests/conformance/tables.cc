@@ -40,7 +40,7 @@ std::int64_t Table::slot_of(int source, int token, std::int64_t expert,
     if (!own.empty()) candidates = own;
   }
   if (candidates.empty()) return -1;
-  const auto hint = static_cast<std::uint64_t>(hints ? hint_of(source, token) : token);
+  const auto hint = static_cast<std::uint64_t>(turn_of(source, token));
   return candidates[(hint + static_cast<std::uint64_t>(source)) % candidates.size()];
 }
 

@@ -32,6 +32,10 @@ struct Table {
   // Whether tokens have hints of their own: hint_of() takes the place of their numbers.
   bool hints = false;
   static std::int32_t hint_of(int source, int token);
+  // The number by which a token takes its turn.
+  std::int32_t turn_of(int source, int token) const {
+    return hints ? hint_of(source, token) : token;
+  }
 
   // The slot of a choice; -1 = its expert has none. `owners`: the rank of each slot.
   std::int64_t slot_of(int source, int token, std::int64_t expert,

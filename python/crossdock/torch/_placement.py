@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from crossdock._moves import Moves, OfNumpy, Serving, told
+from crossdock._moves import Moves, OnHost, Serving, told
 from crossdock._placed import Placed, read_table
 from crossdock._placement import Move, Placement
 from crossdock.errors import CrossdockError, from_details, from_status
@@ -242,11 +242,11 @@ def _move_of(
     serving = [
         Serving(one, one.comm, one.core, one._placed_sizes(), one._in_order) for one in groups
     ]
-    kind = _OnGpu(comm) if on_gpu else OfNumpy()
+    kind = _OnGpu(comm) if on_gpu else OnHost()
     return comm.core, kind, serving, views, placements, choices, load, bytes_per_step
 
 
-class _OnGpu(OfNumpy):
+class _OnGpu(OnHost):
     """Tensors ``[bytes]`` uint8 on a communicator's GPU; copies go beside the current stream."""
 
     def __init__(self, comm: Comm) -> None:

@@ -9,7 +9,6 @@
 
 #include "conformance/cuda/graph.h"
 #include "conformance/fixed_step.h"
-#include "conformance/has_tables.h"
 #include "support/gtest_main.h"
 
 namespace xd::test {
@@ -71,7 +70,6 @@ TEST_P(CudaGraph, OfSomeRanksMeetsEagerCallsOfOthers) {
 
 // Replays route by the table that is in force, under which some choices have no slot.
 TEST(CudaGraphOfLogicalExperts, FollowsChangesOfTheTable) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   for (FixedShape shape : kFixedShapes) {
     // One rank alone has no more experts than a token chooses.
     shape.tables = world().num_ranks() == 1 ? Tables::permuted
@@ -96,7 +94,6 @@ TEST(CudaGraphOfLogicalExperts, FollowsChangesOfTheTable) {
 }
 
 TEST(CudaGraphOfLogicalExperts, HasNoChangeOfTheTable) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   FixedShape shape;
   shape.tables = Tables::permuted;
   on_every_rank([&](Rank& rank) {

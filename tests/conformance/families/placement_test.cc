@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "conformance/families/mistakes.h"
-#include "conformance/has_tables.h"
 #include "conformance/one_mistake.h"
 #include "conformance/step.h"
 #include "conformance/tables.h"
@@ -39,10 +38,7 @@ std::size_t lists_of(const Table& table) {
 template <class F>
 class SetPlacement : public testing::Test {
  protected:
-  void SetUp() override {
-    if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
-    c.tables = Tables::replicas;
-  }
+  void SetUp() override { c.tables = Tables::replicas; }
   // Sets the good table, lets `mistake` be made on all ranks, and runs a batch under the good one.
   template <class Mistake>
   void expect_harmless(const Mistake& mistake) {
@@ -193,7 +189,6 @@ TYPED_TEST(SetPlacement, GroupsWithoutLogicalExpertsHaveNoTables) {
 // ---- One family alone ---------------------------------------------------------------------------
 
 TEST(SetPlacementOfBulk, PlansMadeBeforeStayGood) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   for (const xd_ep_layout layout : {XD_EP_EXPERT_MAJOR, XD_EP_RANK_MAJOR}) {
     Case c = plain_case(world().num_ranks());
     c.layout = layout;
@@ -217,7 +212,6 @@ TEST(SetPlacementOfBulk, PlansMadeBeforeStayGood) {
 
 // Also of experts without a slot.
 TEST(SetPlacementOfBulk, BadAndRepeatedIdsAreThoseOfLogicalExperts) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   for (const bool collapse : {false, true}) {
     Case c = plain_case(world().num_ranks());
     c.tables = Tables::with_gaps;
@@ -235,7 +229,6 @@ TEST(SetPlacementOfBulk, BadAndRepeatedIdsAreThoseOfLogicalExperts) {
 }
 
 TEST(SetPlacementOfLowLatency, PlansMadeBeforeStayGood) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   LlCase c = plain_ll_case(world().num_ranks());
   c.tables = Tables::with_lists;
   on_every_rank([&](Rank& rank) {
@@ -255,7 +248,6 @@ TEST(SetPlacementOfLowLatency, PlansMadeBeforeStayGood) {
 }
 
 TEST(SetPlacementOfLowLatency, IsBusyWhileDispatchesAreBetweenTheirHalves) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   LlCase c = plain_ll_case(world().num_ranks());
   c.tables = Tables::permuted;
   on_every_rank([&](Rank& rank) {

@@ -61,12 +61,12 @@ void Echo::load(int number) {
   number_ = number;
   choices_ = case_.choices(number)[static_cast<std::size_t>(rank_.rank)];
   topk_idx_.write(case_.ids(number)[static_cast<std::size_t>(rank_.rank)].ids);
-  const bool hints = case_.tables != Tables::none && case_.table(number).hints;
-  std::vector<std::int32_t> hint;
-  for (int t = 0; t < choices_.tokens; ++t) {
-    hint.push_back(hints ? Table::hint_of(rank_.rank, t) : t);
+  if (case_.tables != Tables::none) {
+    const Table table = case_.table(number);
+    std::vector<std::int32_t> hints;
+    for (int t = 0; t < choices_.tokens; ++t) hints.push_back(table.turn_of(rank_.rank, t));
+    hints_.write(hints);
   }
-  hints_.write(hint);
   for (int t = 0; t < choices_.tokens; ++t) {
     for (std::int64_t column = 0; column < tokens_.extent(1); ++column) {
       tokens_.set(t, column, std::bit_cast<std::uint32_t>(value(t, column)));

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "conformance/case.h"
-#include "conformance/has_tables.h"
 #include "conformance/has_wires.h"
 #include "conformance/host_maps.h"
 #include "conformance/slots/batch.h"
@@ -132,11 +131,11 @@ INSTANTIATE_TEST_SUITE_P(Cases, LlGrid, testing::ValuesIn(cases_of_this_launch()
                            return std::to_string(instance.index);
                          });
 
-INSTANTIATE_TEST_SUITE_P(
-    Tables, LlGrid,
-    testing::ValuesIn(has_tables() ? cases_with_tables(all_ll_cases(world().num_ranks()))
-                                   : std::vector<LlCase>()),
-    [](const testing::TestParamInfo<LlCase>& instance) { return std::to_string(instance.index); });
+INSTANTIATE_TEST_SUITE_P(Tables, LlGrid,
+                         testing::ValuesIn(cases_with_tables(all_ll_cases(world().num_ranks()))),
+                         [](const testing::TestParamInfo<LlCase>& instance) {
+                           return std::to_string(instance.index);
+                         });
 
 INSTANTIATE_TEST_SUITE_P(Wires, LlGrid,
                          testing::ValuesIn(has_wires()

@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "conformance/has_tables.h"
 #include "conformance/said.h"
 #include "conformance/slots/batch.h"
 #include "conformance/slots/echo.h"
@@ -107,7 +106,6 @@ void splits_and_comes_together(const LlCase& c) {
 // Ranks that have masked each other agree about tables apart, and find out when they are together
 // again.
 TEST(LlMask, PartsOfAGroupHaveTablesOfTheirOwn) {
-  if (!has_tables()) GTEST_SKIP() << "no logical experts on these devices";
   LlCase c = masked_case();
   c.tables = Tables::replicas;
   on_every_rank([&](Rank& rank) {

@@ -18,6 +18,7 @@
 #include "cuda/error.h"
 #include "ep/bulk/cuda/call_memory.h"
 #include "ep/plan/config.h"
+#include "ep/plan/cuda/load.h"
 #include "ep/plan/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
@@ -250,18 +251,9 @@ void launch(void (*kernel)(Params), const Params& params, int blocks, int thread
                        dim3(static_cast<unsigned>(threads)), arguments, shared_bytes, stream));
 }
 
-void load(const void* kernel) {
-  cudaFuncAttributes attributes{};
-  XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-}
-
 }  // namespace
 
-void load_local() {
-  load(reinterpret_cast<const void*>(row_experts_kernel));
-  load(reinterpret_cast<const void*>(routing_layout_kernel));
-  load(reinterpret_cast<const void*>(homes_layout_kernel));
-}
+void load_local() { load_plain(row_experts_kernel, routing_layout_kernel, homes_layout_kernel); }
 
 void start_row_experts(const RowExpertsCall& call, const PlanBinding& binding,
                        cudaStream_t stream) {

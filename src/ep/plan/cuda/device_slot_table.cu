@@ -6,6 +6,7 @@
 
 #include "cuda/ptx.cuh"
 #include "ep/plan/cuda/launch.cuh"
+#include "ep/plan/cuda/load.h"
 #include "ep/plan/cuda/warp.cuh"
 
 namespace xd::ep::cuda {
@@ -168,12 +169,6 @@ void DeviceSlotTable::tell_loads(const Tensor& out, bool clear, cudaStream_t str
   launch_plain(tell_loads_kernel, blocks_for(params.size), kThreads, stream, params);
 }
 
-void load_slot_table() {
-  for (const void* kernel : {reinterpret_cast<const void*>(to_slots_kernel),
-                             reinterpret_cast<const void*>(tell_loads_kernel)}) {
-    cudaFuncAttributes attributes{};
-    XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-  }
-}
+void load_slot_table() { load_plain(to_slots_kernel, tell_loads_kernel); }
 
 }  // namespace xd::ep::cuda

@@ -9,8 +9,14 @@
 //   ids               the kernel of to_slots()               the kernel of the batch, behind it
 //   loads             prepare                                the kernel of tell_loads()
 //
-// A group's operations come one after another, and no word is read while another operation may
-// write it. So plain loads and stores do, but for the two words that kernels and host share.
+// A group's operations come one after another on their streams, and no word is read while another
+// operation may write it. So plain loads and stores do, but for two words that kernels and host
+// share in pinned memory:
+//
+//   image_read  released (system) by the change's kernel behind a barrier of its block, when all
+//               threads have read the image; acquired by the host before it writes that again. The
+//               host's writes come before the launch that reads them
+//   told        relaxed: a count that stands for itself
 #pragma once
 
 #include <cuda_runtime_api.h>

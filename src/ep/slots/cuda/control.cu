@@ -15,6 +15,7 @@
 // answer proves nothing. The words are released and acquired at system scope, in both rounds.
 #include "cuda/error.h"
 #include "ep/plan/cuda/launch.cuh"
+#include "ep/plan/cuda/load.h"
 #include "ep/plan/cuda/slot_table.cuh"
 #include "ep/slots/cuda/kernels.h"
 #include "ep/slots/cuda/turn.cuh"
@@ -277,15 +278,8 @@ void launch_verify(const LlDevice& group, int pipeline, cudaStream_t stream) {
 }
 
 void load_ll_control() {
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(mask_set_kernel),
-        reinterpret_cast<const void*>(mask_get_kernel), reinterpret_cast<const void*>(meet_kernel),
-        reinterpret_cast<const void*>(fill_kernel), reinterpret_cast<const void*>(verify_kernel),
-        reinterpret_cast<const void*>(verified_kernel),
-        reinterpret_cast<const void*>(end_change_kernel)}) {
-    cudaFuncAttributes attributes{};
-    XD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-  }
+  load_plain(mask_set_kernel, mask_get_kernel, meet_kernel, fill_kernel, verify_kernel,
+             verified_kernel, end_change_kernel);
 }
 
 }  // namespace xd::ep::cuda
