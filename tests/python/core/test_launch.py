@@ -112,10 +112,12 @@ def _die(rank: int, how: str) -> object:
     ],
 )
 def test_a_failed_rank_is_named_with_the_reason_and_none_is_left(how, said):
-    began = time.monotonic()
     grace = 20 if how in ("sys.exit", "unpicklable") else 0.1  # where both ranks fail
-    with launch.Ranks(2, quiet=True) as ranks, pytest.raises(launch.RankFailed, match=said):
-        ranks.run(_die, how, timeout=2 if how == "slow" else 30, grace=grace)
+    with launch.Ranks(2, quiet=True) as ranks:
+        ranks.run(_exit, 0, timeout=60)  # they have started, which may take long
+        began = time.monotonic()
+        with pytest.raises(launch.RankFailed, match=said):
+            ranks.run(_die, how, timeout=5 if how == "slow" else 30, grace=grace)
     assert time.monotonic() - began < 30 and not ranks.alive()
 
 
