@@ -55,7 +55,7 @@
  * send half is XD_ERROR_INVALID_ARGUMENT, and takes no turn. So is a call with XD_LL_PHASE_BOTH
  * while another operation of its kind is between its halves, which it would overtake.
  *
- * Between machines (on the CPU, without masks) the network moves while a rank is in a call of the
+ * Between machines (on the CPU) the network moves while a rank is in a call of the
  * group. Bytes that it has not taken when a send half ends go on with the rank's next call; a whole
  * call, a receive half or a call that fails ends when all that peers need of it reaches them.
  *
@@ -198,8 +198,8 @@ XD_API xd_status xd_ll_group_memory(const xd_ll_config* config, xd_ll_memory* me
 
 /* Makes a group, as xd_ep_group_create does, and with its errors. On a rank that has taken
  * another's place it takes over that rank's part of a group: see xd_comm_invite. A communicator may
- * have groups of both kinds. UNSUPPORTED between machines without libfabric, with masks, or on CUDA
- * with wires. */
+ * have groups of both kinds. UNSUPPORTED between machines without libfabric, or on CUDA with masks
+ * or wires. */
 XD_API xd_status xd_ll_group_create(xd_comm* comm, const xd_ll_config* config, xd_ll_group** group);
 
 /* Frees, as xd_ep_group_destroy does; between machines it waits at most 6 seconds for peers that

@@ -135,6 +135,7 @@ void Links::send(const Frame& frame, std::size_t bytes) {
   Sending& sending = frame_of(frame.neighbour, frame.frame);
   XD_CHECK(to.accepted && bytes <= config_.frame_bytes);
   XD_CHECK(sending.taken && !sending.posted && sending.generation == frame.generation);
+  if (to.lost) return set_free(sending);
   sending.posted = true;
   const Header header{
       .generation = sending.generation, .bytes = static_cast<std::uint32_t>(bytes), .zero = 0};
@@ -179,17 +180,32 @@ bool Links::poll() {
   for (const std::uint64_t id : events_.sent) on_sent(id);
   events_.arrived.clear();
   events_.sent.clear();
-  if (!events_.failed.empty()) {
-    const PeerFailure& failed = events_.failed.front();
-    const auto neighbour =
-        std::ranges::find(neighbours_, failed.peer, [](const Neighbour& p) { return p.name.rank; });
-    break_off(
-        XD_ERROR_SYSTEM,
-        neighbour == neighbours_.end() ? -1 : static_cast<int>(neighbour - neighbours_.begin()),
-        concat("network: ", failed.text));
-  }
+  const bool loses = !events_.failed.empty();
+  for (const PeerFailure& failure : events_.failed) on_failure(failure);
+  events_.failed.clear();
   flush();
-  return news;
+  return news || loses;
+}
+
+void Links::on_failure(const PeerFailure& failure) {
+  const auto found =
+      std::ranges::find(neighbours_, failure.peer, [](const Neighbour& p) { return p.name.rank; });
+  const bool known = found != neighbours_.end();
+  if (!known || !outlives_neighbours_) {
+    break_off(XD_ERROR_SYSTEM, known ? static_cast<int>(found - neighbours_.begin()) : -1,
+              concat("network: ", failure.text));
+  }
+  found->lost = true;
+  std::erase_if(outbox_, [&](const Put& put) {
+    if (put.peer != failure.peer) return false;
+    if (put.id == kEmptyId) --empty_unsent_;
+    return true;
+  });
+}
+
+bool Links::holds_back(int neighbour) const {
+  const int rank = neighbours_.at(at(neighbour)).name.rank;
+  return std::ranges::any_of(outbox_, [rank](const Put& put) { return put.peer == rank; });
 }
 
 // While the engine refuses puts, only asking it again tells when it has room.
@@ -239,7 +255,7 @@ std::ptrdiff_t Links::unread(int neighbour) const {
 
 int Links::first_unread() const {
   for (int p = 0; p < static_cast<int>(neighbours_.size()); ++p)
-    if (unread(p) > 0) return p;
+    if (!neighbours_[at(p)].lost && unread(p) > 0) return p;
   return -1;
 }
 
@@ -294,6 +310,7 @@ void Links::keep_failure() {
 void Links::post_empty(int neighbour, TagKind kind, unsigned frame, unsigned generation) {
   const Neighbour& to = neighbours_.at(at(neighbour));
   XD_CHECK(to.accepted);
+  if (to.lost) return;
   ++empty_unsent_;
   post({.peer = to.name.rank,
         .from = region_.get(),
@@ -365,7 +382,10 @@ void Links::on_sent(std::uint64_t id) {
 
 // Both must have come: the credit may overtake the engine's word that the source is free.
 void Links::free_if_done(Sending& frame) {
-  if (!frame.taken || !frame.sent || !frame.credited) return;
+  if (frame.taken && frame.sent && frame.credited) set_free(frame);
+}
+
+void Links::set_free(Sending& frame) {
   frame.taken = frame.posted = false;
   --frames_in_use_;
 }

@@ -59,6 +59,7 @@ class Links final {
   // meet.
   Bytes offer(int neighbour) const;
   const LinkMap& map() const { return map_; }
+  int rank() const { return config_.rank; }
   // Connects to a neighbour by its offer; once for each, before anything is sent to it. Nobody
   // sends before all of its neighbours have connected to it. Throws MISMATCH if the offer is not
   // that of the neighbour to this rank, or of other frames; the links are as before then.
@@ -79,6 +80,12 @@ class Links final {
   // Rank and host, and where the engine reaches it, for texts.
   std::string name_of(int neighbour) const;
   std::string place_of(int neighbour) const;
+
+  // ---- Neighbours that are lost ----
+  // From now on a neighbour that the engine has lost is no failure of the links: what is sent to it
+  // goes nowhere, and its frames that were under way stay taken, as the engine may yet read them.
+  void outlive_neighbours() { outlives_neighbours_ = true; }
+  bool is_lost(int neighbour) const { return neighbours_.at(at(neighbour)).lost; }
 
   // ---- Sender ----
   struct Frame {
@@ -125,12 +132,13 @@ class Links final {
   int sleep_on();
   // Some puts wait here, as the engine did not take them: they leave with a later poll().
   bool holds_back() const { return !outbox_.empty(); }
+  bool holds_back(int neighbour) const;
   // All frames of this rank are free again and the engine holds nothing of it: everything that it
   // has sent was read, and its memory may go once its neighbours are at rest, too.
   bool at_rest() const { return frames_in_use_ == 0 && empty_unsent_ == 0 && outbox_.empty(); }
-  // Everything that this rank has sent was read.
-  bool all_read() const { return frames_in_use_ == 0; }
-  // The first neighbour that has not read everything; -1 = there is none.
+  // The frames that a neighbour has not read.
+  std::ptrdiff_t unread(int neighbour) const;
+  // The first neighbour that is there and has not read everything; -1 = there is none.
   int first_unread() const;
   // The puts that this rank has sent since the links were made: chunks with their headers, and
   // credits, which have no bytes.
@@ -181,6 +189,7 @@ class Links final {
     std::uint64_t first_frame = 0;  // where its frames for this rank begin in its region
     bool accepted = false;
     bool greeted = false;  // its greeting has come
+    bool lost = false;
     std::vector<Sending> sending;
     std::vector<Receiving> receiving;
   };
@@ -189,8 +198,8 @@ class Links final {
   void check() const;
   [[noreturn]] void break_off(xd_status status, int neighbour, const std::string& text);
   void refuse_tag(int neighbour, const std::string& text);
+  void on_failure(const PeerFailure& failure);
   [[noreturn]] void fail_for_time(int neighbour, const char* what) const;
-  std::ptrdiff_t unread(int neighbour) const;  // frames
   void sleep_until(const Deadline& deadline);
   void post(const Put& put);
   void flush();
@@ -203,6 +212,7 @@ class Links final {
   void on_greeting(int neighbour);
   void on_sent(std::uint64_t id);
   void free_if_done(Sending& frame);
+  void set_free(Sending& frame);
   std::span<const std::byte> open(int neighbour, unsigned frame);
 
   Engine& engine_;
@@ -215,6 +225,7 @@ class Links final {
   std::vector<Put> outbox_;                           // puts that the engine has not taken yet
   std::size_t frames_in_use_ = 0, empty_unsent_ = 0;  // puts without bytes: credits, greetings
   Sent sent_;
+  bool outlives_neighbours_ = false;
   std::optional<Error> failure_;
   Events events_;
   WarningLimit refused_{"puts of unknown senders, or damaged ones"};

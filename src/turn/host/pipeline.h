@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,8 +37,7 @@ class HostPipeline : public HostCells<Record> {
         held_(place.stages),
         others_(this->peers().begin(), this->peers().end()) {}
 
-  // From now on ranks on other machines take part as well, and are never masked. `remote` outlives
-  // the pipeline.
+  // From now on ranks on other machines take part as well. `remote` outlives the pipeline.
   void reach(RemotePipeline& remote) {
     remote_ = &remote;
     others_.insert(others_.end(), remote.ranks().begin(), remote.ranks().end());
@@ -83,7 +81,8 @@ class HostPipeline : public HostCells<Record> {
   const RankBits& awaited() const { return held(next()).company; }
   // Returns when every peer of its company has entered it, or has been lost.
   void await(observe::WaitTimes& times);
-  // Returns when all messages of remote ranks have come, which those wait for: see rest().
+  // Returns when all messages of remote ranks of its company have come, which those wait for: see
+  // rest(). Where ranks may be masked, it waits for a part of the time of a wait, and masks none.
   void await_remote();
   // The ranks whose records have come, this one among them, and the records by rank.
   const RankBits& here() const { return here_; }
@@ -102,7 +101,7 @@ class HostPipeline : public HostCells<Record> {
   // Returns when this rank's messages of the operation reach remote ranks whatever it does next, or
   // whether it does anything. Not so its credits, which may come with its next call, nor what it
   // sends to ranks whose own call has failed: they need it no more, and may be in no call that
-  // takes it in.
+  // takes it in. Where ranks may be masked, it waits as await_remote() does.
   void rest(std::uint64_t epoch);
   // Takes the operation sent() as soon as those before it have been taken, without its rows.
   void drop_sent() {
@@ -134,15 +133,22 @@ class HostPipeline : public HostCells<Record> {
   const Record& record_of(int peer, std::uint64_t epoch) const {
     return this->posted_by(peer, epoch);
   }
-  // Waits for something that a remote rank brings in the operation.
+  // Waits for something that a remote rank brings in the operation; false where it has been lost.
   template <class Ready>
-  void wait_for_message(int remote_rank, std::uint64_t epoch, Ready&& ready) {
-    wait_remote(remote_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
+  bool wait_for_message(int remote_rank, std::uint64_t epoch, Ready&& ready) {
+    return wait(remote_rank, site(XD_PHASE_ROWS, epoch), ready, [&] { return epoch - 1; });
+  }
+  // Whether the operation `epoch` takes what a remote rank sends to it. Of one that this rank has
+  // not begun that is not known for certain yet.
+  bool expects(int remote_rank, std::uint64_t epoch) const {
+    if (epoch <= taken_ || epoch > taken_ + this->stages()) return false;
+    if (epoch <= sent_) return held(epoch).at_start.has(remote_rank);
+    return !masks_.masked().has(remote_rank);
   }
   // True when the rank has entered the operation, false where it has been lost.
   bool wait_entered(int rank, std::uint64_t epoch) {
     return wait(
-        rank, site(XD_PHASE_ENTRY, epoch), [&] { return has_entered(rank, epoch); },
+        rank, site(XD_PHASE_ENTRY, epoch), [&] { return is_here(rank, epoch); },
         [&] { return this->entered(rank, epoch); });
   }
 
@@ -157,13 +163,39 @@ class HostPipeline : public HostCells<Record> {
   // Waits for a near or a remote rank; false where it has been lost.
   template <class Ready, class Seen>
   bool wait(int rank, const HostWait& site, Ready&& ready, Seen&& seen) {
-    if (const auto near = this->comm().hosts().find_near(rank))
-      return masks_.wait(*near, site, ready, seen);
+    if (this->comm().hosts().is_near(rank)) return masks_.wait(rank, site, ready, seen);
+    if (masks_.masks_lost_peers()) {
+      return masks_.wait_unless(rank, site, ready, seen,
+                                [&] { return remote_->leaves_out(rank, site.epoch); });
+    }
     wait_remote(rank, site, ready, seen);
     return true;
   }
+  // Where losses are fatal.
   template <class Ready, class Seen>
   void wait_remote(int rank, const HostWait& site, Ready&& ready, Seen&& seen);
+  // Waits for remote ranks that need this one, where ranks may be masked. Its end is not theirs: a
+  // rank that lets others wait here must not make this one late for them. A rank that is out of
+  // step gets a moment.
+  class Courtesy {
+   public:
+    explicit Courtesy(HostPipeline& pipeline)
+        : pipeline_(pipeline), patience_(pipeline.masks_.patience()) {}
+    template <class Ready>
+    void wait(int rank, HostWait site, Ready&& ready) const {
+      const PeerMasks& masks = pipeline_.masks_;
+      const auto is_over = [&] {
+        return masks.is_gone(rank) || (masks.is_out_of_step(rank) && moment_.passed());
+      };
+      site.deadline = patience_;
+      pipeline_.comm().wait(pipeline_.self(), site, [&] { return ready() || is_over(); });
+    }
+
+   private:
+    static constexpr int kMomentMs = 100;
+    HostPipeline& pipeline_;
+    const Deadline patience_, moment_ = Deadline::after_ms(kMomentMs);
+  };
   template <class Ready, class Seen>
   bool wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen);
   Held& held(std::uint64_t epoch) { return held_[stage_of(epoch, this->stages())]; }
@@ -172,6 +204,11 @@ class HostPipeline : public HostCells<Record> {
     while (taken_ < sent_ && held(next()).dropped) leave_one();
   }
   void leave_one();
+  // Of a remote rank its message is here as well.
+  bool is_here(int rank, std::uint64_t epoch) const {
+    const bool near = this->comm().hosts().is_near(rank);
+    return has_entered(rank, epoch) && (near || remote_->holds(rank, epoch));
+  }
   // True if the rank has told that its call has failed.
   bool has_failed(int rank, std::uint64_t epoch) const {
     return has_entered(rank, epoch) && record_of(rank, epoch).call.status != XD_SUCCESS;
@@ -196,10 +233,11 @@ void HostPipeline<Record>::begin() {
   op = {};
   const RankBits masked = masks_.masked();
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave_one()
+  const std::uint64_t before = sent_ > this->stages() ? sent_ - this->stages() : 0;
+  for (const int peer : others_)
+    if (!masked.has(peer)) op.at_start.add(peer);
   for (const NearRank peer : peers()) {
     if (masked.has(peer)) continue;
-    op.at_start.add(peer);
-    const std::uint64_t before = sent_ > this->stages() ? sent_ - this->stages() : 0;
     // A peer may have taken this very operation already, where its own send half has failed.
     const bool free = masks_.wait(
         peer, site(XD_PHASE_CREDIT, sent_), [&] { return this->done_by(peer, sent_) >= before; },
@@ -208,11 +246,11 @@ void HostPipeline<Record>::begin() {
   }
   if (remote_ != nullptr) {
     for (const int rank : remote_->ranks()) {
-      op.at_start.add(rank);
-      wait_remote(
+      if (masked.has(rank)) continue;
+      const bool free = wait(
           rank, site(XD_PHASE_CREDIT, sent_), [&] { return remote_->has_place(rank, sent_); },
           [&] { return sent_ - this->stages() - 1; });
-      op.company.add(rank);
+      if (free) op.company.add(rank);
     }
   }
   deadline_ = masks_.deadline();
@@ -228,9 +266,11 @@ void HostPipeline<Record>::enter(const Record& record) {
 
 template <class Record>
 void HostPipeline<Record>::await(observe::WaitTimes& times) {
-  const auto is_here = [this](int peer) { return has_entered(peer, next()); };
+  const auto has_come = [this](int peer) { return is_here(peer, next()); };
   const observe::Span span(times.subject(), "wait for entries");
   deadline_ = masks_.deadline();
+  // The share of a rank that has been masked meanwhile counts if it has come.
+  if (remote_ != nullptr && masks_.masks_lost_peers()) remote_->progress().poll();
   here_ = {};
   here_.add(this->self());
   records_[at(this->self())] = own_record();
@@ -239,8 +279,8 @@ void HostPipeline<Record>::await(observe::WaitTimes& times) {
     const bool came = wait(
         peer, site(XD_PHASE_ENTRY, next()),
         [&] {
-          const bool here = is_here(peer);
-          times.look(peer, here, others_, is_here);
+          const bool here = has_come(peer);
+          times.look(peer, here, others_, has_come);
           return here;
         },
         [&] { return this->entered(peer, next()); });
@@ -254,17 +294,21 @@ template <class Record>
 void HostPipeline<Record>::await_remote() {
   if (remote_ == nullptr) return;
   deadline_ = masks_.deadline();
+  const Courtesy courtesy(*this);
   for (const int rank : remote_->ranks()) {
-    wait_remote(
-        rank, site(XD_PHASE_ENTRY, next()), [&] { return has_entered(rank, next()); },
-        [&] { return this->entered(rank, next()); });
+    if (!awaited().has(rank)) continue;
+    if (!masks_.masks_lost_peers()) {
+      wait_entered(rank, next());
+    } else {
+      courtesy.wait(rank, site(XD_PHASE_ENTRY, next()), [&] { return is_here(rank, next()); });
+    }
   }
 }
 
 template <class Record>
 RankBits HostPipeline<Record>::lost() const {
   RankBits ranks{};
-  for (const NearRank peer : peers()) {
+  for (const int peer : others_) {
     if (held(next()).at_start.has(peer) && !here_.has(peer)) ranks.add(peer);
   }
   return ranks;
@@ -288,21 +332,15 @@ void HostPipeline<Record>::leave_one() {
   if (remote_ != nullptr) remote_->leave(taken_);
 }
 
-// A rank's goodbye may overtake what it has sent before. Its words come all the same, so there is
-// some time for them. False = the rank has left, and that time is over.
+// False = the rank has left, and the time for its last words is over.
 template <class Record>
 template <class Ready, class Seen>
 bool HostPipeline<Record>::wait_while_here(int rank, HostWait site, Ready&& ready, Seen&& seen) {
-  constexpr int kBehindGoodbyeMs = 5000;
   site.needs_all_ranks = true;
-  std::optional<Deadline> patience;
-  const auto is_gone = [&] {
-    if (!patience && this->comm().errors().left(rank))
-      patience = Deadline::after_ms(std::min(kBehindGoodbyeMs, this->comm().timeout_ms()));
-    return patience && patience->passed();
-  };
+  PeerMasks::Goodbye goodbye(this->comm(), rank);
   this->comm().wait_for(
-      this->self(), site, [&] { return ready() || is_gone(); }, seen, [rank] { return rank; });
+      this->self(), site, [&] { return ready() || goodbye.is_over(); }, seen,
+      [rank] { return rank; });
   return ready();
 }
 
@@ -316,12 +354,17 @@ template <class Record>
 void HostPipeline<Record>::rest(std::uint64_t epoch) {
   if (remote_ == nullptr) return;
   deadline_ = masks_.deadline();
+  const HostWait site = this->site(XD_PHASE_DONE, epoch);
+  const Courtesy courtesy(*this);
   for (const int rank : remote_->ranks()) {
-    // A rank that has left needs nothing any more.
-    wait_while_here(
-        rank, site(XD_PHASE_DONE, epoch),
-        [&] { return remote_->has_sent(rank, epoch) || has_failed(rank, epoch); },
-        [&] { return epoch - 1; });
+    const auto ready = [&] { return remote_->has_sent(rank, epoch) || has_failed(rank, epoch); };
+    if (!masks_.masks_lost_peers()) {  // a rank that has left needs nothing any more
+      wait_while_here(rank, site, ready, [&] { return epoch - 1; });
+    } else if (held(epoch).company.has(rank)) {
+      courtesy.wait(rank, site, ready);
+    } else {
+      courtesy.wait(rank, site, [&] { return !remote_->is_telling(rank, epoch); });
+    }
   }
 }
 
@@ -332,6 +375,7 @@ void HostPipeline<Record>::restart(std::uint64_t epoch) {
     if (!masks_.masked().has(peer)) this->post_done_all(peer, epoch);
   }
   ring_peers();
+  if (remote_ != nullptr) remote_->restart(epoch);
 }
 
 template <class Record>

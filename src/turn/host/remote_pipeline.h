@@ -25,6 +25,15 @@ class RemotePipeline {
   // Whether the rank's message of the operation arrives also if this rank does nothing more. A rank
   // that waits for its message helps it to arrive.
   virtual bool has_sent(int rank, std::uint64_t epoch) const = 0;
+  // Whether the rank's message with its entry is here; it stays until leave().
+  virtual bool holds(int rank, std::uint64_t epoch) const = 0;
+  // Whether this rank leaves that one out from this very operation on, and the message that tells
+  // it of that may not arrive if this rank does nothing more.
+  virtual bool is_telling(int rank, std::uint64_t epoch) const = 0;
+  // Whether the rank has told that it leaves this one out of the operation.
+  virtual bool leaves_out(int rank, std::uint64_t epoch) const = 0;
+  // The pipeline counts on from `epoch`: messages of operations up to it are of no use any more.
+  virtual void restart(std::uint64_t epoch) = 0;
 
  protected:
   ~RemotePipeline() = default;

@@ -3,6 +3,8 @@
 //   area of rank r    written by    means
 //   reset[src]        src           ResetCell, for each round
 //
+// Ranks on other machines send one another what they would write (RemoteReset).
+//
 // A rank greets every peer with a number that it has never used, and answers each greeting by its
 // number. A peer that has answered this greeting takes part in this reset, so what it has written
 // before is of this reset as well; an old greeting or answer proves nothing. The numbers of a
@@ -15,6 +17,7 @@
 #include <cstdint>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "base/rank_bits.h"
 #include "comm/near_memory.h"
@@ -34,6 +37,20 @@ struct alignas(64) ResetCell {
   std::array<ResetRound, 2> round;
 };
 
+// The needs of a reset that has ranks on other machines.
+class RemoteReset {
+ public:
+  virtual const std::vector<int>& ranks() const = 0;  // all remote ranks
+  // Sends the rank what this one says in a round. It comes behind what was sent before, of which
+  // only the last may come.
+  virtual void tell(int rank, std::size_t round, const ResetRound& said) = 0;
+  // Whether that comes to the rank also if this one does nothing more.
+  virtual bool has_told(int rank) const = 0;
+
+ protected:
+  ~RemoteReset() = default;
+};
+
 class HostReset {
  public:
   // reset[] lies at the offset `cells` in the memory that each near rank shares.
@@ -42,7 +59,22 @@ class HostReset {
         masks_(masks),
         areas_(std::move(areas)),
         cells_(cells),
-        greeting_(comm.serial() << 32) {}
+        greeting_(comm.serial() << 32),
+        others_(comm.hosts().peers().begin(), comm.hosts().peers().end()) {}
+
+  // From now on ranks on other machines take part as well. `remote` outlives the reset.
+  void reach(RemoteReset& remote) {
+    remote_ = &remote;
+    others_.insert(others_.end(), remote.ranks().begin(), remote.ranks().end());
+    said_.resize(at(comm_.num_ranks()));
+  }
+  // Takes in what a remote rank has said, which its message has brought.
+  void bring(int source, std::size_t round, const ResetRound& said) const {
+    const NearMemory cell =
+        areas_.of(comm_.hosts().self())
+            .from(cells_ + at(source) * sizeof(ResetCell) + round * sizeof(ResetRound));
+    *cell.array<ResetRound>() = said;
+  }
 
   // Returns when every peer that is not masked has called it, or has been lost: with the highest
   // numbers that any rank has given. `lost` gets the peers that have been lost meanwhile.
@@ -57,12 +89,12 @@ class HostReset {
       // come to the second one just when the first one's deadline has passed.
       HostWait wait = site;
       wait.deadline = masks_.deadline();
-      exchange(wait, highest);
-      for (const NearRank peer : comm_.hosts().peers()) {
-        masks_.take_back(peer);
-      }
+      const RankBits answered = exchange(wait, highest);
+      for (const int peer : others_)
+        if (answered.has(peer)) masks_.take_back(peer);
     }
-    for (const NearRank peer : comm_.hosts().peers()) {
+    rest(site);
+    for (const int peer : others_) {
       if (!masked.has(peer) && masks_.masked().has(peer)) lost.add(peer);
     }
     return highest;
@@ -80,7 +112,15 @@ class HostReset {
     return offsetof(ResetRound, numbers) + i * sizeof(std::uint64_t);
   }
 
-  void greet(NearRank peer, const ResetNumbers& numbers) const {
+  void greet_remote(int peer, const ResetNumbers& numbers) {
+    ResetRound& said = said_[at(peer)].round[round_];
+    said = {.greeting = greeting_, .answer = said.answer, .numbers = numbers};
+    remote_->tell(peer, round_, said);
+  }
+  void greet(int rank, const ResetNumbers& numbers) {
+    const auto near = comm_.hosts().find_near(rank);
+    if (!near) return greet_remote(rank, numbers);
+    const NearRank peer = *near;
     const int self = comm_.rank();
     for (std::size_t i = 0; i < numbers.size(); ++i) {
       word(peer, self, number_offset(i)).signal(numbers[i]);
@@ -89,7 +129,7 @@ class HostReset {
     comm_.ring(peer);
   }
   // Answers greetings that have not been answered yet.
-  void answer_peers() const {
+  void answer_peers() {
     const NearRank self = comm_.hosts().self();
     for (const NearRank peer : comm_.hosts().peers()) {
       const std::uint64_t seen = word(self, peer, kGreeting).seen();
@@ -98,14 +138,36 @@ class HostReset {
       answer.signal(seen);
       comm_.ring(peer);
     }
+    if (remote_ != nullptr) answer_remote_peers();
   }
-  void exchange(const HostWait& site, ResetNumbers& highest) {
+  void answer_remote_peers() {
+    for (const int peer : remote_->ranks()) {
+      const std::uint64_t seen = word(comm_.hosts().self(), peer, kGreeting).seen();
+      ResetRound& said = said_[at(peer)].round[round_];
+      if (seen == 0 || said.answer == seen || masks_.masked().has(peer)) continue;
+      said.answer = seen;
+      remote_->tell(peer, round_, said);
+    }
+  }
+  // Returns when all that this rank has said comes to the ranks on other machines, or soon.
+  void rest(HostWait site) const {
+    if (remote_ == nullptr) return;
+    site.deadline = masks_.patience();
+    for (const int peer : remote_->ranks()) {
+      comm_.wait(comm_.rank(), site, [&] {
+        return remote_->has_told(peer) || masks_.masked().has(peer) || masks_.is_gone(peer);
+      });
+    }
+  }
+  // Returns the peers that have answered.
+  RankBits exchange(const HostWait& site, ResetNumbers& highest) {
+    RankBits answered{};
     const NearRank self = comm_.hosts().self();
     const ResetNumbers own = highest;
-    for (const NearRank peer : comm_.hosts().peers()) {
+    for (const int peer : others_) {
       if (!masks_.masked().has(peer)) greet(peer, own);
     }
-    for (const NearRank peer : comm_.hosts().peers()) {
+    for (const int peer : others_) {
       if (masks_.masked().has(peer)) continue;
       const bool came = masks_.wait_in_reset(
           peer, site,
@@ -115,12 +177,14 @@ class HostReset {
           },
           [&] { return word(self, peer, kGreeting).seen(); });
       if (!came) continue;
+      answered.add(peer);
       for (std::size_t i = 0; i < highest.size(); ++i) {
         highest[i] = std::max(highest[i], word(self, peer, number_offset(i)).seen());
       }
     }
     // A peer greets before it answers, so by now all greetings of this round are here.
     answer_peers();
+    return answered;
   }
 
   Comm& comm_;
@@ -129,6 +193,9 @@ class HostReset {
   const std::uint64_t cells_;
   std::uint64_t greeting_;
   std::size_t round_ = 0;
+  std::vector<int> others_;        // all ranks but this one, near ones first
+  std::vector<ResetCell> said_;    // by rank: to remote ones
+  RemoteReset* remote_ = nullptr;  // none: all ranks are near
 };
 
 }  // namespace xd::turn

@@ -258,6 +258,31 @@ TEST(LlMask, OfOneSideIsToldToTheOther) {
   });
 }
 
+// The other side may still be in the reset when it is told.
+TEST(LlMask, RightBehindAResetIsToldToTheOther) {
+  if (world().num_ranks() == 1) GTEST_SKIP() << "one rank has no other side";
+  const LlCase c = echo_case(world().num_ranks());
+  on_every_rank([&](Rank& rank) {
+    Masking masking(rank, c);
+    const int accuser = 0, accused = rank.num_ranks - 1;
+    std::vector<bool> absent(static_cast<std::size_t>(rank.num_ranks));
+    if (rank.rank == accuser) absent[static_cast<std::size_t>(accused)] = true;
+    if (rank.rank == accused) absent[static_cast<std::size_t>(accuser)] = true;
+    for (int number = 0; number < 10; ++number) {
+      ok(xd_comm_barrier(rank.comm));
+      masking.reset();
+      if (rank.rank == accuser) masking.mask(accused, true);
+      Echo batch(rank, c, number);
+      const LlOutcome outcome = finish(rank, masking.group(), batch.dispatch(masking.group()));
+      EXPECT_EQ(outcome, rank.rank == accused ? XD_ERROR_PEER_LOST : XD_SUCCESS) << outcome.text;
+      EXPECT_EQ(batch.rows_by_source(), batch.expected_rows(absent));
+      ok(finish(rank, masking.group(), batch.combine(masking.group())));
+      EXPECT_EQ(batch.wrong(absent), "");
+      masking.mask_all(absent, false);
+    }
+  });
+}
+
 TEST(LlMask, OfNoOtherRankIsRefused) {
   const LlCase c = masked_case();
   on_every_rank([&](Rank& rank) {

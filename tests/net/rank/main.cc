@@ -5,7 +5,6 @@
 //   XD_TEST_WHEN_MET  die, or wait for half a second, between that and connecting
 //   XD_TEST_TIMEOUT_MS, XD_TEST_SILENCE_MS, XD_TEST_HOST, XD_TEST_MASK (1: losses are masked)
 #include <crossdock/gemm.h>
-#include <crossdock/low_latency.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -103,7 +102,6 @@ class RankMain {
     if (verb == "info") return info();
     if (verb == "memory") return memory();
     if (verb == "import") return import_of(count);
-    if (verb == "masks") return masks();
     if (verb == "slots") return steps(make_slot_steps, 1, count);
     if (verb == "slot_groups") return steps(make_slot_steps, count, 1);
     if (verb == "steps") return steps(make_steps, 1, count);
@@ -225,21 +223,6 @@ class RankMain {
   static std::string held() {
     return std::to_string(open_descriptors()) + " descriptors, " + std::to_string(live_threads()) +
            " threads, " + std::to_string(shared_bytes()) + " bytes of shared memory";
-  }
-
-  // A group of a kind that is not there between machines.
-  std::string masks() {
-    xd_ll_config config = XD_LL_CONFIG_INIT;
-    config.num_ranks = number("WORLD_SIZE", 1);
-    config.num_experts = 8 * config.num_ranks;
-    config.max_topk = 2;
-    config.hidden = 64;
-    config.max_tokens_per_rank = 8;
-    config.on_peer_loss = XD_LL_PEER_LOSS_MASK;
-    xd_ll_group* made = nullptr;
-    const xd_status status = xd_ll_group_create(comm_, &config, &made);
-    xd_ll_group_destroy(made);
-    return outcome(status);
   }
 
   std::string context() {

@@ -141,6 +141,7 @@ void LlCombine::send(bool stage_own) {
 void LlCombine::send_remote_weights() const {
   const std::size_t bytes = at(plan_.tokens()) * at(plan_.topk()) * sizeof(float);
   for (const int rank : context_.remote->ranks()) {
+    if (!context_.pipeline.company().has(rank)) continue;
     std::memcpy(context_.remote->open(rank, Part::entry), send_.topk_weights.data, bytes);
     context_.remote->send(rank, Part::entry, at(plan_.tokens()), bytes);
   }
@@ -149,6 +150,7 @@ void LlCombine::send_remote_weights() const {
 void LlCombine::open_remote_sums() {
   for (const int rank : context_.remote->ranks()) {
     context_.scratch.listed[at(rank)] = 0;
+    if (!context_.pipeline.company().has(rank)) continue;
     context_.scratch.bodies[at(rank)] =
         context_.remote->open(rank, sums_part(bool{send_.topk_weights}));
   }
@@ -157,6 +159,10 @@ void LlCombine::open_remote_sums() {
 void LlCombine::send_remote_sums() const {
   const LlRemoteSums layout{.row_bytes = send_.sum_bytes()};
   for (const int rank : context_.remote->ranks()) {
+    if (!context_.pipeline.company().has(rank)) {
+      context_.remote->tell_outsider(rank);
+      continue;
+    }
     const std::uint64_t items = context_.scratch.listed[at(rank)];
     context_.remote->send(rank, sums_part(bool{send_.topk_weights}), items,
                           items * layout.item_bytes());
@@ -323,12 +329,14 @@ void LlCombine::await_partials() {
 void LlCombine::await_remote_sums() {
   Pipeline& pipeline = context_.pipeline;
   for (const int rank : context_.remote->ranks()) {
+    if (!pipeline.here().has(rank)) continue;
     const LlRecord& record = pipeline.records()[at(rank)];
     const bool has_weights = (record.flags & kWeighted) != 0;
     if (record.call.status != XD_SUCCESS || !has_weights) continue;
-    pipeline.wait_for_message(rank, pipeline.next(), [&] {
+    const bool came = pipeline.wait_for_message(rank, pipeline.next(), [&] {
       return context_.remote->find(rank, Part::sums, pipeline.next()) != nullptr;
     });
+    if (!came) pipeline.lose(rank);
   }
 }
 
@@ -338,6 +346,7 @@ void LlCombine::read_remote_sums() {
   const Part part = sums_part((pipeline.own_record().flags & kWeighted) != 0);
   for (const int rank : context_.remote->ranks()) {
     context_.scratch.listed[at(rank)] = 0;
+    if (!pipeline.here().has(rank)) continue;
     const LlRemoteMessage& sums = *context_.remote->find(rank, part, pipeline.next());
     context_.remote->judge(
         [&] { sums.require_items(at(config().max_tokens), layout.item_bytes()); });

@@ -21,7 +21,8 @@ class CpuLlGroup final : public LlGroup {
     subject().counters().counts_rows.set(1);
     this->comm().agree_on_group(LlFamily::kCreate, [this] { scratch_.reserve(this->config()); });
     if (!this->comm().hosts().all_are_near())
-      remote_ = std::make_unique<LlRemote>(*this, dispatches_, combines_);
+      remote_ = std::make_unique<LlRemote>(*this,
+                                           LlRemote::Turns{dispatches_, combines_, masks_, reset_});
     if (this->comm().adopted() != nullptr) take_over();
     if (!this->comm().is_elastic() || !this->config().masks_lost_peers) return;
     this->comm().catalogue().list(number(), {.call = LlFamily::kCreate.name,
@@ -80,6 +81,7 @@ class CpuLlGroup final : public LlGroup {
 
   void take_over();
   RankBits gone() const;
+  LlOperationError loss_of(const RankBits& lost) const;
   void require_place(const Pipeline& pipeline, std::int32_t operation) const;
   void require_turn(const Pipeline& pipeline, std::int32_t operation, const LlHalves& halves) const;
   [[noreturn]] void refuse_call(const Pipeline& pipeline, std::int32_t operation, xd_status status,
@@ -185,14 +187,17 @@ LlOperationError CpuLlGroup::receive(Operation& op, Pipeline& pipeline,
     LlOperationError operation_error = op.receive(!args.halves.send);
     if (operation_error && operation_error.status == XD_ERROR_MISMATCH) return operation_error;
     const RankBits lost = pipeline.lost();
-    if (lost.empty()) return operation_error;
-    return lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
+    return lost.empty() ? operation_error : loss_of(lost);
   } catch (...) {
     if (comm().errors().fatal_error() != nullptr) throw;
     bad = current_operation_error();
   }
   pipeline.await_remote();
   return bad;
+}
+
+LlOperationError CpuLlGroup::loss_of(const RankBits& lost) const {
+  return lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
 }
 
 // The group goes on alone until it is reset.
@@ -205,7 +210,7 @@ void CpuLlGroup::take_over() {
 RankBits CpuLlGroup::gone() const {
   RankBits ranks{};
   for (int r = 0; r < config().ranks; ++r) {
-    if (comm().errors().lost(r)) ranks.add(r);
+    if (comm().errors().lost(r) || masks_.is_cut_off(r)) ranks.add(r);
   }
   return ranks;
 }
@@ -269,8 +274,7 @@ void CpuLlGroup::set_placement(const xd_ep_placement* placement, xd_stream) {
   if (remote_) remote_->push();
   if (!operation_error) {
     use(std::move(table));
-    if (!lost.empty())
-      operation_error = lost_peers({lost, masks_.masked(), masks_.masked_by(), gone()});
+    if (!lost.empty()) operation_error = loss_of(lost);
   }
   calls_.settle(operation_error, kOperation, epoch);
 }
@@ -308,11 +312,10 @@ void CpuLlGroup::mask_set(std::int32_t peer, std::int32_t masked, xd_stream) {
   require_masks();
   require_maskable(peer, masked, rank(), config());
   comm().errors().check_usable();
-  const NearRank near_peer = near()[at(peer)];  // of groups on one machine, where all are near
   if (masked != 0) {
-    masks_.mask(near_peer);
+    masks_.mask(peer);
   } else {
-    masks_.unmask(near_peer);
+    masks_.unmask(peer);
   }
 }
 
@@ -328,18 +331,22 @@ void CpuLlGroup::reset(xd_stream) {
   require_masks();
   const Claim claim(calls_, XD_LL_RESET);
   RankBits lost{};
-  const turn::ResetNumbers numbers = reset_.run({.phase = XD_PHASE_ENTRY,
-                                                 .group = number(),
-                                                 .operation = XD_LL_RESET,
-                                                 .epoch = ++resets_,
-                                                 .deadline = masks_.deadline(),
-                                                 .timeout_ms = masks_.timeout_ms()},
-                                                {dispatches_.sent(), combines_.sent()}, lost);
+  const HostWait site{.phase = XD_PHASE_ENTRY,
+                      .group = number(),
+                      .operation = XD_LL_RESET,
+                      .epoch = ++resets_,
+                      .deadline = masks_.deadline(),
+                      .timeout_ms = masks_.timeout_ms(),
+                      .progress = remote_.get()};
+  if (remote_) {
+    remote_->begin_call(site);
+    remote_->begin_reset();
+  }
+  const turn::ResetNumbers numbers = reset_.run(site, {dispatches_.sent(), combines_.sent()}, lost);
   dispatches_.restart(numbers[0]);
   combines_.restart(numbers[1]);
-  if (lost.empty()) return;
-  const LostPeers peers{lost, masks_.masked(), masks_.masked_by(), gone()};
-  calls_.settle(lost_peers(peers), XD_LL_RESET, resets_);
+  if (remote_) remote_->push();
+  if (!lost.empty()) calls_.settle(loss_of(lost), XD_LL_RESET, resets_);
 }
 
 std::unique_ptr<LlGroup> make_group(std::shared_ptr<Comm> comm, const xd_ll_config* config) {

@@ -8,6 +8,13 @@
 #include "comm/remote/routes.h"
 
 namespace xd::ep::cpu {
+namespace {
+
+constexpr std::uint64_t kNever = UINT64_MAX;
+
+int first_reset_frame(const LlConfig& config) { return kLlRemoteKinds * config.in_flight; }
+
+}  // namespace
 
 LlRemotePipeline::LlRemotePipeline(LlRemote& remote, Pipeline& pipeline, LlKind kind)
     : remote_(remote), pipeline_(pipeline), kind_(kind) {}
@@ -58,21 +65,61 @@ std::byte* LlRemotePipeline::open(int rank, Part part) {
 void LlRemotePipeline::send(int rank, Part part, std::uint64_t items, std::size_t bytes) {
   const net::Links::Frame& frame =
       open_[static_cast<std::size_t>(part)][at(remote_.neighbour_of(rank))];
-  const LlRemoteHeader header{.epoch = pipeline_.sent(),
-                              .kind = kind_of(part),
-                              .source = remote_.comm_.rank(),
-                              .items = static_cast<std::uint32_t>(items),
-                              .item_bytes = 0,
-                              .record = pipeline_.sent_record()};
+  LlRemoteHeader header{.epoch = pipeline_.sent(),
+                        .kind = kind_of(part),
+                        .source = remote_.comm_.rank(),
+                        .items = static_cast<std::uint32_t>(items),
+                        .item_bytes = 0,
+                        .record = pipeline_.sent_record()};
+  header.record.mask = header.record.mask | remote_.masks_.refused();
   std::memcpy(frame.bytes.data(), &header, sizeof(header));
   remote_.with_links([&] { remote_.links_.links().send(frame, sizeof(header) + bytes); });
 }
 
 void LlRemotePipeline::send_record() {
   for (const int rank : ranks()) {
+    if (!pipeline_.company().has(rank)) {
+      tell_outsider(rank);
+      continue;
+    }
     open(rank, Part::entry);
     send(rank, Part::entry, 0, 0);
   }
+}
+
+void LlRemotePipeline::tell_outsider(int rank) {
+  Outsider& outsider = outsiders_[at(rank)];
+  if (outsider.since == 0) outsider = {.since = pipeline_.sent(), .frame = kUntold};
+  try_to_tell(rank);
+}
+
+// Once is enough, until both are in a reset. Such a message has the operations in a row that go
+// without the rank in the place of its items.
+void LlRemotePipeline::try_to_tell(int rank) {
+  Outsider& outsider = outsiders_[at(rank)];
+  if (outsider.since == 0 || outsider.frame != kUntold) return;
+  const unsigned frame = frame_of(Part::entry, pipeline_.sent());
+  if (pipeline_.company().has(rank)) return;  // which has been unmasked without a reset
+  if (!remote_.links_.links().is_free(remote_.neighbour_of(rank), frame)) return;
+  open(rank, Part::entry);
+  send(rank, Part::entry, pipeline_.sent() - outsider.since + 1, 0);
+  outsider.frame = frame;
+}
+
+bool LlRemotePipeline::is_telling(int rank, std::uint64_t epoch) const {
+  const Outsider& outsider = outsiders_[at(rank)];
+  const net::Links& links = remote_.links_.links();
+  const int neighbour = remote_.neighbour_of(rank);
+  if (outsider.since != epoch || links.is_lost(neighbour)) return false;
+  return outsider.frame == kUntold || !links.is_sent(neighbour, outsider.frame);
+}
+
+// A message says that its sender leaves this rank out.
+void LlRemotePipeline::note_refusal(const LlRemoteHeader& header, bool is_outsider) {
+  const std::uint64_t before = is_outsider ? header.items - 1u : 0;
+  std::uint64_t& from = left_out_[at(header.source)];
+  from = std::min(from, header.epoch - std::min(before, header.epoch - 1));
+  remote_.masks_.refuse(header.source);
 }
 
 const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t epoch) const {
@@ -82,24 +129,71 @@ const LlRemoteMessage* LlRemotePipeline::find(int rank, Part part, std::uint64_t
   return found.here && found.message.header.epoch == epoch ? &found.message : nullptr;
 }
 
-// An operation that this rank has left without its peers' messages, as its own call had failed: it
-// has no use for them.
+// Not so messages of an operation that this rank has left without them, as its own call had failed;
+// nor, in groups that mask, those of a rank that is left out, or leaves this one out.
+bool LlRemotePipeline::is_wanted(const LlRemoteMessage& message) {
+  const std::uint64_t epoch = message.header.epoch;
+  const int source = message.header.source;
+  const bool is_past = epoch <= pipeline_.taken();
+  if (!remote_.masks_.masks_lost_peers() || resetting_ || epoch <= base_) return !is_past;
+  const bool refuses = message.header.record.mask.has(remote_.comm_.rank());
+  const bool too_early = epoch > pipeline_.taken() + stages();
+  if (refuses || too_early)
+    note_refusal(message.header, refuses && message.body.empty() && message.header.items > 0);
+  return !is_past && !refuses && pipeline_.expects(source, epoch);
+}
+
 void LlRemotePipeline::take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message) {
   const std::uint64_t epoch = message.header.epoch;
   const Part part = message.header.kind == LlRemoteKind::sums ? Part::sums : Part::entry;
   if (chunk.frame != frame_of(part, epoch)) message.refuse("its frame is another operation's");
-  if (part == Part::entry) ++entries_[at(chunk.neighbour)];
-  if (epoch <= pipeline_.taken()) return remote_.links_.links().give_back(chunk);
+  if (part == Part::entry && epoch > base_) ++entries_[at(chunk.neighbour)];
+  if (!is_wanted(message)) return remote_.links_.links().give_back(chunk);
   Arrived& place = arrived(static_cast<std::size_t>(part), epoch, chunk.neighbour);
   // Its place is free when this rank has taken the operation that was there.
-  if (epoch > pipeline_.taken() + stages() || place.here) message.refuse("it is not expected yet");
+  const bool too_early = epoch > pipeline_.taken() + stages() && !resetting_;
+  if (too_early || place.here) message.refuse("it is not expected yet");
   place = {.here = true, .chunk = chunk, .message = message};
-  if (part == Part::entry)
-    pipeline_.bring_entry(message.header.source, epoch, message.header.record);
+  if (!resetting_) bring_entry(message);
 }
 
-bool LlRemotePipeline::has_all() const {
-  return std::ranges::all_of(entries_, [&](std::uint64_t n) { return n >= pipeline_.sent(); });
+void LlRemotePipeline::bring_entry(const LlRemoteMessage& message) const {
+  const LlRemoteHeader& header = message.header;
+  if (header.kind != LlRemoteKind::sums)
+    pipeline_.bring_entry(header.source, header.epoch, header.record);
+}
+
+void LlRemotePipeline::begin_reset() {
+  for (std::uint64_t stage = 0; stage < stages(); ++stage) leave(stage);
+  resetting_ = true;
+}
+
+// Messages of operations behind the reset stay.
+void LlRemotePipeline::restart(std::uint64_t epoch) {
+  resetting_ = false;
+  base_ = epoch;
+  const RankBits masked = remote_.masks_.masked();
+  for (const int rank : ranks()) {
+    if (masked.has(rank)) continue;
+    left_out_[at(rank)] = kNever;
+    outsiders_[at(rank)] = {};
+  }
+  std::ranges::fill(entries_, epoch);
+  remote_.with_links([&] {
+    for (std::size_t part = 0; part < parts(); ++part) {
+      for (Arrived& place : arrived_[part]) {
+        if (!place.here) continue;
+        const bool counts = part == 0 && place.message.header.epoch > epoch;
+        if (counts) ++entries_[at(place.chunk.neighbour)];
+        if (is_wanted(place.message)) {
+          bring_entry(place.message);
+          continue;
+        }
+        place.here = false;
+        remote_.links_.links().give_back(place.chunk);
+      }
+    }
+  });
 }
 
 void LlRemotePipeline::leave(std::uint64_t epoch) {
@@ -114,29 +208,38 @@ void LlRemotePipeline::leave(std::uint64_t epoch) {
   });
 }
 
-LlRemote::LlRemote(const LlGroup& group, Pipeline& dispatches, Pipeline& combines)
+LlRemote::LlRemote(const LlGroup& group, const Turns& turns)
     : group_(group),
       comm_(group.comm()),
+      masks_(turns.masks),
       ranks_(RemoteRoutes(comm_.machines()).remote_ranks()),
       links_(comm_, LlFamily::kCreate,
              {.neighbours = ranks_,
-              .frames = kLlRemoteKinds * group.config().in_flight,
-              .frame_bytes = longest_ll_message(group.config())}),
-      pipelines_{LlRemotePipeline(*this, dispatches, LlKind::dispatch),
-                 LlRemotePipeline(*this, combines, LlKind::combine)} {
+              .frames = first_reset_frame(group.config()) + LlRemoteReset::frames(group.config()),
+              .frame_bytes = std::max(longest_ll_message(group.config()), sizeof(ResetMessage))}),
+      pipelines_{LlRemotePipeline(*this, turns.dispatches, LlKind::dispatch),
+                 LlRemotePipeline(*this, turns.combines, LlKind::combine)},
+      reset_(links_.links(), ranks_, first_reset_frame(group.config())) {
   comm_.collective().agree(LlFamily::kCreate, [&] {
     neighbour_of_.resize(at(comm_.num_ranks()), -1);
     for (std::size_t p = 0; p < ranks_.size(); ++p)
       neighbour_of_[at(ranks_[p])] = static_cast<int>(p);
     for (LlRemotePipeline& pipeline : pipelines_) {
       pipeline.entries_.resize(ranks_.size());
+      pipeline.left_out_.resize(at(comm_.num_ranks()), kNever);
+      pipeline.outsiders_.resize(at(comm_.num_ranks()));
       for (std::size_t part = 0; part < pipeline.parts(); ++part) {
         pipeline.open_[part].resize(ranks_.size());
         pipeline.arrived_[part].resize(pipeline.stages() * ranks_.size());
       }
     }
-    dispatches.reach(pipelines_[0]);
-    combines.reach(pipelines_[1]);
+    turns.dispatches.reach(pipelines_[0]);
+    turns.combines.reach(pipelines_[1]);
+    if (masks_.masks_lost_peers()) {
+      turns.reset.reach(reset_);
+      reset_.bring_to(turns.reset);
+      links_.links().outlive_neighbours();
+    }
     return Collective::Contribution{};
   });
 }
@@ -151,12 +254,41 @@ LlRemote::~LlRemote() {
     return;
   }
   net::Links& links = links_.links();
-  linger(kForPeersMs,
-         [&] { return links.all_read() && pipelines_[0].has_all() && pipelines_[1].has_all(); });
-  linger(kForCreditsMs, [&] { return links.at_rest(); });
+  const auto all_have_ended = [this](int p) { return is_outside(p) || has_ended(p); };
+  const auto is_outsider = [this](int p) { return is_outside(p); };
+  linger(kForPeersMs, [&] { return for_all(all_have_ended); });
+  linger(kForCreditsMs, [&] { return links.at_rest() || (for_any(is_outsider) && !holds_back()); });
   // libfabric's providers for TCP may crash where they are closed while a long message arrives.
-  if (!links.at_rest() || !pipelines_[0].has_all() || !pipelines_[1].has_all())
-    links_.keep_for_good();
+  if (!links.at_rest() || !for_all(all_have_ended) || for_any(is_outsider)) links_.keep_for_good();
+}
+
+template <class Of>
+bool LlRemote::for_any(Of&& of_neighbour) const {
+  for (int p = 0; p < static_cast<int>(ranks_.size()); ++p)
+    if (of_neighbour(p)) return true;
+  return false;
+}
+
+template <class Of>
+bool LlRemote::for_all(Of&& of_neighbour) const {
+  return !for_any([&](int p) { return !of_neighbour(p); });
+}
+
+// A rank that is left out, or leaves this one out: nobody knows what it has yet to send or to read.
+bool LlRemote::is_outside(int neighbour) const {
+  return links_.links().is_lost(neighbour) || masks_.is_out_of_step(ranks_[at(neighbour)]);
+}
+
+// Puts to ranks that are in step wait for the engine.
+bool LlRemote::holds_back() const {
+  const net::Links& links = links_.links();
+  return links.holds_back() &&
+         for_any([&](int p) { return !is_outside(p) && links.holds_back(p); });
+}
+
+bool LlRemote::has_ended(int neighbour) const {
+  return links_.links().unread(neighbour) == 0 && pipelines_[0].has_all(neighbour) &&
+         pipelines_[1].has_all(neighbour);
 }
 
 template <class Done>
@@ -166,8 +298,11 @@ void LlRemote::linger(int longest_ms, Done&& done) noexcept {
     const auto deadline = Deadline::after_ms(std::min(longest_ms, comm_.timeout_ms()));
     links.wait_for(deadline, -1, "its last operation", [&] {
       take_in_all();
-      const int unread = links.first_unread();
-      const bool in_vain = unread >= 0 && comm_.errors().lost(ranks_[at(unread)]);
+      const auto is_awaited = [this](int p) { return !is_outside(p) && !has_ended(p); };
+      const auto is_here = [&](int p) {
+        return is_awaited(p) && !comm_.errors().lost(ranks_[at(p)]);
+      };
+      const bool in_vain = for_any(is_awaited) && !for_any(is_here);
       return done() || in_vain || comm_.errors().fatal_error() != nullptr;
     });
   } catch (...) {
@@ -181,21 +316,42 @@ bool LlRemote::poll() {
     const net::Links& links = links_.links();
     news = links_.links().poll();
     take_in_all();
+    if (masks_.masks_lost_peers()) tell_outsiders();
     group_.subject().counters().net_puts.set(links.sent().puts);
     group_.subject().counters().net_bytes.set(links.sent().bytes);
   });
+  if (masks_.masks_lost_peers()) notice_losses();
   return news;
+}
+
+void LlRemote::tell_outsiders() {
+  reset_.send();
+  for (LlRemotePipeline& pipeline : pipelines_)
+    for (const int rank : ranks_) pipeline.try_to_tell(rank);
+}
+
+// The engine may notice before the watch that a rank has ended.
+void LlRemote::notice_losses() {
+  for (int p = 0; p < static_cast<int>(ranks_.size()); ++p)
+    if (links_.links().is_lost(p)) masks_.cut_off(ranks_[at(p)]);
 }
 
 bool LlRemote::is_busy() {
   bool busy = false;
-  with_links([&] { busy = links_.links().sleep_on() < 0; });
+  with_links([&] {
+    const net::Links& links = links_.links();
+    busy = links_.links().sleep_on() < 0 && (!links.holds_back() || holds_back());
+  });
   return busy;
 }
 
 void LlRemote::take_in_all() {
   for (int p = 0; p < static_cast<int>(ranks_.size()); ++p) {
     while (const auto chunk = links_.links().next(p)) {
+      if (reset_.owns(*chunk)) {
+        reset_.take_in(*chunk);
+        continue;
+      }
       const LlRemoteMessage message = LlRemoteMessage::read(chunk->bytes, ranks_[at(p)]);
       const LlKind kind =
           message.header.kind == LlRemoteKind::dispatch ? LlKind::dispatch : LlKind::combine;
@@ -209,7 +365,11 @@ void LlRemote::push() {
   HostWait site = *site_;
   site.deadline = Deadline::after_ms(kMomentMs);
   site.progress = this;
-  comm_.wait(comm_.rank(), site, [this] { return !links_.links().holds_back(); });
+  comm_.wait(comm_.rank(), site, [this] { return !holds_back(); });
+}
+
+void LlRemote::begin_reset() {
+  for (LlRemotePipeline& pipeline : pipelines_) pipeline.begin_reset();
 }
 
 }  // namespace xd::ep::cpu

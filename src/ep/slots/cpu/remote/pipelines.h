@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,9 +16,11 @@
 
 #include "comm/remote/links.h"
 #include "ep/slots/cpu/operation.h"
+#include "ep/slots/cpu/remote/reset.h"
 #include "ep/slots/map.h"
 #include "ep/slots/message.h"
 #include "turn/host/remote_pipeline.h"
+#include "turn/peer_masks.h"
 
 namespace xd::ep::cpu {
 
@@ -38,16 +41,27 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   bool has_place(int rank, std::uint64_t epoch) const override;
   void leave(std::uint64_t epoch) override;
   bool has_sent(int rank, std::uint64_t epoch) const override;
+  bool holds(int rank, std::uint64_t epoch) const override {
+    return find(rank, Part::entry, epoch) != nullptr;
+  }
+  bool is_telling(int rank, std::uint64_t epoch) const override;
+  bool leaves_out(int rank, std::uint64_t epoch) const override {
+    return epoch >= left_out_[at(rank)];
+  }
+  void restart(std::uint64_t epoch) override;
 
   // ---- The operation that is being sent ----
 
-  // The memory of a message behind its header. It is free once the pipeline has begun the
-  // operation.
+  // The memory of a message behind its header, for a rank of the operation's company. It is free
+  // once the pipeline has begun the operation.
   std::byte* open(int rank, Part part);
   // Sends what open() has given: so many items, in so many bytes.
   void send(int rank, Part part, std::uint64_t items, std::size_t bytes);
   // Tells of an operation that brings nothing.
   void send_record();
+  // Tells a rank that is not of the company that this one goes on without it, as soon as that can
+  // be done.
+  void tell_outsider(int rank);
 
   // ---- The operation that is being received ----
 
@@ -66,6 +80,13 @@ class LlRemotePipeline final : public turn::RemotePipeline {
     net::Links::Chunk chunk{};
     LlRemoteMessage message{};
   };
+  // A rank that this one leaves out: from which operation on (0 = it does not), and the frame of
+  // the message that tells it.
+  static constexpr unsigned kUntold = UINT_MAX;
+  struct Outsider {
+    std::uint64_t since = 0;
+    unsigned frame = kUntold;
+  };
   std::size_t parts() const { return kind_ == LlKind::combine ? kParts : 1; }
   LlRemoteKind kind_of(Part part) const;
   unsigned frame_of(Part part, std::uint64_t epoch) const;
@@ -74,8 +95,14 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   }
   std::uint64_t stages() const;
   void take_in(const net::Links::Chunk& chunk, const LlRemoteMessage& message);
-  // Of all operations that this rank has sent: every rank sends each of them once.
-  bool has_all() const;
+  bool is_wanted(const LlRemoteMessage& message);
+  void try_to_tell(int rank);
+  void bring_entry(const LlRemoteMessage& message) const;
+  void note_refusal(const LlRemoteHeader& header, bool is_outsider);
+  // Everything that arrives from now on is kept until restart().
+  void begin_reset();
+  // Of all operations that this rank has sent: a rank that is in step sends each of them once.
+  bool has_all(int neighbour) const { return entries_[at(neighbour)] >= pipeline_.sent(); }
 
   LlRemote& remote_;
   Pipeline& pipeline_;
@@ -83,12 +110,22 @@ class LlRemotePipeline final : public turn::RemotePipeline {
   std::array<std::vector<net::Links::Frame>, kParts> open_;  // by neighbour
   std::array<std::vector<Arrived>, kParts> arrived_;         // [stage][neighbour]
   std::vector<std::uint64_t> entries_;                       // entries that have come, by neighbour
+  std::vector<std::uint64_t> left_out_;  // by rank: from this operation on it leaves this one out
+  std::vector<Outsider> outsiders_;      // by rank
+  std::uint64_t base_ = 0;  // entries up to this operation do not count: it has been reset to that
+  bool resetting_ = false;
 };
 
 class LlRemote final : public Progress {
  public:
+  struct Turns {
+    Pipeline& dispatches;
+    Pipeline& combines;
+    turn::PeerMasks& masks;
+    turn::HostReset& reset;
+  };
   // Collective.
-  LlRemote(const LlGroup& group, Pipeline& dispatches, Pipeline& combines);
+  LlRemote(const LlGroup& group, const Turns& turns);
   ~LlRemote();
   LlRemote(const LlRemote&) = delete;
   LlRemote& operator=(const LlRemote&) = delete;
@@ -100,6 +137,8 @@ class LlRemote final : public Progress {
   void begin_call(const HostWait& site) { site_ = site; }
   // Hands the engine what it has not taken yet; gives up after a moment.
   void push();
+  // From now on messages of operations behind the reset may come, until the pipelines restart.
+  void begin_reset();
 
  private:
   friend class LlRemotePipeline;
@@ -108,16 +147,27 @@ class LlRemote final : public Progress {
   void with_links(Body&& body);
   int neighbour_of(int rank) const { return neighbour_of_[at(rank)]; }
   void take_in_all();
+  void tell_outsiders();
+  void notice_losses();
+  template <class Of>
+  bool for_any(Of&& of_neighbour) const;
+  template <class Of>
+  bool for_all(Of&& of_neighbour) const;
+  bool is_outside(int neighbour) const;
+  bool holds_back() const;
+  bool has_ended(int neighbour) const;
   template <class Done>
   void linger(int longest_ms, Done&& done) noexcept;
 
   const LlGroup& group_;
   Comm& comm_;
+  turn::PeerMasks& masks_;
   const std::vector<int> ranks_;  // the neighbours
   RemoteLinks links_;
   std::vector<int> neighbour_of_;              // by rank
   std::optional<HostWait> site_;               // of the call that this rank is in
   std::array<LlRemotePipeline, 2> pipelines_;  // by LlKind
+  LlRemoteReset reset_;
 };
 
 template <class Body>
